@@ -1,0 +1,40 @@
+# `make demo` and `make test` need Python 3.11 or newer, make and a package registry; nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# What MLX needs differs by platform: Metal on a Mac, CUDA where an NVIDIA driver is, else the CPU.
+ifeq ($(shell uname -s),Darwin)
+  EXTRA :=
+else ifneq ($(wildcard /proc/driver/nvidia/version),)
+  EXTRA := ,cuda
+else
+  EXTRA := ,cpu
+endif
+
+.PHONY: setup demo test test-fast test-cuda lint clean
+setup: $(VENV)/.ready
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,host$(EXTRA)]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python -m mlx_qlayers demo
+
+test: setup
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-fast: setup
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
+
+test-cuda: setup
+	$(BIN)/python -m pytest -m cuda
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

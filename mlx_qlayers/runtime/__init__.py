@@ -1,0 +1,1 @@
+"""How a kernel runs: one declaration, one file per backend."""
