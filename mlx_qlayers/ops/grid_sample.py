@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import cast
 
 import mlx.core as mx
 
@@ -62,7 +64,7 @@ def grid_sample(
 
 
 @cache
-def _operator(path: str, options: Sampling) -> mx.custom_function:
+def _operator(path: str, options: Sampling) -> Callable[..., mx.array]:
     """The differentiable function for one path and one set of options, made once."""
     forward, backward = {"ops": (reference.grid_sample, reference.grid_sample_vjp)}[path]
 
@@ -76,7 +78,7 @@ def _operator(path: str, options: Sampling) -> mx.custom_function:
     ) -> tuple[mx.array, mx.array]:
         return backward(*primals, cotangent, options)
 
-    return operator
+    return cast(Callable[..., mx.array], operator)
 
 
 def _check(x: mx.array, grid: mx.array, options: Sampling) -> None:

@@ -44,7 +44,7 @@ def grid_sample(x: mx.array, grid: mx.array, options: Sampling) -> mx.array:
 def grid_sample_vjp(
     x: mx.array, grid: mx.array, cotangent: mx.array, options: Sampling
 ) -> tuple[mx.array, mx.array]:
-    """Gradients of :func:`grid_sample` for ``x`` and ``grid``, lazy: what is not used costs nothing."""
+    """Gradients of :func:`grid_sample` for ``x`` and ``grid``; being lazy, only those used cost."""
     index = taps(grid, x.shape[1:-1], options)[0]
     cotangent = cotangent.reshape(-1, x.shape[-1])
     pixels = x.reshape(-1, x.shape[-1])
@@ -88,7 +88,7 @@ def taps(grid: mx.array, size: tuple[int, ...], options: Sampling) -> tuple[mx.a
 
     Returns:
         For P = N * prod(out) outputs of K taps each, ``index`` (P, K): rows of the input seen as
-        (N * prod(size), C), always in range; ``weight`` (P, K): float32, differentiable in ``grid``.
+        (N * prod(size), C), in range; ``weight`` (P, K), float32: differentiable in ``grid``.
     """
     axes = [
         _axis_taps(grid[..., i].reshape(-1), extent, options, len(size))
@@ -136,7 +136,7 @@ def _axis_taps(
 
 
 def _pad(pixel: mx.array, size: int, options: Sampling, ndim: int) -> mx.array:
-    """Bring positions outside back in, as ``padding_mode`` says; at a border the gradient is zero."""
+    """Bring positions outside back in, as ``padding_mode`` says; borders have a zero gradient."""
     if options.padding_mode == "zeros":
         return pixel
     if options.padding_mode == "reflection":

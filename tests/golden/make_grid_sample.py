@@ -2,8 +2,8 @@
 
 Needs ``pip install torch==2.13.0 numpy``; ``python tests/golden/make_grid_sample.py`` writes
 ``tests/data/grid_sample.npz``. For every group of inputs it holds them, channels last in float32,
-and with leading axes (mode, padding_mode, align_corners) the output and the gradients of x and grid:
-by PyTorch in float64 (``out``, ``d_x``, ``d_grid``) and in float32 (``out32``, ...).
+and with leading axes (mode, padding_mode, align_corners) the output and both gradients, computed by
+PyTorch in float64 (``out``, ``d_x``, ``d_grid``) and in float32 (``out32``, ...).
 """
 
 from itertools import product
