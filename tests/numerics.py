@@ -48,7 +48,7 @@ def assert_accurate(
     truth: np.ndarray,
     rounded: mx.array | np.ndarray,
     *,
-    magnitude: float | np.ndarray | None = None,
+    terms: float | np.ndarray = 0.0,
     what: str = "result",
 ) -> None:
     """Assert that ``actual`` is as accurate as the numerics policy asks.
@@ -57,9 +57,9 @@ def assert_accurate(
         actual: the result under test.
         truth: the same in float64, by another way.
         rounded: the same by float32 accumulation and one rounding to the dtype of ``actual``.
-        magnitude: the largest number that the computation passes through, where its terms cancel;
-            otherwise the largest of ``truth``. Half a unit in the last place of it is granted, as
-            the rounding of a few numbers may happen to be exact.
+        terms: sums of the absolute terms that the accumulator adds up, where they cancel. Half a
+            float32 unit in the last place of the largest is granted, and half a unit of the dtype
+            for the largest of ``truth``: the rounding of a few numbers may happen to be exact.
         what: a name for the message.
 
     Raises:
@@ -76,8 +76,8 @@ def assert_accurate(
         return
     assert np.isfinite(found[finite]).all(), f"{what}: not finite where the truth is"
     error, allowed = np.abs(found - truth)[finite], np.abs(base - truth)[finite].max()
-    largest = np.abs(truth[finite]).max() if magnitude is None else np.max(np.abs(magnitude))
-    allowed = FACTOR * max(allowed, largest * EPSILON[dtype] / 2)
+    unit = np.abs(truth[finite]).max() * EPSILON[dtype] / 2
+    allowed = FACTOR * max(allowed, unit, np.max(terms) * EPSILON[mx.float32] / 2)
     worst = error.max()
     assert worst <= allowed, (
         f"{what} ({dtype}): error {worst:.3e}, allowed {allowed:.3e}, "
