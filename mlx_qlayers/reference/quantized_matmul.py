@@ -12,7 +12,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from .formats import Format
+from ..formats import Format
 
 # Rows from which dequantizing and a dense product beat the packed product on a CPU, and the same
 # for the untransposed product; measured by `benchmarks/bench_quantized_matmul.py --crossover`.
@@ -55,9 +55,16 @@ def quantized_matmul(
     Returns:
         (..., N) in the dtype that ``mx.quantized_matmul`` gives.
     """
+    out = x.dtype if biases is None else mx.result_type(x, scales, biases)
+    if x.size == 0:  # stock operators divide by the number of rows
+        batch = mx.broadcast_shapes(x.shape[:-2], w.shape[:-2])
+        columns = w.shape[-2] if transpose else fmt.dims(w)
+        return mx.zeros((*batch, *x.shape[:-1][-1:], columns), out)
     if mx.default_device().type == mx.gpu:
         return mx.quantized_matmul(x, w, scales, biases, transpose, *fmt)
-    out = x.dtype if biases is None else mx.result_type(x, scales, biases)
+    if w.ndim > 2:
+        wide = x.astype(mx.float32)
+        return mx.quantized_matmul(wide, w, scales, biases, transpose, *fmt).astype(out)
     leading = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1]).astype(mx.float32)
     product = _transposed if transpose else _untransposed

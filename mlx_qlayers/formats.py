@@ -72,7 +72,9 @@ class Format(NamedTuple):
             if biases is None:
                 return "biases is missing: affine needs one a group"
             if biases.shape != scales.shape:
-                return f"biases of shape {biases.shape} must have the shape of scales {scales.shape}"
+                return (
+                    f"biases of shape {biases.shape} must have the shape of scales {scales.shape}"
+                )
             if not mx.issubdtype(scales.dtype, mx.floating):
                 return f"scales must be floating point in mode 'affine', not {_name(scales.dtype)}"
         else:
