@@ -40,16 +40,13 @@ class Format(NamedTuple):
         """
         if not isinstance(mode, str) or mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-        values = []
-        for name, value, default, allowed in zip(
-            ("group_size", "bits"), (group_size, bits), DEFAULTS[mode], MODES[mode], strict=True
-        ):
-            value = default if value is None else value
-            if type(value) is not int or value not in allowed:
-                choices = ", ".join(map(str, allowed))
-                raise ValueError(f"{name} must be {choices} in mode {mode!r}, not {value!r}")
-            values.append(value)
-        return cls(*values, mode)
+        sizes, widths = MODES[mode]
+        size, width = DEFAULTS[mode]
+        return cls(
+            _one_of("group_size", sizes, size if group_size is None else group_size, mode),
+            _one_of("bits", widths, width if bits is None else bits, mode),
+            mode,
+        )
 
     def dims(self, w: mx.array) -> int:
         """Elements of one row of the packed matrix ``w``."""
@@ -83,6 +80,13 @@ class Format(NamedTuple):
             if scales.dtype != mx.uint8:
                 return f"scales must be uint8 in mode {self.mode!r}, not {_name(scales.dtype)}"
         return None
+
+
+def _one_of(name: str, allowed: tuple[int, ...], value: object, mode: str) -> int:
+    if type(value) is int and value in allowed:
+        return value
+    choices = ", ".join(map(str, allowed))
+    raise ValueError(f"{name} must be {choices} in mode {mode!r}, not {value!r}")
 
 
 def _name(dtype: mx.Dtype) -> str:

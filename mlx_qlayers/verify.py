@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,8 +24,8 @@ class Verifier:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        dtypes = (p.dtype for _, p in tree_flatten(model.parameters()) if p.dtype in _FLOATS)
-        self.dtype = next(dtypes, mx.float32)
+        parameters = dict(tree_flatten(model.parameters())).values()
+        self.dtype = next((p.dtype for p in parameters if p.dtype in _FLOATS), mx.float32)
         self.seen: set[tuple[object, ...]] = set()
 
     def check(self, path: str, module: nn.Module, cls: type[nn.Module]) -> None:
@@ -47,7 +48,9 @@ class Verifier:
         self.seen.add(kind)
         return new
 
-    def _check_product(self, path: str, module: nn.Module, cls: type[nn.Module]) -> None:
+    def _check_product(
+        self, path: str, module: nn.Module, cls: type[QLinear] | type[QEmbedding]
+    ) -> None:
         ours = cls.from_quantized(module)
         scales, biases = module["scales"], module.get("biases")
         fmt = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
@@ -67,25 +70,24 @@ class Verifier:
     def _check_attention(self, path: str) -> None:
         from mlx_lm.models.base import scaled_dot_product_attention
 
-        heads, kv_heads, queries, keys, width = 4, 2, 5, 7, 64
-        shapes = [(heads, queries), (kv_heads, keys), (kv_heads, keys), (queries, keys)]
-        q, k, v, scores = (
-            mx.random.normal((1, *shape, width) if i < 3 else shape, key=mx.random.key(i))
+        width, scale = 64, 64**-0.5
+        shapes = [(1, 4, 5, width), (1, 2, 7, width), (1, 2, 7, width), (5, 7)]
+        arrays = [
+            mx.random.normal(shape, key=mx.random.key(i)).astype(self.dtype)
             for i, shape in enumerate(shapes)
-        )
-        arrays = [a.astype(self.dtype) for a in (q, k, v)]
-        exact = [a.astype(mx.float32) for a in arrays]
-        scores = scores.astype(self.dtype)
-        for name, mask in (
-            ("none", None),
-            ("causal", "causal"),
-            ("added", scores),
-            ("boolean", scores > 0),
-        ):
-            same = mask.astype(mx.float32) if name == "added" else mask
-            truth = scaled_dot_product_attention(*exact, None, width**-0.5, same)
-            found = routed_attention(*arrays, None, width**-0.5, mask)
-            _compare(f"{path}: attention with mask {name}", found, truth, width)
+        ]
+        q, k, v, scores = arrays
+        exact_q, exact_k, exact_v, exact_scores = (a.astype(mx.float32) for a in arrays)
+        masks: list[tuple[str, Any, Any]] = [
+            ("none", None, None),
+            ("causal", "causal", "causal"),
+            ("boolean", scores > 0, scores > 0),
+            ("additive", scores, exact_scores),
+        ]
+        for name, mask, exact in masks:
+            truth = scaled_dot_product_attention(exact_q, exact_k, exact_v, None, scale, exact)
+            found = routed_attention(q, k, v, None, scale, mask)
+            _compare(f"{path}: attention, mask {name}", found, truth, width)
 
 
 def _compare(what: str, found: mx.array, truth: mx.array, terms: int) -> None:
@@ -93,8 +95,8 @@ def _compare(what: str, found: mx.array, truth: mx.array, terms: int) -> None:
     if found.shape != truth.shape:
         raise ValueError(f"{what}: gives shape {found.shape}, the stock layer {truth.shape}")
     finite = mx.isfinite(truth)
-    error = mx.where(finite, mx.abs(found.astype(mx.float32) - truth), 0).max().item()
-    largest = mx.where(finite, mx.abs(truth), 0).max().item()
+    error = float(mx.where(finite, mx.abs(found.astype(mx.float32) - truth), 0).max())
+    largest = float(mx.where(finite, mx.abs(truth), 0).max())
     roundings = 2 * mx.finfo(found.dtype).eps + 4 * math.sqrt(terms) * mx.finfo(mx.float32).eps
     if not error <= roundings * largest:
         raise ValueError(

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from ..ops.quantized_matmul import quantized_matmul
 
 
-class _Stock:
+class Counterpart(nn.Module):
     """What a layer that only computes differently shares with its stock class.
 
     Such a layer has the attributes of its stock class and no others, so that one becomes the
@@ -34,11 +34,10 @@ class _Stock:
         ``nn.quantize`` calls this with a format; as a quantized stock layer does, this one then
         stays what it is.
         """
-        assert isinstance(self, nn.Module)
         return self if args or kwargs else _share(self, self.stock)
 
 
-def _share(layer: nn.Module, cls: type) -> nn.Module:
+def _share(layer: nn.Module, cls: type[nn.Module]) -> nn.Module:
     twin = cls.__new__(cls)
     dict.update(twin, layer)  # Module.update takes parameters
     twin.__dict__.update(layer.__dict__)
@@ -46,7 +45,7 @@ def _share(layer: nn.Module, cls: type) -> nn.Module:
     return twin
 
 
-class QLinear(_Stock, nn.QuantizedLinear):
+class QLinear(Counterpart, nn.QuantizedLinear):
     """``y = x @ dequantize(weight).T + bias``, in place of ``nn.QuantizedLinear``.
 
     Constructor, parameters and frozen state are those of ``nn.QuantizedLinear``.
@@ -88,8 +87,8 @@ class QLinear(_Stock, nn.QuantizedLinear):
         )
 
 
-class QEmbedding(_Stock, nn.QuantizedEmbedding):
-    """``nn.QuantizedEmbedding`` whose ``as_linear``, the tied output product, is a ``QLinear``'s."""
+class QEmbedding(Counterpart, nn.QuantizedEmbedding):
+    """``nn.QuantizedEmbedding`` whose tied output, ``as_linear``, goes as a ``QLinear`` does."""
 
     stock = nn.QuantizedEmbedding
 
@@ -104,3 +103,8 @@ class QEmbedding(_Stock, nn.QuantizedEmbedding):
             bits=self.bits,
             mode=self.mode,
         )
+
+
+COUNTERPARTS: dict[type[nn.Module], type[Counterpart]] = {
+    cls.stock: cls for cls in (QLinear, QEmbedding)
+}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from itertools import pairwise
 
 import mlx.core as mx
 
@@ -72,13 +73,17 @@ def quantized_matmul(
 
 
 def dequantize(
-    w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format, **kw: mx.StreamOrDevice
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    fmt: Format,
+    stream: mx.ThreadLocalStream | None = None,
 ) -> mx.array:
     """The dense float32 matrix that ``w`` stands for, computed in float32."""
     if biases is None:
-        return mx.dequantize(w, scales, None, *fmt, dtype=mx.float32, **kw)
-    scales, biases = (a.astype(mx.float32, **kw) for a in (scales, biases))
-    return mx.dequantize(w, scales, biases, *fmt, **kw)
+        return mx.dequantize(w, scales, None, *fmt, dtype=mx.float32, stream=stream)
+    scales, biases = (a.astype(mx.float32, stream=stream) for a in (scales, biases))
+    return mx.dequantize(w, scales, biases, *fmt, stream=stream)
 
 
 def _transposed(
@@ -91,12 +96,12 @@ def _transposed(
     columns = mx.contiguous(x.T) if dense else None
     parts = []
     for i, part in enumerate(_parts(n, m * x.size // max(m, 1))):
-        kw = _on_core(i)
+        stream = _stream(i)
         packed = _rows(part, n, w, scales, biases)
         if columns is None:
-            parts.append(mx.quantized_matmul(x, *packed, True, *fmt, **kw))
+            parts.append(mx.quantized_matmul(x, *packed, True, *fmt, stream=stream))
         else:
-            parts.append(mx.matmul(dequantize(*packed, fmt, **kw), columns, **kw))
+            parts.append(mx.matmul(dequantize(*packed, fmt, stream), columns, stream=stream))
     if columns is None:
         return _join(parts, axis=1)
     return _join(parts, axis=0).T
@@ -110,13 +115,13 @@ def _untransposed(
     dense = m >= _DENSE_FROM_ROWS_UNTRANSPOSED.get((fmt.mode, fmt.bits), _NEVER)
     total = None
     for i, part in enumerate(_parts(k, m * n)):
-        kw = _on_core(i)
+        stream = _stream(i)
         packed = _rows(part, k, w, scales, biases)
         columns = x if part == slice(0, k) else x[:, part]
         if dense:
-            y = mx.matmul(columns, dequantize(*packed, fmt, **kw), **kw)
+            y = mx.matmul(columns, dequantize(*packed, fmt, stream), stream=stream)
         else:
-            y = mx.quantized_matmul(columns, *packed, False, *fmt, **kw)
+            y = mx.quantized_matmul(columns, *packed, False, *fmt, stream=stream)
         total = y if total is None else total + y
     assert total is not None
     return total
@@ -139,7 +144,7 @@ def _parts(count: int, work_per_row: int) -> list[slice]:
     """Split ``count`` rows evenly over the cores, but not into parts too small to pay."""
     n = max(1, min(_cores(), count * work_per_row // _MIN_WORK_PER_PART, count))
     edges = [count * i // n for i in range(n + 1)]
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 @cache
@@ -149,10 +154,6 @@ def _cores() -> int:
 
 
 @cache
-def _stream(core: int) -> mx.ThreadLocalStream:
-    return mx.new_thread_local_stream(mx.cpu)
-
-
-def _on_core(core: int) -> dict[str, mx.ThreadLocalStream]:
-    """Keywords that run an operator beside the caller's stream; part 0 stays on it."""
-    return {} if core == 0 else {"stream": _stream(core)}
+def _stream(core: int) -> mx.ThreadLocalStream | None:
+    """A stream that runs beside the caller's; part 0 stays on the caller's own."""
+    return None if core == 0 else mx.new_thread_local_stream(mx.cpu)
