@@ -137,7 +137,9 @@ def _check_index(path: Path, owner: dict[str, str]) -> None:
 
 def _check_tokenizer(path: Path) -> None:
     if not any(file for pattern in _TOKENIZERS for file in path.glob(pattern)):
-        raise FileNotFoundError(f"{path / 'tokenizer.json'}: missing, and so is any other tokenizer")
+        raise FileNotFoundError(
+            f"{path / 'tokenizer.json'}: missing, and so is any other tokenizer"
+        )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (path / name).exists() and not isinstance(value := read_json(path / name), dict):
             raise ValueError(f"{path / name}: the tokenizer is {_kind(value)}, not an object")

@@ -32,13 +32,18 @@ CONFIG: dict[str, Any] = {
 
 
 def save_tiny_model(
-    path: Path, *, quantized: bool = True, seed: int = 0, dtype: mx.Dtype = mx.bfloat16
+    path: Path,
+    *,
+    quantized: bool = True,
+    seed: int = 0,
+    dtype: mx.Dtype = mx.bfloat16,
+    **changes: Any,
 ) -> Path:
     """Write a random model of two layers, with a byte-level tokenizer, into ``path``."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
     end = tokenizer.token_to_id("<|endoftext|>")
-    config = CONFIG | {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": end}
+    config = CONFIG | {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": end} | changes
     mx.random.seed(seed)
     model = Model(ModelArgs.from_dict(config))
     model.set_dtype(dtype)

@@ -13,7 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, help="the prompt; - reads standard input")
     parser.add_argument("--max-tokens", type=positive, default=256, help="tokens to generate")
     parser.add_argument("--temp", type=temperature, default=0.0, help="0 takes the likeliest token")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling, where --temp is not 0")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the sampling, where --temp is not 0"
+    )
     parser.add_argument("--stock", action="store_true", help="leave the model's layers as they are")
     parser.add_argument(
         "--ignore-chat-template",
