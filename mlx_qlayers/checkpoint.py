@@ -10,7 +10,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"  # the files that mlx-lm reads
@@ -179,7 +179,7 @@ def _begin(entry: Any) -> int:
     return offsets[0] if _naturals(offsets) and offsets else -1
 
 
-def _naturals(value: Any) -> bool:
+def _naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
