@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,26 +12,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = {".py", ".metal", ".h", ".cpp", ".json", ".typed"}
+MODEL = Path("models") / "tales-qwen2"
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+PROJECT = (*FILES, "mlx_qlayers", MODEL)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that a source distribution builds, which shows what that one lacks."""
     out = tmp_path_factory.mktemp("dist")
-    # Builds share build/ and *.egg-info with others that run at the same time, unless copied.
-    source = out / "source"
-    files = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\0")
-    for name in filter(None, files):
-        if (ROOT / name).is_file() and not name.startswith((".ci", "tests", "notebooks")):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    source = out / "source"  # a build writes beside its sources
+    for name in PROJECT:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, source / name)
     run([sys.executable, "-m", "build", "--outdir", str(out), str(source)], out)
     (found,) = out.glob("*.whl")
     return found
@@ -42,10 +37,9 @@ def test_wheel_has_every_file(wheel: Path) -> None:
     wanted = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "mlx_qlayers").rglob("*")
-        if path.suffix in SOURCES or path.name == "py.typed"
+        if path.is_file() and "__pycache__" not in path.parts
     }
-    model = ROOT / "models" / "tales-qwen2"
-    wanted |= {f"mlx_qlayers/_models/{model.name}/{path.name}" for path in model.iterdir()}
+    wanted |= {f"mlx_qlayers/_models/{MODEL.name}/{p.name}" for p in (ROOT / MODEL).iterdir()}
     assert names == wanted
 
 
