@@ -14,7 +14,8 @@ from typing import Any, TypeGuard
 
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"  # the files that mlx-lm reads
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken", "*.jsonl")
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "*.jsonl")
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors library
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -103,6 +104,10 @@ def _check_config(path: Path) -> dict[str, Any]:
     model_type = config["model_type"]
     if not isinstance(model_type, str) or not model_type:
         raise ValueError(f"{path}: 'model_type' must be a name, not {model_type!r}")
+    for key in _SIZES:
+        size = config.get(key)
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"{path}: {key!r} must be a whole number of at least 1, not {size!r}")
     return config
 
 

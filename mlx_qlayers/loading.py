@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from .checkpoint import check_directory
@@ -97,22 +98,26 @@ def load_stock(
     config = check_directory(path) | (model_config or {})
     _check_code(path, config, trust_remote_code)
 
-    from mlx_lm.utils import load_adapters, load_config, load_model, load_tokenizer
+    from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
+    built = f"mlx-lm cannot build this {config['model_type']} model"
+    with _blame(path, built):  # lazily: nothing is read before everything else is in order
+        model, config = load_model(
+            path, lazy=True, model_config=model_config, trust_remote_code=trust_remote_code
+        )
     with _blame(path, "the tokenizer cannot be read"):
         tokenizer = load_tokenizer(
             path,
             {"trust_remote_code": trust_remote_code} | (tokenizer_config or {}),
-            eos_token_ids=load_config(path).get("eos_token_id"),
-        )
-    with _blame(path, f"mlx-lm cannot build this {config['model_type']} model"):
-        model, config = load_model(
-            path, lazy, model_config=model_config, trust_remote_code=trust_remote_code
+            eos_token_ids=config.get("eos_token_id"),
         )
     if adapter_path is not None:
         with _blame(Path(adapter_path), "the adapters cannot be applied"):
             model = load_adapters(model, adapter_path)
             model.eval()
+    if not lazy:
+        with _blame(path, built):
+            mx.eval(model.parameters())
     return model, tokenizer, config
 
 

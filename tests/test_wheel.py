@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -56,6 +57,19 @@ def test_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     assert "stock mlx-lm" in out and "Once upon a time" in out
     where = run([python, "-c", "import mlx_qlayers; print(mlx_qlayers.__file__)"], elsewhere)
     assert where.startswith(str(tmp_path / "env"))
+
+
+def test_floors_are_those_that_are_tested() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        dependencies = tomllib.load(file)["project"]["dependencies"]
+    tested = dict(
+        line.split("==")
+        for line in (ROOT / "tests" / "floors.txt").read_text().splitlines()
+        if "==" in line
+    )
+    for dependency in dependencies:
+        name, floor = dependency.split(">=")
+        assert f"{tested[name]}.".startswith(f"{floor}."), dependency
 
 
 def run(command: list[str], folder: Path) -> str:
