@@ -73,13 +73,14 @@ def measure(
 ) -> dict[str, Sample]:
     """Time functions against each other.
 
-    What a function returns is evaluated. A fast one is called several times a measurement, so
-    that each takes at least ``least`` seconds and the clock does not matter.
+    What a function returns is evaluated. A fast one is called several times a measurement, one
+    call queued behind the other as in a running model, so that each measurement takes at least
+    ``least`` seconds and neither the clock nor the wait for the device matters.
 
     Args:
         contenders: the functions by name.
         repeats: measurements of each.
-        warmup: calls of each before the first measurement.
+        warmup: calls of each before the first measurement, besides one that finds its pace.
         least: the shortest measurement in seconds.
 
     Returns:
@@ -92,9 +93,8 @@ def measure(
     """
     calls = {}
     for name, function in contenders.items():
-        for _ in range(warmup):
-            evaluate(function())
-        calls[name] = max(1, round(least / _seconds(function, 1)))
+        pace = min(_seconds(function, 1) for _ in range(warmup + 1))
+        calls[name] = max(1, round(least / pace))
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for name in turns(contenders, repeats):
         times[name].append(_seconds(contenders[name], calls[name]))
@@ -109,16 +109,17 @@ def turns(names: Iterable[str], repeats: int) -> Iterable[str]:
         order.reverse()
 
 
-def evaluate(result: Any) -> None:
-    """Wait for the arrays of a result."""
-    mx.eval([array for _, array in tree_flatten(result) if isinstance(array, mx.array)])
-    mx.synchronize()
+def arrays(result: Any) -> list[mx.array]:
+    """The arrays of whatever a function returned."""
+    return [array for _, array in tree_flatten(result) if isinstance(array, mx.array)]
 
 
 def _seconds(function: Callable[[], Any], calls: int) -> float:
     start = time.perf_counter()
-    for _ in range(calls):
-        evaluate(function())
+    for _ in range(calls - 1):
+        mx.async_eval(*arrays(function()))
+    mx.eval(*arrays(function()))
+    mx.synchronize()
     return (time.perf_counter() - start) / calls
 
 

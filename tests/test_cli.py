@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -57,14 +58,15 @@ def test_sampling_follows_the_seed(tiny_model: Path, capsys: pytest.CaptureFixtu
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_prompt_from_standard_input(tiny_model: Path) -> None:
-    arguments = ["generate", "--model", str(tiny_model), "--max-tokens", "5", "--prompt"]
-    texts = [
-        subprocess.run(
-            [*COMMAND, *arguments, prompt], input=PROMPT, capture_output=True, text=True, check=True
-        ).stdout
-        for prompt in ("-", PROMPT)
-    ]
+def test_prompt_from_standard_input(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    texts = []
+    for prompt in ("-", PROMPT):
+        arguments = ["--model", str(tiny_model), "--max-tokens", "5", "--prompt", prompt]
+        assert main(["generate", *arguments]) == 0
+        texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
 
 
