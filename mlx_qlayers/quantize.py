@@ -16,19 +16,11 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from .checkpoint import check_directory
 from .loading import find_model, load_stock
+from .reference.formats import Format
 from .staging import check_free, staged_directory
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-# The group sizes and bits of each mode of MLX, the usual one first.
-_MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "affine": ((64, 32, 128), (4, 2, 3, 5, 6, 8)),
-    "mxfp4": ((32,), (4,)),
-    "nvfp4": ((16,), (4,)),
-    "mxfp8": ((32,), (8,)),
-}
-
 
 @dataclass(frozen=True)
 class Written:
@@ -80,7 +72,7 @@ def quantize_checkpoint(
     Example:
         >>> print(quantize_checkpoint("Qwen/Qwen2-0.5B-Instruct", "qwen2-4bit"))
     """
-    group_size, bits = _resolve(mode, group_size, bits)
+    group_size, bits, mode = Format.checked(group_size, bits, mode)
     target = Path(target).expanduser()
     check_free(target)
     source = find_model(path_or_hf_repo, trust_remote_code=trust_remote_code)
@@ -106,22 +98,6 @@ def quantize_checkpoint(
         _save(staging, source, model, tokenizer, config, os.fspath(path_or_hf_repo))
         check_directory(staging)
     return written
-
-
-def _resolve(mode: str, group_size: int | None, bits: int | None) -> tuple[int, int]:
-    if mode not in _MODES:
-        raise ValueError(f"mode must be one of {', '.join(_MODES)}, not {mode!r}")
-    chosen = []
-    for name, value, allowed in zip(
-        ("group_size", "bits"), (group_size, bits), _MODES[mode], strict=True
-    ):
-        if value is not None and value not in allowed:
-            raise ValueError(
-                f"{name} of mode {mode} must be one of {', '.join(map(str, sorted(allowed)))}, "
-                f"not {value}"
-            )
-        chosen.append(allowed[0] if value is None else value)
-    return chosen[0], chosen[1]
 
 
 def _cast(model: nn.Module, dtype: Any) -> None:
