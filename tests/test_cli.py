@@ -98,7 +98,8 @@ def test_info_does_not_convert(tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 def test_demo_prints_report_text_and_speeds(
     exact_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["demo", "--model", str(exact_model), "--max-tokens", "30"]) == 0
+    arguments = ["--model", str(exact_model), "--max-tokens", "30", "--temp", "0"]
+    assert main(["demo", *arguments]) == 0
     out, err = capsys.readouterr()
     model, tokenizer = mlx_lm.load(str(exact_model))
     prompt = "Once upon a time there was a king"

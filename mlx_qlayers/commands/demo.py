@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .arguments import positive
+from .arguments import positive, temperature
 
 MODEL = "tales-qwen2"
 
@@ -17,6 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="PATH", help="another model than the one that ships")
     parser.add_argument("--prompt", default="Once upon a time there was a king", help="its start")
     parser.add_argument("--max-tokens", type=positive, default=200, help="tokens to generate")
+    parser.add_argument("--temp", type=temperature, default=0.7, help="0 takes the likeliest token")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the sampling, where --temp is not 0"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -39,7 +43,10 @@ def run(args: argparse.Namespace) -> None:
         stream(model, tokenizer, prompt, max_tokens=2)  # compiled and paged in, not timed
         if echo:
             print(args.prompt, end="", flush=True)
-        speed = stream(model, tokenizer, prompt, max_tokens=args.max_tokens, echo=echo)
+        mx.random.seed(args.seed)
+        speed = stream(
+            model, tokenizer, prompt, max_tokens=args.max_tokens, temp=args.temp, echo=echo
+        )
         rows.append((name, f"{speed.prompt_rate:.1f}", f"{speed.rate:.1f}"))
     print(f"\nTokens per second on {mx.default_device()}, backend {backend()}:")
     print(table(("layers", "prompt", "text"), rows))
