@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse has said what it had to say
         return stop.code if isinstance(stop.code, int) else _ERROR
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack a letter that a model has
+        sys.stdout.reconfigure(errors="replace")
     try:
         args.run(args)
         sys.stdout.flush()

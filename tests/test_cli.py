@@ -171,6 +171,17 @@ def test_a_reader_that_leaves_is_no_error(tiny_model: Path) -> None:
         assert process.stderr.read() == b""
 
 
+def test_letters_that_the_terminal_lacks(tiny_model: Path) -> None:
+    arguments = ["generate", "--model", str(tiny_model), "--prompt", "a", "--max-tokens", "40"]
+    done = subprocess.run(
+        [*COMMAND, *arguments, "--temp", "3"],
+        capture_output=True,
+        check=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert b"?" in done.stdout
+
+
 def test_progress_on_a_terminal_only(plain_model: Path, tmp_path: Path) -> None:
     arguments = [*COMMAND, "convert", "--hf-path", str(plain_model), "--mlx-path"]
     piped = subprocess.run([*arguments, str(tmp_path / "a")], capture_output=True, check=True)
