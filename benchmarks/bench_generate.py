@@ -60,10 +60,10 @@ class Contender:
 
 def contenders(model: str, dtype: str) -> list[Contender]:
     """Stock, converted as a user gets it, and converted on each backend that can run here."""
-    stock, _, config = load_stock(model)
+    stock, _, _, quantization = load_stock(model)
     stock.set_dtype(getattr(mx, dtype))
     converted = copy.deepcopy(stock)  # the arrays are shared
-    convert_model(converted, config=config)
+    convert_model(converted, config=quantization)
     found = [Contender("stock mlx-lm", stock), Contender("converted (auto)", converted)]
     for name in BACKENDS[1:]:
         try:

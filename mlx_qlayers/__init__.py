@@ -4,6 +4,7 @@ from .convert import convert_model, revert_model
 from .layers.fused_attention import FusedAttention
 from .layers.grid_sample import GridSample
 from .layers.qlinear import QLinear
+from .loading import load
 from .ops.attention import attention
 from .ops.grid_sample import affine_grid, grid_sample
 from .ops.quantized_matmul import quantized_matmul
@@ -21,6 +22,7 @@ __all__ = [
     "convert_model",
     "explain",
     "grid_sample",
+    "load",
     "quantized_matmul",
     "revert_model",
     "use_backend",

@@ -87,7 +87,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     try:
         header = json.loads(text, object_pairs_hook=_unique)
     except ValueError as error:  # JSON and UTF-8 errors are ValueErrors
-        raise ValueError(f"{path}: the header is not valid JSON: {error}") from error
+        raise ValueError(f"{path}: the header cannot be read: {error}") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path}: the header is {_kind(header)}, not an object")
     header.pop("__metadata__", None)

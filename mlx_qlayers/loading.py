@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from .checkpoint import check_directory
-from .convert import convert_model
+from .config import QuantizationConfig
+from .convert import Predicate, convert_model
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 # What mlx-lm downloads; Python files only where they may be run.
 _PATTERNS = ("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
+
+
+class Loaded(NamedTuple):
+    """A model with its stock layers, and what came with it.
+
+    Attributes:
+        model: what mlx-lm built.
+        tokenizer: with mlx-lm's detokenizer.
+        config: the contents of ``config.json``, as mlx-lm completed them.
+        quantization: what ``config.json`` says about it, to be held against the arrays.
+    """
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    quantization: QuantizationConfig
 
 
 def load(
@@ -32,7 +49,7 @@ def load(
     trust_remote_code: bool = False,
     linear: bool = True,
     attention: bool = True,
-    predicate: Callable[[str, nn.Module], bool] | None = None,
+    predicate: Predicate | None = None,
     verify: bool = True,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a model with mlx-lm and convert it: ``mlx_lm.load`` followed by ``convert_model``.
@@ -63,7 +80,7 @@ def load(
         >>> model, tokenizer = load("Qwen/Qwen2-7B-Instruct-MLX")
         >>> generate(model, tokenizer, prompt="Hello", max_tokens=64)
     """
-    model, tokenizer, config = load_stock(
+    loaded = load_stock(
         path_or_hf_repo,
         revision=revision,
         lazy=lazy,
@@ -73,14 +90,14 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     convert_model(
-        model,
-        config=config,
+        loaded.model,
+        config=loaded.quantization,
         linear=linear,
         attention=attention,
         predicate=predicate,
         verify=verify,
     )
-    return model, tokenizer
+    return loaded.model, loaded.tokenizer
 
 
 def load_stock(
@@ -92,19 +109,17 @@ def load_stock(
     model_config: dict[str, Any] | None = None,
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """The model with its stock layers, the tokenizer and the configuration; arguments as `load`."""
+) -> Loaded:
+    """The model with its stock layers, after the checks of `load`; arguments as there."""
     path = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
     config = check_directory(path) | (model_config or {})
+    quantization = QuantizationConfig.parse(config, str(path / "config.json"))
     _check_code(path, config, trust_remote_code)
 
-    from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+    from mlx_lm.utils import load_adapters, load_tokenizer
 
-    built = f"mlx-lm cannot build this {config['model_type']} model"
-    with _blame(path, built):  # lazily: nothing is read before everything else is in order
-        model, config = load_model(
-            path, lazy=True, model_config=model_config, trust_remote_code=trust_remote_code
-        )
+    # Lazily: no weight is read before everything else is in order.
+    model, config = _build(path, config, model_config or {}, quantization, trust_remote_code)
     with _blame(path, "the tokenizer cannot be read"):
         tokenizer = load_tokenizer(
             path,
@@ -116,9 +131,9 @@ def load_stock(
             model = load_adapters(model, adapter_path)
             model.eval()
     if not lazy:
-        with _blame(path, built):
+        with _blame(path, "the weights cannot be read"):
             mx.eval(model.parameters())
-    return model, tokenizer, config
+    return Loaded(model, tokenizer, config, quantization)
 
 
 def find_model(
@@ -153,6 +168,34 @@ def find_model(
             f"{name}: no such directory, and no repository of the Hugging Face Hub within reach: "
             f"{error}"
         ) from error
+
+
+def _build(
+    path: Path,
+    config: dict[str, Any],
+    changes: dict[str, Any],
+    quantization: QuantizationConfig,
+    trusted: bool,
+) -> tuple[nn.Module, dict[str, Any]]:
+    from mlx_lm.utils import load_model
+
+    def build(changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+        with _blame(path, f"mlx-lm builds no {config['model_type']} from config.json and weights"):
+            return load_model(path, lazy=True, model_config=changes, trust_remote_code=trusted)
+
+    try:
+        return build(changes)
+    except ValueError:
+        if quantization.layers and (entry := config.get("quantization")):
+            # Without the layers' entries mlx-lm takes the formats from the arrays.
+            general = {key: entry[key] for key in ("group_size", "bits", "mode") if key in entry}
+            try:
+                model, _ = build(changes | {"quantization": general})
+            except ValueError:
+                pass
+            else:
+                convert_model(model, config=quantization, dry_run=True)  # names the contradiction
+        raise
 
 
 def _check_code(path: Path, config: dict[str, Any], trusted: bool) -> None:

@@ -15,12 +15,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from .checkpoint import check_directory
+from .formats import Format
 from .loading import find_model, load_stock
-from .reference.formats import Format
 from .staging import check_free, staged_directory
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 
 @dataclass(frozen=True)
 class Written:
@@ -78,7 +79,7 @@ def quantize_checkpoint(
     source = find_model(path_or_hf_repo, trust_remote_code=trust_remote_code)
     if "quantization" in (config := check_directory(source)):
         raise ValueError(f"{source}: already quantized: {config['quantization']}")
-    model, tokenizer, config = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
+    model, tokenizer, config, _ = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
     _cast(model, dtype or config.get("torch_dtype") or config.get("dtype"))
 
     from mlx_lm.utils import compute_bits_per_weight, quantize_model

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import pytest
 
-from mlx_qlayers import load
+from mlx_qlayers import convert_model, load
 from mlx_qlayers.cli import main
+from mlx_qlayers.loading import load_stock
 
 INDEX = "model.safetensors.index.json"
 
@@ -176,7 +179,7 @@ CASES = [
         "rope_scaling unknown",
         config(rope_scaling={"type": "magic", "factor": 2.0}),
         ValueError,
-        ("mlx-lm cannot build this qwen2 model", "magic"),
+        ("mlx-lm builds no qwen2", "magic"),
     ),
     Case("more layers than weights", config(num_hidden_layers=3), ValueError, ("model.layers.2",)),
     Case("other width than the weights", config(hidden_size=256), ValueError, ("shape",)),
@@ -212,6 +215,16 @@ CASES = [
         ValueError,
         (UP, "bits", "8", "4"),
     ),
+    Case(
+        "a packed layer said not to be", quantization(**{UP: False}), ValueError, (UP, "not quant")
+    ),
+    Case("mode contradicts", quantization(mode="mxfp4", group_size=32), ValueError, ("mxfp4",)),
+    Case(
+        "width of a group does not divide",
+        quantization(lm={"group_size": 100}),
+        ValueError,
+        ("lm.group_size", "100"),
+    ),
     Case("layer entry a number", quantization(**{UP: 4}), ValueError, (UP, "4")),
     # model.safetensors
     Case(
@@ -231,7 +244,7 @@ CASES = [
         "header not JSON",
         write("model.safetensors", (8).to_bytes(8, "little") + b"{'a': 1}"),
         ValueError,
-        ("header is not valid JSON",),
+        ("header cannot be read",),
     ),
     Case("header a list", header(lambda _: [1]), ValueError, ("header is a list",)),
     Case("header repeats a tensor", repeat_key, ValueError, ("'x' appears twice",)),
@@ -288,6 +301,57 @@ def test_damaged_model(case: Case, tiny_model: Path, tmp_path: Path) -> None:
     assert code == 2
     check_line(line)
     assert all(text in line for text in case.says), line
+
+
+def test_models_that_cannot_be_converted(tiny_model: Path, plain_model: Path) -> None:
+    stock = load_stock(tiny_model).model
+    before = snapshot(stock)
+    group = {"group_size": 64, "bits": 4}
+    for model, config, says in (
+        (object(), None, "mlx.nn.Module, not object"),
+        ([stock], None, "mlx.nn.Module, not list"),
+        (load_stock(plain_model).model, None, "no quantized layer"),
+        (stock, 7, "not 7"),
+        (stock, {"quantization": {**group, "bits": 8}}, "bits=8"),
+        (stock, {"quantization": {**group, UP: {"bits": 2}}}, UP),
+        (stock, {"quantization": {**group, UP: False}}, UP),
+        (stock, {"quantization": {**group, UP: [4]}}, "[4]"),
+        (stock, {"quantization": {"bits": 4}}, "group_size is missing"),
+        (stock, {"text_config": {"quantization": {**group, "bits": 9}}}, "text_config"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            convert_model(model, config=config)
+        assert snapshot(stock) == before
+    with pytest.raises(FileNotFoundError, match="no-config"):
+        convert_model(stock, config=tiny_model / "no-config.json")
+
+
+def snapshot(model: nn.Module) -> list[tuple[str, type, dict[str, int]]]:
+    """Each module's type, and which arrays it holds."""
+    return [
+        (path, type(module), {key: id(value) for key, value in module.items()})
+        for path, module in model.named_modules()
+    ]
+
+
+def test_keys_of_no_module_are_named_and_no_error(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model, path)
+    quantization(**{"model.layers.7.mlp.up_proj": {"group_size": 64, "bits": 8}})(path)
+    loaded = load_stock(path)
+    report = convert_model(loaded.model, config=loaded.quantization)
+    assert report.unmatched == ("model.layers.7.mlp.up_proj",)
+    assert "name no module: model.layers.7.mlp.up_proj" in str(report)
+
+
+def test_a_model_without_quantized_layers(plain_model: Path) -> None:
+    with pytest.raises(ValueError, match="no quantized layer"):
+        load(plain_model)
+    for command in (["info"], ["generate", "--prompt", "x"]):
+        code, line = run_cli(*command, "--model", str(plain_model))
+        assert code == 2
+        check_line(line)
+        assert "no quantized layer" in line
 
 
 ARGUMENTS = [
@@ -470,7 +534,12 @@ def table() -> str:
     """Every case of this file with its message."""
     from tiny_model import save_tiny_model
 
-    rows = ["| what is wrong | what is said |", "|---|---|"]
+    rows = [
+        "What bad input is told, by `python tests/test_bad_input.py`; each exits with code 2.",
+        "",
+        "| what is wrong | what is said |",
+        "|---|---|",
+    ]
 
     def add(name: str, folder: str, *arguments: str) -> None:
         code, line = run_cli(*arguments)

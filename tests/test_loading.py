@@ -30,9 +30,9 @@ def test_converts_what_mlx_lm_loads(tmp_path: Path) -> None:
 
 def test_keywords_reach_the_converter(tiny_model: Path) -> None:
     model, _ = load(tiny_model, linear=False, attention=False, lazy=True)
-    stock, _, config = load_stock(tiny_model)
+    stock, _, config, quantization = load_stock(tiny_model)
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
-    assert config["quantization"]["bits"] == 4
+    assert config["quantization"]["bits"] == quantization.default.bits == 4
     with pytest.raises(TypeError):
         load(tiny_model, bits=4)  # type: ignore[call-arg]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def save_tiny_model(
     model = Model(ModelArgs.from_dict(config))
     model.set_dtype(dtype)
     if quantized:
-        model, config = quantize_model(model, config, 64, 4)
+        with contextlib.redirect_stdout(None):
+            model, config = quantize_model(model, config, 64, 4)
     save_model(path, model)
     save_config(config, path / "config.json")
     tokenizer.save(str(path / "tokenizer.json"))

@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> None:
     from ..runtime.backend import backend
     from .text import encode, stream
 
-    stock, tokenizer, config = load_stock(args.model or shipped_model())
+    stock, tokenizer, _, quantization = load_stock(args.model or shipped_model())
     converted = copy.deepcopy(stock)  # the arrays are shared
-    print(convert_model(converted, config=config), end="\n\n")
+    print(convert_model(converted, config=quantization).summary(), end="\n\n")
     prompt = encode(tokenizer, args.prompt, chat=False)
     rows = []
     for name, model, echo in (

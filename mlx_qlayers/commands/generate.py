@@ -32,10 +32,11 @@ def run(args: argparse.Namespace) -> None:
     from .text import encode, stream
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    model, tokenizer, config = load_stock(args.model, trust_remote_code=args.trust_remote_code)
+    loaded = load_stock(args.model, trust_remote_code=args.trust_remote_code)
+    model, tokenizer = loaded.model, loaded.tokenizer
     tokens = encode(tokenizer, prompt, chat=not args.ignore_chat_template)
     if not args.stock:
-        convert_model(model, config=config)
+        convert_model(model, config=loaded.quantization)
     mx.random.seed(args.seed)
     speed = stream(
         model, tokenizer, tokens, max_tokens=args.max_tokens, temp=args.temp, echo=sys.stdout

@@ -23,11 +23,9 @@ def run(args: argparse.Namespace) -> None:
         from ..convert import convert_model
         from ..loading import load_stock
 
-        model, _, config = load_stock(
-            args.model, lazy=True, trust_remote_code=args.trust_remote_code
-        )
-        print(f"\n{args.model}: {config['model_type']}\n")
-        print(convert_model(model, config=config, dry_run=True))
+        loaded = load_stock(args.model, lazy=True, trust_remote_code=args.trust_remote_code)
+        print(f"\n{args.model}: {loaded.config['model_type']}\n")
+        print(convert_model(loaded.model, config=loaded.quantization, dry_run=True))
 
 
 def versions() -> dict[str, str]:
