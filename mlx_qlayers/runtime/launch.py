@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from . import signature
-from .source import Program
+from .program import Program
 
 Size = tuple[int, int, int]
 TemplateValue = bool | int | mx.Dtype

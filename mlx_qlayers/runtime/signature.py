@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 
-from .source import Program
+if TYPE_CHECKING:
+    from .program import Program
 
 TemplateArgument = tuple[str, bool | int | mx.Dtype]
 
