@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+
+from . import trace
+
+if TYPE_CHECKING:
+    from .launch import Launch
 
 BACKENDS = ("auto", "metal", "cuda", "host", "ops")
 _ENVIRONMENT = "MLX_QLAYERS_BACKEND"
@@ -38,6 +46,7 @@ def _cuda_missing() -> str | None:
     return None if mx.cuda.is_available() else "mx.cuda.is_available() is false"
 
 
+@cache
 def _host_missing() -> str | None:
     from importlib.util import find_spec
 
@@ -148,6 +157,26 @@ def choose(op: str, kernels: Iterable[str] = (), *, unless: str | None = None) -
         name, reason = "ops", f"no {found} kernel for these arguments"
     note(op, name, reason)
     return name
+
+
+def run(launch: Launch) -> list[mx.array]:
+    """Run one checked launch on the current backend.
+
+    Raises:
+        BackendError: that is ``ops``, which runs no kernels.
+    """
+    name = backend()
+    if name == "ops":
+        raise BackendError(f"kernel {launch.program.name} was called, but the ops backend runs none")
+    outputs = _module(name).launch(launch)
+    note(f"kernel {launch.program.name}", name, "launched")
+    trace.record(name, launch)
+    return outputs
+
+
+@cache
+def _module(name: str) -> Any:
+    return import_module(f".{name}", __package__)
 
 
 def note(op: str, path: str, reason: str) -> None:

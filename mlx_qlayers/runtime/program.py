@@ -28,7 +28,7 @@ _ALIASES = {
 _PARAMETER = re.compile(
     r"(?P<qualifiers>(?:(?:const|device|constant|threadgroup|thread|volatile) )*)"
     r"(?P<type>(?:atomic < \w+ >|(?:metal :: )?\w+))(?: const)? "
-    r"(?P<mark>[*&] )?(?P<name>\w+)(?: \[ \[ (?P<attribute>\w+)(?: \( \d+ \))? \] \])?$"
+    r"(?P<mark>[*&] )?(?P<name>\w+)(?: \[ \[ (?P<attribute>\w+)(?: \( (?P<index>\d+) \))? \] \])?$"
 )
 # How an attribute of one type becomes what the file declares.
 _PARTS = {
@@ -52,6 +52,7 @@ class Parameter:
         space: ``"device"``, ``"constant"`` or ``""``.
         reference: whether it is a reference, so that its array is 0-d.
         attribute: what ``[[...]]`` holds, such as ``thread_position_in_grid``.
+        buffer: the number in ``[[buffer(...)]]``, which may be left out.
         writable: whether it is an output.
         atomic: whether it is declared ``atomic<...>``.
     """
@@ -61,6 +62,7 @@ class Parameter:
     space: str = ""
     reference: bool = False
     attribute: str = ""
+    buffer: int | None = None
     writable: bool = False
     atomic: bool = False
 
@@ -131,8 +133,7 @@ def load(path: Path, function: str, name: str, *, ensure_row_contiguous: bool = 
     inputs, outputs, attributes, atomic = _sort(parameters, source.words(body), where)
     header = source.minify(t for used in source.used(items, item.words) for t in (*used.tokens, _NEWLINE))
     text = "".join(_alias(p, where) for p in attributes) + source.minify(body)
-    if not any(attribute in text for attribute in ATTRIBUTES):
-        raise SourceError(f"{where} uses no thread attribute, so that all its threads do the same")
+    _check_words(text, parameters, inputs, where)
     return Program(
         name=name,
         header=header + "\n" if header else "",
@@ -147,7 +148,7 @@ def load(path: Path, function: str, name: str, *, ensure_row_contiguous: bool = 
     )
 
 
-_NEWLINE = Token("newline", "\n", 0)
+_NEWLINE = Token("newline", "\n")
 
 
 def _template(item: Item, where: str) -> tuple[tuple[str, str], ...]:
@@ -176,7 +177,11 @@ def _parameters(tokens: tuple[Token, ...], function: str, where: str) -> list[Pa
             parts.append([])
         else:
             parts[-1].append(text)
-    return [_parameter(" ".join(part), where) for part in parts]
+    found = [_parameter(" ".join(part), where) for part in parts]
+    buffers = [p.buffer for p in found if p.buffer is not None]
+    if buffers and buffers != [i for i, _ in enumerate(p for p in found if p.space)]:
+        raise SourceError(f"{where}: MLX numbers buffers in order, the signature has {buffers}")
+    return found
 
 
 def _parameter(text: str, where: str) -> Parameter:
@@ -196,7 +201,8 @@ def _parameter(text: str, where: str) -> Parameter:
         type=_ALIASES.get(element, element),
         space=space,
         reference=match["mark"] == "& ",
-        attribute=match["attribute"] if not space and match["attribute"] else "",
+        attribute=(match["attribute"] or "") if not space else "",
+        buffer=int(match["index"]) if match["attribute"] == "buffer" else None,
         writable=bool(space) and not is_input,
         atomic=atomic is not None,
     )
@@ -231,6 +237,22 @@ def _sort(
     if len({p.atomic for p in outputs}) > 1:
         raise SourceError(f"{where}: MLX makes all outputs atomic or none")
     return inputs, outputs, [p for p in attributes if p.name in used], outputs[0].atomic
+
+
+def _check_words(
+    text: str, parameters: list[Parameter], inputs: list[Parameter], where: str
+) -> None:
+    """MLX adds parameters for words that it finds in the body: they must be those declared."""
+    declared = {p.name for p in parameters} | {p.attribute for p in parameters}
+    for p in inputs:
+        for word in (p.name + suffix for suffix, _ in SHAPE_WORDS):
+            if word in text and (p.reference or word not in declared):
+                raise SourceError(f"{where}: MLX would pass {word}, which is not in the signature")
+    found = set(re.findall(r"\w+", text)) & set(ATTRIBUTES)
+    if not found:
+        raise SourceError(f"{where} uses no thread attribute, so that all its threads do the same")
+    if found - declared:
+        raise SourceError(f"{where}: {', '.join(sorted(found - declared))} is not in the signature")
 
 
 def _alias(parameter: Parameter, where: str) -> str:

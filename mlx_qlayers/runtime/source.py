@@ -39,11 +39,12 @@ _OPEN, _CLOSE = frozenset("([{"), frozenset(")]}")
 
 @dataclass(frozen=True)
 class Token:
-    """A word, number, string, mark, directive or newline, and the line where it stands."""
+    """A word, number, string, mark, directive or newline, its line, and whether a blank precedes it."""
 
     kind: str
     text: str
-    line: int
+    line: int = 0
+    spaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,15 @@ def words(tokens: Iterable[Token]) -> frozenset[str]:
 
 def tokenize(text: str) -> Iterator[Token]:
     """Split Metal source into tokens, without comments and blanks."""
-    line = 1
+    line, spaced = 1, False
     for match in _TOKEN.finditer(text):
         kind, token = match.lastgroup or "", match.group()
         if kind == "directive":
             joined = _COMMENT.sub(" ", token).replace("\\\n", " ")
             yield Token(kind, " ".join(joined.split()), line)
         elif kind not in ("comment", "blank"):
-            yield Token(kind, token, line)
+            yield Token(kind, token, line, spaced)
+        spaced = kind in ("comment", "blank")
         line += token.count("\n")
 
 
@@ -101,11 +103,12 @@ def minify(tokens: Iterable[Token]) -> str:
 
 
 def _would_merge(left: str, token: Token) -> bool:
-    """Whether a token must stay apart from the character before it."""
-    first = token.text[0]
+    """Whether the blank before a token keeps it apart from the character on its left."""
+    if not token.spaced:
+        return False
     if token.kind == "mark":
-        return left in _OPERATORS and first in _OPERATORS
-    return left.isalnum() or left == "_" or (left == "." and first == ".")
+        return left in _OPERATORS and token.text in _OPERATORS
+    return left.isalnum() or left in "_."
 
 
 @cache
@@ -133,7 +136,7 @@ def _read(path: Path, seen: frozenset[Path]) -> list[Item]:
         if head.kind != "directive":
             items.append(_item(tokens, path))
         elif head.text.startswith("#define "):
-            items.append(Item(words([Token("word", _macro(head.text), 0)]), tuple(tokens)))
+            items.append(Item(frozenset([_macro(head.text)]), tuple(tokens)))
         elif head.text.startswith("#include "):
             found = _included(head, path)
             if found is not None and found not in seen | {path}:
