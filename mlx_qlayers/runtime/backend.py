@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from . import trace
+from .tracing import record
 
 if TYPE_CHECKING:
     from .launch import Launch
@@ -170,7 +170,7 @@ def run(launch: Launch) -> list[mx.array]:
         raise BackendError(f"kernel {launch.program.name} was called, but the ops backend runs none")
     outputs = _module(name).launch(launch)
     note(f"kernel {launch.program.name}", name, "launched")
-    trace.record(name, launch)
+    record(name, launch)
     return outputs
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from . import backend
+from .backend import run
 from .launch import Launch, Size, TemplateValue
 from .program import Parameter, Program, load
 from .signature import CONSTANT_BELOW, TYPES, shape_words
@@ -176,7 +176,7 @@ class Kernel:
             instance.output_dtypes,
             init_value,
         )
-        return backend.run(launch)
+        return run(launch)
 
     def _instantiate(
         self,
