@@ -125,7 +125,10 @@ class use_backend:
         return None
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         global _forced
         _forced = self._before
@@ -167,7 +170,9 @@ def run(launch: Launch) -> list[mx.array]:
     """
     name = backend()
     if name == "ops":
-        raise BackendError(f"kernel {launch.program.name} was called, but the ops backend runs none")
+        raise BackendError(
+            f"kernel {launch.program.name} was called, but the ops backend runs none"
+        )
     outputs = _module(name).launch(launch)
     note(f"kernel {launch.program.name}", name, "launched")
     record(name, launch)

@@ -23,7 +23,7 @@ MAX_THREADGROUP_MEMORY = 32 * 1024
 _LIMIT_32 = 2**31
 
 
-_DTYPES = {name: dtype for dtype, name in TYPES.items() if dtype != mx.float64}
+_DTYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
 class KernelError(ValueError):
@@ -210,7 +210,7 @@ class Kernel:
 
     def _check_template(self, name: str, kind: str, value: TemplateValue) -> None:
         if kind == "typename":
-            fits = isinstance(value, mx.Dtype) and value != mx.float64
+            fits = isinstance(value, mx.Dtype) and value in TYPES
         elif kind == "bool":
             fits = isinstance(value, bool)
         else:
@@ -273,14 +273,18 @@ class Kernel:
 
     def _check_constant(self, x: mx.array, parameter: Parameter) -> None:
         if parameter.reference and x.ndim > 0:
-            raise self._error(f"input {parameter.name} is a reference, its shape must be (), not {x.shape}")
+            raise self._error(
+                f"input {parameter.name} is a reference, its shape must be (), not {x.shape}"
+            )
         if not parameter.reference and (x.ndim == 0 or x.size >= CONSTANT_BELOW):
             raise self._error(
                 f"input {parameter.name} is declared constant: it must have an axis and less than "
                 f"{CONSTANT_BELOW} elements, not shape {x.shape}"
             )
 
-    def _check_multiples(self, inputs: Sequence[mx.array], values: Mapping[str, TemplateValue]) -> None:
+    def _check_multiples(
+        self, inputs: Sequence[mx.array], values: Mapping[str, TemplateValue]
+    ) -> None:
         for multiple in self.multiples:
             extent = inputs[self.inputs.index(multiple.input)].shape[multiple.axis]
             of = values[multiple.of] if isinstance(multiple.of, str) else multiple.of

@@ -131,7 +131,9 @@ def load(path: Path, function: str, name: str, *, ensure_row_contiguous: bool = 
     template = _template(item, where)
     parameters = _parameters(item.tokens[:open_body], function, where)
     inputs, outputs, attributes, atomic = _sort(parameters, source.words(body), where)
-    header = source.minify(t for used in source.used(items, item.words) for t in (*used.tokens, _NEWLINE))
+    header = source.minify(
+        t for used in source.used(items, item.words) for t in (*used.tokens, _NEWLINE)
+    )
     text = "".join(_alias(p, where) for p in attributes) + source.minify(body)
     _check_words(text, parameters, inputs, where)
     return Program(
@@ -160,7 +162,9 @@ def _template(item: Item, where: str) -> tuple[tuple[str, str], ...]:
     for part in " ".join(texts[2 : texts.index(">")]).split(" , "):
         kind, _, name = part.partition(" ")
         if kind not in ("typename", "int", "bool") or not name.isidentifier():
-            raise SourceError(f"{where}: MLX has template parameters typename, int, bool, not {part}")
+            raise SourceError(
+                f"{where}: MLX has template parameters typename, int, bool, not {part}"
+            )
         found.append((name, kind))
     return tuple(found)
 
@@ -193,7 +197,9 @@ def _parameter(text: str, where: str) -> Parameter:
     atomic = re.match(r"atomic(?: < (\w+) >|_(int|uint|float))$", kind)
     element = (atomic[1] or atomic[2]) if atomic else kind
     if "threadgroup" in qualifiers:
-        raise SourceError(f"{where}: declare threadgroup memory in the body, not as {match['name']}")
+        raise SourceError(
+            f"{where}: declare threadgroup memory in the body, not as {match['name']}"
+        )
     space = next((s for s in ("device", "constant") if s in qualifiers), "")
     is_input = space == "constant" or "const" in qualifiers
     return Parameter(
@@ -215,7 +221,9 @@ def _sort(
     inputs: list[Parameter] = []
     outputs: list[Parameter] = []
     attributes: list[Parameter] = []
-    shapes = {suffix: (_ALIASES.get(kind[:-1], kind[:-1]), kind[-1]) for suffix, kind in SHAPE_WORDS}
+    shapes = {
+        suffix: (_ALIASES.get(kind[:-1], kind[:-1]), kind[-1]) for suffix, kind in SHAPE_WORDS
+    }
     for p in parameters:
         owner = next((i for i in inputs for s in shapes if p.name == i.name + s), None)
         if owner is not None:
@@ -266,5 +274,7 @@ def _alias(parameter: Parameter, where: str) -> str:
         return ""
     part = _PARTS.get((declared, full))
     if name == attribute or part is None:
-        raise SourceError(f"{where}: [[{attribute}]] is {full} {attribute}; rename {declared} {name}")
+        raise SourceError(
+            f"{where}: [[{attribute}]] is {full} {attribute}; rename {declared} {name}"
+        )
     return f"{declared} {name}={part.format(attribute)};\n"

@@ -62,7 +62,6 @@ TYPES = {
     mx.float16: "float16_t",
     mx.bfloat16: "bfloat16_t",
     mx.float32: "float",
-    mx.float64: "double",
     mx.complex64: "complex64_t",
 }
 

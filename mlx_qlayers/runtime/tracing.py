@@ -56,7 +56,10 @@ class trace:
         return self._records
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         # By identity: two traces may hold equal records.
         _active[:] = [records for records in _active if records is not self._records]
