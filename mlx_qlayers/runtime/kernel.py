@@ -57,8 +57,8 @@ class _Instance:
 class Kernel:
     """A Metal kernel: where it is written, what it takes and what it needs.
 
-    Nothing is read, compiled or checked before the first call. The names given here must be those of the Metal
-    function's signature, in the same order; a difference is an error at the first call.
+    Nothing is read, compiled or checked before the first call. The names given here must be those
+    of the Metal function's signature, in the same order; a difference is an error at that call.
 
     Args:
         name: the kernel's name, unique in the package; errors and traces name it.
@@ -69,10 +69,10 @@ class Kernel:
         function: the function in the file, if not called ``name``.
         atomic_outputs: whether the outputs are atomics. MLX then makes every output atomic.
         max_threads: the largest threadgroup that it may be launched with.
-        threadgroup_memory: the bytes of threadgroup memory that it takes, or a function of the template's values
-            (by name) that returns them.
+        threadgroup_memory: the bytes of threadgroup memory that it takes, or a function that
+            returns them for the template's values, passed by name.
         multiples: what the extents of inputs must be multiples of.
-        large: whether its offsets have 64 bits, so that arrays of 2^31 elements and more may be passed.
+        large: whether its offsets have 64 bits, so that arrays of 2^31 elements may be passed.
         ensure_row_contiguous: whether inputs that are not row-contiguous are copied first.
 
     Example:
@@ -148,7 +148,7 @@ class Kernel:
             threadgroup: the threads of one threadgroup in x, y and z.
             output_shapes: one shape for each output.
             template: a value for each template parameter.
-            output_dtypes: one dtype for each output; by default those that the Metal function declares.
+            output_dtypes: one dtype for each output; by default what the function declares.
             init_value: fill the outputs with this first. Without it they hold anything.
 
         Returns:
@@ -239,7 +239,7 @@ class Kernel:
             )
         if self.program.cooperative and (gx % tx or gy % ty or gz % tz):
             raise self._error(
-                f"its threads work together, so grid {grid} must be whole threadgroups {threadgroup}"
+                f"its threads exchange data: grid {grid} must be whole threadgroups {threadgroup}"
             )
 
     def _shapes(self, shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -264,7 +264,7 @@ class Kernel:
         return found
 
     def _grow(self, x: mx.array, parameter: Parameter) -> mx.array:
-        """Pad an array that MLX would pass as ``constant`` where the function declares ``device``."""
+        """Pad an array that MLX would pass as ``constant`` to a ``device`` parameter."""
         if not shape_words(self.program.source, parameter.name):
             return mx.concatenate([x.reshape(-1), mx.zeros((CONSTANT_BELOW - x.size,), x.dtype)])
         if x.ndim == 0:
@@ -288,7 +288,7 @@ class Kernel:
         for multiple in self.multiples:
             extent = inputs[self.inputs.index(multiple.input)].shape[multiple.axis]
             of = values[multiple.of] if isinstance(multiple.of, str) else multiple.of
-            if extent % int(of):
+            if isinstance(of, int) and extent % of:
                 raise self._error(
                     f"axis {multiple.axis} of input {multiple.input} must be a multiple of "
                     f"{multiple.of if of == multiple.of else f'{multiple.of} = {of}'}, not {extent}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +27,7 @@ def launch(launch: Launch) -> list[mx.array]:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kernel(make: Callable[..., Any], program: Program) -> Callable[..., list[mx.array]]:
     return make(
         name=program.name,

@@ -79,7 +79,7 @@ class Program:
         output_names: the names of the outputs.
         inputs: the inputs' parameters, in order.
         outputs: the outputs' parameters, in order; their types are without ``atomic<...>``.
-        template: names and kinds (``"typename"``, ``"int"``, ``"bool"``) of the template's parameters.
+        template: its parameters' names and kinds (``"typename"``, ``"int"`` or ``"bool"``).
         atomic_outputs: whether every output is an ``atomic<...>``.
         ensure_row_contiguous: whether inputs are copied where they are not contiguous.
     """

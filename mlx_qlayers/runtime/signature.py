@@ -1,7 +1,8 @@
 """The Metal source that ``mx.fast.metal_kernel`` generates, generated here.
 
-Backends that compile Metal themselves need the text that MLX would hand to Apple's compiler, on machines where
-MLX cannot make it. The tests hold it against what ``mx.export_function`` records, byte for byte.
+Backends that compile Metal themselves need the text that MLX would hand to Apple's compiler, on
+machines where MLX does not make it. The tests hold it against what ``mx.export_function`` records,
+byte for byte.
 
 Source: ``mlx/backend/common/metal_kernel.cpp`` of MLX 0.32.
 """
@@ -67,7 +68,7 @@ TYPES = {
 
 
 class InputKind(NamedTuple):
-    """All that the text depends on in an input: its dtype, whether it is 0-d, whether it is small."""
+    """What the text depends on in an input: its dtype, whether it is 0-d, whether it is small."""
 
     dtype: mx.Dtype
     scalar: bool
@@ -161,5 +162,5 @@ def _parameters(
 
 
 def shape_words(source: str, name: str) -> list[str]:
-    """The declarations that MLX adds behind an input, found as MLX finds them: anywhere in the body."""
+    """What MLX declares behind an input, found as MLX finds it: anywhere in the body."""
     return [f"{kind} {name}{suffix}" for suffix, kind in SHAPE_WORDS if name + suffix in source]

@@ -1,7 +1,7 @@
-"""Reads a ``.metal`` file: its functions, types and constants, and the least text that one function needs.
+"""Reads a ``.metal`` file: its declarations, and the least text that one of its functions needs.
 
-MLX hashes a kernel's source at every launch, so a kernel is sent with only the declarations that it uses,
-without comments and indentation.
+MLX hashes a kernel's source at every launch, so a kernel is sent with only the declarations that
+it uses, without comments and indentation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPEN, _CLOSE = frozenset("([{"), frozenset(")]}")
 
 @dataclass(frozen=True)
 class Token:
-    """A word, number, string, mark, directive or newline, its line, and whether a blank precedes it."""
+    """A word, number, string, mark, directive or newline, and whether a blank precedes it."""
 
     kind: str
     text: str
@@ -87,7 +87,7 @@ def tokenize(text: str) -> Iterator[Token]:
 
 
 def minify(tokens: Iterable[Token]) -> str:
-    """The shortest text that reads the same, line for line, so that a compiler's message can be followed."""
+    """The shortest text that reads the same, line for line, as a compiler's messages will cite it."""
     out: list[str] = []
     last = "\n"
     for token in tokens:
@@ -193,7 +193,7 @@ def _opens_body(tokens: list[Token]) -> bool:
 
 
 def head(tokens: Iterable[Token]) -> str:
-    """A declaration up to its brace, semicolon or initialiser, without template<...> and [[...]]."""
+    """A declaration up to its body or initialiser, without template<...> and [[...]]."""
     found: list[str] = []
     in_template = angle = 0
     for token in tokens:
@@ -243,7 +243,7 @@ def _names(text: str) -> list[str]:
 
 
 def used(items: Iterable[Item], roots: frozenset[str]) -> list[Item]:
-    """The declarations that the names in ``roots`` need, and those that these need, in file order."""
+    """The declarations that ``roots`` need, and those that these need, in file order."""
     declarations = [item for item in items if not item.kernel]
     operators = {id(item) for item in declarations if " operator " in head(item.tokens)}
     known = {name for item in declarations if id(item) not in operators for name in item.names}

@@ -41,7 +41,7 @@ _active: list[list[Record]] = []
 class trace:
     """Record every launch inside a ``with`` block, those of other threads too.
 
-    Under ``mx.compile`` a launch is recorded where Python calls it: once, while the function is traced.
+    Under ``mx.compile`` a launch is recorded once, while Python traces the function.
 
     Example:
         >>> with trace() as launches:
