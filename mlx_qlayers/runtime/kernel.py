@@ -10,7 +10,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .backend import run
+from .backend import note, run
+from .health import WORDS, checking, judge
 from .launch import Launch, Size, TemplateValue
 from .program import Parameter, Program, load
 from .signature import CONSTANT_BELOW, TYPES, shape_words
@@ -74,6 +75,7 @@ class Kernel:
         multiples: what the extents of inputs must be multiples of.
         large: whether its offsets have 64 bits, so that arrays of 2^31 elements may be passed.
         ensure_row_contiguous: whether inputs that are not row-contiguous are copied first.
+        errors: what the codes 1, 2, ... of its ``health_check`` statements mean.
 
     Example:
         >>> exp = Kernel("exp_forward", "exp.metal", inputs=("x",), outputs=("y",), template=("T",))
@@ -98,6 +100,7 @@ class Kernel:
     multiples: tuple[Multiple, ...] = ()
     large: bool = False
     ensure_row_contiguous: bool = True
+    errors: tuple[str, ...] = ()
 
     @cached_property
     def program(self) -> Program:
@@ -106,15 +109,7 @@ class Kernel:
         Raises:
             KernelError: the file or the function's signature is not what this declaration says.
         """
-        try:
-            program = load(
-                METAL / self.file,
-                self.function or self.name,
-                self.name,
-                ensure_row_contiguous=self.ensure_row_contiguous,
-            )
-        except (SourceError, OSError) as error:
-            raise self._error(str(error)) from error
+        program = self._load(self.name)
         for what, declared, written in (
             ("inputs", self.inputs, program.input_names),
             ("outputs", self.outputs, program.output_names),
@@ -124,6 +119,22 @@ class Kernel:
             if declared != written:
                 raise self._error(f"{what} declared as {declared}, {self.file} has {written}")
         return program
+
+    @cached_property
+    def _program_with_health(self) -> Program:
+        return self._load(f"{self.name}_health", health=True)
+
+    def _load(self, name: str, *, health: bool = False) -> Program:
+        try:
+            return load(
+                METAL / self.file,
+                self.function or self.name,
+                name,
+                ensure_row_contiguous=self.ensure_row_contiguous,
+                health=health,
+            )
+        except (SourceError, OSError) as error:
+            raise self._error(str(error)) from error
 
     @cached_property
     def _instances(self) -> dict[tuple[object, ...], _Instance]:
@@ -176,7 +187,18 @@ class Kernel:
             instance.output_dtypes,
             init_value,
         )
-        return run(launch)
+        return run(launch) if not checking() else self._run_checked(launch)
+
+    def _run_checked(self, launch: Launch) -> list[mx.array]:
+        """Run the kernel with a health buffer, which has to be zero at first, as all outputs are."""
+        if launch.init_value:
+            note(f"kernel {self.name}", "unchecked", f"init_value {launch.init_value} is not 0")
+            return run(launch)
+        launch.program = self._program_with_health
+        launch.output_shapes = [*launch.output_shapes, (WORDS,)]
+        launch.output_dtypes = [*launch.output_dtypes, mx.uint32]
+        launch.init_value = 0.0
+        return judge(self.name, self.errors, launch.grid, run(launch))
 
     def _instantiate(
         self,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from . import source
+from .instrument import with_health, without_health
 from .signature import ATTRIBUTES, SHAPE_WORDS
-from .source import Item, SourceError, Token
+from .source import METAL, Item, SourceError, Token
 
 # Spellings of one type in Metal, by the one that MLX uses.
 _ALIASES = {
@@ -106,7 +108,14 @@ class Program:
         return len(self.header) + len(self.source)
 
 
-def load(path: Path, function: str, name: str, *, ensure_row_contiguous: bool = True) -> Program:
+def load(
+    path: Path,
+    function: str,
+    name: str,
+    *,
+    ensure_row_contiguous: bool = True,
+    health: bool = False,
+) -> Program:
     """Read one kernel function and the declarations that it uses.
 
     Args:
@@ -114,6 +123,7 @@ def load(path: Path, function: str, name: str, *, ensure_row_contiguous: bool = 
         function: the ``[[kernel]]`` function in it.
         name: what MLX will know it by.
         ensure_row_contiguous: whether MLX copies inputs that are not contiguous.
+        health: whether to add the health buffer of the debug mode, an output of 9 words.
 
     Raises:
         SourceError: the file has no such kernel, or its signature is not one that MLX can generate.
@@ -126,16 +136,21 @@ def load(path: Path, function: str, name: str, *, ensure_row_contiguous: bool = 
         kernels = sorted(n for item in items if item.kernel for n in item.names)
         raise SourceError(f"{path.name} has no kernel {function!r}, only {', '.join(kernels)}")
     where = f"{path.name}: kernel {function}"
-    open_body = next(i for i, token in enumerate(item.tokens) if token.text == "{")
-    body = item.tokens[open_body + 1 : -1]
-    template = _template(item, where)
-    parameters = _parameters(item.tokens[:open_body], function, where)
+    tokens = item.tokens
+    if health:
+        items = (*items, *source.read(METAL / "health.metal"))
+        tokens = with_health(
+            tokens, atomic="atomic" in "".join(t.text for t in tokens[: _open(tokens)])
+        )
+    else:
+        tokens = without_health(tokens)
+    body = tokens[_open(tokens) + 1 : -1]
+    parameters = _parameters(tokens[: _open(tokens)], function, where)
     inputs, outputs, attributes, atomic = _sort(parameters, source.words(body), where)
-    header = source.minify(
-        t for used in source.used(items, item.words) for t in (*used.tokens, _NEWLINE)
-    )
     text = "".join(_alias(p, where) for p in attributes) + source.minify(body)
     _check_words(text, parameters, inputs, where)
+    used = source.used(items, source.words(tokens))
+    header = source.minify(t for declaration in used for t in (*declaration.tokens, _NEWLINE))
     return Program(
         name=name,
         header=header + "\n" if header else "",
@@ -144,10 +159,15 @@ def load(path: Path, function: str, name: str, *, ensure_row_contiguous: bool = 
         output_names=tuple(p.name for p in outputs),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        template=template,
+        template=_template(item, where),
         atomic_outputs=atomic,
         ensure_row_contiguous=ensure_row_contiguous,
     )
+
+
+def _open(tokens: Sequence[Token]) -> int:
+    """Where the brace stands that opens the function's body."""
+    return next(i for i, token in enumerate(tokens) if token.text == "{")
 
 
 _NEWLINE = Token("newline", "\n")
@@ -182,9 +202,9 @@ def _parameters(tokens: tuple[Token, ...], function: str, where: str) -> list[Pa
         else:
             parts[-1].append(text)
     found = [_parameter(" ".join(part), where) for part in parts]
-    buffers = [p.buffer for p in found if p.buffer is not None]
-    if buffers and buffers != [i for i, _ in enumerate(p for p in found if p.space)]:
-        raise SourceError(f"{where}: MLX numbers buffers in order, the signature has {buffers}")
+    for i, parameter in enumerate(p for p in found if p.space):
+        if parameter.buffer not in (None, i):
+            raise SourceError(f"{where}: {parameter.name} is [[buffer({i})]], MLX counts in order")
     return found
 
 

@@ -87,7 +87,7 @@ def tokenize(text: str) -> Iterator[Token]:
 
 
 def minify(tokens: Iterable[Token]) -> str:
-    """The shortest text that reads the same, line for line, as a compiler's messages will cite it."""
+    """The shortest text that reads the same, line for line, as compilers cite it."""
     out: list[str] = []
     last = "\n"
     for token in tokens:
