@@ -190,7 +190,7 @@ class Kernel:
         return run(launch) if not checking() else self._run_checked(launch)
 
     def _run_checked(self, launch: Launch) -> list[mx.array]:
-        """Run the kernel with a health buffer, which has to be zero at first, as all outputs are."""
+        """Run the kernel with a health buffer, which like all outputs is zero at first."""
         if launch.init_value:
             note(f"kernel {self.name}", "unchecked", f"init_value {launch.init_value} is not 0")
             return run(launch)
