@@ -7,6 +7,8 @@ joins a forward kernel and the gradient kernel into one operation that ``mx.grad
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from ..runtime.backend import choose
@@ -49,7 +51,8 @@ def exp(x: mx.array, *, strided: bool = False) -> mx.array:
     path = choose("exp", ("metal", "cuda", "host"), unless=nothing)
     if path == "ops" or nothing:
         return mx.exp(x)
-    return _exp_strided(x) if strided else _exp(x)
+    y: Any = _exp_strided(x) if strided else _exp(x)
+    return y
 
 
 def _launch(kernel: Kernel, *inputs: mx.array) -> mx.array:
@@ -72,11 +75,13 @@ def _exp(x: mx.array) -> mx.array:
 
 @mx.custom_function
 def _exp_strided(x: mx.array) -> mx.array:
-    # A kernel that asks for strides needs an axis to have one.
-    return _launch(_STRIDED, mx.atleast_1d(x)).reshape(x.shape)
+    # A kernel that asks for strides needs an axis to have them.
+    return _launch(_STRIDED, x if x.ndim else x.reshape(1)).reshape(x.shape)
 
 
-@_exp.vjp
-@_exp_strided.vjp
-def _exp_vjp(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
+def _vjp(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
     return _launch(_GRADIENT, dy, y)
+
+
+_exp.vjp(_vjp)
+_exp_strided.vjp(_vjp)

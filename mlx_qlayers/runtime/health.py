@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import mlx.core as mx
 
@@ -130,7 +130,7 @@ def judge(
     *rest, buffer = outputs
     if being_traced([buffer]):
         raise BackendError(f"kernel {kernel}: health checks cannot run while MLX traces a function")
-    health = Health.of(memoryview(buffer).tolist())
+    health = Health.of(memoryview(cast(Any, buffer)).tolist())
     if health.failed:
         known = 1 <= health.code <= len(errors)
         meaning = errors[health.code - 1] if known else "no meaning declared"

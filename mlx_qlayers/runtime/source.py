@@ -108,7 +108,7 @@ def _would_merge(left: str, token: Token) -> bool:
         return False
     if token.kind == "mark":
         return left in _OPERATORS and token.text in _OPERATORS
-    return left.isalnum() or left in "_."
+    return left.isalnum() or left == "_" or (left == "." and token.kind == "number")
 
 
 @cache
@@ -189,7 +189,8 @@ def _split(tokens: list[Token], path: Path) -> Iterator[list[Token]]:
 
 
 def _opens_body(tokens: list[Token]) -> bool:
-    return "(" in head(tokens).replace("alignas (", "") and tokens[-2].text != "="
+    text = head(tokens)
+    return "(" in text.replace("alignas (", "") or text.startswith("namespace")
 
 
 def head(tokens: Iterable[Token]) -> str:
@@ -222,7 +223,7 @@ def _item(tokens: list[Token], path: Path) -> Item:
         raise SourceError(f"{path.name}:{tokens[0].line}: namespaces are not in the dialect")
     names = frozenset(_names(text))
     if text.startswith("enum"):
-        names = words(tokens)
+        names |= words(tokens[tokens.index(next(t for t in tokens if t.text == "{")) :])
     return Item(names, tuple(tokens), kernel="kernel" in words(before))
 
 
