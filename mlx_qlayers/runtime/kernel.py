@@ -212,8 +212,10 @@ class Kernel:
             raise self._error(f"takes {len(self.inputs)} inputs {self.inputs}, not {len(inputs)}")
         if set(values) != set(self.template):
             raise self._error(f"has template parameters {self.template}, not {tuple(values)}")
-        for name, kind in program.template:
-            self._check_template(name, kind, values[name])
+        template = [
+            (name, self._template_value(name, kind, values[name]))
+            for name, kind in program.template
+        ]
         for x, parameter in zip(inputs, program.inputs, strict=True):
             if x.dtype != (declared := self._dtype(parameter, values)):
                 raise self._error(f"input {parameter.name} is {x.dtype}, declared as {declared}")
@@ -226,21 +228,19 @@ class Kernel:
             raise self._error(
                 f"needs {used} bytes of threadgroup memory with {dict(values)}, Metal has 32768"
             )
-        instance = _Instance([(name, values[name]) for name, _ in program.template], dtypes)
+        instance = _Instance(template, dtypes)
         self._instances[key] = instance
         return instance
 
-    def _check_template(self, name: str, kind: str, value: TemplateValue) -> None:
-        if kind == "typename":
-            fits = isinstance(value, mx.Dtype) and value in TYPES
-        elif kind == "bool":
-            fits = isinstance(value, bool)
-        else:
-            # A negative value would become part of the function's name.
-            fits = type(value) is int and 0 <= value < _LIMIT_32
-        if not fits:
-            wanted = {"typename": "a Metal dtype", "bool": "a bool"}.get(kind, "an int from 0")
-            raise self._error(f"template parameter {name} must be {wanted}, not {value!r}")
+    def _template_value(self, name: str, kind: str, value: TemplateValue) -> TemplateValue:
+        if kind == "typename" and isinstance(value, mx.Dtype) and value in TYPES:
+            return value
+        # A negative value would become part of the function's name.
+        limit = {"int": _LIMIT_32, "bool": 2}.get(kind, 0)
+        if isinstance(value, int) and 0 <= value < limit:
+            return bool(value) if kind == "bool" else int(value)
+        wanted = {"typename": "a Metal dtype", "bool": "a bool"}.get(kind, "an int from 0")
+        raise self._error(f"template parameter {name} must be {wanted}, not {value!r}")
 
     def _dtype(self, parameter: Parameter, values: Mapping[str, TemplateValue]) -> mx.Dtype:
         value = values.get(parameter.type, _DTYPES.get(parameter.type))

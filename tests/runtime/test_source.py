@@ -63,9 +63,7 @@ def test_minified_text_has_the_same_words(parts):
         assert short.count(operator) <= text.count(operator)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(MLX_KERNELS.glob("*.h"))[::3], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", sorted(MLX_KERNELS.glob("*.h"))[::3], ids=lambda path: path.name)
 def test_minifying_mlx_headers_changes_no_word(path):
     text = path.read_bytes().decode("ascii", "replace")
     assert words(minify(tokenize(text))) == words(text)
@@ -159,7 +157,10 @@ def test_the_test_kernels_are_read_as_written():
         ("device float* y", "no thread attribute"),
         ("const device float* x, uint i [[thread_position_in_grid]]", "no output"),
         ("device float* y, const device float* x, uint i [[thread_position_in_grid]]", "behind"),
-        ("device float* y, threadgroup float* t, uint i [[thread_position_in_grid]]", "in the body"),
+        (
+            "device float* y, threadgroup float* t, uint i [[thread_position_in_grid]]",
+            "in the body",
+        ),
         ("device float* y, int n, uint i [[thread_position_in_grid]]", "needs device"),
         ("device float* y, uint i [[amplification_id]]", "no attribute"),
         ("device float* y, uint4 i [[thread_position_in_grid]]", "rename"),
