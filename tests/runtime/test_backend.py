@@ -86,7 +86,7 @@ def test_a_forced_backend_that_cannot_run_raises(machine, monkeypatch, name):
 
 
 def test_an_unknown_name_is_an_error(monkeypatch):
-    with pytest.raises(ValueError, match="backend must be one of .* not 'vulkan'"):
+    with pytest.raises(ValueError, match=r"backend must be one of .* not 'vulkan'"):
         use_backend("vulkan")
     monkeypatch.setenv("MLX_QLAYERS_BACKEND", "vulkan")
     with pytest.raises(ValueError, match="not 'vulkan'"):

@@ -190,7 +190,7 @@ def test_arrays_of_2_to_the_31_elements_need_a_kernel_that_says_so(metal):
     # Broadcast, so that it takes no memory.
     big = mx.broadcast_to(mx.array(0, mx.uint8), (2**16, 2**15))
     call = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(16,)]}
-    with pytest.raises(KernelError, match="input x .* needs 64-bit offsets"):
+    with pytest.raises(KernelError, match=r"input x .* needs 64-bit offsets"):
         HISTOGRAM([big], **call)
     dataclasses.replace(HISTOGRAM, large=True)([big], **call)
     assert metal.called[0]["inputs"][0].shape == big.shape
