@@ -47,7 +47,7 @@ def main() -> None:
     print(f"mlx {version('mlx')}, Python {platform.python_version()}, {platform.platform()}")
     with somewhere() as where, tempfile.TemporaryDirectory() as folder:
         print(f"backend: {where}\n\nPython time of a launch, us (median, quartile distance)")
-        print(f"{'kernel':<32}{'bare MLX':>16}{'with the runtime':>20}{'more':>10}{'target':>10}")
+        print(f"{'':<32}{'bare MLX':>16}{'with the runtime':>20}{'more':>10}{'target':>10}")
         for name, call in {
             "1 input, 1 template value": exp_call(),
             "7 inputs, 6 template values": many_call(Path(folder)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from .source import Token, tokenize
+from .source import Token, position, tokenize
 
 _CHECK = "health_check"
 _WORDS = "(device atomic_uint*)health"
@@ -30,15 +30,12 @@ def without_health(function: Iterable[Token]) -> tuple[Token, ...]:
     return tuple(kept)
 
 
-def with_health(function: Sequence[Token], *, atomic: bool) -> tuple[Token, ...]:
-    """The function with one more output, which tells how far its threads came.
-
-    Args:
-        function: the tokens of a kernel function.
-        atomic: whether its outputs are atomics, as then the new one must be.
-    """
-    opened = next(i for i, token in enumerate(function) if token.text == "{")
+def with_health(function: Sequence[Token]) -> tuple[Token, ...]:
+    """The function with one more output, which tells how far its threads came."""
+    opened = position(function, "{")
     closed = max(i for i, token in enumerate(function[:opened]) if token.text == ")")
+    # MLX makes all outputs atomic or none.
+    atomic = any(token.text.startswith("atomic") for token in function[:opened])
     parameters = _PARAMETERS.format(type="atomic_uint" if atomic else "uint")
     return (
         *function[:closed],

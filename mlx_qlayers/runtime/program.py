@@ -129,23 +129,16 @@ def load(
         SourceError: the file has no such kernel, or its signature is not one that MLX can generate.
     """
     items = source.read(path)
-    for item in items:
-        if item.kernel and function in item.names:
-            break
-    else:
-        kernels = sorted(n for item in items if item.kernel for n in item.names)
-        raise SourceError(f"{path.name} has no kernel {function!r}, only {', '.join(kernels)}")
     where = f"{path.name}: kernel {function}"
-    tokens = item.tokens
+    item = _find(items, function, path)
     if health:
-        items = (*items, *source.read(METAL / "health.metal"))
-        tokens = with_health(
-            tokens, atomic="atomic" in "".join(t.text for t in tokens[: _open(tokens)])
-        )
+        items = tuple(dict.fromkeys((*items, *source.read(METAL / "health.metal"))))
+        tokens = with_health(item.tokens)
     else:
-        tokens = without_health(tokens)
-    body = tokens[_open(tokens) + 1 : -1]
-    parameters = _parameters(tokens[: _open(tokens)], function, where)
+        tokens = without_health(item.tokens)
+    opening = source.position(tokens, "{")
+    body = tokens[opening + 1 : -1]
+    parameters = _parameters(tokens[:opening], function, where)
     inputs, outputs, attributes, atomic = _sort(parameters, source.words(body), where)
     text = "".join(_alias(p, where) for p in attributes) + source.minify(body)
     _check_words(text, parameters, inputs, where)
@@ -165,12 +158,15 @@ def load(
     )
 
 
-def _open(tokens: Sequence[Token]) -> int:
-    """Where the brace stands that opens the function's body."""
-    return next(i for i, token in enumerate(tokens) if token.text == "{")
-
-
 _NEWLINE = Token("newline", "\n")
+
+
+def _find(items: Sequence[Item], function: str, path: Path) -> Item:
+    kernels = {name: item for item in items if item.kernel for name in item.names}
+    if function not in kernels:
+        found = ", ".join(sorted(kernels)) or "none"
+        raise SourceError(f"{path.name} has no kernel {function!r}, only {found}")
+    return kernels[function]
 
 
 def _template(item: Item, where: str) -> tuple[tuple[str, str], ...]:

