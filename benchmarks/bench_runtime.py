@@ -55,9 +55,7 @@ def main() -> None:
             bare, ours = measure(bare_call(call)), measure(call)
             more = ours[0] - bare[0]
             print(f"{name:<32}{text(bare):>16}{text(ours):>20}{more:>10.2f}{TARGET:>10.0f}")
-    print(
-        "\nSource of each kernel, bytes\nkernel                           header      body     total"
-    )
+    print(f"\nSource, bytes\n{'':<30}{'header':>9}{'body':>10}{'total':>10}")
     for name, kernel in kernels().items():
         header, body = len(kernel.program.header), len(kernel.program.source)
         print(f"{name:<30}{header:>9}{body:>10}{header + body:>10}")
