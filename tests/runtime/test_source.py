@@ -111,6 +111,22 @@ def test_only_what_is_used_is_taken(tmp_path):
         assert absent not in header, absent
 
 
+def test_what_a_function_of_mlx_needs_is_found(tmp_path):
+    """MLX's largest header, less the directives that the dialect does not have."""
+    text = (MLX_KERNELS / "quantized.h").read_text()
+    path = tmp_path / "quantized.metal"
+    path.write_text(re.sub(r"^#(?:.*\\\n)*.*$", "", text, flags=re.M))
+    found = source.used(source.read(path), frozenset(["qmv_fast_impl"]))
+    assert [min(item.names) for item in found] == [
+        "SIMD_SIZE",
+        "get_pack_factor",
+        "get_bytes_per_pack",
+        "load_vector",
+        "qdot",
+        "qmv_fast_impl",
+    ]
+
+
 def test_an_included_file_gives_only_what_is_used(tmp_path):
     (tmp_path / "common.metal").write_text(
         "#pragma once\ninline float f(float x) { return x; }\ninline float g(float x) { return x; }"
