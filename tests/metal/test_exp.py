@@ -108,5 +108,5 @@ def test_an_empty_array(backend):
 
 
 def test_other_dtypes():
-    with pytest.raises(ValueError, match="x must be float32, float16 or bfloat16, not .*int32"):
+    with pytest.raises(ValueError, match=r"x must be float32, float16 or bfloat16, not .*int32"):
         exp(mx.arange(4))
