@@ -24,8 +24,8 @@ template <typename T>
     const constant int& x_ndim [[buffer(3)]],
     device T* y [[buffer(4)]],
     uint i [[thread_position_in_grid]]) {
-  // elem_to_loc comes from MLX's preamble: where the i-th element lies in memory.
-  auto location = elem_to_loc(i, x_shape, x_strides, x_ndim);
+  // Where element i lies: signed, since strides may be negative. MLX's preamble has elem_to_loc.
+  int64_t location = elem_to_loc(int64_t(i), x_shape, x_strides, x_ndim);
   y[i] = T(metal::exp(float(x[location])));
 }
 

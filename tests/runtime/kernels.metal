@@ -79,7 +79,7 @@ template <typename T>
     const constant int& x_ndim,
     device T* y,
     uint i [[thread_position_in_grid]]) {
-  y[i] = x[elem_to_loc(i, x_shape, x_strides, x_ndim)];
+  y[i] = x[elem_to_loc(int64_t(i), x_shape, x_strides, x_ndim)];
 }
 
 // Never comes to an end where x[0] is not zero.
