@@ -8,6 +8,7 @@ import pytest
 
 from mlx_qlayers.metal.exp import exp
 from mlx_qlayers.runtime.backend import explain, use_backend
+from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.tracing import trace
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -15,10 +16,12 @@ SHAPES = [(1,), (7,), (8,), (3, 5), (257,), (2, 3, 41), ()]
 no_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
-@pytest.fixture(params=["host", pytest.param("cuda", marks=[pytest.mark.cuda, no_cuda])])
+@pytest.fixture(params=["host", "checked", pytest.param("cuda", marks=[pytest.mark.cuda, no_cuda])])
 def backend(request):
-    with use_backend(request.param):
-        yield request.param
+    """The fast build of the host backend, the one with checks, and CUDA."""
+    name = "cuda" if request.param == "cuda" else "host"
+    with use_backend(name), checks(request.param == "checked"):
+        yield name
 
 
 def sample(shape, dtype, seed=0):

@@ -7,8 +7,9 @@ import struct
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers.runtime.backend import BackendError, explain
+from mlx_qlayers.runtime.backend import BackendError, explain, use_backend
 from mlx_qlayers.runtime.health import Health, HealthError, checked, health_checks
+from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.program import load
 from mlx_qlayers.runtime.tracing import trace
 
@@ -124,6 +125,47 @@ def test_outputs_that_start_from_another_value_are_not_checked(metal):
     assert len(metal.called[0]["output_shapes"]) == 1
     (decision,) = [d for d in explain() if d.path == "unchecked"]
     assert str(decision) == "kernel histogram: unchecked (init_value 1 is not 0), 1 calls"
+
+
+@pytest.fixture(params=[False, True], ids=["fast", "checked"])
+def host(request):
+    with use_backend("host"), checks(request.param):
+        yield
+
+
+def test_on_the_host_a_healthy_kernel_computes_as_ever(host):
+    plain = roots()
+    with health_checks(), trace() as launches:
+        watched = roots()
+    assert [record.kernel for record in launches] == ["roots_health"]
+    for one, other in zip(plain, watched, strict=True):
+        assert one.tolist() == other.tolist()
+    assert watched[0].tolist() == mx.sqrt(X).tolist()
+
+
+def test_on_the_host_a_failed_check_names_code_value_and_thread(host):
+    x = mx.array([[1.0, 4.0, 0.0, 2.0], [9.0, -16.0, 25.0, 36.0]])
+    roots(x)
+    message = r"error 1 \(negative radicand\), value -16, at thread \(1, 1, 0\) of \(4, 2, 1\)"
+    with health_checks(), pytest.raises(HealthError, match=message) as caught:
+        roots(x)
+    assert caught.value.health == Health(8, (4, 2, 1), 8, 1, 1, -16.0, (1, 1, 0))
+
+
+def test_on_the_host_the_reference_takes_over(host):
+    x = mx.array([[1.0, 4e6, 0.0, 2e7], [9.0, 16.0, 25.0, 36.0]])
+    assert checked("sqrt", lambda x: roots(x)[0], lambda x: x, x).tolist() == x.tolist()
+    (decision,) = [d for d in explain() if d.op == "sqrt"]
+    assert "(radicand too large)" in decision.reason
+    assert decision.reason.endswith("2 checks failed")
+
+
+def test_on_the_host_atomic_outputs_are_watched_too(host):
+    x = mx.array([3, 3, 5, 0, 15, 3, 5, 1], mx.uint8)
+    sizes = {"grid": (8, 1, 1), "threadgroup": (4, 1, 1), "output_shapes": [(16,)]}
+    with health_checks():
+        (counts,) = HISTOGRAM([x], init_value=0, **sizes)
+    assert counts.tolist() == [1, 1, 0, 3, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]
 
 
 def test_the_text_reports_and_counts_every_way_out():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 
 import mlx.core as mx
 import pytest
 
+from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.host import Hang, checks
+from mlx_qlayers.runtime.host.memory import locate
 from mlx_qlayers.runtime.wait import KernelTimeout, wait_for
 
-from .kernels import GATHER
+from .kernels import GATHER, SPIN
 
 
 def test_arrays_come_back_evaluated():
@@ -78,3 +82,23 @@ def test_work_that_does_not_end_raises_in_the_caller_and_names_the_kernel(metal)
     # The caller goes on while the work still hangs, with another worker.
     assert wait_for(lambda x: x + 1, 5, mx.ones(2)).tolist() == [2, 2]
     over.set()
+
+
+def test_a_kernel_that_hangs_on_the_host():
+    x = mx.ones(8, mx.int32)
+    mx.eval(x)
+    sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(8,)]}
+    with use_backend("host"), checks(False):
+        # Compile it first: the time of that is not the kernel's.
+        SPIN([x - 1], **sizes)
+        with pytest.raises(KernelTimeout, match="no result within 0.3 s"):
+            wait_for(lambda x: SPIN([x], **sizes), 0.3, x)
+        assert wait_for(lambda x: SPIN([x], **sizes)[0], 5, x - 1).tolist() == [1] * 8
+    # Let it end, so that it takes no more of the machine.
+    ctypes.c_int.from_address(locate(x)).value = 0
+
+
+def test_the_checked_build_ends_a_hanging_kernel_itself():
+    sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(8,)]}
+    with use_backend("host"), checks(), pytest.raises(Hang, match="kernel spin"):
+        wait_for(lambda x: SPIN([x], **sizes), 60, mx.ones(8, mx.int32))
