@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from .source import Token, position, tokenize
 
 _CHECK = "health_check"
-_WORDS = "(device atomic_uint*)health"
+_WORDS = "(device atomic<uint>*)health"
 _PARAMETERS = (
     ", device {type}* health, uint3 thread_position_in_grid [[thread_position_in_grid]], "
     "uint3 threads_per_grid [[threads_per_grid]]"
@@ -36,7 +36,7 @@ def with_health(function: Sequence[Token]) -> tuple[Token, ...]:
     closed = max(i for i, token in enumerate(function[:opened]) if token.text == ")")
     # MLX makes all outputs atomic or none.
     atomic = any(token.text.startswith("atomic") for token in function[:opened])
-    parameters = _PARAMETERS.format(type="atomic_uint" if atomic else "uint")
+    parameters = _PARAMETERS.format(type="atomic<uint>" if atomic else "uint")
     return (
         *function[:closed],
         *tokenize(parameters),

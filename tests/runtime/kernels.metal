@@ -46,7 +46,7 @@ template <typename T, int N, bool NEGATE>
 // How often each of 16 values occurs.
 [[kernel]] void histogram(
     const device uint8_t* x [[buffer(0)]],
-    device atomic_uint* counts [[buffer(1)]],
+    device atomic<uint>* counts [[buffer(1)]],
     uint i [[thread_position_in_grid]]) {
   atomic_fetch_add_explicit(&counts[x[i]], 1, memory_order_relaxed);
 }

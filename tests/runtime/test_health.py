@@ -173,10 +173,10 @@ def test_the_text_reports_and_counts_every_way_out():
     assert program.output_names == ("root", "exact", "health")
     lines = program.source.split("\n")
     assert lines[0] == "uint3 position=thread_position_in_grid;"
-    assert lines[1] == "health_start((device atomic_uint*)health,threads_per_grid);"
-    assert lines[-1] == "health_finish((device atomic_uint*)health);"
-    assert program.source.count("health_report((device atomic_uint*)health,") == 2
-    assert "{health_finish((device atomic_uint*)health);return;}" in program.source
+    assert lines[1] == "health_start((device atomic<uint>*)health,threads_per_grid);"
+    assert lines[-1] == "health_finish((device atomic<uint>*)health);"
+    assert program.source.count("health_report((device atomic<uint>*)health,") == 2
+    assert "{health_finish((device atomic<uint>*)health);return;}" in program.source
     assert program.source.count("return") == 1
     for function in ("health_start", "health_finish", "health_report"):
         assert program.header.count(f"inline void {function}(") == 1
