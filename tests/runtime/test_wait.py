@@ -8,10 +8,10 @@ import time
 
 import mlx.core as mx
 import pytest
-
-from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.host import Hang, checks
 from mlx_qlayers.runtime.host.memory import locate
+
+from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.wait import KernelTimeout, wait_for
 
 from .kernels import GATHER, SPIN
@@ -91,7 +91,7 @@ def test_a_kernel_that_hangs_on_the_host():
     with use_backend("host"), checks(False):
         # Compile it first: the time of that is not the kernel's.
         SPIN([x - 1], **sizes)
-        with pytest.raises(KernelTimeout, match="no result within 0.3 s"):
+        with pytest.raises(KernelTimeout, match=r"no result within 0.3 s"):
             wait_for(lambda x: SPIN([x], **sizes), 0.3, x)
         assert wait_for(lambda x: SPIN([x], **sizes)[0], 5, x - 1).tolist() == [1] * 8
     # Let it end, so that it takes no more of the machine.
