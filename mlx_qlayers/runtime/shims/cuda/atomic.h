@@ -2,7 +2,7 @@
 // atomic<T>*; threadgroup memory may hold them too.
 #pragma once
 
-#include "types.h"
+#include "simd.h"
 
 namespace mlx::core::cu {
 
@@ -55,15 +55,12 @@ T atomic_exchange_explicit(atomic<T>* object, same<T> value, memory_order) {
 template <typename T>
 bool atomic_compare_exchange_weak_explicit(
     atomic<T>* object, T* expected, same<T> desired, memory_order, memory_order) {
-  T before;
-  if constexpr (cuda::std::is_same_v<T, float>)
-    before = __uint_as_float(atomicCAS(
-        reinterpret_cast<uint*>(object), __float_as_uint(*expected), __float_as_uint(desired)));
-  else
-    before = atomicCAS(atomic_cell(object), *expected, desired);
-  bool exchanged = memcmp(&before, expected, sizeof(T)) == 0;
-  *expected = before;
-  return exchanged;
+  // By bits, so that a NaN equals itself.
+  using Bits = cuda::std::conditional_t<sizeof(T) == 8, unsigned long long, uint>;
+  Bits wanted = as_type<Bits>(*expected);
+  Bits before = atomicCAS(reinterpret_cast<Bits*>(object), wanted, as_type<Bits>(T(desired)));
+  *expected = as_type<T>(before);
+  return before == wanted;
 }
 #define MSL_ATOMIC(name, function)                                                  \
   template <typename T>                                                             \
@@ -80,6 +77,13 @@ MSL_ATOMIC(xor, atomicXor)
 template <typename T>
 T atomic_fetch_sub_explicit(atomic<T>* object, same<T> value, memory_order) {
   return atomicAdd(atomic_cell(object), -value);
+}
+inline void atomic_thread_fence(
+    mem_flags, memory_order, thread_scope scope = thread_scope_device) {
+  if (scope == thread_scope_device)
+    __threadfence();
+  else
+    __threadfence_block();
 }
 inline void atomic_max_explicit(atomic<ulong>* object, ulong value, memory_order) {
   atomicMax(atomic_cell(object), static_cast<unsigned long long>(value));

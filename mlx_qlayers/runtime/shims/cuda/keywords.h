@@ -14,3 +14,7 @@
 #define __half half
 #define __nv_bfloat16 bfloat
 #define Limits MetalLimits
+
+// Bounds the registers, so that the launch cannot fail and the compiler need not guess.
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__(MSL_GROUP_SIZE)

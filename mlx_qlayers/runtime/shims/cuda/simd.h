@@ -1,19 +1,16 @@
 // SIMD-group and quad-group functions on a warp; barriers.
 //
-// All 32 lanes take part. A launch whose last warp is short (MSL_PARTIAL, set by the launcher)
-// asks which lanes live and leaves out the others, as Metal does.
+// All 32 lanes take part. In a threadgroup that is not a multiple of 32 (MSL_GROUP_SIZE comes from
+// the launcher) the last warp asks which lanes live and leaves out the others, as Metal does.
 #pragma once
 
 #include "math.h"
 
 namespace mlx::core::cu {
 
+constexpr bool partial = MSL_GROUP_SIZE % 32 != 0;
 inline uint live_lanes() {
-#ifdef MSL_PARTIAL
-  return __activemask();
-#else
-  return 0xffffffffu;
-#endif
+  return partial ? __activemask() : 0xffffffffu;
 }
 inline uint lane_index() {
   uint lane;
@@ -84,20 +81,19 @@ struct lanes {
   }
   template <typename T, typename F>
   static T reduce(T x, F f) {
-#ifdef MSL_PARTIAL
-    uint alive = live(), first = __ffs(alive) - 1;
-    T r = shuffle(x, first);
-    for (uint lane = first + 1; lane < width; lane++) {
-      T other = shuffle(x, lane);
-      r = (alive >> lane) & 1 ? f(r, other) : r;
+    if constexpr (partial) {
+      uint alive = live(), first = __ffs(alive) - 1;
+      T r = shuffle(x, first);
+      for (uint lane = first + 1; lane < width; lane++) {
+        T other = shuffle(x, lane);
+        r = (alive >> lane) & 1 ? f(r, other) : r;
+      }
+      return r;
     }
-    return r;
-#else
 #pragma unroll
     for (int distance = width / 2; distance > 0; distance /= 2)
       x = f(x, by_words(x, [=](uint w) { return __shfl_xor_sync(0xffffffffu, w, distance); }));
     return x;
-#endif
   }
   template <typename T, typename F>
   static T scan(T x, F f) {
