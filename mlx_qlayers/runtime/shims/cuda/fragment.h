@@ -120,7 +120,7 @@ void left_from_sums(left_fragment<T>& f, sum_fragment low, sum_fragment high) {
 
 template <typename T>
 void multiply_accumulate(sum_fragment& sum, left_fragment<T> left, right_fragment<T> right) {
-  tensor_core(sum.part, left.part, right.part);
+  tensor_core_16(sum.part, left.part, right.part);
 }
 
 template <typename T>

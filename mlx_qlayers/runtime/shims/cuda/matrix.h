@@ -1,5 +1,5 @@
 // simdgroup_matrix<T, 8, 8>: any kernel that finds its lanes by fragment_row and fragment_col.
-// An 8 x 8 x 8 product uses a quarter of a tensor core step; fragment.h uses all of it.
+// An 8 x 8 x 8 product uses half of a tensor core step of half depth; fragment.h uses all of it.
 #pragma once
 
 #include "mma.h"
@@ -76,10 +76,10 @@ void simdgroup_multiply_accumulate(
     simdgroup_matrix<B, 8, 8> b,
     simdgroup_matrix<C, 8, 8> c) {
   using T = cuda::std::conditional_t<cuda::std::is_same_v<A, B>, A, float>;
-  vec<T, 2> left[4] = {vec<T, 2>(a.elements), vec<T, 2>(0), vec<T, 2>(0), vec<T, 2>(0)};
-  vec<T, 2> right[2] = {transposed(vec<T, 2>(b.elements)), vec<T, 2>(0)};
+  vec<T, 2> left[2] = {vec<T, 2>(a.elements), vec<T, 2>(0)};
+  vec<T, 2> right = transposed(vec<T, 2>(b.elements));
   float2 sum[2] = {float2(c.elements), float2(0)};
-  tensor_core(sum, left, right);
+  tensor_core_8(sum, left, &right);
   d.elements = vec<D, 2>(sum[0]);
 }
 template <typename D, typename A, typename B>

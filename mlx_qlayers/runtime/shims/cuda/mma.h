@@ -15,24 +15,27 @@ inline ushort fragment_col(uint lane) {
   return lane % 4 * 2;
 }
 
-template <typename T>
-constexpr bool is_16_bit = is_narrow<T>;
-
-// sum (16 x 8) += left (16 x 16) * right (16 x 8); right holds pairs along the summed dimension.
-inline void tensor_core(float2* sum, const half2* left, const half2* right) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(sum[0].x), "+f"(sum[0].y), "+f"(sum[1].x), "+f"(sum[1].y)
-      : "r"(as_type<uint>(left[0])), "r"(as_type<uint>(left[1])), "r"(as_type<uint>(left[2])),
-        "r"(as_type<uint>(left[3])), "r"(as_type<uint>(right[0])), "r"(as_type<uint>(right[1])));
-}
-inline void tensor_core(float2* sum, const bfloat2* left, const bfloat2* right) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(sum[0].x), "+f"(sum[0].y), "+f"(sum[1].x), "+f"(sum[1].y)
-      : "r"(as_type<uint>(left[0])), "r"(as_type<uint>(left[1])), "r"(as_type<uint>(left[2])),
-        "r"(as_type<uint>(left[3])), "r"(as_type<uint>(right[0])), "r"(as_type<uint>(right[1])));
-}
+// sum (16 x 8) += left (16 x 16 or 16 x 8) * right (16 x 8 or 8 x 8): parts of the left operand
+// one row block after the other, then deeper; right parts hold pairs along the depth.
+#define MSL_TENSOR_CORE(T, name)                                                          \
+  inline void tensor_core_16(float2* sum, const vec<T, 2>* left, const vec<T, 2>* right) { \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 "                    \
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                           \
+        : "+f"(sum[0].x), "+f"(sum[0].y), "+f"(sum[1].x), "+f"(sum[1].y)                  \
+        : "r"(as_type<uint>(left[0])), "r"(as_type<uint>(left[1])),                       \
+          "r"(as_type<uint>(left[2])), "r"(as_type<uint>(left[3])),                       \
+          "r"(as_type<uint>(right[0])), "r"(as_type<uint>(right[1])));                    \
+  }                                                                                       \
+  inline void tensor_core_8(float2* sum, const vec<T, 2>* left, const vec<T, 2>* right) {  \
+    asm("mma.sync.aligned.m16n8k8.row.col.f32." name "." name ".f32 "                     \
+        "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"                                    \
+        : "+f"(sum[0].x), "+f"(sum[0].y), "+f"(sum[1].x), "+f"(sum[1].y)                  \
+        : "r"(as_type<uint>(left[0])), "r"(as_type<uint>(left[1])),                       \
+          "r"(as_type<uint>(right[0])));                                                  \
+  }
+MSL_TENSOR_CORE(half, "f16")
+MSL_TENSOR_CORE(bfloat, "bf16")
+#undef MSL_TENSOR_CORE
 
 // One 8-deep step in TF32; a lane's pair along the summed dimension fills the slots t and t + 4.
 inline void tf32_step(float2* sum, const uint2* left, uint2 right) {
@@ -65,10 +68,11 @@ struct tf32_pair {
 };
 // Three TF32 products give float32's precision. They start from zero and are added outside:
 // the tensor core's own running sum truncates.
-inline void tensor_core(float2* sum, const float2* left, const float2* right) {
+template <int steps>
+void split_product(float2* sum, const float2* left, const float2* right) {
   float2 part[2] = {float2(0.0f), float2(0.0f)};
 #pragma unroll
-  for (int depth = 0; depth < 2; depth++) {
+  for (int depth = 0; depth < steps; depth++) {
     tf32_pair a0(left[2 * depth]), a1(left[2 * depth + 1]), b(right[depth]);
     uint2 high[2] = {a0.high, a1.high}, low[2] = {a0.low, a1.low};
     uint2 finite[2] = {a0.finite, a1.finite};
@@ -78,6 +82,12 @@ inline void tensor_core(float2* sum, const float2* left, const float2* right) {
   }
   sum[0] += part[0];
   sum[1] += part[1];
+}
+inline void tensor_core_16(float2* sum, const float2* left, const float2* right) {
+  split_product<2>(sum, left, right);
+}
+inline void tensor_core_8(float2* sum, const float2* left, const float2* right) {
+  split_product<1>(sum, left, right);
 }
 
 // The transpose of an 8 x 8 part.
