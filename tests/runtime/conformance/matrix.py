@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from .case import ROUND, Case, dtype_name, kernel
+from .case import ROUND, Case, Rows, dtype_name, kernel
 
 _FILE = "matrix.metal"
 
@@ -19,6 +19,8 @@ def cases() -> Iterator[Case]:
         yield _loads(dtype)
         yield _products(dtype, exact=True)
         yield _products(dtype, exact=False)
+        yield _interleaved(dtype)
+        yield _special(dtype)
 
 
 def _matrix(dtype: mx.Dtype, shape: tuple[int, int], seed: int) -> np.ndarray:
@@ -103,3 +105,31 @@ def _products(dtype: mx.Dtype, *, exact: bool) -> Case:
         template={"T": dtype},
         ulp=allowed | {"store_sum rounded": 0.0 if exact else 8.0 if dtype == mx.float32 else 0.51},
     )
+
+
+def _one(name: str, dtype: mx.Dtype, a: np.ndarray, b: np.ndarray, rows: Rows) -> Case:
+    return Case(
+        f"{name}[{dtype_name(dtype)}]",
+        kernel(_FILE, name, "a b", template="T"),
+        [mx.array(a).astype(dtype), mx.array(b).astype(dtype)],
+        [rows],
+        grid=(32, 1, 1),
+        threadgroup=(32, 1, 1),
+        template={"T": dtype},
+    )
+
+
+def _interleaved(dtype: mx.Dtype) -> Case:
+    a, b = _matrix(dtype, (16, 64), 36), _matrix(dtype, (8, 64), 37)
+    rows = {name: a @ b.T for name in ("in order", "interleaved by 4", "interleaved by 16")}
+    return _one("fragment_interleaved", dtype, a, b, rows)
+
+
+def _special(dtype: mx.Dtype) -> Case:
+    a, b = _matrix(dtype, (16, 16), 38), _matrix(dtype, (8, 16), 39)
+    a[np.abs(a) < 1], b[np.abs(b) < 1] = 1, 2
+    a[3, 5], a[7, 9], a[12, 2] = np.inf, np.nan, -np.inf
+    b[4, 1] = np.inf
+    with np.errstate(invalid="ignore"):
+        product = (a[:, None] * b[None]).sum(-1)
+    return _one("fragment_special", dtype, a, b, {"infinity and NaN": product})

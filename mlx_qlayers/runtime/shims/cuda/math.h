@@ -108,6 +108,10 @@ MSL_MATH_3(smoothstep, smooth(__saturatef((z - x) / (y - x))))
 // Through float the sum would be rounded twice.
 MSL_MATH_OF_HALVES(fma)
 #undef MSL_MATH_OF_HALVES
+template <typename N>
+vec<narrow<N>, 2> fma(vec<narrow<N>, 2> x, vec<narrow<N>, 2> y, vec<narrow<N>, 2> z) {
+  return as_type<vec<narrow<N>, 2>>(__hfma2(as_pair(x), as_pair(y), as_pair(z)));
+}
 template <typename T, int N, typename U, when<is_scalar_v<U>> = 0>
 vec<T, N> mix(vec<T, N> x, vec<T, N> y, U a) {
   return mix(x, y, vec<T, N>(a));

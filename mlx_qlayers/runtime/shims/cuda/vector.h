@@ -26,6 +26,23 @@ T* fill_components(T* at, U x) {
   return at;
 }
 
+// Two floats are rounded to a pair by one instruction.
+inline void round_pair(half* at, float x, float y) {
+  __half2 pair = __floats2half2_rn(x, y);
+  memcpy(at, &pair, sizeof(pair));
+}
+inline void round_pair(bfloat* at, float x, float y) {
+  __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+  memcpy(at, &pair, sizeof(pair));
+}
+template <typename N, int n, when<n % 2 == 0> = 0>
+narrow<N>* fill_components(narrow<N>* at, vec<float, n> x) {
+#pragma unroll
+  for (int i = 0; i < n; i += 2)
+    round_pair(at + i, x[i], x[i + 1]);
+  return at + n;
+}
+
 // Some components of a vector, to be written to.
 template <typename T, int... I>
 struct components {
@@ -108,6 +125,27 @@ struct packed_vec {
 template <typename T, int N>
 constexpr int lanes_of<packed_vec<T, N>> = N;
 
+#define MSL_NAMED_VECTORS(T)  \
+  using T##2 = vec<T, 2>;     \
+  using T##3 = vec<T, 3>;     \
+  using T##4 = vec<T, 4>;     \
+  using packed_##T##2 = packed_vec<T, 2>; \
+  using packed_##T##3 = packed_vec<T, 3>; \
+  using packed_##T##4 = packed_vec<T, 4>;
+MSL_NAMED_VECTORS(bool)
+MSL_NAMED_VECTORS(char)
+MSL_NAMED_VECTORS(uchar)
+MSL_NAMED_VECTORS(short)
+MSL_NAMED_VECTORS(ushort)
+MSL_NAMED_VECTORS(int)
+MSL_NAMED_VECTORS(uint)
+MSL_NAMED_VECTORS(long)
+MSL_NAMED_VECTORS(ulong)
+MSL_NAMED_VECTORS(half)
+MSL_NAMED_VECTORS(bfloat)
+MSL_NAMED_VECTORS(float)
+#undef MSL_NAMED_VECTORS
+
 #define MSL_EACH(expression)           \
   _Pragma("unroll") for (int i = 0; i < N; i++) r[i] = expression; \
   return r;
@@ -156,6 +194,23 @@ MSL_VECTOR_OPERATOR(||, bool)
 #undef MSL_VECTOR_ARITHMETIC
 #undef MSL_VECTOR_OPERATOR
 
+// Pairs of half or bfloat have instructions of their own.
+inline __half2 as_pair(half2 v) {
+  return as_type<__half2>(v);
+}
+inline __nv_bfloat162 as_pair(bfloat2 v) {
+  return as_type<__nv_bfloat162>(v);
+}
+#define MSL_PAIR_OPERATOR(op, function)                                                   \
+  template <typename N>                                                                   \
+  vec<narrow<N>, 2> operator op(vec<narrow<N>, 2> a, vec<narrow<N>, 2> b) {               \
+    return as_type<vec<narrow<N>, 2>>(function(as_pair(a), as_pair(b)));                  \
+  }
+MSL_PAIR_OPERATOR(+, __hadd2_rn)
+MSL_PAIR_OPERATOR(-, __hsub2_rn)
+MSL_PAIR_OPERATOR(*, __hmul2_rn)
+#undef MSL_PAIR_OPERATOR
+
 template <typename T, int N>
 vec<T, N> operator-(vec<T, N> a) {
   vec<T, N> r;
@@ -171,26 +226,5 @@ vec<bool, N> operator!(vec<T, N> a) {
   vec<bool, N> r;
   MSL_EACH(!a[i])
 }
-
-#define MSL_NAMED_VECTORS(T)  \
-  using T##2 = vec<T, 2>;     \
-  using T##3 = vec<T, 3>;     \
-  using T##4 = vec<T, 4>;     \
-  using packed_##T##2 = packed_vec<T, 2>; \
-  using packed_##T##3 = packed_vec<T, 3>; \
-  using packed_##T##4 = packed_vec<T, 4>;
-MSL_NAMED_VECTORS(bool)
-MSL_NAMED_VECTORS(char)
-MSL_NAMED_VECTORS(uchar)
-MSL_NAMED_VECTORS(short)
-MSL_NAMED_VECTORS(ushort)
-MSL_NAMED_VECTORS(int)
-MSL_NAMED_VECTORS(uint)
-MSL_NAMED_VECTORS(long)
-MSL_NAMED_VECTORS(ulong)
-MSL_NAMED_VECTORS(half)
-MSL_NAMED_VECTORS(bfloat)
-MSL_NAMED_VECTORS(float)
-#undef MSL_NAMED_VECTORS
 
 } // namespace mlx::core::cu
