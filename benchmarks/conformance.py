@@ -2,8 +2,8 @@
 
     python benchmarks/conformance.py --backend cuda --out benchmarks/results --speed
 
-Prints one line a kernel, writes ``conformance_<backend>.json`` to the folder, and ends with status 1
-if a result is wrong. The outputs that must be exact are hashed: the files of two backends agree.
+Prints one line a kernel, writes ``conformance_<backend>.json`` to the folder, and ends with status
+1 if a result is wrong. The outputs that must be exact are hashed: the files of two backends agree.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ def main() -> int:
 
 def describe(backend: str) -> dict[str, str]:
     """The device, its driver and the versions of what runs on it."""
-    found = {"backend": backend, "python": platform.python_version(), "platform": platform.platform()}
+    found = {
+        "backend": backend,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
     for package in ("mlx", "mlx-cuda-13", "mlx-cuda-12", "nvidia-cuda-nvrtc", "numpy"):
         try:
             found[package] = version(package)
@@ -115,7 +119,9 @@ def speed(backend: str) -> dict[str, float]:
         found["read GB/s"] = read_speed()
         for dtype in (mx.bfloat16, mx.float16, mx.float32):
             for name in ("fragment_speed", "matrix_speed"):
-                label = f"{name.removesuffix('_speed')} {str(dtype).removeprefix('mlx.core.')} TFLOP/s"
+                label = (
+                    f"{name.removesuffix('_speed')} {str(dtype).removeprefix('mlx.core.')} TFLOP/s"
+                )
                 found[label] = product_speed(name, dtype)
     for name, value in found.items():
         print(f"{name}: {value:.4g}")

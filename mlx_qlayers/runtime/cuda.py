@@ -124,8 +124,10 @@ def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
     x, y, z = threadgroup
     size = prod(threadgroup)
     thread = "threadIdx.x" if y == z == 1 else f"(threadIdx.x+{x}*(threadIdx.y+{y}*threadIdx.z))"
-    place = ",".join(f"blockIdx.{a}*{t}+threadIdx.{a}" for a, t in zip("xyz", threadgroup))
-    started = ",".join(f"gridDim.{a}*{t}" for a, t in zip("xyz", threadgroup))
+    place = ",".join(
+        f"blockIdx.{a}*{t}+threadIdx.{a}" for a, t in zip("xyz", threadgroup, strict=True)
+    )
+    started = ",".join(f"gridDim.{a}*{t}" for a, t in zip("xyz", threadgroup, strict=True))
     threads = f"{_LIMIT}[0],{_LIMIT}[1],{_LIMIT}[2]" if surplus else started
     values = {
         "dispatch_quadgroups_per_threadgroup": f"{-(-size // 4)}",
@@ -154,9 +156,7 @@ def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
         f"const {kind} {name}({values[name]});" for name, kind in ATTRIBUTES.items() if name in used
     ]
     if surplus:
-        outside = "||".join(
-            f"{part}>={_LIMIT}[{i}]" for i, part in enumerate(place.split(","))
-        )
+        outside = "||".join(f"{part}>={_LIMIT}[{i}]" for i, part in enumerate(place.split(",")))
         lines.append(f"if({outside})return;")
     return lines
 
@@ -172,8 +172,8 @@ def _without_fragments(header: str) -> str:
 def translate(text: str, *, kernel: bool = False) -> str:
     """Rewrite what C++ headers cannot express of the Metal Shading Language.
 
-    - Decimal literals without a suffix are float in Metal, ``1.0h`` is a half: ``1.0f``, ``half(1.0f)``.
-    - Several components of a vector, ``v.xyz``: ``v.get<0,1,2>()``, ``v.set<0,1,2>()`` if assigned to.
+    - Decimal literals without a suffix are float, ``1.0h`` is a half: ``1.0f``, ``half(1.0f)``.
+    - Several components, ``v.xyz``: ``v.get<0,1,2>()``, or ``v.set<0,1,2>()`` if assigned to.
     - ``#pragma clang loop unroll(full)``: ``#pragma unroll``.
     - In a kernel, variables declared ``threadgroup`` become ``__shared__``; pointers stay pointers.
 
@@ -236,7 +236,7 @@ def _is_assigned(tokens: list[Token], i: int) -> bool:
 
 
 def _declares(tokens: list[Token], i: int) -> bool:
-    """Whether the ``threadgroup`` at i declares a variable: no pointer, cast or template argument."""
+    """Whether the ``threadgroup`` at i declares a variable, rather than points to one."""
     angle = 0
     for token in tokens[i + 1 :]:
         text = token.text

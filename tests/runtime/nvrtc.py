@@ -1,7 +1,7 @@
 """Compiles CUDA kernels without a GPU: the text that MLX would generate, given to NVRTC.
 
-Needs ``pip install nvidia-cuda-nvrtc cuda-bindings`` and, in ``NVRTC_INCLUDES``, separated by colons,
-MLX's sources (for ``mlx/backend/cuda/device``), CUDA's headers and CCCL's.
+Needs ``pip install nvidia-cuda-nvrtc cuda-bindings`` and, in ``NVRTC_INCLUDES``, separated by
+colons, MLX's sources (for ``mlx/backend/cuda/device``), CUDA's headers and CCCL's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def mlx_text(
     outputs: Sequence[tuple[str, mx.Dtype]],
     template: Sequence[tuple[str, Any]] = (),
 ) -> tuple[str, str]:
-    """The kernel's qualified name and the text that ``mx.fast.cuda_kernel`` of MLX 0.32 compiles."""
+    """The kernel's qualified name and the text that MLX 0.32 generates and compiles."""
     parameters = []
     for key, x in inputs:
         parameters.append(f"    const {type_name(x.dtype)}* {key}")

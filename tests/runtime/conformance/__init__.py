@@ -1,6 +1,6 @@
 """The conformance set: what a backend must do with every function that kernels may call.
 
-Each ``.metal`` file here has a table beside it of the launches and their outputs, computed by NumPy.
+Each ``.metal`` file here has a table beside it: the launches, and their outputs by NumPy.
 """
 
 from __future__ import annotations

@@ -63,13 +63,19 @@ class Case:
             for name, want in rows.items():
                 got = out[start : start + want.size]
                 start += want.size
-                parts.append(Part(self.name, name, _distance(got, want.ravel(), dtype), self.ulp.get(name, 0)))
+                parts.append(
+                    Part(
+                        self.name, name, _distance(got, want.ravel(), dtype), self.ulp.get(name, 0)
+                    )
+                )
         return parts
 
     def _dtypes(self) -> list[mx.Dtype]:
         kinds = {"float": mx.float32, "int32_t": mx.int32, "uint32_t": mx.uint32}
         declared = [p.type for p in self.kernel.program.outputs]
-        return [self.template.get(t) or kinds.get(t) or getattr(mx, _NAMES.get(t, t)) for t in declared]
+        return [
+            self.template.get(t) or kinds.get(t) or getattr(mx, _NAMES.get(t, t)) for t in declared
+        ]
 
 
 _NAMES = {"float16_t": "float16", "bfloat16_t": "bfloat16"}

@@ -47,7 +47,9 @@ def _arithmetic(group: str, width: int, dtype: mx.Dtype) -> Case:
     # Small integers with few factors: every order of summation gives the same result.
     unsigned = dtype == mx.uint32
     rng = np.random.default_rng(1)
-    x = rng.choice([1, 1, 1, 1, 2] if unsigned else [1, -1, 1, -1, 1, 1, 2], THREADS).astype(np.int64)
+    x = rng.choice([1, 1, 1, 1, 2] if unsigned else [1, -1, 1, -1, 1, 1, 2], THREADS).astype(
+        np.int64
+    )
     x[1::9] = 3 if not unsigned else 1
 
     def fold(f: np.ufunc) -> np.ndarray:

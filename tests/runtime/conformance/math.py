@@ -67,7 +67,7 @@ def cases() -> Iterator[Case]:
         "/": x / y,
         "fmod": np.fmod(x, y),
     }
-    yield _case("math_plain", [a, b], plain, {name: _PLAIN for name in plain} | {"/": 0.5, "fmod": 0})
+    yield _case("math_plain", [a, b], plain, dict.fromkeys(plain, _PLAIN) | {"/": 0.5, "fmod": 0})
     precise = ("exp", "exp2", "log", "log2", "sin", "cos", "tanh", "sqrt", "rsqrt", "pow")
     rows = {name: plain[name] for name in precise} | {"divide": x / y}
     yield _case("math_precise", [a, b], rows, {name: _PRECISE.get(name, _PLAIN) for name in rows})
@@ -169,5 +169,5 @@ def _special() -> Case:
             "sqrt": np.sqrt(a),
             "reciprocal": np.float32(1) / a,
         }
-    ulp = {name: 4.0 for name in ("exp", "fast::exp", "tanh", "fast::exp2")}
+    ulp = dict.fromkeys(("exp", "fast::exp", "tanh", "fast::exp2"), 4.0)
     return _case("math_special", [a], rows, ulp | {"sqrt": 0.5})

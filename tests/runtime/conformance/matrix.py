@@ -72,7 +72,9 @@ def _loads(dtype: mx.Dtype) -> Case:
 
 def _products(dtype: mx.Dtype, *, exact: bool) -> Case:
     if exact:
-        a, b, c = (_matrix(dtype, shape, 32 + i) for i, shape in enumerate([(16, 16), (16, 16), (8, 16)]))
+        a, b, c = (
+            _matrix(dtype, shape, 32 + i) for i, shape in enumerate([(16, 16), (16, 16), (8, 16)])
+        )
         a = np.sign(a)
     else:
         rng = np.random.default_rng(33)
@@ -87,11 +89,11 @@ def _products(dtype: mx.Dtype, *, exact: bool) -> Case:
         "fragment_row_max": last.max(1),
     }
     # Sums of 16 positive products in float32, truncated at each step on some hardware.
-    allowed = {name: 0.0 if exact else 8.0 for name in rows}
+    allowed = dict.fromkeys(rows, 0.0 if exact else 8.0)
     if not exact and dtype != mx.float32:
         # A sum that lies between two values of T may be rounded either way first.
         slack = 2.0 ** (23 - {mx.float16: 10, mx.bfloat16: 7}[dtype]) / 16
-        allowed |= {name: slack for name in list(rows)[1:]}
+        allowed |= dict.fromkeys(list(rows)[1:], slack)
         rows_rounded = product
     else:
         rows_rounded = ROUND[dtype](product)
@@ -121,7 +123,7 @@ def _one(name: str, dtype: mx.Dtype, a: np.ndarray, b: np.ndarray, rows: Rows) -
 
 def _interleaved(dtype: mx.Dtype) -> Case:
     a, b = _matrix(dtype, (16, 64), 36), _matrix(dtype, (8, 64), 37)
-    rows = {name: a @ b.T for name in ("in order", "interleaved by 4", "interleaved by 16")}
+    rows = dict.fromkeys(("in order", "interleaved by 4", "interleaved by 16"), a @ b.T)
     return _one("fragment_interleaved", dtype, a, b, rows)
 
 

@@ -127,7 +127,11 @@ def _inputs() -> Iterator[Case]:
             threadgroup=(16, 1, 1),
             template={"T": dtype},
         )
-    for dtype, rows, negate in ((mx.float16, 3, True), (mx.bfloat16, 0, False), (mx.int32, 7, True)):
+    for dtype, rows, negate in (
+        (mx.float16, 3, True),
+        (mx.bfloat16, 0, False),
+        (mx.int32, 7, True),
+    ):
         v = rng.integers(-8, 8, 40).astype(np.float32)
         tenth, small = np.float32(0.1), np.float32(1e-3)
         yield Case(
@@ -196,7 +200,12 @@ def _attributes() -> Case:
 
 
 def _surplus() -> Iterator[Case]:
-    for size, group in (((100, 1), (64, 1)), ((7, 9), (4, 4)), ((3, 5), (32, 32)), ((33, 2), (32, 1))):
+    for size, group in (
+        ((100, 1), (64, 1)),
+        ((7, 9), (4, 4)),
+        ((3, 5), (32, 32)),
+        ((33, 2), (32, 1)),
+    ):
         n = size[0] * size[1]
         x = np.random.default_rng(n).standard_normal(max(n, 8)).astype(np.float32)
         yield Case(

@@ -138,7 +138,9 @@ def _vectors() -> Case:
         "v[i], *=, -=": scaled.sum(1),
         "int4": (whole[:, 0] + whole[:, 1] * 3),
         "uchar4": word[:, 0] + 256.0 * word[:, 3],
-        "min, max, clamp": np.minimum(scaled, u)[:, 1] + np.maximum(scaled, u)[:, 2] + clamped[:, 3],
+        "min, max, clamp": np.minimum(scaled, u)[:, 1]
+        + np.maximum(scaled, u)[:, 2]
+        + clamped[:, 3],
         "packed_float3": y + 12 + 16,
         "vec<float, 2>": scaled[:, 0] / 4 - u[:, 0] / 4,
         "negation, conversion": -u[:, 0] + 4,
@@ -156,7 +158,10 @@ def _integers(dtype: mx.Dtype) -> Case:
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if signed else (0, 2**bits)
     rng = np.random.default_rng(bits)
     pairs = rng.integers(low, high, (2, N))
-    pairs[0, :6], pairs[1, :6] = [0, 1, low, high - 1, low, high - 1], [0, 1, low, high - 1, 1, high - 1]
+    pairs[0, :6], pairs[1, :6] = (
+        [0, 1, low, high - 1, low, high - 1],
+        [0, 1, low, high - 1, 1, high - 1],
+    )
     mask = 2**bits - 1
 
     def wrap(value: int) -> int:
