@@ -20,12 +20,12 @@ using namespace metal;
 
 template <typename T>
 struct left_fragment {
-  vec<T, 2> part[4];
+  metal::vec<T, 2> part[4];
 };
 
 template <typename T>
 struct right_fragment {
-  vec<T, 2> part[2];
+  metal::vec<T, 2> part[2];
 };
 
 struct sum_fragment {
@@ -63,7 +63,7 @@ void load_left(thread left_fragment<T>& f, P p, uint stride, uint lane) {
 #pragma unroll
   for (ushort k = 0; k < 4; k++) {
     P at = p + 8 * (k % 2) * stride + 8 * (k / 2);
-    f.part[k] = vec<T, 2>(at[0], at[1]);
+    f.part[k] = metal::vec<T, 2>(at[0], at[1]);
   }
 }
 template <typename T, typename P>
@@ -72,7 +72,7 @@ void load_left_transposed(thread left_fragment<T>& f, P p, uint stride, uint lan
 #pragma unroll
   for (ushort k = 0; k < 4; k++) {
     P at = p + 8 * (k / 2) * stride + 8 * (k % 2);
-    f.part[k] = vec<T, 2>(at[0], at[stride]);
+    f.part[k] = metal::vec<T, 2>(at[0], at[stride]);
   }
 }
 
@@ -83,7 +83,7 @@ void load_right(thread right_fragment<T>& f, P p, uint stride, uint lane) {
 #pragma unroll
   for (ushort k = 0; k < 2; k++) {
     P at = p + 8 * k * stride;
-    f.part[k] = vec<T, 2>(at[0], at[1]);
+    f.part[k] = metal::vec<T, 2>(at[0], at[1]);
   }
 }
 template <typename T, typename P>
@@ -92,7 +92,7 @@ void load_right_transposed(thread right_fragment<T>& f, P p, uint stride, uint l
 #pragma unroll
   for (ushort k = 0; k < 2; k++) {
     P at = p + 8 * k;
-    f.part[k] = vec<T, 2>(at[0], at[stride]);
+    f.part[k] = metal::vec<T, 2>(at[0], at[stride]);
   }
 }
 
@@ -107,8 +107,8 @@ void load_left_interleaved(
 #pragma unroll
   for (ushort k = 0; k < 2; k++) {
     P at = p + 8 * k * stride;
-    f.part[k] = vec<T, 2>(at[0], at[1]);
-    f.part[k + 2] = vec<T, 2>(at[2], at[3]);
+    f.part[k] = metal::vec<T, 2>(at[0], at[1]);
+    f.part[k + 2] = metal::vec<T, 2>(at[2], at[3]);
   }
 }
 template <typename T, typename P>
@@ -119,23 +119,23 @@ void load_right_interleaved(
 #pragma unroll
   for (ushort k = 0; k < 2; k++) {
     P at = p + 2 * k;
-    f.part[k] = vec<T, 2>(at[0], at[stride]);
+    f.part[k] = metal::vec<T, 2>(at[0], at[stride]);
   }
 }
 
 // Two neighbouring sums, columns 0 to 7 and 8 to 15, as the left operand of the next product.
 template <typename T>
 void left_from_sums(thread left_fragment<T>& f, sum_fragment low, sum_fragment high) {
-  f.part[0] = vec<T, 2>(low.part[0]);
-  f.part[1] = vec<T, 2>(low.part[1]);
-  f.part[2] = vec<T, 2>(high.part[0]);
-  f.part[3] = vec<T, 2>(high.part[1]);
+  f.part[0] = metal::vec<T, 2>(low.part[0]);
+  f.part[1] = metal::vec<T, 2>(low.part[1]);
+  f.part[2] = metal::vec<T, 2>(high.part[0]);
+  f.part[3] = metal::vec<T, 2>(high.part[1]);
 }
 
 template <typename T>
-simdgroup_matrix<T, 8, 8> part_matrix(vec<T, 2> part) {
+simdgroup_matrix<T, 8, 8> part_matrix(metal::vec<T, 2> part) {
   simdgroup_matrix<T, 8, 8> m;
-  reinterpret_cast<thread vec<T, 2>&>(m.thread_elements()) = part;
+  reinterpret_cast<thread metal::vec<T, 2>&>(m.thread_elements()) = part;
   return m;
 }
 

@@ -9,7 +9,7 @@ template <typename T>
   threadgroup T tile[8 * 8];
   simdgroup_matrix<T, 8, 8> m, other;
   simdgroup_load(m, a, 24);
-  thread vec<T, 2>& own = reinterpret_cast<thread vec<T, 2>&>(m.thread_elements());
+  thread metal::vec<T, 2>& own = reinterpret_cast<thread metal::vec<T, 2>&>(m.thread_elements());
   uint row = fragment_row(lane), col = fragment_col(lane);
   out[row * 8 + col] = float(own[0]);
   out[row * 8 + col + 1] = float(own[1]);

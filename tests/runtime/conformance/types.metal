@@ -98,7 +98,7 @@ template <typename T>
   ROW(12, min(v, w).y + max(v, w).z + clamp(v, 0.0f, 1.0f).w);
   packed_float3 packed = packed_float3(three);
   ROW(13, float3(packed).y + float(sizeof(packed_float3)) + float(sizeof(float3)));
-  vec<float, 2> both = vec<float, 2>(v.x, w.x) / 4.0f;
+  metal::vec<float, 2> both = metal::vec<float, 2>(v.x, w.x) / 4.0f;
   ROW(14, both.x - both.y);
   ROW(15, (-w).x + float2(int2(3, 4)).y);
 }
