@@ -45,8 +45,8 @@ template <typename T>
 [[kernel]] void atomic_threadgroup(
     const device int* x, device atomic<int>* counts, uint3 at [[thread_position_in_grid]],
     uint t [[thread_index_in_threadgroup]]) {
-  threadgroup atomic_int local_counts[16];
-  threadgroup atomic_uint seen;
+  threadgroup atomic<int> local_counts[16];
+  threadgroup atomic<uint> seen;
   if (t < 16) {
     atomic_store_explicit(&local_counts[t], 0, RELAXED);
   }
