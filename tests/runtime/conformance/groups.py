@@ -113,7 +113,6 @@ def _moves(group: str, width: int, dtype: mx.Dtype) -> Case:
     if width == 32:
         rows = {
             "broadcast": take(lambda i: i * 0 + 5),
-            "broadcast_first": take(lambda i: i * 0),
             "shuffle": take(lambda i: (i * 7 + 3) % 32),
             "shuffle_up": take(lambda i: np.where(i < 3, i, i - 3)),
             "shuffle_down": take(lambda i: np.where(i > 28, i, (i + 3) % 32)),
@@ -160,6 +159,7 @@ def _others() -> Iterator[Case]:
             "is_first": (x % 32 == 0).astype(np.uint32),
             "vote any": ones,
             "vote all": ones * 0,
+            "broadcast_first": (x // 32 * 32).astype(np.uint32),
         },
     )
     yield _case(

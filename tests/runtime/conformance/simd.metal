@@ -38,18 +38,17 @@ template <typename T>
   uint i = at.x, n = size.x;
   T a = x[i], f = filling[i];
   ROW(0, simd_broadcast(a, 5));
-  ROW(1, simd_broadcast_first(a));
-  ROW(2, simd_shuffle(a, (lane * 7 + 3) % 32));
+  ROW(1, simd_shuffle(a, (lane * 7 + 3) % 32));
   T up = simd_shuffle_up(a, 3), down = simd_shuffle_down(a, 3);
-  ROW(3, lane < 3 ? a : up);
-  ROW(4, lane > 28 ? a : down);
-  ROW(5, simd_shuffle_xor(a, 21));
-  ROW(6, simd_shuffle_rotate_up(a, 5));
-  ROW(7, simd_shuffle_rotate_down(a, 5));
-  ROW(8, simd_shuffle_and_fill_up(a, f, 6));
-  ROW(9, simd_shuffle_and_fill_down(a, f, 6));
-  ROW(10, simd_shuffle_and_fill_up(a, f, 3, 8));
-  ROW(11, simd_shuffle_and_fill_down(a, f, 3, 8));
+  ROW(2, lane < 3 ? a : up);
+  ROW(3, lane > 28 ? a : down);
+  ROW(4, simd_shuffle_xor(a, 21));
+  ROW(5, simd_shuffle_rotate_up(a, 5));
+  ROW(6, simd_shuffle_rotate_down(a, 5));
+  ROW(7, simd_shuffle_and_fill_up(a, f, 6));
+  ROW(8, simd_shuffle_and_fill_down(a, f, 6));
+  ROW(9, simd_shuffle_and_fill_up(a, f, 3, 8));
+  ROW(10, simd_shuffle_and_fill_down(a, f, 3, 8));
 }
 
 [[kernel]] void simd_votes(
@@ -66,6 +65,7 @@ template <typename T>
   ROW(6, simd_is_first());
   ROW(7, odd.any());
   ROW(8, odd.all());
+  ROW(9, uint(simd_broadcast_first(x[i])));
 }
 
 template <typename T>

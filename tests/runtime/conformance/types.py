@@ -21,7 +21,8 @@ def cases() -> Iterator[Case]:
         yield _widening(dtype)
     yield _half()
     yield _vectors()
-    for dtype in (mx.int32, mx.uint32, mx.int16, mx.uint16, mx.int8, mx.uint8):
+    # Not int8: whether Metal's 8-bit overloads take int8_t or char is not documented.
+    for dtype in (mx.int32, mx.uint32, mx.int16, mx.uint16, mx.uint8):
         yield _integers(dtype)
     yield _integers_24()
     yield _bits()
@@ -154,7 +155,7 @@ def _bit_string(value: int, bits: int) -> str:
 
 
 def _integers(dtype: mx.Dtype) -> Case:
-    bits, signed = 8 * dtype.size, dtype in (mx.int32, mx.int16, mx.int8)
+    bits, signed = 8 * dtype.size, dtype in (mx.int32, mx.int16)
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if signed else (0, 2**bits)
     rng = np.random.default_rng(bits)
     pairs = rng.integers(low, high, (2, N))
