@@ -1,4 +1,4 @@
-// Math, common, relational and integer functions. fast:: maps to the hardware's approximations
+// Math, common, relational and geometric functions. fast:: maps to the hardware's approximations
 // where they stay within a few ulp of what Metal promises; precise:: is what plain names are.
 #pragma once
 
@@ -18,7 +18,7 @@ namespace mlx::core::cu {
   template <typename T, int N>                       \
   vec<T, N> name(vec<T, N> x) {                      \
     vec<T, N> r;                                     \
-    MSL_EACH(name(x[i]))                             \
+    MSL_EACH(T(name(static_cast<float>(x[i]))))      \
   }
 #define MSL_MATH_2(name, expression)                                           \
   inline float name(float x, float y) {                                        \
@@ -31,7 +31,7 @@ namespace mlx::core::cu {
   template <typename T, int N>                                                 \
   vec<T, N> name(vec<T, N> x, vec<T, N> y) {                                   \
     vec<T, N> r;                                                               \
-    MSL_EACH(name(x[i], y[i]))                                                 \
+    MSL_EACH(T(name(static_cast<float>(x[i]), static_cast<float>(y[i]))))      \
   }
 #define MSL_MATH_3(name, expression)                                           \
   inline float name(float x, float y, float z) {                               \
@@ -284,111 +284,6 @@ vec<T, 3> cross(vec<T, 3> a, vec<T, 3> b) {
   return {a.y * b.z - a.z * b.y, a.z * b.x - a.x * b.z, a.x * b.y - a.y * b.x};
 }
 
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T popcount(T x) {
-  return __popcll(static_cast<cuda::std::make_unsigned_t<T>>(x));
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T clz(T x) {
-  return __clzll(static_cast<cuda::std::make_unsigned_t<T>>(x)) - (64 - 8 * int(sizeof(T)));
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T ctz(T x) {
-  return x == 0 ? 8 * int(sizeof(T)) : __ffsll(static_cast<cuda::std::make_unsigned_t<T>>(x)) - 1;
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T reverse_bits(T x) {
-  return __brevll(static_cast<cuda::std::make_unsigned_t<T>>(x)) >> (64 - 8 * sizeof(T));
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T rotate(T x, T by) {
-  using U = cuda::std::make_unsigned_t<T>;
-  constexpr U bits = 8 * sizeof(T);
-  U left = static_cast<U>(by) % bits, u = static_cast<U>(x);
-  return left == 0 ? u : U(u << left) | U(u >> (bits - left));
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T mulhi(T x, T y) {
-  if constexpr (sizeof(T) == 8) {
-    if constexpr (cuda::std::is_signed_v<T>)
-      return __mul64hi(x, y);
-    else
-      return __umul64hi(x, y);
-  } else {
-    using Wide = cuda::std::conditional_t<cuda::std::is_signed_v<T>, long, ulong>;
-    return (Wide(x) * Wide(y)) >> (8 * sizeof(T));
-  }
-}
-template <typename T>
-T madhi(T x, T y, T z) {
-  return mulhi(x, y) + z;
-}
-inline int mul24(int x, int y) {
-  return __mul24(x, y);
-}
-inline uint mul24(uint x, uint y) {
-  return __umul24(x, y);
-}
-template <typename T>
-T mad24(T x, T y, T z) {
-  return mul24(x, y) + z;
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T addsat(T x, T y) {
-  using L = cuda::std::numeric_limits<T>;
-  if constexpr (!cuda::std::is_signed_v<T>)
-    return x > T(L::max() - y) ? L::max() : T(x + y);
-  else if (y > 0)
-    return x > T(L::max() - y) ? L::max() : T(x + y);
-  else
-    return x < T(L::min() - y) ? L::min() : T(x + y);
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T subsat(T x, T y) {
-  using L = cuda::std::numeric_limits<T>;
-  if constexpr (!cuda::std::is_signed_v<T>)
-    return x < y ? T(0) : T(x - y);
-  else if (y < 0)
-    return x > T(L::max() + y) ? L::max() : T(x - y);
-  else
-    return x < T(L::min() + y) ? L::min() : T(x - y);
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T hadd(T x, T y) {
-  return (x >> 1) + (y >> 1) + (x & y & 1);
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T rhadd(T x, T y) {
-  return (x >> 1) + (y >> 1) + ((x | y) & 1);
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-cuda::std::make_unsigned_t<T> absdiff(T x, T y) {
-  using U = cuda::std::make_unsigned_t<T>;
-  return x > y ? U(U(x) - U(y)) : U(U(y) - U(x));
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T extract_bits(T x, uint offset, uint bits) {
-  using U = cuda::std::make_unsigned_t<T>;
-  constexpr uint all = 8 * sizeof(T);
-  return bits == 0 ? T(0) : T(T(U(x) << (all - offset - bits)) >> (all - bits));
-}
-template <typename T, when<cuda::std::is_integral_v<T>> = 0>
-T insert_bits(T base, T insert, uint offset, uint bits) {
-  using U = cuda::std::make_unsigned_t<T>;
-  U mask = (bits == 8 * sizeof(T) ? U(~U(0)) : U((U(1) << bits) - 1)) << offset;
-  return (U(base) & U(~mask)) | (U(U(insert) << offset) & mask);
-}
-MSL_VECTOR_1(popcount)
-MSL_VECTOR_1(clz)
-MSL_VECTOR_1(ctz)
-MSL_VECTOR_1(reverse_bits)
-MSL_VECTOR_2(rotate)
-MSL_VECTOR_2(mulhi)
-MSL_VECTOR_2(addsat)
-MSL_VECTOR_2(subsat)
-MSL_VECTOR_2(hadd)
-MSL_VECTOR_2(rhadd)
-
 namespace precise = ::mlx::core::cu;
 
 namespace fast {
@@ -422,42 +317,5 @@ MSL_MATH_2(powr, __powf(x, y))
 #undef MSL_MATH_1
 #undef MSL_MATH_2
 #undef MSL_MATH_3
-#undef MSL_VECTOR_1
-#undef MSL_VECTOR_2
-
-// What MLX's own Metal preamble offers under this name; keywords.h renames it.
-template <typename T>
-struct MetalLimits {
-  static constexpr T max = cuda::std::numeric_limits<T>::max();
-  static constexpr T min = cuda::std::numeric_limits<T>::min();
-  static constexpr T finite_max = max;
-  static constexpr T finite_min = min;
-};
-template <>
-struct MetalLimits<bool> {
-  static constexpr bool max = true;
-  static constexpr bool min = false;
-};
-template <>
-struct MetalLimits<float> {
-  static constexpr float max = cuda::std::numeric_limits<float>::infinity();
-  static constexpr float min = -cuda::std::numeric_limits<float>::infinity();
-  static constexpr float finite_max = 3.402823466e+38f;
-  static constexpr float finite_min = -3.402823466e+38f;
-};
-template <>
-struct MetalLimits<half> {
-  static constexpr half max = __half(__half_raw{0x7c00});
-  static constexpr half min = __half(__half_raw{0xfc00});
-  static constexpr half finite_max = __half(__half_raw{0x7bff});
-  static constexpr half finite_min = __half(__half_raw{0xfbff});
-};
-template <>
-struct MetalLimits<bfloat> {
-  static constexpr bfloat max = __nv_bfloat16(__nv_bfloat16_raw{0x7f80});
-  static constexpr bfloat min = __nv_bfloat16(__nv_bfloat16_raw{0xff80});
-  static constexpr bfloat finite_max = __nv_bfloat16(__nv_bfloat16_raw{0x7f7f});
-  static constexpr bfloat finite_min = __nv_bfloat16(__nv_bfloat16_raw{0xff7f});
-};
 
 } // namespace mlx::core::cu

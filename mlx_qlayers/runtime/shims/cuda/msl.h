@@ -5,6 +5,7 @@
 #include "types.h"
 #include "vector.h"
 #include "math.h"
+#include "integer.h"
 #include "simd.h"
 #include "atomic.h"
 #include "matrix.h"

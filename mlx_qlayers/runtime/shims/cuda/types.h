@@ -201,6 +201,41 @@ struct numeric_limits<narrow<N>> : cuda::std::numeric_limits<N> {
   }
 };
 
+// What MLX's own Metal preamble offers under this name; keywords.h renames it.
+template <typename T>
+struct MetalLimits {
+  static constexpr T max = cuda::std::numeric_limits<T>::max();
+  static constexpr T min = cuda::std::numeric_limits<T>::min();
+  static constexpr T finite_max = max;
+  static constexpr T finite_min = min;
+};
+template <>
+struct MetalLimits<bool> {
+  static constexpr bool max = true;
+  static constexpr bool min = false;
+};
+template <>
+struct MetalLimits<float> {
+  static constexpr float max = cuda::std::numeric_limits<float>::infinity();
+  static constexpr float min = -cuda::std::numeric_limits<float>::infinity();
+  static constexpr float finite_max = 3.402823466e+38f;
+  static constexpr float finite_min = -3.402823466e+38f;
+};
+template <>
+struct MetalLimits<half> {
+  static constexpr half max = __half(__half_raw{0x7c00});
+  static constexpr half min = __half(__half_raw{0xfc00});
+  static constexpr half finite_max = __half(__half_raw{0x7bff});
+  static constexpr half finite_min = __half(__half_raw{0xfbff});
+};
+template <>
+struct MetalLimits<bfloat> {
+  static constexpr bfloat max = __nv_bfloat16(__nv_bfloat16_raw{0x7f80});
+  static constexpr bfloat min = __nv_bfloat16(__nv_bfloat16_raw{0xff80});
+  static constexpr bfloat finite_max = __nv_bfloat16(__nv_bfloat16_raw{0x7f7f});
+  static constexpr bfloat finite_min = __nv_bfloat16(__nv_bfloat16_raw{0xff7f});
+};
+
 template <typename T, typename U>
 T ceildiv(T a, U b) {
   return (a + b - 1) / b;
