@@ -7,7 +7,7 @@
 #define constant const
 #define threadgroup
 #define thread
-#define METAL_FUNC inline
+#define METAL_FUNC __forceinline__
 #define MLX_MTL_CONST static constexpr const
 
 // MLX writes the signature and the template's types with CUDA's names.

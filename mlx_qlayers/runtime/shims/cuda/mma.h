@@ -19,7 +19,7 @@ inline ushort fragment_col(uint lane) {
 // one row block after the other, then deeper; right parts hold pairs along the depth.
 #define MSL_TENSOR_CORE(T, name)                                                          \
   inline void tensor_core_16(float2* sum, const vec<T, 2>* left, const vec<T, 2>* right) { \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 "                    \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 "                    \
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                           \
         : "+f"(sum[0].x), "+f"(sum[0].y), "+f"(sum[1].x), "+f"(sum[1].y)                  \
         : "r"(as_type<uint>(left[0])), "r"(as_type<uint>(left[1])),                       \
@@ -27,7 +27,7 @@ inline ushort fragment_col(uint lane) {
           "r"(as_type<uint>(right[0])), "r"(as_type<uint>(right[1])));                    \
   }                                                                                       \
   inline void tensor_core_8(float2* sum, const vec<T, 2>* left, const vec<T, 2>* right) {  \
-    asm("mma.sync.aligned.m16n8k8.row.col.f32." name "." name ".f32 "                     \
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." name "." name ".f32 "                     \
         "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"                                    \
         : "+f"(sum[0].x), "+f"(sum[0].y), "+f"(sum[1].x), "+f"(sum[1].y)                  \
         : "r"(as_type<uint>(left[0])), "r"(as_type<uint>(left[1])),                       \
@@ -39,7 +39,7 @@ MSL_TENSOR_CORE(bfloat, "bf16")
 
 // One 8-deep step in TF32; a lane's pair along the summed dimension fills the slots t and t + 4.
 inline void tf32_step(float2* sum, const uint2* left, uint2 right) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
       "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(sum[0].x), "+f"(sum[0].y), "+f"(sum[1].x), "+f"(sum[1].y)
       : "r"(left[0].x), "r"(left[1].x), "r"(left[0].y), "r"(left[1].y), "r"(right.x), "r"(right.y));
@@ -95,7 +95,7 @@ template <typename T>
 vec<T, 2> transposed(vec<T, 2> part) {
   if constexpr (sizeof(T) == 2) {
     uint r;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(as_type<uint>(part)));
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(as_type<uint>(part)));
     return as_type<vec<T, 2>>(r);
   } else {
     uint lane = lane_index(), row = fragment_row(lane), from = fragment_col(lane) * 4 + row / 2;
