@@ -1,1 +1,24 @@
 """How a kernel runs: one declaration, one file per backend."""
+
+from .backend import BackendError, explain, use_backend
+from .health import HealthError, checked, health_checks
+from .kernel import Kernel, KernelError, Multiple
+from .launch import Launch
+from .tracing import trace
+from .wait import KernelTimeout, wait_for
+
+__all__ = [
+    "BackendError",
+    "HealthError",
+    "Kernel",
+    "KernelError",
+    "KernelTimeout",
+    "Launch",
+    "Multiple",
+    "checked",
+    "explain",
+    "health_checks",
+    "trace",
+    "use_backend",
+    "wait_for",
+]

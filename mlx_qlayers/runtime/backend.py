@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from .tracing import record
+
+if TYPE_CHECKING:
+    from .launch import Launch
+
 BACKENDS = ("auto", "metal", "cuda", "host", "ops")
 _ENVIRONMENT = "MLX_QLAYERS_BACKEND"
+_TRACED = "mx.compile or mx.vmap is tracing the inputs"
 
 
 class BackendError(RuntimeError):
@@ -38,6 +47,7 @@ def _cuda_missing() -> str | None:
     return None if mx.cuda.is_available() else "mx.cuda.is_available() is false"
 
 
+@cache
 def _host_missing() -> str | None:
     from importlib.util import find_spec
 
@@ -125,13 +135,24 @@ class use_backend:
         _forced = self._before
 
 
-def choose(op: str, kernels: Iterable[str] = (), *, unless: str | None = None) -> str:
+def choose(
+    op: str,
+    kernels: Iterable[str] = (),
+    *,
+    unless: str | None = None,
+    host_gain: float | None = None,
+    arrays: Sequence[mx.array] = (),
+) -> str:
     """The backend on which ``op`` runs this time; the reason is kept for :func:`explain`.
 
     Args:
         op: the operation's public name.
         kernels: the backends that have a kernel for these arguments.
         unless: why ``auto`` should leave the kernel for the reference path, if it should.
+        host_gain: how many times as fast as the reference the kernel was measured to be on a CPU.
+            ``auto`` runs it there only where this is more than 1.
+        arrays: what the kernel will read. On ``host`` they are evaluated now; where ``mx.compile``
+            or ``mx.vmap`` is tracing they have no values, and ``auto`` takes the reference path.
 
     Raises:
         BackendError: a backend was forced that has no kernel for these arguments.
@@ -145,12 +166,64 @@ def choose(op: str, kernels: Iterable[str] = (), *, unless: str | None = None) -
         name, reason = wanted, "asked for"
     elif unless is not None:
         name, reason = "ops", unless
-    elif (found := backend()) in available:
-        name, reason = found, "auto"
-    else:
+    elif (found := backend()) not in available:
         name, reason = "ops", f"no {found} kernel for these arguments"
+    elif found == "host":
+        name, reason = _auto_on_host(host_gain, arrays)
+    else:
+        name, reason = found, "auto"
     note(op, name, reason)
     return name
+
+
+def _auto_on_host(gain: float | None, arrays: Sequence[mx.array]) -> tuple[str, str]:
+    if gain is None:
+        return "ops", "the kernel was not measured on a CPU"
+    if gain <= 1:
+        return "ops", f"on a CPU the kernel has {gain:.2g} times the speed of MLX's operators"
+    if being_traced(arrays):
+        return "ops", f"{_TRACED}, and the host backend runs at once"
+    return "host", f"auto: {gain:.2g} times the speed of MLX's operators on a CPU"
+
+
+def being_traced(arrays: Sequence[mx.array]) -> bool:
+    """Whether arrays have no values, because ``mx.compile`` or ``mx.vmap`` is tracing.
+
+    Where they can have values they do afterwards: this evaluates them.
+    """
+    try:
+        mx.eval(*arrays)
+    except ValueError as error:
+        if "transformations" not in str(error):
+            raise
+        return True
+    return False
+
+
+def run(launch: Launch) -> list[mx.array]:
+    """Run one checked launch on the current backend.
+
+    Raises:
+        BackendError: that is ``ops``, which runs no kernels; or it is ``host`` and the inputs have
+            no values, because ``mx.compile`` or ``mx.vmap`` is tracing.
+    """
+    name, kernel = backend(), launch.program.name
+    if name == "ops":
+        raise BackendError(f"kernel {kernel} was called, but the ops backend runs none")
+    if name == "host" and being_traced(launch.inputs):
+        raise BackendError(
+            f"kernel {kernel}: {_TRACED}, and the host backend runs at once. Leave the call out of "
+            'the traced function, or use_backend("ops")'
+        )
+    outputs = _module(name).launch(launch)
+    note(f"kernel {kernel}", name, "launched")
+    record(name, launch)
+    return outputs
+
+
+@cache
+def _module(name: str) -> Any:
+    return import_module(f".{name}", __package__)
 
 
 def note(op: str, path: str, reason: str) -> None:

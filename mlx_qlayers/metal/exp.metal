@@ -1,0 +1,39 @@
+// exp(x), element by element: the smallest kernels that show how a kernel is written here.
+//
+// exp_forward           one thread computes one element of y; grid (size, 1, 1), no threadgroup memory.
+// exp_strided           the same for an x of any strides, which is read without being copied first.
+// exp_gradient          one thread computes one element of dx = dy * y.
+
+#include <metal_stdlib>
+using namespace metal;
+
+template <typename T>
+[[kernel]] void exp_forward(
+    const device T* x [[buffer(0)]],
+    device T* y [[buffer(1)]],
+    uint i [[thread_position_in_grid]]) {
+  // bfloat has no exp of its own, and half loses nothing by a detour through float.
+  y[i] = T(metal::exp(float(x[i])));
+}
+
+template <typename T>
+[[kernel]] void exp_strided(
+    const device T* x [[buffer(0)]],
+    const constant int* x_shape [[buffer(1)]],
+    const constant int64_t* x_strides [[buffer(2)]],
+    const constant int& x_ndim [[buffer(3)]],
+    device T* y [[buffer(4)]],
+    uint i [[thread_position_in_grid]]) {
+  // Where element i lies: signed, since strides may be negative. MLX's preamble has elem_to_loc.
+  int64_t location = elem_to_loc(int64_t(i), x_shape, x_strides, x_ndim);
+  y[i] = T(metal::exp(float(x[location])));
+}
+
+template <typename T>
+[[kernel]] void exp_gradient(
+    const device T* dy [[buffer(0)]],
+    const device T* y [[buffer(1)]],
+    device T* dx [[buffer(2)]],
+    uint i [[thread_position_in_grid]]) {
+  dx[i] = T(float(dy[i]) * float(y[i]));
+}

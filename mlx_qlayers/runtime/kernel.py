@@ -1,0 +1,320 @@
+"""A kernel, declared once and called like a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+
+from .backend import note, run
+from .health import WORDS, checking, judge
+from .launch import Launch, Size, TemplateValue
+from .program import Parameter, Program, load
+from .signature import CONSTANT_BELOW, TYPES, shape_words
+from .source import METAL, SourceError
+
+# What every Apple GPU of MLX's offers a threadgroup.
+MAX_THREADS = 1024
+MAX_THREADGROUP_MEMORY = 32 * 1024
+# Kernels index with 32 bits unless they say otherwise.
+_LIMIT_32 = 2**31
+
+
+_DTYPES = {name: dtype for dtype, name in TYPES.items()}
+
+
+class KernelError(ValueError):
+    """A kernel's declaration or a call of it is wrong; the message names the kernel."""
+
+
+@dataclass(frozen=True)
+class Multiple:
+    """The extent of one axis of an input must be a multiple of a number.
+
+    Attributes:
+        input: the input's name.
+        axis: the axis.
+        of: the number, or the name of the template parameter that holds it.
+    """
+
+    input: str
+    axis: int
+    of: int | str
+
+
+@dataclass(frozen=True)
+class _Instance:
+    """What one set of template values and dtypes fixes."""
+
+    template: list[tuple[str, TemplateValue]]
+    output_dtypes: list[mx.Dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A Metal kernel: where it is written, what it takes and what it needs.
+
+    Nothing is read, compiled or checked before the first call. The names given here must be those
+    of the Metal function's signature, in the same order; a difference is an error at that call.
+
+    Args:
+        name: the kernel's name, unique in the package; errors and traces name it.
+        file: the ``.metal`` file; a plain name is looked up in ``mlx_qlayers/metal``.
+        inputs: the names of the inputs, in order.
+        outputs: the names of the outputs, in order.
+        template: the names of the template's parameters, in order.
+        function: the function in the file, if not called ``name``.
+        atomic_outputs: whether the outputs are atomics. MLX then makes every output atomic.
+        max_threads: the largest threadgroup that it may be launched with.
+        threadgroup_memory: the bytes of threadgroup memory that it takes, or a function that
+            returns them for the template's values, passed by name.
+        multiples: what the extents of inputs must be multiples of.
+        large: whether its offsets have 64 bits, so that arrays of 2^31 elements may be passed.
+        ensure_row_contiguous: whether inputs that are not row-contiguous are copied first.
+        errors: what the codes 1, 2, ... of its ``health_check`` statements mean.
+
+    Example:
+        >>> exp = Kernel("exp_forward", "exp.metal", inputs=("x",), outputs=("y",), template=("T",))
+        >>> (y,) = exp(
+        ...     [x],
+        ...     template={"T": x.dtype},
+        ...     grid=(x.size, 1, 1),
+        ...     threadgroup=(256, 1, 1),
+        ...     output_shapes=[x.shape],
+        ... )
+    """
+
+    name: str
+    file: str | Path
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    template: tuple[str, ...] = ()
+    function: str = ""
+    atomic_outputs: bool = False
+    max_threads: int = MAX_THREADS
+    threadgroup_memory: int | Callable[..., int] = 0
+    multiples: tuple[Multiple, ...] = ()
+    large: bool = False
+    ensure_row_contiguous: bool = True
+    errors: tuple[str, ...] = ()
+
+    @cached_property
+    def program(self) -> Program:
+        """The kernel's text, read from its file at first use.
+
+        Raises:
+            KernelError: the file or the function's signature is not what this declaration says.
+        """
+        program = self._load(self.name)
+        for what, declared, written in (
+            ("inputs", self.inputs, program.input_names),
+            ("outputs", self.outputs, program.output_names),
+            ("template", self.template, tuple(name for name, _ in program.template)),
+            ("atomic_outputs", self.atomic_outputs, program.atomic_outputs),
+        ):
+            if declared != written:
+                raise self._error(f"{what} declared as {declared}, {self.file} has {written}")
+        return program
+
+    @cached_property
+    def _program_with_health(self) -> Program:
+        return self._load(f"{self.name}_health", health=True)
+
+    def _load(self, name: str, *, health: bool = False) -> Program:
+        try:
+            return load(
+                METAL / self.file,
+                self.function or self.name,
+                name,
+                ensure_row_contiguous=self.ensure_row_contiguous,
+                health=health,
+            )
+        except (SourceError, OSError) as error:
+            raise self._error(str(error)) from error
+
+    @cached_property
+    def _instances(self) -> dict[tuple[object, ...], _Instance]:
+        return {}
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        *,
+        grid: Size,
+        threadgroup: Size,
+        output_shapes: Sequence[Sequence[int]],
+        template: Mapping[str, TemplateValue] | None = None,
+        output_dtypes: Sequence[mx.Dtype] | None = None,
+        init_value: float | None = None,
+    ) -> list[mx.array]:
+        """Launch the kernel on the current backend.
+
+        Args:
+            inputs: one array for each name in ``inputs``.
+            grid: the number of threads in x, y and z.
+            threadgroup: the threads of one threadgroup in x, y and z.
+            output_shapes: one shape for each output.
+            template: a value for each template parameter.
+            output_dtypes: one dtype for each output; by default what the function declares.
+            init_value: fill the outputs with this first. Without it they hold anything.
+
+        Returns:
+            One array for each output.
+
+        Raises:
+            KernelError: something does not fit the declaration or the limits of the hardware.
+            BackendError: the current backend is ``ops``, or one that cannot run.
+        """
+        values = template or {}
+        key = (*values.items(), *[x.dtype for x in inputs])
+        instance = self._instances.get(key) or self._instantiate(key, values, inputs)
+        self._check_threads(grid, threadgroup)
+        if output_dtypes is not None and list(output_dtypes) != instance.output_dtypes:
+            raise self._error(f"its outputs are {instance.output_dtypes}, not {output_dtypes}")
+        if self.multiples:
+            self._check_multiples(inputs, values)
+        launch = Launch(
+            self.program,
+            self._fit(inputs),
+            instance.template,
+            grid,
+            threadgroup,
+            self._shapes(output_shapes),
+            instance.output_dtypes,
+            init_value,
+        )
+        return run(launch) if not checking() else self._run_checked(launch)
+
+    def _run_checked(self, launch: Launch) -> list[mx.array]:
+        """Run the kernel with a health buffer, which like all outputs is zero at first."""
+        if launch.init_value:
+            note(f"kernel {self.name}", "unchecked", f"init_value {launch.init_value} is not 0")
+            return run(launch)
+        launch.program = self._program_with_health
+        launch.output_shapes = [*launch.output_shapes, (WORDS,)]
+        launch.output_dtypes = [*launch.output_dtypes, mx.uint32]
+        launch.init_value = 0.0
+        return judge(self.name, self.errors, launch.grid, run(launch))
+
+    def _instantiate(
+        self,
+        key: tuple[object, ...],
+        values: Mapping[str, TemplateValue],
+        inputs: Sequence[mx.array],
+    ) -> _Instance:
+        """Check what one set of template values and dtypes fixes, once."""
+        program = self.program
+        if len(inputs) != len(self.inputs):
+            raise self._error(f"takes {len(self.inputs)} inputs {self.inputs}, not {len(inputs)}")
+        if set(values) != set(self.template):
+            raise self._error(f"has template parameters {self.template}, not {tuple(values)}")
+        template = [
+            (name, self._template_value(name, kind, values[name]))
+            for name, kind in program.template
+        ]
+        for x, parameter in zip(inputs, program.inputs, strict=True):
+            if x.dtype != (declared := self._dtype(parameter, values)):
+                raise self._error(f"input {parameter.name} is {x.dtype}, declared as {declared}")
+        dtypes = [self._dtype(parameter, values) for parameter in program.outputs]
+        if program.atomic_outputs and any(dtype.size != 4 for dtype in dtypes):
+            raise self._error(f"atomic outputs have 32 bits, not {dtypes}")
+        memory = self.threadgroup_memory
+        used = memory(**values) if callable(memory) else memory
+        if used > MAX_THREADGROUP_MEMORY:
+            raise self._error(
+                f"needs {used} bytes of threadgroup memory with {dict(values)}, Metal has 32768"
+            )
+        instance = _Instance(template, dtypes)
+        self._instances[key] = instance
+        return instance
+
+    def _template_value(self, name: str, kind: str, value: TemplateValue) -> TemplateValue:
+        if kind == "typename" and isinstance(value, mx.Dtype) and value in TYPES:
+            return value
+        # A negative value would become part of the function's name.
+        limit = {"int": _LIMIT_32, "bool": 2}.get(kind, 0)
+        if isinstance(value, int) and 0 <= value < limit:
+            return bool(value) if kind == "bool" else int(value)
+        wanted = {"typename": "a Metal dtype", "bool": "a bool"}.get(kind, "an int from 0")
+        raise self._error(f"template parameter {name} must be {wanted}, not {value!r}")
+
+    def _dtype(self, parameter: Parameter, values: Mapping[str, TemplateValue]) -> mx.Dtype:
+        value = values.get(parameter.type, _DTYPES.get(parameter.type))
+        if not isinstance(value, mx.Dtype):
+            raise self._error(f"MLX cannot pass {parameter.name} as {parameter.type}")
+        return value
+
+    def _check_threads(self, grid: Size, threadgroup: Size) -> None:
+        gx, gy, gz = grid
+        tx, ty, tz = threadgroup
+        if min(gx, gy, gz, tx, ty, tz) < 1:
+            raise self._error(f"grid {grid} and threadgroup {threadgroup} must be positive")
+        if max(gx, gy, gz) >= _LIMIT_32:
+            raise self._error(f"grid {grid} has more than 2^31 - 1 threads along an axis")
+        if tx * ty * tz > self.max_threads:
+            raise self._error(
+                f"threadgroup {threadgroup} has {tx * ty * tz} threads, at most {self.max_threads}"
+            )
+        if self.program.cooperative and (gx % tx or gy % ty or gz % tz):
+            raise self._error(
+                f"its threads exchange data: grid {grid} must be whole threadgroups {threadgroup}"
+            )
+
+    def _shapes(self, shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        if len(shapes) != len(self.outputs):
+            raise self._error(f"has {len(self.outputs)} outputs {self.outputs}, not {len(shapes)}")
+        found = [tuple(shape) for shape in shapes]
+        if not self.large and any(prod(shape) >= _LIMIT_32 for shape in found):
+            raise self._error(f"outputs {found} need 64-bit offsets")
+        return found
+
+    def _fit(self, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """Make what MLX passes agree with what the function declares, or raise."""
+        found = list(inputs)
+        for i, parameter in enumerate(self.program.inputs):
+            x = found[i]
+            if parameter.space != "device":
+                self._check_constant(x, parameter)
+            elif x.size < CONSTANT_BELOW:
+                found[i] = self._grow(x, parameter)
+            elif x.size >= _LIMIT_32 and not self.large:
+                raise self._error(f"input {parameter.name} {x.shape} needs 64-bit offsets")
+        return found
+
+    def _grow(self, x: mx.array, parameter: Parameter) -> mx.array:
+        """Pad an array that MLX would pass as ``constant`` to a ``device`` parameter."""
+        if not shape_words(self.program.source, parameter.name):
+            return mx.concatenate([x.reshape(-1), mx.zeros((CONSTANT_BELOW - x.size,), x.dtype)])
+        if x.ndim == 0:
+            raise self._error(f"reads the shape of input {parameter.name}, which has no axis")
+        return x
+
+    def _check_constant(self, x: mx.array, parameter: Parameter) -> None:
+        if parameter.reference and x.ndim > 0:
+            raise self._error(
+                f"input {parameter.name} is a reference, its shape must be (), not {x.shape}"
+            )
+        if not parameter.reference and (x.ndim == 0 or x.size >= CONSTANT_BELOW):
+            raise self._error(
+                f"input {parameter.name} is declared constant: it must have an axis and less than "
+                f"{CONSTANT_BELOW} elements, not shape {x.shape}"
+            )
+
+    def _check_multiples(
+        self, inputs: Sequence[mx.array], values: Mapping[str, TemplateValue]
+    ) -> None:
+        for multiple in self.multiples:
+            extent = inputs[self.inputs.index(multiple.input)].shape[multiple.axis]
+            of = values[multiple.of] if isinstance(multiple.of, str) else multiple.of
+            if isinstance(of, int) and extent % of:
+                raise self._error(
+                    f"axis {multiple.axis} of input {multiple.input} must be a multiple of "
+                    f"{multiple.of if of == multiple.of else f'{multiple.of} = {of}'}, not {extent}"
+                )
+
+    def _error(self, message: str) -> KernelError:
+        return KernelError(f"kernel {self.name}: {message}")

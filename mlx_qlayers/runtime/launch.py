@@ -1,0 +1,53 @@
+"""One checked call of a kernel, as a backend receives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from . import signature
+from .program import Program
+
+Size = tuple[int, int, int]
+TemplateValue = bool | int | mx.Dtype
+
+
+@dataclass(slots=True, eq=False)
+class Launch:
+    """What one launch needs; see ``runtime/README.md`` for what is promised about it.
+
+    Attributes:
+        program: the kernel's text and parameters, the same object at every call.
+        inputs: the arrays, in the order of ``program.input_names``.
+        template: names and values in declared order, as MLX takes them.
+        grid: the number of threads in x, y and z.
+        threadgroup: the threads of one threadgroup in x, y and z.
+        output_shapes: one shape for each output.
+        output_dtypes: one dtype for each output.
+        init_value: what outputs are filled with first, or None to leave them unset.
+    """
+
+    program: Program
+    inputs: list[mx.array]
+    template: list[tuple[str, TemplateValue]]
+    grid: Size
+    threadgroup: Size
+    output_shapes: list[tuple[int, ...]]
+    output_dtypes: list[mx.Dtype]
+    init_value: float | None = None
+
+    @property
+    def function(self) -> str:
+        """The name of the kernel function in :attr:`text`."""
+        return self._generated()[0]
+
+    @property
+    def text(self) -> str:
+        """The Metal source that MLX generates for this launch, without MLX's preamble."""
+        return self._generated()[1]
+
+    def _generated(self) -> tuple[str, str]:
+        return signature.generate(
+            self.program, self.inputs, tuple(self.template), tuple(self.output_dtypes)
+        )

@@ -1,0 +1,166 @@
+"""The Metal source that ``mx.fast.metal_kernel`` generates, generated here.
+
+Backends that compile Metal themselves need the text that MLX would hand to Apple's compiler, on
+machines where MLX does not make it. The tests hold it against what ``mx.export_function`` records,
+byte for byte.
+
+Source: ``mlx/backend/common/metal_kernel.cpp`` of MLX 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from .program import Program
+
+TemplateArgument = tuple[str, bool | int | mx.Dtype]
+
+# Inputs with fewer elements arrive in the constant address space.
+CONSTANT_BELOW = 8
+
+# The attributes that MLX offers and their types, in the order of its parameter list.
+ATTRIBUTES = {
+    "dispatch_quadgroups_per_threadgroup": "uint",
+    "dispatch_simdgroups_per_threadgroup": "uint",
+    "dispatch_threads_per_threadgroup": "uint3",
+    "grid_origin": "uint3",
+    "grid_size": "uint3",
+    "quadgroup_index_in_threadgroup": "uint",
+    "quadgroups_per_threadgroup": "uint",
+    "simdgroup_index_in_threadgroup": "uint",
+    "simdgroups_per_threadgroup": "uint",
+    "thread_execution_width": "uint",
+    "thread_index_in_quadgroup": "uint",
+    "thread_index_in_simdgroup": "uint",
+    "thread_index_in_threadgroup": "uint",
+    "thread_position_in_grid": "uint3",
+    "thread_position_in_threadgroup": "uint3",
+    "threadgroup_position_in_grid": "uint3",
+    "threadgroups_per_grid": "uint3",
+    "threads_per_grid": "uint3",
+    "threads_per_simdgroup": "uint",
+    "threads_per_threadgroup": "uint3",
+}
+
+# What follows an input where the body asks for it, in MLX's order: suffix, type.
+SHAPE_WORDS = (("_shape", "int*"), ("_strides", "int64_t*"), ("_ndim", "int&"))
+
+TYPES = {
+    mx.bool_: "bool",
+    mx.uint8: "uint8_t",
+    mx.uint16: "uint16_t",
+    mx.uint32: "uint32_t",
+    mx.uint64: "uint64_t",
+    mx.int8: "int8_t",
+    mx.int16: "int16_t",
+    mx.int32: "int32_t",
+    mx.int64: "int64_t",
+    mx.float16: "float16_t",
+    mx.bfloat16: "bfloat16_t",
+    mx.float32: "float",
+    mx.complex64: "complex64_t",
+}
+
+
+class InputKind(NamedTuple):
+    """What the text depends on in an input: its dtype, whether it is 0-d, whether it is small."""
+
+    dtype: mx.Dtype
+    scalar: bool
+    constant: bool
+
+    @classmethod
+    def of(cls, x: mx.array) -> InputKind:
+        return cls(x.dtype, x.ndim == 0, x.size < CONSTANT_BELOW)
+
+
+def generate(
+    program: Program,
+    inputs: Iterable[mx.array],
+    template: tuple[TemplateArgument, ...],
+    output_dtypes: tuple[mx.Dtype, ...],
+) -> tuple[str, str]:
+    """The name of the kernel function and the whole text, without MLX's preamble.
+
+    Args:
+        program: the kernel's names, header and body.
+        inputs: one array for each input name.
+        template: names and values, in the order of the template's parameters.
+        output_dtypes: one for each output name.
+
+    Example:
+        >>> name, text = generate(program, [mx.zeros(16)], (("T", mx.float32),), (mx.float32,))
+    """
+    return _generate(program, tuple(map(InputKind.of, inputs)), template, output_dtypes)
+
+
+@lru_cache(maxsize=4096)
+def _generate(
+    program: Program,
+    inputs: tuple[InputKind, ...],
+    template: tuple[TemplateArgument, ...],
+    output_dtypes: tuple[mx.Dtype, ...],
+) -> tuple[str, str]:
+    values = ", ".join(_template_value(value) for _, value in template)
+    name = f"custom_kernel_{program.name}"
+    if template:
+        name += "__" + values.replace(", ", "_")
+    for kind in inputs:
+        name += f"_{TYPES[kind.dtype]}" + ("s" if kind.scalar else "c" if kind.constant else "")
+    name += "".join(f"_{TYPES[dtype]}" for dtype in output_dtypes)
+
+    text = program.header
+    if template:
+        text += f"template <{', '.join(_template_parameter(*item) for item in template)}>\n"
+    text += f"[[kernel]] void {name}(\n"
+    text += _parameters(program, inputs, output_dtypes)
+    text += program.source + "\n}\n"
+    if template:
+        instance = f"{name}<{values}>"
+        text += f'\ntemplate [[host_name("{name}")]] [[kernel]] decltype({instance}) {instance};\n'
+    return name, text
+
+
+def _template_value(value: bool | int | mx.Dtype) -> str:
+    return TYPES[value] if isinstance(value, mx.Dtype) else str(int(value))
+
+
+def _template_parameter(name: str, value: bool | int | mx.Dtype) -> str:
+    kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "typename"
+    return f"{kind} {name}"
+
+
+def _parameters(
+    program: Program, inputs: Sequence[InputKind], output_dtypes: Sequence[mx.Dtype]
+) -> str:
+    """The parameter list up to and including the brace that opens the body."""
+    lines, index = [], 0
+    for name, kind in zip(program.input_names, inputs, strict=True):
+        space = "constant" if kind.constant else "device"
+        mark = "&" if kind.scalar else "*"
+        lines.append(f"  const {space} {TYPES[kind.dtype]}{mark} {name} [[buffer({index})]],\n")
+        index += 1
+        for word in () if kind.scalar else shape_words(program.source, name):
+            lines.append(f"  const constant {word} [[buffer({index})]],\n")
+            index += 1
+    used = [attribute for attribute in ATTRIBUTES if attribute in program.source]
+    last = len(inputs) + len(output_dtypes) - 1
+    for name, dtype in zip(program.output_names, output_dtypes, strict=True):
+        kind_text = f"atomic<{TYPES[dtype]}>" if program.atomic_outputs else TYPES[dtype]
+        # MLX compares with the number of arrays, which leaves out the shape words: without an
+        # attribute it closes the list early. Kernels here always use one.
+        end = ",\n" if index < last or used else ") {\n"
+        lines.append(f"  device {kind_text}* {name} [[buffer({index})]]{end}")
+        index += 1
+    attributes = (f"  {ATTRIBUTES[attribute]} {attribute} [[{attribute}]]" for attribute in used)
+    return "".join(lines) + ",\n".join(attributes) + (") {\n" if used else "")
+
+
+def shape_words(source: str, name: str) -> list[str]:
+    """What MLX declares behind an input, found as MLX finds it: anywhere in the body."""
+    return [f"{kind} {name}{suffix}" for suffix, kind in SHAPE_WORDS if name + suffix in source]

@@ -1,0 +1,270 @@
+"""Reads a ``.metal`` file: its declarations, and the least text that one of its functions needs.
+
+MLX hashes a kernel's source at every launch, so a kernel is sent with only the declarations that
+it uses, without comments and indentation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+class SourceError(ValueError):
+    """A ``.metal`` file cannot be read; the message names the file and line."""
+
+
+METAL = Path(__file__).parent.parent / "metal"
+# Both stand in front of every kernel that MLX compiles.
+_IN_PREAMBLE = ("<metal_stdlib>", "<metal_atomic>", "<metal_simdgroup>", "<metal_simdgroup_matrix>")
+
+_TOKEN = re.compile(
+    r"""(?P<comment>//[^\n]*|/\*.*?\*/)
+      | (?P<directive>^[ \t]*\#(?:\\\n|//[^\n]*|/\*.*?\*/|[^\n])*)
+      | (?P<newline>\n)
+      | (?P<blank>[ \t\r\f\\]+)
+      | (?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
+      | (?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)
+      | (?P<word>[A-Za-z_]\w*)
+      | (?P<mark>.)""",
+    re.VERBOSE | re.MULTILINE | re.DOTALL,
+)
+# How the name is found at the head of a declaration: of a type, an alias, a function or constant.
+_NAMES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(?:struct|union|class|enum(?: class| struct)?)(?: alignas \( \w+ \))? (\w+)",
+        r"using (\w+)",
+        r"typedef .*?(\w+)$",
+        r"(?!struct |union |class |enum |using |typedef )"
+        r".*?(?!(?:alignas|decltype|__attribute__)\b)\b(\w+)(?: [(\[]|$)",
+    )
+)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_OPERATORS = frozenset("+-*/%&|^<>=!:~.?#")
+_OPEN, _CLOSE = frozenset("([{"), frozenset(")]}")
+
+
+@dataclass(frozen=True)
+class Token:
+    """A word, number, string, mark, directive or newline, and whether a blank precedes it."""
+
+    kind: str
+    text: str
+    line: int = 0
+    spaced: bool = False
+
+
+@dataclass(frozen=True)
+class Item:
+    """One declaration at the top level of a file.
+
+    Attributes:
+        names: the names that it introduces; of an operator, which has none to look for, the words
+            of its parameters, since it is needed where their types are.
+        tokens: its text.
+        kernel: whether it is a kernel function.
+        operator: whether it is an operator.
+    """
+
+    names: frozenset[str]
+    tokens: tuple[Token, ...]
+    kernel: bool = False
+    operator: bool = False
+
+    @property
+    def words(self) -> frozenset[str]:
+        """Every identifier in it, those inside macros too."""
+        return words(self.tokens)
+
+
+def words(tokens: Iterable[Token]) -> frozenset[str]:
+    """The identifiers among the tokens, those inside directives too."""
+    found: set[str] = set()
+    for token in tokens:
+        if token.kind == "word":
+            found.add(token.text)
+        elif token.kind == "directive":
+            found.update(re.findall(r"[A-Za-z_]\w*", token.text))
+    return frozenset(found)
+
+
+def tokenize(text: str) -> Iterator[Token]:
+    """Split Metal source into tokens, without comments and blanks."""
+    line, spaced = 1, False
+    for match in _TOKEN.finditer(text):
+        kind, token = match.lastgroup or "", match.group()
+        if kind == "directive":
+            joined = _COMMENT.sub(" ", token).replace("\\\n", " ")
+            yield Token(kind, " ".join(joined.split()), line)
+        elif kind not in ("comment", "blank"):
+            yield Token(kind, token, line, spaced)
+        spaced = kind in ("comment", "blank")
+        line += token.count("\n")
+
+
+def minify(tokens: Iterable[Token]) -> str:
+    """The shortest text that reads the same, line for line, as compilers cite it."""
+    out: list[str] = []
+    last = "\n"
+    for token in tokens:
+        if token.kind == "newline":
+            text = "" if last == "\n" else "\n"
+        elif token.kind == "directive":
+            text = token.text + "\n" if last == "\n" else f"\n{token.text}\n"
+        else:
+            text = " " + token.text if _would_merge(last, token) else token.text
+        out.append(text)
+        last = text[-1] if text else last
+    return "".join(out).strip()
+
+
+def _would_merge(left: str, token: Token) -> bool:
+    """Whether the blank before a token keeps it apart from the character on its left."""
+    if not token.spaced:
+        return False
+    if token.kind == "mark":
+        # A number may be on the left: 1 . is not 1.
+        return token.text in _OPERATORS and (left in _OPERATORS or token.text == ".")
+    return left.isalnum() or left == "_" or (left == "." and token.kind == "number")
+
+
+@cache
+def read(path: Path) -> tuple[Item, ...]:
+    """The top-level declarations of a ``.metal`` file, those of the files it includes first.
+
+    Args:
+        path: the file; ``#include "name.metal"`` is looked up beside it, then in this package.
+
+    Raises:
+        SourceError: it is not ASCII, or holds what the kernel dialect does not have.
+    """
+    return tuple(_read(path, frozenset()))
+
+
+def _read(path: Path, seen: frozenset[Path]) -> list[Item]:
+    try:
+        text = path.read_bytes().decode("ascii")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise SourceError(f"{path.name}:{line}: Metal sources must be ASCII") from error
+    items: list[Item] = []
+    for tokens in _split(tokenize(text), path):
+        first = tokens[0]
+        if first.kind != "directive":
+            items.append(_item(tokens, path))
+        elif first.text.startswith("#define "):
+            name = re.split(r"\W", first.text.removeprefix("#define "))[0]
+            items.append(Item(frozenset([name]), tuple(tokens)))
+        elif first.text.startswith("#include "):
+            found = _included(first, path)
+            if found is not None and found not in seen | {path}:
+                included = _read(found, seen | {path})
+                items += [item for item in included if item not in items]
+        elif first.text != "#pragma once":
+            raise SourceError(f"{path.name}:{first.line}: {first.text!r} is not in the dialect")
+    return items
+
+
+def _included(directive: Token, path: Path) -> Path | None:
+    name = directive.text.removeprefix("#include ").strip()
+    if name in _IN_PREAMBLE:
+        return None
+    for folder in (path.parent, METAL):
+        if name.startswith('"') and (folder / name.strip('"')).is_file():
+            return (folder / name.strip('"')).resolve()
+    raise SourceError(f"{path.name}:{directive.line}: cannot include {name} at run time")
+
+
+def _split(tokens: Iterable[Token], path: Path) -> Iterator[list[Token]]:
+    """Cut a file into its top-level declarations."""
+    item: list[Token] = []
+    depth, body = 0, False
+    for token in tokens:
+        if not item and token.kind == "newline":
+            continue
+        if token.kind == "directive" and not item:
+            yield [token]
+            continue
+        if token.kind == "directive" and depth == 0:
+            raise SourceError(f"{path.name}:{token.line}: {token.text!r} inside a declaration")
+        item.append(token)
+        if token.text in _OPEN:
+            if depth == 0 and token.text == "{":
+                body = _opens_body(item)
+            depth += 1
+        elif token.text in _CLOSE:
+            depth -= 1
+        if depth == 0 and (token.text == ";" or (token.text == "}" and body)):
+            yield item
+            item, body = [], False
+    if item:
+        raise SourceError(f"{path.name}:{item[0].line}: this declaration does not end")
+
+
+def _opens_body(tokens: list[Token]) -> bool:
+    text = head(tokens)
+    return "(" in text.replace("alignas (", "") or text.startswith("namespace")
+
+
+def head(tokens: Iterable[Token]) -> str:
+    """A declaration up to its body or initialiser, without template<...> and [[...]]."""
+    found: list[str] = []
+    in_template = angle = 0
+    for token in tokens:
+        text = token.text
+        if token.kind in ("newline", "directive"):
+            continue
+        if text == "template":
+            in_template = 1
+        elif in_template:
+            angle += (text == "<") - (text == ">")
+            in_template = int(angle > 0)
+        elif text in ("{", ";") or (text == "=" and "operator" not in found):
+            break
+        else:
+            found.append(text)
+    return re.sub(r"\[ \[.*?\] \] ?", "", " ".join(found))
+
+
+def _item(tokens: list[Token], path: Path) -> Item:
+    """Work out which names a declaration introduces."""
+    text = head(tokens)
+    if re.match(r"using namespace( ::)? metal$", text):
+        return Item(frozenset(), ())
+    if re.search(r"\bnamespace\b", text):
+        raise SourceError(f"{path.name}:{tokens[0].line}: namespaces are not in the dialect")
+    if " operator " in text:
+        parameters = text[text.index("(") :]
+        return Item(frozenset(re.findall(r"\w+", parameters)), tuple(tokens), operator=True)
+    names = {match[1] for pattern in _NAMES if (match := pattern.match(text))}
+    if text.startswith("enum"):
+        names |= words(tokens[position(tokens, "{") :])
+    kernel = "kernel" in words(tokens[: position(tokens, "(")])
+    return Item(frozenset(names), tuple(tokens), kernel)
+
+
+def position(tokens: Sequence[Token], text: str) -> int:
+    """The index of the first token with that text, or how many tokens there are."""
+    return next((i for i, token in enumerate(tokens) if token.text == text), len(tokens))
+
+
+def used(items: Iterable[Item], roots: frozenset[str]) -> list[Item]:
+    """The declarations that ``roots`` need, and those that these need, in file order."""
+    declarations = [item for item in items if not item.kernel]
+    known = {name for item in declarations if not item.operator for name in item.names}
+    chosen: set[int] = set()
+    wanted = roots
+    while True:
+        more = {
+            i
+            for i, item in enumerate(declarations)
+            if i not in chosen and item.names & wanted & known
+        }
+        if not more:
+            return [declarations[i] for i in sorted(chosen)]
+        chosen |= more
+        wanted = wanted.union(*(declarations[i].words for i in more))

@@ -1,0 +1,82 @@
+"""Records which backend ran which kernel, with which grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from .launch import Launch
+
+
+@dataclass(frozen=True)
+class Record:
+    """One launch.
+
+    Attributes:
+        kernel: the kernel's name.
+        backend: ``"metal"``, ``"cuda"`` or ``"host"``.
+        grid: the number of threads in x, y and z.
+        threadgroup: the threads of one threadgroup in x, y and z.
+        template: the template's values by name.
+        input_shapes: the shapes of the inputs.
+        output_shapes: the shapes of the outputs.
+    """
+
+    kernel: str
+    backend: str
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    template: dict[str, bool | int | mx.Dtype]
+    input_shapes: tuple[tuple[int, ...], ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+
+
+_active: list[list[Record]] = []
+
+
+class trace:
+    """Record every launch inside a ``with`` block, those of other threads too.
+
+    Under ``mx.compile`` a launch is recorded once, while Python traces the function.
+
+    Example:
+        >>> with trace() as launches:
+        ...     y = exp(x)
+        >>> [(launch.kernel, launch.backend, launch.grid) for launch in launches]
+        [('exp_forward', 'metal', (1024, 1, 1))]
+    """
+
+    def __enter__(self) -> list[Record]:
+        self._records: list[Record] = []
+        _active.append(self._records)
+        return self._records
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        # By identity: two traces may hold equal records.
+        _active[:] = [records for records in _active if records is not self._records]
+
+
+def record(backend: str, launch: Launch) -> None:
+    """Add a launch to the traces that are open."""
+    if not _active:
+        return
+    made = Record(
+        kernel=launch.program.name,
+        backend=backend,
+        grid=launch.grid,
+        threadgroup=launch.threadgroup,
+        template=dict(launch.template),
+        input_shapes=tuple(x.shape for x in launch.inputs),
+        output_shapes=tuple(launch.output_shapes),
+    )
+    for records in _active:
+        records.append(made)

@@ -1,0 +1,65 @@
+"""A GPU capture explains why it cannot be made."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers.runtime.capture import capture
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Pretend that Metal and its capture are there; what is called is listed."""
+    calls = []
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx.metal, "start_capture", lambda path: calls.append(("start", path)))
+    monkeypatch.setattr(mx.metal, "stop_capture", lambda: calls.append(("stop",)))
+    monkeypatch.setattr(mx, "synchronize", lambda: calls.append(("synchronize",)))
+    monkeypatch.setenv("MTL_CAPTURE_ENABLED", "1")
+    return calls
+
+
+def test_what_is_inside_is_captured(calls, tmp_path):
+    path = tmp_path / "exp.gputrace"
+    with capture(path) as given:
+        calls.append(("work",))
+    assert given == path
+    assert calls == [
+        ("synchronize",),
+        ("start", str(path)),
+        ("work",),
+        ("synchronize",),
+        ("stop",),
+    ]
+
+
+def test_an_error_inside_ends_the_capture(calls, tmp_path):
+    with pytest.raises(ZeroDivisionError), capture(tmp_path / "exp.gputrace"):
+        _ = 1 / 0
+    assert calls[-1] == ("stop",)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="this machine has Metal")
+def test_without_metal_it_says_so(tmp_path):
+    with pytest.raises(RuntimeError, match="a GPU capture needs Metal"), capture(tmp_path / "a"):
+        pass
+
+
+def test_captures_must_be_enabled(calls, monkeypatch, tmp_path):
+    monkeypatch.delenv("MTL_CAPTURE_ENABLED")
+    with pytest.raises(RuntimeError, match="MTL_CAPTURE_ENABLED=1"), capture(tmp_path / "a"):
+        pass
+
+
+def test_the_name_must_be_one_that_xcode_opens(calls, tmp_path):
+    with pytest.raises(ValueError, match=r"must end in .gputrace"), capture(tmp_path / "a.trace"):
+        pass
+
+
+def test_nothing_is_overwritten(calls, tmp_path):
+    path = tmp_path / "a.gputrace"
+    path.mkdir()
+    with pytest.raises(FileExistsError, match="does not overwrite"), capture(path):
+        pass
+    assert calls == []

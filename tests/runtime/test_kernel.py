@@ -1,0 +1,269 @@
+"""A kernel is checked before it is launched, and what MLX generates is what the file declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers.runtime.kernel import Kernel, KernelError, Multiple
+from mlx_qlayers.runtime.launch import Launch
+from mlx_qlayers.runtime.tracing import trace
+
+from . import kernels
+from .kernels import AFFINE, FILE, GATHER, HISTOGRAM, ROOTS, ROW_SUMS
+from .mlx_text import record
+
+X = mx.arange(40, dtype=mx.float32)
+SCALAR, BIAS = mx.array(2.0), mx.array([1.0, 2.0, 3.0])
+
+
+def affine(**changes):
+    call = {
+        "inputs": [X, SCALAR, BIAS],
+        "template": {"T": mx.float32, "N": 3, "NEGATE": False},
+        "grid": (40, 1, 1),
+        "threadgroup": (32, 1, 1),
+        "output_shapes": [X.shape],
+    }
+    return AFFINE(**call | changes)
+
+
+def row_sums(kernel=ROW_SUMS, x=X[:32], **changes):
+    call = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(1,)]}
+    return kernel([x], **call | changes)
+
+
+def gather(x):
+    sizes = {"grid": (max(x.size, 1), 1, 1), "threadgroup": (8, 1, 1)}
+    return GATHER([x], template={"T": x.dtype}, output_shapes=[(x.size,)], **sizes)
+
+
+def test_a_launch_reaches_the_backend_as_it_was_called(metal):
+    (y,) = affine(init_value=1.5)
+    assert (y.shape, y.dtype) == ((40,), mx.float32)
+    (call,) = metal.called
+    assert call["template"] == [("T", mx.float32), ("N", 3), ("NEGATE", False)]
+    assert (call["grid"], call["threadgroup"]) == ((40, 1, 1), (32, 1, 1))
+    assert (call["output_shapes"], call["output_dtypes"]) == ([(40,)], [mx.float32])
+    assert call["init_value"] == 1.5
+    assert call["inputs"][0] is X
+
+
+def test_template_values_go_in_declared_order_whatever_the_order_of_the_call(metal):
+    affine(template={"NEGATE": True, "N": 1, "T": mx.float32})
+    assert metal.called[0]["template"] == [("T", mx.float32), ("N", 1), ("NEGATE", True)]
+
+
+def test_the_kernel_is_made_once(metal):
+    for n in (1, 2, 2):
+        affine(template={"T": mx.float32, "N": n, "NEGATE": False})
+    assert (len(metal.made), len(metal.called)) == (1, 3)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8])
+def test_a_device_input_of_any_size_arrives_in_device_memory(metal, n):
+    x = X[:n]
+    affine(inputs=[x, SCALAR, BIAS], grid=(1, 1, 1))
+    passed = metal.called[0]["inputs"][0]
+    assert passed.size >= 8
+    assert passed[:n].tolist() == x.tolist()
+
+
+def test_a_0d_device_input_arrives_in_device_memory(metal):
+    affine(inputs=[mx.array(5.0), SCALAR, BIAS])
+    assert metal.called[0]["inputs"][0].tolist() == [5.0] + [0.0] * 7
+
+
+def test_an_input_whose_shape_is_read_keeps_it(metal):
+    gather(mx.zeros((2, 3)))
+    assert metal.called[0]["inputs"][0].shape == (2, 3)
+    assert metal.made[0]["ensure_row_contiguous"] is False
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("n", [3, 40])
+def test_the_text_is_what_mlx_generates_for_the_call(monkeypatch, dtype, n):
+    """Through the metal backend and MLX's own ``metal_kernel``, which can record it anywhere."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    seen: list[Launch] = []
+    monkeypatch.setattr("mlx_qlayers.runtime.backend.record", lambda _, launch: seen.append(launch))
+
+    def call(x):
+        template = {"T": dtype, "N": 3, "NEGATE": True}
+        return affine(inputs=[x, SCALAR, BIAS], template=template)
+
+    recorded = record(call, [mx.zeros(n, dtype)])
+    assert (seen[0].function, seen[0].text) == (recorded.function, recorded.text)
+    assert f"const device {dtype_name(dtype)}* x [[buffer(0)]]" in recorded.text
+    assert "const constant float& a [[buffer(1)]]" in recorded.text
+    assert "const constant float* b [[buffer(2)]]" in recorded.text
+
+
+def dtype_name(dtype):
+    return {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": [X, SCALAR]}, "takes 3 inputs ('x', 'a', 'b'), not 2"),
+        ({"inputs": [X.astype(mx.float16), SCALAR, BIAS]}, "input x is mlx.core.float16"),
+        ({"inputs": [X, mx.array(2), BIAS]}, "input a is mlx.core.int32, declared as mlx.core.flo"),
+        ({"inputs": [X, mx.array([2.0]), BIAS]}, "input a is a reference, its shape must be ()"),
+        ({"inputs": [X, SCALAR, X]}, "input b is declared constant: it must have an axis and less"),
+        ({"inputs": [X, SCALAR, SCALAR]}, "input b is declared constant"),
+        ({"template": {"T": mx.float32, "N": 3}}, "has template parameters"),
+        ({"template": None}, "has template parameters"),
+        ({"template": {"T": mx.float32, "N": -1, "NEGATE": False}}, "N must be an int from 0"),
+        ({"template": {"T": mx.float32, "N": 2**31, "NEGATE": False}}, "N must be an int from 0"),
+        ({"template": {"T": mx.float32, "N": 3, "NEGATE": 2}}, "NEGATE must be a bool, not 2"),
+        ({"template": {"T": mx.float64, "N": 3, "NEGATE": True}}, "T must be a Metal dtype"),
+        ({"template": {"T": 4, "N": 3, "NEGATE": True}}, "T must be a Metal dtype, not 4"),
+        ({"grid": (0, 1, 1)}, "must be positive"),
+        ({"grid": (2**31, 1, 1)}, "more than 2^31 - 1 threads"),
+        ({"threadgroup": (1024, 2, 1)}, "has 2048 threads, at most 1024"),
+        ({"output_shapes": []}, "has 1 outputs ('y',), not 0"),
+        ({"output_shapes": [(2**16, 2**15)]}, "need 64-bit offsets"),
+        ({"output_dtypes": [mx.float16]}, "its outputs are [mlx.core.float32]"),
+    ],
+)
+def test_calls_that_do_not_fit(metal, changes, message):
+    with pytest.raises(KernelError, match=re.escape(message)) as caught:
+        affine(**changes)
+    assert str(caught.value).startswith("kernel affine: ")
+    assert not metal.called
+
+
+def test_bools_and_ints_are_told_apart_by_the_declaration(metal):
+    # They are equal as dictionary keys.
+    for n, negate in ((1, True), (True, 1)):
+        affine(template={"T": mx.float32, "N": n, "NEGATE": negate})
+        assert repr(metal.called[-1]["template"][1:]) == "[('N', 1), ('NEGATE', True)]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "call", "message"),
+    [
+        ({}, {"grid": (33, 1, 1)}, "grid (33, 1, 1) must be whole threadgroups (32, 1, 1)"),
+        ({}, {"threadgroup": (64, 1, 1)}, "must be whole threadgroups"),
+        ({}, {"x": X}, "axis -1 of input x must be a multiple of 32, not 40"),
+        ({"max_threads": 16}, {}, "has 32 threads, at most 16"),
+        ({"threadgroup_memory": 32769}, {}, "needs 32769 bytes of threadgroup memory"),
+        ({"inputs": ("y",)}, {}, "inputs declared as ('y',)"),
+        ({"outputs": ("sums", "more")}, {}, "outputs declared as ('sums', 'more')"),
+        ({"template": ("T",)}, {}, "template declared as ('T',)"),
+        ({"atomic_outputs": True}, {}, "atomic_outputs declared as True"),
+        ({"function": "no_such"}, {}, "has no kernel 'no_such'"),
+        ({"file": "no_such.metal"}, {}, "No such file"),
+    ],
+)
+def test_declarations_and_limits(metal, fields, call, message):
+    kernel = dataclasses.replace(ROW_SUMS, **fields)
+    with pytest.raises(KernelError, match=re.escape(message)) as caught:
+        row_sums(kernel, **call)
+    assert str(caught.value).startswith("kernel row_sums: ")
+    assert not metal.called
+
+
+def test_threadgroup_memory_may_depend_on_the_template(metal):
+    kernel = dataclasses.replace(AFFINE, threadgroup_memory=lambda T, N, NEGATE: N * T.size)
+    sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(40,)]}
+    fits, exceeds = ({"T": mx.float32, "N": n, "NEGATE": True} for n in (8192, 8193))
+    kernel([X, SCALAR, BIAS], template=fits, **sizes)
+    with pytest.raises(KernelError, match="needs 32772 bytes"):
+        kernel([X, SCALAR, BIAS], template=exceeds, **sizes)
+
+
+def test_a_multiple_may_be_a_template_value(metal):
+    kernel = dataclasses.replace(AFFINE, multiples=(Multiple("x", 0, "N"),))
+    sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(40,)]}
+    template = {"T": mx.float32, "N": 5, "NEGATE": True}
+    kernel([X, SCALAR, BIAS], template=template, **sizes)
+    with pytest.raises(KernelError, match=re.escape("a multiple of N = 7, not 40")):
+        kernel([X, SCALAR, BIAS], template=template | {"N": 7}, **sizes)
+
+
+def test_arrays_of_2_to_the_31_elements_need_a_kernel_that_says_so(metal):
+    # Broadcast, so that it takes no memory.
+    big = mx.broadcast_to(mx.array(0, mx.uint8), (2**16, 2**15))
+    call = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(16,)]}
+    with pytest.raises(KernelError, match=r"input x .* needs 64-bit offsets"):
+        HISTOGRAM([big], **call)
+    dataclasses.replace(HISTOGRAM, large=True)([big], **call)
+    assert metal.called[0]["inputs"][0].shape == big.shape
+
+
+def test_a_0d_input_has_no_shape_to_read(metal):
+    with pytest.raises(KernelError, match="reads the shape of input x, which has no axis"):
+        gather(mx.array(1.0))
+
+
+def test_atomic_outputs_have_32_bits(metal, tmp_path):
+    path = tmp_path / "half.metal"
+    path.write_text(
+        "template <typename T> [[kernel]] void k(device atomic<T>* y, "
+        "uint i [[thread_position_in_grid]]) { y[i] = 0; }"
+    )
+    kernel = Kernel("k", path, (), ("y",), template=("T",), atomic_outputs=True)
+    call = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(8,)]}
+    kernel([], template={"T": mx.int32}, **call)
+    assert metal.made[0]["atomic_outputs"] is True
+    with pytest.raises(KernelError, match="atomic outputs have 32 bits"):
+        kernel([], template={"T": mx.float16}, **call)
+
+
+def test_a_type_that_mlx_does_not_pass(metal, tmp_path):
+    path = tmp_path / "vector.metal"
+    path.write_text(
+        "[[kernel]] void k(device float4* y, uint i [[thread_position_in_grid]]) { y[i] = 0; }"
+    )
+    with pytest.raises(KernelError, match="MLX cannot pass y as float4"):
+        Kernel("k", path, (), ("y",))(
+            [], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(4,)]
+        )
+
+
+def test_only_what_the_kernel_uses_is_sent(metal):
+    row_sums()
+    assert metal.made[0]["header"] == "constant constexpr uint SIMD=32;\n"
+    assert "//" not in metal.made[0]["source"]
+
+
+def test_outputs_of_two_dtypes(metal):
+    root, exact = ROOTS([X], grid=(20, 2, 1), threadgroup=(8, 2, 1), output_shapes=[(40,), (40,)])
+    assert (root.dtype, exact.dtype) == (mx.float32, mx.bool_)
+
+
+def test_nothing_is_read_before_the_first_call():
+    kernel = Kernel("nowhere", "nowhere.metal", ("x",), ("y",))
+    assert "program" not in vars(kernel)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kernel.name = "other"
+
+
+def test_launches_work_under_compile_and_in_a_custom_gradient(metal):
+    @mx.custom_function
+    def negate(x):
+        return affine(inputs=[x, mx.array(-1.0), BIAS])[0]
+
+    @negate.vjp
+    def vjp(x, dy, y):
+        return affine(inputs=[dy, mx.array(-1.0), BIAS])[0]
+
+    metal.compute = lambda call: [call["inputs"][0] * call["inputs"][1]]
+    loss = mx.grad(lambda x: (negate(x) * x).sum())
+    for function in (loss, mx.compile(loss)):
+        with trace() as launches:
+            assert mx.array_equal(function(X), -2 * X)
+        assert [launch.kernel for launch in launches] == ["affine", "affine"]
+
+
+def test_every_test_kernel_agrees_with_its_declaration():
+    found = [k for k in vars(kernels).values() if isinstance(k, Kernel)]
+    assert len(found) == 6
+    for kernel in found:
+        assert kernel.program.name == kernel.name
+        assert kernel.file == FILE

@@ -1,0 +1,145 @@
+"""The generated source is, byte for byte, what MLX generates."""
+
+from __future__ import annotations
+
+import itertools
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_qlayers.runtime import signature
+from mlx_qlayers.runtime.program import Program
+
+from .mlx_text import record
+
+DTYPES = list(signature.TYPES)
+SHAPES = [(), (1,), (7,), (8,), (1, 7), (2, 4), (2, 3, 4), (0,), (1, 1, 1, 1, 9)]
+SIZES = {"grid": (5, 3, 2), "threadgroup": (4, 1, 2)}
+
+
+def agrees(program, inputs, template, output_dtypes, **options):
+    """Compare with MLX's record of the same call, and return that record."""
+
+    def call(*arrays):
+        kernel = mx.fast.metal_kernel(
+            name=program.name,
+            input_names=program.input_names,
+            output_names=program.output_names,
+            source=program.source,
+            header=program.header,
+            ensure_row_contiguous=program.ensure_row_contiguous,
+            atomic_outputs=program.atomic_outputs,
+        )
+        return kernel(
+            inputs=list(arrays),
+            template=list(template),
+            output_shapes=[(3,)] * len(output_dtypes),
+            output_dtypes=list(output_dtypes),
+            **SIZES,
+            **options,
+        )
+
+    recorded = record(call, inputs)
+    function, text = signature.generate(program, inputs, tuple(template), tuple(output_dtypes))
+    assert text == recorded.text
+    assert function == recorded.function
+    words = [
+        [word.split()[1] for word in signature.shape_words(program.source, n)]
+        for n in program.input_names
+    ]
+    assert recorded.shape_words == [
+        tuple(name + suffix in found for suffix, _ in signature.SHAPE_WORDS)
+        for name, found in zip(program.input_names, words, strict=True)
+    ]
+    return recorded
+
+
+def program(source="o[thread_position_in_grid.x] = 1;", inputs=("x",), outputs=("o",), **fields):
+    return Program("k", fields.pop("header", ""), source, tuple(inputs), tuple(outputs), **fields)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_inputs_of_every_dtype_and_rank(dtype, shape):
+    source = "o[thread_position_in_grid.x] = x_shape[0] + x_strides[0] + x_ndim;"
+    agrees(program(source), [mx.zeros(shape, dtype)], [("T", dtype)], [dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("atomic", [False, True])
+def test_outputs_of_every_dtype(dtype, atomic):
+    agrees(
+        program(outputs=("o", "p"), atomic_outputs=atomic), [mx.zeros(9)], [], [dtype, mx.uint32]
+    )
+
+
+@pytest.mark.parametrize("attribute", signature.ATTRIBUTES)
+def test_every_attribute(attribute):
+    agrees(program(f"auto at = {attribute}; o[0] = 1;"), [mx.zeros(9)], [], [mx.float32])
+
+
+def test_all_attributes_at_once():
+    source = "".join(f"use({attribute});" for attribute in reversed(signature.ATTRIBUTES))
+    agrees(program(source), [mx.zeros(9)], [], [mx.float32])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [c for n in range(4) for c in itertools.combinations(("_shape", "_strides", "_ndim"), n)],
+)
+@pytest.mark.parametrize("attribute", ["", "thread_position_in_grid"])
+@pytest.mark.parametrize("outputs", [("o",), ("o", "p", "q")])
+def test_shape_words_with_and_without_an_attribute(words, attribute, outputs):
+    # Two outputs, shape words and no attribute: MLX's text does not compile, and has to be matched.
+    source = attribute + "".join(f" y{word};" for word in words)
+    inputs = [mx.zeros(20, mx.float16), mx.zeros((3, 4), mx.int8)]
+    agrees(program(source, ("x", "y"), outputs), inputs, [], [mx.float32] * len(outputs))
+
+
+def test_words_are_found_inside_longer_words():
+    source = "max_shape; dispatch_threads_per_threadgroup; my_thread_index_in_simdgroup_2;"
+    recorded = agrees(program(source, ("x",)), [mx.zeros(20)], [], [mx.float32])
+    assert recorded.shape_words == [(True, False, False)]
+
+
+@pytest.mark.parametrize("init_value", [None, 0.0, -1.5])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_options_that_are_not_in_the_text(init_value, contiguous):
+    made = program(ensure_row_contiguous=contiguous)
+    recorded = agrees(made, [mx.zeros((4, 4)).T], [], [mx.float32], init_value=init_value)
+    assert recorded.init_value == init_value
+    assert recorded.ensure_row_contiguous is contiguous
+    assert (recorded.grid, recorded.threadgroup) == (SIZES["grid"], SIZES["threadgroup"])
+
+
+names = st.sampled_from(["x", "w", "max", "x_shape", "scales", "A1"])
+arrays = st.builds(
+    mx.zeros, st.lists(st.integers(0, 4), max_size=4).map(tuple), st.sampled_from(DTYPES)
+)
+values = st.one_of(st.integers(0, 2**31 - 1), st.booleans(), st.sampled_from(DTYPES))
+fragments = st.lists(
+    st.one_of(
+        st.sampled_from(list(signature.ATTRIBUTES)),
+        st.builds(str.__add__, names, st.sampled_from(["_shape", "_strides", "_ndim", "", "_"])),
+        st.sampled_from(["\n", "/* no */", "#pragma unroll\n", "a < b"]),
+    ),
+    max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_kernel(data):
+    inputs = data.draw(st.dictionaries(names, arrays, max_size=4))
+    template = data.draw(st.dictionaries(st.sampled_from(["T", "N", "B", "U2"]), values))
+    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
+    made = program(
+        ";".join(data.draw(fragments)),
+        tuple(inputs),
+        tuple(f"out{i}" for i in range(len(dtypes))),
+        header=data.draw(st.sampled_from(["", "struct S { int x_ndim; };\n", "// no newline"])),
+        atomic_outputs=data.draw(st.booleans()),
+    )
+    agrees(made, list(inputs.values()), list(template.items()), dtypes)
