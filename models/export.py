@@ -10,19 +10,12 @@ import mlx.nn as nn
 from corpus import END
 from evaluate import figures, total_loss
 from mlx.utils import tree_map
-from mlx_lm import generate, load
+from mlx_lm import load
 from mlx_lm.models.qwen2 import Model, ModelArgs
-from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import dequantize_model, quantize_model, save_config, save_model
 from network import BITS, GROUP_SIZE, INIT_STD
 from settings import Settings
 from tokenizers import Tokenizer
-
-PROMPTS = [
-    "Once upon a time there was a king",
-    "There was once a poor woodcutter who lived with his wife",
-    "The fox looked at the old soldier and said,",
-]
 
 
 def model_config(settings: Settings, vocab_size: int, end: int) -> dict[str, Any]:
@@ -148,15 +141,3 @@ def measure(
             nats = total_loss(losses, stream, settings.context, settings.context // 2)
             results[name][kind] = figures(nats, len(stream) - 1, size)
     return results
-
-
-def sample_text(folder: Path, max_tokens: int, temperature: float = 0.7) -> str:
-    """Return continuations of three prompts by the exported model."""
-    model, tokenizer = load(str(folder))
-    sampler = make_sampler(temp=temperature, top_p=0.9)
-    pieces = []
-    for seed, prompt in enumerate(PROMPTS):
-        mx.random.seed(seed)
-        text = generate(model, tokenizer, prompt=prompt, max_tokens=max_tokens, sampler=sampler)
-        pieces.append(prompt + text)
-    return "\n\n-----\n\n".join(pieces) + "\n"

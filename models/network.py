@@ -26,15 +26,17 @@ class DropoutBlock(TransformerBlock):
 
 
 class TrainingModel(Model):
-    """Qwen2 with dropout on the embeddings and in every block, and the same parameter names."""
+    """Qwen2 with dropout of embeddings, of whole tokens and in every block; parameters as there."""
 
-    def __init__(self, args: ModelArgs, dropout: float) -> None:
+    def __init__(self, args: ModelArgs, dropout: float, token_dropout: float) -> None:
         super().__init__(args)
         self.dropout = nn.Dropout(dropout)
+        self.token_dropout = nn.Dropout(token_dropout)
         self.model.layers = [DropoutBlock(args, dropout) for _ in range(args.num_hidden_layers)]
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         embeddings = self.dropout(self.model.embed_tokens(inputs))
+        embeddings *= self.token_dropout(mx.ones((*inputs.shape, 1), embeddings.dtype))
         return super().__call__(inputs, cache, embeddings)
 
 

@@ -1,6 +1,7 @@
 """Trains the small Qwen2 model that ships with the repository, from the texts in models/data.
 
     python models/train.py                        # the model as shipped; minutes on a GPU
+    python models/card.py                         # its model card, with samples
     python models/train.py --smoke --out /tmp/m   # seconds on a CPU
 
 A run can be interrupted at any point and started again with the same options: it goes on from
@@ -20,9 +21,9 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 from corpus import Sampler, Text, encode, encode_copies, read_plays, read_tales, train_tokenizer
-from evaluate import figures, total_loss
-from export import export, measure, model_config, sample_text
-from mlx.utils import tree_map
+from evaluate import figures, score, total_loss
+from export import export, measure, model_config
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.qwen2 import ModelArgs
 from network import TrainingModel, compiled_losses, init_parameters, token_losses
 from numpy.typing import NDArray
@@ -73,6 +74,8 @@ def make_step(
 
     def step(params: Any, average: Any, tokens: mx.array, decay: mx.array) -> Any:
         value, gradients = mx.value_and_grad(loss)(params, tokens)
+        # A norm is summed in the order of the tree, which the optimizer makes that of a set.
+        gradients = tree_unflatten(sorted(tree_flatten(gradients)))
         gradients, _ = optim.clip_grad_norm(gradients, settings.clip)
         params = optimizer.apply_gradients(gradients, params)
         average = tree_map(lambda a, p: decay * a + (1 - decay) * p, average, params)
@@ -109,7 +112,9 @@ class Trainer:
         vocab_size = -(-self.tokenizer.get_vocab_size() // 64) * 64
         end = int(self.sampler.plain[0][0])
         self.config = model_config(settings, vocab_size, end)
-        self.model = TrainingModel(ModelArgs.from_dict(self.config), settings.dropout)
+        self.model = TrainingModel(
+            ModelArgs.from_dict(self.config), settings.dropout, settings.token_dropout
+        )
         mx.random.seed(settings.seed)
         self.params = init_parameters(self.model)
         self.average = self.best = self.params
@@ -197,8 +202,7 @@ class Trainer:
             length = self.settings.context
             nats = total_loss(lambda t: self._quick_losses(self.average, t), stream, length, length)
             row[name] = figures(nats, len(stream) - 1, size)["bits_per_byte"]
-        weight = self.settings.tales_weight
-        row["score"] = weight * row["tales"] + (1 - weight) * row["plays"]
+        row["score"] = score(row)
         if row["score"] < min((r["score"] for r in self.progress["history"]), default=math.inf):
             self.best = self.average
         self.progress["history"].append(row)
@@ -212,7 +216,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Train, export, measure, and write samples."""
+    """Train, export and measure."""
     parser = argparse.ArgumentParser(description="Train the model that ships with the repository.")
     parser.add_argument("--out", type=Path, default=HERE / "tales-qwen2", help="model folder")
     parser.add_argument("--checkpoints", type=Path, help="default: models/checkpoints/NAME")
@@ -229,9 +233,10 @@ def main() -> None:
 
     export(trainer.best, trainer.config, trainer.tokenizer, options.out)
     validation = measure(trainer.best, trainer.config, options.out, trainer.valid, settings)
-    record = {"settings": settings.to_dict(), "validation": validation, **trainer.progress}
+    device = mx.device_info().get("device_name", str(mx.default_device()))
+    made = {"device": device, "mlx": mx.__version__}
+    record = {"settings": settings.to_dict(), **made, "validation": validation, **trainer.progress}
     (options.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "samples.txt").write_text(sample_text(options.out, 20 if options.smoke else 250))
     print(json.dumps(validation, indent=1))
 
 
