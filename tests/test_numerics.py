@@ -21,7 +21,7 @@ def test_one_rounding_passes_and_a_narrow_accumulator_does_not(dtype):
     narrow = mx.zeros(truth.shape, dtype)
     for i in range(0, 700, 50):
         narrow = narrow + a[:, i : i + 50] @ b[i : i + 50]
-    with pytest.raises(AssertionError, match="error .* allowed"):
+    with pytest.raises(AssertionError, match=r"error .* allowed"):
         assert_accurate(narrow, truth, rounded)
 
 
