@@ -12,7 +12,7 @@ else
   EXTRA := ,cpu
 endif
 
-.PHONY: setup demo test test-fast test-cuda lint clean
+.PHONY: setup demo test test-fast test-cuda test-floors lint clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -31,10 +31,17 @@ test-fast: setup
 test-cuda: setup
 	$(BIN)/python -m pytest -m cuda
 
+# The oldest versions that pyproject.toml admits, in an environment of their own.
+test-floors:
+	$(PYTHON) -m venv $(VENV)-floors
+	$(VENV)-floors/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint tests/floors.txt --editable '.[dev,host$(EXTRA)]'
+	$(VENV)-floors/bin/python -m pytest -n auto --dist worksteal
+
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-floors build dist *.egg-info

@@ -1,0 +1,158 @@
+"""Prefill and decoding of a language model: stock mlx-lm against the converted layers.
+
+    python benchmarks/bench_generate.py
+    python benchmarks/bench_generate.py --model Qwen/Qwen2-7B-Instruct-MLX --prompt-tokens 2048
+
+Verified first: in float32 the converted model must choose the tokens that stock mlx-lm chooses.
+Then the contenders take turns, each with the same random prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from common import Sample, Table, add_output, print_facts, turns, write_output
+from mlx_lm.generate import generate_step
+
+from mlx_qlayers import convert_model, explain, use_backend
+from mlx_qlayers.commands.arguments import positive
+from mlx_qlayers.commands.demo import shipped_model
+from mlx_qlayers.loading import load_stock
+from mlx_qlayers.runtime.backend import BACKENDS, BackendError
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation: its tokens, the seconds to the first and from there on, and the peak."""
+
+    tokens: list[int]
+    prefill: float
+    decode: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model, and the backend that it is to run on."""
+
+    name: str
+    model: nn.Module
+    backend: str = "auto"
+
+    def generate(self, prompt: mx.array, tokens: int) -> Run:
+        """Choose ``tokens`` tokens greedily."""
+        mx.reset_peak_memory()
+        with use_backend(self.backend):
+            start = time.perf_counter()
+            steps = generate_step(prompt, self.model, max_tokens=tokens)
+            chosen = [int(next(steps)[0])]
+            first = time.perf_counter()
+            chosen += [int(token) for token, _ in steps]
+            end = time.perf_counter()
+        return Run(chosen, first - start, end - first, mx.get_peak_memory())
+
+
+def contenders(model: str, dtype: str) -> list[Contender]:
+    """Stock, converted as a user gets it, and converted on each backend that can run here."""
+    stock, _, _, quantization = load_stock(model)
+    stock.set_dtype(getattr(mx, dtype))
+    converted = copy.deepcopy(stock)  # the arrays are shared
+    convert_model(converted, config=quantization)
+    found = [Contender("stock mlx-lm", stock), Contender("converted (auto)", converted)]
+    for name in BACKENDS[1:]:
+        try:
+            with use_backend(name):
+                found.append(Contender(f"converted ({name})", converted, name))
+        except BackendError:
+            continue
+    return found
+
+
+def verify(found: list[Contender], prompt: mx.array, tokens: int) -> set[str]:
+    """The names of the contenders that can run, after a check that all choose the same tokens.
+
+    Raises:
+        SystemExit: one of them chooses another.
+    """
+    wanted = found[0].generate(prompt, tokens).tokens
+    able = {found[0].name}
+    for contender in found[1:]:
+        try:
+            chosen = contender.generate(prompt, tokens).tokens
+        except BackendError as error:
+            print(f"{contender.name} is left out: {error}")
+            continue
+        if chosen != wanted:
+            same = [a == b for a, b in zip(chosen, wanted, strict=True)].index(False)
+            raise SystemExit(f"{contender.name} differs from stock after {same} tokens")
+        able.add(contender.name)
+    print(f"verified: in float32 {', '.join(sorted(able))} choose the same {tokens} tokens\n")
+    return able
+
+
+def measure(found: list[Contender], prompt: mx.array, args: argparse.Namespace) -> Table:
+    """Let the contenders generate in turn, and print a row for each."""
+    by_name = {contender.name: contender for contender in found}
+    for contender in found:
+        contender.generate(prompt, 2)  # compiled and paged in, not timed
+    runs: dict[str, list[Run]] = {name: [] for name in by_name}
+    for name in turns(by_name, args.repeats):
+        runs[name].append(by_name[name].generate(prompt, args.tokens + 1))
+    table = Table(
+        {
+            "layers": 18,
+            "prefill tok/s": 14,
+            "prefill x": 9,
+            "decode tok/s": 14,
+            "decode x": 9,
+            "peak": 9,
+        }
+    )
+    table.print_header()
+    base: tuple[float, float] | None = None
+    for name, done in runs.items():
+        prefill = Sample.of(run.prefill for run in done).per(args.prompt_tokens)
+        decode = Sample.of(run.decode for run in done).per(args.tokens)
+        base = base or (prefill.median, decode.median)
+        row: dict[str, Any] = {"layers": name, "prefill tok/s": prefill, "decode tok/s": decode}
+        row |= {"prefill x": prefill.median / base[0], "decode x": decode.median / base[1]}
+        row |= {"peak": f"{max(run.peak_bytes for run in done) / 1e6:,.0f} MB"}
+        table.add(**row, model=str(args.model), dtype=args.dtype, tokens=args.tokens)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default=None, help="the one that ships by default")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--prompt-tokens", type=positive, default=256)
+    parser.add_argument("--tokens", type=positive, default=64, help="tokens to decode")
+    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--verify-tokens", type=positive, default=32)
+    parser.add_argument("--seed", type=int, default=0, help="of the random prompt")
+    add_output(parser)
+    args = parser.parse_args()
+    args.model = args.model or shipped_model()
+
+    print_facts()
+    exact = contenders(args.model, "float32")
+    mx.random.seed(args.seed)
+    prompt = mx.random.randint(0, exact[0].model.args.vocab_size, (args.prompt_tokens,))
+    able = verify(exact, prompt, args.verify_tokens)
+    del exact
+    print(f"{args.model}, {args.dtype}: {args.prompt_tokens} tokens in, {args.tokens} out")
+    explain(reset=True)
+    found = [c for c in contenders(args.model, args.dtype) if c.name in able]
+    table = measure(found, prompt, args)
+    print("\npaths taken:", *explain(), sep="\n  ")
+    write_output(args, "generate", [table])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Quantized linear, grid sampling and attention layers with custom Metal kernels for Apple MLX."""
+
+from .convert import convert_model, revert_model
+from .layers.fused_attention import FusedAttention
+from .layers.grid_sample import GridSample
+from .layers.qlinear import QLinear
+from .loading import load
+from .ops.attention import attention
+from .ops.grid_sample import affine_grid, grid_sample
+from .ops.quantized_matmul import quantized_matmul
+from .report import ConversionReport
+from .runtime.backend import backend, explain, use_backend
+
+__all__ = [
+    "ConversionReport",
+    "FusedAttention",
+    "GridSample",
+    "QLinear",
+    "affine_grid",
+    "attention",
+    "backend",
+    "convert_model",
+    "explain",
+    "grid_sample",
+    "load",
+    "quantized_matmul",
+    "revert_model",
+    "use_backend",
+]

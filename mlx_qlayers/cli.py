@@ -1,0 +1,90 @@
+"""The ``mlx-qlayers`` command."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .commands import convert, demo, generate, info
+
+_COMMANDS = (generate, convert, info, demo)
+_ERROR, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
+_LONGEST = 600  # characters of an error message
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors take one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments after the command's name; those of the process by default.
+
+    Returns:
+        The exit code: 0, 2 after an error, 130 after an interrupt.
+
+    Example:
+        >>> main(["generate", "--model", "models/tales", "--prompt", "Once upon a time"])
+        0
+    """
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has said what it had to say
+        return stop.code if isinstance(stop.code, int) else _ERROR
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack a letter that a model has
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader has left: give the interpreter's last flush somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except Exception as error:
+        if args.traceback:
+            traceback.print_exc()
+        print(f"mlx-qlayers: error: {_one_line(error)}", file=sys.stderr)
+        return _ERROR
+    return 0
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="mlx-qlayers",
+        description="Language models with the layers of mlx-qlayers.",
+    )
+    parser.add_argument("--version", action="version", version=info.version_of("mlx-qlayers"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for module in _COMMANDS:
+        summary = (module.__doc__ or "").strip().splitlines()[0]
+        command = commands.add_parser(
+            module.__name__.rpartition(".")[2],
+            help=summary,
+            description=summary,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.add_argument(
+            "--traceback", action="store_true", help="print the whole of an error, for a report"
+        )
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, (ValueError, OSError)):
+        text = f"{type(error).__name__}: {text}" if str(error) else text
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (--traceback shows the rest)"

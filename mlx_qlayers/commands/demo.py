@@ -1,0 +1,74 @@
+"""Generate text with the model that ships with the package, stock and converted."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .arguments import positive, temperature
+
+MODEL = "tales-qwen2"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PATH", help="another model than the one that ships")
+    parser.add_argument("--prompt", default="Once upon a time there was a king", help="its start")
+    parser.add_argument("--max-tokens", type=positive, default=200, help="tokens to generate")
+    parser.add_argument("--temp", type=temperature, default=0.7, help="0 takes the likeliest token")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the sampling, where --temp is not 0"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    import mlx.core as mx
+
+    from ..convert import convert_model
+    from ..loading import load_stock
+    from ..runtime.backend import backend
+    from .text import encode, stream
+
+    stock, tokenizer, _, quantization = load_stock(args.model or shipped_model())
+    converted = copy.deepcopy(stock)  # the arrays are shared
+    print(convert_model(converted, config=quantization).summary(), end="\n\n")
+    prompt = encode(tokenizer, args.prompt, chat=False)
+    rows = []
+    for name, model, echo in (
+        ("converted", converted, sys.stdout),
+        ("stock mlx-lm", stock, None),
+    ):
+        stream(model, tokenizer, prompt, max_tokens=2)  # compiled and paged in, not timed
+        if echo:
+            print(args.prompt, end="", flush=True)
+        mx.random.seed(args.seed)
+        speed = stream(
+            model, tokenizer, prompt, max_tokens=args.max_tokens, temp=args.temp, echo=echo
+        )
+        rows.append((name, f"{speed.prompt_rate:.1f}", f"{speed.rate:.1f}"))
+    print(f"\nTokens per second on {mx.default_device()}, backend {backend()}:")
+    print(table(("layers", "prompt", "text"), rows))
+
+
+def shipped_model() -> Path:
+    """The directory of the model in ``models/``, or of its copy inside an installed package."""
+    package = Path(__file__).parents[1]
+    places = (package / "_models" / MODEL, package.parent / "models" / MODEL)
+    for place in places:
+        if place.is_dir():
+            return place
+    raise FileNotFoundError(f"{places[0]}: the model is not part of this installation; use --model")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (header, *rows)
+    )

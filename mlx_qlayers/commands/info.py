@@ -1,0 +1,70 @@
+"""Show versions, device and backend, and what a conversion would do to a model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from .arguments import add_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "--model", required=False)
+
+
+def run(args: argparse.Namespace) -> None:
+    rows = versions() | device() | backends()
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
+    if args.model is not None:
+        from ..convert import convert_model
+        from ..loading import load_stock
+
+        loaded = load_stock(args.model, lazy=True, trust_remote_code=args.trust_remote_code)
+        print(f"\n{args.model}: {loaded.config['model_type']}\n")
+        print(convert_model(loaded.model, config=loaded.quantization, dry_run=True))
+
+
+def versions() -> dict[str, str]:
+    """The versions that a bug report should name."""
+    rows = {"python": platform.python_version(), "platform": platform.platform()}
+    packages = ("mlx-qlayers", "mlx", "mlx-lm", "huggingface-hub", "safetensors")
+    return rows | {package: version_of(package) for package in packages}
+
+
+def version_of(package: str) -> str:
+    """The installed version of a package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def device() -> dict[str, str]:
+    """MLX's default device and the memory that it can use."""
+    import mlx.core as mx
+
+    facts = mx.device_info()
+    memory = facts.get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name = facts.get("device_name") or facts.get("architecture") or platform.machine()
+    return {
+        "device": f"{mx.default_device()}, {name}",
+        "memory": f"{int(memory) / 2**30:.1f} GiB",
+    }
+
+
+def backends() -> dict[str, str]:
+    """The backend that runs kernels now, and for each of the others why it cannot."""
+    from ..runtime.backend import BACKENDS, BackendError, backend, requested, use_backend
+
+    rows = {"backend": f"{backend()} ({'auto' if requested() == 'auto' else 'asked for'})"}
+    for name in BACKENDS[1:]:
+        try:
+            with use_backend(name):
+                rows[f"  {name}"] = "can run"
+        except BackendError as error:
+            rows[f"  {name}"] = str(error).rpartition(" cannot run: ")[2]
+    return rows

@@ -1,0 +1,138 @@
+"""Puts this package's layers into a model, and takes them out again."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .config import QuantizationConfig
+from .layers.qlinear import COUNTERPARTS, Counterpart
+from .layers.routing import is_routed, stock_class
+from .plan import Planner, Predicate, Step, kind_of, modules, row_of
+from .report import QUANTIZED, REVERTED, ConversionReport
+from .verify import Verifier
+
+
+def convert_model(
+    model: nn.Module,
+    *,
+    config: object = None,
+    linear: bool = True,
+    attention: bool = True,
+    predicate: Predicate | None = None,
+    dry_run: bool = False,
+    verify: bool = True,
+) -> ConversionReport:
+    """Swap this package's layers into a model, in place.
+
+    ``nn.QuantizedLinear`` becomes :class:`QLinear`, the product of a tied
+    ``nn.QuantizedEmbedding`` goes the same way, and modules that compute attention with mlx-lm's
+    shared function become :class:`FusedAttention`. Module paths, parameter names and arrays stay.
+    Everything is checked before the first swap: an error leaves the model as it was.
+
+    Args:
+        model: any ``nn.Module``, such as a model loaded with mlx-lm.
+        config: the contents of the model's ``config.json``, or a path to it. Its
+            ``quantization`` entry is held against the arrays. It also quantizes ``nn.Linear``
+            layers: those it names, and, in a model where nothing is quantized yet, all whose
+            width the group size divides (and the model's own ``quant_predicate`` allows).
+        linear: convert linear and embedding layers.
+        attention: convert attention.
+        predicate: called with path and module; false leaves the module alone.
+        dry_run: report what would be done, and do nothing.
+        verify: run each kind of layer once on random input, and compare with the stock layer.
+
+    Returns:
+        The report: a row for each module with what happened to it and why. Print it.
+
+    Raises:
+        ValueError: ``model`` is no module, nothing in it is quantized and ``config`` asks for
+            nothing, ``config`` contradicts the arrays, or a layer fails the verification.
+        FileNotFoundError: ``config`` is a path that does not exist.
+
+    Example:
+        >>> from mlx_lm import load
+        >>> model, tokenizer = load("Qwen/Qwen2-7B-Instruct-MLX")
+        >>> print(convert_model(model))
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an mlx.nn.Module, not {type(model).__name__}: {model!r}")
+    wanted = QuantizationConfig() if config is None else QuantizationConfig.read(config)
+    planner = Planner(model, wanted, linear, attention, predicate)
+    steps = planner.steps()
+    report = ConversionReport(tuple(s.row for s in steps), planner.unmatched(), dry_run)
+    if linear and not planner.has_quantized and QUANTIZED not in report.counts:
+        raise ValueError(
+            "the model has no quantized layer: pass a config with a 'quantization' entry to "
+            "quantize its nn.Linear layers, or linear=False to convert its attention alone"
+        )
+    if dry_run:
+        return report
+    changes = [step for step in steps if step.cls is not None]
+    mx.eval([step.packed.parameters() for step in changes if step.packed is not None])
+    if verify:
+        verifier = Verifier(model)
+        for step in changes:
+            assert step.cls is not None
+            verifier.check(step.row.path, step.packed or step.module, step.cls)
+    _apply(changes)
+    return report
+
+
+def revert_model(model: nn.Module) -> ConversionReport:
+    """Give a converted model its stock layers back, in place.
+
+    The arrays are those the layers hold now. A layer that the conversion quantized becomes an
+    ``nn.QuantizedLinear``: its unquantized weight was not kept.
+
+    Args:
+        model: a converted model; one without converted layers is left as it is.
+
+    Returns:
+        A row for each layer that was reverted.
+
+    Raises:
+        ValueError: ``model`` is no ``nn.Module``.
+
+    Example:
+        >>> revert_model(model).counts
+        {'reverted': 33}
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an mlx.nn.Module, not {type(model).__name__}: {model!r}")
+    changes = []
+    for path, module in modules(model):
+        if isinstance(module, Counterpart) and type(module) in COUNTERPARTS.values():
+            row = row_of(path, kind_of(module) or "linear", module, REVERTED)
+            changes.append(Step(module, row, type(module).stock))
+        elif is_routed(module):
+            row = row_of(path, "attention", module, REVERTED)
+            changes.append(Step(module, row, stock_class(module)))
+    _apply(changes)
+    return ConversionReport(tuple(step.row for step in changes))
+
+
+def _apply(changes: list[Step]) -> None:
+    """Make all changes, or none if anything interrupts them."""
+    before = [
+        (s.module, s.module.__class__, dict(s.module), vars(s.module).copy()) for s in changes
+    ]
+    try:
+        for step in changes:
+            if step.packed is not None:
+                _replace(step.module, dict(step.packed), vars(step.packed))
+            assert step.cls is not None
+            step.module.__class__ = step.cls
+    except BaseException:
+        for module, cls, items, attributes in before:
+            module.__class__ = cls
+            _replace(module, items, attributes)
+        raise
+
+
+def _replace(module: nn.Module, items: dict, attributes: dict) -> None:
+    """Make ``module`` hold what another does, so that all references to it see the change."""
+    module.clear()
+    dict.update(module, items)  # Module.update takes parameters
+    vars(module).clear()
+    vars(module).update(attributes)

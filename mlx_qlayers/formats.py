@@ -1,0 +1,93 @@
+"""The quantized formats of MLX: which group sizes and bits each mode allows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+MODES = {
+    "affine": ((32, 64, 128), (1, 2, 3, 4, 5, 6, 8)),
+    "mxfp4": ((32,), (4,)),
+    "mxfp8": ((32,), (8,)),
+    "nvfp4": ((16,), (4,)),
+}
+DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+
+
+class Format(NamedTuple):
+    """How a matrix is quantized, in the order that MLX's operators take it.
+
+    Attributes:
+        group_size: consecutive elements of a row that share one scale.
+        bits: bits an element.
+        mode: ``"affine"`` (float scale and bias a group), ``"mxfp4"`` and ``"mxfp8"`` (E8M0
+            scale) or ``"nvfp4"`` (E4M3 scale).
+    """
+
+    group_size: int
+    bits: int
+    mode: str = "affine"
+
+    @classmethod
+    def checked(
+        cls, group_size: object = None, bits: object = None, mode: object = "affine"
+    ) -> Format:
+        """A format that MLX has; ``None`` stands for the mode's default.
+
+        Raises:
+            ValueError: naming the argument and its value.
+        """
+        if not isinstance(mode, str) or mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+        sizes, widths = MODES[mode]
+        size, width = DEFAULTS[mode]
+        return cls(
+            _one_of("group_size", sizes, size if group_size is None else group_size, mode),
+            _one_of("bits", widths, width if bits is None else bits, mode),
+            mode,
+        )
+
+    def dims(self, w: mx.array) -> int:
+        """Elements of one row of the packed matrix ``w``."""
+        return w.shape[-1] * 32 // self.bits
+
+    def mismatch(self, w: mx.array, scales: mx.array, biases: mx.array | None) -> str | None:
+        """What is wrong with arrays that should hold this format, or None if nothing is."""
+        if w.dtype != mx.uint32:
+            return f"w must be uint32, not {_name(w.dtype)}"
+        packed, remainder = divmod(scales.shape[-1] * self.group_size * self.bits, 32)
+        if scales.ndim != w.ndim or scales.shape[:-1] != w.shape[:-1] or remainder:
+            return f"scales of shape {scales.shape} do not go with w of shape {w.shape}"
+        if packed != w.shape[-1]:
+            return (
+                f"w of shape {w.shape} and scales of shape {scales.shape} do not hold "
+                f"group_size={self.group_size}, bits={self.bits}: "
+                f"that needs {packed} words a row"
+            )
+        if self.mode == "affine":
+            if biases is None:
+                return "biases is missing: affine needs one a group"
+            if biases.shape != scales.shape:
+                return (
+                    f"biases of shape {biases.shape} must have the shape of scales {scales.shape}"
+                )
+            if not mx.issubdtype(scales.dtype, mx.floating):
+                return f"scales must be floating point in mode 'affine', not {_name(scales.dtype)}"
+        else:
+            if biases is not None:
+                return f"biases must be None in mode {self.mode!r}"
+            if scales.dtype != mx.uint8:
+                return f"scales must be uint8 in mode {self.mode!r}, not {_name(scales.dtype)}"
+        return None
+
+
+def _one_of(name: str, allowed: tuple[int, ...], value: object, mode: str) -> int:
+    if type(value) is int and value in allowed:
+        return value
+    choices = ", ".join(map(str, allowed))
+    raise ValueError(f"{name} must be {choices} in mode {mode!r}, not {value!r}")
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]

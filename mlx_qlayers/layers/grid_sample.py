@@ -1,0 +1,60 @@
+"""Grid sampling as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES, grid_sample
+
+
+class GridSample(nn.Module):
+    """Samples its first input at the points of its second; it has no parameters.
+
+    Args:
+        mode: ``"bilinear"``, ``"nearest"`` or ``"bicubic"``.
+        padding_mode: ``"zeros"``, ``"border"`` or ``"reflection"``.
+        align_corners: whether -1 and 1 are the centres of the corner pixels or their outer edges.
+        deterministic: make the gradient of ``x`` bit-identical from run to run.
+
+    Raises:
+        ValueError: no mode or padding mode has that name.
+
+    Example:
+        >>> layer = GridSample(padding_mode="border")
+        >>> layer(mx.ones((1, 4, 6, 3)), mx.zeros((1, 2, 2, 2))).shape
+        (1, 2, 2, 3)
+
+    Source:
+        :func:`mlx_qlayers.grid_sample`, where shapes and dtypes are described.
+    """
+
+    def __init__(
+        self,
+        mode: str = "bilinear",
+        padding_mode: str = "zeros",
+        align_corners: bool = False,
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__()
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+        if padding_mode not in PADDING_MODES:
+            choices = ", ".join(PADDING_MODES)
+            raise ValueError(f"padding_mode must be one of {choices}, not {padding_mode!r}")
+        self.mode = mode
+        self.padding_mode = padding_mode
+        self.align_corners = align_corners
+        self.deterministic = deterministic
+
+    def _options(self) -> dict[str, Any]:
+        names = ("mode", "padding_mode", "align_corners", "deterministic")
+        return {name: getattr(self, name) for name in names}
+
+    def _extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._options().items())
+
+    def __call__(self, x: mx.array, grid: mx.array) -> mx.array:
+        return grid_sample(x, grid, **self._options())

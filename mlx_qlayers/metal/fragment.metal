@@ -1,0 +1,166 @@
+// Matrix fragments: the operands of a 16 x 8 x 16 product, spread over one SIMD group.
+//
+//   sum_fragment (16 x 8, float) += left_fragment<T> (16 x 16) * right_fragment<T> (16 x 8)
+//
+// T is half, bfloat or float. A fragment is made of 8 x 8 parts, and each lane holds two elements
+// of each part: part[p][i]. Where an element lies:
+//
+//   left:   row    fragment_row(lane) + 8 * (p % 2),  depth fragment_col(lane) + 8 * (p / 2) + i
+//   sum:    row    fragment_row(lane) + 8 * p,        column fragment_col(lane) + i
+//   right:  depth  right_depth(lane, i) + 8 * p,      column right_column(lane, i)
+//
+// The maps differ between GPUs: ask these functions, never compute them. On NVIDIA GPUs the
+// functions of this file come from the CUDA shim, one tensor core instruction to a product.
+// Every lane must take part. Rows in threadgroup memory begin at multiples of 16 bytes, rows in
+// device memory at multiples of two elements; interleaved rows and steps at multiples of four.
+
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+using namespace metal;
+
+template <typename T>
+struct left_fragment {
+  metal::vec<T, 2> part[4];
+};
+
+template <typename T>
+struct right_fragment {
+  metal::vec<T, 2> part[2];
+};
+
+struct sum_fragment {
+  float2 part[2];
+};
+
+// The row of a lane's pair in an 8 x 8 part, and the first of its two adjacent columns.
+inline ushort fragment_row(uint lane) {
+  return ((lane / 4) & 4) + (lane / 2) % 4;
+}
+inline ushort fragment_col(uint lane) {
+  return ((lane / 4) & 2) * 2 + (lane % 2) * 2;
+}
+inline ushort right_depth(uint lane, ushort i) {
+  return fragment_row(lane);
+}
+inline ushort right_column(uint lane, ushort i) {
+  return fragment_col(lane) + i;
+}
+
+// Reductions over the 8 columns of a part: all lanes of a row get the result.
+inline float fragment_row_sum(float x) {
+  x += simd_shuffle_xor(x, 1);
+  return x + simd_shuffle_xor(x, 8);
+}
+inline float fragment_row_max(float x) {
+  x = max(x, simd_shuffle_xor(x, 1));
+  return max(x, simd_shuffle_xor(x, 8));
+}
+
+// Element (row, depth) is p[row * stride + depth]; transposed, p[depth * stride + row].
+template <typename T, typename P>
+void load_left(thread left_fragment<T>& f, P p, uint stride, uint lane) {
+  p += fragment_row(lane) * stride + fragment_col(lane);
+#pragma unroll
+  for (ushort k = 0; k < 4; k++) {
+    P at = p + 8 * (k % 2) * stride + 8 * (k / 2);
+    f.part[k] = metal::vec<T, 2>(at[0], at[1]);
+  }
+}
+template <typename T, typename P>
+void load_left_transposed(thread left_fragment<T>& f, P p, uint stride, uint lane) {
+  p += fragment_col(lane) * stride + fragment_row(lane);
+#pragma unroll
+  for (ushort k = 0; k < 4; k++) {
+    P at = p + 8 * (k / 2) * stride + 8 * (k % 2);
+    f.part[k] = metal::vec<T, 2>(at[0], at[stride]);
+  }
+}
+
+// Element (depth, column) is p[depth * stride + column]; transposed, p[column * stride + depth].
+template <typename T, typename P>
+void load_right(thread right_fragment<T>& f, P p, uint stride, uint lane) {
+  p += fragment_row(lane) * stride + fragment_col(lane);
+#pragma unroll
+  for (ushort k = 0; k < 2; k++) {
+    P at = p + 8 * k * stride;
+    f.part[k] = metal::vec<T, 2>(at[0], at[1]);
+  }
+}
+template <typename T, typename P>
+void load_right_transposed(thread right_fragment<T>& f, P p, uint stride, uint lane) {
+  p += fragment_col(lane) * stride + fragment_row(lane);
+#pragma unroll
+  for (ushort k = 0; k < 2; k++) {
+    P at = p + 8 * k;
+    f.part[k] = metal::vec<T, 2>(at[0], at[stride]);
+  }
+}
+
+// The 16 depths in another order, the same for both operands, so that a lane of the left operand
+// (and on CUDA of both) reads four neighbours: depth d is element d % 8 / 2 * step + d / 8 * 2 + d % 2
+// of its row or column. With step 4 that is 16 depths in a row; with step 16 a lane's four
+// neighbours are one quarter of its 16, and four fragments at p, p + 4, p + 8, p + 12 take 64.
+template <typename T, typename P>
+void load_left_interleaved(
+    thread left_fragment<T>& f, P p, uint stride, uint step, uint lane) {
+  p += fragment_row(lane) * stride + fragment_col(lane) / 2 * step;
+#pragma unroll
+  for (ushort k = 0; k < 2; k++) {
+    P at = p + 8 * k * stride;
+    f.part[k] = metal::vec<T, 2>(at[0], at[1]);
+    f.part[k + 2] = metal::vec<T, 2>(at[2], at[3]);
+  }
+}
+template <typename T, typename P>
+void load_right_interleaved(
+    thread right_fragment<T>& f, P p, uint stride, uint step, uint lane) {
+  ushort depth = fragment_row(lane);
+  p += fragment_col(lane) * stride + depth / 2 * step + depth % 2;
+#pragma unroll
+  for (ushort k = 0; k < 2; k++) {
+    P at = p + 2 * k;
+    f.part[k] = metal::vec<T, 2>(at[0], at[stride]);
+  }
+}
+
+// Two neighbouring sums, columns 0 to 7 and 8 to 15, as the left operand of the next product.
+template <typename T>
+void left_from_sums(thread left_fragment<T>& f, sum_fragment low, sum_fragment high) {
+  f.part[0] = metal::vec<T, 2>(low.part[0]);
+  f.part[1] = metal::vec<T, 2>(low.part[1]);
+  f.part[2] = metal::vec<T, 2>(high.part[0]);
+  f.part[3] = metal::vec<T, 2>(high.part[1]);
+}
+
+template <typename T>
+simdgroup_matrix<T, 8, 8> part_matrix(metal::vec<T, 2> part) {
+  simdgroup_matrix<T, 8, 8> m;
+  reinterpret_cast<thread metal::vec<T, 2>&>(m.thread_elements()) = part;
+  return m;
+}
+
+template <typename T>
+void multiply_accumulate(
+    thread sum_fragment& sum, left_fragment<T> left, right_fragment<T> right) {
+#pragma unroll
+  for (ushort row = 0; row < 2; row++) {
+    simdgroup_matrix<float, 8, 8> d = part_matrix<float>(sum.part[row]);
+#pragma unroll
+    for (ushort depth = 0; depth < 2; depth++) {
+      simdgroup_multiply_accumulate(
+          d, part_matrix<T>(left.part[2 * depth + row]), part_matrix<T>(right.part[depth]), d);
+    }
+    sum.part[row] = reinterpret_cast<thread float2&>(d.thread_elements());
+  }
+}
+
+// Element (row, column) goes to p[row * stride + column], rounded to T.
+template <typename T, typename P>
+void store_sum(sum_fragment f, P p, uint stride, uint lane) {
+  p += fragment_row(lane) * stride + fragment_col(lane);
+#pragma unroll
+  for (ushort k = 0; k < 2; k++) {
+    p[8 * k * stride] = T(f.part[k].x);
+    p[8 * k * stride + 1] = T(f.part[k].y);
+  }
+}

@@ -1,0 +1,170 @@
+"""Scaled dot-product attention: grouped heads, masks, windows, softcap, sinks, packed keys."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import mlx.core as mx
+
+from mlx_qlayers.reference import attention as reference
+from mlx_qlayers.reference.attention import Packed
+from mlx_qlayers.runtime.backend import choose
+
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+_BITS = (2, 3, 4, 5, 6, 8)
+_GROUP_SIZES = (32, 64, 128)
+
+
+def attention(
+    q: mx.array,
+    k: mx.array | Packed,
+    v: mx.array | Packed,
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """``softmax(q @ k.T * scale) @ v`` for every head, with a float32 softmax.
+
+    Args:
+        q: queries (B, H, L, D); float32, float16 or bfloat16.
+        k: keys (B, Hkv, S, D), where Hkv divides H and is not expanded; or what
+            ``mx.quantize(k)`` gives, (packed, scales, biases), as mlx-lm's ``QuantizedKVCache``
+            keeps it: group size and bits follow from the shapes.
+        v: values (B, Hkv, S, Dv), or packed with the group size and bits of ``k``.
+        scale: what the products of queries and keys are multiplied by.
+        mask: ``"causal"`` (the last query is aligned with the last key), booleans (true where a
+            query sees a key) or numbers to add to the scores; arrays broadcast to (B, H, L, S).
+        window: query i, counted so that the last of both are aligned, sees keys j with
+            ``i - window < j <= i``, of those that ``mask`` lets it see.
+        softcap: a score s becomes ``softcap * tanh(s / softcap)``, before the mask.
+        sinks: (H,) scores of keys without a value, one a head, outside mask and softcap.
+
+    Returns:
+        (B, H, L, Dv) in the dtype that those of ``q``, ``k`` and ``v`` promote to. A query that
+        sees no key gets the mean of all values (as the stock operator on a CPU), or zero where
+        there are sinks; never NaN.
+
+    Raises:
+        ValueError: an argument has the wrong rank, shape, dtype or value; it says which.
+
+    Example:
+        >>> q, k = mx.ones((1, 4, 3, 32)), mx.ones((1, 2, 5, 32))
+        >>> attention(q, k, k, scale=32**-0.5, mask="causal").shape
+        (1, 4, 3, 32)
+
+    Source:
+        ``mx.fast.scaled_dot_product_attention``; windows as in mlx-lm, softcap as in Gemma 2 (arXiv
+        2408.00118), sinks as in gpt-oss (arXiv 2508.10925).
+    """
+    _check_arrays(q, k, v)
+    _check_options(q, reference.keys(k), scale, mask, window, softcap, sinks)
+    path = choose("attention")
+    assert path == "ops"
+    return reference.attention(q, k, v, scale, mask, window, softcap, sinks)
+
+
+def _check_arrays(q: mx.array, k: mx.array | Packed, v: mx.array | Packed) -> None:
+    _check_floats("q", q)
+    if q.ndim != 4:
+        raise ValueError(f"q must be (B, H, L, D), but its shape is {q.shape}")
+    width = q.shape[-1]
+    if isinstance(k, tuple) and isinstance(v, tuple):
+        _check_packed("k", k, width)
+        _check_packed("v", v, None, reference.packing(k, width))
+        k_shape, v_shape = (*k[0].shape[:3], width), v[0].shape
+    else:
+        if isinstance(k, tuple) or isinstance(v, tuple):
+            raise ValueError(f"k and v must both be packed or not, not {_name(k)} and {_name(v)}")
+        for name, array in (("k", k), ("v", v)):
+            _check_floats(name, array)
+            if array.ndim != 4:
+                raise ValueError(f"{name} must be (B, Hkv, S, D), but its shape is {array.shape}")
+        k_shape, v_shape = k.shape, v.shape
+    batch, heads = q.shape[:2]
+    if k_shape[0] != batch or k_shape[3] != width:
+        raise ValueError(f"k must be ({batch}, Hkv, S, {width}) for q {q.shape}, not {k_shape}")
+    if k_shape[1] == 0 or heads % k_shape[1]:
+        raise ValueError(f"k must have a number of heads that divides {heads}, not {k_shape[1]}")
+    if k_shape[2] == 0:
+        raise ValueError(f"k must have at least one key, but its shape is {k_shape}")
+    if v_shape[:3] != k_shape[:3]:
+        raise ValueError(f"v must be {k_shape[:3]} and its width, as k, not {v_shape}")
+
+
+def _name(array: object) -> str:
+    return type(array).__name__
+
+
+def _check_floats(name: str, array: object) -> None:
+    if not isinstance(array, mx.array):
+        raise ValueError(f"{name} must be an mx.array, not {_name(array)}")
+    if array.dtype not in _FLOATS:
+        raise ValueError(f"{name} must be float32, float16 or bfloat16, not {array.dtype}")
+
+
+def _is_packed(array: object) -> TypeGuard[Packed]:
+    return (
+        isinstance(array, tuple)
+        and len(array) == 3
+        and all(isinstance(part, mx.array) and part.ndim == 4 for part in array)
+        and array[0].dtype == mx.uint32
+        and array[1].shape == array[2].shape
+        and array[1].shape[:3] == array[0].shape[:3]
+    )
+
+
+def _check_packed(
+    name: str, array: object, width: int | None, wanted: tuple[int, int] | None = None
+) -> None:
+    if not _is_packed(array):
+        raise ValueError(f"{name} must be (packed, scales, biases) of 4 axes as mx.quantize gives")
+    _check_floats(f"the scales of {name}", array[1])
+    _check_floats(f"the biases of {name}", array[2])
+    if width is None:
+        assert wanted is not None
+        width = 32 * array[0].shape[-1] // wanted[1]
+    words, groups = array[0].shape[-1], array[1].shape[-1]
+    group_size, bits = width // max(groups, 1), 32 * words // width
+    whole = group_size * groups == width and bits * width == 32 * words
+    if not whole or bits not in _BITS or group_size not in _GROUP_SIZES:
+        raise ValueError(
+            f"{name} must hold rows of {width} numbers, not {words} words in {groups} groups"
+        )
+    if wanted is not None and (group_size, bits) != wanted:
+        raise ValueError(
+            f"{name} must be packed like k, in groups of {wanted[0]}, not {group_size}"
+        )
+
+
+def _check_options(
+    q: mx.array,
+    keys: int,
+    scale: float,
+    mask: mx.array | str | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: mx.array | None,
+) -> None:
+    batch, heads, queries, _ = q.shape
+    if not isinstance(scale, (int, float)):
+        raise ValueError(f"scale must be a number, not {scale!r}")
+    if isinstance(mask, mx.array):
+        if mask.dtype != mx.bool_ and mask.dtype not in _FLOATS:
+            raise ValueError(f"mask must be booleans or floating-point numbers, not {mask.dtype}")
+        full = (batch, heads, queries, keys)
+        fits = zip(mask.shape[::-1], full[::-1], strict=False)
+        if mask.ndim > 4 or not all(n in (1, most) for n, most in fits):
+            raise ValueError(f"mask must broadcast to {full}, but its shape is {mask.shape}")
+    elif mask is not None and mask != "causal":
+        raise ValueError(f"mask must be None, 'causal' or an mx.array, not {mask!r}")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window must be a positive integer or None, not {window!r}")
+    if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
+        raise ValueError(f"softcap must be a positive number or None, not {softcap!r}")
+    if sinks is not None:
+        _check_floats("sinks", sinks)
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks must be ({heads},), one a head, not {sinks.shape}")

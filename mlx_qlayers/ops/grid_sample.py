@@ -1,0 +1,142 @@
+"""Sampling of images and volumes at arbitrary points, with gradients for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_qlayers.reference import grid_sample as reference
+from mlx_qlayers.reference.grid_sample import Sampling
+from mlx_qlayers.runtime.backend import choose
+
+MODES = ("bilinear", "nearest", "bicubic")
+PADDING_MODES = ("zeros", "border", "reflection")
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+
+def grid_sample(
+    x: mx.array,
+    grid: mx.array,
+    *,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool = False,
+    deterministic: bool = False,
+) -> mx.array:
+    """Sample an image or a volume at the points of a grid.
+
+    Coordinates and sums are computed in float32 whatever the dtypes. Infinite and NaN coordinates
+    do what PyTorch does on a CPU: they read as outside (zeros; NaN for bilinear and bicubic images)
+    or land on a border.
+
+    Args:
+        x: images (N, H, W, C) or volumes (N, D, H, W, C); float32, float16 or bfloat16.
+        grid: points (N, Ho, Wo, 2) as (x, y), or (N, Do, Ho, Wo, 3) as (x, y, z), in [-1, 1] from
+            the first to the last pixel of each axis; float32, float16 or bfloat16.
+        mode: ``"bilinear"`` (trilinear for volumes), ``"nearest"`` (ties to the even pixel) or
+            ``"bicubic"`` (images only, a = -0.75).
+        padding_mode: what lies outside: ``"zeros"``, ``"border"`` (the nearest border pixel; no
+            gradient for the grid there) or ``"reflection"``.
+        align_corners: whether -1 and 1 are the centres of the corner pixels or their outer edges.
+        deterministic: make the gradient of ``x`` bit-identical from run to run. Without a kernel a
+            CPU gives that always; on a GPU that gradient is then accumulated on the CPU.
+
+    Returns:
+        (N, Ho, Wo, C) or (N, Do, Ho, Wo, C), in the dtype of ``x``.
+
+    Raises:
+        ValueError: an argument has the wrong rank, shape, dtype or value; it says which.
+
+    Example:
+        >>> x = mx.arange(4.0).reshape(1, 2, 2, 1)
+        >>> grid_sample(x, mx.zeros((1, 1, 1, 2))).item()
+        1.5
+
+    Source:
+        ``torch.nn.functional.grid_sample``, with channels last.
+    """
+    options = Sampling(mode, padding_mode, bool(align_corners), bool(deterministic))
+    _check(x, grid, options)
+    return _operator(choose("grid_sample"), options)(x, grid)
+
+
+@cache
+def _operator(path: str, options: Sampling) -> Callable[..., mx.array]:
+    """The differentiable function for one path and one set of options, made once."""
+    forward, backward = {"ops": (reference.grid_sample, reference.grid_sample_vjp)}[path]
+
+    @mx.custom_function
+    def operator(x: mx.array, grid: mx.array) -> mx.array:
+        return forward(x, grid, options)
+
+    @operator.vjp
+    def operator_vjp(
+        primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        return backward(*primals, cotangent, options)
+
+    return cast(Callable[..., mx.array], operator)
+
+
+def _check(x: mx.array, grid: mx.array, options: Sampling) -> None:
+    for name, array in (("x", x), ("grid", grid)):
+        if not isinstance(array, mx.array):
+            raise ValueError(f"{name} must be an mx.array, not {type(array).__name__}")
+        if array.dtype not in _FLOATS:
+            raise ValueError(f"{name} must be float32, float16 or bfloat16, not {array.dtype}")
+    if x.ndim not in (4, 5):
+        raise ValueError(f"x must be (N, H, W, C) or (N, D, H, W, C), but its shape is {x.shape}")
+    if grid.ndim != x.ndim or grid.shape[-1] != x.ndim - 2:
+        wanted = "(N, Ho, Wo, 2)" if x.ndim == 4 else "(N, Do, Ho, Wo, 3)"
+        raise ValueError(f"grid must be {wanted} for x {x.shape}, but its shape is {grid.shape}")
+    if grid.shape[0] != x.shape[0]:
+        raise ValueError(f"grid must have the batch of x, {x.shape[0]}, not {grid.shape[0]}")
+    if 0 in x.shape[1:-1]:
+        raise ValueError(f"x must have at least one pixel, but its shape is {x.shape}")
+    if options.mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {options.mode!r}")
+    if options.mode == "bicubic" and x.ndim == 5:
+        raise ValueError(f"mode 'bicubic' is for images only, but x is a volume {x.shape}")
+    if options.padding_mode not in PADDING_MODES:
+        choices = ", ".join(PADDING_MODES)
+        raise ValueError(f"padding_mode must be one of {choices}, not {options.padding_mode!r}")
+
+
+def affine_grid(theta: mx.array, size: tuple[int, ...], align_corners: bool = False) -> mx.array:
+    """The grid with which :func:`grid_sample` applies an affine map.
+
+    Args:
+        theta: maps from output to input coordinates, (N, 2, 3) for images or (N, 3, 4) for volumes,
+            rows and columns in x, y(, z) order; float32, float16 or bfloat16.
+        size: the shape of the output, (N, H, W, C) or (N, D, H, W, C); C is not used.
+        align_corners: as in :func:`grid_sample`.
+
+    Returns:
+        (N, H, W, 2) or (N, D, H, W, 3) in the dtype of ``theta``, computed in float32.
+
+    Raises:
+        ValueError: an argument has the wrong rank, shape, dtype or value; it says which.
+
+    Example:
+        >>> theta = mx.array([[[1.0, 0, 0], [0, 1.0, 0]]])
+        >>> affine_grid(theta, (1, 1, 2, 3), align_corners=True).tolist()
+        [[[[-1.0, 0.0], [1.0, 0.0]]]]
+
+    Source:
+        ``torch.nn.functional.affine_grid``, with channels last.
+    """
+    if not isinstance(theta, mx.array):
+        raise ValueError(f"theta must be an mx.array, not {type(theta).__name__}")
+    if theta.dtype not in _FLOATS:
+        raise ValueError(f"theta must be float32, float16 or bfloat16, not {theta.dtype}")
+    size = tuple(size)
+    if len(size) not in (4, 5) or not all(isinstance(n, int) and n >= 0 for n in size):
+        raise ValueError(f"size must be (N, H, W, C) or (N, D, H, W, C), not {size}")
+    if 0 in size[1:-1]:
+        raise ValueError(f"size must have at least one pixel, not {size}")
+    if theta.shape != (wanted := (size[0], len(size) - 2, len(size) - 1)):
+        raise ValueError(f"theta must be {wanted} for size {size}, but its shape is {theta.shape}")
+    return reference.affine_grid(theta, size, bool(align_corners))

@@ -1,0 +1,206 @@
+"""Grid sampling in plain MLX operators: an output is a weighted sum of a few pixels, its taps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import mlx.core as mx
+
+# Elements gathered at a time: few enough for a CPU's cache, enough to hide what a call costs.
+_CHUNK = {mx.cpu: 1 << 19, mx.gpu: 1 << 28}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The options of :func:`mlx_qlayers.grid_sample`, checked there."""
+
+    mode: str = "bilinear"
+    padding_mode: str = "zeros"
+    align_corners: bool = False
+    deterministic: bool = False
+
+
+def grid_sample(x: mx.array, grid: mx.array, options: Sampling) -> mx.array:
+    """Sample ``x`` (N, *size, C) at ``grid`` (N, *out, len(size)); differentiable by autodiff.
+
+    Products are summed in float32 and rounded once, to the dtype of ``x``.
+    """
+    index, weight = taps(grid, x.shape[1:-1], options)
+    pixels = x.reshape(-1, x.shape[-1])
+
+    def blend(rows: slice) -> mx.array:
+        picked = mx.take(pixels, index[rows], axis=0) * weight[rows, :, None]
+        return picked.sum(axis=1).astype(x.dtype)
+
+    shape = (index.shape[0], x.shape[-1])
+    out = _by_chunks(blend, mx.zeros(shape, x.dtype), index.shape[1] * shape[1])
+    return out.reshape(*grid.shape[:-1], x.shape[-1])
+
+
+def grid_sample_vjp(
+    x: mx.array, grid: mx.array, cotangent: mx.array, options: Sampling
+) -> tuple[mx.array, mx.array]:
+    """Gradients of :func:`grid_sample` for ``x`` and ``grid``; being lazy, only those used cost."""
+    index = taps(grid, x.shape[1:-1], options)[0]
+    cotangent = cotangent.reshape(-1, x.shape[-1])
+    pixels = x.reshape(-1, x.shape[-1])
+
+    def dots(rows: slice) -> mx.array:
+        picked = mx.take(pixels, index[rows], axis=0)
+        return (picked * cotangent[rows, None, :].astype(mx.float32)).sum(axis=-1)
+
+    d_weight = _by_chunks(dots, mx.zeros(index.shape), index.shape[1] * x.shape[-1])
+    # Out of the taps' weights, the rest of the way to the grid is autodiff of cheap arithmetic.
+    (weight,), (d_grid,) = mx.vjp(
+        lambda g: [taps(g, x.shape[1:-1], options)[1]], [grid], [d_weight]
+    )
+    # Only a CPU adds to one destination in a fixed order.
+    with mx.stream(mx.cpu) if options.deterministic else contextlib.nullcontext():
+        d_x = _scatter(pixels.shape, index, weight, cotangent)
+    return d_x.astype(x.dtype).reshape(x.shape), d_grid
+
+
+def _scatter(
+    shape: tuple[int, ...], index: mx.array, weight: mx.array, cotangent: mx.array
+) -> mx.array:
+    """Add ``weight * cotangent`` to the rows of a float32 array that ``index`` names."""
+    # MLX's CPU scatter steps element by element: two channels seen as one complex number save one.
+    pair = _device() == mx.cpu and shape[1] % 2 == 0
+    dtype = mx.complex64 if pair else mx.float32
+    d_x = mx.zeros(shape).view(dtype)
+    for rows in _chunks(index.shape[0], index.shape[1] * shape[1]):
+        update = weight[rows, :, None] * cotangent[rows, None, :].astype(mx.float32)
+        d_x = d_x.at[index[rows]].add(update.view(dtype))
+    return d_x.view(mx.float32)
+
+
+def taps(grid: mx.array, size: tuple[int, ...], options: Sampling) -> tuple[mx.array, mx.array]:
+    """Which pixels each output needs, and how much of each.
+
+    Args:
+        grid: (N, *out, len(size)), the last axis in x, y(, z) order.
+        size: the spatial shape of the input, (H, W) or (D, H, W).
+        options: how to sample.
+
+    Returns:
+        For P = N * prod(out) outputs of K taps each, ``index`` (P, K): rows of the input seen as
+        (N * prod(size), C), in range; ``weight`` (P, K), float32: differentiable in ``grid``.
+    """
+    axes = [
+        _axis_taps(grid[..., i].reshape(-1), extent, options, len(size))
+        for i, extent in enumerate(reversed(size))
+    ]
+    rows = grid.shape[0] * math.prod(size)
+    dtype = mx.int64 if rows > 2**31 - 1 else mx.int32
+    images = mx.arange(grid.shape[0], dtype=dtype) * math.prod(size)
+    base = mx.repeat(images, math.prod(grid.shape[1:-1]))
+    indices, weights = [], []
+    for corner in product(*axes):
+        index, stride, weight = base, 1, mx.ones(base.shape)
+        for (position, share), extent in zip(corner, reversed(size), strict=True):
+            index = index + position.astype(dtype) * stride
+            weight = weight * share
+            stride *= extent
+        indices.append(index)
+        weights.append(weight)
+    return mx.stack(indices, axis=-1), mx.stack(weights, axis=-1)
+
+
+def _axis_taps(
+    coordinate: mx.array, size: int, options: Sampling, ndim: int
+) -> list[tuple[mx.array, mx.array]]:
+    """The taps along one axis as pairs of a position in [0, size) and a weight, both float32."""
+    align = options.align_corners
+    pixel = (coordinate.astype(mx.float32) + 1) * ((size - 1 if align else size) / 2)
+    pixel = pixel if align else pixel - 0.5
+    if options.mode != "bicubic":
+        pixel = _pad(pixel, size, options, ndim)
+    if ndim == 3:  # PyTorch moves what no integer can hold out of the volume; in images NaN stays.
+        pixel = mx.where(mx.abs(pixel) < 2.0**31, pixel, -100.0)
+    if options.mode == "nearest":
+        found = [(mx.round(mx.stop_gradient(pixel)), mx.ones_like(pixel))]
+    else:
+        low = mx.floor(mx.stop_gradient(pixel))
+        part = pixel - low
+        if options.mode == "bilinear":
+            found = [(low, 1 - part), (low + 1, part)]
+        else:
+            found = [(low + k, _cubic(part, k)) for k in (-1, 0, 1, 2)]
+            if options.padding_mode != "zeros":
+                return [(_pad(at, size, options, ndim), share) for at, share in found]
+    return [(_clip(at, size, 0), share * _inside(at, size)) for at, share in found]
+
+
+def _pad(pixel: mx.array, size: int, options: Sampling, ndim: int) -> mx.array:
+    """Bring positions outside back in, as ``padding_mode`` says; borders have a zero gradient."""
+    if options.padding_mode == "zeros":
+        return pixel
+    if options.padding_mode == "reflection":
+        pixel = _reflect(pixel, size, options.align_corners)
+    # PyTorch sends NaN to the first pixel of an image and to the last of a volume.
+    clipped = mx.stop_gradient(_clip(pixel, size, 0 if ndim == 2 else size - 1))
+    return mx.where((pixel > 0) & (pixel < size - 1), pixel, clipped)
+
+
+def _reflect(pixel: mx.array, size: int, align_corners: bool) -> mx.array:
+    """Reflect about the centres of the border pixels, or about their outer edges."""
+    low, period = (0.0, 2 * (size - 1)) if align_corners else (-0.5, 2 * size)
+    if period == 0:
+        return mx.zeros_like(pixel)
+    distance = mx.abs(pixel - low)
+    turns = mx.floor(mx.stop_gradient(distance) / period)
+    distance = distance - turns * period
+    return mx.where(distance > period - distance, period - distance, distance) + low
+
+
+def _clip(pixel: mx.array, size: int, nan: int) -> mx.array:
+    """Clip to [0, size - 1]; comparisons with NaN are false, which sends it to ``nan``."""
+    if nan == 0:
+        return mx.where(pixel > 0, mx.minimum(pixel, size - 1), 0.0)
+    return mx.where(pixel < size - 1, mx.maximum(pixel, 0), float(size - 1))
+
+
+def _inside(pixel: mx.array, size: int) -> mx.array:
+    return ((pixel >= 0) & (pixel <= size - 1)).astype(mx.float32)
+
+
+def _cubic(part: mx.array, tap: int) -> mx.array:
+    """Keys' cubic convolution with a = -0.75, at the distance from ``part`` to ``tap``."""
+    a = -0.75
+    if tap in (0, 1):
+        t = part if tap == 0 else 1 - part
+        return ((a + 2) * t - (a + 3)) * t * t + 1
+    t = part + 1 if tap == -1 else 2 - part
+    return ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
+
+
+def affine_grid(theta: mx.array, size: tuple[int, ...], align_corners: bool) -> mx.array:
+    """The grid that samples the affine image of ``theta`` (N, n, n + 1); see the op for shapes."""
+    spatial = size[1:-1]
+    grid = theta[:, :, -1].astype(mx.float32).reshape(-1, *[1] * len(spatial), len(spatial))
+    for i, extent in enumerate(reversed(spatial)):
+        steps = mx.linspace(-1, 1, extent) if extent > 1 else mx.zeros(1)
+        steps = steps if align_corners else steps * ((extent - 1) / extent)
+        column = theta[:, :, i].astype(mx.float32).reshape(-1, *[1] * len(spatial), len(spatial))
+        grid = grid + column * steps.reshape(-1, *[1] * (i + 1))
+    return grid.astype(theta.dtype)
+
+
+def _device() -> mx.DeviceType:
+    return mx.default_device().type
+
+
+def _chunks(rows: int, elements: int) -> list[slice]:
+    step = max(1, _CHUNK[_device()] // max(1, elements))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _by_chunks(function: Callable[[slice], mx.array], out: mx.array, elements: int) -> mx.array:
+    """Fill ``out`` in place, as many rows at a time as the cache holds, of ``elements`` each."""
+    for rows in _chunks(out.shape[0], elements):
+        out[rows] = function(rows)
+    return out

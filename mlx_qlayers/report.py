@@ -1,0 +1,120 @@
+"""What a conversion did to every module of a model, and why."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SWAPPED, QUANTIZED, LEFT, ALREADY, REVERTED = (
+    "swapped",
+    "quantized",
+    "left",
+    "already converted",
+    "reverted",
+)
+_HEADER = ("path", "kind", "shape", "group", "bits", "mode", "action", "why")
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """One module.
+
+    Attributes:
+        path: its path in the model.
+        kind: ``"linear"``, ``"embedding"``, ``"experts"`` or ``"attention"``.
+        shape: logical shape of its weight, or None.
+        group_size, bits, mode: its format, or None where nothing is packed.
+        action: ``"swapped"``, ``"quantized"`` (and swapped), ``"left"``, ``"already converted"``
+            or ``"reverted"``.
+        reason: why.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...] | None
+    group_size: int | None
+    bits: int | None
+    mode: str | None
+    action: str
+    reason: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """The columns of the printed table."""
+        shape = "x".join(map(str, self.shape)) if self.shape else None
+        cells = (self.path, self.kind, shape, self.group_size, self.bits, self.mode)
+        return (*("-" if cell is None else str(cell) for cell in cells), self.action, self.reason)
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """One row a module, in the order of the model; prints as an aligned table.
+
+    Attributes:
+        rows: what happened to each module.
+        unmatched: per-layer keys of the configuration that name no module of the model.
+        dry_run: nothing was changed; the actions are what would be done.
+    """
+
+    rows: tuple[ModuleReport, ...]
+    unmatched: tuple[str, ...] = ()
+    dry_run: bool = False
+    counts: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", dict(Counter(row.action for row in self.rows)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts, rows and unmatched keys as plain values, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return self._text(row.cells() for row in self.rows)
+
+    def summary(self) -> str:
+        """The table with the same module of consecutive layers folded into one row."""
+        return self._text(_folded([row.cells() for row in self.rows]))
+
+    def _text(self, rows: Iterable[Sequence[str]]) -> str:
+        total = ", ".join(f"{n} {action}" for action, n in self.counts.items()) or "no modules"
+        lines = [*_aligned([_HEADER, *rows]), ("dry run: " if self.dry_run else "") + total]
+        if self.unmatched:
+            lines.append(
+                "keys of the configuration that name no module: " + ", ".join(self.unmatched)
+            )
+        return "\n".join(lines)
+
+
+def _aligned(rows: list[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """One row for those alike but for the first number in their path."""
+    numbers: dict[tuple[str, ...], list[int]] = {}
+    for path, *rest in rows:
+        match = re.search(r"\d+", path)
+        start, end = match.span() if match else (len(path), len(path))
+        key = (path[:start], path[end:], *rest)
+        numbers.setdefault(key, []).extend([int(match.group())] if match else [])
+    return [
+        (before + _ranges(found) + after, *rest)
+        for (before, after, *rest), found in numbers.items()
+    ]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2,5``."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    return ",".join("-".join(map(str, run)) for run in runs)

@@ -1,0 +1,248 @@
+"""Runs a launch on an NVIDIA GPU, through ``mx.fast.cuda_kernel``.
+
+The Metal source is compiled as CUDA C++ behind the headers in ``shims/cuda``. What a header cannot
+express is rewritten here, token by token: see :func:`translate`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from . import source
+from .launch import Launch, Size
+from .program import Program
+from .signature import ATTRIBUTES, shape_words
+from .source import METAL, Token
+
+SHIM = Path(__file__).parent / "shims" / "cuda" / "msl.h"
+# Its declarations come from the shim instead.
+_FRAGMENT = METAL / "fragment.metal"
+# The input that tells threads beyond the grid that they are surplus.
+_LIMIT = "msl_grid_limit"
+
+_DECIMAL = re.compile(r"(?!0[xX])(?=.*[.eE])([\d.]+(?:[eE][+-]?\d+)?)(f|F|h|H|bf|BF)?$")
+_COMPONENTS = re.compile(r"[xyzw]{2,4}$")
+_UNROLL = re.compile(r"clang loop unroll(?:_count)?\((\w+)\)")
+
+
+def launch(launch: Launch) -> list[mx.array]:
+    """Add one launch to MLX's graph; MLX compiles the kernel when it first evaluates it."""
+    threadgroup = launch.threadgroup
+    grid = whole_threadgroups(launch.grid, threadgroup)
+    surplus = grid != launch.grid
+    # Looked up at every call, so that a test can put something else in its place.
+    kernel = _kernel(mx.fast.cuda_kernel, launch.program, threadgroup, surplus)
+    return kernel(
+        inputs=[*launch.inputs, _limit(launch.grid)] if surplus else launch.inputs,
+        template=launch.template,
+        grid=grid,
+        threadgroup=threadgroup,
+        output_shapes=launch.output_shapes,
+        output_dtypes=launch.output_dtypes,
+        init_value=launch.init_value,
+    )
+
+
+@cache
+def _kernel(
+    make: Callable[..., Any], program: Program, threadgroup: Size, surplus: bool
+) -> Callable[..., list[mx.array]]:
+    header, body = cuda_source(program, threadgroup, surplus)
+    return make(
+        name=program.name,
+        input_names=[*program.input_names, _LIMIT] if surplus else program.input_names,
+        output_names=program.output_names,
+        source=body,
+        header=header,
+        ensure_row_contiguous=program.ensure_row_contiguous,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _limit(grid: Size) -> mx.array:
+    return mx.array(grid, mx.uint32)
+
+
+def whole_threadgroups(grid: Size, threadgroup: Size) -> Size:
+    """The threads that CUDA starts for a grid: it has no smaller threadgroups at the edges.
+
+    Example:
+        >>> whole_threadgroups((100, 3, 1), (32, 1, 1))
+        (128, 3, 1)
+    """
+    x, y, z = (-(-g // t) * t for g, t in zip(grid, threadgroup, strict=True))
+    return x, y, z
+
+
+def cuda_source(program: Program, threadgroup: Size, surplus: bool) -> tuple[str, str]:
+    """A kernel's ``header`` and ``source`` for ``mx.fast.cuda_kernel``.
+
+    Args:
+        program: the kernel's Metal text.
+        threadgroup: the threads of one threadgroup; the text is made for this size.
+        surplus: whether threads beyond the grid are started and must return at once.
+    """
+    helpers = translate(_without_fragments(program.header))
+    header = f'#define MSL_GROUP_SIZE {prod(threadgroup)}\n#include "{SHIM}"\n'
+    if helpers:
+        # MLX puts the kernel into this namespace too; the shim's names hide CUDA's there.
+        header += f"namespace mlx::core::cu {{\n{helpers}\n}}\n"
+    # A parameter takes its Metal form under its own name in an inner block.
+    outer, inner = [], []
+    for name, value in _adapted(program):
+        outer.append(f"auto&& {name}_msl={value};")
+        inner.append(f"auto&& {name}={name}_msl;")
+    lines = ["".join([*outer, "{", *inner])] if outer else []
+    lines += _attributes(program.source, threadgroup, surplus)
+    lines.append(translate(program.source, kernel=True))
+    return header, "\n".join(lines) + ("}" if outer else "")
+
+
+def _adapted(program: Program) -> Iterator[tuple[str, str]]:
+    """The parameters that CUDA gets in another form than Metal, and the form that Metal has."""
+    for parameter in program.inputs:
+        if parameter.reference:
+            yield parameter.name, f"*{parameter.name}"
+        for word in shape_words(program.source, parameter.name):
+            if "*" in word:
+                name = word.split()[-1]
+                yield name, f"{name}.data()"
+    if program.atomic_outputs:
+        for name in program.output_names:
+            yield name, f"as_atomic({name})"
+
+
+def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
+    """Statements that define the attributes which the body uses, and end surplus threads."""
+    x, y, z = threadgroup
+    size = prod(threadgroup)
+    thread = "threadIdx.x" if y == z == 1 else f"(threadIdx.x+{x}*(threadIdx.y+{y}*threadIdx.z))"
+    place = ",".join(
+        f"blockIdx.{a}*{t}+threadIdx.{a}" for a, t in zip("xyz", threadgroup, strict=True)
+    )
+    started = ",".join(f"gridDim.{a}*{t}" for a, t in zip("xyz", threadgroup, strict=True))
+    threads = f"{_LIMIT}[0],{_LIMIT}[1],{_LIMIT}[2]" if surplus else started
+    values = {
+        "dispatch_quadgroups_per_threadgroup": f"{-(-size // 4)}",
+        "dispatch_simdgroups_per_threadgroup": f"{-(-size // 32)}",
+        "dispatch_threads_per_threadgroup": f"{x},{y},{z}",
+        "grid_origin": "0,0,0",
+        "grid_size": threads,
+        "quadgroup_index_in_threadgroup": f"{thread}/4",
+        "quadgroups_per_threadgroup": f"{-(-size // 4)}",
+        "simdgroup_index_in_threadgroup": f"{thread}/32",
+        "simdgroups_per_threadgroup": f"{-(-size // 32)}",
+        "thread_execution_width": "32",
+        "thread_index_in_quadgroup": f"{thread}%4",
+        "thread_index_in_simdgroup": f"{thread}%32",
+        "thread_index_in_threadgroup": thread,
+        "thread_position_in_grid": place,
+        "thread_position_in_threadgroup": "threadIdx.x,threadIdx.y,threadIdx.z",
+        "threadgroup_position_in_grid": "blockIdx.x,blockIdx.y,blockIdx.z",
+        "threadgroups_per_grid": "gridDim.x,gridDim.y,gridDim.z",
+        "threads_per_grid": threads,
+        "threads_per_simdgroup": "32",
+        "threads_per_threadgroup": f"{x},{y},{z}",
+    }
+    used = source.words(source.tokenize(text))
+    lines = [
+        f"const {kind} {name}({values[name]});" for name, kind in ATTRIBUTES.items() if name in used
+    ]
+    if surplus:
+        outside = "||".join(f"{part}>={_LIMIT}[{i}]" for i, part in enumerate(place.split(",")))
+        lines.append(f"if({outside})return;")
+    return lines
+
+
+def _without_fragments(header: str) -> str:
+    """Leave out what ``metal/fragment.metal`` declares."""
+    for item in source.read(_FRAGMENT) if "fragment" in header else ():
+        if item.tokens:
+            header = header.replace(source.minify(item.tokens) + "\n", "")
+    return header
+
+
+def translate(text: str, *, kernel: bool = False) -> str:
+    """Rewrite what C++ headers cannot express of the Metal Shading Language.
+
+    - Decimal literals without a suffix are float, ``1.0h`` is a half: ``1.0f``, ``half(1.0f)``.
+    - Several components, ``v.xyz``: ``v.get<0,1,2>()``, or ``v.set<0,1,2>()`` if assigned to.
+    - ``#pragma clang loop unroll(full)``: ``#pragma unroll``.
+    - In a kernel, variables declared ``threadgroup`` become ``__shared__``; pointers stay pointers.
+
+    Args:
+        text: Metal source.
+        kernel: whether it is the body of a kernel.
+
+    Example:
+        >>> translate("v.xy = 0.5 * w.zw;")
+        'v.template set<0,1>() = 0.5f * w.template get<2,3>();'
+    """
+    tokens = list(source.tokenize(text))
+    found = []
+    for i, token in enumerate(tokens):
+        new = token.text
+        if token.kind == "number":
+            new = _number(new)
+        elif token.kind == "directive":
+            new = _directive(new)
+        elif token.kind == "string":
+            new = _UNROLL.sub(_unroll, new)
+        elif token.kind == "word" and _COMPONENTS.match(new) and _is_member(tokens, i):
+            places = ",".join(str("xyzw".index(letter)) for letter in new)
+            new = f"template {'set' if _is_assigned(tokens, i) else 'get'}<{places}>()"
+        elif new == "threadgroup" and kernel and _declares(tokens, i):
+            new = "__shared__ __align__(16)"
+        found.append(Token(token.kind, new, token.line, token.spaced))
+    return source.minify(found)
+
+
+def _number(text: str) -> str:
+    match = _DECIMAL.match(text)
+    if match is None:
+        return text
+    value, suffix = match[1], (match[2] or "f").lower()
+    kind = {"f": "", "h": "half", "bf": "bfloat"}[suffix]
+    return f"{kind}({value}f)" if kind else f"{value}f"
+
+
+def _directive(text: str) -> str:
+    if match := re.match(r"(#define \w+(?:\([^)]*\))?)(.*)", text):
+        return f"{match[1]} {translate(match[2])}"
+    return _UNROLL.sub(_unroll, text)
+
+
+def _unroll(match: re.Match[str]) -> str:
+    amount = {"full": "", "enable": "", "disable": " 1"}.get(match[1], f" {match[1]}")
+    return f"unroll{amount}"
+
+
+def _is_member(tokens: list[Token], i: int) -> bool:
+    before = "".join(token.text for token in tokens[max(i - 2, 0) : i])
+    called = i + 1 < len(tokens) and tokens[i + 1].text == "("
+    return not called and (before.endswith(".") or before == "->")
+
+
+def _is_assigned(tokens: list[Token], i: int) -> bool:
+    after = "".join(token.text for token in tokens[i + 1 : i + 4])
+    return re.match(r"(?:[-+*/%&|^]|<<|>>)?=(?!=)", after) is not None
+
+
+def _declares(tokens: list[Token], i: int) -> bool:
+    """Whether the ``threadgroup`` at i declares a variable, rather than points to one."""
+    angle = 0
+    for token in tokens[i + 1 :]:
+        text = token.text
+        angle += (text == "<") - (text == ">")
+        if angle < 0 or (angle == 0 and text in "*&()={}"):
+            return False
+        if angle == 0 and text in "[;,":
+            return True
+    return False

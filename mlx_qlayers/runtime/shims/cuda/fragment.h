@@ -1,0 +1,157 @@
+// The declarations of metal/fragment.metal on tensor cores; the contract is written there.
+// What differs: the lane map, right operands held in pairs along the depth, and ldmatrix.
+#pragma once
+
+#include "matrix.h"
+
+namespace mlx::core::cu {
+
+template <typename T>
+struct left_fragment {
+  vec<T, 2> part[4];
+};
+template <typename T>
+struct right_fragment {
+  vec<T, 2> part[2];
+};
+struct sum_fragment {
+  float2 part[2];
+};
+
+inline ushort right_depth(uint lane, ushort i) {
+  return fragment_col(lane) + i;
+}
+inline ushort right_column(uint lane, ushort) {
+  return fragment_row(lane);
+}
+
+inline float fragment_row_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+inline float fragment_row_max(float x) {
+  x = ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// N 8 x 8 parts of 16-bit elements from shared memory; lane l points at row l % 8 of part l / 8.
+template <int N, bool transpose, typename T>
+void load_parts(vec<T, 2>* part, const T* row) {
+  uint at = __cvta_generic_to_shared(row), r[4];
+  if constexpr (N == 4 && !transpose)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+  else if constexpr (N == 4)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+  else if constexpr (!transpose)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1]) : "r"(at) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1]) : "r"(at) : "memory");
+#pragma unroll
+  for (int k = 0; k < N; k++)
+    part[k] = as_type<vec<T, 2>>(r[k]);
+}
+// Whether p is known to lie in shared memory; the compiler drops the other branch.
+template <typename T>
+bool by_matrix(const T* p) {
+  return sizeof(T) == 2 && __isShared(p);
+}
+template <typename T>
+vec<T, 2> pair_at(const T* p) {
+  return *reinterpret_cast<const vec<T, 2>*>(p);
+}
+
+template <typename T>
+void load_left(left_fragment<T>& f, const T* p, uint stride, uint lane) {
+  if constexpr (sizeof(T) == 2)
+    if (by_matrix(p))
+      return load_parts<4, false>(f.part, p + (lane % 16) * stride + lane / 16 * 8);
+  p += fragment_row(lane) * stride + fragment_col(lane);
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    f.part[k] = pair_at(p + 8 * (k % 2) * stride + 8 * (k / 2));
+}
+template <typename T>
+void load_left_transposed(left_fragment<T>& f, const T* p, uint stride, uint lane) {
+  if constexpr (sizeof(T) == 2)
+    if (by_matrix(p))
+      return load_parts<4, true>(
+          f.part, p + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8);
+  p += fragment_col(lane) * stride + fragment_row(lane);
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const T* at = p + 8 * (k / 2) * stride + 8 * (k % 2);
+    f.part[k] = vec<T, 2>(at[0], at[stride]);
+  }
+}
+template <typename T>
+void load_right(right_fragment<T>& f, const T* p, uint stride, uint lane) {
+  if constexpr (sizeof(T) == 2)
+    if (by_matrix(p))
+      return load_parts<2, true>(f.part, p + (lane % 16) * stride);
+  p += fragment_col(lane) * stride + fragment_row(lane);
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const T* at = p + 8 * k * stride;
+    f.part[k] = vec<T, 2>(at[0], at[stride]);
+  }
+}
+template <typename T>
+void load_right_transposed(right_fragment<T>& f, const T* p, uint stride, uint lane) {
+  if constexpr (sizeof(T) == 2)
+    if (by_matrix(p))
+      return load_parts<2, false>(f.part, p + (lane % 8) * stride + lane / 8 % 2 * 8);
+  p += fragment_row(lane) * stride + fragment_col(lane);
+#pragma unroll
+  for (int k = 0; k < 2; k++)
+    f.part[k] = pair_at(p + 8 * k);
+}
+
+// Four neighbours for each lane.
+template <typename T>
+struct alignas(4 * sizeof(T)) four {
+  vec<T, 2> low, high;
+};
+template <typename T>
+void load_left_interleaved(left_fragment<T>& f, const T* p, uint stride, uint step, uint lane) {
+  p += fragment_row(lane) * stride + fragment_col(lane) / 2 * step;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    four<T> values = *reinterpret_cast<const four<T>*>(p + 8 * k * stride);
+    f.part[k] = values.low;
+    f.part[k + 2] = values.high;
+  }
+}
+template <typename T>
+void load_right_interleaved(right_fragment<T>& f, const T* p, uint stride, uint step, uint lane) {
+  p += fragment_row(lane) * stride + fragment_col(lane) / 2 * step;
+  four<T> values = *reinterpret_cast<const four<T>*>(p);
+  f.part[0] = values.low;
+  f.part[1] = values.high;
+}
+
+template <typename T>
+void left_from_sums(left_fragment<T>& f, sum_fragment low, sum_fragment high) {
+  f.part[0] = vec<T, 2>(low.part[0]);
+  f.part[1] = vec<T, 2>(low.part[1]);
+  f.part[2] = vec<T, 2>(high.part[0]);
+  f.part[3] = vec<T, 2>(high.part[1]);
+}
+
+template <typename T>
+void multiply_accumulate(sum_fragment& sum, left_fragment<T> left, right_fragment<T> right) {
+  tensor_core_16(sum.part, left.part, right.part);
+}
+
+template <typename T>
+void store_sum(sum_fragment f, T* p, uint stride, uint lane) {
+  p += fragment_row(lane) * stride + fragment_col(lane);
+#pragma unroll
+  for (int k = 0; k < 2; k++)
+    *reinterpret_cast<vec<T, 2>*>(p + 8 * k * stride) = vec<T, 2>(f.part[k]);
+}
+
+} // namespace mlx::core::cu

@@ -1,0 +1,271 @@
+"""Ways to spoil a model directory, and what must be said about each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model spoilt by ``damage``, and what must be said about it."""
+
+    name: str
+    damage: Callable[[Path], Any]
+    error: type[Exception]
+    says: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        for name in names:
+            (path / name).unlink()
+
+    return damage
+
+
+def write(name: str, text: str | bytes) -> Callable[[Path], Any]:
+    data = text if isinstance(text, bytes) else text.encode()
+    return lambda path: (path / name).write_bytes(data)
+
+
+def cut(name: str, keep: float) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        os.truncate(path / name, int((path / name).stat().st_size * keep))
+
+    return damage
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    """Change keys of config.json; a value of ... removes the key, a dict changes inside."""
+
+    def damage(path: Path) -> None:
+        values = json.loads((path / "config.json").read_text())
+        _change(values, changes)
+        (path / "config.json").write_text(json.dumps(values))
+
+    return damage
+
+
+def quantization(**changes: Any) -> Callable[[Path], None]:
+    return config(quantization=changes, quantization_config=changes)
+
+
+def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Rewrite the header of model.safetensors and keep its data."""
+
+    def damage(path: Path) -> None:
+        file = path / "model.safetensors"
+        raw = file.read_bytes()
+        end = 8 + int.from_bytes(raw[:8], "little")
+        entries = json.loads(raw[8:end])
+        text = json.dumps(change(entries) or entries).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
+
+    return damage
+
+
+def entry(**changes: Any) -> Callable[[Path], None]:
+    """Change the header's entry of the last norm."""
+    return header(lambda entries: _change(entries["model.norm.weight"], changes))
+
+
+def rename_shard(path: Path) -> None:
+    """As if the only shard of a sharded model had not been downloaded."""
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "model-00002-of-00002.safetensors")
+    (path / INDEX).write_text(json.dumps(index))
+    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    header_of_first = path / "model-00001-of-00002.safetensors"
+    header_of_first.write_bytes((2).to_bytes(8, "little") + b"{}")
+
+
+def empty(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def to_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("not a directory")
+
+
+def duplicate_tensor(path: Path) -> None:
+    shutil.copy(path / "model.safetensors", path / "model-2.safetensors")
+
+
+def repeat_key(path: Path) -> None:
+    file = path / "model.safetensors"
+    raw = file.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    entry_text = json.dumps({"x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})[1:-1]
+    text = f"{{{entry_text}, {entry_text}}}".encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
+
+
+def only_torch(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    (path / INDEX).unlink()
+
+
+def drop_tensor(path: Path) -> None:
+    """Leave a weight out of the header: its bytes become a hole that nothing points to."""
+    header(lambda entries: entries.pop("model.layers.0.mlp.up_proj.scales") and None)(path)
+    (path / INDEX).unlink()
+
+
+def _change(values: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if value is ...:
+            del values[key]
+        elif isinstance(value, dict) and isinstance(values.get(key), dict):
+            _change(values[key], value)
+        else:
+            values[key] = value
+
+
+UP = "model.layers.0.mlp.up_proj"
+CASES = [
+    # The directory
+    Case("path does not exist", shutil.rmtree, FileNotFoundError, ("no such directory",)),
+    Case("a file, not a directory", to_file, NotADirectoryError, ("model is a directory",)),
+    Case("empty directory", empty, FileNotFoundError, ("the directory is empty",)),
+    # config.json
+    Case("config.json missing", remove("config.json"), FileNotFoundError, ("config.json",)),
+    Case("config.json truncated", cut("config.json", 0.5), ValueError, ("config.json", "JSON")),
+    Case("config.json empty", write("config.json", ""), ValueError, ("config.json", "empty")),
+    Case("config.json not JSON", write("config.json", "a: 1"), ValueError, ("config.json", "JSON")),
+    Case(
+        "config.json not text",
+        write("config.json", b"\xff\xfe\x00{"),
+        ValueError,
+        ("config.json", "UTF-8"),
+    ),
+    Case("config.json a list", write("config.json", "[1]"), ValueError, ("config.json", "a list")),
+    Case("model_type missing", config(model_type=...), ValueError, ("config.json", "model_type")),
+    Case("model_type a number", config(model_type=3), ValueError, ("model_type", "3")),
+    Case("model_type unknown", config(model_type="qwen99"), ValueError, ("qwen99",)),
+    Case("hidden_size missing", config(hidden_size=...), ValueError, ("hidden_size",)),
+    Case("hidden_size a string", config(hidden_size="wide"), ValueError, ("hidden_size", "'wide'")),
+    Case("vocab_size negative", config(vocab_size=-4), ValueError, ("vocab_size", "-4")),
+    Case("num_hidden_layers 2.5", config(num_hidden_layers=2.5), ValueError, ("layers", "2.5")),
+    Case(
+        "rope_scaling unknown",
+        config(rope_scaling={"type": "magic", "factor": 2.0}),
+        ValueError,
+        ("mlx-lm builds no qwen2", "magic"),
+    ),
+    Case("more layers than weights", config(num_hidden_layers=3), ValueError, ("model.layers.2",)),
+    Case("other width than the weights", config(hidden_size=256), ValueError, ("shape",)),
+    Case(
+        "code of its own",
+        config(model_file="model.py"),
+        ValueError,
+        ("config.json", "model_file", "model.py", "trust_remote_code"),
+    ),
+    # quantization
+    Case("group_size 48", quantization(group_size=48), ValueError, ("group_size", "48")),
+    Case("bits 9", quantization(bits=9), ValueError, ("bits", "9")),
+    Case("mode unknown", quantization(mode="int4"), ValueError, ("mode", "int4")),
+    Case("bits a string", quantization(bits="4"), ValueError, ("bits", "'4'")),
+    Case("bits true", quantization(bits=True), ValueError, ("bits", "True")),
+    Case("group_size missing", quantization(group_size=...), ValueError, ("group_size",)),
+    Case(
+        "quantization a string",
+        config(quantization="4bit", quantization_config="4bit"),
+        ValueError,
+        ("quantization", "4bit"),
+    ),
+    Case("bits contradict the arrays", quantization(bits=8), ValueError, ("bits", "8", "4")),
+    Case(
+        "group_size contradicts the arrays",
+        quantization(group_size=32),
+        ValueError,
+        ("group_size", "32", "64"),
+    ),
+    Case(
+        "bits of one layer contradict",
+        quantization(**{UP: {"group_size": 64, "bits": 8}}),
+        ValueError,
+        (UP, "bits", "8", "4"),
+    ),
+    Case(
+        "a packed layer said not to be", quantization(**{UP: False}), ValueError, (UP, "not quant")
+    ),
+    Case("mode contradicts", quantization(mode="mxfp4", group_size=32), ValueError, ("mxfp4",)),
+    Case(
+        "width of a group does not divide",
+        quantization(lm={"group_size": 100}),
+        ValueError,
+        ("lm.group_size", "100"),
+    ),
+    Case("layer entry a number", quantization(**{UP: 4}), ValueError, (UP, "4")),
+    # model.safetensors
+    Case(
+        "weights missing", remove("model.safetensors", INDEX), FileNotFoundError, (".safetensors",)
+    ),
+    Case("weights of torch", only_torch, FileNotFoundError, ("pytorch_model.bin",)),
+    Case("weights truncated", cut("model.safetensors", 0.6), ValueError, ("cut short",)),
+    Case("header truncated", cut("model.safetensors", 0.001), ValueError, ("cut short",)),
+    Case("weights empty", write("model.safetensors", ""), ValueError, ("0 bytes",)),
+    Case(
+        "header length of 2**60",
+        write("model.safetensors", (1 << 60).to_bytes(8, "little") + b"{}"),
+        ValueError,
+        (str(1 << 60),),
+    ),
+    Case(
+        "header not JSON",
+        write("model.safetensors", (8).to_bytes(8, "little") + b"{'a': 1}"),
+        ValueError,
+        ("header cannot be read",),
+    ),
+    Case("header a list", header(lambda _: [1]), ValueError, ("header is a list",)),
+    Case("header repeats a tensor", repeat_key, ValueError, ("'x' appears twice",)),
+    Case(
+        "offsets beyond the file",
+        entry(data_offsets=[0, 1 << 40]),
+        ValueError,
+        ("model.norm.weight", str(1 << 40)),
+    ),
+    Case("offsets reversed", entry(data_offsets=[8, 0]), ValueError, ("data_offsets", "[8, 0]")),
+    Case("offsets of text", entry(data_offsets="0-8"), ValueError, ("data_offsets", "0-8")),
+    Case("shape too large", entry(shape=[1000]), ValueError, ("model.norm.weight", "[1000]")),
+    Case("shape negative", entry(shape=[-1, -128]), ValueError, ("shape", "[-1, -128]")),
+    Case("dtype another", entry(dtype="F32"), ValueError, ("F32", "512 bytes")),
+    Case("dtype null", entry(dtype=None), ValueError, ("dtype", "None")),
+    Case("dtype unknown", entry(dtype="F12"), ValueError, ("F12",)),
+    Case("tensors overlap", entry(data_offsets=[2, 258]), ValueError, ("overlaps",)),
+    Case("a tensor absent", drop_tensor, ValueError, (UP,)),
+    Case("a tensor in two files", duplicate_tensor, ValueError, ("in both", "model-2")),
+    Case("shard missing", rename_shard, FileNotFoundError, ("model-00002-of-00002", INDEX)),
+    Case("index truncated", cut(INDEX, 0.5), ValueError, (INDEX,)),
+    Case("index without a map", write(INDEX, "{}"), ValueError, (INDEX, "weight_map")),
+    Case("index of numbers", write(INDEX, '{"weight_map": {"a": 1}}'), ValueError, (INDEX, "'a'")),
+    # The tokenizer
+    Case("tokenizer missing", remove("tokenizer.json"), FileNotFoundError, ("tokenizer.json",)),
+    Case("tokenizer truncated", cut("tokenizer.json", 0.3), ValueError, ("tokenizer.json",)),
+    Case("tokenizer a list", write("tokenizer.json", "[]"), ValueError, ("tokenizer.json",)),
+    Case(
+        "tokenizer of an unknown kind",
+        write("tokenizer.json", '{"model": {"type": "Magic"}}'),
+        ValueError,
+        ("the tokenizer cannot be read",),
+    ),
+    Case(
+        "tokenizer_config.json not JSON",
+        write("tokenizer_config.json", "{"),
+        ValueError,
+        ("tokenizer_config.json",),
+    ),
+]

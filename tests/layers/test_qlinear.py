@@ -1,0 +1,92 @@
+"""QLinear and QEmbedding are their stock layers, but for how they compute."""
+
+from __future__ import annotations
+
+import copy
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_qlayers import QLinear
+from mlx_qlayers.layers.qlinear import QEmbedding
+from tests.numerics import random
+
+
+def same_arrays(a: nn.Module, b: nn.Module) -> bool:
+    left, right = dict(tree_flatten(a.parameters())), dict(tree_flatten(b.parameters()))
+    return left.keys() == right.keys() and all(mx.array_equal(left[k], right[k]) for k in left)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "fmt",
+    [{}, {"group_size": 32, "bits": 3}, {"mode": "mxfp8"}, {"mode": "nvfp4"}, {"mode": "mxfp4"}],
+    ids=str,
+)
+def test_constructor_is_that_of_the_stock_layer(fmt, bias):
+    mx.random.seed(0)
+    stock = nn.QuantizedLinear(128, 40, bias, **fmt)
+    mx.random.seed(0)
+    ours = QLinear(128, 40, bias, **fmt)
+    assert same_arrays(ours, stock) and isinstance(ours, nn.QuantizedLinear)
+    assert repr(ours) == repr(stock).replace("QuantizedLinear", "QLinear")
+    assert f"bits={ours.bits}" in repr(ours) and f"mode={ours.mode}" in repr(ours)
+    assert ours.trainable_parameters() == {}
+    x = random(np.random.default_rng(0), (3, 128))
+    assert mx.allclose(ours(x), stock(x), rtol=0, atol=1e-5)
+
+
+def test_from_linear():
+    linear = nn.Linear(128, 24)
+    ours, stock = (cls.from_linear(linear, 32, 8) for cls in (QLinear, nn.QuantizedLinear))
+    assert type(ours) is QLinear and same_arrays(ours, stock)
+
+
+def test_from_quantized_and_back_share_everything():
+    stock = nn.QuantizedLinear(128, 24)
+    stock.unfreeze(keys=["bias"])
+    stock.eval()
+    ours = QLinear.from_quantized(stock)
+    back = ours.to_quantized()
+    assert type(ours) is QLinear and type(back) is nn.QuantizedLinear
+    for layer in (ours, back):
+        assert layer["weight"] is stock["weight"]
+        assert list(layer.trainable_parameters()) == ["bias"] and not layer.training
+    ours.freeze()
+    assert list(stock.trainable_parameters()) == ["bias"]
+    with pytest.raises(ValueError, match="must be a QuantizedLinear, not a Linear"):
+        QLinear.from_quantized(nn.Linear(4, 4))
+
+
+def test_quantizing_again_leaves_it():
+    model = nn.Sequential(QLinear(128, 64), nn.Linear(64, 64))
+    nn.quantize(model, group_size=32, bits=8)
+    assert type(model.layers[0]) is QLinear and model.layers[0].bits == 4
+    assert model.layers[1].bits == 8
+
+
+def test_deepcopy_is_independent():
+    layer = QLinear(128, 24)
+    twin = copy.deepcopy(layer)
+    twin.bias = twin.bias + 1
+    assert type(twin) is QLinear and mx.all(layer.bias == 0)
+
+
+def test_gradient_of_a_bias_that_is_trained():
+    layer = QLinear(64, 8)
+    layer.unfreeze(keys=["bias"])
+    x = random(np.random.default_rng(1), (5, 64))
+    _, gradients = nn.value_and_grad(layer, lambda x: layer(x).sum())(x)
+    assert mx.allclose(gradients["bias"], mx.full((8,), 5.0)) and list(gradients) == ["bias"]
+
+
+def test_embedding_as_linear():
+    stock = nn.QuantizedEmbedding(40, 128, 32, 8)
+    ours = QEmbedding.from_quantized(stock)
+    x = random(np.random.default_rng(2), (2, 3, 128))
+    assert mx.allclose(ours.as_linear(x), stock.as_linear(x), rtol=0, atol=1e-4)
+    assert mx.array_equal(ours(mx.array([3, 5])), stock(mx.array([3, 5])))
+    assert type(ours.to_quantized()) is nn.QuantizedEmbedding

@@ -1,0 +1,132 @@
+"""The one place for tolerances.
+
+The truth is float64. A result passes if its error is at most ``FACTOR`` times that of ``rounded``:
+the same computation with inputs in the dtype, float32 accumulation and one rounding to the dtype at
+the end. No test has a tolerance of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+FACTOR = 2.0
+# Spacing of floating-point numbers above 1.
+EPSILON = {
+    mx.float64: 2.0**-52,
+    mx.float32: 2.0**-23,
+    mx.float16: 2.0**-10,
+    mx.bfloat16: 2.0**-7,
+}
+# Roundings that an element of a float32 function may carry into a finite difference.
+_ROUNDINGS = 8
+
+
+def to64(array: mx.array | np.ndarray) -> np.ndarray:
+    """Any array as float64, exactly; bfloat16 has no numpy dtype of its own."""
+    if isinstance(array, mx.array) and array.dtype in (mx.bfloat16, mx.float16):
+        array = array.astype(mx.float32)
+    return np.array(array, dtype=np.float64)
+
+
+def round_to(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    """Round to ``dtype`` once; float64 arrays go through float32, as accumulators do."""
+    return mx.array(np.asarray(array, np.float32)).astype(dtype)
+
+
+def random(
+    rng: np.random.Generator, shape: Sequence[int], dtype: mx.Dtype = mx.float32, scale: float = 1.0
+) -> mx.array:
+    """Normal numbers that ``dtype`` holds exactly, so that :func:`to64` gives the very inputs."""
+    return round_to(scale * rng.normal(size=shape), dtype)
+
+
+def assert_accurate(
+    actual: mx.array,
+    truth: np.ndarray,
+    rounded: mx.array | np.ndarray,
+    *,
+    terms: float | np.ndarray = 0.0,
+    what: str = "result",
+) -> None:
+    """Assert that ``actual`` is as accurate as the numerics policy asks.
+
+    Args:
+        actual: the result under test.
+        truth: the same in float64, by another way.
+        rounded: the same by float32 accumulation and one rounding to the dtype of ``actual``.
+        terms: sums of the absolute terms that the accumulator adds up, where they cancel. Half a
+            float32 unit in the last place of the largest is granted, and half a unit of the dtype
+            for the largest of ``truth``: the rounding of a few numbers may happen to be exact.
+        what: a name for the message.
+
+    Raises:
+        AssertionError: shapes differ, other elements are not finite, or the error is too large.
+    """
+    dtype = actual.dtype
+    found, base = to64(actual), to64(rounded)
+    assert found.shape == truth.shape == base.shape, (
+        f"{what}: {found.shape}, {truth.shape}, {base.shape}"
+    )
+    finite = np.isfinite(truth)
+    np.testing.assert_array_equal(found[~finite], truth[~finite], err_msg=what)
+    if not finite.any():
+        return
+    assert np.isfinite(found[finite]).all(), f"{what}: not finite where the truth is"
+    error, allowed = np.abs(found - truth)[finite], np.abs(base - truth)[finite].max()
+    unit = np.abs(truth[finite]).max() * EPSILON[dtype] / 2
+    allowed = FACTOR * max(allowed, unit, np.max(terms) * EPSILON[mx.float32] / 2)
+    worst = error.max()
+    assert worst <= allowed, (
+        f"{what} ({dtype}): error {worst:.3e}, allowed {allowed:.3e}, "
+        f"in {np.mean(error > allowed):.1%} of {error.size} elements"
+    )
+
+
+def assert_gradient(
+    function: Callable[..., mx.array],
+    inputs: Sequence[mx.array],
+    rng: np.random.Generator,
+    *,
+    step: float = 1e-2,
+) -> None:
+    """Compare the gradients of ``sum(function(*inputs) * r)`` with central differences.
+
+    ``inputs`` are float32. Each is moved along two random directions whose largest element is 1, by
+    ``step`` and twice that: Richardson's extrapolation leaves an error of fourth order, which the
+    difference of the two estimates, with the rounding of the function, bounds.
+
+    Raises:
+        AssertionError: a directional derivative disagrees.
+    """
+    inputs = list(inputs)
+    weight = random(rng, function(*inputs).shape)
+
+    def loss(*args: mx.array) -> float:
+        return float((to64(function(*args)) * to64(weight)).sum())
+
+    outputs, gradients = mx.vjp(
+        lambda *args: [function(*args).astype(mx.float32)], inputs, [weight]
+    )
+    noise = _ROUNDINGS * EPSILON[mx.float32] * np.abs(to64(outputs[0]) * to64(weight)).sum()
+    for number, gradient in enumerate(gradients):
+        for _ in range(2):
+            way = random(rng, inputs[number].shape)
+            way = way / mx.abs(way).max()
+
+            def slope(size: float, number: int = number, way: mx.array = way) -> float:
+                ahead, behind = [*inputs], [*inputs]
+                ahead[number] = inputs[number] + size * way
+                behind[number] = inputs[number] - size * way
+                return (loss(*ahead) - loss(*behind)) / (2 * size)
+
+            fine, coarse = slope(step), slope(2 * step)
+            expected = fine + (fine - coarse) / 3
+            found = float((to64(gradient) * to64(way)).sum())
+            allowed = abs(fine - coarse) / 3 + noise / step
+            assert abs(found - expected) <= allowed, (
+                f"gradient of argument {number}: {found:.6e}, by differences {expected:.6e}, "
+                f"allowed {allowed:.1e}"
+            )

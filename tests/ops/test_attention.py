@@ -1,0 +1,242 @@
+"""Attention against float64 on awkward shapes, and what it refuses."""
+
+import mlx.core as mx
+import numpy as np
+import oracles
+import pytest
+from numerics import assert_accurate, assert_gradient, random, round_to, to64
+
+from mlx_qlayers.ops.attention import attention
+from mlx_qlayers.runtime.backend import use_backend
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+# B, H, Hkv, L, S, D, Dv
+SHAPES = [
+    (1, 1, 1, 1, 1, 32, 32),
+    (2, 3, 1, 1, 257, 64, 64),
+    (1, 7, 7, 7, 8, 40, 40),
+    (1, 8, 1, 33, 65, 32, 16),
+    (3, 8, 2, 1, 65, 128, 128),
+    (1, 3, 3, 129, 257, 32, 32),
+    (2, 7, 1, 33, 8, 48, 48),
+]
+MASKS = ["none", "causal", "boolean", "padded", "additive", "biased", "one key"]
+EXTRAS = [
+    {},
+    {"window": 5},
+    {"softcap": 2.0},
+    {"sinks": True},
+    {"window": 9, "softcap": 30.0, "sinks": True},
+]
+
+
+@pytest.fixture(autouse=True)
+def on_the_reference_path():
+    with use_backend("ops"):
+        yield
+
+
+def make_mask(kind, rng, batch, heads, queries, keys, dtype):
+    if kind in ("none", "causal"):
+        return None if kind == "none" else kind
+    if kind == "boolean":
+        return mx.array(rng.random((queries, keys)) < 0.7)
+    if kind == "padded":  # As batched generation: the first keys of some rows are hidden.
+        return mx.array(np.arange(keys) >= rng.integers(0, keys, (batch, 1, 1, 1)))
+    if kind == "one key":
+        return mx.array(np.arange(keys) == rng.integers(0, keys, (1, heads, queries, 1)))
+    if kind == "additive":
+        return random(rng, (1, queries, keys), dtype)
+    hidden = mx.array(rng.random((batch, heads, queries, keys)) < 0.3)
+    return mx.where(hidden, -float("inf"), random(rng, hidden.shape, dtype)).astype(dtype)
+
+
+def make(seed, shape, dtype, kind="none", extra=None):
+    batch, heads, kv_heads, queries, keys, width, v_width = shape
+    rng = np.random.default_rng(seed)
+    q = random(rng, (batch, heads, queries, width), dtype)
+    k = random(rng, (batch, kv_heads, keys, width), dtype)
+    v = random(rng, (batch, kv_heads, keys, v_width), dtype)
+    options = {"scale": width**-0.5, **(extra or {})}
+    options["mask"] = make_mask(kind, rng, batch, heads, queries, keys, dtype)
+    if options.get("sinks"):
+        options["sinks"] = random(rng, (heads,), dtype)
+    return rng, (q, k, v), options
+
+
+def expect(arrays, options, dtype, **more):
+    """By name: the truth, what float32 and one rounding make of it, the terms it is a sum of."""
+    plain = {n: to64(o) if isinstance(o, mx.array) else o for n, o in options.items()}
+    if isinstance(plain["mask"], np.ndarray) and options["mask"].dtype == mx.bool_:
+        plain["mask"] = plain["mask"].astype(bool)
+    truth, terms = oracles.attention(*map(to64, arrays), **plain, **more)
+    rough, _ = oracles.attention(*map(to64, arrays), **plain, **more, dtype=np.float32)
+    return {name: (truth[name], round_to(rough[name], dtype), terms[name]) for name in truth}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", MASKS)
+def test_forward_and_gradients_against_float64(kind, dtype):
+    for number, shape in enumerate(SHAPES):
+        extra = EXTRAS[(number + MASKS.index(kind)) % len(EXTRAS)]
+        rng, arrays, options = make(number, shape, dtype, kind, extra)
+        cotangent = random(rng, (*arrays[0].shape[:3], shape[-1]), dtype)
+        expected = expect(arrays, options, dtype, cotangent=to64(cotangent))
+        names = ["q", "k", "v"]
+        names += ["sinks"] * ("sinks" in options)
+        names += ["mask"] * ("mask" in expected)
+        inputs = [*arrays, *(options[name] for name in names[3:])]
+
+        def run(q, k, v, *others, names=names, options=options):
+            chosen = {**options, **dict(zip(names[3:], others, strict=True))}
+            return [attention(q, k, v, **chosen)]
+
+        (out,), gradients = mx.vjp(run, inputs, [cotangent])
+        for name, actual in zip(["out", *names], [out, *gradients], strict=True):
+            assert actual.dtype == dtype
+            truth, rounded, terms = expected[name]
+            what = f"{name} of {shape} {kind} {extra}"
+            assert_accurate(actual, truth, rounded, terms=terms, what=what)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("kind", ["none", "causal", "additive"])
+def test_gradients_by_finite_differences(kind, extra):
+    rng, arrays, options = make(3, (1, 4, 2, 5, 9, 32, 8), mx.float32, kind, extra)
+    sinks = options.pop("sinks", None)
+    inputs = [*arrays] + ([] if sinks is None else [sinks])
+
+    def run(q, k, v, sinks=None):
+        return attention(q, k, v, sinks=sinks, **options)
+
+    assert_gradient(run, inputs, rng)
+
+
+def test_float32_is_the_stock_operator():
+    for number, shape in enumerate(SHAPES):
+        for kind in ("none", "causal", "boolean", "padded", "additive"):
+            extra = {"sinks": True} if number % 2 else {}
+            _, arrays, options = make(number, shape, mx.float32, kind, extra)
+            stock = mx.fast.scaled_dot_product_attention(*arrays, **options)
+            assert mx.array_equal(attention(*arrays, **options), stock), (shape, kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits, group_size", [(4, 32), (8, 64), (6, 64)])
+def test_packed_keys_and_values(bits, group_size, dtype):
+    for number, (kind, extra) in enumerate(
+        [("none", {}), ("causal", {"softcap": 3.0}), ("padded", {"sinks": True, "window": 7})]
+    ):
+        for shape in ((1, 6, 2, 1, 65, 64, 128), (2, 3, 3, 9, 33, 128, 64)):
+            _, (q, k, v), options = make(number, shape, dtype, kind, extra)
+            packed = [tuple(mx.quantize(a, group_size=group_size, bits=bits)) for a in (k, v)]
+            dense = []
+            for w, scales, biases in packed:
+                parts = (w, scales.astype(mx.float32), biases.astype(mx.float32))
+                dense.append(mx.dequantize(*parts, group_size=group_size, bits=bits))
+            actual = attention(q, *packed, **options)
+            assert actual.dtype == dtype
+            truth, rounded, terms = expect((q, *dense), options, dtype)["out"]
+            assert_accurate(actual, truth, rounded, terms=terms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["boolean", "additive", "causal"])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"sinks": True}, {"window": 3}])
+def test_a_fully_masked_row_averages_the_values_and_harms_no_other(kind, extra, dtype):
+    # Causal with more queries than keys: the first ones see nothing.
+    _, (q, k, v), options = make(5, (1, 4, 2, 12, 9, 32, 8), dtype, extra=extra)
+    row = 1
+    if kind == "causal":
+        options["mask"] = "causal"
+    else:
+        hidden = mx.zeros((12, 9), mx.bool_)
+        hidden[row] = True
+        bias = mx.where(hidden, -float("inf"), 0.0).astype(dtype)
+        options["mask"] = ~hidden if kind == "boolean" else bias
+    (out,), gradients = mx.vjp(
+        lambda *a: [attention(*a, **options)], [q, k, v], [mx.ones((1, 4, 12, 8), dtype)]
+    )
+    truth, rounded, terms = expect((q, k, v), options, dtype)["out"]
+    assert_accurate(out, truth, rounded, terms=terms)
+    assert all(mx.isfinite(array).all().item() for array in (out, *gradients))
+    if "sinks" in extra:
+        assert not mx.abs(out[0, :, row]).max().item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_beyond_float16(dtype):
+    _, (q, k, v), options = make(6, (1, 2, 1, 7, 33, 64, 64), dtype, "causal")
+    options["scale"] = 1e5
+    truth, rounded, terms = expect((q, k, v), options, dtype)["out"]
+    assert_accurate(attention(q, k, v, **options), truth, rounded, terms=terms)
+
+
+def test_mask_and_sinks_in_other_dtypes():
+    _, arrays, options = make(7, (1, 2, 2, 4, 9, 32, 32), mx.bfloat16, "additive", {"sinks": True})
+    expected = attention(*arrays, **options)
+    for name in ("mask", "sinks"):
+        wide = {**options, name: options[name].astype(mx.float32)}
+        assert mx.array_equal(attention(*arrays, **wide), expected)
+
+
+def test_a_batch_gives_each_member_what_it_gets_alone():
+    _, (q, k, v), options = make(8, (3, 4, 2, 1, 65, 64, 64), mx.bfloat16)
+    together = attention(q, k, v, **options)
+    for i in range(3):
+        part = slice(i, i + 1)
+        assert mx.array_equal(attention(q[part], k[part], v[part], **options), together[part])
+
+
+def test_compiled_is_the_same():
+    _, arrays, options = make(9, (1, 4, 2, 7, 9, 32, 32), mx.float32, "causal", {"softcap": 5.0})
+
+    def loss(q, k, v):
+        return (attention(q, k, v, **options) ** 2).sum()
+
+    plain = mx.grad(loss, (0, 1, 2))(*arrays)
+    compiled = mx.compile(mx.grad(loss, (0, 1, 2)))(*arrays)
+    for one, two in zip(plain, compiled, strict=True):
+        assert mx.allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+Q, K, V = mx.zeros((2, 4, 3, 64)), mx.zeros((2, 2, 5, 64)), mx.zeros((2, 2, 5, 32))
+PACKED = tuple(mx.quantize(K, group_size=64, bits=4))
+
+
+@pytest.mark.parametrize(
+    "arrays, options, message",
+    [
+        ((Q[0], K, V), {}, r"q must be \(B, H, L, D\).*\(4, 3, 64\)"),
+        ((Q.astype(mx.int32), K, V), {}, "q must be float32.*int32"),
+        ((np.zeros((2, 4, 3, 64)), K, V), {}, "q must be an mx.array, not ndarray"),
+        ((Q, K[0], V), {}, r"k must be \(B, Hkv, S, D\).*\(2, 5, 64\)"),
+        ((Q, K[..., :32], V), {}, r"k must be \(2, Hkv, S, 64\).*\(2, 2, 5, 32\)"),
+        ((Q, K[:1], V), {}, r"k must be \(2, Hkv, S, 64\).*\(1, 2, 5, 64\)"),
+        ((Q[:, :3], K, V), {}, "k must have a number of heads that divides 3, not 2"),
+        ((Q, K[:, :, :0], V[:, :, :0]), {}, "k must have at least one key"),
+        ((Q, K, V[:, :, :4]), {}, r"v must be \(2, 2, 5\).*\(2, 2, 4, 32\)"),
+        ((Q, K, V.astype(mx.uint32)), {}, "v must be float32.*uint32"),
+        ((Q, PACKED, V), {}, "k and v must both be packed or not, not tuple and array"),
+        ((Q, PACKED[:2], PACKED), {}, r"k must be \(packed, scales, biases\)"),
+        ((Q, PACKED, tuple(mx.quantize(K, group_size=32, bits=4))), {}, "v must be packed like k"),
+        (
+            (Q[..., :48], PACKED, PACKED),
+            {},
+            "k must hold rows of 48 numbers, not 8 words in 1 groups",
+        ),
+        ((Q, K, V), {"scale": "1"}, "scale must be a number, not '1'"),
+        ((Q, K, V), {"mask": "full"}, "mask must be None, 'causal' or an mx.array, not 'full'"),
+        ((Q, K, V), {"mask": mx.zeros((3, 4))}, r"mask must broadcast to \(2, 4, 3, 5\).*\(3, 4\)"),
+        ((Q, K, V), {"mask": mx.zeros((1, 1, 1, 1, 5))}, "mask must broadcast"),
+        ((Q, K, V), {"mask": mx.zeros((3, 5), mx.int32)}, "mask must be booleans.*int32"),
+        ((Q, K, V), {"window": 0}, "window must be a positive integer or None, not 0"),
+        ((Q, K, V), {"window": 2.0}, "window must be a positive integer or None, not 2.0"),
+        ((Q, K, V), {"softcap": 0.0}, "softcap must be a positive number or None, not 0.0"),
+        ((Q, K, V), {"sinks": mx.zeros(2)}, r"sinks must be \(4,\), one a head, not \(2,\)"),
+        ((Q, K, V), {"sinks": mx.zeros(4, mx.int32)}, "sinks must be float32.*int32"),
+    ],
+)
+def test_bad_input(arrays, options, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*arrays, **{"scale": 1.0, **options})

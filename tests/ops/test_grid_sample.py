@@ -1,0 +1,186 @@
+"""The public sampling operators: gradients, dtypes, transformations, and what they refuse."""
+
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numerics import assert_accurate, assert_gradient, random, round_to, to64
+
+from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES, affine_grid, grid_sample
+from mlx_qlayers.runtime.backend import use_backend
+
+HALF = [mx.float16, mx.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def on_the_reference_path():
+    with use_backend("ops"):
+        yield
+
+
+def inputs(seed, shape=(2, 5, 7, 3), out=(4, 6), dtype=mx.float32, reach=1.3):
+    rng = np.random.default_rng(seed)
+    grid = rng.uniform(-reach, reach, (shape[0], *out, len(out)))
+    return random(rng, shape, dtype), round_to(grid, dtype), random(rng, (*out, shape[-1]), dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("padding_mode", PADDING_MODES)
+def test_half_precision_is_float32_rounded_once(dtype, mode, padding_mode):
+    x, grid, row = inputs(1, dtype=dtype)
+    cotangent = mx.broadcast_to(row, (2, *row.shape))
+
+    def run(*args):
+        *primals, cotangent = args
+        sample = partial(grid_sample, mode=mode, padding_mode=padding_mode)
+        out, gradients = mx.vjp(lambda *p: [sample(*p)], primals, [cotangent])
+        return out + gradients
+
+    found = run(x, grid, cotangent)
+    exact = run(*[array.astype(mx.float32) for array in (x, grid, cotangent)])
+    for actual, truth in zip(found, map(to64, exact), strict=True):
+        assert actual.dtype == dtype
+        assert_accurate(actual, truth, round_to(truth, dtype))
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("shape", [(1, 5, 7, 2), (1, 4, 5, 3, 2)])
+@pytest.mark.parametrize("padding_mode", PADDING_MODES)
+def test_gradients_by_finite_differences_away_from_kinks(mode, shape, padding_mode):
+    if mode == "bicubic" and len(shape) == 5:
+        mode = "bilinear"
+    rng = np.random.default_rng(2)
+    extent = np.array(shape[1:-1][::-1])
+    # Pixel positions at least 0.2 from the kinks at pixel centres, some of them outside.
+    pixel = rng.integers(-2, extent + 1, (1, *[4] * len(extent), len(extent)))
+    pixel = pixel + rng.uniform(0.2, 0.8, pixel.shape)
+    if padding_mode == "reflection":  # Edges are half way between centres.
+        pixel = np.floor(pixel) + rng.uniform(0.1, 0.4, pixel.shape)
+    grid = round_to((2 * pixel + 1) / extent - 1, mx.float32)
+    assert_gradient(
+        lambda x, g: grid_sample(x, g, mode=mode, padding_mode=padding_mode),
+        [random(rng, shape), grid],
+        rng,
+        step=0.01,
+    )
+
+
+def test_gradient_of_affine_grid():
+    rng = np.random.default_rng(3)
+    for shape, size in (((2, 2, 3), (2, 3, 4, 1)), ((1, 3, 4), (1, 2, 3, 1, 5))):
+        assert_gradient(
+            lambda theta, size=size: affine_grid(theta, size), [random(rng, shape)], rng
+        )
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 1, 9, 3), (1, 6, 4, 256), (2, 3, 2, 4, 5)])
+def test_identity_grid_gives_the_image_back(shape):
+    x = random(np.random.default_rng(4), shape)
+    ndim = len(shape) - 2
+    theta = mx.broadcast_to(mx.eye(ndim, ndim + 1), (shape[0], ndim, ndim + 1))
+    for align_corners in (False, True):
+        grid = affine_grid(theta, shape, align_corners)
+        out = grid_sample(x, grid, mode="nearest", align_corners=align_corners)
+        assert mx.array_equal(out, x)
+
+
+@pytest.mark.parametrize("batch, out", [(0, (4, 6)), (2, (0, 6))])
+def test_empty(batch, out):
+    x, grid = mx.zeros((batch, 5, 7, 3)), mx.zeros((batch, *out, 2))
+    (found,), gradients = mx.vjp(
+        lambda *args: [grid_sample(*args)], [x, grid], [mx.zeros((batch, *out, 3))]
+    )
+    assert found.shape == (batch, *out, 3)
+    assert [g.shape for g in gradients] == [x.shape, grid.shape]
+    assert not mx.abs(gradients[0]).sum().item()
+
+
+def test_strided_inputs():
+    x, grid, _ = inputs(5)
+    channels_first = mx.contiguous(x.transpose(0, 3, 1, 2))
+    expected = grid_sample(x, grid)
+    assert mx.array_equal(grid_sample(channels_first.transpose(0, 2, 3, 1), grid), expected)
+    assert mx.array_equal(grid_sample(mx.repeat(x, 2, axis=2)[:, :, ::2], grid), expected)
+    same = mx.broadcast_to(x[:1], x.shape)
+    assert mx.array_equal(grid_sample(same, grid), grid_sample(mx.contiguous(same), grid))
+
+
+def test_compiled_gradients_are_the_same():
+    x, grid, _ = inputs(6)
+
+    def loss(x, grid):
+        return (grid_sample(x, grid, padding_mode="reflection") ** 2).sum()
+
+    plain = mx.grad(loss, (0, 1))(x, grid)
+    compiled = mx.compile(mx.grad(loss, (0, 1)))(x, grid)
+    for one, two in zip(plain, compiled, strict=True):
+        assert mx.allclose(one, two, rtol=1e-6, atol=1e-6)
+
+
+def test_nan_coordinates_do_not_spread():
+    x, grid, _ = inputs(7)
+    grid[0, 1, 2, 0] = float("nan")
+    for padding_mode in ("border", "reflection"):
+        gradients = mx.grad(
+            lambda *args, p=padding_mode: grid_sample(*args, padding_mode=p).sum(), (0, 1)
+        )(x, grid)
+        assert all(mx.isfinite(g).all().item() for g in gradients)
+        assert gradients[1][0, 1, 2, 0].item() == 0
+    out = grid_sample(x, grid)
+    assert mx.isnan(out).sum().item() == x.shape[-1]
+
+
+def test_deterministic_gradient_is_bit_identical():
+    x, grid, _ = inputs(8, shape=(1, 9, 9, 3), out=(40, 40))
+    runs = [
+        mx.grad(lambda x: (grid_sample(x, grid, deterministic=True) ** 2).sum())(x)
+        for _ in range(3)
+    ]
+    assert all(mx.array_equal(run, runs[0]) for run in runs)
+
+
+X, GRID = mx.zeros((2, 5, 7, 3)), mx.zeros((2, 4, 6, 2))
+VOLUME, POINTS = mx.zeros((2, 3, 5, 7, 3)), mx.zeros((2, 1, 4, 6, 3))
+
+
+@pytest.mark.parametrize(
+    "args, options, message",
+    [
+        ((X[0], GRID), {}, r"x must be \(N, H, W, C\).*\(5, 7, 3\)"),
+        ((X[None, None], GRID), {}, r"x must be .*\(1, 1, 2, 5, 7, 3\)"),
+        ((X, GRID[0]), {}, r"grid must be \(N, Ho, Wo, 2\).*\(4, 6, 2\)"),
+        ((X, POINTS), {}, r"grid must be \(N, Ho, Wo, 2\)"),
+        ((VOLUME, GRID), {}, r"grid must be \(N, Do, Ho, Wo, 3\)"),
+        ((X, mx.zeros((2, 4, 6, 3))), {}, r"grid must be .*\(2, 4, 6, 3\)"),
+        ((X, GRID[:1]), {}, "grid must have the batch of x, 2, not 1"),
+        ((X.astype(mx.int32), GRID), {}, "x must be float32.*int32"),
+        ((X, GRID.astype(mx.int32)), {}, "grid must be float32.*int32"),
+        ((np.zeros((2, 5, 7, 3)), GRID), {}, "x must be an mx.array, not ndarray"),
+        ((X[:, :0], GRID), {}, r"x must have at least one pixel.*\(2, 0, 7, 3\)"),
+        ((X, GRID), {"mode": "cubic"}, "mode must be one of .*'cubic'"),
+        ((VOLUME, POINTS), {"mode": "bicubic"}, "mode 'bicubic' is for images only"),
+        ((X, GRID), {"padding_mode": "wrap"}, "padding_mode must be one of .*'wrap'"),
+    ],
+)
+def test_bad_input(args, options, message):
+    with pytest.raises(ValueError, match=message):
+        grid_sample(*args, **options)
+
+
+@pytest.mark.parametrize(
+    "theta, size, message",
+    [
+        (mx.zeros((1, 2, 3)), (1, 4, 5), r"size must be .*\(1, 4, 5\)"),
+        (mx.zeros((1, 2, 3)), (1, 4, 5.0, 3), r"size must be .*5.0"),
+        (mx.zeros((1, 2, 3)), (1, 0, 5, 3), r"size must have at least one pixel"),
+        (mx.zeros((1, 3, 3)), (1, 4, 5, 3), r"theta must be \(1, 2, 3\).*\(1, 3, 3\)"),
+        (mx.zeros((1, 2, 3)), (2, 4, 5, 3), r"theta must be \(2, 2, 3\)"),
+        (mx.zeros((1, 2, 3), mx.int32), (1, 4, 5, 3), "theta must be float32.*int32"),
+        ([[1, 0, 0]], (1, 4, 5, 3), "theta must be an mx.array, not list"),
+    ],
+)
+def test_bad_affine_input(theta, size, message):
+    with pytest.raises(ValueError, match=message):
+        affine_grid(theta, size)

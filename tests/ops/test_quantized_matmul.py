@@ -1,0 +1,206 @@
+"""quantized_matmul against float64, in every format, dtype and awkward shape."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers import explain, quantized_matmul, use_backend
+from mlx_qlayers.formats import Format
+from mlx_qlayers.reference import quantized_matmul as reference
+from tests.numerics import assert_accurate, assert_gradient, random, round_to, to64
+from tests.oracles import product
+from tests.packed import FORMATS, dequantize64, random_packed, terms64
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+AFFINE = Format(64, 4)
+# Rows on both sides of every crossover between the packed and the dense product.
+ROWS = [1, 3, 7, 16, 41]
+
+
+@pytest.fixture(autouse=True)
+def reference_path():
+    with use_backend("ops"):
+        yield
+
+
+def check(y, x, packed, fmt, transpose=True):
+    """Hold a product against float64 and against float32 sums rounded once."""
+    dense, terms = dequantize64(*packed, fmt), terms64(*packed, fmt)
+    if transpose:
+        dense, terms = np.swapaxes(dense, -1, -2), np.swapaxes(terms, -1, -2)
+    rounded = product(to64(x).astype(np.float32), dense.astype(np.float32))
+    terms = np.abs(to64(x)) @ terms
+    assert_accurate(y, to64(x) @ dense, round_to(rounded, y.dtype), terms=terms.max(initial=0))
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_against_float64(fmt, dtype, transpose):
+    rng = np.random.default_rng(hash((fmt.bits, fmt.group_size, transpose)) % 2**32)
+    for rows in ROWS:
+        for outer, inner in ((41, 3 * fmt.group_size), (8, 256)):
+            shape = (outer, inner) if transpose else (outer * 4, inner)
+            packed = random_packed(rng, *shape, fmt, dtype)
+            x = random(rng, (rows, inner if transpose else outer * 4), dtype)
+            y = quantized_matmul(x, *packed, transpose=transpose, **fmt._asdict())
+            assert y.dtype == dtype
+            check(y, x, packed, fmt, transpose)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_large_enough_for_every_core(rows, monkeypatch):
+    monkeypatch.setattr(reference, "_cores", lambda: 3)
+    rng = np.random.default_rng(rows)
+    for transpose in (True, False):
+        packed = random_packed(rng, 1000, 1024, AFFINE)
+        x = random(rng, (rows, 1024 if transpose else 1000))
+        y = quantized_matmul(x, *packed, transpose=transpose)
+        check(y, x, packed, AFFINE, transpose)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_less_accurate_than_stock(dtype):
+    rng = np.random.default_rng(5)
+    packed = random_packed(rng, 128, 1024, AFFINE, dtype)
+    for rows in (1, 33):
+        x = random(rng, (rows, 1024), dtype)
+        truth = to64(x) @ dequantize64(*packed, AFFINE).T
+        ours = np.abs(to64(quantized_matmul(x, *packed)) - truth).max()
+        stock = np.abs(to64(mx.quantized_matmul(x, *packed)) - truth).max()
+        assert ours <= 1.05 * stock
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (64,), (2, 3, 64), (1, 1, 5, 64)])
+def test_leading_dimensions(shape):
+    rng = np.random.default_rng(1)
+    packed = random_packed(rng, 24, 64, AFFINE)
+    x = random(rng, shape)
+    bias = random(rng, (24,))
+    y = quantized_matmul(x, *packed, bias=bias)
+    assert y.shape == (*shape[:-1], 24)
+    rows = x.reshape(-1, 64)
+    check((y - bias).reshape(-1, 24), rows, packed, AFFINE)
+
+
+def test_strided_inputs():
+    rng = np.random.default_rng(2)
+    packed = random_packed(rng, 40, 128, AFFINE)
+    wide = random(rng, (128, 12))
+    for x in (wide.T, wide.T[::3], mx.broadcast_to(wide.T[:1], (5, 128))):
+        check(quantized_matmul(x, *packed), x, packed, AFFINE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batched_matrices(dtype):
+    rng = np.random.default_rng(3)
+    dense = random(rng, (2, 3, 16, 64), dtype)
+    packed = mx.quantize(dense, group_size=32, bits=8)
+    x = random(rng, (2, 3, 5, 64), dtype)
+    y = quantized_matmul(x, *packed, group_size=32, bits=8)
+    check(y, x, packed, Format(32, 8))
+
+
+def test_mixed_dtypes_promote_as_stock_does():
+    rng = np.random.default_rng(4)
+    w, scales, biases = random_packed(rng, 16, 64, AFFINE)
+    for x_dtype in DTYPES:
+        for dtype in DTYPES:
+            packed = (w, scales.astype(dtype), biases.astype(dtype))
+            x = random(rng, (2, 64), x_dtype)
+            assert quantized_matmul(x, *packed).dtype == mx.quantized_matmul(x, *packed).dtype
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+def test_gradients(rows, transpose):
+    rng = np.random.default_rng(6)
+    w, scales, biases = random_packed(rng, 32, 64, Format(32, 4))
+    x = random(rng, (rows, 64 if transpose else 32))
+
+    def ours(x, scales, biases):
+        return quantized_matmul(x, w, scales, biases, transpose=transpose, group_size=32)
+
+    assert_gradient(ours, [x, scales, biases], rng)
+    stock = lambda *a: mx.quantized_matmul(a[0], w, *a[1:], transpose, 32, 4)  # noqa: E731
+    found, expected = (
+        mx.grad(lambda *a, f=f: mx.sin(f(*a)).sum(), (0, 1, 2))(x, scales, biases)
+        for f in (ours, stock)
+    )
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(to64(a), to64(b), rtol=0, atol=2e-6 * np.abs(to64(b)).max())
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_gradient_of_x_in_fp_modes(mode, rows):
+    rng = np.random.default_rng(7)
+    fmt = Format.checked(mode=mode)
+    w, scales, _ = random_packed(rng, 32, 64, fmt)
+    x = random(rng, (rows, 64))
+    assert_gradient(lambda x: quantized_matmul(x, w, scales, mode=mode), [x], rng)
+
+
+def test_compiled():
+    rng = np.random.default_rng(8)
+    packed = random_packed(rng, 512, 1024, AFFINE)
+    f = mx.compile(lambda x: quantized_matmul(x, *packed))
+    for rows in (1, 30):
+        x = random(rng, (rows, 1024))
+        assert mx.array_equal(f(x), quantized_matmul(x, *packed))
+
+
+def test_nan_and_infinity_stay_in_their_row():
+    rng = np.random.default_rng(9)
+    packed = random_packed(rng, 24, 64, AFFINE)
+    x = np.array(random(rng, (40, 64)))
+    x[3, 5], x[20, 7] = np.nan, np.inf
+    for rows in (slice(0, 6), slice(0, 40)):
+        y = np.isfinite(np.array(quantized_matmul(mx.array(x[rows]), *packed)))
+        good = np.isfinite(x[rows]).all(1)
+        assert y[good].all() and not y[~good].any()
+
+
+def test_explains_its_path():
+    explain(reset=True)
+    quantized_matmul(mx.ones((2, 64)), *mx.quantize(mx.ones((8, 64))))
+    (decision,) = explain()
+    assert (decision.op, decision.path, decision.calls) == ("quantized_matmul", "ops", 1)
+
+
+GOOD = dict(zip(("w", "scales", "biases"), mx.quantize(mx.ones((16, 128))), strict=True))
+BAD = {
+    "x int": ({"x": mx.ones((2, 128), mx.int32)}, "x must be"),
+    "x 0-d": ({"x": mx.array(1.0)}, "x needs"),
+    "x width": ({"x": mx.ones((2, 64))}, "x of shape"),
+    "w dtype": ({"w": mx.ones((16, 16), mx.int32)}, "w must be uint32"),
+    "w 1-d": ({"w": GOOD["w"][0]}, "w at least 2"),
+    "w width": ({"w": GOOD["w"][:, :8]}, "w of shape"),
+    "scales rows": ({"scales": GOOD["scales"][:8]}, "scales of shape"),
+    "scales dtype": ({"scales": GOOD["scales"].astype(mx.uint8)}, "scales must be"),
+    "biases missing": ({"biases": None}, "biases is missing"),
+    "biases shape": ({"biases": GOOD["biases"][:, :1]}, "biases of shape"),
+    "bias shape": ({"bias": mx.ones((15,))}, "bias must have shape"),
+    "group_size": ({"group_size": 48}, "group_size must be 32, 64, 128"),
+    "group_size wrong": ({"group_size": 32}, "group_size=32"),
+    "bits": ({"bits": 7}, "bits must be 1, 2, 3, 4, 5, 6, 8"),
+    "bits bool": ({"bits": True}, "bits must be"),
+    "bits wrong": ({"bits": 8}, "bits=8"),
+    "mode": ({"mode": "int4"}, "mode must be one of"),
+    "mode with biases": (
+        {"mode": "mxfp4", "scales": mx.ones((16, 4), mx.uint8)},
+        "biases must be None",
+    ),
+    "mode with floats": ({"mode": "mxfp8", "biases": None, "scales": mx.ones((16, 2))}, "scales"),
+    "transpose": ({"transpose": False}, "transpose=False"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case):
+    changes, message = BAD[case]
+    arguments = {"x": mx.ones((2, 128))} | GOOD | changes
+    with pytest.raises(ValueError, match=message):
+        quantized_matmul(arguments.pop("x"), arguments.pop("w"), **arguments)

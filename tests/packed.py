@@ -1,0 +1,69 @@
+"""Quantized matrices decoded with numpy in float64, from the formats' definitions."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_qlayers.formats import MODES, Format
+
+FORMATS = [
+    Format(size, bits, mode)
+    for mode, (sizes, widths) in MODES.items()
+    for size in sizes
+    for bits in widths
+]
+# E2M1: sign, two bits of exponent, one of mantissa.
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_FP4 = np.concatenate([_E2M1, -_E2M1])
+
+
+def _e4m3(codes: np.ndarray) -> np.ndarray:
+    sign = np.where(codes & 0x80, -1.0, 1.0)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    normal = (1 + mantissa / 8) * 2.0 ** (exponent.astype(int) - 7)
+    return sign * np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
+
+
+def codes(w: mx.array, bits: int) -> np.ndarray:
+    """The integers of each row, which are one little-endian stream of bits."""
+    stream = np.unpackbits(np.array(w).view(np.uint8), axis=-1, bitorder="little")
+    weights = 1 << np.arange(bits)
+    return (stream.reshape(*stream.shape[:-1], -1, bits) * weights).sum(-1)
+
+
+def dequantize64(w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format) -> np.ndarray:
+    """The dense matrix in float64."""
+    factors, offsets = _decoded(w, scales, biases, fmt)
+    return factors + offsets
+
+
+def terms64(w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format) -> np.ndarray:
+    """The absolute terms that the elements are sums of, which cancel in affine modes."""
+    factors, offsets = _decoded(w, scales, biases, fmt)
+    return np.abs(factors) + np.abs(offsets)
+
+
+def _decoded(
+    w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format
+) -> tuple[np.ndarray, np.ndarray]:
+    q = codes(w, fmt.bits)
+    groups = q.reshape(*q.shape[:-1], -1, fmt.group_size)
+    if fmt.mode == "affine":
+        assert biases is not None
+        s, b = (np.array(a.astype(mx.float32), np.float64)[..., None] for a in (scales, biases))
+        return (groups * s).reshape(q.shape), np.broadcast_to(b, groups.shape).reshape(q.shape)
+    s = np.array(scales).astype(int)
+    s = _e4m3(s) if fmt.mode == "nvfp4" else 2.0 ** (s - 127)
+    values = _e4m3(groups) if fmt.bits == 8 else _FP4[groups]
+    return (values * s[..., None]).reshape(q.shape), np.zeros(q.shape)
+
+
+def random_packed(
+    rng: np.random.Generator, rows: int, columns: int, fmt: Format, dtype: mx.Dtype = mx.float32
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """A quantized random matrix; its scales and biases in ``dtype`` where they are numbers."""
+    # The stock quantizer refuses some numbers of rows in mode nvfp4.
+    dense = mx.array(rng.normal(size=(-(-rows // 8) * 8, columns)).astype(np.float32))
+    w, scales, *biases = (a[:rows] for a in mx.quantize(dense.astype(dtype), *fmt))
+    return w, scales, biases[0] if biases else None

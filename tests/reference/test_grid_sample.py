@@ -1,0 +1,100 @@
+"""Sampling in plain operators against PyTorch's golden values, forward and by plain autodiff."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numerics import assert_accurate
+
+from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES
+from mlx_qlayers.reference import grid_sample as reference
+from mlx_qlayers.reference.grid_sample import Sampling
+
+GOLDEN = np.load(Path(__file__).parents[1] / "data" / "grid_sample.npz")
+GROUPS = [f"{ndim}d_{size}" for ndim in (2, 3) for size in ("odd", "even", "thin")]
+
+
+def golden(group: str) -> dict[str, np.ndarray]:
+    return {k.split("/")[1]: GOLDEN[k] for k in GOLDEN.files if k.startswith(group + "/")}
+
+
+def same_side(truth: np.ndarray, rounded: np.ndarray) -> np.ndarray:
+    """The truth, but PyTorch's float32 where rounding put a point on the other side of a kink."""
+    return np.where(np.abs(truth - rounded) > 1e-3 * (1 + np.abs(truth)), rounded, truth)
+
+
+def options_of(values: dict[str, np.ndarray]):
+    for index in np.ndindex(values["out"].shape[:3]):
+        yield index, Sampling(MODES[index[0]], PADDING_MODES[index[1]], bool(index[2]))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_golden(group):
+    values = golden(group)
+    x, grid, cotangent = (mx.array(values[name]) for name in ("x", "grid", "cotangent"))
+    for index, options in options_of(values):
+        found = [reference.grid_sample(x, grid, options)]
+        found += reference.grid_sample_vjp(x, grid, cotangent, options)
+        for name, actual in zip(("out", "d_x", "d_grid"), found, strict=True):
+            truth, rounded = values[name][index], values[name + "32"][index]
+            what = f"{group} {options} {name}"
+            assert_accurate(actual, same_side(truth, rounded), rounded, what=what)
+            if name == "out" and options.mode == "nearest":
+                np.testing.assert_array_equal(np.array(actual), rounded, err_msg=what)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_vjp_is_autodiff_of_the_forward(group):
+    values = golden(group)
+    x, grid, cotangent = (mx.array(values[name]) for name in ("x", "grid", "cotangent"))
+    for _, options in options_of(values):
+
+        def plain(*args, options=options):
+            return [reference.grid_sample(*args, options)]
+
+        expected = mx.vjp(plain, [x, grid], [cotangent])[1]
+        found = reference.grid_sample_vjp(x, grid, cotangent, options)
+        for actual, plain_gradient in zip(found, expected, strict=True):
+            scale = mx.maximum(mx.abs(plain_gradient).max(), 1)
+            assert mx.abs(actual - plain_gradient).max() <= 2.0**-20 * scale, options
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_golden_nan_and_infinite_coordinates(ndim):
+    values = golden(f"{ndim}d_special")
+    for index, options in options_of(values):
+        actual = reference.grid_sample(mx.array(values["x"]), mx.array(values["grid"]), options)
+        expected = values["out32"][
+            index
+        ]  # 3e38 overflows in float32 only: float64 is no truth here.
+        assert_accurate(actual, expected.astype(np.float64), expected, what=str(options))
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_golden_affine_grid(ndim, align_corners):
+    values = golden(f"{ndim}d_affine")
+    size = tuple(values["size"].tolist())
+    actual = reference.affine_grid(mx.array(values["theta"]), size, align_corners)
+    index = int(align_corners)
+    assert_accurate(actual, values["out"][index], values["out32"][index])
+
+
+def test_chunks_cover_every_row(monkeypatch):
+    mx.random.seed(1)
+    x, grid = mx.random.normal((2, 5, 7, 3)), mx.random.uniform(-1.2, 1.2, (2, 9, 11, 2))
+    cotangent = mx.random.normal((2, 9, 11, 3))
+
+    def run():
+        options = Sampling("bicubic")
+        return [
+            reference.grid_sample(x, grid, options),
+            *reference.grid_sample_vjp(x, grid, cotangent, options),
+        ]
+
+    whole = run()
+    mx.eval(whole)
+    monkeypatch.setattr(reference, "_CHUNK", {mx.cpu: 16 * 3 * 13, mx.gpu: 16 * 3 * 13})
+    for one, many in zip(whole, run(), strict=True):
+        assert mx.allclose(one, many, rtol=0, atol=1e-5)

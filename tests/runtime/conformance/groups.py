@@ -1,0 +1,205 @@
+"""SIMD-group and quad-group functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+import numpy as np
+
+from .case import ROUND, Case, Rows, dtype_name, kernel
+
+THREADS = 64
+_FILE = "simd.metal"
+_NUMBERS = (mx.float32, mx.float16, mx.int32, mx.uint32, mx.int16)
+
+
+def cases() -> Iterator[Case]:
+    """Every SIMD and quad function over the dtypes that have it."""
+    for group, width in (("simd", 32), ("quad", 4)):
+        for dtype in (*_NUMBERS, *((mx.bfloat16,) if width == 32 else ())):
+            yield _arithmetic(group, width, dtype)
+            yield _moves(group, width, dtype)
+        for dtype in (mx.int32, mx.uint32, mx.uint8):
+            yield _bits(group, width, dtype)
+    yield from _others()
+
+
+def _case(name: str, inputs: str, arrays: list[mx.array], rows: Rows, **template: mx.Dtype) -> Case:
+    suffix = "".join(f"[{dtype_name(d)}]" for d in template.values())
+    return Case(
+        name + suffix,
+        kernel(_FILE, name, inputs, template=" ".join(template)),
+        arrays,
+        [rows],
+        grid=(THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        template=dict(template),
+    )
+
+
+def _groups(x: np.ndarray, width: int, f: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Apply f to each group's lanes, which it gets as rows."""
+    return np.broadcast_to(f(x.reshape(-1, width)), (x.size // width, width)).ravel()
+
+
+def _arithmetic(group: str, width: int, dtype: mx.Dtype) -> Case:
+    # Small integers with few factors: every order of summation gives the same result.
+    unsigned = dtype == mx.uint32
+    rng = np.random.default_rng(1)
+    x = rng.choice([1, 1, 1, 1, 2] if unsigned else [1, -1, 1, -1, 1, 1, 2], THREADS).astype(
+        np.int64
+    )
+    x[1::9] = 3 if not unsigned else 1
+
+    def fold(f: np.ufunc) -> np.ndarray:
+        return _groups(x, width, lambda g: f.reduce(g, axis=1, keepdims=True))
+
+    def scan(f: np.ufunc, exclusive: bool) -> np.ndarray:
+        def one(g: np.ndarray) -> np.ndarray:
+            inclusive = f.accumulate(g, axis=1)
+            first = np.full((len(g), 1), f.identity)
+            return np.concatenate([first, inclusive[:, :-1]], 1) if exclusive else inclusive
+
+        return _groups(x, width, one)
+
+    rows = {
+        "sum": fold(np.add),
+        "product": fold(np.multiply),
+        "min": fold(np.minimum),
+        "max": fold(np.maximum),
+        "prefix_inclusive_sum": scan(np.add, False),
+        "prefix_exclusive_sum": scan(np.add, True),
+        "prefix_inclusive_product": scan(np.multiply, False),
+        "prefix_exclusive_product": scan(np.multiply, True),
+    }
+    rows = {name: ROUND[dtype](row) for name, row in rows.items()}
+    return _case(f"{group}_arithmetic", "x", [mx.array(x).astype(dtype)], rows, T=dtype)
+
+
+def _bits(group: str, width: int, dtype: mx.Dtype) -> Case:
+    rng = np.random.default_rng(2)
+    bits = 8 * dtype.size
+    x = rng.integers(0, 2**bits, THREADS, dtype=np.uint64)
+    x[::3] |= np.uint64(2**bits - 1 - 8)
+    fold = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+    rows = {
+        name: ROUND[dtype](_groups(x, width, lambda g, f=f: f.reduce(g, axis=1, keepdims=True)))
+        for name, f in fold.items()
+    }
+    array = mx.array(ROUND[dtype](x))
+    return _case(f"{group}_bits", "x", [array], rows, T=dtype)
+
+
+def _moves(group: str, width: int, dtype: mx.Dtype) -> Case:
+    x, filling = np.arange(1, THREADS + 1), np.arange(1, THREADS + 1) % 50 + 70
+
+    def take(lane: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        at = np.broadcast_to(lane(np.arange(width)), width)
+        return _groups(x, width, lambda g: g[:, at])
+
+    def fill(delta: int, modulo: int) -> np.ndarray:
+        """delta > 0 moves up, < 0 down; what comes from outside is the filling's, wrapped."""
+        at, lane = np.arange(width) % modulo, np.arange(width)
+        source = at - delta
+        inside = (source >= 0) & (source < modulo)
+        source = lane - at + source % modulo
+        return np.where(
+            np.tile(inside, THREADS // width),
+            _groups(x, width, lambda g: g[:, source]),
+            _groups(filling, width, lambda g: g[:, source]),
+        )
+
+    if width == 32:
+        rows = {
+            "broadcast": take(lambda i: i * 0 + 5),
+            "shuffle": take(lambda i: (i * 7 + 3) % 32),
+            "shuffle_up": take(lambda i: np.where(i < 3, i, i - 3)),
+            "shuffle_down": take(lambda i: np.where(i > 28, i, (i + 3) % 32)),
+            "shuffle_xor": take(lambda i: i ^ 21),
+            "shuffle_rotate_up": take(lambda i: (i - 5) % 32),
+            "shuffle_rotate_down": take(lambda i: (i + 5) % 32),
+            "shuffle_and_fill_up": fill(6, 32),
+            "shuffle_and_fill_down": fill(-6, 32),
+            "shuffle_and_fill_up by 8": fill(3, 8),
+            "shuffle_and_fill_down by 8": fill(-3, 8),
+        }
+    else:
+        rows = {
+            "broadcast": take(lambda i: i * 0 + 2),
+            "broadcast_first": take(lambda i: i * 0),
+            "shuffle": take(lambda i: 3 - i),
+            "shuffle_up": take(lambda i: np.maximum(i - 1, 0)),
+            "shuffle_down": take(lambda i: np.minimum(i + 1, 3)),
+            "shuffle_xor": take(lambda i: i ^ 3),
+            "shuffle_rotate_up": take(lambda i: (i - 1) % 4),
+            "shuffle_rotate_down": take(lambda i: (i + 1) % 4),
+            "shuffle_and_fill_up": fill(1, 4),
+            "shuffle_and_fill_down": fill(-1, 4),
+        }
+    rows = {name: ROUND[dtype](row) for name, row in rows.items()}
+    arrays = [mx.array(x).astype(dtype), mx.array(filling).astype(dtype)]
+    return _case(f"{group}_moves", "x filling", arrays, rows, T=dtype)
+
+
+def _others() -> Iterator[Case]:
+    x = np.arange(THREADS)
+    ones = np.ones(THREADS, np.uint32)
+    yield _case(
+        "simd_votes",
+        "x",
+        [mx.array(x.astype(np.int32))],
+        {
+            "ballot": ones * np.uint32(0xAAAAAAAA),
+            "all true": ones,
+            "all false": ones * 0,
+            "any true": (x < 32).astype(np.uint32),
+            "any false": ones * 0,
+            "active_threads_mask": ones * np.uint32(0xFFFFFFFF),
+            "is_first": (x % 32 == 0).astype(np.uint32),
+            "vote any": ones,
+            "vote all": ones * 0,
+            "broadcast_first": (x // 32 * 32).astype(np.uint32),
+        },
+    )
+    yield _case(
+        "quad_votes",
+        "x",
+        [mx.array(x.astype(np.int32))],
+        {
+            "all": (x // 4 < 5).astype(np.uint32),
+            "any": (x < 4).astype(np.uint32),
+            "is_first": (x % 4 == 0).astype(np.uint32),
+        },
+    )
+    v = np.arange(THREADS, dtype=np.float32) - 20
+    sums = _groups(v, 32, lambda g: g.sum(1, keepdims=True))
+    yield _case(
+        "simd_vectors",
+        "x",
+        [mx.array(v)],
+        {
+            "shuffle_xor x": v[x ^ 9],
+            "shuffle_xor w": v[x ^ 9] + 3,
+            "sum y": sums + 32,
+            "sum z": sums + 64,
+        },
+    )
+    # Twelve threads: one SIMD group that is not full, in each of two threadgroups.
+    x = np.arange(24, dtype=np.float32)
+    first = x < 12
+    yield Case(
+        "short_simdgroup",
+        kernel(_FILE, "short_simdgroup", "x"),
+        [mx.array(x)],
+        [
+            {
+                "sum": np.where(first, x[:12].sum(), x[12:].sum()),
+                "max": np.where(first, 11, 23),
+                "broadcast_first": np.where(first, 0, 12),
+                "any": np.where(first, 1, 0),
+            }
+        ],
+        grid=(24, 1, 1),
+        threadgroup=(12, 1, 1),
+    )

@@ -1,0 +1,56 @@
+"""The conformance set on the backends that run here: what they must agree on, they agree on."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from .conformance import Case, cases
+from .conformance.case import to_bfloat16
+
+CASES = cases()
+BACKENDS = (
+    "host",
+    pytest.param(
+        "cuda",
+        marks=(
+            pytest.mark.cuda,
+            pytest.mark.skipif(not mx.cuda.is_available(), reason="no NVIDIA GPU"),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_conforms(case: Case, backend: str) -> None:
+    parts = case.judge(case.run(backend))
+    wrong = [str(part) for part in parts if not part.passed]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_set_covers_what_kernels_may_call() -> None:
+    names = {case.name for case in CASES}
+    assert len(names) == len(CASES)
+    parts = {
+        (case.name.split("[")[0], part) for case in CASES for rows in case.expected for part in rows
+    }
+    assert len(parts) > 250
+
+
+def test_a_wrong_output_is_seen() -> None:
+    case = next(case for case in CASES if case.name == "math_exact")
+    right = [np.concatenate([np.ravel(part) for part in rows.values()]) for rows in case.expected]
+    assert all(part.passed for part in case.judge(right))
+    for change in (lambda v: np.nextafter(v, np.float32(np.inf)), lambda v: v * np.nan):
+        wrong = [right[0].astype(np.float32)]
+        wrong[0][3] = change(wrong[0][3])
+        failed = [part.name for part in case.judge(wrong) if not part.passed]
+        assert failed == ["floor"]
+
+
+def test_bfloat16_is_rounded_as_mlx_rounds_it() -> None:
+    x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    expected = np.array(mx.array(x).astype(mx.bfloat16).astype(mx.float32))
+    np.testing.assert_array_equal(to_bfloat16(x), expected)

@@ -1,0 +1,228 @@
+"""The CUDA backend: how sources are rewritten and launched, and on a GPU that they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers.metal.exp import exp
+from mlx_qlayers.runtime import Kernel, use_backend
+from mlx_qlayers.runtime import backend as backend_module
+from mlx_qlayers.runtime.cuda import translate, whole_threadgroups
+
+from .conformance.case import HERE
+from .nvrtc import kernel_that, text_of
+
+Launches = list[tuple[dict[str, Any], dict[str, Any]]]
+
+needs_gpu = pytest.mark.skipif(not mx.cuda.is_available(), reason="no NVIDIA GPU")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """The cuda backend, forced, with a stand-in for MLX's function that notes its calls."""
+    seen: Launches = []
+
+    def run(declaration: dict[str, Any], launch: dict[str, Any]) -> list[mx.array]:
+        seen.append((declaration, launch))
+        shapes = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
+        return [mx.zeros(shape, dtype) for shape, dtype in shapes]
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", kernel_that(run))
+    monkeypatch.setitem(backend_module._missing, "cuda", lambda: None)
+    with use_backend("cuda"):
+        yield seen
+
+
+@pytest.mark.parametrize(
+    ("metal", "cuda"),
+    [
+        ("x = 0.5;", "x = 0.5f;"),
+        ("x = .5e-3 + 1e4 + 2.f;", "x = .5e-3f + 1e4f + 2.f;"),
+        ("x = 1.5h * 3 + 0x1e4 + 7u;", "x = half(1.5f) * 3 + 0x1e4 + 7u;"),
+        ("a = v.xyz;", "a = v.template get<0,1,2>();"),
+        ("a = v.x + p->zw;", "a = v.x + p->template get<2,3>();"),
+        ("v.yx = w.xy;", "v.template set<1,0>() = w.template get<0,1>();"),
+        ("v.zw += a;", "v.template set<2,3>() += a;"),
+        ("if (v.xy == w.xy) f(v.xy <= w.zw);", None),
+        ("float xy = s.xy(1);", "float xy = s.xy(1);"),
+        ("#define HALF_OF(x) (0.5 * x.xy)", "#define HALF_OF(x) (0.5f * x.template get<0,1>())"),
+        ("#pragma clang loop unroll(full)", "#pragma unroll"),
+        ("#pragma clang loop unroll(disable)", "#pragma unroll 1"),
+        ("#pragma clang loop unroll_count(4)", "#pragma unroll 4"),
+        ("threadgroup float* p = t;", "threadgroup float* p = t;"),
+    ],
+)
+def test_translation(metal: str, cuda: str | None) -> None:
+    if cuda is None:
+        assert "set<" not in translate(metal)
+    else:
+        assert _squeezed(translate(metal, kernel=True)) == _squeezed(cuda)
+
+
+@pytest.mark.parametrize(
+    ("statement", "declares"),
+    [
+        ("threadgroup float tile[4 * 8][M + 1];", True),
+        ("threadgroup float a[4], b[8];", True),
+        ("threadgroup vec<T, 4> wide[8];", True),
+        ("threadgroup atomic<int> count;", True),
+        ("threadgroup atomic_uint seen;", True),
+        ("threadgroup float* row = tile + 4;", False),
+        ("threadgroup const float4& v = wide[0];", False),
+        ("x = *(threadgroup float4*)(tile + 4);", False),
+        ("x = *reinterpret_cast<const threadgroup float4*>(tile);", False),
+        ("load<threadgroup float>(tile);", False),
+        ("threadgroup_barrier(mem_flags::mem_threadgroup);", False),
+    ],
+)
+def test_threadgroup_variables_become_shared(statement: str, declares: bool) -> None:
+    assert ("__shared__" in translate(statement, kernel=True)) == declares
+    assert "__shared__" not in translate(statement)
+
+
+def test_whole_threadgroups() -> None:
+    assert whole_threadgroups((64, 3, 1), (32, 3, 1)) == (64, 3, 1)
+    assert whole_threadgroups((65, 2, 5), (32, 4, 2)) == (96, 4, 6)
+
+
+def _exp(x: mx.array) -> None:
+    kernel = Kernel("exp_forward", "exp.metal", ("x",), ("y",), template=("T",))
+    kernel(
+        [x],
+        template={"T": x.dtype},
+        grid=(x.size, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[x.shape],
+    )
+
+
+def test_a_grid_of_whole_threadgroups_needs_no_guard(launches: Launches) -> None:
+    _exp(mx.zeros(64))
+    ((declaration, launch),) = launches
+    assert launch["grid"] == (64, 1, 1) and len(launch["inputs"]) == 1
+    assert "return;" not in declaration["source"]
+    assert "#define MSL_GROUP_SIZE 32\n" in declaration["header"]
+
+
+def test_surplus_threads_are_told_the_grid(launches: Launches) -> None:
+    for size in (65, 70):
+        _exp(mx.zeros(size))
+        declaration, launch = launches[-1]
+        assert launch["grid"] == (96, 1, 1)
+        assert launch["inputs"][-1].tolist() == [size, 1, 1]
+        assert declaration["input_names"][-1] == "msl_grid_limit"
+        assert ">=msl_grid_limit[0]" in declaration["source"]
+    # One text serves every size.
+    assert text_of(*launches[0])[1] == text_of(*launches[1])[1]
+
+
+def test_parameters_take_their_metal_form(launches: Launches, tmp_path: Path) -> None:
+    (tmp_path / "forms.metal").write_text(
+        """
+        [[kernel]] void forms(
+            const device float* x, constant const int* x_shape, constant const int& x_ndim,
+            constant float& scale, device atomic<float>* out,
+            uint i [[thread_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
+          atomic_fetch_add_explicit(
+              &out[0], simd_sum(x[i] * scale + x_shape[0] + x_ndim + lane), memory_order_relaxed);
+        }
+        """
+    )
+    kernel = Kernel(
+        "forms", tmp_path / "forms.metal", ("x", "scale"), ("out",), atomic_outputs=True
+    )
+    kernel(
+        [mx.zeros((4, 8)), mx.array(2.0)],
+        grid=(8, 4, 1),
+        threadgroup=(8, 4, 1),
+        output_shapes=[(8,)],
+        init_value=0,
+    )
+    ((declaration, launch),) = launches
+    text = declaration["source"]
+    assert "scale_msl=*scale;" in text and "auto&& scale=scale_msl;" in text
+    assert "x_shape_msl=x_shape.data();" in text and "x_ndim_msl" not in text
+    assert "out_msl=as_atomic(out);" in text
+    assert "(threadIdx.x+8*(threadIdx.y+4*threadIdx.z))%32" in text
+    assert text.count("{") == text.count("}") == 1, text
+    assert launch["init_value"] == 0
+
+
+def test_fragments_come_from_the_shim(launches: Launches) -> None:
+    kernel = Kernel("fragment_loads", HERE / "matrix.metal", ("x",), ("out",), template=("T",))
+    kernel(
+        [mx.zeros((16, 24))],
+        template={"T": mx.float32},
+        grid=(32, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(1536,)],
+    )
+    ((declaration, _),) = launches
+    assert "load_left" in kernel.program.header
+    assert "load_left" not in declaration["header"] and "load_left" in declaration["source"]
+
+
+def test_the_source_stays_short(launches: Launches) -> None:
+    _exp(mx.zeros(65))
+    ((declaration, launch),) = launches
+    metal = launch["output_shapes"] and len(declaration["header"]) + len(declaration["source"])
+    assert metal < 800
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_the_text_compiled_off_the_gpu_is_mlx_own(capfd: pytest.CaptureFixture[str]) -> None:
+    x = mx.zeros((3, 4), mx.bfloat16)
+    declaration: dict[str, Any] = {
+        "name": "mirror",
+        "input_names": ["x", "s"],
+        "output_names": ["a", "b"],
+        "header": "struct pair { int a; };\n",
+        "source": "a[0] = x_shape[0] + x_strides[0] + x_ndim + s[0]; b[0] = N;",
+    }
+    launch: dict[str, Any] = {
+        "inputs": [x, mx.array(2, mx.int32)],
+        "output_dtypes": [mx.float32, mx.int64],
+        "template": [("T", mx.float16), ("N", 5), ("flag", True)],
+    }
+    name, text = text_of(declaration, launch)
+    mx.fast.cuda_kernel(**declaration)(
+        **launch,
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        output_shapes=[(1,), (1,)],
+        verbose=True,
+    )
+    printed = capfd.readouterr().out
+    assert f"`{name.split('::')[-1]}`" in printed
+    assert printed.split("```\n", 1)[1].rsplit("\n```", 1)[0] == text
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_launches_work_in_transformations() -> None:
+    x = mx.random.normal((7, 41), key=mx.random.key(3))
+
+    def loss(x: mx.array) -> mx.array:
+        return exp(x).sum()
+
+    with use_backend("cuda"):
+        plain = mx.value_and_grad(loss)(x)
+        compiled = mx.compile(mx.value_and_grad(loss))(x)
+        strided = exp(x.T, strided=True)
+        mx.eval(plain, compiled, strided)
+    expected = np.exp(np.array(x, np.float64))
+    for value, gradient in (plain, compiled):
+        np.testing.assert_allclose(value.item(), expected.sum(), rtol=1e-5)
+        np.testing.assert_allclose(np.array(gradient), expected, rtol=1e-6)
+    np.testing.assert_allclose(np.array(strided), expected.T, rtol=1e-6)
+
+
+def _squeezed(text: str) -> str:
+    return text.replace(" ", "")

@@ -1,0 +1,317 @@
+"""Damaged models and senseless arguments: each is named in one line, and nothing is changed.
+
+Run as a script, this prints the table of ``BAD_INPUT.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.nn as nn
+import pytest
+from damage import CASES, UP, Case, quantization
+
+from mlx_qlayers import convert_model, load
+from mlx_qlayers.cli import main
+from mlx_qlayers.loading import load_stock
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_damaged_model(case: Case, tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model, path)
+    case.damage(path)
+    with pytest.raises(case.error) as caught:
+        load(path)
+    message = str(caught.value)
+    assert all(text in message for text in ("model", *case.says)), message
+    assert str(path) in message or UP in message
+    code, line = run_cli("generate", "--model", str(path), "--prompt", "x")
+    assert code == 2
+    check_line(line)
+    assert all(text in line for text in case.says), line
+
+
+def test_models_that_cannot_be_converted(tiny_model: Path, plain_model: Path) -> None:
+    stock = load_stock(tiny_model).model
+    before = snapshot(stock)
+    group = {"group_size": 64, "bits": 4}
+    for model, config, says in (
+        (object(), None, "mlx.nn.Module, not object"),
+        ([stock], None, "mlx.nn.Module, not list"),
+        (load_stock(plain_model).model, None, "no quantized layer"),
+        (stock, 7, "not 7"),
+        (stock, {"quantization": {**group, "bits": 8}}, "bits=8"),
+        (stock, {"quantization": {**group, UP: {"bits": 2}}}, UP),
+        (stock, {"quantization": {**group, UP: False}}, UP),
+        (stock, {"quantization": {**group, UP: [4]}}, "[4]"),
+        (stock, {"quantization": {"bits": 4}}, "group_size is missing"),
+        (stock, {"text_config": {"quantization": {**group, "bits": 9}}}, "text_config"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            convert_model(model, config=config)
+        assert snapshot(stock) == before
+    with pytest.raises(FileNotFoundError, match="no-config"):
+        convert_model(stock, config=tiny_model / "no-config.json")
+
+
+def snapshot(model: nn.Module) -> list[tuple[str, type, dict[str, int]]]:
+    """Each module's type, and which arrays it holds."""
+    return [
+        (path, type(module), {key: id(value) for key, value in module.items()})
+        for path, module in model.named_modules()
+    ]
+
+
+def test_keys_of_no_module_are_named_and_no_error(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model, path)
+    quantization(**{"model.layers.7.mlp.up_proj": {"group_size": 64, "bits": 8}})(path)
+    loaded = load_stock(path)
+    report = convert_model(loaded.model, config=loaded.quantization)
+    assert report.unmatched == ("model.layers.7.mlp.up_proj",)
+    assert "name no module: model.layers.7.mlp.up_proj" in str(report)
+
+
+def test_a_model_without_quantized_layers(plain_model: Path) -> None:
+    with pytest.raises(ValueError, match="no quantized layer"):
+        load(plain_model)
+    for command in (["info"], ["generate", "--prompt", "x"]):
+        code, line = run_cli(*command, "--model", str(plain_model))
+        assert code == 2
+        check_line(line)
+        assert "no quantized layer" in line
+
+
+ARGUMENTS = [
+    ("prompt of no tokens", ["--prompt", ""], "prompt ''"),
+    ("max-tokens 0", ["--prompt", "x", "--max-tokens", "0"], "at least 1, not 0"),
+    ("max-tokens negative", ["--prompt", "x", "--max-tokens", "-5"], "at least 1, not -5"),
+    ("max-tokens a word", ["--prompt", "x", "--max-tokens", "ten"], "'ten'"),
+    ("temp negative", ["--prompt", "x", "--temp", "-0.1"], "-0.1"),
+    ("temp NaN", ["--prompt", "x", "--temp", "nan"], "nan"),
+    ("temp infinite", ["--prompt", "x", "--temp", "inf"], "inf"),
+    ("prompt missing", [], "--prompt"),
+    ("argument unknown", ["--prompt", "x", "--tokens", "3"], "--tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "says"), ARGUMENTS, ids=[a[0] for a in ARGUMENTS])
+def test_bad_arguments(name: str, arguments: list[str], says: str, tiny_model: Path) -> None:
+    code, line = run_cli("generate", "--model", str(tiny_model), *arguments)
+    assert code == 2, name
+    check_line(line)
+    assert says in line
+
+
+CONVERSIONS = [
+    ("convert to group size 48", ["--group-size", "48"], "group_size"),
+    ("convert to 9 bits", ["--bits", "9"], "bits"),
+    ("convert to an unknown mode", ["--mode", "int4"], "'int4'"),
+    ("convert to mxfp4 of 8 bits", ["--mode", "mxfp4", "--bits", "8"], "mxfp4"),
+    ("convert to groups wider than the layers", ["--group-size", "128"], "multiple of 128"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"), CONVERSIONS, ids=[c[0] for c in CONVERSIONS]
+)
+def test_bad_conversion(
+    name: str, arguments: list[str], says: str, narrow_model: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+    code, line = run_cli(
+        "convert", "--hf-path", str(narrow_model), "--mlx-path", str(target), *arguments
+    )
+    assert code == 2, name
+    check_line(line)
+    assert says in line
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose layers are 64 and 192 wide."""
+    from tiny_model import save_tiny_model
+
+    path = tmp_path_factory.mktemp("narrow") / "model"
+    return save_tiny_model(path, quantized=False, hidden_size=64)
+
+
+def run_cli(*arguments: str) -> tuple[int, str]:
+    """The exit code and what was printed to standard error."""
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        code = main(arguments)
+    return code, error.getvalue()
+
+
+def check_line(text: str) -> None:
+    assert text.endswith("\n") and text.count("\n") == 1, text
+    assert text.startswith("mlx-qlayers")
+    assert len(text) < 800
+
+
+def test_repository_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        FileNotFoundError, match=r"nobody/nothing: no such directory.*HF_HUB_OFFLINE"
+    ):
+        load("nobody/nothing")
+    for name in ("a/b/c", "/no/where", "./x", "-bad-", "a b"):
+        with pytest.raises(FileNotFoundError, match=f"{name}: no such directory"):
+            load(name)
+
+
+def test_code_of_the_tokenizer_is_not_run(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model, path)
+    settings = {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with contextlib.suppress(ValueError):
+        load(path)
+    assert not (tmp_path / "ran").exists()
+
+
+@contextlib.contextmanager
+def somebody_else() -> Iterator[None]:
+    """Act without the privileges of root, where the tests run as root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "."])
+def test_unreadable(name: str, tiny_model: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = Path(folder) / "model"
+        shutil.copytree(tiny_model, path)
+        path.chmod(0o755)
+        (path / name).chmod(0)
+        with somebody_else():
+            with pytest.raises(PermissionError, match=str(path)):
+                load(path)
+            code, line = run_cli("info", "--model", str(path))
+        assert code == 2
+        check_line(line)
+        assert str(path) in line
+        (path / name).chmod(0o755)
+
+
+def test_target_is_taken(plain_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    for name, says in (("file", "not a directory"), ("full", "not empty")):
+        code, line = run_cli(
+            "convert", "--hf-path", str(plain_model), "--mlx-path", str(tmp_path / name)
+        )
+        assert code == 2
+        check_line(line)
+        assert str(tmp_path / name) in line and says in line
+    assert (tmp_path / "file").read_text() == (tmp_path / "full" / "notes").read_text() == "mine"
+    assert len(list(tmp_path.rglob("*"))) == 3
+
+
+def test_quantized_already(tiny_model: Path, tmp_path: Path) -> None:
+    code, line = run_cli(
+        "convert", "--hf-path", str(tiny_model), "--mlx-path", str(tmp_path / "out")
+    )
+    assert code == 2
+    check_line(line)
+    assert "already quantized" in line
+
+
+def test_no_room(monkeypatch: pytest.MonkeyPatch, plain_model: Path, tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    code, line = run_cli(
+        "convert", "--hf-path", str(plain_model), "--mlx-path", str(tmp_path / "out")
+    )
+    assert code == 2
+    check_line(line)
+    assert "0.1 MB are free" in line
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("limit", [4_000, 60_000])
+def test_disk_full(limit: int, plain_model: Path, tmp_path: Path) -> None:
+    """Writes that fail half-way, as on a full disk, here at a limit to the size of a file."""
+    script = (
+        "import resource, sys; from mlx_qlayers.cli import main; import mlx_lm;"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["convert", "--hf-path", str(plain_model), "--mlx-path", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    check_line(done.stderr)
+    assert "cannot be written" in done.stderr or "File too large" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def table() -> str:
+    """Every case of this file with its message."""
+    from tiny_model import save_tiny_model
+
+    rows = [
+        "What bad input is told, by `python tests/test_bad_input.py`; each exits with code 2.",
+        "",
+        "| what is wrong | what is said |",
+        "|---|---|",
+    ]
+
+    def add(name: str, folder: str, *arguments: str) -> None:
+        code, line = run_cli(*arguments)
+        assert code == 2, name
+        message = line.strip().replace(folder + "/", "").replace("|", "\\|")
+        rows.append(f"| {name} | {message.partition('error: ')[2]} |")
+
+    with tempfile.TemporaryDirectory() as folder:
+        sound = save_tiny_model(Path(folder) / "sound")
+        narrow = save_tiny_model(Path(folder) / "narrow", quantized=False, hidden_size=64)
+        for case in CASES:
+            path = Path(folder) / "model"
+            shutil.copytree(sound, path)
+            case.damage(path)
+            add(case.name, folder, "generate", "--model", str(path), "--prompt", "x")
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+        for name, arguments, _ in ARGUMENTS:
+            add(name, folder, "generate", "--model", str(sound), *arguments)
+        for name, arguments, _ in CONVERSIONS:
+            out = str(Path(folder) / "out")
+            add(name, folder, "convert", "--hf-path", str(narrow), "--mlx-path", out, *arguments)
+    return "\n".join(rows) + "\n"
+
+
+def test_table_is_complete() -> None:
+    stored = Path(__file__).with_name("BAD_INPUT.md").read_text()
+    names = [*map(str, CASES), *(a[0] for a in ARGUMENTS), *(c[0] for c in CONVERSIONS)]
+    assert len(names) == len(set(names)) >= 30
+    assert [line.split(" | ")[0][2:] for line in stored.splitlines() if line.startswith("| ")][
+        1:
+    ] == names
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

@@ -1,0 +1,86 @@
+"""The benchmarks' shared tools, and one whole run of them on a small model."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+from common import Sample, Table, measure, significant, turns  # noqa: E402
+
+
+def test_sample_is_the_median_and_the_middle_half() -> None:
+    sample = Sample.of([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert sample == Sample(3.0, 2.0, 4.0, 5)
+    assert sample.per(12.0) == Sample(4.0, 3.0, 6.0, 5)
+    assert sample.scaled(2.0) == Sample(6.0, 4.0, 8.0, 5)
+    assert Sample.of([7.0]) == Sample(7.0, 7.0, 7.0, 1)
+    assert str(sample) == "3.00 ±33%"
+
+
+def test_turns_alternate() -> None:
+    assert list(turns("abc", 3)) == list("abccbaabc")
+
+
+def test_measure_tells_slow_from_fast() -> None:
+    times = measure(
+        {"fast": lambda: time.sleep(0.001), "slow": lambda: time.sleep(0.01)},
+        repeats=3,
+        least=0.005,
+    )
+    assert 0.001 <= times["fast"].median < times["slow"].median
+    assert times["slow"].median >= 0.01 and times["slow"].count == 3
+
+
+def test_numbers_are_short() -> None:
+    values = (0, 1234567.8, 123.4, 12.34, 0.01234, 0.0000123)
+    assert [significant(v) for v in values] == [
+        "0",
+        "1,234,568",
+        "123",
+        "12.3",
+        "0.0123",
+        "1.23e-05",
+    ]
+
+
+def test_table_keeps_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table({"name": 5, "ms": 10})
+    table.print_header()
+    table.add(name="a", ms=Sample(1.0, 0.5, 1.5, 3), dtype="float32")
+    assert capsys.readouterr().out.splitlines() == [
+        "name           ms",
+        "-" * 17,
+        "a       1.00 ±50%",
+    ]
+    row = {"name": "a", "ms": 1.0, "ms low": 0.5, "ms high": 1.5, "ms count": 3, "dtype": "float32"}
+    assert table.flat() == [row]
+
+
+def test_generation_benchmark(tiny_model: Path, tmp_path: Path) -> None:
+    options = ["--prompt-tokens", "20", "--tokens", "8", "--repeats", "2", "--verify-tokens", "8"]
+    files = ["--csv", str(tmp_path / "out.csv"), "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(BENCHMARKS / "bench_generate.py"),
+            *("--model", str(tiny_model), *options, *files),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "verified: in float32" in done.stdout and "mlx-lm" in done.stdout
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["layers"] for row in rows][:2] == ["stock mlx-lm", "converted (auto)"]
+    assert all(row["decode tok/s"] > 0 and row["prefill tok/s count"] == 2 for row in rows)
+    lines = [line for line in (tmp_path / "out.csv").open() if not line.startswith("#")]
+    assert [row["layers"] for row in csv.DictReader(lines)] == [row["layers"] for row in rows]

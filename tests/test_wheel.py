@@ -1,0 +1,82 @@
+"""The wheel: complete, and enough for the demo in an environment that holds nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODEL = Path("models") / "tales-qwen2"
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+PROJECT = (*FILES, "mlx_qlayers", MODEL)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that a source distribution builds, which shows what that one lacks."""
+    out = tmp_path_factory.mktemp("dist")
+    source = out / "source"  # a build writes beside its sources
+    for name in PROJECT:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, source / name)
+    run([sys.executable, "-m", "build", "--outdir", str(out), str(source)], out)
+    (found,) = out.glob("*.whl")
+    return found
+
+
+@pytest.mark.slow
+def test_wheel_has_every_file(wheel: Path) -> None:
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    wanted = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "mlx_qlayers").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    wanted |= {f"mlx_qlayers/_models/{MODEL.name}/{p.name}" for p in (ROOT / MODEL).iterdir()}
+    assert names == wanted
+
+
+@pytest.mark.slow
+def test_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    run([sys.executable, "-m", "venv", str(tmp_path / "env")], tmp_path)
+    python = str(tmp_path / "env" / "bin" / "python")
+    extra = "" if sys.platform == "darwin" else "[cpu]"
+    run([python, "-m", "pip", "install", "--quiet", f"{wheel}{extra}"], tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = str(tmp_path / "env" / "bin" / "mlx-qlayers")
+    out = run([command, "demo", "--max-tokens", "10"], elsewhere)
+    assert "stock mlx-lm" in out and "Once upon a time" in out
+    where = run([python, "-c", "import mlx_qlayers; print(mlx_qlayers.__file__)"], elsewhere)
+    assert where.startswith(str(tmp_path / "env"))
+
+
+def test_floors_are_those_that_are_tested() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        dependencies = tomllib.load(file)["project"]["dependencies"]
+    tested = dict(
+        line.split("==")
+        for line in (ROOT / "tests" / "floors.txt").read_text().splitlines()
+        if "==" in line
+    )
+    for dependency in dependencies:
+        name, floor = dependency.split(">=")
+        assert f"{tested[name]}.".startswith(f"{floor}."), dependency
+
+
+def run(command: list[str], folder: Path) -> str:
+    """The output of a command that sees nothing of this environment's packages."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL"))}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
