@@ -7,24 +7,22 @@ nothing stands in for MLX's: the difference between the two columns is the runti
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import importlib
-import os
 import pkgutil
-import platform
-import statistics
 import tempfile
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
+from common import Sample, Table, add_output, measure, print_facts, write_output
 
 import mlx_qlayers.metal
 from mlx_qlayers.runtime.backend import backend, use_backend
@@ -32,13 +30,7 @@ from mlx_qlayers.runtime.kernel import Kernel
 
 Call = Callable[[], Any]
 
-TARGET = 15.0
 EXP = Kernel("exp_forward", "exp.metal", ("x",), ("y",), template=("T",))
-# What MLX's own quantized.metal includes.
-MLX_SOURCE = "".join(
-    f'#include "mlx/backend/metal/kernels/{name}.h"\n'
-    for name in ("utils", "steel/gemm/gemm", "quantized_utils", "quantized")
-)
 # As many inputs and template values as the largest kernels have.
 MANY = """
 template <typename T, int BITS, int GROUP, int ROWS, bool BIAS, bool EDGE>
@@ -49,60 +41,72 @@ template <typename T, int BITS, int GROUP, int ROWS, bool BIAS, bool EDGE>
   y[i] = scales[0] + biases[0] + x[0] + bias[0] + T(w[0] + k + n + BITS + GROUP + ROWS);
 }
 """
+# What MLX's own quantized.metal includes.
+MLX_SOURCE = "".join(
+    f'#include "mlx/backend/metal/kernels/{name}.h"\n'
+    for name in ("utils", "steel/gemm/gemm", "quantized_utils", "quantized")
+)
 
 
 def main() -> None:
-    """Print the three tables."""
-    print(f"mlx {version('mlx')}, Python {platform.python_version()}, {platform.platform()}")
-    print_launches()
-    print_sources()
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_output(parser)
+    args = parser.parse_args()
+    print_facts()
+    tables = [launches(), sources()]
     if find_spec("ziglang") is not None:
-        print_host()
+        tables += [host_launches(), host_product()]
+    write_output(args, "runtime", tables)
 
 
-def print_launches() -> None:
+def launches() -> Table:
     """The Python time of a launch beside that of MLX's own function."""
     with somewhere() as where, tempfile.TemporaryDirectory() as folder:
-        print(f"backend: {where}\n\nPython time of a launch, us (median, quartile distance)")
-        print(f"{'':<32}{'bare MLX':>16}{'with the runtime':>20}{'more':>10}{'target':>10}")
+        print(f"Python time of a launch in microseconds; MLX's function: {where}")
+        table = Table({"kernel": 30, "MLX alone": 14, "runtime": 14, "more": 8, "target": 8})
+        table.print_header()
         for name, call in {
             "1 input, 1 template value": exp_call(mx.zeros((32, 32))),
             "7 inputs, 6 template values": many_call(Path(folder)),
         }.items():
-            bare, ours = measure(bare_call(call)), measure(call)
-            more = ours[0] - bare[0]
-            print(f"{name:<32}{text(bare):>16}{text(ours):>20}{more:>10.2f}{TARGET:>10.0f}")
+            bare, ours = python_time(bare_call(call)), python_time(call)
+            more = ours.median - bare.median
+            table.add(
+                **{"kernel": name, "MLX alone": bare, "runtime": ours, "more": more}, target=15
+            )
+    return table
 
 
-def print_sources() -> None:
+def sources() -> Table:
     """How much of each kernel's file is sent."""
-    print(f"\nSource, bytes\n{'':<32}{'header':>16}{'body':>20}{'total':>10}")
+    print("\nSource in bytes")
+    table = Table({"kernel": 30, "header": 14, "body": 14, "total": 8})
+    table.print_header()
     for name, kernel in kernels().items():
         header, body = len(kernel.program.header), len(kernel.program.source)
-        print(f"{name:<32}{header:>16}{body:>20}{header + body:>10}")
+        table.add(kernel=name, header=header, body=body, total=header + body)
+    return table
 
 
-def print_host() -> None:
-    """The overhead of a launch on the host, and MLX's own matrix-vector kernel there."""
-    print(f"\nHost backend, {os.cpu_count()} cores (median, quartile distance)")
+def host_launches() -> Table:
+    """What a launch on the host costs besides its threads' work."""
+    print("\nA launch on the host in microseconds")
+    table = Table({"kernel": 30, "time": 14, "target": 8})
+    table.print_header()
+    x = mx.zeros(8)
+    mx.eval(x)
     with use_backend("host"):
-        x = mx.zeros(8)
-        mx.eval(x)
-        overhead = measure(exp_call(x), 500)
-    print(f"{'a launch of 8 threads, us':<32}{text(overhead):>16}{'target':>20}{50:>10}")
-    mlx, fast, checked = matrix_vector()
-    print("product of (1, 3584) and (3584, 3584), 4 bits, groups of 64, float16, ms")
-    print(f"{'mx.quantized_matmul':<32}{text(mlx):>16}")
-    print(f"{'MLX qmv_fast, fast build':<32}{text(fast):>16}{'target':>20}{8:>10}")
-    print(f"{'MLX qmv_fast, checked build':<32}{text(checked):>16}{'target':>20}{5000:>10}")
+        table.add(kernel="exp of 8 elements", time=python_time(exp_call(x), 500), target=50)
+    return table
 
 
-def matrix_vector(n: int = 3584) -> list[tuple[float, float]]:
-    """Milliseconds of the CPU operator, and of MLX's Metal kernel on both builds, once right."""
+def host_product(n: int = 3584) -> Table:
+    """MLX's own matrix-vector kernel on both builds beside its CPU operator, once it is right."""
     from mlx_qlayers.runtime.host import compile_source
 
-    weight, x = mx.random.normal((n, n)).astype(mx.float16), mx.random.normal((1, n))
-    x = x.astype(mx.float16)
+    print(f"\n(1, {n}) times ({n}, {n}), float16, 4 bits, groups of 64, in milliseconds")
+    weight, x = (mx.random.normal(shape).astype(mx.float16) for shape in ((n, n), (1, n)))
     w, scales, biases = mx.quantize(weight, group_size=64, bits=4)
     y = mx.zeros((1, n), mx.float16)
     truth = x.astype(mx.float32) @ mx.dequantize(w, scales, biases, 64, 4).astype(mx.float32).T
@@ -110,20 +114,23 @@ def matrix_vector(n: int = 3584) -> list[tuple[float, float]]:
     size, none, stride = (ctypes.c_int * 1)(n), (ctypes.c_int * 1)(0), (ctypes.c_int64 * 1)(0)
     # The kernel's buffers, in its order; what only batches use is zero.
     arrays = [w, scales, biases, x, y, size, size, none, none, stride, none, none, *[stride] * 3]
-    buffers = dict(enumerate(arrays))
-
-    def stock() -> None:
-        mx.eval(mx.quantized_matmul(x, w, scales, biases, group_size=64, bits=4))
-
-    times = [measure(stock, 1, 5)]
-    for checked in (False, True):
+    contenders: dict[str, Call] = {
+        "mx.quantized_matmul": lambda: mx.quantized_matmul(x, w, scales, biases)
+    }
+    for name, checked in (("qmv_fast, fast build", False), ("qmv_fast, checked build", True)):
         kernel = compile_source(MLX_SOURCE, "affine_qmv_fast<half, 64, 4, false>", checked=checked)
-        run = partial(kernel.run, buffers, (32, n // 4, 1), (32, 2, 1), writes=[4])
+        grid, threadgroup = (32, n // 4, 1), (32, 2, 1)
+        run = partial(kernel.run, dict(enumerate(arrays)), grid, threadgroup, writes=[4])
         run()
         error = (mx.abs(y - truth).max() / mx.abs(truth).max()).item()
-        assert error < 2e-3, f"wrong result, relative error {error}"
-        times.append(measure(run, 1, 5 if checked else 50))
-    return [(median / 1e3, spread / 1e3) for median, spread in times]
+        assert error < 2e-3, f"{name} is wrong, relative error {error}"
+        contenders[name] = run
+    table = Table({"kernel": 30, "time": 14, "target": 8})
+    table.print_header()
+    targets = {"qmv_fast, fast build": 8, "qmv_fast, checked build": 5000}
+    for name, time in measure(contenders, repeats=5).items():
+        table.add(kernel=name, time=time.scaled(1e3), target=targets.get(name, ""))
+    return table
 
 
 def exp_call(x: mx.array) -> Call:
@@ -154,29 +161,25 @@ def many_call(folder: Path) -> Call:
     )
 
 
-def measure(call: Call, calls: int = 2000, repeats: int = 15) -> tuple[float, float]:
-    """Microseconds of a call: the median, and the distance of the quartiles."""
-    times = [t / calls * 1e6 for t in timeit.repeat(call, number=calls, repeat=repeats)]
-    low, median, high = statistics.quantiles(times, n=4)
-    return median, high - low
-
-
-def text(measured: tuple[float, float]) -> str:
-    return f"{measured[0]:.2f} ({measured[1]:.2f})"
+def python_time(call: Call, calls: int = 2000, repeats: int = 15) -> Sample:
+    """Microseconds until a call returns; nothing is evaluated."""
+    return Sample.of(t / calls for t in timeit.repeat(call, number=calls, repeat=repeats)).scaled(
+        1e6
+    )
 
 
 @contextmanager
 def somewhere() -> Iterator[str]:
     """The backend of this machine's GPU, or metal with a function that does nothing."""
     if (found := backend()) in ("metal", "cuda"):
-        yield f"{found}, {mx.device_info()}"
+        yield f"mx.fast.{found}_kernel"
         return
     with (
         patch.object(mx.metal, "is_available", lambda: True),
         patch.object(mx.fast, "metal_kernel", lambda **made: _nothing),
         use_backend("metal"),
     ):
-        yield f"none; a function that does nothing stands in, {platform.machine()}"
+        yield "a stand-in that does nothing"
 
 
 def _nothing(**call: Any) -> list[mx.array]:
@@ -185,7 +188,7 @@ def _nothing(**call: Any) -> list[mx.array]:
 
 def bare_call(call: Call) -> Call:
     """The call of MLX's own function that a call ends in, without the runtime."""
-    name = "cuda_kernel" if backend() == "cuda" else "metal_kernel"
+    name = f"{backend()}_kernel"
     real, seen = getattr(mx.fast, name), []
 
     def make(**made: Any) -> Callable[..., list[mx.array]]:

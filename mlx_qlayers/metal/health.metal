@@ -21,12 +21,12 @@ inline void health_finish(device atomic<uint>* health) {
 }
 
 inline void health_report(
-    device atomic<uint>* health, uint3 thread, uint3 grid, bool healthy, uint code, float value) {
+    device atomic<uint>* health, uint3 position, uint3 grid, bool healthy, uint code, float value) {
   // Only the first thread that fails writes what it found.
   if (healthy || atomic_fetch_add_explicit(&health[5], 1u, memory_order_relaxed) > 0) {
     return;
   }
-  uint index = (thread.z * grid.y + thread.y) * grid.x + thread.x;
+  uint index = (position.z * grid.y + position.y) * grid.x + position.x;
   atomic_store_explicit(&health[6], code, memory_order_relaxed);
   atomic_store_explicit(&health[7], as_type<uint>(value), memory_order_relaxed);
   atomic_store_explicit(&health[8], index, memory_order_relaxed);

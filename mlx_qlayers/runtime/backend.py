@@ -235,6 +235,8 @@ def note(op: str, path: str, reason: str) -> None:
 def explain(*, reset: bool = False) -> list[Decision]:
     """Which path each operation took since the start, why, and how many times.
 
+    Kernels that were launched are listed too, under the name ``kernel ...``.
+
     Args:
         reset: forget the decisions after returning them.
 

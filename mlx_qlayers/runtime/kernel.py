@@ -14,7 +14,7 @@ from .backend import note, run
 from .health import WORDS, checking, judge
 from .launch import Launch, Size, TemplateValue
 from .program import Parameter, Program, load
-from .signature import CONSTANT_BELOW, TYPES, shape_words
+from .signature import CONSTANT_BELOW, TYPES
 from .source import METAL, SourceError
 
 # What every Apple GPU of MLX's offers a threadgroup.
@@ -172,6 +172,7 @@ class Kernel:
         values = template or {}
         key = (*values.items(), *[x.dtype for x in inputs])
         instance = self._instances.get(key) or self._instantiate(key, values, inputs)
+        self._check_inputs(inputs)
         self._check_threads(grid, threadgroup)
         if output_dtypes is not None and list(output_dtypes) != instance.output_dtypes:
             raise self._error(f"its outputs are {instance.output_dtypes}, not {output_dtypes}")
@@ -179,7 +180,7 @@ class Kernel:
             self._check_multiples(inputs, values)
         launch = Launch(
             self.program,
-            self._fit(inputs),
+            list(inputs),
             instance.template,
             grid,
             threadgroup,
@@ -272,26 +273,15 @@ class Kernel:
             raise self._error(f"outputs {found} need 64-bit offsets")
         return found
 
-    def _fit(self, inputs: Sequence[mx.array]) -> list[mx.array]:
-        """Make what MLX passes agree with what the function declares, or raise."""
-        found = list(inputs)
-        for i, parameter in enumerate(self.program.inputs):
-            x = found[i]
+    def _check_inputs(self, inputs: Sequence[mx.array]) -> None:
+        """What MLX passes must be what the function declares."""
+        for x, parameter in zip(inputs, self.program.inputs, strict=True):
             if parameter.space != "device":
                 self._check_constant(x, parameter)
-            elif x.size < CONSTANT_BELOW:
-                found[i] = self._grow(x, parameter)
+            elif x.ndim == 0 and not parameter.padded:
+                raise self._error(f"reads the shape of input {parameter.name}, which has no axis")
             elif x.size >= _LIMIT_32 and not self.large:
                 raise self._error(f"input {parameter.name} {x.shape} needs 64-bit offsets")
-        return found
-
-    def _grow(self, x: mx.array, parameter: Parameter) -> mx.array:
-        """Pad an array that MLX would pass as ``constant`` to a ``device`` parameter."""
-        if not shape_words(self.program.source, parameter.name):
-            return mx.concatenate([x.reshape(-1), mx.zeros((CONSTANT_BELOW - x.size,), x.dtype)])
-        if x.ndim == 0:
-            raise self._error(f"reads the shape of input {parameter.name}, which has no axis")
-        return x
 
     def _check_constant(self, x: mx.array, parameter: Parameter) -> None:
         if parameter.reference and x.ndim > 0:

@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from .launch import Launch
-from .program import Program
+from .program import Parameter, Program
+from .signature import CONSTANT_BELOW
 
 
 def launch(launch: Launch) -> list[mx.array]:
@@ -17,7 +18,7 @@ def launch(launch: Launch) -> list[mx.array]:
     # Looked up at every call, so that a test can put something else in its place.
     kernel = _kernel(mx.fast.metal_kernel, launch.program)
     return kernel(
-        inputs=launch.inputs,
+        inputs=[_padded(*item) for item in zip(launch.inputs, launch.program.inputs, strict=True)],
         template=launch.template,
         grid=launch.grid,
         threadgroup=launch.threadgroup,
@@ -25,6 +26,13 @@ def launch(launch: Launch) -> list[mx.array]:
         output_dtypes=launch.output_dtypes,
         init_value=launch.init_value,
     )
+
+
+def _padded(x: mx.array, parameter: Parameter) -> mx.array:
+    """The array, made long enough for MLX to pass it in the address space that is declared."""
+    if x.size >= CONSTANT_BELOW or not parameter.padded:
+        return x
+    return mx.concatenate([x.reshape(-1), mx.zeros((CONSTANT_BELOW - x.size,), x.dtype)])
 
 
 @cache

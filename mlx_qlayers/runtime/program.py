@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from . import source
 from .instrument import with_health, without_health
-from .signature import ATTRIBUTES, SHAPE_WORDS
+from .signature import ATTRIBUTES, SHAPE_WORDS, shape_words
 from .source import METAL, Item, SourceError, Token
 
 # Spellings of one type in Metal, by the one that MLX uses.
@@ -57,6 +57,8 @@ class Parameter:
         buffer: the number in ``[[buffer(...)]]``, which may be left out.
         writable: whether it is an output.
         atomic: whether it is declared ``atomic<...>``.
+        padded: whether MLX must get at least 8 elements, since it would pass fewer as ``constant``.
+            Where the body reads the shape it has to be the true one, and nothing is padded.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Parameter:
     buffer: int | None = None
     writable: bool = False
     atomic: bool = False
+    padded: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +153,9 @@ def load(
         source=text,
         input_names=tuple(p.name for p in inputs),
         output_names=tuple(p.name for p in outputs),
-        inputs=tuple(inputs),
+        inputs=tuple(
+            replace(p, padded=p.space == "device" and not shape_words(text, p.name)) for p in inputs
+        ),
         outputs=tuple(outputs),
         template=_template(item, where),
         atomic_outputs=atomic,

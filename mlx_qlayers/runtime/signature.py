@@ -9,7 +9,7 @@ Source: ``mlx/backend/common/metal_kernel.cpp`` of MLX 0.32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -75,13 +75,14 @@ class InputKind(NamedTuple):
     constant: bool
 
     @classmethod
-    def of(cls, x: mx.array) -> InputKind:
-        return cls(x.dtype, x.ndim == 0, x.size < CONSTANT_BELOW)
+    def of(cls, x: mx.array, padded: bool = False) -> InputKind:
+        """The kind of an array, or of the padded array that MLX gets in its place."""
+        return cls(x.dtype, x.ndim == 0 and not padded, x.size < CONSTANT_BELOW and not padded)
 
 
 def generate(
     program: Program,
-    inputs: Iterable[mx.array],
+    inputs: Sequence[mx.array],
     template: tuple[TemplateArgument, ...],
     output_dtypes: tuple[mx.Dtype, ...],
 ) -> tuple[str, str]:
@@ -96,7 +97,9 @@ def generate(
     Example:
         >>> name, text = generate(program, [mx.zeros(16)], (("T", mx.float32),), (mx.float32,))
     """
-    return _generate(program, tuple(map(InputKind.of, inputs)), template, output_dtypes)
+    padded = [parameter.padded for parameter in program.inputs] or [False] * len(inputs)
+    kinds = tuple(map(InputKind.of, inputs, padded))
+    return _generate(program, kinds, template, output_dtypes)
 
 
 @lru_cache(maxsize=4096)

@@ -8,6 +8,8 @@ import re
 import mlx.core as mx
 import pytest
 
+from mlx_qlayers.runtime import host
+from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.kernel import Kernel, KernelError, Multiple
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.tracing import trace
@@ -75,6 +77,15 @@ def test_a_device_input_of_any_size_arrives_in_device_memory(metal, n):
 def test_a_0d_device_input_arrives_in_device_memory(metal):
     affine(inputs=[mx.array(5.0), SCALAR, BIAS])
     assert metal.called[0]["inputs"][0].tolist() == [5.0] + [0.0] * 7
+
+
+def test_on_the_host_a_small_device_input_ends_where_it_ends():
+    call = {"inputs": [X[:3], SCALAR, BIAS], "threadgroup": (4, 1, 1), "output_shapes": [(4,)]}
+    with use_backend("host"), host.checks():
+        (y,) = affine(**call, grid=(3, 1, 1), init_value=0)
+        assert y.tolist() == [1, 4, 7, 0]
+        with pytest.raises(host.OutOfBounds, match="kernel affine"):
+            affine(**call, grid=(4, 1, 1))
 
 
 def test_an_input_whose_shape_is_read_keeps_it(metal):

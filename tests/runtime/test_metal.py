@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
+from mlx_qlayers.runtime import host
 from mlx_qlayers.runtime.backend import BackendError, use_backend
+from mlx_qlayers.runtime.launch import Launch
+from mlx_qlayers.runtime.program import Program
 
-from .kernels import HISTOGRAM
+from .kernels import AFFINE, HISTOGRAM, ROW_SUMS
 
 X = mx.zeros(16, mx.uint8)
 CALL = {"grid": (16, 1, 1), "threadgroup": (16, 1, 1), "output_shapes": [(16,)]}
+
+
+def to_float64(x):
+    return np.array(x.astype(mx.float32), np.float64)
 
 
 def test_the_creation_has_what_the_call_must_not_have(metal):
@@ -44,6 +52,48 @@ def test_the_function_is_looked_up_at_every_call(metal, monkeypatch):
     monkeypatch.setattr(mx.fast, "metal_kernel", second)
     HISTOGRAM([X], **CALL)
     assert (len(metal.called), len(second.made), len(second.called)) == (1, 1, 1)
+
+
+@pytest.fixture
+def forwarded(metal):
+    """The stand-in hands what it was given to the checked build of the host backend."""
+
+    def compute(call):
+        program = Program(**metal.made[-1])
+        return host.launch(Launch(program, **call))
+
+    metal.compute = compute
+    with host.checks():
+        yield metal
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 41])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_what_it_passes_on_is_enough_to_compute(forwarded, dtype, n):
+    x = mx.random.normal((n,), key=mx.random.key(n)).astype(dtype)
+    bias = mx.array([1.0, -2.0, 0.5])
+    (y,) = AFFINE(
+        [x, mx.array(3.0), bias],
+        template={"T": dtype, "N": 3, "NEGATE": True},
+        grid=(n, 1, 1),
+        threadgroup=(16, 1, 1),
+        output_shapes=[(n,)],
+    )
+    exact = -(3 * to_float64(x) + np.resize([1.0, -2.0, 0.5], n))
+    assert y.dtype == dtype
+    np.testing.assert_allclose(to_float64(y), exact, rtol=4 * float(mx.finfo(dtype).eps))
+
+
+def test_atomic_outputs_and_simd_functions_compute(forwarded):
+    x = mx.random.randint(0, 16, (333,), key=mx.random.key(0)).astype(mx.uint8)
+    sizes = {"grid": (333, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [(16,)]}
+    (counts,) = HISTOGRAM([x], init_value=0, **sizes)
+    assert counts.tolist() == np.bincount(np.array(x), minlength=16).tolist()
+
+    rows = mx.random.normal((7, 32), key=mx.random.key(1))
+    sizes = {"grid": (224, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(7,)]}
+    (sums,) = ROW_SUMS([rows], **sizes)
+    np.testing.assert_allclose(to_float64(sums), to_float64(rows).sum(1), rtol=1e-5)
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="this machine has Metal")
