@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -14,7 +17,7 @@ from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
 from decoding import BITS, KINDS, logits
 from mlx.utils import tree_flatten
-from mlx_lm.models import base
+from mlx_lm import models
 from numerics import FACTOR, assert_same_model, to64
 
 from mlx_qlayers import FusedAttention, QLinear, convert_model, revert_model
@@ -23,8 +26,8 @@ from mlx_qlayers.layers.qlinear import QEmbedding
 
 NAMES = list(ARCHITECTURES)
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
+attention = routing.attention
 CASES = [(name, kind) for name in NAMES for kind in KINDS]
-OWN_SOFTMAX = {name for name in NAMES if not ARCHITECTURES[name].routed}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,9 +79,9 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [path for path, _ in types(model)] == [path for path, _ in before]
     assert arrays(model) == held
-    attention = [row for row in report.rows if row.kind == "attention"]
-    routed = [row.path for row in attention if row.action == "swapped"]
-    left = {row.path: row.reason for row in attention if row.action == "left"}
+    rows = [row for row in report.rows if row.kind == "attention"]
+    routed = [row.path for row in rows if row.action == "swapped"]
+    left = {row.path: row.reason for row in rows if row.action == "left"}
     assert (len(routed), len(left)) == (expected.routed, expected.left)
     assert set(left.values()) <= {"does not use mlx-lm's shared attention function"}
     assert all(row.reason for row in report.rows if row.action == "left")
@@ -96,7 +99,7 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     calls = []
     monkeypatch.setattr(
-        routing, "attention", lambda *args, **kw: calls.append(kw) or base_attention(*args, **kw)
+        routing, "attention", lambda *args, **kw: calls.append(kw) or attention(*args, **kw)
     )
     assert_same_model(model(TOKENS), stock, bits=None, what=name)
     assert len(calls) >= expected.routed and bool(calls) == bool(expected.routed)
@@ -111,24 +114,26 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mx.array_equal(model(TOKENS), stock) and not calls
 
 
-base_attention = routing.attention
-
-
-def test_enough_architectures() -> None:
+def test_coverage() -> None:
+    """Enough architectures; what is not routed has no attention, or computes it on its own."""
     assert len(NAMES) >= 100
-    assert len(OWN_SOFTMAX) == 6
+    unrouted = {name for name in NAMES if not ARCHITECTURES[name].routed}
+    assert unrouted == {"mamba", "mamba2", "rwkv7", "gemma2", "plamo2", "deepseek_v41"}
 
 
-@pytest.mark.parametrize("name", sorted(OWN_SOFTMAX))
-def test_only_those_with_attention_of_their_own_are_not_routed(name: str) -> None:
-    """A class that names the shared function and is not routed would be a fault."""
-    model = build(name, ARCHITECTURES[name])
-    shared = base.scaled_dot_product_attention
-    for module in model.modules():
-        scope = inspect.getmodule(type(module))
-        source = inspect.getsource(type(module))
-        if getattr(scope, shared.__name__, None) is shared:
-            assert f" {shared.__name__}(" not in source
+def test_every_class_that_calls_the_shared_function_is_routed() -> None:
+    """Of all files that mlx-lm ships, also those that the table leaves out."""
+    call = re.compile(r"(?<![\w.])scaled_dot_product_attention\(")
+    classes = {
+        cls
+        for info in pkgutil.iter_modules(models.__path__)
+        if info.name != "olmo"  # exits where its package is missing
+        for cls in vars(importlib.import_module(f"{models.__name__}.{info.name}")).values()
+        if isinstance(cls, type) and issubclass(cls, nn.Module)
+    }
+    callers = {cls for cls in classes if call.search(inspect.getsource(cls))}
+    assert len(callers) >= 100
+    assert [cls for cls in callers if routing.routed_class(cls) is None] == []
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
@@ -140,8 +145,6 @@ def test_half_precision_is_no_less_accurate_than_stock(name: str, dtype: mx.Dtyp
     convert_model(model)
     for kind in ("none", "own"):
         steps = zip(*logits([truth, stock, model], kind, 3, VOCABULARY), strict=True)
-        exact, base_line, found = (
-            to64(mx.concatenate([*each])) for each in zip(*steps, strict=True)
-        )
+        exact, plain, found = (to64(mx.concatenate([*each])) for each in zip(*steps, strict=True))
         assert found.shape == exact.shape
-        assert np.abs(found - exact).mean() <= FACTOR * np.abs(base_line - exact).mean()
+        assert np.abs(found - exact).mean() <= FACTOR * np.abs(plain - exact).mean()
