@@ -147,7 +147,9 @@ def main() -> None:
     prompt = mx.random.randint(0, exact[0].model.args.vocab_size, (args.prompt_tokens,))
     able = verify(exact, prompt, args.verify_tokens)
     del exact
-    print(f"{Path(args.model).name}, {args.dtype}: {args.prompt_tokens} tokens in, {args.tokens} out")
+    print(
+        f"{Path(args.model).name}, {args.dtype}: {args.prompt_tokens} tokens in, {args.tokens} out"
+    )
     explain(reset=True)
     found = [c for c in contenders(args.model, args.dtype) if c.name in able]
     table = measure(found, prompt, args)
