@@ -54,6 +54,12 @@ def arrays(model: nn.Module) -> list[tuple[str, int]]:
     return [(key, id(array)) for key, array in tree_flatten(model.parameters())]
 
 
+def described(model: nn.Module) -> str:
+    """What a model prints as, by the names of the stock layers."""
+    ours = {"Fused": "", "QLinear": "QuantizedLinear", "QEmbedding": "QuantizedEmbedding"}
+    return re.sub("|".join(rf"\b{name}" for name in ours), lambda m: ours[m[0]], repr(model))
+
+
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_logits(name: str, kind: str) -> None:
     models = [*pair(name)]
@@ -93,6 +99,7 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if isinstance(m, nn.Linear | nn.Embedding) or {"weight", "scales"} <= m.keys()
     }
     assert {row.path for row in report.rows if row.kind != "attention"} == products
+    assert described(model) == described(other)
     for path, cls in before:
         assert (cls is nn.QuantizedLinear) == (type(modules[path]) is QLinear)
         assert (cls is nn.QuantizedEmbedding) == (type(modules[path]) is QEmbedding)

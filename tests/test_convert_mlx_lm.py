@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,10 @@ from mlx.nn.layers.distributed import shard_inplace, shard_linear
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.generate import batch_generate, generate_step, speculative_generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.qwen2 import TransformerBlock
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
-from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters, remove_lora_layers
 from mlx_lm.utils import dequantize_model, load_model, quantize_model, save
 from numerics import assert_same_model
@@ -199,6 +201,16 @@ class TestAdapters:
             assert convert_model(model).counts["swapped"] == 2 * len(LORA_KEYS)
             assert_same(model, stock, "fused and converted again")
 
+    def test_grad_checkpoint(self, model, stock, monkeypatch):
+        for m in (model, stock):
+            adapted(m)
+        expected = step(stock)
+        # It patches the class; this restores it.
+        monkeypatch.setattr(TransformerBlock, "__call__", TransformerBlock.__call__)
+        grad_checkpoint(model.layers[0])
+        assert step(model) == pytest.approx(expected, rel=1e-5)
+        assert_same(model, stock, "trained with checkpoints")
+
     def test_convert_an_adapted_model(self, stock):
         model = adapted(build("qwen2", QWEN))
         adapted(stock)
@@ -286,6 +298,13 @@ class TestTransformations:
         revert_model(twin)
         assert type(model.model.layers[0].mlp.up_proj) is QLinear
         assert isinstance(model.model.layers[0].self_attn, FusedAttention)
+        assert mx.array_equal(twin(TOKENS), stock(TOKENS))
+
+    def test_pickle(self, model, stock):
+        twin = pickle.loads(pickle.dumps(model))
+        assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+        assert mx.array_equal(twin(TOKENS), model(TOKENS))
+        assert revert_model(twin).counts == {"reverted": 17}
         assert mx.array_equal(twin(TOKENS), stock(TOKENS))
 
     def test_compile(self, model, stock):

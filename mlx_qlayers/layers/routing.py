@@ -67,9 +67,27 @@ def routed_class(cls: type[nn.Module]) -> type[nn.Module] | None:
         return None
     namespaces: dict[int, dict[str, Any]] = {}
     rebound = {name: _rebind(function, namespaces) for name, function in methods.items()}
-    body = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_routes": cls}
+    body = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": _reduce,
+        "_extra_repr": cls._extra_repr,
+        "_routes": cls,
+    }
     # FusedAttention comes last: it marks the module, and nothing of it is ever called.
     return type(f"Fused{cls.__name__}", (cls, FusedAttention), body | rebound)
+
+
+def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Pickle a routed module by the class it had before: its own has no importable name."""
+    reduced = nn.Module.__reduce_ex__(module, max(2, protocol))
+    return _new, (stock_class(module),), *reduced[2:]
+
+
+def _new(stock: type[nn.Module]) -> nn.Module:
+    cls = routed_class(stock)
+    assert cls is not None
+    return cls.__new__(cls)
 
 
 def _defined(cls: type, name: str) -> object:
