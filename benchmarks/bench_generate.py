@@ -13,6 +13,7 @@ import argparse
 import copy
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -123,7 +124,7 @@ def measure(found: list[Contender], prompt: mx.array, args: argparse.Namespace) 
         row: dict[str, Any] = {"layers": name, "prefill tok/s": prefill, "decode tok/s": decode}
         row |= {"prefill x": prefill.median / base[0], "decode x": decode.median / base[1]}
         row |= {"peak": f"{max(run.peak_bytes for run in done) / 1e6:,.0f} MB"}
-        table.add(**row, model=str(args.model), dtype=args.dtype, tokens=args.tokens)
+        table.add(**row, model=Path(args.model).name, dtype=args.dtype, tokens=args.tokens)
     return table
 
 
@@ -146,7 +147,9 @@ def main() -> None:
     prompt = mx.random.randint(0, exact[0].model.args.vocab_size, (args.prompt_tokens,))
     able = verify(exact, prompt, args.verify_tokens)
     del exact
-    print(f"{args.model}, {args.dtype}: {args.prompt_tokens} tokens in, {args.tokens} out")
+    print(
+        f"{Path(args.model).name}, {args.dtype}: {args.prompt_tokens} tokens in, {args.tokens} out"
+    )
     explain(reset=True)
     found = [c for c in contenders(args.model, args.dtype) if c.name in able]
     table = measure(found, prompt, args)

@@ -165,10 +165,17 @@ def kind_of(module: nn.Module) -> str | None:
         return "embedding"
     if isinstance(module, nn.Linear) or _is_packed(module):
         return "experts" if module["weight"].ndim > 2 else "linear"
-    cls = type(module)
-    if is_routed(module) or routed_class(cls) or "attention" in cls.__name__.lower():
+    if _is_routable(module):
         return "attention"
+    if "attention" in type(module).__name__.lower() and not any(
+        map(_is_routable, module.modules())
+    ):
+        return "attention"  # one that computes on its own, not one that holds another
     return None
+
+
+def _is_routable(module: nn.Module) -> bool:
+    return is_routed(module) or routed_class(type(module)) is not None
 
 
 def row_of(path: str, kind: str, module: nn.Module, action: str) -> ModuleReport:

@@ -22,6 +22,9 @@ EPSILON = {
 }
 # Roundings that an element of a float32 function may carry into a finite difference.
 _ROUNDINGS = 8
+# Units in the last place by which two float32 models of a few layers may differ that add up in
+# another order: each layer carries the roundings of those before it.
+_MODEL_ROUNDINGS = 256
 
 
 def to64(array: mx.array | np.ndarray) -> np.ndarray:
@@ -130,3 +133,24 @@ def assert_gradient(
                 f"gradient of argument {number}: {found:.6e}, by differences {expected:.6e}, "
                 f"allowed {allowed:.1e}"
             )
+
+
+def assert_same_model(found: mx.array, stock: mx.array, *, bits: int | None, what: str) -> None:
+    """Assert that two small float32 models give the same logits and greedy tokens.
+
+    Args:
+        found: logits of the model under test.
+        stock: logits of the model that it should equal.
+        bits: of a quantized cache, where an element may fall to the next step; else None.
+        what: a name for the message.
+
+    Raises:
+        AssertionError: ``stock`` is not finite, logits differ by more, or a token differs.
+    """
+    a, b = to64(found), to64(stock)
+    assert a.shape == b.shape, f"{what}: {a.shape}, {b.shape}"
+    assert np.isfinite(b).all(), f"{what}: the stock model is not finite"
+    unit = _MODEL_ROUNDINGS * EPSILON[mx.float32] if bits is None else 2.0**-bits
+    error, allowed = np.abs(a - b).max(), unit * np.abs(b).max()
+    assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
+    np.testing.assert_array_equal(a.argmax(-1), b.argmax(-1), err_msg=f"{what}: greedy tokens")

@@ -111,8 +111,8 @@ class FusedAttention(nn.Module):
             q, k = self.rope(q, offset=offset), self.rope(k, offset=offset)
         window = self.window
         if cache is not None:
-            if window is not None and mask is None:
-                mask = cache.make_mask(x.shape[1], window_size=window)
+            if window is not None and mask is None and hasattr(cache, "make_mask"):
+                mask = cache.make_mask(x.shape[1], return_array=False, window_size=window)
             if hasattr(cache, "max_size"):  # Its keys are in no order that positions follow from.
                 window = None
             k, v = cache.update_and_fetch(k, v)

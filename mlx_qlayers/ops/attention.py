@@ -59,6 +59,7 @@ def attention(
         ``mx.fast.scaled_dot_product_attention``; windows as in mlx-lm, softcap as in Gemma 2 (arXiv
         2408.00118), sinks as in gpt-oss (arXiv 2508.10925).
     """
+    k, v = (tuple(a) if isinstance(a, list) else a for a in (k, v))
     _check_arrays(q, k, v)
     _check_options(q, reference.keys(k), scale, mask, window, softcap, sinks)
     path = choose("attention")

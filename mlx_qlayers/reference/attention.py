@@ -1,7 +1,8 @@
 """Attention in plain MLX operators: the oracle of the kernels, and the path without one.
 
 Where it can, this is ``mx.fast.scaled_dot_product_attention`` itself. On a CPU half precision goes
-through float32: stock loops convert every element in software, which is never faster.
+through float32, as stock loops convert every element in software, and heads are spread over the
+cores, as every stock operator runs on one; neither changes a bit of a float32 result.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from .cores import on_core, parts
+
 Packed = tuple[mx.array, mx.array, mx.array]
+_ALL = slice(None)
 
 
 def attention(
@@ -25,25 +29,72 @@ def attention(
 ) -> mx.array:
     """:func:`mlx_qlayers.attention` with checked arguments; differentiable by autodiff."""
     queries = q.shape[2]
-    on_cpu = mx.default_device().type == mx.cpu
     dtype = mx.result_type(q, *(a[1] if isinstance(a, tuple) else a for a in (k, v)))
+    on_cpu = mx.default_device().type == mx.cpu
     work = mx.float32 if on_cpu or softcap is not None else dtype
     if window is not None and not isinstance(mask, mx.array):
         # No query reaches further back than this.
         first = max(0, keys(k) - queries - window + 1)
         k, v = _each(k, lambda a: a[..., first:, :]), _each(v, lambda a: a[..., first:, :])
     mask = _prepare(mask, window, queries, keys(k), work)
+    outputs = []
+    for core, head in enumerate(_split(q, k) if on_cpu else [_ALL]):
+        with on_core(core):
+            some = _take_heads(head, q, k, v, mask, sinks)
+            outputs.append(_products(*some, scale, softcap, work).astype(dtype))
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
+
+
+def _split(q: mx.array, k: mx.array | Packed) -> list[slice]:
+    """The query heads that each core computes, whole groups of those that share keys."""
+    batch, heads, queries, width = q.shape
+    kv_heads = (k[0] if isinstance(k, tuple) else k).shape[1]
+    share = heads // kv_heads if kv_heads > 1 else 1
+    each = parts(heads // share, 2 * batch * share * queries * keys(k) * width)
+    return [slice(s.start * share, s.stop * share) for s in each] if len(each) > 1 else [_ALL]
+
+
+def _take_heads(
+    heads: slice,
+    q: mx.array,
+    k: mx.array | Packed,
+    v: mx.array | Packed,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> tuple[mx.array, mx.array | Packed, mx.array | Packed, mx.array | str | None, mx.array | None]:
+    """What some query heads need of the arguments."""
+    if heads == _ALL:
+        return q, k, v, mask, sinks
+    kv_heads = (k[0] if isinstance(k, tuple) else k).shape[1]
+    if kv_heads > 1:
+        share = q.shape[1] // kv_heads
+        groups = slice(heads.start // share, heads.stop // share)
+        k, v = _each(k, lambda a: a[:, groups]), _each(v, lambda a: a[:, groups])
+    if isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1:
+        mask = mask[..., heads, :, :]
+    return q[:, heads], k, v, mask, None if sinks is None else sinks[heads]
+
+
+def _products(
+    q: mx.array,
+    k: mx.array | Packed,
+    v: mx.array | Packed,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+    scale: float,
+    softcap: float | None,
+    work: mx.Dtype,
+) -> mx.array:
+    """Attention in the dtype ``work``: by the stock operator where it has what is asked for."""
     q, k, v = q.astype(work), _cast(k, work), _cast(v, work)
+    sinks = None if sinks is None else sinks.astype(work)
     if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
         # Queries that see nothing must not get a gradient through scores too small to matter.
         sees = (mask > mx.finfo(work).min).any(axis=-1, keepdims=True)
         q = mx.where(sees, q, 0)
-    sinks = None if sinks is None else sinks.astype(work)
     if softcap is not None or isinstance(k, tuple) or isinstance(v, tuple):
-        out = _composed(q, k, v, scale, mask, softcap, sinks)
-    else:
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
-    return out.astype(dtype)
+        return _composed(q, k, v, scale, mask, softcap, sinks)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
 def keys(k: mx.array | Packed) -> int:

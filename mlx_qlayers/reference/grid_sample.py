@@ -10,6 +10,8 @@ from itertools import product
 
 import mlx.core as mx
 
+from .cores import on_core, parts
+
 # Elements gathered at a time: few enough for a CPU's cache, enough to hide what a call costs.
 _CHUNK = {mx.cpu: 1 << 19, mx.gpu: 1 << 28}
 
@@ -54,7 +56,7 @@ def grid_sample_vjp(
         return (picked * cotangent[rows, None, :].astype(mx.float32)).sum(axis=-1)
 
     d_weight = _by_chunks(dots, mx.zeros(index.shape), index.shape[1] * x.shape[-1])
-    # Out of the taps' weights, the rest of the way to the grid is autodiff of cheap arithmetic.
+    # From the taps' weights, the rest of the way to the grid is autodiff of cheap arithmetic.
     (weight,), (d_grid,) = mx.vjp(
         lambda g: [taps(g, x.shape[1:-1], options)[1]], [grid], [d_weight]
     )
@@ -72,8 +74,10 @@ def _scatter(
     pair = _device() == mx.cpu and shape[1] % 2 == 0
     dtype = mx.complex64 if pair else mx.float32
     d_x = mx.zeros(shape).view(dtype)
-    for rows in _chunks(index.shape[0], index.shape[1] * shape[1]):
-        update = weight[rows, :, None] * cotangent[rows, None, :].astype(mx.float32)
+    chunks, cores = _chunks(index.shape[0], index.shape[1] * shape[1])
+    for rows in chunks:
+        with on_core(cores - 1):
+            update = weight[rows, :, None] * cotangent[rows, None, :].astype(mx.float32)
         d_x = d_x.at[index[rows]].add(update.view(dtype))
     return d_x.view(mx.float32)
 
@@ -194,13 +198,18 @@ def _device() -> mx.DeviceType:
     return mx.default_device().type
 
 
-def _chunks(rows: int, elements: int) -> list[slice]:
+def _chunks(rows: int, elements: int) -> tuple[list[slice], int]:
+    """Rows of ``elements`` each, as many at a time as the cache holds, and the cores to use."""
     step = max(1, _CHUNK[_device()] // max(1, elements))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    chunks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return chunks, len(parts(len(chunks), step * elements)) if _device() == mx.cpu else 1
 
 
 def _by_chunks(function: Callable[[slice], mx.array], out: mx.array, elements: int) -> mx.array:
-    """Fill ``out`` in place, as many rows at a time as the cache holds, of ``elements`` each."""
-    for rows in _chunks(out.shape[0], elements):
-        out[rows] = function(rows)
+    """Fill ``out`` in place from rows computed on all cores; each takes ``elements`` on the way."""
+    chunks, cores = _chunks(out.shape[0], elements)
+    for number, rows in enumerate(chunks):
+        with on_core(number % cores):
+            part = function(rows)
+        out[rows] = part
     return out

@@ -7,32 +7,34 @@ and every stock CPU operator runs on one core.
 
 from __future__ import annotations
 
-import os
-from functools import cache
-from itertools import pairwise
+from functools import reduce
 
 import mlx.core as mx
 
 from ..formats import Format
+from .cores import on_core, parts
 
 # Rows from which dequantizing and a dense product beat the packed product on a CPU, and the same
 # for the untransposed product; measured by `benchmarks/bench_quantized_matmul.py --crossover`.
 _NEVER = 1 << 30
 _DENSE_FROM_ROWS = {
     ("affine", 1): 12,
-    ("affine", 2): 8,
-    ("affine", 3): 24,
-    ("affine", 4): 14,
-    ("affine", 5): 36,
-    ("affine", 6): 40,
-    ("affine", 8): 14,
+    ("affine", 2): 10,
+    ("affine", 3): 28,
+    ("affine", 4): 10,
+    ("affine", 5): 40,
+    ("affine", 6): 56,
+    ("affine", 8): 10,
     ("mxfp4", 4): _NEVER,
     ("mxfp8", 8): 4,
     ("nvfp4", 4): _NEVER,
 }
-_DENSE_FROM_ROWS_UNTRANSPOSED = {("affine", 3): 12, ("affine", 5): 16, ("mxfp8", 8): 4}
-# Multiply-adds below which handing a part to another core costs more than it saves.
-_MIN_WORK_PER_PART = 1 << 18
+_DENSE_FROM_ROWS_UNTRANSPOSED = {
+    ("affine", 1): 40,
+    ("affine", 3): 12,
+    ("affine", 5): 16,
+    ("mxfp8", 8): 4,
+}
 
 
 def quantized_matmul(
@@ -72,88 +74,44 @@ def quantized_matmul(
     return product(rows, w, scales, biases, fmt).astype(out).reshape(*leading, -1)
 
 
-def dequantize(
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    fmt: Format,
-    stream: mx.ThreadLocalStream | None = None,
-) -> mx.array:
+def dequantize(w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format) -> mx.array:
     """The dense float32 matrix that ``w`` stands for, computed in float32."""
     if biases is None:
-        return mx.dequantize(w, scales, None, *fmt, dtype=mx.float32, stream=stream)
-    scales, biases = (a.astype(mx.float32, stream=stream) for a in (scales, biases))
-    return mx.dequantize(w, scales, biases, *fmt, stream=stream)
+        return mx.dequantize(w, scales, None, *fmt, dtype=mx.float32)
+    return mx.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32), *fmt)
 
 
 def _transposed(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format
 ) -> mx.array:
     """(M, K) @ (N, K).T in float32; each core takes some of the N rows of ``w``."""
-    m, n = x.shape[0], w.shape[0]
-    dense = m >= _DENSE_FROM_ROWS[fmt.mode, fmt.bits]
+    n = w.shape[0]
+    dense = x.shape[0] >= _DENSE_FROM_ROWS[fmt.mode, fmt.bits]
     # The stock BLAS is twice as fast on row-major operands as on a transposed one.
     columns = mx.contiguous(x.T) if dense else None
-    parts = []
-    for i, part in enumerate(_parts(n, m * x.size // max(m, 1))):
-        stream = _stream(i)
-        packed = _rows(part, n, w, scales, biases)
-        if columns is None:
-            parts.append(mx.quantized_matmul(x, *packed, True, *fmt, stream=stream))
-        else:
-            parts.append(mx.matmul(dequantize(*packed, fmt, stream), columns, stream=stream))
-    if columns is None:
-        return _join(parts, axis=1)
-    return _join(parts, axis=0).T
+    products = []
+    for core, part in enumerate(parts(n, x.size)):
+        packed = w[part], scales[part], None if biases is None else biases[part]
+        with on_core(core):
+            if columns is None:
+                products.append(mx.quantized_matmul(x, *packed, True, *fmt))
+            else:
+                products.append(dequantize(*packed, fmt) @ columns)
+    return mx.concatenate(products, 1) if columns is None else mx.concatenate(products, 0).T
 
 
 def _untransposed(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format
 ) -> mx.array:
     """(M, K) @ (K, N) in float32; each core takes some of the K rows of ``w``."""
-    (m, k), n = x.shape, scales.shape[1] * fmt.group_size
+    (m, k), n = x.shape, fmt.dims(w)
     dense = m >= _DENSE_FROM_ROWS_UNTRANSPOSED.get((fmt.mode, fmt.bits), _NEVER)
-    total = None
-    for i, part in enumerate(_parts(k, m * n)):
-        stream = _stream(i)
-        packed = _rows(part, k, w, scales, biases)
-        columns = x if part == slice(0, k) else x[:, part]
-        if dense:
-            y = mx.matmul(columns, dequantize(*packed, fmt, stream), stream=stream)
-        else:
-            y = mx.quantized_matmul(columns, *packed, False, *fmt, stream=stream)
-        total = y if total is None else total + y
-    assert total is not None
-    return total
-
-
-def _rows(
-    part: slice, count: int, *arrays: mx.array | None
-) -> tuple[mx.array, mx.array, mx.array | None]:
-    """The same rows of the packed weights, the scales and the biases; without a copy."""
-    if part == slice(0, count):
-        return arrays  # type: ignore[return-value]
-    return tuple(None if a is None else a[part] for a in arrays)  # type: ignore[return-value]
-
-
-def _join(parts: list[mx.array], axis: int) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis)
-
-
-def _parts(count: int, work_per_row: int) -> list[slice]:
-    """Split ``count`` rows evenly over the cores, but not into parts too small to pay."""
-    n = max(1, min(_cores(), count * work_per_row // _MIN_WORK_PER_PART, count))
-    edges = [count * i // n for i in range(n + 1)]
-    return [slice(a, b) for a, b in pairwise(edges)]
-
-
-@cache
-def _cores() -> int:
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(count or 1, 8)
-
-
-@cache
-def _stream(core: int) -> mx.ThreadLocalStream | None:
-    """A stream that runs beside the caller's; part 0 stays on the caller's own."""
-    return None if core == 0 else mx.new_thread_local_stream(mx.cpu)
+    terms = []
+    for core, part in enumerate(parts(k, m * n)):
+        packed = w[part], scales[part], None if biases is None else biases[part]
+        with on_core(core):
+            if dense:
+                terms.append(x[:, part] @ dequantize(*packed, fmt))
+            else:
+                terms.append(mx.quantized_matmul(x[:, part], *packed, False, *fmt))
+    return reduce(mx.add, terms)

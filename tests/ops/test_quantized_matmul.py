@@ -8,7 +8,7 @@ import pytest
 
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.formats import Format
-from mlx_qlayers.reference import quantized_matmul as reference
+from mlx_qlayers.reference import cores
 from tests.numerics import assert_accurate, assert_gradient, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, dequantize64, random_packed, terms64
@@ -52,7 +52,7 @@ def test_against_float64(fmt, dtype, transpose):
 
 @pytest.mark.parametrize("rows", [1, 40])
 def test_large_enough_for_every_core(rows, monkeypatch):
-    monkeypatch.setattr(reference, "_cores", lambda: 3)
+    monkeypatch.setattr(cores, "_cores", lambda: 3)
     rng = np.random.default_rng(rows)
     for transpose in (True, False):
         packed = random_packed(rng, 1000, 1024, AFFINE)

@@ -1,0 +1,140 @@
+"""The module on its own: caches, windows, norms, gradients, and the numbers it computes."""
+
+from itertools import pairwise
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import oracles
+import pytest
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+from numerics import assert_accurate, round_to, to64
+
+from mlx_qlayers.layers.fused_attention import FusedAttention
+
+DIMS, LENGTH = 48, 23
+
+
+def make(seed=1, **options):
+    mx.random.seed(seed)
+    options = {"num_kv_heads": 2, "head_dim": 32, "bias": True, **options}
+    layer = FusedAttention(DIMS, 6, **options)
+    return layer, mx.random.normal((2, LENGTH, DIMS))
+
+
+def in_steps(layer, x, cache, mask=None):
+    """A prompt, a few more tokens at once, then one after the other."""
+    edges = [0, 9, 12, *range(13, LENGTH + 1)]
+    parts = []
+    for start, stop in pairwise(edges):
+        part_mask = mask if stop - start > 1 else None
+        parts.append(layer(x[:, start:stop], mask=part_mask, cache=cache))
+    return mx.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0}, {"window": 5}, {"bias": False}])
+def test_against_float64(options):
+    layer, x = make(**options)
+
+    def heads(name, count, dtype):
+        projection = layer[name]
+        y = oracles.product(to64(x).astype(dtype), to64(projection.weight).T.astype(dtype))
+        y = y + (to64(projection.bias).astype(dtype) if "bias" in projection else 0)
+        return y.reshape(2, LENGTH, count, -1).swapaxes(1, 2)
+
+    def run(dtype):
+        q, k, v = (heads(f"{n}_proj", c, dtype) for n, c in zip("qkv", (6, 2, 2), strict=True))
+        extra = {name: options.get(name) for name in ("softcap", "window")}
+        found, _ = oracles.attention(q, k, v, 32**-0.5, "causal", dtype=dtype, **extra)
+        y = found["out"].swapaxes(1, 2).reshape(2, LENGTH, -1)
+        y = oracles.product(y, to64(layer.o_proj.weight).T.astype(dtype))
+        return y + (to64(layer.o_proj.bias).astype(dtype) if "bias" in layer.o_proj else 0)
+
+    rounded = round_to(run(np.float32), mx.float32)
+    assert_accurate(layer(x, mask="causal"), run(np.float64), rounded)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kind", [KVCache, QuantizedKVCache, ChunkedKVCache, RotatingKVCache])
+def test_caches_give_what_the_whole_text_gives(kind, window):
+    layer, x = make(rope=nn.RoPE(32), qk_norm=True, window=window)
+    whole = layer(x, mask="causal")
+    if kind is RotatingKVCache:
+        cache = RotatingKVCache(max_size=window or 64)
+    elif kind is ChunkedKVCache:
+        cache = ChunkedKVCache(64)
+    else:
+        cache = kind(group_size=32) if kind is QuantizedKVCache else kind()
+    found = in_steps(layer, x, cache, mask=None if window else "causal")
+    # Eight bits a number keep two digits; everything else is exact but for the order of sums.
+    close = 0.05 if kind is QuantizedKVCache else 1e-5
+    assert mx.abs(found - whole).max() <= close * mx.abs(whole).max()
+
+
+def test_parameters_and_gradients():
+    layer, x = make(rope=nn.RoPE(32), qk_norm=True)
+    names = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rope"}
+    assert set(layer.children()) == names
+    assert layer.q_proj.weight.shape == (192, DIMS) and layer.k_proj.weight.shape == (64, DIMS)
+
+    def loss(x):
+        return (layer(x, mask="causal") ** 2).mean()
+
+    _, gradients = nn.value_and_grad(layer, loss)(x)
+    for name in names - {"rope"}:
+        gradient = gradients[name]["weight"]
+        assert gradient.shape == layer[name].weight.shape
+        assert 0 < mx.abs(gradient).max().item() < 1e3
+
+
+def test_defaults():
+    layer = FusedAttention(64, 4)
+    assert layer(mx.zeros((1, 3, 64))).shape == (1, 3, 64)
+    assert layer.k_proj.weight.shape == (64, 64) and "bias" not in layer.q_proj
+    assert "num_heads=4, num_kv_heads=4" in repr(layer)
+
+
+def test_learns_to_copy_the_token_before():
+    """A few steps of training: the loss falls by half, so the gradients point downhill."""
+    mx.random.seed(3)
+    layer = FusedAttention(32, 2, rope=nn.RoPE(16))
+    x = mx.random.normal((4, 12, 32))
+    before = [1e9]
+
+    def loss(x):
+        return ((layer(x, mask="causal")[:, 1:] - x[:, :-1]) ** 2).mean()
+
+    step = nn.value_and_grad(layer, loss)
+    for _ in range(60):
+        value, gradients = step(x)
+        layer.update(
+            nn.utils.tree_map(lambda p, g: p - 1.0 * g, layer.trainable_parameters(), gradients)
+        )
+        mx.eval(layer.parameters())
+        before.append(value.item())
+    assert before[-1] < before[1] / 2
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((0, 4), "dims and num_heads must be positive, not 0 and 4"),
+        ((64, 0), "dims and num_heads must be positive, not 64 and 0"),
+        ((64, 4, 3), "num_kv_heads must divide num_heads 4, not 3"),
+        ((63, 4), "dims must be a multiple of num_heads 4, not 63"),
+        ((64, 4, 4, 0), "head_dim must be positive, not 0"),
+    ],
+)
+def test_bad_sizes(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        FusedAttention(*arguments)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"x must be \(B, L, dims\).*\(3, 64\)"):
+        FusedAttention(64, 4)(mx.zeros((3, 64)))

@@ -1,0 +1,150 @@
+"""Conversion of small models of most architectures that mlx-lm ships."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import VOCABULARY, build
+from decoding import BITS, KINDS, logits
+from mlx.utils import tree_flatten
+from mlx_lm import models
+from numerics import FACTOR, assert_same_model, to64
+
+from mlx_qlayers import FusedAttention, QLinear, convert_model, revert_model
+from mlx_qlayers.layers import routing
+from mlx_qlayers.layers.qlinear import QEmbedding
+
+NAMES = list(ARCHITECTURES)
+TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
+attention = routing.attention
+CASES = [(name, kind) for name in NAMES for kind in KINDS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_compilation() -> Iterator[None]:
+    """mlx-lm's small compiled functions take MLX seconds each on a CPU; they compute the same."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@lru_cache(maxsize=2)
+def pair(name: str) -> tuple[nn.Module, nn.Module]:
+    """The stock model, and the same one converted."""
+    stock, converted = (build(name, ARCHITECTURES[name]) for _ in range(2))
+    convert_model(converted)
+    return stock, converted
+
+
+def types(model: nn.Module) -> list[tuple[str, type]]:
+    return [(path, type(module)) for path, module in model.named_modules()]
+
+
+def arrays(model: nn.Module) -> list[tuple[str, int]]:
+    return [(key, id(array)) for key, array in tree_flatten(model.parameters())]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_logits(name: str, kind: str) -> None:
+    models = [*pair(name)]
+    for batch in (1, 3):
+        if kind in ARCHITECTURES[name].without:
+            if batch == 3:  # mlx-lm fails too, or has no such cache
+                with pytest.raises(Exception):  # noqa: B017
+                    logits(models[:1], kind, batch, VOCABULARY)
+            continue
+        bits = BITS if kind == "quantized" else None
+        steps = zip(*logits(models, kind, batch, VOCABULARY), strict=True)
+        for number, (stock, found) in enumerate(steps):
+            what = f"{name}, cache {kind}, batch {batch}, step {number}"
+            assert_same_model(found, stock, bits=bits, what=what)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ARCHITECTURES[name]
+    other, model = (build(name, expected) for _ in range(2))
+    before, held, stock = types(model), arrays(model), model(TOKENS)
+    report = convert_model(model)
+
+    assert [path for path, _ in types(model)] == [path for path, _ in before]
+    assert arrays(model) == held
+    rows = [row for row in report.rows if row.kind == "attention"]
+    routed = [row.path for row in rows if row.action == "swapped"]
+    left = {row.path: row.reason for row in rows if row.action == "left"}
+    assert (len(routed), len(left)) == (expected.routed, expected.left)
+    assert set(left.values()) <= {"does not use mlx-lm's shared attention function"}
+    assert all(row.reason for row in report.rows if row.action == "left")
+    modules = dict(model.named_modules())
+    assert {p for p, m in modules.items() if isinstance(m, FusedAttention)} == set(routed)
+    products = {
+        path
+        for path, m in modules.items()
+        if isinstance(m, nn.Linear | nn.Embedding) or {"weight", "scales"} <= m.keys()
+    }
+    assert {row.path for row in report.rows if row.kind != "attention"} == products
+    for path, cls in before:
+        assert (cls is nn.QuantizedLinear) == (type(modules[path]) is QLinear)
+        assert (cls is nn.QuantizedEmbedding) == (type(modules[path]) is QEmbedding)
+
+    calls = []
+    monkeypatch.setattr(
+        routing, "attention", lambda *args, **kw: calls.append(kw) or attention(*args, **kw)
+    )
+    assert_same_model(model(TOKENS), stock, bits=None, what=name)
+    assert len(calls) >= expected.routed and bool(calls) == bool(expected.routed)
+
+    calls.clear()
+    assert types(other) == before
+    assert mx.array_equal(other(TOKENS), stock) and not calls
+
+    reverted = revert_model(model)
+    assert set(reverted.counts) == {"reverted"}
+    assert types(model) == before and arrays(model) == held
+    assert mx.array_equal(model(TOKENS), stock) and not calls
+
+
+def test_coverage() -> None:
+    """Enough architectures; what is not routed has no attention, or computes it on its own."""
+    assert len(NAMES) >= 100
+    unrouted = {name for name in NAMES if not ARCHITECTURES[name].routed}
+    assert unrouted == {"mamba", "mamba2", "rwkv7", "gemma2", "plamo2", "deepseek_v41"}
+
+
+def test_every_class_that_calls_the_shared_function_is_routed() -> None:
+    """Of all files that mlx-lm ships, also those that the table leaves out."""
+    call = re.compile(r"(?<![\w.])scaled_dot_product_attention\(")
+    classes = {
+        cls
+        for info in pkgutil.iter_modules(models.__path__)
+        if info.name != "olmo"  # exits where its package is missing
+        for cls in vars(importlib.import_module(f"{models.__name__}.{info.name}")).values()
+        if isinstance(cls, type) and issubclass(cls, nn.Module)
+    }
+    callers = {cls for cls in classes if call.search(inspect.getsource(cls))}
+    assert len(callers) >= 100
+    assert [cls for cls in callers if routing.routed_class(cls) is None] == []
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "deepseek_v2", "gpt_oss", "qwen3_moe"])
+def test_half_precision_is_no_less_accurate_than_stock(name: str, dtype: mx.Dtype) -> None:
+    """The truth is the stock model in float32 with the very weights of the other two."""
+    truth, stock, model = (build(name, ARCHITECTURES[name], dtype) for _ in range(3))
+    truth.set_dtype(mx.float32)
+    convert_model(model)
+    for kind in ("none", "own"):
+        steps = zip(*logits([truth, stock, model], kind, 3, VOCABULARY), strict=True)
+        exact, plain, found = (to64(mx.concatenate([*each])) for each in zip(*steps, strict=True))
+        assert found.shape == exact.shape
+        assert np.abs(found - exact).mean() <= FACTOR * np.abs(plain - exact).mean()

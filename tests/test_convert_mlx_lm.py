@@ -1,0 +1,322 @@
+"""mlx-lm's own tools on a converted model do what they do on the stock one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from architectures import VOCABULARY, Architecture, build
+from mlx.nn.layers.distributed import shard_inplace, shard_linear
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.generate import batch_generate, generate_step, speculative_generate_step
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
+from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters, remove_lora_layers
+from mlx_lm.utils import dequantize_model, load_model, quantize_model, save
+from numerics import assert_same_model
+
+from mlx_qlayers import FusedAttention, QLinear, convert_model, revert_model
+from mlx_qlayers.layers.qlinear import QEmbedding
+
+QWEN = Architecture(2, {"tie_word_embeddings": True}, format=(64, 4, "affine"))
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "quantization": {"group_size": 64, "bits": 4},
+}
+TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]])
+PROMPT = TOKENS[0]
+TOKENIZER = SimpleNamespace(
+    eos_token_ids=[],
+    decode=lambda ids: " ".join(map(str, ids)),
+    save_pretrained=lambda path: None,
+)
+ADAPTER: dict[str, Any] = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+LORA_KEYS = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
+
+
+@pytest.fixture
+def stock() -> nn.Module:
+    return build("qwen2", QWEN)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    converted = build("qwen2", QWEN)
+    convert_model(converted)
+    return converted
+
+
+def assert_same(found: nn.Module, stock: nn.Module, what: str) -> None:
+    assert_same_model(found(TOKENS), stock(TOKENS), bits=None, what=what)
+
+
+def arrays(model: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
+def assert_equal(found: dict[str, mx.array], stock: dict[str, mx.array]) -> None:
+    assert found.keys() == stock.keys()
+    assert all(mx.array_equal(found[key], stock[key]) for key in stock)
+
+
+def generated(model: nn.Module, **kw: Any) -> list[int]:
+    return [int(token) for token, _ in generate_step(PROMPT, model, max_tokens=24, **kw)]
+
+
+class TestFiles:
+    def test_save(self, model, stock, tmp_path):
+        save(tmp_path, tmp_path, model, TOKENIZER, dict(CONFIG), donate_model=False)
+        reloaded, config = load_model(tmp_path)
+        assert config["quantization"] == CONFIG["quantization"]
+        assert type(reloaded.model.layers[0].mlp.up_proj) is nn.QuantizedLinear
+        assert_equal(arrays(reloaded), arrays(stock))
+        assert mx.array_equal(reloaded(TOKENS), stock(TOKENS))
+        convert_model(reloaded, config=tmp_path)
+        assert mx.array_equal(reloaded(TOKENS), model(TOKENS))
+
+    def test_weights(self, model, stock, tmp_path):
+        path = str(tmp_path / "weights.safetensors")
+        changed = tree_map(lambda p: p * 0.5 if p.dtype == mx.float32 else p, stock.parameters())
+        stock.update(changed)
+        stock.save_weights(path)
+        model.load_weights(path)
+        assert_same(model, stock, "loaded into the converted model")
+        model.save_weights(path)
+        assert_equal(mx.load(path), arrays(stock))
+
+    @pytest.mark.parametrize("bits", [None, 8])
+    @pytest.mark.parametrize("first", ["stock", "converted"])
+    def test_prompt_cache(self, model, stock, tmp_path, first, bits):
+        writer, reader = (stock, model) if first == "stock" else (model, stock)
+        path, cache = str(tmp_path / "cache.safetensors"), make_prompt_cache(writer)
+        writer(TOKENS[:1], cache=cache)
+        if bits:
+            cache = [c.to_quantized(32, bits) for c in cache]
+        save_prompt_cache(path, cache)
+        chunk = TOKENS[1:, :3]
+        found, expected = reader(chunk, cache=load_prompt_cache(path)), writer(chunk, cache=cache)
+        assert_same_model(found, expected, bits=bits, what="after the saved prompt")
+
+
+class TestGeneration:
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"max_kv_size": 8}, {"kv_bits": 8, "kv_group_size": 32}, {"prefill_step_size": 3}],
+        ids=str,
+    )
+    def test_greedy(self, model, stock, options):
+        assert generated(model, **options) == generated(stock, **options)
+
+    def test_speculative(self, model, stock):
+        draft = build("qwen2", QWEN._replace(config={**QWEN.config, "num_hidden_layers": 1}))
+        convert_model(draft)
+        steps = list(speculative_generate_step(PROMPT, model, draft, max_tokens=24))
+        assert [int(token) for token, _, _ in steps] == generated(stock)
+        # A model is its own best draft: this is the path where all tokens are accepted.
+        own = list(speculative_generate_step(PROMPT, model, model, max_tokens=24))
+        assert [int(token) for token, _, _ in own] == generated(stock)
+        assert any(drafted for _, _, drafted in own)
+
+    def test_batch(self, model, stock):
+        prompts = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8]]
+        found, expected = (
+            batch_generate(m, TOKENIZER, prompts, max_tokens=[9, 12, 5], return_token_ids=True)
+            for m in (model, stock)
+        )
+        assert found.token_ids == expected.token_ids
+        assert [len(ids) for ids in found.token_ids] == [9, 12, 5]
+
+
+def adapted(model: nn.Module, **kw: Any) -> nn.Module:
+    model.freeze()
+    mx.random.seed(11)
+    linear_to_lora_layers(model, 2, ADAPTER | {"keys": LORA_KEYS}, **kw)
+    return model
+
+
+def step(model: nn.Module) -> float:
+    """One step of training; the loss before it."""
+    lengths = mx.array([[0, 9], [2, 9]])
+    (loss, _), gradients = nn.value_and_grad(model, default_loss)(model, TOKENS, lengths)
+    optimizer = optim.SGD(learning_rate=1.0)
+    optimizer.update(model, gradients)
+    mx.eval(model.parameters())
+    return loss.item()
+
+
+def fused(model: nn.Module, dequantize: bool) -> nn.Module:
+    layers = [(n, m.fuse(dequantize)) for n, m in model.named_modules() if hasattr(m, "fuse")]
+    model.update_modules(tree_unflatten(layers))
+    return model
+
+
+class TestAdapters:
+    @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+    @pytest.mark.parametrize("dequantize", [False, True], ids=["quantized", "dequantized"])
+    def test_train_and_fuse(self, model, stock, use_dora, dequantize):
+        for m in (model, stock):
+            adapted(m, use_dora=use_dora)
+        cls = DoRALinear if use_dora else LoRALinear
+        layer = model.model.layers[1].mlp.down_proj
+        assert type(layer) is cls and type(layer.linear) is QLinear
+        before = {key: mx.array(value) for key, value in tree_flatten(stock.trainable_parameters())}
+        assert step(model) == pytest.approx(step(stock), rel=1e-5)
+        trained, expected = (dict(tree_flatten(m.trainable_parameters())) for m in (model, stock))
+        assert trained.keys() == expected.keys()
+        moved = sum(mx.abs(expected[key] - before[key]).sum().item() for key in before)
+        apart = sum(mx.abs(expected[key] - trained[key]).sum().item() for key in before)
+        assert moved > 0 and apart < 1e-4 * moved
+        # Fusing rounds to 4 bits: from the very same adapters, the same packed weights.
+        model.load_weights(list(expected.items()), strict=False)
+        assert_same(model, stock, "trained")
+        for m in (model, stock):
+            fused(m, dequantize)
+        assert_equal(arrays(model), arrays(stock))
+        assert_same(model, stock, "fused")
+        plain = nn.Linear if dequantize else nn.QuantizedLinear
+        assert type(model.model.layers[1].mlp.down_proj) is plain
+        assert type(model.model.layers[1].mlp.up_proj) is QLinear
+        if not dequantize:
+            assert convert_model(model).counts["swapped"] == 2 * len(LORA_KEYS)
+            assert_same(model, stock, "fused and converted again")
+
+    def test_convert_an_adapted_model(self, stock):
+        model = adapted(build("qwen2", QWEN))
+        adapted(stock)
+        step(stock)
+        model.load_weights(list(arrays(stock).items()))
+        report = convert_model(model, config=CONFIG)
+        assert report.counts == {"swapped": 17} and not report.unmatched
+        assert_same(model, stock, "converted with adapters")
+        trainable = [key for key, _ in tree_flatten(stock.trainable_parameters())]
+        assert [key for key, _ in tree_flatten(model.trainable_parameters())] == trainable
+        assert all(key.endswith(("lora_a", "lora_b")) for key in trainable)
+        remove_lora_layers(model)
+        assert type(model.model.layers[0].self_attn.q_proj) is QLinear
+
+    def test_load_adapters(self, model, stock, tmp_path):
+        step(adapted(stock))
+        weights = dict(tree_flatten(stock.trainable_parameters()))
+        mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
+        adapter = {"num_layers": 2, "lora_parameters": ADAPTER | {"keys": LORA_KEYS}}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+        load_adapters(model, str(tmp_path))
+        assert_same(model, stock, "loaded adapters")
+
+    def test_embedding(self, model, stock):
+        """The tied output goes through the adapter of the embedding."""
+        for m in (model, stock):
+            mx.random.seed(5)
+            m.model.embed_tokens = LoRAEmbedding.from_base(m.model.embed_tokens, r=4, scale=2.0)
+            m.model.embed_tokens.lora_b = mx.random.normal(m.model.embed_tokens.lora_b.shape)
+        assert type(model.model.embed_tokens.embedding) is QEmbedding
+        assert_same(model, stock, "adapted embedding")
+
+
+class TestTransformations:
+    def test_dequantize_model(self, model, stock):
+        for m in (model, stock):
+            dequantize_model(m)
+        assert not any(isinstance(m, nn.QuantizedLinear) for m in model.modules())
+        assert_equal(arrays(model), arrays(stock))
+        assert_same(model, stock, "dequantized")
+
+    @pytest.mark.parametrize(
+        "quantize",
+        [
+            lambda model: nn.quantize(model, 64, 4),
+            lambda model: nn.quantize(model, 32, 8),
+            lambda model: quantize_model(model, {}, 64, 4),
+        ],
+    )
+    def test_quantize_again(self, model, stock, quantize: Callable[[nn.Module], None]):
+        before = [(path, type(m), id(m)) for path, m in model.named_modules()]
+        for m in (model, stock):
+            quantize(m)
+        assert [(path, type(m), id(m)) for path, m in model.named_modules()] == before
+        assert_equal(arrays(model), arrays(stock))
+
+    @pytest.mark.parametrize("sharding", ["all-to-sharded", "sharded-to-all"])
+    def test_shard_linear(self, model, stock, sharding):
+        x = mx.random.normal((3, 128), key=mx.random.key(0))
+        ours, theirs = (m.model.layers[0].self_attn.q_proj for m in (model, stock))
+        group = mx.distributed.init()
+        found, expected = (shard_linear(layer, sharding, group=group) for layer in (ours, theirs))
+        assert type(found) is type(expected) and type(ours) is QLinear
+        assert mx.array_equal(found(x), expected(x))
+        before = ours(x)
+        shard_inplace(ours, sharding, group=group)
+        assert type(ours) is QLinear and mx.array_equal(ours(x), before)
+
+    def test_shard_model(self, model, stock):
+        for m in (model, stock):
+            m.shard(mx.distributed.init())
+        assert_same(model, stock, "sharded")
+        left = [row for row in convert_model(stock).rows if row.action == "left"]
+        assert len(left) == 14
+        assert {row.reason.split()[-1] for row in left} == {
+            "QuantizedAllToShardedLinear",
+            "QuantizedShardedToAllLinear",
+        }
+        assert_same(model, stock, "sharded, then converted")
+
+    def test_deepcopy(self, model, stock):
+        twin = copy.deepcopy(model)
+        assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+        assert_same(twin, stock, "copied")
+        revert_model(twin)
+        assert type(model.model.layers[0].mlp.up_proj) is QLinear
+        assert isinstance(model.model.layers[0].self_attn, FusedAttention)
+        assert mx.array_equal(twin(TOKENS), stock(TOKENS))
+
+    def test_compile(self, model, stock):
+        compiled = mx.compile(model)
+        assert_same_model(compiled(TOKENS), stock(TOKENS), bits=None, what="compiled")
+        step = mx.compile(lambda x: model(x).sum(), inputs=model.state)
+        first = step(TOKENS).item()
+        layer = model.model.layers[0].mlp.down_proj
+        layer.scales = 2 * layer.scales
+        assert step(TOKENS).item() != first
+
+    def test_parameters(self, model, stock):
+        assert_equal(arrays(model), arrays(stock))
+        for m in (model, stock):
+            m.freeze()
+            m.model.layers[0].unfreeze(keys=["bias", "scales"])
+        names = [[k for k, _ in tree_flatten(m.trainable_parameters())] for m in (model, stock)]
+        assert names[0] == names[1] and len(names[0]) == 10
+        half = [m.set_dtype(mx.bfloat16) or arrays(m) for m in (model, stock)]
+        assert_equal(*half)
+        assert len(model.leaf_modules()) == len(stock.leaf_modules())
+
+
+def test_reload_from_a_directory(tmp_path: Path):
+    """config.json and the saved arrays agree; a config that lies is refused with both values."""
+    model = build("qwen2", QWEN)
+    convert_model(model)
+    save(tmp_path, tmp_path, model, TOKENIZER, dict(CONFIG), donate_model=False)
+    reloaded, config = load_model(tmp_path)
+    assert convert_model(reloaded, config=config).counts == {"swapped": 17}
+    reloaded, config = load_model(tmp_path)
+    config["quantization"]["bits"] = 8
+    with pytest.raises(ValueError, match=r"bits=8.*bits=4"):
+        convert_model(reloaded, config=config)
