@@ -26,9 +26,11 @@ def test_the_kernel_in_ten_minutes(tmp_path):
         [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
     )
     assert run.returncode == 0, run.stderr
-    launches, difference = run.stdout.strip().split("\n")
+    launches, difference, traffic = run.stdout.strip().split("\n")
     assert "kernel='rms_norm', backend='host', grid=(32, 7, 1)" in launches
     assert float(re.findall(r"[\d.e-]+", difference)[0]) < 1e-6
+    # The kernel reads each row twice.
+    assert traffic == "2296 bytes read from device memory, 1148 in x"
 
 
 def test_every_file_that_it_names_exists():
