@@ -1,0 +1,1 @@
+"""The host backend: Metal kernels compiled by clang and executed on the CPU."""
