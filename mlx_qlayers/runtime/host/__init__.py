@@ -1,1 +1,39 @@
 """The host backend: Metal kernels compiled by clang and executed on the CPU."""
+
+from .errors import (
+    CompileError,
+    Divergence,
+    Hang,
+    HostError,
+    KernelFault,
+    Misaligned,
+    OutOfBounds,
+    Place,
+    Race,
+    ThreadgroupMemory,
+    Uninitialised,
+)
+from .kernel import Counters, HostKernel, compile_source
+from .launch import Report, checks, launch
+from .lint import lint
+
+__all__ = [
+    "CompileError",
+    "Counters",
+    "Divergence",
+    "Hang",
+    "HostError",
+    "HostKernel",
+    "KernelFault",
+    "Misaligned",
+    "OutOfBounds",
+    "Place",
+    "Race",
+    "Report",
+    "ThreadgroupMemory",
+    "Uninitialised",
+    "checks",
+    "compile_source",
+    "launch",
+    "lint",
+]

@@ -15,7 +15,7 @@ class CompileError(HostError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a fault happened: the kernel, the threadgroup, the thread in it, and the source line."""
+    """Where a fault happened: the kernel, the threadgroup, its thread, and the source line."""
 
     kernel: str
     threadgroup: tuple[int, int, int]

@@ -143,7 +143,7 @@ class HostKernel:
             KernelFault: what the checks found; the subclass says which.
         """
         given = {
-            i: memory.buffer_of(v, writable=i in writes, initialised=i not in fresh)
+            i: memory.extent(v, writable=i in writes, initialised=i not in fresh)
             for i, v in buffers.items()
         }
         missing = [
@@ -159,7 +159,7 @@ class HostKernel:
         addresses = (ctypes.c_uint64 * max(self._slots, 1))()
         for i, buffer in given.items():
             if i < self._slots:
-                addresses[i] = buffer.address
+                addresses[i] = buffer.address + buffer.origin
         self.call(raw, addresses)
 
     def call(self, raw: native.RawLaunch, addresses: ctypes.Array[ctypes.c_uint64]) -> None:
@@ -184,7 +184,7 @@ class HostKernel:
                     ctypes.memmove(at, buffer.address, buffer.bytes)
                 else:
                     ctypes.memset(at, 0xFF, buffer.bytes)
-                addresses[i] = at
+                addresses[i] = at + buffer.origin
                 regions[i] = native.Region(at, buffer.bytes, buffer.writable, buffer.initialised)
             raw.regions, raw.region_count = ctypes.addressof(regions), count
             raw.counters = ctypes.addressof(counters)
@@ -192,7 +192,7 @@ class HostKernel:
                 self.call(raw, addresses)
                 for i, buffer in given.items():
                     if buffer.writable and i < count and buffer.bytes:
-                        ctypes.memmove(buffer.address, addresses[i], buffer.bytes)
+                        ctypes.memmove(buffer.address, regions[i].begin, buffer.bytes)
             finally:
                 for i, buffer in given.items():
                     if i < count and addresses[i]:

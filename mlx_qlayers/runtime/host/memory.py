@@ -10,23 +10,9 @@ import mlx.core as mx
 
 _view = ctypes.c_char.from_buffer
 _address = ctypes.addressof
-
-
-def contiguous(array: mx.array) -> mx.array:
-    """``array`` itself where its rows lie one after another, else a copy for which this holds."""
-    try:
-        if array.size:
-            _view(array)
-        return array
-    except TypeError:
-        copy = mx.contiguous(array)
-        mx.eval(copy)
-        return copy
-
-
-def address(array: mx.array) -> int:
-    """Where the evaluated elements of a row-contiguous array lie."""
-    return _address(_view(array)) if array.size else 0
+_STRIDED = 0x18
+_CONTIGUOUS = 0x38
+_WRITABLE = 0x1
 
 
 class _PyBuffer(ctypes.Structure):
@@ -38,8 +24,8 @@ class _PyBuffer(ctypes.Structure):
         ("readonly", ctypes.c_int),
         ("ndim", ctypes.c_int),
         ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
+        ("shape", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("strides", ctypes.POINTER(ctypes.c_ssize_t)),
         ("suboffsets", ctypes.c_void_p),
         ("internal", ctypes.c_void_p),
     )
@@ -54,6 +40,7 @@ class Buffer:
         bytes: the length.
         writable: whether the kernel may write.
         initialised: whether it holds values before the launch.
+        origin: where in it the array's first element is; not 0 only with negative strides.
         keep: what owns the memory.
     """
 
@@ -61,19 +48,53 @@ class Buffer:
     bytes: int
     writable: bool = False
     initialised: bool = True
+    origin: int = 0
     keep: Any = None
 
 
-def buffer_of(value: Any, *, writable: bool = False, initialised: bool = True) -> Buffer:
-    """The memory of an ``mx.array`` or of anything with a contiguous buffer."""
+def contiguous(array: mx.array) -> mx.array:
+    """``array`` itself where its rows lie one after another, else a copy for which this holds."""
+    try:
+        if array.size:
+            _view(array)
+        return array
+    except TypeError:
+        return mx.contiguous(array, stream=mx.cpu)
+
+
+def locate(value: Any) -> int:
+    """The address of the first element of an array (evaluated now) or of a ctypes object."""
+    if value is None or (isinstance(value, mx.array) and not value.size):
+        return 0
+    try:
+        return _address(_view(value))
+    except TypeError:
+        return extent(value).address
+
+
+def strides(array: mx.array) -> list[int]:
+    """An array's strides in elements."""
+    step = memoryview(array).strides  # type: ignore[arg-type]
+    return [s // array.itemsize for s in step or ()]
+
+
+def extent(value: Any, *, writable: bool = False, initialised: bool = True) -> Buffer:
+    """The memory that an ``mx.array``, or anything with a buffer, lies in, gaps included."""
     if isinstance(value, Buffer):
         return value
-    if isinstance(value, mx.array):
-        value = contiguous(value)
-        return Buffer(address(value), value.nbytes, writable, initialised, value)
     raw = _PyBuffer()
-    flags = 0x38 | (1 if writable else 0)  # C-contiguous, writable where asked
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(value), ctypes.byref(raw), flags)
-    found = Buffer(raw.buf or 0, raw.len, writable, initialised, value)
+    flags = _STRIDED if isinstance(value, mx.array) else _CONTIGUOUS
+    ctypes.pythonapi.PyObject_GetBuffer(
+        ctypes.py_object(value), ctypes.byref(raw), flags | (_WRITABLE if writable else 0)
+    )
+    low, high = 0, raw.itemsize
+    if raw.strides and raw.ndim:
+        steps = [(raw.shape[i] - 1) * raw.strides[i] for i in range(raw.ndim)]
+        low, high = sum(s for s in steps if s < 0), high + sum(s for s in steps if s > 0)
+        if any(raw.shape[i] == 0 for i in range(raw.ndim)):
+            low = high = 0
+    else:
+        high = raw.len
+    found = Buffer((raw.buf or 0) + low, high - low, writable, initialised, -low, value)
     ctypes.pythonapi.PyBuffer_Release(ctypes.byref(raw))
     return found
