@@ -175,7 +175,7 @@ def build(
     checked: bool,
     constants: Mapping[int, object] | None = None,
     defines: Mapping[str, str] | None = None,
-    language: int = 310,
+    language: int = 320,
 ) -> Compiled:
     """Compile one kernel of a Metal source, or take it from the cache.
 

@@ -228,7 +228,7 @@ def compile_source(
     checked: bool,
     constants: Mapping[int, object] | None = None,
     defines: Mapping[str, str] | None = None,
-    language: int = 310,
+    language: int = 320,
     name: str | None = None,
 ) -> HostKernel:
     """Compile one kernel of a complete Metal source for the CPU.

@@ -17,6 +17,10 @@ from .errors import CompileError
 _SCALARS = "char|uchar|short|ushort|int|uint|long|ulong|half|bfloat|float"
 _CONSTRUCTOR = re.compile(rf"(?<![\w.])(?:metal\s*::\s*)?({_SCALARS})([234])\s*\(")
 _VEC = re.compile(r"(?<![\w.])(?:metal\s*::\s*)?vec\s*<")
+_BFLOAT = re.compile(r"(?<![\w.])(?:bfloat|bfloat16_t)\s*\(")
+_STATIC_CAST = re.compile(r"\bstatic_cast\s*<([^<>&*]*)>\s*\(")
+# MLX's steel steps pointers by integral_constant objects, to which clang finds no `+=`.
+_STRIDE = re.compile(r"\b(\w+) \+= (str_[xy]);")
 _KERNEL = re.compile(r"\b__qk_kernel__\b")
 _THREAD = re.compile(r"\b__qk_thread__\b")
 _THREAD_POINTER = re.compile(r"\s*(?:(?:const|volatile|typename|struct|unsigned|signed)\b\s*)*")
@@ -114,8 +118,8 @@ def _angle(text: str, start: int) -> int:
     return -1
 
 
-def _qualifies_pointer(text: str, start: int) -> bool:
-    """Whether the type that begins at ``start`` is the pointee of a pointer."""
+def _qualifies(text: str, start: int, marks: str) -> bool:
+    """Whether the type that begins at ``start`` is followed by one of ``marks``."""
     i = start
     while True:
         i = _THREAD_POINTER.match(text, i).end()  # type: ignore[union-attr]
@@ -134,7 +138,82 @@ def _qualifies_pointer(text: str, start: int) -> bool:
         i = m.start() if m.group(1) == "::" else m.end()
         if m.group(1) != "::":
             break
-    return bool(re.compile(r"\s*\*").match(text, i))
+    mark = re.compile(r"\s*(\S)").match(text, i)
+    return bool(mark and mark.group(1) in marks)
+
+
+_THREAD_REFERENCE = re.compile(r"\b__qk_thread__\s+([A-Za-z_]\w*)\s*&(?!&)")
+
+
+def _opening(text: str, at: int) -> int:
+    """The ``(`` of the parameter list that ``at`` lies in, or -1."""
+    depth = 0
+    for i in range(at - 1, max(0, at - 4000), -1):
+        if text[i] == ")":
+            depth += 1
+        elif text[i] == "(":
+            if depth == 0:
+                return i
+            depth -= 1
+        elif text[i] in ";{}":
+            break
+    return -1
+
+
+def _undeduced(text: str) -> str:
+    """Keep address spaces out of template arguments deduced from ``thread T&`` parameters.
+
+    ``T`` would become ``__private float`` or ``__generic float``, of which the function cannot
+    declare variables. Where another parameter settles ``T`` the reference is not deduced from;
+    else a second parameter is, and ``T`` is what remains of it without its address space.
+    """
+    functions: dict[int, set[str]] = {}
+    for m in _THREAD_REFERENCE.finditer(text):
+        opening = _opening(text, m.start())
+        if opening >= 0:
+            functions.setdefault(opening, set()).add(m.group(1))
+    edits: list[tuple[int, int, str]] = []
+    for opening, names in functions.items():
+        begin = max((text.rfind(c, 0, opening) for c in ";{}"), default=-1) + 1
+        head = re.compile(r"\btemplate\s*<").search(text, begin, opening)
+        if not head:
+            continue
+        end = _angle(text, head.end() - 1)
+        own = names & set(_TEMPLATE_NAME.findall(text[head.start() : end]))
+        close = closing(text, opening)
+        parameters, header = text[opening:close], text[head.start() : end]
+        for name in sorted(own):
+            reference = re.compile(rf"\b__qk_thread__\s+{name}\s*&")
+            plain = f"metal::remove_addrspace_t<{name}>&"
+            if not re.search(rf"\b{name}\b", reference.sub("", parameters)):
+                plain = f"metal::remove_addrspace_t<qk_{name}>&"
+                parameters = reference.sub(f"qk_{name}&", parameters, count=1)
+                header = re.sub(rf"\b{name}\b", f"qk_{name}", header)[:-1]
+                header += f", typename {name} = metal::remove_addrspace_t<qk_{name}>>"
+            parameters = reference.sub(plain, parameters)
+        if own:
+            edits += [(head.start(), end, header), (opening, close, parameters)]
+    return _edit(text, edits)
+
+
+def _edit(text: str, edits: list[tuple[int, int, str]]) -> str:
+    """Replace parts of a text, keeping its lines, so that diagnostics name the right ones."""
+    out, at = [], 0
+    for begin, end, replacement in sorted(edits):
+        lost = text.count("\n", begin, end) - replacement.count("\n")
+        out += [text[at:begin], replacement, "\n" * lost]
+        at = end
+    return "".join([*out, text[at:]])
+
+
+_CONSTANT = re.compile(r"(?<!const )\b__constant\b(?!\s+const\b)")
+
+
+def _constant(text: str) -> str:
+    """What lies in the constant address space is const without saying so."""
+    return _CONSTANT.sub(
+        lambda m: "const __constant" if _qualifies(text, m.end(), "*&") else m.group(), text
+    )
 
 
 def _threads(text: str) -> str:
@@ -145,8 +224,8 @@ def _threads(text: str) -> str:
         name = m.group(1) or m.group(2)
         return f"{name} " if name in names else m.group()
 
-    text = _CONST_REFERENCE.sub(by_value, text)
-    return _THREAD.sub(lambda m: "__generic" if _qualifies_pointer(text, m.end()) else "", text)
+    text = _undeduced(_CONST_REFERENCE.sub(by_value, text))
+    return _THREAD.sub(lambda m: "__generic" if _qualifies(text, m.end(), "*") else "", text)
 
 
 def _constructors(text: str) -> str:
@@ -155,7 +234,14 @@ def _constructors(text: str) -> str:
             return m.group()
         return f"metal::qk_make<{m.group(1)}, {m.group(2)}>("
 
+    def bfloat(m: re.Match[str]) -> str:
+        declares = re.search(r"\boperator\s*$", text[max(0, m.start() - 24) : m.start()])
+        return m.group() if declares else "metal::qk_cast<bfloat>("
+
     text = _CONSTRUCTOR.sub(vector, text)
+    # Clang knows no conversion from half to bfloat, Metal does.
+    text = _STATIC_CAST.sub(r"metal::qk_cast<\1>(", text)
+    text = _BFLOAT.sub(bfloat, text)
     out, at = [], 0
     for m in _VEC.finditer(text):
         end = _angle(text, m.end() - 1)
@@ -223,6 +309,12 @@ def _kernels(text: str) -> tuple[list[_Kernel], list[tuple[int, int, str, str]]]
         end = closing(text, opening)
         brace = re.compile(r"\s*(?:noexcept\s*)?\{").match(text, end)
         if not brace:
+            if "<" in head:
+                begin = text.rindex("template", 0, m.start())
+                host = _HOST_NAME.search(text, begin, at)
+                function = head.split(None, 1)[1]
+                name = "".join(re.findall(r'"([^"]*)"', host.group(1))) if host else function
+                instances.append((begin, text.index(";", end) + 1, name, function))
             continue
         name = head.split()[-1]
         if head.split()[:-1] != ["void"]:
@@ -341,13 +433,7 @@ def translate(text: str, function: str, constants: Mapping[int, object]) -> tupl
         raise CompileError(f"no kernel {function!r} in the source; kernels: {known}")
     edits = [(begin, end, "") for begin, end, _, _ in instances]
     edits += [(*k.body, _shared(k, text[slice(*k.body)])) for k in kernels]
-    out, at = [], 0
-    for begin, end, replacement in sorted(edits):
-        # Lines are kept, so that diagnostics name the right one.
-        lost = text.count("\n", begin, end) - replacement.count("\n")
-        out += [text[at:begin], replacement, "\n" * lost]
-        at = end
-    text = "".join([*out, text[at:]])
-    text = _constructors(_threads(_KERNEL.sub("", text)))
+    text = _STRIDE.sub(r"\1 = \1 + \2;", _edit(text, edits))
+    text = _constructors(_constant(_threads(_KERNEL.sub("", text))))
     signature = Signature(expression, found[0].parameters, tuple(found[0].shared))
     return text + _entry(signature), signature
