@@ -10,8 +10,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .ir import functions
+
 _TYPE = r"(?:<\d+ x [^>]+>|\[[^\]]+\]|\{[^}]*\}|ptr addrspace\(\d+\)|[\w.]+)"
-_POINTER = r"ptr addrspace\(([123])\) (.+?)"
+_POINTER = r"ptr(?: addrspace\(([123])\))? (.+?)"
 _ORDER = (
     r"(?: syncscope\(\"[^\"]*\"\))?(?: (?:unordered|monotonic|acquire|release|acq_rel|seq_cst))*"
 )
@@ -32,6 +34,9 @@ _COPY = re.compile(
 _MEETING = re.compile(
     r"call .*@(qk_simd_sync|qk_threadgroup_barrier|qk_simdgroup_barrier|qk_inactive_lane)\("
 )
+_BORROWED = re.compile(r"(%[\w.]+) = addrspacecast ptr addrspace\([123]\) .* to ptr(?:,|$)", re.M)
+_DERIVED = re.compile(r"(%[\w.]+) = (?:getelementptr|phi ptr|select|bitcast)\b(?! addrspace)(.*)")
+_NAME = re.compile(r"%[\w.]+")
 _LABEL = re.compile(r"^([\w.$-]+):")
 _TARGET = re.compile(r"label %([\w.$-]+)")
 _SIZES = {"i1": 1, "i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 4, "i64": 8}
@@ -73,6 +78,7 @@ class Instrumented:
 class _Hooks:
     def __init__(self, locate: Callable[[str], str], result: Instrumented) -> None:
         self.locate, self.result = locate, result
+        self.borrowed: set[str] = set()
         self.known = {"": 0}
         self.values = 0
 
@@ -84,16 +90,20 @@ class _Hooks:
         return self.known[where]
 
     def access(
-        self, hook: str, space: str, pointer: str, size: str | int, align: int, at: int
+        self, hook: str, space: str | None, pointer: str, size: str | int, align: int, at: int
     ) -> list[str]:
+        """One hook; none where the pointer is the thread's own."""
+        if not space and pointer not in self.borrowed:
+            return []
         self.values += 1
         if hook != "qk_load":
             self.result.smallest_store = min(
                 self.result.smallest_store, align, size if isinstance(size, int) else align
             )
-        name, how = f"%qk.{self.values}", align | int(space) << 16 | at
+        name, how = f"%qk.{self.values}", align | int(space or 0) << 16 | at
+        cast = f"addrspacecast ptr addrspace({space})" if space else "bitcast ptr"
         return [
-            f"  {name} = addrspacecast ptr addrspace({space}) {pointer} to ptr",
+            f"  {name} = {cast} {pointer} to ptr",
             f"  call void @{hook}(ptr {name}, i64 {size}, i32 {how & 0xFFFFFFFF}, i32 @LINE@)",
         ]
 
@@ -127,11 +137,28 @@ class _Hooks:
             amount = f"%qk.{self.values}"
             out.append(f"  {amount} = zext i32 {size} to i64")
         bytes_ = int(amount) if amount.isdigit() else amount
-        if from_space:
+        if source:
             out += self.access("qk_load", from_space, source, bytes_, int(from_align or 1), 0)
-        if to_space:
-            out += self.access("qk_store", to_space, to, bytes_, int(to_align or 1), 0)
+        out += self.access("qk_store", to_space, to, bytes_, int(to_align or 1), 0)
         return out
+
+
+def _borrowed(body: str) -> set[str]:
+    """The ordinary pointers of a function that come from another address space: struct copies."""
+    names = set(_BORROWED.findall(body))
+    if not names:
+        return names
+    uses: dict[str, list[str]] = {}
+    for m in _DERIVED.finditer(body):
+        for operand in _NAME.findall(m.group(2)):
+            uses.setdefault(operand, []).append(m.group(1))
+    work = list(names)
+    while work:
+        for name in uses.get(work.pop(), ()):
+            if name not in names:
+                names.add(name)
+                work.append(name)
+    return names
 
 
 def instrument(ir: str, locate: Callable[[str], str]) -> Instrumented:
@@ -145,9 +172,10 @@ def instrument(ir: str, locate: Callable[[str], str]) -> Instrumented:
     hooks = _Hooks(locate, result)
     out: list[str] = []
     labels: set[str] = set()
+    bodies = iter([body for _, body in functions(ir)])
     for line in ir.split("\n"):
         if line.startswith("define "):
-            labels = set()
+            labels, hooks.borrowed = set(), _borrowed(next(bodies))
         elif m := _LABEL.match(line):
             labels.add(m.group(1))
         elif line.startswith("  "):

@@ -55,6 +55,7 @@ class Counters:
         simd_operations, quad_operations, matrix_operations: each once for a SIMD group.
         atomics, loads, stores: operations on device memory, each once for a thread.
         threads, threadgroups: how many ran.
+        same_value_writes: stores in no order with another thread's, of the value that was there.
     """
 
     bytes_read: int
@@ -75,6 +76,7 @@ class Counters:
     stores: int
     threads: int
     threadgroups: int
+    same_value_writes: int
 
 
 def workers() -> int:
@@ -124,6 +126,7 @@ class HostKernel:
         fresh: Sequence[int] = (),
         threadgroup_bytes: Sequence[int] = (),
         budget: int = DEFAULT_BUDGET,
+        tolerate: Sequence[type[KernelFault]] = (),
     ) -> Counters | None:
         """Run the kernel once.
 
@@ -135,6 +138,7 @@ class HostKernel:
             fresh: those of them that hold no values yet and must be written whole.
             threadgroup_bytes: lengths of the ``[[threadgroup(i)]]`` parameters.
             budget: the loop turns after which a checked launch counts as hanging.
+            tolerate: :class:`Race` or :class:`Uninitialised`, to let pass.
 
         Returns:
             The counters of a checked launch, else None.
@@ -153,6 +157,7 @@ class HostKernel:
             raise HostError(f"kernel {self.name}: no buffer for {', '.join(missing)}")
         raw = self.raw(grid, threadgroup, threadgroup_bytes)
         raw.budget = budget
+        raw.tolerated = sum(1 << _FAULTS.index(fault) for fault in tolerate)
         return self._run_checked(raw, given) if self.checked else self._run_fast(raw, given)
 
     def _run_fast(self, raw: native.RawLaunch, given: dict[int, memory.Buffer]) -> None:

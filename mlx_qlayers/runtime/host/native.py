@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import cache, toolchain
 
-_SOURCES = ("fiber", "scheduler", "pool", "checks")
+_SOURCES = ("fiber", "scheduler", "pool", "checks", "matrix")
 
 
 class Region(ctypes.Structure):
@@ -43,6 +43,7 @@ COUNTERS = (
     "stores",
     "threads",
     "threadgroups",
+    "same_value_writes",
 )
 
 
@@ -69,6 +70,7 @@ class RawLaunch(ctypes.Structure):
         ("region_count", ctypes.c_uint32),
         ("granule", ctypes.c_uint32),
         ("budget", ctypes.c_uint64),
+        ("tolerated", ctypes.c_uint32),
         ("counters", ctypes.c_void_p),
         ("fault", ctypes.c_uint32),
         ("fault_line", ctypes.c_uint32),
@@ -88,7 +90,7 @@ def _build(folder: Path) -> None:
                 "c++",
                 *toolchain.target(),
                 "-std=c++17",
-                "-O2",
+                "-O3",
                 "-fPIC",
                 "-fno-exceptions",
                 "-fno-rtti",

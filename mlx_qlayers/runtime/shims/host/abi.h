@@ -31,6 +31,10 @@ typedef struct qk_thread {
 // What an operation of a SIMD group is, for counting and for error messages.
 enum qk_operation { QK_SIMD_SHUFFLE, QK_SIMD_REDUCE, QK_QUAD, QK_MATRIX };
 
+// Apple's layout of 8 x 8 matrices: where a lane's first of two neighbouring elements is.
+#define QK_MATRIX_ROW(lane) ((((lane) / 4) & 4) + ((lane) / 2) % 4)
+#define QK_MATRIX_COLUMN(lane) ((((lane) / 4) & 2) * 2 + ((lane) % 2) * 2)
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -39,6 +43,7 @@ qk_uint qk_simd_sync(qk_uint operation);  // returns the lanes that take part
 void qk_inactive_lane(qk_uint lane);      // a lane read a value that nobody gave
 void qk_threadgroup_barrier(qk_uint flags);
 void qk_simdgroup_barrier(qk_uint flags);
+void qk_matrix_product(qk_row* row);  // results = left * right, from (left, left, right, right)
 void* qk_threadgroup_memory(qk_uint slot, qk_uint bytes, qk_uint alignment);
 #ifdef __cplusplus
 }

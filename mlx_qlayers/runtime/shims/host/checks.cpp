@@ -1,6 +1,7 @@
 // The checked build's hooks: every load and store of the kernel comes here before it happens.
 #include <stdio.h>
 #include <stdlib.h>
+#include <initializer_list>
 #include "scheduler.h"
 
 // Buffers of a checked launch lie this far apart, each in the middle of its range.
@@ -34,6 +35,22 @@ struct Shadow {
   Cell* cells;
 };
 
+// Memory as messages name it: a buffer or a threadgroup array.
+struct Memory {
+  const char* kind;
+  uint32_t index;
+};
+
+// A store over what another thread wrote: a race, unless it leaves the bytes as they are.
+struct Pending {
+  Fiber* by;
+  const char* at;
+  Access other;
+  Memory memory;
+  uint32_t bytes, line;
+  char before[16];
+};
+
 struct Checks {
   Launch* launch;
   Worker* worker;
@@ -44,6 +61,7 @@ struct Checks {
   Cell* arena_cells;
   uint32_t* arena_written;  // the threadgroup that wrote a byte last
   Banks* banks;
+  Pending pending;
 };
 
 extern "C" uint64_t qk_place(uint32_t index, uint64_t bytes, uint32_t offset) {
@@ -201,8 +219,11 @@ void checks_arena(Checks* c, uint32_t, uint32_t begin, uint32_t bytes) {
 enum Kind { kRead, kWrite, kAtomic };
 static const char* const kVerbs[] = {"reads", "writes", "updates"};
 
-static bool ordered(const Access& a, const Access& b) {
-  if (a.group != b.group) return false;
+static bool tolerated(Checks* c, Fault fault) { return c->launch->tolerated >> fault & 1; }
+
+// Whether `a` comes before `b`; threadgroup memory is new to each threadgroup.
+static bool ordered(const Access& a, const Access& b, bool in_device) {
+  if (a.group != b.group) return !in_device;
   if (a.thread == b.thread || a.epoch != b.epoch) return true;
   return a.thread / kSimdWidth == b.thread / kSimdWidth && a.simd_epoch != b.simd_epoch;
 }
@@ -211,29 +232,46 @@ static bool same_thread(const Access& a, const Access& b) {
   return a.group == b.group && a.thread == b.thread;
 }
 
-// Memory as messages name it: a buffer or a threadgroup array.
-struct Memory {
-  const char* kind;
-  uint32_t index;
-};
-
 static void race(Checks* c, const Access& other, const char* did, Kind kind, Memory m) {
+  if (tolerated(c, kRace)) return;
   c->worker->fail(kRace, "race: thread %u of threadgroup number %u %s the same bytes of %s %u, which this one %s",
                   other.thread, other.group - 1, did, m.kind, m.index, kVerbs[kind]);
 }
 
-static void order(Checks* c, Cell* cell, uint64_t cells, const Access& now, Kind kind, Memory where) {
+void checks_settle(Checks* c) {
+  Pending& p = c->pending;
+  if (!p.by) return;
+  Fiber* by = p.by;
+  p.by = nullptr;
+  if (memcmp(p.at, p.before, p.bytes) == 0) {
+    c->counters->same_value_writes++;
+    return;
+  }
+  c->worker->current = by;
+  by->line = p.line;
+  race(c, p.other, "wrote", kWrite, p.memory);
+}
+
+// Compares an access with those before it in its cells, and remembers it there.
+static void order(Checks* c, Cell* cell, uint64_t cells, const Access& now, Kind kind, const char* at, uint64_t bytes, Memory m) {
+  bool in_device = m.kind[0] == 'b';
   for (uint64_t i = 0; i < cells; i++, cell++) {
     Access& w = cell->write;
-    if (w.group && !ordered(w, now) && !(w.atomic && now.atomic)) race(c, w, "wrote", kind, where);
+    if (w.group && !ordered(w, now, in_device) && !(w.atomic && now.atomic)) {
+      if (kind == kWrite && bytes <= sizeof c->pending.before) {
+        c->pending = {c->worker->current, at, w, m, (uint32_t)bytes, c->worker->current->line, {}};
+        memcpy(c->pending.before, at, bytes);
+      } else {
+        race(c, w, "wrote", kind, m);
+      }
+    }
     if (kind == kRead) {
       if (cell->read.group && !same_thread(cell->read, now)) cell->earlier_read = cell->read;
       cell->read = now;
       continue;
     }
-    if (cell->read.group && !ordered(cell->read, now)) race(c, cell->read, "read", kind, where);
-    if (cell->earlier_read.group && !ordered(cell->earlier_read, now)) {
-      race(c, cell->earlier_read, "read", kind, where);
+    for (Access* r : {&cell->read, &cell->earlier_read}) {
+      if (r->group && !ordered(*r, now, in_device) && !(r->atomic && now.atomic)) race(c, *r, "read", kind, m);
     }
     w = now;
   }
@@ -252,14 +290,14 @@ static bool marked(const uint8_t* map, uint64_t at, uint64_t bytes) {
   return true;
 }
 
-static Access access_now(Checks* c, const qk_thread& t, bool in_device, Kind kind) {
+static Access access_now(Checks* c, const qk_thread& t, bool in_device, bool atomic) {
   Simd* s = (Simd*)t.simd;
-  return {c->group, (uint16_t)t.index_in_threadgroup, (uint16_t)(kind == kAtomic),
+  return {c->group, (uint16_t)t.index_in_threadgroup, (uint16_t)atomic,
           in_device ? c->device_epoch : c->threadgroup_epoch,
           in_device ? s->device_epoch : s->threadgroup_epoch};
 }
 
-static void device_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t bytes, Kind kind, bool constant) {
+static void device_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t bytes, Kind kind, bool atomic, bool constant) {
   uint32_t i = (at - (uint64_t)space) / kRangeBytes;
   Launch* l = c->launch;
   if (i >= l->region_count) c->worker->fail(kOutOfBounds, "%s %llu bytes outside every buffer", kVerbs[kind], (unsigned long long)bytes);
@@ -281,17 +319,18 @@ static void device_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t b
     if (kind != kRead) c->worker->fail(kOutOfBounds, "%s buffer %u, which is read-only", kVerbs[kind], i);
     return;
   }
-  if (kind != kWrite && !r.initialised && !marked(s.written, offset, bytes)) {
+  if (kind != kWrite && !r.initialised && !tolerated(c, kUninitialised) &&
+      !marked(s.written, offset, bytes)) {
     c->worker->fail(kUninitialised, "%s byte %llu of buffer %u, an output that nobody has written there",
                     kVerbs[kind], (unsigned long long)offset, i);
   }
   uint64_t first = offset / l->granule;
-  order(c, s.cells + first, (offset + bytes - 1) / l->granule - first + 1, access_now(c, t, true, kind), kind,
-        {"buffer", i});
+  order(c, s.cells + first, (offset + bytes - 1) / l->granule - first + 1, access_now(c, t, true, atomic), kind,
+        (const char*)at, bytes, {"buffer", i});
   if (kind != kRead) mark(s.written, offset, bytes);
 }
 
-static void arena_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t bytes, Kind kind, uint32_t line) {
+static void arena_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t bytes, Kind kind, bool atomic, uint32_t line) {
   Worker* w = c->worker;
   uint32_t offset = at - (uint64_t)w->arena;
   int slot = -1;
@@ -310,33 +349,38 @@ static void arena_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t by
     w->fail(kOutOfBounds, "%s threadgroup memory outside every array", kVerbs[kind]);
   }
   for (uint32_t i = offset; i < offset + bytes; i++) {
-    if (kind != kWrite && c->arena_written[i] != c->group) {
+    if (kind != kWrite && c->arena_written[i] != c->group && !tolerated(c, kUninitialised)) {
       w->fail(kUninitialised, "%s byte %u of threadgroup array %d, which nobody has written", kVerbs[kind],
               i - w->slots[slot].begin, slot);
     }
     if (kind != kRead) c->arena_written[i] = c->group;
   }
-  order(c, c->arena_cells + offset, bytes, access_now(c, t, false, kind), kind,
-        {"threadgroup array", (uint32_t)slot});
+  order(c, c->arena_cells + offset, bytes, access_now(c, t, false, atomic), kind,
+        (const char*)at, bytes, {"threadgroup array", (uint32_t)slot});
   (kind == kRead ? c->counters->threadgroup_read : c->counters->threadgroup_written) += bytes;
   issue(c, t, offset, bytes, line);
 }
 
-// `how` is the alignment, and the address space (1 device, 2 constant, 3 threadgroup) above bit 16.
+// `how`: the alignment; from bit 16 the address space (1 device, 2 constant, 3 threadgroup, 0
+// any); from bit 24 whether it is atomic.
 static inline void check(const void* p, uint64_t bytes, uint32_t how, uint32_t line, Kind kind) {
   Worker* w = this_worker();
   Checks* c = w->checks;
   if (!c || !bytes) return;
   w->current->line = line;
   uint64_t at = (uint64_t)p;
-  uint32_t alignment = how & 0xffff;
+  uint32_t alignment = how & 0xffff, spaces = how >> 16 & 0xff;
+  bool atomic = how >> 24;
+  checks_settle(c);
   const qk_thread& t = w->current->thread;
-  if (kind == kAtomic) c->counters->atomics++;
+  c->counters->atomics += atomic;
   if (at - (uint64_t)space < kRangeBytes * kRanges) {
-    device_access(c, t, at, bytes, kind, how >> 16 == 2);
+    device_access(c, t, at, bytes, kind, atomic, spaces == 2);
   } else if (at - (uint64_t)w->arena < kArenaBytes) {
-    arena_access(c, t, at, bytes, kind, line);
-  } else if (how >> 16 != 2 || at < 65536) {
+    arena_access(c, t, at, bytes, kind, atomic, line);
+  } else if (spaces == 0) {
+    return;  // the thread's own
+  } else if (spaces != 2 || at < 65536) {
     w->fail(kOutOfBounds, "%s %llu bytes at address %#llx, which is no buffer", kVerbs[kind],
             (unsigned long long)bytes, (unsigned long long)at);
   }

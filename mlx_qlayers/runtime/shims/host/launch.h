@@ -36,6 +36,7 @@ struct Counters {
   uint64_t atomics;                                      // each once for a thread
   uint64_t loads, stores;                                // device instructions, a thread at a time
   uint64_t threads, threadgroups;
+  uint64_t same_value_writes;  // by two threads, in no order: harmless, and worth knowing
 };
 
 struct Launch {
@@ -51,7 +52,8 @@ struct Launch {
   const Region* regions;  // one for each of `buffers`
   uint32_t region_count;
   uint32_t granule;  // bytes of the smallest store: what one cell of the race detector stands for
-  uint64_t budget;  // steps of a checked launch
+  uint64_t budget;     // steps of a checked launch
+  uint32_t tolerated;  // a bit for each Fault that is let pass
   Counters* counters;
   // The first fault.
   uint32_t fault;

@@ -107,6 +107,7 @@ static void compare_sites(Worker* w, Simd* s, Fiber* f, uint32_t others) {
 
 static uint32_t meet(uint32_t operation, const void* site) {
   Worker* w = tls_worker;
+  if (w->checks) checks_settle(w->checks);
   Fiber* f = w->current;
   Simd* s = (Simd*)f->thread.simd;
   uint32_t bit = 1u << f->thread.lane;
@@ -136,6 +137,7 @@ extern "C" void qk_simdgroup_barrier(uint32_t flags) {
 
 extern "C" void qk_threadgroup_barrier(uint32_t flags) {
   Worker* w = tls_worker;
+  if (w->checks) checks_settle(w->checks);
   Fiber* f = w->current;
   Simd* s = (Simd*)f->thread.simd;
   uint32_t bit = 1u << f->thread.lane;
@@ -173,6 +175,7 @@ static void fiber_start() {
   Worker* w = tls_worker;
   Fiber* f = w->current;
   w->launch->entry(&f->thread, w->launch->buffers);
+  if (w->checks) checks_settle(w->checks);
   Simd* s = (Simd*)f->thread.simd;
   uint32_t bit = 1u << f->thread.lane;
   s->live &= ~bit;

@@ -59,6 +59,7 @@ static const uint32_t kSimdBarrier = 4, kThreadgroupBarrier = 5;
 Checks* checks_begin(Launch*, Worker*);
 void checks_end(Checks*);
 void checks_threadgroup(Checks*);
+void checks_settle(Checks*);
 void checks_barrier(Checks*, uint32_t flags);
 void checks_meeting(Checks*, Simd*, uint32_t operation, uint32_t flags);
 void checks_arena(Checks*, uint32_t slot, uint32_t begin, uint32_t bytes);
