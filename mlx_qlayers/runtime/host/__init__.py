@@ -11,6 +11,7 @@ from .errors import (
     Place,
     Race,
     ThreadgroupMemory,
+    Undefined,
     Uninitialised,
 )
 from .kernel import Counters, HostKernel, compile_source
@@ -31,6 +32,7 @@ __all__ = [
     "Race",
     "Report",
     "ThreadgroupMemory",
+    "Undefined",
     "Uninitialised",
     "checks",
     "compile_source",

@@ -13,6 +13,7 @@ from .errors import CompileError
 from .instrument import instrument
 
 _WARNINGS = (
+    "-ferror-limit=8",
     "-Wno-everything",
     "-Wimplicit-float-conversion",
     "-Werror=uninitialized",
@@ -65,7 +66,7 @@ def _strict(unit: str, *, checked: bool, debug: bool) -> str:
     """The IR of a translation unit before any optimisation, address spaces apart."""
     flags = ["-gline-tables-only"] if debug else []
     if checked:
-        flags.append("-fno-finite-loops")
+        flags += ["-fno-finite-loops", "-fsanitize=array-bounds,integer-divide-by-zero"]
     printed, said = toolchain.run_both(
         [
             "clang",

@@ -61,3 +61,7 @@ class ThreadgroupMemory(KernelFault):
 
 class Hang(KernelFault):
     """The kernel used up its budget of steps."""
+
+
+class Undefined(KernelFault):
+    """Integer arithmetic without a defined result: division by zero."""

@@ -32,7 +32,8 @@ _COPY = re.compile(
     r"[^%@,]*([%@][\w.\"]+)), (i32|i64) (\S+), i1"
 )
 _MEETING = re.compile(
-    r"call .*@(qk_simd_sync|qk_threadgroup_barrier|qk_simdgroup_barrier|qk_inactive_lane)\("
+    r"call .*@(?:qk_simd_sync|qk_threadgroup_barrier|qk_simdgroup_barrier|qk_inactive_lane|"
+    r"qk_threadgroup_memory|__ubsan_handle_\w+)\("
 )
 _BORROWED = re.compile(r"(%[\w.]+) = addrspacecast ptr addrspace\([123]\) .* to ptr(?:,|$)", re.M)
 _DERIVED = re.compile(r"(%[\w.]+) = (?:getelementptr|phi ptr|select|bitcast)\b(?! addrspace)(.*)")

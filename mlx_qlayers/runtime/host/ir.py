@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from os.path import join
 
 from .errors import CompileError
 
@@ -38,7 +39,7 @@ class Locations:
         for _ in range(100):
             file = self._field(scope, "file")
             if file:
-                return self._field(file, "filename")
+                return join(self._field(file, "directory"), self._field(file, "filename"))
             scope = self._field(scope, "scope")
         return ""
 

@@ -21,6 +21,7 @@ from .errors import (
     Place,
     Race,
     ThreadgroupMemory,
+    Undefined,
     Uninitialised,
 )
 
@@ -36,6 +37,7 @@ _FAULTS: tuple[type[KernelFault] | None, ...] = (
     Divergence,
     ThreadgroupMemory,
     Hang,
+    Undefined,
 )
 DEFAULT_BUDGET = 2_000_000_000
 _checked_lock = threading.Lock()

@@ -272,8 +272,9 @@ def _parameter(text: str) -> Parameter:
     plain = re.sub(r"\[\[.*?\]\]", "", text, flags=re.S).strip()
     named = re.search(r"(\w+)\s*(?:\[[^\]]*\]\s*)*$", plain)
     name = named.group(1) if named else ""
-    if m := re.search(r"\b(buffer|threadgroup)\s*\(\s*(\d+)\s*\)", attributes):
-        return Parameter(name, m.group(1), int(m.group(2)), "function_constant" in attributes)
+    if m := re.search(r"\b(buffer|__local)\s*\(\s*(\d+)\s*\)", attributes):
+        kind = "buffer" if m.group(1) == "buffer" else "threadgroup"
+        return Parameter(name, kind, int(m.group(2)), "function_constant" in attributes)
     if not attributes and re.search(r"[*&]", plain):
         return Parameter(name, "buffer", -1)
     return Parameter(name, attributes.split(",")[0].strip())
@@ -400,7 +401,8 @@ def _entry(signature: Signature) -> str:
     ]
     arguments = ",\n      ".join(_argument(i, p) for i, p in enumerate(signature.parameters))
     return (
-        '\nextern "C" void qk_entry(qk_thread* t, const ulong* buffers) {\n'
+        "\n#pragma OPENCL EXTENSION __cl_clang_function_pointers : enable\n"
+        'extern "C" void qk_entry(qk_thread* t, const ulong* buffers) {\n'
         "  uint position[3];\n"
         "  for (int i = 0; i < 3; i++) position[i] = t->position_in_threadgroup[i] +\n"
         "      t->threadgroup_position[i] * t->dispatch_threads_per_threadgroup[i];\n"

@@ -23,8 +23,7 @@ LANGUAGE = (
     "-cl-no-stdinc",
     "-nostdinc",
     "-Xclang",
-    "-cl-ext=-all,+cl_khr_fp16,+__opencl_c_generic_address_space,"
-    "+__opencl_c_program_scope_global_variables",
+    "-cl-ext=-all,+cl_khr_fp16,+__opencl_c_generic_address_space,+__cl_clang_function_pointers",
     "-cl-single-precision-constant",
 )
 

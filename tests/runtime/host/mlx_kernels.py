@@ -98,14 +98,10 @@ def run(
     for array in outputs.values():
         array.view(np.uint8).fill(0xFF)
     given = {**arguments, **outputs}
-    buffers = {
-        i: given[p.name] for i, p in kernel.signature.buffers.items() if p.name in given
-    }
+    buffers = {i: given[p.name] for i, p in kernel.signature.buffers.items() if p.name in given}
     written = [i for i, p in kernel.signature.buffers.items() if p.name in outputs]
     x, y, z = (g * t for g, t in zip(threadgroups, threads, strict=True))
-    kernel.run(
-        buffers, (x, y, z), threads, writes=written, fresh=written, tolerate=tolerate
-    )
+    kernel.run(buffers, (x, y, z), threads, writes=written, fresh=written, tolerate=tolerate)
 
 
 def empty(shape: Sequence[int], dtype: mx.Dtype) -> np.ndarray:

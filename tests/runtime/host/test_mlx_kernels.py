@@ -31,7 +31,9 @@ def _note(record: Record, kernel: str, case: str, build: str, error: float, boun
     assert error <= bound, f"{kernel} {case}: {error} roundings off"
 
 
-def _quantized(kernel: str, bits: int, group: int, dtype: mx.Dtype, shape: tuple[int, int, int]) -> Any:
+def _quantized(
+    kernel: str, bits: int, group: int, dtype: mx.Dtype, shape: tuple[int, int, int]
+) -> Any:
     """Arguments and truth of one affine product; rows of w are groups along K, or along N."""
     m, n, k = shape
     mx.random.seed(bits * 1000 + group)
@@ -40,9 +42,7 @@ def _quantized(kernel: str, bits: int, group: int, dtype: mx.Dtype, shape: tuple
     wq, scales, biases = mx.quantize(w, group, bits)
     scales, biases = scales.astype(dtype), biases.astype(dtype)
     x = mx.random.normal((m, k)).astype(dtype)
-    exact = mx.dequantize(
-        wq, scales.astype(mx.float32), biases.astype(mx.float32), group, bits
-    )
+    exact = mx.dequantize(wq, scales.astype(mx.float32), biases.astype(mx.float32), group, bits)
     # The tiled kernels keep weights in the dtype.
     weights = mk.float64(exact.astype(dtype) if "qmm" in kernel else exact, dtype)
     truth = mk.float64(x, dtype) @ (weights.T if transposed else weights)
@@ -99,7 +99,9 @@ def _affine_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kernel", "bits", "group", "dtype"), _affine_cases())
-def test_affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, record_property: Record) -> None:
+def test_affine(
+    kernel: str, bits: int, group: int, dtype: mx.Dtype, record_property: Record
+) -> None:
     case = f"{bits} bits, groups of {group}, {mk.METAL_NAMES[dtype]}"
     # In float32 the sum's own error shows: about the square root of its length in roundings.
     bound = 40.0 if dtype == mx.float32 else 2.5
@@ -177,7 +179,9 @@ def test_logsumexp(record_property: Record) -> None:
     loaded = mk.load("logsumexp", "logsumexp<float>", checked=True)
     out = mk.empty((4,), mx.float32)
     mk.run(loaded, {"in": x, "axis_size": mk.i32(777)}, {"out": out}, (4, 1, 1), (224, 1, 1))
-    error = mk.error(out.astype(np.float64), mk.float64(mx.logsumexp(x, -1), mx.float32), mx.float32)
+    error = mk.error(
+        out.astype(np.float64), mk.float64(mx.logsumexp(x, -1), mx.float32), mx.float32
+    )
     _note(record_property, "logsumexp", "float", "checked", error, 12.0)
 
 
@@ -273,7 +277,14 @@ def test_steel_attention(causal: bool, dtype: mx.Dtype, record_property: Record)
     )
     error = mk.error(mk.float64(out, dtype), truth, dtype)
     case = f"{t}, {'causal' if causal else 'no mask'}"
-    _note(record_property, "steel_attention", case, "checked", error, 40.0 if dtype == mx.float32 else 4)
+    _note(
+        record_property,
+        "steel_attention",
+        case,
+        "checked",
+        error,
+        40.0 if dtype == mx.float32 else 4,
+    )
 
 
 @pytest.mark.parametrize(("ta", "tb"), [(False, False), (False, True), (True, False)])

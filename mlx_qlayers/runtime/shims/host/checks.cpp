@@ -407,3 +407,11 @@ extern "C" void qk_tick(uint32_t line) {
     w->fail(kHang, "still running after %llu steps", (unsigned long long)w->launch->budget);
   }
 }
+
+// What clang's own checks call, after qk_at has told where.
+extern "C" void __ubsan_handle_out_of_bounds(void*, uint64_t index) {
+  this_worker()->fail(kOutOfBounds, "index %lld is outside an array", (long long)index);
+}
+extern "C" void __ubsan_handle_divrem_overflow(void*, uint64_t, uint64_t) {
+  this_worker()->fail(kUndefined, "integer division by zero");
+}

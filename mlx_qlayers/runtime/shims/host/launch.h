@@ -14,6 +14,7 @@ enum Fault {
   kDivergence,
   kThreadgroupMemory,
   kHang,
+  kUndefined,
   kFailed,
 };
 
