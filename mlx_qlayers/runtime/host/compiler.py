@@ -125,7 +125,7 @@ def _object_fast(text: str, folder: Path) -> tuple[int, list[str]]:
             str(folder / "kernel.o"),
             "-",
         ],
-        ir.collapse(text, all_spaces=True),
+        ir.collapse(ir.unalign(text), all_spaces=True),
     )
     return 0, []
 

@@ -18,6 +18,8 @@ _CAST = re.compile(
 _COPY = re.compile(r"call void @llvm\.mem(?:cpy|move)\.")
 _DEFINE = re.compile(r"^define .*?@([\w.$]+|\"[^\"]+\")\(", re.M)
 _CALL = re.compile(r"\bcall\b[^@\n]*@([\w.$]+|\"[^\"]+\")\(")
+_ALIGN = re.compile(r"\balign \d+")
+_ATOMIC = re.compile(r"\b(?:atomicrmw|cmpxchg|atomic)\b")
 _IDLE_CAST = re.compile(
     r"addrspacecast (\(?)ptr (?!addrspace)((?:(?! to ptr)[^\n])*?) to ptr(?! addrspace)"
 )
@@ -102,6 +104,20 @@ def _refuse_recursion(calls: dict[str, set[str]], demangle: Callable[[str], str]
             elif callee in calls and callee not in done:
                 active.add(callee)
                 path.append((callee, iter(calls[callee])))
+
+
+def unalign(ir: str) -> str:
+    """Forget the alignment of vectors and structs in memory.
+
+    Metal's buffers start at page boundaries, MLX's arrays on a CPU at multiples of 8 bytes or, for
+    parts of arrays, of an element. Instructions that need no alignment are as fast.
+    """
+    out = []
+    for line in ir.split("\n"):
+        if "addrspace(" in line and not _ATOMIC.search(line):
+            line = _ALIGN.sub("align 1", line)
+        out.append(line)
+    return "\n".join(out)
 
 
 def collapse(ir: str, *, all_spaces: bool) -> str:

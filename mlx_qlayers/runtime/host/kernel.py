@@ -39,7 +39,7 @@ _FAULTS: tuple[type[KernelFault] | None, ...] = (
     Hang,
     Undefined,
 )
-DEFAULT_BUDGET = 2_000_000_000
+DEFAULT_BUDGET = 300_000_000
 _checked_lock = threading.Lock()
 
 

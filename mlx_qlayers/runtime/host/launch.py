@@ -120,7 +120,10 @@ def _outputs(launch: Launch) -> list[mx.array]:
     if value is None:
         out = [mx.zeros(s, d, stream=mx.cpu) for s, d in zip(shapes, dtypes, strict=True)]
     else:
-        out = [mx.full(s, value, d, stream=mx.cpu) for s, d in zip(shapes, dtypes, strict=True)]
+        out = [
+            mx.full(s, mx.array(value, d), stream=mx.cpu)
+            for s, d in zip(shapes, dtypes, strict=True)
+        ]
     mx.eval(out)
     return out
 

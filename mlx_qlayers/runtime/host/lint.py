@@ -18,6 +18,9 @@ _BUILTIN = (
     r"float16_t|bfloat16_t|complex64_t|atomic_\w+)"
 )
 _FORBIDDEN = {
+    r"\b(?:thread|device|constant|threadgroup|kernel)\s*[.,;=\[+)]": (
+        "this name is a word of the language"
+    ),
     r"\bdouble\b": "double does not exist in Metal",
     r"\bvirtual\b": "virtual functions do not exist in Metal",
     r"\bgoto\b": "goto does not exist in Metal",

@@ -69,7 +69,8 @@ def locate(value: Any) -> int:
     try:
         return _address(_view(value))
     except TypeError:
-        return extent(value).address
+        found = extent(value)
+        return found.address + found.origin
 
 
 def strides(array: mx.array) -> list[int]:

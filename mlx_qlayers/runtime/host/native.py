@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import cache, toolchain
 
-_SOURCES = ("fiber", "scheduler", "pool", "checks", "matrix")
+_SOURCES = ("fiber", "scheduler", "pool", "checks", "matrix", "narrow")
 
 
 class Region(ctypes.Structure):

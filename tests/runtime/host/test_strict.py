@@ -90,6 +90,7 @@ LINTED = (
      "address space"),
     ("thread member without thread", "struct S { float a; thread float& get() { return a; } };",
      "`this` is generic"),
+    ("address space as a name", "uint f(uint3 thread) { return 0; }", "word of the language"),
     ("lambda", "float f(float a) { auto g = [&](float b) { return a + b; }; return g(1); }", "lambdas"),
     ("goto", "void f() { again: goto again; }", "goto"),
     ("derived class", "struct A { int a; };\nstruct B : A { int b; };", "derived classes"),
