@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from . import memory
+from .handover import Outputs
 from .kernel import Counters, HostKernel, compile_source
 from .lint import refuse
 
@@ -68,22 +69,31 @@ class _Plan:
     """A kernel compiled for one set of types, and where its buffers come from."""
 
     kernel: HostKernel
-    bind: list[Callable[[list[mx.array], list[mx.array]], Any] | None]
+    bind: list[_Maker | None]
     outputs: list[int]
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
+_Maker = Callable[[list[mx.array], Outputs], Any]
 
 
-def _shape(i: int) -> Callable[[list[mx.array], list[mx.array]], Any]:
+def _input(i: int) -> _Maker:
+    return lambda inputs, _: inputs[i]
+
+
+def _output(i: int) -> _Maker:
+    return lambda _, outputs: outputs.memory(i)
+
+
+def _shape(i: int) -> _Maker:
     return lambda inputs, _: (ctypes.c_int * max(1, inputs[i].ndim))(*inputs[i].shape)
 
 
-def _strides(i: int) -> Callable[[list[mx.array], list[mx.array]], Any]:
+def _strides(i: int) -> _Maker:
     return lambda inputs, _: (ctypes.c_int64 * max(1, inputs[i].ndim))(*memory.strides(inputs[i]))
 
 
-def _ndim(i: int) -> Callable[[list[mx.array], list[mx.array]], Any]:
+def _ndim(i: int) -> _Maker:
     return lambda inputs, _: ctypes.c_int(inputs[i].ndim)
 
 
@@ -93,14 +103,14 @@ def _make_plan(launch: Launch, checked: bool) -> _Plan:
     kernel = compile_source(
         _PREAMBLE + launch.text, launch.function, checked=checked, name=program.name
     )
-    makers: dict[str, Callable[[list[mx.array], list[mx.array]], Any]] = {}
+    makers: dict[str, _Maker] = {}
     for i, name in enumerate(program.input_names):
         makers[name + "_shape"], makers[name + "_strides"] = _shape(i), _strides(i)
         makers[name + "_ndim"] = _ndim(i)
     for i, name in enumerate(program.input_names):
-        makers[name] = lambda inputs, _, i=i: inputs[i]
+        makers[name] = _input(i)
     for i, name in enumerate(program.output_names):
-        makers[name] = lambda _, outputs, i=i: outputs[i]
+        makers[name] = _output(i)
     buffers = kernel.signature.buffers
     bind = [makers[buffers[i].name] if i in buffers else None for i in range(max(buffers) + 1)]
     outputs = [i for i, p in buffers.items() if p.name in program.output_names]
@@ -115,19 +125,6 @@ def _plan(launch: Launch, checked: bool) -> _Plan:
     return plan
 
 
-def _outputs(launch: Launch) -> list[mx.array]:
-    shapes, dtypes, value = launch.output_shapes, launch.output_dtypes, launch.init_value
-    if value is None:
-        out = [mx.zeros(s, d, stream=mx.cpu) for s, d in zip(shapes, dtypes, strict=True)]
-    else:
-        out = [
-            mx.full(s, mx.array(value, d), stream=mx.cpu)
-            for s, d in zip(shapes, dtypes, strict=True)
-        ]
-    mx.eval(out)
-    return out
-
-
 def launch(launch: Launch) -> list[mx.array]:
     """Run one checked call and return its outputs, one for each of ``launch.output_shapes``.
 
@@ -139,13 +136,13 @@ def launch(launch: Launch) -> list[mx.array]:
     inputs = launch.inputs
     if launch.program.ensure_row_contiguous:
         inputs = [memory.contiguous(x) for x in inputs]
-    outputs = _outputs(launch)
+    outputs = Outputs(launch.output_shapes, launch.output_dtypes, launch.init_value)
     bound = [make(inputs, outputs) if make else None for make in plan.bind]
     if report is None:
         raw = plan.kernel.raw(launch.grid, launch.threadgroup)
         addresses = (ctypes.c_uint64 * len(bound))(*map(memory.locate, bound))
         plan.kernel.call(raw, addresses)
-        return outputs
+        return outputs.arrays()
     fresh = plan.outputs if launch.init_value is None else []
     buffers = {i: memory.extent(x) for i, x in enumerate(bound) if x is not None}
     for i in plan.outputs:
@@ -153,4 +150,4 @@ def launch(launch: Launch) -> list[mx.array]:
     counters = plan.kernel.run(buffers, launch.grid, launch.threadgroup)
     assert counters is not None
     report.launches.append((launch.program.name, counters))
-    return outputs
+    return outputs.arrays()

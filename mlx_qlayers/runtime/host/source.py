@@ -1,9 +1,7 @@
-"""From preprocessed Metal source to C++ for OpenCL: the few constructs that need other words.
+"""From preprocessed Metal source to a translation unit for clang.
 
-``thread`` becomes ``__generic`` on pointers and nothing elsewhere (unqualified is generic there,
-and :mod:`ir` refuses what reaches it from another address space), vector constructor calls become
-function calls, ``threadgroup`` variables of kernels become references to the runtime's storage, and
-the entry point that fills the kernel's parameters is added.
+``threadgroup`` variables of kernels become references to the runtime's storage, function constants
+get their values, and the entry point that fills one kernel's parameters is added.
 """
 
 from __future__ import annotations
@@ -12,29 +10,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from .brackets import closing, edit, split
+from .dialect import respell
 from .errors import CompileError
 
-_SCALARS = "char|uchar|short|ushort|int|uint|long|ulong|half|bfloat|float"
-_CONSTRUCTOR = re.compile(rf"(?<![\w.])(?:metal\s*::\s*)?({_SCALARS})([234])\s*\(")
-_VEC = re.compile(r"(?<![\w.])(?:metal\s*::\s*)?vec\s*<")
-_BFLOAT = re.compile(r"(?<![\w.])(?:bfloat|bfloat16_t)\s*\(")
-_STATIC_CAST = re.compile(r"\bstatic_cast\s*<([^<>&*]*)>\s*\(")
-# MLX's steel steps pointers by integral_constant objects, to which clang finds no `+=`.
-_STRIDE = re.compile(r"\b(\w+) \+= (str_[xy]);")
 _KERNEL = re.compile(r"\b__qk_kernel__\b")
-_THREAD = re.compile(r"\b__qk_thread__\b")
-_THREAD_POINTER = re.compile(r"\s*(?:(?:const|volatile|typename|struct|unsigned|signed)\b\s*)*")
-_IDENTIFIER = re.compile(r"\s*(?:::)?\s*[A-Za-z_]\w*")
-_CONST_REFERENCE = re.compile(
-    r"\bconst\s+__qk_thread__\s+(\w+)\s*&(?!&)|\b__qk_thread__\s+const\s+(\w+)\s*&(?!&)"
-)
-_TEMPLATE_NAME = re.compile(r"\b(?:typename|class)\s+(\w+)")
 _FUNCTION_CONSTANT = re.compile(
     r"__constant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\(\s*(\d+)\s*\)\s*\]\]\s*;"
 )
 _DEFINED = re.compile(r"\bis_function_constant_defined\s*\(\s*(\w+)\s*\)")
 _HOST_NAME = re.compile(r"host_name\s*\(\s*((?:\"[^\"]*\"\s*)+)\)")
-_OPENERS = {"(": ")", "[": "]", "{": "}"}
 
 
 @dataclass(frozen=True)
@@ -67,190 +52,6 @@ class _Kernel:
     parameters: tuple[Parameter, ...]
     body: tuple[int, int]
     shared: list[str] = field(default_factory=list)
-
-
-def closing(text: str, start: int) -> int:
-    """The index just past the bracket that closes the one at ``start``."""
-    depth, pair = 0, (text[start], _OPENERS.get(text[start], ">"))
-    for m in re.compile(r'"(?:\\.|[^"\\])*"|' + "|".join(map(re.escape, pair))).finditer(
-        text, start
-    ):
-        if m.group() == pair[0]:
-            depth += 1
-        elif m.group() == pair[1]:
-            depth -= 1
-            if depth == 0:
-                return m.end()
-    raise CompileError(f"unbalanced {pair[0]} in: {text[start : start + 60]!r}")
-
-
-def split(text: str, separator: str = ",") -> list[str]:
-    """Split at the separators that lie outside brackets, ``<>`` among them."""
-    parts, depth, begin = [], 0, 0
-    for i, c in enumerate(text):
-        if c in "([{<":
-            depth += 1
-        elif c in ")]}" or (c == ">" and text[i - 1 : i] != "-"):
-            depth -= 1
-        elif c == separator and depth == 0:
-            parts.append(text[begin:i])
-            begin = i + 1
-    parts.append(text[begin:])
-    return [p.strip() for p in parts if p.strip()]
-
-
-def _angle(text: str, start: int) -> int:
-    """The index past the ``>`` that closes the ``<`` at ``start``; brackets inside are skipped."""
-    depth, i = 0, start
-    while i < len(text):
-        c = text[i]
-        if c == "<":
-            depth += 1
-        elif c == ">":
-            depth -= 1
-            if depth == 0:
-                return i + 1
-        elif c in _OPENERS:
-            i = closing(text, i) - 1
-        elif c in ";":
-            break
-        i += 1
-    return -1
-
-
-def _qualifies(text: str, start: int, marks: str) -> bool:
-    """Whether the type that begins at ``start`` is followed by one of ``marks``."""
-    i = start
-    while True:
-        i = _THREAD_POINTER.match(text, i).end()  # type: ignore[union-attr]
-        m = _IDENTIFIER.match(text, i)
-        if not m:
-            break
-        i = m.end()
-        rest = re.compile(r"\s*").match(text, i).end()  # type: ignore[union-attr]
-        if text[rest : rest + 1] == "<":
-            i = _angle(text, rest)
-            if i < 0:
-                return False
-        m = re.compile(r"\s*(::|const\b|int\b|long\b|char\b|short\b)").match(text, i)
-        if not m:
-            break
-        i = m.start() if m.group(1) == "::" else m.end()
-        if m.group(1) != "::":
-            break
-    mark = re.compile(r"\s*(\S)").match(text, i)
-    return bool(mark and mark.group(1) in marks)
-
-
-_THREAD_REFERENCE = re.compile(r"\b__qk_thread__\s+([A-Za-z_]\w*)\s*&(?!&)")
-
-
-def _opening(text: str, at: int) -> int:
-    """The ``(`` of the parameter list that ``at`` lies in, or -1."""
-    depth = 0
-    for i in range(at - 1, max(0, at - 4000), -1):
-        if text[i] == ")":
-            depth += 1
-        elif text[i] == "(":
-            if depth == 0:
-                return i
-            depth -= 1
-        elif text[i] in ";{}":
-            break
-    return -1
-
-
-def _undeduced(text: str) -> str:
-    """Keep address spaces out of template arguments deduced from ``thread T&`` parameters.
-
-    ``T`` would become ``__private float`` or ``__generic float``, of which the function cannot
-    declare variables. Where another parameter settles ``T`` the reference is not deduced from;
-    else a second parameter is, and ``T`` is what remains of it without its address space.
-    """
-    functions: dict[int, set[str]] = {}
-    for m in _THREAD_REFERENCE.finditer(text):
-        opening = _opening(text, m.start())
-        if opening >= 0:
-            functions.setdefault(opening, set()).add(m.group(1))
-    edits: list[tuple[int, int, str]] = []
-    for opening, names in functions.items():
-        begin = max((text.rfind(c, 0, opening) for c in ";{}"), default=-1) + 1
-        head = re.compile(r"\btemplate\s*<").search(text, begin, opening)
-        if not head:
-            continue
-        end = _angle(text, head.end() - 1)
-        own = names & set(_TEMPLATE_NAME.findall(text[head.start() : end]))
-        close = closing(text, opening)
-        parameters, header = text[opening:close], text[head.start() : end]
-        for name in sorted(own):
-            reference = re.compile(rf"\b__qk_thread__\s+{name}\s*&")
-            plain = f"metal::remove_addrspace_t<{name}>&"
-            if not re.search(rf"\b{name}\b", reference.sub("", parameters)):
-                plain = f"metal::remove_addrspace_t<qk_{name}>&"
-                parameters = reference.sub(f"qk_{name}&", parameters, count=1)
-                header = re.sub(rf"\b{name}\b", f"qk_{name}", header)[:-1]
-                header += f", typename {name} = metal::remove_addrspace_t<qk_{name}>>"
-            parameters = reference.sub(plain, parameters)
-        if own:
-            edits += [(head.start(), end, header), (opening, close, parameters)]
-    return _edit(text, edits)
-
-
-def _edit(text: str, edits: list[tuple[int, int, str]]) -> str:
-    """Replace parts of a text, keeping its lines, so that diagnostics name the right ones."""
-    out, at = [], 0
-    for begin, end, replacement in sorted(edits):
-        lost = text.count("\n", begin, end) - replacement.count("\n")
-        out += [text[at:begin], replacement, "\n" * lost]
-        at = end
-    return "".join([*out, text[at:]])
-
-
-_CONSTANT = re.compile(r"(?<!const )\b__constant\b(?!\s+const\b)")
-
-
-def _constant(text: str) -> str:
-    """What lies in the constant address space is const without saying so."""
-    return _CONSTANT.sub(
-        lambda m: "const __constant" if _qualifies(text, m.end(), "*&") else m.group(), text
-    )
-
-
-def _threads(text: str) -> str:
-    names = set(_TEMPLATE_NAME.findall(text))
-
-    def by_value(m: re.Match[str]) -> str:
-        # A deduced reference would carry the address space of a local into T: pass a copy instead.
-        name = m.group(1) or m.group(2)
-        return f"{name} " if name in names else m.group()
-
-    text = _undeduced(_CONST_REFERENCE.sub(by_value, text))
-    return _THREAD.sub(lambda m: "__generic" if _qualifies(text, m.end(), "*") else "", text)
-
-
-def _constructors(text: str) -> str:
-    def vector(m: re.Match[str]) -> str:
-        if re.search(r"\boperator\s*$", text[max(0, m.start() - 24) : m.start()]):
-            return m.group()
-        return f"metal::qk_make<{m.group(1)}, {m.group(2)}>("
-
-    def bfloat(m: re.Match[str]) -> str:
-        declares = re.search(r"\boperator\s*$", text[max(0, m.start() - 24) : m.start()])
-        return m.group() if declares else "metal::qk_cast<bfloat>("
-
-    text = _CONSTRUCTOR.sub(vector, text)
-    # Clang knows no conversion from half to bfloat, Metal does.
-    text = _STATIC_CAST.sub(r"metal::qk_cast<\1>(", text)
-    text = _BFLOAT.sub(bfloat, text)
-    out, at = [], 0
-    for m in _VEC.finditer(text):
-        end = _angle(text, m.end() - 1)
-        before = text[max(0, m.start() - 40) : m.start()]
-        if end < 0 or not re.compile(r"\s*\(").match(text, end) or "operator" in before[-12:]:
-            continue
-        out += [text[at : m.start()], "metal::qk_make<", text[m.end() : end]]
-        at = end
-    return "".join([*out, text[at:]])
 
 
 def _constants(text: str, constants: Mapping[int, object]) -> str:
@@ -325,6 +126,10 @@ def _kernels(text: str) -> tuple[list[_Kernel], list[tuple[int, int, str, str]]]
     return kernels, instances
 
 
+# A declaration's first declarator, with the type; those that follow it; a type that points.
+_FIRST = re.compile(r"(.*?[\s>])(\w+)\s*((?:\[.*\])?)$", re.S)
+_NEXT = re.compile(r"(\w+)\s*((?:\[.*\])?)$", re.S)
+_POINTER = re.compile(r"[*&=](?![^<]*>)")
 _SHARED = re.compile(r"(?<=[{};])(\s*(?:#[^\n]*\n\s*)*)__local\s+([^;{}]*);")
 
 
@@ -333,17 +138,12 @@ def _shared(kernel: _Kernel, body: str) -> str:
 
     def declare(m: re.Match[str]) -> str:
         text = m.group(2)
-        declarators = split(text)
-        first = re.match(r"(.*?[\s>])(\w+)\s*((?:\[.*\])?)$", declarators[0], re.S)
-        if not first or re.search(r"[*&=]", re.sub(r"<.*>", "", first.group(1))):
+        first, *rest = split(text)
+        if not (m_first := _FIRST.match(first)) or _POINTER.search(m_first.group(1)):
             return m.group()
-        kind, out = first.group(1).strip(), []
-        for i, declarator in enumerate(declarators):
-            d = re.match(r"(?:.*[\s>])?(\w+)\s*((?:\[.*\])?)$", declarator if i else text, re.S)
-            d = first if i == 0 else d
-            if not d:
-                return m.group()
-            name, extent = d.group(d.lastindex - 1), d.group(d.lastindex)  # type: ignore[operator]
+        kind, out = m_first.group(1).strip(), []
+        for found in (m_first.groups()[1:], *(d.groups() for d in map(_NEXT.match, rest) if d)):
+            name, extent = found
             slot = len(kernel.shared)
             kernel.shared.append(name)
             out.append(
@@ -435,7 +235,6 @@ def translate(text: str, function: str, constants: Mapping[int, object]) -> tupl
         raise CompileError(f"no kernel {function!r} in the source; kernels: {known}")
     edits = [(begin, end, "") for begin, end, _, _ in instances]
     edits += [(*k.body, _shared(k, text[slice(*k.body)])) for k in kernels]
-    text = _STRIDE.sub(r"\1 = \1 + \2;", _edit(text, edits))
-    text = _constructors(_constant(_threads(_KERNEL.sub("", text))))
+    text = respell(_KERNEL.sub("", edit(text, edits)))
     signature = Signature(expression, found[0].parameters, tuple(found[0].shared))
     return text + _entry(signature), signature

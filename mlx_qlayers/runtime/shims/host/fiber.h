@@ -16,7 +16,7 @@ static const int kSavedWords = 20, kReturnWord = 11;
 #error "the host backend knows x86-64 and arm64"
 #endif
 
-static const size_t kStackBytes = 64 * 1024;
+static const size_t kStackBytes = 256 * 1024;
 static const size_t kPageBytes = 16 * 1024;  // a guard of the largest page size in use
 
 // Stacks one after another, each with a guard page at its low end.

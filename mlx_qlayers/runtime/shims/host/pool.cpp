@@ -4,6 +4,8 @@
 #include <unistd.h>
 #include "scheduler.h"
 
+static const uint64_t kAlone = 512;  // threads
+
 struct Job {
   Launch* launch;
   uint32_t next, count, chunk;
@@ -78,6 +80,9 @@ static bool run_shared(Job* job, uint32_t helpers) {
 static bool run_unchecked(Launch* launch, uint32_t count) {
   this_worker()->checks = nullptr;
   uint32_t helpers = launch->workers > 1 ? launch->workers - 1 : 0;
+  // Waking a thread takes longer than a small launch.
+  const uint32_t* t = launch->threadgroup;
+  if ((uint64_t)count * t[0] * t[1] * t[2] <= kAlone) helpers = 0;
   if (helpers >= count) helpers = count - 1;
   uint32_t chunk = count / (8 * (helpers + 1));
   Job job = {launch, 0, count, chunk ? chunk : 1};
