@@ -1,0 +1,41 @@
+"""The host backend: Metal kernels compiled by clang and executed on the CPU."""
+
+from .errors import (
+    CompileError,
+    Divergence,
+    Hang,
+    HostError,
+    KernelFault,
+    Misaligned,
+    OutOfBounds,
+    Place,
+    Race,
+    ThreadgroupMemory,
+    Undefined,
+    Uninitialised,
+)
+from .kernel import Counters, HostKernel, compile_source
+from .launch import Report, checks, launch
+from .lint import lint
+
+__all__ = [
+    "CompileError",
+    "Counters",
+    "Divergence",
+    "Hang",
+    "HostError",
+    "HostKernel",
+    "KernelFault",
+    "Misaligned",
+    "OutOfBounds",
+    "Place",
+    "Race",
+    "Report",
+    "ThreadgroupMemory",
+    "Undefined",
+    "Uninitialised",
+    "checks",
+    "compile_source",
+    "launch",
+    "lint",
+]

@@ -1,0 +1,83 @@
+"""Compiled kernels on disk: one folder for each content, complete or absent, whoever builds it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from . import toolchain
+
+_ENVIRONMENT = "MLX_QLAYERS_CACHE"
+
+
+def root() -> Path:
+    """The cache's folder: ``MLX_QLAYERS_CACHE``, else the platform's place for caches."""
+    if chosen := os.environ.get(_ENVIRONMENT):
+        return Path(chosen) / "host"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mlx-qlayers" / "host"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mlx-qlayers" / "host"
+
+
+@functools.cache
+def _processor() -> str:
+    """What the compiler sees of this machine: objects are built for exactly this processor."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    lines = info.split("\n\n")[0].splitlines()
+    return "\n".join(x for x in lines if x.split(":")[0].strip() in ("flags", "Features", "model"))
+
+
+@functools.cache
+def _surroundings() -> str:
+    """Everything but the kernel that decides what the compiler makes of it."""
+    import mlx.core as mx
+
+    digest = hashlib.sha256()
+    folders = (toolchain.SHIMS, Path(__file__).parent)
+    for path in sorted(p for f in folders for p in f.iterdir() if p.is_file()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return f"{toolchain.version()} {toolchain.target()} {_processor()} {mx.__version__} " + (
+        digest.hexdigest()
+    )
+
+
+def key(*parts: object) -> str:
+    """The name under which the content described by ``parts`` is stored."""
+    text = "\0".join([_surroundings(), *map(repr, parts)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def entry(name: str, build: Callable[[Path], None]) -> Path:
+    """The folder called ``name``, built first if it is not there.
+
+    Args:
+        name: from :func:`key`.
+        build: fills an empty folder; what it leaves appears under ``name`` all at once.
+    """
+    folder = root() / name[:2] / name
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder.parent))
+    try:
+        build(work)
+        try:
+            work.rename(folder)
+        except OSError:
+            # Another process was first; its content is the same.
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder

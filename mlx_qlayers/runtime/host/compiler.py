@@ -1,0 +1,224 @@
+"""From Metal source to a loaded function: preprocess, translate, compile strictly, check, build."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import cache, ir, source, toolchain
+from .errors import CompileError
+from .instrument import instrument
+
+_WARNINGS = (
+    "-ferror-limit=8",
+    "-Wno-everything",
+    "-Wimplicit-float-conversion",
+    "-Werror=uninitialized",
+    "-Werror=sometimes-uninitialized",
+    "-Werror=return-type",
+    "-Werror=array-bounds",
+    "-Werror=infinite-recursion",
+    "-Werror=shift-count-overflow",
+    "-Werror=division-by-zero",
+)
+# bfloat widens by itself and never narrows: what clang only warns about, Metal refuses.
+_NARROWING = re.compile(r"^.*loses floating-point precision: .* to 'bfloat'.*$", re.M)
+_FIBERS = re.compile(
+    r"@qk_(?:simd_sync|threadgroup_barrier|simdgroup_barrier|threadgroup_memory)\("
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as built: its library and what a launch needs to know of it."""
+
+    library: Path
+    signature: source.Signature
+    fibers: bool
+    granule: int
+    lines: tuple[str, ...]
+
+
+def preprocess(text: str, defines: Mapping[str, str], language: int) -> str:
+    """The translation unit of Metal source, MLX's installed headers and the library expanded."""
+    flags = [f"-D{k}={v}" for k, v in defines.items()]
+    return toolchain.run(
+        [
+            "clang",
+            "-E",
+            *toolchain.LANGUAGE,
+            *toolchain.target(),
+            f"-I{toolchain.SHIMS}",
+            f"-I{toolchain.mlx_include()}",
+            "-D__METAL__",
+            f"-D__METAL_VERSION__={language}",
+            *flags,
+            "-",
+        ],
+        f'#include "entry.h"\n#line 1 "source.metal"\n{text}\n',
+    )
+
+
+def _strict(unit: str, *, checked: bool, debug: bool) -> str:
+    """The IR of a translation unit before any optimisation, address spaces apart."""
+    flags = ["-gline-tables-only"] if debug else []
+    if checked:
+        flags += ["-fno-finite-loops", "-fsanitize=array-bounds,integer-divide-by-zero"]
+    printed, said = toolchain.run_both(
+        [
+            "clang",
+            *toolchain.LANGUAGE,
+            *toolchain.target(),
+            *_WARNINGS,
+            *flags,
+            "-Xclang",
+            "-ffake-address-space-map",
+            "-O3",
+            "-Xclang",
+            "-disable-llvm-passes",
+            "-fPIC",
+            "-S",
+            "-emit-llvm",
+            "-o",
+            "-",
+            "-",
+        ],
+        unit,
+    )
+    if narrowing := [x for x in _NARROWING.findall(said) if "mlx/backend" not in x]:
+        raise CompileError("\n".join(x.replace("warning:", "error:") for x in narrowing))
+    return printed
+
+
+def demangle(name: str) -> str:
+    """A mangled C++ name as people know it: its identifier alone."""
+    if m := re.match(r"_ZN?K?(?:\d+[a-z_]\w*?)?(\d+)", name):
+        begin = m.end(1)
+        return name[begin : begin + int(m.group(1))]
+    return name
+
+
+def _refuse(unit: str, text: str, checked: bool) -> None:
+    """Report what :func:`ir.check` finds, with source lines."""
+    try:
+        ir.check(text, lambda line: "", demangle)
+    except CompileError:
+        debug = _strict(unit, checked=checked, debug=True)
+        ir.check(debug, ir.Locations(debug, str(toolchain.SHIMS)).of, demangle)
+        raise
+
+
+def _object_fast(text: str, folder: Path) -> tuple[int, list[str]]:
+    toolchain.run(
+        [
+            "clang",
+            "-x",
+            "ir",
+            *toolchain.target(),
+            "-O3",
+            "-fPIC",
+            "-c",
+            "-o",
+            str(folder / "kernel.o"),
+            "-",
+        ],
+        ir.collapse(ir.unalign(text), all_spaces=True),
+    )
+    return 0, []
+
+
+def _object_checked(text: str, folder: Path) -> tuple[int, list[str]]:
+    optimised = toolchain.run(
+        [
+            "clang",
+            "-x",
+            "ir",
+            *toolchain.target(),
+            "-O1",
+            "-fno-vectorize",
+            "-fno-slp-vectorize",
+            "-S",
+            "-emit-llvm",
+            "-o",
+            "-",
+            "-",
+        ],
+        ir.collapse(text, all_spaces=False),
+    )
+    hooked = instrument(optimised, ir.Locations(optimised, str(toolchain.SHIMS)).of)
+    toolchain.run(
+        [
+            "clang",
+            "-x",
+            "ir",
+            *toolchain.target(),
+            "-O1",
+            "-Xclang",
+            "-disable-llvm-passes",
+            "-fPIC",
+            "-c",
+            "-o",
+            str(folder / "kernel.o"),
+            "-",
+        ],
+        hooked.ir,
+    )
+    return hooked.smallest_store, hooked.lines
+
+
+def build(
+    text: str,
+    function: str,
+    *,
+    checked: bool,
+    constants: Mapping[int, object] | None = None,
+    defines: Mapping[str, str] | None = None,
+    language: int = 320,
+) -> Compiled:
+    """Compile one kernel of a Metal source, or take it from the cache.
+
+    Raises:
+        CompileError: the source is not Metal as this compiler takes it.
+    """
+    constants, defines = dict(constants or {}), dict(defines or {})
+    if checked:
+        defines["QK_CHECKED"] = "1"
+
+    def make(folder: Path) -> None:
+        unit, signature = source.translate(preprocess(text, defines, language), function, constants)
+        plain = _strict(unit, checked=checked, debug=checked)
+        _refuse(unit, plain, checked)
+        granule, lines = (_object_checked if checked else _object_fast)(plain, folder)
+        toolchain.link([folder / "kernel.o"], folder / "kernel.so")
+        (folder / "kernel.o").unlink()
+        facts = {
+            "expression": signature.expression,
+            "parameters": [
+                [p.name, p.attribute, p.index, p.optional] for p in signature.parameters
+            ],
+            "shared": signature.shared,
+            "fibers": checked or bool(_FIBERS.search(plain)),
+            "granule": granule or 4,
+            "lines": lines,
+        }
+        (folder / "facts.json").write_text(json.dumps(facts))
+
+    name = cache.key(
+        "kernel", text, function, checked, sorted(constants.items()), defines, language
+    )
+    folder = cache.entry(name, make)
+    facts = json.loads((folder / "facts.json").read_text())
+    return Compiled(
+        folder / "kernel.so",
+        source.Signature(
+            facts["expression"],
+            tuple(source.Parameter(*p) for p in facts["parameters"]),
+            tuple(facts["shared"]),
+        ),
+        facts["fibers"],
+        facts["granule"],
+        tuple(facts["lines"]),
+    )

@@ -1,0 +1,121 @@
+"""Outputs: memory that a kernel writes and that MLX then owns.
+
+A large output is an array of MLX's from the start, written in place. To make one costs a round
+trip to the thread that evaluates, more than copying a small output does: those are written to
+memory of our own, which MLX copies through DLPack, without a Python object for each element.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+
+# Below this many bytes a copy is cheaper than an evaluation.
+SMALL = 1 << 16
+
+# Type codes of DLPack 0.8.
+_CODES = {
+    mx.bool_: 6,
+    mx.uint8: 1,
+    mx.uint16: 1,
+    mx.uint32: 1,
+    mx.uint64: 1,
+    mx.int8: 0,
+    mx.int16: 0,
+    mx.int32: 0,
+    mx.int64: 0,
+    mx.float16: 2,
+    mx.float32: 2,
+    mx.bfloat16: 4,
+    mx.complex64: 5,
+}
+_CPU = 1
+
+
+class _Tensor(ctypes.Structure):
+    """DLManagedTensor of DLPack 0.8, without a deleter: Python owns the memory."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+class Scratch:
+    """Memory of a small output, in the form that MLX copies arrays from."""
+
+    __slots__ = ("_shape", "_tensor", "memory")
+
+    def __init__(self, shape: Sequence[int], dtype: mx.Dtype) -> None:
+        ndim = len(shape)
+        self.memory = (ctypes.c_char * (prod(shape) * dtype.size))()
+        self._shape = (ctypes.c_int64 * max(ndim, 1))(*shape)
+        self._tensor = _Tensor(
+            data=ctypes.addressof(self.memory),
+            device_type=_CPU,
+            ndim=ndim,
+            code=_CODES[dtype],
+            bits=8 * dtype.size,
+            lanes=1,
+            shape=ctypes.addressof(self._shape),
+        )
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return _capsule(ctypes.addressof(self._tensor), b"dltensor", None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CPU, 0
+
+
+class Outputs:
+    """The outputs of one launch.
+
+    Args:
+        shapes: one for each.
+        dtypes: one for each.
+        value: what they hold at first, or None for anything.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[mx.Dtype], value: float | None
+    ) -> None:
+        self._made: list[mx.array | Scratch] = []
+        large = []
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            bytes_ = prod(shape) * dtype.size
+            if value is None and 0 < bytes_ < SMALL:
+                self._made.append(Scratch(shape, dtype))
+                continue
+            fill = mx.array(0 if value is None else value, dtype)
+            large.append(mx.full(shape, fill, stream=mx.cpu))
+            self._made.append(large[-1])
+        if large:
+            mx.eval(large)
+
+    def memory(self, i: int) -> Any:
+        """What output ``i`` is written to."""
+        made = self._made[i]
+        return made.memory if isinstance(made, Scratch) else made
+
+    def arrays(self) -> list[mx.array]:
+        """The outputs, once they are written."""
+        return [mx.array(x) if isinstance(x, Scratch) else x for x in self._made]  # type: ignore[arg-type]

@@ -1,0 +1,269 @@
+"""A compiled kernel on the CPU: run it on buffers, with or without checks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from . import compiler, memory, native
+from .errors import (
+    Divergence,
+    Hang,
+    HostError,
+    KernelFault,
+    Misaligned,
+    OutOfBounds,
+    Place,
+    Race,
+    ThreadgroupMemory,
+    Undefined,
+    Uninitialised,
+)
+
+Size = tuple[int, int, int]
+
+# In the order of `enum Fault` in launch.h.
+_FAULTS: tuple[type[KernelFault] | None, ...] = (
+    None,
+    OutOfBounds,
+    Misaligned,
+    Uninitialised,
+    Race,
+    Divergence,
+    ThreadgroupMemory,
+    Hang,
+    Undefined,
+)
+DEFAULT_BUDGET = 300_000_000
+_checked_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What one checked launch did; bytes unless said otherwise.
+
+    Attributes:
+        bytes_read, bytes_written: device memory, counting every access.
+        distinct_read, distinct_written: device memory, counting each byte once.
+        constant_read: the constant address space.
+        threadgroup_read, threadgroup_written: threadgroup memory.
+        bank_conflicts: extra cycles of threadgroup accesses on 32 banks of 4 bytes.
+        threadgroup_barriers, simdgroup_barriers: each once for all the threads that meet.
+        simd_operations, quad_operations, matrix_operations: each once for a SIMD group.
+        atomics, loads, stores: operations on device memory, each once for a thread.
+        threads, threadgroups: how many ran.
+        same_value_writes: stores in no order with another thread's, of the value that was there.
+    """
+
+    bytes_read: int
+    bytes_written: int
+    distinct_read: int
+    distinct_written: int
+    constant_read: int
+    threadgroup_read: int
+    threadgroup_written: int
+    bank_conflicts: int
+    threadgroup_barriers: int
+    simdgroup_barriers: int
+    simd_operations: int
+    quad_operations: int
+    matrix_operations: int
+    atomics: int
+    loads: int
+    stores: int
+    threads: int
+    threadgroups: int
+    same_value_writes: int
+
+
+def workers() -> int:
+    """The number of cores that a launch may use."""
+    return int(os.environ.get("MLX_QLAYERS_HOST_THREADS", 0)) or os.cpu_count() or 1
+
+
+class HostKernel:
+    """One kernel, compiled for the CPU.
+
+    Args:
+        compiled: from :func:`compiler.build`.
+        name: what errors call it.
+        checked: whether it was compiled with checks.
+    """
+
+    def __init__(self, compiled: compiler.Compiled, name: str, checked: bool) -> None:
+        self.name, self.checked = name, checked
+        self.signature = compiled.signature
+        self._compiled = compiled
+        self._library, self._entry = native.entry(compiled.library)
+        self._launch = native.library().qk_launch
+        self._slots = 1 + max(self.signature.buffers, default=-1)
+        self._workers = workers()
+
+    def raw(self, grid: Size, threadgroup: Size, dynamic: Sequence[int] = ()) -> native.RawLaunch:
+        """The part of a launch that does not depend on its buffers."""
+        threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
+        if not 1 <= threads <= 1024:
+            raise HostError(
+                f"kernel {self.name}: {threads} threads in a threadgroup; 1 to 1024 run"
+            )
+        raw = native.RawLaunch(entry=self._entry, fibers=self._compiled.fibers)
+        raw.grid[:], raw.threadgroup[:] = grid, threadgroup
+        raw.dynamic_bytes[: len(dynamic)] = list(dynamic)
+        raw.workers, raw.checked = self._workers, self.checked
+        raw.granule, raw.budget = self._compiled.granule, DEFAULT_BUDGET
+        return raw
+
+    def run(
+        self,
+        buffers: Mapping[int, Any],
+        grid: Size,
+        threadgroup: Size,
+        *,
+        writes: Sequence[int] = (),
+        fresh: Sequence[int] = (),
+        threadgroup_bytes: Sequence[int] = (),
+        budget: int = DEFAULT_BUDGET,
+        tolerate: Sequence[type[KernelFault]] = (),
+    ) -> Counters | None:
+        """Run the kernel once.
+
+        Args:
+            buffers: by buffer index: an ``mx.array``, or anything with a contiguous buffer.
+            grid: threads in x, y and z.
+            threadgroup: threads of one threadgroup in x, y and z.
+            writes: indices of the buffers that the kernel may write.
+            fresh: those of them that hold no values yet and must be written whole.
+            threadgroup_bytes: lengths of the ``[[threadgroup(i)]]`` parameters.
+            budget: the loop turns after which a checked launch counts as hanging.
+            tolerate: :class:`Race` or :class:`Uninitialised`, to let pass.
+
+        Returns:
+            The counters of a checked launch, else None.
+
+        Raises:
+            KernelFault: what the checks found; the subclass says which.
+        """
+        given = {
+            i: memory.extent(v, writable=i in writes, initialised=i not in fresh)
+            for i, v in buffers.items()
+        }
+        missing = [
+            p.name for i, p in self.signature.buffers.items() if i not in given and not p.optional
+        ]
+        if missing:
+            raise HostError(f"kernel {self.name}: no buffer for {', '.join(missing)}")
+        raw = self.raw(grid, threadgroup, threadgroup_bytes)
+        raw.budget = budget
+        raw.tolerated = sum(1 << _FAULTS.index(fault) for fault in tolerate)
+        return self._run_checked(raw, given) if self.checked else self._run_fast(raw, given)
+
+    def _run_fast(self, raw: native.RawLaunch, given: dict[int, memory.Buffer]) -> None:
+        addresses = (ctypes.c_uint64 * max(self._slots, 1))()
+        for i, buffer in given.items():
+            if i < self._slots:
+                addresses[i] = buffer.address + buffer.origin
+        self.call(raw, addresses)
+
+    def call(self, raw: native.RawLaunch, addresses: ctypes.Array[ctypes.c_uint64]) -> None:
+        """Launch on addresses that stay valid until this returns."""
+        raw.buffers = ctypes.addressof(addresses)
+        if self._launch(ctypes.addressof(raw)):
+            self._raise(raw)
+
+    def _run_checked(self, raw: native.RawLaunch, given: dict[int, memory.Buffer]) -> Counters:
+        lib, count = native.library(), self._slots
+        counters = native.RawCounters()
+        with _checked_lock:
+            addresses = (ctypes.c_uint64 * max(count, 1))()
+            regions = (native.Region * max(count, 1))()
+            for i, buffer in given.items():
+                if i >= count:
+                    continue
+                at = lib.qk_place(i, buffer.bytes, 0)
+                if not at:
+                    raise HostError(f"kernel {self.name}: no room for buffer {i}")
+                if buffer.initialised and buffer.bytes:
+                    ctypes.memmove(at, buffer.address, buffer.bytes)
+                else:
+                    ctypes.memset(at, 0xFF, buffer.bytes)
+                addresses[i] = at + buffer.origin
+                regions[i] = native.Region(at, buffer.bytes, buffer.writable, buffer.initialised)
+            raw.regions, raw.region_count = ctypes.addressof(regions), count
+            raw.counters = ctypes.addressof(counters)
+            try:
+                self.call(raw, addresses)
+                for i, buffer in given.items():
+                    if buffer.writable and i < count and buffer.bytes:
+                        ctypes.memmove(buffer.address, regions[i].begin, buffer.bytes)
+            finally:
+                for i, buffer in given.items():
+                    if i < count and addresses[i]:
+                        lib.qk_unplace(i, buffer.bytes)
+        return Counters(**{f.name: getattr(counters, f.name) for f in fields(Counters)})
+
+    def _raise(self, raw: native.RawLaunch) -> None:
+        kind = _FAULTS[raw.fault] if raw.fault < len(_FAULTS) else None
+        if kind is None:
+            raise HostError(f"kernel {self.name}: the launch could not be prepared")
+        names = {i: p.name for i, p in self.signature.buffers.items()}
+        text = re.sub(
+            r"\bbuffer (\d+)",
+            lambda m: f"buffer {m.group(1)} ({names.get(int(m.group(1)), '?')})",
+            raw.message.decode(),
+        )
+        shared = dict(enumerate(self.signature.shared))
+        text = re.sub(
+            r"threadgroup array (\d+)",
+            lambda m: f"threadgroup array {shared.get(int(m.group(1)), m.group(1))}",
+            text,
+        )
+        lines = self._compiled.lines
+        line = lines[raw.fault_line] if raw.fault_line < len(lines) else ""
+        a, b = raw.fault_threadgroup, raw.fault_thread
+        raise kind(text, Place(self.name, (a[0], a[1], a[2]), (b[0], b[1], b[2]), line))
+
+
+def compile_source(
+    text: str,
+    function: str,
+    *,
+    checked: bool,
+    constants: Mapping[int, object] | None = None,
+    defines: Mapping[str, str] | None = None,
+    language: int = 320,
+    name: str | None = None,
+) -> HostKernel:
+    """Compile one kernel of a complete Metal source for the CPU.
+
+    Args:
+        text: Metal source; MLX's installed headers can be included.
+        function: the kernel: its name, its ``host_name``, or its name with template arguments.
+        checked: with bounds, races and the rest checked, or as fast as the machine allows.
+        constants: the values of function constants by index.
+        defines: macros.
+        language: ``__METAL_VERSION__``.
+        name: what errors call the kernel; its function's name by default.
+
+    Raises:
+        CompileError: the source is not Metal as this compiler takes it.
+
+    Example:
+        >>> kernel = compile_source(
+        ...     "kernel void twice(device float* x [[buffer(0)]], "
+        ...     "uint i [[thread_position_in_grid]]) { x[i] *= 2; }",
+        ...     "twice",
+        ...     checked=True,
+        ... )
+        >>> x = bytearray(16)
+        >>> kernel.run({0: x}, (4, 1, 1), (4, 1, 1), writes=[0]).bytes_written
+        16
+    """
+    compiled = compiler.build(
+        text, function, checked=checked, constants=constants, defines=defines, language=language
+    )
+    return HostKernel(compiled, name or function, checked)

@@ -1,0 +1,156 @@
+"""What one version of Metal's compiler takes and another refuses, found in the source text.
+
+MLX compiles kernels as Metal 3.1, 3.2, 4.0 or 4.1, by the version of macOS; a kernel has to be
+right under all four. Clang sees to most of it; the rules here are those that it cannot know.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+
+from .errors import CompileError
+
+_SPACES = re.compile(r"\b(device|constant|threadgroup|threadgroup_imageblock|thread)\b")
+_BUILTIN = (
+    r"(?:(?:packed_)?(?:bool|char|uchar|short|ushort|int|uint|long|ulong|half|bfloat|float)[234]?|"
+    r"u?int(?:8|16|32|64)_t|b?float(?:16)?_t|size_t|ptrdiff_t|void|auto|unsigned|"
+    r"float16_t|bfloat16_t|complex64_t|atomic_\w+)"
+)
+_FORBIDDEN = {
+    r"\b(?:thread|device|constant|threadgroup|kernel)\s*[.,;=\[+)]": (
+        "this name is a word of the language"
+    ),
+    r"\bdouble\b": "double does not exist in Metal",
+    r"\bvirtual\b": "virtual functions do not exist in Metal",
+    r"\bgoto\b": "goto does not exist in Metal",
+    r"\b(?:new|delete)\b": "new and delete do not exist in Metal",
+    r"\b(?:try|catch|throw)\b": "exceptions do not exist in Metal",
+    r"\b(?:dynamic_cast|typeid)\b": "run-time type information does not exist in Metal",
+    r"\bnoexcept\b": "noexcept does not exist in Metal",
+    r"\b(?:register|thread_local)\b": "this storage class does not exist in Metal",
+    r"(?<![\w\])])\[\s*(?:[&=][^\]\[]*|[\w, ]*)\]\s*\([^()]*\)\s*(?:->\s*\w+\s*)?\{": (
+        "lambdas are not part of Metal 3.1"
+    ),
+    r"\b(?:struct|class)\s+\w+(?:\s+final)?\s*:(?!:)": "derived classes are not part of Metal 3.1",
+    r"(?<![:\w])vec\s*<": "write metal::vec: a bare vec is ambiguous under newer compilers",
+    r"\bstd\s*::": "the C++ standard library does not exist in Metal; the names are in metal::",
+    r"\bmemory_order_(?!relaxed\b)\w+": "before Metal 4.1 the only memory order is relaxed",
+    r"\bunion\b.*\bhalf\b": "as_type converts bits; reading another member of a union does not",
+    r"\bextern\b": "extern declarations do not exist in Metal",
+    r"\basm\b|__asm": "there is no inline assembly in Metal",
+    r"\b__(?:builtin|metal|qk|opencl)_\w+": "compiler internals differ between versions",
+}
+
+
+class _Text:
+    """Source with comments, strings and attributes blanked, and its line numbers."""
+
+    def __init__(self, text: str) -> None:
+        def blank(m: re.Match[str]) -> str:
+            return re.sub(r"[^\n]", " ", m.group())
+
+        pattern = (
+            r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#[^\n]*(?:\\\n[^\n]*)*|\[\[.*?\]\]'
+        )
+        self.text = re.sub(pattern, blank, text, flags=re.S | re.M)
+        self._starts = [0, *(m.end() for m in re.finditer("\n", text))]
+
+    def line(self, at: int) -> int:
+        return bisect_right(self._starts, at)
+
+
+def _types(text: str) -> str:
+    names = re.findall(r"\b(?:typename|class|struct|enum|using)\s+([A-Za-z_]\w*)", text)
+    names += re.findall(r"\btypedef\s[^;]*?(\w+)\s*;", text)
+    names = sorted(set(names) - {"namespace", "metal", "class", "struct"})
+    return "|".join([_BUILTIN, r"(?:metal\s*::\s*)?\w+\s*<[^<>;(){}]*>", *names])
+
+
+def _unqualified(text: str) -> list[tuple[int, str]]:
+    """Pointers and references whose address space is left out."""
+    found = []
+    pattern = re.compile(
+        rf"(?<![\w:.])((?:metal\s*::\s*)?(?:{_types(text)}))\s*(?:const\s*)?([*&]{{1,2}})\s*"
+        r"(?:const\s+)?(?:(?P<name>\w+)\s*(?=[,;)=\[({:])|(?=[)>,]))"
+    )
+    for m in pattern.finditer(text):
+        begin = max(text.rfind(c, 0, m.start()) for c in ";{}(,<")
+        before = text[begin + 1 : m.start()]
+        if not _SPACES.search(before + m.group()) and "operator" not in before:
+            what = "pointer" if "*" in m.group(2) else "reference"
+            found.append(
+                (
+                    m.start(),
+                    f"this {what} names no address space: write device, constant, "
+                    "threadgroup or thread (Metal 4.1 would take it as generic)",
+                )
+            )
+    return found
+
+
+def _bodies(text: str) -> list[tuple[int, int]]:
+    """Where the bodies of structs and classes begin and end."""
+    found = []
+    for m in re.finditer(r"\b(?:struct|class)\b[^;{}()<>]*\{", text):
+        depth, i = 1, m.end()
+        while i < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[i], 0)
+            i += 1
+        found.append((m.end(), i))
+    return found
+
+
+def _members(text: str) -> list[tuple[int, str]]:
+    """Members that return ``thread`` references and are not themselves ``thread``."""
+    found = []
+    pattern = re.compile(
+        r"\bthread\b[^;{}()=]*[&*]\s*(?:\w+|operator\s*\S+?|operator\s*\(\s*\))\s*\("
+    )
+    for begin, end in _bodies(text):
+        for m in pattern.finditer(text, begin, end):
+            depth, i = 1, m.end()
+            while i < end and depth:
+                depth += {"(": 1, ")": -1}.get(text[i], 0)
+                i += 1
+            tail = re.compile(r"[^{;]*").match(text, i)
+            static = re.search(r"\bstatic\b[^;{}]*$", text[begin : m.start()])
+            if tail and not static and not re.search(r"\bthread\b", tail.group()):
+                found.append(
+                    (
+                        m.start(),
+                        "a member that returns a thread reference needs `thread` "
+                        "behind its parameters: in Metal 4.1 `this` is generic",
+                    )
+                )
+    return found
+
+
+def lint(text: str) -> list[str]:
+    """What is wrong with Metal source under some version of its compiler.
+
+    Returns:
+        One line for each finding, with the number of the source line.
+
+    Example:
+        >>> lint("inline float f(float* x) { return *x; }")[0][:20]
+        '1: this pointer name'
+    """
+    found = []
+    if bad := re.search(r"[^\x00-\x7f]", text):
+        found.append((bad.start(), "MLX compiles ASCII only"))
+    plain = _Text(text)
+    for pattern, why in _FORBIDDEN.items():
+        found += [(m.start(), why) for m in re.finditer(pattern, plain.text)]
+    found += _unqualified(plain.text) + _members(plain.text)
+    return [f"{plain.line(at)}: {why}" for at, why in sorted(found)]
+
+
+def refuse(text: str, name: str) -> None:
+    """Raise what :func:`lint` finds.
+
+    Raises:
+        CompileError: there is something.
+    """
+    if found := lint(text):
+        raise CompileError(f"kernel {name}: not Metal for every version\n" + "\n".join(found))

@@ -1,0 +1,101 @@
+"""Addresses of arrays without copies, through Python's buffer protocol."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+_view = ctypes.c_char.from_buffer
+_address = ctypes.addressof
+_STRIDED = 0x18
+_CONTIGUOUS = 0x38
+_WRITABLE = 0x1
+
+
+class _PyBuffer(ctypes.Structure):
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("strides", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+@dataclass
+class Buffer:
+    """Memory that a kernel gets as one argument.
+
+    Attributes:
+        address: of the first byte.
+        bytes: the length.
+        writable: whether the kernel may write.
+        initialised: whether it holds values before the launch.
+        origin: where in it the array's first element is; not 0 only with negative strides.
+        keep: what owns the memory.
+    """
+
+    address: int
+    bytes: int
+    writable: bool = False
+    initialised: bool = True
+    origin: int = 0
+    keep: Any = None
+
+
+def contiguous(array: mx.array) -> mx.array:
+    """``array`` itself where its rows lie one after another, else a copy for which this holds."""
+    try:
+        if array.size:
+            _view(array)
+        return array
+    except TypeError:
+        return mx.contiguous(array, stream=mx.cpu)
+
+
+def locate(value: Any) -> int:
+    """The address of the first element of an array (evaluated now) or of a ctypes object."""
+    if value is None or (isinstance(value, mx.array) and not value.size):
+        return 0
+    try:
+        return _address(_view(value))
+    except TypeError:
+        found = extent(value)
+        return found.address + found.origin
+
+
+def strides(array: mx.array) -> list[int]:
+    """An array's strides in elements."""
+    step = memoryview(array).strides  # type: ignore[arg-type]
+    return [s // array.itemsize for s in step or ()]
+
+
+def extent(value: Any, *, writable: bool = False, initialised: bool = True) -> Buffer:
+    """The memory that an ``mx.array``, or anything with a buffer, lies in, gaps included."""
+    if isinstance(value, Buffer):
+        return value
+    raw = _PyBuffer()
+    flags = _STRIDED if isinstance(value, mx.array) else _CONTIGUOUS
+    ctypes.pythonapi.PyObject_GetBuffer(
+        ctypes.py_object(value), ctypes.byref(raw), flags | (_WRITABLE if writable else 0)
+    )
+    low, high = 0, raw.itemsize
+    if raw.strides and raw.ndim:
+        steps = [(raw.shape[i] - 1) * raw.strides[i] for i in range(raw.ndim)]
+        low, high = sum(s for s in steps if s < 0), high + sum(s for s in steps if s > 0)
+        if any(raw.shape[i] == 0 for i in range(raw.ndim)):
+            low = high = 0
+    else:
+        high = raw.len
+    found = Buffer((raw.buf or 0) + low, high - low, writable, initialised, -low, value)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(raw))
+    return found

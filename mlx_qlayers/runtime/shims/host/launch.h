@@ -1,0 +1,65 @@
+// A launch as Python fills it in and reads it back; runtime/host/native.py mirrors these structs.
+#pragma once
+#include <stdint.h>
+#include "abi.h"
+
+typedef void (*Entry)(qk_thread*, const uint64_t*);
+
+enum Fault {
+  kNone,
+  kOutOfBounds,
+  kMisaligned,
+  kUninitialised,
+  kRace,
+  kDivergence,
+  kThreadgroupMemory,
+  kHang,
+  kUndefined,
+  kFailed,
+};
+
+// One buffer of a checked launch, at the address that qk_place gave it.
+struct Region {
+  uint64_t begin;
+  uint64_t bytes;
+  uint32_t writable;
+  uint32_t initialised;  // 0 for an output without init_value
+};
+
+struct Counters {
+  uint64_t bytes_read, bytes_written;                    // device memory, every access
+  uint64_t distinct_read, distinct_written;              // device memory, each byte once
+  uint64_t constant_read;                                // constant address space
+  uint64_t threadgroup_read, threadgroup_written;        // bytes
+  uint64_t bank_conflicts;                               // extra cycles on 32 banks of 4 bytes
+  uint64_t threadgroup_barriers, simdgroup_barriers;     // each once for all its threads
+  uint64_t simd_operations, quad_operations, matrix_operations;  // each once for a SIMD group
+  uint64_t atomics;                                      // each once for a thread
+  uint64_t loads, stores;                                // device instructions, a thread at a time
+  uint64_t threads, threadgroups;
+  uint64_t same_value_writes;  // by two threads, in no order: harmless, and worth knowing
+};
+
+struct Launch {
+  Entry entry;
+  const uint64_t* buffers;
+  uint32_t grid[3];
+  uint32_t threadgroup[3];
+  uint32_t dynamic_bytes[8];  // of [[threadgroup(i)]] parameters
+  uint32_t fibers;            // 0 where the kernel meets no other thread
+  uint32_t workers;
+  uint32_t checked;
+  uint32_t threadgroup_bytes;  // out: what the kernel's threadgroup variables take
+  const Region* regions;  // one for each of `buffers`
+  uint32_t region_count;
+  uint32_t granule;  // bytes of the smallest store: what one cell of the race detector stands for
+  uint64_t budget;     // steps of a checked launch
+  uint32_t tolerated;  // a bit for each Fault that is let pass
+  Counters* counters;
+  // The first fault.
+  uint32_t fault;
+  uint32_t fault_line;
+  uint32_t fault_threadgroup[3];
+  uint32_t fault_thread[3];
+  char message[256];
+};

@@ -1,0 +1,128 @@
+"""MLX's own Metal kernels, from the headers in its wheel, launched as MLX launches them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_qlayers.runtime.host import HostKernel, KernelFault, compile_source
+
+_FOLDER = "mlx/backend/metal/kernels/"
+
+HEADERS = {
+    "affine": ("utils", "steel/gemm/gemm", "quantized_utils", "quantized"),
+    "fp": ("utils", "steel/gemm/gemm", "quantized_utils", "fp_quantized"),
+    "sdpa": ("utils", "sdpa_vector"),
+    "attention": ("utils", "steel/attn/kernels/steel_attention"),
+    "gemm": ("utils", "steel/gemm/gemm", "steel/gemm/kernels/steel_gemm_fused"),
+    "softmax": ("utils", "softmax"),
+    "logsumexp": ("utils", "logsumexp"),
+    "sort": ("utils", "sort"),
+    "scan": ("utils", "binary_ops", "scan"),
+    "rms_norm": ("utils",),
+}
+
+# MLX keeps its kernel in a .metal file, which wheels lack: the same steps over its headers.
+RMS_NORM = """
+template <typename T, int N_READS = RMS_N_READS>
+[[kernel]] void rms_norm(
+    const device T* x, const device T* w, device T* out, constant float& eps, constant uint& size,
+    uint row [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint group [[simdgroup_index_in_threadgroup]]) {
+  threadgroup float sums[32];
+  threadgroup float inverse[1];
+  uint first = thread_index * N_READS;
+  x += row * size_t(size);
+  out += row * size_t(size);
+  float values[N_READS];
+  float sum = 0;
+  for (uint i = 0; i < N_READS; i++) {
+    values[i] = first + i < size ? float(x[first + i]) : 0.0f;
+    sum += values[i] * values[i];
+  }
+  sum = simd_sum(sum);
+  if (group == 0) sums[lane] = 0;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (lane == 0) sums[group] = sum;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (group == 0) {
+    sum = simd_sum(sums[lane]);
+    if (lane == 0) inverse[0] = metal::precise::rsqrt(sum / size + eps);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = 0; i < N_READS; i++) {
+    if (first + i < size) out[first + i] = w[first + i] * static_cast<T>(values[i] * inverse[0]);
+  }
+}
+"""
+
+METAL_NAMES = {mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.float32: "float"}
+
+
+def source(family: str) -> str:
+    """The Metal source that includes MLX's headers of one family."""
+    text = "".join(f'#include "{_FOLDER}{name}.h"\n' for name in HEADERS[family])
+    return text + (RMS_NORM if family == "rms_norm" else "")
+
+
+def load(
+    family: str, function: str, *, checked: bool, constants: Mapping[int, object] | None = None
+) -> HostKernel:
+    """One instantiation of one of MLX's kernels."""
+    return compile_source(source(family), function, checked=checked, constants=constants)
+
+
+def i32(*values: int) -> Any:
+    """An int, or ints, as a kernel's ``constant int`` argument."""
+    return (ctypes.c_int * len(values))(*values)
+
+
+def i64(*values: int) -> Any:
+    """64-bit integers as a kernel's argument."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def run(
+    kernel: HostKernel,
+    arguments: Mapping[str, Any],
+    outputs: Mapping[str, np.ndarray],
+    threadgroups: Sequence[int],
+    threads: tuple[int, int, int],
+    tolerate: Sequence[type[KernelFault]] = (),
+) -> None:
+    """Run on arguments by name; ``outputs`` are filled with NaN or ones first, then written."""
+    for array in outputs.values():
+        array.view(np.uint8).fill(0xFF)
+    given = {**arguments, **outputs}
+    buffers = {i: given[p.name] for i, p in kernel.signature.buffers.items() if p.name in given}
+    written = [i for i, p in kernel.signature.buffers.items() if p.name in outputs]
+    x, y, z = (g * t for g, t in zip(threadgroups, threads, strict=True))
+    kernel.run(buffers, (x, y, z), threads, writes=written, fresh=written, tolerate=tolerate)
+
+
+def empty(shape: Sequence[int], dtype: mx.Dtype) -> np.ndarray:
+    """Memory for an output; bfloat16 as uint16, since NumPy has none."""
+    kinds = {mx.float16: np.float16, mx.bfloat16: np.uint16, mx.float32: np.float32}
+    return np.empty(tuple(shape), kinds.get(dtype, np.uint32))
+
+
+def float64(array: Any, dtype: mx.Dtype) -> np.ndarray:
+    """The exact values of an ``mx.array`` or of an output's memory."""
+    if isinstance(array, mx.array):
+        return np.array(array.astype(mx.float32)).astype(np.float64)
+    if dtype == mx.bfloat16:
+        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return array.astype(np.float64)
+
+
+def error(found: np.ndarray, truth: np.ndarray, dtype: mx.Dtype) -> float:
+    """How many times the error of rounding the truth to the dtype ``found`` is off, at most.
+
+    The scale is the largest value, since sums that cancel have the error of their terms.
+    """
+    epsilon = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-24}[dtype]
+    return float(np.abs(found - truth).max() / (np.abs(truth).max() * epsilon))

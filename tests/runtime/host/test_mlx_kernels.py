@@ -1,0 +1,345 @@
+"""The proof that the host backend tells the truth: MLX's own Metal kernels agree with MLX.
+
+Every case runs in the checked build, which also finds nothing to complain about in kernels that
+run on real hardware, and the first of each family in the fast build too. The summary of the test
+run prints the table.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers.runtime.host import Uninitialised
+
+from . import mlx_kernels as mk
+
+Record = Callable[[str, Any], None]
+_STRIDES = {"x_batch_ndims": mk.i32(0), "w_batch_ndims": mk.i32(0)} | {
+    name: mk.i64(0)
+    for name in ("x_shape", "x_strides", "w_shape", "w_strides", "s_strides", "b_strides")
+}
+
+
+def _note(record: Record, kernel: str, case: str, build: str, error: float, bound: float) -> None:
+    record("table: MLX's own kernels on the host backend", [kernel, case, build, f"{error:.2f}"])
+    assert error <= bound, f"{kernel} {case}: {error} roundings off"
+
+
+def _quantized(
+    kernel: str, bits: int, group: int, dtype: mx.Dtype, shape: tuple[int, int, int]
+) -> Any:
+    """Arguments and truth of one affine product; rows of w are groups along K, or along N."""
+    m, n, k = shape
+    mx.random.seed(bits * 1000 + group)
+    transposed = kernel not in ("qvm", "qmm_n")
+    w = mx.random.normal((n, k) if transposed else (k, n))
+    wq, scales, biases = mx.quantize(w, group, bits)
+    scales, biases = scales.astype(dtype), biases.astype(dtype)
+    x = mx.random.normal((m, k)).astype(dtype)
+    exact = mx.dequantize(wq, scales.astype(mx.float32), biases.astype(mx.float32), group, bits)
+    # The tiled kernels keep weights in the dtype.
+    weights = mk.float64(exact.astype(dtype) if "qmm" in kernel else exact, dtype)
+    truth = mk.float64(x, dtype) @ (weights.T if transposed else weights)
+    names = {"in_vec_size": k, "out_vec_size": n, "K": k, "N": n, "M": m}
+    given = {name: mk.i32(value) for name, value in names.items()}
+    return {"w": wq, "scales": scales, "biases": biases, "x": x, **given, **_STRIDES}, truth
+
+
+def _affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, checked: bool) -> float:
+    m, n, k = {
+        "qmv_fast": (1, 24, 1024),
+        "qmv": (2, 21, 384),
+        "qmv_wide": (7, 40, 512),
+        "qmv_quad": (3, 72, 128),
+        "qvm": (2, 128, 256),
+        "qmm_t": (37, 41, 256),
+        "qmm_n": (37, 128, 96),
+    }[kernel]
+    k = max(k, group)
+    arguments, truth = _quantized(kernel, bits, group, dtype, (m, n, k))
+    t = mk.METAL_NAMES[dtype]
+    tail, groups, threads = {
+        "qmv_fast": ("false", (m, n // 8, 1), (32, 2, 1)),
+        "qmv": ("false", (m, -(-n // 8), 1), (32, 2, 1)),
+        "qmv_wide": ("4, 8, false", (2, -(-n // 8), 1), (32, 2, 1)),
+        "qmv_quad": ("128, false", (m, -(-n // 64), 1), (32, 1, 1)),
+        "qvm": ("false", (m, n // (2 * min(group, 32)), 1), (32, 2, 1)),
+        "qmm_t": ("false, false", (-(-n // 32), -(-m // 32), 1), (32, 2, 2)),
+        "qmm_n": ("false", (n // 32, -(-m // 32), 1), (32, 2, 2)),
+    }[kernel]
+    loaded = mk.load("affine", f"affine_{kernel}<{t}, {group}, {bits}, {tail}>", checked=checked)
+    y = mk.empty((m, n), dtype)
+    mk.run(loaded, arguments, {"y": y}, groups, threads)
+    return mk.error(mk.float64(y, dtype), truth, dtype)
+
+
+def _affine_cases() -> list[Any]:
+    cases = []
+    for kernel in ("qmv_fast", "qmv", "qmv_wide", "qvm", "qmm_t", "qmm_n"):
+        for bits in (2, 3, 4, 5, 6, 8):
+            for group in (32, 64, 128):
+                quick = (bits, group) in ((4, 64), (3, 32)) and kernel != "qmm_n"
+                quick = quick or (kernel, bits, group) == ("qmm_n", 4, 64)
+                marks = () if quick else (pytest.mark.slow,)
+                cases.append(pytest.param(kernel, bits, group, mx.float16, marks=marks))
+    cases += [
+        pytest.param("qmv_quad", 4, 64, mx.float16),
+        pytest.param("qmv_fast", 8, 64, mx.bfloat16),
+        pytest.param("qmv_fast", 4, 32, mx.float32),
+        pytest.param("qmm_t", 4, 64, mx.bfloat16, marks=pytest.mark.slow),
+        pytest.param("qmm_t", 4, 64, mx.float32, marks=pytest.mark.slow),
+    ]
+    return cases
+
+
+@pytest.mark.parametrize(("kernel", "bits", "group", "dtype"), _affine_cases())
+def test_affine(
+    kernel: str, bits: int, group: int, dtype: mx.Dtype, record_property: Record
+) -> None:
+    case = f"{bits} bits, groups of {group}, {mk.METAL_NAMES[dtype]}"
+    # In float32 the sum's own error shows: about the square root of its length in roundings.
+    bound = 40.0 if dtype == mx.float32 else 2.5
+    error = _affine(kernel, bits, group, dtype, checked=True)
+    _note(record_property, f"affine_{kernel}", case, "checked", error, bound)
+    if (bits, group) == (4, 64):
+        error = _affine(kernel, bits, group, dtype, checked=False)
+        _note(record_property, f"affine_{kernel}", case, "fast", error, bound)
+
+
+@pytest.mark.parametrize("kernel", ["fp_qmv_fast", "fp_qmv", "fp_qmv_wide"])
+@pytest.mark.parametrize(
+    ("mode", "group", "bits"), [("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4)]
+)
+def test_fp(kernel: str, mode: str, group: int, bits: int, record_property: Record) -> None:
+    n, k, m = (24, 1024, 1) if kernel == "fp_qmv_fast" else (21, 384, 3)
+    mx.random.seed(bits + group)
+    wq, scales = mx.quantize(mx.random.normal((n, k)), group, bits, mode=mode)
+    x = mx.random.normal((m, k)).astype(mx.float16)
+    weights = mx.dequantize(wq, scales, None, group, bits, mode, dtype=mx.float32)
+    truth = mk.float64(x, mx.float16) @ mk.float64(weights, mx.float32).T
+    arguments = {"w": wq, "scales": scales, "x": x, "global_scale": mx.ones(1), **_STRIDES}
+    arguments |= {"in_vec_size": mk.i32(k), "out_vec_size": mk.i32(n), "M": mk.i32(m)}
+    tail, groups = "false", (m, -(-n // 8), 1)
+    if kernel == "fp_qmv_wide":
+        tail, groups = "4, 16, false", (1, -(-n // 4), 1)
+    loaded = mk.load("fp", f"{kernel}<half, {group}, {bits}, {tail}>", checked=True)
+    y = mk.empty((m, n), mx.float16)
+    mk.run(loaded, arguments, {"y": y}, groups, (32, 2, 1))
+    error = mk.error(mk.float64(y, mx.float16), truth, mx.float16)
+    _note(record_property, kernel, mode, "checked", error, 2.5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("looped", [False, True])
+def test_softmax(dtype: mx.Dtype, looped: bool, record_property: Record) -> None:
+    mx.random.seed(3)
+    rows, size = 5, 1003
+    x = (mx.random.normal((rows, size)) * 4).astype(dtype)
+    truth = mk.float64(x, dtype)
+    truth = np.exp(truth - truth.max(-1, keepdims=True))
+    truth /= truth.sum(-1, keepdims=True)
+    name = "softmax_looped" if looped else "softmax_single_row"
+    loaded = mk.load("softmax", f"{name}<{mk.METAL_NAMES[dtype]}, float>", checked=True)
+    out = mk.empty((rows, size), dtype)
+    mk.run(
+        loaded,
+        {"in": x, "axis_size": mk.i32(size)},
+        {"out": out},
+        (rows, 1, 1),
+        (1024 if looped else 256, 1, 1),
+    )
+    error = mk.error(mk.float64(out, dtype), truth, dtype)
+    _note(record_property, name, mk.METAL_NAMES[dtype], "checked", error, 12.0)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_rms_norm(dtype: mx.Dtype, record_property: Record) -> None:
+    mx.random.seed(4)
+    rows, size = 3, 997
+    x = mx.random.normal((rows, size)).astype(dtype)
+    w = mx.random.normal((size,)).astype(dtype)
+    loaded = mk.load("rms_norm", f"rms_norm<{mk.METAL_NAMES[dtype]}>", checked=True)
+    out = mk.empty((rows, size), dtype)
+    arguments = {"x": x, "w": w, "eps": struct.pack("f", 1e-5), "size": mk.i32(size)}
+    mk.run(loaded, arguments, {"out": out}, (rows, 1, 1), (256, 1, 1))
+    truth = mk.float64(mx.fast.rms_norm(x.astype(mx.float32), w.astype(mx.float32), 1e-5), dtype)
+    error = mk.error(mk.float64(out, dtype), truth, dtype)
+    _note(record_property, "rms_norm", mk.METAL_NAMES[dtype], "checked", error, 12.0)
+
+
+def test_logsumexp(record_property: Record) -> None:
+    mx.random.seed(5)
+    x = mx.random.normal((4, 777))
+    loaded = mk.load("logsumexp", "logsumexp<float>", checked=True)
+    out = mk.empty((4,), mx.float32)
+    mk.run(loaded, {"in": x, "axis_size": mk.i32(777)}, {"out": out}, (4, 1, 1), (224, 1, 1))
+    error = mk.error(
+        out.astype(np.float64), mk.float64(mx.logsumexp(x, -1), mx.float32), mx.float32
+    )
+    _note(record_property, "logsumexp", "float", "checked", error, 12.0)
+
+
+def _attention_inputs(
+    dtype: mx.Dtype, heads: tuple[int, int], lengths: tuple[int, int], d: int, causal: bool
+) -> tuple[mx.array, mx.array, mx.array, np.ndarray]:
+    mx.random.seed(sum(heads) + sum(lengths) + d)
+    (h, hk), (length, keys) = heads, lengths
+    q, k, v = (
+        mx.random.normal((1, a, b, d)).astype(dtype)
+        for a, b in ((h, length), (hk, keys), (hk, keys))
+    )
+    qs, ks, vs = (mk.float64(x, dtype) for x in (q, k, v))
+    ks, vs = (np.repeat(x, h // hk, axis=1) for x in (ks, vs))
+    scores = qs @ ks.transpose(0, 1, 3, 2) * d**-0.5
+    if causal:
+        scores[..., np.triu(np.ones((length, keys), bool), 1 + keys - length)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return q, k, v, weights / weights.sum(-1, keepdims=True) @ vs
+
+
+_PLAIN = {20: False, 21: False, 23: False, 24: False, 25: False}
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sdpa_vector(causal: bool, checked: bool, record_property: Record) -> None:
+    h, hk, length, keys, d = 4, 2, 3, 139, 64
+    q, k, v, truth = _attention_inputs(mx.float16, (h, hk), (length, keys), d, causal)
+    loaded = mk.load(
+        "sdpa", "sdpa_vector<half, 64, 64>", checked=checked, constants={**_PLAIN, 22: causal}
+    )
+    out = mk.empty((1, h, length, d), mx.float16)
+    arguments = {"queries": q, "keys": k, "values": v, "gqa_factor": mk.i32(h // hk)}
+    arguments |= {"N": mk.i32(keys), "scale": struct.pack("f", d**-0.5)}
+    for name in "kv":
+        arguments |= {f"{name}_head_stride": mk.i64(keys * d), f"{name}_seq_stride": mk.i64(d)}
+    mk.run(loaded, arguments, {"out": out}, (h, length, 1), (1024, 1, 1))
+    error = mk.error(mk.float64(out, mx.float16), truth, mx.float16)
+    build = "checked" if checked else "fast"
+    _note(record_property, "sdpa_vector", "causal" if causal else "no mask", build, error, 2.5)
+
+
+def test_sdpa_vector_2pass(record_property: Record) -> None:
+    h, hk, length, keys, d, blocks = 4, 2, 2, 333, 64, 32
+    q, k, v, truth = _attention_inputs(mx.float16, (h, hk), (length, keys), d, True)
+    constants = {**_PLAIN, 22: True, 26: blocks}
+    first = mk.load("sdpa", "sdpa_vector_2pass_1<half, 64, 64>", checked=True, constants=constants)
+    partials = mk.empty((1, h, length, blocks, d), mx.float16)
+    sums, maxs = (mk.empty((1, h, length, blocks), mx.float32) for _ in range(2))
+    arguments = {"queries": q, "keys": k, "values": v, "N": mk.i32(keys)}
+    arguments |= {"scale": struct.pack("f", d**-0.5)}
+    for name in "kv":
+        arguments |= {f"{name}_head_stride": mk.i64(keys * d), f"{name}_seq_stride": mk.i64(d)}
+    outputs = {"out": partials, "sums": sums, "maxs": maxs}
+    mk.run(first, arguments, outputs, (hk, 1, blocks), (32, h // hk, length))
+    second = mk.load("sdpa", "sdpa_vector_2pass_2<half, 64>", checked=True)
+    out = mk.empty((1, h, length, d), mx.float16)
+    arguments = {"partials": partials, "sums": sums, "maxs": maxs, "blocks": mk.i32(blocks)}
+    mk.run(second, arguments, {"out": out}, (h, length, 1), (1024, 1, 1))
+    error = mk.error(mk.float64(out, mx.float16), truth, mx.float16)
+    _note(record_property, "sdpa_vector_2pass", "causal", "checked", error, 4.0)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+@pytest.mark.parametrize("causal", [False, True])
+def test_steel_attention(causal: bool, dtype: mx.Dtype, record_property: Record) -> None:
+    h, hk, length, keys, d, bq, bk = 4, 2, 45, 77, 64, 32, 32
+    q, k, v, truth = _attention_inputs(dtype, (h, hk), (length, keys), d, causal)
+    constants = {200: False, 201: False, 300: False, 301: causal, 302: False, 303: False}
+    t = mk.METAL_NAMES[dtype]
+    loaded = mk.load(
+        "attention",
+        f"attention<{t}, {bq}, {bk}, {d}, {d}, 4, 1, {t}, float>",
+        checked=True,
+        constants=constants,
+    )
+    nq, nk = -(-length // bq), -(-keys // bk)
+    strides = [(a * b * d, b * d, d) for a, b in ((h, length), (hk, keys), (hk, keys), (h, length))]
+    params = struct.pack(
+        "6if7i12q",
+        *(1, h, d, length, keys, h // hk, d**-0.5),
+        *(nq, nk, length // bq, keys // bk, length % bq, keys % bk, keys - length),
+        *(s for row in strides for s in row),
+    )
+    out = mk.empty((1, h, length, d), dtype)
+    mk.run(
+        loaded,
+        {"Q": q, "K": k, "V": v, "params": params},
+        {"O": out},
+        (nq, h, 1),
+        (32, 4, 1),
+    )
+    error = mk.error(mk.float64(out, dtype), truth, dtype)
+    case = f"{t}, {'causal' if causal else 'no mask'}"
+    _note(
+        record_property,
+        "steel_attention",
+        case,
+        "checked",
+        error,
+        40.0 if dtype == mx.float32 else 4,
+    )
+
+
+@pytest.mark.parametrize(("ta", "tb"), [(False, False), (False, True), (True, False)])
+def test_steel_gemm(ta: bool, tb: bool, record_property: Record) -> None:
+    m, n, k, tile = 45, 70, 37, 32
+    mx.random.seed(6)
+    a, b = mx.random.normal((m, k)).astype(mx.float16), mx.random.normal((k, n)).astype(mx.float16)
+    truth = mk.float64(a, mx.float16) @ mk.float64(b, mx.float16)
+    given = [mx.contiguous(x.T) if t else x for x, t in ((a, ta), (b, tb))]
+    constants = {10: False, 100: False, 110: False, 200: False, 201: False, 202: False}
+    flags = f"{str(ta).lower()}, {str(tb).lower()}"
+    loaded = mk.load(
+        "gemm", f"gemm<half, 32, 32, 16, 2, 2, {flags}, float>", checked=True, constants=constants
+    )
+    tiles_n, tiles_m = -(-n // tile), -(-m // tile)
+    leading = (m if ta else k, k if tb else n, n)
+    params = struct.pack("8i3q3i", m, n, k, *leading, tiles_n, tiles_m, 0, 0, 0, 0, k // 16, 0)
+    out = mk.empty((m, n), mx.float16)
+    mk.run(
+        loaded,
+        {"A": given[0], "B": given[1], "params": params + bytes(4)},
+        {"D": out},
+        (tiles_n, tiles_m, 1),
+        (32, 2, 2),
+    )
+    error = mk.error(mk.float64(out, mx.float16), truth, mx.float16)
+    _note(record_property, "steel_gemm_fused", f"half, {flags}", "checked", error, 2.5)
+
+
+@pytest.mark.parametrize("argsort", [False, True])
+def test_sort(argsort: bool, record_property: Record) -> None:
+    rows, size = 3, 901
+    x = np.random.default_rng(7).normal(size=(rows, size)).astype(np.float32)
+    kind = "uint32_t, true" if argsort else "float, false"
+    loaded = mk.load("sort", f"block_sort<float, {kind}, 256, 4>", checked=True)
+    out = np.empty((rows, size), np.uint32 if argsort else np.float32)
+    names = ("size_sorted_axis", "in_stride_segment_axis", "out_stride_segment_axis")
+    arguments = {"inp": x, **{name: mk.i32(size) for name in names}}
+    arguments |= {f"{side}_stride_sorted_axis": mk.i32(1) for side in ("in", "out")}
+    mk.run(loaded, arguments, {"out": out}, (1, rows, 1), (256, 1, 1))
+    wanted = mx.argsort(mx.array(x)) if argsort else mx.sort(mx.array(x))
+    assert np.array_equal(out, np.array(wanted))
+    _note(record_property, "block_sort", "arg sort" if argsort else "sort", "checked", 0.0, 0.0)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scan(reverse: bool, record_property: Record) -> None:
+    rows, size = 3, 1301
+    x = np.random.default_rng(8).integers(-9, 9, (rows, size)).astype(np.int32)
+    flags = f"true, {str(reverse).lower()}"
+    loaded = mk.load("scan", f"contiguous_scan<int, int, CumSum<int>, 4, {flags}>", checked=True)
+    out = np.empty((rows, size), np.int32)
+    # Lanes beyond the last SIMD group read sums that nobody wrote, and drop them.
+    tolerate = (Uninitialised,)
+    arguments = {"in": x, "axis_size": mk.i64(size)}
+    mk.run(loaded, arguments, {"out": out}, (1, rows, 1), (128, 1, 1), tolerate)
+    assert np.array_equal(out, np.array(mx.cumsum(mx.array(x), -1, reverse=reverse)))
+    _note(record_property, "contiguous_scan", "reverse" if reverse else "sum", "checked", 0.0, 0.0)
