@@ -5,10 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_qlayers.runtime.host import checks
 
 from mlx_qlayers.metal.exp import exp
 from mlx_qlayers.runtime.backend import explain, use_backend
+from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.tracing import trace
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]

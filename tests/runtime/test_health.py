@@ -6,10 +6,10 @@ import struct
 
 import mlx.core as mx
 import pytest
-from mlx_qlayers.runtime.host import checks
 
 from mlx_qlayers.runtime.backend import BackendError, explain, use_backend
 from mlx_qlayers.runtime.health import Health, HealthError, checked, health_checks
+from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.program import load
 from mlx_qlayers.runtime.tracing import trace
 

@@ -8,10 +8,10 @@ import time
 
 import mlx.core as mx
 import pytest
-from mlx_qlayers.runtime.host import checks
-from mlx_qlayers.runtime.host.memory import locate
 
 from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.host import checks
+from mlx_qlayers.runtime.host.memory import locate
 from mlx_qlayers.runtime.wait import KernelTimeout, wait_for
 
 from .kernels import GATHER, SPIN
