@@ -2,8 +2,18 @@
 
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from tiny_model import save_tiny_model
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked ``cuda`` on machines that cannot run it."""
+    if mx.cuda.is_available():
+        return
+    without = [item for item in items if item.get_closest_marker("cuda")]
+    config.hook.pytest_deselected(items=without)
+    items[:] = [item for item in items if item not in without]
 
 
 @pytest.fixture(scope="session")

@@ -28,14 +28,6 @@ class Counterpart(nn.Module):
             raise ValueError(f"layer must be a {cls.stock.__name__}, not a {type(layer).__name__}")
         return _share(layer, cls)
 
-    def to_quantized(self, *args: object, **kwargs: object) -> nn.Module:
-        """The stock layer with the same arrays.
-
-        ``nn.quantize`` calls this with a format; as a quantized stock layer does, this one then
-        stays what it is.
-        """
-        return self if args or kwargs else _share(self, self.stock)
-
 
 def _share(layer: nn.Module, cls: type[nn.Module]) -> nn.Module:
     twin = cls.__new__(cls)

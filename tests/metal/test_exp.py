@@ -13,10 +13,9 @@ from mlx_qlayers.runtime.tracing import trace
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 SHAPES = [(1,), (7,), (8,), (3, 5), (257,), (2, 3, 41), ()]
-no_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
-@pytest.fixture(params=["host", "checked", pytest.param("cuda", marks=[pytest.mark.cuda, no_cuda])])
+@pytest.fixture(params=["host", "checked", pytest.param("cuda", marks=pytest.mark.cuda)])
 def backend(request):
     """The fast build of the host backend, the one with checks, and CUDA."""
     name = "cuda" if request.param == "cuda" else "host"

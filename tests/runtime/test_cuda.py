@@ -20,8 +20,6 @@ from .nvrtc import kernel_that, text_of
 
 Launches = list[tuple[dict[str, Any], dict[str, Any]]]
 
-needs_gpu = pytest.mark.skipif(not mx.cuda.is_available(), reason="no NVIDIA GPU")
-
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
@@ -176,7 +174,6 @@ def test_the_source_stays_short(launches: Launches) -> None:
 
 
 @pytest.mark.cuda
-@needs_gpu
 def test_the_text_compiled_off_the_gpu_is_mlx_own(capfd: pytest.CaptureFixture[str]) -> None:
     x = mx.zeros((3, 4), mx.bfloat16)
     declaration: dict[str, Any] = {
@@ -205,7 +202,6 @@ def test_the_text_compiled_off_the_gpu_is_mlx_own(capfd: pytest.CaptureFixture[s
 
 
 @pytest.mark.cuda
-@needs_gpu
 def test_launches_work_in_transformations() -> None:
     x = mx.random.normal((7, 41), key=mx.random.key(3))
 

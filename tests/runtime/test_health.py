@@ -127,10 +127,7 @@ def test_outputs_that_start_from_another_value_are_not_checked(metal):
     assert str(decision) == "kernel histogram: unchecked (init_value 1 is not 0), 1 calls"
 
 
-no_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU")
-
-
-@pytest.fixture(params=["fast", "checked", pytest.param("cuda", marks=[pytest.mark.cuda, no_cuda])])
+@pytest.fixture(params=["fast", "checked", pytest.param("cuda", marks=pytest.mark.cuda)])
 def machine(request):
     """Both builds of the host backend, and a GPU."""
     name = "cuda" if request.param == "cuda" else "host"
