@@ -11,7 +11,7 @@ for tool in memcheck racecheck synccheck initcheck; do
   # initcheck has to see MLX's own kernels fill the inputs; the others look at ours alone.
   only="--kernel-name kernel_substring=custom_kernel"
   [ $tool = initcheck ] && only=
-  compute-sanitizer --tool $tool $only --error-exitcode 9 --log-file "$out/$tool.txt" "$@" \
+  compute-sanitizer --tool $tool $only --error-exitcode 9 --print-limit 10000 --log-file "$out/$tool.txt" "$@" \
     > "$out/$tool.run.txt" 2>&1 &
   eval "pid_$tool=$!"
 done

@@ -21,6 +21,8 @@ _TYPES = {
     mx.bool_: "bool",
     mx.complex64: "mlx::core::cu::complex64_t",
 }
+# How it spells them in a kernel's name.
+_SUFFIXES = {mx.float32: "float", mx.bool_: "bool"}
 _PREFIX = '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
 
 
@@ -56,7 +58,7 @@ def mlx_text(
             function += f"_{value}"
         else:
             constants += f"  using {key} = {type_name(value)};\n"
-            function += "_" + str(value).removeprefix("mlx.core.")
+            function += "_" + _SUFFIXES.get(value, str(value).removeprefix("mlx.core.") + "_t")
     text = f"{_PREFIX}{header}namespace mlx::core::cu {{\n\nnamespace cg = cooperative_groups;\n\n"
     text += f"__global__ void {function}(\n" + ",\n".join(parameters) + ") {\n"
     text += constants + ("\n" if template else "") + source
