@@ -162,6 +162,17 @@ def test_survives_deepcopy_compile_and_weights(tmp_path):
     assert mx.array_equal(other(TOKENS), stock(TOKENS))
 
 
+def test_keeps_no_dequantized_weights():
+    model = qwen()
+    mx.eval(model.parameters())
+    before = mx.get_active_memory()
+    convert_model(model)
+    for rows in (TOKENS[:, :1], mx.repeat(TOKENS, 10, axis=1)):
+        mx.eval(model(rows))
+    smallest = min(m.weight.nbytes for _, m in model.named_modules() if isinstance(m, QLinear))
+    assert mx.get_active_memory() - before < smallest
+
+
 class TestQuantizing:
     """nn.Linear layers that config asks to quantize."""
 

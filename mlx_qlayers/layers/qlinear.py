@@ -26,15 +26,23 @@ class Counterpart(nn.Module):
         """
         if type(layer) is not cls.stock:
             raise ValueError(f"layer must be a {cls.stock.__name__}, not a {type(layer).__name__}")
-        return _share(layer, cls)
+        twin = cls.__new__(cls)
+        dict.update(twin, layer)  # Module.update takes parameters
+        twin.__dict__.update(layer.__dict__)
+        twin._no_grad = set(layer._no_grad)
+        return twin
 
-
-def _share(layer: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    twin = cls.__new__(cls)
-    dict.update(twin, layer)  # Module.update takes parameters
-    twin.__dict__.update(layer.__dict__)
-    twin._no_grad = set(layer._no_grad)
-    return twin
+    def _product(self, x: mx.array) -> mx.array:
+        return quantized_matmul(
+            x,
+            self["weight"],
+            self["scales"],
+            self.get("biases"),
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            bias=self.get("bias"),
+        )
 
 
 class QLinear(Counterpart, nn.QuantizedLinear):
@@ -67,16 +75,7 @@ class QLinear(Counterpart, nn.QuantizedLinear):
     stock = nn.QuantizedLinear
 
     def __call__(self, x: mx.array) -> mx.array:
-        return quantized_matmul(
-            x,
-            self["weight"],
-            self["scales"],
-            self.get("biases"),
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-            bias=self.get("bias"),
-        )
+        return self._product(x)
 
 
 class QEmbedding(Counterpart, nn.QuantizedEmbedding):
@@ -86,15 +85,7 @@ class QEmbedding(Counterpart, nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """``x @ dequantize(weight).T``: (..., dims) to (..., num_embeddings)."""
-        return quantized_matmul(
-            x,
-            self["weight"],
-            self["scales"],
-            self.get("biases"),
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
+        return self._product(x)
 
 
 COUNTERPARTS: dict[type[nn.Module], type[Counterpart]] = {

@@ -33,20 +33,8 @@ def routed_attention(
     return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
-def route(module: nn.Module) -> None:
-    """Make ``module`` compute its attention with :func:`~mlx_qlayers.attention`, in place."""
-    cls = routed_class(type(module))
-    assert cls is not None
-    module.__class__ = cls
-
-
-def unroute(module: nn.Module) -> None:
-    """Give a routed module its own class back."""
-    module.__class__ = stock_class(module)
-
-
 def is_routed(module: nn.Module) -> bool:
-    """Whether :func:`route` has been here."""
+    """Whether ``module`` is of a class that :func:`routed_class` made."""
     return "_routes" in type(module).__dict__
 
 
