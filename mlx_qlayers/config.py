@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,6 @@ _METHODS = {
     "mxfp4": Format(32, 4, "mxfp4"),
     "mxfp8": Format(32, 8, "mxfp8"),
 }
-# Entries beside group_size, bits and mode that are not per-layer settings.
-_OTHER = {
-    "quant_method", "quant_algo", "format", "version", "ignore", "config_groups", "global_scale",
-    "modules_to_not_convert", "linear_class", "weight_block_size", "activation_scheme", "fmt",
-    "quantization_mode", "zero_point", "desc_act", "sym", "backend", "scale_fmt",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class QuantizationConfig:
         default = _format(entry, where, None)
         layers: dict[str, Format | bool] = {}
         for key, value in entry.items():
-            if key in ("group_size", "bits", "mode") or key in _OTHER:
+            if key in ("group_size", "bits", "mode"):
                 continue
             if isinstance(value, Mapping):
                 layers[key] = _format(value, f"{where}.{key}", default)
@@ -122,16 +117,23 @@ class QuantizationConfig:
         A key of a layer matches also where the model puts a prefix in front of the checkpoint's
         names (``model.layers.0`` and ``language_model.model.layers.0``), or drops one.
         """
-        for key, value in self.layers.items():
-            if key == path:
-                return key, self._resolved(value)
-        for key, value in self.layers.items():
-            if path.endswith("." + key) or key.endswith("." + path):
-                return key, self._resolved(value)
-        return "", self.default
+        names = path.split(".")
+        candidates = (".".join(names[i:]) for i in range(len(names)))
+        key = next((key for key in candidates if key in self.layers), self._longer.get(path))
+        if key is None:
+            return "", self.default
+        said = self.layers[key]
+        return key, self.default if said is True else said
 
-    def _resolved(self, value: Format | bool) -> Format | bool | None:
-        return self.default if value is True else value
+    @cached_property
+    def _longer(self) -> dict[str, str]:
+        """The keys by every name that is left when prefixes are dropped."""
+        keys: dict[str, str] = {}
+        for key in self.layers:
+            names = key.split(".")
+            for i in range(1, len(names)):
+                keys.setdefault(".".join(names[i:]), key)
+        return keys
 
     def describe(self, key: str) -> str:
         """A key as it stands in the file."""
