@@ -6,6 +6,8 @@ import mlx.core as mx
 import pytest
 from tiny_model import save_tiny_model
 
+pytest_plugins = ["tables"]
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked ``cuda`` on machines that cannot run it."""

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 from . import toolchain
@@ -41,13 +42,11 @@ def _processor() -> str:
 @functools.cache
 def _surroundings() -> str:
     """Everything but the kernel that decides what the compiler makes of it."""
-    import mlx.core as mx
-
     digest = hashlib.sha256()
     folders = (toolchain.SHIMS, Path(__file__).parent)
     for path in sorted(p for f in folders for p in f.iterdir() if p.is_file()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return f"{toolchain.version()} {toolchain.target()} {_processor()} {mx.__version__} " + (
+    return f"{toolchain.version()} {toolchain.target()} {_processor()} {metadata.version('mlx')} " + (
         digest.hexdigest()
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -118,4 +118,4 @@ class Outputs:
 
     def arrays(self) -> list[mx.array]:
         """The outputs, once they are written."""
-        return [mx.array(x) if isinstance(x, Scratch) else x for x in self._made]  # type: ignore[arg-type]
+        return [mx.array(cast(Any, x)) if isinstance(x, Scratch) else x for x in self._made]

@@ -160,7 +160,10 @@ class HostKernel:
         raw = self.raw(grid, threadgroup, threadgroup_bytes)
         raw.budget = budget
         raw.tolerated = sum(1 << _FAULTS.index(fault) for fault in tolerate)
-        return self._run_checked(raw, given) if self.checked else self._run_fast(raw, given)
+        if self.checked:
+            return self._run_checked(raw, given)
+        self._run_fast(raw, given)
+        return None
 
     def _run_fast(self, raw: native.RawLaunch, given: dict[int, memory.Buffer]) -> None:
         addresses = (ctypes.c_uint64 * max(self._slots, 1))()

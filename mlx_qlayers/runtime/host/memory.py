@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
-_view = ctypes.c_char.from_buffer
+_view: Any = ctypes.c_char.from_buffer
 _address = ctypes.addressof
 _STRIDED = 0x18
 _CONTIGUOUS = 0x38
@@ -75,7 +75,7 @@ def locate(value: Any) -> int:
 
 def strides(array: mx.array) -> list[int]:
     """An array's strides in elements."""
-    step = memoryview(array).strides  # type: ignore[arg-type]
+    step = memoryview(cast(Any, array)).strides
     return [s // array.itemsize for s in step or ()]
 
 
