@@ -46,8 +46,9 @@ def _surroundings() -> str:
     folders = (toolchain.SHIMS, Path(__file__).parent)
     for path in sorted(p for f in folders for p in f.iterdir() if p.is_file()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return f"{toolchain.version()} {toolchain.target()} {_processor()} {metadata.version('mlx')} " + (
-        digest.hexdigest()
+    return (
+        f"{toolchain.version()} {toolchain.target()} {_processor()} {metadata.version('mlx')} "
+        + (digest.hexdigest())
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def preprocess(text: str, defines: Mapping[str, str], language: int) -> str:
     )
 
 
-def _strict(unit: str, *, checked: bool, debug: bool) -> str:
+def strict(unit: str, *, checked: bool, debug: bool) -> str:
     """The IR of a translation unit before any optimisation, address spaces apart."""
     flags = ["-gline-tables-only"] if debug else []
     if checked:
@@ -106,7 +107,7 @@ def _refuse(unit: str, text: str, checked: bool) -> None:
     try:
         ir.check(text, lambda line: "", demangle)
     except CompileError:
-        debug = _strict(unit, checked=checked, debug=True)
+        debug = strict(unit, checked=checked, debug=True)
         ir.check(debug, ir.Locations(debug, str(toolchain.SHIMS)).of, demangle)
         raise
 
@@ -130,8 +131,9 @@ def _object_fast(text: str, folder: Path) -> tuple[int, list[str]]:
     return 0, []
 
 
-def _object_checked(text: str, folder: Path) -> tuple[int, list[str]]:
-    optimised = toolchain.run(
+def optimise(text: str) -> str:
+    """The IR as the checked build sees it: optimised, but every access still one of a thread."""
+    return toolchain.run(
         [
             "clang",
             "-x",
@@ -148,6 +150,10 @@ def _object_checked(text: str, folder: Path) -> tuple[int, list[str]]:
         ],
         ir.collapse(text, all_spaces=False),
     )
+
+
+def _object_checked(text: str, folder: Path) -> tuple[int, list[str]]:
+    optimised = optimise(text)
     hooked = instrument(optimised, ir.Locations(optimised, str(toolchain.SHIMS)).of)
     toolchain.run(
         [
@@ -177,8 +183,13 @@ def build(
     constants: Mapping[int, object] | None = None,
     defines: Mapping[str, str] | None = None,
     language: int = 320,
+    note: str = "",
 ) -> Compiled:
     """Compile one kernel of a Metal source, or take it from the cache.
+
+    Args:
+        text, function, checked, constants, defines, language: as :func:`kernel.compile_source`.
+        note: what to tell on the standard error stream where the cache does not have it.
 
     Raises:
         CompileError: the source is not Metal as this compiler takes it.
@@ -188,8 +199,10 @@ def build(
         defines["QK_CHECKED"] = "1"
 
     def make(folder: Path) -> None:
+        if note:
+            print(note, file=sys.stderr)
         unit, signature = source.translate(preprocess(text, defines, language), function, constants)
-        plain = _strict(unit, checked=checked, debug=checked)
+        plain = strict(unit, checked=checked, debug=checked)
         _refuse(unit, plain, checked)
         granule, lines = (_object_checked if checked else _object_fast)(plain, folder)
         toolchain.link([folder / "kernel.o"], folder / "kernel.so")

@@ -240,6 +240,7 @@ def compile_source(
     defines: Mapping[str, str] | None = None,
     language: int = 320,
     name: str | None = None,
+    note: str = "",
 ) -> HostKernel:
     """Compile one kernel of a complete Metal source for the CPU.
 
@@ -251,6 +252,7 @@ def compile_source(
         defines: macros.
         language: ``__METAL_VERSION__``.
         name: what errors call the kernel; its function's name by default.
+        note: what to tell on the standard error stream where it has to be compiled first.
 
     Raises:
         CompileError: the source is not Metal as this compiler takes it.
@@ -267,6 +269,12 @@ def compile_source(
         16
     """
     compiled = compiler.build(
-        text, function, checked=checked, constants=constants, defines=defines, language=language
+        text,
+        function,
+        checked=checked,
+        constants=constants,
+        defines=defines,
+        language=language,
+        note=note,
     )
     return HostKernel(compiled, name or function, checked)

@@ -99,9 +99,13 @@ def _ndim(i: int) -> _Maker:
 
 def _make_plan(launch: Launch, checked: bool) -> _Plan:
     program = launch.program
-    refuse(f"{program.header}\n{program.source}", program.name)
+    refuse(launch.text, program.name)
     kernel = compile_source(
-        _PREAMBLE + launch.text, launch.function, checked=checked, name=program.name
+        _PREAMBLE + launch.text,
+        launch.function,
+        checked=checked,
+        name=program.name,
+        note=f"mlx-qlayers: compiling kernel {program.name} for this CPU, once",
     )
     makers: dict[str, _Maker] = {}
     for i, name in enumerate(program.input_names):

@@ -129,7 +129,9 @@ def build(request: pytest.FixtureRequest):
 def test_exp(build: bool, dtype: mx.Dtype) -> None:
     x = mx.random.normal((4, 13), key=mx.random.key(1)).astype(dtype)
     (y,) = run("exp", EXP, {"inp": x}, {"out": x.shape})
-    assert y.dtype == dtype and mx.allclose(y, mx.exp(x), rtol=1e-6 if dtype == mx.float32 else 1e-3)
+    assert y.dtype == dtype and mx.allclose(
+        y, mx.exp(x), rtol=1e-6 if dtype == mx.float32 else 1e-3
+    )
 
 
 def test_exp_of_a_strided_input(build: bool) -> None:
@@ -144,7 +146,9 @@ def _sample(reach: float) -> tuple[np.ndarray, np.ndarray]:
     return x, rng.uniform(-reach, reach, (2, 4, 6, 2)).astype(np.float32)
 
 
-def _truth(x: np.ndarray, grid: np.ndarray, cotangent: np.ndarray | None = None) -> list[np.ndarray]:
+def _truth(
+    x: np.ndarray, grid: np.ndarray, cotangent: np.ndarray | None = None
+) -> list[np.ndarray]:
     """Bilinear sampling with zeros outside, in float64; with a cotangent, its gradients."""
     _, h, w, _ = x.shape
     ix, iy = ((grid[..., 0] + 1) * w - 1) / 2, ((grid[..., 1] + 1) * h - 1) / 2

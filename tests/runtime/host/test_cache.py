@@ -1,0 +1,67 @@
+"""The cache of compiled kernels: complete entries or none, whoever builds them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_qlayers.runtime.host import cache
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MLX_QLAYERS_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_an_entry_is_built_once() -> None:
+    built = []
+
+    def build(folder: Path) -> None:
+        built.append(folder)
+        (folder / "file").write_text("content")
+
+    first, second = (cache.entry("aa11", build) for _ in range(2))
+    assert first == second and len(built) == 1 and (first / "file").read_text() == "content"
+
+
+def test_a_build_that_fails_leaves_nothing(folder: Path) -> None:
+    def build(folder: Path) -> None:
+        (folder / "file").write_text("half of it")
+        raise RuntimeError("the compiler stopped")
+
+    with pytest.raises(RuntimeError, match="the compiler stopped"):
+        cache.entry("bb22", build)
+    assert [p for p in folder.rglob("*") if p.is_file()] == []
+
+
+def test_keys_differ_by_every_part() -> None:
+    keys = {cache.key(*parts) for parts in ((1, 2), (12,), ("1", "2"), (1, 2, {}), (1, 2, []))}
+    assert len(keys) == 5
+
+
+_RACE = """
+import sys, time
+from pathlib import Path
+from mlx_qlayers.runtime.host import cache
+
+def build(folder: Path) -> None:
+    (folder / "one").write_text("x" * 100_000)
+    time.sleep(0.3)
+    (folder / "two").write_text("y" * 100_000)
+
+found = cache.entry("cc33", build)
+print(len((found / "one").read_text()), len((found / "two").read_text()))
+"""
+
+
+def test_processes_that_build_at_once(folder: Path) -> None:
+    running = [
+        subprocess.Popen([sys.executable, "-c", _RACE], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert [p.communicate(timeout=60)[0].split() for p in running] == [["100000", "100000"]] * 3
+    assert len(list((folder / "host" / "cc").iterdir())) == 1
