@@ -112,7 +112,8 @@ def _refuse(unit: str, text: str, checked: bool) -> None:
         raise
 
 
-def _object_fast(text: str, folder: Path) -> tuple[int, list[str]]:
+def object_fast(text: str, folder: Path) -> tuple[int, list[str]]:
+    """Write ``kernel.o``, as fast as this machine can run it."""
     toolchain.run(
         [
             "clang",
@@ -152,7 +153,8 @@ def optimise(text: str) -> str:
     )
 
 
-def _object_checked(text: str, folder: Path) -> tuple[int, list[str]]:
+def object_checked(text: str, folder: Path) -> tuple[int, list[str]]:
+    """Write ``kernel.o`` with hooks; its smallest store in bytes and the lines of its hooks."""
     optimised = optimise(text)
     hooked = instrument(optimised, ir.Locations(optimised, str(toolchain.SHIMS)).of)
     toolchain.run(
@@ -204,7 +206,7 @@ def build(
         unit, signature = source.translate(preprocess(text, defines, language), function, constants)
         plain = strict(unit, checked=checked, debug=checked)
         _refuse(unit, plain, checked)
-        granule, lines = (_object_checked if checked else _object_fast)(plain, folder)
+        granule, lines = (object_checked if checked else object_fast)(plain, folder)
         toolchain.link([folder / "kernel.o"], folder / "kernel.so")
         (folder / "kernel.o").unlink()
         facts = {

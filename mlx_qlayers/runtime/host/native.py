@@ -80,11 +80,12 @@ class RawLaunch(ctypes.Structure):
     )
 
 
-def _build(folder: Path) -> None:
+def objects(folder: Path) -> list[Path]:
+    """Compile the runtime's sources into a folder."""
     tls = [] if sys.platform == "darwin" else ["-ftls-model=initial-exec"]
-    objects = []
+    made = []
     for name in _SOURCES:
-        objects.append(folder / f"{name}.o")
+        made.append(folder / f"{name}.o")
         toolchain.run(
             [
                 "c++",
@@ -99,11 +100,16 @@ def _build(folder: Path) -> None:
                 "-c",
                 str(toolchain.SHIMS / f"{name}.cpp"),
                 "-o",
-                str(objects[-1]),
+                str(made[-1]),
             ]
         )
-    toolchain.link(objects, folder / "runtime.so")
-    for path in objects:
+    return made
+
+
+def _build(folder: Path) -> None:
+    made = objects(folder)
+    toolchain.link(made, folder / "runtime.so")
+    for path in made:
         path.unlink()
 
 

@@ -13,7 +13,7 @@ from mlx_qlayers.runtime.host.instrument import instrument, size_of
 from . import mlx_kernels as mk
 
 _TOUCHES = re.compile(
-    r"= load |^\s*store |= atomicrmw |= cmpxchg |call .*@llvm\.(?:mem|masked)|call .*@llvm\..*gather"
+    r"= load |^\s*store |= atomicrmw |= cmpxchg |call .*@llvm\.(?:mem|masked|vector\.gather)"
 )
 
 
@@ -27,7 +27,7 @@ _TOUCHES = re.compile(
 )
 def test_every_access_is_seen(family: str, function: str) -> None:
     text = compiler.preprocess(mk.source(family), {"QK_CHECKED": "1"}, 320)
-    constants = {i: False for i in (10, 100, 110, 200, 201, 202)}
+    constants = dict.fromkeys((10, 100, 110, 200, 201, 202), False)
     unit, _ = source.translate(text, function, constants)
     optimised = compiler.optimise(compiler.strict(unit, checked=True, debug=False))
     hooked = instrument(optimised, lambda line: "").ir.split("\n")

@@ -71,7 +71,7 @@ def test_small_and_large_outputs(build: Any, size: int) -> None:
 
 
 def test_what_inputs_become(build: Any) -> None:
-    """A scalar is a reference, a short array constant; views are copied where rows must be whole."""
+    """A scalar is a reference, a short array constant; a view is copied to whole rows."""
     scalar, short = mx.array(2.5), mx.array([1.0, 2.0, 3.0])
     view = mx.arange(48, dtype=mx.float32).reshape(6, 8)[1:5, ::-2]
     (x,) = run("x[i] = a * b[i % 3] + c[i];", [scalar, short, view], [(16,)], [mx.float32])

@@ -22,8 +22,8 @@ _KERNEL = (
 
 # What is wrong, declarations, body, what the message says.
 REFUSED = (
-    ("device pointer as threadgroup", "float f(threadgroup float* p) { return *p; }", "y[i] = f(y);",
-     "no matching function"),
+    ("device pointer as threadgroup", "float f(threadgroup float* p) { return *p; }",
+     "y[i] = f(y);", "no matching function"),
     ("threadgroup pointer as device", "float f(device float* p) { return *p; }",
      "threadgroup float s[4]; y[i] = f(s);", "no matching function"),
     ("device pointer as thread", "float f(thread float* p) { return *p; }", "y[i] = f(y);",

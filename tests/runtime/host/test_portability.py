@@ -1,0 +1,45 @@
+"""The runtime and a kernel compile for the platforms that this machine is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_qlayers.runtime.host import compiler, native, source, toolchain
+
+KERNEL = """
+#include <metal_stdlib>
+using namespace metal;
+kernel void k(const device half* x [[buffer(0)]], device bfloat* y [[buffer(1)]],
+              uint i [[thread_position_in_grid]]) {
+  threadgroup float s[32];
+  s[i % 32] = simd_sum(float(x[i])) + precise::exp(float(x[i]));
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  y[i] = bfloat(s[31 - i % 32]);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "clang_cpu", "zig_cpu"),
+    [
+        ("aarch64-macos", "-mcpu=apple-m1", "-mcpu=apple_m1"),
+        ("aarch64-linux-gnu", "-mcpu=cortex-a76", "-mcpu=cortex_a76"),
+        ("x86_64-macos", "-march=haswell", "-march=haswell"),
+        ("x86_64-linux-gnu", "-march=x86-64", "-march=x86_64"),
+    ],
+)
+def test_another_platform(
+    target: str, clang_cpu: str, zig_cpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, clang_cpu))
+    for checked, build in ((False, compiler.object_fast), (True, compiler.object_checked)):
+        text = compiler.preprocess(KERNEL, {}, 320)
+        unit, _ = source.translate(text, "k", {})
+        build(compiler.strict(unit, checked=checked, debug=checked), tmp_path)
+        assert (tmp_path / "kernel.o").stat().st_size > 0
+    monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, zig_cpu))
+    objects = native.objects(tmp_path)
+    magic = b"\xcf\xfa\xed\xfe" if "macos" in target else b"\x7fELF"
+    assert all(path.read_bytes()[:4] == magic for path in [*objects, tmp_path / "kernel.o"])
