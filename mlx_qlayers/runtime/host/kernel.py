@@ -83,7 +83,11 @@ class Counters:
 
 def workers() -> int:
     """The number of cores that a launch may use."""
-    return int(os.environ.get("MLX_QLAYERS_HOST_THREADS", 0)) or os.cpu_count() or 1
+    if asked := int(os.environ.get("MLX_QLAYERS_HOST_THREADS", 0)):
+        return asked
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class HostKernel:
@@ -225,6 +229,8 @@ class HostKernel:
             lambda m: f"threadgroup array {shared.get(int(m.group(1)), m.group(1))}",
             text,
         )
+        if "never written" in text:
+            raise kind(f"{text} (kernel {self.name})")
         lines = self._compiled.lines
         line = lines[raw.fault_line] if raw.fault_line < len(lines) else ""
         a, b = raw.fault_threadgroup, raw.fault_thread

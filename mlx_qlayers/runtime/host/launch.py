@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from . import memory
 from .handover import Outputs
-from .kernel import Counters, HostKernel, compile_source
+from .kernel import DEFAULT_BUDGET, Counters, HostKernel, compile_source
 from .lint import refuse
 
 if TYPE_CHECKING:
@@ -29,8 +29,10 @@ class Report:
 
     Attributes:
         launches: the kernel's name and its counters, in order.
+        budget: the loop turns that each launch may take.
     """
 
+    budget: int = DEFAULT_BUDGET
     launches: list[tuple[str, Counters]] = field(default_factory=list)
 
     def total(self, name: str, kernel: str | None = None) -> int:
@@ -42,10 +44,14 @@ _report: Report | None = Report() if os.environ.get(_ENVIRONMENT) == "1" else No
 
 
 @contextmanager
-def checks(enabled: bool = True) -> Iterator[Report]:
+def checks(enabled: bool = True, *, budget: int = DEFAULT_BUDGET) -> Iterator[Report]:
     """Run the launches of a ``with`` block on the checked build (or, with False, on the fast one).
 
     ``MLX_QLAYERS_HOST_CHECKS=1`` turns the checks on everywhere.
+
+    Args:
+        enabled: whether to check.
+        budget: the loop turns after which a launch counts as hanging.
 
     Raises:
         KernelFault: in the block, at the launch that did something wrong.
@@ -56,7 +62,7 @@ def checks(enabled: bool = True) -> Iterator[Report]:
         >>> report.total("bytes_read")
     """
     global _report
-    before, report = _report, Report()
+    before, report = _report, Report(budget)
     _report = report if enabled else None
     try:
         yield report
@@ -151,7 +157,7 @@ def launch(launch: Launch) -> list[mx.array]:
     buffers = {i: memory.extent(x) for i, x in enumerate(bound) if x is not None}
     for i in plan.outputs:
         buffers[i].writable, buffers[i].initialised = True, i not in fresh
-    counters = plan.kernel.run(buffers, launch.grid, launch.threadgroup)
+    counters = plan.kernel.run(buffers, launch.grid, launch.threadgroup, budget=report.budget)
     assert counters is not None
     report.launches.append((launch.program.name, counters))
     return outputs.arrays()

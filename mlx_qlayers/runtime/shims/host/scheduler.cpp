@@ -249,29 +249,67 @@ bool Worker::prepare(Launch* l) {
   return true;
 }
 
-void Worker::run_threadgroup(uint32_t linear) {
-  const uint32_t* groups = fibers[0].thread.threadgroups_per_grid;
-  uint32_t at[3] = {linear % groups[0], linear / groups[0] % groups[1], linear / groups[0] / groups[1]};
-  uint32_t size[3];
+// Where a threadgroup is and how large, at the grid's edge smaller; returns its threads.
+static uint32_t place(const Launch* launch, uint32_t linear, const qk_thread& any, uint32_t at[3], uint32_t size[3]) {
+  const uint32_t* groups = any.threadgroups_per_grid;
+  at[0] = linear % groups[0], at[1] = linear / groups[0] % groups[1];
+  at[2] = linear / groups[0] / groups[1];
   for (int d = 0; d < 3; d++) {
     uint32_t left = launch->grid[d] - at[d] * launch->threadgroup[d];
     size[d] = left < launch->threadgroup[d] ? left : launch->threadgroup[d];
   }
-  uint32_t threads = size[0] * size[1] * size[2], i = 0;
+  return size[0] * size[1] * size[2];
+}
+
+static void set_threadgroup(qk_thread& t, const uint32_t at[3], const uint32_t size[3]) {
+  for (int d = 0; d < 3; d++) {
+    t.threadgroup_position[d] = at[d];
+    t.threads_per_threadgroup[d] = size[d];
+  }
+}
+
+// Calls f(index, x, y, z) for each thread of a threadgroup.
+template <typename F>
+static void each_thread(const uint32_t size[3], F f) {
+  uint32_t i = 0;
   for (uint32_t z = 0; z < size[2]; z++) {
     for (uint32_t y = 0; y < size[1]; y++) {
-      for (uint32_t x = 0; x < size[0]; x++, i++) {
-        qk_thread& t = fibers[i].thread;
-        t.index_in_threadgroup = i;
-        t.position_in_threadgroup[0] = x, t.position_in_threadgroup[1] = y;
-        t.position_in_threadgroup[2] = z;
-        for (int d = 0; d < 3; d++) {
-          t.threadgroup_position[d] = at[d];
-          t.threads_per_threadgroup[d] = size[d];
-        }
-      }
+      for (uint32_t x = 0; x < size[0]; x++, i++) f(i, x, y, z);
     }
   }
+}
+
+static void set_thread(qk_thread& t, uint32_t i, uint32_t x, uint32_t y, uint32_t z) {
+  t.index_in_threadgroup = i;
+  t.position_in_threadgroup[0] = x, t.position_in_threadgroup[1] = y;
+  t.position_in_threadgroup[2] = z;
+}
+
+// Threads that never meet run one after another, as one fiber that is none.
+void Worker::run_alone(uint32_t linear) {
+  uint32_t at[3], size[3];
+  current = &fibers[0];
+  qk_thread& t = current->thread;
+  place(launch, linear, t, at, size);
+  set_threadgroup(t, at, size);
+  Entry entry = launch->entry;
+  const uint64_t* buffers = launch->buffers;
+  each_thread(size, [&](uint32_t i, uint32_t x, uint32_t y, uint32_t z) {
+    set_thread(t, i, x, y, z);
+    t.lane = i % kSimdWidth;
+    entry(&t, buffers);
+  });
+  t.lane = 0;
+}
+
+void Worker::run_threadgroup(uint32_t linear) {
+  if (!launch->fibers) return run_alone(linear);
+  uint32_t at[3], size[3];
+  uint32_t threads = place(launch, linear, fibers[0].thread, at, size);
+  each_thread(size, [&](uint32_t i, uint32_t x, uint32_t y, uint32_t z) {
+    set_thread(fibers[i].thread, i, x, y, z);
+    set_threadgroup(fibers[i].thread, at, size);
+  });
   live = threads;
   waiting = 0;
   if (checks) checks_threadgroup(checks);
@@ -283,13 +321,6 @@ void Worker::run_threadgroup(uint32_t linear) {
     g.meeting = g.waiting = g.device_epoch = g.threadgroup_epoch = 0;
     g.row = &g.rows[0];
     g.row->ready = 0;
-  }
-  if (!launch->fibers) {
-    for (uint32_t k = 0; k < threads; k++) {
-      current = &fibers[k];
-      launch->entry(&fibers[k].thread, launch->buffers);
-    }
-    return;
   }
   for (uint32_t k = 0; k < threads; k++) fibers[k].sp = stacks.prepare(k, fiber_start);
   current = &fibers[0];
