@@ -8,6 +8,7 @@ run prints the table.
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -343,3 +344,17 @@ def test_scan(reverse: bool, record_property: Record) -> None:
     mk.run(loaded, arguments, {"out": out}, (1, rows, 1), (128, 1, 1), tolerate)
     assert np.array_equal(out, np.array(mx.cumsum(mx.array(x), -1, reverse=reverse)))
     _note(record_property, "contiguous_scan", "reverse" if reverse else "sum", "checked", 0.0, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("checked", "seconds"), [(True, 5.0), (False, 1.0)])
+def test_fast_enough_to_test_with(checked: bool, seconds: float) -> None:
+    """The bars leave room for a busy machine: 0.1 s with checks and 3 ms without were measured."""
+    n = 3584
+    arguments, truth = _quantized("qmv_fast", 4, 64, mx.float16, (1, n, n))
+    loaded = mk.load("affine", "affine_qmv_fast<half, 64, 4, false>", checked=checked)
+    y = mk.empty((1, n), mx.float16)
+    begin = time.perf_counter()
+    mk.run(loaded, arguments, {"y": y}, (1, n // 8, 1), (32, 2, 1))
+    assert time.perf_counter() - begin < seconds
+    assert mk.error(mk.float64(y, mx.float16), truth, mx.float16) < 2.5

@@ -1,0 +1,65 @@
+"""Addresses of arrays, and outputs that change hands."""
+
+from __future__ import annotations
+
+import ctypes
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers.runtime.host.handover import SMALL, Outputs, Scratch
+from mlx_qlayers.runtime.host.memory import contiguous, extent, locate, strides
+
+
+def test_an_array_lies_where_it_is_said_to() -> None:
+    x = mx.arange(12, dtype=mx.int32)
+    assert (ctypes.c_int32 * 12).from_address(locate(x))[:] == list(range(12))
+    row = x.reshape(3, 4)[1]
+    mx.eval(row)
+    assert ctypes.c_int32.from_address(locate(row)).value == 4
+    assert contiguous(x) is x and locate(mx.zeros((0,))) == 0
+
+
+@pytest.mark.parametrize("index", [np.s_[::-1], np.s_[:, ::-2], np.s_[1:, 2], np.s_[::2, 1:]])
+def test_extent_of_a_view(index: object) -> None:
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    view = mx.array(x)[index]  # type: ignore[index]
+    found = extent(view)
+    values = np.frombuffer(ctypes.string_at(found.address, found.bytes), np.float32)
+    first = np.array(view).ravel()
+    assert values.min() == first.min() and values.max() == first.max()
+    assert values[found.origin // 4] == first[0]
+    assert locate(view) == found.address + found.origin
+    assert np.array_equal(np.array(contiguous(view)), np.array(view))
+
+
+def test_strides_count_elements() -> None:
+    assert strides(mx.zeros((3, 5)).T) == [1, 5]
+    assert strides(mx.broadcast_to(mx.zeros((1, 4)), (3, 4))) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.uint8, mx.int64, mx.bool_])
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3, 5), (SMALL,), (0, 4)])
+def test_outputs_change_hands(shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+    outputs = Outputs([shape], [dtype], None)
+    memory = outputs.memory(0)
+    values = np.random.default_rng(0).integers(0, 2, shape)
+    wanted = mx.array(values).astype(dtype)
+    mx.eval(wanted)
+    ctypes.memmove(locate(memory), locate(wanted), wanted.nbytes)
+    (found,) = outputs.arrays()
+    assert found.shape == shape and found.dtype == dtype and mx.array_equal(found, wanted)
+
+
+def test_scratch_is_copied() -> None:
+    scratch = Scratch((2,), mx.float32)
+    first = mx.array(scratch)  # type: ignore[arg-type]
+    ctypes.c_float.from_buffer(scratch.memory).value = 5
+    assert first.tolist() == [0, 0]
+
+
+def test_a_value_to_start_from() -> None:
+    outputs = Outputs([(3,), (2,)], [mx.uint32, mx.float16], 2.0)
+    assert [x.tolist() for x in outputs.arrays()] == [[2, 2, 2], [2.0, 2.0]]
+    assert [x.dtype for x in outputs.arrays()] == [mx.uint32, mx.float16]
