@@ -71,7 +71,7 @@ def _unqualified(text: str) -> list[tuple[int, str]]:
     """Pointers and references whose address space is left out."""
     found = []
     pattern = re.compile(
-        rf"(?<![\w:.])((?:metal\s*::\s*)?(?:{_types(text)}))\s*(?:const\s*)?([*&]{{1,2}})\s*"
+        rf"(?<![\w:.])((?:metal\s*::\s*)?(?:{_types(text)}))\s*(?:const\s*)?(\*{{1,2}}|&(?!&))\s*"
         r"(?:const\s+)?(?:(?P<name>\w+)\s*(?=[,;)=\[({:])|(?=[)>,]))"
     )
     for m in pattern.finditer(text):

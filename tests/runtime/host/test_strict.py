@@ -135,6 +135,7 @@ def test_lint_accepts_metal() -> None:
             const device T* p = x + i;
             auto q = reinterpret_cast<const device uint*>(p);
             total += T(*q) * (i && n);
+            if constexpr (metal::is_same_v<T, float> && N) { total = 0; }
           }
           return total * acc[0];
         }
