@@ -12,6 +12,7 @@ import pytest
 from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.host.memory import locate
+from mlx_qlayers.runtime.tracing import trace
 from mlx_qlayers.runtime.wait import KernelTimeout, wait_for
 
 from .kernels import GATHER, SPIN
@@ -94,5 +95,8 @@ def test_a_kernel_that_hangs_on_the_host():
         with pytest.raises(KernelTimeout, match=r"no result within 0.3 s"):
             wait_for(lambda x: SPIN([x], **sizes), 0.3, x)
         assert wait_for(lambda x: SPIN([x], **sizes)[0], 5, x - 1).tolist() == [1] * 8
-    # Let it end, so that it takes no more of the machine.
-    ctypes.c_int.from_address(locate(x)).value = 0
+    # Let it end, so that it takes no more of the machine, and is in no other test's trace.
+    with trace() as launches:
+        ctypes.c_int.from_address(locate(x)).value = 0
+        while not launches:
+            time.sleep(0.01)
