@@ -81,12 +81,18 @@ inline void dequantize(thread float* to, const device uint* from, float scale, f
 // sums[i % ways] += a[i] * b[i]
 template <int count, int ways>
 inline void accumulate(thread float* sums, const thread float* a, const thread float* b) {
+  float parts[ways];
 #pragma unroll
-  for (int i = 0; i < count; i += ways) {
+  for (int j = 0; j < ways; j++) {
+    parts[j] = sums[j];
+  }
 #pragma unroll
-    for (int j = 0; j < ways; j++) {
-      sums[j] = fma(a[i + j], b[i + j], sums[j]);
-    }
+  for (int i = 0; i < count; i++) {
+    parts[i % ways] = fma(a[i], b[i], parts[i % ways]);
+  }
+#pragma unroll
+  for (int j = 0; j < ways; j++) {
+    sums[j] = parts[j];
   }
 }
 
@@ -118,7 +124,8 @@ template <
 
   for (int k = lane * run; k < K; k += lanes * run) {
     float weights[outputs][run];
-#pragma unroll
+#pragma unroll(lanes > 1 ? outputs : 1)
+#pragma clang loop vectorize(disable)
     for (int n = 0; n < outputs; n++) {
       size_t row = min(first + n, N - 1), at = row * groups + k / group;
       float scale = decoded_scale<mode>(scales[at]);
@@ -126,7 +133,7 @@ template <
       dequantize<mode, bits, run>(
           weights[n], w + row * words + size_t(k) * bits / 32, scale, offset);
     }
-#pragma unroll
+#pragma unroll(lanes > 1 ? rows : 1)
     for (int m = 0; m < rows; m++) {
       if (rows > 1 && m >= M) {
         continue;
@@ -136,16 +143,18 @@ template <
       for (int i = 0; i < run; i++) {
         values[i] = float(x[size_t(m) * K + k + i]);
       }
-#pragma unroll
+#pragma unroll(lanes > 1 ? outputs : 1)
+#pragma clang loop vectorize(disable)
       for (int n = 0; n < outputs; n++) {
         accumulate<run, ways>(sums[m][n], weights[n], values);
       }
     }
   }
 
-#pragma unroll
+#pragma unroll(lanes > 1 ? rows : 1)
   for (int m = 0; m < rows; m++) {
-#pragma unroll
+#pragma unroll(lanes > 1 ? outputs : 1)
+#pragma clang loop vectorize(disable)
     for (int n = 0; n < outputs; n++) {
       float sum = 0;
 #pragma unroll
