@@ -108,7 +108,7 @@ template <
     int lanes,
     int ways,
     bool biased>
-[[kernel]] void quantized_matmul_few(
+[[kernel]] void quantized_matmul_few_rows(
     const device T* x,
     const device uint* w,
     const device S* scales,

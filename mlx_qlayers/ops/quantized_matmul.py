@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from math import prod
+from typing import Any
+
 import mlx.core as mx
 
 from ..formats import Format
+from ..metal.quantized_matmul import MAX_FEW_ROWS, few_rows, product_of_few_rows
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import choose
 
@@ -56,9 +62,106 @@ def quantized_matmul(
     """
     fmt = Format.checked(group_size, bits, mode)
     _check(x, w, scales, biases, transpose, fmt, bias)
-    choose("quantized_matmul")
+    rows = prod(x.shape[:-1])
+    lacking = _lacking(rows, w, transpose)
+    path = choose(
+        "quantized_matmul",
+        () if lacking else ("metal", "cuda", "host"),
+        unless=lacking,
+        host_gain=_host_gain(rows, fmt),
+        arrays=(x, w, scales),
+    )
+    if path == "ops":
+        return _reference(x, w, scales, biases, bias, transpose, fmt)
+    return _by_kernel(x, w, scales, biases, bias, path, fmt)
+
+
+def _reference(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    bias: mx.array | None,
+    transpose: bool,
+    fmt: Format,
+) -> mx.array:
     y = reference.quantized_matmul(x, w, scales, biases, transpose, fmt)
     return y if bias is None else y + bias
+
+
+def _lacking(rows: int, w: mx.array, transpose: bool) -> str | None:
+    """Why no kernel takes these arguments, if none does."""
+    if not 0 < rows <= MAX_FEW_ROWS:
+        return f"{rows} rows; the kernel takes 1 to {MAX_FEW_ROWS}"
+    if not transpose:
+        return "the kernel multiplies with the transpose"
+    if w.ndim > 2 or 0 in w.shape:
+        return f"w has shape {w.shape}; the kernel takes one matrix that is not empty"
+    return None
+
+
+def _host_gain(rows: int, fmt: Format) -> float:
+    return 4.0
+
+
+def _by_kernel(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    bias: mx.array | None,
+    path: str,
+    fmt: Format,
+) -> mx.array:
+    out = x.dtype
+    if biases is not None:
+        out = mx.result_type(x, scales, biases)
+        scales, biases = _alike(scales, biases)
+    # A bias of more precision than the product is added to it afterwards, as stock layers do.
+    fused = bias is not None and bias.dtype == out
+    arrays = (x.astype(out), w, scales, biases, bias if fused else None)
+    present = [a for a in arrays if a is not None]
+    y: mx.array = _differentiable(path, fmt, biases is not None, fused)(*present)
+    return y if bias is None or fused else y + bias
+
+
+def _alike(scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:
+    if scales.dtype == biases.dtype:
+        return scales, biases
+    dtype = mx.result_type(scales, biases)
+    return scales.astype(dtype), biases.astype(dtype)
+
+
+@cache
+def _differentiable(path: str, fmt: Format, affine: bool, biased: bool) -> Callable[..., Any]:
+    """The kernel with the gradient of the reference; takes the arrays that are not None."""
+
+    def named(arrays: tuple[mx.array, ...]) -> tuple[mx.array | None, ...]:
+        x, w, scales, *rest = arrays
+        biases = rest[0] if affine else None
+        return x, w, scales, biases, rest[-1] if biased else None
+
+    @mx.custom_function
+    def product(*arrays: mx.array) -> mx.array:
+        x, w, scales, biases, bias = named(arrays)
+        config = few_rows(path, x.size // x.shape[-1], fmt)
+        return product_of_few_rows(x, w, scales, biases, bias, fmt, config)
+
+    @product.vjp
+    def gradient(
+        arrays: tuple[mx.array, ...], dy: mx.array, y: mx.array
+    ) -> tuple[mx.array, ...]:
+        w = arrays[1]
+
+        def function(*others: mx.array) -> mx.array:
+            x, _, *rest = named((others[0], w, *others[1:]))
+            return _reference(x, w, *rest, True, fmt)
+
+        others = [arrays[0], *arrays[2:]]
+        _, (dx, *rest) = mx.vjp(function, others, [dy])
+        return dx, mx.zeros_like(w), *rest
+
+    return product
 
 
 def _check(
