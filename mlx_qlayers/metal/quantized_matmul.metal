@@ -20,7 +20,7 @@ using namespace metal;
 
 // Element i of a row of packed words; i is known when the loop around it is unrolled.
 template <int bits>
-inline uint packed_code(const thread uint* words, int i) {
+METAL_FUNC uint packed_code(const thread uint* words, int i) {
   int word = i * bits / 32, shift = i * bits % 32;
   uint code = words[word] >> shift;
   if (shift + bits > 32) {
@@ -30,22 +30,22 @@ inline uint packed_code(const thread uint* words, int i) {
 }
 
 // E4M3 and E2M1 are halves with a smaller exponent: shifted into place, they are a power of two off.
-inline float float_from_e4m3(uint code) {
+METAL_FUNC float float_from_e4m3(uint code) {
   uint magnitude = code & 0x7f;
   uint nan = (magnitude + 1) >> 7 << 14;
   return float(as_type<half>(ushort((code & 0x80) << 8 | magnitude << 7 | nan))) * 256.0f;
 }
-inline float float_from_e2m1(uint code) {
+METAL_FUNC float float_from_e2m1(uint code) {
   return float(as_type<half>(ushort((code & 8) << 12 | (code & 7) << 9))) * 16384.0f;
 }
 
 // An integer below 2^23 in the mantissa of 2^23: cheaper than a conversion on Apple GPUs.
-inline float float_from_integer(uint code) {
+METAL_FUNC float float_from_integer(uint code) {
   return as_type<float>(code | 0x4b000000u) - 8388608.0f;
 }
 
 template <int mode>
-inline float decoded(uint code) {
+METAL_FUNC float decoded(uint code) {
   if (mode == AFFINE) {
     return float_from_integer(code);
   }
@@ -53,7 +53,7 @@ inline float decoded(uint code) {
 }
 
 template <int mode, typename S>
-inline float decoded_scale(S scale) {
+METAL_FUNC float decoded_scale(S scale) {
   if (mode == AFFINE) {
     return float(scale);
   }
@@ -66,7 +66,7 @@ inline float decoded_scale(S scale) {
 
 // `count` elements of one group, from their packed words, as numbers.
 template <int mode, int bits, int count>
-inline void dequantize(thread float* to, const device uint* from, float scale, float bias) {
+METAL_FUNC void dequantize(thread float* to, const device uint* from, float scale, float bias) {
   uint words[count * bits / 32];
 #pragma unroll
   for (int i = 0; i < count * bits / 32; i++) {
@@ -80,7 +80,7 @@ inline void dequantize(thread float* to, const device uint* from, float scale, f
 
 // sums[i % ways] += a[i] * b[i]
 template <int count, int ways>
-inline void accumulate(thread float* sums, const thread float* a, const thread float* b) {
+METAL_FUNC void accumulate(thread float* sums, const thread float* a, const thread float* b) {
   float parts[ways];
 #pragma unroll
   for (int j = 0; j < ways; j++) {
@@ -120,10 +120,10 @@ template <
   int M = shape[0], N = shape[1], K = shape[2];
   int first = int(id / lanes) * outputs, lane = id % lanes;
   size_t words = size_t(K) * bits / 32, groups = K / group;
-  float sums[rows][outputs][ways] = {};
+  alignas(64) float sums[rows][outputs][ways] = {};
 
   for (int k = lane * run; k < K; k += lanes * run) {
-    float weights[outputs][run];
+    alignas(64) float weights[outputs][run];
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)
     for (int n = 0; n < outputs; n++) {
