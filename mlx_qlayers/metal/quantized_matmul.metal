@@ -122,7 +122,9 @@ template <
   size_t words = size_t(K) * bits / 32, groups = K / group;
   alignas(64) float sums[rows][outputs][ways] = {};
 
-  for (int k = lane * run; k < K; k += lanes * run) {
+  // A tile beyond N, there to fill the last threadgroup, reads nothing.
+  int depth = first < N ? K : 0;
+  for (int k = lane * run; k < depth; k += lanes * run) {
     alignas(64) float weights[outputs][run];
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)

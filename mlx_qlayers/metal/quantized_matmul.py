@@ -11,9 +11,7 @@ import mlx.core as mx
 from ..formats import MODES, Format
 from ..runtime.kernel import Kernel
 
-# Rows that the kernel is compiled for: a product takes the next larger number.
-_ROWS = (1, 2, 4, 8, 16)
-MAX_FEW_ROWS = _ROWS[-1]
+MAX_FEW_ROWS = 16
 
 _FEW_ROWS = Kernel(
     "quantized_matmul_few_rows",
@@ -42,6 +40,7 @@ class FewRows:
     """How a product of few rows is spread over threads.
 
     Attributes:
+        rows: rows that the kernel is compiled for; a product may have fewer.
         outputs: columns of the result that one SIMD group, or one thread, computes.
         run: neighbouring elements of a row of the matrix that a thread takes at once; a multiple
             of 16, or of 32 where ``bits`` is odd, that divides the group size.
@@ -50,6 +49,7 @@ class FewRows:
         threads: threads of a threadgroup; a multiple of ``lanes``.
     """
 
+    rows: int
     outputs: int
     run: int
     lanes: int
@@ -68,10 +68,14 @@ def few_rows(device: str, rows: int, fmt: Format) -> FewRows:
     """
     if device == "host":
         # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.
-        return FewRows(outputs=4, run=fmt.group_size, lanes=1, ways=16, threads=8)
+        # Its loops over rows are not unrolled, so that one kernel does for all but the single row.
+        rows = 1 if rows == 1 else MAX_FEW_ROWS
+        return FewRows(rows, outputs=4, run=fmt.group_size, lanes=1, ways=16, threads=8)
     # The sums and unpacked weights must stay within some 100 registers.
     run = 32 if fmt.bits % 2 else 16
-    return FewRows(outputs=4 if rows * run <= 64 else 2, run=run, lanes=32, ways=1, threads=64)
+    rows = next(n for n in (1, 2, 4, 8, MAX_FEW_ROWS) if n >= rows)
+    outputs = 4 if rows * run <= 64 else 2
+    return FewRows(rows, outputs, run, lanes=32, ways=1, threads=64)
 
 
 def product_of_few_rows(
@@ -110,7 +114,7 @@ def product_of_few_rows(
             x if bias is None else bias,
             _shape(m, n, k),
         ],
-        template=_template(x.dtype, scales.dtype, fmt, m, config, bias is not None),
+        template=_template(x.dtype, scales.dtype, fmt, config, bias is not None),
         grid=(groups * config.threads, 1, 1),
         threadgroup=(config.threads, 1, 1),
         output_shapes=[(*leading, n)],
@@ -120,7 +124,7 @@ def product_of_few_rows(
 
 @cache
 def _template(
-    dtype: mx.Dtype, scale: mx.Dtype, fmt: Format, rows: int, config: FewRows, biased: bool
+    dtype: mx.Dtype, scale: mx.Dtype, fmt: Format, config: FewRows, biased: bool
 ) -> dict[str, mx.Dtype | int | bool]:
     return {
         "T": dtype,
@@ -128,7 +132,7 @@ def _template(
         "mode": list(MODES).index(fmt.mode),
         "group": fmt.group_size,
         "bits": fmt.bits,
-        "rows": next(limit for limit in _ROWS if limit >= rows),
+        "rows": config.rows,
         "outputs": config.outputs,
         "run": config.run,
         "lanes": config.lanes,

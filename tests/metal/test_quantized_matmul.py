@@ -1,0 +1,153 @@
+"""The kernels of the quantized product against float64, and what they read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers import quantized_matmul
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.quantized_matmul import few_rows, product_of_few_rows
+from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime.host import checks
+from tests.numerics import assert_accurate, random, round_to, to64
+from tests.oracles import product
+from tests.packed import FORMATS, dequantize64, random_packed, terms64
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+AFFINE = Format(64, 4)
+# One column, fewer and more than a tile, no whole tiles; one group, three, and many.
+SHAPES = [(1, 1), (8, 3), (41, 1), (520, 3), (41, 256)]
+
+
+def check(y, x, packed, fmt, bias=None):
+    """Hold a product against float64 and against float32 sums rounded once."""
+    dense, terms = dequantize64(*packed, fmt).T, terms64(*packed, fmt).T
+    added = 0.0 if bias is None else to64(bias)
+    rounded = product(to64(x).astype(np.float32), dense.astype(np.float32)) + np.float32(added)
+    terms = np.abs(to64(x)) @ terms + np.abs(added)
+    truth = to64(x) @ dense + added
+    assert_accurate(y, truth, round_to(rounded, y.dtype), terms=terms.max(initial=0))
+
+
+def sample(rng, rows, n, groups, fmt, dtype):
+    k = max(groups * fmt.group_size, 32) if groups < 256 else 256
+    return random(rng, (rows, k), dtype), random_packed(rng, n, k, fmt, dtype)
+
+
+def by_kernel(x, packed, fmt, bias=None, device="host", **changes):
+    config = replace(few_rows(device, len(x), fmt), **changes)
+    with use_backend("host"):
+        return product_of_few_rows(x, *packed, bias, fmt, config)
+
+
+def check_all(fmt, dtype, rows, shapes=SHAPES, **options):
+    rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size + 7 * rows)
+    for n, groups in shapes:
+        x, packed = sample(rng, rows, n, groups, fmt, dtype)
+        check(by_kernel(x, packed, fmt, **options), x, packed, fmt)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_every_format(fmt):
+    for rows in (3, 7, 16):
+        check_all(fmt, mx.bfloat16, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_every_format_and_dtype(fmt, dtype):
+    for rows in (1, 3, 7, 16):
+        check_all(fmt, dtype, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_row(dtype):
+    check_all(AFFINE, dtype, 1)
+
+
+@pytest.mark.parametrize("fmt", FORMATS[::5], ids=str)
+@pytest.mark.parametrize("device", ["host", "metal"])
+def test_clean_with_checks(fmt, device):
+    """Nothing out of bounds, unset, misaligned or raced for; with the configuration of GPUs too."""
+    with checks():
+        check_all(fmt, mx.float16, 5, [(41, 1), (8, 3)], device=device)
+
+
+@pytest.mark.parametrize("fmt", [AFFINE, Format(32, 3), Format(16, 4, "nvfp4")], ids=str)
+def test_configuration_of_gpus(fmt):
+    """The threads of a SIMD group share the columns; some have nothing to do."""
+    for rows in (1, 3, 16):
+        check_all(fmt, mx.float32, rows, device="metal")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("device", ["host", "metal"])
+def test_reads_the_matrix_once(rows, device):
+    rng = np.random.default_rng(rows)
+    x, packed = sample(rng, rows, 24, 256, AFFINE, mx.float16)
+    with checks() as report:
+        y = by_kernel(x, packed, AFFINE, device=device)
+    w, scales, biases = packed
+    config = few_rows(device, rows, AFFINE)
+    tiles = 24 // config.outputs
+    # A scale is read by each thread that has a part of its group, all in one SIMD group at once.
+    each = AFFINE.group_size // config.run
+    of_matrix = w.nbytes + each * (scales.nbytes + biases.nbytes)
+    assert report.total("bytes_read") == of_matrix + tiles * x.nbytes
+    assert report.total("bytes_written") == y.nbytes
+    if device == "host":
+        assert each == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_is_added_before_rounding(dtype):
+    rng = np.random.default_rng(3)
+    for rows in (1, 6):
+        x, packed = sample(rng, rows, 41, 3, AFFINE, dtype)
+        bias = random(rng, (41,), dtype)
+        check(by_kernel(x, packed, AFFINE, bias), x, packed, AFFINE, bias)
+
+
+def test_poisoned_memory_is_overwritten():
+    """Every element of the result is written, whatever the memory held."""
+    rng = np.random.default_rng(4)
+    x, packed = sample(rng, 3, 520, 3, AFFINE, mx.float32)
+    first = by_kernel(x, packed, AFFINE)
+    for _ in range(5):
+        poison = mx.full((3, 520), float("nan"))
+        mx.eval(poison)
+        del poison
+        assert mx.array_equal(by_kernel(x, packed, AFFINE), first)
+
+
+def test_nan_and_infinity_stay_in_their_row():
+    rng = np.random.default_rng(5)
+    x, packed = sample(rng, 7, 41, 3, AFFINE, mx.float32)
+    values = np.array(x)
+    values[2, 5], values[4, 7] = np.nan, np.inf
+    y = np.isfinite(np.array(by_kernel(mx.array(values), packed, AFFINE)))
+    good = np.isfinite(values).all(1)
+    assert y[good].all() and not y[~good].any()
+
+
+def test_rows_do_not_depend_on_their_number():
+    """A row's result is the same alone and among others, so that speculation changes no token."""
+    rng = np.random.default_rng(6)
+    x, packed = sample(rng, 16, 41, 256, AFFINE, mx.bfloat16)
+    whole = by_kernel(x, packed, AFFINE)
+    for rows in (1, 2, 9):
+        assert mx.array_equal(by_kernel(x[:rows], packed, AFFINE), whole[:rows])
+
+
+def test_one_launch_of_whole_threadgroups():
+    x, packed = sample(np.random.default_rng(7), 2, 41, 3, AFFINE, mx.float32)
+    with trace() as launches, use_backend("host"):
+        quantized_matmul(x.reshape(1, 2, -1), *packed)
+    (launch,) = launches
+    assert (launch.kernel, launch.backend) == ("quantized_matmul_few_rows", "host")
+    assert launch.grid == (16, 1, 1)
