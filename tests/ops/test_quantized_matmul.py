@@ -9,6 +9,8 @@ import pytest
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.formats import Format
 from mlx_qlayers.reference import cores
+from mlx_qlayers.runtime import BackendError, trace
+from mlx_qlayers.runtime.backend import backend
 from tests.numerics import assert_accurate, assert_gradient, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, dequantize64, random_packed, terms64
@@ -168,6 +170,95 @@ def test_explains_its_path():
     quantized_matmul(mx.ones((2, 64)), *mx.quantize(mx.ones((8, 64))))
     (decision,) = explain()
     assert (decision.op, decision.path, decision.calls) == ("quantized_matmul", "ops", 1)
+
+
+SMALL = Format(32, 4)
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (1, 1, 5, 64)])
+def test_kernel_takes_leading_dimensions(shape):
+    rng = np.random.default_rng(1)
+    packed = random_packed(rng, 24, 64, SMALL)
+    x = random(rng, shape)
+    with use_backend("host"), trace() as launches:
+        y = quantized_matmul(x, *packed, group_size=32)
+    assert y.shape == (*shape[:-1], 24) and len(launches) == 1
+    check(y.reshape(-1, 24), x.reshape(-1, 64), packed, SMALL)
+
+
+def test_kernel_takes_strided_inputs():
+    rng = np.random.default_rng(2)
+    packed = random_packed(rng, 40, 128, SMALL)
+    wide = random(rng, (128, 12))
+    part = tuple(a[8:] for a in packed)
+    with use_backend("host"):
+        for x in (wide.T, wide.T[::3], mx.broadcast_to(wide.T[:1], (5, 128))):
+            check(quantized_matmul(x, *packed, group_size=32), x, packed, SMALL)
+        check(quantized_matmul(wide.T, *part, group_size=32), wide.T, part, SMALL)
+
+
+def test_kernel_promotes_as_stock_does():
+    rng = np.random.default_rng(4)
+    w, scales, biases = random_packed(rng, 16, 64, SMALL)
+    x, bias = random(rng, (2, 64)), random(rng, (16,))
+    half, float_ = mx.float16, mx.float32
+    for kinds in ((half, float_, half, half), (half, half, half, float_), (float_, half, half, half)):
+        a, s, b, c = (y.astype(d) for y, d in zip((x, scales, biases, bias), kinds, strict=True))
+        found = []
+        for backend in ("host", "ops"):
+            with use_backend(backend):
+                found.append(quantized_matmul(a, w, s, b, group_size=32, bias=c))
+        assert found[0].dtype == found[1].dtype == float_
+        np.testing.assert_allclose(to64(found[0]), to64(found[1]), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_kernel_has_the_gradient_of_the_reference(mode):
+    rng = np.random.default_rng(6)
+    w, *rest = (a for a in random_packed(rng, 40, 64, Format(32, 4, mode)) if a is not None)
+    floats = [random(rng, (2, 3, 64)), random(rng, (40,))]
+    if mode == "affine":
+        floats += rest
+
+    def loss(x, bias, *numbers):
+        packed = numbers or rest
+        y = quantized_matmul(x, w, *packed, group_size=32, mode=mode, bias=bias)
+        return mx.sin(y).sum()
+
+    found = []
+    for backend in ("host", "ops"):
+        with use_backend(backend), trace() as launches:
+            found.append(mx.grad(loss, tuple(range(len(floats))))(*floats))
+        assert len(launches) == (backend == "host")
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(to64(a), to64(b), rtol=0, atol=4e-6 * np.abs(to64(b)).max())
+
+
+def test_auto_takes_the_kernel_where_it_is_faster():
+    packed = mx.quantize(mx.ones((40, 64)))
+    fp4 = mx.quantize(mx.ones((40, 64)), mode="mxfp4")
+    with use_backend("auto"):
+        if backend() != "host":
+            pytest.skip("a GPU is here")
+        for rows, arguments, options, path, reason in (
+            (1, packed, {}, "host", "auto: 4.4 times"),
+            (16, packed, {}, "host", "auto: 10 times"),
+            (17, packed, {}, "ops", "17 rows; the kernel takes 1 to 16"),
+            (1, fp4, {"mode": "mxfp4"}, "ops", "0.9 times"),
+            (2, fp4, {"mode": "mxfp4"}, "host", "auto: 1.5 times"),
+        ):
+            explain(reset=True)
+            quantized_matmul(mx.ones((rows, 64)), *arguments, **options)
+            (decision,) = (d for d in explain() if d.op == "quantized_matmul")
+            assert decision.path == path and reason in decision.reason
+
+
+def test_forced_kernel_refuses_what_it_does_not_take():
+    packed = mx.quantize(mx.ones((64, 64)))
+    with use_backend("host"):
+        for x, options in ((mx.ones((17, 64)), {}), (mx.ones((1, 64)), {"transpose": False})):
+            with pytest.raises(BackendError, match="no host kernel"):
+                quantized_matmul(x, *packed, **options)
 
 
 GOOD = dict(zip(("w", "scales", "biases"), mx.quantize(mx.ones((16, 128))), strict=True))
