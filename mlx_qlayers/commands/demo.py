@@ -28,28 +28,30 @@ def run(args: argparse.Namespace) -> None:
 
     from ..convert import convert_model
     from ..loading import load_stock
-    from ..runtime.backend import backend
+    from ..runtime.backend import backend, use_backend
     from .text import encode, stream
 
     stock, tokenizer, _, quantization = load_stock(args.model or shipped_model())
     converted = copy.deepcopy(stock)  # the arrays are shared
     print(convert_model(converted, config=quantization).summary(), end="\n\n")
     prompt = encode(tokenizer, args.prompt, chat=False)
+    contenders = [("stock", stock, "ops"), ("converted, reference path", converted, "ops")]
+    if place := {"host": "the CPU", "metal": "the GPU", "cuda": "the GPU"}.get(backend()):
+        contenders.append((f"converted, Metal kernels on {place}", converted, "auto"))
     rows = []
-    for name, model, echo in (
-        ("converted", converted, sys.stdout),
-        ("stock mlx-lm", stock, None),
-    ):
-        stream(model, tokenizer, prompt, max_tokens=2)  # compiled and paged in, not timed
-        if echo:
-            print(args.prompt, end="", flush=True)
-        mx.random.seed(args.seed)
-        speed = stream(
-            model, tokenizer, prompt, max_tokens=args.max_tokens, temp=args.temp, echo=echo
-        )
+    for name, model, path in reversed(contenders):
+        echo = None if rows else sys.stdout
+        with use_backend(path):
+            stream(model, tokenizer, prompt, max_tokens=2)  # compiled and paged in, not timed
+            if echo:
+                print(args.prompt, end="", flush=True)
+            mx.random.seed(args.seed)
+            speed = stream(
+                model, tokenizer, prompt, max_tokens=args.max_tokens, temp=args.temp, echo=echo
+            )
         rows.append((name, f"{speed.prompt_rate:.1f}", f"{speed.rate:.1f}"))
     print(f"\nTokens per second on {mx.default_device()}, backend {backend()}:")
-    print(table(("layers", "prompt", "text"), rows))
+    print(table(("layers", "prompt", "text"), rows[::-1]))
 
 
 def shipped_model() -> Path:
