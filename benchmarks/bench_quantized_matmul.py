@@ -2,6 +2,7 @@
 
     python benchmarks/bench_quantized_matmul.py              # one layer of Qwen2-7B, then all rows
     python benchmarks/bench_quantized_matmul.py --crossover  # packed against dense, by format
+    python benchmarks/bench_quantized_matmul.py --host       # kernel against reference, by format
 
 Every result is held against float64 before it is timed. On a CPU the stock half-precision loops are
 so slow that each is timed once or twice only.
@@ -16,8 +17,9 @@ import mlx.core as mx
 import numpy as np
 from common import Sample, Table, add_output, measure, print_facts, write_output
 
-from mlx_qlayers import quantized_matmul
+from mlx_qlayers import backend, quantized_matmul, use_backend
 from mlx_qlayers.formats import MODES, Format
+from mlx_qlayers.metal.quantized_matmul import MAX_FEW_ROWS
 from mlx_qlayers.reference import quantized_matmul as reference
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -43,35 +45,51 @@ def error(y: mx.array, x: mx.array, packed: Packed, fmt: Format) -> float:
     return float(np.abs(found - truth).max() / np.abs(truth).max())
 
 
+def on(path: str, x: mx.array, packed: Packed, fmt: Format) -> Callable[[], mx.array]:
+    """Our product on a backend."""
+
+    def run() -> mx.array:
+        with use_backend(path):
+            return quantized_matmul(x, *packed, **fmt._asdict())
+
+    return run
+
+
 def compare(table: Table, rows: int, n: int, k: int, dtype: str, fmt: Format, repeats: int) -> None:
-    """Verify and time one product, stock and ours, and add it to the table."""
+    """Verify and time one product, stock, reference and kernel, and add it to the table."""
     x, packed = problem(rows, n, k, DTYPES[dtype], fmt)
     contenders: dict[str, Callable[[], mx.array]] = {
         "stock": lambda: mx.quantized_matmul(x, *packed, True, *fmt),
-        "ours": lambda: quantized_matmul(x, *packed, **fmt._asdict()),
+        "reference": on("ops", x, packed, fmt),
     }
-    ours = error(contenders["ours"](), x, packed, fmt)
+    if rows <= MAX_FEW_ROWS and backend() != "ops":
+        contenders["kernel"] = on(backend(), x, packed, fmt)
     allowed = 2 * mx.finfo(DTYPES[dtype]).eps + 1e-5
-    assert ours <= allowed, f"{dtype}, {rows} rows: error {ours:.2e}, allowed {allowed:.2e}"
+    errors = {name: error(f(), x, packed, fmt) for name, f in contenders.items() if name != "stock"}
+    for name, found in errors.items():
+        assert found <= allowed, f"{dtype}, {rows} rows, {name}: {found:.2e}, allowed {allowed:.2e}"
     times = measure(contenders, repeats=repeats, warmup=0)
+    ours = min(times[name].median for name in errors)
     table.add(
         shape=f"{n} x {k}",
         dtype=dtype,
         rows=rows,
-        stock=times["stock"].scaled(1e3),
-        ours=times["ours"].scaled(1e3),
-        ratio=times["stock"].median / times["ours"].median,
-        error=ours,
+        **{name: time.scaled(1e3) for name, time in times.items()},
+        **({} if "kernel" in times else {"kernel": ""}),
+        ratio=times["stock"].median / ours,
+        error=max(errors.values()),
     )
 
 
 def layer_and_rows(repeats: int) -> list[Table]:
     """One matrix of Qwen2-7B at a few rows, and a smaller one at every power of two up to 512."""
-    columns = {"shape": 12, "dtype": 9, "rows": 5, "stock": 14, "ours": 14, "ratio": 8, "error": 8}
+    names = ("stock", "reference", "kernel")
+    columns = {"shape": 12, "dtype": 9, "rows": 5} | dict.fromkeys(names, 14)
+    columns |= {"ratio": 8, "error": 8}
     tables = []
     for n, k, counts in ((3584, 3584, (1, 8, 64)), (1024, 1024, [2**i for i in range(10)])):
         table = Table(columns)
-        print("milliseconds, 4 bits in groups of 64")
+        print(f"milliseconds, 4 bits in groups of 64; kernel on backend {backend()}")
         table.print_header()
         for dtype in DTYPES:
             for rows in counts:
@@ -123,15 +141,34 @@ def _first_dense(fmt: Format, transpose: bool, repeats: int) -> str:
         limits.update(kept)
 
 
+def host_gain(repeats: int) -> list[Table]:
+    """How many times as fast as the reference the kernel is on a CPU, which the operation holds."""
+    counts = (1, 2, 4, 8, 16)
+    table = Table({"format": 12} | {f"rows {m}": 8 for m in counts})
+    table.print_header()
+    for mode, (sizes, widths) in MODES.items():
+        for bits in widths:
+            fmt, row = Format(sizes[len(sizes) // 2], bits, mode), {}
+            for m in counts:
+                x, packed = problem(m, 2048, 2048, mx.bfloat16, fmt)
+                contenders = {path: on(path, x, packed, fmt) for path in ("ops", "host")}
+                times = measure(contenders, repeats=repeats)
+                row[f"rows {m}"] = times["ops"].median / times["host"].median
+            table.add(format=f"{mode} {bits}", **row)
+    return [table]
+
+
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--crossover", action="store_true", help="measure the crossovers instead")
+    parser.add_argument("--host", action="store_true", help="measure the kernel's gain instead")
     parser.add_argument("--repeats", type=int, default=8, help="measurements of each (default: 8)")
     add_output(parser)
     args = parser.parse_args()
     print_facts()
-    tables = crossover(args.repeats) if args.crossover else layer_and_rows(args.repeats)
+    measured = crossover if args.crossover else host_gain if args.host else layer_and_rows
+    tables = measured(args.repeats)
     write_output(args, "quantized_matmul", tables)
 
 

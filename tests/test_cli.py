@@ -43,7 +43,8 @@ def test_generate_says_what_mlx_lm_says(
     model, tokenizer = mlx_lm.load(str(exact_model))
     assert out == mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=40) + "\n"
     assert re.fullmatch(
-        r"(mlx-qlayers: compiling kernel .*\n)*prompt: \d+ tokens, [\d.]+ tokens/s; text: \d+ tokens, [\d.]+ tokens/s; "
+        r"(mlx-qlayers: compiling kernel .*\n)*"
+        r"prompt: \d+ tokens, [\d.]+ tokens/s; text: \d+ tokens, [\d.]+ tokens/s; "
         r"peak memory [\d.]+ GB\n",
         err,
     )

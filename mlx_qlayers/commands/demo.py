@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     contenders = [("stock", stock, "ops"), ("converted, reference path", converted, "ops")]
     if place := {"host": "the CPU", "metal": "the GPU", "cuda": "the GPU"}.get(backend()):
         contenders.append((f"converted, Metal kernels on {place}", converted, "auto"))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, model, path in reversed(contenders):
         echo = None if rows else sys.stdout
         with use_backend(path):

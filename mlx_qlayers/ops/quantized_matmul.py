@@ -153,16 +153,13 @@ def _alike(scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:
 def _differentiable(path: str, fmt: Format, affine: bool, biased: bool) -> Callable[..., Any]:
     """The kernel with the gradient of the reference; takes the arrays that are not None."""
 
-    def named(arrays: tuple[mx.array, ...]) -> tuple[mx.array | None, ...]:
-        x, w, scales, *rest = arrays
-        biases = rest[0] if affine else None
-        return x, w, scales, biases, rest[-1] if biased else None
+    def optional(rest: list[mx.array]) -> tuple[mx.array | None, mx.array | None]:
+        return rest[0] if affine else None, rest[-1] if biased else None
 
     @mx.custom_function
-    def product(*arrays: mx.array) -> mx.array:
-        x, w, scales, biases, bias = named(arrays)
+    def product(x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array) -> mx.array:
         config = few_rows(path, x.size // x.shape[-1], fmt)
-        return product_of_few_rows(x, w, scales, biases, bias, fmt, config)
+        return product_of_few_rows(x, w, scales, *optional(list(rest)), fmt, config)
 
     @product.vjp
     def gradient(arrays: tuple[mx.array, ...], dy: mx.array, y: mx.array) -> list[mx.array]:
@@ -172,8 +169,8 @@ def _differentiable(path: str, fmt: Format, affine: bool, biased: bool) -> Calla
             merged = list(arrays)
             for i, a in zip(floats, given, strict=True):
                 merged[i] = a
-            x, w, scales, biases, bias = named(tuple(merged))
-            return _reference(x, w, scales, biases, bias, True, fmt)
+            x, w, scales, *rest = merged
+            return _reference(x, w, scales, *optional(rest), True, fmt)
 
         found = mx.vjp(function, [arrays[i] for i in floats], [dy])[1]
         gradients = [mx.zeros_like(a) for a in arrays]

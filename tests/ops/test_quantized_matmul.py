@@ -202,11 +202,15 @@ def test_kernel_promotes_as_stock_does():
     w, scales, biases = random_packed(rng, 16, 64, SMALL)
     x, bias = random(rng, (2, 64)), random(rng, (16,))
     half, float_ = mx.float16, mx.float32
-    for kinds in ((half, float_, half, half), (half, half, half, float_), (float_, half, half, half)):
+    for kinds in (
+        (half, float_, half, half),
+        (half, half, half, float_),
+        (float_, half, half, half),
+    ):
         a, s, b, c = (y.astype(d) for y, d in zip((x, scales, biases, bias), kinds, strict=True))
         found = []
-        for backend in ("host", "ops"):
-            with use_backend(backend):
+        for path in ("host", "ops"):
+            with use_backend(path):
                 found.append(quantized_matmul(a, w, s, b, group_size=32, bias=c))
         assert found[0].dtype == found[1].dtype == float_
         np.testing.assert_allclose(to64(found[0]), to64(found[1]), rtol=0, atol=2e-2)
@@ -226,10 +230,10 @@ def test_kernel_has_the_gradient_of_the_reference(mode):
         return mx.sin(y).sum()
 
     found = []
-    for backend in ("host", "ops"):
-        with use_backend(backend), trace() as launches:
+    for path in ("host", "ops"):
+        with use_backend(path), trace() as launches:
             found.append(mx.grad(loss, tuple(range(len(floats))))(*floats))
-        assert len(launches) == (backend == "host")
+        assert len(launches) == (path == "host")
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(to64(a), to64(b), rtol=0, atol=4e-6 * np.abs(to64(b)).max())
 
