@@ -24,6 +24,11 @@ COMMAND = [sys.executable, "-m", "mlx_qlayers"]
 PROMPT = "Once upon a time"
 
 
+def complaints(stderr: bytes) -> list[bytes]:
+    """What a command says besides that it compiles a kernel for the first time."""
+    return [line for line in stderr.splitlines() if b"compiling kernel" not in line]
+
+
 @pytest.fixture(scope="module")
 def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantized checkpoint in float32, in which greedy choices do not depend on rounding."""
@@ -107,7 +112,7 @@ def test_demo_prints_report_text_and_speeds(
     text = prompt + mlx_lm.generate(model, tokenizer, prompt, max_tokens=30)
     report, found, speeds = out.partition(text)
     assert found and "17 swapped" in report
-    assert all("compiling kernel" in line for line in err.splitlines())
+    assert not complaints(err.encode())
     for row in ("stock", "converted, reference path", "converted, Metal kernels on the"):
         assert re.search(rf"^{row}.* +[\d.]+ +[\d.]+$", speeds, re.MULTILINE), row
 
@@ -158,7 +163,7 @@ def test_interrupt_is_quiet(tiny_model: Path) -> None:
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-        assert process.stderr.read() == b""
+        assert not complaints(process.stderr.read())
 
 
 def test_a_reader_that_leaves_is_no_error(tiny_model: Path) -> None:
@@ -170,7 +175,7 @@ def test_a_reader_that_leaves_is_no_error(tiny_model: Path) -> None:
         assert process.stdout.read(1)
         process.stdout.close()
         assert process.wait(60) == 141
-        assert process.stderr.read() == b""
+        assert not complaints(process.stderr.read())
 
 
 def test_letters_that_the_terminal_lacks(tiny_model: Path) -> None:
@@ -187,7 +192,7 @@ def test_letters_that_the_terminal_lacks(tiny_model: Path) -> None:
 def test_progress_on_a_terminal_only(plain_model: Path, tmp_path: Path) -> None:
     arguments = [*COMMAND, "convert", "--hf-path", str(plain_model), "--mlx-path"]
     piped = subprocess.run([*arguments, str(tmp_path / "a")], capture_output=True, check=True)
-    assert piped.stderr == b""
+    assert not complaints(piped.stderr)
     assert piped.stdout.decode().startswith(f"{tmp_path / 'a'}: 15 quantized layers")
     primary, secondary = pty.openpty()
     termios.tcsetwinsize(secondary, (24, 100))

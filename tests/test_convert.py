@@ -60,7 +60,7 @@ def test_the_converted_model_takes_our_path():
     convert_model(model)
     explain(reset=True)
     mx.eval(model(TOKENS))
-    calls = {d.op: d.calls for d in explain()}
+    calls = {d.op: d.calls for d in explain() if not d.op.startswith("kernel ")}
     assert calls == {"quantized_matmul": 15, "attention": 2}
 
 

@@ -64,14 +64,27 @@ METAL_FUNC float decoded_scale(S scale) {
   return as_type<float>(code == 0 ? 0x00400000u : code << 23);
 }
 
+// Rows begin at multiples of a run, so that its words can be read four or two at once.
+template <int count>
+METAL_FUNC void load_words(thread uint* to, const device uint* from) {
+  const int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
+#pragma unroll
+  for (int i = 0; i < count; i += width) {
+    if (width == 4) {
+      *reinterpret_cast<thread uint4*>(to + i) = *reinterpret_cast<const device uint4*>(from + i);
+    } else if (width == 2) {
+      *reinterpret_cast<thread uint2*>(to + i) = *reinterpret_cast<const device uint2*>(from + i);
+    } else {
+      to[i] = from[i];
+    }
+  }
+}
+
 // `count` elements of one group, from their packed words, as numbers.
 template <int mode, int bits, int count>
 METAL_FUNC void dequantize(thread float* to, const device uint* from, float scale, float bias) {
-  uint words[count * bits / 32];
-#pragma unroll
-  for (int i = 0; i < count * bits / 32; i++) {
-    words[i] = from[i];
-  }
+  alignas(16) uint words[count * bits / 32];
+  load_words<count * bits / 32>(words, from);
 #pragma unroll
   for (int i = 0; i < count; i++) {
     to[i] = fma(scale, decoded<mode>(packed_code<bits>(words, i)), bias);
