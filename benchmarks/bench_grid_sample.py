@@ -1,118 +1,220 @@
-"""Grid sampling beside the version in plain MLX operators that MLX's documentation describes.
+"""Grid sampling by kernel and by reference, beside plain MLX operators as in MLX's documentation.
 
-Run ``python benchmarks/bench_grid_sample.py``. Every line is checked first: results against the
-operators' own, which are right for even sizes only. Peaks count everything that is alive,
-inputs and outputs too.
+Run ``python benchmarks/bench_grid_sample.py``. Every result is first compared with the operators'
+own, which are right for even sizes only. ``GB/s`` counts the bytes that must move once: touched
+pixels, grid, output and gradients; ``of copy`` compares that with a copy in the same run. ``MB`` is
+the peak above inputs and results.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
-import statistics
-import time
 from collections.abc import Callable
-from importlib.metadata import version
+from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
+from common import Table, add_output, arrays, measure, print_facts, write_output
 
 from mlx_qlayers.ops.grid_sample import affine_grid, grid_sample
-from mlx_qlayers.runtime.backend import backend
+from mlx_qlayers.reference.grid_sample import Sampling, taps
+from mlx_qlayers.runtime.backend import BackendError, use_backend
+
+Run = Callable[[], list[mx.array]]
+COLUMNS = {"task": 58, "path": 10, "ms": 14, "ratio": 7, "GB/s": 7, "of copy": 8, "MB": 7}
 
 
-def operators(x: mx.array, grid: mx.array) -> mx.array:
-    """Bilinear sampling with zeros outside: gather four neighbours, mask, weigh and add.
+def operators(x: mx.array, grid: mx.array, mode: str) -> mx.array:
+    """Zeros outside: gather neighbours, mask, weigh and add.
 
     Indices are clipped here: gathering outside and masking afterwards, as the documentation does,
     reads beyond the array and in the gradient writes beyond it.
     """
     batch, height, width, _ = x.shape
-    px = ((grid[..., 0] + 1) * width - 1) / 2
-    py = ((grid[..., 1] + 1) * height - 1) / 2
-    left = mx.floor(mx.stop_gradient(px)).astype(mx.int32)
-    top = mx.floor(mx.stop_gradient(py)).astype(mx.int32)
     image = mx.arange(batch)[:, None, None]
-    total = mx.zeros((*grid.shape[:-1], x.shape[-1]), x.dtype)
-    for row, row_weight in ((top, top + 1 - py), (top + 1, py - top)):
-        for column, column_weight in ((left, left + 1 - px), (left + 1, px - left)):
+    total = mx.zeros((*grid.shape[:-1], x.shape[-1]), mx.float32)
+    columns = _axis(((grid[..., 0] + 1) * width - 1) / 2, mode)
+    for row, row_weight in _axis(((grid[..., 1] + 1) * height - 1) / 2, mode):
+        for column, column_weight in columns:
             inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
             weight = row_weight * column_weight
             pixel = x[image, mx.clip(row, 0, height - 1), mx.clip(column, 0, width - 1)]
             total = total + weight[..., None] * (pixel * inside[..., None])
-    return total
+    return total.astype(x.dtype)
 
 
-def with_gradients(sample: Callable[..., mx.array]) -> Callable[..., list[mx.array]]:
-    def run(x: mx.array, grid: mx.array, cotangent: mx.array) -> list[mx.array]:
-        outputs, gradients = mx.vjp(lambda *args: [sample(*args)], [x, grid], [cotangent])
-        return [*outputs, *gradients]
+def _axis(pixel: mx.array, mode: str) -> list[tuple[mx.array, mx.array]]:
+    low = mx.floor(mx.stop_gradient(pixel)).astype(mx.int32)
+    part = pixel - low
+    if mode == "bilinear":
+        return [(low, 1 - part), (low + 1, part)]
 
-    return run
+    def inner(t: mx.array) -> mx.array:
+        return (1.25 * t - 2.25) * t * t + 1
+
+    def outer(t: mx.array) -> mx.array:
+        return ((-0.75 * t + 3.75) * t - 6) * t + 3
+
+    weights = outer(1 + part), inner(part), inner(1 - part), outer(2 - part)
+    return [(low + k - 1, weight) for k, weight in enumerate(weights)]
 
 
-def measure(run: Callable[[], object], repeats: int) -> tuple[float, float, float]:
-    """Median and spread in milliseconds, and peak memory in MB."""
-    mx.eval(run())
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one comparison."""
+
+    shape: tuple[int, int, int, int]
+    out: tuple[int, int]
+    dtype: mx.Dtype = mx.float32
+    mode: str = "bilinear"
+    grid: str = "random"
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.shape))
+        kind = str(self.dtype).removeprefix("mlx.core.")
+        return f"{size} {kind} {self.mode} {self.grid}"
+
+    def inputs(self) -> tuple[mx.array, mx.array, mx.array]:
+        """x, grid and cotangent."""
+        batch, *_, channels = self.shape
+        mx.random.seed(0)
+        x = mx.random.normal(self.shape).astype(self.dtype)
+        grid = mx.random.uniform(-1, 1, (batch, *self.out, 2))
+        if self.grid == "rotation":
+            turn = mx.array([[[0.88, -0.48, 0.0], [0.48, 0.88, 0.0]]] * batch)
+            grid = affine_grid(turn, (batch, *self.out, channels))
+        cotangent = mx.random.normal((batch, *self.out, channels)).astype(self.dtype)
+        mx.eval(x, grid, cotangent)
+        return x, grid, cotangent
+
+    def bytes_moved(self, x: mx.array, grid: mx.array, cotangent: mx.array) -> tuple[int, int]:
+        """What forward alone, and forward with both gradients, cannot do without."""
+        batch, height, width, channels = x.shape
+        touched = mx.zeros(batch * height * width, mx.uint8)
+        for image in range(batch):
+            index, weight = taps(grid[image : image + 1], (height, width), Sampling(self.mode))
+            index = mx.where(weight != 0, index, index[:, :1]) + image * height * width
+            touched[index.flatten()] = 1
+        pixels = int(touched.sum(stream=mx.cpu).item()) * channels * x.itemsize
+        forward = pixels + grid.nbytes + cotangent.nbytes
+        d_x = grid.nbytes + cotangent.nbytes + x.nbytes
+        d_grid = pixels + 2 * grid.nbytes + cotangent.nbytes
+        return forward, forward + d_x + d_grid
+
+
+GPU = [
+    Case((8, 1024, 1024, 64), (256, 256)),
+    Case((16, 512, 512, 3), (512, 512), mx.float16, grid="rotation"),
+    Case((16, 512, 512, 3), (512, 512), mx.float16, "bicubic", "rotation"),
+]
+CPU = [
+    Case((1, 512, 512, 64), (512, 512), grid="rotation"),
+    Case((1, 512, 512, 64), (512, 512)),
+    Case((1, 512, 512, 3), (512, 512), mx.float16, "bicubic", "rotation"),
+]
+
+
+def with_gradients(sample: Callable[..., mx.array], *inputs: mx.array) -> list[mx.array]:
+    *primals, cotangent = inputs
+    outputs, gradients = mx.vjp(lambda *args: [sample(*args)], primals, [cotangent])
+    return [*outputs, *gradients]
+
+
+def can_run(name: str) -> bool:
+    try:
+        with use_backend(name):
+            return True
+    except BackendError:
+        return False
+
+
+def on_backend(name: str, run: Run) -> Run:
+    def forced() -> list[mx.array]:
+        with use_backend(name):
+            return run()
+
+    return forced
+
+
+def contenders(case: Case, paths: list[str], inputs: tuple[mx.array, ...]) -> dict[str, list[Run]]:
+    """By path: forward, and forward with both gradients."""
+    stock = partial(operators, mode=case.mode)
+    ours = partial(grid_sample, mode=case.mode)
+    x, grid, _ = inputs
+    runs: dict[str, list[Run]] = {
+        "operators": [lambda: [stock(x, grid)], lambda: with_gradients(stock, *inputs)]
+    }
+    for path in paths:
+        tasks: list[Run] = [lambda: [ours(x, grid)], lambda: with_gradients(ours, *inputs)]
+        runs["reference" if path == "ops" else path] = [on_backend(path, run) for run in tasks]
+    return runs
+
+
+def verify(runs: dict[str, list[Run]], dtype: mx.Dtype) -> None:
+    tolerance = 1e-4 if dtype == mx.float32 else 2e-2
+    expected = runs["operators"][1]()
+    for path, (_, run) in runs.items():
+        for mine, theirs in zip(run(), expected, strict=True):
+            error = mx.abs(mine.astype(mx.float32) - theirs.astype(mx.float32)).max()
+            error = (error / mx.abs(theirs).max()).item()
+            assert error < tolerance, f"{path}: results differ by {error}"
+
+
+def peak(run: Run) -> float:
+    """Megabytes alive at the worst moment besides what was there before and the results."""
     mx.clear_cache()
+    before = mx.get_active_memory()
     mx.reset_peak_memory()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        mx.eval(run())
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times), max(times) - min(times), mx.get_peak_memory() / 2**20
+    results = run()
+    mx.eval(results)
+    return (mx.get_peak_memory() - before - sum(a.nbytes for a in arrays(results))) / 1e6
 
 
-def compare(
-    task: str,
-    theirs: Callable[..., object],
-    ours: Callable[..., object],
-    inputs: tuple[mx.array, ...],
-    repeats: int,
-) -> None:
-    stock = measure(lambda: theirs(*inputs), repeats)
-    plugin = measure(lambda: ours(*inputs), repeats)
-    times = "".join(f"{t:12.1f} ms +-{s / 2:5.1f} " for t, s, _ in (stock, plugin))
-    print(f"{task:28}{times}{stock[0] / plugin[0]:7.2f}x{stock[2]:8.0f}{plugin[2]:8.0f}")
+def compare(case: Case, paths: list[str], copy: float, repeats: int, table: Table) -> None:
+    inputs = case.inputs()
+    runs = contenders(case, paths, inputs)
+    verify(runs, case.dtype)
+    for task, (name, moved) in enumerate(
+        zip(("forward", "with gradients"), case.bytes_moved(*inputs), strict=True)
+    ):
+        times = measure({path: run[task] for path, run in runs.items()}, repeats=repeats)
+        for path, time in times.items():
+            rate = moved / time.median
+            table.add(
+                **{
+                    "task": f"{case}, {name}" if path == "operators" else "",
+                    "path": path,
+                    "ms": time.scaled(1e3),
+                    "ratio": f"{times['operators'].median / time.median:.2f}x",
+                    "GB/s": rate / 1e9,
+                    "of copy": f"{rate / copy:.0%}",
+                    "MB": peak(runs[path][task]),
+                }
+            )
+
+
+def copy_bandwidth(gpu: bool) -> float:
+    """Bytes a second, reads and writes, of an operator that copies."""
+    source = mx.random.normal((1 << (28 if gpu else 24),))
+    return 2 * source.nbytes / measure({"copy": lambda: mx.abs(source)})["copy"].median
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=int, default=512, help="side of the image and of the output")
-    parser.add_argument("--channels", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--paths", nargs="*", help="ops, metal, cuda, host; by default what fits")
+    add_output(parser)
     args = parser.parse_args()
-    print(
-        f"{mx.default_device()}, {platform.processor() or platform.machine()}, "
-        f"mlx {version('mlx')}, backend {backend()}"
-    )
-    mx.random.seed(0)
-    shape = (args.batch, args.size, args.size, args.channels)
-    x, cotangent = mx.random.normal(shape), mx.random.normal(shape)
-    turn = mx.array([[[0.88, -0.48, 0.0], [0.48, 0.88, 0.0]]] * args.batch)
-    grids = {
-        "rotation": affine_grid(turn, shape),
-        "random": mx.random.uniform(-1, 1, (*shape[:-1], 2)),
-    }
-    floor = (2 * x.nbytes + grids["random"].nbytes) / 2**20
-    print(f"x and output {shape}, float32, bilinear, zeros: inputs and output {floor:.0f} MB")
-    print(f"{'':28}{'operators':>24}{'grid_sample':>24}{'ratio':>8}{'peak MB':>16}")
-    for name, grid in grids.items():
-        inputs = (x, grid, cotangent)
-        theirs, ours = with_gradients(operators)(*inputs), with_gradients(grid_sample)(*inputs)
-        for other, mine in zip(theirs, ours, strict=True):
-            error = (mx.abs(mine - other).max() / mx.abs(other).max()).item()
-            assert error < 1e-4, f"{name}: results differ by {error}"
-        del theirs, ours, other, mine
-        compare(f"{name}, forward", operators, grid_sample, inputs[:2], args.repeats)
-        compare(
-            f"{name}, with gradients",
-            with_gradients(operators),
-            with_gradients(grid_sample),
-            inputs,
-            args.repeats,
-        )
+    print_facts()
+    gpu = mx.default_device() == mx.Device(mx.gpu)
+    paths = args.paths or list(filter(can_run, ["ops", *(["metal", "cuda"] if gpu else ["host"])]))
+    table = Table(COLUMNS)
+    copy = copy_bandwidth(gpu)
+    print(f"copy {copy / 1e9:.0f} GB/s\n")
+    table.print_header()
+    for case in GPU if gpu else CPU:
+        compare(case, paths, copy, args.repeats, table)
+    write_output(args, "grid_sample", [table])
 
 
 if __name__ == "__main__":

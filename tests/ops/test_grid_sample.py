@@ -8,15 +8,20 @@ import pytest
 from numerics import assert_accurate, assert_gradient, random, round_to, to64
 
 from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES, affine_grid, grid_sample
-from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.backend import explain, use_backend
+from mlx_qlayers.runtime.tracing import trace
 
 HALF = [mx.float16, mx.bfloat16]
 
 
-@pytest.fixture(autouse=True)
-def on_the_reference_path():
-    with use_backend("ops"):
-        yield
+no_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU")
+CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, no_cuda])
+
+
+@pytest.fixture(autouse=True, params=["ops", "host", CUDA])
+def backend(request):
+    with use_backend(request.param):
+        yield request.param
 
 
 def inputs(seed, shape=(2, 5, 7, 3), out=(4, 6), dtype=mx.float32, reach=1.3):
@@ -107,6 +112,7 @@ def test_strided_inputs():
     assert mx.array_equal(grid_sample(same, grid), grid_sample(mx.contiguous(same), grid))
 
 
+@pytest.mark.parametrize("backend", ["ops", CUDA], indirect=True)
 def test_compiled_gradients_are_the_same():
     x, grid, _ = inputs(6)
 
@@ -117,6 +123,17 @@ def test_compiled_gradients_are_the_same():
     compiled = mx.compile(mx.grad(loss, (0, 1)))(x, grid)
     for one, two in zip(plain, compiled, strict=True):
         assert mx.allclose(one, two, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["host", CUDA], indirect=True)
+@pytest.mark.parametrize("asked, missing", [(0, "gradient_grid"), (1, "gradient_x")])
+def test_only_the_gradient_that_is_asked_for_is_computed(backend, asked, missing):
+    x, grid, _ = inputs(10)
+    with trace() as launches:
+        mx.eval(mx.grad(lambda x, grid: grid_sample(x, grid).sum(), asked)(x, grid))
+    # Elsewhere than on the host a launch is a node of MLX's graph, and this one is not evaluated.
+    assert backend != "host" or not any(missing in launch.kernel for launch in launches)
+    assert len(launches) > 1
 
 
 def test_nan_coordinates_do_not_spread():
@@ -139,6 +156,18 @@ def test_deterministic_gradient_is_bit_identical():
         for _ in range(3)
     ]
     assert all(mx.array_equal(run, runs[0]) for run in runs)
+
+
+@pytest.mark.parametrize("backend", ["host"], indirect=True)
+@pytest.mark.skipif(
+    mx.metal.is_available() or mx.cuda.is_available(), reason="a GPU goes before the host"
+)
+def test_auto_uses_the_host_where_it_is_not_traced():
+    x, grid, _ = inputs(9)
+    explain(reset=True)
+    with use_backend("auto"):
+        mx.eval(mx.compile(grid_sample)(x, grid), grid_sample(x, grid))
+    assert [d.path for d in explain() if d.op == "grid_sample"] == ["ops", "host"]
 
 
 X, GRID = mx.zeros((2, 5, 7, 3)), mx.zeros((2, 4, 6, 2))

@@ -1,32 +1,13 @@
 """Sampling in plain operators against PyTorch's golden values, forward and by plain autodiff."""
 
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from numerics import assert_accurate
+from sampling import GROUPS, golden, options_of, same_side
 
-from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES
 from mlx_qlayers.reference import grid_sample as reference
 from mlx_qlayers.reference.grid_sample import Sampling
-
-GOLDEN = np.load(Path(__file__).parents[1] / "data" / "grid_sample.npz")
-GROUPS = [f"{ndim}d_{size}" for ndim in (2, 3) for size in ("odd", "even", "thin")]
-
-
-def golden(group: str) -> dict[str, np.ndarray]:
-    return {k.split("/")[1]: GOLDEN[k] for k in GOLDEN.files if k.startswith(group + "/")}
-
-
-def same_side(truth: np.ndarray, rounded: np.ndarray) -> np.ndarray:
-    """The truth, but PyTorch's float32 where rounding put a point on the other side of a kink."""
-    return np.where(np.abs(truth - rounded) > 1e-3 * (1 + np.abs(truth)), rounded, truth)
-
-
-def options_of(values: dict[str, np.ndarray]):
-    for index in np.ndindex(values["out"].shape[:3]):
-        yield index, Sampling(MODES[index[0]], PADDING_MODES[index[1]], bool(index[2]))
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -1,0 +1,268 @@
+"""The sampling kernels on every backend that is here, against PyTorch's golden values."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numerics import assert_accurate, random, round_to, to64
+from sampling import GROUPS, golden, options_of, same_side
+
+from mlx_qlayers.metal import grid_sample as kernels
+from mlx_qlayers.metal.grid_sample import GridSampleConfig, heuristic
+from mlx_qlayers.reference import grid_sample as reference
+from mlx_qlayers.reference.grid_sample import Sampling
+from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.host import checks
+from mlx_qlayers.runtime.tracing import trace
+
+no_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+CHECKED = ["checked", pytest.param("cuda", marks=[pytest.mark.cuda, no_cuda])]
+
+
+@pytest.fixture(params=CHECKED)
+def backend(request):
+    """The host backend's build with checks, or for some tests the fast one too; and CUDA."""
+    name = "cuda" if request.param == "cuda" else "host"
+    with use_backend(name), checks(request.param == "checked"):
+        yield name
+
+
+both_builds = pytest.mark.parametrize("backend", ["host", *CHECKED], indirect=True)
+
+
+def run(x, grid, cotangent, options, config=None):
+    """The output, and the gradients of x and grid."""
+    return [
+        kernels.grid_sample(x, grid, options, config),
+        kernels.gradient_x(x, grid, cotangent, options, config),
+        kernels.gradient_grid(x, grid, cotangent, options, config),
+    ]
+
+
+@both_builds
+@pytest.mark.parametrize("group", GROUPS)
+def test_golden(backend, group):
+    values = golden(group)
+    x, grid, cotangent = (mx.array(values[name]) for name in ("x", "grid", "cotangent"))
+    for index, options in options_of(values):
+        found = run(x, grid, cotangent, options)
+        for name, actual in zip(("out", "d_x", "d_grid"), found, strict=True):
+            truth, rounded = values[name][index], values[name + "32"][index]
+            what = f"{group} {options} {name}"
+            assert_accurate(actual, same_side(truth, rounded), rounded, what=what)
+            if name == "out" and options.mode == "nearest":
+                np.testing.assert_array_equal(np.array(actual), rounded, err_msg=what)
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_golden_nan_and_infinite_coordinates(backend, ndim):
+    values = golden(f"{ndim}d_special")
+    x, grid = mx.array(values["x"]), mx.array(values["grid"])
+    for index, options in options_of(values):
+        actual = kernels.grid_sample(x, grid, options)
+        expected = values["out32"][index]
+        assert_accurate(actual, expected.astype(np.float64), expected, what=str(options))
+        # Bicubic weights are NaN there, as PyTorch's.
+        for gradient in run(x, grid, mx.ones_like(actual), options)[1:]:
+            assert options.mode == "bicubic" or mx.isfinite(gradient).all().item(), options
+
+
+def inputs(seed, shape=(2, 5, 7, 12), out=(4, 6), dtype=mx.float32, grid_dtype=mx.float32):
+    rng = np.random.default_rng(seed)  # A generator goes through as it is.
+    grid = round_to(rng.uniform(-1.3, 1.3, (shape[0], *out, len(out))), grid_dtype)
+    return random(rng, shape, dtype), grid, random(rng, (*grid.shape[:-1], shape[-1]), dtype)
+
+
+def expected(x, grid, cotangent, options):
+    """The same in plain operators and float32."""
+    x, grid, cotangent = (array.astype(mx.float32) for array in (x, grid, cotangent))
+    return [
+        reference.grid_sample(x, grid, options),
+        *reference.grid_sample_vjp(x, grid, cotangent, options),
+    ]
+
+
+def check(found, x, grid, cotangent, options):
+    """Compare with plain operators; sums may be taken in another order."""
+    size, points = max(x.shape[1:-1]), to64(cotangent).reshape(-1, x.shape[-1])
+    taps = {"nearest": 1, "bilinear": 2, "bicubic": 4}[options.mode] ** grid.shape[-1]
+    largest, share = np.abs(to64(x)).max(), np.abs(points)
+    terms = taps * largest, taps * share.sum(0).max(), taps * size * share.sum(1).max() * largest
+    truths = expected(x, grid, cotangent, options)
+    for name, actual, truth, sum_of_terms in zip(
+        ["out", "d_x", "d_grid"], found, truths, terms, strict=True
+    ):
+        assert actual.dtype == (grid if name == "d_grid" else x).dtype
+        rounded = truth.astype(actual.dtype)
+        what = f"{name} of x {x.shape} grid {grid.shape}, {options}"
+        assert_accurate(actual, to64(truth), rounded, terms=sum_of_terms, what=what)
+
+
+# As on a GPU: several threads a point, wide loads, and both ways to add up the gradient of x.
+CONFIGS = [
+    GridSampleConfig(4, 16, 4, 16, "atomics", threads=64),
+    GridSampleConfig(2, 8, 8, 4, "sorted", threads=32),
+    GridSampleConfig(1, 4, 32, 32, "sorted", threads=256),
+    GridSampleConfig(3, 4, 1, 1, "atomics", threads=7),
+    GridSampleConfig(4, 4, scatter="bands", bands=5),
+]
+
+
+@both_builds
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 7, 12), (2, 3, 2, 4, 12)])
+def test_every_configuration(backend, config, shape):
+    x, grid, cotangent = inputs(1, shape, (3,) * (len(shape) - 2))
+    options = Sampling(padding_mode="reflection")
+    check(run(x, grid, cotangent, options, config), x, grid, cotangent, options)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("grid_dtype", [mx.float32, mx.float16], ids=str)
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_half_precision(backend, dtype, grid_dtype, mode):
+    arrays = inputs(2, (1, 5, 7, 16), dtype=dtype, grid_dtype=grid_dtype)
+    options = Sampling(mode)
+    check(run(*arrays, options), *arrays, options)
+    check(run(*arrays, options, heuristic(16, dtype, "cuda")), *arrays, options)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 2, 3), (3, 1, 9, 5), (1, 2, 2, 256)])
+def test_one_pixel_one_channel_and_many(backend, shape):
+    arrays = inputs(3, shape, (1, 3))
+    check(run(*arrays, Sampling()), *arrays, Sampling())
+
+
+VIEWS = {
+    "channels first": lambda x: mx.contiguous(x.transpose(0, 3, 1, 2)).transpose(0, 2, 3, 1),
+    "sliced pixels": lambda x: mx.repeat(x, 2, axis=2)[:, 1:, ::2],
+    "backwards": lambda x: x[:, ::-1, ::-1],
+    "sliced channels": lambda x: mx.concatenate([x[..., :1], x, x], axis=-1)[..., 1:13],
+    "odd address": lambda x: mx.concatenate([x[0, 0, 0, :1], x.flatten()])[1:].reshape(x.shape),
+    "broadcast": lambda x: mx.broadcast_to(x[:1], x.shape),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("config", [None, CONFIGS[0]], ids=["own", "gpu"])
+def test_strided_x_is_read_in_place(backend, view, config):
+    x, grid, cotangent = inputs(4)
+    x = VIEWS[view](x)
+    check(run(x, grid, cotangent, Sampling(), config), x, grid, cotangent, Sampling())
+
+
+def test_threads_in_several_rows(backend, monkeypatch):
+    monkeypatch.setattr(kernels, "_ROW", 128)
+    arrays = inputs(5, (2, 5, 7, 12), (9, 11))
+    check(run(*arrays, Sampling(), CONFIGS[0]), *arrays, Sampling())
+    check(run(*arrays, Sampling(), CONFIGS[1]), *arrays, Sampling())
+
+
+def test_deterministic_sum_of_many_shares_of_one_pixel(backend):
+    x, _, cotangent = inputs(6, (2, 5, 7, 3), (30, 40))
+    grid = random(np.random.default_rng(6), (2, 30, 40, 2), scale=3)
+    options = Sampling(padding_mode="border", deterministic=True)
+    config = heuristic(3, mx.float32, "cuda", True)
+    assert config.scatter == "sorted"
+    runs = [kernels.gradient_x(x, grid, cotangent, options, config) for _ in range(3)]
+    assert all(mx.array_equal(run, runs[0]) for run in runs)
+    exact = kernels.gradient_x(x, grid, cotangent.astype(mx.float32), options)
+    terms = np.abs(to64(cotangent)).reshape(-1, 3).sum(0).max()
+    assert_accurate(runs[0], to64(exact), exact, terms=terms)
+
+
+def test_launches(backend):
+    x, grid, cotangent = inputs(7)
+    with trace() as launches:
+        mx.eval(run(x, grid, cotangent, Sampling()))
+    names = ["grid_sample_forward", "grid_sample_gradient_x", "grid_sample_gradient_grid"]
+    if backend == "host":
+        names[1:2] = ["grid_sample_list_shares", "grid_sample_gradient_x_bands"]
+    assert [(run.kernel, run.backend) for run in launches] == [(name, backend) for name in names]
+
+
+def apart(channels):
+    """Points so far apart that no two share a pixel, and what they read and write in bytes."""
+    x = random(np.random.default_rng(8), (1, 32, 32, channels))
+    rows = mx.arange(1.5, 32, 4) * (2 / 32) - 1
+    grid = mx.stack(mx.meshgrid(rows, rows, indexing="xy"), axis=-1)[None] + 0.01
+    points = grid.size // 2
+    return x, grid, 4 * points * (4 * channels + 2), 4 * points * channels
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("channels", [3, 64])
+def test_forward_traffic_is_what_is_needed(channels, gpu):
+    x, grid, needed, written = apart(channels)
+    config = heuristic(channels, mx.float32, "cuda" if gpu else "host")
+    with use_backend("host"), checks() as report:
+        kernels.grid_sample(x, grid, Sampling(), config)
+    assert report.total("distinct_read") == needed
+    assert report.total("bytes_written") == report.total("distinct_written") == written
+    assert report.total("bytes_read") + written <= 1.1 * (needed + written)
+
+
+def test_wide_loads_where_alignment_allows():
+    x, grid, _, _ = apart(64)
+    loads = {}
+    for name, view in (("packs", x), ("single", VIEWS["channels first"](x))):
+        with use_backend("host"), checks() as report:
+            kernels.grid_sample(view, grid, Sampling(), heuristic(64, mx.float32, "cuda"))
+            loads[name] = report.total("loads")
+    assert loads["packs"] < 0.4 * loads["single"]
+
+
+def test_too_many_points():
+    assert kernels.covers(mx.zeros((1, 1, 1, 2)), Sampling("bicubic", deterministic=True))
+    many = mx.broadcast_to(mx.zeros(1), (2**10, 2**10, 2**9, 2))
+    assert kernels.covers(many, Sampling())
+    assert not kernels.covers(many, Sampling(deterministic=True))
+
+
+MODES_2D = ("nearest", "bilinear", "bicubic")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_random_configurations(part):
+    """A thousand in all: few kernels, many shapes, coordinates and options."""
+    rng = np.random.default_rng(part)
+    for number in range(100):
+        ndim = int(rng.integers(2, 4))
+        mode = str(rng.choice(MODES_2D[: 5 - ndim]))
+        dtype = mx.float32 if ndim == 3 else (mx.float32, mx.float16, mx.bfloat16)[number % 3]
+        size = tuple(int(n) for n in rng.integers(1, 9, ndim))
+        out = tuple(int(n) for n in rng.integers(1, 6, ndim))
+        shape = (int(rng.integers(1, 4)), *size, int(rng.choice([1, 5, 16])))
+        padding = str(rng.choice(["zeros", "border", "reflection"]))
+        options = Sampling(mode, padding, bool(rng.integers(2)))
+        x, _, cotangent = inputs(rng, shape, out, dtype, dtype)
+        reach = 10.0 ** rng.uniform(-1, 1.5)
+        grid = round_to(rng.uniform(-reach, reach, (shape[0], *out, ndim)), dtype)
+        with use_backend("host"), checks(False):
+            check(run(x, grid, cotangent, options), x, grid, cotangent, options)
+
+
+@pytest.mark.cuda
+@no_cuda
+def test_offsets_beyond_32_bits():
+    """The last pixels of an image of 2^32 elements and 8 GB, forward and backward."""
+    x = mx.zeros((1, 2**12, 2**12, 2**8), mx.float16)
+    x[:, -1, -1] = 1
+    x[:, -1, -2] = 3
+    grid = mx.array([1 - 2.0**-12, 1 - 2.0**-12]).reshape(1, 1, 1, 2)
+    options = Sampling(align_corners=False)
+    with use_backend("cuda"):
+        out = kernels.grid_sample(x, grid, options)
+        d_x = kernels.gradient_x(x, grid, mx.ones_like(out), options)
+        d_grid = kernels.gradient_grid(x, grid, mx.ones_like(out), options)
+    assert (
+        out.tolist()
+        == reference.grid_sample(x[:, -4:, -4:], mx.array([[[[0.75, 0.75]]]]), options).tolist()
+    )
+    assert d_x[:, -1, -1].min().item() == 1
+    assert mx.abs(d_x).sum(axis=(0, 1, 2)).max().item() == 1
+    assert d_grid.shape == grid.shape
