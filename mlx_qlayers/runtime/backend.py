@@ -167,13 +167,19 @@ def choose(
     elif unless is not None:
         name, reason = "ops", unless
     elif (found := backend()) not in available:
-        name, reason = "ops", f"no {found} kernel for these arguments"
+        name, reason = "ops", _no_kernel(found, available)
     elif found == "host":
         name, reason = _auto_on_host(host_gain, arrays)
     else:
         name, reason = found, "auto"
     note(op, name, reason)
     return name
+
+
+def _no_kernel(found: str, available: Sequence[str]) -> str:
+    if found == "ops" and "host" in available and (why := _missing["host"]()):
+        return f"no GPU, and no host backend: {why}"
+    return f"no {found} kernel for these arguments"
 
 
 def _auto_on_host(gain: float | None, arrays: Sequence[mx.array]) -> tuple[str, str]:

@@ -28,6 +28,9 @@ _FRAGMENT = METAL / "fragment.metal"
 _LIMIT = "msl_grid_limit"
 
 _DECIMAL = re.compile(r"(?!0[xX])(?=.*[.eE])([\d.]+(?:[eE][+-]?\d+)?)(f|F|h|H|bf|BF)?$")
+# In Metal these are one type with int64_t and uint64_t; in CUDA they are others of that size.
+_WIDE = {"long": "int64_t", "size_t": "uint64_t", "ptrdiff_t": "int64_t"}
+_WIDE_NUMBER = re.compile(r"(?:0[xX][\da-fA-F]+|\d+)[uU]?[lL]$")
 _COMPONENTS = re.compile(r"[xyzw]{2,4}$")
 _UNROLL = re.compile(r"clang loop unroll(?:_count)?\((\w+)\)")
 
@@ -173,6 +176,7 @@ def translate(text: str, *, kernel: bool = False) -> str:
     """Rewrite what C++ headers cannot express of the Metal Shading Language.
 
     - Decimal literals without a suffix are float, ``1.0h`` is a half: ``1.0f``, ``half(1.0f)``.
+    - ``long``, ``size_t``, ``3l``: ``int64_t``, ``uint64_t``, ``3ll``, which MLX's arrays hold.
     - Several components, ``v.xyz``: ``v.get<0,1,2>()``, or ``v.set<0,1,2>()`` if assigned to.
     - ``#pragma clang loop unroll(full)``: ``#pragma unroll``.
     - In a kernel, variables declared ``threadgroup`` become ``__shared__``; pointers stay pointers.
@@ -195,6 +199,8 @@ def translate(text: str, *, kernel: bool = False) -> str:
             new = _directive(new)
         elif token.kind == "string":
             new = _UNROLL.sub(_unroll, new)
+        elif new in _WIDE and not (i and tokens[i - 1].text == "unsigned"):
+            new = _WIDE[new]
         elif token.kind == "word" and _COMPONENTS.match(new) and _is_member(tokens, i):
             places = ",".join(str("xyzw".index(letter)) for letter in new)
             new = f"template {'set' if _is_assigned(tokens, i) else 'get'}<{places}>()"
@@ -207,7 +213,7 @@ def translate(text: str, *, kernel: bool = False) -> str:
 def _number(text: str) -> str:
     match = _DECIMAL.match(text)
     if match is None:
-        return text
+        return text + "l" if _WIDE_NUMBER.match(text) else text
     value, suffix = match[1], (match[2] or "f").lower()
     kind = {"f": "", "h": "half", "bf": "bfloat"}[suffix]
     return f"{kind}({value}f)" if kind else f"{value}f"

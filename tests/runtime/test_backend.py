@@ -116,6 +116,24 @@ def test_choices_can_be_explained(machine):
     assert explain() == []
 
 
+def test_the_reason_names_a_missing_compiler(machine):
+    machine()
+    assert choose("a", ALL) == choose("b", ("metal",)) == "ops"
+    assert [d.reason for d in explain()] == [
+        "no GPU, and no host backend: no host here",
+        "no ops kernel for these arguments",
+    ]
+
+
+def test_the_reason_names_a_missing_compiler(machine):
+    machine()
+    assert choose("a", ALL) == choose("b", ("metal",)) == "ops"
+    assert [d.reason for d in explain()] == [
+        "no GPU, and no host backend: no host here",
+        "no ops kernel for these arguments",
+    ]
+
+
 @pytest.mark.parametrize(
     ("gain", "expected", "reason"),
     [

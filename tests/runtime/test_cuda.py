@@ -54,6 +54,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         ("#pragma clang loop unroll(disable)", "#pragma unroll 1"),
         ("#pragma clang loop unroll_count(4)", "#pragma unroll 4"),
         ("threadgroup float* p = t;", "threadgroup float* p = t;"),
+        ("long a = 3l + 0xful;", "int64_t a = 3ll + 0xfull;"),
+        ("size_t n = max(u[i], size_t(1));", "uint64_t n = max(u[i], uint64_t(1));"),
+        ("unsigned long n = 1.5;", "unsigned long n = 1.5f;"),
     ],
 )
 def test_translation(metal: str, cuda: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from . import toolchain
 
 _ENVIRONMENT = "MLX_QLAYERS_CACHE"
+# What a compilation may need: on a full disk the compiler stops without a word.
+_ROOM = 16 << 20
 
 
 def root() -> Path:
@@ -26,6 +29,13 @@ def root() -> Path:
         return Path.home() / "Library" / "Caches" / "mlx-qlayers" / "host"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mlx-qlayers" / "host"
+
+
+@functools.cache
+def _own(unusable: Path, why: str) -> Path:
+    """A folder of this process alone, in the place of one that cannot be written."""
+    print(f"mlx-qlayers: kernels are not kept, {unusable} is unusable: {why}", file=sys.stderr)
+    return toolchain.scratch() / "host"
 
 
 @functools.cache
@@ -58,8 +68,18 @@ def key(*parts: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def _work(folder: Path) -> Path:
+    """An empty folder beside ``folder``, to become it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(folder.parent).free < _ROOM:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+
+
 def entry(name: str, build: Callable[[Path], None]) -> Path:
     """The folder called ``name``, built first if it is not there.
+
+    Where the cache cannot be written it lives as long as the process.
 
     Args:
         name: from :func:`key`.
@@ -68,8 +88,13 @@ def entry(name: str, build: Callable[[Path], None]) -> Path:
     folder = root() / name[:2] / name
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder.parent))
+    try:
+        work = _work(folder)
+    except OSError as error:
+        folder = _own(root(), error.strerror or str(error)) / name
+        if folder.is_dir():
+            return folder
+        work = _work(folder)
     try:
         build(work)
         try:

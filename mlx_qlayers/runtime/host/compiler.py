@@ -13,10 +13,13 @@ from . import cache, ir, source, toolchain
 from .errors import CompileError
 from .instrument import instrument
 
+# Half of a fiber's stack (fiber.h): a frame beyond that would end the process at a guard page.
+_FRAME = 128 * 1024
 _WARNINGS = (
     "-ferror-limit=8",
     "-Wno-everything",
     "-Wimplicit-float-conversion",
+    f"-Wframe-larger-than={_FRAME}",
     "-Werror=uninitialized",
     "-Werror=sometimes-uninitialized",
     "-Werror=return-type",
@@ -121,6 +124,7 @@ def object_fast(text: str, folder: Path) -> tuple[int, list[str]]:
             "ir",
             *toolchain.target(),
             "-O3",
+            "-Werror=frame-larger-than",
             "-fPIC",
             "-c",
             "-o",
@@ -166,6 +170,7 @@ def object_checked(text: str, folder: Path) -> tuple[int, list[str]]:
             "-O1",
             "-Xclang",
             "-disable-llvm-passes",
+            "-Werror=frame-larger-than",
             "-fPIC",
             "-c",
             "-o",

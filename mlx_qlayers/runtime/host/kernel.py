@@ -82,9 +82,16 @@ class Counters:
 
 
 def workers() -> int:
-    """The number of cores that a launch may use."""
-    if asked := int(os.environ.get("MLX_QLAYERS_HOST_THREADS", 0)):
-        return asked
+    """The number of cores that a launch may use.
+
+    Raises:
+        HostError: ``MLX_QLAYERS_HOST_THREADS`` is not a number.
+    """
+    asked = os.environ.get("MLX_QLAYERS_HOST_THREADS") or "0"
+    if not asked.isdecimal():
+        raise HostError(f"MLX_QLAYERS_HOST_THREADS must be a number of cores, not {asked!r}")
+    if int(asked):
+        return int(asked)
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -40,7 +40,7 @@ class Report:
         return sum(getattr(c, name) for k, c in self.launches if kernel in (None, k))
 
 
-_report: Report | None = Report() if os.environ.get(_ENVIRONMENT) == "1" else None
+_report: Report | None = Report() if os.environ.get(_ENVIRONMENT, "0") not in ("", "0") else None
 
 
 @contextmanager

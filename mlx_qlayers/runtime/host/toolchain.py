@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,6 +60,20 @@ def target() -> tuple[str, ...]:
 
 
 @functools.cache
+def scratch() -> Path:
+    """A folder of this process alone, which goes when it ends."""
+    process, folder = os.getpid(), tempfile.mkdtemp(prefix="mlx-qlayers-")
+
+    # A forked child ends too, and must leave the folder to its parent.
+    def remove() -> None:
+        if os.getpid() == process:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return Path(folder)
+
+
+@functools.cache
 def mlx_include() -> str:
     """The folder of MLX's installed headers, where its Metal kernels are."""
     import mlx.core as mx
@@ -75,13 +92,14 @@ def run(arguments: Sequence[str], source: str | None = None) -> str:
 
 def run_both(arguments: Sequence[str], source: str | None = None) -> tuple[str, str]:
     """Run the compiler and return its output and its diagnostics, as :func:`run` does."""
-    done = subprocess.run(
-        [zig(), *arguments],
-        input=source,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "LC_ALL": "C"},
+    call = functools.partial(
+        subprocess.run, [zig(), *arguments], input=source, capture_output=True, text=True
     )
+    environment = {**os.environ, "LC_ALL": "C"}
+    done = call(env=environment)
+    if "unable to open global cache directory" in done.stderr:
+        # Zig keeps files in the home folder, which is not there or not writable.
+        done = call(env={**environment, "ZIG_GLOBAL_CACHE_DIR": str(scratch() / "zig")})
     if done.returncode != 0:
         raise CompileError(done.stderr.strip() or f"the compiler stopped: {done.returncode}")
     return done.stdout, done.stderr

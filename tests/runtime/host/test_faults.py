@@ -189,6 +189,14 @@ PLANTED = (
         (64, 32),
     ),
     Planted(
+        "device race: writes what another threadgroup read, behind a barrier",
+        "float v = y[63]; threadgroup_barrier(mem_flags::mem_device); if (i < 63) y[i] = v;"
+        "if (i == 32) y[63] = 2;",
+        Race,
+        "buffer 1 (y)",
+        (64, 32),
+    ),
+    Planted(
         "device race: barrier across threadgroups",
         "y[i] = t; threadgroup_barrier(mem_flags::mem_device); y[63 - i] += 1;",
         Race,

@@ -36,7 +36,7 @@ T mulhi(T x, T y) {
     else
       return __umul64hi(x, y);
   } else {
-    using Wide = cuda::std::conditional_t<cuda::std::is_signed_v<T>, long, ulong>;
+    using Wide = cuda::std::conditional_t<cuda::std::is_signed_v<T>, int64_t, ulong>;
     return (Wide(x) * Wide(y)) >> (8 * sizeof(T));
   }
 }

@@ -9,7 +9,8 @@ namespace mlx::core::cu {
 using uchar = unsigned char;
 using ushort = unsigned short;
 using uint = unsigned int;
-using ulong = unsigned long;
+// MLX passes int64_t, which is long long here and long on Metal: cuda.translate spells it so.
+using ulong = uint64_t;
 
 using cuda::std::conditional;
 using cuda::std::conditional_t;

@@ -125,25 +125,25 @@ struct packed_vec {
 template <typename T, int N>
 constexpr int lanes_of<packed_vec<T, N>> = N;
 
-#define MSL_NAMED_VECTORS(T)  \
-  using T##2 = vec<T, 2>;     \
-  using T##3 = vec<T, 3>;     \
-  using T##4 = vec<T, 4>;     \
-  using packed_##T##2 = packed_vec<T, 2>; \
-  using packed_##T##3 = packed_vec<T, 3>; \
-  using packed_##T##4 = packed_vec<T, 4>;
-MSL_NAMED_VECTORS(bool)
-MSL_NAMED_VECTORS(char)
-MSL_NAMED_VECTORS(uchar)
-MSL_NAMED_VECTORS(short)
-MSL_NAMED_VECTORS(ushort)
-MSL_NAMED_VECTORS(int)
-MSL_NAMED_VECTORS(uint)
-MSL_NAMED_VECTORS(long)
-MSL_NAMED_VECTORS(ulong)
-MSL_NAMED_VECTORS(half)
-MSL_NAMED_VECTORS(bfloat)
-MSL_NAMED_VECTORS(float)
+#define MSL_NAMED_VECTORS(name, T)           \
+  using name##2 = vec<T, 2>;                 \
+  using name##3 = vec<T, 3>;                 \
+  using name##4 = vec<T, 4>;                 \
+  using packed_##name##2 = packed_vec<T, 2>; \
+  using packed_##name##3 = packed_vec<T, 3>; \
+  using packed_##name##4 = packed_vec<T, 4>;
+MSL_NAMED_VECTORS(bool, bool)
+MSL_NAMED_VECTORS(char, char)
+MSL_NAMED_VECTORS(uchar, uchar)
+MSL_NAMED_VECTORS(short, short)
+MSL_NAMED_VECTORS(ushort, ushort)
+MSL_NAMED_VECTORS(int, int)
+MSL_NAMED_VECTORS(uint, uint)
+MSL_NAMED_VECTORS(long, int64_t)
+MSL_NAMED_VECTORS(ulong, ulong)
+MSL_NAMED_VECTORS(half, half)
+MSL_NAMED_VECTORS(bfloat, bfloat)
+MSL_NAMED_VECTORS(float, float)
 #undef MSL_NAMED_VECTORS
 
 #define MSL_EACH(expression)           \

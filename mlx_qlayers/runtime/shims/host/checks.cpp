@@ -1,7 +1,6 @@
 // The checked build's hooks: every load and store of the kernel comes here before it happens.
 #include <stdio.h>
 #include <stdlib.h>
-#include <initializer_list>
 #include "scheduler.h"
 
 // Buffers of a checked launch lie this far apart, each in the middle of its range.
@@ -16,8 +15,10 @@ struct Access {
   uint16_t atomic;
   uint32_t epoch, simd_epoch;
 };
+// The last write, and the last read: of all, by another thread than that, by another SIMD group,
+// by another threadgroup. A write that is ordered after these four is ordered after every read.
 struct Cell {
-  Access write, read, earlier_read;
+  Access write, reads[4];
 };
 // The lanes' n-th accesses to threadgroup memory since they last met, as if issued together.
 struct Bucket {
@@ -228,8 +229,13 @@ static bool ordered(const Access& a, const Access& b, bool in_device) {
   return a.thread / kSimdWidth == b.thread / kSimdWidth && a.simd_epoch != b.simd_epoch;
 }
 
-static bool same_thread(const Access& a, const Access& b) {
-  return a.group == b.group && a.thread == b.thread;
+static void remember(Access* reads, const Access& now) {
+  const Access last = reads[0];
+  bool other_group = last.group != now.group;
+  if (other_group || last.thread != now.thread) reads[1] = last;
+  if (other_group || last.thread / kSimdWidth != now.thread / kSimdWidth) reads[2] = last;
+  if (other_group) reads[3] = last;
+  reads[0] = now;
 }
 
 static void race(Checks* c, const Access& other, const char* did, Kind kind, Memory m) {
@@ -266,12 +272,11 @@ static void order(Checks* c, Cell* cell, uint64_t cells, const Access& now, Kind
       }
     }
     if (kind == kRead) {
-      if (cell->read.group && !same_thread(cell->read, now)) cell->earlier_read = cell->read;
-      cell->read = now;
+      remember(cell->reads, now);
       continue;
     }
-    for (Access* r : {&cell->read, &cell->earlier_read}) {
-      if (r->group && !ordered(*r, now, in_device) && !(r->atomic && now.atomic)) race(c, *r, "read", kind, m);
+    for (const Access& r : cell->reads) {
+      if (r.group && !ordered(r, now, in_device) && !(r.atomic && now.atomic)) race(c, r, "read", kind, m);
     }
     w = now;
   }

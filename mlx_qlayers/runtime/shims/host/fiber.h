@@ -18,21 +18,29 @@ static const int kSavedWords = 20, kReturnWord = 11;
 
 static const size_t kStackBytes = 256 * 1024;
 static const size_t kPageBytes = 16 * 1024;  // a guard of the largest page size in use
+static const int kGuarded = 32;              // stacks above one guard
 
-// Stacks one after another, each with a guard page at its low end.
+// Stacks one after another. Each guard costs two of the mappings of which a process has 65,530, so
+// that a SIMD group shares one: the compiler bounds the frames, and its lanes run the same code.
 struct Stacks {
   char* base;
   int count;
 
   bool reserve(int wanted) {
     if (wanted <= count) return true;
-    if (base) munmap(base, count * kStackBytes);
+    release();
     void* p = mmap(nullptr, wanted * kStackBytes, PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     base = p == MAP_FAILED ? nullptr : (char*)p;
     count = base ? wanted : 0;
-    for (int i = 0; i < count; i++) mprotect(base + i * kStackBytes, kPageBytes, PROT_NONE);
+    for (int i = 0; i < count; i += kGuarded) mprotect(base + i * kStackBytes, kPageBytes, PROT_NONE);
     return base != nullptr;
+  }
+
+  void release() {
+    if (base) munmap(base, count * kStackBytes);
+    base = nullptr;
+    count = 0;
   }
 
   // A stack that will start in `start`. Tops are staggered, or they would share cache sets.

@@ -1,5 +1,6 @@
 // The scheduler of one worker: fibers meet at SIMD functions and barriers, and what waits forever
 // is reported as divergence.
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,8 +8,28 @@
 
 static __thread Worker* tls_worker;
 
+static pthread_key_t at_exit;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+// A thread that ends gives back what its launches took: hundreds of megabytes of addresses.
+static void end_worker(void* p) {
+  Worker* w = (Worker*)p;
+  w->stacks.release();
+  if (w->arena) munmap(w->arena, kArenaBytes);
+  free(w->fibers);
+  free(w->simds);
+  free(w);
+  tls_worker = nullptr;
+}
+
+static void make_key() { pthread_key_create(&at_exit, end_worker); }
+
 Worker* this_worker() {
-  if (!tls_worker) tls_worker = (Worker*)calloc(1, sizeof(Worker));
+  if (!tls_worker) {
+    tls_worker = (Worker*)calloc(1, sizeof(Worker));
+    pthread_once(&once, make_key);
+    pthread_setspecific(at_exit, tls_worker);
+  }
   return tls_worker;
 }
 
