@@ -108,7 +108,7 @@ class Planner:
             if not allowed:
                 return step.left("the model's quant_predicate says so")
             if isinstance(allowed, dict):
-                said = Format.checked(*(allowed.get(k, v) for k, v in said._asdict().items()))
+                said = Format.from_entry(allowed)
         if module.weight.shape[-1] % said.group_size:
             reason = f"its width {module.weight.shape[-1]} is no multiple of {said.group_size}"
             if key:

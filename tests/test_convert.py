@@ -227,13 +227,14 @@ class TestQuantizing:
             def quant_predicate(self):
                 return lambda path, m: {"bits": 8} if path == "layers.0" else path != "layers.1"
 
-        model = Model(*(nn.Linear(64, 64) for _ in range(3)))
-        rows = convert_model(model, config={"quantization": BASE}).rows
-        assert [(r.action, r.bits) for r in rows] == [
-            ("quantized", 8),
-            ("left", None),
-            ("quantized", 4),
-        ]
+        for base in (BASE, {"group_size": 32, "bits": 4, "mode": "mxfp4"}):
+            model = Model(*(nn.Linear(64, 64) for _ in range(3)))
+            rows = convert_model(model, config={"quantization": base}).rows
+            assert [(r.action, r.bits, r.mode) for r in rows] == [
+                ("quantized", 8, "affine"),
+                ("left", None, None),
+                ("quantized", 4, base.get("mode", "affine")),
+            ]
 
     def test_frozen_and_eval_state(self):
         model = nn.Sequential(nn.Linear(64, 64))

@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.utils import quantize_model, save
 
 from mlx_qlayers import QLinear, load
 from mlx_qlayers.loading import find_model, load_stock
@@ -26,6 +27,26 @@ def test_converts_what_mlx_lm_loads(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == stock_tokenizer.eos_token_ids
     text = mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=50)
     assert text == mlx_lm.generate(stock, stock_tokenizer, PROMPT, max_tokens=50)
+
+
+@pytest.mark.parametrize(("group_size", "mode"), [(32, "mxfp4"), (32, "affine")])
+def test_formats_mixed_as_mlx_lm_writes_them(
+    group_size: int, mode: str, plain_model: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = mlx_lm.load(str(plain_model))
+    config = json.loads((plain_model / "config.json").read_text())
+
+    def predicate(path: str, module: object) -> dict[str, int] | bool:
+        return {"bits": 8} if path.endswith("up_proj") else True  # in groups of 64, affine
+
+    model, config = quantize_model(
+        model, config, group_size, 4, mode=mode, quant_predicate=predicate
+    )
+    save(tmp_path, plain_model, model, tokenizer, config)
+    converted, _ = load(tmp_path)
+    up = converted.model.layers[0].mlp.up_proj
+    assert isinstance(up, QLinear)
+    assert (up.group_size, up.bits, up.mode) == (64, 8, "affine")
 
 
 def test_keywords_reach_the_converter(tiny_model: Path) -> None:
