@@ -148,8 +148,10 @@ def find_model(
         FileNotFoundError: there is neither such a directory nor such a repository within reach.
     """
     name = os.fspath(path_or_hf_repo)
+    if not name:
+        raise FileNotFoundError("the name of the model is empty")
     path = Path(name).expanduser()
-    if path.exists() or not name:
+    if path.exists():
         return path
 
     from huggingface_hub import snapshot_download
