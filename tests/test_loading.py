@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -68,7 +70,7 @@ def test_downloads_through_the_hub(
 ) -> None:
     asked = []
 
-    def download(repo: str, **options: object) -> str:
+    def download(repo: str, **options: Any) -> str:
         asked.append((repo, options))
         return str(tiny_model)
 
@@ -80,6 +82,14 @@ def test_downloads_through_the_hub(
     assert asked[0][1]["revision"] == "v1"
     patterns = [options["allow_patterns"] for _, options in asked]
     assert "*.py" not in patterns[0] and "*.py" in patterns[1]
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for file in (io.StringIO(), Terminal()):
+        asked[0][1]["tqdm_class"](total=3, desc="Fetching", file=file).close()
+        assert ("Fetching" in file.getvalue()) == file.isatty()
 
 
 def test_offline_takes_the_cache(
