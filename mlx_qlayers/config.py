@@ -26,7 +26,8 @@ class QuantizationConfig:
 
     Attributes:
         default: the format of layers that have no entry of their own, or None.
-        layers: the entries of single layers by module path; ``False`` leaves a layer alone.
+        layers: the entries of single layers by module path; ``False`` leaves a layer alone. As
+            in mlx-lm, what an entry lacks is MLX's default, whatever the other layers have.
         source: where this was read, for messages.
 
     Example:
@@ -92,19 +93,21 @@ class QuantizationConfig:
     @classmethod
     def _parse_entry(cls, entry: Mapping[str, Any], where: str) -> QuantizationConfig:
         if "quant_method" in entry and "group_size" not in entry:
-            return cls(_METHODS.get(entry["quant_method"]), {}, where)
+            return cls(_METHODS.get(str(entry["quant_method"])), {}, where)
         if "quant_method" in entry or "quant_algo" in entry:
             return cls(None, {}, where)  # another tool's format: the loaded arrays tell
         for key in ("group_size", "bits"):
             if key not in entry:
                 raise ValueError(f"{where}.{key} is missing")
-        default = _format(entry, where, None)
+        default = _format(entry, where)
         layers: dict[str, Format | bool] = {}
         for key, value in entry.items():
             if key in ("group_size", "bits", "mode"):
                 continue
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: the key {key!r} must be a string")
             if isinstance(value, Mapping):
-                layers[key] = _format(value, f"{where}.{key}", default)
+                layers[key] = _format(value, f"{where}.{key}")
             elif isinstance(value, bool):
                 layers[key] = value
             elif "." in key or value is None:
@@ -140,12 +143,8 @@ class QuantizationConfig:
         return f"{self.source}.{key}" if key else self.source
 
 
-def _format(entry: Mapping[str, Any], where: str, default: Format | None) -> Format:
-    mode = entry.get("mode", default.mode if default else "affine")
-    inherited = default if default is not None and default.mode == mode else None
-    size = entry.get("group_size", inherited.group_size if inherited else None)
-    bits = entry.get("bits", inherited.bits if inherited else None)
+def _format(entry: Mapping[str, Any], where: str) -> Format:
     try:
-        return Format.checked(size, bits, mode)
+        return Format.from_entry(entry)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from error

@@ -63,8 +63,9 @@ def convert_model(
     report = ConversionReport(tuple(s.row for s in steps), planner.unmatched(), dry_run)
     if linear and not planner.has_quantized and QUANTIZED not in report.counts:
         raise ValueError(
-            "the model has no quantized layer: pass a config with a 'quantization' entry to "
-            "quantize its nn.Linear layers, or linear=False to convert its attention alone"
+            "the model has no quantized layer: quantize its checkpoint (mlx-qlayers convert), "
+            "pass a config with a 'quantization' entry to quantize its nn.Linear layers, or "
+            "linear=False to convert its attention alone"
         )
     if dry_run:
         return report

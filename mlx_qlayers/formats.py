@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -47,6 +48,15 @@ class Format(NamedTuple):
             _one_of("bits", widths, width if bits is None else bits, mode),
             mode,
         )
+
+    @classmethod
+    def from_entry(cls, entry: Mapping[str, Any]) -> Format:
+        """What ``to_quantized(**entry)`` makes: nothing is inherited from a model's other layers.
+
+        Raises:
+            ValueError: naming the argument and its value.
+        """
+        return cls.checked(entry.get("group_size"), entry.get("bits"), entry.get("mode", "affine"))
 
     def dims(self, w: mx.array) -> int:
         """Elements of one row of the packed matrix ``w``."""

@@ -148,13 +148,19 @@ def find_model(
         FileNotFoundError: there is neither such a directory nor such a repository within reach.
     """
     name = os.fspath(path_or_hf_repo)
+    if not name:
+        raise FileNotFoundError("the name of the model is empty")
     path = Path(name).expanduser()
-    if path.exists() or not name:
+    if path.exists():
         return path
 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import tqdm, validate_repo_id
+
+    class Bar(tqdm):  # the Hub's own shows the number of files in a pipe too
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{"disable": None} | options)
 
     try:
         validate_repo_id(name)
@@ -162,7 +168,9 @@ def find_model(
         raise FileNotFoundError(f"{name}: no such directory") from error
     patterns = [*_PATTERNS, "*.py"] if trust_remote_code else [*_PATTERNS]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=patterns, tqdm_class=Bar)
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"{name}: no such directory, and no repository of the Hugging Face Hub within reach: "

@@ -108,7 +108,7 @@ class Planner:
             if not allowed:
                 return step.left("the model's quant_predicate says so")
             if isinstance(allowed, dict):
-                said = Format.checked(*(allowed.get(k, v) for k, v in said._asdict().items()))
+                said = Format.from_entry(allowed)
         if module.weight.shape[-1] % said.group_size:
             reason = f"its width {module.weight.shape[-1]} is no multiple of {said.group_size}"
             if key:
@@ -118,6 +118,7 @@ class Planner:
             return step.left(reason)
         packed = nn.QuantizedLinear.from_linear(module, *said)
         packed.train(module.training)
+        packed._no_grad |= module._no_grad
         row = row_of(path, "linear", packed, QUANTIZED)
         return Step(
             module, replace(row, reason=f"{self.config.describe(key)} asks for it"), QLinear, packed
@@ -135,7 +136,10 @@ class Planner:
         """Hold a quantized module against its own arrays and against the configuration."""
         live = Format(module.group_size, module.bits, getattr(module, "mode", "affine"))
         if type(module) in COUNTERPARTS or isinstance(module, Counterpart):
-            problem = live.mismatch(module["weight"], module["scales"], module.get("biases"))
+            w, bias = module["weight"], module.get("bias")
+            problem = live.mismatch(w, module["scales"], module.get("biases"))
+            if bias is not None and bias.shape != w.shape[:1]:
+                problem = problem or f"bias of shape {bias.shape} must be {w.shape[:1]}"
             if problem:
                 raise ValueError(f"{path}: {problem}")
         if said is False or (isinstance(said, Format) and said != live):

@@ -56,6 +56,14 @@ class ConversionReport:
         rows: what happened to each module.
         unmatched: per-layer keys of the configuration that name no module of the model.
         dry_run: nothing was changed; the actions are what would be done.
+        counts: modules by what happened to them.
+
+    Example:
+        >>> report = convert_model(model)
+        >>> report.counts
+        {'swapped': 49}
+        >>> [row.path for row in report.rows if row.action == "left"]
+        []
     """
 
     rows: tuple[ModuleReport, ...]

@@ -34,7 +34,7 @@ def test_these_names_and_no_others():
 @pytest.mark.parametrize("name", NAMES)
 def test_docstrings(name):
     text = getattr(mlx_qlayers, name).__doc__
-    assert text and text[0].strip()
+    assert text and text[0].strip() and ">>> " in text
 
 
 def test_importing_is_light():

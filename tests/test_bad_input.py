@@ -101,7 +101,10 @@ ARGUMENTS = [
     ("temp negative", ["--prompt", "x", "--temp", "-0.1"], "-0.1"),
     ("temp NaN", ["--prompt", "x", "--temp", "nan"], "nan"),
     ("temp infinite", ["--prompt", "x", "--temp", "inf"], "inf"),
+    ("seed negative", ["--prompt", "x", "--seed", "-1"], "not -1"),
     ("prompt missing", [], "--prompt"),
+    ("prompt of bytes that are no text", ["--prompt", "\udcff"], "not text in UTF-8"),
+    ("model of no name", ["--prompt", "x", "--model", ""], "name of the model is empty"),
     ("argument unknown", ["--prompt", "x", "--tokens", "3"], "--tokens"),
 ]
 

@@ -10,6 +10,7 @@ from mlx_qlayers.config import QuantizationConfig
 from mlx_qlayers.formats import Format
 
 BASE = {"group_size": 64, "bits": 4}
+MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 
 
 @pytest.mark.parametrize(
@@ -31,24 +32,27 @@ def test_no_quantization():
     assert QuantizationConfig.parse({"model_type": "llama"}).default is None
 
 
-def test_layers_inherit_from_the_global_values():
+@pytest.mark.parametrize("base", [{"group_size": 32, "bits": 5}, MXFP4])
+def test_entries_of_layers_say_what_to_quantized_makes_of_them(base):
     layers = {
         "lm_head": {"bits": 8},
+        "model.layers.0.mlp.gate": {"group_size": 64, "bits": 8},  # as mlx-lm's predicates say
         "model.layers.0.mlp.up_proj": {"group_size": 32},
         "model.layers.0.mlp.experts": {"mode": "mxfp4", "group_size": 32, "bits": 4},
         "model.layers.1.mlp.experts": {"mode": "nvfp4"},
         "model.embed_tokens": False,
         "model.layers.2.mlp.up_proj": True,
     }
-    config = QuantizationConfig.parse({"quantization": BASE | layers})
+    config = QuantizationConfig.parse({"quantization": base | layers})
     said = {key: config.entry(key)[1] for key in layers}
     assert list(said.values()) == [
+        Format(64, 8),
         Format(64, 8),
         Format(32, 4),
         Format(32, 4, "mxfp4"),
         Format(16, 4, "nvfp4"),
         False,
-        Format(64, 4),
+        Format(**base),
     ]
 
 
@@ -60,7 +64,8 @@ def test_keys_match_where_a_prefix_was_added_or_dropped():
 
 
 def test_other_tools_formats_are_left_to_the_arrays():
-    for entry in ({"quant_method": "awq", "bits": 4, "group_size": 128}, {"quant_method": "fp8"}):
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    for entry in (awq, {"quant_method": "fp8"}, {"quant_method": ["mxfp4"]}):
         assert QuantizationConfig.parse({"quantization_config": entry}).default is None
     mxfp4 = QuantizationConfig.parse({"quantization_config": {"quant_method": "mxfp4"}})
     assert mxfp4.default == Format(32, 4, "mxfp4")
@@ -79,6 +84,7 @@ def test_other_tools_formats_are_left_to_the_arrays():
         (BASE | {"mode": "int4"}, r"quantization\.mode must be one of .* not 'int4'"),
         (BASE | {"mode": "nvfp4"}, r"quantization\.group_size must be 16 in mode 'nvfp4'"),
         (BASE | {"lm_head": {"bits": 7}}, r"quantization\.lm_head\.bits must be"),
+        (BASE | {5: False}, r"quantization: the key 5 must be a string"),
         (BASE | {"model.layers.0.q": 8}, r"quantization\.model\.layers\.0\.q must be an object"),
     ],
 )

@@ -227,13 +227,14 @@ class TestQuantizing:
             def quant_predicate(self):
                 return lambda path, m: {"bits": 8} if path == "layers.0" else path != "layers.1"
 
-        model = Model(*(nn.Linear(64, 64) for _ in range(3)))
-        rows = convert_model(model, config={"quantization": BASE}).rows
-        assert [(r.action, r.bits) for r in rows] == [
-            ("quantized", 8),
-            ("left", None),
-            ("quantized", 4),
-        ]
+        for base in (BASE, {"group_size": 32, "bits": 4, "mode": "mxfp4"}):
+            model = Model(*(nn.Linear(64, 64) for _ in range(3)))
+            rows = convert_model(model, config={"quantization": base}).rows
+            assert [(r.action, r.bits, r.mode) for r in rows] == [
+                ("quantized", 8, "affine"),
+                ("left", None, None),
+                ("quantized", 4, base.get("mode", "affine")),
+            ]
 
     def test_frozen_and_eval_state(self):
         model = nn.Sequential(nn.Linear(64, 64))
@@ -241,6 +242,9 @@ class TestQuantizing:
         convert_model(model, config={"quantization": BASE})
         assert not model.layers[0].training
         assert [k for k, _ in tree_flatten(model.trainable_parameters())] == ["layers.0.bias"]
+        frozen = nn.Sequential(nn.Linear(64, 64)).freeze()
+        convert_model(frozen, config={"quantization": BASE})
+        assert not tree_flatten(frozen.trainable_parameters())
 
 
 class TestRefusals:
@@ -275,6 +279,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj: w of shape"):
             convert_model(model)
         assert snapshot(model) == before
+        model = qwen()
+        model.model.layers[1].self_attn.q_proj.bias = mx.zeros(3)
+        with pytest.raises(ValueError, match=r"1\.self_attn\.q_proj: bias of shape \(3,\) must be"):
+            convert_model(model)
+
+    def test_a_layer_that_overflows_is_no_contradiction(self):
+        model = nn.Sequential(nn.QuantizedLinear(64, 32))
+        model.set_dtype(mx.float16)
+        model.layers[0].scales = mx.full((32, 1), 6e4, mx.float16)
+        assert convert_model(model).counts == {"swapped": 1}
 
     @pytest.mark.parametrize("model", [None, "model", {}, [nn.Linear(4, 4)]])
     def test_no_module(self, model):

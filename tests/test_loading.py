@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.utils import quantize_model, save
 
 from mlx_qlayers import QLinear, load
 from mlx_qlayers.loading import find_model, load_stock
@@ -26,6 +29,26 @@ def test_converts_what_mlx_lm_loads(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == stock_tokenizer.eos_token_ids
     text = mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=50)
     assert text == mlx_lm.generate(stock, stock_tokenizer, PROMPT, max_tokens=50)
+
+
+@pytest.mark.parametrize(("group_size", "mode"), [(32, "mxfp4"), (32, "affine")])
+def test_formats_mixed_as_mlx_lm_writes_them(
+    group_size: int, mode: str, plain_model: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = mlx_lm.load(str(plain_model))
+    config = json.loads((plain_model / "config.json").read_text())
+
+    def predicate(path: str, module: object) -> dict[str, int] | bool:
+        return {"bits": 8} if path.endswith("up_proj") else True  # in groups of 64, affine
+
+    model, config = quantize_model(
+        model, config, group_size, 4, mode=mode, quant_predicate=predicate
+    )
+    save(tmp_path, plain_model, model, tokenizer, config)
+    converted, _ = load(tmp_path)
+    up = converted.model.layers[0].mlp.up_proj
+    assert isinstance(up, QLinear)
+    assert (up.group_size, up.bits, up.mode) == (64, 8, "affine")
 
 
 def test_keywords_reach_the_converter(tiny_model: Path) -> None:
@@ -47,7 +70,7 @@ def test_downloads_through_the_hub(
 ) -> None:
     asked = []
 
-    def download(repo: str, **options: object) -> str:
+    def download(repo: str, **options: Any) -> str:
         asked.append((repo, options))
         return str(tiny_model)
 
@@ -59,6 +82,14 @@ def test_downloads_through_the_hub(
     assert asked[0][1]["revision"] == "v1"
     patterns = [options["allow_patterns"] for _, options in asked]
     assert "*.py" not in patterns[0] and "*.py" in patterns[1]
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for file in (io.StringIO(), Terminal()):
+        asked[0][1]["tqdm_class"](total=3, desc="Fetching", file=file).close()
+        assert ("Fetching" in file.getvalue()) == file.isatty()
 
 
 def test_offline_takes_the_cache(

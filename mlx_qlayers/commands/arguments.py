@@ -23,12 +23,15 @@ def add_model(parser: argparse.ArgumentParser, flag: str, *, required: bool = Tr
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
-    if value < 1:
+    if (value := _whole(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def seed(text: str) -> int:
+    """A whole number that MLX's random state takes."""
+    if not 0 <= (value := _whole(text)) < 2**64:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 2**64 - 1, not {value}")
     return value
 
 
@@ -41,3 +44,10 @@ def temperature(text: str) -> float:
     if not math.isfinite(value) or value < 0:
         raise argparse.ArgumentTypeError(f"must be finite and at least 0, not {text}")
     return value
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .arguments import add_model, positive, temperature
+from .arguments import add_model, positive, seed, temperature
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, default=256, help="tokens to generate")
     parser.add_argument("--temp", type=temperature, default=0.0, help="0 takes the likeliest token")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the sampling, where --temp is not 0"
+        "--seed", type=seed, default=0, help="of the sampling, where --temp is not 0"
     )
     parser.add_argument("--stock", action="store_true", help="leave the model's layers as they are")
     parser.add_argument(

@@ -33,8 +33,12 @@ def encode(tokenizer: TokenizerWrapper, prompt: str, *, chat: bool) -> list[int]
     """The tokens of ``prompt``, as a chat's first message where the tokenizer has a template.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or ``prompt`` is made of bytes that were not UTF-8.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt {prompt!r} is not text in UTF-8") from error
     if chat and prompt and tokenizer.has_chat_template:
         messages = [{"role": "user", "content": prompt}]
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
