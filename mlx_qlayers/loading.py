@@ -221,6 +221,6 @@ def _blame(path: Path, what: str) -> Iterator[None]:
         yield
     except (OSError, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # olmo's file exits where its package is missing
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{path}: {what}: {kind}{error}") from error

@@ -77,9 +77,11 @@ def quantize_checkpoint(
     target = Path(target).expanduser()
     check_free(target)
     source = find_model(path_or_hf_repo, trust_remote_code=trust_remote_code)
-    if "quantization" in (config := check_directory(source)):
-        raise ValueError(f"{source}: already quantized: {config['quantization']}")
+    if (found := check_directory(source).get("quantization")) is not None:
+        raise ValueError(f"{source}: already quantized: {found}")
     model, tokenizer, config, _ = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
+    if config.get("quantization") is None:  # mlx-lm takes a null for a partly quantized model
+        config.pop("quantization", None)
     _cast(model, dtype or config.get("torch_dtype") or config.get("dtype"))
 
     from mlx_lm.utils import compute_bits_per_weight, quantize_model

@@ -20,6 +20,7 @@ from pathlib import Path
 import mlx.nn as nn
 import pytest
 from damage import CASES, UP, Case, quantization
+from damage import config as configured
 
 from mlx_qlayers import convert_model, load
 from mlx_qlayers.cli import main
@@ -81,6 +82,14 @@ def test_keys_of_no_module_are_named_and_no_error(tiny_model: Path, tmp_path: Pa
     report = convert_model(loaded.model, config=loaded.quantization)
     assert report.unmatched == ("model.layers.7.mlp.up_proj",)
     assert "name no module: model.layers.7.mlp.up_proj" in str(report)
+
+
+def test_an_architecture_that_exits(tiny_model: Path, tmp_path: Path) -> None:
+    """As mlx-lm's file of olmo does where a package is missing."""
+    path = shutil.copytree(tiny_model, tmp_path / "model")
+    configured(model_type="olmo")(path)
+    with pytest.raises(ValueError, match="mlx-lm builds no olmo"):
+        load(path)
 
 
 def test_a_model_without_quantized_layers(plain_model: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,15 @@ def test_generates_with_mlx_lm(plain_model: Path, tmp_path: Path) -> None:
     tokens = mx.array([tokenizer.encode("Once upon a time")])
     logits, wanted = (np.array(m(tokens).astype(mx.float32)) for m in (model, stock))
     assert np.abs(logits - wanted).max() < 0.05 * np.abs(wanted).max()
+
+
+def test_a_quantization_of_null_is_none(plain_model: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(plain_model, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {"quantization": None}
+    (source / "config.json").write_text(json.dumps(config))
+    assert quantize_checkpoint(source, tmp_path / "out").layers == 15
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    assert written == {"group_size": 64, "bits": 4, "mode": "affine"}
 
 
 # Kills itself at the given event among those that touch the target's directory.
