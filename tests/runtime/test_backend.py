@@ -125,15 +125,6 @@ def test_the_reason_names_a_missing_compiler(machine):
     ]
 
 
-def test_the_reason_names_a_missing_compiler(machine):
-    machine()
-    assert choose("a", ALL) == choose("b", ("metal",)) == "ops"
-    assert [d.reason for d in explain()] == [
-        "no GPU, and no host backend: no host here",
-        "no ops kernel for these arguments",
-    ]
-
-
 @pytest.mark.parametrize(
     ("gain", "expected", "reason"),
     [

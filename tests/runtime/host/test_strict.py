@@ -41,10 +41,6 @@ REFUSED = (
      "float a[50000]; for (int k = 0; k < 50000; k++) a[k] = x[k] * c;"
      " for (int k = 0; k < int(c); k++) y[i] += a[k * 7 % 50000];",
      "stack frame size"),
-    ("more thread memory than a stack has", "",
-     "float a[50000]; for (int k = 0; k < 50000; k++) a[k] = x[k] * c;"
-     " for (int k = 0; k < int(c); k++) y[i] += a[k * 7 % 50000];",
-     "stack frame size"),
     ("write to constant memory", "", "c = 1;", "const"),
     ("write through const device", "", "x[i] = 1;", "read-only variable"),
     ("double", "", "double d = x[i]; y[i] = d;", "double"),
