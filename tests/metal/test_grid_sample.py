@@ -16,7 +16,6 @@ from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.tracing import trace
 
-
 CHECKED = ["checked", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
