@@ -16,10 +16,7 @@ from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.tracing import trace
 
-no_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU")
-
-
-CHECKED = ["checked", pytest.param("cuda", marks=[pytest.mark.cuda, no_cuda])]
+CHECKED = ["checked", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 @pytest.fixture(params=CHECKED)
@@ -247,7 +244,6 @@ def test_random_configurations(part):
 
 
 @pytest.mark.cuda
-@no_cuda
 def test_offsets_beyond_32_bits():
     """The last pixels of an image of 2^32 elements and 8 GB, forward and backward."""
     x = mx.zeros((1, 2**12, 2**12, 2**8), mx.float16)

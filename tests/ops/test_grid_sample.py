@@ -14,8 +14,7 @@ from mlx_qlayers.runtime.tracing import trace
 HALF = [mx.float16, mx.bfloat16]
 
 
-no_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU")
-CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, no_cuda])
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 
 
 @pytest.fixture(autouse=True, params=["ops", "host", CUDA])
