@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .arguments import positive, temperature
+from .arguments import positive, seed, temperature
 
 MODEL = "tales-qwen2"
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, default=200, help="tokens to generate")
     parser.add_argument("--temp", type=temperature, default=0.7, help="0 takes the likeliest token")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the sampling, where --temp is not 0"
+        "--seed", type=seed, default=0, help="of the sampling, where --temp is not 0"
     )
 
 
@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> None:
     print(convert_model(converted, config=quantization).summary(), end="\n\n")
     prompt = encode(tokenizer, args.prompt, chat=False)
     contenders = [("stock", stock, "ops"), ("converted, reference path", converted, "ops")]
-    if place := {"host": "the CPU", "metal": "the GPU", "cuda": "the GPU"}.get(backend()):
-        contenders.append((f"converted, Metal kernels on {place}", converted, "auto"))
+    if backend() == "host":
+        contenders.append(("converted, Metal kernels on the CPU", converted, "auto"))
     rows: list[tuple[str, ...]] = []
     for name, model, path in reversed(contenders):
         echo = None if rows else sys.stdout

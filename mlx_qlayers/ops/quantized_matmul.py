@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..formats import Format
 from ..metal.quantized_matmul import MAX_FEW_ROWS, few_rows, product_of_few_rows
 from ..reference import quantized_matmul as reference
-from ..runtime.backend import choose
+from ..runtime.backend import backend, choose
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 # How many times as fast as the reference the host kernel is, for 1, 2, 4, 8 and 16 rows; measured
@@ -81,7 +81,7 @@ def quantized_matmul(
     path = choose(
         "quantized_matmul",
         () if lacking else ("metal", "cuda", "host"),
-        unless=lacking,
+        unless=lacking or _stock_is_better(),
         host_gain=_host_gain(rows, fmt),
         arrays=(x, w, scales),
     )
@@ -112,6 +112,14 @@ def _lacking(rows: int, w: mx.array, transpose: bool) -> str | None:
     if w.ndim > 2 or 0 in w.shape:
         return f"w has shape {w.shape}; the kernel takes one matrix that is not empty"
     return None
+
+
+def _stock_is_better() -> str | None:
+    """Why ``auto`` leaves this kernel for the stock operator on a GPU."""
+    return {
+        "cuda": "the stock operator is faster here: 0.017 to 0.054 ms for one row of 3584 x 3584",
+        "metal": "the kernel was not measured on an Apple GPU",
+    }.get(backend())
 
 
 def _host_gain(rows: int, fmt: Format) -> float | None:
