@@ -171,11 +171,14 @@ template <
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)
     for (int n = 0; n < outputs; n++) {
-      float sum = 0;
+      // In pairs: one after another would round more often.
 #pragma unroll
-      for (int j = 0; j < ways; j++) {
-        sum += sums[m][n][j];
+      for (int pair = ways / 2; pair > 0; pair /= 2) {
+        for (int j = 0; j < pair; j++) {
+          sums[m][n][j] += sums[m][n][j + pair];
+        }
       }
+      float sum = sums[m][n][0];
       if (lanes > 1) {
         sum = simd_sum(sum);
       }
