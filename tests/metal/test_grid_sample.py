@@ -46,10 +46,13 @@ def test_golden(backend, group):
     x, grid, cotangent = (mx.array(values[name]) for name in ("x", "grid", "cotangent"))
     for index, options in options_of(values):
         found = run(x, grid, cotangent, options)
+        # Atomics add what each point gives to a pixel in any order; those parts cancel.
+        parts = reference.grid_sample_vjp(x, grid, mx.abs(cotangent), options)[0]
         for name, actual in zip(("out", "d_x", "d_grid"), found, strict=True):
             truth, rounded = values[name][index], values[name + "32"][index]
             what = f"{group} {options} {name}"
-            assert_accurate(actual, same_side(truth, rounded), rounded, what=what)
+            terms = np.abs(to64(parts)).max() if name == "d_x" else 0.0
+            assert_accurate(actual, same_side(truth, rounded), rounded, terms=terms, what=what)
             if name == "out" and options.mode == "nearest":
                 np.testing.assert_array_equal(np.array(actual), rounded, err_msg=what)
 

@@ -70,6 +70,17 @@ def test_one_row(dtype):
     check_all(AFFINE, dtype, 1)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_on_cuda(fmt, dtype):
+    rng = np.random.default_rng(fmt.bits)
+    with use_backend("cuda"):
+        for rows in (1, 7, 16):
+            x, packed = sample(rng, rows, 41, 3, fmt, dtype)
+            check(quantized_matmul(x, *packed, **fmt._asdict()), x, packed, fmt)
+
+
 @pytest.mark.parametrize("fmt", FORMATS[::5], ids=str)
 @pytest.mark.parametrize("device", ["host", "metal"])
 def test_clean_with_checks(fmt, device):
