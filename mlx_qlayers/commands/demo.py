@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     converted = copy.deepcopy(stock)  # the arrays are shared
     print(convert_model(converted, config=quantization).summary(), end="\n\n")
     prompt = encode(tokenizer, args.prompt, chat=False)
-    contenders = [("stock", stock, "ops"), ("converted, reference path", converted, "ops")]
+    contenders = [("stock mlx-lm", stock, "ops"), ("converted, reference path", converted, "ops")]
     if backend() == "host":
         contenders.append(("converted, Metal kernels on the CPU", converted, "auto"))
     rows: list[tuple[str, ...]] = []
