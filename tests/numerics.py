@@ -25,6 +25,9 @@ _ROUNDINGS = 8
 # Units in the last place by which two float32 models of a few layers may differ that add up in
 # another order: each layer carries the roundings of those before it.
 _MODEL_ROUNDINGS = 256
+# Units in the last place of the largest element by which two float32 sums of the same terms, added
+# in another order, may differ.
+_SUM_ROUNDINGS = 16
 
 
 def to64(array: mx.array | np.ndarray) -> np.ndarray:
@@ -133,6 +136,12 @@ def assert_gradient(
                 f"gradient of argument {number}: {found:.6e}, by differences {expected:.6e}, "
                 f"allowed {allowed:.1e}"
             )
+
+
+def assert_same_sums(found: mx.array, stock: mx.array) -> None:
+    """Assert that two float32 results are the same sums, added in another order."""
+    allowed = _SUM_ROUNDINGS * EPSILON[mx.float32] * np.abs(to64(stock)).max()
+    np.testing.assert_allclose(to64(found), to64(stock), rtol=0, atol=allowed)
 
 
 def assert_same_model(found: mx.array, stock: mx.array, *, bits: int | None, what: str) -> None:
