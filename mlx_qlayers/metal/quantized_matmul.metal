@@ -10,86 +10,10 @@
 // Sums are float32, in `ways` parts that a processor with vectors adds side by side. At the edge of
 // N a tile reads the last row again and writes only what exists.
 
+#include "packed.metal"
+
 #include <metal_stdlib>
 using namespace metal;
-
-#define AFFINE 0
-#define MXFP4 1
-#define MXFP8 2
-#define NVFP4 3
-
-// Element i of a row of packed words; i is known when the loop around it is unrolled.
-template <int bits>
-METAL_FUNC uint packed_code(const thread uint* words, int i) {
-  int word = i * bits / 32, shift = i * bits % 32;
-  uint code = words[word] >> shift;
-  if (shift + bits > 32) {
-    code |= words[word + 1] << (32 - shift);
-  }
-  return code & ((1u << bits) - 1);
-}
-
-// E4M3 and E2M1 are halves with a smaller exponent: shifted into place, they are a power of two off.
-METAL_FUNC float float_from_e4m3(uint code) {
-  uint magnitude = code & 0x7f;
-  uint nan = (magnitude + 1) >> 7 << 14;
-  return float(as_type<half>(ushort((code & 0x80) << 8 | magnitude << 7 | nan))) * 256.0f;
-}
-METAL_FUNC float float_from_e2m1(uint code) {
-  return float(as_type<half>(ushort((code & 8) << 12 | (code & 7) << 9))) * 16384.0f;
-}
-
-// An integer below 2^23 in the mantissa of 2^23: cheaper than a conversion on Apple GPUs.
-METAL_FUNC float float_from_integer(uint code) {
-  return as_type<float>(code | 0x4b000000u) - 8388608.0f;
-}
-
-template <int mode>
-METAL_FUNC float decoded(uint code) {
-  if (mode == AFFINE) {
-    return float_from_integer(code);
-  }
-  return mode == MXFP8 ? float_from_e4m3(code) : float_from_e2m1(code);
-}
-
-template <int mode, typename S>
-METAL_FUNC float decoded_scale(S scale) {
-  if (mode == AFFINE) {
-    return float(scale);
-  }
-  uint code = uint(scale);
-  if (mode == NVFP4) {
-    return float_from_e4m3(code);
-  }
-  return as_type<float>(code == 0 ? 0x00400000u : code << 23);
-}
-
-// Rows begin at multiples of a run, so that its words can be read four or two at once.
-template <int count>
-METAL_FUNC void load_words(thread uint* to, const device uint* from) {
-  const int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
-#pragma unroll
-  for (int i = 0; i < count; i += width) {
-    if (width == 4) {
-      *reinterpret_cast<thread uint4*>(to + i) = *reinterpret_cast<const device uint4*>(from + i);
-    } else if (width == 2) {
-      *reinterpret_cast<thread uint2*>(to + i) = *reinterpret_cast<const device uint2*>(from + i);
-    } else {
-      to[i] = from[i];
-    }
-  }
-}
-
-// `count` elements of one group, from their packed words, as numbers.
-template <int mode, int bits, int count>
-METAL_FUNC void dequantize(thread float* to, const device uint* from, float scale, float bias) {
-  alignas(16) uint words[count * bits / 32];
-  load_words<count * bits / 32>(words, from);
-#pragma unroll
-  for (int i = 0; i < count; i++) {
-    to[i] = fma(scale, decoded<mode>(packed_code<bits>(words, i)), bias);
-  }
-}
 
 // sums[i % ways] += a[i] * b[i]
 template <int count, int ways>
