@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..formats import MODES, Format
 from ..runtime.kernel import Kernel
 
 MAX_FEW_ROWS = 16
+MAX_MATRICES = 3
+
+Gate = Literal["silu", "gelu", "gelu_approx"]
+
+
+class PackedMatrix(NamedTuple):
+    """A quantized matrix that rows are multiplied with, and what is added to the product.
+
+    Attributes:
+        w: (N, K * bits / 32) uint32.
+        scales: (N, K / group_size), floating point (affine) or uint8.
+        biases: as ``scales`` (affine), else None.
+        bias: (N,) in the dtype of the rows, or None.
+    """
+
+    w: mx.array
+    scales: mx.array
+    biases: mx.array | None = None
+    bias: mx.array | None = None
+
 
 _FEW_ROWS = Kernel(
     "quantized_matmul_few_rows",
@@ -58,12 +81,15 @@ class FewRows:
 
 
 @cache
-def few_rows(device: str, rows: int, fmt: Format) -> FewRows:
+def few_rows(device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format) -> FewRows:
     """The configuration for a backend.
 
     Args:
         device: ``"metal"``, ``"cuda"`` or ``"host"``.
         rows: rows of the product, 1 to 16.
+        n: outputs of a row, those of all matrices.
+        k: elements of a row.
+        dtype: of the rows.
         fmt: the format of the matrix.
     """
     if device == "host":
@@ -78,29 +104,45 @@ def few_rows(device: str, rows: int, fmt: Format) -> FewRows:
     return FewRows(rows, outputs, run, lanes=32, ways=1, threads=64)
 
 
-def product_of_few_rows(
+def products_of_few_rows(
     x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    bias: mx.array | None,
+    matrices: Sequence[PackedMatrix],
     fmt: Format,
     config: FewRows,
-) -> mx.array:
-    """``x @ w.T + bias`` for a packed ``w``, which is read and unpacked once for all rows.
+    *,
+    norm: tuple[mx.array | None, float] | None = None,
+    gate: Gate | None = None,
+    residual: mx.array | None = None,
+) -> list[mx.array]:
+    """``x @ w.T + bias`` for up to three matrices of one format, each read once for all rows.
 
     Args:
         x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16.
-        w: (N, K * bits / 32) uint32.
-        scales: (N, K / group_size), floating point (affine) or uint8.
-        biases: as ``scales`` (affine), else None.
-        bias: (N,) in the dtype of ``x``, or None.
-        fmt: group_size, bits and mode of ``w``.
+        matrices: of K columns each, biases all or none, bias each as it likes.
+        fmt: group_size, bits and mode of the matrices.
         config: how to spread the work.
+        norm: weight (K,) in the dtype of ``x`` or None, and epsilon, of the RMS norm that ``x``
+            goes through first; None for no norm.
+        gate: with two matrices of one shape, give ``activation(first) * second`` alone.
+        residual: added to the product of a single matrix; in its shape and dtype.
 
     Returns:
-        (..., N) in the dtype of ``x``; float32 sums rounded once.
+        A (..., N) in the dtype of ``x`` for each matrix, or the gated one; float32 inside, rounded
+        once.
     """
+    rows = x if norm is None else mx.fast.rms_norm(x, *norm)
+    products = [_product(rows, matrix, fmt, config) for matrix in matrices]
+    if gate is not None:
+        first, second = products
+        return [_ACTIVATIONS[gate](first) * second]
+    return products if residual is None else [products[0] + residual]
+
+
+_ACTIVATIONS = {"silu": nn.silu, "gelu": nn.gelu, "gelu_approx": nn.gelu_approx}
+
+
+def _product(x: mx.array, matrix: PackedMatrix, fmt: Format, config: FewRows) -> mx.array:
+    w, scales, biases, bias = matrix
     (*leading, k), n = x.shape, w.shape[0]
     m = prod(leading)
     tiles = -(-n // config.outputs)

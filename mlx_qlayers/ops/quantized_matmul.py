@@ -10,7 +10,12 @@ from typing import Any
 import mlx.core as mx
 
 from ..formats import Format
-from ..metal.quantized_matmul import MAX_FEW_ROWS, few_rows, product_of_few_rows
+from ..metal.quantized_matmul import (
+    MAX_FEW_ROWS,
+    PackedMatrix,
+    few_rows,
+    products_of_few_rows,
+)
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend, choose
 
@@ -166,8 +171,10 @@ def _differentiable(path: str, fmt: Format, affine: bool, biased: bool) -> Calla
 
     @mx.custom_function
     def product(x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array) -> mx.array:
-        config = few_rows(path, x.size // x.shape[-1], fmt)
-        return product_of_few_rows(x, w, scales, *optional(list(rest)), fmt, config)
+        k = x.shape[-1]
+        config = few_rows(path, x.size // k, w.shape[0], k, x.dtype, fmt)
+        matrix = PackedMatrix(w, scales, *optional(list(rest)))
+        return products_of_few_rows(x, [matrix], fmt, config)[0]
 
     @product.vjp
     def gradient(arrays: tuple[mx.array, ...], dy: mx.array, y: mx.array) -> list[mx.array]:

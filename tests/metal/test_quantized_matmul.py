@@ -10,7 +10,7 @@ import pytest
 
 from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul import few_rows, product_of_few_rows
+from mlx_qlayers.metal.quantized_matmul import PackedMatrix, few_rows, products_of_few_rows
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.numerics import assert_accurate, random, round_to, to64
@@ -39,9 +39,13 @@ def sample(rng, rows, n, groups, fmt, dtype):
 
 
 def by_kernel(x, packed, fmt, bias=None, device="host", **changes):
-    config = replace(few_rows(device, len(x), fmt), **changes)
+    config = replace(config_for(device, x, packed, fmt), **changes)
     with use_backend("host"):
-        return product_of_few_rows(x, *packed, bias, fmt, config)
+        return products_of_few_rows(x, [PackedMatrix(*packed, bias)], fmt, config)[0]
+
+
+def config_for(device, x, packed, fmt):
+    return few_rows(device, *x.shape[:1], packed[0].shape[0], x.shape[1], x.dtype, fmt)
 
 
 def check_all(fmt, dtype, rows, shapes=SHAPES, **options):
@@ -104,7 +108,7 @@ def test_reads_the_matrix_once(rows, device):
     with checks() as report:
         y = by_kernel(x, packed, AFFINE, device=device)
     w, scales, biases = packed
-    config = few_rows(device, rows, AFFINE)
+    config = config_for(device, x, packed, AFFINE)
     tiles = 24 // config.outputs
     # A scale is read by each thread that has a part of its group, all in one SIMD group at once.
     each = AFFINE.group_size // config.run
