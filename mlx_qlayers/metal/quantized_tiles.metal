@@ -1,0 +1,290 @@
+// Product of many rows with a quantized matrix: y (M, N) = x (M, K) * w + bias, in tiles.
+//
+// w is packed, transposed (N, K) or plain (K, N); packed.metal says how. One threadgroup computes
+// tile_m x tile_n of y, its simds_m x simds_n SIMD groups a rectangle each. Per step of tile_k it
+// unpacks a tile of w, rounded to T, and copies one of x into threadgroup memory, from registers
+// that were filled while the step before was multiplied:
+//
+//   grid (ceil(M / tile_m) * threads, ceil(N / tile_n), parts), threadgroup (threads, 1, 1) with
+//   threads = 32 * simds_m * simds_n; threadgroup memory stages * (tiles with their padding).
+//
+// Rows of one column of tiles are neighbours in the grid, so that w is read from memory once. Where
+// `parts` share K, part z takes `depth` elements of it from z * depth on and writes its sums to
+// plane z of y, in float32, for quantized_matmul_sum to add. A run of elements that one thread
+// unpacks lies in one group. What lies beyond M, N or K counts as zero and is not read.
+
+#include "fragment.metal"
+#include "packed.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// Elements behind each row of a tile, so that neighbouring rows begin in other banks.
+#define PADDING 8
+
+template <typename S, int words>
+struct packed_run {
+  uint word[words];
+  S scale, bias;
+};
+
+// The threadgroup's tile of x at (m, k), 16 bytes at a time.
+template <typename T, int tile_m, int tile_k, int threads, bool aligned>
+METAL_FUNC void fetch_rows(
+    thread uint4* held, const device T* x, int m, int k, int M, int K, int thread_index) {
+  constexpr int width = 16 / sizeof(T), across = tile_k / width;
+#pragma unroll
+  for (int i = 0; i < tile_m * across / threads; i++) {
+    int piece = thread_index + i * threads, row = m + piece / across;
+    int column = k + piece % across * width;
+    held[i] = uint4(0);
+    if (row < M && column < K) {
+      const device T* from = x + size_t(row) * K + column;
+      if (aligned) {
+        held[i] = *reinterpret_cast<const device uint4*>(from);
+      } else {
+        alignas(16) T values[width];
+#pragma unroll
+        for (int j = 0; j < width; j++) {
+          values[j] = column + j < K ? from[j] : T(0);
+        }
+        held[i] = *reinterpret_cast<thread uint4*>(values);
+      }
+    }
+  }
+}
+
+template <typename T, int tile_m, int tile_k, int threads>
+METAL_FUNC void place_rows(threadgroup T* tile, const thread uint4* held, int thread_index) {
+  constexpr int width = 16 / sizeof(T), across = tile_k / width;
+#pragma unroll
+  for (int i = 0; i < tile_m * across / threads; i++) {
+    int piece = thread_index + i * threads;
+    int at = piece / across * (tile_k + PADDING) + piece % across * width;
+    *reinterpret_cast<threadgroup uint4*>(tile + at) = held[i];
+  }
+}
+
+// The packed runs of a tile of `across` runs a row, at (row, column) of a matrix (rows, columns).
+template <int mode, int group, int bits, int run, int count, int across, int threads, typename S>
+METAL_FUNC void fetch_runs(
+    thread packed_run<S, run * bits / 32>* held,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    int row,
+    int column,
+    int rows,
+    int columns,
+    int thread_index) {
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    int piece = thread_index + i * threads, r = row + piece / across;
+    int c = column + piece % across * run;
+    if (r < rows && c < columns) {
+      size_t at = size_t(r) * (columns / group) + c / group;
+      load_words<run * bits / 32>(
+          held[i].word, w + size_t(r) * (size_t(columns) * bits / 32) + c * bits / 32);
+      held[i].scale = scales[at];
+      held[i].bias = mode == AFFINE ? biases[at] : S(0);
+    } else {
+#pragma unroll
+      for (int j = 0; j < run * bits / 32; j++) {
+        held[i].word[j] = 0;
+      }
+      held[i].scale = S(0);
+      held[i].bias = S(0);
+    }
+  }
+}
+
+template <
+    typename T, int mode, int bits, int run, int count, int across, int threads, typename S>
+METAL_FUNC void place_runs(
+    threadgroup T* tile, const thread packed_run<S, run * bits / 32>* held, int thread_index) {
+  constexpr int width = 16 / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    int piece = thread_index + i * threads;
+    threadgroup T* to =
+        tile + piece / across * (across * run + PADDING) + piece % across * run;
+    float scale = decoded_scale<mode>(held[i].scale), bias = float(held[i].bias);
+#pragma unroll
+    for (int j = 0; j < run; j += width) {
+      alignas(16) metal::vec<T, 2> values[width / 2];
+#pragma unroll
+      for (int e = 0; e < width; e += 2) {
+        float2 pair;
+        pair.x = fma(scale, decoded<mode>(packed_code<bits>(held[i].word, j + e)), bias);
+        pair.y = fma(scale, decoded<mode>(packed_code<bits>(held[i].word, j + e + 1)), bias);
+        values[e / 2] = metal::vec<T, 2>(pair);
+      }
+      *reinterpret_cast<threadgroup uint4*>(to + j) = *reinterpret_cast<thread uint4*>(values);
+    }
+  }
+}
+
+// sums += x * w for a SIMD group's part of two tiles; sums in rows of `columns` fragments.
+template <typename T, bool transposed, int tile_k, int rows, int columns, int stride>
+METAL_FUNC void multiply_tiles(
+    thread sum_fragment* sums, const threadgroup T* x, const threadgroup T* w, uint lane) {
+#pragma unroll
+  for (int k = 0; k < tile_k; k += 16) {
+    left_fragment<T> left[rows];
+    right_fragment<T> right[columns];
+#pragma unroll
+    for (int i = 0; i < rows; i++) {
+      load_left(left[i], x + i * 16 * (tile_k + PADDING) + k, tile_k + PADDING, lane);
+    }
+#pragma unroll
+    for (int j = 0; j < columns; j++) {
+      if (transposed) {
+        load_right_transposed(right[j], w + j * 8 * stride + k, stride, lane);
+      } else {
+        load_right(right[j], w + k * stride + j * 8, stride, lane);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < rows; i++) {
+#pragma unroll
+      for (int j = 0; j < columns; j++) {
+        multiply_accumulate(sums[i * columns + j], left[i], right[j]);
+      }
+    }
+  }
+}
+
+// A SIMD group's sums to y (M, N), from (m, n) on.
+template <typename T, typename O, int rows, int columns, bool biased>
+METAL_FUNC void write_sums(
+    const thread sum_fragment* sums,
+    const device T* bias,
+    device O* y,
+    int m,
+    int n,
+    int M,
+    int N,
+    uint lane) {
+  m += fragment_row(lane);
+  n += fragment_col(lane);
+#pragma unroll
+  for (int j = 0; j < columns; j++) {
+    int column = n + 8 * j;
+    float2 added = float2(0);
+    if (biased) {
+      added.x = column < N ? float(bias[column]) : 0.0f;
+      added.y = column + 1 < N ? float(bias[column + 1]) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * rows; i++) {
+      float2 sum = sums[i / 2 * columns + j].part[i % 2] + added;
+      int row = m + 8 * i;
+      device O* to = y + size_t(row) * N + column;
+      if (row < M && column + 1 < N && N % 2 == 0) {
+        *reinterpret_cast<device metal::vec<O, 2>*>(to) = metal::vec<O, 2>(sum);
+      } else if (row < M && column < N) {
+        to[0] = O(sum.x);
+        if (column + 1 < N) {
+          to[1] = O(sum.y);
+        }
+      }
+    }
+  }
+}
+
+template <
+    typename T,
+    typename O,
+    typename S,
+    int mode,
+    int group,
+    int bits,
+    bool transposed,
+    int tile_m,
+    int tile_n,
+    int tile_k,
+    int simds_m,
+    int simds_n,
+    int run,
+    int stages,
+    bool aligned,
+    bool biased>
+[[kernel]] void quantized_matmul_tiles(
+    const device T* x,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    const device T* bias,
+    constant int* shape,
+    device O* y,
+    uint3 place [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int threads = 32 * simds_m * simds_n, pieces = tile_m * tile_k / threads;
+  constexpr int across = (transposed ? tile_k : tile_n) / run;
+  constexpr int count = tile_n * tile_k / run / threads;
+  constexpr int stride = across * run + PADDING, x_stride = tile_k + PADDING;
+  constexpr int x_size = tile_m * x_stride, w_size = (transposed ? tile_n : tile_k) * stride;
+  constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
+  threadgroup T x_tiles[stages * x_size];
+  threadgroup T w_tiles[stages * w_size];
+
+  int M = shape[0], N = shape[1], K = shape[2], depth = shape[3];
+  int m = place.x * tile_m, n = place.y * tile_n, first = place.z * depth;
+  int end = min(first + depth, K), stage = 0;
+  int row = int(simd) / simds_n * rows * 16, column = int(simd) % simds_n * columns * 8;
+  sum_fragment sums[rows * columns];
+#pragma unroll
+  for (int i = 0; i < rows * columns; i++) {
+    sums[i].part[0] = 0.0f;
+    sums[i].part[1] = 0.0f;
+  }
+
+  for (int k = first - tile_k; k < end; k += tile_k) {
+    int next = k + tile_k;
+    uint4 x_held[pieces * sizeof(T) / 16];
+    packed_run<S, run * bits / 32> w_held[count];
+    if (next < end) {
+      fetch_rows<T, tile_m, tile_k, threads, aligned>(x_held, x, m, next, M, K, thread_index);
+      fetch_runs<mode, group, bits, run, count, across, threads>(
+          w_held, w, scales, biases, transposed ? n : next, transposed ? next : n,
+          transposed ? N : K, transposed ? K : N, thread_index);
+    }
+    if (k >= first) {
+      const threadgroup T* w_part =
+          w_tiles + stage * w_size + (transposed ? column * stride : column);
+      multiply_tiles<T, transposed, tile_k, rows, columns, stride>(
+          sums, x_tiles + stage * x_size + row * x_stride, w_part, lane);
+    }
+    if (stages == 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    } else {
+      stage = 1 - stage;
+    }
+    if (next < end) {
+      place_rows<T, tile_m, tile_k, threads>(x_tiles + stage * x_size, x_held, thread_index);
+      place_runs<T, mode, bits, run, count, across, threads>(
+          w_tiles + stage * w_size, w_held, thread_index);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  write_sums<T, O, rows, columns, biased>(
+      sums, bias, y + place.z * size_t(M) * N, m + row, n + column, M, N, lane);
+}
+
+// y = the sum of the planes of `parts`, and the bias; one element a thread.
+template <typename T, bool biased>
+[[kernel]] void quantized_matmul_sum(
+    const device float* parts,
+    const device T* bias,
+    constant int* shape,
+    device T* y,
+    uint id [[thread_position_in_grid]]) {
+  int count = shape[0], N = shape[1], planes = shape[2];
+  float sum = biased ? float(bias[int(id) % N]) : 0.0f;
+  for (int z = 0; z < planes; z++) {
+    sum += parts[size_t(z) * count + id];
+  }
+  y[id] = T(sum);
+}

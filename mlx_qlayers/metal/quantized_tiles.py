@@ -1,0 +1,176 @@
+"""Launches the tiled product of many rows with a quantized matrix."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from math import prod
+
+import mlx.core as mx
+
+from ..formats import MODES, Format
+from ..runtime.kernel import Kernel
+
+PADDING = 8
+
+
+def _threadgroup_memory(
+    T: mx.Dtype, transposed: bool, tile_m: int, tile_n: int, tile_k: int, stages: int, **_: object
+) -> int:
+    rows, width = (tile_n, tile_k) if transposed else (tile_k, tile_n)
+    elements = tile_m * (tile_k + PADDING) + rows * (width + PADDING)
+    return stages * elements * T.size
+
+
+_TILES = Kernel(
+    "quantized_matmul_tiles",
+    "quantized_tiles.metal",
+    inputs=("x", "w", "scales", "biases", "bias", "shape"),
+    outputs=("y",),
+    template=(
+        "T",
+        "O",
+        "S",
+        "mode",
+        "group",
+        "bits",
+        "transposed",
+        "tile_m",
+        "tile_n",
+        "tile_k",
+        "simds_m",
+        "simds_n",
+        "run",
+        "stages",
+        "aligned",
+        "biased",
+    ),
+    threadgroup_memory=_threadgroup_memory,
+    large=True,
+)
+
+_SUM = Kernel(
+    "quantized_matmul_sum",
+    "quantized_tiles.metal",
+    inputs=("parts", "bias", "shape"),
+    outputs=("y",),
+    template=("T", "biased"),
+    large=True,
+)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product of many rows is cut into tiles.
+
+    Attributes:
+        tile_m: rows of the result that a threadgroup computes; a multiple of 16 * ``simds_m``.
+        tile_n: columns of the result that it computes; a multiple of 8 * ``simds_n``.
+        tile_k: depth of its tiles in threadgroup memory; a multiple of 16.
+        simds_m: SIMD groups along the rows.
+        simds_n: SIMD groups along the columns.
+        run: neighbouring elements of the matrix that a thread unpacks at once; 16, or 32 where
+            ``bits`` is odd or half of a word; divides the group size.
+        stages: pairs of tiles, 1 or 2. With 2 one is filled while the other is multiplied.
+        parts: threadgroups that share the depth; above 1 a second launch adds their sums.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    simds_m: int
+    simds_n: int
+    run: int
+    stages: int = 1
+    parts: int = 1
+
+
+def product_in_tiles(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    bias: mx.array | None,
+    transpose: bool,
+    fmt: Format,
+    config: Tiles,
+) -> mx.array:
+    """``x @ w.T + bias`` or ``x @ w + bias`` for a packed ``w``.
+
+    Args:
+        x: (..., K) in float32, float16 or bfloat16; M rows.
+        w: (N, K * bits / 32) uint32, or (K, N * bits / 32) if not ``transpose``.
+        scales: one a group along the last axis of the matrix; floating point (affine) or uint8.
+        biases: as ``scales`` (affine), else None.
+        bias: (N,) in the dtype of ``x``, or None.
+        transpose: multiply with the transpose of the packed matrix.
+        fmt: group_size, bits and mode of ``w``.
+        config: how to cut it.
+
+    Returns:
+        (..., N) in the dtype of ``x``; weights rounded to it, float32 sums rounded once.
+    """
+    (*leading, k), m = x.shape, prod(x.shape[:-1])
+    n = w.shape[0] if transpose else fmt.dims(w)
+    steps = -(-k // config.tile_k)
+    depth = -(-steps // config.parts) * config.tile_k
+    parts = -(-k // depth)
+    threads = 32 * config.simds_m * config.simds_n
+    added = bias if parts == 1 else None
+    (y,) = _TILES(
+        [
+            x,
+            w,
+            scales,
+            scales if biases is None else biases,
+            x if added is None else added,
+            _numbers(m, n, k, depth),
+        ],
+        template=_template(
+            x.dtype, scales.dtype, fmt, config, transpose, parts > 1, k, added is not None
+        ),
+        grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), parts),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(*leading, n) if parts == 1 else (parts, m, n)],
+    )
+    if parts == 1:
+        return y
+    (y,) = _SUM(
+        [y, x if bias is None else bias, _numbers(m * n, n, parts)],
+        template={"T": x.dtype, "biased": bias is not None},
+        grid=(m * n, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(*leading, n)],
+    )
+    return y
+
+
+def _template(
+    dtype: mx.Dtype,
+    scale: mx.Dtype,
+    fmt: Format,
+    config: Tiles,
+    transpose: bool,
+    shared: bool,
+    k: int,
+    biased: bool,
+) -> dict[str, mx.Dtype | int | bool]:
+    sizes = asdict(config)
+    del sizes["parts"]
+    return {
+        "T": dtype,
+        "O": mx.float32 if shared else dtype,
+        "S": scale,
+        "mode": list(MODES).index(fmt.mode),
+        "group": fmt.group_size,
+        "bits": fmt.bits,
+        "transposed": transpose,
+        **sizes,
+        "aligned": k * dtype.size % 16 == 0,
+        "biased": biased,
+    }
+
+
+@cache
+def _numbers(*values: int) -> mx.array:
+    return mx.array(values, mx.int32)
