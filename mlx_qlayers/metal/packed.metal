@@ -84,3 +84,15 @@ METAL_FUNC void dequantize(thread float* to, const device uint* from, float scal
     to[i] = fma(scale, decoded<mode>(packed_code<bits>(words, i)), bias);
   }
 }
+
+// As many numbers as fill 16 bytes in T, rounded to it.
+template <typename T>
+METAL_FUNC uint4 rounded(const thread float* values) {
+  const int count = 16 / sizeof(T);
+  alignas(16) metal::vec<T, 2> pairs[count / 2];
+#pragma unroll
+  for (int i = 0; i < count; i += 2) {
+    pairs[i / 2] = metal::vec<T, 2>(float2(values[i], values[i + 1]));
+  }
+  return *reinterpret_cast<thread uint4*>(pairs);
+}

@@ -111,15 +111,12 @@ METAL_FUNC void place_runs(
     float scale = decoded_scale<mode>(held[i].scale), bias = float(held[i].bias);
 #pragma unroll
     for (int j = 0; j < run; j += width) {
-      alignas(16) metal::vec<T, 2> values[width / 2];
+      float values[width];
 #pragma unroll
-      for (int e = 0; e < width; e += 2) {
-        float2 pair;
-        pair.x = fma(scale, decoded<mode>(packed_code<bits>(held[i].word, j + e)), bias);
-        pair.y = fma(scale, decoded<mode>(packed_code<bits>(held[i].word, j + e + 1)), bias);
-        values[e / 2] = metal::vec<T, 2>(pair);
+      for (int e = 0; e < width; e++) {
+        values[e] = fma(scale, decoded<mode>(packed_code<bits>(held[i].word, j + e)), bias);
       }
-      *reinterpret_cast<threadgroup uint4*>(to + j) = *reinterpret_cast<thread uint4*>(values);
+      *reinterpret_cast<threadgroup uint4*>(to + j) = rounded<T>(values);
     }
   }
 }
