@@ -84,6 +84,48 @@ class Tiles:
     stages: int = 1
     parts: int = 1
 
+    def threads(self, dtype: mx.Dtype) -> int:
+        """The threads of a threadgroup.
+
+        Raises:
+            ValueError: they cannot share the tiles evenly.
+        """
+        threads = 32 * self.simds_m * self.simds_n
+        if (
+            self.tile_m % (16 * self.simds_m)
+            or self.tile_n % (8 * self.simds_n)
+            or self.tile_k % 16
+            or self.tile_m * self.tile_k * dtype.size % (16 * threads)
+            or self.tile_n * self.tile_k % (self.run * threads)
+        ):
+            raise ValueError(f"{threads} threads cannot share {self} of {dtype} evenly")
+        return threads
+
+
+@cache
+def tiles(
+    device: str, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
+) -> Tiles:
+    """The configuration for a backend.
+
+    Args:
+        device: ``"metal"``, ``"cuda"`` or ``"host"``.
+        m: rows of the product.
+        n: columns of it.
+        k: its depth.
+        dtype: of the rows.
+        fmt: the format of the matrix.
+        transpose: whether it is multiplied with its transpose.
+    """
+    run = 32 if fmt.bits % 2 else 16
+    tile_k = 64 if run == 32 or m <= 16 else 32
+    if device != "cuda" or dtype == mx.float32:
+        tile_m = next(size for size in (16, 32, 64) if size >= min(m, 64))
+        if dtype == mx.float32 and tile_k == 64:
+            tile_m = min(tile_m, 32)
+        return Tiles(tile_m, 64, tile_k, *((2, 2) if tile_m > 16 else (1, 4)), run)
+    return Tiles(64, 64, tile_k, 2, 2, run)
+
 
 def product_in_tiles(
     x: mx.array,
@@ -115,7 +157,7 @@ def product_in_tiles(
     steps = -(-k // config.tile_k)
     depth = -(-steps // config.parts) * config.tile_k
     parts = -(-k // depth)
-    threads = 32 * config.simds_m * config.simds_n
+    threads = config.threads(x.dtype)
     added = bias if parts == 1 else None
     (y,) = _TILES(
         [

@@ -1,39 +1,19 @@
-"""Product with a quantized matrix: checks, and the choice between kernel and reference."""
+"""Product with a quantized matrix: checks, and the gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from math import prod
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ..formats import Format
-from ..metal.quantized_matmul import (
-    MAX_FEW_ROWS,
-    PackedMatrix,
-    few_rows,
-    products_of_few_rows,
-)
-from ..reference import quantized_matmul as reference
-from ..runtime.backend import backend, choose
+from ..runtime.backend import backend
+from .quantized_gradients import scales_and_biases
+from .quantized_paths import Way, is_forced_to_reference, product, way
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-# How many times as fast as the reference the host kernel is, for 1, 2, 4, 8 and 16 rows; measured
-# by `benchmarks/bench_quantized_matmul.py --host`.
-_HOST_GAIN = {
-    ("affine", 1): (5.7, 9.4, 14.3, 15.5, 13.4),
-    ("affine", 2): (4.7, 7.8, 11.6, 15.2, 11.6),
-    ("affine", 3): (3.9, 6.1, 9.4, 13.4, 15.3),
-    ("affine", 4): (4.4, 7.2, 11.1, 14.6, 10.5),
-    ("affine", 5): (4.2, 6.1, 9.8, 13.7, 15.6),
-    ("affine", 6): (3.5, 6.0, 9.3, 13.1, 15.3),
-    ("affine", 8): (4.9, 7.7, 11.4, 14.7, 9.9),
-    ("mxfp4", 4): (0.9, 1.5, 2.3, 3.6, 4.4),
-    ("mxfp8", 8): (4.5, 7.8, 9.9, 9.1, 7.6),
-    ("nvfp4", 4): (0.8, 1.1, 2.0, 2.8, 3.0),
-}
 
 
 def quantized_matmul(
@@ -81,68 +61,9 @@ def quantized_matmul(
     """
     fmt = Format.checked(group_size, bits, mode)
     _check(x, w, scales, biases, transpose, fmt, bias)
-    rows = prod(x.shape[:-1])
-    lacking = _lacking(rows, w, transpose)
-    path = choose(
-        "quantized_matmul",
-        () if lacking else ("metal", "cuda", "host"),
-        unless=lacking or _stock_is_better(),
-        host_gain=_host_gain(rows, fmt),
-        arrays=(x, w, scales),
-    )
-    if path == "ops":
-        return _reference(x, w, scales, biases, bias, transpose, fmt)
-    return _by_kernel(x, w, scales, biases, bias, path, fmt)
-
-
-def _reference(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    bias: mx.array | None,
-    transpose: bool,
-    fmt: Format,
-) -> mx.array:
-    y = reference.quantized_matmul(x, w, scales, biases, transpose, fmt)
-    return y if bias is None else y + bias
-
-
-def _lacking(rows: int, w: mx.array, transpose: bool) -> str | None:
-    """Why no kernel takes these arguments, if none does."""
-    if not 0 < rows <= MAX_FEW_ROWS:
-        return f"{rows} rows; the kernel takes 1 to {MAX_FEW_ROWS}"
-    if not transpose:
-        return "the kernel multiplies with the transpose"
-    if w.ndim > 2 or 0 in w.shape:
-        return f"w has shape {w.shape}; the kernel takes one matrix that is not empty"
-    return None
-
-
-def _stock_is_better() -> str | None:
-    """Why ``auto`` leaves this kernel for the stock operator on a GPU."""
-    return {
-        "cuda": "the stock operator is faster here: 0.017 to 0.054 ms for one row of 3584 x 3584",
-        "metal": "the kernel was not measured on an Apple GPU",
-    }.get(backend())
-
-
-def _host_gain(rows: int, fmt: Format) -> float | None:
-    """The gain at the next smaller number of rows that was measured."""
-    if not 0 < rows <= MAX_FEW_ROWS:
-        return None
-    return _HOST_GAIN[fmt.mode, fmt.bits][rows.bit_length() - 1]
-
-
-def _by_kernel(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    bias: mx.array | None,
-    path: str,
-    fmt: Format,
-) -> mx.array:
+    if is_forced_to_reference() or w.ndim > 2:
+        chosen = way("quantized_matmul", x, w, scales, transpose, fmt)
+        return product(chosen, x, w, scales, biases, bias, transpose, fmt)
     out = x.dtype
     if biases is not None:
         out = mx.result_type(x, scales, biases)
@@ -150,8 +71,10 @@ def _by_kernel(
     # A bias of more precision than the product is added to it afterwards, as stock layers do.
     fused = bias is not None and bias.dtype == out
     arrays = (x.astype(out), w, scales, biases, bias if fused else None)
+    chosen = way("quantized_matmul", *arrays[:3], transpose, fmt)
     present = [a for a in arrays if a is not None]
-    y: mx.array = _differentiable(path, fmt, biases is not None, fused)(*present)
+    differentiable = _at_once if backend() == "host" and biases is not None else _lazily
+    y = differentiable(chosen, fmt, transpose, biases is not None, fused)(*present)
     return y if bias is None or fused else y + bias
 
 
@@ -162,38 +85,89 @@ def _alike(scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:
     return scales.astype(dtype), biases.astype(dtype)
 
 
-@cache
-def _differentiable(path: str, fmt: Format, affine: bool, biased: bool) -> Callable[..., Any]:
-    """The kernel with the gradient of the reference; takes the arrays that are not None."""
+class _Gradients:
+    """The product as a function of the arrays that are not None, and its gradients."""
 
-    def optional(rest: list[mx.array]) -> tuple[mx.array | None, mx.array | None]:
-        return rest[0] if affine else None, rest[-1] if biased else None
+    def __init__(self, chosen: Way, fmt: Format, transpose: bool, affine: bool, biased: bool):
+        self.chosen, self.fmt, self.transpose = chosen, fmt, transpose
+        self.affine, self.biased = affine, biased
+
+    def forward(self, x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array) -> mx.array:
+        biases, bias = rest[0] if self.affine else None, rest[-1] if self.biased else None
+        return product(self.chosen, x, w, scales, biases, bias, self.transpose, self.fmt)
+
+    def of_x(self, dy: mx.array, w: mx.array, scales: mx.array, *rest: mx.array) -> mx.array:
+        biases, transpose = rest[0] if self.affine else None, not self.transpose
+        back = way("quantized_matmul, gradient of x", dy, w, scales, transpose, self.fmt)
+        return product(back, dy, w, scales, biases, None, transpose, self.fmt)
+
+    def of_numbers(
+        self, x: mx.array, dy: mx.array, w: mx.array, scales: mx.array, biases: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        return scales_and_biases(x, dy, w, scales, biases, self.fmt, self.transpose)
+
+    def of_bias(self, dy: mx.array) -> list[mx.array]:
+        """No array where there is no bias."""
+        rows = dy.reshape(-1, dy.shape[-1]).astype(mx.float32)
+        return [rows.sum(0).astype(dy.dtype)] if self.biased else []
+
+
+@cache
+def _lazily(*options: Any) -> Callable[..., mx.array]:
+    """The product where launches are lazy: gradients that nobody asks for are never computed."""
+    parts = _Gradients(*options)
+    function = mx.custom_function(parts.forward)
+
+    @function.vjp
+    def _(arrays: tuple[mx.array, ...], dy: mx.array, y: mx.array) -> list[mx.array]:
+        x, *packed = arrays[: 4 if parts.affine else 3]
+        numbers = (
+            parts.of_numbers(x, dy, *packed) if parts.affine else map(mx.zeros_like, packed[1:])
+        )
+        return [parts.of_x(dy, *packed), mx.zeros_like(packed[0]), *numbers, *parts.of_bias(dy)]
+
+    return cast(Callable[..., mx.array], function)
+
+
+@cache
+def _at_once(*options: Any) -> Callable[..., mx.array]:
+    """The product where launches run at once: scales and biases get a gradient if asked for.
+
+    They pass an identity first. MLX asks for its gradient only where it needs that, and the
+    gradient of the product comes to it along an argument that carries nothing else.
+    """
+    parts = _Gradients(*options)
 
     @mx.custom_function
-    def product(x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array) -> mx.array:
-        k = x.shape[-1]
-        config = few_rows(path, x.size // k, w.shape[0], k, x.dtype, fmt)
-        matrix = PackedMatrix(w, scales, *optional(list(rest)))
-        return products_of_few_rows(x, [matrix], fmt, config)[0]
+    def hold(
+        scales: mx.array, biases: mx.array, carrier: mx.array, x: mx.array, w: mx.array
+    ) -> tuple[mx.array, ...]:
+        return scales, biases, carrier
 
-    @product.vjp
-    def gradient(arrays: tuple[mx.array, ...], dy: mx.array, y: mx.array) -> list[mx.array]:
-        floats = [i for i, a in enumerate(arrays) if mx.issubdtype(a.dtype, mx.floating)]
+    @hold.vjp
+    def _(
+        arrays: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], _: object
+    ) -> tuple[mx.array, ...]:
+        scales, biases, carrier, x, w = arrays
+        numbers = parts.of_numbers(x, cotangents[2], w, scales, biases)
+        return *numbers, *map(mx.zeros_like, (carrier, x, w))
 
-        def function(*given: mx.array) -> mx.array:
-            merged = list(arrays)
-            for i, a in zip(floats, given, strict=True):
-                merged[i] = a
-            x, w, scales, *rest = merged
-            return _reference(x, w, scales, *optional(rest), True, fmt)
+    @mx.custom_function
+    def whole(carrier: mx.array, *arrays: mx.array) -> mx.array:
+        return parts.forward(*arrays)
 
-        found = mx.vjp(function, [arrays[i] for i in floats], [dy])[1]
-        gradients = [mx.zeros_like(a) for a in arrays]
-        for i, d in zip(floats, found, strict=True):
-            gradients[i] = d
-        return gradients
+    @whole.vjp
+    def _(arrays: tuple[mx.array, ...], dy: mx.array, y: mx.array) -> list[mx.array]:
+        packed = arrays[2:5]
+        return [dy, parts.of_x(dy, *packed), *map(mx.zeros_like, packed), *parts.of_bias(dy)]
 
-    return product
+    def function(x: mx.array, w: mx.array, *rest: mx.array) -> mx.array:
+        n = w.shape[0] if parts.transpose else parts.fmt.dims(w)
+        carrier = mx.broadcast_to(mx.array(0, x.dtype), (*x.shape[:-1], n))
+        held: Any = hold(*rest[:2], carrier, mx.stop_gradient(x), w)
+        return cast(mx.array, whole(held[2], x, w, *held[:2], *rest[2:]))
+
+    return function
 
 
 def _check(

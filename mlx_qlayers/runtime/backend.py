@@ -142,6 +142,7 @@ def choose(
     unless: str | None = None,
     host_gain: float | None = None,
     arrays: Sequence[mx.array] = (),
+    by: str = "",
 ) -> str:
     """The backend on which ``op`` runs this time; the reason is kept for :func:`explain`.
 
@@ -153,6 +154,7 @@ def choose(
             ``auto`` runs it there only where this is more than 1.
         arrays: what the kernel will read. On ``host`` they are evaluated now; where ``mx.compile``
             or ``mx.vmap`` is tracing they have no values, and ``auto`` takes the reference path.
+        by: which of the operation's kernels runs, for the reason.
 
     Raises:
         BackendError: a backend was forced that has no kernel for these arguments.
@@ -172,7 +174,7 @@ def choose(
         name, reason = _auto_on_host(host_gain, arrays)
     else:
         name, reason = found, "auto"
-    note(op, name, reason)
+    note(op, name, f"{reason}, by {by}" if by and name != "ops" else reason)
     return name
 
 

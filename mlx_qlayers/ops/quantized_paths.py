@@ -1,0 +1,138 @@
+"""How a product with a quantized matrix is computed: by which kernel, or by the reference."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..formats import Format
+from ..metal.dequantize import dequantize
+from ..metal.quantized_matmul import (
+    MAX_FEW_ROWS,
+    PackedMatrix,
+    few_rows,
+    products_of_few_rows,
+)
+from ..metal.quantized_tiles import product_in_tiles, tiles
+from ..reference import quantized_matmul as reference
+from ..runtime.backend import backend, choose, requested
+
+# How many times as fast as the reference the host kernel is, for 1, 2, 4, 8 and 16 rows; measured
+# by `benchmarks/bench_quantized_matmul.py --host`.
+_HOST_GAIN = {
+    ("affine", 1): (5.7, 9.4, 14.3, 15.5, 13.4),
+    ("affine", 2): (4.7, 7.8, 11.6, 15.2, 11.6),
+    ("affine", 3): (3.9, 6.1, 9.4, 13.4, 15.3),
+    ("affine", 4): (4.4, 7.2, 11.1, 14.6, 10.5),
+    ("affine", 5): (4.2, 6.1, 9.8, 13.7, 15.6),
+    ("affine", 6): (3.5, 6.0, 9.3, 13.1, 15.3),
+    ("affine", 8): (4.9, 7.7, 11.4, 14.7, 9.9),
+    ("mxfp4", 4): (0.9, 1.5, 2.3, 3.6, 4.4),
+    ("mxfp8", 8): (4.5, 7.8, 9.9, 9.1, 7.6),
+    ("nvfp4", 4): (0.8, 1.1, 2.0, 2.8, 3.0),
+}
+
+FEW_ROWS, TILES, DENSE = "few rows at once", "tiles", "dequantized, then a dense product"
+
+
+class Way(NamedTuple):
+    """How one product is computed.
+
+    Attributes:
+        path: the backend of the kernels, or ``"ops"``.
+        kernel: which of them; empty on ``"ops"``.
+    """
+
+    path: str
+    kernel: str = ""
+
+
+def way(op: str, x: mx.array, w: mx.array, scales: mx.array, transpose: bool, fmt: Format) -> Way:
+    """Choose how to compute ``x @ w.T``, or ``x @ w``, and keep the reason under the name ``op``.
+
+    Raises:
+        BackendError: a backend was forced that has no kernel for these arguments.
+    """
+    rows = prod(x.shape[:-1])
+    if w.ndim > 2 or 0 in (rows, *w.shape):
+        lacking = f"w has shape {w.shape}, x {x.shape}; the kernels take one matrix, none empty"
+        return Way(choose(op, unless=lacking))
+    kernel, unless, gain = TILES, _many_rows_unmeasured(), None
+    if rows <= MAX_FEW_ROWS and transpose:
+        kernel, unless, gain = FEW_ROWS, stock_is_better(), host_gain(rows, fmt)
+    path = choose(
+        op,
+        ("metal", "cuda", "host"),
+        unless=unless,
+        host_gain=gain,
+        arrays=(x, w, scales),
+        by=kernel,
+    )
+    return Way("ops") if path == "ops" else Way(path, kernel)
+
+
+def stock_is_better() -> str | None:
+    """Why ``auto`` leaves the kernel of few rows for the stock operator on a GPU."""
+    return {
+        "cuda": "the stock operator is faster here: 0.017 to 0.054 ms for one row of 3584 x 3584",
+        "metal": "the kernel was not measured on an Apple GPU",
+    }.get(backend())
+
+
+def host_gain(rows: int, fmt: Format) -> float | None:
+    """The gain of the kernel of few rows at the next smaller number of rows that was measured."""
+    if not 0 < rows <= MAX_FEW_ROWS:
+        return None
+    return _HOST_GAIN[fmt.mode, fmt.bits][rows.bit_length() - 1]
+
+
+def _many_rows_unmeasured() -> str | None:
+    return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+
+
+def product(
+    way: Way,
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    bias: mx.array | None,
+    transpose: bool,
+    fmt: Format,
+) -> mx.array:
+    """``x @ w.T + bias``, or ``x @ w + bias``, in a way that takes these arguments.
+
+    Args:
+        way: from :func:`way`.
+        x: (..., K); on a kernel's path in the dtype of the result.
+        w: (N, K * bits / 32) uint32, or (K, N * bits / 32) if not ``transpose``.
+        scales: one a group along the last axis of the matrix.
+        biases: as ``scales`` (affine), else None.
+        bias: (N,) or None.
+        transpose: multiply with the transpose of the packed matrix.
+        fmt: group_size, bits and mode of ``w``.
+
+    Returns:
+        (..., N).
+    """
+    if way.path == "ops":
+        y = reference.quantized_matmul(x, w, scales, biases, transpose, fmt)
+        return y if bias is None else y + bias
+    rows, k = prod(x.shape[:-1]), x.shape[-1]
+    n = w.shape[0] if transpose else fmt.dims(w)
+    if way.kernel == FEW_ROWS:
+        config = few_rows(way.path, rows, n, k, x.dtype, fmt)
+        return products_of_few_rows(x, [PackedMatrix(w, scales, biases, bias)], fmt, config)[0]
+    if way.kernel == TILES:
+        cut = tiles(way.path, rows, n, k, x.dtype, fmt, transpose)
+        return product_in_tiles(x, w, scales, biases, bias, transpose, fmt, cut)
+    dense = dequantize(w, scales, biases, fmt, x.dtype)
+    dense = dense.T if transpose else dense
+    return x @ dense if bias is None else mx.addmm(bias, x, dense)
+
+
+def is_forced_to_reference() -> bool:
+    """Whether only operators of MLX may run, in the gradient too."""
+    return requested() == "ops"
