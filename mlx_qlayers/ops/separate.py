@@ -37,10 +37,12 @@ def separate_gradients(
 
         @whole.vjp
         def _(
-            primals: tuple[mx.array, ...], cotangent: mx.array, _: mx.array
+            primals: tuple[mx.array, ...] | mx.array, cotangent: mx.array, _: mx.array
         ) -> tuple[mx.array, ...]:
-            given[:] = [*primals, cotangent]
-            return tuple(mx.broadcast_to(mx.array(0, a.dtype), a.shape) for a in primals)
+            # MLX hands over a single argument itself.
+            held = primals if isinstance(primals, tuple) else (primals,)
+            given[:] = [*held, cotangent]
+            return tuple(mx.broadcast_to(mx.array(0, a.dtype), a.shape) for a in held)
 
         def hold(argument: mx.array, gradient: Callable[..., mx.array]) -> mx.array:
             @mx.custom_function
