@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .config import QuantizationConfig
-from .layers.qlinear import COUNTERPARTS, Counterpart
+from .layers.counterparts import stock_of
 from .layers.routing import is_routed, stock_class
 from .plan import Planner, Predicate, Step, kind_of, modules, row_of
 from .report import QUANTIZED, REVERTED, ConversionReport
@@ -26,7 +26,8 @@ def convert_model(
     """Swap this package's layers into a model, in place.
 
     ``nn.QuantizedLinear`` becomes :class:`QLinear`, the product of a tied
-    ``nn.QuantizedEmbedding`` goes the same way, and modules that compute attention with mlx-lm's
+    ``nn.QuantizedEmbedding`` goes the same way, mlx-lm's ``QuantizedSwitchLinear`` becomes
+    :class:`QSwitchLinear`, and modules that compute attention with mlx-lm's
     shared function become :class:`FusedAttention`. Module paths, parameter names and arrays stay.
     Everything is checked before the first swap: an error leaves the model as it was.
 
@@ -103,9 +104,9 @@ def revert_model(model: nn.Module) -> ConversionReport:
         raise ValueError(f"model must be an mlx.nn.Module, not {type(model).__name__}: {model!r}")
     changes = []
     for path, module in modules(model):
-        if isinstance(module, Counterpart) and type(module) in COUNTERPARTS.values():
+        if (stock := stock_of(module)) is not None:
             row = row_of(path, kind_of(module) or "linear", module, REVERTED)
-            changes.append(Step(module, row, type(module).stock))
+            changes.append(Step(module, row, stock))
         elif is_routed(module):
             row = row_of(path, "attention", module, REVERTED)
             changes.append(Step(module, row, stock_class(module)))

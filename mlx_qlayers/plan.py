@@ -9,7 +9,8 @@ import mlx.nn as nn
 
 from .config import QuantizationConfig
 from .formats import Format
-from .layers.qlinear import COUNTERPARTS, Counterpart, QLinear
+from .layers.counterparts import counterpart_of
+from .layers.qlinear import Counterpart, QLinear
 from .layers.routing import is_routed, routed_class
 from .report import ALREADY, LEFT, QUANTIZED, SWAPPED, ModuleReport
 
@@ -87,12 +88,12 @@ class Planner:
         module = step.module
         if type(module) is nn.Linear:
             return self._quantize(path, step)
-        if type(module) in COUNTERPARTS:
+        if (cls := counterpart_of(type(module))) is not None:
             try:
                 Format.checked(module.group_size, module.bits, module.mode)
             except ValueError as error:
                 return step.left(str(error))
-            return replace(step, cls=COUNTERPARTS[type(module)])
+            return replace(step, cls=cls)
         if not _is_packed(module):
             return step.left("is not quantized")
         return step.left(f"no counterpart of {type(module).__name__}")
@@ -135,11 +136,11 @@ class Planner:
     def _check(self, path: str, module: nn.Module, key: str, said: Format | bool | None) -> None:
         """Hold a quantized module against its own arrays and against the configuration."""
         live = Format(module.group_size, module.bits, getattr(module, "mode", "affine"))
-        if type(module) in COUNTERPARTS or isinstance(module, Counterpart):
+        if counterpart_of(type(module)) or isinstance(module, Counterpart):
             w, bias = module["weight"], module.get("bias")
             problem = live.mismatch(w, module["scales"], module.get("biases"))
-            if bias is not None and bias.shape != w.shape[:1]:
-                problem = problem or f"bias of shape {bias.shape} must be {w.shape[:1]}"
+            if bias is not None and bias.shape != w.shape[:-1]:
+                problem = problem or f"bias of shape {bias.shape} must be {w.shape[:-1]}"
             if problem:
                 raise ValueError(f"{path}: {problem}")
         if said is False or (isinstance(said, Format) and said != live):

@@ -9,8 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .layers.qlinear import QEmbedding, QLinear
+from .layers.qlinear import Counterpart, QEmbedding
 from .layers.routing import routed_attention
+from .reference.gather_qmm import GLOBAL_UNIT
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _ROWS = (1, 3)
@@ -34,7 +35,7 @@ class Verifier:
         Raises:
             ValueError: they disagree by more than rounding explains.
         """
-        if cls in (QLinear, QEmbedding):
+        if issubclass(cls, Counterpart):
             scales, bias = module["scales"], module.get("bias")
             shape, mode = module["weight"].shape, module.mode
             kind = (cls, shape, scales.shape, scales.dtype, module.bits, mode, bias is None)
@@ -48,9 +49,7 @@ class Verifier:
         self.seen.add(kind)
         return new
 
-    def _check_product(
-        self, path: str, module: nn.Module, cls: type[QLinear] | type[QEmbedding]
-    ) -> None:
+    def _check_product(self, path: str, module: nn.Module, cls: type[Counterpart]) -> None:
         ours = cls.from_quantized(module)
         scales, biases = module["scales"], module.get("biases")
         fmt = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
@@ -59,12 +58,19 @@ class Verifier:
         wide = (
             [scales, None] if biases is None else [a.astype(mx.float32) for a in (scales, biases)]
         )
+        experts = len(scales) if scales.ndim > 2 else 0
         for rows in _ROWS:
             x = mx.random.normal((rows, width), key=mx.random.key(rows)).astype(dtype)
-            truth = mx.quantized_matmul(x.astype(mx.float32), module["weight"], *wide, **fmt)
-            if "bias" in module:
-                truth = truth + module["bias"].astype(mx.float32)
-            found = ours.as_linear(x) if cls is QEmbedding else ours(x)
+            exact = x.astype(mx.float32)
+            if experts:
+                chosen = mx.random.randint(0, experts, (rows, 2), key=mx.random.key(rows))
+                truth = _by_experts(exact, chosen, module, fmt)
+                found = ours(x[:, None, None], chosen)
+            else:
+                truth = mx.quantized_matmul(exact, module["weight"], *wide, **fmt)
+                if "bias" in module:
+                    truth = truth + module["bias"].astype(mx.float32)
+                found = ours.as_linear(x) if cls is QEmbedding else ours(x)
             _compare(f"{path}: {cls.__name__} {fmt}", found, truth, width)
 
     def _check_attention(self, path: str) -> None:
@@ -88,6 +94,22 @@ class Verifier:
             truth = scaled_dot_product_attention(exact_q, exact_k, exact_v, None, scale, exact)
             found = routed_attention(q, k, v, None, scale, mask)
             _compare(f"{path}: attention, mask {name}", found, truth, width)
+
+
+def _by_experts(
+    x: mx.array, chosen: mx.array, module: nn.Module, fmt: dict[str, Any]
+) -> mx.array:
+    """What stock operators make of rows (M, K) and the experts (M, k) chosen for them."""
+    scales, biases = module["scales"], module.get("biases")
+    if biases is not None:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    rows = x[:, None, None]
+    y = mx.gather_qmm(rows, module["weight"], scales, biases, rhs_indices=chosen, **fmt)
+    if (factors := module.get("global_scale")) is not None:
+        y = y * (factors[chosen] / GLOBAL_UNIT)[..., None, None]
+    if "bias" in module:
+        y = y + module["bias"][chosen][..., None, :].astype(mx.float32)
+    return y
 
 
 def _compare(what: str, found: mx.array, truth: mx.array, terms: int) -> None:

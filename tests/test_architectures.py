@@ -18,11 +18,13 @@ from architectures import VOCABULARY, build
 from decoding import BITS, KINDS, logits
 from mlx.utils import tree_flatten
 from mlx_lm import models
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from numerics import FACTOR, assert_same_model, to64
 
 from mlx_qlayers import FusedAttention, QLinear, convert_model, revert_model
 from mlx_qlayers.layers import routing
 from mlx_qlayers.layers.qlinear import QEmbedding
+from mlx_qlayers.layers.switch_linear import QSwitchLinear
 
 NAMES = list(ARCHITECTURES)
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
@@ -56,7 +58,8 @@ def arrays(model: nn.Module) -> list[tuple[str, int]]:
 
 def described(model: nn.Module) -> str:
     """What a model prints as, by the names of the stock layers."""
-    ours = {"Fused": "", "QLinear": "QuantizedLinear", "QEmbedding": "QuantizedEmbedding"}
+    kinds = ("Linear", "Embedding", "SwitchLinear")
+    ours = {"Fused": ""} | {f"Q{kind}": f"Quantized{kind}" for kind in kinds}
     return re.sub("|".join(rf"\b{name}" for name in ours), lambda m: ours[m[0]], repr(model))
 
 
@@ -103,6 +106,7 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, cls in before:
         assert (cls is nn.QuantizedLinear) == (type(modules[path]) is QLinear)
         assert (cls is nn.QuantizedEmbedding) == (type(modules[path]) is QEmbedding)
+        assert (cls is QuantizedSwitchLinear) == (type(modules[path]) is QSwitchLinear)
 
     calls = []
     monkeypatch.setattr(

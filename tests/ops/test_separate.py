@@ -41,3 +41,8 @@ def test_an_argument_that_is_used_twice(product):
     assert mx.grad(lambda a: (function(a, a) + function(a, mx.exp(a)) * a).sum())(a).tolist() == (
         mx.grad(lambda a: (a * a + a * mx.exp(a) * a).sum())(a).tolist()
     )
+
+
+def test_a_single_argument():
+    square = separate_gradients(lambda a: a * a, lambda a, d: 2 * a * d)
+    assert mx.grad(lambda a: square(a).sum())(mx.array([[1.0, 3.0]])).tolist() == [[2.0, 6.0]]

@@ -1,0 +1,306 @@
+"""gather_qmm on both paths against float64: indices, gradients, what it promises and refuses."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers import explain, use_backend
+from mlx_qlayers.formats import Format
+from mlx_qlayers.ops.gather_qmm import gather_qmm
+from mlx_qlayers.reference import cores
+from mlx_qlayers.runtime import BackendError, trace
+from mlx_qlayers.runtime.backend import backend
+from tests.experts import check_gathered, gathered64, random_experts
+from tests.numerics import assert_accurate, assert_gradient, assert_same_sums, random, to64
+from tests.packed import FORMATS
+
+SMALL = Format(32, 4)
+NVFP4 = Format(16, 4, "nvfp4")
+PATHS = ["host", "ops"]
+E, N, K = 5, 40, 64
+
+
+@pytest.fixture(params=PATHS)
+def path(request):
+    with use_backend(request.param):
+        yield request.param
+
+
+def options(fmt, **others):
+    return fmt._asdict() | others
+
+
+# Shapes of x and of the matrices' leading dimensions, and indices: None, or a shape.
+INDICES = {
+    "tokens choose": ((6, 1, 1, K), (E,), None, (6, 2)),
+    "tokens in batches": ((2, 3, 1, 1, K), (E,), None, (2, 3, 2)),
+    "one each": ((7, 1, K), (E,), None, (7,)),
+    "more rows": ((4, 3, K), (E,), None, (4,)),
+    "one block, many matrices": ((3, K), (E,), None, (4,)),
+    "both": ((6, 2, K), (E,), (3, 1), (1, 4)),
+    "rows alone": ((6, 1, K), (E,), (5,), None),
+    "neither": ((E, 2, K), (E,), None, None),
+    "matrices in two dimensions": ((2, 1, 2, K), (2, 3), None, None),
+    "one matrix": ((4, 1, K), (), None, (4,)),
+}
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("case", INDICES)
+def test_indices(case, transpose, path):
+    x_shape, batch, left, right = INDICES[case]
+    rng = np.random.default_rng(len(case))
+    packed = random_experts(rng, batch, N if transpose else K, 64, SMALL)
+    x = random(rng, x_shape)
+    blocks, matrices = int(np.prod(x_shape[:-2])), int(np.prod(batch))
+    left = None if left is None else mx.array(rng.integers(0, blocks, left))
+    right = None if right is None else mx.array(rng.integers(0, matrices, right))
+    y = gather_qmm(x, *packed, left, right, **options(SMALL, transpose=transpose))
+    stock = mx.gather_qmm(x, *packed, left, right, transpose, 32, 4)
+    assert y.shape == stock.shape and y.dtype == stock.dtype
+    check_gathered(y, x, packed, SMALL, left, right, transpose)
+
+
+@pytest.mark.parametrize("kind", [mx.int32, mx.int64, mx.uint8, mx.uint32])
+def test_integers_of_any_kind(kind, path):
+    rng = np.random.default_rng(1)
+    packed, x = random_experts(rng, (E,), N, K, SMALL), random(rng, (3, 1, K))
+    right = mx.array([4, 0, 3]).astype(kind)
+    y = gather_qmm(x, *packed, None, right, **options(SMALL))
+    check_gathered(y, x, packed, SMALL, None, right)
+
+
+def test_sorted_or_not_is_a_matter_of_speed(path):
+    rng = np.random.default_rng(2)
+    packed, x = random_experts(rng, (E,), N, K, SMALL), random(rng, (23, 1, K))
+    right = np.sort(rng.integers(0, E, 23))
+    found = [
+        gather_qmm(x, *packed, None, mx.array(right), **options(SMALL, sorted_indices=known))
+        for known in (True, False)
+    ]
+    assert mx.array_equal(*found)
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS[::3], NVFP4], ids=str)
+def test_reference_in_half_precision(fmt):
+    rng = np.random.default_rng(3)
+    packed = random_experts(rng, (E,), N, 3 * max(fmt.group_size, 32), fmt, mx.float16)
+    x = random(rng, (6, 1, 1, 3 * max(fmt.group_size, 32)), mx.float16)
+    right = mx.array(rng.integers(0, E, (6, 2)))
+    with use_backend("ops"):
+        y = gather_qmm(x, *packed, None, right, **options(fmt))
+    assert y.dtype == mx.float16
+    check_gathered(y, x, packed, fmt, None, right)
+
+
+def test_reference_large_enough_for_every_core(monkeypatch):
+    monkeypatch.setattr(cores, "_cores", lambda: 3)
+    rng = np.random.default_rng(4)
+    packed, x = random_experts(rng, (E,), 400, 512, SMALL), random(rng, (5, 1, 512))
+    right = mx.array([4, 0, 0, 2, 1])
+    with use_backend("ops"):
+        y = gather_qmm(x, *packed, None, right, **options(SMALL))
+    check_gathered(y, x, packed, SMALL, None, right)
+
+
+def test_strided_inputs(path):
+    rng = np.random.default_rng(5)
+    packed = random_experts(rng, (E,), N, K, SMALL)
+    wide = random(rng, (K, 1, 12))
+    right = mx.array([[4, 1, 0, 2], [0, 0, 3, 1]]).T[:, 1]
+    x = wide.T[::3]
+    part = tuple(a[1:] for a in packed)
+    y = gather_qmm(x, *part, None, right, **options(SMALL))
+    check_gathered(y, x, part, SMALL, None, right)
+
+
+def test_empty():
+    rng = np.random.default_rng(6)
+    packed = random_experts(rng, (E,), N, K, SMALL)
+    for x, right in (
+        (mx.zeros((0, 1, K)), mx.zeros((0,), mx.uint32)),
+        (mx.zeros((2, 0, K)), mx.array([0, 1])),
+    ):
+        y = gather_qmm(x, *packed, None, right, **options(SMALL))
+        assert y.shape == (*x.shape[:-1], N)
+
+
+def test_promotes_as_stock_does(path):
+    rng = np.random.default_rng(7)
+    w, *numbers = random_experts(rng, (E,), N, K, SMALL)
+    right = mx.array([0, 3])
+    for a in (mx.float32, mx.float16, mx.bfloat16):
+        for b in (mx.float32, mx.float16, mx.bfloat16):
+            x, packed = mx.ones((2, 1, K), a), (w, *(n.astype(b) for n in numbers))
+            y = gather_qmm(x, *packed, None, right, **options(SMALL))
+            assert y.dtype == mx.gather_qmm(x, *packed, None, right, True, 32, 4).dtype
+
+
+# Which blocks of x and which matrices; the first as mixtures of experts have them.
+CHOICES = {
+    "tokens choose": ((6, 1, 2, K), None, [[0, 4], [4, 1], [1, 1], [3, 0], [0, 1], [4, 4]]),
+    "sorted": ((7, 1, K), None, [0, 0, 1, 1, 1, 4, 4]),
+    "listed": ((3, 2, K), [2, 0, 2, 2, 1], [0, 3, 3, 1, 4]),
+}
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("case", CHOICES)
+def test_gradients(case, transpose, path):
+    shape, left, right = CHOICES[case]
+    rng = np.random.default_rng(8)
+    w, *numbers = random_experts(rng, (E,), N if transpose else K, 64, SMALL)
+    x, left = random(rng, shape), None if left is None else mx.array(left)
+    fixed = {"lhs_indices": left, "rhs_indices": mx.array(right)}
+    fixed |= options(SMALL, transpose=transpose, sorted_indices=case == "sorted")
+
+    def ours(x, scales, biases):
+        return gather_qmm(x, w, scales, biases, **fixed)
+
+    if path == "ops" and not transpose:  # stock operators have no gradient of plain scales
+        assert_gradient(lambda x: ours(x, *numbers), [x], rng)
+        return
+    assert_gradient(ours, [x, *numbers], rng)
+    if transpose:
+        stock = lambda *a: mx.gather_qmm(a[0], w, *a[1:], left, mx.array(right), True, 32, 4)  # noqa: E731
+        d = random(rng, ours(x, *numbers).shape)
+        found, expected = (mx.vjp(f, [x, *numbers], [d])[1] for f in (ours, stock))
+        for a, b in zip(found, expected, strict=True):
+            assert_same_sums(a, b)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+def test_gradient_of_x_in_fp_modes(mode, path):
+    rng = np.random.default_rng(9)
+    fmt = Format.checked(mode=mode)
+    packed, x = random_experts(rng, (E,), N, K, fmt), random(rng, (3, 1, 1, K))
+    right = mx.array([[4, 0], [1, 2], [0, 1]])
+    assert_gradient(lambda x: gather_qmm(x, *packed, None, right, **options(fmt)), [x], rng)
+
+
+def test_only_gradients_that_are_asked_for_are_launched():
+    rng = np.random.default_rng(10)
+    w, *numbers = random_experts(rng, (E,), N, K, SMALL)
+    x, right = random(rng, (4, 1, K)), mx.array([0, 3, 3, 1])
+
+    def loss(x, *numbers):
+        return gather_qmm(x, w, *numbers, None, right, **options(SMALL)).sum()
+
+    expected = {0: ["gather_qmm_columns"], 1: ["quantized_gradients_groups"]}
+    expected |= {(1, 2): ["quantized_gradients_groups"]}
+    for asked, kernels in expected.items():
+        with use_backend("host"), trace() as launches:
+            mx.eval(mx.grad(loss, asked)(x, *numbers))
+        assert [launch.kernel for launch in launches] == ["gather_qmm_rows", *kernels]
+
+
+def test_half_precision_gradient_adds_before_it_rounds():
+    """An expert's many rows and a row's many experts are summed in float32."""
+    rng = np.random.default_rng(11)
+    packed = random_experts(rng, (E,), N, K, SMALL, mx.bfloat16)
+    x, right = random(rng, (2, 1, 1, K), mx.bfloat16), mx.array(rng.integers(0, E, (2, 16)))
+    d = random(rng, (2, 16, 1, N), mx.bfloat16)
+    with use_backend("host"):
+        f = lambda x: gather_qmm(x, *packed, None, right, **options(SMALL))  # noqa: E731
+        (found,) = mx.vjp(f, [x], [d])[1]
+    dense = gathered64(packed, SMALL, right)
+    truth = (to64(d) @ dense).sum(1, keepdims=True)
+    terms = (np.abs(to64(d)) @ np.abs(dense)).sum(1).max()
+    once = mx.array(truth.astype(np.float32)).astype(mx.bfloat16)
+    assert_accurate(found, truth, once, terms=terms)
+
+
+def test_global_scale(path):
+    rng = np.random.default_rng(12)
+    dense = random(rng, (E, N, K), scale=3.0)
+    factors = mx.abs(dense).max((1, 2))
+    packed = [mx.quantize(a, mode="nvfp4", global_scale=f) for a, f in zip(dense, factors)]  # noqa: B905
+    w, scales = (mx.stack(parts) for parts in zip(*packed, strict=True))
+    x, right = random(rng, (6, 1, 1, K), mx.bfloat16), mx.array(rng.integers(0, E, (6, 2)))
+    y = gather_qmm(x, w, scales, None, None, right, mode="nvfp4", global_scale=factors)
+    check_gathered(y, x, (w, scales, None), NVFP4, None, right, factors=factors)
+    # What it stands for: the very numbers that the stock operator dequantizes.
+    for e in range(E):
+        stock = mx.dequantize(w[e], scales[e], mode="nvfp4", global_scale=factors[e])
+        one = gather_qmm(
+            mx.eye(K), w, scales, None, None, mx.array([e]), mode="nvfp4", global_scale=factors
+        )
+        assert mx.allclose(one[0].T, stock.astype(mx.float32), rtol=1e-2, atol=0)
+
+
+def test_gradients_with_global_scale(path):
+    rng = np.random.default_rng(13)
+    w, scales, _ = random_experts(rng, (E,), N, K, NVFP4)
+    x, right = random(rng, (6, 1, 1, K)), mx.array(rng.integers(0, E, (6, 2)))
+
+    def function(x, factors):
+        return gather_qmm(x, w, scales, None, None, right, mode="nvfp4", global_scale=factors)
+
+    assert_gradient(function, [x, mx.abs(random(rng, (E,))) * 2688], rng)
+
+
+def test_compiled():
+    rng = np.random.default_rng(14)
+    packed, x = random_experts(rng, (E,), N, K, SMALL), random(rng, (3, 1, 1, K))
+    right = mx.array([[4, 0], [1, 2], [0, 1]])
+    with use_backend("auto"):
+        f = mx.compile(lambda x, i: gather_qmm(x, *packed, None, i, **options(SMALL)))
+        check_gathered(f(x, right), x, packed, SMALL, None, right)
+
+
+def test_explains_its_path():
+    rng = np.random.default_rng(15)
+    packed, right = random_experts(rng, (E,), N, K, SMALL), mx.array([1, 2])
+    with use_backend("auto"):
+        if backend() != "host":
+            pytest.skip("a GPU is here")
+        for rows, path, reason in ((1, "host", "times the speed"), (0, "ops", "empty")):
+            explain(reset=True)
+            gather_qmm(mx.ones((2, rows, K)), *packed, None, right, **options(SMALL))
+            (decision,) = (d for d in explain() if d.op == "gather_qmm")
+            assert decision.path == path and reason in decision.reason
+    with use_backend("host"), pytest.raises(BackendError, match="no host kernel"):
+        gather_qmm(mx.ones((2, 0, K)), *packed, None, right, **options(SMALL))
+
+
+GOOD = dict(
+    zip(("w", "scales", "biases"), mx.quantize(mx.ones((4, 16, 128))), strict=True),
+    rhs_indices=mx.array([0, 3]),
+)
+FP4 = dict(zip(("w", "scales"), mx.quantize(mx.ones((4, 16, 128)), mode="nvfp4"), strict=True))
+FP4 |= {"biases": None, "mode": "nvfp4"}
+BAD = {
+    "x int": ({"x": mx.ones((2, 1, 128), mx.int32)}, "x must be"),
+    "x 1-d": ({"x": mx.ones((128,))}, "x and w need"),
+    "x width": ({"x": mx.ones((2, 1, 64))}, "x of shape"),
+    "w dtype": ({"w": mx.ones((4, 16, 16), mx.int32)}, "w must be uint32"),
+    "w 1-d": ({"w": GOOD["w"][0, 0]}, "x and w need"),
+    "w width": ({"w": GOOD["w"][..., :8]}, "w of shape"),
+    "scales rows": ({"scales": GOOD["scales"][:2]}, "scales of shape"),
+    "scales dtype": ({"scales": GOOD["scales"].astype(mx.uint8)}, "scales must be"),
+    "biases missing": ({"biases": None}, "biases is missing"),
+    "biases shape": ({"biases": GOOD["biases"][..., :1]}, "biases of shape"),
+    "lhs_indices float": ({"lhs_indices": mx.array([0.0, 1.0])}, "lhs_indices must be integers"),
+    "rhs_indices bool": ({"rhs_indices": mx.array([True, False])}, "rhs_indices must be integers"),
+    "indices shapes": ({"lhs_indices": mx.array([0, 1, 1])}, "do not broadcast"),
+    "rhs_indices shape": ({"rhs_indices": mx.array([0, 1, 2])}, "rhs_indices do not broadcast"),
+    "group_size": ({"group_size": 48}, "group_size must be 32, 64, 128"),
+    "group_size wrong": ({"group_size": 32}, "group_size=32"),
+    "bits": ({"bits": 7}, "bits must be 1, 2, 3, 4, 5, 6, 8"),
+    "bits wrong": ({"bits": 8}, "bits=8"),
+    "mode": ({"mode": "int4"}, "mode must be one of"),
+    "transpose": ({"transpose": False}, "transpose=False"),
+    "global_scale affine": ({"global_scale": mx.ones((4,))}, "global_scale must be None"),
+    "global_scale shape": (FP4 | {"global_scale": mx.ones((3,))}, "global_scale must have"),
+    "global_scale dtype": (FP4 | {"global_scale": mx.ones((4,), mx.int32)}, "global_scale must"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case):
+    changes, message = BAD[case]
+    arguments = {"x": mx.ones((2, 1, 128))} | GOOD | changes
+    with pytest.raises(ValueError, match=message):
+        gather_qmm(arguments.pop("x"), arguments.pop("w"), **arguments)
