@@ -274,7 +274,7 @@ def main() -> None:
     models = {"stock": stock}
     for name, fuse in (("converted, not fused", False), ("converted", True)):
         models[name] = copy.deepcopy(stock)  # the arrays are shared
-        report = convert_model(models[name])
+        report = convert_model(models[name], fuse=fuse)
     print(report.summary(), end="\n\n")
     tokens = mx.random.randint(0, stock.args.vocab_size, (8,))
     verify(stock, {name: m for name, m in models.items() if m is not stock}, tokens)
