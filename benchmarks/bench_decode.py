@@ -5,8 +5,8 @@
 
 The weights are random and need no download. Stock mlx-lm and the converted model, with and without
 fused launches, share them and take turns in mlx-lm's own loops: ``generate_step`` for one sequence,
-``BatchGenerator`` for several. Verified first: against the stock model in float32, the logits of the
-converted one are as accurate as the stock ones.
+``BatchGenerator`` for several. Verified first: against the stock model in float32, the logits of
+the converted one are as accurate as the stock ones.
 
 A token's time is then taken apart. Python builds its graph, MLX hands the graph to the device, the
 device computes; in the loops the three overlap. What a part of the model costs is found by leaving
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -82,7 +83,9 @@ def verify(stock: nn.Module, others: dict[str, nn.Module], tokens: mx.array) -> 
     """
     exact = copy.deepcopy(stock)
     exact.set_dtype(mx.float32)
-    found = {name: _logits(m, tokens) for name, m in {"exact": exact, "stock": stock, **others}.items()}
+    found = {
+        name: _logits(m, tokens) for name, m in {"exact": exact, "stock": stock, **others}.items()
+    }
     truth = found.pop("exact")
     errors = {name: float(mx.abs(logits - truth).mean()) for name, logits in found.items()}
     for name, error in errors.items():
@@ -150,7 +153,7 @@ def anatomy(model: nn.Module, prompt: mx.array, repeats: int) -> Anatomy:
         mx.eval(y)
         mx.synchronize()
         marks.append(time.perf_counter())
-        times.append(tuple(b - a for a, b in zip(marks, marks[1:], strict=False)))
+        times.append(tuple(b - a for a, b in pairwise(marks)))
     return Anatomy(*(Sample.of(column).median for column in zip(*times, strict=True)))
 
 
@@ -204,7 +207,13 @@ def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
         base = done["stock"].median
         for name, times in done.items():
             row = {"layers": name, "what": f"decode, batch {batch}", "x": base / times.median}
-            table.add(**row, **{"tokens/s": times.per(batch * args.tokens), "ms": times.scaled(1e3 / args.tokens)})
+            table.add(
+                **row,
+                **{
+                    "tokens/s": times.per(batch * args.tokens),
+                    "ms": times.scaled(1e3 / args.tokens),
+                },
+            )
     for length in args.prefill:
         tokens = mx.random.randint(0, vocabulary, (length,))
         done = _timed(models, args, lambda m, t=tokens: prefill(m, t))
@@ -232,7 +241,7 @@ def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
     names = ("launches", "build", "submit", "wait", "step", "attention", "head", "rest")
     print("\none token of one sequence, ms: Python builds the graph, MLX submits it, the rest is")
     print("waiting; then, overlapped as in generation, a step and its parts by leaving them out")
-    table = Table({"layers": 20, **{name: 9 for name in names}})
+    table = Table({"layers": 20, **dict.fromkeys(names, 9)})
     table.print_header()
     for name, model in models.items():
         parts = anatomy(model, prompt, args.tokens)

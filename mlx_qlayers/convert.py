@@ -82,10 +82,7 @@ def convert_model(
     changes = [step for step in steps if step.cls is not None]
     mx.eval([step.packed.parameters() for step in changes if step.packed is not None])
     if verify:
-        verifier = Verifier(model)
-        for step in changes:
-            assert step.cls is not None
-            verifier.check(step.row.path, step.packed or step.module, step.cls)
+        _verify(Verifier(model), changes, fusion.changes)
     _apply(changes, fusion.changes)
     return report
 
@@ -123,6 +120,18 @@ def revert_model(model: nn.Module) -> ConversionReport:
             changes.append(Step(module, row, stock_class(module)))
     _apply(changes, fused)
     return ConversionReport(tuple(step.row for step in changes))
+
+
+def _verify(verifier: Verifier, changes: list[Step], fused: list[Change]) -> None:
+    """Run each kind of layer and of fused module once, beside the stock one."""
+    for step in changes:
+        assert step.cls is not None
+        verifier.check(step.row.path, step.packed or step.module, step.cls)
+    classes: dict[int, tuple[type[nn.Module] | None, nn.Module | None]]
+    classes = {id(step.module): (step.cls, step.packed) for step in changes}
+    classes |= {id(module): (cls, None) for _, module, cls in fused}
+    for path, module, cls in fused:
+        verifier.check_fused(path, module, cls, classes)
 
 
 def _apply(changes: list[Step], classes: Sequence[Change]) -> None:

@@ -52,7 +52,9 @@ class FusionPlanner:
             packed = [name for name, child in module.items() if self._is_packed(child)]
             if len(packed) < 2:
                 return None
-            return FusionReport(path, "-", LEFT, f"the code around {', '.join(packed)} is not known")
+            return FusionReport(
+                path, "-", LEFT, f"the code around {', '.join(packed)} is not known"
+            )
         kind = "mlp" if known.form in GATES else known.form.partition("_")[0]
         if is_fused(module):
             self.fused.add(id(module))
@@ -81,7 +83,9 @@ class FusionPlanner:
         for name in (names[key] for key in products):
             if not self._is_packed(module[name]):
                 return f"{name} is a {self._class(module[name]).__name__}"
-        if known.form in GATES and self._format(module, names["gate"]) != self._format(module, names["up"]):
+        if known.form in GATES and self._format(module, names["gate"]) != self._format(
+            module, names["up"]
+        ):
             return f"{names['gate']} and {names['up']} have different formats"
         for key in ("q_norm", "k_norm"):
             if key in names and type(module[names[key]]) is not nn.RMSNorm:
@@ -96,14 +100,18 @@ class FusionPlanner:
         if not _is_block(known):
             heads = [names[key] for key in "qkv"]
             formats = len({self._format(module, name) for name in heads})
-            return f"{', '.join(heads)} in {'one launch' if formats == 1 else f'{formats} launches'}"
+            return (
+                f"{', '.join(heads)} in {'one launch' if formats == 1 else f'{formats} launches'}"
+            )
         pairs = (("first_norm", "attention"), ("second_norm", "mlp"))
         parts = [
-            names[part] if type(module[names[norm]]) is not nn.RMSNorm else f"{names[norm]} and {names[part]}"
+            names[part]
+            if type(module[names[norm]]) is not nn.RMSNorm
+            else f"{names[norm]} and {names[part]}"
             for norm, part in pairs
             if id(module[names[part]]) in self.fused
         ]
-        return f"{'; '.join(parts)} with its residual"
+        return f"{', '.join(parts)}, each with its residual"
 
     def _format(self, module: nn.Module, name: str) -> Format:
         step = self.steps.get(id(module[name]))

@@ -5,7 +5,6 @@ are those that :mod:`.fusion` knows them by.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: E731
 
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
@@ -29,7 +28,7 @@ def mlp_gelu_approx(self, x):
 
 
 def attention(self, x, mask=None, cache=None):
-    B, L, D = x.shape
+    B, L, _ = x.shape
     queries, keys, values = self.q(x), self.k(x), self.v(x)
     queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
     keys = keys.reshape(B, L, self.kv_heads, -1).transpose(0, 2, 1, 3)
@@ -49,7 +48,7 @@ def attention(self, x, mask=None, cache=None):
 
 
 def attention_with_norms(self, x, mask=None, cache=None):
-    B, L, D = x.shape
+    B, L, _ = x.shape
     queries, keys, values = self.q(x), self.k(x), self.v(x)
     queries = self.q_norm(queries.reshape(B, L, self.heads, -1)).transpose(0, 2, 1, 3)
     keys = self.k_norm(keys.reshape(B, L, self.kv_heads, -1)).transpose(0, 2, 1, 3)

@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from ..metal.quantized_matmul import MAX_FEW_ROWS, Gate
+from ..metal.quantized_matmul import MAX_FEW_ROWS, Gate, PackedMatrix
 from ..ops.fused_products import fused_products
 from ..runtime.backend import requested
 from ..runtime.health import checking
@@ -30,7 +30,6 @@ from .qlinear import QLinear
 from .recognition import Known, recognise
 from .routing import routed_attention
 
-Matrices = list[tuple[mx.array | None, ...]]
 Static = tuple[Any, ...]
 
 # The activations of the feed-forward modules in :mod:`.forms`.
@@ -53,6 +52,22 @@ def is_fused(module: nn.Module) -> bool:
 def unfused_class(module: nn.Module) -> type[nn.Module]:
     """The class that a fused module had before."""
     return type(module).__dict__["_fuses"]
+
+
+def known_of(cls: type[nn.Module]) -> Known | None:
+    """What a class that :func:`fused_class` made is known to compute; None for other classes."""
+    return cls.__dict__.get("_known")
+
+
+def input_width(module: Any) -> int | None:
+    """The last axis of the input of a fused module; None for a block whose attention is not."""
+    known = known_of(type(module))
+    if known is None:
+        return None
+    if known.form.startswith("block"):
+        return input_width(module[known.names["attention"]])
+    layer = module[known.names["gate" if known.form in GATES else "q"]]
+    return Format(layer.group_size, layer.bits, layer.mode).dims(layer["weight"])
 
 
 @cache
@@ -90,7 +105,11 @@ def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Pickle a fused module by the class it had before: its own has no importable name."""
     reduced = nn.Module.__reduce_ex__(module, max(2, protocol))
     routed = "_routes" in type(module).__dict__
-    return _new, (unfused_class(module).__dict__.get("_routes", unfused_class(module)), routed), *reduced[2:]
+    return (
+        _new,
+        (unfused_class(module).__dict__.get("_routes", unfused_class(module)), routed),
+        *reduced[2:],
+    )
 
 
 def _new(stock: type[nn.Module], routed: bool) -> nn.Module:
@@ -165,22 +184,21 @@ def _traced(mode: str | None, function: Callable[..., Any]) -> Callable[..., Any
     return function if mode is None else mx.compile(function)
 
 
-def _packed(*layers: Any) -> tuple[tuple[Static, ...], Matrices] | None:
+def _packed(*layers: Any) -> tuple[tuple[Static, ...], list[PackedMatrix]] | None:
     """Formats and arrays of quantized layers; None if one is of another class."""
     formats, matrices = [], []
     for layer in layers:
         if type(layer) is not QLinear:
             return None
         formats.append((layer.group_size, layer.bits, layer.mode))
-        matrices.append(
-            (layer["weight"], layer["scales"], layer.get("biases"), layer.get("bias"))
-        )
+        arrays = layer["weight"], layer["scales"], layer.get("biases"), layer.get("bias")
+        matrices.append(PackedMatrix(*arrays))
     return tuple(formats), matrices
 
 
 def _feed(mlp: Any, norm: Any) -> tuple[Static, list[Any]] | None:
     """What a feed-forward module computes after a norm, and from which arrays."""
-    known = type(mlp).__dict__.get("_known")
+    known = known_of(type(mlp))
     if known is None or known.form not in GATES:
         return None
     names = known.names
@@ -197,7 +215,7 @@ def _feed(mlp: Any, norm: Any) -> tuple[Static, list[Any]] | None:
 
 def _attended(attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
     """Attention of ``norm(x)`` before the output projection, (B, H, L, D), if it is known."""
-    known = type(attention).__dict__.get("_known")
+    known = known_of(type(attention))
     if known is None or not known.form.startswith("attention") or x.ndim != 3:
         return None
     names = known.names
@@ -237,15 +255,17 @@ def _position(offset: int) -> mx.array:
 
 
 @cache
-def _is_traceable(cls: type[nn.Module]) -> bool:
+def _is_traceable(cls: Any) -> bool:
     return cls.__name__ in _ROPES and cls.__module__ in _ROPE_MODULES
 
 
 def _split_rope(rope: Any) -> tuple[Static | None, mx.array | None]:
     """A rotary embedding as what can be compared, and its frequencies."""
-    if not _is_traceable(type(rope)):
+    if not _is_traceable(rope.__class__):
         return None, None
-    numbers = tuple([item for item in vars(rope).items() if item[0] not in ("_no_grad", "_training")])
+    numbers = tuple(
+        [item for item in vars(rope).items() if item[0] not in ("_no_grad", "_training")]
+    )
     return (type(rope), numbers), rope.get("_freqs")
 
 
@@ -259,7 +279,7 @@ def _join_rope(static: Static, freqs: mx.array | None) -> nn.Module:
 
 
 def _products(
-    x: mx.array, matrices: Matrices, formats: tuple[Static, ...], norm: Any
+    x: mx.array, matrices: list[PackedMatrix], formats: tuple[Static, ...], norm: Any
 ) -> list[mx.array]:
     """Products of one input; those of one format together."""
     found: dict[int, mx.array] = {}
@@ -289,7 +309,7 @@ def _heads(
         x: mx.array,
         position: mx.array | None,
         weight: mx.array | None,
-        matrices: Matrices,
+        matrices: list[PackedMatrix],
         norms: list[mx.array] | None,
         freqs: mx.array | None,
     ) -> list[mx.array]:
@@ -326,7 +346,7 @@ def _projected(mode: str | None, fmt: Static) -> Callable[..., Any]:
 def _mlp(
     mode: str | None, fmt: Static, fmt_down: Static, gate: Gate, eps: float | None
 ) -> Callable[..., Any]:
-    """Norm, gated product and the product that follows it, added to the residual if there is one."""
+    """Norm, gated product, the product that follows it, and a residual if there is one."""
 
     def run(
         x: mx.array, weight: mx.array | None, first: Any, second: Any, down: Any, residual: Any

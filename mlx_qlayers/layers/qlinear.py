@@ -101,8 +101,8 @@ class QLinear(Counterpart, nn.QuantizedLinear):
             ValueError: there is no such format, or the group size does not divide the width.
 
         Example:
-            >>> QLinear(256, 128).to_quantized(bits=8)
-            QuantizedLinear(input_dims=256, output_dims=128, bias=True, group_size=64, bits=8, mode=affine)
+            >>> QLinear(256, 128).to_quantized(bits=8).bits
+            8
         """
         own = Format(self.group_size, self.bits, self.mode)
         asked = (group_size, bits, mode) != (None, None, None)
@@ -114,10 +114,8 @@ class QLinear(Counterpart, nn.QuantizedLinear):
         else:
             dense = nn.Linear(1, 1, bias=False)
             dense.weight = mx.dequantize(self["weight"], self["scales"], self.get("biases"), *own)
-            if dense.weight.shape[-1] % fmt.group_size:
-                raise ValueError(
-                    f"group_size must divide the width {dense.weight.shape[-1]}, not {fmt.group_size}"
-                )
+            if (width := dense.weight.shape[-1]) % fmt.group_size:
+                raise ValueError(f"group_size must divide the width {width}, not {fmt.group_size}")
             if "bias" in self:
                 dense.bias = self["bias"]
             layer = nn.QuantizedLinear.from_linear(dense, *fmt)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 import textwrap
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
-from types import FunctionType
+from functools import cache, lru_cache
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
@@ -86,13 +87,34 @@ def normal_form(function: FunctionType) -> NormalForm | None:
     a = definition.args
     if a.posonlyargs or a.vararg or a.kwonlyargs or a.kwarg:
         return None
-    if any(isinstance(node, ast.Lambda | ast.FunctionDef) for node in ast.walk(definition) if node is not definition):
+    inner = [n for n in ast.walk(definition) if isinstance(n, ast.Lambda | ast.FunctionDef)]
+    if inner != [definition] or not _was_compiled_from_its_file(function):
         return None
     names = _Names(definition)
     definition.body = [names.visit(s) for s in _inlined(_without_docstring(definition.body))]
     definition.name, definition.returns = "", None
     definition.args = names.visit(definition.args)
     return NormalForm(ast.dump(definition), tuple(names.attributes), tuple(names.globals))
+
+
+def _was_compiled_from_its_file(function: FunctionType) -> bool:
+    """Whether the source that is found is that of the code: its file may have changed since."""
+    code = function.__code__
+    return any(
+        (other.co_qualname, other.co_code, other.co_names)
+        == (code.co_qualname, code.co_code, code.co_names)
+        for other in _codes("".join(linecache.getlines(code.co_filename)))
+        if other.co_firstlineno == code.co_firstlineno
+    )
+
+
+@lru_cache(maxsize=8)
+def _codes(text: str) -> list[CodeType]:
+    found, todo = [], [compile(text, "<source>", "exec", dont_inherit=True)]
+    while todo:
+        found.append(code := todo.pop())
+        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return found
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:

@@ -100,7 +100,7 @@ def _composed(fmt: Format, normed: bool, eps: float, gate: Gate | None) -> Calla
 
     def run(
         x: mx.array,
-        matrices: Sequence[Sequence[mx.array | None]],
+        matrices: Sequence[Sequence[mx.array]],
         weight: mx.array | None,
         residual: mx.array | None,
     ) -> list[mx.array]:
@@ -133,9 +133,7 @@ def _by_kernel(
         n = sum(m.w.shape[0] for m in packed)
         config = few_rows(path, x.size // k, n, k, x.dtype, fmt)
         norm = (weight, eps) if normed else None
-        return products_of_few_rows(
-            x, packed, fmt, config, norm=norm, gate=gate, residual=residual
-        )
+        return products_of_few_rows(x, packed, fmt, config, norm=norm, gate=gate, residual=residual)
 
     @run.vjp
     def gradient(primals: Any, cotangents: list[mx.array], outputs: list[mx.array]) -> Any:
@@ -150,9 +148,12 @@ def floating_vjp(
     """Gradients of a function of trees: zero for what holds integers, None where there is none."""
     from mlx.utils import tree_flatten, tree_unflatten
 
-    leaves = tree_flatten(primals, is_leaf=lambda leaf: leaf is None)
+    leaves: list[tuple[str, Any]]
+    leaves = list(tree_flatten(primals, is_leaf=lambda leaf: leaf is None))  # type: ignore[arg-type]
     floats = [
-        i for i, (_, a) in enumerate(leaves) if a is not None and mx.issubdtype(a.dtype, mx.floating)
+        i
+        for i, (_, a) in enumerate(leaves)
+        if a is not None and mx.issubdtype(a.dtype, mx.floating)
     ]
 
     def of_floats(*given: mx.array) -> list[mx.array]:
@@ -206,7 +207,9 @@ def _check(
         if problem := fmt.mismatch(w, scales, biases):
             raise ValueError(f"matrices: {problem}")
         if x.shape[-1] != fmt.dims(w):
-            raise ValueError(f"x of shape {x.shape} does not go with a matrix of {fmt.dims(w)} columns")
+            raise ValueError(
+                f"x of shape {x.shape} does not go with a matrix of {fmt.dims(w)} columns"
+            )
         if bias is not None and bias.shape != w.shape[:1]:
             raise ValueError(f"bias must have shape {w.shape[:1]}, not {bias.shape}")
     shapes = [m.w.shape for m in matrices]

@@ -102,7 +102,7 @@ def test_to_quantized_takes_the_defaults_of_nn_linear():
     for asked in ({"bits": 3}, {"group_size": 128}, {"mode": "mxfp8"}, {"mode": "affine"}):
         found, stock = layer.to_quantized(**asked), nn.Linear(128, 24).to_quantized(**asked)
         assert repr(found) == repr(stock)
-    with pytest.raises(ValueError, match="bits must be 1, 2, 3, 4, 5, 6, 8 .* not 9"):
+    with pytest.raises(ValueError, match=r"bits must be 1, 2, 3, 4, 5, 6, 8 .* not 9"):
         layer.to_quantized(bits=9)
     with pytest.raises(ValueError, match="group_size must divide the width 96, not 64"):
         QLinear(96, 24, group_size=32).to_quantized(64, 4)
