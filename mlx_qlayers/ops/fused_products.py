@@ -20,7 +20,8 @@ from ..metal.quantized_matmul import (
     products_of_few_rows,
 )
 from ..runtime.backend import choose
-from .quantized_matmul import _host_gain, _stock_is_better, quantized_matmul
+from .quantized_matmul import quantized_matmul
+from .quantized_paths import host_gain, stock_is_better
 
 Norm = tuple[mx.array | None, float]
 
@@ -81,8 +82,8 @@ def fused_products(
     path = choose(
         "fused_products",
         () if lacking else ("metal", "cuda", "host"),
-        unless=lacking or _stock_is_better(),
-        host_gain=None if lacking else _host_gain(rows, fmt),
+        unless=lacking or stock_is_better(),
+        host_gain=None if lacking else host_gain(rows, fmt),
         arrays=(x, matrices[0].w),
     )
     weight, eps = norm or (None, 0.0)
