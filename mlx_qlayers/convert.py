@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from .config import QuantizationConfig
 from .layers.counterparts import stock_of
+from .layers.fusion import is_fused, unfused_class
 from .layers.routing import is_routed, stock_class
 from .plan import Planner, Predicate, Step, kind_of, modules, row_of
+from .plan_fusion import Change, FusionPlanner
 from .report import QUANTIZED, REVERTED, ConversionReport
 from .verify import Verifier
 
@@ -19,6 +23,7 @@ def convert_model(
     config: object = None,
     linear: bool = True,
     attention: bool = True,
+    fuse: bool = True,
     predicate: Predicate | None = None,
     dry_run: bool = False,
     verify: bool = True,
@@ -39,6 +44,9 @@ def convert_model(
             width the group size divides (and the model's own ``quant_predicate`` allows).
         linear: convert linear and embedding layers.
         attention: convert attention.
+        fuse: let decoder layers, attention and feed-forward modules whose code is known compute
+            with fewer launches where rows are few, as in decoding. Their classes change, nothing
+            else does.
         predicate: called with path and module; false leaves the module alone.
         dry_run: report what would be done, and do nothing.
         verify: run each kind of layer once on random input, and compare with the stock layer.
@@ -61,7 +69,9 @@ def convert_model(
     wanted = QuantizationConfig() if config is None else QuantizationConfig.read(config)
     planner = Planner(model, wanted, linear, attention, predicate)
     steps = planner.steps()
-    report = ConversionReport(tuple(s.row for s in steps), planner.unmatched(), dry_run)
+    fusion = FusionPlanner(planner.modules if fuse else [], steps, predicate)
+    rows = tuple(step.row for step in steps)
+    report = ConversionReport(rows, planner.unmatched(), dry_run, fusion.rows)
     if linear and not planner.has_quantized and QUANTIZED not in report.counts:
         raise ValueError(
             "the model has no quantized layer: quantize its checkpoint (mlx-qlayers convert), "
@@ -73,11 +83,8 @@ def convert_model(
     changes = [step for step in steps if step.cls is not None]
     mx.eval([step.packed.parameters() for step in changes if step.packed is not None])
     if verify:
-        verifier = Verifier(model)
-        for step in changes:
-            assert step.cls is not None
-            verifier.check(step.row.path, step.packed or step.module, step.cls)
-    _apply(changes)
+        _verify(Verifier(model), changes, fusion.changes)
+    _apply(changes, fusion.changes)
     return report
 
 
@@ -102,29 +109,44 @@ def revert_model(model: nn.Module) -> ConversionReport:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an mlx.nn.Module, not {type(model).__name__}: {model!r}")
-    changes = []
+    changes, fused = [], []
     for path, module in modules(model):
+        if is_fused(module) and not is_routed(module):
+            fused.append((path, module, unfused_class(module)))
         if (stock := stock_of(module)) is not None:
             row = row_of(path, kind_of(module) or "linear", module, REVERTED)
             changes.append(Step(module, row, stock))
         elif is_routed(module):
             row = row_of(path, "attention", module, REVERTED)
             changes.append(Step(module, row, stock_class(module)))
-    _apply(changes)
+    _apply(changes, fused)
     return ConversionReport(tuple(step.row for step in changes))
 
 
-def _apply(changes: list[Step]) -> None:
+def _verify(verifier: Verifier, changes: list[Step], fused: list[Change]) -> None:
+    """Run each kind of layer and of fused module once, beside the stock one."""
+    for step in changes:
+        assert step.cls is not None
+        verifier.check(step.row.path, step.packed or step.module, step.cls)
+    classes: dict[int, tuple[type[nn.Module] | None, nn.Module | None]]
+    classes = {id(step.module): (step.cls, step.packed) for step in changes}
+    classes |= {id(module): (cls, None) for _, module, cls in fused}
+    for path, module, cls in fused:
+        verifier.check_fused(path, module, cls, classes)
+
+
+def _apply(changes: list[Step], classes: Sequence[Change]) -> None:
     """Make all changes, or none if anything interrupts them."""
-    before = [
-        (s.module, s.module.__class__, dict(s.module), vars(s.module).copy()) for s in changes
-    ]
+    concerned = [*(step.module for step in changes), *(module for _, module, _ in classes)]
+    before = [(m, m.__class__, dict(m), vars(m).copy()) for m in concerned]
     try:
         for step in changes:
             if step.packed is not None:
                 _replace(step.module, dict(step.packed), vars(step.packed))
             assert step.cls is not None
             step.module.__class__ = step.cls
+        for _, module, cls in classes:
+            module.__class__ = cls
     except BaseException:
         for module, cls, items, attributes in before:
             module.__class__ = cls

@@ -49,6 +49,7 @@ def load(
     trust_remote_code: bool = False,
     linear: bool = True,
     attention: bool = True,
+    fuse: bool = True,
     predicate: Predicate | None = None,
     verify: bool = True,
 ) -> tuple[nn.Module, TokenizerWrapper]:
@@ -65,7 +66,8 @@ def load(
         model_config: values that replace those of ``config.json``.
         adapter_path: a directory with LoRA adapters to apply before converting.
         trust_remote_code: run Python code that the model brings along.
-        linear: as in ``convert_model``, as are ``attention``, ``predicate`` and ``verify``.
+        linear: as in ``convert_model``, as are ``attention``, ``fuse``, ``predicate`` and
+            ``verify``.
 
     Returns:
         The converted model and its tokenizer.
@@ -94,6 +96,7 @@ def load(
         config=loaded.quantization,
         linear=linear,
         attention=attention,
+        fuse=fuse,
         predicate=predicate,
         verify=verify,
     )

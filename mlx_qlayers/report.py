@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SWAPPED, QUANTIZED, LEFT, ALREADY, REVERTED = (
+SWAPPED, QUANTIZED, LEFT, ALREADY, REVERTED, FUSED = (
     "swapped",
     "quantized",
     "left",
     "already converted",
     "reverted",
+    "fused",
 )
+_FUSION_HEADER = ("path", "kind", "fusion", "what or why")
 _HEADER = ("path", "kind", "shape", "group", "bits", "mode", "action", "why")
 
 
@@ -49,6 +51,27 @@ class ModuleReport:
 
 
 @dataclass(frozen=True)
+class FusionReport:
+    """A module whose products could share launches.
+
+    Attributes:
+        path: its path in the model.
+        kind: ``"attention"``, ``"mlp"`` or ``"block"``; ``"-"`` where that is not known.
+        action: ``"fused"``, ``"already converted"``, ``"reverted"`` or ``"left"``.
+        reason: what runs in one launch where rows are few, or why nothing does.
+    """
+
+    path: str
+    kind: str
+    action: str
+    reason: str
+
+    def cells(self) -> tuple[str, ...]:
+        """The columns of the printed table."""
+        return self.path, self.kind, self.action, self.reason
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """One row a module, in the order of the model; prints as an aligned table.
 
@@ -56,6 +79,7 @@ class ConversionReport:
         rows: what happened to each module.
         unmatched: per-layer keys of the configuration that name no module of the model.
         dry_run: nothing was changed; the actions are what would be done.
+        fusions: modules whose products share launches, and those where they could not.
         counts: modules by what happened to them.
 
     Example:
@@ -69,6 +93,7 @@ class ConversionReport:
     rows: tuple[ModuleReport, ...]
     unmatched: tuple[str, ...] = ()
     dry_run: bool = False
+    fusions: tuple[FusionReport, ...] = ()
     counts: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,15 +104,18 @@ class ConversionReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        return self._text(row.cells() for row in self.rows)
+        return self._text(*([row.cells() for row in rows] for rows in (self.rows, self.fusions)))
 
     def summary(self) -> str:
         """The table with the same module of consecutive layers folded into one row."""
-        return self._text(_folded([row.cells() for row in self.rows]))
+        both = (self.rows, self.fusions)
+        return self._text(*(_folded([row.cells() for row in rows]) for rows in both))
 
-    def _text(self, rows: Iterable[Sequence[str]]) -> str:
+    def _text(self, rows: list[tuple[str, ...]], fusions: list[tuple[str, ...]]) -> str:
         total = ", ".join(f"{n} {action}" for action, n in self.counts.items()) or "no modules"
         lines = [*_aligned([_HEADER, *rows]), ("dry run: " if self.dry_run else "") + total]
+        if fusions:
+            lines = [*lines[:-1], "", *_aligned([_FUSION_HEADER, *fusions]), "", lines[-1]]
         if self.unmatched:
             lines.append(
                 "keys of the configuration that name no module: " + ", ".join(self.unmatched)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .layers.counterparts import stock_of
+from .layers.fusion import GATES, input_width, is_fused, known_of, unfused_class
 from .layers.qlinear import Counterpart, QEmbedding
-from .layers.routing import routed_attention
+from .layers.routing import is_routed, routed_attention, stock_class
 from .reference.gather_qmm import GLOBAL_UNIT
+
+Classes = Mapping[int, tuple[type[nn.Module] | None, nn.Module | None]]
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _ROWS = (1, 3)
+# Roundings one after the other in a decoder layer: norms, products, attention, residuals.
+_DEPTH = 16
 
 
 class Verifier:
@@ -43,6 +51,38 @@ class Verifier:
                 self._check_product(path, module, cls)
         elif self._first(("attention",)):
             self._check_attention(path)
+
+    def check_fused(
+        self, path: str, module: nn.Module, cls: type[nn.Module], classes: Classes
+    ) -> None:
+        """Compare ``module`` as a fused ``cls``, its parts converted, with the stock module.
+
+        A block is compared where its attention is fused; other attention may need a cache.
+
+        Args:
+            path: its path in the model.
+            module: an attention, feed-forward or decoder module.
+            cls: the class that it is to have.
+            classes: what becomes of modules, by their identity: a class, and a packed twin or None.
+
+        Raises:
+            ValueError: they disagree by more than the roundings on the way explain.
+        """
+        fused = _converted(module, classes)
+        parameters = dict(tree_flatten(fused.parameters()))
+        shapes = tuple((name, a.shape, a.dtype) for name, a in parameters.items())
+        width, known = input_width(fused), known_of(cls)
+        if width is None or known is None or not self._first((cls, shapes)):
+            return
+        stock = copy.deepcopy(fused)
+        for part in stock.modules():
+            part.__class__ = _stock(part)
+        stock.set_dtype(mx.float32)
+        for rows in _ROWS:
+            x = mx.random.normal((1, rows, width), key=mx.random.key(rows)).astype(self.dtype)
+            masks = () if known.form in GATES else ("causal",)
+            found, truth = fused(x, *masks), stock(x.astype(mx.float32), *masks)
+            _compare(f"{path}: fused, {rows} rows", found, truth, width, _DEPTH)
 
     def _first(self, kind: tuple[object, ...]) -> bool:
         new = kind not in self.seen
@@ -96,9 +136,7 @@ class Verifier:
             _compare(f"{path}: attention, mask {name}", found, truth, width)
 
 
-def _by_experts(
-    x: mx.array, chosen: mx.array, module: nn.Module, fmt: dict[str, Any]
-) -> mx.array:
+def _by_experts(x: mx.array, chosen: mx.array, module: nn.Module, fmt: dict[str, Any]) -> mx.array:
     """What stock operators make of rows (M, K) and the experts (M, k) chosen for them."""
     scales, biases = module["scales"], module.get("biases")
     if biases is not None:
@@ -112,14 +150,38 @@ def _by_experts(
     return y
 
 
-def _compare(what: str, found: mx.array, truth: mx.array, terms: int) -> None:
-    """Refuse ``found`` if it is further from ``truth`` than a few roundings of its dtype."""
+def _converted(module: nn.Module, classes: Classes) -> nn.Module:
+    """A copy of a module that shares its arrays, converted with all that is in it."""
+    twin = copy.deepcopy(module)
+    originals = dict(module.named_modules())
+    for path, part in twin.named_modules():
+        cls, packed = classes.get(id(originals[path]), (None, None))
+        if packed is not None:
+            part.clear()
+            dict.update(part, packed)  # Module.update takes parameters
+            vars(part).update(vars(packed))
+        if cls is not None:
+            part.__class__ = cls
+    return twin
+
+
+def _stock(part: nn.Module) -> type[nn.Module]:
+    if (stock := stock_of(part)) is not None:
+        return stock
+    if is_fused(part):
+        part.__class__ = unfused_class(part)
+    return stock_class(part) if is_routed(part) else type(part)
+
+
+def _compare(what: str, found: mx.array, truth: mx.array, terms: int, steps: int = 1) -> None:
+    """Refuse ``found`` if it is further from ``truth`` than a few roundings of each step."""
     if found.shape != truth.shape:
         raise ValueError(f"{what}: gives shape {found.shape}, the stock layer {truth.shape}")
     finite = mx.isfinite(truth.astype(found.dtype))  # else the stock layer overflows as well
     error = float(mx.where(finite, mx.abs(found.astype(mx.float32) - truth), 0).max())
     largest = float(mx.where(finite, mx.abs(truth), 0).max())
     roundings = 2 * mx.finfo(found.dtype).eps + 4 * math.sqrt(terms) * mx.finfo(mx.float32).eps
+    roundings *= steps
     if not error <= roundings * largest:
         raise ValueError(
             f"{what}: disagrees with the stock layer by {error:.3g}, where rounding explains "

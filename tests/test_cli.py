@@ -38,7 +38,7 @@ def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(path, dtype=mx.float32, torch_dtype="float32", seed=3)
 
 
-@pytest.mark.parametrize("stock", [[], ["--stock"]], ids=["converted", "stock"])
+@pytest.mark.parametrize("stock", [[], ["--no-fuse"], ["--stock"]], ids=str)
 def test_generate_says_what_mlx_lm_says(
     stock: list[str], exact_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,7 +205,9 @@ class TestAdapters:
             adapted(m)
         expected = step(stock)
         # It patches the class; this restores it.
-        monkeypatch.setattr(TransformerBlock, "__call__", TransformerBlock.__call__)
+        cls = type(model.layers[0])
+        assert issubclass(cls, TransformerBlock)
+        monkeypatch.setattr(cls, "__call__", cls.__call__)
         grad_checkpoint(model.layers[0])
         assert step(model) == pytest.approx(expected, rel=1e-5)
         assert_same(model, stock, "trained with checkpoints")
@@ -244,6 +245,10 @@ class TestAdapters:
         assert_same(model, stock, "adapted embedding")
 
 
+def _mixed(path: str, module: nn.Module) -> bool | dict[str, int]:
+    return {"group_size": 32, "bits": 6} if "down_proj" in path or "q_proj" in path else True
+
+
 class TestTransformations:
     def test_dequantize_model(self, model, stock):
         for m in (model, stock):
@@ -252,20 +257,45 @@ class TestTransformations:
         assert_equal(arrays(model), arrays(stock))
         assert_same(model, stock, "dequantized")
 
-    @pytest.mark.parametrize(
-        "quantize",
-        [
-            lambda model: nn.quantize(model, 64, 4),
-            lambda model: nn.quantize(model, 32, 8),
-            lambda model: quantize_model(model, {}, 64, 4),
-        ],
-    )
-    def test_quantize_again(self, model, stock, quantize: Callable[[nn.Module], None]):
+    def test_quantize_again_in_the_same_format(self, model, stock):
+        before = arrays(model)
+        nn.quantize(model, 64, 4)
+        assert not any(isinstance(m, QLinear) for m in model.modules())
+        assert all(array is before[key] for key, array in arrays(model).items())
+        assert_same(model, stock, "quantized again")
+
+    def test_quantize_model_leaves_what_its_test_of_the_width_leaves(self, model, stock):
+        """It divides the packed width, 16 words here, by the group size."""
         before = [(path, type(m), id(m)) for path, m in model.named_modules()]
         for m in (model, stock):
-            quantize(m)
+            quantize_model(m, {}, 64, 4)
         assert [(path, type(m), id(m)) for path, m in model.named_modules()] == before
         assert_equal(arrays(model), arrays(stock))
+
+    @pytest.mark.parametrize("mixed", [False, True], ids=["uniform", "mixed"])
+    def test_quantize_again_in_another_format(self, tmp_path, mixed):
+        """What the configuration says is what was saved: the model loads and computes the same."""
+        config = {**CONFIG, "hidden_size": 256, "intermediate_size": 512}
+        del config["quantization"]
+        module = build("qwen2", QWEN._replace(config={"tie_word_embeddings": True, **config}))
+        model, config = quantize_model(
+            dequantize_model(module), config, 64, 4, quant_predicate=_mixed if mixed else None
+        )
+        convert_model(model, config=config)
+        wanted = {"group_size": 32, "bits": 8, "mode": "affine"}
+        model, config = quantize_model(
+            model, config, 32, 8, quant_predicate=lambda path, m: "q_proj" not in path
+        )
+        again = [m for m in model.modules() if type(m) is nn.QuantizedLinear]
+        assert len(again) == 12 and {(m.group_size, m.bits) for m in again} == {(32, 8)}
+        assert sum(isinstance(m, QLinear) for m in model.modules()) == 2
+        entries = [v for k, v in config["quantization"].items() if k.endswith("up_proj")]
+        assert entries == [wanted] * 2
+        save(tmp_path, tmp_path, model, TOKENIZER, config, donate_model=False)
+        loaded, _ = load_model(tmp_path)
+        assert_equal(arrays(loaded), arrays(model))
+        assert_same(model, loaded, "quantized again")
+        convert_model(loaded, config=tmp_path)
 
     @pytest.mark.parametrize("sharding", ["all-to-sharded", "sharded-to-all"])
     def test_shard_linear(self, model, stock, sharding):

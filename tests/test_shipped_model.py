@@ -7,8 +7,9 @@ import pytest
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
-from mlx_qlayers import backend, convert_model, explain, revert_model
+from mlx_qlayers import backend, convert_model, explain, revert_model, use_backend
 from mlx_qlayers.commands.demo import shipped_model
+from mlx_qlayers.runtime import trace
 
 PROMPT = "There was once a miller who had a beautiful daughter,"
 
@@ -30,3 +31,17 @@ def test_chooses_the_tokens_that_stock_mlx_lm_chooses():
     assert {decision.op for decision in explain()} >= {"quantized_matmul", "attention"}, backend()
     revert_model(model)
     assert greedy(model, prompt, 20) == stock[:20]
+
+
+@pytest.mark.slow
+def test_kernels_choose_the_tokens_of_the_reference_path():
+    model, tokenizer = load(str(shipped_model()))
+    model.set_dtype(mx.float32)
+    convert_model(model, config=shipped_model())
+    prompt = mx.array(tokenizer.encode(PROMPT))
+    with use_backend("ops"):
+        expected = greedy(model, prompt, 64)
+    with trace() as launches:
+        assert greedy(model, prompt, 64) == expected
+    if backend() == "host":
+        assert {launch.backend for launch in launches} == {"host"} and len(launches) > 64 * 24

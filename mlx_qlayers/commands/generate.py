@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=seed, default=0, help="of the sampling, where --temp is not 0"
     )
     parser.add_argument("--stock", action="store_true", help="leave the model's layers as they are")
+    parser.add_argument("--no-fuse", action="store_true", help="one launch for each product")
     parser.add_argument(
         "--ignore-chat-template",
         action="store_true",
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = loaded.model, loaded.tokenizer
     tokens = encode(tokenizer, prompt, chat=not args.ignore_chat_template)
     if not args.stock:
-        convert_model(model, config=loaded.quantization)
+        convert_model(model, config=loaded.quantization, fuse=not args.no_fuse)
     mx.random.seed(args.seed)
     speed = stream(
         model, tokenizer, tokens, max_tokens=args.max_tokens, temp=args.temp, echo=sys.stdout

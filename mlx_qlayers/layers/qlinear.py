@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..formats import Format
 from ..ops.quantized_matmul import quantized_matmul
 
 
@@ -76,6 +77,51 @@ class QLinear(Counterpart, nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         return self._product(x)
+
+    def to_quantized(
+        self, group_size: int | None = None, bits: int | None = None, mode: str | None = None
+    ) -> nn.QuantizedLinear:
+        """The stock layer: in this layer's own format, or in one that is asked for.
+
+        ``nn.quantize`` and mlx-lm's ``quantize_model`` call it, which then write that format into
+        a configuration.
+
+        Args:
+            group_size: elements of a row that share a scale.
+            bits: bits an element.
+            mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``. Without any argument the
+                format is the layer's own; with some, None stands for affine and the mode's
+                defaults, as in ``nn.Linear.to_quantized``.
+
+        Returns:
+            A layer that shares the arrays of this one if it has that format already, else one
+            whose weight was dequantized and quantized anew. Its frozen state is that of this one.
+
+        Raises:
+            ValueError: there is no such format, or the group size does not divide the width.
+
+        Example:
+            >>> QLinear(256, 128).to_quantized(bits=8).bits
+            8
+        """
+        own = Format(self.group_size, self.bits, self.mode)
+        asked = (group_size, bits, mode) != (None, None, None)
+        fmt = Format.checked(group_size, bits, mode or "affine") if asked else own
+        if fmt == own:
+            layer = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
+            dict.update(layer, self)  # Module.update takes parameters
+            layer.__dict__.update(self.__dict__)
+        else:
+            dense = nn.Linear(1, 1, bias=False)
+            dense.weight = mx.dequantize(self["weight"], self["scales"], self.get("biases"), *own)
+            if (width := dense.weight.shape[-1]) % fmt.group_size:
+                raise ValueError(f"group_size must divide the width {width}, not {fmt.group_size}")
+            if "bias" in self:
+                dense.bias = self["bias"]
+            layer = nn.QuantizedLinear.from_linear(dense, *fmt)
+            layer.train(self.training)
+        layer._no_grad = (layer._no_grad | self._no_grad) - (self.keys() - self._no_grad)
+        return layer
 
 
 class QEmbedding(Counterpart, nn.QuantizedEmbedding):

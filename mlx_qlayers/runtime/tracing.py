@@ -65,6 +65,11 @@ class trace:
         _active[:] = [records for records in _active if records is not self._records]
 
 
+def tracing() -> bool:
+    """Whether a trace is open, which wants to see every launch."""
+    return bool(_active)
+
+
 def record(backend: str, launch: Launch) -> None:
     """Add a launch to the traces that are open."""
     if not _active:

@@ -58,11 +58,61 @@ def test_from_quantized_shares_everything():
         QLinear.from_quantized(nn.Linear(4, 4))
 
 
-def test_quantizing_again_leaves_it():
+FORMATS = [(64, 4, "affine"), (32, 3, "affine"), (32, 8, "mxfp8"), (16, 4, "nvfp4")]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_to_quantized_without_arguments_is_the_inverse_of_from_quantized(fmt):
+    stock = nn.QuantizedLinear(128, 24, True, *fmt)
+    stock.unfreeze(keys=["bias"])
+    stock.eval()
+    back = QLinear.from_quantized(stock).to_quantized()
+    assert type(back) is nn.QuantizedLinear and repr(back) == repr(stock)
+    assert back.keys() == stock.keys() and all(back[key] is stock[key] for key in stock)
+    assert vars(back) == vars(stock)
+    back.freeze()
+    assert list(stock.trainable_parameters()) == ["bias"]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("own", FORMATS, ids=str)
+def test_to_quantized_gives_the_format_that_is_asked_for(own, fmt):
+    layer = QLinear(128, 24, True, *own)
+    layer.bias = random(np.random.default_rng(0), (24,))
+    layer.eval()
+    found = layer.to_quantized(*fmt)
+    assert type(found) is nn.QuantizedLinear and not found.training
+    assert (found.group_size, found.bits, found.mode) == fmt
+    assert list(found.trainable_parameters()) == list(layer.trainable_parameters())
+    dense = nn.Linear(128, 24)
+    biases = layer.get("biases")
+    dense.weight = mx.dequantize(layer.weight, layer.scales, biases, *own)
+    dense.bias = layer.bias
+    expected = nn.QuantizedLinear.from_linear(dense, *fmt)
+    if own == fmt:
+        assert found["weight"] is layer["weight"] and found["scales"] is layer["scales"]
+    else:
+        assert same_arrays(found, expected)
+    x = random(np.random.default_rng(0), (3, 128))
+    assert mx.allclose(found(x), expected(x), rtol=0, atol=1e-5)
+
+
+def test_to_quantized_takes_the_defaults_of_nn_linear():
+    layer = QLinear(128, 24, group_size=32, bits=8)
+    for asked in ({"bits": 3}, {"group_size": 128}, {"mode": "mxfp8"}, {"mode": "affine"}):
+        found, stock = layer.to_quantized(**asked), nn.Linear(128, 24).to_quantized(**asked)
+        assert repr(found) == repr(stock)
+    with pytest.raises(ValueError, match=r"bits must be 1, 2, 3, 4, 5, 6, 8 .* not 9"):
+        layer.to_quantized(bits=9)
+    with pytest.raises(ValueError, match="group_size must divide the width 96, not 64"):
+        QLinear(96, 24, group_size=32).to_quantized(64, 4)
+
+
+def test_nn_quantize_changes_the_format():
     model = nn.Sequential(QLinear(128, 64), nn.Linear(64, 64))
     nn.quantize(model, group_size=32, bits=8)
-    assert type(model.layers[0]) is QLinear and model.layers[0].bits == 4
-    assert model.layers[1].bits == 8
+    assert [type(layer) for layer in model.layers] == [nn.QuantizedLinear] * 2
+    assert [layer.bits for layer in model.layers] == [8, 8]
 
 
 def test_deepcopy_is_independent():

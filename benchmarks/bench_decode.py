@@ -1,0 +1,297 @@
+"""Decoding with a model of Qwen2-7B's shape, and where the time of a token goes.
+
+    python benchmarks/bench_decode.py
+    python benchmarks/bench_decode.py --tiny
+
+The weights are random and need no download. Stock mlx-lm and the converted model, with and without
+fused launches, share them and take turns in mlx-lm's own loops: ``generate_step`` for one sequence,
+``BatchGenerator`` for several. Verified first: against the stock model in float32, the logits of
+the converted one are as accurate as the stock ones.
+
+A token's time is then taken apart. Python builds its graph, MLX hands the graph to the device, the
+device computes; in the loops the three overlap. What a part of the model costs is found by leaving
+the part out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from common import Sample, Table, add_output, print_facts, turns, write_output
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import qwen2
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_qlayers import convert_model, explain
+from mlx_qlayers.commands.arguments import positive
+from mlx_qlayers.layers import routing
+
+QWEN2_7B = {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+TINY = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
+BATCHES = (1, 4, 8)
+PREFILLS = (512, 2048)
+# Primitives of MLX that only describe an array anew and start nothing.
+_VIEWS = re.compile(
+    r"Reshape|Transpose|Broadcast|Slice$|ExpandDims|Squeeze|Flatten|Unflatten|AsStrided|Split|Depends"
+)
+
+
+def build(shape: dict[str, int], group_size: int, bits: int) -> nn.Module:
+    """A random quantized Qwen2 in bfloat16, with a head of its own as the 7B model has."""
+    args = qwen2.ModelArgs("qwen2", rms_norm_eps=1e-6, tie_word_embeddings=False, **shape)
+    mx.random.seed(0)
+    model = qwen2.Model(args)
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size, bits)
+    model.eval()
+    for layer in model.layers:  # one by one, so that the dense weights do not exist together
+        mx.eval(layer.parameters())
+    mx.eval(model.parameters())
+    return model
+
+
+def verify(stock: nn.Module, others: dict[str, nn.Module], tokens: mx.array) -> None:
+    """Hold the logits of a prompt and of two decoded tokens against the stock model in float32.
+
+    Raises:
+        SystemExit: a converted model has more than twice the mean error of the stock one.
+    """
+    exact = copy.deepcopy(stock)
+    exact.set_dtype(mx.float32)
+    found = {
+        name: _logits(m, tokens) for name, m in {"exact": exact, "stock": stock, **others}.items()
+    }
+    truth = found.pop("exact")
+    errors = {name: float(mx.abs(logits - truth).mean()) for name, logits in found.items()}
+    for name, error in errors.items():
+        print(f"verified: mean error of the logits, {name}: {error:.2e}")
+        if not error <= 2 * errors["stock"]:
+            raise SystemExit(f"{name} is less accurate than stock")
+    print()
+
+
+def _logits(model: nn.Module, tokens: mx.array) -> mx.array:
+    cache = make_prompt_cache(model)
+    parts = [model(part[None], cache=cache) for part in mx.split(tokens, [6, 7])]
+    return mx.concatenate(parts, axis=1).astype(mx.float32)
+
+
+def decode(model: nn.Module, prompts: list[list[int]], tokens: int) -> float:
+    """Seconds for ``tokens`` steps after the first, through mlx-lm's loop."""
+    if len(prompts) == 1:
+        steps = generate_step(mx.array(prompts[0]), model, max_tokens=tokens + 1)
+        next(steps)
+        start = time.perf_counter()
+        for _ in steps:
+            pass
+    else:
+        generator = BatchGenerator(model, completion_batch_size=len(prompts))
+        generator.insert(prompts, [tokens + 1] * len(prompts))
+        generator.next_generated()
+        start = time.perf_counter()
+        while generator.next_generated():
+            pass
+        generator.close()
+    return time.perf_counter() - start
+
+
+def prefill(model: nn.Module, tokens: mx.array) -> float:
+    """Seconds to fill the cache with a prompt, as mlx-lm does it."""
+    cache = make_prompt_cache(model)
+    start = time.perf_counter()
+    model(tokens[None], cache=cache)
+    mx.eval([c.state for c in cache])
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Medians for one token of one sequence, in seconds: building, handing over, waiting."""
+
+    build: float
+    submit: float
+    wait: float
+
+
+def anatomy(model: nn.Module, prompt: mx.array, repeats: int) -> Anatomy:
+    """Take one token apart, with nothing overlapping."""
+    cache = make_prompt_cache(model)
+    y = model(prompt[None], cache=cache)[:, -1:].argmax(-1)
+    mx.eval(y)
+    times: list[tuple[float, ...]] = []
+    for _ in range(repeats):
+        marks = [time.perf_counter()]
+        y = model(y, cache=cache).argmax(-1)
+        marks.append(time.perf_counter())
+        mx.async_eval(y)
+        marks.append(time.perf_counter())
+        mx.eval(y)
+        mx.synchronize()
+        marks.append(time.perf_counter())
+        times.append(tuple(b - a for a, b in pairwise(marks)))
+    return Anatomy(*(Sample.of(column).median for column in zip(*times, strict=True)))
+
+
+def step_time(model: Callable[..., mx.array], base: nn.Module, prompt: mx.array, n: int) -> float:
+    """Seconds a token where each step is queued behind the one before, as in generation."""
+    cache = make_prompt_cache(base)
+    y = base(prompt[None], cache=cache)[:, -1:].argmax(-1)
+    mx.eval(y, model(y, cache=cache))
+    start = time.perf_counter()
+    last = y
+    for _ in range(n):
+        # The result only orders the steps: what is left out may have another shape.
+        new = model(last, cache=cache)
+        last = mx.minimum(last, mx.abs(new[:, :, 0].astype(mx.float32)).astype(last.dtype))
+        mx.async_eval(last)
+    mx.eval(last)
+    return (time.perf_counter() - start) / n
+
+
+@contextmanager
+def without_attention() -> Iterator[None]:
+    """Let the product of attention give its queries, in stock and converted models."""
+    shared, ours = qwen2.scaled_dot_product_attention, routing.attention
+    qwen2.scaled_dot_product_attention = lambda q, *args, **options: q
+    routing.attention = lambda q, *args, **options: q
+    try:
+        yield
+    finally:
+        qwen2.scaled_dot_product_attention, routing.attention = shared, ours
+
+
+def launches(model: nn.Module, prompt: mx.array) -> int:
+    """Primitives in the graph of one token that start work on the device."""
+    cache = make_prompt_cache(model)
+    y = model(prompt[None], cache=cache)[:, -1:].argmax(-1)
+    mx.eval(y, [c.state for c in cache])
+    text = io.StringIO()
+    mx.export_to_dot(text, model(y, cache=cache))
+    names = re.findall(r'label ="([^"]+)", shape=rectangle', text.getvalue())
+    return sum(_VIEWS.match(name) is None for name in names)
+
+
+def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
+    """Tokens a second of every model at every batch size, and its prefill."""
+    vocabulary = models["stock"].args.vocab_size
+    prompts = mx.random.randint(0, vocabulary, (max(BATCHES), args.prompt_tokens)).tolist()
+    table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
+    table.print_header()
+    for batch in BATCHES:
+        done = _timed(models, args, lambda m, n=batch: decode(m, prompts[:n], args.tokens))
+        base = done["stock"].median
+        for name, times in done.items():
+            row = {"layers": name, "what": f"decode, batch {batch}", "x": base / times.median}
+            table.add(
+                **row,
+                **{
+                    "tokens/s": times.per(batch * args.tokens),
+                    "ms": times.scaled(1e3 / args.tokens),
+                },
+            )
+    for length in args.prefill:
+        tokens = mx.random.randint(0, vocabulary, (length,))
+        done = _timed(models, args, lambda m, t=tokens: prefill(m, t))
+        base = done["stock"].median
+        for name, times in done.items():
+            row = {"layers": name, "what": f"prefill {length}", "x": base / times.median}
+            table.add(**row, **{"tokens/s": times.per(length), "ms": times.scaled(1e3)})
+    return table
+
+
+def _timed(
+    models: dict[str, nn.Module], args: argparse.Namespace, run: Callable[[nn.Module], float]
+) -> dict[str, Sample]:
+    for model in models.values():
+        run(model)  # compiled and paged in, not timed
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for name in turns(models, args.repeats):
+        times[name].append(run(models[name]))
+    return {name: Sample.of(values) for name, values in times.items()}
+
+
+def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
+    """Where the time of one token goes, for each model."""
+    prompt = mx.random.randint(0, models["stock"].args.vocab_size, (args.prompt_tokens,))
+    names = ("launches", "build", "submit", "wait", "step", "attention", "head", "rest")
+    print("\none token of one sequence, ms: Python builds the graph, MLX submits it, the rest is")
+    print("waiting; then, overlapped as in generation, a step and its parts by leaving them out")
+    table = Table({"layers": 20, **dict.fromkeys(names, 9)})
+    table.print_header()
+    for name, model in models.items():
+        parts = anatomy(model, prompt, args.tokens)
+
+        def least(run: Callable[..., mx.array], model: nn.Module = model) -> float:
+            return min(step_time(run, model, prompt, args.tokens) for _ in range(args.repeats))
+
+        step, headless = least(model), least(lambda y, cache, m=model: m.model(y, cache))
+        with without_attention():
+            blind = least(model)
+        seconds = {
+            "build": parts.build,
+            "submit": parts.submit,
+            "wait": parts.wait,
+            "step": step,
+            "attention": step - blind,
+            "head": step - headless,
+            "rest": blind + headless - step,
+        }
+        ms = {key: value * 1e3 for key, value in seconds.items()}
+        table.add(layers=name, launches=launches(model, prompt), **ms)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
+    parser.add_argument("--group-size", type=positive, default=64)
+    parser.add_argument("--bits", type=positive, default=4)
+    parser.add_argument("--prompt-tokens", type=positive, default=256)
+    parser.add_argument("--tokens", type=positive, default=64, help="tokens to decode")
+    parser.add_argument("--prefill", type=positive, nargs="*", default=PREFILLS)
+    parser.add_argument("--repeats", type=positive, default=3)
+    add_output(parser)
+    args = parser.parse_args()
+
+    print_facts()
+    stock = build(TINY if args.tiny else QWEN2_7B, args.group_size, args.bits)
+    models = {"stock": stock}
+    for name, fuse in (("converted, not fused", False), ("converted", True)):
+        models[name] = copy.deepcopy(stock)  # the arrays are shared
+        report = convert_model(models[name], fuse=fuse)
+    print(report.summary(), end="\n\n")
+    tokens = mx.random.randint(0, stock.args.vocab_size, (8,))
+    verify(stock, {name: m for name, m in models.items() if m is not stock}, tokens)
+    explain(reset=True)
+    tables: list[Any] = [speeds(models, args), breakdown(models, args)]
+    print("\npaths taken:", *explain(), sep="\n  ")
+    write_output(args, "decode", tables)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""Decoder layers, attention and feed-forward modules that decode with few launches.
+
+A module whose code :mod:`.recognition` knows gets a class of its own, made from its class, whose
+``__call__`` computes the same from fused products where the rows are few; else, and where a
+projection is no :class:`QLinear` (an adapter, for instance), it runs the code it had before. Its
+attributes stay what they are, so that the module goes back by taking its class back.
+
+A decoder layer then makes four launches of its own: norm and q, k, v; output projection and
+residual; norm, gate, up and activation; down and residual. On a GPU the stretches between cache and
+attention are traced once by ``mx.compile``, with the parameters as inputs: a token costs two calls
+a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..formats import Format
+from ..metal.quantized_matmul import MAX_FEW_ROWS, Gate, PackedMatrix
+from ..ops.fused_products import fused_products
+from ..runtime.backend import requested
+from ..runtime.health import checking
+from ..runtime.tracing import tracing
+from .qlinear import QLinear
+from .recognition import Known, recognise
+from .routing import routed_attention
+
+Static = tuple[Any, ...]
+
+# The activations of the feed-forward modules in :mod:`.forms`.
+GATES: dict[str, Gate] = {
+    "mlp_swiglu": "silu",
+    "mlp_silu": "silu",
+    "mlp_gelu": "gelu",
+    "mlp_gelu_approx": "gelu_approx",
+}
+# Rotary embeddings that take their offset as an array, and compute with nothing else that changes.
+_ROPES = ("RoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
+_ROPE_MODULES = ("mlx.nn.layers.positional_encoding", "mlx_lm.models.rope_utils")
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether ``module`` is of a class that :func:`fused_class` made."""
+    return "_fuses" in type(module).__dict__
+
+
+def unfused_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a fused module had before."""
+    return type(module).__dict__["_fuses"]
+
+
+def known_of(cls: type[nn.Module]) -> Known | None:
+    """What a class that :func:`fused_class` made is known to compute; None for other classes."""
+    return cls.__dict__.get("_known")
+
+
+def input_width(module: Any) -> int | None:
+    """The last axis of the input of a fused module; None for a block whose attention is not."""
+    known = known_of(type(module))
+    if known is None:
+        return None
+    if known.form.startswith("block"):
+        return input_width(module[known.names["attention"]])
+    layer = module[known.names["gate" if known.form in GATES else "q"]]
+    return Format(layer.group_size, layer.bits, layer.mode).dims(layer["weight"])
+
+
+@cache
+def fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The class that stands in for ``cls``, stock or routed; None if its code is not known."""
+    stock = cls.__dict__.get("_routes", cls)
+    known = recognise(stock)
+    if known is None:
+        return None
+    body = {
+        "__module__": stock.__module__,
+        "__doc__": stock.__doc__,
+        "__call__": _call_of(known),
+        "__reduce_ex__": _reduce,
+        "_extra_repr": stock._extra_repr,
+        "_fuses": cls,
+        "_known": known,
+    }
+    if cls is not stock:
+        body |= {"_routes": stock, "_attend": staticmethod(routed_attention)}
+    elif known.form.startswith("attention"):
+        from mlx_lm.models.base import scaled_dot_product_attention
+
+        body["_attend"] = staticmethod(scaled_dot_product_attention)
+    return type(f"Fused{stock.__name__}", (cls,), body)
+
+
+def _call_of(known: Known) -> Callable[..., mx.array]:
+    if known.form in GATES:
+        return _mlp_call
+    return _attention_call if known.form.startswith("attention") else _block_call
+
+
+def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Pickle a fused module by the class it had before: its own has no importable name."""
+    reduced = nn.Module.__reduce_ex__(module, max(2, protocol))
+    routed = "_routes" in type(module).__dict__
+    return (
+        _new,
+        (unfused_class(module).__dict__.get("_routes", unfused_class(module)), routed),
+        *reduced[2:],
+    )
+
+
+def _new(stock: type[nn.Module], routed: bool) -> nn.Module:
+    from .routing import routed_class
+
+    before = routed_class(stock) if routed else stock
+    assert before is not None
+    cls = fused_class(before)
+    assert cls is not None
+    return cls.__new__(cls)
+
+
+def _mlp_call(self: Any, x: mx.array) -> mx.array:
+    if _few(x) and (feed := _feed(self, None)) is not None:
+        static, arrays = feed
+        return cast(mx.array, _mlp(_mode(), *static)(x, *arrays, None))
+    return cast(mx.array, self._fuses.__call__(self, x))
+
+
+def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    out = _attended(self, None, x, mask, cache) if _few(x) else None
+    if out is None:
+        return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
+    o = self[self._known.names["o"]]
+    return cast(mx.array, o(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)))
+
+
+def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    if not _few(x):
+        return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
+    names = self._known.names
+    attention, mlp = self[names["attention"]], self[names["mlp"]]
+    first, second = self[names["first_norm"]], self[names["second_norm"]]
+    out = _attended(attention, first, x, mask, cache)
+    feed = _feed(mlp, second)
+    if out is None and feed is None:
+        return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
+    if out is None:
+        by_name = self._known.form == "block_by_keywords"
+        args, options = ((), {"mask": mask, "cache": cache}) if by_name else ((mask, cache), {})
+        h = x + attention(first(x), *args, **options)
+    else:
+        o = attention[attention._known.names["o"]]
+        if (packed := _packed(o)) is not None:
+            (fmt,), (matrix,) = packed
+            if feed is None:
+                h = _projected(_mode(), fmt)(out, x, matrix)
+            else:
+                return cast(mx.array, _tail(_mode(), fmt, *feed[0])(out, x, matrix, *feed[1]))
+        else:
+            h = x + o(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+    if feed is None:
+        return cast(mx.array, h + mlp(second(h)))
+    return cast(mx.array, _mlp(_mode(), *feed[0])(h, *feed[1], h))
+
+
+def _few(x: mx.array) -> bool:
+    return x.ndim > 1 and 0 < x.size <= MAX_FEW_ROWS * x.shape[-1]
+
+
+def _mode() -> str | None:
+    """What tells traces apart; None where nothing is to be traced.
+
+    The host backend runs at once, and launches are to be seen one by one in the debug modes.
+    """
+    if mx.default_device().type == mx.cpu or checking() or tracing():
+        return None
+    return requested()
+
+
+def _traced(mode: str | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    return function if mode is None else mx.compile(function)
+
+
+def _packed(*layers: Any) -> tuple[tuple[Static, ...], list[PackedMatrix]] | None:
+    """Formats and arrays of quantized layers; None if one is of another class."""
+    formats, matrices = [], []
+    for layer in layers:
+        if type(layer) is not QLinear:
+            return None
+        formats.append((layer.group_size, layer.bits, layer.mode))
+        arrays = layer["weight"], layer["scales"], layer.get("biases"), layer.get("bias")
+        matrices.append(PackedMatrix(*arrays))
+    return tuple(formats), matrices
+
+
+def _feed(mlp: Any, norm: Any) -> tuple[Static, list[Any]] | None:
+    """What a feed-forward module computes after a norm, and from which arrays."""
+    known = known_of(type(mlp))
+    if known is None or known.form not in GATES:
+        return None
+    names = known.names
+    packed = _packed(mlp[names["gate"]], mlp[names["up"]], mlp[names["down"]])
+    if packed is None or packed[0][0] != packed[0][1]:
+        return None
+    (fmt, _, fmt_down), (gate, up, down) = packed
+    if norm is None:
+        return (fmt, fmt_down, GATES[known.form], None), [None, gate, up, down]
+    if type(norm) is not nn.RMSNorm:
+        return None
+    return (fmt, fmt_down, GATES[known.form], norm.eps), [norm["weight"], gate, up, down]
+
+
+def _attended(attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+    """Attention of ``norm(x)`` before the output projection, (B, H, L, D), if it is known."""
+    known = known_of(type(attention))
+    if known is None or not known.form.startswith("attention") or x.ndim != 3:
+        return None
+    names = known.names
+    packed = _packed(*(attention[names[key]] for key in "qkv"))
+    weight, eps = None, None
+    if packed is None:
+        return None
+    if type(norm) is nn.RMSNorm:
+        weight, eps = norm["weight"], norm.eps
+    elif norm is not None:
+        x = norm(x)
+    norms, norm_eps = None, None
+    if "q_norm" in names:
+        pair = attention[names["q_norm"]], attention[names["k_norm"]]
+        if not all(type(n) is nn.RMSNorm for n in pair):
+            return None
+        norms, norm_eps = [n["weight"] for n in pair], tuple(n.eps for n in pair)
+    rope = attention[names["rope"]]
+    static, freqs = _split_rope(rope)
+    counts = getattr(attention, names["heads"]), getattr(attention, names["kv_heads"])
+    heads = _heads(_mode(), packed[0], counts, eps, norm_eps, static)
+    offset = 0 if cache is None else cache.offset
+    position = None if static is None else _position(offset) if isinstance(offset, int) else offset
+    q, k, v = heads(x, position, weight, packed[1], norms, freqs)
+    if static is None:
+        options = {} if cache is None else {"offset": offset}
+        q, k = rope(q, **options), rope(k, **options)
+    if cache is not None:
+        k, v = cache.update_and_fetch(k, v)
+    scale = getattr(attention, names["scale"])
+    return cast(mx.array, attention._attend(q, k, v, cache=cache, scale=scale, mask=mask))
+
+
+@lru_cache(maxsize=64)
+def _position(offset: int) -> mx.array:
+    return mx.array(offset)
+
+
+@cache
+def _is_traceable(cls: Any) -> bool:
+    return cls.__name__ in _ROPES and cls.__module__ in _ROPE_MODULES
+
+
+def _split_rope(rope: Any) -> tuple[Static | None, mx.array | None]:
+    """A rotary embedding as what can be compared, and its frequencies."""
+    if not _is_traceable(rope.__class__):
+        return None, None
+    numbers = tuple(
+        [item for item in vars(rope).items() if item[0] not in ("_no_grad", "_training")]
+    )
+    return (type(rope), numbers), rope.get("_freqs")
+
+
+def _join_rope(static: Static, freqs: mx.array | None) -> nn.Module:
+    cls, numbers = static
+    rope: nn.Module = cls.__new__(cls)
+    vars(rope).update(numbers)
+    if freqs is not None:
+        dict.__setitem__(rope, "_freqs", freqs)
+    return rope
+
+
+def _products(
+    x: mx.array, matrices: list[PackedMatrix], formats: tuple[Static, ...], norm: Any
+) -> list[mx.array]:
+    """Products of one input; those of one format together."""
+    found: dict[int, mx.array] = {}
+    for fmt in dict.fromkeys(formats):
+        places = [i for i, other in enumerate(formats) if other == fmt]
+        packed = [matrices[i] for i in places]
+        found |= zip(places, fused_products(x, packed, **_keywords(fmt), norm=norm), strict=True)
+    return [found[i] for i in range(len(matrices))]
+
+
+def _keywords(fmt: Static) -> dict[str, Any]:
+    return Format(*fmt)._asdict()
+
+
+@cache
+def _heads(
+    mode: str | None,
+    formats: tuple[Static, ...],
+    counts: tuple[int, int],
+    eps: float | None,
+    norm_eps: tuple[float, float] | None,
+    rope: Static | None,
+) -> Callable[..., Any]:
+    """Queries, keys and values of the heads: norm, projections, norms of heads, rotation."""
+
+    def run(
+        x: mx.array,
+        position: mx.array | None,
+        weight: mx.array | None,
+        matrices: list[PackedMatrix],
+        norms: list[mx.array] | None,
+        freqs: mx.array | None,
+    ) -> list[mx.array]:
+        norm = None if eps is None else (weight, eps)
+        products = _products(x, matrices, formats, norm)
+        many = (counts[0], counts[1], counts[1])
+        heads = [
+            y.reshape(*x.shape[:2], count, -1) for y, count in zip(products, many, strict=True)
+        ]
+        if norms is not None and norm_eps is not None:
+            for i in range(2):
+                heads[i] = mx.fast.rms_norm(heads[i], norms[i], norm_eps[i])
+        q, k, v = (y.transpose(0, 2, 1, 3) for y in heads)
+        if rope is not None:
+            rotate = cast(Any, _join_rope(rope, freqs))
+            q, k = rotate(q, offset=position), rotate(k, offset=position)
+        return [q, k, v]
+
+    return _traced(mode, run)
+
+
+@cache
+def _projected(mode: str | None, fmt: Static) -> Callable[..., Any]:
+    """Residual and output projection."""
+
+    def run(out: mx.array, x: mx.array, matrix: Any) -> mx.array:
+        rows = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+        return fused_products(rows, [matrix], **_keywords(fmt), residual=x)[0]
+
+    return _traced(mode, run)
+
+
+@cache
+def _mlp(
+    mode: str | None, fmt: Static, fmt_down: Static, gate: Gate, eps: float | None
+) -> Callable[..., Any]:
+    """Norm, gated product, the product that follows it, and a residual if there is one."""
+
+    def run(
+        x: mx.array, weight: mx.array | None, first: Any, second: Any, down: Any, residual: Any
+    ) -> mx.array:
+        norm = None if eps is None else (weight, eps)
+        (y,) = fused_products(x, [first, second], **_keywords(fmt), norm=norm, gate=gate)
+        return fused_products(y, [down], **_keywords(fmt_down), residual=residual)[0]
+
+    return _traced(mode, run)
+
+
+@cache
+def _tail(
+    mode: str | None, fmt_o: Static, fmt: Static, fmt_down: Static, gate: Gate, eps: float
+) -> Callable[..., Any]:
+    """All of a decoder layer that follows attention."""
+    project = _projected(None, fmt_o)
+    feed = _mlp(None, fmt, fmt_down, gate, eps)
+
+    def run(out: mx.array, x: mx.array, matrix: Any, *arrays: Any) -> mx.array:
+        h = project(out, x, matrix)
+        return cast(mx.array, feed(h, *arrays, h))
+
+    return _traced(mode, run)

@@ -1,0 +1,229 @@
+"""Products of one input with several quantized matrices, and what stands around them, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..formats import Format
+from ..metal.quantized_matmul import (
+    MAX_FEW_ROWS,
+    MAX_MATRICES,
+    Gate,
+    PackedMatrix,
+    few_rows,
+    products_of_few_rows,
+)
+from ..runtime.backend import choose
+from .quantized_matmul import quantized_matmul
+from .quantized_paths import host_gain, stock_is_better
+
+Norm = tuple[mx.array | None, float]
+
+_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
+    "silu": nn.silu,
+    "gelu": nn.gelu,
+    "gelu_approx": nn.gelu_approx,
+}
+
+
+def fused_products(
+    x: mx.array,
+    matrices: Sequence[PackedMatrix],
+    *,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    norm: Norm | None = None,
+    gate: Gate | None = None,
+    residual: mx.array | None = None,
+) -> list[mx.array]:
+    """Multiply one input with quantized matrices of one format: ``x @ w.T + bias`` for each.
+
+    A kernel does all of it in one launch where the rows are few, rounding the results once; else
+    it is composed of single operations. The values are theirs up to rounding, the gradient too.
+
+    Args:
+        x: (..., K) in float32, float16 or bfloat16.
+        matrices: each ``(w, scales, biases, bias)`` as in :func:`quantized_matmul`.
+        group_size: elements that share a scale; None stands for the mode's default.
+        bits: bits an element; None stands for the mode's default.
+        mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+        norm: weight (K,) or None, and epsilon, of the RMS norm that ``x`` goes through first.
+        gate: with two matrices: give ``activation(first) * second`` alone; the activation is
+            ``"silu"``, ``"gelu"`` or ``"gelu_approx"``.
+        residual: added to the product with a single matrix; not together with ``gate``.
+
+    Returns:
+        (..., N) for each matrix, or one gated product.
+
+    Raises:
+        ValueError: there is no matrix, ``gate`` does not have two of one shape, ``residual`` does
+            not have the shape of a single product, or a matrix does not fit ``x``.
+
+    Example:
+        >>> w = [mx.quantize(mx.random.normal((n, 64)), group_size=64, bits=4) for n in (64, 32)]
+        >>> [y.shape for y in fused_products(mx.ones((1, 64)), [PackedMatrix(*m) for m in w])]
+        [(1, 64), (1, 32)]
+
+    Source:
+        ``mx.quantized_matmul``, ``mx.fast.rms_norm``; gated units, arXiv 2002.05202.
+    """
+    fmt = Format.checked(group_size, bits, mode)
+    matrices = [PackedMatrix(*m) for m in matrices]
+    _check(x, matrices, fmt, norm, gate, residual)
+    rows = prod(x.shape[:-1])
+    lacking = _lacking(x, rows, matrices, norm, residual)
+    path = choose(
+        "fused_products",
+        () if lacking else ("metal", "cuda", "host"),
+        unless=lacking or stock_is_better(),
+        host_gain=None if lacking else host_gain(rows, fmt),
+        arrays=(x, matrices[0].w),
+    )
+    weight, eps = norm or (None, 0.0)
+    if path == "ops":
+        run: Callable[..., list[mx.array]] = _composed(fmt, norm is not None, eps, gate)
+    else:
+        run = _by_kernel(path, fmt, norm is not None, eps, gate)
+    return run(x, matrices, weight, residual)
+
+
+@cache
+def _composed(fmt: Format, normed: bool, eps: float, gate: Gate | None) -> Callable[..., Any]:
+    """The single operations one after the other."""
+    size, bits, mode = fmt
+
+    def run(
+        x: mx.array,
+        matrices: Sequence[Sequence[mx.array]],
+        weight: mx.array | None,
+        residual: mx.array | None,
+    ) -> list[mx.array]:
+        rows = mx.fast.rms_norm(x, weight, eps) if normed else x
+        products = [
+            quantized_matmul(rows, *packed, group_size=size, bits=bits, mode=mode, bias=bias)
+            for *packed, bias in matrices
+        ]
+        if gate is not None:
+            products = [_ACTIVATIONS[gate](products[0]) * products[1]]
+        return products if residual is None else [residual + products[0]]
+
+    return run
+
+
+@cache
+def _by_kernel(
+    path: str, fmt: Format, normed: bool, eps: float, gate: Gate | None
+) -> Callable[..., Any]:
+    """The kernel, with the gradient of the single operations."""
+
+    @mx.custom_function
+    def run(
+        x: mx.array,
+        matrices: Sequence[Sequence[mx.array]],
+        weight: mx.array | None,
+        residual: mx.array | None,
+    ) -> list[mx.array]:
+        packed, k = [PackedMatrix(*m) for m in matrices], x.shape[-1]
+        n = sum(m.w.shape[0] for m in packed)
+        config = few_rows(path, x.size // k, n, k, x.dtype, fmt)
+        norm = (weight, eps) if normed else None
+        return products_of_few_rows(x, packed, fmt, config, norm=norm, gate=gate, residual=residual)
+
+    @run.vjp
+    def gradient(primals: Any, cotangents: list[mx.array], outputs: list[mx.array]) -> Any:
+        return floating_vjp(_composed(fmt, normed, eps, gate), primals, cotangents)
+
+    return run
+
+
+def floating_vjp(
+    function: Callable[..., list[mx.array]], primals: Any, cotangents: Sequence[mx.array]
+) -> Any:
+    """Gradients of a function of trees: zero for what holds integers, None where there is none."""
+    from mlx.utils import tree_flatten, tree_unflatten
+
+    leaves: list[tuple[str, Any]]
+    leaves = list(tree_flatten(primals, is_leaf=lambda leaf: leaf is None))  # type: ignore[arg-type]
+    floats = [
+        i
+        for i, (_, a) in enumerate(leaves)
+        if a is not None and mx.issubdtype(a.dtype, mx.floating)
+    ]
+
+    def of_floats(*given: mx.array) -> list[mx.array]:
+        merged = list(leaves)
+        for i, a in zip(floats, given, strict=True):
+            merged[i] = (leaves[i][0], a)
+        return function(*tree_unflatten(merged))
+
+    found = mx.vjp(of_floats, [leaves[i][1] for i in floats], list(cotangents))[1]
+    gradients = [(key, None if a is None else mx.zeros_like(a)) for key, a in leaves]
+    for i, gradient in zip(floats, found, strict=True):
+        gradients[i] = (leaves[i][0], gradient)
+    return tuple(tree_unflatten(gradients))
+
+
+def _lacking(
+    x: mx.array,
+    rows: int,
+    matrices: Sequence[PackedMatrix],
+    norm: Norm | None,
+    residual: mx.array | None,
+) -> str | None:
+    """Why no kernel takes these arguments, if none does."""
+    if not 0 < rows <= MAX_FEW_ROWS:
+        return f"{rows} rows; the kernel takes 1 to {MAX_FEW_ROWS}"
+    if len(matrices) > MAX_MATRICES:
+        return f"{len(matrices)} matrices; the kernel takes 1 to {MAX_MATRICES}"
+    if any(m.w.ndim > 2 or 0 in m.w.shape for m in matrices):
+        return "the kernel takes matrices that are not empty"
+    floats = [norm[0] if norm else None, residual]
+    for _, scales, biases, bias in matrices:
+        floats += [biases, bias] if biases is None else [scales, biases, bias]
+    dtypes = {a.dtype for a in floats if a is not None} | {x.dtype}
+    if len(dtypes) > 1:
+        return "the arrays have several floating-point types"
+    return None
+
+
+def _check(
+    x: mx.array,
+    matrices: Sequence[PackedMatrix],
+    fmt: Format,
+    norm: Norm | None,
+    gate: str | None,
+    residual: mx.array | None,
+) -> None:
+    """Raise for what is wrong with arguments that :func:`quantized_matmul` does not know."""
+    if not matrices:
+        raise ValueError("matrices must have at least one element")
+    for w, scales, biases, bias in matrices:
+        if problem := fmt.mismatch(w, scales, biases):
+            raise ValueError(f"matrices: {problem}")
+        if x.shape[-1] != fmt.dims(w):
+            raise ValueError(
+                f"x of shape {x.shape} does not go with a matrix of {fmt.dims(w)} columns"
+            )
+        if bias is not None and bias.shape != w.shape[:1]:
+            raise ValueError(f"bias must have shape {w.shape[:1]}, not {bias.shape}")
+    shapes = [m.w.shape for m in matrices]
+    if norm is not None and norm[0] is not None and norm[0].shape != x.shape[-1:]:
+        raise ValueError(f"norm must have a weight of shape {x.shape[-1:]}, not {norm[0].shape}")
+    if gate is not None and gate not in _ACTIVATIONS:
+        raise ValueError(f"gate must be one of {', '.join(_ACTIVATIONS)}, not {gate!r}")
+    if gate is not None and (len(shapes) != 2 or shapes[0] != shapes[1]):
+        raise ValueError(f"gate needs two matrices of one shape, not shapes {shapes}")
+    if residual is not None:
+        shape = (*x.shape[:-1], shapes[0][0])
+        if gate is not None or len(shapes) > 1 or residual.shape != shape:
+            raise ValueError(
+                f"residual must have the shape {shape} of the product with a single matrix, "
+                f"not {residual.shape} with gate {gate!r} and {len(shapes)} matrices"
+            )

@@ -1,0 +1,135 @@
+"""Decides which modules of a model compute with fused launches, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import mlx.nn as nn
+
+from .formats import Format
+from .layers.fusion import GATES, fused_class, is_fused, unfused_class
+from .layers.qlinear import QLinear
+from .layers.recognition import Known, recognise
+from .layers.routing import is_routed, stock_class
+from .plan import Predicate, Step
+from .report import ALREADY, FUSED, LEFT, FusionReport
+
+Change = tuple[str, nn.Module, type[nn.Module]]
+
+
+class FusionPlanner:
+    """Decides for each module whether its products share launches; changes nothing.
+
+    Args:
+        modules: the model's modules with their paths.
+        steps: what becomes of its layers.
+        predicate: that of ``convert_model``.
+
+    Attributes:
+        rows: a row for each module that was considered.
+        changes: path, module and new class of those that are to be changed.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        steps: Iterable[Step],
+        predicate: Predicate | None,
+    ) -> None:
+        self.steps = {id(step.module): step for step in steps if step.cls is not None}
+        self.predicate = predicate or (lambda path, module: True)
+        self.changes: list[Change] = []
+        self.fused: set[int] = set()
+        rows: dict[str, FusionReport | None] = dict.fromkeys(path for path, _ in modules)
+        known = {path: _known(module) for path, module in modules}
+        # A block is considered when it is known what becomes of its parts.
+        for path, module in sorted(modules, key=lambda item: _is_block(known[item[0]])):
+            rows[path] = self._row(path, module, known[path])
+        self.rows = tuple(row for row in rows.values() if row is not None)
+
+    def _row(self, path: str, module: nn.Module, known: Known | None) -> FusionReport | None:
+        if known is None:
+            packed = [name for name, child in module.items() if self._is_packed(child)]
+            if len(packed) < 2:
+                return None
+            return FusionReport(
+                path, "-", LEFT, f"the code around {', '.join(packed)} is not known"
+            )
+        kind = "mlp" if known.form in GATES else known.form.partition("_")[0]
+        if is_fused(module):
+            self.fused.add(id(module))
+            return FusionReport(path, kind, ALREADY, "")
+        if not any(self._is_packed(child) for _, child in module.named_modules()):
+            return None
+        reason = self._obstacle(module, known)
+        if reason is None and not self.predicate(path, module):
+            reason = "the predicate says so"
+        if reason is not None:
+            return FusionReport(path, kind, LEFT, reason)
+        cls = fused_class(self._class(module))
+        assert cls is not None
+        self.changes.append((path, module, cls))
+        self.fused.add(id(module))
+        return FusionReport(path, kind, FUSED, self._launches(module, known))
+
+    def _obstacle(self, module: nn.Module, known: Known) -> str | None:
+        """Why the module stays as it is, if it does."""
+        names = known.names
+        if _is_block(known):
+            parts = [names["attention"], names["mlp"]]
+            alone = not any(id(module[name]) in self.fused for name in parts)
+            return f"neither {' nor '.join(parts)} is fused" if alone else None
+        products = ("gate", "up", "down") if known.form in GATES else ("q", "k", "v")
+        for name in (names[key] for key in products):
+            if not self._is_packed(module[name]):
+                return f"{name} is a {self._class(module[name]).__name__}"
+        if known.form in GATES and self._format(module, names["gate"]) != self._format(
+            module, names["up"]
+        ):
+            return f"{names['gate']} and {names['up']} have different formats"
+        for key in ("q_norm", "k_norm"):
+            if key in names and type(module[names[key]]) is not nn.RMSNorm:
+                return f"{names[key]} is a {type(module[names[key]]).__name__}"
+        return None
+
+    def _launches(self, module: nn.Module, known: Known) -> str:
+        """What one launch does in a fused module."""
+        names = known.names
+        if known.form in GATES:
+            return f"{names['gate']}, {names['up']} and {GATES[known.form]} in one launch"
+        if not _is_block(known):
+            heads = [names[key] for key in "qkv"]
+            formats = len({self._format(module, name) for name in heads})
+            return (
+                f"{', '.join(heads)} in {'one launch' if formats == 1 else f'{formats} launches'}"
+            )
+        pairs = (("first_norm", "attention"), ("second_norm", "mlp"))
+        parts = [
+            names[part]
+            if type(module[names[norm]]) is not nn.RMSNorm
+            else f"{names[norm]} and {names[part]}"
+            for norm, part in pairs
+            if id(module[names[part]]) in self.fused
+        ]
+        return f"{', '.join(parts)}, each with its residual"
+
+    def _format(self, module: nn.Module, name: str) -> Format:
+        step = self.steps.get(id(module[name]))
+        layer = module[name] if step is None or step.packed is None else step.packed
+        return Format(layer.group_size, layer.bits, layer.mode)
+
+    def _class(self, module: nn.Module) -> type[nn.Module]:
+        step = self.steps.get(id(module))
+        return type(module) if step is None or step.cls is None else step.cls
+
+    def _is_packed(self, child: object) -> bool:
+        return isinstance(child, nn.Module) and self._class(child) is QLinear
+
+
+def _is_block(known: Known | None) -> bool:
+    return known is not None and known.form.startswith("block")
+
+
+def _known(module: nn.Module) -> Known | None:
+    cls = unfused_class(module) if is_fused(module) else type(module)
+    return recognise(stock_class(module) if is_routed(module) else cls)

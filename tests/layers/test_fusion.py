@@ -1,0 +1,277 @@
+"""Fused modules compute what the stock ones do, in few launches, whatever is done to a model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architectures import VOCABULARY, Architecture, build
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from numerics import assert_same_model
+
+from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
+from mlx_qlayers.layers import fusion
+from mlx_qlayers.layers.fusion import is_fused
+from mlx_qlayers.report import FUSED, LEFT
+
+TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
+NAMES = ["qwen2", "qwen3", "gemma", "qwen3_moe", "granite", "phimoe", "deepseek_v2"]
+ROPES = {
+    "llama3": {"factor": 8.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+}
+V2 = {
+    "topk_method": "greedy",
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+
+
+def pair(name: str = "qwen2", **config) -> tuple[nn.Module, nn.Module]:
+    """The stock model and the converted one."""
+    wanted = PLAIN._replace(config=(V2 if name == "deepseek_v2" else {}) | config)
+    stock, model = (build(name, wanted) for _ in range(2))
+    convert_model(model)
+    return stock, model
+
+
+def decoded(model: nn.Module, steps: int = 4) -> mx.array:
+    """Logits of a prompt, and of tokens that do not depend on them."""
+    cache = make_prompt_cache(model)
+    parts = [model(TOKENS, cache=cache)]
+    parts += [model(TOKENS[:, i : i + 1], cache=cache) for i in range(steps)]
+    return mx.concatenate(parts, axis=1)
+
+
+def fusions(report) -> dict[str, tuple[str, str]]:
+    return {row.path: (row.action, row.reason) for row in report.fusions}
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch):
+    """Let the stretches be traced as on a GPU, on the path that can be traced here."""
+    monkeypatch.setattr(fusion, "_mode", lambda: "traced in a test")
+    with use_backend("ops"):
+        yield
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_traced_stretches_compute_the_same(name, traced):
+    stock, model = pair(name)
+    assert any(map(is_fused, model.modules()))
+    assert_same_model(decoded(model), decoded(stock), bits=None, what=name)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_rotary_embeddings(name, kind, traced):
+    scaling = {"rope_type": kind, "type": kind, **ROPES[kind]}
+    stock, model = pair(name, rope_scaling=scaling)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what=f"{name} {kind}")
+
+
+def test_two_layers_of_one_shape_share_their_traces(traced):
+    _, model = pair()
+    with mx.stream(mx.cpu):
+        decoded(model)
+        before = [f.cache_info().currsize for f in (fusion._heads, fusion._tail)]
+        decoded(pair()[1])
+    assert [f.cache_info().currsize for f in (fusion._heads, fusion._tail)] == before
+
+
+def test_launches_of_a_token():
+    _, model = pair()
+    cache = make_prompt_cache(model)
+    model(TOKENS, cache=cache)
+    explain(reset=True)
+    model(TOKENS[:, :1], cache=cache)
+    calls = {d.op: d.calls for d in explain() if not d.op.startswith("kernel ")}
+    assert calls == {"fused_products": 8, "attention": 2, "quantized_matmul": 1}
+
+
+def test_many_rows_run_the_code_as_it_was():
+    stock, model = pair()
+    tokens = mx.random.randint(0, VOCABULARY, (1, 17))
+    explain(reset=True)
+    assert_same_model(model(tokens), stock(tokens), bits=None, what="17 rows")
+    assert "fused_products" not in {d.op for d in explain()}
+
+
+def test_switch_and_predicate():
+    model = build("qwen2", PLAIN)
+    report = convert_model(model, fuse=False)
+    assert report.fusions == () and not any(map(is_fused, model.modules()))
+    report = convert_model(model)
+    assert set(report.counts) == {"already converted"}
+    assert {action for action, _ in fusions(report).values()} == {FUSED}
+    model = build("qwen2", PLAIN)
+    found = fusions(convert_model(model, predicate=lambda path, m: not path.endswith("mlp")))
+    assert found["model.layers.0.mlp"] == (LEFT, "the predicate says so")
+    assert found["model.layers.0"][0] == FUSED and not is_fused(model.layers[0].mlp)
+
+
+def test_report():
+    found = fusions(convert_model(build("qwen2", PLAIN), dry_run=True))
+    assert found["model.layers.1"] == (
+        FUSED,
+        "input_layernorm and self_attn, post_attention_layernorm and mlp, each with its residual",
+    )
+    assert found["model.layers.1.mlp"][1] == "gate_proj, up_proj and silu in one launch"
+    assert found["model.layers.1.self_attn"][1] == "q_proj, k_proj, v_proj in one launch"
+    mixed = build("qwen2", PLAIN)
+    for layer, name in (("self_attn", "v_proj"), ("mlp", "up_proj")):
+        old = mixed.layers[0][layer][name]
+        mixed.layers[0][layer][name] = QLinear.from_quantized(old).to_quantized(32, 8)
+    stock = copy.deepcopy(mixed)
+    found = fusions(report := convert_model(mixed))
+    assert found["model.layers.0.self_attn"][1] == "q_proj, k_proj, v_proj in 2 launches"
+    assert found["model.layers.0.mlp"] == (LEFT, "gate_proj and up_proj have different formats")
+    assert found["model.layers.0"] == (
+        FUSED,
+        "input_layernorm and self_attn, each with its residual",
+    )
+    assert "different formats" in str(report) and "different formats" in report.summary()
+    assert report.to_dict()["fusions"][0]["path"] == "model.layers.0.self_attn"
+    assert_same_model(decoded(mixed), decoded(stock), bits=None, what="mixed formats")
+
+
+def test_what_is_not_known_is_left_and_said():
+    found = fusions(convert_model(build("gpt_oss", PLAIN._replace(config={}))))
+    reason = "the code around q_proj, k_proj, v_proj, o_proj is not known"
+    assert (LEFT, reason) in found.values()
+
+
+def test_adapters_run_the_code_as_it_was():
+    stock, model = pair()
+    for m in (stock, model):
+        m.freeze()
+        mx.random.seed(1)
+        linear_to_lora_layers(m, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+        for layer in m.modules():
+            if "lora_b" in layer:
+                layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(2))
+    explain(reset=True)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="with adapters")
+    fused = sum(d.calls for d in explain() if d.op == "fused_products")
+    assert fused == 5 * 4  # of the layer without adapters
+    report = convert_model(model)
+    left = fusions(report)["model.layers.1.mlp"]
+    assert left[0] == "already converted"
+    other = revert_model(model) and convert_model(model)
+    assert fusions(other)["model.layers.1.mlp"] == (LEFT, "gate_proj is a LoRALinear")
+
+
+def test_gradient_of_the_embeddings():
+    stock, model = pair()
+    x = mx.random.normal((1, 3, 128), key=mx.random.key(0))
+
+    def loss(m):
+        return lambda x: (m(TOKENS[:, :3], input_embeddings=x) ** 2).mean()
+
+    expected = mx.grad(loss(stock))(x)
+    for function in (loss(model), mx.checkpoint(loss(model)), mx.compile(loss(model))):
+        found = mx.grad(function)(x)
+        assert mx.abs(found - expected).max() <= 1e-4 * mx.abs(expected).max()
+
+
+def test_gradient_of_traced_stretches(traced):
+    test_gradient_of_the_embeddings()
+
+
+def test_parameters_that_change_are_seen(traced):
+    stock, model = pair()
+    decoded(model)
+    for m in (stock, model):
+        m.layers[0].input_layernorm.weight = m.layers[0].input_layernorm.weight * 2
+        m.layers[1].mlp.down_proj.scales = m.layers[1].mlp.down_proj.scales * 0.5
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="other parameters")
+
+
+def test_compile_of_the_whole_model():
+    stock, model = pair()
+    found = mx.compile(model)(TOKENS)
+    assert_same_model(found, stock(TOKENS), bits=None, what="compiled")
+
+
+def test_threads(traced):
+    """Several threads decode with one model: each sees its own numbers."""
+    _, model = pair()
+    expected, found, errors = decoded(model), {}, []
+
+    def run(number: int) -> None:
+        try:
+            found[number] = decoded(model)
+            mx.eval(found[number])
+        except Exception as error:
+            errors.append(error)
+
+    mx.eval(expected)
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert all(mx.allclose(logits, expected, rtol=0, atol=1e-4) for logits in found.values())
+
+
+def test_copies_and_pickles():
+    _, model = pair()
+    expected = decoded(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+        assert mx.array_equal(decoded(twin), expected)
+        twin.layers[0].input_layernorm.weight = twin.layers[0].input_layernorm.weight * 2
+        assert not mx.array_equal(decoded(twin), expected)
+    assert mx.array_equal(decoded(model), expected)
+
+
+def test_without_routed_attention():
+    stock, model = build("qwen2", PLAIN), build("qwen2", PLAIN)
+    report = convert_model(model, attention=False)
+    assert fusions(report)["model.layers.0.self_attn"][0] == FUSED
+    explain(reset=True)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="stock attention")
+    assert "attention" not in {d.op for d in explain()}
+    assert revert_model(model).counts == {"reverted": 16}
+    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+
+
+@pytest.mark.parametrize(
+    "part", ["model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.0"]
+)
+def test_verification_refuses_a_fusion_that_disagrees(part, monkeypatch):
+    model = build("qwen2", PLAIN)
+    before = [type(m) for m in model.modules()]
+    honest = fusion.fused_products
+
+    def wrong(x, matrices, **options):
+        found = honest(x, matrices, **options)
+        norm, gate, residual = (options.get(key) for key in ("norm", "gate", "residual"))
+        hit = {
+            "self_attn": len(matrices) == 3 and norm is None,
+            "mlp": gate is not None and norm is None,
+            "0": residual is not None,
+        }
+        return [y * 1.5 for y in found] if hit[part.rpartition(".")[2]] else found
+
+    monkeypatch.setattr(fusion, "fused_products", wrong)
+    with pytest.raises(ValueError, match=rf"^{part}: fused, 1 rows: disagrees"):
+        convert_model(model)
+    assert [type(m) for m in model.modules()] == before
+    convert_model(model, verify=False)

@@ -1,0 +1,178 @@
+"""fused_products against float64: several matrices, norm, gates, residual, and gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import erf, pi, sqrt
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers import explain, use_backend
+from mlx_qlayers.formats import Format
+from mlx_qlayers.ops.fused_products import PackedMatrix, fused_products
+from mlx_qlayers.runtime import BackendError, trace
+from tests.numerics import EPSILON, assert_accurate, assert_gradient, random, round_to, to64
+from tests.packed import dequantize64, random_packed, terms64
+
+FORMATS = [
+    Format(64, 4),
+    Format(32, 3),
+    Format(32, 8),
+    Format(16, 4, "nvfp4"),
+    Format(32, 4, "mxfp4"),
+]
+EPS = 1e-5
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x * (1 + np.vectorize(erf)(x / sqrt(2))) / 2,
+    "gelu_approx": lambda x: x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2,
+}
+
+
+def matrices(rng, widths, k, fmt, dtype, biased):
+    return [
+        PackedMatrix(*random_packed(rng, n, k, fmt, dtype), random(rng, (n,), dtype) if b else None)
+        for n, b in zip(widths, biased, strict=True)
+    ]
+
+
+def truth(x, packed, fmt, norm=None, gate=None, residual=None):
+    """The results in float64, and the largest sum of absolute terms on the way to each."""
+    rows = to64(x)
+    if norm is not None:
+        weight, eps = norm
+        scale = 1 / np.sqrt((rows**2).mean(-1, keepdims=True) + eps)
+        rows = rows * scale * (1 if weight is None else to64(weight))
+    products, terms = [], []
+    for m in packed:
+        bias = 0 if m.bias is None else to64(m.bias)
+        products.append(rows @ dequantize64(*m[:3], fmt).T + bias)
+        terms.append((np.abs(rows) @ terms64(*m[:3], fmt).T + np.abs(bias)).max())
+    if gate is not None:
+        products = [ACTIVATIONS[gate](products[0]) * products[1]]
+        # An activation grows no faster than its argument.
+        terms = [terms[0] * terms[1]]
+    if residual is not None:
+        products = [to64(residual) + products[0]]
+    return products, terms
+
+
+def check(found, x, packed, fmt, **options):
+    expected, terms = truth(x, packed, fmt, **options)
+    assert len(found) == len(expected)
+    for y, exact, large in zip(found, expected, terms, strict=True):
+        assert y.dtype == x.dtype
+        assert_accurate(y, exact, round_to(exact, y.dtype), terms=large)
+
+
+@pytest.mark.parametrize("path", ["ops", "host"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_against_float64(fmt, path):
+    rng = np.random.default_rng(fmt.bits)
+    for rows, k in ((1, 3 * fmt.group_size), (7, 128)):
+        x = random(rng, (1, rows, k))
+        weight, residual = random(rng, (k,)), random(rng, (1, rows, 41))
+        run = partial(fused_products, **fmt._asdict())
+        with use_backend(path):
+            three = matrices(rng, (41, 8, 9), k, fmt, mx.float32, (True, False, True))
+            check(run(x, three), x, three, fmt)
+            check(run(x, three, norm=(weight, EPS)), x, three, fmt, norm=(weight, EPS))
+            check(run(x, three[:1], residual=residual), x, three[:1], fmt, residual=residual)
+            pair = matrices(rng, (41, 41), k, fmt, mx.float32, (False, False))
+            for gate in ACTIVATIONS:
+                options = {"gate": gate, "norm": (None, EPS)}
+                check(run(x, pair, **options), x, pair, fmt, **options)
+
+
+@pytest.mark.parametrize("path", ["ops", "host"])
+def test_gradients(path):
+    rng, fmt = np.random.default_rng(3), Format(64, 4)
+    packed = matrices(rng, (8, 8), 64, fmt, mx.float32, (True, True))
+    x, weight, residual = random(rng, (3, 64)), random(rng, (64,)), random(rng, (3, 8))
+
+    def gated(x, weight, scales, bias):
+        first = packed[0]._replace(scales=scales, bias=bias)
+        return fused_products(x, [first, packed[1]], norm=(weight, EPS), gate="silu")[0]
+
+    def added(x, residual, biases):
+        return fused_products(x, [packed[0]._replace(biases=biases)], residual=residual)[0]
+
+    def both(x):
+        return mx.concatenate(fused_products(x, packed), axis=-1)
+
+    with use_backend(path):
+        assert_gradient(gated, [x, weight, packed[0].scales, packed[0].bias], rng)
+        assert_gradient(added, [x, residual, packed[0].biases], rng)
+        assert_gradient(both, [x], rng)
+        compiled = mx.grad(lambda x: mx.checkpoint(gated)(x, weight, *packed[0][1::2]).sum())(x)
+    with use_backend("ops"):
+        plain = mx.grad(lambda x: gated(x, weight, *packed[0][1::2]).sum())(x)
+    assert mx.abs(compiled - plain).max() < 1e-4 * mx.abs(plain).max()
+
+
+def test_under_compile_auto_takes_the_single_operations_on_a_cpu():
+    rng = np.random.default_rng(4)
+    packed = matrices(rng, (8, 8), 64, Format(64, 4), mx.float32, (False, True))
+    x = random(rng, (2, 64))
+    run = mx.compile(lambda x: fused_products(x, packed, gate="gelu"))
+    check(run(x), x, packed, Format(64, 4), gate="gelu")
+
+
+def test_what_no_kernel_takes_is_composed_and_explained():
+    rng, fmt = np.random.default_rng(5), Format(64, 4)
+    packed = matrices(rng, (8, 8, 8, 8), 64, fmt, mx.float32, (False,) * 4)
+    x, half = random(rng, (17, 64)), random(rng, (2, 64), mx.float16)
+    for rows, chosen, reason in (
+        (x, packed[:1], "17 rows; the kernel takes 1 to 16"),
+        (x[:2], packed, "4 matrices; the kernel takes 1 to 3"),
+        (half, packed[:1], "the arrays have several floating-point types"),
+        (x[:0], packed[:1], "0 rows; the kernel takes 1 to 16"),
+    ):
+        explain(reset=True)
+        with trace() as launches:
+            found = fused_products(rows, chosen)
+        assert [y.shape for y in found] == [(len(rows), 8)] * len(chosen)
+        (decision,) = [d for d in explain() if d.op == "fused_products"]
+        assert (decision.path, decision.reason) == ("ops", reason)
+        assert not [launch for launch in launches if len(launch.output_shapes) > 1]
+        with use_backend("host"), pytest.raises(BackendError, match="fused_products has no host"):
+            fused_products(rows, chosen)
+
+
+def test_gradient_of_a_tree_is_zero_for_packed_words():
+    rng = np.random.default_rng(6)
+    packed = matrices(rng, (8,), 64, Format(64, 4), mx.float32, (True,))
+    x = random(rng, (2, 64))
+    with use_backend("host"):
+        run = mx.grad(lambda m: fused_products(x, [PackedMatrix(*m)])[0].sum())
+        gradients = run(tuple(packed[0]))
+    assert gradients[0].dtype == mx.uint32 and not mx.any(gradients[0])
+    assert mx.allclose(gradients[3], mx.full((8,), 2.0), atol=8 * EPSILON[mx.float32])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"matrices": []}, "matrices must have at least one element"),
+        ({"bits": 9}, "bits must be 1, 2, 3, 4, 5, 6, 8 in mode 'affine', not 9"),
+        ({"x": mx.zeros((2, 32))}, r"x of shape \(2, 32\) does not go with a matrix of 64 columns"),
+        ({"gate": "relu"}, "gate must be one of silu, gelu, gelu_approx, not 'relu'"),
+        ({"gate": "silu"}, r"gate needs two matrices of one shape, not shapes \[\(8, 8\)\]"),
+        ({"norm": (mx.zeros((8,)), EPS)}, r"norm must have a weight of shape \(64,\), not \(8,\)"),
+        ({"residual": mx.zeros((8,))}, r"residual must have the shape \(2, 8\) .* not \(8,\)"),
+        ({"bias": mx.zeros((9,))}, r"bias must have shape \(8,\), not \(9,\)"),
+    ],
+    ids=str,
+)
+def test_bad_input(change, message):
+    rng = np.random.default_rng(7)
+    (matrix,) = matrices(rng, (8,), 64, Format(64, 4), mx.float32, (False,))
+    arguments = {"x": mx.zeros((2, 64)), "matrices": [matrix]}
+    if "bias" in change:
+        arguments["matrices"] = [matrix._replace(**change)]
+    else:
+        arguments |= change
+    with pytest.raises(ValueError, match=message):
+        fused_products(**arguments)
