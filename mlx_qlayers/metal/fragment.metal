@@ -123,6 +123,47 @@ void load_right_interleaved(
   }
 }
 
+// pairs / 2 operands from 2 * pairs neighbours of each column: depth d of operand j is element
+// d % 8 / 2 * step + d % 2 * pairs + 2 * j + d / 8, so that a lane unpacks words whose low and high
+// halves are `pairs` elements apart. Columns from `columns` on stay as they are. p is the same in all
+// lanes, `offset`, a multiple of 2 * pairs elements, need not be.
+template <int pairs, typename T, typename P>
+void load_right_woven(
+    thread right_fragment<T>* f,
+    P p,
+    int offset,
+    uint stride,
+    uint step,
+    uint columns,
+    uint lane) {
+  ushort depth = fragment_row(lane), column = fragment_col(lane);
+  p += offset + int(column * stride + depth / 2 * step + depth % 2 * pairs);
+#pragma unroll
+  for (ushort k = 0; k < pairs; k++) {
+    if (column < columns) {
+      f[k / 2].part[k % 2].x = p[k];
+    }
+    if (column + 1u < columns) {
+      f[k / 2].part[k % 2].y = p[stride + k];
+    }
+  }
+}
+
+// (x & mask) | bits, one instruction on NVIDIA GPUs.
+inline uint masked_or(uint x, uint mask, uint bits) {
+  return (x & mask) | bits;
+}
+
+// Products of elements, rounded.
+template <typename T>
+right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
+#pragma unroll
+  for (ushort k = 0; k < 2; k++) {
+    a.part[k] = metal::vec<T, 2>(float2(a.part[k]) * float2(b.part[k]));
+  }
+  return a;
+}
+
 // Two neighbouring sums, columns 0 to 7 and 8 to 15, as the left operand of the next product.
 template <typename T>
 void left_from_sums(thread left_fragment<T>& f, sum_fragment low, sum_fragment high) {
@@ -152,6 +193,14 @@ void multiply_accumulate(
     }
     sum.part[row] = reinterpret_cast<thread float2&>(d.thread_elements());
   }
+}
+
+// The product alone.
+template <typename T>
+void multiply(thread sum_fragment& sum, left_fragment<T> left, right_fragment<T> right) {
+  sum.part[0] = float2(0);
+  sum.part[1] = float2(0);
+  multiply_accumulate(sum, left, right);
 }
 
 // Element (row, column) goes to p[row * stride + column], rounded to T.

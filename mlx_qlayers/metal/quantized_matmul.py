@@ -1,9 +1,14 @@
-"""Launches the kernels that multiply with a quantized matrix."""
+"""Launches the kernels that multiply few rows with quantized matrices.
+
+There are two. One takes any dtype and any processor: the threads of a SIMD group, or one thread,
+share some columns of the result. The other takes rows in half precision to the matrix units, and
+several matrices, a norm, a gate or a residual into the same launch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
@@ -12,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import MODES, Format
-from ..runtime.kernel import Kernel
+from ..runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 
 MAX_FEW_ROWS = 16
 MAX_MATRICES = 3
@@ -34,28 +39,6 @@ class PackedMatrix(NamedTuple):
     scales: mx.array
     biases: mx.array | None = None
     bias: mx.array | None = None
-
-
-_FEW_ROWS = Kernel(
-    "quantized_matmul_few_rows",
-    "quantized_matmul.metal",
-    inputs=("x", "w", "scales", "biases", "bias", "shape"),
-    outputs=("y",),
-    template=(
-        "T",
-        "S",
-        "mode",
-        "group",
-        "bits",
-        "rows",
-        "outputs",
-        "run",
-        "lanes",
-        "ways",
-        "biased",
-    ),
-    large=True,
-)
 
 
 @dataclass(frozen=True)
@@ -80,8 +63,30 @@ class FewRows:
     threads: int
 
 
+@dataclass(frozen=True)
+class MatrixUnits:
+    """How a product of few rows is spread over SIMD groups that use the matrix units.
+
+    Attributes:
+        fragments: operands of 8 columns, which hold the rows times the groups that the four lanes
+            of a row of the matrix take side by side (4 * run / group_size, in NVFP4 one).
+        run: neighbouring elements of a row of the matrix that a lane takes at once; it divides K.
+        tiles: tiles of 16 rows of the matrix that a threadgroup computes.
+        simds: SIMD groups of a threadgroup, which share K.
+        ahead: runs that a lane has under way for each row.
+    """
+
+    fragments: int
+    run: int
+    tiles: int
+    simds: int
+    ahead: int = 1
+
+
 @cache
-def few_rows(device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format) -> FewRows:
+def few_rows(
+    device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format
+) -> FewRows | MatrixUnits:
     """The configuration for a backend.
 
     Args:
@@ -97,6 +102,9 @@ def few_rows(device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Forma
         # Its loops over rows are not unrolled, so that one kernel does for all but the single row.
         rows = 1 if rows == 1 else MAX_FEW_ROWS
         return FewRows(rows, outputs=4, run=fmt.group_size, lanes=1, ways=16, threads=8)
+    # Apple's matrix units multiply no faster than its other units: an estimate.
+    if dtype != mx.float32 and (device == "cuda" or rows > 3):
+        return _matrix_units(rows, n, k, fmt)
     # The sums and unpacked weights must stay within some 100 registers.
     run = 32 if fmt.bits % 2 else 16
     rows = next(n for n in (1, 2, 4, 8, MAX_FEW_ROWS) if n >= rows)
@@ -104,11 +112,30 @@ def few_rows(device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Forma
     return FewRows(rows, outputs, run, lanes=32, ways=1, threads=64)
 
 
+def _matrix_units(rows: int, n: int, k: int, fmt: Format) -> MatrixUnits:
+    group, bits, mode = fmt
+    if mode == "nvfp4":
+        run, slots = 16 if k % 32 else 32, 1
+    else:
+        # Loads of 16 bytes, but no more columns than rows of x fill, down to one group at a time
+        # and to the words that begin and end with a code.
+        run = max(group // 4, 16 if bits == 8 else 32)
+        least = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
+        while run > least and 4 * run // group * rows > 8:
+            run //= 2
+        slots = 4 * run // group
+    fragments = -(-rows * slots // 8)
+    config = MatrixUnits(fragments, run, tiles=1 if n <= 4096 else 2, simds=8)
+    while _threadgroup_memory(**asdict(config)) > MAX_THREADGROUP_MEMORY:
+        config = replace(config, simds=config.simds // 2)
+    return config
+
+
 def products_of_few_rows(
     x: mx.array,
     matrices: Sequence[PackedMatrix],
     fmt: Format,
-    config: FewRows,
+    config: FewRows | MatrixUnits,
     *,
     norm: tuple[mx.array | None, float] | None = None,
     gate: Gate | None = None,
@@ -130,15 +157,188 @@ def products_of_few_rows(
         A (..., N) in the dtype of ``x`` for each matrix, or the gated one; float32 inside, rounded
         once.
     """
-    rows = x if norm is None else mx.fast.rms_norm(x, *norm)
-    products = [_product(rows, matrix, fmt, config) for matrix in matrices]
-    if gate is not None:
-        first, second = products
-        return [_ACTIVATIONS[gate](first) * second]
-    return products if residual is None else [products[0] + residual]
+    if isinstance(config, MatrixUnits):
+        if norm is not None and x.dtype == mx.float16:
+            # Before it is divided by its norm, x times the weight may exceed float16.
+            x, norm = mx.fast.rms_norm(x, *norm), None
+        return _on_matrix_units(x, matrices, fmt, config, norm, gate, residual)
+    if norm is None and gate is None and residual is None:
+        return [_product(x, matrix, fmt, config) for matrix in matrices]
+    return _in_float32(x, matrices, fmt, config, norm, gate, residual)
+
+
+_INPUTS = (
+    "x",
+    "norm_weight",
+    "epsilon",
+    "residual",
+    *(name + number for number in ("", "1", "2") for name in PackedMatrix._fields),
+    "shape",
+)
+_OUTPUTS = ("y", "y1", "y2")
+_GATES = (None, "silu", "gelu", "gelu_approx")
+
+
+@cache
+def _matrix_kernel(omitted: tuple[str, ...]) -> Kernel:
+    """The kernel without some of its inputs and outputs."""
+    letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
+    return Kernel(
+        f"quantized_matmul_matrix_{int(letters, 2):x}",
+        "quantized_matmul_matrix.metal",
+        function="quantized_matmul_matrix",
+        inputs=tuple(name for name in _INPUTS if name not in omitted),
+        outputs=tuple(name for name in _OUTPUTS if name not in omitted),
+        omitted=omitted,
+        template=(
+            "T",
+            "S",
+            "mode",
+            "group",
+            "bits",
+            "gate",
+            "fragments",
+            "run",
+            "tiles",
+            "simds",
+            "ahead",
+        ),
+        threadgroup_memory=_threadgroup_memory,
+        large=True,
+    )
+
+
+def _threadgroup_memory(*, simds: int, tiles: int, fragments: int, **_: object) -> int:
+    return 4 * simds * (tiles * 16 * 8 * fragments + 16)
+
+
+@cache
+def _omitted(
+    count: int, outputs: int, normed: int, added: bool, affine: bool, biased: tuple[bool, ...]
+) -> tuple[str, ...]:
+    """What of the kernel's inputs and outputs a launch does without."""
+    without = [*_OUTPUTS[outputs:]]
+    without += ["norm_weight"] * (normed < 2) + ["epsilon"] * (normed < 1)
+    without += ["residual"] * (not added)
+    for i, number in enumerate(("", "1", "2")):
+        if i >= count:
+            without += [name + number for name in PackedMatrix._fields]
+        else:
+            without += ["biases" + number] * (not affine) + ["bias" + number] * (not biased[i])
+    return tuple(without)
+
+
+def _on_matrix_units(
+    x: mx.array,
+    matrices: Sequence[PackedMatrix],
+    fmt: Format,
+    config: MatrixUnits,
+    norm: tuple[mx.array | None, float] | None,
+    gate: Gate | None,
+    residual: mx.array | None,
+) -> list[mx.array]:
+    if gate is not None and config.tiles % 2:
+        config = replace(config, tiles=config.tiles + 1)
+    (*leading, k) = x.shape
+    sizes = [matrix.w.shape[0] for matrix in matrices]
+    normed = 0 if norm is None else 1 if norm[0] is None else 2
+    extra = [x]
+    if norm is not None:
+        extra += [_epsilon(norm[1])] if norm[0] is None else [norm[0], _epsilon(norm[1])]
+    if residual is not None:
+        extra.append(residual)
+    given = [array for matrix in matrices for array in matrix if array is not None]
+    kernel = _matrix_kernel(
+        _omitted(
+            len(matrices),
+            1 if gate else len(matrices),
+            normed,
+            residual is not None,
+            matrices[0].biases is not None,
+            tuple(matrix.bias is not None for matrix in matrices),
+        )
+    )
+    tiles = sum(-(-n // 16) for n in sizes)
+    threads = 32 * config.simds
+    return kernel(
+        [*extra, *given, _shape(x.size // k, k, *sizes)],
+        template=_matrix_template(x.dtype, matrices[0].scales.dtype, fmt, gate, config),
+        grid=(-(-tiles // config.tiles) * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(*leading, n) for n in (sizes[:1] if gate else sizes)],
+    )
+
+
+@cache
+def _matrix_template(
+    dtype: mx.Dtype, scale: mx.Dtype, fmt: Format, gate: Gate | None, config: MatrixUnits
+) -> dict[str, mx.Dtype | int | bool]:
+    return {
+        "T": dtype,
+        "S": scale,
+        "mode": list(MODES).index(fmt.mode),
+        "group": fmt.group_size,
+        "bits": fmt.bits,
+        "gate": _GATES.index(gate),
+        **asdict(config),
+    }
+
+
+@cache
+def _epsilon(value: float) -> mx.array:
+    return mx.array([value], mx.float32)
 
 
 _ACTIVATIONS = {"silu": nn.silu, "gelu": nn.gelu, "gelu_approx": nn.gelu_approx}
+
+
+def _in_float32(
+    x: mx.array,
+    matrices: Sequence[PackedMatrix],
+    fmt: Format,
+    config: FewRows,
+    norm: tuple[mx.array | None, float] | None,
+    gate: Gate | None,
+    residual: mx.array | None,
+) -> list[mx.array]:
+    """The same with a launch for each step."""
+    wide = x.astype(mx.float32)
+    if norm is not None:
+        weight, epsilon = norm
+        weight = None if weight is None else weight.astype(mx.float32)
+        wide = mx.fast.rms_norm(wide, weight, epsilon)
+    products = []
+    for matrix in matrices:
+        y = _product(wide, matrix._replace(bias=None), fmt, config)
+        products.append(y if matrix.bias is None else y + matrix.bias)
+    if gate is not None:
+        first, second = products
+        products = [_ACTIVATIONS[gate](first) * second]
+    if residual is not None:
+        products = [products[0] + residual]
+    return [y.astype(x.dtype) for y in products]
+
+
+_FEW_ROWS = Kernel(
+    "quantized_matmul_few_rows",
+    "quantized_matmul.metal",
+    inputs=("x", "w", "scales", "biases", "bias", "shape"),
+    outputs=("y",),
+    template=(
+        "T",
+        "S",
+        "mode",
+        "group",
+        "bits",
+        "rows",
+        "outputs",
+        "run",
+        "lanes",
+        "ways",
+        "biased",
+    ),
+    large=True,
+)
 
 
 def _product(x: mx.array, matrix: PackedMatrix, fmt: Format, config: FewRows) -> mx.array:
@@ -184,5 +384,5 @@ def _template(
 
 
 @cache
-def _shape(m: int, n: int, k: int) -> mx.array:
-    return mx.array([m, n, k], mx.int32)
+def _shape(*sizes: int) -> mx.array:
+    return mx.array(sizes, mx.int32)

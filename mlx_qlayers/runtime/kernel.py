@@ -68,6 +68,7 @@ class Kernel:
         outputs: the names of the outputs, in order.
         template: the names of the template's parameters, in order.
         function: the function in the file, if not called ``name``.
+        omitted: pointers of the function that this kernel does not pass; they are null in it.
         atomic_outputs: whether the outputs are atomics. MLX then makes every output atomic.
         max_threads: the largest threadgroup that it may be launched with.
         threadgroup_memory: the bytes of threadgroup memory that it takes, or a function that
@@ -94,6 +95,7 @@ class Kernel:
     outputs: tuple[str, ...]
     template: tuple[str, ...] = ()
     function: str = ""
+    omitted: tuple[str, ...] = ()
     atomic_outputs: bool = False
     max_threads: int = MAX_THREADS
     threadgroup_memory: int | Callable[..., int] = 0
@@ -132,6 +134,7 @@ class Kernel:
                 name,
                 ensure_row_contiguous=self.ensure_row_contiguous,
                 health=health,
+                omitted=self.omitted,
             )
         except (SourceError, OSError) as error:
             raise self._error(str(error)) from error

@@ -118,6 +118,7 @@ def load(
     *,
     ensure_row_contiguous: bool = True,
     health: bool = False,
+    omitted: Sequence[str] = (),
 ) -> Program:
     """Read one kernel function and the declarations that it uses.
 
@@ -127,6 +128,7 @@ def load(
         name: what MLX will know it by.
         ensure_row_contiguous: whether MLX copies inputs that are not contiguous.
         health: whether to add the health buffer of the debug mode, an output of 9 words.
+        omitted: pointers that are not passed; in the body they are null.
 
     Raises:
         SourceError: the file has no such kernel, or its signature is not one that MLX can generate.
@@ -142,8 +144,10 @@ def load(
     opening = source.position(tokens, "{")
     body = tokens[opening + 1 : -1]
     parameters = _parameters(tokens[:opening], function, where)
+    nulls = "".join(_null(p) for p in parameters if p.name in omitted)
+    parameters = [p for p in parameters if p.name not in omitted]
     inputs, outputs, attributes, atomic = _sort(parameters, source.words(body), where)
-    text = "".join(_alias(p, where) for p in attributes) + source.minify(body)
+    text = nulls + "".join(_alias(p, where) for p in attributes) + source.minify(body)
     _check_words(text, parameters, inputs, where)
     used = source.used(items, source.words(tokens))
     header = source.minify(t for declaration in used for t in (*declaration.tokens, _NEWLINE))
@@ -282,6 +286,12 @@ def _check_words(
         raise SourceError(f"{where} uses no thread attribute, so that all its threads do the same")
     if found - declared:
         raise SourceError(f"{where}: {', '.join(sorted(found - declared))} is not in the signature")
+
+
+def _null(parameter: Parameter) -> str:
+    """The statement that stands for a pointer which is not passed."""
+    const = "" if parameter.writable else "const "
+    return f"{const}{parameter.space} {parameter.type}* {parameter.name}=nullptr;\n"
 
 
 def _alias(parameter: Parameter, where: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import mlx.core as mx
@@ -85,8 +86,32 @@ def test_on_cuda(fmt, dtype):
             check(quantized_matmul(x, *packed, **fmt._asdict()), x, packed, fmt)
 
 
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_matrix_units(fmt):
+    """Every format in both half precisions, in one tile and several, with and without an edge."""
+    for dtype, rows in ((mx.bfloat16, 1), (mx.float16, 3), (mx.bfloat16, 7), (mx.float16, 16)):
+        check_all(fmt, dtype, rows, [(41, 3), (520, 1)], device="cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_matrix_units_in_every_shape(fmt, dtype):
+    for rows in (1, 3, 7, 16):
+        check_all(fmt, dtype, rows, device="cuda")
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+@pytest.mark.parametrize("simds", [1, 3, 8])
+def test_matrix_units_in_other_configurations(tiles, simds):
+    """SIMD groups without work, more tiles than there are, tails of K."""
+    for run, fragments in ((16, 1), (32, 2), (64, 4)):
+        options = {"run": run, "fragments": fragments, "tiles": tiles, "simds": simds}
+        check_all(AFFINE, mx.bfloat16, 7, [(41, 3), (8, 256)], device="cuda", **options)
+
+
 @pytest.mark.parametrize("fmt", FORMATS[::5], ids=str)
-@pytest.mark.parametrize("device", ["host", "metal"])
+@pytest.mark.parametrize("device", ["host", "metal", "cuda"])
 def test_clean_with_checks(fmt, device):
     """Nothing out of bounds, unset, misaligned or raced for; with the configuration of GPUs too."""
     with checks():
@@ -104,7 +129,8 @@ def test_configuration_of_gpus(fmt):
 @pytest.mark.parametrize("device", ["host", "metal"])
 def test_reads_the_matrix_once(rows, device):
     rng = np.random.default_rng(rows)
-    x, packed = sample(rng, rows, 24, 256, AFFINE, mx.float16)
+    dtype = mx.float16 if device == "host" else mx.float32
+    x, packed = sample(rng, rows, 24, 256, AFFINE, dtype)
     with checks() as report:
         y = by_kernel(x, packed, AFFINE, device=device)
     w, scales, biases = packed
@@ -119,6 +145,110 @@ def test_reads_the_matrix_once(rows, device):
         assert each == 1
 
 
+@pytest.mark.parametrize("fmt", [AFFINE, Format(32, 3), Format(32, 8, "mxfp8")], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+def test_matrix_units_read_the_matrix_once(rows, fmt):
+    rng = np.random.default_rng(rows)
+    x, packed = sample(rng, rows, 64, 256, fmt, mx.bfloat16)
+    config = config_for("cuda", x, packed, fmt)
+    with checks() as report:
+        y = by_kernel(x, packed, fmt, device="cuda")
+    w, *scales = [a.nbytes for a in packed if a is not None]
+    # The lanes that share a row read its scale together: each once, where each has its own group.
+    each = max(1, fmt.group_size // config.run)
+    tiles = 64 // 16 // config.tiles
+    assert report.total("bytes_read") == w + each * sum(scales) + tiles * x.nbytes
+    assert report.total("bytes_written") == y.nbytes
+
+
+def fused(rng, dtype, rows, sizes, k, fmt, **options):
+    """Fused products on both kernels, held against float64 and one rounding from float32."""
+    x = random(rng, (rows, k), dtype)
+    matrices = [
+        PackedMatrix(*random_packed(rng, n, k, fmt, dtype), random(rng, (n,), dtype) if i else None)
+        for i, n in enumerate(sizes)
+    ]
+    if options.pop("residual", False):
+        options["residual"] = random(rng, (rows, sizes[0]), dtype)
+    if "norm" in options:
+        options["norm"] = (random(rng, (k,), dtype) if options["norm"] else None, 1e-3)
+    for device in ("host", "cuda"):
+        config = few_rows(device, rows, sum(sizes), k, dtype, fmt)
+        with use_backend("host"), checks():
+            found = products_of_few_rows(x, matrices, fmt, config, **options)
+        truth, rounded = (
+            fused_in(t, x, matrices, fmt, **options) for t in (np.float64, np.float32)
+        )
+        assert len(found) == len(truth)
+        for y, true, once in zip(found, truth, rounded, strict=True):
+            assert_accurate(y, true, round_to(once, dtype), terms=np.abs(true).max() * k**0.5)
+
+
+def fused_in(kind, x, matrices, fmt, norm=None, gate=None, residual=None):
+    x = to64(x).astype(kind)
+    if norm is not None:
+        weight, epsilon = norm
+        x = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + kind(epsilon))
+        x = x if weight is None else x * to64(weight).astype(kind)
+    ys = []
+    for w, scales, biases, bias in matrices:
+        y = product(x, dequantize64(w, scales, biases, fmt).T.astype(kind))
+        ys.append(y if bias is None else y + to64(bias).astype(kind))
+    if gate is not None:
+        return [activation(ys[0], gate, kind) * ys[1]]
+    return ys if residual is None else [ys[0] + to64(residual).astype(kind)]
+
+
+def activation(y, gate, kind):
+    if gate == "silu":
+        return y / (1 + np.exp(-y))
+    if gate == "gelu":
+        return y * kind(0.5) * (1 + np.vectorize(math.erf)(y / 2**0.5)).astype(kind)
+    return y * kind(0.5) * (1 + np.tanh(kind((2 / np.pi) ** 0.5) * (y + kind(0.044715) * y**3)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_several_matrices(dtype, rows):
+    """Queries, keys and values: other sizes, some with a bias, in one launch of a GPU."""
+    rng = np.random.default_rng(rows)
+    for sizes in ([41], [24, 8], [33, 8, 41]):
+        fused(rng, dtype, rows, sizes, 192, AFFINE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gate", ["silu", "gelu", "gelu_approx"])
+def test_gates(dtype, gate):
+    rng = np.random.default_rng(len(gate))
+    for rows in (1, 5):
+        fused(rng, dtype, rows, [41, 41], 192, AFFINE, gate=gate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_norm(dtype, weighted):
+    rng = np.random.default_rng(7)
+    for fmt in (AFFINE, Format(16, 4, "nvfp4"), Format(32, 3)):
+        fused(rng, dtype, 3, [24, 8], 192, fmt, norm=weighted)
+    fused(rng, dtype, 9, [24, 24], 192, AFFINE, norm=weighted, gate="silu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_residual(dtype):
+    rng = np.random.default_rng(8)
+    for rows in (1, 16):
+        fused(rng, dtype, rows, [41], 192, Format(32, 8, "mxfp8"), residual=True)
+
+
+def test_one_launch_for_all():
+    """On a GPU several matrices, a norm and a gate are one launch."""
+    rng = np.random.default_rng(9)
+    with trace() as launches:
+        fused(rng, mx.bfloat16, 2, [16, 16], 64, AFFINE, norm=True, gate="silu")
+    on_matrix_units = [launch for launch in launches if "matrix_" in launch.kernel]
+    assert len(on_matrix_units) == 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bias_is_added_before_rounding(dtype):
     rng = np.random.default_rng(3)
@@ -128,24 +258,27 @@ def test_bias_is_added_before_rounding(dtype):
         check(by_kernel(x, packed, AFFINE, bias), x, packed, AFFINE, bias)
 
 
-def test_poisoned_memory_is_overwritten():
+@pytest.mark.parametrize(("device", "dtype"), [("host", mx.float32), ("cuda", mx.float16)])
+def test_poisoned_memory_is_overwritten(device, dtype):
     """Every element of the result is written, whatever the memory held."""
     rng = np.random.default_rng(4)
-    x, packed = sample(rng, 3, 520, 3, AFFINE, mx.float32)
-    first = by_kernel(x, packed, AFFINE)
+    x, packed = sample(rng, 3, 520, 3, AFFINE, dtype)
+    first = by_kernel(x, packed, AFFINE, device=device)
     for _ in range(5):
-        poison = mx.full((3, 520), float("nan"))
+        poison = mx.full((3, 520), float("nan"), dtype)
         mx.eval(poison)
         del poison
-        assert mx.array_equal(by_kernel(x, packed, AFFINE), first)
+        assert mx.array_equal(by_kernel(x, packed, AFFINE, device=device), first)
 
 
-def test_nan_and_infinity_stay_in_their_row():
+@pytest.mark.parametrize(("device", "dtype"), [("host", mx.float32), ("cuda", mx.bfloat16)])
+def test_nan_and_infinity_stay_in_their_row(device, dtype):
     rng = np.random.default_rng(5)
-    x, packed = sample(rng, 7, 41, 3, AFFINE, mx.float32)
-    values = np.array(x)
+    x, packed = sample(rng, 7, 41, 3, AFFINE, dtype)
+    values = to64(x).astype(np.float32)
     values[2, 5], values[4, 7] = np.nan, np.inf
-    y = np.isfinite(np.array(by_kernel(mx.array(values), packed, AFFINE)))
+    y = by_kernel(round_to(values, dtype), packed, AFFINE, device=device)
+    y = np.isfinite(to64(y))
     good = np.isfinite(values).all(1)
     assert y[good].all() and not y[~good].any()
 

@@ -133,6 +133,77 @@ void load_right_interleaved(right_fragment<T>& f, const T* p, uint stride, uint 
   f.part[1] = values.high;
 }
 
+// Sixteen bytes that may lie anywhere; out of line, since they hardly ever do.
+__noinline__ inline uint4 load_halves(const uint16_t* p, int words) {
+  uint4 to = {};
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    if (k < words)
+      (&to.x)[k] = p[2 * k] | uint(p[2 * k + 1]) << 16;
+  return to;
+}
+// 2, 4 or more whole groups of 8 elements; p may be a slice that is not aligned to so many.
+template <int count, typename T>
+void load_run(uint* to, const T* p, int offset) {
+  static_assert(sizeof(T) == 2, "16-bit elements are woven");
+  constexpr int n = count < 8 ? count / 2 : 4;
+  struct alignas(4 * n) words {
+    uint word[n];
+  };
+  bool aligned = reinterpret_cast<size_t>(p) % sizeof(words) == 0;
+#pragma unroll
+  for (int k = 0; k < count / 2; k += n) {
+    const T* at = p + offset + 2 * k;
+    if (aligned) {
+      *reinterpret_cast<words*>(to + k) = *reinterpret_cast<const words*>(at);
+    } else {
+      uint4 values = load_halves(reinterpret_cast<const uint16_t*>(at), n);
+      memcpy(to + k, &values, sizeof(words));
+    }
+  }
+}
+template <int pairs, typename T>
+void load_right_woven(
+    right_fragment<T>* f,
+    const T* p,
+    int offset,
+    uint stride,
+    uint step,
+    uint columns,
+    uint lane) {
+  if (fragment_row(lane) >= columns)
+    return;
+  alignas(16) uint run[pairs];
+  load_run<2 * pairs>(
+      run, p, offset + int(fragment_row(lane) * stride + fragment_col(lane) / 2 * step));
+#pragma unroll
+  for (int k = 0; k < pairs / 2; k++) {
+    uint low = run[k], high = run[k + pairs / 2];
+    f[k].part[0] = as_type<vec<T, 2>>(__byte_perm(low, high, 0x5410));
+    f[k].part[1] = as_type<vec<T, 2>>(__byte_perm(low, high, 0x7632));
+  }
+}
+inline uint masked_or(uint x, uint mask, uint bits) {
+  uint r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
+  return r;
+}
+inline __half2 product_of_pairs(__half2 a, __half2 b) {
+  return __hmul2(a, b);
+}
+inline __nv_bfloat162 product_of_pairs(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __hmul2(a, b);
+}
+template <typename T>
+right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
+  using pair = cuda::std::conditional_t<cuda::std::is_same_v<T, half>, __half2, __nv_bfloat162>;
+#pragma unroll
+  for (int k = 0; k < 2; k++)
+    a.part[k] = as_type<vec<T, 2>>(
+        product_of_pairs(as_type<pair>(a.part[k]), as_type<pair>(b.part[k])));
+  return a;
+}
+
 template <typename T>
 void left_from_sums(left_fragment<T>& f, sum_fragment low, sum_fragment high) {
   f.part[0] = vec<T, 2>(low.part[0]);
@@ -143,6 +214,12 @@ void left_from_sums(left_fragment<T>& f, sum_fragment low, sum_fragment high) {
 
 template <typename T>
 void multiply_accumulate(sum_fragment& sum, left_fragment<T> left, right_fragment<T> right) {
+  tensor_core_16(sum.part, left.part, right.part);
+}
+
+template <typename T>
+void multiply(sum_fragment& sum, left_fragment<T> left, right_fragment<T> right) {
+  sum.part[0] = sum.part[1] = float2(0.0f);
   tensor_core_16(sum.part, left.part, right.part);
 }
 

@@ -1,0 +1,359 @@
+// Products of few rows with up to three quantized matrices, on the matrix units:
+//
+//   y_i (M, N_i) = norm(x) (M, K) * w_i^T + bias_i,   or   gate(y_0) * y_1,   or   y_0 + residual
+//
+// The packed weights are the left operand, 16 rows of w to a tile, and the rows of x are columns of
+// the right one: 8 rows cost what one costs. A threadgroup computes `tiles` tiles; its `simds` SIMD
+// groups share K and add their sums in threadgroup memory.
+//
+//   grid (32 * simds * ceil(tiles in all / tiles), 1, 1), threadgroup (32 * simds, 1, 1)
+//
+// Codes are multiplied as they are, with an offset that unpacking leaves in them; scale, bias and
+// offset are applied to float32 sums of a group. The four lanes that share a row of w take `run`
+// elements each, of `slots` groups side by side: zeros in x send their sums to columns of their own.
+// `fragments` right operands of 8 columns hold the rows of x times slots. run divides K.
+//
+// In NVFP4, with groups of 16, the scale is multiplied into the code instead, which is exact.
+
+#include "epilogue.metal"
+#include "fragment.metal"
+#include "packed_pairs.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// bfloat holds a code of 8 bits in two parts.
+#define PARTS(T, mode, bits) (mode == AFFINE && bits == 8 && is_same_v<T, bfloat> ? 2 : 1)
+
+// Two weights of a row, as they are multiplied: 2^7 (bfloat) or 2^10 (half) over the place of the
+// lowest bit is left in a code.
+template <typename T, int bits>
+METAL_FUNC float code_offset() {
+  if (is_same_v<T, bfloat>) {
+    return bits == 8 ? 2176.0f : 128.0f;
+  }
+  return bits == 8 ? 256.0f : 64.0f;
+}
+template <typename T, int mode, int bits>
+METAL_FUNC metal::vec<T, 2> weight_pair(const thread uint* halves, int i, int part, float scale) {
+  if (mode == AFFINE) {
+    uint code;
+    if (is_same_v<T, bfloat>) {
+      code = bits == 8 ? code_pair<4>(halves, 8 * i + 4 * part, 0, part ? 0x45004500u : 0x43004300u)
+                       : code_pair<bits>(halves, bits * i, 0, 0x43004300u);
+    } else {
+      code = bits == 8 ? code_pair<8>(halves, 8 * i, 2, 0x5c005c00u)
+                       : code_pair<bits>(halves, bits * i, 4, 0x54005400u);
+    }
+    return as_type<metal::vec<T, 2>>(code);
+  }
+  uint code = half_pair<mode>(halves[0], i);
+  if (mode == NVFP4) {
+    return metal::vec<T, 2>(float2(as_type<half2>(code)) * scale);
+  }
+  return is_same_v<T, half> ? as_type<metal::vec<T, 2>>(code)
+                            : metal::vec<T, 2>(float2(as_type<half2>(code)));
+}
+// What the sums lack by half_pair.
+template <int mode>
+METAL_FUNC float sum_factor() {
+  return mode == AFFINE ? 1.0f : mode == MXFP8 ? 256.0f : 16384.0f;
+}
+
+// What a lane holds of a tile: its run of rows fragment_row(lane) and the eighth below.
+template <typename S, int mode, int bits, int run>
+struct packed_tile {
+  packed_matrix<S> matrix;
+  uint words_at[2], scales_at[2];
+  alignas(16) uint words[2][run * bits / 32];
+  S scales[2][mode == NVFP4 ? run / 16 : 1];
+  S biases[2];
+};
+
+// Element k of the rows and those behind; beyond K nothing is read.
+template <int group, typename S, int mode, int bits, int run>
+METAL_FUNC void load_tile(thread packed_tile<S, mode, bits, run>& tile, int k, bool inside) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (inside) {
+      uint at = tile.scales_at[i] + k / group;
+      load_words<run * bits / 32>(
+          tile.words[i], tile.matrix.w + (tile.words_at[i] + k / 32 * bits));
+#pragma unroll
+      for (int s = 0; s < (mode == NVFP4 ? run / 16 : 1); s++) {
+        tile.scales[i][s] = tile.matrix.scales[at + s];
+      }
+      if (mode == AFFINE) {
+        tile.biases[i] = tile.matrix.biases[at];
+      }
+    } else if (mode == NVFP4) {
+#pragma unroll
+      for (int s = 0; s < run / 16; s++) {
+        tile.scales[i][s] = S(0);
+      }
+    }
+  }
+}
+
+// sums += a tile's run times x; without mode NVFP4, sums = their product.
+template <typename T, int fragments, typename S, int mode, int bits, int run>
+METAL_FUNC void multiply_tile(
+    thread sum_fragment* sums,
+    thread packed_tile<S, mode, bits, run>& tile,
+    const thread right_fragment<T>* x) {
+  const int span = SPAN(bits), pairs = PAIRS(bits);
+#pragma unroll
+  for (int s = 0; s < run / (2 * pairs); s++) {
+    uint halves[2][span];
+    float scales[2] = {1.0f, 1.0f};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      pair_halves<span>(halves[i], tile.words[i] + s * span);
+      if (mode == NVFP4) {
+        scales[i] = decoded_scale<mode>(tile.scales[i][s * 2 * pairs / 16]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < pairs / 2; j++) {
+#pragma unroll
+      for (int part = 0; part < PARTS(T, mode, bits); part++) {
+        left_fragment<T> left;
+#pragma unroll
+        for (int p = 0; p < 4; p++) {
+          left.part[p] =
+              weight_pair<T, mode, bits>(halves[p % 2], 2 * j + p / 2, part, scales[p % 2]);
+        }
+#pragma unroll
+        for (int f = 0; f < fragments; f++) {
+          right_fragment<T> right = x[f * (run / 4) + s * pairs / 2 + j];
+          if (mode != NVFP4 && s + j + part == 0) {
+            multiply(sums[f], left, right);
+          } else {
+            multiply_accumulate(sums[f], left, right);
+          }
+        }
+      }
+    }
+  }
+}
+
+// totals += scale * sums + bias * added, without the offset of the codes.
+template <typename T, int fragments, typename S, int mode, int bits, int run>
+METAL_FUNC void add_scaled(
+    thread sum_fragment* totals,
+    const thread sum_fragment* sums,
+    const thread sum_fragment* added,
+    thread packed_tile<S, mode, bits, run>& tile) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float scale = decoded_scale<mode>(tile.scales[i][0]);
+    float bias = fma(-code_offset<T, bits>(), scale, float(tile.biases[i]));
+#pragma unroll
+    for (int f = 0; f < fragments; f++) {
+      totals[f].part[i] = fma(float2(scale), sums[f].part[i], totals[f].part[i]);
+      if (mode == AFFINE) {
+        totals[f].part[i] = fma(float2(bias), added[f].part[i], totals[f].part[i]);
+      }
+    }
+  }
+}
+
+template <
+    typename T,
+    typename S,
+    int mode,
+    int group,
+    int bits,
+    int gate,
+    int fragments,
+    int run,
+    int tiles,
+    int simds,
+    int ahead>
+[[kernel]] void quantized_matmul_matrix(
+    const device T* x,
+    const device T* norm_weight,
+    constant float* epsilon,
+    const device T* residual,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    const device T* bias,
+    const device uint* w1,
+    const device S* scales1,
+    const device S* biases1,
+    const device T* bias1,
+    const device uint* w2,
+    const device S* scales2,
+    const device S* biases2,
+    const device T* bias2,
+    constant int* shape,
+    device T* y,
+    device T* y1,
+    device T* y2,
+    uint threadgroup_index [[threadgroup_position_in_grid]],
+    uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const int slots = mode == NVFP4 ? 1 : 4 * run / group, per = 8 / slots, columns = 8 * fragments;
+  const int pairs = PAIRS(bits), step = 4 * run, stride = simds * step;
+  const int M = shape[0], K = shape[1];
+  threadgroup float parts[simds * tiles * 16 * columns];
+  threadgroup float squares[simds * 16];
+
+  const int quarter = fragment_col(lane) / 2;
+  int k = int(simd) * step;
+  packed_tile<S, mode, bits, run> tile[ahead][tiles] = {};
+  sum_fragment totals[tiles][fragments] = {};
+#pragma unroll
+  for (int r = 0; r < tiles; r++) {
+    tile_place place =
+        place_of_tile<gate, 16>(threadgroup_index * tiles + r, shape + 2, w1, w2);
+    int m = place.matrix;
+    packed_matrix<S> matrix = {
+        m == 0 ? w : m == 1 ? w1 : w2,
+        m == 0 ? scales : m == 1 ? scales1 : scales2,
+        m == 0 ? biases : m == 1 ? biases1 : biases2};
+    uint words_at[2], scales_at[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      // At the edge of a matrix its last row stands in.
+      uint row = min(place.first + fragment_row(lane) + 8 * i, shape[2 + m] - 1);
+      words_at[i] = row * (K / 16 * bits / 2) + quarter * (run * bits / 32);
+      scales_at[i] = row * (K / group) + quarter * run / group;
+    }
+#pragma unroll
+    for (int d = 0; d < ahead; d++) {
+      tile[d][r].matrix = matrix;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        tile[d][r].words_at[i] = words_at[i];
+        tile[d][r].scales_at[i] = scales_at[i];
+      }
+      load_tile<group>(tile[d][r], k + d * stride, k + d * stride + quarter * run < K);
+    }
+  }
+  // Which of its columns a lane fills with x: those of the slot that its depths are in.
+  const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
+  const int row = column % per - column;
+  const int filled = column / per == depth / (step / slots) ? M - row : 0;
+  right_fragment<T> values[fragments][run / 4] = {};
+  // Broadcast, lest NVIDIA's compiler copy one register to four before each product.
+  left_fragment<T> ones;
+#pragma unroll
+  for (ushort p = 0; p < 4; p++) {
+    ones.part[p] = as_type<metal::vec<T, 2>>(
+        simd_broadcast(as_type<uint>(metal::vec<T, 2>(T(1.0f), T(1.0f))), p));
+  }
+
+  for (; k < K; k += ahead * stride) {
+#pragma unroll
+    for (int d = 0; d < ahead; d++) {
+      int now = k + d * stride, next = now + ahead * stride;
+      if (now >= K) {
+        break;
+      }
+#pragma unroll
+      for (int s = 0; s < run / (2 * pairs); s++) {
+        int at = now + s * 2 * pairs, first = s * pairs / 2;
+        bool beyond = now + depth >= K;
+#pragma unroll
+        for (int f = 0; f < fragments; f++) {
+          int count = beyond ? 0 : max(filled - f * per, 0);
+          load_right_woven<pairs>(
+              values[f] + first, x, (row + f * per) * K + at, K, run, count, lane);
+        }
+        if (norm_weight) {
+          right_fragment<T> weight[pairs / 2] = {};
+          load_right_woven<pairs>(weight, norm_weight, at, 0, run, beyond ? 0 : 8, lane);
+#pragma unroll
+          for (int j = 0; j < fragments * pairs / 2; j++) {
+            thread right_fragment<T>& value = values[j / (pairs / 2)][first + j % (pairs / 2)];
+            value = multiply_elements(value, weight[j % (pairs / 2)]);
+          }
+        }
+      }
+      // The sums of x over a group, for the biases.
+      sum_fragment added[fragments];
+      if (mode == AFFINE) {
+#pragma unroll
+        for (int f = 0; f < fragments; f++) {
+          multiply(added[f], ones, values[f][0]);
+#pragma unroll
+          for (int j = 1; j < run / 4; j++) {
+            multiply_accumulate(added[f], ones, values[f][j]);
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < tiles; r++) {
+        if (mode == NVFP4) {
+          multiply_tile<T, fragments>(totals[r], tile[d][r], values[0]);
+        } else {
+          sum_fragment sums[fragments];
+          multiply_tile<T, fragments>(sums, tile[d][r], values[0]);
+          if (now + quarter * run < K) {
+            add_scaled<T, fragments>(totals[r], sums, added, tile[d][r]);
+          }
+        }
+        load_tile<group>(tile[d][r], next, next + quarter * run < K);
+      }
+    }
+  }
+
+#pragma unroll
+  for (int r = 0; r < tiles; r++) {
+#pragma unroll
+    for (int f = 0; f < fragments; f++) {
+      threadgroup float* to = parts + (int(simd) * tiles + r) * 16 * columns + 8 * f;
+      store_sum<float>(totals[r][f], to, columns, lane);
+    }
+  }
+  const int thread_index = simd * 32 + lane, threads = simds * 32;
+  if (epsilon) {
+    for (int m = 0; m < M; m++) {
+      float sum = 0;
+      for (int i = thread_index; i < K; i += threads) {
+        float value = float(x[m * K + i]);
+        sum = fma(value, value, sum);
+      }
+      sum = simd_sum(sum);
+      if (lane == 0) {
+        squares[simd * 16 + m] = sum;
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  // A thread finishes an element: row n of the tiles, or of every other where two make one.
+  const int height = gate ? 8 * tiles : 16 * tiles, joined = gate ? 2 : 1;
+  for (int i = thread_index; i < height * M; i += threads) {
+    int n = i % height, m = i / height, r = n / 16 * joined;
+    float factor = sum_factor<mode>(), sums[2] = {0, 0};
+    if (epsilon) {
+      float mean = 0;
+      for (int s = 0; s < simds; s++) {
+        mean += squares[s * 16 + m] / float(K);
+      }
+      factor *= metal::precise::rsqrt(mean + epsilon[0]);
+    }
+    for (int j = 0; j < simds * slots * joined; j++) {
+      int from = (j / slots % simds * tiles + r + j / (slots * simds)) * 16 + n % 16;
+      sums[j / (slots * simds)] +=
+          factor * parts[from * columns + m / per * 8 + m % per + j % slots * per];
+    }
+    tile_place place = place_of_tile<gate, 16>(threadgroup_index * tiles + r, shape + 2, w1, w2);
+    int to = place.first + n % 16, which = place.matrix, N = shape[2 + which];
+    if (to < N) {
+      device T* out = which == 0 ? y : which == 1 ? y1 : y2;
+      size_t at = size_t(m) * N + to;
+      out[at] = finished<T, gate>(
+          sums[0],
+          sums[1],
+          to,
+          at,
+          which == 0 ? bias : which == 1 ? bias1 : bias2,
+          bias1,
+          residual);
+    }
+  }
+}
