@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +11,12 @@ import pytest
 
 from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul import PackedMatrix, few_rows, products_of_few_rows
+from mlx_qlayers.metal.quantized_matmul import (
+    MatrixUnits,
+    PackedMatrix,
+    few_rows,
+    products_of_few_rows,
+)
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.numerics import assert_accurate, random, round_to, to64
@@ -86,11 +91,10 @@ def test_on_cuda(fmt, dtype):
             check(quantized_matmul(x, *packed, **fmt._asdict()), x, packed, fmt)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_matrix_units(fmt):
-    """Every format in both half precisions, in one tile and several, with and without an edge."""
-    for dtype, rows in ((mx.bfloat16, 1), (mx.float16, 3), (mx.bfloat16, 7), (mx.float16, 16)):
-        check_all(fmt, dtype, rows, [(41, 3), (520, 1)], device="cuda")
+@pytest.mark.parametrize(("i", "fmt"), enumerate(FORMATS), ids=str)
+def test_matrix_units(i, fmt):
+    """Every format, by turns in both half precisions and at few and many rows."""
+    check_all(fmt, DTYPES[1 + i % 2], (3, 16, 7, 1)[i % 4], [(41, 3), (520, 1)], device="cuda")
 
 
 @pytest.mark.slow
@@ -101,13 +105,14 @@ def test_matrix_units_in_every_shape(fmt, dtype):
         check_all(fmt, dtype, rows, device="cuda")
 
 
-@pytest.mark.parametrize("tiles", [1, 2, 4])
-@pytest.mark.parametrize("simds", [1, 3, 8])
-def test_matrix_units_in_other_configurations(tiles, simds):
+@pytest.mark.parametrize(
+    ("run", "fragments", "tiles", "simds", "ahead"),
+    [(16, 1, 2, 3, 3), (32, 2, 4, 1, 1), (64, 4, 1, 4, 2), (32, 2, 1, 8, 4)],
+)
+def test_matrix_units_in_other_configurations(run, fragments, tiles, simds, ahead):
     """SIMD groups without work, more tiles than there are, tails of K."""
-    for run, fragments in ((16, 1), (32, 2), (64, 4)):
-        options = {"run": run, "fragments": fragments, "tiles": tiles, "simds": simds}
-        check_all(AFFINE, mx.bfloat16, 7, [(41, 3), (8, 256)], device="cuda", **options)
+    config = MatrixUnits(fragments, run, tiles, simds, ahead)
+    check_all(AFFINE, mx.bfloat16, 7, [(41, 3), (8, 256)], device="cuda", **asdict(config))
 
 
 @pytest.mark.parametrize("fmt", FORMATS[::5], ids=str)
