@@ -10,9 +10,8 @@ from numerics import assert_accurate, random, round_to, to64
 from oracles import product
 from packed import FORMATS, dequantize64, random_packed, terms64
 
+from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul import few_rows, product_of_few_rows
-from mlx_qlayers.runtime.backend import backend
 
 from . import Cases
 
@@ -40,7 +39,7 @@ def multiply(fmt: Format, dtype: mx.Dtype, rows: int, n: int, groups: int, biase
     with mx.stream(mx.cpu):
         packed = random_packed(rng, n, k, fmt, dtype)
         mx.eval(packed)
-    y = product_of_few_rows(x, *packed, bias, fmt, few_rows(backend(), rows, fmt))
+    y = quantized_matmul(x, *packed, **fmt._asdict(), bias=bias)
     mx.eval(y)
     added = 0.0 if bias is None else to64(bias)
     dense, terms = dequantize64(*packed, fmt).T, terms64(*packed, fmt).T
