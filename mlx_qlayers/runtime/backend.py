@@ -56,7 +56,7 @@ def _host_missing() -> str | None:
     return None
 
 
-# Why each backend cannot run on this machine, or None where it can.
+# Why each backend cannot run on this machine, or None where it can; auto takes the first that can.
 _missing: dict[str, Callable[[], str | None]] = {
     "metal": _metal_missing,
     "cuda": _cuda_missing,
@@ -77,7 +77,13 @@ def _check(name: str) -> str:
 
 def requested() -> str:
     """The backend asked for by ``use_backend`` or ``MLX_QLAYERS_BACKEND``, else ``"auto"``."""
-    return _forced or _check(os.environ.get(_ENVIRONMENT) or "auto")
+    return _forced or _from_environment()
+
+
+@cache
+def _from_environment() -> str:
+    # Read once: to look it up takes longer than all the rest of a choice.
+    return _check(os.environ.get(_ENVIRONMENT) or "auto")
 
 
 def backend() -> str:
@@ -96,9 +102,13 @@ def backend() -> str:
         'ops'
     """
     name = requested()
-    if name != "auto":
-        return name
-    return next(n for n in ("metal", "cuda", "host", "ops") if _missing[n]() is None)
+    if name == "auto":
+        return next(filter(_can_run, _missing))
+    return name
+
+
+def _can_run(name: str) -> bool:
+    return _missing[name]() is None
 
 
 class use_backend:
@@ -188,10 +198,15 @@ def _auto_on_host(gain: float | None, arrays: Sequence[mx.array]) -> tuple[str, 
     if gain is None:
         return "ops", "the kernel was not measured on a CPU"
     if gain <= 1:
-        return "ops", f"on a CPU the kernel has {gain:.2g} times the speed of MLX's operators"
+        return "ops", f"on a CPU the kernel has {_times(gain)} the speed of MLX's operators"
     if being_traced(arrays):
         return "ops", f"{_TRACED}, and the host backend runs at once"
-    return "host", f"auto: {gain:.2g} times the speed of MLX's operators on a CPU"
+    return "host", f"auto: {_times(gain)} the speed of MLX's operators on a CPU"
+
+
+@cache
+def _times(gain: float) -> str:
+    return f"{gain:.2g} times"
 
 
 def being_traced(arrays: Sequence[mx.array]) -> bool:

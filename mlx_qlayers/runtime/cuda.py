@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,15 @@ from typing import Any
 import mlx.core as mx
 
 from . import source
+from .backend import BackendError
 from .launch import Launch, Size
 from .program import Program
 from .signature import ATTRIBUTES, shape_words
 from .source import METAL, Token
 
 SHIM = Path(__file__).parent / "shims" / "cuda" / "msl.h"
+# What CUDA starts at most along y and z, where Metal knows no such limit.
+_MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
 # Its declarations come from the shim instead.
 _FRAGMENT = METAL / "fragment.metal"
 # The input that tells threads beyond the grid that they are surplus.
@@ -36,21 +39,39 @@ _UNROLL = re.compile(r"clang loop unroll(?:_count)?\((\w+)\)")
 
 
 def launch(launch: Launch) -> list[mx.array]:
-    """Add one launch to MLX's graph; MLX compiles the kernel when it first evaluates it."""
-    threadgroup = launch.threadgroup
-    grid = whole_threadgroups(launch.grid, threadgroup)
-    surplus = grid != launch.grid
+    """Add one launch to MLX's graph; MLX compiles the kernel when it first evaluates it.
+
+    Raises:
+        BackendError: CUDA cannot start such a grid.
+    """
+    memo = launch.memo
+    if "cuda" not in memo:
+        memo["cuda"] = _fitting(launch)
+    grid, surplus = memo["cuda"]
     # Looked up at every call, so that a test can put something else in its place.
-    kernel = _kernel(mx.fast.cuda_kernel, launch.program, threadgroup, surplus)
+    kernel = _kernel(mx.fast.cuda_kernel, launch.program, launch.threadgroup, bool(surplus))
     return kernel(
-        inputs=[*launch.inputs, _limit(launch.grid)] if surplus else launch.inputs,
+        inputs=launch.inputs + surplus,
         template=launch.template,
         grid=grid,
-        threadgroup=threadgroup,
+        threadgroup=launch.threadgroup,
         output_shapes=launch.output_shapes,
         output_dtypes=launch.output_dtypes,
         init_value=launch.init_value,
     )
+
+
+def _fitting(launch: Launch) -> tuple[Size, list[mx.array]]:
+    """The threads to start and, if they are more than the grid's, the input that says so."""
+    grid = whole_threadgroups(launch.grid, launch.threadgroup)
+    _, y, z = (g // t for g, t in zip(grid, launch.threadgroup, strict=True))
+    if max(y, z) > _MOST_GROUPS or launch.threadgroup[2] > _MOST_DEEP:
+        raise BackendError(
+            f"kernel {launch.program.name}: CUDA takes {_MOST_GROUPS} threadgroups along y and z "
+            f"of at most {_MOST_DEEP} threads along z, not grid {launch.grid} with threadgroup "
+            f"{launch.threadgroup}"
+        )
+    return grid, [mx.array(launch.grid, mx.uint32)] if grid != launch.grid else []
 
 
 @cache
@@ -66,11 +87,6 @@ def _kernel(
         header=header,
         ensure_row_contiguous=program.ensure_row_contiguous,
     )
-
-
-@lru_cache(maxsize=1024)
-def _limit(grid: Size) -> mx.array:
-    return mx.array(grid, mx.uint32)
 
 
 def whole_threadgroups(grid: Size, threadgroup: Size) -> Size:

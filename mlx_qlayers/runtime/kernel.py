@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from numbers import Real
+from operator import index
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -22,6 +26,10 @@ MAX_THREADS = 1024
 MAX_THREADGROUP_MEMORY = 32 * 1024
 # Kernels index with 32 bits unless they say otherwise.
 _LIMIT_32 = 2**31
+# Six integers, or an exception: what a grid and a threadgroup have to be.
+_sizes = struct.Struct("6i").pack
+# Calls of one kernel that are remembered.
+_REMEMBERED = 256
 
 
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}
@@ -47,11 +55,16 @@ class Multiple:
 
 
 @dataclass(frozen=True)
-class _Instance:
-    """What one set of template values and dtypes fixes."""
+class _Plan:
+    """A call that was checked, for all that differ from it in the values of the inputs alone."""
 
+    program: Program
     template: list[tuple[str, TemplateValue]]
+    grid: Size
+    threadgroup: Size
+    output_shapes: list[tuple[int, ...]]
     output_dtypes: list[mx.Dtype]
+    memo: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +133,8 @@ class Kernel:
         ):
             if declared != written:
                 raise self._error(f"{what} declared as {declared}, {self.file} has {written}")
+        if self.max_threads > MAX_THREADS:
+            raise self._error(f"max_threads is {self.max_threads}, Metal has {MAX_THREADS}")
         return program
 
     @cached_property
@@ -140,7 +155,7 @@ class Kernel:
             raise self._error(str(error)) from error
 
     @cached_property
-    def _instances(self) -> dict[tuple[object, ...], _Instance]:
+    def _plans(self) -> dict[tuple[object, ...], _Plan]:
         return {}
 
     def __call__(
@@ -172,24 +187,39 @@ class Kernel:
             KernelError: something does not fit the declaration or the limits of the hardware.
             BackendError: the current backend is ``ops``, or one that cannot run.
         """
-        values = template or {}
-        key = (*values.items(), *[x.dtype for x in inputs])
-        instance = self._instances.get(key) or self._instantiate(key, values, inputs)
-        self._check_inputs(inputs)
-        self._check_threads(grid, threadgroup)
-        if output_dtypes is not None and list(output_dtypes) != instance.output_dtypes:
-            raise self._error(f"its outputs are {instance.output_dtypes}, not {output_dtypes}")
-        if self.multiples:
-            self._check_multiples(inputs, values)
+        values = {} if template is None else template
+        key: tuple[object, ...] | None
+        try:
+            # Whatever the checks look at; types too, here and in the string, since 4.0 equals 4.
+            key = (
+                _sizes(*grid, *threadgroup),
+                (*values, *values.values(), *map(type, values.values())),
+                (*[x.dtype for x in inputs], *[x.shape for x in inputs]),
+                str(output_shapes),
+                output_dtypes and tuple(output_dtypes),
+                init_value,
+            )
+            plan = self._plans.get(key)
+        except (TypeError, ValueError, AttributeError, struct.error):
+            key = plan = None
+        if plan is None:
+            plan = self._checked(inputs, values, grid, threadgroup, output_shapes, output_dtypes)
+            if not (init_value is None or isinstance(init_value, Real)):
+                raise self._error(f"init_value must be a number or None, not {init_value!r}")
+            if len(self._plans) >= _REMEMBERED:
+                self._plans.clear()
+            if key is not None:
+                self._plans[key] = plan
         launch = Launch(
-            self.program,
+            plan.program,
             list(inputs),
-            instance.template,
-            grid,
-            threadgroup,
-            self._shapes(output_shapes),
-            instance.output_dtypes,
+            plan.template,
+            plan.grid,
+            plan.threadgroup,
+            plan.output_shapes,
+            plan.output_dtypes,
             init_value,
+            plan.memo,
         )
         return run(launch) if not checking() else self._run_checked(launch)
 
@@ -202,39 +232,72 @@ class Kernel:
         launch.output_shapes = [*launch.output_shapes, (WORDS,)]
         launch.output_dtypes = [*launch.output_dtypes, mx.uint32]
         launch.init_value = 0.0
+        launch.memo = {}
         return judge(self.name, self.errors, launch.grid, run(launch))
 
-    def _instantiate(
+    def _checked(
         self,
-        key: tuple[object, ...],
-        values: Mapping[str, TemplateValue],
         inputs: Sequence[mx.array],
-    ) -> _Instance:
-        """Check what one set of template values and dtypes fixes, once."""
+        values: Mapping[str, TemplateValue],
+        grid: Size,
+        threadgroup: Size,
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype] | None,
+    ) -> _Plan:
+        """Check the declaration, and a call but for the values of its inputs."""
         program = self.program
+        self._check_arrays(inputs)
+        template = self._template(values)
+        self._check_dtypes(inputs, values)
+        self._check_inputs(inputs)
+        grid, threadgroup = self._size("grid", grid), self._size("threadgroup", threadgroup)
+        self._check_threads(grid, threadgroup)
+        dtypes = self._output_dtypes(values, output_dtypes)
+        self._check_multiples(inputs, values)
+        return _Plan(program, template, grid, threadgroup, self._shapes(output_shapes), dtypes)
+
+    def _check_arrays(self, inputs: Sequence[mx.array]) -> None:
+        if not isinstance(inputs, (list, tuple)):
+            raise self._error(f"inputs must be a list of arrays, not {_kind(inputs)}")
         if len(inputs) != len(self.inputs):
             raise self._error(f"takes {len(self.inputs)} inputs {self.inputs}, not {len(inputs)}")
+        for name, x in zip(self.inputs, inputs, strict=True):
+            if not isinstance(x, mx.array):
+                raise self._error(f"input {name} must be an mx.array, not {_kind(x)}")
+
+    def _template(self, values: Mapping[str, TemplateValue]) -> list[tuple[str, TemplateValue]]:
+        if not isinstance(values, Mapping):
+            raise self._error(f"template must be a dict of values by name, not {_kind(values)}")
         if set(values) != set(self.template):
             raise self._error(f"has template parameters {self.template}, not {tuple(values)}")
-        template = [
+        found = [
             (name, self._template_value(name, kind, values[name]))
-            for name, kind in program.template
+            for name, kind in self.program.template
         ]
-        for x, parameter in zip(inputs, program.inputs, strict=True):
-            if x.dtype != (declared := self._dtype(parameter, values)):
-                raise self._error(f"input {parameter.name} is {x.dtype}, declared as {declared}")
-        dtypes = [self._dtype(parameter, values) for parameter in program.outputs]
-        if program.atomic_outputs and any(dtype.size != 4 for dtype in dtypes):
-            raise self._error(f"atomic outputs have 32 bits, not {dtypes}")
         memory = self.threadgroup_memory
         used = memory(**values) if callable(memory) else memory
         if used > MAX_THREADGROUP_MEMORY:
             raise self._error(
                 f"needs {used} bytes of threadgroup memory with {dict(values)}, Metal has 32768"
             )
-        instance = _Instance(template, dtypes)
-        self._instances[key] = instance
-        return instance
+        return found
+
+    def _check_dtypes(
+        self, inputs: Sequence[mx.array], values: Mapping[str, TemplateValue]
+    ) -> None:
+        for x, parameter in zip(inputs, self.program.inputs, strict=True):
+            if x.dtype != (declared := self._dtype(parameter, values)):
+                raise self._error(f"input {parameter.name} is {x.dtype}, declared as {declared}")
+
+    def _output_dtypes(
+        self, values: Mapping[str, TemplateValue], given: Sequence[mx.Dtype] | None
+    ) -> list[mx.Dtype]:
+        dtypes = [self._dtype(parameter, values) for parameter in self.program.outputs]
+        if self.program.atomic_outputs and any(dtype.size != 4 for dtype in dtypes):
+            raise self._error(f"atomic outputs have 32 bits, not {dtypes}")
+        if given is not None and str(given) not in (str(dtypes), str(tuple(dtypes))):
+            raise self._error(f"its outputs are {dtypes}, output_dtypes must not be {given!r}")
+        return dtypes
 
     def _template_value(self, name: str, kind: str, value: TemplateValue) -> TemplateValue:
         if kind == "typename" and isinstance(value, mx.Dtype) and value in TYPES:
@@ -251,6 +314,13 @@ class Kernel:
         if not isinstance(value, mx.Dtype):
             raise self._error(f"MLX cannot pass {parameter.name} as {parameter.type}")
         return value
+
+    def _size(self, what: str, value: Size) -> Size:
+        try:
+            x, y, z = map(index, value)
+        except (TypeError, ValueError):
+            raise self._error(f"{what} must be three integers (x, y, z), not {value!r}") from None
+        return x, y, z
 
     def _check_threads(self, grid: Size, threadgroup: Size) -> None:
         gx, gy, gz = grid
@@ -269,11 +339,22 @@ class Kernel:
             )
 
     def _shapes(self, shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        if not isinstance(shapes, (list, tuple)):
+            raise self._error(f"output_shapes must be a list of shapes, not {_kind(shapes)}")
         if len(shapes) != len(self.outputs):
             raise self._error(f"has {len(self.outputs)} outputs {self.outputs}, not {len(shapes)}")
-        found = [tuple(shape) for shape in shapes]
+        found = [self._shape(*item) for item in zip(self.outputs, shapes, strict=True)]
         if not self.large and any(prod(shape) >= _LIMIT_32 for shape in found):
             raise self._error(f"outputs {found} need 64-bit offsets")
+        return found
+
+    def _shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        try:
+            found = tuple(map(index, shape))
+        except TypeError:
+            found = (-1,)
+        if any(not 0 <= n < _LIMIT_32 for n in found):
+            raise self._error(f"the shape of output {name} must be integers from 0, not {shape!r}")
         return found
 
     def _check_inputs(self, inputs: Sequence[mx.array]) -> None:
@@ -301,7 +382,10 @@ class Kernel:
         self, inputs: Sequence[mx.array], values: Mapping[str, TemplateValue]
     ) -> None:
         for multiple in self.multiples:
-            extent = inputs[self.inputs.index(multiple.input)].shape[multiple.axis]
+            shape = inputs[self.inputs.index(multiple.input)].shape
+            if not -len(shape) <= multiple.axis < len(shape):
+                raise self._error(f"input {multiple.input} {shape} has no axis {multiple.axis}")
+            extent = shape[multiple.axis]
             of = values[multiple.of] if isinstance(multiple.of, str) else multiple.of
             if isinstance(of, int) and extent % of:
                 raise self._error(
@@ -311,3 +395,7 @@ class Kernel:
 
     def _error(self, message: str) -> KernelError:
         return KernelError(f"kernel {self.name}: {message}")
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

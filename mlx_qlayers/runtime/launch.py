@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -26,6 +27,8 @@ class Launch:
         output_shapes: one shape for each output.
         output_dtypes: one dtype for each output.
         init_value: what outputs are filled with first, or None to leave them unset.
+        memo: where a backend keeps, under its name, what it has worked out for launches that differ
+            from this one in the values of their inputs alone: they all carry the same dict.
     """
 
     program: Program
@@ -36,6 +39,7 @@ class Launch:
     output_shapes: list[tuple[int, ...]]
     output_dtypes: list[mx.Dtype]
     init_value: float | None = None
+    memo: dict[str, Any] = field(default_factory=dict)
 
     @property
     def function(self) -> str:

@@ -9,16 +9,21 @@ from typing import Any
 import mlx.core as mx
 
 from .launch import Launch
-from .program import Parameter, Program
+from .program import Program
 from .signature import CONSTANT_BELOW
 
 
 def launch(launch: Launch) -> list[mx.array]:
     """Add one launch to MLX's graph; MLX compiles the kernel when it first evaluates it."""
+    inputs, memo = launch.inputs, launch.memo
+    if "metal" not in memo:
+        memo["metal"] = _short(launch)
+    if short := memo["metal"]:
+        inputs = [_padded(x) if i in short else x for i, x in enumerate(inputs)]
     # Looked up at every call, so that a test can put something else in its place.
     kernel = _kernel(mx.fast.metal_kernel, launch.program)
     return kernel(
-        inputs=[_padded(*item) for item in zip(launch.inputs, launch.program.inputs, strict=True)],
+        inputs=inputs,
         template=launch.template,
         grid=launch.grid,
         threadgroup=launch.threadgroup,
@@ -28,10 +33,13 @@ def launch(launch: Launch) -> list[mx.array]:
     )
 
 
-def _padded(x: mx.array, parameter: Parameter) -> mx.array:
-    """The array, made long enough for MLX to pass it in the address space that is declared."""
-    if x.size >= CONSTANT_BELOW or not parameter.padded:
-        return x
+def _short(launch: Launch) -> list[int]:
+    """Which inputs MLX would pass in another address space than is declared."""
+    pairs = enumerate(zip(launch.inputs, launch.program.inputs, strict=True))
+    return [i for i, (x, p) in pairs if p.padded and x.size < CONSTANT_BELOW]
+
+
+def _padded(x: mx.array) -> mx.array:
     return mx.concatenate([x.reshape(-1), mx.zeros((CONSTANT_BELOW - x.size,), x.dtype)])
 
 

@@ -23,8 +23,16 @@ ALL = ("metal", "cuda", "host")
 
 
 @pytest.fixture(autouse=True)
-def nothing_forced(monkeypatch):
-    monkeypatch.delenv("MLX_QLAYERS_BACKEND", raising=False)
+def environment(monkeypatch):
+    """Set ``MLX_QLAYERS_BACKEND``, which is not set at first, as if the process began with it."""
+
+    def put(name):
+        monkeypatch.setenv("MLX_QLAYERS_BACKEND", name)
+        module._from_environment.cache_clear()
+
+    put("")
+    yield put
+    module._from_environment.cache_clear()
 
 
 @pytest.fixture
@@ -66,29 +74,29 @@ def test_forcing_for_good(machine):
     assert backend() == "host"
 
 
-def test_the_environment_forces_one(machine, monkeypatch):
+def test_the_environment_forces_one(machine, environment):
     machine("host")
-    monkeypatch.setenv("MLX_QLAYERS_BACKEND", "ops")
+    environment("ops")
     assert backend() == "ops"
     with use_backend("host"):
         assert backend() == "host"
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_forced_backend_that_cannot_run_raises(machine, monkeypatch, name):
+def test_a_forced_backend_that_cannot_run_raises(machine, environment, name):
     machine()
     with pytest.raises(BackendError, match=f"the {name} backend .* no {name} here"):
         use_backend(name)
     assert backend() == "ops"
-    monkeypatch.setenv("MLX_QLAYERS_BACKEND", name)
+    environment(name)
     with pytest.raises(BackendError, match=f"no {name} here"):
         backend()
 
 
-def test_an_unknown_name_is_an_error(monkeypatch):
+def test_an_unknown_name_is_an_error(environment):
     with pytest.raises(ValueError, match=r"backend must be one of .* not 'vulkan'"):
         use_backend("vulkan")
-    monkeypatch.setenv("MLX_QLAYERS_BACKEND", "vulkan")
+    environment("vulkan")
     with pytest.raises(ValueError, match="not 'vulkan'"):
         backend()
 

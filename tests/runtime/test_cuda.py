@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.metal.exp import exp
-from mlx_qlayers.runtime import Kernel, use_backend
+from mlx_qlayers.runtime import BackendError, Kernel, use_backend
 from mlx_qlayers.runtime import backend as backend_module
 from mlx_qlayers.runtime.cuda import translate, whole_threadgroups
 
@@ -92,9 +92,11 @@ def test_whole_threadgroups() -> None:
     assert whole_threadgroups((65, 2, 5), (32, 4, 2)) == (96, 4, 6)
 
 
+EXP = Kernel("exp_forward", "exp.metal", ("x",), ("y",), template=("T",))
+
+
 def _exp(x: mx.array) -> None:
-    kernel = Kernel("exp_forward", "exp.metal", ("x",), ("y",), template=("T",))
-    kernel(
+    EXP(
         [x],
         template={"T": x.dtype},
         grid=(x.size, 1, 1),
@@ -121,6 +123,16 @@ def test_surplus_threads_are_told_the_grid(launches: Launches) -> None:
         assert ">=msl_grid_limit[0]" in declaration["source"]
     # One text serves every size.
     assert text_of(*launches[0])[1] == text_of(*launches[1])[1]
+
+
+@pytest.mark.parametrize(
+    ("grid", "threadgroup"), [((1, 2**16, 1), (1, 1, 1)), ((1, 1, 128), (1, 1, 128))]
+)
+def test_grids_that_cuda_cannot_start(launches: Launches, grid: Any, threadgroup: Any) -> None:
+    call = {"grid": grid, "threadgroup": threadgroup, "output_shapes": [(1,)]}
+    with pytest.raises(BackendError, match="kernel exp_forward: CUDA takes 65535 threadgroups"):
+        EXP([mx.zeros(1)], template={"T": mx.float32}, **call)
+    assert not launches
 
 
 def test_parameters_take_their_metal_form(launches: Launches, tmp_path: Path) -> None:

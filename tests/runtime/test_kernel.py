@@ -6,6 +6,7 @@ import dataclasses
 import re
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_qlayers.runtime import host
@@ -139,9 +140,39 @@ def dtype_name(dtype):
         ({"output_shapes": []}, "has 1 outputs ('y',), not 0"),
         ({"output_shapes": [(2**16, 2**15)]}, "need 64-bit offsets"),
         ({"output_dtypes": [mx.float16]}, "its outputs are [mlx.core.float32]"),
+        # Of another type than is declared.
+        ({"inputs": X}, "inputs must be a list of arrays, not array"),
+        ({"inputs": None}, "inputs must be a list of arrays, not NoneType"),
+        ({"inputs": [X.tolist(), SCALAR, BIAS]}, "input x must be an mx.array, not list"),
+        ({"inputs": [np.array(X), SCALAR, BIAS]}, "input x must be an mx.array, not ndarray"),
+        ({"inputs": [X, 2.0, BIAS]}, "input a must be an mx.array, not float"),
+        ({"template": [("T", mx.float32)]}, "template must be a dict of values by name, not list"),
+        ({"template": {"T": [mx.float32], "N": 3, "NEGATE": True}}, "T must be a Metal dtype, not"),
+        ({"template": {"T": mx.float32, "N": [3], "NEGATE": True}}, "N must be an int from 0, not"),
+        ({"template": {"T": mx.float32, "N": 3.0, "NEGATE": False}}, "N must be an int from 0, no"),
+        ({"template": {"T": mx.float32, "N": 3, "NEGATE": None}}, "NEGATE must be a bool, not Non"),
+        ({"grid": 40}, "grid must be three integers (x, y, z), not 40"),
+        ({"grid": (40, 1)}, "grid must be three integers (x, y, z), not (40, 1)"),
+        ({"grid": (40.0, 1, 1)}, "grid must be three integers (x, y, z), not (40.0, 1, 1)"),
+        ({"threadgroup": "abc"}, "threadgroup must be three integers (x, y, z), not 'abc'"),
+        ({"threadgroup": [32, 1]}, "threadgroup must be three integers (x, y, z), not [32, 1]"),
+        ({"threadgroup": 32.0}, "threadgroup must be three integers (x, y, z), not 32.0"),
+        ({"output_shapes": 40}, "output_shapes must be a list of shapes, not int"),
+        ({"output_shapes": (40,)}, "the shape of output y must be integers from 0, not 40"),
+        ({"output_shapes": [(40.0,)]}, "the shape of output y must be integers from 0, not (40.0"),
+        ({"output_shapes": [(-1,)]}, "the shape of output y must be integers from 0, not (-1,)"),
+        ({"output_dtypes": mx.float32}, "output_dtypes must not be mlx.core.float32"),
+        ({"output_dtypes": [None]}, "output_dtypes must not be [None]"),
+        ({"init_value": "0"}, "init_value must be a number or None, not '0'"),
+        ({"init_value": [0]}, "init_value must be a number or None, not [0]"),
     ],
 )
-def test_calls_that_do_not_fit(metal, changes, message):
+@pytest.mark.parametrize("again", [False, True])
+def test_calls_that_do_not_fit(metal, changes, message, again):
+    if again:
+        # A call that was checked is not checked again; these must not pass for it.
+        affine()
+        metal.called.clear()
     with pytest.raises(KernelError, match=re.escape(message)) as caught:
         affine(**changes)
     assert str(caught.value).startswith("kernel affine: ")
@@ -155,12 +186,38 @@ def test_bools_and_ints_are_told_apart_by_the_declaration(metal):
         assert repr(metal.called[-1]["template"][1:]) == "[('N', 1), ('NEGATE', True)]"
 
 
+def test_sizes_and_shapes_may_be_any_sequence_of_integers(metal):
+    affine(grid=[40, 1, 1], threadgroup=np.array([32, 1, 1]), output_shapes=([np.int64(40)],))
+    (call,) = metal.called
+    assert repr((call["grid"], call["threadgroup"])) == "((40, 1, 1), (32, 1, 1))"
+    assert repr(call["output_shapes"]) == "[(40,)]"
+
+
+def test_what_was_checked_is_remembered_and_forgotten(metal, monkeypatch):
+    """Of as many calls as there is room for; the result is the same."""
+    monkeypatch.setattr("mlx_qlayers.runtime.kernel._REMEMBERED", 3)
+    kernel = dataclasses.replace(AFFINE)
+    template = {"T": mx.float32, "N": 3, "NEGATE": False}
+    for n in (1, 2, 3, 4, 1, 5, 1):
+        (y,) = kernel(
+            [X, SCALAR, BIAS],
+            template=template,
+            grid=(n, 1, 1),
+            threadgroup=(8, 1, 1),
+            output_shapes=[(n,)],
+        )
+        assert y.shape == (n,) and metal.called[-1]["grid"] == (n, 1, 1)
+        assert len(kernel._plans) <= 3
+
+
 @pytest.mark.parametrize(
     ("fields", "call", "message"),
     [
         ({}, {"grid": (33, 1, 1)}, "grid (33, 1, 1) must be whole threadgroups (32, 1, 1)"),
         ({}, {"threadgroup": (64, 1, 1)}, "must be whole threadgroups"),
+        ({"multiples": (Multiple("x", 2, 8),)}, {}, "input x (32,) has no axis 2"),
         ({}, {"x": X}, "axis -1 of input x must be a multiple of 32, not 40"),
+        ({"max_threads": 2048}, {}, "max_threads is 2048, Metal has 1024"),
         ({"max_threads": 16}, {}, "has 32 threads, at most 16"),
         ({"threadgroup_memory": 32769}, {}, "needs 32769 bytes of threadgroup memory"),
         ({"inputs": ("y",)}, {}, "inputs declared as ('y',)"),

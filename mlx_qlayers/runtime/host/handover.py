@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import io
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -63,16 +64,17 @@ _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 class Scratch:
-    """Memory of a small output, in the form that MLX copies arrays from."""
+    """Memory of a small output, at an address, in the form that MLX copies arrays from."""
 
-    __slots__ = ("_shape", "_tensor", "memory")
+    __slots__ = ("_shape", "_tensor", "address", "memory")
 
     def __init__(self, shape: Sequence[int], dtype: mx.Dtype) -> None:
         ndim = len(shape)
         self.memory = (ctypes.c_char * (prod(shape) * dtype.size))()
+        self.address = ctypes.addressof(self.memory)
         self._shape = (ctypes.c_int64 * max(ndim, 1))(*shape)
         self._tensor = _Tensor(
-            data=ctypes.addressof(self.memory),
+            data=self.address,
             device_type=_CPU,
             ndim=ndim,
             code=_CODES[dtype],
@@ -129,37 +131,42 @@ def untouched(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
 
 
 class Outputs:
-    """The outputs of one launch.
+    """What launches write to: memory for small outputs, used again, and new arrays for the others.
 
     Args:
         shapes: one for each.
         dtypes: one for each.
         value: what they hold at first, or None for anything.
+
+    Attributes:
+        small: the small ones by number.
     """
 
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[mx.Dtype], value: float | None
     ) -> None:
-        self._made: list[mx.array | Scratch] = []
-        large = []
-        for shape, dtype in zip(shapes, dtypes, strict=True):
-            bytes_ = prod(shape) * dtype.size
-            if value is None and 0 < bytes_ < SMALL:
-                self._made.append(Scratch(shape, dtype))
-                continue
-            if value is None and bytes_:
-                large.append(untouched(shape, dtype))
+        self.small: dict[int, Scratch] = {}
+        self._large: dict[int, Callable[[], mx.array]] = {}
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+            size = prod(shape) * dtype.size
+            if value is None and 0 < size < SMALL:
+                self.small[i] = Scratch(shape, dtype)
+            elif value is None and size:
+                self._large[i] = partial(untouched, shape, dtype)
             else:
-                large.append(mx.full(shape, mx.array(value or 0, dtype), stream=mx.cpu))
-            self._made.append(large[-1])
-        if large:
-            mx.eval(large)
+                start = mx.array(value or 0, dtype)
+                self._large[i] = partial(mx.full, shape, start, stream=mx.cpu)
 
-    def memory(self, i: int) -> Any:
-        """What output ``i`` is written to."""
-        made = self._made[i]
-        return made.memory if isinstance(made, Scratch) else made
+    def prepare(self) -> list[mx.array | Scratch]:
+        """What the next launch writes to; :func:`finished` makes arrays of it."""
+        if not self._large:
+            return list(self.small.values())
+        large = {i: make() for i, make in self._large.items()}
+        mx.eval(list(large.values()))
+        both: dict[int, mx.array | Scratch] = {**self.small, **large}
+        return [both[i] for i in range(len(both))]
 
-    def arrays(self) -> list[mx.array]:
-        """The outputs, once they are written."""
-        return [mx.array(cast(Any, x)) if isinstance(x, Scratch) else x for x in self._made]
+
+def finished(made: Sequence[mx.array | Scratch]) -> list[mx.array]:
+    """The outputs, once they are written."""
+    return [mx.array(cast(Any, x)) if isinstance(x, Scratch) else x for x in made]

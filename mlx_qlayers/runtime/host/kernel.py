@@ -104,6 +104,10 @@ class HostKernel:
         compiled: from :func:`compiler.build`.
         name: what errors call it.
         checked: whether it was compiled with checks.
+
+    Attributes:
+        signature: its parameters.
+        slots: the length of its list of buffers.
     """
 
     def __init__(self, compiled: compiler.Compiled, name: str, checked: bool) -> None:
@@ -112,7 +116,7 @@ class HostKernel:
         self._compiled = compiled
         self._library, self._entry = native.entry(compiled.library)
         self._launch = native.library().qk_launch
-        self._slots = 1 + max(self.signature.buffers, default=-1)
+        self.slots = 1 + max(self.signature.buffers, default=-1)
         self._workers = workers()
 
     def raw(self, grid: Size, threadgroup: Size, dynamic: Sequence[int] = ()) -> native.RawLaunch:
@@ -177,20 +181,20 @@ class HostKernel:
         return None
 
     def _run_fast(self, raw: native.RawLaunch, given: dict[int, memory.Buffer]) -> None:
-        addresses = (ctypes.c_uint64 * max(self._slots, 1))()
+        addresses = (ctypes.c_uint64 * max(self.slots, 1))()
         for i, buffer in given.items():
-            if i < self._slots:
+            if i < self.slots:
                 addresses[i] = buffer.address + buffer.origin
-        self.call(raw, addresses)
-
-    def call(self, raw: native.RawLaunch, addresses: ctypes.Array[ctypes.c_uint64]) -> None:
-        """Launch on addresses that stay valid until this returns."""
         raw.buffers = ctypes.addressof(addresses)
+        self.start(raw)
+
+    def start(self, raw: native.RawLaunch) -> None:
+        """Launch on ``raw.buffers``, addresses that stay valid until this returns."""
         if self._launch(ctypes.addressof(raw)):
             self._raise(raw)
 
     def _run_checked(self, raw: native.RawLaunch, given: dict[int, memory.Buffer]) -> Counters:
-        lib, count = native.library(), self._slots
+        lib, count = native.library(), self.slots
         counters = native.RawCounters()
         with _checked_lock:
             addresses = (ctypes.c_uint64 * max(count, 1))()
@@ -209,8 +213,9 @@ class HostKernel:
                 regions[i] = native.Region(at, buffer.bytes, buffer.writable, buffer.initialised)
             raw.regions, raw.region_count = ctypes.addressof(regions), count
             raw.counters = ctypes.addressof(counters)
+            raw.buffers = ctypes.addressof(addresses)
             try:
-                self.call(raw, addresses)
+                self.start(raw)
                 for i, buffer in given.items():
                     if buffer.writable and i < count and buffer.bytes:
                         ctypes.memmove(buffer.address, regions[i].begin, buffer.bytes)

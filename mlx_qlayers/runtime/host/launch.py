@@ -7,17 +7,19 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
 from . import memory
-from .handover import Outputs
+from .handover import Outputs, Scratch, finished
 from .kernel import DEFAULT_BUDGET, Counters, HostKernel, compile_source
 from .lint import refuse
 
 if TYPE_CHECKING:
     from ..launch import Launch
+    from ..program import Program
 
 _PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n#line 1 "source.metal"\n'
 _ENVIRONMENT = "MLX_QLAYERS_HOST_CHECKS"
@@ -72,35 +74,41 @@ def checks(enabled: bool = True, *, budget: int = DEFAULT_BUDGET) -> Iterator[Re
 
 @dataclass
 class _Plan:
-    """A kernel compiled for one set of types, and where its buffers come from."""
+    """A kernel compiled for one set of types, and where its buffers come from.
+
+    Attributes:
+        kernel: the kernel.
+        inputs: a buffer's index and an input's, for each input.
+        facts: a buffer's index and what makes a shape, the strides or a rank, for each of those.
+        outputs: a buffer's index and an output's, for each output.
+    """
 
     kernel: HostKernel
-    bind: list[_Maker | None]
-    outputs: list[int]
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    facts: list[tuple[int, Callable[[list[mx.array]], Any]]] = field(default_factory=list)
+    outputs: list[tuple[int, int]] = field(default_factory=list)
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
-_Maker = Callable[[list[mx.array], Outputs], Any]
+_plans: dict[tuple[Program, str, bool], _Plan] = {}
 
 
-def _input(i: int) -> _Maker:
-    return lambda inputs, _: inputs[i]
+def _shape(i: int, inputs: list[mx.array]) -> Any:
+    return (ctypes.c_int * max(1, inputs[i].ndim))(*inputs[i].shape)
 
 
-def _output(i: int) -> _Maker:
-    return lambda _, outputs: outputs.memory(i)
+def _strides(i: int, inputs: list[mx.array]) -> Any:
+    return (ctypes.c_int64 * max(1, inputs[i].ndim))(*memory.strides(inputs[i]))
 
 
-def _shape(i: int) -> _Maker:
-    return lambda inputs, _: (ctypes.c_int * max(1, inputs[i].ndim))(*inputs[i].shape)
+def _ndim(i: int, inputs: list[mx.array]) -> Any:
+    return ctypes.c_int(inputs[i].ndim)
 
 
-def _strides(i: int) -> _Maker:
-    return lambda inputs, _: (ctypes.c_int64 * max(1, inputs[i].ndim))(*memory.strides(inputs[i]))
-
-
-def _ndim(i: int) -> _Maker:
-    return lambda inputs, _: ctypes.c_int(inputs[i].ndim)
+def _plan(launch: Launch, checked: bool) -> _Plan:
+    key = (launch.program, launch.function, checked)
+    if key not in _plans:
+        _plans[key] = _make_plan(launch, checked)
+    return _plans[key]
 
 
 def _make_plan(launch: Launch, checked: bool) -> _Plan:
@@ -113,26 +121,52 @@ def _make_plan(launch: Launch, checked: bool) -> _Plan:
         name=program.name,
         note=f"mlx-qlayers: compiling kernel {program.name} for this CPU, once",
     )
-    makers: dict[str, _Maker] = {}
+    plan = _Plan(kernel)
+    at = {parameter.name: i for i, parameter in kernel.signature.buffers.items()}
     for i, name in enumerate(program.input_names):
-        makers[name + "_shape"], makers[name + "_strides"] = _shape(i), _strides(i)
-        makers[name + "_ndim"] = _ndim(i)
-    for i, name in enumerate(program.input_names):
-        makers[name] = _input(i)
-    for i, name in enumerate(program.output_names):
-        makers[name] = _output(i)
-    buffers = kernel.signature.buffers
-    bind = [makers[buffers[i].name] if i in buffers else None for i in range(max(buffers) + 1)]
-    outputs = [i for i, p in buffers.items() if p.name in program.output_names]
-    return _Plan(kernel, bind, outputs)
-
-
-def _plan(launch: Launch, checked: bool) -> _Plan:
-    key = (launch.program, launch.function, checked)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _make_plan(launch, checked)
+        plan.inputs.append((at[name], i))
+        for suffix, make in (("_shape", _shape), ("_strides", _strides), ("_ndim", _ndim)):
+            if name + suffix in at:
+                plan.facts.append((at[name + suffix], partial(make, i)))
+    plan.outputs = [(at[name], i) for i, name in enumerate(program.output_names)]
     return plan
+
+
+class _Frame:
+    """What a launch fills in, used again by the next one that differs in its inputs alone."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.plan = _plan(launch, False)
+        self.outputs = Outputs(launch.output_shapes, launch.output_dtypes, launch.init_value)
+        self.addresses = (ctypes.c_uint64 * self.plan.kernel.slots)()
+        self.raw = self.plan.kernel.raw(launch.grid, launch.threadgroup)
+        self.raw.buffers = ctypes.addressof(self.addresses)
+        small = self.outputs.small
+        self.large = [(slot, i) for slot, i in self.plan.outputs if i not in small]
+        for slot, i in self.plan.outputs:
+            if i in small:
+                self.addresses[slot] = small[i].address
+
+    def run(self, launch: Launch) -> list[mx.array]:
+        """Launch on these inputs; what lies at the addresses is kept until that is over."""
+        addresses, plan, inputs, kept = self.addresses, self.plan, launch.inputs, []
+        for slot, i in plan.inputs:
+            try:
+                owner = memory.view(inputs[i])
+                addresses[slot] = ctypes.addressof(owner)
+            except (TypeError, ValueError):
+                inputs[i] = owner = memory.readable(inputs[i], launch.program.ensure_row_contiguous)
+                addresses[slot] = memory.locate(owner)
+            kept.append(owner)
+        for slot, make in plan.facts:
+            owner = make(inputs)
+            addresses[slot] = ctypes.addressof(owner)
+            kept.append(owner)
+        made = self.outputs.prepare()
+        for slot, i in self.large:
+            addresses[slot] = memory.locate(cast(mx.array, made[i]))
+        plan.kernel.start(self.raw)
+        return finished(made)
 
 
 def launch(launch: Launch) -> list[mx.array]:
@@ -141,23 +175,28 @@ def launch(launch: Launch) -> list[mx.array]:
     The inputs are read where they lie and the outputs are written where MLX will read them; only
     an input that must be row-contiguous and is not gets copied.
     """
-    report = _report
-    plan = _plan(launch, report is not None)
-    inputs = launch.inputs
-    if launch.program.ensure_row_contiguous:
-        inputs = [memory.contiguous(x) for x in inputs]
-    outputs = Outputs(launch.output_shapes, launch.output_dtypes, launch.init_value)
-    bound = [make(inputs, outputs) if make else None for make in plan.bind]
-    if report is None:
-        raw = plan.kernel.raw(launch.grid, launch.threadgroup)
-        addresses = (ctypes.c_uint64 * len(bound))(*map(memory.locate, bound))
-        plan.kernel.call(raw, addresses)
-        return outputs.arrays()
-    fresh = plan.outputs if launch.init_value is None else []
-    buffers = {i: memory.extent(x) for i, x in enumerate(bound) if x is not None}
-    for i in plan.outputs:
-        buffers[i].writable, buffers[i].initialised = True, i not in fresh
+    if _report is not None:
+        return _launch_checked(launch, _report)
+    # A frame serves one thread at a time.
+    frames = launch.memo.setdefault("host", [])
+    frame = frames.pop() if frames else _Frame(launch)
+    outputs = frame.run(launch)
+    frames.append(frame)
+    return outputs
+
+
+def _launch_checked(launch: Launch, report: Report) -> list[mx.array]:
+    plan = _plan(launch, True)
+    contiguous = launch.program.ensure_row_contiguous
+    inputs = [memory.readable(x, contiguous) for x in launch.inputs]
+    made = Outputs(launch.output_shapes, launch.output_dtypes, launch.init_value).prepare()
+    buffers = {slot: memory.extent(inputs[i]) for slot, i in plan.inputs}
+    buffers |= {slot: memory.extent(make(inputs)) for slot, make in plan.facts}
+    for slot, i in plan.outputs:
+        x = made[i]
+        buffers[slot] = memory.extent(x.memory if isinstance(x, Scratch) else x)
+        buffers[slot].writable, buffers[slot].initialised = True, launch.init_value is not None
     counters = plan.kernel.run(buffers, launch.grid, launch.threadgroup, budget=report.budget)
     assert counters is not None
     report.launches.append((launch.program.name, counters))
-    return outputs.arrays()
+    return finished(made)

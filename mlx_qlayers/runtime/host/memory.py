@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-_view: Any = ctypes.c_char.from_buffer
-_address = ctypes.addressof
+# A view of contiguous memory, at whose address that is; an exception where it is none.
+view: Any = ctypes.c_char.from_buffer
 _STRIDED = 0x18
 _CONTIGUOUS = 0x38
 _WRITABLE = 0x1
@@ -52,22 +52,22 @@ class Buffer:
     keep: Any = None
 
 
-def contiguous(array: mx.array) -> mx.array:
-    """``array`` itself where its rows lie one after another, else a copy for which this holds."""
+def readable(array: mx.array, contiguous: bool) -> mx.array:
+    """``array`` itself, or a copy where its rows must lie one after another and do not."""
     try:
-        if array.size:
-            _view(array)
+        if contiguous and array.size:
+            view(array)
         return array
     except TypeError:
         return mx.contiguous(array, stream=mx.cpu)
 
 
-def locate(value: Any) -> int:
-    """The address of the first element of an array (evaluated now) or of a ctypes object."""
-    if value is None or (isinstance(value, mx.array) and not value.size):
+def locate(value: mx.array) -> int:
+    """The address of the first element of an array, which is evaluated now."""
+    if not value.size:
         return 0
     try:
-        return _address(_view(value))
+        return ctypes.addressof(view(value))
     except TypeError:
         found = extent(value)
         return found.address + found.origin

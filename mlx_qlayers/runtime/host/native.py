@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import cache, toolchain
 
-_SOURCES = ("fiber", "scheduler", "pool", "checks", "matrix", "narrow")
+_SOURCES = ("fiber", "scheduler", "pool", "checks", "accesses", "matrix", "narrow")
 
 
 class Region(ctypes.Structure):
@@ -72,6 +72,7 @@ class RawLaunch(ctypes.Structure):
         ("budget", ctypes.c_uint64),
         ("tolerated", ctypes.c_uint32),
         ("counters", ctypes.c_void_p),
+        ("work", ctypes.c_uint64),
         ("fault", ctypes.c_uint32),
         ("fault_line", ctypes.c_uint32),
         ("fault_threadgroup", ctypes.c_uint32 * 3),

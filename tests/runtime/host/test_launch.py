@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from typing import Any
@@ -10,10 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.runtime.host import CompileError, HostError, Race, checks, launch
+from mlx_qlayers.runtime import use_backend
+from mlx_qlayers.runtime.host import CompileError, HostError, Race, checks, compile_source, launch
 from mlx_qlayers.runtime.host.kernel import workers
+from mlx_qlayers.runtime.host.memory import locate
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.program import Program
+
+from ..kernels import GATHER
 
 INDEX = "uint i = thread_position_in_grid.x; "
 
@@ -193,3 +198,37 @@ def test_the_first_use_is_noted(
         run("x[i] = 42;", [], [(8,)], [mx.int32], name="noted")
     note = "mlx-qlayers: compiling kernel noted for this CPU, once\n"
     assert capfd.readouterr().err == note
+
+
+@pytest.mark.parametrize("size", [37, 40_000])
+def test_what_repeated_launches_share_is_not_their_data(size: int) -> None:
+    """Views and new values, in several threads at once, results kept; small and large outputs."""
+
+    def one(k: int) -> tuple[mx.array, mx.array]:
+        x = mx.arange(k, k + 2 * size, dtype=mx.float32)[:: 2 if k % 2 else 1][:size]
+        sizes = {"grid": (size, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [(size,)]}
+        (y,) = GATHER([x], template={"T": mx.float32}, **sizes)
+        return x, y
+
+    with use_backend("host"), checks(False), ThreadPoolExecutor(4) as pool:
+        for x, y in pool.map(one, range(40)):
+            assert mx.array_equal(x, y)
+
+
+def test_the_work_of_a_launch_is_measured() -> None:
+    """The next one of its kind wakes other threads only where that pays."""
+    source = """
+    kernel void sines(device float* x [[buffer(0)]], constant int& turns [[buffer(1)]],
+                      uint i [[thread_position_in_grid]]) {
+      for (int k = 0; k < turns; k++) x[i] = metal::sin(x[i]);
+    }"""
+    kernel = compile_source(source, "sines", checked=False)
+    x, work = mx.ones((64,)), []
+    for turns in (1, 1000):
+        raw, count = kernel.raw((64, 1, 1), (8, 1, 1)), ctypes.c_int(turns)
+        addresses = (ctypes.c_uint64 * 2)(locate(x), ctypes.addressof(count))
+        raw.buffers = ctypes.addressof(addresses)
+        for _ in range(3):
+            kernel.start(raw)
+        work.append(raw.work)
+    assert 0 < work[0] < work[1]

@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.runtime.host.handover import SMALL, Outputs, Scratch
-from mlx_qlayers.runtime.host.memory import contiguous, extent, locate, strides
+from mlx_qlayers.runtime.host.handover import SMALL, Outputs, Scratch, finished
+from mlx_qlayers.runtime.host.memory import extent, locate, readable, strides
 
 
 def test_an_array_lies_where_it_is_said_to() -> None:
@@ -18,7 +18,7 @@ def test_an_array_lies_where_it_is_said_to() -> None:
     row = x.reshape(3, 4)[1]
     mx.eval(row)
     assert ctypes.c_int32.from_address(locate(row)).value == 4
-    assert contiguous(x) is x and locate(mx.zeros((0,))) == 0
+    assert readable(x, True) is x and locate(mx.zeros((0,))) == 0
 
 
 @pytest.mark.parametrize("index", [np.s_[::-1], np.s_[:, ::-2], np.s_[1:, 2], np.s_[::2, 1:]])
@@ -31,7 +31,8 @@ def test_extent_of_a_view(index: object) -> None:
     assert values.min() == first.min() and values.max() == first.max()
     assert values[found.origin // 4] == first[0]
     assert locate(view) == found.address + found.origin
-    assert np.array_equal(np.array(contiguous(view)), np.array(view))
+    assert np.array_equal(np.array(readable(view, True)), np.array(view))
+    assert readable(view, False) is view
 
 
 def test_strides_count_elements() -> None:
@@ -43,13 +44,15 @@ def test_strides_count_elements() -> None:
 @pytest.mark.parametrize("shape", [(), (7,), (2, 3, 5), (SMALL,), (0, 4)])
 def test_outputs_change_hands(shape: tuple[int, ...], dtype: mx.Dtype) -> None:
     outputs = Outputs([shape], [dtype], None)
-    memory = outputs.memory(0)
-    values = np.random.default_rng(0).integers(0, 2, shape)
-    wanted = mx.array(values).astype(dtype)
-    mx.eval(wanted)
-    ctypes.memmove(locate(memory), locate(wanted), wanted.nbytes)
-    (found,) = outputs.arrays()
-    assert found.shape == shape and found.dtype == dtype and mx.array_equal(found, wanted)
+    for seed in range(2):
+        (made,) = outputs.prepare()
+        values = np.random.default_rng(seed).integers(0, 2, shape)
+        wanted = mx.array(values).astype(dtype)
+        mx.eval(wanted)
+        address = made.address if isinstance(made, Scratch) else locate(made)
+        ctypes.memmove(address, locate(wanted), wanted.nbytes)
+        (found,) = finished([made])
+        assert found.shape == shape and found.dtype == dtype and mx.array_equal(found, wanted)
 
 
 def test_scratch_is_copied() -> None:
@@ -61,5 +64,13 @@ def test_scratch_is_copied() -> None:
 
 def test_a_value_to_start_from() -> None:
     outputs = Outputs([(3,), (2,)], [mx.uint32, mx.float16], 2.0)
-    assert [x.tolist() for x in outputs.arrays()] == [[2, 2, 2], [2.0, 2.0]]
-    assert [x.dtype for x in outputs.arrays()] == [mx.uint32, mx.float16]
+    for _ in range(2):
+        found = finished(outputs.prepare())
+        assert [x.tolist() for x in found] == [[2, 2, 2], [2.0, 2.0]]
+        assert [x.dtype for x in found] == [mx.uint32, mx.float16]
+
+
+def test_outputs_stay_in_order() -> None:
+    shapes = [(SMALL,), (2,), (0,), (SMALL,), (3,)]
+    made = Outputs(shapes, [mx.int32] * 5, None).prepare()
+    assert [x.shape for x in finished(made)] == shapes

@@ -1,79 +1,19 @@
-// The checked build's hooks: every load and store of the kernel comes here before it happens.
+// The state of a checked launch: where its buffers lie, what is counted, what the scheduler tells.
 #include <stdio.h>
 #include <stdlib.h>
-#include "scheduler.h"
+#include "checks.h"
 
-// Buffers of a checked launch lie this far apart, each in the middle of its range.
-static const uint64_t kRangeBytes = 1ull << 36;
-static const int kRanges = 64;
-static const int kBuckets = 4096;
-static char* space;
-
-struct Access {
-  uint32_t group;  // threadgroup + 1; 0 for none
-  uint16_t thread;
-  uint16_t atomic;
-  uint32_t epoch, simd_epoch;
-};
-// The last write, and the last read: of all, by another thread than that, by another SIMD group,
-// by another threadgroup. A write that is ordered after these four is ordered after every read.
-struct Cell {
-  Access write, reads[4];
-};
-// The lanes' n-th accesses to threadgroup memory since they last met, as if issued together.
-struct Bucket {
-  uint32_t line, words;
-  uint32_t word[kSimdWidth];
-};
-struct Banks {
-  uint32_t count;
-  uint32_t issued[kSimdWidth];
-  Bucket buckets[kBuckets];
-};
-struct Shadow {
-  uint8_t* read;     // a bit for each byte
-  uint8_t* written;  // a bit for each byte
-  Cell* cells;
-};
-
-// Memory as messages name it: a buffer or a threadgroup array.
-struct Memory {
-  const char* kind;
-  uint32_t index;
-};
-
-// A store over what another thread wrote: a race, unless it leaves the bytes as they are.
-struct Pending {
-  Fiber* by;
-  const char* at;
-  Access other;
-  Memory memory;
-  uint32_t bytes, line;
-  char before[16];
-};
-
-struct Checks {
-  Launch* launch;
-  Worker* worker;
-  Counters* counters;
-  uint64_t budget;
-  uint32_t group, device_epoch, threadgroup_epoch;
-  Shadow shadows[kRanges];
-  Cell* arena_cells;
-  uint32_t* arena_written;  // the threadgroup that wrote a byte last
-  Banks* banks;
-  Pending pending;
-};
+char* checks_space;
 
 extern "C" uint64_t qk_place(uint32_t index, uint64_t bytes, uint32_t offset) {
-  if (!space) {
+  if (!checks_space) {
     void* p = mmap(nullptr, kRangeBytes * kRanges, PROT_NONE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) return 0;
-    space = (char*)p;
+    checks_space = (char*)p;
   }
   if (index >= kRanges || bytes > kRangeBytes / 4) return 0;
-  char* begin = space + index * kRangeBytes + kRangeBytes / 2;
+  char* begin = checks_space + index * kRangeBytes + kRangeBytes / 2;
   if (mmap(begin, bytes + offset + 64, PROT_READ | PROT_WRITE,
            MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == MAP_FAILED) {
     return 0;
@@ -81,7 +21,7 @@ extern "C" uint64_t qk_place(uint32_t index, uint64_t bytes, uint32_t offset) {
   return (uint64_t)(begin + offset);
 }
 extern "C" void qk_unplace(uint32_t index, uint64_t bytes) {
-  mmap(space + index * kRangeBytes + kRangeBytes / 2, bytes + 4096, PROT_NONE,
+  mmap(checks_space + index * kRangeBytes + kRangeBytes / 2, bytes + 4096, PROT_NONE,
        MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
 }
 
@@ -168,22 +108,6 @@ static void settle_banks(Checks* c, uint32_t simd) {
   memset(b.issued, 0, sizeof b.issued);
 }
 
-static void issue(Checks* c, const qk_thread& t, uint32_t offset, uint32_t bytes, uint32_t line) {
-  Banks& b = c->banks[t.index_in_threadgroup / kSimdWidth];
-  for (uint32_t at = 0; at < bytes; at += 4) {
-    uint32_t k = b.issued[t.lane]++, word = (offset + at) / 4;
-    if (k >= kBuckets) return;
-    if (k >= b.count) {
-      b.buckets[b.count].line = line;
-      b.buckets[b.count++].words = 0;
-    }
-    Bucket& bucket = b.buckets[k];
-    bool seen = bucket.line != line || bucket.words == kSimdWidth;
-    for (uint32_t i = 0; i < bucket.words && !seen; i++) seen = bucket.word[i] == word;
-    if (!seen) bucket.word[bucket.words++] = word;
-  }
-}
-
 void checks_threadgroup(Checks* c) {
   for (uint32_t s = 0; s < 32; s++) settle_banks(c, s);
   c->group++;
@@ -215,208 +139,4 @@ void checks_meeting(Checks* c, Simd* s, uint32_t operation, uint32_t flags) {
 
 void checks_arena(Checks* c, uint32_t, uint32_t begin, uint32_t bytes) {
   memset(c->worker->arena + begin, 0xff, bytes);  // a NaN in every format
-}
-
-enum Kind { kRead, kWrite, kAtomic };
-static const char* const kVerbs[] = {"reads", "writes", "updates"};
-
-static bool tolerated(Checks* c, Fault fault) { return c->launch->tolerated >> fault & 1; }
-
-// Whether `a` comes before `b`; threadgroup memory is new to each threadgroup.
-static bool ordered(const Access& a, const Access& b, bool in_device) {
-  if (a.group != b.group) return !in_device;
-  if (a.thread == b.thread || a.epoch != b.epoch) return true;
-  return a.thread / kSimdWidth == b.thread / kSimdWidth && a.simd_epoch != b.simd_epoch;
-}
-
-static void remember(Access* reads, const Access& now) {
-  const Access last = reads[0];
-  bool other_group = last.group != now.group;
-  if (other_group || last.thread != now.thread) reads[1] = last;
-  if (other_group || last.thread / kSimdWidth != now.thread / kSimdWidth) reads[2] = last;
-  if (other_group) reads[3] = last;
-  reads[0] = now;
-}
-
-static void race(Checks* c, const Access& other, const char* did, Kind kind, Memory m) {
-  if (tolerated(c, kRace)) return;
-  c->worker->fail(kRace, "race: thread %u of threadgroup number %u %s the same bytes of %s %u, which this one %s",
-                  other.thread, other.group - 1, did, m.kind, m.index, kVerbs[kind]);
-}
-
-void checks_settle(Checks* c) {
-  Pending& p = c->pending;
-  if (!p.by) return;
-  Fiber* by = p.by;
-  p.by = nullptr;
-  if (memcmp(p.at, p.before, p.bytes) == 0) {
-    c->counters->same_value_writes++;
-    return;
-  }
-  c->worker->current = by;
-  by->line = p.line;
-  race(c, p.other, "wrote", kWrite, p.memory);
-}
-
-// Compares an access with those before it in its cells, and remembers it there.
-static void order(Checks* c, Cell* cell, uint64_t cells, const Access& now, Kind kind, const char* at, uint64_t bytes, Memory m) {
-  bool in_device = m.kind[0] == 'b';
-  for (uint64_t i = 0; i < cells; i++, cell++) {
-    Access& w = cell->write;
-    if (w.group && !ordered(w, now, in_device) && !(w.atomic && now.atomic)) {
-      if (kind == kWrite && bytes <= sizeof c->pending.before) {
-        c->pending = {c->worker->current, at, w, m, (uint32_t)bytes, c->worker->current->line, {}};
-        memcpy(c->pending.before, at, bytes);
-      } else {
-        race(c, w, "wrote", kind, m);
-      }
-    }
-    if (kind == kRead) {
-      remember(cell->reads, now);
-      continue;
-    }
-    for (const Access& r : cell->reads) {
-      if (r.group && !ordered(r, now, in_device) && !(r.atomic && now.atomic)) race(c, r, "read", kind, m);
-    }
-    w = now;
-  }
-}
-
-static void mark(uint8_t* map, uint64_t at, uint64_t bytes) {
-  for (; bytes && at % 8; at++, bytes--) map[at / 8] |= 1 << (at % 8);
-  for (; bytes >= 8; at += 8, bytes -= 8) map[at / 8] = 0xff;
-  if (bytes) map[at / 8] |= (1 << bytes) - 1;
-}
-
-static bool marked(const uint8_t* map, uint64_t at, uint64_t bytes) {
-  for (uint64_t i = at; i < at + bytes; i++) {
-    if (!(map[i / 8] >> (i % 8) & 1)) return false;
-  }
-  return true;
-}
-
-static Access access_now(Checks* c, const qk_thread& t, bool in_device, bool atomic) {
-  Simd* s = (Simd*)t.simd;
-  return {c->group, (uint16_t)t.index_in_threadgroup, (uint16_t)atomic,
-          in_device ? c->device_epoch : c->threadgroup_epoch,
-          in_device ? s->device_epoch : s->threadgroup_epoch};
-}
-
-static void device_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t bytes, Kind kind, bool atomic, bool constant) {
-  uint32_t i = (at - (uint64_t)space) / kRangeBytes;
-  Launch* l = c->launch;
-  if (i >= l->region_count) c->worker->fail(kOutOfBounds, "%s %llu bytes outside every buffer", kVerbs[kind], (unsigned long long)bytes);
-  const Region& r = l->regions[i];
-  if (at < r.begin || at + bytes > r.begin + r.bytes) {
-    c->worker->fail(kOutOfBounds, "%s %llu bytes at byte %lld of buffer %u, which has %llu", kVerbs[kind],
-                    (unsigned long long)bytes, (long long)(at - r.begin), i, (unsigned long long)r.bytes);
-  }
-  Shadow& s = c->shadows[i];
-  uint64_t offset = at - r.begin;
-  Counters& n = *c->counters;
-  if (kind != kWrite) {
-    (constant ? n.constant_read : n.bytes_read) += bytes;
-    n.loads += !constant;
-    if (!constant) mark(s.read, offset, bytes);
-  }
-  if (kind != kRead) n.bytes_written += bytes, n.stores++;
-  if (!r.writable) {
-    if (kind != kRead) c->worker->fail(kOutOfBounds, "%s buffer %u, which is read-only", kVerbs[kind], i);
-    return;
-  }
-  if (kind != kWrite && !r.initialised && !tolerated(c, kUninitialised) &&
-      !marked(s.written, offset, bytes)) {
-    c->worker->fail(kUninitialised, "%s byte %llu of buffer %u, an output that nobody has written there",
-                    kVerbs[kind], (unsigned long long)offset, i);
-  }
-  uint64_t first = offset / l->granule;
-  order(c, s.cells + first, (offset + bytes - 1) / l->granule - first + 1, access_now(c, t, true, atomic), kind,
-        (const char*)at, bytes, {"buffer", i});
-  if (kind != kRead) mark(s.written, offset, bytes);
-}
-
-static void arena_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t bytes, Kind kind, bool atomic, uint32_t line) {
-  Worker* w = c->worker;
-  uint32_t offset = at - (uint64_t)w->arena;
-  int slot = -1;
-  for (int i = 0; i < kSlots; i++) {
-    const Worker::Slot& s = w->slots[i];
-    if (s.known && offset >= s.begin && offset + bytes <= s.begin + s.bytes) slot = i;
-  }
-  if (slot < 0) {
-    for (int i = 0; i < kSlots; i++) {
-      const Worker::Slot& s = w->slots[i];
-      if (s.known && offset + 128 >= s.begin && offset < s.begin + s.bytes + 128) {
-        w->fail(kOutOfBounds, "%s %llu bytes at byte %d of threadgroup array %d, which has %u", kVerbs[kind],
-                (unsigned long long)bytes, (int)(offset - s.begin), i, s.bytes);
-      }
-    }
-    w->fail(kOutOfBounds, "%s threadgroup memory outside every array", kVerbs[kind]);
-  }
-  for (uint32_t i = offset; i < offset + bytes; i++) {
-    if (kind != kWrite && c->arena_written[i] != c->group && !tolerated(c, kUninitialised)) {
-      w->fail(kUninitialised, "%s byte %u of threadgroup array %d, which nobody has written", kVerbs[kind],
-              i - w->slots[slot].begin, slot);
-    }
-    if (kind != kRead) c->arena_written[i] = c->group;
-  }
-  order(c, c->arena_cells + offset, bytes, access_now(c, t, false, atomic), kind,
-        (const char*)at, bytes, {"threadgroup array", (uint32_t)slot});
-  (kind == kRead ? c->counters->threadgroup_read : c->counters->threadgroup_written) += bytes;
-  issue(c, t, offset, bytes, line);
-}
-
-// `how`: the alignment; from bit 16 the address space (1 device, 2 constant, 3 threadgroup, 0
-// any); from bit 24 whether it is atomic.
-static inline void check(const void* p, uint64_t bytes, uint32_t how, uint32_t line, Kind kind) {
-  Worker* w = this_worker();
-  Checks* c = w->checks;
-  if (!c || !bytes) return;
-  w->current->line = line;
-  uint64_t at = (uint64_t)p;
-  uint32_t alignment = how & 0xffff, spaces = how >> 16 & 0xff;
-  bool atomic = how >> 24;
-  checks_settle(c);
-  const qk_thread& t = w->current->thread;
-  c->counters->atomics += atomic;
-  if (at - (uint64_t)space < kRangeBytes * kRanges) {
-    device_access(c, t, at, bytes, kind, atomic, spaces == 2);
-  } else if (at - (uint64_t)w->arena < kArenaBytes) {
-    arena_access(c, t, at, bytes, kind, atomic, line);
-  } else if (spaces == 0) {
-    return;  // the thread's own
-  } else if (spaces != 2 || at < 65536) {
-    w->fail(kOutOfBounds, "%s %llu bytes at address %#llx, which is no buffer", kVerbs[kind],
-            (unsigned long long)bytes, (unsigned long long)at);
-  }
-  if (at & (alignment - 1)) {
-    w->fail(kMisaligned, "%s %llu bytes at an address that is no multiple of %u", kVerbs[kind],
-            (unsigned long long)bytes, alignment);
-  }
-}
-
-extern "C" void qk_load(const void* p, uint64_t bytes, uint32_t how, uint32_t line) {
-  check(p, bytes, how, line, kRead);
-}
-extern "C" void qk_store(const void* p, uint64_t bytes, uint32_t how, uint32_t line) {
-  check(p, bytes, how, line, kWrite);
-}
-extern "C" void qk_atomic(const void* p, uint64_t bytes, uint32_t how, uint32_t line) {
-  check(p, bytes, how, line, kAtomic);
-}
-extern "C" void qk_at(uint32_t line) { this_worker()->current->line = line; }
-extern "C" void qk_tick(uint32_t line) {
-  Worker* w = this_worker();
-  if (w->checks && w->checks->budget-- == 0) {
-    w->current->line = line;
-    w->fail(kHang, "still running after %llu steps", (unsigned long long)w->launch->budget);
-  }
-}
-
-// What clang's own checks call, after qk_at has told where.
-extern "C" void __ubsan_handle_out_of_bounds(void*, uint64_t index) {
-  this_worker()->fail(kOutOfBounds, "index %lld is outside an array", (long long)index);
-}
-extern "C" void __ubsan_handle_divrem_overflow(void*, uint64_t, uint64_t) {
-  this_worker()->fail(kUndefined, "integer division by zero");
 }

@@ -56,6 +56,7 @@ struct Launch {
   uint64_t budget;     // steps of a checked launch
   uint32_t tolerated;  // a bit for each Fault that is let pass
   Counters* counters;
+  uint64_t work;  // in: nanoseconds that the last such launch took in all threads, or 0; out: this one
   // The first fault.
   uint32_t fault;
   uint32_t fault_line;

@@ -1,10 +1,12 @@
 // Threadgroups spread over the cores: a few threads that sleep between launches.
 #include <pthread.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 #include "scheduler.h"
 
-static const uint64_t kAlone = 512;  // threads
+// Nanoseconds of work for which it does not pay to wake another thread.
+static const uint64_t kAlone = 60000;
 
 struct Job {
   Launch* launch;
@@ -20,15 +22,25 @@ static struct Pool {
   uint32_t threads = 0, inside = 0, wanted = 0;
 } pool;
 
+static uint64_t nanoseconds() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000ull + t.tv_nsec;
+}
+
 static bool run_job(Job* job) {
+  Launch* launch = job->launch;
   Worker* w = this_worker();
-  if (!w->prepare(job->launch)) return false;
+  uint64_t start = nanoseconds();
+  if (!w->prepare(launch)) return false;
   for (;;) {
     uint32_t begin = __atomic_fetch_add(&job->next, job->chunk, __ATOMIC_RELAXED);
-    if (begin >= job->count || __atomic_load_n(&job->launch->fault, __ATOMIC_RELAXED)) return true;
+    if (begin >= job->count || __atomic_load_n(&launch->fault, __ATOMIC_RELAXED)) break;
     uint32_t end = begin + job->chunk < job->count ? begin + job->chunk : job->count;
-    for (uint32_t i = begin; i < end && !job->launch->fault; i++) w->run_threadgroup(i);
+    for (uint32_t i = begin; i < end && !launch->fault; i++) w->run_threadgroup(i);
   }
+  __atomic_fetch_add(&launch->work, nanoseconds() - start, __ATOMIC_RELAXED);
+  return true;
 }
 
 static void* pool_thread(void*) {
@@ -80,9 +92,9 @@ static bool run_shared(Job* job, uint32_t helpers) {
 static bool run_unchecked(Launch* launch, uint32_t count) {
   this_worker()->checks = nullptr;
   uint32_t helpers = launch->workers > 1 ? launch->workers - 1 : 0;
-  // Waking a thread takes longer than a small launch.
-  const uint32_t* t = launch->threadgroup;
-  if ((uint64_t)count * t[0] * t[1] * t[2] <= kAlone) helpers = 0;
+  // The last launch of this kind tells how much work it is; nobody knows that of the first.
+  if (launch->work && launch->work < kAlone) helpers = 0;
+  launch->work = 0;
   if (helpers >= count) helpers = count - 1;
   uint32_t chunk = count / (8 * (helpers + 1));
   Job job = {launch, 0, count, chunk ? chunk : 1};

@@ -1,0 +1,180 @@
+"""Runs the kernels of this repository under every tool of NVIDIA's compute-sanitizer.
+
+    python benchmarks/sanitize.py --out benchmarks/results/sanitize_cuda.txt
+
+One case after another, results verified; see ``sanitized/`` for the cases. MLX compiles a kernel
+anew in every process, which takes longer than to run it, so that each tool has several processes
+with a part of the cases each, all at once. Ends with status 1 if a tool or a result complains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from conformance import describe  # noqa: E402
+from sanitized import families  # noqa: E402
+
+from mlx_qlayers.runtime import trace, use_backend  # noqa: E402
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+# What the name of a custom kernel of MLX's holds.
+_OURS = "custom_kernel"
+
+
+def main() -> int:
+    """Start the tools, add up what they say; 1 if there is a complaint."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("families", nargs="*", help="of kernels; all by default")
+    parser.add_argument("--out", type=Path, help="write the report to this file as well")
+    parser.add_argument("--processes", type=int, default=4, help="for each tool")
+    parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--backend", default="cuda", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    chosen = options.families or sorted(families())
+    if options.part:
+        start, step = map(int, options.part.split("/"))
+        print(json.dumps(run_cases(chosen, options.backend, start, step)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        reports = under_sanitizer(chosen, options.tools, options.processes, Path(folder))
+    lines = [f"{key}: {value}" for key, value in describe("cuda").items()]
+    lines += [f"families: {', '.join(chosen)}", *map(str, reports)]
+    print(*lines, sep="\n")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("\n".join(lines) + "\n")
+    return int(not all(report.clean for report in reports))
+
+
+def run_cases(chosen: Sequence[str], backend: str, start: int, step: int) -> dict[str, Any]:
+    """Run every step-th case of the families: launches by kernel, cases, and what was wrong."""
+    listed = [case for name in chosen for case in families()[name]()]
+    cases, wrong, launches = listed[start::step], [], Counter[str]()
+    for name, run in cases:
+        with use_backend(backend), trace() as records:
+            try:
+                run()
+            except Exception as error:
+                wrong.append(f"{name}: {error}")
+        launches.update(record.kernel for record in records)
+    mx.synchronize()
+    return {"cases": len(cases), "wrong": wrong, "launches": launches}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one tool said of all its processes.
+
+    Attributes:
+        tool: its name.
+        cases, kernels, launches: what ran; kernels by name.
+        wrong: results that were not what they should be, and processes that broke off.
+        ours, others: complaints about kernels of this repository, and about MLX's own.
+    """
+
+    tool: str
+    cases: int
+    kernels: int
+    launches: int
+    wrong: tuple[str, ...]
+    ours: tuple[str, ...]
+    others: int
+
+    @property
+    def clean(self) -> bool:
+        return not self.wrong and not self.ours and self.launches > 0
+
+    def __str__(self) -> str:
+        return "\n  ".join(
+            (
+                f"{self.tool}: {len(self.ours)} errors; {self.launches} launches of "
+                f"{self.kernels} kernels in {self.cases} cases, {len(self.wrong)} wrong; "
+                f"{self.others} reports about MLX's own kernels",
+                *self.wrong[:20],
+                *self.ours[:20],
+            )
+        )
+
+
+def under_sanitizer(
+    chosen: Sequence[str], tools: Sequence[str], processes: int, folder: Path
+) -> list[Report]:
+    """Run all parts of the cases under all tools at once."""
+    running = {
+        (tool, i): _start(tool, f"{i}/{processes}", chosen, folder / f"{tool}-{i}.txt")
+        for tool in tools
+        for i in range(processes)
+    }
+    outputs = {key: process.communicate()[0] for key, process in running.items()}
+    return [
+        summary(
+            tool,
+            [outputs[tool, i] for i in range(processes)],
+            [_read(folder / f"{tool}-{i}.txt") for i in range(processes)],
+        )
+        for tool in tools
+    ]
+
+
+def _start(tool: str, part: str, chosen: Sequence[str], log: Path) -> subprocess.Popen[str]:
+    # initcheck has to see MLX's own kernels fill the inputs; the others look at ours alone.
+    only = [] if tool == "initcheck" else ["--kernel-name", f"kernel_substring={_OURS}"]
+    command = ["compute-sanitizer", "--tool", tool, *only, "--print-limit", "10000"]
+    command += ["--log-file", str(log), sys.executable, __file__, *chosen, "--part", part]
+    environment = os.environ | {"MLX_USE_CUDA_GRAPHS": "0"}
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def summary(tool: str, outputs: Sequence[str], logs: Sequence[str]) -> Report:
+    """Add up what the processes of one tool printed and what the tool logged about them."""
+    wrong, launches, cases = [], Counter[str](), 0
+    for output in outputs:
+        *rest, last = output.strip().splitlines() or [""]
+        try:
+            part = json.loads(last)
+        except ValueError:
+            wrong.append("a process broke off: " + " | ".join([*rest[-5:], last])[-1000:])
+            continue
+        cases += part["cases"]
+        wrong += part["wrong"]
+        launches.update(part["launches"])
+    ours, others = [], 0
+    for log in logs:
+        if "SUMMARY" not in log:
+            wrong.append(f"no summary of {tool}: {log[-300:]!r}")
+        for complaint in re.split(r"\n========= (?=\S)", log)[1:]:
+            title = complaint.splitlines()[0]
+            if re.search(r"SUMMARY|COMPUTE-SANITIZER|^Error: process", title):
+                continue
+            if tool != "initcheck" or _OURS in complaint:
+                ours.append(" ".join(complaint.split())[:300])
+            else:
+                others += 1
+    return Report(tool, cases, len(launches), launches.total(), tuple(wrong), tuple(ours), others)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

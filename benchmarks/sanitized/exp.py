@@ -1,0 +1,37 @@
+"""The tutorial kernels: forward, strided and gradient; whole threadgroups and fewer threads."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+from numerics import assert_accurate, random, round_to, to64
+
+from mlx_qlayers.metal.exp import exp
+from mlx_qlayers.runtime import health_checks
+
+from . import Cases
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+SHAPES = ((1,), (2, 256), (2, 3, 41))
+
+
+def cases() -> Cases:
+    for dtype, shape in zip(DTYPES, SHAPES, strict=True):
+        for strided in (False, True):
+            yield f"exp {dtype} {shape} strided={strided}", partial(run, shape, dtype, strided)
+    yield "exp with health checks", checked
+
+
+def run(shape: tuple[int, ...], dtype: mx.Dtype, strided: bool) -> None:
+    x = random(np.random.default_rng(len(shape)), shape, dtype).T
+    y, (dx,) = mx.vjp(lambda x: exp(x, strided=strided), [x], [mx.ones_like(x)])
+    truth = np.exp(to64(x))
+    for result in (*y, dx):
+        assert_accurate(result, truth, round_to(truth, dtype))
+
+
+def checked() -> None:
+    with health_checks():
+        run((5, 9), mx.float32, False)
