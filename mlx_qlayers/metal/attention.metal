@@ -115,12 +115,8 @@ template <
   float sink = SINKS ? max(float(sinks[head]) * LOG2E, LOWEST) : LOWEST;
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
-    load_left_rows<T, STEPS, D>(
-        left[b], q_rows, own + 16 * b, slice * STEPS * 16, lane);
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-      sums[b][c].part[0] = sums[b][c].part[1] = float2(0.0f);
-    }
+    load_left_rows<T, STEPS>(left[b], q_rows, D, own + 16 * b, slice * STEPS * 16, lane);
+    clear<COLUMNS>(sums[b]);
 #pragma unroll
     for (int p = 0; p < 2; p++) {
       top[b][p] = sink;
@@ -199,28 +195,31 @@ template <
 #pragma unroll
     for (int p = 0; p < 2; p++) {
       int query = own + 16 * b + fragment_row(lane) + 8 * p;
-      float whole = fragment_row_sum(total[b][p]);
+      float whole = fragment_row_sum(total[b][p]), inverse = 1.0f / whole;
       bool blank = AVERAGE && top[b][p] == LOWEST && whole == whole;
-      if (query < rule.queries) {
-        ulong place = (ulong(batch) * rule.queries + query) * sizes[HEADS] + head;
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-          int column = (slice * COLUMNS + c) * 8 + fragment_col(lane);
-          if (column < DV) {
-            float2 result = sums[b][c].part[p] / whole;
-            if (blank) {
-              result.x = mean[kv_head * DV + column];
-              result.y = mean[kv_head * DV + column + 1];
-            }
-            *reinterpret_cast<device metal::vec<T, 2>*>(out + place * DV + column) =
-                metal::vec<T, 2>(result);
-          }
-        }
-        if (slice == 0 && fragment_col(lane) == 0) {
-          lse[(ulong(batch) * sizes[HEADS] + head) * rule.queries + query] =
-              blank ? BLANK : top[b][p] + precise::log2(whole);
+      for (int c = 0; c < COLUMNS; c++) {
+        int column = (slice * COLUMNS + c) * 8 + fragment_col(lane);
+        sums[b][c].part[p] *= inverse;
+        if (blank && column < DV) {
+          const device float* average = mean + kv_head * DV + column;
+          sums[b][c].part[p] = float2(average[0], average[1]);
         }
       }
+      if (slice == 0 && fragment_col(lane) == 0 && query < rule.queries) {
+        lse[(ulong(batch) * sizes[HEADS] + head) * rule.queries + query] =
+            blank ? BLANK : top[b][p] + precise::log2(whole);
+      }
     }
+    store_rows<T, COLUMNS>(
+        sums[b],
+        out + (ulong(batch) * rule.queries * sizes[HEADS] + head) * DV,
+        ulong(sizes[HEADS]) * DV,
+        own + 16 * b,
+        rule.queries,
+        slice * COLUMNS * 8,
+        DV,
+        1.0f,
+        lane);
   }
 }

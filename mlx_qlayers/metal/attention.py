@@ -93,12 +93,12 @@ class Job:
         window = 2 * FAR if scores.window is None else min(scores.window, 2 * FAR)
         self.sizes = _integers(queries, keys, heads, heads // kv_heads, reach, window)
         cap = scores.softcap
-        self.numbers = _floats(scores.scale * _LOG2E, 0.0) if cap is None else _floats(scores.scale / cap, cap * _LOG2E)
+        self.numbers = _floats(*((scores.scale * _LOG2E, 0.0) if cap is None else (scores.scale / cap, cap * _LOG2E)), scores.scale)
         # Queries that see no key are possible, and get the mean of the values.
         self.average = sinks is None and (mask is not None or (bounded and queries > keys))
         # Its strides are what the kernel needs; an axis in front keeps it from being too small.
-        self.mask = _nothing() if mask is None else mx.broadcast_to(mask, (8, batch, heads, queries, keys))
-        self.sinks = _nothing() if sinks is None else sinks
+        self.mask = nothing() if mask is None else mx.broadcast_to(mask, (8, batch, heads, queries, keys))
+        self.sinks = nothing() if sinks is None else sinks
         self.template: dict[str, TemplateValue] = {
             "T": q.dtype,
             "M": self.mask.dtype,
@@ -121,7 +121,7 @@ def forward(
     """Attention, and for each query the log2 of the sum of 2 to the scores."""
     job = Job(q, k, v, mask, sinks, scores)
     batch, heads, queries, _ = q.shape
-    mean = v.astype(mx.float32).mean(axis=2) if job.average else _nothing()
+    mean = v.astype(mx.float32).mean(axis=2) if job.average else nothing()
     out, lse = _FORWARD(
         [q, k, v, job.mask, job.sinks, mean, job.sizes, job.numbers],
         template={**job.template, "N": job.sinks.dtype, "SINKS": sinks is not None, "AVERAGE": job.average, **layout.template()},
@@ -134,7 +134,7 @@ def forward(
 
 
 @lru_cache(maxsize=1)
-def _nothing() -> mx.array:
+def nothing() -> mx.array:
     """In place of an array that is not there."""
     return mx.zeros((1, 1, 1, 1, 8))
 

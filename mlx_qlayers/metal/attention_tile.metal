@@ -13,14 +13,14 @@ using namespace metal;
 // What the entries of `sizes` and `numbers` are. Query i sees the keys j of those that there are
 // with i + REACH - WINDOW < j <= i + REACH.
 enum size { QUERIES, KEYS, HEADS, SHARE, REACH, WINDOW };
-enum number { SCALE, CAP };
+enum number { SCALE, CAP, SLOPE };
 enum mask_kind { NO_MASK, BOOLEAN, ADDED };
 
 constant float LOG2E = 1.44269504f;
 // The score of a hidden key, and the log-sum-exp of a query that sees none: exp2 of any score less
 // this is 0. Both are finite, so that no difference of them is NaN.
-constant float LOWEST = -3.0e38f;
-constant float BLANK = 3.0e38f;
+constant float LOWEST = -2.0e38f;
+constant float BLANK = 1.0e38f;
 
 template <typename T>
 struct alignas(16) pack_16 {
@@ -102,10 +102,10 @@ METAL_FUNC void put_tile(
   }
 }
 
-// STEPS left operands of 16 rows, 16 columns each; zero outside the WIDTH columns.
-template <typename T, int STEPS, int WIDTH>
+// STEPS left operands of 16 rows, 16 columns each; zero outside the `width` columns.
+template <typename T, int STEPS>
 METAL_FUNC void load_left_rows(
-    thread left_fragment<T>* f, head_rows<T> from, int row, int column, uint lane) {
+    thread left_fragment<T>* f, head_rows<T> from, int width, int row, int column, uint lane) {
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
 #pragma unroll
@@ -113,11 +113,19 @@ METAL_FUNC void load_left_rows(
       int r = row + fragment_row(lane) + p % 2 * 8;
       int c = column + 16 * i + fragment_col(lane) + p / 2 * 8;
       f[i].part[p] = metal::vec<T, 2>(T(0), T(0));
-      if (r < from.count && c < WIDTH) {
+      if (r < from.count && c < width) {
         const device T* at = from.at + (r * from.row + c * from.column);
         f[i].part[p] = metal::vec<T, 2>(at[0], at[from.column]);
       }
     }
+  }
+}
+
+template <int COUNT>
+METAL_FUNC void clear(thread sum_fragment* sums) {
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    sums[n].part[0] = sums[n].part[1] = float2(0.0f);
   }
 }
 
@@ -129,10 +137,7 @@ METAL_FUNC void multiply_by_rows(
     const threadgroup T* tile,
     int stride,
     uint lane) {
-#pragma unroll
-  for (int n = 0; n < COUNT; n++) {
-    products[n].part[0] = products[n].part[1] = float2(0.0f);
-  }
+  clear<COUNT>(products);
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
 #pragma unroll
@@ -282,6 +287,35 @@ METAL_FUNC void hide_unseen(
       int key = TRANSPOSED ? r : c, reached = (TRANSPOSED ? c : r) + rule.reach;
       bool seen = key < rule.keys && key <= reached && key > reached - rule.window;
       scores[n].part[i / 2][i % 2] = seen ? scores[n].part[i / 2][i % 2] : LOWEST;
+    }
+  }
+}
+
+// Row `row` and the next 15 of an output whose rows begin `stride` elements apart, times `factor`.
+template <typename T, int COUNT>
+METAL_FUNC void store_rows(
+    thread const sum_fragment* sums,
+    device T* out,
+    ulong stride,
+    int row,
+    int rows,
+    int column,
+    int width,
+    float factor,
+    uint lane) {
+  row += fragment_row(lane);
+  column += fragment_col(lane);
+#pragma unroll
+  for (int p = 0; p < 2; p++) {
+    if (row + 8 * p < rows) {
+      device T* to = out + (row + 8 * p) * stride;
+#pragma unroll
+      for (int c = 0; c < COUNT; c++) {
+        if (column + 8 * c < width) {
+          *reinterpret_cast<device metal::vec<T, 2>*>(to + column + 8 * c) =
+              metal::vec<T, 2>(sums[c].part[p] * factor);
+        }
+      }
     }
   }
 }
