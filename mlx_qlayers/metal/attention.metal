@@ -32,18 +32,19 @@
 // Returns the factor for what was added up before.
 template <int COUNT>
 METAL_FUNC float make_weights(
-    thread sum_fragment* scores, int part, thread float& top, thread float& total) {
+    thread sum_fragment* scores, int part, float unit, thread float& top, thread float& total) {
   float highest = top;
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
     highest = max(highest, max(scores[n].part[part].x, scores[n].part[part].y));
   }
   highest = fragment_row_max(highest);
-  float shrink = fast::exp2(top - highest), sum = 0.0f;
+  float base = highest * unit, shrink = fast::exp2(fma(top, unit, -base)), sum = 0.0f;
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
-    float2 scored = scores[n].part[part];
-    float2 weight = float2(fast::exp2(scored.x - highest), fast::exp2(scored.y - highest));
+    float2 weight = float2(
+        fast::exp2(fma(scores[n].part[part].x, unit, -base)),
+        fast::exp2(fma(scores[n].part[part].y, unit, -base)));
     scores[n].part[part] = weight;
     sum += weight.x + weight.y;
   }
@@ -96,7 +97,7 @@ template <
   constexpr int PLACE_V = ALTERNATE ? 0 : TILE * STRIDE;
   constexpr int ELEMENTS = larger(TILE * STRIDE, PLACE_V + TILE * STRIDE_V);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 8;
-  threadgroup pack_16<T> tiles[ELEMENTS * sizeof(T) / 16];
+  threadgroup uint4 tiles[ELEMENTS * sizeof(T) / 16];
   threadgroup float2 exchange[PARTS];
   threadgroup T* keys = reinterpret_cast<threadgroup T*>(tiles);
   threadgroup T* values = keys + PLACE_V;
@@ -112,7 +113,8 @@ template <
   left_fragment<T> left[BLOCKS][STEPS];
   sum_fragment sums[BLOCKS][COLUMNS];
   float top[BLOCKS][2], total[BLOCKS][2];
-  float sink = SINKS ? max(float(sinks[head]) * LOG2E, LOWEST) : LOWEST;
+  float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
+  float sink = SINKS ? max(float(sinks[head]) * LOG2E / unit, LOWEST) : LOWEST;
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
     load_left_rows<T, STEPS>(left[b], q_rows, D, own + 16 * b, slice * STEPS * 16, lane);
@@ -127,9 +129,9 @@ template <
 
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
-  pack_16<T> held[packs_per_thread(TILE, larger(WIDTH, WIDTH_V), sizeof(T), THREADS)];
+  uint4 held[packs_per_thread(TILE, larger(WIDTH, WIDTH_V), sizeof(T), THREADS)];
   fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, first, thread_index);
-  put_tile<T, TILE, WIDTH, THREADS>(held, keys, thread_index);
+  put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, first, keys, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   for (int key = first; key < last; key += TILE) {
@@ -153,13 +155,15 @@ template <
       if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
         hide_unseen<false, TILE / 8>(scores[b], own + 16 * b, key, rule, lane);
       }
-#pragma unroll
-      for (int p = 0; p < 2; p++) {
-        float shrink =
-            make_weights<TILE / 8>(scores[b], p, top[b][p], total[b][p]);
+      float2 shrink;
+      shrink.x = make_weights<TILE / 8>(scores[b], 0, unit, top[b][0], total[b][0]);
+      shrink.y = make_weights<TILE / 8>(scores[b], 1, unit, top[b][1], total[b][1]);
+      // After a few tiles the largest scores seldom change.
+      if (simd_any(shrink.x != 1.0f || shrink.y != 1.0f)) {
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
-          sums[b][c].part[p] *= shrink;
+          sums[b][c].part[0] *= shrink.x;
+          sums[b][c].part[1] *= shrink.y;
         }
       }
     }
@@ -169,7 +173,7 @@ template <
     if (ALTERNATE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    put_tile<T, TILE, WIDTH_V, THREADS>(held, values, thread_index);
+    put_tile<T, TILE, DV, WIDTH_V, THREADS>(held, v_rows, key, values, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (AHEAD) {
       fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, thread_index);
@@ -185,7 +189,7 @@ template <
     if (ALTERNATE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    put_tile<T, TILE, WIDTH, THREADS>(held, keys, thread_index);
+    put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, keys, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
@@ -208,7 +212,7 @@ template <
       }
       if (slice == 0 && fragment_col(lane) == 0 && query < rule.queries) {
         lse[(ulong(batch) * sizes[HEADS] + head) * rule.queries + query] =
-            blank ? BLANK : top[b][p] + precise::log2(whole);
+            blank ? BLANK : fma(top[b][p], unit, precise::log2(whole));
       }
     }
     store_rows<T, COLUMNS>(

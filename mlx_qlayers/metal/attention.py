@@ -1,68 +1,34 @@
-"""Launches the attention kernels for many queries."""
+"""Launches attention of many queries; attention_backward.py launches its gradients."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log2, e
+from math import e, log2
+from typing import Any
 
 import mlx.core as mx
 
+from ..runtime.backend import backend
 from ..runtime.kernel import Kernel
 from ..runtime.launch import TemplateValue
+from .attention_layout import PARAMETERS, Layout, layout, memory
 
 # Positions are 32-bit numbers, and so are sums of three of them.
-FAR = 2**29
+_FAR = 2**29
 _LOG2E = log2(e)
-
-# What all kernels of the family have in common.
-RULE = ("MASK", "SOFTCAP")
-LAYOUT = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD")
+_NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 _FORWARD = Kernel(
     "attention_forward",
     "attention.metal",
     inputs=("q", "k", "v", "mask", "sinks", "mean", "sizes", "numbers"),
     outputs=("out", "lse"),
-    template=("T", "M", "N", "D", "DV", *RULE, "SINKS", "AVERAGE", *LAYOUT),
+    template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", *PARAMETERS),
+    threadgroup_memory=lambda **values: memory("forward", values),
     large=True,
     ensure_row_contiguous=False,
 )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a kernel spreads its work; the head of its source says what the words mean.
-
-    Attributes:
-        blocks: blocks of 16 rows that a SIMD group owns.
-        simds: SIMD groups of a threadgroup, a multiple of ``slices``.
-        slices: SIMD groups that share their rows, each with its part of the columns.
-        tile: rows of a tile in threadgroup memory, a multiple of 16.
-        alternate: whether both tiles take turns in one place.
-        ahead: whether the next tile is read from device memory while the last one is used.
-    """
-
-    blocks: int = 1
-    simds: int = 4
-    slices: int = 1
-    tile: int = 32
-    alternate: bool = False
-    ahead: bool = False
-
-    @property
-    def threads(self) -> int:
-        """Threads of a threadgroup."""
-        return 32 * self.simds
-
-    @property
-    def rows(self) -> int:
-        """Rows that a threadgroup owns."""
-        return 16 * self.blocks * self.simds // self.slices
-
-    def template(self) -> dict[str, TemplateValue]:
-        """The values of the template parameters ``LAYOUT``."""
-        return dict(zip(LAYOUT, (self.blocks, self.simds, self.slices, self.tile, self.alternate, self.ahead), strict=True))
 
 
 @dataclass(frozen=True)
@@ -82,60 +48,116 @@ class Scores:
     softcap: float | None = None
 
 
-class Job:
-    """The arguments of one call as the kernels want them."""
+class Call:
+    """The arguments of one call as the kernels want them.
 
-    def __init__(self, q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None, sinks: mx.array | None, scores: Scores) -> None:
-        batch, heads, queries, width = q.shape
-        kv_heads, keys = k.shape[1:3]
+    Args:
+        q: queries (B, H, L, D).
+        k: keys (B, Hkv, S, D), in the dtype of ``q``.
+        v: values (B, Hkv, S, Dv), likewise.
+        mask: booleans or numbers that broadcast to (B, H, L, S), or None.
+        sinks: (H,) or None.
+        scores: the other options.
+    """
+
+    def __init__(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        mask: mx.array | None,
+        sinks: mx.array | None,
+        scores: Scores,
+    ) -> None:
+        self.q, self.k, self.v, self.sinks = q, k, v, sinks
+        self.batch, self.heads, self.queries, self.width = q.shape
+        _, self.kv_heads, self.keys, self.width_v = v.shape
         bounded = scores.causal or scores.window is not None
-        reach = keys - queries if bounded else FAR
-        window = 2 * FAR if scores.window is None else min(scores.window, 2 * FAR)
-        self.sizes = _integers(queries, keys, heads, heads // kv_heads, reach, window)
-        cap = scores.softcap
-        self.numbers = _floats(*((scores.scale * _LOG2E, 0.0) if cap is None else (scores.scale / cap, cap * _LOG2E)), scores.scale)
-        # Queries that see no key are possible, and get the mean of the values.
-        self.average = sinks is None and (mask is not None or (bounded and queries > keys))
-        # Its strides are what the kernel needs; an axis in front keeps it from being too small.
-        self.mask = nothing() if mask is None else mx.broadcast_to(mask, (8, batch, heads, queries, keys))
-        self.sinks = nothing() if sinks is None else sinks
+        # Some query may see no key, and then gets the mean of the values.
+        self.average = sinks is None and (
+            mask is not None or (bounded and self.queries > self.keys)
+        )
+        self.sizes = _integers(
+            self.queries,
+            self.keys,
+            self.heads,
+            self.heads // self.kv_heads,
+            self.keys - self.queries if bounded else _FAR,
+            min(scores.window or 2 * _FAR, 2 * _FAR),
+        )
+        cap, scale = scores.softcap, scores.scale
+        factors = (scale * _LOG2E, 0.0) if cap is None else (scale / cap, cap * _LOG2E)
+        self.numbers = _floats(*factors, scale)
+        self.mask = nothing()
+        if mask is not None:
+            # Its strides say how it repeats. One more axis keeps a small one from being `constant`.
+            self.mask = mx.broadcast_to(mask, (8, self.batch, self.heads, self.queries, self.keys))
+        kind = _NO_MASK if mask is None else _BOOLEAN if mask.dtype == mx.bool_ else _ADDED
         self.template: dict[str, TemplateValue] = {
             "T": q.dtype,
             "M": self.mask.dtype,
-            "D": width,
-            "DV": v.shape[3],
-            "MASK": 0 if mask is None else 1 if mask.dtype == mx.bool_ else 2,
+            "D": self.width,
+            "DV": self.width_v,
+            "MASK": kind,
             "SOFTCAP": cap is not None,
         }
 
+    def layout(self, kernel: str) -> Layout:
+        """How a kernel spreads the work of this call."""
+        return layout(kernel, backend(), self.q.dtype, max(self.width, self.width_v))
 
-def forward(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    mask: mx.array | None,
-    sinks: mx.array | None,
-    scores: Scores,
-    layout: Layout,
-) -> tuple[mx.array, mx.array]:
-    """Attention, and for each query the log2 of the sum of 2 to the scores."""
-    job = Job(q, k, v, mask, sinks, scores)
-    batch, heads, queries, _ = q.shape
-    mean = v.astype(mx.float32).mean(axis=2) if job.average else nothing()
-    out, lse = _FORWARD(
-        [q, k, v, job.mask, job.sinks, mean, job.sizes, job.numbers],
-        template={**job.template, "N": job.sinks.dtype, "SINKS": sinks is not None, "AVERAGE": job.average, **layout.template()},
-        grid=(layout.threads * -(-queries // layout.rows), heads, batch),
-        threadgroup=(layout.threads, 1, 1),
-        output_shapes=[(batch, queries, heads, v.shape[3]), (batch, heads, queries)],
+    def threads(self, chosen: Layout, rows: int, heads: int) -> dict[str, Any]:
+        """The launch of as many threadgroups as own so many rows of so many heads."""
+        groups = -(-rows // chosen.rows)
+        return {
+            "grid": (chosen.threads * groups, heads, self.batch),
+            "threadgroup": (chosen.threads, 1, 1),
+        }
+
+
+def covers(q: mx.array, k: mx.array, v: mx.array) -> bool:
+    """Whether the kernels can take arrays of these shapes."""
+    widths = (q.shape[3], v.shape[3])
+    return (
+        all(width % 8 == 0 and width <= 256 for width in widths)
+        and widths[0] >= 32
+        and widths[1] > 0
+        and q.size > 0
+        and max(q.shape[2], k.shape[2]) < _FAR
     )
-    # Heads lie side by side for the projection that comes next.
+
+
+def attention_forward(call: Call, chosen: Layout | None = None) -> tuple[mx.array, mx.array]:
+    """Attention, and the log-sum-exp that its gradient needs.
+
+    Returns:
+        (B, H, L, Dv) in the dtype of ``q``, heads side by side in memory as the projection that
+        comes next wants them; and (B, H, L) float32, log2 of the sum of 2 to the scores.
+    """
+    chosen = chosen or call.layout("forward")
+    sinks = nothing() if call.sinks is None else call.sinks
+    mean = call.v.astype(mx.float32).mean(axis=2) if call.average else nothing()
+    out, lse = _FORWARD(
+        [call.q, call.k, call.v, call.mask, sinks, mean, call.sizes, call.numbers],
+        template={
+            **call.template,
+            **chosen.template(),
+            "N": sinks.dtype,
+            "SINKS": call.sinks is not None,
+            "AVERAGE": call.average,
+        },
+        output_shapes=[
+            (call.batch, call.queries, call.heads, call.width_v),
+            (call.batch, call.heads, call.queries),
+        ],
+        **call.threads(chosen, call.queries, call.heads),
+    )
     return out.swapaxes(1, 2), lse
 
 
 @lru_cache(maxsize=1)
 def nothing() -> mx.array:
-    """In place of an array that is not there."""
+    """What stands for an array that is not there."""
     return mx.zeros((1, 1, 1, 1, 8))
 
 

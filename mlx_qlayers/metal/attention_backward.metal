@@ -14,11 +14,12 @@
 //   threadgroup   keys, values TILE rows each, T; in the same place if ALTERNATE
 //                 exchange     parts of scores and d_weights, float, if SLICES > 1
 //
-//   delta = sum of d_out * out
+//   dot = sum of d_out * out, which is delta but for the rounding of out
 //   for each tile of keys that one of the queries may see:
 //     put keys and values in their places | barrier
 //     scores = q * keys^T, d_weights = d_out * values^T, added up over the slices
-//     d_scores = exp2(scores - lse) * (d_weights - delta) * bend
+//     d_scores = exp2(scores - lse) * (d_weights - dot) * bend
+//     delta += exp2(scores - lse) * d_weights
 //     start reading the next tiles
 //     sums += d_scores * keys | barrier
 //   d_q = sums * scale
@@ -115,9 +116,10 @@ METAL_FUNC void query_gradients(
   threadgroup T* values = keys + (ALTERNATE ? 0 : TILE * STRIDE);
   int slice = int(simd_group % SLICES), own = row + int(simd_group / SLICES) * 16 * BLOCKS;
 
+  float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
   left_fragment<T> left[BLOCKS][STEPS], d_left[BLOCKS][STEPS_V];
   sum_fragment sums[BLOCKS][COLUMNS], dots[BLOCKS];
-  float lowered[BLOCKS][2];
+  float lowered[BLOCKS][2], exact[BLOCKS][2] = {};
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
     int first = own + 16 * b;
@@ -145,20 +147,10 @@ METAL_FUNC void query_gradients(
   if (SLICES > 1) {
     add_slices<BLOCKS, SLICES>(dots, exchange, simd_group, lane);
   }
-  if (!OF_MASK && slice == 0 && fragment_col(lane) == 0) {
-#pragma unroll
-    for (int i = 0; i < 2 * BLOCKS; i++) {
-      int query = own + fragment_row(lane) + 8 * i;
-      if (query < rule.queries) {
-        delta[query] = dots[i / 2].part[i % 2].x;
-      }
-    }
-  }
-
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
-  pack_16<T> held[packs_per_thread(TILE, WIDTH, sizeof(T), THREADS)];
-  pack_16<T> held_v[packs_per_thread(TILE, WIDTH_V, sizeof(T), THREADS)];
+  uint4 held[packs_per_thread(TILE, WIDTH, sizeof(T), THREADS)];
+  uint4 held_v[packs_per_thread(TILE, WIDTH_V, sizeof(T), THREADS)];
   if (AHEAD) {
     fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, first, thread_index);
     fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, first, thread_index);
@@ -169,12 +161,12 @@ METAL_FUNC void query_gradients(
     if (!AHEAD) {
       fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key, thread_index);
     }
-    put_tile<T, TILE, WIDTH, THREADS>(held, keys, thread_index);
+    put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key, keys, thread_index);
     if (!ALTERNATE) {
       if (!AHEAD) {
         fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, thread_index);
       }
-      put_tile<T, TILE, WIDTH_V, THREADS>(held_v, values, thread_index);
+      put_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, values, thread_index);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     sum_fragment scores[2][BLOCKS][COUNT];
@@ -186,7 +178,7 @@ METAL_FUNC void query_gradients(
     if (ALTERNATE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, thread_index);
-      put_tile<T, TILE, WIDTH_V, THREADS>(held_v, values, thread_index);
+      put_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, values, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 #pragma unroll
@@ -199,7 +191,7 @@ METAL_FUNC void query_gradients(
     }
     if (ALTERNATE && !OF_MASK) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      put_tile<T, TILE, WIDTH, THREADS>(held, keys, thread_index);
+      put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key, keys, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 #pragma unroll
@@ -213,9 +205,13 @@ METAL_FUNC void query_gradients(
 #pragma unroll
       for (int i = 0; i < 2 * COUNT; i++) {
         int n = i / 2, p = i % 2;
-        float2 score = scores[0][b][n].part[p] - lowered[b][p];
-        float2 weight = float2(fast::exp2(score.x), fast::exp2(score.y));
-        float2 d_score = weight * (scores[1][b][n].part[p] - dots[b].part[p].x);
+        float2 score = scores[0][b][n].part[p];
+        float2 weight = float2(
+            fast::exp2(fma(score.x, unit, -lowered[b][p])),
+            fast::exp2(fma(score.y, unit, -lowered[b][p])));
+        float2 d_weight = scores[1][b][n].part[p];
+        exact[b][p] += weight.x * d_weight.x + weight.y * d_weight.y;
+        float2 d_score = weight * (d_weight - dots[b].part[p].x);
         scores[0][b][n].part[p] = SOFTCAP && !OF_MASK ? d_score * bends[n].part[p] : d_score;
       }
     }
@@ -238,6 +234,14 @@ METAL_FUNC void query_gradients(
     for (int b = 0; b < BLOCKS; b++) {
       store_rows<T, COLUMNS>(
           sums[b], d_q, stride, own + 16 * b, rule.queries, slice * COLUMNS * 8, D, slope, lane);
+#pragma unroll
+      for (int p = 0; p < 2; p++) {
+        int query = own + 16 * b + fragment_row(lane) + 8 * p;
+        float sum = fragment_row_sum(exact[b][p]);
+        if (slice == 0 && fragment_col(lane) == 0 && query < rule.queries) {
+          delta[query] = sum;
+        }
+      }
     }
   }
 }
@@ -284,7 +288,7 @@ template <
   constexpr int ELEMENTS =
       TILE * (ALTERNATE ? larger(STRIDE, STRIDE_V) : STRIDE + STRIDE_V);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 16;
-  threadgroup pack_16<T> tiles[ELEMENTS * sizeof(T) / 16];
+  threadgroup uint4 tiles[ELEMENTS * sizeof(T) / 16];
   threadgroup float2 exchange[PARTS];
   uint head = group.y, batch = group.z;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
@@ -352,7 +356,7 @@ template <
   constexpr int ELEMENTS =
       TILE * (ALTERNATE ? larger(STRIDE, STRIDE_V) : STRIDE + STRIDE_V);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 16;
-  threadgroup pack_16<T> tiles[ELEMENTS * sizeof(T) / 16];
+  threadgroup uint4 tiles[ELEMENTS * sizeof(T) / 16];
   threadgroup float2 exchange[PARTS];
   uint head = group.y, batch = group.z;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
@@ -424,7 +428,7 @@ template <
   constexpr int PACKS = packs_per_thread(TILE, WIDTH, sizeof(T), THREADS);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * SIDES * BLOCKS * TILE * 8;
   constexpr int SHARED = ROLES == 1 ? 1 : ROWS * TILE / 2;
-  threadgroup pack_16<T> tiles[(ALTERNATE ? 1 : 2) * ELEMENTS * sizeof(T) / 16];
+  threadgroup uint4 tiles[(ALTERNATE ? 1 : 2) * ELEMENTS * sizeof(T) / 16];
   threadgroup float2 exchange[PARTS];
   threadgroup float2 shared[SHARED];
   threadgroup float2 statistics[TILE];
@@ -438,6 +442,7 @@ template <
   int own = row + block * 16 * BLOCKS, column = slice * STEPS * 16;
   int share = sizes[SHARE], heads = sizes[HEADS];
   int queries = sizes[QUERIES], keys = sizes[KEYS];
+  float unit = is_raw(MASK, SOFTCAP) ? numbers[SCALE] : 1.0f;
 
   left_fragment<T> left[SIDES][BLOCKS][STEPS];
   sum_fragment sums[SIDES][BLOCKS][COLUMNS];
@@ -456,7 +461,7 @@ template <
 
   int first = max(0, row - sizes[REACH]) / TILE * TILE;
   int last = min(queries, row + ROWS - 1 - sizes[REACH] + sizes[WINDOW]);
-  pack_16<T> held[PACKS], d_held[PACKS];
+  uint4 held[PACKS], d_held[PACKS];
   for (int h = 0; h < share; h++) {
     uint head = kv_head * share + h;
     score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
@@ -474,9 +479,10 @@ template <
         fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, query, thread_index);
         fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, query, thread_index);
       }
-      put_tile<T, TILE, WIDTH, THREADS>(held, tile, thread_index);
+      put_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, query, tile, thread_index);
       if (!ALTERNATE) {
-        put_tile<T, TILE, WIDTH, THREADS>(d_held, tile + OTHER, thread_index);
+        put_tile<T, TILE, DV, WIDTH, THREADS>(
+            d_held, d_rows, query, tile + OTHER, thread_index);
       }
       if (thread_index < TILE) {
         int i = query + int(thread_index);
@@ -490,7 +496,7 @@ template <
       for (int s = 0; s < SIDES; s++) {
         if (ALTERNATE && s == 1) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          put_tile<T, TILE, WIDTH, THREADS>(d_held, tile, thread_index);
+          put_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, query, tile, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         int side = ROLES == 2 ? role : s;
@@ -517,7 +523,8 @@ template <
             int n = i / 2, p = i % 2, at = 8 * n + fragment_col(lane);
             float2 score = scores[0][b][n].part[p];
             float2 weight = float2(
-                fast::exp2(score.x - statistics[at].x), fast::exp2(score.y - statistics[at + 1].x));
+                fast::exp2(fma(score.x, unit, -statistics[at].x)),
+                fast::exp2(fma(score.y, unit, -statistics[at + 1].x)));
             scores[0][b][n].part[p] = weight;
             float2 bent = SOFTCAP ? weight * bends[n].part[p] : weight;
             if (ROLES == 2) {
@@ -554,7 +561,7 @@ template <
       for (int s = 0; s < SIDES; s++) {
         if (ALTERNATE && s == 1) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          put_tile<T, TILE, WIDTH, THREADS>(held, tile, thread_index);
+          put_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, query, tile, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         int side = ROLES == 2 ? role : s;

@@ -19,13 +19,8 @@ enum mask_kind { NO_MASK, BOOLEAN, ADDED };
 constant float LOG2E = 1.44269504f;
 // The score of a hidden key, and the log-sum-exp of a query that sees none: exp2 of any score less
 // this is 0. Both are finite, so that no difference of them is NaN.
-constant float LOWEST = -2.0e38f;
+constant float LOWEST = -1.0e30f;
 constant float BLANK = 1.0e38f;
-
-template <typename T>
-struct alignas(16) pack_16 {
-  T at[16 / sizeof(T)];
-};
 
 constexpr int rounded_up(int n, int to) {
   return (n + to - 1) / to * to;
@@ -63,42 +58,52 @@ METAL_FUNC head_rows<T> rows_of(
   return rows;
 }
 
-// A thread's share of a tile of ROWS rows, WIDTH columns of which are there: from device memory to
-// registers, and on to threadgroup memory. What is outside is zero.
+// A thread's share of a tile of ROWS rows from row `first` on, WIDTH columns of which are there, in
+// packs of 16 bytes: from device memory to registers, and on to threadgroup memory. What is outside
+// is zero. Where packs are not possible elements go straight to threadgroup memory.
 template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS>
 METAL_FUNC void fetch_tile(
-    thread pack_16<T>* held, head_rows<T> from, int first, uint thread_index) {
+    thread uint4* held, thread const head_rows<T>& from, int first, uint thread_index) {
   constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
+  const device T* tile = from.at + first * from.row;
 #pragma unroll
   for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-    int index = int(thread_index) + i * THREADS;
-    int row = first + index / PACKS, column = index % PACKS * V;
-    bool inside = row < from.count && column < WIDTH && index < ROWS * PACKS;
-    const device T* p = from.at + row * from.row;
-    if (inside && from.packed) {
-      held[i] = *reinterpret_cast<const device pack_16<T>*>(p + column);
-    } else {
-      held[i] = pack_16<T>();
-      if (inside) {
-#pragma unroll
-        for (int j = 0; j < V; j++) {
-          held[i].at[j] = p[(column + j) * from.column];
-        }
-      }
+    int index = int(thread_index) + i * THREADS, row = index / PACKS, column = index % PACKS * V;
+    held[i] = uint4(0);
+    if (from.packed && first + row < from.count && column < WIDTH && index < ROWS * PACKS) {
+      held[i] = *reinterpret_cast<const device uint4*>(tile + (row * from.row + column));
     }
   }
 }
-template <typename T, int ROWS, int PADDED, int THREADS>
+template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS>
 METAL_FUNC void put_tile(
-    thread const pack_16<T>* held, threadgroup T* tile, uint thread_index) {
+    thread const uint4* held,
+    thread const head_rows<T>& from,
+    int first,
+    threadgroup T* tile,
+    uint thread_index) {
   constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
+  constexpr int STRIDE = tile_stride(PADDED, sizeof(T));
+  if (from.packed) {
 #pragma unroll
-  for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-    int index = int(thread_index) + i * THREADS;
-    if (index < ROWS * PACKS) {
-      threadgroup T* p = tile + index / PACKS * tile_stride(PADDED, sizeof(T)) + index % PACKS * V;
-      *reinterpret_cast<threadgroup pack_16<T>*>(p) = held[i];
+    for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
+      int index = int(thread_index) + i * THREADS;
+      if (index < ROWS * PACKS) {
+        *reinterpret_cast<threadgroup uint4*>(
+            tile + (index / PACKS * STRIDE + index % PACKS * V)) = held[i];
+      }
     }
+    return;
+  }
+#pragma clang loop unroll(disable)
+  for (int index = int(thread_index); index < ROWS * PADDED; index += THREADS) {
+    int row = index / PADDED, column = index % PADDED;
+    bool inside = first + row < from.count && column < WIDTH;
+    T value = T(0);
+    if (inside) {
+      value = from.at[(first + row) * from.row + column * from.column];
+    }
+    tile[row * STRIDE + column] = value;
   }
 }
 
@@ -141,10 +146,11 @@ METAL_FUNC void multiply_by_rows(
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
 #pragma unroll
-    for (int n = 0; n < COUNT; n++) {
-      right_fragment<T> right;
-      load_right_transposed(right, tile + 8 * n * stride + 16 * i, stride, lane);
-      multiply_accumulate(products[n], left[i], right);
+    for (int n = 0; n < COUNT; n += 2) {
+      right_fragment<T> right[2];
+      load_right_transposed_pair(right, tile + 8 * n * stride + 16 * i, stride, lane);
+      multiply_accumulate(products[n], left[i], right[0]);
+      multiply_accumulate(products[n + 1], left[i], right[1]);
     }
   }
 }
@@ -161,11 +167,16 @@ METAL_FUNC void add_weighted_rows(
   for (int i = 0; i < DEPTH / 16; i++) {
     left_fragment<T> left;
     left_from_sums(left, weights[2 * i], weights[2 * i + 1]);
+    right_fragment<T> right[2];
 #pragma unroll
-    for (int n = 0; n < COUNT; n++) {
-      right_fragment<T> right;
-      load_right(right, tile + 16 * i * stride + 8 * n, stride, lane);
-      multiply_accumulate(sums[n], left, right);
+    for (int n = 0; n < COUNT / 2 * 2; n += 2) {
+      load_right_pair(right, tile + 16 * i * stride + 8 * n, stride, lane);
+      multiply_accumulate(sums[n], left, right[0]);
+      multiply_accumulate(sums[n + 1], left, right[1]);
+    }
+    if (COUNT % 2) {
+      load_right(right[0], tile + (16 * i * stride + 8 * (COUNT - 1)), stride, lane);
+      multiply_accumulate(sums[COUNT - 1], left, right[0]);
     }
   }
 }
@@ -230,6 +241,12 @@ METAL_FUNC bool all_seen(
       first_key > last_query + rule.reach - rule.window;
 }
 
+// Where nothing is done to products they stand for scores as they are, and `unit` is what they are
+// multiplied by in the exponent; scores are in units of log2.
+constexpr bool is_raw(int mask, bool softcap) {
+  return mask == NO_MASK && !softcap;
+}
+
 // Turns COUNT fragments of products into scores. Rows are queries and columns are keys, or
 // TRANSPOSED the other way round. `bends` gets the softcap's slopes.
 template <int MASK, bool SOFTCAP, bool TRANSPOSED, int COUNT, typename M>
@@ -246,7 +263,7 @@ METAL_FUNC void make_scores(
   for (int n = 0; n < COUNT; n++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      float score = scores[n].part[i / 2][i % 2] * rule.scale;
+      float score = scores[n].part[i / 2][i % 2] * (is_raw(MASK, SOFTCAP) ? 1.0f : rule.scale);
       if (SOFTCAP) {
         float bent = precise::tanh(score);
         score = bent * rule.cap;
