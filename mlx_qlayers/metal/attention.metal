@@ -139,31 +139,35 @@ template <
       fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held, v_rows, key, thread_index);
     }
     sum_fragment scores[BLOCKS][TILE / 8];
+    // Of the threadgroup's tiles, this SIMD group may do without the first or the last.
+    bool idle = SLICES == 1 && none_seen(rule, own, 16 * BLOCKS, key, TILE);
+    if (!idle) {
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
-      multiply_by_rows<T, STEPS, TILE / 8>(
-          scores[b], left[b], keys + slice * STEPS * 16, STRIDE, lane);
-    }
-    if (SLICES > 1) {
-      add_slices<BLOCKS * TILE / 8, SLICES>(scores[0], exchange, simd_group, lane);
-    }
-#pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
-      sum_fragment bends[TILE / 8];
-      make_scores<MASK, SOFTCAP, false, TILE / 8>(
-          scores[b], bends, own + 16 * b, key, rule, lane);
-      if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
-        hide_unseen<false, TILE / 8>(scores[b], own + 16 * b, key, rule, lane);
+      for (int b = 0; b < BLOCKS; b++) {
+        multiply_by_rows<T, STEPS, TILE / 8>(
+            scores[b], left[b], keys + slice * STEPS * 16, STRIDE, lane);
       }
-      float2 shrink;
-      shrink.x = make_weights<TILE / 8>(scores[b], 0, unit, top[b][0], total[b][0]);
-      shrink.y = make_weights<TILE / 8>(scores[b], 1, unit, top[b][1], total[b][1]);
-      // After a few tiles the largest scores seldom change.
-      if (simd_any(shrink.x != 1.0f || shrink.y != 1.0f)) {
+      if (SLICES > 1) {
+        add_slices<BLOCKS * TILE / 8, SLICES>(scores[0], exchange, simd_group, lane);
+      }
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-          sums[b][c].part[0] *= shrink.x;
-          sums[b][c].part[1] *= shrink.y;
+      for (int b = 0; b < BLOCKS; b++) {
+        sum_fragment bends[TILE / 8];
+        make_scores<MASK, SOFTCAP, false, TILE / 8>(
+            scores[b], bends, own + 16 * b, key, rule, lane);
+        if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
+          hide_unseen<false, TILE / 8>(scores[b], own + 16 * b, key, rule, lane);
+        }
+        float2 shrink;
+        shrink.x = make_weights<TILE / 8>(scores[b], 0, unit, top[b][0], total[b][0]);
+        shrink.y = make_weights<TILE / 8>(scores[b], 1, unit, top[b][1], total[b][1]);
+        // After a few tiles the largest scores seldom change.
+        if (simd_any(shrink.x != 1.0f || shrink.y != 1.0f)) {
+#pragma unroll
+          for (int c = 0; c < COLUMNS; c++) {
+            sums[b][c].part[0] *= shrink.x;
+            sums[b][c].part[1] *= shrink.y;
+          }
         }
       }
     }
@@ -178,10 +182,12 @@ template <
     if (AHEAD) {
       fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, thread_index);
     }
+    if (!idle) {
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
-      add_weighted_rows<T, TILE, COLUMNS>(
-          sums[b], scores[b], values + slice * COLUMNS * 8, STRIDE_V, lane);
+      for (int b = 0; b < BLOCKS; b++) {
+        add_weighted_rows<T, TILE, COLUMNS>(
+            sums[b], scores[b], values + slice * COLUMNS * 8, STRIDE_V, lane);
+      }
     }
     if (!AHEAD) {
       fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, thread_index);

@@ -19,7 +19,7 @@
 //     put keys and values in their places | barrier
 //     scores = q * keys^T, d_weights = d_out * values^T, added up over the slices
 //     d_scores = exp2(scores - lse) * (d_weights - dot) * bend
-//     delta += exp2(scores - lse) * d_weights
+//     delta += exp2(scores - lse) * d_weights; the only tile, if there is one, begins with this
 //     start reading the next tiles
 //     sums += d_scores * keys | barrier
 //   d_q = sums * scale
@@ -205,13 +205,22 @@ METAL_FUNC void query_gradients(
 #pragma unroll
       for (int i = 0; i < 2 * COUNT; i++) {
         int n = i / 2, p = i % 2;
-        float2 score = scores[0][b][n].part[p];
+        float2 score = scores[0][b][n].part[p], d_weight = scores[1][b][n].part[p];
         float2 weight = float2(
             fast::exp2(fma(score.x, unit, -lowered[b][p])),
             fast::exp2(fma(score.y, unit, -lowered[b][p])));
-        float2 d_weight = scores[1][b][n].part[p];
+        scores[0][b][n].part[p] = weight;
         exact[b][p] += weight.x * d_weight.x + weight.y * d_weight.y;
-        float2 d_score = weight * (d_weight - dots[b].part[p].x);
+      }
+      if (last - first <= TILE) {
+        dots[b].part[0].x = fragment_row_sum(exact[b][0]);
+        dots[b].part[1].x = fragment_row_sum(exact[b][1]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * COUNT; i++) {
+        int n = i / 2, p = i % 2;
+        float2 d_weight = scores[1][b][n].part[p] - dots[b].part[p].x;
+        float2 d_score = scores[0][b][n].part[p] * d_weight;
         scores[0][b][n].part[p] = SOFTCAP && !OF_MASK ? d_score * bends[n].part[p] : d_score;
       }
     }

@@ -64,8 +64,8 @@ PARAMETERS = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD")
 _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ("forward", "apple", 2): (
         (96, Layout()),
-        (160, Layout(slices=2)),
-        (256, Layout(slices=4, simds=8, tile=16)),
+        (160, Layout(simds=8, slices=2, tile=16)),
+        (256, Layout(simds=8, slices=4, tile=16)),
     ),
     ("forward", "apple", 4): (
         (64, Layout(tile=16)),
@@ -74,9 +74,9 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (256, Layout(slices=4, simds=8, tile=16, alternate=True)),
     ),
     ("forward", "cuda", 2): (
-        (64, Layout()),
-        (128, Layout()),
-        (256, Layout(slices=2, tile=16)),
+        (64, Layout(tile=64, ahead=True)),
+        (128, Layout(ahead=True)),
+        (256, Layout(simds=8, slices=2, tile=16, ahead=True)),
     ),
     ("forward", "cuda", 4): (
         (64, Layout(tile=16)),
@@ -96,9 +96,9 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (256, Layout(slices=4, tile=16, alternate=True)),
     ),
     ("queries", "cuda", 2): (
-        (64, Layout()),
-        (128, Layout()),
-        (256, Layout(slices=2, tile=16)),
+        (64, Layout(blocks=2, ahead=True)),
+        (128, Layout(simds=8, ahead=True)),
+        (256, Layout(slices=2, tile=16, ahead=True)),
     ),
     ("queries", "cuda", 4): (
         (64, Layout(slices=2, tile=16)),
@@ -118,7 +118,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ),
     ("keys", "cuda", 2): (
         (64, Layout()),
-        (128, Layout(simds=8, roles=2)),
+        (128, Layout(roles=2)),
         (256, Layout(simds=8, slices=2, roles=2, tile=16)),
     ),
     ("keys", "cuda", 4): (

@@ -241,6 +241,16 @@ METAL_FUNC bool all_seen(
       first_key > last_query + rule.reach - rule.window;
 }
 
+// Whether none of these queries sees any of these keys, by their positions.
+template <typename M>
+METAL_FUNC bool none_seen(
+    thread const score_rule<M>& rule, int first_query, int queries, int first_key, int keys) {
+  int last_query = first_query + queries - 1, last_key = first_key + keys - 1;
+  return first_key >= rule.keys || first_query >= rule.queries ||
+      first_key > last_query + rule.reach ||
+      last_key <= first_query + rule.reach - rule.window;
+}
+
 // Where nothing is done to products they stand for scores as they are, and `unit` is what they are
 // multiplied by in the exponent; scores are in units of log2.
 constexpr bool is_raw(int mask, bool softcap) {

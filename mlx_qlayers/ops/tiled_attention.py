@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import mlx.core as mx
 
 from mlx_qlayers.metal import attention_backward as backward
@@ -72,7 +74,8 @@ def tiled_attention(
 
     arrays = [a.astype(dtype) for a in (q, k, v)]
     if mask is not None and added:
-        arrays.append(hold(mask))
+        arrays.append(cast(mx.array, hold(mask)))
     if sinks is not None:
         arrays.append(sinks)
-    return operator(*arrays)[0]
+    out, _ = cast(tuple[mx.array, mx.array], operator(*arrays))
+    return out
