@@ -96,6 +96,18 @@ void load_right_transposed(thread right_fragment<T>& f, P p, uint stride, uint l
   }
 }
 
+// Two operands side by side, columns 0 to 7 and 8 to 15.
+template <typename T, typename P>
+void load_right_pair(thread right_fragment<T>* f, P p, uint stride, uint lane) {
+  load_right(f[0], p, stride, lane);
+  load_right(f[1], p + 8, stride, lane);
+}
+template <typename T, typename P>
+void load_right_transposed_pair(thread right_fragment<T>* f, P p, uint stride, uint lane) {
+  load_right_transposed(f[0], p, stride, lane);
+  load_right_transposed(f[1], p + 8 * stride, stride, lane);
+}
+
 // The 16 depths in another order, the same for both operands, so that a lane of the left operand
 // (and on CUDA of both) reads four neighbours: depth d is element d % 8 / 2 * step + d / 8 * 2 + d % 2
 // of its row or column. With step 4 that is 16 depths in a row; with step 16 a lane's four

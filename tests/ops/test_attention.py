@@ -2,14 +2,13 @@
 
 import mlx.core as mx
 import numpy as np
-import oracles
 import pytest
-from numerics import assert_accurate, assert_gradient, random, round_to, to64
+from attention_cases import DTYPES, EXTRAS, MASKS, check, expect, make
+from numerics import assert_accurate, assert_gradient
 
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime.backend import use_backend
 
-DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # B, H, Hkv, L, S, D, Dv
 SHAPES = [
     (1, 1, 1, 1, 1, 32, 32),
@@ -20,14 +19,6 @@ SHAPES = [
     (1, 3, 3, 129, 257, 32, 32),
     (2, 7, 1, 33, 8, 48, 48),
 ]
-MASKS = ["none", "causal", "boolean", "padded", "additive", "biased", "one key"]
-EXTRAS = [
-    {},
-    {"window": 5},
-    {"softcap": 2.0},
-    {"sinks": True},
-    {"window": 9, "softcap": 30.0, "sinks": True},
-]
 
 
 @pytest.fixture(autouse=True)
@@ -36,67 +27,12 @@ def on_the_reference_path():
         yield
 
 
-def make_mask(kind, rng, batch, heads, queries, keys, dtype):
-    if kind in ("none", "causal"):
-        return None if kind == "none" else kind
-    if kind == "boolean":
-        return mx.array(rng.random((queries, keys)) < 0.7)
-    if kind == "padded":  # As batched generation: the first keys of some rows are hidden.
-        return mx.array(np.arange(keys) >= rng.integers(0, keys, (batch, 1, 1, 1)))
-    if kind == "one key":
-        return mx.array(np.arange(keys) == rng.integers(0, keys, (1, heads, queries, 1)))
-    if kind == "additive":
-        return random(rng, (1, queries, keys), dtype)
-    hidden = mx.array(rng.random((batch, heads, queries, keys)) < 0.3)
-    return mx.where(hidden, -float("inf"), random(rng, hidden.shape, dtype)).astype(dtype)
-
-
-def make(seed, shape, dtype, kind="none", extra=None):
-    batch, heads, kv_heads, queries, keys, width, v_width = shape
-    rng = np.random.default_rng(seed)
-    q = random(rng, (batch, heads, queries, width), dtype)
-    k = random(rng, (batch, kv_heads, keys, width), dtype)
-    v = random(rng, (batch, kv_heads, keys, v_width), dtype)
-    options = {"scale": width**-0.5, **(extra or {})}
-    options["mask"] = make_mask(kind, rng, batch, heads, queries, keys, dtype)
-    if options.get("sinks"):
-        options["sinks"] = random(rng, (heads,), dtype)
-    return rng, (q, k, v), options
-
-
-def expect(arrays, options, dtype, **more):
-    """By name: the truth, what float32 and one rounding make of it, the terms it is a sum of."""
-    plain = {n: to64(o) if isinstance(o, mx.array) else o for n, o in options.items()}
-    if isinstance(plain["mask"], np.ndarray) and options["mask"].dtype == mx.bool_:
-        plain["mask"] = plain["mask"].astype(bool)
-    truth, terms = oracles.attention(*map(to64, arrays), **plain, **more)
-    rough, _ = oracles.attention(*map(to64, arrays), **plain, **more, dtype=np.float32)
-    return {name: (truth[name], round_to(rough[name], dtype), terms[name]) for name in truth}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", MASKS)
 def test_forward_and_gradients_against_float64(kind, dtype):
     for number, shape in enumerate(SHAPES):
         extra = EXTRAS[(number + MASKS.index(kind)) % len(EXTRAS)]
-        rng, arrays, options = make(number, shape, dtype, kind, extra)
-        cotangent = random(rng, (*arrays[0].shape[:3], shape[-1]), dtype)
-        expected = expect(arrays, options, dtype, cotangent=to64(cotangent))
-        names = ["q", "k", "v"]
-        names += ["sinks"] * ("sinks" in options)
-        names += ["mask"] * ("mask" in expected)
-        inputs = [*arrays, *(options[name] for name in names[3:])]
-
-        def run(q, k, v, *others, names=names, options=options):
-            chosen = {**options, **dict(zip(names[3:], others, strict=True))}
-            return [attention(q, k, v, **chosen)]
-
-        (out,), gradients = mx.vjp(run, inputs, [cotangent])
-        for name, actual in zip(["out", *names], [out, *gradients], strict=True):
-            assert actual.dtype == dtype
-            truth, rounded, terms = expected[name]
-            what = f"{name} of {shape} {kind} {extra}"
-            assert_accurate(actual, truth, rounded, terms=terms, what=what)
+        check(attention, shape, dtype, kind, extra, seed=number)
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

@@ -41,6 +41,8 @@ _NAME = re.compile(r"%[\w.]+")
 _LABEL = re.compile(r"^([\w.$-]+):")
 _TARGET = re.compile(r"label %([\w.$-]+)")
 _SIZES = {"i1": 1, "i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 4, "i64": 8}
+# Metal has none, but clang may copy a float2 as one.
+_SIZES["double"] = 8
 _ATOMIC = 1 << 24
 
 DECLARATIONS = """

@@ -110,6 +110,24 @@ void load_right_transposed(right_fragment<T>& f, const T* p, uint stride, uint l
     f.part[k] = pair_at(p + 8 * k);
 }
 
+template <typename T>
+void load_right_pair(right_fragment<T>* f, const T* p, uint stride, uint lane) {
+  if constexpr (sizeof(T) == 2)
+    if (by_matrix(p))
+      return load_parts<4, true>(f[0].part, p + (lane % 16) * stride + lane / 16 * 8);
+  load_right(f[0], p, stride, lane);
+  load_right(f[1], p + 8, stride, lane);
+}
+template <typename T>
+void load_right_transposed_pair(right_fragment<T>* f, const T* p, uint stride, uint lane) {
+  if constexpr (sizeof(T) == 2)
+    if (by_matrix(p))
+      return load_parts<4, false>(
+          f[0].part, p + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8);
+  load_right_transposed(f[0], p, stride, lane);
+  load_right_transposed(f[1], p + 8 * stride, stride, lane);
+}
+
 // Four neighbours for each lane.
 template <typename T>
 struct alignas(4 * sizeof(T)) four {

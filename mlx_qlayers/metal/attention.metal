@@ -1,0 +1,235 @@
+// Attention of many queries, forward: out = softmax(q k^T scale) v, one pass over the keys.
+//
+// A threadgroup computes ROWS = 16 * BLOCKS * SIMDS / SLICES queries of one head:
+//
+//   grid (32 * SIMDS * ceil(L / ROWS), H, B), threadgroup (32 * SIMDS, 1, 1)
+//
+//   registers     q            BLOCKS x 16 queries x D / SLICES, T, left operands
+//                 sums         BLOCKS x 16 queries x DV / SLICES, float
+//                 scores       BLOCKS x 16 queries x TILE keys, float; then the weights
+//                 top, total   the largest score and the sum of weights of each query
+//                 held         a thread's packs of the next tile, on the way
+//   threadgroup   keys, values TILE rows each, T; in the same place if ALTERNATE
+//                 exchange     partial scores, float, if SLICES > 1
+//   device        q, k, v, mask are read where they lie; each key and value once a threadgroup
+//
+//   for each tile of keys that one of the queries may see:
+//     start reading the tile's values
+//     scores = q * keys^T, added up over the slices; softcap, mask
+//     top' = max(top, scores), weights = exp2(scores - top'), shrink = exp2(top - top')
+//     total = total * shrink + weights, sums = sums * shrink
+//     put the values in their place | barrier | start reading the next tile's keys
+//     sums += weights * values
+//     put the keys in their place | barrier
+//   out = sums / total, lse = top + log2(total)
+//
+// Late queries, which see most keys where the mask is causal, come first. A sink is a weight that
+// total begins with. A query that sees no key gets `mean` and the log-sum-exp BLANK if AVERAGE.
+
+#include "attention_tile.metal"
+
+// Takes one more tile into a row's largest score and total; scores become weights.
+// Returns the factor for what was added up before.
+template <int COUNT>
+METAL_FUNC float make_weights(
+    thread sum_fragment* scores, int part, float unit, thread float& top, thread float& total) {
+  float highest = top;
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    highest = max(highest, max(scores[n].part[part].x, scores[n].part[part].y));
+  }
+  highest = fragment_row_max(highest);
+  float base = highest * unit, shrink = fast::exp2(fma(top, unit, -base)), sum = 0.0f;
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    float2 weight = float2(
+        fast::exp2(fma(scores[n].part[part].x, unit, -base)),
+        fast::exp2(fma(scores[n].part[part].y, unit, -base)));
+    scores[n].part[part] = weight;
+    sum += weight.x + weight.y;
+  }
+  top = highest;
+  total = fma(total, shrink, sum);
+  return shrink;
+}
+
+template <
+    typename T,
+    typename M,
+    typename N,
+    int D,
+    int DV,
+    int MASK,
+    bool SOFTCAP,
+    bool SINKS,
+    bool AVERAGE,
+    int BLOCKS,
+    int SIMDS,
+    int SLICES,
+    int TILE,
+    bool ALTERNATE,
+    bool AHEAD>
+[[kernel]] void attention_forward(
+    const device T* q,
+    const constant int64_t* q_strides,
+    const device T* k,
+    const constant int64_t* k_strides,
+    const device T* v,
+    const constant int64_t* v_strides,
+    const device M* mask,
+    const constant int64_t* mask_strides,
+    const device N* sinks,
+    const device float* mean,
+    constant int* sizes,
+    constant float* numbers,
+    device T* out,
+    device float* lse,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simd_group [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int THREADS = 32 * SIMDS, ROWS = 16 * BLOCKS * SIMDS / SLICES;
+  constexpr int WIDTH = rounded_up(D, 16 * SLICES), WIDTH_V = rounded_up(DV, 8 * SLICES);
+  constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = WIDTH_V / SLICES / 8;
+  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
+  constexpr int STRIDE_V = tile_stride(WIDTH_V, sizeof(T));
+  constexpr int PLACE_V = ALTERNATE ? 0 : TILE * STRIDE;
+  constexpr int ELEMENTS = larger(TILE * STRIDE, PLACE_V + TILE * STRIDE_V);
+  constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 8;
+  threadgroup uint4 tiles[ELEMENTS * sizeof(T) / 16];
+  threadgroup float2 exchange[PARTS];
+  threadgroup T* keys = reinterpret_cast<threadgroup T*>(tiles);
+  threadgroup T* values = keys + PLACE_V;
+
+  uint head = group.y, batch = group.z;
+  int row = int(groups.x - 1 - group.x) * ROWS;
+  int slice = int(simd_group % SLICES), own = row + int(simd_group / SLICES) * 16 * BLOCKS;
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
+  head_rows<T> q_rows = rows_of(q, q_strides, batch, head, rule.queries);
+  head_rows<T> k_rows = rows_of(k, k_strides, batch, head / sizes[SHARE], rule.keys);
+  head_rows<T> v_rows = rows_of(v, v_strides, batch, head / sizes[SHARE], rule.keys);
+
+  left_fragment<T> left[BLOCKS][STEPS];
+  sum_fragment sums[BLOCKS][COLUMNS];
+  float top[BLOCKS][2], total[BLOCKS][2];
+  float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
+  float sink = SINKS ? max(float(sinks[head]) * LOG2E / unit, LOWEST) : LOWEST;
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+    load_left_rows<T, STEPS>(left[b], q_rows, D, own + 16 * b, slice * STEPS * 16, lane);
+    clear<COLUMNS>(sums[b]);
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+      top[b][p] = sink;
+      // Of the lanes that share a row, one begins with the sink.
+      total[b][p] = SINKS && fragment_col(lane) == 0 ? 1.0f : 0.0f;
+    }
+  }
+
+  int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
+  int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
+  uint4 held[packs_per_thread(TILE, larger(WIDTH, WIDTH_V), sizeof(T), THREADS)];
+  fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, first, thread_index);
+  put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, first, keys, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (int key = first; key < last; key += TILE) {
+    if (AHEAD) {
+      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held, v_rows, key, thread_index);
+    }
+    sum_fragment scores[BLOCKS][TILE / 8];
+    // Of the threadgroup's tiles, this SIMD group may do without the first or the last.
+    bool idle = SLICES == 1 && none_seen(rule, own, 16 * BLOCKS, key, TILE);
+    if (!idle) {
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) {
+        multiply_by_rows<T, STEPS, TILE / 8>(
+            scores[b], left[b], keys + slice * STEPS * 16, STRIDE, lane);
+      }
+      if (SLICES > 1) {
+        add_slices<BLOCKS * TILE / 8, SLICES>(scores[0], exchange, simd_group, lane);
+      }
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) {
+        sum_fragment bends[TILE / 8];
+        make_scores<MASK, SOFTCAP, false, TILE / 8>(
+            scores[b], bends, own + 16 * b, key, rule, lane);
+        if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
+          hide_unseen<false, TILE / 8>(scores[b], own + 16 * b, key, rule, lane);
+        }
+        float2 shrink;
+        shrink.x = make_weights<TILE / 8>(scores[b], 0, unit, top[b][0], total[b][0]);
+        shrink.y = make_weights<TILE / 8>(scores[b], 1, unit, top[b][1], total[b][1]);
+        // After a few tiles the largest scores seldom change.
+        if (simd_any(shrink.x != 1.0f || shrink.y != 1.0f)) {
+#pragma unroll
+          for (int c = 0; c < COLUMNS; c++) {
+            sums[b][c].part[0] *= shrink.x;
+            sums[b][c].part[1] *= shrink.y;
+          }
+        }
+      }
+    }
+    if (!AHEAD) {
+      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held, v_rows, key, thread_index);
+    }
+    if (ALTERNATE) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    put_tile<T, TILE, DV, WIDTH_V, THREADS>(held, v_rows, key, values, thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (AHEAD) {
+      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, thread_index);
+    }
+    if (!idle) {
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) {
+        add_weighted_rows<T, TILE, COLUMNS>(
+            sums[b], scores[b], values + slice * COLUMNS * 8, STRIDE_V, lane);
+      }
+    }
+    if (!AHEAD) {
+      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, thread_index);
+    }
+    if (ALTERNATE) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, keys, thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+
+  ulong kv_head = ulong(batch) * (sizes[HEADS] / sizes[SHARE]) + head / sizes[SHARE];
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+      int query = own + 16 * b + fragment_row(lane) + 8 * p;
+      float whole = fragment_row_sum(total[b][p]), inverse = 1.0f / whole;
+      bool blank = AVERAGE && top[b][p] == LOWEST && whole == whole;
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) {
+        int column = (slice * COLUMNS + c) * 8 + fragment_col(lane);
+        sums[b][c].part[p] *= inverse;
+        if (blank && column < DV) {
+          const device float* average = mean + kv_head * DV + column;
+          sums[b][c].part[p] = float2(average[0], average[1]);
+        }
+      }
+      if (slice == 0 && fragment_col(lane) == 0 && query < rule.queries) {
+        lse[(ulong(batch) * sizes[HEADS] + head) * rule.queries + query] =
+            blank ? BLANK : fma(top[b][p], unit, precise::log2(whole));
+      }
+    }
+    store_rows<T, COLUMNS>(
+        sums[b],
+        out + (ulong(batch) * rule.queries * sizes[HEADS] + head) * DV,
+        ulong(sizes[HEADS]) * DV,
+        own + 16 * b,
+        rule.queries,
+        slice * COLUMNS * 8,
+        DV,
+        1.0f,
+        lane);
+  }
+}

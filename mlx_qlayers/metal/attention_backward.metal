@@ -1,0 +1,616 @@
+// The gradients of attention, from the log-sum-exp that attention.metal left:
+//
+//   weights   = exp2(scores - lse)
+//   d_scores  = weights * (d_out v^T - delta) * bend,   delta = sum over the columns of d_out * out
+//   d_q = scale d_scores k,   d_k = scale d_scores^T q,   d_v = weights^T d_out
+//
+// attention_backward_queries: d_q and delta. A threadgroup owns ROWS = 16 * BLOCKS * SIMDS / SLICES
+// queries: grid (32 * SIMDS * ceil(L / ROWS), H, B), threadgroup (32 * SIMDS, 1, 1).
+//
+//   registers     q, d_out     BLOCKS x 16 queries, T, left operands, a slice of the columns
+//                 sums         d_q, float, likewise
+//                 scores, d_weights   BLOCKS x 16 queries x TILE keys, float; then d_scores
+//                 lse, delta   of each query
+//   threadgroup   keys, values TILE rows each, T; in the same place if ALTERNATE
+//                 exchange     parts of scores and d_weights, float, if SLICES > 1
+//
+//   dot = sum of d_out * out, which is delta but for the rounding of out
+//   for each tile of keys that one of the queries may see:
+//     put keys and values in their places | barrier
+//     scores = q * keys^T, d_weights = d_out * values^T, added up over the slices
+//     d_scores = exp2(scores - lse) * (d_weights - dot) * bend
+//     delta += exp2(scores - lse) * d_weights; the only tile, if there is one, begins with this
+//     start reading the next tiles
+//     sums += d_scores * keys | barrier
+//   d_q = sums * scale
+//
+// attention_backward_mask: the gradient of the scores behind the softcap, (B, H, L, S), likewise.
+//
+// attention_backward_keys: d_k and d_v. A threadgroup owns ROWS = 16 * BLOCKS * SIMDS /
+// (SLICES * ROLES) keys: grid (32 * SIMDS * ceil(S / ROWS), Hkv, B), threadgroup (32 * SIMDS, 1, 1).
+//
+//   registers     side 0: k, d_v and the scores;   side 1: v, d_k and d_weights. All transposed.
+//                 With two ROLES a SIMD group has one side, else both.
+//   threadgroup   queries, d_out   TILE rows each, T; in the same place if ALTERNATE
+//                 statistics       lse and delta of each of these queries
+//                 exchange         parts of scores and d_weights, float, if SLICES > 1
+//                 shared           weights * bend, float, if ROLES is 2
+//
+//   for each query head of the group, for each tile of queries that may see one of the keys:
+//     put queries and d_out in their places | barrier
+//     side 0: scores = k * queries^T             side 1: d_weights = v * d_out^T
+//             weights = exp2(scores - lse)
+//             share weights * bend | barrier
+//                                                d_scores = weights * bend * (d_weights - delta)
+//             d_v += weights * d_out             d_k += d_scores * queries
+//     barrier
+//
+// Sums stay in registers: no atomics, and every run adds in the same order. With ALTERNATE keys
+// (or queries) are read a second time for the last product.
+
+#include "attention_tile.metal"
+
+// The gradient of a tile of scores to its place in an array (L, S).
+template <int COUNT, typename M>
+METAL_FUNC void store_scores(
+    thread const sum_fragment* scores,
+    device float* out,
+    int row,
+    int column,
+    thread const score_rule<M>& rule,
+    uint lane) {
+  row += fragment_row(lane);
+  column += fragment_col(lane);
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int query = row + i / 2 * 8, key = column + 8 * n + i % 2;
+      if (query < rule.queries && key < rule.keys) {
+        out[query * ulong(rule.keys) + key] = scores[n].part[i / 2][i % 2];
+      }
+    }
+  }
+}
+
+// What the two kernels over queries share: sums of d_q, or the gradient of the scores.
+template <
+    typename T,
+    typename M,
+    int D,
+    int DV,
+    int MASK,
+    bool SOFTCAP,
+    bool OF_MASK,
+    int BLOCKS,
+    int SIMDS,
+    int SLICES,
+    int TILE,
+    bool ALTERNATE,
+    bool AHEAD>
+METAL_FUNC void query_gradients(
+    head_rows<T> q_rows,
+    head_rows<T> k_rows,
+    head_rows<T> v_rows,
+    head_rows<T> out_rows,
+    head_rows<T> d_rows,
+    thread const score_rule<M>& rule,
+    const device float* lse,
+    device float* delta,
+    device T* d_q,
+    device float* d_scores,
+    ulong stride,
+    float slope,
+    threadgroup T* keys,
+    threadgroup float2* exchange,
+    int row,
+    uint thread_index,
+    uint simd_group,
+    uint lane) {
+  constexpr int THREADS = 32 * SIMDS, ROWS = 16 * BLOCKS * SIMDS / SLICES;
+  constexpr int WIDTH = rounded_up(D, 16 * SLICES), WIDTH_V = rounded_up(DV, 16 * SLICES);
+  constexpr int STEPS = WIDTH / SLICES / 16, STEPS_V = WIDTH_V / SLICES / 16;
+  constexpr int COLUMNS = 2 * STEPS, COUNT = TILE / 8;
+  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
+  constexpr int STRIDE_V = tile_stride(WIDTH_V, sizeof(T));
+  threadgroup T* values = keys + (ALTERNATE ? 0 : TILE * STRIDE);
+  int slice = int(simd_group % SLICES), own = row + int(simd_group / SLICES) * 16 * BLOCKS;
+
+  float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
+  left_fragment<T> left[BLOCKS][STEPS], d_left[BLOCKS][STEPS_V];
+  sum_fragment sums[BLOCKS][COLUMNS], dots[BLOCKS];
+  float lowered[BLOCKS][2], exact[BLOCKS][2] = {};
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+    int first = own + 16 * b;
+    load_left_rows<T, STEPS>(left[b], q_rows, D, first, slice * STEPS * 16, lane);
+    load_left_rows<T, STEPS_V>(d_left[b], d_rows, DV, first, slice * STEPS_V * 16, lane);
+    clear<COLUMNS>(sums[b]);
+    clear<1>(&dots[b]);
+#pragma unroll
+    for (int i = 0; i < STEPS_V; i++) {
+      left_fragment<T> result;
+      load_left_rows<T, 1>(&result, out_rows, DV, first, (slice * STEPS_V + i) * 16, lane);
+#pragma unroll
+      for (int p = 0; p < 4; p++) {
+        dots[b].part[p % 2].x += float(result.part[p].x) * float(d_left[b][i].part[p].x);
+        dots[b].part[p % 2].x += float(result.part[p].y) * float(d_left[b][i].part[p].y);
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+      int query = first + fragment_row(lane) + 8 * p;
+      dots[b].part[p].x = fragment_row_sum(dots[b].part[p].x);
+      lowered[b][p] = query < rule.queries ? lse[query] : BLANK;
+    }
+  }
+  if (SLICES > 1) {
+    add_slices<BLOCKS, SLICES>(dots, exchange, simd_group, lane);
+  }
+  int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
+  int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
+  uint4 held[packs_per_thread(TILE, WIDTH, sizeof(T), THREADS)];
+  uint4 held_v[packs_per_thread(TILE, WIDTH_V, sizeof(T), THREADS)];
+  if (AHEAD) {
+    fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, first, thread_index);
+    fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, first, thread_index);
+  }
+  for (int key = first; key < last; key += TILE) {
+    // Behind this nobody uses the last tiles any more.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (!AHEAD) {
+      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key, thread_index);
+    }
+    put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key, keys, thread_index);
+    if (!ALTERNATE) {
+      if (!AHEAD) {
+        fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, thread_index);
+      }
+      put_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, values, thread_index);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    sum_fragment scores[2][BLOCKS][COUNT];
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      multiply_by_rows<T, STEPS, COUNT>(
+          scores[0][b], left[b], keys + slice * STEPS * 16, STRIDE, lane);
+    }
+    if (ALTERNATE) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, thread_index);
+      put_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, values, thread_index);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      multiply_by_rows<T, STEPS_V, COUNT>(
+          scores[1][b], d_left[b], values + slice * STEPS_V * 16, STRIDE_V, lane);
+    }
+    if (SLICES > 1) {
+      add_slices<2 * BLOCKS * COUNT, SLICES>(scores[0][0], exchange, simd_group, lane);
+    }
+    if (ALTERNATE && !OF_MASK) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key, keys, thread_index);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      sum_fragment bends[COUNT];
+      make_scores<MASK, SOFTCAP, false, COUNT>(
+          scores[0][b], bends, own + 16 * b, key, rule, lane);
+      if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
+        hide_unseen<false, COUNT>(scores[0][b], own + 16 * b, key, rule, lane);
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * COUNT; i++) {
+        int n = i / 2, p = i % 2;
+        float2 score = scores[0][b][n].part[p], d_weight = scores[1][b][n].part[p];
+        float2 weight = float2(
+            fast::exp2(fma(score.x, unit, -lowered[b][p])),
+            fast::exp2(fma(score.y, unit, -lowered[b][p])));
+        scores[0][b][n].part[p] = weight;
+        exact[b][p] += weight.x * d_weight.x + weight.y * d_weight.y;
+      }
+      if (last - first <= TILE) {
+        dots[b].part[0].x = fragment_row_sum(exact[b][0]);
+        dots[b].part[1].x = fragment_row_sum(exact[b][1]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * COUNT; i++) {
+        int n = i / 2, p = i % 2;
+        float2 d_weight = scores[1][b][n].part[p] - dots[b].part[p].x;
+        float2 d_score = scores[0][b][n].part[p] * d_weight;
+        scores[0][b][n].part[p] = SOFTCAP && !OF_MASK ? d_score * bends[n].part[p] : d_score;
+      }
+    }
+    if (AHEAD) {
+      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, thread_index);
+      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key + TILE, thread_index);
+    }
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      if (!OF_MASK) {
+        add_weighted_rows<T, TILE, COLUMNS>(
+            sums[b], scores[0][b], keys + slice * COLUMNS * 8, STRIDE, lane);
+      } else if (slice == 0) {
+        store_scores<COUNT>(scores[0][b], d_scores, own + 16 * b, key, rule, lane);
+      }
+    }
+  }
+  if (!OF_MASK) {
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      store_rows<T, COLUMNS>(
+          sums[b], d_q, stride, own + 16 * b, rule.queries, slice * COLUMNS * 8, D, slope, lane);
+#pragma unroll
+      for (int p = 0; p < 2; p++) {
+        int query = own + 16 * b + fragment_row(lane) + 8 * p;
+        float sum = fragment_row_sum(exact[b][p]);
+        if (slice == 0 && fragment_col(lane) == 0 && query < rule.queries) {
+          delta[query] = sum;
+        }
+      }
+    }
+  }
+}
+
+template <
+    typename T,
+    typename M,
+    int D,
+    int DV,
+    int MASK,
+    bool SOFTCAP,
+    int BLOCKS,
+    int SIMDS,
+    int SLICES,
+    int TILE,
+    bool ALTERNATE,
+    bool AHEAD>
+[[kernel]] void attention_backward_queries(
+    const device T* q,
+    const constant int64_t* q_strides,
+    const device T* k,
+    const constant int64_t* k_strides,
+    const device T* v,
+    const constant int64_t* v_strides,
+    const device M* mask,
+    const constant int64_t* mask_strides,
+    const device T* out,
+    const constant int64_t* out_strides,
+    const device T* d_out,
+    const constant int64_t* d_out_strides,
+    const device float* lse,
+    constant int* sizes,
+    constant float* numbers,
+    device T* d_q,
+    device float* delta,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simd_group [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int ROWS = 16 * BLOCKS * SIMDS / SLICES;
+  constexpr int STRIDE = tile_stride(rounded_up(D, 16 * SLICES), sizeof(T));
+  constexpr int STRIDE_V = tile_stride(rounded_up(DV, 16 * SLICES), sizeof(T));
+  constexpr int ELEMENTS =
+      TILE * (ALTERNATE ? larger(STRIDE, STRIDE_V) : STRIDE + STRIDE_V);
+  constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 16;
+  threadgroup uint4 tiles[ELEMENTS * sizeof(T) / 16];
+  threadgroup float2 exchange[PARTS];
+  uint head = group.y, batch = group.z;
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
+  ulong place = (ulong(batch) * sizes[HEADS] + head) * rule.queries;
+  query_gradients<
+      T, M, D, DV, MASK, SOFTCAP, false, BLOCKS, SIMDS, SLICES, TILE, ALTERNATE, AHEAD>(
+      rows_of(q, q_strides, batch, head, rule.queries),
+      rows_of(k, k_strides, batch, head / sizes[SHARE], rule.keys),
+      rows_of(v, v_strides, batch, head / sizes[SHARE], rule.keys),
+      rows_of(out, out_strides, batch, head, rule.queries),
+      rows_of(d_out, d_out_strides, batch, head, rule.queries),
+      rule,
+      lse + place,
+      delta + place,
+      d_q + (ulong(batch) * rule.queries * sizes[HEADS] + head) * D,
+      delta,
+      ulong(sizes[HEADS]) * D,
+      numbers[SLOPE],
+      reinterpret_cast<threadgroup T*>(tiles),
+      exchange,
+      int(groups.x - 1 - group.x) * ROWS,
+      thread_index,
+      simd_group,
+      lane);
+}
+
+template <
+    typename T,
+    typename M,
+    int D,
+    int DV,
+    int MASK,
+    bool SOFTCAP,
+    int BLOCKS,
+    int SIMDS,
+    int SLICES,
+    int TILE,
+    bool ALTERNATE,
+    bool AHEAD>
+[[kernel]] void attention_backward_mask(
+    const device T* q,
+    const constant int64_t* q_strides,
+    const device T* k,
+    const constant int64_t* k_strides,
+    const device T* v,
+    const constant int64_t* v_strides,
+    const device M* mask,
+    const constant int64_t* mask_strides,
+    const device T* out,
+    const constant int64_t* out_strides,
+    const device T* d_out,
+    const constant int64_t* d_out_strides,
+    const device float* lse,
+    constant int* sizes,
+    constant float* numbers,
+    device float* d_scores,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simd_group [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int ROWS = 16 * BLOCKS * SIMDS / SLICES;
+  constexpr int STRIDE = tile_stride(rounded_up(D, 16 * SLICES), sizeof(T));
+  constexpr int STRIDE_V = tile_stride(rounded_up(DV, 16 * SLICES), sizeof(T));
+  constexpr int ELEMENTS =
+      TILE * (ALTERNATE ? larger(STRIDE, STRIDE_V) : STRIDE + STRIDE_V);
+  constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 16;
+  threadgroup uint4 tiles[ELEMENTS * sizeof(T) / 16];
+  threadgroup float2 exchange[PARTS];
+  uint head = group.y, batch = group.z;
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
+  ulong place = (ulong(batch) * sizes[HEADS] + head) * rule.queries;
+  query_gradients<
+      T, M, D, DV, MASK, SOFTCAP, true, BLOCKS, SIMDS, SLICES, TILE, ALTERNATE, AHEAD>(
+      rows_of(q, q_strides, batch, head, rule.queries),
+      rows_of(k, k_strides, batch, head / sizes[SHARE], rule.keys),
+      rows_of(v, v_strides, batch, head / sizes[SHARE], rule.keys),
+      rows_of(out, out_strides, batch, head, rule.queries),
+      rows_of(d_out, d_out_strides, batch, head, rule.queries),
+      rule,
+      lse + place,
+      d_scores,
+      (device T*)(nullptr),
+      d_scores + place * rule.keys,
+      ulong(sizes[HEADS]) * D,
+      numbers[SLOPE],
+      reinterpret_cast<threadgroup T*>(tiles),
+      exchange,
+      int(groups.x - 1 - group.x) * ROWS,
+      thread_index,
+      simd_group,
+      lane);
+}
+
+template <
+    typename T,
+    typename M,
+    int D,
+    int DV,
+    int MASK,
+    bool SOFTCAP,
+    bool AVERAGE,
+    int ROLES,
+    int BLOCKS,
+    int SIMDS,
+    int SLICES,
+    int TILE,
+    bool ALTERNATE,
+    bool AHEAD>
+[[kernel]] void attention_backward_keys(
+    const device T* q,
+    const constant int64_t* q_strides,
+    const device T* k,
+    const constant int64_t* k_strides,
+    const device T* v,
+    const constant int64_t* v_strides,
+    const device M* mask,
+    const constant int64_t* mask_strides,
+    const device T* d_out,
+    const constant int64_t* d_out_strides,
+    const device float* lse,
+    const device float* delta,
+    const device float* average,
+    constant int* sizes,
+    constant float* numbers,
+    device T* d_k,
+    device T* d_v,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simd_group [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int THREADS = 32 * SIMDS, SIDES = 2 / ROLES, COUNT = TILE / 8;
+  constexpr int ROWS = 16 * BLOCKS * SIMDS / (SLICES * ROLES);
+  constexpr int WIDTH = rounded_up(larger(D, DV), 16 * SLICES);
+  constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = 2 * STEPS;
+  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T)), ELEMENTS = TILE * STRIDE;
+  constexpr int PACKS = packs_per_thread(TILE, WIDTH, sizeof(T), THREADS);
+  constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * SIDES * BLOCKS * TILE * 8;
+  constexpr int SHARED = ROLES == 1 ? 1 : ROWS * TILE / 2;
+  threadgroup uint4 tiles[(ALTERNATE ? 1 : 2) * ELEMENTS * sizeof(T) / 16];
+  threadgroup float2 exchange[PARTS];
+  threadgroup float2 shared[SHARED];
+  threadgroup float2 statistics[TILE];
+  // The queries, and this far behind them their cotangents.
+  threadgroup T* tile = reinterpret_cast<threadgroup T*>(tiles);
+  constexpr int OTHER = ALTERNATE ? 0 : ELEMENTS;
+
+  uint kv_head = group.y, batch = group.z;
+  int block = int(simd_group) / (SLICES * ROLES), slice = int(simd_group % SLICES);
+  int role = int(simd_group) / SLICES % ROLES, row = int(group.x) * ROWS;
+  int own = row + block * 16 * BLOCKS, column = slice * STEPS * 16;
+  int share = sizes[SHARE], heads = sizes[HEADS];
+  int queries = sizes[QUERIES], keys = sizes[KEYS];
+  float unit = is_raw(MASK, SOFTCAP) ? numbers[SCALE] : 1.0f;
+
+  left_fragment<T> left[SIDES][BLOCKS][STEPS];
+  sum_fragment sums[SIDES][BLOCKS][COLUMNS];
+#pragma unroll
+  for (int s = 0; s < SIDES; s++) {
+    head_rows<T> k_rows = rows_of(k, k_strides, batch, kv_head, keys);
+    head_rows<T> v_rows = rows_of(v, v_strides, batch, kv_head, keys);
+    bool values = ROLES == 2 ? role == 1 : s == 1;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      load_left_rows<T, STEPS>(
+          left[s][b], values ? v_rows : k_rows, values ? DV : D, own + 16 * b, column, lane);
+      clear<COLUMNS>(sums[s][b]);
+    }
+  }
+
+  int first = max(0, row - sizes[REACH]) / TILE * TILE;
+  int last = min(queries, row + ROWS - 1 - sizes[REACH] + sizes[WINDOW]);
+  uint4 held[PACKS], d_held[PACKS];
+  for (int h = 0; h < share; h++) {
+    uint head = kv_head * share + h;
+    score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
+    head_rows<T> q_rows = rows_of(q, q_strides, batch, head, queries);
+    head_rows<T> d_rows = rows_of(d_out, d_out_strides, batch, head, queries);
+    ulong place = (ulong(batch) * heads + head) * queries;
+    if (AHEAD) {
+      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, first, thread_index);
+      fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, first, thread_index);
+    }
+    for (int query = first; query < last; query += TILE) {
+      // Behind this nobody uses the last tiles any more.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (!AHEAD) {
+        fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, query, thread_index);
+        fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, query, thread_index);
+      }
+      put_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, query, tile, thread_index);
+      if (!ALTERNATE) {
+        put_tile<T, TILE, DV, WIDTH, THREADS>(
+            d_held, d_rows, query, tile + OTHER, thread_index);
+      }
+      if (thread_index < TILE) {
+        int i = query + int(thread_index);
+        statistics[thread_index] =
+            i < queries ? float2(lse[place + i], delta[place + i]) : float2(BLANK, 0.0f);
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+
+      sum_fragment scores[SIDES][BLOCKS][COUNT];
+#pragma unroll
+      for (int s = 0; s < SIDES; s++) {
+        if (ALTERNATE && s == 1) {
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+          put_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, query, tile, thread_index);
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+        }
+        int side = ROLES == 2 ? role : s;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+          multiply_by_rows<T, STEPS, COUNT>(
+              scores[s][b], left[s][b], tile + side * OTHER + column, STRIDE, lane);
+        }
+      }
+      if (SLICES > 1) {
+        add_slices<SIDES * BLOCKS * COUNT, SLICES>(scores[0][0], exchange, simd_group, lane);
+      }
+      if (ROLES == 1 || role == 0) {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+          sum_fragment bends[COUNT];
+          make_scores<MASK, SOFTCAP, true, COUNT>(
+              scores[0][b], bends, own + 16 * b, query, rule, lane);
+          if (!all_seen(rule, query, TILE, own + 16 * b, 16)) {
+            hide_unseen<true, COUNT>(scores[0][b], own + 16 * b, query, rule, lane);
+          }
+#pragma unroll
+          for (int i = 0; i < 2 * COUNT; i++) {
+            int n = i / 2, p = i % 2, at = 8 * n + fragment_col(lane);
+            float2 score = scores[0][b][n].part[p];
+            float2 weight = float2(
+                fast::exp2(fma(score.x, unit, -statistics[at].x)),
+                fast::exp2(fma(score.y, unit, -statistics[at + 1].x)));
+            scores[0][b][n].part[p] = weight;
+            float2 bent = SOFTCAP ? weight * bends[n].part[p] : weight;
+            if (ROLES == 2) {
+              // All slices have the same; one hands it on.
+              if (slice == 0) {
+                shared[((block * BLOCKS + b) * 2 * COUNT + i) * 32 + lane] = bent;
+              }
+            } else {
+              float2 delta_of = float2(statistics[at].y, statistics[at + 1].y);
+              scores[SIDES - 1][b][n].part[p] =
+                  bent * (scores[SIDES - 1][b][n].part[p] - delta_of);
+            }
+          }
+        }
+      }
+      if (ROLES == 2) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (role == 1) {
+#pragma unroll
+          for (int i = 0; i < 2 * BLOCKS * COUNT; i++) {
+            int b = i / (2 * COUNT), n = i / 2 % COUNT, p = i % 2;
+            int at = 8 * n + fragment_col(lane);
+            float2 delta_of = float2(statistics[at].y, statistics[at + 1].y);
+            scores[0][b][n].part[p] = shared[(block * 2 * BLOCKS * COUNT + i) * 32 + lane] *
+                (scores[0][b][n].part[p] - delta_of);
+          }
+        }
+      }
+      if (AHEAD) {
+        fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, query + TILE, thread_index);
+        fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, query + TILE, thread_index);
+      }
+#pragma unroll
+      for (int s = 0; s < SIDES; s++) {
+        if (ALTERNATE && s == 1) {
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+          put_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, query, tile, thread_index);
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+        }
+        int side = ROLES == 2 ? role : s;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+          add_weighted_rows<T, TILE, COLUMNS>(
+              sums[s][b], scores[s][b], tile + (1 - side) * OTHER + column, STRIDE, lane);
+        }
+      }
+    }
+  }
+
+#pragma unroll
+  for (int s = 0; s < SIDES; s++) {
+    bool of_keys = ROLES == 2 ? role == 1 : s == 1;
+    int width = of_keys ? D : DV, kv_heads = heads / share;
+    ulong place = (ulong(batch) * keys * kv_heads + kv_head) * width;
+    device T* out = (of_keys ? d_k : d_v) + place;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      if (AVERAGE && !of_keys) {
+#pragma unroll
+        for (int i = 0; i < 2 * COLUMNS; i++) {
+          int c = column + i / 2 * 8 + fragment_col(lane);
+          if (c < DV) {
+            const device float* more = average + (ulong(batch) * kv_heads + kv_head) * DV + c;
+            sums[s][b][i / 2].part[i % 2] += float2(more[0], more[1]);
+          }
+        }
+      }
+      store_rows<T, COLUMNS>(
+          sums[s][b],
+          out,
+          ulong(kv_heads) * width,
+          own + 16 * b,
+          keys,
+          column,
+          width,
+          of_keys ? numbers[SLOPE] : 1.0f,
+          lane);
+    }
+  }
+}

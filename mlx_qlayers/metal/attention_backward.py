@@ -1,0 +1,145 @@
+"""Launches the kernels of the gradients of attention."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+
+from ..runtime.kernel import Kernel
+from .attention import Call, nothing
+from .attention_layout import PARAMETERS, Layout, memory
+
+# The log-sum-exp of a query that sees no key, as attention_tile.metal has it.
+_BLANK = 1e38
+
+_RULE = ("T", "M", "D", "DV", "MASK", "SOFTCAP")
+_OF_QUERIES = ("q", "k", "v", "mask", "out", "d_out", "lse", "sizes", "numbers")
+_QUERIES = Kernel(
+    "attention_backward_queries",
+    "attention_backward.metal",
+    inputs=_OF_QUERIES,
+    outputs=("d_q", "delta"),
+    template=(*_RULE, *PARAMETERS),
+    threadgroup_memory=lambda **values: memory("queries", values),
+    large=True,
+    ensure_row_contiguous=False,
+)
+_MASK = Kernel(
+    "attention_backward_mask",
+    "attention_backward.metal",
+    inputs=_OF_QUERIES,
+    outputs=("d_scores",),
+    template=(*_RULE, *PARAMETERS),
+    threadgroup_memory=lambda **values: memory("queries", values),
+    large=True,
+    ensure_row_contiguous=False,
+)
+_KEYS = Kernel(
+    "attention_backward_keys",
+    "attention_backward.metal",
+    inputs=("q", "k", "v", "mask", "d_out", "lse", "delta", "average", "sizes", "numbers"),
+    outputs=("d_k", "d_v"),
+    template=(*_RULE, "AVERAGE", "ROLES", *PARAMETERS),
+    threadgroup_memory=lambda **values: memory("keys", values),
+    large=True,
+    ensure_row_contiguous=False,
+)
+
+
+def gradient_queries(
+    call: Call, out: mx.array, lse: mx.array, d_out: mx.array, chosen: Layout | None = None
+) -> tuple[mx.array, mx.array]:
+    """The gradient of ``q``, and what those of ``k``, ``v`` and ``sinks`` need of it.
+
+    Args:
+        call: the arguments.
+        out: what :func:`attention_forward` gave for them.
+        lse: and its log-sum-exp.
+        d_out: the cotangent of ``out``, in the dtype of ``q``.
+        chosen: how to spread the work, if not as the table says.
+
+    Returns:
+        (B, H, L, D) in the dtype of ``q``; and (B, H, L) float32, the sums of ``out * d_out``.
+    """
+    chosen = chosen or call.layout("queries")
+    d_q, delta = _QUERIES(
+        [call.q, call.k, call.v, call.mask, out, d_out, lse, call.sizes, call.numbers],
+        template={**call.template, **chosen.template()},
+        output_shapes=[(call.batch, call.queries, call.heads, call.width), lse.shape],
+        **call.threads(chosen, call.queries, call.heads),
+    )
+    return d_q.swapaxes(1, 2), delta
+
+
+def gradient_mask(
+    call: Call,
+    out: mx.array,
+    lse: mx.array,
+    d_out: mx.array,
+    shape: tuple[int, ...],
+    chosen: Layout | None = None,
+) -> mx.array:
+    """The gradient of an additive mask of this shape in float32; arguments as before."""
+    chosen = chosen or call.layout("queries")
+    (d_scores,) = _MASK(
+        [call.q, call.k, call.v, call.mask, out, d_out, lse, call.sizes, call.numbers],
+        template={**call.template, **chosen.template()},
+        output_shapes=[(call.batch, call.heads, call.queries, call.keys)],
+        init_value=0,
+        **call.threads(chosen, call.queries, call.heads),
+    )
+    shared = [axis for axis, n in enumerate((1,) * (4 - len(shape)) + shape) if n == 1]
+    return d_scores.sum(axis=shared, keepdims=True).reshape(shape)
+
+
+def gradient_keys_and_values(
+    call: Call, lse: mx.array, delta: mx.array, d_out: mx.array, chosen: Layout | None = None
+) -> tuple[mx.array, mx.array]:
+    """The gradients of ``k`` and ``v``; ``delta`` is what :func:`gradient_queries` gave.
+
+    Returns:
+        (B, Hkv, S, D) and (B, Hkv, S, Dv) in the dtype of ``q``.
+    """
+    chosen = chosen or call.layout("keys")
+    d_k, d_v = _KEYS(
+        [
+            call.q,
+            call.k,
+            call.v,
+            call.mask,
+            d_out,
+            lse,
+            delta,
+            _average(call, lse, d_out),
+            call.sizes,
+            call.numbers,
+        ],
+        template={
+            **call.template,
+            **chosen.template(),
+            "AVERAGE": call.average,
+            "ROLES": chosen.roles,
+        },
+        output_shapes=[
+            (call.batch, call.keys, call.kv_heads, call.width),
+            (call.batch, call.keys, call.kv_heads, call.width_v),
+        ],
+        **call.threads(chosen, call.keys, call.kv_heads),
+    )
+    return d_k.swapaxes(1, 2), d_v.swapaxes(1, 2)
+
+
+def _average(call: Call, lse: mx.array, d_out: mx.array) -> mx.array:
+    """What each value gets of the queries that see no key: (B, Hkv, Dv)."""
+    if not call.average:
+        return nothing()
+    share = mx.where(lse == _BLANK, 1 / call.keys, 0.0)[..., None]
+    shared = (d_out.astype(mx.float32) * share).sum(axis=2)
+    return shared.reshape(call.batch, call.kv_heads, -1, call.width_v).sum(axis=2)
+
+
+def gradient_sinks(sinks: mx.array, lse: mx.array, delta: mx.array) -> mx.array:
+    """The gradient of ``sinks``, (H,) in their dtype."""
+    weight = mx.exp(sinks.astype(mx.float32)[:, None] - lse * math.log(2))
+    return -(weight * delta).sum(axis=(0, 2)).astype(sinks.dtype)

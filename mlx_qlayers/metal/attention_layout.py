@@ -1,0 +1,173 @@
+"""How the attention kernels spread their work, by device family and head size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from ..runtime.launch import TemplateValue
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one kernel spreads its work; the heads of the sources say what the words mean.
+
+    Attributes:
+        blocks: blocks of 16 rows that a SIMD group owns.
+        simds: SIMD groups of a threadgroup, a multiple of ``slices * roles``.
+        slices: SIMD groups that share their rows, each with its part of the columns.
+        roles: SIMD groups that share keys in the gradient of keys and values: one for both, or 2.
+        tile: rows of a tile in threadgroup memory, a multiple of 16.
+        alternate: whether both tiles take turns in one place.
+        ahead: whether the next tile is read from device memory while the last one is used.
+    """
+
+    blocks: int = 1
+    simds: int = 4
+    slices: int = 1
+    roles: int = 1
+    tile: int = 32
+    alternate: bool = False
+    ahead: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return 32 * self.simds
+
+    @property
+    def rows(self) -> int:
+        """Rows that a threadgroup owns."""
+        return 16 * self.blocks * self.simds // (self.slices * self.roles)
+
+    def template(self) -> dict[str, TemplateValue]:
+        """The values of the template parameters :data:`PARAMETERS`, and of ROLES."""
+        return {
+            "BLOCKS": self.blocks,
+            "SIMDS": self.simds,
+            "SLICES": self.slices,
+            "TILE": self.tile,
+            "ALTERNATE": self.alternate,
+            "AHEAD": self.ahead,
+        }
+
+
+PARAMETERS = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD")
+
+
+# By kernel, device family and bytes of an element: the widest head, and the layout up to there.
+# A thread keeps to about 100 registers on Apple GPUs, where 128 is the limit for full occupancy.
+_TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
+    ("forward", "apple", 2): (
+        (96, Layout()),
+        (160, Layout(simds=8, slices=2, tile=16)),
+        (256, Layout(simds=8, slices=4, tile=16)),
+    ),
+    ("forward", "apple", 4): (
+        (64, Layout(tile=16)),
+        (128, Layout(slices=2, tile=16)),
+        (160, Layout(slices=4, simds=8, tile=16)),
+        (256, Layout(slices=4, simds=8, tile=16, alternate=True)),
+    ),
+    ("forward", "cuda", 2): (
+        (64, Layout(tile=64, ahead=True)),
+        (128, Layout(ahead=True)),
+        (256, Layout(simds=8, slices=2, tile=16, ahead=True)),
+    ),
+    ("forward", "cuda", 4): (
+        (64, Layout(tile=16)),
+        (128, Layout(slices=2, tile=16)),
+        (160, Layout(slices=4, simds=8, tile=16)),
+        (256, Layout(slices=4, simds=8, tile=16, alternate=True)),
+    ),
+    ("queries", "apple", 2): (
+        (64, Layout(tile=16)),
+        (128, Layout(slices=2, tile=16)),
+        (256, Layout(slices=4, tile=16)),
+    ),
+    ("queries", "apple", 4): (
+        (48, Layout(tile=16)),
+        (96, Layout(slices=2, tile=16)),
+        (128, Layout(slices=4, tile=16)),
+        (256, Layout(slices=4, tile=16, alternate=True)),
+    ),
+    ("queries", "cuda", 2): (
+        (64, Layout(blocks=2, ahead=True)),
+        (128, Layout(simds=8, ahead=True)),
+        (256, Layout(slices=2, tile=16, ahead=True)),
+    ),
+    ("queries", "cuda", 4): (
+        (64, Layout(slices=2, tile=16)),
+        (128, Layout(slices=4, tile=16)),
+        (256, Layout(slices=4, tile=16, alternate=True)),
+    ),
+    ("keys", "apple", 2): (
+        (64, Layout(roles=2)),
+        (128, Layout(simds=8, slices=2, roles=2, tile=16)),
+        (256, Layout(simds=8, slices=4, roles=2, tile=16)),
+    ),
+    ("keys", "apple", 4): (
+        (64, Layout(roles=2, tile=16)),
+        (128, Layout(simds=8, slices=2, roles=2, tile=16)),
+        (160, Layout(simds=4, slices=2, roles=2, tile=16)),
+        (256, Layout(slices=4, tile=16, alternate=True)),
+    ),
+    ("keys", "cuda", 2): (
+        (64, Layout()),
+        (128, Layout(roles=2)),
+        (256, Layout(simds=8, slices=2, roles=2, tile=16)),
+    ),
+    ("keys", "cuda", 4): (
+        (64, Layout(roles=2, tile=16)),
+        (128, Layout(simds=8, slices=2, roles=2, tile=16)),
+        (160, Layout(simds=4, slices=2, roles=2, tile=16)),
+        (256, Layout(slices=4, tile=16, alternate=True)),
+    ),
+}
+
+
+@cache
+def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
+    """The layout of a kernel.
+
+    Args:
+        kernel: ``"forward"``, ``"queries"`` or ``"keys"`` (their gradients).
+        device: ``"metal"``, ``"cuda"`` or ``"host"``, which takes what Apple GPUs take.
+        dtype: of queries, keys and values.
+        width: the larger of the head sizes of keys and values.
+    """
+    family = "cuda" if device == "cuda" else "apple"
+    table = _TABLE[kernel, family, dtype.size]
+    return next(found for widest, found in table if width <= widest)
+
+
+def _stride(width: int, size: int) -> int:
+    """Elements from row to row of a tile, as ``tile_stride`` has it."""
+    return (width * size // 16 | 1) * 16 // size
+
+
+def memory(kernel: str, values: Mapping[str, Any]) -> int:
+    """Bytes of threadgroup memory that a kernel takes, by the values of its template."""
+    size, slices, tile = values["T"].size, values["SLICES"], values["TILE"]
+    roles = values.get("ROLES", 1)
+    widths = [values["D"], values["DV"]]
+    if kernel == "keys":
+        widths = [max(widths)] * 2
+    rounding = [16 * slices, (8 if kernel == "forward" else 16) * slices]
+    rows = [
+        size * _stride(-(-width // to) * to, size)
+        for width, to in zip(widths, rounding, strict=True)
+    ]
+    used = tile * (max(rows) if values["ALTERNATE"] else sum(rows))
+    # Products of 16 rows with a tile that a SIMD group adds up with others.
+    products = {"forward": 1, "queries": 2, "keys": 2 // roles}[kernel] * values["BLOCKS"]
+    simds = values["SIMDS"]
+    used += 8 if slices == 1 else simds * products * tile * 64
+    if kernel == "keys":
+        used += 8 * tile
+        used += 8 if roles == 1 else simds * values["BLOCKS"] // (slices * roles) * tile * 64
+    return used

@@ -1,0 +1,88 @@
+"""Inputs for attention on awkward shapes, and what float64 makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import oracles
+from numerics import assert_accurate, random, round_to, to64
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+MASKS = ["none", "causal", "boolean", "padded", "additive", "biased", "one key"]
+EXTRAS = [
+    {},
+    {"window": 5},
+    {"softcap": 2.0},
+    {"sinks": True},
+    {"window": 9, "softcap": 30.0, "sinks": True},
+]
+
+
+def make_mask(kind, rng, batch, heads, queries, keys, dtype):
+    if kind in ("none", "causal"):
+        return None if kind == "none" else kind
+    if kind == "boolean":
+        return mx.array(rng.random((queries, keys)) < 0.7)
+    if kind == "padded":  # As batched generation: the first keys of some rows are hidden.
+        return mx.array(np.arange(keys) >= rng.integers(0, keys, (batch, 1, 1, 1)))
+    if kind == "one key":
+        return mx.array(np.arange(keys) == rng.integers(0, keys, (1, heads, queries, 1)))
+    if kind == "additive":
+        return random(rng, (1, queries, keys), dtype)
+    hidden = mx.array(rng.random((batch, heads, queries, keys)) < 0.3)
+    return mx.where(hidden, -float("inf"), random(rng, hidden.shape, dtype)).astype(dtype)
+
+
+def make(seed, shape, dtype, kind="none", extra=None):
+    batch, heads, kv_heads, queries, keys, width, v_width = shape
+    rng = np.random.default_rng(seed)
+    q = random(rng, (batch, heads, queries, width), dtype)
+    k = random(rng, (batch, kv_heads, keys, width), dtype)
+    v = random(rng, (batch, kv_heads, keys, v_width), dtype)
+    options = {"scale": width**-0.5, **(extra or {})}
+    options["mask"] = make_mask(kind, rng, batch, heads, queries, keys, dtype)
+    if options.get("sinks"):
+        options["sinks"] = random(rng, (heads,), dtype)
+    return rng, (q, k, v), options
+
+
+def expect(arrays, options, dtype, **more):
+    """By name: the truth, what float32 and one rounding make of it, the terms it is a sum of."""
+    plain = {n: to64(o) if isinstance(o, mx.array) else o for n, o in options.items()}
+    if isinstance(plain["mask"], np.ndarray) and options["mask"].dtype == mx.bool_:
+        plain["mask"] = plain["mask"].astype(bool)
+    truth, terms = oracles.attention(*map(to64, arrays), **plain, **more)
+    rough, _ = oracles.attention(*map(to64, arrays), **plain, **more, dtype=np.float32)
+    return {name: (truth[name], round_to(rough[name], dtype), terms[name]) for name in truth}
+
+
+def check(
+    attention: Callable[..., mx.array],
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    kind: str = "none",
+    extra: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> None:
+    """Hold an attention function and all its gradients against float64."""
+    rng, arrays, options = make(seed, shape, dtype, kind, extra)
+    cotangent = random(rng, (*arrays[0].shape[:3], shape[-1]), dtype)
+    expected = expect(arrays, options, dtype, cotangent=to64(cotangent))
+    names = ["q", "k", "v"]
+    names += ["sinks"] * ("sinks" in options)
+    names += ["mask"] * ("mask" in expected)
+    inputs = [*arrays, *(options[name] for name in names[3:])]
+
+    def run(q: mx.array, k: mx.array, v: mx.array, *others: mx.array) -> list[mx.array]:
+        chosen = {**options, **dict(zip(names[3:], others, strict=True))}
+        return [attention(q, k, v, **chosen)]
+
+    (out,), gradients = mx.vjp(run, inputs, [cotangent])
+    for name, actual in zip(["out", *names], [out, *gradients], strict=True):
+        assert actual.dtype == dtype
+        truth, rounded, terms = expected[name]
+        what = f"{name} of {shape} {kind} {extra}"
+        assert_accurate(actual, truth, rounded, terms=terms, what=what)
