@@ -115,10 +115,14 @@ template <
         if (lanes > 1 && rows > 1 && (m < start || m >= end)) {
           continue;
         }
+        alignas(16) T held[run];
+        load_words<run * sizeof(T) / 4>(
+            reinterpret_cast<thread uint*>(held),
+            reinterpret_cast<const device uint*>(x + at[m] + k));
         alignas(64) float values[run];
 #pragma unroll
         for (int i = 0; i < run; i++) {
-          values[i] = float(x[at[m] + k + i]);
+          values[i] = float(held[i]);
         }
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)

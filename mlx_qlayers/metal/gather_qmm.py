@@ -39,13 +39,20 @@ class Choice(NamedTuple):
         right: (P,) uint32, the matrix.
         left: (P,) uint32, the block of rows of x; None stands for ``p // share``.
         share: products in a row that take the same block.
-        sorted: whether equal matrices are neighbours; decides about speed alone.
+        sorted: whether ``right`` is sorted.
     """
 
     right: mx.array
     left: mx.array | None
     share: int
     sorted: bool
+
+    def blocks(self, x: mx.array) -> mx.array:
+        """The rows of x (..., M, K) that each product takes: (P, M, K)."""
+        blocks = x.reshape(-1, *x.shape[-2:])
+        if self.left is not None:
+            return blocks[self.left]
+        return blocks if self.share == 1 else mx.repeat(blocks, self.share, 0)
 
 
 @dataclass(frozen=True)

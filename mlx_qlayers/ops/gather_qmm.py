@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..formats import Format
 from ..metal.gather_qmm import Choice, configuration, gathered_products
+from ..metal.gather_tiles import gathered_tiles, products_in_tiles
 from ..metal.quantized_gradients import gradient_of_scales_and_biases
 from ..reference.gather_qmm import GLOBAL_UNIT
 from ..reference.gather_qmm import gather_qmm as reference
@@ -58,7 +59,7 @@ def gather_qmm(
         mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
         global_scale: one number for each matrix in mode nvfp4, as ``mx.quantize`` takes it.
         sorted_indices: says that ``rhs_indices`` are sorted, so that products with the same
-            matrix can share what they read of it. Results do not depend on it.
+            matrix can share what they read of it. What is said has to be true.
 
     Returns:
         (..., M, N) in the dtype of ``x`` (affine: that of ``x`` and ``scales`` promoted), with
@@ -202,6 +203,12 @@ class _Products:
         choice: Choice,
         transpose: bool,
     ) -> mx.array:
+        if choice.sorted and self.path != "host":
+            blocks, count = choice.blocks(x), prod(w.shape[:-2])
+            cut = gathered_tiles(self.path, prod(blocks.shape[:-1]), count, x.dtype, self.fmt)
+            return products_in_tiles(
+                blocks, w, scales, biases, factors, choice.right, transpose, self.fmt, cut
+            )
         config = configuration(self.path, x.shape[-2], choice.sorted, transpose, self.fmt)
         return gathered_products(x, w, scales, biases, factors, choice, self.fmt, config)
 
