@@ -7,11 +7,10 @@ from math import prod
 
 import mlx.core as mx
 
-from ..formats import Format
+from ..formats import GLOBAL_UNIT, Format
 from ..metal.gather_qmm import Choice, configuration, gathered_products
 from ..metal.gather_tiles import gathered_tiles, products_in_tiles
 from ..metal.quantized_gradients import gradient_of_scales_and_biases
-from ..reference.gather_qmm import GLOBAL_UNIT
 from ..reference.gather_qmm import gather_qmm as reference
 from ..runtime.backend import backend, choose
 from .quantized_gradients import one_by_one
@@ -300,14 +299,10 @@ def _check(
     for name, indices in (("lhs_indices", lhs_indices), ("rhs_indices", rhs_indices)):
         if indices is not None and not mx.issubdtype(indices.dtype, mx.integer):
             raise ValueError(f"{name} must be integers, not {indices.dtype}")
-    if global_scale is not None:
-        if fmt.mode != "nvfp4":
-            raise ValueError(f"global_scale must be None in mode {fmt.mode!r}")
-        if global_scale.size != prod(w.shape[:-2]) or global_scale.dtype not in _FLOATS:
-            raise ValueError(
-                f"global_scale must have a floating-point number for each matrix of w of shape "
-                f"{w.shape}, not {global_scale.dtype} in shape {global_scale.shape}"
-            )
+    if global_scale is not None and (
+        problem := fmt.mismatch_of_global(global_scale, prod(w.shape[:-2]))
+    ):
+        raise ValueError(problem)
     left = x.shape[:-2] if lhs_indices is None else lhs_indices.shape
     right = w.shape[:-2] if rhs_indices is None else rhs_indices.shape
     try:
