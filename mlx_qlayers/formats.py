@@ -14,6 +14,8 @@ MODES = {
     "nvfp4": ((16,), (4,)),
 }
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+# What mode nvfp4 divides a global scale by: the largest numbers that E4M3 and E2M1 hold.
+GLOBAL_UNIT = 448.0 * 6.0
 
 
 class Format(NamedTuple):
@@ -89,6 +91,17 @@ class Format(NamedTuple):
                 return f"biases must be None in mode {self.mode!r}"
             if scales.dtype != mx.uint8:
                 return f"scales must be uint8 in mode {self.mode!r}, not {_name(scales.dtype)}"
+        return None
+
+    def mismatch_of_global(self, global_scale: mx.array, matrices: int) -> str | None:
+        """What is wrong with global scales for so many matrices, or None if nothing is."""
+        if self.mode != "nvfp4":
+            return f"global_scale must be None in mode {self.mode!r}"
+        if global_scale.size != matrices or not mx.issubdtype(global_scale.dtype, mx.floating):
+            return (
+                f"global_scale must hold a floating-point number for each matrix, {matrices} in "
+                f"all, not {_name(global_scale.dtype)} in shape {global_scale.shape}"
+            )
         return None
 
 

@@ -11,11 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .formats import GLOBAL_UNIT
 from .layers.counterparts import stock_of
 from .layers.fusion import GATES, input_width, is_fused, known_of, unfused_class
 from .layers.qlinear import Counterpart, QEmbedding
 from .layers.routing import is_routed, routed_attention, stock_class
-from .reference.gather_qmm import GLOBAL_UNIT
 
 Classes = Mapping[int, tuple[type[nn.Module] | None, nn.Module | None]]
 

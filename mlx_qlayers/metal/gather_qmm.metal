@@ -11,8 +11,9 @@
 //                      group, or by one thread where `lanes` is 1. A thread takes runs of `run`
 //                      elements of K, every lanes-th.
 //                      Grid (tiles of N * lanes, ceil(R / rows), 1).
-// gather_qmm_columns   y (R, N) = x * w: `wide` neighbouring threads take `run` columns each, the
-//                      SIMD group's lanes / wide such sets share K. Grid as above.
+// gather_qmm_columns   y (R, N) = x * w: `wide` neighbouring threads take `run` columns each, and
+//                      `deep` rows of w at a time; the SIMD group's lanes / wide such sets share K,
+//                      and deep is 1. Grid as above.
 //
 // No threadgroup memory. Sums are float32; `scaled` results are multiplied by factors[right[p]].
 
@@ -115,10 +116,14 @@ template <
         if (lanes > 1 && rows > 1 && (m < start || m >= end)) {
           continue;
         }
+        alignas(16) T held[run];
+        load_words<run * sizeof(T) / 4>(
+            reinterpret_cast<thread uint*>(held),
+            reinterpret_cast<const device uint*>(x + at[m] + k));
         alignas(64) float values[run];
 #pragma unroll
         for (int i = 0; i < run; i++) {
-          values[i] = float(x[at[m] + k + i]);
+          values[i] = float(held[i]);
         }
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)
@@ -161,6 +166,7 @@ template <
     int bits,
     int rows,
     int run,
+    int deep,
     int wide,
     int lanes,
     bool listed,
@@ -190,24 +196,39 @@ template <
   for (int start = 0, end = 0; start < count && column < N; start = end) {
     end = end_of_run(right, begin + start, begin + count, per_pair) - begin;
     size_t matrix = size_t(right[(begin + start) / per_pair]) * K;
-    for (int k = lane / wide; k < K; k += lanes / wide) {
-      alignas(64) float weights[run];
-      size_t row = matrix + k, place = row * groups + column / group;
-      float bias = mode == AFFINE ? float(biases[place]) : 0.0f;
-      dequantize<mode, bits, run>(
-          weights,
-          w + row * words + size_t(column) * bits / 32,
-          decoded_scale<mode>(scales[place]),
-          bias);
+    for (int k = lane / wide; k < K; k += lanes / wide * deep) {
+      alignas(64) float weights[deep][run];
+#pragma unroll(deep > 1 ? 1 : deep)
+      for (int d = 0; d < min(deep, K - k); d++) {
+        size_t row = matrix + k + d, place = row * groups + column / group;
+        float bias = mode == AFFINE ? float(biases[place]) : 0.0f;
+        dequantize<mode, bits, run>(
+            weights[d],
+            w + row * words + size_t(column) * bits / 32,
+            decoded_scale<mode>(scales[place]),
+            bias);
+      }
 #pragma unroll(lanes > 1 ? rows : 1)
       for (int m = lanes > 1 ? 0 : start; m < (lanes > 1 ? rows : end); m++) {
         if (lanes > 1 && rows > 1 && (m < start || m >= end)) {
           continue;
         }
-        float value = float(x[at[m] + k]);
+        float parts[run];
 #pragma unroll
         for (int i = 0; i < run; i++) {
-          sums[m][i] = fma(value, weights[i], sums[m][i]);
+          parts[i] = sums[m][i];
+        }
+#pragma unroll(deep > 1 ? 1 : deep)
+        for (int d = 0; d < min(deep, K - k); d++) {
+          float value = float(x[at[m] + k + d]);
+#pragma unroll
+          for (int i = 0; i < run; i++) {
+            parts[i] = fma(value, weights[d][i], parts[i]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < run; i++) {
+          sums[m][i] = parts[i];
         }
       }
     }

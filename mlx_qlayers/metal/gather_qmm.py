@@ -27,7 +27,7 @@ _COLUMNS = Kernel(
     "gather_qmm.metal",
     inputs=_INPUTS,
     outputs=("y",),
-    template=(*_FORMAT, "rows", "run", "wide", "lanes", "listed", "scaled"),
+    template=(*_FORMAT, "rows", "run", "deep", "wide", "lanes", "listed", "scaled"),
     large=True,
 )
 
@@ -39,13 +39,20 @@ class Choice(NamedTuple):
         right: (P,) uint32, the matrix.
         left: (P,) uint32, the block of rows of x; None stands for ``p // share``.
         share: products in a row that take the same block.
-        sorted: whether equal matrices are neighbours; decides about speed alone.
+        sorted: whether ``right`` is sorted.
     """
 
     right: mx.array
     left: mx.array | None
     share: int
     sorted: bool
+
+    def blocks(self, x: mx.array) -> mx.array:
+        """The rows of x (..., M, K) that each product takes: (P, M, K)."""
+        blocks = x.reshape(-1, *x.shape[-2:])
+        if self.left is not None:
+            return blocks[self.left]
+        return blocks if self.share == 1 else mx.repeat(blocks, self.share, 0)
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ class Columns:
     Attributes:
         rows: neighbouring results in a tile.
         run: neighbouring columns of a thread, as in :class:`Rows`.
+        deep: rows of a matrix that a thread unpacks at a time; 1 where ``lanes`` is 32.
         wide: threads that take neighbouring runs; the others of their SIMD group take other
             parts of the sums.
         lanes: threads of a SIMD group: 32, or 1 where threads do not run side by side.
@@ -85,6 +93,7 @@ class Columns:
 
     rows: int
     run: int
+    deep: int
     wide: int
     lanes: int
     threads: int
@@ -109,13 +118,13 @@ def configuration(
         rows, run = 1 if alone else 16, fmt.group_size
         if transpose:
             return Rows(rows, outputs=4, run=run, lanes=1, ways=16, threads=8)
-        return Columns(rows, run=run, wide=1, lanes=1, threads=8)
+        return Columns(rows, run=run, deep=1 if alone else 32, wide=1, lanes=1, threads=8)
     # The sums and unpacked weights must stay within some 100 registers.
     run = 32 if fmt.bits % 2 else 16
     if transpose:
         rows = 1 if alone else 4 if run == 16 else 2
         return Rows(rows, outputs=4, run=run, lanes=32, ways=1, threads=64)
-    return Columns(1 if alone else 64 // run, run=run, wide=4, lanes=32, threads=64)
+    return Columns(1 if alone else 64 // run, run=run, deep=1, wide=4, lanes=32, threads=64)
 
 
 def gathered_products(

@@ -47,10 +47,10 @@ METAL_FUNC size_t row_at(const device uint* list, int i) {
   return gathered ? size_t(list[i]) : size_t(i);
 }
 
-// `depth` rows of up to `width` elements, with zeros where there are none.
-template <typename T, int depth, int width, bool wide, bool gathered>
-METAL_FUNC void stage(
-    threadgroup T* to,
+// 64 bytes of depth of a tile `width` elements wide, 16 bytes at a time; zeros where there is nothing.
+template <typename T, int width, bool wide, bool gathered>
+METAL_FUNC void fetch(
+    thread uint4* held,
     const device T* from,
     const device uint* list,
     int row,
@@ -58,17 +58,35 @@ METAL_FUNC void stage(
     int column,
     int columns,
     uint thread_index) {
-  const int step = wide ? 16 / sizeof(T) : 1, stride = width + 16 / sizeof(T);
-  for (int i = thread_index * step; i < depth * width; i += THREADS * step) {
-    int y = i / width, x = i % width;
-    bool inside = row + y < end && column + x < columns;
-    size_t at = inside ? row_at<gathered>(list, row + y) * columns + column + x : 0;
-    if (wide) {
-      uint4 four = inside ? *reinterpret_cast<const device uint4*>(from + at) : uint4(0);
-      *reinterpret_cast<threadgroup uint4*>(to + y * stride + x) = four;
-    } else {
-      to[y * stride + x] = inside ? from[at] : T(0);
+  constexpr int step = 16 / sizeof(T), across = width / step;
+#pragma unroll
+  for (int i = 0; i < width / 32; i++) {
+    int piece = thread_index + i * THREADS, m = row + piece / across;
+    int c = column + piece % across * step;
+    held[i] = uint4(0);
+    if (m < end && c < columns) {
+      const device T* at = from + row_at<gathered>(list, m) * columns + c;
+      if (wide) {
+        held[i] = *reinterpret_cast<const device uint4*>(at);
+      } else {
+        alignas(16) T values[step];
+#pragma unroll
+        for (int j = 0; j < step; j++) {
+          values[j] = c + j < columns ? at[j] : T(0);
+        }
+        held[i] = *reinterpret_cast<thread uint4*>(values);
+      }
     }
+  }
+}
+template <typename T, int width>
+METAL_FUNC void place(threadgroup T* to, const thread uint4* held, uint thread_index) {
+  constexpr int step = 16 / sizeof(T), across = width / step;
+#pragma unroll
+  for (int i = 0; i < width / 32; i++) {
+    int piece = thread_index + i * THREADS;
+    int at = piece / across * (width + step) + piece % across * step;
+    *reinterpret_cast<threadgroup uint4*>(to + at) = held[i];
   }
 }
 
@@ -107,32 +125,43 @@ template <typename T, typename S, int group, int bits, bool wide, bool gathered>
       sums[i][j].part[0] = sums[i][j].part[1] = float2(0);
     }
   }
-  for (int m = rows[0]; m < rows[1]; m += depth) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage<T, depth, ROWS, wide, gathered>(
-        left_tile, left, left_rows, m, rows[1], row, R, thread_index);
-    stage<T, depth, COLUMNS, true, gathered>(
-        right_tile, right, right_rows, m, rows[1], column, C, thread_index);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+  // What the next step needs is read while this one is multiplied.
+  uint4 left_held[ROWS / 32], right_held[COLUMNS / 32];
+  for (int m = rows[0] - depth; m < rows[1]; m += depth) {
+    int next = m + depth;
+    if (next < rows[1]) {
+      fetch<T, ROWS, wide, gathered>(
+          left_held, left, left_rows, next, rows[1], row, R, thread_index);
+      fetch<T, COLUMNS, true, gathered>(
+          right_held, right, right_rows, next, rows[1], column, C, thread_index);
+    }
+    if (m >= rows[0]) {
 #pragma unroll
-    for (int k = 0; k < depth; k += 16) {
-      left_fragment<T> a[down];
-#pragma unroll
-      for (int i = 0; i < down; i++) {
-        load_left_transposed(
-            a[i], left_tile + k * (ROWS + pad) + simd_row + 16 * i, ROWS + pad, lane);
-      }
-#pragma unroll
-      for (int j = 0; j < across; j++) {
-        right_fragment<T> b;
-        load_right(
-            b, right_tile + k * (COLUMNS + pad) + simd_column + 8 * j, COLUMNS + pad, lane);
+      for (int k = 0; k < depth; k += 16) {
+        left_fragment<T> a[down];
 #pragma unroll
         for (int i = 0; i < down; i++) {
-          multiply_accumulate(sums[i][j], a[i], b);
+          load_left_transposed(
+              a[i], left_tile + k * (ROWS + pad) + simd_row + 16 * i, ROWS + pad, lane);
+        }
+#pragma unroll
+        for (int j = 0; j < across; j++) {
+          right_fragment<T> b;
+          load_right(
+              b, right_tile + k * (COLUMNS + pad) + simd_column + 8 * j, COLUMNS + pad, lane);
+#pragma unroll
+          for (int i = 0; i < down; i++) {
+            multiply_accumulate(sums[i][j], a[i], b);
+          }
         }
       }
     }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (next < rows[1]) {
+      place<T, ROWS>(left_tile, left_held, thread_index);
+      place<T, COLUMNS>(right_tile, right_held, thread_index);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
   size_t words = size_t(C) * bits / 32, groups = C / group;

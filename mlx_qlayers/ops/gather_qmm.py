@@ -7,19 +7,31 @@ from math import prod
 
 import mlx.core as mx
 
-from ..formats import Format
+from ..formats import GLOBAL_UNIT, Format
 from ..metal.gather_qmm import Choice, configuration, gathered_products
+from ..metal.gather_tiles import gathered_tiles, products_in_tiles
 from ..metal.quantized_gradients import gradient_of_scales_and_biases
-from ..reference.gather_qmm import GLOBAL_UNIT
 from ..reference.gather_qmm import gather_qmm as reference
 from ..runtime.backend import backend, choose
 from .quantized_gradients import one_by_one
 from .separate import separate_gradients
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-# How many times as fast as the reference the host kernels are, at least; measured by
-# `benchmarks/bench_gather_qmm.py --host`.
-_HOST_GAIN = 2.0
+# How many times as fast as the reference the host kernels are, for 8, 64 and 512 rows among 32
+# matrices; transposed, then plain. Measured by `benchmarks/bench_gather_qmm.py --host`.
+_HOST_GAIN = {
+    ("affine", 1): ((3.7, 15.2, 26.3), (3.0, 4.5, 9.0)),
+    ("affine", 2): ((4.8, 7.0, 18.0), (1.8, 3.2, 8.3)),
+    ("affine", 3): ((2.5, 5.3, 18.2), (2.8, 8.2, 32.0)),
+    ("affine", 4): ((3.5, 10.6, 22.5), (1.0, 1.5, 3.8)),
+    ("affine", 5): ((3.4, 4.1, 23.0), (2.2, 14.1, 32.5)),
+    ("affine", 6): ((3.2, 3.7, 19.1), (1.5, 2.3, 5.8)),
+    ("affine", 8): ((2.6, 3.8, 16.6), (0.7, 1.1, 2.6)),
+    ("mxfp4", 4): ((1.1, 1.8, 3.7), (1.1, 2.8, 9.1)),
+    ("mxfp8", 8): ((5.0, 8.9, 29.1), (2.3, 4.6, 30.6)),
+    ("nvfp4", 4): ((0.5, 1.6, 4.4), (0.5, 1.2, 5.8)),
+}
+_GAIN_FROM_ROWS = (512, 64, 0)
 
 
 def gather_qmm(
@@ -58,7 +70,7 @@ def gather_qmm(
         mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
         global_scale: one number for each matrix in mode nvfp4, as ``mx.quantize`` takes it.
         sorted_indices: says that ``rhs_indices`` are sorted, so that products with the same
-            matrix can share what they read of it. Results do not depend on it.
+            matrix can share what they read of it. What is said has to be true.
 
     Returns:
         (..., M, N) in the dtype of ``x`` (affine: that of ``x`` and ``scales`` promoted), with
@@ -85,7 +97,7 @@ def gather_qmm(
         "gather_qmm",
         () if empty else ("metal", "cuda", "host"),
         unless="the product is empty" if empty else _stock_is_better(),
-        host_gain=_HOST_GAIN,
+        host_gain=_host_gain(prod(leading) * x.shape[-2], transpose, fmt),
         arrays=present,
     )
     if path == "ops":
@@ -103,8 +115,6 @@ def gather_qmm(
         kind = mx.result_type(scales, biases)
         x = x.astype(mx.result_type(x, kind))
         scales, biases = scales.astype(kind), biases.astype(kind)
-    if global_scale is not None:
-        global_scale = global_scale.flatten().astype(mx.float32) / GLOBAL_UNIT
     products = _Products(path, fmt, transpose, choice)
     y = products(x, w, scales, biases, global_scale)
     return y.reshape(*leading, *y.shape[-2:])
@@ -116,6 +126,13 @@ def _stock_is_better() -> str | None:
         "cuda": "the kernel was not measured on this GPU",
         "metal": "the kernel was not measured on an Apple GPU",
     }.get(backend())
+
+
+def _host_gain(rows: int, transpose: bool, fmt: Format) -> float:
+    """The gain at the next smaller number of rows that was measured."""
+    gains = _HOST_GAIN[fmt.mode, fmt.bits][0 if transpose else 1]
+    found = zip(_GAIN_FROM_ROWS, reversed(gains), strict=True)
+    return next(gain for least, gain in found if rows >= least)
 
 
 # Scales, biases and factors.
@@ -137,20 +154,20 @@ class _Products:
         w: mx.array,
         scales: mx.array,
         biases: mx.array | None,
-        factors: mx.array | None,
+        global_scale: mx.array | None,
     ) -> mx.array:
         """(P, M, N), differentiable in all but what is packed."""
 
         def numbers(given: tuple[mx.array, ...]) -> _Numbers:
             if biases is not None:
                 return given[0], given[1], None
-            return scales, None, given[0] if given else None
+            return scales, None, given[0].flatten() / GLOBAL_UNIT if given else None
 
         def forward(x: mx.array, *given: mx.array) -> mx.array:
             return self._launch(x, w, *numbers(given), self.choice, self.transpose)
 
         def of_x(x: mx.array, *given: mx.array) -> mx.array:
-            return self._of_x(x, w, *numbers(given[:-1]), given[-1])
+            return self._of_x(x, w, scales, biases, global_scale, given[-1])
 
         def of_numbers(*arrays: mx.array) -> tuple[mx.array, mx.array]:
             x, scales, _, dy = arrays
@@ -159,16 +176,18 @@ class _Products:
                 x, dy, w, scales, self.fmt, self.transpose, self.path, rows
             )
 
-        def of_factors(x: mx.array, factors: mx.array, dy: mx.array) -> mx.array:
+        def of_global(x: mx.array, given: mx.array, dy: mx.array) -> mx.array:
             x, dy = x.astype(mx.float32), dy.astype(mx.float32)
             y = self._launch(x, w, scales, None, None, self.choice, self.transpose)
-            return mx.zeros_like(factors).at[self.choice.right].add((y * dy).sum((-2, -1)))
+            each = (y * dy).sum((-2, -1)) / GLOBAL_UNIT
+            return mx.zeros((given.size,)).at[self.choice.right].add(each).reshape(given.shape)
 
         if biases is not None:
             function = separate_gradients(forward, of_x, *one_by_one(of_numbers))
             return function(x, scales, biases)
-        if factors is not None:
-            return separate_gradients(forward, of_x, of_factors)(x, factors)
+        if global_scale is not None:
+            function = separate_gradients(forward, of_x, of_global)
+            return function(x, global_scale.astype(mx.float32))
         return separate_gradients(forward, of_x)(x)
 
     def _of_x(
@@ -177,14 +196,27 @@ class _Products:
         w: mx.array,
         scales: mx.array,
         biases: mx.array | None,
-        factors: mx.array | None,
+        global_scale: mx.array | None,
         dy: mx.array,
     ) -> mx.array:
         right, left, share, in_order = self.choice
         if left is not None or share > 1:  # terms are added up before they are rounded
             dy = dy.astype(mx.float32)
-        each = Choice(right, None, 1, in_order)
-        terms = self._launch(dy, w, scales, biases, factors, each, not self.transpose)
+        group_size, bits, mode = self.fmt
+        terms = gather_qmm(
+            dy,
+            w,
+            scales,
+            biases,
+            None,
+            right,
+            transpose=not self.transpose,
+            group_size=group_size,
+            bits=bits,
+            mode=mode,
+            global_scale=global_scale,
+            sorted_indices=in_order,
+        )
         if left is not None:
             total = mx.zeros((prod(x.shape[:-2]), *x.shape[-2:]), mx.float32)
             terms = total.at[left].add(terms)
@@ -202,6 +234,12 @@ class _Products:
         choice: Choice,
         transpose: bool,
     ) -> mx.array:
+        if choice.sorted and self.path != "host":
+            blocks, count = choice.blocks(x), prod(w.shape[:-2])
+            cut = gathered_tiles(self.path, prod(blocks.shape[:-1]), count, x.dtype, self.fmt)
+            return products_in_tiles(
+                blocks, w, scales, biases, factors, choice.right, transpose, self.fmt, cut
+            )
         config = configuration(self.path, x.shape[-2], choice.sorted, transpose, self.fmt)
         return gathered_products(x, w, scales, biases, factors, choice, self.fmt, config)
 
@@ -261,14 +299,10 @@ def _check(
     for name, indices in (("lhs_indices", lhs_indices), ("rhs_indices", rhs_indices)):
         if indices is not None and not mx.issubdtype(indices.dtype, mx.integer):
             raise ValueError(f"{name} must be integers, not {indices.dtype}")
-    if global_scale is not None:
-        if fmt.mode != "nvfp4":
-            raise ValueError(f"global_scale must be None in mode {fmt.mode!r}")
-        if global_scale.size != prod(w.shape[:-2]) or global_scale.dtype not in _FLOATS:
-            raise ValueError(
-                f"global_scale must have a floating-point number for each matrix of w of shape "
-                f"{w.shape}, not {global_scale.dtype} in shape {global_scale.shape}"
-            )
+    if global_scale is not None and (
+        problem := fmt.mismatch_of_global(global_scale, prod(w.shape[:-2]))
+    ):
+        raise ValueError(problem)
     left = x.shape[:-2] if lhs_indices is None else lhs_indices.shape
     right = w.shape[:-2] if rhs_indices is None else rhs_indices.shape
     try:

@@ -13,7 +13,7 @@ from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend, choose
 
 # How many times as fast as the reference the kernel is on a CPU, at least: of all formats and 1 to
-# 512 rows, 8 bits and one row; measured by `benchmarks/bench_quantized_gradients.py`.
+# 512 rows, 8 bits and one row; measured by `benchmarks/bench_gather_qmm.py --gradients`.
 _HOST_GAIN = 2.0
 
 Pair = tuple[mx.array, mx.array]

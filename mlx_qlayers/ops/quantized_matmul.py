@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..formats import Format
+from ..formats import GLOBAL_UNIT, Format
 from ..runtime.backend import backend
 from .quantized_gradients import scales_and_biases
 from .quantized_paths import Way, is_forced_to_reference, product, way
@@ -27,6 +27,7 @@ def quantized_matmul(
     bits: int | None = None,
     mode: str = "affine",
     bias: mx.array | None = None,
+    global_scale: mx.array | None = None,
 ) -> mx.array:
     """Multiply with a quantized matrix, and add a bias.
 
@@ -45,6 +46,8 @@ def quantized_matmul(
         bits: bits an element; None stands for the mode's default (affine: 4).
         mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
         bias: (N,) added to every row of the product.
+        global_scale: one number for the matrix in mode nvfp4, as ``mx.quantize`` takes it. The
+            stock operator has no such argument; it is applied to the float32 sums.
 
     Returns:
         (..., N) in the dtype of ``x`` (affine: that of ``x`` and ``scales`` promoted).
@@ -61,6 +64,8 @@ def quantized_matmul(
     """
     fmt = Format.checked(group_size, bits, mode)
     _check(x, w, scales, biases, transpose, fmt, bias)
+    if global_scale is not None:
+        return _with_global_scale(x, w, scales, transpose, fmt, bias, global_scale)
     if is_forced_to_reference() or w.ndim > 2:
         chosen = way("quantized_matmul", x, w, scales, transpose, fmt)
         return product(chosen, x, w, scales, biases, bias, transpose, fmt)
@@ -76,6 +81,24 @@ def quantized_matmul(
     differentiable = _at_once if backend() == "host" and biases is not None else _lazily
     y = differentiable(chosen, fmt, transpose, biases is not None, fused)(*present)
     return y if bias is None or fused else y + bias
+
+
+def _with_global_scale(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    transpose: bool,
+    fmt: Format,
+    bias: mx.array | None,
+    global_scale: mx.array,
+) -> mx.array:
+    if problem := fmt.mismatch_of_global(global_scale, 1):
+        raise ValueError(problem)
+    y = quantized_matmul(x.astype(mx.float32), w, scales, transpose=transpose, mode=fmt.mode)
+    y = y * (global_scale.reshape(()).astype(mx.float32) / GLOBAL_UNIT)
+    if bias is None:
+        return y.astype(x.dtype)
+    return (y + bias).astype(mx.result_type(x, bias))
 
 
 def _alike(scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:

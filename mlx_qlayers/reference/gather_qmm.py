@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..formats import Format
+from ..formats import GLOBAL_UNIT, Format
 from .cores import on_core, parts
-
-# The largest magnitudes of E4M3 and E2M1: what mode nvfp4 divides a global scale by.
-GLOBAL_UNIT = 448.0 * 6.0
 
 
 def gather_qmm(

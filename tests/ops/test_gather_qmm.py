@@ -293,7 +293,7 @@ BAD = {
     "mode": ({"mode": "int4"}, "mode must be one of"),
     "transpose": ({"transpose": False}, "transpose=False"),
     "global_scale affine": ({"global_scale": mx.ones((4,))}, "global_scale must be None"),
-    "global_scale shape": (FP4 | {"global_scale": mx.ones((3,))}, "global_scale must have"),
+    "global_scale shape": (FP4 | {"global_scale": mx.ones((3,))}, "global_scale must hold"),
     "global_scale dtype": (FP4 | {"global_scale": mx.ones((4,), mx.int32)}, "global_scale must"),
 }
 

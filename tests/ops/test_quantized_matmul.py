@@ -272,7 +272,37 @@ def test_forced_kernel_refuses_what_it_does_not_take():
         quantized_matmul(mx.ones((2, 3, 64)), *packed)
 
 
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("path", ["host", "ops"])
+def test_global_scale(path, transpose):
+    rng = np.random.default_rng(11)
+    dense = random(rng, (48, 64), scale=3.0)
+    factor = mx.abs(dense).max()
+    w, scales = mx.quantize(dense, mode="nvfp4", global_scale=factor)
+    options = {"mode": "nvfp4", "transpose": transpose, "global_scale": factor}
+    stock = mx.dequantize(w, scales, mode="nvfp4", global_scale=factor, dtype=mx.float32)
+    x = random(rng, (5, 64 if transpose else 48))
+    bias = random(rng, (48 if transpose else 64,))
+    with use_backend(path):
+        y = quantized_matmul(x, w, scales, bias=bias, **options)
+        half = quantized_matmul(x.astype(mx.bfloat16), w, scales, **options)
+        assert_gradient(
+            lambda x, f: quantized_matmul(x, w, scales, **options | {"global_scale": f}),
+            [x, factor],
+            rng,
+        )
+    assert_same_sums(y, x @ (stock.T if transpose else stock) + bias)
+    # The factor as the definition has it: by what E4M3 and E2M1 can hold at most.
+    true = float(factor) / (448 * 6) * dequantize64(w, scales, None, Format(16, 4, "nvfp4"))
+    true = to64(x.astype(mx.bfloat16)) @ (true.T if transpose else true)
+    assert half.dtype == mx.bfloat16
+    terms = (np.abs(to64(x)).max() * np.abs(to64(stock))).sum()
+    assert_accurate(half, true, round_to(true, mx.bfloat16), terms=terms / 48)
+
+
 GOOD = dict(zip(("w", "scales", "biases"), mx.quantize(mx.ones((16, 128))), strict=True))
+FP4 = dict(zip(("w", "scales"), mx.quantize(mx.ones((16, 128)), mode="nvfp4"), strict=True))
+FP4 |= {"biases": None, "mode": "nvfp4"}
 BAD = {
     "x int": ({"x": mx.ones((2, 128), mx.int32)}, "x must be"),
     "x 0-d": ({"x": mx.array(1.0)}, "x needs"),
@@ -297,6 +327,9 @@ BAD = {
     ),
     "mode with floats": ({"mode": "mxfp8", "biases": None, "scales": mx.ones((16, 2))}, "scales"),
     "transpose": ({"transpose": False}, "transpose=False"),
+    "global_scale affine": ({"global_scale": mx.array(1.0)}, "global_scale must be None"),
+    "global_scale shape": (FP4 | {"global_scale": mx.ones((2,))}, "global_scale must hold"),
+    "global_scale dtype": (FP4 | {"global_scale": mx.array(1)}, "global_scale must hold"),
 }
 
 

@@ -1,0 +1,222 @@
+"""Products with experts beside stock MLX, and the gradients of scales.
+
+    python benchmarks/bench_gather_qmm.py               # a projection of two models, by tokens
+    python benchmarks/bench_gather_qmm.py --host        # kernel against reference, by format
+    python benchmarks/bench_gather_qmm.py --gradients   # of scales and biases: time and memory
+
+Every result is held against stock MLX in float32 before it is timed. From 64 choices on they are
+sorted, as mlx-lm does. Every call chooses anew, so that a cache holds no matrix for the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from itertools import cycle
+
+import mlx.core as mx
+from common import Table, add_output, measure, print_facts, write_output
+
+from mlx_qlayers import backend, use_backend
+from mlx_qlayers.formats import MODES, Format
+from mlx_qlayers.metal.quantized_gradients import gradient_of_scales_and_biases
+from mlx_qlayers.ops.gather_qmm import gather_qmm
+
+# Experts, of which so many for a token; outputs and inputs of their first projection.
+MODELS = {"Qwen3-30B-A3B": (128, 8, 768, 2048), "Qwen1.5-MoE-A2.7B": (60, 4, 1408, 2048)}
+SORTED_FROM = 64
+Packed = tuple[mx.array, mx.array, mx.array | None]
+
+
+def experts(count: int, n: int, k: int, fmt: Format, dtype: mx.Dtype = mx.bfloat16) -> Packed:
+    """Random quantized matrices."""
+    mx.random.seed(n)
+    dense = (mx.random.normal((count, n, k)) * k**-0.5).astype(dtype)
+    w, scales, *biases = mx.quantize(dense, *fmt)
+    packed = (w, scales, biases[0] if biases else None)
+    mx.eval(packed)
+    return packed
+
+
+def choices(tokens: int, each: int, count: int, sets: int = 6) -> list[mx.array]:
+    """The experts that tokens choose, several times over; in one dimension where sorted."""
+    found = []
+    for seed in range(sets):
+        scores = mx.random.uniform(shape=(tokens, count), key=mx.random.key(seed))
+        chosen = mx.argsort(scores, -1)[:, :each].astype(mx.uint32)
+        found.append(mx.sort(chosen.flatten()) if chosen.size >= SORTED_FROM else chosen)
+    mx.eval(found)
+    return found
+
+
+def call(
+    path: str, x: mx.array, packed: Packed, indices: list[mx.array], transpose: bool, fmt: Format
+) -> Callable[[], mx.array]:
+    """Our product on a backend, or the stock one; each call takes the next of the indices."""
+    turn = cycle(indices)
+    known = indices[0].ndim == 1
+
+    def ours() -> mx.array:
+        with use_backend(path):
+            return gather_qmm(
+                x,
+                *packed,
+                None,
+                next(turn),
+                transpose=transpose,
+                sorted_indices=known,
+                **fmt._asdict(),
+            )
+
+    def stock() -> mx.array:
+        return mx.gather_qmm(x, *packed, None, next(turn), transpose, *fmt, sorted_indices=known)
+
+    return stock if path == "stock" else ours
+
+
+def verify(x: mx.array, packed: Packed, indices: mx.array, transpose: bool, fmt: Format) -> None:
+    """Hold our result against stock in float32, on the first matrix's columns."""
+    w, *numbers = packed
+    wide = [a if a is None or a.dtype == mx.uint8 else a.astype(mx.float32) for a in numbers]
+    truth = call("stock", x.astype(mx.float32), (w, *wide), [indices], transpose, fmt)()
+    found = call(backend(), x, packed, [indices], transpose, fmt)().astype(mx.float32)
+    error = float(mx.abs(found - truth).max() / mx.abs(truth).max())
+    allowed = 2 * mx.finfo(x.dtype).eps + 1e-5
+    assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
+
+
+def problem(
+    model: str, tokens: int, transpose: bool, fmt: Format
+) -> tuple[mx.array, Packed, list[mx.array]]:
+    """Rows, experts and choices of a model's projection."""
+    count, each, n, k = MODELS[model]
+    packed, indices = experts(count, n, k, fmt), choices(tokens, each, count)
+    rows = (tokens * each, 1) if indices[0].ndim == 1 else (tokens, 1, 1)
+    x = mx.random.normal((*rows, k if transpose else n), key=mx.random.key(1)).astype(mx.bfloat16)
+    mx.eval(x)
+    return x, packed, indices
+
+
+def projections(repeats: int) -> list[Table]:
+    """The first projection of a model's experts, and the gradient of its input."""
+    counts = (1, 4, 16) if backend() in ("host", "ops") else (1, 4, 16, 64, 128, 512)
+    names = ("stock", "reference", "kernel")
+    columns = {"model": 18, "product": 10, "tokens": 6} | dict.fromkeys(names, 14) | {"ratio": 8}
+    table = Table(columns)
+    print(f"milliseconds, bfloat16, 4 bits in groups of 64; kernel on backend {backend()}")
+    table.print_header()
+    fmt = Format(64, 4)
+    for model in MODELS:
+        for transpose in (True, False):
+            for tokens in counts:
+                x, packed, indices = problem(model, tokens, transpose, fmt)
+                paths = {"stock": "stock", "reference": "ops"}
+                if backend() != "ops":
+                    verify(x, packed, indices[0], transpose, fmt)
+                    paths["kernel"] = backend()
+                contenders = {
+                    name: call(path, x, packed, indices, transpose, fmt)
+                    for name, path in paths.items()
+                }
+                times = measure(contenders, repeats=repeats, warmup=0)
+                ours = min(times[name].median for name in times if name != "stock")
+                table.add(
+                    model=model,
+                    product="forward" if transpose else "gradient",
+                    tokens=tokens,
+                    **{name: time.scaled(1e3) for name, time in times.items()},
+                    ratio=times["stock"].median / ours,
+                )
+    return [table]
+
+
+def host_gain(repeats: int) -> list[Table]:
+    """How many times as fast as the reference the kernel is on a CPU, which the operation holds."""
+    counts = (1, 8, 64)
+    table = Table({"format": 12, "transposed": 10} | {f"tokens {t}": 9 for t in counts})
+    table.print_header()
+    for mode, (sizes, widths) in MODES.items():
+        for bits in widths:
+            fmt = Format(sizes[len(sizes) // 2], bits, mode)
+            packed = experts(32, 768, 1024, fmt)
+            for transpose in (True, False):
+                row: dict[str, float] = {}
+                for tokens in counts:
+                    indices = choices(tokens, 8, 32)
+                    lead = (tokens * 8, 1) if indices[0].ndim == 1 else (tokens, 1, 1)
+                    x = mx.random.normal((*lead, 1024 if transpose else 768)).astype(mx.bfloat16)
+                    contenders = {
+                        path: call(path, x, packed, indices, transpose, fmt)
+                        for path in ("ops", "host")
+                    }
+                    times = measure(contenders, repeats=repeats, warmup=0)
+                    row[f"tokens {tokens}"] = times["ops"].median / times["host"].median
+                table.add(format=f"{mode} {bits}", transposed=str(transpose), **row)
+    return [table]
+
+
+def gradients(repeats: int) -> list[Table]:
+    """The gradients of scales and biases of one matrix, by autodiff of stock MLX and by kernel."""
+    table = Table({"format": 12, "rows": 6, "stock": 14, "kernel": 14, "MB": 8, "kernel MB": 9})
+    print("milliseconds and memory beyond the arguments, 3584 x 3584, bfloat16")
+    table.print_header()
+    for fmt in (Format(64, 4), Format(32, 3), Format(128, 8)):
+        w, scales, biases = (a for a in experts(1, 3584, 3584, fmt))
+        w, scales, biases = w[0], scales[0], biases[0]
+        for rows in (1, 16, 128, 512, 2048):
+            x, dy = (mx.random.normal((rows, 3584)).astype(mx.bfloat16) for _ in range(2))
+            if backend() in ("host", "ops"):  # the stock loops in half precision take minutes
+                x, dy = x.astype(mx.float32), dy.astype(mx.float32)
+            mx.eval(x, dy, w, scales, biases)
+
+            contenders = of_numbers(x, dy, (w, scales, biases), fmt)
+            used = {name: _memory(function) for name, function in contenders.items()}
+            times = measure(contenders, repeats=repeats, warmup=0)
+            table.add(
+                format=f"{fmt.bits} in {fmt.group_size}",
+                rows=rows,
+                **{name: time.scaled(1e3) for name, time in times.items()},
+                MB=used["stock"] / 1e6,
+                **{"kernel MB": used["kernel"] / 1e6},
+            )
+    return [table]
+
+
+def of_numbers(
+    x: mx.array, dy: mx.array, packed: tuple[mx.array, mx.array, mx.array], fmt: Format
+) -> dict[str, Callable[[], object]]:
+    """The gradients of scales and biases: stock and by kernel."""
+    w, scales, biases = packed
+
+    def product(scales: mx.array, biases: mx.array) -> mx.array:
+        return mx.quantized_matmul(x, w, scales, biases, True, *fmt)
+
+    return {
+        "stock": lambda: mx.vjp(product, [scales, biases], [dy])[1],
+        "kernel": lambda: gradient_of_scales_and_biases(x, dy, w, scales, fmt, True, backend()),
+    }
+
+
+def _memory(function: Callable[[], object]) -> float:
+    mx.eval(function())
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(function())
+    return mx.get_peak_memory() - before
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", action="store_true", help="measure the kernel's gain instead")
+    parser.add_argument("--gradients", action="store_true", help="measure gradients instead")
+    parser.add_argument("--repeats", type=int, default=8, help="measurements of each (default: 8)")
+    add_output(parser)
+    args = parser.parse_args()
+    print_facts()
+    measured = host_gain if args.host else gradients if args.gradients else projections
+    write_output(args, "gather_qmm", measured(args.repeats))
+
+
+if __name__ == "__main__":
+    main()
