@@ -203,15 +203,16 @@ def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
     table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
     table.print_header()
     for batch in BATCHES:
-        done = _timed(models, args, lambda m, n=batch: decode(m, prompts[:n], args.tokens))
+        steps = max(4, args.tokens // batch)
+        done = _timed(models, args, lambda m, n=batch, s=steps: decode(m, prompts[:n], s))
         base = done["stock"].median
         for name, times in done.items():
             row = {"layers": name, "what": f"decode, batch {batch}", "x": base / times.median}
             table.add(
                 **row,
                 **{
-                    "tokens/s": times.per(batch * args.tokens),
-                    "ms": times.scaled(1e3 / args.tokens),
+                    "tokens/s": times.per(batch * steps),
+                    "ms": times.scaled(1e3 / steps),
                 },
             )
     for length in args.prefill:
@@ -239,7 +240,7 @@ def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
     """Where the time of one token goes, for each model."""
     prompt = mx.random.randint(0, models["stock"].args.vocab_size, (args.prompt_tokens,))
     names = ("launches", "build", "submit", "wait", "step", "attention", "head", "rest")
-    print("\none token of one sequence, ms: Python builds the graph, MLX submits it, the rest is")
+    print("one token of one sequence, ms: Python builds the graph, MLX submits it, the rest is")
     print("waiting; then, overlapped as in generation, a step and its parts by leaving them out")
     table = Table({"layers": 20, **dict.fromkeys(names, 9)})
     table.print_header()
@@ -263,6 +264,7 @@ def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
         }
         ms = {key: value * 1e3 for key, value in seconds.items()}
         table.add(layers=name, launches=launches(model, prompt), **ms)
+    print()
     return table
 
 
@@ -288,7 +290,7 @@ def main() -> None:
     tokens = mx.random.randint(0, stock.args.vocab_size, (8,))
     verify(stock, {name: m for name, m in models.items() if m is not stock}, tokens)
     explain(reset=True)
-    tables: list[Any] = [speeds(models, args), breakdown(models, args)]
+    tables: list[Any] = [breakdown(models, args), speeds(models, args)]
     print("\npaths taken:", *explain(), sep="\n  ")
     write_output(args, "decode", tables)
 

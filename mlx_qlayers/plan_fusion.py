@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import mlx.nn as nn
 
 from .formats import Format
-from .layers.fusion import GATES, fused_class, is_fused, unfused_class
+from .layers.fusion import (
+    GATES,
+    GROUPED,
+    fused_class,
+    groups_of,
+    is_fused,
+    known_of,
+    unfused_class,
+)
 from .layers.qlinear import QLinear
 from .layers.recognition import Known, recognise
-from .layers.routing import is_routed, stock_class
+from .metal.quantized_matmul import MAX_MATRICES
 from .plan import Predicate, Step
 from .report import ALREADY, FUSED, LEFT, FusionReport
 
@@ -48,29 +57,31 @@ class FusionPlanner:
         self.rows = tuple(row for row in rows.values() if row is not None)
 
     def _row(self, path: str, module: nn.Module, known: Known | None) -> FusionReport | None:
-        if known is None:
-            packed = [name for name, child in module.items() if self._is_packed(child)]
-            if len(packed) < 2:
-                return None
-            return FusionReport(
-                path, "-", LEFT, f"the code around {', '.join(packed)} is not known"
-            )
-        kind = "mlp" if known.form in GATES else known.form.partition("_")[0]
         if is_fused(module):
-            self.fused.add(id(module))
-            return FusionReport(path, kind, ALREADY, "")
-        if not any(self._is_packed(child) for _, child in module.named_modules()):
+            self._remember(module, known)
+            return FusionReport(path, _kind(known), ALREADY, "")
+        layers = [name for name, child in module.items() if self._is_packed(child)]
+        if known is None and len(layers) < 2:
             return None
-        reason = self._obstacle(module, known)
+        if not any(map(self._is_packed, module.modules())):
+            return None
+        cls = fused_class(self._class(module), frozenset() if known else frozenset(layers))
+        if cls is None:
+            alone = f"no two of {', '.join(layers)} are seen to have the same input"
+            return FusionReport(path, _kind(known), LEFT, alone)
+        reason = self._obstacle(module, known) if known else None
         if reason is None and not self.predicate(path, module):
             reason = "the predicate says so"
         if reason is not None:
-            return FusionReport(path, kind, LEFT, reason)
-        cls = fused_class(self._class(module))
-        assert cls is not None
+            return FusionReport(path, _kind(known), LEFT, reason)
         self.changes.append((path, module, cls))
-        self.fused.add(id(module))
-        return FusionReport(path, kind, FUSED, self._launches(module, known))
+        self._remember(module, known)
+        return FusionReport(path, _kind(known), FUSED, self._launches(module, cls))
+
+    def _remember(self, module: nn.Module, known: Known | None) -> None:
+        """Keep that a block which holds ``module`` can fold its norm and residual into it."""
+        if known is not None:
+            self.fused.add(id(module))
 
     def _obstacle(self, module: nn.Module, known: Known) -> str | None:
         """Why the module stays as it is, if it does."""
@@ -92,17 +103,17 @@ class FusionPlanner:
                 return f"{names[key]} is a {type(module[names[key]]).__name__}"
         return None
 
-    def _launches(self, module: nn.Module, known: Known) -> str:
+    def _launches(self, module: nn.Module, cls: type[nn.Module]) -> str:
         """What one launch does in a fused module."""
+        known = known_of(cls)
+        assert known is not None
         names = known.names
+        if known.form == GROUPED:
+            return "; ".join(self._group(module, group) for group in groups_of(cls))
         if known.form in GATES:
             return f"{names['gate']}, {names['up']} and {GATES[known.form]} in one launch"
         if not _is_block(known):
-            heads = [names[key] for key in "qkv"]
-            formats = len({self._format(module, name) for name in heads})
-            return (
-                f"{', '.join(heads)} in {'one launch' if formats == 1 else f'{formats} launches'}"
-            )
+            return self._group(module, [names[key] for key in "qkv"])
         pairs = (("first_norm", "attention"), ("second_norm", "mlp"))
         parts = [
             names[part]
@@ -112,6 +123,12 @@ class FusionPlanner:
             if id(module[names[part]]) in self.fused
         ]
         return f"{', '.join(parts)}, each with its residual"
+
+    def _group(self, module: nn.Module, layers: Sequence[str]) -> str:
+        count = Counter(self._format(module, name) for name in layers)
+        launches = sum(-(-n // MAX_MATRICES) for n in count.values())
+        what = "one launch" if launches == 1 else f"{launches} launches"
+        return f"{', '.join(layers)} in {what}"
 
     def _format(self, module: nn.Module, name: str) -> Format:
         step = self.steps.get(id(module[name]))
@@ -130,6 +147,12 @@ def _is_block(known: Known | None) -> bool:
     return known is not None and known.form.startswith("block")
 
 
+def _kind(known: Known | None) -> str:
+    if known is None:
+        return "group"
+    return "mlp" if known.form in GATES else known.form.partition("_")[0]
+
+
 def _known(module: nn.Module) -> Known | None:
     cls = unfused_class(module) if is_fused(module) else type(module)
-    return recognise(stock_class(module) if is_routed(module) else cls)
+    return recognise(cls.__dict__.get("_routes", cls))

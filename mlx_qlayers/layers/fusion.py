@@ -13,8 +13,9 @@ a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
 from functools import cache, lru_cache
+from types import FunctionType
 from typing import Any, cast
 
 import mlx.core as mx
@@ -22,15 +23,12 @@ import mlx.nn as nn
 
 from ..formats import Format
 from ..metal.quantized_matmul import MAX_FEW_ROWS, Gate, PackedMatrix
-from ..ops.fused_products import fused_products
-from ..runtime.backend import requested
-from ..runtime.health import checking
-from ..runtime.tracing import tracing
+from . import stretches
+from .grouping import grouped
 from .qlinear import QLinear
 from .recognition import Known, recognise
-from .routing import routed_attention
-
-Static = tuple[Any, ...]
+from .routing import routed_attention, routed_class
+from .stretches import Static
 
 # The activations of the feed-forward modules in :mod:`.forms`.
 GATES: dict[str, Gate] = {
@@ -39,9 +37,8 @@ GATES: dict[str, Gate] = {
     "mlp_gelu": "gelu",
     "mlp_gelu_approx": "gelu_approx",
 }
-# Rotary embeddings that take their offset as an array, and compute with nothing else that changes.
-_ROPES = ("RoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
-_ROPE_MODULES = ("mlx.nn.layers.positional_encoding", "mlx_lm.models.rope_utils")
+# The form of a module of which only products of one input are gathered.
+GROUPED = "grouped"
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -59,10 +56,15 @@ def known_of(cls: type[nn.Module]) -> Known | None:
     return cls.__dict__.get("_known")
 
 
+def groups_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], ...]:
+    """The layers whose products of one input a class gathers that is known no further."""
+    return cls.__dict__.get("_groups", ())
+
+
 def input_width(module: Any) -> int | None:
-    """The last axis of the input of a fused module; None for a block whose attention is not."""
+    """The last axis of the input of a fused module; None where that does not follow from it."""
     known = known_of(type(module))
-    if known is None:
+    if known is None or known.form == GROUPED:
         return None
     if known.form.startswith("block"):
         return input_width(module[known.names["attention"]])
@@ -71,16 +73,34 @@ def input_width(module: Any) -> int | None:
 
 
 @cache
-def fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The class that stands in for ``cls``, stock or routed; None if its code is not known."""
+def fused_class(
+    cls: type[nn.Module], layers: frozenset[str] = frozenset()
+) -> type[nn.Module] | None:
+    """The class that stands in for ``cls``, stock or routed; None if nothing in it can be fused.
+
+    Args:
+        cls: the class of a module.
+        layers: the names of the quantized layers that the module holds: where no more is known of
+            its code, their products of one input are gathered.
+    """
     stock = cls.__dict__.get("_routes", cls)
     known = recognise(stock)
+    body: dict[str, Any] = {}
     if known is None:
-        return None
-    body = {
+        call = inspect.getattr_static(cls, "__call__", None)
+        found = grouped(call, layers, _together) if isinstance(call, FunctionType) else None
+        if found is None:
+            return None
+        known, call = Known(GROUPED, {}), found.function
+        body = {"_groups": found.groups, "_layers": layers}
+    elif known.form in GATES:
+        call = _mlp_call
+    else:
+        call = _attention_call if known.form.startswith("attention") else _block_call
+    body |= {
         "__module__": stock.__module__,
         "__doc__": stock.__doc__,
-        "__call__": _call_of(known),
+        "__call__": call,
         "__reduce_ex__": _reduce,
         "_extra_repr": stock._extra_repr,
         "_fuses": cls,
@@ -95,37 +115,34 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     return type(f"Fused{stock.__name__}", (cls,), body)
 
 
-def _call_of(known: Known) -> Callable[..., mx.array]:
-    if known.form in GATES:
-        return _mlp_call
-    return _attention_call if known.form.startswith("attention") else _block_call
-
-
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Pickle a fused module by the class it had before: its own has no importable name."""
     reduced = nn.Module.__reduce_ex__(module, max(2, protocol))
-    routed = "_routes" in type(module).__dict__
-    return (
-        _new,
-        (unfused_class(module).__dict__.get("_routes", unfused_class(module)), routed),
-        *reduced[2:],
-    )
+    before = unfused_class(module)
+    stock, layers = before.__dict__.get("_routes", before), type(module).__dict__.get("_layers")
+    return _new, (stock, before is not stock, layers or frozenset()), *reduced[2:]
 
 
-def _new(stock: type[nn.Module], routed: bool) -> nn.Module:
-    from .routing import routed_class
-
+def _new(stock: type[nn.Module], routed: bool, layers: frozenset[str]) -> nn.Module:
     before = routed_class(stock) if routed else stock
     assert before is not None
-    cls = fused_class(before)
+    cls = fused_class(before, layers)
     assert cls is not None
     return cls.__new__(cls)
+
+
+def _together(x: mx.array, *layers: Any) -> list[mx.array]:
+    """The products of one input with several layers."""
+    packed = _packed(*layers) if _few(x) else None
+    if packed is None:
+        return [layer(x) for layer in layers]
+    return cast(list[mx.array], stretches.together(packed[0])(x, packed[1]))
 
 
 def _mlp_call(self: Any, x: mx.array) -> mx.array:
     if _few(x) and (feed := _feed(self, None)) is not None:
         static, arrays = feed
-        return cast(mx.array, _mlp(_mode(), *static)(x, *arrays, None))
+        return cast(mx.array, stretches.feed_forward(*static)(x, *arrays, None))
     return cast(mx.array, self._fuses.__call__(self, x))
 
 
@@ -156,32 +173,18 @@ def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> 
         if (packed := _packed(o)) is not None:
             (fmt,), (matrix,) = packed
             if feed is None:
-                h = _projected(_mode(), fmt)(out, x, matrix)
+                h = stretches.projected(fmt)(out, x, matrix)
             else:
-                return cast(mx.array, _tail(_mode(), fmt, *feed[0])(out, x, matrix, *feed[1]))
+                return cast(mx.array, stretches.tail(fmt, *feed[0])(out, x, matrix, *feed[1]))
         else:
             h = x + o(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
     if feed is None:
         return cast(mx.array, h + mlp(second(h)))
-    return cast(mx.array, _mlp(_mode(), *feed[0])(h, *feed[1], h))
+    return cast(mx.array, stretches.feed_forward(*feed[0])(h, *feed[1], h))
 
 
 def _few(x: mx.array) -> bool:
     return x.ndim > 1 and 0 < x.size <= MAX_FEW_ROWS * x.shape[-1]
-
-
-def _mode() -> str | None:
-    """What tells traces apart; None where nothing is to be traced.
-
-    The host backend runs at once, and launches are to be seen one by one in the debug modes.
-    """
-    if mx.default_device().type == mx.cpu or checking() or tracing():
-        return None
-    return requested()
-
-
-def _traced(mode: str | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    return function if mode is None else mx.compile(function)
 
 
 def _packed(*layers: Any) -> tuple[tuple[Static, ...], list[PackedMatrix]] | None:
@@ -234,9 +237,9 @@ def _attended(attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any) -> 
             return None
         norms, norm_eps = [n["weight"] for n in pair], tuple(n.eps for n in pair)
     rope = attention[names["rope"]]
-    static, freqs = _split_rope(rope)
+    static, freqs = stretches.split_rope(rope)
     counts = getattr(attention, names["heads"]), getattr(attention, names["kv_heads"])
-    heads = _heads(_mode(), packed[0], counts, eps, norm_eps, static)
+    heads = stretches.heads(packed[0], counts, eps, norm_eps, static)
     offset = 0 if cache is None else cache.offset
     position = None if static is None else _position(offset) if isinstance(offset, int) else offset
     q, k, v = heads(x, position, weight, packed[1], norms, freqs)
@@ -252,122 +255,3 @@ def _attended(attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any) -> 
 @lru_cache(maxsize=64)
 def _position(offset: int) -> mx.array:
     return mx.array(offset)
-
-
-@cache
-def _is_traceable(cls: Any) -> bool:
-    return cls.__name__ in _ROPES and cls.__module__ in _ROPE_MODULES
-
-
-def _split_rope(rope: Any) -> tuple[Static | None, mx.array | None]:
-    """A rotary embedding as what can be compared, and its frequencies."""
-    if not _is_traceable(rope.__class__):
-        return None, None
-    numbers = tuple(
-        [item for item in vars(rope).items() if item[0] not in ("_no_grad", "_training")]
-    )
-    return (type(rope), numbers), rope.get("_freqs")
-
-
-def _join_rope(static: Static, freqs: mx.array | None) -> nn.Module:
-    cls, numbers = static
-    rope: nn.Module = cls.__new__(cls)
-    vars(rope).update(numbers)
-    if freqs is not None:
-        dict.__setitem__(rope, "_freqs", freqs)
-    return rope
-
-
-def _products(
-    x: mx.array, matrices: list[PackedMatrix], formats: tuple[Static, ...], norm: Any
-) -> list[mx.array]:
-    """Products of one input; those of one format together."""
-    found: dict[int, mx.array] = {}
-    for fmt in dict.fromkeys(formats):
-        places = [i for i, other in enumerate(formats) if other == fmt]
-        packed = [matrices[i] for i in places]
-        found |= zip(places, fused_products(x, packed, **_keywords(fmt), norm=norm), strict=True)
-    return [found[i] for i in range(len(matrices))]
-
-
-def _keywords(fmt: Static) -> dict[str, Any]:
-    return Format(*fmt)._asdict()
-
-
-@cache
-def _heads(
-    mode: str | None,
-    formats: tuple[Static, ...],
-    counts: tuple[int, int],
-    eps: float | None,
-    norm_eps: tuple[float, float] | None,
-    rope: Static | None,
-) -> Callable[..., Any]:
-    """Queries, keys and values of the heads: norm, projections, norms of heads, rotation."""
-
-    def run(
-        x: mx.array,
-        position: mx.array | None,
-        weight: mx.array | None,
-        matrices: list[PackedMatrix],
-        norms: list[mx.array] | None,
-        freqs: mx.array | None,
-    ) -> list[mx.array]:
-        norm = None if eps is None else (weight, eps)
-        products = _products(x, matrices, formats, norm)
-        many = (counts[0], counts[1], counts[1])
-        heads = [
-            y.reshape(*x.shape[:2], count, -1) for y, count in zip(products, many, strict=True)
-        ]
-        if norms is not None and norm_eps is not None:
-            for i in range(2):
-                heads[i] = mx.fast.rms_norm(heads[i], norms[i], norm_eps[i])
-        q, k, v = (y.transpose(0, 2, 1, 3) for y in heads)
-        if rope is not None:
-            rotate = cast(Any, _join_rope(rope, freqs))
-            q, k = rotate(q, offset=position), rotate(k, offset=position)
-        return [q, k, v]
-
-    return _traced(mode, run)
-
-
-@cache
-def _projected(mode: str | None, fmt: Static) -> Callable[..., Any]:
-    """Residual and output projection."""
-
-    def run(out: mx.array, x: mx.array, matrix: Any) -> mx.array:
-        rows = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
-        return fused_products(rows, [matrix], **_keywords(fmt), residual=x)[0]
-
-    return _traced(mode, run)
-
-
-@cache
-def _mlp(
-    mode: str | None, fmt: Static, fmt_down: Static, gate: Gate, eps: float | None
-) -> Callable[..., Any]:
-    """Norm, gated product, the product that follows it, and a residual if there is one."""
-
-    def run(
-        x: mx.array, weight: mx.array | None, first: Any, second: Any, down: Any, residual: Any
-    ) -> mx.array:
-        norm = None if eps is None else (weight, eps)
-        (y,) = fused_products(x, [first, second], **_keywords(fmt), norm=norm, gate=gate)
-        return fused_products(y, [down], **_keywords(fmt_down), residual=residual)[0]
-
-    return _traced(mode, run)
-
-
-@cache
-def _tail(
-    mode: str | None, fmt_o: Static, fmt: Static, fmt_down: Static, gate: Gate, eps: float
-) -> Callable[..., Any]:
-    """All of a decoder layer that follows attention."""
-    project = _projected(None, fmt_o)
-    feed = _mlp(None, fmt, fmt_down, gate, eps)
-
-    def run(out: mx.array, x: mx.array, matrix: Any, *arrays: Any) -> mx.array:
-        h = project(out, x, matrix)
-        return cast(mx.array, feed(h, *arrays, h))
-
-    return _traced(mode, run)

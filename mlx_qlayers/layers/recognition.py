@@ -74,8 +74,8 @@ def _same_globals(names: tuple[str, ...], a: Callable[..., Any], b: FunctionType
     return all(scopes[0].get(name) is scopes[1].get(name) is not None for name in names)
 
 
-def normal_form(function: FunctionType) -> NormalForm | None:
-    """The normal form of a method; None if its source is not at hand or it has a closure."""
+def definition_of(function: FunctionType) -> ast.FunctionDef | None:
+    """The source of a plain method; None if it is not at hand, has a closure or other functions."""
     if function.__code__.co_freevars or "__wrapped__" in vars(function):
         return None
     try:
@@ -89,6 +89,14 @@ def normal_form(function: FunctionType) -> NormalForm | None:
         return None
     inner = [n for n in ast.walk(definition) if isinstance(n, ast.Lambda | ast.FunctionDef)]
     if inner != [definition] or not _was_compiled_from_its_file(function):
+        return None
+    return definition
+
+
+def normal_form(function: FunctionType) -> NormalForm | None:
+    """The normal form of a method; None if it is no plain method."""
+    definition = definition_of(function)
+    if definition is None:
         return None
     names = _Names(definition)
     definition.body = [names.visit(s) for s in _inlined(_without_docstring(definition.body))]

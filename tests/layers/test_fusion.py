@@ -9,13 +9,14 @@ import threading
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, Architecture, build
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
 from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
-from mlx_qlayers.layers import fusion
+from mlx_qlayers.layers import stretches
 from mlx_qlayers.layers.fusion import is_fused
 from mlx_qlayers.report import FUSED, LEFT
 
@@ -65,7 +66,7 @@ def fusions(report) -> dict[str, tuple[str, str]]:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch):
     """Let the stretches be traced as on a GPU, on the path that can be traced here."""
-    monkeypatch.setattr(fusion, "_mode", lambda: "traced in a test")
+    monkeypatch.setattr(stretches, "mode", lambda: "traced in a test")
     with use_backend("ops"):
         yield
 
@@ -85,13 +86,15 @@ def test_rotary_embeddings(name, kind, traced):
     assert_same_model(decoded(model), decoded(stock), bits=None, what=f"{name} {kind}")
 
 
-def test_two_layers_of_one_shape_share_their_traces(traced):
-    _, model = pair()
-    with mx.stream(mx.cpu):
-        decoded(model)
-        before = [f.cache_info().currsize for f in (fusion._heads, fusion._tail)]
-        decoded(pair()[1])
-    assert [f.cache_info().currsize for f in (fusion._heads, fusion._tail)] == before
+def test_layers_that_are_alike_share_their_traces(traced, monkeypatch):
+    made = []
+    compile = mx.compile
+    monkeypatch.setattr(mx, "compile", lambda function: made.append(function) or compile(function))
+    _, model = pair(num_hidden_layers=4, vocab_size=VOCABULARY + 1, rms_norm_eps=2e-5)
+    decoded(model)
+    first = len(made)
+    decoded(pair(num_hidden_layers=4, rms_norm_eps=2e-5)[1])
+    assert 0 < first == len(made) <= 4  # of blocks, and of their parts while they are verified
 
 
 def test_launches_of_a_token():
@@ -150,10 +153,32 @@ def test_report():
     assert_same_model(decoded(mixed), decoded(stock), bits=None, what="mixed formats")
 
 
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("gpt_oss", "q_proj, k_proj, v_proj"), ("qwen3_next", "in_proj_qkvz, in_proj_ba")],
+)
+def test_products_of_one_input_are_gathered_where_no_more_is_known(name, group, traced):
+    wanted = ARCHITECTURES[name]._replace(format=(64, 4, "affine"))
+    stock, model = build(name, wanted), build(name, wanted)
+    found = fusions(convert_model(model))
+    assert (FUSED, f"{group} in one launch") in found.values()
+    assert_same_model(decoded(model), decoded(stock), bits=None, what=name)
+    pickle.loads(pickle.dumps(model))
+    revert_model(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+
+
 def test_what_is_not_known_is_left_and_said():
-    found = fusions(convert_model(build("gpt_oss", PLAIN._replace(config={}))))
-    reason = "the code around q_proj, k_proj, v_proj, o_proj is not known"
-    assert (LEFT, reason) in found.values()
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.QuantizedLinear(64, 64), nn.QuantizedLinear(64, 64)
+
+        def __call__(self, x):
+            return self.b(self.a(x))
+
+    found = fusions(convert_model(nn.Sequential(Chain())))
+    assert found == {"layers.0": (LEFT, "no two of a, b are seen to have the same input")}
 
 
 def test_adapters_run_the_code_as_it_was():
@@ -258,7 +283,7 @@ def test_without_routed_attention():
 def test_verification_refuses_a_fusion_that_disagrees(part, monkeypatch):
     model = build("qwen2", PLAIN)
     before = [type(m) for m in model.modules()]
-    honest = fusion.fused_products
+    honest = stretches.fused_products
 
     def wrong(x, matrices, **options):
         found = honest(x, matrices, **options)
@@ -270,7 +295,7 @@ def test_verification_refuses_a_fusion_that_disagrees(part, monkeypatch):
         }
         return [y * 1.5 for y in found] if hit[part.rpartition(".")[2]] else found
 
-    monkeypatch.setattr(fusion, "fused_products", wrong)
+    monkeypatch.setattr(stretches, "fused_products", wrong)
     with pytest.raises(ValueError, match=rf"^{part}: fused, 1 rows: disagrees"):
         convert_model(model)
     assert [type(m) for m in model.modules()] == before

@@ -1,0 +1,180 @@
+"""The stretches of a decoder layer that compute with fused products, as functions of arrays.
+
+On a GPU each is traced once by ``mx.compile`` for all layers that are alike: what may differ
+between them are inputs, everything else is in the key under which the traced function is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..formats import Format
+from ..metal.quantized_matmul import MAX_MATRICES, Gate, PackedMatrix
+from ..ops.fused_products import fused_products
+from ..runtime.backend import requested
+from ..runtime.health import checking
+from ..runtime.tracing import tracing
+
+Static = tuple[Any, ...]
+
+# Rotary embeddings that take their offset as an array, and compute with nothing else that changes.
+_ROPES = ("RoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
+_ROPE_MODULES = ("mlx.nn.layers.positional_encoding", "mlx_lm.models.rope_utils")
+
+
+def mode() -> str | None:
+    """What tells traces apart; None where nothing is to be traced.
+
+    The host backend runs at once, and launches are to be seen one by one in the debug modes.
+    """
+    if mx.default_device().type == mx.cpu or checking() or tracing():
+        return None
+    return requested()
+
+
+def _stretch(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """Keep what ``make`` makes from a key, traced or not; ``__wrapped__`` makes it untraced."""
+
+    @cache
+    def made(traced: str | None, *key: Any) -> Callable[..., Any]:
+        return make(*key) if traced is None else mx.compile(make(*key))
+
+    @wraps(make)
+    def stretch(*key: Any) -> Callable[..., Any]:
+        return made(mode(), *key)
+
+    return stretch
+
+
+@cache
+def _is_traceable(cls: Any) -> bool:
+    return cls.__name__ in _ROPES and cls.__module__ in _ROPE_MODULES
+
+
+def split_rope(rope: Any) -> tuple[Static | None, mx.array | None]:
+    """A rotary embedding as what can be compared, and its frequencies."""
+    if not _is_traceable(rope.__class__):
+        return None, None
+    numbers = tuple(
+        [item for item in vars(rope).items() if item[0] not in ("_no_grad", "_training")]
+    )
+    return (type(rope), numbers), rope.get("_freqs")
+
+
+def _join_rope(static: Static, freqs: mx.array | None) -> nn.Module:
+    cls, numbers = static
+    rope: nn.Module = cls.__new__(cls)
+    vars(rope).update(numbers)
+    if freqs is not None:
+        dict.__setitem__(rope, "_freqs", freqs)
+    return rope
+
+
+def _products(
+    x: mx.array, matrices: list[PackedMatrix], formats: tuple[Static, ...], norm: Any
+) -> list[mx.array]:
+    """Products of one input; those of one format together, as many as a launch takes."""
+    found: dict[int, mx.array] = {}
+    for fmt in dict.fromkeys(formats):
+        alike = [i for i, other in enumerate(formats) if other == fmt]
+        for start in range(0, len(alike), MAX_MATRICES):
+            places = alike[start : start + MAX_MATRICES]
+            packed = [matrices[i] for i in places]
+            products = fused_products(x, packed, **_keywords(fmt), norm=norm)
+            found |= zip(places, products, strict=True)
+    return [found[i] for i in range(len(matrices))]
+
+
+def _keywords(fmt: Static) -> dict[str, Any]:
+    return Format(*fmt)._asdict()
+
+
+@_stretch
+def together(formats: tuple[Static, ...]) -> Callable[..., Any]:
+    """Products of one input."""
+
+    def run(x: mx.array, matrices: list[PackedMatrix]) -> list[mx.array]:
+        return _products(x, matrices, formats, None)
+
+    return run
+
+
+@_stretch
+def heads(
+    formats: tuple[Static, ...],
+    counts: tuple[int, int],
+    eps: float | None,
+    norm_eps: tuple[float, float] | None,
+    rope: Static | None,
+) -> Callable[..., Any]:
+    """Queries, keys and values of the heads: norm, projections, norms of heads, rotation."""
+
+    def run(
+        x: mx.array,
+        position: mx.array | None,
+        weight: mx.array | None,
+        matrices: list[PackedMatrix],
+        norms: list[mx.array] | None,
+        freqs: mx.array | None,
+    ) -> list[mx.array]:
+        norm = None if eps is None else (weight, eps)
+        products = _products(x, matrices, formats, norm)
+        many = (counts[0], counts[1], counts[1])
+        split = [y.reshape(*x.shape[:2], n, -1) for y, n in zip(products, many, strict=True)]
+        if norms is not None and norm_eps is not None:
+            for i in range(2):
+                split[i] = mx.fast.rms_norm(split[i], norms[i], norm_eps[i])
+        q, k, v = (y.transpose(0, 2, 1, 3) for y in split)
+        if rope is not None:
+            rotate = cast(Any, _join_rope(rope, freqs))
+            q, k = rotate(q, offset=position), rotate(k, offset=position)
+        return [q, k, v]
+
+    return run
+
+
+@_stretch
+def projected(fmt: Static) -> Callable[..., Any]:
+    """Residual and output projection."""
+
+    def run(out: mx.array, x: mx.array, matrix: Any) -> mx.array:
+        rows = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+        return fused_products(rows, [matrix], **_keywords(fmt), residual=x)[0]
+
+    return run
+
+
+@_stretch
+def feed_forward(
+    fmt: Static, fmt_down: Static, gate: Gate, eps: float | None
+) -> Callable[..., Any]:
+    """Norm, gated product, the product that follows it, and a residual if there is one."""
+
+    def run(
+        x: mx.array, weight: mx.array | None, first: Any, second: Any, down: Any, residual: Any
+    ) -> mx.array:
+        norm = None if eps is None else (weight, eps)
+        (y,) = fused_products(x, [first, second], **_keywords(fmt), norm=norm, gate=gate)
+        return fused_products(y, [down], **_keywords(fmt_down), residual=residual)[0]
+
+    return run
+
+
+@_stretch
+def tail(
+    fmt_o: Static, fmt: Static, fmt_down: Static, gate: Gate, eps: float
+) -> Callable[..., Any]:
+    """All of a decoder layer that follows attention."""
+    project = projected.__wrapped__(fmt_o)  # type: ignore[attr-defined]
+    feed = feed_forward.__wrapped__(fmt, fmt_down, gate, eps)  # type: ignore[attr-defined]
+
+    def run(out: mx.array, x: mx.array, matrix: Any, *arrays: Any) -> mx.array:
+        h = project(out, x, matrix)
+        return cast(mx.array, feed(h, *arrays, h))
+
+    return run
