@@ -62,7 +62,12 @@ def test_the_converted_model_takes_our_path():
     explain(reset=True)
     mx.eval(model(TOKENS))
     calls = {d.op: d.calls for d in explain() if not d.op.startswith("kernel ")}
-    assert calls == {"fused_products": 8, "quantized_matmul": 1, "attention": 2}
+    assert calls == {
+        "fused_products": 8,
+        "rotary_embedding": 2,
+        "quantized_matmul": 1,
+        "attention": 2,
+    }
 
 
 def test_paths_and_parameters_keep_their_names():

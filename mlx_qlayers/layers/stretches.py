@@ -16,6 +16,7 @@ import mlx.nn as nn
 from ..formats import Format
 from ..metal.quantized_matmul import MAX_MATRICES, Gate, PackedMatrix
 from ..ops.fused_products import fused_products
+from ..ops.rotary import rotary_embedding
 from ..runtime.backend import requested
 from ..runtime.health import checking
 from ..runtime.tracing import tracing
@@ -75,6 +76,17 @@ def _join_rope(static: Static, freqs: mx.array | None) -> nn.Module:
     return rope
 
 
+def _rotation(static: Static) -> dict[str, Any] | None:
+    """How :func:`rotary_embedding` does what the module does; None if it does more."""
+    cls, numbers = static
+    values = dict(numbers)
+    if cls is nn.RoPE:
+        return values
+    if cls.__name__ == "SuScaledRoPE" or values.get("mscale", 1.0) != 1.0:
+        return None
+    return {"dims": values["dims"], "traditional": values["traditional"], "base": None}
+
+
 def _products(
     x: mx.array, matrices: list[PackedMatrix], formats: tuple[Static, ...], norm: Any
 ) -> list[mx.array]:
@@ -129,6 +141,10 @@ def heads(
         if norms is not None and norm_eps is not None:
             for i in range(2):
                 split[i] = mx.fast.rms_norm(split[i], norms[i], norm_eps[i])
+        if rope is not None and (options := _rotation(rope)) is not None:
+            assert position is not None
+            q, k = rotary_embedding(split[0], split[1], position, **options, freqs=freqs)
+            return [q, k, split[2].transpose(0, 2, 1, 3)]
         q, k, v = (y.transpose(0, 2, 1, 3) for y in split)
         if rope is not None:
             rotate = cast(Any, _join_rope(rope, freqs))
