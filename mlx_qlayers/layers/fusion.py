@@ -22,13 +22,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from ..metal.quantized_matmul import MAX_FEW_ROWS, Gate, PackedMatrix
+from ..metal.quantized_matmul import Gate
 from . import stretches
 from .grouping import grouped
 from .qlinear import QLinear
 from .recognition import Known, recognise
 from .routing import routed_attention, routed_class
-from .stretches import Static
+from .stretches import Matrix, Static, is_few
 
 # The activations of the feed-forward modules in :mod:`.forms`.
 GATES: dict[str, Gate] = {
@@ -133,21 +133,21 @@ def _new(stock: type[nn.Module], routed: bool, layers: frozenset[str]) -> nn.Mod
 
 def _together(x: mx.array, *layers: Any) -> list[mx.array]:
     """The products of one input with several layers."""
-    packed = _packed(*layers) if _few(x) else None
+    packed = _packed(*layers) if is_few(x) else None
     if packed is None:
         return [layer(x) for layer in layers]
     return cast(list[mx.array], stretches.together(packed[0])(x, packed[1]))
 
 
 def _mlp_call(self: Any, x: mx.array) -> mx.array:
-    if _few(x) and (feed := _feed(self, None)) is not None:
+    if is_few(x) and (feed := _feed(self, None)) is not None:
         static, arrays = feed
         return cast(mx.array, stretches.feed_forward(*static)(x, *arrays, None))
     return cast(mx.array, self._fuses.__call__(self, x))
 
 
 def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-    out = _attended(self, None, x, mask, cache) if _few(x) else None
+    out = _attended(self, None, x, mask, cache) if is_few(x) else None
     if out is None:
         return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
     o = self[self._known.names["o"]]
@@ -155,7 +155,7 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
 
 
 def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-    if not _few(x):
+    if not is_few(x):
         return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
     names = self._known.names
     attention, mlp = self[names["attention"]], self[names["mlp"]]
@@ -183,19 +183,14 @@ def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> 
     return cast(mx.array, stretches.feed_forward(*feed[0])(h, *feed[1], h))
 
 
-def _few(x: mx.array) -> bool:
-    return x.ndim > 1 and 0 < x.size <= MAX_FEW_ROWS * x.shape[-1]
-
-
-def _packed(*layers: Any) -> tuple[tuple[Static, ...], list[PackedMatrix]] | None:
+def _packed(*layers: Any) -> tuple[tuple[Static, ...], list[Matrix]] | None:
     """Formats and arrays of quantized layers; None if one is of another class."""
     formats, matrices = [], []
     for layer in layers:
         if type(layer) is not QLinear:
             return None
         formats.append((layer.group_size, layer.bits, layer.mode))
-        arrays = layer["weight"], layer["scales"], layer.get("biases"), layer.get("bias")
-        matrices.append(PackedMatrix(*arrays))
+        matrices.append((layer["weight"], layer["scales"], layer.get("biases"), layer.get("bias")))
     return tuple(formats), matrices
 
 

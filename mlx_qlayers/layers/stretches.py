@@ -14,14 +14,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from ..metal.quantized_matmul import MAX_MATRICES, Gate, PackedMatrix
+from ..metal.quantized_matmul import MAX_FEW_ROWS, MAX_MATRICES, Gate, PackedMatrix
 from ..ops.fused_products import fused_products
+from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
 from ..runtime.backend import requested
 from ..runtime.health import checking
 from ..runtime.tracing import tracing
 
 Static = tuple[Any, ...]
+# Weight, scales, biases and bias; the last two may be None.
+Matrix = tuple[mx.array, mx.array, mx.array | None, mx.array | None]
 
 # Rotary embeddings that take their offset as an array, and compute with nothing else that changes.
 _ROPES = ("RoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
@@ -36,6 +39,11 @@ def mode() -> str | None:
     if mx.default_device().type == mx.cpu or checking() or tracing():
         return None
     return requested()
+
+
+def is_few(x: mx.array) -> bool:
+    """Whether an input has so few rows that the kernels of few rows take it."""
+    return x.ndim > 1 and 0 < x.size <= MAX_FEW_ROWS * x.shape[-1]
 
 
 def _stretch(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
@@ -88,7 +96,7 @@ def _rotation(static: Static) -> dict[str, Any] | None:
 
 
 def _products(
-    x: mx.array, matrices: list[PackedMatrix], formats: tuple[Static, ...], norm: Any
+    x: mx.array, matrices: list[Matrix], formats: tuple[Static, ...], norm: Any
 ) -> list[mx.array]:
     """Products of one input; those of one format together, as many as a launch takes."""
     found: dict[int, mx.array] = {}
@@ -96,7 +104,7 @@ def _products(
         alike = [i for i, other in enumerate(formats) if other == fmt]
         for start in range(0, len(alike), MAX_MATRICES):
             places = alike[start : start + MAX_MATRICES]
-            packed = [matrices[i] for i in places]
+            packed = [PackedMatrix(*matrices[i]) for i in places]
             products = fused_products(x, packed, **_keywords(fmt), norm=norm)
             found |= zip(places, products, strict=True)
     return [found[i] for i in range(len(matrices))]
@@ -106,11 +114,27 @@ def _keywords(fmt: Static) -> dict[str, Any]:
     return Format(*fmt)._asdict()
 
 
+def product(x: mx.array, group_size: int, bits: int, mode: str) -> Callable[..., Any]:
+    """The product with one matrix. With many rows it is not traced: their number may be any."""
+    make = _product if is_few(x) else _product.__wrapped__  # type: ignore[attr-defined]
+    return cast(Callable[..., Any], make(group_size, bits, mode))
+
+
+@_stretch
+def _product(group_size: int, bits: int, mode: str) -> Callable[..., Any]:
+    def run(x: mx.array, w: mx.array, scales: mx.array, biases: Any, bias: Any) -> mx.array:
+        return quantized_matmul(
+            x, w, scales, biases, group_size=group_size, bits=bits, mode=mode, bias=bias
+        )
+
+    return run
+
+
 @_stretch
 def together(formats: tuple[Static, ...]) -> Callable[..., Any]:
     """Products of one input."""
 
-    def run(x: mx.array, matrices: list[PackedMatrix]) -> list[mx.array]:
+    def run(x: mx.array, matrices: list[Matrix]) -> list[mx.array]:
         return _products(x, matrices, formats, None)
 
     return run
@@ -130,7 +154,7 @@ def heads(
         x: mx.array,
         position: mx.array | None,
         weight: mx.array | None,
-        matrices: list[PackedMatrix],
+        matrices: list[Matrix],
         norms: list[mx.array] | None,
         freqs: mx.array | None,
     ) -> list[mx.array]:
