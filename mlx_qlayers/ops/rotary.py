@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..metal import rotary as kernels
 from ..reference import rotary as reference
 from ..runtime.backend import backend, choose
-from .fused_products import floating_vjp
+from .differentiable import with_gradient_of
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -98,18 +98,11 @@ def _function(
     if path == "ops":
         return composed
 
-    @mx.custom_function
-    def run(q: mx.array, k: mx.array, offset: mx.array, freqs: Any) -> list[mx.array]:
+    def launch(q: mx.array, k: mx.array, offset: mx.array, freqs: Any) -> list[mx.array]:
         share = q.shape[2] + k.shape[2] if path == "host" else _SHARE
         return kernels.rotated(q, k, offset, freqs=freqs, share=share, **options)
 
-    @run.vjp
-    def gradient(primals: Any, cotangents: list[mx.array], outputs: list[mx.array]) -> Any:
-        q, k, offset, freqs = primals
-        first = floating_vjp(lambda q, k: composed(q, k, offset, freqs), (q, k), cotangents)
-        return *first, mx.zeros_like(offset), None if freqs is None else mx.zeros_like(freqs)
-
-    return run
+    return with_gradient_of(composed, launch)
 
 
 def _check(

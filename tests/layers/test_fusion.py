@@ -16,7 +16,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
 from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
-from mlx_qlayers.layers import stretches
+from mlx_qlayers.layers import fusion, stretches
 from mlx_qlayers.layers.fusion import is_fused
 from mlx_qlayers.report import FUSED, LEFT
 
@@ -66,7 +66,13 @@ def fusions(report) -> dict[str, tuple[str, str]]:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch):
     """Let the stretches be traced as on a GPU, on the path that can be traced here."""
-    monkeypatch.setattr(stretches, "mode", lambda: "traced in a test")
+
+    def place() -> tuple[str, int, str]:
+        stream = mx.default_stream(mx.default_device())
+        return "ops", threading.get_ident(), repr(stream)
+
+    for module in (stretches, fusion):
+        monkeypatch.setattr(module, "place", place)
     with use_backend("ops"):
         yield
 
