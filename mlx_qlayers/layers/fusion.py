@@ -151,7 +151,7 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     if out is None:
         return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
     o = self[self._known.names["o"]]
-    return cast(mx.array, o(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)))
+    return cast(mx.array, o(stretches.joined(out)))
 
 
 def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -178,7 +178,7 @@ def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> 
             else:
                 return cast(mx.array, stretches.tail(at, fmt, *feed[0])(out, x, matrix, *feed[1]))
         else:
-            h = x + o(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+            h = x + o(stretches.joined(out))
     if feed is None:
         return cast(mx.array, h + mlp(second(h)))
     return cast(mx.array, stretches.feed_forward(at, *feed[0])(h, *feed[1], h))

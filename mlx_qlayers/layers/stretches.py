@@ -181,6 +181,18 @@ def together(formats: tuple[Packing, ...]) -> Callable[..., Any]:
     return run
 
 
+def _heads_first(x: mx.array) -> mx.array:
+    """(B, L, H, D) to (B, H, L, D). With one row that is a matter of names: one node less."""
+    batch, length, count, width = x.shape
+    return x.reshape(batch, count, 1, width) if length == 1 else x.transpose(0, 2, 1, 3)
+
+
+def joined(out: mx.array) -> mx.array:
+    """The heads of attention side by side: (B, H, L, D) to (B, L, H * D)."""
+    batch, _, length, _ = out.shape
+    return (out if length == 1 else out.transpose(0, 2, 1, 3)).reshape(batch, length, -1)
+
+
 @_stretch
 def heads(
     formats: tuple[Packing, ...],
@@ -209,8 +221,8 @@ def heads(
         if rope is not None and (options := _rotation(rope)) is not None:
             assert position is not None
             q, k = rotary_embedding(split[0], split[1], position, **options, freqs=freqs)
-            return [q, k, split[2].transpose(0, 2, 1, 3)]
-        q, k, v = (y.transpose(0, 2, 1, 3) for y in split)
+            return [q, k, _heads_first(split[2])]
+        q, k, v = map(_heads_first, split)
         if rope is not None:
             rotate = cast(Any, _join_rope(rope, freqs))
             q, k = rotate(q, offset=position), rotate(k, offset=position)
@@ -224,7 +236,7 @@ def projected(fmt: Packing) -> Callable[..., Any]:
     """Residual and output projection."""
 
     def run(out: mx.array, x: mx.array, matrix: Any) -> mx.array:
-        rows = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+        rows = joined(out)
         return fused_products(rows, [matrix], **_keywords(fmt), residual=x)[0]
 
     return run
