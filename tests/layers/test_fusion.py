@@ -18,6 +18,7 @@ from numerics import assert_same_model
 from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
 from mlx_qlayers.layers import fusion, stretches
 from mlx_qlayers.layers.fusion import is_fused
+from mlx_qlayers.ops import fused_products as ops
 from mlx_qlayers.report import FUSED, LEFT
 
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -226,7 +227,38 @@ def test_gradient_of_the_embeddings():
 
 
 def test_gradient_of_traced_stretches(traced):
+    """The second time the stretches have been traced, without what carries gradients."""
     test_gradient_of_the_embeddings()
+    decoded(pair()[1])
+    test_gradient_of_the_embeddings()
+
+
+def test_gradient_where_launches_without_one_were_traced(traced, monkeypatch):
+    """What stands in for a kernel has no gradient of its own, as kernels have none."""
+    launched = []
+
+    def launch(x, matrices, fmt, config, *, norm=None, gate=None, residual=None):
+        launched.append(fmt)
+        run = ops._composed(fmt, norm is not None, norm[1] if norm else 0.0, gate)
+        found = run(x, matrices, norm[0] if norm else None, residual)
+        return [mx.stop_gradient(y) for y in found]
+
+    monkeypatch.setattr(ops, "choose", lambda *args, **options: "metal")
+    monkeypatch.setattr(ops, "products_of_few_rows", launch)
+    ops._by_kernel.cache_clear()
+    stock, model = pair(num_hidden_layers=3, vocab_size=VOCABULARY, rms_norm_eps=3e-5)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="stand-in")
+    traces = len(launched)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="stand-in")
+    assert 0 < traces == len(launched)
+    x = mx.random.normal((1, 1, 128), key=mx.random.key(0))
+    expected, found = (
+        mx.grad(lambda x, m=m: (m(TOKENS[:, :1], input_embeddings=x) ** 2).mean())(x)
+        for m in (stock, model)
+    )
+    assert mx.abs(found - expected).max() <= 1e-4 * mx.abs(expected).max()
+    assert len(launched) > traces
+    ops._by_kernel.cache_clear()
 
 
 def test_parameters_that_change_are_seen(traced):
