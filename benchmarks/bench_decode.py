@@ -281,16 +281,21 @@ def main() -> None:
     args = parser.parse_args()
 
     print_facts()
+    start = time.perf_counter()
     stock = build(TINY if args.tiny else QWEN2_7B, args.group_size, args.bits)
     models = {"stock": stock}
     for name, fuse in (("converted, not fused", False), ("converted", True)):
         models[name] = copy.deepcopy(stock)  # the arrays are shared
+        print(f"{time.perf_counter() - start:.0f} s: {list(models)[-2]} is ready", flush=True)
         report = convert_model(models[name], fuse=fuse)
-    print(report.summary(), end="\n\n")
+    print(report.summary(), end="\n\n", flush=True)
     tokens = mx.random.randint(0, stock.args.vocab_size, (8,))
+    print(f"{time.perf_counter() - start:.0f} s: converted", flush=True)
     verify(stock, {name: m for name, m in models.items() if m is not stock}, tokens)
+    print(f"{time.perf_counter() - start:.0f} s: measuring", flush=True)
     explain(reset=True)
     tables: list[Any] = [breakdown(models, args), speeds(models, args)]
+    print(f"\n{time.perf_counter() - start:.0f} s altogether")
     print("\npaths taken:", *explain(), sep="\n  ")
     write_output(args, "decode", tables)
 

@@ -84,3 +84,26 @@ def test_generation_benchmark(tiny_model: Path, tmp_path: Path) -> None:
     assert all(row["decode tok/s"] > 0 and row["prefill tok/s count"] == 2 for row in rows)
     lines = [line for line in (tmp_path / "out.csv").open() if not line.startswith("#")]
     assert [row["layers"] for row in csv.DictReader(lines)] == [row["layers"] for row in rows]
+
+
+def test_decoding_benchmark(tmp_path: Path) -> None:
+    options = ["--tiny", *("--tokens", "4", "--prompt-tokens", "8", "--repeats", "1")]
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(BENCHMARKS / "bench_decode.py"),
+            *(*options, "--prefill", "20", "--json", str(tmp_path / "out.json")),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "verified: mean error of the logits, converted" in done.stdout
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    parts = [row for row in rows if "submit" in row]
+    assert [row["layers"] for row in parts] == ["stock", "converted, not fused", "converted"]
+    assert all(row["build"] > 0 and row["step"] > 0 for row in parts)
+    speeds = [row for row in rows if "what" in row]
+    what = {"decode, batch 1", "decode, batch 4", "decode, batch 8", "prefill 20"}
+    assert {row["what"] for row in speeds} == what and len(speeds) == 3 * len(what)

@@ -12,7 +12,7 @@ from mlx_lm.models import qwen2
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_qlayers import FusedAttention, QLinear, convert_model, explain, revert_model, verify
-from mlx_qlayers.layers import qlinear
+from mlx_qlayers.layers import qlinear, stretches
 from mlx_qlayers.layers.qlinear import QEmbedding
 from tests.numerics import assert_same_model
 
@@ -62,7 +62,12 @@ def test_the_converted_model_takes_our_path():
     explain(reset=True)
     mx.eval(model(TOKENS))
     calls = {d.op: d.calls for d in explain() if not d.op.startswith("kernel ")}
-    assert calls == {"fused_products": 8, "quantized_matmul": 1, "attention": 2}
+    assert calls == {
+        "fused_products": 8,
+        "rotary_embedding": 2,
+        "quantized_matmul": 1,
+        "attention": 2,
+    }
 
 
 def test_paths_and_parameters_keep_their_names():
@@ -307,7 +312,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("what", ["quantized_matmul", "routed_attention"])
     def test_a_layer_that_disagrees(self, monkeypatch, what):
-        module = qlinear if what == "quantized_matmul" else verify
+        module = stretches if what == "quantized_matmul" else verify
         right = getattr(module, what)
         monkeypatch.setattr(module, what, lambda *a, **kw: right(*a, **kw) * 1.01)
         model = qwen()

@@ -22,13 +22,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from ..metal.quantized_matmul import MAX_FEW_ROWS, Gate, PackedMatrix
+from ..metal.quantized_matmul import Gate
 from . import stretches
 from .grouping import grouped
 from .qlinear import QLinear
 from .recognition import Known, recognise
 from .routing import routed_attention, routed_class
-from .stretches import Static
+from .stretches import Matrix, Packing, Place, Static, is_few, place
 
 # The activations of the feed-forward modules in :mod:`.forms`.
 GATES: dict[str, Gate] = {
@@ -133,34 +133,35 @@ def _new(stock: type[nn.Module], routed: bool, layers: frozenset[str]) -> nn.Mod
 
 def _together(x: mx.array, *layers: Any) -> list[mx.array]:
     """The products of one input with several layers."""
-    packed = _packed(*layers) if _few(x) else None
+    packed = _packed(*layers) if is_few(x) else None
     if packed is None:
         return [layer(x) for layer in layers]
-    return cast(list[mx.array], stretches.together(packed[0])(x, packed[1]))
+    return cast(list[mx.array], stretches.together(place(), packed[0])(x, packed[1]))
 
 
 def _mlp_call(self: Any, x: mx.array) -> mx.array:
-    if _few(x) and (feed := _feed(self, None)) is not None:
+    if is_few(x) and (feed := _feed(self, None)) is not None:
         static, arrays = feed
-        return cast(mx.array, stretches.feed_forward(*static)(x, *arrays, None))
+        return cast(mx.array, stretches.feed_forward(place(), *static)(x, *arrays, None))
     return cast(mx.array, self._fuses.__call__(self, x))
 
 
 def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-    out = _attended(self, None, x, mask, cache) if _few(x) else None
+    out = _attended(place(), self, None, x, mask, cache) if is_few(x) else None
     if out is None:
         return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
     o = self[self._known.names["o"]]
-    return cast(mx.array, o(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)))
+    return cast(mx.array, o(stretches.joined(out)))
 
 
 def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-    if not _few(x):
+    if not is_few(x):
         return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
     names = self._known.names
     attention, mlp = self[names["attention"]], self[names["mlp"]]
     first, second = self[names["first_norm"]], self[names["second_norm"]]
-    out = _attended(attention, first, x, mask, cache)
+    at = place()
+    out = _attended(at, attention, first, x, mask, cache)
     feed = _feed(mlp, second)
     if out is None and feed is None:
         return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
@@ -173,29 +174,25 @@ def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> 
         if (packed := _packed(o)) is not None:
             (fmt,), (matrix,) = packed
             if feed is None:
-                h = stretches.projected(fmt)(out, x, matrix)
+                h = stretches.projected(at, fmt)(out, x, matrix)
             else:
-                return cast(mx.array, stretches.tail(fmt, *feed[0])(out, x, matrix, *feed[1]))
+                return cast(mx.array, stretches.tail(at, fmt, *feed[0])(out, x, matrix, *feed[1]))
         else:
-            h = x + o(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+            h = x + o(stretches.joined(out))
     if feed is None:
         return cast(mx.array, h + mlp(second(h)))
-    return cast(mx.array, stretches.feed_forward(*feed[0])(h, *feed[1], h))
+    return cast(mx.array, stretches.feed_forward(at, *feed[0])(h, *feed[1], h))
 
 
-def _few(x: mx.array) -> bool:
-    return x.ndim > 1 and 0 < x.size <= MAX_FEW_ROWS * x.shape[-1]
-
-
-def _packed(*layers: Any) -> tuple[tuple[Static, ...], list[PackedMatrix]] | None:
+def _packed(*layers: Any) -> tuple[tuple[Packing, ...], list[Matrix]] | None:
     """Formats and arrays of quantized layers; None if one is of another class."""
     formats, matrices = [], []
     for layer in layers:
         if type(layer) is not QLinear:
             return None
-        formats.append((layer.group_size, layer.bits, layer.mode))
-        arrays = layer["weight"], layer["scales"], layer.get("biases"), layer.get("bias")
-        matrices.append(PackedMatrix(*arrays))
+        weight = layer["weight"]
+        formats.append((layer.group_size, layer.bits, layer.mode, weight.shape))
+        matrices.append((weight, layer["scales"], layer.get("biases"), layer.get("bias")))
     return tuple(formats), matrices
 
 
@@ -216,7 +213,9 @@ def _feed(mlp: Any, norm: Any) -> tuple[Static, list[Any]] | None:
     return (fmt, fmt_down, GATES[known.form], norm.eps), [norm["weight"], gate, up, down]
 
 
-def _attended(attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+def _attended(
+    at: Place | None, attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any
+) -> mx.array | None:
     """Attention of ``norm(x)`` before the output projection, (B, H, L, D), if it is known."""
     known = known_of(type(attention))
     if known is None or not known.form.startswith("attention") or x.ndim != 3:
@@ -239,7 +238,7 @@ def _attended(attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any) -> 
     rope = attention[names["rope"]]
     static, freqs = stretches.split_rope(rope)
     counts = getattr(attention, names["heads"]), getattr(attention, names["kv_heads"])
-    heads = stretches.heads(packed[0], counts, eps, norm_eps, static)
+    heads = stretches.heads(at, packed[0], counts, eps, norm_eps, static)
     offset = 0 if cache is None else cache.offset
     position = None if static is None else _position(offset) if isinstance(offset, int) else offset
     q, k, v = heads(x, position, weight, packed[1], norms, freqs)

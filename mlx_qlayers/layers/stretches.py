@@ -6,47 +6,98 @@ between them are inputs, everything else is in the key under which the traced fu
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 
 from ..formats import Format
-from ..metal.quantized_matmul import MAX_MATRICES, Gate, PackedMatrix
+from ..metal.quantized_matmul import MAX_FEW_ROWS, MAX_MATRICES, Gate, PackedMatrix
+from ..ops.differentiable import without_gradients
 from ..ops.fused_products import fused_products
+from ..ops.quantized_matmul import quantized_matmul
+from ..ops.rotary import rotary_embedding
 from ..runtime.backend import requested
 from ..runtime.health import checking
 from ..runtime.tracing import tracing
 
 Static = tuple[Any, ...]
+# The backend asked for, the thread and the stream.
+Place = tuple[str, int, str]
+# Group size, bits, mode and the shape of the packed weight.
+Packing = tuple[int, int, str, tuple[int, ...]]
+# Weight, scales, biases and bias; the last two may be None.
+Matrix = tuple[mx.array, mx.array, mx.array | None, mx.array | None]
 
 # Rotary embeddings that take their offset as an array, and compute with nothing else that changes.
 _ROPES = ("RoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
 _ROPE_MODULES = ("mlx.nn.layers.positional_encoding", "mlx_lm.models.rope_utils")
 
+_thread, _numbers = threading.local(), itertools.count(1)
 
-def mode() -> str | None:
-    """What tells traces apart; None where nothing is to be traced.
+
+def place() -> Place | None:
+    """Where traces are made and used; None where nothing is to be traced.
 
     The host backend runs at once, and launches are to be seen one by one in the debug modes.
     """
-    if mx.default_device().type == mx.cpu or checking() or tracing():
+    device = mx.default_device()
+    if device.type == mx.cpu or checking() or tracing():
         return None
-    return requested()
+    stream = mx.default_stream(device)
+    if getattr(_thread, "stream", None) != stream:
+        _thread.stream, _thread.name = stream, repr(stream)
+        _thread.number = getattr(_thread, "number", None) or next(_numbers)
+    return requested(), _thread.number, _thread.name
+
+
+def is_few(x: mx.array) -> bool:
+    """Whether an input has so few rows that the kernels of few rows take it."""
+    return x.ndim > 1 and 0 < x.size <= MAX_FEW_ROWS * x.shape[-1]
+
+
+class _Traced:
+    """A function that is traced for every shape of its first two arguments.
+
+    MLX calls it to trace it and, where a gradient is taken, each time. It is traced ahead of its
+    first use, on arrays that are never evaluated, and without the nodes that carry gradients.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.compiled = mx.compile(function)
+        self.seen: set[Any] = set()
+
+    def __call__(self, x: mx.array, *rest: Any) -> Any:
+        alike = x.shape, x.dtype, getattr(rest[0], "shape", None)
+        if alike not in self.seen:
+            with without_gradients():
+                self.compiled(*tree_map(_empty, (x, *rest)))
+            self.seen.add(alike)
+        return self.compiled(x, *rest)
+
+
+def _empty(array: mx.array | None) -> mx.array | None:
+    return None if array is None else mx.zeros(array.shape, array.dtype)
 
 
 def _stretch(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
-    """Keep what ``make`` makes from a key, traced or not; ``__wrapped__`` makes it untraced."""
+    """Keep what ``make`` makes from a key, traced or not; ``__wrapped__`` makes it untraced.
 
-    @cache
-    def made(traced: str | None, *key: Any) -> Callable[..., Any]:
-        return make(*key) if traced is None else mx.compile(make(*key))
+    MLX keeps traces for each thread and stream, so these are parts of the key.
+    """
+
+    @lru_cache(maxsize=1024)
+    def made(at: Place | None, *key: Any) -> Callable[..., Any]:
+        return make(*key) if at is None else _Traced(make(*key))
 
     @wraps(make)
-    def stretch(*key: Any) -> Callable[..., Any]:
-        return made(mode(), *key)
+    def stretch(at: Place | None, *key: Any) -> Callable[..., Any]:
+        return made(at, *key)
 
     return stretch
 
@@ -75,38 +126,76 @@ def _join_rope(static: Static, freqs: mx.array | None) -> nn.Module:
     return rope
 
 
+def _rotation(static: Static) -> dict[str, Any] | None:
+    """How :func:`rotary_embedding` does what the module does; None if it does more."""
+    cls, numbers = static
+    values = dict(numbers)
+    if cls is nn.RoPE:
+        return values
+    if cls.__name__ == "SuScaledRoPE" or values.get("mscale", 1.0) != 1.0:
+        return None
+    return {"dims": values["dims"], "traditional": values["traditional"], "base": None}
+
+
 def _products(
-    x: mx.array, matrices: list[PackedMatrix], formats: tuple[Static, ...], norm: Any
+    x: mx.array, matrices: list[Matrix], formats: tuple[Packing, ...], norm: Any
 ) -> list[mx.array]:
     """Products of one input; those of one format together, as many as a launch takes."""
     found: dict[int, mx.array] = {}
-    for fmt in dict.fromkeys(formats):
-        alike = [i for i, other in enumerate(formats) if other == fmt]
+    for fmt in dict.fromkeys(known[:3] for known in formats):
+        alike = [i for i, other in enumerate(formats) if other[:3] == fmt]
         for start in range(0, len(alike), MAX_MATRICES):
             places = alike[start : start + MAX_MATRICES]
-            packed = [matrices[i] for i in places]
+            packed = [PackedMatrix(*matrices[i]) for i in places]
             products = fused_products(x, packed, **_keywords(fmt), norm=norm)
             found |= zip(places, products, strict=True)
     return [found[i] for i in range(len(matrices))]
 
 
 def _keywords(fmt: Static) -> dict[str, Any]:
-    return Format(*fmt)._asdict()
+    return Format(*fmt[:3])._asdict()
+
+
+def product(x: mx.array, group_size: int, bits: int, mode: str) -> Callable[..., Any]:
+    """The product with one matrix. With many rows it is not traced: their number may be any."""
+    return _product(place() if is_few(x) else None, group_size, bits, mode)
 
 
 @_stretch
-def together(formats: tuple[Static, ...]) -> Callable[..., Any]:
-    """Products of one input."""
-
-    def run(x: mx.array, matrices: list[PackedMatrix]) -> list[mx.array]:
-        return _products(x, matrices, formats, None)
+def _product(group_size: int, bits: int, mode: str) -> Callable[..., Any]:
+    def run(x: mx.array, w: mx.array, scales: mx.array, biases: Any, bias: Any) -> mx.array:
+        return quantized_matmul(
+            x, w, scales, biases, group_size=group_size, bits=bits, mode=mode, bias=bias
+        )
 
     return run
 
 
 @_stretch
+def together(formats: tuple[Packing, ...]) -> Callable[..., Any]:
+    """Products of one input."""
+
+    def run(x: mx.array, matrices: list[Matrix]) -> list[mx.array]:
+        return _products(x, matrices, formats, None)
+
+    return run
+
+
+def _heads_first(x: mx.array) -> mx.array:
+    """(B, L, H, D) to (B, H, L, D). With one row that is a matter of names: one node less."""
+    batch, length, count, width = x.shape
+    return x.reshape(batch, count, 1, width) if length == 1 else x.transpose(0, 2, 1, 3)
+
+
+def joined(out: mx.array) -> mx.array:
+    """The heads of attention side by side: (B, H, L, D) to (B, L, H * D)."""
+    batch, _, length, _ = out.shape
+    return (out if length == 1 else out.transpose(0, 2, 1, 3)).reshape(batch, length, -1)
+
+
+@_stretch
 def heads(
-    formats: tuple[Static, ...],
+    formats: tuple[Packing, ...],
     counts: tuple[int, int],
     eps: float | None,
     norm_eps: tuple[float, float] | None,
@@ -118,7 +207,7 @@ def heads(
         x: mx.array,
         position: mx.array | None,
         weight: mx.array | None,
-        matrices: list[PackedMatrix],
+        matrices: list[Matrix],
         norms: list[mx.array] | None,
         freqs: mx.array | None,
     ) -> list[mx.array]:
@@ -129,7 +218,11 @@ def heads(
         if norms is not None and norm_eps is not None:
             for i in range(2):
                 split[i] = mx.fast.rms_norm(split[i], norms[i], norm_eps[i])
-        q, k, v = (y.transpose(0, 2, 1, 3) for y in split)
+        if rope is not None and (options := _rotation(rope)) is not None:
+            assert position is not None
+            q, k = rotary_embedding(split[0], split[1], position, **options, freqs=freqs)
+            return [q, k, _heads_first(split[2])]
+        q, k, v = map(_heads_first, split)
         if rope is not None:
             rotate = cast(Any, _join_rope(rope, freqs))
             q, k = rotate(q, offset=position), rotate(k, offset=position)
@@ -139,11 +232,11 @@ def heads(
 
 
 @_stretch
-def projected(fmt: Static) -> Callable[..., Any]:
+def projected(fmt: Packing) -> Callable[..., Any]:
     """Residual and output projection."""
 
     def run(out: mx.array, x: mx.array, matrix: Any) -> mx.array:
-        rows = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+        rows = joined(out)
         return fused_products(rows, [matrix], **_keywords(fmt), residual=x)[0]
 
     return run
@@ -151,7 +244,7 @@ def projected(fmt: Static) -> Callable[..., Any]:
 
 @_stretch
 def feed_forward(
-    fmt: Static, fmt_down: Static, gate: Gate, eps: float | None
+    fmt: Packing, fmt_down: Packing, gate: Gate, eps: float | None
 ) -> Callable[..., Any]:
     """Norm, gated product, the product that follows it, and a residual if there is one."""
 
@@ -167,7 +260,7 @@ def feed_forward(
 
 @_stretch
 def tail(
-    fmt_o: Static, fmt: Static, fmt_down: Static, gate: Gate, eps: float
+    fmt_o: Packing, fmt: Packing, fmt_down: Packing, gate: Gate, eps: float
 ) -> Callable[..., Any]:
     """All of a decoder layer that follows attention."""
     project = projected.__wrapped__(fmt_o)  # type: ignore[attr-defined]

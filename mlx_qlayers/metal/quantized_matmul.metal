@@ -1,15 +1,19 @@
-// Product of few rows with a quantized matrix: y (M, N) = x (M, K) * w^T + bias, M up to `rows`.
+// Products of few rows with up to three quantized matrices, without matrix units:
 //
-// w is (N, K) packed in `bits` bits an element; `group` elements of a row share a scale (and in
-// mode affine a bias). A tile is `outputs` neighbouring rows of w, read and unpacked once for all
-// rows of x by the `lanes` threads of one SIMD group, or by one thread where `lanes` is 1:
+//   y_i (M, N_i) = norm(x) (M, K) * w_i^T + bias_i,   or   gate(y_0) * y_1,   or   y_0 + residual
 //
-//   grid ((tiles * lanes), 1, 1), tiles of at least ceil(N / outputs); threadgroup any multiple of
+// with M up to `rows`. w_i is (N_i, K) packed in `bits` bits an element; `group` elements of a row
+// share a scale (and in mode affine a bias). A tile is `outputs` neighbouring rows of a matrix, or
+// half as many of both that a gate joins, read and unpacked once for all rows of x by the `lanes`
+// threads of one SIMD group, or by one thread where `lanes` is 1:
+//
+//   grid ((tiles * lanes), 1, 1), at least as many as there are; threadgroup any multiple of
 //   `lanes`; no threadgroup memory. A thread takes runs of `run` elements of K, every lanes-th.
 //
 // Sums are float32, in `ways` parts that a processor with vectors adds side by side. At the edge of
-// N a tile reads the last row again and writes only what exists.
+// a matrix a tile reads the last row again and writes only what exists.
 
+#include "epilogue.metal"
 #include "packed.metal"
 
 #include <metal_stdlib>
@@ -39,25 +43,46 @@ template <
     int mode,
     int group,
     int bits,
+    int gate,
     int rows,
     int outputs,
     int run,
     int lanes,
-    int ways,
-    bool biased>
+    int ways>
 [[kernel]] void quantized_matmul_few_rows(
     const device T* x,
+    const device T* norm_weight,
+    constant float* epsilon,
+    const device T* residual,
     const device uint* w,
     const device S* scales,
     const device S* biases,
     const device T* bias,
+    const device uint* w1,
+    const device S* scales1,
+    const device S* biases1,
+    const device T* bias1,
+    const device uint* w2,
+    const device S* scales2,
+    const device S* biases2,
+    const device T* bias2,
     constant int* shape,
     device T* y,
+    device T* y1,
+    device T* y2,
     uint id [[thread_position_in_grid]]) {
-  int M = shape[0], N = shape[1], K = shape[2];
-  int first = int(id / lanes) * outputs, lane = id % lanes;
+  const int height = gate ? outputs / 2 : outputs;
+  int M = shape[0], K = shape[1], lane = id % lanes;
   size_t words = size_t(K) * bits / 32, groups = K / group;
+  tile_place place =
+      place_of_tile<gate, height>(id / lanes * (gate ? 2 : 1), shape + 2, w1, w2);
+  int first = place.first, m0 = place.matrix, N = shape[2 + m0];
+  packed_matrix<S> matrix = {
+      m0 == 0 ? w : m0 == 1 ? w1 : w2,
+      m0 == 0 ? scales : m0 == 1 ? scales1 : scales2,
+      m0 == 0 ? biases : m0 == 1 ? biases1 : biases2};
   alignas(64) float sums[rows][outputs][ways] = {};
+  float squares[rows] = {};
 
   // A tile beyond N, there to fill the last threadgroup, reads nothing.
   int depth = first < N ? K : 0;
@@ -66,11 +91,15 @@ template <
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)
     for (int n = 0; n < outputs; n++) {
-      size_t row = min(first + n, N - 1), at = row * groups + k / group;
-      float scale = decoded_scale<mode>(scales[at]);
-      float offset = mode == AFFINE ? float(biases[at]) : 0.0f;
+      bool second = n >= height;
+      const device uint* from = second ? w1 : matrix.w;
+      const device S* scales_of = second ? scales1 : matrix.scales;
+      const device S* biases_of = second ? biases1 : matrix.biases;
+      size_t row = min(first + n % height, N - 1), at = row * groups + k / group;
+      float scale = decoded_scale<mode>(scales_of[at]);
+      float offset = mode == AFFINE ? float(biases_of[at]) : 0.0f;
       dequantize<mode, bits, run>(
-          weights[n], w + row * words + size_t(k) * bits / 32, scale, offset);
+          weights[n], from + row * words + size_t(k) * bits / 32, scale, offset);
     }
 #pragma unroll(lanes > 1 ? rows : 1)
     for (int m = 0; m < rows; m++) {
@@ -82,6 +111,13 @@ template <
       for (int i = 0; i < run; i++) {
         values[i] = float(x[size_t(m) * K + k + i]);
       }
+      if (epsilon) {
+#pragma unroll
+        for (int i = 0; i < run; i++) {
+          squares[m] = fma(values[i], values[i], squares[m]);
+          values[i] *= norm_weight ? float(norm_weight[k + i]) : 1.0f;
+        }
+      }
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)
       for (int n = 0; n < outputs; n++) {
@@ -92,6 +128,11 @@ template <
 
 #pragma unroll(lanes > 1 ? rows : 1)
   for (int m = 0; m < rows; m++) {
+    float factor = 1, total[outputs];
+    if (epsilon) {
+      float square = lanes > 1 ? simd_sum(squares[m]) : squares[m];
+      factor = metal::precise::rsqrt(square / float(K) + epsilon[0]);
+    }
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)
     for (int n = 0; n < outputs; n++) {
@@ -102,12 +143,22 @@ template <
           sums[m][n][j] += sums[m][n][j + pair];
         }
       }
-      float sum = sums[m][n][0];
-      if (lanes > 1) {
-        sum = simd_sum(sum);
-      }
+      total[n] = factor * (lanes > 1 ? simd_sum(sums[m][n][0]) : sums[m][n][0]);
+    }
+#pragma unroll(lanes > 1 ? outputs : 1)
+#pragma clang loop vectorize(disable)
+    for (int n = 0; n < height; n++) {
       if (lane == 0 && m < M && first + n < N) {
-        y[size_t(m) * N + first + n] = T(biased ? sum + float(bias[first + n]) : sum);
+        device T* out = m0 == 0 ? y : m0 == 1 ? y1 : y2;
+        size_t at = size_t(m) * N + first + n;
+        out[at] = finished<T, gate>(
+            total[n],
+            total[outputs - height + n],
+            first + n,
+            at,
+            m0 == 0 ? bias : m0 == 1 ? bias1 : bias2,
+            bias1,
+            residual);
       }
     }
   }

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from math import prod
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..formats import MODES, Format
 from ..runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
@@ -62,6 +60,14 @@ class FewRows:
     ways: int
     threads: int
 
+    template: ClassVar = ("rows", "outputs", "run", "lanes", "ways")
+
+    def threadgroups(self, sizes: tuple[int, ...], gated: bool) -> int:
+        """As many as matrices of so many rows take."""
+        height = self.outputs // 2 if gated else self.outputs
+        tiles = sum(-(-n // height) for n in (sizes[:1] if gated else sizes))
+        return -(-tiles * self.lanes // self.threads)
+
 
 @dataclass(frozen=True)
 class MatrixUnits:
@@ -81,6 +87,17 @@ class MatrixUnits:
     tiles: int
     simds: int
     ahead: int = 1
+
+    template: ClassVar = ("fragments", "run", "tiles", "simds", "ahead")
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return 32 * self.simds
+
+    def threadgroups(self, sizes: tuple[int, ...], gated: bool) -> int:
+        """As many as matrices of so many rows take."""
+        return -(-sum(-(-n // 16) for n in sizes) // self.tiles)
 
 
 @cache
@@ -157,14 +174,29 @@ def products_of_few_rows(
         A (..., N) in the dtype of ``x`` for each matrix, or the gated one; float32 inside, rounded
         once.
     """
-    if isinstance(config, MatrixUnits):
-        if norm is not None and x.dtype == mx.float16:
-            # Before it is divided by its norm, x times the weight may exceed float16.
-            x, norm = mx.fast.rms_norm(x, *norm), None
-        return _on_matrix_units(x, matrices, fmt, config, norm, gate, residual)
-    if norm is None and gate is None and residual is None:
-        return [_product(x, matrix, fmt, config) for matrix in matrices]
-    return _in_float32(x, matrices, fmt, config, norm, gate, residual)
+    by_threads = isinstance(config, FewRows) and config.lanes == 1
+    if norm is not None and (x.dtype == mx.float16 or by_threads):
+        # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
+        # whose threads share nothing would norm it in each of them.
+        return _after_norm(x, matrices, fmt, config, *norm, gate, residual)
+    if gate is not None and isinstance(config, MatrixUnits):
+        config = _even(config)
+    return _launch(x, matrices, fmt, config, norm, gate, residual)
+
+
+def _after_norm(
+    x: mx.array,
+    matrices: Sequence[PackedMatrix],
+    fmt: Format,
+    config: FewRows | MatrixUnits,
+    weight: mx.array | None,
+    epsilon: float,
+    gate: Gate | None,
+    residual: mx.array | None,
+) -> list[mx.array]:
+    """The same with a launch for the norm."""
+    x = mx.fast.rms_norm(x, weight, epsilon)
+    return products_of_few_rows(x, matrices, fmt, config, gate=gate, residual=residual)
 
 
 _INPUTS = (
@@ -177,35 +209,7 @@ _INPUTS = (
 )
 _OUTPUTS = ("y", "y1", "y2")
 _GATES = (None, "silu", "gelu", "gelu_approx")
-
-
-@cache
-def _matrix_kernel(omitted: tuple[str, ...]) -> Kernel:
-    """The kernel without some of its inputs and outputs."""
-    letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
-    return Kernel(
-        f"quantized_matmul_matrix_{int(letters, 2):x}",
-        "quantized_matmul_matrix.metal",
-        function="quantized_matmul_matrix",
-        inputs=tuple(name for name in _INPUTS if name not in omitted),
-        outputs=tuple(name for name in _OUTPUTS if name not in omitted),
-        omitted=omitted,
-        template=(
-            "T",
-            "S",
-            "mode",
-            "group",
-            "bits",
-            "gate",
-            "fragments",
-            "run",
-            "tiles",
-            "simds",
-            "ahead",
-        ),
-        threadgroup_memory=_threadgroup_memory,
-        large=True,
-    )
+_TEMPLATE = ("T", "S", "mode", "group", "bits", "gate")
 
 
 def _threadgroup_memory(*, simds: int, tiles: int, fragments: int, **_: object) -> int:
@@ -213,10 +217,28 @@ def _threadgroup_memory(*, simds: int, tiles: int, fragments: int, **_: object) 
 
 
 @cache
+def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
+    """One of the two kernels, without some of its inputs and outputs."""
+    letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
+    function = "quantized_matmul_matrix" if units else "quantized_matmul_few_rows"
+    return Kernel(
+        f"{function}_{int(letters, 2):x}",
+        "quantized_matmul_matrix.metal" if units else "quantized_matmul.metal",
+        function=function,
+        inputs=tuple(name for name in _INPUTS if name not in omitted),
+        outputs=tuple(name for name in _OUTPUTS if name not in omitted),
+        omitted=omitted,
+        template=_TEMPLATE + (MatrixUnits if units else FewRows).template,
+        threadgroup_memory=_threadgroup_memory if units else 0,
+        large=True,
+    )
+
+
+@cache
 def _omitted(
     count: int, outputs: int, normed: int, added: bool, affine: bool, biased: tuple[bool, ...]
 ) -> tuple[str, ...]:
-    """What of the kernel's inputs and outputs a launch does without."""
+    """What of a kernel's inputs and outputs a launch does without."""
     without = [*_OUTPUTS[outputs:]]
     without += ["norm_weight"] * (normed < 2) + ["epsilon"] * (normed < 1)
     without += ["residual"] * (not added)
@@ -228,17 +250,15 @@ def _omitted(
     return tuple(without)
 
 
-def _on_matrix_units(
+def _launch(
     x: mx.array,
     matrices: Sequence[PackedMatrix],
     fmt: Format,
-    config: MatrixUnits,
+    config: FewRows | MatrixUnits,
     norm: tuple[mx.array | None, float] | None,
     gate: Gate | None,
     residual: mx.array | None,
 ) -> list[mx.array]:
-    if gate is not None and config.tiles % 2:
-        config = replace(config, tiles=config.tiles + 1)
     (*leading, k) = x.shape
     sizes = [matrix.w.shape[0] for matrix in matrices]
     normed = 0 if norm is None else 1 if norm[0] is None else 2
@@ -248,139 +268,52 @@ def _on_matrix_units(
     if residual is not None:
         extra.append(residual)
     given = [array for matrix in matrices for array in matrix if array is not None]
-    kernel = _matrix_kernel(
-        _omitted(
-            len(matrices),
-            1 if gate else len(matrices),
-            normed,
-            residual is not None,
-            matrices[0].biases is not None,
-            tuple(matrix.bias is not None for matrix in matrices),
-        )
+    omitted = _omitted(
+        len(matrices),
+        1 if gate else len(matrices),
+        normed,
+        residual is not None,
+        matrices[0].biases is not None,
+        tuple([matrix.bias is not None for matrix in matrices]),
     )
-    tiles = sum(-(-n // 16) for n in sizes)
-    threads = 32 * config.simds
-    return kernel(
+    threads = config.threads
+    return _kernel(isinstance(config, MatrixUnits), omitted)(
         [*extra, *given, _shape(x.size // k, k, *sizes)],
-        template=_matrix_template(x.dtype, matrices[0].scales.dtype, fmt, gate, config),
-        grid=(-(-tiles // config.tiles) * threads, 1, 1),
+        template=_template(x.dtype, matrices[0].scales.dtype, fmt, gate, config),
+        grid=(config.threadgroups(tuple(sizes), gate is not None) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(*leading, n) for n in (sizes[:1] if gate else sizes)],
     )
 
 
 @cache
-def _matrix_template(
-    dtype: mx.Dtype, scale: mx.Dtype, fmt: Format, gate: Gate | None, config: MatrixUnits
+def _template(
+    dtype: mx.Dtype,
+    scale: mx.Dtype,
+    fmt: Format,
+    gate: Gate | None,
+    config: FewRows | MatrixUnits,
 ) -> dict[str, mx.Dtype | int | bool]:
-    return {
+    values: dict[str, mx.Dtype | int | bool] = {
         "T": dtype,
         "S": scale,
         "mode": list(MODES).index(fmt.mode),
         "group": fmt.group_size,
         "bits": fmt.bits,
         "gate": _GATES.index(gate),
-        **asdict(config),
     }
+    return values | {name: getattr(config, name) for name in config.template}
+
+
+@cache
+def _even(config: MatrixUnits) -> MatrixUnits:
+    """With tiles in pairs, one of each matrix that a gate joins."""
+    return replace(config, tiles=config.tiles + config.tiles % 2)
 
 
 @cache
 def _epsilon(value: float) -> mx.array:
     return mx.array([value], mx.float32)
-
-
-_ACTIVATIONS = {"silu": nn.silu, "gelu": nn.gelu, "gelu_approx": nn.gelu_approx}
-
-
-def _in_float32(
-    x: mx.array,
-    matrices: Sequence[PackedMatrix],
-    fmt: Format,
-    config: FewRows,
-    norm: tuple[mx.array | None, float] | None,
-    gate: Gate | None,
-    residual: mx.array | None,
-) -> list[mx.array]:
-    """The same with a launch for each step."""
-    wide = x.astype(mx.float32)
-    if norm is not None:
-        weight, epsilon = norm
-        weight = None if weight is None else weight.astype(mx.float32)
-        wide = mx.fast.rms_norm(wide, weight, epsilon)
-    products = []
-    for matrix in matrices:
-        y = _product(wide, matrix._replace(bias=None), fmt, config)
-        products.append(y if matrix.bias is None else y + matrix.bias)
-    if gate is not None:
-        first, second = products
-        products = [_ACTIVATIONS[gate](first) * second]
-    if residual is not None:
-        products = [products[0] + residual]
-    return [y.astype(x.dtype) for y in products]
-
-
-_FEW_ROWS = Kernel(
-    "quantized_matmul_few_rows",
-    "quantized_matmul.metal",
-    inputs=("x", "w", "scales", "biases", "bias", "shape"),
-    outputs=("y",),
-    template=(
-        "T",
-        "S",
-        "mode",
-        "group",
-        "bits",
-        "rows",
-        "outputs",
-        "run",
-        "lanes",
-        "ways",
-        "biased",
-    ),
-    large=True,
-)
-
-
-def _product(x: mx.array, matrix: PackedMatrix, fmt: Format, config: FewRows) -> mx.array:
-    w, scales, biases, bias = matrix
-    (*leading, k), n = x.shape, w.shape[0]
-    m = prod(leading)
-    tiles = -(-n // config.outputs)
-    groups = -(-tiles * config.lanes // config.threads)
-    (y,) = _FEW_ROWS(
-        [
-            x,
-            w,
-            scales,
-            scales if biases is None else biases,
-            x if bias is None else bias,
-            _shape(m, n, k),
-        ],
-        template=_template(x.dtype, scales.dtype, fmt, config, bias is not None),
-        grid=(groups * config.threads, 1, 1),
-        threadgroup=(config.threads, 1, 1),
-        output_shapes=[(*leading, n)],
-    )
-    return y
-
-
-@cache
-def _template(
-    dtype: mx.Dtype, scale: mx.Dtype, fmt: Format, config: FewRows, biased: bool
-) -> dict[str, mx.Dtype | int | bool]:
-    return {
-        "T": dtype,
-        "S": scale,
-        "mode": list(MODES).index(fmt.mode),
-        "group": fmt.group_size,
-        "bits": fmt.bits,
-        "rows": config.rows,
-        "outputs": config.outputs,
-        "run": config.run,
-        "lanes": config.lanes,
-        "ways": config.ways,
-        "biased": biased,
-    }
 
 
 @cache

@@ -20,6 +20,7 @@ from ..metal.quantized_matmul import (
     products_of_few_rows,
 )
 from ..runtime.backend import choose
+from .differentiable import with_gradient_of
 from .quantized_matmul import quantized_matmul
 from .quantized_paths import host_gain, stock_is_better
 
@@ -123,8 +124,7 @@ def _by_kernel(
 ) -> Callable[..., Any]:
     """The kernel, with the gradient of the single operations."""
 
-    @mx.custom_function
-    def run(
+    def launch(
         x: mx.array,
         matrices: Sequence[Sequence[mx.array]],
         weight: mx.array | None,
@@ -136,38 +136,7 @@ def _by_kernel(
         norm = (weight, eps) if normed else None
         return products_of_few_rows(x, packed, fmt, config, norm=norm, gate=gate, residual=residual)
 
-    @run.vjp
-    def gradient(primals: Any, cotangents: list[mx.array], outputs: list[mx.array]) -> Any:
-        return floating_vjp(_composed(fmt, normed, eps, gate), primals, cotangents)
-
-    return run
-
-
-def floating_vjp(
-    function: Callable[..., list[mx.array]], primals: Any, cotangents: Sequence[mx.array]
-) -> Any:
-    """Gradients of a function of trees: zero for what holds integers, None where there is none."""
-    from mlx.utils import tree_flatten, tree_unflatten
-
-    leaves: list[tuple[str, Any]]
-    leaves = list(tree_flatten(primals, is_leaf=lambda leaf: leaf is None))  # type: ignore[arg-type]
-    floats = [
-        i
-        for i, (_, a) in enumerate(leaves)
-        if a is not None and mx.issubdtype(a.dtype, mx.floating)
-    ]
-
-    def of_floats(*given: mx.array) -> list[mx.array]:
-        merged = list(leaves)
-        for i, a in zip(floats, given, strict=True):
-            merged[i] = (leaves[i][0], a)
-        return function(*tree_unflatten(merged))
-
-    found = mx.vjp(of_floats, [leaves[i][1] for i in floats], list(cotangents))[1]
-    gradients = [(key, None if a is None else mx.zeros_like(a)) for key, a in leaves]
-    for i, gradient in zip(floats, found, strict=True):
-        gradients[i] = (leaves[i][0], gradient)
-    return tuple(tree_unflatten(gradients))
+    return with_gradient_of(_composed(fmt, normed, eps, gate), launch)
 
 
 def _lacking(

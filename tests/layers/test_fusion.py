@@ -16,8 +16,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
 from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
-from mlx_qlayers.layers import stretches
+from mlx_qlayers.layers import fusion, stretches
 from mlx_qlayers.layers.fusion import is_fused
+from mlx_qlayers.ops import fused_products as ops
 from mlx_qlayers.report import FUSED, LEFT
 
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -66,7 +67,13 @@ def fusions(report) -> dict[str, tuple[str, str]]:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch):
     """Let the stretches be traced as on a GPU, on the path that can be traced here."""
-    monkeypatch.setattr(stretches, "mode", lambda: "traced in a test")
+
+    def place() -> tuple[str, int, str]:
+        stream = mx.default_stream(mx.default_device())
+        return "ops", threading.get_ident(), repr(stream)
+
+    for module in (stretches, fusion):
+        monkeypatch.setattr(module, "place", place)
     with use_backend("ops"):
         yield
 
@@ -104,7 +111,12 @@ def test_launches_of_a_token():
     explain(reset=True)
     model(TOKENS[:, :1], cache=cache)
     calls = {d.op: d.calls for d in explain() if not d.op.startswith("kernel ")}
-    assert calls == {"fused_products": 8, "attention": 2, "quantized_matmul": 1}
+    assert calls == {
+        "fused_products": 8,
+        "rotary_embedding": 2,
+        "attention": 2,
+        "quantized_matmul": 1,
+    }
 
 
 def test_many_rows_run_the_code_as_it_was():
@@ -215,7 +227,38 @@ def test_gradient_of_the_embeddings():
 
 
 def test_gradient_of_traced_stretches(traced):
+    """The second time the stretches have been traced, without what carries gradients."""
     test_gradient_of_the_embeddings()
+    decoded(pair()[1])
+    test_gradient_of_the_embeddings()
+
+
+def test_gradient_where_launches_without_one_were_traced(traced, monkeypatch):
+    """What stands in for a kernel has no gradient of its own, as kernels have none."""
+    launched = []
+
+    def launch(x, matrices, fmt, config, *, norm=None, gate=None, residual=None):
+        launched.append(fmt)
+        run = ops._composed(fmt, norm is not None, norm[1] if norm else 0.0, gate)
+        found = run(x, matrices, norm[0] if norm else None, residual)
+        return [mx.stop_gradient(y) for y in found]
+
+    monkeypatch.setattr(ops, "choose", lambda *args, **options: "metal")
+    monkeypatch.setattr(ops, "products_of_few_rows", launch)
+    ops._by_kernel.cache_clear()
+    stock, model = pair(num_hidden_layers=3, vocab_size=VOCABULARY, rms_norm_eps=3e-5)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="stand-in")
+    traces = len(launched)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="stand-in")
+    assert 0 < traces == len(launched)
+    x = mx.random.normal((1, 1, 128), key=mx.random.key(0))
+    expected, found = (
+        mx.grad(lambda x, m=m: (m(TOKENS[:, :1], input_embeddings=x) ** 2).mean())(x)
+        for m in (stock, model)
+    )
+    assert mx.abs(found - expected).max() <= 1e-4 * mx.abs(expected).max()
+    assert len(launched) > traces
+    ops._by_kernel.cache_clear()
 
 
 def test_parameters_that_change_are_seen(traced):

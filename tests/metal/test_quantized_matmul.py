@@ -177,7 +177,7 @@ def fused(rng, dtype, rows, sizes, k, fmt, **options):
         options["residual"] = random(rng, (rows, sizes[0]), dtype)
     if "norm" in options:
         options["norm"] = (random(rng, (k,), dtype) if options["norm"] else None, 1e-3)
-    for device in ("host", "cuda"):
+    for device in ("host", "metal", "cuda"):
         config = few_rows(device, rows, sum(sizes), k, dtype, fmt)
         with use_backend("host"), checks():
             found = products_of_few_rows(x, matrices, fmt, config, **options)
@@ -250,8 +250,9 @@ def test_one_launch_for_all():
     rng = np.random.default_rng(9)
     with trace() as launches:
         fused(rng, mx.bfloat16, 2, [16, 16], 64, AFFINE, norm=True, gate="silu")
-    on_matrix_units = [launch for launch in launches if "matrix_" in launch.kernel]
-    assert len(on_matrix_units) == 1
+    # On a processor whose threads share nothing a norm is one of its own, by MLX.
+    assert len(launches) == 3
+    assert ["matrix_" in launch.kernel for launch in launches] == [False, False, True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -302,5 +303,5 @@ def test_one_launch_of_whole_threadgroups():
     with trace() as launches, use_backend("host"):
         quantized_matmul(x.reshape(1, 2, -1), *packed)
     (launch,) = launches
-    assert (launch.kernel, launch.backend) == ("quantized_matmul_few_rows", "host")
+    assert launch.kernel.startswith("quantized_matmul_few_rows") and launch.backend == "host"
     assert launch.grid == (16, 1, 1)

@@ -242,7 +242,11 @@ def test_kernel_has_the_gradient_of_the_reference(mode):
             found.append(mx.grad(loss, tuple(range(len(floats))))(*floats))
         kernels = ["quantized_matmul_few_rows", "quantized_matmul_tiles"]
         kernels += ["quantized_gradients_groups"] * (mode == "affine")
-        assert sorted(x.kernel for x in launches) == sorted(kernels * (path == "host"))
+        ran = sorted(x.kernel for x in launches)
+        assert len(ran) == len(kernels) * (path == "host")
+        assert all(
+            name.startswith(start) for name, start in zip(ran, sorted(kernels), strict=bool(ran))
+        )
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(to64(a), to64(b), rtol=0, atol=4e-6 * np.abs(to64(b)).max())
 

@@ -1,0 +1,78 @@
+// Rotary embedding of the queries and keys of a decoding step, in one launch.
+//
+// q (B, L, H, D) and k (B, L, Hkv, D) are written as (B, H, L, D) and (B, Hkv, L, D), as attention
+// and the caches take them. One thread turns the same pair of numbers of some heads, which share the
+// angle, and copies its share of what is not turned. Grid (dims / 2, heads of q and k over heads of a
+// thread, B * L), any threadgroup, no threadgroup memory.
+//
+//   rotary_at     one position offset for all sequences.
+//   rotary_each   one for each sequence.
+
+#include <metal_stdlib>
+using namespace metal;
+
+// sizes: L, H, Hkv, D, dims, heads of a thread. numbers: log2 of the base, and the scale of positions.
+template <typename T, bool traditional, bool listed>
+inline void turn(
+    const device T* q,
+    const device T* k,
+    const device float* freqs,
+    const constant int* sizes,
+    const constant float* numbers,
+    int offset,
+    device T* q_out,
+    device T* k_out,
+    uint3 at) {
+  int length = sizes[0], heads = sizes[1], width = sizes[3], dims = sizes[4];
+  int pair = at.x, batch = at.z / length, row = at.z % length;
+  // Positions grow to hundreds of thousands: the angle needs every bit of a float.
+  float rate =
+      listed ? 1.0f / freqs[pair] : precise::exp2(-numbers[0] * (float(2 * pair) / float(dims)));
+  float angle = numbers[1] * float(offset + row) * rate;
+  float c = precise::cos(angle), s = precise::sin(angle);
+  int first = traditional ? 2 * pair : pair;
+  int second = traditional ? first + 1 : pair + dims / 2;
+
+  int end = min(int(at.y + 1) * sizes[5], heads + sizes[2]);
+  for (int i = at.y * sizes[5]; i < end; i++) {
+    bool is_key = i >= heads;
+    int head = is_key ? i - heads : i, count = is_key ? sizes[2] : heads;
+    const device T* x = (is_key ? k : q) + (size_t(at.z) * count + head) * width;
+    device T* y = (is_key ? k_out : q_out) + ((size_t(batch) * count + head) * length + row) * width;
+    float a = float(x[first]), b = float(x[second]);
+    y[first] = T(a * c - b * s);
+    y[second] = T(a * s + b * c);
+    for (int j = dims + pair; j < width; j += dims / 2) {
+      y[j] = x[j];
+    }
+  }
+}
+
+template <typename T, bool traditional, bool listed>
+[[kernel]] void rotary_at(
+    const device T* q,
+    const device T* k,
+    constant int& offset,
+    const device float* freqs,
+    const constant int* sizes,
+    const constant float* numbers,
+    device T* q_out,
+    device T* k_out,
+    uint3 at [[thread_position_in_grid]]) {
+  turn<T, traditional, listed>(q, k, freqs, sizes, numbers, offset, q_out, k_out, at);
+}
+
+template <typename T, bool traditional, bool listed>
+[[kernel]] void rotary_each(
+    const device T* q,
+    const device T* k,
+    const device int* offset,
+    const device float* freqs,
+    const constant int* sizes,
+    const constant float* numbers,
+    device T* q_out,
+    device T* k_out,
+    uint3 at [[thread_position_in_grid]]) {
+  int start = offset[int(at.z) / sizes[0]];
+  turn<T, traditional, listed>(q, k, freqs, sizes, numbers, start, q_out, k_out, at);
+}
