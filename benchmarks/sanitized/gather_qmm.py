@@ -1,4 +1,4 @@
-"""Gathered products with quantized matrices: by rows and by columns, sorted and not."""
+"""Gathered products with quantized matrices: by rows, by columns and in tiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime.backend import backend
-from tests.metal.test_gather_qmm import DTYPES, SHAPES, check_all
+from tests.metal import test_gather_tiles as tiles
+from tests.metal.test_gather_qmm import CASES, DTYPES, SHAPES, check_all
 from tests.packed import FORMATS
 
 from . import Cases
@@ -16,10 +17,15 @@ from . import Cases
 
 def cases() -> Cases:
     for i, fmt in enumerate({(fmt.mode, fmt.bits): fmt for fmt in FORMATS}.values()):
-        for transpose in (True, False):
-            dtype = DTYPES[(i + transpose) % 3]
-            yield f"{fmt} {dtype} transpose={transpose}", partial(run, fmt, dtype, transpose)
+        dtype, transpose = DTYPES[i % 3], i % 2 == 0
+        yield f"{fmt} {dtype} transpose={transpose}", partial(run, fmt, dtype, transpose)
+        if i % 3 == 0:
+            yield f"tiles {fmt} {dtype}", partial(in_tiles, fmt, dtype, transpose)
 
 
 def run(fmt: Format, dtype: mx.Dtype, transpose: bool) -> None:
-    check_all(fmt, dtype, transpose, SHAPES[:2], device="cuda", backend=backend())
+    check_all(fmt, dtype, transpose, SHAPES[:2], CASES[1:], device="cuda", backend=backend())
+
+
+def in_tiles(fmt: Format, dtype: mx.Dtype, transpose: bool) -> None:
+    tiles.check_all(fmt, dtype, transpose, device="cuda", backend=backend())
