@@ -108,7 +108,7 @@ class Report:
                 f"{self.kernels} kernels in {self.cases} cases, {len(self.wrong)} wrong; "
                 f"{self.others} reports about MLX's own kernels",
                 *self.wrong[:20],
-                *self.ours[:20],
+                *(f"{n} x {text}" for text, n in Counter(self.ours).most_common(20)),
             )
         )
 
@@ -170,7 +170,8 @@ def summary(tool: str, outputs: Sequence[str], logs: Sequence[str]) -> Report:
             if re.search(r"SUMMARY|COMPUTE-SANITIZER|^Error: process", title):
                 continue
             if tool != "initcheck" or _OURS in complaint:
-                ours.append(" ".join(complaint.split())[:300])
+                where = re.search(r"custom_kernel\w*", complaint)
+                ours.append(f"{title.strip()} {where[0] if where else ''}".strip())
             else:
                 others += 1
     return Report(tool, cases, len(launches), launches.total(), tuple(wrong), tuple(ours), others)

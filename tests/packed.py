@@ -65,5 +65,8 @@ def random_packed(
     """A quantized random matrix; its scales and biases in ``dtype`` where they are numbers."""
     # The stock quantizer refuses some numbers of rows in mode nvfp4.
     dense = mx.array(rng.normal(size=(-(-rows // 8) * 8, columns)).astype(np.float32))
-    w, scales, *biases = (a[:rows] for a in mx.quantize(dense.astype(dtype), *fmt))
+    # On the CPU: for 1 bit MLX's CUDA quantizer launches nothing and leaves its results unset.
+    with mx.stream(mx.cpu):
+        w, scales, *biases = (a[:rows] for a in mx.quantize(dense.astype(dtype), *fmt))
+        mx.eval(w, scales, biases)
     return w, scales, biases[0] if biases else None
