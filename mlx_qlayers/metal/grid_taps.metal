@@ -112,17 +112,23 @@ axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool ali
   return taps;
 }
 
-template <typename G, int NDIM, int TAPS>
+// Of LANES threads that share a point, side by side in a SIMD group, each coordinate is read by one.
+template <typename G, int NDIM, int TAPS, int LANES>
 point_taps<NDIM, TAPS> find_taps(
-    const device G* grid, uint point, constant int* size, constant int* options) {
+    const device G* grid, uint point, uint lane, constant int* size, constant int* options) {
   point_taps<NDIM, TAPS> taps;
 #pragma clang loop unroll(full)
   for (int axis = 0; axis < NDIM; axis++) {
+    uint reader = axis % LANES, first = lane / LANES * LANES;
+    float coordinate = 0;
+    if (lane == first + reader) {
+      coordinate = float(grid[ulong(point) * NDIM + axis]);
+    }
+    if (LANES > 1) {
+      coordinate = simd_shuffle(coordinate, ushort(first + reader));
+    }
     taps.axis[axis] = find_axis_taps<NDIM, TAPS>(
-        float(grid[ulong(point) * NDIM + axis]),
-        size[axis],
-        options[PADDING],
-        options[ALIGN_CORNERS] != 0);
+        coordinate, size[axis], options[PADDING], options[ALIGN_CORNERS] != 0);
   }
   return taps;
 }
