@@ -120,7 +120,7 @@ template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANE
   point_taps<NDIM, TAPS> taps[RUN];
   for (int i = 0; i < RUN; i++) {
     uint point = uint(min(first + i, points - 1));
-    taps[i] = find_taps<G, NDIM, TAPS, LANES>(grid, point, simd_lane, size, options);
+    taps[i] = find_taps<G, NDIM, TAPS, LANES, false>(grid, point, simd_lane, size, options);
   }
   bool packs = V == 1 || (has_packs<T, NDIM, ALIGN>(x, x_strides) && is_aligned(out, ALIGN));
   for (int i = 0; i < RUN && first + i < points; i++) {
@@ -157,8 +157,7 @@ void add_slopes(
       float change[V] = {};
 #pragma clang loop unroll(full)
       for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
-        // A slope may be NaN, but then its pixel is outside.
-        float slope = is_inside(taps, k) ? slope_of(taps, k, axis) : 0.0f;
+        float slope = slope_of(taps, k, axis);
 #pragma clang loop unroll(full)
         for (int i = 0; i < V; i++) {
           change[i] += slope * float(values[k].at[i]);
@@ -199,7 +198,7 @@ template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANE
   for (int i = 0; i < RUN; i++) {
     // Threads beyond the last point repeat it, since all lanes take part in the sums.
     uint point = uint(min(first + i, last));
-    taps[i] = find_taps<G, NDIM, TAPS, LANES>(grid, point, simd_lane, size, options);
+    taps[i] = find_taps<G, NDIM, TAPS, LANES, true>(grid, point, simd_lane, size, options);
   }
   bool packs = V == 1 || (has_packs<T, NDIM, ALIGN>(x, x_strides) && is_aligned(cotangent, ALIGN));
   for (int i = 0; i < RUN; i++) {
@@ -249,7 +248,7 @@ template <typename T, typename G, int NDIM, int TAPS, int LANES>
   int channels = options[CHANNELS];
   uint image = point / uint(options[POINTS_PER_IMAGE]);
   point_taps<NDIM, TAPS> taps =
-      find_taps<G, NDIM, TAPS, LANES>(grid, point, simd_lane, size, options);
+      find_taps<G, NDIM, TAPS, LANES, true>(grid, point, simd_lane, size, options);
   long place[tap_count(NDIM, TAPS)];
   float weight[tap_count(NDIM, TAPS)];
 #pragma clang loop unroll(full)
