@@ -118,11 +118,13 @@ template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANE
   uint lane = uint(index % LANES);
   int channels = options[CHANNELS];
   point_taps<NDIM, TAPS> taps[RUN];
+#pragma clang loop unroll(full)
   for (int i = 0; i < RUN; i++) {
     uint point = uint(min(first + i, points - 1));
     taps[i] = find_taps<G, NDIM, TAPS, LANES, false>(grid, point, simd_lane, size, options);
   }
   bool packs = V == 1 || (has_packs<T, NDIM, ALIGN>(x, x_strides) && is_aligned(out, ALIGN));
+#pragma clang loop unroll(full)
   for (int i = 0; i < RUN && first + i < points; i++) {
     uint point = uint(first + i);
     const device T* image = x + (point / uint(options[POINTS_PER_IMAGE])) * long(x_strides[0]);
@@ -157,7 +159,7 @@ void add_slopes(
       float change[V] = {};
 #pragma clang loop unroll(full)
       for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
-        float slope = slope_of(taps, k, axis);
+        float slope = is_inside(taps, k) ? slope_of(taps, k, axis) : 0.0f;
 #pragma clang loop unroll(full)
         for (int i = 0; i < V; i++) {
           change[i] += slope * float(values[k].at[i]);
@@ -174,6 +176,11 @@ void add_slopes(
 #pragma clang loop unroll(full)
     for (int i = 0; i < V; i++) {
       d_point[axis] += sums[axis][i];
+    }
+#pragma clang loop unroll(full)
+    for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
+      // Outside are zeros, which a slope that is NaN makes NaN.
+      d_point[axis] += is_inside(taps, k) ? 0.0f : 0.0f * slope_of(taps, k, axis);
     }
   }
 }
@@ -195,12 +202,14 @@ template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANE
   uint lane = uint(index % LANES);
   int channels = options[CHANNELS];
   point_taps<NDIM, TAPS> taps[RUN];
+#pragma clang loop unroll(full)
   for (int i = 0; i < RUN; i++) {
     // Threads beyond the last point repeat it, since all lanes take part in the sums.
     uint point = uint(min(first + i, last));
     taps[i] = find_taps<G, NDIM, TAPS, LANES, true>(grid, point, simd_lane, size, options);
   }
   bool packs = V == 1 || (has_packs<T, NDIM, ALIGN>(x, x_strides) && is_aligned(cotangent, ALIGN));
+#pragma clang loop unroll(full)
   for (int i = 0; i < RUN; i++) {
     ulong point = min(first + i, last);
     const device T* image =
