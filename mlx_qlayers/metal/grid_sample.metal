@@ -119,9 +119,9 @@ template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANE
   int channels = options[CHANNELS];
   point_taps<NDIM, TAPS> taps[RUN];
 #pragma clang loop unroll(full)
-  for (int i = 0; i < RUN; i++) {
-    uint point = uint(min(first + i, points - 1));
-    taps[i] = find_taps<G, NDIM, TAPS, LANES, false>(grid, point, simd_lane, size, options);
+  for (int i = 0; i < RUN && first + i < points; i++) {
+    taps[i] =
+        find_taps<G, NDIM, TAPS, LANES, false>(grid, uint(first + i), simd_lane, size, options);
   }
   bool packs = V == 1 || (has_packs<T, NDIM, ALIGN>(x, x_strides) && is_aligned(out, ALIGN));
 #pragma clang loop unroll(full)

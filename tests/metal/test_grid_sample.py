@@ -149,6 +149,48 @@ def test_strided_x_is_read_in_place(backend, view, config):
     check(run(x, grid, cotangent, Sampling(), config), x, grid, cotangent, Sampling())
 
 
+@pytest.mark.parametrize("backend", ["host", CHECKED[1]], indirect=True)
+@pytest.mark.parametrize("view", VIEWS)
+def test_strided_x_is_not_copied(backend, view):
+    x, grid, _ = inputs(11, (2, 64, 96, 12), (3, 3))
+    x = VIEWS[view](x)
+    cotangent = mx.ones((*grid.shape[:-1], 12))
+    mx.eval(x, grid, cotangent)
+    for run in (
+        lambda: kernels.grid_sample(x, grid, Sampling()),
+        lambda: kernels.gradient_grid(x, grid, cotangent, Sampling()),
+    ):
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(run())
+        assert mx.get_peak_memory() - before < x.nbytes / 8
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_nothing_outside_x_is_read(mode, gpu):
+    """All memory around x is NaN, and as many bytes are read as points have pixels inside."""
+    rng = np.random.default_rng(12)
+    size, channels = np.array([7, 5]), 4
+    around = mx.full((3, 9, 11, channels), float("nan"))
+    around[1:2, 2:7, 2:9] = random(rng, (1, 5, 7, channels))
+    x = around[1:2, 2:7, 2:9]
+    grid = round_to(rng.uniform(-2, 2, (1, 6, 10, 2)), mx.float32)
+    pixel = ((to64(grid) + 1) * size - 1).reshape(-1, 2) / 2
+    low = np.round(pixel) if mode == "nearest" else np.floor(pixel)
+    steps = {"nearest": [0], "bilinear": [0, 1], "bicubic": [-1, 0, 1, 2]}[mode]
+    taps = np.concatenate([low + np.array([i, j]) for i in steps for j in steps])
+    inside = ((taps >= 0) & (taps < size)).all(axis=1)
+    config = heuristic(channels, mx.float32, "cuda" if gpu else "host")
+    with use_backend("host"), checks() as report:
+        out = kernels.grid_sample(x, grid, Sampling(mode), config)
+    assert mx.isfinite(out).all()
+    assert report.total("bytes_read") == inside.sum() * channels * 4 + grid.nbytes
+    distinct = len(np.unique(taps[inside], axis=0))
+    assert report.total("distinct_read") == distinct * channels * 4 + grid.nbytes
+
+
 def test_threads_in_several_rows(backend, monkeypatch):
     monkeypatch.setattr(kernels, "_ROW", 128)
     arrays = inputs(5, (2, 5, 7, 12), (9, 11))
