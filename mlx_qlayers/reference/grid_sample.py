@@ -6,9 +6,8 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from itertools import product
-from typing import Any
 
 import mlx.core as mx
 
@@ -62,25 +61,16 @@ def grid_sample_vjp(
         return (picked * cotangent[rows, None, :].astype(mx.float32)).sum(axis=-1)
 
     d_weight = _by_chunks(dots, mx.zeros(index.shape), index.shape[1] * x.shape[-1])
-    weight, d_grid = _fused(_weight_vjp, size, options)(grid, d_weight)
+    # From the taps' weights, the rest of the way to the grid is autodiff of cheap arithmetic.
+    (weight,), (d_grid,) = mx.vjp(
+        lambda g: [taps(g, size, options, gradient=True)[1]], [grid], [d_weight]
+    )
     if options.padding_mode == "zeros":  # A NaN is outside then, but its index is not.
         weight = mx.where(mx.isnan(weight), 0, weight)
     # Only a CPU adds to one destination in a fixed order.
     with mx.stream(mx.cpu) if options.deterministic else contextlib.nullcontext():
         d_x = _scatter(pixels.shape, index, weight, cotangent)
     return d_x.astype(x.dtype).reshape(x.shape), d_grid
-
-
-def _weight_vjp(
-    grid: mx.array, d_weight: mx.array, size: tuple[int, ...], options: Sampling
-) -> tuple[mx.array, mx.array]:
-    """The taps' weights and, by autodiff of cheap arithmetic, the gradient of the grid."""
-
-    def weights(g: mx.array) -> list[mx.array]:
-        return [_taps(g, size, options, True)[1]]
-
-    (weight,), (d_grid,) = mx.vjp(weights, [grid], [d_weight])
-    return weight, d_grid
 
 
 def _scatter(
@@ -114,42 +104,20 @@ def taps(
         For P = N * prod(out) outputs of K taps each, ``index`` (P, K): rows of the input seen as
         (N * prod(size), C), in range; ``weight`` (P, K), float32: differentiable in ``grid``.
     """
-    return _fused(_taps, size, options, gradient)(grid)
-
-
-def _fused(function: Callable[..., Any], *key: Any) -> Callable[..., Any]:
-    """``function`` with last arguments; on a GPU compiled, which makes few kernels of many."""
-    return _bound(_device() == mx.gpu, function, *key)
-
-
-@lru_cache(maxsize=256)
-def _bound(gpu: bool, function: Callable[..., Any], *key: Any) -> Callable[..., Any]:
-    def bound(*arrays: mx.array) -> Any:
-        return function(*arrays, *key)
-
-    return mx.compile(bound) if gpu else bound
-
-
-def _taps(
-    grid: mx.array, size: tuple[int, ...], options: Sampling, gradient: bool
-) -> tuple[mx.array, mx.array]:
-    axes = [
-        _axis_taps(grid[..., i].reshape(-1), extent, options, len(size), gradient)
-        for i, extent in enumerate(reversed(size))
-    ]
     rows = grid.shape[0] * math.prod(size)
     dtype = mx.int64 if rows > 2**31 - 1 else mx.int32
     images = mx.arange(grid.shape[0], dtype=dtype) * math.prod(size)
     base = mx.repeat(images, math.prod(grid.shape[1:-1]))
+    axes, stride = [], 1
+    for i, extent in enumerate(reversed(size)):
+        found = _axis_taps(grid[..., i].reshape(-1), extent, options, len(size), gradient)
+        axes.append([(at.astype(dtype) * stride, share) for at, share in found])
+        stride *= extent
     indices, weights = [], []
     for corner in product(*axes):
-        index, stride, weight = base, 1, mx.ones(base.shape)
-        for (position, share), extent in zip(corner, reversed(size), strict=True):
-            index = index + position.astype(dtype) * stride
-            weight = weight * share
-            stride *= extent
-        indices.append(index)
-        weights.append(weight)
+        index, weight = zip(*corner, strict=True)
+        indices.append(reduce(mx.add, index, base))
+        weights.append(reduce(mx.multiply, weight))
     return mx.stack(indices, axis=-1), mx.stack(weights, axis=-1)
 
 
