@@ -21,7 +21,7 @@ _PADDING = {"zeros": 0, "border": 1, "reflection": 2}
 _ROW = 2**30
 _BLOCK = 256
 
-_PACKS = ("T", "G", "NDIM", "TAPS", "V", "ALIGN", "LANES")
+_PACKS = ("T", "G", "NDIM", "TAPS", "V", "ALIGN", "LANES", "RUN")
 _FORWARD = Kernel(
     "grid_sample_forward",
     "grid_sample.metal",
@@ -91,7 +91,8 @@ class GridSampleConfig:
         pack: channels that are read at once; it divides their number.
         align: the bytes that a pack's address is a multiple of.
         lanes: threads that share a point, a power of two up to 32.
-        scatter_lanes: the same in the gradient of ``x``, where each takes single channels.
+        run: points that each of these groups of threads takes, one after the other.
+        scatter_lanes: as ``lanes``, in the gradient of ``x``, where each takes single channels.
         scatter: how the gradient of ``x`` is added up: by ``"atomics"``, ``"sorted"``, or in
             ``"bands"``.
         bands: how many, for ``"bands"``.
@@ -101,6 +102,7 @@ class GridSampleConfig:
     pack: int = 1
     align: int = 4
     lanes: int = 1
+    run: int = 1
     scatter_lanes: int = 1
     scatter: str = "atomics"
     bands: int = 1
@@ -119,11 +121,12 @@ def heuristic(
     if backend == "host":
         pack = math.gcd(channels, 64 // dtype.size)
         cores = os.cpu_count() or 1
-        return GridSampleConfig(pack, dtype.size, scatter="bands", bands=cores, threads=64)
+        return GridSampleConfig(pack, dtype.size, run=16, scatter="bands", bands=cores, threads=1)
     pack = channels if channels <= 4 else math.gcd(channels, 16 // dtype.size)
     align = dtype.size * (pack & -pack)
     scatter = "sorted" if deterministic else "atomics"
-    return GridSampleConfig(pack, align, _lanes(channels // pack), _lanes(channels), scatter)
+    lanes, scatter_lanes = _lanes(channels // pack), _lanes(channels)
+    return GridSampleConfig(pack, align, lanes, 1, scatter_lanes, scatter)
 
 
 def _lanes(parts: int) -> int:
@@ -165,7 +168,9 @@ class _Job:
             "V": self.config.pack,
             "ALIGN": self.config.align,
             "LANES": self.config.lanes,
+            "RUN": self.config.run,
         }
+        self.runs = -(-self.points // self.config.run)
 
     def threads(self, count: int) -> dict[str, Any]:
         """The launch of so many threads: whole threadgroups, in rows."""
@@ -189,7 +194,7 @@ def grid_sample(
         [_at_least_8(x), job.grid, job.size, job.options],
         template={**job.template, **job.packs},
         output_shapes=[(*grid.shape[:-1], job.channels)],
-        **job.threads(job.points * job.config.lanes),
+        **job.threads(job.runs * job.config.lanes),
     )
     return out
 
@@ -216,7 +221,7 @@ def gradient_grid(
         [_at_least_8(x), job.grid, mx.contiguous(cotangent), job.size, job.options],
         template={**job.template, **job.packs},
         output_shapes=[grid.shape],
-        **job.threads(job.points * job.config.lanes),
+        **job.threads(job.runs * job.config.lanes),
     )
     return d_grid
 

@@ -33,7 +33,7 @@ template <typename G, typename I, int NDIM, int TAPS>
     return;
   }
   uint point = uint(index), image = point / uint(options[POINTS_PER_IMAGE]);
-  point_taps<NDIM, TAPS> taps = find_taps<G, NDIM, TAPS>(grid, point, size, options);
+  point_taps<NDIM, TAPS> taps = find_taps<G, NDIM, TAPS, 1, true>(grid, point, 0, size, options);
 #pragma clang loop unroll(full)
   for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
     ulong share = ulong(point) * tap_count(NDIM, TAPS) + k;

@@ -40,7 +40,7 @@ constexpr int tap_on_axis(int taps, int k, int axis) {
 
 // Brings a position outside back in. `sign` is how it then moves with the coordinate: forth, back,
 // or not at all on a border.
-template <int NDIM>
+template <int NDIM, bool GRADIENT>
 float pad(float pixel, int size, int padding, bool align_corners, thread float& sign) {
   sign = 1;
   if (padding == ZEROS) {
@@ -59,7 +59,11 @@ float pad(float pixel, int size, int padding, bool align_corners, thread float& 
     return pixel;
   }
   sign = 0;
-  // PyTorch sends NaN to the first pixel of an image and to the last of a volume.
+  // PyTorch sends NaN to the first pixel of an image and to the last of a volume, where it has no
+  // gradient.
+  if (NDIM == 3 && GRADIENT && isnan(pixel)) {
+    return pixel;
+  }
   bool at_end = NDIM == 2 ? pixel > 0 : !(pixel < last);
   return at_end ? last : 0.0f;
 }
@@ -73,7 +77,7 @@ inline float cubic_slope(float t, bool outer) {
   return outer ? (-2.25f * t + 7.5f) * t - 6.0f : (3.75f * t - 4.5f) * t;
 }
 
-template <int NDIM, int TAPS>
+template <int NDIM, int TAPS, bool GRADIENT>
 axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool align_corners) {
   float scale = 0.5f * float(align_corners ? size - 1 : size);
   float pixel = (coordinate + 1.0f) * scale;
@@ -83,7 +87,7 @@ axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool ali
   }
   float sign = 1;
   if (TAPS != 4) {
-    pixel = pad<NDIM>(pixel, size, padding, align_corners, sign);
+    pixel = pad<NDIM, GRADIENT>(pixel, size, padding, align_corners, sign);
   }
   if (NDIM == 3 && !(abs(pixel) < 2147483648.0f)) {
     // PyTorch moves what no integer can hold out of a volume; in an image NaN stays.
@@ -105,24 +109,30 @@ axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool ali
                               : cubic_slope(distance, outer) * side * scale;
     float ignored;
     if (TAPS == 4) {
-      at = pad<NDIM>(at, size, padding, align_corners, ignored);
+      at = pad<NDIM, GRADIENT>(at, size, padding, align_corners, ignored);
     }
     taps.at[k] = at >= 0 && at <= float(size - 1) ? int(at) : -1;
   }
   return taps;
 }
 
-template <typename G, int NDIM, int TAPS>
+// Of LANES threads that share a point, side by side in a SIMD group, each coordinate is read by one.
+template <typename G, int NDIM, int TAPS, int LANES, bool GRADIENT>
 point_taps<NDIM, TAPS> find_taps(
-    const device G* grid, uint point, constant int* size, constant int* options) {
+    const device G* grid, uint point, uint lane, constant int* size, constant int* options) {
   point_taps<NDIM, TAPS> taps;
 #pragma clang loop unroll(full)
   for (int axis = 0; axis < NDIM; axis++) {
-    taps.axis[axis] = find_axis_taps<NDIM, TAPS>(
-        float(grid[ulong(point) * NDIM + axis]),
-        size[axis],
-        options[PADDING],
-        options[ALIGN_CORNERS] != 0);
+    uint reader = axis % LANES, first = lane / LANES * LANES;
+    float coordinate = 0;
+    if (lane == first + reader) {
+      coordinate = float(grid[ulong(point) * NDIM + axis]);
+    }
+    if (LANES > 1) {
+      coordinate = simd_shuffle(coordinate, ushort(first + reader));
+    }
+    taps.axis[axis] = find_axis_taps<NDIM, TAPS, GRADIENT>(
+        coordinate, size[axis], options[PADDING], options[ALIGN_CORNERS] != 0);
   }
   return taps;
 }

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
 
 import mlx.core as mx
@@ -36,7 +37,10 @@ def grid_sample(x: mx.array, grid: mx.array, options: Sampling) -> mx.array:
 
     def blend(rows: slice) -> mx.array:
         picked = mx.take(pixels, index[rows], axis=0) * weight[rows, :, None]
-        return picked.sum(axis=1).astype(x.dtype)
+        if _device() == mx.cpu:
+            return picked.sum(axis=1).astype(x.dtype)
+        # A GPU is slow to reduce an axis in the middle where few channels follow it.
+        return reduce(mx.add, (picked[:, k] for k in range(index.shape[1]))).astype(x.dtype)
 
     shape = (index.shape[0], x.shape[-1])
     out = _by_chunks(blend, mx.zeros(shape, x.dtype), index.shape[1] * shape[1])
@@ -47,7 +51,8 @@ def grid_sample_vjp(
     x: mx.array, grid: mx.array, cotangent: mx.array, options: Sampling
 ) -> tuple[mx.array, mx.array]:
     """Gradients of :func:`grid_sample` for ``x`` and ``grid``; being lazy, only those used cost."""
-    index = taps(grid, x.shape[1:-1], options)[0]
+    size = x.shape[1:-1]
+    index = taps(grid, size, options, gradient=True)[0]
     cotangent = cotangent.reshape(-1, x.shape[-1])
     pixels = x.reshape(-1, x.shape[-1])
 
@@ -58,8 +63,10 @@ def grid_sample_vjp(
     d_weight = _by_chunks(dots, mx.zeros(index.shape), index.shape[1] * x.shape[-1])
     # From the taps' weights, the rest of the way to the grid is autodiff of cheap arithmetic.
     (weight,), (d_grid,) = mx.vjp(
-        lambda g: [taps(g, x.shape[1:-1], options)[1]], [grid], [d_weight]
+        lambda g: [taps(g, size, options, gradient=True)[1]], [grid], [d_weight]
     )
+    if options.padding_mode == "zeros":  # A NaN is outside then, but its index is not.
+        weight = mx.where(mx.isnan(weight), 0, weight)
     # Only a CPU adds to one destination in a fixed order.
     with mx.stream(mx.cpu) if options.deterministic else contextlib.nullcontext():
         d_x = _scatter(pixels.shape, index, weight, cotangent)
@@ -82,47 +89,47 @@ def _scatter(
     return d_x.view(mx.float32)
 
 
-def taps(grid: mx.array, size: tuple[int, ...], options: Sampling) -> tuple[mx.array, mx.array]:
+def taps(
+    grid: mx.array, size: tuple[int, ...], options: Sampling, *, gradient: bool = False
+) -> tuple[mx.array, mx.array]:
     """Which pixels each output needs, and how much of each.
 
     Args:
         grid: (N, *out, len(size)), the last axis in x, y(, z) order.
         size: the spatial shape of the input, (H, W) or (D, H, W).
         options: how to sample.
+        gradient: whether for a gradient; PyTorch gives none to a NaN in a volume.
 
     Returns:
         For P = N * prod(out) outputs of K taps each, ``index`` (P, K): rows of the input seen as
         (N * prod(size), C), in range; ``weight`` (P, K), float32: differentiable in ``grid``.
     """
-    axes = [
-        _axis_taps(grid[..., i].reshape(-1), extent, options, len(size))
-        for i, extent in enumerate(reversed(size))
-    ]
     rows = grid.shape[0] * math.prod(size)
     dtype = mx.int64 if rows > 2**31 - 1 else mx.int32
     images = mx.arange(grid.shape[0], dtype=dtype) * math.prod(size)
     base = mx.repeat(images, math.prod(grid.shape[1:-1]))
+    axes, stride = [], 1
+    for i, extent in enumerate(reversed(size)):
+        found = _axis_taps(grid[..., i].reshape(-1), extent, options, len(size), gradient)
+        axes.append([(at.astype(dtype) * stride, share) for at, share in found])
+        stride *= extent
     indices, weights = [], []
     for corner in product(*axes):
-        index, stride, weight = base, 1, mx.ones(base.shape)
-        for (position, share), extent in zip(corner, reversed(size), strict=True):
-            index = index + position.astype(dtype) * stride
-            weight = weight * share
-            stride *= extent
-        indices.append(index)
-        weights.append(weight)
+        index, weight = zip(*corner, strict=True)
+        indices.append(reduce(mx.add, index, base))
+        weights.append(reduce(mx.multiply, weight))
     return mx.stack(indices, axis=-1), mx.stack(weights, axis=-1)
 
 
 def _axis_taps(
-    coordinate: mx.array, size: int, options: Sampling, ndim: int
+    coordinate: mx.array, size: int, options: Sampling, ndim: int, gradient: bool
 ) -> list[tuple[mx.array, mx.array]]:
     """The taps along one axis as pairs of a position in [0, size) and a weight, both float32."""
     align = options.align_corners
     pixel = (coordinate.astype(mx.float32) + 1) * ((size - 1 if align else size) / 2)
     pixel = pixel if align else pixel - 0.5
     if options.mode != "bicubic":
-        pixel = _pad(pixel, size, options, ndim)
+        pixel = _pad(pixel, size, options, ndim, gradient)
     if ndim == 3:  # PyTorch moves what no integer can hold out of the volume; in images NaN stays.
         pixel = mx.where(mx.abs(pixel) < 2.0**31, pixel, -100.0)
     if options.mode == "nearest":
@@ -135,11 +142,11 @@ def _axis_taps(
         else:
             found = [(low + k, _cubic(part, k)) for k in (-1, 0, 1, 2)]
             if options.padding_mode != "zeros":
-                return [(_pad(at, size, options, ndim), share) for at, share in found]
+                return [(_pad(at, size, options, ndim, gradient), share) for at, share in found]
     return [(_clip(at, size, 0), share * _inside(at, size)) for at, share in found]
 
 
-def _pad(pixel: mx.array, size: int, options: Sampling, ndim: int) -> mx.array:
+def _pad(pixel: mx.array, size: int, options: Sampling, ndim: int, gradient: bool) -> mx.array:
     """Bring positions outside back in, as ``padding_mode`` says; borders have a zero gradient."""
     if options.padding_mode == "zeros":
         return pixel
@@ -147,6 +154,8 @@ def _pad(pixel: mx.array, size: int, options: Sampling, ndim: int) -> mx.array:
         pixel = _reflect(pixel, size, options.align_corners)
     # PyTorch sends NaN to the first pixel of an image and to the last of a volume.
     clipped = mx.stop_gradient(_clip(pixel, size, 0 if ndim == 2 else size - 1))
+    if ndim == 3 and gradient:
+        clipped = mx.where(mx.isnan(pixel), pixel, clipped)
     return mx.where((pixel > 0) & (pixel < size - 1), pixel, clipped)
 
 

@@ -31,19 +31,19 @@ def points(rng: np.random.Generator, size: tuple[int, ...], batch: int) -> np.nd
     return np.concatenate([inside, around, far, centres, edges], axis=1).astype(np.float32)
 
 
-def run(x, grid, cotangent, dtype, **options):
-    """The output, and the gradients where a cotangent is given, channels last."""
+def run(x, grid, cotangent, dtype, backward=True, **options):
+    """The output and the gradients, channels last; zeros where they are not asked for."""
     x = torch.tensor(np.moveaxis(x, -1, 1), dtype=dtype, requires_grad=True)
     grid = torch.tensor(grid, dtype=dtype, requires_grad=True)
     out = F.grid_sample(x, grid, **options)
-    if cotangent is None:
-        return (out.detach().numpy(),)
+    if not backward:
+        return out.detach().numpy(), np.zeros(x.shape), np.zeros(grid.shape)
     out.backward(torch.tensor(np.moveaxis(cotangent, -1, 1), dtype=dtype))
     return out.detach().numpy(), x.grad.numpy(), grid.grad.numpy()
 
 
-def group(x, grid, cotangent):
-    """Every mode, padding and alignment on one set of inputs."""
+def group(x, grid, cotangent, without=()):
+    """Every mode, padding and alignment on one set of inputs; no gradients ``without`` some."""
     ndim = grid.shape[-1]
     arrays = {"x": x, "grid": grid, "cotangent": cotangent}
     cases = list(product(MODES[ndim], PADDING, (False, True)))
@@ -51,24 +51,34 @@ def group(x, grid, cotangent):
     names = ("out", "d_x", "d_grid")
     for suffix, dtype in (("", torch.float64), ("32", torch.float32)):
         found = [
-            run(x, grid, cotangent, dtype, mode=m, padding_mode=p, align_corners=a)
+            run(
+                *(x, grid, cotangent, dtype, (ndim, m, p) not in without),
+                mode=m,
+                padding_mode=p,
+                align_corners=a,
+            )
             for m, p, a in cases
         ]
-        for name, values in zip(names, zip(*found, strict=True), strict=False):
+        for name, values in zip(names, zip(*found, strict=True), strict=True):
             values = np.stack(values)
             values = values if name == "d_grid" else np.moveaxis(values, 2, -1)
             arrays[name + suffix] = values.reshape(*shape, *values.shape[1:])
-    return {name: array for name, array in arrays.items() if array is not None}
+    return arrays
 
 
 def special(ndim: int) -> dict[str, np.ndarray]:
-    """NaN, infinite and huge coordinates; forward only: PyTorch's own backward crashes on NaN."""
+    """NaN, infinite and huge coordinates.
+
+    PyTorch's own backward reads and writes outside its arrays for bilinear images that are padded
+    with other than zeros: those have no gradients here.
+    """
     values = (np.nan, np.inf, -np.inf, 1e6, -1e6, 3e38)
     grid = np.full((1, *[1] * (ndim - 1), len(values) * ndim, ndim), -0.25, np.float32)
     for i, (value, axis) in enumerate(product(values, range(ndim))):
         grid[..., i, axis] = value
     x = np.arange(1, 4**ndim + 1, dtype=np.float32).reshape(1, *[4] * ndim, 1)
-    return group(x, grid, None)
+    cotangent = np.arange(2, 2 + grid[..., :1].size, dtype=np.float32).reshape(*grid.shape[:-1], 1)
+    return group(x, grid, cotangent, {(2, "bilinear", "border"), (2, "bilinear", "reflection")})
 
 
 def affine(rng: np.random.Generator, ndim: int) -> dict[str, np.ndarray]:

@@ -166,7 +166,10 @@ def test_auto_uses_the_host_where_it_is_not_traced():
     explain(reset=True)
     with use_backend("auto"):
         mx.eval(mx.compile(grid_sample)(x, grid), grid_sample(x, grid))
-    assert [d.path for d in explain() if d.op == "grid_sample"] == ["ops", "host"]
+        mx.eval(grid_sample(x, grid, mode="nearest"))
+        mx.eval(grid_sample(mx.zeros((1, 8, 8, 256)), mx.zeros((1, 64, 64, 2)), mode="nearest"))
+    found = [(d.path, d.calls) for d in explain() if d.op == "grid_sample"]
+    assert found == [("ops", 1), ("host", 1), ("ops", 1), ("host", 1)]
 
 
 X, GRID = mx.zeros((2, 5, 7, 3)), mx.zeros((2, 4, 6, 2))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -33,6 +35,25 @@ def test_extent_of_a_view(index: object) -> None:
     assert locate(view) == found.address + found.origin
     assert np.array_equal(np.array(readable(view, True)), np.array(view))
     assert readable(view, False) is view
+
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not LARGE_PAGES.exists(), reason="this system has no large pages")
+def test_large_outputs_are_mapped_in_large_pages() -> None:
+    (made,) = Outputs([(1 << 24,)], [mx.float32], None).prepare()
+    middle = locate(made) + (1 << 25)
+    regions = re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M
+    )
+    spans = {tuple(int(a, 16) for a in r.split(" ")[0].split("-")): r for r in regions if r}
+    (flags,) = (
+        re.findall("^VmFlags:.*", region, re.M)
+        for (begin, end), region in spans.items()
+        if begin <= middle < end
+    )
+    assert "hg" in flags[0].split()
 
 
 def test_strides_count_elements() -> None:
