@@ -87,17 +87,18 @@ class MatrixUnits:
     tiles: int
     simds: int
     ahead: int = 1
+    stacks: int = 1
 
-    template: ClassVar = ("fragments", "run", "tiles", "simds", "ahead")
+    template: ClassVar = ("fragments", "run", "tiles", "stacks", "simds", "ahead")
 
     @property
     def threads(self) -> int:
         """Threads of a threadgroup."""
-        return 32 * self.simds
+        return 32 * self.simds * self.stacks
 
     def threadgroups(self, sizes: tuple[int, ...], gated: bool) -> int:
         """As many as matrices of so many rows take."""
-        return -(-sum(-(-n // 16) for n in sizes) // self.tiles)
+        return -(-sum(-(-n // 16) for n in sizes) // (self.tiles * self.stacks))
 
 
 @cache
@@ -212,8 +213,10 @@ _GATES = (None, "silu", "gelu", "gelu_approx")
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate")
 
 
-def _threadgroup_memory(*, simds: int, tiles: int, fragments: int, **_: object) -> int:
-    return 4 * simds * (tiles * 16 * 8 * fragments + 16)
+def _threadgroup_memory(
+    *, simds: int, tiles: int, stacks: int, fragments: int, **_: object
+) -> int:
+    return 4 * simds * stacks * (tiles * 16 * 8 * fragments + 16)
 
 
 @cache

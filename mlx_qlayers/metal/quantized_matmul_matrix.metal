@@ -168,6 +168,7 @@ template <
     int fragments,
     int run,
     int tiles,
+    int stacks,
     int simds,
     int ahead>
 [[kernel]] void quantized_matmul_matrix(
@@ -197,17 +198,18 @@ template <
   const int slots = mode == NVFP4 ? 1 : 4 * run / group, per = 8 / slots, columns = 8 * fragments;
   const int pairs = PAIRS(bits), step = 4 * run, stride = simds * step;
   const int M = shape[0], K = shape[1];
-  threadgroup float parts[simds * tiles * 16 * columns];
-  threadgroup float squares[simds * 16];
+  const int all = stacks * tiles;
+  threadgroup float parts[simds * all * 16 * columns];
+  threadgroup float squares[stacks * simds * 16];
 
   const int quarter = fragment_col(lane) / 2;
-  int k = int(simd) * step;
+  int k = int(simd % simds) * step, above = simd / simds * tiles;
   packed_tile<S, mode, bits, run> tile[ahead][tiles] = {};
   sum_fragment totals[tiles][fragments] = {};
 #pragma unroll
   for (int r = 0; r < tiles; r++) {
     tile_place place =
-        place_of_tile<gate, 16>(threadgroup_index * tiles + r, shape + 2, w1, w2);
+        place_of_tile<gate, 16>(threadgroup_index * all + above + r, shape + 2, w1, w2);
     int m = place.matrix;
     packed_matrix<S> matrix = {
         m == 0 ? w : m == 1 ? w1 : w2,
@@ -304,11 +306,11 @@ template <
   for (int r = 0; r < tiles; r++) {
 #pragma unroll
     for (int f = 0; f < fragments; f++) {
-      threadgroup float* to = parts + (int(simd) * tiles + r) * 16 * columns + 8 * f;
+      threadgroup float* to = parts + (int(simd % simds) * all + above + r) * 16 * columns + 8 * f;
       store_sum<float>(totals[r][f], to, columns, lane);
     }
   }
-  const int thread_index = simd * 32 + lane, threads = simds * 32;
+  const int thread_index = simd * 32 + lane, threads = stacks * simds * 32;
   if (epsilon) {
     for (int m = 0; m < M; m++) {
       float sum = 0;
@@ -325,23 +327,23 @@ template <
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   // A thread finishes an element: row n of the tiles, or of every other where two make one.
-  const int height = gate ? 8 * tiles : 16 * tiles, joined = gate ? 2 : 1;
+  const int height = gate ? 8 * all : 16 * all, joined = gate ? 2 : 1;
   for (int i = thread_index; i < height * M; i += threads) {
     int n = i % height, m = i / height, r = n / 16 * joined;
     float factor = sum_factor<mode>(), sums[2] = {0, 0};
     if (epsilon) {
       float mean = 0;
-      for (int s = 0; s < simds; s++) {
+      for (int s = 0; s < stacks * simds; s++) {
         mean += squares[s * 16 + m] / float(K);
       }
       factor *= metal::precise::rsqrt(mean + epsilon[0]);
     }
     for (int j = 0; j < simds * slots * joined; j++) {
-      int from = (j / slots % simds * tiles + r + j / (slots * simds)) * 16 + n % 16;
+      int from = (j / slots % simds * all + r + j / (slots * simds)) * 16 + n % 16;
       sums[j / (slots * simds)] +=
           factor * parts[from * columns + m / per * 8 + m % per + j % slots * per];
     }
-    tile_place place = place_of_tile<gate, 16>(threadgroup_index * tiles + r, shape + 2, w1, w2);
+    tile_place place = place_of_tile<gate, 16>(threadgroup_index * all + r, shape + 2, w1, w2);
     int to = place.first + n % 16, which = place.matrix, N = shape[2 + which];
     if (to < N) {
       device T* out = which == 0 ? y : which == 1 ? y1 : y2;

@@ -83,7 +83,7 @@ def fused_products(
     path = choose(
         "fused_products",
         () if lacking else ("metal", "cuda", "host"),
-        unless=lacking or stock_is_better(),
+        unless=lacking or stock_is_better(x.dtype),
         host_gain=None if lacking else host_gain(rows, fmt),
         arrays=(x, matrices[0].w),
     )
