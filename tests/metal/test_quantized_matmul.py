@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
@@ -106,12 +107,17 @@ def test_matrix_units_in_every_shape(fmt, dtype):
 
 
 @pytest.mark.parametrize(
-    ("run", "fragments", "tiles", "simds", "ahead"),
-    [(16, 1, 2, 3, 3), (32, 2, 4, 1, 1), (64, 4, 1, 4, 2), (32, 2, 1, 8, 4)],
+    "config",
+    [
+        MatrixUnits(fragments=1, run=16, tiles=2, simds=3, ahead=3),
+        MatrixUnits(fragments=2, run=32, tiles=4, simds=1),
+        MatrixUnits(fragments=4, run=64, tiles=1, simds=2, ahead=2, stacks=2),
+        MatrixUnits(fragments=2, run=32, tiles=1, simds=8, ahead=4),
+    ],
+    ids=str,
 )
-def test_matrix_units_in_other_configurations(run, fragments, tiles, simds, ahead):
+def test_matrix_units_in_other_configurations(config):
     """SIMD groups without work, more tiles than there are, tails of K."""
-    config = MatrixUnits(fragments, run, tiles, simds, ahead)
     check_all(AFFINE, mx.bfloat16, 7, [(41, 3), (8, 256)], device="cuda", **asdict(config))
 
 
@@ -164,6 +170,27 @@ def test_matrix_units_read_the_matrix_once(rows, fmt):
     tiles = 64 // 16 // config.tiles
     assert report.total("bytes_read") == w + each * sum(scales) + tiles * x.nbytes
     assert report.total("bytes_written") == y.nbytes
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_reads_no_more_than_mlx(rows):
+    """Beside MLX's own kernels for few rows, in the same checked build."""
+    n, k, dtype = 64, 512, mx.float16
+    x, packed = sample(np.random.default_rng(rows), rows, n, k // 64, AFFINE, dtype)
+    sizes = {"in_vec_size": mk.i32(k), "out_vec_size": mk.i32(n), "K": mk.i32(k), "N": mk.i32(n)}
+    given = {"x": x, **dict(zip(("w", "scales", "biases"), packed, strict=True)), **sizes}
+    given |= {"M": mk.i32(rows), "y": mk.empty((rows, n), dtype), **mk.UNBATCHED}
+    name, groups = ("fast", rows) if rows == 1 else ("wide", -(-rows // 4))
+    tail = "false" if rows == 1 else f"{min(rows, 4)}, 8, false"
+    stock = mk.load("affine", f"affine_qmv_{name}<half, 64, 4, {tail}>", checked=True)
+    buffers = {i: given[p.name] for i, p in stock.signature.buffers.items() if p.name in given}
+    y = next(i for i, p in stock.signature.buffers.items() if p.name == "y")
+    theirs = stock.run(buffers, (32 * groups, n // 8 * 2, 1), (32, 2, 1), writes=[y], fresh=[y])
+    for device in ("cuda", "metal"):
+        with checks() as report:
+            by_kernel(x, packed, AFFINE, device=device)
+        ours = report.total("bytes_read") + report.total("bytes_written")
+        assert ours <= theirs.bytes_read + theirs.bytes_written, device
 
 
 def fused(rng, dtype, rows, sizes, k, fmt, **options):

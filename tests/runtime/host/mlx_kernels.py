@@ -126,3 +126,10 @@ def error(found: np.ndarray, truth: np.ndarray, dtype: mx.Dtype) -> float:
     """
     epsilon = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-24}[dtype]
     return float(np.abs(found - truth).max() / (np.abs(truth).max() * epsilon))
+
+
+# What the quantized kernels take for batches, when there are none.
+UNBATCHED = {"x_batch_ndims": i32(0), "w_batch_ndims": i32(0)} | {
+    name: i64(0)
+    for name in ("x_shape", "x_strides", "w_shape", "w_strides", "s_strides", "b_strides")
+}

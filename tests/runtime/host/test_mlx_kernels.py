@@ -21,10 +21,6 @@ from mlx_qlayers.runtime.host import Uninitialised
 from . import mlx_kernels as mk
 
 Record = Callable[[str, Any], None]
-_STRIDES = {"x_batch_ndims": mk.i32(0), "w_batch_ndims": mk.i32(0)} | {
-    name: mk.i64(0)
-    for name in ("x_shape", "x_strides", "w_shape", "w_strides", "s_strides", "b_strides")
-}
 
 
 def _note(record: Record, kernel: str, case: str, build: str, error: float, bound: float) -> None:
@@ -49,7 +45,7 @@ def _quantized(
     truth = mk.float64(x, dtype) @ (weights.T if transposed else weights)
     names = {"in_vec_size": k, "out_vec_size": n, "K": k, "N": n, "M": m}
     given = {name: mk.i32(value) for name, value in names.items()}
-    return {"w": wq, "scales": scales, "biases": biases, "x": x, **given, **_STRIDES}, truth
+    return {"w": wq, "scales": scales, "biases": biases, "x": x, **given, **mk.UNBATCHED}, truth
 
 
 def _affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, checked: bool) -> float:
@@ -124,7 +120,7 @@ def test_fp(kernel: str, mode: str, group: int, bits: int, record_property: Reco
     x = mx.random.normal((m, k)).astype(mx.float16)
     weights = mx.dequantize(wq, scales, None, group, bits, mode, dtype=mx.float32)
     truth = mk.float64(x, mx.float16) @ mk.float64(weights, mx.float32).T
-    arguments = {"w": wq, "scales": scales, "x": x, "global_scale": mx.ones(1), **_STRIDES}
+    arguments = {"w": wq, "scales": scales, "x": x, "global_scale": mx.ones(1), **mk.UNBATCHED}
     arguments |= {"in_vec_size": mk.i32(k), "out_vec_size": mk.i32(n), "M": mk.i32(m)}
     tail, groups = "false", (m, -(-n // 8), 1)
     if kernel == "fp_qmv_wide":
