@@ -50,3 +50,41 @@ METAL_FUNC uint half_pair(uint halves, int i) {
   uint nan = (magnitude + 0x00010001u) & 0x00800080u;
   return (codes & 0x00800080u) << 8 | magnitude << 7 | nan << 7;
 }
+
+// bfloat holds a code of 8 bits in two parts.
+#define PARTS(T, mode, bits) (mode == AFFINE && bits == 8 && is_same_v<T, bfloat> ? 2 : 1)
+
+// Two weights of a row, as they are multiplied: 2^7 (bfloat) or 2^10 (half) over the place of the
+// lowest bit is left in a code.
+template <typename T, int bits>
+METAL_FUNC float code_offset() {
+  if (is_same_v<T, bfloat>) {
+    return bits == 8 ? 2176.0f : 128.0f;
+  }
+  return bits == 8 ? 256.0f : 64.0f;
+}
+template <typename T, int mode, int bits>
+METAL_FUNC metal::vec<T, 2> weight_pair(const thread uint* halves, int i, int part, float scale) {
+  if (mode == AFFINE) {
+    uint code;
+    if (is_same_v<T, bfloat>) {
+      code = bits == 8 ? code_pair<4>(halves, 8 * i + 4 * part, 0, part ? 0x45004500u : 0x43004300u)
+                       : code_pair<bits>(halves, bits * i, 0, 0x43004300u);
+    } else {
+      code = bits == 8 ? code_pair<8>(halves, 8 * i, 2, 0x5c005c00u)
+                       : code_pair<bits>(halves, bits * i, 4, 0x54005400u);
+    }
+    return as_type<metal::vec<T, 2>>(code);
+  }
+  uint code = half_pair<mode>(halves[0], i);
+  if (mode == NVFP4) {
+    return metal::vec<T, 2>(float2(as_type<half2>(code)) * scale);
+  }
+  return is_same_v<T, half> ? as_type<metal::vec<T, 2>>(code)
+                            : metal::vec<T, 2>(float2(as_type<half2>(code)));
+}
+// What the sums lack by half_pair.
+template <int mode>
+METAL_FUNC float sum_factor() {
+  return mode == AFFINE ? 1.0f : mode == MXFP8 ? 256.0f : 16384.0f;
+}

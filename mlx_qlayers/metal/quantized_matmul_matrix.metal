@@ -22,44 +22,6 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// bfloat holds a code of 8 bits in two parts.
-#define PARTS(T, mode, bits) (mode == AFFINE && bits == 8 && is_same_v<T, bfloat> ? 2 : 1)
-
-// Two weights of a row, as they are multiplied: 2^7 (bfloat) or 2^10 (half) over the place of the
-// lowest bit is left in a code.
-template <typename T, int bits>
-METAL_FUNC float code_offset() {
-  if (is_same_v<T, bfloat>) {
-    return bits == 8 ? 2176.0f : 128.0f;
-  }
-  return bits == 8 ? 256.0f : 64.0f;
-}
-template <typename T, int mode, int bits>
-METAL_FUNC metal::vec<T, 2> weight_pair(const thread uint* halves, int i, int part, float scale) {
-  if (mode == AFFINE) {
-    uint code;
-    if (is_same_v<T, bfloat>) {
-      code = bits == 8 ? code_pair<4>(halves, 8 * i + 4 * part, 0, part ? 0x45004500u : 0x43004300u)
-                       : code_pair<bits>(halves, bits * i, 0, 0x43004300u);
-    } else {
-      code = bits == 8 ? code_pair<8>(halves, 8 * i, 2, 0x5c005c00u)
-                       : code_pair<bits>(halves, bits * i, 4, 0x54005400u);
-    }
-    return as_type<metal::vec<T, 2>>(code);
-  }
-  uint code = half_pair<mode>(halves[0], i);
-  if (mode == NVFP4) {
-    return metal::vec<T, 2>(float2(as_type<half2>(code)) * scale);
-  }
-  return is_same_v<T, half> ? as_type<metal::vec<T, 2>>(code)
-                            : metal::vec<T, 2>(float2(as_type<half2>(code)));
-}
-// What the sums lack by half_pair.
-template <int mode>
-METAL_FUNC float sum_factor() {
-  return mode == AFFINE ? 1.0f : mode == MXFP8 ? 256.0f : 16384.0f;
-}
-
 // What a lane holds of a tile: its run of rows fragment_row(lane) and the eighth below.
 template <typename S, int mode, int bits, int run>
 struct packed_tile {
@@ -137,6 +99,58 @@ METAL_FUNC void multiply_tile(
   }
 }
 
+// Element k of the rows of x and those behind, of each row in its columns, times the norm's weight.
+template <int per, int fragments, int run, int bits, typename T>
+METAL_FUNC void load_rows(
+    thread right_fragment<T>* values,
+    const device T* x,
+    const device T* norm_weight,
+    int k,
+    int row,
+    int filled,
+    int K,
+    uint lane) {
+  const int pairs = PAIRS(bits);
+#pragma unroll
+  for (int s = 0; s < run / (2 * pairs); s++) {
+    int at = k + s * 2 * pairs, first = s * pairs / 2;
+#pragma unroll
+    for (int f = 0; f < fragments; f++) {
+      load_right_woven<pairs>(
+          values + f * (run / 4) + first,
+          x,
+          (row + f * per) * K + at,
+          K,
+          run,
+          max(filled - f * per, 0),
+          lane);
+    }
+    if (norm_weight) {
+      right_fragment<T> weight[pairs / 2] = {};
+      load_right_woven<pairs>(weight, norm_weight, at, 0, run, max(filled, 0), lane);
+#pragma unroll
+      for (int j = 0; j < fragments * pairs / 2; j++) {
+        int to = j / (pairs / 2) * (run / 4) + first + j % (pairs / 2);
+        values[to] = multiply_elements(values[to], weight[j % (pairs / 2)]);
+      }
+    }
+  }
+}
+
+// The sums of x over a group, for the biases.
+template <int fragments, int run, typename T>
+METAL_FUNC void sum_rows(
+    thread sum_fragment* added, left_fragment<T> ones, const thread right_fragment<T>* values) {
+#pragma unroll
+  for (int f = 0; f < fragments; f++) {
+    multiply(added[f], ones, values[f * (run / 4)]);
+#pragma unroll
+    for (int j = 1; j < run / 4; j++) {
+      multiply_accumulate(added[f], ones, values[f * (run / 4) + j]);
+    }
+  }
+}
+
 // totals += scale * sums + bias * added, without the offset of the codes.
 template <typename T, int fragments, typename S, int mode, int bits, int run>
 METAL_FUNC void add_scaled(
@@ -154,6 +168,23 @@ METAL_FUNC void add_scaled(
       if (mode == AFFINE) {
         totals[f].part[i] = fma(float2(bias), added[f].part[i], totals[f].part[i]);
       }
+    }
+  }
+}
+
+// A SIMD group's share of the sums of squares of the rows.
+template <typename T>
+METAL_FUNC void sum_squares(
+    threadgroup float* to, const device T* x, int M, int K, int first, int threads, uint lane) {
+  for (int m = 0; m < M; m++) {
+    float sum = 0;
+    for (int i = first; i < K; i += threads) {
+      float value = float(x[m * K + i]);
+      sum = fma(value, value, sum);
+    }
+    sum = simd_sum(sum);
+    if (lane == 0) {
+      to[m] = sum;
     }
   }
 }
@@ -196,7 +227,7 @@ template <
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   const int slots = mode == NVFP4 ? 1 : 4 * run / group, per = 8 / slots, columns = 8 * fragments;
-  const int pairs = PAIRS(bits), step = 4 * run, stride = simds * step;
+  const int step = 4 * run, stride = simds * step;
   const int M = shape[0], K = shape[1];
   const int all = stacks * tiles;
   threadgroup float parts[simds * all * 16 * columns];
@@ -238,7 +269,7 @@ template <
   const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
   const int row = column % per - column;
   const int filled = column / per == depth / (step / slots) ? M - row : 0;
-  right_fragment<T> values[fragments][run / 4] = {};
+  right_fragment<T> values[fragments * run / 4] = {};
   // Broadcast, lest NVIDIA's compiler copy one register to four before each product.
   left_fragment<T> ones;
 #pragma unroll
@@ -254,45 +285,19 @@ template <
       if (now >= K) {
         break;
       }
-#pragma unroll
-      for (int s = 0; s < run / (2 * pairs); s++) {
-        int at = now + s * 2 * pairs, first = s * pairs / 2;
-        bool beyond = now + depth >= K;
-#pragma unroll
-        for (int f = 0; f < fragments; f++) {
-          int count = beyond ? 0 : max(filled - f * per, 0);
-          load_right_woven<pairs>(
-              values[f] + first, x, (row + f * per) * K + at, K, run, count, lane);
-        }
-        if (norm_weight) {
-          right_fragment<T> weight[pairs / 2] = {};
-          load_right_woven<pairs>(weight, norm_weight, at, 0, run, beyond ? 0 : 8, lane);
-#pragma unroll
-          for (int j = 0; j < fragments * pairs / 2; j++) {
-            thread right_fragment<T>& value = values[j / (pairs / 2)][first + j % (pairs / 2)];
-            value = multiply_elements(value, weight[j % (pairs / 2)]);
-          }
-        }
-      }
-      // The sums of x over a group, for the biases.
+      load_rows<per, fragments, run, bits>(
+          values, x, norm_weight, now, row, now + depth < K ? filled : 0, K, lane);
       sum_fragment added[fragments];
       if (mode == AFFINE) {
-#pragma unroll
-        for (int f = 0; f < fragments; f++) {
-          multiply(added[f], ones, values[f][0]);
-#pragma unroll
-          for (int j = 1; j < run / 4; j++) {
-            multiply_accumulate(added[f], ones, values[f][j]);
-          }
-        }
+        sum_rows<fragments, run>(added, ones, values);
       }
 #pragma unroll
       for (int r = 0; r < tiles; r++) {
         if (mode == NVFP4) {
-          multiply_tile<T, fragments>(totals[r], tile[d][r], values[0]);
+          multiply_tile<T, fragments>(totals[r], tile[d][r], values);
         } else {
           sum_fragment sums[fragments];
-          multiply_tile<T, fragments>(sums, tile[d][r], values[0]);
+          multiply_tile<T, fragments>(sums, tile[d][r], values);
           if (now + quarter * run < K) {
             add_scaled<T, fragments>(totals[r], sums, added, tile[d][r]);
           }
@@ -312,17 +317,7 @@ template <
   }
   const int thread_index = simd * 32 + lane, threads = stacks * simds * 32;
   if (epsilon) {
-    for (int m = 0; m < M; m++) {
-      float sum = 0;
-      for (int i = thread_index; i < K; i += threads) {
-        float value = float(x[m * K + i]);
-        sum = fma(value, value, sum);
-      }
-      sum = simd_sum(sum);
-      if (lane == 0) {
-        squares[simd * 16 + m] = sum;
-      }
-    }
+    sum_squares(squares + simd * 16, x, M, K, thread_index, threads, lane);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
