@@ -161,6 +161,23 @@ void load_right_woven(
   }
 }
 
+// Words that nobody else reads, so that they need not push out of a cache what others do; the
+// address is a multiple of their size, or of 16 bytes.
+template <int count>
+void load_once(thread uint* to, const device uint* from) {
+  const int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
+#pragma unroll
+  for (int i = 0; i < count; i += width) {
+    if (width == 4) {
+      *reinterpret_cast<thread uint4*>(to + i) = *reinterpret_cast<const device uint4*>(from + i);
+    } else if (width == 2) {
+      *reinterpret_cast<thread uint2*>(to + i) = *reinterpret_cast<const device uint2*>(from + i);
+    } else {
+      to[i] = from[i];
+    }
+  }
+}
+
 // (x & mask) | bits, one instruction on NVIDIA GPUs.
 inline uint masked_or(uint x, uint mask, uint bits) {
   return (x & mask) | bits;

@@ -131,19 +131,22 @@ def few_rows(
 
 
 def _matrix_units(rows: int, n: int, k: int, fmt: Format) -> MatrixUnits:
+    """Measured on an H200; for other GPUs an estimate."""
     group, bits, mode = fmt
+    small = n <= 8192
     if mode == "nvfp4":
         run, slots = 16 if k % 32 else 32, 1
     else:
-        # Loads of 16 bytes, but no more columns than rows of x fill, down to one group at a time
-        # and to the words that begin and end with a code.
-        run = max(group // 4, 16 if bits == 8 else 32)
+        # Some 16 bytes, or 32 where tiles are few, but no more columns than one operand has, down
+        # to one group at a time and to the words that begin and end with a code.
         least = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
-        while run > least and 4 * run // group * rows > 8:
+        run = max(least, min(group, 64))
+        while run > least and (run * bits > (256 if small else 192) or 4 * run // group * rows > 8):
             run //= 2
         slots = 4 * run // group
     fragments = -(-rows * slots // 8)
-    config = MatrixUnits(fragments, run, tiles=1 if n <= 4096 else 2, simds=8)
+    tiles, simds = (1, 8) if small else (2, 8 if 4 < rows <= 8 else 4)
+    config = MatrixUnits(fragments, run, tiles, simds, ahead=2 if small and run * bits < 256 else 1)
     while _threadgroup_memory(**asdict(config)) > MAX_THREADGROUP_MEMORY:
         config = replace(config, simds=config.simds // 2)
     return config
@@ -213,9 +216,7 @@ _GATES = (None, "silu", "gelu", "gelu_approx")
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate")
 
 
-def _threadgroup_memory(
-    *, simds: int, tiles: int, stacks: int, fragments: int, **_: object
-) -> int:
+def _threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, **_: object) -> int:
     return 4 * simds * stacks * (tiles * 16 * 8 * fragments + 16)
 
 

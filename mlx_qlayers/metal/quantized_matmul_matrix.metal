@@ -39,7 +39,7 @@ METAL_FUNC void load_tile(thread packed_tile<S, mode, bits, run>& tile, int k, b
   for (int i = 0; i < 2; i++) {
     if (inside) {
       uint at = tile.scales_at[i] + k / group;
-      load_words<run * bits / 32>(
+      load_once<run * bits / 32>(
           tile.words[i], tile.matrix.w + (tile.words_at[i] + k / 32 * bits));
 #pragma unroll
       for (int s = 0; s < (mode == NVFP4 ? run / 16 : 1); s++) {

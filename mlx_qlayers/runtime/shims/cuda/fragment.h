@@ -201,6 +201,21 @@ void load_right_woven(
     f[k].part[1] = as_type<vec<T, 2>>(__byte_perm(low, high, 0x7632));
   }
 }
+template <int count>
+void load_once(uint* to, const uint* from) {
+  constexpr int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
+#pragma unroll
+  for (int i = 0; i < count; i += width) {
+    if constexpr (width == 4)
+      asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+          : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3]) : "l"(from + i));
+    else if constexpr (width == 2)
+      asm("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];"
+          : "=r"(to[i]), "=r"(to[i + 1]) : "l"(from + i));
+    else
+      to[i] = from[i];
+  }
+}
 inline uint masked_or(uint x, uint mask, uint bits) {
   uint r;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
