@@ -42,6 +42,7 @@ _TILES = Kernel(
         "simds_n",
         "run",
         "stages",
+        "ahead",
         "aligned",
         "biased",
     ),
@@ -82,6 +83,7 @@ class Tiles:
     simds_n: int
     run: int
     stages: int = 1
+    ahead: bool = True
     parts: int = 1
 
     def threads(self, dtype: mx.Dtype) -> int:
@@ -95,8 +97,6 @@ class Tiles:
             self.tile_m % (16 * self.simds_m)
             or self.tile_n % (8 * self.simds_n)
             or self.tile_k % 16
-            or self.tile_m * self.tile_k * dtype.size % (16 * threads)
-            or self.tile_n * self.tile_k % (self.run * threads)
         ):
             raise ValueError(f"{threads} threads cannot share {self} of {dtype} evenly")
         return threads
