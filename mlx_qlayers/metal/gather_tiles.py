@@ -10,16 +10,7 @@ import mlx.core as mx
 
 from ..formats import MODES, Format
 from ..runtime.kernel import MAX_THREADS, Kernel
-from .quantized_tiles import PADDING, Tiles
-
-
-def _threadgroup_memory(
-    T: mx.Dtype, transposed: bool, tile_m: int, tile_n: int, tile_k: int, stages: int, **_: object
-) -> int:
-    rows, width = (tile_n, tile_k) if transposed else (tile_k, tile_n)
-    elements = tile_m * (tile_k + PADDING) + rows * (width + PADDING)
-    return stages * elements * T.size
-
+from .quantized_tiles import Tiles, threadgroup_memory
 
 _LIST = Kernel(
     "gather_qmm_list",
@@ -48,10 +39,11 @@ _TILES = Kernel(
         "simds_n",
         "run",
         "stages",
+        "ahead",
         "aligned",
         "scaled",
     ),
-    threadgroup_memory=_threadgroup_memory,
+    threadgroup_memory=threadgroup_memory,
     large=True,
 )
 
@@ -112,7 +104,7 @@ def products_in_tiles(
         threadgroup=(searching, 1, 1),
         output_shapes=[(tiles, 3)],
     )
-    threads = 32 * config.simds_m * config.simds_n
+    threads = config.threads(x.dtype)
     (y,) = _TILES(
         [
             x,

@@ -220,6 +220,87 @@ METAL_FUNC void write_sums(
   }
 }
 
+// Elements of the tiles of x and of w, with their padding.
+#define X_TILE ((tile_m) * (tile_k + PADDING))
+#define W_TILE (transposed ? tile_n * (tile_k + PADDING) : tile_k * (tile_n + PADDING))
+
+// A SIMD group's part of x (M, K) * w (K, N) from row m and column n on, over first..end of K.
+template <
+    typename T,
+    int mode,
+    int group,
+    int bits,
+    bool transposed,
+    int tile_m,
+    int tile_n,
+    int tile_k,
+    int simds_m,
+    int simds_n,
+    int run,
+    int stages,
+    bool ahead,
+    bool aligned,
+    typename S>
+METAL_FUNC void sum_tiles(
+    thread sum_fragment* sums,
+    threadgroup T* x_tiles,
+    threadgroup T* w_tiles,
+    const device T* x,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    int m,
+    int M,
+    int n,
+    int N,
+    int first,
+    int end,
+    int K,
+    int thread_index,
+    uint lane) {
+  constexpr int threads = 32 * simds_m * simds_n;
+  constexpr int across = (transposed ? tile_k : tile_n) / run;
+  constexpr int x_pieces = tile_m * tile_k * sizeof(T) / 16, w_pieces = tile_n * tile_k / run;
+  constexpr int stride = across * run + PADDING, x_stride = tile_k + PADDING;
+  constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
+  int simd = thread_index / 32, stage = 0;
+  int row = simd / simds_n * rows * 16, column = simd % simds_n * columns * 8;
+#pragma unroll
+  for (int i = 0; i < rows * columns; i++) {
+    sums[i].part[0] = 0.0f;
+    sums[i].part[1] = 0.0f;
+  }
+
+  for (int k = first - tile_k; k < end; k += tile_k) {
+    int next = k + tile_k;
+    uint4 x_held[SHARE(x_pieces, threads)];
+    packed_run<S, run * bits / 32> w_held[SHARE(w_pieces, threads)];
+    if (next < end) {
+      fetch_rows<T, tile_m, tile_k, threads, aligned>(x_held, x, m, next, M, K, thread_index);
+      fetch_runs<mode, group, bits, run, w_pieces, across, threads, ahead>(
+          w_held, w, scales, biases, transposed ? n : next, transposed ? next : n,
+          transposed ? N : K, transposed ? K : N, thread_index);
+    }
+    if (k >= first) {
+      const threadgroup T* w_part =
+          w_tiles + stage * W_TILE + (transposed ? column * stride : column);
+      multiply_tiles<T, transposed, tile_k, rows, columns, stride>(
+          sums, x_tiles + stage * X_TILE + row * x_stride, w_part, lane);
+    }
+    if (stages == 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    } else {
+      stage = 1 - stage;
+    }
+    if (next < end) {
+      place_rows<T, tile_m, tile_k, threads>(x_tiles + stage * X_TILE, x_held, thread_index);
+      place_runs<T, mode, bits, run, w_pieces, across, threads>(
+          w_tiles + stage * W_TILE, w_held, thread_index);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
 template <
     typename T,
     typename O,
@@ -248,58 +329,22 @@ template <
     device O* y,
     uint3 place [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
-    uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  constexpr int threads = 32 * simds_m * simds_n;
-  constexpr int across = (transposed ? tile_k : tile_n) / run;
-  constexpr int x_pieces = tile_m * tile_k * sizeof(T) / 16, w_pieces = tile_n * tile_k / run;
-  constexpr int stride = across * run + PADDING, x_stride = tile_k + PADDING;
-  constexpr int x_size = tile_m * x_stride, w_size = (transposed ? tile_n : tile_k) * stride;
   constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
-  threadgroup T x_tiles[stages * x_size];
-  threadgroup T w_tiles[stages * w_size];
-
+  threadgroup T x_tiles[stages * X_TILE];
+  threadgroup T w_tiles[stages * W_TILE];
   int M = shape[0], N = shape[1], K = shape[2], depth = shape[3];
   int m = place.x * tile_m, n = place.y * tile_n, first = place.z * depth;
-  int end = min(first + depth, K), stage = 0;
-  int row = int(simd) / simds_n * rows * 16, column = int(simd) % simds_n * columns * 8;
   sum_fragment sums[rows * columns];
-#pragma unroll
-  for (int i = 0; i < rows * columns; i++) {
-    sums[i].part[0] = 0.0f;
-    sums[i].part[1] = 0.0f;
-  }
-
-  for (int k = first - tile_k; k < end; k += tile_k) {
-    int next = k + tile_k;
-    uint4 x_held[SHARE(x_pieces, threads)];
-    packed_run<S, run * bits / 32> w_held[SHARE(w_pieces, threads)];
-    if (next < end) {
-      fetch_rows<T, tile_m, tile_k, threads, aligned>(x_held, x, m, next, M, K, thread_index);
-      fetch_runs<mode, group, bits, run, w_pieces, across, threads, ahead>(
-          w_held, w, scales, biases, transposed ? n : next, transposed ? next : n,
-          transposed ? N : K, transposed ? K : N, thread_index);
-    }
-    if (k >= first) {
-      const threadgroup T* w_part =
-          w_tiles + stage * w_size + (transposed ? column * stride : column);
-      multiply_tiles<T, transposed, tile_k, rows, columns, stride>(
-          sums, x_tiles + stage * x_size + row * x_stride, w_part, lane);
-    }
-    if (stages == 1) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-    } else {
-      stage = 1 - stage;
-    }
-    if (next < end) {
-      place_rows<T, tile_m, tile_k, threads>(x_tiles + stage * x_size, x_held, thread_index);
-      place_runs<T, mode, bits, run, w_pieces, across, threads>(
-          w_tiles + stage * w_size, w_held, thread_index);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  sum_tiles<
+      T, mode, group, bits, transposed, tile_m, tile_n, tile_k, simds_m, simds_n, run, stages,
+      ahead, aligned>(
+      sums, x_tiles, w_tiles, x, w, scales, biases, m, M, n, N, first, min(first + depth, K), K,
+      thread_index, lane);
+  m += int(thread_index) / 32 / simds_n * rows * 16;
+  n += int(thread_index) / 32 % simds_n * columns * 8;
   write_sums<T, O, rows, columns, biased>(
-      sums, bias, y + place.z * size_t(M) * N, m + row, n + column, M, N, lane);
+      sums, bias, y + place.z * size_t(M) * N, m, n, M, N, lane);
 }
 
 // y = the sum of the planes of `parts`, and the bias; one element a thread.

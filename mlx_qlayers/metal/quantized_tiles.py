@@ -14,9 +14,10 @@ from ..runtime.kernel import Kernel
 PADDING = 8
 
 
-def _threadgroup_memory(
+def threadgroup_memory(
     T: mx.Dtype, transposed: bool, tile_m: int, tile_n: int, tile_k: int, stages: int, **_: object
 ) -> int:
+    """The bytes that tiles of these extents take, by the values of the kernel's template."""
     rows, width = (tile_n, tile_k) if transposed else (tile_k, tile_n)
     elements = tile_m * (tile_k + PADDING) + rows * (width + PADDING)
     return stages * elements * T.size
@@ -46,7 +47,7 @@ _TILES = Kernel(
         "aligned",
         "biased",
     ),
-    threadgroup_memory=_threadgroup_memory,
+    threadgroup_memory=threadgroup_memory,
     large=True,
 )
 
