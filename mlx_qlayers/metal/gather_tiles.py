@@ -60,10 +60,11 @@ def gathered_tiles(device: str, rows: int, matrices: int, dtype: mx.Dtype, fmt: 
         fmt: the format of the matrices.
     """
     run = 32 if fmt.bits % 2 else 16
-    if rows <= 8 * matrices:
-        return Tiles(16, 64, 64, 1, 4, run)
     # Two tiles of float32 must fit into the threadgroup memory.
-    return Tiles(64 if device == "cuda" and dtype.size == 2 else 32, 64, 64, 2, 2, run)
+    wide = dtype == mx.float32
+    if rows <= 8 * matrices:
+        return Tiles(16, 64, 64 if wide else 128, 1, 4, run)
+    return Tiles(32 if wide or rows <= 16 * matrices else 64, 64, 64, 2, 2, run)
 
 
 def products_in_tiles(
