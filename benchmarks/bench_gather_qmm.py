@@ -85,16 +85,14 @@ def verify(x: mx.array, packed: Packed, indices: mx.array, transpose: bool, fmt:
     assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
 
 
-def problem(
-    model: str, tokens: int, transpose: bool, fmt: Format
-) -> tuple[mx.array, Packed, list[mx.array]]:
-    """Rows, experts and choices of a model's projection."""
+def rows_and_choices(model: str, tokens: int, transpose: bool) -> tuple[mx.array, list[mx.array]]:
+    """Rows that go through a model's projection, or back, and the experts that they choose."""
     count, each, n, k = MODELS[model]
-    packed, indices = experts(count, n, k, fmt), choices(tokens, each, count)
-    rows = (tokens * each, 1) if indices[0].ndim == 1 else (tokens, 1, 1)
-    x = mx.random.normal((*rows, k if transpose else n), key=mx.random.key(1)).astype(mx.bfloat16)
+    indices = choices(tokens, each, count)
+    lead = (tokens * each, 1) if indices[0].ndim == 1 else (tokens, 1, 1)
+    x = mx.random.normal((*lead, k if transpose else n), key=mx.random.key(1)).astype(mx.bfloat16)
     mx.eval(x)
-    return x, packed, indices
+    return x, indices
 
 
 def projections(repeats: int) -> list[Table]:
@@ -106,10 +104,11 @@ def projections(repeats: int) -> list[Table]:
     print(f"milliseconds, bfloat16, 4 bits in groups of 64; kernel on backend {backend()}")
     table.print_header()
     fmt = Format(64, 4)
-    for model in MODELS:
+    for model, (count, _, n, k) in MODELS.items():
+        packed = experts(count, n, k, fmt)
         for transpose in (True, False):
             for tokens in counts:
-                x, packed, indices = problem(model, tokens, transpose, fmt)
+                x, indices = rows_and_choices(model, tokens, transpose)
                 paths = {"stock": "stock", "reference": "ops"}
                 if backend() != "ops":
                     verify(x, packed, indices[0], transpose, fmt)

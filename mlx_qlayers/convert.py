@@ -42,7 +42,7 @@ def convert_model(
             ``quantization`` entry is held against the arrays. It also quantizes ``nn.Linear``
             layers: those it names, and, in a model where nothing is quantized yet, all whose
             width the group size divides (and the model's own ``quant_predicate`` allows).
-        linear: convert linear and embedding layers.
+        linear: convert linear and embedding layers, and the experts of mixtures.
         attention: convert attention.
         fuse: let decoder layers, attention and feed-forward modules whose code is known compute
             with fewer launches where rows are few, as in decoding. Their classes change, nothing

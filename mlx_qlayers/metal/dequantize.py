@@ -9,12 +9,15 @@ import mlx.core as mx
 from ..formats import MODES, Format
 from ..runtime.kernel import Kernel
 
+# Rows of a thread: enough to have several words on their way from memory.
+_COUNT = 4
+
 _DEQUANTIZE = Kernel(
     "dequantize_matrix",
     "dequantize.metal",
-    inputs=("w", "scales", "biases", "columns"),
+    inputs=("w", "scales", "biases", "shape"),
     outputs=("y",),
-    template=("T", "S", "mode", "group", "bits", "run"),
+    template=("T", "S", "mode", "group", "bits", "run", "count"),
     large=True,
 )
 
@@ -38,7 +41,7 @@ def dequantize(
     run = _run(fmt.bits)
     across = columns // run
     (y,) = _DEQUANTIZE(
-        [w, scales, scales if biases is None else biases, _number(columns)],
+        [w, scales, scales if biases is None else biases, _shape(rows, columns)],
         template={
             "T": dtype,
             "S": scales.dtype,
@@ -46,8 +49,9 @@ def dequantize(
             "group": fmt.group_size,
             "bits": fmt.bits,
             "run": run,
+            "count": _COUNT,
         },
-        grid=(across, rows, 1),
+        grid=(across, -(-rows // _COUNT), 1),
         threadgroup=(min(across, 256), 1, 1),
         output_shapes=[(rows, columns)],
     )
@@ -60,5 +64,5 @@ def _run(bits: int) -> int:
 
 
 @cache
-def _number(n: int) -> mx.array:
-    return mx.array(n)
+def _shape(rows: int, columns: int) -> mx.array:
+    return mx.array([rows, columns], mx.int32)

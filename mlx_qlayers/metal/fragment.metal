@@ -193,6 +193,13 @@ right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
   return a;
 }
 
+// Reads from a row of device memory that is read to its end soon, if not by this thread: GPUs that
+// can be told so fetch what follows.
+template <typename T>
+T load_ahead(const device T* p) {
+  return *p;
+}
+
 // Two neighbouring sums, columns 0 to 7 and 8 to 15, as the left operand of the next product.
 template <typename T>
 void left_from_sums(thread left_fragment<T>& f, sum_fragment low, sum_fragment high) {

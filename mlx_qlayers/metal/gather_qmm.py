@@ -123,7 +123,8 @@ def configuration(
     run = 32 if fmt.bits % 2 else 16
     if transpose:
         rows = 1 if alone else 4 if run == 16 else 2
-        return Rows(rows, outputs=4, run=run, lanes=32, ways=1, threads=64)
+        outputs = 2 if alone and fmt.mode == "affine" else 4
+        return Rows(rows, outputs, run=run, lanes=32, ways=1, threads=64)
     return Columns(1 if alone else 64 // run, run=run, deep=1, wide=4, lanes=32, threads=64)
 
 

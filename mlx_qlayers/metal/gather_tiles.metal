@@ -77,6 +77,7 @@ template <
     int simds_n,
     int run,
     int stages,
+    bool ahead,
     bool aligned,
     bool scaled>
 [[kernel]] void gather_qmm_tiles(
@@ -90,64 +91,24 @@ template <
     device T* y,
     uint3 place [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
-    uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  constexpr int threads = 32 * simds_m * simds_n, pieces = tile_m * tile_k / threads;
-  constexpr int across = (transposed ? tile_k : tile_n) / run;
-  constexpr int count = tile_n * tile_k / run / threads;
-  constexpr int stride = across * run + PADDING, x_stride = tile_k + PADDING;
-  constexpr int x_size = tile_m * x_stride, w_size = (transposed ? tile_n : tile_k) * stride;
   constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
-  threadgroup T x_tiles[stages * x_size];
-  threadgroup T w_tiles[stages * w_size];
-
-  int N = shape[0], K = shape[1];
+  threadgroup T x_tiles[stages * X_TILE];
+  threadgroup T w_tiles[stages * W_TILE];
+  int N = shape[0], K = shape[1], n = place.y * tile_n;
   uint matrix = list[3 * place.x];
-  int m = list[3 * place.x + 1], M = list[3 * place.x + 2], n = place.y * tile_n, stage = 0;
+  int m = list[3 * place.x + 1], M = list[3 * place.x + 2];
   if (m == M) {
     return;
   }
-  int w_rows = transposed ? N : K, w_columns = transposed ? K : N;
-  size_t all_rows = size_t(matrix) * w_rows;
-  w += all_rows * (size_t(w_columns) * bits / 32);
-  scales += all_rows * (w_columns / group);
-  biases += all_rows * (w_columns / group);
-  int row = int(simd) / simds_n * rows * 16, column = int(simd) % simds_n * columns * 8;
+  int w_columns = transposed ? K : N;
+  size_t w_rows = size_t(matrix) * (transposed ? N : K), groups = w_rows * (w_columns / group);
   sum_fragment sums[rows * columns];
-#pragma unroll
-  for (int i = 0; i < rows * columns; i++) {
-    sums[i].part[0] = 0.0f;
-    sums[i].part[1] = 0.0f;
-  }
-
-  for (int k = -tile_k; k < K; k += tile_k) {
-    int next = k + tile_k;
-    uint4 x_held[pieces * sizeof(T) / 16];
-    packed_run<S, run * bits / 32> w_held[count];
-    if (next < K) {
-      fetch_rows<T, tile_m, tile_k, threads, aligned>(x_held, x, m, next, M, K, thread_index);
-      fetch_runs<mode, group, bits, run, count, across, threads>(
-          w_held, w, scales, biases, transposed ? n : next, transposed ? next : n,
-          w_rows, w_columns, thread_index);
-    }
-    if (k >= 0) {
-      const threadgroup T* w_part =
-          w_tiles + stage * w_size + (transposed ? column * stride : column);
-      multiply_tiles<T, transposed, tile_k, rows, columns, stride>(
-          sums, x_tiles + stage * x_size + row * x_stride, w_part, lane);
-    }
-    if (stages == 1) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-    } else {
-      stage = 1 - stage;
-    }
-    if (next < K) {
-      place_rows<T, tile_m, tile_k, threads>(x_tiles + stage * x_size, x_held, thread_index);
-      place_runs<T, mode, bits, run, count, across, threads>(
-          w_tiles + stage * w_size, w_held, thread_index);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  sum_tiles<
+      T, mode, group, bits, transposed, tile_m, tile_n, tile_k, simds_m, simds_n, run, stages,
+      ahead, aligned>(
+      sums, x_tiles, w_tiles, x, w + w_rows * (size_t(w_columns) * bits / 32), scales + groups,
+      biases + groups, m, M, n, N, 0, K, K, thread_index, lane);
   if (scaled) {
     float2 factor = factors[matrix];
 #pragma unroll
@@ -156,5 +117,7 @@ template <
       sums[i].part[1] *= factor;
     }
   }
-  write_sums<T, T, rows, columns, false>(sums, x, y, m + row, n + column, M, N, lane);
+  m += int(thread_index) / 32 / simds_n * rows * 16;
+  n += int(thread_index) / 32 % simds_n * columns * 8;
+  write_sums<T, T, rows, columns, false>(sums, x, y, m, n, M, N, lane);
 }

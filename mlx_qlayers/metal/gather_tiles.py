@@ -10,16 +10,7 @@ import mlx.core as mx
 
 from ..formats import MODES, Format
 from ..runtime.kernel import MAX_THREADS, Kernel
-from .quantized_tiles import PADDING, Tiles
-
-
-def _threadgroup_memory(
-    T: mx.Dtype, transposed: bool, tile_m: int, tile_n: int, tile_k: int, stages: int, **_: object
-) -> int:
-    rows, width = (tile_n, tile_k) if transposed else (tile_k, tile_n)
-    elements = tile_m * (tile_k + PADDING) + rows * (width + PADDING)
-    return stages * elements * T.size
-
+from .quantized_tiles import Tiles, threadgroup_memory
 
 _LIST = Kernel(
     "gather_qmm_list",
@@ -48,10 +39,11 @@ _TILES = Kernel(
         "simds_n",
         "run",
         "stages",
+        "ahead",
         "aligned",
         "scaled",
     ),
-    threadgroup_memory=_threadgroup_memory,
+    threadgroup_memory=threadgroup_memory,
     large=True,
 )
 
@@ -68,10 +60,11 @@ def gathered_tiles(device: str, rows: int, matrices: int, dtype: mx.Dtype, fmt: 
         fmt: the format of the matrices.
     """
     run = 32 if fmt.bits % 2 else 16
-    if rows <= 8 * matrices:
-        return Tiles(16, 64, 64, 1, 4, run)
     # Two tiles of float32 must fit into the threadgroup memory.
-    return Tiles(64 if device == "cuda" and dtype.size == 2 else 32, 64, 64, 2, 2, run)
+    wide = dtype == mx.float32
+    if rows <= 8 * matrices:
+        return Tiles(16, 64, 64 if wide else 128, 1, 4, run)
+    return Tiles(32 if wide or rows <= 16 * matrices else 64, 64, 64, 2, 2, run)
 
 
 def products_in_tiles(
@@ -112,7 +105,7 @@ def products_in_tiles(
         threadgroup=(searching, 1, 1),
         output_shapes=[(tiles, 3)],
     )
-    threads = 32 * config.simds_m * config.simds_n
+    threads = config.threads(x.dtype)
     (y,) = _TILES(
         [
             x,

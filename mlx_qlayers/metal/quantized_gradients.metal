@@ -10,9 +10,9 @@
 // those of the whole arrays where `gathered` is false; else matrix e has the rows listed in
 // left_rows and right_rows from offsets[e] to offsets[e + 1]. shape is M, R, C.
 //
-// quantized_gradients_tiles   for SIMD groups: a threadgroup of 128 threads computes ROWS x COLUMNS
-//                             of G. Grid (128 * ceil(C / COLUMNS), ceil(R / ROWS), E); threadgroup
-//                             memory for 64 bytes of depth, twice.
+// quantized_gradients_tiles   for SIMD groups: a threadgroup of 128 threads computes height x COLUMNS
+//                             of G. Grid (128 * ceil(C / COLUMNS), ceil(R / height), E);
+//                             threadgroup memory for 64 bytes of depth.
 // quantized_gradients_groups  for threads that do not run side by side: each computes `outputs`
 //                             rows of one group. Grid (ceil(R / outputs), C / group, E).
 
@@ -22,7 +22,6 @@
 #include <metal_stdlib>
 using namespace metal;
 
-#define ROWS 64
 #define COLUMNS 128
 #define THREADS 128
 
@@ -90,7 +89,7 @@ METAL_FUNC void place(threadgroup T* to, const thread uint4* held, uint thread_i
   }
 }
 
-template <typename T, typename S, int group, int bits, bool wide, bool gathered>
+template <typename T, typename S, int group, int bits, int height, bool wide, bool gathered>
 [[kernel]] void quantized_gradients_tiles(
     const device T* left,
     const device T* right,
@@ -105,14 +104,14 @@ template <typename T, typename S, int group, int bits, bool wide, bool gathered>
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd_index [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  // A SIMD group has `down` x `across` fragments: whole groups, 16 sums of 16 x 8 in registers.
-  constexpr int across = group > 64 ? 16 : 8, down = 16 / across;
+  // A SIMD group has `down` x `across` fragments, whole groups.
+  constexpr int across = group > 64 ? 16 : 8, down = height / 4 / across;
   constexpr int depth = 64 / sizeof(T), pad = 16 / sizeof(T);
-  threadgroup uint4 memory[4 * (ROWS + pad + COLUMNS + pad)];
+  threadgroup uint4 memory[4 * (height + pad + COLUMNS + pad)];
   threadgroup T* left_tile = reinterpret_cast<threadgroup T*>(memory);
-  threadgroup T* right_tile = left_tile + depth * (ROWS + pad);
+  threadgroup T* right_tile = left_tile + depth * (height + pad);
   int R = shape[1], C = shape[2];
-  int row = tile.y * ROWS, column = tile.x * COLUMNS;
+  int row = tile.y * height, column = tile.x * COLUMNS;
   int simd_row = simd_index * across * 8 / COLUMNS * 16 * down;
   int simd_column = simd_index * across * 8 % COLUMNS;
   int2 rows = rows_of<gathered>(offsets, tile.z, shape[0]);
@@ -126,11 +125,11 @@ template <typename T, typename S, int group, int bits, bool wide, bool gathered>
     }
   }
   // What the next step needs is read while this one is multiplied.
-  uint4 left_held[ROWS / 32], right_held[COLUMNS / 32];
+  uint4 left_held[height / 32], right_held[COLUMNS / 32];
   for (int m = rows[0] - depth; m < rows[1]; m += depth) {
     int next = m + depth;
     if (next < rows[1]) {
-      fetch<T, ROWS, wide, gathered>(
+      fetch<T, height, wide, gathered>(
           left_held, left, left_rows, next, rows[1], row, R, thread_index);
       fetch<T, COLUMNS, true, gathered>(
           right_held, right, right_rows, next, rows[1], column, C, thread_index);
@@ -142,7 +141,7 @@ template <typename T, typename S, int group, int bits, bool wide, bool gathered>
 #pragma unroll
         for (int i = 0; i < down; i++) {
           load_left_transposed(
-              a[i], left_tile + k * (ROWS + pad) + simd_row + 16 * i, ROWS + pad, lane);
+              a[i], left_tile + k * (height + pad) + simd_row + 16 * i, height + pad, lane);
         }
 #pragma unroll
         for (int j = 0; j < across; j++) {
@@ -158,7 +157,7 @@ template <typename T, typename S, int group, int bits, bool wide, bool gathered>
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (next < rows[1]) {
-      place<T, ROWS>(left_tile, left_held, thread_index);
+      place<T, height>(left_tile, left_held, thread_index);
       place<T, COLUMNS>(right_tile, right_held, thread_index);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

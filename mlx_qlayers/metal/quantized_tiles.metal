@@ -22,6 +22,10 @@ using namespace metal;
 // Elements behind each row of a tile, so that neighbouring rows begin in other banks.
 #define PADDING 8
 
+// How many of `all` pieces a thread takes, every threads-th, and whether `piece` is one.
+#define SHARE(all, threads) (((all) + (threads) - 1) / (threads))
+#define IN_SHARE(all, threads) ((all) % (threads) == 0 || piece < (all))
+
 template <typename S, int words>
 struct packed_run {
   uint word[words];
@@ -34,11 +38,11 @@ METAL_FUNC void fetch_rows(
     thread uint4* held, const device T* x, int m, int k, int M, int K, int thread_index) {
   constexpr int width = 16 / sizeof(T), across = tile_k / width;
 #pragma unroll
-  for (int i = 0; i < tile_m * across / threads; i++) {
+  for (int i = 0; i < SHARE(tile_m * across, threads); i++) {
     int piece = thread_index + i * threads, row = m + piece / across;
     int column = k + piece % across * width;
     held[i] = uint4(0);
-    if (row < M && column < K) {
+    if (IN_SHARE(tile_m * across, threads) && row < M && column < K) {
       const device T* from = x + size_t(row) * K + column;
       if (aligned) {
         held[i] = *reinterpret_cast<const device uint4*>(from);
@@ -58,15 +62,39 @@ template <typename T, int tile_m, int tile_k, int threads>
 METAL_FUNC void place_rows(threadgroup T* tile, const thread uint4* held, int thread_index) {
   constexpr int width = 16 / sizeof(T), across = tile_k / width;
 #pragma unroll
-  for (int i = 0; i < tile_m * across / threads; i++) {
+  for (int i = 0; i < SHARE(tile_m * across, threads); i++) {
     int piece = thread_index + i * threads;
     int at = piece / across * (tile_k + PADDING) + piece % across * width;
-    *reinterpret_cast<threadgroup uint4*>(tile + at) = held[i];
+    if (IN_SHARE(tile_m * across, threads)) {
+      *reinterpret_cast<threadgroup uint4*>(tile + at) = held[i];
+    }
+  }
+}
+
+template <int count, bool ahead>
+METAL_FUNC void fetch_words(thread uint* to, const device uint* from) {
+  constexpr int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
+  if (!ahead) {
+    load_words<count>(to, from);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < count; i += width) {
+    if (width == 4) {
+      *reinterpret_cast<thread uint4*>(to + i) =
+          load_ahead(reinterpret_cast<const device uint4*>(from + i));
+    } else if (width == 2) {
+      *reinterpret_cast<thread uint2*>(to + i) =
+          load_ahead(reinterpret_cast<const device uint2*>(from + i));
+    } else {
+      to[i] = load_ahead(from + i);
+    }
   }
 }
 
 // The packed runs of a tile of `across` runs a row, at (row, column) of a matrix (rows, columns).
-template <int mode, int group, int bits, int run, int count, int across, int threads, typename S>
+template <
+    int mode, int group, int bits, int run, int all, int across, int threads, bool ahead, typename S>
 METAL_FUNC void fetch_runs(
     thread packed_run<S, run * bits / 32>* held,
     const device uint* w,
@@ -78,15 +106,15 @@ METAL_FUNC void fetch_runs(
     int columns,
     int thread_index) {
 #pragma unroll
-  for (int i = 0; i < count; i++) {
+  for (int i = 0; i < SHARE(all, threads); i++) {
     int piece = thread_index + i * threads, r = row + piece / across;
     int c = column + piece % across * run;
-    if (r < rows && c < columns) {
+    if (IN_SHARE(all, threads) && r < rows && c < columns) {
       size_t at = size_t(r) * (columns / group) + c / group;
-      load_words<run * bits / 32>(
+      fetch_words<run * bits / 32, ahead>(
           held[i].word, w + size_t(r) * (size_t(columns) * bits / 32) + c * bits / 32);
-      held[i].scale = scales[at];
-      held[i].bias = mode == AFFINE ? biases[at] : S(0);
+      held[i].scale = ahead ? load_ahead(scales + at) : scales[at];
+      held[i].bias = mode != AFFINE ? S(0) : ahead ? load_ahead(biases + at) : biases[at];
     } else {
 #pragma unroll
       for (int j = 0; j < run * bits / 32; j++) {
@@ -99,13 +127,16 @@ METAL_FUNC void fetch_runs(
 }
 
 template <
-    typename T, int mode, int bits, int run, int count, int across, int threads, typename S>
+    typename T, int mode, int bits, int run, int all, int across, int threads, typename S>
 METAL_FUNC void place_runs(
     threadgroup T* tile, const thread packed_run<S, run * bits / 32>* held, int thread_index) {
   constexpr int width = 16 / sizeof(T);
 #pragma unroll
-  for (int i = 0; i < count; i++) {
+  for (int i = 0; i < SHARE(all, threads); i++) {
     int piece = thread_index + i * threads;
+    if (!IN_SHARE(all, threads)) {
+      continue;
+    }
     threadgroup T* to =
         tile + piece / across * (across * run + PADDING) + piece % across * run;
     float scale = decoded_scale<mode>(held[i].scale), bias = float(held[i].bias);
@@ -189,6 +220,87 @@ METAL_FUNC void write_sums(
   }
 }
 
+// Elements of the tiles of x and of w, with their padding.
+#define X_TILE ((tile_m) * (tile_k + PADDING))
+#define W_TILE (transposed ? tile_n * (tile_k + PADDING) : tile_k * (tile_n + PADDING))
+
+// A SIMD group's part of x (M, K) * w (K, N) from row m and column n on, over first..end of K.
+template <
+    typename T,
+    int mode,
+    int group,
+    int bits,
+    bool transposed,
+    int tile_m,
+    int tile_n,
+    int tile_k,
+    int simds_m,
+    int simds_n,
+    int run,
+    int stages,
+    bool ahead,
+    bool aligned,
+    typename S>
+METAL_FUNC void sum_tiles(
+    thread sum_fragment* sums,
+    threadgroup T* x_tiles,
+    threadgroup T* w_tiles,
+    const device T* x,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    int m,
+    int M,
+    int n,
+    int N,
+    int first,
+    int end,
+    int K,
+    int thread_index,
+    uint lane) {
+  constexpr int threads = 32 * simds_m * simds_n;
+  constexpr int across = (transposed ? tile_k : tile_n) / run;
+  constexpr int x_pieces = tile_m * tile_k * sizeof(T) / 16, w_pieces = tile_n * tile_k / run;
+  constexpr int stride = across * run + PADDING, x_stride = tile_k + PADDING;
+  constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
+  int simd = thread_index / 32, stage = 0;
+  int row = simd / simds_n * rows * 16, column = simd % simds_n * columns * 8;
+#pragma unroll
+  for (int i = 0; i < rows * columns; i++) {
+    sums[i].part[0] = 0.0f;
+    sums[i].part[1] = 0.0f;
+  }
+
+  for (int k = first - tile_k; k < end; k += tile_k) {
+    int next = k + tile_k;
+    uint4 x_held[SHARE(x_pieces, threads)];
+    packed_run<S, run * bits / 32> w_held[SHARE(w_pieces, threads)];
+    if (next < end) {
+      fetch_rows<T, tile_m, tile_k, threads, aligned>(x_held, x, m, next, M, K, thread_index);
+      fetch_runs<mode, group, bits, run, w_pieces, across, threads, ahead>(
+          w_held, w, scales, biases, transposed ? n : next, transposed ? next : n,
+          transposed ? N : K, transposed ? K : N, thread_index);
+    }
+    if (k >= first) {
+      const threadgroup T* w_part =
+          w_tiles + stage * W_TILE + (transposed ? column * stride : column);
+      multiply_tiles<T, transposed, tile_k, rows, columns, stride>(
+          sums, x_tiles + stage * X_TILE + row * x_stride, w_part, lane);
+    }
+    if (stages == 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    } else {
+      stage = 1 - stage;
+    }
+    if (next < end) {
+      place_rows<T, tile_m, tile_k, threads>(x_tiles + stage * X_TILE, x_held, thread_index);
+      place_runs<T, mode, bits, run, w_pieces, across, threads>(
+          w_tiles + stage * W_TILE, w_held, thread_index);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
 template <
     typename T,
     typename O,
@@ -204,6 +316,7 @@ template <
     int simds_n,
     int run,
     int stages,
+    bool ahead,
     bool aligned,
     bool biased>
 [[kernel]] void quantized_matmul_tiles(
@@ -216,58 +329,22 @@ template <
     device O* y,
     uint3 place [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
-    uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  constexpr int threads = 32 * simds_m * simds_n, pieces = tile_m * tile_k / threads;
-  constexpr int across = (transposed ? tile_k : tile_n) / run;
-  constexpr int count = tile_n * tile_k / run / threads;
-  constexpr int stride = across * run + PADDING, x_stride = tile_k + PADDING;
-  constexpr int x_size = tile_m * x_stride, w_size = (transposed ? tile_n : tile_k) * stride;
   constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
-  threadgroup T x_tiles[stages * x_size];
-  threadgroup T w_tiles[stages * w_size];
-
+  threadgroup T x_tiles[stages * X_TILE];
+  threadgroup T w_tiles[stages * W_TILE];
   int M = shape[0], N = shape[1], K = shape[2], depth = shape[3];
   int m = place.x * tile_m, n = place.y * tile_n, first = place.z * depth;
-  int end = min(first + depth, K), stage = 0;
-  int row = int(simd) / simds_n * rows * 16, column = int(simd) % simds_n * columns * 8;
   sum_fragment sums[rows * columns];
-#pragma unroll
-  for (int i = 0; i < rows * columns; i++) {
-    sums[i].part[0] = 0.0f;
-    sums[i].part[1] = 0.0f;
-  }
-
-  for (int k = first - tile_k; k < end; k += tile_k) {
-    int next = k + tile_k;
-    uint4 x_held[pieces * sizeof(T) / 16];
-    packed_run<S, run * bits / 32> w_held[count];
-    if (next < end) {
-      fetch_rows<T, tile_m, tile_k, threads, aligned>(x_held, x, m, next, M, K, thread_index);
-      fetch_runs<mode, group, bits, run, count, across, threads>(
-          w_held, w, scales, biases, transposed ? n : next, transposed ? next : n,
-          transposed ? N : K, transposed ? K : N, thread_index);
-    }
-    if (k >= first) {
-      const threadgroup T* w_part =
-          w_tiles + stage * w_size + (transposed ? column * stride : column);
-      multiply_tiles<T, transposed, tile_k, rows, columns, stride>(
-          sums, x_tiles + stage * x_size + row * x_stride, w_part, lane);
-    }
-    if (stages == 1) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-    } else {
-      stage = 1 - stage;
-    }
-    if (next < end) {
-      place_rows<T, tile_m, tile_k, threads>(x_tiles + stage * x_size, x_held, thread_index);
-      place_runs<T, mode, bits, run, count, across, threads>(
-          w_tiles + stage * w_size, w_held, thread_index);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  sum_tiles<
+      T, mode, group, bits, transposed, tile_m, tile_n, tile_k, simds_m, simds_n, run, stages,
+      ahead, aligned>(
+      sums, x_tiles, w_tiles, x, w, scales, biases, m, M, n, N, first, min(first + depth, K), K,
+      thread_index, lane);
+  m += int(thread_index) / 32 / simds_n * rows * 16;
+  n += int(thread_index) / 32 % simds_n * columns * 8;
   write_sums<T, O, rows, columns, biased>(
-      sums, bias, y + place.z * size_t(M) * N, m + row, n + column, M, N, lane);
+      sums, bias, y + place.z * size_t(M) * N, m, n, M, N, lane);
 }
 
 // y = the sum of the planes of `parts`, and the bias; one element a thread.

@@ -14,9 +14,10 @@ from ..runtime.kernel import Kernel
 PADDING = 8
 
 
-def _threadgroup_memory(
+def threadgroup_memory(
     T: mx.Dtype, transposed: bool, tile_m: int, tile_n: int, tile_k: int, stages: int, **_: object
 ) -> int:
+    """The bytes that tiles of these extents take, by the values of the kernel's template."""
     rows, width = (tile_n, tile_k) if transposed else (tile_k, tile_n)
     elements = tile_m * (tile_k + PADDING) + rows * (width + PADDING)
     return stages * elements * T.size
@@ -42,10 +43,11 @@ _TILES = Kernel(
         "simds_n",
         "run",
         "stages",
+        "ahead",
         "aligned",
         "biased",
     ),
-    threadgroup_memory=_threadgroup_memory,
+    threadgroup_memory=threadgroup_memory,
     large=True,
 )
 
@@ -82,6 +84,7 @@ class Tiles:
     simds_n: int
     run: int
     stages: int = 1
+    ahead: bool = True
     parts: int = 1
 
     def threads(self, dtype: mx.Dtype) -> int:
@@ -95,8 +98,6 @@ class Tiles:
             self.tile_m % (16 * self.simds_m)
             or self.tile_n % (8 * self.simds_n)
             or self.tile_k % 16
-            or self.tile_m * self.tile_k * dtype.size % (16 * threads)
-            or self.tile_n * self.tile_k % (self.run * threads)
         ):
             raise ValueError(f"{threads} threads cannot share {self} of {dtype} evenly")
         return threads

@@ -49,7 +49,7 @@ def scales_and_biases(
     path = choose(
         "quantized_matmul, gradient of scales and biases",
         () if lacking else ("metal", "cuda", "host"),
-        unless=lacking or _stock_is_better(),
+        unless=lacking or {"metal": "the kernel was not measured on an Apple GPU"}.get(backend()),
         host_gain=_HOST_GAIN,
         arrays=(x, dy, w, scales),
     )
@@ -76,11 +76,3 @@ def one_by_one(both: Callable[..., Pair]) -> tuple[Callable[..., mx.array], ...]
         return last[0][1]
 
     return lambda *a: once(*a)[0], lambda *a: once(*a)[1]
-
-
-def _stock_is_better() -> str | None:
-    """Why ``auto`` leaves this kernel for the stock operators on a GPU."""
-    return {
-        "cuda": "the kernel was not measured on this GPU",
-        "metal": "the kernel was not measured on an Apple GPU",
-    }.get(backend())

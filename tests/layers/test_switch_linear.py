@@ -15,8 +15,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_qlayers import convert_model, revert_model, use_backend
+from mlx_qlayers.layers import switch_linear
 from mlx_qlayers.layers.counterparts import counterpart_of, stock_of
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
+from mlx_qlayers.ops import gather_qmm
 from mlx_qlayers.runtime import trace
 from tests.numerics import assert_same_sums, random
 
@@ -70,6 +72,21 @@ def test_counterparts():
     assert stock_of(QuantizedSwitchLinear(64, 8, 2)) is None
     with pytest.raises(ValueError, match="must be a QuantizedSwitchLinear"):
         QSwitchLinear.from_quantized(nn.Linear(4, 4))
+
+
+def test_few_rows_on_a_gpu_go_to_the_stock_layer_unchecked(monkeypatch):
+    """Where ``auto`` would take the stock operator, a token does not wait for the checks."""
+    layer, x, chosen = QSwitchLinear(64, 8, 2, False), mx.ones((1, 64)), mx.array([0, 1])
+    calls = []
+    monkeypatch.setattr(switch_linear, "gather_qmm", lambda *a, **k: calls.append(k) or a[0])
+    for found, known, ours in (("metal", False, 0), ("cuda", False, 0), ("cuda", True, 1)):
+        monkeypatch.setattr(gather_qmm, "backend", lambda found=found: found)
+        calls.clear()
+        layer(x, chosen, known)
+        assert len(calls) == ours
+    monkeypatch.setattr(gather_qmm, "requested", lambda: "host")
+    layer(x, chosen)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("tokens", [3, 40])

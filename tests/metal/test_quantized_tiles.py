@@ -166,7 +166,7 @@ def test_every_weight_is_read_once_for_a_tile_of_rows():
 
 def test_refuses_tiles_that_threads_cannot_share():
     x, packed = sample(np.random.default_rng(8), 17, 41, 3, AFFINE, mx.float32)
-    for config in (Tiles(32, 32, 32, 2, 2, 16), Tiles(24, 64, 32, 1, 1, 16)):
+    for config in (Tiles(48, 64, 32, 2, 2, 16), Tiles(64, 40, 32, 2, 2, 16)):
         with pytest.raises(ValueError, match="cannot share"):
             product_in_tiles(x, *packed, None, True, AFFINE, config)
 

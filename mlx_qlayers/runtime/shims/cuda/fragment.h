@@ -237,6 +237,31 @@ right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
   return a;
 }
 
+// The second level of the cache takes 256 bytes at a time; otherwise rows that are read in short
+// pieces cost a visit of a memory page each.
+template <typename T>
+T load_ahead(const T* p) {
+  uint r[sizeof(T) <= 4 ? 1 : sizeof(T) / 4];
+  ushort h;
+  if constexpr (sizeof(T) == 16)
+    asm("ld.global.nc.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
+  else if constexpr (sizeof(T) == 8)
+    asm("ld.global.nc.L2::256B.v2.u32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
+  else if constexpr (sizeof(T) == 4)
+    asm("ld.global.nc.L2::256B.u32 %0, [%1];" : "=r"(r[0]) : "l"(p));
+  else if constexpr (sizeof(T) == 2)
+    asm("ld.global.nc.L2::256B.u16 %0, [%1];" : "=h"(h) : "l"(p));
+  else
+    return *p;
+  T value;
+  if constexpr (sizeof(T) == 2)
+    memcpy(&value, &h, sizeof(T));
+  else
+    memcpy(&value, r, sizeof(T));
+  return value;
+}
+
 template <typename T>
 void left_from_sums(left_fragment<T>& f, sum_fragment low, sum_fragment high) {
   f.part[0] = vec<T, 2>(low.part[0]);
