@@ -34,14 +34,14 @@ def test_chooses_the_tokens_that_stock_mlx_lm_chooses():
 
 
 @pytest.mark.slow
-def test_kernels_choose_the_tokens_of_the_reference_path():
+def test_the_host_backend_chooses_the_tokens_of_the_reference_path():
     model, tokenizer = load(str(shipped_model()))
     model.set_dtype(mx.float32)
     convert_model(model, config=shipped_model())
     prompt = mx.array(tokenizer.encode(PROMPT))
     with use_backend("ops"):
         expected = greedy(model, prompt, 64)
-    with trace() as launches:
+    with use_backend("host"), trace() as launches:
         assert greedy(model, prompt, 64) == expected
-    if backend() == "host":
-        assert {launch.backend for launch in launches} == {"host"} and len(launches) > 64 * 24
+    # Four products, the rotary embedding and attention in each layer, and the head, for 65 steps.
+    assert {launch.backend for launch in launches} == {"host"} and len(launches) >= 65 * (6 * 6 + 1)

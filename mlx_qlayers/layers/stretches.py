@@ -50,7 +50,8 @@ def place() -> Place | None:
     if device.type == mx.cpu or checking() or tracing():
         return None
     stream = mx.default_stream(device)
-    if getattr(_thread, "stream", None) != stream:
+    known = getattr(_thread, "stream", None)
+    if known is None or known != stream:  # a stream cannot be compared with None
         _thread.stream, _thread.name = stream, repr(stream)
         _thread.number = getattr(_thread, "number", None) or next(_numbers)
     return requested(), _thread.number, _thread.name

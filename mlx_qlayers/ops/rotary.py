@@ -57,7 +57,7 @@ def rotary_embedding(
     path = choose(
         "rotary_embedding",
         () if lacking else ("metal", "cuda", "host"),
-        unless=lacking or _unmeasured(),
+        unless=lacking or _why_stock(),
         host_gain=_HOST_GAIN,
         arrays=(q, k, offset),
     )
@@ -74,9 +74,9 @@ _SHARE = 4
 _HOST_GAIN = 1.4
 
 
-def _unmeasured() -> str | None:
+def _why_stock() -> str | None:
     return {
-        "cuda": "the kernel was not measured on this GPU",
+        "cuda": "two launches of the stock operator are as fast: 10 to 15 us a pair in a chain",
         "metal": "the kernel was not measured on an Apple GPU",
     }.get(backend())
 

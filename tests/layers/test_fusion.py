@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +21,7 @@ from mlx_qlayers.layers import fusion, stretches
 from mlx_qlayers.layers.fusion import is_fused
 from mlx_qlayers.ops import fused_products as ops
 from mlx_qlayers.report import FUSED, LEFT
+from mlx_qlayers.runtime import health_checks, trace
 
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
@@ -102,6 +104,28 @@ def test_layers_that_are_alike_share_their_traces(traced, monkeypatch):
     first = len(made)
     decoded(pair(num_hidden_layers=4, rms_norm_eps=2e-5)[1])
     assert 0 < first == len(made) <= 4  # of blocks, and of their parts while they are verified
+
+
+def test_traces_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
+    assert stretches.place() is None  # on a CPU nothing is traced
+    device, default_stream = mx.default_device(), mx.default_stream
+    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
+    monkeypatch.setattr(mx, "default_stream", lambda _: default_stream(device))
+    first = stretches.place()
+    assert first == stretches.place() and first[0] == "auto"
+    found = []
+    thread = threading.Thread(target=lambda: found.append(stretches.place()))
+    thread.start()
+    thread.join()
+    with mx.stream(mx.new_stream(mx.cpu)):
+        found.append(stretches.place())
+    with use_backend("ops"):
+        found.append(stretches.place())
+    assert len({first, *found}) == 4 and stretches.place() == first
+    with health_checks():
+        assert stretches.place() is None
+    with trace():
+        assert stretches.place() is None
 
 
 def test_launches_of_a_token():
