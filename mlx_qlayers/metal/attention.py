@@ -14,8 +14,8 @@ from ..runtime.kernel import Kernel
 from ..runtime.launch import TemplateValue
 from .attention_layout import PARAMETERS, Layout, layout, memory
 
-# Positions are 32-bit numbers, and so are sums of three of them.
-_FAR = 2**29
+# More queries or keys than there can be: positions are 32-bit numbers, and so are their sums.
+FAR = 2**29
 _LOG2E = log2(e)
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
@@ -82,8 +82,8 @@ class Call:
             self.keys,
             self.heads,
             self.heads // self.kv_heads,
-            self.keys - self.queries if bounded else _FAR,
-            min(scores.window or 2 * _FAR, 2 * _FAR),
+            self.keys - self.queries if bounded else FAR,
+            min(scores.window or 2 * FAR, 2 * FAR),
         )
         cap, scale = scores.softcap, scores.scale
         factors = (scale * _LOG2E, 0.0) if cap is None else (scale / cap, cap * _LOG2E)
@@ -113,18 +113,6 @@ class Call:
             "grid": (chosen.threads * groups, heads, self.batch),
             "threadgroup": (chosen.threads, 1, 1),
         }
-
-
-def covers(q: mx.array, k: mx.array, v: mx.array) -> bool:
-    """Whether the kernels can take arrays of these shapes."""
-    widths = (q.shape[3], v.shape[3])
-    return (
-        all(width % 8 == 0 and width <= 256 for width in widths)
-        and widths[0] >= 32
-        and widths[1] > 0
-        and q.size > 0
-        and max(q.shape[2], k.shape[2]) < _FAR
-    )
 
 
 def attention_forward(call: Call, chosen: Layout | None = None) -> tuple[mx.array, mx.array]:

@@ -11,6 +11,9 @@ import mlx.core as mx
 
 from ..runtime.launch import TemplateValue
 
+# The largest head that the kernels take.
+WIDEST = 256
+
 
 @dataclass(frozen=True)
 class Layout:

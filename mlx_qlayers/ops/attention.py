@@ -6,19 +6,15 @@ from typing import TypeGuard
 
 import mlx.core as mx
 
-from mlx_qlayers.metal import attention as tiled
 from mlx_qlayers.reference import attention as reference
 from mlx_qlayers.reference.attention import Packed
-from mlx_qlayers.runtime.backend import backend, choose
+from mlx_qlayers.runtime.backend import choose
 
-from .tiled_attention import tiled_attention
+from . import attention_tiled
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUP_SIZES = (32, 64, 128)
-_BACKENDS = ("metal", "cuda", "host")
-# Queries for which tiles of them would be mostly empty.
-_FEW = 8
 
 
 def attention(
@@ -68,38 +64,17 @@ def attention(
     k, v = (tuple(a) if isinstance(a, list) else a for a in (k, v))
     _check_arrays(q, k, v)
     _check_options(q, reference.keys(k), scale, mask, window, softcap, sinks)
-    # Unpacked only if a kernel reads them: MLX is lazy.
-    dense_k, dense_v = _dense(k, k, q.shape[-1]), _dense(v, k, q.shape[-1])
+    kernels = attention_tiled
+    lacking = kernels.lacking(q, k, v, scale)
     path = choose(
         "attention",
-        _BACKENDS if tiled.covers(q, dense_k, dense_v) else (),
-        unless=_why_stock(q, dense_k, window, softcap),
+        () if lacking else kernels.BACKENDS,
+        unless=lacking or kernels.stock_is_better(q, k, window, softcap),
+        host_gain=kernels.HOST_GAIN,
     )
     if path == "ops":
         return reference.attention(q, k, v, scale, mask, window, softcap, sinks)
-    scores = tiled.Scores(scale, isinstance(mask, str), window, softcap)
-    array = mask if isinstance(mask, mx.array) else None
-    return tiled_attention(q, dense_k, dense_v, scores, array, sinks)
-
-
-def _dense(array: mx.array | Packed, k: mx.array | Packed, width: int) -> mx.array:
-    """An array itself, or what it was before it was packed like ``k``."""
-    if not isinstance(array, tuple) or not isinstance(k, tuple):
-        assert isinstance(array, mx.array)
-        return array
-    group_size, bits = reference.packing(k, width)
-    return mx.dequantize(*array, group_size=group_size, bits=bits)
-
-
-def _why_stock(q: mx.array, k: mx.array, window: int | None, softcap: float | None) -> str | None:
-    """Why ``auto`` should take the stock operator, if it should."""
-    if q.shape[2] <= _FEW:
-        return "few queries"
-    windowed = window is not None and window < k.shape[2]
-    stock = softcap is None and not windowed and q.dtype != mx.float32 and q.shape[3] <= 128
-    if backend() == "cuda" and stock:
-        return "on CUDA the stock operator was measured faster, with gradients too"
-    return None
+    return kernels.attention(q, k, v, scale, mask, window, softcap, sinks)
 
 
 def _check_arrays(q: mx.array, k: mx.array | Packed, v: mx.array | Packed) -> None:

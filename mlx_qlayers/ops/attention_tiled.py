@@ -1,0 +1,130 @@
+"""Attention of many queries by tiled kernels: what they take, and the gradients."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import mlx.core as mx
+
+from ..metal import attention_backward as backward
+from ..metal.attention import FAR, Call, Scores, attention_forward
+from ..metal.attention_layout import WIDEST
+from ..reference import attention as reference
+from ..reference.attention import Packed
+from ..runtime.backend import backend
+
+BACKENDS = ("metal", "cuda", "host")
+# Forward, from 128 queries up on two cores; with gradients it is 0.2.
+HOST_GAIN = 0.5
+# The exponent of a hidden score must be finite: see LOWEST in attention_tile.metal.
+_MAX_SCALE = 1e7
+# Queries that would leave most of a tile empty.
+_FEW = 8
+
+
+def lacking(q: mx.array, k: mx.array | Packed, v: mx.array | Packed, scale: float) -> str | None:
+    """Why the kernels do not take these arguments, if they do not."""
+    width, v_width = q.shape[3], _dense(v, k, q.shape[3]).shape[3]
+    if q.size == 0 or v_width == 0:
+        return "there is nothing to compute"
+    if width % 8 or v_width % 8 or width < 32 or max(width, v_width) > WIDEST:
+        return f"heads of {width} and {v_width}; kernels take multiples of 8 from 32 to {WIDEST}"
+    if max(q.shape[2], reference.keys(k)) >= FAR:
+        return f"{FAR} queries or keys, or more"
+    if not 0 < scale <= _MAX_SCALE:
+        return f"a scale of {scale}; kernels take positive ones up to {_MAX_SCALE:g}"
+    return None
+
+
+def stock_is_better(
+    q: mx.array, k: mx.array | Packed, window: int | None, softcap: float | None
+) -> str | None:
+    """Why ``auto`` should take the stock operator, if it should."""
+    if q.shape[2] <= _FEW:
+        return f"{q.shape[2]} queries; tiles of them would be mostly empty"
+    windowed = window is not None and window < reference.keys(k)
+    fused = softcap is None and not windowed and q.dtype != mx.float32 and q.shape[3] <= 128
+    if backend() == "cuda" and fused:
+        return "on CUDA the stock operator was measured faster, with gradients too"
+    return None
+
+
+def attention(
+    q: mx.array,
+    k: mx.array | Packed,
+    v: mx.array | Packed,
+    scale: float,
+    mask: mx.array | str | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """:func:`mlx_qlayers.attention` of arguments that the kernels take.
+
+    Packed keys and values are unpacked first. The gradient of an additive mask, the only one as
+    large as the scores, is computed only where it is asked for: the mask passes an identity of its
+    own, as in ``separate_gradients``.
+    """
+    dense = [q, _dense(k, k, q.shape[3]), _dense(v, k, q.shape[3])]
+    arrays = [a.astype(mx.result_type(*dense)) for a in dense]
+    scores = Scores(scale, isinstance(mask, str), window, softcap)
+    fixed = mask if isinstance(mask, mx.array) and mask.dtype == mx.bool_ else None
+    added = isinstance(mask, mx.array) and fixed is None
+    # What the gradient of the mask needs, left by that of the rest, which comes before it.
+    given: list[mx.array] = []
+
+    def call_of(q: mx.array, k: mx.array, v: mx.array, *others: mx.array) -> Call:
+        return Call(
+            q,
+            k,
+            v,
+            others[0] if added else fixed,
+            None if sinks is None else others[-1],
+            scores,
+        )
+
+    @mx.custom_function
+    def operator(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+        return attention_forward(call_of(*arrays))
+
+    @operator.vjp
+    def _(
+        arrays: tuple[mx.array, ...],
+        cotangents: tuple[mx.array, mx.array],
+        outputs: tuple[mx.array, mx.array],
+    ) -> list[mx.array]:
+        call, (out, lse), d_out = call_of(*arrays), outputs, cotangents[0]
+        given[:] = [*arrays, out, lse, d_out]
+        d_q, delta = backward.gradient_queries(call, out, lse, d_out)
+        gradients = [d_q, *backward.gradient_keys_and_values(call, lse, delta, d_out)]
+        if added:
+            gradients.append(mx.broadcast_to(mx.array(0, arrays[3].dtype), arrays[3].shape))
+        if call.sinks is not None:
+            gradients.append(backward.gradient_sinks(call.sinks, lse, delta))
+        return gradients
+
+    @mx.custom_function
+    def hold(mask: mx.array) -> mx.array:
+        return mask
+
+    @hold.vjp
+    def _(mask: mx.array, zeros: mx.array, _: mx.array) -> mx.array:
+        *arrays, out, lse, d_out = given
+        gradient = backward.gradient_mask(call_of(*arrays), out, lse, d_out, mask.shape)
+        return gradient.astype(mask.dtype)
+
+    if added:
+        arrays.append(cast(mx.array, hold(mask)))
+    if sinks is not None:
+        arrays.append(sinks)
+    out, _ = cast(tuple[mx.array, mx.array], operator(*arrays))
+    return out
+
+
+def _dense(array: mx.array | Packed, k: mx.array | Packed, width: int) -> mx.array:
+    """An array itself, or what it was before it was packed like ``k``."""
+    if not isinstance(array, tuple) or not isinstance(k, tuple):
+        assert isinstance(array, mx.array)
+        return array
+    group_size, bits = reference.packing(k, width)
+    return mx.dequantize(*array, group_size=group_size, bits=bits)
