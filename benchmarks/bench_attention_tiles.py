@@ -1,0 +1,209 @@
+"""Attention of many queries, forward and with gradients: kernels, stock, and unfused operators.
+
+Run ``python benchmarks/bench_attention_tiles.py``. Every result is first compared with the stock
+operator's. ``stock`` is ``mx.fast.scaled_dot_product_attention`` (with a mask where there is a
+window), ``unfused`` the same in plain MLX operators, as it is done in training on Metal, ``kernel``
+the forced kernel path, ``auto`` what this package picks. ``MB`` is the peak above the inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from common import Table, add_output, arrays, measure, print_facts, write_output
+
+from mlx_qlayers.ops.attention import attention
+from mlx_qlayers.reference.attention import visible
+from mlx_qlayers.runtime.backend import BackendError, backend, explain, use_backend
+
+Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
+COLUMNS = {"task": 50, "path": 8, "ms": 14, "ratio": 7, "TFLOP/s": 8, "MB": 8}
+CURVE = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison, causal."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    length: int
+    dtype: mx.Dtype = mx.bfloat16
+    options: dict[str, Any] = field(default_factory=dict)
+    unfused: bool = True
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("mlx.core.")
+        extra = "".join(f" {name} {value}" for name, value in self.options.items())
+        return f"{self.heads}/{self.kv_heads} D={self.width} L={self.length} {kind}{extra}"
+
+    def inputs(self) -> list[mx.array]:
+        """q, k, v and a cotangent."""
+        mx.random.seed(0)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(1, h, self.length, self.width) for h in heads]
+        made = [mx.random.normal(shape).astype(self.dtype) for shape in shapes]
+        mx.eval(made)
+        return made
+
+    def flops(self, gradients: bool) -> float:
+        """Of the products that cannot be left out: two forward, five more for the gradients."""
+        window = min(self.options.get("window", self.length), self.length)
+        pairs = window * self.length - window * (window - 1) / 2
+        return 2 * pairs * self.width * self.heads * (7 if gradients else 2)
+
+    def paths(self) -> dict[str, Attention]:
+        """The contenders by name."""
+        scale, window = self.width**-0.5, self.options.get("window")
+        mask = "causal" if window is None else visible(self.length, self.length, window)
+        stock = partial(mx.fast.scaled_dot_product_attention, scale=scale, mask=mask)
+        ours = partial(attention, scale=scale, mask="causal", **self.options)
+        found: dict[str, Attention] = {}
+        if "softcap" not in self.options:
+            found["stock"] = stock
+        if self.unfused:
+            found["unfused"] = partial(unfused, scale=scale, window=window, **self.options)
+        return found | {"kernel": partial(forced, ours), "auto": ours}
+
+
+def unfused(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> mx.array:
+    """Scores, mask, softmax and sums one after the other."""
+    batch, heads, length, width = q.shape
+    groups = (q * scale).reshape(batch, k.shape[1], -1, length, width)
+    scores = groups @ k[:, :, None].swapaxes(-1, -2)
+    if softcap is not None:
+        scores = softcap * mx.tanh(scores / softcap)
+    seen = visible(length, k.shape[2], window)
+    scores = mx.where(seen, scores, mx.finfo(scores.dtype).min)
+    out = mx.softmax(scores, axis=-1, precise=True) @ v[:, :, None]
+    return out.reshape(batch, heads, length, -1)
+
+
+def forced(run: Attention, *inputs: mx.array) -> mx.array:
+    with use_backend(DEVICE):
+        return run(*inputs)
+
+
+def with_gradients(run: Attention, *inputs: mx.array) -> list[mx.array]:
+    *primals, cotangent = inputs
+    outputs, gradients = mx.vjp(lambda *given: [run(*given)], primals, [cotangent])
+    return [*outputs, *gradients]
+
+
+def peak(run: Callable[[], Any]) -> float:
+    """Megabytes alive at the worst moment besides what was there before."""
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(arrays(run()))
+    mx.synchronize()
+    return (mx.get_peak_memory() - before) / 1e6
+
+
+def verify(case: Case, paths: dict[str, Attention], inputs: list[mx.array]) -> None:
+    """Compare every path with the first, for a short sequence of the same kind."""
+    names = list(paths)
+    expected = with_gradients(paths[names[0]], *inputs)
+    for name in names[1:]:
+        for mine, theirs in zip(with_gradients(paths[name], *inputs), expected, strict=True):
+            difference = mx.abs(mine.astype(mx.float32) - theirs.astype(mx.float32)).max()
+            error = (difference / mx.abs(theirs.astype(mx.float32)).max()).item()
+            assert error < (1e-3 if case.dtype == mx.float32 else 4e-2), f"{case} {name}: {error}"
+
+
+def compare(case: Case, repeats: int, table: Table) -> None:
+    inputs, paths = case.inputs(), case.paths()
+    verify(case, paths, inputs)
+    for gradients in (False, True):
+        runs: dict[str, Callable[[], Any]] = {
+            name: partial(with_gradients, run, *inputs) if gradients else partial(run, *inputs[:3])
+            for name, run in paths.items()
+        }
+        times = measure(runs, repeats=repeats)
+        for number, (name, time) in enumerate(times.items()):
+            task = f"{case}, {'with gradients' if gradients else 'forward'}"
+            table.add(
+                **{
+                    "task": "" if number else task,
+                    "path": name,
+                    "ms": time.scaled(1e3),
+                    "ratio": f"{times[next(iter(times))].median / time.median:.2f}x",
+                    "TFLOP/s": case.flops(gradients) / time.median / 1e12,
+                    "MB": peak(runs[name]),
+                }
+            )
+
+
+def curve(lengths: list[int], table: Table) -> None:
+    """Peak memory of the kernel by length."""
+    for length in lengths:
+        case = Case(32, 8, 128, length)
+        inputs, run = case.inputs(), case.paths()["kernel"]
+        for task, call in (
+            ("forward", partial(run, *inputs[:3])),
+            ("with gradients", partial(with_gradients, run, *inputs)),
+        ):
+            table.add(task=f"{case}, {task}", path="kernel", MB=peak(call))
+        del inputs, call
+
+
+GPU = [
+    Case(32, 32, 64, 4096),
+    Case(32, 32, 128, 4096),
+    Case(32, 8, 128, 8192),
+    Case(32, 8, 128, 16384, unfused=False),
+    Case(32, 8, 128, 16384, options={"window": 1024}, unfused=False),
+    Case(32, 8, 256, 2048),
+    Case(32, 8, 64, 2048, mx.float32),
+    Case(32, 8, 128, 4096, options={"window": 1024}),
+    Case(32, 8, 128, 2048, options={"softcap": 30.0}),
+    Case(32, 8, 128, 256),
+    Case(32, 8, 128, 256, options={"window": 64}),
+]
+CPU = [
+    Case(4, 4, 64, 128, mx.float32),
+    Case(4, 4, 64, 512, mx.float32),
+    Case(4, 4, 64, 512, mx.bfloat16),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7)
+    add_output(parser)
+    args = parser.parse_args()
+    print_facts()
+    on_gpu = DEVICE in ("metal", "cuda")
+    table, memory = Table(COLUMNS), Table({"task": 50, "path": 8, "MB": 10})
+    table.print_header()
+    for case in GPU if on_gpu else CPU:
+        compare(case, args.repeats, table)
+    print()
+    memory.print_header()
+    curve(CURVE if on_gpu else CURVE[:1], memory)
+    print("\nwhat auto picked:")
+    print("\n".join(str(d) for d in explain() if d.op == "attention" and d.reason != "asked for"))
+    write_output(args, "attention_tiles", [table, memory])
+
+
+DEVICE = backend()
+if __name__ == "__main__":
+    if DEVICE == "ops":
+        raise BackendError("no backend runs kernels on this machine")
+    main()
