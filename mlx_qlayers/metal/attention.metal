@@ -39,7 +39,9 @@ METAL_FUNC float make_weights(
     highest = max(highest, max(scores[n].part[part].x, scores[n].part[part].y));
   }
   highest = fragment_row_max(highest);
-  float base = highest * unit, shrink = fast::exp2(fma(top, unit, -base)), sum = 0.0f;
+  // As long as no key was seen, weights are 0: the product rounds, and the fma does not.
+  float base = highest == LOWEST ? 0.0f : highest * unit;
+  float shrink = fast::exp2(fma(top, unit, -base)), sum = 0.0f;
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
     float2 weight = float2(
@@ -129,73 +131,71 @@ template <
 
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
+  skip_rows(k_rows, first);
+  skip_rows(v_rows, first);
   uint4 held[packs_per_thread(TILE, larger(WIDTH, WIDTH_V), sizeof(T), THREADS)];
-  fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, first, thread_index);
-  put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, first, keys, thread_index);
+  fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, thread_index);
+  put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, keys, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   for (int key = first; key < last; key += TILE) {
     if (AHEAD) {
-      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held, v_rows, key, thread_index);
+      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held, v_rows, thread_index);
     }
     sum_fragment scores[BLOCKS][TILE / 8];
-    // Of the threadgroup's tiles, this SIMD group may do without the first or the last.
-    bool idle = SLICES == 1 && none_seen(rule, own, 16 * BLOCKS, key, TILE);
-    if (!idle) {
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++) {
-        multiply_by_rows<T, STEPS, TILE / 8>(
-            scores[b], left[b], keys + slice * STEPS * 16, STRIDE, lane);
+    for (int b = 0; b < BLOCKS; b++) {
+      multiply_by_rows<T, STEPS, TILE / 8>(
+          scores[b], left[b], keys + slice * STEPS * 16, STRIDE, lane);
+    }
+    if (SLICES > 1) {
+      add_slices<BLOCKS * TILE / 8, SLICES>(scores[0], exchange, simd_group, lane);
+    }
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      sum_fragment bends[TILE / 8];
+      make_scores<MASK, SOFTCAP, false, TILE / 8>(
+          scores[b], bends, own + 16 * b, key, rule, lane);
+      if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
+        hide_unseen<false, TILE / 8>(scores[b], own + 16 * b, key, rule, lane);
       }
-      if (SLICES > 1) {
-        add_slices<BLOCKS * TILE / 8, SLICES>(scores[0], exchange, simd_group, lane);
-      }
+      float2 shrink;
+      shrink.x = make_weights<TILE / 8>(scores[b], 0, unit, top[b][0], total[b][0]);
+      shrink.y = make_weights<TILE / 8>(scores[b], 1, unit, top[b][1], total[b][1]);
+      // After a few tiles the largest scores seldom change.
+      if (simd_any(shrink.x != 1.0f || shrink.y != 1.0f)) {
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++) {
-        sum_fragment bends[TILE / 8];
-        make_scores<MASK, SOFTCAP, false, TILE / 8>(
-            scores[b], bends, own + 16 * b, key, rule, lane);
-        if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
-          hide_unseen<false, TILE / 8>(scores[b], own + 16 * b, key, rule, lane);
-        }
-        float2 shrink;
-        shrink.x = make_weights<TILE / 8>(scores[b], 0, unit, top[b][0], total[b][0]);
-        shrink.y = make_weights<TILE / 8>(scores[b], 1, unit, top[b][1], total[b][1]);
-        // After a few tiles the largest scores seldom change.
-        if (simd_any(shrink.x != 1.0f || shrink.y != 1.0f)) {
-#pragma unroll
-          for (int c = 0; c < COLUMNS; c++) {
-            sums[b][c].part[0] *= shrink.x;
-            sums[b][c].part[1] *= shrink.y;
-          }
+        for (int c = 0; c < COLUMNS; c++) {
+          sums[b][c].part[0] *= shrink.x;
+          sums[b][c].part[1] *= shrink.y;
         }
       }
     }
     if (!AHEAD) {
-      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held, v_rows, key, thread_index);
+      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held, v_rows, thread_index);
     }
     if (ALTERNATE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    put_tile<T, TILE, DV, WIDTH_V, THREADS>(held, v_rows, key, values, thread_index);
+    put_tile<T, TILE, DV, WIDTH_V, THREADS>(held, v_rows, values, thread_index);
+    skip_rows(v_rows, TILE);
+    skip_rows(k_rows, TILE);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, thread_index);
+      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, thread_index);
     }
-    if (!idle) {
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++) {
-        add_weighted_rows<T, TILE, COLUMNS>(
-            sums[b], scores[b], values + slice * COLUMNS * 8, STRIDE_V, lane);
-      }
+    for (int b = 0; b < BLOCKS; b++) {
+      add_weighted_rows<T, TILE, COLUMNS>(
+          sums[b], scores[b], values + slice * COLUMNS * 8, STRIDE_V, lane);
     }
     if (!AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, thread_index);
+      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, thread_index);
     }
     if (ALTERNATE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, keys, thread_index);
+    put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, keys, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 

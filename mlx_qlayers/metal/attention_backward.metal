@@ -149,24 +149,26 @@ METAL_FUNC void query_gradients(
   }
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
+  skip_rows(k_rows, first);
+  skip_rows(v_rows, first);
   uint4 held[packs_per_thread(TILE, WIDTH, sizeof(T), THREADS)];
   uint4 held_v[packs_per_thread(TILE, WIDTH_V, sizeof(T), THREADS)];
   if (AHEAD) {
-    fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, first, thread_index);
-    fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, first, thread_index);
+    fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, thread_index);
+    fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, thread_index);
   }
   for (int key = first; key < last; key += TILE) {
     // Behind this nobody uses the last tiles any more.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (!AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key, thread_index);
+      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, thread_index);
     }
-    put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key, keys, thread_index);
+    put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, keys, thread_index);
     if (!ALTERNATE) {
       if (!AHEAD) {
-        fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, thread_index);
+        fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, thread_index);
       }
-      put_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, values, thread_index);
+      put_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, values, thread_index);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     sum_fragment scores[2][BLOCKS][COUNT];
@@ -177,8 +179,8 @@ METAL_FUNC void query_gradients(
     }
     if (ALTERNATE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, thread_index);
-      put_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key, values, thread_index);
+      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, thread_index);
+      put_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, values, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 #pragma unroll
@@ -191,7 +193,7 @@ METAL_FUNC void query_gradients(
     }
     if (ALTERNATE && !OF_MASK) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key, keys, thread_index);
+      put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, keys, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 #pragma unroll
@@ -224,9 +226,11 @@ METAL_FUNC void query_gradients(
         scores[0][b][n].part[p] = SOFTCAP && !OF_MASK ? d_score * bends[n].part[p] : d_score;
       }
     }
+    skip_rows(k_rows, TILE);
+    skip_rows(v_rows, TILE);
     if (AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, key + TILE, thread_index);
-      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, key + TILE, thread_index);
+      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, thread_index);
+      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, thread_index);
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
@@ -477,21 +481,23 @@ template <
     head_rows<T> q_rows = rows_of(q, q_strides, batch, head, queries);
     head_rows<T> d_rows = rows_of(d_out, d_out_strides, batch, head, queries);
     ulong place = (ulong(batch) * heads + head) * queries;
+    skip_rows(q_rows, first);
+    skip_rows(d_rows, first);
     if (AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, first, thread_index);
-      fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, first, thread_index);
+      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, thread_index);
+      fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, thread_index);
     }
     for (int query = first; query < last; query += TILE) {
       // Behind this nobody uses the last tiles any more.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (!AHEAD) {
-        fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, query, thread_index);
-        fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, query, thread_index);
+        fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, thread_index);
+        fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, thread_index);
       }
-      put_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, query, tile, thread_index);
+      put_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, tile, thread_index);
       if (!ALTERNATE) {
         put_tile<T, TILE, DV, WIDTH, THREADS>(
-            d_held, d_rows, query, tile + OTHER, thread_index);
+            d_held, d_rows, tile + OTHER, thread_index);
       }
       if (thread_index < TILE) {
         int i = query + int(thread_index);
@@ -505,7 +511,7 @@ template <
       for (int s = 0; s < SIDES; s++) {
         if (ALTERNATE && s == 1) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          put_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, query, tile, thread_index);
+          put_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, tile, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         int side = ROLES == 2 ? role : s;
@@ -562,15 +568,19 @@ template <
           }
         }
       }
+      // What is put in place once more is still in registers, or read below.
+      head_rows<T> again = q_rows;
+      skip_rows(q_rows, TILE);
+      skip_rows(d_rows, TILE);
       if (AHEAD) {
-        fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, query + TILE, thread_index);
-        fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, query + TILE, thread_index);
+        fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, thread_index);
+        fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, thread_index);
       }
 #pragma unroll
       for (int s = 0; s < SIDES; s++) {
         if (ALTERNATE && s == 1) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          put_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, query, tile, thread_index);
+          put_tile<T, TILE, D, WIDTH, THREADS>(held, again, tile, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         int side = ROLES == 2 ? role : s;

@@ -79,7 +79,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ("forward", "cuda", 2): (
         (64, Layout(tile=64, ahead=True)),
         (128, Layout(ahead=True)),
-        (256, Layout(simds=8, slices=2, tile=16, ahead=True)),
+        (256, Layout(slices=2, tile=16, ahead=True)),
     ),
     ("forward", "cuda", 4): (
         (64, Layout(tile=16)),
@@ -122,7 +122,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ("keys", "cuda", 2): (
         (64, Layout()),
         (128, Layout(roles=2)),
-        (256, Layout(simds=8, slices=2, roles=2, tile=16)),
+        (256, Layout(roles=2, tile=16)),
     ),
     ("keys", "cuda", 4): (
         (64, Layout(roles=2, tile=16)),

@@ -58,20 +58,29 @@ METAL_FUNC head_rows<T> rows_of(
   return rows;
 }
 
-// A thread's share of a tile of ROWS rows from row `first` on, WIDTH columns of which are there, in
-// packs of 16 bytes: from device memory to registers, and on to threadgroup memory. What is outside
+template <typename T>
+METAL_FUNC void skip_rows(thread head_rows<T>& rows, int count) {
+  rows.at += count * rows.row;
+  rows.count -= count;
+}
+
+// A thread's share of a tile of the first ROWS rows, WIDTH columns of which are there, in packs of 16 bytes: from device memory to registers, and on to threadgroup memory. What is outside
 // is zero. Where packs are not possible elements go straight to threadgroup memory.
 template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS>
 METAL_FUNC void fetch_tile(
-    thread uint4* held, thread const head_rows<T>& from, int first, uint thread_index) {
+    thread uint4* held, thread const head_rows<T>& from, uint thread_index) {
   constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
-  const device T* tile = from.at + first * from.row;
+  constexpr bool WHOLE = THREADS % PACKS == 0;
+  // Packs of a thread are as many rows apart as the threads cover at once, if these are whole.
+  const device T* p = from.at + (thread_index / PACKS * from.row + thread_index % PACKS * V);
 #pragma unroll
   for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
     int index = int(thread_index) + i * THREADS, row = index / PACKS, column = index % PACKS * V;
+    const device T* at = WHOLE ? p + i * (THREADS / PACKS) * from.row
+                               : from.at + (row * from.row + column);
     held[i] = uint4(0);
-    if (from.packed && first + row < from.count && column < WIDTH && index < ROWS * PACKS) {
-      held[i] = *reinterpret_cast<const device uint4*>(tile + (row * from.row + column));
+    if (from.packed && row < from.count && column < WIDTH && index < ROWS * PACKS) {
+      held[i] = *reinterpret_cast<const device uint4*>(at);
     }
   }
 }
@@ -79,7 +88,6 @@ template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS>
 METAL_FUNC void put_tile(
     thread const uint4* held,
     thread const head_rows<T>& from,
-    int first,
     threadgroup T* tile,
     uint thread_index) {
   constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
@@ -98,10 +106,10 @@ METAL_FUNC void put_tile(
 #pragma clang loop unroll(disable)
   for (int index = int(thread_index); index < ROWS * PADDED; index += THREADS) {
     int row = index / PADDED, column = index % PADDED;
-    bool inside = first + row < from.count && column < WIDTH;
+    bool inside = row < from.count && column < WIDTH;
     T value = T(0);
     if (inside) {
-      value = from.at[(first + row) * from.row + column * from.column];
+      value = from.at[row * from.row + column * from.column];
     }
     tile[row * STRIDE + column] = value;
   }
@@ -239,16 +247,6 @@ METAL_FUNC bool all_seen(
   int last_query = first_query + queries - 1, last_key = first_key + keys - 1;
   return last_key < rule.keys && last_key <= first_query + rule.reach &&
       first_key > last_query + rule.reach - rule.window;
-}
-
-// Whether none of these queries sees any of these keys, by their positions.
-template <typename M>
-METAL_FUNC bool none_seen(
-    thread const score_rule<M>& rule, int first_query, int queries, int first_key, int keys) {
-  int last_query = first_query + queries - 1, last_key = first_key + keys - 1;
-  return first_key >= rule.keys || first_query >= rule.queries ||
-      first_key > last_query + rule.reach ||
-      last_key <= first_query + rule.reach - rule.window;
 }
 
 // Where nothing is done to products they stand for scores as they are, and `unit` is what they are

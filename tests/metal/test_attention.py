@@ -148,6 +148,15 @@ def test_scores_beyond_float16():
         assert_accurate(attention(*arrays, **options), truth, rounded, terms=terms)
 
 
+def test_queries_whose_first_tile_is_hidden():
+    """Scores of hidden keys must not make infinities, however their scaled value is rounded."""
+    rng, arrays, options = make(7, (1, 1, 1, 70, 70, 32, 32), mx.float32, "none", {"window": 3})
+    for _ in range(16):
+        options["scale"] = float(rng.uniform(0.05, 1.0))
+        truth, rounded, terms = expect(arrays, options, mx.float32)["out"]
+        assert_accurate(attention(*arrays, **options), truth, rounded, terms=terms)
+
+
 def test_the_gradient_of_the_mask_is_made_only_on_request():
     _, (q, k, v), options = make(5, (1, 2, 1, 7, 33, 32, 32), mx.float32, "additive")
     with trace() as launches:
