@@ -37,6 +37,12 @@ class Layout:
     alternate: bool = False
     ahead: bool = False
 
+    def __post_init__(self) -> None:
+        if self.tile % 16 or self.simds % (self.slices * self.roles):
+            raise ValueError(f"tile and simds must be multiples, not those of {self}")
+        if self.alternate and (self.ahead or self.roles == 2):
+            raise ValueError(f"alternate leaves no place to read ahead or for roles: {self}")
+
     @property
     def threads(self) -> int:
         """Threads of a threadgroup."""
