@@ -128,7 +128,8 @@ METAL_FUNC void load_left_rows(
       f[i].part[p] = metal::vec<T, 2>(T(0), T(0));
       if (r < from.count && c < width) {
         const device T* at = from.at + (r * from.row + c * from.column);
-        f[i].part[p] = metal::vec<T, 2>(at[0], at[from.column]);
+        f[i].part[p] = from.packed ? *reinterpret_cast<const device metal::vec<T, 2>*>(at)
+                                   : metal::vec<T, 2>(at[0], at[from.column]);
       }
     }
   }
