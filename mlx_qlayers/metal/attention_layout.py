@@ -85,7 +85,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ("forward", "cuda", 2): (
         (64, Layout(tile=64, ahead=True)),
         (128, Layout(ahead=True)),
-        (256, Layout(slices=2, tile=16, ahead=True)),
+        (256, Layout(tile=16, ahead=True)),
     ),
     ("forward", "cuda", 4): (
         (64, Layout(tile=16)),
@@ -106,7 +106,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ),
     ("queries", "cuda", 2): (
         (64, Layout(blocks=2, ahead=True)),
-        (128, Layout(simds=8, ahead=True)),
+        (128, Layout(ahead=True)),
         (256, Layout(slices=2, tile=16, ahead=True)),
     ),
     ("queries", "cuda", 4): (
