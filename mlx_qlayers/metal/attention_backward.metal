@@ -366,7 +366,7 @@ template <
       rule,
       lse + place,
       d_scores,
-      (device T*)(nullptr),
+      nullptr,
       d_scores + place * rule.keys,
       ulong(sizes[HEADS]) * D,
       numbers[SLOPE],

@@ -69,7 +69,7 @@ PARAMETERS = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD")
 
 
 # By kernel, device family and bytes of an element: the widest head, and the layout up to there.
-# A thread keeps to about 100 registers on Apple GPUs, where 128 is the limit for full occupancy.
+# Those of CUDA were measured, those of Apple GPUs follow from the registers and memory needed.
 _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ("forward", "apple", 2): (
         (96, Layout()),
@@ -157,6 +157,20 @@ def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
 def _stride(width: int, size: int) -> int:
     """Elements from row to row of a tile, as ``tile_stride`` has it."""
     return (width * size // 16 | 1) * 16 // size
+
+
+def registers(kernel: str, values: Mapping[str, Any]) -> int:
+    """32-bit registers that operands, sums and products take in a thread, as :func:`memory`."""
+    size, slices, roles = values["T"].size, values["SLICES"], values.get("ROLES", 1)
+    width, width_v = values["D"], values["DV"]
+    if kernel == "keys":
+        width = width_v = max(width, width_v)
+    operands = {"forward": width, "queries": width + width_v, "keys": 2 // roles * width}[kernel]
+    sums = {"forward": width_v, "queries": width, "keys": 2 // roles * width}[kernel]
+    products = {"forward": 1, "queries": 2, "keys": 2 // roles}[kernel] * values["TILE"]
+    # Of 16 rows, a lane of 32 has half an element each.
+    per_block = (operands * size / 4 + sums) / slices / 2 + products / 2
+    return round(values["BLOCKS"] * per_block)
 
 
 def memory(kernel: str, values: Mapping[str, Any]) -> int:

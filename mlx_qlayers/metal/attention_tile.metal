@@ -28,7 +28,7 @@ constexpr int rounded_up(int n, int to) {
 constexpr int larger(int a, int b) {
   return a > b ? a : b;
 }
-// From row to row of a tile: an odd number of packs, so that neighbouring rows fall into other banks.
+// From row to row of a tile: an odd number of packs, so that rows begin in different banks.
 constexpr int tile_stride(int width, int bytes) {
   return (width * bytes / 16 | 1) * 16 / bytes;
 }
