@@ -64,8 +64,9 @@ METAL_FUNC void skip_rows(thread head_rows<T>& rows, int count) {
   rows.count -= count;
 }
 
-// A thread's share of a tile of the first ROWS rows, WIDTH columns of which are there, in packs of 16 bytes: from device memory to registers, and on to threadgroup memory. What is outside
-// is zero. Where packs are not possible elements go straight to threadgroup memory.
+// A thread's share of a tile of the first ROWS rows, WIDTH columns of which are there: in packs of 16
+// bytes from device memory to registers, and on to threadgroup memory. What is outside is zero. Where
+// packs are not possible, elements go straight to threadgroup memory.
 template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS>
 METAL_FUNC void fetch_tile(
     thread uint4* held, thread const head_rows<T>& from, uint thread_index) {
