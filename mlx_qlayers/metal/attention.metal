@@ -112,6 +112,13 @@ template <
   head_rows<T> k_rows = rows_of(k, k_strides, batch, head / sizes[SHARE], rule.keys);
   head_rows<T> v_rows = rows_of(v, v_strides, batch, head / sizes[SHARE], rule.keys);
 
+  int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
+  int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
+  skip_rows(k_rows, first);
+  skip_rows(v_rows, first);
+  uint4 held[packs_per_thread(TILE, larger(WIDTH, WIDTH_V), sizeof(T), THREADS)];
+  fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, thread_index);
+
   left_fragment<T> left[BLOCKS][STEPS];
   sum_fragment sums[BLOCKS][COLUMNS];
   float top[BLOCKS][2], total[BLOCKS][2];
@@ -129,12 +136,6 @@ template <
     }
   }
 
-  int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
-  int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
-  skip_rows(k_rows, first);
-  skip_rows(v_rows, first);
-  uint4 held[packs_per_thread(TILE, larger(WIDTH, WIDTH_V), sizeof(T), THREADS)];
-  fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, thread_index);
   put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, keys, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 

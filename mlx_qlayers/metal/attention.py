@@ -15,7 +15,7 @@ from ..runtime.launch import TemplateValue
 from .attention_layout import PARAMETERS, Layout, layout, memory
 
 # More queries or keys than there can be: positions are 32-bit numbers, and so are their sums.
-FAR = 2**29
+FAR = 2**28
 _LOG2E = log2(e)
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 

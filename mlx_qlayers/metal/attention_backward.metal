@@ -1,52 +1,34 @@
-// The gradients of attention, from the log-sum-exp that attention.metal left:
+// The gradient of attention for its queries, from the log-sum-exp that attention.metal left:
 //
-//   weights   = exp2(scores - lse)
-//   d_scores  = weights * (d_out v^T - delta) * bend,   delta = sum over the columns of d_out * out
-//   d_q = scale d_scores k,   d_k = scale d_scores^T q,   d_v = weights^T d_out
+//   weights  = exp2(scores - lse)
+//   d_scores = weights * (d_out v^T - delta) * bend,   delta = sum over the columns of d_out * out
+//   d_q      = scale d_scores k
 //
 // attention_backward_queries: d_q and delta. A threadgroup owns ROWS = 16 * BLOCKS * SIMDS / SLICES
 // queries: grid (32 * SIMDS * ceil(L / ROWS), H, B), threadgroup (32 * SIMDS, 1, 1).
 //
-//   registers     q, d_out     BLOCKS x 16 queries, T, left operands, a slice of the columns
-//                 sums         d_q, float, likewise
-//                 scores, d_weights   BLOCKS x 16 queries x TILE keys, float; then d_scores
-//                 lse, delta   of each query
-//   threadgroup   keys, values TILE rows each, T; in the same place if ALTERNATE
-//                 exchange     parts of scores and d_weights, float, if SLICES > 1
+//   registers     left, d_left    q and d_out, BLOCKS x 16 queries, T, left operands, a slice each
+//                 sums            d_q, float, likewise
+//                 scores          scores and d_weights, BLOCKS x 16 queries x TILE keys, float
+//                 lowered, dots   lse and delta of each query; exact, delta as it is added up
+//   threadgroup   keys, values    TILE rows each, T; in the same place if ALTERNATE
+//                 exchange        parts of scores and d_weights, float, if SLICES > 1
+//   device        q, out, d_out and lse are read once, k and v once a threadgroup
 //
 //   dot = sum of d_out * out, which is delta but for the rounding of out
 //   for each tile of keys that one of the queries may see:
 //     put keys and values in their places | barrier
 //     scores = q * keys^T, d_weights = d_out * values^T, added up over the slices
-//     d_scores = exp2(scores - lse) * (d_weights - dot) * bend
-//     delta += exp2(scores - lse) * d_weights; the only tile, if there is one, begins with this
+//     weights = exp2(scores - lse), delta += weights * d_weights
+//     if there is one tile only, dot = delta
+//     d_scores = weights * (d_weights - dot) * bend
 //     start reading the next tiles
 //     sums += d_scores * keys | barrier
 //   d_q = sums * scale
 //
 // attention_backward_mask: the gradient of the scores behind the softcap, (B, H, L, S), likewise.
 //
-// attention_backward_keys: d_k and d_v. A threadgroup owns ROWS = 16 * BLOCKS * SIMDS /
-// (SLICES * ROLES) keys: grid (32 * SIMDS * ceil(S / ROWS), Hkv, B), threadgroup (32 * SIMDS, 1, 1).
-//
-//   registers     side 0: k, d_v and the scores;   side 1: v, d_k and d_weights. All transposed.
-//                 With two ROLES a SIMD group has one side, else both.
-//   threadgroup   queries, d_out   TILE rows each, T; in the same place if ALTERNATE
-//                 statistics       lse and delta of each of these queries
-//                 exchange         parts of scores and d_weights, float, if SLICES > 1
-//                 shared           weights * bend, float, if ROLES is 2
-//
-//   for each query head of the group, for each tile of queries that may see one of the keys:
-//     put queries and d_out in their places | barrier
-//     side 0: scores = k * queries^T             side 1: d_weights = v * d_out^T
-//             weights = exp2(scores - lse)
-//             share weights * bend | barrier
-//                                                d_scores = weights * bend * (d_weights - delta)
-//             d_v += weights * d_out             d_k += d_scores * queries
-//     barrier
-//
-// Sums stay in registers: no atomics, and every run adds in the same order. With ALTERNATE keys
-// (or queries) are read a second time for the last product.
+// With ALTERNATE keys are put in place a second time for the last product.
 
 #include "attention_tile.metal"
 
@@ -384,7 +366,7 @@ template <
       rule,
       lse + place,
       d_scores,
-      (device T*)(nullptr),
+      nullptr,
       d_scores + place * rule.keys,
       ulong(sizes[HEADS]) * D,
       numbers[SLOPE],
@@ -394,233 +376,4 @@ template <
       thread_index,
       simd_group,
       lane);
-}
-
-template <
-    typename T,
-    typename M,
-    int D,
-    int DV,
-    int MASK,
-    bool SOFTCAP,
-    bool AVERAGE,
-    int ROLES,
-    int BLOCKS,
-    int SIMDS,
-    int SLICES,
-    int TILE,
-    bool ALTERNATE,
-    bool AHEAD>
-[[kernel]] void attention_backward_keys(
-    const device T* q,
-    const constant int64_t* q_strides,
-    const device T* k,
-    const constant int64_t* k_strides,
-    const device T* v,
-    const constant int64_t* v_strides,
-    const device M* mask,
-    const constant int64_t* mask_strides,
-    const device T* d_out,
-    const constant int64_t* d_out_strides,
-    const device float* lse,
-    const device float* delta,
-    const device float* average,
-    constant int* sizes,
-    constant float* numbers,
-    device T* d_k,
-    device T* d_v,
-    uint3 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]],
-    uint simd_group [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
-  constexpr int THREADS = 32 * SIMDS, SIDES = 2 / ROLES, COUNT = TILE / 8;
-  constexpr int ROWS = 16 * BLOCKS * SIMDS / (SLICES * ROLES);
-  constexpr int WIDTH = rounded_up(larger(D, DV), 16 * SLICES);
-  constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = 2 * STEPS;
-  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T)), ELEMENTS = TILE * STRIDE;
-  constexpr int PACKS = packs_per_thread(TILE, WIDTH, sizeof(T), THREADS);
-  constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * SIDES * BLOCKS * TILE * 8;
-  constexpr int SHARED = ROLES == 1 ? 1 : ROWS * TILE / 2;
-  threadgroup uint4 tiles[(ALTERNATE ? 1 : 2) * ELEMENTS * sizeof(T) / 16];
-  threadgroup float2 exchange[PARTS];
-  threadgroup float2 shared[SHARED];
-  threadgroup float2 statistics[TILE];
-  // The queries, and this far behind them their cotangents.
-  threadgroup T* tile = reinterpret_cast<threadgroup T*>(tiles);
-  constexpr int OTHER = ALTERNATE ? 0 : ELEMENTS;
-
-  uint kv_head = group.y, batch = group.z;
-  int block = int(simd_group) / (SLICES * ROLES), slice = int(simd_group % SLICES);
-  int role = int(simd_group) / SLICES % ROLES, row = int(group.x) * ROWS;
-  int own = row + block * 16 * BLOCKS, column = slice * STEPS * 16;
-  int share = sizes[SHARE], heads = sizes[HEADS];
-  int queries = sizes[QUERIES], keys = sizes[KEYS];
-  float unit = is_raw(MASK, SOFTCAP) ? numbers[SCALE] : 1.0f;
-
-  left_fragment<T> left[SIDES][BLOCKS][STEPS];
-  sum_fragment sums[SIDES][BLOCKS][COLUMNS];
-#pragma unroll
-  for (int s = 0; s < SIDES; s++) {
-    head_rows<T> k_rows = rows_of(k, k_strides, batch, kv_head, keys);
-    head_rows<T> v_rows = rows_of(v, v_strides, batch, kv_head, keys);
-    bool values = ROLES == 2 ? role == 1 : s == 1;
-#pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
-      load_left_rows<T, STEPS>(
-          left[s][b], values ? v_rows : k_rows, values ? DV : D, own + 16 * b, column, lane);
-      clear<COLUMNS>(sums[s][b]);
-    }
-  }
-
-  int first = max(0, row - sizes[REACH]) / TILE * TILE;
-  int last = min(queries, row + ROWS - 1 - sizes[REACH] + sizes[WINDOW]);
-  uint4 held[PACKS], d_held[PACKS];
-  for (int h = 0; h < share; h++) {
-    uint head = kv_head * share + h;
-    score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
-    head_rows<T> q_rows = rows_of(q, q_strides, batch, head, queries);
-    head_rows<T> d_rows = rows_of(d_out, d_out_strides, batch, head, queries);
-    ulong place = (ulong(batch) * heads + head) * queries;
-    skip_rows(q_rows, first);
-    skip_rows(d_rows, first);
-    if (AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, thread_index);
-      fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, thread_index);
-    }
-    for (int query = first; query < last; query += TILE) {
-      // Behind this nobody uses the last tiles any more.
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (!AHEAD) {
-        fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, thread_index);
-        fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, thread_index);
-      }
-      put_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, tile, thread_index);
-      if (!ALTERNATE) {
-        put_tile<T, TILE, DV, WIDTH, THREADS>(
-            d_held, d_rows, tile + OTHER, thread_index);
-      }
-      if (thread_index < TILE) {
-        int i = query + int(thread_index);
-        statistics[thread_index] =
-            i < queries ? float2(lse[place + i], delta[place + i]) : float2(BLANK, 0.0f);
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-
-      sum_fragment scores[SIDES][BLOCKS][COUNT];
-#pragma unroll
-      for (int s = 0; s < SIDES; s++) {
-        if (ALTERNATE && s == 1) {
-          threadgroup_barrier(mem_flags::mem_threadgroup);
-          put_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, tile, thread_index);
-          threadgroup_barrier(mem_flags::mem_threadgroup);
-        }
-        int side = ROLES == 2 ? role : s;
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-          multiply_by_rows<T, STEPS, COUNT>(
-              scores[s][b], left[s][b], tile + side * OTHER + column, STRIDE, lane);
-        }
-      }
-      if (SLICES > 1) {
-        add_slices<SIDES * BLOCKS * COUNT, SLICES>(scores[0][0], exchange, simd_group, lane);
-      }
-      if (ROLES == 1 || role == 0) {
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-          sum_fragment bends[COUNT];
-          make_scores<MASK, SOFTCAP, true, COUNT>(
-              scores[0][b], bends, own + 16 * b, query, rule, lane);
-          if (!all_seen(rule, query, TILE, own + 16 * b, 16)) {
-            hide_unseen<true, COUNT>(scores[0][b], own + 16 * b, query, rule, lane);
-          }
-#pragma unroll
-          for (int i = 0; i < 2 * COUNT; i++) {
-            int n = i / 2, p = i % 2, at = 8 * n + fragment_col(lane);
-            float2 score = scores[0][b][n].part[p];
-            float2 weight = float2(
-                fast::exp2(fma(score.x, unit, -statistics[at].x)),
-                fast::exp2(fma(score.y, unit, -statistics[at + 1].x)));
-            scores[0][b][n].part[p] = weight;
-            float2 bent = SOFTCAP ? weight * bends[n].part[p] : weight;
-            if (ROLES == 2) {
-              // All slices have the same; one hands it on.
-              if (slice == 0) {
-                shared[((block * BLOCKS + b) * 2 * COUNT + i) * 32 + lane] = bent;
-              }
-            } else {
-              float2 delta_of = float2(statistics[at].y, statistics[at + 1].y);
-              scores[SIDES - 1][b][n].part[p] =
-                  bent * (scores[SIDES - 1][b][n].part[p] - delta_of);
-            }
-          }
-        }
-      }
-      if (ROLES == 2) {
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (role == 1) {
-#pragma unroll
-          for (int i = 0; i < 2 * BLOCKS * COUNT; i++) {
-            int b = i / (2 * COUNT), n = i / 2 % COUNT, p = i % 2;
-            int at = 8 * n + fragment_col(lane);
-            float2 delta_of = float2(statistics[at].y, statistics[at + 1].y);
-            scores[0][b][n].part[p] = shared[(block * 2 * BLOCKS * COUNT + i) * 32 + lane] *
-                (scores[0][b][n].part[p] - delta_of);
-          }
-        }
-      }
-      // What is put in place once more is still in registers, or read below.
-      head_rows<T> again = q_rows;
-      skip_rows(q_rows, TILE);
-      skip_rows(d_rows, TILE);
-      if (AHEAD) {
-        fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, thread_index);
-        fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, thread_index);
-      }
-#pragma unroll
-      for (int s = 0; s < SIDES; s++) {
-        if (ALTERNATE && s == 1) {
-          threadgroup_barrier(mem_flags::mem_threadgroup);
-          put_tile<T, TILE, D, WIDTH, THREADS>(held, again, tile, thread_index);
-          threadgroup_barrier(mem_flags::mem_threadgroup);
-        }
-        int side = ROLES == 2 ? role : s;
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-          add_weighted_rows<T, TILE, COLUMNS>(
-              sums[s][b], scores[s][b], tile + (1 - side) * OTHER + column, STRIDE, lane);
-        }
-      }
-    }
-  }
-
-#pragma unroll
-  for (int s = 0; s < SIDES; s++) {
-    bool of_keys = ROLES == 2 ? role == 1 : s == 1;
-    int width = of_keys ? D : DV, kv_heads = heads / share;
-    ulong place = (ulong(batch) * keys * kv_heads + kv_head) * width;
-    device T* out = (of_keys ? d_k : d_v) + place;
-#pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
-      if (AVERAGE && !of_keys) {
-#pragma unroll
-        for (int i = 0; i < 2 * COLUMNS; i++) {
-          int c = column + i / 2 * 8 + fragment_col(lane);
-          if (c < DV) {
-            const device float* more = average + (ulong(batch) * kv_heads + kv_head) * DV + c;
-            sums[s][b][i / 2].part[i % 2] += float2(more[0], more[1]);
-          }
-        }
-      }
-      store_rows<T, COLUMNS>(
-          sums[s][b],
-          out,
-          ulong(kv_heads) * width,
-          own + 16 * b,
-          keys,
-          column,
-          width,
-          of_keys ? numbers[SLOPE] : 1.0f,
-          lane);
-    }
-  }
 }

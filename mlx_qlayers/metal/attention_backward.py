@@ -37,7 +37,7 @@ _MASK = Kernel(
 )
 _KEYS = Kernel(
     "attention_backward_keys",
-    "attention_backward.metal",
+    "attention_backward_keys.metal",
     inputs=("q", "k", "v", "mask", "d_out", "lse", "delta", "average", "sizes", "numbers"),
     outputs=("d_k", "d_v"),
     template=(*_RULE, "AVERAGE", "ROLES", *PARAMETERS),

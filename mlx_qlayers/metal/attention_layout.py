@@ -37,6 +37,12 @@ class Layout:
     alternate: bool = False
     ahead: bool = False
 
+    def __post_init__(self) -> None:
+        if self.tile % 16 or self.simds % (self.slices * self.roles):
+            raise ValueError(f"tile and simds must be multiples, not those of {self}")
+        if self.alternate and (self.ahead or self.roles == 2):
+            raise ValueError(f"alternate leaves no place to read ahead or for roles: {self}")
+
     @property
     def threads(self) -> int:
         """Threads of a threadgroup."""
@@ -63,7 +69,7 @@ PARAMETERS = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD")
 
 
 # By kernel, device family and bytes of an element: the widest head, and the layout up to there.
-# A thread keeps to about 100 registers on Apple GPUs, where 128 is the limit for full occupancy.
+# Those of CUDA were measured, those of Apple GPUs follow from the registers and memory needed.
 _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ("forward", "apple", 2): (
         (96, Layout()),
@@ -79,7 +85,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ("forward", "cuda", 2): (
         (64, Layout(tile=64, ahead=True)),
         (128, Layout(ahead=True)),
-        (256, Layout(slices=2, tile=16, ahead=True)),
+        (256, Layout(tile=16, ahead=True)),
     ),
     ("forward", "cuda", 4): (
         (64, Layout(tile=16)),
@@ -100,7 +106,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ),
     ("queries", "cuda", 2): (
         (64, Layout(blocks=2, ahead=True)),
-        (128, Layout(simds=8, ahead=True)),
+        (128, Layout(ahead=True)),
         (256, Layout(slices=2, tile=16, ahead=True)),
     ),
     ("queries", "cuda", 4): (
@@ -151,6 +157,20 @@ def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
 def _stride(width: int, size: int) -> int:
     """Elements from row to row of a tile, as ``tile_stride`` has it."""
     return (width * size // 16 | 1) * 16 // size
+
+
+def registers(kernel: str, values: Mapping[str, Any]) -> int:
+    """32-bit registers that operands, sums and products take in a thread, as :func:`memory`."""
+    size, slices, roles = values["T"].size, values["SLICES"], values.get("ROLES", 1)
+    width, width_v = values["D"], values["DV"]
+    if kernel == "keys":
+        width = width_v = max(width, width_v)
+    operands = {"forward": width, "queries": width + width_v, "keys": 2 // roles * width}[kernel]
+    sums = {"forward": width_v, "queries": width, "keys": 2 // roles * width}[kernel]
+    products = {"forward": 1, "queries": 2, "keys": 2 // roles}[kernel] * values["TILE"]
+    # Of 16 rows, a lane of 32 has half an element each.
+    per_block = (operands * size / 4 + sums) / slices / 2 + products / 2
+    return round(values["BLOCKS"] * per_block)
 
 
 def memory(kernel: str, values: Mapping[str, Any]) -> int:

@@ -28,7 +28,7 @@ constexpr int rounded_up(int n, int to) {
 constexpr int larger(int a, int b) {
   return a > b ? a : b;
 }
-// From row to row of a tile: an odd number of packs, so that neighbouring rows fall into other banks.
+// From row to row of a tile: an odd number of packs, so that rows begin in different banks.
 constexpr int tile_stride(int width, int bytes) {
   return (width * bytes / 16 | 1) * 16 / bytes;
 }
@@ -64,8 +64,9 @@ METAL_FUNC void skip_rows(thread head_rows<T>& rows, int count) {
   rows.count -= count;
 }
 
-// A thread's share of a tile of the first ROWS rows, WIDTH columns of which are there, in packs of 16 bytes: from device memory to registers, and on to threadgroup memory. What is outside
-// is zero. Where packs are not possible elements go straight to threadgroup memory.
+// A thread's share of a tile of the first ROWS rows, WIDTH columns of which are there: in packs of 16
+// bytes from device memory to registers, and on to threadgroup memory. What is outside is zero. Where
+// packs are not possible, elements go straight to threadgroup memory.
 template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS>
 METAL_FUNC void fetch_tile(
     thread uint4* held, thread const head_rows<T>& from, uint thread_index) {
@@ -128,7 +129,8 @@ METAL_FUNC void load_left_rows(
       f[i].part[p] = metal::vec<T, 2>(T(0), T(0));
       if (r < from.count && c < width) {
         const device T* at = from.at + (r * from.row + c * from.column);
-        f[i].part[p] = metal::vec<T, 2>(at[0], at[from.column]);
+        f[i].part[p] = from.packed ? *reinterpret_cast<const device metal::vec<T, 2>*>(at)
+                                   : metal::vec<T, 2>(at[0], at[from.column]);
       }
     }
   }

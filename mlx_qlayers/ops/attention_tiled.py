@@ -42,9 +42,13 @@ def stock_is_better(
     """Why ``auto`` should take the stock operator, if it should."""
     if q.shape[2] <= _FEW:
         return f"{q.shape[2]} queries; tiles of them would be mostly empty"
-    windowed = window is not None and window < reference.keys(k)
-    fused = softcap is None and not windowed and q.dtype != mx.float32 and q.shape[3] <= 128
-    if backend() == "cuda" and fused:
+    if backend() != "cuda" or softcap is not None:
+        return None
+    if window is not None and 2 * window <= reference.keys(k):
+        return None
+    if q.dtype == mx.float32:
+        return "on CUDA the stock operator was measured faster in float32"
+    if q.shape[3] <= 128 and (window is None or window >= reference.keys(k)):
         return "on CUDA the stock operator was measured faster, with gradients too"
     return None
 

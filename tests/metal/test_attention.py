@@ -13,7 +13,7 @@ from numerics import assert_accurate, assert_gradient, random
 from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers.metal import attention as kernels
-from mlx_qlayers.metal.attention_layout import layout, memory
+from mlx_qlayers.metal.attention_layout import Layout, layout, memory, registers
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime import BackendError, trace, use_backend
 from mlx_qlayers.runtime.host import checks
@@ -146,6 +146,23 @@ def test_scores_beyond_float16():
         options["scale"] = 1e5
         truth, rounded, terms = expect(arrays, options, dtype)["out"]
         assert_accurate(attention(*arrays, **options), truth, rounded, terms=terms)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
+@pytest.mark.parametrize("device, most", [("metal", 104), ("cuda", 192)])
+def test_registers_up_to_heads_of_128(kernel, device, most):
+    """What must be kept leaves room for addresses: of 128 on Apple GPUs, of 255 on NVIDIA's."""
+    for dtype in (mx.float16, mx.bfloat16):
+        for width in range(32, 129, 8):
+            chosen = layout(kernel, device, dtype, width)
+            values = {"T": dtype, "D": width, "DV": width, "ROLES": chosen.roles}
+            assert registers(kernel, values | chosen.template()) <= most, (width, chosen)
+
+
+def test_layouts_that_cannot_be():
+    for wrong in ({"tile": 24}, {"simds": 3, "slices": 2}, {"alternate": True, "ahead": True}):
+        with pytest.raises(ValueError):
+            Layout(**wrong)
 
 
 def test_queries_whose_first_tile_is_hidden():

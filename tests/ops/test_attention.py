@@ -1,5 +1,7 @@
 """Attention against float64 on awkward shapes, and what it refuses."""
 
+from unittest import mock
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ from attention_cases import DTYPES, EXTRAS, MASKS, check, expect, make
 from numerics import assert_accurate, assert_gradient
 
 from mlx_qlayers.ops.attention import attention
-from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime import explain, use_backend
+from mlx_qlayers.runtime.host import checks
 
 # B, H, Hkv, L, S, D, Dv
 SHAPES = [
@@ -106,6 +109,29 @@ def test_scores_beyond_float16(dtype):
     options["scale"] = 1e5
     truth, rounded, terms = expect((q, k, v), options, dtype)["out"]
     assert_accurate(attention(q, k, v, **options), truth, rounded, terms=terms)
+
+
+def test_many_queries_of_packed_keys_by_kernel():
+    _, (q, k, v), options = make(1, (1, 6, 2, 19, 65, 64, 64), mx.float32, "causal")
+    packed = [mx.quantize(a, group_size=32, bits=8) for a in (k, v)]
+    dense = [mx.dequantize(*a, group_size=32, bits=8) for a in packed]
+    with use_backend("host"), checks():
+        actual = attention(q, *packed, **options)
+    truth, rounded, terms = expect((q, *dense), options, mx.float32)["out"]
+    assert_accurate(actual, truth, rounded, terms=terms)
+
+
+@pytest.mark.parametrize(
+    "width, scale, why", [(36, 1.0, "heads of 36"), (64, -1.0, "a scale of -1"), (64, 1.0, "on a ")]
+)
+def test_auto_says_why_it_takes_no_kernel(width, scale, why):
+    q = mx.ones((1, 2, 20, width))
+    explain(reset=True)
+    no_gpu = {name: lambda: "not in this test" for name in ("metal", "cuda")}
+    with mock.patch.dict("mlx_qlayers.runtime.backend._missing", no_gpu), use_backend("auto"):
+        attention(q, q, q, scale=scale)
+    (decision,) = (d for d in explain() if d.op == "attention")
+    assert decision.path == "ops" and why.lower() in decision.reason.lower()
 
 
 def test_mask_and_sinks_in_other_dtypes():
