@@ -56,6 +56,18 @@ inline float fragment_row_max(float x) {
   return max(x, simd_shuffle_xor(x, 8));
 }
 
+// And over its 8 rows: all lanes of a column get the result.
+inline float2 fragment_column_sum(float2 x) {
+  x += simd_shuffle_xor(x, 2);
+  x += simd_shuffle_xor(x, 4);
+  return x + simd_shuffle_xor(x, 16);
+}
+inline float2 fragment_column_max(float2 x) {
+  x = max(x, simd_shuffle_xor(x, 2));
+  x = max(x, simd_shuffle_xor(x, 4));
+  return max(x, simd_shuffle_xor(x, 16));
+}
+
 // Element (row, depth) is p[row * stride + depth]; transposed, p[depth * stride + row].
 template <typename T, typename P>
 void load_left(thread left_fragment<T>& f, P p, uint stride, uint lane) {
