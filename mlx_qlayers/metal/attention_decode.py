@@ -122,8 +122,7 @@ def attention_decode(
     seen = 0
     if isinstance(mask, mx.array):
         seen = 2 if mask.dtype == mx.bool_ else 3
-        mask = mx.broadcast_to(mask, (batch, heads, queries, length))
-        mask = _long(mask, 3)
+        mask = mx.broadcast_to(mask, (8, batch, heads, queries, length))
     elif mask is not None and queries > 1:
         seen = 1
     visited = length
@@ -138,7 +137,7 @@ def attention_decode(
         "T": q.dtype,
         "K": keys.dtype,
         "S": scales[0].dtype,
-        "M": mask.dtype if seen > 1 else q.dtype,
+        "M": mask.dtype if seen > 1 else mx.float32,
         "N": q.dtype if sinks is None else sinks.dtype,
         "P": q.dtype if stretches == 1 else mx.float32,
         "D": width,
@@ -158,13 +157,13 @@ def attention_decode(
     }
     threads = 32 * config.simds
     blocks = -(-rows // (8 * config.columns))
-    shape = (batch, heads, queries, v_width)
+    shape = (batch, queries, heads, v_width)
     if stretches > 1:
-        shape = (batch, heads, queries, stretches, v_width + 2)
+        shape = (batch, queries, heads, stretches, v_width + 2)
     (out,) = _DECODE(
         [
             *arrays,
-            mask if seen > 1 else q,
+            mask if seen > 1 else nothing(),
             q if sinks is None else sinks,
             _options(scale, softcap, window),
         ],
@@ -174,7 +173,7 @@ def attention_decode(
         output_shapes=[shape],
     )
     if stretches == 1:
-        return out
+        return out.swapaxes(1, 2)
     (out,) = _COMBINE(
         [out, q if sinks is None else sinks],
         template={
@@ -184,11 +183,16 @@ def attention_decode(
             "simds": config.combine,
             "sinking": sinks is not None,
         },
-        grid=(32 * config.combine, heads * queries, batch),
+        grid=(32 * config.combine, heads, queries * batch),
         threadgroup=(32 * config.combine, 1, 1),
-        output_shapes=[(batch, heads, queries, v_width)],
+        output_shapes=[(batch, queries, heads, v_width)],
     )
-    return out
+    return out.swapaxes(1, 2)
+
+
+@cache
+def nothing() -> mx.array:
+    return mx.zeros((8, 1, 1, 1, 1))
 
 
 def _long(array: mx.array, axis: int) -> mx.array:
