@@ -1,58 +1,48 @@
-"""Launches attention of few queries over a long cache, split over keys."""
+"""Launches attention of a few queries over a long cache, split over the keys."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from math import e, log2
 from struct import pack, unpack
 
 import mlx.core as mx
 
-from ..runtime.kernel import Kernel
+from ..runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
+from ..runtime.launch import TemplateValue
 from ..runtime.signature import CONSTANT_BELOW
 
 Packed = tuple[mx.array, mx.array, mx.array]
 
 MAX_QUERIES = 8
+MAX_WIDTH = 256
+BITS = (4, 8)
+
+_LAYOUT = ("columns", "simds", "blocks", "slice", "run")
+
+
+def _memory(*, T: mx.Dtype, D: int, columns: int, simds: int, blocks: int, run: int, **_: object) -> int:
+    """The bytes of threadgroup memory: rows of q and of p with their padding, and sums."""
+    parts = -(-D // (4 * run)) * run // 4
+    queries = 8 * columns * (16 * parts + 16 // T.size)
+    shares = 16 * blocks * simds * (8 * columns + (8 if columns % 2 == 0 else 0))
+    return (queries + shares) * T.size + 32 * simds * columns
+
 
 _DECODE = Kernel(
     "attention_decode",
     "attention_decode.metal",
     inputs=(
-        "q",
-        "k",
-        "k_scales",
-        "k_biases",
-        "v",
-        "v_scales",
-        "v_biases",
-        "mask",
-        "sinks",
-        "options",
+        *("q", "k", "k_scales", "k_biases", "v", "v_scales", "v_biases"),
+        *("mask", "sinks", "options"),
     ),
     outputs=("out",),
     template=(
-        "T",
-        "K",
-        "S",
-        "M",
-        "N",
-        "P",
-        "D",
-        "Dv",
-        "group",
-        "bits",
-        "columns",
-        "simds",
-        "blocks",
-        "slice",
-        "run",
-        "seen",
-        "windowed",
-        "capped",
-        "sinking",
-        "split",
+        *("T", "K", "S", "M", "N", "P", "D", "Dv", "group", "bits", *_LAYOUT),
+        *("seen", "windowed", "capped", "sinking", "split"),
     ),
+    threadgroup_memory=_memory,
     large=True,
     ensure_row_contiguous=False,
 )
@@ -62,7 +52,10 @@ _COMBINE = Kernel(
     inputs=("parts", "sinks"),
     outputs=("out",),
     template=("T", "N", "Dv", "simds", "sinking"),
+    large=True,
 )
+# What `seen` of the kernel can be.
+_ALL, _CAUSAL, _BOOLEAN, _ADDITIVE = range(4)
 
 
 @dataclass(frozen=True)
@@ -70,13 +63,13 @@ class Decode:
     """How decoding attention is spread over threads.
 
     Attributes:
-        columns: query rows of a threadgroup, in eights.
-        simds: SIMD groups of a threadgroup.
+        columns: eights of query rows in a threadgroup.
+        simds: SIMD groups of a threadgroup; each adds up its slice of the values.
         blocks: blocks of 16 keys that a SIMD group takes at once.
-        slice: width of the part of a value that a SIMD group adds up: 16, 32 or 64.
+        slice: the width of a slice: 16, 32 or 64.
         run: neighbouring elements of a key that a lane reads at once.
-        stretch: the least keys of a threadgroup.
-        most: the most stretches that the keys are cut into, for one key head.
+        stretch: the fewest keys for which a threadgroup is started.
+        most: the most stretches that the keys of a head are cut into.
         combine: SIMD groups that add up the stretches of a row.
     """
 
@@ -89,15 +82,40 @@ class Decode:
     most: int
     combine: int = 8
 
+    @property
+    def tile(self) -> int:
+        """Keys that a threadgroup takes at once."""
+        return 16 * self.blocks * self.simds
 
-def decode(
-    device: str, dtype: mx.Dtype, rows: int, kv_heads: int, width: int, v_width: int, bits: int
+    def stretches(self, keys: int) -> int:
+        """Into how many stretches the keys are cut; it depends on nothing else."""
+        return max(1, min(keys // max(self.stretch, self.tile), self.most))
+
+
+def configure(device: str, q: mx.array, k: mx.array | Packed, v: mx.array | Packed) -> Decode:
+    """The configuration for a backend and the shapes of a call."""
+    (_, heads, queries, width), bits = q.shape, 0
+    if isinstance(k, tuple):
+        bits = 32 * k[0].shape[-1] // width
+    kv_heads = (k[0] if isinstance(k, tuple) else k).shape[1]
+    v_width = 32 * v[0].shape[-1] // bits if isinstance(v, tuple) else v.shape[-1]
+    return _configure(device, q.dtype, heads // kv_heads * queries, width, v_width, bits)
+
+
+@cache
+def _configure(
+    device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int
 ) -> Decode:
     slice = 64 if bits else 32 if v_width >= 96 else 16
-    simds = -(-v_width // slice)
-    run = 16 // dtype.size if not bits else 16
-    columns = min(-(-rows // 8), 8)
-    return Decode(columns, simds, 1, slice, run, 64, 128)
+    simds, run = -(-v_width // slice), 16 if bits else 16 // dtype.size
+
+    def fits(columns: int) -> bool:
+        memory = _memory(T=dtype, D=width, columns=columns, simds=simds, blocks=1, run=run)
+        # The sums of all rows must stay in registers.
+        return memory <= MAX_THREADGROUP_MEMORY and columns * slice <= 256
+
+    columns = next(n for n in range(min(-(-rows // 8), 8), 0, -1) if n == 1 or fits(n))
+    return Decode(columns, simds, 1, slice, run, stretch=64, most=128)
 
 
 def attention_decode(
@@ -110,101 +128,117 @@ def attention_decode(
     softcap: float | None,
     sinks: mx.array | None,
     config: Decode,
-    bits: int = 0,
-    group: int = 0,
 ) -> mx.array:
+    """Attention in one pass over keys and values: one launch, or two with several stretches.
+
+    Args:
+        q: (B, H, L, D) in float32, float16 or bfloat16; D and Dv multiples of 8 up to 256.
+        k: (B, Hkv, S, D) in the dtype of ``q``, or (packed, scales, biases); any strides.
+        v: (B, Hkv, S, Dv), or packed like ``k``.
+        scale: what the products are multiplied by.
+        mask: None, ``"causal"``, booleans or numbers that broadcast to (B, H, L, S).
+        window: how many keys a query sees, itself included, or None.
+        softcap: the bound of the scores, or None.
+        sinks: (H,) floating point, or None.
+        config: how to spread the work.
+
+    Returns:
+        (B, H, L, Dv) in the dtype of ``q``. It lies as (B, L, H, Dv), as what follows wants it.
+    """
     batch, heads, queries, width = q.shape
-    keys, *scales = k if isinstance(k, tuple) else (k, k, k)
-    values, *v_scales = v if isinstance(v, tuple) else (v, v, v)
-    kv_heads, length = keys.shape[1:3]
-    v_width = values.shape[3] * 32 // bits if bits else values.shape[3]
-    rows = heads // kv_heads * queries
-    seen = 0
+    k, *k_scales = k if isinstance(k, tuple) else (k, k, k)
+    v, *v_scales = v if isinstance(v, tuple) else (v, v, v)
+    kv_heads, keys = k.shape[1:3]
+    packed = k.dtype == mx.uint32
+    bits = 32 * k.shape[3] // width if packed else 0
+    v_width = 32 * v.shape[3] // bits if packed else v.shape[3]
+    seen = _ALL
     if isinstance(mask, mx.array):
-        seen = 2 if mask.dtype == mx.bool_ else 3
-        mask = mx.broadcast_to(mask, (8, batch, heads, queries, length))
+        seen = _BOOLEAN if mask.dtype == mx.bool_ else _ADDITIVE
+        # Its strides are what the kernel needs; an axis in front keeps it from being too small.
+        mask = mx.broadcast_to(mask, (CONSTANT_BELOW, batch, heads, queries, keys))
     elif mask is not None and queries > 1:
-        seen = 1
-    visited = length
-    if window is not None and seen < 2:
-        visited = min(length, window + queries - 1)
-    tile = 16 * config.blocks * config.simds
-    stretches = max(1, min(visited // max(config.stretch, tile), config.most))
-    arrays = [q, keys, *scales, values, *v_scales]
-    if length < CONSTANT_BELOW:
-        arrays[1:] = [_long(a, 2) for a in arrays[1:]]
-    template = {
-        "T": q.dtype,
-        "K": keys.dtype,
-        "S": scales[0].dtype,
-        "M": mask.dtype if seen > 1 else mx.float32,
-        "N": q.dtype if sinks is None else sinks.dtype,
-        "P": q.dtype if stretches == 1 else mx.float32,
-        "D": width,
-        "Dv": v_width,
-        "group": group,
-        "bits": bits,
-        "columns": config.columns,
-        "simds": config.simds,
-        "blocks": config.blocks,
-        "slice": config.slice,
-        "run": config.run,
-        "seen": seen,
-        "windowed": window is not None,
-        "capped": softcap is not None,
-        "sinking": sinks is not None,
-        "split": stretches > 1,
-    }
+        seen = _CAUSAL
+    bounded = window is not None and seen < _BOOLEAN
+    stretches = config.stretches(min(keys, window + queries - 1) if bounded else keys)
+    split = stretches > 1
+
+    sink = _nothing() if sinks is None else sinks
+    arrays = [q, k, *k_scales, v, *v_scales, mask if seen >= _BOOLEAN else _nothing(), sink]
+    if keys < CONSTANT_BELOW:
+        arrays = [*map(_long_enough, arrays[:7]), *arrays[7:]]
+    rows = heads // kv_heads * queries
     threads = 32 * config.simds
-    blocks = -(-rows // (8 * config.columns))
-    shape = (batch, queries, heads, v_width)
-    if stretches > 1:
-        shape = (batch, queries, heads, stretches, v_width + 2)
     (out,) = _DECODE(
-        [
-            *arrays,
-            mask if seen > 1 else nothing(),
-            q if sinks is None else sinks,
-            _options(scale, softcap, window),
-        ],
-        template=template,
-        grid=(stretches * threads, kv_heads * blocks, batch),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[shape],
-    )
-    if stretches == 1:
-        return out.swapaxes(1, 2)
-    (out,) = _COMBINE(
-        [out, q if sinks is None else sinks],
+        [*arrays, _options(scale, softcap, window)],
         template={
             "T": q.dtype,
-            "N": q.dtype if sinks is None else sinks.dtype,
+            "K": k.dtype,
+            "S": k_scales[0].dtype,
+            "M": arrays[7].dtype,
+            "N": sink.dtype,
+            "P": mx.float32 if split else q.dtype,
+            "D": width,
             "Dv": v_width,
-            "simds": config.combine,
+            "group": width // k_scales[0].shape[3] if packed else 0,
+            "bits": bits,
+            **_layout(config),
+            "seen": seen,
+            "windowed": window is not None,
+            "capped": softcap is not None,
             "sinking": sinks is not None,
+            "split": split,
         },
-        grid=(32 * config.combine, heads, queries * batch),
-        threadgroup=(32 * config.combine, 1, 1),
-        output_shapes=[(batch, queries, heads, v_width)],
+        grid=(stretches * threads, kv_heads * -(-rows // (8 * config.columns)), batch),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[
+            (batch, queries, heads, *((stretches, v_width + 2) if split else (v_width,)))
+        ],
     )
+    if split:
+        out = _combine(out, sink, q.dtype, sinks is not None, config.combine)
     return out.swapaxes(1, 2)
 
 
+def _combine(
+    parts: mx.array, sinks: mx.array, dtype: mx.Dtype, sinking: bool, simds: int
+) -> mx.array:
+    batch, queries, heads, _, width = parts.shape
+    (out,) = _COMBINE(
+        [parts, sinks],
+        template={
+            "T": dtype,
+            "N": sinks.dtype,
+            "Dv": width - 2,
+            "simds": simds,
+            "sinking": sinking,
+        },
+        grid=(32 * simds, heads, batch * queries),
+        threadgroup=(32 * simds, 1, 1),
+        output_shapes=[(batch, queries, heads, width - 2)],
+    )
+    return out
+
+
 @cache
-def nothing() -> mx.array:
-    return mx.zeros((8, 1, 1, 1, 1))
+def _layout(config: Decode) -> dict[str, TemplateValue]:
+    return {name: getattr(config, name) for name in _LAYOUT}
 
 
-def _long(array: mx.array, axis: int) -> mx.array:
-    """A short axis made long enough for MLX to pass the array in device memory."""
-    missing = CONSTANT_BELOW - array.shape[axis]
-    if missing <= 0 or array.size >= CONSTANT_BELOW:
-        return array
-    return mx.pad(array, [(0, missing if i == axis else 0) for i in range(4)])
+@cache
+def _nothing() -> mx.array:
+    """In place of an array that is not there."""
+    return mx.zeros((1, 1, 1, 1, CONSTANT_BELOW))
 
 
-@lru_cache(maxsize=256)
+def _long_enough(array: mx.array) -> mx.array:
+    """The array with something behind its rows if MLX would not pass it in device memory."""
+    return array if array.size >= CONSTANT_BELOW else mx.pad(array, [(0, 0)] * 3 + [(0, 8)])
+
+
+@lru_cache(maxsize=1024)
 def _options(scale: float, softcap: float | None, window: int | None) -> mx.array:
-    log2_e = 1.4426950408889634
-    factor, cap = (scale * log2_e, 0.0) if softcap is None else (scale / softcap, softcap * log2_e)
-    return mx.array([*(unpack("i", pack("f", x))[0] for x in (factor, cap)), window or 0], mx.int32)
+    """The scale, with softcap before it, and the cap, as bits; the window."""
+    factors = (scale * log2(e), 0) if softcap is None else (scale / softcap, softcap * log2(e))
+    bits = unpack("2i", pack("2f", *factors))
+    return mx.array([*bits, min(window or 0, 2**30)], mx.int32)

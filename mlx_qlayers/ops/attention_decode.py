@@ -1,0 +1,108 @@
+"""Attention of a few queries over a long cache, by kernel: what it takes, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, attention_decode, configure
+from ..reference import attention as reference
+from ..reference.attention import Packed
+from ..runtime.backend import backend
+
+BACKENDS = ("metal", "cuda", "host")
+
+
+def lacking(q: mx.array, k: mx.array | Packed, v: mx.array | Packed) -> str | None:
+    """Why the kernel does not take these arguments, if it does not."""
+    queries, width = q.shape[2:]
+    if not 0 < queries <= MAX_QUERIES or q.size == 0:
+        return f"{queries} queries; the decoding kernel takes 1 to {MAX_QUERIES}"
+    bits = 0
+    if isinstance(k, tuple):
+        bits = reference.packing(k, width)[1]
+        if bits not in BITS:
+            return f"{bits} bits; the decoding kernel takes {' and '.join(map(str, BITS))}"
+    v_width = 32 * v[0].shape[-1] // bits if isinstance(v, tuple) else v.shape[-1]
+    if width % 8 or v_width % 8 or max(width, v_width) > MAX_WIDTH or v_width == 0:
+        return f"heads of {width} and {v_width}; the kernel takes multiples of 8 up to {MAX_WIDTH}"
+    return None
+
+
+def stock_is_better() -> str | None:
+    """Why ``auto`` leaves this kernel for the stock operator on a GPU."""
+    return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+
+
+def attention(
+    path: str,
+    q: mx.array,
+    k: mx.array | Packed,
+    v: mx.array | Packed,
+    scale: float,
+    mask: mx.array | str | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """:func:`mlx_qlayers.attention` of arguments that the kernel takes."""
+    keys = k if isinstance(k, tuple) else (k,)
+    values = v if isinstance(v, tuple) else (v,)
+    arrays = [q, *keys, *values]
+    if len({a.dtype for a in arrays} - {mx.uint32}) > 1:
+        dtype = mx.result_type(*(a for a in arrays if a.dtype != mx.uint32))
+        arrays = [a if a.dtype == mx.uint32 else a.astype(dtype) for a in arrays]
+    masked = isinstance(mask, mx.array)
+    arrays += [a for a in (mask, sinks) if isinstance(a, mx.array)]
+    operator = _operator(
+        path, len(keys), scale, None if masked else mask, masked, window, softcap, sinks is not None
+    )
+    out: mx.array = operator(*arrays)
+    return out
+
+
+@cache
+def _operator(
+    path: str,
+    parts: int,
+    scale: float,
+    mask_name: str | None,
+    masked: bool,
+    window: int | None,
+    softcap: float | None,
+    sinking: bool,
+) -> Callable[..., Any]:
+    """The kernel with the gradient of the reference, for keys and values of 1 or 3 arrays."""
+
+    def arguments(arrays: tuple[mx.array, ...]) -> tuple[Any, ...]:
+        q, *rest = arrays
+        keys, values, rest = rest[:parts], rest[parts : 2 * parts], rest[2 * parts :]
+        k, v = (keys[0], values[0]) if parts == 1 else (tuple(keys), tuple(values))
+        mask = rest[0] if masked else mask_name
+        return q, k, v, scale, mask, window, softcap, rest[-1] if sinking else None
+
+    @mx.custom_function
+    def operator(*arrays: mx.array) -> mx.array:
+        found = arguments(arrays)
+        return attention_decode(*found, configure(path, *found[:3]))
+
+    @operator.vjp
+    def gradient(arrays: tuple[mx.array, ...], d_out: mx.array, _: mx.array) -> list[mx.array]:
+        floats = [i for i, a in enumerate(arrays) if mx.issubdtype(a.dtype, mx.floating)]
+
+        def function(*given: mx.array) -> mx.array:
+            merged = list(arrays)
+            for i, a in zip(floats, given, strict=True):
+                merged[i] = a
+            return reference.attention(*arguments(tuple(merged)))
+
+        found = mx.vjp(function, [arrays[i] for i in floats], [d_out])[1]
+        gradients = [mx.zeros_like(a) for a in arrays]
+        for i, d in zip(floats, found, strict=True):
+            gradients[i] = d
+        return gradients
+
+    return operator
