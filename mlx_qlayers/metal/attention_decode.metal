@@ -16,23 +16,14 @@
 //
 // Grid (32 * simds * stretches, Hkv * row blocks, B), threadgroup (32 * simds, 1, 1).
 //
-// Scores are logarithms to base 2. A hidden key has the score LOWEST, so that a row that sees no
-// key is the mean of all values; a key of another stretch has -infinity.
+// A key of another stretch has the score -infinity.
 
 #include "attention_cache.metal"
+#include "attention_score.metal"
 #include "fragment.metal"
 
 #include <metal_stdlib>
 using namespace metal;
-
-// What `seen` can be: an array of the mask is read from BOOLEAN on.
-#define ALL 0
-#define CAUSAL 1
-#define BOOLEAN 2
-#define ADDITIVE 3
-
-#define LOWEST (-3.402823466e+38f)
-#define LOG2_E 1.44269504f
 
 // q in the order in which a lane meets the runs of a key, with zeros behind D.
 template <int D, int run, int parts, int step, int count, int threads, typename T>
@@ -52,30 +43,6 @@ METAL_FUNC void stage_queries(
         ? q[row / L * strides[1] + row % L * strides[2] + d * strides[3]]
         : T(0);
   }
-}
-
-// The score of a key out of its product with a query.
-template <int seen, bool windowed, bool capped, typename M>
-METAL_FUNC float score(
-    float x, float scale, float cap, const device M* mask, int64_t at, int after, int window) {
-  x *= scale;
-  if (capped) {
-    x = cap * precise::tanh(x);
-  }
-  bool hidden = false;
-  if (seen == ADDITIVE) {
-    x += float(mask[at]) * LOG2_E;
-    hidden = x < LOWEST;
-  } else if (seen == BOOLEAN) {
-    hidden = !bool(mask[at]);
-  }
-  if (seen == CAUSAL || windowed) {
-    hidden = hidden || after > 0;
-  }
-  if (windowed) {
-    hidden = hidden || after <= -window;
-  }
-  return hidden ? LOWEST : x;
 }
 
 template <

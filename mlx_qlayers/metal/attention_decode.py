@@ -19,6 +19,10 @@ MAX_QUERIES = 8
 MAX_WIDTH = 256
 BITS = (4, 8)
 
+_INPUTS = ("q", "k", "k_scales", "k_biases", "v", "v_scales", "v_biases", "mask", "sinks", "options")
+_TYPES = ("T", "K", "S", "M", "N")
+_SHAPES = ("D", "Dv", "group", "bits")
+_OPTIONS = ("seen", "windowed", "capped", "sinking")
 _LAYOUT = ("columns", "simds", "blocks", "slice", "run")
 
 
@@ -33,16 +37,19 @@ def _memory(*, T: mx.Dtype, D: int, columns: int, simds: int, blocks: int, run: 
 _DECODE = Kernel(
     "attention_decode",
     "attention_decode.metal",
-    inputs=(
-        *("q", "k", "k_scales", "k_biases", "v", "v_scales", "v_biases"),
-        *("mask", "sinks", "options"),
-    ),
+    inputs=_INPUTS,
     outputs=("out",),
-    template=(
-        *("T", "K", "S", "M", "N", "P", "D", "Dv", "group", "bits", *_LAYOUT),
-        *("seen", "windowed", "capped", "sinking", "split"),
-    ),
+    template=(*_TYPES, "P", *_SHAPES, *_LAYOUT, *_OPTIONS, "split"),
     threadgroup_memory=_memory,
+    large=True,
+    ensure_row_contiguous=False,
+)
+_SERIAL = Kernel(
+    "attention_serial",
+    "attention_serial.metal",
+    inputs=_INPUTS,
+    outputs=("out",),
+    template=(*_TYPES, *_SHAPES, "most", "block", *_OPTIONS),
     large=True,
     ensure_row_contiguous=False,
 )
@@ -92,20 +99,37 @@ class Decode:
         return max(1, min(keys // max(self.stretch, self.tile), self.most))
 
 
-def configure(device: str, q: mx.array, k: mx.array | Packed, v: mx.array | Packed) -> Decode:
+@dataclass(frozen=True)
+class Serial:
+    """How decoding attention is spread where threads run one by one.
+
+    Attributes:
+        most: query rows of a thread.
+        block: keys that are made floats of at once.
+    """
+
+    most: int
+    block: int = 32
+
+
+def configure(
+    device: str, q: mx.array, k: mx.array | Packed, v: mx.array | Packed
+) -> Decode | Serial:
     """The configuration for a backend and the shapes of a call."""
     (_, heads, queries, width), bits = q.shape, 0
     if isinstance(k, tuple):
         bits = 32 * k[0].shape[-1] // width
     kv_heads = (k[0] if isinstance(k, tuple) else k).shape[1]
     v_width = 32 * v[0].shape[-1] // bits if isinstance(v, tuple) else v.shape[-1]
-    return _configure(device, q.dtype, heads // kv_heads * queries, width, v_width, bits)
+    rows = heads // kv_heads * queries
+    if device == "host":
+        # A power of two, so that one kernel does for several shapes, in a stack of 128 KB.
+        return Serial(most=min(1 << (rows - 1).bit_length(), 4096 // max(width, v_width, 64)))
+    return _configure(q.dtype, rows, width, v_width, bits)
 
 
 @cache
-def _configure(
-    device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int
-) -> Decode:
+def _configure(dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int) -> Decode:
     slice = 64 if bits else 32 if v_width >= 96 else 16
     simds, run = -(-v_width // slice), 16 if bits else 16 // dtype.size
 
@@ -127,7 +151,7 @@ def attention_decode(
     window: int | None,
     softcap: float | None,
     sinks: mx.array | None,
-    config: Decode,
+    config: Decode | Serial,
 ) -> mx.array:
     """Attention in one pass over keys and values: one launch, or two with several stretches.
 
@@ -157,43 +181,55 @@ def attention_decode(
         seen = _BOOLEAN if mask.dtype == mx.bool_ else _ADDITIVE
         # Its strides are what the kernel needs; an axis in front keeps it from being too small.
         mask = mx.broadcast_to(mask, (CONSTANT_BELOW, batch, heads, queries, keys))
-    elif mask is not None and queries > 1:
-        seen = _CAUSAL
+    else:
+        seen = _CAUSAL if mask is not None and queries > 1 else _ALL
+        mask = _nothing()
+    sink = _nothing() if sinks is None else sinks
+    arrays = [q, k, *k_scales, v, *v_scales]
+    if keys < CONSTANT_BELOW:
+        arrays = [*map(_long_enough, arrays)]
+    arrays += [mask, sink, _options(scale, softcap, window)]
+    template: dict[str, TemplateValue] = {
+        "T": q.dtype,
+        "K": k.dtype,
+        "S": k_scales[0].dtype,
+        "M": mask.dtype,
+        "N": sink.dtype,
+        "D": width,
+        "Dv": v_width,
+        "group": width // k_scales[0].shape[3] if packed else 0,
+        "bits": bits,
+        "seen": seen,
+        "windowed": window is not None,
+        "capped": softcap is not None,
+        "sinking": sinks is not None,
+    }
+    shape = (batch, queries, heads, v_width)
+    rows = heads // kv_heads * queries
+    if isinstance(config, Serial):
+        (out,) = _SERIAL(
+            arrays,
+            template={**template, "most": config.most, "block": config.block},
+            grid=(kv_heads, -(-rows // config.most), batch),
+            threadgroup=(1, 1, 1),
+            output_shapes=[shape],
+        )
+        return out.swapaxes(1, 2)
     bounded = window is not None and seen < _BOOLEAN
     stretches = config.stretches(min(keys, window + queries - 1) if bounded else keys)
     split = stretches > 1
-
-    sink = _nothing() if sinks is None else sinks
-    arrays = [q, k, *k_scales, v, *v_scales, mask if seen >= _BOOLEAN else _nothing(), sink]
-    if keys < CONSTANT_BELOW:
-        arrays = [*map(_long_enough, arrays[:7]), *arrays[7:]]
-    rows = heads // kv_heads * queries
     threads = 32 * config.simds
     (out,) = _DECODE(
-        [*arrays, _options(scale, softcap, window)],
+        arrays,
         template={
-            "T": q.dtype,
-            "K": k.dtype,
-            "S": k_scales[0].dtype,
-            "M": arrays[7].dtype,
-            "N": sink.dtype,
-            "P": mx.float32 if split else q.dtype,
-            "D": width,
-            "Dv": v_width,
-            "group": width // k_scales[0].shape[3] if packed else 0,
-            "bits": bits,
+            **template,
             **_layout(config),
-            "seen": seen,
-            "windowed": window is not None,
-            "capped": softcap is not None,
-            "sinking": sinks is not None,
+            "P": mx.float32 if split else q.dtype,
             "split": split,
         },
         grid=(stretches * threads, kv_heads * -(-rows // (8 * config.columns)), batch),
         threadgroup=(threads, 1, 1),
-        output_shapes=[
-            (batch, queries, heads, *((stretches, v_width + 2) if split else (v_width,)))
-        ],
+        output_shapes=[(*shape[:3], stretches, v_width + 2) if split else shape],
     )
     if split:
         out = _combine(out, sink, q.dtype, sinks is not None, config.combine)
@@ -204,15 +240,10 @@ def _combine(
     parts: mx.array, sinks: mx.array, dtype: mx.Dtype, sinking: bool, simds: int
 ) -> mx.array:
     batch, queries, heads, _, width = parts.shape
+    values = (dtype, sinks.dtype, width - 2, simds, sinking)
     (out,) = _COMBINE(
         [parts, sinks],
-        template={
-            "T": dtype,
-            "N": sinks.dtype,
-            "Dv": width - 2,
-            "simds": simds,
-            "sinking": sinking,
-        },
+        template=dict(zip(_COMBINE.template, values, strict=True)),
         grid=(32 * simds, heads, batch * queries),
         threadgroup=(32 * simds, 1, 1),
         output_shapes=[(batch, queries, heads, width - 2)],

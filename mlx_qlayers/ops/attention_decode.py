@@ -37,6 +37,16 @@ def stock_is_better() -> str | None:
     return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
 
 
+def host_gain(q: mx.array, k: mx.array | Packed) -> float:
+    """How many times as fast as the reference the kernel is on a CPU.
+
+    By the million of multiply-adds, as `benchmarks/bench_attention.py --decode` measured on two
+    cores; what either costs without any is the launch.
+    """
+    work = q.size * reference.keys(k) * 2e-6
+    return (0.06 + 0.42 * work) / (0.09 + 0.13 * work)
+
+
 def attention(
     path: str,
     q: mx.array,

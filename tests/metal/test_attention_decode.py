@@ -65,8 +65,9 @@ def make(seed, shape, widths=(64, 64), dtype=mx.bfloat16, kind="none", extra=Non
 
 
 def by_kernel(arrays, options, device="cuda", **changes):
-    """The kernels with the configuration of a GPU, by default in short stretches, on host."""
-    config = replace(configure(device, *arrays), **{"most": 3, **changes})
+    """The kernels with the configuration of a GPU, by default in three stretches, or a CPU."""
+    changes = {"most": 3, **changes} if device == "cuda" else changes
+    config = replace(configure(device, *arrays), **changes)
     with use_backend("host"):
         out = attention_decode(*arrays, **options, config=config)
         mx.eval(out)
@@ -90,11 +91,12 @@ def check(out, arrays, options, what=""):
 @pytest.mark.parametrize("kind", MASKS)
 def test_against_float64(kind, dtype):
     number = MASKS.index(kind) + DTYPES.index(dtype)
-    for shape in (SHAPES[number % 5], SHAPES[(number + 2) % 5]):
-        extra = EXTRAS[number % 5]
-        arrays, options = make(number, shape, dtype=dtype, kind=kind, extra=extra)
-        out = by_kernel(arrays, options)
-        check(out, arrays, options, f"{shape} {kind} {extra}")
+    for device in ("cuda", "host"):
+        for shape in (SHAPES[number % 5], SHAPES[(number + 2) % 5]):
+            extra = EXTRAS[number % 5]
+            arrays, options = make(number, shape, dtype=dtype, kind=kind, extra=extra)
+            out = by_kernel(arrays, options, device)
+            check(out, arrays, options, f"{shape} {kind} {extra} {device}")
 
 
 WIDTHS = [(32, 32), (40, 72), (96, 96), (128, 128), (192, 128), (256, 256), (104, 200)]
@@ -103,7 +105,8 @@ WIDTHS = [(32, 32), (40, 72), (96, 96), (128, 128), (192, 128), (256, 256), (104
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_head_sizes(widths):
     arrays, options = make(1, (1, 7, 1, 1, 257), widths, mx.float16)
-    check(by_kernel(arrays, options), arrays, options)
+    for device in ("cuda", "host"):
+        check(by_kernel(arrays, options, device), arrays, options, device)
 
 
 @pytest.mark.parametrize("rows", [(8, 1, 8), (14, 2, 7), (24, 1, 3)], ids=str)
@@ -112,6 +115,7 @@ def test_many_rows(rows):
     heads, kv_heads, queries = rows
     arrays, options = make(2, (1, heads, kv_heads, queries, 130), (64, 64), mx.bfloat16, "causal")
     check(by_kernel(arrays, options), arrays, options)
+    check(by_kernel(arrays, options, "host", most=8), arrays, options)
 
 
 @pytest.mark.slow
@@ -119,7 +123,8 @@ def test_many_rows(rows):
 @pytest.mark.parametrize("width", range(32, 257, 8))
 def test_every_head_size(width, dtype):
     arrays, options = make(width, (1, 4, 2, 3, 130), (width, width), dtype, "causal")
-    check(by_kernel(arrays, options), arrays, options)
+    for device in ("cuda", "host"):
+        check(by_kernel(arrays, options, device), arrays, options)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +142,8 @@ def test_packed_keys_and_values(bits, group_size, dtype, widths):
         (q, *dense), options = make(number, shape, widths, dtype, kind)
         packed = [tuple(mx.quantize(a, group_size, bits)) for a in dense]
         exact = [(dequantize64(*a, Format(group_size, bits)),) for a in packed]
-        check(by_kernel((q, *packed), options), (q, *exact), options)
+        for device in ("cuda", "host"):
+            check(by_kernel((q, *packed), options, device), (q, *exact), options, device)
 
 
 @pytest.mark.cuda
@@ -177,6 +183,7 @@ def test_clean_with_checks(shape, widths, kind, extra, changes):
     arrays, options = make(2, shape, widths, mx.float16, kind, extra)
     with checks():
         check(by_kernel(arrays, options, **changes), arrays, options)
+        check(by_kernel(arrays, options, "host"), arrays, options)
 
 
 @pytest.mark.parametrize("bits", [0, 8])
@@ -234,11 +241,11 @@ def test_any_strides(bits):
     (q, k, v), options = make(6, (2, 4, 2, 3, 67), dtype=mx.float16)
     packed = [tuple(mx.quantize(a, 64, bits)) if bits else (a,) for a in (k, v)]
 
-    def moved(change):
+    def moved(change, device="cuda"):
         caches = [tuple(change(a) for a in cache) for cache in packed]
-        return by_kernel((q, *(c if bits else c[0] for c in caches)), options)
+        return by_kernel((q, *(c if bits else c[0] for c in caches)), options, device)
 
-    expected = moved(lambda a: a)
+    expected = {device: moved(lambda a: a, device) for device in ("cuda", "host")}
     odd = lambda a: mx.pad(a, [(0, 0), (0, 0), (0, 0), (1, 2)])[..., 1:-2]  # noqa: E731
     for change in (
         lambda a: mx.contiguous(a.swapaxes(1, 2)).swapaxes(1, 2),
@@ -246,7 +253,8 @@ def test_any_strides(bits):
         lambda a: mx.repeat(a, 2, axis=3)[..., ::2],
         odd,
     ):
-        assert mx.array_equal(moved(change), expected)
+        for device, wanted in expected.items():
+            assert mx.array_equal(moved(change, device), wanted)
 
 
 def test_poisoned_memory_is_overwritten():
@@ -274,10 +282,10 @@ def test_nan_stays_in_its_row():
 
 
 def test_one_launch_for_a_short_cache_and_two_for_a_long_one():
-    for keys, names in ((100, ["attention_decode"]), (1000, ["attention_decode", "attention_combine"])):
-        arrays, options = make(10, (1, 7, 1, 1, keys))
-        with use_backend("host"), trace() as launches:
-            mx.eval(attention(*arrays, **options))
+    for keys, names in ((100, ["attention_decode"]), (500, ["attention_decode", "attention_combine"])):
+        arrays, options = make(10, (2, 7, 7, 1, keys))
+        with trace() as launches:
+            by_kernel(arrays, options)
         assert [launch.kernel for launch in launches] == names
 
 
