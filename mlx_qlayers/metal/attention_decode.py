@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from math import e, log2
 from struct import pack, unpack
@@ -19,14 +19,19 @@ MAX_QUERIES = 8
 MAX_WIDTH = 256
 BITS = (4, 8)
 
-_INPUTS = ("q", "k", "k_scales", "k_biases", "v", "v_scales", "v_biases", "mask", "sinks", "options")
+_INPUTS = (
+    *("q", "k", "k_scales", "k_biases", "v", "v_scales", "v_biases"),
+    *("mask", "sinks", "options"),
+)
 _TYPES = ("T", "K", "S", "M", "N")
 _SHAPES = ("D", "Dv", "group", "bits")
 _OPTIONS = ("seen", "windowed", "capped", "sinking")
 _LAYOUT = ("columns", "simds", "blocks", "slice", "run")
 
 
-def _memory(*, T: mx.Dtype, D: int, columns: int, simds: int, blocks: int, run: int, **_: object) -> int:
+def _memory(
+    *, T: mx.Dtype, D: int, columns: int, simds: int, blocks: int, run: int, **_: object
+) -> int:
     """The bytes of threadgroup memory: rows of q and of p with their padding, and sums."""
     parts = -(-D // (4 * run)) * run // 4
     queries = 8 * columns * (16 * parts + 16 // T.size)
@@ -116,20 +121,21 @@ def configure(
     device: str, q: mx.array, k: mx.array | Packed, v: mx.array | Packed
 ) -> Decode | Serial:
     """The configuration for a backend and the shapes of a call."""
-    (_, heads, queries, width), bits = q.shape, 0
-    if isinstance(k, tuple):
-        bits = 32 * k[0].shape[-1] // width
-    kv_heads = (k[0] if isinstance(k, tuple) else k).shape[1]
-    v_width = 32 * v[0].shape[-1] // bits if isinstance(v, tuple) else v.shape[-1]
-    rows = heads // kv_heads * queries
-    if device == "host":
-        # A power of two, so that one kernel does for several shapes, in a stack of 128 KB.
-        return Serial(most=min(1 << (rows - 1).bit_length(), 4096 // max(width, v_width, 64)))
-    return _configure(q.dtype, rows, width, v_width, bits)
+    _, heads, queries, width = q.shape
+    packed = isinstance(k, tuple)
+    keys, values = (a[0] if isinstance(a, tuple) else a for a in (k, v))
+    bits = 32 * keys.shape[3] // width if packed else 0
+    v_width = 32 * values.shape[3] // bits if packed else values.shape[3]
+    return _configure(device, q.dtype, heads // keys.shape[1] * queries, width, v_width, bits)
 
 
 @cache
-def _configure(dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int) -> Decode:
+def _configure(
+    device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int
+) -> Decode | Serial:
+    if device == "host":
+        # A power of two, so that one kernel does for several shapes, in a stack of 128 KB.
+        return Serial(most=min(1 << (rows - 1).bit_length(), 4096 // max(width, v_width, 64)))
     slice = 64 if bits else 32 if v_width >= 96 else 16
     simds, run = -(-v_width // slice), 16 if bits else 16 // dtype.size
 
@@ -169,91 +175,96 @@ def attention_decode(
     Returns:
         (B, H, L, Dv) in the dtype of ``q``. It lies as (B, L, H, Dv), as what follows wants it.
     """
-    batch, heads, queries, width = q.shape
-    k, *k_scales = k if isinstance(k, tuple) else (k, k, k)
-    v, *v_scales = v if isinstance(v, tuple) else (v, v, v)
-    kv_heads, keys = k.shape[1:3]
-    packed = k.dtype == mx.uint32
-    bits = 32 * k.shape[3] // width if packed else 0
-    v_width = 32 * v.shape[3] // bits if packed else v.shape[3]
+    k_parts = k if isinstance(k, tuple) else (k, k, k)
+    v_parts = v if isinstance(v, tuple) else (v, v, v)
     seen = _ALL
     if isinstance(mask, mx.array):
         seen = _BOOLEAN if mask.dtype == mx.bool_ else _ADDITIVE
         # Its strides are what the kernel needs; an axis in front keeps it from being too small.
-        mask = mx.broadcast_to(mask, (CONSTANT_BELOW, batch, heads, queries, keys))
+        shape = (CONSTANT_BELOW, *q.shape[:3], k_parts[0].shape[2])
+        mask = mx.broadcast_to(mask, shape)
     else:
-        seen = _CAUSAL if mask is not None and queries > 1 else _ALL
+        seen = _CAUSAL if mask is not None and q.shape[2] > 1 else _ALL
         mask = _nothing()
     sink = _nothing() if sinks is None else sinks
-    arrays = [q, k, *k_scales, v, *v_scales]
-    if keys < CONSTANT_BELOW:
-        arrays = [*map(_long_enough, arrays)]
-    arrays += [mask, sink, _options(scale, softcap, window)]
-    template: dict[str, TemplateValue] = {
-        "T": q.dtype,
-        "K": k.dtype,
-        "S": k_scales[0].dtype,
-        "M": mask.dtype,
-        "N": sink.dtype,
-        "D": width,
-        "Dv": v_width,
-        "group": width // k_scales[0].shape[3] if packed else 0,
-        "bits": bits,
-        "seen": seen,
-        "windowed": window is not None,
-        "capped": softcap is not None,
-        "sinking": sinks is not None,
-    }
-    shape = (batch, queries, heads, v_width)
-    rows = heads // kv_heads * queries
-    if isinstance(config, Serial):
-        (out,) = _SERIAL(
-            arrays,
-            template={**template, "most": config.most, "block": config.block},
-            grid=(kv_heads, -(-rows // config.most), batch),
-            threadgroup=(1, 1, 1),
-            output_shapes=[shape],
-        )
-        return out.swapaxes(1, 2)
-    bounded = window is not None and seen < _BOOLEAN
-    stretches = config.stretches(min(keys, window + queries - 1) if bounded else keys)
-    split = stretches > 1
-    threads = 32 * config.simds
-    (out,) = _DECODE(
-        arrays,
-        template={
-            **template,
-            **_layout(config),
-            "P": mx.float32 if split else q.dtype,
-            "split": split,
-        },
-        grid=(stretches * threads, kv_heads * -(-rows // (8 * config.columns)), batch),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(*shape[:3], stretches, v_width + 2) if split else shape],
+    arrays = [q, *k_parts, *v_parts]
+    plan = _plan(
+        config,
+        tuple(a.shape for a in (q, *k_parts[:2], v_parts[0])),
+        tuple(a.dtype for a in (*arrays[:3], mask, sink)),
+        (seen, window, softcap is not None, sinks is not None),
     )
-    if split:
-        out = _combine(out, sink, q.dtype, sinks is not None, config.combine)
+    if k_parts[0].shape[2] < CONSTANT_BELOW:
+        arrays = [*map(_long_enough, arrays)]
+    out = plan.launch([*arrays, mask, sink, _options(scale, softcap, window)])
+    if plan.combine is not None:
+        out = plan.combine.launch([out, sink])
     return out.swapaxes(1, 2)
 
 
-def _combine(
-    parts: mx.array, sinks: mx.array, dtype: mx.Dtype, sinking: bool, simds: int
-) -> mx.array:
-    batch, queries, heads, _, width = parts.shape
-    values = (dtype, sinks.dtype, width - 2, simds, sinking)
-    (out,) = _COMBINE(
-        [parts, sinks],
-        template=dict(zip(_COMBINE.template, values, strict=True)),
-        grid=(32 * simds, heads, batch * queries),
-        threadgroup=(32 * simds, 1, 1),
-        output_shapes=[(batch, queries, heads, width - 2)],
+@dataclass(frozen=True)
+class _Plan:
+    """A launch but for its arrays, and the one that adds up its stretches, if there are several."""
+
+    kernel: Kernel
+    template: dict[str, TemplateValue]
+    grid: tuple[int, int, int]
+    threads: int
+    shape: tuple[int, ...]
+    combine: _Plan | None = None
+
+    def launch(self, arrays: list[mx.array]) -> mx.array:
+        (out,) = self.kernel(
+            arrays,
+            template=self.template,
+            grid=self.grid,
+            threadgroup=(self.threads, 1, 1),
+            output_shapes=[self.shape],
+        )
+        return out
+
+
+# In decoding, all layers ask for the same plan, and every step for another.
+@lru_cache(maxsize=256)
+def _plan(
+    config: Decode | Serial,
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[mx.Dtype, ...],
+    options: tuple[int, int | None, bool, bool],
+) -> _Plan:
+    (batch, heads, queries, width), (_, kv_heads, keys, words), (*_, groups), (*_, v_words) = shapes
+    seen, window, capped, sinking = options
+    packed = dtypes[1] == mx.uint32
+    bits = 32 * words // width if packed else 0
+    v_width = 32 * v_words // bits if packed else v_words
+    rows = heads // kv_heads * queries
+    shape = (batch, queries, heads, v_width)
+    template: dict[str, TemplateValue] = {
+        **dict(zip(_TYPES, dtypes, strict=True)),
+        **dict(zip(_SHAPES, (width, v_width, width // groups if packed else 0, bits), strict=True)),
+        **dict(zip(_OPTIONS, (seen, window is not None, capped, sinking), strict=True)),
+    }
+    if isinstance(config, Serial):
+        template |= asdict(config)
+        return _Plan(_SERIAL, template, (kv_heads, -(-rows // config.most), batch), 1, shape)
+    # Where no array hides keys too, what lies outside the window is not visited.
+    if window is not None and seen < _BOOLEAN:
+        keys = min(keys, window + queries - 1)
+    stretches, threads = config.stretches(keys), 32 * config.simds
+    template |= {name: getattr(config, name) for name in _LAYOUT}
+    template |= {"P": dtypes[0] if stretches == 1 else mx.float32, "split": stretches > 1}
+    grid = (stretches * threads, kv_heads * -(-rows // (8 * config.columns)), batch)
+    if stretches == 1:
+        return _Plan(_DECODE, template, grid, threads, shape)
+    values = (dtypes[0], dtypes[-1], v_width, config.combine, sinking)
+    combine = _Plan(
+        _COMBINE,
+        dict(zip(_COMBINE.template, values, strict=True)),
+        (32 * config.combine, heads, batch * queries),
+        32 * config.combine,
+        shape,
     )
-    return out
-
-
-@cache
-def _layout(config: Decode) -> dict[str, TemplateValue]:
-    return {name: getattr(config, name) for name in _LAYOUT}
+    return _Plan(_DECODE, template, grid, threads, (*shape[:3], stretches, v_width + 2), combine)
 
 
 @cache

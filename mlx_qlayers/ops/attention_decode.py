@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -97,7 +97,7 @@ def _operator(
     @mx.custom_function
     def operator(*arrays: mx.array) -> mx.array:
         found = arguments(arrays)
-        return attention_decode(*found, configure(path, *found[:3]))
+        return partial(attention_decode, config=configure(path, *found[:3]))(*found)
 
     @operator.vjp
     def gradient(arrays: tuple[mx.array, ...], d_out: mx.array, _: mx.array) -> list[mx.array]:

@@ -138,7 +138,9 @@ def test_every_head_size(width, dtype):
     ],
 )
 def test_packed_keys_and_values(bits, group_size, dtype, widths):
-    for number, (shape, kind) in enumerate([((1, 7, 1, 1, 257), "none"), ((2, 4, 4, 7, 9), "causal")]):
+    for number, (shape, kind) in enumerate(
+        [((1, 7, 1, 1, 257), "none"), ((2, 4, 4, 7, 9), "causal")]
+    ):
         (q, *dense), options = make(number, shape, widths, dtype, kind)
         packed = [tuple(mx.quantize(a, group_size, bits)) for a in dense]
         exact = [(dequantize64(*a, Format(group_size, bits)),) for a in packed]
@@ -151,7 +153,9 @@ def test_packed_keys_and_values(bits, group_size, dtype, widths):
 @pytest.mark.parametrize("kind", MASKS)
 def test_on_cuda(kind, dtype):
     number = MASKS.index(kind)
-    for shape, widths in zip(SHAPES, [(64, 64), (128, 128), (40, 72), (192, 128), (256, 256)], strict=True):
+    for shape, widths in zip(
+        SHAPES, [(64, 64), (128, 128), (40, 72), (192, 128), (256, 256)], strict=True
+    ):
         arrays, options = make(number, shape, widths, dtype, kind, EXTRAS[number % 5])
         with use_backend("cuda"):
             check(attention(*arrays, **options), arrays, options, f"{shape} {widths}")
@@ -203,8 +207,10 @@ def test_keys_and_values_are_read_once(bits, stretches):
         assert read[1] - read[0] == size[1] - size[0]
     else:  # Lanes that share a group read its scale and bias in the same instruction.
         words = [8 * 2 * 2 * n * 64 // 8 for n in (256, 512)]
-        assert size[1] - size[0] <= read[1] - read[0] <= words[1] - words[0] + 8 * (
-            size[1] - size[0] - words[1] + words[0]
+        assert (
+            size[1] - size[0]
+            <= read[1] - read[0]
+            <= words[1] - words[0] + 8 * (size[1] - size[0] - words[1] + words[0])
         )
 
 
@@ -261,7 +267,10 @@ def test_poisoned_memory_is_overwritten():
     arrays, options = make(7, (2, 6, 2, 3, 200), (40, 72))
     first = by_kernel(arrays, options)
     for _ in range(5):
-        poison = [mx.full((2, 3, 6, n), float("nan"), t) for n, t in ((72, mx.bfloat16), (222, mx.float32))]
+        poison = [
+            mx.full((2, 3, 6, n), float("nan"), t)
+            for n, t in ((72, mx.bfloat16), (222, mx.float32))
+        ]
         mx.eval(poison)
         del poison
         assert mx.array_equal(by_kernel(arrays, options), first)
@@ -282,7 +291,10 @@ def test_nan_stays_in_its_row():
 
 
 def test_one_launch_for_a_short_cache_and_two_for_a_long_one():
-    for keys, names in ((100, ["attention_decode"]), (500, ["attention_decode", "attention_combine"])):
+    for keys, names in (
+        (100, ["attention_decode"]),
+        (500, ["attention_decode", "attention_combine"]),
+    ):
         arrays, options = make(10, (2, 7, 7, 1, keys))
         with trace() as launches:
             by_kernel(arrays, options)
@@ -304,7 +316,9 @@ def test_caches_of_mlx_lm(make_cache):
 
 
 def test_gradients_are_the_references():
-    (q, k, v), options = make(12, (1, 4, 2, 5, 33), dtype=mx.float32, kind="additive", extra={"sinks": True})
+    (q, k, v), options = make(
+        12, (1, 4, 2, 5, 33), dtype=mx.float32, kind="additive", extra={"sinks": True}
+    )
     inputs = [q, k, v, options.pop("mask"), options.pop("sinks")]
 
     def loss(q, k, v, mask, sinks):
