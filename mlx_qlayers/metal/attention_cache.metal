@@ -4,6 +4,7 @@
 // (affine, `bits` > 0) the scale and bias of their group. Rows may lie anywhere (a cache is a slice
 // of a larger buffer); where they are aligned, a run is read by one load.
 
+#include "fragment.metal"
 #include "packed.metal"
 
 #include <metal_stdlib>
@@ -133,28 +134,57 @@ METAL_FUNC void read_tile(
   }
 }
 
-// Two neighbouring numbers out of words; the last argument only chooses the type.
-template <typename T>
-METAL_FUNC metal::vec<T, 2> plain_pair(const thread uint* words, int i, T) {
-  return as_type<metal::vec<T, 2>>(words[i]);
+// Numbers come out of words in pairs: neighbours, or codes half a word apart. Element i of pair j.
+template <int bits>
+METAL_FUNC int pair_element(int j, int i) {
+  const int half_word = bits == 0 ? 1 : 16 / bits;
+  return j / half_word * 2 * half_word + j % half_word + i * half_word;
 }
-METAL_FUNC float2 plain_pair(const thread uint* words, int i, float) {
-  return float2(as_type<float>(words[2 * i]), as_type<float>(words[2 * i + 1]));
+
+// The last argument of these only chooses the type.
+template <typename T>
+METAL_FUNC metal::vec<T, 2> plain_pair(const thread uint* words, int j, T) {
+  return as_type<metal::vec<T, 2>>(words[j]);
+}
+METAL_FUNC float2 plain_pair(const thread uint* words, int j, float) {
+  return float2(as_type<float>(words[2 * j]), as_type<float>(words[2 * j + 1]));
+}
+
+// Codes at bits 0 and 16 as numbers, exactly: an integer in the mantissa of 2^10 or 2^7 is that
+// much more than itself. Of 8 bits bfloat's mantissa takes 7 and one apart.
+template <int bits>
+METAL_FUNC half2 code_pair(uint codes, half) {
+  const uint mask = ((1u << bits) - 1) * 0x10001u;
+  return as_type<half2>(masked_or(codes, mask, 0x64006400u)) - half2(1024.0h);
+}
+template <int bits>
+METAL_FUNC bfloat2 code_pair(uint codes, bfloat) {
+  const uint mask = ((1u << min(bits, 7)) - 1) * 0x10001u;
+  bfloat2 low = as_type<bfloat2>(masked_or(codes, mask, 0x43004300u));
+  if (bits < 8) {
+    return low - bfloat2(bfloat(128.0f));
+  }
+  bfloat2 high = as_type<bfloat2>(masked_or(codes, 0x00800080u, 0x43004300u));
+  return low - bfloat2(bfloat(256.0f)) + high;
+}
+template <int bits>
+METAL_FUNC float2 code_pair(uint codes, float) {
+  const uint mask = (1u << bits) - 1;
+  return float2(float_from_integer(codes & mask), float_from_integer(codes >> 16 & mask));
 }
 
 // The numbers of a run, in pairs.
 template <typename T, int bits, int count, typename S, int words>
-METAL_FUNC void unpack(thread metal::vec<T, 2>* to, thread cache_run<S, words>& run) {
-  const int width = bits == 0 ? 8 : bits;
+METAL_FUNC void unpack(thread metal::vec<T, 2>* to, const thread cache_run<S, words>& run) {
+  const int width = bits == 0 ? 16 : bits, each = 16 / width;
 #pragma unroll
-  for (int i = 0; i < count / 2; i++) {
+  for (int j = 0; j < count / 2; j++) {
     if (bits == 0) {
-      to[i] = plain_pair(run.word, i, T(0));
+      to[j] = plain_pair(run.word, j, T(0));
     } else {
-      float scale = float(run.scale), bias = float(run.bias);
-      float low = decoded<AFFINE>(packed_code<width>(run.word, 2 * i));
-      float high = decoded<AFFINE>(packed_code<width>(run.word, 2 * i + 1));
-      to[i] = metal::vec<T, 2>(float2(fma(scale, low, bias), fma(scale, high, bias)));
+      metal::vec<T, 2> codes = code_pair<width>(run.word[j / each] >> j % each * width, T(0));
+      to[j] = fused_pair(
+          codes, metal::vec<T, 2>(T(run.scale)), metal::vec<T, 2>(T(run.bias)));
     }
   }
 }

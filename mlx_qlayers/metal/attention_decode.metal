@@ -26,7 +26,7 @@
 using namespace metal;
 
 // q in the order in which a lane meets the runs of a key, with zeros behind D.
-template <int D, int run, int parts, int step, int count, int threads, typename T>
+template <int D, int bits, int run, int parts, int step, int count, int threads, typename T>
 METAL_FUNC void stage_queries(
     threadgroup T* to,
     const device T* q,
@@ -37,8 +37,8 @@ METAL_FUNC void stage_queries(
     uint thread_index) {
   for (int i = thread_index; i < count * 16 * parts; i += threads) {
     int row = min(first + i / (16 * parts), rows - 1), at = i % (16 * parts), part = at / 16;
-    int d = part / (run / 4) * 4 * run + at % 8 / 2 * run + part % (run / 4) * 4 +
-        at % 16 / 8 * 2 + at % 2;
+    int d = part / (run / 4) * 4 * run + at % 8 / 2 * run +
+        pair_element<bits>(part % (run / 4) * 2 + at % 16 / 8, at % 2);
     to[i / (16 * parts) * step + at] = d < D
         ? q[row / L * strides[1] + row % L * strides[2] + d * strides[3]]
         : T(0);
@@ -136,7 +136,7 @@ template <
         key_runs, key_rows, start + own, last, run * quarter);
   }
 
-  stage_queries<D, run, parts, q_step, 8 * columns, 32 * simds>(
+  stage_queries<D, bits, run, parts, q_step, 8 * columns, 32 * simds>(
       q_tile, q + batch * q_strides[0] + head * share * q_strides[1], q_strides, first_row, rows,
       L, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -320,11 +320,10 @@ template <
     device P* to = split ? out + (at * places.x + place.x) * (Dv + 2) : out + at * Dv;
 #pragma unroll
     for (int n = 0; n < slice / 16; n++) {
-      int f = n % (run_v / 2), j = n / (run_v / 2);
-      int d = int(simd) * slice + 8 * run_v * j + run_v * near + 2 * f;
+      int f = n % (run_v / 2), d = int(simd) * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
       if (limit_v == 0 || d < Dv) {
-        to[d] = P(o[n][t].part[0][c] * factor);
-        to[d + 1] = P(o[n][t].part[1][c] * factor);
+        to[d + pair_element<bits>(f, 0)] = P(o[n][t].part[0][c] * factor);
+        to[d + pair_element<bits>(f, 1)] = P(o[n][t].part[1][c] * factor);
       }
     }
     if (split && simd == 0 && near == 0) {
