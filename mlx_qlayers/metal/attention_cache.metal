@@ -26,8 +26,8 @@ struct cache_run {
   S scale, bias;
 };
 
-// `aligned` if every run of so many elements is.
-template <typename K, typename S>
+// `aligned` if every run of so many elements is. Without bits there are no scales and biases.
+template <int bits, typename K, typename S>
 METAL_FUNC cache_rows<K, S> rows_of_head(
     const device K* elements,
     const constant int64_t* strides,
@@ -40,14 +40,16 @@ METAL_FUNC cache_rows<K, S> rows_of_head(
     int run) {
   cache_rows<K, S> rows;
   rows.elements = elements + batch * strides[0] + head * strides[1];
-  rows.scales = scales + batch * scale_strides[0] + head * scale_strides[1];
-  rows.biases = biases + batch * bias_strides[0] + head * bias_strides[1];
   rows.step = strides[2];
   rows.span = strides[3];
-  rows.scale_step = scale_strides[2];
-  rows.scale_span = scale_strides[3];
-  rows.bias_step = bias_strides[2];
-  rows.bias_span = bias_strides[3];
+  if (bits > 0) {
+    rows.scales = scales + batch * scale_strides[0] + head * scale_strides[1];
+    rows.biases = biases + batch * bias_strides[0] + head * bias_strides[1];
+    rows.scale_step = scale_strides[2];
+    rows.scale_span = scale_strides[3];
+    rows.bias_step = bias_strides[2];
+    rows.bias_span = bias_strides[3];
+  }
   rows.aligned = rows.span == 1 && rows.step % run == 0 &&
       reinterpret_cast<size_t>(rows.elements) % (run * sizeof(K)) == 0;
   return rows;

@@ -51,20 +51,20 @@ template <
     typename S,
     typename M,
     typename N,
-    typename P,
     int D,
     int Dv,
     int group,
     int bits,
+    int seen,
+    bool windowed,
+    bool capped,
+    bool sinking,
     int columns,
     int simds,
     int blocks,
     int slice,
     int run,
-    int seen,
-    bool windowed,
-    bool capped,
-    bool sinking,
+    typename P,
     bool split>
 [[kernel]] void attention_decode(
     const device T* q,
@@ -120,10 +120,10 @@ template <
   stretch = (stretch + tile - 1) / tile * tile;
   int start = first + int(place.x) * stretch, stop = min(start + stretch, keys), last = stop - 1;
 
-  cache_rows<K, S> key_rows = rows_of_head(
+  cache_rows<K, S> key_rows = rows_of_head<bits>(
       k, k_strides, k_scales, k_scales_strides, k_biases, k_biases_strides, batch, head,
       words * 4 / int(sizeof(K)));
-  cache_rows<K, S> value_rows = rows_of_head(
+  cache_rows<K, S> value_rows = rows_of_head<bits>(
       v, v_strides, v_scales, v_scales_strides, v_biases, v_biases_strides, batch, head,
       words_v * 4 / int(sizeof(K)));
 

@@ -39,33 +39,42 @@ def _memory(
     return (queries + shares) * T.size + 32 * simds * columns
 
 
-_DECODE = Kernel(
-    "attention_decode",
-    "attention_decode.metal",
-    inputs=_INPUTS,
-    outputs=("out",),
-    template=(*_TYPES, "P", *_SHAPES, *_LAYOUT, *_OPTIONS, "split"),
-    threadgroup_memory=_memory,
-    large=True,
-    ensure_row_contiguous=False,
-)
-_SERIAL = Kernel(
-    "attention_serial",
-    "attention_serial.metal",
-    inputs=_INPUTS,
-    outputs=("out",),
-    template=(*_TYPES, *_SHAPES, "most", "block", *_OPTIONS),
-    large=True,
-    ensure_row_contiguous=False,
-)
-_COMBINE = Kernel(
-    "attention_combine",
-    "attention_decode.metal",
-    inputs=("parts", "sinks"),
-    outputs=("out",),
-    template=("T", "N", "Dv", "simds", "sinking"),
-    large=True,
-)
+@cache
+def _kernel(serial: bool, packed: bool, masked: bool, sinking: bool) -> Kernel:
+    """A kernel that takes what there is: every array that is passed costs time at each launch."""
+    there = {"mask": masked, "sinks": sinking}
+    there |= dict.fromkeys(("k_scales", "k_biases", "v_scales", "v_biases"), packed)
+    omitted = tuple(name for name in _INPUTS if not there.get(name, True))
+    function = "attention_serial" if serial else "attention_decode"
+    own = ("most", "block") if serial else (*_LAYOUT, "P", "split")
+    return Kernel(
+        function + "_packed" * packed + "_masked" * masked + "_sinks" * sinking,
+        f"{function}.metal",
+        function=function,
+        inputs=tuple(name for name in _INPUTS if name not in omitted),
+        omitted=omitted + tuple(f"{name}_strides" for name in omitted),
+        outputs=("out",),
+        template=(*_TYPES, *_SHAPES, *_OPTIONS, *own),
+        threadgroup_memory=0 if serial else _memory,
+        large=True,
+        ensure_row_contiguous=False,
+    )
+
+
+@cache
+def _combine(sinking: bool) -> Kernel:
+    return Kernel(
+        "attention_combine" + "_sinks" * sinking,
+        "attention_decode.metal",
+        function="attention_combine",
+        inputs=("parts", "sinks") if sinking else ("parts",),
+        omitted=() if sinking else ("sinks",),
+        outputs=("out",),
+        template=("T", "N", "Dv", "simds", "sinking"),
+        large=True,
+    )
+
+
 # What `seen` of the kernel can be.
 _ALL, _CAUSAL, _BOOLEAN, _ADDITIVE = range(4)
 
@@ -175,30 +184,31 @@ def attention_decode(
     Returns:
         (B, H, L, Dv) in the dtype of ``q``. It lies as (B, L, H, Dv), as what follows wants it.
     """
-    k_parts = k if isinstance(k, tuple) else (k, k, k)
-    v_parts = v if isinstance(v, tuple) else (v, v, v)
-    seen = _ALL
+    k_parts = k if isinstance(k, tuple) else (k,)
+    v_parts = v if isinstance(v, tuple) else (v,)
+    keys = k_parts[0].shape[2]
+    arrays = [q, *k_parts, *v_parts]
+    if keys < CONSTANT_BELOW:
+        arrays = [*map(_long_enough, arrays)]
+    seen = _CAUSAL if mask is not None and q.shape[2] > 1 else _ALL
     if isinstance(mask, mx.array):
         seen = _BOOLEAN if mask.dtype == mx.bool_ else _ADDITIVE
         # Its strides are what the kernel needs; an axis in front keeps it from being too small.
-        shape = (CONSTANT_BELOW, *q.shape[:3], k_parts[0].shape[2])
-        mask = mx.broadcast_to(mask, shape)
-    else:
-        seen = _CAUSAL if mask is not None and q.shape[2] > 1 else _ALL
-        mask = _nothing()
-    sink = _nothing() if sinks is None else sinks
-    arrays = [q, *k_parts, *v_parts]
+        arrays.append(mx.broadcast_to(mask, (CONSTANT_BELOW, *q.shape[:3], keys)))
+    mask_dtype = arrays[-1].dtype
+    if sinks is not None:
+        arrays.append(sinks)
     plan = _plan(
         config,
-        tuple(a.shape for a in (q, *k_parts[:2], v_parts[0])),
-        tuple(a.dtype for a in (*arrays[:3], mask, sink)),
+        q.shape,
+        tuple(a.shape for a in k_parts[:2]),
+        v_parts[0].shape[3],
+        (q.dtype, k_parts[0].dtype, k_parts[-1].dtype, mask_dtype, arrays[-1].dtype),
         (seen, window, softcap is not None, sinks is not None),
     )
-    if k_parts[0].shape[2] < CONSTANT_BELOW:
-        arrays = [*map(_long_enough, arrays)]
-    out = plan.launch([*arrays, mask, sink, _options(scale, softcap, window)])
+    out = plan.launch([*arrays, _options(scale, softcap, window)])
     if plan.combine is not None:
-        out = plan.combine.launch([out, sink])
+        out = plan.combine.launch([out] if sinks is None else [out, sinks])
     return out.swapaxes(1, 2)
 
 
@@ -228,25 +238,29 @@ class _Plan:
 @lru_cache(maxsize=256)
 def _plan(
     config: Decode | Serial,
-    shapes: tuple[tuple[int, ...], ...],
+    q_shape: tuple[int, ...],
+    k_shapes: tuple[tuple[int, ...], ...],
+    v_words: int,
     dtypes: tuple[mx.Dtype, ...],
     options: tuple[int, int | None, bool, bool],
 ) -> _Plan:
-    (batch, heads, queries, width), (_, kv_heads, keys, words), (*_, groups), (*_, v_words) = shapes
+    (batch, heads, queries, width), (_, kv_heads, keys, words) = q_shape, k_shapes[0]
     seen, window, capped, sinking = options
-    packed = dtypes[1] == mx.uint32
+    packed = len(k_shapes) > 1
     bits = 32 * words // width if packed else 0
     v_width = 32 * v_words // bits if packed else v_words
+    group = width // k_shapes[1][3] if packed else 0
     rows = heads // kv_heads * queries
     shape = (batch, queries, heads, v_width)
+    kernel = _kernel(isinstance(config, Serial), packed, seen >= _BOOLEAN, sinking)
     template: dict[str, TemplateValue] = {
         **dict(zip(_TYPES, dtypes, strict=True)),
-        **dict(zip(_SHAPES, (width, v_width, width // groups if packed else 0, bits), strict=True)),
+        **dict(zip(_SHAPES, (width, v_width, group, bits), strict=True)),
         **dict(zip(_OPTIONS, (seen, window is not None, capped, sinking), strict=True)),
     }
     if isinstance(config, Serial):
         template |= asdict(config)
-        return _Plan(_SERIAL, template, (kv_heads, -(-rows // config.most), batch), 1, shape)
+        return _Plan(kernel, template, (kv_heads, -(-rows // config.most), batch), 1, shape)
     # Where no array hides keys too, what lies outside the window is not visited.
     if window is not None and seen < _BOOLEAN:
         keys = min(keys, window + queries - 1)
@@ -255,22 +269,17 @@ def _plan(
     template |= {"P": dtypes[0] if stretches == 1 else mx.float32, "split": stretches > 1}
     grid = (stretches * threads, kv_heads * -(-rows // (8 * config.columns)), batch)
     if stretches == 1:
-        return _Plan(_DECODE, template, grid, threads, shape)
+        return _Plan(kernel, template, grid, threads, shape)
+    adding = _combine(sinking)
     values = (dtypes[0], dtypes[-1], v_width, config.combine, sinking)
     combine = _Plan(
-        _COMBINE,
-        dict(zip(_COMBINE.template, values, strict=True)),
+        adding,
+        dict(zip(adding.template, values, strict=True)),
         (32 * config.combine, heads, batch * queries),
         32 * config.combine,
         shape,
     )
-    return _Plan(_DECODE, template, grid, threads, (*shape[:3], stretches, v_width + 2), combine)
-
-
-@cache
-def _nothing() -> mx.array:
-    """In place of an array that is not there."""
-    return mx.zeros((1, 1, 1, 1, CONSTANT_BELOW))
+    return _Plan(kernel, template, grid, threads, (*shape[:3], stretches, v_width + 2), combine)
 
 
 def _long_enough(array: mx.array) -> mx.array:

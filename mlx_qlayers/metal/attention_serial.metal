@@ -93,12 +93,12 @@ template <
     int Dv,
     int group,
     int bits,
-    int most,
-    int block,
     int seen,
     bool windowed,
     bool capped,
-    bool sinking>
+    bool sinking,
+    int most,
+    int block>
 [[kernel]] void attention_serial(
     const device T* q,
     const constant int* q_shape,
@@ -127,9 +127,9 @@ template <
   int rows = min(share * L - first_row, most);
   float scale = as_type<float>(options[0]), cap = as_type<float>(options[1]);
   int window = options[2];
-  cache_rows<K, S> key_rows = rows_of_head(
+  cache_rows<K, S> key_rows = rows_of_head<bits>(
       k, k_strides, k_scales, k_scales_strides, k_biases, k_biases_strides, batch, head, 1);
-  cache_rows<K, S> value_rows = rows_of_head(
+  cache_rows<K, S> value_rows = rows_of_head<bits>(
       v, v_strides, v_scales, v_scales_strides, v_biases, v_biases_strides, batch, head, 1);
 
   alignas(64) float queries[most * D], o[most * Dv], shares[block], tile[block * (D > Dv ? D : Dv)];

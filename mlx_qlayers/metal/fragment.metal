@@ -147,7 +147,6 @@ void load_right_interleaved(
   }
 }
 
-<<<<<<< HEAD
 // pairs / 2 operands from 2 * pairs neighbours of each column: depth d of operand j is element
 // d % 8 / 2 * step + d % 2 * pairs + 2 * j + d / 8, so that a lane unpacks words whose low and high
 // halves are `pairs` elements apart. Columns from `columns` on stay as they are. p is the same in all
@@ -174,14 +173,11 @@ void load_right_woven(
   }
 }
 
-=======
->>>>>>> 3e092be (Unpack codes in pairs of 16 bits)
 // (x & mask) | bits, one instruction on NVIDIA GPUs.
 inline uint masked_or(uint x, uint mask, uint bits) {
   return (x & mask) | bits;
 }
 
-<<<<<<< HEAD
 // Products of elements, rounded.
 template <typename T>
 right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
@@ -190,12 +186,12 @@ right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
     a.part[k] = metal::vec<T, 2>(float2(a.part[k]) * float2(b.part[k]));
   }
   return a;
-=======
+}
+
 // x * y + z of two elements, rounded once.
 template <typename T>
 metal::vec<T, 2> fused_pair(metal::vec<T, 2> x, metal::vec<T, 2> y, metal::vec<T, 2> z) {
   return metal::vec<T, 2>(fma(float2(x), float2(y), float2(z)));
->>>>>>> 3e092be (Unpack codes in pairs of 16 bits)
 }
 
 // Two neighbouring sums, columns 0 to 7 and 8 to 15, as the left operand of the next product.

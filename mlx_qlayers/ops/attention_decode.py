@@ -11,44 +11,21 @@ import mlx.core as mx
 from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, attention_decode, configure
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import backend
+from ..runtime.backend import backend, choose
 
-BACKENDS = ("metal", "cuda", "host")
+_BACKENDS = ("metal", "cuda", "host")
 
 
-def lacking(q: mx.array, k: mx.array | Packed, v: mx.array | Packed) -> str | None:
-    """Why the kernel does not take these arguments, if it does not."""
+def covers(q: mx.array, k: mx.array | Packed, v: mx.array | Packed) -> bool:
+    """Whether the kernel takes these arguments."""
     queries, width = q.shape[2:]
-    if not 0 < queries <= MAX_QUERIES or q.size == 0:
-        return f"{queries} queries; the decoding kernel takes 1 to {MAX_QUERIES}"
-    bits = 0
-    if isinstance(k, tuple):
-        bits = reference.packing(k, width)[1]
-        if bits not in BITS:
-            return f"{bits} bits; the decoding kernel takes {' and '.join(map(str, BITS))}"
+    bits = reference.packing(k, width)[1] if isinstance(k, tuple) else 0
     v_width = 32 * v[0].shape[-1] // bits if isinstance(v, tuple) else v.shape[-1]
-    if width % 8 or v_width % 8 or max(width, v_width) > MAX_WIDTH or v_width == 0:
-        return f"heads of {width} and {v_width}; the kernel takes multiples of 8 up to {MAX_WIDTH}"
-    return None
-
-
-def stock_is_better() -> str | None:
-    """Why ``auto`` leaves this kernel for the stock operator on a GPU."""
-    return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
-
-
-def host_gain(q: mx.array, k: mx.array | Packed) -> float:
-    """How many times as fast as the reference the kernel is on a CPU.
-
-    By the million of multiply-adds, as `benchmarks/bench_attention.py --decode` measured on two
-    cores; what either costs without any is the launch.
-    """
-    work = q.size * reference.keys(k) * 2e-6
-    return (0.06 + 0.42 * work) / (0.09 + 0.13 * work)
+    widths_fit = width % 8 == v_width % 8 == 0 and 0 < max(width, v_width) <= MAX_WIDTH
+    return 0 < queries <= MAX_QUERIES and q.size > 0 and widths_fit and bits in (0, *BITS)
 
 
 def attention(
-    path: str,
     q: mx.array,
     k: mx.array | Packed,
     v: mx.array | Packed,
@@ -62,6 +39,15 @@ def attention(
     keys = k if isinstance(k, tuple) else (k,)
     values = v if isinstance(v, tuple) else (v,)
     arrays = [q, *keys, *values]
+    path = choose(
+        "attention",
+        _BACKENDS,
+        unless=_stock_is_better(),
+        host_gain=_host_gain(q, keys[0].shape[2]),
+        arrays=arrays,
+    )
+    if path == "ops":
+        return reference.attention(q, k, v, scale, mask, window, softcap, sinks)
     if len({a.dtype for a in arrays} - {mx.uint32}) > 1:
         dtype = mx.result_type(*(a for a in arrays if a.dtype != mx.uint32))
         arrays = [a if a.dtype == mx.uint32 else a.astype(dtype) for a in arrays]
@@ -72,6 +58,21 @@ def attention(
     )
     out: mx.array = operator(*arrays)
     return out
+
+
+def _stock_is_better() -> str | None:
+    """Why ``auto`` leaves this kernel for the stock operator on a GPU."""
+    return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+
+
+def _host_gain(q: mx.array, keys: int) -> float:
+    """How many times as fast as the reference the kernel is on a CPU.
+
+    By the million of multiply-adds, as `benchmarks/bench_attention.py --decode` measured on two
+    cores; what either costs without any is the launch.
+    """
+    work = q.size * keys * 2e-6
+    return (0.06 + 0.42 * work) / (0.09 + 0.13 * work)
 
 
 @cache

@@ -166,7 +166,6 @@ void load_right_interleaved(right_fragment<T>& f, const T* p, uint stride, uint 
   f.part[1] = values.high;
 }
 
-<<<<<<< HEAD
 // Sixteen bytes that may lie anywhere; out of line, since they hardly ever do.
 __noinline__ inline uint4 load_halves(const uint16_t* p, int words) {
   uint4 to = {};
@@ -217,14 +216,11 @@ void load_right_woven(
     f[k].part[1] = as_type<vec<T, 2>>(__byte_perm(low, high, 0x7632));
   }
 }
-=======
->>>>>>> 3e092be (Unpack codes in pairs of 16 bits)
 inline uint masked_or(uint x, uint mask, uint bits) {
   uint r;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
   return r;
 }
-<<<<<<< HEAD
 inline __half2 product_of_pairs(__half2 a, __half2 b) {
   return __hmul2(a, b);
 }
@@ -239,11 +235,11 @@ right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
     a.part[k] = as_type<vec<T, 2>>(
         product_of_pairs(as_type<pair>(a.part[k]), as_type<pair>(b.part[k])));
   return a;
-=======
+}
+
 template <typename T>
 vec<T, 2> fused_pair(vec<T, 2> x, vec<T, 2> y, vec<T, 2> z) {
   return fma(x, y, z);
->>>>>>> 3e092be (Unpack codes in pairs of 16 bits)
 }
 
 template <typename T>
