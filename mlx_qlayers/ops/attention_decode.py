@@ -8,11 +8,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..metal import attention as tiled
 from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, attention_decode, configure
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import backend, choose
+from ..runtime.backend import backend, choose, requested
+from .tiled_attention import tiled_attention
 
+# Bytes of keys from which the kernel's speed makes up for its launches.
+_WORTH_TWO_LAUNCHES = 16 << 20
 _BACKENDS = ("metal", "cuda", "host")
 
 
@@ -42,7 +46,7 @@ def attention(
     path = choose(
         "attention",
         _BACKENDS,
-        unless=_stock_is_better(),
+        unless=_stock_is_better(q, keys),
         host_gain=_host_gain(q, keys[0].shape[2]),
         arrays=arrays,
     )
@@ -60,9 +64,14 @@ def attention(
     return out
 
 
-def _stock_is_better() -> str | None:
+def _stock_is_better(q: mx.array, keys: tuple[mx.array, ...]) -> str | None:
     """Why ``auto`` leaves this kernel for the stock operator on a GPU."""
-    return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+    device = backend()
+    if device == "metal":
+        return "the kernel was not measured on an Apple GPU"
+    if device == "cuda" and len(keys) == 1 and keys[0].nbytes < _WORTH_TWO_LAUNCHES:
+        return "on CUDA the stock operator starts faster, for caches of less than 16 MB"
+    return None
 
 
 def _host_gain(q: mx.array, keys: int) -> float:
@@ -73,6 +82,29 @@ def _host_gain(q: mx.array, keys: int) -> float:
     """
     work = q.size * keys * 2e-6
     return (0.06 + 0.42 * work) / (0.09 + 0.13 * work)
+
+
+def _with_gradient(
+    q: mx.array,
+    k: mx.array | Packed,
+    v: mx.array | Packed,
+    scale: float,
+    mask: mx.array | str | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """The same on the path that has a gradient: by kernels if those were asked for."""
+    if (
+        requested() == "auto"
+        or isinstance(k, tuple)
+        or isinstance(v, tuple)
+        or not tiled.covers(q, k, v)
+    ):
+        return reference.attention(q, k, v, scale, mask, window, softcap, sinks)
+    scores = tiled.Scores(scale, isinstance(mask, str), window, softcap)
+    array = mask if isinstance(mask, mx.array) else None
+    return tiled_attention(q, k, v, scores, array, sinks)
 
 
 @cache
@@ -86,7 +118,7 @@ def _operator(
     softcap: float | None,
     sinking: bool,
 ) -> Callable[..., Any]:
-    """The kernel with the gradient of the reference, for keys and values of 1 or 3 arrays."""
+    """The kernel with the gradient of the tiled ones, for keys and values of 1 or 3 arrays."""
 
     def arguments(arrays: tuple[mx.array, ...]) -> tuple[Any, ...]:
         q, *rest = arrays
@@ -108,7 +140,7 @@ def _operator(
             merged = list(arrays)
             for i, a in zip(floats, given, strict=True):
                 merged[i] = a
-            return reference.attention(*arguments(tuple(merged)))
+            return _with_gradient(*arguments(tuple(merged)))
 
         found = mx.vjp(function, [arrays[i] for i in floats], [d_out])[1]
         gradients = [mx.zeros_like(a) for a in arrays]
