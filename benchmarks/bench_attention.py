@@ -14,6 +14,8 @@ from functools import partial
 from importlib.metadata import version
 
 import mlx.core as mx
+from common import print_facts
+from decoding import decoding_table
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlx_qlayers.ops.attention import attention
@@ -59,8 +61,13 @@ def cases(shape: tuple[int, int, int], queries: int, keys: int, dtype: mx.Dtype)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", choices=[*HEADS, "all"], default="grouped")
+    parser.add_argument("--decode", action="store_true", help="one token over long caches")
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
+    if args.decode:
+        print_facts()
+        decoding_table(args.repeats)
+        return
     print(
         f"{mx.default_device()}, {platform.processor() or platform.machine()}, "
         f"mlx {version('mlx')}, backend {backend()}"

@@ -56,6 +56,18 @@ inline float fragment_row_max(float x) {
   return max(x, simd_shuffle_xor(x, 8));
 }
 
+// And over its 8 rows: all lanes of a column get the result.
+inline float2 fragment_column_sum(float2 x) {
+  x += simd_shuffle_xor(x, 2);
+  x += simd_shuffle_xor(x, 4);
+  return x + simd_shuffle_xor(x, 16);
+}
+inline float2 fragment_column_max(float2 x) {
+  x = max(x, simd_shuffle_xor(x, 2));
+  x = max(x, simd_shuffle_xor(x, 4));
+  return max(x, simd_shuffle_xor(x, 16));
+}
+
 // Element (row, depth) is p[row * stride + depth]; transposed, p[depth * stride + row].
 template <typename T, typename P>
 void load_left(thread left_fragment<T>& f, P p, uint stride, uint lane) {
@@ -198,6 +210,12 @@ right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
 template <typename T>
 T load_ahead(const device T* p) {
   return *p;
+}
+
+// x * y + z of two elements, rounded once.
+template <typename T>
+metal::vec<T, 2> fused_pair(metal::vec<T, 2> x, metal::vec<T, 2> y, metal::vec<T, 2> z) {
+  return metal::vec<T, 2>(fma(float2(x), float2(y), float2(z)));
 }
 
 // Two neighbouring sums, columns 0 to 7 and 8 to 15, as the left operand of the next product.

@@ -10,7 +10,7 @@ from mlx_qlayers.reference import attention as reference
 from mlx_qlayers.reference.attention import Packed
 from mlx_qlayers.runtime.backend import choose
 
-from . import attention_tiled
+from . import attention_decode, attention_tiled
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _BITS = (2, 3, 4, 5, 6, 8)
@@ -64,6 +64,8 @@ def attention(
     k, v = (tuple(a) if isinstance(a, list) else a for a in (k, v))
     _check_arrays(q, k, v)
     _check_options(q, reference.keys(k), scale, mask, window, softcap, sinks)
+    if attention_decode.covers(q, k, v):
+        return attention_decode.attention(q, k, v, scale, mask, window, softcap, sinks)
     kernels = attention_tiled
     lacking = kernels.lacking(q, k, v, scale)
     path = choose(

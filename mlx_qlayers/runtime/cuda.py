@@ -6,9 +6,11 @@ express is rewritten here, token by token: see :func:`translate`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,15 @@ import mlx.core as mx
 
 from . import source
 from .backend import BackendError
+from .host.cache import root as cache_root
 from .launch import Launch, Size
 from .program import Program
 from .signature import ATTRIBUTES, shape_words
 from .source import METAL, Token
 
 SHIM = Path(__file__).parent / "shims" / "cuda" / "msl.h"
+# Characters from which a kernel's text is worth a file.
+_LONG = 2048
 # What CUDA starts at most along y and z, where Metal knows no such limit.
 _MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
 # Its declarations come from the shim instead.
@@ -79,6 +84,9 @@ def _kernel(
     make: Callable[..., Any], program: Program, threadgroup: Size, surplus: bool
 ) -> Callable[..., list[mx.array]]:
     header, body = cuda_source(program, threadgroup, surplus)
+    # MLX looks for these words in the text to know which parameters to add.
+    words = " ".join(w.split()[-1] for p in program.inputs for w in shape_words(body, p.name))
+    header, body = _kept(header), f"// {words}\n{_kept(body)}"
     return make(
         name=program.name,
         input_names=[*program.input_names, _LIMIT] if surplus else program.input_names,
@@ -87,6 +95,26 @@ def _kernel(
         header=header,
         ensure_row_contiguous=program.ensure_row_contiguous,
     )
+
+
+def _kept(text: str) -> str:
+    """Long text in a file that the result includes, or the text itself where none can be written.
+
+    MLX builds and hashes a kernel's whole text at every launch: 8 microseconds for 15 KB.
+    """
+    if len(text) < _LONG:
+        return text
+    folder = cache_root().parent / "cuda"
+    path = folder / f"{sha256(text.encode()).hexdigest()[:32]}.h"
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(f".{os.getpid()}")
+            draft.write_text(text)
+            draft.replace(path)
+    except OSError:
+        return text
+    return f'#include "{path}"\n'
 
 
 def whole_threadgroups(grid: Size, threadgroup: Size) -> Size:

@@ -117,6 +117,14 @@ template <typename T>
       out[384 + row] = sum;
       out[400 + row] = most;
     }
+    float2 total = fragment_column_sum(v), peak = fragment_column_max(v);
+    if (fragment_row(lane) == 0) {
+#pragma unroll
+      for (ushort i = 0; i < 2; i++) {
+        out[416 + 8 * p + fragment_col(lane) + i] = total[i];
+        out[432 + 8 * p + fragment_col(lane) + i] = peak[i];
+      }
+    }
   }
 }
 

@@ -87,6 +87,8 @@ def _products(dtype: mx.Dtype, *, exact: bool) -> Case:
         "left_from_sums": last,
         "fragment_row_sum": last.sum(1),
         "fragment_row_max": last.max(1),
+        "fragment_column_sum": last.reshape(2, 8, 8).sum(1),
+        "fragment_column_max": last.reshape(2, 8, 8).max(1),
     }
     # Sums of 16 positive products in float32, truncated at each step on some hardware.
     allowed = dict.fromkeys(rows, 0.0 if exact else 8.0)

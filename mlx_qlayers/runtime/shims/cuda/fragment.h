@@ -34,6 +34,21 @@ inline float fragment_row_max(float x) {
   return ::fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+inline float2 fragment_column_sum(float2 x) {
+#pragma unroll
+  for (int mask = 4; mask < 32; mask *= 2)
+    x += float2(__shfl_xor_sync(0xffffffffu, x.x, mask), __shfl_xor_sync(0xffffffffu, x.y, mask));
+  return x;
+}
+inline float2 fragment_column_max(float2 x) {
+#pragma unroll
+  for (int mask = 4; mask < 32; mask *= 2) {
+    x.x = ::fmaxf(x.x, __shfl_xor_sync(0xffffffffu, x.x, mask));
+    x.y = ::fmaxf(x.y, __shfl_xor_sync(0xffffffffu, x.y, mask));
+  }
+  return x;
+}
+
 // N 8 x 8 parts of 16-bit elements from shared memory; lane l points at row l % 8 of part l / 8.
 template <int N, bool transpose, typename T>
 void load_parts(vec<T, 2>* part, const T* row) {
@@ -260,6 +275,11 @@ T load_ahead(const T* p) {
   else
     memcpy(&value, r, sizeof(T));
   return value;
+}
+
+template <typename T>
+vec<T, 2> fused_pair(vec<T, 2> x, vec<T, 2> y, vec<T, 2> z) {
+  return fma(x, y, z);
 }
 
 template <typename T>

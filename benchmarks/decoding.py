@@ -1,0 +1,129 @@
+"""Attention of one token over a long cache, plain and quantized, beside what mlx-lm does.
+
+Each measurement is a chain of 28 calls, one for each layer of a model and each fed by the one
+before, over caches that take turns, so that the last one is not still in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from common import Table, measure
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
+
+from mlx_qlayers import attention, backend
+
+LAYERS = 28
+GROUP_SIZE = 64
+GPU = backend() in ("cuda", "metal")
+# Batch, heads, key heads, width of a head: Qwen2-7B's, and on a CPU the shipped model's kind.
+HEADS = (1, 28, 4, 128) if GPU else (1, 12, 2, 64)
+KEYS = (1024, 8192, 32768, 131072) if GPU else (64, 512, 2048)
+DTYPES = {"bfloat16": mx.bfloat16} if GPU else {"bfloat16": mx.bfloat16, "float16": mx.float16}
+# Bytes of caches that no processor's cache holds.
+_BEYOND_CACHE = 256 << 20
+
+Cache = tuple[Any, Any]
+Attend = Callable[[mx.array, Any, Any], mx.array]
+
+
+def caches(keys: int, dtype: mx.Dtype, bits: int) -> list[Cache]:
+    """Random keys and values, as many of them as no processor's cache holds."""
+    batch, _, kv_heads, width = HEADS
+    each = 2 * batch * kv_heads * keys * width * dtype.size
+    found: list[Cache] = []
+    for _ in range(min(LAYERS, max(1, _BEYOND_CACHE // each))):
+        cache = [mx.random.normal((batch, kv_heads, keys, width)).astype(dtype) for _ in range(2)]
+        if bits:
+            cache = [mx.quantize(a, GROUP_SIZE, bits) for a in cache]
+        mx.eval(cache)
+        found.append((cache[0], cache[1]))
+    return found
+
+
+def stock(bits: int) -> Attend:
+    """What mlx-lm's models call."""
+    scale = HEADS[3] ** -0.5
+    if not bits:
+        return lambda q, k, v: mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
+    # It scales its queries in place.
+    return lambda q, k, v: quantized_scaled_dot_product_attention(
+        mx.array(q), k, v, scale, None, GROUP_SIZE, bits
+    )
+
+
+def ours(q: mx.array, k: Any, v: Any) -> mx.array:
+    """This package's operation."""
+    return attention(q, k, v, scale=HEADS[3] ** -0.5)
+
+
+def chain(attend: Attend, q: mx.array, turns: Sequence[Cache]) -> Callable[[], mx.array]:
+    """The layers of a model, as far as attention goes."""
+
+    def run() -> mx.array:
+        x = q
+        for i in range(LAYERS):
+            x = attend(x, *turns[i % len(turns)])
+        return x
+
+    return run
+
+
+def verify(q: mx.array, cache: Cache) -> None:
+    """Hold our result against a float32 computation of the same numbers.
+
+    Raises:
+        SystemExit: it is off by more than the dtype's rounding.
+    """
+    k, v = cache
+    if isinstance(k, tuple):
+        bits = 32 * k[0].shape[-1] // HEADS[3]
+        parts = [[w, *(a.astype(mx.float32) for a in rest)] for w, *rest in cache]
+        k, v = (mx.dequantize(*a, group_size=GROUP_SIZE, bits=bits) for a in parts)
+    wide = [a.astype(mx.float32) for a in (q, k, v)]
+    truth = mx.fast.scaled_dot_product_attention(*wide, scale=HEADS[3] ** -0.5)
+    error = mx.abs(ours(q, *cache).astype(mx.float32) - truth).max() / mx.abs(truth).max()
+    if error.item() > 0.02:
+        raise SystemExit(f"attention is off by {error.item():.2g}")
+
+
+def read_bytes(cache: Cache) -> int:
+    """What has to be read once."""
+    return sum(part.nbytes for a in cache for part in (a if isinstance(a, tuple) else (a,)))
+
+
+def rows(repeats: int) -> Iterator[dict[str, Any]]:
+    """Verify and measure every cache in every length."""
+    batch, heads, _, width = HEADS
+    for name, dtype in DTYPES.items():
+        for keys in KEYS:
+            q = mx.random.normal((batch, heads, 1, width)).astype(dtype)
+            for bits in (0, 8, 4):
+                turns = caches(keys, dtype, bits)
+                verify(q, turns[0])
+                runs = {"stock": chain(stock(bits), q, turns), "ours": chain(ours, q, turns)}
+                times = measure(runs, repeats=repeats)
+                each = {n: t.scaled(1e6 / LAYERS) for n, t in times.items()}
+                speed = read_bytes(turns[0]) / each["ours"].median / 1e3
+                yield {
+                    "cache": f"{bits} bits" if bits else name,
+                    "q": name,
+                    "keys": keys,
+                    "stock us": each["stock"],
+                    "us": each["ours"],
+                    "times": each["stock"].median / each["ours"].median,
+                    "GB/s": speed,
+                }
+
+
+def decoding_table(repeats: int) -> Table:
+    """Print the table of all caches."""
+    table = Table({"cache": 9, "q": 9, "keys": 7, "stock us": 15, "us": 15, "times": 6, "GB/s": 6})
+    mx.random.seed(0)
+    print("heads", "/".join(map(str, HEADS[1:3])), "width", HEADS[3], "batch", HEADS[0], backend())
+    table.print_header()
+    for row in rows(repeats):
+        table.add(**row)
+    return table
