@@ -6,10 +6,9 @@ from typing import TypeGuard
 
 import mlx.core as mx
 
-from mlx_qlayers.reference import attention as reference
-from mlx_qlayers.reference.attention import Packed
-from mlx_qlayers.runtime.backend import choose
-
+from ..reference import attention as reference
+from ..reference.attention import Packed
+from ..runtime.backend import choose
 from . import attention_decode, attention_tiled
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)

@@ -8,12 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..metal import attention as tiled
 from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, attention_decode, configure
 from ..reference import attention as reference
 from ..reference.attention import Packed
 from ..runtime.backend import backend, choose, requested
-from .tiled_attention import tiled_attention
+from . import attention_tiled
 
 # Bytes of keys from which the kernel's speed makes up for its launches.
 _WORTH_TWO_LAUNCHES = 16 << 20
@@ -95,16 +94,9 @@ def _with_gradient(
     sinks: mx.array | None,
 ) -> mx.array:
     """The same on the path that has a gradient: by kernels if those were asked for."""
-    if (
-        requested() == "auto"
-        or isinstance(k, tuple)
-        or isinstance(v, tuple)
-        or not tiled.covers(q, k, v)
-    ):
-        return reference.attention(q, k, v, scale, mask, window, softcap, sinks)
-    scores = tiled.Scores(scale, isinstance(mask, str), window, softcap)
-    array = mask if isinstance(mask, mx.array) else None
-    return tiled_attention(q, k, v, scores, array, sinks)
+    by_kernels = requested() != "auto" and not attention_tiled.lacking(q, k, v, scale)
+    way = attention_tiled.attention if by_kernels else reference.attention
+    return way(q, k, v, scale, mask, window, softcap, sinks)
 
 
 @cache
