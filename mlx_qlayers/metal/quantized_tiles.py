@@ -74,6 +74,7 @@ class Tiles:
         run: neighbouring elements of the matrix that a thread unpacks at once; 16, or 32 where
             ``bits`` is odd or half of a word; divides the group size.
         stages: pairs of tiles, 1 or 2. With 2 one is filled while the other is multiplied.
+        ahead: whether the memory is told that the rows of the matrix are read to their end.
         parts: threadgroups that share the depth; above 1 a second launch adds their sums.
     """
 
@@ -168,27 +169,48 @@ def product_in_tiles(
             scales,
             scales if biases is None else biases,
             x if added is None else added,
-            _numbers(m, n, k, depth),
+            numbers(m, n, k, depth),
         ],
         template=_template(
-            x.dtype, scales.dtype, fmt, config, transpose, parts > 1, k, added is not None
+            x.dtype,
+            scales.dtype,
+            fmt,
+            config,
+            transpose,
+            parts > 1,
+            k * x.dtype.size % 16 == 0,
+            added is not None,
         ),
         grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), parts),
         threadgroup=(threads, 1, 1),
         output_shapes=[(*leading, n) if parts == 1 else (parts, m, n)],
     )
-    if parts == 1:
-        return y
+    return y if parts == 1 else sum_of_parts(y, bias, x.dtype, (*leading, n))
+
+
+def sum_of_parts(
+    parts: mx.array, bias: mx.array | None, dtype: mx.Dtype, shape: tuple[int, ...]
+) -> mx.array:
+    """The sum of float32 planes, and of a bias of the last axis, rounded once.
+
+    Args:
+        parts: (planes, M, N) float32.
+        bias: (N,) in ``dtype``, or None.
+        dtype: of the result.
+        shape: of the result, of M * N elements.
+    """
+    planes, m, n = parts.shape
     (y,) = _SUM(
-        [y, x if bias is None else bias, _numbers(m * n, n, parts)],
-        template={"T": x.dtype, "biased": bias is not None},
+        [parts, mx.zeros((1,), dtype) if bias is None else bias, numbers(m * n, n, planes)],
+        template={"T": dtype, "biased": bias is not None},
         grid=(m * n, 1, 1),
         threadgroup=(256, 1, 1),
-        output_shapes=[(*leading, n)],
+        output_shapes=[shape],
     )
     return y
 
 
+@cache
 def _template(
     dtype: mx.Dtype,
     scale: mx.Dtype,
@@ -196,7 +218,7 @@ def _template(
     config: Tiles,
     transpose: bool,
     shared: bool,
-    k: int,
+    aligned: bool,
     biased: bool,
 ) -> dict[str, mx.Dtype | int | bool]:
     sizes = asdict(config)
@@ -210,11 +232,12 @@ def _template(
         "bits": fmt.bits,
         "transposed": transpose,
         **sizes,
-        "aligned": k * dtype.size % 16 == 0,
+        "aligned": aligned,
         "biased": biased,
     }
 
 
 @cache
-def _numbers(*values: int) -> mx.array:
+def numbers(*values: int) -> mx.array:
+    """Integers as a kernel takes them."""
     return mx.array(values, mx.int32)
