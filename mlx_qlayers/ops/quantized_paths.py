@@ -15,7 +15,7 @@ from ..metal.quantized_matmul import (
     few_rows,
     products_of_few_rows,
 )
-from ..metal.quantized_tiles import product_in_tiles, tiles
+from ..metal.quantized_tiles import WAVE, product_in_tiles, tiles
 from ..metal.quantized_untransposed import columns, product_of_few_rows_untransposed
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend, choose, requested
@@ -36,17 +36,19 @@ _HOST_GAIN = {
 }
 
 _HOST_GAIN_UNTRANSPOSED = {
-    ("affine", 1): (1.8, 3, 4, 5, 8.0),
-    ("affine", 2): (1.8, 3, 4, 5, 8.0),
-    ("affine", 3): (1.8, 3, 4, 5, 8.0),
-    ("affine", 4): (1.8, 3, 4, 5, 8.0),
-    ("affine", 5): (1.8, 3, 4, 5, 8.0),
-    ("affine", 6): (1.8, 3, 4, 5, 8.0),
-    ("affine", 8): (1.8, 3, 4, 5, 8.0),
-    ("mxfp4", 4): (1.4, 3, 4, 5, 8.0),
-    ("mxfp8", 8): (5.0, 3, 4, 5, 8.0),
-    ("nvfp4", 4): (2.1, 3, 4, 5, 8.0),
+    ("affine", 1): (3.3, 7.3, 13.6, 37.2, 44.1),
+    ("affine", 2): (11.3, 8.3, 9.3, 7.5, 56.4),
+    ("affine", 3): (53.0, 50.6, 66.1, 115.0, 31.2),
+    ("affine", 4): (2.2, 3.2, 5.6, 8.1, 38.1),
+    ("affine", 5): (22.1, 45.8, 125.2, 83.9, 75.2),
+    ("affine", 6): (2.6, 4.6, 10.2, 17.6, 34.0),
+    ("affine", 8): (0.9, 1.1, 6.6, 5.0, 8.4),
+    ("mxfp4", 4): (2.2, 11.0, 6.3, 13.8, 26.9),
+    ("mxfp8", 8): (14.2, 25.5, 43.6, 49.5, 22.1),
+    ("nvfp4", 4): (1.4, 2.5, 4.3, 6.9, 11.8),
 }
+# Rows up to which tiles are faster than unpacking the matrix for a dense product on an H200.
+_TILES_UNTIL = 192
 
 FEW_ROWS, TILES, DENSE = "few rows at once", "tiles", "dequantized, then a dense product"
 
@@ -73,12 +75,16 @@ def way(op: str, x: mx.array, w: mx.array, scales: mx.array, transpose: bool, fm
     if w.ndim > 2 or 0 in (rows, *w.shape):
         lacking = f"w has shape {w.shape}, x {x.shape}; the kernels take one matrix, none empty"
         return Way(choose(op, unless=lacking))
-    kernel, unless = TILES, _many_rows_unmeasured()
-    if backend() == "host":
+    device = backend()
+    if device == "host":
         # Where threads do not run side by side, sixteen rows after sixteen are fastest.
-        kernel = FEW_ROWS
+        kernel, unless = FEW_ROWS, None
     elif rows <= MAX_FEW_ROWS and transpose:
         kernel, unless = FEW_ROWS, stock_is_better(x.dtype)
+    elif device == "cuda":
+        kernel, unless = _many_rows_on_cuda(rows, x, w, transpose, fmt)
+    else:
+        kernel, unless = TILES, "the kernel was not measured on an Apple GPU"
     path = choose(
         op,
         ("metal", "cuda", "host"),
@@ -103,8 +109,22 @@ def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float | None:
     return gains[fmt.mode, fmt.bits][min(rows, MAX_FEW_ROWS).bit_length() - 1]
 
 
-def _many_rows_unmeasured() -> str | None:
-    return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+def _many_rows_on_cuda(
+    rows: int, x: mx.array, w: mx.array, transpose: bool, fmt: Format
+) -> tuple[str, str | None]:
+    """The kernel, and why ``auto`` leaves it for the stock operator; measured on an H200.
+
+    The dense matrix is held in memory while it is multiplied: 2 bytes an element.
+    """
+    if x.dtype == mx.float32:
+        return TILES, "the kernel was not measured in float32"
+    if rows > _TILES_UNTIL:
+        return DENSE, None
+    n = w.shape[0] if transpose else fmt.dims(w)
+    cut = tiles("cuda", rows, n, x.shape[-1], x.dtype, fmt, transpose)
+    if not transpose or cut.count(rows, n) < WAVE:
+        return TILES, "the stock operator is as fast untransposed, and for few columns"
+    return TILES, None
 
 
 def product(
@@ -141,7 +161,9 @@ def product(
         if rows > MAX_FEW_ROWS:
             few = x.reshape(-1, k)
             parts = [few[i : i + MAX_FEW_ROWS] for i in range(0, rows, MAX_FEW_ROWS)]
-            products = [product(way, part, w, scales, biases, bias, transpose, fmt) for part in parts]
+            products = [
+                product(way, part, w, scales, biases, bias, transpose, fmt) for part in parts
+            ]
             return mx.concatenate(products).reshape(*x.shape[:-1], n)
         if not transpose:
             spread = columns(way.path, rows, n, k, fmt)
