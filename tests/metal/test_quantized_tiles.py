@@ -70,11 +70,21 @@ def test_every_format_and_dtype(fmt, dtype, transpose):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_on_cuda(fmt, dtype, transpose):
-    check_all(fmt, dtype, transpose, device="cuda")
+@pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda i: str(FORMATS[i]))
+def test_on_cuda(number):
+    for transpose in (True, False):
+        check_all(FORMATS[number], DTYPES[number % 3], transpose, SHAPES[1::2], device="cuda")
+
+
+@pytest.mark.parametrize("path", ["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("rows", [32, 64, 96, 128])
+def test_tiles_of_wide_products(rows, path):
+    """The configurations that a GPU takes where there is work for all of it."""
+    rng = np.random.default_rng(rows)
+    x, packed = sample(rng, rows - 7, 150, 3, AFFINE, mx.bfloat16)
+    config = tiles("cuda", rows, 1 << 17, 192, x.dtype, AFFINE, True)
+    with use_backend(path), checks():
+        check(product_in_tiles(x, *packed, None, True, AFFINE, config), x, packed, AFFINE)
 
 
 @pytest.mark.parametrize(
