@@ -38,6 +38,7 @@ _HOST_GAIN = {
 # The least of untransposed products in 2, 4, 5 and 8 bits and small floats, 1 to 1,024 rows.
 _HOST_GAIN_UNTRANSPOSED = 1.4
 
+_MEASURED_ON_CUDA = Format(64, 4)
 # Rows up to which tiles are faster than unpacking the matrix for a dense product on an H200.
 _TILES_UNTIL = 128
 
@@ -108,8 +109,8 @@ def _many_rows_on_cuda(
 
     The dense matrix is held in memory while it is multiplied: 2 bytes an element.
     """
-    if x.dtype == mx.float32:
-        return TILES, "the kernel was not measured in float32"
+    if x.dtype != mx.bfloat16 or fmt != _MEASURED_ON_CUDA:
+        return TILES, f"many rows were measured on CUDA in bfloat16 and {_MEASURED_ON_CUDA} alone"
     if rows > _TILES_UNTIL:
         return DENSE, None
     n = w.shape[0] if transpose else fmt.dims(w)
