@@ -3,6 +3,7 @@
     python benchmarks/bench_quantized_matmul.py              # one layer of Qwen2-7B, then all rows
     python benchmarks/bench_quantized_matmul.py --crossover  # packed against dense, by format
     python benchmarks/bench_quantized_matmul.py --host       # kernel against reference, by format
+    python benchmarks/bench_quantized_matmul.py --many       # many rows on a GPU, and dx
 
 Every result is held against float64 before it is timed. On a CPU the stock half-precision loops are
 so slow that each is timed once or twice only.
@@ -17,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from common import Sample, Table, add_output, measure, print_facts, write_output
 
-from mlx_qlayers import backend, quantized_matmul, use_backend
+from mlx_qlayers import backend, explain, quantized_matmul, use_backend
 from mlx_qlayers.formats import MODES, Format
 from mlx_qlayers.metal.quantized_matmul import MAX_FEW_ROWS
 from mlx_qlayers.reference import quantized_matmul as reference
@@ -45,12 +46,14 @@ def error(y: mx.array, x: mx.array, packed: Packed, fmt: Format) -> float:
     return float(np.abs(found - truth).max() / np.abs(truth).max())
 
 
-def on(path: str, x: mx.array, packed: Packed, fmt: Format) -> Callable[[], mx.array]:
+def on(
+    path: str, x: mx.array, packed: Packed, fmt: Format, transpose: bool = True
+) -> Callable[[], mx.array]:
     """Our product on a backend."""
 
     def run() -> mx.array:
         with use_backend(path):
-            return quantized_matmul(x, *packed, **fmt._asdict())
+            return quantized_matmul(x, *packed, transpose=transpose, **fmt._asdict())
 
     return run
 
@@ -62,7 +65,7 @@ def compare(table: Table, rows: int, n: int, k: int, dtype: str, fmt: Format, re
         "stock": lambda: mx.quantized_matmul(x, *packed, True, *fmt),
         "reference": on("ops", x, packed, fmt),
     }
-    if rows <= MAX_FEW_ROWS and backend() != "ops":
+    if backend() == "host" or (rows <= MAX_FEW_ROWS and backend() != "ops"):
         contenders["kernel"] = on(backend(), x, packed, fmt)
     allowed = 2 * mx.finfo(DTYPES[dtype]).eps + 1e-5
     errors = {name: error(f(), x, packed, fmt) for name, f in contenders.items() if name != "stock"}
@@ -143,19 +146,102 @@ def _first_dense(fmt: Format, transpose: bool, repeats: int) -> str:
 
 def host_gain(repeats: int) -> list[Table]:
     """How many times as fast as the reference the kernel is on a CPU, which the operation holds."""
-    counts = (1, 2, 4, 8, 16)
-    table = Table({"format": 12} | {f"rows {m}": 8 for m in counts})
+    counts, tables = (1, 2, 4, 8, 16), []
+    for transpose in (True, False):
+        table = Table(
+            {"transposed" if transpose else "plain": 12} | {f"rows {m}": 8 for m in counts}
+        )
+        table.print_header()
+        for mode, (sizes, widths) in MODES.items():
+            for bits in widths:
+                fmt, row = Format(sizes[len(sizes) // 2], bits, mode), {}
+                for m in counts:
+                    x, packed = problem(m, 2048, 2048, mx.bfloat16, fmt)
+                    contenders = {p: on(p, x, packed, fmt, transpose) for p in ("ops", "host")}
+                    times = measure(contenders, repeats=repeats)
+                    row[f"rows {m}"] = times["ops"].median / times["host"].median
+                table.add(**{next(iter(table.columns)): f"{mode} {bits}"}, **row)
+        tables.append(table)
+    return tables
+
+
+def many_rows(repeats: int) -> list[Table]:
+    """Many rows on a GPU: what ``auto`` takes beside the stock operator and a dense product."""
+    fmt = Format(64, 4)
+    table = Table(
+        {"product": 22, "rows": 5, "stock": 12, "dense": 12, "ours": 12}
+        | {"ratio": 6, "TFLOP/s": 8, "MB": 6, "error": 8, "by": 34}
+    )
+    print("milliseconds, bfloat16, 4 bits in groups of 64; dense: mx.dequantize and a product;")
+    print(
+        "ratio: the better of the two over ours; MB: the most memory ours takes beside its inputs"
+    )
     table.print_header()
-    for mode, (sizes, widths) in MODES.items():
-        for bits in widths:
-            fmt, row = Format(sizes[len(sizes) // 2], bits, mode), {}
-            for m in counts:
-                x, packed = problem(m, 2048, 2048, mx.bfloat16, fmt)
-                contenders = {path: on(path, x, packed, fmt) for path in ("ops", "host")}
-                times = measure(contenders, repeats=repeats)
-                row[f"rows {m}"] = times["ops"].median / times["host"].median
-            table.add(format=f"{mode} {bits}", **row)
+    for n, k in ((37888, 3584), (152064, 3584), (3584, 3584), (3584, 18944)):
+        for rows in (17, 32, 48, 64, 96, 128, 192, 256, 512, 2048):
+            if rows * n * k <= 1 << 40:
+                _compare_many(table, rows, n, k, True, fmt, repeats)
+    for rows in (64, 512, 2048):
+        _compare_many(table, rows, 37888, 3584, False, fmt, repeats)
     return [table]
+
+
+def _compare_many(
+    table: Table, rows: int, n: int, k: int, transpose: bool, fmt: Format, repeats: int
+) -> None:
+    """One row; untransposed it is the gradient of x, and the matrix still (n, k)."""
+    x, packed = problem(rows, n, k, mx.bfloat16, fmt)
+    if not transpose:
+        x = mx.random.normal((rows, n)).astype(mx.bfloat16)
+    copies = [tuple(a + 0 for a in packed) for _ in range(min(6, -(-(1 << 28) // (n * k))))]
+    mx.eval(x, copies)
+    turn = iter(range(1 << 30))
+
+    def ours() -> mx.array:
+        w, scales, biases = copies[next(turn) % len(copies)]
+        return quantized_matmul(x, w, scales, biases, transpose=transpose, **fmt._asdict())
+
+    def stock() -> mx.array:
+        return mx.quantized_matmul(x, *copies[next(turn) % len(copies)], transpose, *fmt)
+
+    def dense() -> mx.array:
+        matrix = mx.dequantize(*copies[next(turn) % len(copies)], *fmt)
+        return x @ (matrix.T if transpose else matrix)
+
+    explain(reset=True)
+    mx.eval(ours())
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    y = ours()
+    mx.eval(y)
+    peak = mx.get_peak_memory() - before
+    way = next(d for d in explain() if d.op == "quantized_matmul")
+    found = error(y, x, packed, fmt) if transpose else _error_untransposed(y, x, packed, fmt)
+    assert found <= 2 * mx.finfo(mx.bfloat16).eps, f"{rows} rows: {found:.2e}"
+    times = measure({"stock": stock, "dense": dense, "ours": ours}, repeats=repeats)
+    best = min(times["stock"].median, times["dense"].median)
+    table.add(
+        product=f"{n} x {k}" if transpose else f"gradient {n} x {k}",
+        rows=rows,
+        **{name: time.scaled(1e3) for name, time in times.items()},
+        ratio=best / times["ours"].median,
+        **{"TFLOP/s": 2e-12 * rows * n * k / times["ours"].median},
+        MB=peak / 1e6,
+        error=found,
+        by="stock" if way.path == "ops" else way.reason.partition("by ")[2],
+    )
+
+
+def _error_untransposed(y: mx.array, x: mx.array, packed: Packed, fmt: Format) -> float:
+    """As ``error``, of the product with the matrix itself; on the first rows and columns."""
+    columns = fmt.group_size
+    words = columns * fmt.bits // 32
+    w, scales, biases = packed
+    part = w[:, :words], scales[:, :1], None if biases is None else biases[:, :1]
+    truth = np.array(x[:8].astype(mx.float32), np.float64)
+    truth = truth @ np.array(reference.dequantize(*part, fmt), np.float64)
+    found = np.array(y[:8, :columns].astype(mx.float32), np.float64)
+    return float(np.abs(found - truth).max() / np.abs(truth).max())
 
 
 def main() -> None:
@@ -163,11 +249,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--crossover", action="store_true", help="measure the crossovers instead")
     parser.add_argument("--host", action="store_true", help="measure the kernel's gain instead")
+    parser.add_argument("--many", action="store_true", help="measure many rows on a GPU instead")
     parser.add_argument("--repeats", type=int, default=8, help="measurements of each (default: 8)")
     add_output(parser)
     args = parser.parse_args()
     print_facts()
-    measured = crossover if args.crossover else host_gain if args.host else layer_and_rows
+    measured = layer_and_rows
+    for asked, other in (
+        (args.crossover, crossover),
+        (args.host, host_gain),
+        (args.many, many_rows),
+    ):
+        measured = other if asked else measured
     tables = measured(args.repeats)
     write_output(args, "quantized_matmul", tables)
 

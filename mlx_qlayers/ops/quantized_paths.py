@@ -15,7 +15,8 @@ from ..metal.quantized_matmul import (
     few_rows,
     products_of_few_rows,
 )
-from ..metal.quantized_tiles import product_in_tiles, tiles
+from ..metal.quantized_tiles import WAVE, product_in_tiles, tiles
+from ..metal.quantized_untransposed import columns, product_of_few_rows_untransposed
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend, choose, requested
 
@@ -33,6 +34,13 @@ _HOST_GAIN = {
     ("mxfp8", 8): (4.5, 7.8, 9.9, 9.1, 7.6),
     ("nvfp4", 4): (0.8, 1.1, 2.0, 2.8, 3.0),
 }
+
+# The least of untransposed products in 2, 4, 5 and 8 bits and small floats, 1 to 1,024 rows.
+_HOST_GAIN_UNTRANSPOSED = 1.4
+
+_MEASURED_ON_CUDA = Format(64, 4)
+# Rows up to which tiles are faster than unpacking the matrix for a dense product on an H200.
+_TILES_UNTIL = 128
 
 FEW_ROWS, TILES, DENSE = "few rows at once", "tiles", "dequantized, then a dense product"
 
@@ -59,14 +67,21 @@ def way(op: str, x: mx.array, w: mx.array, scales: mx.array, transpose: bool, fm
     if w.ndim > 2 or 0 in (rows, *w.shape):
         lacking = f"w has shape {w.shape}, x {x.shape}; the kernels take one matrix, none empty"
         return Way(choose(op, unless=lacking))
-    kernel, unless, gain = TILES, _many_rows_unmeasured(), None
-    if rows <= MAX_FEW_ROWS and transpose:
-        kernel, unless, gain = FEW_ROWS, stock_is_better(x.dtype), host_gain(rows, fmt)
+    device = backend()
+    if device == "host":
+        # Where threads do not run side by side, sixteen rows after sixteen are fastest.
+        kernel, unless = FEW_ROWS, None
+    elif rows <= MAX_FEW_ROWS and transpose:
+        kernel, unless = FEW_ROWS, stock_is_better(x.dtype)
+    elif device == "cuda":
+        kernel, unless = _many_rows_on_cuda(rows, x, w, transpose, fmt)
+    else:
+        kernel, unless = TILES, "the kernel was not measured on an Apple GPU"
     path = choose(
         op,
         ("metal", "cuda", "host"),
         unless=unless,
-        host_gain=gain,
+        host_gain=host_gain(rows, fmt, transpose),
         arrays=(x, w, scales),
         by=kernel,
     )
@@ -80,15 +95,29 @@ def stock_is_better(dtype: mx.Dtype) -> str | None:
     return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
 
 
-def host_gain(rows: int, fmt: Format) -> float | None:
-    """The gain of the kernel of few rows at the next smaller number of rows that was measured."""
-    if not 0 < rows <= MAX_FEW_ROWS:
-        return None
-    return _HOST_GAIN[fmt.mode, fmt.bits][rows.bit_length() - 1]
+def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float:
+    """The gain of the kernels of few rows at the next smaller number of rows that was measured."""
+    if not transpose:
+        return _HOST_GAIN_UNTRANSPOSED
+    return _HOST_GAIN[fmt.mode, fmt.bits][min(rows, MAX_FEW_ROWS).bit_length() - 1]
 
 
-def _many_rows_unmeasured() -> str | None:
-    return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+def _many_rows_on_cuda(
+    rows: int, x: mx.array, w: mx.array, transpose: bool, fmt: Format
+) -> tuple[str, str | None]:
+    """The kernel, and why ``auto`` leaves it for the stock operator; measured on an H200.
+
+    The dense matrix is held in memory while it is multiplied: 2 bytes an element.
+    """
+    if x.dtype != mx.bfloat16 or fmt != _MEASURED_ON_CUDA:
+        return TILES, f"many rows were measured on CUDA in bfloat16 and {_MEASURED_ON_CUDA} alone"
+    if rows > _TILES_UNTIL:
+        return DENSE, None
+    n = w.shape[0] if transpose else fmt.dims(w)
+    cut = tiles("cuda", rows, n, x.shape[-1], x.dtype, fmt, transpose)
+    if transpose:
+        return (TILES if cut.count(rows, n) >= WAVE else DENSE), None
+    return TILES, "the stock operator is as fast for so few rows of an untransposed matrix"
 
 
 def product(
@@ -122,6 +151,16 @@ def product(
     rows, k = prod(x.shape[:-1]), x.shape[-1]
     n = w.shape[0] if transpose else fmt.dims(w)
     if way.kernel == FEW_ROWS:
+        if rows > MAX_FEW_ROWS:
+            few = x.reshape(-1, k)
+            parts = [few[i : i + MAX_FEW_ROWS] for i in range(0, rows, MAX_FEW_ROWS)]
+            products = [
+                product(way, part, w, scales, biases, bias, transpose, fmt) for part in parts
+            ]
+            return mx.concatenate(products).reshape(*x.shape[:-1], n)
+        if not transpose:
+            spread = columns(way.path, rows, n, k, fmt)
+            return product_of_few_rows_untransposed(x, w, scales, biases, bias, fmt, spread)
         config = few_rows(way.path, rows, n, k, x.dtype, fmt)
         return products_of_few_rows(x, [PackedMatrix(w, scales, biases, bias)], fmt, config)[0]
     if way.kernel == TILES:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.dequantize import dequantize
@@ -70,11 +71,21 @@ def test_every_format_and_dtype(fmt, dtype, transpose):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_on_cuda(fmt, dtype, transpose):
-    check_all(fmt, dtype, transpose, device="cuda")
+@pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda i: str(FORMATS[i]))
+def test_on_cuda(number):
+    for transpose in (True, False):
+        check_all(FORMATS[number], DTYPES[number % 3], transpose, SHAPES[1::2], device="cuda")
+
+
+@pytest.mark.parametrize("path", ["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("rows", [32, 64, 96, 128])
+def test_tiles_of_wide_products(rows, path):
+    """The configurations that a GPU takes where there is work for all of it."""
+    rng = np.random.default_rng(rows)
+    x, packed = sample(rng, rows - 7, 150, 3, AFFINE, mx.bfloat16)
+    config = tiles("cuda", rows, 1 << 17, 192, x.dtype, AFFINE, True)
+    with use_backend(path), checks():
+        check(product_in_tiles(x, *packed, None, True, AFFINE, config), x, packed, AFFINE)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +160,33 @@ def test_nan_and_infinity_stay_in_their_row(dtype):
     y = np.isfinite(to64(y))
     good = np.isfinite(values).all(1)
     assert y[good].all() and not y[~good].any()
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_banks_and_memory(dtype, transpose):
+    """No threads of a SIMD group wait for each other's banks more than once."""
+    rng = np.random.default_rng(6)
+    x, packed = sample(rng, 64, 128, 2, AFFINE, dtype, transpose)
+    with checks() as report:
+        by_kernel(x, packed, AFFINE, transpose, device="cuda")
+    assert max(counters.bank_ways for _, counters in report.launches) <= 2
+
+
+def test_moves_no_more_than_stock():
+    """Device memory at 64 rows, beside MLX's own tiled kernel on the same machine."""
+    m, n, k = 64, 128, 512
+    x, packed = sample(np.random.default_rng(9), m, n, k // 64, AFFINE, mx.float16)
+    stock = mk.load("affine", "affine_qmm_t<half, 64, 4, false, false>", checked=True)
+    sizes = {name: mk.i32(value) for name, value in (("M", m), ("N", n), ("K", k))}
+    given = dict(zip(("w", "scales", "biases"), packed, strict=True)) | {"x": x} | sizes
+    y = {"y": mk.empty((m, n), x.dtype)}
+    theirs = mk.run(stock, given | mk.UNBATCHED, y, (n // 32, m // 32, 1), (32, 2, 2))
+    for device in ("metal", "cuda"):
+        with checks() as report:
+            by_kernel(x, packed, AFFINE, device=device, parts=1)
+        moved = report.total("bytes_read") + report.total("bytes_written")
+        assert moved <= theirs.bytes_read + theirs.bytes_written
 
 
 def test_every_weight_is_read_once_for_a_tile_of_rows():

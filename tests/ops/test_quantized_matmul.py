@@ -240,7 +240,7 @@ def test_kernel_has_the_gradient_of_the_reference(mode):
     for path in ("host", "ops"):
         with use_backend(path), trace() as launches:
             found.append(mx.grad(loss, tuple(range(len(floats))))(*floats))
-        kernels = ["quantized_matmul_few_rows", "quantized_matmul_tiles"]
+        kernels = ["quantized_matmul_few_rows", "quantized_matmul_untransposed"]
         kernels += ["quantized_gradients_groups"] * (mode == "affine")
         ran = sorted(x.kernel for x in launches)
         assert len(ran) == len(kernels) * (path == "host")
@@ -249,6 +249,56 @@ def test_kernel_has_the_gradient_of_the_reference(mode):
         )
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(to64(a), to64(b), rtol=0, atol=4e-6 * np.abs(to64(b)).max())
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("path", ["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_kernels_take_many_rows(path, transpose):
+    rng = np.random.default_rng(7)
+    packed = random_packed(rng, 72, 192, AFFINE, mx.float16)
+    bias = random(rng, (72 if transpose else 192,), mx.float16)
+    for rows in (17, 33, 64, 129):
+        x = random(rng, (rows, 192 if transpose else 72), mx.float16)
+        with use_backend(path):
+            y = quantized_matmul(x, *packed, transpose=transpose)
+            added = quantized_matmul(x[None], *packed, transpose=transpose, bias=bias)
+        check(y, x, packed, AFFINE, transpose)
+        np.testing.assert_allclose(to64(added[0]), to64(y) + to64(bias), rtol=0, atol=4e-2)
+
+
+@pytest.mark.parametrize("path", ["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("rows", [3, 33])
+def test_gradient_by_kernel(path, transpose, rows):
+    """Of x, scales, biases and bias, by differences; and of x alone in a format of small floats."""
+    rng = np.random.default_rng(rows)
+    w, scales, biases = random_packed(rng, 40, 64, SMALL)
+    x = random(rng, (rows, 64 if transpose else 40))
+    bias = random(rng, (40 if transpose else 64,))
+    options = {"transpose": transpose, "group_size": 32}
+    with use_backend(path):
+        assert_gradient(
+            lambda x, s, b, c: quantized_matmul(x, w, s, b, bias=c, **options),
+            (x, scales, biases, bias),
+            rng,
+        )
+        w, scales, _ = random_packed(rng, 40, 64, Format(32, 8, "mxfp8"))
+        assert_gradient(
+            lambda x: quantized_matmul(x, w, scales, mode="mxfp8", bits=8, **options), (x,), rng
+        )
+
+
+def test_only_gradients_asked_for_are_computed():
+    packed = mx.quantize(random(np.random.default_rng(8), (40, 64)), group_size=32)
+
+    def loss(x, scales):
+        return quantized_matmul(x, packed[0], scales, packed[2], group_size=32).sum()
+
+    for asked, kernel in ((0, "quantized_matmul_untransposed"), ((0, 1), "quantized_gradients")):
+        with use_backend("host"), trace() as launches:
+            mx.eval(mx.grad(loss, asked)(mx.ones((3, 64)), packed[1]))
+        assert kernel in launches[-1].kernel or kernel in launches[-2].kernel
+        assert len(launches) == (2 if asked == 0 else 3)
 
 
 def test_auto_takes_the_kernel_where_it_is_faster():
@@ -260,12 +310,14 @@ def test_auto_takes_the_kernel_where_it_is_faster():
         for rows, arguments, options, path, reason in (
             (1, packed, {}, "host", "auto: 4.4 times"),
             (16, packed, {}, "host", "auto: 10 times"),
-            (17, packed, {}, "ops", "the kernel was not measured on a CPU"),
+            (17, packed, {}, "host", "by few rows at once"),
+            (1, packed, {"transpose": False}, "host", "auto: "),
             (1, fp4, {"mode": "mxfp4"}, "ops", "0.9 times"),
             (2, fp4, {"mode": "mxfp4"}, "host", "auto: 1.5 times"),
         ):
             explain(reset=True)
-            quantized_matmul(mx.ones((rows, 64)), *arguments, **options)
+            x = mx.ones((rows, 40 if "transpose" in options else 64))
+            quantized_matmul(x, *arguments, **options)
             (decision,) = (d for d in explain() if d.op == "quantized_matmul")
             assert decision.path == path and reason in decision.reason
 

@@ -57,6 +57,7 @@ class Counters:
         simd_operations, quad_operations, matrix_operations: each once for a SIMD group.
         atomics, loads, stores: operations on device memory, each once for a thread.
         threads, threadgroups: how many ran.
+        bank_ways: the most threads of a SIMD group that one bank served in one access.
         same_value_writes: stores in no order with another thread's, of the value that was there.
     """
 
@@ -78,6 +79,7 @@ class Counters:
     stores: int
     threads: int
     threadgroups: int
+    bank_ways: int
     same_value_writes: int
 
 

@@ -43,6 +43,7 @@ COUNTERS = (
     "stores",
     "threads",
     "threadgroups",
+    "bank_ways",
     "same_value_writes",
 )
 

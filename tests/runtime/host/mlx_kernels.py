@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_qlayers.runtime.host import HostKernel, KernelFault, compile_source
+from mlx_qlayers.runtime.host import Counters, HostKernel, KernelFault, compile_source
 
 _FOLDER = "mlx/backend/metal/kernels/"
 
@@ -93,7 +93,7 @@ def run(
     threadgroups: Sequence[int],
     threads: tuple[int, int, int],
     tolerate: Sequence[type[KernelFault]] = (),
-) -> None:
+) -> Counters | None:
     """Run on arguments by name; ``outputs`` are filled with NaN or ones first, then written."""
     for array in outputs.values():
         array.view(np.uint8).fill(0xFF)
@@ -101,7 +101,7 @@ def run(
     buffers = {i: given[p.name] for i, p in kernel.signature.buffers.items() if p.name in given}
     written = [i for i, p in kernel.signature.buffers.items() if p.name in outputs]
     x, y, z = (g * t for g, t in zip(threadgroups, threads, strict=True))
-    kernel.run(buffers, (x, y, z), threads, writes=written, fresh=written, tolerate=tolerate)
+    return kernel.run(buffers, (x, y, z), threads, writes=written, fresh=written, tolerate=tolerate)
 
 
 def empty(shape: Sequence[int], dtype: mx.Dtype) -> np.ndarray:

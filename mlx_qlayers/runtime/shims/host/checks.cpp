@@ -103,6 +103,7 @@ static void settle_banks(Checks* c, uint32_t simd) {
       if (n > worst) worst = n;
     }
     if (worst > 1) c->counters->bank_conflicts += worst - 1;
+    if (worst > c->counters->bank_ways) c->counters->bank_ways = worst;
   }
   b.count = 0;
   memset(b.issued, 0, sizeof b.issued);

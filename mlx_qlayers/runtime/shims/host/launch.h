@@ -37,6 +37,7 @@ struct Counters {
   uint64_t atomics;                                      // each once for a thread
   uint64_t loads, stores;                                // device instructions, a thread at a time
   uint64_t threads, threadgroups;
+  uint64_t bank_ways;  // the most threads that one bank served in one of these accesses
   uint64_t same_value_writes;  // by two threads, in no order: harmless, and worth knowing
 };
 
