@@ -57,6 +57,9 @@ class Counters:
         simd_operations, quad_operations, matrix_operations: each once for a SIMD group.
         atomics, loads, stores: operations on device memory, each once for a thread.
         threads, threadgroups: how many ran.
+        alu_cycles: arithmetic of all threads, by the costs of an Apple M1 (``cycles.py``).
+        turns: of all loops, in all threads.
+        threadgroup_memory: bytes that a threadgroup takes.
         same_value_writes: stores in no order with another thread's, of the value that was there.
     """
 
@@ -78,6 +81,9 @@ class Counters:
     stores: int
     threads: int
     threadgroups: int
+    alu_cycles: int
+    turns: int
+    threadgroup_memory: int
     same_value_writes: int
 
 

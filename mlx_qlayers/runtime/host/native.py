@@ -43,6 +43,9 @@ COUNTERS = (
     "stores",
     "threads",
     "threadgroups",
+    "alu_cycles",
+    "turns",
+    "threadgroup_memory",
     "same_value_writes",
 )
 
