@@ -35,8 +35,9 @@ class Move:
     value: int
 
     def __call__(self, config: C) -> C:
-        changed: Any = replace(config, **{self.field: self.value})  # type: ignore[type-var]
-        return changed  # type: ignore[no-any-return]
+        before: Any = config
+        after: C = replace(before, **{self.field: self.value})
+        return after
 
     def __str__(self) -> str:
         return f"{type(self).__name__.upper()} {self.field}={self.value}"
@@ -56,9 +57,9 @@ class Upcast(Move):
 class Unroll(Move):
     """Values per step: neighbours are read at once, and the loop turns less often::
 
-        for k in range(lane, K, 32):            for k in range(4 * lane, K, 128):
-            sum += x0[k]                            a, b, c, d = x0[k : k + 4]
-                                                    sum += a; sum += b; sum += c; sum += d
+    for k in range(lane, K, 32):            for k in range(4 * lane, K, 128):
+        sum += x0[k]                            a, b, c, d = x0[k : k + 4]
+                                                sum += a; sum += b; sum += c; sum += d
     """
 
 
@@ -116,23 +117,20 @@ class Axis:
     Attributes:
         move: the kind.
         field: the field.
-        values: in ascending order; the search steps from one to the next.
+        values: those that it may take.
     """
 
     move: type[Move]
     field: str
     values: tuple[int, ...]
 
-    def steps(self, config: Any) -> Iterator[Move]:
-        """The moves to the next smaller and the next larger value.
+    def moves(self, config: Any) -> Iterator[Move]:
+        """The moves to every other value.
 
         Example:
             >>> from mlx_qlayers.metal.row_sum import RowSum
-            >>> [str(move) for move in Axis(Upcast, "upcast", (1, 2, 4)).steps(RowSum(upcast=2))]
+            >>> [str(move) for move in Axis(Upcast, "upcast", (1, 2, 4)).moves(RowSum(upcast=2))]
             ['UPCAST upcast=1', 'UPCAST upcast=4']
         """
         now = getattr(config, self.field)
-        below = [value for value in self.values if value < now]
-        above = [value for value in self.values if value > now]
-        for value in (*below[-1:], *above[:1]):
-            yield self.move(self.field, value)
+        return (self.move(self.field, value) for value in self.values if value != now)

@@ -37,7 +37,7 @@ class Stopped(Exception):
 
 def neighbours(config: C, axes: Sequence[Axis], why_not: Callable[[C], str | None]) -> list[C]:
     """The legal configurations one move away."""
-    moved = [move(config) for axis in axes for move in axis.steps(config)]
+    moved = [move(config) for axis in axes for move in axis.moves(config)]
     return [c for c in moved if why_not(c) is None]
 
 
@@ -56,7 +56,8 @@ def beam_search(
         near: the legal configurations one move away from another.
         attempt: measures one. It may raise :class:`Stopped`.
         width: how many are kept.
-        noise: the least gain of a round, as a fraction, that is worth another one.
+        noise: the least gain of a round, as a fraction, that counts. A first round without one may
+            be a plateau; after a second one the search ends.
 
     Returns:
         All that was tried, the fastest first; those that do not work last.
@@ -79,14 +80,17 @@ def beam_search(
 
     try:
         attempt_all(starts)
-        while True:
-            beam = [t.config for t in ranked()[:width] if t.config not in expanded and not t.problem]
-            best = ranked()[0].seconds if seen else inf
+        idle = 0
+        while idle < 2:
+            kept = [trial.config for trial in ranked()[:width] if not trial.problem]
+            beam = [config for config in kept if config not in expanded]
+            if not beam:
+                break
+            best = ranked()[0].seconds
             for config in beam:
                 expanded.add(config)
                 attempt_all(near(config))
-            if not beam or ranked()[0].seconds > best * (1 - noise):
-                break
+            idle = 0 if ranked()[0].seconds < best * (1 - noise) else idle + 1
     except Stopped:
         pass
     return ranked()
