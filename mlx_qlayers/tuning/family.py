@@ -10,6 +10,7 @@ from typing import ClassVar, Generic, TypeVar
 import mlx.core as mx
 
 from ..runtime.kernel import Kernel
+from ..runtime.tracing import Record
 from .moves import Axis
 from .store import key_of
 
@@ -65,6 +66,10 @@ class Family(ABC, Generic[C]):
     @abstractmethod
     def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
         """The right result, in float32."""
+
+    @abstractmethod
+    def problem(self, record: Record) -> Problem:
+        """The problem that a launch of one of the kernels belongs to."""
 
     def paths(self, problem: Problem) -> Mapping[str, Callable[[list[mx.array]], mx.array]]:
         """The other paths that ``auto`` could take; the stock operator among them."""
