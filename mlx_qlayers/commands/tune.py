@@ -72,7 +72,9 @@ def _tune(args: argparse.Namespace) -> None:
                 break
             best: dict[str, float] = {}
 
-            def show(trial: Trial[Any], best: dict[str, float] = best, key: str = family.key(problem)) -> None:
+            def show(
+                trial: Trial[Any], best: dict[str, float] = best, key: str = family.key(problem)
+            ) -> None:
                 best["first"] = best.get("first", trial.seconds)
                 best["now"] = min(best.get("now", trial.seconds), trial.seconds)
                 bar.n = min(args.budget, args.budget - (deadline - time.monotonic()))

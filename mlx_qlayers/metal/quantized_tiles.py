@@ -23,7 +23,7 @@ def threadgroup_memory(
     return stages * elements * T.size
 
 
-_TILES = Kernel(
+TILES = Kernel(
     "quantized_matmul_tiles",
     "quantized_tiles.metal",
     inputs=("x", "w", "scales", "biases", "bias", "shape"),
@@ -51,7 +51,7 @@ _TILES = Kernel(
     large=True,
 )
 
-_SUM = Kernel(
+SUM = Kernel(
     "quantized_matmul_sum",
     "quantized_tiles.metal",
     inputs=("parts", "bias", "shape"),
@@ -161,7 +161,7 @@ def product_in_tiles(
     parts = -(-k // depth)
     threads = config.threads(x.dtype)
     added = bias if parts == 1 else None
-    (y,) = _TILES(
+    (y,) = TILES(
         [
             x,
             w,
@@ -179,7 +179,7 @@ def product_in_tiles(
     )
     if parts == 1:
         return y
-    (y,) = _SUM(
+    (y,) = SUM(
         [y, x if bias is None else bias, _numbers(m * n, n, parts)],
         template={"T": x.dtype, "biased": bias is not None},
         grid=(m * n, 1, 1),

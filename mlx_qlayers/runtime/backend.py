@@ -149,7 +149,7 @@ class use_backend:
 
 @contextmanager
 def prefer_kernels() -> Iterator[None]:
-    """Let ``auto`` take a kernel wherever there is one, whatever is faster, for a ``with`` block."""
+    """For a ``with`` block, let ``auto`` take a kernel wherever there is one, faster or not."""
     global _preferring
     before, _preferring = _preferring, True
     try:

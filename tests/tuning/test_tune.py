@@ -11,7 +11,8 @@ from mlx_qlayers.metal.row_sum import RowSum
 from mlx_qlayers.runtime import KernelTimeout
 from mlx_qlayers.tuning import store
 from mlx_qlayers.tuning import tune as tuning
-from mlx_qlayers.tuning.families import FAMILIES, ROW_SUM, RowSumFamily
+from mlx_qlayers.tuning.families import FAMILIES, ROW_SUM
+from mlx_qlayers.tuning.families.row_sum import RowSumFamily
 from mlx_qlayers.tuning.family import Problem
 from mlx_qlayers.tuning.machines import MACHINES
 from mlx_qlayers.tuning.moves import Axis, Group, Local, PadTo, Unroll, Upcast

@@ -1,21 +1,20 @@
-"""The kernel families that can be tuned."""
+"""Sums of rows, as the tuner sees them: the family to learn from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import mlx.core as mx
 
-from ..metal import row_sum
-from ..metal.row_sum import RowSum
-from ..runtime.tracing import Record
-from .family import Family, Problem
-from .moves import Axis, Group, GroupTop, Local, PadTo, Unroll, Upcast
+from ...metal import row_sum
+from ...metal.row_sum import RowSum
+from ...runtime.tracing import Record
+from ..family import Family, Problem
+from ..moves import Axis, Group, GroupTop, Local, PadTo, Unroll, Upcast
 
 
 class RowSumFamily(Family[RowSum]):
-    """Sums of the rows of x (M, K): the family to learn from."""
+    """Sums of the rows of x (M, K)."""
 
     name = "row_sum"
     config = RowSum
@@ -61,4 +60,3 @@ class RowSumFamily(Family[RowSum]):
 
 
 ROW_SUM = RowSumFamily()
-FAMILIES: dict[str, Family[Any]] = {family.name: family for family in (ROW_SUM,)}
