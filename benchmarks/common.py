@@ -10,117 +10,30 @@ import argparse
 import csv
 import json
 import platform
-import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_flatten
-
 from mlx_qlayers.commands.info import backends, device, versions
+from mlx_qlayers.tuning.timing import Sample, arrays, measure, significant, turns
+
+__all__ = [
+    "RESULTS",
+    "Sample",
+    "Table",
+    "add_output",
+    "arrays",
+    "facts",
+    "measure",
+    "print_facts",
+    "significant",
+    "turns",
+    "write_output",
+]
 
 RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Repeated measurements of one quantity: the median, and the middle half around it.
-
-    Times are in seconds. Where a rate is wanted, :meth:`per` turns a time into one.
-    """
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Sample:
-        """Summarise the measurements; the spread is between the quartiles."""
-        values = sorted(values)
-        if len(values) < 2:
-            return cls(values[0], values[0], values[0], 1)
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, low, high, len(values))
-
-    @property
-    def spread(self) -> float:
-        """The distance between the quartiles as a fraction of the median."""
-        return (self.high - self.low) / self.median
-
-    def per(self, amount: float) -> Sample:
-        """``amount`` a second: tokens/s, bytes/s or operations/s from seconds."""
-        return Sample(amount / self.median, amount / self.high, amount / self.low, self.count)
-
-    def scaled(self, factor: float) -> Sample:
-        """The same in another unit, as 1e3 for milliseconds."""
-        return Sample(self.median * factor, self.low * factor, self.high * factor, self.count)
-
-    def __str__(self) -> str:
-        return f"{significant(self.median)} ±{self.spread / 2:.0%}"
-
-
-def measure(
-    contenders: Mapping[str, Callable[[], Any]],
-    *,
-    repeats: int = 10,
-    warmup: int = 1,
-    least: float = 0.02,
-) -> dict[str, Sample]:
-    """Time functions against each other.
-
-    What a function returns is evaluated. A fast one is called several times a measurement, one
-    call queued behind the other as in a running model, so that each measurement takes at least
-    ``least`` seconds and neither the clock nor the wait for the device matters.
-
-    Args:
-        contenders: the functions by name.
-        repeats: measurements of each.
-        warmup: calls of each before the first measurement, besides one that finds its pace.
-        least: the shortest measurement in seconds.
-
-    Returns:
-        Seconds a call by name.
-
-    Example:
-        >>> a = mx.random.normal((64, 64))
-        >>> measure({"matmul": lambda: a @ a})["matmul"].median < 1
-        True
-    """
-    calls = {}
-    for name, function in contenders.items():
-        pace = min(_seconds(function, 1) for _ in range(warmup + 1))
-        calls[name] = max(1, round(least / pace))
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for name in turns(contenders, repeats):
-        times[name].append(_seconds(contenders[name], calls[name]))
-    return {name: Sample.of(values) for name, values in times.items()}
-
-
-def turns(names: Iterable[str], repeats: int) -> Iterable[str]:
-    """Each name once a round, in an order that alternates."""
-    order = list(names)
-    for _ in range(repeats):
-        yield from order
-        order.reverse()
-
-
-def arrays(result: Any) -> list[mx.array]:
-    """The arrays of whatever a function returned."""
-    return [array for _, array in tree_flatten(result) if isinstance(array, mx.array)]
-
-
-def _seconds(function: Callable[[], Any], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls - 1):
-        mx.async_eval(*arrays(function()))
-    mx.eval(*arrays(function()))
-    mx.synchronize()
-    return (time.perf_counter() - start) / calls
 
 
 def facts() -> dict[str, str]:
@@ -144,13 +57,6 @@ def print_facts() -> None:
     rows = facts()
     width = max(map(len, rows))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()), end="\n\n")
-
-
-def significant(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits, and none in powers of ten."""
-    if value == 0 or abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    return f"{value:#.{digits}g}" if abs(value) >= 1e-4 else f"{value:.{digits - 1}e}"
 
 
 class Table:

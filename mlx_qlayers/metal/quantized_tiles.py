@@ -25,7 +25,7 @@ def threadgroup_memory(
     return stages * elements * T.size
 
 
-_TILES = Kernel(
+TILES = Kernel(
     "quantized_matmul_tiles",
     "quantized_tiles.metal",
     inputs=("x", "w", "scales", "biases", "bias", "shape"),
@@ -53,7 +53,7 @@ _TILES = Kernel(
     large=True,
 )
 
-_SUM = Kernel(
+SUM = Kernel(
     "quantized_matmul_sum",
     "quantized_tiles.metal",
     inputs=("parts", "bias", "shape"),
@@ -188,7 +188,7 @@ def product_in_tiles(
     parts = -(-k // depth)
     threads = config.threads(x.dtype)
     added = bias if parts == 1 else None
-    (y,) = _TILES(
+    (y,) = TILES(
         [
             x,
             w,
@@ -226,7 +226,7 @@ def sum_of_parts(
         shape: of the result, of M * N elements.
     """
     planes, m, n = parts.shape
-    (y,) = _SUM(
+    (y,) = SUM(
         [parts, mx.zeros((1,), dtype) if bias is None else bias, numbers(m * n, n, planes)],
         template={"T": dtype, "biased": bias is not None},
         grid=(m * n, 1, 1),

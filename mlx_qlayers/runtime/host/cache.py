@@ -14,21 +14,16 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from ..folder import cache_folder
 from . import toolchain
 
-_ENVIRONMENT = "MLX_QLAYERS_CACHE"
 # What a compilation may need: on a full disk the compiler stops without a word.
 _ROOM = 16 << 20
 
 
 def root() -> Path:
-    """The cache's folder: ``MLX_QLAYERS_CACHE``, else the platform's place for caches."""
-    if chosen := os.environ.get(_ENVIRONMENT):
-        return Path(chosen) / "host"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlx-qlayers" / "host"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mlx-qlayers" / "host"
+    """The folder of this backend's part of the cache."""
+    return cache_folder() / "host"
 
 
 @functools.cache

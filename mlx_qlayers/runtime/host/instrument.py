@@ -1,4 +1,5 @@
-"""Hooks into optimised LLVM IR: a call before every load, store, atomic, meeting and loop turn.
+"""Hooks into optimised LLVM IR: a call before every load, store, atomic, meeting and loop turn,
+and at the end of every block for its arithmetic.
 
 Device, constant and threadgroup memory are told apart by the address spaces of the IR, so that a
 thread's own variables cost nothing.
@@ -10,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .cycles import cycles
 from .ir import functions
 
 _TYPE = r"(?:<\d+ x [^>]+>|\[[^\]]+\]|\{[^}]*\}|ptr addrspace\(\d+\)|[\w.]+)"
@@ -39,6 +41,7 @@ _BORROWED = re.compile(r"(%[\w.]+) = addrspacecast ptr addrspace\([123]\) .* to 
 _DERIVED = re.compile(r"(%[\w.]+) = (?:getelementptr|phi ptr|select|bitcast)\b(?! addrspace)(.*)")
 _NAME = re.compile(r"%[\w.]+")
 _LABEL = re.compile(r"^([\w.$-]+):")
+_TERMINATOR = re.compile(r"^  (?:br|switch|ret|unreachable)\b")
 _TARGET = re.compile(r"label %([\w.$-]+)")
 _SIZES = {"i1": 1, "i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 4, "i64": 8}
 # Metal has none, but clang may copy a float2 as one.
@@ -51,6 +54,7 @@ declare void @qk_store(ptr, i64, i32, i32)
 declare void @qk_atomic(ptr, i64, i32, i32)
 declare void @qk_at(i32)
 declare void @qk_tick(i32)
+declare void @qk_work(i32)
 """
 
 
@@ -175,10 +179,11 @@ def instrument(ir: str, locate: Callable[[str], str]) -> Instrumented:
     hooks = _Hooks(locate, result)
     out: list[str] = []
     labels: set[str] = set()
+    work = 0
     bodies = iter([body for _, body in functions(ir)])
     for line in ir.split("\n"):
         if line.startswith("define "):
-            labels, hooks.borrowed = set(), _borrowed(next(bodies))
+            labels, hooks.borrowed, work = set(), _borrowed(next(bodies)), 0
         elif m := _LABEL.match(line):
             labels.add(m.group(1))
         elif line.startswith("  "):
@@ -189,6 +194,10 @@ def instrument(ir: str, locate: Callable[[str], str]) -> Instrumented:
             if added:
                 number = str(hooks.line(line))
                 out += [x.replace("@LINE@", number) for x in added]
+            work += cycles(line)
+            if work and _TERMINATOR.match(line):
+                out.append(f"  call void @qk_work(i32 {work})")
+                work = 0
         out.append(line)
     # A call inside a function with debug information would need a location of its own.
     text = re.sub(r", !dbg !\d+| !dbg !\d+", "", "\n".join(out))

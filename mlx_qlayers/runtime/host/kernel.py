@@ -58,6 +58,9 @@ class Counters:
         atomics, loads, stores: operations on device memory, each once for a thread.
         threads, threadgroups: how many ran.
         bank_ways: the most threads of a SIMD group that one bank served in one access.
+        alu_cycles: arithmetic of all threads, by the costs of an Apple M1 (``cycles.py``).
+        turns: of all loops, in all threads.
+        threadgroup_memory: bytes that a threadgroup takes.
         same_value_writes: stores in no order with another thread's, of the value that was there.
     """
 
@@ -80,6 +83,9 @@ class Counters:
     threads: int
     threadgroups: int
     bank_ways: int
+    alu_cycles: int
+    turns: int
+    threadgroup_memory: int
     same_value_writes: int
 
 

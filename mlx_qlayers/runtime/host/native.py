@@ -44,6 +44,9 @@ COUNTERS = (
     "threads",
     "threadgroups",
     "bank_ways",
+    "alu_cycles",
+    "turns",
+    "threadgroup_memory",
     "same_value_writes",
 )
 

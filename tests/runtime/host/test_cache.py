@@ -15,7 +15,7 @@ from mlx_qlayers.runtime.host import cache, toolchain
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MLX_QLAYERS_CACHE", str(tmp_path))
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
     return tmp_path
 
 

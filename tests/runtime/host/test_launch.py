@@ -193,7 +193,7 @@ def test_source_is_linted() -> None:
 def test_the_first_use_is_noted(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MLX_QLAYERS_CACHE", str(tmp_path))
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
     for _ in range(2):
         run("x[i] = 42;", [], [(8,)], [mx.int32], name="noted")
     note = "mlx-qlayers: compiling kernel noted for this CPU, once\n"

@@ -212,8 +212,13 @@ extern "C" void qk_atomic(const void* p, uint64_t bytes, uint32_t how, uint32_t 
   check(p, bytes, how, line, kAtomic);
 }
 extern "C" void qk_at(uint32_t line) { this_worker()->current->line = line; }
+extern "C" void qk_work(uint32_t cycles) {
+  Worker* w = this_worker();
+  if (w->checks) w->checks->counters->alu_cycles += cycles;
+}
 extern "C" void qk_tick(uint32_t line) {
   Worker* w = this_worker();
+  if (w->checks) w->checks->counters->turns++;
   if (w->checks && w->checks->budget-- == 0) {
     w->current->line = line;
     w->fail(kHang, "still running after %llu steps", (unsigned long long)w->launch->budget);

@@ -65,6 +65,7 @@ static uint64_t bits_set(const uint8_t* map, uint64_t bytes) {
 
 void checks_end(Checks* c) {
   Launch* l = c->launch;
+  c->counters->threadgroup_memory = l->threadgroup_bytes;
   for (uint32_t i = 0; i < l->region_count; i++) {
     const Region& r = l->regions[i];
     Shadow& s = c->shadows[i];

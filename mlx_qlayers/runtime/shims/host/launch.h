@@ -38,6 +38,9 @@ struct Counters {
   uint64_t loads, stores;                                // device instructions, a thread at a time
   uint64_t threads, threadgroups;
   uint64_t bank_ways;  // the most threads that one bank served in one of these accesses
+  uint64_t alu_cycles;         // of all threads, by the costs of an Apple M1
+  uint64_t turns;              // of all loops, in all threads
+  uint64_t threadgroup_memory;  // bytes that a threadgroup takes
   uint64_t same_value_writes;  // by two threads, in no order: harmless, and worth knowing
 };
 

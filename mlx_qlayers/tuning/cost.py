@@ -1,0 +1,99 @@
+"""What a launch should take on a GPU that is not here: a roofline over what the host counted.
+
+The checked build of the host backend counts what a launch does. Divided by what a machine can do in
+a second, each count is a time; the longest bounds the launch from below, and the others hide behind
+it only in part. What the model cannot know: registers (and so spills and how many threads fit), how
+Apple's compiler merges loads, what a cache keeps, how clocks move. It ranks; it does not promise.
+
+Source: S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from ..runtime.host.kernel import Counters
+from .machines import Machine
+
+# How much of the shorter times shows behind the longest one: the exponent of their norm.
+_OVERLAP = 4.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The parts of a launch's time, in seconds, as if each were alone.
+
+    Attributes:
+        memory: device memory, each byte once, and the cache for those read again.
+        loads: starting the load and store instructions.
+        latency: turns of loops that wait for memory, one after another.
+        alu: arithmetic, reductions, barriers.
+        matrix: matrix operations.
+        threadgroup: threadgroup memory and its bank conflicts.
+        launch: what every launch takes.
+    """
+
+    memory: float
+    loads: float
+    latency: float
+    alu: float
+    matrix: float
+    threadgroup: float
+    launch: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole: the longest part, and some of the others."""
+        parts = (self.memory, self.loads, self.latency, self.alu + self.matrix, self.threadgroup)
+        return float(sum(part**_OVERLAP for part in parts) ** (1 / _OVERLAP) + self.launch)
+
+
+def cost(counters: Counters, machine: Machine) -> Cost:
+    """The time of one launch on a machine.
+
+    Args:
+        counters: what the checked build of ``host`` counted.
+        machine: from :data:`machines.MACHINES`.
+
+    Example:
+        >>> with use_backend("host"), checks() as report:
+        ...     y = exp(x)
+        >>> cost(report.launches[0][1], MACHINES["applegpu_g13s"]).seconds
+        2.7e-06
+    """
+    c, m = counters, machine
+    threads = ceil(c.threads / c.threadgroups)
+    fitting = max(1, min(m.threads // threads, _groups_that_fit(c, m)))
+    # Threadgroups that a core works on, one set after another.
+    rounds = ceil(c.threadgroups / (m.cores * fitting))
+    busy = min(1.0, c.threadgroups / m.cores)
+    hertz = m.gigahertz * 1e9
+    # Four SIMD groups a cycle and core, of 32 threads each.
+    simd_rate = 4 * m.cores * busy * hertz
+    distinct = c.distinct_read + c.distinct_written
+    again = c.bytes_read + c.bytes_written - distinct
+    under_way = min(fitting, ceil(c.threadgroups / m.cores)) * threads * m.cores * busy
+    per_load = (c.bytes_read + c.bytes_written) / max(1, c.loads + c.stores)
+    per_turn = max(1.0, (c.loads + c.stores) / max(1, c.turns))
+    sustained = under_way * per_load * per_turn * hertz / m.latency
+    bandwidth = min(m.gigabytes * 1e9, sustained)
+    simd = c.simd_operations + c.quad_operations
+    barriers = c.threadgroup_barriers * ceil(threads / 32) + c.simdgroup_barriers
+    return Cost(
+        memory=distinct / bandwidth + again / (m.cached * m.gigabytes * 1e9),
+        loads=(c.loads + c.stores) / 32 * m.load_cycles / (m.cores * busy * hertz),
+        latency=rounds * c.turns / c.threads * m.latency / hertz,
+        alu=(c.alu_cycles / 32 / m.alu + simd * m.simd_cycles + barriers * m.barrier_cycles)
+        / simd_rate,
+        matrix=c.matrix_operations * m.matrix_cycles / simd_rate,
+        threadgroup=(
+            (c.threadgroup_read + c.threadgroup_written) / m.threadgroup_bytes + c.bank_conflicts
+        )
+        / (m.cores * busy * hertz),
+        launch=m.launch,
+    )
+
+
+def _groups_that_fit(counters: Counters, machine: Machine) -> int:
+    return machine.threadgroup_memory // max(1, counters.threadgroup_memory)

@@ -1,0 +1,11 @@
+"""The kernel families that can be tuned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..family import Family
+from .quantized_tiles import QUANTIZED_TILES
+from .row_sum import ROW_SUM
+
+FAMILIES: dict[str, Family[Any]] = {family.name: family for family in (ROW_SUM, QUANTIZED_TILES)}

@@ -1,0 +1,88 @@
+"""The tiled product of many rows with a quantized matrix, as the tuner sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from ...metal import quantized_tiles
+from ...metal.quantized_tiles import Tiles, product_in_tiles, tiles
+from ...runtime.kernel import MAX_THREADGROUP_MEMORY
+from ...runtime.tracing import Record
+from ..family import Family, Problem
+from ..moves import Axis, Buffer, GroupTop, Local, Tile
+from .packed import Packed, Path, problem_of
+
+
+class QuantizedTiles(Family[Tiles]):
+    """y (M, N) = x (M, K) with a packed matrix, M of 17 and more; its form is ``affine-64-4-t``."""
+
+    name = "quantized_matmul_tiles"
+    config = Tiles
+    kernels = (quantized_tiles.TILES, quantized_tiles.SUM)
+    axes = (
+        Axis(Tile, "tile_m", (16, 32, 48, 64, 96, 128)),
+        Axis(Tile, "tile_n", (32, 64, 128, 256)),
+        Axis(Tile, "tile_k", (32, 64, 128)),
+        Axis(Local, "simds_m", (1, 2, 4)),
+        Axis(Local, "simds_n", (1, 2, 4)),
+        Axis(Buffer, "stages", (1, 2)),
+        Axis(Buffer, "ahead", (False, True)),
+        Axis(GroupTop, "parts", (1, 2, 4, 8)),
+    )
+
+    def heuristic(self, problem: Problem, device: str) -> Tiles:
+        m, n, k, fmt, transpose = Packed.of(problem)
+        return tiles(device, m, n, k, problem.dtype, fmt, transpose)
+
+    def why_not(self, config: Tiles, problem: Problem) -> str | None:
+        packed = Packed.of(problem)
+        try:
+            threads = config.threads(problem.dtype)
+        except ValueError as error:
+            return str(error)
+        if threads > 256:
+            return f"{threads} threads"
+        memory = quantized_tiles.threadgroup_memory(
+            problem.dtype,
+            packed.transpose,
+            config.tile_m,
+            config.tile_n,
+            config.tile_k,
+            config.stages,
+        )
+        if memory > MAX_THREADGROUP_MEMORY:
+            return f"{memory} bytes of threadgroup memory"
+        # A SIMD group keeps its part of the tile in registers, 32 floats to a row of 8 fragments.
+        sums = config.tile_m * config.tile_n // threads
+        return f"{sums} sums a thread" if sums > 128 else None
+
+    def inputs(self, problem: Problem) -> list[mx.array]:
+        return Packed.of(problem).inputs(problem.dtype)
+
+    def run(self, inputs: list[mx.array], problem: Problem, config: Tiles) -> mx.array:
+        x, w, scales, *biases = inputs
+        packed = Packed.of(problem)
+        return product_in_tiles(
+            x,
+            w,
+            scales,
+            biases[0] if biases else None,
+            None,
+            packed.transpose,
+            packed.fmt,
+            config,
+        )
+
+    def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
+        return Packed.of(problem).reference(inputs)
+
+    def paths(self, problem: Problem) -> Mapping[str, Path]:
+        return Packed.of(problem).paths()
+
+    def problem(self, record: Record) -> Problem:
+        return problem_of(record)
+
+
+QUANTIZED_TILES = QuantizedTiles()

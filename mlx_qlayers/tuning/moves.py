@@ -1,0 +1,136 @@
+"""The moves of the search: small typed changes of a kernel's configuration.
+
+Each is explained on a kernel that sums the rows of a matrix. ``x0`` and ``x1`` are two of its rows,
+``lane`` is a thread's place among the 32 of its SIMD group, and the loops are those of one thread.
+``mlx_qlayers/metal/row_sum.metal`` is that kernel with all of them.
+
+Source: the optimisations of tinygrad's kernels (``UPCAST``, ``UNROLL``, ``LOCAL``, ``GROUP``,
+``GROUPTOP``, ``PADTO``), after which the moves are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Move:
+    """Give one field of a configuration another value.
+
+    Attributes:
+        field: the field of the configuration, a frozen dataclass.
+        value: its new value.
+
+    Example:
+        >>> from mlx_qlayers.metal.row_sum import RowSum
+        >>> Upcast("upcast", 4)(RowSum()).upcast
+        4
+    """
+
+    field: str
+    value: int
+
+    def __call__(self, config: C) -> C:
+        before: Any = config
+        after: C = replace(before, **{self.field: self.value})
+        return after
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__.upper()} {self.field}={self.value}"
+
+
+class Upcast(Move):
+    """Outputs per thread: what they share is read and worked out once::
+
+        for k in range(lane, K, 32):            for k in range(lane, K, 32):
+            sum += x0[k]                            sum0 += x0[k]
+                                                    sum1 += x1[k]
+
+    The sums do not wait for each other. Each takes registers, and there are fewer threads.
+    """
+
+
+class Unroll(Move):
+    """Values per step: neighbours are read at once, and the loop turns less often::
+
+    for k in range(lane, K, 32):            for k in range(4 * lane, K, 128):
+        sum += x0[k]                            a, b, c, d = x0[k : k + 4]
+                                                sum += a; sum += b; sum += c; sum += d
+    """
+
+
+class Local(Move):
+    """Threads in a threadgroup, with outputs of their own: they are started together, and share
+    threadgroup memory and whatever the cache holds::
+
+        grid = 32, M                            grid = 32, M
+        threadgroup = 32, 1                     threadgroup = 32, 8
+    """
+
+
+class Group(Move):
+    """Split a sum over the SIMD groups of a threadgroup, in turns: more threads for few outputs.
+    Their parts meet in threadgroup memory::
+
+        for k in range(lane, K, 32):            for k in range(32 * simd + lane, K, 32 * group):
+            sum += x0[k]                            sum += x0[k]
+                                                parts[simd] = sum; barrier; sum = parts.sum()
+    """
+
+
+class GroupTop(Move):
+    """Split a sum as :class:`Group` does, but in stretches: each reads memory in a line, and what
+    belongs to a stretch, as the scale of a group of weights, is read by one SIMD group::
+
+        for k in range(lane, K, 32):            for k in range(simd * K / group + lane, ..., 32):
+            sum += x0[k]                            sum += x0[k]
+                                                parts[simd] = sum; barrier; sum = parts.sum()
+    """
+
+
+class PadTo(Move):
+    """Pad a dimension to whole steps: any length goes with any step, and each element beyond the
+    edge is replaced by a zero::
+
+        for k in range(4 * lane, K, 128):       for k in range(4 * lane, ceil(K / 128) * 128, 128):
+            sum += x0[k] + ...                      sum += (x0[k] if k < K else 0) + ...
+    """
+
+
+class Tile(Move):
+    """Rows or columns of the part of a matrix that a threadgroup keeps in threadgroup memory: a
+    larger one is read less often from device memory, and leaves room for fewer threadgroups."""
+
+
+class Buffer(Move):
+    """Parts of a matrix under way at a time: while one is worked on, the next ones are read."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One field of a configuration, the kind of move that changes it, and the values it may take.
+
+    Attributes:
+        move: the kind.
+        field: the field.
+        values: those that it may take.
+    """
+
+    move: type[Move]
+    field: str
+    values: tuple[int, ...]
+
+    def moves(self, config: Any) -> Iterator[Move]:
+        """The moves to every other value.
+
+        Example:
+            >>> from mlx_qlayers.metal.row_sum import RowSum
+            >>> [str(move) for move in Axis(Upcast, "upcast", (1, 2, 4)).moves(RowSum(upcast=2))]
+            ['UPCAST upcast=1', 'UPCAST upcast=4']
+        """
+        now = getattr(config, self.field)
+        return (self.move(self.field, value) for value in self.values if value != now)

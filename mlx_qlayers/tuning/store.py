@@ -1,0 +1,238 @@
+"""What the tuner found, one JSON file for each device: written atomically, trusted with care.
+
+An entry counts only for the very kernel, MLX and device that it was measured with. Results that
+come with the package are in ``results/``; the user's own, in the cache folder, come first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from ..runtime.backend import note
+from ..runtime.folder import cache_folder
+from ..runtime.kernel import Kernel
+
+C = TypeVar("C")
+_SHIPPED = Path(__file__).with_name("results")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The result of tuning one kernel for one problem on one device.
+
+    Attributes:
+        config: the fields of the fastest configuration.
+        path: ``"kernel"``, or the name of the path that was faster, such as ``"stock"``.
+        seconds: what that path takes.
+        heuristic: what the kernel takes with the configuration that it has without tuning.
+        tried: how many configurations were tried.
+        source: the kernel's text, hashed.
+        mlx: the version of MLX.
+    """
+
+    config: Mapping[str, int]
+    path: str
+    seconds: float
+    heuristic: float
+    tried: int
+    source: str
+    mlx: str
+
+
+def device_name() -> str:
+    """The architecture of MLX's GPU, else ``"cpu"``; the name of the results' file."""
+    if mx.metal.is_available() or mx.cuda.is_available():
+        facts = mx.device_info()
+        return str(facts.get("architecture") or facts.get("device_name", "gpu")).replace(" ", "_")
+    return "cpu"
+
+
+def source_hash(*kernels: Kernel) -> str:
+    """What changes when the text of a kernel does."""
+    text = "\0".join(k.program.header + k.program.source for k in kernels)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def stored(key: str, config: type[C], kernels: tuple[Kernel, ...], device: str) -> C | None:
+    """The stored configuration for a problem, or None where there is none that can be trusted.
+
+    The first call for a key reads files, the others take well under a microsecond.
+
+    Args:
+        key: from :func:`key_of`.
+        config: the configuration's class.
+        kernels: those that it configures.
+        device: from :func:`device_name`.
+    """
+    entry = _entries(device).get(key)
+    if entry is None or entry.path != "kernel":
+        return None
+    try:
+        _check(entry, config, kernels)
+        return config(**entry.config)
+    except (ValueError, TypeError) as error:
+        note("tuning", "ignored", f"{key}: {error}")
+        return None
+
+
+@cache
+def faster_path(key: str, kernels: tuple[Kernel, ...], device: str) -> str | None:
+    """The path that was faster than the kernel for a problem, such as ``"stock"``, if one was."""
+    entry = _entries(device).get(key)
+    stale = entry is None or (entry.source, entry.mlx) != (source_hash(*kernels), version("mlx"))
+    return None if entry is None or stale or entry.path == "kernel" else entry.path
+
+
+def key_of(family: str, shape: tuple[int, ...], dtype: mx.Dtype, form: str = "") -> str:
+    """The key of a problem.
+
+    Example:
+        >>> key_of("row_sum", (64, 1024), mx.float16)
+        'row_sum 64x1024 float16'
+    """
+    name = str(dtype).removeprefix("mlx.core.")
+    return " ".join(filter(None, (family, "x".join(map(str, shape)), name, form)))
+
+
+def save(device: str, found: Mapping[str, Entry]) -> bool:
+    """Add results to the user's file of a device; what other processes added meanwhile is kept.
+
+    Returns:
+        Whether they could be written. Where not they hold for this process, and a note says why.
+    """
+    path = _folder() / f"{device}.json"
+    try:
+        with _locked(path):
+            entries = {**_read(path, device), **found}
+            _write(path, device, entries)
+        kept = True
+    except OSError as error:
+        note("tuning", "not kept", f"{path}: {error.strerror or error}")
+        print(f"mlx-qlayers: tuning results are not kept, {path}: {error}", file=sys.stderr)
+        _unsaved.setdefault(device, {}).update(found)
+        kept = False
+    _forget()
+    return kept
+
+
+def listed(device: str | None = None) -> dict[str, dict[str, Entry]]:
+    """The user's results by device."""
+    paths = sorted(_folder().glob(f"{device or '*'}.json"))
+    return {path.stem: _read(path, path.stem) for path in paths}
+
+
+def clear(device: str | None = None) -> int:
+    """Delete the user's results, of one device or all; how many there were."""
+    found = listed(device)
+    for name in found:
+        (_folder() / f"{name}.json").unlink(missing_ok=True)
+    _unsaved.clear()
+    _forget()
+    return sum(map(len, found.values()))
+
+
+_unsaved: dict[str, dict[str, Entry]] = {}
+
+
+def _folder() -> Path:
+    return cache_folder() / "tuning"
+
+
+def _forget() -> None:
+    for function in (stored, faster_path, _entries):
+        function.cache_clear()
+
+
+@cache
+def _entries(device: str) -> dict[str, Entry]:
+    shipped = _read(_SHIPPED / f"{device}.json", device)
+    return {**shipped, **_read(_folder() / f"{device}.json", device), **_unsaved.get(device, {})}
+
+
+def _check(entry: Entry, config: type[Any], kernels: tuple[Kernel, ...]) -> None:
+    if entry.mlx != version("mlx"):
+        raise ValueError(f"measured with MLX {entry.mlx}, this is {version('mlx')}")
+    if entry.source != source_hash(*kernels):
+        raise ValueError("measured with another version of the kernel")
+    wanted = {field.name for field in fields(config)}
+    if set(entry.config) != wanted:
+        raise ValueError(f"has the fields {sorted(entry.config)}, not {sorted(wanted)}")
+
+
+def _read(path: Path, device: str) -> dict[str, Entry]:
+    """The entries of a file; what is damaged or of another device is left out, with a note."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        note("tuning", "ignored", f"{path}: {error}")
+        return {}
+    try:
+        content = json.loads(text)
+        if content["device"] != device:
+            raise ValueError(f"is of device {content['device']}")
+        return {key: _entry(value) for key, value in content["entries"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        note("tuning", "ignored", f"{path}: {error}")
+        return {}
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "config": lambda v: isinstance(v, dict) and all(isinstance(x, int) for x in v.values()),
+    "path": lambda v: isinstance(v, str),
+    "seconds": lambda v: isinstance(v, (int, float)),
+    "heuristic": lambda v: isinstance(v, (int, float)),
+    "tried": lambda v: isinstance(v, int),
+    "source": lambda v: isinstance(v, str),
+    "mlx": lambda v: isinstance(v, str),
+}
+
+
+def _entry(value: Any) -> Entry:
+    entry = Entry(**value)
+    for name, fits in _KINDS.items():
+        if not fits(getattr(entry, name)):
+            raise ValueError(f"{name} is {getattr(entry, name)!r}")
+    return entry
+
+
+def _write(path: Path, device: str, entries: Mapping[str, Entry]) -> None:
+    content = {"device": device, "entries": {k: asdict(v) for k, v in sorted(entries.items())}}
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other processes from changing a file between its reading and its writing."""
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,171 @@
+"""Tuning a kernel from end to end, with costs computed from counters."""
+
+from dataclasses import asdict
+from math import inf
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers.metal import row_sum
+from mlx_qlayers.metal.row_sum import RowSum
+from mlx_qlayers.runtime import KernelTimeout
+from mlx_qlayers.tuning import store
+from mlx_qlayers.tuning import tune as tuning
+from mlx_qlayers.tuning.families import FAMILIES, ROW_SUM
+from mlx_qlayers.tuning.families.row_sum import RowSumFamily
+from mlx_qlayers.tuning.family import Problem
+from mlx_qlayers.tuning.machines import MACHINES
+from mlx_qlayers.tuning.moves import Axis, Group, Local, PadTo, Unroll, Upcast
+from mlx_qlayers.tuning.search import exhaustive_search
+from mlx_qlayers.tuning.tune import tune
+
+PROBLEM = Problem((16, 1024), mx.float32)
+M1 = "applegpu_g13s"
+
+
+class Small(RowSumFamily):
+    """Few enough configurations to compile them all."""
+
+    axes = (
+        Axis(Upcast, "upcast", (1, 2)),
+        Axis(Unroll, "unroll", (1, 2, 4)),
+        Axis(Local, "local", (1, 4)),
+        Axis(Group, "group", (1, 2, 4)),
+    )
+
+
+SMALL = Small()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    # Compiled kernels stay in the shared cache, results go to a folder of this test's own.
+    monkeypatch.setattr(store, "cache_folder", lambda: tmp_path)
+    store._forget()
+    yield
+    store._forget()
+
+
+def test_finds_nearly_the_best_and_remembers_it():
+    tuned = tune(SMALL, PROBLEM, machine=M1, beam=1)
+    judge = tuning._judge(SMALL, PROBLEM, M1)
+    best = exhaustive_search(
+        RowSum(), SMALL.axes, lambda c: SMALL.why_not(c, PROBLEM), judge.attempt
+    )
+    assert tuned.seconds <= 1.05 * best[0].seconds and tuned.gain >= 1
+    assert len(tuned.trials) < len(best)
+    found = store.stored(SMALL.key(PROBLEM), RowSum, SMALL.kernels, M1)
+    assert found == tuned.config
+
+
+def test_is_reproducible_and_starts_from_what_is_known():
+    first = tune(SMALL, PROBLEM, machine=M1, keep=False)
+    assert tune(SMALL, PROBLEM, machine=M1).trials == first.trials
+    again = tune(SMALL, PROBLEM, machine=M1)
+    assert again.seconds <= first.seconds
+
+
+def test_a_budget_that_is_spent_at_once_gives_the_heuristic():
+    tuned = tune(SMALL, PROBLEM, machine=M1, budget_s=0.05, keep=False)
+    assert tuned.seconds <= tuned.heuristic
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_machine_has_plausible_costs(machine):
+    judge = tuning._judge(ROW_SUM, PROBLEM, machine)
+    trial = judge.attempt(RowSum(unroll=4))
+    floor = 16 * 1024 * 4 / (MACHINES[machine].gigabytes * 1e9)
+    assert floor < trial.seconds < 1e-3
+
+
+class Faulty(Small):
+    """A family some of whose configurations do not work."""
+
+    name = "faulty"
+
+    def run(self, inputs, problem, config):
+        y = super().run(inputs, problem, config)
+        if config.unroll == 2:
+            return y + 0.1
+        if config.unroll == 4:
+            return y * float("nan")
+        if config.upcast == 2:
+            raise RuntimeError("the kernel does not compile")
+        return y
+
+
+def test_broken_candidates_are_recorded_and_skipped():
+    tuned = tune(Faulty(), PROBLEM, machine=M1, keep=False)
+    problems = {t.config: t.problem for t in tuned.trials if t.problem}
+    assert all(t.seconds == inf for t in tuned.trials if t.problem)
+    assert any("wrong by" in p for c, p in problems.items() if c.unroll == 2)
+    assert any("nan" in p for c, p in problems.items() if c.unroll == 4)
+    assert any("does not compile" in p for p in problems.values())
+    good = tuned.config
+    assert good.unroll not in (2, 4) and good.upcast != 2
+
+
+class ReadsOutside(Small):
+    """A family whose search admits what its rows do not: turns that reach beyond the last one."""
+
+    axes = (Axis(Unroll, "unroll", (1, 2)), Axis(PadTo, "padded", (False, True)))
+
+    def why_not(self, config, problem):
+        return None if config.group == 1 else "one SIMD group"
+
+    def run(self, inputs, problem, config):
+        m, k = inputs[0].shape
+        (y,) = row_sum.KERNEL(
+            [inputs[0], mx.array([m, k], mx.int32)],
+            template={"T": inputs[0].dtype, **asdict(config)},
+            grid=(32 * config.local, -(-m // (config.upcast * config.local)), 1),
+            threadgroup=(32 * config.local, 1, 1),
+            output_shapes=[(m,)],
+        )
+        return y
+
+
+def test_a_candidate_that_reads_outside_is_recorded():
+    tuned = tune(ReadsOutside(), Problem((8, 40), mx.float32), machine=M1, keep=False)
+    problems = [t for t in tuned.trials if t.problem]
+    assert problems and all(not t.config.padded for t in problems)
+    assert any("OutOfBounds" in t.problem for t in problems)
+    assert tuned.config.padded
+
+
+def test_a_candidate_that_hangs_ends_the_search(monkeypatch):
+    calls = []
+
+    def wait(result, seconds, *inputs):
+        calls.append(seconds)
+        if len(calls) == 3:
+            raise KernelTimeout("no result within 20 s")
+        return result
+
+    monkeypatch.setattr(tuning, "wait_for", wait)
+    tuned = tune(SMALL, PROBLEM, machine=M1, keep=False)
+    assert len(tuned.trials) == 3
+    assert "no result" in tuned.trials[-1].problem and tuned.trials[0].seconds < inf
+
+
+def test_a_heuristic_that_does_not_work_is_an_error():
+    class Broken(Small):
+        def run(self, inputs, problem, config):
+            raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match=r"row_sum.*no such kernel"):
+        tune(Broken(), PROBLEM, machine=M1)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="machine must be one of"):
+        tune(ROW_SUM, PROBLEM, machine="g99")
+    if not (mx.metal.is_available() or mx.cuda.is_available()):
+        with pytest.raises(ValueError, match="no GPU"):
+            tune(ROW_SUM, PROBLEM)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_stock_operator_is_always_a_candidate(name):
+    family = FAMILIES[name]
+    assert "stock" in family.paths(PROBLEM)
