@@ -79,7 +79,9 @@ class MatrixUnits:
         run: neighbouring elements of a row of the matrix that a lane takes at once; it divides K.
         tiles: tiles of 16 rows of the matrix that a threadgroup computes.
         simds: SIMD groups of a threadgroup, which share K.
-        ahead: runs that a lane has under way for each row.
+        ahead: runs that a lane has under way for each row, 1, 2 or 4 (in NVFP4 1); where it is more
+            than one, 4 * run * ahead divides K.
+        stacks: SIMD groups that share a part of K, with tiles of their own.
     """
 
     fragments: int
@@ -146,7 +148,8 @@ def _matrix_units(rows: int, n: int, k: int, fmt: Format) -> MatrixUnits:
         slots = 4 * run // group
     fragments = -(-rows * slots // 8)
     tiles, simds = (1, 8) if small else (2, 8 if 4 < rows <= 8 else 4)
-    config = MatrixUnits(fragments, run, tiles, simds, ahead=2 if small and run * bits < 256 else 1)
+    twice = small and run * bits < 256 and mode != "nvfp4" and k % (8 * run) == 0
+    config = MatrixUnits(fragments, run, tiles, simds, ahead=2 if twice else 1)
     while _threadgroup_memory(**asdict(config)) > MAX_THREADGROUP_MEMORY:
         config = replace(config, simds=config.simds // 2)
     return config
