@@ -121,6 +121,12 @@ def test_matrix_units_in_other_configurations(config):
     check_all(AFFINE, mx.bfloat16, 7, [(41, 3), (8, 256)], device="cuda", **asdict(config))
 
 
+def test_a_configuration_must_go_with_the_rows():
+    x, packed = sample(np.random.default_rng(0), 1, 8, 3, AFFINE, mx.bfloat16)
+    with pytest.raises(ValueError, match="does not take rows of 192 elements"):
+        by_kernel(x, packed, AFFINE, device="cuda", run=16, ahead=2)
+
+
 @pytest.mark.parametrize("ahead", [2, 4])
 @pytest.mark.parametrize(("run", "fragments"), [(16, 1), (32, 2)])
 def test_matrix_units_with_runs_ahead(run, fragments, ahead):
