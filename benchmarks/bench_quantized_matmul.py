@@ -4,6 +4,7 @@
     python benchmarks/bench_quantized_matmul.py --crossover  # packed against dense, by format
     python benchmarks/bench_quantized_matmul.py --host       # kernel against reference, by format
     python benchmarks/bench_quantized_matmul.py --many       # many rows on a GPU, and dx
+    python benchmarks/bench_quantized_matmul.py --few        # few rows on a GPU, in GB/s
 
 Every result is held against float64 before it is timed. On a CPU the stock half-precision loops are
 so slow that each is timed once or twice only.
@@ -244,24 +245,83 @@ def _error_untransposed(y: mx.array, x: mx.array, packed: Packed, fmt: Format) -
     return float(np.abs(found - truth).max() / np.abs(truth).max())
 
 
+# The matrices of Qwen2-7B: an attention projection, gate and up, down, the head.
+GPU_SHAPES = ((3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584))
+# Copies of a matrix that are used by turns, so that none stays in a cache: some 300 MB.
+ROTATED_BYTES = 3 << 28
+
+
+def few_rows_on_gpu(repeats: int) -> list[Table]:
+    """Few rows of bfloat16 beside stock: 4 bits at every size, then every format at one row."""
+    columns = {"shape": 14, "format": 12, "rows": 5, "stock": 14, "kernel": 14, "ratio": 7}
+    table = Table(columns | {"GB/s": 14, "error": 8})
+    print("milliseconds of a product among 8 that are queued together, each with its own matrix")
+    table.print_header()
+    for n, k in GPU_SHAPES:
+        for rows in (1, 2, 4, 8, 16):
+            few_rows_row(table, rows, n, k, Format(64, 4), repeats)
+    for mode, (sizes, widths) in MODES.items():
+        for bits in widths:
+            few_rows_row(
+                table, 1, *GPU_SHAPES[1], Format(sizes[len(sizes) // 2], bits, mode), repeats
+            )
+    return [table]
+
+
+def few_rows_row(table: Table, rows: int, n: int, k: int, fmt: Format, repeats: int) -> None:
+    """Verify and time one size on rotating matrices."""
+    x, packed = problem(rows, n, k, mx.bfloat16, fmt)
+    nbytes = sum(a.nbytes for a in packed if a is not None)
+    copies = [
+        tuple(None if a is None else a + mx.zeros((), a.dtype) for a in packed)
+        for _ in range(max(2, min(8, ROTATED_BYTES // nbytes)))
+    ]
+    mx.eval(copies)
+
+    def eight(product: Callable[..., mx.array]) -> Callable[[], list[mx.array]]:
+        return lambda: [product(copies[i % len(copies)]) for i in range(8)]
+
+    def ours(packed: Packed) -> mx.array:
+        return quantized_matmul(x, *packed, **fmt._asdict())
+
+    with use_backend(backend()):
+        found = error(ours(packed), x, packed, fmt)
+        assert found <= 2 * mx.finfo(mx.bfloat16).eps, f"{fmt}, {rows} rows: {found:.2e}"
+        contenders = {
+            "stock": eight(lambda packed: mx.quantized_matmul(x, *packed, True, *fmt)),
+            "kernel": eight(ours),
+        }
+        times = {name: t.scaled(1 / 8) for name, t in measure(contenders, repeats=repeats).items()}
+    table.add(
+        shape=f"{n} x {k}",
+        format=f"{fmt.mode} {fmt.bits}",
+        rows=rows,
+        **{name: time.scaled(1e3) for name, time in times.items()},
+        ratio=times["stock"].median / times["kernel"].median,
+        **{"GB/s": times["kernel"].per(nbytes / 1e9)},
+        error=found,
+    )
+
+
+TABLES = {
+    "crossover": (crossover, "the rows from which the dense product is faster, by format,"),
+    "host": (host_gain, "the gain of the kernel on a CPU, by format,"),
+    "many": (many_rows, "many rows on a GPU"),
+    "few": (few_rows_on_gpu, "few rows on a GPU"),
+}
+
+
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--crossover", action="store_true", help="measure the crossovers instead")
-    parser.add_argument("--host", action="store_true", help="measure the kernel's gain instead")
-    parser.add_argument("--many", action="store_true", help="measure many rows on a GPU instead")
+    for name, (_, what) in TABLES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=f"measure {what} instead")
     parser.add_argument("--repeats", type=int, default=8, help="measurements of each (default: 8)")
     add_output(parser)
     args = parser.parse_args()
     print_facts()
-    measured = layer_and_rows
-    for asked, other in (
-        (args.crossover, crossover),
-        (args.host, host_gain),
-        (args.many, many_rows),
-    ):
-        measured = other if asked else measured
-    tables = measured(args.repeats)
+    asked = [table for name, (table, _) in TABLES.items() if getattr(args, name)]
+    tables = [table for measured in asked or [layer_and_rows] for table in measured(args.repeats)]
     write_output(args, "quantized_matmul", tables)
 
 

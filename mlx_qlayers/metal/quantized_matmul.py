@@ -79,7 +79,9 @@ class MatrixUnits:
         run: neighbouring elements of a row of the matrix that a lane takes at once; it divides K.
         tiles: tiles of 16 rows of the matrix that a threadgroup computes.
         simds: SIMD groups of a threadgroup, which share K.
-        ahead: runs that a lane has under way for each row.
+        ahead: runs that a lane has under way for each row, 1, 2 or 4 (in NVFP4 1); where it is more
+            than one, 4 * run * ahead divides K.
+        stacks: SIMD groups that share a part of K, with tiles of their own.
     """
 
     fragments: int
@@ -90,6 +92,10 @@ class MatrixUnits:
     stacks: int = 1
 
     template: ClassVar = ("fragments", "run", "tiles", "stacks", "simds", "ahead")
+
+    def takes(self, k: int) -> bool:
+        """Whether rows of so many elements are whole runs, and whole blocks of those ahead."""
+        return k % (self.run if self.ahead == 1 else 4 * self.run * self.ahead) == 0
 
     @property
     def threads(self) -> int:
@@ -137,16 +143,26 @@ def _matrix_units(rows: int, n: int, k: int, fmt: Format) -> MatrixUnits:
     if mode == "nvfp4":
         run, slots = 16 if k % 32 else 32, 1
     else:
-        # Some 16 bytes, or 32 where tiles are few, but no more columns than one operand has, down
-        # to one group at a time and to the words that begin and end with a code.
+        # As many neighbours as are 32 bytes at most, but no more columns than one operand has,
+        # down to one group at a time and to the words that begin and end with a code.
         least = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
-        run = max(least, min(group, 64))
-        while run > least and (run * bits > (256 if small else 192) or 4 * run // group * rows > 8):
+        run = max(least, min(group, 64 if small else 32))
+        while run > least and (run * bits > 256 or 4 * run // group * rows > 8):
             run //= 2
         slots = 4 * run // group
     fragments = -(-rows * slots // 8)
-    tiles, simds = (1, 8) if small else (2, 8 if 4 < rows <= 8 else 4)
-    config = MatrixUnits(fragments, run, tiles, simds, ahead=2 if small and run * bits < 256 else 1)
+    ahead = 1
+    if rows <= 4:
+        tiles, simds = (1, 8) if small else (2, 4)
+        ahead = 2 if small and run * bits < 256 else 1
+    elif rows <= 8:
+        tiles, simds = (1, 16) if small else (2, 8)
+    else:
+        tiles, simds = (1, 8) if small else (2, 4) if n <= 65536 else (4, 4)
+        ahead = 2 if tiles < 4 else 1
+    if mode == "nvfp4" or k % (8 * run):
+        ahead = 1
+    config = MatrixUnits(fragments, run, tiles, simds, ahead)
     while _threadgroup_memory(**asdict(config)) > MAX_THREADGROUP_MEMORY:
         config = replace(config, simds=config.simds // 2)
     return config
@@ -264,6 +280,8 @@ def _launch(
     residual: mx.array | None,
 ) -> list[mx.array]:
     (*leading, k) = x.shape
+    if isinstance(config, MatrixUnits) and not config.takes(k):
+        raise ValueError(f"{config} does not take rows of {k} elements")
     sizes = [matrix.w.shape[0] for matrix in matrices]
     normed = 0 if norm is None else 1 if norm[0] is None else 2
     extra = [x]

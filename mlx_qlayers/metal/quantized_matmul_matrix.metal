@@ -11,7 +11,8 @@
 // Codes are multiplied as they are, with an offset that unpacking leaves in them; scale, bias and
 // offset are applied to float32 sums of a group. The four lanes that share a row of w take `run`
 // elements each, of `slots` groups side by side: zeros in x send their sums to columns of their own.
-// `fragments` right operands of 8 columns hold the rows of x times slots. run divides K.
+// `fragments` right operands of 8 columns hold the rows of x times slots. run divides K, and where
+// `ahead` is more than one, 4 * run * ahead does.
 //
 // In NVFP4, with groups of 16, the scale is multiplied into the code instead, which is exact.
 
@@ -22,46 +23,88 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// What a lane holds of a tile: its run of rows fragment_row(lane) and the eighth below.
-template <typename S, int mode, int bits, int run>
+// What a lane holds of a tile: `ahead` runs, one step behind the other, of row fragment_row(lane)
+// and the eighth below, their scales and the next ones.
+template <typename S, int mode, int bits, int run, int ahead>
 struct packed_tile {
   packed_matrix<S> matrix;
   uint words_at[2], scales_at[2];
-  alignas(16) uint words[2][run * bits / 32];
-  S scales[2][mode == NVFP4 ? run / 16 : 1];
-  S biases[2];
+  alignas(16) uint words[ahead][2][run * bits / 32];
+  alignas(8) S scales[2][mode == NVFP4 ? run / 16 : ahead];
+  alignas(8) S biases[2][ahead];
+  alignas(8) S next_scales[2][mode == NVFP4 ? run / 16 : ahead];
+  alignas(8) S next_biases[2][ahead];
 };
 
-// Element k of the rows and those behind; beyond K nothing is read.
-template <int group, typename S, int mode, int bits, int run>
-METAL_FUNC void load_tile(thread packed_tile<S, mode, bits, run>& tile, int k, bool inside) {
+template <typename S, int mode, int bits, int run, int ahead>
+METAL_FUNC void load_words_of(
+    thread packed_tile<S, mode, bits, run, ahead>& tile, int d, int k, bool inside) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     if (inside) {
-      uint at = tile.scales_at[i] + k / group;
       load_once<run * bits / 32>(
-          tile.words[i], tile.matrix.w + (tile.words_at[i] + k / 32 * bits));
-#pragma unroll
-      for (int s = 0; s < (mode == NVFP4 ? run / 16 : 1); s++) {
-        tile.scales[i][s] = tile.matrix.scales[at + s];
-      }
-      if (mode == AFFINE) {
-        tile.biases[i] = tile.matrix.biases[at];
-      }
-    } else if (mode == NVFP4) {
-#pragma unroll
-      for (int s = 0; s < run / 16; s++) {
-        tile.scales[i][s] = S(0);
-      }
+          tile.words[d][i], tile.matrix.w + (tile.words_at[i] + k / 32 * bits));
     }
   }
 }
 
-// sums += a tile's run times x; without mode NVFP4, sums = their product.
-template <typename T, int fragments, typename S, int mode, int bits, int run>
+// Every slots-th of `count` scales; neighbours come in one load.
+template <int slots, int count, typename S>
+METAL_FUNC void load_scales(thread S* to, const device S* from) {
+  const int width = slots > 1 || count % 2 ? 1 : count % 4 ? 2 : 4;
+#pragma unroll
+  for (int i = 0; i < count; i += width) {
+    if (width == 1) {
+      to[i] = from[i * slots];
+    } else {
+      const int n = width == 4 ? 4 : 2;
+      *reinterpret_cast<thread metal::vec<S, n>*>(to + i) =
+          *reinterpret_cast<const device metal::vec<S, n>*>(from + i);
+    }
+  }
+}
+// Beyond K the scales of NVFP4 are zero; other sums are left out.
+template <int group, int slots, typename S, int mode, int bits, int run, int ahead>
+METAL_FUNC void load_scales_of(
+    thread packed_tile<S, mode, bits, run, ahead>& tile, int k, bool inside) {
+  const int count = mode == NVFP4 ? run / 16 : ahead;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (inside) {
+      uint at = tile.scales_at[i] + k / group;
+      load_scales<slots, count>(tile.next_scales[i], tile.matrix.scales + at);
+      if (mode == AFFINE) {
+        load_scales<slots, count>(tile.next_biases[i], tile.matrix.biases + at);
+      }
+    } else if (mode == NVFP4) {
+#pragma unroll
+      for (int s = 0; s < count; s++) {
+        tile.next_scales[i][s] = S(0);
+      }
+    }
+  }
+}
+template <typename S, int mode, int bits, int run, int ahead>
+METAL_FUNC void take_next_scales(thread packed_tile<S, mode, bits, run, ahead>& tile) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int s = 0; s < (mode == NVFP4 ? run / 16 : ahead); s++) {
+      tile.scales[i][s] = tile.next_scales[i][s];
+    }
+#pragma unroll
+    for (int s = 0; s < ahead; s++) {
+      tile.biases[i][s] = tile.next_biases[i][s];
+    }
+  }
+}
+
+// sums += a tile's run d times x; without mode NVFP4, sums = their product.
+template <typename T, int fragments, typename S, int mode, int bits, int run, int ahead>
 METAL_FUNC void multiply_tile(
     thread sum_fragment* sums,
-    thread packed_tile<S, mode, bits, run>& tile,
+    thread packed_tile<S, mode, bits, run, ahead>& tile,
+    int d,
     const thread right_fragment<T>* x) {
   const int span = SPAN(bits), pairs = PAIRS(bits);
 #pragma unroll
@@ -70,7 +113,7 @@ METAL_FUNC void multiply_tile(
     float scales[2] = {1.0f, 1.0f};
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      pair_halves<span>(halves[i], tile.words[i] + s * span);
+      pair_halves<span>(halves[i], tile.words[d][i] + s * span);
       if (mode == NVFP4) {
         scales[i] = decoded_scale<mode>(tile.scales[i][s * 2 * pairs / 16]);
       }
@@ -152,16 +195,17 @@ METAL_FUNC void sum_rows(
 }
 
 // totals += scale * sums + bias * added, without the offset of the codes.
-template <typename T, int fragments, typename S, int mode, int bits, int run>
+template <typename T, int fragments, typename S, int mode, int bits, int run, int ahead>
 METAL_FUNC void add_scaled(
     thread sum_fragment* totals,
     const thread sum_fragment* sums,
     const thread sum_fragment* added,
-    thread packed_tile<S, mode, bits, run>& tile) {
+    thread packed_tile<S, mode, bits, run, ahead>& tile,
+    int d) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    float scale = decoded_scale<mode>(tile.scales[i][0]);
-    float bias = fma(-code_offset<T, bits>(), scale, float(tile.biases[i]));
+    float scale = decoded_scale<mode>(tile.scales[i][d]);
+    float bias = fma(-code_offset<T, bits>(), scale, float(tile.biases[i][d]));
 #pragma unroll
     for (int f = 0; f < fragments; f++) {
       totals[f].part[i] = fma(float2(scale), sums[f].part[i], totals[f].part[i]);
@@ -227,43 +271,37 @@ template <
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   const int slots = mode == NVFP4 ? 1 : 4 * run / group, per = 8 / slots, columns = 8 * fragments;
-  const int step = 4 * run, stride = simds * step;
+  const int step = 4 * run, stride = simds * ahead * step;
   const int M = shape[0], K = shape[1];
   const int all = stacks * tiles;
   threadgroup float parts[simds * all * 16 * columns];
   threadgroup float squares[stacks * simds * 16];
 
   const int quarter = fragment_col(lane) / 2;
-  int k = int(simd % simds) * step, above = simd / simds * tiles;
-  packed_tile<S, mode, bits, run> tile[ahead][tiles] = {};
+  int k = int(simd % simds) * ahead * step, above = simd / simds * tiles;
+  packed_tile<S, mode, bits, run, ahead> tile[tiles] = {};
   sum_fragment totals[tiles][fragments] = {};
 #pragma unroll
   for (int r = 0; r < tiles; r++) {
     tile_place place =
         place_of_tile<gate, 16>(threadgroup_index * all + above + r, shape + 2, w1, w2);
     int m = place.matrix;
-    packed_matrix<S> matrix = {
-        m == 0 ? w : m == 1 ? w1 : w2,
-        m == 0 ? scales : m == 1 ? scales1 : scales2,
-        m == 0 ? biases : m == 1 ? biases1 : biases2};
-    uint words_at[2], scales_at[2];
+    tile[r].matrix.w = m == 0 ? w : m == 1 ? w1 : w2;
+    tile[r].matrix.scales = m == 0 ? scales : m == 1 ? scales1 : scales2;
+    tile[r].matrix.biases = m == 0 ? biases : m == 1 ? biases1 : biases2;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       // At the edge of a matrix its last row stands in.
       uint row = min(place.first + fragment_row(lane) + 8 * i, shape[2 + m] - 1);
-      words_at[i] = row * (K / 16 * bits / 2) + quarter * (run * bits / 32);
-      scales_at[i] = row * (K / group) + quarter * run / group;
+      tile[r].words_at[i] = row * (K / 16 * bits / 2) + quarter * (run * bits / 32);
+      tile[r].scales_at[i] = row * (K / group) + quarter * run / group;
     }
 #pragma unroll
     for (int d = 0; d < ahead; d++) {
-      tile[d][r].matrix = matrix;
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        tile[d][r].words_at[i] = words_at[i];
-        tile[d][r].scales_at[i] = scales_at[i];
-      }
-      load_tile<group>(tile[d][r], k + d * stride, k + d * stride + quarter * run < K);
+      load_words_of(tile[r], d, k + d * step, k + d * step + quarter * run < K);
     }
+    load_scales_of<group, slots>(tile[r], k, k + quarter * run < K);
+    take_next_scales(tile[r]);
   }
   // Which of its columns a lane fills with x: those of the slot that its depths are in.
   const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
@@ -278,13 +316,14 @@ template <
         simd_broadcast(as_type<uint>(metal::vec<T, 2>(T(1.0f), T(1.0f))), p));
   }
 
-  for (; k < K; k += ahead * stride) {
+  for (; k < K; k += stride) {
+#pragma unroll
+    for (int r = 0; ahead > 1 && r < tiles; r++) {
+      load_scales_of<group, slots>(tile[r], k + stride, k + stride + quarter * run < K);
+    }
 #pragma unroll
     for (int d = 0; d < ahead; d++) {
-      int now = k + d * stride, next = now + ahead * stride;
-      if (now >= K) {
-        break;
-      }
+      int now = k + d * step, next = now + stride;
       load_rows<per, fragments, run, bits>(
           values, x, norm_weight, now, row, now + depth < K ? filled : 0, K, lane);
       sum_fragment added[fragments];
@@ -294,15 +333,21 @@ template <
 #pragma unroll
       for (int r = 0; r < tiles; r++) {
         if (mode == NVFP4) {
-          multiply_tile<T, fragments>(totals[r], tile[d][r], values);
+          multiply_tile<T, fragments>(totals[r], tile[r], d, values);
         } else {
           sum_fragment sums[fragments];
-          multiply_tile<T, fragments>(sums, tile[d][r], values);
+          multiply_tile<T, fragments>(sums, tile[r], d, values);
           if (now + quarter * run < K) {
-            add_scaled<T, fragments>(totals[r], sums, added, tile[d][r]);
+            add_scaled<T, fragments>(totals[r], sums, added, tile[r], d);
           }
         }
-        load_tile<group>(tile[d][r], next, next + quarter * run < K);
+        load_words_of(tile[r], d, next, next + quarter * run < K);
+        if (ahead == 1) {
+          load_scales_of<group, slots>(tile[r], next, next + quarter * run < K);
+        }
+        if (d == ahead - 1) {
+          take_next_scales(tile[r]);
+        }
       }
     }
   }

@@ -92,7 +92,7 @@ def test_on_cuda(fmt, dtype):
             check(quantized_matmul(x, *packed, **fmt._asdict()), x, packed, fmt)
 
 
-@pytest.mark.parametrize(("i", "fmt"), enumerate(FORMATS), ids=str)
+@pytest.mark.parametrize(("i", "fmt"), list(enumerate(FORMATS)), ids=str)
 def test_matrix_units(i, fmt):
     """Every format, by turns in both half precisions and at few and many rows."""
     check_all(fmt, DTYPES[1 + i % 2], (3, 16, 7, 1)[i % 4], [(41, 3), (520, 1)], device="cuda")
@@ -109,16 +109,35 @@ def test_matrix_units_in_every_shape(fmt, dtype):
 @pytest.mark.parametrize(
     "config",
     [
-        MatrixUnits(fragments=1, run=16, tiles=2, simds=3, ahead=3),
+        MatrixUnits(fragments=1, run=16, tiles=2, simds=3),
         MatrixUnits(fragments=2, run=32, tiles=4, simds=1),
-        MatrixUnits(fragments=4, run=64, tiles=1, simds=2, ahead=2, stacks=2),
-        MatrixUnits(fragments=2, run=32, tiles=1, simds=8, ahead=4),
+        MatrixUnits(fragments=4, run=64, tiles=1, simds=2, stacks=2),
+        MatrixUnits(fragments=2, run=32, tiles=1, simds=8),
     ],
     ids=str,
 )
 def test_matrix_units_in_other_configurations(config):
     """SIMD groups without work, more tiles than there are, tails of K."""
     check_all(AFFINE, mx.bfloat16, 7, [(41, 3), (8, 256)], device="cuda", **asdict(config))
+
+
+def test_a_configuration_must_go_with_the_rows():
+    x, packed = sample(np.random.default_rng(0), 1, 8, 3, AFFINE, mx.bfloat16)
+    with pytest.raises(ValueError, match="does not take rows of 192 elements"):
+        by_kernel(x, packed, AFFINE, device="cuda", run=16, ahead=2)
+
+
+@pytest.mark.parametrize("ahead", [2, 4])
+@pytest.mark.parametrize(("run", "fragments"), [(16, 1), (32, 2)])
+def test_matrix_units_with_runs_ahead(run, fragments, ahead):
+    """The scales of several runs in one load; SIMD groups with one block, two or none."""
+    config = MatrixUnits(fragments, run, tiles=2, simds=3, ahead=ahead)
+    for blocks in (1, 4):
+        k = 4 * run * ahead * blocks
+        rng = np.random.default_rng(blocks)
+        x, packed = random(rng, (7, k), mx.bfloat16), random_packed(rng, 41, k, AFFINE, mx.bfloat16)
+        with checks():
+            check(by_kernel(x, packed, AFFINE, device="cuda", **asdict(config)), x, packed, AFFINE)
 
 
 @pytest.mark.parametrize("fmt", FORMATS[::5], ids=str)

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_qlayers.metal import row_sum
 from mlx_qlayers.metal.row_sum import RowSum
-from mlx_qlayers.runtime import KernelTimeout
+from mlx_qlayers.runtime import KernelTimeout, trace, use_backend
 from mlx_qlayers.tuning import store
 from mlx_qlayers.tuning import tune as tuning
 from mlx_qlayers.tuning.families import FAMILIES, ROW_SUM
@@ -165,7 +165,24 @@ def test_bad_arguments():
             tune(ROW_SUM, PROBLEM)
 
 
+PROBLEMS = {
+    "row_sum": Problem((7, 96), mx.float32),
+    "quantized_matmul_tiles": Problem((17, 40, 128), mx.float16, "affine-64-4-t"),
+}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_stock_operator_is_always_a_candidate(name):
-    family = FAMILIES[name]
-    assert "stock" in family.paths(PROBLEM)
+def test_a_family_agrees_with_itself(name):
+    """Its heuristic is legal, right and found again in a launch; stock is among the other paths."""
+    family, problem = FAMILIES[name], PROBLEMS[name]
+    config = family.heuristic(problem, "metal")
+    assert family.why_not(config, problem) is None
+    with use_backend("host"), trace() as launches:
+        tuned = tune(family, problem, machine=M1, budget_s=0.01, keep=False)
+    assert tuned.config == config and not tuned.trials[0].problem
+    assert family.problem(launches[0]) == problem
+    inputs = family.inputs(problem)
+    truth = family.reference(inputs, problem)
+    for path in family.paths(problem).values():
+        assert mx.allclose(path(inputs).astype(mx.float32), truth, atol=0.05 * mx.abs(truth).max())
+    assert "stock" in family.paths(problem)
