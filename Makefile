@@ -12,11 +12,11 @@ else
   EXTRA := ,cpu
 endif
 
-.PHONY: setup demo test test-fast test-cuda test-floors lint clean
+.PHONY: setup demo test test-fast test-cuda test-floors notebooks lint clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,host$(EXTRA)]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,host,notebooks$(EXTRA)]'
 	@touch $@
 
 demo: setup
@@ -35,8 +35,12 @@ test-cuda: setup
 test-floors:
 	$(PYTHON) -m venv $(VENV)-floors
 	$(VENV)-floors/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint tests/floors.txt --editable '.[dev,host$(EXTRA)]'
+	  --constraint tests/floors.txt --editable '.[dev,host,notebooks$(EXTRA)]'
 	$(VENV)-floors/bin/python -m pytest -n auto --dist worksteal
+
+# Runs the notebooks and stores their outputs; the tests run them without storing.
+notebooks: setup
+	$(BIN)/python notebooks/execute.py
 
 lint: setup
 	$(BIN)/ruff format --check .

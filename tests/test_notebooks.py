@@ -1,0 +1,76 @@
+"""The notebooks run from top to bottom, and what is stored in them is fit to be shown."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+sys.path.insert(0, str(FOLDER))
+from execute import execute  # noqa: E402
+
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+# A slash that begins a path of two names or more, or a drive: no fraction, no URL.
+ABSOLUTE = re.compile(r"(?<![\w./:])(?:/\w[\w.-]*/\w|[A-Za-z]:\\)")
+LARGEST = 500_000
+
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def code_cells(path: Path) -> list[nbformat.NotebookNode]:
+    cells = nbformat.read(path, as_version=4).cells
+    return [cell for cell in cells if cell.cell_type == "code"]
+
+
+def texts(output: nbformat.NotebookNode) -> list[str]:
+    """What an output says, its pictures left out."""
+    shown = {mime: data for mime, data in output.get("data", {}).items() if "image" not in mime}
+    return [*map(str, shown.values()), output.get("text", ""), *output.get("traceback", [])]
+
+
+def test_notebooks_are_numbered() -> None:
+    numbers = [int(path.name.split("_")[0]) for path in NOTEBOOKS]
+    assert numbers == list(range(1, len(NOTEBOOKS) + 1)) and len(numbers) >= 3
+
+
+@every_notebook
+def test_outputs_are_stored(path: Path) -> None:
+    cells = code_cells(path)
+    # Stored from one run, top to bottom.
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = [output.output_type for cell in cells for output in cell.outputs]
+    assert "stream" in kinds and "display_data" in kinds and "error" not in kinds
+    assert path.stat().st_size < LARGEST
+
+
+@every_notebook
+def test_outputs_hold_no_absolute_path(path: Path) -> None:
+    said = [text for cell in code_cells(path) for output in cell.outputs for text in texts(output)]
+    assert not [text for text in said if ABSOLUTE.search(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("at /tmp/a1/source.metal:9", True),
+        ('File "/usr/lib/x.py"', True),
+        (r"C:\Users\x", True),
+        ("../models/tales-qwen2, https://a.org/b/c, 32 / group_size, 3/4", False),
+    ],
+)
+def test_absolute_paths_are_recognised(text: str, found: bool) -> None:
+    assert bool(ABSOLUTE.search(text)) == found
+
+
+@pytest.mark.slow
+@every_notebook
+def test_runs_from_top_to_bottom(path: Path) -> None:
+    """A cell that raises ends the run; a stored picture or text must not have disappeared."""
+    fresh = [cell for cell in execute(path).cells if cell.cell_type == "code"]
+    for cell, stored in zip(fresh, code_cells(path), strict=True):
+        kinds = [[output.output_type for output in c.outputs] for c in (cell, stored)]
+        assert kinds[0] == kinds[1], cell.source
