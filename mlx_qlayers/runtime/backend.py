@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -65,7 +64,6 @@ _missing: dict[str, Callable[[], str | None]] = {
     "ops": lambda: None,
 }
 _forced: str | None = None
-_preferring = False
 _decisions: dict[tuple[str, str, str], int] = {}
 
 
@@ -147,17 +145,6 @@ class use_backend:
         _forced = self._before
 
 
-@contextmanager
-def prefer_kernels() -> Iterator[None]:
-    """For a ``with`` block, let ``auto`` take a kernel wherever there is one, faster or not."""
-    global _preferring
-    before, _preferring = _preferring, True
-    try:
-        yield
-    finally:
-        _preferring = before
-
-
 def choose(
     op: str,
     kernels: Iterable[str] = (),
@@ -189,8 +176,6 @@ def choose(
         if wanted not in available:
             raise BackendError(f"{op} has no {wanted} kernel for these arguments")
         name, reason = wanted, "asked for"
-    elif _preferring and backend() in available:
-        name, reason = backend(), "kernels are preferred"
     elif unless is not None:
         name, reason = "ops", unless
     elif (found := backend()) not in available:

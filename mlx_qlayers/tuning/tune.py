@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -118,18 +119,21 @@ def tune(
     )
     tuned = judge.final(heuristic, trials, beam)
     if keep:
-        settings: Any = tuned.config
-        entry = Entry(
-            config=asdict(settings),
-            path=tuned.path,
-            seconds=tuned.seconds,
-            heuristic=tuned.heuristic,
-            tried=len(trials),
-            source=source_hash(*family.kernels),
-            mlx=version("mlx"),
-        )
-        save(judge.name, {family.key(problem): entry})
+        save(judge.name, {family.key(problem): _entry(family, tuned)})
     return tuned
+
+
+def _entry(family: Family[C], tuned: Tuned[C]) -> Entry:
+    config: Any = tuned.config
+    return Entry(
+        config=asdict(config),
+        path=tuned.path,
+        seconds=tuned.seconds,
+        heuristic=tuned.heuristic,
+        tried=len(tuned.trials),
+        source=source_hash(*family.kernels),
+        mlx=version("mlx"),
+    )
 
 
 def _judge(family: Family[C], problem: Problem, machine: str | None) -> _Judge[C]:
@@ -142,7 +146,7 @@ def _judge(family: Family[C], problem: Problem, machine: str | None) -> _Judge[C
     return _Measured(family, problem)
 
 
-class _Judge(Generic[C]):
+class _Judge(ABC, Generic[C]):
     """Verifies and rates configurations for one problem."""
 
     name: str
@@ -177,9 +181,9 @@ class _Judge(Generic[C]):
         allowed = self.family.tolerance(self.problem) * float(largest.item())  # type: ignore[arg-type]
         return None if found <= allowed else f"wrong by {found:.2e}, {allowed:.2e} would pass"
 
+    @abstractmethod
     def rate(self, config: C) -> float:
         """Seconds of one launch."""
-        raise NotImplementedError
 
     def final(self, heuristic: C, trials: list[Trial[C]], beam: int) -> Tuned[C]:
         """The fastest trial; a judge that can measure better compares the best ones again."""
