@@ -63,8 +63,8 @@ def gathered_tiles(device: str, rows: int, matrices: int, dtype: mx.Dtype, fmt: 
     # Two tiles of float32 must fit into the threadgroup memory.
     wide = dtype == mx.float32
     if rows <= 8 * matrices:
-        return Tiles(16, 64, 64 if wide else 128, 1, 4, run)
-    return Tiles(32 if wide or rows <= 16 * matrices else 64, 64, 64, 2, 2, run)
+        return Tiles(16, 64, 64 if wide else 128, 1, 4, run, ahead=False)
+    return Tiles(32 if wide or rows <= 16 * matrices else 64, 64, 64, 2, 2, run, ahead=False)
 
 
 def products_in_tiles(

@@ -10,9 +10,9 @@
 // those of the whole arrays where `gathered` is false; else matrix e has the rows listed in
 // left_rows and right_rows from offsets[e] to offsets[e + 1]. shape is M, R, C.
 //
-// quantized_gradients_tiles   for SIMD groups: a threadgroup of 128 threads computes height x COLUMNS
-//                             of G. Grid (128 * ceil(C / COLUMNS), ceil(R / height), E);
-//                             threadgroup memory for 64 bytes of depth.
+// quantized_gradients_tiles   for SIMD groups: a threadgroup of 128 threads computes ROWS x COLUMNS
+//                             of G. Grid (128 * ceil(C / COLUMNS), ceil(R / ROWS), E); threadgroup
+//                             memory for 64 bytes of depth, twice.
 // quantized_gradients_groups  for threads that do not run side by side: each computes `outputs`
 //                             rows of one group. Grid (ceil(R / outputs), C / group, E).
 
@@ -22,6 +22,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
+#define ROWS 64
 #define COLUMNS 128
 #define THREADS 128
 
@@ -46,10 +47,10 @@ METAL_FUNC size_t row_at(const device uint* list, int i) {
   return gathered ? size_t(list[i]) : size_t(i);
 }
 
-// 64 bytes of depth of a tile `width` elements wide, 16 bytes at a time; zeros where there is nothing.
-template <typename T, int width, bool wide, bool gathered>
-METAL_FUNC void fetch(
-    thread uint4* held,
+// `depth` rows of up to `width` elements, with zeros where there are none.
+template <typename T, int depth, int width, bool wide, bool gathered>
+METAL_FUNC void stage(
+    threadgroup T* to,
     const device T* from,
     const device uint* list,
     int row,
@@ -57,39 +58,21 @@ METAL_FUNC void fetch(
     int column,
     int columns,
     uint thread_index) {
-  constexpr int step = 16 / sizeof(T), across = width / step;
-#pragma unroll
-  for (int i = 0; i < width / 32; i++) {
-    int piece = thread_index + i * THREADS, m = row + piece / across;
-    int c = column + piece % across * step;
-    held[i] = uint4(0);
-    if (m < end && c < columns) {
-      const device T* at = from + row_at<gathered>(list, m) * columns + c;
-      if (wide) {
-        held[i] = *reinterpret_cast<const device uint4*>(at);
-      } else {
-        alignas(16) T values[step];
-#pragma unroll
-        for (int j = 0; j < step; j++) {
-          values[j] = c + j < columns ? at[j] : T(0);
-        }
-        held[i] = *reinterpret_cast<thread uint4*>(values);
-      }
+  const int step = wide ? 16 / sizeof(T) : 1, stride = width + 16 / sizeof(T);
+  for (int i = thread_index * step; i < depth * width; i += THREADS * step) {
+    int y = i / width, x = i % width;
+    bool inside = row + y < end && column + x < columns;
+    size_t at = inside ? row_at<gathered>(list, row + y) * columns + column + x : 0;
+    if (wide) {
+      uint4 four = inside ? *reinterpret_cast<const device uint4*>(from + at) : uint4(0);
+      *reinterpret_cast<threadgroup uint4*>(to + y * stride + x) = four;
+    } else {
+      to[y * stride + x] = inside ? from[at] : T(0);
     }
   }
 }
-template <typename T, int width>
-METAL_FUNC void place(threadgroup T* to, const thread uint4* held, uint thread_index) {
-  constexpr int step = 16 / sizeof(T), across = width / step;
-#pragma unroll
-  for (int i = 0; i < width / 32; i++) {
-    int piece = thread_index + i * THREADS;
-    int at = piece / across * (width + step) + piece % across * step;
-    *reinterpret_cast<threadgroup uint4*>(to + at) = held[i];
-  }
-}
 
-template <typename T, typename S, int group, int bits, int height, bool wide, bool gathered>
+template <typename T, typename S, int group, int bits, bool wide, bool gathered>
 [[kernel]] void quantized_gradients_tiles(
     const device T* left,
     const device T* right,
@@ -104,14 +87,14 @@ template <typename T, typename S, int group, int bits, int height, bool wide, bo
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd_index [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  // A SIMD group has `down` x `across` fragments, whole groups.
-  constexpr int across = group > 64 ? 16 : 8, down = height / 4 / across;
+  // A SIMD group has `down` x `across` fragments: whole groups, 16 sums of 16 x 8 in registers.
+  constexpr int across = group > 64 ? 16 : 8, down = 16 / across;
   constexpr int depth = 64 / sizeof(T), pad = 16 / sizeof(T);
-  threadgroup uint4 memory[4 * (height + pad + COLUMNS + pad)];
+  threadgroup uint4 memory[4 * (ROWS + pad + COLUMNS + pad)];
   threadgroup T* left_tile = reinterpret_cast<threadgroup T*>(memory);
-  threadgroup T* right_tile = left_tile + depth * (height + pad);
+  threadgroup T* right_tile = left_tile + depth * (ROWS + pad);
   int R = shape[1], C = shape[2];
-  int row = tile.y * height, column = tile.x * COLUMNS;
+  int row = tile.y * ROWS, column = tile.x * COLUMNS;
   int simd_row = simd_index * across * 8 / COLUMNS * 16 * down;
   int simd_column = simd_index * across * 8 % COLUMNS;
   int2 rows = rows_of<gathered>(offsets, tile.z, shape[0]);
@@ -124,43 +107,32 @@ template <typename T, typename S, int group, int bits, int height, bool wide, bo
       sums[i][j].part[0] = sums[i][j].part[1] = float2(0);
     }
   }
-  // What the next step needs is read while this one is multiplied.
-  uint4 left_held[height / 32], right_held[COLUMNS / 32];
-  for (int m = rows[0] - depth; m < rows[1]; m += depth) {
-    int next = m + depth;
-    if (next < rows[1]) {
-      fetch<T, height, wide, gathered>(
-          left_held, left, left_rows, next, rows[1], row, R, thread_index);
-      fetch<T, COLUMNS, true, gathered>(
-          right_held, right, right_rows, next, rows[1], column, C, thread_index);
-    }
-    if (m >= rows[0]) {
+  for (int m = rows[0]; m < rows[1]; m += depth) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    stage<T, depth, ROWS, wide, gathered>(
+        left_tile, left, left_rows, m, rows[1], row, R, thread_index);
+    stage<T, depth, COLUMNS, true, gathered>(
+        right_tile, right, right_rows, m, rows[1], column, C, thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
-      for (int k = 0; k < depth; k += 16) {
-        left_fragment<T> a[down];
+    for (int k = 0; k < depth; k += 16) {
+      left_fragment<T> a[down];
+#pragma unroll
+      for (int i = 0; i < down; i++) {
+        load_left_transposed(
+            a[i], left_tile + k * (ROWS + pad) + simd_row + 16 * i, ROWS + pad, lane);
+      }
+#pragma unroll
+      for (int j = 0; j < across; j++) {
+        right_fragment<T> b;
+        load_right(
+            b, right_tile + k * (COLUMNS + pad) + simd_column + 8 * j, COLUMNS + pad, lane);
 #pragma unroll
         for (int i = 0; i < down; i++) {
-          load_left_transposed(
-              a[i], left_tile + k * (height + pad) + simd_row + 16 * i, height + pad, lane);
-        }
-#pragma unroll
-        for (int j = 0; j < across; j++) {
-          right_fragment<T> b;
-          load_right(
-              b, right_tile + k * (COLUMNS + pad) + simd_column + 8 * j, COLUMNS + pad, lane);
-#pragma unroll
-          for (int i = 0; i < down; i++) {
-            multiply_accumulate(sums[i][j], a[i], b);
-          }
+          multiply_accumulate(sums[i][j], a[i], b);
         }
       }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (next < rows[1]) {
-      place<T, height>(left_tile, left_held, thread_index);
-      place<T, COLUMNS>(right_tile, right_held, thread_index);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
   size_t words = size_t(C) * bits / 32, groups = C / group;

@@ -13,15 +13,15 @@ from ..runtime.kernel import Kernel
 _INPUTS = ("left", "right", "w", "left_rows", "right_rows", "offsets", "shape")
 _OUTPUTS = ("d_scales", "d_biases")
 
-# Columns of a threadgroup's tile, and its threads.
-_COLUMNS, _THREADS = 128, 128
+# Rows and columns of a threadgroup's tile, and its threads.
+_ROWS, _COLUMNS, _THREADS = 64, 128, 128
 # Sums that a thread keeps where threads do not run side by side.
 _SUMS = 256
 
 
-def _tile_memory(T: mx.Dtype, height: int, **_: object) -> int:
+def _tile_memory(T: mx.Dtype, **_: object) -> int:
     pad = 16 // T.size
-    return 64 * (height + _COLUMNS + 2 * pad)
+    return 64 * (_ROWS + _COLUMNS + 2 * pad)
 
 
 _TILES = Kernel(
@@ -29,7 +29,7 @@ _TILES = Kernel(
     "quantized_gradients.metal",
     inputs=_INPUTS,
     outputs=_OUTPUTS,
-    template=("T", "S", "group", "bits", "height", "wide", "gathered"),
+    template=("T", "S", "group", "bits", "wide", "gathered"),
     max_threads=_THREADS,
     threadgroup_memory=_tile_memory,
     large=True,
@@ -92,10 +92,9 @@ def gradient_of_scales_and_biases(
         threads = min(tiles, 8)
         grid = (-(-tiles // threads) * threads, columns // fmt.group_size, matrices)
     else:
-        template["wide"] = rows * left.dtype.size % 16 == 0
-        template["height"] = height = _height(device, left)
+        template["wide"] = rows % 8 == 0
         kernel, threads = _TILES, _THREADS
-        grid = (-(-columns // _COLUMNS) * _THREADS, -(-rows // height), matrices)
+        grid = (-(-columns // _COLUMNS) * _THREADS, -(-rows // _ROWS), matrices)
     d_scales, d_biases = kernel(
         [left, right, w, *lists, offsets, shape],
         template=template,
@@ -104,12 +103,6 @@ def gradient_of_scales_and_biases(
         output_shapes=[scales.shape, scales.shape],
     )
     return d_scales, d_biases
-
-
-def _height(device: str, left: mx.array) -> int:
-    """Rows of a tile: twice as many take half of the registers, and pay only in long sums."""
-    long = prod(left.shape[:-1]) >= 1024
-    return 128 if device == "cuda" and left.dtype != mx.float32 and long else 64
 
 
 @cache

@@ -27,6 +27,8 @@ _HOST_GAIN = {
     ("nvfp4", 4): ((0.5, 1.6, 4.4), (0.5, 1.2, 5.8)),
 }
 _GAIN_FROM_ROWS = (512, 64, 0)
+# The first plain and transposed, the others transposed.
+_TESTED_ON_CUDA = (("affine", 4), ("affine", 3), ("affine", 8), ("mxfp4", 4))
 
 
 def gather_qmm(
@@ -91,7 +93,8 @@ def gather_qmm(
         () if empty else ("metal", "cuda", "host"),
         unless="the product is empty"
         if empty
-        else _stock_is_better(rows, matrices, sorted_indices),
+        else _stock_is_better(rows, matrices, sorted_indices)
+        or _untested(x.dtype if biases is None else mx.result_type(x, scales), transpose, fmt),
         host_gain=_host_gain(rows, transpose, fmt),
         arrays=[a for a in (x, w, scales, biases, lhs_indices, rhs_indices) if a is not None],
     )
@@ -142,6 +145,14 @@ def _stock_is_better(rows: int, matrices: int, in_order: bool) -> str | None:
     if backend() == "cuda" and rows < matrices:
         return "the stock operator is as fast where rows are fewer than matrices"
     return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+
+
+def _untested(dtype: mx.Dtype, transpose: bool, fmt: Format) -> str | None:
+    """Why ``auto`` does not trust a kernel that was not held against stock on a GPU."""
+    tested = _TESTED_ON_CUDA if transpose else _TESTED_ON_CUDA[:1]
+    if backend() != "cuda" or (dtype == mx.bfloat16 and (fmt.mode, fmt.bits) in tested):
+        return None
+    return "the kernel was not tested with this dtype and format on a GPU"
 
 
 def _host_gain(rows: int, transpose: bool, fmt: Format) -> float:

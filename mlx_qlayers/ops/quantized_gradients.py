@@ -49,7 +49,7 @@ def scales_and_biases(
     path = choose(
         "quantized_matmul, gradient of scales and biases",
         () if lacking else ("metal", "cuda", "host"),
-        unless=lacking or {"metal": "the kernel was not measured on an Apple GPU"}.get(backend()),
+        unless=lacking or _left_to_stock(prod(x.shape[:-1]), fmt),
         host_gain=_HOST_GAIN,
         arrays=(x, dy, w, scales),
     )
@@ -61,6 +61,17 @@ def scales_and_biases(
 
     d_scales, d_biases = mx.vjp(product, [scales, biases], [dy])[1]
     return d_scales, d_biases
+
+
+def _left_to_stock(rows: int, fmt: Format) -> str | None:
+    """Why ``auto`` leaves this kernel for the stock operators on a GPU."""
+    if backend() == "metal":
+        return "the kernel was not measured on an Apple GPU"
+    if backend() == "cuda" and fmt.bits not in (2, 3, 4):
+        return f"the kernel was not tested with {fmt.bits} bits on a GPU"
+    if backend() == "cuda" and rows > 512:
+        return "the stock operators are faster with 2048 rows, the kernel with 512"
+    return None
 
 
 def one_by_one(both: Callable[..., Pair]) -> tuple[Callable[..., mx.array], ...]:
