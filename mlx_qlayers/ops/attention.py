@@ -70,7 +70,7 @@ def attention(
     path = choose(
         "attention",
         () if lacking else kernels.BACKENDS,
-        unless=lacking or kernels.stock_is_better(q, k, window, softcap),
+        unless=lacking or kernels.stock_is_better(q, k, v, mask, window, softcap, sinks),
         host_gain=kernels.HOST_GAIN,
     )
     if path == "ops":

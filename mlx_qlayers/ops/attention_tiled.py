@@ -20,6 +20,8 @@ HOST_GAIN = 0.4
 _MAX_SCALE = 1e7
 # Queries that would leave most of a tile empty.
 _FEW = 8
+# Sizes of keys and values for which stock is unfused on CUDA and was measured slower.
+_WITHOUT_CUDNN = ((192, 128), (256, 256))
 
 
 def lacking(q: mx.array, k: mx.array | Packed, v: mx.array | Packed, scale: float) -> str | None:
@@ -37,20 +39,32 @@ def lacking(q: mx.array, k: mx.array | Packed, v: mx.array | Packed, scale: floa
 
 
 def stock_is_better(
-    q: mx.array, k: mx.array | Packed, window: int | None, softcap: float | None
+    q: mx.array,
+    k: mx.array | Packed,
+    v: mx.array | Packed,
+    mask: mx.array | str | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: mx.array | None,
 ) -> str | None:
-    """Why ``auto`` should take the stock operator, if it should."""
+    """Why ``auto`` should take the stock operator, if it should.
+
+    On Apple GPUs, where nothing could be measured, kernels are taken because stock computes
+    gradients unfused there. On CUDA they are taken only where they were measured to be no slower,
+    forward and with gradients: ``benchmarks/bench_attention_tiles.py``.
+    """
     if q.shape[2] <= _FEW:
         return f"{q.shape[2]} queries; tiles of them would be mostly empty"
-    if backend() != "cuda" or softcap is not None:
+    if backend() != "cuda":
         return None
-    if window is not None and 2 * window <= reference.keys(k):
+    arrays = isinstance(k, tuple) or isinstance(mask, mx.array) or sinks is not None
+    if arrays or q.dtype == mx.float32:
+        return "on CUDA the stock operator is faster with these arrays, or nothing was measured"
+    narrow = window is not None and 2 * window <= reference.keys(k)
+    lacking = q.shape[3] <= 128 and (softcap is not None or narrow)
+    if lacking or (q.shape[3], _dense(v, k, q.shape[3]).shape[3]) in _WITHOUT_CUDNN:
         return None
-    if q.dtype == mx.float32:
-        return "on CUDA the stock operator was measured faster in float32"
-    if q.shape[3] <= 128 and (window is None or window >= reference.keys(k)):
-        return "on CUDA the stock operator was measured faster, with gradients too"
-    return None
+    return "on CUDA the stock operator was measured faster, with gradients too"
 
 
 def attention(

@@ -1,0 +1,58 @@
+"""What the tiled attention kernels take, and where stock is left in place."""
+
+from unittest import mock
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers.ops import attention_tiled
+
+
+def why_stock(device, *, length=64, width=128, v_width=None, dtype=mx.bfloat16, **options):
+    q = mx.zeros((1, 4, length, width), dtype)
+    k, v = mx.zeros((1, 2, 64, width), dtype), mx.zeros((1, 2, 64, v_width or width), dtype)
+    given = {"mask": "causal", "window": None, "softcap": None, "sinks": None} | options
+    with mock.patch.object(attention_tiled, "backend", lambda: device):
+        return attention_tiled.stock_is_better(q, k, v, **given)
+
+
+@pytest.mark.parametrize(
+    "options, kernel",
+    [
+        ({}, False),
+        ({"softcap": 30.0}, True),
+        ({"window": 32}, True),
+        ({"window": 33}, False),
+        ({"width": 192, "v_width": 128}, True),
+        ({"width": 256}, True),
+        ({"width": 160}, False),
+        ({"softcap": 30.0, "dtype": mx.float32}, False),
+        ({"window": 8, "mask": mx.zeros((64, 64))}, False),
+        ({"window": 8, "sinks": mx.zeros(4)}, False),
+        ({"window": 8, "length": 8}, False),
+    ],
+)
+def test_on_cuda_only_what_was_measured(options, kernel):
+    assert (why_stock("cuda", **options) is None) == kernel
+
+
+def test_on_apple_gpus_all_but_few_queries():
+    assert why_stock("metal") is None
+    assert "8 queries" in why_stock("metal", length=8)
+
+
+@pytest.mark.parametrize(
+    "width, v_width, scale, why",
+    [
+        (36, 40, 1.0, "heads of 36 and 40"),
+        (24, 24, 1.0, "heads of 24"),
+        (264, 64, 1.0, "heads of 264"),
+        (64, 0, 1.0, "nothing to compute"),
+        (64, 64, 0.0, "a scale of 0"),
+        (64, 64, 1.0, None),
+    ],
+)
+def test_lacking(width, v_width, scale, why):
+    q, v = mx.zeros((1, 1, 9, width)), mx.zeros((1, 1, 9, v_width))
+    found = attention_tiled.lacking(q, q, v, scale)
+    assert found is None if why is None else why in found
