@@ -76,7 +76,7 @@ def tune(
         family: the kernel family.
         problem: shapes, dtype and format.
         beam: how many configurations the search keeps.
-        budget_s: seconds after which it stops with what it has.
+        budget_s: seconds after which it stops with what it has: at least the heuristic's choice.
         machine: on ``host``: for which of :data:`machines.MACHINES` to compute costs.
         progress: called with each trial.
         keep: whether to store the result.
@@ -100,7 +100,8 @@ def tune(
         return trial
 
     heuristic = family.heuristic(problem, judge.device)
-    first = attempt(heuristic)
+    first = judge.attempt(heuristic)
+    progress(first)
     if first.problem:
         raise RuntimeError(
             f"{family.name}, {problem}: the heuristic's {heuristic}: {first.problem}"
