@@ -13,7 +13,6 @@
 // elements each, of `slots` groups side by side: zeros in x send their sums to columns of their own.
 // `fragments` right operands of 8 columns hold the rows of x times slots. run divides K, and where
 // `ahead` is more than one, 4 * run * ahead does.
-//
 // In NVFP4, with groups of 16, the scale is multiplied into the code instead, which is exact.
 
 #include "epilogue.metal"

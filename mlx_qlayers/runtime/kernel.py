@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from numbers import Real
 from operator import index
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 from .backend import note, run
 from .health import WORDS, checking, judge
-from .launch import Launch, Size, TemplateValue
+from .launch import Launch, Plan, Size, TemplateValue
 from .program import Parameter, Program, load
 from .signature import CONSTANT_BELOW, TYPES
 from .source import METAL, SourceError
@@ -52,19 +51,6 @@ class Multiple:
     input: str
     axis: int
     of: int | str
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A call that was checked, for all that differ from it in the values of the inputs alone."""
-
-    program: Program
-    template: list[tuple[str, TemplateValue]]
-    grid: Size
-    threadgroup: Size
-    output_shapes: list[tuple[int, ...]]
-    output_dtypes: list[mx.Dtype]
-    memo: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +141,7 @@ class Kernel:
             raise self._error(str(error)) from error
 
     @cached_property
-    def _plans(self) -> dict[tuple[object, ...], _Plan]:
+    def _plans(self) -> dict[tuple[object, ...], Plan]:
         return {}
 
     def __call__(
@@ -243,7 +229,7 @@ class Kernel:
         threadgroup: Size,
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[mx.Dtype] | None,
-    ) -> _Plan:
+    ) -> Plan:
         """Check the declaration, and a call but for the values of its inputs."""
         program = self.program
         self._check_arrays(inputs)
@@ -254,7 +240,7 @@ class Kernel:
         self._check_threads(grid, threadgroup)
         dtypes = self._output_dtypes(values, output_dtypes)
         self._check_multiples(inputs, values)
-        return _Plan(program, template, grid, threadgroup, self._shapes(output_shapes), dtypes)
+        return Plan(program, template, grid, threadgroup, self._shapes(output_shapes), dtypes)
 
     def _check_arrays(self, inputs: Sequence[mx.array]) -> None:
         if not isinstance(inputs, (list, tuple)):

@@ -14,6 +14,19 @@ Size = tuple[int, int, int]
 TemplateValue = bool | int | mx.Dtype
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A call that was checked, for all that differ from it in the values of the inputs alone."""
+
+    program: Program
+    template: list[tuple[str, TemplateValue]]
+    grid: Size
+    threadgroup: Size
+    output_shapes: list[tuple[int, ...]]
+    output_dtypes: list[mx.Dtype]
+    memo: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(slots=True, eq=False)
 class Launch:
     """What one launch needs; see ``runtime/README.md`` for what is promised about it.
