@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
 
@@ -31,25 +31,41 @@ class Problem:
     dtype: mx.Dtype
     form: str = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For other processes: dtypes cannot be pickled.
+        return _problem, (self.shape, str(self.dtype).removeprefix("mlx.core."), self.form)
+
+
+def _problem(shape: tuple[int, ...], dtype: str, form: str) -> Problem:
+    return Problem(shape, getattr(mx, dtype), form)
+
 
 class Family(ABC, Generic[C]):
     """One kernel family: its configurations, and how to run and judge them.
 
     Attributes:
         name: unique in the package.
-        config: the class of its configurations, a frozen dataclass.
+        configs: the classes of its configurations, frozen dataclasses that differ in their fields.
         kernels: those that a configuration belongs to.
         axes: the moves that a configuration admits.
     """
 
     name: ClassVar[str]
-    config: type[C]
+    configs: tuple[type[C], ...]
     kernels: ClassVar[tuple[Kernel, ...]]
     axes: ClassVar[tuple[Axis, ...]]
 
     @abstractmethod
     def heuristic(self, problem: Problem, device: str) -> C:
         """The configuration without tuning, for ``"metal"``, ``"cuda"`` or ``"host"``."""
+
+    def others(self, problem: Problem) -> tuple[C, ...]:
+        """Configurations that a search should start from too, as those of another kernel."""
+        return ()
+
+    def completed(self, config: C, problem: Problem) -> C:
+        """A configuration after a move, with what follows from the moved field."""
+        return config
 
     @abstractmethod
     def why_not(self, config: C, problem: Problem) -> str | None:
@@ -67,6 +83,10 @@ class Family(ABC, Generic[C]):
     def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
         """The right result, in float32."""
 
+    def launched(self, record: Record) -> bool:
+        """Whether a launch is one of this family's."""
+        return record.kernel in {kernel.name for kernel in self.kernels}
+
     @abstractmethod
     def problem(self, record: Record) -> Problem:
         """The problem that a launch of one of the kernels belongs to."""
@@ -78,6 +98,22 @@ class Family(ABC, Generic[C]):
     def tolerance(self, problem: Problem) -> float:
         """The largest error that passes, over the largest number of the result."""
         return 4 * float(mx.finfo(problem.dtype).eps) + 1e-4
+
+    def near(self, config: C, problem: Problem) -> list[C]:
+        """The legal configurations one move away."""
+        moved = [move(config) for axis in self.axes for move in axis.moves(config)]
+        return self._legal(moved, problem)
+
+    def all(self, problem: Problem, example: C) -> list[C]:
+        """Every legal configuration that differs from an example along the axes."""
+        found = [example]
+        for axis in self.axes:
+            found += [move(config) for config in found for move in axis.moves(config)]
+        return self._legal(found, problem)
+
+    def _legal(self, configs: Iterable[C], problem: Problem) -> list[C]:
+        unique = dict.fromkeys(self.completed(config, problem) for config in configs)
+        return [config for config in unique if self.why_not(config, problem) is None]
 
     def key(self, problem: Problem) -> str:
         """Where results for a problem are stored."""

@@ -67,14 +67,16 @@ def source_hash(*kernels: Kernel) -> str:
 
 
 @cache
-def stored(key: str, config: type[C], kernels: tuple[Kernel, ...], device: str) -> C | None:
+def stored(
+    key: str, configs: tuple[type[C], ...], kernels: tuple[Kernel, ...], device: str
+) -> C | None:
     """The stored configuration for a problem, or None where there is none that can be trusted.
 
     The first call for a key reads files, the others take well under a microsecond.
 
     Args:
         key: from :func:`key_of`.
-        config: the configuration's class.
+        configs: the classes that the configuration may be of; its fields tell which.
         kernels: those that it configures.
         device: from :func:`device_name`.
     """
@@ -82,8 +84,7 @@ def stored(key: str, config: type[C], kernels: tuple[Kernel, ...], device: str) 
     if entry is None or entry.path != "kernel":
         return None
     try:
-        _check(entry, config, kernels)
-        return config(**entry.config)
+        return _checked(entry, configs, kernels)(**entry.config)
     except (ValueError, TypeError) as error:
         note("tuning", "ignored", f"{key}: {error}")
         return None
@@ -163,14 +164,20 @@ def _entries(device: str) -> dict[str, Entry]:
     return {**shipped, **_read(_folder() / f"{device}.json", device), **_unsaved.get(device, {})}
 
 
-def _check(entry: Entry, config: type[Any], kernels: tuple[Kernel, ...]) -> None:
+def _checked(entry: Entry, configs: tuple[type[C], ...], kernels: tuple[Kernel, ...]) -> type[C]:
+    """The class of an entry's configuration, if it is of this MLX and these kernels."""
     if entry.mlx != version("mlx"):
         raise ValueError(f"measured with MLX {entry.mlx}, this is {version('mlx')}")
     if entry.source != source_hash(*kernels):
         raise ValueError("measured with another version of the kernel")
-    wanted = {field.name for field in fields(config)}
-    if set(entry.config) != wanted:
-        raise ValueError(f"has the fields {sorted(entry.config)}, not {sorted(wanted)}")
+    wanted = {kind: sorted(_names(kind)) for kind in configs}
+    if (found := sorted(entry.config)) not in wanted.values():
+        raise ValueError(f"has the fields {found}, not {' or '.join(map(str, wanted.values()))}")
+    return next(kind for kind, names in wanted.items() if names == found)
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
 
 
 def _read(path: Path, device: str) -> dict[str, Entry]:

@@ -63,30 +63,34 @@ class Packed(NamedTuple):
         fmt, transpose = self.fmt, self.transpose
 
         def stock(inputs: list[mx.array]) -> mx.array:
-            return mx.quantized_matmul(*_four(inputs), transpose, *fmt)
+            return mx.quantized_matmul(*four(inputs), transpose, *fmt)
 
         def dense(inputs: list[mx.array]) -> mx.array:
-            x, w, scales, biases = _four(inputs)
+            x, w, scales, biases = four(inputs)
             matrix = mx.dequantize(w, scales, biases, *fmt).astype(x.dtype)
             return x @ (matrix.T if transpose else matrix)
 
         return {"stock": stock, "dequantized": dense}
 
 
+def format_of(record: Record) -> tuple[Format, mx.Dtype]:
+    """The format of a launch's matrix, and the dtype of its rows."""
+    group, bits, mode = (int(record.template[name]) for name in ("group", "bits", "mode"))  # type: ignore[arg-type]
+    dtype = record.template["T"]
+    assert isinstance(dtype, mx.Dtype)
+    return Format(group, bits, list(MODES)[mode]), dtype
+
+
 def problem_of(record: Record) -> Problem:
     """The problem behind a launch of a kernel that takes x, w and scales first."""
-    template, (x, w) = record.template, record.input_shapes[:2]
-    group, bits, mode = (int(template[name]) for name in ("group", "bits", "mode"))  # type: ignore[arg-type]
-    fmt = Format(group, bits, list(MODES)[mode])
-    transpose = bool(template.get("transposed", True))
-    k = x[-1]
+    (fmt, dtype), (x, w) = format_of(record), record.input_shapes[:2]
+    transpose = bool(record.template.get("transposed", True))
     n = w[0] if transpose else w[1] * 32 // fmt.bits
-    packed = Packed(prod(x[:-1]), n, k, fmt, transpose)
-    dtype = template["T"]
-    assert isinstance(dtype, mx.Dtype)
-    return Problem((packed.m, n, k), dtype, packed.form)
+    packed = Packed(prod(x[:-1]), n, x[-1], fmt, transpose)
+    return Problem((packed.m, n, packed.k), dtype, packed.form)
 
 
-def _four(inputs: list[mx.array]) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
+def four(inputs: list[mx.array]) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
+    """x, w, scales and biases, which small floats have none of."""
     x, w, scales, *biases = inputs
     return x, w, scales, biases[0] if biases else None

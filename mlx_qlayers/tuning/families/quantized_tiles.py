@@ -12,14 +12,14 @@ from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ...runtime.tracing import Record
 from ..family import Family, Problem
 from ..moves import Axis, Buffer, GroupTop, Local, Tile
-from .packed import Packed, Path, problem_of
+from .packed import Packed, Path, four, problem_of
 
 
 class QuantizedTiles(Family[Tiles]):
     """y (M, N) = x (M, K) with a packed matrix, M of 17 and more; its form is ``affine-64-4-t``."""
 
     name = "quantized_matmul_tiles"
-    config = Tiles
+    configs = (Tiles,)
     kernels = (quantized_tiles.TILES, quantized_tiles.SUM)
     axes = (
         Axis(Tile, "tile_m", (16, 32, 48, 64, 96, 128)),
@@ -62,18 +62,8 @@ class QuantizedTiles(Family[Tiles]):
         return Packed.of(problem).inputs(problem.dtype)
 
     def run(self, inputs: list[mx.array], problem: Problem, config: Tiles) -> mx.array:
-        x, w, scales, *biases = inputs
         packed = Packed.of(problem)
-        return product_in_tiles(
-            x,
-            w,
-            scales,
-            biases[0] if biases else None,
-            None,
-            packed.transpose,
-            packed.fmt,
-            config,
-        )
+        return product_in_tiles(*four(inputs), None, packed.transpose, packed.fmt, config)
 
     def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
         return Packed.of(problem).reference(inputs)

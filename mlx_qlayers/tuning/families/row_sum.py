@@ -17,7 +17,7 @@ class RowSumFamily(Family[RowSum]):
     """Sums of the rows of x (M, K)."""
 
     name = "row_sum"
-    config = RowSum
+    configs = (RowSum,)
     kernels = (row_sum.KERNEL,)
     axes = (
         Axis(Upcast, "upcast", (1, 2, 4)),
