@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 import mlx.core as mx
 
 from ..runtime.kernel import Kernel
-from ..runtime.tracing import Record
 from .moves import Axis
 from .store import key_of
 
@@ -34,6 +33,11 @@ class Problem:
     def __reduce__(self) -> tuple[Any, ...]:
         # For other processes: dtypes cannot be pickled.
         return _problem, (self.shape, str(self.dtype).removeprefix("mlx.core."), self.form)
+
+
+def rounded(size: int) -> int:
+    """The next power of two, for buckets."""
+    return 1 << (size - 1).bit_length()
 
 
 def _problem(shape: tuple[int, ...], dtype: str, form: str) -> Problem:
@@ -83,13 +87,13 @@ class Family(ABC, Generic[C]):
     def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
         """The right result, in float32."""
 
-    def launched(self, record: Record) -> bool:
-        """Whether a launch is one of this family's."""
-        return record.kernel in {kernel.name for kernel in self.kernels}
-
     @abstractmethod
-    def problem(self, record: Record) -> Problem:
-        """The problem that a launch of one of the kernels belongs to."""
+    def asked(self, *arguments: Any) -> Problem:
+        """The problem behind what a launcher asks :func:`lookup.found`."""
+
+    def bucket(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape whose results count for a shape too; by default only its own."""
+        return shape
 
     def paths(self, problem: Problem) -> Mapping[str, Callable[[list[mx.array]], mx.array]]:
         """The other paths that ``auto`` could take; the stock operator among them."""
@@ -117,4 +121,4 @@ class Family(ABC, Generic[C]):
 
     def key(self, problem: Problem) -> str:
         """Where results for a problem are stored."""
-        return key_of(self.name, problem.shape, problem.dtype, problem.form)
+        return key_of(self.name, self.bucket(problem.shape), problem.dtype, problem.form)

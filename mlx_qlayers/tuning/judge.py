@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, islice, repeat
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from .family import Family, Problem
 from .machines import MACHINES
 from .search import Stopped, Trial
 from .store import device_name
-from .timing import Sample, measure
+from .timing import measure
 
 C = TypeVar("C")
 Path = Callable[[list[mx.array]], mx.array]
@@ -27,8 +26,8 @@ PATIENCE = 20.0
 # Bytes of inputs that no cache holds: copies of the inputs take turns until they have as many.
 _COLD = 192 << 20
 _AT_ONCE: AbstractContextManager[Any] = nullcontext()
-# Links of a chain at least, so that its ends do not count.
-_LINKS = 8
+# Links of the chain that has nothing else.
+_LINKS = 64
 
 
 class Judge(ABC, Generic[C]):
@@ -37,11 +36,13 @@ class Judge(ABC, Generic[C]):
     Attributes:
         name: of the device that results are kept for.
         device: ``"metal"``, ``"cuda"`` or ``"host"``, for heuristics.
+        path: what its verdict on a kernel is called.
         hung: whether a kernel did not come back, so that nothing else can run.
     """
 
     name: str
     device: str
+    path = "kernel"
     hung = False
 
     def __init__(self, family: Family[C], problem: Problem) -> None:
@@ -102,50 +103,55 @@ class Measured(Judge[C]):
         self.name, self.device = device_name(), backend()
         size = sum(x.nbytes for x in self.inputs)
         self.sets = [self.inputs]
-        for _ in range(min(32, _COLD // max(1, size))):
+        for _ in range(max(1, min(32, _COLD // max(1, size)))):
             self.sets.append([mx.array(x) for x in self.inputs])
         self._true = mx.array([True])
         mx.eval(self.sets, self._true)
-        self._link = self._seconds({"": self._chain(None)}, repeats=9)[""].median
+        times = measure({"": mx.compile(self._links)}, repeats=9, least=0.002)
+        self._link = times[""].median / _LINKS
 
     def rate(self, config: C) -> float:
-        times = self._seconds({"": self._chain(self._path(config))}, repeats=3)
-        return max(times[""].median - self._link, 1e-9)
+        return self._seconds({"": self._path(config)}, repeats=3)[""]
 
     def compare(self, configs: Sequence[C]) -> tuple[list[float], dict[str, float]]:
         runs: dict[str, Path] = {str(i): self._path(config) for i, config in enumerate(configs)}
-        runs |= self.family.paths(self.problem)
-        times = self._seconds({name: self._chain(run) for name, run in runs.items()}, repeats=9)
-        seconds = {name: max(t.median - self._link, 1e-9) for name, t in times.items()}
-        return [seconds.pop(str(i)) for i in range(len(configs))], seconds
+        seconds = self._seconds({**runs, **self.family.paths(self.problem)}, repeats=9)
+        return [seconds.pop(name) for name in runs], seconds
 
     def _path(self, config: C) -> Path:
         return lambda inputs: self.family.run(inputs, self.problem, config)
 
-    def _chain(self, path: Path | None) -> Callable[[], mx.array]:
-        """Launches one behind the other, or only the links between them."""
-        links = max(_LINKS, len(self.sets))
+    def _links(self) -> mx.array:
+        y = self.inputs[0]
+        for i in range(_LINKS):
+            y = self._linked(self.sets[i % len(self.sets)][0], y)
+        return y
+
+    def _linked(self, x: mx.array, y: mx.array) -> mx.array:
+        """x, but not before y is there."""
+        return mx.where(self._true, x, y[(0,) * y.ndim].astype(x.dtype))
+
+    def _chain(self, path: Path) -> Callable[[], mx.array]:
+        """Launches one behind the other, each with a set of its own: MLX would share their work."""
 
         def run() -> mx.array:
             y = self.inputs[0]
-            for inputs in islice(chain.from_iterable(repeat(self.sets)), links):
-                first = y[(0,) * y.ndim].astype(inputs[0].dtype)
-                x = mx.where(self._true, inputs[0], first)
-                y = x if path is None else path([x, *inputs[1:]])
+            for first, *others in self.sets:
+                y = path([self._linked(first, y), *others])
             return y
 
         return mx.compile(run)
 
-    def _seconds(
-        self, contenders: Mapping[str, Callable[[], mx.array]], repeats: int
-    ) -> dict[str, Sample]:
-        links = max(_LINKS, len(self.sets))
-        times = measure(contenders, repeats=repeats, least=0.002)
-        return {name: time.scaled(1 / links) for name, time in times.items()}
+    def _seconds(self, paths: Mapping[str, Path], repeats: int) -> dict[str, float]:
+        chains = {name: self._chain(path) for name, path in paths.items()}
+        times = measure(chains, repeats=repeats, least=0.002)
+        return {n: max(t.median / len(self.sets) - self._link, 1e-9) for n, t in times.items()}
 
 
 class Computed(Judge[C]):
     """Rates by what the checked host backend counts, for a machine that need not be here."""
+
+    path = "modelled"
 
     def __init__(self, family: Family[C], problem: Problem, machine: str) -> None:
         super().__init__(family, problem)

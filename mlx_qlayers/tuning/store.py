@@ -34,8 +34,8 @@ class Entry:
     """The result of tuning one kernel for one problem on one device.
 
     Attributes:
-        config: the fields of the fastest configuration.
-        path: ``"kernel"``, or the name of the path that was faster, such as ``"stock"``.
+        config: the fields of the kernel's fastest configuration.
+        path: ``"kernel"``; the path that was faster, such as ``"stock"``; or ``"modelled"``.
         seconds: what that path takes.
         heuristic: what the kernel takes with the configuration that it has without tuning.
         tried: how many configurations were tried.
@@ -52,14 +52,22 @@ class Entry:
     mlx: str
 
 
+@cache
+def device_kind() -> str | None:
+    """The backend of this machine's GPU: ``"metal"``, ``"cuda"``, or None without one."""
+    return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
+
+
+@cache
 def device_name() -> str:
     """The architecture of MLX's GPU, else ``"cpu"``; the name of the results' file."""
-    if mx.metal.is_available() or mx.cuda.is_available():
+    if device_kind():
         facts = mx.device_info()
         return str(facts.get("architecture") or facts.get("device_name", "gpu")).replace(" ", "_")
     return "cpu"
 
 
+@cache
 def source_hash(*kernels: Kernel) -> str:
     """What changes when the text of a kernel does."""
     text = "\0".join(k.program.header + k.program.source for k in kernels)
@@ -69,8 +77,9 @@ def source_hash(*kernels: Kernel) -> str:
 @cache
 def stored(
     key: str, configs: tuple[type[C], ...], kernels: tuple[Kernel, ...], device: str
-) -> C | None:
-    """The stored configuration for a problem, or None where there is none that can be trusted.
+) -> tuple[str, C] | None:
+    """The fastest path for a problem and the kernel's fastest configuration; None where none is
+    stored that can be trusted.
 
     The first call for a key reads files, the others take well under a microsecond.
 
@@ -80,22 +89,14 @@ def stored(
         kernels: those that it configures.
         device: from :func:`device_name`.
     """
-    entry = _entries(device).get(key)
-    if entry is None or entry.path != "kernel":
+    entry = entries(device).get(key)
+    if entry is None:
         return None
     try:
-        return _checked(entry, configs, kernels)(**entry.config)
+        return entry.path, _checked(entry, configs, kernels)(**entry.config)
     except (ValueError, TypeError) as error:
         note("tuning", "ignored", f"{key}: {error}")
         return None
-
-
-@cache
-def faster_path(key: str, kernels: tuple[Kernel, ...], device: str) -> str | None:
-    """The path that was faster than the kernel for a problem, such as ``"stock"``, if one was."""
-    entry = _entries(device).get(key)
-    stale = entry is None or (entry.source, entry.mlx) != (source_hash(*kernels), version("mlx"))
-    return None if entry is None or stale or entry.path == "kernel" else entry.path
 
 
 def key_of(family: str, shape: tuple[int, ...], dtype: mx.Dtype, form: str = "") -> str:
@@ -126,7 +127,7 @@ def save(device: str, found: Mapping[str, Entry]) -> bool:
         print(f"mlx-qlayers: tuning results are not kept, {path}: {error}", file=sys.stderr)
         _unsaved.setdefault(device, {}).update(found)
         kept = False
-    _forget()
+    forget()
     return kept
 
 
@@ -142,7 +143,7 @@ def clear(device: str | None = None) -> int:
     for name in found:
         (_folder() / f"{name}.json").unlink(missing_ok=True)
     _unsaved.clear()
-    _forget()
+    forget()
     return sum(map(len, found.values()))
 
 
@@ -153,15 +154,29 @@ def _folder() -> Path:
     return cache_folder() / "tuning"
 
 
-def _forget() -> None:
-    for function in (stored, faster_path, _entries):
-        function.cache_clear()
+_forgetting: list[Callable[[], None]] = []
+
+
+def on_change(forget: Callable[[], None]) -> None:
+    """Have something done whenever the results change."""
+    _forgetting.append(forget)
+
+
+def forget() -> None:
+    """Read the results anew when they are next needed."""
+    for function in _forgetting:
+        function()
 
 
 @cache
-def _entries(device: str) -> dict[str, Entry]:
+def entries(device: str) -> dict[str, Entry]:
+    """The results for a device, by key: those that come with the package, and the user's."""
     shipped = _read(_SHIPPED / f"{device}.json", device)
     return {**shipped, **_read(_folder() / f"{device}.json", device), **_unsaved.get(device, {})}
+
+
+for _kept in (stored, entries):
+    on_change(_kept.cache_clear)
 
 
 def _checked(entry: Entry, configs: tuple[type[C], ...], kernels: tuple[Kernel, ...]) -> type[C]:

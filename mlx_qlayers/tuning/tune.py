@@ -26,7 +26,7 @@ class Tuned(Generic[C]):
     Attributes:
         problem: what for.
         config: the fastest configuration.
-        path: ``"kernel"``, or a path that beats it.
+        path: ``"kernel"``, a path that beats it, or ``"modelled"`` where costs were computed.
         seconds: what that path takes.
         heuristic: what the kernel takes without tuning.
         trials: every configuration that was tried, the fastest first.
@@ -127,7 +127,7 @@ def tune(
 def _starts(family: Family[C], problem: Problem, judge: Judge[C]) -> list[C]:
     """What the search begins with besides the heuristic's choice: what is known, and others."""
     known = stored(family.key(problem), family.configs, family.kernels, judge.name)
-    starts = [*family.others(problem), *([known] if known is not None else [])]
+    starts = [*family.others(problem), *([known[1]] if known is not None else [])]
     return [config for config in starts if family.why_not(config, problem) is None]
 
 
@@ -144,7 +144,7 @@ def _final(judge: Judge[C], heuristic: C, trials: list[Trial[C]], best: int) -> 
     # What the noise does not tell apart stays as it is.
     adjusted = [seconds[0] * (1 - _NOISE), *seconds[1:]]
     config = configs[adjusted.index(min(adjusted))]
-    times = {"kernel": seconds[configs.index(config)], **paths}
+    times = {judge.path: seconds[configs.index(config)], **paths}
     path = min(times, key=times.__getitem__)
     return Tuned(judge.problem, config, path, times[path], seconds[0], trials)
 

@@ -25,11 +25,11 @@ ENTRY = Entry(asdict(RowSum(upcast=2)), "kernel", 1e-5, 2e-5, 10, "", version("m
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
-    store._forget()
+    store.forget()
     explain(reset=True)
     yield tmp_path / "tuning"
     store._unsaved.clear()
-    store._forget()
+    store.forget()
 
 
 def entry(**changes) -> Entry:
@@ -37,7 +37,7 @@ def entry(**changes) -> Entry:
 
 
 def found(device="gpu"):
-    store._forget()
+    store.forget()
     return stored(KEY, RowSum, (KERNEL,), device)
 
 

@@ -41,9 +41,9 @@ SMALL = Small()
 def folder(tmp_path, monkeypatch):
     # Compiled kernels stay in the shared cache, results go to a folder of this test's own.
     monkeypatch.setattr(store, "cache_folder", lambda: tmp_path)
-    store._forget()
+    store.forget()
     yield
-    store._forget()
+    store.forget()
 
 
 def test_finds_nearly_the_best_and_remembers_it():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from math import prod
+from inspect import unwrap
 
 import mlx.core as mx
 
+from ...formats import Format
 from ...metal import quantized_matmul
 from ...metal.quantized_matmul import (
     FewRows,
@@ -17,10 +18,9 @@ from ...metal.quantized_matmul import (
     products_of_few_rows,
 )
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
-from ...runtime.tracing import Record
 from ..family import Family, Problem
 from ..moves import Axis, Buffer, Group, Local, Unroll, Upcast
-from .packed import Packed, Path, format_of, four
+from .packed import Packed, Path, four
 
 Config = FewRows | MatrixUnits
 # Beyond these a thread's sums and weights cannot stay in registers.
@@ -50,12 +50,13 @@ class FewRowsFamily(Family[Config]):
 
     def heuristic(self, problem: Problem, device: str) -> Config:
         m, n, k, fmt, _ = Packed.of(problem)
-        return few_rows(device, m, n, k, problem.dtype, fmt)
+        return unwrap(few_rows)(device, m, n, k, problem.dtype, fmt)
 
     def others(self, problem: Problem) -> tuple[Config, ...]:
         m, n, k, fmt, _ = Packed.of(problem)
-        units = few_rows("cuda", m, n, k, mx.bfloat16, fmt)
-        threads = few_rows("metal", m, n, k, mx.float32, fmt)
+        choose = unwrap(few_rows)
+        units = choose("cuda", m, n, k, mx.bfloat16, fmt)
+        threads = choose("metal", m, n, k, mx.float32, fmt)
         return (threads,) if problem.dtype == mx.float32 else (units, threads)
 
     def completed(self, config: Config, problem: Problem) -> Config:
@@ -86,15 +87,8 @@ class FewRowsFamily(Family[Config]):
     def paths(self, problem: Problem) -> Mapping[str, Path]:
         return Packed.of(problem).paths()
 
-    def launched(self, record: Record) -> bool:
-        return record.kernel.startswith(("quantized_matmul_matrix", "quantized_matmul_few_rows"))
-
-    def problem(self, record: Record) -> Problem:
-        fmt, dtype = format_of(record)
-        (*leading, k) = record.input_shapes[0]
-        n = sum(shape[-1] for shape in record.output_shapes) * (2 if record.template["gate"] else 1)
-        packed = Packed(prod(leading), n, k, fmt, True)
-        return Problem((packed.m, n, k), dtype, packed.form)
+    def asked(self, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format) -> Problem:
+        return Packed(rows, n, k, fmt, True).problem(dtype)
 
 
 def _slots(config: MatrixUnits, packed: Packed) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import unwrap
 
 import mlx.core as mx
 
+from ...formats import Format
 from ...metal import quantized_tiles
 from ...metal.quantized_tiles import Tiles, product_in_tiles, tiles
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
-from ...runtime.tracing import Record
-from ..family import Family, Problem
+from ..family import Family, Problem, rounded
 from ..moves import Axis, Buffer, GroupTop, Local, Tile
-from .packed import Packed, Path, four, problem_of
+from .packed import Packed, Path, four
 
 
 class QuantizedTiles(Family[Tiles]):
@@ -34,7 +35,7 @@ class QuantizedTiles(Family[Tiles]):
 
     def heuristic(self, problem: Problem, device: str) -> Tiles:
         m, n, k, fmt, transpose = Packed.of(problem)
-        return tiles(device, m, n, k, problem.dtype, fmt, transpose)
+        return unwrap(tiles)(device, m, n, k, problem.dtype, fmt, transpose)
 
     def why_not(self, config: Tiles, problem: Problem) -> str | None:
         packed = Packed.of(problem)
@@ -71,8 +72,14 @@ class QuantizedTiles(Family[Tiles]):
     def paths(self, problem: Problem) -> Mapping[str, Path]:
         return Packed.of(problem).paths()
 
-    def problem(self, record: Record) -> Problem:
-        return problem_of(record)
+    def asked(
+        self, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
+    ) -> Problem:
+        return Packed(m, n, k, fmt, transpose).problem(dtype)
+
+    def bucket(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        m, n, k = shape
+        return rounded(m), n, k
 
 
 QUANTIZED_TILES = QuantizedTiles()
