@@ -9,12 +9,15 @@ from importlib.metadata import version
 from typing import Any, Generic, TypeVar
 
 from .family import Family, Problem
-from .judge import Judge, judge_of
+from .judge import Comparison, Judge, judge_of
 from .search import Stopped, Trial, beam_search
+from .shapes import Target
 from .store import Entry, save, source_hash, stored
-from .workers import Workers
+from .workers import Workers, processes
 
 C = TypeVar("C")
+# What the search found best is compared once more with the heuristic's choice, each built again.
+_FINALISTS = 2
 # Differences below this are noise, and a search that gains no more stops.
 _NOISE = 0.01
 
@@ -84,26 +87,29 @@ def tune(
     judge = judge_of(family, problem, machine)
     deadline = time.monotonic() + budget_s
     heuristic = family.heuristic(problem, judge.device)
-    tried: dict[C, Trial[C]] = {}
+    first = judge.attempt(heuristic)
+    progress(first)
+    if first.problem:
+        raise RuntimeError(
+            f"{family.name}, {problem}: the heuristic's {heuristic}: {first.problem}"
+        )
+    tried = {heuristic: first}
+    before = judge.compare([heuristic])
 
     def attempts(configs: Sequence[C]) -> Iterator[Trial[C]]:
-        if workers is None or len(configs) == 1:
-            run = judge.attempts(configs)
-        else:
-            run = workers.attempts(family, problem, configs)
-        for trial in run:
+        if time.monotonic() > deadline:
+            raise Stopped
+        some = judge.attempts(configs)
+        if workers is not None and len(configs) > 1:
+            some = workers.attempts(family, problem, configs)
+        for trial in some:
             tried[trial.config] = trial
             progress(trial)
             yield trial
             if time.monotonic() > deadline:
                 raise Stopped
 
-    first = next(attempts([heuristic]))
-    if first.problem:
-        raise RuntimeError(
-            f"{family.name}, {problem}: the heuristic's {heuristic}: {first.problem}"
-        )
-    interrupted: KeyboardInterrupt | None = None
+    interrupt: KeyboardInterrupt | None = None
     try:
         beam_search(
             [first],
@@ -113,15 +119,63 @@ def tune(
             width=beam,
             noise=_NOISE,
         )
-    except KeyboardInterrupt as interrupt:
-        interrupted = interrupt
+    except KeyboardInterrupt as caught:
+        interrupt = caught
     trials = sorted(tried.values(), key=lambda trial: trial.seconds)
-    tuned = _final(judge, heuristic, trials, 0 if interrupted else beam)
+    tuned = _final(judge, heuristic, trials, before, again=interrupt is None)
     if keep:
         save(judge.name, {family.key(problem): _entry(family, tuned)})
-    if interrupted:
-        raise interrupted
+    if interrupt is not None:
+        raise interrupt
     return tuned
+
+
+def tune_all(
+    problems: Sequence[Target],
+    *,
+    beam: int = 4,
+    budget_s: float = 60.0,
+    machine: str | None = None,
+    progress: Callable[[Target, float], Any] = lambda target, gain: None,
+) -> Iterator[tuple[Target, Tuned[Any]]]:
+    """Tune one problem after the other within a budget, each with an even share of what is left.
+
+    Args:
+        problems: what to tune.
+        beam: see :func:`tune`.
+        budget_s: seconds for all of them.
+        machine: see :func:`tune`.
+        progress: called after each trial with the problem and its gain so far.
+
+    Yields:
+        Each problem and what was found, which is stored by then. What comes when the budget is
+        spent is left out.
+    """
+    deadline = time.monotonic() + budget_s
+    with processes(machine) as workers:
+        for i, target in enumerate(problems):
+            share = (deadline - time.monotonic()) / (len(problems) - i)
+            if share <= 0:
+                return
+            seconds: list[float] = []
+
+            def note(
+                trial: Trial[Any], target: Target = target, seconds: list[float] = seconds
+            ) -> None:
+                seconds.append(trial.seconds)
+                progress(target, seconds[0] / min(seconds))
+
+            yield (
+                target,
+                tune(
+                    *target,
+                    beam=beam,
+                    budget_s=share,
+                    machine=machine,
+                    workers=workers,
+                    progress=note,
+                ),
+            )
 
 
 def _starts(family: Family[C], problem: Problem, judge: Judge[C]) -> list[C]:
@@ -131,22 +185,27 @@ def _starts(family: Family[C], problem: Problem, judge: Judge[C]) -> list[C]:
     return [config for config in starts if family.why_not(config, problem) is None]
 
 
-def _final(judge: Judge[C], heuristic: C, trials: list[Trial[C]], best: int) -> Tuned[C]:
-    """The best few, the heuristic's choice and the other paths, compared once more."""
-    before = next(trial.seconds for trial in trials if trial.config == heuristic)
-    if judge.hung or best == 0:
-        seconds, paths = [before, trials[0].seconds], dict[str, float]()
-        configs = [heuristic, trials[0].config]
-    else:
-        good = [t.config for t in trials if not t.problem and t.config != heuristic]
-        configs = [heuristic, *good[:best]]
+def _final(
+    judge: Judge[C],
+    heuristic: C,
+    trials: list[Trial[C]],
+    before: Comparison,
+    again: bool,
+) -> Tuned[C]:
+    """The verdict: the best few, the heuristic's choice and the other paths compared once more."""
+    configs, (seconds, paths) = [heuristic], before
+    best = [trial for trial in trials if not trial.problem and trial.config != heuristic]
+    if again and not judge.hung:
+        configs += [trial.config for trial in best[:_FINALISTS]]
         seconds, paths = judge.compare(configs)
+    elif best:
+        configs, seconds = [heuristic, best[0].config], [*seconds, best[0].seconds]
     # What the noise does not tell apart stays as it is.
     adjusted = [seconds[0] * (1 - _NOISE), *seconds[1:]]
-    config = configs[adjusted.index(min(adjusted))]
-    times = {judge.path: seconds[configs.index(config)], **paths}
+    winner = adjusted.index(min(adjusted))
+    times = {judge.path: seconds[winner], **paths}
     path = min(times, key=times.__getitem__)
-    return Tuned(judge.problem, config, path, times[path], seconds[0], trials)
+    return Tuned(judge.problem, configs[winner], path, times[path], seconds[0], trials)
 
 
 def _entry(family: Family[C], tuned: Tuned[C]) -> Entry:

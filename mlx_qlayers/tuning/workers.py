@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,11 @@ import mlx.core as mx
 from .family import Family, Problem
 from .judge import Judge, judge_of
 from .search import Trial
+from .store import device_kind
 
 C = TypeVar("C")
+# Processes at most: each holds the inputs of a problem in the GPU's memory.
+_MOST = 14
 # Seconds for the start of a process with its inputs, and for one candidate after that.
 _START, _PATIENCE = 90.0, 40.0
 
@@ -145,6 +149,20 @@ class Workers:
         worker.process.kill()
         self._workers[self._workers.index(worker)] = self._start()
         return Trial(worker.config, problem=why)
+
+
+@contextlib.contextmanager
+def processes(machine: str | None) -> Iterator[Workers | None]:
+    """As many as this machine can use; None where a process of its own gains nothing.
+
+    Metal's compiler takes a fraction of NVIDIA's time, and memory is shared with the system.
+    """
+    cores = os.cpu_count() or 1
+    if (machine is None and device_kind() == "metal") or cores < 4:
+        yield None
+        return
+    with Workers(min(cores - 2, _MOST), machine) as workers:
+        yield workers
 
 
 def _serve(pipe: Connection, turn: Path, machine: str | None) -> None:
