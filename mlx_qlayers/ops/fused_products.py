@@ -81,13 +81,15 @@ def fused_products(
     _check(x, matrices, fmt, norm, gate, residual)
     rows = prod(x.shape[:-1])
     lacking = _lacking(x, rows, matrices, norm, residual)
-    n = sum(matrix.w.shape[0] for matrix in matrices)
-    best = found("quantized_matmul_few_rows", rows, n, x.shape[-1], x.dtype, fmt)
-    by, unless = decided(best, FEW_ROWS, lacking or stock_is_better(x.dtype))
+    by, unless = FEW_ROWS, lacking
+    if not lacking:
+        n = sum([matrix.w.shape[0] for matrix in matrices])
+        best = found("quantized_matmul_few_rows", rows, n, x.shape[-1], x.dtype, fmt)
+        by, unless = decided(best, FEW_ROWS, stock_is_better(x.dtype))
     path = choose(
         "fused_products",
         () if lacking else ("metal", "cuda", "host"),
-        unless=lacking or unless,
+        unless=unless,
         host_gain=None if lacking else host_gain(rows, fmt),
         arrays=(x, matrices[0].w),
         by=by,
