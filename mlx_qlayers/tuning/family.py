@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -35,13 +36,18 @@ class Problem:
         return _problem, (self.shape, str(self.dtype).removeprefix("mlx.core."), self.form)
 
 
-def rounded(size: int) -> int:
-    """The next power of two, for buckets."""
-    return 1 << (size - 1).bit_length()
-
-
 def _problem(shape: tuple[int, ...], dtype: str, form: str) -> Problem:
     return Problem(shape, getattr(mx, dtype), form)
+
+
+def _moved(configs: Iterable[C], axes: Sequence[Axis]) -> list[C]:
+    """Where the moves of some axes lead, but for what a configuration does not admit at all."""
+    found = []
+    for config in configs:
+        for move in (move for axis in axes for move in axis.moves(config)):
+            with suppress(ValueError):
+                found.append(move(config))
+    return found
 
 
 class Family(ABC, Generic[C]):
@@ -105,14 +111,13 @@ class Family(ABC, Generic[C]):
 
     def near(self, config: C, problem: Problem) -> list[C]:
         """The legal configurations one move away."""
-        moved = [move(config) for axis in self.axes for move in axis.moves(config)]
-        return self._legal(moved, problem)
+        return self._legal(_moved([config], self.axes), problem)
 
     def all(self, problem: Problem, example: C) -> list[C]:
         """Every legal configuration that differs from an example along the axes."""
         found = [example]
         for axis in self.axes:
-            found += [move(config) for config in found for move in axis.moves(config)]
+            found += _moved(found, [axis])
         return self._legal(found, problem)
 
     def _legal(self, configs: Iterable[C], problem: Problem) -> list[C]:

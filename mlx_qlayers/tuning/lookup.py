@@ -99,6 +99,11 @@ def decided(best: Found | None, kernel: str, unless: str | None) -> tuple[str, s
     return kernel, f"{best.path} was faster when tuned here"
 
 
+def rounded(size: int) -> int:
+    """The next power of two: sizes up to there share what was found for one of them."""
+    return 1 << (size - 1).bit_length()
+
+
 @contextmanager
 def questions() -> Iterator[dict[Question, None]]:
     """Collect what launchers ask inside a ``with`` block, each question once."""

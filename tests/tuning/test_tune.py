@@ -183,11 +183,15 @@ PROBLEMS = {
     "row_sum": Problem((7, 96), mx.float32),
     "quantized_matmul_few_rows": Problem((3, 40, 128), mx.float16, "affine-64-4-t"),
     "quantized_matmul_tiles": Problem((17, 40, 128), mx.float16, "affine-64-4-t"),
+    "attention_decode": Problem((2, 7, 256, 64, 64), mx.float16, "bits-4"),
+    "attention_forward": Problem((1, 4, 2, 32, 64, 64, 64), mx.float16, "causal"),
 }
 ASKED = {
     "row_sum": (7, 96, mx.float32),
     "quantized_matmul_few_rows": (3, 40, 128, mx.float16, Format(64, 4)),
     "quantized_matmul_tiles": (17, 40, 128, mx.float16, Format(64, 4), True),
+    "attention_decode": (mx.float16, 7, 64, 64, 4, 2, 256),
+    "attention_forward": ((1, 4, 2, 32, 64, 64, 64), mx.float16, True),
 }
 
 
@@ -211,3 +215,10 @@ def test_a_family_agrees_with_itself(name):
             found = path(inputs).astype(mx.float32)
             assert mx.allclose(found, truth, atol=0.05 * mx.abs(truth).max())
     assert "stock" in family.paths(problem)
+
+
+def test_attention_of_keys_that_are_not_packed():
+    family = FAMILIES["attention_decode"]
+    problem = Problem((2, 7, 200, 64, 64), mx.bfloat16, "bits-0")
+    tuned = tune(family, problem, machine=M1, budget_s=0, keep=False)
+    assert not tuned.trials[0].problem

@@ -11,7 +11,8 @@ from ...formats import Format
 from ...metal import quantized_tiles
 from ...metal.quantized_tiles import Tiles, product_in_tiles, tiles
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
-from ..family import Family, Problem, rounded
+from ..family import Family, Problem
+from ..lookup import rounded
 from ..moves import Axis, Buffer, GroupTop, Local, Tile
 from .packed import Packed, Path, four
 
