@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 after an error, 130 after an interrupt.
 
     Example:
-        >>> main(["generate", "--model", "models/tales", "--prompt", "Once upon a time"])
+        >>> main(["info", "--model", "models/tales-qwen2"])
+        python  ...
+        dry run: 49 swapped
         0
     """
     try:
