@@ -11,6 +11,7 @@ from mlx_qlayers.metal.gather_qmm import Choice, configuration, gathered_product
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
+from tests.gpus import on_gpus
 from tests.numerics import random
 from tests.packed import FORMATS, WIDTHS
 
@@ -71,12 +72,12 @@ def test_every_dtype(dtype, transpose):
     check_all(SMALL, dtype, transpose)
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_on_cuda(fmt, dtype, transpose):
-    check_all(fmt, dtype, transpose, device="cuda", backend="cuda")
+def test_on_gpus(gpu, fmt, dtype, transpose):
+    check_all(fmt, dtype, transpose, device=gpu, backend=gpu)
 
 
 @pytest.mark.parametrize("device", ["host", "metal"])

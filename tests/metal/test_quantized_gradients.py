@@ -10,6 +10,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_gradients import gradient_of_scales_and_biases
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
+from tests.gpus import on_gpus
 from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, WIDTHS, codes, random_packed
@@ -78,11 +79,11 @@ def test_every_format_and_dtype(fmt, dtype, device):
     check_all(fmt, dtype, device=device)
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fmt", AFFINE, ids=str)
-def test_on_cuda(fmt, dtype):
-    check_all(fmt, dtype, device="cuda", backend="cuda")
+def test_on_gpus(gpu, fmt, dtype):
+    check_all(fmt, dtype, device=gpu, backend=gpu)
 
 
 @pytest.mark.parametrize("device", ["host", "metal"])

@@ -14,6 +14,7 @@ from mlx_qlayers.metal.dequantize import dequantize
 from mlx_qlayers.metal.quantized_tiles import Tiles, product_in_tiles, tiles
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
+from tests.gpus import GPUS, HERE, on_gpus
 from tests.numerics import assert_accurate, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, dequantize64, random_packed, terms64
@@ -45,7 +46,7 @@ def sample(rng, rows, outer, groups, fmt, dtype, transpose=True):
 def by_kernel(x, packed, fmt, transpose=True, bias=None, device="host", **changes):
     n = packed[0].shape[0] if transpose else fmt.dims(packed[0])
     config = replace(tiles(device, len(x), n, x.shape[1], x.dtype, fmt, transpose), **changes)
-    with use_backend("cuda" if mx.cuda.is_available() else "host"):
+    with use_backend(HERE):
         return product_in_tiles(x, *packed, bias, transpose, fmt, config)
 
 
@@ -70,14 +71,14 @@ def test_every_format_and_dtype(fmt, dtype, transpose):
     check_all(fmt, dtype, transpose)
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda i: str(FORMATS[i]))
-def test_on_cuda(number):
+def test_on_gpus(gpu, number):
     for transpose in (True, False):
-        check_all(FORMATS[number], DTYPES[number % 3], transpose, SHAPES[1::2], device="cuda")
+        check_all(FORMATS[number], DTYPES[number % 3], transpose, SHAPES[1::2], device=gpu)
 
 
-@pytest.mark.parametrize("path", ["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("path", ["host", *GPUS])
 @pytest.mark.parametrize("rows", [32, 64, 96, 128])
 def test_tiles_of_wide_products(rows, path):
     """The configurations that a GPU takes where there is work for all of it."""
@@ -214,7 +215,7 @@ def test_dequantize(fmt):
     rng = np.random.default_rng(fmt.bits)
     for dtype in DTYPES if fmt.bits == 4 else DTYPES[2:]:
         packed = random_packed(rng, 5, 384, fmt, dtype)
-        with use_backend("cuda" if mx.cuda.is_available() else "host"):
+        with use_backend(HERE):
             y = dequantize(*packed, fmt, dtype)
         dense = dequantize64(*packed, fmt)
         assert_accurate(y, dense, round_to(dense, dtype), terms=terms64(*packed, fmt).max())
