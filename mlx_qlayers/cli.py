@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .commands import chat, convert, demo, generate, info, lora, server, tune
+from .commands import bench, chat, convert, demo, generate, info, lora, server, tune
 
-_COMMANDS = (generate, chat, server, lora, convert, tune, info, demo)
+_COMMANDS = (generate, chat, server, lora, convert, tune, bench, info, demo)
 _BORROWED = (chat, server, lora)
 _ERROR, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 _LONGEST = 600  # characters of an error message
