@@ -1,4 +1,4 @@
-"""The examples in docstrings and in README.md, executed without a network."""
+"""The examples in docstrings, README.md and CONTRIBUTING.md, executed without a network."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shutil
 from importlib import import_module
 from pathlib import Path
+from textwrap import dedent
 
 import huggingface_hub.constants
 import mlx.core as mx
@@ -27,7 +28,7 @@ MODULES = sorted(
 NOT_RUN = {"mlx_qlayers.runtime.capture.capture"}
 # What an example need not import.
 NAMES = {"mx": mx, "nn": nn} | {name: getattr(mlx_qlayers, name) for name in mlx_qlayers.__all__}
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^ *```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +62,11 @@ def test_examples_of_docstrings(name: str) -> None:
     assert sum(bool(test.examples) for test in found) and not runner.failures
 
 
-def test_examples_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "printed"), [("README.md", "49 swapped"), ("CONTRIBUTING.md", "60 bytes read")]
+)
+def test_examples_of_texts(name: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
-    for block in BLOCK.findall((ROOT / "README.md").read_text()):
-        exec(compile(block, "README.md", "exec"), names)
-    assert "49 swapped" in capsys.readouterr().out
+    for block in BLOCK.findall((ROOT / name).read_text()):
+        exec(compile(dedent(block), name, "exec"), names)
+    assert printed in capsys.readouterr().out

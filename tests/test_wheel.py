@@ -75,6 +75,12 @@ def test_floors_are_those_that_are_tested() -> None:
         assert f"{tested[name]}.".startswith(f"{floor}."), dependency
 
 
+def test_citation_names_this_version() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def run(command: list[str], folder: Path) -> str:
     """The output of a command that sees nothing of this environment's packages."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL"))}
