@@ -139,15 +139,12 @@ METAL_FUNC void place_runs(
     }
     threadgroup T* to =
         tile + piece / across * (across * run + PADDING) + piece % across * run;
-    float scale = decoded_scale<mode>(held[i].scale), bias = float(held[i].bias);
+    float values[run];
+    decode_run<T, mode, bits, run>(
+        values, held[i].word, decoded_scale<mode>(held[i].scale), float(held[i].bias));
 #pragma unroll
     for (int j = 0; j < run; j += width) {
-      float values[width];
-#pragma unroll
-      for (int e = 0; e < width; e++) {
-        values[e] = fma(scale, decoded<mode>(packed_code<bits>(held[i].word, j + e)), bias);
-      }
-      *reinterpret_cast<threadgroup uint4*>(to + j) = rounded<T>(values);
+      *reinterpret_cast<threadgroup uint4*>(to + j) = rounded<T>(values + j);
     }
   }
 }
