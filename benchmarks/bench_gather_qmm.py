@@ -6,7 +6,7 @@
 
 Every result is held against stock MLX in float32 before it is timed. From 64 choices on they are
 sorted, as mlx-lm does. Every product chooses anew, so that a cache holds no matrix for the next.
-On a GPU a time is that of one product in a chain that ``mx.compile`` traced; ``calls`` are plain calls
+On a GPU a time is that of one product in a chain that ``mx.compile`` traced; calls are plain calls
 of stock and of what `auto` chooses, which Python holds up where products are small.
 """
 
