@@ -169,10 +169,7 @@ def _by_dense_product(
         rows = (mx.fast.rms_norm(x, weight, eps) if normed else x).reshape(-1, k)
         dense, sizes = dequantize(packed, fmt, x.dtype), [m.w.shape[0] for m in packed]
         biases, given = [m.bias for m in packed], [m.bias for m in packed if m.bias is not None]
-        if gate is not None:
-            # A batch of two: results that lie one after the other are read faster.
-            products = list(rows @ dense.reshape(2, -1, k).swapaxes(1, 2))
-        elif residual is not None:
+        if residual is not None:
             products = [mx.addmm(residual.reshape(-1, sizes[0]), rows, dense.T)]
         elif len(given) == len(packed):
             whole = given[0] if len(given) == 1 else mx.concatenate(given)
