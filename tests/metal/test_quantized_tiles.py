@@ -10,12 +10,11 @@ import pytest
 from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.dequantize import dequantize
 from mlx_qlayers.metal.quantized_tiles import Tiles, product_in_tiles, tiles
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import GPUS, HERE, on_gpus
-from tests.numerics import assert_accurate, random, round_to, to64
+from tests.numerics import assert_accurate, behind_one, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, dequantize64, random_packed, terms64
 
@@ -140,6 +139,14 @@ def test_rows_that_wide_loads_cannot_take(columns):
             check(by_kernel(x, packed, AFFINE, False), x, packed, AFFINE, False)
 
 
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+def test_rows_that_begin_anywhere(transpose):
+    """A view of rows may begin where no 16 bytes can be read at once."""
+    x, packed = sample(np.random.default_rng(2), 18, 64, 1, AFFINE, mx.bfloat16, transpose)
+    with checks():
+        check(by_kernel(behind_one(x), packed, AFFINE, transpose), x, packed, AFFINE, transpose)
+
+
 def test_poisoned_memory_is_overwritten():
     rng = np.random.default_rng(4)
     x, packed = sample(rng, 33, 520, 3, AFFINE, mx.float32)
@@ -208,14 +215,3 @@ def test_refuses_tiles_that_threads_cannot_share():
     for config in (Tiles(48, 64, 32, 2, 2, 16), Tiles(64, 40, 32, 2, 2, 16)):
         with pytest.raises(ValueError, match="cannot share"):
             product_in_tiles(x, *packed, None, True, AFFINE, config)
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_dequantize(fmt):
-    rng = np.random.default_rng(fmt.bits)
-    for dtype in DTYPES if fmt.bits == 4 else DTYPES[2:]:
-        packed = random_packed(rng, 5, 384, fmt, dtype)
-        with use_backend(HERE):
-            y = dequantize(*packed, fmt, dtype)
-        dense = dequantize64(*packed, fmt)
-        assert_accurate(y, dense, round_to(dense, dtype), terms=terms64(*packed, fmt).max())
