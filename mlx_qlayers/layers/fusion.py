@@ -23,12 +23,14 @@ import mlx.nn as nn
 
 from ..formats import Format
 from ..metal.quantized_matmul import Gate
+from ..ops.quantized_paths import is_few
+from ..ops.traced import Place, place
 from . import stretches
 from .grouping import grouped
 from .qlinear import QLinear
 from .recognition import Known, recognise
 from .routing import routed_attention, routed_class
-from .stretches import Matrix, Packing, Place, Static, is_few, place
+from .stretches import Matrix, Packing, Static
 
 # The activations of the feed-forward modules in :mod:`.forms`.
 GATES: dict[str, Gate] = {
