@@ -207,7 +207,7 @@ TABLES = [
         MS,
         [
             line
-            for shape in ("37888 x 3584", "3584 x 18944", "152064 x 3584")
+            for shape in (LAYER, "37888 x 3584", "3584 x 18944", "152064 x 3584")
             for line in products({"shape": shape, "format": "affine 4"}, (1, 4, 16))
         ],
     ),
@@ -216,6 +216,7 @@ TABLES = [
         f"{BENCH}quantized_matmul.py --many",
         ("milliseconds", "stock", "here"),
         [
+            *products({"product": LAYER}, (64, 512), "ours"),
             *products({"product": "37888 x 3584"}, (64, 128, 512, 2048), "ours"),
             *products({"product": "gradient 37888 x 3584"}, (512, 2048), "ours"),
         ],
