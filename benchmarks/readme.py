@@ -9,8 +9,6 @@ file has been replaced. Pictures and the sanitizer's results have places of the 
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +16,9 @@ from functools import cache
 from pathlib import Path
 
 from common import RESULTS, significant
+from plot import Results, Row
 
 README = Path(__file__).parents[1] / "README.md"
-Row = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Line:
 def _find(rows: list[Row], where: Mapping[str, str | int], column: str) -> float | None:
     """The number in a column of the row that is wanted."""
     for row in rows:
-        if all(row.get(key) == str(value) for key, value in where.items()) and row.get(column):
+        if all(row.get(key) == value for key, value in where.items()) and row.get(column):
             return float(row[column])
     return None
 
@@ -73,28 +71,10 @@ def _path(stem: str) -> Path:
 
 
 @cache
-def read(stem: str) -> tuple[dict[str, str], list[Row]]:
-    """The facts about the machine, and the rows, of a file that a benchmark has written.
-
-    An empty ``task`` is that of the row above it. A file that does not exist has no rows.
-    """
+def read(stem: str) -> Results | None:
+    """What a benchmark has written, if it has."""
     path = _path(stem)
-    if not path.exists():
-        return {}, []
-    text = path.read_text()
-    if path.suffix == ".json":
-        stored = json.loads(text)
-        facts, rows = stored["machine"], stored["rows"]
-    else:
-        lines = text.splitlines()
-        heads = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
-        facts = {name: value for name, _, value in heads}
-        rows = list(csv.DictReader(line for line in lines if not line.startswith("# ")))
-    task, kept = "", []
-    for row in rows:
-        task = row.get("task") or task
-        kept.append({key: str(value) for key, value in row.items()} | {"task": task})
-    return facts, kept
+    return Results.read(path) if path.exists() else None
 
 
 @dataclass(frozen=True)
@@ -114,14 +94,13 @@ class Table:
     lines: list[Line]
 
     def __str__(self) -> str:
-        facts, rows = read(self.stem)
-        cells = [found for line in self.lines if (found := line.cells(rows))]
-        if not cells:
+        found = read(self.stem)
+        cells = [row for line in self.lines if found and (row := line.cells(found.rows))]
+        if not found or not cells:
             return f"Not measured yet: `python {self.command}` prints this table."
-        device = "NVIDIA H200" if "H200" in facts["device"] else f"{facts['cpu']}, x86-64"
         file = _path(self.stem).relative_to(README.parent).as_posix()
-        day = facts["date"].split()[0]
-        caption = f"{device}, MLX {facts['mlx']}, {day}, `python {self.command}`, [file]({file}):"
+        day, mlx = found.facts["date"].split()[0], found.facts["mlx"]
+        caption = f"{found.device}, MLX {mlx}, {day}, `python {self.command}`, [file]({file}):"
         heads = ["| " + " | ".join((*self.columns, "times")) + " |", "|---|--:|--:|--:|"]
         return "\n".join([caption, "", *heads, *(f"| {' | '.join(row)} |" for row in cells)])
 
@@ -129,7 +108,7 @@ class Table:
 def products(where: dict[str, str], counts: tuple[int, ...], ours: str = "kernel") -> list[Line]:
     """Quantized products with M rows."""
     name = ", ".join(value for value in where.values() if value != "affine 4")
-    return [Line(f"{name}, M = {m:,}", where | {"rows": str(m)}, ours=ours) for m in counts]
+    return [Line(f"{name}, M = {m:,}", {**where, "rows": m}, ours=ours) for m in counts]
 
 
 def pairs(where: str, names: tuple[str, str]) -> list[Line]:
@@ -302,6 +281,7 @@ def plots(titles: Mapping[str, str]) -> str:
     ]
     if not shown:
         return "Not drawn yet."
+    shown += [""] * (len(shown) % 2)
     rows = [" | ".join(shown[i : i + 2]) for i in range(0, len(shown), 2)]
     return "\n".join([f"| {rows[0]} |", "|---|---|", *(f"| {row} |" for row in rows[1:])])
 
