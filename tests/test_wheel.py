@@ -58,8 +58,8 @@ def test_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     command = str(tmp_path / "env" / "bin" / "mlx-qlayers")
     out = run([command, "demo", "--max-tokens", "10"], elsewhere)
     assert "stock mlx-lm" in out and "Once upon a time" in out
-    where = run([python, "-c", "import mlx_qlayers; print(mlx_qlayers.__file__)"], elsewhere)
-    assert where.startswith(str(tmp_path / "env"))
+    script = "from mlx_qlayers.commands.bench import scripts; print(scripts())"
+    assert run([python, "-c", script], elsewhere).startswith(str(tmp_path / "env"))
 
 
 def test_floors_are_those_that_are_tested() -> None:
