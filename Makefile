@@ -50,9 +50,10 @@ test-floors:
 bench: setup
 	$(BIN)/python -m mlx_qlayers bench --out benchmarks/results $(ARGS)
 
-# Draws the pictures of the stored results anew.
+# Draws the pictures of the stored results anew, and writes their tables into README.md.
 plots: setup
 	$(BIN)/python -m mlx_qlayers bench --from benchmarks/results
+	$(BIN)/python benchmarks/readme.py
 
 # The API reference, from the docstrings, into build/docs.
 docs: setup
