@@ -7,8 +7,6 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 MODEL = Path("models") / "tales-qwen2"
-# What the command bench runs.
-SCRIPTS = ("bench_*.py", "common.py", "decoding.py", "plot.py", "suite.py")
 
 
 class BuildWithModel(build_py):
@@ -21,7 +19,7 @@ class BuildWithModel(build_py):
             shutil.copytree(MODEL, target, dirs_exist_ok=True)
             target = Path(self.build_lib) / "mlx_qlayers" / "_benchmarks"
             target.mkdir(parents=True, exist_ok=True)
-            for script in (path for name in SCRIPTS for path in Path("benchmarks").glob(name)):
+            for script in Path("benchmarks").glob("*.py"):
                 shutil.copy(script, target)
 
 

@@ -104,35 +104,45 @@ class Picture:
 def quantized_matmul_rows(axes: list[Axes], found: dict[str, Results]) -> None:
     """Weights read a second against the rows of x: where it falls, arithmetic is the limit."""
     (axis,) = axes
-    lines: dict[tuple[str, str, str], dict[float, float]] = {}
+    lines: dict[tuple[str, str], dict[float, float]] = {}
     for rows in (r.rows for name, r in found.items() if name.startswith("quantized")):
         for row in rows:
             shape = str(row.get("shape") or row["product"])
             if not _is_shown(row, shape, "quantized_few" in found):
                 continue
             n, k = (int(part) for part in shape.split(" x "))
-            for name, (label, style) in _PRODUCTS.items():
-                if isinstance(row.get(name), float):
-                    points = lines.setdefault((shape, label, style), {})
-                    points[row["rows"]] = n * k * (4 + 32 / 64) / 8 / row[name] / 1e6
-    shapes = list(dict.fromkeys(shape for shape, _, _ in lines))
-    for (shape, label, style), points in lines.items():
+            for label, milliseconds in _products(row).items():
+                points = lines.setdefault((shape, label), {})
+                points[row["rows"]] = n * k * (4 + 32 / 64) / 8 / milliseconds / 1e6
+    shapes = list(dict.fromkeys(shape for shape, _ in lines))
+    for (shape, label), points in lines.items():
         colour = (OURS, OTHER)[shapes.index(shape)]
         name = f"{label}, {shape}" if len(shapes) > 1 else label
+        style = _PRODUCTS[label]
         axis.plot(*zip(*sorted(points.items()), strict=True), style, color=colour, label=name)
     axis.set(xscale="log", yscale="log", xlabel="rows of x", ylabel="packed weights read, GB/s")
     _plain_powers(axis, {x for points in lines.values() for x in points})
     axis.legend(fontsize=9)
 
 
-# Columns of the tables, in the order of the legend.
 _PRODUCTS = {
-    "stock": ("stock", "--s"),
-    "dense": ("dequantized and dense", ":^"),
-    "reference": ("ours, MLX operators", "-.^"),
-    "kernel": ("ours, kernel", "-o"),
-    "ours": ("ours, kernel", "-o"),
+    "stock": "--s",
+    "dequantized and dense": ":^",
+    "ours, MLX operators": "-.^",
+    "ours": "-o",
 }
+
+
+def _products(row: Row) -> dict[str, float]:
+    """Milliseconds of what is drawn of a row, by its name in the legend."""
+    columns = {
+        "stock": "stock",
+        "dequantized and dense": "dense",
+        "ours, MLX operators": "reference",
+        "ours": row.get("by", "kernel"),  # of many rows, the way that auto takes
+    }
+    times = {label: row.get(column) for label, column in columns.items()}
+    return {label: time for label, time in times.items() if isinstance(time, float)}
 
 
 def _is_shown(row: Row, shape: str, gpu: bool) -> bool:
