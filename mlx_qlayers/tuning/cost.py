@@ -10,7 +10,7 @@ Source: S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 
 from ..runtime.host.kernel import Counters
@@ -49,12 +49,13 @@ class Cost:
         return float(sum(part**_OVERLAP for part in parts) ** (1 / _OVERLAP) + self.launch)
 
 
-def cost(counters: Counters, machine: Machine) -> Cost:
+def cost(counters: Counters, machine: Machine, times: float = 1.0) -> Cost:
     """The time of one launch on a machine.
 
     Args:
         counters: what the checked build of ``host`` counted.
         machine: from :data:`machines.MACHINES`.
+        times: how many times as many threadgroups the launch has.
 
     Example:
         >>> from mlx_qlayers.metal.exp import exp
@@ -65,7 +66,7 @@ def cost(counters: Counters, machine: Machine) -> Cost:
         >>> round(1e6 * cost(report.launches[0][1], MACHINES["applegpu_g13s"]).seconds, 1)
         3.8
     """
-    c, m = counters, machine
+    c, m = _more(counters, times), machine
     threads = ceil(c.threads / c.threadgroups)
     fitting = max(1, min(m.threads // threads, _groups_that_fit(c, m)))
     # Threadgroups that a core works on, one set after another.
@@ -96,6 +97,15 @@ def cost(counters: Counters, machine: Machine) -> Cost:
         / (m.cores * busy * hertz),
         launch=m.launch,
     )
+
+
+def _more(counters: Counters, times: float) -> Counters:
+    """What so many times as many threadgroups do."""
+    if times == 1:
+        return counters
+    fixed = ("bank_ways", "threadgroup_memory")
+    counts = {n: v if n in fixed else round(v * times) for n, v in asdict(counters).items()}
+    return Counters(**counts)
 
 
 def _groups_that_fit(counters: Counters, machine: Machine) -> int:

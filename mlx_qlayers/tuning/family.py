@@ -124,6 +124,13 @@ class Family(ABC, Generic[C]):
         unique = dict.fromkeys(self.completed(config, problem) for config in configs)
         return [config for config in unique if self.why_not(config, problem) is None]
 
+    def part(self, problem: Problem) -> tuple[Problem, float]:
+        """A part of a problem small enough for the checked host, and how many of it make the whole.
+
+        A launch for the whole has as many more threadgroups, each of which does the same.
+        """
+        return problem, 1.0
+
     def key(self, problem: Problem) -> str:
         """Where results for a problem are stored."""
         return key_of(self.name, self.bucket(problem.shape), problem.dtype, problem.form)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
 
 from ..runtime.backend import backend, use_backend
 from ..runtime.host import checks
+from ..runtime.host.kernel import Counters
 from ..runtime.wait import KernelTimeout, wait_for
 from .cost import cost
 from .family import Family, Problem
@@ -151,28 +152,41 @@ class Measured(Judge[C]):
 
 
 class Computed(Judge[C]):
-    """Rates by what the checked host backend counts, for a machine that need not be here."""
+    """Rates by what the checked host backend counts, for a machine that need not be here.
+
+    A problem that is too large to run on a CPU is counted in part.
+    """
 
     path = "modelled"
+    # What configurations do on a part of a problem is the same for every machine.
+    _counted: ClassVar[dict[Any, tuple[str, list[Counters]]]] = {}
 
     def __init__(self, family: Family[C], problem: Problem, machine: str) -> None:
-        super().__init__(family, problem)
+        part, self._times = family.part(problem)
+        super().__init__(family, part)
         self.name, self.machine = machine, MACHINES[machine]
-        self._rated: dict[C, float] = {}
         self.device = "metal" if machine.startswith("applegpu") else "cuda"
 
     def attempt(self, config: C, turn: AbstractContextManager[Any] = _AT_ONCE) -> Trial[C]:
-        with use_backend("host"), checks() as self._report:
-            trial = super().attempt(config, turn)
-        self._rated[config] = trial.seconds
-        return trial
+        key = self.family.name, self.problem, config
+        if key not in self._counted:
+            with use_backend("host"), checks() as self._report:
+                trial = super().attempt(config, turn)
+            if self.hung:
+                return trial
+            launches = [counters for _, counters in self._report.launches]
+            self._counted[key] = trial.problem, launches
+        problem, launches = self._counted[key]
+        return Trial(config, problem=problem) if problem else Trial(config, self._cost(launches))
 
     def rate(self, config: C) -> float:
-        return sum(cost(counters, self.machine).seconds for _, counters in self._report.launches)
+        return self._cost([counters for _, counters in self._report.launches])
+
+    def _cost(self, launches: list[Counters]) -> float:
+        return sum(cost(counters, self.machine, self._times).seconds for counters in launches)
 
     def compare(self, configs: Sequence[C]) -> Comparison:
-        # What another process has rated is rated again: it costs the same.
-        return [self._rated.get(c) or self.attempt(c).seconds for c in configs], {}
+        return [self.attempt(config).seconds for config in configs], {}
 
 
 def judge_of(family: Family[C], problem: Problem, machine: str | None = None) -> Judge[C]:

@@ -124,7 +124,7 @@ def tune(
     except KeyboardInterrupt as caught:
         interrupt = caught
     trials = sorted(tried.values(), key=lambda trial: trial.seconds)
-    tuned = _final(judge, heuristic, trials, before, again=interrupt is None)
+    tuned = _final(problem, judge, heuristic, trials, before, again=interrupt is None)
     if keep:
         save(judge.name, {family.key(problem): _entry(family, tuned)})
     if interrupt is not None:
@@ -188,6 +188,7 @@ def _starts(family: Family[C], problem: Problem, judge: Judge[C]) -> list[C]:
 
 
 def _final(
+    problem: Problem,
     judge: Judge[C],
     heuristic: C,
     trials: list[Trial[C]],
@@ -207,7 +208,7 @@ def _final(
     winner = adjusted.index(min(adjusted))
     times = {judge.path: seconds[winner], **paths}
     path = min(times, key=times.__getitem__)
-    return Tuned(judge.problem, configs[winner], path, times[path], seconds[0], trials)
+    return Tuned(problem, configs[winner], path, times[path], seconds[0], trials)
 
 
 def _entry(family: Family[C], tuned: Tuned[C]) -> Entry:

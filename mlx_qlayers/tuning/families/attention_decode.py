@@ -106,6 +106,10 @@ class AttentionDecode(Family[Decode]):
 
         return {"stock": stock}
 
+    def part(self, problem: Problem) -> tuple[Problem, float]:
+        caches, *shape = problem.shape
+        return replace(problem, shape=(1, *shape)), float(caches)
+
     def asked(
         self,
         dtype: mx.Dtype,

@@ -87,6 +87,9 @@ class FewRowsFamily(Family[Config]):
     def paths(self, problem: Problem) -> Mapping[str, Path]:
         return Packed.of(problem).paths()
 
+    def part(self, problem: Problem) -> tuple[Problem, float]:
+        return Packed.of(problem).part(problem.dtype, 1024)
+
     def asked(self, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format) -> Problem:
         return Packed(rows, n, k, fmt, True).problem(dtype)
 

@@ -44,6 +44,11 @@ class Packed(NamedTuple):
         form = f"{mode}-{group}-{bits}-{'t' if self.transpose else 'n'}"
         return Problem((self.m, self.n, self.k), dtype, form)
 
+    def part(self, dtype: mx.Dtype, n: int, m: int = 16) -> tuple[Problem, float]:
+        """At most n columns and m rows of the product, and how many of them it has."""
+        part = self._replace(m=min(self.m, m), n=min(self.n, n))
+        return part.problem(dtype), self.m * self.n / (part.m * part.n)
+
     def inputs(self, dtype: mx.Dtype) -> list[mx.array]:
         """Random x, and w, scales and, in mode affine, biases."""
         shape = (self.n, self.k) if self.transpose else (self.k, self.n)

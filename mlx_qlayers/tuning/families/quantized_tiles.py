@@ -73,6 +73,9 @@ class QuantizedTiles(Family[Tiles]):
     def paths(self, problem: Problem) -> Mapping[str, Path]:
         return Packed.of(problem).paths()
 
+    def part(self, problem: Problem) -> tuple[Problem, float]:
+        return Packed.of(problem).part(problem.dtype, 256, 128)
+
     def asked(
         self, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
     ) -> Problem:
