@@ -168,7 +168,7 @@ class Computed(Judge[C]):
         self.device = "metal" if machine.startswith("applegpu") else "cuda"
 
     def attempt(self, config: C, turn: AbstractContextManager[Any] = _AT_ONCE) -> Trial[C]:
-        key = self.family.name, self.problem, config
+        key = type(self.family), self.problem, config
         if key not in self._counted:
             with use_backend("host"), checks() as self._report:
                 trial = super().attempt(config, turn)

@@ -41,6 +41,7 @@ SMALL = Small()
 def folder(tmp_path, monkeypatch):
     # Compiled kernels stay in the shared cache, results go to a folder of this test's own.
     monkeypatch.setattr(store, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(judge.Computed, "_counted", {})
     store.forget()
     yield
     store.forget()
