@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any, Generic, TypeVar
@@ -30,17 +30,22 @@ class Tuned(Generic[C]):
         problem: what for.
         config: the fastest configuration.
         path: ``"kernel"``, a path that beats it, or ``"modelled"`` where costs were computed.
-        seconds: what that path takes.
         heuristic: what the kernel takes without tuning.
+        times: what it takes with the configuration, and what the other paths take.
         trials: every configuration that was tried, the fastest first.
     """
 
     problem: Problem
     config: C
     path: str
-    seconds: float
     heuristic: float
+    times: Mapping[str, float]
     trials: list[Trial[C]]
+
+    @property
+    def seconds(self) -> float:
+        """What the fastest path takes."""
+        return self.times[self.path]
 
     @property
     def gain(self) -> float:
@@ -208,7 +213,7 @@ def _final(
     winner = adjusted.index(min(adjusted))
     times = {judge.path: seconds[winner], **paths}
     path = min(times, key=times.__getitem__)
-    return Tuned(problem, configs[winner], path, times[path], seconds[0], trials)
+    return Tuned(problem, configs[winner], path, seconds[0], times, trials)
 
 
 def _entry(family: Family[C], tuned: Tuned[C]) -> Entry:
