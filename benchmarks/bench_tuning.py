@@ -15,6 +15,7 @@ the measurements do.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import time
@@ -107,7 +108,7 @@ def exhaustive(limit: float, path: Path) -> Table:
         for family, problem in EXHAUSTIVE:
             judge = judge_of(family, problem)
             heuristic = family.heuristic(problem, judge.device)
-            examples = [heuristic, *family.others(problem)]
+            examples = [heuristic, *family.others(problem, judge.device)]
             configs = list(dict.fromkeys(c for e in examples for c in family.all(problem, e)))
             end = time.monotonic() + limit
             some = judge.attempts(configs)
@@ -144,7 +145,7 @@ def _searched(
     """The trials of a beam search that looks times up among those that are known."""
     return beam_search(
         [],
-        [family.heuristic(problem, judge.device), *family.others(problem)],
+        [family.heuristic(problem, judge.device), *family.others(problem, judge.device)],
         lambda config: family.near(config, problem),
         lambda configs: [known[config] for config in configs if config in known],
     )
@@ -245,7 +246,7 @@ def main() -> None:
     tables = []
     if args.tune or args.decode:
         stock = build(TINY if args.tiny else QWEN2_7B, 64, 4)
-        model = build(TINY if args.tiny else QWEN2_7B, 64, 4)
+        model = copy.deepcopy(stock)  # the arrays are shared
         convert_model(model)
         if args.tune:
             tables.append(tuned(model, args.budget, args.beam))

@@ -69,7 +69,7 @@ class Family(ABC, Generic[C]):
     def heuristic(self, problem: Problem, device: str) -> C:
         """The configuration without tuning, for ``"metal"``, ``"cuda"`` or ``"host"``."""
 
-    def others(self, problem: Problem) -> tuple[C, ...]:
+    def others(self, problem: Problem, device: str) -> tuple[C, ...]:
         """Configurations that a search should start from too, as those of another kernel."""
         return ()
 

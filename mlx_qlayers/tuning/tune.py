@@ -188,7 +188,7 @@ def tune_all(
 def _starts(family: Family[C], problem: Problem, judge: Judge[C]) -> list[C]:
     """What the search begins with besides the heuristic's choice: what is known, and others."""
     known = stored(family.key(problem), family.configs, family.kernels, judge.name)
-    starts = [*family.others(problem), *([known[1]] if known is not None else [])]
+    starts = [*family.others(problem, judge.device), *([known[1]] if known is not None else [])]
     return [config for config in starts if family.why_not(config, problem) is None]
 
 

@@ -52,8 +52,10 @@ class FewRowsFamily(Family[Config]):
         m, n, k, fmt, _ = Packed.of(problem)
         return unwrap(few_rows)(device, m, n, k, problem.dtype, fmt)
 
-    def others(self, problem: Problem) -> tuple[Config, ...]:
+    def others(self, problem: Problem, device: str) -> tuple[Config, ...]:
         m, n, k, fmt, _ = Packed.of(problem)
+        if device == "cuda":  # where matrix units are worth ten times the other ones
+            return ()
         choose = unwrap(few_rows)
         units = choose("cuda", m, n, k, mx.bfloat16, fmt)
         threads = choose("metal", m, n, k, mx.float32, fmt)
