@@ -30,7 +30,7 @@ class Small(RowSumFamily):
         Axis(Upcast, "upcast", (1, 2)),
         Axis(Unroll, "unroll", (1, 2, 4)),
         Axis(Local, "local", (1, 4)),
-        Axis(Group, "group", (1, 2, 4)),
+        Axis(Group, "group", (1, 4)),
     )
 
 
