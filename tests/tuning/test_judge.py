@@ -12,18 +12,13 @@ PROBLEM = Problem((1, 256, 512), mx.float32, "affine-64-4-t")
 
 
 class Stock(FewRowsFamily):
-    """A family without kernels of its own; one of its configurations takes long."""
+    """A family without kernels of its own."""
 
     def run(self, inputs, problem, config):
-        x, w, scales, biases = inputs
-        y = mx.quantized_matmul(x, w, scales, biases)
-        for _ in range(10 if config.outputs == 1 else 0):
-            y = mx.quantized_matmul(x + 1e-30 * y[:, :1], w, scales, biases)
-        return y
+        return mx.quantized_matmul(*inputs)
 
     def paths(self, problem):
-        fast = self.heuristic(problem, "cuda")
-        return {"stock": lambda inputs: self.run(inputs, problem, fast)}
+        return {"stock": lambda inputs: mx.quantized_matmul(*inputs)}
 
 
 @pytest.fixture
@@ -37,13 +32,37 @@ def measured(monkeypatch):
     return found
 
 
-def test_what_takes_longer_is_rated_so(measured):
-    fast = measured.family.heuristic(PROBLEM, "cuda")
-    slow = next(c for c in measured.family.near(fast, PROBLEM) if c.outputs == 1)
-    assert measured.attempt(fast).problem == ""
-    (first, second), paths = measured.compare([fast, slow])
-    assert second > 3 * max(first, paths["stock"]) and set(paths) == {"stock"}
-    assert measured.rate(slow) > 3 * first
+def test_the_gate_and_the_links_are_left_out(measured, monkeypatch):
+    sets = len(measured.sets)
+    whole = {"links": 2.0, "": 2.0 + 5 * sets, "0": 2.0 + 3 * sets, "stock": 2.0 + 4 * sets}
+    monkeypatch.setattr(
+        measured._gate, "seconds", lambda chains, repeats: {name: whole[name] for name in chains}
+    )
+    config = measured.family.heuristic(PROBLEM, "cuda")
+    assert measured.rate(config) == pytest.approx(5)
+    assert measured.compare([config]) == ([pytest.approx(3)], {"stock": pytest.approx(4)})
+
+
+def test_a_configuration_is_verified_and_timed(measured):
+    trial = measured.attempt(measured.family.heuristic(PROBLEM, "cuda"))
+    assert trial.problem == "" and 0 < trial.seconds < 1
+
+
+def test_contenders_take_turns_and_a_gate_that_is_too_short_grows(monkeypatch):
+    monkeypatch.setattr(gate, "_LARGEST", 64)
+    timer, calls = gate.Gate(), []
+
+    def once(run):
+        calls.append(run)
+        return 5.0 if run == "a" else 7.0, timer._products * 1e-4 if len(calls) > 20 else 1e9
+
+    monkeypatch.setattr(timer, "_once", once)
+    monkeypatch.setattr(timer, "_alone", lambda: timer._products * 2e-4)
+    timer._products, timer._length = 10, 2e-3
+    assert timer.seconds({"a": "a", "b": "b"}, repeats=4) == {"a": 5.0, "b": 7.0}
+    # One call each first, then rounds whose order is reversed by turns.
+    assert calls[:10] == [*"ab", *"abbaabba"]
+    assert len(calls) == 18 and timer._products > 10
 
 
 def test_every_launch_has_a_set_of_its_own_and_waits_for_the_last(measured):
