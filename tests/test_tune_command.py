@@ -38,8 +38,10 @@ def test_the_shapes_are_those_that_the_model_has():
     keys = [target.key for target in problems_of_model(loaded.model, prompt=20)]
     form = "bfloat16 affine-64-4-t"
     # q with k and v, o, gate and up together, down, the head.
-    shapes = ("640x384", "384x384", "2048x384", "384x1024", "4096x384")
-    decoding = [f"quantized_matmul_few_rows 1x{shape} {form}" for shape in shapes]
+    shapes = {"640x384": "-norm-3", "384x384": "-residual", "2048x384": "-norm-gate"}
+    shapes |= {"384x1024": "-residual", "4096x384": ""}
+    few = "quantized_matmul_few_rows 1x"
+    decoding = [f"{few}{shape} {form}{kind}" for shape, kind in shapes.items()]
     decoding.insert(1, "attention_decode 2x3x32x64x64 bfloat16 bits-0")
     assert keys[: len(decoding)] == decoding and len(set(keys)) == len(keys)
     # Twenty rows fall into the bucket of 32; o is not fused with anything.

@@ -34,7 +34,7 @@ class Packed(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> Packed:
         """Read a problem whose shape is (M, N, K) and whose form is ``"affine-64-4-t"``."""
-        mode, group, bits, order = problem.form.split("-")
+        mode, group, bits, order, *_ = problem.form.split("-")
         m, n, k = problem.shape
         return cls(m, n, k, Format(int(group), int(bits), mode), order == "t")
 
