@@ -131,6 +131,10 @@ class Family(ABC, Generic[C]):
         """
         return problem, 1.0
 
+    def registers(self, config: C, problem: Problem) -> int:
+        """32-bit registers that a thread needs, as far as can be told from its arrays."""
+        return 32
+
     def key(self, problem: Problem) -> str:
         """Where results for a problem are stored."""
         return key_of(self.name, self.bucket(problem.shape), problem.dtype, problem.form)

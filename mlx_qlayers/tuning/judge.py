@@ -172,13 +172,22 @@ class Computed(Judge[C]):
             launches = [counters for _, counters in self._report.launches]
             self._counted[key] = trial.problem, launches
         problem, launches = self._counted[key]
-        return Trial(config, problem=problem) if problem else Trial(config, self._cost(launches))
+        return (
+            Trial(config, problem=problem)
+            if problem
+            else Trial(config, self._cost(config, launches))
+        )
 
     def rate(self, config: C) -> float:
-        return self._cost([counters for _, counters in self._report.launches])
+        return self._cost(config, [counters for _, counters in self._report.launches])
 
-    def _cost(self, launches: list[Counters]) -> float:
-        return sum(cost(counters, self.machine, self._times).seconds for counters in launches)
+    def _cost(self, config: C, launches: list[Counters]) -> float:
+        registers = self.family.registers(config, self.problem)
+        # The first launch is the configured one; a second one adds up what it left.
+        return sum(
+            cost(counters, self.machine, self._times, 32 if i else registers).seconds
+            for i, counters in enumerate(launches)
+        )
 
     def compare(self, configs: Sequence[C]) -> Comparison:
         return [self.attempt(config).seconds for config in configs], {}

@@ -78,6 +78,11 @@ class AttentionForward(Family[Layout]):
 
         return {"stock": stock}
 
+    def registers(self, config: Layout, problem: Problem) -> int:
+        *_, width, v_width = problem.shape
+        values = {"T": problem.dtype, "D": width, "DV": v_width, **config.template()}
+        return 32 + registers("forward", values)
+
     def part(self, problem: Problem) -> tuple[Problem, float]:
         batch, heads, _, *shape = problem.shape
         return replace(problem, shape=(1, 1, 1, *shape)), float(batch * heads)

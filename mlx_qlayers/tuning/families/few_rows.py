@@ -91,6 +91,15 @@ class FewRowsFamily(Family[Config]):
         fmt = Packed.of(problem).fmt
         return {"stock": lambda inputs: Fused.of(problem).composed(inputs, fmt)}
 
+    def registers(self, config: Config, problem: Problem) -> int:
+        bits = Packed.of(problem).fmt.bits
+        if isinstance(config, FewRows):
+            return 24 + config.rows * config.outputs * config.ways + 2 * config.run
+        words = config.tiles * config.ahead * 2 * config.run * bits // 32
+        scales = config.tiles * (4 * config.ahead + 4)
+        rows = config.fragments * config.run // 4
+        return 32 + words + scales + rows + 8 * config.tiles * config.fragments
+
     def part(self, problem: Problem) -> tuple[Problem, float]:
         part, times = Packed.of(problem).part(problem.dtype, 1536)
         return replace(part, form=problem.form), times
