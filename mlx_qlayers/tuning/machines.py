@@ -70,7 +70,7 @@ MACHINES = {
     "applegpu_g17g": Machine("M5", cores=10, gigabytes=153, gigahertz=1.75, load_cycles=1),
     "applegpu_g17s": Machine("M5 Max", cores=40, gigabytes=614, gigahertz=1.75, load_cycles=1),
     # One tensor core instruction does 4 of the operations counted. Shifts cost what additions do,
-    # and weights are unpacked in a few instructions: `alu` and `latency` are fitted to measurements.
+    # weights are unpacked in a few instructions: `alu` and `latency` are fitted to measurements.
     "sm_90": Machine(
         "H200",
         cores=132,
