@@ -131,16 +131,21 @@ def configure(
     device: str, q: mx.array, k: mx.array | Packed, v: mx.array | Packed
 ) -> Decode | Serial:
     """The configuration for a backend and the shapes of a call."""
+    return _configure(device, *question(q, k, v))
+
+
+def question(
+    q: mx.array, k: mx.array | Packed, v: mx.array | Packed
+) -> tuple[mx.Dtype, int, int, int, int, int, int]:
+    """What the tuner is asked about a call: the arguments of :func:`_configure`."""
     _, heads, queries, width = q.shape
     packed = isinstance(k, tuple)
     keys, values = (a[0] if isinstance(a, tuple) else a for a in (k, v))
+    batch, kv_heads, length, _ = keys.shape
     bits = 32 * keys.shape[3] // width if packed else 0
     v_width = 32 * values.shape[3] // bits if packed else values.shape[3]
-    batch, kv_heads, length, _ = keys.shape
-    return _configure(
-        *(device, q.dtype, heads // kv_heads * queries, width, v_width, bits),
-        *(batch * kv_heads, rounded(length)),
-    )
+    rows, caches = heads // kv_heads * queries, batch * kv_heads
+    return q.dtype, rows, width, v_width, bits, caches, rounded(length)
 
 
 @tuned("attention_decode")

@@ -110,7 +110,7 @@ class MatrixUnits:
 
 @tuned("quantized_matmul_few_rows")
 def few_rows(
-    device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format
+    device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, kind: str = ""
 ) -> FewRows | MatrixUnits:
     """The configuration for a backend.
 
@@ -121,6 +121,7 @@ def few_rows(
         k: elements of a row.
         dtype: of the rows.
         fmt: the format of the matrix.
+        kind: what the launch does besides, for what was tuned: ``norm-3``, ``norm-gate``, ...
     """
     if device == "host":
         # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.

@@ -8,10 +8,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, attention_decode, configure
+from ..metal.attention_decode import (
+    BITS,
+    MAX_QUERIES,
+    MAX_WIDTH,
+    attention_decode,
+    configure,
+    question,
+)
 from ..reference import attention as reference
 from ..reference.attention import Packed
 from ..runtime.backend import backend, choose, requested
+from ..tuning.lookup import decided, found
 from . import attention_tiled
 
 # Numbers in the keys from which the kernel makes up for its launches on CUDA, which take Python
@@ -43,12 +51,15 @@ def attention(
     keys = k if isinstance(k, tuple) else (k,)
     values = v if isinstance(v, tuple) else (v,)
     arrays = [q, *keys, *values]
+    best = found("attention_decode", *question(q, k, v))
+    by, unless = decided(best, "few queries", _stock_is_better(q, keys))
     path = choose(
         "attention",
         _BACKENDS,
-        unless=_stock_is_better(q, keys),
+        unless=unless,
         host_gain=_host_gain(q, keys[0].shape[2]),
         arrays=arrays,
+        by=by if best else "",
     )
     if path == "ops":
         return reference.attention(q, k, v, scale, mask, window, softcap, sinks)

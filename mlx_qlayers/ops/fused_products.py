@@ -89,7 +89,8 @@ def fused_products(
         unless = dense_is_worse(rows, x, fmt)
     elif not lacking:
         n = sum([matrix.w.shape[0] for matrix in matrices])
-        best = found("quantized_matmul_few_rows", rows, n, x.shape[-1], x.dtype, fmt)
+        kind = _kind(len(matrices), norm is not None, gate is not None, residual is not None)
+        best = found("quantized_matmul_few_rows", rows, n, x.shape[-1], x.dtype, fmt, kind)
         by, unless = decided(best, FEW_ROWS, stock_is_better(x.dtype))
     path = choose(
         "fused_products",
@@ -107,6 +108,13 @@ def fused_products(
     else:
         run = _by_kernel(path, fmt, norm is not None, eps, gate)
     return run(x, matrices, weight, residual)
+
+
+@cache
+def _kind(matrices: int, norm: bool, gate: bool, residual: bool) -> str:
+    """What a launch does besides a product, for the tuner."""
+    names = ["norm"] * norm + ["gate"] * gate + ["residual"] * residual
+    return "-".join([*names, *[str(matrices)] * (matrices > 1 and not gate)])
 
 
 @cache
@@ -146,7 +154,8 @@ def _by_kernel(
     ) -> list[mx.array]:
         packed, k = [PackedMatrix(*m) for m in matrices], x.shape[-1]
         n = sum(m.w.shape[0] for m in packed)
-        config = few_rows(path, x.size // k, n, k, x.dtype, fmt)
+        kind = _kind(len(packed), normed, gate is not None, residual is not None)
+        config = few_rows(path, x.size // k, n, k, x.dtype, fmt, kind)
         norm = (weight, eps) if normed else None
         return products_of_few_rows(x, packed, fmt, config, norm=norm, gate=gate, residual=residual)
 

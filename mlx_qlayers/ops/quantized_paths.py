@@ -93,13 +93,14 @@ def way(
         # Where threads do not run side by side, sixteen rows after sixteen are fastest.
         kernel, unless = FEW_ROWS, None
     elif rows <= MAX_FEW_ROWS and transpose:
-        kernel = FEW_ROWS
-        unless = stock_is_better(x.dtype) or (_call_is_too_long(rows, w, fmt) if alone else None)
+        kernel, unless = FEW_ROWS, stock_is_better(x.dtype)
     elif device == "cuda":
         kernel, unless = _many_rows_on_cuda(rows, x, w, transpose, fmt)
     else:
         kernel, unless = TILES, "the kernel was not measured on an Apple GPU"
     kernel, unless, by = _tuned(rows, x, w, transpose, fmt, kernel, unless)
+    if alone and kernel == FEW_ROWS and transpose and device != "host":
+        unless = unless or _call_is_too_long(rows, w, fmt)
     path = choose(
         op,
         ("metal", "cuda", "host"),

@@ -17,6 +17,7 @@ from mlx.utils import tree_map
 from ..runtime.backend import Note, note_again, noting, requested
 from ..runtime.health import checking
 from ..runtime.tracing import tracing
+from ..tuning.store import on_change
 from .differentiable import without_gradients
 
 # The backend asked for, the thread and the stream.
@@ -92,6 +93,8 @@ def traced(
     @lru_cache(maxsize=1024, typed=True)
     def made(at: Place | None, *key: Any) -> Callable[..., Any]:
         return make(*key) if at is None else Traced(make(*key), counted)
+
+    on_change(made.cache_clear)  # what was tuned since is to be used
 
     @wraps(make)
     def found(at: Place | None, *key: Any) -> Callable[..., Any]:

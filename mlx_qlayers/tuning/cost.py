@@ -2,15 +2,16 @@
 
 The checked build of the host backend counts what a launch does. Divided by what a machine can do in
 a second, each count is a time; the longest bounds the launch from below, and the others hide behind
-it only in part. What the model cannot know: registers (and so spills and how many threads fit), how
-Apple's compiler merges loads, what a cache keeps, how clocks move. It ranks; it does not promise.
+it only in part. What the model cannot know: how many registers a compiler takes (kernel families
+estimate them), how it merges loads, what a cache keeps, how clocks move. It ranks; it does not
+promise.
 
 Source: S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 
 from ..runtime.host.kernel import Counters
@@ -18,6 +19,10 @@ from .machines import Machine
 
 # How much of the shorter times shows behind the longest one: the exponent of their norm.
 _OVERLAP = 4.0
+# Waits of a threadgroup besides those of its loops: to begin, to combine what it has, to write it.
+_START = 4
+# What a thread can address.
+_MOST_REGISTERS = 255
 
 
 @dataclass(frozen=True)
@@ -49,25 +54,32 @@ class Cost:
         return float(sum(part**_OVERLAP for part in parts) ** (1 / _OVERLAP) + self.launch)
 
 
-def cost(counters: Counters, machine: Machine) -> Cost:
+def cost(counters: Counters, machine: Machine, times: float = 1.0, registers: int = 32) -> Cost:
     """The time of one launch on a machine.
 
     Args:
         counters: what the checked build of ``host`` counted.
         machine: from :data:`machines.MACHINES`.
+        times: how many times as many threadgroups the launch has.
+        registers: 32-bit registers that a thread needs; an estimate.
 
     Example:
-        >>> from mlx_qlayers.metal.exp import exp
-        >>> from mlx_qlayers.runtime.host import checks
-        >>> from mlx_qlayers.tuning.machines import MACHINES
         >>> with use_backend("host"), checks() as report:
-        ...     y = exp(mx.ones(1024))
-        >>> round(1e6 * cost(report.launches[0][1], MACHINES["applegpu_g13s"]).seconds, 1)
-        3.8
+        ...     y = exp(x)
+        >>> cost(report.launches[0][1], MACHINES["applegpu_g13s"]).seconds
+        2.7e-06
     """
-    c, m = counters, machine
+    c, m = _more(counters, times), machine
     threads = ceil(c.threads / c.threadgroups)
-    fitting = max(1, min(m.threads // threads, _groups_that_fit(c, m)))
+    most = min(_MOST_REGISTERS, m.registers // threads)
+    fitting = max(
+        1,
+        min(
+            m.threads // threads,
+            m.threadgroup_memory // max(1, c.threadgroup_memory),
+            m.registers // (threads * min(registers, most)),
+        ),
+    )
     # Threadgroups that a core works on, one set after another.
     rounds = ceil(c.threadgroups / (m.cores * fitting))
     busy = min(1.0, c.threadgroups / m.cores)
@@ -75,7 +87,9 @@ def cost(counters: Counters, machine: Machine) -> Cost:
     # Four SIMD groups a cycle and core, of 32 threads each.
     simd_rate = 4 * m.cores * busy * hertz
     distinct = c.distinct_read + c.distinct_written
-    again = c.bytes_read + c.bytes_written - distinct
+    # What does not fit into registers is written and read in each turn.
+    spilled = 8 * max(0, registers - most) * c.turns
+    again = c.bytes_read + c.bytes_written - distinct + spilled
     under_way = min(fitting, ceil(c.threadgroups / m.cores)) * threads * m.cores * busy
     per_load = (c.bytes_read + c.bytes_written) / max(1, c.loads + c.stores)
     per_turn = max(1.0, (c.loads + c.stores) / max(1, c.turns))
@@ -86,7 +100,7 @@ def cost(counters: Counters, machine: Machine) -> Cost:
     return Cost(
         memory=distinct / bandwidth + again / (m.cached * m.gigabytes * 1e9),
         loads=(c.loads + c.stores) / 32 * m.load_cycles / (m.cores * busy * hertz),
-        latency=rounds * c.turns / c.threads * m.latency / hertz,
+        latency=rounds * (_START + c.turns / c.threads) * m.latency / hertz,
         alu=(c.alu_cycles / 32 / m.alu + simd * m.simd_cycles + barriers * m.barrier_cycles)
         / simd_rate,
         matrix=c.matrix_operations * m.matrix_cycles / simd_rate,
@@ -98,5 +112,10 @@ def cost(counters: Counters, machine: Machine) -> Cost:
     )
 
 
-def _groups_that_fit(counters: Counters, machine: Machine) -> int:
-    return machine.threadgroup_memory // max(1, counters.threadgroup_memory)
+def _more(counters: Counters, times: float) -> Counters:
+    """What so many times as many threadgroups do."""
+    if times == 1:
+        return counters
+    fixed = ("bank_ways", "threadgroup_memory")
+    counts = {n: v if n in fixed else round(v * times) for n, v in asdict(counters).items()}
+    return Counters(**counts)

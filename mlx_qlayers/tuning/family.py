@@ -69,7 +69,7 @@ class Family(ABC, Generic[C]):
     def heuristic(self, problem: Problem, device: str) -> C:
         """The configuration without tuning, for ``"metal"``, ``"cuda"`` or ``"host"``."""
 
-    def others(self, problem: Problem) -> tuple[C, ...]:
+    def others(self, problem: Problem, device: str) -> tuple[C, ...]:
         """Configurations that a search should start from too, as those of another kernel."""
         return ()
 
@@ -123,6 +123,17 @@ class Family(ABC, Generic[C]):
     def _legal(self, configs: Iterable[C], problem: Problem) -> list[C]:
         unique = dict.fromkeys(self.completed(config, problem) for config in configs)
         return [config for config in unique if self.why_not(config, problem) is None]
+
+    def part(self, problem: Problem) -> tuple[Problem, float]:
+        """A part of a problem small enough for the checked host, and how many of it make the whole.
+
+        A launch for the whole has as many more threadgroups, each of which does the same.
+        """
+        return problem, 1.0
+
+    def registers(self, config: C, problem: Problem) -> int:
+        """32-bit registers that a thread needs, as far as can be told from its arrays."""
+        return 32
 
     def key(self, problem: Problem) -> str:
         """Where results for a problem are stored."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from operator import itemgetter
+from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
 
 from ..runtime.backend import backend, use_backend
 from ..runtime.host import checks
+from ..runtime.host.kernel import Counters
 from ..runtime.wait import KernelTimeout, wait_for
 from .cost import cost
 from .family import Family, Problem
+from .gate import Gate, Queued
 from .machines import MACHINES
 from .search import Stopped, Trial
 from .store import device_name
-from .timing import measure
 
 C = TypeVar("C")
 Path = Callable[[list[mx.array]], mx.array]
@@ -26,10 +28,11 @@ Comparison = tuple[list[float], dict[str, float]]
 # Longer than any kernel here takes; one that is not back by then hangs.
 PATIENCE = 20.0
 # Bytes of inputs that no cache holds: copies of the inputs take turns until they have as many.
-_COLD = 192 << 20
+_COLD = 256 << 20
+_MOST_SETS = 63
+# The name of the chain that launches nothing else.
+_LINKS = "links"
 _AT_ONCE: AbstractContextManager[Any] = nullcontext()
-# Links of the chain that has nothing else.
-_LINKS = 64
 
 
 class Judge(ABC, Generic[C]):
@@ -96,8 +99,8 @@ class Measured(Judge[C]):
     """Rates by the clock of this machine's GPU.
 
     Each launch waits for the one before, through its first input, and finds its inputs in memory,
-    not in a cache: several sets of them take turns. What the link between two launches takes is
-    measured by itself and left out.
+    not in a cache: several sets of them take turns. All of them are queued behind a gate, and what
+    the gate and the links between launches take is left out.
     """
 
     def __init__(self, family: Family[C], problem: Problem) -> None:
@@ -105,74 +108,89 @@ class Measured(Judge[C]):
         self.name, self.device = device_name(), backend()
         size = sum(x.nbytes for x in self.inputs)
         self.sets = [self.inputs]
-        for _ in range(max(1, min(32, _COLD // max(1, size)))):
+        for _ in range(max(1, min(_MOST_SETS, _COLD // max(1, size)))):
             self.sets.append([mx.array(x) for x in self.inputs])
-        self._true = mx.array([True])
+        self._true, self._gate = mx.array([True]), Gate()
         mx.eval(self.sets, self._true)
-        times = measure({"": mx.compile(self._links)}, repeats=9, least=0.002)
-        self._link = times[""].median / _LINKS
 
     def rate(self, config: C) -> float:
-        return self._seconds({"": self._path(config)}, repeats=3)[""]
+        return self._seconds({"": self._path(config)}, repeats=5)[""]
 
     def compare(self, configs: Sequence[C]) -> Comparison:
         runs: dict[str, Path] = {str(i): self._path(config) for i, config in enumerate(configs)}
-        seconds = self._seconds({**runs, **self.family.paths(self.problem)}, repeats=9)
+        seconds = self._seconds({**runs, **self.family.paths(self.problem)}, repeats=15)
         return [seconds.pop(name) for name in runs], seconds
 
     def _path(self, config: C) -> Path:
         return lambda inputs: self.family.run(inputs, self.problem, config)
 
-    def _links(self) -> mx.array:
-        y = self.inputs[0]
-        for i in range(_LINKS):
-            y = self._linked(self.sets[i % len(self.sets)][0], y)
-        return y
-
-    def _linked(self, x: mx.array, y: mx.array) -> mx.array:
-        """x, but not before y is there."""
-        return mx.where(self._true, x, y[(0,) * y.ndim].astype(x.dtype))
-
-    def _chain(self, path: Path) -> Callable[[], mx.array]:
+    def _chain(self, path: Path) -> Queued:
         """Launches one behind the other, each with a set of its own: MLX would share their work."""
 
-        def run() -> mx.array:
-            y = self.inputs[0]
+        def run(y: mx.array) -> mx.array:
             for first, *others in self.sets:
                 y = path([self._linked(first, y), *others])
             return y
 
         return mx.compile(run)
 
+    def _linked(self, x: mx.array, y: mx.array) -> mx.array:
+        """x, but not before y is there."""
+        return mx.where(self._true, x, y[(0,) * y.ndim].astype(x.dtype))
+
     def _seconds(self, paths: Mapping[str, Path], repeats: int) -> dict[str, float]:
-        chains = {name: self._chain(path) for name, path in paths.items()}
-        times = measure(chains, repeats=repeats, least=0.002)
-        return {n: max(t.median / len(self.sets) - self._link, 1e-9) for n, t in times.items()}
+        links: Path = itemgetter(0)
+        chains = {name: self._chain(path) for name, path in {_LINKS: links, **paths}.items()}
+        times = self._gate.seconds(chains, repeats)
+        floor = times.pop(_LINKS)
+        return {n: max((t - floor) / len(self.sets), 1e-9) for n, t in times.items()}
 
 
 class Computed(Judge[C]):
-    """Rates by what the checked host backend counts, for a machine that need not be here."""
+    """Rates by what the checked host backend counts, for a machine that need not be here.
+
+    A problem that is too large to run on a CPU is counted in part.
+    """
 
     path = "modelled"
+    # What configurations do on a part of a problem is the same for every machine.
+    _counted: ClassVar[dict[Any, tuple[str, list[Counters]]]] = {}
 
     def __init__(self, family: Family[C], problem: Problem, machine: str) -> None:
-        super().__init__(family, problem)
+        part, self._times = family.part(problem)
+        super().__init__(family, part)
         self.name, self.machine = machine, MACHINES[machine]
-        self._rated: dict[C, float] = {}
         self.device = "metal" if machine.startswith("applegpu") else "cuda"
 
     def attempt(self, config: C, turn: AbstractContextManager[Any] = _AT_ONCE) -> Trial[C]:
-        with use_backend("host"), checks() as self._report:
-            trial = super().attempt(config, turn)
-        self._rated[config] = trial.seconds
-        return trial
+        key = type(self.family), self.problem, config
+        if key not in self._counted:
+            with use_backend("host"), checks() as self._report:
+                trial = super().attempt(config, turn)
+            if self.hung:
+                return trial
+            launches = [counters for _, counters in self._report.launches]
+            self._counted[key] = trial.problem, launches
+        problem, launches = self._counted[key]
+        return (
+            Trial(config, problem=problem)
+            if problem
+            else Trial(config, self._cost(config, launches))
+        )
 
     def rate(self, config: C) -> float:
-        return sum(cost(counters, self.machine).seconds for _, counters in self._report.launches)
+        return self._cost(config, [counters for _, counters in self._report.launches])
+
+    def _cost(self, config: C, launches: list[Counters]) -> float:
+        registers = self.family.registers(config, self.problem)
+        # The first launch is the configured one; a second one adds up what it left.
+        return sum(
+            cost(counters, self.machine, self._times, 32 if i else registers).seconds
+            for i, counters in enumerate(launches)
+        )
 
     def compare(self, configs: Sequence[C]) -> Comparison:
-        # What another process has rated is rated again: it costs the same.
-        return [self._rated.get(c) or self.attempt(c).seconds for c in configs], {}
+        return [self.attempt(config).seconds for config in configs], {}
 
 
 def judge_of(family: Family[C], problem: Problem, machine: str | None = None) -> Judge[C]:

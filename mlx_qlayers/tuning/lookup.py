@@ -94,6 +94,8 @@ def decided(best: Found | None, kernel: str, unless: str | None) -> tuple[str, s
         kernel: the kernel's name in reasons.
         unless: why it should be left as far as is known without tuning, if it should.
     """
+    if _watching:  # what is collected is what the kernels would be asked
+        return kernel, None
     if best is None or best.path == "modelled":
         return kernel, unless
     if best.path == "kernel":

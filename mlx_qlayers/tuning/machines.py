@@ -24,6 +24,7 @@ class Machine:
         cached: the cache's bandwidth over that of device memory.
         latency: cycles that a load from device memory takes.
         threads: threads that a core holds at once, if their registers allow.
+        registers: 32-bit registers of a core.
         threadgroup_memory: bytes that a core has for its threadgroups.
         threadgroup_bytes: bytes of threadgroup memory that a core moves in a cycle.
         load_cycles: cycles of a core for one load instruction of a SIMD group.
@@ -41,6 +42,7 @@ class Machine:
     cached: float = 3.0  # (e)
     latency: int = 500  # (e)
     threads: int = 1024 * 3  # [B]
+    registers: int = 208 * 1024 // 4  # [B]
     threadgroup_memory: int = 60 * 1024  # [B]
     threadgroup_bytes: int = 64  # (e)
     load_cycles: float = 2.0  # (e)
@@ -67,21 +69,23 @@ MACHINES = {
     "applegpu_g16s": Machine("M4 Max", cores=40, gigabytes=546, gigahertz=1.60, load_cycles=1),
     "applegpu_g17g": Machine("M5", cores=10, gigabytes=153, gigahertz=1.75, load_cycles=1),
     "applegpu_g17s": Machine("M5 Max", cores=40, gigabytes=614, gigahertz=1.75, load_cycles=1),
-    # One tensor core instruction does 4 of the operations counted; shifts cost what additions do.
+    # One tensor core instruction does 4 of the operations counted. Shifts cost what additions do,
+    # weights are unpacked in a few instructions: `alu` and `latency` are fitted to measurements.
     "sm_90": Machine(
         "H200",
         cores=132,
         gigabytes=4300,
         gigahertz=1.75,
         cached=2.5,
-        latency=800,
+        latency=600,
         threads=2048,
+        registers=65536,
         threadgroup_memory=228 * 1024,
         threadgroup_bytes=128,
         load_cycles=1,
         matrix_cycles=2,
         simd_cycles=10,
-        alu=1.5,
+        alu=20,
         launch=2.5e-6,
     ),
 }

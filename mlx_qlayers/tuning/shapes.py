@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -38,7 +37,7 @@ def problems_of_model(
         batch: sequences side by side.
 
     Returns:
-        The problems of decoding, then those of the prefill; each time the largest first.
+        The problems of decoding, then those of the prefill, as they come up.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -53,11 +52,11 @@ def problems_of_model(
 
 
 def problems_of(asked: Iterable[Question]) -> list[Target]:
-    """The problems behind questions, the largest first; those of one bucket count as one."""
+    """The problems behind questions, in their order; those of one bucket count as one."""
     found: dict[str, Target] = {}
     for problem in _problems(asked):
         found.setdefault(problem.key, problem)
-    return sorted(found.values(), key=lambda f: -prod(f.problem.shape))
+    return list(found.values())
 
 
 def _problems(asked: Iterable[Question]) -> Iterator[Target]:

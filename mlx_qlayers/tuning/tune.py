@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any, Generic, TypeVar
@@ -30,17 +30,22 @@ class Tuned(Generic[C]):
         problem: what for.
         config: the fastest configuration.
         path: ``"kernel"``, a path that beats it, or ``"modelled"`` where costs were computed.
-        seconds: what that path takes.
         heuristic: what the kernel takes without tuning.
+        times: what it takes with the configuration, and what the other paths take.
         trials: every configuration that was tried, the fastest first.
     """
 
     problem: Problem
     config: C
     path: str
-    seconds: float
     heuristic: float
+    times: Mapping[str, float]
     trials: list[Trial[C]]
+
+    @property
+    def seconds(self) -> float:
+        """What the fastest path takes."""
+        return self.times[self.path]
 
     @property
     def gain(self) -> float:
@@ -124,7 +129,7 @@ def tune(
     except KeyboardInterrupt as caught:
         interrupt = caught
     trials = sorted(tried.values(), key=lambda trial: trial.seconds)
-    tuned = _final(judge, heuristic, trials, before, again=interrupt is None)
+    tuned = _final(problem, judge, heuristic, trials, before, again=interrupt is None)
     if keep:
         save(judge.name, {family.key(problem): _entry(family, tuned)})
     if interrupt is not None:
@@ -183,11 +188,12 @@ def tune_all(
 def _starts(family: Family[C], problem: Problem, judge: Judge[C]) -> list[C]:
     """What the search begins with besides the heuristic's choice: what is known, and others."""
     known = stored(family.key(problem), family.configs, family.kernels, judge.name)
-    starts = [*family.others(problem), *([known[1]] if known is not None else [])]
+    starts = [*family.others(problem, judge.device), *([known[1]] if known is not None else [])]
     return [config for config in starts if family.why_not(config, problem) is None]
 
 
 def _final(
+    problem: Problem,
     judge: Judge[C],
     heuristic: C,
     trials: list[Trial[C]],
@@ -207,7 +213,7 @@ def _final(
     winner = adjusted.index(min(adjusted))
     times = {judge.path: seconds[winner], **paths}
     path = min(times, key=times.__getitem__)
-    return Tuned(judge.problem, configs[winner], path, times[path], seconds[0], trials)
+    return Tuned(problem, configs[winner], path, seconds[0], times, trials)
 
 
 def _entry(family: Family[C], tuned: Tuned[C]) -> Entry:

@@ -106,6 +106,13 @@ class AttentionDecode(Family[Decode]):
 
         return {"stock": stock}
 
+    def registers(self, config: Decode, problem: Problem) -> int:
+        return 48 + config.columns * config.slice // 2 + 4 * config.blocks * config.columns
+
+    def part(self, problem: Problem) -> tuple[Problem, float]:
+        caches, *shape = problem.shape
+        return replace(problem, shape=(1, *shape)), float(caches)
+
     def asked(
         self,
         dtype: mx.Dtype,

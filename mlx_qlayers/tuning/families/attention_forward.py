@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -76,6 +77,15 @@ class AttentionForward(Family[Layout]):
             return reference.attention(q, k, v, q.shape[3] ** -0.5, mask, None, None, None)
 
         return {"stock": stock}
+
+    def registers(self, config: Layout, problem: Problem) -> int:
+        *_, width, v_width = problem.shape
+        values = {"T": problem.dtype, "D": width, "DV": v_width, **config.template()}
+        return 32 + registers("forward", values)
+
+    def part(self, problem: Problem) -> tuple[Problem, float]:
+        batch, heads, _, *shape = problem.shape
+        return replace(problem, shape=(1, 1, 1, *shape)), float(batch * heads)
 
     def asked(self, shape: tuple[int, ...], dtype: mx.Dtype, causal: bool) -> Problem:
         return Problem(shape, dtype, "causal" if causal else "full")

@@ -13,14 +13,13 @@ from ...metal import quantized_matmul
 from ...metal.quantized_matmul import (
     FewRows,
     MatrixUnits,
-    PackedMatrix,
     few_rows,
-    products_of_few_rows,
 )
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ..family import Family, Problem
 from ..moves import Axis, Buffer, Group, Local, Unroll, Upcast
-from .packed import Packed, Path, four
+from .fused import Fused
+from .packed import Packed, Path
 
 Config = FewRows | MatrixUnits
 # Beyond these a thread's sums and weights cannot stay in registers.
@@ -30,9 +29,9 @@ _MOST_SUMS, _MOST_PRODUCTS = 32, 128
 class FewRowsFamily(Family[Config]):
     """y (M, N) = x (M, K) with a packed matrix, M of 1 to 16; its form is ``affine-64-4-t``.
 
-    A configuration belongs to one of two kernels. Which is faster depends on what the matrix units
-    of a GPU are worth, so the search starts from both. Several matrices that are multiplied in one
-    launch count as one of all their rows.
+    What else the launch does follows in the form: ``-norm``, ``-gate``, ``-residual``, and the
+    number of matrices, which share N. A configuration belongs to one of two kernels. Which is
+    faster depends on what the matrix units of a GPU are worth, so the search starts from both.
     """
 
     name = "quantized_matmul_few_rows"
@@ -52,8 +51,10 @@ class FewRowsFamily(Family[Config]):
         m, n, k, fmt, _ = Packed.of(problem)
         return unwrap(few_rows)(device, m, n, k, problem.dtype, fmt)
 
-    def others(self, problem: Problem) -> tuple[Config, ...]:
+    def others(self, problem: Problem, device: str) -> tuple[Config, ...]:
         m, n, k, fmt, _ = Packed.of(problem)
+        if device == "cuda":  # where matrix units are worth ten times the other ones
+            return ()
         choose = unwrap(few_rows)
         units = choose("cuda", m, n, k, mx.bfloat16, fmt)
         threads = choose("metal", m, n, k, mx.float32, fmt)
@@ -74,21 +75,40 @@ class FewRowsFamily(Family[Config]):
         return _why_not_units(config, packed)
 
     def inputs(self, problem: Problem) -> list[mx.array]:
-        return Packed.of(problem).inputs(problem.dtype)
+        x, *packed = Packed.of(problem).inputs(problem.dtype)
+        return Fused.of(problem).inputs(x, packed)
 
     def run(self, inputs: list[mx.array], problem: Problem, config: Config) -> mx.array:
-        x, w, scales, biases = four(inputs)
-        matrix, fmt = PackedMatrix(w, scales, biases), Packed.of(problem).fmt
-        return products_of_few_rows(x, [matrix], fmt, config)[0]
+        return Fused.of(problem).launch(inputs, Packed.of(problem).fmt, config)
 
     def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
-        return Packed.of(problem).reference(inputs)
+        single = [a if a.dtype in (mx.uint32, mx.uint8) else a.astype(mx.float32) for a in inputs]
+        return Fused.of(problem).composed(single, Packed.of(problem).fmt)
 
     def paths(self, problem: Problem) -> Mapping[str, Path]:
-        return Packed.of(problem).paths()
+        if Fused.of(problem) == Fused(1, False, False, False):
+            return Packed.of(problem).paths()
+        fmt = Packed.of(problem).fmt
+        return {"stock": lambda inputs: Fused.of(problem).composed(inputs, fmt)}
 
-    def asked(self, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format) -> Problem:
-        return Packed(rows, n, k, fmt, True).problem(dtype)
+    def registers(self, config: Config, problem: Problem) -> int:
+        bits = Packed.of(problem).fmt.bits
+        if isinstance(config, FewRows):
+            return 24 + config.rows * config.outputs * config.ways + 2 * config.run
+        words = config.tiles * config.ahead * 2 * config.run * bits // 32
+        scales = config.tiles * (4 * config.ahead + 4)
+        rows = config.fragments * config.run // 4
+        return 32 + words + scales + rows + 8 * config.tiles * config.fragments
+
+    def part(self, problem: Problem) -> tuple[Problem, float]:
+        part, times = Packed.of(problem).part(problem.dtype, 1536)
+        return replace(part, form=problem.form), times
+
+    def asked(
+        self, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, kind: str = ""
+    ) -> Problem:
+        plain = Packed(rows, n, k, fmt, True).problem(dtype)
+        return replace(plain, form=f"{plain.form}-{kind}") if kind else plain
 
 
 def _slots(config: MatrixUnits, packed: Packed) -> int:

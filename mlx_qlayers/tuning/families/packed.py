@@ -34,7 +34,7 @@ class Packed(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> Packed:
         """Read a problem whose shape is (M, N, K) and whose form is ``"affine-64-4-t"``."""
-        mode, group, bits, order = problem.form.split("-")
+        mode, group, bits, order, *_ = problem.form.split("-")
         m, n, k = problem.shape
         return cls(m, n, k, Format(int(group), int(bits), mode), order == "t")
 
@@ -43,6 +43,11 @@ class Packed(NamedTuple):
         group, bits, mode = self.fmt
         form = f"{mode}-{group}-{bits}-{'t' if self.transpose else 'n'}"
         return Problem((self.m, self.n, self.k), dtype, form)
+
+    def part(self, dtype: mx.Dtype, n: int, m: int = 16) -> tuple[Problem, float]:
+        """At most n columns and m rows of the product, and how many of them it has."""
+        part = self._replace(m=min(self.m, m), n=min(self.n, n))
+        return part.problem(dtype), self.m * self.n / (part.m * part.n)
 
     def inputs(self, dtype: mx.Dtype) -> list[mx.array]:
         """Random x, and w, scales and, in mode affine, biases."""

@@ -73,6 +73,13 @@ class QuantizedTiles(Family[Tiles]):
     def paths(self, problem: Problem) -> Mapping[str, Path]:
         return Packed.of(problem).paths()
 
+    def registers(self, config: Tiles, problem: Problem) -> int:
+        sums = config.tile_m * config.tile_n // config.threads(problem.dtype)
+        return 48 + sums + config.run
+
+    def part(self, problem: Problem) -> tuple[Problem, float]:
+        return Packed.of(problem).part(problem.dtype, 256, 128)
+
     def asked(
         self, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
     ) -> Problem:

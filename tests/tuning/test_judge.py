@@ -1,0 +1,80 @@
+"""Measuring behind a gate, with MLX's own operators in place of kernels."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers.tuning import gate, judge
+from mlx_qlayers.tuning.families.few_rows import FewRowsFamily
+from mlx_qlayers.tuning.family import Problem
+from mlx_qlayers.tuning.judge import Measured, judge_of
+
+PROBLEM = Problem((1, 256, 512), mx.float32, "affine-64-4-t")
+
+
+class Stock(FewRowsFamily):
+    """A family without kernels of its own."""
+
+    def run(self, inputs, problem, config):
+        return mx.quantized_matmul(*inputs)
+
+    def paths(self, problem):
+        return {"stock": lambda inputs: mx.quantized_matmul(*inputs)}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    monkeypatch.setattr(judge, "backend", lambda: "cuda")
+    monkeypatch.setattr(judge, "_COLD", 1 << 19)
+    monkeypatch.setattr(gate, "_LARGEST", 512)
+    monkeypatch.setattr(gate, "_MOST", 1e-3)
+    found = judge_of(Stock(), PROBLEM)
+    assert isinstance(found, Measured)
+    return found
+
+
+def test_the_gate_and_the_links_are_left_out(measured, monkeypatch):
+    sets = len(measured.sets)
+    whole = {"links": 2.0, "": 2.0 + 5 * sets, "0": 2.0 + 3 * sets, "stock": 2.0 + 4 * sets}
+    monkeypatch.setattr(
+        measured._gate, "seconds", lambda chains, repeats: {name: whole[name] for name in chains}
+    )
+    config = measured.family.heuristic(PROBLEM, "cuda")
+    assert measured.rate(config) == pytest.approx(5)
+    assert measured.compare([config]) == ([pytest.approx(3)], {"stock": pytest.approx(4)})
+
+
+def test_a_configuration_is_verified_and_timed(measured):
+    trial = measured.attempt(measured.family.heuristic(PROBLEM, "cuda"))
+    assert trial.problem == "" and 0 < trial.seconds < 1
+
+
+def test_contenders_take_turns_and_a_gate_that_is_too_short_grows(monkeypatch):
+    monkeypatch.setattr(gate, "_LARGEST", 64)
+    timer, calls = gate.Gate(), []
+
+    def once(run):
+        calls.append(run)
+        return 5.0 if run == "a" else 7.0, timer._products * 1e-4 if len(calls) > 20 else 1e9
+
+    monkeypatch.setattr(timer, "_once", once)
+    monkeypatch.setattr(timer, "_alone", lambda: timer._products * 2e-4)
+    timer._products, timer._length = 10, 2e-3
+    assert timer.seconds({"a": "a", "b": "b"}, repeats=4) == {"a": 5.0, "b": 7.0}
+    # One call each first, then rounds whose order is reversed by turns.
+    assert calls[:10] == [*"ab", *"abbaabba"]
+    assert len(calls) == 18 and timer._products > 10
+
+
+def test_every_launch_has_a_set_of_its_own_and_waits_for_the_last(measured):
+    assert len(measured.sets) > 2
+    ran = []
+
+    def path(inputs):
+        ran.append(inputs[1:])
+        return inputs[0] + 1
+
+    run = measured._chain(path)
+    run(mx.zeros((1, 1)))
+    assert [list(map(id, others)) for others in ran] == [
+        list(map(id, others)) for _, *others in measured.sets
+    ]
