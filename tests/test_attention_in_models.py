@@ -191,7 +191,7 @@ def curve(how: str, convert: bool, directory: Path) -> list[float]:
         dequantize_model(model)
     model.set_dtype(mx.float32)
     if convert:
-        rows = convert_model(model).rows
+        rows = convert_model(model, linear=how == "lora").rows
         assert sum(row.kind == "attention" and row.action == "swapped" for row in rows) == 6
     mx.random.seed(7)
     if how == "lora":
