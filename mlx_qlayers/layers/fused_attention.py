@@ -53,15 +53,24 @@ class FusedAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if dims < 1 or num_heads < 1:
-            raise ValueError(f"dims and num_heads must be positive, not {dims} and {num_heads}")
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        sizes = {"dims": dims, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in sizes.items():
+            _check_positive(name, size)
+        if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads {num_heads}, not {num_kv_heads}")
         if head_dim is None and dims % num_heads:
             raise ValueError(f"dims must be a multiple of num_heads {num_heads}, not {dims}")
         head_dim = dims // num_heads if head_dim is None else head_dim
-        if head_dim < 1:
-            raise ValueError(f"head_dim must be positive, not {head_dim}")
+        _check_positive("head_dim", head_dim)
+        if rope is not None and not callable(rope):
+            raise ValueError(f"rope must be called as rope(x, offset=...), which {rope!r} cannot")
+        if window is not None:
+            _check_positive("window", window)
+        if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
+            raise ValueError(f"softcap must be a positive number or None, not {softcap!r}")
+        for name, flag in (("bias", bias), ("qk_norm", qk_norm)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} must be True or False, not {flag!r}")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.scale = head_dim**-0.5
         self.window, self.softcap = window, softcap
@@ -99,10 +108,12 @@ class FusedAttention(nn.Module):
             (B, L, dims).
 
         Raises:
-            ValueError: ``x`` does not have 3 axes, or the mask does not fit.
+            ValueError: ``x`` does not have 3 axes, the mask does not fit, or the cache is none.
         """
-        if x.ndim != 3:
-            raise ValueError(f"x must be (B, L, dims), but its shape is {x.shape}")
+        if not isinstance(x, mx.array) or x.ndim != 3:
+            raise ValueError(f"x must be (B, L, dims), not {getattr(x, 'shape', x)}")
+        if cache is not None and not hasattr(cache, "update_and_fetch"):
+            raise ValueError(f"cache must be a key-value cache of mlx-lm, not {cache!r}")
         q = self._heads(self.q_proj(x), self.num_heads, "q_norm")
         k = self._heads(self.k_proj(x), self.num_kv_heads, "k_norm")
         v: Any = self._heads(self.v_proj(x), self.num_kv_heads, "")
@@ -118,3 +129,8 @@ class FusedAttention(nn.Module):
             k, v = cache.update_and_fetch(k, v)
         out = attention(q, k, v, scale=self.scale, mask=mask, window=window, softcap=self.softcap)
         return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")

@@ -15,7 +15,9 @@ from mlx_lm.models.cache import (
 )
 from numerics import assert_accurate, round_to, to64
 
+from mlx_qlayers import use_backend
 from mlx_qlayers.layers.fused_attention import FusedAttention
+from mlx_qlayers.runtime import trace
 
 DIMS, LENGTH = 48, 23
 
@@ -99,42 +101,78 @@ def test_defaults():
     assert "num_heads=4, num_kv_heads=4" in repr(layer)
 
 
-def test_learns_to_copy_the_token_before():
-    """A few steps of training: the loss falls by half, so the gradients point downhill."""
+def trained(steps=60, **options):
+    """Losses of a layer that learns from scratch to copy the token before."""
     mx.random.seed(3)
-    layer = FusedAttention(32, 2, rope=nn.RoPE(16))
-    x = mx.random.normal((4, 12, 32))
-    before = [1e9]
+    layer = FusedAttention(64, 2, rope=nn.RoPE(32), **options)
+    x = mx.random.normal((4, 12, 64))
+    losses = []
 
     def loss(x):
         return ((layer(x, mask="causal")[:, 1:] - x[:, :-1]) ** 2).mean()
 
     step = nn.value_and_grad(layer, loss)
-    for _ in range(60):
+    for _ in range(steps):
         value, gradients = step(x)
         layer.update(
             nn.utils.tree_map(lambda p, g: p - 1.0 * g, layer.trainable_parameters(), gradients)
         )
         mx.eval(layer.parameters())
-        before.append(value.item())
-    assert before[-1] < before[1] / 2
+        losses.append(value.item())
+    return losses
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "options", [{}, {"window": 3, "softcap": 20.0, "qk_norm": True, "num_kv_heads": 1}], ids=str
+)
+def test_learns_to_copy_the_token_before(options):
+    """By kernels in both directions: the loss falls, and as it does by MLX's operators."""
+    with use_backend("ops"):
+        stock = trained(**options)
+    with use_backend("host"), trace() as launches:
+        found = trained(**options)
+    assert stock[-1] < stock[0] / 2
+    np.testing.assert_allclose(found, stock, rtol=1e-3)
+    kernels = {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
+    assert {launch.kernel for launch in launches} == kernels and len(launches) == 3 * 60
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
     [
-        ((0, 4), "dims and num_heads must be positive, not 0 and 4"),
-        ((64, 0), "dims and num_heads must be positive, not 64 and 0"),
-        ((64, 4, 3), "num_kv_heads must divide num_heads 4, not 3"),
-        ((63, 4), "dims must be a multiple of num_heads 4, not 63"),
-        ((64, 4, 4, 0), "head_dim must be positive, not 0"),
+        ({"dims": 0}, "dims must be a positive integer, not 0"),
+        ({"dims": 64.0}, "dims must be a positive integer, not 64.0"),
+        ({"dims": 63}, "dims must be a multiple of num_heads 4, not 63"),
+        ({"num_heads": 0}, "num_heads must be a positive integer, not 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads must be a positive integer, not 0"),
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads 4, not 3"),
+        ({"head_dim": -8}, "head_dim must be a positive integer, not -8"),
+        ({"bias": "no"}, "bias must be True or False, not 'no'"),
+        ({"rope": 10000.0}, r"rope must be called as rope\(x, offset=...\), which 10000.0 cannot"),
+        ({"window": 0}, "window must be a positive integer, not 0"),
+        ({"window": True}, "window must be a positive integer, not True"),
+        ({"softcap": 0.0}, "softcap must be a positive number or None, not 0.0"),
+        ({"softcap": "50"}, "softcap must be a positive number or None, not '50'"),
+        ({"qk_norm": 1e-5}, "qk_norm must be True or False, not 1e-05"),
     ],
+    ids=str,
 )
 def test_bad_sizes(arguments, message):
     with pytest.raises(ValueError, match=message):
-        FusedAttention(*arguments)
+        FusedAttention(**{"dims": 64, "num_heads": 4, **arguments})
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match=r"x must be \(B, L, dims\).*\(3, 64\)"):
-        FusedAttention(64, 4)(mx.zeros((3, 64)))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": mx.zeros((3, 64))}, r"x must be \(B, L, dims\), not \(3, 64\)"),
+        ({"x": [[1.0]]}, r"x must be \(B, L, dims\), not \[\[1.0\]\]"),
+        ({"mask": mx.zeros((5, 5))}, r"mask must broadcast to \(1, 4, 3, 3\).*\(5, 5\)"),
+        ({"mask": "full"}, "mask must be None, 'causal' or an mx.array, not 'full'"),
+        ({"cache": {}}, "cache must be a key-value cache of mlx-lm, not {}"),
+    ],
+    ids=str,
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        FusedAttention(64, 4)(**{"x": mx.zeros((1, 3, 64)), **arguments})
