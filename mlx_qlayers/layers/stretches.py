@@ -18,6 +18,7 @@ from mlx.utils import tree_map
 
 from ..formats import Format
 from ..metal.quantized_matmul import MAX_FEW_ROWS, MAX_MATRICES, Gate, PackedMatrix
+from ..ops.attention_buffer import attention_in_buffer
 from ..ops.differentiable import without_gradients
 from ..ops.fused_products import fused_products
 from ..ops.quantized_matmul import quantized_matmul
@@ -57,6 +58,12 @@ def place() -> Place | None:
     return requested(), _thread.number, _thread.name
 
 
+@lru_cache(maxsize=64)
+def position(offset: int) -> mx.array:
+    """A position or a length as an array, one for all layers."""
+    return mx.array(offset)
+
+
 def is_few(x: mx.array) -> bool:
     """Whether an input has so few rows that the kernels of few rows take it."""
     return x.ndim > 1 and 0 < x.size <= MAX_FEW_ROWS * x.shape[-1]
@@ -92,7 +99,7 @@ def _stretch(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[
     MLX keeps traces for each thread and stream, so these are parts of the key.
     """
 
-    @lru_cache(maxsize=1024)
+    @lru_cache(maxsize=256)
     def made(at: Place | None, *key: Any) -> Callable[..., Any]:
         return make(*key) if at is None else _Traced(make(*key))
 
@@ -104,13 +111,14 @@ def _stretch(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[
 
 
 @cache
-def _is_traceable(cls: Any) -> bool:
+def is_traceable(cls: Any) -> bool:
+    """Whether a rotary embedding of this class can be part of a trace."""
     return cls.__name__ in _ROPES and cls.__module__ in _ROPE_MODULES
 
 
 def split_rope(rope: Any) -> tuple[Static | None, mx.array | None]:
     """A rotary embedding as what can be compared, and its frequencies."""
-    if not _is_traceable(rope.__class__):
+    if not is_traceable(rope.__class__):
         return None, None
     numbers = tuple(
         [item for item in vars(rope).items() if item[0] not in ("_no_grad", "_training")]
@@ -189,7 +197,9 @@ def _heads_first(x: mx.array) -> mx.array:
 
 
 def joined(out: mx.array) -> mx.array:
-    """The heads of attention side by side: (B, H, L, D) to (B, L, H * D)."""
+    """The heads of attention side by side, if they are not: (B, H, L, D) to (B, L, H * D)."""
+    if out.ndim == 3:
+        return out
     batch, _, length, _ = out.shape
     return (out if length == 1 else out.transpose(0, 2, 1, 3)).reshape(batch, length, -1)
 
@@ -270,5 +280,33 @@ def tail(
     def run(out: mx.array, x: mx.array, matrix: Any, *arrays: Any) -> mx.array:
         h = project(out, x, matrix)
         return cast(mx.array, feed(h, *arrays, h))
+
+    return run
+
+
+@_stretch
+def layers(each: tuple[tuple[Static, float, Static], ...], rows: int) -> Callable[..., Any]:
+    """Decoder layers in turn, for a row of each sequence beside caches with buffers of ``rows``."""
+    steps = [
+        (heads.__wrapped__(*before), scale, tail.__wrapped__(*after))  # type: ignore[attr-defined]
+        for before, scale, after in each
+    ]
+
+    def run(
+        x: mx.array,
+        mask: mx.array | None,
+        length: mx.array,
+        positions: list[mx.array],
+        arrays: list[Any],
+        buffers: list[Any],
+    ) -> list[mx.array]:
+        rows = []
+        for i, (head, scale, follow) in enumerate(steps):
+            (weight, *others), after = arrays[i]
+            q, k, v = head(x, positions[i % len(positions)], weight, *others)
+            out = attention_in_buffer(q, k, v, *buffers[i], length, scale=scale, mask=mask)
+            x = follow(out, x, *after)
+            rows += [k, v]
+        return [x, *rows]
 
     return run
