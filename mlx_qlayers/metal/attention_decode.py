@@ -311,17 +311,30 @@ def _launches(
     grid = (stretches * threads, kv_heads * -(-rows // (8 * config.columns)), batch)
     if stretches == 1:
         return _Launch(kernel, template, grid, threads, shape), None
-    adding, threads_adding = _combine(sinking), 32 * config.combine
-    values = (dtypes[0], dtypes[-1], v_width, config.combine, sinking)
-    combine = _Launch(
-        adding,
-        dict(zip(adding.template, values, strict=True)),
-        (threads_adding, heads, batch * queries),
-        threads_adding,
-        shape,
-    )
     parts = (batch, queries, heads, stretches, v_width + 2)
+    combine = _adding_up(parts, dtypes[0], dtypes[-1] if sinking else None, config.combine, shape)
     return _Launch(kernel, template, grid, threads, parts), combine
+
+
+def _adding_up(
+    parts: tuple[int, ...],
+    dtype: mx.Dtype,
+    sinks: mx.Dtype | None,
+    simds: int,
+    shape: tuple[int, ...],
+) -> _Launch:
+    """The launch that adds up stretches (B, L, H, stretches, Dv + 2)."""
+    batch, queries, heads, _, width = parts
+    kernel = _combine(sinks is not None)
+    values: tuple[TemplateValue, ...]
+    values = (dtype, sinks or dtype, width - 2, simds, sinks is not None)
+    template = dict(zip(kernel.template, values, strict=True))
+    return _Launch(kernel, template, (32 * simds, heads, batch * queries), 32 * simds, shape)
+
+
+def added_up(parts: mx.array, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
+    """Stretches (B, L, H, stretches, Dv + 2), without sinks, to (B, L, H, Dv) as ``shape``."""
+    return _adding_up(parts.shape, dtype, None, Decode.combine, shape)([parts])
 
 
 def _long_enough(array: mx.array) -> mx.array:
