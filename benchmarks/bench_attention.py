@@ -14,7 +14,7 @@ from functools import partial
 from importlib.metadata import version
 
 import mlx.core as mx
-from common import print_facts
+from common import add_output, print_facts, write_output
 from decoding import decoding_table
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
@@ -63,10 +63,11 @@ def main() -> None:
     parser.add_argument("--heads", choices=[*HEADS, "all"], default="grouped")
     parser.add_argument("--decode", action="store_true", help="one token over long caches")
     parser.add_argument("--repeats", type=int, default=7)
+    add_output(parser)
     args = parser.parse_args()
     if args.decode:
         print_facts()
-        decoding_table(args.repeats)
+        write_output(args, "attention_decode", [decoding_table(args.repeats)])
         return
     print(
         f"{mx.default_device()}, {platform.processor() or platform.machine()}, "

@@ -2,6 +2,8 @@
 
 Each measurement is a chain of 28 calls, one for each layer of a model and each fed by the one
 before, over caches that take turns, so that the last one is not still in the processor's cache.
+Calls are made one by one from Python, and traced ahead by ``mx.compile``; the kernels are timed as
+well where ``auto`` leaves them for the stock operator.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ import mlx.core as mx
 from common import Table, measure
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from mlx_qlayers import attention, backend
+from mlx_qlayers import attention, backend, use_backend
+from mlx_qlayers.ops.differentiable import without_gradients
 
 LAYERS = 28
 GROUP_SIZE = 64
 GPU = backend() in ("cuda", "metal")
+# The host backend runs at once, and cannot be traced.
+WAYS = ("compiled", "plain") if GPU else ("plain",)
 # Batch, heads, key heads, width of a head: Qwen2-7B's, and on a CPU the shipped model's kind.
 HEADS = (1, 28, 4, 128) if GPU else (1, 12, 2, 64)
 KEYS = (1024, 8192, 32768, 131072) if GPU else (64, 512, 2048)
@@ -37,7 +42,7 @@ def caches(keys: int, dtype: mx.Dtype, bits: int) -> list[Cache]:
     for _ in range(min(LAYERS, max(1, _BEYOND_CACHE // each))):
         cache = [mx.random.normal((batch, kv_heads, keys, width)).astype(dtype) for _ in range(2)]
         if bits:
-            cache = [mx.quantize(a, GROUP_SIZE, bits) for a in cache]
+            cache = [tuple(mx.quantize(a, GROUP_SIZE, bits)) for a in cache]
         mx.eval(cache)
         found.append((cache[0], cache[1]))
     return found
@@ -55,20 +60,31 @@ def stock(bits: int) -> Attend:
 
 
 def ours(q: mx.array, k: Any, v: Any) -> mx.array:
-    """This package's operation."""
+    """This package's operation, on the path that it chooses."""
     return attention(q, k, v, scale=HEADS[3] ** -0.5)
 
 
-def chain(attend: Attend, q: mx.array, turns: Sequence[Cache]) -> Callable[[], mx.array]:
-    """The layers of a model, as far as attention goes."""
+def by_kernel(q: mx.array, k: Any, v: Any) -> mx.array:
+    """This package's operation by kernel."""
+    with use_backend(backend()):
+        return ours(q, k, v)
 
-    def run() -> mx.array:
-        x = q
+
+def chain(attend: Attend, q: mx.array, turns: Sequence[Cache], way: str) -> Callable[[], mx.array]:
+    """The layers of a model, as far as attention goes; traced ahead or not."""
+
+    def run(x: mx.array, turns: Sequence[Cache]) -> mx.array:
         for i in range(LAYERS):
             x = attend(x, *turns[i % len(turns)])
         return x
 
-    return run
+    if way == "plain":
+        return lambda: run(q, turns)
+    # As a model's stretches are traced: for evaluation only.
+    with without_gradients():
+        compiled = mx.compile(run)
+        mx.eval(compiled(q, turns))
+    return lambda: compiled(q, turns)
 
 
 def verify(q: mx.array, cache: Cache) -> None:
@@ -84,7 +100,7 @@ def verify(q: mx.array, cache: Cache) -> None:
         k, v = (mx.dequantize(*a, group_size=GROUP_SIZE, bits=bits) for a in parts)
     wide = [a.astype(mx.float32) for a in (q, k, v)]
     truth = mx.fast.scaled_dot_product_attention(*wide, scale=HEADS[3] ** -0.5)
-    error = mx.abs(ours(q, *cache).astype(mx.float32) - truth).max() / mx.abs(truth).max()
+    error = mx.abs(by_kernel(q, *cache).astype(mx.float32) - truth).max() / mx.abs(truth).max()
     if error.item() > 0.02:
         raise SystemExit(f"attention is off by {error.item():.2g}")
 
@@ -95,7 +111,7 @@ def read_bytes(cache: Cache) -> int:
 
 
 def rows(repeats: int) -> Iterator[dict[str, Any]]:
-    """Verify and measure every cache in every length."""
+    """Verify and measure every cache in every length, called one by one and traced ahead."""
     batch, heads, _, width = HEADS
     for name, dtype in DTYPES.items():
         for keys in KEYS:
@@ -103,24 +119,29 @@ def rows(repeats: int) -> Iterator[dict[str, Any]]:
             for bits in (0, 8, 4):
                 turns = caches(keys, dtype, bits)
                 verify(q, turns[0])
-                runs = {"stock": chain(stock(bits), q, turns), "ours": chain(ours, q, turns)}
-                times = measure(runs, repeats=repeats)
-                each = {n: t.scaled(1e6 / LAYERS) for n, t in times.items()}
-                speed = read_bytes(turns[0]) / each["ours"].median / 1e3
-                yield {
-                    "cache": f"{bits} bits" if bits else name,
-                    "q": name,
-                    "keys": keys,
-                    "stock us": each["stock"],
-                    "us": each["ours"],
-                    "times": each["stock"].median / each["ours"].median,
-                    "GB/s": speed,
-                }
+                for way in WAYS:
+                    attends = {"stock": stock(bits), "kernel": by_kernel, "auto": ours}
+                    runs = {n: chain(attend, q, turns, way) for n, attend in attends.items()}
+                    times = measure(runs, repeats=repeats)
+                    each = {f"{n} us": t.scaled(1e6 / LAYERS) for n, t in times.items()}
+                    yield {
+                        "cache": f"{bits} bits" if bits else name,
+                        "q": name,
+                        "keys": keys,
+                        "calls": way,
+                        **each,
+                        "times": each["stock us"].median / each["auto us"].median,
+                        "GB/s": read_bytes(turns[0]) / each["kernel us"].median / 1e3,
+                    }
 
 
 def decoding_table(repeats: int) -> Table:
     """Print the table of all caches."""
-    table = Table({"cache": 9, "q": 9, "keys": 7, "stock us": 15, "us": 15, "times": 6, "GB/s": 6})
+    table = Table(
+        {"cache": 9, "q": 9, "keys": 7, "calls": 8}
+        | dict.fromkeys(("stock us", "kernel us", "auto us"), 13)
+        | {"times": 6, "GB/s": 6}
+    )
     mx.random.seed(0)
     print("heads", "/".join(map(str, HEADS[1:3])), "width", HEADS[3], "batch", HEADS[0], backend())
     table.print_header()

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from math import e, log2
 from struct import pack, unpack
+from typing import Any
 
 import mlx.core as mx
 
 from ..runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
-from ..runtime.launch import TemplateValue
+from ..runtime.launch import Plan, TemplateValue
 from ..runtime.signature import CONSTANT_BELOW
 
 Packed = tuple[mx.array, mx.array, mx.array]
@@ -184,66 +185,104 @@ def attention_decode(
     Returns:
         (B, H, L, Dv) in the dtype of ``q``. It lies as (B, L, H, Dv), as what follows wants it.
     """
-    k_parts = k if isinstance(k, tuple) else (k,)
-    v_parts = v if isinstance(v, tuple) else (v,)
-    keys = k_parts[0].shape[2]
-    arrays = [q, *k_parts, *v_parts]
-    if keys < CONSTANT_BELOW:
-        arrays = [*map(_long_enough, arrays)]
-    seen = _CAUSAL if mask is not None and q.shape[2] > 1 else _ALL
-    if isinstance(mask, mx.array):
-        seen = _BOOLEAN if mask.dtype == mx.bool_ else _ADDITIVE
-        # Its strides are what the kernel needs; an axis in front keeps it from being too small.
-        arrays.append(mx.broadcast_to(mask, (CONSTANT_BELOW, *q.shape[:3], keys)))
-    mask_dtype = arrays[-1].dtype
-    if sinks is not None:
-        arrays.append(sinks)
-    plan = _plan(
-        config,
-        q.shape,
-        tuple(a.shape for a in k_parts[:2]),
-        v_parts[0].shape[3],
-        (q.dtype, k_parts[0].dtype, k_parts[-1].dtype, mask_dtype, arrays[-1].dtype),
-        (seen, window, softcap is not None, sinks is not None),
-    )
-    out = plan.launch([*arrays, _options(scale, softcap, window)])
-    if plan.combine is not None:
-        out = plan.combine.launch([out] if sinks is None else [out, sinks])
-    return out.swapaxes(1, 2)
+    prepared = Prepared(config, q, k, v, scale, mask, window, softcap, sinks)
+    return prepared(q, k, v, mask if isinstance(mask, mx.array) else None, sinks)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A launch but for its arrays, and the one that adds up its stretches, if there are several."""
+class Prepared:
+    """:func:`attention_decode` of any arrays with the shapes and dtypes of these.
 
-    kernel: Kernel
-    template: dict[str, TemplateValue]
-    grid: tuple[int, int, int]
-    threads: int
-    shape: tuple[int, ...]
-    combine: _Plan | None = None
+    What Python works out for a call takes longer than the launches; here it is kept.
+    """
 
-    def launch(self, arrays: list[mx.array]) -> mx.array:
-        (out,) = self.kernel(
-            arrays,
-            template=self.template,
-            grid=self.grid,
-            threadgroup=(self.threads, 1, 1),
-            output_shapes=[self.shape],
+    def __init__(
+        self,
+        config: Decode | Serial,
+        q: mx.array,
+        k: mx.array | Packed,
+        v: mx.array | Packed,
+        scale: float,
+        mask: mx.array | str | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: mx.array | None,
+    ) -> None:
+        k_parts, v_parts = (a if isinstance(a, tuple) else (a,) for a in (k, v))
+        seen = _CAUSAL if mask is not None and q.shape[2] > 1 else _ALL
+        if isinstance(mask, mx.array):
+            seen = _BOOLEAN if mask.dtype == mx.bool_ else _ADDITIVE
+        mask_dtype = (mask if isinstance(mask, mx.array) else v_parts[-1]).dtype
+        keys = k_parts[0].shape[2]
+        # Their strides are what the kernel needs; an axis in front keeps it from being too small.
+        self._mask_shape = (CONSTANT_BELOW, *q.shape[:3], keys)
+        self._short = keys < CONSTANT_BELOW
+        self._packed = len(k_parts) > 1
+        self._swapped = q.shape[2] > 1
+        self._options = _options(scale, softcap, window)
+        self._launch, self._combine = _launches(
+            config,
+            q.shape,
+            tuple(a.shape for a in k_parts[:2]),
+            v_parts[0].shape[3],
+            (
+                *(q.dtype, k_parts[0].dtype, k_parts[-1].dtype, mask_dtype),
+                mask_dtype if sinks is None else sinks.dtype,
+            ),
+            (seen, window, softcap is not None, sinks is not None),
         )
-        return out
+
+    def __call__(
+        self,
+        q: mx.array,
+        k: mx.array | Packed,
+        v: mx.array | Packed,
+        mask: mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        arrays: list[Any] = [q, *k, *v] if self._packed else [q, k, v]
+        if self._short:
+            arrays = [*map(_long_enough, arrays)]
+        if mask is not None:
+            arrays.append(mx.broadcast_to(mask, self._mask_shape))
+        if sinks is not None:
+            arrays.append(sinks)
+        arrays.append(self._options)
+        out = self._launch(arrays)
+        if self._combine is not None:
+            out = self._combine([out] if sinks is None else [out, sinks])
+        return out.swapaxes(1, 2) if self._swapped else out
 
 
-# In decoding, all layers ask for the same plan, and every step for another.
-@lru_cache(maxsize=256)
-def _plan(
+class _Launch:
+    """A launch but for its arrays, which are checked once."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        template: dict[str, TemplateValue],
+        grid: tuple[int, int, int],
+        threads: int,
+        shape: tuple[int, ...],
+    ) -> None:
+        self._kernel = kernel
+        self._call = grid, (threads, 1, 1), [shape], template
+        self._plan: Plan | None = None
+
+    def __call__(self, arrays: list[mx.array]) -> mx.array:
+        if self._plan is None:
+            self._plan = self._kernel.plan(arrays, *self._call)
+        return self._kernel.launch(self._plan, arrays)[0]
+
+
+def _launches(
     config: Decode | Serial,
     q_shape: tuple[int, ...],
     k_shapes: tuple[tuple[int, ...], ...],
     v_words: int,
     dtypes: tuple[mx.Dtype, ...],
     options: tuple[int, int | None, bool, bool],
-) -> _Plan:
+) -> tuple[_Launch, _Launch | None]:
+    """The launch of attention and, if there are several stretches, the one that adds them up."""
     (batch, heads, queries, width), (_, kv_heads, keys, words) = q_shape, k_shapes[0]
     seen, window, capped, sinking = options
     packed = len(k_shapes) > 1
@@ -251,7 +290,8 @@ def _plan(
     v_width = 32 * v_words // bits if packed else v_words
     group = width // k_shapes[1][3] if packed else 0
     rows = heads // kv_heads * queries
-    shape = (batch, queries, heads, v_width)
+    # One query a head needs no other order of the axes.
+    shape = (batch, heads, 1, v_width) if queries == 1 else (batch, queries, heads, v_width)
     kernel = _kernel(isinstance(config, Serial), packed, seen >= _BOOLEAN, sinking)
     template: dict[str, TemplateValue] = {
         **dict(zip(_TYPES, dtypes, strict=True)),
@@ -260,7 +300,8 @@ def _plan(
     }
     if isinstance(config, Serial):
         template |= asdict(config)
-        return _Plan(kernel, template, (kv_heads, -(-rows // config.most), batch), 1, shape)
+        grid = (kv_heads, -(-rows // config.most), batch)
+        return _Launch(kernel, template, grid, 1, shape), None
     # Where no array hides keys too, what lies outside the window is not visited.
     if window is not None and seen < _BOOLEAN:
         keys = min(keys, window + queries - 1)
@@ -269,17 +310,31 @@ def _plan(
     template |= {"P": dtypes[0] if stretches == 1 else mx.float32, "split": stretches > 1}
     grid = (stretches * threads, kv_heads * -(-rows // (8 * config.columns)), batch)
     if stretches == 1:
-        return _Plan(kernel, template, grid, threads, shape)
-    adding = _combine(sinking)
-    values = (dtypes[0], dtypes[-1], v_width, config.combine, sinking)
-    combine = _Plan(
-        adding,
-        dict(zip(adding.template, values, strict=True)),
-        (32 * config.combine, heads, batch * queries),
-        32 * config.combine,
-        shape,
-    )
-    return _Plan(kernel, template, grid, threads, (*shape[:3], stretches, v_width + 2), combine)
+        return _Launch(kernel, template, grid, threads, shape), None
+    parts = (batch, queries, heads, stretches, v_width + 2)
+    combine = _adding_up(parts, dtypes[0], dtypes[-1] if sinking else None, config.combine, shape)
+    return _Launch(kernel, template, grid, threads, parts), combine
+
+
+def _adding_up(
+    parts: tuple[int, ...],
+    dtype: mx.Dtype,
+    sinks: mx.Dtype | None,
+    simds: int,
+    shape: tuple[int, ...],
+) -> _Launch:
+    """The launch that adds up stretches (B, L, H, stretches, Dv + 2)."""
+    batch, queries, heads, _, width = parts
+    kernel = _combine(sinks is not None)
+    values: tuple[TemplateValue, ...]
+    values = (dtype, sinks or dtype, width - 2, simds, sinks is not None)
+    template = dict(zip(kernel.template, values, strict=True))
+    return _Launch(kernel, template, (32 * simds, heads, batch * queries), 32 * simds, shape)
+
+
+def added_up(parts: mx.array, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
+    """Stretches (B, L, H, stretches, Dv + 2), without sinks, to (B, L, H, Dv) as ``shape``."""
+    return _adding_up(parts.shape, dtype, None, Decode.combine, shape)([parts])
 
 
 def _long_enough(array: mx.array) -> mx.array:

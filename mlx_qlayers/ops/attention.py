@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import mlx.core as mx
 
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import choose
+from ..runtime.backend import choose, requested
 from . import attention_decode, attention_tiled
+from .differentiable import gradients_are_left_out
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUP_SIZES = (32, 64, 128)
+# Calls that were checked, by all that was looked at. In decoding, the layers of a model ask for the
+# same one, and every step for another.
+_known: dict[tuple[Any, ...], Callable[..., mx.array]] = {}
+_REMEMBERED = 256
 
 
 def attention(
@@ -60,11 +66,67 @@ def attention(
         ``mx.fast.scaled_dot_product_attention``; windows as in mlx-lm, softcap as in Gemma 2 (arXiv
         2408.00118), sinks as in gpt-oss (arXiv 2508.10925).
     """
-    k, v = (tuple(a) if isinstance(a, list) else a for a in (k, v))
+    if isinstance(k, list):
+        k, v = tuple(k), tuple(v)
+    key: tuple[Any, ...] | None
+    try:
+        # Whatever the checks and the choice look at; types too, since 4.0 equals 4.
+        key = (
+            *(_kind(q), _kind(k), _kind(v), _kind(mask), _kind(sinks), scale, window, softcap),
+            *(type(scale), type(window), type(softcap), requested(), gradients_are_left_out()),
+        )
+        known = _known.get(key)
+    except (TypeError, AttributeError):
+        key = known = None
+    if known is None:
+        known = _checked(q, k, v, scale, mask, window, softcap, sinks)
+        if len(_known) >= _REMEMBERED:
+            _known.clear()
+        if key is not None:
+            _known[key] = known
+    return known(q, k, v, mask if isinstance(mask, mx.array) else None, sinks)
+
+
+def _kind(array: Any) -> Any:
+    """What is looked at of an array, or of several in a tuple."""
+    if type(array) is tuple:
+        return tuple(map(_kind, array))
+    return array if array is None or type(array) is str else (array.shape, array.dtype)
+
+
+def _checked(
+    q: mx.array,
+    k: mx.array | Packed,
+    v: mx.array | Packed,
+    scale: float,
+    mask: mx.array | str | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: mx.array | None,
+) -> Callable[..., mx.array]:
+    """Check a call; what then computes it from q, k, v, an array as mask, and sinks."""
     _check_arrays(q, k, v)
     _check_options(q, reference.keys(k), scale, mask, window, softcap, sinks)
     if attention_decode.covers(q, k, v):
-        return attention_decode.attention(q, k, v, scale, mask, window, softcap, sinks)
+        return attention_decode.Attention(q, k, v, scale, mask, window, softcap)
+    name = None if isinstance(mask, mx.array) else mask
+
+    def run(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> mx.array:
+        return _by_tiles(q, k, v, scale, name if mask is None else mask, window, softcap, sinks)
+
+    return run
+
+
+def _by_tiles(
+    q: mx.array,
+    k: mx.array | Packed,
+    v: mx.array | Packed,
+    scale: float,
+    mask: mx.array | str | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: mx.array | None,
+) -> mx.array:
     kernels = attention_tiled
     lacking = kernels.lacking(q, k, v, scale)
     path = choose(

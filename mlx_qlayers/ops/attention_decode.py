@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 
-from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, attention_decode, configure
+from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, Prepared, configure
 from ..reference import attention as reference
 from ..reference.attention import Packed
 from ..runtime.backend import backend, choose, requested
 from . import attention_tiled
+from .differentiable import with_gradient_of
 
 # Numbers in the keys from which the kernel makes up for its launches on CUDA, which take Python
 # longer than the stock operator's: of plain and of packed keys.
@@ -29,49 +29,85 @@ def covers(q: mx.array, k: mx.array | Packed, v: mx.array | Packed) -> bool:
     return 0 < queries <= MAX_QUERIES and q.size > 0 and widths_fit and bits in (0, *BITS)
 
 
-def attention(
-    q: mx.array,
-    k: mx.array | Packed,
-    v: mx.array | Packed,
-    scale: float,
-    mask: mx.array | str | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """:func:`mlx_qlayers.attention` of arguments that the kernel takes."""
-    keys = k if isinstance(k, tuple) else (k,)
-    values = v if isinstance(v, tuple) else (v,)
-    arrays = [q, *keys, *values]
-    path = choose(
-        "attention",
-        _BACKENDS,
-        unless=_stock_is_better(q, keys),
-        host_gain=_host_gain(q, keys[0].shape[2]),
-        arrays=arrays,
-    )
-    if path == "ops":
-        return reference.attention(q, k, v, scale, mask, window, softcap, sinks)
-    if len({a.dtype for a in arrays} - {mx.uint32}) > 1:
-        dtype = mx.result_type(*(a for a in arrays if a.dtype != mx.uint32))
-        arrays = [a if a.dtype == mx.uint32 else a.astype(dtype) for a in arrays]
-    masked = isinstance(mask, mx.array)
-    arrays += [a for a in (mask, sinks) if isinstance(a, mx.array)]
-    operator = _operator(
-        path, len(keys), scale, None if masked else mask, masked, window, softcap, sinks is not None
-    )
-    out: mx.array = operator(*arrays)
-    return out
+class Attention:
+    """:func:`mlx_qlayers.attention` of any arrays with the shapes and dtypes of these.
+
+    They have been checked, and the kernel takes them. None of them is kept.
+    """
+
+    def __init__(
+        self,
+        q: mx.array,
+        k: mx.array | Packed,
+        v: mx.array | Packed,
+        scale: float,
+        mask: mx.array | str | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        self._packed = isinstance(k, tuple)
+        parts = _parts(q, k, v)
+        self._dtype = mx.result_type(*(a for a in parts if a.dtype != mx.uint32))
+        self._mixed = any(a.dtype not in (self._dtype, mx.uint32) for a in parts)
+        self._scale, self._window, self._softcap = scale, window, softcap
+        self._mask = None if isinstance(mask, mx.array) else mask
+        self._unless = _stock_is_better(q, parts[1], self._packed)
+        self._host_gain = _host_gain(q, parts[1].shape[2])
+        self._operators: dict[str, Callable[..., Any]] = {}
+
+    def __call__(
+        self,
+        q: mx.array,
+        k: mx.array | Packed,
+        v: mx.array | Packed,
+        mask: mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        arrays: list[Any] = [q, *k, *v] if self._packed else [q, k, v]
+        path = choose(
+            "attention", _BACKENDS, unless=self._unless, host_gain=self._host_gain, arrays=arrays
+        )
+        if path == "ops":
+            return reference.attention(*self._arguments(q, k, v, mask, sinks))
+        if self._mixed:
+            q, k, v = self._cast(q), self._cast(k), self._cast(v)
+        if (operator := self._operators.get(path)) is None:
+            given = self._arguments(q, k, v, mask, sinks)
+            prepared = Prepared(configure(path, q, k, v), *given)
+            operator = with_gradient_of(self._differentiable, lambda *given: [prepared(*given)])
+            self._operators[path] = operator
+        out: mx.array = operator(q, k, v, mask, sinks)[0]
+        return out
+
+    def _arguments(self, q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> tuple[Any, ...]:
+        mask = self._mask if mask is None else mask
+        return q, k, v, self._scale, mask, self._window, self._softcap, sinks
+
+    def _cast(self, array: Any) -> Any:
+        if isinstance(array, tuple):
+            return tuple(map(self._cast, array))
+        return array if array.dtype == mx.uint32 else array.astype(self._dtype)
+
+    def _differentiable(self, *given: Any) -> list[mx.array]:
+        """The same on the path that has a gradient: by kernels if those were asked for."""
+        q, k, v, scale, *options = self._arguments(*given)
+        by_kernels = requested() != "auto" and not attention_tiled.lacking(q, k, v, scale)
+        way = attention_tiled.attention if by_kernels else reference.attention
+        return [way(q, k, v, scale, *options)]
 
 
-def _stock_is_better(q: mx.array, keys: tuple[mx.array, ...]) -> str | None:
+def _parts(*arrays: mx.array | Packed) -> list[mx.array]:
+    return [part for a in arrays for part in (a if isinstance(a, tuple) else (a,))]
+
+
+def _stock_is_better(q: mx.array, keys: mx.array, packed: bool) -> str | None:
     """Why ``auto`` leaves this kernel for the stock operator on a GPU."""
     device = backend()
     if device == "metal":
         return "the kernel was not measured on an Apple GPU"
-    batch, kv_heads, length, _ = keys[0].shape
+    batch, kv_heads, length, _ = keys.shape
     numbers = batch * kv_heads * length * q.shape[3]
-    if device == "cuda" and numbers < _WORTH_LAUNCHES[len(keys) > 1]:
+    if device == "cuda" and numbers < _WORTH_LAUNCHES[packed]:
         return "on CUDA the stock operator is launched faster, and the cache is short"
     return None
 
@@ -84,63 +120,3 @@ def _host_gain(q: mx.array, keys: int) -> float:
     """
     work = q.size * keys * 2e-6
     return (0.06 + 0.42 * work) / (0.09 + 0.13 * work)
-
-
-def _with_gradient(
-    q: mx.array,
-    k: mx.array | Packed,
-    v: mx.array | Packed,
-    scale: float,
-    mask: mx.array | str | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """The same on the path that has a gradient: by kernels if those were asked for."""
-    by_kernels = requested() != "auto" and not attention_tiled.lacking(q, k, v, scale)
-    way = attention_tiled.attention if by_kernels else reference.attention
-    return way(q, k, v, scale, mask, window, softcap, sinks)
-
-
-@cache
-def _operator(
-    path: str,
-    parts: int,
-    scale: float,
-    mask_name: str | None,
-    masked: bool,
-    window: int | None,
-    softcap: float | None,
-    sinking: bool,
-) -> Callable[..., Any]:
-    """The kernel with the gradient of the tiled ones, for keys and values of 1 or 3 arrays."""
-
-    def arguments(arrays: tuple[mx.array, ...]) -> tuple[Any, ...]:
-        q, *rest = arrays
-        keys, values, rest = rest[:parts], rest[parts : 2 * parts], rest[2 * parts :]
-        k, v = (keys[0], values[0]) if parts == 1 else (tuple(keys), tuple(values))
-        mask = rest[0] if masked else mask_name
-        return q, k, v, scale, mask, window, softcap, rest[-1] if sinking else None
-
-    @mx.custom_function
-    def operator(*arrays: mx.array) -> mx.array:
-        found = arguments(arrays)
-        return partial(attention_decode, config=configure(path, *found[:3]))(*found)
-
-    @operator.vjp
-    def gradient(arrays: tuple[mx.array, ...], d_out: mx.array, _: mx.array) -> list[mx.array]:
-        floats = [i for i, a in enumerate(arrays) if mx.issubdtype(a.dtype, mx.floating)]
-
-        def function(*given: mx.array) -> mx.array:
-            merged = list(arrays)
-            for i, a in zip(floats, given, strict=True):
-                merged[i] = a
-            return _with_gradient(*arguments(tuple(merged)))
-
-        found = mx.vjp(function, [arrays[i] for i in floats], [d_out])[1]
-        gradients = [mx.zeros_like(a) for a in arrays]
-        for i, d in zip(floats, found, strict=True):
-            gradients[i] = d
-        return gradients
-
-    return operator

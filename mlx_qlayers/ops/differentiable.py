@@ -27,6 +27,11 @@ def without_gradients() -> Iterator[None]:
         _state.bare = before
 
 
+def gradients_are_left_out() -> bool:
+    """Whether this thread is inside :func:`without_gradients`."""
+    return getattr(_state, "bare", False)
+
+
 def with_gradient_of(
     composed: Callable[..., list[mx.array]], launch: Callable[..., list[mx.array]]
 ) -> Callable[..., Any]:
@@ -43,7 +48,7 @@ def with_gradient_of(
         return _floating_vjp(composed, primals, cotangents)
 
     def run(*arguments: Any) -> Any:
-        return (launch if getattr(_state, "bare", False) else function)(*arguments)
+        return (launch if gradients_are_left_out() else function)(*arguments)
 
     return run
 

@@ -37,7 +37,8 @@ def rotary_embedding(
         traditional: turn neighbours, not elements half of ``dims`` apart.
         base: element i turns by ``base ** (-2 i / dims)`` a position; None with ``freqs``.
         scale: of positions.
-        freqs: (dims / 2,) the reciprocals of what elements turn by, or None.
+        freqs: (dims / 2,) the reciprocals of what elements turn by, or None. Like ``offset`` it has
+            no gradient: MLX's operator has none on a GPU.
 
     Returns:
         (B, H, L, D) and (B, Hkv, L, D).
@@ -93,6 +94,7 @@ def _function(
     }
 
     def composed(q: mx.array, k: mx.array, offset: mx.array, freqs: Any) -> list[mx.array]:
+        freqs = None if freqs is None else mx.stop_gradient(freqs)
         return reference.rotated(q, k, offset, freqs=freqs, **options)
 
     if path == "ops":

@@ -29,8 +29,6 @@ _LIMIT_32 = 2**31
 _sizes = struct.Struct("6i").pack
 # Calls of one kernel that are remembered.
 _REMEMBERED = 256
-
-
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
@@ -173,6 +171,21 @@ class Kernel:
             KernelError: something does not fit the declaration or the limits of the hardware.
             BackendError: the current backend is ``ops``, or one that cannot run.
         """
+        if not (init_value is None or isinstance(init_value, Real)):
+            raise self._error(f"init_value must be a number or None, not {init_value!r}")
+        plan = self.plan(inputs, grid, threadgroup, output_shapes, template, output_dtypes)
+        return self.launch(plan, inputs, init_value)
+
+    def plan(
+        self,
+        inputs: Sequence[mx.array],
+        grid: Size,
+        threadgroup: Size,
+        output_shapes: Sequence[Sequence[int]],
+        template: Mapping[str, TemplateValue] | None = None,
+        output_dtypes: Sequence[mx.Dtype] | None = None,
+    ) -> Plan:
+        """Check a call, for all inputs that have these shapes and dtypes."""
         values = {} if template is None else template
         key: tuple[object, ...] | None
         try:
@@ -183,30 +196,23 @@ class Kernel:
                 (*[x.dtype for x in inputs], *[x.shape for x in inputs]),
                 str(output_shapes),
                 output_dtypes and tuple(output_dtypes),
-                init_value,
             )
             plan = self._plans.get(key)
         except (TypeError, ValueError, AttributeError, struct.error):
             key = plan = None
         if plan is None:
             plan = self._checked(inputs, values, grid, threadgroup, output_shapes, output_dtypes)
-            if not (init_value is None or isinstance(init_value, Real)):
-                raise self._error(f"init_value must be a number or None, not {init_value!r}")
             if len(self._plans) >= _REMEMBERED:
                 self._plans.clear()
             if key is not None:
                 self._plans[key] = plan
-        launch = Launch(
-            plan.program,
-            list(inputs),
-            plan.template,
-            plan.grid,
-            plan.threadgroup,
-            plan.output_shapes,
-            plan.output_dtypes,
-            init_value,
-            plan.memo,
-        )
+        return plan
+
+    def launch(
+        self, plan: Plan, inputs: Sequence[mx.array], init_value: float | None = None
+    ) -> list[mx.array]:
+        """Make a call that :meth:`plan` checked."""
+        launch = Launch.of(plan, list(inputs), init_value)
         return run(launch) if not checking() else self._run_checked(launch)
 
     def _run_checked(self, launch: Launch) -> list[mx.array]:

@@ -54,6 +54,21 @@ class Launch:
     init_value: float | None = None
     memo: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, plan: Plan, inputs: list[mx.array], init_value: float | None) -> Launch:
+        """The call that was checked, of these arrays."""
+        return cls(
+            plan.program,
+            inputs,
+            plan.template,
+            plan.grid,
+            plan.threadgroup,
+            plan.output_shapes,
+            plan.output_dtypes,
+            init_value,
+            plan.memo,
+        )
+
     @property
     def function(self) -> str:
         """The name of the kernel function in :attr:`text`."""

@@ -83,6 +83,20 @@ def test_gradient(options):
         )
 
 
+@pytest.mark.parametrize("offset", [5, [3, 8]], ids=str)
+def test_positions_and_frequencies_have_no_gradient(offset):
+    """MLX's own operator refuses to be differentiated by its frequencies on a GPU."""
+    rng = np.random.default_rng(3)
+    q, k = random(rng, (2, 3, 4, 24)), random(rng, (2, 3, 2, 24))
+
+    def loss(q, freqs):
+        found = rotary_embedding(q, k, mx.array(offset), dims=24, base=None, freqs=freqs)
+        return sum((y * y[..., ::-1]).sum() for y in found)
+
+    d_q, d_freqs = mx.grad(loss, (0, 1))(q, FREQS)
+    assert mx.abs(d_q).max() > 0 and d_freqs.shape == FREQS.shape and not d_freqs.any()
+
+
 def test_nothing_to_turn_is_explained(path):
     if path != "ops":
         return
