@@ -61,7 +61,7 @@ class FusionPlanner:
     def _row(self, path: str, module: nn.Module, known: Known | None) -> FusionReport | None:
         if is_fused(module):
             self._remember(module, known)
-            kind = STACK if known_of(type(module)) == Known(STACK, {}) else _kind(known)
+            kind = STACK if known_of(module.__class__) == Known(STACK, {}) else _kind(known)
             return FusionReport(path, kind, ALREADY, "")
         layers = [name for name, child in module.items() if self._is_packed(child)]
         if known is None and len(layers) < 2:
@@ -84,7 +84,7 @@ class FusionPlanner:
     def _stack(self, path: str, module: nn.Module) -> FusionReport | None:
         """A module that runs decoder layers in a loop, if it is one."""
         count = sum(id(part) in self.stackable for part in module.modules())
-        cls = fused_class(self._class(module)) if count else None
+        cls = fused_class(self._class(module), frozenset()) if count else None
         if cls is None or id(module) in self.stackable:
             return None
         if not self.predicate(path, module):

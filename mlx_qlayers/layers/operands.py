@@ -9,7 +9,6 @@ from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ..metal.quantized_matmul import Gate

@@ -1,9 +1,8 @@
 """Decoder layers one after the other in one trace, where a token of each sequence is decoded.
 
-A model runs its layers in a loop, ``for layer, c in zip(self.layers, cache): h = layer(h, mask, c)``.
-Before such a loop the layers are offered to :func:`_first_layers`, which runs as many of them as it
-can and leaves the others to the loop. Attention then sees the new keys and values beside the
-cache's buffer; they are written into the cache afterwards, by the cache itself.
+A model runs its layers in a loop, ``for layer, c in zip(layers, cache): h = layer(h, mask, c)``.
+Ahead of it they are offered to :func:`_first_layers`, which runs as many of them as it can and
+leaves the others to the loop. The caches get buffers with the new keys and values in them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..runtime.backend import backend, requested
+from ..ops.attention_buffer import why_not
 from . import stretches
 from .grouping import compiled
 from .operands import Block, Snapshot, known_of, of_block
@@ -28,12 +27,15 @@ from .routing import routed_attention
 
 _FIRST_LAYERS, _LEFT = "_first_layers", "_layers_left"
 # As ast.unparse writes it: for layer, c in zip(self.layers, cache): h = layer(h, mask, c)
+# A layer may have a mask of its own: mask = swa_mask if layer.use_sliding else fa_mask
 _LOOP = re.compile(
     r"for (?P<layer>\w+), (?P<c>\w+) in zip\([\w.]+, \w+\):\n"
-    r"    (?P<x>\w+) = (?P=layer)\((?P=x), (mask=)?(?P<mask>\w+), (cache=)?(?P=c)\)"
+    r"(    (?P<own>\w+) = (?P<value>\w+ if (?P=layer)\.[\w.]+ else \w+)\n)?"
+    r"    (?P<x>\w+) = (?P=layer)"
+    r"\((?P=x), (mask=)?(?P<mask>(?(own)(?P=own)|\w+)), (cache=)?(?P=c)\)"
 )
 
-Pairs = list[tuple[Any, Any]]
+Pair = tuple[Any, Any]
 
 
 @cache
@@ -42,20 +44,21 @@ def stacked(function: FunctionType) -> FunctionType | None:
     definition = definition_of(function)
     if definition is None or "zip" in function.__globals__:
         return None
-    loops = [node for node in ast.walk(definition) if isinstance(node, ast.For)]
-    found = [(loop, names) for loop in loops if (names := _names(loop)) is not None]
+    loops = [node for node in definition.body if isinstance(node, ast.For)]
+    found = [(loop, match) for loop in loops if (match := _LOOP.fullmatch(ast.unparse(loop)))]
     if len(found) != 1:
         return None
-    loop, (layer, c, x, mask) = found[0]
-    uses = [n.id for n in ast.walk(definition) if isinstance(n, ast.Name) and n.id in (layer, c)]
-    if len(uses) > 4:  # something else than the loop depends on them
+    loop, match = found[0]
+    layer, x, start = match["layer"], match["x"], definition.body.index(loop)
+    later = [n for part in definition.body[start + 1 :] for n in ast.walk(part)]
+    set_by_loop = {layer, match["c"], match["own"]}
+    if any(isinstance(node, ast.Name) and node.id in set_by_loop for node in later):
         return None
-    ahead = f"{x}, {_LEFT} = {_FIRST_LAYERS}({ast.unparse(loop.iter)}, {x}, {mask})"
+    mask = match["value"] if match["own"] else match["mask"]
+    offered = f"{ast.unparse(loop.iter)}, {x}, lambda {layer}: {mask}"
+    ahead = f"{x}, {_LEFT} = {_FIRST_LAYERS}({offered})"
     loop.iter = ast.Name(_LEFT, ast.Load())
-    for node in ast.walk(definition):
-        for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
-            if isinstance(body, list) and loop in body:
-                body[body.index(loop) : body.index(loop)] = ast.parse(ahead).body
+    definition.body[start:start] = ast.parse(ahead).body
     scope = {**function.__globals__, _FIRST_LAYERS: _first_layers}
     code = compiled(definition, function)
     twin = FunctionType(code, scope, function.__name__, function.__defaults__)
@@ -63,24 +66,12 @@ def stacked(function: FunctionType) -> FunctionType | None:
     return twin
 
 
-def _names(loop: ast.For) -> tuple[str, str, str, str] | None:
-    """Layer, cache, input and mask of ``for l, c in zip(layers, cache): h = l(h, mask, c)``."""
-    match = _LOOP.fullmatch(ast.unparse(loop))
-    return match and (match["layer"], match["c"], match["x"], match["mask"])
-
-
-def can_stack(block: nn.Module) -> bool:
-    """Whether a decoder layer can be one of those that :func:`_first_layers` runs."""
-    return _operands(block) is not None
-
-
 def _operands(block: nn.Module) -> Block | None:
     operands = of_block(block)
     if operands is None:
         return None
-    names = known_of(type(block)).names
-    attend = type(block[names["attention"]])._attend
-    return operands if attend is routed_attention else None
+    attention = block[known_of(type(block)).names["attention"]]  # type: ignore[union-attr]
+    return operands if attention._attend is routed_attention else None
 
 
 class _Stack:
@@ -99,6 +90,12 @@ class _Stack:
         self.arrays = [(b.heads[1], b.tail[1]) for b in found]
         self.functions: dict[Any, Callable[..., list[mx.array]]] = {}
 
+    def why_not(self, cache: Any) -> str | None:
+        """Why attention to such a cache's buffer should be left to the loop, if it should."""
+        batch, _, rows, width = cache.keys.shape
+        heads = self.static[0][0][1][0]
+        return why_not((batch, heads, 1, width), rows, cache.values.shape[3])
+
     def function(self, at: stretches.Place, rows: int) -> Callable[..., list[mx.array]]:
         """Their stretch for buffers of so many rows."""
         key = at, rows
@@ -112,22 +109,23 @@ _stacks: WeakKeyDictionary[Any, _Stack] = WeakKeyDictionary()
 
 
 def _first_layers(
-    pairs: Iterable[tuple[Any, Any]], x: mx.array, mask: Any
-) -> tuple[mx.array, Pairs]:
-    """The first layers with their caches, as many as run together; then what is left of them."""
+    pairs: Iterable[Pair], x: mx.array, mask_of: Callable[[Any], Any]
+) -> tuple[mx.array, list[Pair]]:
+    """Run the first layers, as many as there are that can run together; also what is left."""
     pairs = list(pairs)
     caches = [cache for _, cache in pairs]
+    mask = _common([mask_of(layer) for layer, _ in pairs])
     length = _length(caches, x, mask)
     at = None if length is None else stretches.place()
     if at is None or length is None:
         return x, pairs
-    stack = _stacks.get(caches[0])
-    layers = [layer for layer, _ in pairs]
+    layers, stack = [layer for layer, _ in pairs], _stacks.get(caches[0])
     if stack is None or not stack.snapshot.holds(layers[: len(stack.seen)]):
         stack = _stacks[caches[0]] = _Stack(layers)
-    if stack.count == 0:
+    caches = caches[: stack.count]
+    if not caches or stack.why_not(caches[0]):
         return x, pairs
-    caches, rows = caches[: stack.count], caches[0].keys.shape[2]
+    rows = caches[0].keys.shape[2]
     if mask is not None:
         mask = mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, rows - length)])
     start = stretches.position(length)
@@ -135,35 +133,36 @@ def _first_layers(
     buffers = [(c.keys, c.values) for c in caches]
     x, *new = stack.function(at, rows)(x, mask, start, positions, stack.arrays, buffers)
     for i, c in enumerate(caches):
-        c.update_and_fetch(new[2 * i], new[2 * i + 1])
+        c.keys, c.values = new[2 * i : 2 * i + 2]
+        if positions[0] is not start:
+            c._idx = length + 1
+        c.offset = c.offset + 1
     return x, pairs[stack.count :]
 
 
+def _common(masks: list[Any]) -> Any:
+    """The one mask of all layers; if they have several, something that is no mask."""
+    return masks[0] if masks and all(mask is masks[0] for mask in masks) else masks
+
+
 def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
-    """How many keys each cache holds, if attention can look for them in the caches' buffers."""
+    """How many keys each cache holds, if a row more has room in the buffers of all of them."""
     from mlx_lm.models.cache import BatchKVCache, KVCache
 
     if not caches or x.ndim != 3 or x.shape[1] != 1 or not stretches.is_few(x):
         return None
     kind, buffer = type(caches[0]), getattr(caches[0], "keys", None)
-    if kind not in (KVCache, BatchKVCache) or buffer is None:
+    if kind not in (KVCache, BatchKVCache) or buffer is None or buffer.dtype != x.dtype:
         return None
     length: int = caches[0].offset if kind is KVCache else caches[0]._idx
     if mask is not None and not (
         isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.shape[-1] == length + 1
     ):
         return None
-    if buffer.dtype != x.dtype or not _is_worth_it():
-        return None
-    shape = buffer.shape
+    shapes = buffer.shape, caches[0].values.shape
     for c in caches:
-        if type(c) is not kind or c.keys is None or c.keys.shape != shape:
+        if type(c) is not kind or c.keys is None or (c.keys.shape, c.values.shape) != shapes:
             return None
         if (c.offset if kind is KVCache else c._idx) != length:
             return None
-    return length
-
-
-def _is_worth_it() -> bool:
-    """Whether attention to a buffer is faster; on an Apple GPU that was not measured."""
-    return backend() == "cuda" or requested() == "metal"
+    return length if length < buffer.shape[2] else None

@@ -19,6 +19,7 @@ from mlx.utils import tree_map
 from ..formats import Format
 from ..metal.quantized_matmul import MAX_FEW_ROWS, MAX_MATRICES, Gate, PackedMatrix
 from ..ops.attention_buffer import attention_in_buffer
+from ..ops.cache_append import cache_append
 from ..ops.differentiable import without_gradients
 from ..ops.fused_products import fused_products
 from ..ops.quantized_matmul import quantized_matmul
@@ -298,15 +299,16 @@ def layers(each: tuple[tuple[Static, float, Static], ...], rows: int) -> Callabl
         length: mx.array,
         positions: list[mx.array],
         arrays: list[Any],
-        buffers: list[Any],
+        buffers: list[tuple[mx.array, mx.array]],
     ) -> list[mx.array]:
-        rows = []
+        new: list[mx.array] = []
         for i, (head, scale, follow) in enumerate(steps):
             (weight, *others), after = arrays[i]
             q, k, v = head(x, positions[i % len(positions)], weight, *others)
-            out = attention_in_buffer(q, k, v, *buffers[i], length, scale=scale, mask=mask)
+            keys, values = buffers[i]
+            out = attention_in_buffer(q, k, v, keys, values, length, scale=scale, mask=mask)
             x = follow(out, x, *after)
-            rows += [k, v]
-        return [x, *rows]
+            new += cache_append(keys, values, k, v, length)
+        return [x, *new]
 
     return run
