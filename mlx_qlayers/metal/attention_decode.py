@@ -328,7 +328,7 @@ def _adding_up(
     kernel = _combine(sinks is not None)
     values: tuple[TemplateValue, ...]
     values = (dtype, sinks or dtype, width - 2, simds, sinks is not None)
-    template = dict(zip(kernel.template, values, strict=True))
+    template: dict[str, TemplateValue] = dict(zip(kernel.template, values, strict=True))
     return _Launch(kernel, template, (32 * simds, heads, batch * queries), 32 * simds, shape)
 
 

@@ -8,6 +8,8 @@
 //   rotary_at     one position offset for all sequences.
 //   rotary_each   one for each sequence.
 
+#include "rotary_rate.metal"
+
 #include <metal_stdlib>
 using namespace metal;
 
@@ -25,10 +27,8 @@ inline void turn(
     uint3 at) {
   int length = sizes[0], heads = sizes[1], width = sizes[3], dims = sizes[4];
   int pair = at.x, batch = at.z / length, row = at.z % length;
-  // Positions grow to hundreds of thousands: the angle needs every bit of a float.
-  float rate =
-      listed ? 1.0f / freqs[pair] : precise::exp2(-numbers[0] * (float(2 * pair) / float(dims)));
-  float angle = numbers[1] * float(offset + row) * rate;
+  float position = numbers[1] * float(offset + row);
+  float angle = position * rotary_rate<listed>(freqs, numbers[0], pair, dims);
   float c = precise::cos(angle), s = precise::sin(angle);
   int first = traditional ? 2 * pair : pair;
   int second = traditional ? first + 1 : pair + dims / 2;

@@ -108,7 +108,7 @@ def _checked(
     _check_arrays(q, k, v)
     _check_options(q, reference.keys(k), scale, mask, window, softcap, sinks)
     if attention_decode.covers(q, k, v):
-        return attention_decode.Attention(q, k, v, scale, mask, window, softcap)
+        return attention_decode.Attention(q, k, v, scale, mask, window, softcap, sinks)
     name = None if isinstance(mask, mx.array) else mask
 
     def run(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> mx.array:

@@ -44,30 +44,41 @@ class Attention:
         mask: mx.array | str | None,
         window: int | None,
         softcap: float | None,
+        sinks: mx.array | None,
     ) -> None:
         self._packed = isinstance(k, tuple)
         parts = _parts(q, k, v)
         self._dtype = mx.result_type(*(a for a in parts if a.dtype != mx.uint32))
         self._mixed = any(a.dtype not in (self._dtype, mx.uint32) for a in parts)
         self._scale, self._window, self._softcap = scale, window, softcap
-        self._mask = None if isinstance(mask, mx.array) else mask
-        self._unless = _stock_is_better(q, parts[1], self._packed)
+        self._mask = None if isinstance(mask, mx.array) or q.shape[2] == 1 else mask
+        self._unless = _stock_is_better(q, parts[1], self._packed, mask)
         self._host_gain = _host_gain(q, parts[1].shape[2])
         self._operators: dict[str, Callable[..., Any]] = {}
+        # Where the reference is the stock operator itself, nothing has to precede it.
+        self._as_stock = (
+            mx.default_device().type == mx.gpu
+            and not (self._packed or self._mixed or isinstance(mask, mx.array))
+            and window is softcap is sinks is None
+        )
 
     def __call__(
         self,
         q: mx.array,
-        k: mx.array | Packed,
-        v: mx.array | Packed,
+        k: Any,
+        v: Any,
         mask: mx.array | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        arrays: list[Any] = [q, *k, *v] if self._packed else [q, k, v]
+        arrays = [q, *k, *v] if self._packed else [q, k, v]
         path = choose(
             "attention", _BACKENDS, unless=self._unless, host_gain=self._host_gain, arrays=arrays
         )
         if path == "ops":
+            if self._as_stock:
+                return mx.fast.scaled_dot_product_attention(
+                    q, k, v, scale=self._scale, mask=self._mask
+                )
             return reference.attention(*self._arguments(q, k, v, mask, sinks))
         if self._mixed:
             q, k, v = self._cast(q), self._cast(k), self._cast(v)
@@ -100,14 +111,18 @@ def _parts(*arrays: mx.array | Packed) -> list[mx.array]:
     return [part for a in arrays for part in (a if isinstance(a, tuple) else (a,))]
 
 
-def _stock_is_better(q: mx.array, keys: mx.array, packed: bool) -> str | None:
+def _stock_is_better(
+    q: mx.array, keys: mx.array, packed: bool, mask: mx.array | str | None
+) -> str | None:
     """Why ``auto`` leaves this kernel for the stock operator on a GPU."""
     device = backend()
     if device == "metal":
         return "the kernel was not measured on an Apple GPU"
     batch, kv_heads, length, _ = keys.shape
     numbers = batch * kv_heads * length * q.shape[3]
-    if device == "cuda" and numbers < _WORTH_LAUNCHES[packed]:
+    # With an array as mask stock is not fused on CUDA.
+    masked = isinstance(mask, mx.array)
+    if device == "cuda" and not masked and numbers < _WORTH_LAUNCHES[packed]:
         return "on CUDA the stock operator is launched faster, and the cache is short"
     return None
 

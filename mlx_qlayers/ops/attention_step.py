@@ -1,0 +1,185 @@
+"""A step of decoding whose graph does not depend on how many keys a cache holds, for traces."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from ..metal import attention_step as kernels
+from ..metal.attention_step import Rotation
+from ..reference import attention_step as reference
+from ..runtime.backend import backend, choose
+from .differentiable import with_gradient_of
+
+__all__ = ["Rotation", "attention_step", "why_not"]
+
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+_MAX_WIDTH = 256
+# Numbers in `places` at least: MLX passes fewer in another address space.
+MIN_PLACES = 8
+# Keys of a buffer up to which all heads of a group may well read them one by one.
+MOST_KEYS = 8192
+
+
+def attention_step(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    k_buffer: mx.array,
+    v_buffer: mx.array,
+    places: mx.array,
+    *,
+    scale: float,
+    rotation: Rotation,
+    freqs: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> list[mx.array]:
+    """Rotary embedding, new rows of a cache's buffers and attention, for one token a sequence.
+
+    What depends on the number of keys is an array, so that ``mx.compile`` traces a step of decoding
+    once for many, until the buffers have to grow.
+
+    Args:
+        q: (B, 1, H * D) in float32, float16 or bfloat16: the product, before its rotation.
+        k: (B, 1, Hkv * D) in the dtype of ``q``.
+        v: (B, 1, Hkv * Dv).
+        k_buffer: (B, Hkv, S, D).
+        v_buffer: (B, Hkv, S, Dv).
+        places: (8 or more,) int32: how many keys of the buffers count, from 0 to S - 1; the
+            position of each sequence's token; then anything.
+        scale: what the products of queries and keys are multiplied by.
+        rotation: how queries and keys are turned; ``dims`` 0 turns nothing.
+        freqs: (dims / 2,) the reciprocals of what elements turn by, where ``rotation.base`` is None.
+        mask: booleans, true where a token sees a key; (B or 1, H or 1, 1, S or more), of which
+            column j is that of key j, the token's own key included. None hides nothing.
+
+    Returns:
+        (B, 1, H * Dv), the heads side by side; and both buffers with the token's key and value as
+        row ``places[0]``, and zeros behind it.
+
+    Raises:
+        ValueError: a shape, a dtype or a number does not fit; it is named.
+
+    Example:
+        >>> x, buffer = mx.ones((1, 1, 64)), mx.zeros((1, 2, 256, 32))
+        >>> places = mx.array([7, 7, 0, 0, 0, 0, 0, 0])
+        >>> found = attention_step(x, x, x, buffer, buffer, places, scale=1.0, rotation=Rotation(32))
+        >>> [y.shape for y in found]
+        [(1, 1, 64), (1, 2, 256, 32), (1, 2, 256, 32)]
+
+    Source: :func:`mlx_qlayers.ops.rotary.rotary_embedding` and :func:`mlx_qlayers.attention`.
+    """
+    _check(q, k, v, k_buffer, v_buffer, places, mask)
+    _check_rotation(rotation, freqs, k_buffer.shape[3])
+    covered = _covers(k_buffer.shape, v_buffer.shape[3], rotation)
+    path = choose(
+        "attention_step",
+        ("metal", "cuda", "host") if covered else (),
+        arrays=[q, k, v, k_buffer, v_buffer, places],
+    )
+    if freqs is not None:
+        freqs = freqs.astype(mx.float32)
+    run = _function(path, scale, rotation)
+    found: list[mx.array] = run(q, k, v, k_buffer, v_buffer, places, freqs, mask)
+    return found
+
+
+def why_not(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> str | None:
+    """Why the kernel should not be used on this machine for such buffers, if so.
+
+    Args:
+        k_shape: (B, Hkv, S, D).
+        v_width: Dv.
+        rotation: how queries and keys are turned.
+    """
+    if not _covers(k_shape, v_width, rotation):
+        return "no kernel for these shapes"
+    if (device := backend()) != "cuda":
+        return f"it was not measured on {device}"
+    return f"more than {MOST_KEYS} keys" if k_shape[2] > MOST_KEYS else None
+
+
+def _covers(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> bool:
+    width = k_shape[3]
+    widths_fit = width % 8 == v_width % 8 == 0 and max(width, v_width) <= _MAX_WIDTH
+    return widths_fit and min(*k_shape, v_width) > 0
+
+
+@cache
+def _function(path: str, scale: float, rotation: Rotation) -> Any:
+    numbers = {"dims": rotation.dims, "traditional": rotation.traditional}
+    numbers |= {"base": rotation.base, "rope_scale": rotation.scale}
+
+    def composed(*given: Any) -> list[mx.array]:
+        *arrays, freqs, mask = given
+        # MLX's operator cannot be differentiated by them on a GPU.
+        freqs = None if freqs is None else mx.stop_gradient(freqs)
+        return reference.attention_step(*arrays, scale=scale, freqs=freqs, mask=mask, **numbers)
+
+    if path == "ops":
+        return composed
+
+    def launch(*given: Any) -> list[mx.array]:
+        *arrays, freqs, mask = given
+        config = kernels.configure(arrays[4].shape[2], arrays[4].shape[3])
+        options = {"scale": scale, "rotation": rotation, "freqs": freqs, "mask": mask}
+        return kernels.attention_step(*arrays, **options, config=config)
+
+    return with_gradient_of(composed, launch)
+
+
+def _check(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    k_buffer: mx.array,
+    v_buffer: mx.array,
+    places: mx.array,
+    mask: mx.array | None,
+) -> None:
+    if q.ndim != 3 or q.shape[1] != 1 or q.dtype not in _FLOATS:
+        raise ValueError(
+            f"q must be (B, 1, H * D) in a floating-point type, not {q.dtype} {q.shape}"
+        )
+    if k_buffer.ndim != 4 or k_buffer.shape[0] != q.shape[0]:
+        raise ValueError(f"k_buffer must be ({q.shape[0]}, Hkv, S, D), not {k_buffer.shape}")
+    batch, kv_heads, size, width = k_buffer.shape
+    if kv_heads * width == 0 or q.shape[2] % (kv_heads * width):
+        raise ValueError(f"q must have a multiple of {kv_heads} heads of {width}, not {q.shape}")
+    v_shape = (batch, kv_heads, size, v_buffer.shape[-1])
+    for name, array, shape in (
+        ("v_buffer", v_buffer, v_shape),
+        ("k", k, (batch, 1, kv_heads * width)),
+        ("v", v, (batch, 1, kv_heads * v_shape[3])),
+        ("k_buffer", k_buffer, k_buffer.shape),
+    ):
+        if array.shape != shape or array.dtype != q.dtype:
+            raise ValueError(f"{name} must be {q.dtype} {shape}, not {array.dtype} {array.shape}")
+    if places.ndim != 1 or places.size < max(MIN_PLACES, 1 + batch) or places.dtype != mx.int32:
+        raise ValueError(
+            f"places must be int32 and {max(MIN_PLACES, 1 + batch)} or more, "
+            f"not {places.dtype} {places.shape}"
+        )
+    if mask is not None and not (
+        mask.dtype == mx.bool_
+        and mask.ndim == 4
+        and mask.shape[0] in (1, batch)
+        and mask.shape[1] in (1, q.shape[2] // width)
+        and mask.shape[2] == 1
+        and mask.shape[3] >= size
+    ):
+        raise ValueError(
+            f"mask must be bool ({batch}, {q.shape[2] // width}, 1, {size}), "
+            f"not {mask.dtype} {mask.shape}"
+        )
+
+
+def _check_rotation(rotation: Rotation, freqs: mx.array | None, width: int) -> None:
+    if rotation.dims % 2 or not 0 <= rotation.dims <= width:
+        raise ValueError(f"rotation must turn an even part of {width}, not {rotation.dims}")
+    if (rotation.base is None) == (freqs is None) and rotation.dims:
+        raise ValueError("one of rotation.base and freqs must be given")
+    if freqs is not None and freqs.shape != (rotation.dims // 2,):
+        raise ValueError(f"freqs must have shape ({rotation.dims // 2},), not {freqs.shape}")
