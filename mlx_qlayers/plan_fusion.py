@@ -19,7 +19,7 @@ from .layers.fusion import (
 from .layers.operands import BLOCK_PARTS, GATES, known_of
 from .layers.qlinear import QLinear
 from .layers.recognition import Known, recognise
-from .layers.stretches import is_traceable
+from .layers.stretches import rotation_of, split_rope
 from .metal.quantized_matmul import MAX_MATRICES
 from .plan import Predicate, Step
 from .report import ALREADY, FUSED, LEFT, FusionReport
@@ -61,7 +61,7 @@ class FusionPlanner:
     def _row(self, path: str, module: nn.Module, known: Known | None) -> FusionReport | None:
         if is_fused(module):
             self._remember(module, known)
-            kind = STACK if known_of(module.__class__) == Known(STACK, {}) else _kind(known)
+            kind = STACK if known_of(type(module)) == Known(STACK, {}) else _kind(known)
             return FusionReport(path, kind, ALREADY, "")
         layers = [name for name, child in module.items() if self._is_packed(child)]
         if known is None and len(layers) < 2:
@@ -98,18 +98,21 @@ class FusionPlanner:
         if known is None:
             return
         self.fused.add(id(module))
-        if _is_block(known):
-            attention, mlp, first, second = (module[known.names[key]] for key in BLOCK_PARTS)
-            inner = _known(attention)
-            if (
-                {id(attention), id(mlp)} <= self.fused
-                and type(first) is type(second) is nn.RMSNorm
-                and inner is not None
-                and self._is_packed(attention[inner.names["o"]])
-                and is_traceable(type(attention[inner.names["rope"]]))
-                and "_routes" in self._class(attention).__dict__
-            ):
-                self.stackable.add(id(module))
+        if _is_block(known) and self._can_stack(module, known):
+            self.stackable.add(id(module))
+
+    def _can_stack(self, block: nn.Module, known: Known) -> bool:
+        """Whether a decoder layer will be one of those that run together."""
+        attention, mlp, *norms = (block[known.names[key]] for key in BLOCK_PARTS)
+        inner = _known(attention)
+        return (
+            inner is not None
+            and {id(attention), id(mlp)} <= self.fused
+            and all(type(norm) is nn.RMSNorm for norm in norms)
+            and self._is_packed(attention[inner.names["o"]])
+            and rotation_of(split_rope(attention[inner.names["rope"]])[0]) is not None
+            and "_routes" in self._class(attention).__dict__
+        )
 
     def _obstacle(self, module: nn.Module, known: Known) -> str | None:
         """Why the module stays as it is, if it does."""

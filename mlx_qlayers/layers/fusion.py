@@ -63,9 +63,7 @@ def input_width(module: Any) -> int | None:
 
 
 @cache
-def fused_class(
-    cls: type[nn.Module], layers: frozenset[str]
-) -> type[nn.Module] | None:
+def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module] | None:
     """The class that stands in for ``cls``, stock or routed; None if nothing in it can be fused.
 
     Args:

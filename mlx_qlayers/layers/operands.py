@@ -105,7 +105,7 @@ def of_block(block: Any) -> Block | None:
         return None
     names = known_of(type(attention)).names  # type: ignore[union-attr]
     output = of_layers(attention[names["o"]])
-    if output is None or heads[0][-1] is None:
+    if output is None:
         return None
     (fmt,), (matrix,) = output
     tail = (fmt, *feed[0]), [matrix, *feed[1]]

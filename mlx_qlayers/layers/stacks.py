@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.attention_buffer import why_not
+from ..ops.attention_step import why_not
 from . import stretches
 from .grouping import compiled
 from .operands import Block, Snapshot, known_of, of_block
@@ -71,7 +71,8 @@ def _operands(block: nn.Module) -> Block | None:
     if operands is None:
         return None
     attention = block[known_of(type(block)).names["attention"]]  # type: ignore[union-attr]
-    return operands if attention._attend is routed_attention else None
+    turned = stretches.rotation_of(operands.heads[0][-1]) is not None
+    return operands if turned and attention._attend is routed_attention else None
 
 
 class _Stack:
@@ -89,18 +90,35 @@ class _Stack:
         self.static = tuple((b.heads[0], b.scale, b.tail[0]) for b in found)
         self.arrays = [(b.heads[1], b.tail[1]) for b in found]
         self.functions: dict[Any, Callable[..., list[mx.array]]] = {}
+        self.apart: bool | None = None
 
     def why_not(self, cache: Any) -> str | None:
-        """Why attention to such a cache's buffer should be left to the loop, if it should."""
-        batch, _, rows, width = cache.keys.shape
-        heads = self.static[0][0][1][0]
-        return why_not((batch, heads, 1, width), rows, cache.values.shape[3])
+        """Why such a cache should be left to the loop, if it should."""
+        rotation = stretches.rotation_of(self.static[0][0][-1])
+        assert rotation is not None
+        return why_not(cache.keys.shape, cache.values.shape[3], rotation)
 
-    def function(self, at: stretches.Place, rows: int) -> Callable[..., list[mx.array]]:
-        """Their stretch for buffers of so many rows."""
-        key = at, rows
+    def positions(self, caches: list[Any]) -> list[mx.array]:
+        """The positions of the sequences in each cache: one array if they are the same in all.
+
+        Whether they are is looked at once. They become one array, on which to count is one launch.
+        """
+        found: list[mx.array] = [c.offset for c in caches]
+        if all(offset is found[0] for offset in found):
+            return found[:1]
+        if self.apart is None:
+            self.apart = not (mx.stack(found) == found[0]).all().item()
+        if self.apart:
+            return found
+        for c in caches:
+            c.offset = found[0]
+        return found[:1]
+
+    def function(self, at: stretches.Place, *shape: int) -> Callable[..., list[mx.array]]:
+        """Their stretch for buffers of so many rows, and so many arrays of places."""
+        key = at, *shape
         if key not in self.functions:
-            self.functions[key] = stretches.layers(at, self.static, rows)
+            self.functions[key] = stretches.layers(at, self.static, shape)
         return self.functions[key]
 
 
@@ -127,17 +145,28 @@ def _first_layers(
         return x, pairs
     rows = caches[0].keys.shape[2]
     if mask is not None:
-        mask = mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, rows - length)])
-    start = stretches.position(length)
-    positions = [start] if isinstance(caches[0].offset, int) else [c.offset for c in caches]
+        mask = mx.pad(mask, [(0, 0)] * 3 + [(0, rows - 1 - length)])
+    if isinstance(caches[0].offset, int):
+        places = [stretches.places(length, len(x))]
+    else:
+        places = [stretches.places_of(length, offset) for offset in stack.positions(caches)]
     buffers = [(c.keys, c.values) for c in caches]
-    x, *new = stack.function(at, rows)(x, mask, start, positions, stack.arrays, buffers)
+    x, *new = stack.function(at, rows, len(places))(x, mask, places, stack.arrays, buffers)
     for i, c in enumerate(caches):
         c.keys, c.values = new[2 * i : 2 * i + 2]
-        if positions[0] is not start:
-            c._idx = length + 1
-        c.offset = c.offset + 1
+    _advance(caches)
     return x, pairs[stack.count :]
+
+
+def _advance(caches: list[Any]) -> None:
+    """Count the token that the buffers of all caches hold now."""
+    later: dict[int, Any] = {}
+    for c, before in [(c, c.offset) for c in caches]:
+        if id(before) not in later:
+            later[id(before)] = before + 1
+        c.offset = later[id(before)]
+        if not isinstance(before, int):
+            c._idx += 1
 
 
 def _common(masks: list[Any]) -> Any:
@@ -156,7 +185,10 @@ def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
         return None
     length: int = caches[0].offset if kind is KVCache else caches[0]._idx
     if mask is not None and not (
-        isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.shape[-1] == length + 1
+        isinstance(mask, mx.array)
+        and mask.ndim == 4
+        and mask.dtype == mx.bool_
+        and mask.shape[2:] == (1, length + 1)
     ):
         return None
     shapes = buffer.shape, caches[0].values.shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache, lru_cache, wraps
 from typing import Any, cast
 
@@ -18,8 +19,7 @@ from mlx.utils import tree_map
 
 from ..formats import Format
 from ..metal.quantized_matmul import MAX_FEW_ROWS, MAX_MATRICES, Gate, PackedMatrix
-from ..ops.attention_buffer import attention_in_buffer
-from ..ops.cache_append import cache_append
+from ..ops.attention_step import MIN_PLACES, Rotation, attention_step
 from ..ops.differentiable import without_gradients
 from ..ops.fused_products import fused_products
 from ..ops.quantized_matmul import quantized_matmul
@@ -61,8 +61,19 @@ def place() -> Place | None:
 
 @lru_cache(maxsize=64)
 def position(offset: int) -> mx.array:
-    """A position or a length as an array, one for all layers."""
+    """A position as an array, one for all layers."""
     return mx.array(offset)
+
+
+@lru_cache(maxsize=64)
+def places(length: int, batch: int) -> mx.array:
+    """What :func:`attention_step` takes where all sequences have the same length."""
+    return mx.array([length] * max(MIN_PLACES, 1 + batch))
+
+
+def places_of(length: int, positions: mx.array) -> mx.array:
+    """What :func:`attention_step` takes where sequences have positions of their own."""
+    return mx.concatenate([places(length, 0)[:1], positions, places(0, 0)])
 
 
 def is_few(x: mx.array) -> bool:
@@ -112,14 +123,13 @@ def _stretch(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[
 
 
 @cache
-def is_traceable(cls: Any) -> bool:
-    """Whether a rotary embedding of this class can be part of a trace."""
+def _is_traceable(cls: Any) -> bool:
     return cls.__name__ in _ROPES and cls.__module__ in _ROPE_MODULES
 
 
 def split_rope(rope: Any) -> tuple[Static | None, mx.array | None]:
     """A rotary embedding as what can be compared, and its frequencies."""
-    if not is_traceable(rope.__class__):
+    if not _is_traceable(rope.__class__):
         return None, None
     numbers = tuple(
         [item for item in vars(rope).items() if item[0] not in ("_no_grad", "_training")]
@@ -136,15 +146,17 @@ def _join_rope(static: Static, freqs: mx.array | None) -> nn.Module:
     return rope
 
 
-def _rotation(static: Static) -> dict[str, Any] | None:
-    """How :func:`rotary_embedding` does what the module does; None if it does more."""
+def rotation_of(static: Static | None) -> Rotation | None:
+    """How this package's operations do what a rotary embedding does; None if it does more."""
+    if static is None:
+        return None
     cls, numbers = static
     values = dict(numbers)
     if cls is nn.RoPE:
-        return values
+        return Rotation(values["dims"], values["traditional"], values["base"], values["scale"])
     if cls.__name__ == "SuScaledRoPE" or values.get("mscale", 1.0) != 1.0:
         return None
-    return {"dims": values["dims"], "traditional": values["traditional"], "base": None}
+    return Rotation(values["dims"], values["traditional"], base=None)
 
 
 def _products(
@@ -199,7 +211,7 @@ def _heads_first(x: mx.array) -> mx.array:
 
 def joined(out: mx.array) -> mx.array:
     """The heads of attention side by side, if they are not: (B, H, L, D) to (B, L, H * D)."""
-    if out.ndim == 3:
+    if out.ndim == 3:  # as attention_step gives them
         return out
     batch, _, length, _ = out.shape
     return (out if length == 1 else out.transpose(0, 2, 1, 3)).reshape(batch, length, -1)
@@ -230,10 +242,11 @@ def heads(
         if norms is not None and norm_eps is not None:
             for i in range(2):
                 split[i] = mx.fast.rms_norm(split[i], norms[i], norm_eps[i])
-        if rope is not None and (options := _rotation(rope)) is not None:
+        if (found := rotation_of(rope)) is not None:
             assert position is not None
-            q, k = rotary_embedding(split[0], split[1], position, **options, freqs=freqs)
-            return [q, k, _heads_first(split[2])]
+            q, k, v = split
+            q, k = rotary_embedding(q, k, position, **asdict(found), freqs=freqs)
+            return [q, k, _heads_first(v)]
         q, k, v = map(_heads_first, split)
         if rope is not None:
             rotate = cast(Any, _join_rope(rope, freqs))
@@ -286,29 +299,61 @@ def tail(
 
 
 @_stretch
-def layers(each: tuple[tuple[Static, float, Static], ...], rows: int) -> Callable[..., Any]:
-    """Decoder layers in turn, for a row of each sequence beside caches with buffers of ``rows``."""
+def layers(each: tuple[tuple[Static, float, Static], ...], shape: Any) -> Callable[..., Any]:
+    """Decoder layers in turn, for a token of each sequence.
+
+    Args:
+        each: the key of a layer's :func:`heads`, the scale of its scores, the key of its
+            :func:`tail`.
+        shape: whatever tells arguments apart that are traced each for itself.
+    """
     steps = [
-        (heads.__wrapped__(*before), scale, tail.__wrapped__(*after))  # type: ignore[attr-defined]
+        (_step(before, scale), tail.__wrapped__(*after))  # type: ignore[attr-defined]
         for before, scale, after in each
     ]
 
     def run(
         x: mx.array,
         mask: mx.array | None,
-        length: mx.array,
-        positions: list[mx.array],
+        places: list[mx.array],
         arrays: list[Any],
         buffers: list[tuple[mx.array, mx.array]],
     ) -> list[mx.array]:
         new: list[mx.array] = []
-        for i, (head, scale, follow) in enumerate(steps):
-            (weight, *others), after = arrays[i]
-            q, k, v = head(x, positions[i % len(positions)], weight, *others)
-            keys, values = buffers[i]
-            out = attention_in_buffer(q, k, v, keys, values, length, scale=scale, mask=mask)
+        for i, (step, follow) in enumerate(steps):
+            before, after = arrays[i]
+            out, *found = step(x, mask, places[i % len(places)], *before, *buffers[i])
             x = follow(out, x, *after)
-            new += cache_append(keys, values, k, v, length)
+            new += found
         return [x, *new]
+
+    return run
+
+
+def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
+    """What :func:`heads` computes, and attention, for a token of each sequence."""
+    formats, counts, eps, norm_eps, rope = before
+    rotation = rotation_of(rope)
+    assert rotation is not None
+
+    def run(
+        x: mx.array,
+        mask: mx.array | None,
+        places: mx.array,
+        weight: mx.array | None,
+        matrices: list[Matrix],
+        norms: list[mx.array] | None,
+        freqs: mx.array | None,
+        keys: mx.array,
+        values: mx.array,
+    ) -> list[mx.array]:
+        q, k, v = _products(x, matrices, formats, None if eps is None else (weight, eps))
+        if norms is not None and norm_eps is not None:
+            q, k = (
+                mx.fast.rms_norm(y.reshape(len(x), n, -1), w, e).reshape(y.shape)
+                for y, n, w, e in zip((q, k), counts, norms, norm_eps, strict=True)
+            )
+        given = q, k, v, keys, values, places
+        return attention_step(*given, scale=scale, rotation=rotation, freqs=freqs, mask=mask)
 
     return run
