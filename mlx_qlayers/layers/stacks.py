@@ -35,6 +35,9 @@ _LOOP = re.compile(
     r"\((?P=x), (mask=)?(?P<mask>(?(own)(?P=own)|\w+)), (cache=)?(?P=c)\)"
 )
 
+# Layers of one trace. Alike ones share it: to trace more takes longer, and saves less and less.
+_TOGETHER = 4
+
 Pair = tuple[Any, Any]
 
 
@@ -89,7 +92,9 @@ class _Stack:
         self.snapshot = Snapshot(self.seen)
         self.static = tuple((b.heads[0], b.scale, b.tail[0]) for b in found)
         self.arrays = [(b.heads[1], b.tail[1]) for b in found]
-        self.functions: dict[Any, Callable[..., list[mx.array]]] = {}
+        starts = range(0, self.count, _TOGETHER)
+        self.parts = [slice(i, min(i + _TOGETHER, self.count)) for i in starts]
+        self.functions: dict[Any, list[tuple[slice, Callable[..., list[mx.array]]]]] = {}
         self.apart: bool | None = None
 
     def why_not(self, cache: Any) -> str | None:
@@ -114,12 +119,26 @@ class _Stack:
             c.offset = found[0]
         return found[:1]
 
-    def function(self, at: stretches.Place, *shape: int) -> Callable[..., list[mx.array]]:
-        """Their stretch for buffers of so many rows, and so many arrays of places."""
-        key = at, *shape
+    def run(
+        self,
+        at: stretches.Place,
+        x: mx.array,
+        mask: mx.array | None,
+        places: list[mx.array],
+        buffers: list[tuple[mx.array, mx.array]],
+    ) -> list[mx.array]:
+        """What the layers give, and the buffers that their caches then have."""
+        new: list[mx.array] = []
+        key = at, buffers[0][0].shape[2], len(places)
         if key not in self.functions:
-            self.functions[key] = stretches.layers(at, self.static, shape)
-        return self.functions[key]
+            self.functions[key] = [
+                (part, stretches.layers(at, self.static[part], key[1:])) for part in self.parts
+            ]
+        for part, function in self.functions[key]:
+            some = places if len(places) == 1 else places[part]
+            x, *found = function(x, mask, some, self.arrays[part], buffers[part])
+            new += found
+        return [x, *new]
 
 
 # As long as a sequence's cache lives; nobody else shall keep a model's arrays.
@@ -151,7 +170,7 @@ def _first_layers(
     else:
         places = [stretches.places_of(length, offset) for offset in stack.positions(caches)]
     buffers = [(c.keys, c.values) for c in caches]
-    x, *new = stack.function(at, rows, len(places))(x, mask, places, stack.arrays, buffers)
+    x, *new = stack.run(at, x, mask, places, buffers)
     for i, c in enumerate(caches):
         c.keys, c.values = new[2 * i : 2 * i + 2]
     _advance(caches)
