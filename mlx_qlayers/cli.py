@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .commands import convert, demo, generate, info
+from .commands import convert, demo, generate, info, tune
 
-_COMMANDS = (generate, convert, info, demo)
+_COMMANDS = (generate, convert, tune, info, demo)
 _ERROR, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 _LONGEST = 600  # characters of an error message
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import e, log2
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ..runtime.backend import backend
 from ..runtime.kernel import Kernel
 from ..runtime.launch import TemplateValue
+from ..tuning.lookup import found, rounded
+from ..tuning.store import device_kind
 from .attention_layout import PARAMETERS, Layout, layout, memory
 
 # More queries or keys than there can be: positions are 32-bit numbers, and so are their sums.
@@ -72,6 +74,7 @@ class Call:
         self.q, self.k, self.v, self.sinks = q, k, v, sinks
         self.batch, self.heads, self.queries, self.width = q.shape
         _, self.kv_heads, self.keys, self.width_v = v.shape
+        self.causal = scores.causal
         bounded = scores.causal or scores.window is not None
         # Some query may see no key, and then gets the mean of the values.
         self.average = sinks is None and (
@@ -104,7 +107,13 @@ class Call:
 
     def layout(self, kernel: str) -> Layout:
         """How a kernel spreads the work of this call."""
-        return layout(kernel, backend(), self.q.dtype, max(self.width, self.width_v))
+        device, dtype = backend(), self.q.dtype
+        if kernel == "forward" and device == device_kind():
+            lengths = rounded(self.queries), rounded(self.keys)
+            shape = (self.batch, self.heads, self.kv_heads, *lengths, self.width, self.width_v)
+            if best := found("attention_forward", shape, dtype, self.causal):
+                return cast(Layout, best.config)
+        return layout(kernel, device, dtype, max(self.width, self.width_v))
 
     def threads(self, chosen: Layout, rows: int, heads: int) -> dict[str, Any]:
         """The launch of as many threadgroups as own so many rows of so many heads."""

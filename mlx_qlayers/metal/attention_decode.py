@@ -13,6 +13,7 @@ import mlx.core as mx
 from ..runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 from ..runtime.launch import Plan, TemplateValue
 from ..runtime.signature import CONSTANT_BELOW
+from ..tuning.lookup import rounded, tuned
 
 Packed = tuple[mx.array, mx.array, mx.array]
 
@@ -136,13 +137,25 @@ def configure(
     keys, values = (a[0] if isinstance(a, tuple) else a for a in (k, v))
     bits = 32 * keys.shape[3] // width if packed else 0
     v_width = 32 * values.shape[3] // bits if packed else values.shape[3]
-    return _configure(device, q.dtype, heads // keys.shape[1] * queries, width, v_width, bits)
+    batch, kv_heads, length, _ = keys.shape
+    return _configure(
+        *(device, q.dtype, heads // kv_heads * queries, width, v_width, bits),
+        *(batch * kv_heads, rounded(length)),
+    )
 
 
-@cache
+@tuned("attention_decode")
 def _configure(
-    device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int
+    device: str,
+    dtype: mx.Dtype,
+    rows: int,
+    width: int,
+    v_width: int,
+    bits: int,
+    caches: int,
+    keys: int,
 ) -> Decode | Serial:
+    """The configuration; that of the heuristic does not depend on the last two."""
     if device == "host":
         # A power of two, so that one kernel does for several shapes, in a stack of 128 KB.
         return Serial(most=min(1 << (rows - 1).bit_length(), 4096 // max(width, v_width, 64)))

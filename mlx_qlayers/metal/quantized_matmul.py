@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ..formats import MODES, Format
 from ..runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
+from ..tuning.lookup import tuned
 
 MAX_FEW_ROWS = 16
 MAX_MATRICES = 3
@@ -107,7 +108,7 @@ class MatrixUnits:
         return -(-sum(-(-n // 16) for n in sizes) // (self.tiles * self.stacks))
 
 
-@cache
+@tuned("quantized_matmul_few_rows")
 def few_rows(
     device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format
 ) -> FewRows | MatrixUnits:

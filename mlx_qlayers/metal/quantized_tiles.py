@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..formats import MODES, Format
 from ..runtime.kernel import Kernel
+from ..tuning.lookup import tuned
 
 PADDING = 8
 # Threadgroups that keep a large GPU busy: two for each of an H200's cores.
@@ -110,7 +111,7 @@ class Tiles:
         return threads
 
 
-@cache
+@tuned("quantized_matmul_tiles")
 def tiles(
     device: str, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
 ) -> Tiles:

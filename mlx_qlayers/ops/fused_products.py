@@ -20,9 +20,10 @@ from ..metal.quantized_matmul import (
     products_of_few_rows,
 )
 from ..runtime.backend import choose
+from ..tuning.lookup import decided, found
 from .differentiable import with_gradient_of
 from .quantized_matmul import quantized_matmul
-from .quantized_paths import host_gain, stock_is_better
+from .quantized_paths import FEW_ROWS, host_gain, stock_is_better
 
 Norm = tuple[mx.array | None, float]
 
@@ -80,12 +81,18 @@ def fused_products(
     _check(x, matrices, fmt, norm, gate, residual)
     rows = prod(x.shape[:-1])
     lacking = _lacking(x, rows, matrices, norm, residual)
+    by, unless = FEW_ROWS, lacking
+    if not lacking:
+        n = sum([matrix.w.shape[0] for matrix in matrices])
+        best = found("quantized_matmul_few_rows", rows, n, x.shape[-1], x.dtype, fmt)
+        by, unless = decided(best, FEW_ROWS, stock_is_better(x.dtype))
     path = choose(
         "fused_products",
         () if lacking else ("metal", "cuda", "host"),
-        unless=lacking or stock_is_better(x.dtype),
+        unless=unless,
         host_gain=None if lacking else host_gain(rows, fmt),
         arrays=(x, matrices[0].w),
+        by=by,
     )
     weight, eps = norm or (None, 0.0)
     if path == "ops":

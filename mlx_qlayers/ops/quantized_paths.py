@@ -19,6 +19,7 @@ from ..metal.quantized_tiles import WAVE, product_in_tiles, tiles
 from ..metal.quantized_untransposed import columns, product_of_few_rows_untransposed
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend, choose, requested
+from ..tuning.lookup import decided, found
 
 # How many times as fast as the reference the host kernel is, for 1, 2, 4, 8 and 16 rows; measured
 # by `benchmarks/bench_quantized_matmul.py --host`.
@@ -77,15 +78,37 @@ def way(op: str, x: mx.array, w: mx.array, scales: mx.array, transpose: bool, fm
         kernel, unless = _many_rows_on_cuda(rows, x, w, transpose, fmt)
     else:
         kernel, unless = TILES, "the kernel was not measured on an Apple GPU"
+    kernel, unless, by = _tuned(rows, x, w, transpose, fmt, kernel, unless)
     path = choose(
         op,
         ("metal", "cuda", "host"),
         unless=unless,
         host_gain=host_gain(rows, fmt, transpose),
         arrays=(x, w, scales),
-        by=kernel,
+        by=by,
     )
     return Way("ops") if path == "ops" else Way(path, kernel)
+
+
+def _tuned(
+    rows: int,
+    x: mx.array,
+    w: mx.array,
+    transpose: bool,
+    fmt: Format,
+    kernel: str,
+    unless: str | None,
+) -> tuple[str, str | None, str]:
+    """The kernel, why it is left, and its name in reasons, after what tuning found here."""
+    n, k = w.shape[0] if transpose else fmt.dims(w), x.shape[-1]
+    if rows <= MAX_FEW_ROWS and transpose:
+        best = found("quantized_matmul_few_rows", rows, n, k, x.dtype, fmt)
+    else:
+        best = found("quantized_matmul_tiles", rows, n, k, x.dtype, fmt, transpose)
+    if best is not None and best.path == "dequantized":
+        return DENSE, None, f"{DENSE}, as tuned here"
+    by, unless = decided(best, kernel, unless)
+    return kernel, unless, by
 
 
 def stock_is_better(dtype: mx.Dtype) -> str | None:

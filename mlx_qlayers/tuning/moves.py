@@ -11,7 +11,7 @@ Source: the optimisations of tinygrad's kernels (``UPCAST``, ``UNROLL``, ``LOCAL
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 C = TypeVar("C")
@@ -125,12 +125,14 @@ class Axis:
     values: tuple[int, ...]
 
     def moves(self, config: Any) -> Iterator[Move]:
-        """The moves to every other value.
+        """The moves to every other value; none where the configuration has no such field.
 
         Example:
             >>> from mlx_qlayers.metal.row_sum import RowSum
             >>> [str(move) for move in Axis(Upcast, "upcast", (1, 2, 4)).moves(RowSum(upcast=2))]
             ['UPCAST upcast=1', 'UPCAST upcast=4']
         """
+        if self.field not in {field.name for field in fields(config)}:
+            return iter(())
         now = getattr(config, self.field)
         return (self.move(self.field, value) for value in self.values if value != now)

@@ -1,14 +1,11 @@
-"""Beam search over configurations, and the search of all of them that it is held against."""
+"""Beam search over configurations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import inf
-from typing import Any, Generic, TypeVar
-
-from .moves import Axis
+from typing import Generic, TypeVar
 
 C = TypeVar("C")
 
@@ -28,20 +25,15 @@ class Trial(Generic[C]):
     problem: str = ""
 
 
-Try = Callable[[C], Trial[C]]
+Try = Callable[[Sequence[C]], Iterable[Trial[C]]]
 
 
 class Stopped(Exception):
     """The budget is spent; raised by a try, it ends the search with what was found so far."""
 
 
-def neighbours(config: C, axes: Sequence[Axis], why_not: Callable[[C], str | None]) -> list[C]:
-    """The legal configurations one move away."""
-    moved = [move(config) for axis in axes for move in axis.moves(config)]
-    return [c for c in moved if why_not(c) is None]
-
-
 def beam_search(
+    known: Iterable[Trial[C]],
     starts: Iterable[C],
     near: Callable[[C], Iterable[C]],
     attempt: Try[C],
@@ -52,9 +44,10 @@ def beam_search(
     """Keep the best few configurations, try their neighbours, and repeat while that gains.
 
     Args:
-        starts: configurations to begin with.
+        known: what was tried before.
+        starts: configurations to begin with besides.
         near: the legal configurations one move away from another.
-        attempt: measures one. It may raise :class:`Stopped`.
+        attempt: measures some. It may raise :class:`Stopped`.
         width: how many are kept.
         noise: the least gain of a round, as a fraction, that counts. A first round without one may
             be a plateau; after a second one the search ends.
@@ -64,22 +57,23 @@ def beam_search(
 
     Example:
         >>> near = lambda n: [n - 1, n + 1]
-        >>> beam_search([3], near, lambda n: Trial(n, abs(n - 7) + 1.0))[0].config
+        >>> attempt = lambda some: [Trial(n, abs(n - 7) + 1.0) for n in some]
+        >>> beam_search([], [3], near, attempt)[0].config
         7
     """
-    seen: dict[C, Trial[C]] = {}
+    seen = {trial.config: trial for trial in known}
     expanded: set[C] = set()
 
     def ranked() -> list[Trial[C]]:
         return sorted(seen.values(), key=lambda trial: trial.seconds)
 
-    def attempt_all(configs: Iterable[C]) -> None:
-        for config in configs:
-            if config not in seen:
-                seen[config] = attempt(config)
+    def attempt_new(configs: Iterable[C]) -> None:
+        new = [config for config in dict.fromkeys(configs) if config not in seen]
+        for trial in attempt(new):
+            seen[trial.config] = trial
 
     try:
-        attempt_all(starts)
+        attempt_new(starts)
         idle = 0
         while idle < 2:
             kept = [trial.config for trial in ranked()[:width] if not trial.problem]
@@ -87,38 +81,9 @@ def beam_search(
             if not beam:
                 break
             best = ranked()[0].seconds
-            for config in beam:
-                expanded.add(config)
-                attempt_all(near(config))
+            expanded.update(beam)
+            attempt_new(config for start in beam for config in near(start))
             idle = 0 if ranked()[0].seconds < best * (1 - noise) else idle + 1
     except Stopped:
         pass
     return ranked()
-
-
-def exhaustive_search(
-    example: C, axes: Sequence[Axis], why_not: Callable[[C], str | None], attempt: Try[C]
-) -> list[Trial[C]]:
-    """Try every legal configuration; what the beam is judged by.
-
-    Returns:
-        All that was tried, the fastest first.
-    """
-    return sorted(
-        (attempt(config) for config in all_configurations(example, axes, why_not)),
-        key=lambda trial: trial.seconds,
-    )
-
-
-def all_configurations(
-    example: C, axes: Sequence[Axis], why_not: Callable[[C], str | None]
-) -> list[C]:
-    """Every legal configuration that differs from an example along the axes."""
-    found: list[C] = []
-    for values in product(*(axis.values for axis in axes)):
-        config: Any = example
-        for axis, value in zip(axes, values, strict=True):
-            config = axis.move(axis.field, value)(config)
-        if why_not(config) is None:
-            found.append(config)
-    return found

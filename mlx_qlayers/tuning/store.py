@@ -34,8 +34,8 @@ class Entry:
     """The result of tuning one kernel for one problem on one device.
 
     Attributes:
-        config: the fields of the fastest configuration.
-        path: ``"kernel"``, or the name of the path that was faster, such as ``"stock"``.
+        config: the fields of the kernel's fastest configuration.
+        path: ``"kernel"``; the path that was faster, such as ``"stock"``; or ``"modelled"``.
         seconds: what that path takes.
         heuristic: what the kernel takes with the configuration that it has without tuning.
         tried: how many configurations were tried.
@@ -52,14 +52,22 @@ class Entry:
     mlx: str
 
 
+@cache
+def device_kind() -> str | None:
+    """The backend of this machine's GPU: ``"metal"``, ``"cuda"``, or None without one."""
+    return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
+
+
+@cache
 def device_name() -> str:
     """The architecture of MLX's GPU, else ``"cpu"``; the name of the results' file."""
-    if mx.metal.is_available() or mx.cuda.is_available():
+    if device_kind():
         facts = mx.device_info()
         return str(facts.get("architecture") or facts.get("device_name", "gpu")).replace(" ", "_")
     return "cpu"
 
 
+@cache
 def source_hash(*kernels: Kernel) -> str:
     """What changes when the text of a kernel does."""
     text = "\0".join(k.program.header + k.program.source for k in kernels)
@@ -67,34 +75,28 @@ def source_hash(*kernels: Kernel) -> str:
 
 
 @cache
-def stored(key: str, config: type[C], kernels: tuple[Kernel, ...], device: str) -> C | None:
-    """The stored configuration for a problem, or None where there is none that can be trusted.
+def stored(
+    key: str, configs: tuple[type[C], ...], kernels: tuple[Kernel, ...], device: str
+) -> tuple[str, C] | None:
+    """The fastest path for a problem and the kernel's fastest configuration; None where none is
+    stored that can be trusted.
 
     The first call for a key reads files, the others take well under a microsecond.
 
     Args:
         key: from :func:`key_of`.
-        config: the configuration's class.
+        configs: the classes that the configuration may be of; its fields tell which.
         kernels: those that it configures.
         device: from :func:`device_name`.
     """
-    entry = _entries(device).get(key)
-    if entry is None or entry.path != "kernel":
+    entry = entries(device).get(key)
+    if entry is None:
         return None
     try:
-        _check(entry, config, kernels)
-        return config(**entry.config)
+        return entry.path, _checked(entry, configs, kernels)(**entry.config)
     except (ValueError, TypeError) as error:
         note("tuning", "ignored", f"{key}: {error}")
         return None
-
-
-@cache
-def faster_path(key: str, kernels: tuple[Kernel, ...], device: str) -> str | None:
-    """The path that was faster than the kernel for a problem, such as ``"stock"``, if one was."""
-    entry = _entries(device).get(key)
-    stale = entry is None or (entry.source, entry.mlx) != (source_hash(*kernels), version("mlx"))
-    return None if entry is None or stale or entry.path == "kernel" else entry.path
 
 
 def key_of(family: str, shape: tuple[int, ...], dtype: mx.Dtype, form: str = "") -> str:
@@ -125,7 +127,7 @@ def save(device: str, found: Mapping[str, Entry]) -> bool:
         print(f"mlx-qlayers: tuning results are not kept, {path}: {error}", file=sys.stderr)
         _unsaved.setdefault(device, {}).update(found)
         kept = False
-    _forget()
+    forget()
     return kept
 
 
@@ -141,7 +143,7 @@ def clear(device: str | None = None) -> int:
     for name in found:
         (_folder() / f"{name}.json").unlink(missing_ok=True)
     _unsaved.clear()
-    _forget()
+    forget()
     return sum(map(len, found.values()))
 
 
@@ -152,25 +154,45 @@ def _folder() -> Path:
     return cache_folder() / "tuning"
 
 
-def _forget() -> None:
-    for function in (stored, faster_path, _entries):
-        function.cache_clear()
+_forgetting: list[Callable[[], None]] = []
+
+
+def on_change(forget: Callable[[], None]) -> None:
+    """Have something done whenever the results change."""
+    _forgetting.append(forget)
+
+
+def forget() -> None:
+    """Read the results anew when they are next needed."""
+    for function in _forgetting:
+        function()
 
 
 @cache
-def _entries(device: str) -> dict[str, Entry]:
+def entries(device: str) -> dict[str, Entry]:
+    """The results for a device, by key: those that come with the package, and the user's."""
     shipped = _read(_SHIPPED / f"{device}.json", device)
     return {**shipped, **_read(_folder() / f"{device}.json", device), **_unsaved.get(device, {})}
 
 
-def _check(entry: Entry, config: type[Any], kernels: tuple[Kernel, ...]) -> None:
+for _kept in (stored, entries):
+    on_change(_kept.cache_clear)
+
+
+def _checked(entry: Entry, configs: tuple[type[C], ...], kernels: tuple[Kernel, ...]) -> type[C]:
+    """The class of an entry's configuration, if it is of this MLX and these kernels."""
     if entry.mlx != version("mlx"):
         raise ValueError(f"measured with MLX {entry.mlx}, this is {version('mlx')}")
     if entry.source != source_hash(*kernels):
         raise ValueError("measured with another version of the kernel")
-    wanted = {field.name for field in fields(config)}
-    if set(entry.config) != wanted:
-        raise ValueError(f"has the fields {sorted(entry.config)}, not {sorted(wanted)}")
+    wanted = {kind: sorted(_names(kind)) for kind in configs}
+    if (found := sorted(entry.config)) not in wanted.values():
+        raise ValueError(f"has the fields {found}, not {' or '.join(map(str, wanted.values()))}")
+    return next(kind for kind, names in wanted.items() if names == found)
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
 
 
 def _read(path: Path, device: str) -> dict[str, Entry]:

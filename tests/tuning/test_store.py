@@ -19,17 +19,18 @@ from mlx_qlayers.tuning import store
 from mlx_qlayers.tuning.store import Entry, clear, key_of, listed, save, source_hash, stored
 
 KEY = key_of("row_sum", (64, 1024), mx.float16)
+BEST = ("kernel", RowSum(upcast=2))
 ENTRY = Entry(asdict(RowSum(upcast=2)), "kernel", 1e-5, 2e-5, 10, "", version("mlx"))
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
-    store._forget()
+    store.forget()
     explain(reset=True)
     yield tmp_path / "tuning"
     store._unsaved.clear()
-    store._forget()
+    store.forget()
 
 
 def entry(**changes) -> Entry:
@@ -37,15 +38,15 @@ def entry(**changes) -> Entry:
 
 
 def found(device="gpu"):
-    store._forget()
-    return stored(KEY, RowSum, (KERNEL,), device)
+    store.forget()
+    return stored(KEY, (RowSum,), (KERNEL,), device)
 
 
 def test_what_was_saved_is_found_in_its_own_types(folder):
     assert found() is None
     assert save("gpu", {KEY: entry()})
-    config = found()
-    assert config == RowSum(upcast=2) and config.padded is True
+    path, config = found()
+    assert (path, config) == BEST and config.padded is True
     assert found("other") is None
     assert listed() == {"gpu": {KEY: entry()}}
 
@@ -55,7 +56,7 @@ def test_a_second_look_takes_less_than_two_microseconds(folder):
     found()
     start = time.perf_counter()
     for _ in range(10_000):
-        stored(KEY, RowSum, (KERNEL,), "gpu")
+        stored(KEY, (RowSum,), (KERNEL,), "gpu")
     assert (time.perf_counter() - start) / 10_000 < 2e-6
 
 
@@ -80,10 +81,9 @@ def test_an_entry_of_another_version_of_the_kernel_is_ignored(folder):
 
 def test_a_faster_path_is_told_while_it_is_current(folder):
     save("gpu", {KEY: entry(path="stock")})
-    assert found() is None
-    assert store.faster_path(KEY, (KERNEL,), "gpu") == "stock"
+    assert found() == ("stock", RowSum(upcast=2))
     save("gpu", {KEY: entry(path="stock", mlx="0.1.0")})
-    assert store.faster_path(KEY, (KERNEL,), "gpu") is None
+    assert found() is None
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_then_replaced(folder, text):
     (folder / "gpu.json").write_text(text)
     assert found() is None
     assert any(d.op == "tuning" for d in explain())
-    assert save("gpu", {KEY: entry()}) and found() == RowSum(upcast=2)
+    assert save("gpu", {KEY: entry()}) and found() == BEST
 
 
 @pytest.mark.parametrize("field", ["config", "path", "seconds", "tried", "source"])
@@ -151,7 +151,7 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(folder, tmp_path):
         process.wait()
         process.stdout.close()
         json.loads((folder / "gpu.json").read_text())
-    assert save("gpu", {KEY: entry()}) and found() == RowSum(upcast=2)
+    assert save("gpu", {KEY: entry()}) and found() == BEST
 
 
 def test_a_folder_that_cannot_be_written_keeps_results_for_the_process(
@@ -161,7 +161,7 @@ def test_a_folder_that_cannot_be_written_keeps_results_for_the_process(
     blocked.write_text("")
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(blocked))
     assert not save("gpu", {KEY: entry()})
-    assert found() == RowSum(upcast=2)
+    assert found() == BEST
     assert "not kept" in capsys.readouterr().err
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..family import Family
+from .attention_decode import ATTENTION_DECODE
+from .attention_forward import ATTENTION_FORWARD
+from .few_rows import FEW_ROWS
 from .quantized_tiles import QUANTIZED_TILES
 from .row_sum import ROW_SUM
 
-FAMILIES: dict[str, Family[Any]] = {family.name: family for family in (ROW_SUM, QUANTIZED_TILES)}
+FAMILIES: dict[str, Family[Any]] = {
+    family.name: family
+    for family in (ROW_SUM, FEW_ROWS, QUANTIZED_TILES, ATTENTION_DECODE, ATTENTION_FORWARD)
+}

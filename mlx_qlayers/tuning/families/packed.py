@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from ...formats import MODES, Format
+from ...formats import Format
+from ...metal.dequantize import dequantize
 from ...reference import quantized_matmul as reference
-from ...runtime.tracing import Record
 from ..family import Problem
 
 Path = Callable[[list[mx.array]], mx.array]
@@ -38,11 +37,11 @@ class Packed(NamedTuple):
         m, n, k = problem.shape
         return cls(m, n, k, Format(int(group), int(bits), mode), order == "t")
 
-    @property
-    def form(self) -> str:
-        """The form of its problem."""
-        fmt = self.fmt
-        return f"{fmt.mode}-{fmt.group_size}-{fmt.bits}-{'t' if self.transpose else 'n'}"
+    def problem(self, dtype: mx.Dtype) -> Problem:
+        """The problem that :meth:`of` reads."""
+        group, bits, mode = self.fmt
+        form = f"{mode}-{group}-{bits}-{'t' if self.transpose else 'n'}"
+        return Problem((self.m, self.n, self.k), dtype, form)
 
     def inputs(self, dtype: mx.Dtype) -> list[mx.array]:
         """Random x, and w, scales and, in mode affine, biases."""
@@ -59,34 +58,21 @@ class Packed(NamedTuple):
         return x.astype(mx.float32) @ (dense.T if self.transpose else dense)
 
     def paths(self) -> Mapping[str, Path]:
-        """The stock operator, and the dense product of what the stock operator dequantizes."""
+        """The stock operator, and the dense product that ``auto`` takes for many rows."""
         fmt, transpose = self.fmt, self.transpose
 
         def stock(inputs: list[mx.array]) -> mx.array:
-            return mx.quantized_matmul(*_four(inputs), transpose, *fmt)
+            return mx.quantized_matmul(*four(inputs), transpose, *fmt)
 
         def dense(inputs: list[mx.array]) -> mx.array:
-            x, w, scales, biases = _four(inputs)
-            matrix = mx.dequantize(w, scales, biases, *fmt).astype(x.dtype)
+            x, w, scales, biases = four(inputs)
+            matrix = dequantize(w, scales, biases, fmt, x.dtype)
             return x @ (matrix.T if transpose else matrix)
 
         return {"stock": stock, "dequantized": dense}
 
 
-def problem_of(record: Record) -> Problem:
-    """The problem behind a launch of a kernel that takes x, w and scales first."""
-    template, (x, w) = record.template, record.input_shapes[:2]
-    group, bits, mode = (int(template[name]) for name in ("group", "bits", "mode"))  # type: ignore[arg-type]
-    fmt = Format(group, bits, list(MODES)[mode])
-    transpose = bool(template.get("transposed", True))
-    k = x[-1]
-    n = w[0] if transpose else w[1] * 32 // fmt.bits
-    packed = Packed(prod(x[:-1]), n, k, fmt, transpose)
-    dtype = template["T"]
-    assert isinstance(dtype, mx.Dtype)
-    return Problem((packed.m, n, k), dtype, packed.form)
-
-
-def _four(inputs: list[mx.array]) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
+def four(inputs: list[mx.array]) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
+    """x, w, scales and biases, which small floats have none of."""
     x, w, scales, *biases = inputs
     return x, w, scales, biases[0] if biases else None

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import unwrap
 
 import mlx.core as mx
 
+from ...formats import Format
 from ...metal import quantized_tiles
 from ...metal.quantized_tiles import Tiles, product_in_tiles, tiles
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
-from ...runtime.tracing import Record
 from ..family import Family, Problem
+from ..lookup import rounded
 from ..moves import Axis, Buffer, GroupTop, Local, Tile
-from .packed import Packed, Path, problem_of
+from .packed import Packed, Path, four
 
 
 class QuantizedTiles(Family[Tiles]):
     """y (M, N) = x (M, K) with a packed matrix, M of 17 and more; its form is ``affine-64-4-t``."""
 
     name = "quantized_matmul_tiles"
-    config = Tiles
+    configs = (Tiles,)
     kernels = (quantized_tiles.TILES, quantized_tiles.SUM)
     axes = (
         Axis(Tile, "tile_m", (16, 32, 48, 64, 96, 128)),
@@ -34,7 +36,7 @@ class QuantizedTiles(Family[Tiles]):
 
     def heuristic(self, problem: Problem, device: str) -> Tiles:
         m, n, k, fmt, transpose = Packed.of(problem)
-        return tiles(device, m, n, k, problem.dtype, fmt, transpose)
+        return unwrap(tiles)(device, m, n, k, problem.dtype, fmt, transpose)
 
     def why_not(self, config: Tiles, problem: Problem) -> str | None:
         packed = Packed.of(problem)
@@ -62,18 +64,8 @@ class QuantizedTiles(Family[Tiles]):
         return Packed.of(problem).inputs(problem.dtype)
 
     def run(self, inputs: list[mx.array], problem: Problem, config: Tiles) -> mx.array:
-        x, w, scales, *biases = inputs
         packed = Packed.of(problem)
-        return product_in_tiles(
-            x,
-            w,
-            scales,
-            biases[0] if biases else None,
-            None,
-            packed.transpose,
-            packed.fmt,
-            config,
-        )
+        return product_in_tiles(*four(inputs), None, packed.transpose, packed.fmt, config)
 
     def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
         return Packed.of(problem).reference(inputs)
@@ -81,8 +73,14 @@ class QuantizedTiles(Family[Tiles]):
     def paths(self, problem: Problem) -> Mapping[str, Path]:
         return Packed.of(problem).paths()
 
-    def problem(self, record: Record) -> Problem:
-        return problem_of(record)
+    def asked(
+        self, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
+    ) -> Problem:
+        return Packed(m, n, k, fmt, transpose).problem(dtype)
+
+    def bucket(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        m, n, k = shape
+        return rounded(m), n, k
 
 
 QUANTIZED_TILES = QuantizedTiles()

@@ -8,7 +8,6 @@ import mlx.core as mx
 
 from ...metal import row_sum
 from ...metal.row_sum import RowSum
-from ...runtime.tracing import Record
 from ..family import Family, Problem
 from ..moves import Axis, Group, GroupTop, Local, PadTo, Unroll, Upcast
 
@@ -17,7 +16,7 @@ class RowSumFamily(Family[RowSum]):
     """Sums of the rows of x (M, K)."""
 
     name = "row_sum"
-    config = RowSum
+    configs = (RowSum,)
     kernels = (row_sum.KERNEL,)
     axes = (
         Axis(Upcast, "upcast", (1, 2, 4)),
@@ -49,10 +48,7 @@ class RowSumFamily(Family[RowSum]):
     def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
         return inputs[0].astype(mx.float32).sum(axis=1)
 
-    def problem(self, record: Record) -> Problem:
-        m, k = record.input_shapes[0]
-        dtype = record.template["T"]
-        assert isinstance(dtype, mx.Dtype)
+    def asked(self, m: int, k: int, dtype: mx.Dtype) -> Problem:
         return Problem((m, k), dtype)
 
     def paths(self, problem: Problem) -> Mapping[str, Callable[[list[mx.array]], mx.array]]:

@@ -1,0 +1,143 @@
+"""Find the fastest launch options for a model's shapes on this machine, and remember them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_model, positive
+
+if TYPE_CHECKING:
+    from ..tuning.shapes import Target
+    from ..tuning.tune import Tuned
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "--model", required=False)
+    parser.add_argument("--budget", type=positive, default=60, help="seconds to spend at most")
+    parser.add_argument("--beam", type=positive, default=4, help="configurations to follow")
+    parser.add_argument("--prompt-tokens", type=positive, default=512, help="of the traced prefill")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences side by side")
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="do not measure: compute costs for a GPU, such as applegpu_g13s, by the cost model",
+    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--list", action="store_true", help="print what is stored")
+    group.add_argument("--clear", action="store_true", help="delete what is stored")
+
+
+def run(args: argparse.Namespace) -> None:
+    from ..tuning import store
+
+    if args.list:
+        _list()
+    elif args.clear:
+        print(f"{store.clear()} results deleted")
+    else:
+        _tune(args)
+
+
+def _list() -> None:
+    from ..tuning import store
+    from .demo import table
+
+    stored = store.listed()
+    for device, entries in stored.items():
+        rows = [
+            (key, e.path, _fields(e.config), f"{e.heuristic / e.seconds:.2f}x", str(e.tried))
+            for key, e in entries.items()
+        ]
+        print(device)
+        print(table(("kernel, shape", "path", "found", "gain", "tried"), rows), end="\n\n")
+    if not stored:
+        print("nothing was tuned on this machine")
+
+
+def _tune(args: argparse.Namespace) -> None:
+    from ..tuning.tune import tune_all
+
+    done: list[tuple[Target, Tuned[Any]]] = []
+    problems = _problems(args)
+    with _Bar(args.budget) as bar:
+        try:
+            for target, tuned in tune_all(
+                problems,
+                beam=args.beam,
+                budget_s=args.budget,
+                machine=args.machine,
+                progress=bar.show,
+            ):
+                done.append((target, tuned))
+        except KeyboardInterrupt:
+            print("interrupted; what was found is kept", file=sys.stderr)
+    if done:
+        _report(done)
+    if len(done) < len(problems):
+        print(f"{len(problems) - len(done)} of {len(problems)} were not tuned", file=sys.stderr)
+
+
+class _Bar:
+    """The seconds of the budget that are spent, and the best gain so far."""
+
+    def __init__(self, budget: float) -> None:
+        import time
+
+        from tqdm import tqdm
+
+        self._now, self._start, self._budget = time.monotonic, time.monotonic(), budget
+        layout = "{l_bar}{bar}| {n:.0f}/{total:.0f} s {postfix}"
+        self._bar = tqdm(total=budget, disable=None, bar_format=layout)
+        self._best = 1.0
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def show(self, target: Target, gain: float) -> None:
+        """After each trial: the gain of its problem so far."""
+        self._best = max(self._best, gain)
+        self._bar.n = min(self._budget, self._now() - self._start)
+        self._bar.set_postfix_str(f"{target.key}: {gain:.2f}x, best {self._best:.2f}x")
+
+
+def _problems(args: argparse.Namespace) -> list[Target]:
+    from ..convert import convert_model
+    from ..loading import load_stock
+    from ..tuning.shapes import problems_of_model
+    from .demo import shipped_model
+
+    path = args.model or shipped_model()
+    loaded = load_stock(path, trust_remote_code=args.trust_remote_code)
+    convert_model(loaded.model, config=loaded.quantization)
+    return problems_of_model(loaded.model, prompt=args.prompt_tokens, batch=args.batch)
+
+
+def _report(done: list[tuple[Target, Tuned[Any]]]) -> None:
+    from dataclasses import asdict
+
+    from .demo import table
+
+    rows = [
+        (
+            target.family.name,
+            target.key.removeprefix(f"{target.family.name} "),
+            f"{tuned.heuristic * 1e6:.1f} us",
+            f"{tuned.seconds * 1e6:.1f} us",
+            f"{tuned.gain:.2f}x",
+            str(len(tuned.trials)),
+            tuned.path,
+            _fields(asdict(tuned.config)),
+        )
+        for target, tuned in done
+    ]
+    header = ("kernel", "shape", "heuristic", "found", "gain", "tried", "path", "configuration")
+    print(table(header, rows))
+
+
+def _fields(config: Any) -> str:
+    return " ".join(f"{name}={int(value)}" for name, value in config.items())

@@ -1,0 +1,128 @@
+"""The product of few rows with a quantized matrix, as the tuner sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from inspect import unwrap
+
+import mlx.core as mx
+
+from ...formats import Format
+from ...metal import quantized_matmul
+from ...metal.quantized_matmul import (
+    FewRows,
+    MatrixUnits,
+    PackedMatrix,
+    few_rows,
+    products_of_few_rows,
+)
+from ...runtime.kernel import MAX_THREADGROUP_MEMORY
+from ..family import Family, Problem
+from ..moves import Axis, Buffer, Group, Local, Unroll, Upcast
+from .packed import Packed, Path, four
+
+Config = FewRows | MatrixUnits
+# Beyond these a thread's sums and weights cannot stay in registers.
+_MOST_SUMS, _MOST_PRODUCTS = 32, 128
+
+
+class FewRowsFamily(Family[Config]):
+    """y (M, N) = x (M, K) with a packed matrix, M of 1 to 16; its form is ``affine-64-4-t``.
+
+    A configuration belongs to one of two kernels. Which is faster depends on what the matrix units
+    of a GPU are worth, so the search starts from both. Several matrices that are multiplied in one
+    launch count as one of all their rows.
+    """
+
+    name = "quantized_matmul_few_rows"
+    configs = (MatrixUnits, FewRows)
+    kernels = (quantized_matmul._kernel(True, ()), quantized_matmul._kernel(False, ()))
+    axes = (
+        Axis(Group, "simds", (1, 2, 4, 8, 16)),
+        Axis(Upcast, "tiles", (1, 2, 4)),
+        Axis(Upcast, "outputs", (1, 2, 4, 8)),
+        Axis(Unroll, "run", (8, 16, 32, 64)),
+        Axis(Buffer, "ahead", (1, 2, 4)),
+        Axis(Local, "stacks", (1, 2, 4)),
+        Axis(Local, "threads", (32, 64, 128, 256)),
+    )
+
+    def heuristic(self, problem: Problem, device: str) -> Config:
+        m, n, k, fmt, _ = Packed.of(problem)
+        return unwrap(few_rows)(device, m, n, k, problem.dtype, fmt)
+
+    def others(self, problem: Problem) -> tuple[Config, ...]:
+        m, n, k, fmt, _ = Packed.of(problem)
+        choose = unwrap(few_rows)
+        units = choose("cuda", m, n, k, mx.bfloat16, fmt)
+        threads = choose("metal", m, n, k, mx.float32, fmt)
+        return (threads,) if problem.dtype == mx.float32 else (units, threads)
+
+    def completed(self, config: Config, problem: Problem) -> Config:
+        if isinstance(config, FewRows):
+            return config
+        rows = problem.shape[0]
+        return replace(config, fragments=-(-rows * _slots(config, Packed.of(problem)) // 8))
+
+    def why_not(self, config: Config, problem: Problem) -> str | None:
+        packed = Packed.of(problem)
+        if config.threads > 1024:
+            return f"{config.threads} threads"
+        if isinstance(config, FewRows):
+            return _why_not_threads(config, packed)
+        return _why_not_units(config, packed)
+
+    def inputs(self, problem: Problem) -> list[mx.array]:
+        return Packed.of(problem).inputs(problem.dtype)
+
+    def run(self, inputs: list[mx.array], problem: Problem, config: Config) -> mx.array:
+        x, w, scales, biases = four(inputs)
+        matrix, fmt = PackedMatrix(w, scales, biases), Packed.of(problem).fmt
+        return products_of_few_rows(x, [matrix], fmt, config)[0]
+
+    def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
+        return Packed.of(problem).reference(inputs)
+
+    def paths(self, problem: Problem) -> Mapping[str, Path]:
+        return Packed.of(problem).paths()
+
+    def asked(self, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format) -> Problem:
+        return Packed(rows, n, k, fmt, True).problem(dtype)
+
+
+def _slots(config: MatrixUnits, packed: Packed) -> int:
+    return 1 if packed.fmt.mode == "nvfp4" else 4 * config.run // packed.fmt.group_size
+
+
+def _why_not_threads(config: FewRows, packed: Packed) -> str | None:
+    group, bits, _ = packed.fmt
+    if config.run % (32 if bits % 2 else 16) or group % config.run:
+        return f"runs of {config.run} in groups of {group}"
+    products = config.run * max(config.rows, config.outputs)
+    sums = config.rows * config.outputs
+    return None if max(products / 2, sums) <= _MOST_PRODUCTS else f"{sums} sums, {products} numbers"
+
+
+def _why_not_units(config: MatrixUnits, packed: Packed) -> str | None:
+    group, bits, mode = packed.fmt
+    if mode == "nvfp4":
+        if config.run != (16 if packed.k % 32 else 32) or config.ahead > 1:
+            return f"{config} in nvfp4"
+    else:
+        least = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
+        if not least <= config.run <= group or _slots(config, packed) > 8:
+            return f"runs of {config.run} in groups of {group}"
+    if not config.takes(packed.k):
+        return f"rows of {packed.k}"
+    memory = quantized_matmul._threadgroup_memory(**asdict(config))
+    if memory > MAX_THREADGROUP_MEMORY:
+        return f"{memory} bytes of threadgroup memory"
+    sums = config.tiles * config.fragments
+    words = config.tiles * config.ahead * config.run * bits // 16
+    if sums > _MOST_SUMS or words > _MOST_PRODUCTS:
+        return f"{sums} fragments and {words} words under way"
+    return None
+
+
+FEW_ROWS = FewRowsFamily()

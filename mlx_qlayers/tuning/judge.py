@@ -1,0 +1,190 @@
+"""What decides which configuration is better: a clock, or the cost model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+import mlx.core as mx
+
+from ..runtime.backend import backend, use_backend
+from ..runtime.host import checks
+from ..runtime.wait import KernelTimeout, wait_for
+from .cost import cost
+from .family import Family, Problem
+from .machines import MACHINES
+from .search import Stopped, Trial
+from .store import device_name
+from .timing import measure
+
+C = TypeVar("C")
+Path = Callable[[list[mx.array]], mx.array]
+# Seconds of configurations, and of the other paths by name.
+Comparison = tuple[list[float], dict[str, float]]
+# Longer than any kernel here takes; one that is not back by then hangs.
+PATIENCE = 20.0
+# Bytes of inputs that no cache holds: copies of the inputs take turns until they have as many.
+_COLD = 192 << 20
+_AT_ONCE: AbstractContextManager[Any] = nullcontext()
+# Links of the chain that has nothing else.
+_LINKS = 64
+
+
+class Judge(ABC, Generic[C]):
+    """Verifies and rates configurations for one problem.
+
+    Attributes:
+        name: of the device that results are kept for.
+        device: ``"metal"``, ``"cuda"`` or ``"host"``, for heuristics.
+        path: what its verdict on a kernel is called.
+        hung: whether a kernel did not come back, so that nothing else can run.
+    """
+
+    name: str
+    device: str
+    path = "kernel"
+    hung = False
+
+    def __init__(self, family: Family[C], problem: Problem) -> None:
+        self.family, self.problem = family, problem
+        self.inputs = family.inputs(problem)
+        self.truth = family.reference(self.inputs, problem).astype(mx.float32)
+        mx.eval(self.inputs, self.truth)
+        mx.clear_cache()
+
+    def attempts(self, configs: Sequence[C]) -> Iterator[Trial[C]]:
+        """Verify and rate configurations."""
+        for config in configs:
+            if self.hung:
+                raise Stopped
+            yield self.attempt(config)
+
+    def attempt(self, config: C, turn: AbstractContextManager[Any] = _AT_ONCE) -> Trial[C]:
+        """Verify a configuration, then rate it, when it is its turn."""
+        try:
+            if error := self._error(self.family.run(self.inputs, self.problem, config)):
+                return Trial(config, problem=error)
+            with turn:
+                return Trial(config, self.rate(config))
+        except KernelTimeout as hang:
+            self.hung = True
+            return Trial(config, problem=str(hang))
+        except (RuntimeError, ValueError) as error:
+            return Trial(config, problem=f"{type(error).__name__}: {error}")
+
+    def _error(self, y: mx.array) -> str | None:
+        """Why a result is wrong, if it is."""
+        difference = mx.abs(y.astype(mx.float32) - self.truth).max()
+        largest = mx.abs(self.truth).max()
+        wait_for((difference, largest), PATIENCE)
+        found = float(difference.item())  # type: ignore[arg-type]
+        allowed = self.family.tolerance(self.problem) * float(largest.item())  # type: ignore[arg-type]
+        return None if found <= allowed else f"wrong by {found:.2e}, {allowed:.2e} would pass"
+
+    @abstractmethod
+    def rate(self, config: C) -> float:
+        """Seconds of one launch."""
+
+    @abstractmethod
+    def compare(self, configs: Sequence[C]) -> Comparison:
+        """Seconds of configurations that work, and of the other paths, side by side."""
+
+
+class Measured(Judge[C]):
+    """Rates by the clock of this machine's GPU.
+
+    Each launch waits for the one before, through its first input, and finds its inputs in memory,
+    not in a cache: several sets of them take turns. What the link between two launches takes is
+    measured by itself and left out.
+    """
+
+    def __init__(self, family: Family[C], problem: Problem) -> None:
+        super().__init__(family, problem)
+        self.name, self.device = device_name(), backend()
+        size = sum(x.nbytes for x in self.inputs)
+        self.sets = [self.inputs]
+        for _ in range(max(1, min(32, _COLD // max(1, size)))):
+            self.sets.append([mx.array(x) for x in self.inputs])
+        self._true = mx.array([True])
+        mx.eval(self.sets, self._true)
+        times = measure({"": mx.compile(self._links)}, repeats=9, least=0.002)
+        self._link = times[""].median / _LINKS
+
+    def rate(self, config: C) -> float:
+        return self._seconds({"": self._path(config)}, repeats=3)[""]
+
+    def compare(self, configs: Sequence[C]) -> Comparison:
+        runs: dict[str, Path] = {str(i): self._path(config) for i, config in enumerate(configs)}
+        seconds = self._seconds({**runs, **self.family.paths(self.problem)}, repeats=9)
+        return [seconds.pop(name) for name in runs], seconds
+
+    def _path(self, config: C) -> Path:
+        return lambda inputs: self.family.run(inputs, self.problem, config)
+
+    def _links(self) -> mx.array:
+        y = self.inputs[0]
+        for i in range(_LINKS):
+            y = self._linked(self.sets[i % len(self.sets)][0], y)
+        return y
+
+    def _linked(self, x: mx.array, y: mx.array) -> mx.array:
+        """x, but not before y is there."""
+        return mx.where(self._true, x, y[(0,) * y.ndim].astype(x.dtype))
+
+    def _chain(self, path: Path) -> Callable[[], mx.array]:
+        """Launches one behind the other, each with a set of its own: MLX would share their work."""
+
+        def run() -> mx.array:
+            y = self.inputs[0]
+            for first, *others in self.sets:
+                y = path([self._linked(first, y), *others])
+            return y
+
+        return mx.compile(run)
+
+    def _seconds(self, paths: Mapping[str, Path], repeats: int) -> dict[str, float]:
+        chains = {name: self._chain(path) for name, path in paths.items()}
+        times = measure(chains, repeats=repeats, least=0.002)
+        return {n: max(t.median / len(self.sets) - self._link, 1e-9) for n, t in times.items()}
+
+
+class Computed(Judge[C]):
+    """Rates by what the checked host backend counts, for a machine that need not be here."""
+
+    path = "modelled"
+
+    def __init__(self, family: Family[C], problem: Problem, machine: str) -> None:
+        super().__init__(family, problem)
+        self.name, self.machine = machine, MACHINES[machine]
+        self._rated: dict[C, float] = {}
+        self.device = "metal" if machine.startswith("applegpu") else "cuda"
+
+    def attempt(self, config: C, turn: AbstractContextManager[Any] = _AT_ONCE) -> Trial[C]:
+        with use_backend("host"), checks() as self._report:
+            trial = super().attempt(config, turn)
+        self._rated[config] = trial.seconds
+        return trial
+
+    def rate(self, config: C) -> float:
+        return sum(cost(counters, self.machine).seconds for _, counters in self._report.launches)
+
+    def compare(self, configs: Sequence[C]) -> Comparison:
+        # What another process has rated is rated again: it costs the same.
+        return [self._rated.get(c) or self.attempt(c).seconds for c in configs], {}
+
+
+def judge_of(family: Family[C], problem: Problem, machine: str | None = None) -> Judge[C]:
+    """The clock of this machine's GPU, or the cost model of a named machine.
+
+    Raises:
+        ValueError: no machine has that name, or none is named and there is no GPU.
+    """
+    if machine is not None:
+        if machine not in MACHINES:
+            raise ValueError(f"machine must be one of {', '.join(MACHINES)}, not {machine!r}")
+        return Computed(family, problem, machine)
+    if backend() not in ("metal", "cuda"):
+        raise ValueError("there is no GPU here; name a machine to compute costs for")
+    return Measured(family, problem)
