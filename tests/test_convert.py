@@ -12,7 +12,7 @@ from mlx_lm.models import qwen2
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_qlayers import FusedAttention, QLinear, convert_model, explain, revert_model, verify
-from mlx_qlayers.layers import qlinear, stretches
+from mlx_qlayers.layers import qlinear
 from mlx_qlayers.layers.qlinear import QEmbedding
 from tests.numerics import assert_same_model
 
@@ -312,7 +312,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("what", ["quantized_matmul", "routed_attention"])
     def test_a_layer_that_disagrees(self, monkeypatch, what):
-        module = stretches if what == "quantized_matmul" else verify
+        module = qlinear if what == "quantized_matmul" else verify
         right = getattr(module, what)
         monkeypatch.setattr(module, what, lambda *a, **kw: right(*a, **kw) * 1.01)
         model = qwen()

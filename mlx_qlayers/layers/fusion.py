@@ -22,13 +22,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
+from ..ops.quantized_paths import is_few
+from ..ops.traced import Place, place
 from . import stretches
 from .grouping import grouped
 from .operands import GATES, known_of, of_feed_forward, of_heads, of_layers
 from .recognition import Known, recognise
 from .routing import routed_attention, routed_class
 from .stacks import stacked
-from .stretches import Place, is_few, place
 
 # The form of a module of which only products of one input are gathered.
 GROUPED = "grouped"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from . import stretches
+from ..ops.quantized_matmul import quantized_matmul
 
 
 class Counterpart(nn.Module):
@@ -36,9 +34,16 @@ class Counterpart(nn.Module):
         return twin
 
     def _product(self, x: mx.array) -> mx.array:
-        product = stretches.product(x, self.group_size, self.bits, self.mode)
-        arrays = self["weight"], self["scales"], self.get("biases"), self.get("bias")
-        return cast(mx.array, product(x, *arrays))
+        return quantized_matmul(
+            x,
+            self["weight"],
+            self["scales"],
+            self.get("biases"),
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            bias=self.get("bias"),
+        )
 
 
 class QLinear(Counterpart, nn.QuantizedLinear):

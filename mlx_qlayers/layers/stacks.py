@@ -19,6 +19,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops.attention_step import why_not
+from ..ops.quantized_paths import is_few
+from ..ops.traced import Place, place
+from ..runtime.backend import being_traced
 from . import stretches
 from .grouping import compiled
 from .operands import Block, Snapshot, known_of, of_block
@@ -111,9 +114,9 @@ class _Stack:
         found: list[mx.array] = [c.offset for c in caches]
         if all(offset is found[0] for offset in found):
             return found[:1]
-        if self.apart is None:
+        if self.apart is None and not being_traced(found):
             self.apart = not (mx.stack(found) == found[0]).all().item()
-        if self.apart:
+        if self.apart is not False:
             return found
         for c in caches:
             c.offset = found[0]
@@ -121,7 +124,7 @@ class _Stack:
 
     def run(
         self,
-        at: stretches.Place,
+        at: Place,
         x: mx.array,
         mask: mx.array | None,
         places: list[mx.array],
@@ -153,7 +156,7 @@ def _first_layers(
     caches = [cache for _, cache in pairs]
     mask = _common([mask_of(layer) for layer, _ in pairs])
     length = _length(caches, x, mask)
-    at = None if length is None else stretches.place()
+    at = None if length is None else place()
     if at is None or length is None:
         return x, pairs
     layers, stack = [layer for layer, _ in pairs], _stacks.get(caches[0])
@@ -197,7 +200,7 @@ def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
     """How many keys each cache holds, if a row more has room in the buffers of all of them."""
     from mlx_lm.models.cache import BatchKVCache, KVCache
 
-    if not caches or x.ndim != 3 or x.shape[1] != 1 or not stretches.is_few(x):
+    if not caches or x.ndim != 3 or x.shape[1] != 1 or not is_few(x):
         return None
     kind, buffer = type(caches[0]), getattr(caches[0], "keys", None)
     if kind not in (KVCache, BatchKVCache) or buffer is None or buffer.dtype != x.dtype:

@@ -6,31 +6,22 @@ between them are inputs, everything else is in the key under which the traced fu
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache, lru_cache, wraps
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
 
 from ..formats import Format
-from ..metal.quantized_matmul import MAX_FEW_ROWS, MAX_MATRICES, Gate, PackedMatrix
+from ..metal.quantized_matmul import MAX_MATRICES, Gate, PackedMatrix
 from ..ops.attention_step import MIN_PLACES, Rotation, attention_step
-from ..ops.differentiable import without_gradients
 from ..ops.fused_products import fused_products
-from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
-from ..runtime.backend import requested
-from ..runtime.health import checking
-from ..runtime.tracing import tracing
+from ..ops.traced import traced
 
 Static = tuple[Any, ...]
-# The backend asked for, the thread and the stream.
-Place = tuple[str, int, str]
 # Group size, bits, mode and the shape of the packed weight.
 Packing = tuple[int, int, str, tuple[int, ...]]
 # Weight, scales, biases and bias; the last two may be None.
@@ -39,24 +30,6 @@ Matrix = tuple[mx.array, mx.array, mx.array | None, mx.array | None]
 # Rotary embeddings that take their offset as an array, and compute with nothing else that changes.
 _ROPES = ("RoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
 _ROPE_MODULES = ("mlx.nn.layers.positional_encoding", "mlx_lm.models.rope_utils")
-
-_thread, _numbers = threading.local(), itertools.count(1)
-
-
-def place() -> Place | None:
-    """Where traces are made and used; None where nothing is to be traced.
-
-    The host backend runs at once, and launches are to be seen one by one in the debug modes.
-    """
-    device = mx.default_device()
-    if device.type == mx.cpu or checking() or tracing():
-        return None
-    stream = mx.default_stream(device)
-    known = getattr(_thread, "stream", None)
-    if known is None or known != stream:  # a stream cannot be compared with None
-        _thread.stream, _thread.name = stream, repr(stream)
-        _thread.number = getattr(_thread, "number", None) or next(_numbers)
-    return requested(), _thread.number, _thread.name
 
 
 @lru_cache(maxsize=64)
@@ -74,52 +47,6 @@ def places(length: int, batch: int) -> mx.array:
 def places_of(length: int, positions: mx.array) -> mx.array:
     """What :func:`attention_step` takes where sequences have positions of their own."""
     return mx.concatenate([places(length, 0)[:1], positions, places(0, 0)])
-
-
-def is_few(x: mx.array) -> bool:
-    """Whether an input has so few rows that the kernels of few rows take it."""
-    return x.ndim > 1 and 0 < x.size <= MAX_FEW_ROWS * x.shape[-1]
-
-
-class _Traced:
-    """A function that is traced for every shape of its first two arguments.
-
-    MLX calls it to trace it and, where a gradient is taken, each time. It is traced ahead of its
-    first use, on arrays that are never evaluated, and without the nodes that carry gradients.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.compiled = mx.compile(function)
-        self.seen: set[Any] = set()
-
-    def __call__(self, x: mx.array, *rest: Any) -> Any:
-        alike = x.shape, x.dtype, getattr(rest[0], "shape", None)
-        if alike not in self.seen:
-            with without_gradients():
-                self.compiled(*tree_map(_empty, (x, *rest)))
-            self.seen.add(alike)
-        return self.compiled(x, *rest)
-
-
-def _empty(array: mx.array | None) -> mx.array | None:
-    return None if array is None else mx.zeros(array.shape, array.dtype)
-
-
-def _stretch(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
-    """Keep what ``make`` makes from a key, traced or not; ``__wrapped__`` makes it untraced.
-
-    MLX keeps traces for each thread and stream, so these are parts of the key.
-    """
-
-    @lru_cache(maxsize=256)
-    def made(at: Place | None, *key: Any) -> Callable[..., Any]:
-        return make(*key) if at is None else _Traced(make(*key))
-
-    @wraps(make)
-    def stretch(at: Place | None, *key: Any) -> Callable[..., Any]:
-        return made(at, *key)
-
-    return stretch
 
 
 @cache
@@ -178,22 +105,7 @@ def _keywords(fmt: Static) -> dict[str, Any]:
     return Format(*fmt[:3])._asdict()
 
 
-def product(x: mx.array, group_size: int, bits: int, mode: str) -> Callable[..., Any]:
-    """The product with one matrix. With many rows it is not traced: their number may be any."""
-    return _product(place() if is_few(x) else None, group_size, bits, mode)
-
-
-@_stretch
-def _product(group_size: int, bits: int, mode: str) -> Callable[..., Any]:
-    def run(x: mx.array, w: mx.array, scales: mx.array, biases: Any, bias: Any) -> mx.array:
-        return quantized_matmul(
-            x, w, scales, biases, group_size=group_size, bits=bits, mode=mode, bias=bias
-        )
-
-    return run
-
-
-@_stretch
+@traced
 def together(formats: tuple[Packing, ...]) -> Callable[..., Any]:
     """Products of one input."""
 
@@ -217,7 +129,7 @@ def joined(out: mx.array) -> mx.array:
     return (out if length == 1 else out.transpose(0, 2, 1, 3)).reshape(batch, length, -1)
 
 
-@_stretch
+@traced
 def heads(
     formats: tuple[Packing, ...],
     counts: tuple[int, int],
@@ -256,7 +168,7 @@ def heads(
     return run
 
 
-@_stretch
+@traced
 def projected(fmt: Packing) -> Callable[..., Any]:
     """Residual and output projection."""
 
@@ -267,7 +179,7 @@ def projected(fmt: Packing) -> Callable[..., Any]:
     return run
 
 
-@_stretch
+@traced
 def feed_forward(
     fmt: Packing, fmt_down: Packing, gate: Gate, eps: float | None
 ) -> Callable[..., Any]:
@@ -283,7 +195,7 @@ def feed_forward(
     return run
 
 
-@_stretch
+@traced
 def tail(
     fmt_o: Packing, fmt: Packing, fmt_down: Packing, gate: Gate, eps: float
 ) -> Callable[..., Any]:
@@ -298,7 +210,7 @@ def tail(
     return run
 
 
-@_stretch
+@traced
 def layers(each: tuple[tuple[Static, float, Static], ...], shape: Any) -> Callable[..., Any]:
     """Decoder layers in turn, for a token of each sequence.
 

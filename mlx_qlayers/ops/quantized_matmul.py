@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import mlx.core as mx
 
 from ..formats import GLOBAL_UNIT, Format
 from ..runtime.backend import backend
+from .differentiable import gradients_are_left_out
 from .quantized_gradients import scales_and_biases
-from .quantized_paths import Way, is_forced_to_reference, product, way
+from .quantized_paths import Way, is_few, is_forced_to_reference, product, way
+from .traced import place, traced
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -62,12 +64,48 @@ def quantized_matmul(
 
     Source: ``mx.quantized_matmul``.
     """
+    arrays, options = (
+        (x, w, scales, biases, bias, global_scale),
+        (transpose, group_size, bits, mode),
+    )
+    within = gradients_are_left_out()
+    if not within and is_few(x) and (at := place()) is not None:
+        try:
+            run = _traced(at, *options)
+        except TypeError:
+            pass  # an option that cannot be a key: the checks name it
+        else:
+            return cast(mx.array, run(*arrays))
+    return _product(*arrays, *options, alone=not within)
+
+
+@partial(traced, counted=True)
+def _traced(*options: Any) -> Callable[..., mx.array]:
+    # What is not traced ahead is part of what somebody traces or differentiates.
+    return lambda *arrays: _product(*arrays, *options, alone=gradients_are_left_out())
+
+
+def _product(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    bias: mx.array | None,
+    global_scale: mx.array | None,
+    transpose: bool,
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+    *,
+    alone: bool,
+) -> mx.array:
+    """The product; ``alone`` if each call of it costs the Python that it takes to call it."""
     fmt = Format.checked(group_size, bits, mode)
     _check(x, w, scales, biases, transpose, fmt, bias)
     if global_scale is not None:
         return _with_global_scale(x, w, scales, transpose, fmt, bias, global_scale)
     if is_forced_to_reference() or w.ndim > 2:
-        chosen = way("quantized_matmul", x, w, scales, transpose, fmt)
+        chosen = way("quantized_matmul", x, w, scales, transpose, fmt, alone)
         return product(chosen, x, w, scales, biases, bias, transpose, fmt)
     out = x.dtype
     if biases is not None:
@@ -76,10 +114,13 @@ def quantized_matmul(
     # A bias of more precision than the product is added to it afterwards, as stock layers do.
     fused = bias is not None and bias.dtype == out
     arrays = (x.astype(out), w, scales, biases, bias if fused else None)
-    chosen = way("quantized_matmul", *arrays[:3], transpose, fmt)
-    present = [a for a in arrays if a is not None]
-    differentiable = _at_once if backend() == "host" and biases is not None else _lazily
-    y = differentiable(chosen, fmt, transpose, biases is not None, fused)(*present)
+    chosen = way("quantized_matmul", *arrays[:3], transpose, fmt, alone)
+    if gradients_are_left_out():
+        y = product(chosen, *arrays, transpose, fmt)
+    else:
+        differentiable = _at_once if backend() == "host" and biases is not None else _lazily
+        present = [a for a in arrays if a is not None]
+        y = differentiable(chosen, fmt, transpose, biases is not None, fused)(*present)
     return y if bias is None or fused else y + bias
 
 

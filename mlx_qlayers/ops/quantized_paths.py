@@ -43,6 +43,11 @@ _MEASURED_ON_CUDA = Format(64, 4)
 # Rows up to which tiles are faster than unpacking the matrix for a dense product on an H200.
 _TILES_UNTIL = 128
 
+# Picoseconds that the stock operator takes on an H200 for each element of a matrix, for 1 to 8 rows
+# (from there on no more), and what a call of the kernel takes there before another can follow.
+_STOCK_ON_CUDA = (0.57, 1.13, 1.7, 2.2, 2.8, 3.3, 3.9, 0.43)
+_CALL_ON_CUDA = 15e6
+
 FEW_ROWS, TILES, DENSE = "few rows at once", "tiles", "dequantized, then a dense product"
 
 
@@ -58,8 +63,23 @@ class Way(NamedTuple):
     kernel: str = ""
 
 
-def way(op: str, x: mx.array, w: mx.array, scales: mx.array, transpose: bool, fmt: Format) -> Way:
+def is_few(x: mx.array) -> bool:
+    """Whether an input has so few rows that the kernels of few rows take it."""
+    return x.ndim > 1 and 0 < x.size <= MAX_FEW_ROWS * x.shape[-1]
+
+
+def way(
+    op: str,
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    transpose: bool,
+    fmt: Format,
+    alone: bool = False,
+) -> Way:
     """Choose how to compute ``x @ w.T``, or ``x @ w``, and keep the reason under the name ``op``.
+
+    A product that is ``alone`` is called from Python each time, which may take longer than it runs.
 
     Raises:
         BackendError: a backend was forced that has no kernel for these arguments.
@@ -73,7 +93,8 @@ def way(op: str, x: mx.array, w: mx.array, scales: mx.array, transpose: bool, fm
         # Where threads do not run side by side, sixteen rows after sixteen are fastest.
         kernel, unless = FEW_ROWS, None
     elif rows <= MAX_FEW_ROWS and transpose:
-        kernel, unless = FEW_ROWS, stock_is_better(x.dtype)
+        kernel = FEW_ROWS
+        unless = stock_is_better(x.dtype) or (_call_is_too_long(rows, w, fmt) if alone else None)
     elif device == "cuda":
         kernel, unless = _many_rows_on_cuda(rows, x, w, transpose, fmt)
     else:
@@ -116,8 +137,16 @@ def stock_is_better(dtype: mx.Dtype) -> str | None:
     if backend() == "cuda":
         if dtype == mx.float32:
             return "the stock operator is faster in float32, which the matrix units do not take"
-        return "the kernel was faster when measured, but changed since and was not checked again"
+        return None
     return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+
+
+def _call_is_too_long(rows: int, w: mx.array, fmt: Format) -> str | None:
+    """Why ``auto`` leaves a product that is called by itself to the stock operator on an H200."""
+    stock = _STOCK_ON_CUDA[min(rows, 8) - 1] * w.size * 32 / fmt.bits
+    if stock > _CALL_ON_CUDA:
+        return None
+    return "the stock operator takes less time than Python to call the kernel"
 
 
 def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -64,7 +66,10 @@ _missing: dict[str, Callable[[], str | None]] = {
     "ops": lambda: None,
 }
 _forced: str | None = None
-_decisions: dict[tuple[str, str, str], int] = {}
+# An operation, the path that it took, and why.
+Note = tuple[str, str, str]
+_decisions: dict[Note, int] = {}
+_thread = threading.local()
 
 
 def _check(name: str) -> str:
@@ -253,6 +258,24 @@ def note(op: str, path: str, reason: str) -> None:
     """Remember that ``op`` took ``path`` and why."""
     key = (op, path, reason)
     _decisions[key] = _decisions.get(key, 0) + 1
+    if (found := getattr(_thread, "notes", None)) is not None:
+        found.append(key)
+
+
+def note_again(notes: Iterable[Note]) -> None:
+    """Count what :func:`noting` found as if it had happened once more."""
+    for key in notes:
+        _decisions[key] = _decisions.get(key, 0) + 1
+
+
+@contextmanager
+def noting() -> Iterator[list[Note]]:
+    """Inside, in this thread, keep what is noted as well."""
+    before, _thread.notes = getattr(_thread, "notes", None), []
+    try:
+        yield _thread.notes
+    finally:
+        _thread.notes = before
 
 
 def explain(*, reset: bool = False) -> list[Decision]:

@@ -20,6 +20,8 @@ from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backe
 from mlx_qlayers.layers import fusion, stretches
 from mlx_qlayers.layers.fusion import is_fused
 from mlx_qlayers.ops import fused_products as ops
+from mlx_qlayers.ops import quantized_matmul as products
+from mlx_qlayers.ops import traced as traces
 from mlx_qlayers.report import FUSED, LEFT
 from mlx_qlayers.runtime import health_checks, trace
 
@@ -74,7 +76,7 @@ def traced(monkeypatch: pytest.MonkeyPatch):
         stream = mx.default_stream(mx.default_device())
         return "ops", threading.get_ident(), repr(stream)
 
-    for module in (stretches, fusion):
+    for module in (products, fusion):
         monkeypatch.setattr(module, "place", place)
     with use_backend("ops"):
         yield
@@ -107,25 +109,25 @@ def test_layers_that_are_alike_share_their_traces(traced, monkeypatch):
 
 
 def test_traces_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
-    assert stretches.place() is None  # on a CPU nothing is traced
+    assert traces.place() is None  # on a CPU nothing is traced
     device, default_stream = mx.default_device(), mx.default_stream
     monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
     monkeypatch.setattr(mx, "default_stream", lambda _: default_stream(device))
-    first = stretches.place()
-    assert first == stretches.place() and first[0] == "auto"
+    first = traces.place()
+    assert first == traces.place() and first[0] == "auto"
     found = []
-    thread = threading.Thread(target=lambda: found.append(stretches.place()))
+    thread = threading.Thread(target=lambda: found.append(traces.place()))
     thread.start()
     thread.join()
     with mx.stream(mx.new_stream(mx.cpu)):
-        found.append(stretches.place())
+        found.append(traces.place())
     with use_backend("ops"):
-        found.append(stretches.place())
-    assert len({first, *found}) == 4 and stretches.place() == first
+        found.append(traces.place())
+    assert len({first, *found}) == 4 and traces.place() == first
     with health_checks():
-        assert stretches.place() is None
+        assert traces.place() is None
     with trace():
-        assert stretches.place() is None
+        assert traces.place() is None
 
 
 def test_launches_of_a_token():
