@@ -51,7 +51,7 @@ def attention_step(
             position of each sequence's token; then anything.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned; ``dims`` 0 turns nothing.
-        freqs: (dims / 2,) the reciprocals of what elements turn by, where ``rotation.base`` is None.
+        freqs: (dims / 2,) the reciprocals of what elements turn by, if ``rotation.base`` is None.
         mask: booleans, true where a token sees a key; (B or 1, H or 1, 1, S or more), of which
             column j is that of key j, the token's own key included. None hides nothing.
 
@@ -65,8 +65,8 @@ def attention_step(
     Example:
         >>> x, buffer = mx.ones((1, 1, 64)), mx.zeros((1, 2, 256, 32))
         >>> places = mx.array([7, 7, 0, 0, 0, 0, 0, 0])
-        >>> found = attention_step(x, x, x, buffer, buffer, places, scale=1.0, rotation=Rotation(32))
-        >>> [y.shape for y in found]
+        >>> options = {"scale": 1.0, "rotation": Rotation(32)}
+        >>> [y.shape for y in attention_step(x, x, x, buffer, buffer, places, **options)]
         [(1, 1, 64), (1, 2, 256, 32), (1, 2, 256, 32)]
 
     Source: :func:`mlx_qlayers.ops.rotary.rotary_embedding` and :func:`mlx_qlayers.attention`.
@@ -109,7 +109,7 @@ def _covers(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> bool:
 
 @cache
 def _function(path: str, scale: float, rotation: Rotation) -> Any:
-    numbers = {"dims": rotation.dims, "traditional": rotation.traditional}
+    numbers: dict[str, Any] = {"dims": rotation.dims, "traditional": rotation.traditional}
     numbers |= {"base": rotation.base, "rope_scale": rotation.scale}
 
     def composed(*given: Any) -> list[mx.array]:
@@ -124,8 +124,9 @@ def _function(path: str, scale: float, rotation: Rotation) -> Any:
     def launch(*given: Any) -> list[mx.array]:
         *arrays, freqs, mask = given
         config = kernels.configure(arrays[4].shape[2], arrays[4].shape[3])
-        options = {"scale": scale, "rotation": rotation, "freqs": freqs, "mask": mask}
-        return kernels.attention_step(*arrays, **options, config=config)
+        return kernels.attention_step(
+            *arrays, scale=scale, rotation=rotation, freqs=freqs, mask=mask, config=config
+        )
 
     return with_gradient_of(composed, launch)
 

@@ -27,10 +27,16 @@ def attention_step(
     """As :func:`mlx_qlayers.metal.attention_step.attention_step`; arguments as there."""
     batch, _, size, width = k_buffer.shape
     length, positions = places[0], places[1 : 1 + batch]
-    options = {"dims": dims, "traditional": traditional, "base": base, "scale": rope_scale}
     if dims:
         q, k = (x.reshape(batch, 1, -1, width) for x in (q, k))
-        q, k = rotated(q, k, positions, freqs=freqs, **options)
+        q, k = rotated(
+            *(q, k, positions),
+            dims=dims,
+            traditional=traditional,
+            base=base,
+            scale=rope_scale,
+            freqs=freqs,
+        )
     else:
         q, k = (x.reshape(batch, -1, 1, width) for x in (q, k))
     row = mx.arange(size)
@@ -41,5 +47,6 @@ def attention_step(
     seen = row <= length
     if mask is not None:
         seen = seen & mask[..., :size]
-    out = attention(q, *buffers, scale, seen)
+    keys, values = buffers
+    out = attention(q, keys, values, scale, seen)
     return [out.reshape(batch, 1, -1), *buffers]
