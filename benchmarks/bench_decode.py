@@ -36,7 +36,7 @@ from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from mlx_qlayers import convert_model, explain
 from mlx_qlayers.commands.arguments import positive
-from mlx_qlayers.layers import routing, stretches
+from mlx_qlayers.layers import routing, stacks, stretches
 
 QWEN2_7B = {
     "hidden_size": 3584,
@@ -186,7 +186,7 @@ def step_time(model: Callable[..., mx.array], base: nn.Module, prompts: mx.array
 @contextmanager
 def without_attention() -> Iterator[None]:
     """Let the product of attention give its queries, in stock and converted models."""
-    places = stretches.place
+    places = stacks.place
 
     def left_out(q: mx.array, *args: Any, **options: Any) -> mx.array:
         return q
@@ -198,7 +198,7 @@ def without_attention() -> Iterator[None]:
             stretches, "attention_step", lambda q, k, v, *buffers, **_: [q, *buffers[:2]]
         ),
         # What was traced with it must not be found.
-        mock.patch.object(stretches, "place", lambda: (at := places()) and (*at[:2], "without")),
+        mock.patch.object(stacks, "place", lambda: (at := places()) and (*at[:2], "without")),
     ):
         yield
 

@@ -15,7 +15,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
 from mlx_qlayers import convert_model, revert_model, use_backend
-from mlx_qlayers.layers import fusion, stacks, stretches
+from mlx_qlayers.layers import fusion, stacks
 from mlx_qlayers.layers.stacks import stacked
 from mlx_qlayers.report import FUSED, LEFT
 
@@ -32,7 +32,7 @@ def traced(monkeypatch: pytest.MonkeyPatch):
         stream = mx.default_stream(mx.default_device())
         return "ops", threading.get_ident(), repr(stream)
 
-    for module in (stretches, fusion):
+    for module in (stacks, fusion):
         monkeypatch.setattr(module, "place", place)
     monkeypatch.setattr(stacks, "why_not", lambda *args: None)
     with use_backend("ops"):
@@ -43,13 +43,13 @@ def traced(monkeypatch: pytest.MonkeyPatch):
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each call ran together."""
     found: list[int] = []
-    function = stacks._Stack.function
+    run = stacks._Stack.run
 
     def counted(self, *args):
         found.append(self.count)
-        return function(self, *args)
+        return run(self, *args)
 
-    monkeypatch.setattr(stacks._Stack, "function", counted)
+    monkeypatch.setattr(stacks._Stack, "run", counted)
     return found
 
 
