@@ -98,7 +98,11 @@ class _Stack:
         starts = range(0, self.count, _TOGETHER)
         self.parts = [slice(i, min(i + _TOGETHER, self.count)) for i in starts]
         self.functions: dict[Any, list[tuple[slice, Callable[..., list[mx.array]]]]] = {}
-        self.apart: bool | None = None
+        # The length and the batch for which something is known, and that.
+        self.known: tuple[int, int] | None = None
+        self.following = mx.array(0)
+        self.offset: int | mx.array = 0
+        self.apart = False
 
     def why_not(self, cache: Any) -> str | None:
         """Why such a cache should be left to the loop, if it should."""
@@ -106,21 +110,41 @@ class _Stack:
         assert rotation is not None
         return why_not(cache.keys.shape, cache.values.shape[3], rotation)
 
-    def positions(self, caches: list[Any]) -> list[mx.array]:
-        """The positions of the sequences in each cache: one array if they are the same in all.
+    def places(self, caches: list[Any], length: int) -> list[mx.array]:
+        """What :func:`attention_step` takes: one array, or one for each layer.
 
-        Whether they are is looked at once. They become one array, on which to count is one launch.
+        After the first token it follows from the one before: what the host writes anew, a GPU with
+        memory of its own has to fetch.
         """
+        batch, offset = len(caches[0].keys), caches[0].offset
+        if self.known == (length, batch) and (
+            isinstance(offset, int) or all(c.offset is self.offset for c in caches)
+        ):
+            return [self.following]
+        if isinstance(offset, int):
+            return [stretches.places(length, batch)]
+        return [stretches.places_of(length, each) for each in self._positions(caches)]
+
+    def _positions(self, caches: list[Any]) -> list[mx.array]:
+        """The positions of the sequences: one array if they are the same in all caches."""
         found: list[mx.array] = [c.offset for c in caches]
-        if all(offset is found[0] for offset in found):
-            return found[:1]
-        if self.apart is None and not being_traced(found):
-            self.apart = not (mx.stack(found) == found[0]).all().item()
-        if self.apart is not False:
+        if self.apart or being_traced(found):
             return found
-        for c in caches:
-            c.offset = found[0]
-        return found[:1]
+        self.apart = not (mx.stack(found) == found[0]).all().item()
+        return found if self.apart else found[:1]
+
+    def advance(self, caches: list[Any], length: int, places: list[mx.array]) -> None:
+        """Count the token that the buffers of all caches hold now."""
+        batch, is_plain = len(caches[0].keys), isinstance(caches[0].offset, int)
+        later = [each + 1 for each in places]
+        self.known = (length + 1, batch) if len(later) == 1 else None
+        self.following = later[0]
+        offsets = [length + 1 if is_plain else each[1 : 1 + batch] for each in later]
+        self.offset = offsets[0]
+        for i, c in enumerate(caches):
+            c.offset = offsets[i % len(offsets)]
+            if not is_plain:
+                c._idx = length + 1
 
     def run(
         self,
@@ -168,27 +192,13 @@ def _first_layers(
     rows = caches[0].keys.shape[2]
     if mask is not None:
         mask = mx.pad(mask, [(0, 0)] * 3 + [(0, rows - 1 - length)])
-    if isinstance(caches[0].offset, int):
-        places = [stretches.places(length, len(x))]
-    else:
-        places = [stretches.places_of(length, offset) for offset in stack.positions(caches)]
+    places = stack.places(caches, length)
     buffers = [(c.keys, c.values) for c in caches]
     x, *new = stack.run(at, x, mask, places, buffers)
     for i, c in enumerate(caches):
         c.keys, c.values = new[2 * i : 2 * i + 2]
-    _advance(caches)
+    stack.advance(caches, length, places)
     return x, pairs[stack.count :]
-
-
-def _advance(caches: list[Any]) -> None:
-    """Count the token that the buffers of all caches hold now."""
-    later: dict[int, Any] = {}
-    for c, before in [(c, c.offset) for c in caches]:
-        if id(before) not in later:
-            later[id(before)] = before + 1
-        c.offset = later[id(before)]
-        if not isinstance(before, int):
-            c._idx += 1
 
 
 def _common(masks: list[Any]) -> Any:

@@ -178,6 +178,45 @@ def test_gradient_through_a_step(runs):
     assert runs
 
 
+@pytest.mark.parametrize("kind", ["own", "batch"])
+def test_caches_that_are_cut_between_tokens(kind, runs):
+    stock, model = pair()
+    tokens = mx.random.randint(0, VOCABULARY, (3, 12), key=mx.random.key(3))
+    found = []
+    for m in (stock, model):
+        cache, logits = caches_of(m, kind, 3), []
+        m(tokens[:, :6], cache=cache)
+        rows = tokens
+        for i in range(6, 12):
+            if i == 8:
+                for c in cache:
+                    c.trim(2)
+            if i == 10 and kind == "batch":
+                rows = tokens[1:]
+                for c in cache:
+                    c.filter(mx.array([1, 2]))
+            logits.append(m(rows[:, i : i + 1], cache=cache))
+        found.append(mx.concatenate(logits, axis=0))
+    assert_same_model(found[1], found[0], bits=None, what=f"cut {kind}")
+    assert runs == [2] * 6
+
+
+def test_positions_that_differ_between_layers(runs):
+    """No cache does that by itself, but nothing forbids it."""
+    stock, model = pair()
+    found = []
+    for m in (stock, model):
+        cache = caches_of(m, "batch", 2)
+        m(mx.array([[1, 2, 3], [4, 5, 6]]), cache=cache)
+        cache[1].offset = cache[1].offset + 2
+        found.append(
+            mx.concatenate([m(mx.array([[7], [8]]), cache=cache) for _ in range(3)], axis=1)
+        )
+        assert cache[1].offset.tolist() == [8, 5]
+    assert_same_model(found[1], found[0], bits=None, what="positions")
+    assert runs == [2] * 3
+
+
 def test_two_sequences_that_share_a_prompt(runs):
     """Nothing is written into buffers that somebody else has."""
     stock, model = pair()
