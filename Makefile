@@ -12,7 +12,11 @@ else
   EXTRA := ,cpu
 endif
 
-.PHONY: setup demo test test-fast test-cuda test-floors notebooks lint clean
+PYTEST := $(BIN)/python -m pytest
+# The pages of the API reference; all else is internal.
+PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime tuning config report)
+
+.PHONY: setup demo test test-fast test-metal test-cuda test-floors bench plots docs notebooks lint clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -23,13 +27,17 @@ demo: setup
 	$(BIN)/python -m mlx_qlayers demo
 
 test: setup
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(PYTEST) -n auto --dist worksteal
 
 test-fast: setup
-	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
+	$(PYTEST) -n auto --dist worksteal -m 'not slow and not metal and not cuda'
+
+# Every kernel on the GPU, against the same oracles.
+test-metal: setup
+	$(PYTEST) -m metal
 
 test-cuda: setup
-	$(BIN)/python -m pytest -m cuda
+	$(PYTEST) -m cuda
 
 # The oldest versions that pyproject.toml admits, in an environment of their own.
 test-floors:
@@ -37,6 +45,18 @@ test-floors:
 	$(VENV)-floors/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint tests/floors.txt --editable '.[dev,host,notebooks$(EXTRA)]'
 	$(VENV)-floors/bin/python -m pytest -n auto --dist worksteal
+
+# Measures every family beside stock MLX, into benchmarks/results/<machine>; make bench ARGS=--quick
+bench: setup
+	$(BIN)/python -m mlx_qlayers bench --out benchmarks/results $(ARGS)
+
+# Draws the pictures of the stored results anew.
+plots: setup
+	$(BIN)/python -m mlx_qlayers bench --from benchmarks/results
+
+# The API reference, from the docstrings, into build/docs.
+docs: setup
+	$(BIN)/python -m pdoc --docformat google --output-directory build/docs $(PAGES)
 
 # Runs the notebooks and stores their outputs; the tests run them without storing.
 notebooks: setup

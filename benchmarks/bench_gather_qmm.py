@@ -5,7 +5,9 @@
     python benchmarks/bench_gather_qmm.py --gradients   # of scales and biases: time and memory
 
 Every result is held against stock MLX in float32 before it is timed. From 64 choices on they are
-sorted, as mlx-lm does. Every call chooses anew, so that a cache holds no matrix for the next.
+sorted, as mlx-lm does. Every product chooses anew, so that a cache holds no matrix for the next.
+On a GPU a time is that of one product in a chain that ``mx.compile`` traced; calls are plain calls
+of stock and of what `auto` chooses, which Python holds up where products are small.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable
 from itertools import cycle
 
 import mlx.core as mx
-from common import Table, add_output, measure, print_facts, write_output
+from common import Sample, Table, add_output, measure, print_facts, write_output
 
 from mlx_qlayers import backend, use_backend
 from mlx_qlayers.formats import MODES, Format
@@ -25,6 +27,7 @@ from mlx_qlayers.ops.gather_qmm import gather_qmm
 # Experts, of which so many for a token; outputs and inputs of their first projection.
 MODELS = {"Qwen3-30B-A3B": (128, 8, 768, 2048), "Qwen1.5-MoE-A2.7B": (60, 4, 1408, 2048)}
 SORTED_FROM = 64
+CALLS = ("stock calls", "auto calls")
 Packed = tuple[mx.array, mx.array, mx.array | None]
 
 
@@ -49,29 +52,49 @@ def choices(tokens: int, each: int, count: int, sets: int = 6) -> list[mx.array]
     return found
 
 
+def product(
+    path: str, x: mx.array, packed: Packed, indices: mx.array, transpose: bool, fmt: Format
+) -> mx.array:
+    """Our product on a backend, or the stock one."""
+    known = indices.ndim == 1
+    if path == "stock":
+        return mx.gather_qmm(x, *packed, None, indices, transpose, *fmt, sorted_indices=known)
+    with use_backend(path):
+        return gather_qmm(
+            x,
+            *packed,
+            None,
+            indices,
+            transpose=transpose,
+            sorted_indices=known,
+            **fmt._asdict(),
+        )
+
+
 def call(
     path: str, x: mx.array, packed: Packed, indices: list[mx.array], transpose: bool, fmt: Format
 ) -> Callable[[], mx.array]:
-    """Our product on a backend, or the stock one; each call takes the next of the indices."""
+    """A product that takes the next of the indices each time."""
     turn = cycle(indices)
-    known = indices[0].ndim == 1
+    return lambda: product(path, x, packed, next(turn), transpose, fmt)
 
-    def ours() -> mx.array:
-        with use_backend(path):
-            return gather_qmm(
-                x,
-                *packed,
-                None,
-                next(turn),
-                transpose=transpose,
-                sorted_indices=known,
-                **fmt._asdict(),
-            )
 
-    def stock() -> mx.array:
-        return mx.gather_qmm(x, *packed, None, next(turn), transpose, *fmt, sorted_indices=known)
+def chain(
+    path: str,
+    x: mx.array,
+    packed: Packed,
+    indices: list[mx.array],
+    transpose: bool,
+    fmt: Format,
+    traced: bool = True,
+) -> Callable[[], list[mx.array]]:
+    """Products with all of the indices, traced once or built by each call."""
 
-    return stock if path == "stock" else ours
+    def run(x: mx.array) -> list[mx.array]:
+        return [product(path, x, packed, chosen, transpose, fmt) for chosen in indices]
+
+    function = mx.compile(run) if traced else run
+    return lambda: function(x)
 
 
 def verify(x: mx.array, packed: Packed, indices: mx.array, transpose: bool, fmt: Format) -> None:
@@ -97,9 +120,9 @@ def rows_and_choices(model: str, tokens: int, transpose: bool) -> tuple[mx.array
 
 def projections(repeats: int) -> list[Table]:
     """The first projection of a model's experts, and the gradient of its input."""
-    counts = (1, 4, 16) if backend() in ("host", "ops") else (1, 4, 16, 64, 128, 512)
-    names = ("stock", "reference", "kernel")
-    columns = {"model": 18, "product": 10, "tokens": 6} | dict.fromkeys(names, 14) | {"ratio": 8}
+    on_cpu = backend() in ("host", "ops")
+    names = ("stock", "reference", "kernel") if on_cpu else ("stock", "kernel", *CALLS)
+    columns = {"model": 18, "product": 10, "tokens": 6} | dict.fromkeys(names, 12) | {"ratio": 8}
     table = Table(columns)
     print(f"milliseconds, bfloat16, 4 bits in groups of 64; kernel on backend {backend()}")
     table.print_header()
@@ -107,26 +130,64 @@ def projections(repeats: int) -> list[Table]:
     for model, (count, _, n, k) in MODELS.items():
         packed = experts(count, n, k, fmt)
         for transpose in (True, False):
-            for tokens in counts:
+            for tokens in (1, 4, 16) if on_cpu else (1, 4, 16, 64, 128, 512):
                 x, indices = rows_and_choices(model, tokens, transpose)
-                paths = {"stock": "stock", "reference": "ops"}
                 if backend() != "ops":
                     verify(x, packed, indices[0], transpose, fmt)
-                    paths["kernel"] = backend()
-                contenders = {
-                    name: call(path, x, packed, indices, transpose, fmt)
-                    for name, path in paths.items()
-                }
-                times = measure(contenders, repeats=repeats, warmup=0)
-                ours = min(times[name].median for name in times if name != "stock")
+                measured = _on_cpu if on_cpu else _on_gpu
+                times, ratio = measured(x, packed, indices, transpose, fmt, repeats)
                 table.add(
                     model=model,
                     product="forward" if transpose else "gradient",
                     tokens=tokens,
                     **{name: time.scaled(1e3) for name, time in times.items()},
-                    ratio=times["stock"].median / ours,
+                    ratio=ratio,
                 )
     return [table]
+
+
+Measured = tuple[dict[str, Sample], float]
+
+
+def _on_cpu(
+    x: mx.array,
+    packed: Packed,
+    indices: list[mx.array],
+    transpose: bool,
+    fmt: Format,
+    repeats: int,
+) -> Measured:
+    """Single products; the gain of the better of our ways."""
+    paths = {"stock": "stock", "reference": "ops"}
+    if backend() != "ops":
+        paths["kernel"] = backend()
+    contenders = {
+        name: call(path, x, packed, indices, transpose, fmt) for name, path in paths.items()
+    }
+    times = measure(contenders, repeats=repeats, warmup=0)
+    ours = min(times[name].median for name in times if name != "stock")
+    return times, times["stock"].median / ours
+
+
+def _on_gpu(
+    x: mx.array,
+    packed: Packed,
+    indices: list[mx.array],
+    transpose: bool,
+    fmt: Format,
+    repeats: int,
+) -> Measured:
+    """Chains of products; the gain of what `auto` takes in plain calls."""
+    arguments = (x, packed, indices, transpose, fmt)
+    contenders = {
+        "stock": chain("stock", *arguments),
+        "kernel": chain(backend(), *arguments),
+        CALLS[0]: chain("stock", *arguments, traced=False),
+        CALLS[1]: chain("auto", *arguments, traced=False),
+    }
+    times = measure(contenders, repeats=repeats, least=0.01)
+    times = {name: time.scaled(1 / len(indices)) for name, time in times.items()}
+    return times, times[CALLS[0]].median / times[CALLS[1]].median
 
 
 def host_gain(repeats: int) -> list[Table]:

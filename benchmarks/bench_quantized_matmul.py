@@ -4,6 +4,7 @@
     python benchmarks/bench_quantized_matmul.py --crossover  # packed against dense, by format
     python benchmarks/bench_quantized_matmul.py --host       # kernel against reference, by format
     python benchmarks/bench_quantized_matmul.py --many       # many rows on a GPU, and dx
+    python benchmarks/bench_quantized_matmul.py --formats    # many rows in the other formats
     python benchmarks/bench_quantized_matmul.py --few        # few rows on a GPU, in GB/s
 
 Every result is held against float64 before it is timed. On a CPU the stock half-precision loops are
@@ -18,8 +19,9 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 from common import Sample, Table, add_output, measure, print_facts, write_output
+from quantized_many import many_formats, many_rows
 
-from mlx_qlayers import backend, explain, quantized_matmul, use_backend
+from mlx_qlayers import backend, quantized_matmul, use_backend
 from mlx_qlayers.formats import MODES, Format
 from mlx_qlayers.metal.quantized_matmul import MAX_FEW_ROWS
 from mlx_qlayers.reference import quantized_matmul as reference
@@ -166,85 +168,6 @@ def host_gain(repeats: int) -> list[Table]:
     return tables
 
 
-def many_rows(repeats: int) -> list[Table]:
-    """Many rows on a GPU: what ``auto`` takes beside the stock operator and a dense product."""
-    fmt = Format(64, 4)
-    table = Table(
-        {"product": 22, "rows": 5, "stock": 12, "dense": 12, "ours": 12}
-        | {"ratio": 6, "TFLOP/s": 8, "MB": 6, "error": 8, "by": 34}
-    )
-    print("milliseconds, bfloat16, 4 bits in groups of 64; dense: mx.dequantize and a product;")
-    print(
-        "ratio: the better of the two over ours; MB: the most memory ours takes beside its inputs"
-    )
-    table.print_header()
-    for n, k in ((37888, 3584), (152064, 3584), (3584, 3584), (3584, 18944)):
-        for rows in (17, 32, 48, 64, 96, 128, 192, 256, 512, 2048):
-            if rows * n * k <= 1 << 40:
-                _compare_many(table, rows, n, k, True, fmt, repeats)
-    for rows in (64, 512, 2048):
-        _compare_many(table, rows, 37888, 3584, False, fmt, repeats)
-    return [table]
-
-
-def _compare_many(
-    table: Table, rows: int, n: int, k: int, transpose: bool, fmt: Format, repeats: int
-) -> None:
-    """One row; untransposed it is the gradient of x, and the matrix still (n, k)."""
-    x, packed = problem(rows, n, k, mx.bfloat16, fmt)
-    if not transpose:
-        x = mx.random.normal((rows, n)).astype(mx.bfloat16)
-    copies = [tuple(a + 0 for a in packed) for _ in range(min(6, -(-(1 << 28) // (n * k))))]
-    mx.eval(x, copies)
-    turn = iter(range(1 << 30))
-
-    def ours() -> mx.array:
-        w, scales, biases = copies[next(turn) % len(copies)]
-        return quantized_matmul(x, w, scales, biases, transpose=transpose, **fmt._asdict())
-
-    def stock() -> mx.array:
-        return mx.quantized_matmul(x, *copies[next(turn) % len(copies)], transpose, *fmt)
-
-    def dense() -> mx.array:
-        matrix = mx.dequantize(*copies[next(turn) % len(copies)], *fmt)
-        return x @ (matrix.T if transpose else matrix)
-
-    explain(reset=True)
-    mx.eval(ours())
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    y = ours()
-    mx.eval(y)
-    peak = mx.get_peak_memory() - before
-    way = next(d for d in explain() if d.op == "quantized_matmul")
-    found = error(y, x, packed, fmt) if transpose else _error_untransposed(y, x, packed, fmt)
-    assert found <= 2 * mx.finfo(mx.bfloat16).eps, f"{rows} rows: {found:.2e}"
-    times = measure({"stock": stock, "dense": dense, "ours": ours}, repeats=repeats)
-    best = min(times["stock"].median, times["dense"].median)
-    table.add(
-        product=f"{n} x {k}" if transpose else f"gradient {n} x {k}",
-        rows=rows,
-        **{name: time.scaled(1e3) for name, time in times.items()},
-        ratio=best / times["ours"].median,
-        **{"TFLOP/s": 2e-12 * rows * n * k / times["ours"].median},
-        MB=peak / 1e6,
-        error=found,
-        by="stock" if way.path == "ops" else way.reason.partition("by ")[2],
-    )
-
-
-def _error_untransposed(y: mx.array, x: mx.array, packed: Packed, fmt: Format) -> float:
-    """As ``error``, of the product with the matrix itself; on the first rows and columns."""
-    columns = fmt.group_size
-    words = columns * fmt.bits // 32
-    w, scales, biases = packed
-    part = w[:, :words], scales[:, :1], None if biases is None else biases[:, :1]
-    truth = np.array(x[:8].astype(mx.float32), np.float64)
-    truth = truth @ np.array(reference.dequantize(*part, fmt), np.float64)
-    found = np.array(y[:8, :columns].astype(mx.float32), np.float64)
-    return float(np.abs(found - truth).max() / np.abs(truth).max())
-
-
 # The matrices of Qwen2-7B: an attention projection, gate and up, down, the head.
 GPU_SHAPES = ((3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584))
 # Copies of a matrix that are used by turns, so that none stays in a cache: some 300 MB.
@@ -307,6 +230,7 @@ TABLES = {
     "crossover": (crossover, "the rows from which the dense product is faster, by format,"),
     "host": (host_gain, "the gain of the kernel on a CPU, by format,"),
     "many": (many_rows, "many rows on a GPU"),
+    "formats": (many_formats, "many rows in the other formats on a GPU"),
     "few": (few_rows_on_gpu, "few rows on a GPU"),
 }
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import platform
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -25,6 +28,7 @@ __all__ = [
     "Table",
     "add_output",
     "arrays",
+    "commit",
     "facts",
     "measure",
     "print_facts",
@@ -37,9 +41,25 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def facts() -> dict[str, str]:
-    """The device, the versions and the date that a measurement belongs to."""
+    """The device, the versions, the commit and the date that a measurement belongs to."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return {"date": now, "cpu": cpu_name()} | device() | versions() | backends()
+    rows = {"date": now, "commit": commit(), "cpu": cpu_name()}
+    return rows | device() | versions() | backends()
+
+
+def commit() -> str:
+    """What was measured: the repository's commit, and whether files differ from it.
+
+    ``MLX_QLAYERS_COMMIT`` says it where the files were copied without their repository.
+    """
+    if known := os.environ.get("MLX_QLAYERS_COMMIT"):
+        return known
+    root = RESULTS.parents[1]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return "unknown"
+    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
 
 
 def cpu_name() -> str:

@@ -40,7 +40,7 @@ def check_directory(path: Path) -> dict[str, Any]:
         ValueError: a file is damaged. The message names the file, the key and the value.
 
     Example:
-        >>> check_directory(Path("models/tales"))["model_type"]
+        >>> check_directory(Path("models/tales-qwen2"))["model_type"]
         'qwen2'
     """
     if not os.path.lexists(path):

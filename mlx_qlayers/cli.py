@@ -10,9 +10,10 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .commands import convert, demo, generate, info, tune
+from .commands import bench, chat, convert, demo, generate, info, lora, server, tune
 
-_COMMANDS = (generate, convert, tune, info, demo)
+_COMMANDS = (generate, chat, server, lora, convert, tune, bench, info, demo)
+_BORROWED = (chat, server, lora)
 _ERROR, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 _LONGEST = 600  # characters of an error message
 
@@ -34,18 +35,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 after an error, 130 after an interrupt.
 
     Example:
-        >>> main(["generate", "--model", "models/tales", "--prompt", "Once upon a time"])
+        >>> main(["info", "--model", "models/tales-qwen2"])
+        python  ...
+        dry run: 49 swapped
         0
     """
     try:
-        args = _parser().parse_args(argv)
+        parser = _parser()
+        args, rest = parser.parse_known_args(argv)
+        if rest and not hasattr(args, "rest"):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.rest = rest
     except SystemExit as stop:  # argparse has said what it had to say
-        return stop.code if isinstance(stop.code, int) else _ERROR
+        return _code(stop)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack a letter that a model has
         sys.stdout.reconfigure(errors="replace")
     try:
         args.run(args)
         sys.stdout.flush()
+    except SystemExit as stop:  # so has mlx-lm's
+        return _code(stop)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
@@ -74,6 +83,8 @@ def _parser() -> _Parser:
             help=summary,
             description=summary,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            allow_abbrev=False,
+            add_help=module not in _BORROWED,
         )
         module.add_arguments(command)
         command.add_argument(
@@ -81,6 +92,12 @@ def _parser() -> _Parser:
         )
         command.set_defaults(run=module.run)
     return parser
+
+
+def _code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    return stop.code if isinstance(stop.code, int) else _ERROR
 
 
 def _one_line(error: Exception) -> str:

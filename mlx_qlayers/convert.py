@@ -62,7 +62,11 @@ def convert_model(
     Example:
         >>> from mlx_lm import load
         >>> model, tokenizer = load("Qwen/Qwen2-7B-Instruct-MLX")
-        >>> print(convert_model(model))
+        >>> print(convert_model(model).summary())
+        path                               kind       shape     group  bits  mode    action ...
+        model.embed_tokens                 embedding  4096x384  64     4     affine  swapped
+        ...
+        49 swapped
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an mlx.nn.Module, not {type(model).__name__}: {model!r}")
@@ -104,8 +108,9 @@ def revert_model(model: nn.Module) -> ConversionReport:
         ValueError: ``model`` is no ``nn.Module``.
 
     Example:
+        >>> model, tokenizer = load("Qwen/Qwen2-7B-Instruct-MLX")
         >>> revert_model(model).counts
-        {'reverted': 33}
+        {'reverted': 49}
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an mlx.nn.Module, not {type(model).__name__}: {model!r}")

@@ -80,7 +80,7 @@ def load(
     Example:
         >>> from mlx_lm import generate
         >>> model, tokenizer = load("Qwen/Qwen2-7B-Instruct-MLX")
-        >>> generate(model, tokenizer, prompt="Hello", max_tokens=64)
+        >>> text = generate(model, tokenizer, prompt="Hello", max_tokens=64)
     """
     loaded = load_stock(
         path_or_hf_repo,

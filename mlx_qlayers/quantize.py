@@ -72,6 +72,7 @@ def quantize_checkpoint(
 
     Example:
         >>> print(quantize_checkpoint("Qwen/Qwen2-0.5B-Instruct", "qwen2-4bit"))
+        qwen2-4bit: ... quantized layers, ... bits per weight, ... MB
     """
     group_size, bits, mode = Format.checked(group_size, bits, mode)
     target = Path(target).expanduser()

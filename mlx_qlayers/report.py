@@ -83,6 +83,8 @@ class ConversionReport:
         counts: modules by what happened to them.
 
     Example:
+        >>> from mlx_lm import load
+        >>> model, tokenizer = load("Qwen/Qwen2-7B-Instruct-MLX")
         >>> report = convert_model(model)
         >>> report.counts
         {'swapped': 49}

@@ -28,7 +28,7 @@ def staged_directory(target: Path) -> Iterator[Path]:
 
     Example:
         >>> with staged_directory(Path("model")) as staging:
-        ...     (staging / "config.json").write_text("{}")
+        ...     _ = (staging / "config.json").write_text("{}")
     """
     target = Path(os.path.realpath(target))
     check_free(target)

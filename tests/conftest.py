@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import mlx.core as mx
+import gpus
 import pytest
 from tiny_model import save_tiny_model
 
@@ -10,10 +10,9 @@ pytest_plugins = ["tables"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``cuda`` on machines that cannot run it."""
-    if mx.cuda.is_available():
-        return
-    without = [item for item in items if item.get_closest_marker("cuda")]
+    """Leave out what is marked with the name of a GPU that this machine does not have."""
+    missing = [name for name in gpus.NAMES if not gpus.available(name)]
+    without = [item for item in items if any(map(item.get_closest_marker, missing))]
     config.hook.pytest_deselected(items=without)
     items[:] = [item for item in items if item not in without]
 

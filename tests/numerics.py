@@ -49,6 +49,14 @@ def random(
     return round_to(scale * rng.normal(size=shape), dtype)
 
 
+def behind_one(array: mx.array) -> mx.array:
+    """A contiguous view of the same elements that begins one element into its buffer."""
+    flat = array.flatten()
+    view = mx.concatenate([flat[:1], flat])
+    mx.eval(view)
+    return view[1:].reshape(array.shape)
+
+
 def assert_accurate(
     actual: mx.array,
     truth: np.ndarray,

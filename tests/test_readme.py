@@ -73,7 +73,9 @@ def test_a_table_whose_file_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) 
         readme.updated(TEXT)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "mlx_qlayers/runtime/README.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "mlx_qlayers/runtime/README.md"]
+)
 def test_links_lead_to_files(name: str) -> None:
     path = ROOT / name
     links = [link for link in LINK.findall(path.read_text()) if not link.startswith("http")]

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODEL = Path("models") / "tales-qwen2"
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
-PROJECT = (*FILES, "mlx_qlayers", MODEL)
+SHARED = ("common", "decoding", "plot", "suite")
+PROJECT = (*FILES, "mlx_qlayers", "benchmarks", MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,8 @@ def test_wheel_has_every_file(wheel: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts
     }
     wanted |= {f"mlx_qlayers/_models/{MODEL.name}/{p.name}" for p in (ROOT / MODEL).iterdir()}
+    scripts = {*(p.stem for p in (ROOT / "benchmarks").glob("bench_*.py")), *SHARED}
+    wanted |= {f"mlx_qlayers/_benchmarks/{name}.py" for name in scripts}
     assert names == wanted
 
 
@@ -70,6 +73,12 @@ def test_floors_are_those_that_are_tested() -> None:
     for dependency in dependencies:
         name, floor = dependency.split(">=")
         assert f"{tested[name]}.".startswith(f"{floor}."), dependency
+
+
+def test_citation_names_this_version() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def run(command: list[str], folder: Path) -> str:

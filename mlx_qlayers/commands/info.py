@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from .arguments import add_model
 
@@ -44,16 +46,28 @@ def version_of(package: str) -> str:
 
 
 def device() -> dict[str, str]:
-    """MLX's default device and the memory that it can use."""
+    """MLX's default device, the memory that it can use, and its driver."""
     import mlx.core as mx
 
     facts = mx.device_info()
     memory = facts.get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = facts.get("device_name") or facts.get("architecture") or platform.machine()
-    return {
+    rows = {
         "device": f"{mx.default_device()}, {name}",
         "memory": f"{int(memory) / 2**30:.1f} GiB",
     }
+    return rows | ({"driver": found} if (found := driver()) else {})
+
+
+def driver() -> str | None:
+    """The version of the GPU's driver: NVIDIA's, or on a Mac that of the system."""
+    if release := platform.mac_ver()[0]:
+        return f"macOS {release}"
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    return f"NVIDIA {found[0]}" if (found := re.search(r"\d+\.\d+[.\d]*", text)) else None
 
 
 def backends() -> dict[str, str]:

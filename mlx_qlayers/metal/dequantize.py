@@ -1,59 +1,71 @@
-"""Launches the kernel that unpacks a quantized matrix."""
+"""Launches the kernel that unpacks quantized matrices."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import mlx.core as mx
 
 from ..formats import MODES, Format
 from ..runtime.kernel import Kernel
+from .quantized_matmul import MAX_MATRICES, PackedMatrix
 
 # Rows of a thread: enough to have several words on their way from memory.
 _COUNT = 4
-
-_DEQUANTIZE = Kernel(
-    "dequantize_matrix",
-    "dequantize.metal",
-    inputs=("w", "scales", "biases", "shape"),
-    outputs=("y",),
-    template=("T", "S", "mode", "group", "bits", "run", "count"),
-    large=True,
-)
+_ARRAYS = ("w", "scales", "biases")
 
 
-def dequantize(
-    w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format, dtype: mx.Dtype
-) -> mx.array:
-    """The dense matrix that a packed one stands for, computed in float32 and rounded once.
+@cache
+def _kernel(matrices: int, affine: bool) -> Kernel:
+    """The kernel without the inputs that there are not."""
+    names = [name + number for number in ("", "1", "2") for name in _ARRAYS]
+    given = [name for name in names[: 3 * matrices] if affine or not name.startswith("biases")]
+    return Kernel(
+        f"dequantize_{matrices}{'_affine' * affine}",
+        "dequantize.metal",
+        function="dequantize_matrices",
+        inputs=(*given, "shape"),
+        outputs=("y",),
+        omitted=tuple(name for name in names if name not in given),
+        template=("T", "S", "mode", "group", "bits", "run", "count", "threads"),
+        large=True,
+    )
+
+
+def dequantize(matrices: Sequence[PackedMatrix], fmt: Format, dtype: mx.Dtype) -> mx.array:
+    """The dense matrix that packed ones stand for, computed in float32 and rounded once.
 
     Args:
-        w: (rows, columns * bits / 32) uint32.
-        scales: (rows, columns / group_size), floating point (affine) or uint8.
-        biases: as ``scales`` (affine), else None.
+        matrices: one to three of the same format and number of columns; none has a `bias` that
+            counts.
         fmt: group_size, bits and mode.
         dtype: float32, float16 or bfloat16.
 
     Returns:
-        (rows, columns) in ``dtype``.
+        (rows, columns) in ``dtype``: the matrices one below the other.
     """
-    rows, columns = w.shape[0], fmt.dims(w)
-    run = _run(fmt.bits)
-    across = columns // run
-    (y,) = _DEQUANTIZE(
-        [w, scales, scales if biases is None else biases, _shape(rows, columns)],
+    arrays = [a for m in matrices for a in m[:3] if a is not None]
+    affine = matrices[0].biases is not None
+    rows = tuple(m.w.shape[0] for m in matrices)
+    run, columns = _run(fmt.bits), fmt.dims(matrices[0].w)
+    threads = _threads(columns // run)
+    blocks = -(-columns // (threads * run)) * -(-sum(rows) // _COUNT)
+    (y,) = _kernel(len(matrices), affine)(
+        [*arrays, _shape(columns, rows)],
         template={
             "T": dtype,
-            "S": scales.dtype,
+            "S": matrices[0].scales.dtype,
             "mode": list(MODES).index(fmt.mode),
             "group": fmt.group_size,
             "bits": fmt.bits,
             "run": run,
             "count": _COUNT,
+            "threads": threads,
         },
-        grid=(across, -(-rows // _COUNT), 1),
-        threadgroup=(min(across, 256), 1, 1),
-        output_shapes=[(rows, columns)],
+        grid=(blocks * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(sum(rows), columns)],
     )
     return y
 
@@ -64,5 +76,13 @@ def _run(bits: int) -> int:
 
 
 @cache
-def _shape(rows: int, columns: int) -> mx.array:
-    return mx.array([rows, columns], mx.int32)
+def _threads(across: int) -> int:
+    """Threads for so many runs side by side: whole SIMD groups, and few without a run."""
+    sizes = range(256, 32, -32)
+    return min(sizes, key=lambda size: -(-across // size) * size)
+
+
+@cache
+def _shape(columns: int, rows: tuple[int, ...]) -> mx.array:
+    begins = [sum(rows[:i]) for i in range(1, MAX_MATRICES)]
+    return mx.array([columns, sum(rows), *begins], mx.int32)

@@ -84,6 +84,7 @@ template <
     uint3 id [[thread_position_in_grid]]) {
   int N = shape[OUTPUTS], K = shape[DEPTH], per_pair = shape[ROWS_PER_PAIR];
   int first = int(id.x / lanes) * outputs, lane = id.x % lanes;
+  bool wide = is_wide(x);
   int begin = id.y * rows, count = min(rows, shape[RESULTS] - begin);
   size_t words = size_t(K) * bits / 32, groups = K / group;
   size_t at[rows];
@@ -117,9 +118,10 @@ template <
           continue;
         }
         alignas(16) T held[run];
-        load_words<run * sizeof(T) / 4>(
-            reinterpret_cast<thread uint*>(held),
-            reinterpret_cast<const device uint*>(x + at[m] + k));
+#pragma unroll
+        for (int i = 0; i < run; i += 16 / sizeof(T)) {
+          *reinterpret_cast<thread uint4*>(held + i) = load_wide(x + at[m] + k + i, wide);
+        }
         alignas(64) float values[run];
 #pragma unroll
         for (int i = 0; i < run; i++) {

@@ -74,6 +74,24 @@ METAL_FUNC void load_words(thread uint* to, const device uint* from) {
   }
 }
 
+// 16 bytes of a row. A view may begin at any element, which its kernel has to ask for once.
+template <typename T>
+METAL_FUNC bool is_wide(const device T* rows) {
+  return reinterpret_cast<ulong>(rows) % 16 == 0;
+}
+template <typename T>
+METAL_FUNC uint4 load_wide(const device T* from, bool wide) {
+  if (wide) {
+    return *reinterpret_cast<const device uint4*>(from);
+  }
+  alignas(16) T values[16 / sizeof(T)];
+#pragma unroll
+  for (int i = 0; i < int(16 / sizeof(T)); i++) {
+    values[i] = from[i];
+  }
+  return *reinterpret_cast<thread uint4*>(values);
+}
+
 // `count` elements of one group, from their packed words, as numbers.
 template <int mode, int bits, int count>
 METAL_FUNC void dequantize(thread float* to, const device uint* from, float scale, float bias) {
@@ -82,6 +100,27 @@ METAL_FUNC void dequantize(thread float* to, const device uint* from, float scal
 #pragma unroll
   for (int i = 0; i < count; i++) {
     to[i] = fma(scale, decoded<mode>(packed_code<bits>(words, i)), bias);
+  }
+}
+
+// The same from words that were read, to be rounded to T. A code in the mantissa of 2^7 (of 2^8 where
+// it has 8 bits) needs no subtraction: bias - 2^7 * scale loses nothing that half precision shows.
+template <typename T, int mode, int bits, int count>
+METAL_FUNC void decode_run(
+    thread float* to, const thread uint* words, float scale, float bias) {
+  constexpr int place = bits == 8 ? 15 : 16;
+  if (mode == AFFINE && sizeof(T) == 2) {
+    float moved = fma(scale, bits == 8 ? -256.0f : -128.0f, bias);
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      uint code = packed_code<bits>(words, i) << place | (bits == 8 ? 0x43800000u : 0x43000000u);
+      to[i] = fma(scale, as_type<float>(code), moved);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      to[i] = fma(scale, decoded<mode>(packed_code<bits>(words, i)), bias);
+    }
   }
 }
 

@@ -35,7 +35,7 @@ struct packed_run {
 // The threadgroup's tile of x at (m, k), 16 bytes at a time.
 template <typename T, int tile_m, int tile_k, int threads, bool aligned>
 METAL_FUNC void fetch_rows(
-    thread uint4* held, const device T* x, int m, int k, int M, int K, int thread_index) {
+    thread uint4* held, const device T* x, bool wide, int m, int k, int M, int K, int thread_index) {
   constexpr int width = 16 / sizeof(T), across = tile_k / width;
 #pragma unroll
   for (int i = 0; i < SHARE(tile_m * across, threads); i++) {
@@ -45,7 +45,7 @@ METAL_FUNC void fetch_rows(
     if (IN_SHARE(tile_m * across, threads) && row < M && column < K) {
       const device T* from = x + size_t(row) * K + column;
       if (aligned) {
-        held[i] = *reinterpret_cast<const device uint4*>(from);
+        held[i] = load_wide(from, wide);
       } else {
         alignas(16) T values[width];
 #pragma unroll
@@ -139,15 +139,12 @@ METAL_FUNC void place_runs(
     }
     threadgroup T* to =
         tile + piece / across * (across * run + PADDING) + piece % across * run;
-    float scale = decoded_scale<mode>(held[i].scale), bias = float(held[i].bias);
+    float values[run];
+    decode_run<T, mode, bits, run>(
+        values, held[i].word, decoded_scale<mode>(held[i].scale), float(held[i].bias));
 #pragma unroll
     for (int j = 0; j < run; j += width) {
-      float values[width];
-#pragma unroll
-      for (int e = 0; e < width; e++) {
-        values[e] = fma(scale, decoded<mode>(packed_code<bits>(held[i].word, j + e)), bias);
-      }
-      *reinterpret_cast<threadgroup uint4*>(to + j) = rounded<T>(values);
+      *reinterpret_cast<threadgroup uint4*>(to + j) = rounded<T>(values + j);
     }
   }
 }
@@ -263,6 +260,7 @@ METAL_FUNC void sum_tiles(
   constexpr int x_pieces = tile_m * tile_k * sizeof(T) / 16, w_pieces = tile_n * tile_k / run;
   constexpr int stride = across * run + PADDING, x_stride = tile_k + PADDING;
   constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
+  bool wide = is_wide(x);
   int simd = thread_index / 32, stage = 0;
   int row = simd / simds_n * rows * 16, column = simd % simds_n * columns * 8;
 #pragma unroll
@@ -276,7 +274,8 @@ METAL_FUNC void sum_tiles(
     uint4 x_held[SHARE(x_pieces, threads)];
     packed_run<S, run * bits / 32> w_held[SHARE(w_pieces, threads)];
     if (next < end) {
-      fetch_rows<T, tile_m, tile_k, threads, aligned>(x_held, x, m, next, M, K, thread_index);
+      fetch_rows<T, tile_m, tile_k, threads, aligned>(
+          x_held, x, wide, m, next, M, K, thread_index);
       fetch_runs<mode, group, bits, run, w_pieces, across, threads, ahead>(
           w_held, w, scales, biases, transposed ? n : next, transposed ? next : n,
           transposed ? N : K, transposed ? K : N, thread_index);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -11,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
+from ..metal.dequantize import dequantize
 from ..metal.quantized_matmul import (
     MAX_FEW_ROWS,
     MAX_MATRICES,
@@ -23,7 +25,7 @@ from ..runtime.backend import choose
 from ..tuning.lookup import decided, found
 from .differentiable import with_gradient_of
 from .quantized_matmul import quantized_matmul
-from .quantized_paths import FEW_ROWS, host_gain, stock_is_better
+from .quantized_paths import DENSE, FEW_ROWS, dense_is_worse, host_gain, stock_is_better
 
 Norm = tuple[mx.array | None, float]
 
@@ -84,9 +86,12 @@ def fused_products(
     matrices = [PackedMatrix(*m) for m in matrices]
     _check(x, matrices, fmt, norm, gate, residual)
     rows = prod(x.shape[:-1])
+    many = rows > MAX_FEW_ROWS
     lacking = _lacking(x, rows, matrices, norm, residual)
-    by, unless = FEW_ROWS, lacking
-    if not lacking:
+    by, unless = DENSE if many else FEW_ROWS, lacking
+    if many and not lacking:
+        unless = dense_is_worse(rows, x, fmt)
+    elif not lacking:
         n = sum([matrix.w.shape[0] for matrix in matrices])
         best = found("quantized_matmul_few_rows", rows, n, x.shape[-1], x.dtype, fmt)
         by, unless = decided(best, FEW_ROWS, stock_is_better(x.dtype))
@@ -94,13 +99,15 @@ def fused_products(
         "fused_products",
         () if lacking else ("metal", "cuda", "host"),
         unless=unless,
-        host_gain=None if lacking else host_gain(rows, fmt),
+        host_gain=None if lacking or many else host_gain(rows, fmt),
         arrays=(x, matrices[0].w),
         by=by,
     )
     weight, eps = norm or (None, 0.0)
     if path == "ops":
         run: Callable[..., list[mx.array]] = _composed(fmt, norm is not None, eps, gate)
+    elif many:
+        run = _by_dense_product(fmt, norm is not None, eps, gate)
     else:
         run = _by_kernel(path, fmt, norm is not None, eps, gate)
     return run(x, matrices, weight, residual)
@@ -152,6 +159,45 @@ def _by_kernel(
     return with_gradient_of(_composed(fmt, normed, eps, gate), launch)
 
 
+@cache
+def _by_dense_product(
+    fmt: Format, normed: bool, eps: float, gate: Gate | None
+) -> Callable[..., Any]:
+    """Many rows: the matrices unpacked in one launch, for one dense product."""
+
+    def launch(
+        x: mx.array,
+        matrices: Sequence[Sequence[mx.array]],
+        weight: mx.array | None,
+        residual: mx.array | None,
+    ) -> list[mx.array]:
+        packed, (*leading, k) = [PackedMatrix(*m) for m in matrices], x.shape
+        rows = (mx.fast.rms_norm(x, weight, eps) if normed else x).reshape(-1, k)
+        dense, sizes = dequantize(packed, fmt, x.dtype), [m.w.shape[0] for m in packed]
+        biases, given = [m.bias for m in packed], [m.bias for m in packed if m.bias is not None]
+        if residual is not None:
+            products = [mx.addmm(residual.reshape(-1, sizes[0]), rows, dense.T)]
+        elif len(given) == len(packed):
+            whole = given[0] if len(given) == 1 else mx.concatenate(given)
+            products, biases = _parts(mx.addmm(whole, rows, dense.T), sizes), []
+        else:
+            products = _parts(rows @ dense.T, sizes)
+        for i, bias in enumerate(biases):
+            if bias is not None:
+                products[i] += bias
+        if gate is not None:
+            products = [_ACTIVATIONS[gate](products[0]) * products[1]]
+        return [y.reshape(*leading, -1) for y in products]
+
+    return with_gradient_of(_composed(fmt, normed, eps, gate), launch)
+
+
+def _parts(y: mx.array, sizes: list[int]) -> list[mx.array]:
+    """The columns of each matrix."""
+    ends = list(accumulate(sizes))
+    return [y[:, end - n : end] for n, end in zip(sizes, ends, strict=True)]
+
+
 def _lacking(
     x: mx.array,
     rows: int,
@@ -160,8 +206,8 @@ def _lacking(
     residual: mx.array | None,
 ) -> str | None:
     """Why no kernel takes these arguments, if none does."""
-    if not 0 < rows <= MAX_FEW_ROWS:
-        return f"{rows} rows; the kernel takes 1 to {MAX_FEW_ROWS}"
+    if not rows:
+        return "there are no rows"
     if len(matrices) > MAX_MATRICES:
         return f"{len(matrices)} matrices; the kernel takes 1 to {MAX_MATRICES}"
     if any(m.w.ndim > 2 or 0 in m.w.shape for m in matrices):

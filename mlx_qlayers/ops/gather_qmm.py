@@ -166,8 +166,8 @@ def _indices(
     indices: mx.array | None, shape: tuple[int, ...], leading: tuple[int, ...]
 ) -> mx.array:
     """As given, or each block of an array once, in the shape of the result."""
-    found = mx.arange(prod(shape)).reshape(shape) if indices is None else indices
-    return found if found.shape == leading else mx.broadcast_to(found, leading)
+    every = mx.arange(prod(shape), dtype=mx.uint32).reshape(shape) if indices is None else indices
+    return every if every.shape == leading else mx.broadcast_to(every, leading)
 
 
 def _share(batch: tuple[int, ...], leading: tuple[int, ...]) -> int:

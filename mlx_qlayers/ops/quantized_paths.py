@@ -174,6 +174,15 @@ def _many_rows_on_cuda(
     return TILES, "the stock operator is as fast for so few rows of an untransposed matrix"
 
 
+def dense_is_worse(rows: int, x: mx.array, fmt: Format) -> str | None:
+    """Why ``auto`` does not unpack several matrices for one dense product."""
+    if backend() != "cuda":
+        return "a dense product of many rows was measured on CUDA alone"
+    if x.dtype != mx.bfloat16 or fmt != _MEASURED_ON_CUDA:
+        return f"many rows were measured on CUDA in bfloat16 and {_MEASURED_ON_CUDA} alone"
+    return None if rows > _TILES_UNTIL else "tiles are faster for so few rows"
+
+
 def product(
     way: Way,
     x: mx.array,
@@ -220,7 +229,7 @@ def product(
     if way.kernel == TILES:
         cut = tiles(way.path, rows, n, k, x.dtype, fmt, transpose)
         return product_in_tiles(x, w, scales, biases, bias, transpose, fmt, cut)
-    dense = dequantize(w, scales, biases, fmt, x.dtype)
+    dense = dequantize([PackedMatrix(w, scales, biases)], fmt, x.dtype)
     dense = dense.T if transpose else dense
     return x @ dense if bias is None else mx.addmm(bias, x, dense)
 

@@ -290,8 +290,11 @@ def explain(*, reset: bool = False) -> list[Decision]:
         One :class:`Decision` for each operation, path and reason, in the order first seen.
 
     Example:
+        >>> with use_backend("ops"):
+        ...     y = grid_sample(mx.ones((1, 4, 4, 3)), mx.zeros((1, 2, 2, 2)))
         >>> for decision in explain():
         ...     print(decision)
+        grid_sample: ops (asked for), 1 calls
     """
     found = [Decision(*key, calls=n) for key, n in _decisions.items()]
     if reset:

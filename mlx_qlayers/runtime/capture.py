@@ -26,8 +26,9 @@ def capture(path: str | Path) -> Iterator[Path]:
         FileExistsError: the file exists; Metal does not overwrite it.
 
     Example:
+        >>> from mlx_qlayers.metal.exp import exp
         >>> with capture("exp.gputrace"):
-        ...     mx.eval(exp(x))
+        ...     mx.eval(exp(mx.ones(16)))
 
     Source: "Metal Debugger" in MLX's documentation.
     """

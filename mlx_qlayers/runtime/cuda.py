@@ -231,7 +231,7 @@ def translate(text: str, *, kernel: bool = False) -> str:
 
     Example:
         >>> translate("v.xy = 0.5 * w.zw;")
-        'v.template set<0,1>() = 0.5f * w.template get<2,3>();'
+        'v.template set<0,1>()=0.5f*w.template get<2,3>();'
     """
     tokens = list(source.tokenize(text))
     found = []

@@ -83,8 +83,9 @@ def health_checks() -> Iterator[None]:
         BackendError: at a launch inside ``mx.compile`` or ``mx.vmap``, where nothing can be read.
 
     Example:
-        >>> with health_checks():
-        ...     y = attention(q, k, v)
+        >>> q = k = v = mx.ones((1, 4, 8, 32))
+        >>> with use_backend("host"), health_checks():
+        ...     y = attention(q, k, v, scale=32**-0.5)
     """
     global _depth
     _depth += 1
@@ -106,7 +107,8 @@ def checked(
         args: what both are called with.
 
     Example:
-        >>> y = checked("exp", exp, mx.exp, x)
+        >>> from mlx_qlayers.metal.exp import exp
+        >>> y = checked("exp", exp, mx.exp, mx.ones(16))
     """
     try:
         with health_checks():

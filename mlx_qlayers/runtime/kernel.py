@@ -77,6 +77,7 @@ class Kernel:
 
     Example:
         >>> exp = Kernel("exp_forward", "exp.metal", inputs=("x",), outputs=("y",), template=("T",))
+        >>> x = mx.ones(1000)
         >>> (y,) = exp(
         ...     [x],
         ...     template={"T": x.dtype},

@@ -95,7 +95,11 @@ def generate(
         output_dtypes: one for each output name.
 
     Example:
-        >>> name, text = generate(program, [mx.zeros(16)], (("T", mx.float32),), (mx.float32,))
+        >>> from mlx_qlayers.runtime.program import Program
+        >>> program = Program("twice", "", "y[0] = 2 * x[0];", ("x",), ("y",))
+        >>> name, text = generate(program, [mx.zeros(16)], (), (mx.float32,))
+        >>> name
+        'custom_kernel_twice_float_float'
     """
     padded = [parameter.padded for parameter in program.inputs] or [False] * len(inputs)
     kinds = tuple(map(InputKind.of, inputs, padded))

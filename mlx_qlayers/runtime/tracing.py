@@ -44,10 +44,11 @@ class trace:
     Under ``mx.compile`` a launch is recorded once, while Python traces the function.
 
     Example:
-        >>> with trace() as launches:
-        ...     y = exp(x)
+        >>> from mlx_qlayers.metal.exp import exp
+        >>> with use_backend("host"), trace() as launches:
+        ...     y = exp(mx.ones(1024))
         >>> [(launch.kernel, launch.backend, launch.grid) for launch in launches]
-        [('exp_forward', 'metal', (1024, 1, 1))]
+        [('exp_forward', 'host', (1024, 1, 1))]
     """
 
     def __enter__(self) -> list[Record]:

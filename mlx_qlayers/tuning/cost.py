@@ -57,10 +57,13 @@ def cost(counters: Counters, machine: Machine) -> Cost:
         machine: from :data:`machines.MACHINES`.
 
     Example:
+        >>> from mlx_qlayers.metal.exp import exp
+        >>> from mlx_qlayers.runtime.host import checks
+        >>> from mlx_qlayers.tuning.machines import MACHINES
         >>> with use_backend("host"), checks() as report:
-        ...     y = exp(x)
-        >>> cost(report.launches[0][1], MACHINES["applegpu_g13s"]).seconds
-        2.7e-06
+        ...     y = exp(mx.ones(1024))
+        >>> round(1e6 * cost(report.launches[0][1], MACHINES["applegpu_g13s"]).seconds, 1)
+        3.8
     """
     c, m = counters, machine
     threads = ceil(c.threads / c.threadgroups)

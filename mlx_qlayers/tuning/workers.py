@@ -54,9 +54,12 @@ class Workers:
         machine: compute costs for this machine instead of measuring; see :func:`tune.tune`.
 
     Example:
-        >>> with Workers(4) as workers:
-        ...     for trial in workers.attempts(ROW_SUM, problem, configs):
-        ...         print(trial)
+        >>> from mlx_qlayers.metal.row_sum import RowSum
+        >>> from mlx_qlayers.tuning.families import ROW_SUM
+        >>> problem, configs = Problem((64, 256), mx.float32), [RowSum(), RowSum(unroll=4)]
+        >>> with Workers(1, "applegpu_g13s") as workers:
+        ...     [trial.problem for trial in workers.attempts(ROW_SUM, problem, configs)]
+        ['', '']
     """
 
     def __init__(self, count: int, machine: str | None = None) -> None:

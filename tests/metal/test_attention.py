@@ -17,6 +17,7 @@ from mlx_qlayers.metal.attention_layout import Layout, layout, memory, registers
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime import BackendError, trace, use_backend
 from mlx_qlayers.runtime.host import checks
+from tests.gpus import on_gpus
 
 # B, H, Hkv, L, S: every length and number of heads of the issue.
 SHAPES = [
@@ -34,8 +35,8 @@ WIDE = [(192, 128), (40, 72)]
 
 @pytest.fixture(autouse=True)
 def on_the_checked_build(request):
-    if request.node.get_closest_marker("cuda"):
-        with use_backend("cuda"):
+    if gpu := getattr(request.node, "callspec", None) and request.node.callspec.params.get("gpu"):
+        with use_backend(gpu):
             yield
     else:
         with use_backend("host"), checks():
@@ -305,24 +306,24 @@ def steel_traffic(block=32):
     return loaded.run(buffers, grid, (32, 4, 1), writes=written, fresh=written).bytes_read
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", MASKS)
-def test_every_mask_and_dtype_on_cuda(kind, dtype):
+def test_every_mask_and_dtype_on_gpus(gpu, kind, dtype):
     for number, shape in enumerate(SHAPES):
         extra = EXTRAS[(number + MASKS.index(kind)) % len(EXTRAS)]
         check(attention, (*shape, 64, 64), dtype, kind, extra, seed=number)
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("width", SIZES)
-def test_every_head_size_on_cuda(width):
+def test_every_head_size_on_gpus(gpu, width):
     for dtype in DTYPES:
-        head_size(width, width, dtype, "cuda")
+        head_size(width, width, dtype, gpu)
 
 
-@pytest.mark.cuda
-def test_compiled_on_cuda():
+@on_gpus
+def test_compiled_on_gpus(gpu):
     _, arrays, options = make(9, (1, 4, 2, 65, 65, 32, 32), mx.float32, "causal", ALL)
 
     def loss(q, k, v):

@@ -15,6 +15,7 @@ from mlx_qlayers.metal.attention_decode import attention_decode, configure
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests import oracles
+from tests.gpus import on_gpus
 from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
 from tests.packed import dequantize64
 
@@ -148,35 +149,35 @@ def test_packed_keys_and_values(bits, group_size, dtype, widths):
             check(by_kernel((q, *packed), options, device), (q, *exact), options, device)
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("kind", MASKS)
-def test_on_cuda(kind):
+def test_on_gpus(gpu, kind):
     number = MASKS.index(kind)
     widths = [(64, 64), (128, 128), (40, 72), (192, 128), (256, 256)]
     for i in range(number, number + 3):
         dtype = DTYPES[i % 3]
         arrays, options = make(i, SHAPES[i % 5], widths[i % 5], dtype, kind, EXTRAS[i % 5])
-        with use_backend("cuda"):
+        with use_backend(gpu):
             check(attention(*arrays, **options), arrays, options, f"{SHAPES[i % 5]} {dtype}")
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("bits, dtype", [(4, mx.bfloat16), (8, mx.bfloat16), (8, mx.float16)])
-def test_packed_on_cuda(bits, dtype):
+def test_packed_on_gpus(gpu, bits, dtype):
     for keys in (1, 1030):
         (q, *dense), options = make(keys, (2, 14, 2, 2, keys), (128, 64), dtype, "causal")
         packed = [tuple(mx.quantize(a, 64, bits)) for a in dense]
         exact = [(dequantize64(*a, Format(64, bits)),) for a in packed]
-        with use_backend("cuda"):
+        with use_backend(gpu):
             check(attention(q, *packed, **options), (q, *exact), options)
 
 
-@pytest.mark.cuda
-def test_many_rows_and_caches_in_place_on_cuda():
+@on_gpus
+def test_many_rows_and_caches_in_place_on_gpus(gpu):
     arrays, options = make(2, (1, 28, 4, 8, 2100), (128, 128), mx.bfloat16, "causal")
     buffers = [mx.pad(a, [(0, 0), (0, 0), (0, 44), (0, 0)]) for a in arrays[1:]]
     caches = [a[..., :2100, :] for a in buffers]
-    with use_backend("cuda"):
+    with use_backend(gpu):
         found = attention(arrays[0], *caches, **options)
         check(found, arrays, options)
         alone = {**options, "scale": options["scale"]}

@@ -10,15 +10,16 @@ from mlx_qlayers.metal.exp import exp
 from mlx_qlayers.runtime.backend import explain, use_backend
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.tracing import trace
+from tests.gpus import GPUS
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 SHAPES = [(1,), (7,), (8,), (3, 5), (257,), (2, 3, 41), ()]
 
 
-@pytest.fixture(params=["host", "checked", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(params=["host", "checked", *GPUS])
 def backend(request):
-    """The fast build of the host backend, the one with checks, and CUDA."""
-    name = "cuda" if request.param == "cuda" else "host"
+    """The fast build of the host backend, the one with checks, and GPUs."""
+    name = "host" if request.param == "checked" else request.param
     with use_backend(name), checks(request.param == "checked"):
         yield name
 

@@ -14,6 +14,7 @@ from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
+from tests.gpus import on_gpus
 from tests.numerics import random
 from tests.packed import FORMATS, WIDTHS
 
@@ -59,13 +60,13 @@ def test_every_format_and_dtype(fmt, dtype, transpose):
     check_all(fmt, dtype, transpose)
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_on_cuda(fmt, dtype, transpose):
+def test_on_gpus(gpu, fmt, dtype, transpose):
     for right in (RIGHT, RIGHT * 9):
-        check_all(fmt, dtype, transpose, right=sorted(right), device="cuda", backend="cuda")
+        check_all(fmt, dtype, transpose, right=sorted(right), device=gpu, backend=gpu)
 
 
 @pytest.mark.parametrize("device", ["metal", "cuda"])
@@ -103,9 +104,9 @@ def test_global_scale():
     check_gathered(y, x, packed, fmt, None, right, factors=factors)
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("choice", ["blocks", "listed", "shared"])
-def test_operation_on_cuda(choice):
+def test_operation_on_gpus(gpu, choice):
     """Sorted choices of any rows of x, and the gradient of x."""
     rng = np.random.default_rng(3)
     packed = random_experts(rng, (E,), 64, 64, SMALL)
@@ -117,7 +118,7 @@ def test_operation_on_cuda(choice):
     def function(x, **options):
         return gather_qmm(x, *packed, left, right, group_size=32, **options)
 
-    with use_backend("cuda"):
+    with use_backend(gpu):
         y, dx = (
             f(x, sorted_indices=True)
             for f in (function, mx.grad(lambda *a, **b: function(*a, **b).sum()))

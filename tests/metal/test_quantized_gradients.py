@@ -10,7 +10,8 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_gradients import gradient_of_scales_and_biases
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
-from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
+from tests.gpus import on_gpus
+from tests.numerics import assert_accurate, assert_same_sums, behind_one, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, WIDTHS, codes, random_packed
 
@@ -78,11 +79,11 @@ def test_every_format_and_dtype(fmt, dtype, device):
     check_all(fmt, dtype, device=device)
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fmt", AFFINE, ids=str)
-def test_on_cuda(fmt, dtype):
-    check_all(fmt, dtype, device="cuda", backend="cuda")
+def test_on_gpus(gpu, fmt, dtype):
+    check_all(fmt, dtype, device=gpu, backend=gpu)
 
 
 @pytest.mark.parametrize("device", ["host", "metal"])
@@ -92,6 +93,15 @@ def test_clean_with_checks(fmt, device):
     with checks() as report:
         check_all(fmt, mx.float32, [(7, 41, 3), (33, 72, 1)], device=device)
     assert report.total("same_value_writes") == 0
+
+
+@pytest.mark.parametrize("device", ["host", "metal"])
+def test_rows_that_begin_anywhere(device):
+    """Views of rows may begin where no 16 bytes can be read at once."""
+    left, right, packed = sample(np.random.default_rng(4), 7, 16, 1, SMALL, mx.bfloat16)
+    with checks():
+        found = by_kernel(behind_one(left), behind_one(right), packed, SMALL, device)
+    check(found, left, right, packed[0], SMALL)
 
 
 @pytest.mark.parametrize("device", ["host", "metal"])

@@ -20,6 +20,7 @@ from mlx_qlayers.metal.quantized_matmul import (
 )
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
+from tests.gpus import on_gpus
 from tests.numerics import assert_accurate, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, dequantize64, random_packed, terms64
@@ -81,12 +82,12 @@ def test_one_row(dtype):
     check_all(AFFINE, dtype, 1)
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_on_cuda(fmt, dtype):
+def test_on_gpus(gpu, fmt, dtype):
     rng = np.random.default_rng(fmt.bits)
-    with use_backend("cuda"):
+    with use_backend(gpu):
         for rows in (1, 7, 16):
             x, packed = sample(rng, rows, 41, 3, fmt, dtype)
             check(quantized_matmul(x, *packed, **fmt._asdict()), x, packed, fmt)

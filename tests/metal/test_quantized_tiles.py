@@ -10,11 +10,11 @@ import pytest
 from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.dequantize import dequantize
 from mlx_qlayers.metal.quantized_tiles import Tiles, product_in_tiles, tiles
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
-from tests.numerics import assert_accurate, random, round_to, to64
+from tests.gpus import GPUS, HERE, on_gpus
+from tests.numerics import assert_accurate, behind_one, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, dequantize64, random_packed, terms64
 
@@ -45,7 +45,7 @@ def sample(rng, rows, outer, groups, fmt, dtype, transpose=True):
 def by_kernel(x, packed, fmt, transpose=True, bias=None, device="host", **changes):
     n = packed[0].shape[0] if transpose else fmt.dims(packed[0])
     config = replace(tiles(device, len(x), n, x.shape[1], x.dtype, fmt, transpose), **changes)
-    with use_backend("cuda" if mx.cuda.is_available() else "host"):
+    with use_backend(HERE):
         return product_in_tiles(x, *packed, bias, transpose, fmt, config)
 
 
@@ -70,14 +70,14 @@ def test_every_format_and_dtype(fmt, dtype, transpose):
     check_all(fmt, dtype, transpose)
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda i: str(FORMATS[i]))
-def test_on_cuda(number):
+def test_on_gpus(gpu, number):
     for transpose in (True, False):
-        check_all(FORMATS[number], DTYPES[number % 3], transpose, SHAPES[1::2], device="cuda")
+        check_all(FORMATS[number], DTYPES[number % 3], transpose, SHAPES[1::2], device=gpu)
 
 
-@pytest.mark.parametrize("path", ["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("path", ["host", *GPUS])
 @pytest.mark.parametrize("rows", [32, 64, 96, 128])
 def test_tiles_of_wide_products(rows, path):
     """The configurations that a GPU takes where there is work for all of it."""
@@ -137,6 +137,14 @@ def test_rows_that_wide_loads_cannot_take(columns):
         x, packed = sample(rng, 18, columns, 1, AFFINE, dtype, transpose=False)
         with checks():
             check(by_kernel(x, packed, AFFINE, False), x, packed, AFFINE, False)
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+def test_rows_that_begin_anywhere(transpose):
+    """A view of rows may begin where no 16 bytes can be read at once."""
+    x, packed = sample(np.random.default_rng(2), 18, 64, 1, AFFINE, mx.bfloat16, transpose)
+    with checks():
+        check(by_kernel(behind_one(x), packed, AFFINE, transpose), x, packed, AFFINE, transpose)
 
 
 def test_poisoned_memory_is_overwritten():
@@ -207,14 +215,3 @@ def test_refuses_tiles_that_threads_cannot_share():
     for config in (Tiles(48, 64, 32, 2, 2, 16), Tiles(64, 40, 32, 2, 2, 16)):
         with pytest.raises(ValueError, match="cannot share"):
             product_in_tiles(x, *packed, None, True, AFFINE, config)
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_dequantize(fmt):
-    rng = np.random.default_rng(fmt.bits)
-    for dtype in DTYPES if fmt.bits == 4 else DTYPES[2:]:
-        packed = random_packed(rng, 5, 384, fmt, dtype)
-        with use_backend("cuda" if mx.cuda.is_available() else "host"):
-            y = dequantize(*packed, fmt, dtype)
-        dense = dequantize64(*packed, fmt)
-        assert_accurate(y, dense, round_to(dense, dtype), terms=terms64(*packed, fmt).max())

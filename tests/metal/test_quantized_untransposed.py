@@ -12,6 +12,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_untransposed import columns, product_of_few_rows_untransposed
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
+from tests.gpus import HERE, on_gpus
 from tests.numerics import random
 from tests.packed import FORMATS, random_packed
 
@@ -29,7 +30,7 @@ def sample(rng, rows, k, groups, fmt, dtype):
 
 def by_kernel(x, packed, fmt, bias=None, device="host", **changes):
     config = replace(columns(device, len(x), fmt.dims(packed[0]), x.shape[1], fmt), **changes)
-    with use_backend("cuda" if mx.cuda.is_available() else "host"):
+    with use_backend(HERE):
         return product_of_few_rows_untransposed(x, *packed, bias, fmt, config)
 
 
@@ -52,10 +53,10 @@ def test_every_format_and_dtype(fmt, dtype):
     check_all(fmt, dtype)
 
 
-@pytest.mark.cuda
+@on_gpus
 @pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda i: str(FORMATS[i]))
-def test_on_cuda(number):
-    check_all(FORMATS[number], DTYPES[number % 3], SHAPES[:2], device="cuda")
+def test_on_gpus(gpu, number):
+    check_all(FORMATS[number], DTYPES[number % 3], SHAPES[:2], device=gpu)
 
 
 @pytest.mark.parametrize("device", ["host", "metal"])

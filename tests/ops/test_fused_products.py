@@ -123,12 +123,11 @@ def test_under_compile_auto_takes_the_single_operations_on_a_cpu():
 def test_what_no_kernel_takes_is_composed_and_explained():
     rng, fmt = np.random.default_rng(5), Format(64, 4)
     packed = matrices(rng, (8, 8, 8, 8), 64, fmt, mx.float32, (False,) * 4)
-    x, half = random(rng, (17, 64)), random(rng, (2, 64), mx.float16)
+    x, half = random(rng, (2, 64)), random(rng, (2, 64), mx.float16)
     for rows, chosen, reason in (
-        (x, packed[:1], "17 rows; the kernel takes 1 to 16"),
-        (x[:2], packed, "4 matrices; the kernel takes 1 to 3"),
+        (x, packed, "4 matrices; the kernel takes 1 to 3"),
         (half, packed[:1], "the arrays have several floating-point types"),
-        (x[:0], packed[:1], "0 rows; the kernel takes 1 to 16"),
+        (x[:0], packed[:1], "there are no rows"),
     ):
         explain(reset=True)
         with trace() as launches:
@@ -139,6 +138,28 @@ def test_what_no_kernel_takes_is_composed_and_explained():
         assert not [launch for launch in launches if len(launch.output_shapes) > 1]
         with use_backend("host"), pytest.raises(BackendError, match="fused_products has no host"):
             fused_products(rows, chosen)
+
+
+@pytest.mark.parametrize("biased", [(True, True), (True, False), (False, False)], ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+def test_many_rows_are_one_dense_product(norm, biased):
+    rng, fmt = np.random.default_rng(8), Format(64, 4)
+    x, residual = (random(rng, (2, 17, n), mx.bfloat16) for n in (64, 8))
+    packed = matrices(rng, (8, 8), 64, fmt, mx.bfloat16, biased)
+    options = {"norm": (random(rng, (64,), mx.bfloat16), EPS)} if norm else {}
+    for chosen, more in (
+        (packed, {}),
+        (packed, {"gate": "silu"}),
+        (packed[:1], {"residual": residual}),
+    ):
+        with use_backend("host"), trace() as launches:
+            found = fused_products(x, chosen, **options, **more)
+        with use_backend("ops"):
+            single = fused_products(x, chosen, **options, **more)
+        expected, terms = truth(x, chosen, fmt, **options, **more)
+        assert [launch.kernel for launch in launches] == [f"dequantize_{len(chosen)}_affine"]
+        for y, other, exact, large in zip(found, single, expected, terms, strict=True):
+            assert_accurate(y, exact, other, terms=large)
 
 
 def test_gradient_of_a_tree_is_zero_for_packed_words():

@@ -10,14 +10,12 @@ from numerics import assert_accurate, assert_gradient, random, round_to, to64
 from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES, affine_grid, grid_sample
 from mlx_qlayers.runtime.backend import explain, use_backend
 from mlx_qlayers.runtime.tracing import trace
+from tests.gpus import GPUS
 
 HALF = [mx.float16, mx.bfloat16]
 
 
-CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
-
-
-@pytest.fixture(autouse=True, params=["ops", "host", CUDA])
+@pytest.fixture(autouse=True, params=["ops", "host", *GPUS])
 def backend(request):
     with use_backend(request.param):
         yield request.param
@@ -111,7 +109,7 @@ def test_strided_inputs():
     assert mx.array_equal(grid_sample(same, grid), grid_sample(mx.contiguous(same), grid))
 
 
-@pytest.mark.parametrize("backend", ["ops", CUDA], indirect=True)
+@pytest.mark.parametrize("backend", ["ops", *GPUS], indirect=True)
 def test_compiled_gradients_are_the_same():
     x, grid, _ = inputs(6)
 
@@ -124,7 +122,7 @@ def test_compiled_gradients_are_the_same():
         assert mx.allclose(one, two, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["host", CUDA], indirect=True)
+@pytest.mark.parametrize("backend", ["host", *GPUS], indirect=True)
 @pytest.mark.parametrize("asked, missing", [(0, "gradient_grid"), (1, "gradient_x")])
 def test_only_the_gradient_that_is_asked_for_is_computed(backend, asked, missing):
     x, grid, _ = inputs(10)

@@ -11,6 +11,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.reference import cores
 from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend
+from tests.gpus import GPUS
 from tests.numerics import (
     assert_accurate,
     assert_gradient,
@@ -252,7 +253,7 @@ def test_kernel_has_the_gradient_of_the_reference(mode):
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("path", ["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("path", ["host", *GPUS])
 def test_kernels_take_many_rows(path, transpose):
     rng = np.random.default_rng(7)
     packed = random_packed(rng, 72, 192, AFFINE, mx.float16)
@@ -266,7 +267,7 @@ def test_kernels_take_many_rows(path, transpose):
         np.testing.assert_allclose(to64(added[0]), to64(y) + to64(bias), rtol=0, atol=4e-2)
 
 
-@pytest.mark.parametrize("path", ["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("path", ["host", *GPUS])
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
 @pytest.mark.parametrize("rows", [3, 33])
 def test_gradient_by_kernel(path, transpose, rows):

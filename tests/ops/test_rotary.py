@@ -10,14 +10,13 @@ from mlx_qlayers import explain, use_backend
 from mlx_qlayers.ops.rotary import rotary_embedding
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
+from tests.gpus import GPUS
 from tests.numerics import assert_accurate, assert_gradient, random, round_to, to64
 
 
-@pytest.fixture(
-    params=["ops", "host", "checked", pytest.param("cuda", marks=pytest.mark.cuda)], autouse=True
-)
+@pytest.fixture(params=["ops", "host", "checked", *GPUS], autouse=True)
 def path(request):
-    """The reference, the fast and the checked build of the host backend, and CUDA."""
+    """The reference, the fast and the checked build of the host backend, and GPUs."""
     name = "host" if request.param == "checked" else request.param
     with use_backend(name), checks(request.param == "checked"):
         yield name

@@ -6,11 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.gpus import GPUS
+
 from .conformance import Case, cases
 from .conformance.case import to_bfloat16
 
 CASES = cases()
-BACKENDS = ("host", pytest.param("cuda", marks=pytest.mark.cuda))
+BACKENDS = ["host", *GPUS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

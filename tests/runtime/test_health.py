@@ -12,6 +12,7 @@ from mlx_qlayers.runtime.health import Health, HealthError, checked, health_chec
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.program import load
 from mlx_qlayers.runtime.tracing import trace
+from tests.gpus import GPUS
 
 from .kernels import FILE, HISTOGRAM, ROOTS, SPIN
 
@@ -127,10 +128,10 @@ def test_outputs_that_start_from_another_value_are_not_checked(metal):
     assert str(decision) == "kernel histogram: unchecked (init_value 1 is not 0), 1 calls"
 
 
-@pytest.fixture(params=["fast", "checked", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(params=["fast", "checked", *GPUS])
 def machine(request):
     """Both builds of the host backend, and a GPU."""
-    name = "cuda" if request.param == "cuda" else "host"
+    name = "host" if request.param in ("fast", "checked") else request.param
     with use_backend(name), checks(request.param == "checked"):
         yield
 

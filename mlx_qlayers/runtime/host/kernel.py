@@ -210,7 +210,8 @@ class HostKernel:
             for i, buffer in given.items():
                 if i >= count:
                     continue
-                at = lib.qk_place(i, buffer.bytes, 0)
+                # MLX's memory begins at multiples of 8 here: what lies elsewhere is a view.
+                at = lib.qk_place(i, buffer.bytes, buffer.address % 8)
                 if not at:
                     raise HostError(f"kernel {self.name}: no room for buffer {i}")
                 if buffer.initialised and buffer.bytes:

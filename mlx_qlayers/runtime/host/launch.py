@@ -59,9 +59,11 @@ def checks(enabled: bool = True, *, budget: int = DEFAULT_BUDGET) -> Iterator[Re
         KernelFault: in the block, at the launch that did something wrong.
 
     Example:
+        >>> from mlx_qlayers.metal.exp import exp
         >>> with use_backend("host"), checks() as report:
-        ...     y = exp(x)
+        ...     y = exp(mx.ones(16))
         >>> report.total("bytes_read")
+        64
     """
     global _report
     before, report = _report, Report(budget)

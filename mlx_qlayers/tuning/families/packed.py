@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ...formats import Format
 from ...metal.dequantize import dequantize
+from ...metal.quantized_matmul import PackedMatrix
 from ...reference import quantized_matmul as reference
 from ..family import Problem
 
@@ -66,7 +67,7 @@ class Packed(NamedTuple):
 
         def dense(inputs: list[mx.array]) -> mx.array:
             x, w, scales, biases = four(inputs)
-            matrix = dequantize(w, scales, biases, fmt, x.dtype)
+            matrix = dequantize([PackedMatrix(w, scales, biases)], fmt, x.dtype)
             return x @ (matrix.T if transpose else matrix)
 
         return {"stock": stock, "dequantized": dense}

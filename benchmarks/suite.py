@@ -1,0 +1,205 @@
+"""Every family of kernels on this machine, beside stock MLX: what ``mlx-qlayers bench`` runs.
+
+Each benchmark is a script of this folder that can be run by itself. Here they run one after the
+other in one process, and leave a CSV file each, pictures and a summary in one folder.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import plot
+from common import facts, print_facts, significant
+
+# Machines with less memory than this make the small runs, whether asked to be quick or not.
+FULL_BYTES = 32e9
+QUICK_REPEATS = 2
+Cut = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A script and how to run it.
+
+    Attributes:
+        name: of its results, without the ending.
+        script: the module of this folder.
+        gpu: its arguments on a GPU; None leaves it out there.
+        cpu: the same without a GPU.
+        small: constants (``"module.NAME"``) and what a small run takes of each; None leaves the
+            family out of small runs.
+    """
+
+    name: str
+    script: str
+    gpu: Sequence[str] | None = ()
+    cpu: Sequence[str] | None = ()
+    small: Mapping[str, Cut] | None = field(default_factory=dict)
+
+
+def first(count: int) -> Cut:
+    """The first entries of a list or dictionary."""
+    return lambda x: dict(list(x.items())[:count]) if isinstance(x, dict) else x[:count]
+
+
+FAMILIES = (
+    Family(
+        "quantized_few",
+        "bench_quantized_matmul",
+        gpu=["--few"],
+        cpu=None,
+        small={"bench_quantized_matmul.GPU_SHAPES": first(2)},
+    ),
+    Family("quantized_many", "bench_quantized_matmul", gpu=["--many"], cpu=None, small=None),
+    Family(
+        "quantized_matmul",
+        "bench_quantized_matmul",
+        gpu=None,
+        small={"bench_quantized_matmul.DTYPES": lambda x: {"bfloat16": x["bfloat16"]}},
+    ),
+    Family("gather_qmm", "bench_gather_qmm", small={"bench_gather_qmm.MODELS": first(1)}),
+    Family(
+        "attention_tiles",
+        "bench_attention_tiles",
+        small={
+            "bench_attention_tiles.GPU": first(1),
+            "bench_attention_tiles.CPU": first(2),
+            "bench_attention_tiles.CURVE": first(4),
+        },
+    ),
+    Family(
+        "attention_decode",
+        "bench_attention",
+        gpu=["--decode"],
+        cpu=["--decode"],
+        small={"decoding.KEYS": first(2), "decoding.DTYPES": first(1)},
+    ),
+    Family(
+        "grid_sample",
+        "bench_grid_sample",
+        small={"bench_grid_sample.GPU": lambda x: x[1:2], "bench_grid_sample.CPU": first(1)},
+    ),
+    Family("decode", "bench_decode", cpu=None, small=None),
+    Family("generate", "bench_generate"),
+)
+
+
+def run(out: Path, *, quick: bool = False, only: Sequence[str] = ()) -> Path:
+    """Run the benchmarks; each verifies its results before it times them.
+
+    Args:
+        out: where the machine's folder is to be.
+        quick: fewer sizes, measured fewer times.
+        only: names of families; all by default.
+
+    Returns:
+        The machine's folder.
+
+    Raises:
+        ValueError: no family has a name of ``only``.
+        RuntimeError: benchmarks failed; the others are there.
+    """
+    if unknown := set(only) - {family.name for family in FAMILIES}:
+        names = ", ".join(family.name for family in FAMILIES)
+        raise ValueError(f"no benchmark is called {', '.join(sorted(unknown))}; there are {names}")
+    machine = facts()
+    folder = out / _slug(plot.Results(machine, []).device)
+    folder.mkdir(parents=True, exist_ok=True)
+    print_facts()
+    failed = [
+        family.name
+        for family in FAMILIES
+        if (family.name in only or not only) and not _run_one(family, folder, quick)
+    ]
+    if find_spec("matplotlib") is None:
+        print("\nno pictures: matplotlib is not installed (pip install 'mlx-qlayers[bench]')")
+    else:
+        print(*plot.draw(folder), sep="\n")
+    (folder / "README.md").write_text(summary(folder))
+    if failed:
+        raise RuntimeError(f"these benchmarks failed: {', '.join(failed)}; see above")
+    return folder
+
+
+def _run_one(family: Family, folder: Path, quick: bool) -> bool:
+    """Whether it ran, or was not meant to."""
+    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    arguments = family.gpu if on_gpu else family.cpu
+    small = quick or mx.device_info().get("memory_size", FULL_BYTES) < FULL_BYTES
+    if arguments is None or (small and family.small is None):
+        return True
+    print(f"\n===== {family.name}\n", flush=True)
+    start, script = time.perf_counter(), import_module(family.script)
+    cuts = (family.small or {}) if small else {}
+    before = {name: _constant(name) for name in cuts}
+    repeats = ["--repeats", str(QUICK_REPEATS)] if quick else []
+    command = [family.script, *arguments, *repeats, "--csv", str(folder / f"{family.name}.csv")]
+    command_line, sys.argv = sys.argv, command
+    try:
+        for name, cut in cuts.items():
+            _set(name, cut(before[name]))
+        script.main()
+    except (Exception, SystemExit):
+        traceback.print_exc()
+        return False
+    finally:
+        sys.argv = command_line
+        for name, value in before.items():
+            _set(name, value)
+        mx.clear_cache()
+    print(f"{time.perf_counter() - start:.0f} s")
+    return True
+
+
+def _constant(name: str) -> Any:
+    module, _, attribute = name.partition(".")
+    return getattr(import_module(module), attribute)
+
+
+def _set(name: str, value: Any) -> None:
+    module, _, attribute = name.partition(".")
+    setattr(import_module(module), attribute, value)
+
+
+def _slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def summary(folder: Path) -> str:
+    """The machine, its pictures and its tables, in Markdown."""
+    results = {path.stem: plot.Results.read(path) for path in sorted(folder.glob("*.csv"))}
+    newest = max(results.values(), key=lambda found: found.facts["date"])
+    parts = [f"# {newest.device}", _table(["", ""], newest.facts.items())]
+    parts += [f"![{path.stem}](plots/{path.name})" for path in sorted(folder.glob("plots/*.png"))]
+    for name, found in results.items():
+        # A table ends where the columns change: what is measured there is something else.
+        tables: dict[tuple[str, ...], list[list[str]]] = {}
+        for row in found.rows:
+            shown = {k: v for k, v in row.items() if v != "" and not _SPREAD.search(k)}
+            tables.setdefault(tuple(shown), []).append([_cell(v) for v in shown.values()])
+        parts += [f"## {name}", *(_table(list(head), rows) for head, rows in tables.items())]
+    return "\n\n".join(parts) + "\n"
+
+
+_SPREAD = re.compile(r" (low|high|count)$")
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:g}" if value.is_integer() else significant(value)
+
+
+def _table(head: Sequence[str], rows: Any) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,50 @@
+"""Measure every kernel beside stock MLX on this machine, with tables and pictures to share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+
+SCRIPTS = "benchmarks"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, in some minutes")
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="NAME", help="run these benchmarks alone"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench-results"), help="where the machine's folder goes"
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="DIR",
+        help="measure nothing, draw the pictures of the results in a folder",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    sys.path.insert(0, str(scripts()))
+    if args.source is not None:
+        print(*import_module("plot").draw(args.source), sep="\n")
+        return
+    folder = import_module("suite").run(args.out, quick=args.quick, only=args.only)
+    print(
+        f"\nThe tables and pictures of this machine are in {folder}.\n"
+        "Please share them: add the folder to benchmarks/results of the mlx-qlayers repository in\n"
+        "a pull request, or attach it to an issue there ('Benchmark results')."
+    )
+
+
+def scripts() -> Path:
+    """The folder of the benchmarks, in the repository or inside an installed package."""
+    package = Path(__file__).parents[1]
+    places = (package / f"_{SCRIPTS}", package.parent / SCRIPTS)
+    for place in places:
+        if (place / "suite.py").is_file():
+            return place
+    raise FileNotFoundError(f"{places[0]}: the benchmarks are not part of this installation")

@@ -1,0 +1,128 @@
+"""The benchmarks by one command: files, pictures, a summary, and what is said of failures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import struct
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers.cli import main
+from mlx_qlayers.commands.bench import scripts
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SIZE = (1024, 672)
+
+
+def size(picture: Path) -> tuple[int, ...]:
+    """Width and height of a PNG file."""
+    return struct.unpack(">II", picture.read_bytes()[16:24])
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(scripts()))
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the command runs, with one family in one small size and one that fails."""
+    suite, grid = import_module("suite"), import_module("bench_grid_sample")
+    monkeypatch.setattr(grid, "copy_bandwidth", lambda gpu: 1e9)  # takes seconds
+    tiny = [grid.Case((1, 8, 8, 3), (5, 7))]
+    cuts = {"bench_grid_sample.CPU": lambda _: tiny, "bench_grid_sample.GPU": lambda _: tiny}
+    families = (
+        suite.Family("grid_sample", "bench_grid_sample", small=cuts),
+        suite.Family("broken", "bench_grid_sample", gpu=["--nonsense"], cpu=["--nonsense"]),
+        suite.Family("elsewhere", "bench_grid_sample", gpu=None, cpu=None),
+    )
+    monkeypatch.setattr(suite, "FAMILIES", families)
+    return suite
+
+
+def test_a_run_leaves_tables_pictures_and_a_summary(
+    suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = import_module("bench_grid_sample").CPU
+    assert main(["bench", "--quick", "--only", "grid_sample", "--out", str(tmp_path)]) == 0
+    assert import_module("bench_grid_sample").CPU is cases
+    (folder,) = tmp_path.iterdir()
+    assert str(folder) in (out := capsys.readouterr().out) and "Please share" in out
+    assert {path.name for path in folder.iterdir()} == {"README.md", "grid_sample.csv", "plots"}
+    lines = (folder / "grid_sample.csv").read_text().splitlines()
+    facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("#"))
+    assert {"date", "commit", "device", "mlx", "mlx-lm", "mlx-qlayers", "backend"} <= set(facts)
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    assert [row["path"] for row in rows[:2]] == ["operators", "reference"]
+    (picture,) = (folder / "plots").iterdir()
+    assert size(picture) == SIZE
+    text = (folder / "README.md").read_text()
+    assert (
+        f"plots/{picture.name}" in text and "| 1x8x8x3 float32 bilinear random, forward |" in text
+    )
+
+
+def test_a_benchmark_that_fails_is_named_and_ends_nothing(
+    suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--quick", "--out", str(tmp_path)]) == 2
+    assert "RuntimeError: these benchmarks failed: broken" in capsys.readouterr().err
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "grid_sample.csv").exists()
+
+
+def test_unknown_names(suite: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--only", "nonsense"]) == 2
+    assert "no benchmark is called nonsense; there are grid_sample" in capsys.readouterr().err
+
+
+def test_small_machines_make_small_runs(
+    suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {"memory_size": 8 * 2**30})
+    monkeypatch.setattr(suite, "QUICK_REPEATS", 1)
+    folder = suite.run(tmp_path, only=["grid_sample"])
+    assert "1x8x8x3" in (folder / "grid_sample.csv").read_text()
+
+
+def test_the_families_are_all_scripts_and_constants() -> None:
+    suite = import_module("suite")
+    for family in suite.FAMILIES:
+        assert callable(import_module(family.script).main)
+        for name, cut in (family.small or {}).items():
+            assert len(cut(suite._constant(name))) >= 1, name
+
+
+def test_pictures_of_stored_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in [*RESULTS.glob("*.csv"), RESULTS / "grid_sample_cuda.json"]:
+        shutil.copy(path, tmp_path)
+    assert main(["bench", "--from", str(tmp_path)]) == 0
+    drawn = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert {path.name for path in drawn} >= {
+        *(f"grid_sample_{machine}.png" for machine in ("cpu", "cuda")),
+        *(f"{name}_cpu.png" for name in ("quantized_matmul_rows", "tokens_per_second")),
+    }
+    assert all(size(path) == SIZE for path in drawn)
+
+
+def test_a_folder_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--from", str(tmp_path)]) == 2
+    assert "no results of benchmarks" in capsys.readouterr().err
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    plot = import_module("plot")
+    text = '# device: Device(gpu, 0), Some GPU\n# cpu: 4 x C\ntask,ms\n"a, b",1.5\n,2\n'
+    (tmp_path / "x.csv").write_text(text)
+    found = plot.Results.read(tmp_path / "x.csv")
+    assert found.rows == [{"task": "a, b", "ms": 1.5}, {"task": "a, b", "ms": 2.0}]
+    assert found.device == "Some GPU"
+    machine = {"device": "Device(cpu, 0), C", "cpu": "4 x C"}
+    (tmp_path / "x.json").write_text(json.dumps({"machine": machine, "rows": found.rows}))
+    assert plot.Results.read(tmp_path / "x.json") == plot.Results(machine, found.rows)

@@ -1,0 +1,192 @@
+"""mlx-lm's server, chat and lora with the shipped model converted."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+
+from mlx_qlayers import explain
+from mlx_qlayers.cli import main
+from mlx_qlayers.commands import borrowed
+from mlx_qlayers.commands.demo import shipped_model
+
+PROMPT, TOKENS = "Once upon a time there was a king", 12
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+SERVER = [sys.executable, "-m", "mlx_qlayers", "server"]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model in float32, where greedy choices do not hang on rounding, for a chat."""
+    path = tmp_path_factory.mktemp("talker") / "model"
+    shutil.copytree(shipped_model(), path)
+    weights = mx.load(str(path / "model.safetensors"))
+    wide = {k: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a for k, a in weights.items()}
+    mx.save_safetensors(str(path / "model.safetensors"), wide, {"format": "mlx"})
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(talker: Path) -> str:
+    model, tokenizer = mlx_lm.load(str(talker))
+    return mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=TOKENS)
+
+
+@pytest.fixture(scope="module")
+def server(talker: Path) -> Iterator[tuple[str, Path]]:
+    """The address of a running server and what it writes."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    log = talker.parent / "log"
+    arguments = ["--model", str(talker), "--port", str(port), "--max-tokens", str(TOKENS)]
+    with log.open("w") as out, subprocess.Popen([*SERVER, *arguments], stderr=out) as process:
+        try:
+            address = f"http://127.0.0.1:{port}"
+            for _ in range(300):
+                try:
+                    urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                    break
+                except OSError:
+                    assert process.poll() is None, log.read_text()
+                    time.sleep(0.1)
+            yield address, log
+        finally:
+            process.terminate()
+
+
+def ask(address: str, path: str, **body: Any) -> bytes:
+    """The answer to a request."""
+    request = urllib.request.Request(
+        address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read()
+
+
+def test_server_answers_as_stock(server: tuple[str, Path], expected: str) -> None:
+    address, log = server
+    completed = json.loads(ask(address, "/v1/completions", prompt=PROMPT))
+    assert completed["choices"][0]["text"] == expected
+    messages = [{"role": "user", "content": PROMPT}]
+    chosen = json.loads(ask(address, "/v1/chat/completions", messages=messages))["choices"][0]
+    assert chosen["message"]["content"] == expected
+    assert "49 swapped" in log.read_text()
+
+
+def test_server_streams(server: tuple[str, Path], expected: str) -> None:
+    answer = ask(server[0], "/v1/completions", prompt=PROMPT, stream=True).decode()
+    parts = [line.removeprefix("data: ") for line in answer.splitlines() if "{" in line]
+    assert "".join(json.loads(part)["choices"][0]["text"] for part in parts) == expected
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-fuse", "--backend", "ops"], ["--stock"]], ids=str)
+def test_chat_by_script(
+    flags: list[str],
+    talker: Path,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\nr\n{PROMPT}\nq\n"))
+    explain(reset=True)
+    arguments = ["--model", str(talker), "--max-tokens", str(TOKENS), "--temp", "0"]
+    assert main(["chat", *arguments, *flags]) == 0
+    out, err = capsys.readouterr()
+    assert out.count(expected) == 2
+    assert ("49 swapped" in err) == ("--stock" not in flags)
+    assert ("fused" in err) == (not flags)
+    decisions = explain()
+    assert bool(decisions) == ("--stock" not in flags)
+    if "ops" in flags:
+        assert {(d.path, d.reason) for d in decisions} == {("ops", "asked for")}
+
+
+def texts(folder: Path) -> Path:
+    """A little to learn, as mlx-lm's commands read it."""
+    folder.mkdir()
+    for name in ("train", "valid"):
+        lines = [json.dumps({"text": f"{PROMPT} who had {n} sons."}) for n in range(8)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def loss(model: nn.Module, tokens: mx.array) -> float:
+    return nn.losses.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="mean").item()
+
+
+def test_lora_trains_what_stock_loads(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(talker), "--train", "--data", str(texts(tmp_path / "data"))]
+    arguments += ["--iters", "6", "--batch-size", "2", "--num-layers", "2"]
+    arguments += ["--learning-rate", "1e-4", "--val-batches", "1"]
+    for name, flags in (("ours", []), ("theirs", ["--stock"])):
+        folder = ["--adapter-path", str(tmp_path / name)]
+        assert main(["lora", *arguments, *folder, *flags]) == 0
+        assert ("49 swapped" in capsys.readouterr().err) == (not flags)
+    losses = []
+    for adapters in (None, tmp_path / "ours", tmp_path / "theirs"):
+        model, tokenizer = mlx_lm.load(str(talker), adapter_path=adapters and str(adapters))
+        losses.append(loss(model, mx.array(tokenizer.encode(f"{PROMPT} who had 3 sons."))))
+    untrained, ours, theirs = losses
+    assert ours == pytest.approx(theirs, rel=0.01)
+    assert ours < 0.95 * untrained
+
+
+def test_a_model_without_quantized_layers(plain_model: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(plain_model), "--test", "--data", str(tmp_path)]
+    lines = "\n".join(json.dumps({"text": PROMPT}) for _ in range(2))
+    (tmp_path / "test.jsonl").write_text(lines)
+    assert main(["lora", *arguments, "--adapter-path", "", "--batch-size", "1"]) == 0
+
+
+@pytest.mark.parametrize("name", ["server", "chat", "lora"])
+def test_help_is_both(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--no-fuse" in out and "--adapter-path" in out and "mlx_lm" not in out.split("\n")[0]
+
+
+@pytest.mark.parametrize("name", ["server", "chat", "lora"])
+def test_no_option_hides_one_of_mlx_lm(name: str) -> None:
+    theirs: list[argparse.ArgumentParser] = []
+
+    def stop(parser: argparse.ArgumentParser, *_: Any) -> None:
+        theirs.append(parser)
+        raise SystemExit
+
+    with patch.object(argparse.ArgumentParser, "parse_args", stop), pytest.raises(SystemExit):
+        import_module(f"mlx_lm.{name}").main()
+    ours = argparse.ArgumentParser(add_help=False)
+    borrowed.add_arguments(ours)
+    options = set(ours._option_string_actions) & set(theirs[0]._option_string_actions)
+    assert options == {"-h", "--help"}
+
+
+def test_errors_are_mlx_lms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["server", "--nonsense", "3"]) == 2
+    assert "unrecognized arguments: --nonsense 3" in capsys.readouterr().err
+    assert main(["chat", "--model", "/nowhere/at/all"]) == 2
+    assert capsys.readouterr().err.count("mlx-qlayers: error:") == 1
+    assert main(["chat", "--backend", "nonsense"]) == 2
+    assert "backend must be one of" in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""The examples in docstrings, README.md and CONTRIBUTING.md, executed without a network."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shutil
+from importlib import import_module
+from pathlib import Path
+from textwrap import dedent
+
+import huggingface_hub.constants
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlx_qlayers
+from mlx_qlayers import explain
+from mlx_qlayers.commands.demo import shipped_model
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "mlx_qlayers").rglob("*.py")
+    if ">>>" in path.read_text()
+)
+# Starts a GPU capture, for which the process must have been started with MTL_CAPTURE_ENABLED.
+NOT_RUN = {"mlx_qlayers.runtime.capture.capture"}
+# What an example need not import.
+NAMES = {"mx": mx, "nn": nn} | {name: getattr(mlx_qlayers, name) for name in mlx_qlayers.__all__}
+BLOCK = re.compile(r"^ *```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with ``models``, and a cache of the Hub that holds small models by known names."""
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    hub = {
+        "Qwen--Qwen2-7B-Instruct-MLX": shipped_model(),
+        "Qwen--Qwen2-0.5B-Instruct": plain_model,
+    }
+    for name, model in hub.items():
+        repository = tmp_path / "hub" / f"models--{name}"
+        shutil.copytree(model, repository / "snapshots" / ("0" * 40))
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    explain(reset=True)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_docstrings(name: str) -> None:
+    module = import_module(name)
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    found = finder.find(module, name, globs=NAMES | vars(module))
+    for test in found:
+        if test.name not in NOT_RUN:
+            runner.run(test)
+    assert sum(bool(test.examples) for test in found) and not runner.failures
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"), [("README.md", "49 swapped"), ("CONTRIBUTING.md", "60 bytes read")]
+)
+def test_examples_of_texts(name: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for block in BLOCK.findall((ROOT / name).read_text()):
+        exec(compile(dedent(block), name, "exec"), names)
+    assert printed in capsys.readouterr().out
