@@ -20,7 +20,7 @@ import mlx.core as mx
 from . import source
 from .backend import BackendError
 from .host.cache import root as cache_root
-from .launch import Launch, Size
+from .launch import Launch, Size, TemplateValue
 from .program import Program
 from .signature import ATTRIBUTES, shape_words
 from .source import METAL, Token
@@ -34,6 +34,15 @@ _MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
 _FRAGMENT = METAL / "fragment.metal"
 # The input that tells threads beyond the grid that they are surplus.
 _LIMIT = "msl_grid_limit"
+
+# How MLX spells dtypes in CUDA C++, where it is not `name_t`.
+_CUDA_TYPES = {
+    mx.float16: "__half",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float32: "float",
+    mx.bool_: "bool",
+    mx.complex64: "complex64_t",
+}
 
 _DECIMAL = re.compile(r"(?!0[xX])(?=.*[.eE])([\d.]+(?:[eE][+-]?\d+)?)(f|F|h|H|bf|BF)?$")
 # In Metal these are one type with int64_t and uint64_t; in CUDA they are others of that size.
@@ -49,15 +58,16 @@ def launch(launch: Launch) -> list[mx.array]:
     Raises:
         BackendError: CUDA cannot start such a grid.
     """
-    memo = launch.memo
-    if "cuda" not in memo:
-        memo["cuda"] = _fitting(launch)
-    grid, surplus = memo["cuda"]
-    # Looked up at every call, so that a test can put something else in its place.
-    kernel = _kernel(mx.fast.cuda_kernel, launch.program, launch.threadgroup, bool(surplus))
+    memo, make = launch.memo, mx.fast.cuda_kernel
+    # Compared at every call, so that a test can put something else in its place.
+    if "cuda" not in memo or memo["cuda"][0] is not make:
+        grid, surplus = _fitting(launch)
+        variant = launch.program, launch.threadgroup, bool(surplus), tuple(launch.template)
+        memo["cuda"] = make, _kernel(make, *variant), grid, surplus
+    _, kernel, grid, surplus = memo["cuda"]
     return kernel(
         inputs=launch.inputs + surplus,
-        template=launch.template,
+        template=[],
         grid=grid,
         threadgroup=launch.threadgroup,
         output_shapes=launch.output_shapes,
@@ -81,20 +91,39 @@ def _fitting(launch: Launch) -> tuple[Size, list[mx.array]]:
 
 @cache
 def _kernel(
-    make: Callable[..., Any], program: Program, threadgroup: Size, surplus: bool
+    make: Callable[..., Any],
+    program: Program,
+    threadgroup: Size,
+    surplus: bool,
+    template: tuple[tuple[str, TemplateValue], ...],
 ) -> Callable[..., list[mx.array]]:
+    """The kernel for one choice of the template's parameters, which its text and name hold.
+
+    Given at each call, they would be made text there, which takes longer than all the rest.
+    """
     header, body = cuda_source(program, threadgroup, surplus)
     # MLX looks for these words in the text to know which parameters to add.
     words = " ".join(w.split()[-1] for p in program.inputs for w in shape_words(body, p.name))
-    header, body = _kept(header), f"// {words}\n{_kept(body)}"
+    constants = "".join(_constant(name, value) for name, value in template)
+    body = f"// {words}\n{constants}{_kept(body)}"
+    header = _kept(header)
     return make(
-        name=program.name,
+        # MLX knows a compiled kernel by its name alone.
+        name=f"{program.name}_{sha256((header + body).encode()).hexdigest()[:16]}",
         input_names=[*program.input_names, _LIMIT] if surplus else program.input_names,
         output_names=program.output_names,
         source=body,
         header=header,
         ensure_row_contiguous=program.ensure_row_contiguous,
     )
+
+
+def _constant(name: str, value: TemplateValue) -> str:
+    if isinstance(value, mx.Dtype):
+        kind = _CUDA_TYPES.get(value) or str(value).removeprefix("mlx.core.") + "_t"
+        return f"using {name}={kind};\n"
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"constexpr {kind} {name}={str(value).lower()};\n"
 
 
 def _kept(text: str) -> str:

@@ -125,6 +125,22 @@ def test_surplus_threads_are_told_the_grid(launches: Launches) -> None:
     assert text_of(*launches[0])[1] == text_of(*launches[1])[1]
 
 
+def test_texts_that_differ_have_names_that_differ(launches: Launches) -> None:
+    """MLX keeps compiled kernels by name; what a template is given stands in the text."""
+    for dtype, threads in ((mx.float32, 32), (mx.float32, 64), (mx.float16, 64), (mx.float16, 64)):
+        EXP(
+            [mx.zeros(64, dtype)],
+            template={"T": dtype},
+            grid=(64, 1, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[(64,)],
+        )
+    names = [declaration["name"] for declaration, _ in launches]
+    assert len(set(names)) == 3 and names[2] == names[3]
+    assert all(name.startswith("exp_forward_") for name in names)
+    assert "using T=__half;" in launches[2][0]["source"] and launches[2][1]["template"] == []
+
+
 @pytest.mark.parametrize(
     ("grid", "threadgroup"), [((1, 2**16, 1), (1, 1, 1)), ((1, 1, 128), (1, 1, 128))]
 )

@@ -1,0 +1,233 @@
+"""Attention by kernels in models: every cache of mlx-lm, speculative decoding, fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import VOCABULARY, Architecture, build
+from mlx_lm import load
+from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.models import cache as caches
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, train
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import dequantize_model
+from numerics import assert_same_model
+
+from mlx_qlayers import convert_model, use_backend
+from mlx_qlayers.commands.demo import shipped_model
+from mlx_qlayers.runtime import trace
+
+QWEN = Architecture(2, {"tie_word_embeddings": True}, format=(64, 4, "affine"))
+PADDING = [2, 0, 5]
+# Tokens that a model sees at once: a prompt, a few, one after the other.
+CHUNKS = (11, 5, 1, 1)
+# How each class of mlx-lm's is made, and the number of bits that it keeps.
+CACHES: dict[str, tuple[Callable[[], Any], int | None]] = {
+    "KVCache": (KVCache, None),
+    "RotatingKVCache": (lambda: RotatingKVCache(8, keep=4), None),
+    "QuantizedKVCache": (lambda: QuantizedKVCache(32, 8), 8),
+    "QuantizedKVCache 4": (lambda: QuantizedKVCache(32, 4), 4),
+    "ChunkedKVCache": (lambda: ChunkedKVCache(64), None),
+    "ConcatenateKVCache": (ConcatenateKVCache, None),
+    "BatchKVCache": (lambda: BatchKVCache(PADDING), None),
+    "BatchRotatingKVCache": (lambda: BatchRotatingKVCache(8, PADDING), None),
+}
+# Those that only some architectures make, and one that does.
+OF_ARCHITECTURES = {"ArraysCache": "falcon_h1", "CacheList": "falcon_h1"}
+PROMPT = mx.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
+
+
+@pytest.fixture(autouse=True)
+def without_compilation() -> Iterator[None]:
+    """The host backend runs at once: under ``mx.compile`` it cannot."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def pair(name: str = "qwen2", description: Architecture = QWEN) -> tuple[nn.Module, nn.Module]:
+    """The stock model, and the same one converted."""
+    stock, converted = (build(name, description) for _ in range(2))
+    convert_model(converted)
+    return stock, converted
+
+
+def attention_kernels(launches: list[Any]) -> set[str]:
+    """The launches of attention, of which every one ran on the host backend."""
+    found = [launch for launch in launches if launch.kernel.startswith("attention")]
+    assert {launch.backend for launch in found} <= {"host"}
+    return {launch.kernel.split("_packed")[0].split("_masked")[0] for launch in found}
+
+
+def run(model: nn.Module, cache: list[Any], tokens: mx.array) -> list[mx.array]:
+    """Logits of the chunks, where nothing is padded."""
+    results = []
+    for chunk in mx.split(tokens, np.cumsum(CHUNKS)[:-1].tolist(), axis=1):
+        logits = model(chunk, cache=cache)
+        mx.eval(logits)
+        start = max(PADDING) if logits.shape[1] == CHUNKS[0] else 0
+        results.append(logits[:, start:])
+    return results
+
+
+def test_every_cache_class_is_here():
+    known = {name.split()[0] for name in CACHES} | set(OF_ARCHITECTURES)
+    assert {cls.__name__ for cls in caches._BaseCache.__subclasses__()} == known
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_caches(name):
+    make, bits = CACHES[name]
+    stock, model = pair()
+    tokens = mx.random.randint(0, VOCABULARY, (3, sum(CHUNKS)), key=mx.random.key(1))
+    expected = run(stock, [make() for _ in stock.layers], tokens)
+    with use_backend("host"), trace() as launches:
+        found = run(model, [make() for _ in model.layers], tokens)
+    assert attention_kernels(launches) == {"attention_forward", "attention_serial"}
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_same_model(a, b, bits=bits, what=f"{name}, chunk {i}")
+
+
+@pytest.mark.parametrize("name", sorted(set(OF_ARCHITECTURES.values())))
+def test_caches_of_architectures(name):
+    stock, model = pair(name, ARCHITECTURES[name])
+    own = make_prompt_cache(model)
+    made = {type(c) for cache in own for c in (cache, *getattr(cache, "caches", ()))}
+    assert made >= {ArraysCache, CacheList}
+    tokens = mx.random.randint(0, VOCABULARY, (2, sum(CHUNKS)), key=mx.random.key(2))
+    expected = run(stock, make_prompt_cache(stock), tokens)
+    with use_backend("host"), trace() as launches:
+        found = run(model, own, tokens)
+    assert attention_kernels(launches) == {"attention_forward", "attention_serial"}
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_same_model(a, b, bits=None, what=f"{name}, chunk {i}")
+
+
+@pytest.mark.parametrize("by", ["handed over", "by a file"])
+@pytest.mark.parametrize("first", ["stock", "converted"])
+@pytest.mark.parametrize("name", [n for n in CACHES if "Batch" not in n and n[0] != "C"])
+def test_prompt_caches_are_interchangeable(name, first, by, tmp_path):
+    """Filled by one model, it continues in the other as it does in the one that filled it."""
+    make, bits = CACHES[name]
+    stock, model = pair()
+
+    def fill(m: nn.Module) -> list[Any]:
+        cache = [make() for _ in m.layers]
+        mx.eval(m(PROMPT[None], cache=cache))
+        return cache
+
+    def go_on(m: nn.Module, cache: list[Any]) -> mx.array:
+        if by == "by a file":
+            save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+            cache = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+        chunks = [m(mx.array([[7, 8, 9]]), cache=cache), m(mx.array([[1]]), cache=cache)]
+        return mx.concatenate(chunks, axis=1)
+
+    with use_backend("host"), trace() as launches:
+        if first == "stock":
+            found, expected = go_on(model, fill(stock)), go_on(stock, fill(stock))
+        else:
+            found, expected = go_on(stock, fill(model)), go_on(model, fill(model))
+        mx.eval(found, expected)
+    assert "attention_serial" in attention_kernels(launches)
+    assert_same_model(found, expected, bits=bits, what=f"{name}, {first} first, {by}")
+
+
+def test_speculative_decoding():
+    """Several tokens at once are verified by the decoding kernel, and some of them taken back."""
+    stock, model = pair()
+    draft = build("qwen2", QWEN._replace(config={**QWEN.config, "num_hidden_layers": 1}))
+    convert_model(draft)
+    expected = [int(token) for token, _ in generate_step(PROMPT, stock, max_tokens=16)]
+    with use_backend("host"), trace() as launches:
+        steps = list(speculative_generate_step(PROMPT, model, draft, max_tokens=16))
+    assert [int(token) for token, _, _ in steps] == expected
+    queries = {
+        launch.input_shapes[0][2] for launch in launches if launch.kernel == "attention_serial"
+    }
+    assert queries >= {1, 3}  # of the draft's tokens, and of what the model verifies
+
+
+class Losses(TrainingCallback):
+    """Keeps the loss of every step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_loss_report(self, train_info: dict) -> None:
+        self.losses.append(train_info["train_loss"])
+
+
+STEPS, SEQUENCES, TOKENS = 50, 5, 16
+TEXT = Path(__file__).parents[1] / "models" / "data" / "grimms_fairy_tales.txt"
+
+
+def curve(how: str, convert: bool, directory: Path) -> list[float]:
+    """Losses of the shipped model, adapted by mlx-lm's own trainer over a few sequences."""
+    model, tokenizer = load(str(shipped_model()))
+    if how == "full":  # Packed weights have no gradient.
+        dequantize_model(model)
+    model.set_dtype(mx.float32)
+    if convert:
+        rows = convert_model(model, linear=how == "lora").rows
+        assert sum(row.kind == "attention" and row.action == "swapped" for row in rows) == 6
+    mx.random.seed(7)
+    if how == "lora":
+        model.freeze()
+        linear_to_lora_layers(model, 6, {"rank": 8, "scale": 20.0, "dropout": 0.0})
+    text = tokenizer.encode(TEXT.read_text()[20_000:22_000])
+    starts = range(0, (TOKENS + 1) * SEQUENCES, TOKENS + 1)
+    args = TrainingArgs(
+        batch_size=1,
+        iters=STEPS,
+        steps_per_report=1,
+        steps_per_save=STEPS + 1,
+        max_seq_length=TOKENS + 1,
+        adapter_file=directory / "adapters.safetensors",
+    )
+    callback = Losses()
+    np.random.seed(3)  # the order of the batches
+    optimizer = optim.Adam(learning_rate=3e-5)
+    sequences = [(text[i : i + TOKENS + 1], 0) for i in starts]
+    train(model, optimizer, sequences, None, args, training_callback=callback)
+    return callback.losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["lora", "full"])
+def test_loss_curves_are_those_of_the_stock_model(how, tmp_path):
+    """Attention and its gradient by kernels, in each layer and step."""
+    stock = curve(how, False, tmp_path)
+    first, last = stock[:SEQUENCES], stock[-SEQUENCES:]
+    assert np.mean(last) < 0.7 * np.mean(first), "the stock model learns nothing"
+    with use_backend("host"), trace() as launches:
+        found = curve(how, True, tmp_path)
+    np.testing.assert_allclose(found, stock, rtol=0.01)
+    count = {
+        name: sum(launch.kernel.startswith(name) for launch in launches)
+        for name in ("attention_forward", "attention_backward_queries", "attention_backward_keys")
+    }
+    assert min(count.values()) >= 6 * STEPS, count
+    assert {launch.backend for launch in launches} == {"host"}
