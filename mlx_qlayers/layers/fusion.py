@@ -8,7 +8,7 @@ attributes stay what they are, so that the module goes back by taking its class 
 A decoder layer then makes four launches of its own: norm and q, k, v; output projection and
 residual; norm, gate, up and activation; down and residual. On a GPU the stretches between cache and
 attention are traced once by ``mx.compile``, with the parameters as inputs: a token costs two calls
-a layer.
+a layer. Where attention is by kernel there too, :mod:`.stacks` traces layers whole and together.
 """
 
 from __future__ import annotations
