@@ -18,24 +18,25 @@ from __future__ import annotations
 import argparse
 import copy
 import io
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
 from common import Sample, Table, add_output, print_facts, turns, write_output
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import qwen2
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from mlx_qlayers import convert_model, explain
 from mlx_qlayers.commands.arguments import positive
-from mlx_qlayers.layers import routing
+from mlx_qlayers.layers import routing, stacks, stretches
 
 QWEN2_7B = {
     "hidden_size": 3584,
@@ -139,11 +140,20 @@ class Anatomy:
     wait: float
 
 
-def anatomy(model: nn.Module, prompt: mx.array, repeats: int) -> Anatomy:
-    """Take one token apart, with nothing overlapping."""
+def begun(model: nn.Module, prompts: mx.array) -> tuple[mx.array, list[Any]]:
+    """The next tokens of prompts and the caches that hold them, of which none is about to grow."""
     cache = make_prompt_cache(model)
-    y = model(prompt[None], cache=cache)[:, -1:].argmax(-1)
-    mx.eval(y)
+    if len(prompts) > 1:
+        cache = [BatchKVCache([0] * len(prompts)) for _ in cache]
+    y = model(prompts, cache=cache)[:, -1:].argmax(-1)
+    y = model(y, cache=cache).argmax(-1)
+    mx.eval(y, [c.state for c in cache])
+    return y, cache
+
+
+def anatomy(model: nn.Module, prompts: mx.array, repeats: int) -> Anatomy:
+    """Take a step of decoding apart, with nothing overlapping."""
+    y, cache = begun(model, prompts)
     times: list[tuple[float, ...]] = []
     for _ in range(repeats):
         marks = [time.perf_counter()]
@@ -154,15 +164,14 @@ def anatomy(model: nn.Module, prompt: mx.array, repeats: int) -> Anatomy:
         mx.eval(y)
         mx.synchronize()
         marks.append(time.perf_counter())
-        times.append(tuple(b - a for a, b in pairwise(marks)))
+        times.append(tuple(b - a for a, b in itertools.pairwise(marks)))
     return Anatomy(*(Sample.of(column).median for column in zip(*times, strict=True)))
 
 
-def step_time(model: Callable[..., mx.array], base: nn.Module, prompt: mx.array, n: int) -> float:
-    """Seconds a token where each step is queued behind the one before, as in generation."""
-    cache = make_prompt_cache(base)
-    y = base(prompt[None], cache=cache)[:, -1:].argmax(-1)
-    mx.eval(y, model(y, cache=cache))
+def step_time(model: Callable[..., mx.array], base: nn.Module, prompts: mx.array, n: int) -> float:
+    """Seconds a step where each is queued behind the one before, as in generation."""
+    y, cache = begun(base, prompts)
+    mx.eval(model(y, cache=cache))
     start = time.perf_counter()
     last = y
     for _ in range(n):
@@ -177,22 +186,29 @@ def step_time(model: Callable[..., mx.array], base: nn.Module, prompt: mx.array,
 @contextmanager
 def without_attention() -> Iterator[None]:
     """Let the product of attention give its queries, in stock and converted models."""
-    shared, ours = qwen2.scaled_dot_product_attention, routing.attention
-    qwen2.scaled_dot_product_attention = lambda q, *args, **options: q
-    routing.attention = lambda q, *args, **options: q
-    try:
+    places = stacks.place
+
+    def left_out(q: mx.array, *args: Any, **options: Any) -> mx.array:
+        return q
+
+    with (
+        mock.patch.object(qwen2, "scaled_dot_product_attention", left_out),
+        mock.patch.object(routing, "attention", left_out),
+        mock.patch.object(
+            stretches, "attention_step", lambda q, k, v, *buffers, **_: [q, *buffers[:2]]
+        ),
+        # What was traced with it must not be found.
+        mock.patch.object(stacks, "place", lambda: (at := places()) and (*at[:2], "without")),
+    ):
         yield
-    finally:
-        qwen2.scaled_dot_product_attention, routing.attention = shared, ours
 
 
-def launches(model: nn.Module, prompt: mx.array) -> int:
-    """Primitives in the graph of one token that start work on the device."""
-    cache = make_prompt_cache(model)
-    y = model(prompt[None], cache=cache)[:, -1:].argmax(-1)
-    mx.eval(y, [c.state for c in cache])
+def launches(model: nn.Module, prompts: mx.array) -> int:
+    """Primitives in the graph of a step that start work on the device."""
+    y, cache = begun(model, prompts)
     text = io.StringIO()
-    mx.export_to_dot(text, model(y, cache=cache))
+    y = model(y, cache=cache)
+    mx.export_to_dot(text, y, *(a for c in cache for a in (c.keys, c.values)))
     names = re.findall(r'label ="([^"]+)", shape=rectangle', text.getvalue())
     return sum(_VIEWS.match(name) is None for name in names)
 
@@ -238,18 +254,22 @@ def _timed(
 
 
 def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
-    """Where the time of one token goes, for each model."""
-    prompt = mx.random.randint(0, models["stock"].args.vocab_size, (args.prompt_tokens,))
+    """Where the time of a step goes, for each model and batch size."""
+    size = max(args.batches), args.prompt_tokens
+    tokens = mx.random.randint(0, models["stock"].args.vocab_size, size)
     names = ("launches", "build", "submit", "wait", "step", "attention", "head", "rest")
-    print("one token of one sequence, ms: Python builds the graph, MLX submits it, the rest is")
-    print("waiting; then, overlapped as in generation, a step and its parts by leaving them out")
-    table = Table({"layers": 20, **dict.fromkeys(names, 9)})
+    print("a step of decoding, ms: Python builds the graph, MLX submits it, the rest is waiting;")
+    print("then, overlapped as in generation, a step and its parts by leaving them out")
+    table = Table({"layers": 20, "batch": 5, **dict.fromkeys(names, 9)})
     table.print_header()
-    for name, model in models.items():
-        parts = anatomy(model, prompt, args.tokens)
+    for batch, (name, model) in itertools.product(args.batches, models.items()):
+        prompts = tokens[:batch]
+        parts = anatomy(model, prompts, args.tokens)
 
-        def least(run: Callable[..., mx.array], model: nn.Module = model) -> float:
-            return min(step_time(run, model, prompt, args.tokens) for _ in range(args.repeats))
+        def least(
+            run: Callable[..., mx.array], model: nn.Module = model, prompts: mx.array = prompts
+        ) -> float:
+            return min(step_time(run, model, prompts, args.tokens) for _ in range(args.repeats))
 
         step, headless = least(model), least(lambda y, cache, m=model: m.model(y, cache))
         with without_attention():
@@ -264,7 +284,7 @@ def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
             "rest": blind + headless - step,
         }
         ms = {key: value * 1e3 for key, value in seconds.items()}
-        table.add(layers=name, launches=launches(model, prompt), **ms)
+        table.add(layers=name, batch=batch, launches=launches(model, prompts), **ms)
     print()
     return table
 
@@ -285,7 +305,8 @@ def main() -> None:
 
     print_facts()
     start = time.perf_counter()
-    stock = build(TINY if args.tiny else QWEN2_7B, args.group_size, args.bits)
+    config = TINY if args.tiny else QWEN2_7B
+    stock = build(config, args.group_size, args.bits)
     models = {"stock": stock}
     kinds = {"converted, not fused": False, "converted": True}
     if args.fused_only:
@@ -300,7 +321,12 @@ def main() -> None:
     verify(stock, {name: m for name, m in models.items() if m is not stock}, tokens)
     print(f"{time.perf_counter() - start:.0f} s: measuring", flush=True)
     explain(reset=True)
-    tables: list[Any] = [breakdown(models, args), speeds(models, args)]
+    tables = [speeds(models, args), breakdown(models, args)]
+    shape = (
+        "/".join(map(str, config.values())) + f", {args.bits} bits in groups of {args.group_size}"
+    )
+    for row in (row for table in tables for row in table.rows):
+        row[", ".join(config)] = shape
     print(f"\n{time.perf_counter() - start:.0f} s altogether")
     print("\npaths taken:", *explain(), sep="\n  ")
     write_output(args, "decode", tables)

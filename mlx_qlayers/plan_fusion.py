@@ -9,16 +9,17 @@ import mlx.nn as nn
 
 from .formats import Format
 from .layers.fusion import (
-    GATES,
     GROUPED,
+    STACK,
     fused_class,
     groups_of,
     is_fused,
-    known_of,
     unfused_class,
 )
+from .layers.operands import BLOCK_PARTS, GATES, known_of
 from .layers.qlinear import QLinear
 from .layers.recognition import Known, recognise
+from .layers.stretches import rotation_of, split_rope
 from .metal.quantized_matmul import MAX_MATRICES
 from .plan import Predicate, Step
 from .report import ALREADY, FUSED, LEFT, FusionReport
@@ -49,20 +50,22 @@ class FusionPlanner:
         self.predicate = predicate or (lambda path, module: True)
         self.changes: list[Change] = []
         self.fused: set[int] = set()
+        self.stackable: set[int] = set()
         rows: dict[str, FusionReport | None] = dict.fromkeys(path for path, _ in modules)
         known = {path: _known(module) for path, module in modules}
-        # A block is considered when it is known what becomes of its parts.
-        for path, module in sorted(modules, key=lambda item: _is_block(known[item[0]])):
+        # A module is considered when it is known what becomes of its parts.
+        for path, module in sorted(modules, key=lambda item: _rank(known[item[0]])):
             rows[path] = self._row(path, module, known[path])
         self.rows = tuple(row for row in rows.values() if row is not None)
 
     def _row(self, path: str, module: nn.Module, known: Known | None) -> FusionReport | None:
         if is_fused(module):
             self._remember(module, known)
-            return FusionReport(path, _kind(known), ALREADY, "")
+            kind = STACK if known_of(type(module)) == Known(STACK, {}) else _kind(known)
+            return FusionReport(path, kind, ALREADY, "")
         layers = [name for name, child in module.items() if self._is_packed(child)]
         if known is None and len(layers) < 2:
-            return None
+            return self._stack(path, module)
         if not any(map(self._is_packed, module.modules())):
             return None
         cls = fused_class(self._class(module), frozenset() if known else frozenset(layers))
@@ -78,10 +81,38 @@ class FusionPlanner:
         self._remember(module, known)
         return FusionReport(path, _kind(known), FUSED, self._launches(module, cls))
 
+    def _stack(self, path: str, module: nn.Module) -> FusionReport | None:
+        """A module that runs decoder layers in a loop, if it is one."""
+        count = sum(id(part) in self.stackable for part in module.modules())
+        cls = fused_class(self._class(module), frozenset()) if count else None
+        if cls is None or id(module) in self.stackable:
+            return None
+        if not self.predicate(path, module):
+            return FusionReport(path, STACK, LEFT, "the predicate says so")
+        self.changes.append((path, module, cls))
+        what = f"{count} layers in one trace where a GPU decodes a token of each sequence"
+        return FusionReport(path, STACK, FUSED, what)
+
     def _remember(self, module: nn.Module, known: Known | None) -> None:
-        """Keep that a block which holds ``module`` can fold its norm and residual into it."""
-        if known is not None:
-            self.fused.add(id(module))
+        """Keep that a block can fold its norm into ``module``, or that it can be stacked."""
+        if known is None:
+            return
+        self.fused.add(id(module))
+        if _is_block(known) and self._can_stack(module, known):
+            self.stackable.add(id(module))
+
+    def _can_stack(self, block: nn.Module, known: Known) -> bool:
+        """Whether a decoder layer will be one of those that run together."""
+        attention, mlp, *norms = (block[known.names[key]] for key in BLOCK_PARTS)
+        inner = _known(attention)
+        return (
+            inner is not None
+            and {id(attention), id(mlp)} <= self.fused
+            and all(type(norm) is nn.RMSNorm for norm in norms)
+            and self._is_packed(attention[inner.names["o"]])
+            and rotation_of(split_rope(attention[inner.names["rope"]])[0]) is not None
+            and "_routes" in self._class(attention).__dict__
+        )
 
     def _obstacle(self, module: nn.Module, known: Known) -> str | None:
         """Why the module stays as it is, if it does."""
@@ -141,6 +172,11 @@ class FusionPlanner:
 
     def _is_packed(self, child: object) -> bool:
         return isinstance(child, nn.Module) and self._class(child) is QLinear
+
+
+def _rank(known: Known | None) -> int:
+    """Blocks come after their parts, and what may run blocks comes last."""
+    return 2 if known is None else 1 if _is_block(known) else 0
 
 
 def _is_block(known: Known | None) -> bool:

@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten
 
 from .formats import GLOBAL_UNIT
 from .layers.counterparts import stock_of
-from .layers.fusion import GATES, input_width, is_fused, known_of, unfused_class
+from .layers.fusion import input_width, is_fused, unfused_class
+from .layers.operands import GATES, known_of
 from .layers.qlinear import Counterpart, QEmbedding
 from .layers.routing import is_routed, routed_attention, stock_class
 

@@ -102,7 +102,10 @@ def test_decoding_benchmark(tmp_path: Path) -> None:
     assert "verified: mean error of the logits, converted" in done.stdout
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     parts = [row for row in rows if "submit" in row]
-    assert [row["layers"] for row in parts] == ["stock", "converted, not fused", "converted"]
+    names = ["stock", "converted, not fused", "converted"]
+    assert [(row["layers"], row["batch"]) for row in parts] == [
+        (name, batch) for batch in (1, 4, 8) for name in names
+    ]
     assert all(row["build"] > 0 and row["step"] > 0 for row in parts)
     speeds = [row for row in rows if "what" in row]
     what = {"decode, batch 1", "decode, batch 4", "decode, batch 8", "prefill 20"}

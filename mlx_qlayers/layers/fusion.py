@@ -8,13 +8,13 @@ attributes stay what they are, so that the module goes back by taking its class 
 A decoder layer then makes four launches of its own: norm and q, k, v; output projection and
 residual; norm, gate, up and activation; down and residual. On a GPU the stretches between cache and
 attention are traced once by ``mx.compile``, with the parameters as inputs: a token costs two calls
-a layer.
+a layer. Where attention is by kernel there too, :mod:`.stacks` traces layers whole and together.
 """
 
 from __future__ import annotations
 
 import inspect
-from functools import cache, lru_cache
+from functools import cache
 from types import FunctionType
 from typing import Any, cast
 
@@ -22,25 +22,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from ..metal.quantized_matmul import Gate
 from ..ops.quantized_paths import is_few
 from ..ops.traced import Place, place
 from . import stretches
 from .grouping import grouped
-from .qlinear import QLinear
+from .operands import GATES, known_of, of_feed_forward, of_heads, of_layers
 from .recognition import Known, recognise
 from .routing import routed_attention, routed_class
-from .stretches import Matrix, Packing, Static
+from .stacks import stacked
 
-# The activations of the feed-forward modules in :mod:`.forms`.
-GATES: dict[str, Gate] = {
-    "mlp_swiglu": "silu",
-    "mlp_silu": "silu",
-    "mlp_gelu": "gelu",
-    "mlp_gelu_approx": "gelu_approx",
-}
 # The form of a module of which only products of one input are gathered.
 GROUPED = "grouped"
+# The form of a module that runs decoder layers in a loop.
+STACK = "stack"
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -53,11 +47,6 @@ def unfused_class(module: nn.Module) -> type[nn.Module]:
     return type(module).__dict__["_fuses"]
 
 
-def known_of(cls: type[nn.Module]) -> Known | None:
-    """What a class that :func:`fused_class` made is known to compute; None for other classes."""
-    return cls.__dict__.get("_known")
-
-
 def groups_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], ...]:
     """The layers whose products of one input a class gathers that is known no further."""
     return cls.__dict__.get("_groups", ())
@@ -66,7 +55,7 @@ def groups_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], ...]:
 def input_width(module: Any) -> int | None:
     """The last axis of the input of a fused module; None where that does not follow from it."""
     known = known_of(type(module))
-    if known is None or known.form == GROUPED:
+    if known is None or known.form in (GROUPED, STACK):
         return None
     if known.form.startswith("block"):
         return input_width(module[known.names["attention"]])
@@ -75,26 +64,29 @@ def input_width(module: Any) -> int | None:
 
 
 @cache
-def fused_class(
-    cls: type[nn.Module], layers: frozenset[str] = frozenset()
-) -> type[nn.Module] | None:
+def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module] | None:
     """The class that stands in for ``cls``, stock or routed; None if nothing in it can be fused.
 
     Args:
         cls: the class of a module.
         layers: the names of the quantized layers that the module holds: where no more is known of
-            its code, their products of one input are gathered.
+            its code, their products of one input are gathered. None for one that runs layers in
+            a loop.
     """
     stock = cls.__dict__.get("_routes", cls)
     known = recognise(stock)
     body: dict[str, Any] = {}
     if known is None:
         call = inspect.getattr_static(cls, "__call__", None)
-        found = grouped(call, layers, _together) if isinstance(call, FunctionType) else None
-        if found is None:
+        if not isinstance(call, FunctionType):
             return None
-        known, call = Known(GROUPED, {}), found.function
-        body = {"_groups": found.groups, "_layers": layers}
+        if not layers:
+            known, call = Known(STACK, {}), stacked(call)
+        elif (found := grouped(call, layers, _together)) is not None:
+            known, call = Known(GROUPED, {}), found.function
+            body = {"_groups": found.groups, "_layers": layers}
+        if known is None or call is None:
+            return None
     elif known.form in GATES:
         call = _mlp_call
     else:
@@ -135,14 +127,14 @@ def _new(stock: type[nn.Module], routed: bool, layers: frozenset[str]) -> nn.Mod
 
 def _together(x: mx.array, *layers: Any) -> list[mx.array]:
     """The products of one input with several layers."""
-    packed = _packed(*layers) if is_few(x) else None
+    packed = of_layers(*layers) if is_few(x) else None
     if packed is None:
         return [layer(x) for layer in layers]
     return cast(list[mx.array], stretches.together(place(), packed[0])(x, packed[1]))
 
 
 def _mlp_call(self: Any, x: mx.array) -> mx.array:
-    if is_few(x) and (feed := _feed(self, None)) is not None:
+    if is_few(x) and (feed := of_feed_forward(self, None)) is not None:
         static, arrays = feed
         return cast(mx.array, stretches.feed_forward(place(), *static)(x, *arrays, None))
     return cast(mx.array, self._fuses.__call__(self, x))
@@ -164,7 +156,7 @@ def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> 
     first, second = self[names["first_norm"]], self[names["second_norm"]]
     at = place()
     out = _attended(at, attention, first, x, mask, cache)
-    feed = _feed(mlp, second)
+    feed = of_feed_forward(mlp, second)
     if out is None and feed is None:
         return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
     if out is None:
@@ -173,7 +165,7 @@ def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> 
         h = x + attention(first(x), *args, **options)
     else:
         o = attention[attention._known.names["o"]]
-        if (packed := _packed(o)) is not None:
+        if (packed := of_layers(o)) is not None:
             (fmt,), (matrix,) = packed
             if feed is None:
                 h = stretches.projected(at, fmt)(out, x, matrix)
@@ -186,73 +178,24 @@ def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> 
     return cast(mx.array, stretches.feed_forward(at, *feed[0])(h, *feed[1], h))
 
 
-def _packed(*layers: Any) -> tuple[tuple[Packing, ...], list[Matrix]] | None:
-    """Formats and arrays of quantized layers; None if one is of another class."""
-    formats, matrices = [], []
-    for layer in layers:
-        if type(layer) is not QLinear:
-            return None
-        weight = layer["weight"]
-        formats.append((layer.group_size, layer.bits, layer.mode, weight.shape))
-        matrices.append((weight, layer["scales"], layer.get("biases"), layer.get("bias")))
-    return tuple(formats), matrices
-
-
-def _feed(mlp: Any, norm: Any) -> tuple[Static, list[Any]] | None:
-    """What a feed-forward module computes after a norm, and from which arrays."""
-    known = known_of(type(mlp))
-    if known is None or known.form not in GATES:
-        return None
-    names = known.names
-    packed = _packed(mlp[names["gate"]], mlp[names["up"]], mlp[names["down"]])
-    if packed is None or packed[0][0] != packed[0][1]:
-        return None
-    (fmt, _, fmt_down), (gate, up, down) = packed
-    if norm is None:
-        return (fmt, fmt_down, GATES[known.form], None), [None, gate, up, down]
-    if type(norm) is not nn.RMSNorm:
-        return None
-    return (fmt, fmt_down, GATES[known.form], norm.eps), [norm["weight"], gate, up, down]
-
-
 def _attended(
     at: Place | None, attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any
 ) -> mx.array | None:
     """Attention of ``norm(x)`` before the output projection, (B, H, L, D), if it is known."""
-    known = known_of(type(attention))
-    if known is None or not known.form.startswith("attention") or x.ndim != 3:
+    operands = of_heads(attention, norm) if x.ndim == 3 else None
+    if operands is None:
         return None
-    names = known.names
-    packed = _packed(*(attention[names[key]] for key in "qkv"))
-    weight, eps = None, None
-    if packed is None:
-        return None
-    if type(norm) is nn.RMSNorm:
-        weight, eps = norm["weight"], norm.eps
-    elif norm is not None:
+    key, (weight, *arrays) = operands
+    if norm is not None and type(norm) is not nn.RMSNorm:
         x = norm(x)
-    norms, norm_eps = None, None
-    if "q_norm" in names:
-        pair = attention[names["q_norm"]], attention[names["k_norm"]]
-        if not all(type(n) is nn.RMSNorm for n in pair):
-            return None
-        norms, norm_eps = [n["weight"] for n in pair], tuple(n.eps for n in pair)
-    rope = attention[names["rope"]]
-    static, freqs = stretches.split_rope(rope)
-    counts = getattr(attention, names["heads"]), getattr(attention, names["kv_heads"])
-    heads = stretches.heads(at, packed[0], counts, eps, norm_eps, static)
     offset = 0 if cache is None else cache.offset
-    position = None if static is None else _position(offset) if isinstance(offset, int) else offset
-    q, k, v = heads(x, position, weight, packed[1], norms, freqs)
-    if static is None:
-        options = {} if cache is None else {"offset": offset}
+    position = stretches.position(offset) if isinstance(offset, int) else offset
+    q, k, v = stretches.heads(at, *key)(x, position, weight, *arrays)
+    names = attention._known.names
+    if key[-1] is None:
+        rope, options = attention[names["rope"]], {} if cache is None else {"offset": offset}
         q, k = rope(q, **options), rope(k, **options)
     if cache is not None:
         k, v = cache.update_and_fetch(k, v)
     scale = getattr(attention, names["scale"])
     return cast(mx.array, attention._attend(q, k, v, cache=cache, scale=scale, mask=mask))
-
-
-@lru_cache(maxsize=64)
-def _position(offset: int) -> mx.array:
-    return mx.array(offset)

@@ -49,14 +49,15 @@ def grouped(
                 body[:] = _gathered(body, definition.args.args[0].arg, layers, groups)
     if not groups:
         return None
-    code = _compiled(definition, function)
+    code = compiled(definition, function)
     scope = {**function.__globals__, _TOGETHER: together}
     twin = FunctionType(code, scope, function.__name__, function.__defaults__)
     twin.__doc__, twin.__qualname__ = function.__doc__, function.__qualname__
     return Grouped(twin, tuple(groups))
 
 
-def _compiled(definition: ast.FunctionDef, function: FunctionType) -> CodeType:
+def compiled(definition: ast.FunctionDef, function: FunctionType) -> CodeType:
+    """The code of a changed definition of a method, which says where the method stood."""
     module = ast.fix_missing_locations(ast.Module([definition], []))
     ast.increment_lineno(module, function.__code__.co_firstlineno - 1)
     whole = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)

@@ -7,7 +7,8 @@ between them are inputs, everything else is in the key under which the traced fu
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import asdict
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ import mlx.nn as nn
 
 from ..formats import Format
 from ..metal.quantized_matmul import MAX_MATRICES, Gate, PackedMatrix
+from ..ops.attention_step import MIN_PLACES, Rotation, attention_step
 from ..ops.fused_products import fused_products
 from ..ops.rotary import rotary_embedding
 from ..ops.traced import traced
@@ -28,6 +30,23 @@ Matrix = tuple[mx.array, mx.array, mx.array | None, mx.array | None]
 # Rotary embeddings that take their offset as an array, and compute with nothing else that changes.
 _ROPES = ("RoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
 _ROPE_MODULES = ("mlx.nn.layers.positional_encoding", "mlx_lm.models.rope_utils")
+
+
+@lru_cache(maxsize=64)
+def position(offset: int) -> mx.array:
+    """A position as an array, one for all layers."""
+    return mx.array(offset)
+
+
+@lru_cache(maxsize=64)
+def places(length: int, batch: int) -> mx.array:
+    """What :func:`attention_step` takes where all sequences have the same length."""
+    return mx.array([length] * max(MIN_PLACES, 1 + batch))
+
+
+def places_of(length: int, positions: mx.array) -> mx.array:
+    """What :func:`attention_step` takes where sequences have positions of their own."""
+    return mx.concatenate([places(length, 0)[:1], positions, places(0, 0)])
 
 
 @cache
@@ -54,15 +73,17 @@ def _join_rope(static: Static, freqs: mx.array | None) -> nn.Module:
     return rope
 
 
-def _rotation(static: Static) -> dict[str, Any] | None:
-    """How :func:`rotary_embedding` does what the module does; None if it does more."""
+def rotation_of(static: Static | None) -> Rotation | None:
+    """How this package's operations do what a rotary embedding does; None if it does more."""
+    if static is None:
+        return None
     cls, numbers = static
     values = dict(numbers)
     if cls is nn.RoPE:
-        return values
+        return Rotation(values["dims"], values["traditional"], values["base"], values["scale"])
     if cls.__name__ == "SuScaledRoPE" or values.get("mscale", 1.0) != 1.0:
         return None
-    return {"dims": values["dims"], "traditional": values["traditional"], "base": None}
+    return Rotation(values["dims"], values["traditional"], base=None)
 
 
 def _products(
@@ -101,7 +122,9 @@ def _heads_first(x: mx.array) -> mx.array:
 
 
 def joined(out: mx.array) -> mx.array:
-    """The heads of attention side by side: (B, H, L, D) to (B, L, H * D)."""
+    """The heads of attention side by side, if they are not: (B, H, L, D) to (B, L, H * D)."""
+    if out.ndim == 3:  # as attention_step gives them
+        return out
     batch, _, length, _ = out.shape
     return (out if length == 1 else out.transpose(0, 2, 1, 3)).reshape(batch, length, -1)
 
@@ -131,10 +154,11 @@ def heads(
         if norms is not None and norm_eps is not None:
             for i in range(2):
                 split[i] = mx.fast.rms_norm(split[i], norms[i], norm_eps[i])
-        if rope is not None and (options := _rotation(rope)) is not None:
+        if (found := rotation_of(rope)) is not None:
             assert position is not None
-            q, k = rotary_embedding(split[0], split[1], position, **options, freqs=freqs)
-            return [q, k, _heads_first(split[2])]
+            q, k, v = split
+            q, k = rotary_embedding(q, k, position, **asdict(found), freqs=freqs)
+            return [q, k, _heads_first(v)]
         q, k, v = map(_heads_first, split)
         if rope is not None:
             rotate = cast(Any, _join_rope(rope, freqs))
@@ -182,5 +206,66 @@ def tail(
     def run(out: mx.array, x: mx.array, matrix: Any, *arrays: Any) -> mx.array:
         h = project(out, x, matrix)
         return cast(mx.array, feed(h, *arrays, h))
+
+    return run
+
+
+@traced
+def layers(each: tuple[tuple[Static, float, Static], ...], shape: Any) -> Callable[..., Any]:
+    """Decoder layers in turn, for a token of each sequence.
+
+    Args:
+        each: the key of a layer's :func:`heads`, the scale of its scores, the key of its
+            :func:`tail`.
+        shape: whatever tells arguments apart that are traced each for itself.
+    """
+    steps = [
+        (_step(before, scale), tail.__wrapped__(*after))  # type: ignore[attr-defined]
+        for before, scale, after in each
+    ]
+
+    def run(
+        x: mx.array,
+        mask: mx.array | None,
+        places: list[mx.array],
+        arrays: list[Any],
+        buffers: list[tuple[mx.array, mx.array]],
+    ) -> list[mx.array]:
+        new: list[mx.array] = []
+        for i, (step, follow) in enumerate(steps):
+            before, after = arrays[i]
+            out, *found = step(x, mask, places[i % len(places)], *before, *buffers[i])
+            x = follow(out, x, *after)
+            new += found
+        return [x, *new]
+
+    return run
+
+
+def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
+    """What :func:`heads` computes, and attention, for a token of each sequence."""
+    formats, counts, eps, norm_eps, rope = before
+    rotation = rotation_of(rope)
+    assert rotation is not None
+
+    def run(
+        x: mx.array,
+        mask: mx.array | None,
+        places: mx.array,
+        weight: mx.array | None,
+        matrices: list[Matrix],
+        norms: list[mx.array] | None,
+        freqs: mx.array | None,
+        keys: mx.array,
+        values: mx.array,
+    ) -> list[mx.array]:
+        q, k, v = _products(x, matrices, formats, None if eps is None else (weight, eps))
+        if norms is not None and norm_eps is not None:
+            q, k = (
+                mx.fast.rms_norm(y.reshape(len(x), n, -1), w, e).reshape(y.shape)
+                for y, n, w, e in zip((q, k), counts, norms, norm_eps, strict=True)
+            )
+        given = q, k, v, keys, values, places
+        return attention_step(*given, scale=scale, rotation=rotation, freqs=freqs, mask=mask)
 
     return run
