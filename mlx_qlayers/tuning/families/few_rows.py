@@ -38,7 +38,7 @@ class FewRowsFamily(Family[Config]):
     configs = (MatrixUnits, FewRows)
     kernels = (quantized_matmul._kernel(True, ()), quantized_matmul._kernel(False, ()))
     axes = (
-        Axis(Group, "simds", (2, 4, 8, 16)),
+        Axis(Group, "simds", (1, 2, 4, 8, 16)),
         Axis(Upcast, "tiles", (1, 2, 4)),
         Axis(Upcast, "outputs", (1, 2, 4, 8)),
         Axis(Unroll, "run", (8, 16, 32, 64)),
