@@ -69,7 +69,7 @@ class Case:
         if "softcap" not in self.options:
             found["stock"] = stock
         if self.unfused:
-            found["unfused"] = partial(unfused, scale=scale, window=window, **self.options)
+            found["unfused"] = partial(unfused, scale=scale, **self.options)
         return found | {"kernel": partial(forced, ours), "auto": ours}
 
 

@@ -191,6 +191,6 @@ def memory(kernel: str, values: Mapping[str, Any]) -> int:
     simds = values["SIMDS"]
     used += 8 if slices == 1 else simds * products * tile * 64
     if kernel == "keys":
-        used += 8 * tile
+        used += (12 if size == 4 else 8) * tile
         used += 8 if roles == 1 else simds * values["BLOCKS"] // (slices * roles) * tile * 64
     return used

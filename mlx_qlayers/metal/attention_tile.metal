@@ -17,7 +17,7 @@ enum number { SCALE, CAP, SLOPE };
 enum mask_kind { NO_MASK, BOOLEAN, ADDED };
 
 constant float LOG2E = 1.44269504f;
-// The score of a hidden key, and the log-sum-exp of a query that sees none: exp2 of any score less
+// The score of a hidden key, and what lowers those of a query that sees none: exp2 of any score less
 // this is 0. Both are finite, so that no difference of them is NaN.
 constant float LOWEST = -1.0e30f;
 constant float BLANK = 1.0e38f;
@@ -31,6 +31,15 @@ constexpr int larger(int a, int b) {
 // From row to row of a tile: an odd number of packs, so that rows begin in different banks.
 constexpr int tile_stride(int width, int bytes) {
   return (width * bytes / 16 | 1) * 16 / bytes;
+}
+// Elements of a tile, and where the pack with an element begins.
+template <typename T, bool TOGETHER>
+constexpr int tile_elements(int rows, int width) {
+  return TOGETHER ? rows * width : rows * tile_stride(width, sizeof(T));
+}
+template <typename T, int ROWS, int WIDTH, bool TOGETHER>
+METAL_FUNC int tile_place(int row, int column) {
+  return TOGETHER ? shared_place<ROWS>(row, column) : row * tile_stride(WIDTH, sizeof(T)) + column;
 }
 constexpr int packs_per_thread(int rows, int width, int bytes, int threads) {
   return (rows * width * bytes / 16 + threads - 1) / threads;
@@ -67,9 +76,12 @@ METAL_FUNC void skip_rows(thread head_rows<T>& rows, int count) {
 // A thread's share of a tile of the first ROWS rows, WIDTH columns of which are there: in packs of 16
 // bytes from device memory to registers, and on to threadgroup memory. What is outside is zero. Where
 // packs are not possible, elements go straight to threadgroup memory.
-template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS>
+template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS, bool TOGETHER, bool DIRECT>
 METAL_FUNC void fetch_tile(
-    thread uint4* held, thread const head_rows<T>& from, uint thread_index) {
+    thread uint4* held,
+    thread const head_rows<T>& from,
+    threadgroup T* tile,
+    uint thread_index) {
   constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
   constexpr bool WHOLE = THREADS % PACKS == 0;
   // Packs of a thread are as many rows apart as the threads cover at once, if these are whole.
@@ -79,40 +91,55 @@ METAL_FUNC void fetch_tile(
     int index = int(thread_index) + i * THREADS, row = index / PACKS, column = index % PACKS * V;
     const device T* at = WHOLE ? p + i * (THREADS / PACKS) * from.row
                                : from.at + (row * from.row + column);
-    held[i] = uint4(0);
-    if (from.packed && row < from.count && column < WIDTH && index < ROWS * PACKS) {
-      held[i] = *reinterpret_cast<const device uint4*>(at);
+    bool inside = from.packed && row < from.count && column < WIDTH && index < ROWS * PACKS;
+    if (DIRECT) {
+      if (index < ROWS * PACKS) {
+        copy_pack(tile + tile_place<T, ROWS, PADDED, TOGETHER>(row, column), at, inside);
+      }
+    } else {
+      held[i] = uint4(0);
+      if (inside) {
+        held[i] = *reinterpret_cast<const device uint4*>(at);
+      }
     }
   }
 }
-template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS>
+template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS, bool TOGETHER, bool DIRECT>
 METAL_FUNC void put_tile(
     thread const uint4* held,
     thread const head_rows<T>& from,
     threadgroup T* tile,
     uint thread_index) {
   constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
-  constexpr int STRIDE = tile_stride(PADDED, sizeof(T));
   if (from.packed) {
+    if (!DIRECT) {
 #pragma unroll
-    for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-      int index = int(thread_index) + i * THREADS;
-      if (index < ROWS * PACKS) {
-        *reinterpret_cast<threadgroup uint4*>(
-            tile + (index / PACKS * STRIDE + index % PACKS * V)) = held[i];
+      for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
+        int index = int(thread_index) + i * THREADS;
+        if (index < ROWS * PACKS) {
+          *reinterpret_cast<threadgroup uint4*>(
+              tile +
+              tile_place<T, ROWS, PADDED, TOGETHER>(index / PACKS, index % PACKS * V)) = held[i];
+        }
       }
     }
-    return;
-  }
-#pragma clang loop unroll(disable)
-  for (int index = int(thread_index); index < ROWS * PADDED; index += THREADS) {
-    int row = index / PADDED, column = index % PADDED;
-    bool inside = row < from.count && column < WIDTH;
-    T value = T(0);
-    if (inside) {
-      value = from.at[row * from.row + column * from.column];
+  } else {
+    if (DIRECT) {
+      wait_for_copies();
     }
-    tile[row * STRIDE + column] = value;
+#pragma clang loop unroll(disable)
+    for (int index = int(thread_index); index < ROWS * PADDED; index += THREADS) {
+      int row = index / PADDED, column = index % PADDED;
+      bool inside = row < from.count && column < WIDTH;
+      T value = T(0);
+      if (inside) {
+        value = from.at[row * from.row + column * from.column];
+      }
+      tile[tile_place<T, ROWS, PADDED, TOGETHER>(row, column)] = value;
+    }
+  }
+  if (TOGETHER) {
+    wait_for_copies();
   }
 }
 
@@ -145,20 +172,26 @@ METAL_FUNC void clear(thread sum_fragment* sums) {
 }
 
 // products = left * tile^T: 16 rows by the tile's COUNT * 8 rows.
-template <typename T, int STEPS, int COUNT>
+template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER>
 METAL_FUNC void multiply_by_rows(
     thread sum_fragment* products,
     thread const left_fragment<T>* left,
     const threadgroup T* tile,
-    int stride,
+    int column,
     uint lane) {
+  if (TOGETHER) {
+    shared_multiply_by_rows<T, STEPS, COUNT>(products, left, tile + column * 8 * COUNT);
+    return;
+  }
+  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
   clear<COUNT>(products);
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
 #pragma unroll
     for (int n = 0; n < COUNT; n += 2) {
       right_fragment<T> right[2];
-      load_right_transposed_pair(right, tile + 8 * n * stride + 16 * i, stride, lane);
+      load_right_transposed_pair(
+          right, tile + (8 * n * STRIDE + 16 * i + column), STRIDE, lane);
       multiply_accumulate(products[n], left[i], right[0]);
       multiply_accumulate(products[n + 1], left[i], right[1]);
     }
@@ -166,33 +199,40 @@ METAL_FUNC void multiply_by_rows(
 }
 
 // sums += weights * tile: 16 rows by COUNT * 8 columns, over the tile's DEPTH rows.
-template <typename T, int DEPTH, int COUNT>
+template <typename T, int DEPTH, int COUNT, int WIDTH, bool TOGETHER>
 METAL_FUNC void add_weighted_rows(
     thread sum_fragment* sums,
     thread const sum_fragment* weights,
     const threadgroup T* tile,
-    int stride,
+    int column,
     uint lane) {
+  if (TOGETHER) {
+    shared_add_weighted_rows<T, DEPTH, COUNT>(sums, weights, tile + column * DEPTH);
+    return;
+  }
+  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
 #pragma unroll
   for (int i = 0; i < DEPTH / 16; i++) {
     left_fragment<T> left;
     left_from_sums(left, weights[2 * i], weights[2 * i + 1]);
     right_fragment<T> right[2];
+    const threadgroup T* at = tile + (16 * i * STRIDE + column);
 #pragma unroll
     for (int n = 0; n < COUNT / 2 * 2; n += 2) {
-      load_right_pair(right, tile + 16 * i * stride + 8 * n, stride, lane);
+      load_right_pair(right, at + 8 * n, STRIDE, lane);
       multiply_accumulate(sums[n], left, right[0]);
       multiply_accumulate(sums[n + 1], left, right[1]);
     }
     if (COUNT % 2) {
-      load_right(right[0], tile + (16 * i * stride + 8 * (COUNT - 1)), stride, lane);
+      load_right(right[0], at + 8 * (COUNT - 1), STRIDE, lane);
       multiply_accumulate(sums[COUNT - 1], left, right[0]);
     }
   }
 }
 
-// Adds up what SLICES neighbouring SIMD groups have, COUNT fragments each. All get the same bits.
-template <int COUNT, int SLICES>
+// Adds up what SLICES SIMD groups have that own the same rows, COUNT fragments each. All get the same
+// bits. Every OWNERS SIMD groups begin another slice.
+template <int COUNT, int SLICES, int OWNERS>
 METAL_FUNC void add_slices(
     thread sum_fragment* parts, threadgroup float2* exchange, uint simd_group, uint lane) {
 #pragma unroll
@@ -200,13 +240,13 @@ METAL_FUNC void add_slices(
     exchange[(simd_group * 2 * COUNT + i) * 32 + lane] = parts[i / 2].part[i % 2];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  uint first = simd_group / SLICES * SLICES;
+  uint first = simd_group / (OWNERS * SLICES) * (OWNERS * SLICES) + simd_group % OWNERS;
 #pragma unroll
   for (int i = 0; i < 2 * COUNT; i++) {
     float2 sum = exchange[(first * 2 * COUNT + i) * 32 + lane];
 #pragma unroll
     for (int slice = 1; slice < SLICES; slice++) {
-      sum += exchange[((first + slice) * 2 * COUNT + i) * 32 + lane];
+      sum += exchange[((first + slice * OWNERS) * 2 * COUNT + i) * 32 + lane];
     }
     parts[i / 2].part[i % 2] = sum;
   }
@@ -240,6 +280,30 @@ METAL_FUNC score_rule<M> rule_of(
   rule.scale = numbers[SCALE];
   rule.cap = numbers[CAP];
   return rule;
+}
+
+// 2^x: the hardware's few bits less are lost in what a 16-bit type rounds, not in float32.
+template <typename T>
+METAL_FUNC float power_of_2(float x) {
+  return sizeof(T) == 4 ? precise::exp2(x) : fast::exp2(x);
+}
+
+// What makes the weights of a query again, 2^(score - x) y, from what the forward pass left. In 16 bits
+// the logarithm of the sum goes into x, which spares a product; rounded, it would be seen in float32.
+template <typename T>
+METAL_FUNC float2 norm_of(const device float* norms, int query, int queries) {
+  if (query >= queries) {
+    return float2(BLANK, 1.0f);
+  }
+  float top = norms[2 * query], total = norms[2 * query + 1];
+  return sizeof(T) == 4 ? float2(top, 1.0f / total) : float2(top + fast::log2(total), 1.0f);
+}
+template <typename T>
+METAL_FUNC float2 weights_of(float2 scores, float unit, float2 lowered, float2 factor) {
+  float2 weight = float2(
+      power_of_2<T>(fma(scores.x, unit, -lowered.x)),
+      power_of_2<T>(fma(scores.y, unit, -lowered.y)));
+  return sizeof(T) == 4 ? weight * factor : weight;
 }
 
 // Whether every one of these queries sees every one of these keys, as far as positions tell.
