@@ -73,7 +73,8 @@ template <
     int SLICES,
     int TILE,
     bool ALTERNATE,
-    bool AHEAD>
+    bool AHEAD,
+    int RESIDENT>
 [[kernel]] void attention_forward(
     const device T* q,
     const constant int64_t* q_strides,
@@ -113,15 +114,16 @@ template <
   int slice = int(simd_group) / OWNERS, own = row + int(simd_group) % OWNERS * 16 * BLOCKS;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
   head_rows<T> q_rows = rows_of(q, q_strides, batch, head, rule.queries);
-  head_rows<T> k_rows = rows_of(k, k_strides, batch, head / sizes[SHARE], rule.keys);
-  head_rows<T> v_rows = rows_of(v, v_strides, batch, head / sizes[SHARE], rule.keys);
 
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
-  skip_rows(k_rows, first);
-  skip_rows(v_rows, first);
-  uint4 held[packs_per_thread(TILE, larger(WIDTH, WIDTH_V), sizeof(T), THREADS)];
-  fetch_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, k_rows, keys, thread_index);
+  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> key_reader;
+  tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT> value_reader;
+  key_reader.rows = rows_of(k, k_strides, batch, head / sizes[SHARE], rule.keys);
+  value_reader.rows = rows_of(v, v_strides, batch, head / sizes[SHARE], rule.keys);
+  key_reader.skip(first);
+  value_reader.skip(first);
+  key_reader.fetch(keys, thread_index);
 
   left_fragment<T> left[BLOCKS][STEPS];
   sum_fragment sums[BLOCKS][COLUMNS];
@@ -140,18 +142,26 @@ template <
     }
   }
 
-  put_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, k_rows, keys, thread_index);
+  key_reader.put(keys, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (DIRECT) {
+    value_reader.fetch(values, thread_index);
+  }
 
   for (int key = first; key < last; key += TILE) {
-    if (AHEAD) {
-      fetch_tile<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>(held, v_rows, values, thread_index);
+    if (AHEAD && !DIRECT) {
+      value_reader.fetch(values, thread_index);
     }
     sum_fragment scores[BLOCKS][TILE / 8];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
       multiply_by_rows<T, STEPS, TILE / 8, WIDTH, TOGETHER>(
           scores[b], left[b], keys, slice * STEPS * 16, lane);
+    }
+    key_reader.skip(TILE);
+    if (DIRECT) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      key_reader.fetch(keys, thread_index);
     }
     if (SLICES > 1) {
       add_slices<BLOCKS * TILE / 8, SLICES, OWNERS>(scores[0], exchange, simd_group, lane);
@@ -176,32 +186,34 @@ template <
         }
       }
     }
-    if (!AHEAD) {
-      fetch_tile<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>(held, v_rows, values, thread_index);
+    if (!AHEAD && !DIRECT) {
+      value_reader.fetch(values, thread_index);
     }
     if (ALTERNATE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    put_tile<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>(held, v_rows, values, thread_index);
-    skip_rows(v_rows, TILE);
-    skip_rows(k_rows, TILE);
+    value_reader.template put<DIRECT>(values, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, k_rows, keys, thread_index);
+    if (AHEAD && !DIRECT) {
+      key_reader.fetch(keys, thread_index);
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
       add_weighted_rows<T, TILE, COLUMNS, WIDTH_V, TOGETHER>(
           sums[b], scores[b], values, slice * COLUMNS * 8, lane);
     }
-    if (!AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, k_rows, keys, thread_index);
+    if (!AHEAD && !DIRECT) {
+      key_reader.fetch(keys, thread_index);
     }
     if (ALTERNATE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    put_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, k_rows, keys, thread_index);
+    key_reader.put(keys, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    value_reader.skip(TILE);
+    if (DIRECT) {
+      value_reader.fetch(values, thread_index);
+    }
   }
 
   ulong kv_head = ulong(batch) * (sizes[HEADS] / sizes[SHARE]) + head / sizes[SHARE];

@@ -94,8 +94,11 @@ METAL_FUNC void query_gradients(
   constexpr int STEPS = WIDTH / SLICES / 16, STEPS_V = WIDTH_V / SLICES / 16;
   constexpr int COLUMNS = 2 * STEPS, COUNT = TILE / 8;
   constexpr bool TOGETHER = products_together<T>(SIMDS / SLICES, SLICES, D, DV);
-  constexpr bool DIRECT = TOGETHER && !ALTERNATE && !AHEAD;
-  threadgroup T* values = keys + (ALTERNATE ? 0 : tile_elements<T, TOGETHER>(TILE, WIDTH));
+  constexpr bool DIRECT = TOGETHER && !ALTERNATE, TWICE = DIRECT && AHEAD;
+  constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, WIDTH);
+  constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, WIDTH_V);
+  threadgroup T* values = keys + (ALTERNATE ? 0 : SIZE);
+  int turn = 0;
   int slice = int(simd_group) / OWNERS, own = row + int(simd_group) % OWNERS * 16 * BLOCKS;
 
   float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
@@ -132,51 +135,70 @@ METAL_FUNC void query_gradients(
   }
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
-  skip_rows(k_rows, first);
-  skip_rows(v_rows, first);
-  uint4 held[packs_per_thread(TILE, WIDTH, sizeof(T), THREADS)];
-  uint4 held_v[packs_per_thread(TILE, WIDTH_V, sizeof(T), THREADS)];
-  if (AHEAD) {
-    fetch_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, k_rows, keys, thread_index);
-    fetch_tile<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>(held_v, v_rows, values, thread_index);
+  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> key_reader;
+  tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT> value_reader;
+  key_reader.rows = k_rows;
+  value_reader.rows = v_rows;
+  key_reader.skip(first);
+  value_reader.skip(first);
+  if (AHEAD || DIRECT) {
+    key_reader.fetch(keys, thread_index);
+    value_reader.fetch(values, thread_index);
   }
   for (int key = first; key < last; key += TILE) {
-    // Behind this nobody uses the last tiles any more.
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (!AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, k_rows, keys, thread_index);
+    if (!DIRECT) {
+      // Behind this nobody uses the last tiles any more.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    put_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, k_rows, keys, thread_index);
+    if (!AHEAD && !DIRECT) {
+      key_reader.fetch(keys, thread_index);
+    }
+    key_reader.put(keys, thread_index);
     if (!ALTERNATE) {
-      if (!AHEAD) {
-        fetch_tile<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>(held_v, v_rows, values, thread_index);
+      if (!AHEAD && !DIRECT) {
+        value_reader.fetch(values, thread_index);
       }
-      put_tile<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>(held_v, v_rows, values, thread_index);
+      value_reader.put(values, thread_index);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    const threadgroup T *keys_now = keys, *values_now = values;
+    if (TWICE) {
+      turn = turn == 0 ? SIZE + SIZE_V : -turn;
+      keys += turn;
+      values += turn;
+      key_reader.skip(TILE);
+      value_reader.skip(TILE);
+      key_reader.fetch(keys, thread_index);
+      value_reader.fetch(values, thread_index);
+    }
     sum_fragment scores[2][BLOCKS][COUNT];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
       multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(
-          scores[0][b], left[b], keys, slice * STEPS * 16, lane);
+          scores[0][b], left[b], keys_now, slice * STEPS * 16, lane);
     }
     if (ALTERNATE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      fetch_tile<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>(held_v, v_rows, values, thread_index);
-      put_tile<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>(held_v, v_rows, values, thread_index);
+      value_reader.fetch(values, thread_index);
+      value_reader.put(values, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
       multiply_by_rows<T, STEPS_V, COUNT, WIDTH_V, TOGETHER>(
-          scores[1][b], d_left[b], values, slice * STEPS_V * 16, lane);
+          scores[1][b], d_left[b], values_now, slice * STEPS_V * 16, lane);
+    }
+    if (DIRECT && !TWICE) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      value_reader.skip(TILE);
+      value_reader.fetch(values, thread_index);
     }
     if (SLICES > 1) {
       add_slices<2 * BLOCKS * COUNT, SLICES, OWNERS>(scores[0][0], exchange, simd_group, lane);
     }
     if (ALTERNATE && !OF_MASK) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      put_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, k_rows, keys, thread_index);
+      key_reader.put(keys, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 #pragma unroll
@@ -207,20 +229,28 @@ METAL_FUNC void query_gradients(
         scores[0][b][n].part[p] = SOFTCAP && !OF_MASK ? d_score * bends[n].part[p] : d_score;
       }
     }
-    skip_rows(k_rows, TILE);
-    skip_rows(v_rows, TILE);
-    if (AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, k_rows, keys, thread_index);
-      fetch_tile<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>(held_v, v_rows, values, thread_index);
+    if (!TWICE) {
+      key_reader.skip(TILE);
+    }
+    if (!DIRECT) {
+      value_reader.skip(TILE);
+    }
+    if (AHEAD && !DIRECT) {
+      key_reader.fetch(keys, thread_index);
+      value_reader.fetch(values, thread_index);
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
       if (!OF_MASK) {
         add_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(
-            sums[b], scores[0][b], keys, slice * COLUMNS * 8, lane);
+            sums[b], scores[0][b], keys_now, slice * COLUMNS * 8, lane);
       } else if (slice == 0) {
         store_scores<COUNT>(scores[0][b], d_scores, own + 16 * b, key, rule, lane);
       }
+    }
+    if (DIRECT && !TWICE) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      key_reader.fetch(keys, thread_index);
     }
   }
   if (!OF_MASK) {
@@ -252,7 +282,8 @@ template <
     int SLICES,
     int TILE,
     bool ALTERNATE,
-    bool AHEAD>
+    bool AHEAD,
+    int RESIDENT>
 [[kernel]] void attention_backward_queries(
     const device T* q,
     const constant int64_t* q_strides,
@@ -280,7 +311,8 @@ template <
   constexpr bool TOGETHER = products_together<T>(SIMDS / SLICES, SLICES, D, DV);
   constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, rounded_up(D, 16 * SLICES));
   constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, rounded_up(DV, 16 * SLICES));
-  constexpr int ELEMENTS = ALTERNATE ? larger(SIZE, SIZE_V) : SIZE + SIZE_V;
+  constexpr int ELEMENTS =
+      ALTERNATE ? larger(SIZE, SIZE_V) : (TOGETHER && AHEAD ? 2 : 1) * (SIZE + SIZE_V);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 16;
   threadgroup tile_packs<ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
@@ -321,7 +353,8 @@ template <
     int SLICES,
     int TILE,
     bool ALTERNATE,
-    bool AHEAD>
+    bool AHEAD,
+    int RESIDENT>
 [[kernel]] void attention_backward_mask(
     const device T* q,
     const constant int64_t* q_strides,
@@ -348,7 +381,8 @@ template <
   constexpr bool TOGETHER = products_together<T>(SIMDS / SLICES, SLICES, D, DV);
   constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, rounded_up(D, 16 * SLICES));
   constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, rounded_up(DV, 16 * SLICES));
-  constexpr int ELEMENTS = ALTERNATE ? larger(SIZE, SIZE_V) : SIZE + SIZE_V;
+  constexpr int ELEMENTS =
+      ALTERNATE ? larger(SIZE, SIZE_V) : (TOGETHER && AHEAD ? 2 : 1) * (SIZE + SIZE_V);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 16;
   threadgroup tile_packs<ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];

@@ -88,7 +88,8 @@ template <
     int SLICES,
     int TILE,
     bool ALTERNATE,
-    bool AHEAD>
+    bool AHEAD,
+    int RESIDENT>
 [[kernel]] void attention_backward_keys(
     const device T* q,
     const constant int64_t* q_strides,
@@ -116,18 +117,19 @@ template <
   constexpr int WIDTH = rounded_up(larger(D, DV), 16 * SLICES);
   constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = 2 * STEPS;
   constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, D, DV);
-  constexpr bool DIRECT = TOGETHER && !ALTERNATE && !AHEAD;
+  constexpr bool DIRECT = TOGETHER && !ALTERNATE;
+  constexpr int NUMBERS = (sizeof(T) == 4 ? 3 : 2) * TILE / 2;
+  constexpr int PLACES = DIRECT && AHEAD ? 4 : 2;
   constexpr int ELEMENTS = tile_elements<T, TOGETHER>(TILE, WIDTH);
-  constexpr int PACKS = packs_per_thread(TILE, WIDTH, sizeof(T), THREADS);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * SIDES * BLOCKS * TILE * 8;
   constexpr int SHARED = ROLES == 1 ? 1 : ROWS * TILE / 2;
-  threadgroup tile_packs<(ALTERNATE ? 1 : 2) * ELEMENTS * sizeof(T) / 16> tiles;
+  threadgroup tile_packs<(ALTERNATE ? 1 : PLACES) * ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
   threadgroup float2 shared[SHARED];
-  threadgroup float2 statistics[(sizeof(T) == 4 ? 3 : 2) * TILE / 2];
-  threadgroup float* statistic = reinterpret_cast<threadgroup float*>(statistics);
+  threadgroup float2 all_statistics[PLACES / 2 * NUMBERS];
   // The queries, and this far behind them their cotangents.
   threadgroup T* tile = reinterpret_cast<threadgroup T*>(tiles.pack);
+  threadgroup float2* statistics = all_statistics;
   constexpr int OTHER = ALTERNATE ? 0 : ELEMENTS;
 
   uint kv_head = group.y, batch = group.z;
@@ -152,35 +154,42 @@ template <
     }
   }
 
-  int first = max(0, row - sizes[REACH]) / TILE * TILE;
+  int turn = 0, first = max(0, row - sizes[REACH]) / TILE * TILE;
   int last = min(queries, row + ROWS - 1 - sizes[REACH] + sizes[WINDOW]);
-  uint4 held[PACKS], d_held[PACKS];
+  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> reader;
+  tile_reader<T, TILE, DV, WIDTH, THREADS, TOGETHER, DIRECT> d_reader;
   for (int h = 0; h < share; h++) {
     uint head = kv_head * share + h;
     score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
-    head_rows<T> q_rows = rows_of(q, q_strides, batch, head, queries);
-    head_rows<T> d_rows = rows_of(d_out, d_out_strides, batch, head, queries);
+    reader.rows = rows_of(q, q_strides, batch, head, queries);
+    d_reader.rows = rows_of(d_out, d_out_strides, batch, head, queries);
     ulong place = (ulong(batch) * heads + head) * queries;
-    skip_rows(q_rows, first);
-    skip_rows(d_rows, first);
+    reader.skip(first);
+    d_reader.skip(first);
     if (AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, q_rows, tile, thread_index);
-      fetch_tile<T, TILE, DV, WIDTH, THREADS, TOGETHER, DIRECT>(d_held, d_rows, tile + OTHER, thread_index);
+      if (DIRECT) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+      reader.fetch(tile, thread_index);
+      d_reader.fetch(tile + OTHER, thread_index);
     }
     for (int query = first; query < last; query += TILE) {
       // Behind this nobody uses the last tiles any more.
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (!AHEAD) {
-        fetch_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, q_rows, tile, thread_index);
-        fetch_tile<T, TILE, DV, WIDTH, THREADS, TOGETHER, DIRECT>(d_held, d_rows, tile + OTHER, thread_index);
+      if (!(DIRECT && AHEAD)) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      put_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, q_rows, tile, thread_index);
+      if (!AHEAD) {
+        reader.fetch(tile, thread_index);
+        d_reader.fetch(tile + OTHER, thread_index);
+      }
+      reader.put(tile, thread_index);
       if (!ALTERNATE) {
-        put_tile<T, TILE, DV, WIDTH, THREADS, TOGETHER, DIRECT>(d_held, d_rows, tile + OTHER, thread_index);
+        d_reader.put(tile + OTHER, thread_index);
       }
       if (thread_index < TILE) {
         int i = query + int(thread_index);
         float2 norm = norm_of<T>(norms + 2 * place, i, queries);
+        threadgroup float* statistic = reinterpret_cast<threadgroup float*>(statistics);
         statistic[thread_index] = norm.x;
         statistic[TILE + thread_index] = i < queries ? delta[place + i] : 0.0f;
         if (sizeof(T) == 4) {
@@ -188,20 +197,31 @@ template <
         }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      const threadgroup T* now = tile;
+      const threadgroup float2* numbers_now = statistics;
+      if (PLACES == 4) {
+        turn = 1 - turn;
+        tile = reinterpret_cast<threadgroup T*>(tiles.pack) + turn * 2 * ELEMENTS;
+        statistics = all_statistics + turn * NUMBERS;
+        reader.skip(TILE);
+        d_reader.skip(TILE);
+        reader.fetch(tile, thread_index);
+        d_reader.fetch(tile + OTHER, thread_index);
+      }
 
       sum_fragment scores[SIDES][BLOCKS][COUNT];
 #pragma unroll
       for (int s = 0; s < SIDES; s++) {
         if (ALTERNATE && s == 1) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          put_tile<T, TILE, DV, WIDTH, THREADS, TOGETHER, DIRECT>(d_held, d_rows, tile, thread_index);
+          d_reader.put(tile, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         int side = ROLES == 2 ? role : s;
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
           multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(
-              scores[s][b], left[s][b], tile + side * OTHER, column, lane);
+              scores[s][b], left[s][b], now + side * OTHER, column, lane);
         }
       }
       if (SLICES > 1) {
@@ -212,7 +232,7 @@ template <
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
           make_weights_of_keys<T, MASK, SOFTCAP, COUNT>(
-              scores[0][b], bent[b], statistics, own + 16 * b, query, rule, lane);
+              scores[0][b], bent[b], numbers_now, own + 16 * b, query, rule, lane);
         }
       }
       if (ROLES == 2) {
@@ -235,30 +255,32 @@ template <
       if (ROLES == 1 || role == 1) {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          make_d_scores<COUNT>(scores[SIDES - 1][b], bent[b], statistics, lane);
+          make_d_scores<COUNT>(scores[SIDES - 1][b], bent[b], numbers_now, lane);
         }
       }
-      // What is put in place once more is still in registers, or read below.
-      head_rows<T> again = q_rows;
-      skip_rows(q_rows, TILE);
-      skip_rows(d_rows, TILE);
-      if (AHEAD) {
-        fetch_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, q_rows, tile, thread_index);
-        fetch_tile<T, TILE, DV, WIDTH, THREADS, TOGETHER, DIRECT>(d_held, d_rows, tile + OTHER, thread_index);
+      if (AHEAD && !DIRECT) {
+        reader.skip(TILE);
+        d_reader.skip(TILE);
+        reader.fetch(tile, thread_index);
+        d_reader.fetch(tile + OTHER, thread_index);
       }
 #pragma unroll
       for (int s = 0; s < SIDES; s++) {
         if (ALTERNATE && s == 1) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          put_tile<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>(held, again, tile, thread_index);
+          reader.put(tile, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         int side = ROLES == 2 ? role : s;
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
           add_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(
-              sums[s][b], scores[s][b], tile + (1 - side) * OTHER, column, lane);
+              sums[s][b], scores[s][b], now + (1 - side) * OTHER, column, lane);
         }
+      }
+      if (!AHEAD) {
+        reader.skip(TILE);
+        d_reader.skip(TILE);
       }
     }
   }

@@ -5,7 +5,7 @@
 // of the columns: its products are then parts of the scores, which the slices add up through
 // threadgroup memory. Scores are in units of log2.
 
-#include "fragment.metal"
+#include "tile.metal"
 
 #include <metal_stdlib>
 using namespace metal;
@@ -27,19 +27,6 @@ constexpr int rounded_up(int n, int to) {
 }
 constexpr int larger(int a, int b) {
   return a > b ? a : b;
-}
-// From row to row of a tile: an odd number of packs, so that rows begin in different banks.
-constexpr int tile_stride(int width, int bytes) {
-  return (width * bytes / 16 | 1) * 16 / bytes;
-}
-// Elements of a tile, and where the pack with an element begins.
-template <typename T, bool TOGETHER>
-constexpr int tile_elements(int rows, int width) {
-  return TOGETHER ? rows * width : rows * tile_stride(width, sizeof(T));
-}
-template <typename T, int ROWS, int WIDTH, bool TOGETHER>
-METAL_FUNC int tile_place(int row, int column) {
-  return TOGETHER ? shared_place<ROWS>(row, column) : row * tile_stride(WIDTH, sizeof(T)) + column;
 }
 constexpr int packs_per_thread(int rows, int width, int bytes, int threads) {
   return (rows * width * bytes / 16 + threads - 1) / threads;
@@ -67,98 +54,109 @@ METAL_FUNC head_rows<T> rows_of(
   return rows;
 }
 
-template <typename T>
-METAL_FUNC void skip_rows(thread head_rows<T>& rows, int count) {
-  rows.at += count * rows.row;
-  rows.count -= count;
-}
-
-// A thread's share of a tile of the first ROWS rows, WIDTH columns of which are there: in packs of 16
-// bytes from device memory to registers, and on to threadgroup memory. What is outside is zero. Where
-// packs are not possible, elements go straight to threadgroup memory.
+// Reads tile after tile of ROWS rows, WIDTH columns of which are there, from device memory to
+// threadgroup memory; what is outside is zero. A thread's share goes in packs of 16 bytes through
+// registers or, DIRECT, beside them into a tile that nobody uses any more. Where packs are not
+// possible, `put` moves elements.
 template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS, bool TOGETHER, bool DIRECT>
-METAL_FUNC void fetch_tile(
-    thread uint4* held,
-    thread const head_rows<T>& from,
-    threadgroup T* tile,
-    uint thread_index) {
-  constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
-  constexpr bool WHOLE = THREADS % PACKS == 0;
-  // Packs of a thread are as many rows apart as the threads cover at once, if these are whole.
-  const device T* p = from.at + (thread_index / PACKS * from.row + thread_index % PACKS * V);
+struct tile_reader {
+  head_rows<T> rows;
+  uint4 held[DIRECT ? 1 : packs_per_thread(ROWS, PADDED, sizeof(T), THREADS)];
+
+  // Starts to read the tile that `rows` begin with.
+  METAL_FUNC void fetch(threadgroup T* tile, uint thread_index) {
+    constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
+    constexpr bool WHOLE = THREADS % PACKS == 0;
+    // Packs of a thread are as many rows apart as the threads cover at once, if these are whole.
+    const device T* p = rows.at + (thread_index / PACKS * rows.row + thread_index % PACKS * V);
 #pragma unroll
-  for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-    int index = int(thread_index) + i * THREADS, row = index / PACKS, column = index % PACKS * V;
-    const device T* at = WHOLE ? p + i * (THREADS / PACKS) * from.row
-                               : from.at + (row * from.row + column);
-    bool inside = from.packed && row < from.count && column < WIDTH && index < ROWS * PACKS;
-    if (DIRECT) {
-      if (index < ROWS * PACKS) {
-        copy_pack(tile + tile_place<T, ROWS, PADDED, TOGETHER>(row, column), at, inside);
-      }
-    } else {
-      held[i] = uint4(0);
-      if (inside) {
-        held[i] = *reinterpret_cast<const device uint4*>(at);
+    for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
+      int index = int(thread_index) + i * THREADS, row = index / PACKS, column = index % PACKS * V;
+      const device T* at =
+          WHOLE ? p + i * (THREADS / PACKS) * rows.row : rows.at + (row * rows.row + column);
+      bool inside = rows.packed && row < rows.count && column < WIDTH && index < ROWS * PACKS;
+      if (!DIRECT) {
+        held[i] = uint4(0);
+        if (inside) {
+          held[i] = *reinterpret_cast<const device uint4*>(at);
+        }
+      } else if (index < ROWS * PACKS) {
+        copy_pack(tile + place_in_tile<T, ROWS, PADDED, TOGETHER>(row, column), at, inside);
       }
     }
+    if (DIRECT) {
+      end_copies();
+    }
   }
-}
-template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS, bool TOGETHER, bool DIRECT>
-METAL_FUNC void put_tile(
-    thread const uint4* held,
-    thread const head_rows<T>& from,
-    threadgroup T* tile,
-    uint thread_index) {
-  constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
-  if (from.packed) {
-    if (!DIRECT) {
+
+  // Puts it in its place: behind the next barrier it is there. LATER tiles may be fetched already.
+  template <int LATER = 0>
+  METAL_FUNC void put(threadgroup T* tile, uint thread_index) {
+    constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
+    if (DIRECT) {
+      wait_for_copies<LATER>();
+    }
+    if (!DIRECT && rows.packed) {
 #pragma unroll
       for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-        int index = int(thread_index) + i * THREADS;
+        int index = int(thread_index) + i * THREADS, row = index / PACKS, pack = index % PACKS;
         if (index < ROWS * PACKS) {
-          *reinterpret_cast<threadgroup uint4*>(
-              tile +
-              tile_place<T, ROWS, PADDED, TOGETHER>(index / PACKS, index % PACKS * V)) = held[i];
+          int place = place_in_tile<T, ROWS, PADDED, TOGETHER>(row, pack * V);
+          *reinterpret_cast<threadgroup uint4*>(tile + place) = held[i];
         }
       }
     }
-  } else {
-    if (DIRECT) {
-      wait_for_copies();
-    }
+    if (!rows.packed) {
 #pragma clang loop unroll(disable)
-    for (int index = int(thread_index); index < ROWS * PADDED; index += THREADS) {
-      int row = index / PADDED, column = index % PADDED;
-      bool inside = row < from.count && column < WIDTH;
-      T value = T(0);
-      if (inside) {
-        value = from.at[row * from.row + column * from.column];
+      for (int index = int(thread_index); index < ROWS * PADDED; index += THREADS) {
+        int row = index / PADDED, column = index % PADDED;
+        bool inside = row < rows.count && column < WIDTH;
+        T value = T(0);
+        if (inside) {
+          value = rows.at[row * rows.row + column * rows.column];
+        }
+        tile[place_in_tile<T, ROWS, PADDED, TOGETHER>(row, column)] = value;
       }
-      tile[tile_place<T, ROWS, PADDED, TOGETHER>(row, column)] = value;
+    }
+    if (TOGETHER) {
+      show_to_products();
     }
   }
-  if (TOGETHER) {
-    wait_for_copies();
+
+  METAL_FUNC void skip(int count) {
+    rows.at += count * rows.row;
+    rows.count -= count;
   }
-}
+};
 
 // STEPS left operands of 16 rows, 16 columns each; zero outside the `width` columns.
 template <typename T, int STEPS>
 METAL_FUNC void load_left_rows(
     thread left_fragment<T>* f, head_rows<T> from, int width, int row, int column, uint lane) {
+  // Whole words: halves of one would be put together one by one, each behind a wait.
+  using word = metal::conditional_t<sizeof(T) == 2, uint, uint2>;
+  word words[STEPS * 4];
 #pragma unroll
-  for (int i = 0; i < STEPS; i++) {
+  for (int i = 0; i < STEPS * 4; i++) {
+    int r = row + fragment_row(lane) + i % 2 * 8, c = column + i / 2 * 8 + fragment_col(lane);
+    words[i] = word(0);
+    if (from.packed && r < from.count && c < width) {
+      words[i] = *reinterpret_cast<const device word*>(from.at + (r * from.row + c));
+    }
+  }
 #pragma unroll
-    for (int p = 0; p < 4; p++) {
-      int r = row + fragment_row(lane) + p % 2 * 8;
-      int c = column + 16 * i + fragment_col(lane) + p / 2 * 8;
-      f[i].part[p] = metal::vec<T, 2>(T(0), T(0));
-      if (r < from.count && c < width) {
-        const device T* at = from.at + (r * from.row + c * from.column);
-        f[i].part[p] = from.packed ? *reinterpret_cast<const device metal::vec<T, 2>*>(at)
-                                   : metal::vec<T, 2>(at[0], at[from.column]);
-      }
+  for (int i = 0; i < STEPS * 4; i++) {
+    f[i / 4].part[i % 4] = as_type<metal::vec<T, 2>>(words[i]);
+  }
+  if (from.packed) {
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS * 4; i++) {
+    int r = row + fragment_row(lane) + i % 2 * 8, c = column + i / 2 * 8 + fragment_col(lane);
+    if (r < from.count && c < width) {
+      const device T* at = from.at + (r * from.row + c * from.column);
+      f[i / 4].part[i % 4] = metal::vec<T, 2>(at[0], at[from.column]);
     }
   }
 }
@@ -168,65 +166,6 @@ METAL_FUNC void clear(thread sum_fragment* sums) {
 #pragma unroll
   for (int n = 0; n < COUNT; n++) {
     sums[n].part[0] = sums[n].part[1] = float2(0.0f);
-  }
-}
-
-// products = left * tile^T: 16 rows by the tile's COUNT * 8 rows.
-template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER>
-METAL_FUNC void multiply_by_rows(
-    thread sum_fragment* products,
-    thread const left_fragment<T>* left,
-    const threadgroup T* tile,
-    int column,
-    uint lane) {
-  if (TOGETHER) {
-    shared_multiply_by_rows<T, STEPS, COUNT>(products, left, tile + column * 8 * COUNT);
-    return;
-  }
-  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
-  clear<COUNT>(products);
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-#pragma unroll
-    for (int n = 0; n < COUNT; n += 2) {
-      right_fragment<T> right[2];
-      load_right_transposed_pair(
-          right, tile + (8 * n * STRIDE + 16 * i + column), STRIDE, lane);
-      multiply_accumulate(products[n], left[i], right[0]);
-      multiply_accumulate(products[n + 1], left[i], right[1]);
-    }
-  }
-}
-
-// sums += weights * tile: 16 rows by COUNT * 8 columns, over the tile's DEPTH rows.
-template <typename T, int DEPTH, int COUNT, int WIDTH, bool TOGETHER>
-METAL_FUNC void add_weighted_rows(
-    thread sum_fragment* sums,
-    thread const sum_fragment* weights,
-    const threadgroup T* tile,
-    int column,
-    uint lane) {
-  if (TOGETHER) {
-    shared_add_weighted_rows<T, DEPTH, COUNT>(sums, weights, tile + column * DEPTH);
-    return;
-  }
-  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
-#pragma unroll
-  for (int i = 0; i < DEPTH / 16; i++) {
-    left_fragment<T> left;
-    left_from_sums(left, weights[2 * i], weights[2 * i + 1]);
-    right_fragment<T> right[2];
-    const threadgroup T* at = tile + (16 * i * STRIDE + column);
-#pragma unroll
-    for (int n = 0; n < COUNT / 2 * 2; n += 2) {
-      load_right_pair(right, at + 8 * n, STRIDE, lane);
-      multiply_accumulate(sums[n], left, right[0]);
-      multiply_accumulate(sums[n + 1], left, right[1]);
-    }
-    if (COUNT % 2) {
-      load_right(right[0], at + 8 * (COUNT - 1), STRIDE, lane);
-      multiply_accumulate(sums[COUNT - 1], left, right[0]);
-    }
   }
 }
 

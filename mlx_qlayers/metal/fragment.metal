@@ -267,30 +267,3 @@ void store_sum(sum_fragment f, P p, uint stride, uint lane) {
     p[8 * k * stride + 1] = T(f.part[k].y);
   }
 }
-
-// What tiles of rows share with whole SIMD groups on CUDA; see shims/cuda/tile.h. (prototype)
-template <int PACKS>
-struct tile_packs {
-  uint4 pack[PACKS];
-};
-template <typename T>
-constexpr bool products_together(int owners, int slices, int width, int width_v) {
-  return false;
-}
-template <int ROWS>
-int shared_place(int row, int column) {
-  return 0;
-}
-template <typename T>
-void copy_pack(threadgroup T* to, const device T* from, bool inside) {}
-inline void wait_for_copies() {}
-template <typename T, int STEPS, int COUNT>
-void shared_multiply_by_rows(
-    thread sum_fragment* products,
-    thread const left_fragment<T>* left,
-    const threadgroup T* tile) {}
-template <typename T, int DEPTH, int COUNT>
-void shared_add_weighted_rows(
-    thread sum_fragment* sums,
-    thread const sum_fragment* weights,
-    const threadgroup T* tile) {}

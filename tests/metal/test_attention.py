@@ -123,7 +123,7 @@ def test_threadgroup_memory_of_every_head_size(kernel, device):
         for widths in [(width, width) for width in SIZES] + WIDE:
             chosen = layout(kernel, device, dtype, max(widths))
             values = {"T": dtype, "D": widths[0], "DV": widths[1], "ROLES": chosen.roles}
-            assert memory(kernel, values | chosen.template()) <= 32768
+            assert memory(kernel, values | chosen.template(), device) <= 32768
             assert chosen.rows >= 16 and chosen.threads <= 1024
 
 

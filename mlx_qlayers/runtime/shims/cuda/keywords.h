@@ -17,7 +17,4 @@
 
 // Bounds the registers, so that the launch cannot fail and the compiler need not guess.
 #undef __global__
-#ifndef MSL_LEAST
-#define MSL_LEAST 1
-#endif
-#define __global__ __attribute__((global)) __launch_bounds__(MSL_GROUP_SIZE, MSL_LEAST)
+#define __global__ __attribute__((global)) __launch_bounds__(MSL_GROUP_SIZE, MSL_RESIDENT)
