@@ -8,7 +8,7 @@
 //                 sums         BLOCKS x 16 queries x DV / SLICES, float
 //                 scores       BLOCKS x 16 queries x TILE keys, float; then the weights
 //                 top, total   what scores are lowered by, and the sum of weights, of each query
-//                 held         a thread's packs of the next tile, on the way
+//                 readers      a thread's packs of the next tile, on the way
 //   threadgroup   keys, values TILE rows each, T; in the same place if ALTERNATE
 //                 exchange     partial scores, float, if SLICES > 1
 //   device        q, k, v, mask are read where they lie; each key and value once a threadgroup
@@ -22,6 +22,9 @@
 //     sums += weights * values
 //     put the keys in their place | barrier
 //   out = sums / total, norms = top, total
+//
+// Where GPUs copy beside registers (DIRECT), a tile is fetched as soon as its place is free: one more
+// barrier behind the scores, and both tiles have most of a turn to arrive.
 //
 // Late queries, which see most keys where the mask is causal, come first. A sink is a weight that
 // total begins with. A query that sees no key gets `mean` and the norms BLANK and 1 if
@@ -100,6 +103,7 @@ template <
   constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = WIDTH_V / SLICES / 8;
   constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, D, DV);
   constexpr bool DIRECT = TOGETHER && !ALTERNATE;
+  constexpr bool EARLY = AHEAD && !DIRECT, LATE = !AHEAD && !DIRECT;
   constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, WIDTH);
   constexpr int PLACE_V = ALTERNATE ? 0 : SIZE;
   constexpr int ELEMENTS = larger(SIZE, PLACE_V + tile_elements<T, TOGETHER>(TILE, WIDTH_V));
@@ -119,8 +123,9 @@ template <
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
   tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> key_reader;
   tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT> value_reader;
-  key_reader.rows = rows_of(k, k_strides, batch, head / sizes[SHARE], rule.keys);
-  value_reader.rows = rows_of(v, v_strides, batch, head / sizes[SHARE], rule.keys);
+  // Nothing is read behind the last key that one of the queries sees.
+  key_reader.rows = rows_of(k, k_strides, batch, head / sizes[SHARE], last);
+  value_reader.rows = rows_of(v, v_strides, batch, head / sizes[SHARE], last);
   key_reader.skip(first);
   value_reader.skip(first);
   key_reader.fetch(keys, thread_index);
@@ -149,7 +154,7 @@ template <
   }
 
   for (int key = first; key < last; key += TILE) {
-    if (AHEAD && !DIRECT) {
+    if (EARLY) {
       value_reader.fetch(values, thread_index);
     }
     sum_fragment scores[BLOCKS][TILE / 8];
@@ -186,7 +191,7 @@ template <
         }
       }
     }
-    if (!AHEAD && !DIRECT) {
+    if (LATE) {
       value_reader.fetch(values, thread_index);
     }
     if (ALTERNATE) {
@@ -194,7 +199,7 @@ template <
     }
     value_reader.template put<DIRECT>(values, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (AHEAD && !DIRECT) {
+    if (EARLY) {
       key_reader.fetch(keys, thread_index);
     }
 #pragma unroll
@@ -202,7 +207,7 @@ template <
       add_weighted_rows<T, TILE, COLUMNS, WIDTH_V, TOGETHER>(
           sums[b], scores[b], values, slice * COLUMNS * 8, lane);
     }
-    if (!AHEAD && !DIRECT) {
+    if (LATE) {
       key_reader.fetch(keys, thread_index);
     }
     if (ALTERNATE) {

@@ -28,7 +28,8 @@
 //
 // attention_backward_mask: the gradient of the scores behind the softcap, (B, H, L, S), likewise.
 //
-// With ALTERNATE keys are put in place a second time for the last product.
+// With ALTERNATE keys are put in place a second time for the last product. Where GPUs copy beside
+// registers, a tile is fetched when its place is free, or, AHEAD, one turn early to another place.
 
 #include "attention_tile.metal"
 
@@ -95,6 +96,7 @@ METAL_FUNC void query_gradients(
   constexpr int COLUMNS = 2 * STEPS, COUNT = TILE / 8;
   constexpr bool TOGETHER = products_together<T>(SIMDS / SLICES, SLICES, D, DV);
   constexpr bool DIRECT = TOGETHER && !ALTERNATE, TWICE = DIRECT && AHEAD;
+  constexpr bool EARLY = AHEAD && !DIRECT, LATE = !AHEAD && !DIRECT;
   constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, WIDTH);
   constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, WIDTH_V);
   threadgroup T* values = keys + (ALTERNATE ? 0 : SIZE);
@@ -139,6 +141,8 @@ METAL_FUNC void query_gradients(
   tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT> value_reader;
   key_reader.rows = k_rows;
   value_reader.rows = v_rows;
+  // Nothing is read behind the last key that one of the queries sees.
+  key_reader.rows.count = value_reader.rows.count = last;
   key_reader.skip(first);
   value_reader.skip(first);
   if (AHEAD || DIRECT) {
@@ -150,12 +154,12 @@ METAL_FUNC void query_gradients(
       // Behind this nobody uses the last tiles any more.
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    if (!AHEAD && !DIRECT) {
+    if (LATE) {
       key_reader.fetch(keys, thread_index);
     }
     key_reader.put(keys, thread_index);
     if (!ALTERNATE) {
-      if (!AHEAD && !DIRECT) {
+      if (LATE) {
         value_reader.fetch(values, thread_index);
       }
       value_reader.put(values, thread_index);
@@ -235,7 +239,7 @@ METAL_FUNC void query_gradients(
     if (!DIRECT) {
       value_reader.skip(TILE);
     }
-    if (AHEAD && !DIRECT) {
+    if (EARLY) {
       key_reader.fetch(keys, thread_index);
       value_reader.fetch(values, thread_index);
     }

@@ -119,7 +119,8 @@ template <
   constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, D, DV);
   constexpr bool DIRECT = TOGETHER && !ALTERNATE;
   constexpr int NUMBERS = (sizeof(T) == 4 ? 3 : 2) * TILE / 2;
-  constexpr int PLACES = DIRECT && AHEAD ? 4 : 2;
+  constexpr bool TWICE = DIRECT && AHEAD, EARLY = AHEAD && !DIRECT;
+  constexpr int PLACES = TWICE ? 4 : 2;
   constexpr int ELEMENTS = tile_elements<T, TOGETHER>(TILE, WIDTH);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * SIDES * BLOCKS * TILE * 8;
   constexpr int SHARED = ROLES == 1 ? 1 : ROWS * TILE / 2;
@@ -161,13 +162,15 @@ template <
   for (int h = 0; h < share; h++) {
     uint head = kv_head * share + h;
     score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
-    reader.rows = rows_of(q, q_strides, batch, head, queries);
-    d_reader.rows = rows_of(d_out, d_out_strides, batch, head, queries);
+    reader.rows = rows_of(q, q_strides, batch, head, last);
+    d_reader.rows = rows_of(d_out, d_out_strides, batch, head, last);
     ulong place = (ulong(batch) * heads + head) * queries;
     reader.skip(first);
     d_reader.skip(first);
     if (AHEAD) {
-      if (DIRECT) {
+      if (TWICE) {
+        // What was fetched behind the last tile of another head must not arrive later.
+        wait_for_copies<0>();
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       reader.fetch(tile, thread_index);
@@ -175,7 +178,7 @@ template <
     }
     for (int query = first; query < last; query += TILE) {
       // Behind this nobody uses the last tiles any more.
-      if (!(DIRECT && AHEAD)) {
+      if (!TWICE) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       if (!AHEAD) {
@@ -199,7 +202,7 @@ template <
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const threadgroup T* now = tile;
       const threadgroup float2* numbers_now = statistics;
-      if (PLACES == 4) {
+      if (TWICE) {
         turn = 1 - turn;
         tile = reinterpret_cast<threadgroup T*>(tiles.pack) + turn * 2 * ELEMENTS;
         statistics = all_statistics + turn * NUMBERS;
@@ -258,7 +261,7 @@ template <
           make_d_scores<COUNT>(scores[SIDES - 1][b], bent[b], numbers_now, lane);
         }
       }
-      if (AHEAD && !DIRECT) {
+      if (EARLY) {
         reader.skip(TILE);
         d_reader.skip(TILE);
         reader.fetch(tile, thread_index);

@@ -88,8 +88,10 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (256, Layout(slices=4, simds=8, tile=16, alternate=True)),
     ),
     ("forward", "cuda", 2): (
-        (64, Layout(tile=64, ahead=True)),
-        (128, Layout(ahead=True)),
+        (56, Layout(tile=64, ahead=True)),
+        (64, Layout(tile=128, resident=3)),
+        (120, Layout(ahead=True)),
+        (128, Layout(tile=64, resident=3)),
         (256, Layout(tile=16, ahead=True)),
     ),
     ("forward", "cuda", 4): (
@@ -110,8 +112,10 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (256, Layout(slices=4, tile=16, alternate=True)),
     ),
     ("queries", "cuda", 2): (
-        (64, Layout(blocks=2, ahead=True)),
-        (128, Layout(ahead=True)),
+        (56, Layout(blocks=2, ahead=True)),
+        (64, Layout(tile=128)),
+        (120, Layout(ahead=True)),
+        (128, Layout(tile=64)),
         (256, Layout(slices=2, tile=16, ahead=True)),
     ),
     ("queries", "cuda", 4): (
@@ -131,8 +135,10 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (256, Layout(slices=4, tile=16, alternate=True)),
     ),
     ("keys", "cuda", 2): (
-        (64, Layout()),
-        (128, Layout(roles=2)),
+        (56, Layout()),
+        (64, Layout(ahead=True, resident=3)),
+        (120, Layout(roles=2)),
+        (128, Layout(simds=8, roles=2, ahead=True)),
         (256, Layout(roles=2, tile=16)),
     ),
     ("keys", "cuda", 4): (

@@ -206,7 +206,8 @@ void add_weighted_rows(
         tile_product<PART, true>(
             sums + n,
             left[i],
-            tile_operand(tile + (column + 8 * n) * DEPTH + 16 * 64 * i, DEPTH * 128),
+            tile_operand(
+                tile + column * DEPTH + (n / 8 * DEPTH + 16 * i) * 64 + n % 8 * 8, DEPTH * 128),
             1);
     end_products<COUNT>(sums);
   } else {
