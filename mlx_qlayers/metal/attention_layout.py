@@ -89,7 +89,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ),
     ("forward", "cuda", 2): (
         (56, Layout(tile=64, ahead=True)),
-        (64, Layout(tile=128, resident=3)),
+        (64, Layout(tile=64, resident=4)),
         (120, Layout(ahead=True)),
         (128, Layout(tile=64, resident=3)),
         (256, Layout(tile=16, ahead=True)),
@@ -113,9 +113,8 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ),
     ("queries", "cuda", 2): (
         (56, Layout(blocks=2, ahead=True)),
-        (64, Layout(tile=128)),
-        (120, Layout(ahead=True)),
-        (128, Layout(tile=64)),
+        (64, Layout(tile=64, ahead=True, resident=3)),
+        (128, Layout(ahead=True)),
         (256, Layout(slices=2, tile=16, ahead=True)),
     ),
     ("queries", "cuda", 4): (
@@ -138,7 +137,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (56, Layout()),
         (64, Layout(ahead=True, resident=3)),
         (120, Layout(roles=2)),
-        (128, Layout(simds=8, roles=2, ahead=True)),
+        (128, Layout(ahead=True)),
         (256, Layout(roles=2, tile=16)),
     ),
     ("keys", "cuda", 4): (
