@@ -196,7 +196,8 @@ def _error(product: Product, x: mx.array, packed: Packed, transpose: bool, fmt: 
     else:
         words = fmt.group_size * fmt.bits // 32
         part = w[:, :words], *(None if a is None else a[:, :1] for a in numbers)
-    dense = np.array(reference.dequantize(*part, fmt), np.float64)
+    with mx.stream(mx.cpu):  # on CUDA there is no operator for one bit
+        dense = np.array(reference.dequantize(*part, fmt), np.float64)
     truth = np.array(x[:8].astype(mx.float32), np.float64) @ (dense.T if transpose else dense)
     found = np.array(product(x, packed)[:8, : truth.shape[1]].astype(mx.float32), np.float64)
     return float(np.abs(found - truth).max() / np.abs(truth).max())
