@@ -73,7 +73,9 @@ def is_few(x: mx.array) -> bool:
 
 def is_many(x: mx.array) -> bool:
     """Whether an input has so many rows that several matrices are unpacked for them at once."""
-    return x.ndim > 1 and x.size > _TILES_UNTIL * x.shape[-1] > 0 and backend() == "cuda"
+    if x.dtype != mx.bfloat16 or backend() != "cuda":
+        return False
+    return x.ndim > 1 and x.size > _TILES_UNTIL * x.shape[-1] > 0
 
 
 def way(
