@@ -1,9 +1,9 @@
 """Decoder layers, attention and feed-forward modules that decode with few launches.
 
 A module whose code :mod:`.recognition` knows gets a class of its own, made from its class, whose
-``__call__`` computes the same from fused products where the rows are few; else, and where a
-projection is no :class:`QLinear` (an adapter, for instance), it runs the code it had before. Its
-attributes stay what they are, so that the module goes back by taking its class back.
+``__call__`` computes the same from fused products where the rows are few, and on CUDA for prompts;
+else, and where a projection is no :class:`QLinear` (an adapter, for instance), it runs the code it
+had before. Its attributes stay what they are, so that it goes back by taking its class back.
 
 A decoder layer then makes four launches of its own: norm and q, k, v; output projection and
 residual; norm, gate, up and activation; down and residual. On a GPU the stretches between cache and
