@@ -53,8 +53,9 @@ def fused_products(
 ) -> list[mx.array]:
     """Multiply one input with quantized matrices of one format: ``x @ w.T + bias`` for each.
 
-    A kernel does all of it in one launch where the rows are few, rounding the results once; else
-    it is composed of single operations. The values are theirs up to rounding, the gradient too.
+    A kernel does all of it in one launch where the rows are few, rounding the results once; on CUDA
+    many rows are one dense product with all of the matrices, unpacked in one launch; else it is
+    composed of single operations. The values are theirs up to rounding, the gradient too.
 
     Args:
         x: (..., K) in float32, float16 or bfloat16.
