@@ -103,7 +103,7 @@ class Decode:
     run: int
     stretch: int
     most: int
-    combine: int = 8
+    combine: int = 16
 
     @property
     def tile(self) -> int:
@@ -149,6 +149,13 @@ def question(
     return q.dtype, rows, width, v_width, bits, caches, rounded(length)
 
 
+# Into how many stretches keys are cut, of plain and of packed ones: fewer up to so many keys, then
+# as many as make an H200 busy with the four key heads of a common model at once.
+_STRETCHES = ((64, 99, 65536), (66, 132, 16384))
+# Keys up to which a second launch costs more than it brings.
+_ALONE = 256
+
+
 @tuned("attention_decode")
 def _configure(
     device: str,
@@ -160,7 +167,7 @@ def _configure(
     caches: int,
     keys: int,
 ) -> Decode | Serial:
-    """The configuration; that of the heuristic does not depend on the last two."""
+    """The configuration; that of the heuristic does not depend on ``caches``, so on the batch."""
     if device == "host":
         # A power of two, so that one kernel does for several shapes, in a stack of 128 KB.
         return Serial(most=min(1 << (rows - 1).bit_length(), 4096 // max(width, v_width, 64)))
@@ -173,7 +180,10 @@ def _configure(
         return memory <= MAX_THREADGROUP_MEMORY and columns * slice <= 256
 
     columns = next(n for n in range(min(-(-rows // 8), 8), 0, -1) if n == 1 or fits(n))
-    return Decode(columns, simds, 1, slice, run, stretch=64, most=128)
+    few, many, long = _STRETCHES[bits > 0]
+    most = 1 if keys <= _ALONE else few if keys <= long else many
+    blocks = 2 if bits and columns == 1 else 1
+    return Decode(columns, simds, blocks, slice, run, stretch=64, most=most)
 
 
 def attention_decode(

@@ -14,8 +14,8 @@ from ..runtime.launch import TemplateValue
 from .attention_decode import added_up
 
 _INPUTS = ("q", "k", "v", "k_buffer", "v_buffer", "places", "mask", "freqs", "options")
-# Keys that one threadgroup takes.
-MAX_KEYS = 2048
+# Keys of a buffer that one threadgroup takes, and among how many more are divided.
+_ALONE, _STRETCHES = 1024, 4
 
 
 def _memory(*, T: mx.Dtype, D: int, Dv: int, simds: int, **_: object) -> int:
@@ -74,9 +74,9 @@ class Step:
     stretches: int = 1
 
 
-def configure(size: int, v_width: int) -> Step:
-    """The configuration for a buffer of so many keys and the width of a value."""
-    return Step(16 if v_width > 128 or size <= 512 else 32, 4, -(-size // MAX_KEYS))
+def configure(size: int) -> Step:
+    """The configuration for a buffer of so many keys."""
+    return Step(16, 4, 1 if size <= _ALONE else _STRETCHES)
 
 
 def attention_step(

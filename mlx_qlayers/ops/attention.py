@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..reference import attention as reference
 from ..reference.attention import Packed
 from ..runtime.backend import choose, requested
+from ..tuning.store import on_change
 from . import attention_decode, attention_tiled
 from .differentiable import gradients_are_left_out
 
@@ -20,6 +21,7 @@ _GROUP_SIZES = (32, 64, 128)
 # same one, and every step for another.
 _known: dict[tuple[Any, ...], Callable[..., mx.array]] = {}
 _REMEMBERED = 256
+on_change(_known.clear)
 
 
 def attention(

@@ -7,24 +7,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..metal.attention_decode import (
-    BITS,
-    MAX_QUERIES,
-    MAX_WIDTH,
-    Prepared,
-    configure,
-    question,
-)
+from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, Prepared, configure, question
 from ..reference import attention as reference
 from ..reference.attention import Packed
 from ..runtime.backend import backend, choose, requested
 from ..tuning.lookup import decided, found
 from . import attention_tiled
-from .differentiable import with_gradient_of
+from .differentiable import gradients_are_left_out, with_gradient_of
 
 # Numbers in the keys from which the kernel makes up for its launches on CUDA, which take Python
-# longer than the stock operator's: of plain and of packed keys.
-_WORTH_LAUNCHES = (1 << 27, 1 << 22)
+# longer than the stock operator's.
+_WORTH_LAUNCHES = 1 << 27
 _BACKENDS = ("metal", "cuda", "host")
 
 
@@ -60,8 +53,9 @@ class Attention:
         self._mixed = any(a.dtype not in (self._dtype, mx.uint32) for a in parts)
         self._scale, self._window, self._softcap = scale, window, softcap
         self._mask = None if isinstance(mask, mx.array) or q.shape[2] == 1 else mask
-        self._question = question(q, k, v)
-        self._unless = _stock_is_better(q, parts[1], self._packed, mask)
+        best = found("attention_decode", *question(q, k, v))
+        by, self._unless = decided(best, "few queries", _why_stock(q, parts[1], self._packed, mask))
+        self._by = by if best else ""
         self._host_gain = _host_gain(q, parts[1].shape[2])
         self._operators: dict[str, Callable[..., Any]] = {}
         # Where the reference is the stock operator itself, nothing has to precede it.
@@ -80,15 +74,13 @@ class Attention:
         sinks: mx.array | None,
     ) -> mx.array:
         arrays = [q, *k, *v] if self._packed else [q, k, v]
-        best = found("attention_decode", *self._question)
-        by, unless = decided(best, "few queries", self._unless)
         path = choose(
             "attention",
             _BACKENDS,
-            unless=unless,
+            unless=self._unless,
             host_gain=self._host_gain,
             arrays=arrays,
-            by=by if best else "",
+            by=self._by,
         )
         if path == "ops":
             if self._as_stock:
@@ -127,18 +119,22 @@ def _parts(*arrays: mx.array | Packed) -> list[mx.array]:
     return [part for a in arrays for part in (a if isinstance(a, tuple) else (a,))]
 
 
-def _stock_is_better(
+def _why_stock(
     q: mx.array, keys: mx.array, packed: bool, mask: mx.array | str | None
 ) -> str | None:
-    """Why ``auto`` leaves this kernel for the stock operator on a GPU."""
+    """Why ``auto`` leaves this kernel for the stock operator on a GPU.
+
+    On CUDA the kernel was measured no slower from 256 keys to 131,072 where its launches are traced
+    ahead. Called one by one, they take Python longer than one stock operator; with packed keys or
+    an array as mask stock makes several.
+    """
     device = backend()
     if device == "metal":
         return "the kernel was not measured on an Apple GPU"
     batch, kv_heads, length, _ = keys.shape
-    numbers = batch * kv_heads * length * q.shape[3]
-    # With an array as mask stock is not fused on CUDA.
-    masked = isinstance(mask, mx.array)
-    if device == "cuda" and not masked and numbers < _WORTH_LAUNCHES[packed]:
+    if device != "cuda" or packed or isinstance(mask, mx.array) or gradients_are_left_out():
+        return None
+    if batch * kv_heads * length * q.shape[3] < _WORTH_LAUNCHES:
         return "on CUDA the stock operator is launched faster, and the cache is short"
     return None
 

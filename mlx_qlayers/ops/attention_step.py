@@ -123,7 +123,7 @@ def _function(path: str, scale: float, rotation: Rotation) -> Any:
 
     def launch(*given: Any) -> list[mx.array]:
         *arrays, freqs, mask = given
-        config = kernels.configure(arrays[4].shape[2], arrays[4].shape[3])
+        config = kernels.configure(arrays[3].shape[2])
         return kernels.attention_step(
             *arrays, scale=scale, rotation=rotation, freqs=freqs, mask=mask, config=config
         )

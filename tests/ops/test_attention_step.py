@@ -108,7 +108,7 @@ def test_against_float64(case, dtype, path):
     arrays, options = make(case, dtype, path)
     with trace() as launches:
         out, *buffers = attention_step(*arrays, **options)
-    assert len(launches) == (0 if path == "ops" else 1 if case[3] <= 2048 else 2)
+    assert len(launches) == (0 if path == "ops" else 1 if case[3] <= 1024 else 2)
     truth, terms, exact = expected(arrays, options, np.float64, None)
     rough, _, rows = expected(arrays, options, np.float32, dtype)
     assert out.dtype == dtype and out.shape == truth.shape
