@@ -36,8 +36,9 @@ _ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
 }
 
 
-# Where a launch of its own for the norm was measured to be faster than to fold it into the product.
-_NORM_FIRST = ("cuda",)
+# Where a launch of its own for the norm was measured to be faster than to fold it into the product,
+# and whether that of products with a gate.
+_NORM_FIRST = (("cuda", False), ("cuda", True))
 
 
 def fused_products(
@@ -162,7 +163,7 @@ def _by_kernel(
         kind = _kind(len(packed), normed, gate is not None, residual is not None)
         config = few_rows(path, x.size // k, n, k, x.dtype, fmt, kind)
         norm = (weight, eps) if normed else None
-        if norm is not None and path in _NORM_FIRST:
+        if norm is not None and (path, gate is not None) in _NORM_FIRST:
             x, norm = mx.fast.rms_norm(x, weight, eps), None
         return products_of_few_rows(x, packed, fmt, config, norm=norm, gate=gate, residual=residual)
 
