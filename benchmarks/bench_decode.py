@@ -220,7 +220,7 @@ def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
     table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
     table.print_header()
     for batch in args.batches:
-        steps = max(4, args.tokens // batch)
+        steps = args.tokens
         done = _timed(models, args, lambda m, n=batch, s=steps: decode(m, prompts[:n], s))
         base = done["stock"].median
         for name, times in done.items():
@@ -263,13 +263,16 @@ def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
     table = Table({"layers": 20, "batch": 5, **dict.fromkeys(names, 9)})
     table.print_header()
     for batch, (name, model) in itertools.product(args.batches, models.items()):
-        prompts = tokens[:batch]
-        parts = anatomy(model, prompts, args.tokens)
+        prompts, steps = tokens[:batch], max(8, args.tokens // batch)
+        parts = anatomy(model, prompts, steps)
 
         def least(
-            run: Callable[..., mx.array], model: nn.Module = model, prompts: mx.array = prompts
+            run: Callable[..., mx.array],
+            model: nn.Module = model,
+            prompts: mx.array = prompts,
+            steps: int = steps,
         ) -> float:
-            return min(step_time(run, model, prompts, args.tokens) for _ in range(args.repeats))
+            return min(step_time(run, model, prompts, steps) for _ in range(args.repeats))
 
         step, headless = least(model), least(lambda y, cache, m=model: m.model(y, cache))
         with without_attention():
@@ -297,7 +300,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=positive, default=64)
     parser.add_argument("--bits", type=positive, default=4)
     parser.add_argument("--prompt-tokens", type=positive, default=256)
-    parser.add_argument("--tokens", type=positive, default=64, help="tokens to decode")
+    parser.add_argument("--tokens", type=positive, default=64, help="tokens a sequence")
     parser.add_argument("--prefill", type=positive, nargs="*", default=PREFILLS)
     parser.add_argument("--repeats", type=positive, default=3)
     add_output(parser)

@@ -41,7 +41,7 @@ from mlx_qlayers.tuning.store import device_name
 from mlx_qlayers.tuning.tune import tune_all
 from mlx_qlayers.tuning.workers import processes
 
-# Few rows at the shape of a projection, of gate and up together, and of the head.
+# Few rows at the shapes of a projection, of gate and up together, and of the head.
 EXHAUSTIVE = tuple(
     Target(FAMILIES["quantized_matmul_few_rows"], Problem(shape, mx.bfloat16, "affine-64-4-t"))
     for shape in ((1, 3584, 3584), (1, 37888, 3584), (1, 152064, 3584))

@@ -21,6 +21,7 @@ from pathlib import Path
 import mlx.core as mx
 from common import Table
 
+from mlx_qlayers.formats import Format
 from mlx_qlayers.tuning import store
 from mlx_qlayers.tuning.families import FAMILIES
 from mlx_qlayers.tuning.family import Problem
@@ -34,18 +35,18 @@ LAYERS, KEYS = 28, 1024
 OTHERS = 4
 
 
-def _few(n: int, k: int) -> tuple[str, Problem]:
-    problem = Problem((1, n, k), mx.bfloat16, "affine-64-4-t")
-    return "quantized_matmul_few_rows", problem
+def _few(n: int, k: int, kind: str) -> tuple[str, Problem]:
+    family = FAMILIES["quantized_matmul_few_rows"]
+    return family.name, family.asked(1, n, k, mx.bfloat16, Format(64, 4), kind)
 
 
 # By part of the model: the kernel's family, the problem, and how often a token needs it.
 PARTS = {
-    "q, k, v": (*_few(4608, 3584), LAYERS),
-    "o": (*_few(3584, 3584), LAYERS),
-    "gate, up": (*_few(37888, 3584), LAYERS),
-    "down": (*_few(3584, 18944), LAYERS),
-    "head": (*_few(152064, 3584), 1),
+    "q, k, v": (*_few(4608, 3584, "norm-3"), LAYERS),
+    "o": (*_few(3584, 3584, "residual"), LAYERS),
+    "gate, up": (*_few(37888, 3584, "norm-gate"), LAYERS),
+    "down": (*_few(3584, 18944, "residual"), LAYERS),
+    "head": (*_few(152064, 3584, ""), 1),
     "attention": (
         "attention_decode",
         Problem((4, 7, KEYS, 128, 128), mx.bfloat16, "bits-0"),
@@ -109,7 +110,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="search anew; takes minutes")
-    parser.add_argument("--beam", type=int, default=2, help="configurations to follow")
+    parser.add_argument("--beam", type=int, default=1, help="configurations to follow")
     args = parser.parse_args()
     if args.write:
         write(args.beam)

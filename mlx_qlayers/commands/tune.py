@@ -140,4 +140,6 @@ def _report(done: list[tuple[Target, Tuned[Any]]]) -> None:
 
 
 def _fields(config: Any) -> str:
-    return " ".join(f"{name}={int(value)}" for name, value in config.items())
+    """The fields of a configuration; what is true counts as 1."""
+    shown = {n: int(v) if isinstance(v, bool) else v for n, v in config.items()}
+    return " ".join(f"{name}={value}" for name, value in shown.items())

@@ -118,7 +118,9 @@ class Snapshot:
     def __init__(self, modules: list[nn.Module]) -> None:
         parts = [part for module in modules for part in module.modules()]
         self.modules = modules, parts
-        self.contents = [held for part in parts for held in (part, vars(part))]
+        # The numbers of a QLinear go with its arrays.
+        numbers = [vars(part) for part in parts if type(part) is not QLinear]
+        self.contents = [*parts, *numbers]
         self.before = self._now()
 
     def holds(self, modules: list[nn.Module]) -> bool:

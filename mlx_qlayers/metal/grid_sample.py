@@ -14,6 +14,7 @@ from ..reference.grid_sample import Sampling
 from ..runtime.backend import backend
 from ..runtime.kernel import Kernel
 from ..runtime.launch import TemplateValue
+from ..tuning.lookup import tuned
 
 _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}
 _PADDING = {"zeros": 0, "border": 1, "reflection": 2}
@@ -129,6 +130,14 @@ def heuristic(
     return GridSampleConfig(pack, align, lanes, 1, scatter_lanes, scatter)
 
 
+@tuned("grid_sample")
+def configure(
+    device: str, channels: int, dtype: mx.Dtype, deterministic: bool, dims: int
+) -> GridSampleConfig:
+    """What was tuned, else the heuristic's choice, for images of so many dimensions."""
+    return heuristic(channels, dtype, device, deterministic)
+
+
 def _lanes(parts: int) -> int:
     """The threads for so many parts: the power of two that covers them, at most a SIMD group."""
     return min(32, 1 << max(0, parts - 1).bit_length())
@@ -146,7 +155,9 @@ class _Job:
         config: GridSampleConfig | None,
     ) -> None:
         *_, self.channels = x_shape
-        self.config = config or heuristic(self.channels, dtype, backend(), options.deterministic)
+        self.config = config or configure(
+            backend(), self.channels, dtype, options.deterministic, grid.shape[-1]
+        )
         self.grid = mx.contiguous(grid)
         self.points = math.prod(grid.shape[:-1])
         self.size = _integers(*reversed(x_shape[1:-1]))

@@ -17,11 +17,9 @@ from .timing import turns
 
 # What is queued takes an array and must not start before that is there.
 Queued = Callable[[mx.array], mx.array]
-# Seconds of one product of the gate at least, and of the whole gate at first.
-_PRODUCT, _GATE = 1e-4, 1e-3
-_LARGEST = 8192
-# The longest gate: where it does not hide the queuing, MLX waits by itself.
-_MOST = 1e-2
+# Seconds of one product of the gate at least, of the whole gate at first, and at most.
+_PRODUCT, _GATE, _MOST = 4e-4, 2e-3, 3e-2
+_SMALLEST, _LARGEST = 512, 8192
 
 
 class Gate:
@@ -33,54 +31,60 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        size = 512
+        size = _SMALLEST
         while True:
             self._matrix = (mx.random.normal((size, size)) * size**-0.5).astype(mx.bfloat16)
-            self._products = 1
-            took = min(self._alone() for _ in range(3))
-            if took >= _PRODUCT or size == _LARGEST:
+            # One product takes longer to hand over than to compute; what more of them add, counts.
+            self._product = max((self._alone(9) - self._alone(1)) / 8, 1e-6)
+            if self._product >= _PRODUCT or size >= _LARGEST:
                 break
             size *= 2
-        self._products = ceil(_GATE / took)
-        self._length = min(self._alone() for _ in range(3))
+        self._products = ceil(_GATE / self._product)
 
     def seconds(self, contenders: Mapping[str, Queued], repeats: int = 9) -> dict[str, float]:
         """How long functions take behind the gate, with the gate; medians.
 
         The functions take turns, in an order that is reversed in every other round. Differences of
-        these times are what the GPU takes.
+        these times, for the same :attr:`length`, are what the GPU takes.
         """
         for run in contenders.values():
             self._once(run)
         while True:
             times: dict[str, list[float]] = {name: [] for name in contenders}
-            queued = 0.0
+            queued: list[float] = []
             for name in turns(contenders, repeats):
                 took, until = self._once(contenders[name])
                 times[name].append(took)
-                queued = max(queued, until)
-            if queued < self._length or self._length >= _MOST:
+                queued.append(until)
+            late = max(queued) if repeats < 3 else sorted(queued)[-2]
+            if late < self.length or self.length >= _MOST:
                 return {name: statistics.median(values) for name, values in times.items()}
             # The GPU may have waited for what was not queued yet.
-            longer = min(1.5 * queued, _MOST) / self._length
-            self._products = ceil(self._products * max(longer, 1.5))
-            self._length = min(self._alone() for _ in range(3))
+            self._products = ceil(min(1.5 * late, _MOST) / self._product) + 1
 
-    def _work(self) -> mx.array:
+    @property
+    def length(self) -> float:
+        """Seconds that the gate takes."""
+        return self._products * self._product
+
+    def _work(self, products: int) -> mx.array:
         y = self._matrix
-        for _ in range(self._products):
+        for _ in range(products):
             y = y @ self._matrix
         return y
 
-    def _alone(self) -> float:
-        start = time.perf_counter()
-        mx.eval(self._work())
-        return time.perf_counter() - start
+    def _alone(self, products: int) -> float:
+        def once() -> float:
+            start = time.perf_counter()
+            mx.eval(self._work(products))
+            return time.perf_counter() - start
+
+        return min(once() for _ in range(4))
 
     def _once(self, run: Queued) -> tuple[float, float]:
         """Seconds until all is done, and until all was queued."""
         start = time.perf_counter()
-        gate = self._work()
+        gate = self._work(self._products)
         mx.async_eval(gate)
         result = run(gate)
         mx.async_eval(result)

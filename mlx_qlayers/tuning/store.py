@@ -43,7 +43,7 @@ class Entry:
         mlx: the version of MLX.
     """
 
-    config: Mapping[str, int]
+    config: Mapping[str, int | str]
     path: str
     seconds: float
     heuristic: float
@@ -215,7 +215,7 @@ def _read(path: Path, device: str) -> dict[str, Entry]:
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
-    "config": lambda v: isinstance(v, dict) and all(isinstance(x, int) for x in v.values()),
+    "config": lambda v: isinstance(v, dict) and all(isinstance(x, (int, str)) for x in v.values()),
     "path": lambda v: isinstance(v, str),
     "seconds": lambda v: isinstance(v, (int, float)),
     "heuristic": lambda v: isinstance(v, (int, float)),

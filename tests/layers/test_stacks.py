@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architectures import VOCABULARY, Architecture, build
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
@@ -230,6 +231,44 @@ def test_two_sequences_that_share_a_prompt(runs):
         two = [m(tokens[:, i : i + 1], cache=second) for i in (2, 3)]
         found.append(mx.concatenate(one + two, axis=1))
     assert_same_model(found[1], found[0], bits=None, what="shared prompt")
+
+
+def test_generation_of_several_sequences(runs):
+    """mlx-lm pads their prompts, and lets go of those that have ended."""
+    stock, model = pair()
+    prompts, found = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]], []
+    for m in (stock, model):
+        generator, tokens = BatchGenerator(m, completion_batch_size=3), {}
+        generator.insert(prompts, [4, 9, 7])
+        while responses := generator.next_generated():
+            for response in responses:
+                tokens.setdefault(response.uid, []).append(response.token)
+        generator.close()
+        found.append(list(tokens.values()))
+    assert found[1] == found[0] and [len(t) for t in found[0]] == [4, 9, 7]
+    assert len(runs) >= 9 and set(runs) == {2}
+
+
+def test_threads(runs):
+    _, model = pair()
+    expected, _ = decoded(model)
+    mx.eval(expected)
+    found, errors = {}, []
+
+    def run(number: int) -> None:
+        try:
+            found[number], _ = decoded(model)
+            mx.eval(found[number])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(runs) == 16
+    assert all(mx.allclose(logits, expected, rtol=0, atol=1e-4) for logits in found.values())
 
 
 def test_arrays_are_let_go_with_the_cache():

@@ -185,6 +185,7 @@ PROBLEMS = {
     "quantized_matmul_few_rows": Problem((3, 40, 128), mx.float16, "affine-64-4-t"),
     "quantized_matmul_tiles": Problem((17, 40, 128), mx.float16, "affine-64-4-t"),
     "attention_decode": Problem((2, 7, 256, 64, 64), mx.float16, "bits-4"),
+    "grid_sample": Problem((4, 256, 16, 2), mx.float16, "any"),
     "attention_forward": Problem((1, 4, 2, 32, 64, 64, 64), mx.float16, "causal"),
 }
 ASKED = {
@@ -192,6 +193,7 @@ ASKED = {
     "quantized_matmul_few_rows": (3, 40, 128, mx.float16, Format(64, 4)),
     "quantized_matmul_tiles": (17, 40, 128, mx.float16, Format(64, 4), True),
     "attention_decode": (mx.float16, 7, 64, 64, 4, 2, 256),
+    "grid_sample": (16, mx.float16, False, 2),
     "attention_forward": ((1, 4, 2, 32, 64, 64, 64), mx.float16, True),
 }
 
@@ -227,6 +229,7 @@ def test_attention_of_keys_that_are_not_packed():
 
 @pytest.mark.parametrize("kind", ["norm-3", "norm-gate", "residual"])
 def test_products_with_what_stands_around_them(kind):
+    mx.random.seed(7)
     family = FAMILIES["quantized_matmul_few_rows"]
     problem = family.asked(3, 48, 128, mx.bfloat16, Format(64, 4), kind)
     assert problem.form == f"affine-64-4-t-{kind}"
@@ -236,5 +239,6 @@ def test_products_with_what_stands_around_them(kind):
     with use_backend("host"):
         found = family.run(inputs, problem, config)
     stock = family.paths(problem)["stock"](inputs)
-    for y in (found, stock):
-        assert mx.abs(y - truth).max() <= family.tolerance(problem) * mx.abs(truth).max()
+    for y, factor in ((found, 1), (stock, 2)):
+        allowed = factor * family.tolerance(problem) * mx.abs(truth).max()
+        assert mx.abs(y - truth).max() <= allowed

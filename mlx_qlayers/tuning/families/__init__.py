@@ -8,10 +8,18 @@ from ..family import Family
 from .attention_decode import ATTENTION_DECODE
 from .attention_forward import ATTENTION_FORWARD
 from .few_rows import FEW_ROWS
+from .grid_sample import GRID_SAMPLE
 from .quantized_tiles import QUANTIZED_TILES
 from .row_sum import ROW_SUM
 
 FAMILIES: dict[str, Family[Any]] = {
     family.name: family
-    for family in (ROW_SUM, FEW_ROWS, QUANTIZED_TILES, ATTENTION_DECODE, ATTENTION_FORWARD)
+    for family in (
+        ROW_SUM,
+        FEW_ROWS,
+        QUANTIZED_TILES,
+        ATTENTION_DECODE,
+        ATTENTION_FORWARD,
+        GRID_SAMPLE,
+    )
 }
