@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", choices=[*HEADS, "all"], default="grouped")
     parser.add_argument("--decode", action="store_true", help="one token over long caches")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     add_output(parser)
     args = parser.parse_args()
     if args.decode:

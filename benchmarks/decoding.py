@@ -2,8 +2,8 @@
 
 Each measurement is a chain of 28 calls, one for each layer of a model and each fed by the one
 before, over caches that take turns, so that the last one is not still in the processor's cache.
-Calls are made one by one from Python, and traced ahead by ``mx.compile``; the kernels are timed as
-well where ``auto`` leaves them for the stock operator.
+Calls are made one by one from Python, and traced ahead by ``mx.compile``, as a model's steps are;
+one by one the kernels are timed beside what ``auto`` takes.
 """
 
 from __future__ import annotations
@@ -120,10 +120,15 @@ def rows(repeats: int) -> Iterator[dict[str, Any]]:
                 turns = caches(keys, dtype, bits)
                 verify(q, turns[0])
                 for way in WAYS:
-                    attends = {"stock": stock(bits), "kernel": by_kernel, "auto": ours}
-                    runs = {n: chain(attend, q, turns, way) for n, attend in attends.items()}
+                    # Stock's several operators for packed caches take MLX seconds to trace.
+                    ways = {"stock": "plain" if bits else way, "auto": way, "kernel": way}
+                    attends = {"stock": stock(bits), "auto": ours, "kernel": by_kernel}
+                    if way == "compiled":
+                        del attends["kernel"]  # which is what auto takes there
+                    runs = {n: chain(attend, q, turns, ways[n]) for n, attend in attends.items()}
                     times = measure(runs, repeats=repeats)
                     each = {f"{n} us": t.scaled(1e6 / LAYERS) for n, t in times.items()}
+                    best = min(t.median for n, t in each.items() if n != "stock us")
                     yield {
                         "cache": f"{bits} bits" if bits else name,
                         "q": name,
@@ -131,7 +136,7 @@ def rows(repeats: int) -> Iterator[dict[str, Any]]:
                         "calls": way,
                         **each,
                         "times": each["stock us"].median / each["auto us"].median,
-                        "GB/s": read_bytes(turns[0]) / each["kernel us"].median / 1e3,
+                        "GB/s": read_bytes(turns[0]) / best / 1e3,
                     }
 
 
@@ -139,7 +144,7 @@ def decoding_table(repeats: int) -> Table:
     """Print the table of all caches."""
     table = Table(
         {"cache": 9, "q": 9, "keys": 7, "calls": 8}
-        | dict.fromkeys(("stock us", "kernel us", "auto us"), 13)
+        | dict.fromkeys(("stock us", "auto us", "kernel us"), 13)
         | {"times": 6, "GB/s": 6}
     )
     mx.random.seed(0)

@@ -73,10 +73,12 @@ def attention(
     key: tuple[Any, ...] | None
     try:
         # Whatever the checks and the choice look at; types too, since 4.0 equals 4.
-        key = (
-            *(_kind(q), _kind(k), _kind(v), _kind(mask), _kind(sinks), scale, window, softcap),
-            *(type(scale), type(window), type(softcap), requested(), gradients_are_left_out()),
-        )
+        if isinstance(k, mx.array) and isinstance(v, mx.array) and mask is sinks is None:
+            kinds: Any = (q.shape, q.dtype, k.shape, k.dtype, v.shape, v.dtype)
+        else:
+            kinds = tuple(map(_kind, (q, k, v, mask, sinks)))
+        numbers = scale, window, softcap, type(scale), type(window), type(softcap)
+        key = kinds, numbers, requested(), gradients_are_left_out()
         known = _known.get(key)
     except (TypeError, AttributeError):
         key = known = None

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, Prepared, configure, question
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import backend, choose, requested
+from ..runtime.backend import backend, choose, note, requested
 from ..tuning.lookup import decided, found
 from . import attention_tiled
 from .differentiable import gradients_are_left_out, with_gradient_of
@@ -58,9 +58,11 @@ class Attention:
         self._by = by if best else ""
         self._host_gain = _host_gain(q, parts[1].shape[2])
         self._operators: dict[str, Callable[..., Any]] = {}
-        # Where the reference is the stock operator itself, nothing has to precede it.
+        # Where `auto` takes the reference, and that is the stock operator, nothing precedes it.
         self._as_stock = (
             mx.default_device().type == mx.gpu
+            and requested() == "auto"
+            and self._unless is not None
             and not (self._packed or self._mixed or isinstance(mask, mx.array))
             and window is softcap is sinks is None
         )
@@ -73,6 +75,9 @@ class Attention:
         mask: mx.array | None,
         sinks: mx.array | None,
     ) -> mx.array:
+        if self._as_stock:
+            note("attention", "ops", str(self._unless))
+            return mx.fast.scaled_dot_product_attention(q, k, v, scale=self._scale, mask=self._mask)
         arrays = [q, *k, *v] if self._packed else [q, k, v]
         path = choose(
             "attention",
@@ -83,10 +88,6 @@ class Attention:
             by=self._by,
         )
         if path == "ops":
-            if self._as_stock:
-                return mx.fast.scaled_dot_product_attention(
-                    q, k, v, scale=self._scale, mask=self._mask
-                )
             return reference.attention(*self._arguments(q, k, v, mask, sinks))
         if self._mixed:
             q, k, v = self._cast(q), self._cast(k), self._cast(v)

@@ -10,7 +10,14 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-_state = threading.local()
+
+class _State(threading.local):
+    """What :func:`without_gradients` sets in each thread."""
+
+    bare = False
+
+
+_state = _State()
 
 
 @contextmanager
@@ -20,7 +27,7 @@ def without_gradients() -> Iterator[None]:
     For what is traced to be evaluated only: a node that carries a gradient costs as much to
     evaluate as one that launches a kernel.
     """
-    before, _state.bare = getattr(_state, "bare", False), True
+    before, _state.bare = _state.bare, True
     try:
         yield
     finally:
@@ -29,7 +36,7 @@ def without_gradients() -> Iterator[None]:
 
 def gradients_are_left_out() -> bool:
     """Whether this thread is inside :func:`without_gradients`."""
-    return getattr(_state, "bare", False)
+    return _state.bare
 
 
 def with_gradient_of(

@@ -1,0 +1,100 @@
+"""What a call of attention keeps for those that are alike, and which path `auto` takes on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers import attention, explain, use_backend
+from mlx_qlayers.ops import attention as ops
+from mlx_qlayers.ops import attention_decode
+from mlx_qlayers.ops.differentiable import without_gradients
+from mlx_qlayers.tuning.store import forget
+
+Q, K = mx.ones((1, 4, 1, 64)), mx.ones((1, 2, 8, 64))
+PACKED = tuple(mx.quantize(K, 64, 8))
+MASK = mx.ones((1, 1, 1, 8), mx.bool_)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    forget()
+    assert not ops._known
+    yield
+    forget()
+
+
+def test_a_call_is_checked_once_for_all_that_are_alike(monkeypatch):
+    checked = []
+    monkeypatch.setattr(ops, "_checked", lambda *a: checked.append(a) or (lambda *given: given[0]))
+    for scale in (1.0, 1.0, 2.0):
+        attention(Q, K, K, scale=scale)
+        attention(Q + 1, K + 1, K, scale=scale)
+        attention(Q, PACKED, PACKED, scale=scale, mask=MASK)
+    assert len(checked) == 4
+    attention(Q.astype(mx.float16), K, K, scale=1.0)
+    attention(Q, K[:, :, 1:], K[:, :, 1:], scale=1.0)
+    attention(Q, K, K, scale=1.0, sinks=mx.zeros(4))
+    with without_gradients():
+        attention(Q, K, K, scale=1.0)
+    with use_backend("ops"):
+        attention(Q, K, K, scale=1.0)
+    assert len(checked) == 9
+    forget()  # What was tuned has changed.
+    attention(Q, K, K, scale=1.0)
+    assert len(checked) == 10
+
+
+def test_numbers_of_other_types_are_checked_again():
+    attention(Q, K, K, scale=1.0, window=2)
+    with pytest.raises(ValueError, match=r"window must be .* or None, not 2\.0"):
+        attention(Q, K, K, scale=1.0, window=2.0)
+    with pytest.raises(ValueError, match=r"v must be an mx\.array"):
+        attention(Q, K, [K], scale=1.0)
+
+
+def test_no_array_is_kept():
+    keys = mx.zeros((1, 2, 4096, 64))
+    mx.eval(attention(Q, keys, keys, scale=1.0))
+    before = mx.get_active_memory()
+    size = keys.nbytes
+    del keys
+    assert before - mx.get_active_memory() >= size
+
+
+def test_every_call_is_explained():
+    explain(reset=True)
+    for _ in range(3):
+        attention(Q, K, K, scale=1.0)
+    assert sum(d.calls for d in explain() if d.op == "attention") == 3
+
+
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+def test_where_auto_leaves_stock_alone(device, monkeypatch):
+    monkeypatch.setattr(attention_decode, "backend", lambda: device)
+
+    def why(keys=K, packed=False, mask=None):
+        return attention_decode._why_stock(Q, keys, packed, mask)
+
+    if device == "metal":
+        assert why() == why(packed=True) == "the kernel was not measured on an Apple GPU"
+        return
+    assert "launched faster" in why()
+    assert why(packed=True) is None and why(mask=MASK) is None
+    assert why(keys=SimpleNamespace(shape=(1, 4, 1 << 19, 64))) is None
+    with without_gradients():
+        assert why() is None
+
+
+def test_the_stock_operator_is_called_at_once(monkeypatch):
+    """Where `auto` takes it on a GPU, the way there is short: half of its time is Python's."""
+    monkeypatch.setattr(attention_decode, "backend", lambda: "cuda")
+    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
+    monkeypatch.setattr(attention_decode, "choose", None)
+    explain(reset=True)
+    found = attention(Q, K, K, scale=0.5, mask="causal")
+    monkeypatch.undo()
+    assert mx.array_equal(found, mx.fast.scaled_dot_product_attention(Q, K, K, scale=0.5))
+    assert [(d.path, d.calls) for d in explain()] == [("ops", 1)]
