@@ -1,6 +1,7 @@
 """Products with experts beside stock MLX, and the gradients of scales.
 
     python benchmarks/bench_gather_qmm.py               # a projection of two models, by tokens
+    python benchmarks/bench_gather_qmm.py --backward    # the gradient of its input instead
     python benchmarks/bench_gather_qmm.py --host        # kernel against reference, by format
     python benchmarks/bench_gather_qmm.py --gradients   # of scales and biases: time and memory
 
@@ -118,8 +119,13 @@ def rows_and_choices(model: str, tokens: int, transpose: bool) -> tuple[mx.array
     return x, indices
 
 
-def projections(repeats: int) -> list[Table]:
-    """The first projection of a model's experts, and the gradient of its input."""
+def backward(repeats: int) -> list[Table]:
+    """The gradient of the input of a model's first projection."""
+    return projections(repeats, transpose=False)
+
+
+def projections(repeats: int, transpose: bool = True) -> list[Table]:
+    """The first projection of a model's experts, or the gradient of its input."""
     on_cpu = backend() in ("host", "ops")
     names = ("stock", "reference", "kernel") if on_cpu else ("stock", "kernel", *CALLS)
     columns = {"model": 18, "product": 10, "tokens": 6} | dict.fromkeys(names, 12) | {"ratio": 8}
@@ -129,20 +135,19 @@ def projections(repeats: int) -> list[Table]:
     fmt = Format(64, 4)
     for model, (count, _, n, k) in MODELS.items():
         packed = experts(count, n, k, fmt)
-        for transpose in (True, False):
-            for tokens in (1, 4, 16) if on_cpu else (1, 4, 16, 64, 128, 512):
-                x, indices = rows_and_choices(model, tokens, transpose)
-                if backend() != "ops":
-                    verify(x, packed, indices[0], transpose, fmt)
-                measured = _on_cpu if on_cpu else _on_gpu
-                times, ratio = measured(x, packed, indices, transpose, fmt, repeats)
-                table.add(
-                    model=model,
-                    product="forward" if transpose else "gradient",
-                    tokens=tokens,
-                    **{name: time.scaled(1e3) for name, time in times.items()},
-                    ratio=ratio,
-                )
+        for tokens in (1, 4, 16) if on_cpu else (1, 4, 16, 64, 128, 512):
+            x, indices = rows_and_choices(model, tokens, transpose)
+            if backend() != "ops":
+                verify(x, packed, indices[0], transpose, fmt)
+            measured = _on_cpu if on_cpu else _on_gpu
+            times, ratio = measured(x, packed, indices, transpose, fmt, repeats)
+            table.add(
+                model=model,
+                product="forward" if transpose else "gradient",
+                tokens=tokens,
+                **{name: time.scaled(1e3) for name, time in times.items()},
+                ratio=ratio,
+            )
     return [table]
 
 
@@ -269,13 +274,15 @@ def _memory(function: Callable[[], object]) -> float:
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backward", action="store_true", help="measure the gradient of x instead")
     parser.add_argument("--host", action="store_true", help="measure the kernel's gain instead")
     parser.add_argument("--gradients", action="store_true", help="measure gradients instead")
     parser.add_argument("--repeats", type=int, default=8, help="measurements of each (default: 8)")
     add_output(parser)
     args = parser.parse_args()
     print_facts()
-    measured = host_gain if args.host else gradients if args.gradients else projections
+    ways = {"backward": backward, "host": host_gain, "gradients": gradients}
+    measured = next((ways[name] for name in ways if getattr(args, name)), projections)
     write_output(args, "gather_qmm", measured(args.repeats))
 
 

@@ -203,7 +203,8 @@ def tokens_per_second(axes: list[Axes], found: dict[str, Results]) -> None:
                 key = f"{what}, {row['model']}"
                 table.setdefault(key, {})[row["layers"]] = row[f"{what} tok/s"]
     for axis, what in zip(axes, ("decode", "prefill"), strict=True):
-        groups = {name.removeprefix(f"{what}, "): v for name, v in table.items() if what in name}
+        names = {name: re.sub(rf"{what},? ", "", name) for name in table if what in name}
+        groups = {f"{n} tokens" if n.isdigit() else n: table[name] for name, n in names.items()}
         _bars(axis, groups, "tokens/s")
         axis.set_title(what, fontsize=9.5)
 

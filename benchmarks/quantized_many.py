@@ -23,13 +23,13 @@ Packed = tuple[mx.array, mx.array, mx.array | None]
 Product = Callable[[mx.array, Packed], mx.array]
 
 # Outputs and inputs: gate and up of Qwen2-7B, its head, its attention's and its last projection.
-SHAPES = ((37888, 3584), (152064, 3584), (3584, 3584), (3584, 18944), (512, 3584))
+SHAPES = ((37888, 3584), (152064, 3584), (3584, 3584), (3584, 18944))
 FORMATS_SHAPE = (37888, 3584)
-ROWS = (17, 32, 64, 96, 128, 256, 512, 2048)
-BACKWARD_ROWS = (17, 64, 128, 512, 2048)
+ROWS = (17, 64, 128, 512, 2048)
+BACKWARD_ROWS = (64, 512, 2048)
 # Above so many rows no tile of ours keeps up with a dense product.
 _TILES_UNTIL = 256
-_ROTATED_ELEMENTS, _MOST_OPERATIONS = 1 << 28, 1 << 40
+_ROTATED_ELEMENTS, _MOST_OPERATIONS = 1 << 28, 1 << 39
 
 
 def many_rows(repeats: int) -> list[Table]:
@@ -68,10 +68,12 @@ def many_formats(repeats: int) -> list[Table]:
 
 
 def _table(columns: dict[str, int]) -> Table:
-    columns |= {"rows": 5} | dict.fromkeys(("stock", "dense", "tiles", "unpacked"), 11)
+    columns |= {"rows": 5} | dict.fromkeys(("stock", "dense", "ours", "tiles", "unpacked"), 11)
     columns |= {"by": 10, "ratio": 6, "TFLOP/s": 8, "stock calls": 12, "calls": 11, "MB": 7}
     print(f"milliseconds on backend {backend()}; dense: mx.dequantize and a product; unpacked: the")
-    print("same by our kernel; ratio: the better of stock and dense over what `auto` takes;")
+    print(
+        "same by our kernel; ours: what `auto` takes; ratio: the better of stock and dense over it;"
+    )
     print("calls: plain calls of `auto`; MB: the most memory one takes beside arguments and result")
     table = Table(columns | {"error": 8})
     table.print_header()
@@ -146,9 +148,11 @@ def _compare(
         contenders["stock calls"] = _chain(stock, x, copies, traced=False)
     contenders["calls"] = _chain(auto, x, copies, traced=False)
     times = {
-        name: t.scaled(1 / len(copies)) for name, t in measure(contenders, repeats=repeats).items()
+        name: t.scaled(1 / len(copies))
+        for name, t in measure(contenders, repeats=repeats, least=0.01).items()
     }
-    ours = times[taken].median
+    times["ours"] = times[taken]
+    ours = times["ours"].median
     table.add(
         **row,
         rows=rows,
@@ -193,7 +197,8 @@ def _error(product: Product, x: mx.array, packed: Packed, transpose: bool, fmt: 
     else:
         words = fmt.group_size * fmt.bits // 32
         part = w[:, :words], *(None if a is None else a[:, :1] for a in numbers)
-    dense = np.array(reference.dequantize(*part, fmt), np.float64)
+    with mx.stream(mx.cpu):  # on CUDA there is no operator for one bit
+        dense = np.array(reference.dequantize(*part, fmt), np.float64)
     truth = np.array(x[:8].astype(mx.float32), np.float64) @ (dense.T if transpose else dense)
     found = np.array(product(x, packed)[:8, : truth.shape[1]].astype(mx.float32), np.float64)
     return float(np.abs(found - truth).max() / np.abs(truth).max())

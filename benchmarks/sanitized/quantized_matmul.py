@@ -9,6 +9,7 @@ import numpy as np
 
 from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
+from tests.metal import test_dequantize as unpacking
 from tests.metal import test_quantized_matmul as few
 from tests.metal import test_quantized_tiles as tiles
 from tests.numerics import random
@@ -29,7 +30,7 @@ def cases() -> Cases:
         dtype, transpose = few.DTYPES[i % 3], i % 2 == 0
         run = partial(tiles.check_all, fmt, dtype, transpose, tiles.SHAPES[:2], device="cuda")
         yield f"tiles {fmt} {dtype} transpose={transpose}", run
-        yield f"unpack {fmt}", partial(tiles.test_dequantize, fmt)
+        yield f"unpack {fmt}", partial(unpacking.check, fmt, dtype, (5, 3), path="cuda")
     yield "tiles in parts", partial(tiles.test_parts_share_the_depth, 2, True)
 
 

@@ -1,9 +1,9 @@
 """Decoder layers, attention and feed-forward modules that decode with few launches.
 
 A module whose code :mod:`.recognition` knows gets a class of its own, made from its class, whose
-``__call__`` computes the same from fused products where the rows are few; else, and where a
-projection is no :class:`QLinear` (an adapter, for instance), it runs the code it had before. Its
-attributes stay what they are, so that the module goes back by taking its class back.
+``__call__`` computes the same from fused products where the rows are few, and on CUDA for prompts;
+else, and where a projection is no :class:`QLinear` (an adapter, for instance), it runs the code it
+had before. Its attributes stay what they are, so that it goes back by taking its class back.
 
 A decoder layer then makes four launches of its own: norm and q, k, v; output projection and
 residual; norm, gate, up and activation; down and residual. On a GPU the stretches between cache and
@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from ..ops.quantized_paths import is_few
+from ..ops.quantized_paths import is_few, is_many
 from ..ops.traced import Place, place
 from . import stretches
 from .grouping import grouped
@@ -125,23 +125,28 @@ def _new(stock: type[nn.Module], routed: bool, layers: frozenset[str]) -> nn.Mod
     return cls.__new__(cls)
 
 
+def _is_fused(module: nn.Module, x: mx.array) -> bool:
+    """Whether products of ``x`` go together: of few rows, and of many where no gradient is due."""
+    return is_few(x) or (not module.training and is_many(x))
+
+
 def _together(x: mx.array, *layers: Any) -> list[mx.array]:
     """The products of one input with several layers."""
-    packed = of_layers(*layers) if is_few(x) else None
+    packed = of_layers(*layers) if _is_fused(layers[0], x) else None
     if packed is None:
         return [layer(x) for layer in layers]
     return cast(list[mx.array], stretches.together(place(), packed[0])(x, packed[1]))
 
 
 def _mlp_call(self: Any, x: mx.array) -> mx.array:
-    if is_few(x) and (feed := of_feed_forward(self, None)) is not None:
+    if _is_fused(self, x) and (feed := of_feed_forward(self, None)) is not None:
         static, arrays = feed
         return cast(mx.array, stretches.feed_forward(place(), *static)(x, *arrays, None))
     return cast(mx.array, self._fuses.__call__(self, x))
 
 
 def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-    out = _attended(place(), self, None, x, mask, cache) if is_few(x) else None
+    out = _attended(place(), self, None, x, mask, cache) if _is_fused(self, x) else None
     if out is None:
         return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
     o = self[self._known.names["o"]]
@@ -149,7 +154,7 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
 
 
 def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-    if not is_few(x):
+    if not _is_fused(self, x):
         return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
     names = self._known.names
     attention, mlp = self[names["attention"]], self[names["mlp"]]

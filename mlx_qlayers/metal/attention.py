@@ -18,14 +18,14 @@ from .attention_layout import PARAMETERS, Layout, layout, memory
 
 # More queries or keys than there can be: positions are 32-bit numbers, and so are their sums.
 FAR = 2**28
-_LOG2E = log2(e)
+LOG2E = log2(e)
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 _FORWARD = Kernel(
     "attention_forward",
     "attention.metal",
     inputs=("q", "k", "v", "mask", "sinks", "mean", "sizes", "numbers"),
-    outputs=("out", "lse"),
+    outputs=("out", "norms"),
     template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", *PARAMETERS),
     threadgroup_memory=lambda **values: memory("forward", values),
     large=True,
@@ -89,7 +89,7 @@ class Call:
             min(scores.window or 2 * FAR, 2 * FAR),
         )
         cap, scale = scores.softcap, scores.scale
-        factors = (scale * _LOG2E, 0.0) if cap is None else (scale / cap, cap * _LOG2E)
+        factors = (scale * LOG2E, 0.0) if cap is None else (scale / cap, cap * LOG2E)
         self.numbers = _floats(*factors, scale)
         self.mask = nothing()
         if mask is not None:
@@ -125,16 +125,17 @@ class Call:
 
 
 def attention_forward(call: Call, chosen: Layout | None = None) -> tuple[mx.array, mx.array]:
-    """Attention, and the log-sum-exp that its gradient needs.
+    """Attention, and the norms that its gradient needs.
 
     Returns:
         (B, H, L, Dv) in the dtype of ``q``, heads side by side in memory as the projection that
-        comes next wants them; and (B, H, L) float32, log2 of the sum of 2 to the scores.
+        comes next wants them; and (B, H, L, 2) float32, for each query the largest score in units
+        of log2, and the sum of 2 to the scores less that.
     """
     chosen = chosen or call.layout("forward")
     sinks = nothing() if call.sinks is None else call.sinks
     mean = call.v.astype(mx.float32).mean(axis=2) if call.average else nothing()
-    out, lse = _FORWARD(
+    out, norms = _FORWARD(
         [call.q, call.k, call.v, call.mask, sinks, mean, call.sizes, call.numbers],
         template={
             **call.template,
@@ -145,11 +146,11 @@ def attention_forward(call: Call, chosen: Layout | None = None) -> tuple[mx.arra
         },
         output_shapes=[
             (call.batch, call.queries, call.heads, call.width_v),
-            (call.batch, call.heads, call.queries),
+            (call.batch, call.heads, call.queries, 2),
         ],
         **call.threads(chosen, call.queries, call.heads),
     )
-    return out.swapaxes(1, 2), lse
+    return out.swapaxes(1, 2), norms
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,6 @@
-// The gradient of attention for its queries, from the log-sum-exp that attention.metal left:
+// The gradient of attention for its queries, from the norms that attention.metal left:
 //
-//   weights  = exp2(scores - lse)
+//   weights  = exp2(scores - top) / total
 //   d_scores = weights * (d_out v^T - delta) * bend,   delta = sum over the columns of d_out * out
 //   d_q      = scale d_scores k
 //
@@ -10,16 +10,16 @@
 //   registers     left, d_left    q and d_out, BLOCKS x 16 queries, T, left operands, a slice each
 //                 sums            d_q, float, likewise
 //                 scores          scores and d_weights, BLOCKS x 16 queries x TILE keys, float
-//                 lowered, dots   lse and delta of each query; exact, delta as it is added up
+//                 norm, dots      norms and delta of each query; exact, delta as it is added up
 //   threadgroup   keys, values    TILE rows each, T; in the same place if ALTERNATE
 //                 exchange        parts of scores and d_weights, float, if SLICES > 1
-//   device        q, out, d_out and lse are read once, k and v once a threadgroup
+//   device        q, out, d_out and norms are read once, k and v once a threadgroup
 //
 //   dot = sum of d_out * out, which is delta but for the rounding of out
 //   for each tile of keys that one of the queries may see:
 //     put keys and values in their places | barrier
 //     scores = q * keys^T, d_weights = d_out * values^T, added up over the slices
-//     weights = exp2(scores - lse), delta += weights * d_weights
+//     weights = exp2(scores - top) / total, delta += weights * d_weights
 //     if there is one tile only, dot = delta
 //     d_scores = weights * (d_weights - dot) * bend
 //     start reading the next tiles
@@ -28,7 +28,8 @@
 //
 // attention_backward_mask: the gradient of the scores behind the softcap, (B, H, L, S), likewise.
 //
-// With ALTERNATE keys are put in place a second time for the last product.
+// With ALTERNATE keys are put in place a second time for the last product. Where GPUs copy beside
+// registers, a tile is fetched when its place is free, or, AHEAD, one turn early to another place.
 
 #include "attention_tile.metal"
 
@@ -77,7 +78,7 @@ METAL_FUNC void query_gradients(
     head_rows<T> out_rows,
     head_rows<T> d_rows,
     thread const score_rule<M>& rule,
-    const device float* lse,
+    const device float* norms,
     device float* delta,
     device T* d_q,
     device float* d_scores,
@@ -89,19 +90,24 @@ METAL_FUNC void query_gradients(
     uint thread_index,
     uint simd_group,
     uint lane) {
-  constexpr int THREADS = 32 * SIMDS, ROWS = 16 * BLOCKS * SIMDS / SLICES;
+  constexpr int THREADS = 32 * SIMDS, OWNERS = SIMDS / SLICES, ROWS = 16 * BLOCKS * OWNERS;
   constexpr int WIDTH = rounded_up(D, 16 * SLICES), WIDTH_V = rounded_up(DV, 16 * SLICES);
   constexpr int STEPS = WIDTH / SLICES / 16, STEPS_V = WIDTH_V / SLICES / 16;
   constexpr int COLUMNS = 2 * STEPS, COUNT = TILE / 8;
-  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
-  constexpr int STRIDE_V = tile_stride(WIDTH_V, sizeof(T));
-  threadgroup T* values = keys + (ALTERNATE ? 0 : TILE * STRIDE);
-  int slice = int(simd_group % SLICES), own = row + int(simd_group / SLICES) * 16 * BLOCKS;
+  constexpr bool TOGETHER = products_together<T>(SIMDS / SLICES, SLICES, D, DV);
+  constexpr bool DIRECT = TOGETHER && !ALTERNATE, TWICE = DIRECT && AHEAD;
+  constexpr bool EARLY = AHEAD && !DIRECT, LATE = !AHEAD && !DIRECT;
+  constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, WIDTH);
+  constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, WIDTH_V);
+  threadgroup T* values = keys + (ALTERNATE ? 0 : SIZE);
+  int turn = 0;
+  int slice = int(simd_group) / OWNERS, own = row + int(simd_group) % OWNERS * 16 * BLOCKS;
 
   float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
   left_fragment<T> left[BLOCKS][STEPS], d_left[BLOCKS][STEPS_V];
   sum_fragment sums[BLOCKS][COLUMNS], dots[BLOCKS];
-  float lowered[BLOCKS][2], exact[BLOCKS][2] = {};
+  float2 norm[BLOCKS][2];
+  float exact[BLOCKS][2] = {};
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
     int first = own + 16 * b;
@@ -123,59 +129,80 @@ METAL_FUNC void query_gradients(
     for (int p = 0; p < 2; p++) {
       int query = first + fragment_row(lane) + 8 * p;
       dots[b].part[p].x = fragment_row_sum(dots[b].part[p].x);
-      lowered[b][p] = query < rule.queries ? lse[query] : BLANK;
+      norm[b][p] = norm_of<T>(norms, query, rule.queries);
     }
   }
   if (SLICES > 1) {
-    add_slices<BLOCKS, SLICES>(dots, exchange, simd_group, lane);
+    add_slices<BLOCKS, SLICES, OWNERS>(dots, exchange, simd_group, lane);
   }
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
-  skip_rows(k_rows, first);
-  skip_rows(v_rows, first);
-  uint4 held[packs_per_thread(TILE, WIDTH, sizeof(T), THREADS)];
-  uint4 held_v[packs_per_thread(TILE, WIDTH_V, sizeof(T), THREADS)];
-  if (AHEAD) {
-    fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, thread_index);
-    fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, thread_index);
+  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> key_reader;
+  tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT> value_reader;
+  key_reader.rows = k_rows;
+  value_reader.rows = v_rows;
+  // Nothing is read behind the last key that one of the queries sees.
+  key_reader.rows.count = value_reader.rows.count = last;
+  key_reader.skip(first);
+  value_reader.skip(first);
+  if (AHEAD || DIRECT) {
+    key_reader.fetch(keys, thread_index);
+    value_reader.fetch(values, thread_index);
   }
   for (int key = first; key < last; key += TILE) {
-    // Behind this nobody uses the last tiles any more.
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (!AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, thread_index);
+    if (!DIRECT) {
+      // Behind this nobody uses the last tiles any more.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, keys, thread_index);
+    if (LATE) {
+      key_reader.fetch(keys, thread_index);
+    }
+    key_reader.put(keys, thread_index);
     if (!ALTERNATE) {
-      if (!AHEAD) {
-        fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, thread_index);
+      if (LATE) {
+        value_reader.fetch(values, thread_index);
       }
-      put_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, values, thread_index);
+      value_reader.put(values, thread_index);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    const threadgroup T *keys_now = keys, *values_now = values;
+    if (TWICE) {
+      turn = turn == 0 ? SIZE + SIZE_V : -turn;
+      keys += turn;
+      values += turn;
+      key_reader.skip(TILE);
+      value_reader.skip(TILE);
+      key_reader.fetch(keys, thread_index);
+      value_reader.fetch(values, thread_index);
+    }
     sum_fragment scores[2][BLOCKS][COUNT];
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-      multiply_by_rows<T, STEPS, COUNT>(
-          scores[0][b], left[b], keys + slice * STEPS * 16, STRIDE, lane);
+      multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(
+          scores[0][b], left[b], keys_now, slice * STEPS * 16, lane);
     }
     if (ALTERNATE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, thread_index);
-      put_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, values, thread_index);
+      value_reader.fetch(values, thread_index);
+      value_reader.put(values, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-      multiply_by_rows<T, STEPS_V, COUNT>(
-          scores[1][b], d_left[b], values + slice * STEPS_V * 16, STRIDE_V, lane);
+      multiply_by_rows<T, STEPS_V, COUNT, WIDTH_V, TOGETHER>(
+          scores[1][b], d_left[b], values_now, slice * STEPS_V * 16, lane);
+    }
+    if (DIRECT && !TWICE) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      value_reader.skip(TILE);
+      value_reader.fetch(values, thread_index);
     }
     if (SLICES > 1) {
-      add_slices<2 * BLOCKS * COUNT, SLICES>(scores[0][0], exchange, simd_group, lane);
+      add_slices<2 * BLOCKS * COUNT, SLICES, OWNERS>(scores[0][0], exchange, simd_group, lane);
     }
     if (ALTERNATE && !OF_MASK) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      put_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, keys, thread_index);
+      key_reader.put(keys, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 #pragma unroll
@@ -190,9 +217,7 @@ METAL_FUNC void query_gradients(
       for (int i = 0; i < 2 * COUNT; i++) {
         int n = i / 2, p = i % 2;
         float2 score = scores[0][b][n].part[p], d_weight = scores[1][b][n].part[p];
-        float2 weight = float2(
-            fast::exp2(fma(score.x, unit, -lowered[b][p])),
-            fast::exp2(fma(score.y, unit, -lowered[b][p])));
+        float2 weight = weights_of<T>(score, unit, float2(norm[b][p].x), float2(norm[b][p].y));
         scores[0][b][n].part[p] = weight;
         exact[b][p] += weight.x * d_weight.x + weight.y * d_weight.y;
       }
@@ -208,20 +233,28 @@ METAL_FUNC void query_gradients(
         scores[0][b][n].part[p] = SOFTCAP && !OF_MASK ? d_score * bends[n].part[p] : d_score;
       }
     }
-    skip_rows(k_rows, TILE);
-    skip_rows(v_rows, TILE);
-    if (AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, k_rows, thread_index);
-      fetch_tile<T, TILE, DV, WIDTH_V, THREADS>(held_v, v_rows, thread_index);
+    if (!TWICE) {
+      key_reader.skip(TILE);
+    }
+    if (!DIRECT) {
+      value_reader.skip(TILE);
+    }
+    if (EARLY) {
+      key_reader.fetch(keys, thread_index);
+      value_reader.fetch(values, thread_index);
     }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
       if (!OF_MASK) {
-        add_weighted_rows<T, TILE, COLUMNS>(
-            sums[b], scores[0][b], keys + slice * COLUMNS * 8, STRIDE, lane);
+        add_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(
+            sums[b], scores[0][b], keys_now, slice * COLUMNS * 8, lane);
       } else if (slice == 0) {
         store_scores<COUNT>(scores[0][b], d_scores, own + 16 * b, key, rule, lane);
       }
+    }
+    if (DIRECT && !TWICE) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      key_reader.fetch(keys, thread_index);
     }
   }
   if (!OF_MASK) {
@@ -253,7 +286,8 @@ template <
     int SLICES,
     int TILE,
     bool ALTERNATE,
-    bool AHEAD>
+    bool AHEAD,
+    int RESIDENT>
 [[kernel]] void attention_backward_queries(
     const device T* q,
     const constant int64_t* q_strides,
@@ -267,7 +301,7 @@ template <
     const constant int64_t* out_strides,
     const device T* d_out,
     const constant int64_t* d_out_strides,
-    const device float* lse,
+    const device float* norms,
     constant int* sizes,
     constant float* numbers,
     device T* d_q,
@@ -278,12 +312,13 @@ template <
     uint simd_group [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int ROWS = 16 * BLOCKS * SIMDS / SLICES;
-  constexpr int STRIDE = tile_stride(rounded_up(D, 16 * SLICES), sizeof(T));
-  constexpr int STRIDE_V = tile_stride(rounded_up(DV, 16 * SLICES), sizeof(T));
+  constexpr bool TOGETHER = products_together<T>(SIMDS / SLICES, SLICES, D, DV);
+  constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, rounded_up(D, 16 * SLICES));
+  constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, rounded_up(DV, 16 * SLICES));
   constexpr int ELEMENTS =
-      TILE * (ALTERNATE ? larger(STRIDE, STRIDE_V) : STRIDE + STRIDE_V);
+      ALTERNATE ? larger(SIZE, SIZE_V) : (TOGETHER && AHEAD ? 2 : 1) * (SIZE + SIZE_V);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 16;
-  threadgroup uint4 tiles[ELEMENTS * sizeof(T) / 16];
+  threadgroup tile_packs<ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
   uint head = group.y, batch = group.z;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
@@ -296,13 +331,13 @@ template <
       rows_of(out, out_strides, batch, head, rule.queries),
       rows_of(d_out, d_out_strides, batch, head, rule.queries),
       rule,
-      lse + place,
+      norms + 2 * place,
       delta + place,
       d_q + (ulong(batch) * rule.queries * sizes[HEADS] + head) * D,
       delta,
       ulong(sizes[HEADS]) * D,
       numbers[SLOPE],
-      reinterpret_cast<threadgroup T*>(tiles),
+      reinterpret_cast<threadgroup T*>(tiles.pack),
       exchange,
       int(groups.x - 1 - group.x) * ROWS,
       thread_index,
@@ -322,7 +357,8 @@ template <
     int SLICES,
     int TILE,
     bool ALTERNATE,
-    bool AHEAD>
+    bool AHEAD,
+    int RESIDENT>
 [[kernel]] void attention_backward_mask(
     const device T* q,
     const constant int64_t* q_strides,
@@ -336,7 +372,7 @@ template <
     const constant int64_t* out_strides,
     const device T* d_out,
     const constant int64_t* d_out_strides,
-    const device float* lse,
+    const device float* norms,
     constant int* sizes,
     constant float* numbers,
     device float* d_scores,
@@ -346,12 +382,13 @@ template <
     uint simd_group [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int ROWS = 16 * BLOCKS * SIMDS / SLICES;
-  constexpr int STRIDE = tile_stride(rounded_up(D, 16 * SLICES), sizeof(T));
-  constexpr int STRIDE_V = tile_stride(rounded_up(DV, 16 * SLICES), sizeof(T));
+  constexpr bool TOGETHER = products_together<T>(SIMDS / SLICES, SLICES, D, DV);
+  constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, rounded_up(D, 16 * SLICES));
+  constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, rounded_up(DV, 16 * SLICES));
   constexpr int ELEMENTS =
-      TILE * (ALTERNATE ? larger(STRIDE, STRIDE_V) : STRIDE + STRIDE_V);
+      ALTERNATE ? larger(SIZE, SIZE_V) : (TOGETHER && AHEAD ? 2 : 1) * (SIZE + SIZE_V);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 16;
-  threadgroup uint4 tiles[ELEMENTS * sizeof(T) / 16];
+  threadgroup tile_packs<ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
   uint head = group.y, batch = group.z;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
@@ -364,13 +401,13 @@ template <
       rows_of(out, out_strides, batch, head, rule.queries),
       rows_of(d_out, d_out_strides, batch, head, rule.queries),
       rule,
-      lse + place,
+      norms + 2 * place,
       d_scores,
       nullptr,
       d_scores + place * rule.keys,
       ulong(sizes[HEADS]) * D,
       numbers[SLOPE],
-      reinterpret_cast<threadgroup T*>(tiles),
+      reinterpret_cast<threadgroup T*>(tiles.pack),
       exchange,
       int(groups.x - 1 - group.x) * ROWS,
       thread_index,

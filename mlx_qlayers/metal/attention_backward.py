@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import mlx.core as mx
 
 from ..runtime.kernel import Kernel
-from .attention import Call, nothing
+from .attention import LOG2E, Call, nothing
 from .attention_layout import PARAMETERS, Layout, memory
 
-# The log-sum-exp of a query that sees no key, as attention_tile.metal has it.
+# What lowers the scores of a query that sees no key, as attention_tile.metal has it.
 _BLANK = 1e38
 
 _RULE = ("T", "M", "D", "DV", "MASK", "SOFTCAP")
-_OF_QUERIES = ("q", "k", "v", "mask", "out", "d_out", "lse", "sizes", "numbers")
+_OF_QUERIES = ("q", "k", "v", "mask", "out", "d_out", "norms", "sizes", "numbers")
 _QUERIES = Kernel(
     "attention_backward_queries",
     "attention_backward.metal",
@@ -38,7 +36,7 @@ _MASK = Kernel(
 _KEYS = Kernel(
     "attention_backward_keys",
     "attention_backward_keys.metal",
-    inputs=("q", "k", "v", "mask", "d_out", "lse", "delta", "average", "sizes", "numbers"),
+    inputs=("q", "k", "v", "mask", "d_out", "norms", "delta", "average", "sizes", "numbers"),
     outputs=("d_k", "d_v"),
     template=(*_RULE, "AVERAGE", "ROLES", *PARAMETERS),
     threadgroup_memory=lambda **values: memory("keys", values),
@@ -48,14 +46,14 @@ _KEYS = Kernel(
 
 
 def gradient_queries(
-    call: Call, out: mx.array, lse: mx.array, d_out: mx.array, chosen: Layout | None = None
+    call: Call, out: mx.array, norms: mx.array, d_out: mx.array, chosen: Layout | None = None
 ) -> tuple[mx.array, mx.array]:
     """The gradient of ``q``, and what those of ``k``, ``v`` and ``sinks`` need of it.
 
     Args:
         call: the arguments.
         out: what :func:`attention_forward` gave for them.
-        lse: and its log-sum-exp.
+        norms: and beside it.
         d_out: the cotangent of ``out``, in the dtype of ``q``.
         chosen: how to spread the work, if not as the table says.
 
@@ -64,9 +62,9 @@ def gradient_queries(
     """
     chosen = chosen or call.layout("queries")
     d_q, delta = _QUERIES(
-        [call.q, call.k, call.v, call.mask, out, d_out, lse, call.sizes, call.numbers],
+        [call.q, call.k, call.v, call.mask, out, d_out, norms, call.sizes, call.numbers],
         template={**call.template, **chosen.template()},
-        output_shapes=[(call.batch, call.queries, call.heads, call.width), lse.shape],
+        output_shapes=[(call.batch, call.queries, call.heads, call.width), norms.shape[:3]],
         **call.threads(chosen, call.queries, call.heads),
     )
     return d_q.swapaxes(1, 2), delta
@@ -75,7 +73,7 @@ def gradient_queries(
 def gradient_mask(
     call: Call,
     out: mx.array,
-    lse: mx.array,
+    norms: mx.array,
     d_out: mx.array,
     shape: tuple[int, ...],
     chosen: Layout | None = None,
@@ -83,7 +81,7 @@ def gradient_mask(
     """The gradient of an additive mask of this shape in float32; arguments as before."""
     chosen = chosen or call.layout("queries")
     (d_scores,) = _MASK(
-        [call.q, call.k, call.v, call.mask, out, d_out, lse, call.sizes, call.numbers],
+        [call.q, call.k, call.v, call.mask, out, d_out, norms, call.sizes, call.numbers],
         template={**call.template, **chosen.template()},
         output_shapes=[(call.batch, call.heads, call.queries, call.keys)],
         init_value=0,
@@ -94,7 +92,7 @@ def gradient_mask(
 
 
 def gradient_keys_and_values(
-    call: Call, lse: mx.array, delta: mx.array, d_out: mx.array, chosen: Layout | None = None
+    call: Call, norms: mx.array, delta: mx.array, d_out: mx.array, chosen: Layout | None = None
 ) -> tuple[mx.array, mx.array]:
     """The gradients of ``k`` and ``v``; ``delta`` is what :func:`gradient_queries` gave.
 
@@ -109,9 +107,9 @@ def gradient_keys_and_values(
             call.v,
             call.mask,
             d_out,
-            lse,
+            norms,
             delta,
-            _average(call, lse, d_out),
+            _average(call, norms, d_out),
             call.sizes,
             call.numbers,
         ],
@@ -130,16 +128,17 @@ def gradient_keys_and_values(
     return d_k.swapaxes(1, 2), d_v.swapaxes(1, 2)
 
 
-def _average(call: Call, lse: mx.array, d_out: mx.array) -> mx.array:
+def _average(call: Call, norms: mx.array, d_out: mx.array) -> mx.array:
     """What each value gets of the queries that see no key: (B, Hkv, Dv)."""
     if not call.average:
         return nothing()
-    share = mx.where(lse == _BLANK, 1 / call.keys, 0.0)[..., None]
+    share = mx.where(norms[..., :1] == _BLANK, 1 / call.keys, 0.0)
     shared = (d_out.astype(mx.float32) * share).sum(axis=2)
     return shared.reshape(call.batch, call.kv_heads, -1, call.width_v).sum(axis=2)
 
 
-def gradient_sinks(sinks: mx.array, lse: mx.array, delta: mx.array) -> mx.array:
+def gradient_sinks(sinks: mx.array, norms: mx.array, delta: mx.array) -> mx.array:
     """The gradient of ``sinks``, (H,) in their dtype."""
-    weight = mx.exp(sinks.astype(mx.float32)[:, None] - lse * math.log(2))
+    top, total = norms[..., 0], norms[..., 1]
+    weight = mx.power(2, LOG2E * sinks.astype(mx.float32)[:, None] - top) / total
     return -(weight * delta).sum(axis=(0, 2)).astype(sinks.dtype)

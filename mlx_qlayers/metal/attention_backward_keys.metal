@@ -1,4 +1,4 @@
-// The gradients of attention for its keys and values, from the log-sum-exp that attention.metal and
+// The gradients of attention for its keys and values, from the norms that attention.metal and
 // the delta that attention_backward.metal left:
 //
 //   d_v = weights^T d_out,   d_k = scale d_scores^T q   with the names of attention_backward.metal
@@ -12,15 +12,15 @@
 //                 scores       scores on side 0, d_weights on side 1, BLOCKS x 16 x TILE, float
 //   threadgroup   tile         queries and behind them d_out, TILE rows each, T; in the same place
 //                              if ALTERNATE
-//                 statistics   lse and delta of each of these queries
+//                 statistics   norms and delta of each of these queries
 //                 exchange     parts of scores, float, if SLICES > 1
 //                 shared       weights * bend, float, if ROLES is 2
-//   device        k and v are read once, q, d_out, lse and delta once a threadgroup
+//   device        k and v are read once, q, d_out, norms and delta once a threadgroup
 //
 //   for each query head of the group, for each tile of queries that may see one of the keys:
 //     put queries and d_out in their places | barrier
 //     side 0: scores = k * queries^T             side 1: d_weights = v * d_out^T
-//             weights = exp2(scores - lse)
+//             weights = exp2(scores - top) / total
 //             share weights * bend | barrier
 //                                                d_scores = weights * bend * (d_weights - delta)
 //     start reading the next tiles
@@ -34,8 +34,8 @@
 #include "attention_tile.metal"
 
 // Scores of BLOCKS x 16 keys and a tile of queries become weights; `bends` those with the softcap's
-// slope. `statistics` begins with the log-sum-exp of the first query.
-template <int MASK, bool SOFTCAP, int COUNT, typename M>
+// slope. `statistics` are TILE numbers of each kind: what lowers scores, deltas, factors.
+template <typename T, int MASK, bool SOFTCAP, int COUNT, typename M>
 METAL_FUNC void make_weights_of_keys(
     thread sum_fragment* scores,
     thread sum_fragment* bends,
@@ -51,11 +51,9 @@ METAL_FUNC void make_weights_of_keys(
   float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
 #pragma unroll
   for (int i = 0; i < 2 * COUNT; i++) {
-    int n = i / 2, p = i % 2, at = 8 * n + fragment_col(lane);
-    float2 score = scores[n].part[p];
-    float2 weight = float2(
-        fast::exp2(fma(score.x, unit, -statistics[at].x)),
-        fast::exp2(fma(score.y, unit, -statistics[at + 1].x)));
+    int n = i / 2, p = i % 2, at = (8 * n + fragment_col(lane)) / 2;
+    float2 factor = sizeof(T) == 4 ? statistics[8 * COUNT + at] : float2(1.0f);
+    float2 weight = weights_of<T>(scores[n].part[p], unit, statistics[at], factor);
     scores[n].part[p] = weight;
     bends[n].part[p] = SOFTCAP ? weight * bends[n].part[p] : weight;
   }
@@ -70,8 +68,8 @@ METAL_FUNC void make_d_scores(
     uint lane) {
 #pragma unroll
   for (int i = 0; i < 2 * COUNT; i++) {
-    int n = i / 2, p = i % 2, at = 8 * n + fragment_col(lane);
-    float2 delta = float2(statistics[at].y, statistics[at + 1].y);
+    int n = i / 2, p = i % 2;
+    float2 delta = statistics[4 * COUNT + (8 * n + fragment_col(lane)) / 2];
     d_weights[n].part[p] = weights[n].part[p] * (d_weights[n].part[p] - delta);
   }
 }
@@ -90,7 +88,8 @@ template <
     int SLICES,
     int TILE,
     bool ALTERNATE,
-    bool AHEAD>
+    bool AHEAD,
+    int RESIDENT>
 [[kernel]] void attention_backward_keys(
     const device T* q,
     const constant int64_t* q_strides,
@@ -102,7 +101,7 @@ template <
     const constant int64_t* mask_strides,
     const device T* d_out,
     const constant int64_t* d_out_strides,
-    const device float* lse,
+    const device float* norms,
     const device float* delta,
     const device float* average,
     constant int* sizes,
@@ -114,24 +113,29 @@ template <
     uint simd_group [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int THREADS = 32 * SIMDS, SIDES = 2 / ROLES, COUNT = TILE / 8;
-  constexpr int ROWS = 16 * BLOCKS * SIMDS / (SLICES * ROLES);
+  constexpr int OWNERS = SIMDS / (SLICES * ROLES), ROWS = 16 * BLOCKS * OWNERS;
   constexpr int WIDTH = rounded_up(larger(D, DV), 16 * SLICES);
   constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = 2 * STEPS;
-  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T)), ELEMENTS = TILE * STRIDE;
-  constexpr int PACKS = packs_per_thread(TILE, WIDTH, sizeof(T), THREADS);
+  constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, D, DV);
+  constexpr bool DIRECT = TOGETHER && !ALTERNATE;
+  constexpr int NUMBERS = (sizeof(T) == 4 ? 3 : 2) * TILE / 2;
+  constexpr bool TWICE = DIRECT && AHEAD, EARLY = AHEAD && !DIRECT;
+  constexpr int PLACES = TWICE ? 4 : 2;
+  constexpr int ELEMENTS = tile_elements<T, TOGETHER>(TILE, WIDTH);
   constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * SIDES * BLOCKS * TILE * 8;
   constexpr int SHARED = ROLES == 1 ? 1 : ROWS * TILE / 2;
-  threadgroup uint4 tiles[(ALTERNATE ? 1 : 2) * ELEMENTS * sizeof(T) / 16];
+  threadgroup tile_packs<(ALTERNATE ? 1 : PLACES) * ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
   threadgroup float2 shared[SHARED];
-  threadgroup float2 statistics[TILE];
+  threadgroup float2 all_statistics[PLACES / 2 * NUMBERS];
   // The queries, and this far behind them their cotangents.
-  threadgroup T* tile = reinterpret_cast<threadgroup T*>(tiles);
+  threadgroup T* tile = reinterpret_cast<threadgroup T*>(tiles.pack);
+  threadgroup float2* statistics = all_statistics;
   constexpr int OTHER = ALTERNATE ? 0 : ELEMENTS;
 
   uint kv_head = group.y, batch = group.z;
-  int block = int(simd_group) / (SLICES * ROLES), slice = int(simd_group % SLICES);
-  int role = int(simd_group) / SLICES % ROLES, row = int(group.x) * ROWS;
+  int block = int(simd_group) % OWNERS, slice = int(simd_group) / OWNERS % SLICES;
+  int role = int(simd_group) / (OWNERS * SLICES), row = int(group.x) * ROWS;
   int own = row + block * 16 * BLOCKS, column = slice * STEPS * 16;
   int share = sizes[SHARE], heads = sizes[HEADS];
   int queries = sizes[QUERIES], keys = sizes[KEYS];
@@ -151,63 +155,87 @@ template <
     }
   }
 
-  int first = max(0, row - sizes[REACH]) / TILE * TILE;
+  int turn = 0, first = max(0, row - sizes[REACH]) / TILE * TILE;
   int last = min(queries, row + ROWS - 1 - sizes[REACH] + sizes[WINDOW]);
-  uint4 held[PACKS], d_held[PACKS];
+  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> reader;
+  tile_reader<T, TILE, DV, WIDTH, THREADS, TOGETHER, DIRECT> d_reader;
   for (int h = 0; h < share; h++) {
     uint head = kv_head * share + h;
     score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
-    head_rows<T> q_rows = rows_of(q, q_strides, batch, head, queries);
-    head_rows<T> d_rows = rows_of(d_out, d_out_strides, batch, head, queries);
+    reader.rows = rows_of(q, q_strides, batch, head, last);
+    d_reader.rows = rows_of(d_out, d_out_strides, batch, head, last);
     ulong place = (ulong(batch) * heads + head) * queries;
-    skip_rows(q_rows, first);
-    skip_rows(d_rows, first);
+    reader.skip(first);
+    d_reader.skip(first);
     if (AHEAD) {
-      fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, thread_index);
-      fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, thread_index);
+      if (TWICE) {
+        // What was fetched behind the last tile of another head must not arrive later.
+        wait_for_copies<0>();
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+      reader.fetch(tile, thread_index);
+      d_reader.fetch(tile + OTHER, thread_index);
     }
     for (int query = first; query < last; query += TILE) {
       // Behind this nobody uses the last tiles any more.
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (!AHEAD) {
-        fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, thread_index);
-        fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, thread_index);
+      if (!TWICE) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      put_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, tile, thread_index);
+      if (!AHEAD) {
+        reader.fetch(tile, thread_index);
+        d_reader.fetch(tile + OTHER, thread_index);
+      }
+      reader.put(tile, thread_index);
       if (!ALTERNATE) {
-        put_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, tile + OTHER, thread_index);
+        d_reader.put(tile + OTHER, thread_index);
       }
       if (thread_index < TILE) {
         int i = query + int(thread_index);
-        statistics[thread_index] =
-            i < queries ? float2(lse[place + i], delta[place + i]) : float2(BLANK, 0.0f);
+        float2 norm = norm_of<T>(norms + 2 * place, i, queries);
+        threadgroup float* statistic = reinterpret_cast<threadgroup float*>(statistics);
+        statistic[thread_index] = norm.x;
+        statistic[TILE + thread_index] = i < queries ? delta[place + i] : 0.0f;
+        if (sizeof(T) == 4) {
+          statistic[2 * TILE + thread_index] = norm.y;
+        }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      const threadgroup T* now = tile;
+      const threadgroup float2* numbers_now = statistics;
+      if (TWICE) {
+        turn = 1 - turn;
+        tile = reinterpret_cast<threadgroup T*>(tiles.pack) + turn * 2 * ELEMENTS;
+        statistics = all_statistics + turn * NUMBERS;
+        reader.skip(TILE);
+        d_reader.skip(TILE);
+        reader.fetch(tile, thread_index);
+        d_reader.fetch(tile + OTHER, thread_index);
+      }
 
       sum_fragment scores[SIDES][BLOCKS][COUNT];
 #pragma unroll
       for (int s = 0; s < SIDES; s++) {
         if (ALTERNATE && s == 1) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          put_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, tile, thread_index);
+          d_reader.put(tile, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         int side = ROLES == 2 ? role : s;
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          multiply_by_rows<T, STEPS, COUNT>(
-              scores[s][b], left[s][b], tile + side * OTHER + column, STRIDE, lane);
+          multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(
+              scores[s][b], left[s][b], now + side * OTHER, column, lane);
         }
       }
       if (SLICES > 1) {
-        add_slices<SIDES * BLOCKS * COUNT, SLICES>(scores[0][0], exchange, simd_group, lane);
+        add_slices<SIDES * BLOCKS * COUNT, SLICES, OWNERS>(scores[0][0], exchange, simd_group, lane);
       }
       sum_fragment bent[BLOCKS][COUNT];
       if (ROLES == 1 || role == 0) {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          make_weights_of_keys<MASK, SOFTCAP, COUNT>(
-              scores[0][b], bent[b], statistics, own + 16 * b, query, rule, lane);
+          make_weights_of_keys<T, MASK, SOFTCAP, COUNT>(
+              scores[0][b], bent[b], numbers_now, own + 16 * b, query, rule, lane);
         }
       }
       if (ROLES == 2) {
@@ -230,30 +258,32 @@ template <
       if (ROLES == 1 || role == 1) {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          make_d_scores<COUNT>(scores[SIDES - 1][b], bent[b], statistics, lane);
+          make_d_scores<COUNT>(scores[SIDES - 1][b], bent[b], numbers_now, lane);
         }
       }
-      // What is put in place once more is still in registers, or read below.
-      head_rows<T> again = q_rows;
-      skip_rows(q_rows, TILE);
-      skip_rows(d_rows, TILE);
-      if (AHEAD) {
-        fetch_tile<T, TILE, D, WIDTH, THREADS>(held, q_rows, thread_index);
-        fetch_tile<T, TILE, DV, WIDTH, THREADS>(d_held, d_rows, thread_index);
+      if (EARLY) {
+        reader.skip(TILE);
+        d_reader.skip(TILE);
+        reader.fetch(tile, thread_index);
+        d_reader.fetch(tile + OTHER, thread_index);
       }
 #pragma unroll
       for (int s = 0; s < SIDES; s++) {
         if (ALTERNATE && s == 1) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          put_tile<T, TILE, D, WIDTH, THREADS>(held, again, tile, thread_index);
+          reader.put(tile, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         int side = ROLES == 2 ? role : s;
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          add_weighted_rows<T, TILE, COLUMNS>(
-              sums[s][b], scores[s][b], tile + (1 - side) * OTHER + column, STRIDE, lane);
+          add_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(
+              sums[s][b], scores[s][b], now + (1 - side) * OTHER, column, lane);
         }
+      }
+      if (!AHEAD) {
+        reader.skip(TILE);
+        d_reader.skip(TILE);
       }
     }
   }

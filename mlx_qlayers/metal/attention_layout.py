@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..runtime.backend import backend
 from ..runtime.launch import TemplateValue
 
 # The largest head that the kernels take.
@@ -27,6 +28,8 @@ class Layout:
         tile: rows of a tile in threadgroup memory, a multiple of 16.
         alternate: whether both tiles take turns in one place.
         ahead: whether the next tile is read from device memory while the last one is used.
+        resident: threadgroups that a core should hold at once. On CUDA the compiler then keeps to
+            as many registers; elsewhere it means nothing.
     """
 
     blocks: int = 1
@@ -36,6 +39,7 @@ class Layout:
     tile: int = 32
     alternate: bool = False
     ahead: bool = False
+    resident: int = 1
 
     def __post_init__(self) -> None:
         if self.tile % 16 or self.simds % (self.slices * self.roles):
@@ -62,10 +66,11 @@ class Layout:
             "TILE": self.tile,
             "ALTERNATE": self.alternate,
             "AHEAD": self.ahead,
+            "RESIDENT": self.resident,
         }
 
 
-PARAMETERS = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD")
+PARAMETERS = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD", "RESIDENT")
 
 
 # By kernel, device family and bytes of an element: the widest head, and the layout up to there.
@@ -83,8 +88,10 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (256, Layout(slices=4, simds=8, tile=16, alternate=True)),
     ),
     ("forward", "cuda", 2): (
-        (64, Layout(tile=64, ahead=True)),
-        (128, Layout(ahead=True)),
+        (56, Layout(tile=64, ahead=True)),
+        (64, Layout(tile=64, resident=4)),
+        (120, Layout(ahead=True)),
+        (128, Layout(tile=64, resident=3)),
         (256, Layout(tile=16, ahead=True)),
     ),
     ("forward", "cuda", 4): (
@@ -105,7 +112,8 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (256, Layout(slices=4, tile=16, alternate=True)),
     ),
     ("queries", "cuda", 2): (
-        (64, Layout(blocks=2, ahead=True)),
+        (56, Layout(blocks=2, ahead=True)),
+        (64, Layout(tile=64, ahead=True, resident=3)),
         (128, Layout(ahead=True)),
         (256, Layout(slices=2, tile=16, ahead=True)),
     ),
@@ -126,8 +134,10 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (256, Layout(slices=4, tile=16, alternate=True)),
     ),
     ("keys", "cuda", 2): (
-        (64, Layout()),
-        (128, Layout(roles=2)),
+        (56, Layout()),
+        (64, Layout(ahead=True, resident=3)),
+        (120, Layout(roles=2)),
+        (128, Layout(ahead=True)),
         (256, Layout(roles=2, tile=16)),
     ),
     ("keys", "cuda", 4): (
@@ -173,24 +183,43 @@ def registers(kernel: str, values: Mapping[str, Any]) -> int:
     return round(values["BLOCKS"] * per_block)
 
 
-def memory(kernel: str, values: Mapping[str, Any]) -> int:
-    """Bytes of threadgroup memory that a kernel takes, by the values of its template."""
+def _together(values: Mapping[str, Any], device: str) -> bool:
+    """Whether four SIMD groups multiply at once, as ``products_together`` has it."""
+    slices = values["SLICES"]
+    owners = values["SIMDS"] // (slices * values.get("ROLES", 1))
+    widths = (values["D"], values["DV"])
+    whole = owners % 4 == 0 and all(width % (64 * slices) == 0 for width in widths)
+    return device == "cuda" and values["T"].size == 2 and whole
+
+
+def memory(kernel: str, values: Mapping[str, Any], device: str | None = None) -> int:
+    """Bytes of threadgroup memory that a kernel takes, by the values of its template.
+
+    Args:
+        kernel: as :func:`layout` has it.
+        values: the template's values by name.
+        device: where it runs, by default on the current backend.
+    """
+    device = device or backend()
     size, slices, tile = values["T"].size, values["SLICES"], values["TILE"]
-    roles = values.get("ROLES", 1)
+    roles, together = values.get("ROLES", 1), _together(values, device)
     widths = [values["D"], values["DV"]]
     if kernel == "keys":
         widths = [max(widths)] * 2
     rounding = [16 * slices, (8 if kernel == "forward" else 16) * slices]
-    rows = [
-        size * _stride(-(-width // to) * to, size)
-        for width, to in zip(widths, rounding, strict=True)
-    ]
+    wide = [-(-width // to) * to for width, to in zip(widths, rounding, strict=True)]
+    rows = [size * (width if together else _stride(width, size)) for width in wide]
     used = tile * (max(rows) if values["ALTERNATE"] else sum(rows))
+    statistics = (12 if size == 4 else 8) * tile if kernel == "keys" else 0
+    # The next tiles have places of their own.
+    places = 2 if kernel != "forward" and together and values["AHEAD"] else 1
+    used = places * (used + statistics)
     # Products of 16 rows with a tile that a SIMD group adds up with others.
     products = {"forward": 1, "queries": 2, "keys": 2 // roles}[kernel] * values["BLOCKS"]
     simds = values["SIMDS"]
-    used += 8 if slices == 1 else simds * products * tile * 64
+    # Where there is nothing to exchange one element stands for it; CUDA's compiler drops it.
+    unused = 0 if device == "cuda" else 8
+    used += unused if slices == 1 else simds * products * tile * 64
     if kernel == "keys":
-        used += 8 * tile
-        used += 8 if roles == 1 else simds * values["BLOCKS"] // (slices * roles) * tile * 64
+        used += unused if roles == 1 else simds * values["BLOCKS"] // (slices * roles) * tile * 64
     return used

@@ -5,7 +5,7 @@
 // of the columns: its products are then parts of the scores, which the slices add up through
 // threadgroup memory. Scores are in units of log2.
 
-#include "fragment.metal"
+#include "tile.metal"
 
 #include <metal_stdlib>
 using namespace metal;
@@ -17,7 +17,7 @@ enum number { SCALE, CAP, SLOPE };
 enum mask_kind { NO_MASK, BOOLEAN, ADDED };
 
 constant float LOG2E = 1.44269504f;
-// The score of a hidden key, and the log-sum-exp of a query that sees none: exp2 of any score less
+// The score of a hidden key, and what lowers those of a query that sees none: exp2 of any score less
 // this is 0. Both are finite, so that no difference of them is NaN.
 constant float LOWEST = -1.0e30f;
 constant float BLANK = 1.0e38f;
@@ -27,10 +27,6 @@ constexpr int rounded_up(int n, int to) {
 }
 constexpr int larger(int a, int b) {
   return a > b ? a : b;
-}
-// From row to row of a tile: an odd number of packs, so that rows begin in different banks.
-constexpr int tile_stride(int width, int bytes) {
-  return (width * bytes / 16 | 1) * 16 / bytes;
 }
 constexpr int packs_per_thread(int rows, int width, int bytes, int threads) {
   return (rows * width * bytes / 16 + threads - 1) / threads;
@@ -58,80 +54,109 @@ METAL_FUNC head_rows<T> rows_of(
   return rows;
 }
 
-template <typename T>
-METAL_FUNC void skip_rows(thread head_rows<T>& rows, int count) {
-  rows.at += count * rows.row;
-  rows.count -= count;
-}
+// Reads tile after tile of ROWS rows, WIDTH columns of which are there, from device memory to
+// threadgroup memory; what is outside is zero. A thread's share goes in packs of 16 bytes through
+// registers or, DIRECT, beside them into a tile that nobody uses any more. Where packs are not
+// possible, `put` moves elements.
+template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS, bool TOGETHER, bool DIRECT>
+struct tile_reader {
+  head_rows<T> rows;
+  uint4 held[DIRECT ? 1 : packs_per_thread(ROWS, PADDED, sizeof(T), THREADS)];
 
-// A thread's share of a tile of the first ROWS rows, WIDTH columns of which are there: in packs of 16
-// bytes from device memory to registers, and on to threadgroup memory. What is outside is zero. Where
-// packs are not possible, elements go straight to threadgroup memory.
-template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS>
-METAL_FUNC void fetch_tile(
-    thread uint4* held, thread const head_rows<T>& from, uint thread_index) {
-  constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
-  constexpr bool WHOLE = THREADS % PACKS == 0;
-  // Packs of a thread are as many rows apart as the threads cover at once, if these are whole.
-  const device T* p = from.at + (thread_index / PACKS * from.row + thread_index % PACKS * V);
-#pragma unroll
-  for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-    int index = int(thread_index) + i * THREADS, row = index / PACKS, column = index % PACKS * V;
-    const device T* at = WHOLE ? p + i * (THREADS / PACKS) * from.row
-                               : from.at + (row * from.row + column);
-    held[i] = uint4(0);
-    if (from.packed && row < from.count && column < WIDTH && index < ROWS * PACKS) {
-      held[i] = *reinterpret_cast<const device uint4*>(at);
-    }
-  }
-}
-template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS>
-METAL_FUNC void put_tile(
-    thread const uint4* held,
-    thread const head_rows<T>& from,
-    threadgroup T* tile,
-    uint thread_index) {
-  constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
-  constexpr int STRIDE = tile_stride(PADDED, sizeof(T));
-  if (from.packed) {
+  // Starts to read the tile that `rows` begin with.
+  METAL_FUNC void fetch(threadgroup T* tile, uint thread_index) {
+    constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
+    constexpr bool WHOLE = THREADS % PACKS == 0;
+    // Packs of a thread are as many rows apart as the threads cover at once, if these are whole.
+    const device T* p = rows.at + (thread_index / PACKS * rows.row + thread_index % PACKS * V);
 #pragma unroll
     for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-      int index = int(thread_index) + i * THREADS;
-      if (index < ROWS * PACKS) {
-        *reinterpret_cast<threadgroup uint4*>(
-            tile + (index / PACKS * STRIDE + index % PACKS * V)) = held[i];
+      int index = int(thread_index) + i * THREADS, row = index / PACKS, column = index % PACKS * V;
+      const device T* at =
+          WHOLE ? p + i * (THREADS / PACKS) * rows.row : rows.at + (row * rows.row + column);
+      bool inside = rows.packed && row < rows.count && column < WIDTH && index < ROWS * PACKS;
+      if (!DIRECT) {
+        held[i] = uint4(0);
+        if (inside) {
+          held[i] = *reinterpret_cast<const device uint4*>(at);
+        }
+      } else if (index < ROWS * PACKS) {
+        copy_pack(tile + place_in_tile<T, ROWS, PADDED, TOGETHER>(row, column), at, inside);
       }
     }
-    return;
-  }
-#pragma clang loop unroll(disable)
-  for (int index = int(thread_index); index < ROWS * PADDED; index += THREADS) {
-    int row = index / PADDED, column = index % PADDED;
-    bool inside = row < from.count && column < WIDTH;
-    T value = T(0);
-    if (inside) {
-      value = from.at[row * from.row + column * from.column];
+    if (DIRECT) {
+      end_copies();
     }
-    tile[row * STRIDE + column] = value;
   }
-}
+
+  // Puts it in its place: behind the next barrier it is there. LATER tiles may be fetched already.
+  template <int LATER = 0>
+  METAL_FUNC void put(threadgroup T* tile, uint thread_index) {
+    constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
+    if (DIRECT) {
+      wait_for_copies<LATER>();
+    }
+    if (!DIRECT && rows.packed) {
+#pragma unroll
+      for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
+        int index = int(thread_index) + i * THREADS, row = index / PACKS, pack = index % PACKS;
+        if (index < ROWS * PACKS) {
+          int place = place_in_tile<T, ROWS, PADDED, TOGETHER>(row, pack * V);
+          *reinterpret_cast<threadgroup uint4*>(tile + place) = held[i];
+        }
+      }
+    }
+    if (!rows.packed) {
+#pragma clang loop unroll(disable)
+      for (int index = int(thread_index); index < ROWS * PADDED; index += THREADS) {
+        int row = index / PADDED, column = index % PADDED;
+        bool inside = row < rows.count && column < WIDTH;
+        T value = T(0);
+        if (inside) {
+          value = rows.at[row * rows.row + column * rows.column];
+        }
+        tile[place_in_tile<T, ROWS, PADDED, TOGETHER>(row, column)] = value;
+      }
+    }
+    if (TOGETHER) {
+      show_to_products();
+    }
+  }
+
+  METAL_FUNC void skip(int count) {
+    rows.at += count * rows.row;
+    rows.count -= count;
+  }
+};
 
 // STEPS left operands of 16 rows, 16 columns each; zero outside the `width` columns.
 template <typename T, int STEPS>
 METAL_FUNC void load_left_rows(
     thread left_fragment<T>* f, head_rows<T> from, int width, int row, int column, uint lane) {
+  // Whole words: halves of one would be put together one by one, each behind a wait.
+  using word = metal::conditional_t<sizeof(T) == 2, uint, uint2>;
+  word words[STEPS * 4];
 #pragma unroll
-  for (int i = 0; i < STEPS; i++) {
+  for (int i = 0; i < STEPS * 4; i++) {
+    int r = row + fragment_row(lane) + i % 2 * 8, c = column + i / 2 * 8 + fragment_col(lane);
+    words[i] = word(0);
+    if (from.packed && r < from.count && c < width) {
+      words[i] = *reinterpret_cast<const device word*>(from.at + (r * from.row + c));
+    }
+  }
 #pragma unroll
-    for (int p = 0; p < 4; p++) {
-      int r = row + fragment_row(lane) + p % 2 * 8;
-      int c = column + 16 * i + fragment_col(lane) + p / 2 * 8;
-      f[i].part[p] = metal::vec<T, 2>(T(0), T(0));
-      if (r < from.count && c < width) {
-        const device T* at = from.at + (r * from.row + c * from.column);
-        f[i].part[p] = from.packed ? *reinterpret_cast<const device metal::vec<T, 2>*>(at)
-                                   : metal::vec<T, 2>(at[0], at[from.column]);
-      }
+  for (int i = 0; i < STEPS * 4; i++) {
+    f[i / 4].part[i % 4] = as_type<metal::vec<T, 2>>(words[i]);
+  }
+  if (from.packed) {
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS * 4; i++) {
+    int r = row + fragment_row(lane) + i % 2 * 8, c = column + i / 2 * 8 + fragment_col(lane);
+    if (r < from.count && c < width) {
+      const device T* at = from.at + (r * from.row + c * from.column);
+      f[i / 4].part[i % 4] = metal::vec<T, 2>(at[0], at[from.column]);
     }
   }
 }
@@ -144,55 +169,9 @@ METAL_FUNC void clear(thread sum_fragment* sums) {
   }
 }
 
-// products = left * tile^T: 16 rows by the tile's COUNT * 8 rows.
-template <typename T, int STEPS, int COUNT>
-METAL_FUNC void multiply_by_rows(
-    thread sum_fragment* products,
-    thread const left_fragment<T>* left,
-    const threadgroup T* tile,
-    int stride,
-    uint lane) {
-  clear<COUNT>(products);
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-#pragma unroll
-    for (int n = 0; n < COUNT; n += 2) {
-      right_fragment<T> right[2];
-      load_right_transposed_pair(right, tile + 8 * n * stride + 16 * i, stride, lane);
-      multiply_accumulate(products[n], left[i], right[0]);
-      multiply_accumulate(products[n + 1], left[i], right[1]);
-    }
-  }
-}
-
-// sums += weights * tile: 16 rows by COUNT * 8 columns, over the tile's DEPTH rows.
-template <typename T, int DEPTH, int COUNT>
-METAL_FUNC void add_weighted_rows(
-    thread sum_fragment* sums,
-    thread const sum_fragment* weights,
-    const threadgroup T* tile,
-    int stride,
-    uint lane) {
-#pragma unroll
-  for (int i = 0; i < DEPTH / 16; i++) {
-    left_fragment<T> left;
-    left_from_sums(left, weights[2 * i], weights[2 * i + 1]);
-    right_fragment<T> right[2];
-#pragma unroll
-    for (int n = 0; n < COUNT / 2 * 2; n += 2) {
-      load_right_pair(right, tile + 16 * i * stride + 8 * n, stride, lane);
-      multiply_accumulate(sums[n], left, right[0]);
-      multiply_accumulate(sums[n + 1], left, right[1]);
-    }
-    if (COUNT % 2) {
-      load_right(right[0], tile + (16 * i * stride + 8 * (COUNT - 1)), stride, lane);
-      multiply_accumulate(sums[COUNT - 1], left, right[0]);
-    }
-  }
-}
-
-// Adds up what SLICES neighbouring SIMD groups have, COUNT fragments each. All get the same bits.
-template <int COUNT, int SLICES>
+// Adds up what SLICES SIMD groups have that own the same rows, COUNT fragments each. All get the same
+// bits. Every OWNERS SIMD groups begin another slice.
+template <int COUNT, int SLICES, int OWNERS>
 METAL_FUNC void add_slices(
     thread sum_fragment* parts, threadgroup float2* exchange, uint simd_group, uint lane) {
 #pragma unroll
@@ -200,13 +179,13 @@ METAL_FUNC void add_slices(
     exchange[(simd_group * 2 * COUNT + i) * 32 + lane] = parts[i / 2].part[i % 2];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  uint first = simd_group / SLICES * SLICES;
+  uint first = simd_group / (OWNERS * SLICES) * (OWNERS * SLICES) + simd_group % OWNERS;
 #pragma unroll
   for (int i = 0; i < 2 * COUNT; i++) {
     float2 sum = exchange[(first * 2 * COUNT + i) * 32 + lane];
 #pragma unroll
     for (int slice = 1; slice < SLICES; slice++) {
-      sum += exchange[((first + slice) * 2 * COUNT + i) * 32 + lane];
+      sum += exchange[((first + slice * OWNERS) * 2 * COUNT + i) * 32 + lane];
     }
     parts[i / 2].part[i % 2] = sum;
   }
@@ -240,6 +219,30 @@ METAL_FUNC score_rule<M> rule_of(
   rule.scale = numbers[SCALE];
   rule.cap = numbers[CAP];
   return rule;
+}
+
+// 2^x: the hardware's few bits less are lost in what a 16-bit type rounds, not in float32.
+template <typename T>
+METAL_FUNC float power_of_2(float x) {
+  return sizeof(T) == 4 ? precise::exp2(x) : fast::exp2(x);
+}
+
+// What makes the weights of a query again, 2^(score - x) y, from what the forward pass left. In 16 bits
+// the logarithm of the sum goes into x, which spares a product; rounded, it would be seen in float32.
+template <typename T>
+METAL_FUNC float2 norm_of(const device float* norms, int query, int queries) {
+  if (query >= queries) {
+    return float2(BLANK, 1.0f);
+  }
+  float top = norms[2 * query], total = norms[2 * query + 1];
+  return sizeof(T) == 4 ? float2(top, 1.0f / total) : float2(top + fast::log2(total), 1.0f);
+}
+template <typename T>
+METAL_FUNC float2 weights_of(float2 scores, float unit, float2 lowered, float2 factor) {
+  float2 weight = float2(
+      power_of_2<T>(fma(scores.x, unit, -lowered.x)),
+      power_of_2<T>(fma(scores.y, unit, -lowered.y)));
+  return sizeof(T) == 4 ? weight * factor : weight;
 }
 
 // Whether every one of these queries sees every one of these keys, as far as positions tell.

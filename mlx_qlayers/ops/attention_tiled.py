@@ -111,14 +111,14 @@ def attention(
         cotangents: tuple[mx.array, mx.array],
         outputs: tuple[mx.array, mx.array],
     ) -> list[mx.array]:
-        call, (out, lse), d_out = call_of(*arrays), outputs, cotangents[0]
-        given[:] = [*arrays, out, lse, d_out]
-        d_q, delta = backward.gradient_queries(call, out, lse, d_out)
-        gradients = [d_q, *backward.gradient_keys_and_values(call, lse, delta, d_out)]
+        call, (out, norms), d_out = call_of(*arrays), outputs, cotangents[0]
+        given[:] = [*arrays, out, norms, d_out]
+        d_q, delta = backward.gradient_queries(call, out, norms, d_out)
+        gradients = [d_q, *backward.gradient_keys_and_values(call, norms, delta, d_out)]
         if added:
             gradients.append(mx.broadcast_to(mx.array(0, arrays[3].dtype), arrays[3].shape))
         if call.sinks is not None:
-            gradients.append(backward.gradient_sinks(call.sinks, lse, delta))
+            gradients.append(backward.gradient_sinks(call.sinks, norms, delta))
         return gradients
 
     @mx.custom_function
@@ -127,8 +127,8 @@ def attention(
 
     @hold.vjp
     def _(mask: mx.array, zeros: mx.array, _: mx.array) -> mx.array:
-        *arrays, out, lse, d_out = given
-        gradient = backward.gradient_mask(call_of(*arrays), out, lse, d_out, mask.shape)
+        *arrays, out, norms, d_out = given
+        gradient = backward.gradient_mask(call_of(*arrays), out, norms, d_out, mask.shape)
         return gradient.astype(mask.dtype)
 
     if added:

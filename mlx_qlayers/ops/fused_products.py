@@ -36,8 +36,9 @@ _ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
 }
 
 
-# Where a launch of its own for the norm was measured to be faster than to fold it into the product.
-_NORM_FIRST = ("cuda",)
+# Where a launch of its own for the norm was measured to be faster than to fold it into the product,
+# and whether that of products with a gate.
+_NORM_FIRST = (("cuda", False), ("cuda", True))
 
 
 def fused_products(
@@ -53,8 +54,9 @@ def fused_products(
 ) -> list[mx.array]:
     """Multiply one input with quantized matrices of one format: ``x @ w.T + bias`` for each.
 
-    A kernel does all of it in one launch where the rows are few, rounding the results once; else
-    it is composed of single operations. The values are theirs up to rounding, the gradient too.
+    A kernel does all of it in one launch where the rows are few, rounding the results once; on CUDA
+    many rows are one dense product with all of the matrices, unpacked in one launch; else it is
+    composed of single operations. The values are theirs up to rounding, the gradient too.
 
     Args:
         x: (..., K) in float32, float16 or bfloat16.
@@ -161,7 +163,7 @@ def _by_kernel(
         kind = _kind(len(packed), normed, gate is not None, residual is not None)
         config = few_rows(path, x.size // k, n, k, x.dtype, fmt, kind)
         norm = (weight, eps) if normed else None
-        if norm is not None and path in _NORM_FIRST:
+        if norm is not None and (path, gate is not None) in _NORM_FIRST:
             x, norm = mx.fast.rms_norm(x, weight, eps), None
         return products_of_few_rows(x, packed, fmt, config, norm=norm, gate=gate, residual=residual)
 

@@ -12,7 +12,7 @@ from ..formats import GLOBAL_UNIT, Format
 from ..runtime.backend import backend
 from .differentiable import gradients_are_left_out
 from .quantized_gradients import scales_and_biases
-from .quantized_paths import Way, is_few, is_forced_to_reference, product, way
+from .quantized_paths import Way, is_forced_to_reference, product, way
 from .traced import place, traced
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
@@ -69,7 +69,7 @@ def quantized_matmul(
         (transpose, group_size, bits, mode),
     )
     within = gradients_are_left_out()
-    if not within and is_few(x) and (at := place()) is not None:
+    if not within and (at := place()) is not None:
         try:
             run = _traced(at, *options)
         except TypeError:

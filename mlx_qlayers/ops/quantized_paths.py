@@ -40,8 +40,11 @@ _HOST_GAIN = {
 _HOST_GAIN_UNTRANSPOSED = 1.4
 
 _MEASURED_ON_CUDA = Format(64, 4)
-# Rows up to which tiles are faster than unpacking the matrix for a dense product on an H200.
-_TILES_UNTIL = 128
+# Rows up to which tiles are faster than unpacking the matrix for a dense product on an H200, and
+# the same of tiles that share the depth.
+_TILES_UNTIL, _PARTS_UNTIL = 128, 64
+# Elements below which the stock operator takes no longer than two launches, up to so many rows.
+_SMALL, _FEW_OF_SMALL = 1 << 22, 512
 
 # Picoseconds that the stock operator takes on an H200 for each element of a matrix, for 1 to 8 rows
 # (from there on no more), and what a call of the kernel takes there before another can follow.
@@ -66,6 +69,13 @@ class Way(NamedTuple):
 def is_few(x: mx.array) -> bool:
     """Whether an input has so few rows that the kernels of few rows take it."""
     return x.ndim > 1 and 0 < x.size <= MAX_FEW_ROWS * x.shape[-1]
+
+
+def is_many(x: mx.array) -> bool:
+    """Whether an input has so many rows that several matrices are unpacked for them at once."""
+    if x.dtype != mx.bfloat16 or backend() != "cuda":
+        return False
+    return x.ndim > 1 and x.size > _TILES_UNTIL * x.shape[-1] > 0
 
 
 def way(
@@ -164,24 +174,35 @@ def _many_rows_on_cuda(
 
     The dense matrix is held in memory while it is multiplied: 2 bytes an element.
     """
-    if x.dtype != mx.bfloat16 or fmt != _MEASURED_ON_CUDA:
-        return TILES, f"many rows were measured on CUDA in bfloat16 and {_MEASURED_ON_CUDA} alone"
-    if rows > _TILES_UNTIL:
-        return DENSE, None
-    n = w.shape[0] if transpose else fmt.dims(w)
-    cut = tiles("cuda", rows, n, x.shape[-1], x.dtype, fmt, transpose)
-    if transpose:
-        return (TILES if cut.count(rows, n) >= WAVE else DENSE), None
-    return TILES, "the stock operator is as fast for so few rows of an untransposed matrix"
+    n, k = w.shape[0] if transpose else fmt.dims(w), x.shape[-1]
+    cut = tiles("cuda", rows, n, k, x.dtype, fmt, transpose)
+    # Where tiles share the depth and another launch adds them up, a dense product wins sooner.
+    until = _TILES_UNTIL if cut.count(rows, n) >= WAVE else _PARTS_UNTIL
+    kernel = TILES if rows <= until and transpose else DENSE
+    if fmt.mode == "affine" and fmt.bits == 1:
+        return kernel, None  # there is no stock operator
+    if unless := _unmeasured(x.dtype, fmt):
+        return kernel, unless
+    if rows <= MAX_FEW_ROWS:
+        return kernel, "few rows times an untransposed matrix were not measured on CUDA"
+    if n * k < _SMALL and rows <= _FEW_OF_SMALL:
+        return kernel, "the stock operator is faster with so small a matrix"
+    return kernel, None
+
+
+def _unmeasured(dtype: mx.Dtype, fmt: Format) -> str | None:
+    if dtype == mx.bfloat16 and fmt == _MEASURED_ON_CUDA:
+        return None
+    return f"many rows were measured on CUDA in bfloat16 and {_MEASURED_ON_CUDA} alone"
 
 
 def dense_is_worse(rows: int, x: mx.array, fmt: Format) -> str | None:
     """Why ``auto`` does not unpack several matrices for one dense product."""
     if backend() != "cuda":
         return "a dense product of many rows was measured on CUDA alone"
-    if x.dtype != mx.bfloat16 or fmt != _MEASURED_ON_CUDA:
-        return f"many rows were measured on CUDA in bfloat16 and {_MEASURED_ON_CUDA} alone"
-    return None if rows > _TILES_UNTIL else "tiles are faster for so few rows"
+    if rows <= _TILES_UNTIL:
+        return "tiles are faster for so few rows"
+    return _unmeasured(x.dtype, fmt)
 
 
 def product(

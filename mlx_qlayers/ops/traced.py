@@ -20,6 +20,8 @@ from ..runtime.tracing import tracing
 from ..tuning.store import on_change
 from .differentiable import without_gradients
 
+# Of one function: MLX looks through them one by one, and prompts have any number of tokens.
+MOST_TRACES = 256
 # The backend asked for, the thread and the stream.
 Place = tuple[str, int, str]
 
@@ -43,7 +45,7 @@ def place() -> Place | None:
 
 
 class Traced:
-    """A function that is traced for every shape of its first two arguments.
+    """A function that is traced for every shape of its first two arguments, up to a number of them.
 
     MLX calls it to trace it and, where a gradient is taken, each time. It is traced ahead of its
     first use, on arrays that are never evaluated, and without the nodes that carry gradients.
@@ -67,6 +69,8 @@ class Traced:
         alike = x.shape, x.dtype, getattr(rest[0], "shape", None)
         notes = self.seen.get(alike)
         if notes is None:
+            if len(self.seen) == MOST_TRACES:
+                return self.function(x, *rest)
             with without_gradients(), noting() as notes:
                 self.compiled(*tree_map(_empty, (x, *rest)))
             self.seen[alike] = notes

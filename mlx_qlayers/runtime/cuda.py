@@ -13,7 +13,7 @@ from functools import cache
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -30,8 +30,10 @@ SHIM = Path(__file__).parent / "shims" / "cuda" / "msl.h"
 _LONG = 2048
 # What CUDA starts at most along y and z, where Metal knows no such limit.
 _MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
-# Its declarations come from the shim instead.
-_FRAGMENT = METAL / "fragment.metal"
+# Its declarations, and those of fragment.metal before them, come from the shim instead.
+_FRAGMENT = METAL / "tile.metal"
+# The template parameter that says how many threadgroups a multiprocessor should hold.
+_RESIDENT = "RESIDENT"
 # The input that tells threads beyond the grid that they are surplus.
 _LIMIT = "msl_grid_limit"
 
@@ -101,7 +103,8 @@ def _kernel(
 
     Given at each call, they would be made text there, which takes longer than all the rest.
     """
-    header, body = cuda_source(program, threadgroup, surplus)
+    resident = cast(int, dict(template).get(_RESIDENT, 1))
+    header, body = cuda_source(program, threadgroup, surplus, resident)
     # MLX looks for these words in the text to know which parameters to add.
     words = " ".join(w.split()[-1] for p in program.inputs for w in shape_words(body, p.name))
     constants = "".join(_constant(name, value) for name, value in template)
@@ -157,16 +160,20 @@ def whole_threadgroups(grid: Size, threadgroup: Size) -> Size:
     return x, y, z
 
 
-def cuda_source(program: Program, threadgroup: Size, surplus: bool) -> tuple[str, str]:
+def cuda_source(
+    program: Program, threadgroup: Size, surplus: bool, resident: int = 1
+) -> tuple[str, str]:
     """A kernel's ``header`` and ``source`` for ``mx.fast.cuda_kernel``.
 
     Args:
         program: the kernel's Metal text.
         threadgroup: the threads of one threadgroup; the text is made for this size.
         surplus: whether threads beyond the grid are started and must return at once.
+        resident: threadgroups that a multiprocessor must have registers for at once.
     """
     helpers = translate(_without_fragments(program.header))
-    header = f'#define MSL_GROUP_SIZE {prod(threadgroup)}\n#include "{SHIM}"\n'
+    header = f"#define MSL_GROUP_SIZE {prod(threadgroup)}\n#define MSL_RESIDENT {resident}\n"
+    header += f'#include "{SHIM}"\n'
     if helpers:
         # MLX puts the kernel into this namespace too; the shim's names hide CUDA's there.
         header += f"namespace mlx::core::cu {{\n{helpers}\n}}\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .backend import note, run
+from .backend import backend, note, run
 from .health import WORDS, checking, judge
 from .launch import Launch, Plan, Size, TemplateValue
 from .program import Parameter, Program, load
@@ -23,6 +23,8 @@ from .source import METAL, SourceError
 # What every Apple GPU of MLX's offers a threadgroup.
 MAX_THREADS = 1024
 MAX_THREADGROUP_MEMORY = 32 * 1024
+# What a kernel may declare there; only layouts of CUDA's own need more than Metal has.
+CUDA_THREADGROUP_MEMORY = 48 * 1024
 # Kernels index with 32 bits unless they say otherwise.
 _LIMIT_32 = 2**31
 # Six integers, or an exception: what a grid and a threadgroup have to be.
@@ -269,9 +271,10 @@ class Kernel:
         ]
         memory = self.threadgroup_memory
         used = memory(**values) if callable(memory) else memory
-        if used > MAX_THREADGROUP_MEMORY:
+        most = CUDA_THREADGROUP_MEMORY if backend() == "cuda" else MAX_THREADGROUP_MEMORY
+        if used > most:
             raise self._error(
-                f"needs {used} bytes of threadgroup memory with {dict(values)}, Metal has 32768"
+                f"needs {used} bytes of threadgroup memory with {dict(values)}, there are {most}"
             )
         return found
 

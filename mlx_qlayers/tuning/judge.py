@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from operator import itemgetter
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -23,15 +24,13 @@ from .store import device_name
 
 C = TypeVar("C")
 Path = Callable[[list[mx.array]], mx.array]
-# Seconds of configurations, and of the other paths by name.
-Comparison = tuple[list[float], dict[str, float]]
 # Longer than any kernel here takes; one that is not back by then hangs.
 PATIENCE = 20.0
 # Bytes of inputs that no cache holds: copies of the inputs take turns until they have as many.
 _COLD = 256 << 20
 _MOST_SETS = 63
 # Launches of a chain, and times that it goes through all sets at most.
-_LAUNCHES, _MOST_ROUNDS = 256, 8
+_LAUNCHES, _MOST_ROUNDS = 128, 8
 # The name of the chain that launches nothing else.
 _LINKS = "links"
 _AT_ONCE: AbstractContextManager[Any] = nullcontext()
@@ -76,7 +75,7 @@ class Judge(ABC, Generic[C]):
         except KernelTimeout as hang:
             self.hung = True
             return Trial(config, problem=str(hang))
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # whatever is wrong with it, the search goes on
             return Trial(config, problem=f"{type(error).__name__}: {error}")
 
     def _error(self, y: mx.array) -> str | None:
@@ -92,9 +91,9 @@ class Judge(ABC, Generic[C]):
     def rate(self, config: C) -> float:
         """Seconds of one launch."""
 
-    @abstractmethod
-    def compare(self, configs: Sequence[C]) -> Comparison:
-        """Seconds of configurations that work, and of the other paths, side by side."""
+    def paths(self) -> dict[str, float]:
+        """Seconds of the other paths, as far as they can be rated."""
+        return {}
 
 
 class Measured(Judge[C]):
@@ -113,16 +112,14 @@ class Measured(Judge[C]):
         for _ in range(max(1, min(_MOST_SETS, _COLD // max(1, size)))):
             self.sets.append([mx.array(x) for x in self.inputs])
         self._rounds = max(1, min(_MOST_ROUNDS, round(_LAUNCHES / len(self.sets))))
-        self._true, self._gate = mx.array([True]), Gate()
+        self._true, self._gate = mx.array([True]), _gate()
         mx.eval(self.sets, self._true)
 
     def rate(self, config: C) -> float:
         return self._seconds({"": self._path(config)}, repeats=7)[""]
 
-    def compare(self, configs: Sequence[C]) -> Comparison:
-        runs: dict[str, Path] = {str(i): self._path(config) for i, config in enumerate(configs)}
-        seconds = self._seconds({**runs, **self.family.paths(self.problem)}, repeats=15)
-        return [seconds.pop(name) for name in runs], seconds
+    def paths(self) -> dict[str, float]:
+        return self._seconds(self.family.paths(self.problem), repeats=15)
 
     def _path(self, config: C) -> Path:
         return lambda inputs: self.family.run(inputs, self.problem, config)
@@ -199,8 +196,10 @@ class Computed(Judge[C]):
             for i, counters in enumerate(launches)
         )
 
-    def compare(self, configs: Sequence[C]) -> Comparison:
-        return [self.attempt(config).seconds for config in configs], {}
+
+@cache
+def _gate() -> Gate:
+    return Gate()
 
 
 def judge_of(family: Family[C], problem: Problem, machine: str | None = None) -> Judge[C]:

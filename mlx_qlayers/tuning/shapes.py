@@ -28,7 +28,9 @@ class Target(NamedTuple):
 def problems_of_model(
     model: nn.Module, *, prompt: int = 512, steps: int = 2, batch: int = 1
 ) -> list[Target]:
-    """Run one prefill and some decode steps, and collect what could be tuned.
+    """Trace one prefill and some decode steps, and collect what could be tuned.
+
+    Launches are asked for and never evaluated, so that no kernel is built.
 
     Args:
         model: a converted language model of mlx-lm.
@@ -46,7 +48,7 @@ def problems_of_model(
     for lengths in ([prompt], [1] * steps):
         with questions() as asked:
             for length in lengths:
-                mx.eval(model(mx.zeros((batch, length), mx.int32), cache=cache))
+                model(mx.zeros((batch, length), mx.int32), cache=cache)
         found.insert(0, {problem.key: problem for problem in problems_of(asked)})
     return list({**found[0], **found[1]}.values())
 

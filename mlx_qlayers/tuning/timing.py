@@ -8,10 +8,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def measure(
     return {name: Sample.of(values) for name, values in times.items()}
 
 
-def turns(names: Iterable[str], repeats: int) -> Iterable[str]:
+def turns(names: Iterable[T], repeats: int) -> Iterable[T]:
     """Each name once a round, in an order that alternates."""
     order = list(names)
     for _ in range(repeats):

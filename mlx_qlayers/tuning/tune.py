@@ -5,21 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
+from statistics import median
 from typing import Any, Generic, TypeVar
 
 from .family import Family, Problem
-from .judge import Comparison, Judge, judge_of
+from .judge import Judge, judge_of
 from .search import Stopped, Trial, beam_search
 from .shapes import Target
 from .store import Entry, save, source_hash, stored
+from .timing import turns
 from .workers import Workers, processes
 
 C = TypeVar("C")
-# What the search found best is compared once more with the heuristic's choice, each built again.
-_FINALISTS = 2
+# So many of the best are measured so many times more, in turns with the heuristic's choice.
+_FINALISTS, _TURNS = 3, 4
 # Differences below this are noise, and a search that gains no more stops.
-_NOISE = 0.01
+_NOISE = 0.02
 
 
 @dataclass(frozen=True)
@@ -92,24 +95,21 @@ def tune(
         True
     """
     judge = judge_of(family, problem, machine)
+    attempts = judge.attempts if workers is None else partial(workers.attempts, family, problem)
     deadline = time.monotonic() + budget_s
     heuristic = family.heuristic(problem, judge.device)
-    first = judge.attempt(heuristic)
+    (first,) = attempts([heuristic])
     progress(first)
     if first.problem:
         raise RuntimeError(
             f"{family.name}, {problem}: the heuristic's {heuristic}: {first.problem}"
         )
-    tried = {heuristic: first}
-    before = judge.compare([heuristic])
+    tried, paths = {heuristic: first}, judge.paths()
 
-    def attempts(configs: Sequence[C]) -> Iterator[Trial[C]]:
+    def attempt(configs: Sequence[C]) -> Iterator[Trial[C]]:
         if time.monotonic() > deadline:
             raise Stopped
-        some = judge.attempts(configs)
-        if workers is not None and len(configs) > 1:
-            some = workers.attempts(family, problem, configs)
-        for trial in some:
+        for trial in attempts(configs):
             tried[trial.config] = trial
             progress(trial)
             yield trial
@@ -122,14 +122,18 @@ def tune(
             [first],
             _starts(family, problem, judge),
             lambda config: family.near(config, problem),
-            attempts,
+            attempt,
             width=beam,
             noise=_NOISE,
         )
     except KeyboardInterrupt as caught:
         interrupt = caught
     trials = sorted(tried.values(), key=lambda trial: trial.seconds)
-    tuned = _final(problem, judge, heuristic, trials, before, again=interrupt is None)
+    finalists = [heuristic, *(t.config for t in trials[:_FINALISTS] if t.config != heuristic)]
+    seconds = [tried[config].seconds for config in finalists]
+    if interrupt is None and not judge.hung and len(finalists) > 1:
+        seconds = _again(attempts, finalists, tried)
+    tuned = _verdict(problem, judge, finalists, seconds, paths, trials)
     if keep:
         save(judge.name, {family.key(problem): _entry(family, tuned)})
     if interrupt is not None:
@@ -192,28 +196,33 @@ def _starts(family: Family[C], problem: Problem, judge: Judge[C]) -> list[C]:
     return [config for config in starts if family.why_not(config, problem) is None]
 
 
-def _final(
+def _again(
+    attempts: Callable[[Sequence[C]], Iterator[Trial[C]]],
+    finalists: list[C],
+    tried: dict[C, Trial[C]],
+) -> list[float]:
+    """The finalists measured anew, in turns; medians of all that was measured."""
+    times = {config: [tried[config].seconds] for config in finalists}
+    for config in turns(finalists, _TURNS):
+        times[config] += [trial.seconds for trial in attempts([config])]
+    return [median(times[config]) for config in finalists]
+
+
+def _verdict(
     problem: Problem,
     judge: Judge[C],
-    heuristic: C,
+    finalists: list[C],
+    seconds: list[float],
+    paths: Mapping[str, float],
     trials: list[Trial[C]],
-    before: Comparison,
-    again: bool,
 ) -> Tuned[C]:
-    """The verdict: the best few, the heuristic's choice and the other paths compared once more."""
-    configs, (seconds, paths) = [heuristic], before
-    best = [trial for trial in trials if not trial.problem and trial.config != heuristic]
-    if again and not judge.hung:
-        configs += [trial.config for trial in best[:_FINALISTS]]
-        seconds, paths = judge.compare(configs)
-    elif best:
-        configs, seconds = [heuristic, best[0].config], [*seconds, best[0].seconds]
+    """The fastest of the finalists, of which the first is the heuristic's choice, or a path."""
     # What the noise does not tell apart stays as it is.
     adjusted = [seconds[0] * (1 - _NOISE), *seconds[1:]]
     winner = adjusted.index(min(adjusted))
     times = {judge.path: seconds[winner], **paths}
     path = min(times, key=times.__getitem__)
-    return Tuned(problem, configs[winner], path, seconds[0], times, trials)
+    return Tuned(problem, finalists[winner], path, seconds[0], times, trials)
 
 
 def _entry(family: Family[C], tuned: Tuned[C]) -> Entry:

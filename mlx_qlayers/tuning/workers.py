@@ -47,7 +47,7 @@ class _Worker:
 
 
 class Workers:
-    """So many processes, started when they are first needed.
+    """So many processes, all started when one is first needed.
 
     Args:
         count: how many.
@@ -93,7 +93,7 @@ class Workers:
         """
         waiting, left = list(configs), len(configs)
         self._round += 1
-        while len(self._workers) < min(self._count, len(configs)):
+        while len(self._workers) < self._count:
             self._workers.append(self._start())
         while left:
             for worker in self._workers:

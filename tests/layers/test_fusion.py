@@ -145,6 +145,22 @@ def test_launches_of_a_token():
     }
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gemma", "qwen3_moe"])
+def test_many_rows_on_a_gpu_are_fused_too(name, monkeypatch):
+    monkeypatch.setattr(fusion, "is_many", lambda x: True)
+    stock, model = pair(name)
+    tokens = mx.arange(34).reshape(2, 17) % VOCABULARY
+    assert_same_model(model(tokens), stock(tokens), bits=None, what="17 rows")
+    with use_backend("host"), trace() as launches:
+        y = model(tokens)
+        assert_same_model(y, stock(tokens), bits=None, what="17 rows by kernel")
+    assert any(launch.kernel == "dequantize_3_affine" for launch in launches)
+    model.train()
+    with use_backend("host"), trace() as launches:
+        mx.eval(model(tokens))
+    assert not any(launch.kernel == "dequantize_3_affine" for launch in launches)
+
+
 def test_many_rows_run_the_code_as_it_was():
     stock, model = pair()
     tokens = mx.random.randint(0, VOCABULARY, (1, 17))

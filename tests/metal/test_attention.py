@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from unittest import mock
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from mlx_qlayers.metal.attention_layout import Layout, layout, memory, registers
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime import BackendError, trace, use_backend
 from mlx_qlayers.runtime.host import checks
+from mlx_qlayers.runtime.kernel import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY
 from tests.gpus import on_gpus
 
 # B, H, Hkv, L, S: every length and number of heads of the issue.
@@ -28,6 +30,8 @@ SHAPES = [
     (1, 3, 3, 129, 65),
     (2, 8, 8, 7, 1),
 ]
+# Bytes that a threadgroup may have.
+MEMORY = {"metal": MAX_THREADGROUP_MEMORY, "cuda": CUDA_THREADGROUP_MEMORY}
 ALL = {"window": 9, "softcap": 30.0, "sinks": True}
 SIZES = range(32, 257, 8)
 WIDE = [(192, 128), (40, 72)]
@@ -44,10 +48,15 @@ def on_the_checked_build(request):
 
 
 def as_on(device):
-    """Make kernels take another device's layouts."""
-    return mock.patch.object(
-        kernels, "layout", lambda kernel, _, dtype, width: layout(kernel, device, dtype, width)
-    )
+    """Make kernels take another device's layouts, in smaller tiles where the host has no room."""
+
+    def chosen(kernel, runs_on, dtype, width):
+        found = layout(kernel, device, dtype, width)
+        values = {"T": dtype, "D": width, "DV": width, "ROLES": found.roles, **found.template()}
+        room = runs_on != "host" or memory(kernel, values, runs_on) <= MEMORY["metal"]
+        return found if room else replace(found, tile=found.tile // 2)
+
+    return mock.patch.object(kernels, "layout", chosen)
 
 
 def every_shape(kind, dtype, extra):
@@ -68,25 +77,17 @@ def test_every_mask(kind, extra):
     every_shape(kind, of_kind.get(kind, mx.float16), extra)
 
 
-# One element of the gradient of k, of (2, 3, 1, 7, 257, 32, 32) in float32, is 1.1 to 1.6 times
-# as far off as the policy allows: the exponents of base 2 and the stored log-sum-exp are rounded at
-# some 10, natural ones less their maximum near 0.
-TOO_FAR = [("none", {}), ("causal", {}), ("causal", {"sinks": True})]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("extra", EXTRAS, ids=str)
 @pytest.mark.parametrize("kind", MASKS)
-def test_every_mask_and_dtype(kind, extra, dtype, request):
-    if dtype == mx.float32 and (kind, extra) in TOO_FAR:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="rounding of the exponents"))
+def test_every_mask_and_dtype(kind, extra, dtype):
     every_shape(kind, dtype, extra)
 
 
-def head_size(width, width_v, dtype, device="metal"):
+def head_size(width, width_v, dtype, device="metal", queries=21, keys=37):
     with as_on(device):
-        shape = (1, 2, 1, 21, 37, width, width_v)
+        shape = (1, 2, 1, queries, keys, width, width_v)
         check(attention, shape, dtype, "causal", seed=width)
         check(attention, (1, 2, 1, 5, 19, width, width_v), dtype, seed=width)
 
@@ -131,7 +132,7 @@ def test_threadgroup_memory_of_every_head_size(kernel, device):
         for widths in [(width, width) for width in SIZES] + WIDE:
             chosen = layout(kernel, device, dtype, max(widths))
             values = {"T": dtype, "D": widths[0], "DV": widths[1], "ROLES": chosen.roles}
-            assert memory(kernel, values | chosen.template()) <= 32768
+            assert memory(kernel, values | chosen.template(), device) <= MEMORY[device]
             assert chosen.rows >= 16 and chosen.threads <= 1024
 
 
@@ -158,7 +159,7 @@ def test_scores_beyond_float16():
 
 
 @pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
-@pytest.mark.parametrize("device, most", [("metal", 104), ("cuda", 192)])
+@pytest.mark.parametrize("device, most", [("metal", 104), ("cuda", 224)])
 def test_registers_up_to_heads_of_128(kernel, device, most):
     """What must be kept leaves room for addresses: of 128 on Apple GPUs, of 255 on NVIDIA's."""
     for dtype in (mx.float16, mx.bfloat16):
@@ -318,8 +319,9 @@ def test_every_mask_and_dtype_on_gpus(gpu, kind, dtype):
 @on_gpus
 @pytest.mark.parametrize("width", SIZES)
 def test_every_head_size_on_gpus(gpu, width):
+    """Over several tiles, the last of them not whole."""
     for dtype in DTYPES:
-        head_size(width, width, dtype, gpu)
+        head_size(width, width, dtype, gpu, queries=150, keys=333)
 
 
 @on_gpus

@@ -11,6 +11,7 @@ from mlx_qlayers.ops.attention_step import Rotation, attention_step, why_not
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
 from tests import oracles
+from tests.gpus import GPUS
 from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
 
 FREQS = mx.array(np.random.default_rng(9).uniform(1, 100, 16).astype(np.float32))
@@ -25,11 +26,9 @@ CASES = [
 ]
 
 
-@pytest.fixture(
-    params=["ops", "host", "checked", pytest.param("cuda", marks=pytest.mark.cuda)], autouse=True
-)
+@pytest.fixture(params=["ops", "host", "checked", *GPUS], autouse=True)
 def path(request):
-    """The reference, the fast and the checked build of the host backend, and CUDA."""
+    """The reference, the fast and the checked build of the host backend, and GPUs."""
     name = "host" if request.param == "checked" else request.param
     with use_backend(name), checks(request.param == "checked"):
         yield request.param

@@ -11,6 +11,7 @@ from numerics import random
 
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.ops import quantized_matmul as products
+from mlx_qlayers.ops import traced as traces
 from mlx_qlayers.ops.differentiable import gradients_are_left_out
 from mlx_qlayers.ops.traced import Traced
 
@@ -43,6 +44,16 @@ def test_traced_once_for_every_shape():
     for size in (3, 4, 3, 4):
         assert run(mx.ones(size), None)[0].tolist() == [2.0] * size
     assert seen == [True, True]
+
+
+def test_traced_no_more_than_so_often(monkeypatch):
+    monkeypatch.setattr(traces, "MOST_TRACES", 2)
+    seen = []
+    run = Traced(lambda x, w: seen.append(x.size) or 2 * x)
+    for _ in range(2):
+        for size in (3, 4, 5):
+            assert run(mx.ones(size), None).tolist() == [2.0] * size
+    assert seen == [3, 4, 5, 5]
 
 
 def test_the_product_and_its_gradients(on_a_gpu):

@@ -10,6 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_qlayers.metal.attention import Call, Scores, attention_forward
+from mlx_qlayers.metal.attention_layout import Layout
 from mlx_qlayers.metal.exp import exp
 from mlx_qlayers.runtime import BackendError, Kernel, use_backend
 from mlx_qlayers.runtime import backend as backend_module
@@ -111,6 +113,16 @@ def test_a_grid_of_whole_threadgroups_needs_no_guard(launches: Launches) -> None
     assert launch["grid"] == (64, 1, 1) and len(launch["inputs"]) == 1
     assert "return;" not in declaration["source"]
     assert "#define MSL_GROUP_SIZE 32\n" in declaration["header"]
+
+
+def test_a_template_can_ask_for_threadgroups_that_fit_at_once(launches: Launches) -> None:
+    q = mx.zeros((1, 1, 64, 128), mx.float16)
+    attention_forward(Call(q, q, q, None, None, Scores(1.0)), Layout(resident=3))
+    # So long a text is in a file of its own.
+    _, included, _ = launches[0][0]["header"].split('"')
+    assert "#define MSL_RESIDENT 3\n" in Path(included).read_text()
+    _exp(mx.zeros(64))
+    assert "#define MSL_RESIDENT 1\n" in launches[1][0]["header"]
 
 
 def test_surplus_threads_are_told_the_grid(launches: Launches) -> None:

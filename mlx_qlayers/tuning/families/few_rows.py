@@ -49,7 +49,7 @@ class FewRowsFamily(Family[Config]):
 
     def heuristic(self, problem: Problem, device: str) -> Config:
         m, n, k, fmt, _ = Packed.of(problem)
-        return unwrap(few_rows)(device, m, n, k, problem.dtype, fmt)
+        return self.completed(unwrap(few_rows)(device, m, n, k, problem.dtype, fmt), problem)
 
     def others(self, problem: Problem, device: str) -> tuple[Config, ...]:
         m, n, k, fmt, _ = Packed.of(problem)
@@ -63,14 +63,18 @@ class FewRowsFamily(Family[Config]):
     def completed(self, config: Config, problem: Problem) -> Config:
         if isinstance(config, FewRows):
             return config
-        rows = problem.shape[0]
-        return replace(config, fragments=-(-rows * _slots(config, Packed.of(problem)) // 8))
+        rows, gate = problem.shape[0], Fused.of(problem).gate
+        fragments = -(-rows * _slots(config, Packed.of(problem)) // 8)
+        # A gate joins tiles in pairs.
+        return replace(config, fragments=fragments, tiles=config.tiles + config.tiles % 2 * gate)
 
     def why_not(self, config: Config, problem: Problem) -> str | None:
         packed = Packed.of(problem)
         if config.threads > 1024:
             return f"{config.threads} threads"
         if isinstance(config, FewRows):
+            if Fused.of(problem).gate and config.outputs % 2:
+                return "a gate joins outputs in pairs"
             return _why_not_threads(config, packed)
         return _why_not_units(config, packed)
 

@@ -17,4 +17,4 @@
 
 // Bounds the registers, so that the launch cannot fail and the compiler need not guess.
 #undef __global__
-#define __global__ __attribute__((global)) __launch_bounds__(MSL_GROUP_SIZE)
+#define __global__ __attribute__((global)) __launch_bounds__(MSL_GROUP_SIZE, MSL_RESIDENT)

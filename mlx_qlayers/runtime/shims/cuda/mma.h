@@ -37,51 +37,67 @@ MSL_TENSOR_CORE(half, "f16")
 MSL_TENSOR_CORE(bfloat, "bf16")
 #undef MSL_TENSOR_CORE
 
-// One 8-deep step in TF32; a lane's pair along the summed dimension fills the slots t and t + 4.
-inline void tf32_step(float2* sum, const uint2* left, uint2 right) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(sum[0].x), "+f"(sum[0].y), "+f"(sum[1].x), "+f"(sum[1].y)
-      : "r"(left[0].x), "r"(left[1].x), "r"(left[0].y), "r"(left[1].y), "r"(right.x), "r"(right.y));
-}
-inline uint to_tf32(float x) {
-  uint r;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
-  return r;
-}
-
-// x = high + low in TF32. `finite` is high, or 0 where it is not finite, for the mixed products:
-// infinity times a low part of 0 would be NaN.
-struct tf32_pair {
-  uint2 high, low, finite;
-  tf32_pair() = default;
-  explicit tf32_pair(float2 x) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      high[i] = to_tf32(x[i]);
-      float h = __uint_as_float(high[i]);
-      bool ok = ::fabsf(h) < INFINITY;
-      finite[i] = ok ? high[i] : 0u;
-      low[i] = ok ? to_tf32(x[i] - h) : 0u;
-    }
+// x = high + middle + low, pairs of bfloat. `finite` is high, or 0 where it is not finite, for the
+// mixed products: infinity times another part of 0 would be NaN.
+struct bfloat_parts {
+  uint high, middle, low, finite;
+  bfloat_parts() = default;
+  explicit bfloat_parts(float2 x) {
+    high = pack(x);
+    float2 rest = x - unpack(high);
+    finite = high;
+    if (!(::fabsf(unpack(high).x) < INFINITY))
+      rest.x = 0.0f, finite &= 0xffff0000u;
+    if (!(::fabsf(unpack(high).y) < INFINITY))
+      rest.y = 0.0f, finite &= 0xffffu;
+    middle = pack(rest);
+    low = pack(rest - unpack(middle));
+  }
+  static uint pack(float2 x) {
+    uint r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(x.y), "f"(x.x));
+    return r;
+  }
+  static float2 unpack(uint pair) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
   }
 };
-// Three TF32 products give float32's precision. They start from zero and are added outside:
-// the tensor core's own running sum truncates.
+// float operands: six products of parts give what float32 does, the three smallest are left out.
+// They start from zero and are added outside: the tensor core's own running sum truncates.
 template <int steps>
 void split_product(float2* sum, const float2* left, const float2* right) {
-  float2 part[2] = {float2(0.0f), float2(0.0f)};
+  using part = uint bfloat_parts::*;
+  constexpr part high = &bfloat_parts::high, middle = &bfloat_parts::middle;
+  constexpr part low = &bfloat_parts::low, finite = &bfloat_parts::finite;
+  bfloat_parts a[2 * steps], b[steps];
 #pragma unroll
-  for (int depth = 0; depth < steps; depth++) {
-    tf32_pair a0(left[2 * depth]), a1(left[2 * depth + 1]), b(right[depth]);
-    uint2 high[2] = {a0.high, a1.high}, low[2] = {a0.low, a1.low};
-    uint2 finite[2] = {a0.finite, a1.finite};
-    tf32_step(part, low, b.finite);
-    tf32_step(part, finite, b.low);
-    tf32_step(part, high, b.high);
-  }
-  sum[0] += part[0];
-  sum[1] += part[1];
+  for (int i = 0; i < 2 * steps; i++)
+    a[i] = bfloat_parts(left[i]);
+#pragma unroll
+  for (int i = 0; i < steps; i++)
+    b[i] = bfloat_parts(right[i]);
+  auto add = [&](float2* to, part x, part y) {
+    vec<bfloat, 2> p[2 * steps], q[steps];
+#pragma unroll
+    for (int i = 0; i < 2 * steps; i++)
+      p[i] = as_type<vec<bfloat, 2>>(a[i].*x);
+#pragma unroll
+    for (int i = 0; i < steps; i++)
+      q[i] = as_type<vec<bfloat, 2>>(b[i].*y);
+    if constexpr (steps == 2)
+      tensor_core_16(to, p, q);
+    else
+      tensor_core_8(to, p, q);
+  };
+  float2 most[2] = {float2(0.0f), float2(0.0f)}, rest[2] = {float2(0.0f), float2(0.0f)};
+  add(rest, middle, middle);
+  add(rest, finite, low);
+  add(rest, low, finite);
+  add(rest, finite, middle);
+  add(rest, middle, finite);
+  add(most, high, high);
+  sum[0] += most[0] + rest[0];
+  sum[1] += most[1] + rest[1];
 }
 inline void tensor_core_16(float2* sum, const float2* left, const float2* right) {
   split_product<2>(sum, left, right);

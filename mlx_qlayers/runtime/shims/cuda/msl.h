@@ -10,6 +10,7 @@
 #include "atomic.h"
 #include "matrix.h"
 #include "fragment.h"
+#include "tile.h"
 
 namespace metal = ::mlx::core::cu;
 

@@ -1,0 +1,104 @@
+// Tiles of rows in threadgroup memory, and products with them.
+//
+// TOGETHER: four neighbouring SIMD groups, each with rows of its own, multiply with the same tile at
+// the same time, and the GPU does that at once (products_together). NVIDIA's Hopper GPUs can: there
+// the functions of this file come from the CUDA shim. A tile then begins at a multiple of 1024
+// bytes, and its elements lie in another order: ask place_in_tile.
+
+#include "fragment.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// Whether products of rows of these widths can be made together: a SIMD group of `owners` that own
+// rows multiplies with one of `slices` slices of the columns.
+template <typename T>
+constexpr bool products_together(int owners, int slices, int width, int other_width) {
+  return false;
+}
+
+// Packs of 16 bytes, as many as tiles take.
+template <int COUNT>
+struct tile_packs {
+  uint4 pack[COUNT];
+};
+// From row to row: an odd number of packs, so that rows begin in different banks.
+constexpr int tile_stride(int width, int bytes) {
+  return (width * bytes / 16 | 1) * 16 / bytes;
+}
+// Elements that a tile takes, and where one of them lies; the next ones of its pack lie behind it.
+template <typename T, bool TOGETHER>
+constexpr int tile_elements(int rows, int width) {
+  return rows * tile_stride(width, sizeof(T));
+}
+template <typename T, int ROWS, int WIDTH, bool TOGETHER>
+METAL_FUNC int place_in_tile(int row, int column) {
+  return row * tile_stride(WIDTH, sizeof(T)) + column;
+}
+
+// A pack of 16 bytes from device memory, or zeros, on its way until wait_for_copies.
+template <typename T>
+METAL_FUNC void copy_pack(threadgroup T* to, const device T* from, bool inside) {
+  *reinterpret_cast<threadgroup uint4*>(to) =
+      inside ? *reinterpret_cast<const device uint4*>(from) : uint4(0);
+}
+// Ends a batch of this thread's copies; waits for all batches but the LATER last ones.
+METAL_FUNC void end_copies() {}
+template <int LATER>
+METAL_FUNC void wait_for_copies() {}
+// What this thread copied or wrote is there for products made together, behind the next barrier.
+METAL_FUNC void show_to_products() {}
+
+// products = left * tile^T: 16 rows by the tile's COUNT * 8 rows, from this column on.
+template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER>
+METAL_FUNC void multiply_by_rows(
+    thread sum_fragment* products,
+    thread const left_fragment<T>* left,
+    const threadgroup T* tile,
+    int column,
+    uint lane) {
+  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    products[n].part[0] = products[n].part[1] = float2(0.0f);
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+#pragma unroll
+    for (int n = 0; n < COUNT; n += 2) {
+      right_fragment<T> right[2];
+      load_right_transposed_pair(
+          right, tile + (8 * n * STRIDE + 16 * i + column), STRIDE, lane);
+      multiply_accumulate(products[n], left[i], right[0]);
+      multiply_accumulate(products[n + 1], left[i], right[1]);
+    }
+  }
+}
+
+// sums += weights * tile: 16 rows by COUNT * 8 columns, over the tile's DEPTH rows.
+template <typename T, int DEPTH, int COUNT, int WIDTH, bool TOGETHER>
+METAL_FUNC void add_weighted_rows(
+    thread sum_fragment* sums,
+    thread const sum_fragment* weights,
+    const threadgroup T* tile,
+    int column,
+    uint lane) {
+  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
+#pragma unroll
+  for (int i = 0; i < DEPTH / 16; i++) {
+    left_fragment<T> left;
+    left_from_sums(left, weights[2 * i], weights[2 * i + 1]);
+    right_fragment<T> right[2];
+    const threadgroup T* at = tile + (16 * i * STRIDE + column);
+#pragma unroll
+    for (int n = 0; n < COUNT / 2 * 2; n += 2) {
+      load_right_pair(right, at + 8 * n, STRIDE, lane);
+      multiply_accumulate(sums[n], left, right[0]);
+      multiply_accumulate(sums[n + 1], left, right[1]);
+    }
+    if (COUNT % 2) {
+      load_right(right[0], at + 8 * (COUNT - 1), STRIDE, lane);
+      multiply_accumulate(sums[COUNT - 1], left, right[0]);
+    }
+  }
+}
