@@ -162,6 +162,30 @@ METAL_FUNC void turn_rows(
   }
 }
 
+// What the SIMD groups of a threadgroup know together: the result, or a stretch's part of it.
+template <int Dv, int simds, bool split, typename P>
+METAL_FUNC void write_sums(
+    device P* out, const threadgroup float* shares, const threadgroup float2* tops, uint thread_index) {
+  float top = LOWEST;
+#pragma unroll
+  for (int g = 0; g < simds; g++) {
+    top = max(top, tops[g].x);
+  }
+  for (int d = thread_index; d < Dv; d += 32 * simds) {
+    float total = 0.0f, divisor = 0.0f;
+    for (int g = 0; g < simds; g++) {
+      float factor = fast::exp2(tops[g].x - top);
+      total += factor * shares[g * Dv + d];
+      divisor += factor * tops[g].y;
+    }
+    out[d] = P(split ? total : total / divisor);
+    if (split && d == 0) {
+      out[Dv] = P(top);
+      out[Dv + 1] = P(divisor);
+    }
+  }
+}
+
 // places: keys in the buffer, then the position of each sequence. options: S, the bits of the scale,
 // of log2 of the base and of the scale of positions, and the steps of the mask from a sequence and
 // head on.
@@ -311,23 +335,6 @@ template <
     tops[simd] = float2(known.top, known.sum);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  float top = LOWEST;
-#pragma unroll
-  for (int g = 0; g < simds; g++) {
-    top = max(top, tops[g].x);
-  }
   out += ((int64_t(place.z) * groups.y + head) * groups.x + place.x) * (split ? Dv + 2 : Dv);
-  for (int d = thread_index; d < Dv; d += threads) {
-    float total = 0.0f, divisor = 0.0f;
-    for (int g = 0; g < simds; g++) {
-      float factor = fast::exp2(tops[g].x - top);
-      total += factor * shares[g][d];
-      divisor += factor * tops[g].y;
-    }
-    out[d] = P(split ? total : total / divisor);
-    if (split && d == 0) {
-      out[Dv] = P(top);
-      out[Dv + 1] = P(divisor);
-    }
-  }
+  write_sums<Dv, simds, split>(out, &shares[0][0], tops, thread_index);
 }

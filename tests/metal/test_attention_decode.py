@@ -20,7 +20,7 @@ from tests.numerics import assert_accurate, assert_same_sums, random, round_to, 
 from tests.packed import dequantize64
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-MASKS = ["none", "causal", "boolean", "padded", "additive", "hidden"]
+MASKS = ["none", "causal", "boolean", "padded", "one key", "additive", "hidden"]
 EXTRAS = [
     {},
     {"window": 5},
@@ -45,6 +45,8 @@ def make_mask(kind, rng, batch, heads, queries, keys, dtype):
         return mx.array(rng.random((queries, keys)) < 0.7)
     if kind == "padded":  # As batched generation: the first keys of some rows are hidden.
         return mx.array(np.arange(keys) >= rng.integers(0, keys, (batch, 1, 1, 1)))
+    if kind == "one key":
+        return mx.array(np.arange(keys) == rng.integers(0, keys, (1, heads, queries, 1)))
     if kind == "additive":
         return random(rng, (1, queries, keys), dtype)
     hidden = mx.array(rng.random((batch, heads, queries, keys)) < 0.5)
