@@ -27,7 +27,9 @@ class Layout:
         roles: SIMD groups that share keys in the gradient of keys and values: one for both, or 2.
         tile: rows of a tile in threadgroup memory, a multiple of 16.
         alternate: whether both tiles take turns in one place.
-        ahead: whether the next tile is read from device memory while the last one is used.
+        ahead: whether the next tile is read from device memory while the last one is used. Where
+            GPUs copy beside registers the forward kernel always does, and those of the gradients
+            have a second place for each tile.
         resident: threadgroups that a core should hold at once. On CUDA the compiler then keeps to
             as many registers; elsewhere it means nothing.
     """
