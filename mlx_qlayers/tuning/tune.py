@@ -118,14 +118,8 @@ def tune(
 
     interrupt: KeyboardInterrupt | None = None
     try:
-        beam_search(
-            [first],
-            _starts(family, problem, judge),
-            lambda config: family.near(config, problem),
-            attempt,
-            width=beam,
-            noise=_NOISE,
-        )
+        near = partial(family.near, problem=problem)
+        beam_search([first], _starts(family, problem, judge), near, attempt, width=beam)
     except KeyboardInterrupt as caught:
         interrupt = caught
     trials = sorted(tried.values(), key=lambda trial: trial.seconds)
