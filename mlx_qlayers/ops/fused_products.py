@@ -21,7 +21,7 @@ from ..metal.quantized_matmul import (
     few_rows,
     products_of_few_rows,
 )
-from ..runtime.backend import choose
+from ..runtime.backend import backend, choose
 from ..tuning.lookup import decided, found
 from .differentiable import with_gradient_of
 from .quantized_matmul import quantized_matmul
@@ -95,7 +95,8 @@ def fused_products(
         unless = dense_is_worse(rows, x, fmt)
     elif not lacking:
         n = sum([matrix.w.shape[0] for matrix in matrices])
-        kind = _kind(len(matrices), norm is not None, gate is not None, residual is not None)
+        folded = norm is not None and not _norm_first(backend(), gate)
+        kind = _kind(len(matrices), folded, gate is not None, residual is not None)
         best = found("quantized_matmul_few_rows", rows, n, x.shape[-1], x.dtype, fmt, kind)
         by, unless = decided(best, FEW_ROWS, stock_is_better(x.dtype))
     path = choose(
@@ -114,6 +115,10 @@ def fused_products(
     else:
         run = _by_kernel(path, fmt, norm is not None, eps, gate)
     return run(x, matrices, weight, residual)
+
+
+def _norm_first(device: str, gate: Gate | None) -> bool:
+    return (device, gate is not None) in _NORM_FIRST
 
 
 @cache
@@ -160,11 +165,11 @@ def _by_kernel(
     ) -> list[mx.array]:
         packed, k = [PackedMatrix(*m) for m in matrices], x.shape[-1]
         n = sum(m.w.shape[0] for m in packed)
-        kind = _kind(len(packed), normed, gate is not None, residual is not None)
-        config = few_rows(path, x.size // k, n, k, x.dtype, fmt, kind)
         norm = (weight, eps) if normed else None
-        if norm is not None and (path, gate is not None) in _NORM_FIRST:
+        if norm is not None and _norm_first(path, gate):
             x, norm = mx.fast.rms_norm(x, weight, eps), None
+        kind = _kind(len(packed), norm is not None, gate is not None, residual is not None)
+        config = few_rows(path, x.size // k, n, k, x.dtype, fmt, kind)
         return products_of_few_rows(x, packed, fmt, config, norm=norm, gate=gate, residual=residual)
 
     return with_gradient_of(_composed(fmt, normed, eps, gate), launch)
