@@ -21,7 +21,7 @@ import numpy as np
 from common import Sample, Table, add_output, measure, print_facts, write_output
 from quantized_many import many_formats, many_rows
 
-from mlx_qlayers import backend, quantized_matmul, use_backend
+from mlx_qlayers import backend, explain, quantized_matmul, use_backend
 from mlx_qlayers.formats import MODES, Format
 from mlx_qlayers.metal.quantized_matmul import MAX_FEW_ROWS
 from mlx_qlayers.reference import quantized_matmul as reference
@@ -34,7 +34,10 @@ def problem(rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format) -> tuple[mx
     """Random rows and a packed random matrix."""
     mx.random.seed(rows)
     x = mx.random.normal((rows, k)).astype(dtype)
-    w, scales, *biases = mx.quantize((mx.random.normal((n, k)) * k**-0.5).astype(dtype), *fmt)
+    dense = (mx.random.normal((n, k)) * k**-0.5).astype(dtype)
+    # MLX quantizes to one bit on the CPU alone.
+    with mx.stream(mx.cpu if fmt.bits == 1 else mx.default_device()):
+        w, scales, *biases = mx.quantize(dense, *fmt)
     packed = (w, scales, biases[0] if biases else None)
     mx.eval(x, packed)
     return x, packed
@@ -170,60 +173,116 @@ def host_gain(repeats: int) -> list[Table]:
 
 # The matrices of Qwen2-7B: an attention projection, gate and up, down, the head.
 GPU_SHAPES = ((3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584))
-# Copies of a matrix that are used by turns, so that none stays in a cache: some 300 MB.
+# Copies of a matrix that are used by turns, so that none stays in a cache: some 300 MB or more.
 ROTATED_BYTES = 3 << 28
+# Products in one graph of mx.compile. Graphs are queued one behind the other: neither Python nor
+# the submission of a graph hides a kernel.
+QUEUED = 16
 
 
-def few_rows_on_gpu(repeats: int) -> list[Table]:
-    """Few rows of bfloat16 beside stock: 4 bits at every size, then every format at one row."""
-    columns = {"shape": 14, "format": 12, "rows": 5, "stock": 14, "kernel": 14, "ratio": 7}
-    table = Table(columns | {"GB/s": 14, "error": 8})
-    print("milliseconds of a product among 8 that are queued together, each with its own matrix")
-    table.print_header()
-    for n, k in GPU_SHAPES:
-        for rows in (1, 2, 4, 8, 16):
-            few_rows_row(table, rows, n, k, Format(64, 4), repeats)
-    for mode, (sizes, widths) in MODES.items():
-        for bits in widths:
-            few_rows_row(
-                table, 1, *GPU_SHAPES[1], Format(sizes[len(sizes) // 2], bits, mode), repeats
-            )
-    return [table]
-
-
-def few_rows_row(table: Table, rows: int, n: int, k: int, fmt: Format, repeats: int) -> None:
-    """Verify and time one size on rotating matrices."""
-    x, packed = problem(rows, n, k, mx.bfloat16, fmt)
+def rotated(packed: Packed) -> list[Packed]:
+    """Copies of a packed matrix."""
     nbytes = sum(a.nbytes for a in packed if a is not None)
     copies = [
         tuple(None if a is None else a + mx.zeros((), a.dtype) for a in packed)
         for _ in range(max(2, min(8, ROTATED_BYTES // nbytes)))
     ]
     mx.eval(copies)
+    return copies
 
-    def eight(product: Callable[..., mx.array]) -> Callable[[], list[mx.array]]:
-        return lambda: [product(copies[i % len(copies)]) for i in range(8)]
 
-    def ours(packed: Packed) -> mx.array:
+def in_turn(
+    product: Callable[..., mx.array], x: mx.array, copies: list[Packed], compiled: bool
+) -> Callable[[], list[mx.array]]:
+    """Products with the copies by turns, from Python or as one compiled graph."""
+
+    def run(x: mx.array) -> list[mx.array]:
+        return [product(x, *copies[i % len(copies)]) for i in range(QUEUED)]
+
+    graph = mx.compile(run) if compiled else run
+    return lambda: graph(x)
+
+
+def few_rows_on_gpu(repeats: int) -> list[Table]:
+    """Few rows of bfloat16 beside stock: 4 bits at every size, then every format at one row."""
+    columns = {"shape": 14, "format": 12, "rows": 5, "stock": 14, "kernel": 14, "ratio": 7}
+    table = Table(columns | {"of one row": 11, "GB/s": 14, "error": 8})
+    print(f"milliseconds of a product in compiled graphs of {QUEUED}, each with its own matrix")
+    table.print_header()
+    for n, k in GPU_SHAPES:
+        single = 0.0
+        for rows in (1, 2, 4, 8, 16):
+            single = few_rows_row(table, rows, n, k, Format(64, 4), repeats, single)
+    for mode, (sizes, widths) in MODES.items():
+        for bits in widths:
+            fmt = Format(sizes[len(sizes) // 2], bits, mode)
+            few_rows_row(table, 1, *GPU_SHAPES[1], fmt, repeats)
+    return [table, few_rows_called(repeats)]
+
+
+def few_rows_row(
+    table: Table, rows: int, n: int, k: int, fmt: Format, repeats: int, single: float = 0.0
+) -> float:
+    """Verify and time one size; ``single`` are our seconds of one row, which come back."""
+    x, packed = problem(rows, n, k, mx.bfloat16, fmt)
+    copies = rotated(packed)
+
+    def ours(x: mx.array, *packed: mx.array | None) -> mx.array:
         return quantized_matmul(x, *packed, **fmt._asdict())
 
+    def stock(x: mx.array, *packed: mx.array | None) -> mx.array:
+        return mx.quantized_matmul(x, *packed, True, *fmt)
+
     with use_backend(backend()):
-        found = error(ours(packed), x, packed, fmt)
+        found = error(ours(x, *packed), x, packed, fmt)
         assert found <= 2 * mx.finfo(mx.bfloat16).eps, f"{fmt}, {rows} rows: {found:.2e}"
-        contenders = {
-            "stock": eight(lambda packed: mx.quantized_matmul(x, *packed, True, *fmt)),
-            "kernel": eight(ours),
-        }
-        times = {name: t.scaled(1 / 8) for name, t in measure(contenders, repeats=repeats).items()}
+        contenders = {"stock": stock, "kernel": ours}
+        if fmt.bits == 1:
+            del contenders["stock"]  # MLX has no such kernel on CUDA
+        contenders = {name: in_turn(f, x, copies, True) for name, f in contenders.items()}
+        times = measure(contenders, repeats=repeats)
+    times = {name: time.scaled(1 / QUEUED) for name, time in times.items()}
+    kernel = times["kernel"].median
     table.add(
         shape=f"{n} x {k}",
         format=f"{fmt.mode} {fmt.bits}",
         rows=rows,
         **{name: time.scaled(1e3) for name, time in times.items()},
-        ratio=times["stock"].median / times["kernel"].median,
-        **{"GB/s": times["kernel"].per(nbytes / 1e9)},
+        **({"ratio": times["stock"].median / kernel} if "stock" in times else {}),
+        **({"of one row": kernel / single} if single else {}),
+        **{"GB/s": times["kernel"].per(sum(a.nbytes for a in packed if a is not None) / 1e9)},
         error=found,
     )
+    return single or kernel
+
+
+def few_rows_called(repeats: int) -> Table:
+    """What ``auto`` takes where each product is called from Python, beside stock."""
+    columns = {"shape": 14, "format": 16, "rows": 5, "stock": 14, "auto": 14, "ratio": 7}
+    table = Table(columns | {"by": 6})
+    print(f"\nmilliseconds of a product called from Python, {QUEUED} queued together")
+    table.print_header()
+    for n, k in ((1024, 1024), *GPU_SHAPES):
+        for rows in (1, 2, 4, 8, 16):
+            x, packed = problem(rows, n, k, mx.bfloat16, Format(64, 4))
+            copies = rotated(packed)
+            explain(reset=True)
+            quantized_matmul(x, *packed)
+            (way,) = (d.path for d in explain() if d.op == "quantized_matmul")
+            products = {"stock": mx.quantized_matmul, "auto": quantized_matmul}
+            times = measure(
+                {name: in_turn(f, x, copies, False) for name, f in products.items()},
+                repeats=repeats,
+            )
+            table.add(
+                shape=f"{n} x {k}",
+                format="affine 4, called",
+                rows=rows,
+                **{name: time.scaled(1e3 / QUEUED) for name, time in times.items()},
+                ratio=times["stock"].median / times["auto"].median,
+                by="stock" if way == "ops" else "kernel",
+            )
+    return table
 
 
 TABLES = {

@@ -58,13 +58,15 @@ READ = 7.07e9 * 4.5 / 8 + LAYERS * KEYS * 4 * 2 * 128 * 2
 APPLE = [name for name in MACHINES if name.startswith("applegpu")]
 
 
-def write(beam: int) -> None:
-    """Search for every Apple GPU, and put the results into the package."""
+def write(beam: int, parts: list[str]) -> None:
+    """Search for every Apple GPU, and put the results of some parts into the package."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MLX_QLAYERS_CACHE_DIR"] = folder
-        shutil.rmtree(RESULTS, ignore_errors=True)
+        if RESULTS.is_dir():
+            shutil.copytree(RESULTS, Path(folder, "tuning"))
         store.forget()
-        for part, (family, problem, _) in PARTS.items():
+        for part in parts:
+            family, problem, _ = PARTS[part]
             for name in APPLE:
                 start = time.monotonic()
                 found = tune(FAMILIES[family], problem, machine=name, beam=beam, budget_s=600)
@@ -72,7 +74,10 @@ def write(beam: int) -> None:
                 tried = len(found.trials)
                 print(f"{part} {name}: {found.gain:.2f}x of {tried}, {took:.0f} s", flush=True)
                 print(f"    {found.config}", flush=True)
-        shutil.copytree(Path(folder, "tuning"), RESULTS, ignore=shutil.ignore_patterns("*.lock"))
+        found, locks = Path(folder, "tuning"), shutil.ignore_patterns("*.lock")
+        shutil.copytree(found, RESULTS, ignore=locks, dirs_exist_ok=True)
+    del os.environ["MLX_QLAYERS_CACHE_DIR"]
+    store.forget()
 
 
 def forecast() -> Table:
@@ -110,10 +115,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="search anew; takes minutes")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="which")
     parser.add_argument("--beam", type=int, default=1, help="configurations to follow")
     args = parser.parse_args()
     if args.write:
-        write(args.beam)
+        write(args.beam, args.parts)
     forecast()
 
 

@@ -19,8 +19,8 @@ struct packed_matrix {
 struct tile_place {
   int matrix, first;
 };
-template <int gate, int height>
-METAL_FUNC tile_place place_of_tile(int tile, constant int* rows, bool second, bool third) {
+template <int gate, int height, typename P>
+METAL_FUNC tile_place place_of_tile(int tile, P rows, bool second, bool third) {
   tile_place place;
   place.matrix = gate ? tile % 2 : 0;
   if (gate) {

@@ -46,6 +46,11 @@ inline ushort right_column(uint lane, ushort i) {
   return fragment_col(lane) + i;
 }
 
+// x of the lane that holds pair `pair` of this lane's row.
+inline uint from_row_lane(uint x, ushort pair, uint lane) {
+  return simd_shuffle(x, ushort((lane & ~9u) | (pair & 1) | (pair & 2) << 2));
+}
+
 // Reductions over the 8 columns of a part: all lanes of a row get the result.
 inline float fragment_row_sum(float x) {
   x += simd_shuffle_xor(x, 1);
@@ -147,13 +152,18 @@ void load_right_interleaved(
   }
 }
 
-// pairs / 2 operands from 2 * pairs neighbours of each column: depth d of operand j is element
-// d % 8 / 2 * step + d % 2 * pairs + 2 * j + d / 8, so that a lane unpacks words whose low and high
-// halves are `pairs` elements apart. Columns from `columns` on stay as they are. p is the same in all
-// lanes, `offset`, a multiple of 2 * pairs elements, need not be.
-template <int pairs, typename T, typename P>
-void load_right_woven(
-    thread right_fragment<T>* f,
+// `count` operands from 4 * count neighbours of each column, 2 * pairs by 2 * pairs of them: depth d
+// of operand j of each pairs / 2 is element d % 8 / 2 * step + d % 2 * pairs + 2 * j + d / 8, so that
+// a lane unpacks words whose low and high halves are `pairs` elements apart. Columns from `columns`
+// on are zero. p is the same in all lanes, `offset`, a multiple of 2 * pairs elements, need not be.
+// What is loaded can wait while other work is done; `weave` makes operands of it.
+template <typename T, int count>
+struct loaded_run {
+  right_fragment<T> operands[count];
+};
+template <int pairs, typename T, int count, typename P>
+void load_run(
+    thread loaded_run<T, count>& run,
     P p,
     int offset,
     uint stride,
@@ -163,13 +173,18 @@ void load_right_woven(
   ushort depth = fragment_row(lane), column = fragment_col(lane);
   p += offset + int(column * stride + depth / 2 * step + depth % 2 * pairs);
 #pragma unroll
-  for (ushort k = 0; k < pairs; k++) {
-    if (column < columns) {
-      f[k / 2].part[k % 2].x = p[k];
-    }
-    if (column + 1u < columns) {
-      f[k / 2].part[k % 2].y = p[stride + k];
-    }
+  for (ushort k = 0; k < 2 * count; k++) {
+    ushort at = k / pairs * 2 * pairs + k % pairs;
+    T first = column < columns ? p[at] : T(0.0f);
+    T second = column + 1u < columns ? p[stride + at] : T(0.0f);
+    run.operands[k / 2].part[k % 2] = metal::vec<T, 2>(first, second);
+  }
+}
+template <int pairs, typename T, int count>
+void weave(thread right_fragment<T>* f, loaded_run<T, count> run) {
+#pragma unroll
+  for (ushort k = 0; k < count; k++) {
+    f[k] = run.operands[k];
   }
 }
 
@@ -203,6 +218,27 @@ right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
     a.part[k] = metal::vec<T, 2>(float2(a.part[k]) * float2(b.part[k]));
   }
   return a;
+}
+
+// Sums of squares of the elements of a right operand's columns, however the lanes share them;
+// store_squares gives those of column c to p[c].
+struct square_sums {
+  float2 part;
+};
+template <typename T>
+void add_squares(thread square_sums& sums, right_fragment<T> x) {
+#pragma unroll
+  for (ushort k = 0; k < 2; k++) {
+    sums.part = fma(float2(x.part[k]), float2(x.part[k]), sums.part);
+  }
+}
+template <typename P>
+void store_squares(P p, square_sums sums, uint lane) {
+  float2 all = fragment_column_sum(sums.part);
+  if (fragment_row(lane) == 0) {
+    p[fragment_col(lane)] = all.x;
+    p[fragment_col(lane) + 1] = all.y;
+  }
 }
 
 // Reads from a row of device memory that is read to its end soon, if not by this thread: GPUs that

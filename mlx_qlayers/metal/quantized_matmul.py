@@ -80,8 +80,7 @@ class MatrixUnits:
         run: neighbouring elements of a row of the matrix that a lane takes at once; it divides K.
         tiles: tiles of 16 rows of the matrix that a threadgroup computes.
         simds: SIMD groups of a threadgroup, which share K.
-        ahead: runs that a lane has under way for each row, 1, 2 or 4 (in NVFP4 1); where it is more
-            than one, 4 * run * ahead divides K.
+        ahead: runs that a lane has under way for each row, 1, 2 or 4.
         stacks: SIMD groups that share a part of K, with tiles of their own.
     """
 
@@ -95,8 +94,8 @@ class MatrixUnits:
     template: ClassVar = ("fragments", "run", "tiles", "stacks", "simds", "ahead")
 
     def takes(self, k: int) -> bool:
-        """Whether rows of so many elements are whole runs, and whole blocks of those ahead."""
-        return k % (self.run if self.ahead == 1 else 4 * self.run * self.ahead) == 0
+        """Whether rows of so many elements are whole runs."""
+        return k % self.run == 0
 
     @property
     def threads(self) -> int:
@@ -130,7 +129,7 @@ def few_rows(
         return FewRows(rows, outputs=4, run=fmt.group_size, lanes=1, ways=16, threads=8)
     # Apple's matrix units multiply no faster than its other units: an estimate.
     if dtype != mx.float32 and (device == "cuda" or rows > 3):
-        return _matrix_units(rows, n, k, fmt)
+        return _matrix_units(rows, n, k, fmt, "norm" in kind)
     # The sums and unpacked weights must stay within some 100 registers.
     run = 32 if fmt.bits % 2 else 16
     rows = next(n for n in (1, 2, 4, 8, MAX_FEW_ROWS) if n >= rows)
@@ -138,32 +137,32 @@ def few_rows(
     return FewRows(rows, outputs, run, lanes=32, ways=1, threads=64)
 
 
-def _matrix_units(rows: int, n: int, k: int, fmt: Format) -> MatrixUnits:
+def _matrix_units(rows: int, n: int, k: int, fmt: Format, normed: bool) -> MatrixUnits:
     """Measured on an H200; for other GPUs an estimate."""
     group, bits, mode = fmt
-    small = n <= 8192
+    # Fewer tiles than an H200 runs threadgroups of 16 SIMD groups, and not many more.
+    few, small = n <= 4096, n <= 8192
     if mode == "nvfp4":
         run, slots = 16 if k % 32 else 32, 1
     else:
         # As many neighbours as are 32 bytes at most, but no more columns than one operand has,
-        # down to one group at a time and to the words that begin and end with a code.
+        # down to one group at a time and to the words that begin and end with a code. Those of
+        # a normed x take twice the registers.
         least = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
-        run = max(least, min(group, 64 if small else 32))
+        run = max(least, min(group, 64 if not normed else 16 if small else 32))
         while run > least and (run * bits > 256 or 4 * run // group * rows > 8):
             run //= 2
         slots = 4 * run // group
     fragments = -(-rows * slots // 8)
-    ahead = 1
-    if rows <= 4:
-        tiles, simds = (1, 8) if small else (2, 4)
-        ahead = 2 if small and run * bits < 256 else 1
+    if small:
+        tiles, simds = 1, 16 if few and not normed and 2 < rows <= 8 else 8
+    elif rows <= 4:
+        tiles, simds = 2, 4
     elif rows <= 8:
-        tiles, simds = (1, 16) if small else (2, 8)
+        tiles, simds = 2, 4 if normed or n > 65536 else 8
     else:
-        tiles, simds = (1, 8) if small else (2, 4) if n <= 65536 else (4, 4)
-        ahead = 2 if tiles < 4 else 1
-    if mode == "nvfp4" or k % (8 * run):
-        ahead = 1
+        tiles, simds = (2, 4) if normed else (4, 4) if n <= 65536 else (4, 2)
+    ahead = 2 if few and rows > 4 and mode != "nvfp4" else 1
     config = MatrixUnits(fragments, run, tiles, simds, ahead)
     while _threadgroup_memory(**asdict(config)) > MAX_THREADGROUP_MEMORY:
         config = replace(config, simds=config.simds // 2)
@@ -235,7 +234,7 @@ _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate")
 
 
 def _threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, **_: object) -> int:
-    return 4 * simds * stacks * (tiles * 16 * 8 * fragments + 16)
+    return 4 * simds * fragments * 8 * (stacks * tiles * 16 + 1)
 
 
 @cache
@@ -266,7 +265,7 @@ def _omitted(
     without += ["residual"] * (not added)
     for i, number in enumerate(("", "1", "2")):
         if i >= count:
-            without += [name + number for name in PackedMatrix._fields]
+            without += [*(name + number for name in PackedMatrix._fields), f"w{number}_shape"]
         else:
             without += ["biases" + number] * (not affine) + ["bias" + number] * (not biased[i])
     return tuple(without)

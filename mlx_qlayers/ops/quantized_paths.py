@@ -49,7 +49,7 @@ _SMALL, _FEW_OF_SMALL = 1 << 22, 512
 # Picoseconds that the stock operator takes on an H200 for each element of a matrix, for 1 to 8 rows
 # (from there on no more), and what a call of the kernel takes there before another can follow.
 _STOCK_ON_CUDA = (0.57, 1.13, 1.7, 2.2, 2.8, 3.3, 3.9, 0.43)
-_CALL_ON_CUDA = 15e6
+_CALL_ON_CUDA = 12e6
 
 FEW_ROWS, TILES, DENSE = "few rows at once", "tiles", "dequantized, then a dense product"
 
@@ -109,7 +109,7 @@ def way(
     else:
         kernel, unless = TILES, "the kernel was not measured on an Apple GPU"
     kernel, unless, by = _tuned(rows, x, w, transpose, fmt, kernel, unless)
-    if alone and kernel == FEW_ROWS and transpose and device != "host":
+    if alone and kernel == FEW_ROWS and transpose and device == "cuda":
         unless = unless or _call_is_too_long(rows, w, fmt)
     path = choose(
         op,

@@ -118,6 +118,7 @@ def questions() -> Iterator[dict[Question, None]]:
         yield asked
     finally:
         _watching[:] = [others for others in _watching if others is not asked]
+        forget()
 
 
 @contextmanager

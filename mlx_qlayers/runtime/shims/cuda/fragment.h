@@ -25,6 +25,10 @@ inline ushort right_column(uint lane, ushort) {
   return fragment_row(lane);
 }
 
+inline uint from_row_lane(uint x, ushort pair, uint lane) {
+  return __shfl_sync(0xffffffffu, x, pair, 4);
+}
+
 inline float fragment_row_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -166,52 +170,50 @@ void load_right_interleaved(right_fragment<T>& f, const T* p, uint stride, uint 
   f.part[1] = values.high;
 }
 
-// Sixteen bytes that may lie anywhere; out of line, since they hardly ever do.
-__noinline__ inline uint4 load_halves(const uint16_t* p, int words) {
-  uint4 to = {};
-#pragma unroll
-  for (int k = 0; k < 4; k++)
-    if (k < words)
-      (&to.x)[k] = p[2 * k] | uint(p[2 * k + 1]) << 16;
-  return to;
-}
-// 2, 4 or more whole groups of 8 elements; p may be a slice that is not aligned to so many.
-template <int count, typename T>
-void load_run(uint* to, const T* p, int offset) {
-  static_assert(sizeof(T) == 2, "16-bit elements are woven");
-  constexpr int n = count < 8 ? count / 2 : 4;
-  struct alignas(4 * n) words {
-    uint word[n];
-  };
-  bool aligned = reinterpret_cast<size_t>(p) % sizeof(words) == 0;
-#pragma unroll
-  for (int k = 0; k < count / 2; k += n) {
-    const T* at = p + offset + 2 * k;
-    if (aligned) {
-      *reinterpret_cast<words*>(to + k) = *reinterpret_cast<const words*>(at);
-    } else {
-      uint4 values = load_halves(reinterpret_cast<const uint16_t*>(at), n);
-      memcpy(to + k, &values, sizeof(words));
-    }
-  }
-}
-template <int pairs, typename T>
-void load_right_woven(
-    right_fragment<T>* f,
+template <typename T, int count>
+struct loaded_run {
+  alignas(16) uint words[2 * count];
+};
+// An array may be a slice that is not aligned to 16 bytes.
+template <int pairs, typename T, int count>
+void load_run(
+    loaded_run<T, count>& run,
     const T* p,
     int offset,
     uint stride,
     uint step,
     uint columns,
     uint lane) {
+  static_assert(sizeof(T) == 2, "16-bit elements are woven");
+  constexpr int n = count % 2 ? 2 : 4;
+  struct alignas(4 * n) words {
+    uint word[n];
+  };
+  run = {};
   if (fragment_row(lane) >= columns)
     return;
-  alignas(16) uint run[pairs];
-  load_run<2 * pairs>(
-      run, p, offset + int(fragment_row(lane) * stride + fragment_col(lane) / 2 * step));
+  const T* at = p + offset + int(fragment_row(lane) * stride + fragment_col(lane) / 2 * step);
+  if (reinterpret_cast<size_t>(p) % 16 == 0) {
 #pragma unroll
-  for (int k = 0; k < pairs / 2; k++) {
-    uint low = run[k], high = run[k + pairs / 2];
+    for (int k = 0; k < 2 * count; k += n)
+      *reinterpret_cast<words*>(run.words + k) = *reinterpret_cast<const words*>(at + 2 * k);
+  } else {
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(at);
+#pragma unroll
+    for (int k = 0; k < 2 * count; k++)
+      run.words[k] = from[2 * k] | uint(from[2 * k + 1]) << 16;
+  }
+}
+template <int pairs, typename T, int count>
+void weave(right_fragment<T>* f, loaded_run<T, count>& run) {
+  // Lest the compiler choose between loaded and zero words by halves.
+#pragma unroll
+  for (int k = 0; k < 2 * count; k++)
+    asm volatile("" : "+r"(run.words[k]));
+#pragma unroll
+  for (int k = 0; k < count; k++) {
+    int from = k / (pairs / 2) * pairs + k % (pairs / 2);
+    uint low = run.words[from], high = run.words[from + pairs / 2];
     f[k].part[0] = as_type<vec<T, 2>>(__byte_perm(low, high, 0x5410));
     f[k].part[1] = as_type<vec<T, 2>>(__byte_perm(low, high, 0x7632));
   }
@@ -250,6 +252,23 @@ right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
     a.part[k] = as_type<vec<T, 2>>(
         product_of_pairs(as_type<pair>(a.part[k]), as_type<pair>(b.part[k])));
   return a;
+}
+
+// A right operand is a left one transposed, lane by lane: on the diagonals are squares. Both halves
+// of the depth fill the rows of one left operand, so that no register is copied.
+struct square_sums {
+  float2 low[2], high[2];
+};
+template <typename T>
+void add_squares(square_sums& sums, right_fragment<T> x) {
+  tensor_core_8(sums.low, x.part, &x.part[0]);
+  tensor_core_8(sums.high, x.part, &x.part[1]);
+}
+inline void store_squares(float* p, square_sums sums, uint lane) {
+  uint column = fragment_row(lane);
+  float2 both = sums.low[0] + sums.high[1];
+  if (fragment_col(lane) / 2 == column / 2)
+    p[column] = column % 2 ? both.y : both.x;
 }
 
 // The second level of the cache takes 256 bytes at a time; otherwise rows that are read in short
