@@ -166,8 +166,8 @@ def test_on_gpus(gpu, kind):
 @on_gpus
 @pytest.mark.parametrize("bits, dtype", [(4, mx.bfloat16), (8, mx.bfloat16), (8, mx.float16)])
 def test_packed_on_gpus(gpu, bits, dtype):
-    for keys in (1, 1030):
-        (q, *dense), options = make(keys, (2, 14, 2, 2, keys), (128, 64), dtype, "causal")
+    for queries, keys in ((2, 1), (2, 1030), (1, 1030)):
+        (q, *dense), options = make(keys, (2, 14, 2, queries, keys), (128, 64), dtype, "causal")
         packed = [tuple(mx.quantize(a, 64, bits)) for a in dense]
         exact = [(dequantize64(*a, Format(64, bits)),) for a in packed]
         with use_backend(gpu):
