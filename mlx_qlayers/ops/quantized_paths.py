@@ -178,7 +178,8 @@ def _many_rows_on_cuda(
     cut = tiles("cuda", rows, n, k, x.dtype, fmt, transpose)
     # Where tiles share the depth and another launch adds them up, a dense product wins sooner.
     until = _TILES_UNTIL if cut.count(rows, n) >= WAVE else _PARTS_UNTIL
-    kernel = TILES if rows <= until and transpose else DENSE
+    # MLX multiplies dense float32 matrices in TF32, which the kernels must not be.
+    kernel = TILES if x.dtype == mx.float32 or (rows <= until and transpose) else DENSE
     if fmt.mode == "affine" and fmt.bits == 1:
         return kernel, None  # there is no stock operator
     if unless := _unmeasured(x.dtype, fmt):

@@ -167,8 +167,8 @@ def test_a_batch_gives_each_member_what_it_gets_alone(path):
 def test_says_where_it_is_not_worth_while():
     assert why_not((1, 4, 256, 68), 64, Rotation(68)) == "no kernel for these shapes"
     assert why_not((1, 4, 0, 64), 64, Rotation(64)) == "no kernel for these shapes"
-    with use_backend("host"):
-        assert why_not((1, 4, 256, 64), 64, Rotation(64)) == "it was not measured on host"
+    with use_backend("ops"):
+        assert why_not((1, 4, 256, 64), 64, Rotation(64)) == "it was not measured on ops"
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 from mlx_qlayers.ops import attention_tiled
 
 
-def why_stock(device, *, length=64, width=128, v_width=None, dtype=mx.bfloat16, **options):
+def why_stock(device, *, keys=2048, length=2048, width=128, v_width=None, **options):
+    dtype = options.pop("dtype", mx.bfloat16)
     q = mx.zeros((1, 4, length, width), dtype)
-    k, v = mx.zeros((1, 2, 64, width), dtype), mx.zeros((1, 2, 64, v_width or width), dtype)
+    k, v = mx.zeros((1, 2, keys, width), dtype), mx.zeros((1, 2, keys, v_width or width), dtype)
     given = {"mask": "causal", "window": None, "softcap": None, "sinks": None} | options
     with mock.patch.object(attention_tiled, "backend", lambda: device):
         return attention_tiled.stock_is_better(q, k, v, **given)
@@ -21,15 +22,16 @@ def why_stock(device, *, length=64, width=128, v_width=None, dtype=mx.bfloat16, 
     [
         ({}, False),
         ({"softcap": 30.0}, True),
-        ({"window": 32}, True),
-        ({"window": 33}, False),
+        ({"window": 1024}, True),
+        ({"window": 1025}, False),
         ({"width": 192, "v_width": 128}, True),
         ({"width": 256}, True),
         ({"width": 160}, False),
         ({"softcap": 30.0, "dtype": mx.float32}, False),
-        ({"window": 8, "mask": mx.zeros((64, 64))}, False),
+        ({"window": 8, "mask": mx.zeros((2048, 2048))}, False),
         ({"window": 8, "sinks": mx.zeros(4)}, False),
         ({"window": 8, "length": 8}, False),
+        ({"softcap": 30.0, "length": 2047}, False),
     ],
 )
 def test_on_cuda_only_what_was_measured(options, kernel):
