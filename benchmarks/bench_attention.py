@@ -14,8 +14,8 @@ from functools import partial
 from importlib.metadata import version
 
 import mlx.core as mx
+from attention_decoding import decoding_table
 from common import add_output, print_facts, write_output
-from decoding import decoding_table
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlx_qlayers.ops.attention import attention

@@ -82,7 +82,7 @@ FAMILIES = (
         "bench_attention",
         gpu=["--decode"],
         cpu=["--decode"],
-        small={"decoding.KEYS": first(2), "decoding.DTYPES": first(1)},
+        small={"attention_decoding.KEYS": first(2), "attention_decoding.DTYPES": first(1)},
     ),
     Family(
         "grid_sample",

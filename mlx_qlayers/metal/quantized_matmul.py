@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ..formats import MODES, Format
 from ..runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
+from ..runtime.signature import CONSTANT_BELOW
 from ..tuning.lookup import tuned
 
 MAX_FEW_ROWS = 16
@@ -130,7 +131,11 @@ def few_rows(
     # Apple's matrix units multiply no faster than its other units: an estimate.
     if dtype != mx.float32 and (device == "cuda" or rows > 3):
         return _matrix_units(rows, n, k, fmt, "norm" in kind)
-    # The sums and unpacked weights must stay within some 100 registers.
+    return _any_units(rows, fmt)
+
+
+def _any_units(rows: int, fmt: Format) -> FewRows:
+    """For every GPU and dtype: sums and unpacked weights stay within some 100 registers."""
     run = 32 if fmt.bits % 2 else 16
     rows = next(n for n in (1, 2, 4, 8, MAX_FEW_ROWS) if n >= rows)
     outputs = 4 if rows * run <= 64 else 2
@@ -283,6 +288,9 @@ def _launch(
     (*leading, k) = x.shape
     if isinstance(config, MatrixUnits) and not config.takes(k):
         raise ValueError(f"{config} does not take rows of {k} elements")
+    if isinstance(config, MatrixUnits) and any(m.w.size < CONSTANT_BELOW for m in matrices):
+        # That kernel reads the shape of w, which therefore arrives as it is: in constant memory.
+        config = _any_units(x.size // k, fmt)
     sizes = [matrix.w.shape[0] for matrix in matrices]
     normed = 0 if norm is None else 1 if norm[0] is None else 2
     extra = [x]
