@@ -67,7 +67,7 @@ def _kernel(serial: bool, packed: bool, masked: bool, sinking: bool) -> Kernel:
 def _combine(sinking: bool) -> Kernel:
     return Kernel(
         "attention_combine" + "_sinks" * sinking,
-        "attention_decode.metal",
+        "attention_combine.metal",
         function="attention_combine",
         inputs=("parts", "sinks") if sinking else ("parts",),
         omitted=() if sinking else ("sinks",),

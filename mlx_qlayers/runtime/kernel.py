@@ -17,7 +17,7 @@ from .backend import backend, note, run
 from .health import WORDS, checking, judge
 from .launch import Launch, Plan, Size, TemplateValue
 from .program import Parameter, Program, load
-from .signature import CONSTANT_BELOW, TYPES
+from .signature import TYPES
 from .source import METAL, SourceError
 
 # What every Apple GPU of MLX's offers a threadgroup.
@@ -367,22 +367,12 @@ class Kernel:
         for i, parameter in self._limited:
             x = inputs[i]
             if parameter.space != "device":
-                self._check_constant(x, parameter)
+                if why := parameter.constant_refuses(x):
+                    raise self._error(why)
             elif x.ndim == 0 and not parameter.padded:
                 raise self._error(f"reads the shape of input {parameter.name}, which has no axis")
             elif x.size >= _LIMIT_32 and not self.large:
                 raise self._error(f"input {parameter.name} {x.shape} needs 64-bit offsets")
-
-    def _check_constant(self, x: mx.array, parameter: Parameter) -> None:
-        if parameter.reference and x.ndim > 0:
-            raise self._error(
-                f"input {parameter.name} is a reference, its shape must be (), not {x.shape}"
-            )
-        if not parameter.reference and (x.ndim == 0 or x.size >= CONSTANT_BELOW):
-            raise self._error(
-                f"input {parameter.name} is declared constant: it must have an axis and less than "
-                f"{CONSTANT_BELOW} elements, not shape {x.shape}"
-            )
 
     def _check_multiples(
         self, inputs: Sequence[mx.array], values: Mapping[str, TemplateValue]

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import mlx.core as mx
+
 from . import source
 from .instrument import with_health, without_health
-from .signature import ATTRIBUTES, SHAPE_WORDS, shape_words
+from .signature import ATTRIBUTES, CONSTANT_BELOW, SHAPE_WORDS, shape_words
 from .source import METAL, Item, SourceError, Token
 
 # Spellings of one type in Metal, by the one that MLX uses.
@@ -70,6 +72,17 @@ class Parameter:
     writable: bool = False
     atomic: bool = False
     padded: bool = False
+
+    def constant_refuses(self, x: mx.array) -> str | None:
+        """Why MLX would not pass an array as what is declared ``constant``, if so."""
+        if self.reference and x.ndim > 0:
+            return f"input {self.name} is a reference, its shape must be (), not {x.shape}"
+        if not self.reference and (x.ndim == 0 or x.size >= CONSTANT_BELOW):
+            return (
+                f"input {self.name} is declared constant: it must have an axis and less than "
+                f"{CONSTANT_BELOW} elements, not shape {x.shape}"
+            )
+        return None
 
 
 @dataclass(frozen=True, eq=False)
