@@ -67,7 +67,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.decode:
         print_facts()
-        write_output(args, "attention_decode", [decoding_table(args.repeats)])
+        for table in decoding_table(args.repeats):
+            write_output(args, "attention_decode", [table])
         return
     print(
         f"{mx.default_device()}, {platform.processor() or platform.machine()}, "
