@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
-from common import Sample, Table, add_output, measure, print_facts, write_output
+from common import Sample, Table, add_output, measure, output, print_facts
 from quantized_many import many_formats, many_rows
 
 from mlx_qlayers import backend, explain, quantized_matmul, use_backend
@@ -304,8 +304,9 @@ def main() -> None:
     args = parser.parse_args()
     print_facts()
     asked = [table for name, (table, _) in TABLES.items() if getattr(args, name)]
-    tables = [table for measured in asked or [layer_and_rows] for table in measured(args.repeats)]
-    write_output(args, "quantized_matmul", tables)
+    with output(args, "quantized_matmul"):
+        for measured in asked or [layer_and_rows]:
+            measured(args.repeats)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ __all__ = [
     "commit",
     "facts",
     "measure",
+    "output",
     "print_facts",
     "significant",
     "turns",
@@ -38,8 +41,11 @@ __all__ = [
 ]
 
 RESULTS = Path(__file__).parent / "results"
+# Told of every row that a table gets.
+_listeners: list[Callable[[Table], None]] = []
 
 
+@cache
 def facts() -> dict[str, str]:
     """The device, the versions, the commit and the date that a measurement belongs to."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -104,6 +110,8 @@ class Table:
         """Print a row and keep it. A column that is not given stays empty."""
         self.rows.append(row)
         self._print({name: _cell(row.get(name, "")) for name in self.columns})
+        for listener in _listeners:
+            listener(self)
 
     def _print(self, cells: Mapping[str, str]) -> None:
         first, *others = self.columns.items()
@@ -142,15 +150,44 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         )
 
 
+@contextmanager
+def output(args: argparse.Namespace, name: str) -> Iterator[None]:
+    """Write what :func:`add_output` asked for with every row that tables get inside the block.
+
+    A benchmark that is stopped leaves what it has measured.
+    """
+    tables: list[Table] = []
+
+    def keep(table: Table) -> None:
+        if table not in tables:
+            tables.append(table)
+        _write(args, name, tables)
+
+    _listeners.append(keep)
+    try:
+        yield
+    finally:
+        _listeners.remove(keep)
+        for path in _write(args, name, tables):
+            print(f"\nwrote {path}")
+
+
 def write_output(args: argparse.Namespace, name: str, tables: Sequence[Table]) -> None:
     """Write what :func:`add_output` asked for, with the facts of the machine."""
+    for path in _write(args, name, tables):
+        print(f"\nwrote {path}")
+
+
+def _write(args: argparse.Namespace, name: str, tables: Sequence[Table]) -> list[Path]:
     rows = [row for table in tables for row in table.flat()]
+    paths = []
     for kind, write in (("csv", _write_csv), ("json", _write_json)):
         if (path := getattr(args, kind)) is not None:
             path = path / f"{name}.{kind}" if path.is_dir() or path == RESULTS else path
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, rows)
-            print(f"\nwrote {path}")
+            paths.append(path)
+    return paths
 
 
 def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -4,11 +4,20 @@ Part of ``bench_quantized_matmul.py``. A time is that of one product in a chain 
 ``mx.compile`` traced, on matrices that take turns, with a second chain queued behind the first: the
 cost of Python and of launches is hidden, as in a model. ``calls`` is what plain calls take, which
 Python holds up where the product is small.
+
+On CUDA MLX compiles its own products of many rows where they are first met, which takes up to half
+a minute each, and keeps them on disk. Processes do that side by side while ours are checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -17,151 +26,260 @@ from common import Table, measure
 from mlx_qlayers import backend, explain, quantized_matmul
 from mlx_qlayers.formats import MODES, Format
 from mlx_qlayers.ops.quantized_paths import DENSE, TILES, Way, product
-from mlx_qlayers.reference import quantized_matmul as reference
 
 Packed = tuple[mx.array, mx.array, mx.array | None]
 Product = Callable[[mx.array, Packed], mx.array]
 
-# Outputs and inputs: gate and up of Qwen2-7B, its head, its attention's and its last projection.
-SHAPES = ((37888, 3584), (152064, 3584), (3584, 3584), (3584, 18944))
-FORMATS_SHAPE = (37888, 3584)
-ROWS = (17, 64, 128, 512, 2048)
-BACKWARD_ROWS = (64, 512, 2048)
+# Outputs and inputs: gate and up of Qwen2-7B, its attention's and its last projection, its head.
+WIDE, LAYER, LONG, HEAD = (37888, 3584), (3584, 3584), (3584, 18944), (152064, 3584)
 # Above so many rows no tile of ours keeps up with a dense product.
 _TILES_UNTIL = 256
-_ROTATED_ELEMENTS, _MOST_OPERATIONS = 1 << 28, 1 << 39
+# Copies of a matrix hold so many elements, which no cache does.
+_ROTATED_ELEMENTS = 1 << 28
+# Rows of x and columns of the matrix, as it is multiplied, that are held against float64.
+_CHECKED_ROWS, _CHECKED_COLUMNS = 16, 128
+
+
+class Case(NamedTuple):
+    """One product.
+
+    Attributes:
+        shape: rows and columns of the packed matrix, unpacked.
+        rows: of x.
+        transpose: False for the gradient of x, which multiplies with the same matrix as it is.
+        fmt: of the matrix.
+        dtype: of x, and of the numbers of an affine matrix.
+    """
+
+    shape: tuple[int, int]
+    rows: int
+    transpose: bool = True
+    fmt: Format = Format(64, 4)
+    dtype: mx.Dtype = mx.bfloat16
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What a table says of it."""
+        name = f"{self.shape[0]} x {self.shape[1]}"
+        return {
+            "product": name if self.transpose else f"gradient {name}",
+            "format": f"{self.fmt.mode} {self.fmt.bits}/{self.fmt.group_size}",
+            "dtype": str(self.dtype).removeprefix("mlx.core."),
+            "rows": self.rows,
+        }
+
+    @property
+    def of_stock(self) -> Case:
+        """A small product that takes the same kernel of MLX."""
+        rows = min(64, 1 << (self.rows - 1).bit_length())
+        return self._replace(shape=(512, 512), rows=rows)
 
 
 def many_rows(repeats: int) -> list[Table]:
-    """4 bits in groups of 64 at every size, and the gradient of x, which is untransposed."""
-    table = _table({"product": 22})
-    fmt = Format(64, 4)
-    for n, k in SHAPES:
-        copies = _copies(n, k, fmt, mx.bfloat16)
-        for rows in ROWS:
-            if rows * n * k <= _MOST_OPERATIONS:
-                _compare(table, {"product": f"{n} x {k}"}, rows, copies, True, fmt, repeats)
-    for n, k in SHAPES[:1]:
-        copies = _copies(n, k, fmt, mx.bfloat16)
-        for rows in BACKWARD_ROWS:
-            _compare(table, {"product": f"gradient {n} x {k}"}, rows, copies, False, fmt, repeats)
-    return [table]
+    """4 bits in groups of 64 at every size, and the gradient of x; what decides comes first."""
+    cases = [Case(WIDE, rows) for rows in (64, 128, 512, 2048)]
+    cases += [Case(WIDE, rows, transpose=False) for rows in (2048, 512, 64)]
+    counts = {LAYER: (64, 512, 2048), LONG: (64, 128, 512, 2048), HEAD: (64, 128, 512)}
+    cases += [Case(shape, rows) for shape, all_rows in counts.items() for rows in all_rows]
+    return _compare([*cases, *(Case(shape, 17) for shape in (WIDE, *counts))], repeats)
 
 
 def many_formats(repeats: int) -> list[Table]:
-    """Every width and other group sizes in bfloat16, then 4 bits in float16; one matrix."""
+    """4 bits in the other dtypes, then every width and other group sizes; one matrix."""
+    four = Format(64, 4)
     widths = [
         Format(sizes[len(sizes) // 2], bits, mode)
         for mode, (sizes, all_bits) in MODES.items()
         for bits in all_bits
     ]
-    cases = [(fmt, mx.bfloat16) for fmt in (*widths, Format(32, 4), Format(128, 4))]
-    cases = [*[case for case in cases if case[0] != Format(64, 4)], (Format(64, 4), mx.float16)]
-    table = _table({"format": 12, "dtype": 9})
-    for fmt, dtype in cases:
-        copies = _copies(*FORMATS_SHAPE, fmt, dtype)
-        name = f"{fmt.mode} {fmt.bits}/{fmt.group_size}"
-        row = {"format": name, "dtype": str(dtype).removeprefix("mlx.core.")}
-        for rows in (32, 128, 512):
-            _compare(table, row, rows, copies, True, fmt, repeats)
-    return [table]
+    others = (*reversed(widths), Format(32, 4), Format(128, 4))
+    kinds = [(four, mx.float16), (four, mx.float32)]
+    kinds += [(fmt, mx.bfloat16) for fmt in others if fmt != four]
+    sizes = ((64, True), (512, True), (512, False))
+    return _compare([Case(WIDE, *size, *kind) for kind in kinds for size in sizes], repeats)
 
 
-def _table(columns: dict[str, int]) -> Table:
-    columns |= {"rows": 5} | dict.fromkeys(("stock", "dense", "ours", "tiles", "unpacked"), 11)
-    columns |= {"by": 10, "ratio": 6, "TFLOP/s": 8, "stock calls": 12, "calls": 11, "MB": 7}
+def _compare(cases: list[Case], repeats: int) -> list[Table]:
+    """Verify all, then time one after the other."""
     print(f"milliseconds on backend {backend()}; dense: mx.dequantize and a product; unpacked: the")
     print(
         "same by our kernel; ours: what `auto` takes; ratio: the better of stock and dense over it;"
     )
     print("calls: plain calls of `auto`; MB: the most memory one takes beside arguments and result")
-    table = Table(columns | {"error": 8})
+    table = Table(
+        {"product": 21, "format": 11, "dtype": 8, "rows": 4}
+        | dict.fromkeys(("stock", "dense", "ours", "tiles", "unpacked"), 11)
+        | {"by": 8, "ratio": 5, "TFLOP/s": 7, "stock calls": 11, "calls": 11, "MB": 5, "error": 7}
+    )
     table.print_header()
-    return table
+    compiled = _compile_stock(case.of_stock for case in cases)
+    errors = [_errors(case) for case in cases]
+    for case, found in zip(cases, errors, strict=True):
+        compiled[case.of_stock].result()
+        _time(table, case, found, repeats)
+    return [table]
 
 
-def _copies(n: int, k: int, fmt: Format, dtype: mx.Dtype) -> list[Packed]:
+def _compile_stock(cases: Iterable[Case]) -> dict[Case, Future[None]]:
+    """Let MLX compile what these take, each in a process, the first ones first."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    return {case: pool.submit(_run_stock, case) for case in dict.fromkeys(cases)}
+
+
+def _run_stock(case: Case) -> None:
+    if backend() != "cuda":
+        return
+    (n, k), (group, bits, mode) = case.shape, case.fmt
+    affine, dtype = mode == "affine", str(case.dtype).removeprefix("mlx.core.")
+    code = f"""
+import mlx.core as mx
+x, w = mx.zeros(({case.rows}, {k}), mx.{dtype}), mx.zeros(({n}, {k * bits // 32}), mx.uint32)
+scales = mx.zeros(({n}, {k // group}), mx.{dtype if affine else "uint8"})
+biases = scales if {affine} else None
+mx.eval(mx.quantized_matmul(x, w, scales, biases, {case.transpose}, {group}, {bits}, "{mode}"))
+"""
+    # Where MLX has no such product it says so again when it is timed.
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+
+
+@cache
+def _copies(shape: tuple[int, int], fmt: Format, dtype: mx.Dtype) -> list[Packed]:
     """Random matrices of about unit products, as many as no cache holds."""
+    n, k = shape
     mx.random.seed(n)
     copies: list[Packed] = []
-    for _ in range(max(2, min(6, _ROTATED_ELEMENTS // (n * k)))):
+    for _ in range(max(2, min(16, _ROTATED_ELEMENTS // (n * k)))):
         w = mx.random.randint(0, 2**32 - 1, (n, k * fmt.bits // 32), mx.uint32)
-        shape = (n, k // fmt.group_size)
+        groups = (n, k // fmt.group_size)
         if fmt.mode != "affine":
             # Exponents around 2^-6, in NVFP4 numbers around 2^-4; no codes that are not numbers.
             low, high = (16, 32) if fmt.mode == "nvfp4" else (119, 123)
             w = w & 0xBFBFBFBF if fmt.bits == 8 else w
-            copies.append((w, mx.random.randint(low, high, shape, mx.uint8), None))
+            copies.append((w, mx.random.randint(low, high, groups, mx.uint8), None))
             continue
-        scales = (mx.random.uniform(0.5, 1, shape) * 2**-fmt.bits * k**-0.5).astype(dtype)
+        scales = (mx.random.uniform(0.5, 1, groups) * 2**-fmt.bits * k**-0.5).astype(dtype)
         copies.append((w, scales, -(2 ** (fmt.bits - 1)) * scales))
     mx.eval(copies)
     return copies
 
 
-def _compare(
-    table: Table,
-    row: dict[str, str],
-    rows: int,
-    copies: list[Packed],
-    transpose: bool,
-    fmt: Format,
-    repeats: int,
-) -> None:
-    """Verify and time one size. Untransposed it is the gradient of x, the matrix still (n, k)."""
-    n, k = copies[0][0].shape[0], fmt.dims(copies[0][0])
-    dtype = mx.float16 if row.get("dtype") == "float16" else mx.bfloat16
-    x = mx.random.normal((rows, k if transpose else n), key=mx.random.key(rows)).astype(dtype)
+@cache
+def _x(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
+    x = mx.random.normal((rows, columns), key=mx.random.key(rows)).astype(dtype)
     mx.eval(x)
-    options = fmt._asdict()
+    return x
+
+
+def _arguments(case: Case) -> tuple[mx.array, list[Packed]]:
+    x = _x(case.rows, case.shape[1 if case.transpose else 0], case.dtype)
+    return x, _copies(case.shape, case.fmt, case.dtype)
+
+
+def _auto(case: Case) -> Product:
+    options = case.fmt._asdict()
+    return lambda x, packed: quantized_matmul(x, *packed, transpose=case.transpose, **options)
+
+
+def _ours(case: Case) -> dict[str, Product]:
+    """Our ways that come into question."""
 
     def by(kernel: str) -> Product:
         way = Way(backend(), kernel)
-        return lambda x, packed: product(way, x, *packed, None, transpose, fmt)
+        return lambda x, packed: product(way, x, *packed, None, case.transpose, case.fmt)
+
+    # A dense product of float32 is one of TF32 in MLX.
+    ways = {} if case.dtype == mx.float32 else {"unpacked": by(DENSE)}
+    return ways if ways and case.rows > _TILES_UNTIL else ways | {"tiles": by(TILES)}
+
+
+def _theirs(case: Case) -> dict[str, Product]:
+    """Ways of stock MLX that run here."""
 
     def dense(x: mx.array, packed: Packed) -> mx.array:
-        matrix = mx.dequantize(*packed, *fmt, dtype=dtype)
-        return x @ (matrix.T if transpose else matrix)
-
-    def auto(x: mx.array, packed: Packed) -> mx.array:
-        return quantized_matmul(x, *packed, transpose=transpose, **options)
+        matrix = mx.dequantize(*packed, *case.fmt, dtype=case.dtype)
+        return x @ (matrix.T if case.transpose else matrix)
 
     def stock(x: mx.array, packed: Packed) -> mx.array:
-        return mx.quantized_matmul(x, *packed, transpose, *fmt)
+        return mx.quantized_matmul(x, *packed, case.transpose, *case.fmt)
 
-    ways: dict[str, Product] = {"stock": stock, "dense": dense, "unpacked": by(DENSE)}
-    if rows <= _TILES_UNTIL:
-        ways["tiles"] = by(TILES)
-    found = {}
-    for name in list(ways):
+    ways: dict[str, Product] = {"stock": stock, "dense": dense}
+    x, (packed, *_) = _arguments(case)
+    for name, way in list(ways.items()):
         try:
-            found[name] = _error(ways[name], x, copies[0], transpose, fmt)
-        except (RuntimeError, ValueError) as error:  # not every format has every stock operator
-            print(f"{name}: {error}")
+            mx.eval(way(x, packed))
+        except (RuntimeError, ValueError) as error:  # not every format has every operator
+            print(f"{case}: {name}: {error}")
             del ways[name]
-    for name in set(found) - {"stock", "dense"}:
-        allowed = 2 * mx.finfo(dtype).eps
-        assert found[name] <= allowed, f"{row}, {rows} rows, {name}: {found[name]:.2e}"
+    return ways
+
+
+def _errors(case: Case) -> dict[str, float]:
+    """The largest error of each of our ways against float64, over the largest number.
+
+    Of rows and columns from all over the result. They are held against what two roundings to the
+    dtype and twice the error of float32 sums allow.
+    """
+    x, (packed, *_) = _arguments(case)
+    step, rows = _Step(case), slice(None, None, max(1, case.rows // _CHECKED_ROWS))
+    with mx.stream(mx.cpu):  # on CUDA there is no operator for one bit
+        w, *numbers = (a if a is None else step.of_matrix(a) for a in packed)
+        if case.fmt.mode == "affine":
+            numbers = [a.astype(mx.float32) for a in numbers if a is not None]
+        matrix = np.array(mx.dequantize(w, *numbers, *case.fmt, dtype=mx.float32))
+        left = np.array(x[rows].astype(mx.float32))
+    matrix = matrix.T if case.transpose else matrix
+    truth = left.astype(np.float64) @ matrix.astype(np.float64)
+    largest = np.abs(truth).max()
+    allowed = 2 * (mx.finfo(case.dtype).eps + np.abs(left @ matrix - truth).max() / largest)
+    found = {}
+    for name, way in _ours(case).items():
+        y = np.array(step.of_result(way(x, packed)[rows]).astype(mx.float32))
+        found[name] = float(np.abs(y - truth).max() / largest)
+        assert found[name] <= allowed, f"{case}, {name}: {found[name]:.2e}, not {allowed:.2e}"
+    return found
+
+
+class _Step:
+    """Every so many columns of a product; whole groups of them where they lie in groups."""
+
+    def __init__(self, case: Case) -> None:
+        (n, k), self.transpose = case.shape, case.transpose
+        self.lines = n if case.transpose else k // case.fmt.group_size
+        wide = 1 if case.transpose else case.fmt.group_size
+        step = max(1, self.lines * wide // _CHECKED_COLUMNS)
+        self.slice = slice(step // 2, None, step)
+
+    def of_matrix(self, a: mx.array) -> mx.array:
+        return a[self.slice] if self.transpose else self.of_result(a)
+
+    def of_result(self, a: mx.array) -> mx.array:
+        return a.reshape(len(a), self.lines, -1)[:, self.slice].reshape(len(a), -1)
+
+
+def _time(table: Table, case: Case, errors: dict[str, float], repeats: int) -> None:
+    """Time the ways of one product in turns."""
+    x, copies = _arguments(case)
+    theirs, auto = _theirs(case), _auto(case)
+    ways = theirs | _ours(case)
     taken, peak = _taken(auto, x, copies[0])
     contenders = {name: _chain(way, x, copies, traced=True) for name, way in ways.items()}
     if "stock" in ways:
-        contenders["stock calls"] = _chain(stock, x, copies, traced=False)
+        contenders["stock calls"] = _chain(ways["stock"], x, copies, traced=False)
     contenders["calls"] = _chain(auto, x, copies, traced=False)
     times = {
         name: t.scaled(1 / len(copies))
         for name, t in measure(contenders, repeats=repeats, least=0.01).items()
     }
     times["ours"] = times[taken]
-    ours = times["ours"].median
+    ours, (n, k) = times["ours"].median, case.shape
     table.add(
-        **row,
-        rows=rows,
+        **case.row,
         **{name: time.scaled(1e3) for name, time in times.items()},
         by=taken,
-        ratio=min(times[name].median for name in ("stock", "dense") if name in times) / ours,
-        **{"TFLOP/s": 2e-12 * rows * n * k / ours},
+        **({"ratio": min(times[name].median for name in theirs) / ours} if theirs else {}),
+        **{"TFLOP/s": 2e-12 * case.rows * n * k / ours},
         MB=peak / 1e6,
-        error=found[taken],
+        error=max(errors.values()),
     )
 
 
@@ -185,20 +303,6 @@ def _taken(auto: Product, x: mx.array, packed: Packed) -> tuple[str, float]:
     mx.eval(y)
     peak = mx.get_peak_memory() - before - y.nbytes
     decision = next(d for d in explain() if d.op == "quantized_matmul")
-    names = {TILES: "tiles", DENSE: "unpacked"}
-    return next((n for kernel, n in names.items() if kernel in decision.reason), "stock"), peak
-
-
-def _error(product: Product, x: mx.array, packed: Packed, transpose: bool, fmt: Format) -> float:
-    """The largest error against float64, over the largest number; on the first rows and columns."""
-    w, *numbers = packed
-    if transpose:
-        part = tuple(None if a is None else a[:64] for a in packed)
-    else:
-        words = fmt.group_size * fmt.bits // 32
-        part = w[:, :words], *(None if a is None else a[:, :1] for a in numbers)
-    with mx.stream(mx.cpu):  # on CUDA there is no operator for one bit
-        dense = np.array(reference.dequantize(*part, fmt), np.float64)
-    truth = np.array(x[:8].astype(mx.float32), np.float64) @ (dense.T if transpose else dense)
-    found = np.array(product(x, packed)[:8, : truth.shape[1]].astype(mx.float32), np.float64)
-    return float(np.abs(found - truth).max() / np.abs(truth).max())
+    if decision.path == "ops":
+        return "stock", peak
+    return "unpacked" if DENSE in decision.reason else "tiles", peak

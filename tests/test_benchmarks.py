@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-from common import Sample, Table, measure, significant, turns  # noqa: E402
+from common import Sample, Table, add_output, measure, output, significant, turns  # noqa: E402
 
 
 def test_sample_is_the_median_and_the_middle_half() -> None:
@@ -62,6 +63,27 @@ def test_table_keeps_rows(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     row = {"name": "a", "ms": 1.0, "ms low": 0.5, "ms high": 1.5, "ms count": 3, "dtype": "float32"}
     assert table.flat() == [row]
+
+
+def test_rows_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_output(parser)
+    args = parser.parse_args(["--csv", str(tmp_path / "out.csv")])
+
+    def names() -> list[str]:
+        lines = [line for line in (tmp_path / "out.csv").open() if not line.startswith("#")]
+        return [row["name"] for row in csv.DictReader(lines)]
+
+    with pytest.raises(KeyboardInterrupt), output(args, "any"):
+        first, second = Table({"name": 5}), Table({"name": 5, "ms": 5})
+        first.add(name="a")
+        assert names() == ["a"]
+        second.add(name="b", ms=1.0)
+        first.add(name="c")
+        assert names() == ["a", "c", "b"]
+        raise KeyboardInterrupt
+    first.add(name="d")
+    assert names() == ["a", "c", "b"]
 
 
 def test_generation_benchmark(tiny_model: Path, tmp_path: Path) -> None:
