@@ -13,11 +13,12 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mlx_qlayers.commands.info import backends, device, versions
 from mlx_qlayers.tuning.timing import Sample, arrays, measure, significant, turns
@@ -35,11 +36,13 @@ __all__ = [
     "significant",
     "turns",
     "write_output",
+    "write_rows_as_added",
 ]
 
 RESULTS = Path(__file__).parent / "results"
 
 
+@cache
 def facts() -> dict[str, str]:
     """The device, the versions, the commit and the date that a measurement belongs to."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -91,6 +94,9 @@ class Table:
         64 x 64       0.100 ±25%
     """
 
+    # Called with a table after each of its rows.
+    added: ClassVar[Callable[[Table], None] | None] = None
+
     def __init__(self, columns: Mapping[str, int]) -> None:
         self.columns = dict(columns)
         self.rows: list[dict[str, Any]] = []
@@ -104,6 +110,8 @@ class Table:
         """Print a row and keep it. A column that is not given stays empty."""
         self.rows.append(row)
         self._print({name: _cell(row.get(name, "")) for name in self.columns})
+        if Table.added is not None:
+            Table.added(self)
 
     def _print(self, cells: Mapping[str, str]) -> None:
         first, *others = self.columns.items()
@@ -144,13 +152,32 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 def write_output(args: argparse.Namespace, name: str, tables: Sequence[Table]) -> None:
     """Write what :func:`add_output` asked for, with the facts of the machine."""
+    for path in _written(args, name, tables):
+        print(f"\nwrote {path}")
+
+
+def write_rows_as_added(args: argparse.Namespace, name: str) -> None:
+    """Write the same after each row of any table: a run that is killed leaves what it measured."""
+    tables: list[Table] = []
+
+    def write(table: Table) -> None:
+        if table not in tables:
+            tables.append(table)
+        _written(args, name, tables)
+
+    Table.added = write
+
+
+def _written(args: argparse.Namespace, name: str, tables: Sequence[Table]) -> list[Path]:
     rows = [row for table in tables for row in table.flat()]
+    paths = []
     for kind, write in (("csv", _write_csv), ("json", _write_json)):
         if (path := getattr(args, kind)) is not None:
             path = path / f"{name}.{kind}" if path.is_dir() or path == RESULTS else path
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, rows)
-            print(f"\nwrote {path}")
+            paths.append(path)
+    return paths
 
 
 def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:

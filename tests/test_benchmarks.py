@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-from common import Sample, Table, measure, significant, turns  # noqa: E402
+from common import Sample, Table, measure, significant, turns, write_rows_as_added  # noqa: E402
 
 
 def test_sample_is_the_median_and_the_middle_half() -> None:
@@ -62,6 +63,20 @@ def test_table_keeps_rows(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     row = {"name": "a", "ms": 1.0, "ms low": 0.5, "ms high": 1.5, "ms count": 3, "dtype": "float32"}
     assert table.flat() == [row]
+
+
+def test_rows_are_written_as_they_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Table, "added", None)
+    args = argparse.Namespace(csv=tmp_path / "out.csv", json=None)
+    write_rows_as_added(args, "any")
+    first, second = Table({"name": 5}), Table({"name": 5, "ms": 8})
+    for count, add in enumerate((first, second, first), start=1):
+        add.add(name=str(count))
+        rows = [line for line in args.csv.read_text().splitlines() if line[0] != "#"]
+        assert len(rows) == 1 + count
+    assert [row["name"] for row in csv.DictReader(rows)] == ["1", "3", "2"]
 
 
 def test_generation_benchmark(tiny_model: Path, tmp_path: Path) -> None:
