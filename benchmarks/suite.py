@@ -58,7 +58,7 @@ FAMILIES = (
         "bench_quantized_matmul",
         gpu=["--few"],
         cpu=None,
-        small={"bench_quantized_matmul.GPU_SHAPES": first(2)},
+        small={"bench_quantized_matmul.GPU_SHAPES": lambda shapes: shapes[::3]},
     ),
     Family("quantized_many", "bench_quantized_matmul", gpu=["--many"], cpu=None, small=None),
     Family(
