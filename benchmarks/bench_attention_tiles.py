@@ -1,9 +1,10 @@
 """Attention of many queries, forward and with gradients: kernels, stock, and unfused operators.
 
-Run ``python benchmarks/bench_attention_tiles.py``. Every result is first compared with the stock
-operator's. ``stock`` is ``mx.fast.scaled_dot_product_attention`` (with a mask where there is a
+Run ``python benchmarks/bench_attention_tiles.py``. Results are first compared with float32 at some
+queries. ``stock`` is ``mx.fast.scaled_dot_product_attention`` (with a mask where there is a
 window), ``unfused`` the same in plain MLX operators, as it is done in training on Metal, ``kernel``
-the forced kernel path, ``auto`` what this package picks. ``MB`` is the peak above the inputs.
+the forced kernel path, ``auto`` what this package picks. ``MB`` is the peak above the inputs. Short
+sequences are timed one call after the other, and in compiled chains of calls.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from common import Table, add_output, arrays, measure, print_facts, write_output
+from common import Table, add_output, arrays, measure, output, print_facts
 
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.reference.attention import visible
 from mlx_qlayers.runtime.backend import BackendError, backend, explain, use_backend
 
 Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
-COLUMNS = {"task": 50, "path": 8, "ms": 14, "ratio": 7, "TFLOP/s": 8, "MB": 8}
+COLUMNS = {"task": 58, "path": 8, "ms": 14, "ratio": 7, "TFLOP/s": 8, "MB": 8}
 CURVE = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
 # Longer ones would need more memory than there is.
 UNFUSED_UP_TO = 8192
+# Queries that are verified, and calls of a compiled chain.
+SAMPLED, CHAIN = 16, 16
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Case:
     dtype: mx.Dtype = mx.bfloat16
     options: dict[str, Any] = field(default_factory=dict)
     unfused: bool = True
+    chained: bool = False
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("mlx.core.")
@@ -82,14 +86,16 @@ def unfused(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    rows: mx.array | None = None,
 ) -> mx.array:
-    """Scores, mask, softmax and sums one after the other."""
+    """Scores, mask, softmax and sums one after the other, of queries at ``rows`` if not of all."""
     batch, heads, length, width = q.shape
     groups = (q * scale).reshape(batch, k.shape[1], -1, length, width)
     scores = groups @ k[:, :, None].swapaxes(-1, -2)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
-    seen = visible(length, k.shape[2], window)
+    seen = visible(k.shape[2], k.shape[2], window)
+    seen = seen if rows is None else seen[rows]
     scores = mx.where(seen, scores, mx.finfo(scores.dtype).min)
     out = mx.softmax(scores, axis=-1, precise=True) @ v[:, :, None]
     return out.reshape(batch, heads, length, -1)
@@ -119,37 +125,81 @@ def peak(run: Callable[[], Any]) -> float:
 
 
 def verify(case: Case, paths: dict[str, Attention], inputs: list[mx.array]) -> None:
-    """Compare every path with the first, for a short sequence of the same kind."""
-    names = list(paths)
-    expected = with_gradients(paths[names[0]], *inputs)
-    for name in names[1:]:
-        for mine, theirs in zip(with_gradients(paths[name], *inputs), expected, strict=True):
-            difference = mx.abs(mine.astype(mx.float32) - theirs.astype(mx.float32)).max()
-            error = (difference / mx.abs(theirs.astype(mx.float32)).max()).item()
-            assert error < (1e-3 if case.dtype == mx.float32 else 4e-2), f"{case} {name}: {error}"
+    """Hold some queries of each path against float32, and the gradients if only these have one."""
+    length, dtype = case.length, case.dtype
+    rows = mx.sort(mx.random.permutation(length)[:SAMPLED])
+    sampled = mx.zeros(length, mx.bool_)
+    sampled[rows] = True
+    *primals, cotangent = inputs
+    cotangent = mx.where(sampled[:, None], cotangent, 0).astype(dtype)
+    options = {"scale": case.width**-0.5, "rows": rows, **case.options}
+    # A GPU's own products of float32 may be rounded to TF32.
+    with mx.stream(mx.cpu if dtype == mx.float32 else mx.default_device()):
+        q, k, v, d_out = (a.astype(mx.float32) for a in (*primals, cotangent))
+        expected = with_gradients(
+            partial(unfused, **options), q[:, :, rows], k, v, d_out[:, :, rows]
+        )
+        mx.eval(expected)
+    for name, run in paths.items():
+        out, d_q, *others = with_gradients(run, *primals, cotangent)
+        found = [out[:, :, rows], d_q[:, :, rows], *others]
+        for mine, truth in zip(found, expected, strict=True):
+            error = (mx.abs(mine.astype(mx.float32) - truth).max() / mx.abs(truth).max()).item()
+            assert error < (1e-3 if dtype == mx.float32 else 4e-2), f"{case} {name}: {error}"
+
+
+def chain(run: Attention, gradients: bool) -> Callable[..., Any]:
+    """So many calls, each with the result of the last one as queries, traced once."""
+
+    def calls(q: mx.array, k: mx.array, v: mx.array, cotangent: mx.array) -> mx.array:
+        for _ in range(CHAIN):
+            q = with_gradients(run, q, k, v, cotangent)[1] if gradients else run(q, k, v)
+        return q
+
+    return mx.compile(calls)
 
 
 def compare(case: Case, repeats: int, table: Table) -> None:
     inputs, paths = case.inputs(), case.paths()
     verify(case, paths, inputs)
     for gradients in (False, True):
+        what = "with gradients" if gradients else "forward"
+        given = inputs if gradients else inputs[:3]
         runs: dict[str, Callable[[], Any]] = {
-            name: partial(with_gradients, run, *inputs) if gradients else partial(run, *inputs[:3])
+            name: partial(with_gradients, run, *given) if gradients else partial(run, *given)
             for name, run in paths.items()
         }
-        times = measure(runs, repeats=repeats)
-        for number, (name, time) in enumerate(times.items()):
-            task = f"{case}, {'with gradients' if gradients else 'forward'}"
-            table.add(
-                **{
-                    "task": "" if number else task,
-                    "path": name,
-                    "ms": time.scaled(1e3),
-                    "ratio": f"{times[next(iter(times))].median / time.median:.2f}x",
-                    "TFLOP/s": case.flops(gradients) / time.median / 1e12,
-                    "MB": peak(runs[name]),
-                }
+        add_times(case, f"{case}, {what}", runs, repeats, table, gradients)
+        if case.chained:
+            chains = {name: partial(chain(run, gradients), *inputs) for name, run in paths.items()}
+            add_times(
+                case, f"{case} compiled, {what}", chains, repeats, table, gradients, calls=CHAIN
             )
+
+
+def add_times(
+    case: Case,
+    task: str,
+    runs: dict[str, Callable[[], Any]],
+    repeats: int,
+    table: Table,
+    gradients: bool,
+    calls: int = 1,
+) -> None:
+    """A row for each path; what runs makes so many ``calls``."""
+    times = {name: t.scaled(1 / calls) for name, t in measure(runs, repeats=repeats).items()}
+    first = next(iter(times.values()))
+    for name, time in times.items():
+        table.add(
+            **{
+                "task": task,
+                "path": name,
+                "ms": time.scaled(1e3),
+                "ratio": f"{first.median / time.median:.2f}x",
+                "TFLOP/s": case.flops(gradients) / time.median / 1e12,
+                "MB": peak(runs[name]) if calls == 1 else "",
+            }
+        )
 
 
 def curve(lengths: list[int], table: Table) -> None:
@@ -175,8 +225,8 @@ GPU = [
     Case(32, 8, 64, 2048, mx.float32),
     Case(32, 8, 128, 4096, options={"window": 1024}),
     Case(32, 8, 128, 2048, options={"softcap": 30.0}),
-    Case(32, 8, 128, 256),
-    Case(32, 8, 128, 256, options={"window": 64}),
+    Case(32, 8, 128, 256, chained=True),
+    Case(32, 8, 128, 256, options={"window": 64}, chained=True),
 ]
 CPU = [
     Case(4, 4, 64, 128, mx.float32),
@@ -187,21 +237,21 @@ CPU = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     add_output(parser)
     args = parser.parse_args()
     print_facts()
     on_gpu = DEVICE in ("metal", "cuda")
-    table, memory = Table(COLUMNS), Table({"task": 50, "path": 8, "MB": 10})
-    table.print_header()
-    for case in GPU if on_gpu else CPU:
-        compare(case, args.repeats, table)
-    print()
-    memory.print_header()
-    curve(CURVE if on_gpu else CURVE[:1], memory)
+    table, memory = Table(COLUMNS), Table({"task": 58, "path": 8, "MB": 10})
+    with output(args, "attention_tiles"):
+        memory.print_header()
+        curve(CURVE if on_gpu else CURVE[:1], memory)
+        print()
+        table.print_header()
+        for case in GPU if on_gpu else CPU:
+            compare(case, args.repeats, table)
     print("\nwhat auto picked:")
     print("\n".join(str(d) for d in explain() if d.op == "attention" and d.reason != "asked for"))
-    write_output(args, "attention_tiles", [table, memory])
 
 
 DEVICE = backend()
