@@ -7,9 +7,10 @@ from typing import Any, TypeGuard
 
 import mlx.core as mx
 
+from ..metal.attention import Scores
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import choose, requested
+from ..runtime.backend import requested
 from ..tuning.store import on_change
 from . import attention_decode, attention_tiled
 from .differentiable import gradients_are_left_out
@@ -83,7 +84,8 @@ def attention(
     except (TypeError, AttributeError):
         key = known = None
     if known is None:
-        known = _checked(q, k, v, scale, mask, window, softcap, sinks)
+        scores = Scores(scale, isinstance(mask, str), window, softcap)
+        known = _checked(q, k, v, mask, sinks, scores)
         if len(_known) >= _REMEMBERED:
             _known.clear()
         if key is not None:
@@ -102,46 +104,16 @@ def _checked(
     q: mx.array,
     k: mx.array | Packed,
     v: mx.array | Packed,
-    scale: float,
     mask: mx.array | str | None,
-    window: int | None,
-    softcap: float | None,
     sinks: mx.array | None,
+    scores: Scores,
 ) -> Callable[..., mx.array]:
     """Check a call; what then computes it from q, k, v, an array as mask, and sinks."""
     _check_arrays(q, k, v)
-    _check_options(q, reference.keys(k), scale, mask, window, softcap, sinks)
-    if attention_decode.covers(q, k, v):
-        return attention_decode.Attention(q, k, v, scale, mask, window, softcap, sinks)
-    name = None if isinstance(mask, mx.array) else mask
-
-    def run(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> mx.array:
-        return _by_tiles(q, k, v, scale, name if mask is None else mask, window, softcap, sinks)
-
-    return run
-
-
-def _by_tiles(
-    q: mx.array,
-    k: mx.array | Packed,
-    v: mx.array | Packed,
-    scale: float,
-    mask: mx.array | str | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    kernels = attention_tiled
-    lacking = kernels.lacking(q, k, v, scale)
-    path = choose(
-        "attention",
-        () if lacking else kernels.BACKENDS,
-        unless=lacking or kernels.stock_is_better(q, k, v, mask, window, softcap, sinks),
-        host_gain=kernels.HOST_GAIN,
-    )
-    if path == "ops":
-        return reference.attention(q, k, v, scale, mask, window, softcap, sinks)
-    return kernels.attention(q, k, v, scale, mask, window, softcap, sinks)
+    _check_options(q, reference.keys(k), mask, sinks, scores)
+    few = attention_decode.covers(q, k, v)
+    kernels = attention_decode.Attention if few else attention_tiled.Attention
+    return kernels(q, k, v, mask, sinks, scores)
 
 
 def _check_arrays(q: mx.array, k: mx.array | Packed, v: mx.array | Packed) -> None:
@@ -220,13 +192,12 @@ def _check_packed(
 def _check_options(
     q: mx.array,
     keys: int,
-    scale: float,
     mask: mx.array | str | None,
-    window: int | None,
-    softcap: float | None,
     sinks: mx.array | None,
+    scores: Scores,
 ) -> None:
     batch, heads, queries, _ = q.shape
+    scale, window, softcap = scores.scale, scores.window, scores.softcap
     if not isinstance(scale, (int, float)):
         raise ValueError(f"scale must be a number, not {scale!r}")
     if isinstance(mask, mx.array):

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..metal.attention import Scores
 from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, Prepared, configure, question
 from ..reference import attention as reference
 from ..reference.attention import Packed
@@ -41,17 +42,15 @@ class Attention:
         q: mx.array,
         k: mx.array | Packed,
         v: mx.array | Packed,
-        scale: float,
         mask: mx.array | str | None,
-        window: int | None,
-        softcap: float | None,
         sinks: mx.array | None,
+        scores: Scores,
     ) -> None:
         self._packed = isinstance(k, tuple)
         parts = _parts(q, k, v)
         self._dtype = mx.result_type(*(a for a in parts if a.dtype != mx.uint32))
         self._mixed = any(a.dtype not in (self._dtype, mx.uint32) for a in parts)
-        self._scale, self._window, self._softcap = scale, window, softcap
+        self._scores = scores
         self._mask = None if isinstance(mask, mx.array) or q.shape[2] == 1 else mask
         best = found("attention_decode", *question(q, k, v))
         by, self._unless = decided(best, "few queries", _why_stock(q, parts[1], self._packed, mask))
@@ -64,7 +63,7 @@ class Attention:
             and requested() == "auto"
             and self._unless is not None
             and not (self._packed or self._mixed or isinstance(mask, mx.array))
-            and window is softcap is sinks is None
+            and scores.window is scores.softcap is sinks is None
         )
 
     def __call__(
@@ -77,7 +76,9 @@ class Attention:
     ) -> mx.array:
         if self._as_stock:
             note("attention", "ops", str(self._unless))
-            return mx.fast.scaled_dot_product_attention(q, k, v, scale=self._scale, mask=self._mask)
+            return mx.fast.scaled_dot_product_attention(
+                q, k, v, scale=self._scores.scale, mask=self._mask
+            )
         arrays = [q, *k, *v] if self._packed else [q, k, v]
         path = choose(
             "attention",
@@ -100,8 +101,8 @@ class Attention:
         return out
 
     def _arguments(self, q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> tuple[Any, ...]:
-        mask = self._mask if mask is None else mask
-        return q, k, v, self._scale, mask, self._window, self._softcap, sinks
+        mask, scores = self._mask if mask is None else mask, self._scores
+        return q, k, v, scores.scale, mask, scores.window, scores.softcap, sinks
 
     def _cast(self, array: Any) -> Any:
         if isinstance(array, tuple):
@@ -110,10 +111,10 @@ class Attention:
 
     def _differentiable(self, *given: Any) -> list[mx.array]:
         """The same on the path that has a gradient: by kernels if those were asked for."""
-        q, k, v, scale, *options = self._arguments(*given)
-        by_kernels = requested() != "auto" and not attention_tiled.lacking(q, k, v, scale)
-        way = attention_tiled.attention if by_kernels else reference.attention
-        return [way(q, k, v, scale, *options)]
+        q, k, v, mask, sinks = given
+        if requested() != "auto" and not attention_tiled.lacking(q, k, v, self._scores.scale):
+            return [attention_tiled.attention(q, k, v, mask, sinks, self._scores)]
+        return [reference.attention(*self._arguments(*given))]
 
 
 def _parts(*arrays: mx.array | Packed) -> list[mx.array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -12,7 +12,7 @@ from ..metal.attention import FAR, Call, Scores, attention_forward
 from ..metal.attention_layout import WIDEST
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import backend
+from ..runtime.backend import backend, choose, note, requested
 
 BACKENDS = ("metal", "cuda", "host")
 # Forward, on two cores, as benchmarks/bench_attention_tiles.py measures it; with gradients 0.25.
@@ -42,14 +42,61 @@ def lacking(q: mx.array, k: mx.array | Packed, v: mx.array | Packed, scale: floa
     return None
 
 
+class Attention:
+    """:func:`mlx_qlayers.attention` of any arrays with the shapes and dtypes of these.
+
+    They have been checked. None of them is kept.
+    """
+
+    def __init__(
+        self,
+        q: mx.array,
+        k: mx.array | Packed,
+        v: mx.array | Packed,
+        mask: mx.array | str | None,
+        sinks: mx.array | None,
+        scores: Scores,
+    ) -> None:
+        lacks = lacking(q, k, v, scores.scale)
+        self._scores = scores
+        self._backends = () if lacks else BACKENDS
+        self._unless = lacks or stock_is_better(q, k, v, mask, sinks, scores)
+        # Where `auto` takes the reference, and that is the stock operator, nothing precedes it.
+        self._as_stock = (
+            mx.default_device().type == mx.gpu
+            and requested() == "auto"
+            and self._unless is not None
+            and isinstance(k, mx.array)
+            and isinstance(v, mx.array)
+            and q.dtype == k.dtype == v.dtype
+            and not isinstance(mask, mx.array)
+            and scores.window is scores.softcap is sinks is None
+        )
+
+    def __call__(
+        self, q: mx.array, k: Any, v: Any, mask: mx.array | None, sinks: mx.array | None
+    ) -> mx.array:
+        scores = self._scores
+        if self._as_stock:
+            note("attention", "ops", str(self._unless))
+            name = "causal" if scores.causal else None
+            return mx.fast.scaled_dot_product_attention(q, k, v, scale=scores.scale, mask=name)
+        path = choose("attention", self._backends, unless=self._unless, host_gain=HOST_GAIN)
+        if path != "ops":
+            return attention(q, k, v, mask, sinks, scores)
+        visible = "causal" if scores.causal else mask
+        return reference.attention(
+            q, k, v, scores.scale, visible, scores.window, scores.softcap, sinks
+        )
+
+
 def stock_is_better(
     q: mx.array,
     k: mx.array | Packed,
     v: mx.array | Packed,
     mask: mx.array | str | None,
-    window: int | None,
-    softcap: float | None,
     sinks: mx.array | None,
+    scores: Scores,
 ) -> str | None:
     """Why ``auto`` should take the stock operator, if it should.
 
@@ -66,8 +113,8 @@ def stock_is_better(
         return "on CUDA the stock operator is faster with these arrays, or nothing was measured"
     if prod(q.shape[:3]) * reference.keys(k) < _WORTH_A_CALL:
         return "on CUDA the stock operator takes less time than Python to call the kernel"
-    narrow = window is not None and 2 * window <= reference.keys(k)
-    lacking = q.shape[3] <= 128 and (softcap is not None or narrow)
+    narrow = scores.window is not None and 2 * scores.window <= reference.keys(k)
+    lacking = q.shape[3] <= 128 and (scores.softcap is not None or narrow)
     if lacking or (q.shape[3], _dense(v, k, q.shape[3]).shape[3]) in _WITHOUT_CUDNN:
         return None
     return "on CUDA the stock operator was measured faster, with gradients too"
@@ -77,11 +124,9 @@ def attention(
     q: mx.array,
     k: mx.array | Packed,
     v: mx.array | Packed,
-    scale: float,
-    mask: mx.array | str | None,
-    window: int | None,
-    softcap: float | None,
+    mask: mx.array | None,
     sinks: mx.array | None,
+    scores: Scores,
 ) -> mx.array:
     """:func:`mlx_qlayers.attention` of arguments that the kernels take.
 
@@ -91,9 +136,8 @@ def attention(
     """
     dense = [q, _dense(k, k, q.shape[3]), _dense(v, k, q.shape[3])]
     arrays = [a.astype(mx.result_type(*dense)) for a in dense]
-    scores = Scores(scale, isinstance(mask, str), window, softcap)
-    fixed = mask if isinstance(mask, mx.array) and mask.dtype == mx.bool_ else None
-    added = isinstance(mask, mx.array) and fixed is None
+    fixed = mask if mask is not None and mask.dtype == mx.bool_ else None
+    added = mask is not None and fixed is None
     # What the gradient of the mask needs, left by that of the rest, which comes before it.
     given: list[mx.array] = []
 

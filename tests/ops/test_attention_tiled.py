@@ -5,6 +5,7 @@ from unittest import mock
 import mlx.core as mx
 import pytest
 
+from mlx_qlayers.metal.attention import Scores
 from mlx_qlayers.ops import attention_tiled
 
 
@@ -12,9 +13,10 @@ def why_stock(device, *, keys=2048, length=2048, width=128, v_width=None, **opti
     dtype = options.pop("dtype", mx.bfloat16)
     q = mx.zeros((1, 4, length, width), dtype)
     k, v = mx.zeros((1, 2, keys, width), dtype), mx.zeros((1, 2, keys, v_width or width), dtype)
-    given = {"mask": "causal", "window": None, "softcap": None, "sinks": None} | options
+    mask, sinks = options.pop("mask", "causal"), options.pop("sinks", None)
+    scores = Scores(0.1, isinstance(mask, str), **options)
     with mock.patch.object(attention_tiled, "backend", lambda: device):
-        return attention_tiled.stock_is_better(q, k, v, **given)
+        return attention_tiled.stock_is_better(q, k, v, mask, sinks, scores)
 
 
 @pytest.mark.parametrize(
