@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import mlx.core as mx
 import pytest
 
+from mlx_qlayers import quantized_matmul, use_backend
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.quantized_paths import FEW_ROWS, Way, way
 from mlx_qlayers.runtime import backend
@@ -34,3 +37,20 @@ def test_few_rows_called_by_themselves(on_cuda):
         assert chosen(rows, n, 3584, alone=True).path == path
     reasons = [d.reason for d in backend.explain(reset=True) if d.op == "test"]
     assert any("takes less time than Python" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_64_rows_on_a_cpu_are_no_slower_than_the_reference(dtype):
+    packed = mx.quantize(mx.random.normal((1024, 1024)).astype(dtype))
+    x = mx.random.normal((64, 1024)).astype(dtype)
+    seconds = {}
+    for path in ("host", "ops"):
+        with use_backend(path):
+            seconds[path] = min(time_of(lambda: quantized_matmul(x, *packed)) for _ in range(4))
+    assert seconds["host"] <= seconds["ops"]
+
+
+def time_of(product):
+    start = time.perf_counter()
+    mx.eval(product())
+    return time.perf_counter() - start
