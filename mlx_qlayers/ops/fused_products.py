@@ -92,7 +92,7 @@ def fused_products(
     lacking = _lacking(x, rows, matrices, norm, residual)
     by, unless = DENSE if many else FEW_ROWS, lacking
     if many and not lacking:
-        unless = dense_is_worse(rows, x, fmt)
+        unless = dense_is_worse(rows, sum(m.w.shape[0] for m in matrices) * x.shape[-1])
     elif not lacking:
         n = sum([matrix.w.shape[0] for matrix in matrices])
         folded = norm is not None and not _norm_first(backend(), gate)
@@ -224,6 +224,8 @@ def _lacking(
     """Why no kernel takes these arguments, if none does."""
     if not rows:
         return "there are no rows"
+    if rows > MAX_FEW_ROWS and x.dtype == mx.float32 and backend() == "cuda":
+        return "MLX multiplies dense float32 matrices in TF32 on CUDA"
     if len(matrices) > MAX_MATRICES:
         return f"{len(matrices)} matrices; the kernel takes 1 to {MAX_MATRICES}"
     if any(m.w.ndim > 2 or 0 in m.w.shape for m in matrices):

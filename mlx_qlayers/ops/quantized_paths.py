@@ -39,12 +39,12 @@ _HOST_GAIN = {
 # The least of untransposed products in 2, 4, 5 and 8 bits and small floats, 1 to 1,024 rows.
 _HOST_GAIN_UNTRANSPOSED = 1.4
 
-_MEASURED_ON_CUDA = Format(64, 4)
 # Rows up to which tiles are faster than unpacking the matrix for a dense product on an H200, and
 # the same of tiles that share the depth.
 _TILES_UNTIL, _PARTS_UNTIL = 128, 64
-# Elements below which the stock operator takes no longer than two launches, up to so many rows.
-_SMALL, _FEW_OF_SMALL = 1 << 22, 512
+# Elements, once for each 64 rows, below which the stock operator takes no longer there than our
+# two launches: 40 microseconds.
+_SMALL = 36 << 20
 
 # Picoseconds that the stock operator takes on an H200 for each element of a matrix, for 1 to 8 rows
 # (from there on no more), and what a call of the kernel takes there before another can follow.
@@ -73,7 +73,7 @@ def is_few(x: mx.array) -> bool:
 
 def is_many(x: mx.array) -> bool:
     """Whether an input has so many rows that several matrices are unpacked for them at once."""
-    if x.dtype != mx.bfloat16 or backend() != "cuda":
+    if x.dtype == mx.float32 or backend() != "cuda":
         return False
     return x.ndim > 1 and x.size > _TILES_UNTIL * x.shape[-1] > 0
 
@@ -179,31 +179,26 @@ def _many_rows_on_cuda(
     # Where tiles share the depth and another launch adds them up, a dense product wins sooner.
     until = _TILES_UNTIL if cut.count(rows, n) >= WAVE else _PARTS_UNTIL
     # MLX multiplies dense float32 matrices in TF32, which the kernels must not be.
-    kernel = TILES if x.dtype == mx.float32 or (rows <= until and transpose) else DENSE
+    kernel = TILES if x.dtype == mx.float32 or rows <= until else DENSE
     if fmt.mode == "affine" and fmt.bits == 1:
         return kernel, None  # there is no stock operator
-    if unless := _unmeasured(x.dtype, fmt):
-        return kernel, unless
-    if rows <= MAX_FEW_ROWS:
-        return kernel, "few rows times an untransposed matrix were not measured on CUDA"
-    if n * k < _SMALL and rows <= _FEW_OF_SMALL:
-        return kernel, "the stock operator is faster with so small a matrix"
-    return kernel, None
+    return kernel, _too_small(rows, n * k)
 
 
-def _unmeasured(dtype: mx.Dtype, fmt: Format) -> str | None:
-    if dtype == mx.bfloat16 and fmt == _MEASURED_ON_CUDA:
+def _too_small(rows: int, elements: int) -> str | None:
+    """Why ``auto`` leaves many rows times so few elements to the stock operator on CUDA."""
+    if -(-rows // 64) * elements >= _SMALL:
         return None
-    return f"many rows were measured on CUDA in bfloat16 and {_MEASURED_ON_CUDA} alone"
+    return "the stock operator is faster with so small a matrix and so few rows"
 
 
-def dense_is_worse(rows: int, x: mx.array, fmt: Format) -> str | None:
-    """Why ``auto`` does not unpack several matrices for one dense product."""
+def dense_is_worse(rows: int, elements: int) -> str | None:
+    """Why ``auto`` does not unpack several matrices of so many elements for one dense product."""
     if backend() != "cuda":
         return "a dense product of many rows was measured on CUDA alone"
     if rows <= _TILES_UNTIL:
         return "tiles are faster for so few rows"
-    return _unmeasured(x.dtype, fmt)
+    return _too_small(rows, elements)
 
 
 def product(

@@ -9,7 +9,15 @@ import pytest
 
 from mlx_qlayers import quantized_matmul, use_backend
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.quantized_paths import FEW_ROWS, Way, way
+from mlx_qlayers.ops.quantized_paths import (
+    DENSE,
+    FEW_ROWS,
+    TILES,
+    Way,
+    dense_is_worse,
+    is_many,
+    way,
+)
 from mlx_qlayers.runtime import backend
 
 AFFINE = Format(64, 4)
@@ -20,9 +28,9 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(backend._missing, "cuda", lambda: None)
 
 
-def chosen(rows, n, k, dtype=mx.bfloat16, **options):
-    x, w = mx.zeros((rows, k), dtype), mx.zeros((n, k // 8), mx.uint32)
-    return way("test", x, w, mx.zeros((n, k // 64), dtype), True, AFFINE, **options)
+def chosen(rows, n, k, dtype=mx.bfloat16, transpose=True, **options):
+    x, w = mx.zeros((rows, k if transpose else n), dtype), mx.zeros((n, k // 8), mx.uint32)
+    return way("test", x, w, mx.zeros((n, k // 64), dtype), transpose, AFFINE, **options)
 
 
 def test_few_rows_in_a_trace(on_cuda):
@@ -37,6 +45,33 @@ def test_few_rows_called_by_themselves(on_cuda):
         assert chosen(rows, n, 3584, alone=True).path == path
     reasons = [d.reason for d in backend.explain(reset=True) if d.op == "test"]
     assert any("takes less time than Python" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_many_rows(on_cuda, dtype):
+    """Tiles while the rows are few; a dense product of an unpacked matrix above."""
+    for rows, kernel in ((17, TILES), (128, TILES), (129, DENSE), (2048, DENSE)):
+        assert chosen(rows, 37888, 3584, dtype) == Way("cuda", kernel)
+        assert is_many(mx.zeros((rows, 64), dtype)) == (kernel == DENSE)
+    for rows, kernel in ((1, TILES), (64, TILES), (65, DENSE)):
+        assert chosen(rows, 37888, 3584, dtype, transpose=False) == Way("cuda", kernel)
+
+
+def test_many_rows_of_float32_are_none_of_tf32(on_cuda):
+    """MLX multiplies dense matrices of float32 in TF32."""
+    for rows in (17, 2048):
+        for transpose in (True, False):
+            assert chosen(rows, 37888, 3584, mx.float32, transpose) == Way("cuda", TILES)
+        assert not is_many(mx.zeros((rows, 64)))
+
+
+def test_many_rows_of_small_matrices(on_cuda):
+    """A stock product that ends before two launches are made stays one."""
+    for rows, path in ((17, "ops"), (64, "ops"), (256, "cuda")):
+        assert chosen(rows, 3584, 3584).path == path
+    elements = 3 * 896 * 896
+    for rows, stays in ((17, True), (512, True), (2048, False)):
+        assert (dense_is_worse(rows, elements) is not None) == stays
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
