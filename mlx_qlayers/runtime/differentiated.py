@@ -38,9 +38,14 @@ def at_once(launch: Callable[[], list[mx.array]], inputs: Sequence[mx.array]) ->
 def _are_differentiated(arrays: Sequence[mx.array]) -> bool:
     """Whether ``mx.grad``, ``mx.vjp`` or ``mx.jvp`` follows what becomes of some of the arrays.
 
-    A compiled function runs its Python for such arrays, and else only for ranks and dtypes that it
-    has not seen: those count as differentiated too, once. This takes a microsecond or two.
+    A compiled function runs its Python for such arrays each time, and for others when it meets
+    their ranks and dtypes first in this thread: hence twice. One call takes a microsecond or two.
+    In a vjp, and while ``mx.disable_compile`` holds, it runs for all: they count as differentiated.
     """
+    return _probes(*arrays) and _probes(*arrays)
+
+
+def _probes(*arrays: mx.array) -> bool:
     _state.probed = False
     _probe(*arrays)
     return _state.probed

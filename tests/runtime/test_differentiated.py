@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
@@ -27,7 +28,9 @@ def bare(x: mx.array) -> mx.array:
 
 
 def random(*shape: int) -> mx.array:
-    return mx.random.uniform(-1, 1, shape, key=mx.random.key(sum(shape)))
+    x = mx.random.uniform(-1, 1, shape, key=mx.random.key(sum(shape)))
+    mx.eval(x)
+    return x
 
 
 def operations() -> dict[str, tuple[Function, mx.array]]:
@@ -57,6 +60,25 @@ def test_what_needs_no_gradient_of_it_is_left_alone() -> None:
     x, weight = random(5), random(5)
     found = mx.grad(lambda w: (bare(x) * w).sum())(weight)
     assert mx.allclose(found, mx.exp(x)).item()
+
+
+def test_what_is_not_differentiated_has_its_values_at_once() -> None:
+    """In a thread that has not launched before too: another thread can evaluate it."""
+    x = random(3, 4, 5)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(bare, x).result()
+    assert mx.allclose(found, mx.exp(x)).item()
+
+
+def test_without_compilation_launches_run_on() -> None:
+    x = random(5)
+    mx.disable_compile()
+    try:
+        found = bare(x)
+        gradient = mx.grad(lambda x: exp(x).sum())(x)
+    finally:
+        mx.enable_compile()
+    assert mx.allclose(found, mx.exp(x)).item() and mx.allclose(gradient, mx.exp(x)).item()
 
 
 @pytest.mark.parametrize("name", operations())
