@@ -4,152 +4,92 @@
 
 A folder holds a run of one machine (``decode.csv``), or several with the machine's kind at the end
 of the name (``decode_cuda.csv``; without one it is a CPU's). Pictures go to its folder ``plots``.
+They are made to be read at 400 pixels, two of them beside each other on a page.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stored import Results, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Row = dict[str, Any]
 # Colours that readers with colour blindness can tell apart (Okabe and Ito).
-STOCK, OURS, OTHER, FOURTH = "#999999", "#0072B2", "#E69F00", "#009E73"
+STOCK, OURS, OTHER, FOURTH = "#888888", "#0072B2", "#E69F00", "#009E73"
+SIZE, DPI = (4.8, 3.6), 200
 STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "axes.titlesize": 10,
     "font.size": 9.5,
     "grid.alpha": 0.35,
+    "legend.fontsize": 9,
     "legend.frameon": False,
+    "lines.markersize": 5,
 }
-
-
-@dataclass(frozen=True)
-class Results:
-    """What one benchmark wrote: the facts of the machine, and the rows of its tables."""
-
-    facts: dict[str, str]
-    rows: list[Row]
-
-    @classmethod
-    def read(cls, path: Path) -> Results:
-        """From a CSV or JSON file, with numbers as numbers and tasks repeated in every row."""
-        if path.suffix == ".json":
-            found = json.loads(path.read_text())
-            return cls(found["machine"], _filled(found["rows"]))
-        lines = path.read_text().splitlines()
-        facts = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
-        rows = csv.DictReader(line for line in lines if not line.startswith("#"))
-        numbers = [{key: _number(cell) for key, cell in row.items()} for row in rows]
-        return cls({key: value for key, _, value in facts}, _filled(numbers))
-
-    @property
-    def device(self) -> str:
-        """The name of the GPU, or of the processor."""
-        kind, _, name = self.facts["device"].partition("), ")
-        return self.facts["cpu"] if "cpu" in kind else name
-
-    @property
-    def caption(self) -> str:
-        """When it was measured, and with what."""
-        versions = (f"{name} {self.facts.get(name, '?')}" for name in ("mlx", "mlx-lm"))
-        commit = self.facts.get("commit", "")
-        return ", ".join(
-            [self.facts["date"], *versions, *([f"commit {commit[:12]}"] if commit else [])]
-        )
-
-
-def _filled(rows: list[Row]) -> list[Row]:
-    """A task is written in the first of its rows only."""
-    task = ""
-    for row in rows:
-        task = row.get("task") or task
-        if "task" in row:
-            row["task"] = task
-    return rows
-
-
-def _number(cell: str | None) -> Any:
-    try:
-        return float(cell or "")
-    except ValueError:
-        return cell or ""
-
-
-Drawing = Callable[["list[Axes]", dict[str, Results]], None]
+Drawing = Callable[["Figure", dict[str, Results]], None]
+Points = dict[float, float]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture, the benchmarks whose results it may show, and how many plots of bars it has."""
+    """A picture, and the benchmarks whose results it may show."""
 
     title: str
     sources: tuple[str, ...]
     draw: Drawing
-    bars: int = 0
 
 
-def quantized_matmul_rows(axes: list[Axes], found: dict[str, Results]) -> None:
+def quantized_matmul_rows(figure: Figure, found: dict[str, Results]) -> None:
     """Weights read a second against the rows of x: where it falls, arithmetic is the limit."""
-    (axis,) = axes
-    lines: dict[tuple[str, str], dict[float, float]] = {}
-    for rows in (r.rows for name, r in found.items() if name.startswith("quantized")):
-        for row in rows:
-            shape = str(row.get("shape") or row["product"])
-            if not _is_shown(row, shape, "quantized_few" in found):
-                continue
-            n, k = (int(part) for part in shape.split(" x "))
-            for label, milliseconds in _products(row).items():
-                points = lines.setdefault((shape, label), {})
-                points[row["rows"]] = n * k * (4 + 32 / 64) / 8 / milliseconds / 1e6
-    shapes = list(dict.fromkeys(shape for shape, _ in lines))
-    for (shape, label), points in lines.items():
-        colour = (OURS, OTHER)[shapes.index(shape)]
-        name = f"{label}, {shape}" if len(shapes) > 1 else label
-        style = _PRODUCTS[label]
-        axis.plot(*zip(*sorted(points.items()), strict=True), style, color=colour, label=name)
-    axis.set(xscale="log", yscale="log", xlabel="rows of x", ylabel="packed weights read, GB/s")
-    _plain_powers(axis, {x for points in lines.values() for x in points})
-    axis.legend(fontsize=9)
-
-
-_PRODUCTS = {
-    "stock": "--s",
-    "dequantized and dense": ":^",
-    "ours, MLX operators": "-.^",
-    "ours": "-o",
-}
-
-
-def _products(row: Row) -> dict[str, float]:
-    """Milliseconds of what is drawn of a row, by its name in the legend."""
+    # The first projection of Qwen2-7B's feed-forward layers; a CPU measures every number of rows
+    # with a smaller matrix.
+    shape = "1024 x 1024" if "quantized_matmul" in found else "37888 x 3584"
+    n, k = (int(part) for part in shape.split(" x "))
+    gigabytes = n * k * (4 + 32 / 64) / 8 / 1e9
     columns = {
         "stock": "stock",
-        "dequantized and dense": "dense",
+        "dequantized, dense": "dense",
         "ours, MLX operators": "reference",
-        "ours": "ours" if "ours" in row else "kernel",
+        "ours": "kernel",
     }
-    times = {label: row.get(column) for label, column in columns.items()}
-    return {label: time for label, time in times.items() if isinstance(time, float)}
+    lines: dict[str, Points] = {label: {} for label in columns}
+    for row in (row for results in found.values() for row in results.rows):
+        alike = row.get("dtype", "bfloat16") == "bfloat16"
+        alike &= row.get("format", "affine 4") == "affine 4"
+        if not alike or row.get("shape", row.get("product")) != shape:
+            continue
+        for label, column in columns.items():
+            time = row.get("ours") if label == "ours" and "ours" in row else row.get(column)
+            if isinstance(time, float):
+                lines[label][row["rows"]] = gigabytes / time * 1e3
+    axis = _curves(figure, lines)
+    axis.set(xlabel=f"rows of x (matrix {shape})", ylabel="packed weights read, GB/s")
 
 
-def _is_shown(row: Row, shape: str, gpu: bool) -> bool:
-    if not gpu:
-        return bool(row["dtype"] == "bfloat16" and shape == "1024 x 1024")
-    return (
-        shape in ("37888 x 3584", "152064 x 3584") and row.get("format", "affine 4") == "affine 4"
+def attention_memory(figure: Figure, found: dict[str, Results]) -> None:
+    """Peak memory of training attention against the length."""
+    names = {"unfused": "plain operators", "stock": "stock operator", "kernel": "ours"}
+    lines: dict[str, Points] = {name: {} for name in names.values()}
+    for task, row in _cases(found["attention_tiles"]):
+        heads, kv_heads, width, length, _, options, what = task.groups()
+        alike = (heads, kv_heads, width) == ("32", "8", "128") and not options
+        if alike and what == "with gradients" and row["path"] in names:
+            lines[names[row["path"]]][int(length)] = row["MB"]
+    axis = _curves(figure, lines, thousands=True)
+    axis.set(
+        xlabel="tokens (32 query and 8 key heads of 128, causal)",
+        ylabel="forward and backward, MB",
     )
 
 
@@ -163,155 +103,212 @@ def _cases(results: Results) -> Iterator[tuple[re.Match[str], Row]]:
             yield task, row
 
 
-def attention_memory(axes: list[Axes], found: dict[str, Results]) -> None:
-    """Peak memory of training attention against the length, and the time of some lengths."""
-    (axis,) = axes
-    lines: dict[str, dict[int, float]] = {"unfused": {}, "stock": {}, "kernel": {}}
-    for task, row in _cases(found["attention_tiles"]):
-        heads, kv_heads, width, length, _, options, what = task.groups()
-        alike = (heads, kv_heads, width) == ("32", "8", "128") and not options
-        if alike and what == "with gradients" and row["path"] in lines:
-            lines[row["path"]][int(length)] = row["MB"]
-    names = {"unfused": "separate operators", "stock": "stock operator", "kernel": "ours"}
-    styles = {"unfused": (OTHER, ":^"), "stock": (STOCK, "--s"), "kernel": (OURS, "-o")}
-    for path, points in lines.items():
-        if points:
-            colour, style = styles[path]
-            axis.plot(
-                *zip(*sorted(points.items()), strict=True), style, color=colour, label=names[path]
-            )
-    axis.set(
-        xscale="log",
-        yscale="log",
-        xlabel="tokens (32 query and 8 key heads of 128, causal)",
-        ylabel="peak memory, forward and backward, MB",
+def attention_decode(figure: Figure, found: dict[str, Results]) -> None:
+    """Microseconds of one query over a cache, against the keys in it."""
+    rows = [row for row in found["attention_decode"].rows if row["q"] == "bfloat16"]
+    rows = [row for row in rows if row["calls"] == "compiled"] or rows
+    stock, ours = (
+        {
+            cache: {row["keys"]: row[f"{who} us"] for row in rows if row["cache"] == cache}
+            for cache in dict.fromkeys(row["cache"] for row in rows)
+        }
+        for who in ("stock", "auto")
     )
-    _plain_powers(axis, {x for points in lines.values() for x in points}, thousands=True)
-    axis.legend()
+    axis = _pairs(figure, stock, ours, thousands=True)
+    axis.set(xlabel="keys in the cache", ylabel="microseconds a layer")
 
 
-def tokens_per_second(axes: list[Axes], found: dict[str, Results]) -> None:
-    """Prefill and decoding of a model, stock and converted."""
-    table: dict[str, dict[str, float]] = {}
+def gather_qmm(figure: Figure, found: dict[str, Results]) -> None:
+    """Milliseconds of the experts' first projection against the tokens."""
+    rows = [row for row in found["gather_qmm"].rows if row.get("product") == "forward"]
+    stock, ours = (
+        {
+            model: {row["tokens"]: row[who] for row in rows if row["model"] == model}
+            for model in dict.fromkeys(row["model"] for row in rows)
+        }
+        for who in ("stock", "kernel")
+    )
+    axis = _pairs(figure, stock, ours)
+    axis.set(xlabel="tokens", ylabel="milliseconds")
+
+
+_LAYERS = {
+    "stock": "stock mlx-lm",
+    "stock mlx-lm": "stock mlx-lm",
+    "converted (ops)": "converted, MLX operators",
+    "converted (auto)": "converted",
+    "converted": "converted",
+}
+_COLOURS = {"stock mlx-lm": STOCK, "converted, MLX operators": OTHER, "converted": OURS}
+
+
+def tokens_per_second(figure: Figure, found: dict[str, Results]) -> None:
+    """Decoding and prefill of a model, stock and converted."""
+    plots: dict[str, dict[str, dict[str, float]]] = {"decode": {}, "prefill": {}}
     if "decode" in found:
         for row in found["decode"].rows:
-            if row.get("what"):
-                table.setdefault(row["what"], {})[row["layers"]] = row["tokens/s"]
+            if row.get("what") and row["layers"] in _LAYERS:
+                what, _, size = row["what"].partition(" ")
+                group = plots[what.rstrip(",")].setdefault(size, {})
+                group[_LAYERS[row["layers"]]] = row["tokens/s"]
     else:
         for row in found["generate"].rows:
-            for what in ("decode", "prefill"):
-                key = f"{what}, {row['model']}"
-                table.setdefault(key, {})[row["layers"]] = row[f"{what} tok/s"]
-    for axis, what in zip(axes, ("decode", "prefill"), strict=True):
-        names = {name: re.sub(rf"{what},? ", "", name) for name in table if what in name}
-        groups = {f"{n} tokens" if n.isdigit() else n: table[name] for name, n in names.items()}
-        _bars(axis, groups, "tokens/s")
-        axis.set_title(what, fontsize=9.5)
+            if row["layers"] in _LAYERS:
+                for what, plot in plots.items():
+                    group = plot.setdefault(row["model"], {})
+                    group[_LAYERS[row["layers"]]] = row[f"{what} tok/s"]
+    grid = figure.add_gridspec(1, 2, width_ratios=[max(1, len(p)) for p in plots.values()])
+    for place, (what, groups) in zip(grid, plots.items(), strict=True):
+        axis = figure.add_subplot(place)
+        _bars(axis, groups)
+        axis.set_title(what)
+        if any(name.isdigit() for name in groups):
+            axis.set_xlabel("tokens in the prompt")
+    figure.axes[0].set_ylabel("tokens a second")
 
 
-def grid_sample(axes: list[Axes], found: dict[str, Results]) -> None:
-    """Milliseconds of every task by every path."""
-    groups: dict[str, dict[str, float]] = {}
+def grid_sample(figure: Figure, found: dict[str, Results]) -> None:
+    """Milliseconds of every task by every path, those of one task on a line."""
+    tasks: dict[str, dict[str, float]] = {}
     for row in found["grid_sample"].rows:
-        groups.setdefault(row["task"], {})[row["path"]] = row["ms"]
-    names = {"operators": "plain MLX operators", "reference": "ours, MLX operators"}
-    groups = {
-        fill(re.sub(r"(?<=\d)x(?=\d)", "\N{MULTIPLICATION SIGN}", task), 26): {
-            names.get(path, "ours, kernel"): ms for path, ms in paths.items()
-        }
-        for task, paths in groups.items()
+        path = row["path"] if row["path"] in ("operators", "reference") else "kernel"
+        tasks.setdefault(row["task"], {})[path] = row["ms"]
+    styles = {
+        "kernel": ("ours", "o", OURS),
+        "reference": ("ours, MLX operators", "^", OTHER),
+        "operators": ("plain MLX operators", "s", STOCK),
     }
-    _bars(axes[0], groups, "milliseconds, shorter is better", horizontal=True)
+    axis = figure.subplots()
+    axis.hlines(
+        range(len(tasks)),
+        [min(times.values()) for times in tasks.values()],
+        [max(times.values()) for times in tasks.values()],
+        color="#cccccc",
+        zorder=1,
+    )
+    for path, (label, marker, colour) in styles.items():
+        times = [times.get(path, float("nan")) for times in tasks.values()]
+        axis.plot(times, range(len(tasks)), marker, color=colour, label=label)
+    for y, times in enumerate(tasks.values()):
+        for time, side in ((min(times.values()), -1), (max(times.values()), 1)):
+            align = "left" if side > 0 else "right"
+            offset = {"xytext": (6 * side, 0), "textcoords": "offset points"}
+            axis.annotate(_short(time), (time, y), ha=align, va="center", fontsize=8.5, **offset)
+    axis.set_yticks(range(len(tasks)), _task_names(tasks), fontsize=8.5)
+    axis.set(xscale="log", xlabel="milliseconds")
+    _plain(axis, "x")
+    axis.invert_yaxis()
+    axis.margins(x=0.28, y=0.09)
+    axis.grid(visible=False, axis="y")
 
 
-def attention_decode(axes: list[Axes], found: dict[str, Results]) -> None:
-    """Microseconds of one query over a cache, against the keys in it."""
-    (axis,) = axes
-    rows = [r for r in found["attention_decode"].rows if r.get("calls", "compiled") == "compiled"]
-    rows = rows or found["attention_decode"].rows
-    caches = list(dict.fromkeys(r["cache"] for r in rows if r["q"] == "bfloat16"))
-    for cache, colour in zip(caches, (OURS, OTHER, FOURTH), strict=False):
-        part = [r for r in rows if r["cache"] == cache and r["q"] == "bfloat16"]
-        keys = [r["keys"] for r in part]
-        ours = [r["auto us"] if "auto us" in r else r["us"] for r in part]
-        axis.plot(keys, [r["stock us"] for r in part], "--s", color=colour, label=f"stock, {cache}")
-        axis.plot(keys, ours, "-o", color=colour, label=f"ours, {cache}")
-    axis.set(xscale="log", yscale="log", xlabel="keys in the cache", ylabel="microseconds a layer")
-    _plain_powers(axis, {r["keys"] for r in rows}, thousands=True)
-    axis.set_ylim(top=4 * axis.get_ylim()[1])  # for the legend
-    axis.legend(fontsize=9, ncols=len(caches), loc="upper left")
+def _task_names(tasks: Iterable[str]) -> list[str]:
+    """What tasks are called on an axis: what is that of the one above is left out."""
+    names, above = [], ""
+    for task in tasks:
+        what, _, way = task.partition(", ")
+        size, dtype, rest = what.split(" ", 2)
+        size = size.replace("x", "\N{MULTIPLICATION SIGN}")
+        names.append(way if what == above else f"{size} {dtype}\n{rest}, {way}")
+        above = what
+    return names
 
 
-def gather_qmm(axes: list[Axes], found: dict[str, Results]) -> None:
-    """Milliseconds of the experts' first projection against the tokens."""
-    (axis,) = axes
-    rows = [r for r in found["gather_qmm"].rows if r.get("product") == "forward"]
-    for model, colour in zip(dict.fromkeys(r["model"] for r in rows), (OURS, OTHER), strict=False):
-        part = [r for r in rows if r["model"] == model]
-        tokens = [r["tokens"] for r in part]
-        axis.plot(tokens, [r["stock"] for r in part], "--s", color=colour, label=f"stock, {model}")
-        axis.plot(tokens, [r["kernel"] for r in part], "-o", color=colour, label=f"ours, {model}")
-    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
-    _plain_powers(axis, {r["tokens"] for r in rows})
-    axis.legend(fontsize=9)
+def _curves(figure: Figure, lines: Mapping[str, Points], *, thousands: bool = False) -> Axes:
+    """Curves of contenders on logarithmic axes; one without points is left out."""
+    styles = {"stock": ("--s", STOCK), "ours": ("-o", OURS)}
+    axis = figure.subplots()
+    for label, points in lines.items():
+        if points:
+            style, colour = styles.get(label.partition(" operator")[0], (":^", OTHER))
+            axis.plot(*zip(*sorted(points.items()), strict=True), style, color=colour, label=label)
+    _finish(axis, {x for points in lines.values() for x in points}, thousands)
+    return axis
 
 
-def _bars(
-    axis: Axes, groups: dict[str, dict[str, float]], unit: str, *, horizontal: bool = False
-) -> None:
-    """Bars beside each other, a colour for each name in a group, their values written on them."""
-    names = list(dict.fromkeys(name for group in groups.values() for name in group))
-    colours = dict(zip(names, (STOCK, OTHER, OURS, FOURTH), strict=False))
-    if len(names) == 2:
-        colours[names[1]] = OURS
-    width = 0.8 / len(names)
+def _pairs(
+    figure: Figure,
+    stock: Mapping[str, Points],
+    ours: Mapping[str, Points],
+    *,
+    thousands: bool = False,
+) -> Axes:
+    """Curves of stock and ours, a colour for each kind."""
+    axis = figure.subplots()
+    for (kind, theirs), colour in zip(stock.items(), (OURS, OTHER, FOURTH), strict=False):
+        axis.plot(*zip(*theirs.items(), strict=True), "--s", color=colour, label=f"stock, {kind}")
+        axis.plot(*zip(*ours[kind].items(), strict=True), "-o", color=colour, label=f"ours, {kind}")
+    _finish(axis, {x for points in stock.values() for x in points}, thousands)
+    return axis
+
+
+def _finish(axis: Axes, measured: set[float], thousands: bool) -> None:
+    """Logarithmic axes, with ticks where powers of two were measured."""
+    axis.set(xscale="log", yscale="log")
+    shown = sorted(x for x in measured if x > 0 and not int(x) & int(x) - 1)
+    labels = [f"{x / 1024:g}k" if thousands and x >= 1024 else f"{x:g}" for x in shown]
+    axis.set_xticks(shown, labels)
+    axis.minorticks_off()
+    _plain(axis, "y")
+
+
+def _plain(axis: Axes, which: str) -> None:
+    """Numbers written out along a logarithmic axis, and enough of them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = getattr(axis, f"get_{which}lim")()
+    steps = (1.0,) if high / low > 100 else (1.0, 2.0, 5.0)
+    of = getattr(axis, f"{which}axis")
+    of.set_major_locator(LogLocator(subs=steps, numticks=20))
+    of.set_minor_locator(NullLocator())
+    of.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def _legend(figure: Figure, title: str) -> None:
+    """One for the whole picture, above it and below its title; pairs below each other."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    columns = len(labels) // 2 if len(labels) > 3 else len(labels)
+    options = {"handlelength": 1.6, "columnspacing": 1.2, "title_fontsize": 10.5}
+    figure.legend(
+        handles, labels, loc="outside upper center", ncols=columns, title=title, **options
+    )
+
+
+def _bars(axis: Axes, groups: Mapping[str, Mapping[str, float]]) -> None:
+    """Bars beside each other, their values written on them."""
+    used = {name for group in groups.values() for name in group}
+    names = [name for name in _COLOURS if name in used]
+    width = 0.84 / max(1, len(names))
     for i, name in enumerate(names):
         places = [g + (i - (len(names) - 1) / 2) * width for g in range(len(groups))]
-        values = [group.get(name, 0.0) for group in groups.values()]
-        draw = axis.barh if horizontal else axis.bar
-        bars = draw(places, values, width * 0.92, color=colours[name], label=name)
-        axis.bar_label(bars, [_short(v) for v in values], fontsize=8, padding=2)
-    ticks = range(len(groups)), list(groups)
-    if horizontal:
-        axis.set_yticks(*ticks, fontsize=8.5)
-        axis.set(xscale="log", xlabel=unit)
-        axis.invert_yaxis()
-        axis.margins(x=0.12)
-        axis.grid(visible=False, axis="y")
-    else:
-        axis.set_xticks(*ticks)
-        axis.set_ylabel(unit)
-        axis.margins(y=0.1)
-        axis.grid(visible=False, axis="x")
+        values = [group.get(name, float("nan")) for group in groups.values()]
+        bars = axis.bar(places, values, width * 0.92, color=_COLOURS[name], label=name)
+        axis.bar_label(bars, [_short(value) for value in values], fontsize=8, padding=1)
+    axis.set_xticks(range(len(groups)), list(groups))
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.margins(y=0.1)
+    axis.grid(visible=False, axis="x")
 
 
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value else ""
-
-
-def _plain_powers(axis: Axes, values: set[float], *, thousands: bool = False) -> None:
-    """Tick the values that were measured, written out."""
-    shown = sorted(v for v in values if v > 0 and float(v).is_integer() and not int(v) & int(v) - 1)
-    labels = [f"{v / 1024:g}k" if thousands and v >= 1024 else f"{v:g}" for v in shown]
-    axis.set_xticks(shown, labels)
-    axis.minorticks_off()
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value > 0 else ""
 
 
 PICTURES = {
     "quantized_matmul_rows": Picture(
-        "quantized products, bfloat16, 4 bits",
+        "Quantized products, bfloat16, 4 bits",
         ("quantized_few", "quantized_many", "quantized_matmul"),
         quantized_matmul_rows,
     ),
-    "attention_memory": Picture("memory of attention", ("attention_tiles",), attention_memory),
+    "attention_memory": Picture("Memory of attention", ("attention_tiles",), attention_memory),
     "tokens_per_second": Picture(
-        "text from a 4-bit model", ("decode", "generate"), tokens_per_second, bars=2
+        "Text from a 4-bit model", ("decode", "generate"), tokens_per_second
     ),
-    "grid_sample": Picture("grid sampling", ("grid_sample",), grid_sample, bars=1),
+    "grid_sample": Picture("Grid sampling", ("grid_sample",), grid_sample),
     "attention_decode": Picture(
-        "attention of one token over a cache", ("attention_decode",), attention_decode
+        "Attention of one token over a cache", ("attention_decode",), attention_decode
     ),
-    "gather_qmm": Picture("products with experts", ("gather_qmm",), gather_qmm),
+    "gather_qmm": Picture("Products with experts", ("gather_qmm",), gather_qmm),
 }
 
 
@@ -329,17 +326,13 @@ def draw(folder: Path) -> list[Path]:
         for name, picture in PICTURES.items():
             for machine, found in _by_machine(folder, picture.sources).items():
                 one = next(iter(found.values()))
-                figure = Figure(figsize=(6.4, 4.2), dpi=160, layout="constrained")
-                picture.draw(_plots(figure, picture.bars), found)
+                figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+                figure.supxlabel(one.caption, fontsize=7.5, color="#666666")
+                picture.draw(figure, found)
                 lines = [line for axis in figure.axes for line in axis.lines]
                 if lines and all(len(line.get_xydata()) < 2 for line in lines):
                     continue  # one length makes no curve
-                if picture.bars:  # which leave no room for a legend
-                    top, first, *_ = figure.axes
-                    handles, labels = first.get_legend_handles_labels()
-                    top.legend(handles, labels, loc="center", ncols=len(labels), fontsize=9)
-                figure.suptitle(f"{picture.title}: {one.device}", fontsize=10.5)
-                figure.supxlabel(one.caption, fontsize=8, color="#666666")
+                _legend(figure, f"{picture.title}: {one.device}")
                 path = folder / "plots" / f"{name}_{machine}.png"
                 path.parent.mkdir(exist_ok=True)
                 figure.savefig(path, metadata={"Software": None})
@@ -347,15 +340,6 @@ def draw(folder: Path) -> list[Path]:
     if not written:
         raise FileNotFoundError(f"{folder}: no results of benchmarks in it")
     return written
-
-
-def _plots(figure: Figure, bars: int) -> list[Axes]:
-    """One plot, or so many of bars below a place for their legend."""
-    if not bars:
-        return [figure.subplots()]
-    grid = figure.add_gridspec(2, bars, height_ratios=(0.04, 1))
-    figure.add_subplot(grid[0, :]).set_axis_off()
-    return [figure.add_subplot(grid[1, i]) for i in range(bars)]
 
 
 def _by_machine(folder: Path, sources: tuple[str, ...]) -> dict[str, dict[str, Results]]:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from common import RESULTS, significant
-from plot import Results, Row
+from stored import Results, Row
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -43,7 +43,7 @@ class Line:
     value: str = "ms"
     rate: bool = False
 
-    def cells(self, rows: list[Row]) -> tuple[str, ...] | None:
+    def cells(self, rows: list[Row], scale: float) -> tuple[str, ...] | None:
         """The row of the table, or None where the file has nothing about it."""
         names = (self.stock, self.ours)
         if self.key:
@@ -54,7 +54,7 @@ class Line:
         if stock is None or ours is None:
             return None
         times = ours / stock if self.rate else stock / ours
-        return self.task, significant(stock), significant(ours), f"{significant(times)}x"
+        return self.task, *(significant(scale * x) for x in found), f"{significant(times)}x"
 
 
 def _find(rows: list[Row], where: Mapping[str, str | int], column: str) -> float | None:
@@ -86,16 +86,19 @@ class Table:
         command: what measures it.
         columns: the heads of the three columns that are named here; the last is the ratio.
         lines: the rows.
+        scale: the file's unit in that of the table.
     """
 
     stem: str
     command: str
     columns: tuple[str, str, str]
     lines: list[Line]
+    scale: float = 1.0
 
     def __str__(self) -> str:
         found = read(self.stem)
-        cells = [row for line in self.lines if found and (row := line.cells(found.rows))]
+        rows = found.rows if found else []
+        cells = [row for line in self.lines if (row := line.cells(rows, self.scale))]
         if not found or not cells:
             return f"Not measured yet: `python {self.command}` prints this table."
         file = _path(self.stem).relative_to(README.parent).as_posix()
@@ -120,7 +123,7 @@ def pairs(where: str, names: tuple[str, str]) -> list[Line]:
 
 
 BENCH = "benchmarks/bench_"
-MS = ("milliseconds", "stock", "kernel")
+MS, US = ("milliseconds", "stock", "kernel"), ("microseconds", "stock", "kernel")
 SHIPPED = {"key": "layers", "stock": "stock mlx-lm", "ours": "converted (auto)", "rate": True}
 SEVEN = {"key": "layers", "value": "tokens/s", "ours": "converted", "rate": True}
 LAYER = "3584 x 3584"
@@ -183,12 +186,13 @@ TABLES = [
     Table(
         "quantized_few_cuda",
         f"{BENCH}quantized_matmul.py --few",
-        MS,
+        US,
         [
             line
             for shape in (LAYER, "37888 x 3584", "3584 x 18944", "152064 x 3584")
             for line in products({"shape": shape, "format": "affine 4"}, (1, 4, 16))
         ],
+        scale=1e3,
     ),
     Table(
         "quantized_many_cuda",
@@ -203,7 +207,7 @@ TABLES = [
     Table(
         "gather_qmm_cuda",
         f"{BENCH}gather_qmm.py",
-        MS,
+        US,
         [
             Line(
                 f"experts of Qwen3-30B-A3B, M = {m}",
@@ -211,6 +215,7 @@ TABLES = [
             )
             for m in (1, 16, 128, 512)
         ],
+        scale=1e3,
     ),
     Table(
         "attention_tiles_cuda",

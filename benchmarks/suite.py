@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import plot
 from common import facts, print_facts, significant
+from stored import Results
 
 # Machines with less memory than this make the small runs, whether asked to be quick or not.
 FULL_BYTES = 32e9
@@ -113,7 +114,7 @@ def run(out: Path, *, quick: bool = False, only: Sequence[str] = ()) -> Path:
         names = ", ".join(family.name for family in FAMILIES)
         raise ValueError(f"no benchmark is called {', '.join(sorted(unknown))}; there are {names}")
     machine = facts()
-    folder = out / _slug(plot.Results(machine, []).device)
+    folder = out / _slug(Results(machine, []).device)
     folder.mkdir(parents=True, exist_ok=True)
     print_facts()
     failed = [
@@ -177,7 +178,7 @@ def _slug(device: str) -> str:
 
 def summary(folder: Path) -> str:
     """The machine, its pictures and its tables, in Markdown."""
-    results = {path.stem: plot.Results.read(path) for path in sorted(folder.glob("*.csv"))}
+    results = {path.stem: Results.read(path) for path in sorted(folder.glob("*.csv"))}
     newest = max(results.values(), key=lambda found: found.facts["date"])
     parts = [f"# {newest.device}", _table(["", ""], newest.facts.items())]
     parts += [f"![{path.stem}](plots/{path.name})" for path in sorted(folder.glob("plots/*.png"))]

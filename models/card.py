@@ -41,6 +41,8 @@ sentences are English; its stories go nowhere, and it knows nothing.
     python -m mlx_lm generate --model {path} --prompt "{prompt}" \\
         --seed {seed} --temp {temperature} --top-p {top_p} --max-tokens {max_tokens}
 
+It has no chat format: in a chat it goes on with what was said to it.
+
 ## What it is
 
 | | |

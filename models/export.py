@@ -53,6 +53,10 @@ def bfloat16_model(params: dict[str, Any], config: dict[str, Any]) -> Model:
     return model.eval()
 
 
+# A chat continues what was said; the model has no turns of its own.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Write the tokenizer as a fast one that transformers loads as Qwen2's."""
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -76,6 +80,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
         "unk_token": None,
         "errors": "replace",
         "split_special_tokens": False,
+        "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -27,7 +27,8 @@ def run(args: argparse.Namespace) -> None:
 
         loaded = load_stock(args.model, lazy=True, trust_remote_code=args.trust_remote_code)
         print(f"\n{args.model}: {loaded.config['model_type']}\n")
-        print(convert_model(loaded.model, config=loaded.quantization, dry_run=True))
+        report = convert_model(loaded.model, config=loaded.quantization, dry_run=True)
+        print(report.summary())
 
 
 def versions() -> dict[str, str]:

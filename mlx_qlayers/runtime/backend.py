@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from .differentiated import at_once
 from .tracing import record
 
 if TYPE_CHECKING:
@@ -243,7 +244,10 @@ def run(launch: Launch) -> list[mx.array]:
             f"kernel {kernel}: {_TRACED}, and the host backend runs at once. Leave the call out of "
             'the traced function, or use_backend("ops")'
         )
-    outputs = _module(name).launch(launch)
+    if name == "host":
+        outputs = at_once(partial(_module(name).launch, launch), launch.inputs)
+    else:
+        outputs = _module(name).launch(launch)
     note(f"kernel {kernel}", name, "launched")
     record(name, launch)
     return outputs

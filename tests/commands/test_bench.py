@@ -17,7 +17,7 @@ from mlx_qlayers.cli import main
 from mlx_qlayers.commands.bench import scripts
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-SIZE = (1024, 672)
+SIZE = (960, 720)
 
 
 def size(picture: Path) -> tuple[int, ...]:
@@ -117,12 +117,12 @@ def test_a_folder_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
-    plot = import_module("plot")
+    stored = import_module("stored")
     text = '# device: Device(gpu, 0), Some GPU\n# cpu: 4 x C\ntask,ms\n"a, b",1.5\n,2\n'
     (tmp_path / "x.csv").write_text(text)
-    found = plot.Results.read(tmp_path / "x.csv")
+    found = stored.Results.read(tmp_path / "x.csv")
     assert found.rows == [{"task": "a, b", "ms": 1.5}, {"task": "a, b", "ms": 2.0}]
     assert found.device == "Some GPU"
     machine = {"device": "Device(cpu, 0), C", "cpu": "4 x C"}
     (tmp_path / "x.json").write_text(json.dumps({"machine": machine, "rows": found.rows}))
-    assert plot.Results.read(tmp_path / "x.json") == plot.Results(machine, found.rows)
+    assert stored.Results.read(tmp_path / "x.json") == stored.Results(machine, found.rows)

@@ -28,20 +28,17 @@ from mlx_qlayers.commands import borrowed
 from mlx_qlayers.commands.demo import shipped_model
 
 PROMPT, TOKENS = "Once upon a time there was a king", 12
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 SERVER = [sys.executable, "-m", "mlx_qlayers", "server"]
 
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model in float32, where greedy choices do not hang on rounding, for a chat."""
+    """The shipped model in float32, where greedy choices do not hang on rounding."""
     path = tmp_path_factory.mktemp("talker") / "model"
     shutil.copytree(shipped_model(), path)
     weights = mx.load(str(path / "model.safetensors"))
     wide = {k: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a for k, a in weights.items()}
     mx.save_safetensors(str(path / "model.safetensors"), wide, {"format": "mlx"})
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
     return path
 
 

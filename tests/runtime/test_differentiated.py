@@ -1,0 +1,99 @@
+"""Derivatives of launches that run at once: none that is silently zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers import attention, grid_sample, quantized_matmul, use_backend
+from mlx_qlayers.metal import exp as family
+from mlx_qlayers.metal.exp import exp
+from mlx_qlayers.runtime import trace
+
+Function = Callable[[mx.array], mx.array]
+
+
+@pytest.fixture(autouse=True)
+def on_host() -> Iterator[None]:
+    with use_backend("host"):
+        yield
+
+
+def bare(x: mx.array) -> mx.array:
+    """A launch that nobody gave a gradient."""
+    return family._launch(family._FORWARD, x)
+
+
+def random(*shape: int) -> mx.array:
+    x = mx.random.uniform(-1, 1, shape, key=mx.random.key(sum(shape)))
+    mx.eval(x)
+    return x
+
+
+def operations() -> dict[str, tuple[Function, mx.array]]:
+    q, k, v = random(1, 2, 9, 32), random(1, 2, 11, 32), random(1, 2, 11, 32)
+    packed = mx.quantize(random(24, 64), 64, 4)
+    image, grid = random(1, 5, 6, 3), random(1, 4, 3, 2)
+    return {
+        "attention": (lambda q: attention(q, k, v, scale=0.2), q),
+        "quantized_matmul": (lambda x: quantized_matmul(x, *packed), random(3, 64)),
+        "grid_sample": (lambda g: grid_sample(image, g), grid),
+        "exp": (exp, random(7)),
+    }
+
+
+@pytest.mark.parametrize("derive", [mx.grad, mx.value_and_grad], ids=["grad", "value_and_grad"])
+def test_a_launch_alone_raises(derive: Callable[..., Function]) -> None:
+    with pytest.raises(ValueError, match=r"wrap it in mx\.custom_function"):
+        derive(lambda x: bare(x).sum())(random(5))
+
+
+def test_a_launch_alone_raises_forwards() -> None:
+    with pytest.raises(ValueError, match="has no derivative of its own"):
+        mx.jvp(bare, [random(5)], [mx.ones(5)])
+
+
+def test_what_needs_no_gradient_of_it_is_left_alone() -> None:
+    x, weight = random(5), random(5)
+    found = mx.grad(lambda w: (bare(x) * w).sum())(weight)
+    assert mx.allclose(found, mx.exp(x)).item()
+
+
+def test_what_is_not_differentiated_has_its_values_at_once() -> None:
+    """In a thread that has not launched before too: another thread can evaluate it."""
+    x = random(3, 4, 5)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(bare, x).result()
+    assert mx.allclose(found, mx.exp(x)).item()
+
+
+def test_without_compilation_launches_run_on() -> None:
+    x = random(5)
+    mx.disable_compile()
+    try:
+        found = bare(x)
+        gradient = mx.grad(lambda x: exp(x).sum())(x)
+    finally:
+        mx.enable_compile()
+    assert mx.allclose(found, mx.exp(x)).item() and mx.allclose(gradient, mx.exp(x)).item()
+
+
+@pytest.mark.parametrize("name", operations())
+def test_operations_have_first_derivatives_and_no_second(name: str) -> None:
+    function, x = operations()[name]
+    gradient = mx.grad(lambda x: (function(x) ** 2).sum())
+    with trace() as launches:
+        found = gradient(x)
+        mx.eval(found)
+    assert len(launches) >= 2
+    plain = mx.exp if name == "exp" else function
+    with use_backend("auto" if name == "exp" else "ops"):
+        truth = mx.grad(lambda x: (plain(x) ** 2).sum())(x)
+    assert mx.allclose(found, truth, rtol=1e-4, atol=1e-4).item()
+    with pytest.raises(ValueError, match="For second derivatives"):
+        mx.eval(mx.grad(lambda x: gradient(x).sum())(x))
+    with pytest.raises(ValueError, match=r"mx\.jvp"):
+        mx.eval(mx.jvp(function, [x], [mx.ones_like(x)]))
