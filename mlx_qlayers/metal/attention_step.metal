@@ -131,7 +131,8 @@ METAL_FUNC void clear(device T* to, int64_t count, int sharer, int sharers) {
   }
 }
 
-// q and k of the token, turned, by all threads.
+// q and k of the token, turned, by all threads. numbers: bits of the scale of positions and, from
+// the fifth on, of two floats for the rate of each pair.
 template <typename T, int D, int dims, bool traditional, bool listed>
 METAL_FUNC void turn_rows(
     threadgroup T* q_to,
@@ -139,7 +140,7 @@ METAL_FUNC void turn_rows(
     const device T* q,
     const device T* k,
     const device float* freqs,
-    float log2_base,
+    const device int* numbers,
     float position,
     uint thread_index,
     uint threads) {
@@ -150,8 +151,11 @@ METAL_FUNC void turn_rows(
       k_to[d] = k[d];
       continue;
     }
-    float angle = position * rotary_rate<listed>(freqs, log2_base, i, dims);
-    float c = precise::cos(angle), s = precise::sin(angle);
+    float2 rate = listed
+        ? listed_rate(freqs[i], as_type<float>(numbers[0]))
+        : float2(as_type<float>(numbers[4 + 2 * i]), as_type<float>(numbers[5 + 2 * i]));
+    float2 cosine_sine = rotation_at(position, rate);
+    float c = cosine_sine.x, s = cosine_sine.y;
     int first = traditional ? 2 * i : i, second = traditional ? first + 1 : i + dims / 2;
     float a = float(q[first]), b = float(q[second]);
     q_to[first] = T(a * c - b * s);
@@ -187,8 +191,7 @@ METAL_FUNC void write_sums(
 }
 
 // places: keys in the buffer, then the position of each sequence. options: S, the bits of the scale,
-// of log2 of the base and of the scale of positions, and the steps of the mask from a sequence and
-// head on.
+// the steps of the mask from a sequence and head on, and what turn_rows takes.
 template <
     typename T,
     int D,
@@ -211,7 +214,7 @@ template <
     const device int* places,
     const device bool* mask,
     const device float* freqs,
-    constant int* options,
+    const device int* options,
     device P* out,
     device T* k_out,
     device T* v_out,
@@ -240,7 +243,7 @@ template <
   k_out += int64_t(kv_head) * S * D;
   v_out += int64_t(kv_head) * S * Dv;
   if (masked) {
-    mask += int64_t(place.z) * options[4] + head * options[5];
+    mask += int64_t(place.z) * options[2] + head * options[3];
   }
 
   int stretch = (length + int(groups.x) - 1) / int(groups.x);
@@ -251,9 +254,8 @@ template <
   read_rows<ahead, words>(value, values, Dv, row, step, last);
 
   turn_rows<T, D, dims, traditional, listed>(
-      turned, turned + D, q + (int64_t(place.z) * groups.y + head) * D, k, freqs,
-      as_type<float>(options[2]), as_type<float>(options[3]) * float(places[1 + place.z]),
-      thread_index, threads);
+      turned, turned + D, q + (int64_t(place.z) * groups.y + head) * D, k, freqs, options + 4,
+      float(places[1 + place.z]), thread_index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   float query[8], scale = as_type<float>(options[1]);
 #pragma unroll

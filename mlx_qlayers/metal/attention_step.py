@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..runtime.kernel import Kernel
 from ..runtime.launch import TemplateValue
 from .attention_decode import added_up
+from .rotary import rates
 
 _INPUTS = ("q", "k", "v", "k_buffer", "v_buffer", "places", "mask", "freqs", "options")
 # Keys of a buffer that one threadgroup takes, and among how many more are divided.
@@ -149,6 +150,7 @@ def attention_step(
 
 @lru_cache(maxsize=256)
 def _options(size: int, scale: float, rotation: Rotation, *steps: int) -> mx.array:
-    log2_base = 0.0 if rotation.base is None else log2(rotation.base)
-    bits = unpack("3i", pack("3f", scale * log2(e), log2_base, rotation.scale))
-    return mx.array([size, *bits, *steps], mx.int32)
+    turning = [rotation.scale, 0.0, 0.0, 0.0]
+    turning += rates(rotation.dims, rotation.base, rotation.scale)
+    bits = unpack(f"{1 + len(turning)}i", pack(f"{1 + len(turning)}f", scale * log2(e), *turning))
+    return mx.array([size, bits[0], *steps, *bits[1:]], mx.int32)

@@ -13,23 +13,25 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// sizes: L, H, Hkv, D, dims, heads of a thread. numbers: log2 of the base, and the scale of positions.
+// sizes: L, H, Hkv, D, dims, heads of a thread. numbers: the scale of positions, one that is not used,
+// and from then on two for the rate of each pair, unless its reciprocal is listed.
 template <typename T, bool traditional, bool listed>
 inline void turn(
     const device T* q,
     const device T* k,
     const device float* freqs,
     const constant int* sizes,
-    const constant float* numbers,
+    const device float* numbers,
     int offset,
     device T* q_out,
     device T* k_out,
     uint3 at) {
   int length = sizes[0], heads = sizes[1], width = sizes[3], dims = sizes[4];
   int pair = at.x, batch = at.z / length, row = at.z % length;
-  float position = numbers[1] * float(offset + row);
-  float angle = position * rotary_rate<listed>(freqs, numbers[0], pair, dims);
-  float c = precise::cos(angle), s = precise::sin(angle);
+  float2 rate = listed ? listed_rate(freqs[pair], numbers[0])
+                       : float2(numbers[2 + 2 * pair], numbers[3 + 2 * pair]);
+  float2 cosine_sine = rotation_at(float(offset + row), rate);
+  float c = cosine_sine.x, s = cosine_sine.y;
   int first = traditional ? 2 * pair : pair;
   int second = traditional ? first + 1 : pair + dims / 2;
 
@@ -55,7 +57,7 @@ template <typename T, bool traditional, bool listed>
     constant int& offset,
     const device float* freqs,
     const constant int* sizes,
-    const constant float* numbers,
+    const device float* numbers,
     device T* q_out,
     device T* k_out,
     uint3 at [[thread_position_in_grid]]) {
@@ -69,7 +71,7 @@ template <typename T, bool traditional, bool listed>
     const device int* offset,
     const device float* freqs,
     const constant int* sizes,
-    const constant float* numbers,
+    const device float* numbers,
     device T* q_out,
     device T* k_out,
     uint3 at [[thread_position_in_grid]]) {

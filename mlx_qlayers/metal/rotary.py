@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from math import log2
+from struct import pack, unpack
 
 import mlx.core as mx
 
 from ..runtime.kernel import Kernel
+from ..runtime.signature import CONSTANT_BELOW
 
 _INPUTS = ("q", "k", "offset", "freqs", "sizes", "numbers")
 _AT, _EACH = (
@@ -56,7 +57,7 @@ def rotated(
             offset,
             _none() if freqs is None else freqs,
             _sizes(length, heads, kv_heads, width, dims, share),
-            _numbers(base, scale),
+            _numbers(dims, base, scale),
         ],
         template={"T": q.dtype, "traditional": traditional, "listed": freqs is not None},
         grid=(dims // 2, -(-(heads + kv_heads) // share), batch * length),
@@ -76,5 +77,24 @@ def _sizes(*sizes: int) -> mx.array:
 
 
 @cache
-def _numbers(base: float | None, scale: float) -> mx.array:
-    return mx.array([0.0 if base is None else log2(base), scale], mx.float32)
+def _numbers(dims: int, base: float | None, scale: float) -> mx.array:
+    numbers = [scale, 0.0, *rates(dims, base, scale)]
+    return mx.array(numbers + [0.0] * (CONSTANT_BELOW - len(numbers)), mx.float32)
+
+
+def rates(dims: int, base: float | None, scale: float) -> list[float]:
+    """What each pair turns by from one position to the next, as the sum of two floats.
+
+    Args:
+        dims: elements that are turned.
+        base: of the geometric series of frequencies; None gives nothing.
+        scale: of positions.
+    """
+    found: list[float] = []
+    if base is None:
+        return found
+    for i in range(0, dims, 2):
+        rate = scale * base ** (-i / dims)
+        (nearest,) = unpack("f", pack("f", rate))
+        found += nearest, rate - nearest
+    return found

@@ -74,12 +74,12 @@ def attention(
     key: tuple[Any, ...] | None
     try:
         # Whatever the checks and the choice look at; types too, since 4.0 equals 4.
-        if isinstance(k, mx.array) and isinstance(v, mx.array) and mask is sinks is None:
-            kinds: Any = (q.shape, q.dtype, k.shape, k.dtype, v.shape, v.dtype)
+        key = scale, type(scale), requested(), gradients_are_left_out()
+        if type(k) is type(v) is mx.array and mask is window is softcap is sinks is None:
+            key += q.shape, q.dtype, k.shape, k.dtype, v.shape, v.dtype
         else:
-            kinds = tuple(map(_kind, (q, k, v, mask, sinks)))
-        numbers = scale, window, softcap, type(scale), type(window), type(softcap)
-        key = kinds, numbers, requested(), gradients_are_left_out()
+            key += window, softcap, type(window), type(softcap)
+            key += tuple(map(_kind, (q, k, v, mask, sinks)))
         known = _known.get(key)
     except (TypeError, AttributeError):
         key = known = None

@@ -70,7 +70,15 @@ _forced: str | None = None
 # An operation, the path that it took, and why.
 Note = tuple[str, str, str]
 _decisions: dict[Note, int] = {}
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    """What :func:`noting` keeps in each thread."""
+
+    notes: list[Note] | None = None
+
+
+_thread = _Thread()
 
 
 def _check(name: str) -> str:
@@ -262,7 +270,7 @@ def note(op: str, path: str, reason: str) -> None:
     """Remember that ``op`` took ``path`` and why."""
     key = (op, path, reason)
     _decisions[key] = _decisions.get(key, 0) + 1
-    if (found := getattr(_thread, "notes", None)) is not None:
+    if (found := _thread.notes) is not None:
         found.append(key)
 
 
@@ -275,9 +283,10 @@ def note_again(notes: Iterable[Note]) -> None:
 @contextmanager
 def noting() -> Iterator[list[Note]]:
     """Inside, in this thread, keep what is noted as well."""
-    before, _thread.notes = getattr(_thread, "notes", None), []
+    before, found = _thread.notes, list[Note]()
+    _thread.notes = found
     try:
-        yield _thread.notes
+        yield found
     finally:
         _thread.notes = before
 
