@@ -19,7 +19,7 @@
 // A key of another stretch has the score -infinity.
 
 #include "attention_cache.metal"
-#include "attention_score.metal"
+#include "attention_rows.metal"
 #include "fragment.metal"
 
 #include <metal_stdlib>
@@ -45,7 +45,8 @@ METAL_FUNC void stage_queries(
   }
 }
 
-// scores^T += k q^T of one tile: `queries` are held in registers, or (not `kept`) read where they lie.
+// scores^T = k q^T of one tile: `queries` are held in registers, or (not `kept`) read where they
+// lie.
 template <
     typename T,
     int bits,
@@ -64,6 +65,10 @@ METAL_FUNC void multiply_keys(
     int q_step,
     uint lane) {
   const int parts = steps * run / 4;
+#pragma unroll
+  for (int i = 0; i < blocks * columns; i++) {
+    s[i / columns][i % columns].part[0] = s[i / columns][i % columns].part[1] = 0.0f;
+  }
 #pragma unroll
   for (int i = 0; i < blocks * steps; i++) {
     int b = i / steps, j = i % steps;
@@ -148,7 +153,8 @@ template <
     int slice,
     int run,
     typename P,
-    bool split>
+    bool split,
+    int RESIDENT>
 [[kernel]] void attention_decode(
     const device T* q,
     const constant int* q_shape,
@@ -233,44 +239,25 @@ template <
     }
   }
 
-  int position[columns][2];
-  const device M* row_mask[columns][2];
+  lane_rows<M, columns> own_rows;
 #pragma unroll
   for (int i = 0; i < 2 * columns; i++) {
     int row = min(first_row + i / 2 * 8 + 2 * quarter + i % 2, rows - 1);
-    position[i / 2][i % 2] = keys - L + row % L;
-    row_mask[i / 2][i % 2] = mask;
+    own_rows.position[i / 2][i % 2] = keys - L + row % L;
+    own_rows.mask[i / 2][i % 2] = mask;
     if (seen >= BOOLEAN) {
-      row_mask[i / 2][i % 2] += batch * mask_strides[1] +
+      own_rows.mask[i / 2][i % 2] += batch * mask_strides[1] +
           (head * share + row / L) * mask_strides[2] + row % L * mask_strides[3];
     }
   }
 
-  float2 top[columns], sum[columns];
-  sum_fragment o[slice / 16][columns];
-#pragma unroll
-  for (int t = 0; t < columns; t++) {
-    top[t] = LOWEST;
-    sum[t] = 0.0f;
-#pragma unroll
-    for (int n = 0; n < slice / 16; n++) {
-      o[n][t].part[0] = o[n][t].part[1] = 0.0f;
-    }
-  }
-
+  attended_rows<columns, slice / 16> known = nothing_attended<columns, slice / 16>();
   for (int base = start; base < stop; base += tile) {
     cache_run<S, words_v> value_runs[simds * blocks * 4 * steps_v];
     read_tile<bits, group, simds * blocks, 4, steps_v, 8 * run_v, limit_v>(
         value_runs, value_rows, base + 2 * quarter, last, int(simd) * slice + run_v * near);
 
     sum_fragment s[blocks][columns];
-#pragma unroll
-    for (int b = 0; b < blocks; b++) {
-#pragma unroll
-      for (int t = 0; t < columns; t++) {
-        s[b][t].part[0] = s[b][t].part[1] = 0.0f;
-      }
-    }
     multiply_keys<T, bits, run, steps, blocks, columns, kept>(
         s, key_runs, queries, q_tile, q_step, lane);
     if (base + tile < stop) {
@@ -278,58 +265,23 @@ template <
           key_runs, key_rows, base + tile + own, last, run * quarter);
     }
 
-#pragma unroll
-    for (int t = 0; t < columns; t++) {
-      float2 most = LOWEST;
-#pragma unroll
-      for (int i = 0; i < 4 * blocks; i++) {
-        int key = base + own + 8 * (i / 2), c = i % 2;
-        float x = score<seen, windowed, capped>(
-            s[i / 4][t].part[i / 2 % 2][c], scale, cap, row_mask[t][c],
-            min(key, last) * mask_strides[4], key - position[t][c], window);
-        x = key < stop ? x : -INFINITY;
-        s[i / 4][t].part[i / 2 % 2][c] = x;
-        most[c] = max(most[c], x);
-      }
-      most = fragment_column_max(most);
-      if (near == 0) {
-        reduced[simd][t][quarter] = most;
-      }
-    }
+    score_tile<seen, windowed, capped, blocks, columns>(
+        s, &reduced[simd][0][0], own_rows, scale, cap, seen >= BOOLEAN ? mask_strides[4] : 0,
+        base + own, stop, window, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-#pragma unroll
-    for (int t = 0; t < columns; t++) {
-      float2 before = top[t];
-#pragma unroll
-      for (int g = 0; g < simds; g++) {
-        top[t] = max(top[t], reduced[g][t][quarter]);
-      }
-      float2 fade = fast::exp2(before - top[t]);
-      sum[t] *= fade;
-#pragma unroll
-      for (int n = 0; n < slice / 16; n++) {
-        o[n][t].part[0] *= fade;
-        o[n][t].part[1] *= fade;
-      }
-#pragma unroll
-      for (int b = 0; b < blocks; b++) {
-        s[b][t].part[0] = fast::exp2(s[b][t].part[0] - top[t]);
-        s[b][t].part[1] = fast::exp2(s[b][t].part[1] - top[t]);
-        sum[t] += s[b][t].part[0] + s[b][t].part[1];
-        store_sum<T>(s[b][t], p_tile + (own - near + 16 * b) * p_step + 8 * t, p_step, lane);
-      }
-    }
+    add_scores<T, simds, blocks, columns>(
+        known, s, &reduced[0][0][0], p_tile + (own - near) * p_step, p_step, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     multiply_values<T, bits, run_v, steps_v, simds * blocks, columns>(
-        o, value_runs, p_tile, p_step, lane);
+        known.o, value_runs, p_tile, p_step, lane);
   }
 
 #pragma unroll
   for (int t = 0; t < columns; t++) {
-    sum[t] = fragment_column_sum(sum[t]);
+    known.sum[t] = fragment_column_sum(known.sum[t]);
     if (near == 0) {
-      reduced[simd][t][quarter] = sum[t];
+      reduced[simd][t][quarter] = known.sum[t];
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -346,8 +298,9 @@ template <
     float factor = 1.0f;
     if (!split) {
       if (sinking) {
-        float sink = float(sinks[head * share + row / L]) * LOG2_E, peak = max(top[t][c], sink);
-        factor = fast::exp2(top[t][c] - peak);
+        float sink = float(sinks[head * share + row / L]) * LOG2_E;
+        float peak = max(known.top[t][c], sink);
+        factor = fast::exp2(known.top[t][c] - peak);
         total = total * factor + fast::exp2(sink - peak);
       }
       factor /= total;
@@ -358,12 +311,12 @@ template <
     for (int n = 0; n < slice / 16; n++) {
       int f = n % (run_v / 2), d = int(simd) * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
       if (limit_v == 0 || d < Dv) {
-        to[d + pair_element<bits>(f, 0)] = P(o[n][t].part[0][c] * factor);
-        to[d + pair_element<bits>(f, 1)] = P(o[n][t].part[1][c] * factor);
+        to[d + pair_element<bits>(f, 0)] = P(known.o[n][t].part[0][c] * factor);
+        to[d + pair_element<bits>(f, 1)] = P(known.o[n][t].part[1][c] * factor);
       }
     }
     if (split && simd == 0 && near == 0) {
-      to[Dv] = P(top[t][c]);
+      to[Dv] = P(known.top[t][c]);
       to[Dv + 1] = P(total);
     }
   }

@@ -48,7 +48,7 @@ def _kernel(serial: bool, packed: bool, masked: bool, sinking: bool) -> Kernel:
     there |= dict.fromkeys(("k_scales", "k_biases", "v_scales", "v_biases"), packed)
     omitted = tuple(name for name in _INPUTS if not there.get(name, True))
     function = "attention_serial" if serial else "attention_decode"
-    own = ("most", "block") if serial else (*_LAYOUT, "P", "split")
+    own = ("most", "block") if serial else (*_LAYOUT, "P", "split", "RESIDENT")
     return Kernel(
         function + "_packed" * packed + "_masked" * masked + "_sinks" * sinking,
         f"{function}.metal",
@@ -94,6 +94,8 @@ class Decode:
         stretch: the fewest keys for which a threadgroup is started.
         most: the most stretches that the keys of a head are cut into.
         combine: SIMD groups that add up the stretches of a row.
+        resident: threadgroups that a multiprocessor of CUDA's should have registers for; 0 leaves
+            it to the compiler.
     """
 
     columns: int
@@ -104,6 +106,7 @@ class Decode:
     stretch: int
     most: int
     combine: int = 16
+    resident: int = 0
 
     @property
     def tile(self) -> int:
@@ -336,6 +339,7 @@ def _launches(
     stretches, threads = config.stretches(keys), 32 * config.simds
     template |= {name: getattr(config, name) for name in _LAYOUT}
     template |= {"P": dtypes[0] if stretches == 1 else mx.float32, "split": stretches > 1}
+    template["RESIDENT"] = config.resident
     grid = (stretches * threads, kv_heads * -(-rows // (8 * config.columns)), batch)
     if stretches == 1:
         return _Launch(kernel, template, grid, threads, shape), None

@@ -122,13 +122,26 @@ METAL_FUNC void write_row(device T* to, const thread uint* from) {
   }
 }
 
-// Zeros, eight numbers at a time: this thread's share of them.
-template <typename T>
-METAL_FUNC void clear(device T* to, int64_t count, int sharer, int sharers) {
+// The token's row of a buffer and zeros behind it, eight at a time: this thread's share of them.
+template <int width, typename T, typename From>
+METAL_FUNC void write_end(device T* to, From row, int rows_behind, int sharer, int sharers) {
+  for (int d = sharer; d < width; d += sharers) {
+    to[d] = row[d];
+  }
   const uint zeros[2 * sizeof(T)] = {};
-  for (int64_t i = int64_t(sharer) * 8; i < count; i += int64_t(sharers) * 8) {
+  int64_t end = int64_t(rows_behind + 1) * width;
+  for (int64_t i = width + int64_t(sharer) * 8; i < end; i += int64_t(sharers) * 8) {
     write_row<2 * sizeof(T)>(to + i, zeros);
   }
+}
+
+// A pair of numbers, turned.
+template <typename T>
+METAL_FUNC void turn_pair(
+    threadgroup T* to, const device T* from, int first, int second, float2 cosine_sine) {
+  float a = float(from[first]), b = float(from[second]), c = cosine_sine.x, s = cosine_sine.y;
+  to[first] = T(a * c - b * s);
+  to[second] = T(a * s + b * c);
 }
 
 // q and k of the token, turned, by all threads. numbers: bits of the scale of positions and, from
@@ -155,14 +168,9 @@ METAL_FUNC void turn_rows(
         ? listed_rate(freqs[i], as_type<float>(numbers[0]))
         : float2(as_type<float>(numbers[4 + 2 * i]), as_type<float>(numbers[5 + 2 * i]));
     float2 cosine_sine = rotation_at(position, rate);
-    float c = cosine_sine.x, s = cosine_sine.y;
     int first = traditional ? 2 * i : i, second = traditional ? first + 1 : i + dims / 2;
-    float a = float(q[first]), b = float(q[second]);
-    q_to[first] = T(a * c - b * s);
-    q_to[second] = T(a * s + b * c);
-    a = float(k[first]), b = float(k[second]);
-    k_to[first] = T(a * c - b * s);
-    k_to[second] = T(a * s + b * c);
+    turn_pair(q_to, q, first, second, cosine_sine);
+    turn_pair(k_to, k, first, second, cosine_sine);
   }
 }
 
@@ -298,30 +306,22 @@ template <
 
   // The token's own key comes last, in the first stretch.
   if (place.x == 0 && simd == 0) {
+    alignas(16) T own_key[8];
     alignas(16) uint own_value[words];
-    load_words<words>(own_value, reinterpret_cast<const device uint*>(v + v_at));
-    float s = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      s = fma(query[i], in_key ? float(turned[D + k_at + i]) : 0.0f, s);
+      own_key[i] = turned[D + k_at + i];
     }
-    s = sum_of_lanes<lanes>(s);
+    load_words<words>(own_value, reinterpret_cast<const device uint*>(v + v_at));
+    float s = score_of<T, lanes>(query, reinterpret_cast<const thread uint*>(own_key));
     s = masked && !mask[length] ? LOWEST : s;
     s = sub == 0 ? s : -INFINITY;
     add_keys<T, 1, words>(known, &s, own_value);
   }
-  if (place.x == 0 && own == 0) {
-    for (int d = thread_index; d < D; d += threads) {
-      k_out[int64_t(length) * D + d] = turned[D + d];
-    }
-    for (int d = thread_index; d < Dv; d += threads) {
-      v_out[int64_t(length) * Dv + d] = v[d];
-    }
-  }
-  int empty = S - length - 1, sharer = (int(place.x) * share + own) * threads + int(thread_index);
+  int sharer = (int(place.x) * share + own) * threads + int(thread_index);
   int sharers = int(groups.x) * share * threads;
-  clear(k_out + int64_t(length + 1) * D, int64_t(empty) * D, sharer, sharers);
-  clear(v_out + int64_t(length + 1) * Dv, int64_t(empty) * Dv, sharer, sharers);
+  write_end<D>(k_out + int64_t(length) * D, turned + D, S - length - 1, sharer, sharers);
+  write_end<Dv>(v_out + int64_t(length) * Dv, v, S - length - 1, sharer, sharers);
 
 #pragma unroll
   for (ushort apart = lanes; apart < 32; apart *= 2) {
