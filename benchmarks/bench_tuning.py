@@ -1,12 +1,14 @@
 """What tuning gains on this machine's GPU, and how good the search is.
 
     python benchmarks/bench_tuning.py --tune --decode --json
+    python benchmarks/bench_tuning.py --tune --ship mlx_qlayers/tuning/results
     python benchmarks/bench_tuning.py --exhaustive 60
 
 ``--tune`` tunes the shapes of a model of Qwen2-7B's shape with random weights, as the command
-``mlx-qlayers tune`` does; ``--decode`` prints tokens a second before and after. ``--exhaustive``
-measures every configuration of some of its problems, then the best, the heuristic's and the one
-that the beam finds among them once more side by side. Files are written anew with every row.
+``mlx-qlayers tune`` does, and ``--ship`` copies what it found; ``--decode`` prints tokens a second
+before and after. ``--exhaustive`` measures every configuration of some problems, then the best, the
+heuristic's and the one that the beam finds among them once more side by side. Files are written
+anew with every row.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import copy
 import json
 import os
 import random
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +32,7 @@ from common import RESULTS, Sample, Table, add_output, facts, print_facts, turns
 from mlx_qlayers import convert_model
 from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.formats import Format
+from mlx_qlayers.runtime.folder import cache_folder
 from mlx_qlayers.tuning.families import FAMILIES
 from mlx_qlayers.tuning.judge import judge_of
 from mlx_qlayers.tuning.lookup import heuristics_alone
@@ -278,6 +282,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, to try it out")
     parser.add_argument("--exhaustive", type=float, metavar="S", help="seconds to measure all")
     parser.add_argument("--measured", type=Path, default=measured, help="where that is written")
+    parser.add_argument("--ship", type=Path, metavar="FILE", help="copy what was found there")
     add_output(parser)
     args = parser.parse_args()
     print_facts()
@@ -288,6 +293,8 @@ def main() -> None:
         convert_model(model, verify=False)
         if args.tune:
             tuned(kept, model, args.budget, args.beam)
+        if args.ship is not None:
+            shutil.copy(cache_folder() / "tuning" / f"{device_name()}.json", args.ship)
         if args.decode:
             decoded(kept, stock, model, args.tokens, args.repeats)
     if args.exhaustive:
