@@ -27,7 +27,7 @@ from typing import Any
 
 import mlx.core as mx
 from bench_decode import QWEN2_7B, TINY, build, decode
-from common import RESULTS, Sample, Table, add_output, facts, print_facts, turns, write_output
+from common import RESULTS, Sample, Table, add_output, output, print_facts, turns
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.commands.arguments import positive
@@ -54,27 +54,6 @@ _BEST = 4
 PROMPT = [1]
 
 
-class Kept:
-    """Tables in a file that is whole whenever the run is ended."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = RESULTS / "tuning.json" if path == RESULTS else path
-        self._facts = facts() if path else {}
-        self.tables: list[Table] = []
-
-    def table(self, columns: dict[str, int]) -> Table:
-        """A table with these columns, and its header printed."""
-        self.tables.append(Table(columns))
-        self.tables[-1].print_header()
-        return self.tables[-1]
-
-    def write(self) -> None:
-        """Replace the file, if there should be one."""
-        if self._path is not None:
-            rows = [row for table in self.tables for row in table.flat()]
-            replace(self._path, {"machine": self._facts, "rows": rows})
-
-
 def replace(path: Path, content: Any) -> None:
     """Write a file in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,12 +62,13 @@ def replace(path: Path, content: Any) -> None:
     os.replace(draft, path)
 
 
-def tuned(kept: Kept, model: Any, budget: float, beam: int) -> None:
+def tuned(model: Any, budget: float, beam: int) -> None:
     """Tune what a model asks for; a row for each problem."""
     targets = problems_of_model(model)
     print(f"tuning {len(targets)} problems within {budget:g} s; microseconds")
     columns = {"heuristic": 12, "tuned": 12, "gain": 6, "tried": 5, "stock": 12, "path": 11}
-    table = kept.table({"problem": 60, **columns, "warm": 12, "warm heuristic": 14})
+    table = Table({"problem": 60, **columns, "warm": 12, "warm heuristic": 14})
+    table.print_header()
     start, gains = time.monotonic(), []
     for target, found in tune_all(targets, beam=beam, budget_s=budget):
         times = found.times.get("kernel", found.untuned)
@@ -100,14 +80,13 @@ def tuned(kept: Kept, model: Any, budget: float, beam: int) -> None:
                 "tuned": times.cold.scaled(1e6),
                 "gain": gains[-1],
                 "tried": len(found.trials),
-                "stock": found.times["stock"].cold.scaled(1e6),
+                "stock": found.times.get("stock", times).cold.scaled(1e6),
                 "path": found.path,
                 "warm": times.warm.scaled(1e6),
                 "warm heuristic": found.untuned.warm.scaled(1e6),
                 "config": str(found.config),
             }
         )
-        kept.write()
         print(f"    {time.monotonic() - start:.0f} s: {found.config}", flush=True)
         for trial in (trial for trial in found.trials if trial.problem):
             print(f"    {trial.config}: {trial.problem[:200]}", flush=True)
@@ -120,7 +99,7 @@ def tuned(kept: Kept, model: Any, budget: float, beam: int) -> None:
         )
 
 
-def decoded(kept: Kept, stock: Any, model: Any, tokens: int, repeats: int) -> None:
+def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
     """Tokens a second of the stock model, and of the converted one before and after tuning."""
     again = copy.deepcopy(stock)
     convert_model(again, verify=False)
@@ -134,10 +113,10 @@ def decoded(kept: Kept, stock: Any, model: Any, tokens: int, repeats: int) -> No
         print(f"    {name}: {tokens / seconds:.1f} tokens/s", flush=True)
         if i >= len(times):  # in the first round kernels are built
             times[name].append(seconds)
-    table = kept.table({"layers": 20, "tokens/s": 16})
+    table = Table({"layers": 20, "tokens/s": 16})
+    table.print_header()
     for name, values in times.items():
         table.add(layers=name, **{"tokens/s": Sample.of(values).per(tokens)})
-    kept.write()
     print()
 
 
@@ -175,7 +154,7 @@ def work(job: Sweep | Final, place: Place) -> None:
             place.send((i, judge.attempt(config, place.turn())))
 
 
-def exhaustive(kept: Kept, limit: float, path: Path) -> None:
+def exhaustive(limit: float, path: Path) -> None:
     """Every configuration of some problems, and the beam held against the best."""
     family, problem = EXHAUSTIVE[0]
     heuristic = family.heuristic(problem, judge_device())
@@ -200,7 +179,8 @@ def exhaustive(kept: Kept, limit: float, path: Path) -> None:
         replace(path, _written(found))
         print(f"measured {[len(trials) for trials in found]} of {len(configs)}; microseconds")
         columns = {"heuristic": 12, "best": 12, "beam": 12, "heuristic/best": 14, "beam/best": 9}
-        table = kept.table({"problem": 60, "all": 5, **columns, "launches": 8})
+        table = Table({"problem": 60, "all": 5, **columns, "launches": 8})
+        table.print_header()
         finals = [_final(*pair) for pair in zip(EXHAUSTIVE, found, strict=True)]
         for job, message in workers.messages(job for job, _ in finals):
             if isinstance(message, Ended):
@@ -208,8 +188,7 @@ def exhaustive(kept: Kept, limit: float, path: Path) -> None:
                 continue
             launches = next(n for final, n in finals if final is job)
             _compared(table, job, message, launches, found[EXHAUSTIVE.index(job.target)])
-            kept.write()
-    print(f"\nwrote {path}\n")
+        print(f"\nwrote {path}\n")
 
 
 def judge_device() -> str:
@@ -286,20 +265,24 @@ def main() -> None:
     add_output(parser)
     args = parser.parse_args()
     print_facts()
-    kept = Kept(args.json)
+    with output(args, "tuning"):
+        measure_all(args)
+
+
+def measure_all(args: argparse.Namespace) -> None:
+    """What the arguments ask for."""
     if args.tune or args.decode:
         stock = build(TINY if args.tiny else QWEN2_7B, 64, 4)
         model = copy.deepcopy(stock)  # the arrays are shared
         convert_model(model, verify=False)
         if args.tune:
-            tuned(kept, model, args.budget, args.beam)
+            tuned(model, args.budget, args.beam)
         if args.ship is not None:
             shutil.copy(cache_folder() / "tuning" / f"{device_name()}.json", args.ship)
         if args.decode:
-            decoded(kept, stock, model, args.tokens, args.repeats)
+            decoded(stock, model, args.tokens, args.repeats)
     if args.exhaustive:
-        exhaustive(kept, args.exhaustive, args.measured)
-    write_output(args, "tuning", kept.tables)
+        exhaustive(args.exhaustive, args.measured)
 
 
 if __name__ == "__main__":
