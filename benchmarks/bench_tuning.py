@@ -22,11 +22,11 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from bench_decode import QWEN2_7B, TINY, build, decode
 from common import RESULTS, Sample, Table, add_output, output, print_facts, turns
 
 from mlx_qlayers import convert_model
@@ -62,15 +62,16 @@ def replace(path: Path, content: Any) -> None:
     os.replace(draft, path)
 
 
-def tuned(model: Any, budget: float, beam: int) -> None:
+def tuned(model: Any, budget: float, beam: int, verbose: bool) -> None:
     """Tune what a model asks for; a row for each problem."""
     targets = problems_of_model(model)
     print(f"tuning {len(targets)} problems within {budget:g} s; microseconds")
+    start, gains = time.monotonic(), []
     columns = {"heuristic": 12, "tuned": 12, "gain": 6, "tried": 5, "stock": 12, "path": 11}
     table = Table({"problem": 60, **columns, "warm": 12, "warm heuristic": 14})
     table.print_header()
-    start, gains = time.monotonic(), []
-    for target, found in tune_all(targets, beam=beam, budget_s=budget):
+    shown = partial(_shown, start) if verbose else lambda target, gain: None
+    for target, found in tune_all(targets, beam=beam, budget_s=budget, progress=shown):
         times = found.times.get("kernel", found.untuned)
         gains.append(found.heuristic / times.cold.median)
         table.add(
@@ -99,8 +100,14 @@ def tuned(model: Any, budget: float, beam: int) -> None:
         )
 
 
+def _shown(start: float, target: Target, gain: float) -> None:
+    print(f"    {time.monotonic() - start:.1f} s: {target.key}: {gain:.2f}x", flush=True)
+
+
 def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
     """Tokens a second of the stock model, and of the converted one before and after tuning."""
+    from bench_decode import decode
+
     again = copy.deepcopy(stock)
     convert_model(again, verify=False)
     times: dict[str, list[float]] = {"stock": [], "before": [], "after": []}
@@ -140,13 +147,13 @@ class Final:
 def work(job: Sweep | Final, place: Place) -> None:
     """Do a job in a process of its own."""
     if isinstance(job, Final):
+        judge = judge_of(*job.target)
         with place.turn():
-            place.send(judge_of(*job.target).compared(job.configs)[0])
+            place.send(judge.compared(job.configs)[0])
         return
-    judges = []
-    for target in job.targets:
-        with place.turn():
-            judges.append(judge_of(*target))
+    place.send("begun")
+    judges = [judge_of(*target) for target in job.targets]
+    place.send("ready")
     for config in job.configs:
         for i, judge in enumerate(judges):
             if time.monotonic() > job.end:
@@ -160,18 +167,17 @@ def exhaustive(limit: float, path: Path) -> None:
     heuristic = family.heuristic(problem, judge_device())
     configs = family.all(problem, heuristic)
     random.Random(0).shuffle(configs)
+    configs = list(dict.fromkeys([heuristic, *configs]))
     found: list[dict[Any, Trial[Any]]] = [{} for _ in EXHAUSTIVE]
     count, written = processes(None), time.monotonic()
     end = written + limit
     jobs = [Sweep(EXHAUSTIVE, configs[i::count], end) for i in range(count)]
     with Workers(count, work, measures=True) as workers:
         for _, message in workers.messages(jobs):
-            if isinstance(message, Ended):
-                print(message, flush=True)
+            if isinstance(message, Ended | str):
+                print(f"    {time.monotonic() - end + limit:.1f} s: {message}", flush=True)
                 continue
             i, trial = message
-            if not any(found):
-                print(f"the first after {time.monotonic() - end + limit:.1f} s", flush=True)
             found[i][trial.config] = trial
             if time.monotonic() > written + 3:
                 written = time.monotonic()
@@ -261,6 +267,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, to try it out")
     parser.add_argument("--exhaustive", type=float, metavar="S", help="seconds to measure all")
     parser.add_argument("--measured", type=Path, default=measured, help="where that is written")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each trial")
     parser.add_argument("--ship", type=Path, metavar="FILE", help="copy what was found there")
     add_output(parser)
     args = parser.parse_args()
@@ -271,12 +278,15 @@ def main() -> None:
 
 def measure_all(args: argparse.Namespace) -> None:
     """What the arguments ask for."""
+    # Not at the top: the tuner's processes import this file, and mlx-lm takes them seconds.
+    from bench_decode import QWEN2_7B, TINY, build
+
     if args.tune or args.decode:
         stock = build(TINY if args.tiny else QWEN2_7B, 64, 4)
         model = copy.deepcopy(stock)  # the arrays are shared
         convert_model(model, verify=False)
         if args.tune:
-            tuned(model, args.budget, args.beam)
+            tuned(model, args.budget, args.beam, args.verbose)
         if args.ship is not None:
             shutil.copy(cache_folder() / "tuning" / f"{device_name()}.json", args.ship)
         if args.decode:

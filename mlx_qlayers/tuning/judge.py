@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from math import inf
 from operator import itemgetter
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
@@ -110,6 +111,10 @@ class Judge(ABC, Generic[C]):
     def rate(self, config: C) -> float:
         """Seconds of one launch."""
 
+    def others(self) -> float:
+        """Seconds of the fastest other path, roughly; infinity where none can be rated."""
+        return inf
+
     @abstractmethod
     def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
         """Configurations side by side, and the other paths as far as they can be rated."""
@@ -131,7 +136,7 @@ class Measured(Judge[C]):
         self.sets = [self.inputs]
         for _ in range(max(1, min(_MOST_SETS, _COLD // max(1, size)))):
             self.sets.append([mx.array(x) for x in self.inputs])
-        self._true, self._gate = mx.array([True]), _gate()
+        self._true = mx.array([True])
         # By the number of sets: how often a chain goes through them, once that is known.
         self._rounds: dict[int, int] = {}
         self._ordered = self.device == "cuda" and IN_ORDER.items() <= os.environ.items()
@@ -141,6 +146,10 @@ class Measured(Judge[C]):
         found = self._times({"": self._path(config)}, self.sets, 5)[""]
         self.noise = self.noise or min(found.spread / 2, _MOST_NOISE)
         return found.median
+
+    def others(self) -> float:
+        found = self._times(self.family.paths(self.problem), self.sets, 3)
+        return min((sample.median for sample in found.values()), default=inf)
 
     def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
         paths: dict[str, Path] = {str(i): self._path(config) for i, config in enumerate(configs)}
@@ -162,7 +171,7 @@ class Measured(Judge[C]):
         times = self._rounds[len(sets)]
         rounds[_LINKS] = _nothing if self._ordered else self._round(itemgetter(0), sets)
         chains = {name: _chain(run, times) for name, run in rounds.items()}
-        found = self._gate.seconds(chains, repeats)
+        found = _gate().seconds(chains, repeats)
         floor, launches = found.pop(_LINKS).median, times * len(sets)
         return {name: sample.less(floor).scaled(1 / launches) for name, sample in found.items()}
 

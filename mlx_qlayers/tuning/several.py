@@ -187,8 +187,7 @@ def _tune_one(job: _Job, place: Place) -> None:
     family, problem = job.target
     turn = place.turn if job.machine is None else nullcontext
     until = min(job.end, time.monotonic() + job.seconds)
-    with turn():
-        judge = judge_of(family, problem, job.machine)
+    judge = judge_of(family, problem, job.machine)
 
     def tried(trial: Trial[Any]) -> None:
         place.send(trial)

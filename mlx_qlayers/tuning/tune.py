@@ -19,6 +19,8 @@ from .timing import Sample
 C = TypeVar("C")
 # So many of the best are measured anew, side by side with the heuristic's choice.
 _FINALISTS = 3
+# A kernel that takes so many times as long as another path is not searched.
+_HOPELESS = 2.0
 # Differences below this are noise, and a search that gains no more stops.
 _NOISE = 0.01
 
@@ -96,14 +98,15 @@ class Search(Generic[C]):
             raise RuntimeError(f"{family.name}, {problem}: {heuristic}: {first.problem}")
         interrupt: KeyboardInterrupt | None = None
         try:
-            beam_search(
-                list(self.trials.values()),
-                _starts(family, problem, judge),
-                partial(family.near, problem=problem),
-                self._attempts,
-                width=self.beam,
-                noise=max(_NOISE, judge.noise),
-            )
+            if not self._is_hopeless(first):
+                beam_search(
+                    list(self.trials.values()),
+                    _starts(family, problem, judge),
+                    partial(family.near, problem=problem),
+                    self._attempts,
+                    width=self.beam,
+                    noise=max(_NOISE, judge.noise),
+                )
         except KeyboardInterrupt as caught:
             interrupt = caught
         ranked = sorted(self.trials.values(), key=lambda trial: trial.seconds)
@@ -118,6 +121,13 @@ class Search(Generic[C]):
         if interrupt is not None:
             raise Interrupted(tuned)
         return tuned
+
+    def _is_hopeless(self, first: Trial[C]) -> bool:
+        """Whether another path is so fast that no configuration will make up for it."""
+        if time.monotonic() > self.until():
+            return True
+        with self.turn():
+            return first.seconds > _HOPELESS * self.judge.others()
 
     def _attempts(self, configs: Sequence[C]) -> Iterator[Trial[C]]:
         for config in configs:

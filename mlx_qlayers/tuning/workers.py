@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -146,8 +147,7 @@ class Workers:
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
         folder = Path(self._folder.name)
-        turn = partial(_turn, folder / "turn")
-        arguments = (theirs, self._work, turn, self._stop)
+        arguments = (theirs, self._work, folder / "turn", self._stop)
         process = self._context.Process(target=_serve, args=arguments, daemon=True)
         # MLX keeps some kernels that it compiles in files, which it does not write in one step.
         settings = {"MLX_PTX_CACHE_DIR": str(folder / f"ptx-{self._started}")}
@@ -166,7 +166,11 @@ class Workers:
             yield worker.job, self._ended(worker, why)
             return
         job, worker.deadline = worker.job, time.monotonic() + _PATIENCE
-        if isinstance(message, _Done):
+        if isinstance(message, _Waits):
+            worker.deadline = inf
+        elif isinstance(message, _HasTurn):
+            pass
+        elif isinstance(message, _Done):
             worker.job = None
             if message.why:
                 yield job, Ended(message.why)
@@ -184,11 +188,19 @@ class _Done:
     why: str = ""
 
 
-def _serve(pipe: Connection, work: Work, turn: Callable[[], Any], stop: Any) -> None:
+class _Waits:
+    """The message of a process that waits for its turn, which takes as long as it takes."""
+
+
+class _HasTurn:
+    """The message of a process that waits no more."""
+
+
+def _serve(pipe: Connection, work: Work, path: Path, stop: Any) -> None:
     """Do the jobs that come through a pipe, until its other end closes."""
     # Who interrupts the parent interrupts its processes too: what they do then is up to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    place = Place(pipe.send, turn, lambda: bool(stop.value))
+    place = Place(pipe.send, partial(_turn, path, pipe), lambda: bool(stop.value))
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             job = pipe.recv()
@@ -203,8 +215,10 @@ def _serve(pipe: Connection, work: Work, turn: Callable[[], Any], stop: Any) -> 
 
 
 @contextlib.contextmanager
-def _turn(path: Path) -> Iterator[None]:
+def _turn(path: Path, pipe: Connection) -> Iterator[None]:
     """Let one process at a time use the GPU; the system ends the turn of one that is killed."""
+    pipe.send(_Waits())
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        pipe.send(_HasTurn())
         yield

@@ -122,6 +122,21 @@ def test_an_interrupt_still_gives_what_was_found():
     assert len(found) == 2 and all(tuned.gain >= 1 for tuned in found)
 
 
+def take_turns(job, place):
+    """A job: to keep others waiting for longer than they may be silent."""
+    place.send("there")
+    with place.turn():
+        time.sleep(2)
+        place.send("had it")
+
+
+def test_waiting_for_a_turn_is_no_silence(monkeypatch):
+    monkeypatch.setattr(workers, "_PATIENCE", 3.0)
+    with Workers(3, take_turns) as team:
+        found = list(team.messages(range(3)))
+    assert sorted(message for _, message in found) == ["had it"] * 3 + ["there"] * 3
+
+
 def count(job, place):
     """A job: so many messages, or a fault."""
     for i in range(job):
