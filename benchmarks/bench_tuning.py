@@ -1,15 +1,14 @@
-"""What tuning gains on this machine's GPU, how good the search is, and how good the cost model.
+"""What tuning gains on this machine's GPU, and how good the search is.
 
-    python benchmarks/bench_tuning.py --tune --decode
-    python benchmarks/bench_tuning.py --exhaustive 60 --json
-    python benchmarks/bench_tuning.py --correlate benchmarks/results/tuning.json
+    python benchmarks/bench_tuning.py --tune --decode --json
+    python benchmarks/bench_tuning.py --tune --ship mlx_qlayers/tuning/results
+    python benchmarks/bench_tuning.py --exhaustive 60
 
 ``--tune`` tunes the shapes of a model of Qwen2-7B's shape with random weights, as the command
-``mlx-qlayers tune`` does; ``--decode`` prints tokens a second before and after. ``--exhaustive``
-measures every configuration of some problems and holds the beam against the best of all.
-``--correlate`` needs no GPU but the extra ``host``: for what was measured exhaustively it computes
-costs with the figures of that machine, and prints how often the model ranks two configurations as
-the measurements do.
+``mlx-qlayers tune`` does, and ``--ship`` copies what it found; ``--decode`` prints tokens a second
+before and after. ``--exhaustive`` measures every configuration of some problems, then the best, the
+heuristic's and the one that the beam finds among them once more side by side. Files are written
+anew with every row.
 """
 
 from __future__ import annotations
@@ -17,248 +16,283 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import random
+import shutil
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from itertools import combinations
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from bench_decode import QWEN2_7B, TINY, build, decode
-from common import Table, add_output, measure, print_facts, write_output
+from common import RESULTS, Sample, Table, add_output, output, print_facts, turns
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.commands.arguments import positive
+from mlx_qlayers.formats import Format
+from mlx_qlayers.runtime.folder import cache_folder
 from mlx_qlayers.tuning.families import FAMILIES
-from mlx_qlayers.tuning.family import Problem
-from mlx_qlayers.tuning.judge import Judge, judge_of
+from mlx_qlayers.tuning.judge import judge_of
 from mlx_qlayers.tuning.lookup import heuristics_alone
 from mlx_qlayers.tuning.search import Trial, beam_search
+from mlx_qlayers.tuning.several import processes, tune_all
 from mlx_qlayers.tuning.shapes import Target, problems_of_model
 from mlx_qlayers.tuning.store import device_name
-from mlx_qlayers.tuning.tune import tune_all
-from mlx_qlayers.tuning.workers import processes
+from mlx_qlayers.tuning.workers import Ended, Place, Workers
 
-# Few rows at the shapes of a projection, of gate and up together, and of the head.
+_FEW = FAMILIES["quantized_matmul_few_rows"]
+# The outputs of attention and of the MLP, which share kernels, and the head. All take one row.
 EXHAUSTIVE = tuple(
-    Target(FAMILIES["quantized_matmul_few_rows"], Problem(shape, mx.bfloat16, "affine-64-4-t"))
-    for shape in ((1, 3584, 3584), (1, 37888, 3584), (1, 152064, 3584))
+    Target(_FEW, _FEW.asked(1, n, k, mx.bfloat16, Format(64, 4), kind))
+    for n, k, kind in ((3584, 3584, "residual"), (3584, 18944, "residual"), (152064, 3584, ""))
 )
-PROMPT = list(range(64))
+# Of all that was measured, so many are measured again beside the heuristic's choice.
+_BEST = 4
+# One token: longer prompts would need kernels of their own.
+PROMPT = [1]
 
 
-def tuned(model: Any, budget: float, beam: int) -> Table:
+def replace(path: Path, content: Any) -> None:
+    """Write a file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(draft, path)
+
+
+def tuned(model: Any, budget: float, beam: int, verbose: bool) -> None:
     """Tune what a model asks for; a row for each problem."""
-    columns = {"heuristic us": 12, "us": 8, "gain": 6, "tried": 5, "stock us": 8, "path": 11}
-    table = Table({"problem": 60, **columns})
     targets = problems_of_model(model)
-    print(f"tuning {len(targets)} problems within {budget:g} s")
-    table.print_header()
+    print(f"tuning {len(targets)} problems within {budget:g} s; microseconds")
     start, gains = time.monotonic(), []
-    for target, found in tune_all(targets, beam=beam, budget_s=budget):
-        gains.append(found.heuristic / found.times["kernel"])
+    columns = {"heuristic": 12, "tuned": 12, "gain": 6, "tried": 5, "stock": 12, "path": 11}
+    table = Table({"problem": 60, **columns, "warm": 12, "warm heuristic": 14})
+    table.print_header()
+    shown = partial(_shown, start) if verbose else lambda target, gain: None
+    for target, found in tune_all(targets, beam=beam, budget_s=budget, progress=shown):
+        times = found.times.get("kernel", found.untuned)
+        gains.append(found.heuristic / times.cold.median)
         table.add(
             **{
                 "problem": target.key,
-                "heuristic us": found.heuristic * 1e6,
-                "us": found.times["kernel"] * 1e6,
+                "heuristic": found.untuned.cold.scaled(1e6),
+                "tuned": times.cold.scaled(1e6),
                 "gain": gains[-1],
                 "tried": len(found.trials),
-                "stock us": found.times["stock"] * 1e6,
+                "stock": found.times.get("stock", times).cold.scaled(1e6),
                 "path": found.path,
+                "warm": times.warm.scaled(1e6),
+                "warm heuristic": found.untuned.warm.scaled(1e6),
+                "config": str(found.config),
             }
         )
-        print(f"    {found.config}")
+        print(f"    {time.monotonic() - start:.0f} s: {found.config}", flush=True)
         for trial in (trial for trial in found.trials if trial.problem):
-            print(f"    {trial.config}: {trial.problem[:200]}")
-    better = sum(gain >= 1.05 for gain in gains)
-    print(
-        f"{len(gains)} of {len(targets)} tuned in {time.monotonic() - start:.0f} s; "
-        f"{better} gained 5 percent or more, the least {min(gains):.2f}x\n"
-    )
-    return table
+            print(f"    {trial.config}: {trial.problem[:200]}", flush=True)
+    if gains:
+        better = sum(gain >= 1.05 for gain in gains)
+        print(
+            f"{len(gains)} of {len(targets)} tuned in {time.monotonic() - start:.0f} s; "
+            f"{better} gained 5 percent or more, the least {min(gains):.2f}x\n",
+            flush=True,
+        )
 
 
-def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> Table:
+def _shown(start: float, target: Target, gain: float) -> None:
+    print(f"    {time.monotonic() - start:.1f} s: {target.key}: {gain:.2f}x", flush=True)
+
+
+def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
     """Tokens a second of the stock model, and of the converted one before and after tuning."""
+    from bench_decode import decode
+
+    again = copy.deepcopy(stock)
+    convert_model(again, verify=False)
+    times: dict[str, list[float]] = {"stock": [], "before": [], "after": []}
+    for i, name in enumerate(turns(times, repeats + 1)):
+        if name == "after":
+            seconds = decode(again, [PROMPT], tokens)
+        else:
+            with heuristics_alone():
+                seconds = decode(stock if name == "stock" else model, [PROMPT], tokens)
+        print(f"    {name}: {tokens / seconds:.1f} tokens/s", flush=True)
+        if i >= len(times):  # in the first round kernels are built
+            times[name].append(seconds)
     table = Table({"layers": 20, "tokens/s": 16})
     table.print_header()
-    with heuristics_alone():
-        rates = {"stock": _rate(stock, tokens, repeats), "before": _rate(model, tokens, repeats)}
-    again = copy.deepcopy(stock)
-    convert_model(again)
-    rates["after"] = _rate(again, tokens, repeats)
-    for name, rate in rates.items():
-        table.add(layers=name, **{"tokens/s": rate})
+    for name, values in times.items():
+        table.add(layers=name, **{"tokens/s": Sample.of(values).per(tokens)})
     print()
-    return table
 
 
-def _rate(model: Any, tokens: int, repeats: int) -> Any:
-    run = measure({"": lambda: decode(model, [PROMPT], tokens)}, repeats=repeats, least=0.0)[""]
-    return run.per(tokens)
+@dataclass
+class Sweep:
+    """A job: measure configurations of several problems, those of one configuration together."""
+
+    targets: Sequence[Target]
+    configs: list[Any]
+    end: float
 
 
-def exhaustive(limit: float, path: Path) -> Table:
+@dataclass(frozen=True)
+class Final:
+    """A job: measure configurations side by side."""
+
+    target: Target
+    configs: list[Any]
+
+
+def work(job: Sweep | Final, place: Place) -> None:
+    """Do a job in a process of its own."""
+    if isinstance(job, Final):
+        judge = judge_of(*job.target)
+        with place.turn():
+            place.send(judge.compared(job.configs)[0])
+        return
+    place.send("begun")
+    judges = [judge_of(*target) for target in job.targets]
+    place.send("ready")
+    for config in job.configs:
+        for i, judge in enumerate(judges):
+            if time.monotonic() > job.end:
+                return
+            place.send((i, judge.attempt(config, place.turn())))
+
+
+def exhaustive(limit: float, path: Path) -> None:
     """Every configuration of some problems, and the beam held against the best."""
-    table = Table({"problem": 60, "all": 5, "best us": 8, "heuristic": 9, "beam": 6, "launches": 8})
-    kept: dict[str, Any] = {"device": device_name(), "problems": []}
-    table.print_header()
-    with processes(None) as workers:
-        for family, problem in EXHAUSTIVE:
-            judge = judge_of(family, problem)
-            heuristic = family.heuristic(problem, judge.device)
-            examples = [heuristic, *family.others(problem, judge.device)]
-            configs = list(dict.fromkeys(c for e in examples for c in family.all(problem, e)))
-            end = time.monotonic() + limit
-            some = judge.attempts(configs)
-            if workers is not None:
-                some = workers.attempts(family, problem, configs)
-            trials = {}
-            for trial in some:
-                trials[trial.config] = trial
-                if time.monotonic() > end:
-                    print(f"only {len(trials)} of {len(configs)} within {limit:g} s")
-                    break
-            best = min(trial.seconds for trial in trials.values())
-            found = _searched(family, problem, judge, trials)
-            table.add(
-                **{
-                    "problem": family.key(problem),
-                    "all": len(trials),
-                    "best us": best * 1e6,
-                    "heuristic": trials[heuristic].seconds / best,
-                    "beam": found[0].seconds / best,
-                    "launches": len(found) / len(trials),
-                }
-            )
-            kept["problems"].append(_written(family.name, problem, trials.values()))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(kept) + "\n")
-    print(f"\nwrote {path}\n")
-    return table
+    family, problem = EXHAUSTIVE[0]
+    heuristic = family.heuristic(problem, judge_device())
+    configs = family.all(problem, heuristic)
+    random.Random(0).shuffle(configs)
+    configs = list(dict.fromkeys([heuristic, *configs]))
+    found: list[dict[Any, Trial[Any]]] = [{} for _ in EXHAUSTIVE]
+    count, written = processes(None), time.monotonic()
+    end = written + limit
+    jobs = [Sweep(EXHAUSTIVE, configs[i::count], end) for i in range(count)]
+    with Workers(count, work, measures=True) as workers:
+        for _, message in workers.messages(jobs):
+            if isinstance(message, Ended | str):
+                print(f"    {time.monotonic() - end + limit:.1f} s: {message}", flush=True)
+                continue
+            i, trial = message
+            found[i][trial.config] = trial
+            if time.monotonic() > written + 3:
+                written = time.monotonic()
+                replace(path, _written(found))
+        replace(path, _written(found))
+        print(f"measured {[len(trials) for trials in found]} of {len(configs)}; microseconds")
+        columns = {"heuristic": 12, "best": 12, "beam": 12, "heuristic/best": 14, "beam/best": 9}
+        table = Table({"problem": 60, "all": 5, **columns, "launches": 8})
+        table.print_header()
+        finals = [_final(*pair) for pair in zip(EXHAUSTIVE, found, strict=True)]
+        for job, message in workers.messages(job for job, _ in finals):
+            if isinstance(message, Ended):
+                print(message, flush=True)
+                continue
+            launches = next(n for final, n in finals if final is job)
+            _compared(table, job, message, launches, found[EXHAUSTIVE.index(job.target)])
+        print(f"\nwrote {path}\n")
 
 
-def _searched(
-    family: Any, problem: Problem, judge: Judge[Any], known: dict[Any, Trial[Any]]
-) -> list[Trial[Any]]:
-    """The trials of a beam search that looks times up among those that are known."""
-    return beam_search(
-        [],
-        [family.heuristic(problem, judge.device), *family.others(problem, judge.device)],
-        lambda config: family.near(config, problem),
-        lambda configs: [known[config] for config in configs if config in known],
+def judge_device() -> str:
+    """The backend of this machine's GPU."""
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def _final(target: Target, known: dict[Any, Trial[Any]]) -> tuple[Final, int]:
+    """The heuristic's choice, the beam's and the best, and how many the beam tries."""
+    family, problem = target
+    heuristic = family.heuristic(problem, judge_device())
+    asked: list[Any] = []
+
+    def attempt(configs: Sequence[Any]) -> list[Trial[Any]]:
+        some = [known[config] for config in configs if config in known]
+        asked.extend(some)
+        return some
+
+    ranked = beam_search([], [heuristic], lambda c: family.near(c, problem), attempt)
+    best = sorted(known.values(), key=lambda trial: trial.seconds)[:_BEST]
+    beam = ranked[0].config if ranked else heuristic
+    return Final(target, [heuristic, beam, *(trial.config for trial in best)]), len(asked)
+
+
+def _compared(
+    table: Table, job: Final, times: list[Any], launches: int, known: dict[Any, Any]
+) -> None:
+    heuristic, beam, *others = [found.cold for found in times]
+    best = min((heuristic, beam, *others), key=lambda sample: sample.median)
+    table.add(
+        **{
+            "problem": job.target.key,
+            "all": len(known),
+            "heuristic": heuristic.scaled(1e6),
+            "best": best.scaled(1e6),
+            "beam": beam.scaled(1e6),
+            "heuristic/best": heuristic.median / best.median,
+            "beam/best": beam.median / best.median,
+            "launches": launches / max(1, len(known)),
+        }
     )
+    for config, found in zip(job.configs, times, strict=True):
+        print(f"    {config}: cold {found.cold.scaled(1e6)}, warm {found.warm.scaled(1e6)}")
 
 
-def _written(family: str, problem: Problem, trials: Any) -> dict[str, Any]:
-    return {
-        "family": family,
-        "shape": problem.shape,
-        "form": problem.form,
-        "trials": [[asdict(t.config), t.seconds] for t in trials if not t.problem],
-    }
-
-
-def correlated(path: Path, machine: str, most: int) -> Table:
-    """How well the cost model ranks what was measured, with a sample of so many configurations."""
-    table = Table({"problem": 60, "configurations": 14, "pairs alike": 11, "rank corr.": 10})
-    table.print_header()
-    for content in json.loads(path.read_text())["problems"]:
-        family = FAMILIES[content["family"]]
-        problem = Problem(tuple(content["shape"]), mx.bfloat16, content["form"])
-        judge = judge_of(family, problem, machine)
-        pairs = [*_both(family, judge, content["trials"], most)]
-        table.add(
-            **{
-                "problem": family.key(problem),
-                "configurations": len(pairs),
-                "pairs alike": alike(pairs),
-                "rank corr.": rank_correlation(pairs),
-            }
-        )
-    print()
-    return table
-
-
-def _both(
-    family: Any, judge: Judge[Any], trials: Sequence[Any], most: int
-) -> Iterator[tuple[float, float]]:
-    """Measured and computed seconds."""
-    for fields, seconds in random.Random(0).sample(trials, min(most, len(trials))):
-        kind = next(k for k in family.configs if set(asdict_names(k)) == set(fields))
-        trial = judge.attempt(kind(**fields))
-        if not trial.problem:
-            yield seconds, trial.seconds
-
-
-def asdict_names(kind: Any) -> list[str]:
-    """The names of a dataclass's fields."""
-    return list(kind.__dataclass_fields__)
-
-
-def alike(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> float:
-    """The share of pairs that both rank alike, of those whose measurements are apart."""
-    found = [
-        (a[0] < b[0]) == (a[1] < b[1])
-        for a, b in combinations(pairs, 2)
-        if abs(a[0] - b[0]) > apart * min(a[0], b[0])
+def _written(found: Sequence[dict[Any, Trial[Any]]]) -> dict[str, Any]:
+    problems = [
+        {
+            "family": target.family.name,
+            "shape": target.problem.shape,
+            "form": target.problem.form,
+            "trials": [[asdict(t.config), t.seconds] for t in trials.values() if not t.problem],
+        }
+        for target, trials in zip(EXHAUSTIVE, found, strict=True)
     ]
-    return sum(found) / max(1, len(found))
-
-
-def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's, of measured and computed seconds."""
-    n = len(pairs)
-    ranks = [_ranks([pair[i] for pair in pairs]) for i in (0, 1)]
-    squares = sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
-    return 1 - 6 * squares / max(1, n * (n * n - 1))
-
-
-def _ranks(values: Sequence[float]) -> list[int]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0] * len(values)
-    for rank, i in enumerate(order):
-        ranks[i] = rank
-    return ranks
+    return {"device": device_name(), "problems": problems}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    results = Path(__file__).parent / "results" / "tuning.json"
+    measured = RESULTS / "tuning_measured.json"
     parser.add_argument("--tune", action="store_true", help="tune a model's shapes")
     parser.add_argument("--decode", action="store_true", help="decode before and after")
     parser.add_argument("--budget", type=positive, default=120, help="seconds to tune")
     parser.add_argument("--beam", type=positive, default=4, help="configurations to follow")
-    parser.add_argument("--tokens", type=positive, default=48, help="to decode at a time")
+    parser.add_argument("--tokens", type=positive, default=64, help="to decode at a time")
     parser.add_argument("--repeats", type=positive, default=5, help="measurements of decoding")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try it out")
-    parser.add_argument("--exhaustive", type=float, metavar="S", help="S seconds a problem")
-    parser.add_argument("--measured", type=Path, default=results, help="where that is written")
-    parser.add_argument("--correlate", type=Path, metavar="FILE", help="what was written")
-    parser.add_argument("--machine", default="sm_90", help="whose figures the cost model takes")
-    parser.add_argument("--most", type=positive, default=100, help="configurations to correlate")
+    parser.add_argument("--exhaustive", type=float, metavar="S", help="seconds to measure all")
+    parser.add_argument("--measured", type=Path, default=measured, help="where that is written")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each trial")
+    parser.add_argument("--ship", type=Path, metavar="FILE", help="copy what was found there")
     add_output(parser)
     args = parser.parse_args()
     print_facts()
-    tables = []
+    with output(args, "tuning"):
+        measure_all(args)
+
+
+def measure_all(args: argparse.Namespace) -> None:
+    """What the arguments ask for."""
+    # Not at the top: the tuner's processes import this file, and mlx-lm takes them seconds.
+    from bench_decode import QWEN2_7B, TINY, build
+
     if args.tune or args.decode:
         stock = build(TINY if args.tiny else QWEN2_7B, 64, 4)
         model = copy.deepcopy(stock)  # the arrays are shared
-        convert_model(model)
+        convert_model(model, verify=False)
         if args.tune:
-            tables.append(tuned(model, args.budget, args.beam))
+            tuned(model, args.budget, args.beam, args.verbose)
+        if args.ship is not None:
+            shutil.copy(cache_folder() / "tuning" / f"{device_name()}.json", args.ship)
         if args.decode:
-            tables.append(decoded(stock, model, args.tokens, args.repeats))
+            decoded(stock, model, args.tokens, args.repeats)
     if args.exhaustive:
-        tables.append(exhaustive(args.exhaustive, args.measured))
-    if args.correlate:
-        tables.append(correlated(args.correlate, args.machine, args.most))
-    write_output(args, "tuning", tables)
+        exhaustive(args.exhaustive, args.measured)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from mlx_qlayers import convert_model
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.loading import load_stock
-from mlx_qlayers.tuning import store
-from mlx_qlayers.tuning import tune as tuning
+from mlx_qlayers.tuning import several, store
 from mlx_qlayers.tuning.shapes import problems_of_model
 
 M1 = "applegpu_g13s"
@@ -74,8 +73,9 @@ def test_an_interrupt_keeps_what_was_found(monkeypatch, capsys, folder):
 
         return tune(*args, progress=count, **options)
 
-    trials, tune = [], tuning.tune
-    monkeypatch.setattr(tuning, "tune", interrupted)
+    trials, tune = [], several.tune
+    monkeypatch.setattr(several, "tune", interrupted)
+    monkeypatch.setattr(several, "processes", lambda machine: 1)
     assert main([*ARGUMENTS, "--budget", "600"]) == 0
     assert "interrupted" in capsys.readouterr().err
     assert len(json.loads((folder / f"{M1}.json").read_text())["entries"]) >= 1

@@ -57,7 +57,7 @@ def _list() -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    from ..tuning.tune import tune_all
+    from ..tuning.several import tune_all
 
     done: list[tuple[Target, Tuned[Any]]] = []
     problems = _problems(args)

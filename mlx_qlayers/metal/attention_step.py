@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import e, log2
 from struct import pack, unpack
+from typing import Any
 
 import mlx.core as mx
 
 from ..runtime.kernel import Kernel
 from ..runtime.launch import TemplateValue
+from ..tuning.lookup import rounded, tuned
 from .attention_decode import added_up
 from .rotary import rates
 
@@ -75,9 +77,25 @@ class Step:
     stretches: int = 1
 
 
-def configure(size: int) -> Step:
-    """The configuration for a buffer of so many keys."""
+@tuned("attention_step")
+def configure(
+    device: str,
+    dtype: mx.Dtype,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    width: int,
+    v_width: int,
+) -> Step:
+    """The configuration for buffers of so many keys; the heuristic looks at nothing else."""
     return Step(16, 4, 1 if size <= _ALONE else _STRETCHES)
+
+
+def question(q: mx.array, k_buffer: mx.array, v_width: int) -> tuple[Any, ...]:
+    """What :func:`configure` and the tuner are asked about a call, after the device."""
+    batch, kv_heads, size, width = k_buffer.shape
+    return q.dtype, batch, q.shape[2] // width, kv_heads, rounded(size), width, v_width
 
 
 def attention_step(

@@ -123,7 +123,8 @@ def _function(path: str, scale: float, rotation: Rotation) -> Any:
 
     def launch(*given: Any) -> list[mx.array]:
         *arrays, freqs, mask = given
-        config = kernels.configure(arrays[3].shape[2])
+        q, k_buffer, v_buffer = arrays[0], arrays[3], arrays[4]
+        config = kernels.configure(path, *kernels.question(q, k_buffer, v_buffer.shape[3]))
         return kernels.attention_step(
             *arrays, scale=scale, rotation=rotation, freqs=freqs, mask=mask, config=config
         )

@@ -92,7 +92,7 @@ def fused_products(
     lacking = _lacking(x, rows, matrices, norm, residual)
     by, unless = DENSE if many else FEW_ROWS, lacking
     if many and not lacking:
-        unless = dense_is_worse(rows, sum(m.w.shape[0] for m in matrices) * x.shape[-1])
+        unless = dense_is_worse(rows, sum(m.w.shape[0] for m in matrices), x, fmt)
     elif not lacking:
         n = sum([matrix.w.shape[0] for matrix in matrices])
         folded = norm is not None and not _norm_first(backend(), gate)

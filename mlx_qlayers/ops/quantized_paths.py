@@ -192,13 +192,17 @@ def _too_small(rows: int, elements: int) -> str | None:
     return "the stock operator is faster with so small a matrix and so few rows"
 
 
-def dense_is_worse(rows: int, elements: int) -> str | None:
-    """Why ``auto`` does not unpack several matrices of so many elements for one dense product."""
+def dense_is_worse(rows: int, n: int, x: mx.array, fmt: Format) -> str | None:
+    """Why ``auto`` does not unpack several matrices, of n rows in all, for one dense product."""
+    best = found("quantized_matmul_tiles", rows, n, x.shape[-1], x.dtype, fmt, True)
+    if best is not None and best.path != "modelled":
+        what = TILES if best.path == "kernel" else best.path
+        return None if best.path == "dequantized" else f"{what}: faster when tuned here"
     if backend() != "cuda":
         return "a dense product of many rows was measured on CUDA alone"
     if rows <= _TILES_UNTIL:
         return "tiles are faster for so few rows"
-    return _too_small(rows, elements)
+    return _too_small(rows, n * x.shape[-1])
 
 
 def product(

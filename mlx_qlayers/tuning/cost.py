@@ -2,9 +2,10 @@
 
 The checked build of the host backend counts what a launch does. Divided by what a machine can do in
 a second, each count is a time; the longest bounds the launch from below, and the others hide behind
-it only in part. What the model cannot know: how many registers a compiler takes (kernel families
-estimate them), how it merges loads, what a cache keeps, how clocks move. It ranks; it does not
-promise.
+it only in part. The core with the most threadgroups counts, and it is not done before its threads
+have gone through their instructions and waits, one after the other. What the model cannot know: how
+many registers a compiler takes (kernel families estimate what it must hold), how it merges loads,
+what a cache keeps, how clocks move. It ranks; it does not promise.
 
 Source: S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.
 """
@@ -17,8 +18,13 @@ from math import ceil
 from ..runtime.host.kernel import Counters
 from .machines import Machine
 
-# How much of the shorter times shows behind the longest one: the exponent of their norm.
-_OVERLAP = 4.0
+# How much of the shorter times shows behind the longest one: the exponent of their norm. This and
+# the next two are fitted to an H200, see README.md.
+_OVERLAP = 1.5
+# Registers that compilers take, if they may, for each that a thread must have.
+_AHEAD = 1.6
+# Cycles from one instruction of a thread to the next that needs its result.
+_DEPENDENT = 2
 # Waits of a threadgroup besides those of its loops: to begin, to combine what it has, to write it.
 _START = 4
 # What a thread can address.
@@ -32,7 +38,7 @@ class Cost:
     Attributes:
         memory: device memory, each byte once, and the cache for those read again.
         loads: starting the load and store instructions.
-        latency: turns of loops that wait for memory, one after another.
+        latency: one thread's turns of loops, which wait for memory, and its arithmetic.
         alu: arithmetic, reductions, barriers.
         matrix: matrix operations.
         threadgroup: threadgroup memory and its bank conflicts.
@@ -74,45 +80,51 @@ def cost(counters: Counters, machine: Machine, times: float = 1.0, registers: in
     """
     c, m = _more(counters, times), machine
     threads = ceil(c.threads / c.threadgroups)
+    simds = ceil(threads / 32)
     most = min(_MOST_REGISTERS, m.registers // threads)
     fitting = max(
         1,
         min(
             m.threads // threads,
             m.threadgroup_memory // max(1, c.threadgroup_memory),
-            m.registers // (threads * min(registers, most)),
+            m.registers // (threads * min(round(registers * _AHEAD), most)),
         ),
     )
-    # Threadgroups that a core works on, one set after another.
-    rounds = ceil(c.threadgroups / (m.cores * fitting))
-    busy = min(1.0, c.threadgroups / m.cores)
+    # Threadgroups of the core that has the most, so many at a time, one set after another.
+    share = ceil(c.threadgroups / m.cores)
+    rounds = ceil(share / fitting)
     hertz = m.gigahertz * 1e9
-    # Four SIMD groups a cycle and core, of 32 threads each.
-    simd_rate = 4 * m.cores * busy * hertz
-    distinct = c.distinct_read + c.distinct_written
-    # What does not fit into registers is written and read in each turn.
-    spilled = 8 * max(0, registers - most) * c.turns
-    again = c.bytes_read + c.bytes_written - distinct + spilled
-    under_way = min(fitting, ceil(c.threadgroups / m.cores)) * threads * m.cores * busy
-    per_load = (c.bytes_read + c.bytes_written) / max(1, c.loads + c.stores)
-    per_turn = max(1.0, (c.loads + c.stores) / max(1, c.turns))
-    sustained = under_way * per_load * per_turn * hertz / m.latency
-    bandwidth = min(m.gigabytes * 1e9, sustained)
+    # What one threadgroup takes of a core, in cycles of one of its four schedulers.
     simd = c.simd_operations + c.quad_operations
-    barriers = c.threadgroup_barriers * ceil(threads / 32) + c.simdgroup_barriers
+    barriers = c.threadgroup_barriers * simds + c.simdgroup_barriers
+    alu = c.alu_cycles / 32 / m.alu + simd * m.simd_cycles + barriers * m.barrier_cycles
+    alu, matrix = alu / c.threadgroups, c.matrix_operations * m.matrix_cycles / c.threadgroups
+    loads = (c.loads + c.stores) / 32 * m.load_cycles / c.threadgroups
+    moved = (c.threadgroup_read + c.threadgroup_written) / m.threadgroup_bytes + c.bank_conflicts
+    waits = (_START + c.turns / c.threads) * m.latency
     return Cost(
-        memory=distinct / bandwidth + again / (m.cached * m.gigabytes * 1e9),
-        loads=(c.loads + c.stores) / 32 * m.load_cycles / (m.cores * busy * hertz),
-        latency=rounds * (_START + c.turns / c.threads) * m.latency / hertz,
-        alu=(c.alu_cycles / 32 / m.alu + simd * m.simd_cycles + barriers * m.barrier_cycles)
-        / simd_rate,
-        matrix=c.matrix_operations * m.matrix_cycles / simd_rate,
-        threadgroup=(
-            (c.threadgroup_read + c.threadgroup_written) / m.threadgroup_bytes + c.bank_conflicts
-        )
-        / (m.cores * busy * hertz),
+        memory=_memory(c, m, min(fitting, share) * threads, max(0, registers - most)),
+        loads=share * loads / hertz,
+        latency=rounds * (waits + (alu + matrix) / simds * _DEPENDENT) / hertz,
+        alu=share * alu / 4 / hertz,
+        matrix=share * matrix / 4 / hertz,
+        threadgroup=share * moved / c.threadgroups / hertz,
         launch=m.launch,
     )
+
+
+def _memory(c: Counters, m: Machine, threads: int, spilled: int) -> float:
+    """Seconds for device memory, with so many threads of a core at once."""
+    distinct = c.distinct_read + c.distinct_written
+    # What does not fit into registers is written and read in each turn.
+    again = c.bytes_read + c.bytes_written - distinct + 8 * spilled * c.turns
+    # Bandwidth takes loads under way: as many as threads have started while one comes back.
+    under_way = threads * min(m.cores, c.threadgroups)
+    per_load = (c.bytes_read + c.bytes_written) / max(1, c.loads + c.stores)
+    per_turn = max(1.0, (c.loads + c.stores) / max(1, c.turns))
+    sustained = under_way * per_load * per_turn * m.gigahertz * 1e9 / m.latency
+    bandwidth = min(m.gigabytes * 1e9, sustained)
+    return distinct / bandwidth + again / (m.cached * m.gigabytes * 1e9)
 
 
 def _more(counters: Counters, times: float) -> Counters:

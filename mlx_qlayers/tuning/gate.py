@@ -6,19 +6,18 @@ busy by other work, a gate, until all that is to be measured is queued behind it
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from math import ceil
 
 import mlx.core as mx
 
-from .timing import turns
+from .timing import Sample, turns
 
 # What is queued takes an array and must not start before that is there.
-Queued = Callable[[mx.array], mx.array]
+Queued = Callable[[mx.array], list[mx.array]]
 # Seconds of one product of the gate at least, of the whole gate at first, and at most.
-_PRODUCT, _GATE, _MOST = 4e-4, 2e-3, 3e-2
+_PRODUCT, _GATE, _MOST = 1.5e-4, 2e-3, 3e-2
 _SMALLEST, _LARGEST = 512, 8192
 
 
@@ -26,7 +25,7 @@ class Gate:
     """Work of a known length, made of products of square matrices.
 
     Example:
-        >>> Gate().seconds({"exp": mx.compile(mx.exp)})["exp"] > 0
+        >>> Gate().seconds({"exp": lambda x: [mx.exp(x)]})["exp"].median > 0
         True
     """
 
@@ -41,8 +40,8 @@ class Gate:
             size *= 2
         self._products = ceil(_GATE / self._product)
 
-    def seconds(self, contenders: Mapping[str, Queued], repeats: int = 9) -> dict[str, float]:
-        """How long functions take behind the gate, with the gate; medians.
+    def seconds(self, contenders: Mapping[str, Queued], repeats: int = 9) -> dict[str, Sample]:
+        """How long functions take behind the gate, with the gate.
 
         The functions take turns, in an order that is reversed in every other round. Differences of
         these times, for the same :attr:`length`, are what the GPU takes.
@@ -56,9 +55,10 @@ class Gate:
                 took, until = self._once(contenders[name])
                 times[name].append(took)
                 queued.append(until)
+            # One that was held up does not count.
             late = max(queued) if repeats < 3 else sorted(queued)[-2]
             if late < self.length or self.length >= _MOST:
-                return {name: statistics.median(values) for name, values in times.items()}
+                return {name: Sample.of(values) for name, values in times.items()}
             # The GPU may have waited for what was not queued yet.
             self._products = ceil(min(1.5 * late, _MOST) / self._product) + 1
 
@@ -89,5 +89,5 @@ class Gate:
         result = run(gate)
         mx.async_eval(result)
         queued = time.perf_counter() - start
-        mx.eval(result)
+        mx.eval(gate, result)
         return time.perf_counter() - start, queued

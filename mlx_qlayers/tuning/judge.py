@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from math import inf
 from operator import itemgetter
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
@@ -21,16 +24,30 @@ from .gate import Gate, Queued
 from .machines import MACHINES
 from .search import Stopped, Trial
 from .store import device_name
+from .timing import Sample
 
 C = TypeVar("C")
 Path = Callable[[list[mx.array]], mx.array]
+
+
+class Times(NamedTuple):
+    """Seconds of a launch: with its inputs in memory, and with its inputs in a cache."""
+
+    cold: Sample
+    warm: Sample
+
+
 # Longer than any kernel here takes; one that is not back by then hangs.
 PATIENCE = 20.0
 # Bytes of inputs that no cache holds: copies of the inputs take turns until they have as many.
 _COLD = 256 << 20
 _MOST_SETS = 63
-# Launches of a chain, and times that it goes through all sets at most.
-_LAUNCHES, _MOST_ROUNDS = 128, 8
+# Seconds that a chain should take, and launches that it has at most.
+_CHAIN, _LAUNCHES = 3e-3, 256
+# Noise beyond this is no reason to stop a search sooner.
+_MOST_NOISE = 0.03
+# With these in its environment MLX starts what it is given on CUDA in order, and at once.
+IN_ORDER = {"MLX_USE_CUDA_GRAPHS": "0", "MLX_MAX_OPS_PER_BUFFER": "1000"}
 # The name of the chain that launches nothing else.
 _LINKS = "links"
 _AT_ONCE: AbstractContextManager[Any] = nullcontext()
@@ -43,16 +60,19 @@ class Judge(ABC, Generic[C]):
         name: of the device that results are kept for.
         device: ``"metal"``, ``"cuda"`` or ``"host"``, for heuristics.
         path: what its verdict on a kernel is called.
+        whole: the problem, of which ``problem`` may be the part that is run.
         hung: whether a kernel did not come back, so that nothing else can run.
+        noise: what the time of one configuration differs by from one time to the next.
     """
 
     name: str
     device: str
     path = "kernel"
     hung = False
+    noise = 0.0
 
     def __init__(self, family: Family[C], problem: Problem) -> None:
-        self.family, self.problem = family, problem
+        self.family, self.problem, self.whole = family, problem, problem
         self.inputs = family.inputs(problem)
         self.truth = family.reference(self.inputs, problem).astype(mx.float32)
         mx.eval(self.inputs, self.truth)
@@ -91,17 +111,22 @@ class Judge(ABC, Generic[C]):
     def rate(self, config: C) -> float:
         """Seconds of one launch."""
 
-    def paths(self) -> dict[str, float]:
-        """Seconds of the other paths, as far as they can be rated."""
-        return {}
+    def others(self) -> float:
+        """Seconds of the fastest other path, roughly; infinity where none can be rated."""
+        return inf
+
+    @abstractmethod
+    def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
+        """Configurations side by side, and the other paths as far as they can be rated."""
 
 
 class Measured(Judge[C]):
     """Rates by the clock of this machine's GPU.
 
-    Each launch waits for the one before, through its first input, and finds its inputs in memory,
-    not in a cache: several sets of them take turns. All of them are queued behind a gate, and what
-    the gate and the links between launches take is left out.
+    Each launch begins after the one before, and finds its inputs in memory, not in a cache: several
+    sets of them take turns. All of them are queued behind a gate, and what the gate takes is left
+    out. Where the device starts at once what does not depend on each other, each launch waits for
+    the one before through its first input, and what such links take is left out too.
     """
 
     def __init__(self, family: Family[C], problem: Problem) -> None:
@@ -111,46 +136,85 @@ class Measured(Judge[C]):
         self.sets = [self.inputs]
         for _ in range(max(1, min(_MOST_SETS, _COLD // max(1, size)))):
             self.sets.append([mx.array(x) for x in self.inputs])
-        self._rounds = max(1, min(_MOST_ROUNDS, round(_LAUNCHES / len(self.sets))))
-        self._true, self._gate = mx.array([True]), _gate()
+        self._true = mx.array([True])
+        # By the number of sets: how often a chain goes through them, once that is known.
+        self._rounds: dict[int, int] = {}
+        self._ordered = self.device == "cuda" and IN_ORDER.items() <= os.environ.items()
         mx.eval(self.sets, self._true)
 
     def rate(self, config: C) -> float:
-        return self._seconds({"": self._path(config)}, repeats=7)[""]
+        found = self._times({"": self._path(config)}, self.sets, 5)[""]
+        self.noise = self.noise or min(found.spread / 2, _MOST_NOISE)
+        return found.median
 
-    def paths(self) -> dict[str, float]:
-        return self._seconds(self.family.paths(self.problem), repeats=15)
+    def others(self) -> float:
+        found = self._times(self.family.paths(self.problem), self.sets, 3)
+        return min((sample.median for sample in found.values()), default=inf)
+
+    def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
+        paths: dict[str, Path] = {str(i): self._path(config) for i, config in enumerate(configs)}
+        paths |= self.family.paths(self.problem)
+        cold, warm = (self._times(paths, sets, 11) for sets in (self.sets, self.sets[:1]))
+        times = {name: Times(cold[name], warm[name]) for name in paths}
+        return [times.pop(str(i)) for i in range(len(configs))], times
 
     def _path(self, config: C) -> Path:
         return lambda inputs: self.family.run(inputs, self.problem, config)
 
-    def _chain(self, path: Path) -> Queued:
+    def _times(
+        self, paths: Mapping[str, Path], sets: list[list[mx.array]], repeats: int
+    ) -> dict[str, Sample]:
+        """Seconds of one launch."""
+        rounds = {name: self._round(path, sets) for name, path in paths.items()}
+        if len(sets) not in self._rounds:
+            self._rounds[len(sets)] = _rounds_of(next(iter(rounds.values())), len(sets))
+        times = self._rounds[len(sets)]
+        rounds[_LINKS] = _nothing if self._ordered else self._round(itemgetter(0), sets)
+        chains = {name: _chain(run, times) for name, run in rounds.items()}
+        found = _gate().seconds(chains, repeats)
+        floor, launches = found.pop(_LINKS).median, times * len(sets)
+        return {name: sample.less(floor).scaled(1 / launches) for name, sample in found.items()}
+
+    def _round(self, path: Path, sets: list[list[mx.array]]) -> Queued:
         """Launches one behind the other, each with a set of its own: MLX would share their work."""
 
-        @mx.compile
-        def once(y: mx.array) -> mx.array:
-            for first, *others in self.sets:
-                y = path([self._linked(first, y), *others])
-            return y
+        def once(y: mx.array) -> list[mx.array]:
+            found = []
+            for first, *others in sets:
+                y = path([first if self._ordered else self._linked(first, y), *others])
+                found.append(y)
+            return found if self._ordered else [y]
 
-        def run(y: mx.array) -> mx.array:
-            for _ in range(self._rounds):
-                y = once(y)
-                mx.async_eval(y)
-            return y
-
-        return run
+        return cast(Queued, mx.compile(once))
 
     def _linked(self, x: mx.array, y: mx.array) -> mx.array:
         """x, but not before y is there."""
         return mx.where(self._true, x, y[(0,) * y.ndim].astype(x.dtype))
 
-    def _seconds(self, paths: Mapping[str, Path], repeats: int) -> dict[str, float]:
-        links: Path = itemgetter(0)
-        chains = {name: self._chain(path) for name, path in {_LINKS: links, **paths}.items()}
-        times = self._gate.seconds(chains, repeats)
-        floor, launches = times.pop(_LINKS), self._rounds * len(self.sets)
-        return {n: max((t - floor) / launches, 1e-9) for n, t in times.items()}
+
+def _nothing(y: mx.array) -> list[mx.array]:
+    return [y]
+
+
+def _chain(run: Queued, rounds: int) -> Queued:
+    def chain(y: mx.array) -> list[mx.array]:
+        found = []
+        for _ in range(rounds):
+            found += run(y)
+            y = found[-1]
+        return found
+
+    return chain
+
+
+def _rounds_of(run: Queued, launches: int) -> int:
+    """How often to run so many launches for a chain of a length that can be measured."""
+    y, pace = mx.zeros((1,)), []
+    for _ in range(3):
+        start = time.perf_counter()
+        mx.eval(run(y))
+        pace.append(time.perf_counter() - start)
+    return max(1, min(_LAUNCHES // launches, round(_CHAIN / min(pace))))
 
 
 class Computed(Judge[C]):
@@ -166,7 +230,7 @@ class Computed(Judge[C]):
     def __init__(self, family: Family[C], problem: Problem, machine: str) -> None:
         part, self._times = family.part(problem)
         super().__init__(family, part)
-        self.name, self.machine = machine, MACHINES[machine]
+        self.name, self.machine, self.whole = machine, MACHINES[machine], problem
         self.device = "metal" if machine.startswith("applegpu") else "cuda"
 
     def attempt(self, config: C, turn: AbstractContextManager[Any] = _AT_ONCE) -> Trial[C]:
@@ -187,6 +251,10 @@ class Computed(Judge[C]):
 
     def rate(self, config: C) -> float:
         return self._cost(config, [counters for _, counters in self._report.launches])
+
+    def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
+        samples = [Sample.of([trial.seconds]) for trial in self.attempts(configs)]
+        return [Times(sample, sample) for sample in samples], {}
 
     def _cost(self, config: C, launches: list[Counters]) -> float:
         registers = self.family.registers(config, self.problem)

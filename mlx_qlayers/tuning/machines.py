@@ -69,8 +69,8 @@ MACHINES = {
     "applegpu_g16s": Machine("M4 Max", cores=40, gigabytes=546, gigahertz=1.60, load_cycles=1),
     "applegpu_g17g": Machine("M5", cores=10, gigabytes=153, gigahertz=1.75, load_cycles=1),
     "applegpu_g17s": Machine("M5 Max", cores=40, gigabytes=614, gigahertz=1.75, load_cycles=1),
-    # One tensor core instruction does 4 of the operations counted. Shifts cost what additions do,
-    # weights are unpacked in a few instructions: `alu` and `latency` are fitted to measurements.
+    # Loads of 16 bytes a thread move 64 a cycle. Shifts cost what additions do, and weights are
+    # unpacked in few instructions: `alu`, `latency`, `matrix_cycles` are fitted to measurements.
     "sm_90": Machine(
         "H200",
         cores=132,
@@ -82,8 +82,8 @@ MACHINES = {
         registers=65536,
         threadgroup_memory=228 * 1024,
         threadgroup_bytes=128,
-        load_cycles=1,
-        matrix_cycles=2,
+        load_cycles=8,
+        matrix_cycles=1,
         simd_cycles=10,
         alu=20,
         launch=2.5e-6,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from math import inf
-from typing import Generic, TypeVar
+from statistics import median
+from typing import Any, Generic, TypeVar
 
 C = TypeVar("C")
+# What should take so many times as long as the best is not tried.
+_FAR = 1.15
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ def beam_search(
 ) -> list[Trial[C]]:
     """Keep the best few configurations, try their neighbours, and repeat while that gains.
 
+    What a change of a configuration gained where it was tried is what it should gain elsewhere: the
+    most promising neighbours come first, and those that should be far from the best are left out.
+
     Args:
         known: what was tried before.
         starts: configurations to begin with besides.
@@ -63,6 +69,7 @@ def beam_search(
     """
     seen = {trial.config: trial for trial in known}
     expanded: set[C] = set()
+    gains = _Gains()
 
     def ranked() -> list[Trial[C]]:
         return sorted(seen.values(), key=lambda trial: trial.seconds)
@@ -82,8 +89,51 @@ def beam_search(
                 break
             best = ranked()[0].seconds
             expanded.update(beam)
-            attempt_new(config for start in beam for config in near(start))
+            pairs = [(start, config) for start in beam for config in near(start)]
+            attempt_new(_promising(pairs, seen, gains, best))
+            for start, config in pairs:
+                if config in seen:
+                    gains.learn(seen[start], seen[config])
             idle = 0 if ranked()[0].seconds < best * (1 - noise) else idle + 1
     except Stopped:
         pass
     return ranked()
+
+
+def _promising(
+    pairs: Sequence[tuple[C, C]], seen: Mapping[C, Trial[C]], gains: _Gains, best: float
+) -> list[C]:
+    """Neighbours by what they should take, without those that should be far from the best."""
+    expected: dict[C, float] = {}
+    for start, config in pairs:
+        seconds = seen[start].seconds * gains.ratio(start, config)
+        expected[config] = min(seconds, expected.get(config, inf))
+    close = [config for config, seconds in expected.items() if seconds <= best * _FAR]
+    return sorted(close, key=expected.__getitem__)
+
+
+class _Gains:
+    """The times of configurations over those of their neighbours, by the fields that differ."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[Any, list[float]] = {}
+
+    def learn(self, before: Trial[Any], after: Trial[Any]) -> None:
+        """Remember what a change did."""
+        if not (before.problem or after.problem):
+            ratios = self._ratios.setdefault(_change(before.config, after.config), [])
+            ratios.append(after.seconds / before.seconds)
+
+    def ratio(self, before: Any, after: Any) -> float:
+        """What the change did where it was tried; 1 if it was not."""
+        return median(self._ratios.get(_change(before, after), [1.0]))
+
+
+def _change(before: Any, after: Any) -> Any:
+    if not is_dataclass(before):
+        return before, after
+    return tuple(
+        (f.name, old, new)
+        for f in fields(before)
+        if (old := getattr(before, f.name)) != (new := getattr(after, f.name, None))
+    )

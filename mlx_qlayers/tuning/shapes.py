@@ -30,7 +30,8 @@ def problems_of_model(
 ) -> list[Target]:
     """Trace one prefill and some decode steps, and collect what could be tuned.
 
-    Launches are asked for and never evaluated, so that no kernel is built.
+    Launches are asked for and never evaluated, so that no kernel is built. The prefill goes without
+    the head, of which mlx-lm evaluates one row alone.
 
     Args:
         model: a converted language model of mlx-lm.
@@ -45,10 +46,11 @@ def problems_of_model(
 
     cache = make_prompt_cache(model)
     found: list[dict[str, Target]] = []
-    for lengths in ([prompt], [1] * steps):
+    body: Any = getattr(model, "model", model)
+    for run, lengths in ((body, [prompt]), (model, [1] * steps)):
         with questions() as asked:
             for length in lengths:
-                model(mx.zeros((batch, length), mx.int32), cache=cache)
+                run(mx.zeros((batch, length), mx.int32), cache=cache)
         found.insert(0, {problem.key: problem for problem in problems_of(asked)})
     return list({**found[0], **found[1]}.values())
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
-from statistics import median
 from typing import Any, Generic, TypeVar
 
 from .family import Family, Problem
-from .judge import Judge, judge_of
+from .judge import Judge, Times, judge_of
 from .search import Stopped, Trial, beam_search
-from .shapes import Target
 from .store import Entry, save, source_hash, stored
-from .timing import turns
-from .workers import Workers, processes
+from .timing import Sample
 
 C = TypeVar("C")
-# So many of the best are measured so many times more, in turns with the heuristic's choice.
-_FINALISTS, _TURNS = 3, 4
+# So many of the best are measured anew, side by side with the heuristic's choice.
+_FINALISTS = 3
+# A kernel that takes so many times as long as another path is not searched.
+_HOPELESS = 2.0
 # Differences below this are noise, and a search that gains no more stops.
-_NOISE = 0.02
+_NOISE = 0.01
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Tuned(Generic[C]):
         problem: what for.
         config: the fastest configuration.
         path: ``"kernel"``, a path that beats it, or ``"modelled"`` where costs were computed.
-        heuristic: what the kernel takes without tuning.
+        untuned: what the kernel takes without tuning.
         times: what it takes with the configuration, and what the other paths take.
         trials: every configuration that was tried, the fastest first.
     """
@@ -41,19 +41,109 @@ class Tuned(Generic[C]):
     problem: Problem
     config: C
     path: str
-    heuristic: float
-    times: Mapping[str, float]
+    untuned: Times
+    times: Mapping[str, Times]
     trials: list[Trial[C]]
+
+    @property
+    def heuristic(self) -> float:
+        """Seconds without tuning."""
+        return self.untuned.cold.median
 
     @property
     def seconds(self) -> float:
         """What the fastest path takes."""
-        return self.times[self.path]
+        return self.times[self.path].cold.median
 
     @property
     def gain(self) -> float:
         """How many times as fast as without tuning."""
         return self.heuristic / self.seconds
+
+
+@dataclass
+class Search(Generic[C]):
+    """The search for the fastest configuration.
+
+    Attributes:
+        judge: what verifies and rates configurations.
+        beam: how many are kept.
+        until: the time, by ``time.monotonic``, after which it stops with what it has.
+        begun: called with each configuration before it is tried.
+        tried: called with each trial.
+        turn: gives the GPU to this search alone, in a ``with`` block.
+        trials: by configuration; those that are there already are not tried again.
+    """
+
+    judge: Judge[C]
+    beam: int
+    until: Callable[[], float]
+    begun: Callable[[C], Any] = lambda config: None
+    tried: Callable[[Trial[C]], Any] = lambda trial: None
+    turn: Callable[[], AbstractContextManager[Any]] = nullcontext
+    trials: dict[C, Trial[C]] = field(default_factory=dict)
+
+    def run(self) -> Tuned[C]:
+        """Search, and measure the best side by side.
+
+        Raises:
+            RuntimeError: not even the heuristic's configuration works.
+        """
+        judge, family, problem = self.judge, self.judge.family, self.judge.whole
+        heuristic = family.heuristic(problem, judge.device)
+        if heuristic not in self.trials:
+            self._try(heuristic)
+        first = self.trials[heuristic]
+        if first.problem:
+            raise RuntimeError(f"{family.name}, {problem}: {heuristic}: {first.problem}")
+        interrupt: KeyboardInterrupt | None = None
+        try:
+            if not self._is_hopeless(first):
+                beam_search(
+                    list(self.trials.values()),
+                    _starts(family, problem, judge),
+                    partial(family.near, problem=problem),
+                    self._attempts,
+                    width=self.beam,
+                    noise=max(_NOISE, judge.noise),
+                )
+        except KeyboardInterrupt as caught:
+            interrupt = caught
+        ranked = sorted(self.trials.values(), key=lambda trial: trial.seconds)
+        works = (t.config for t in ranked if t.config != heuristic and not t.problem)
+        finalists = [heuristic, *list(works)[:_FINALISTS]]
+        times = [_once(self.trials[config]) for config in finalists]
+        paths: Mapping[str, Times] = {}
+        if not judge.hung and interrupt is None:
+            with self.turn():
+                times, paths = judge.compared(finalists)
+        tuned = _verdict(problem, judge.path, finalists, times, paths, ranked)
+        if interrupt is not None:
+            raise Interrupted(tuned)
+        return tuned
+
+    def _is_hopeless(self, first: Trial[C]) -> bool:
+        """Whether another path is so fast that no configuration will make up for it."""
+        if time.monotonic() > self.until():
+            return True
+        with self.turn():
+            return first.seconds > _HOPELESS * self.judge.others()
+
+    def _attempts(self, configs: Sequence[C]) -> Iterator[Trial[C]]:
+        for config in configs:
+            if time.monotonic() > self.until() or self.judge.hung:
+                raise Stopped
+            yield self._try(config)
+
+    def _try(self, config: C) -> Trial[C]:
+        self.begun(config)
+        trial = self.trials[config] = self.judge.attempt(config, self.turn())
+        self.tried(trial)
+        return trial
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user had enough; what was found until then comes along as ``args[0]``."""
 
 
 def tune(
@@ -63,7 +153,6 @@ def tune(
     beam: int = 4,
     budget_s: float = 60.0,
     machine: str | None = None,
-    workers: Workers | None = None,
     progress: Callable[[Trial[C]], Any] = lambda trial: None,
     keep: bool = True,
 ) -> Tuned[C]:
@@ -71,7 +160,8 @@ def tune(
 
     Every candidate is verified before its time counts. On a GPU it is timed, in chains of launches
     on inputs that the cache does not hold; the best are then timed again side by side with the
-    heuristic's choice and with the stock operator. On ``host`` its cost is computed for a machine.
+    heuristic's choice and with the stock operator, on inputs that the cache holds too. On ``host``
+    its cost is computed for a machine.
 
     Args:
         family: the kernel family.
@@ -79,7 +169,6 @@ def tune(
         beam: how many configurations the search keeps.
         budget_s: seconds after which it stops with what it has: at least the heuristic's choice.
         machine: on ``host``: for which of :data:`machines.MACHINES` to compute costs.
-        workers: processes that build and time candidates; without them this one does.
         progress: called with each trial.
         keep: whether to store the result.
 
@@ -94,93 +183,32 @@ def tune(
         >>> tune(ROW_SUM, problem, budget_s=1, machine="applegpu_g13s", keep=False).gain >= 1
         True
     """
+    end = time.monotonic() + budget_s
     judge = judge_of(family, problem, machine)
-    attempts = judge.attempts if workers is None else partial(workers.attempts, family, problem)
-    deadline = time.monotonic() + budget_s
-    heuristic = family.heuristic(problem, judge.device)
-    (first,) = attempts([heuristic])
-    progress(first)
-    if first.problem:
-        raise RuntimeError(
-            f"{family.name}, {problem}: the heuristic's {heuristic}: {first.problem}"
-        )
-    tried, paths = {heuristic: first}, judge.paths()
-
-    def attempt(configs: Sequence[C]) -> Iterator[Trial[C]]:
-        if time.monotonic() > deadline:
-            raise Stopped
-        for trial in attempts(configs):
-            tried[trial.config] = trial
-            progress(trial)
-            yield trial
-            if time.monotonic() > deadline:
-                raise Stopped
-
-    interrupt: KeyboardInterrupt | None = None
     try:
-        near = partial(family.near, problem=problem)
-        beam_search([first], _starts(family, problem, judge), near, attempt, width=beam)
-    except KeyboardInterrupt as caught:
-        interrupt = caught
-    trials = sorted(tried.values(), key=lambda trial: trial.seconds)
-    finalists = [heuristic, *(t.config for t in trials[:_FINALISTS] if t.config != heuristic)]
-    seconds = [tried[config].seconds for config in finalists]
-    if interrupt is None and not judge.hung and len(finalists) > 1:
-        seconds = _again(attempts, finalists, tried)
-    tuned = _verdict(problem, judge, finalists, seconds, paths, trials)
+        tuned = Search(judge, beam, lambda: end, tried=progress).run()
+    except Interrupted as interrupt:
+        if keep:
+            remember(judge.name, family, interrupt.args[0])
+        raise
     if keep:
-        save(judge.name, {family.key(problem): _entry(family, tuned)})
-    if interrupt is not None:
-        raise interrupt
+        remember(judge.name, family, tuned)
     return tuned
 
 
-def tune_all(
-    problems: Sequence[Target],
-    *,
-    beam: int = 4,
-    budget_s: float = 60.0,
-    machine: str | None = None,
-    progress: Callable[[Target, float], Any] = lambda target, gain: None,
-) -> Iterator[tuple[Target, Tuned[Any]]]:
-    """Tune one problem after the other within a budget, each with an even share of what is left.
-
-    Args:
-        problems: what to tune.
-        beam: see :func:`tune`.
-        budget_s: seconds for all of them.
-        machine: see :func:`tune`.
-        progress: called after each trial with the problem and its gain so far.
-
-    Yields:
-        Each problem and what was found, which is stored by then. What comes when the budget is
-        spent is left out.
-    """
-    deadline = time.monotonic() + budget_s
-    with processes(machine) as workers:
-        for i, target in enumerate(problems):
-            share = (deadline - time.monotonic()) / (len(problems) - i)
-            if share <= 0:
-                return
-            seconds: list[float] = []
-
-            def note(
-                trial: Trial[Any], target: Target = target, seconds: list[float] = seconds
-            ) -> None:
-                seconds.append(trial.seconds)
-                progress(target, seconds[0] / min(seconds))
-
-            yield (
-                target,
-                tune(
-                    *target,
-                    beam=beam,
-                    budget_s=share,
-                    machine=machine,
-                    workers=workers,
-                    progress=note,
-                ),
-            )
+def remember(device: str, family: Family[C], tuned: Tuned[C]) -> None:
+    """Store what was found."""
+    config: Any = tuned.config
+    entry = Entry(
+        config=asdict(config),
+        path=tuned.path,
+        seconds=tuned.seconds,
+        heuristic=tuned.heuristic,
+        tried=len(tuned.trials),
+        source=source_hash(*family.kernels),
+        mlx=version("mlx"),
+    )
+    save(device, {family.key(tuned.problem): entry})
 
 
 def _starts(family: Family[C], problem: Problem, judge: Judge[C]) -> list[C]:
@@ -190,43 +218,32 @@ def _starts(family: Family[C], problem: Problem, judge: Judge[C]) -> list[C]:
     return [config for config in starts if family.why_not(config, problem) is None]
 
 
-def _again(
-    attempts: Callable[[Sequence[C]], Iterator[Trial[C]]],
-    finalists: list[C],
-    tried: dict[C, Trial[C]],
-) -> list[float]:
-    """The finalists measured anew, in turns; medians of all that was measured."""
-    times = {config: [tried[config].seconds] for config in finalists}
-    for config in turns(finalists, _TURNS):
-        times[config] += [trial.seconds for trial in attempts([config])]
-    return [median(times[config]) for config in finalists]
+def _once(trial: Trial[Any]) -> Times:
+    sample = Sample.of([trial.seconds])
+    return Times(sample, sample)
 
 
 def _verdict(
     problem: Problem,
-    judge: Judge[C],
+    path: str,
     finalists: list[C],
-    seconds: list[float],
-    paths: Mapping[str, float],
+    times: list[Times],
+    paths: Mapping[str, Times],
     trials: list[Trial[C]],
 ) -> Tuned[C]:
     """The fastest of the finalists, of which the first is the heuristic's choice, or a path."""
-    # What the noise does not tell apart stays as it is.
-    adjusted = [seconds[0] * (1 - _NOISE), *seconds[1:]]
-    winner = adjusted.index(min(adjusted))
-    times = {judge.path: seconds[winner], **paths}
-    path = min(times, key=times.__getitem__)
-    return Tuned(problem, finalists[winner], path, seconds[0], times, trials)
+    untuned, best = times[0], 0
+    for i, found in enumerate(times):
+        if _beats(found, untuned) and found.cold.median < times[best].cold.median:
+            best = i
+    every = {path: times[best], **paths}
+    fastest = min(every, key=lambda name: every[name].cold.median)
+    return Tuned(problem, finalists[best], fastest, untuned, every, trials)
 
 
-def _entry(family: Family[C], tuned: Tuned[C]) -> Entry:
-    config: Any = tuned.config
-    return Entry(
-        config=asdict(config),
-        path=tuned.path,
-        seconds=tuned.seconds,
-        heuristic=tuned.heuristic,
-        tried=len(tuned.trials),
-        source=source_hash(*family.kernels),
-        mlx=version("mlx"),
-    )
+def _beats(found: Times, untuned: Times) -> bool:
+    """Whether a configuration is faster than the heuristic's by more than noise, which stays as it
+    is otherwise; and no slower where a cache holds its inputs."""
+    noise = max(_NOISE, (found.cold.spread + untuned.cold.spread) / 4)
+    no_slower = found.warm.median <= untuned.warm.median * (1 + max(_NOISE, untuned.warm.spread))
+    return found.cold.median < untuned.cold.median * (1 - noise) and no_slower

@@ -1,8 +1,8 @@
-"""Processes that build and verify configurations side by side, and time them one by one.
+"""Processes that work side by side, and may each be ended by what they try.
 
 NVIDIA's compiler takes a second for a kernel, and MLX compiles one at a time in a process. And what
 a broken candidate does stays in its process: one that hangs or reads outside is ended with it, and
-the search goes on.
+the others go on.
 """
 
 from __future__ import annotations
@@ -10,64 +10,91 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from math import inf
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
+from unittest import mock
 
-import mlx.core as mx
+from .judge import IN_ORDER
 
-from .family import Family, Problem
-from .judge import Judge, judge_of
-from .search import Trial
-from .store import device_kind
-
-C = TypeVar("C")
-# Processes at most: each holds the inputs of a problem in the GPU's memory.
-_MOST = 14
-# Seconds for the start of a process with its inputs, and for one candidate after that.
+# Seconds for the start of a process, and from one message to the next.
 _START, _PATIENCE = 90.0, 40.0
+# Seconds in which processes may finish what they do when they are no longer wanted.
+_GRACE = 15.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process has for its work.
+
+    Attributes:
+        send: sends a message.
+        turn: gives the GPU to this process alone, in a ``with`` block.
+        stopping: whether it should begin nothing any more.
+    """
+
+    send: Callable[[Any], None]
+    turn: Callable[[], AbstractContextManager[Any]]
+    stopping: Callable[[], bool]
+
+
+Work = Callable[[Any, Place], None]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The message of a process that did not get to the end of its job.
+
+    Attributes:
+        why: what became of it.
+    """
+
+    why: str
 
 
 @dataclass
 class _Worker:
     process: BaseProcess
     pipe: Connection
-    # What it is doing, for which round, and until when; what it has built.
-    config: Any = None
-    round: int = 0
+    # What it is doing, and until when it has to send something.
+    job: Any = None
     deadline: float = 0.0
-    served: set[Any] = field(default_factory=set)
 
 
 class Workers:
-    """So many processes, all started when one is first needed.
+    """So many processes at most, each started when there is a job for it.
 
     Args:
         count: how many.
-        machine: compute costs for this machine instead of measuring; see :func:`tune.tune`.
+        work: a function of a module, which does a job and sends messages.
+        measures: whether they take times on the GPU.
 
     Example:
-        >>> from mlx_qlayers.metal.row_sum import RowSum
-        >>> from mlx_qlayers.tuning.families import ROW_SUM
-        >>> problem, configs = Problem((64, 256), mx.float32), [RowSum(), RowSum(unroll=4)]
-        >>> with Workers(1, "applegpu_g13s") as workers:
-        ...     [trial.problem for trial in workers.attempts(ROW_SUM, problem, configs)]
-        ['', '']
+        >>> with Workers(2, print) as workers:
+        ...     list(workers.messages([]))
+        []
     """
 
-    def __init__(self, count: int, machine: str | None = None) -> None:
-        self._count, self._machine = count, machine
+    def __init__(self, count: int, work: Work, measures: bool = False) -> None:
+        self._count, self._work, self._measures = count, work, measures
         self._context = get_context("spawn")
         self._folder = TemporaryDirectory(prefix="mlx-qlayers-tune-")
         self._workers: list[_Worker] = []
-        self._round = 0
+        self._started = 0
+        self._jobs: deque[Any] = deque()
+        self._stop = self._context.Value("b", 0)
 
     def __enter__(self) -> Workers:
         return self
@@ -84,119 +111,114 @@ class Workers:
             worker.process.join()
         self._folder.cleanup()
 
-    def attempts(
-        self, family: Family[C], problem: Problem, configs: Sequence[C]
-    ) -> Iterator[Trial[C]]:
-        """The trials of configurations, in the order in which they are done.
+    def add(self, job: Any) -> None:
+        """Have another job done, before those that wait."""
+        self._jobs.appendleft(job)
 
-        A process that has built a configuration before is asked for it again.
-        """
-        waiting, left = list(configs), len(configs)
-        self._round += 1
-        while len(self._workers) < self._count:
-            self._workers.append(self._start())
-        while left:
-            for worker in self._workers:
-                if worker.config is None and (config := self._next(worker, waiting)) is not None:
-                    self._send(worker, family, problem, config)
-            busy = [worker for worker in self._workers if worker.config is not None]
-            ready = connection.wait([worker.pipe for worker in busy], timeout=1.0)
+    def stop(self) -> None:
+        """Let nobody begin anything any more; for some seconds they may finish what they do."""
+        self._stop.value = 1
+        self._jobs.clear()
+        for worker in self._workers:
+            worker.deadline = min(worker.deadline, time.monotonic() + _GRACE)
+
+    def messages(self, jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """Each job with each message about it, until all of them are done."""
+        self._jobs.extend(jobs)
+        while True:
+            self._hand_out()
+            busy = [worker for worker in self._workers if worker.job is not None]
+            if not busy:
+                return
+            ready = connection.wait([worker.pipe for worker in busy], timeout=0.5)
             for worker in busy:
-                late = time.monotonic() > worker.deadline
-                if worker.pipe not in ready and not late:
-                    continue
-                # A search that was stopped leaves its last trials under way.
-                counts = worker.round == self._round
-                trial = self._ended(worker, "hangs") if late else self._received(worker)
-                if counts:
-                    left -= 1
-                    yield trial
+                if worker.pipe in ready:
+                    yield from self._received(worker)
+                elif time.monotonic() > worker.deadline:
+                    yield worker.job, self._ended(worker, "hangs")
 
-    def _next(self, worker: _Worker, waiting: list[Any]) -> Any:
-        """What a process should do now: what it has built, else what none has."""
-        for config in waiting:
-            if config in worker.served or not any(config in w.served for w in self._workers):
-                waiting.remove(config)
-                return config
-        return None
+    def _hand_out(self) -> None:
+        idle = [worker for worker in self._workers if worker.job is None]
+        while self._jobs and (idle or len(self._workers) < self._count):
+            worker, patience = (idle.pop(), _PATIENCE) if idle else (self._start(), _START)
+            worker.job, worker.deadline = self._jobs.popleft(), time.monotonic() + patience
+            worker.pipe.send(worker.job)
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        arguments = (theirs, Path(self._folder.name) / "turn", self._machine)
+        folder = Path(self._folder.name)
+        arguments = (theirs, self._work, folder / "turn", self._stop)
         process = self._context.Process(target=_serve, args=arguments, daemon=True)
-        process.start()
-        theirs.close()
-        return _Worker(process, ours)
+        # MLX keeps some kernels that it compiles in files, which it does not write in one step.
+        settings = {"MLX_PTX_CACHE_DIR": str(folder / f"ptx-{self._started}")}
+        with mock.patch.dict(os.environ, settings | (IN_ORDER if self._measures else {})):
+            process.start()
+        self._started += 1
+        self._workers.append(_Worker(process, ours))
+        return self._workers[-1]
 
-    def _send(self, worker: _Worker, family: Any, problem: Problem, config: Any) -> None:
-        patience = _PATIENCE if worker.served else _START
-        worker.deadline = time.monotonic() + patience
-        worker.config, worker.round = config, self._round
-        worker.served.add(config)
-        worker.pipe.send((family, problem, config))
-
-    def _received(self, worker: _Worker) -> Trial[Any]:
+    def _received(self, worker: _Worker) -> Iterator[tuple[Any, Any]]:
         try:
-            found: tuple[Trial[Any], bool] = worker.pipe.recv()
+            message = worker.pipe.recv()
         except (EOFError, ConnectionError):
             worker.process.join()
-            return self._ended(worker, f"its process ended with {worker.process.exitcode}")
-        trial, alive = found
-        if not alive:
-            return self._ended(worker, trial.problem)
-        worker.config = None
-        return trial
+            why = f"its process ended with {worker.process.exitcode}"
+            yield worker.job, self._ended(worker, why)
+            return
+        job, worker.deadline = worker.job, time.monotonic() + _PATIENCE
+        if isinstance(message, _Waits):
+            worker.deadline = inf
+        elif isinstance(message, _HasTurn):
+            pass
+        elif isinstance(message, _Done):
+            worker.job = None
+            if message.why:
+                yield job, Ended(message.why)
+        else:
+            yield job, message
 
-    def _ended(self, worker: _Worker, why: str) -> Trial[Any]:
-        """Put another process in the place of one that a candidate has brought down."""
+    def _ended(self, worker: _Worker, why: str) -> Ended:
         worker.process.kill()
-        self._workers[self._workers.index(worker)] = self._start()
-        return Trial(worker.config, problem=why)
+        self._workers.remove(worker)
+        return Ended(why)
+
+
+@dataclass(frozen=True)
+class _Done:
+    why: str = ""
+
+
+class _Waits:
+    """The message of a process that waits for its turn, which takes as long as it takes."""
+
+
+class _HasTurn:
+    """The message of a process that waits no more."""
+
+
+def _serve(pipe: Connection, work: Work, path: Path, stop: Any) -> None:
+    """Do the jobs that come through a pipe, until its other end closes."""
+    # Who interrupts the parent interrupts its processes too: what they do then is up to it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    place = Place(pipe.send, partial(_turn, path, pipe), lambda: bool(stop.value))
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            job = pipe.recv()
+            try:
+                work(job, place)
+                done = _Done()
+            except BrokenPipeError:
+                raise
+            except Exception as error:  # the other jobs go on
+                done = _Done(f"{type(error).__name__}: {error}")
+            pipe.send(done)
 
 
 @contextlib.contextmanager
-def processes(machine: str | None) -> Iterator[Workers | None]:
-    """As many as this machine can use; None where a process of its own gains nothing.
-
-    Metal's compiler takes a fraction of NVIDIA's time, and memory is shared with the system.
-    """
-    cores = os.cpu_count() or 1
-    if (machine is None and device_kind() == "metal") or cores < 4:
-        yield None
-        return
-    with Workers(min(cores - 2, _MOST), machine) as workers:
-        yield workers
-
-
-def _serve(pipe: Connection, turn: Path, machine: str | None) -> None:
-    """Try what comes through a pipe, until its other end closes or nothing works any more."""
-    judge: Judge[Any] | None = None
-    asked: Problem | None = None
-    alive = True
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while alive:
-            family, problem, config = pipe.recv()
-            if judge is None or (judge.family.name, asked) != (family.name, problem):
-                judge, asked = None, problem
-                with _turn(turn):
-                    judge = judge_of(family, problem, machine)
-            trial = judge.attempt(config, _turn(turn))
-            alive = not trial.problem or (not judge.hung and _works())
-            pipe.send((trial, alive))
-
-
-def _works() -> bool:
-    """Whether the GPU still takes work: after a kernel that reads outside CUDA refuses all."""
-    try:
-        mx.eval(mx.zeros(8) + 1)
-    except RuntimeError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _turn(path: Path) -> Iterator[None]:
+def _turn(path: Path, pipe: Connection) -> Iterator[None]:
     """Let one process at a time use the GPU; the system ends the turn of one that is killed."""
+    pipe.send(_Waits())
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        pipe.send(_HasTurn())
         yield

@@ -69,9 +69,9 @@ def test_many_rows_of_small_matrices(on_cuda):
     """A stock product that ends before two launches are made stays one."""
     for rows, path in ((17, "ops"), (64, "ops"), (256, "cuda")):
         assert chosen(rows, 3584, 3584).path == path
-    elements = 3 * 896 * 896
     for rows, stays in ((17, True), (512, True), (2048, False)):
-        assert (dense_is_worse(rows, elements) is not None) == stays
+        x = mx.zeros((rows, 896), mx.bfloat16)
+        assert (dense_is_worse(rows, 3 * 896, x, Format(64, 4)) is not None) == stays
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)

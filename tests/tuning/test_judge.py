@@ -7,6 +7,7 @@ from mlx_qlayers.tuning import gate, judge
 from mlx_qlayers.tuning.families.few_rows import FewRowsFamily
 from mlx_qlayers.tuning.family import Problem
 from mlx_qlayers.tuning.judge import Measured, judge_of
+from mlx_qlayers.tuning.timing import Sample
 
 PROBLEM = Problem((1, 256, 512), mx.float32, "affine-64-4-t")
 
@@ -34,14 +35,22 @@ def measured(monkeypatch):
 
 
 def test_the_gate_and_the_links_are_left_out(measured, monkeypatch):
-    sets = len(measured.sets) * measured._rounds
-    whole = {"links": 2.0, "": 2.0 + 5 * sets, "stock": 2.0 + 4 * sets}
-    monkeypatch.setattr(
-        measured._gate, "seconds", lambda chains, repeats: {name: whole[name] for name in chains}
-    )
+    measured._rounds = {len(measured.sets): 3, 1: 7}
+
+    def seconds(chains, repeats):
+        launches = 7 if warm else 3 * len(measured.sets)
+        whole = {"links": 2.0, "stock": 2.0 + 4 * launches}
+        warm.append(True)
+        return {name: Sample.of([whole.get(name, 2.0 + 5 * launches)]) for name in chains}
+
+    warm = []
+    monkeypatch.setattr(judge._gate(), "seconds", seconds)
     config = measured.family.heuristic(PROBLEM, "cuda")
     assert measured.rate(config) == pytest.approx(5)
-    assert measured.paths() == {"stock": pytest.approx(4)}
+    warm.clear()
+    (times,), paths = measured.compared([config])
+    assert (times.cold.median, times.warm.median) == pytest.approx((5, 5))
+    assert paths["stock"].cold.median == pytest.approx(4)
 
 
 def test_a_configuration_is_verified_and_timed(measured):
@@ -59,23 +68,39 @@ def test_contenders_take_turns_and_a_gate_that_is_too_short_grows(monkeypatch):
         return 5.0 if run == "a" else 7.0, 4e-3
 
     monkeypatch.setattr(timer, "_once", once)
-    assert timer.seconds({"a": "a", "b": "b"}, repeats=4) == {"a": 5.0, "b": 7.0}
+    found = timer.seconds({"a": "a", "b": "b"}, repeats=4)
+    assert {name: sample.median for name, sample in found.items()} == {"a": 5.0, "b": 7.0}
     # One call each first, then rounds whose order is reversed by turns; and once more.
     assert calls == [*"ab", *"abbaabba", *"abbaabba"]
     assert timer.length == pytest.approx(7e-3)
 
 
-def test_every_launch_has_a_set_of_its_own_and_waits_for_the_last(measured):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_every_launch_has_a_set_of_its_own_and_waits_for_the_last(measured, ordered):
     assert len(measured.sets) > 2
+    measured._ordered = ordered
     ran = []
 
     def path(inputs):
-        ran.append(inputs[1:])
+        ran.append(inputs)
         return inputs[0] + 1
 
-    run = measured._chain(path)
-    run(mx.zeros((1, 1)))
+    found = measured._round(path, measured.sets)(mx.zeros((1, 1)))
+    assert len(found) == (len(measured.sets) if ordered else 1)
     ran = ran[: len(measured.sets)]  # traced once, and perhaps once more
-    assert [list(map(id, others)) for others in ran] == [
+    assert [list(map(id, inputs[1:])) for inputs in ran] == [
         list(map(id, others)) for _, *others in measured.sets
     ]
+    # Where MLX starts in order what it is given, nothing needs to link one launch to the next.
+    own = [inputs[0] is first for inputs, (first, *_) in zip(ran, measured.sets, strict=True)]
+    assert all(own) if ordered else not any(own)
+
+
+def test_a_chain_runs_its_rounds_one_after_the_other():
+    seen = []
+
+    def run(y):
+        seen.append(y)
+        return [y + 1, y + 2]
+
+    assert judge._chain(run, 3)(0) == [1, 2, 3, 4, 5, 6] and seen == [0, 2, 4]

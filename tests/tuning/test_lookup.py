@@ -9,11 +9,13 @@ import pytest
 
 from mlx_qlayers import explain
 from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.attention_step import Step, configure
+from mlx_qlayers.metal.attention_step import question as asked_of_step
 from mlx_qlayers.metal.quantized_matmul import few_rows
 from mlx_qlayers.ops import quantized_paths
 from mlx_qlayers.runtime import backend as backends
 from mlx_qlayers.tuning import lookup, store
-from mlx_qlayers.tuning.families import FEW_ROWS, QUANTIZED_TILES
+from mlx_qlayers.tuning.families import ATTENTION_STEP, FEW_ROWS, QUANTIZED_TILES
 from mlx_qlayers.tuning.lookup import found, heuristics_alone, questions
 from mlx_qlayers.tuning.store import Entry, save, source_hash
 
@@ -138,6 +140,24 @@ def test_ops_take_the_dense_product_where_it_won(monkeypatch):
     keep(QUANTIZED_TILES, question, config, path="dequantized")
     chosen, reason = way(monkeypatch, rows=64)
     assert chosen == ("cuda", quantized_paths.DENSE) and "as tuned here" in reason
+
+
+@pytest.mark.parametrize("path", ["dequantized", "kernel", "stock"])
+def test_several_matrices_at_once_go_by_what_won(path):
+    question = (512, 7168, 3584, mx.bfloat16, FMT, True)
+    config = QUANTIZED_TILES.heuristic(QUANTIZED_TILES.asked(*question), "cuda")
+    keep(QUANTIZED_TILES, question, config, path=path)
+    why = quantized_paths.dense_is_worse(512, 7168, mx.zeros((512, 3584), mx.bfloat16), FMT)
+    assert why is None if path == "dequantized" else "faster when tuned here" in why
+
+
+def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():
+    question = (mx.bfloat16, 1, 28, 4, 1024, 128, 128)
+    assert configure("cuda", *question) == Step(16, 4)
+    config = keep(ATTENTION_STEP, question, Step(8, 2, 4))
+    assert configure("cuda", *question) == config
+    q, buffer = mx.zeros((1, 1, 3584), mx.bfloat16), mx.zeros((1, 4, 768, 128))
+    assert configure("cuda", *asked_of_step(q, buffer, 128)) == config
 
 
 def test_computed_costs_are_no_verdict_on_stock(monkeypatch):

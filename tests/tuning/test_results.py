@@ -23,9 +23,9 @@ def test_they_are_legal_configurations_of_families_that_there_are(path):
     found = store._read(path, path.stem)
     assert found
     for key, entry in found.items():
-        name, shape, dtype, form = key.split(" ")
+        name, shape, dtype, *form = key.split(" ")
         family = FAMILIES[name]
-        problem = Problem(tuple(map(int, shape.split("x"))), getattr(mx, dtype), form)
+        problem = Problem(tuple(map(int, shape.split("x"))), getattr(mx, dtype), "".join(form))
         kinds = [k for k in family.configs if {f.name for f in fields(k)} == set(entry.config)]
         assert family.why_not(kinds[0](**entry.config), problem) is None
         assert entry.seconds <= entry.heuristic

@@ -185,6 +185,7 @@ PROBLEMS = {
     "quantized_matmul_few_rows": Problem((3, 40, 128), mx.float16, "affine-64-4-t"),
     "quantized_matmul_tiles": Problem((17, 40, 128), mx.float16, "affine-64-4-t"),
     "attention_decode": Problem((2, 7, 256, 64, 64), mx.float16, "bits-4"),
+    "attention_step": Problem((1, 4, 2, 256, 64, 64), mx.float16),
     "grid_sample": Problem((4, 256, 16, 2), mx.float16, "any"),
     "attention_forward": Problem((1, 4, 2, 32, 64, 64, 64), mx.float16, "causal"),
 }
@@ -193,6 +194,7 @@ ASKED = {
     "quantized_matmul_few_rows": (3, 40, 128, mx.float16, Format(64, 4)),
     "quantized_matmul_tiles": (17, 40, 128, mx.float16, Format(64, 4), True),
     "attention_decode": (mx.float16, 7, 64, 64, 4, 2, 256),
+    "attention_step": (mx.float16, 1, 4, 2, 256, 64, 64),
     "grid_sample": (16, mx.float16, False, 2),
     "attention_forward": ((1, 4, 2, 32, 64, 64, 64), mx.float16, True),
 }

@@ -7,6 +7,7 @@ from typing import Any
 from ..family import Family
 from .attention_decode import ATTENTION_DECODE
 from .attention_forward import ATTENTION_FORWARD
+from .attention_step import ATTENTION_STEP
 from .few_rows import FEW_ROWS
 from .grid_sample import GRID_SAMPLE
 from .quantized_tiles import QUANTIZED_TILES
@@ -19,6 +20,7 @@ FAMILIES: dict[str, Family[Any]] = {
         FEW_ROWS,
         QUANTIZED_TILES,
         ATTENTION_DECODE,
+        ATTENTION_STEP,
         ATTENTION_FORWARD,
         GRID_SAMPLE,
     )
