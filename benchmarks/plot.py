@@ -107,13 +107,7 @@ def attention_decode(figure: Figure, found: dict[str, Results]) -> None:
     """Microseconds of one query over a cache, against the keys in it."""
     rows = [row for row in found["attention_decode"].rows if row["q"] == "bfloat16"]
     rows = [row for row in rows if row["calls"] == "compiled"] or rows
-    stock, ours = (
-        {
-            cache: {row["keys"]: row[f"{who} us"] for row in rows if row["cache"] == cache}
-            for cache in dict.fromkeys(row["cache"] for row in rows)
-        }
-        for who in ("stock", "auto")
-    )
+    stock, ours = (_by(rows, "cache", "keys", f"{who} us") for who in ("stock", "auto"))
     axis = _pairs(figure, stock, ours, thousands=True)
     axis.set(xlabel="keys in the cache", ylabel="microseconds a layer")
 
@@ -121,15 +115,17 @@ def attention_decode(figure: Figure, found: dict[str, Results]) -> None:
 def gather_qmm(figure: Figure, found: dict[str, Results]) -> None:
     """Milliseconds of the experts' first projection against the tokens."""
     rows = [row for row in found["gather_qmm"].rows if row.get("product") == "forward"]
-    stock, ours = (
-        {
-            model: {row["tokens"]: row[who] for row in rows if row["model"] == model}
-            for model in dict.fromkeys(row["model"] for row in rows)
-        }
-        for who in ("stock", "kernel")
-    )
+    stock, ours = (_by(rows, "model", "tokens", who) for who in ("stock", "kernel"))
     axis = _pairs(figure, stock, ours)
     axis.set(xlabel="tokens", ylabel="milliseconds")
+
+
+def _by(rows: list[Row], kind: str, x: str, y: str) -> dict[str, Points]:
+    """A curve for each kind; what was not measured has no point."""
+    return {
+        name: {row[x]: row[y] for row in rows if row[kind] == name and row.get(y)}
+        for name in dict.fromkeys(row[kind] for row in rows)
+    }
 
 
 _LAYERS = {
@@ -235,10 +231,12 @@ def _pairs(
 ) -> Axes:
     """Curves of stock and ours, a colour for each kind."""
     axis = figure.subplots()
-    for (kind, theirs), colour in zip(stock.items(), (OURS, OTHER, FOURTH), strict=False):
-        axis.plot(*zip(*theirs.items(), strict=True), "--s", color=colour, label=f"stock, {kind}")
-        axis.plot(*zip(*ours[kind].items(), strict=True), "-o", color=colour, label=f"ours, {kind}")
-    _finish(axis, {x for points in stock.values() for x in points}, thousands)
+    for kind, colour in zip(ours, (OURS, OTHER, FOURTH), strict=False):
+        for who, style, points in (("stock", "--s", stock[kind]), ("ours", "-o", ours[kind])):
+            axis.plot(
+                list(points), list(points.values()), style, color=colour, label=f"{who}, {kind}"
+            )
+    _finish(axis, {x for points in ours.values() for x in points}, thousands)
     return axis
 
 
