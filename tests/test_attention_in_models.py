@@ -1,19 +1,16 @@
-"""Attention by kernels in models: every cache of mlx-lm, speculative decoding, fine-tuning."""
+"""Attention by kernels in models: every cache of mlx-lm, and speculative decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, Architecture, build
-from mlx_lm import load
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as caches
 from mlx_lm.models.cache import (
@@ -30,13 +27,9 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     save_prompt_cache,
 )
-from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, train
-from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import dequantize_model
 from numerics import assert_same_model
 
 from mlx_qlayers import convert_model, use_backend
-from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.runtime import trace
 
 QWEN = Architecture(2, {"tie_word_embeddings": True}, format=(64, 4, "affine"))
@@ -168,66 +161,3 @@ def test_speculative_decoding():
         launch.input_shapes[0][2] for launch in launches if launch.kernel == "attention_serial"
     }
     assert queries >= {1, 3}  # of the draft's tokens, and of what the model verifies
-
-
-class Losses(TrainingCallback):
-    """Keeps the loss of every step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_loss_report(self, train_info: dict) -> None:
-        self.losses.append(train_info["train_loss"])
-
-
-STEPS, SEQUENCES, TOKENS = 50, 5, 16
-TEXT = Path(__file__).parents[1] / "models" / "data" / "grimms_fairy_tales.txt"
-
-
-def curve(how: str, convert: bool, directory: Path) -> list[float]:
-    """Losses of the shipped model, adapted by mlx-lm's own trainer over a few sequences."""
-    model, tokenizer = load(str(shipped_model()))
-    if how == "full":  # Packed weights have no gradient.
-        dequantize_model(model)
-    model.set_dtype(mx.float32)
-    if convert:
-        rows = convert_model(model, linear=how == "lora").rows
-        assert sum(row.kind == "attention" and row.action == "swapped" for row in rows) == 6
-    mx.random.seed(7)
-    if how == "lora":
-        model.freeze()
-        linear_to_lora_layers(model, 6, {"rank": 8, "scale": 20.0, "dropout": 0.0})
-    text = tokenizer.encode(TEXT.read_text()[20_000:22_000])
-    starts = range(0, (TOKENS + 1) * SEQUENCES, TOKENS + 1)
-    args = TrainingArgs(
-        batch_size=1,
-        iters=STEPS,
-        steps_per_report=1,
-        steps_per_save=STEPS + 1,
-        max_seq_length=TOKENS + 1,
-        adapter_file=directory / "adapters.safetensors",
-    )
-    callback = Losses()
-    np.random.seed(3)  # the order of the batches
-    optimizer = optim.Adam(learning_rate=3e-5)
-    sequences = [(text[i : i + TOKENS + 1], 0) for i in starts]
-    train(model, optimizer, sequences, None, args, training_callback=callback)
-    return callback.losses
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["lora", "full"])
-def test_loss_curves_are_those_of_the_stock_model(how, tmp_path):
-    """Attention and its gradient by kernels, in each layer and step."""
-    stock = curve(how, False, tmp_path)
-    first, last = stock[:SEQUENCES], stock[-SEQUENCES:]
-    assert np.mean(last) < 0.7 * np.mean(first), "the stock model learns nothing"
-    with use_backend("host"), trace() as launches:
-        found = curve(how, True, tmp_path)
-    np.testing.assert_allclose(found, stock, rtol=0.01)
-    count = {
-        name: sum(launch.kernel.startswith(name) for launch in launches)
-        for name in ("attention_forward", "attention_backward_queries", "attention_backward_keys")
-    }
-    assert min(count.values()) >= 6 * STEPS, count
-    assert {launch.backend for launch in launches} == {"host"}
