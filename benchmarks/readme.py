@@ -184,6 +184,12 @@ TABLES = [
         ],
     ),
     Table(
+        "tuning_cuda",
+        f"{BENCH}tuning.py --tune --decode",
+        ("tokens a second", "untuned", "tuned"),
+        [Line("text, one at a time", {}, "before", "after", "layers", value="tokens/s", rate=True)],
+    ),
+    Table(
         "quantized_few_cuda",
         f"{BENCH}quantized_matmul.py --few",
         US,
