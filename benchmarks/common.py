@@ -78,8 +78,9 @@ def cpu_name() -> str:
     return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
+@cache
 def print_facts() -> None:
-    """Print the header of a benchmark."""
+    """Print the header of a benchmark: once, however many run in one process."""
     rows = facts()
     width = max(map(len, rows))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()), end="\n\n")
