@@ -1,4 +1,10 @@
-"""Quantized linear, grid sampling and attention layers with custom Metal kernels for Apple MLX."""
+"""Quantized linear, grid sampling and attention layers with custom Metal kernels for Apple MLX.
+
+``convert_model`` puts the layers into a model that mlx-lm has loaded, and ``load`` loads and
+converts one. The layers are ``QLinear``, ``GridSample`` and ``FusedAttention``; they call the
+differentiable functions ``quantized_matmul``, ``grid_sample`` and ``attention``. ``backend`` and
+``use_backend`` say what runs kernels; ``explain`` tells which path each operation took, and why.
+"""
 
 from .convert import convert_model, revert_model
 from .layers.fused_attention import FusedAttention

@@ -1,1 +1,1 @@
-
+"""The operations: differentiable functions that check their arguments and choose a path."""
