@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -207,12 +208,24 @@ def bare_call(call: Call) -> Call:
 
 def kernels() -> dict[str, Kernel]:
     """Every kernel declared in a module of ``mlx_qlayers.metal``, by name."""
-    found = {}
+    found = []
     for module in pkgutil.iter_modules(mlx_qlayers.metal.__path__, "mlx_qlayers.metal."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, Kernel):
-                found[value.name] = value
-    return dict(sorted(found.items()))
+                found.append(value)
+            elif getattr(value, "__annotations__", {}).get("return") == "Kernel":
+                found += forms(value)
+    return {kernel.name: kernel for kernel in sorted(found, key=lambda kernel: kernel.name)}
+
+
+# Of a function that declares a kernel with the inputs that a call has: the fewest, and the most.
+FORMS = {"bool": (False, True), "int": (1, 3), "tuple[str, ...]": ((), ())}
+
+
+def forms(declare: Callable[..., Kernel]) -> list[Kernel]:
+    """What such a function declares for both ends of each of its parameters."""
+    kinds = [kind for name, kind in declare.__annotations__.items() if name != "return"]
+    return [declare(*values) for values in product(*(dict.fromkeys(FORMS[k]) for k in kinds))]
 
 
 if __name__ == "__main__":
