@@ -10,7 +10,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_gradients import gradient_of_scales_and_biases
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
-from tests.gpus import on_gpus
+from tests.gpus import GPUS, on_gpus
 from tests.numerics import assert_accurate, assert_same_sums, behind_one, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, WIDTHS, codes, random_packed
@@ -129,8 +129,15 @@ def test_leading_dimensions_are_rows():
     assert all(mx.array_equal(a, b) for a, b in zip(flat, deep, strict=True))
 
 
-@pytest.mark.parametrize("device", ["host", "metal"])
-def test_rows_by_matrix(device):
+@pytest.mark.parametrize(
+    ("device", "path"),
+    [
+        ("host", "host"),
+        ("metal", "host"),
+        *(pytest.param(*gpu.values, *gpu.values, marks=gpu.marks) for gpu in GPUS),
+    ],
+)
+def test_rows_by_matrix(device, path):
     """Lists of rows, one matrix without any; the same in every run and on poisoned memory."""
     rng = np.random.default_rng(7)
     left, right, _ = sample(rng, 30, 24, 2, SMALL, mx.float32)
@@ -145,7 +152,7 @@ def test_rows_by_matrix(device):
         poison = mx.full(scales.shape, float("nan"))
         mx.eval(poison)
         del poison
-        with use_backend("host"):
+        with use_backend(path):
             runs.append(
                 gradient_of_scales_and_biases(right, left, w, scales, SMALL, True, device, chosen)
             )
