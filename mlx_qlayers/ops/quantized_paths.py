@@ -43,8 +43,8 @@ _HOST_GAIN_UNTRANSPOSED = 1.4
 # the same of tiles that share the depth.
 _TILES_UNTIL, _PARTS_UNTIL = 128, 64
 # Elements, once for each 64 rows, below which the stock operator takes no longer there than our
-# two launches: 40 microseconds.
-_SMALL = 36 << 20
+# two launches. In float32 it takes six times as long for each.
+_SMALL, _SMALL_IN_FLOAT32 = 44 << 20, 4 << 20
 
 # Picoseconds that the stock operator takes on an H200 for each element of a matrix, for 1 to 8 rows
 # (from there on no more), and what a call of the kernel takes there before another can follow.
@@ -182,12 +182,13 @@ def _many_rows_on_cuda(
     kernel = TILES if x.dtype == mx.float32 or rows <= until else DENSE
     if fmt.mode == "affine" and fmt.bits == 1:
         return kernel, None  # there is no stock operator
-    return kernel, _too_small(rows, n * k)
+    return kernel, _too_small(rows, n * k, x.dtype)
 
 
-def _too_small(rows: int, elements: int) -> str | None:
+def _too_small(rows: int, elements: int, dtype: mx.Dtype) -> str | None:
     """Why ``auto`` leaves many rows times so few elements to the stock operator on CUDA."""
-    if -(-rows // 64) * elements >= _SMALL:
+    least = _SMALL_IN_FLOAT32 if dtype == mx.float32 else _SMALL
+    if -(-rows // 64) * elements >= least:
         return None
     return "the stock operator is faster with so small a matrix and so few rows"
 
@@ -202,7 +203,7 @@ def dense_is_worse(rows: int, n: int, x: mx.array, fmt: Format) -> str | None:
         return "a dense product of many rows was measured on CUDA alone"
     if rows <= _TILES_UNTIL:
         return "tiles are faster for so few rows"
-    return _too_small(rows, n * x.shape[-1])
+    return _too_small(rows, n * x.shape[-1], x.dtype)
 
 
 def product(

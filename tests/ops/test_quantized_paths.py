@@ -69,6 +69,7 @@ def test_many_rows_of_small_matrices(on_cuda):
     """A stock product that ends before two launches are made stays one."""
     for rows, path in ((17, "ops"), (64, "ops"), (256, "cuda")):
         assert chosen(rows, 3584, 3584).path == path
+    assert chosen(64, 2048, 2048, mx.float32).path == "cuda"
     for rows, stays in ((17, True), (512, True), (2048, False)):
         x = mx.zeros((rows, 896), mx.bfloat16)
         assert (dense_is_worse(rows, 3 * 896, x, Format(64, 4)) is not None) == stays
