@@ -76,7 +76,7 @@ def test_counterparts():
 
 def test_few_rows_on_a_gpu_go_to_the_stock_layer_unchecked(monkeypatch):
     """Where ``auto`` would take the stock operator, a token does not wait for the checks."""
-    layer, x, chosen = QSwitchLinear(64, 8, 2, False), mx.ones((1, 64)), mx.array([0, 1])
+    layer, x, chosen = QSwitchLinear(64, 8, 2, False), mx.ones((1, 64)), mx.array([0, 0, 1, 1])
     calls = []
     monkeypatch.setattr(switch_linear, "gather_qmm", lambda *a, **k: calls.append(k) or a[0])
     for found, known, ours in (("metal", False, 0), ("cuda", False, 0), ("cuda", True, 1)):
