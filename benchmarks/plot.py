@@ -192,9 +192,9 @@ def grid_sample(figure: Figure, found: dict[str, Results]) -> None:
             axis.annotate(_short(time), (time, y), ha=align, va="center", fontsize=8.5, **offset)
     axis.set_yticks(range(len(tasks)), _task_names(tasks), fontsize=8.5)
     axis.set(xscale="log", xlabel="milliseconds")
-    _plain(axis, "x")
     axis.invert_yaxis()
     axis.margins(x=0.28, y=0.09)
+    _plain(axis, "x")
     axis.grid(visible=False, axis="y")
 
 
@@ -255,7 +255,7 @@ def _plain(axis: Axes, which: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = getattr(axis, f"get_{which}lim")()
-    steps = (1.0,) if high / low > 100 else (1.0, 2.0, 5.0)
+    steps = (1.0,) if high / low > 80 else (1.0, 2.0, 5.0)
     of = getattr(axis, f"{which}axis")
     of.set_major_locator(LogLocator(subs=steps, numticks=20))
     of.set_minor_locator(NullLocator())

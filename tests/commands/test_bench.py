@@ -126,3 +126,53 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     machine = {"device": "Device(cpu, 0), C", "cpu": "4 x C"}
     (tmp_path / "x.json").write_text(json.dumps({"machine": machine, "rows": found.rows}))
     assert stored.Results.read(tmp_path / "x.json") == stored.Results(machine, found.rows)
+
+
+FACTS = {"date": "2026-11-20 12:00 UTC", "device": "Device(gpu, 0), Some GPU", "mlx": "0.32.4"}
+# Rows as the benchmarks write them on a GPU; cells are empty where nothing could be measured.
+ON_GPU: dict[str, list[dict[str, Any]]] = {
+    "decode": [
+        {"layers": name, "what": what, "tokens/s": rate * (1 + i), "batch": ""}
+        for what, rate in (("decode, batch 1", 100), ("decode, batch 8", 400), ("prefill 512", 9e3))
+        for i, name in enumerate(("stock", "converted, not fused", "converted"))
+    ]
+    + [{"layers": "stock", "what": "", "tokens/s": "", "batch": 1}],
+    "quantized_few": [
+        {"shape": "37888 x 3584", "format": "affine 4", "rows": m, "stock": m / 10, "kernel": 1}
+        for m in (1, 4, 16)
+    ],
+    "quantized_many": [
+        {"product": product, "rows": m, "stock": m, "dense": 3, "tiles": "", "ours": 2}
+        for product in ("37888 x 3584", "gradient 37888 x 3584")
+        for m in (64, 2048)
+    ],
+    "attention_decode": [
+        {"cache": cache, "q": "bfloat16", "keys": n, "calls": "compiled", "auto us": n / 1000}
+        | {"stock us": "" if cache == "4 bits" else n / 500}
+        for cache in ("bfloat16", "8 bits", "4 bits")
+        for n in (32768, 131072)
+    ],
+}
+
+
+def test_pictures_and_tables_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rows in ON_GPU.items():
+        with (tmp_path / f"{name}_cuda.csv").open("w") as file:
+            file.writelines(f"# {key}: {value}\n" for key, value in FACTS.items())
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    drawn = import_module("plot").draw(tmp_path)
+    names = ("attention_decode", "quantized_matmul_rows", "tokens_per_second")
+    assert sorted(path.name for path in drawn) == [f"{name}_cuda.png" for name in names]
+
+    readme = import_module("readme")
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
+    monkeypatch.setattr(readme, "read", readme.read.__wrapped__)
+    tables = {table.stem: str(table).splitlines() for table in readme.TABLES}
+    assert "| text, one at a time | 100 | 300 | 3.00x |" in tables["decode_cuda"]
+    assert "| 37888 x 3584, M = 4 | 400 | 1,000 | 0.400x |" in tables["quantized_few_cuda"]
+    assert "| 37888 x 3584, M = 64 | 64.0 | 2.00 | 32.0x |" in tables["quantized_many_cuda"]
+    assert "| 32,768 keys, 8 bits | 65.5 | 32.8 | 2.00x |" in tables["attention_decode_cuda"]
+    assert not any("4 bits" in line for line in tables["attention_decode_cuda"])

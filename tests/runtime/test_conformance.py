@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -17,9 +19,12 @@ BACKENDS = ["host", *GPUS]
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_conforms(case: Case, backend: str) -> None:
+def test_conforms(case: Case, backend: str, record_property: Callable[[str, object], None]) -> None:
     parts = case.judge(case.run(backend))
     wrong = [str(part) for part in parts if not part.passed]
+    far = max(parts, key=lambda part: part.distance)
+    said = f"{len(parts) - len(wrong)} of {len(parts)} right", f"{far.distance:g} ulp", far.name
+    record_property("table: conformance to the language", [case.name, backend, *said])
     assert not wrong, "\n".join(wrong)
 
 
