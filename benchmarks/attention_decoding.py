@@ -33,7 +33,7 @@ DTYPES = {"bfloat16": mx.bfloat16} if GPU else {"bfloat16": mx.bfloat16, "float1
 # Bytes of caches that no processor's cache holds.
 _BEYOND_CACHE = 256 << 20
 # Seconds that MLX has for compiling its own products of packed caches.
-_PATIENCE = 75
+_PATIENCE = 60
 
 Cache = tuple[Any, Any]
 Attend = Callable[[mx.array, Any, Any], mx.array]
@@ -92,15 +92,27 @@ def chain(attend: Attend, q: mx.array, turns: Sequence[Cache], way: str) -> Call
     return lambda: compiled(q, turns)
 
 
-def products_ahead() -> list[subprocess.Popen[bytes]]:
-    """Processes in which MLX compiles the products of mlx-lm's path over packed caches.
+def products_are_compiled() -> bool:
+    """Have MLX compile the products of mlx-lm's path over packed caches, if it has to.
 
-    On CUDA it does so at first use, half a minute each on a slow host, and keeps them on disk.
+    On CUDA it does so at first use, half a minute each on a slow host, and keeps them on disk: here
+    all at once, in processes of their own, while nothing is measured.
+
+    Returns:
+        Whether they were compiled in time.
     """
     if backend() != "cuda":
-        return []
+        return True
     kinds = [(bits, half) for bits in (8, 4) for half in ("keys", "values")]
-    return [subprocess.Popen([sys.executable, __file__, str(b), half]) for b, half in kinds]
+    processes = [subprocess.Popen([sys.executable, __file__, str(b), half]) for b, half in kinds]
+    until = time.perf_counter() + _PATIENCE
+    try:
+        return not any(p.wait(max(0, until - time.perf_counter())) for p in processes)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def product(bits: int, half: str) -> None:
@@ -110,16 +122,6 @@ def product(bits: int, half: str) -> None:
     packed = mx.quantize(mx.zeros((1, kv_heads, 1, width, width), mx.bfloat16), GROUP_SIZE, bits)
     numbers = {"group_size": GROUP_SIZE, "bits": bits}
     mx.eval(mx.quantized_matmul(x, *packed, transpose=half == "keys", **numbers))
-
-
-def ready(processes: Sequence[subprocess.Popen[bytes]], until: float) -> bool:
-    """Whether all have ended well by then; those that have not are ended."""
-    try:
-        return not any(p.wait(max(0, until - time.perf_counter())) for p in processes)
-    except subprocess.TimeoutExpired:
-        for process in processes:
-            process.kill()
-        return False
 
 
 def verify(q: mx.array, cache: Cache) -> None:
@@ -185,9 +187,10 @@ def decoding_table(repeats: int) -> Iterator[Table]:
     mx.random.seed(0)
     print("heads", "/".join(map(str, HEADS[1:3])), "width", HEADS[3], "batch", HEADS[0], backend())
     table.print_header()
-    compiling, until = products_ahead(), time.perf_counter() + _PATIENCE
+    has_stock = True
     for bits in (0, 8, 4):
-        has_stock = bits == 0 or ready(compiling, until)
+        if bits == 8:
+            has_stock = products_are_compiled()
         for name in DTYPES:
             for row in rows(name, bits, repeats, has_stock):
                 table.add(**row)

@@ -144,8 +144,8 @@ METAL_FUNC void turn_pair(
   to[second] = T(a * s + b * c);
 }
 
-// q and k of the token, turned, by all threads. numbers: bits of the scale of positions and, from
-// the fifth on, of two floats for the rate of each pair.
+// q and k of the token, turned, by all threads. numbers, bits of two floats each: the scale of
+// positions, one that is not used, and the rate of each pair.
 template <typename T, int D, int dims, bool traditional, bool listed>
 METAL_FUNC void turn_rows(
     threadgroup T* q_to,
@@ -164,9 +164,9 @@ METAL_FUNC void turn_rows(
       k_to[d] = k[d];
       continue;
     }
-    float2 rate = listed
-        ? listed_rate(freqs[i], as_type<float>(numbers[0]))
-        : float2(as_type<float>(numbers[4 + 2 * i]), as_type<float>(numbers[5 + 2 * i]));
+    int at = listed ? 0 : 4 + 2 * i;
+    float2 number = float2(as_type<float>(numbers[at]), as_type<float>(numbers[at + 1]));
+    float2 rate = listed ? listed_rate(freqs[i], number) : number;
     float2 cosine_sine = rotation_at(position, rate);
     int first = traditional ? 2 * i : i, second = traditional ? first + 1 : i + dims / 2;
     turn_pair(q_to, q, first, second, cosine_sine);

@@ -14,7 +14,7 @@ from ..runtime.kernel import Kernel
 from ..runtime.launch import TemplateValue
 from ..tuning.lookup import rounded, tuned
 from .attention_decode import added_up
-from .rotary import rates
+from .rotary import rates, two_floats
 
 _INPUTS = ("q", "k", "v", "k_buffer", "v_buffer", "places", "mask", "freqs", "options")
 # Keys of a buffer that one threadgroup takes, and among how many more are divided.
@@ -168,7 +168,7 @@ def attention_step(
 
 @lru_cache(maxsize=256)
 def _options(size: int, scale: float, rotation: Rotation, *steps: int) -> mx.array:
-    turning = [rotation.scale, 0.0, 0.0, 0.0]
+    turning = [*two_floats(rotation.scale), 0.0, 0.0]
     turning += rates(rotation.dims, rotation.base, rotation.scale)
     bits = unpack(f"{1 + len(turning)}i", pack(f"{1 + len(turning)}f", scale * log2(e), *turning))
     return mx.array([size, bits[0], *steps, *bits[1:]], mx.int32)

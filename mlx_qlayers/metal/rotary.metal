@@ -13,8 +13,8 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// sizes: L, H, Hkv, D, dims, heads of a thread. numbers: the scale of positions, one that is not used,
-// and from then on two for the rate of each pair, unless its reciprocal is listed.
+// sizes: L, H, Hkv, D, dims, heads of a thread. numbers, two floats each: the scale of positions and,
+// unless reciprocals are listed, the rate of each pair.
 template <typename T, bool traditional, bool listed>
 inline void turn(
     const device T* q,
@@ -28,7 +28,7 @@ inline void turn(
     uint3 at) {
   int length = sizes[0], heads = sizes[1], width = sizes[3], dims = sizes[4];
   int pair = at.x, batch = at.z / length, row = at.z % length;
-  float2 rate = listed ? listed_rate(freqs[pair], numbers[0])
+  float2 rate = listed ? listed_rate(freqs[pair], float2(numbers[0], numbers[1]))
                        : float2(numbers[2 + 2 * pair], numbers[3 + 2 * pair]);
   float2 cosine_sine = rotation_at(float(offset + row), rate);
   float c = cosine_sine.x, s = cosine_sine.y;

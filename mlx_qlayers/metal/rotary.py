@@ -78,7 +78,7 @@ def _sizes(*sizes: int) -> mx.array:
 
 @cache
 def _numbers(dims: int, base: float | None, scale: float) -> mx.array:
-    numbers = [scale, 0.0, *rates(dims, base, scale)]
+    numbers = [*two_floats(scale), *rates(dims, base, scale)]
     return mx.array(numbers + [0.0] * (CONSTANT_BELOW - len(numbers)), mx.float32)
 
 
@@ -90,11 +90,12 @@ def rates(dims: int, base: float | None, scale: float) -> list[float]:
         base: of the geometric series of frequencies; None gives nothing.
         scale: of positions.
     """
-    found: list[float] = []
     if base is None:
-        return found
-    for i in range(0, dims, 2):
-        rate = scale * base ** (-i / dims)
-        (nearest,) = unpack("f", pack("f", rate))
-        found += nearest, rate - nearest
-    return found
+        return []
+    return [part for i in range(0, dims, 2) for part in two_floats(scale * base ** (-i / dims))]
+
+
+def two_floats(number: float) -> tuple[float, float]:
+    """The float nearest to a number, and what it lacks."""
+    (nearest,) = unpack("f", pack("f", number))
+    return nearest, number - nearest

@@ -7,9 +7,9 @@
 using namespace metal;
 
 // Out of a reciprocal, for positions that are scaled.
-METAL_FUNC float2 listed_rate(float reciprocal, float scale) {
-  float rate = scale / reciprocal;
-  return float2(rate, fma(-rate, reciprocal, scale) / reciprocal);
+METAL_FUNC float2 listed_rate(float reciprocal, float2 scale) {
+  float rate = scale.x / reciprocal;
+  return float2(rate, (fma(-rate, reciprocal, scale.x) + scale.y) / reciprocal);
 }
 
 // The cosine and the sine; what the float nearest to the angle lacks is small.

@@ -32,7 +32,11 @@ def turned(x, offset, dims, traditional=False, base=10000.0, scale=1.0, freqs=No
     else:
         rates = dtype(1) / to64(freqs).astype(dtype)
     angle = (positions[..., None] * rates.astype(dtype))[:, None]
-    c, s = np.cos(angle), np.sin(angle)
+    return pairs_turned(x, np.cos(angle), np.sin(angle), dims, traditional)
+
+
+def pairs_turned(x, c, s, dims, traditional=False):
+    """The leading ``dims`` elements, turned by angles with these cosines and sines."""
     y, half = x.copy(), dims // 2
     first, second = (
         (slice(0, dims, 2), slice(1, dims, 2)) if traditional else (slice(half), slice(half, dims))
@@ -67,6 +71,22 @@ def test_against_float64(shape, offset, options, dtype, path):
         rounded = round_to(turned(x, offset, **options, dtype=np.float32), dtype)
         assert y.dtype == dtype
         assert_accurate(y, truth, rounded, what=path)
+
+
+@pytest.mark.parametrize("base", [500_000.0, None])
+def test_angles_are_as_exact_at_any_position(base, path):
+    """As if cosine and sine were rounded once, where the last bit of an angle is worth 2^-7."""
+    x = random(np.random.default_rng(4), (1, 1, 3, 24))
+    freqs = FREQS if base is None else None
+    found = rotary_embedding(x, x, mx.array(100_003), dims=24, base=base, freqs=freqs, scale=0.7)
+    if path == "ops":
+        return
+    rates = 1 / to64(FREQS) if base is None else base ** (-np.arange(0, 24, 2) / 24)
+    angle = 100_003 * 0.7 * rates
+    x = to64(x).swapaxes(1, 2)
+    truth = pairs_turned(x, np.cos(angle), np.sin(angle), 24)
+    c, s = (f(angle).astype(np.float32) for f in (np.cos, np.sin))
+    assert_accurate(found[0], truth, pairs_turned(x.astype(np.float32), c, s, 24))
 
 
 @pytest.mark.parametrize("options", [{"dims": 16}, {"dims": 24, "base": None, "freqs": FREQS}])
