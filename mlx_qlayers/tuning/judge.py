@@ -43,7 +43,7 @@ PATIENCE = 20.0
 _COLD = 256 << 20
 _MOST_SETS = 63
 # Seconds that a chain should take, and launches that it has at most.
-_CHAIN, _LAUNCHES = 3e-3, 256
+_CHAIN, _LAUNCHES = 3e-3, 160
 # Noise beyond this is no reason to stop a search sooner.
 _MOST_NOISE = 0.03
 # With these in its environment MLX starts what it is given on CUDA in order, and at once.
@@ -111,12 +111,17 @@ class Judge(ABC, Generic[C]):
     def rate(self, config: C) -> float:
         """Seconds of one launch."""
 
+    def build(self, stock: bool) -> None:
+        """Have the other paths built, or those alone that are not the stock operator."""
+
     def others(self) -> float:
-        """Seconds of the fastest other path, roughly; infinity where none can be rated."""
+        """Seconds of the fastest other path but the stock operator, roughly; infinity without."""
         return inf
 
     @abstractmethod
-    def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
+    def compared(
+        self, configs: Sequence[C], paths: bool = True
+    ) -> tuple[list[Times], dict[str, Times]]:
         """Configurations side by side, and the other paths as far as they can be rated."""
 
 
@@ -143,20 +148,31 @@ class Measured(Judge[C]):
         mx.eval(self.sets, self._true)
 
     def rate(self, config: C) -> float:
-        found = self._times({"": self._path(config)}, self.sets, 5)[""]
+        found = self._times({"": self._path(config)}, self.sets, 4)[""]
         self.noise = self.noise or min(found.spread / 2, _MOST_NOISE)
         return found.median
 
+    def build(self, stock: bool) -> None:
+        for path in self._others(stock).values():
+            mx.eval(mx.compile(path)(self.inputs))
+
     def others(self) -> float:
-        found = self._times(self.family.paths(self.problem), self.sets, 3)
+        found = self._times(self._others(False), self.sets, 3)
         return min((sample.median for sample in found.values()), default=inf)
 
-    def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
-        paths: dict[str, Path] = {str(i): self._path(config) for i, config in enumerate(configs)}
-        paths |= self.family.paths(self.problem)
-        cold, warm = (self._times(paths, sets, 11) for sets in (self.sets, self.sets[:1]))
-        times = {name: Times(cold[name], warm[name]) for name in paths}
-        return [times.pop(str(i)) for i in range(len(configs))], times
+    def compared(
+        self, configs: Sequence[C], paths: bool = True
+    ) -> tuple[list[Times], dict[str, Times]]:
+        own = {str(i): self._path(config) for i, config in enumerate(configs)}
+        others = self._others(True) if paths else {}
+        cold = self._times(own | others, self.sets, 7)
+        warm = self._times(own | others, self.sets[:1], 5)
+        times = {name: Times(cold[name], warm[name]) for name in cold}
+        return [times.pop(name) for name in own], times
+
+    def _others(self, stock: bool) -> dict[str, Path]:
+        paths = self.family.paths(self.problem)
+        return {name: path for name, path in paths.items() if stock or name != "stock"}
 
     def _path(self, config: C) -> Path:
         return lambda inputs: self.family.run(inputs, self.problem, config)
@@ -166,6 +182,8 @@ class Measured(Judge[C]):
     ) -> dict[str, Sample]:
         """Seconds of one launch."""
         rounds = {name: self._round(path, sets) for name, path in paths.items()}
+        if not rounds:
+            return {}
         if len(sets) not in self._rounds:
             self._rounds[len(sets)] = _rounds_of(next(iter(rounds.values())), len(sets))
         times = self._rounds[len(sets)]
@@ -252,7 +270,9 @@ class Computed(Judge[C]):
     def rate(self, config: C) -> float:
         return self._cost(config, [counters for _, counters in self._report.launches])
 
-    def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
+    def compared(
+        self, configs: Sequence[C], paths: bool = True
+    ) -> tuple[list[Times], dict[str, Times]]:
         samples = [Sample.of([trial.seconds]) for trial in self.attempts(configs)]
         return [Times(sample, sample) for sample in samples], {}
 
