@@ -18,7 +18,7 @@ import mlx.core as mx
 from .judge import judge_of
 from .search import Trial
 from .shapes import Target
-from .store import device_kind
+from .store import device_kind, forget
 from .tune import Search, Tuned, remember, tune
 from .workers import Ended, Place, Workers
 
@@ -186,6 +186,7 @@ def _noted(workers: Workers, job: _Job, message: Any, progress: Progress) -> Tun
         job.trials.append(message)
         progress(job.target, job.gain)
     elif isinstance(message, Tuned):
+        forget()  # what is stored by another process is read anew
         return message
     elif isinstance(message, Ended):
         if job.under_way is not None:
