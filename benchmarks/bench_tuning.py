@@ -62,16 +62,16 @@ def replace(path: Path, content: Any) -> None:
     os.replace(draft, path)
 
 
-def tuned(model: Any, budget: float, beam: int, verbose: bool) -> None:
+def tuned(model: Any, args: argparse.Namespace) -> None:
     """Tune what a model asks for; a row for each problem."""
-    targets = problems_of_model(model)
-    print(f"tuning {len(targets)} problems within {budget:g} s; microseconds")
+    targets = problems_of_model(model, prompt=args.prompt_tokens)
+    print(f"tuning {len(targets)} problems within {args.budget:g} s; microseconds")
     start, gains = time.monotonic(), []
     columns = {"heuristic": 12, "tuned": 12, "gain": 6, "tried": 5, "stock": 12, "path": 11}
     table = Table({"problem": 60, **columns, "warm": 12, "warm heuristic": 14})
     table.print_header()
-    shown = partial(_shown, start) if verbose else lambda target, gain: None
-    for target, found in tune_all(targets, beam=beam, budget_s=budget, progress=shown):
+    shown = partial(_shown, start) if args.verbose else lambda target, gain: None
+    for target, found in tune_all(targets, beam=args.beam, budget_s=args.budget, progress=shown):
         times = found.times.get("kernel", found.untuned)
         gains.append(found.heuristic / times.cold.median)
         table.add(
@@ -149,7 +149,7 @@ def work(job: Sweep | Final, place: Place) -> None:
     if isinstance(job, Final):
         judge = judge_of(*job.target)
         with place.turn():
-            place.send(judge.compared(job.configs)[0])
+            place.send(judge.compared(job.configs, paths=False)[0])
         return
     place.send("begun")
     judges = [judge_of(*target) for target in job.targets]
@@ -261,6 +261,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="tune a model's shapes")
     parser.add_argument("--decode", action="store_true", help="decode before and after")
     parser.add_argument("--budget", type=positive, default=120, help="seconds to tune")
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="of the prefill; 0 for none")
     parser.add_argument("--beam", type=positive, default=4, help="configurations to follow")
     parser.add_argument("--tokens", type=positive, default=64, help="to decode at a time")
     parser.add_argument("--repeats", type=positive, default=5, help="measurements of decoding")
@@ -286,7 +287,7 @@ def measure_all(args: argparse.Namespace) -> None:
         model = copy.deepcopy(stock)  # the arrays are shared
         convert_model(model, verify=False)
         if args.tune:
-            tuned(model, args.budget, args.beam, args.verbose)
+            tuned(model, args)
         if args.ship is not None:
             shutil.copy(cache_folder() / "tuning" / f"{device_name()}.json", args.ship)
         if args.decode:

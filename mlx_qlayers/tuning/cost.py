@@ -18,10 +18,8 @@ from math import ceil
 from ..runtime.host.kernel import Counters
 from .machines import Machine
 
-# How much of the shorter times shows behind the longest one: the exponent of their norm. This and
-# the next two are fitted to an H200, see README.md.
-_OVERLAP = 1.5
-# Registers that compilers take, if they may, for each that a thread must have.
+# Registers that compilers take, if they may, for each that a thread must have. This and the next
+# are fitted to an H200, see README.md.
 _AHEAD = 1.6
 # Cycles from one instruction of a thread to the next that needs its result.
 _DEPENDENT = 2
@@ -43,6 +41,7 @@ class Cost:
         matrix: matrix operations.
         threadgroup: threadgroup memory and its bank conflicts.
         launch: what every launch takes.
+        overlap: the exponent of the norm that adds the others up.
     """
 
     memory: float
@@ -52,12 +51,13 @@ class Cost:
     matrix: float
     threadgroup: float
     launch: float
+    overlap: float
 
     @property
     def seconds(self) -> float:
         """The whole: the longest part, and some of the others."""
         parts = (self.memory, self.loads, self.latency, self.alu + self.matrix, self.threadgroup)
-        return float(sum(part**_OVERLAP for part in parts) ** (1 / _OVERLAP) + self.launch)
+        return float(sum(part**self.overlap for part in parts) ** (1 / self.overlap) + self.launch)
 
 
 def cost(counters: Counters, machine: Machine, times: float = 1.0, registers: int = 32) -> Cost:
@@ -110,6 +110,7 @@ def cost(counters: Counters, machine: Machine, times: float = 1.0, registers: in
         matrix=share * matrix / 4 / hertz,
         threadgroup=share * moved / c.threadgroups / hertz,
         launch=m.launch,
+        overlap=m.overlap,
     )
 
 

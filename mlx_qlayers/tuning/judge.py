@@ -43,7 +43,7 @@ PATIENCE = 20.0
 _COLD = 256 << 20
 _MOST_SETS = 63
 # Seconds that a chain should take, and launches that it has at most.
-_CHAIN, _LAUNCHES = 3e-3, 256
+_CHAIN, _LAUNCHES = 3e-3, 160
 # Noise beyond this is no reason to stop a search sooner.
 _MOST_NOISE = 0.03
 # With these in its environment MLX starts what it is given on CUDA in order, and at once.
@@ -86,11 +86,12 @@ class Judge(ABC, Generic[C]):
             yield self.attempt(config)
 
     def attempt(self, config: C, turn: AbstractContextManager[Any] = _AT_ONCE) -> Trial[C]:
-        """Verify a configuration, then rate it, when it is its turn."""
+        """Build a configuration, then verify and rate it, when it is its turn."""
         try:
-            if error := self._error(self.family.run(self.inputs, self.problem, config)):
-                return Trial(config, problem=error)
+            y = wait_for(self.family.run(self.inputs, self.problem, config), PATIENCE)
             with turn:
+                if error := self._error(y):
+                    return Trial(config, problem=error)
                 return Trial(config, self.rate(config))
         except KernelTimeout as hang:
             self.hung = True
@@ -102,7 +103,7 @@ class Judge(ABC, Generic[C]):
         """Why a result is wrong, if it is."""
         difference = mx.abs(y.astype(mx.float32) - self.truth).max()
         largest = mx.abs(self.truth).max()
-        wait_for((difference, largest), PATIENCE)
+        mx.eval(difference, largest)
         found = float(difference.item())  # type: ignore[arg-type]
         allowed = self.family.tolerance(self.problem) * float(largest.item())  # type: ignore[arg-type]
         return None if found <= allowed else f"wrong by {found:.2e}, {allowed:.2e} would pass"
@@ -111,12 +112,17 @@ class Judge(ABC, Generic[C]):
     def rate(self, config: C) -> float:
         """Seconds of one launch."""
 
+    def build(self, stock: bool) -> None:
+        """Have the other paths built, or those alone that are not the stock operator."""
+
     def others(self) -> float:
-        """Seconds of the fastest other path, roughly; infinity where none can be rated."""
+        """Seconds of the fastest other path but the stock operator, roughly; infinity without."""
         return inf
 
     @abstractmethod
-    def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
+    def compared(
+        self, configs: Sequence[C], paths: bool = True
+    ) -> tuple[list[Times], dict[str, Times]]:
         """Configurations side by side, and the other paths as far as they can be rated."""
 
 
@@ -143,20 +149,32 @@ class Measured(Judge[C]):
         mx.eval(self.sets, self._true)
 
     def rate(self, config: C) -> float:
-        found = self._times({"": self._path(config)}, self.sets, 5)[""]
+        found = self._times({"": self._path(config)}, self.sets, 4)[""]
         self.noise = self.noise or min(found.spread / 2, _MOST_NOISE)
-        return found.median
+        # What comes between, as another process's launch, only adds.
+        return found.low
+
+    def build(self, stock: bool) -> None:
+        for path in self._others(stock).values():
+            mx.eval(mx.compile(path)(self.inputs))
 
     def others(self) -> float:
-        found = self._times(self.family.paths(self.problem), self.sets, 3)
+        found = self._times(self._others(False), self.sets, 3)
         return min((sample.median for sample in found.values()), default=inf)
 
-    def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
-        paths: dict[str, Path] = {str(i): self._path(config) for i, config in enumerate(configs)}
-        paths |= self.family.paths(self.problem)
-        cold, warm = (self._times(paths, sets, 11) for sets in (self.sets, self.sets[:1]))
-        times = {name: Times(cold[name], warm[name]) for name in paths}
-        return [times.pop(str(i)) for i in range(len(configs))], times
+    def compared(
+        self, configs: Sequence[C], paths: bool = True
+    ) -> tuple[list[Times], dict[str, Times]]:
+        own = {str(i): self._path(config) for i, config in enumerate(configs)}
+        others = self._others(True) if paths else {}
+        cold = self._times(own | others, self.sets, 7)
+        warm = self._times(own | others, self.sets[:1], 5)
+        times = {name: Times(cold[name], warm[name]) for name in cold}
+        return [times.pop(name) for name in own], times
+
+    def _others(self, stock: bool) -> dict[str, Path]:
+        paths = self.family.paths(self.problem)
+        return {name: path for name, path in paths.items() if stock or name != "stock"}
 
     def _path(self, config: C) -> Path:
         return lambda inputs: self.family.run(inputs, self.problem, config)
@@ -166,13 +184,15 @@ class Measured(Judge[C]):
     ) -> dict[str, Sample]:
         """Seconds of one launch."""
         rounds = {name: self._round(path, sets) for name, path in paths.items()}
+        if not rounds:
+            return {}
         if len(sets) not in self._rounds:
             self._rounds[len(sets)] = _rounds_of(next(iter(rounds.values())), len(sets))
         times = self._rounds[len(sets)]
         rounds[_LINKS] = _nothing if self._ordered else self._round(itemgetter(0), sets)
         chains = {name: _chain(run, times) for name, run in rounds.items()}
         found = _gate().seconds(chains, repeats)
-        floor, launches = found.pop(_LINKS).median, times * len(sets)
+        floor, launches = found.pop(_LINKS), times * len(sets)
         return {name: sample.less(floor).scaled(1 / launches) for name, sample in found.items()}
 
     def _round(self, path: Path, sets: list[list[mx.array]]) -> Queued:
@@ -252,7 +272,9 @@ class Computed(Judge[C]):
     def rate(self, config: C) -> float:
         return self._cost(config, [counters for _, counters in self._report.launches])
 
-    def compared(self, configs: Sequence[C]) -> tuple[list[Times], dict[str, Times]]:
+    def compared(
+        self, configs: Sequence[C], paths: bool = True
+    ) -> tuple[list[Times], dict[str, Times]]:
         samples = [Sample.of([trial.seconds]) for trial in self.attempts(configs)]
         return [Times(sample, sample) for sample in samples], {}
 

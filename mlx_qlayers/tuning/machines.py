@@ -33,6 +33,8 @@ class Machine:
         barrier_cycles: cycles of a SIMD group at a barrier.
         alu: arithmetic that a SIMD group does in the time of an M1 cycle.
         launch: seconds from one dependent launch to the next.
+        overlap: how well what a launch takes in different ways hides behind the longest of them: 1
+            not at all, infinity fully.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Machine:
     simd_cycles: float = 14.5  # [B] simd_sum of floats
     barrier_cycles: float = 30.0  # (e)
     alu: float = 1.0
+    overlap: float = 4.0  # (e)
     launch: float = 2.6e-6  # an M3 Ultra, in a chain: github.com/ml-explore/mlx issue 4521
 
 
@@ -70,7 +73,7 @@ MACHINES = {
     "applegpu_g17g": Machine("M5", cores=10, gigabytes=153, gigahertz=1.75, load_cycles=1),
     "applegpu_g17s": Machine("M5 Max", cores=40, gigabytes=614, gigahertz=1.75, load_cycles=1),
     # Loads of 16 bytes a thread move 64 a cycle. Shifts cost what additions do, and weights are
-    # unpacked in few instructions: `alu`, `latency`, `matrix_cycles` are fitted to measurements.
+    # unpacked in few instructions: `alu`, `latency`, `matrix_cycles`, `overlap` are fitted.
     "sm_90": Machine(
         "H200",
         cores=132,
@@ -87,5 +90,6 @@ MACHINES = {
         simd_cycles=10,
         alu=20,
         launch=2.5e-6,
+        overlap=1.5,
     ),
 }

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -17,14 +18,14 @@ import mlx.core as mx
 from .judge import judge_of
 from .search import Trial
 from .shapes import Target
-from .store import device_kind
+from .store import device_kind, forget
 from .tune import Search, Tuned, remember, tune
 from .workers import Ended, Place, Workers
 
 # Processes at most: each holds the inputs of a problem in the GPU's memory.
 _MOST = 14
 # Seconds that the last measurements of a problem take, and the most of a budget that they get.
-_LAST, _MOST_LAST = 1.0, 0.3
+_LAST, _MOST_LAST = 1.2, 0.3
 # Called after each trial with the problem and its gain so far.
 Progress = Callable[[Target, float], Any]
 
@@ -59,7 +60,7 @@ def tune_all(
     Raises:
         KeyboardInterrupt: after what was found until then.
     """
-    count = min(processes(machine), len(problems))
+    count = min(processes(machine), 2 * len(problems))
     if count > 1:
         jobs = [_Job(target, beam, machine, keep) for target in problems]
         yield from _side_by_side(jobs, count, budget_s, progress)
@@ -123,6 +124,19 @@ class _Job:
         """How many times as fast as the first configuration the best is."""
         return self.trials[0].seconds / min(trial.seconds for trial in self.trials)
 
+    @property
+    def stock(self) -> str:
+        """What names the kernels of the stock operator, where problems share them."""
+        family, problem = self.target
+        return f"{family.name}-{problem.shape[0]}-{problem.dtype}"
+
+
+@dataclass(frozen=True)
+class _Build:
+    """A job: have MLX build its operator, which takes it up to a minute and is kept in a file."""
+
+    target: Target
+
 
 @dataclass(frozen=True)
 class _Begun:
@@ -137,12 +151,15 @@ def _side_by_side(
     for job in jobs:
         job.end, job.seconds = time.monotonic() + search, search * count / len(jobs)
     interrupt: KeyboardInterrupt | None = None
-    with Workers(count, _tune_one, measures) as workers:
-        messages = workers.messages(jobs)
+    builds = list({job.stock: _Build(job.target) for job in jobs}.values()) if measures else []
+    with Workers(count, _work, measures) as workers:
+        messages = workers.messages([*builds, *jobs])
         try:
             while True:
                 try:
                     job, message = next(messages)
+                    if isinstance(job, _Build):
+                        continue
                     if (tuned := _noted(workers, job, message, progress)) is not None:
                         yield job.target, tuned
                 except StopIteration:
@@ -169,6 +186,7 @@ def _noted(workers: Workers, job: _Job, message: Any, progress: Progress) -> Tun
         job.trials.append(message)
         progress(job.target, job.gain)
     elif isinstance(message, Tuned):
+        forget()  # what is stored by another process is read anew
         return message
     elif isinstance(message, Ended):
         if job.under_way is not None:
@@ -182,8 +200,17 @@ def _noted(workers: Workers, job: _Job, message: Any, progress: Progress) -> Tun
     return None
 
 
+def _work(job: _Job | _Build, place: Place) -> None:
+    """Do a job in a process of its own."""
+    if isinstance(job, _Job):
+        _tune_one(job, place)
+        return
+    judge = judge_of(*job.target)
+    with place.building(_Job(job.target, 1, None, False).stock):
+        judge.build(stock=True)
+
+
 def _tune_one(job: _Job, place: Place) -> None:
-    """Tune a problem in a process of its own."""
     family, problem = job.target
     turn = place.turn if job.machine is None else nullcontext
     until = min(job.end, time.monotonic() + job.seconds)
@@ -201,6 +228,7 @@ def _tune_one(job: _Job, place: Place) -> None:
         lambda config: place.send(_Begun(config)),
         tried,
         turn,
+        nullcontext if job.machine else partial(place.building, job.stock),
         {trial.config: trial for trial in job.trials},
     )
     tuned = search.run()

@@ -35,7 +35,7 @@ def problems_of_model(
 
     Args:
         model: a converted language model of mlx-lm.
-        prompt: tokens of the prefill.
+        prompt: tokens of the prefill; 0 leaves it out.
         steps: tokens that are decoded after it.
         batch: sequences side by side.
 
@@ -47,7 +47,7 @@ def problems_of_model(
     cache = make_prompt_cache(model)
     found: list[dict[str, Target]] = []
     body: Any = getattr(model, "model", model)
-    for run, lengths in ((body, [prompt]), (model, [1] * steps)):
+    for run, lengths in ((body, [prompt] * (prompt > 0)), (model, [1] * steps)):
         with questions() as asked:
             for length in lengths:
                 run(mx.zeros((batch, length), mx.int32), cache=cache)

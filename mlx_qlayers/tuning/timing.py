@@ -50,10 +50,11 @@ class Sample:
         """The same in another unit, as 1e3 for milliseconds."""
         return Sample(self.median * factor, self.low * factor, self.high * factor, self.count)
 
-    def less(self, floor: float) -> Sample:
+    def less(self, floor: Sample) -> Sample:
         """What remains without a part that every measurement holds; a nanosecond at least."""
-        median, low, high = (max(t - floor, 1e-9) for t in (self.median, self.low, self.high))
-        return Sample(median, low, high, self.count)
+        pairs = (self.median, floor.median), (self.low, floor.low), (self.high, floor.median)
+        median, low, high = (max(whole - part, 1e-9) for whole, part in pairs)
+        return Sample(median, min(low, median), high, self.count)
 
     def __str__(self) -> str:
         return f"{significant(self.median)} ±{self.spread / 2:.0%}"

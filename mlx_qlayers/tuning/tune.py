@@ -72,6 +72,7 @@ class Search(Generic[C]):
         begun: called with each configuration before it is tried.
         tried: called with each trial.
         turn: gives the GPU to this search alone, in a ``with`` block.
+        building: keeps others from building the same stock operator meanwhile, in a ``with`` block.
         trials: by configuration; those that are there already are not tried again.
     """
 
@@ -81,6 +82,7 @@ class Search(Generic[C]):
     begun: Callable[[C], Any] = lambda config: None
     tried: Callable[[Trial[C]], Any] = lambda trial: None
     turn: Callable[[], AbstractContextManager[Any]] = nullcontext
+    building: Callable[[], AbstractContextManager[Any]] = nullcontext
     trials: dict[C, Trial[C]] = field(default_factory=dict)
 
     def run(self) -> Tuned[C]:
@@ -115,6 +117,8 @@ class Search(Generic[C]):
         times = [_once(self.trials[config]) for config in finalists]
         paths: Mapping[str, Times] = {}
         if not judge.hung and interrupt is None:
+            with self.building():
+                judge.build(stock=True)
             with self.turn():
                 times, paths = judge.compared(finalists)
         tuned = _verdict(problem, judge.path, finalists, times, paths, ranked)
@@ -126,6 +130,7 @@ class Search(Generic[C]):
         """Whether another path is so fast that no configuration will make up for it."""
         if time.monotonic() > self.until():
             return True
+        self.judge.build(stock=False)
         with self.turn():
             return first.seconds > _HOPELESS * self.judge.others()
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -31,6 +30,8 @@ from .judge import IN_ORDER
 
 # Seconds for the start of a process, and from one message to the next.
 _START, _PATIENCE = 90.0, 40.0
+# Seconds that they may wait for each other, or for MLX to compile a kernel of its own.
+_LONG = 300.0
 # Seconds in which processes may finish what they do when they are no longer wanted.
 _GRACE = 15.0
 
@@ -42,11 +43,13 @@ class Place:
     Attributes:
         send: sends a message.
         turn: gives the GPU to this process alone, in a ``with`` block.
+        building: gives it a thing of some name to build, in a ``with`` block; others wait for that.
         stopping: whether it should begin nothing any more.
     """
 
     send: Callable[[Any], None]
     turn: Callable[[], AbstractContextManager[Any]]
+    building: Callable[[str], AbstractContextManager[Any]]
     stopping: Callable[[], bool]
 
 
@@ -92,7 +95,6 @@ class Workers:
         self._context = get_context("spawn")
         self._folder = TemporaryDirectory(prefix="mlx-qlayers-tune-")
         self._workers: list[_Worker] = []
-        self._started = 0
         self._jobs: deque[Any] = deque()
         self._stop = self._context.Value("b", 0)
 
@@ -146,14 +148,10 @@ class Workers:
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        folder = Path(self._folder.name)
-        arguments = (theirs, self._work, folder / "turn", self._stop)
+        arguments = (theirs, self._work, Path(self._folder.name), self._stop)
         process = self._context.Process(target=_serve, args=arguments, daemon=True)
-        # MLX keeps some kernels that it compiles in files, which it does not write in one step.
-        settings = {"MLX_PTX_CACHE_DIR": str(folder / f"ptx-{self._started}")}
-        with mock.patch.dict(os.environ, settings | (IN_ORDER if self._measures else {})):
+        with mock.patch.dict(os.environ, IN_ORDER if self._measures else {}):
             process.start()
-        self._started += 1
         self._workers.append(_Worker(process, ours))
         return self._workers[-1]
 
@@ -166,10 +164,8 @@ class Workers:
             yield worker.job, self._ended(worker, why)
             return
         job, worker.deadline = worker.job, time.monotonic() + _PATIENCE
-        if isinstance(message, _Waits):
-            worker.deadline = inf
-        elif isinstance(message, _HasTurn):
-            pass
+        if isinstance(message, _Patience):
+            worker.deadline = time.monotonic() + message.seconds
         elif isinstance(message, _Done):
             worker.job = None
             if message.why:
@@ -188,19 +184,23 @@ class _Done:
     why: str = ""
 
 
-class _Waits:
-    """The message of a process that waits for its turn, which takes as long as it takes."""
+@dataclass(frozen=True)
+class _Patience:
+    """The message of a process that will be silent for so many seconds at most."""
+
+    seconds: float
 
 
-class _HasTurn:
-    """The message of a process that waits no more."""
-
-
-def _serve(pipe: Connection, work: Work, path: Path, stop: Any) -> None:
+def _serve(pipe: Connection, work: Work, folder: Path, stop: Any) -> None:
     """Do the jobs that come through a pipe, until its other end closes."""
     # Who interrupts the parent interrupts its processes too: what they do then is up to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    place = Place(pipe.send, partial(_turn, path, pipe), lambda: bool(stop.value))
+    place = Place(
+        pipe.send,
+        partial(_alone, pipe, folder / "turn", _PATIENCE),
+        lambda name: _alone(pipe, folder / name, _LONG),
+        lambda: bool(stop.value),
+    )
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             job = pipe.recv()
@@ -215,10 +215,11 @@ def _serve(pipe: Connection, work: Work, path: Path, stop: Any) -> None:
 
 
 @contextlib.contextmanager
-def _turn(path: Path, pipe: Connection) -> Iterator[None]:
-    """Let one process at a time use the GPU; the system ends the turn of one that is killed."""
-    pipe.send(_Waits())
+def _alone(pipe: Connection, path: Path, seconds: float) -> Iterator[None]:
+    """Let one process at a time do something; the system ends the turn of one that is killed."""
+    pipe.send(_Patience(_LONG))
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        pipe.send(_HasTurn())
+        pipe.send(_Patience(seconds))
         yield
+    pipe.send(_Patience(_PATIENCE))

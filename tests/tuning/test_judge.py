@@ -104,3 +104,17 @@ def test_a_chain_runs_its_rounds_one_after_the_other():
         return [y + 1, y + 2]
 
     assert judge._chain(run, 3)(0) == [1, 2, 3, 4, 5, 6] and seen == [0, 2, 4]
+
+
+def test_other_paths_are_built_without_the_stock_operator_and_with_it(measured, monkeypatch):
+    ran = []
+
+    def path(name):
+        return lambda inputs: ran.append(name) or inputs[0]
+
+    paths = {name: path(name) for name in ("stock", "another")}
+    monkeypatch.setattr(measured.family, "paths", lambda problem: paths, raising=False)
+    measured.build(stock=False)
+    assert ran == ["another"]
+    measured.build(stock=True)
+    assert sorted(ran) == ["another", "another", "stock"]

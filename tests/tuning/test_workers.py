@@ -137,6 +137,25 @@ def test_waiting_for_a_turn_is_no_silence(monkeypatch):
     assert sorted(message for _, message in found) == ["had it"] * 3 + ["there"] * 3
 
 
+def build(job, place):
+    """A job: to build something of the job's name, silently."""
+    place.send("there")
+    with place.building(job):
+        begun = time.monotonic()
+        time.sleep(2.5)
+        place.send((begun, time.monotonic()))
+
+
+def test_what_others_build_is_waited_for_and_may_take_long(monkeypatch):
+    monkeypatch.setattr(workers, "_PATIENCE", 1.5)
+    with Workers(3, build) as team:
+        messages = list(team.messages(["a", "a", "b"]))
+    (first, second), ((begun, _),) = (
+        sorted(m for job, m in messages if job == name and m != "there") for name in "ab"
+    )
+    assert first[1] <= second[0] and begun < second[0]
+
+
 def count(job, place):
     """A job: so many messages, or a fault."""
     for i in range(job):
