@@ -19,7 +19,17 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 from common import Sample, Table, add_output, measure, output, print_facts
-from quantized_many import many_formats, many_rows
+from quantized_many import (
+    HEAD,
+    LAYER,
+    LONG,
+    WIDE,
+    Case,
+    arguments,
+    compile_stock,
+    many_formats,
+    many_rows,
+)
 
 from mlx_qlayers import backend, explain, quantized_matmul, use_backend
 from mlx_qlayers.formats import MODES, Format
@@ -35,14 +45,10 @@ def problem(rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format) -> tuple[mx
     mx.random.seed(rows)
     x = mx.random.normal((rows, k)).astype(dtype)
     dense = (mx.random.normal((n, k)) * k**-0.5).astype(dtype)
-    if fmt.bits == 1:
-        # MLX quantizes to one bit on the CPU alone, and slowly.
-        with mx.stream(mx.cpu):
-            few = mx.quantize(dense[:64], *fmt)
-        parts = [mx.tile(a, (-(-n // 64), 1))[:n] for a in few]
-    else:
-        parts = mx.quantize(dense, *fmt)
-    packed = (parts[0], parts[1], parts[2] if len(parts) > 2 else None)
+    # MLX quantizes to one bit on the CPU alone.
+    with mx.stream(mx.cpu if fmt.bits == 1 else mx.default_device()):
+        w, scales, *biases = mx.quantize(dense, *fmt)
+    packed = (w, scales, biases[0] if biases else None)
     mx.eval(x, packed)
     return x, packed
 
@@ -176,24 +182,10 @@ def host_gain(repeats: int) -> list[Table]:
     return tables
 
 
-# The matrices of Qwen2-7B: gate and up, the head, down, an attention projection.
-GPU_SHAPES = ((37888, 3584), (152064, 3584), (3584, 18944), (3584, 3584))
-# Copies of a matrix that are used by turns, so that none stays in a cache: some 300 MB or more.
-ROTATED_BYTES = 3 << 28
+GPU_SHAPES = (WIDE, HEAD, LONG, LAYER)
 # Products in one graph of mx.compile. Graphs are queued one behind the other: neither Python nor
 # the submission of a graph hides a kernel.
 QUEUED = 16
-
-
-def rotated(packed: Packed) -> list[Packed]:
-    """Copies of a packed matrix."""
-    nbytes = sum(a.nbytes for a in packed if a is not None)
-    copies = [
-        tuple(None if a is None else a + mx.zeros((), a.dtype) for a in packed)
-        for _ in range(max(2, min(QUEUED, ROTATED_BYTES // nbytes)))
-    ]
-    mx.eval(copies)
-    return copies
 
 
 def in_turn(
@@ -209,57 +201,85 @@ def in_turn(
 
 
 def few_rows_on_gpu(repeats: int) -> list[Table]:
-    """Few rows of bfloat16 beside stock: 4 bits at every size, then every format at one row."""
-    columns = {"shape": 14, "format": 12, "rows": 5, "stock": 14, "kernel": 14, "ratio": 7}
-    table = Table(columns | {"of one row": 11, "GB/s": 14, "error": 8})
+    """Few rows of bfloat16 beside stock: 4 bits at every size, then every format at one row.
+
+    MLX compiles its products where they are first met, for seconds; processes do that side by side
+    while ours are verified, and by that compiled.
+    """
+    formats = [
+        Format(sizes[len(sizes) // 2], bits, mode)
+        for mode, (sizes, widths) in MODES.items()
+        for bits in reversed(widths)
+    ]
+    four = [Case(shape, rows) for shape in GPU_SHAPES for rows in (1, 2, 4, 8, 16)]
+    others = [Case(GPU_SHAPES[0], 1, fmt=fmt) for fmt in formats if fmt != Format(64, 4)]
+    compiled = compile_stock(case.of_stock for case in (*four, *others))
+    errors: dict[Case, float] = {}
+    waiting, single = iter((*four, *others)), 0.0
+
+    def timed(table: Table, cases: list[Case]) -> None:
+        nonlocal single
+        table.print_header()
+        for case in cases:
+            while case not in errors or not compiled[case.of_stock].done():
+                if (following := next(waiting, None)) is None:
+                    break
+                errors[following] = few_rows_error(following)
+            compiled[case.of_stock].result()
+            seconds = few_rows_row(table, case, errors[case], repeats, single)
+            single = seconds if case.rows == 1 else single
+
     print(f"milliseconds of a product in compiled graphs of {QUEUED}, each with its own matrix")
-    table.print_header()
-    for n, k in GPU_SHAPES:
-        single = 0.0
-        for rows in (1, 2, 4, 8, 16):
-            single = few_rows_row(table, rows, n, k, Format(64, 4), repeats, single)
-    for mode, (sizes, widths) in MODES.items():
-        for bits in widths:
-            fmt = Format(sizes[len(sizes) // 2], bits, mode)
-            if fmt != Format(64, 4):
-                few_rows_row(table, 1, *GPU_SHAPES[0], fmt, repeats)
-    return [table, few_rows_called(repeats)]
+    columns = {"shape": 14, "format": 12, "rows": 5, "stock": 14, "kernel": 14, "ratio": 7}
+    columns |= {"of one row": 11, "GB/s": 14, "error": 8}
+    tables = [Table(columns), Table(columns)]
+    timed(tables[0], four)
+    tables.append(few_rows_called(repeats))
+    print("\nthe other formats, as the first")
+    timed(tables[1], others)
+    return tables
 
 
-def few_rows_row(
-    table: Table, rows: int, n: int, k: int, fmt: Format, repeats: int, single: float = 0.0
-) -> float:
-    """Verify and time one size; ``single`` are our seconds of one row, which come back."""
-    x, packed = problem(rows, n, k, mx.bfloat16, fmt)
-    copies = rotated(packed)
+def ours_of(fmt: Format) -> Callable[..., mx.array]:
+    """Our product in a format."""
+    return lambda x, *packed: quantized_matmul(x, *packed, **fmt._asdict())
 
-    def ours(x: mx.array, *packed: mx.array | None) -> mx.array:
-        return quantized_matmul(x, *packed, **fmt._asdict())
+
+def few_rows_error(case: Case) -> float:
+    """What our product is off by, which must not be too much."""
+    x, (packed, *_) = arguments(case)
+    with use_backend(backend()):
+        found = error(ours_of(case.fmt)(x, *packed), x, packed, case.fmt)
+    assert found <= 2 * mx.finfo(mx.bfloat16).eps, f"{case}: {found:.2e}"
+    return found
+
+
+def few_rows_row(table: Table, case: Case, found: float, repeats: int, single: float) -> float:
+    """Time one size; ``single`` are our seconds of one row, if this is not."""
+    fmt, (x, copies) = case.fmt, arguments(case)
 
     def stock(x: mx.array, *packed: mx.array | None) -> mx.array:
         return mx.quantized_matmul(x, *packed, True, *fmt)
 
+    products = {"stock": stock, "kernel": ours_of(fmt)}
+    if fmt.bits == 1:
+        del products["stock"]  # MLX has no such kernel on CUDA
     with use_backend(backend()):
-        found = error(ours(x, *packed), x, packed, fmt)
-        assert found <= 2 * mx.finfo(mx.bfloat16).eps, f"{fmt}, {rows} rows: {found:.2e}"
-        contenders = {"stock": stock, "kernel": ours}
-        if fmt.bits == 1:
-            del contenders["stock"]  # MLX has no such kernel on CUDA
-        contenders = {name: in_turn(f, x, copies, True) for name, f in contenders.items()}
+        contenders = {name: in_turn(f, x, copies, True) for name, f in products.items()}
         times = measure(contenders, repeats=repeats)
     times = {name: time.scaled(1 / QUEUED) for name, time in times.items()}
     kernel = times["kernel"].median
     table.add(
-        shape=f"{n} x {k}",
+        shape=f"{case.shape[0]} x {case.shape[1]}",
         format=f"{fmt.mode} {fmt.bits}",
-        rows=rows,
+        rows=case.rows,
         **{name: time.scaled(1e3) for name, time in times.items()},
         **({"ratio": times["stock"].median / kernel} if "stock" in times else {}),
-        **({"of one row": kernel / single} if single else {}),
-        **{"GB/s": times["kernel"].per(sum(a.nbytes for a in packed if a is not None) / 1e9)},
+        **({"of one row": kernel / single} if case.rows > 1 else {}),
+        **{"GB/s": times["kernel"].per(sum(a.nbytes for a in copies[0] if a is not None) / 1e9)},
         error=found,
     )
-    return single or kernel
+    return kernel
 
 
 def few_rows_called(repeats: int) -> Table:
@@ -270,10 +290,9 @@ def few_rows_called(repeats: int) -> Table:
     table.print_header()
     for n, k in ((1024, 1024), *GPU_SHAPES):
         for rows in (1, 2, 4, 8, 16):
-            x, packed = problem(rows, n, k, mx.bfloat16, Format(64, 4))
-            copies = rotated(packed)
+            x, copies = arguments(Case((n, k), rows))
             explain(reset=True)
-            quantized_matmul(x, *packed)
+            quantized_matmul(x, *copies[0])
             (way,) = (d.path for d in explain() if d.op == "quantized_matmul")
             products = {"stock": mx.quantized_matmul, "auto": quantized_matmul}
             times = measure(

@@ -113,7 +113,7 @@ def _compare(cases: list[Case], repeats: int) -> list[Table]:
         | {"by": 8, "ratio": 5, "TFLOP/s": 7, "stock calls": 11, "calls": 11, "MB": 5, "error": 7}
     )
     table.print_header()
-    compiled = _compile_stock(case.of_stock for case in cases)
+    compiled = compile_stock(case.of_stock for case in cases)
     errors = [_errors(case) for case in cases]
     for case, found in zip(cases, errors, strict=True):
         compiled[case.of_stock].result()
@@ -121,7 +121,7 @@ def _compare(cases: list[Case], repeats: int) -> list[Table]:
     return [table]
 
 
-def _compile_stock(cases: Iterable[Case]) -> dict[Case, Future[None]]:
+def compile_stock(cases: Iterable[Case]) -> dict[Case, Future[None]]:
     """Let MLX compile what these take, each in a process, the first ones first."""
     pool = ThreadPoolExecutor(os.cpu_count())
     return {case: pool.submit(_run_stock, case) for case in dict.fromkeys(cases)}
@@ -171,7 +171,7 @@ def _x(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
     return x
 
 
-def _arguments(case: Case) -> tuple[mx.array, list[Packed]]:
+def arguments(case: Case) -> tuple[mx.array, list[Packed]]:
     x = _x(case.rows, case.shape[1 if case.transpose else 0], case.dtype)
     return x, _copies(case.shape, case.fmt, case.dtype)
 
@@ -204,7 +204,7 @@ def _theirs(case: Case) -> dict[str, Product]:
         return mx.quantized_matmul(x, *packed, case.transpose, *case.fmt)
 
     ways: dict[str, Product] = {"stock": stock, "dense": dense}
-    x, (packed, *_) = _arguments(case)
+    x, (packed, *_) = arguments(case)
     for name, way in list(ways.items()):
         try:
             mx.eval(way(x, packed))
@@ -220,7 +220,7 @@ def _errors(case: Case) -> dict[str, float]:
     Of rows and columns from all over the result. They are held against what two roundings to the
     dtype and twice the error of float32 sums allow.
     """
-    x, (packed, *_) = _arguments(case)
+    x, (packed, *_) = arguments(case)
     step, rows = _Step(case), slice(None, None, max(1, case.rows // _CHECKED_ROWS))
     with mx.stream(mx.cpu):  # on CUDA there is no operator for one bit
         w, *numbers = (a if a is None else step.of_matrix(a) for a in packed)
@@ -259,7 +259,7 @@ class _Step:
 
 def _time(table: Table, case: Case, errors: dict[str, float], repeats: int) -> None:
     """Time the ways of one product in turns."""
-    x, copies = _arguments(case)
+    x, copies = arguments(case)
     theirs, auto = _theirs(case), _auto(case)
     ways = theirs | _ours(case)
     taken, peak = _taken(auto, x, copies[0])

@@ -205,9 +205,28 @@ void load_once(thread uint* to, const device uint* from) {
   }
 }
 
+// The 16 or 8 bits of a number, or zero where it is not `inside`.
+template <typename S>
+void load_bits(thread uint& to, const device S* from, bool inside) {
+  to = 0;
+  if (inside) {
+    to = sizeof(S) == 2 ? uint(*reinterpret_cast<const device ushort*>(from))
+                        : uint(*reinterpret_cast<const device uchar*>(from));
+  }
+}
+
 // (x & mask) | bits, one instruction on NVIDIA GPUs.
 inline uint masked_or(uint x, uint mask, uint bits) {
   return (x & mask) | bits;
+}
+
+// Elements i and i + 4 of a word of E2M1 codes, times a scale that leaves them exact, and 2^14 times
+// too small.
+template <typename T>
+metal::vec<T, 2> scaled_e2m1_pair(uint codes, int i, float scale) {
+  uint magnitude = i < 3 ? codes << (9 - 4 * i) : codes >> (4 * i - 9);
+  uint pair = (magnitude & 0x0e000e00u) | (codes << (12 - 4 * i) & 0x80008000u);
+  return metal::vec<T, 2>(float2(as_type<half2>(pair)) * scale);
 }
 
 // Products of elements, rounded.

@@ -76,10 +76,10 @@ METAL_FUNC metal::vec<T, 2> weight_pair(const thread uint* halves, int i, int pa
     }
     return as_type<metal::vec<T, 2>>(code);
   }
-  uint code = half_pair<mode>(halves[0], i);
-  if (mode == NVFP4) {
-    return metal::vec<T, 2>(float2(as_type<half2>(code)) * scale);
+  if (mode != MXFP8) {
+    return scaled_e2m1_pair<T>(halves[0], i, scale);
   }
+  uint code = half_pair<mode>(halves[0], i);
   return is_same_v<T, half> ? as_type<metal::vec<T, 2>>(code)
                             : metal::vec<T, 2>(float2(as_type<half2>(code)));
 }

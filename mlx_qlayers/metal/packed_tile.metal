@@ -15,7 +15,7 @@ struct packed_tile {
   packed_matrix<S> matrix;
   uint words_at[2], numbers_at[2];
   alignas(16) uint words[ahead][2][run * bits / 32];
-  uint numbers[2][count], next_numbers[2][count];
+  uint numbers[2][count], next_scales[2][count], next_biases[2][count];
 };
 
 template <typename S, int bits, int run, int ahead, int count>
@@ -34,7 +34,8 @@ METAL_FUNC void load_words_of(
 template <typename S>
 using number_parts = metal::vec<S, 4 / sizeof(S)>;
 
-// The next numbers: those of `count` groups. Without any they are zero.
+// The next numbers: those of `count` groups. Without any they are zero. They stay apart until they
+// are taken, since to put them together is to wait for them.
 template <int mode, typename S, int bits, int run, int ahead, int count>
 METAL_FUNC void load_numbers_of(
     thread packed_tile<S, bits, run, ahead, count>& tile, int group, bool inside) {
@@ -42,23 +43,21 @@ METAL_FUNC void load_numbers_of(
   for (int i = 0; i < 2; i++) {
 #pragma unroll
     for (int c = 0; c < count; c++) {
-      number_parts<S> number = number_parts<S>(S(0));
-      if (inside) {
-        uint at = tile.numbers_at[i] + group + c;
-        number.x = tile.matrix.scales[at];
-        if (mode == AFFINE) {
-          number.y = tile.matrix.biases[at];
-        }
+      uint at = tile.numbers_at[i] + group + c;
+      load_bits(tile.next_scales[i][c], tile.matrix.scales + at, inside);
+      if (mode == AFFINE) {
+        load_bits(tile.next_biases[i][c], tile.matrix.biases + at, inside);
       }
-      tile.next_numbers[i][c] = as_type<uint>(number);
     }
   }
 }
 template <typename S, int bits, int run, int ahead, int count>
 METAL_FUNC void take_next_numbers(thread packed_tile<S, bits, run, ahead, count>& tile) {
 #pragma unroll
-  for (int c = 0; c < count; c++) {
-    tile.numbers[0][c] = tile.next_numbers[0][c];
-    tile.numbers[1][c] = tile.next_numbers[1][c];
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int c = 0; c < count; c++) {
+      tile.numbers[i][c] = tile.next_scales[i][c] | tile.next_biases[i][c] << 16;
+    }
   }
 }

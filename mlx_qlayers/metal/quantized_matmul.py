@@ -83,6 +83,8 @@ class MatrixUnits:
         simds: SIMD groups of a threadgroup, which share K.
         ahead: runs that a lane has under way for each row, 1, 2 or 4.
         stacks: SIMD groups that share a part of K, with tiles of their own.
+        occupancy: SIMD groups that a core should have registers for at once, on CUDA; 0 leaves that
+            to the compiler.
     """
 
     fragments: int
@@ -91,8 +93,9 @@ class MatrixUnits:
     simds: int
     ahead: int = 1
     stacks: int = 1
+    occupancy: int = 0
 
-    template: ClassVar = ("fragments", "run", "tiles", "stacks", "simds", "ahead")
+    template: ClassVar = ("fragments", "run", "tiles", "stacks", "simds", "ahead", "RESIDENT")
 
     def takes(self, k: int) -> bool:
         """Whether rows of so many elements are whole runs."""
@@ -102,6 +105,11 @@ class MatrixUnits:
     def threads(self) -> int:
         """Threads of a threadgroup."""
         return 32 * self.simds * self.stacks
+
+    @property
+    def resident(self) -> int:
+        """Threadgroups that a core should hold at once."""
+        return self.occupancy // (self.simds * self.stacks)
 
     def threadgroups(self, sizes: tuple[int, ...], gated: bool) -> int:
         """As many as matrices of so many rows take."""
@@ -145,33 +153,49 @@ def _any_units(rows: int, fmt: Format) -> FewRows:
 def _matrix_units(rows: int, n: int, k: int, fmt: Format, normed: bool) -> MatrixUnits:
     """Measured on an H200; for other GPUs an estimate."""
     group, bits, mode = fmt
-    # Fewer tiles than an H200 runs threadgroups of 16 SIMD groups, and not many more.
-    few, small = n <= 4096, n <= 8192
+    # Not many more tiles than an H200 runs threadgroups of 16 SIMD groups.
+    small = n <= 8192
     if mode == "nvfp4":
         run, slots = 16 if k % 32 else 32, 1
     else:
-        # As many neighbours as are 32 bytes at most, but no more columns than one operand has,
-        # down to one group at a time and to the words that begin and end with a code. Those of
-        # a normed x take twice the registers.
+        # As many neighbours as are 32 bytes at most (in 6 bits 48, two or three of 16), but no more
+        # columns than one operand has, down to one group at a time and to the words that begin and
+        # end with a code. Those of a normed x take twice the registers.
         least = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
         run = max(least, min(group, 64 if not normed else 16 if small else 32))
-        while run > least and (run * bits > 256 or 4 * run // group * rows > 8):
+        most = 384 if bits == 6 else 256
+        while run > least and (run * bits > most or 4 * run // group * rows > 8):
             run //= 2
         slots = 4 * run // group
     fragments = -(-rows * slots // 8)
-    if small:
-        tiles, simds = 1, 16 if few and not normed and 2 < rows <= 8 else 8
-    elif rows <= 4:
-        tiles, simds = 2, 4
-    elif rows <= 8:
-        tiles, simds = 2, 4 if normed or n > 65536 else 8
+    if normed:
+        config = MatrixUnits(fragments, run, *((1, 8) if small else (2, 4)))
     else:
-        tiles, simds = (2, 4) if normed else (4, 4) if n <= 65536 else (4, 2)
-    ahead = 2 if few and rows > 4 and mode != "nvfp4" else 1
-    config = MatrixUnits(fragments, run, tiles, simds, ahead)
+        # Other formats than these, and more of x, take more registers.
+        light = mode == "affine" and bits in (2, 4) and fragments * run <= (64 if rows < 3 else 32)
+        tiles, simds, ahead, occupancy = _spread(rows, n, k, fmt, light)
+        occupancy = 8 if fragments * run > 64 else occupancy
+        config = MatrixUnits(fragments, run, tiles, simds, ahead, occupancy=occupancy)
     while _threadgroup_memory(**asdict(config)) > MAX_THREADGROUP_MEMORY:
         config = replace(config, simds=config.simds // 2)
     return config
+
+
+def _spread(rows: int, n: int, k: int, fmt: Format, light: bool) -> tuple[int, int, int, int]:
+    """Tiles, SIMD groups, runs ahead and occupancy."""
+    if n <= 4096 and (2 < rows <= 8 or (rows > 8 and k > 8192)):
+        # Each multiprocessor has one threadgroup at most.
+        return 2, 16 if rows <= 8 else 15, 1, 16
+    if n <= 8192:
+        ahead = 2 if rows > 4 and fmt.mode != "nvfp4" else 1
+        return 1, 8, ahead, 24 if light and 2 < rows <= 8 else 16
+    if rows <= 2:
+        return (4, 4, 1, 12) if fmt.bits == 2 else (2, 4, 1, 16 if light else 12)
+    if rows > 8:
+        return 4, 2, 1, 12
+    if rows > 4 and n > 65536:
+        return 4, 4, 1, 16 if light else 12
+    return 2, 4, 1, 20 if light else 12
 
 
 def products_of_few_rows(
@@ -333,7 +357,7 @@ def _template(
         "bits": fmt.bits,
         "gate": _GATES.index(gate),
     }
-    return values | {name: getattr(config, name) for name in config.template}
+    return values | {name: getattr(config, name.lower()) for name in config.template}
 
 
 @cache

@@ -175,7 +175,8 @@ template <
     int tiles,
     int stacks,
     int simds,
-    int ahead>
+    int ahead,
+    int RESIDENT>
 [[kernel]] void quantized_matmul_matrix(
     const device T* x,
     const device T* norm_weight,

@@ -224,14 +224,25 @@ void load_once(uint* to, const uint* from) {
 #pragma unroll
   for (int i = 0; i < count; i += width) {
     if constexpr (width == 4)
-      asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+      asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
           : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3]) : "l"(from + i));
     else if constexpr (width == 2)
-      asm("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];"
+      asm("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
           : "=r"(to[i]), "=r"(to[i + 1]) : "l"(from + i));
     else
       to[i] = from[i];
   }
+}
+// Into the very word, whose old value counts as read: any other way the compiler moves what it has
+// read from one register to another, and waits for it, long before it is needed.
+template <typename S>
+void load_bits(uint& to, const S* from, bool inside) {
+  if constexpr (sizeof(S) == 2)
+    asm("{.reg .pred p;setp.ne.u32 p,%2,0;@!p mov.u32 %0,0;@p ld.global.nc.u16 %0,[%1];}"
+        : "+r"(to) : "l"(from), "r"(uint(inside)));
+  else
+    asm("{.reg .pred p;setp.ne.u32 p,%2,0;@!p mov.u32 %0,0;@p ld.global.nc.u8 %0,[%1];}"
+        : "+r"(to) : "l"(from), "r"(uint(inside)));
 }
 inline uint masked_or(uint x, uint mask, uint bits) {
   uint r;
@@ -243,6 +254,20 @@ inline __half2 product_of_pairs(__half2 a, __half2 b) {
 }
 inline __nv_bfloat162 product_of_pairs(__nv_bfloat162 a, __nv_bfloat162 b) {
   return __hmul2(a, b);
+}
+// A code is a number of either type with a smaller exponent: 2^14 or 2^126 times too small.
+template <typename T>
+vec<T, 2> scaled_e2m1_pair(uint codes, int i, float scale) {
+  constexpr bool wide = cuda::std::is_same_v<T, bfloat>;
+  constexpr int place = wide ? 6 : 9;
+  int from = 4 * i;
+  uint magnitude = place > from ? codes << (place - from) : codes >> (from - place);
+  uint pair = masked_or(codes << (12 - from), 0x80008000u, magnitude & (7 * 0x10001u << place));
+  if constexpr (wide)
+    return as_type<vec<T, 2>>(
+        __hmul2(as_type<__nv_bfloat162>(pair), __float2bfloat162_rn(scale * 0x1p112f)));
+  else
+    return as_type<vec<T, 2>>(__hmul2(as_type<__half2>(pair), __float2half2_rn(scale)));
 }
 template <typename T>
 right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
