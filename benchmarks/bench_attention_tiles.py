@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import mlx.core as mx
@@ -159,47 +162,53 @@ def chain(run: Attention, gradients: bool) -> Callable[..., Any]:
     return mx.compile(calls)
 
 
-def compare(case: Case, repeats: int, table: Table) -> None:
+def share(lock: Any) -> None:
+    """In a process of the pool: who holds this has the GPU for itself."""
+    global DEVICE_LOCK
+    DEVICE_LOCK = lock
+
+
+def compare(number: int, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of a case and what auto picked, in a process of its own: compiling takes longest."""
+    case = cases()[number]
+    short = replace(case, length=64)
+    for run in short.paths().values():
+        mx.eval(with_gradients(run, *short.inputs()))
+    explain(reset=True)
+    with DEVICE_LOCK:
+        rows = list(measured(case, repeats))
+        mx.synchronize()
+        mx.clear_cache()
+    picked = [d for d in explain() if d.op == "attention" and d.reason != "asked for"]
+    return rows, [f"{case}: {d.path} ({d.reason})" for d in picked]
+
+
+def measured(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for each path, forward and with gradients."""
     inputs, paths = case.inputs(), case.paths()
     verify(case, paths, inputs)
     for gradients in (False, True):
-        what = "with gradients" if gradients else "forward"
         given = inputs if gradients else inputs[:3]
-        runs: dict[str, Callable[[], Any]] = {
+        plain: dict[str, Callable[[], Any]] = {
             name: partial(with_gradients, run, *given) if gradients else partial(run, *given)
             for name, run in paths.items()
         }
-        add_times(case, f"{case}, {what}", runs, repeats, table, gradients)
+        ways = {"": (plain, 1)}
         if case.chained:
             chains = {name: partial(chain(run, gradients), *inputs) for name, run in paths.items()}
-            add_times(
-                case, f"{case} compiled, {what}", chains, repeats, table, gradients, calls=CHAIN
-            )
-
-
-def add_times(
-    case: Case,
-    task: str,
-    runs: dict[str, Callable[[], Any]],
-    repeats: int,
-    table: Table,
-    gradients: bool,
-    calls: int = 1,
-) -> None:
-    """A row for each path; what runs makes so many ``calls``."""
-    times = {name: t.scaled(1 / calls) for name, t in measure(runs, repeats=repeats).items()}
-    first = next(iter(times.values()))
-    for name, time in times.items():
-        table.add(
-            **{
-                "task": task,
-                "path": name,
-                "ms": time.scaled(1e3),
-                "ratio": f"{first.median / time.median:.2f}x",
-                "TFLOP/s": case.flops(gradients) / time.median / 1e12,
-                "MB": peak(runs[name]) if calls == 1 else "",
-            }
-        )
+            ways[" compiled"] = (chains, CHAIN)
+        for way, (runs, calls) in ways.items():
+            times = {n: t.scaled(1 / calls) for n, t in measure(runs, repeats=repeats).items()}
+            first = next(iter(times.values()))
+            for name, time in times.items():
+                yield {
+                    "task": f"{case}{way}, {'with gradients' if gradients else 'forward'}",
+                    "path": name,
+                    "ms": time.scaled(1e3),
+                    "ratio": f"{first.median / time.median:.2f}x",
+                    "TFLOP/s": case.flops(gradients) / time.median / 1e12,
+                    "MB": peak(runs[name]) if calls == 1 else "",
+                }
 
 
 def curve(lengths: list[int], table: Table) -> None:
@@ -211,8 +220,17 @@ def curve(lengths: list[int], table: Table) -> None:
         table.add(task=f"{case}, forward", path="kernel", MB=peak(partial(kernel, *inputs[:3])))
         for name in ("kernel", "stock", "unfused"):
             if name in paths:
-                call = partial(with_gradients, paths[name], *inputs)
-                table.add(task=f"{case}, with gradients", path=name, MB=peak(call))
+                # Of 64k tokens stock makes all scores.
+                try:
+                    used = peak(partial(with_gradients, paths[name], *inputs))
+                except RuntimeError as error:
+                    print(f"{case}, {name}: {error}")
+                    continue
+                table.add(task=f"{case}, with gradients", path=name, MB=used)
+
+
+def cases() -> list[Case]:
+    return GPU if DEVICE in ("metal", "cuda") else CPU
 
 
 GPU = [
@@ -241,17 +259,28 @@ def main() -> None:
     add_output(parser)
     args = parser.parse_args()
     print_facts()
-    on_gpu = DEVICE in ("metal", "cuda")
     table, memory = Table(COLUMNS), Table({"task": 58, "path": 8, "MB": 10})
-    with output(args, "attention_tiles"):
+    spawn, picked = get_context("spawn"), []
+    lock = spawn.Lock()
+    workers = min(len(cases()), max(1, (os.cpu_count() or 1) // 2))
+    with (
+        output(args, "attention_tiles"),
+        ProcessPoolExecutor(workers, spawn, share, (lock,)) as pool,
+    ):
+        runs = [pool.submit(compare, number, args.repeats) for number in range(len(cases()))]
         memory.print_header()
-        curve(CURVE if on_gpu else CURVE[:1], memory)
+        with lock:
+            curve(CURVE if cases() is GPU else CURVE[:1], memory)
+            mx.clear_cache()
         print()
         table.print_header()
-        for case in GPU if on_gpu else CPU:
-            compare(case, args.repeats, table)
+        for run in runs:
+            rows, lines = run.result()
+            picked += lines
+            for row in rows:
+                table.add(**row)
     print("\nwhat auto picked:")
-    print("\n".join(str(d) for d in explain() if d.op == "attention" and d.reason != "asked for"))
+    print("\n".join(picked))
 
 
 DEVICE = backend()

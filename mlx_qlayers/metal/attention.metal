@@ -115,7 +115,8 @@ template <
 
   uint head = group.y, batch = group.z;
   int row = int(groups.x - 1 - group.x) * ROWS;
-  int slice = int(simd_group) / OWNERS, own = row + int(simd_group) % OWNERS * 16 * BLOCKS;
+  int slice = SLICES == 1 ? 0 : int(simd_group) / OWNERS;
+  int own = row + int(simd_group) % OWNERS * 16 * BLOCKS;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
   head_rows<T> q_rows = rows_of(q, q_strides, batch, head, rule.queries);
 
@@ -147,11 +148,11 @@ template <
     }
   }
 
-  key_reader.put(keys, thread_index);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   if (DIRECT) {
     value_reader.fetch(values, thread_index);
   }
+  key_reader.template put<DIRECT>(keys, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
 
   for (int key = first; key < last; key += TILE) {
     if (EARLY) {

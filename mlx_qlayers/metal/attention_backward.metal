@@ -78,7 +78,8 @@ METAL_FUNC void query_gradients(
   constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, WIDTH_V);
   threadgroup T* values = keys + (ALTERNATE ? 0 : SIZE);
   int turn = 0;
-  int slice = int(simd_group) / OWNERS, own = row + int(simd_group) % OWNERS * 16 * BLOCKS;
+  int slice = SLICES == 1 ? 0 : int(simd_group) / OWNERS;
+  int own = row + int(simd_group) % OWNERS * 16 * BLOCKS;
 
   float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
   left_fragment<T> left[BLOCKS][STEPS], d_left[BLOCKS][STEPS_V];

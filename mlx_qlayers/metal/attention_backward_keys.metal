@@ -135,17 +135,17 @@ template <
 
   uint kv_head = group.y, batch = group.z;
   int block = int(simd_group) % OWNERS, slice = int(simd_group) / OWNERS % SLICES;
-  int role = int(simd_group) / (OWNERS * SLICES), row = int(group.x) * ROWS;
+  int role = ROLES == 1 ? 0 : int(simd_group) / (OWNERS * SLICES), row = int(group.x) * ROWS;
   int own = row + block * 16 * BLOCKS, column = slice * STEPS * 16;
   int share = sizes[SHARE], heads = sizes[HEADS];
-  int queries = sizes[QUERIES], keys = sizes[KEYS];
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, kv_head * share);
 
   left_fragment<T> left[SIDES][BLOCKS][STEPS];
   sum_fragment sums[SIDES][BLOCKS][COLUMNS];
 #pragma unroll
   for (int s = 0; s < SIDES; s++) {
-    head_rows<T> k_rows = rows_of(k, k_strides, batch, kv_head, keys);
-    head_rows<T> v_rows = rows_of(v, v_strides, batch, kv_head, keys);
+    head_rows<T> k_rows = rows_of(k, k_strides, batch, kv_head, rule.keys);
+    head_rows<T> v_rows = rows_of(v, v_strides, batch, kv_head, rule.keys);
     bool values = ROLES == 2 ? role == 1 : s == 1;
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
@@ -155,16 +155,16 @@ template <
     }
   }
 
-  int turn = 0, first = max(0, row - sizes[REACH]) / TILE * TILE;
-  int last = min(queries, row + ROWS - 1 - sizes[REACH] + sizes[WINDOW]);
+  int turn = 0, first = max(0, row - rule.reach) / TILE * TILE;
+  int last = min(rule.queries, row + ROWS - 1 - rule.reach + rule.window);
   tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> reader;
   tile_reader<T, TILE, DV, WIDTH, THREADS, TOGETHER, DIRECT> d_reader;
   for (int h = 0; h < share; h++) {
     uint head = kv_head * share + h;
-    score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
+    rule.mask = mask + (batch * long(mask_strides[1]) + head * long(mask_strides[2]));
     reader.rows = rows_of(q, q_strides, batch, head, last);
     d_reader.rows = rows_of(d_out, d_out_strides, batch, head, last);
-    ulong place = (ulong(batch) * heads + head) * queries;
+    ulong place = (ulong(batch) * heads + head) * rule.queries;
     reader.skip(first);
     d_reader.skip(first);
     if (AHEAD) {
@@ -191,10 +191,10 @@ template <
       }
       if (thread_index < TILE) {
         int i = query + int(thread_index);
-        float2 norm = norm_of<T>(norms + 2 * place, i, queries);
+        float2 norm = norm_of<T>(norms + 2 * place, i, last);
         threadgroup float* statistic = reinterpret_cast<threadgroup float*>(statistics);
         statistic[thread_index] = norm.x;
-        statistic[TILE + thread_index] = i < queries ? delta[place + i] : 0.0f;
+        statistic[TILE + thread_index] = i < last ? delta[place + i] : 0.0f;
         if (sizeof(T) == 4) {
           statistic[2 * TILE + thread_index] = norm.y;
         }
@@ -292,7 +292,7 @@ template <
   for (int s = 0; s < SIDES; s++) {
     bool of_keys = ROLES == 2 ? role == 1 : s == 1;
     int width = of_keys ? D : DV, kv_heads = heads / share;
-    ulong place = (ulong(batch) * keys * kv_heads + kv_head) * width;
+    ulong place = (ulong(batch) * rule.keys * kv_heads + kv_head) * width;
     device T* out = (of_keys ? d_k : d_v) + place;
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
@@ -311,7 +311,7 @@ template <
           out,
           ulong(kv_heads) * width,
           own + 16 * b,
-          keys,
+          rule.keys,
           column,
           width,
           of_keys ? numbers[SLOPE] : 1.0f,

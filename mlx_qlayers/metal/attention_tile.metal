@@ -32,7 +32,8 @@ constexpr int packs_per_thread(int rows, int width, int bytes, int threads) {
   return (rows * width * bytes / 16 + threads - 1) / threads;
 }
 
-// The rows of one head, as the array's strides have them.
+// The rows of one head, as the array's strides have them; `packed` if they can be read in packs of 16
+// bytes, and offsets in a tile of them are 32-bit numbers.
 template <typename T>
 struct head_rows {
   const device T* at;
@@ -50,7 +51,8 @@ METAL_FUNC head_rows<T> rows_of(
   rows.column = strides[3];
   rows.count = count;
   rows.packed = rows.column == 1 && rows.row * sizeof(T) % 16 == 0 &&
-      reinterpret_cast<ulong>(rows.at) % 16 == 0;
+      reinterpret_cast<ulong>(rows.at) % 16 == 0 &&
+      rows.row < 1 << 23 && rows.row > -(1 << 23);
   return rows;
 }
 
@@ -63,26 +65,45 @@ struct tile_reader {
   head_rows<T> rows;
   uint4 held[DIRECT ? 1 : packs_per_thread(ROWS, PADDED, sizeof(T), THREADS)];
 
+  // A row has PACKS of V elements. If the threads cover WHOLE rows at once, a thread's packs lie STEP
+  // rows apart; if the tile is EVEN, all threads have as many.
+  enum { PACKS = PADDED * sizeof(T) / 16, V = 16 / sizeof(T), STEP = THREADS / PACKS };
+  enum { WHOLE = THREADS % PACKS == 0, EVEN = ROWS * PACKS % THREADS == 0 };
+
+  // The row and the column of pack i, and where it lies in a tile: eight rows on is as far everywhere.
+  METAL_FUNC uint2 place_of(int i, uint thread_index) {
+    uint index = WHOLE ? thread_index : thread_index + i * THREADS;
+    return uint2(index / PACKS + (WHOLE ? i * STEP : 0), index % PACKS * V);
+  }
+  METAL_FUNC int offset_of(int i, uint thread_index) {
+    bool regular = WHOLE && STEP % 8 == 0;
+    uint2 place = place_of(regular ? 0 : i, thread_index);
+    int jump = regular ? i * place_in_tile<T, ROWS, PADDED, TOGETHER>(STEP, 0) : 0;
+    return place_in_tile<T, ROWS, PADDED, TOGETHER>(place.x, place.y) + jump;
+  }
+
   // Starts to read the tile that `rows` begin with.
   METAL_FUNC void fetch(threadgroup T* tile, uint thread_index) {
-    constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
-    constexpr bool WHOLE = THREADS % PACKS == 0;
-    // Packs of a thread are as many rows apart as the threads cover at once, if these are whole.
-    const device T* p = rows.at + (thread_index / PACKS * rows.row + thread_index % PACKS * V);
+    uint2 own = place_of(0, thread_index);
+    int left = rows.packed ? rows.count - int(own.x) : 0;
+    const device T* at = rows.at + (int(own.x) * int(rows.row) + int(own.y));
 #pragma unroll
     for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-      int index = int(thread_index) + i * THREADS, row = index / PACKS, column = index % PACKS * V;
-      const device T* at =
-          WHOLE ? p + i * (THREADS / PACKS) * rows.row : rows.at + (row * rows.row + column);
-      bool inside = rows.packed && row < rows.count && column < WIDTH && index < ROWS * PACKS;
+      uint2 place = place_of(i, thread_index);
+      bool inside = (WHOLE ? i * STEP < left : rows.packed && int(place.x) < rows.count) &&
+          (WIDTH == PADDED || place.y < WIDTH);
+      if (!WHOLE) {
+        at = rows.at + (int(place.x) * int(rows.row) + int(place.y));
+      }
       if (!DIRECT) {
         held[i] = uint4(0);
-        if (inside) {
+        if (inside && (EVEN || place.x < ROWS)) {
           held[i] = *reinterpret_cast<const device uint4*>(at);
         }
-      } else if (index < ROWS * PACKS) {
-        copy_pack(tile + place_in_tile<T, ROWS, PADDED, TOGETHER>(row, column), at, inside);
+      } else if (EVEN || place.x < ROWS) {
+        copy_pack(tile + offset_of(i, thread_index), at, inside);
       }
+      at += STEP * rows.row;
     }
     if (DIRECT) {
       end_copies();
@@ -92,27 +113,23 @@ struct tile_reader {
   // Puts it in its place: behind the next barrier it is there. LATER tiles may be fetched already.
   template <int LATER = 0>
   METAL_FUNC void put(threadgroup T* tile, uint thread_index) {
-    constexpr int V = 16 / sizeof(T), PACKS = PADDED / V;
     if (DIRECT) {
       wait_for_copies<LATER>();
     }
     if (!DIRECT && rows.packed) {
 #pragma unroll
       for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-        int index = int(thread_index) + i * THREADS, row = index / PACKS, pack = index % PACKS;
-        if (index < ROWS * PACKS) {
-          int place = place_in_tile<T, ROWS, PADDED, TOGETHER>(row, pack * V);
-          *reinterpret_cast<threadgroup uint4*>(tile + place) = held[i];
+        if (EVEN || place_of(i, thread_index).x < ROWS) {
+          *reinterpret_cast<threadgroup uint4*>(tile + offset_of(i, thread_index)) = held[i];
         }
       }
     }
     if (!rows.packed) {
 #pragma clang loop unroll(disable)
-      for (int index = int(thread_index); index < ROWS * PADDED; index += THREADS) {
-        int row = index / PADDED, column = index % PADDED;
-        bool inside = row < rows.count && column < WIDTH;
+      for (uint index = thread_index; index < ROWS * PADDED; index += THREADS) {
+        uint row = index / PADDED, column = index % PADDED;
         T value = T(0);
-        if (inside) {
+        if (int(row) < rows.count && column < WIDTH) {
           value = rows.at[row * rows.row + column * rows.column];
         }
         tile[place_in_tile<T, ROWS, PADDED, TOGETHER>(row, column)] = value;
@@ -144,20 +161,23 @@ METAL_FUNC void load_left_rows(
       words[i] = *reinterpret_cast<const device word*>(from.at + (r * from.row + c));
     }
   }
+  // One after the other: as many addresses and elements at once would not fit into registers.
+#pragma clang loop unroll(disable)
+  for (int i = 0; i < (from.packed ? 0 : STEPS * 4); i++) {
+    int r = row + fragment_row(lane) + i % 2 * 8, c = column + i / 2 * 8 + fragment_col(lane);
+    metal::vec<T, 2> pair = metal::vec<T, 2>(T(0));
+    if (r < from.count && c < width) {
+      const device T* at = from.at + (r * from.row + c * from.column);
+      pair = metal::vec<T, 2>(at[0], at[from.column]);
+    }
+#pragma unroll
+    for (int k = 0; k < STEPS * 4; k++) {
+      words[k] = k == i ? as_type<word>(pair) : words[k];
+    }
+  }
 #pragma unroll
   for (int i = 0; i < STEPS * 4; i++) {
     f[i / 4].part[i % 4] = as_type<metal::vec<T, 2>>(words[i]);
-  }
-  if (from.packed) {
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < STEPS * 4; i++) {
-    int r = row + fragment_row(lane) + i % 2 * 8, c = column + i / 2 * 8 + fragment_col(lane);
-    if (r < from.count && c < width) {
-      const device T* at = from.at + (r * from.row + c * from.column);
-      f[i / 4].part[i % 4] = metal::vec<T, 2>(at[0], at[from.column]);
-    }
   }
 }
 
@@ -299,7 +319,8 @@ METAL_FUNC void make_scores(
   }
 }
 
-// Hides what positions hide, in the same fragments.
+// Hides what positions hide, in the same fragments: a row sees neighbouring columns. Rows of keys that
+// there are not may see some: nobody stores what becomes of them.
 template <bool TRANSPOSED, int COUNT, typename M>
 METAL_FUNC void hide_unseen(
     thread sum_fragment* scores,
@@ -309,14 +330,16 @@ METAL_FUNC void hide_unseen(
     uint lane) {
   row += fragment_row(lane);
   column += fragment_col(lane);
+  int first = TRANSPOSED ? row - rule.reach : row + rule.reach - rule.window + 1;
 #pragma unroll
-  for (int n = 0; n < COUNT; n++) {
+  for (int p = 0; p < 2; p++) {
+    int left = TRANSPOSED ? rule.window : rule.keys - first - 8 * p;
+    uint seen = uint(clamp(left, 0, rule.window));
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int r = row + i / 2 * 8, c = column + 8 * n + i % 2;
-      int key = TRANSPOSED ? r : c, reached = (TRANSPOSED ? c : r) + rule.reach;
-      bool seen = key < rule.keys && key <= reached && key > reached - rule.window;
-      scores[n].part[i / 2][i % 2] = seen ? scores[n].part[i / 2][i % 2] : LOWEST;
+    for (int i = 0; i < 2 * COUNT; i++) {
+      float score = scores[i / 2].part[p][i % 2];
+      uint place = uint(column - first + (i / 2 * 8 + i % 2 - 8 * p));
+      scores[i / 2].part[p][i % 2] = place < seen ? score : LOWEST;
     }
   }
 }

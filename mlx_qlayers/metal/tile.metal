@@ -32,7 +32,7 @@ constexpr int tile_elements(int rows, int width) {
   return rows * tile_stride(width, sizeof(T));
 }
 template <typename T, int ROWS, int WIDTH, bool TOGETHER>
-METAL_FUNC int place_in_tile(int row, int column) {
+METAL_FUNC int place_in_tile(uint row, uint column) {
   return row * tile_stride(WIDTH, sizeof(T)) + column;
 }
 

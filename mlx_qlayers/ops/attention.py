@@ -75,8 +75,9 @@ def attention(
     try:
         # Whatever the checks and the choice look at; types too, since 4.0 equals 4.
         key = scale, type(scale), requested(), gradients_are_left_out()
-        if type(k) is type(v) is mx.array and mask is window is softcap is sinks is None:
-            key += q.shape, q.dtype, k.shape, k.dtype, v.shape, v.dtype
+        plain = window is softcap is sinks is None and (mask is None or type(mask) is str)
+        if plain and type(k) is type(v) is mx.array:
+            key += q.shape, q.dtype, k.shape, k.dtype, v.shape, v.dtype, mask
         else:
             key += window, softcap, type(window), type(softcap)
             key += tuple(map(_kind, (q, k, v, mask, sinks)))

@@ -24,6 +24,8 @@ _FEW = 8
 # Scores below which stock is done on CUDA before Python has called the kernel: 32 heads with 256
 # queries in a window took 0.11 ms by kernel, 0.07 by stock.
 _WORTH_A_CALL = 1 << 24
+# Entries of the mask of a window that is kept for the stock operator: a byte each.
+_KEPT_MASK = 1 << 20
 # Sizes of keys and values for which stock is unfused on CUDA and was measured slower.
 _WITHOUT_CUDNN = ((192, 128), (256, 256))
 
@@ -61,7 +63,10 @@ class Attention:
         self._scores = scores
         self._backends = () if lacks else BACKENDS
         self._unless = lacks or stock_is_better(q, k, v, mask, sinks, scores)
-        # Where `auto` takes the reference, and that is the stock operator, nothing precedes it.
+        self._queries, self._keys = q.shape[2], reference.keys(k)
+        self._mask: mx.array | str | None = "causal" if scores.causal else None
+        # Where `auto` takes the reference, and that is the stock operator, nothing precedes it but,
+        # once, the mask of a window.
         self._as_stock = (
             mx.default_device().type == mx.gpu
             and requested() == "auto"
@@ -70,7 +75,8 @@ class Attention:
             and isinstance(v, mx.array)
             and q.dtype == k.dtype == v.dtype
             and not isinstance(mask, mx.array)
-            and scores.window is scores.softcap is sinks is None
+            and scores.softcap is sinks is None
+            and (scores.window is None or self._queries * self._keys <= _KEPT_MASK)
         )
 
     def __call__(
@@ -79,14 +85,17 @@ class Attention:
         scores = self._scores
         if self._as_stock:
             note("attention", "ops", str(self._unless))
-            name = "causal" if scores.causal else None
-            return mx.fast.scaled_dot_product_attention(q, k, v, scale=scores.scale, mask=name)
+            if scores.window is not None and not isinstance(self._mask, mx.array):
+                self._mask = reference.visible(self._queries, self._keys, scores.window)
+                mx.eval(self._mask)
+            scale = scores.scale
+            return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=self._mask)
         path = choose("attention", self._backends, unless=self._unless, host_gain=HOST_GAIN)
         if path != "ops":
             return attention(q, k, v, mask, sinks, scores)
-        visible = "causal" if scores.causal else mask
+        seen = self._mask if mask is None else mask
         return reference.attention(
-            q, k, v, scores.scale, visible, scores.window, scores.softcap, sinks
+            q, k, v, scores.scale, seen, scores.window, scores.softcap, sinks
         )
 
 

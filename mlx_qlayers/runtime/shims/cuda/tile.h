@@ -33,7 +33,7 @@ constexpr int tile_elements(int rows, int width) {
   return TOGETHER ? rows * width : rows * tile_stride(width, sizeof(T));
 }
 template <typename T, int ROWS, int WIDTH, bool TOGETHER>
-int place_in_tile(int row, int column) {
+int place_in_tile(uint row, uint column) {
   if constexpr (TOGETHER)
     return (column / 64 * ROWS + row) * 64 + (column / 8 ^ row) % 8 * 8 + column % 8;
   else
@@ -153,7 +153,8 @@ void multiply_by_rows(
     uint lane) {
   if constexpr (TOGETHER) {
     constexpr int PART = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : COUNT % 4 == 0 ? 4 : 2;
-    const T* panel = tile + column * 8 * COUNT;
+    // What is added to an operand counts packs of 16 bytes.
+    ulong first = tile_operand(tile + column * 8 * COUNT, 0);
     begin_products<COUNT>(products);
 #pragma unroll
     for (int i = 0; i < STEPS; i++)
@@ -162,7 +163,7 @@ void multiply_by_rows(
         tile_product<PART, false>(
             products + n,
             left[i],
-            tile_operand(panel + (i / 4 * COUNT + n) * 8 * 64 + i % 4 * 16, 0),
+            first + ((i / 4 * COUNT + n) * 8 * 64 + i % 4 * 16) / 8,
             i > 0);
     end_products<COUNT>(products);
   } else {
@@ -198,17 +199,14 @@ void add_weighted_rows(
     // Of another size than the products that made the weights: where they are as many and as
     // large, ptxas 13.0 gives the left operands of both the same registers.
     constexpr int WHOLE = COUNT % 16 == 0 ? 16 : 8, PART = DEPTH == 8 * COUNT ? WHOLE / 2 : WHOLE;
+    ulong first = tile_operand(tile + column * DEPTH, DEPTH * 128);
     begin_products<COUNT>(sums);
 #pragma unroll
     for (int i = 0; i < DEPTH / 16; i++)
 #pragma unroll
       for (int n = 0; n < COUNT; n += PART)
         tile_product<PART, true>(
-            sums + n,
-            left[i],
-            tile_operand(
-                tile + column * DEPTH + (n / 8 * DEPTH + 16 * i) * 64 + n % 8 * 8, DEPTH * 128),
-            1);
+            sums + n, left[i], first + ((n / 8 * DEPTH + 16 * i) * 64 + n % 8 * 8) / 8, 1);
     end_products<COUNT>(sums);
   } else {
     constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
