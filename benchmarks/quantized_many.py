@@ -231,7 +231,10 @@ def _errors(case: Case) -> dict[str, float]:
     matrix = matrix.T if case.transpose else matrix
     truth = left.astype(np.float64) @ matrix.astype(np.float64)
     largest = np.abs(truth).max()
-    allowed = 2 * (mx.finfo(case.dtype).eps + np.abs(left @ matrix - truth).max() / largest)
+    allowed = 2 * mx.finfo(case.dtype).eps
+    if case.dtype == mx.float32:  # as far as sums of one term after the other may be away
+        sums = np.cumsum(left[:2, :, None] * matrix, axis=1, dtype=np.float32)[:, -1]
+        allowed += 2 * np.abs(sums - truth[:2]).max() / largest
     found = {}
     for name, way in _ours(case).items():
         y = np.array(step.of_result(way(x, packed)[rows]).astype(mx.float32))

@@ -14,7 +14,6 @@ from ..formats import GLOBAL_UNIT, Format
 from ..metal.gather_qmm import Choice, configuration, gathered_products
 from ..metal.gather_tiles import gathered_tiles, products_in_tiles
 from ..metal.quantized_gradients import gradient_of_scales_and_biases
-from ..runtime.backend import requested
 from .quantized_gradients import one_by_one
 from .separate import separate_gradients
 
@@ -107,32 +106,10 @@ class Gathered:
     def of_numbers(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
         """The gradients of scales and biases."""
         x, w, scales, *_, dy = arrays
-        if self.path == "cuda" and requested() == "auto" and self.transpose:
-            return self._numbers_by_stock(*arrays)  # lists of rows were not tested on a GPU
         rows = _rows_by_matrix(self._choice(arrays[:-1]), prod(w.shape[:-2]), x.shape[-2])
         return gradient_of_scales_and_biases(
             x, dy, w, scales, self.fmt, self.transpose, self.path, rows
         )
-
-    def _numbers_by_stock(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
-        x, w, scales, biases, *_, dy = arrays
-        right, *_, in_order = choice = self._choice(arrays[:-1])
-
-        def product(scales: mx.array, biases: mx.array) -> mx.array:
-            return mx.gather_qmm(
-                choice.blocks(x),
-                w,
-                scales,
-                biases,
-                None,
-                right,
-                True,
-                *self.fmt,
-                sorted_indices=in_order,
-            )
-
-        d_scales, d_biases = mx.vjp(product, [scales, biases], [dy])[1]
-        return d_scales, d_biases
 
     def of_global(self, *arrays: mx.array) -> mx.array:
         x, w, scales, given, *_, dy = arrays

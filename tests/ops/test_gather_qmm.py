@@ -8,9 +8,7 @@ import pytest
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops import gathered
 from mlx_qlayers.ops.gather_qmm import gather_qmm
-from mlx_qlayers.ops.gathered import Gathered
 from mlx_qlayers.reference import cores
 from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend
@@ -265,22 +263,6 @@ def test_explains_its_path():
             assert decision.path == path and reason in decision.reason
     with use_backend("host"), pytest.raises(BackendError, match="no host kernel"):
         gather_qmm(mx.ones((2, 0, K)), *packed, None, right, **options(SMALL))
-
-
-def test_stock_gradient_of_scales_where_lists_are_untested(monkeypatch):
-    """What ``auto`` takes on CUDA agrees with the kernel."""
-    rng = np.random.default_rng(16)
-    w, *numbers = random_experts(rng, (E,), N, K, SMALL)
-    d = random(rng, (6, 2, 1, N))
-    arrays = [random(rng, (6, 1, 1, K)), w, *numbers, mx.array(rng.integers(0, E, 12), mx.uint32)]
-    found = []
-    for path in ("host", "cuda"):
-        kind = Gathered(path, SMALL, True, 2, False, True, False, gather_qmm)
-        with use_backend("host"):
-            monkeypatch.setattr(gathered, "requested", lambda path=path: {"cuda": "auto"}.get(path))
-            found.append(kind.of_numbers(*arrays, d.reshape(12, 1, N)))
-    for a, b in zip(*found, strict=True):
-        assert_same_sums(a, b)
 
 
 GOOD = dict(
