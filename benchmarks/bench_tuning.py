@@ -148,6 +148,8 @@ def work(job: Sweep | Final, place: Place) -> None:
     """Do a job in a process of its own."""
     if isinstance(job, Final):
         judge = judge_of(*job.target)
+        for config in job.configs:  # so that all are built
+            judge.attempt(config, place.turn())
         with place.turn():
             place.send(judge.compared(job.configs, paths=False)[0])
         return
