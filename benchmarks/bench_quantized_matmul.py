@@ -189,12 +189,27 @@ QUEUED = 16
 
 
 def in_turn(
-    product: Callable[..., mx.array], x: mx.array, copies: list[Packed], compiled: bool
+    product: Callable[..., mx.array],
+    x: mx.array,
+    copies: list[Packed],
+    compiled: bool,
+    dependent: bool = False,
 ) -> Callable[[], list[mx.array]]:
-    """Products with the copies by turns, from Python or as one compiled graph."""
+    """Products with the copies by turns, from Python or as one compiled graph.
+
+    Where each depends on the one before, its x is taken from there, by a copy if that is too small.
+    """
 
     def run(x: mx.array) -> list[mx.array]:
-        return [product(x, *copies[i % len(copies)]) for i in range(QUEUED)]
+        found: list[mx.array] = []
+        for i in range(QUEUED):
+            if found and dependent:
+                flat = found[-1].flatten()
+                if flat.size < x.size:
+                    flat = mx.concatenate([flat] * -(-x.size // flat.size))
+                x = flat[: x.size].reshape(x.shape)
+            found.append(product(x, *copies[i % len(copies)]))
+        return found
 
     graph = mx.compile(run) if compiled else run
     return lambda: graph(x)
@@ -215,10 +230,10 @@ def few_rows_on_gpu(repeats: int) -> list[Table]:
     others = [Case(GPU_SHAPES[0], 1, fmt=fmt) for fmt in formats if fmt != Format(64, 4)]
     compiled = compile_stock(case.of_stock for case in (*four, *others))
     errors: dict[Case, float] = {}
-    waiting, single = iter((*four, *others)), 0.0
+    single: dict[bool, float] = {}
+    waiting = iter((*four, *others))
 
     def timed(table: Table, cases: list[Case]) -> None:
-        nonlocal single
         table.print_header()
         for case in cases:
             while case not in errors or not compiled[case.of_stock].done():
@@ -226,12 +241,17 @@ def few_rows_on_gpu(repeats: int) -> list[Table]:
                     break
                 errors[following] = few_rows_error(following)
             compiled[case.of_stock].result()
-            seconds = few_rows_row(table, case, errors[case], repeats, single)
-            single = seconds if case.rows == 1 else single
+            for dependent in (True, False):
+                seconds = few_rows_row(
+                    table, case, dependent, errors[case], repeats, single.get(dependent, 0.0)
+                )
+                if case.rows == 1:
+                    single[dependent] = seconds
 
-    print(f"milliseconds of a product in compiled graphs of {QUEUED}, each with its own matrix")
-    columns = {"shape": 14, "format": 12, "rows": 5, "stock": 14, "kernel": 14, "ratio": 7}
-    columns |= {"of one row": 11, "GB/s": 14, "error": 8}
+    print(f"milliseconds of a product in compiled graphs of {QUEUED}, each with its own matrix;")
+    print("apart: which do not depend on each other, and may run side by side")
+    columns = {"shape": 14, "format": 15, "rows": 4, "stock": 14, "kernel": 14, "ratio": 6}
+    columns |= {"of one row": 10, "GB/s": 14, "error": 8, "calls": 12}
     tables = [Table(columns), Table(columns)]
     timed(tables[0], four)
     tables.append(few_rows_called(repeats))
@@ -254,7 +274,9 @@ def few_rows_error(case: Case) -> float:
     return found
 
 
-def few_rows_row(table: Table, case: Case, found: float, repeats: int, single: float) -> float:
+def few_rows_row(
+    table: Table, case: Case, dependent: bool, found: float, repeats: int, single: float
+) -> float:
     """Time one size; ``single`` are our seconds of one row, if this is not."""
     fmt, (x, copies) = case.fmt, arguments(case)
 
@@ -265,19 +287,20 @@ def few_rows_row(table: Table, case: Case, found: float, repeats: int, single: f
     if fmt.bits == 1:
         del products["stock"]  # MLX has no such kernel on CUDA
     with use_backend(backend()):
-        contenders = {name: in_turn(f, x, copies, True) for name, f in products.items()}
+        contenders = {name: in_turn(f, x, copies, True, dependent) for name, f in products.items()}
         times = measure(contenders, repeats=repeats)
     times = {name: time.scaled(1 / QUEUED) for name, time in times.items()}
     kernel = times["kernel"].median
     table.add(
         shape=f"{case.shape[0]} x {case.shape[1]}",
-        format=f"{fmt.mode} {fmt.bits}",
+        format=f"{fmt.mode} {fmt.bits}" + ("" if dependent else ", apart"),
         rows=case.rows,
         **{name: time.scaled(1e3) for name, time in times.items()},
         **({"ratio": times["stock"].median / kernel} if "stock" in times else {}),
         **({"of one row": kernel / single} if case.rows > 1 else {}),
         **{"GB/s": times["kernel"].per(sum(a.nbytes for a in copies[0] if a is not None) / 1e9)},
         error=found,
+        calls="dependent" if dependent else "side by side",
     )
     return kernel
 
