@@ -172,8 +172,7 @@ def compare(number: int, repeats: int) -> tuple[list[dict[str, Any]], list[str]]
     """The rows of a case and what auto picked, in a process of its own: compiling takes longest."""
     case = cases()[number]
     short = replace(case, length=64)
-    for run in short.paths().values():
-        mx.eval(with_gradients(run, *short.inputs()))
+    verify(short, short.paths(), short.inputs())
     explain(reset=True)
     with DEVICE_LOCK:
         rows = list(measured(case, repeats))
@@ -255,7 +254,7 @@ CPU = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     add_output(parser)
     args = parser.parse_args()
     print_facts()
