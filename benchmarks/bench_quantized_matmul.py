@@ -57,7 +57,9 @@ def error(y: mx.array, x: mx.array, packed: Packed, fmt: Format) -> float:
     """The largest error against float64, over the largest number; on rows and columns apart."""
     rows, columns = (mx.array(np.linspace(0, n - 1, min(n, 64)).astype(int)) for n in y.shape)
     part = tuple(None if a is None else a[columns] for a in packed)
-    dense = np.array(reference.dequantize(*part, fmt), np.float64)
+    # On a GPU MLX unpacks one bit wrongly.
+    with mx.stream(mx.cpu):
+        dense = np.array(reference.dequantize(*part, fmt), np.float64)
     truth = np.array(x[rows].astype(mx.float32), np.float64) @ dense.T
     found = np.array(y[rows][:, columns].astype(mx.float32), np.float64)
     return float(np.abs(found - truth).max() / np.abs(truth).max())
@@ -228,6 +230,7 @@ def few_rows_on_gpu(repeats: int) -> list[Table]:
     ]
     four = [Case(shape, rows) for shape in GPU_SHAPES for rows in (1, 2, 4, 8, 16)]
     others = [Case(GPU_SHAPES[0], 1, fmt=fmt) for fmt in formats if fmt != Format(64, 4)]
+    others.sort(key=lambda case: (case.fmt.bits in (1, 5), case.fmt.bits))
     compiled = compile_stock(case.of_stock for case in (*four, *others))
     errors: dict[Case, float] = {}
     single: dict[bool, float] = {}

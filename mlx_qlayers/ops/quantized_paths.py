@@ -49,7 +49,7 @@ _SMALL, _SMALL_IN_FLOAT32 = 44 << 20, 4 << 20
 # Picoseconds that the stock operator takes on an H200 for each element of a matrix, for 1 to 8 rows
 # (from there on no more), and what a call of the kernel takes there before another can follow.
 _STOCK_ON_CUDA = (0.57, 1.13, 1.7, 2.2, 2.8, 3.3, 3.9, 0.43)
-_CALL_ON_CUDA = 12e6
+_CALL_ON_CUDA = 20e6
 
 FEW_ROWS, TILES, DENSE = "few rows at once", "tiles", "dequantized, then a dense product"
 
