@@ -5,12 +5,12 @@
 
 The weights are random and need no download. Stock mlx-lm and the converted model, with and without
 fused launches, share them and take turns in mlx-lm's own loops: ``generate_step`` for one sequence,
-``BatchGenerator`` for several. Verified first: against the stock model in float32, the logits of
-the converted one are as accurate as the stock ones.
+``BatchGenerator`` for several. Each is verified first, by the kernels that are then timed: against
+dense float32 weights, the logits of the converted model are as accurate as the stock ones.
 
 A token's time is then taken apart. Python builds its graph, MLX hands the graph to the device, the
 device computes; in the loops the three overlap. What a part of the model costs is found by leaving
-the part out.
+the part out, and on an NVIDIA GPU with PyTorch installed, kernel by kernel with its profiler.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import copy
 import io
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +28,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+# The dense float32 products that results are held against are not to be in TF32.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
 import mlx.core as mx
 import mlx.nn as nn
 from common import Sample, Table, add_output, print_facts, turns, write_output
+from kernel_times import can_run, kernel_times
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
@@ -56,6 +61,8 @@ TINY = {
 }
 BATCHES = (1, 4, 8)
 PREFILLS = (512, 2048)
+# Layers with which results are verified: more than are traced together, and float32 fits.
+VERIFIED_LAYERS = 6
 # Primitives of MLX that only describe an array anew and start nothing.
 _VIEWS = re.compile(
     r"Reshape|Transpose|Broadcast|Slice$|ExpandDims|Squeeze|Flatten|Unflatten|AsStrided|Split|Depends"
@@ -76,31 +83,68 @@ def build(shape: dict[str, int], group_size: int, bits: int) -> nn.Module:
     return model
 
 
-def verify(stock: nn.Module, others: dict[str, nn.Module], tokens: mx.array) -> None:
-    """Hold the logits of a prompt and of two decoded tokens against the stock model in float32.
+def verify(models: dict[str, nn.Module], tokens: mx.array, steps: int) -> None:
+    """Hold the logits of the last ``steps`` tokens, one by one, against dense float32 weights.
+
+    Of each model the first layers are used, and the kernels of the whole.
 
     Raises:
         SystemExit: a converted model has more than twice the mean error of the stock one.
     """
-    exact = copy.deepcopy(stock)
-    exact.set_dtype(mx.float32)
-    found = {
-        name: _logits(m, tokens) for name, m in {"exact": exact, "stock": stock, **others}.items()
+    few = {name: _first_layers(model) for name, model in models.items()}
+    truth = _logits(_dense(few["stock"]), tokens, steps)
+    errors = {
+        name: float(mx.abs(_logits(m, tokens, steps) - truth).mean()) for name, m in few.items()
     }
-    truth = found.pop("exact")
-    errors = {name: float(mx.abs(logits - truth).mean()) for name, logits in found.items()}
+    shown = ", ".join(f"{name} {error:.2e}" for name, error in errors.items())
+    size = float(mx.abs(truth).mean())
+    print(
+        f"verified {' x '.join(map(str, tokens.shape))} tokens, mean errors of {size:.2f}: {shown}"
+    )
     for name, error in errors.items():
-        print(f"verified: mean error of the logits, {name}: {error:.2e}")
         if not error <= 2 * errors["stock"]:
             raise SystemExit(f"{name} is less accurate than stock")
-    print()
 
 
-def _logits(model: nn.Module, tokens: mx.array) -> mx.array:
-    cache = make_prompt_cache(model)
-    # Eight rows and one, as decoding has them: other numbers would need more kernels.
-    parts = [model(part[None], cache=cache) for part in mx.split(tokens, [8, 9])]
+def _first_layers(model: nn.Module) -> nn.Module:
+    few = copy.deepcopy(model)
+    few.model.layers = few.model.layers[:VERIFIED_LAYERS]
+    return few
+
+
+def _dense(model: nn.Module) -> nn.Module:
+    """The model with weights that are not quantized, in float32."""
+    dense = copy.deepcopy(model)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            *parents, name = path.split(".")
+            at: Any = dense
+            for key in parents:
+                at = at[int(key)] if key.isdigit() else at[key]
+            w, scales, biases = module.weight, module.scales, module.biases
+            size, bits = module.group_size, module.bits
+            weight = mx.dequantize(w, *(a.astype(mx.float32) for a in (scales, biases)), size, bits)
+            is_linear = isinstance(module, nn.QuantizedLinear)
+            at[name] = nn.Linear(1, 1, "bias" in module) if is_linear else nn.Embedding(1, 1)
+            at[name].weight = weight
+            if "bias" in module:
+                at[name].bias = module.bias
+    dense.set_dtype(mx.float32)
+    return dense
+
+
+def _logits(model: nn.Module, tokens: mx.array, steps: int) -> mx.array:
+    cache = cache_of(model, len(tokens))
+    model(tokens[:, :-steps], cache=cache)
+    mx.eval([c.state for c in cache])
+    parts = [model(part, cache=cache) for part in mx.split(tokens[:, -steps:], steps, axis=1)]
     return mx.concatenate(parts, axis=1).astype(mx.float32)
+
+
+def cache_of(model: nn.Module, batch: int) -> list[Any]:
+    """An empty cache of the kind that mlx-lm uses for so many sequences."""
+    cache = make_prompt_cache(model)
+    return cache if batch == 1 else [BatchKVCache([0] * batch) for _ in cache]
 
 
 def decode(model: nn.Module, prompts: list[list[int]], tokens: int) -> float:
@@ -142,9 +186,7 @@ class Anatomy:
 
 def begun(model: nn.Module, prompts: mx.array) -> tuple[mx.array, list[Any]]:
     """The next tokens of prompts and the caches that hold them, of which none is about to grow."""
-    cache = make_prompt_cache(model)
-    if len(prompts) > 1:
-        cache = [BatchKVCache([0] * len(prompts)) for _ in cache]
+    cache = cache_of(model, len(prompts))
     y = model(prompts, cache=cache)[:, -1:].argmax(-1)
     y = model(y, cache=cache).argmax(-1)
     mx.eval(y, [c.state for c in cache])
@@ -213,33 +255,33 @@ def launches(model: nn.Module, prompts: mx.array) -> int:
     return sum(_VIEWS.match(name) is None for name in names)
 
 
-def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
-    """Tokens a second of every model at every batch size, and its prefill."""
+def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator[Table]:
+    """Tokens a second of every model at every batch size, and its prefill; given as it grows."""
     vocabulary = models["stock"].args.vocab_size
-    prompts = mx.random.randint(0, vocabulary, (max(args.batches), args.prompt_tokens)).tolist()
     table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
-    table.print_header()
+
+    def measured(what: str, tokens: int, steps: int, run: Callable[[nn.Module], float]) -> Table:
+        done = _timed(models, args, run)
+        table.print_header()
+        for name, times in done.items():
+            figures = {"tokens/s": times.per(tokens), "ms": times.scaled(1e3 / steps)}
+            table.add(layers=name, what=what, x=done["stock"].median / times.median, **figures)
+        print(flush=True)
+        return table
+
     for batch in args.batches:
-        steps = args.tokens
-        done = _timed(models, args, lambda m, n=batch, s=steps: decode(m, prompts[:n], s))
-        base = done["stock"].median
-        for name, times in done.items():
-            row = {"layers": name, "what": f"decode, batch {batch}", "x": base / times.median}
-            table.add(
-                **row,
-                **{
-                    "tokens/s": times.per(batch * steps),
-                    "ms": times.scaled(1e3 / steps),
-                },
-            )
+        prompts = mx.random.randint(0, vocabulary, (batch, args.prompt_tokens + 3))
+        verify(models, prompts, 4)
+        given, steps = prompts[:, :-3].tolist(), args.tokens
+
+        def run(model: nn.Module, given: list[list[int]] = given) -> float:
+            return decode(model, given, args.tokens)
+
+        yield measured(f"decode, batch {batch}", batch * steps, steps, run)
     for length in args.prefill:
-        tokens = mx.random.randint(0, vocabulary, (length,))
-        done = _timed(models, args, lambda m, t=tokens: prefill(m, t))
-        base = done["stock"].median
-        for name, times in done.items():
-            row = {"layers": name, "what": f"prefill {length}", "x": base / times.median}
-            table.add(**row, **{"tokens/s": times.per(length), "ms": times.scaled(1e3)})
-    return table
+        tokens = mx.random.randint(0, vocabulary, (length + 1,))
+        verify(models, tokens[None], 1)
+        yield measured(f"prefill {length}", length, 1, lambda m, t=tokens[:-1]: prefill(m, t))
 
 
 def _timed(
@@ -253,8 +295,8 @@ def _timed(
     return {name: Sample.of(values) for name, values in times.items()}
 
 
-def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
-    """Where the time of a step goes, for each model and batch size."""
+def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator[Table]:
+    """Where the time of a step goes, for each model and batch size; given as it grows."""
     size = max(args.batches), args.prompt_tokens
     tokens = mx.random.randint(0, models["stock"].args.vocab_size, size)
     names = ("launches", "build", "submit", "wait", "step", "attention", "head", "rest")
@@ -288,8 +330,29 @@ def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
         }
         ms = {key: value * 1e3 for key, value in seconds.items()}
         table.add(layers=name, batch=batch, launches=launches(model, prompts), **ms)
-    print()
-    return table
+        yield table
+    print(flush=True)
+
+
+def kernels(model: nn.Module, args: argparse.Namespace) -> Iterator[Table]:
+    """What each kernel of a step takes on the device, for each batch size; given as it grows."""
+    table = Table({"kernel": 60, "batch": 5, "a step": 7, "us each": 8, "us a step": 9})
+    for batch in args.batches:
+        prompts = mx.random.randint(0, model.args.vocab_size, (batch, args.prompt_tokens))
+        y, cache = begun(model, prompts)
+
+        def step(y: mx.array = y, cache: list[Any] = cache) -> None:
+            logits = model(y, cache=cache)
+            mx.eval((logits - mx.logsumexp(logits, keepdims=True)).argmax(-1))
+
+        found = kernel_times(step, repeats=8)
+        table.print_header()
+        for name, count, seconds in found:
+            figures = {"us each": seconds / count * 1e6, "us a step": seconds * 1e6}
+            table.add(kernel=name, batch=batch, **{"a step": count}, **figures)
+        busy = sum(seconds for *_, seconds in found)
+        print(f"{busy * 1e3:.3f} ms a step\n", flush=True)
+        yield table
 
 
 def main() -> None:
@@ -319,20 +382,23 @@ def main() -> None:
         print(f"{time.perf_counter() - start:.0f} s: {list(models)[-2]} is ready", flush=True)
         report = convert_model(models[name], fuse=fuse, verify=False)  # that is done below
     print(report.summary(), end="\n\n", flush=True)
-    tokens = mx.random.randint(0, stock.args.vocab_size, (10,))
-    print(f"{time.perf_counter() - start:.0f} s: converted", flush=True)
-    verify(stock, {name: m for name, m in models.items() if m is not stock}, tokens)
-    print(f"{time.perf_counter() - start:.0f} s: measuring", flush=True)
     explain(reset=True)
-    tables = [speeds(models, args), breakdown(models, args)]
     shape = (
         "/".join(map(str, config.values())) + f", {args.bits} bits in groups of {args.group_size}"
     )
-    for row in (row for table in tables for row in table.rows):
-        row[", ".join(config)] = shape
-    print(f"\n{time.perf_counter() - start:.0f} s altogether")
-    print("\npaths taken:", *explain(), sep="\n  ")
-    write_output(args, "decode", tables)
+    parts = [speeds(models, args), breakdown(models, args)]
+    if can_run():
+        parts.append(kernels(models["converted"], args))
+    tables: list[Table] = []
+    for part in parts:
+        done = tables
+        for table in part:
+            for row in table.rows:
+                row[", ".join(config)] = shape
+            tables = [*done, table]
+            write_output(args, "decode", tables)
+        print(f"{time.perf_counter() - start:.0f} s so far\n", flush=True)
+    print("paths taken:", *explain(), sep="\n  ")
 
 
 if __name__ == "__main__":
