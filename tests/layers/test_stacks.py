@@ -16,8 +16,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
 from mlx_qlayers import convert_model, revert_model, use_backend
-from mlx_qlayers.layers import fusion, stacks
+from mlx_qlayers.layers import fusion, stacks, stretches
 from mlx_qlayers.layers.stacks import stacked
+from mlx_qlayers.ops import fused_products
 from mlx_qlayers.report import FUSED, LEFT
 
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
@@ -92,6 +93,22 @@ def test_layers_in_one_trace_compute_the_same(name, kind, batch, runs):
     stock, model = pair(name)
     same(model, stock, f"{name} {kind}", kind, batch)
     assert runs == [2] * 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_norms_handed_on_from_product_to_product(name, runs, monkeypatch):
+    """As on CUDA in bfloat16: of the norms in a trace only the first is an operation."""
+    handed, normed = [], fused_products._normed
+
+    def counted(x, weight, eps, tile_squares):
+        handed.append(tile_squares is not None)
+        return normed(x, weight, eps, tile_squares)
+
+    stock, model = pair(name)
+    monkeypatch.setattr(stretches, "hands_norms_on", lambda x: x.shape[1] == 1)
+    monkeypatch.setattr(fused_products, "_normed", counted)
+    same(model, stock, f"{name}, handed on", "own", 3)
+    assert runs == [2] * 4 and handed == [False, True, True, True]
 
 
 def test_buffers_that_grow(runs):
