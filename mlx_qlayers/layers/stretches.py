@@ -6,7 +6,7 @@ between them are inputs, everything else is in the key under which the traced fu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, cast
@@ -267,13 +267,30 @@ def _follow(
     return run
 
 
+def flatten(tree: Any, leaves: list[mx.array]) -> Any:
+    """Add the arrays of a tree to a list, and give what :func:`_unflatten` takes to go back."""
+    if isinstance(tree, list | tuple):
+        return tuple([flatten(branch, leaves) for branch in tree])
+    leaves += [] if tree is None else [tree]
+    return tree is not None
+
+
+def _unflatten(tree: Any, leaves: Iterator[mx.array]) -> Any:
+    if isinstance(tree, tuple):
+        return [_unflatten(branch, leaves) for branch in tree]
+    return next(leaves) if tree else None
+
+
 @traced
-def layers(each: tuple[tuple[Static, float, Static], ...], shape: Any) -> Callable[..., Any]:
+def layers(
+    each: tuple[tuple[Static, float, Static], ...], tree: Any, shape: Any
+) -> Callable[..., Any]:
     """Decoder layers in turn, for a token of each sequence.
 
     Args:
         each: the key of a layer's :func:`heads`, the scale of its scores, the key of its
             :func:`tail`.
+        tree: from :func:`flatten`, of the arrays of each layer's :func:`heads` and :func:`tail`.
         shape: whatever tells arguments apart that are traced each for itself.
     """
     steps = [(_step(before, scale), _follow(*after)) for before, scale, after in each]
@@ -282,14 +299,16 @@ def layers(each: tuple[tuple[Static, float, Static], ...], shape: Any) -> Callab
         x: mx.array,
         mask: mx.array | None,
         places: list[mx.array],
-        arrays: list[Any],
-        buffers: list[tuple[mx.array, mx.array]],
+        arrays: list[mx.array],
+        buffers: list[mx.array],
     ) -> list[mx.array]:
         new: list[mx.array] = []
-        stream, weights = Stream(x), [before[0] for before, _ in arrays]
+        operands = _unflatten(tree, iter(arrays))
+        stream, weights = Stream(x), [before[0] for before, _ in operands]
         for i, (step, follow) in enumerate(steps):
-            before, after = arrays[i]
-            out, *found = step(stream, mask, places[i % len(places)], *before, *buffers[i])
+            before, after = operands[i]
+            pair = buffers[2 * i : 2 * i + 2]
+            out, *found = step(stream, mask, places[i % len(places)], *before, *pair)
             stream = follow(out, stream.x, (*weights, None)[i + 1], *after)
             new += found
         return [stream.x, *new]

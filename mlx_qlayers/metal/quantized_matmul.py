@@ -274,7 +274,7 @@ _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate")
 
 
 def _threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, **_: object) -> int:
-    return 4 * simds * fragments * 8 * (stacks * tiles * 16 + 1)
+    return 4 * simds * fragments * 8 * stacks * (tiles * 16 + 1)
 
 
 @cache

@@ -220,7 +220,7 @@ template <
   const int M = shape[0], K = w_shape[1] * 32 / bits, groups = K / group;
   const int sizes[3] = {w_shape[0], w1 ? w1_shape[0] : 0, w2 ? w2_shape[0] : 0};
   threadgroup float parts[simds * all * 16 * columns];
-  threadgroup float squares[simds * columns];
+  threadgroup float squares[stacks * simds * columns];
 
   // Step i of this SIMD group is step begin + between * i of the rows, of which this lane has a run.
   // Groups of one tile are few: their steps lie together. Many groups take turns, so that what they
@@ -276,17 +276,14 @@ template <
     load_rows<per, bits>(
         rows, x, norm_weight, k, row, mine > 0 && k + depth < K ? filled : 0, K, lane);
   }
-  if (tile_squares) {
-    // While the first words are on their way.
-    for (int m = simd; m < M; m += stacks * simds) {
-      float sum = 0;
-      for (int j = lane; j < (K + 15) / 16; j += 32) {
-        sum += tile_squares[j * M + m];
-      }
-      sum = simd_sum(sum);
-      if (lane == 0) {
-        squares[m] = sum / float(K);
-      }
+  // The squares of a single row are on their way while it is multiplied.
+  const int thread_index = simd * 32 + lane, threads = stacks * simds * 32, squared_tiles = (K + 15) / 16;
+  float seen[2] = {0, 0};
+  if (tile_squares && M == 1) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      int j = thread_index + i * threads;
+      seen[i] = j < squared_tiles ? tile_squares[j] : 0.0f;
     }
   }
   for (int i = 0; i < mine; i += ahead) {
@@ -342,7 +339,30 @@ template <
       store_sum<float>(totals[r][f], to, columns, lane);
     }
   }
-  const int thread_index = simd * 32 + lane, threads = stacks * simds * 32;
+  if (tile_squares && M == 1) {
+    float sum = seen[0] + seen[1];
+    for (int j = thread_index + 2 * threads; j < squared_tiles; j += threads) {
+      sum += tile_squares[j];
+    }
+    sum = simd_sum(sum);
+    if (lane == 0) {
+      squares[simd] = sum;
+    }
+  } else if (tile_squares) {
+    for (int m = simd; m < M; m += stacks * simds) {
+      float sum = 0;
+      for (int j = lane; j < squared_tiles; j += 8 * 32) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          sum += j + 32 * i < squared_tiles ? tile_squares[(j + 32 * i) * M + m] : 0.0f;
+        }
+      }
+      sum = simd_sum(sum);
+      if (lane == 0) {
+        squares[m] = sum;
+      }
+    }
+  }
   if (normed && above == 0) {
 #pragma unroll
     for (int f = 0; f < fragments; f++) {
@@ -358,7 +378,10 @@ template <
     int n = i % height, m = min(i / height, M - 1), r = n / 16 * joined;
     float factor = sum_factor<mode>(), sums[2] = {0, 0}, square = 0;
     if (epsilon) {
-      float mean = tile_squares ? squares[m] : 0;
+      float mean = 0;
+      for (int j = 0; j < (tile_squares ? M == 1 ? stacks * simds : 1 : 0); j++) {
+        mean += squares[j + m] / float(K);
+      }
       for (int j = 0; j < (normed ? simds * slots : 0); j++) {
         mean += squares[j / slots * columns + m / per * 8 + m % per + j % slots * per] / float(K);
       }
