@@ -269,6 +269,8 @@ _INPUTS = (
     "shape",
 )
 _OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
+# What only the kernel on the matrix units has.
+_HANDED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
 _GATES = (None, "silu", "gelu", "gelu_approx")
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate")
 
@@ -282,12 +284,13 @@ def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
     """One of the two kernels, without some of its inputs and outputs."""
     letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
     function = "quantized_matmul_matrix" if units else "quantized_matmul_few_rows"
+    lacking = omitted if units else omitted + _HANDED
     return Kernel(
         f"{function}_{int(letters, 2):x}",
         "quantized_matmul_matrix.metal" if units else "quantized_matmul.metal",
         function=function,
-        inputs=tuple(name for name in _INPUTS if name not in omitted),
-        outputs=tuple(name for name in _OUTPUTS if name not in omitted),
+        inputs=tuple(name for name in _INPUTS if name not in lacking),
+        outputs=tuple(name for name in _OUTPUTS if name not in lacking),
         omitted=omitted,
         template=_TEMPLATE + (MatrixUnits if units else FewRows).template,
         threadgroup_memory=_threadgroup_memory if units else 0,
