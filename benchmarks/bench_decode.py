@@ -4,13 +4,14 @@
     python benchmarks/bench_decode.py --tiny
 
 The weights are random and need no download. Stock mlx-lm and the converted model, with and without
-fused launches, share them and take turns in mlx-lm's own loops: ``generate_step`` for one sequence,
-``BatchGenerator`` for several. Verified first: against the stock model in float32, the logits of
-the converted one are as accurate as the stock ones.
+fused launches, share them and run in mlx-lm's own loops: ``generate_step`` for one sequence,
+``BatchGenerator`` for several. Verified first, by the kernels that are then timed: the logits are
+as accurate as those of dense float32 weights with every result rounded once. Stock comes last: on
+CUDA, MLX compiles its products of several rows for most of a minute, here beside all else.
 
 A token's time is then taken apart. Python builds its graph, MLX hands the graph to the device, the
 device computes; in the loops the three overlap. What a part of the model costs is found by leaving
-the part out.
+the part out, and on an NVIDIA GPU with PyTorch installed, kernel by kernel with its profiler.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 from common import Sample, Table, add_output, print_facts, turns, write_output
+from kernel_times import can_run, kernel_times
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import qwen2
-from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
+from quantized_many import Case, compile_stock
+from verified_model import cache_of, verify
 
 from mlx_qlayers import convert_model, explain
 from mlx_qlayers.commands.arguments import positive
+from mlx_qlayers.formats import Format
 from mlx_qlayers.layers import routing, stacks, stretches
 
 QWEN2_7B = {
@@ -74,33 +79,6 @@ def build(shape: dict[str, int], group_size: int, bits: int) -> nn.Module:
         mx.eval(layer.parameters())
     mx.eval(model.parameters())
     return model
-
-
-def verify(stock: nn.Module, others: dict[str, nn.Module], tokens: mx.array) -> None:
-    """Hold the logits of a prompt and of two decoded tokens against the stock model in float32.
-
-    Raises:
-        SystemExit: a converted model has more than twice the mean error of the stock one.
-    """
-    exact = copy.deepcopy(stock)
-    exact.set_dtype(mx.float32)
-    found = {
-        name: _logits(m, tokens) for name, m in {"exact": exact, "stock": stock, **others}.items()
-    }
-    truth = found.pop("exact")
-    errors = {name: float(mx.abs(logits - truth).mean()) for name, logits in found.items()}
-    for name, error in errors.items():
-        print(f"verified: mean error of the logits, {name}: {error:.2e}")
-        if not error <= 2 * errors["stock"]:
-            raise SystemExit(f"{name} is less accurate than stock")
-    print()
-
-
-def _logits(model: nn.Module, tokens: mx.array) -> mx.array:
-    cache = make_prompt_cache(model)
-    # Eight rows and one, as decoding has them: other numbers would need more kernels.
-    parts = [model(part[None], cache=cache) for part in mx.split(tokens, [8, 9])]
-    return mx.concatenate(parts, axis=1).astype(mx.float32)
 
 
 def decode(model: nn.Module, prompts: list[list[int]], tokens: int) -> float:
@@ -142,9 +120,7 @@ class Anatomy:
 
 def begun(model: nn.Module, prompts: mx.array) -> tuple[mx.array, list[Any]]:
     """The next tokens of prompts and the caches that hold them, of which none is about to grow."""
-    cache = make_prompt_cache(model)
-    if len(prompts) > 1:
-        cache = [BatchKVCache([0] * len(prompts)) for _ in cache]
+    cache = cache_of(model, len(prompts))
     y = model(prompts, cache=cache)[:, -1:].argmax(-1)
     y = model(y, cache=cache).argmax(-1)
     mx.eval(y, [c.state for c in cache])
@@ -213,33 +189,47 @@ def launches(model: nn.Module, prompts: mx.array) -> int:
     return sum(_VIEWS.match(name) is None for name in names)
 
 
-def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
-    """Tokens a second of every model at every batch size, and its prefill."""
+def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator[Table]:
+    """Tokens a second of every model at every batch size, and its prefill; given as it grows."""
     vocabulary = models["stock"].args.vocab_size
-    prompts = mx.random.randint(0, vocabulary, (max(args.batches), args.prompt_tokens)).tolist()
+    # MLX takes as many as 64 rows at a time.
+    fmt, rows = Format(args.group_size, args.bits), (16, 64)
+    compiled = compile_stock([Case((512, 512), n, fmt=fmt) for n in rows])
     table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
     table.print_header()
-    for batch in args.batches:
-        steps = args.tokens
-        done = _timed(models, args, lambda m, n=batch, s=steps: decode(m, prompts[:n], s))
-        base = done["stock"].median
-        for name, times in done.items():
-            row = {"layers": name, "what": f"decode, batch {batch}", "x": base / times.median}
-            table.add(
-                **row,
-                **{
-                    "tokens/s": times.per(batch * steps),
-                    "ms": times.scaled(1e3 / steps),
-                },
-            )
-    for length in args.prefill:
-        tokens = mx.random.randint(0, vocabulary, (length,))
-        done = _timed(models, args, lambda m, t=tokens: prefill(m, t))
-        base = done["stock"].median
-        for name, times in done.items():
-            row = {"layers": name, "what": f"prefill {length}", "x": base / times.median}
-            table.add(**row, **{"tokens/s": times.per(length), "ms": times.scaled(1e3)})
-    return table
+    ours = {name: model for name, model in models.items() if name != "stock"}
+    for group in (ours, {"stock": models["stock"]}):
+        if group is not ours:
+            for future in compiled.values():
+                future.result()
+        for batch in args.batches:
+            prompts = mx.random.randint(0, vocabulary, (batch, args.prompt_tokens + 3))
+            if group is ours:
+                verify(ours, prompts, 4)
+
+            given = prompts[:, :-3].tolist()
+            done = _timed(group, args, lambda m, p=given: decode(m, p, args.tokens))
+            _add(table, f"decode, batch {batch}", done, batch * args.tokens, args.tokens)
+            yield table
+        for length in args.prefill:
+            tokens = mx.random.randint(0, vocabulary, (1, length + 1))
+            if group is ours:
+                verify(ours, tokens, 1)
+            done = _timed(group, args, lambda m, t=tokens[0, :-1]: prefill(m, t))
+            _add(table, f"prefill {length}", done, length, 1)
+            yield table
+
+
+def _add(table: Table, what: str, done: dict[str, Sample], tokens: int, steps: int) -> None:
+    """Add rows; those of stock, which come last, show how many times as long it takes."""
+    for name, times in done.items():
+        figures = {"tokens/s": times.per(tokens), "ms": times.scaled(1e3 / steps)}
+        row = {"layers": name, "what": what, **figures}
+        others = [other for other in table.rows if other["what"] == what]
+        for other in others if name == "stock" else ():
+            other["x"] = row["ms"].median / other["ms"].median
+            print(f"{other['layers']}, {what}: {other['x']:.2f} times the speed of stock")
+        table.add(**row)
 
 
 def _timed(
@@ -253,8 +243,8 @@ def _timed(
     return {name: Sample.of(values) for name, values in times.items()}
 
 
-def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
-    """Where the time of a step goes, for each model and batch size."""
+def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator[Table]:
+    """Where the time of a step goes, for each model and batch size; given as it grows."""
     size = max(args.batches), args.prompt_tokens
     tokens = mx.random.randint(0, models["stock"].args.vocab_size, size)
     names = ("launches", "build", "submit", "wait", "step", "attention", "head", "rest")
@@ -288,14 +278,36 @@ def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Table:
         }
         ms = {key: value * 1e3 for key, value in seconds.items()}
         table.add(layers=name, batch=batch, launches=launches(model, prompts), **ms)
-    print()
-    return table
+        yield table
+    print(flush=True)
+
+
+def kernels(model: nn.Module, args: argparse.Namespace) -> Iterator[Table]:
+    """What each kernel of a step takes on the device, for each batch size; given as it grows."""
+    table = Table({"kernel": 60, "batch": 5, "a step": 7, "us each": 8, "us a step": 9})
+    for batch in args.batches:
+        prompts = mx.random.randint(0, model.args.vocab_size, (batch, args.prompt_tokens))
+        y, cache = begun(model, prompts)
+
+        def step(y: mx.array = y, cache: list[Any] = cache) -> None:
+            logits = model(y, cache=cache)
+            mx.eval((logits - mx.logsumexp(logits, keepdims=True)).argmax(-1))
+
+        found = kernel_times(step, repeats=8)
+        table.print_header()
+        for name, count, seconds in found:
+            figures = {"us each": seconds / count * 1e6, "us a step": seconds * 1e6}
+            table.add(kernel=name, batch=batch, **{"a step": count}, **figures)
+        busy = sum(seconds for *_, seconds in found)
+        print(f"{busy * 1e3:.3f} ms a step\n", flush=True)
+        yield table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
     parser.add_argument("--fused-only", action="store_true", help="save time: fewer kernels")
+    parser.add_argument("--speeds-only", action="store_true", help="without where the time goes")
     parser.add_argument("--batches", type=positive, nargs="*", default=BATCHES)
     parser.add_argument("--group-size", type=positive, default=64)
     parser.add_argument("--bits", type=positive, default=4)
@@ -319,20 +331,25 @@ def main() -> None:
         print(f"{time.perf_counter() - start:.0f} s: {list(models)[-2]} is ready", flush=True)
         report = convert_model(models[name], fuse=fuse, verify=False)  # that is done below
     print(report.summary(), end="\n\n", flush=True)
-    tokens = mx.random.randint(0, stock.args.vocab_size, (10,))
-    print(f"{time.perf_counter() - start:.0f} s: converted", flush=True)
-    verify(stock, {name: m for name, m in models.items() if m is not stock}, tokens)
-    print(f"{time.perf_counter() - start:.0f} s: measuring", flush=True)
     explain(reset=True)
-    tables = [speeds(models, args), breakdown(models, args)]
     shape = (
         "/".join(map(str, config.values())) + f", {args.bits} bits in groups of {args.group_size}"
     )
-    for row in (row for table in tables for row in table.rows):
-        row[", ".join(config)] = shape
-    print(f"\n{time.perf_counter() - start:.0f} s altogether")
-    print("\npaths taken:", *explain(), sep="\n  ")
-    write_output(args, "decode", tables)
+    parts = [speeds(models, args)]
+    if not args.speeds_only:
+        parts.append(breakdown(models, args))
+        if can_run():
+            parts.append(kernels(models["converted"], args))
+    tables: list[Table] = []
+    for part in parts:
+        done = tables
+        for table in part:
+            for row in table.rows:
+                row[", ".join(config)] = shape
+            tables = [*done, table]
+            write_output(args, "decode", tables)
+        print(f"{time.perf_counter() - start:.0f} s so far\n", flush=True)
+    print("paths taken:", *explain(), sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import numpy as np
 from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
 from tests.metal import test_dequantize as unpacking
+from tests.metal import test_norms_handed_on as handed
 from tests.metal import test_quantized_matmul as few
 from tests.metal import test_quantized_tiles as tiles
 from tests.numerics import random
@@ -31,6 +32,11 @@ def cases() -> Cases:
         run = partial(tiles.check_all, fmt, dtype, transpose, tiles.SHAPES[:2], device="cuda")
         yield f"tiles {fmt} {dtype} transpose={transpose}", run
         yield f"unpack {fmt}", partial(unpacking.check, fmt, dtype, (5, 3), path="cuda")
+    for rows in (1, 7):
+        for given in handed.GIVEN:
+            yield f"norm handed on, {rows} rows, {given}", partial(handed.hand_on, rows, *given)
+        for taken in handed.TAKEN:
+            yield f"norm taken over, {rows} rows, {taken}", partial(handed.take_over, rows, *taken)
     yield "tiles in parts", partial(tiles.test_parts_share_the_depth, 2, True)
 
 

@@ -94,9 +94,12 @@ class _Stack:
         self.seen = layers[: self.count + 1]
         self.snapshot = Snapshot(self.seen)
         self.static = tuple((b.heads[0], b.scale, b.tail[0]) for b in found)
-        self.arrays = [(b.heads[1], b.tail[1]) for b in found]
         starts = range(0, self.count, _TOGETHER)
         self.parts = [slice(i, min(i + _TOGETHER, self.count)) for i in starts]
+        # Of each part its arrays side by side: mx.compile looks through a tree for each token.
+        trees = [[(b.heads[1], b.tail[1]) for b in found[part]] for part in self.parts]
+        self.arrays: list[list[mx.array]] = [[] for _ in trees]
+        self.trees = [stretches.flatten(*pair) for pair in zip(trees, self.arrays, strict=True)]
         self.functions: dict[Any, list[tuple[slice, Callable[..., list[mx.array]]]]] = {}
         # The length and the batch for which something is known, and that.
         self.known: tuple[int, int] | None = None
@@ -104,11 +107,13 @@ class _Stack:
         self.offset: int | mx.array = 0
         self.apart = False
 
-    def why_not(self, cache: Any) -> str | None:
-        """Why such a cache should be left to the loop, if it should."""
+    def why_not(self, cache: Any, length: int) -> str | None:
+        """Why such a cache, with room for one key more, should be left to the loop, if so."""
         rotation = stretches.rotation_of(self.static[0][0][-1])
         assert rotation is not None
-        return why_not(cache.keys.shape, cache.values.shape[3], rotation)
+        batch, heads, rows, width = cache.keys.shape
+        rows += cache.step if length == rows else 0
+        return why_not((batch, heads, rows, width), cache.values.shape[3], rotation)
 
     def places(self, caches: list[Any], length: int) -> list[mx.array]:
         """What :func:`attention_step` takes: one array, or one for each layer.
@@ -152,18 +157,20 @@ class _Stack:
         x: mx.array,
         mask: mx.array | None,
         places: list[mx.array],
-        buffers: list[tuple[mx.array, mx.array]],
+        buffers: list[mx.array],
     ) -> list[mx.array]:
         """What the layers give, and the buffers that their caches then have."""
         new: list[mx.array] = []
-        key = at, buffers[0][0].shape[2], len(places)
+        key = at, buffers[0].shape[2], len(places)
         if key not in self.functions:
             self.functions[key] = [
-                (part, stretches.layers(at, self.static[part], key[1:])) for part in self.parts
+                (part, stretches.layers(at, self.static[part], tree, key[1:]))
+                for part, tree in zip(self.parts, self.trees, strict=True)
             ]
-        for part, function in self.functions[key]:
+        for (part, function), arrays in zip(self.functions[key], self.arrays, strict=True):
             some = places if len(places) == 1 else places[part]
-            x, *found = function(x, mask, some, self.arrays[part], buffers[part])
+            pairs = buffers[2 * part.start : 2 * part.stop]
+            x, *found = function(x, mask, some, arrays, pairs)
             new += found
         return [x, *new]
 
@@ -187,18 +194,30 @@ def _first_layers(
     if stack is None or not stack.snapshot.holds(layers[: len(stack.seen)]):
         stack = _stacks[caches[0]] = _Stack(layers)
     caches = caches[: stack.count]
-    if not caches or stack.why_not(caches[0]):
+    if not caches or stack.why_not(caches[0], length):
         return x, pairs
+    if length == caches[0].keys.shape[2]:
+        _grow(caches)
     rows = caches[0].keys.shape[2]
     if mask is not None:
         mask = mx.pad(mask, [(0, 0)] * 3 + [(0, rows - 1 - length)])
     places = stack.places(caches, length)
-    buffers = [(c.keys, c.values) for c in caches]
+    buffers = [buffer for c in caches for buffer in (c.keys, c.values)]
     x, *new = stack.run(at, x, mask, places, buffers)
     for i, c in enumerate(caches):
         c.keys, c.values = new[2 * i : 2 * i + 2]
     stack.advance(caches, length, places)
     return x, pairs[stack.count :]
+
+
+def _grow(caches: list[Any]) -> None:
+    """Make room for as many keys more as the caches do themselves."""
+    for c in caches:
+        for name in ("keys", "values"):
+            buffer = getattr(c, name)
+            batch, heads, _, width = buffer.shape
+            more = mx.zeros((batch, heads, c.step, width), buffer.dtype)
+            setattr(c, name, mx.concatenate([buffer, more], axis=2))
 
 
 def _common(masks: list[Any]) -> Any:
@@ -207,7 +226,7 @@ def _common(masks: list[Any]) -> Any:
 
 
 def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
-    """How many keys each cache holds, if a row more has room in the buffers of all of them."""
+    """How many keys each cache holds, if their buffers are alike and hold as many."""
     from mlx_lm.models.cache import BatchKVCache, KVCache
 
     if not caches or x.ndim != 3 or x.shape[1] != 1 or not is_few(x):
@@ -229,4 +248,4 @@ def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
             return None
         if (c.offset if kind is KVCache else c._idx) != length:
             return None
-    return length if length < buffer.shape[2] else None
+    return length if length <= buffer.shape[2] else None

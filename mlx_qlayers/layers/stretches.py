@@ -6,10 +6,10 @@ between them are inputs, everything else is in the key under which the traced fu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache, lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +17,7 @@ import mlx.nn as nn
 from ..formats import Format
 from ..metal.quantized_matmul import MAX_MATRICES, Gate, PackedMatrix
 from ..ops.attention_step import MIN_PLACES, Rotation, attention_step
-from ..ops.fused_products import fused_products
+from ..ops.fused_products import Norm, fused_products, hands_norms_on
 from ..ops.rotary import rotary_embedding
 from ..ops.traced import traced
 
@@ -86,9 +86,27 @@ def rotation_of(static: Static | None) -> Rotation | None:
     return Rotation(values["dims"], values["traditional"], base=None)
 
 
-def _products(
-    x: mx.array, matrices: list[Matrix], formats: tuple[Packing, ...], norm: Any
-) -> list[mx.array]:
+class Stream(NamedTuple):
+    """What goes from one stretch to the next.
+
+    Attributes:
+        x: (B, L, K), the sums of residuals so far.
+        scaled: ``x`` times the weight of the norm ahead, or None.
+        tile_squares: with it, of :func:`fused_products`.
+    """
+
+    x: mx.array
+    scaled: mx.array | None = None
+    tile_squares: mx.array | None = None
+
+    def through(self, norm: Norm | None) -> dict[str, Any]:
+        """The arguments of a product whose input goes through a norm first."""
+        if norm is None or self.scaled is None:
+            return {"x": self.x, "norm": norm}
+        return {"x": self.scaled, "norm": (None, norm[1]), "tile_squares": self.tile_squares}
+
+
+def _products(matrices: list[Matrix], formats: tuple[Packing, ...], **rows: Any) -> list[mx.array]:
     """Products of one input; those of one format together, as many as a launch takes."""
     found: dict[int, mx.array] = {}
     for fmt in dict.fromkeys(known[:3] for known in formats):
@@ -96,7 +114,7 @@ def _products(
         for start in range(0, len(alike), MAX_MATRICES):
             places = alike[start : start + MAX_MATRICES]
             packed = [PackedMatrix(*matrices[i]) for i in places]
-            products = fused_products(x, packed, **_keywords(fmt), norm=norm)
+            products = fused_products(matrices=packed, **_keywords(fmt), **rows)
             found |= zip(places, products, strict=True)
     return [found[i] for i in range(len(matrices))]
 
@@ -110,7 +128,7 @@ def together(formats: tuple[Packing, ...]) -> Callable[..., Any]:
     """Products of one input."""
 
     def run(x: mx.array, matrices: list[Matrix]) -> list[mx.array]:
-        return _products(x, matrices, formats, None)
+        return _products(matrices, formats, x=x)
 
     return run
 
@@ -148,7 +166,7 @@ def heads(
         freqs: mx.array | None,
     ) -> list[mx.array]:
         norm = None if eps is None else (weight, eps)
-        products = _products(x, matrices, formats, norm)
+        products = _products(matrices, formats, x=x, norm=norm)
         many = (counts[0], counts[1], counts[1])
         split = [y.reshape(*x.shape[:2], n, -1) for y, n in zip(products, many, strict=True)]
         if norms is not None and norm_eps is not None:
@@ -184,13 +202,31 @@ def feed_forward(
     fmt: Packing, fmt_down: Packing, gate: Gate, eps: float | None
 ) -> Callable[..., Any]:
     """Norm, gated product, the product that follows it, and a residual if there is one."""
+    feed = _feed(fmt, fmt_down, gate)
 
     def run(
         x: mx.array, weight: mx.array | None, first: Any, second: Any, down: Any, residual: Any
     ) -> mx.array:
         norm = None if eps is None else (weight, eps)
-        (y,) = fused_products(x, [first, second], **_keywords(fmt), norm=norm, gate=gate)
-        return fused_products(y, [down], **_keywords(fmt_down), residual=residual)[0]
+        return feed(Stream(x), norm, first, second, down, residual).x
+
+    return run
+
+
+def _feed(fmt: Packing, fmt_down: Packing, gate: Gate) -> Callable[..., Stream]:
+    def run(
+        stream: Stream,
+        norm: Norm | None,
+        first: Any,
+        second: Any,
+        down: Any,
+        residual: mx.array | None,
+        next_weight: mx.array | None = None,
+    ) -> Stream:
+        given = {**_keywords(fmt), **stream.through(norm)}
+        (y,) = fused_products(matrices=[first, second], gate=gate, **given)
+        added: dict[str, Any] = {"residual": residual, "next_weight": next_weight}
+        return Stream(*fused_products(y, [down], **_keywords(fmt_down), **added))
 
     return run
 
@@ -200,44 +236,82 @@ def tail(
     fmt_o: Packing, fmt: Packing, fmt_down: Packing, gate: Gate, eps: float
 ) -> Callable[..., Any]:
     """All of a decoder layer that follows attention."""
-    project = projected.__wrapped__(fmt_o)  # type: ignore[attr-defined]
-    feed = feed_forward.__wrapped__(fmt, fmt_down, gate, eps)  # type: ignore[attr-defined]
+    follow = _follow(fmt_o, fmt, fmt_down, gate, eps)
 
-    def run(out: mx.array, x: mx.array, matrix: Any, *arrays: Any) -> mx.array:
-        h = project(out, x, matrix)
-        return cast(mx.array, feed(h, *arrays, h))
+    def run(out: mx.array, x: mx.array, *arrays: Any) -> mx.array:
+        return follow(out, x, None, *arrays).x
 
     return run
 
 
+def _follow(
+    fmt_o: Packing, fmt: Packing, fmt_down: Packing, gate: Gate, eps: float
+) -> Callable[..., Stream]:
+    """What :func:`tail` computes, and what the norm of the next layer needs."""
+    feed = _feed(fmt, fmt_down, gate)
+
+    def run(
+        out: mx.array,
+        x: mx.array,
+        next_weight: mx.array | None,
+        matrix: Any,
+        weight: mx.array,
+        *matrices: Any,
+    ) -> Stream:
+        handed = weight if hands_norms_on(x) else None
+        added: dict[str, Any] = {"residual": x, "next_weight": handed}
+        h = Stream(*fused_products(joined(out), [matrix], **_keywords(fmt_o), **added))
+        following = None if handed is None else next_weight
+        return feed(h, (weight, eps), *matrices, h.x, following)
+
+    return run
+
+
+def flatten(tree: Any, leaves: list[mx.array]) -> Any:
+    """Add the arrays of a tree to a list, and give what :func:`_unflatten` takes to go back."""
+    if isinstance(tree, list | tuple):
+        return tuple([flatten(branch, leaves) for branch in tree])
+    leaves += [] if tree is None else [tree]
+    return tree is not None
+
+
+def _unflatten(tree: Any, leaves: Iterator[mx.array]) -> Any:
+    if isinstance(tree, tuple):
+        return [_unflatten(branch, leaves) for branch in tree]
+    return next(leaves) if tree else None
+
+
 @traced
-def layers(each: tuple[tuple[Static, float, Static], ...], shape: Any) -> Callable[..., Any]:
+def layers(
+    each: tuple[tuple[Static, float, Static], ...], tree: Any, shape: Any
+) -> Callable[..., Any]:
     """Decoder layers in turn, for a token of each sequence.
 
     Args:
         each: the key of a layer's :func:`heads`, the scale of its scores, the key of its
             :func:`tail`.
+        tree: from :func:`flatten`, of the arrays of each layer's :func:`heads` and :func:`tail`.
         shape: whatever tells arguments apart that are traced each for itself.
     """
-    steps = [
-        (_step(before, scale), tail.__wrapped__(*after))  # type: ignore[attr-defined]
-        for before, scale, after in each
-    ]
+    steps = [(_step(before, scale), _follow(*after)) for before, scale, after in each]
 
     def run(
         x: mx.array,
         mask: mx.array | None,
         places: list[mx.array],
-        arrays: list[Any],
-        buffers: list[tuple[mx.array, mx.array]],
+        arrays: list[mx.array],
+        buffers: list[mx.array],
     ) -> list[mx.array]:
         new: list[mx.array] = []
+        operands = _unflatten(tree, iter(arrays))
+        stream, weights = Stream(x), [before[0] for before, _ in operands]
         for i, (step, follow) in enumerate(steps):
-            before, after = arrays[i]
-            out, *found = step(x, mask, places[i % len(places)], *before, *buffers[i])
-            x = follow(out, x, *after)
+            before, after = operands[i]
+            pair = buffers[2 * i : 2 * i + 2]
+            out, *found = step(stream, mask, places[i % len(places)], *before, *pair)
+            stream = follow(out, stream.x, (*weights, None)[i + 1], *after)
             new += found
-        return [x, *new]
+        return [stream.x, *new]
 
     return run
 
@@ -249,7 +323,7 @@ def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
     assert rotation is not None
 
     def run(
-        x: mx.array,
+        stream: Stream,
         mask: mx.array | None,
         places: mx.array,
         weight: mx.array | None,
@@ -259,10 +333,11 @@ def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
         keys: mx.array,
         values: mx.array,
     ) -> list[mx.array]:
-        q, k, v = _products(x, matrices, formats, None if eps is None else (weight, eps))
+        norm = None if eps is None else (weight, eps)
+        q, k, v = _products(matrices, formats, **stream.through(norm))
         if norms is not None and norm_eps is not None:
             q, k = (
-                mx.fast.rms_norm(y.reshape(len(x), n, -1), w, e).reshape(y.shape)
+                mx.fast.rms_norm(y.reshape(len(y), n, -1), w, e).reshape(y.shape)
                 for y, n, w, e in zip((q, k), counts, norms, norm_eps, strict=True)
             )
         given = q, k, v, keys, values, places

@@ -207,6 +207,8 @@ def products_of_few_rows(
     norm: tuple[mx.array | None, float] | None = None,
     gate: Gate | None = None,
     residual: mx.array | None = None,
+    tile_squares: mx.array | None = None,
+    next_weight: mx.array | None = None,
 ) -> list[mx.array]:
     """``x @ w.T + bias`` for up to three matrices of one format, each read once for all rows.
 
@@ -219,19 +221,29 @@ def products_of_few_rows(
             goes through first; None for no norm.
         gate: with two matrices of one shape, give ``activation(first) * second`` alone.
         residual: added to the product of a single matrix; in its shape and dtype.
+        tile_squares: (ceil(K / 16), M) float32, if ``x`` was multiplied by the norm's weight
+            already, which then is None: sums of squares of what it was before. With this or the
+            next, ``config`` and the matrices are what :func:`hands_on` takes.
+        next_weight: (N,) of the norm that the product of a single matrix goes through next.
 
     Returns:
         A (..., N) in the dtype of ``x`` for each matrix, or the gated one; float32 inside, rounded
-        once.
+        once. With ``next_weight`` also that product times it, and its ``tile_squares``.
     """
     by_threads = isinstance(config, FewRows) and config.lanes == 1
-    if norm is not None and (x.dtype == mx.float16 or by_threads):
+    if norm is not None and tile_squares is None and (x.dtype == mx.float16 or by_threads):
         # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
         # whose threads share nothing would norm it in each of them.
         return _after_norm(x, matrices, fmt, config, *norm, gate, residual)
     if gate is not None and isinstance(config, MatrixUnits):
         config = _even(config)
-    return _launch(x, matrices, fmt, config, norm, gate, residual)
+    handed = {"tile_squares": tile_squares, "next_weight": next_weight}
+    return _launch(x, matrices, fmt, config, norm, gate, residual, **handed)
+
+
+def hands_on(config: FewRows | MatrixUnits, matrices: Sequence[PackedMatrix]) -> bool:
+    """Whether a launch can take from another what a norm between them needs, and hand it on."""
+    return isinstance(config, MatrixUnits) and all(m.w.size >= CONSTANT_BELOW for m in matrices)
 
 
 def _after_norm(
@@ -249,21 +261,22 @@ def _after_norm(
     return products_of_few_rows(x, matrices, fmt, config, gate=gate, residual=residual)
 
 
+_EXTRA = ("norm_weight", "epsilon", "tile_squares", "residual", "next_weight")
 _INPUTS = (
     "x",
-    "norm_weight",
-    "epsilon",
-    "residual",
+    *_EXTRA,
     *(name + number for number in ("", "1", "2") for name in PackedMatrix._fields),
     "shape",
 )
-_OUTPUTS = ("y", "y1", "y2")
+_OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
+# What only the kernel on the matrix units has.
+_HANDED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
 _GATES = (None, "silu", "gelu", "gelu_approx")
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate")
 
 
 def _threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, **_: object) -> int:
-    return 4 * simds * fragments * 8 * (stacks * tiles * 16 + 1)
+    return 4 * simds * fragments * 8 * stacks * (tiles * 16 + 1)
 
 
 @cache
@@ -271,12 +284,13 @@ def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
     """One of the two kernels, without some of its inputs and outputs."""
     letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
     function = "quantized_matmul_matrix" if units else "quantized_matmul_few_rows"
+    lacking = omitted if units else omitted + _HANDED
     return Kernel(
         f"{function}_{int(letters, 2):x}",
         "quantized_matmul_matrix.metal" if units else "quantized_matmul.metal",
         function=function,
-        inputs=tuple(name for name in _INPUTS if name not in omitted),
-        outputs=tuple(name for name in _OUTPUTS if name not in omitted),
+        inputs=tuple(name for name in _INPUTS if name not in lacking),
+        outputs=tuple(name for name in _OUTPUTS if name not in lacking),
         omitted=omitted,
         template=_TEMPLATE + (MatrixUnits if units else FewRows).template,
         threadgroup_memory=_threadgroup_memory if units else 0,
@@ -286,12 +300,11 @@ def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
 
 @cache
 def _omitted(
-    count: int, outputs: int, normed: int, added: bool, affine: bool, biased: tuple[bool, ...]
+    count: int, outputs: int, extra: tuple[str, ...], affine: bool, biased: tuple[bool, ...]
 ) -> tuple[str, ...]:
     """What of a kernel's inputs and outputs a launch does without."""
-    without = [*_OUTPUTS[outputs:]]
-    without += ["norm_weight"] * (normed < 2) + ["epsilon"] * (normed < 1)
-    without += ["residual"] * (not added)
+    without = [*_OUTPUTS[outputs:3]] + [*_OUTPUTS[3:]] * ("next_weight" not in extra)
+    without += [name for name in _EXTRA if name not in extra]
     for i, number in enumerate(("", "1", "2")):
         if i >= count:
             without += [*(name + number for name in PackedMatrix._fields), f"w{number}_shape"]
@@ -308,36 +321,37 @@ def _launch(
     norm: tuple[mx.array | None, float] | None,
     gate: Gate | None,
     residual: mx.array | None,
+    tile_squares: mx.array | None = None,
+    next_weight: mx.array | None = None,
 ) -> list[mx.array]:
     (*leading, k) = x.shape
     if isinstance(config, MatrixUnits) and not config.takes(k):
         raise ValueError(f"{config} does not take rows of {k} elements")
-    if isinstance(config, MatrixUnits) and any(m.w.size < CONSTANT_BELOW for m in matrices):
+    if isinstance(config, MatrixUnits) and not hands_on(config, matrices):
         # That kernel reads the shape of w, which therefore arrives as it is: in constant memory.
         config = _any_units(x.size // k, fmt)
-    sizes = [matrix.w.shape[0] for matrix in matrices]
-    normed = 0 if norm is None else 1 if norm[0] is None else 2
-    extra = [x]
-    if norm is not None:
-        extra += [_epsilon(norm[1])] if norm[0] is None else [norm[0], _epsilon(norm[1])]
-    if residual is not None:
-        extra.append(residual)
+    sizes, rows = [matrix.w.shape[0] for matrix in matrices], x.size // k
+    weight, epsilon = (None, None) if norm is None else (norm[0], _epsilon(norm[1]))
+    around = (weight, epsilon, tile_squares, residual, next_weight)
+    extra = {key: a for key, a in zip(_EXTRA, around, strict=True) if a is not None}
     given = [array for matrix in matrices for array in matrix if array is not None]
     omitted = _omitted(
         len(matrices),
         1 if gate else len(matrices),
-        normed,
-        residual is not None,
+        tuple(extra),
         matrices[0].biases is not None,
         tuple([matrix.bias is not None for matrix in matrices]),
     )
+    shapes = [(*leading, n) for n in (sizes[:1] if gate else sizes)]
+    if next_weight is not None:
+        shapes += [*shapes, (-(-sizes[0] // 16), rows)]
     threads = config.threads
     return _kernel(isinstance(config, MatrixUnits), omitted)(
-        [*extra, *given, _shape(x.size // k, k, *sizes)],
+        [x, *extra.values(), *given, _shape(rows, k, *sizes)],
         template=_template(x.dtype, matrices[0].scales.dtype, fmt, gate, config),
         grid=(config.threadgroups(tuple(sizes), gate is not None) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(*leading, n) for n in (sizes[:1] if gate else sizes)],
+        output_shapes=shapes,
     )
 
 
@@ -368,7 +382,8 @@ def _even(config: MatrixUnits) -> MatrixUnits:
 
 @cache
 def _epsilon(value: float) -> mx.array:
-    return mx.array([value], mx.float32)
+    # On CUDA, arrays of up to 8 bytes stay in the host's memory: 17 us a launch to read one there.
+    return mx.array([value] * 4, mx.float32)
 
 
 @cache

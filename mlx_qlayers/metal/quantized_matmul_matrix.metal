@@ -2,6 +2,10 @@
 //
 //   y_i (M, N_i) = norm(x) (M, K) * w_i^T + bias_i,   or   gate(y_0) * y_1,   or   y_0 + residual
 //
+// The norm that y goes through next needs no launch of its own: y times its weight, `scaled`, is
+// written too, and of every tile of 16 columns the sum of squares of y. The product that follows
+// takes the first for x and the second for `tile_squares` (K / 16, M).
+//
 // The packed weights are the left operand, 16 rows of w to a tile, and the rows of x are columns of
 // the right one: 8 rows cost what one costs. A threadgroup has `stacks` times `simds` SIMD groups,
 // each with `tiles` tiles; `simds` of them share K and add their sums in threadgroup memory.
@@ -181,7 +185,9 @@ template <
     const device T* x,
     const device T* norm_weight,
     constant float* epsilon,
+    const device float* tile_squares,
     const device T* residual,
+    const device T* next_weight,
     const device uint* w,
     const constant int* w_shape,
     const device S* scales,
@@ -201,6 +207,8 @@ template <
     device T* y,
     device T* y1,
     device T* y2,
+    device T* scaled,
+    device float* scaled_squares,
     uint threadgroup_index [[threadgroup_position_in_grid]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
@@ -212,7 +220,7 @@ template <
   const int M = shape[0], K = w_shape[1] * 32 / bits, groups = K / group;
   const int sizes[3] = {w_shape[0], w1 ? w1_shape[0] : 0, w2 ? w2_shape[0] : 0};
   threadgroup float parts[simds * all * 16 * columns];
-  threadgroup float squares[simds * columns];
+  threadgroup float squares[stacks * simds * columns];
 
   // Step i of this SIMD group is step begin + between * i of the rows, of which this lane has a run.
   // Groups of one tile are few: their steps lie together. Many groups take turns, so that what they
@@ -261,12 +269,22 @@ template <
   square_sums squared[fragments] = {};
 
   // Short runs of x are loaded a step ahead; long ones would take too many registers.
-  const bool early = run <= 16;
+  const bool early = run <= 16, normed = epsilon && !tile_squares;
   row_runs<T, fragments, run> rows;
   if (early) {
     int k = begin * step;
     load_rows<per, bits>(
         rows, x, norm_weight, k, row, mine > 0 && k + depth < K ? filled : 0, K, lane);
+  }
+  // The squares of a single row are on their way while it is multiplied.
+  const int thread_index = simd * 32 + lane, threads = stacks * simds * 32, squared_tiles = (K + 15) / 16;
+  float seen[2] = {0, 0};
+  if (tile_squares && M == 1) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      int j = thread_index + i * threads;
+      seen[i] = j < squared_tiles ? tile_squares[j] : 0.0f;
+    }
   }
   for (int i = 0; i < mine; i += ahead) {
 #pragma unroll
@@ -286,13 +304,13 @@ template <
       }
       right_fragment<T> values[fragments * run / 4];
       if (early) {
-        take_rows<bits>(values, squared, rows, epsilon, norm_weight);
+        take_rows<bits>(values, squared, rows, normed, norm_weight);
       }
       int coming = now + early, k = (begin + between * coming) * step;
       load_rows<per, bits>(
           rows, x, norm_weight, k, row, coming < mine && k + depth < K ? filled : 0, K, lane);
       if (!early) {
-        take_rows<bits>(values, squared, rows, epsilon, norm_weight);
+        take_rows<bits>(values, squared, rows, normed, norm_weight);
       }
       sum_fragment added[fragments];
       if (mode == AFFINE) {
@@ -321,8 +339,31 @@ template <
       store_sum<float>(totals[r][f], to, columns, lane);
     }
   }
-  const int thread_index = simd * 32 + lane, threads = stacks * simds * 32;
-  if (epsilon && above == 0) {
+  if (tile_squares && M == 1) {
+    float sum = seen[0] + seen[1];
+    for (int j = thread_index + 2 * threads; j < squared_tiles; j += threads) {
+      sum += tile_squares[j];
+    }
+    sum = simd_sum(sum);
+    if (lane == 0) {
+      squares[simd] = sum;
+    }
+  } else if (tile_squares) {
+    for (int m = simd; m < M; m += stacks * simds) {
+      float sum = 0;
+      for (int j = lane; j < squared_tiles; j += 8 * 32) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          sum += j + 32 * i < squared_tiles ? tile_squares[(j + 32 * i) * M + m] : 0.0f;
+        }
+      }
+      sum = simd_sum(sum);
+      if (lane == 0) {
+        squares[m] = sum;
+      }
+    }
+  }
+  if (normed && above == 0) {
 #pragma unroll
     for (int f = 0; f < fragments; f++) {
       store_squares(squares + part * columns + 8 * f, squared[f], lane);
@@ -330,14 +371,18 @@ template <
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // A thread finishes an element: row n of the tiles, or of every other where two make one.
-  const int height = gate ? 8 * all : 16 * all, joined = gate ? 2 : 1;
-  for (int i = thread_index; i < height * M; i += threads) {
-    int n = i % height, m = i / height, r = n / 16 * joined;
-    float factor = sum_factor<mode>(), sums[2] = {0, 0};
+  // A thread finishes an element: row n of the tiles, or of every other where two make one. Whole
+  // SIMD groups go through the loop where sixteen threads add up the squares of a tile.
+  const int height = gate ? 8 * all : 16 * all, joined = gate ? 2 : 1, elements = height * M;
+  for (int i = thread_index; i < (next_weight ? (elements + 31) / 32 * 32 : elements); i += threads) {
+    int n = i % height, m = min(i / height, M - 1), r = n / 16 * joined;
+    float factor = sum_factor<mode>(), sums[2] = {0, 0}, square = 0;
     if (epsilon) {
       float mean = 0;
-      for (int j = 0; j < simds * slots; j++) {
+      for (int j = 0; j < (tile_squares ? M == 1 ? stacks * simds : 1 : 0); j++) {
+        mean += squares[j + m] / float(K);
+      }
+      for (int j = 0; j < (normed ? simds * slots : 0); j++) {
         mean += squares[j / slots * columns + m / per * 8 + m % per + j % slots * per] / float(K);
       }
       factor *= metal::precise::rsqrt(mean + epsilon[0]);
@@ -349,10 +394,10 @@ template <
     }
     tile_place place = place_of_tile<gate, 16>(threadgroup_index * all + r, sizes, w1, w2);
     int to = place.first + n % 16, which = place.matrix, N = which == 0 ? sizes[0] : which == 1 ? sizes[1] : sizes[2];
-    if (to < N) {
+    if (to < N && i < elements) {
       device T* out = which == 0 ? y : which == 1 ? y1 : y2;
       size_t at = size_t(m) * N + to;
-      out[at] = finished<T, gate>(
+      T result = finished<T, gate>(
           sums[0],
           sums[1],
           to,
@@ -360,6 +405,20 @@ template <
           which == 0 ? bias : which == 1 ? bias1 : bias2,
           bias1,
           residual);
+      out[at] = result;
+      if (next_weight) {
+        scaled[at] = T(float(result) * float(next_weight[to]));
+        square = float(result) * float(result);
+      }
+    }
+    if (next_weight) {
+#pragma unroll
+      for (ushort apart = 8; apart > 0; apart /= 2) {
+        square += simd_shuffle_xor(square, apart);
+      }
+      if (n % 16 == 0 && place.first < N && i < elements) {
+        scaled_squares[place.first / 16 * M + m] = square;
+      }
     }
   }
 }

@@ -19,13 +19,14 @@ from ..metal.quantized_matmul import (
     Gate,
     PackedMatrix,
     few_rows,
+    hands_on,
     products_of_few_rows,
 )
 from ..runtime.backend import backend, choose
 from ..tuning.lookup import decided, found
 from .differentiable import with_gradient_of
 from .quantized_matmul import quantized_matmul
-from .quantized_paths import DENSE, FEW_ROWS, dense_is_worse, host_gain, stock_is_better
+from .quantized_paths import DENSE, FEW_ROWS, dense_is_worse, host_gain, is_few, stock_is_better
 
 Norm = tuple[mx.array | None, float]
 
@@ -51,6 +52,8 @@ def fused_products(
     norm: Norm | None = None,
     gate: Gate | None = None,
     residual: mx.array | None = None,
+    tile_squares: mx.array | None = None,
+    next_weight: mx.array | None = None,
 ) -> list[mx.array]:
     """Multiply one input with quantized matrices of one format: ``x @ w.T + bias`` for each.
 
@@ -68,9 +71,14 @@ def fused_products(
         gate: with two matrices: give ``activation(first) * second`` alone; the activation is
             ``"silu"``, ``"gelu"`` or ``"gelu_approx"``.
         residual: added to the product with a single matrix; not together with ``gate``.
+        tile_squares: (ceil(K / 16), M) float32, with a norm without weight for an ``x`` that was
+            multiplied by the weight already: sums of squares of 16 columns of what it was before.
+        next_weight: (N,) with a single matrix and no gate: the weight of an RMS norm that the
+            result goes through next. What that needs is given too, so that it takes no launch.
 
     Returns:
-        (..., N) for each matrix, or one gated product.
+        (..., N) for each matrix, or one gated product. With ``next_weight`` also the result times
+        it, and ``tile_squares`` of the result.
 
     Raises:
         ValueError: there is no matrix, ``gate`` does not have two of one shape, ``residual`` does
@@ -87,15 +95,17 @@ def fused_products(
     fmt = Format.checked(group_size, bits, mode)
     matrices = [PackedMatrix(*m) for m in matrices]
     _check(x, matrices, fmt, norm, gate, residual)
+    _check_handed(x, matrices, norm, gate, tile_squares, next_weight)
     rows = prod(x.shape[:-1])
     many = rows > MAX_FEW_ROWS
-    lacking = _lacking(x, rows, matrices, norm, residual)
+    lacking = _lacking(x, rows, matrices, [norm[0] if norm else None, residual, next_weight])
     by, unless = DENSE if many else FEW_ROWS, lacking
     if many and not lacking:
         unless = dense_is_worse(rows, sum(m.w.shape[0] for m in matrices), x, fmt)
     elif not lacking:
         n = sum([matrix.w.shape[0] for matrix in matrices])
-        folded = norm is not None and not _norm_first(backend(), gate)
+        handed = tile_squares is not None
+        folded = norm is not None and not handed and not _norm_first(backend(), gate)
         kind = _kind(len(matrices), folded, gate is not None, residual is not None)
         best = found("quantized_matmul_few_rows", rows, n, x.shape[-1], x.dtype, fmt, kind)
         by, unless = decided(best, FEW_ROWS, stock_is_better(x.dtype))
@@ -114,7 +124,15 @@ def fused_products(
         run = _by_dense_product(fmt, norm is not None, eps, gate)
     else:
         run = _by_kernel(path, fmt, norm is not None, eps, gate)
-    return run(x, matrices, weight, residual)
+    return run(x, matrices, weight, residual, tile_squares, next_weight)
+
+
+def hands_norms_on(x: mx.array) -> bool:
+    """Whether the norms between products of such rows should take no launch, by ``next_weight``.
+
+    Where they take one otherwise. In float16 a number times a weight may be out of range.
+    """
+    return is_few(x) and x.dtype == mx.bfloat16 and backend() == "cuda"
 
 
 def _norm_first(device: str, gate: Gate | None) -> bool:
@@ -138,15 +156,19 @@ def _composed(fmt: Format, normed: bool, eps: float, gate: Gate | None) -> Calla
         matrices: Sequence[Sequence[mx.array]],
         weight: mx.array | None,
         residual: mx.array | None,
+        tile_squares: mx.array | None,
+        next_weight: mx.array | None,
     ) -> list[mx.array]:
-        rows = mx.fast.rms_norm(x, weight, eps) if normed else x
+        rows = _normed(x, weight, eps, tile_squares) if normed else x
         products = [
             quantized_matmul(rows, *packed, group_size=size, bits=bits, mode=mode, bias=bias)
             for *packed, bias in matrices
         ]
         if gate is not None:
             products = [_ACTIVATIONS[gate](products[0]) * products[1]]
-        return products if residual is None else [residual + products[0]]
+        if residual is not None:
+            products = [residual + products[0]]
+        return products if next_weight is None else _handed_on(products[0], next_weight)
 
     return run
 
@@ -162,15 +184,25 @@ def _by_kernel(
         matrices: Sequence[Sequence[mx.array]],
         weight: mx.array | None,
         residual: mx.array | None,
+        tile_squares: mx.array | None,
+        next_weight: mx.array | None,
     ) -> list[mx.array]:
         packed, k = [PackedMatrix(*m) for m in matrices], x.shape[-1]
         n = sum(m.w.shape[0] for m in packed)
         norm = (weight, eps) if normed else None
-        if norm is not None and _norm_first(path, gate):
+        if norm is not None and tile_squares is None and _norm_first(path, gate):
             x, norm = mx.fast.rms_norm(x, weight, eps), None
-        kind = _kind(len(packed), norm is not None, gate is not None, residual is not None)
+        folded = norm is not None and tile_squares is None
+        kind = _kind(len(packed), folded, gate is not None, residual is not None)
         config = few_rows(path, x.size // k, n, k, x.dtype, fmt, kind)
-        return products_of_few_rows(x, packed, fmt, config, norm=norm, gate=gate, residual=residual)
+        options: dict[str, Any] = {"gate": gate, "residual": residual}
+        if hands_on(config, packed):
+            options |= {"norm": norm, "tile_squares": tile_squares, "next_weight": next_weight}
+            return products_of_few_rows(x, packed, fmt, config, **options)
+        if tile_squares is not None:
+            x, norm = _normed(x, None, eps, tile_squares), None
+        products = products_of_few_rows(x, packed, fmt, config, norm=norm, **options)
+        return products if next_weight is None else _handed_on(products[0], next_weight)
 
     return with_gradient_of(_composed(fmt, normed, eps, gate), launch)
 
@@ -186,9 +218,11 @@ def _by_dense_product(
         matrices: Sequence[Sequence[mx.array]],
         weight: mx.array | None,
         residual: mx.array | None,
+        tile_squares: mx.array | None,
+        next_weight: mx.array | None,
     ) -> list[mx.array]:
         packed, (*leading, k) = [PackedMatrix(*m) for m in matrices], x.shape
-        rows = (mx.fast.rms_norm(x, weight, eps) if normed else x).reshape(-1, k)
+        rows = (_normed(x, weight, eps, tile_squares) if normed else x).reshape(-1, k)
         dense, sizes = dequantize(packed, fmt, x.dtype), [m.w.shape[0] for m in packed]
         biases, given = [m.bias for m in packed], [m.bias for m in packed if m.bias is not None]
         if residual is not None:
@@ -203,9 +237,26 @@ def _by_dense_product(
                 products[i] += bias
         if gate is not None:
             products = [_ACTIVATIONS[gate](products[0]) * products[1]]
-        return [y.reshape(*leading, -1) for y in products]
+        products = [y.reshape(*leading, -1) for y in products]
+        return products if next_weight is None else _handed_on(products[0], next_weight)
 
     return with_gradient_of(_composed(fmt, normed, eps, gate), launch)
+
+
+def _handed_on(y: mx.array, weight: mx.array) -> list[mx.array]:
+    """A result, that times the weight of the norm that follows, and its ``tile_squares``."""
+    rows, n = y.astype(mx.float32), y.shape[-1]
+    tiles = mx.pad(rows.reshape(-1, n) ** 2, [(0, 0), (0, -n % 16)]).reshape(-1, -(-n // 16), 16)
+    return [y, (rows * weight.astype(mx.float32)).astype(y.dtype), tiles.sum(-1).T]
+
+
+def _normed(
+    x: mx.array, weight: mx.array | None, eps: float, tile_squares: mx.array | None
+) -> mx.array:
+    if tile_squares is None:
+        return mx.fast.rms_norm(x, weight, eps)
+    scale = mx.rsqrt(tile_squares.sum(0) / x.shape[-1] + eps).reshape(*x.shape[:-1], 1)
+    return (x.astype(mx.float32) * scale).astype(x.dtype)
 
 
 def _parts(y: mx.array, sizes: list[int]) -> list[mx.array]:
@@ -218,8 +269,7 @@ def _lacking(
     x: mx.array,
     rows: int,
     matrices: Sequence[PackedMatrix],
-    norm: Norm | None,
-    residual: mx.array | None,
+    floats: list[mx.array | None],
 ) -> str | None:
     """Why no kernel takes these arguments, if none does."""
     if not rows:
@@ -230,7 +280,6 @@ def _lacking(
         return f"{len(matrices)} matrices; the kernel takes 1 to {MAX_MATRICES}"
     if any(m.w.ndim > 2 or 0 in m.w.shape for m in matrices):
         return "the kernel takes matrices that are not empty"
-    floats = [norm[0] if norm else None, residual]
     for _, scales, biases, bias in matrices:
         floats += [biases, bias] if biases is None else [scales, biases, bias]
     dtypes = {a.dtype for a in floats if a is not None} | {x.dtype}
@@ -273,3 +322,29 @@ def _check(
                 f"residual must have the shape {shape} of the product with a single matrix, "
                 f"not {residual.shape} with gate {gate!r} and {len(shapes)} matrices"
             )
+
+
+def _check_handed(
+    x: mx.array,
+    matrices: Sequence[PackedMatrix],
+    norm: Norm | None,
+    gate: str | None,
+    tile_squares: mx.array | None,
+    next_weight: mx.array | None,
+) -> None:
+    """Raise for what is wrong with the arguments that hand a norm on."""
+    if tile_squares is not None:
+        shape = (-(-x.shape[-1] // 16), prod(x.shape[:-1]))
+        if norm is None or norm[0] is not None:
+            raise ValueError("tile_squares needs a norm without weight")
+        if tile_squares.shape != shape or tile_squares.dtype != mx.float32:
+            raise ValueError(
+                f"tile_squares must be float32 {shape}, "
+                f"not {tile_squares.dtype} {tile_squares.shape}"
+            )
+    if next_weight is not None:
+        n = matrices[0].w.shape[0]
+        if gate is not None or len(matrices) > 1:
+            raise ValueError("next_weight needs a single matrix and no gate")
+        if next_weight.shape != (n,):
+            raise ValueError(f"next_weight must have shape ({n},), not {next_weight.shape}")

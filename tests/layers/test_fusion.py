@@ -279,10 +279,11 @@ def test_gradient_where_launches_without_one_were_traced(traced, monkeypatch):
     """What stands in for a kernel has no gradient of its own, as kernels have none."""
     launched = []
 
-    def launch(x, matrices, fmt, config, *, norm=None, gate=None, residual=None):
+    def launch(x, matrices, fmt, config, *, norm=None, gate=None, residual=None, **handed):
         launched.append(fmt)
         run = ops._composed(fmt, norm is not None, norm[1] if norm else 0.0, gate)
-        found = run(x, matrices, norm[0] if norm else None, residual)
+        given = (handed.get(name) for name in ("tile_squares", "next_weight"))
+        found = run(x, matrices, norm[0] if norm else None, residual, *given)
         return [mx.stop_gradient(y) for y in found]
 
     monkeypatch.setattr(ops, "choose", lambda *args, **options: "metal")

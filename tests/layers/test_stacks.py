@@ -16,8 +16,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
 from mlx_qlayers import convert_model, revert_model, use_backend
-from mlx_qlayers.layers import fusion, stacks
+from mlx_qlayers.layers import fusion, stacks, stretches
 from mlx_qlayers.layers.stacks import stacked
+from mlx_qlayers.ops import fused_products
 from mlx_qlayers.report import FUSED, LEFT
 
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
@@ -94,11 +95,28 @@ def test_layers_in_one_trace_compute_the_same(name, kind, batch, runs):
     assert runs == [2] * 4
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_norms_handed_on_from_product_to_product(name, runs, monkeypatch):
+    """As on CUDA in bfloat16: of the norms in a trace only the first is an operation."""
+    handed, normed = [], fused_products._normed
+
+    def counted(x, weight, eps, tile_squares):
+        handed.append(tile_squares is not None)
+        return normed(x, weight, eps, tile_squares)
+
+    stock, model = pair(name)
+    # Under another name, so that no trace that was made without is found.
+    monkeypatch.setattr(stacks, "place", lambda: ("ops", threading.get_ident(), name))
+    monkeypatch.setattr(stretches, "hands_norms_on", lambda x: x.shape[1] == 1)
+    monkeypatch.setattr(fused_products, "_normed", counted)
+    same(model, stock, f"{name}, handed on", "own", 3)
+    assert runs == [2] * 4 and handed == [False, True, True, True]
+
+
 def test_buffers_that_grow(runs):
-    """The token for which there is no room is left to the loop, and the cache grows."""
     stock, model = pair()
     same(model, stock, "growing", "own", 1, 254, 5)
-    assert runs == [2, 2, 2, 2]
+    assert runs == [2] * 5
 
 
 @pytest.mark.parametrize("kind", ["rotating"])

@@ -213,10 +213,7 @@ def test_reads_no_more_than_mlx(rows):
 def fused(rng, dtype, rows, sizes, k, fmt, **options):
     """Fused products on both kernels, held against float64 and one rounding from float32."""
     x = random(rng, (rows, k), dtype)
-    matrices = [
-        PackedMatrix(*random_packed(rng, n, k, fmt, dtype), random(rng, (n,), dtype) if i else None)
-        for i, n in enumerate(sizes)
-    ]
+    matrices = packed_matrices(rng, sizes, k, dtype, fmt)
     if options.pop("residual", False):
         options["residual"] = random(rng, (rows, sizes[0]), dtype)
     if "norm" in options:
@@ -231,6 +228,14 @@ def fused(rng, dtype, rows, sizes, k, fmt, **options):
         assert len(found) == len(truth)
         for y, true, once in zip(found, truth, rounded, strict=True):
             assert_accurate(y, true, round_to(once, dtype), terms=np.abs(true).max() * k**0.5)
+
+
+def packed_matrices(rng, sizes, k, dtype, fmt=AFFINE):
+    """Of which all but the first have a bias."""
+    return [
+        PackedMatrix(*random_packed(rng, n, k, fmt, dtype), random(rng, (n,), dtype) if i else None)
+        for i, n in enumerate(sizes)
+    ]
 
 
 def fused_in(kind, x, matrices, fmt, norm=None, gate=None, residual=None):

@@ -112,6 +112,38 @@ def test_gradients(path):
     assert mx.abs(compiled - plain).max() < 1e-4 * mx.abs(plain).max()
 
 
+@pytest.mark.parametrize("path", ["ops", "host"])
+def test_norm_handed_on_to_the_next_product(path):
+    """What a norm needs is handed on: the same values, with no launch between the products."""
+    rng, fmt = np.random.default_rng(9), Format(64, 4)
+    for rows, n in ((1, 64), (7, 192)):
+        x, residual, weight = (random(rng, shape) for shape in ((rows, 64), (rows, n), (n,)))
+        first = matrices(rng, (n,), 64, fmt, mx.float32, (True,))
+        pair = matrices(rng, (41, 41), n, fmt, mx.float32, (True, False))
+        with use_backend(path):
+            y, scaled, squares = fused_products(x, first, residual=residual, next_weight=weight)
+            check([y], x, first, fmt, residual=residual)
+            given = {"norm": (None, EPS), "tile_squares": squares}
+            for options in ({}, {"gate": "silu"}):
+                found = fused_products(scaled, pair, **given, **options)
+                check(found, y, pair, fmt, norm=(weight, EPS), **options)
+
+
+def test_gradient_through_a_norm_that_was_handed_on():
+    rng, fmt = np.random.default_rng(10), Format(64, 4)
+    first = matrices(rng, (64,), 64, fmt, mx.float32, (True,))
+    second = matrices(rng, (8,), 64, fmt, mx.float32, (True,))
+
+    def handed(x, residual, weight):
+        _, z, squares = fused_products(x, first, residual=residual, next_weight=weight)
+        return fused_products(z, second, norm=(None, EPS), tile_squares=squares)[0]
+
+    given = random(rng, (3, 64)), random(rng, (3, 64)), random(rng, (64,))
+    for path in ("ops", "host"):
+        with use_backend(path):
+            assert_gradient(handed, list(given), rng)
+
+
 def test_under_compile_auto_takes_the_single_operations_on_a_cpu():
     rng = np.random.default_rng(4)
     packed = matrices(rng, (8, 8), 64, Format(64, 4), mx.float32, (False, True))
@@ -184,6 +216,12 @@ def test_gradient_of_a_tree_is_zero_for_packed_words():
         ({"norm": (mx.zeros((8,)), EPS)}, r"norm must have a weight of shape \(64,\), not \(8,\)"),
         ({"residual": mx.zeros((8,))}, r"residual must have the shape \(2, 8\) .* not \(8,\)"),
         ({"bias": mx.zeros((9,))}, r"bias must have shape \(8,\), not \(9,\)"),
+        ({"next_weight": mx.zeros((9,))}, r"next_weight must have shape \(8,\), not \(9,\)"),
+        ({"tile_squares": mx.zeros((4, 2))}, "tile_squares needs a norm without weight"),
+        (
+            {"norm": (None, EPS), "tile_squares": mx.zeros((4, 3))},
+            r"tile_squares must be float32 \(4, 2\), not mlx.core.float32 \(4, 3\)",
+        ),
     ],
     ids=str,
 )
