@@ -159,7 +159,7 @@ def tokens_per_second(figure: Figure, found: dict[str, Results]) -> None:
         _bars(axis, groups)
         axis.set_title(what)
         if any(name.isdigit() for name in groups):
-            axis.set_xlabel("tokens in the prompt")
+            axis.set_xlabel("prompt, tokens")
     figure.axes[0].set_ylabel("tokens a second")
 
 

@@ -42,7 +42,11 @@ class Results:
         versions = (f"{name} {self.facts.get(name, '?')}" for name in ("mlx", "mlx-lm"))
         commit = self.facts.get("commit", "")
         return ", ".join(
-            [self.facts["date"], *versions, *([f"commit {commit[:12]}"] if commit else [])]
+            [
+                self.facts["date"],
+                *versions,
+                *([f"commit {commit[:12]}"] if commit not in ("", "unknown") else []),
+            ]
         )
 
 
