@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,15 +52,19 @@ def main() -> int:
         start, step = map(int, options.part.split("/"))
         print(json.dumps(run_cases(chosen, options.backend, start, step)))
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        reports = under_sanitizer(chosen, options.tools, options.processes, Path(folder))
     lines = [f"{key}: {value}" for key, value in describe("cuda").items()]
-    lines += [f"families: {', '.join(chosen)}", *map(str, reports)]
-    print(*lines, sep="\n")
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("\n".join(lines) + "\n")
-    return int(not all(report.clean for report in reports))
+    lines.append(f"families: {', '.join(chosen)}")
+    print(*lines, sep="\n", flush=True)
+    clean = True
+    with tempfile.TemporaryDirectory() as folder:
+        for report in under_sanitizer(chosen, options.tools, options.processes, Path(folder)):
+            clean = clean and report.clean
+            lines.append(str(report))
+            print(report, flush=True)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text("\n".join(lines) + "\n")
+    return int(not clean)
 
 
 def run_cases(chosen: Sequence[str], backend: str, start: int, step: int) -> dict[str, Any]:
@@ -115,22 +119,17 @@ class Report:
 
 def under_sanitizer(
     chosen: Sequence[str], tools: Sequence[str], processes: int, folder: Path
-) -> list[Report]:
-    """Run all parts of the cases under all tools at once."""
+) -> Iterator[Report]:
+    """Run all parts of the cases under all tools at once; each tool's report when it is done."""
     running = {
         (tool, i): _start(tool, f"{i}/{processes}", chosen, folder / f"{tool}-{i}.txt")
         for tool in tools
         for i in range(processes)
     }
-    outputs = {key: process.communicate()[0] for key, process in running.items()}
-    return [
-        summary(
-            tool,
-            [outputs[tool, i] for i in range(processes)],
-            [_read(folder / f"{tool}-{i}.txt") for i in range(processes)],
-        )
-        for tool in tools
-    ]
+    for tool in tools:
+        outputs = [running[tool, i].communicate()[0] for i in range(processes)]
+        logs = [_read(folder / f"{tool}-{i}.txt") for i in range(processes)]
+        yield summary(tool, outputs, logs)
 
 
 def _start(tool: str, part: str, chosen: Sequence[str], log: Path) -> subprocess.Popen[str]:
