@@ -15,6 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 import pytest
+from tiny_model import save_tiny_model
 
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands import demo, generate
@@ -32,8 +33,6 @@ def complaints(stderr: bytes) -> list[bytes]:
 @pytest.fixture(scope="module")
 def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantized checkpoint in float32, in which greedy choices do not depend on rounding."""
-    from tiny_model import save_tiny_model
-
     path = tmp_path_factory.mktemp("exact") / "model"
     return save_tiny_model(path, dtype=mx.float32, torch_dtype="float32", seed=3)
 
@@ -154,8 +153,15 @@ def test_usage_errors_take_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out
 
 
-def test_interrupt_is_quiet(tiny_model: Path) -> None:
-    arguments = ["generate", "--model", str(tiny_model), "--prompt", "a", "--max-tokens", "100000"]
+@pytest.fixture(scope="module")
+def endless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose text does not end before somebody ends it."""
+    return save_tiny_model(tmp_path_factory.mktemp("endless") / "model", endless=True)
+
+
+def test_interrupt_is_quiet(endless_model: Path) -> None:
+    arguments = ["generate", "--model", str(endless_model), "--prompt", "a"]
+    arguments += ["--max-tokens", "100000"]
     with subprocess.Popen(
         [*COMMAND, *arguments, "--temp", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -166,8 +172,9 @@ def test_interrupt_is_quiet(tiny_model: Path) -> None:
         assert not complaints(process.stderr.read())
 
 
-def test_a_reader_that_leaves_is_no_error(tiny_model: Path) -> None:
-    arguments = ["generate", "--model", str(tiny_model), "--prompt", "a", "--max-tokens", "100000"]
+def test_a_reader_that_leaves_is_no_error(endless_model: Path) -> None:
+    arguments = ["generate", "--model", str(endless_model), "--prompt", "a"]
+    arguments += ["--max-tokens", "100000"]
     with subprocess.Popen(
         [*COMMAND, *arguments, "--temp", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

@@ -38,12 +38,16 @@ def save_tiny_model(
     quantized: bool = True,
     seed: int = 0,
     dtype: mx.Dtype = mx.bfloat16,
+    endless: bool = False,
     **changes: Any,
 ) -> Path:
-    """Write a random model of two layers, with a byte-level tokenizer, into ``path``."""
+    """Write a random model of two layers, with a byte-level tokenizer, into ``path``.
+
+    The token that ends a text of an ``endless`` model is none that the model can give.
+    """
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
-    end = tokenizer.token_to_id("<|endoftext|>")
+    end = None if endless else tokenizer.token_to_id("<|endoftext|>")
     config = CONFIG | {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": end} | changes
     mx.random.seed(seed)
     model = Model(ModelArgs.from_dict(config))
@@ -56,7 +60,10 @@ def save_tiny_model(
     tokenizer.save(str(path / "tokenizer.json"))
     _write(
         path / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"},
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<|never|>" if endless else "<|endoftext|>",
+        },
     )
     _write(path / "generation_config.json", {"eos_token_id": end})
     return path
