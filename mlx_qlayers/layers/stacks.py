@@ -100,7 +100,9 @@ class _Stack:
         trees = [[(b.heads[1], b.tail[1]) for b in found[part]] for part in self.parts]
         self.arrays: list[list[mx.array]] = [[] for _ in trees]
         self.trees = [stretches.flatten(*pair) for pair in zip(trees, self.arrays, strict=True)]
-        self.functions: dict[Any, list[tuple[slice, Callable[..., list[mx.array]]]]] = {}
+        # The weight of the norm that follows each part, if a part follows.
+        self.following_norms = [found[i].heads[1][0] for i in starts[1:]] + [None]
+        self.functions: dict[Any, list[Callable[..., list[mx.array]]]] = {}
         # The length and the batch for which something is known, and that.
         self.known: tuple[int, int] | None = None
         self.following = mx.array(0)
@@ -164,14 +166,23 @@ class _Stack:
         key = at, buffers[0].shape[2], len(places)
         if key not in self.functions:
             self.functions[key] = [
-                (part, stretches.layers(at, self.static[part], tree, key[1:]))
+                stretches.layers(
+                    at,
+                    self.static[part],
+                    tree,
+                    (*key[1:], part.start == 0, part.stop == self.count),
+                )
                 for part, tree in zip(self.parts, self.trees, strict=True)
             ]
-        for (part, function), arrays in zip(self.functions[key], self.arrays, strict=True):
+        handed: list[mx.array] = []
+        for part, function, arrays, norm in zip(
+            self.parts, self.functions[key], self.arrays, self.following_norms, strict=True
+        ):
             some = places if len(places) == 1 else places[part]
             pairs = buffers[2 * part.start : 2 * part.stop]
-            x, *found = function(x, mask, some, arrays, pairs)
-            new += found
+            x, *found = function(x, mask, some, arrays, pairs, handed, norm)
+            handed = found[: -len(pairs)]
+            new += found[-len(pairs) :]
         return [x, *new]
 
 

@@ -292,6 +292,10 @@ def layers(
             :func:`tail`.
         tree: from :func:`flatten`, of the arrays of each layer's :func:`heads` and :func:`tail`.
         shape: whatever tells arguments apart that are traced each for itself.
+
+    Returns:
+        A function that gives the sums of residuals, what the norm of the layer after them needs if
+        it is handed on, and the buffers.
     """
     steps = [(_step(before, scale), _follow(*after)) for before, scale, after in each]
 
@@ -301,17 +305,19 @@ def layers(
         places: list[mx.array],
         arrays: list[mx.array],
         buffers: list[mx.array],
+        handed: list[mx.array],
+        next_weight: mx.array | None,
     ) -> list[mx.array]:
         new: list[mx.array] = []
         operands = _unflatten(tree, iter(arrays))
-        stream, weights = Stream(x), [before[0] for before, _ in operands]
+        stream, weights = Stream(x, *handed), [before[0] for before, _ in operands]
         for i, (step, follow) in enumerate(steps):
             before, after = operands[i]
             pair = buffers[2 * i : 2 * i + 2]
             out, *found = step(stream, mask, places[i % len(places)], *before, *pair)
-            stream = follow(out, stream.x, (*weights, None)[i + 1], *after)
+            stream = follow(out, stream.x, (*weights, next_weight)[i + 1], *after)
             new += found
-        return [stream.x, *new]
+        return [part for part in stream if part is not None] + new
 
     return run
 

@@ -261,7 +261,14 @@ def _after_norm(
     return products_of_few_rows(x, matrices, fmt, config, gate=gate, residual=residual)
 
 
-_EXTRA = ("norm_weight", "epsilon", "tile_squares", "residual", "next_weight")
+_EXTRA = (
+    "norm_weight",
+    "epsilon",
+    "tile_squares",
+    "squares_epsilon",
+    "residual",
+    "next_weight",
+)
 _INPUTS = (
     "x",
     *_EXTRA,
@@ -270,7 +277,7 @@ _INPUTS = (
 )
 _OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
 # What only the kernel on the matrix units has.
-_HANDED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
+_HANDED = ("tile_squares", "squares_epsilon", "next_weight", "scaled", "scaled_squares")
 _GATES = (None, "silu", "gelu", "gelu_approx")
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate")
 
@@ -332,7 +339,9 @@ def _launch(
         config = _any_units(x.size // k, fmt)
     sizes, rows = [matrix.w.shape[0] for matrix in matrices], x.size // k
     weight, epsilon = (None, None) if norm is None else (norm[0], _epsilon(norm[1]))
-    around = (weight, epsilon, tile_squares, residual, next_weight)
+    # With a name of its own, since a kernel knows when it is compiled only what it does not get.
+    folded, handed = (epsilon, None) if tile_squares is None else (None, epsilon)
+    around = (weight, folded, tile_squares, handed, residual, next_weight)
     extra = {key: a for key, a in zip(_EXTRA, around, strict=True) if a is not None}
     given = [array for matrix in matrices for array in matrix if array is not None]
     omitted = _omitted(

@@ -20,152 +20,12 @@
 // The rows of x, the numbers of the groups and `ahead` runs of a tile are loaded before their step.
 // In NVFP4, with groups of 16, the scale is multiplied into the code instead, which is exact.
 
+#include "few_row_steps.metal"
 #include "fragment.metal"
-#include "packed_pairs.metal"
 #include "packed_tile.metal"
 
 #include <metal_stdlib>
 using namespace metal;
-
-// sums += a tile's run d times x; without mode NVFP4, sums = their product.
-template <typename T, int fragments, int mode, typename S, int bits, int run, int ahead, int count>
-METAL_FUNC void multiply_tile(
-    thread sum_fragment* sums,
-    thread packed_tile<S, bits, run, ahead, count>& tile,
-    int d,
-    const thread right_fragment<T>* x) {
-  const int span = SPAN(bits), pairs = PAIRS(bits);
-#pragma unroll
-  for (int s = 0; s < run / (2 * pairs); s++) {
-    uint halves[2][span];
-    float scales[2] = {1.0f, 1.0f};
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      pair_halves<span>(halves[i], tile.words[d][i] + s * span);
-      if (mode == NVFP4) {
-        uint number = tile.numbers[i][s * 2 * pairs / 16];
-        scales[i] = decoded_scale<mode>(as_type<number_parts<S>>(number).x);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < pairs / 2; j++) {
-#pragma unroll
-      for (int part = 0; part < PARTS(T, mode, bits); part++) {
-        left_fragment<T> left;
-#pragma unroll
-        for (int p = 0; p < 4; p++) {
-          left.part[p] =
-              weight_pair<T, mode, bits>(halves[p % 2], 2 * j + p / 2, part, scales[p % 2]);
-        }
-#pragma unroll
-        for (int f = 0; f < fragments; f++) {
-          right_fragment<T> right = x[f * (run / 4) + s * pairs / 2 + j];
-          if (mode != NVFP4 && s + j + part == 0) {
-            multiply(sums[f], left, right);
-          } else {
-            multiply_accumulate(sums[f], left, right);
-          }
-        }
-      }
-    }
-  }
-}
-
-// The rows of x from element k on, each in its columns, and the norm's weight.
-template <typename T, int fragments, int run>
-struct row_runs {
-  loaded_run<T, run / 4> x[fragments], weight;
-};
-template <int per, int bits, typename T, int fragments, int run>
-METAL_FUNC void load_rows(
-    thread row_runs<T, fragments, run>& rows,
-    const device T* x,
-    const device T* norm_weight,
-    int k,
-    int row,
-    int filled,
-    int K,
-    uint lane) {
-#pragma unroll
-  for (int f = 0; f < fragments; f++) {
-    load_run<PAIRS(bits)>(
-        rows.x[f], x, (row + f * per) * K + k, K, run, max(filled - f * per, 0), lane);
-  }
-  if (norm_weight) {
-    load_run<PAIRS(bits)>(rows.weight, norm_weight, k, 0, run, max(filled, 0), lane);
-  }
-}
-// What was loaded as operands, times the norm's weight; the squares of x are added up.
-template <int bits, typename T, int fragments, int run>
-METAL_FUNC void take_rows(
-    thread right_fragment<T>* values,
-    thread square_sums* squares,
-    thread row_runs<T, fragments, run>& rows,
-    bool normed,
-    bool weighted) {
-  const int count = run / 4;
-#pragma unroll
-  for (int f = 0; f < fragments; f++) {
-    weave<PAIRS(bits)>(values + f * count, rows.x[f]);
-  }
-  if (normed) {
-#pragma unroll
-    for (int j = 0; j < fragments * count; j++) {
-      add_squares(squares[j / count], values[j]);
-    }
-  }
-  if (weighted) {
-    right_fragment<T> weight[count];
-    weave<PAIRS(bits)>(weight, rows.weight);
-#pragma unroll
-    for (int j = 0; j < fragments * count; j++) {
-      values[j] = multiply_elements(values[j], weight[j % count]);
-    }
-  }
-}
-
-// The sums of x over a group, for the biases.
-template <int fragments, int run, typename T>
-METAL_FUNC void sum_rows(
-    thread sum_fragment* added, left_fragment<T> ones, const thread right_fragment<T>* values) {
-#pragma unroll
-  for (int f = 0; f < fragments; f++) {
-    multiply(added[f], ones, values[f * (run / 4)]);
-#pragma unroll
-    for (int j = 1; j < run / 4; j++) {
-      multiply_accumulate(added[f], ones, values[f * (run / 4) + j]);
-    }
-  }
-}
-
-// totals += scale * sums + bias * added, without the offset of the codes; lane `from` of each row
-// holds the numbers.
-template <typename T, int fragments, int mode, bool handed, typename S, int bits, int run, int ahead, int count>
-METAL_FUNC void add_scaled(
-    thread sum_fragment* totals,
-    const thread sum_fragment* sums,
-    const thread sum_fragment* added,
-    thread packed_tile<S, bits, run, ahead, count>& tile,
-    int from,
-    uint lane) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    uint word = tile.numbers[i][0];
-    if (handed) {
-      word = from_row_lane(word, from, lane);
-    }
-    number_parts<S> number = as_type<number_parts<S>>(word);
-    float scale = decoded_scale<mode>(number.x);
-    float bias = fma(-code_offset<T, bits>(), scale, float(number.y));
-#pragma unroll
-    for (int f = 0; f < fragments; f++) {
-      totals[f].part[i] = fma(float2(scale), sums[f].part[i], totals[f].part[i]);
-      if (mode == AFFINE) {
-        totals[f].part[i] = fma(float2(bias), added[f].part[i], totals[f].part[i]);
-      }
-    }
-  }
-}
 
 template <
     typename T,
@@ -186,6 +46,7 @@ template <
     const device T* norm_weight,
     constant float* epsilon,
     const device float* tile_squares,
+    constant float* squares_epsilon,
     const device T* residual,
     const device T* next_weight,
     const device uint* w,
@@ -269,21 +130,21 @@ template <
   square_sums squared[fragments] = {};
 
   // Short runs of x are loaded a step ahead; long ones would take too many registers.
-  const bool early = run <= 16, normed = epsilon && !tile_squares;
+  const bool early = run <= 16;
   row_runs<T, fragments, run> rows;
   if (early) {
     int k = begin * step;
     load_rows<per, bits>(
         rows, x, norm_weight, k, row, mine > 0 && k + depth < K ? filled : 0, K, lane);
   }
-  // The squares of a single row are on their way while it is multiplied.
-  const int thread_index = simd * 32 + lane, threads = stacks * simds * 32, squared_tiles = (K + 15) / 16;
-  float seen[2] = {0, 0};
-  if (tile_squares && M == 1) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      int j = thread_index + i * threads;
-      seen[i] = j < squared_tiles ? tile_squares[j] : 0.0f;
+  // Factors of rows, while what was loaded first is on its way.
+  const int thread_index = simd * 32 + lane, threads = stacks * simds * 32;
+  if (tile_squares) {
+    for (int m = simd; m < M; m += stacks * simds) {
+      float factor = norm_factor(tile_squares + m, (K + 15) / 16, M, K, squares_epsilon[0], lane);
+      if (lane == 0) {
+        squares[m] = factor;
+      }
     }
   }
   for (int i = 0; i < mine; i += ahead) {
@@ -304,13 +165,13 @@ template <
       }
       right_fragment<T> values[fragments * run / 4];
       if (early) {
-        take_rows<bits>(values, squared, rows, normed, norm_weight);
+        take_rows<bits>(values, squared, rows, epsilon, norm_weight);
       }
       int coming = now + early, k = (begin + between * coming) * step;
       load_rows<per, bits>(
           rows, x, norm_weight, k, row, coming < mine && k + depth < K ? filled : 0, K, lane);
       if (!early) {
-        take_rows<bits>(values, squared, rows, normed, norm_weight);
+        take_rows<bits>(values, squared, rows, epsilon, norm_weight);
       }
       sum_fragment added[fragments];
       if (mode == AFFINE) {
@@ -339,31 +200,7 @@ template <
       store_sum<float>(totals[r][f], to, columns, lane);
     }
   }
-  if (tile_squares && M == 1) {
-    float sum = seen[0] + seen[1];
-    for (int j = thread_index + 2 * threads; j < squared_tiles; j += threads) {
-      sum += tile_squares[j];
-    }
-    sum = simd_sum(sum);
-    if (lane == 0) {
-      squares[simd] = sum;
-    }
-  } else if (tile_squares) {
-    for (int m = simd; m < M; m += stacks * simds) {
-      float sum = 0;
-      for (int j = lane; j < squared_tiles; j += 8 * 32) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-          sum += j + 32 * i < squared_tiles ? tile_squares[(j + 32 * i) * M + m] : 0.0f;
-        }
-      }
-      sum = simd_sum(sum);
-      if (lane == 0) {
-        squares[m] = sum;
-      }
-    }
-  }
-  if (normed && above == 0) {
+  if (epsilon && above == 0) {
 #pragma unroll
     for (int f = 0; f < fragments; f++) {
       store_squares(squares + part * columns + 8 * f, squared[f], lane);
@@ -377,15 +214,14 @@ template <
   for (int i = thread_index; i < (next_weight ? (elements + 31) / 32 * 32 : elements); i += threads) {
     int n = i % height, m = min(i / height, M - 1), r = n / 16 * joined;
     float factor = sum_factor<mode>(), sums[2] = {0, 0}, square = 0;
-    if (epsilon) {
-      float mean = 0;
-      for (int j = 0; j < (tile_squares ? M == 1 ? stacks * simds : 1 : 0); j++) {
-        mean += squares[j + m] / float(K);
+    if (tile_squares) {
+      factor *= squares[m];
+    } else if (epsilon) {
+      float total = 0;
+      for (int j = 0; j < simds * slots; j++) {
+        total += squares[j / slots * columns + m / per * 8 + m % per + j % slots * per];
       }
-      for (int j = 0; j < (normed ? simds * slots : 0); j++) {
-        mean += squares[j / slots * columns + m / per * 8 + m % per + j % slots * per] / float(K);
-      }
-      factor *= metal::precise::rsqrt(mean + epsilon[0]);
+      factor *= metal::precise::rsqrt(total / float(K) + epsilon[0]);
     }
     for (int j = 0; j < simds * slots * joined; j++) {
       int from = (j / slots % simds * all + r + j / (slots * simds)) * 16 + n % 16;

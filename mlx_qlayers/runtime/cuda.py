@@ -183,6 +183,9 @@ def cuda_source(
         outer.append(f"auto&& {name}_msl={value};")
         inner.append(f"auto&& {name}={name}_msl;")
     lines = ["".join([*outer, "{", *inner])] if outer else []
+    # What a kernel does without an array it leaves out where it knows that it gets the array.
+    given = [p.name for p in program.inputs] + list(program.output_names)
+    lines.append("".join([f"__builtin_assume({name}!=nullptr);" for name in given]))
     lines += _attributes(program.source, threadgroup, surplus)
     lines.append(translate(program.source, kernel=True))
     return header, "\n".join(lines) + ("}" if outer else "")
