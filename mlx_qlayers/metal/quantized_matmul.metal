@@ -11,7 +11,8 @@
 //   `lanes`; no threadgroup memory. A thread takes runs of `run` elements of K, every lanes-th.
 //
 // Sums are float32, in `ways` parts that a processor with vectors adds side by side. At the edge of
-// a matrix a tile reads the last row again and writes only what exists.
+// a matrix a tile reads the last row again and writes only what exists. `epsilon` holds the bits of a
+// float.
 
 #include "epilogue.metal"
 #include "packed.metal"
@@ -44,6 +45,8 @@ template <
     int group,
     int bits,
     int gate,
+    bool normed,
+    int epsilon,
     int rows,
     int outputs,
     int run,
@@ -52,7 +55,6 @@ template <
 [[kernel]] void quantized_matmul_few_rows(
     const device T* x,
     const device T* norm_weight,
-    constant float* epsilon,
     const device T* residual,
     const device uint* w,
     const device S* scales,
@@ -111,7 +113,7 @@ template <
       for (int i = 0; i < run; i++) {
         values[i] = float(x[size_t(m) * K + k + i]);
       }
-      if (epsilon) {
+      if (normed) {
 #pragma unroll
         for (int i = 0; i < run; i++) {
           squares[m] = fma(values[i], values[i], squares[m]);
@@ -129,9 +131,9 @@ template <
 #pragma unroll(lanes > 1 ? rows : 1)
   for (int m = 0; m < rows; m++) {
     float factor = 1, total[outputs];
-    if (epsilon) {
+    if (normed) {
       float square = lanes > 1 ? simd_sum(squares[m]) : squares[m];
-      factor = metal::precise::rsqrt(square / float(K) + epsilon[0]);
+      factor = metal::precise::rsqrt(square / float(K) + as_type<float>(epsilon));
     }
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)

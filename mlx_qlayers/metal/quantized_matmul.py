@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from struct import pack, unpack
 from typing import ClassVar, Literal, NamedTuple
 
 import mlx.core as mx
@@ -261,14 +262,7 @@ def _after_norm(
     return products_of_few_rows(x, matrices, fmt, config, gate=gate, residual=residual)
 
 
-_EXTRA = (
-    "norm_weight",
-    "epsilon",
-    "tile_squares",
-    "squares_epsilon",
-    "residual",
-    "next_weight",
-)
+_EXTRA = ("norm_weight", "tile_squares", "residual", "next_weight")
 _INPUTS = (
     "x",
     *_EXTRA,
@@ -277,9 +271,9 @@ _INPUTS = (
 )
 _OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
 # What only the kernel on the matrix units has.
-_HANDED = ("tile_squares", "squares_epsilon", "next_weight", "scaled", "scaled_squares")
+_HANDED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
 _GATES = (None, "silu", "gelu", "gelu_approx")
-_TEMPLATE = ("T", "S", "mode", "group", "bits", "gate")
+_TEMPLATE = ("T", "S", "mode", "group", "bits", "gate", "normed", "epsilon")
 
 
 def _threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, **_: object) -> int:
@@ -291,7 +285,8 @@ def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
     """One of the two kernels, without some of its inputs and outputs."""
     letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
     function = "quantized_matmul_matrix" if units else "quantized_matmul_few_rows"
-    lacking = omitted if units else omitted + _HANDED
+    # That with the matrix units reads the shapes of its arrays.
+    lacking = omitted + (("shape",) if units else _HANDED)
     return Kernel(
         f"{function}_{int(letters, 2):x}",
         "quantized_matmul_matrix.metal" if units else "quantized_matmul.metal",
@@ -338,10 +333,8 @@ def _launch(
         # That kernel reads the shape of w, which therefore arrives as it is: in constant memory.
         config = _any_units(x.size // k, fmt)
     sizes, rows = [matrix.w.shape[0] for matrix in matrices], x.size // k
-    weight, epsilon = (None, None) if norm is None else (norm[0], _epsilon(norm[1]))
-    # With a name of its own, since a kernel knows when it is compiled only what it does not get.
-    folded, handed = (epsilon, None) if tile_squares is None else (None, epsilon)
-    around = (weight, folded, tile_squares, handed, residual, next_weight)
+    weight, epsilon = (None, 0.0) if norm is None else norm
+    around = (weight, tile_squares, residual, next_weight)
     extra = {key: a for key, a in zip(_EXTRA, around, strict=True) if a is not None}
     given = [array for matrix in matrices for array in matrix if array is not None]
     omitted = _omitted(
@@ -354,10 +347,12 @@ def _launch(
     shapes = [(*leading, n) for n in (sizes[:1] if gate else sizes)]
     if next_weight is not None:
         shapes += [*shapes, (-(-sizes[0] // 16), rows)]
-    threads = config.threads
-    return _kernel(isinstance(config, MatrixUnits), omitted)(
-        [x, *extra.values(), *given, _shape(rows, k, *sizes)],
-        template=_template(x.dtype, matrices[0].scales.dtype, fmt, gate, config),
+    threads, units = config.threads, isinstance(config, MatrixUnits)
+    arrays = [x, *extra.values(), *given]
+    normed = norm is not None and tile_squares is None
+    return _kernel(units, omitted)(
+        arrays if units else [*arrays, _shape(rows, k, *sizes)],
+        template=_template(x.dtype, matrices[0].scales.dtype, fmt, gate, normed, epsilon, config),
         grid=(config.threadgroups(tuple(sizes), gate is not None) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=shapes,
@@ -370,6 +365,8 @@ def _template(
     scale: mx.Dtype,
     fmt: Format,
     gate: Gate | None,
+    normed: bool,
+    epsilon: float,
     config: FewRows | MatrixUnits,
 ) -> dict[str, mx.Dtype | int | bool]:
     values: dict[str, mx.Dtype | int | bool] = {
@@ -379,6 +376,8 @@ def _template(
         "group": fmt.group_size,
         "bits": fmt.bits,
         "gate": _GATES.index(gate),
+        "normed": normed,
+        "epsilon": unpack("i", pack("f", epsilon))[0],
     }
     return values | {name: getattr(config, name.lower()) for name in config.template}
 
@@ -387,12 +386,6 @@ def _template(
 def _even(config: MatrixUnits) -> MatrixUnits:
     """With tiles in pairs, one of each matrix that a gate joins."""
     return replace(config, tiles=config.tiles + config.tiles % 2)
-
-
-@cache
-def _epsilon(value: float) -> mx.array:
-    # On CUDA, arrays of up to 8 bytes stay in the host's memory: 17 us a launch to read one there.
-    return mx.array([value] * 4, mx.float32)
 
 
 @cache

@@ -18,6 +18,7 @@
 // elements each, of `slots` groups side by side: zeros in x send their sums to columns of their own.
 // `fragments` right operands of 8 columns hold the rows of x times slots. run divides K.
 // The rows of x, the numbers of the groups and `ahead` runs of a tile are loaded before their step.
+// `epsilon` holds the bits of a float: arguments that are arrays cost a launch more time on the host.
 // In NVFP4, with groups of 16, the scale is multiplied into the code instead, which is exact.
 
 #include "few_row_steps.metal"
@@ -34,6 +35,8 @@ template <
     int group,
     int bits,
     int gate,
+    bool normed,
+    int epsilon,
     int fragments,
     int run,
     int tiles,
@@ -43,10 +46,10 @@ template <
     int RESIDENT>
 [[kernel]] void quantized_matmul_matrix(
     const device T* x,
+    const constant int* x_shape,
+    const constant int& x_ndim,
     const device T* norm_weight,
-    constant float* epsilon,
     const device float* tile_squares,
-    constant float* squares_epsilon,
     const device T* residual,
     const device T* next_weight,
     const device uint* w,
@@ -64,7 +67,6 @@ template <
     const device S* scales2,
     const device S* biases2,
     const device T* bias2,
-    constant int* shape,
     device T* y,
     device T* y1,
     device T* y2,
@@ -78,7 +80,12 @@ template <
   // Steps that the four lanes of a row hold numbers for.
   const int held = mode == NVFP4 ? 1 : 4 / slots, count = mode == NVFP4 ? run / 16 : 1;
   // Shapes come with the launch, earlier than what is in memory.
-  const int M = shape[0], K = w_shape[1] * 32 / bits, groups = K / group;
+  const int K = w_shape[1] * 32 / bits, groups = K / group;
+  int M = 1;
+#pragma clang loop unroll(disable)
+  for (int i = 0; i < x_ndim - 1; i++) {
+    M *= x_shape[i];
+  }
   const int sizes[3] = {w_shape[0], w1 ? w1_shape[0] : 0, w2 ? w2_shape[0] : 0};
   threadgroup float parts[simds * all * 16 * columns];
   threadgroup float squares[stacks * simds * columns];
@@ -141,7 +148,7 @@ template <
   const int thread_index = simd * 32 + lane, threads = stacks * simds * 32;
   if (tile_squares) {
     for (int m = simd; m < M; m += stacks * simds) {
-      float factor = norm_factor(tile_squares + m, (K + 15) / 16, M, K, squares_epsilon[0], lane);
+      float factor = norm_factor(tile_squares + m, (K + 15) / 16, M, K, as_type<float>(epsilon), lane);
       if (lane == 0) {
         squares[m] = factor;
       }
@@ -165,13 +172,13 @@ template <
       }
       right_fragment<T> values[fragments * run / 4];
       if (early) {
-        take_rows<bits>(values, squared, rows, epsilon, norm_weight);
+        take_rows<bits>(values, squared, rows, normed, norm_weight);
       }
       int coming = now + early, k = (begin + between * coming) * step;
       load_rows<per, bits>(
           rows, x, norm_weight, k, row, coming < mine && k + depth < K ? filled : 0, K, lane);
       if (!early) {
-        take_rows<bits>(values, squared, rows, epsilon, norm_weight);
+        take_rows<bits>(values, squared, rows, normed, norm_weight);
       }
       sum_fragment added[fragments];
       if (mode == AFFINE) {
@@ -200,7 +207,7 @@ template <
       store_sum<float>(totals[r][f], to, columns, lane);
     }
   }
-  if (epsilon && above == 0) {
+  if (normed && above == 0) {
 #pragma unroll
     for (int f = 0; f < fragments; f++) {
       store_squares(squares + part * columns + 8 * f, squared[f], lane);
@@ -216,12 +223,12 @@ template <
     float factor = sum_factor<mode>(), sums[2] = {0, 0}, square = 0;
     if (tile_squares) {
       factor *= squares[m];
-    } else if (epsilon) {
+    } else if (normed) {
       float total = 0;
       for (int j = 0; j < simds * slots; j++) {
         total += squares[j / slots * columns + m / per * 8 + m % per + j % slots * per];
       }
-      factor *= metal::precise::rsqrt(total / float(K) + epsilon[0]);
+      factor *= metal::precise::rsqrt(total / float(K) + as_type<float>(epsilon));
     }
     for (int j = 0; j < simds * slots * joined; j++) {
       int from = (j / slots % simds * all + r + j / (slots * simds)) * 16 + n % 16;
