@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..metal.attention import Scores
 from ..reference.attention import Packed, visible
-from ..runtime.backend import Note, count, requested
+from ..runtime.backend import Note, backend, count, requested
 
 # The masks of windows that are kept for later calls: bytes of one, and how many.
 _BYTES, _KEPT = 2 << 20, 16
@@ -53,9 +53,10 @@ def alone(
         causal = queries > 1 and (scores.causal or window is not None)
         return _run(note, scale, "causal" if causal else None, plain=sinks is None)
     # Of one query, the keys in its window are all that is needed.
-    if queries == 1 or queries * keys > _BYTES:
+    dtype = q.dtype if backend() == "cuda" and queries <= keys else mx.bool_
+    if queries == 1 or queries * keys * dtype.size > _BYTES:
         return None
-    return _within(note, scale, (queries, keys, window))
+    return _within(note, scale, (queries, keys, window, dtype))
 
 
 def _run(
@@ -76,7 +77,9 @@ def _run(
     return without_more if plain else run
 
 
-def _within(note: Note, scale: float, window: tuple[int, int, int]) -> Callable[..., mx.array]:
+def _within(
+    note: Note, scale: float, window: tuple[int, int, int, mx.Dtype]
+) -> Callable[..., mx.array]:
     def run(q: mx.array, k: mx.array, v: mx.array, _: None, sinks: mx.array | None) -> mx.array:
         count(note)
         return mx.fast.scaled_dot_product_attention(
@@ -87,11 +90,14 @@ def _within(note: Note, scale: float, window: tuple[int, int, int]) -> Callable[
 
 
 @lru_cache(_KEPT)
-def _mask(queries: int, keys: int, window: int) -> mx.array:
-    """Which keys each query sees.
+def _mask(queries: int, keys: int, window: int, dtype: mx.Dtype) -> mx.array:
+    """Which keys each query sees: booleans, or zero and minus infinity.
 
-    The mask is evaluated at once: what is being traced can use it, and so can what comes after.
+    On CUDA the operator makes these of booleans at each call, for every head. The mask is
+    evaluated at once: what is being traced can use it, and so can what comes after that.
     """
     mask = visible(queries, keys, window)
+    if dtype != mx.bool_:
+        mask = mx.where(mask, mx.array(0, dtype), mx.array(-float("inf"), dtype))
     mx.eval(mask)
     return mask

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from attention_cases import make
+from attention_cases import expect, make
+from numerics import assert_accurate, random, to64
 
 from mlx_qlayers import attention, explain, use_backend
 from mlx_qlayers.metal.attention import Scores
@@ -31,12 +32,13 @@ CALLS = [
 ]
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A GPU, as far as this file asks for one; what is computed is on the CPU."""
+@pytest.fixture(params=["cuda", "metal"])
+def gpu(request, monkeypatch):
+    """A GPU of that kind, as far as this file asks for one; what is computed is on the CPU."""
+    monkeypatch.setattr(attention_stock, "backend", lambda: request.param)
     monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
     attention_stock._mask.cache_clear()
-    yield
+    yield request.param
     attention_stock._mask.cache_clear()
 
 
@@ -107,5 +109,30 @@ def test_masks_are_shared_and_bounded(gpu):
     info = attention_stock._mask.cache_info()
     assert (info.misses, info.hits) == (1, 2)
     assert info.maxsize * attention_stock._BYTES <= 32 << 20
-    mask = attention_stock._mask(16, 24, 3)
+    mask = attention_stock._mask(16, 24, 3, mx.float32 if gpu == "cuda" else mx.bool_)
     assert attention_stock._mask.cache_info().misses == 1 and mask.shape == (16, 24)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("length", [200, 256])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_window_is_as_accurate_as_with_a_mask_of_booleans(dtype, length):
+    """Forward and with gradients, of batches too: cuDNN is given one mask for all heads."""
+    shape, extra = (2, 8, 2, length, length, 128, 128), {"window": 64}
+    rng, arrays, options = make(0, shape, dtype, "causal", extra)
+    cotangent = random(rng, arrays[0].shape, dtype)
+    truth = expect(arrays, options, dtype, cotangent=to64(cotangent))
+    mask = attention_stock.visible(length, length, 64)
+
+    def stock(*a):
+        return [mx.fast.scaled_dot_product_attention(*a, scale=options["scale"], mask=mask)]
+
+    rough, rough_gradients = mx.vjp(stock, arrays, [cotangent])
+    explain(reset=True)
+    found, gradients = mx.vjp(lambda *a: [attention(*a, **options)], arrays, [cotangent])
+    assert [d.path for d in explain() if d.op == "attention"] == ["ops"]
+    for name, actual, stocks in zip(
+        ("out", "q", "k", "v"), (*found, *gradients), (*rough, *rough_gradients), strict=True
+    ):
+        exact, _, terms = truth[name]
+        assert_accurate(actual, exact, stocks, terms=terms, what=name)
