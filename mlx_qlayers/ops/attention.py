@@ -13,16 +13,27 @@ from ..reference.attention import Packed
 from ..runtime.backend import requested
 from ..tuning.store import on_change
 from . import attention_decode, attention_tiled
+from .attention_stock import alone
 from .differentiable import gradients_are_left_out
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUP_SIZES = (32, 64, 128)
+_Known = Callable[..., mx.array]
 # Calls that were checked, by all that was looked at. In decoding, the layers of a model ask for the
-# same one, and every step for another.
-_known: dict[tuple[Any, ...], Callable[..., mx.array]] = {}
+# same one, and every step for another: the last of them is compared with before any is looked up.
+_known: dict[tuple[Any, ...], _Known] = {}
+_last: tuple[tuple[Any, ...], _Known | None] = (), None
 _REMEMBERED = 256
-on_change(_known.clear)
+
+
+def _forget() -> None:
+    global _last
+    _known.clear()
+    _last = (), None
+
+
+on_change(_forget)
 
 
 def attention(
@@ -69,19 +80,37 @@ def attention(
         ``mx.fast.scaled_dot_product_attention``; windows as in mlx-lm, softcap as in Gemma 2 (arXiv
         2408.00118), sinks as in gpt-oss (arXiv 2508.10925).
     """
-    if isinstance(k, list):
-        k, v = tuple(k), tuple(v)
+    global _last
     key: tuple[Any, ...] | None
+    known: _Known | None
     try:
         # Whatever the checks and the choice look at; types too, since 4.0 equals 4.
-        key = scale, type(scale), requested(), gradients_are_left_out()
-        plain = window is softcap is sinks is None and (mask is None or type(mask) is str)
-        if plain and type(k) is type(v) is mx.array:
-            key += q.shape, q.dtype, k.shape, k.dtype, v.shape, v.dtype, mask
+        if (
+            type(k) is type(v) is mx.array
+            and type(scale) is float
+            and (window is None or type(window) is int)
+            and (mask is None or type(mask) is str)
+            and softcap is sinks is None
+        ):
+            bare = gradients_are_left_out()
+            # fmt: off
+            key = (
+                q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
+                scale, mask, window, requested(), bare,
+            )
+            # fmt: on
+            last, known = _last
+            if key != last:
+                known = _known.get(key)
+                if known is not None:
+                    _last = key, known
         else:
-            key += window, softcap, type(window), type(softcap)
+            if isinstance(k, list):
+                k, v = tuple(k), tuple(v)
+            key = scale, type(scale), window, type(window), softcap, type(softcap)
+            key += requested(), gradients_are_left_out()
             key += tuple(map(_kind, (q, k, v, mask, sinks)))
-        known = _known.get(key)
+            known = _known.get(key)
     except (TypeError, AttributeError):
         key = known = None
     if known is None:
@@ -91,7 +120,7 @@ def attention(
             _known.clear()
         if key is not None:
             _known[key] = known
-    return known(q, k, v, mask if isinstance(mask, mx.array) else None, sinks)
+    return known(q, k, v, None if type(mask) is str else mask, sinks)
 
 
 def _kind(array: Any) -> Any:
@@ -114,7 +143,8 @@ def _checked(
     _check_options(q, reference.keys(k), mask, sinks, scores)
     few = attention_decode.covers(q, k, v)
     kernels = attention_decode.Attention if few else attention_tiled.Attention
-    return kernels(q, k, v, mask, sinks, scores)
+    operation = kernels(q, k, v, mask, sinks, scores)
+    return alone(q, k, v, mask, sinks, scores, operation.unless) or operation
 
 
 def _check_arrays(q: mx.array, k: mx.array | Packed, v: mx.array | Packed) -> None:

@@ -11,7 +11,7 @@ from ..metal.attention import Scores
 from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, Prepared, configure, question
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import backend, choose, note, requested
+from ..runtime.backend import Note, backend, count, decide, requested
 from ..tuning.lookup import decided, found
 from . import attention_tiled
 from .differentiable import gradients_are_left_out, with_gradient_of
@@ -35,6 +35,9 @@ class Attention:
     """:func:`mlx_qlayers.attention` of any arrays with the shapes and dtypes of these.
 
     They have been checked, and the kernel takes them. None of them is kept.
+
+    Attributes:
+        unless: why ``auto`` leaves the kernel, or None.
     """
 
     def __init__(
@@ -53,18 +56,11 @@ class Attention:
         self._scores = scores
         self._mask = None if isinstance(mask, mx.array) or q.shape[2] == 1 else mask
         best = found("attention_decode", *question(q, k, v))
-        by, self._unless = decided(best, "few queries", _why_stock(q, parts[1], self._packed, mask))
+        by, self.unless = decided(best, "few queries", _why_stock(q, parts[1], self._packed, mask))
         self._by = by if best else ""
         self._host_gain = _host_gain(q, parts[1].shape[2])
         self._operators: dict[str, Callable[..., Any]] = {}
-        # Where `auto` takes the reference, and that is the stock operator, nothing precedes it.
-        self._as_stock = (
-            mx.default_device().type == mx.gpu
-            and requested() == "auto"
-            and self._unless is not None
-            and not (self._packed or self._mixed or isinstance(mask, mx.array))
-            and scores.window is scores.softcap is sinks is None
-        )
+        self._settled: Note | None = None
 
     def __call__(
         self,
@@ -74,20 +70,11 @@ class Attention:
         mask: mx.array | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        if self._as_stock:
-            note("attention", "ops", str(self._unless))
-            return mx.fast.scaled_dot_product_attention(
-                q, k, v, scale=self._scores.scale, mask=self._mask
-            )
-        arrays = [q, *k, *v] if self._packed else [q, k, v]
-        path = choose(
-            "attention",
-            _BACKENDS,
-            unless=self._unless,
-            host_gain=self._host_gain,
-            arrays=arrays,
-            by=self._by,
-        )
+        decision = self._settled
+        if decision is None:
+            decision = self._decide([q, *k, *v] if self._packed else [q, k, v])
+        count(decision)
+        path = decision[1]
         if path == "ops":
             return reference.attention(*self._arguments(q, k, v, mask, sinks))
         if self._mixed:
@@ -99,6 +86,19 @@ class Attention:
             self._operators[path] = operator
         out: mx.array = operator(q, k, v, mask, sinks)[0]
         return out
+
+    def _decide(self, arrays: list[mx.array]) -> Note:
+        decision = decide(
+            "attention",
+            _BACKENDS,
+            unless=self.unless,
+            host_gain=self._host_gain,
+            arrays=arrays,
+            by=self._by,
+        )
+        if backend() != "host":
+            self._settled = decision
+        return decision
 
     def _arguments(self, q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> tuple[Any, ...]:
         mask, scores = self._mask if mask is None else mask, self._scores

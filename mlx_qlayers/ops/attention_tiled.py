@@ -12,7 +12,7 @@ from ..metal.attention import FAR, Call, Scores, attention_forward
 from ..metal.attention_layout import WIDEST
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import backend, choose, note, requested
+from ..runtime.backend import backend, choose
 
 BACKENDS = ("metal", "cuda", "host")
 # Forward, on two cores, as benchmarks/bench_attention_tiles.py measures it; with gradients 0.25.
@@ -24,8 +24,6 @@ _FEW = 8
 # Scores below which stock is done on CUDA before Python has called the kernel: 32 heads with 256
 # queries in a window took 0.11 ms by kernel, 0.07 by stock.
 _WORTH_A_CALL = 1 << 24
-# Entries of the mask of a window that is kept for the stock operator: a byte each.
-_KEPT_MASK = 1 << 20
 # Sizes of keys and values for which stock is unfused on CUDA and was measured slower.
 _WITHOUT_CUDNN = ((192, 128), (256, 256))
 
@@ -48,6 +46,9 @@ class Attention:
     """:func:`mlx_qlayers.attention` of any arrays with the shapes and dtypes of these.
 
     They have been checked. None of them is kept.
+
+    Attributes:
+        unless: why ``auto`` leaves the kernels, or None.
     """
 
     def __init__(
@@ -62,35 +63,14 @@ class Attention:
         lacks = lacking(q, k, v, scores.scale)
         self._scores = scores
         self._backends = () if lacks else BACKENDS
-        self._unless = lacks or stock_is_better(q, k, v, mask, sinks, scores)
-        self._queries, self._keys = q.shape[2], reference.keys(k)
-        self._mask: mx.array | str | None = "causal" if scores.causal else None
-        # Where `auto` takes the reference, and that is the stock operator, nothing precedes it but,
-        # once, the mask of a window.
-        self._as_stock = (
-            mx.default_device().type == mx.gpu
-            and requested() == "auto"
-            and self._unless is not None
-            and isinstance(k, mx.array)
-            and isinstance(v, mx.array)
-            and q.dtype == k.dtype == v.dtype
-            and not isinstance(mask, mx.array)
-            and scores.softcap is sinks is None
-            and (scores.window is None or self._queries * self._keys <= _KEPT_MASK)
-        )
+        self.unless = lacks or stock_is_better(q, k, v, mask, sinks, scores)
+        self._mask = "causal" if scores.causal else None
 
     def __call__(
         self, q: mx.array, k: Any, v: Any, mask: mx.array | None, sinks: mx.array | None
     ) -> mx.array:
         scores = self._scores
-        if self._as_stock:
-            note("attention", "ops", str(self._unless))
-            if scores.window is not None and not isinstance(self._mask, mx.array):
-                self._mask = reference.visible(self._queries, self._keys, scores.window)
-                mx.eval(self._mask)
-            scale = scores.scale
-            return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=self._mask)
-        path = choose("attention", self._backends, unless=self._unless, host_gain=HOST_GAIN)
+        path = choose("attention", self._backends, unless=self.unless, host_gain=HOST_GAIN)
         if path != "ops":
             return attention(q, k, v, mask, sinks, scores)
         seen = self._mask if mask is None else mask

@@ -70,15 +70,8 @@ _forced: str | None = None
 # An operation, the path that it took, and why.
 Note = tuple[str, str, str]
 _decisions: dict[Note, int] = {}
-
-
-class _Thread(threading.local):
-    """What :func:`noting` keeps in each thread."""
-
-    notes: list[Note] | None = None
-
-
-_thread = _Thread()
+# What :func:`noting` collects, by the threads that are inside it.
+_collected: dict[int, list[Note]] = {}
 
 
 def _check(name: str) -> str:
@@ -117,12 +110,11 @@ def backend() -> str:
     """
     name = requested()
     if name == "auto":
-        return next(filter(_can_run, _missing))
+        for each, why in _missing.items():
+            if why() is None:
+                name = each
+                break
     return name
-
-
-def _can_run(name: str) -> bool:
-    return _missing[name]() is None
 
 
 class use_backend:
@@ -183,6 +175,25 @@ def choose(
     Raises:
         BackendError: a backend was forced that has no kernel for these arguments.
     """
+    decision = decide(op, kernels, unless=unless, host_gain=host_gain, arrays=arrays, by=by)
+    count(decision)
+    return decision[1]
+
+
+def decide(
+    op: str,
+    kernels: Iterable[str] = (),
+    *,
+    unless: str | None = None,
+    host_gain: float | None = None,
+    arrays: Sequence[mx.array] = (),
+    by: str = "",
+) -> Note:
+    """What :func:`choose` would note and go by: the operation, the backend and the reason.
+
+    It is the same for as long as the arguments and :func:`requested` are, but on ``host``, where
+    the arrays may be traced or not.
+    """
     wanted, available = requested(), tuple(kernels)
     if wanted == "ops":
         name, reason = "ops", "asked for"
@@ -198,8 +209,7 @@ def choose(
         name, reason = _auto_on_host(host_gain, arrays)
     else:
         name, reason = found, "auto"
-    note(op, name, f"{reason}, by {by}" if by and name != "ops" else reason)
-    return name
+    return op, name, f"{reason}, by {by}" if by and name != "ops" else reason
 
 
 def _no_kernel(found: str, available: Sequence[str]) -> str:
@@ -268,9 +278,13 @@ def _module(name: str) -> Any:
 
 def note(op: str, path: str, reason: str) -> None:
     """Remember that ``op`` took ``path`` and why."""
-    key = (op, path, reason)
+    count((op, path, reason))
+
+
+def count(key: Note) -> None:
+    """:func:`note` for those who keep what they note again and again."""
     _decisions[key] = _decisions.get(key, 0) + 1
-    if (found := _thread.notes) is not None:
+    if _collected and (found := _collected.get(threading.get_ident())) is not None:
         found.append(key)
 
 
@@ -283,12 +297,16 @@ def note_again(notes: Iterable[Note]) -> None:
 @contextmanager
 def noting() -> Iterator[list[Note]]:
     """Inside, in this thread, keep what is noted as well."""
-    before, found = _thread.notes, list[Note]()
-    _thread.notes = found
+    thread, found = threading.get_ident(), list[Note]()
+    before = _collected.get(thread)
+    _collected[thread] = found
     try:
         yield found
     finally:
-        _thread.notes = before
+        if before is None:
+            del _collected[thread]
+        else:
+            _collected[thread] = before
 
 
 def explain(*, reset: bool = False) -> list[Decision]:

@@ -47,6 +47,16 @@ def test_a_call_is_checked_once_for_all_that_are_alike(monkeypatch):
     assert len(checked) == 10
 
 
+def test_calls_that_take_turns_are_told_apart(monkeypatch):
+    monkeypatch.setattr(ops, "_checked", lambda q, *_: lambda *given: q.shape)
+    others = mx.ones((1, 4, 2, 64))
+    for q in (Q, Q, Q, others, others, others, Q, others):
+        assert attention(q, K, K, scale=1.0) == q.shape
+    monkeypatch.setattr(ops, "_checked", lambda *_: lambda *given: "new")
+    forget()
+    assert attention(others, K, K, scale=1.0) == "new"
+
+
 def test_numbers_of_other_types_are_checked_again():
     attention(Q, K, K, scale=1.0, window=2)
     with pytest.raises(ValueError, match=r"window must be .* or None, not 2\.0"):
@@ -92,7 +102,7 @@ def test_the_stock_operator_is_called_at_once(monkeypatch):
     """Where `auto` takes it on a GPU, the way there is short: half of its time is Python's."""
     monkeypatch.setattr(attention_decode, "backend", lambda: "cuda")
     monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
-    monkeypatch.setattr(attention_decode, "choose", None)
+    monkeypatch.setattr(attention_decode, "decide", None)
     explain(reset=True)
     found = attention(Q, K, K, scale=0.5, mask="causal")
     monkeypatch.undo()

@@ -1,6 +1,5 @@
 """What the tiled attention kernels take, and where stock is left in place."""
 
-from types import SimpleNamespace
 from unittest import mock
 
 import mlx.core as mx
@@ -8,7 +7,6 @@ import pytest
 
 from mlx_qlayers.metal.attention import Scores
 from mlx_qlayers.ops import attention_tiled
-from mlx_qlayers.runtime import explain
 
 
 def why_stock(device, *, keys=2048, length=2048, width=128, v_width=None, **options):
@@ -62,20 +60,3 @@ def test_lacking(width, v_width, scale, why):
     q, v = mx.zeros((1, 1, 9, width)), mx.zeros((1, 1, 9, v_width))
     found = attention_tiled.lacking(q, q, v, scale)
     assert found is None if why is None else why in found
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_the_stock_operator_alone_where_it_is_taken(monkeypatch, window):
-    """With the mask of a window made once, and a reason that can be read."""
-    q = mx.random.normal((1, 2, 16, 32))
-    mask = attention_tiled.reference.visible(16, 16, window)
-    expected = mx.fast.scaled_dot_product_attention(q, q, q, scale=0.5, mask=mask)
-    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
-    monkeypatch.setattr(attention_tiled, "stock_is_better", lambda *_: "a reason")
-    monkeypatch.setattr(attention_tiled, "choose", None)
-    scores = Scores(0.5, causal=True, window=window)
-    run = attention_tiled.Attention(q, q, q, "causal", None, scores)
-    compiled = mx.compile(run)
-    for way in (compiled, run):
-        assert mx.allclose(way(q, q, q, None, None), expected, rtol=1e-5, atol=1e-6)
-    assert "a reason" in [decision.reason for decision in explain()]
