@@ -95,9 +95,10 @@ def test_layers_in_one_trace_compute_the_same(name, kind, batch, runs):
     assert runs == [2] * 4
 
 
+@pytest.mark.parametrize("together", [1, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_norms_handed_on_from_product_to_product(name, runs, monkeypatch):
-    """As on CUDA in bfloat16: of the norms in a trace only the first is an operation."""
+def test_norms_handed_on_from_product_to_product(name, together, runs, monkeypatch):
+    """As on CUDA in bfloat16, from trace to trace too: only the first norm is an operation."""
     handed, normed = [], fused_products._normed
 
     def counted(x, weight, eps, tile_squares):
@@ -106,7 +107,9 @@ def test_norms_handed_on_from_product_to_product(name, runs, monkeypatch):
 
     stock, model = pair(name)
     # Under another name, so that no trace that was made without is found.
-    monkeypatch.setattr(stacks, "place", lambda: ("ops", threading.get_ident(), name))
+    at = "ops", threading.get_ident(), f"{name}, {together}"
+    monkeypatch.setattr(stacks, "place", lambda: at)
+    monkeypatch.setattr(stacks, "_TOGETHER", together)
     monkeypatch.setattr(stretches, "hands_norms_on", lambda x: x.shape[1] == 1)
     monkeypatch.setattr(fused_products, "_normed", counted)
     same(model, stock, f"{name}, handed on", "own", 3)
