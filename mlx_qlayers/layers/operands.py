@@ -5,7 +5,6 @@ A stretch of :mod:`.stretches` is kept under the former and called with the latt
 
 from __future__ import annotations
 
-from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -121,16 +120,15 @@ class Snapshot:
         # The numbers of a QLinear go with its arrays.
         numbers = [vars(part) for part in parts if type(part) is not QLinear]
         self.contents = [*parts, *numbers]
-        self.before = self._now()
+        self.types, self.before = self._types(), [dict(content) for content in self.contents]
 
     def holds(self, modules: list[nn.Module]) -> bool:
         """Whether these are the modules, and nothing in them was replaced."""
         try:
             same = len(modules) == len(self.modules[0]) and all(map(is_, modules, self.modules[0]))
-            return same and self._now() == self.before
-        except Exception:  # lists compare what is not identical, and arrays have no truth value
+            return same and self._types() == self.types and self.contents == self.before
+        except Exception:  # dicts compare what is not identical, and arrays have no truth value
             return False
 
-    def _now(self) -> list[object]:
-        values = chain.from_iterable(map(dict.values, self.contents))
-        return [*map(type, self.modules[1]), *values]
+    def _types(self) -> list[type]:
+        return [*map(type, self.modules[1])]

@@ -148,15 +148,15 @@ METAL_FUNC void add_scaled(
   }
 }
 
-// What a row is multiplied with by an RMS norm, from the squares of its tiles, `apart` in memory.
+// What an RMS norm multiplies a row of K elements with, from the squares of its tiles.
 METAL_FUNC float norm_factor(
-    const device float* squares, int tiles, int apart, int K, float epsilon, uint lane) {
+    const device float* squares, int tiles, int K, float epsilon, uint lane) {
   float total = 0;
 #pragma clang loop unroll(disable)
   for (int j = lane; j < tiles; j += 4 * 32) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      total += j + 32 * i < tiles ? squares[(j + 32 * i) * apart] : 0.0f;
+      total += j + 32 * i < tiles ? squares[j + 32 * i] : 0.0f;
     }
   }
   return metal::precise::rsqrt(simd_sum(total) / float(K) + epsilon);

@@ -222,7 +222,7 @@ def products_of_few_rows(
             goes through first; None for no norm.
         gate: with two matrices of one shape, give ``activation(first) * second`` alone.
         residual: added to the product of a single matrix; in its shape and dtype.
-        tile_squares: (ceil(K / 16), M) float32, if ``x`` was multiplied by the norm's weight
+        tile_squares: (M, ceil(K / 16)) float32, if ``x`` was multiplied by the norm's weight
             already, which then is None: sums of squares of what it was before. With this or the
             next, ``config`` and the matrices are what :func:`hands_on` takes.
         next_weight: (N,) of the norm that the product of a single matrix goes through next.
@@ -346,7 +346,7 @@ def _launch(
     )
     shapes = [(*leading, n) for n in (sizes[:1] if gate else sizes)]
     if next_weight is not None:
-        shapes += [*shapes, (-(-sizes[0] // 16), rows)]
+        shapes += [*shapes, (rows, -(-sizes[0] // 16))]
     threads, units = config.threads, isinstance(config, MatrixUnits)
     arrays = [x, *extra.values(), *given]
     normed = norm is not None and tile_squares is None

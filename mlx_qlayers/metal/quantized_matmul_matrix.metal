@@ -4,7 +4,7 @@
 //
 // The norm that y goes through next needs no launch of its own: y times its weight, `scaled`, is
 // written too, and of every tile of 16 columns the sum of squares of y. The product that follows
-// takes the first for x and the second for `tile_squares` (K / 16, M).
+// takes the first for x and the second for `tile_squares` (M, K / 16).
 //
 // The packed weights are the left operand, 16 rows of w to a tile, and the rows of x are columns of
 // the right one: 8 rows cost what one costs. A threadgroup has `stacks` times `simds` SIMD groups,
@@ -147,8 +147,9 @@ template <
   // Factors of rows, while what was loaded first is on its way.
   const int thread_index = simd * 32 + lane, threads = stacks * simds * 32;
   if (tile_squares) {
+    const int of_row = (K + 15) / 16;
     for (int m = simd; m < M; m += stacks * simds) {
-      float factor = norm_factor(tile_squares + m, (K + 15) / 16, M, K, as_type<float>(epsilon), lane);
+      float factor = norm_factor(tile_squares + m * of_row, of_row, K, as_type<float>(epsilon), lane);
       if (lane == 0) {
         squares[m] = factor;
       }
@@ -260,7 +261,7 @@ template <
         square += simd_shuffle_xor(square, apart);
       }
       if (n % 16 == 0 && place.first < N && i < elements) {
-        scaled_squares[place.first / 16 * M + m] = square;
+        scaled_squares[m * ((N + 15) / 16) + place.first / 16] = square;
       }
     }
   }

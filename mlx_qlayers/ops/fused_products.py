@@ -74,7 +74,7 @@ def fused_products(
         gate: with two matrices: give ``activation(first) * second`` alone; the activation is
             ``"silu"``, ``"gelu"`` or ``"gelu_approx"``.
         residual: added to the product with a single matrix; not together with ``gate``.
-        tile_squares: (ceil(K / 16), M) float32, with a norm without weight for an ``x`` that was
+        tile_squares: (M, ceil(K / 16)) float32, with a norm without weight for an ``x`` that was
             multiplied by the weight already: sums of squares of 16 columns of what it was before.
         next_weight: (N,) with a single matrix and no gate: the weight of an RMS norm that the
             result goes through next. What that needs is given too, so that it takes no launch.
@@ -250,7 +250,7 @@ def _handed_on(y: mx.array, weight: mx.array) -> list[mx.array]:
     """A result, that times the weight of the norm that follows, and its ``tile_squares``."""
     rows, n = y.astype(mx.float32), y.shape[-1]
     tiles = mx.pad(rows.reshape(-1, n) ** 2, [(0, 0), (0, -n % 16)]).reshape(-1, -(-n // 16), 16)
-    return [y, (rows * weight.astype(mx.float32)).astype(y.dtype), tiles.sum(-1).T]
+    return [y, (rows * weight.astype(mx.float32)).astype(y.dtype), tiles.sum(-1)]
 
 
 def _normed(
@@ -258,7 +258,7 @@ def _normed(
 ) -> mx.array:
     if tile_squares is None:
         return mx.fast.rms_norm(x, weight, eps)
-    scale = mx.rsqrt(tile_squares.sum(0) / x.shape[-1] + eps).reshape(*x.shape[:-1], 1)
+    scale = mx.rsqrt(tile_squares.sum(-1) / x.shape[-1] + eps).reshape(*x.shape[:-1], 1)
     return (x.astype(mx.float32) * scale).astype(x.dtype)
 
 
@@ -337,7 +337,7 @@ def _check_handed(
 ) -> None:
     """Raise for what is wrong with the arguments that hand a norm on."""
     if tile_squares is not None:
-        shape = (-(-x.shape[-1] // 16), prod(x.shape[:-1]))
+        shape = (prod(x.shape[:-1]), -(-x.shape[-1] // 16))
         if norm is None or norm[0] is not None:
             raise ValueError("tile_squares needs a norm without weight")
         if tile_squares.shape != shape or tile_squares.dtype != mx.float32:

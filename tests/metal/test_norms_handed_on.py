@@ -30,7 +30,7 @@ def hand_on(rows: int, n: int, config: MatrixUnits | None, dtype: mx.Dtype = mx.
     assert mx.array_equal(y, alone)
     both = to64(y) * to64(weight)
     assert_accurate(scaled, both, round_to(both, dtype))
-    tiles = np.pad(to64(y) ** 2, [(0, 0), (0, -n % 16)]).reshape(rows, -1, 16).sum(-1).T
+    tiles = np.pad(to64(y) ** 2, [(0, 0), (0, -n % 16)]).reshape(rows, -1, 16).sum(-1)
     assert_accurate(squares, tiles, round_to(tiles, mx.float32), terms=tiles.max())
 
 
@@ -39,7 +39,7 @@ def take_over(rows: int, sizes: list[int], gate: str | None, dtype: mx.Dtype = m
     rng, k = np.random.default_rng(rows), 192
     before, weight = random(rng, (rows, k), dtype), random(rng, (k,), dtype)
     scaled = (before.astype(mx.float32) * weight.astype(mx.float32)).astype(dtype)
-    squares = mx.array((to64(before) ** 2).reshape(rows, -1, 16).sum(-1).T.astype(np.float32))
+    squares = mx.array((to64(before) ** 2).reshape(rows, -1, 16).sum(-1).astype(np.float32))
     matrices = packed_matrices(rng, sizes, k, dtype)
     config = few_rows("cuda", rows, sum(sizes), k, dtype, AFFINE)
     options = {"norm": (None, 1e-3), "tile_squares": squares, "gate": gate}

@@ -219,8 +219,8 @@ def test_gradient_of_a_tree_is_zero_for_packed_words():
         ({"next_weight": mx.zeros((9,))}, r"next_weight must have shape \(8,\), not \(9,\)"),
         ({"tile_squares": mx.zeros((4, 2))}, "tile_squares needs a norm without weight"),
         (
-            {"norm": (None, EPS), "tile_squares": mx.zeros((4, 3))},
-            r"tile_squares must be float32 \(4, 2\), not mlx.core.float32 \(4, 3\)",
+            {"norm": (None, EPS), "tile_squares": mx.zeros((3, 4))},
+            r"tile_squares must be float32 \(2, 4\), not mlx.core.float32 \(3, 4\)",
         ),
     ],
     ids=str,
