@@ -199,8 +199,10 @@ def in_turn(
 ) -> Callable[[], list[mx.array]]:
     """Products with the copies by turns, from Python or as one compiled graph.
 
-    Where each depends on the one before, its x is taken from there, by a copy if that is too small.
+    Where each depends on the one before, its x is taken from there; if that is too small x stays, by
+    a small launch that waits for it.
     """
+    stays = mx.array([True])
 
     def run(x: mx.array) -> list[mx.array]:
         found: list[mx.array] = []
@@ -208,8 +210,9 @@ def in_turn(
             if found and dependent:
                 flat = found[-1].flatten()
                 if flat.size < x.size:
-                    flat = mx.concatenate([flat] * -(-x.size // flat.size))
-                x = flat[: x.size].reshape(x.shape)
+                    x = mx.where(stays, x, flat[:1])
+                else:
+                    x = flat[: x.size].reshape(x.shape)
             found.append(product(x, *copies[i % len(copies)]))
         return found
 
