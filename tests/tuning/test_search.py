@@ -1,6 +1,6 @@
 """Beam search."""
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import pytest
 
@@ -73,6 +73,60 @@ def test_goes_on_over_one_plateau_and_stops_at_the_second():
     assert search([Point()], attempt, width=16)[0].config == Point(7, 2)
     rounds = search([Point()], lambda p: Trial(p, 1.0), width=1)
     assert len(rounds) < len(EVERYTHING) / 2
+
+
+def test_what_one_change_tells_spares_others_before_the_round_is_over():
+    # Both starts are close; that x = 2 is slow after the first is not tried again after the second.
+    def steps(p):
+        return [replace(p, x=x) for x in (1, 2)]
+
+    tried = []
+
+    def attempt(configs):
+        tried.extend(configs)
+        return [Trial(p, 1.0 + 4 * (p.x == 2) + 0.01 * p.y) for p in configs]
+
+    beam_search([], [Point(1, 0), Point(1, 1)], steps, attempt)
+    assert [p.y for p in tried if p.x == 2] == [0]
+
+
+def test_a_gain_spares_what_was_as_good_as_the_best_before_it():
+    # After the smallest change, to 2, the others would have to gain as much to be worth a try.
+    tried = []
+
+    def attempt(configs):
+        tried.extend(configs)
+        return [Trial(p, {1: 2.0, 2: 1.0}.get(p.x, 3.0)) for p in configs]
+
+    def steps(p):
+        return [Point(x) for x in (16, 2) if p.x == 1]
+
+    assert beam_search([], [Point(1)], steps, attempt)[0].config == Point(2)
+    assert tried == [Point(1), Point(2)]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """As configurations may be: numbers, flags, names."""
+
+    threads: int = 32
+    padded: bool = False
+    scatter: str = "atomics"
+
+
+def test_fields_need_not_be_numbers():
+    every = [Mixed(t, p, s) for t in (32, 64) for p in (False, True) for s in ("atomics", "sorted")]
+
+    def attempt(configs):
+        seconds = [1.0 + (c.threads == 32) + c.padded + (c.scatter != "sorted") for c in configs]
+        return map(Trial, configs, seconds)
+
+    def one_field_away(c):
+        pairs = [(d, zip(astuple(c), astuple(d), strict=True)) for d in every]
+        return [d for d, values in pairs if sum(a != b for a, b in values) == 1]
+
+    found = beam_search([], [Mixed(padded=True)], one_field_away, attempt)
+    assert found[0].config == Mixed(64, False, "sorted")
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
