@@ -282,10 +282,13 @@ class Computed(Judge[C]):
 
     def _cost(self, config: C, launches: list[Counters]) -> float:
         registers = self.family.registers(config, self.problem)
+        # Apple's compiler is not told how many threadgroups should fit.
+        resident = self.family.resident(config) if self.device == "cuda" else 0
         # The first launch is the configured one; a second one adds up what it left.
+        own = [(registers, resident), *[(32, 0)] * (len(launches) - 1)]
         return sum(
-            cost(counters, self.machine, self._times, 32 if i else registers).seconds
-            for i, counters in enumerate(launches)
+            cost(counters, self.machine, self._times, *limits).seconds
+            for counters, limits in zip(launches, own, strict=True)
         )
 
 
