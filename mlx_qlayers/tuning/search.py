@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from math import inf, log2
+from math import inf
 from statistics import median
 from typing import Any, Generic, TypeVar
 
@@ -47,9 +47,9 @@ def beam_search(
     """Keep the best few configurations, try their neighbours, and repeat while that gains.
 
     What a change of a configuration gained where it was tried is what it should gain elsewhere. The
-    most promising neighbour is tried first, and the others are judged anew by what it tells and by
-    the best so far, until what is left should be far from that. Of changes that nothing is known
-    of the smallest is tried first: it is the likelier to change little.
+    most promising neighbour is tried first. Then the others are judged anew, by what it told and by
+    the best so far, until all that are left should be far from that: in the same round, so that a
+    change that is of no use is tried once, not from each of the best few.
 
     Args:
         known: what was tried before.
@@ -82,14 +82,14 @@ def beam_search(
 
     def attempt_near(beam: Sequence[C]) -> None:
         pairs = [(seen[start], config) for start in beam for config in near(start)]
-        gains.learn(pairs, seen)
-        left = [(start, config) for start, config in pairs if config not in seen]
+        left = [pair for pair in pairs if pair[1] not in seen]
         while left:
             expected, config = _most_promising(left, gains)
             if expected > ranked()[0].seconds * _FAR:
-                break
+                return
             attempt_one(config)
-            gains.learn([pair for pair in left if pair[1] == config], seen)
+            for before in (before for before, other in left if other == config):
+                gains.learn(before, seen.get(config))
             left = [pair for pair in left if pair[1] != config]
 
     try:
@@ -112,13 +112,10 @@ def beam_search(
 
 
 def _most_promising(pairs: Sequence[tuple[Trial[C], C]], gains: _Gains) -> tuple[float, C]:
-    """The neighbour that should take least, after the smallest change of those, and its seconds."""
-    expected = (
-        (start.seconds * gains.ratio(start.config, config), _distance(start.config, config), i)
-        for i, (start, config) in enumerate(pairs)
-    )
-    seconds, _, i = min(expected)
-    return seconds, pairs[i][1]
+    """The neighbour that should take least, of starts and neighbours, and its seconds."""
+    expected = [start.seconds * gains.ratio(start.config, config) for start, config in pairs]
+    best = min(range(len(pairs)), key=expected.__getitem__)
+    return expected[best], pairs[best][1]
 
 
 class _Gains:
@@ -127,13 +124,11 @@ class _Gains:
     def __init__(self) -> None:
         self._ratios: dict[Any, list[float]] = {}
 
-    def learn(self, pairs: Iterable[tuple[Trial[C], C]], seen: Mapping[C, Trial[C]]) -> None:
-        """Remember what changes did, of those that were tried."""
-        for before, config in pairs:
-            after = seen.get(config)
-            if after is not None and not (before.problem or after.problem):
-                ratios = self._ratios.setdefault(_change(before.config, config), [])
-                ratios.append(after.seconds / before.seconds)
+    def learn(self, before: Trial[Any], after: Trial[Any] | None) -> None:
+        """Remember what a change did, if that is known."""
+        if after is not None and not (before.problem or after.problem):
+            ratios = self._ratios.setdefault(_change(before.config, after.config), [])
+            ratios.append(after.seconds / before.seconds)
 
     def ratio(self, before: Any, after: Any) -> float:
         """What the change did where it was tried; 1 if it was not."""
@@ -148,17 +143,3 @@ def _change(before: Any, after: Any) -> Any:
         for f in fields(before)
         if (old := getattr(before, f.name)) != (new := getattr(after, f.name, None))
     )
-
-
-def _distance(before: Any, after: Any) -> float:
-    """How far a change goes: by the factors between numbers."""
-    if not is_dataclass(before):
-        return 0.0
-    changes = [(old, new) for _, old, new in _change(before, after)]
-    return sum(
-        abs(log2(max(new, 0.5) / max(old, 0.5))) for old, new in changes if _numbers(old, new)
-    )
-
-
-def _numbers(*values: Any) -> bool:
-    return all(isinstance(value, int | float) for value in values)
