@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -51,16 +52,16 @@ def _both(
     family: Any, judge: Judge[Any], trials: Sequence[Any], most: int
 ) -> Iterator[tuple[float, float]]:
     """Measured and computed seconds."""
-    for fields, seconds in random.Random(0).sample(trials, min(most, len(trials))):
-        kind = next(k for k in family.configs if set(asdict_names(k)) == set(fields))
-        trial = judge.attempt(kind(**fields))
+    for values, seconds in random.Random(0).sample(trials, min(most, len(trials))):
+        kind = next(k for k in family.configs if set(asdict_names(k)) == set(values))
+        trial = judge.attempt(kind(**values))
         if not trial.problem:
             yield seconds, trial.seconds
 
 
 def asdict_names(kind: Any) -> list[str]:
     """The names of a dataclass's fields."""
-    return list(kind.__dataclass_fields__)
+    return [field.name for field in fields(kind)]
 
 
 def alike(pairs: Sequence[tuple[float, float]], apart: float = 0.05) -> float:

@@ -6,9 +6,10 @@
 
 ``--tune`` tunes the shapes of a model of Qwen2-7B's shape with random weights, as the command
 ``mlx-qlayers tune`` does, and ``--ship`` copies what it found; ``--decode`` prints tokens a second
-before and after. ``--exhaustive`` measures every configuration of some problems, then the best, the
-heuristic's and the one that the beam finds among them once more side by side. Files are written
-anew with every row.
+before and after. ``--exhaustive`` measures every configuration of some problems, has the beam
+search what was measured, then measures its finalists and the best of all once more side by side:
+what the tuner takes of its finalists is held against the fastest of all. Files are written anew
+with every row.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime.folder import cache_folder
 from mlx_qlayers.tuning.families import FAMILIES
-from mlx_qlayers.tuning.judge import judge_of
+from mlx_qlayers.tuning.judge import Times, judge_of
 from mlx_qlayers.tuning.lookup import heuristics_alone
 from mlx_qlayers.tuning.search import Trial, beam_search
 from mlx_qlayers.tuning.several import processes, tune_all
 from mlx_qlayers.tuning.shapes import Target, problems_of_model
 from mlx_qlayers.tuning.store import device_name
+from mlx_qlayers.tuning.tune import NOISE, fastest, finalists
 from mlx_qlayers.tuning.workers import Ended, Place, Workers
 
 _FEW = FAMILIES["quantized_matmul_few_rows"]
@@ -48,8 +50,9 @@ EXHAUSTIVE = tuple(
     Target(_FEW, _FEW.asked(1, n, k, mx.bfloat16, Format(64, 4), kind))
     for n, k, kind in ((3584, 3584, "residual"), (3584, 18944, "residual"), (152064, 3584, ""))
 )
-# Of all that was measured, so many are measured again beside the heuristic's choice.
-_BEST = 4
+# Of all that was measured, so many are measured again beside the beam's finalists: what looked best
+# once is often what chance favoured.
+_BEST = 8
 # One token: longer prompts would need kernels of their own.
 PROMPT = [1]
 
@@ -138,10 +141,19 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Final:
-    """A job: measure configurations side by side."""
+    """A job: measure configurations side by side.
+
+    Attributes:
+        target: the family and the problem.
+        configs: the beam's finalists, of which the first is the heuristic's choice, and others.
+        finalists: how many of them are finalists.
+        tried: how many the beam tried.
+    """
 
     target: Target
     configs: list[Any]
+    finalists: int
+    tried: int
 
 
 def work(job: Sweep | Final, place: Place) -> None:
@@ -160,10 +172,11 @@ def work(job: Sweep | Final, place: Place) -> None:
         for i, judge in enumerate(judges):
             if time.monotonic() > job.end:
                 return
-            place.send((i, judge.attempt(config, place.turn())))
+            trial = judge.attempt(config, place.turn())
+            place.send((i, trial, judge.noise))
 
 
-def exhaustive(limit: float, path: Path) -> None:
+def exhaustive(limit: float, beam: int, path: Path) -> None:
     """Every configuration of some problems, and the beam held against the best."""
     family, problem = EXHAUSTIVE[0]
     heuristic = family.heuristic(problem, judge_device())
@@ -171,6 +184,7 @@ def exhaustive(limit: float, path: Path) -> None:
     random.Random(0).shuffle(configs)
     configs = list(dict.fromkeys([heuristic, *configs]))
     found: list[dict[Any, Trial[Any]]] = [{} for _ in EXHAUSTIVE]
+    noise = [0.0 for _ in EXHAUSTIVE]
     count, written = processes(None), time.monotonic()
     end = written + limit
     jobs = [Sweep(EXHAUSTIVE, configs[i::count], end) for i in range(count)]
@@ -179,23 +193,23 @@ def exhaustive(limit: float, path: Path) -> None:
             if isinstance(message, Ended | str):
                 print(f"    {time.monotonic() - end + limit:.1f} s: {message}", flush=True)
                 continue
-            i, trial = message
+            i, trial, deviation = message
             found[i][trial.config] = trial
+            noise[i] = noise[i] or deviation
             if time.monotonic() > written + 3:
                 written = time.monotonic()
                 replace(path, _written(found))
         replace(path, _written(found))
         print(f"measured {[len(trials) for trials in found]} of {len(configs)}; microseconds")
         columns = {"heuristic": 12, "best": 12, "beam": 12, "heuristic/best": 14, "beam/best": 9}
-        table = Table({"problem": 60, "all": 5, **columns, "launches": 8})
+        table = Table({"problem": 60, "all": 5, **columns, "tried": 5, "launches": 8})
         table.print_header()
-        finals = [_final(*pair) for pair in zip(EXHAUSTIVE, found, strict=True)]
-        for job, message in workers.messages(job for job, _ in finals):
+        finals = [_final(*each, beam) for each in zip(EXHAUSTIVE, found, noise, strict=True)]
+        for job, message in workers.messages(finals):
             if isinstance(message, Ended):
                 print(message, flush=True)
                 continue
-            launches = next(n for final, n in finals if final is job)
-            _compared(table, job, message, launches, found[EXHAUSTIVE.index(job.target)])
+            _compared(table, job, message, len(found[EXHAUSTIVE.index(job.target)]))
         print(f"\nwrote {path}\n")
 
 
@@ -204,38 +218,45 @@ def judge_device() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def _final(target: Target, known: dict[Any, Trial[Any]]) -> tuple[Final, int]:
-    """The heuristic's choice, the beam's and the best, and how many the beam tries."""
+def _final(target: Target, known: dict[Any, Trial[Any]], noise: float, beam: int) -> Final:
+    """What the tuner would measure last if it found what is known, and the best of that."""
     family, problem = target
     heuristic = family.heuristic(problem, judge_device())
     asked: list[Any] = []
 
     def attempt(configs: Sequence[Any]) -> list[Trial[Any]]:
-        some = [known[config] for config in configs if config in known]
-        asked.extend(some)
-        return some
+        asked.extend(configs)
+        return [known[config] for config in configs if config in known]
 
-    ranked = beam_search([], [heuristic], lambda c: family.near(c, problem), attempt)
+    trials = beam_search(
+        [],
+        [heuristic, *family.others(problem, judge_device())],
+        partial(family.near, problem=problem),
+        attempt,
+        width=beam,
+        noise=max(NOISE, noise),
+    )
+    last = finalists(heuristic, trials)
     best = sorted(known.values(), key=lambda trial: trial.seconds)[:_BEST]
-    beam = ranked[0].config if ranked else heuristic
-    return Final(target, [heuristic, beam, *(trial.config for trial in best)]), len(asked)
+    configs = list(dict.fromkeys([*last, *(trial.config for trial in best)]))
+    return Final(target, configs, len(last), len(asked))
 
 
-def _compared(
-    table: Table, job: Final, times: list[Any], launches: int, known: dict[Any, Any]
-) -> None:
-    heuristic, beam, *others = [found.cold for found in times]
-    best = min((heuristic, beam, *others), key=lambda sample: sample.median)
+def _compared(table: Table, job: Final, times: list[Times], count: int) -> None:
+    """A row: the tuner's verdict on its finalists beside the best of all that was measured."""
+    heuristic, beam = times[0].cold, times[fastest(times[: job.finalists])].cold
+    best = min((found.cold for found in times), key=lambda sample: sample.median)
     table.add(
         **{
             "problem": job.target.key,
-            "all": len(known),
+            "all": count,
             "heuristic": heuristic.scaled(1e6),
             "best": best.scaled(1e6),
             "beam": beam.scaled(1e6),
             "heuristic/best": heuristic.median / best.median,
             "beam/best": beam.median / best.median,
-            "launches": launches / max(1, len(known)),
+            "tried": job.tried,
+            "launches": job.tried / max(1, count),
         }
     )
     for config, found in zip(job.configs, times, strict=True):
@@ -295,7 +316,7 @@ def measure_all(args: argparse.Namespace) -> None:
         if args.decode:
             decoded(stock, model, args.tokens, args.repeats)
     if args.exhaustive:
-        exhaustive(args.exhaustive, args.measured)
+        exhaustive(args.exhaustive, args.beam, args.measured)
 
 
 if __name__ == "__main__":

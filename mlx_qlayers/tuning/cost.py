@@ -60,7 +60,13 @@ class Cost:
         return float(sum(part**self.overlap for part in parts) ** (1 / self.overlap) + self.launch)
 
 
-def cost(counters: Counters, machine: Machine, times: float = 1.0, registers: int = 32) -> Cost:
+def cost(
+    counters: Counters,
+    machine: Machine,
+    times: float = 1.0,
+    registers: int = 32,
+    resident: int = 1,
+) -> Cost:
     """The time of one launch on a machine.
 
     Args:
@@ -68,6 +74,8 @@ def cost(counters: Counters, machine: Machine, times: float = 1.0, registers: in
         machine: from :data:`machines.MACHINES`.
         times: how many times as many threadgroups the launch has.
         registers: 32-bit registers that a thread needs; an estimate.
+        resident: threadgroups that the compiler must leave a core's registers for. A thread gets
+            no more than its share then, and what it needs beyond that is kept in memory.
 
     Example:
         >>> from mlx_qlayers.metal.exp import exp
@@ -81,7 +89,7 @@ def cost(counters: Counters, machine: Machine, times: float = 1.0, registers: in
     c, m = _more(counters, times), machine
     threads = ceil(c.threads / c.threadgroups)
     simds = ceil(threads / 32)
-    most = min(_MOST_REGISTERS, m.registers // threads)
+    most = min(_MOST_REGISTERS, m.registers // (threads * max(1, resident)))
     fitting = max(
         1,
         min(

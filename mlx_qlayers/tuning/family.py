@@ -135,6 +135,10 @@ class Family(ABC, Generic[C]):
         """32-bit registers that a thread needs, as far as can be told from its arrays."""
         return 32
 
+    def resident(self, config: C) -> int:
+        """Threadgroups for which the compiler must leave registers, on CUDA; 0 leaves it to it."""
+        return getattr(config, "resident", 0)
+
     def key(self, problem: Problem) -> str:
         """Where results for a problem are stored."""
         return key_of(self.name, self.bucket(problem.shape), problem.dtype, problem.form)

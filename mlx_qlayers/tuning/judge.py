@@ -149,7 +149,7 @@ class Measured(Judge[C]):
         mx.eval(self.sets, self._true)
 
     def rate(self, config: C) -> float:
-        for repeats in (4, 9):  # more where something came between, as another process's launch
+        for repeats in (4, 9, 19):  # more where something came between, as another process's launch
             found = self._times({"": self._path(config)}, self.sets, repeats)[""]
             if found.spread < _NOISY:
                 break
@@ -282,10 +282,13 @@ class Computed(Judge[C]):
 
     def _cost(self, config: C, launches: list[Counters]) -> float:
         registers = self.family.registers(config, self.problem)
+        # Apple's compiler is not told how many threadgroups should fit.
+        resident = self.family.resident(config) if self.device == "cuda" else 0
         # The first launch is the configured one; a second one adds up what it left.
+        own = [(registers, resident), *[(32, 0)] * (len(launches) - 1)]
         return sum(
-            cost(counters, self.machine, self._times, 32 if i else registers).seconds
-            for i, counters in enumerate(launches)
+            cost(counters, self.machine, self._times, *limits).seconds
+            for counters, limits in zip(launches, own, strict=True)
         )
 
 

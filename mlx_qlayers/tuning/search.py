@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from math import inf
 from statistics import median
@@ -46,8 +46,10 @@ def beam_search(
 ) -> list[Trial[C]]:
     """Keep the best few configurations, try their neighbours, and repeat while that gains.
 
-    What a change of a configuration gained where it was tried is what it should gain elsewhere: the
-    most promising neighbours come first, and those that should be far from the best are left out.
+    What a change of a configuration gained where it was tried is what it should gain elsewhere. The
+    most promising neighbour is tried first. Then the others are judged anew, by what it told and by
+    the best so far, until all that are left should be far from that: in the same round, so that a
+    change that is of no use is tried once, not from each of the best few.
 
     Args:
         known: what was tried before.
@@ -74,13 +76,26 @@ def beam_search(
     def ranked() -> list[Trial[C]]:
         return sorted(seen.values(), key=lambda trial: trial.seconds)
 
-    def attempt_new(configs: Iterable[C]) -> None:
-        new = [config for config in dict.fromkeys(configs) if config not in seen]
-        for trial in attempt(new):
-            seen[trial.config] = trial
+    def attempt_one(config: C) -> None:
+        for trial in attempt([config]):
+            seen[config] = trial
+
+    def attempt_near(beam: Sequence[C]) -> None:
+        pairs = [(seen[start], config) for start in beam for config in near(start)]
+        left = [pair for pair in pairs if pair[1] not in seen]
+        while left:
+            expected, config = _most_promising(left, gains)
+            if expected > ranked()[0].seconds * _FAR:
+                return
+            attempt_one(config)
+            for before in (before for before, other in left if other == config):
+                gains.learn(before, seen.get(config))
+            left = [pair for pair in left if pair[1] != config]
 
     try:
-        attempt_new(starts)
+        for config in dict.fromkeys(starts):
+            if config not in seen:
+                attempt_one(config)
         idle = 0
         while idle < 2:
             kept = [trial.config for trial in ranked()[:width] if not trial.problem]
@@ -89,27 +104,18 @@ def beam_search(
                 break
             best = ranked()[0].seconds
             expanded.update(beam)
-            pairs = [(start, config) for start in beam for config in near(start)]
-            attempt_new(_promising(pairs, seen, gains, best))
-            for start, config in pairs:
-                if config in seen:
-                    gains.learn(seen[start], seen[config])
+            attempt_near(beam)
             idle = 0 if ranked()[0].seconds < best * (1 - noise) else idle + 1
     except Stopped:
         pass
     return ranked()
 
 
-def _promising(
-    pairs: Sequence[tuple[C, C]], seen: Mapping[C, Trial[C]], gains: _Gains, best: float
-) -> list[C]:
-    """Neighbours by what they should take, without those that should be far from the best."""
-    expected: dict[C, float] = {}
-    for start, config in pairs:
-        seconds = seen[start].seconds * gains.ratio(start, config)
-        expected[config] = min(seconds, expected.get(config, inf))
-    close = [config for config, seconds in expected.items() if seconds <= best * _FAR]
-    return sorted(close, key=expected.__getitem__)
+def _most_promising(pairs: Sequence[tuple[Trial[C], C]], gains: _Gains) -> tuple[float, C]:
+    """The neighbour that should take least, of starts and neighbours, and its seconds."""
+    expected = [start.seconds * gains.ratio(start.config, config) for start, config in pairs]
+    best = min(range(len(pairs)), key=expected.__getitem__)
+    return expected[best], pairs[best][1]
 
 
 class _Gains:
@@ -118,9 +124,9 @@ class _Gains:
     def __init__(self) -> None:
         self._ratios: dict[Any, list[float]] = {}
 
-    def learn(self, before: Trial[Any], after: Trial[Any]) -> None:
-        """Remember what a change did."""
-        if not (before.problem or after.problem):
+    def learn(self, before: Trial[Any], after: Trial[Any] | None) -> None:
+        """Remember what a change did, if that is known."""
+        if after is not None and not (before.problem or after.problem):
             ratios = self._ratios.setdefault(_change(before.config, after.config), [])
             ratios.append(after.seconds / before.seconds)
 

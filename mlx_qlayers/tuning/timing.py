@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import hypot
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -51,10 +52,19 @@ class Sample:
         return Sample(self.median * factor, self.low * factor, self.high * factor, self.count)
 
     def less(self, floor: Sample) -> Sample:
-        """What remains without a part that every measurement holds; a nanosecond at least."""
-        pairs = (self.median, floor.median), (self.low, floor.low), (self.high, floor.median)
-        median, low, high = (max(whole - part, 1e-9) for whole, part in pairs)
-        return Sample(median, min(low, median), high, self.count)
+        """What remains without a part that every measurement holds; a nanosecond at least.
+
+        Both are uncertain, and independent of each other: their deviations add up in quadrature.
+
+        Example:
+            >>> found = Sample(7.0, 6.0, 8.0, 4).less(Sample(2.0, 2.0, 2.0, 4))
+            >>> found.median, found.low, found.high
+            (5.0, 4.0, 6.0)
+        """
+        median = max(self.median - floor.median, 1e-9)
+        down = hypot(self.median - self.low, floor.high - floor.median)
+        up = hypot(self.high - self.median, floor.median - floor.low)
+        return Sample(median, max(median - down, 1e-9), median + up, self.count)
 
     def __str__(self) -> str:
         return f"{significant(self.median)} ±{self.spread / 2:.0%}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from .family import Family, Problem
@@ -22,7 +23,7 @@ _FINALISTS = 3
 # A kernel that takes so many times as long as another path is not searched.
 _HOPELESS = 2.0
 # Differences below this are noise, and a search that gains no more stops.
-_NOISE = 0.01
+NOISE = 0.01
 
 
 @dataclass(frozen=True)
@@ -107,21 +108,23 @@ class Search(Generic[C]):
                     partial(family.near, problem=problem),
                     self._attempts,
                     width=self.beam,
-                    noise=max(_NOISE, judge.noise),
+                    noise=max(NOISE, judge.noise),
                 )
         except KeyboardInterrupt as caught:
             interrupt = caught
         ranked = sorted(self.trials.values(), key=lambda trial: trial.seconds)
-        works = (t.config for t in ranked if t.config != heuristic and not t.problem)
-        finalists = [heuristic, *list(works)[:_FINALISTS]]
-        times = [_once(self.trials[config]) for config in finalists]
+        last = finalists(heuristic, ranked)
+        times = [_once(self.trials[config]) for config in last]
         paths: Mapping[str, Times] = {}
         if not judge.hung and interrupt is None:
             with self.building():
                 judge.build(stock=True)
             with self.turn():
-                times, paths = judge.compared(finalists)
-        tuned = _verdict(problem, judge.path, finalists, times, paths, ranked)
+                times, paths = judge.compared(last)
+        best = fastest(times)
+        every = {judge.path: times[best], **paths}
+        path = min(every, key=lambda name: every[name].cold.median)
+        tuned = Tuned(problem, last[best], path, times[0], every, ranked)
         if interrupt is not None:
             raise Interrupted(tuned)
         return tuned
@@ -228,27 +231,29 @@ def _once(trial: Trial[Any]) -> Times:
     return Times(sample, sample)
 
 
-def _verdict(
-    problem: Problem,
-    path: str,
-    finalists: list[C],
-    times: list[Times],
-    paths: Mapping[str, Times],
-    trials: list[Trial[C]],
-) -> Tuned[C]:
-    """The fastest of the finalists, of which the first is the heuristic's choice, or a path."""
-    untuned, best = times[0], 0
+def finalists(heuristic: C, trials: Iterable[Trial[C]]) -> list[C]:
+    """The heuristic's choice, and the best of the others that work: to be measured side by side.
+
+    Args:
+        heuristic: the heuristic's choice.
+        trials: what was tried, the fastest first.
+    """
+    works = (t.config for t in trials if t.config != heuristic and not t.problem)
+    return [heuristic, *islice(works, _FINALISTS)]
+
+
+def fastest(times: Sequence[Times]) -> int:
+    """Which of the finalists to take: the first, unless another one beats it."""
+    best, untuned = 0, times[0]
     for i, found in enumerate(times):
         if _beats(found, untuned) and found.cold.median < times[best].cold.median:
             best = i
-    every = {path: times[best], **paths}
-    fastest = min(every, key=lambda name: every[name].cold.median)
-    return Tuned(problem, finalists[best], fastest, untuned, every, trials)
+    return best
 
 
 def _beats(found: Times, untuned: Times) -> bool:
     """Whether a configuration is faster than the heuristic's by more than noise, which stays as it
     is otherwise; and no slower where a cache holds its inputs."""
-    noise = max(_NOISE, (found.cold.spread + untuned.cold.spread) / 4)
-    no_slower = found.warm.median <= untuned.warm.median * (1 + max(_NOISE, untuned.warm.spread))
+    noise = max(NOISE, (found.cold.spread + untuned.cold.spread) / 4)
+    no_slower = found.warm.median <= untuned.warm.median * (1 + max(NOISE, untuned.warm.spread))
     return found.cold.median < untuned.cold.median * (1 - noise) and no_slower

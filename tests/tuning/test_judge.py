@@ -53,6 +53,31 @@ def test_the_gate_and_the_links_are_left_out(measured, monkeypatch):
     assert paths["stock"].cold.median == pytest.approx(4)
 
 
+def test_what_remains_is_as_uncertain_as_what_is_left_out():
+    chain, gate = Sample.of([6e-3] * 4), Sample.of([5e-3, 5e-3, 7e-3, 7e-3])
+    left = chain.less(gate)
+    # The gate was held up twice: without its spread a time of nothing would look sure.
+    assert left.median == 1e-9 and left.spread > 1
+    alone = chain.less(Sample.of([5e-3] * 4))
+    assert alone.median == pytest.approx(1e-3) and alone.spread == pytest.approx(0)
+
+
+def test_a_time_is_taken_again_where_the_gate_was_held_up(measured, monkeypatch):
+    measured._rounds = {len(measured.sets): 1}
+    asked = []
+
+    def seconds(chains, repeats):
+        asked.append(repeats)
+        held_up = repeats // 2 if len(asked) == 1 else 1
+        gates = [2.0] * (repeats - held_up) + [2.0 + 4 * len(measured.sets)] * held_up
+        whole = [2.0 + 5 * len(measured.sets)] * repeats
+        return {name: Sample.of(gates if name == "links" else whole) for name in chains}
+
+    monkeypatch.setattr(judge._gate(), "seconds", seconds)
+    assert measured.rate(measured.family.heuristic(PROBLEM, "cuda")) == pytest.approx(5)
+    assert asked == [4, 9]
+
+
 def test_a_configuration_is_verified_and_timed(measured):
     trial = measured.attempt(measured.family.heuristic(PROBLEM, "cuda"))
     assert trial.problem == "" and 0 < trial.seconds < 1

@@ -75,6 +75,48 @@ def test_goes_on_over_one_plateau_and_stops_at_the_second():
     assert len(rounds) < len(EVERYTHING) / 2
 
 
+def test_what_one_change_tells_spares_others_before_the_round_is_over():
+    # Both starts are close; that x = 2 is slow after the first is not tried again after the second.
+    def steps(p):
+        return [replace(p, x=x) for x in (1, 2)]
+
+    tried = []
+
+    def attempt(configs):
+        tried.extend(configs)
+        return [Trial(p, 1.0 + 4 * (p.x == 2) + 0.01 * p.y) for p in configs]
+
+    beam_search([], [Point(1, 0), Point(1, 1)], steps, attempt)
+    assert [p.y for p in tried if p.x == 2] == [0]
+
+
+def test_a_gain_spares_what_was_as_good_as_the_best_before_it():
+    # What is tried after 2 would have to gain as much to be worth a try.
+    tried = []
+
+    def attempt(configs):
+        tried.extend(configs)
+        return [Trial(p, {1: 2.0, 2: 1.0}.get(p.x, 3.0)) for p in configs]
+
+    def steps(p):
+        return [Point(x) for x in (2, 16) if p.x == 1]
+
+    assert beam_search([], [Point(1)], steps, attempt)[0].config == Point(2)
+    assert tried == [Point(1), Point(2)]
+
+
+def test_what_is_not_answered_is_asked_once():
+    asked = []
+
+    def attempt(configs):
+        asked.extend(configs)
+        return [bowl(p) for p in configs if p.x != 3]
+
+    trials = beam_search([], [Point()], near, attempt)
+    assert trials[0].config in (Point(2, 5), Point(4, 5))
+    assert any(p.x == 3 for p in asked) and all(t.config.x != 3 for t in trials)
+
+
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_a_spent_budget_ends_it_with_what_was_found(after):
     tried = []

@@ -1,6 +1,6 @@
 """Tuning a kernel from end to end, with costs computed from counters."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import inf
 
 import mlx.core as mx
@@ -8,16 +8,19 @@ import pytest
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal import row_sum
+from mlx_qlayers.metal.quantized_matmul import MatrixUnits
 from mlx_qlayers.metal.row_sum import RowSum
 from mlx_qlayers.runtime import KernelTimeout, use_backend
 from mlx_qlayers.tuning import judge, store
 from mlx_qlayers.tuning.families import FAMILIES, ROW_SUM
 from mlx_qlayers.tuning.families.row_sum import RowSumFamily
 from mlx_qlayers.tuning.family import Problem
-from mlx_qlayers.tuning.judge import judge_of
+from mlx_qlayers.tuning.judge import Times, judge_of
 from mlx_qlayers.tuning.machines import MACHINES
 from mlx_qlayers.tuning.moves import Axis, Group, Local, PadTo, Unroll, Upcast
-from mlx_qlayers.tuning.tune import tune
+from mlx_qlayers.tuning.search import Trial
+from mlx_qlayers.tuning.timing import Sample
+from mlx_qlayers.tuning.tune import fastest, finalists, tune
 
 PROBLEM = Problem((16, 1024), mx.float32)
 M1 = "applegpu_g13s"
@@ -154,6 +157,43 @@ def test_a_heuristic_that_does_not_work_is_an_error():
 
     with pytest.raises(RuntimeError, match=r"row_sum.*no such kernel"):
         tune(Broken(), PROBLEM, machine=M1)
+
+
+def times(cold, warm=1.0):
+    return Times(*(Sample(t, 0.995 * t, 1.005 * t, 5) for t in (cold, warm)))
+
+
+def test_the_finalists_are_the_heuristic_and_the_best_that_work():
+    trials = [Trial(config, seconds) for config, seconds in zip("abcde", range(5), strict=True)]
+    assert finalists("h", trials) == ["h", "a", "b", "c"]
+    assert finalists("b", trials) == ["b", "a", "c", "d"]
+    broken = [*trials[:2], Trial("z", problem="wrong")]
+    assert finalists("a", broken) == ["a", "b"] and finalists("a", []) == ["a"]
+
+
+def test_a_finalist_has_to_beat_the_heuristic():
+    assert fastest([times(2.0), times(1.9), times(1.5), times(1.7)]) == 2
+    assert fastest([times(2.0), times(1.99), times(2.5)]) == 0, "a gain within noise"
+    assert fastest([times(2.0), times(1.5, warm=1.2), times(1.8)]) == 2, "slower in a cache"
+    assert fastest([times(2.0)]) == 0
+
+
+def test_launch_bounds_leave_a_thread_its_share_of_registers():
+    """On an H200; Apple's compiler is not told how many threadgroups should fit."""
+    problem = Problem((1, 64, 512), mx.float16, "affine-64-4-t")
+    family = FAMILIES["quantized_matmul_few_rows"]
+    small = MatrixUnits(fragments=1, run=16, tiles=1, simds=2)
+    large = replace(small, run=64, tiles=4, ahead=2)
+
+    def seconds(machine, config):
+        return judge_of(family, problem, machine).attempt(config).seconds
+
+    for config, holds in ((small, True), (large, False)):
+        bound = replace(config, occupancy=16)
+        assert (family.registers(config, problem) <= 65536 // (16 * 32)) == holds
+        assert seconds(M1, bound) == seconds(M1, config)
+        assert (seconds("sm_90", bound) == seconds("sm_90", config)) == holds
+    assert seconds("sm_90", replace(large, occupancy=16)) > seconds("sm_90", large)
 
 
 def test_bad_arguments():
