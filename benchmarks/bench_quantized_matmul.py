@@ -199,8 +199,8 @@ def in_turn(
 ) -> Callable[[], list[mx.array]]:
     """Products with the copies by turns, from Python or as one compiled graph.
 
-    Where each depends on the one before, its x is taken from there; if that is too small x stays, by
-    a small launch that waits for it.
+    Where each depends on the one before, its x is taken from there; if that is too small, x stays,
+    by a small launch that waits for it.
     """
     stays = mx.array([True])
 
