@@ -184,7 +184,7 @@ def cuda_source(
         inner.append(f"auto&& {name}={name}_msl;")
     lines = ["".join([*outer, "{", *inner])] if outer else []
     # What a kernel does without an array it leaves out where it knows that it gets the array.
-    given = [p.name for p in program.inputs] + list(program.output_names)
+    given = [p.name for p in program.inputs if not p.reference] + list(program.output_names)
     lines.append("".join([f"__builtin_assume({name}!=nullptr);" for name in given]))
     lines += _attributes(program.source, threadgroup, surplus)
     lines.append(translate(program.source, kernel=True))
