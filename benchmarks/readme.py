@@ -298,12 +298,15 @@ def plots(titles: Mapping[str, str]) -> str:
 
 
 def checked() -> str:
-    """What the sanitizer said."""
-    lines = (RESULTS / "sanitize_kernels_cuda.txt").read_text().splitlines()
-    rows = [found.groups() for line in lines if (found := _CHECKED.match(line))]
-    heads = ("tool", "errors", "launches", "kernels", "cases", "wrong results")
+    """What the sanitizer said of the families of each run."""
+    runs = (RESULTS / "sanitize_kernels_cuda.txt").read_text().split("families: ")[1:]
+    rows: list[tuple[str, ...]] = []
+    for families, *lines in (run.splitlines() for run in runs):
+        found = [match.groups() for line in lines if (match := _CHECKED.match(line))]
+        rows += [(tool, families, *numbers) for tool, *numbers in found]
+    heads = ("tool", "families", "errors", "launches", "kernels", "cases", "wrong results")
     table = [f"| {' | '.join(row)} |" for row in (heads, *rows)]
-    return "\n".join([table[0], "|---|--:|--:|--:|--:|--:|", *table[1:]])
+    return "\n".join([table[0], "|---|---|--:|--:|--:|--:|--:|", *table[1:]])
 
 
 def updated(text: str) -> str:

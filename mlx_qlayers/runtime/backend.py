@@ -236,15 +236,24 @@ def _times(gain: float) -> str:
 def being_traced(arrays: Sequence[mx.array]) -> bool:
     """Whether arrays have no values, because ``mx.compile`` or ``mx.vmap`` is tracing.
 
-    Where they can have values they do afterwards: this evaluates them.
+    Where they can have values they will: this has them computed, and does not wait for it.
     """
+    try:
+        mx.async_eval(*arrays)
+    except ValueError:  # also where a gradient is taken, though they have values there
+        return not _evaluated(arrays)
+    return False
+
+
+def _evaluated(arrays: Sequence[mx.array]) -> bool:
+    """Wait for the values of arrays, if they can have any."""
     try:
         mx.eval(*arrays)
     except ValueError as error:
         if "transformations" not in str(error):
             raise
-        return True
-    return False
+        return False
+    return True
 
 
 def run(launch: Launch) -> list[mx.array]:
@@ -257,7 +266,7 @@ def run(launch: Launch) -> list[mx.array]:
     name, kernel = backend(), launch.program.name
     if name == "ops":
         raise BackendError(f"kernel {kernel} was called, but the ops backend runs none")
-    if name == "host" and being_traced(launch.inputs):
+    if name == "host" and not _evaluated(launch.inputs):
         raise BackendError(
             f"kernel {kernel}: {_TRACED}, and the host backend runs at once. Leave the call out of "
             'the traced function, or use_backend("ops")'

@@ -200,6 +200,7 @@ def test_other_errors_of_an_evaluation_are_not_taken_for_tracing(monkeypatch):
         raise ValueError("out of paper")
 
     monkeypatch.setattr(mx, "eval", fail)
+    monkeypatch.setattr(mx, "async_eval", fail)
     with pytest.raises(ValueError, match="out of paper"):
         being_traced([])
 
