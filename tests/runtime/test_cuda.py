@@ -190,6 +190,8 @@ def test_parameters_take_their_metal_form(launches: Launches, tmp_path: Path) ->
     assert "scale_msl=*scale;" in text and "auto&& scale=scale_msl;" in text
     assert "x_shape_msl=x_shape.data();" in text and "x_ndim_msl" not in text
     assert "out_msl=as_atomic(out);" in text
+    # A reference is a number there, which nvcc does not compare with a null pointer.
+    assert "(x!=nullptr)" in text and "(out!=nullptr)" in text and "(scale!=" not in text
     assert "(threadIdx.x+8*(threadIdx.y+4*threadIdx.z))%32" in text
     assert text.count("{") == text.count("}") == 1, text
     assert launch["init_value"] == 0
