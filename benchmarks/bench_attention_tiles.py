@@ -243,7 +243,12 @@ GPU = [
     Case(32, 8, 128, 4096, options={"window": 1024}),
     Case(32, 8, 128, 2048, options={"softcap": 30.0}),
     Case(32, 8, 128, 256, chained=True),
+    Case(32, 8, 128, 512, chained=True),
+    Case(32, 8, 128, 1024, chained=True),
+    Case(12, 12, 64, 128, mx.float16, chained=True),
+    Case(32, 8, 256, 256, chained=True),
     Case(32, 8, 128, 256, options={"window": 64}, chained=True),
+    Case(32, 8, 128, 256, options={"softcap": 30.0}, chained=True),
 ]
 CPU = [
     Case(4, 4, 64, 128, mx.float32),

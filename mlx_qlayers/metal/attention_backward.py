@@ -5,7 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..runtime.kernel import Kernel
-from .attention import LOG2E, Call, nothing
+from ..runtime.prepared import PreparedLaunch
+from .attention import LOG2E, Arrays, Call, nothing
 from .attention_layout import PARAMETERS, Layout, memory
 
 # What lowers the scores of a query that sees no key, as attention_tile.metal has it.
@@ -46,12 +47,18 @@ _KEYS = Kernel(
 
 
 def gradient_queries(
-    call: Call, out: mx.array, norms: mx.array, d_out: mx.array, chosen: Layout | None = None
+    call: Call,
+    arrays: Arrays,
+    out: mx.array,
+    norms: mx.array,
+    d_out: mx.array,
+    chosen: Layout | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The gradient of ``q``, and what those of ``k``, ``v`` and ``sinks`` need of it.
 
     Args:
-        call: the arguments.
+        call: what is known of the arrays.
+        arrays: what attention was computed of.
         out: what :func:`attention_forward` gave for them.
         norms: and beside it.
         d_out: the cotangent of ``out``, in the dtype of ``q``.
@@ -60,18 +67,22 @@ def gradient_queries(
     Returns:
         (B, H, L, D) in the dtype of ``q``; and (B, H, L) float32, the sums of ``out * d_out``.
     """
-    chosen = chosen or call.layout("queries")
-    d_q, delta = _QUERIES(
-        [call.q, call.k, call.v, call.mask, out, d_out, norms, call.sizes, call.numbers],
-        template={**call.template, **chosen.template()},
-        output_shapes=[(call.batch, call.queries, call.heads, call.width), norms.shape[:3]],
-        **call.threads(chosen, call.queries, call.heads),
-    )
+
+    def make(chosen: Layout | None) -> PreparedLaunch:
+        return call.prepare(
+            _QUERIES,
+            chosen or call.layout("queries"),
+            (call.queries, call.heads),
+            [(call.batch, call.queries, call.heads, call.width), norms.shape[:3]],
+        )
+
+    d_q, delta = call.launch(_QUERIES, arrays, (out, d_out, norms), make, chosen)
     return d_q.swapaxes(1, 2), delta
 
 
 def gradient_mask(
     call: Call,
+    arrays: Arrays,
     out: mx.array,
     norms: mx.array,
     d_out: mx.array,
@@ -79,52 +90,51 @@ def gradient_mask(
     chosen: Layout | None = None,
 ) -> mx.array:
     """The gradient of an additive mask of this shape in float32; arguments as before."""
-    chosen = chosen or call.layout("queries")
-    (d_scores,) = _MASK(
-        [call.q, call.k, call.v, call.mask, out, d_out, norms, call.sizes, call.numbers],
-        template={**call.template, **chosen.template()},
-        output_shapes=[(call.batch, call.heads, call.queries, call.keys)],
-        init_value=0,
-        **call.threads(chosen, call.queries, call.heads),
-    )
+
+    def make(chosen: Layout | None) -> PreparedLaunch:
+        return call.prepare(
+            _MASK,
+            chosen or call.layout("queries"),
+            (call.queries, call.heads),
+            [(call.batch, call.heads, call.queries, call.keys)],
+            init_value=0,
+        )
+
+    (d_scores,) = call.launch(_MASK, arrays, (out, d_out, norms), make, chosen)
     shared = [axis for axis, n in enumerate((1,) * (4 - len(shape)) + shape) if n == 1]
     return d_scores.sum(axis=shared, keepdims=True).reshape(shape)
 
 
 def gradient_keys_and_values(
-    call: Call, norms: mx.array, delta: mx.array, d_out: mx.array, chosen: Layout | None = None
+    call: Call,
+    arrays: Arrays,
+    norms: mx.array,
+    delta: mx.array,
+    d_out: mx.array,
+    chosen: Layout | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The gradients of ``k`` and ``v``; ``delta`` is what :func:`gradient_queries` gave.
 
     Returns:
         (B, Hkv, S, D) and (B, Hkv, S, Dv) in the dtype of ``q``.
     """
-    chosen = chosen or call.layout("keys")
-    d_k, d_v = _KEYS(
-        [
-            call.q,
-            call.k,
-            call.v,
-            call.mask,
-            d_out,
-            norms,
-            delta,
-            _average(call, norms, d_out),
-            call.sizes,
-            call.numbers,
-        ],
-        template={
-            **call.template,
-            **chosen.template(),
-            "AVERAGE": call.average,
-            "ROLES": chosen.roles,
-        },
-        output_shapes=[
-            (call.batch, call.keys, call.kv_heads, call.width),
-            (call.batch, call.keys, call.kv_heads, call.width_v),
-        ],
-        **call.threads(chosen, call.keys, call.kv_heads),
-    )
+
+    def make(chosen: Layout | None) -> PreparedLaunch:
+        layout = chosen or call.layout("keys")
+        return call.prepare(
+            _KEYS,
+            layout,
+            (call.keys, call.kv_heads),
+            [
+                (call.batch, call.keys, call.kv_heads, call.width),
+                (call.batch, call.keys, call.kv_heads, call.width_v),
+            ],
+            AVERAGE=call.average,
+            ROLES=layout.roles,
+        )
+
+    others = d_out, norms, delta, _average(call, norms, d_out)
+    d_k, d_v = call.launch(_KEYS, arrays, others, make, chosen)
     return d_k.swapaxes(1, 2), d_v.swapaxes(1, 2)
 
 

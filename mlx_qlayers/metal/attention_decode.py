@@ -11,7 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
-from ..runtime.launch import Plan, TemplateValue
+from ..runtime.launch import TemplateValue
+from ..runtime.prepared import PreparedLaunch
 from ..runtime.signature import CONSTANT_BELOW
 from ..tuning.lookup import rounded, tuned
 
@@ -278,31 +279,10 @@ class Prepared:
         if sinks is not None:
             arrays.append(sinks)
         arrays.append(self._options)
-        out = self._launch(arrays)
+        (out,) = self._launch(arrays)
         if self._combine is not None:
-            out = self._combine([out] if sinks is None else [out, sinks])
+            (out,) = self._combine([out] if sinks is None else [out, sinks])
         return out.swapaxes(1, 2) if self._swapped else out
-
-
-class _Launch:
-    """A launch but for its arrays, which are checked once."""
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        template: dict[str, TemplateValue],
-        grid: tuple[int, int, int],
-        threads: int,
-        shape: tuple[int, ...],
-    ) -> None:
-        self._kernel = kernel
-        self._call = grid, (threads, 1, 1), [shape], template
-        self._plan: Plan | None = None
-
-    def __call__(self, arrays: list[mx.array]) -> mx.array:
-        if self._plan is None:
-            self._plan = self._kernel.plan(arrays, *self._call)
-        return self._kernel.launch(self._plan, arrays)[0]
 
 
 def _launches(
@@ -312,7 +292,7 @@ def _launches(
     v_words: int,
     dtypes: tuple[mx.Dtype, ...],
     options: tuple[int, int | None, bool, bool],
-) -> tuple[_Launch, _Launch | None]:
+) -> tuple[PreparedLaunch, PreparedLaunch | None]:
     """The launch of attention and, if there are several stretches, the one that adds them up."""
     (batch, heads, queries, width), (_, kv_heads, keys, words) = q_shape, k_shapes[0]
     seen, window, capped, sinking = options
@@ -332,20 +312,21 @@ def _launches(
     if isinstance(config, Serial):
         template |= asdict(config)
         grid = (kv_heads, -(-rows // config.most), batch)
-        return _Launch(kernel, template, grid, 1, shape), None
+        return PreparedLaunch(kernel, template, grid, (1, 1, 1), [shape]), None
     # Where no array hides keys too, what lies outside the window is not visited.
     if window is not None and seen < _BOOLEAN:
         keys = min(keys, window + queries - 1)
     stretches, threads = config.stretches(keys), 32 * config.simds
+    threadgroup = threads, 1, 1
     template |= {name: getattr(config, name) for name in _LAYOUT}
     template |= {"P": dtypes[0] if stretches == 1 else mx.float32, "split": stretches > 1}
     template["RESIDENT"] = config.resident
     grid = (stretches * threads, kv_heads * -(-rows // (8 * config.columns)), batch)
     if stretches == 1:
-        return _Launch(kernel, template, grid, threads, shape), None
+        return PreparedLaunch(kernel, template, grid, threadgroup, [shape]), None
     parts = (batch, queries, heads, stretches, v_width + 2)
     combine = _adding_up(parts, dtypes[0], dtypes[-1] if sinking else None, config.combine, shape)
-    return _Launch(kernel, template, grid, threads, parts), combine
+    return PreparedLaunch(kernel, template, grid, threadgroup, [parts]), combine
 
 
 def _adding_up(
@@ -354,19 +335,20 @@ def _adding_up(
     sinks: mx.Dtype | None,
     simds: int,
     shape: tuple[int, ...],
-) -> _Launch:
+) -> PreparedLaunch:
     """The launch that adds up stretches (B, L, H, stretches, Dv + 2)."""
     batch, queries, heads, _, width = parts
     kernel = _combine(sinks is not None)
     values: tuple[TemplateValue, ...]
     values = (dtype, sinks or dtype, width - 2, simds, sinks is not None)
     template: dict[str, TemplateValue] = dict(zip(kernel.template, values, strict=True))
-    return _Launch(kernel, template, (32 * simds, heads, batch * queries), 32 * simds, shape)
+    grid, threadgroup = (32 * simds, heads, batch * queries), (32 * simds, 1, 1)
+    return PreparedLaunch(kernel, template, grid, threadgroup, [shape])
 
 
 def added_up(parts: mx.array, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
     """Stretches (B, L, H, stretches, Dv + 2), without sinks, to (B, L, H, Dv) as ``shape``."""
-    return _adding_up(parts.shape, dtype, None, Decode.combine, shape)([parts])
+    return _adding_up(parts.shape, dtype, None, Decode.combine, shape)([parts])[0]
 
 
 def _long_enough(array: mx.array) -> mx.array:

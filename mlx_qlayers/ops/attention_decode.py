@@ -113,7 +113,8 @@ class Attention:
         """The same on the path that has a gradient: by kernels if those were asked for."""
         q, k, v, mask, sinks = given
         if requested() != "auto" and not attention_tiled.lacking(q, k, v, self._scores.scale):
-            return [attention_tiled.attention(q, k, v, mask, sinks, self._scores)]
+            kernels = attention_tiled.Kernels(q, k, v, mask, sinks, self._scores)
+            return [kernels(q, k, v, mask, sinks)]
         return [reference.attention(*self._arguments(*given))]
 
 

@@ -62,9 +62,13 @@ def alone(
 def _run(
     note: Note, scale: float, usual: str | None = None, *, plain: bool = False
 ) -> Callable[..., mx.array]:
-    def without_more(q: mx.array, k: mx.array, v: mx.array, _: None, __: None) -> mx.array:
+    def bare(q: mx.array, k: mx.array, v: mx.array, _: None, __: None) -> mx.array:
         count(note)
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=usual)
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    def causal(q: mx.array, k: mx.array, v: mx.array, _: None, __: None) -> mx.array:
+        count(note)
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
 
     def run(
         q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None, sinks: mx.array | None
@@ -74,7 +78,10 @@ def _run(
             q, k, v, scale=scale, mask=usual if mask is None else mask, sinks=sinks
         )
 
-    return without_more if plain else run
+    if not plain:
+        return run
+    # Each argument that is handed over takes a tenth of a microsecond.
+    return bare if usual is None else causal
 
 
 def _within(

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.metal.attention import Call, Scores, attention_forward
+from mlx_qlayers.metal.attention import Arrays, Call, Scores, attention_forward
 from mlx_qlayers.metal.attention_layout import Layout
 from mlx_qlayers.metal.exp import exp
 from mlx_qlayers.runtime import BackendError, Kernel, use_backend
@@ -117,7 +117,8 @@ def test_a_grid_of_whole_threadgroups_needs_no_guard(launches: Launches) -> None
 
 def test_a_template_can_ask_for_threadgroups_that_fit_at_once(launches: Launches) -> None:
     q = mx.zeros((1, 1, 64, 128), mx.float16)
-    attention_forward(Call(q, q, q, None, None, Scores(1.0)), Layout(resident=3))
+    arrays = Arrays(q, q, q)
+    attention_forward(Call(arrays, Scores(1.0)), arrays, Layout(resident=3))
     # So long a text is in a file of its own.
     _, included, _ = launches[0][0]["header"].split('"')
     assert "#define MSL_RESIDENT 3\n" in Path(included).read_text()

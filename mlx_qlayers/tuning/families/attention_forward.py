@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from ...metal import attention as metal
-from ...metal.attention import Call, Scores
+from ...metal.attention import Arrays, Call, Scores
 from ...metal.attention_layout import Layout, layout, memory, registers
 from ...reference import attention as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
@@ -62,9 +62,9 @@ class AttentionForward(Family[Layout]):
         return [mx.random.normal(shape).astype(problem.dtype) for shape in shapes]
 
     def run(self, inputs: list[mx.array], problem: Problem, config: Layout) -> mx.array:
-        q, k, v = inputs
-        scores = Scores(q.shape[3] ** -0.5, causal=problem.form == "causal")
-        return metal.attention_forward(Call(q, k, v, None, None, scores), config)[0]
+        arrays = Arrays(*inputs)
+        scores = Scores(arrays.q.shape[3] ** -0.5, causal=problem.form == "causal")
+        return metal.attention_forward(Call(arrays, scores), arrays, config)[0]
 
     def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
         return self.paths(problem)["stock"]([a.astype(mx.float32) for a in inputs])
