@@ -31,8 +31,9 @@ COLUMNS = {"task": 58, "path": 8, "ms": 14, "ratio": 7, "TFLOP/s": 8, "MB": 8}
 CURVE = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
 # Longer ones would need more memory than there is.
 UNFUSED_UP_TO = 8192
-# Queries that are verified, and calls of a compiled chain.
-SAMPLED, CHAIN = 16, 16
+# Queries that are verified, calls of a compiled chain, and how many times as often as others short
+# sequences are measured: what the CPU does meanwhile shows in them.
+SAMPLED, CHAIN, SHORT = 16, 16, 3
 
 
 @dataclass(frozen=True)
@@ -162,22 +163,16 @@ def chain(run: Attention, gradients: bool) -> Callable[..., Any]:
     return mx.compile(calls)
 
 
-def share(lock: Any) -> None:
-    """In a process of the pool: who holds this has the GPU for itself."""
-    global DEVICE_LOCK
-    DEVICE_LOCK = lock
+def prepare(number: int) -> None:
+    """Have the kernels of a case compiled; those are kept on disk."""
+    short = replace(cases()[number], length=64)
+    verify(short, short.paths(), short.inputs())
 
 
 def compare(number: int, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of a case and what auto picked, in a process of its own: compiling takes longest."""
+    """The rows of a case and what auto picked."""
     case = cases()[number]
-    short = replace(case, length=64)
-    verify(short, short.paths(), short.inputs())
-    explain(reset=True)
-    with DEVICE_LOCK:
-        rows = list(measured(case, repeats))
-        mx.synchronize()
-        mx.clear_cache()
+    rows = list(measured(case, repeats))
     picked = [d for d in explain() if d.op == "attention" and d.reason != "asked for"]
     return rows, [f"{case}: {d.path} ({d.reason})" for d in picked]
 
@@ -197,7 +192,8 @@ def measured(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
             chains = {name: partial(chain(run, gradients), *inputs) for name, run in paths.items()}
             ways[" compiled"] = (chains, CHAIN)
         for way, (runs, calls) in ways.items():
-            times = {n: t.scaled(1 / calls) for n, t in measure(runs, repeats=repeats).items()}
+            found = measure(runs, repeats=(SHORT if case.chained else 1) * repeats)
+            times = {n: t.scaled(1 / calls) for n, t in found.items()}
             first = next(iter(times.values()))
             for name, time in times.items():
                 yield {
@@ -264,22 +260,21 @@ def main() -> None:
     args = parser.parse_args()
     print_facts()
     table, memory = Table(COLUMNS), Table({"task": 58, "path": 8, "MB": 10})
-    spawn, picked = get_context("spawn"), []
-    lock = spawn.Lock()
-    workers = min(len(cases()), max(1, (os.cpu_count() or 1) // 2))
-    with (
-        output(args, "attention_tiles"),
-        ProcessPoolExecutor(workers, spawn, share, (lock,)) as pool,
-    ):
-        runs = [pool.submit(compare, number, args.repeats) for number in range(len(cases()))]
+    spawn, numbers, picked = get_context("spawn"), range(len(cases())), list[str]()
+    # Compiling takes longest: all at once. Then nothing else runs while one is measured, in a
+    # process of its own.
+    workers = min(len(numbers), max(1, (os.cpu_count() or 1) // 2))
+    with ProcessPoolExecutor(workers, spawn) as pool:
+        list(pool.map(prepare, numbers))
+    with output(args, "attention_tiles"):
         memory.print_header()
-        with lock:
-            curve(CURVE if cases() is GPU else CURVE[:1], memory)
-            mx.clear_cache()
+        curve(CURVE if cases() is GPU else CURVE[:1], memory)
+        mx.clear_cache()
         print()
         table.print_header()
-        for run in runs:
-            rows, lines = run.result()
+        for number in numbers:
+            with ProcessPoolExecutor(1, spawn) as process:
+                rows, lines = process.submit(compare, number, args.repeats).result()
             picked += lines
             for row in rows:
                 table.add(**row)

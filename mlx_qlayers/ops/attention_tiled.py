@@ -14,9 +14,7 @@ from ..metal.attention_layout import WIDEST
 from ..reference import attention as reference
 from ..reference.attention import Packed
 from ..runtime.backend import Note, backend, count, decide
-from .attention_stock import alone
 from .differentiable import gradients_are_left_out
-from .traced import Place, Traced, place
 
 BACKENDS = ("metal", "cuda", "host")
 # Forward, on two cores, as benchmarks/bench_attention_tiles.py measures it; with gradients 0.25.
@@ -25,8 +23,11 @@ HOST_GAIN = 0.4
 _MAX_SCALE = 1e7
 # Queries that would leave most of a tile empty.
 _FEW = 8
-# Keys and scores of short sequences: see :func:`_is_short`.
-_SHORT, _FEW_SCORES = 1024, 1 << 24
+# Keys, and multiplications in one product, up to which launches are most of a call's time.
+_SHORT, _LITTLE = 512, 1 << 30
+# Scores below which stock is done before Python has launched the kernels and those of the gradient:
+# 32 heads with 256 queries and gradients took 110 microseconds by kernel, 81 by stock.
+_WORTH_A_CALL = 1 << 24
 # Wider heads are unfused by stock on CUDA; sizes of keys and values that were measured slower.
 _WIDEST_OF_CUDNN = 128
 _WITHOUT_CUDNN = ((192, 128), (256, 256))
@@ -66,42 +67,21 @@ class Attention:
     ) -> None:
         self._scores = scores
         lacks = lacking(q, k, v, scores.scale)
+        self._backends = () if lacks else BACKENDS
         self.unless = lacks or stock_is_better(q, k, v, mask, sinks, scores)
-        within = None if self.unless else stock_is_called_faster(q, k, v, scores)
-
-        def decided(unless: str | None) -> Note:
-            backends = () if lacks else BACKENDS
-            return decide("attention", backends, unless=unless, host_gain=HOST_GAIN)
-
-        # Where it is evaluated only, and where somebody else traces or differentiates it.
-        self._evaluated, self._within = decided(self.unless), decided(self.unless or within)
-        self._stock = alone(q, k, v, mask, sinks, scores, within)
         self._mask = "causal" if scores.causal else None
-        self._is_traced_ahead = self._evaluated[1] != "ops" and not gradients_are_left_out()
-        self._traces: dict[Place, tuple[Traced, list[Note]]] = {}
+        self._settled: Note | None = None
         self._kernels: Kernels | None = None
 
     def __call__(
         self, q: mx.array, k: Any, v: Any, mask: mx.array | None, sinks: mx.array | None
     ) -> mx.array:
-        if not self._is_traced_ahead or (at := place()) is None:
-            return self._run(q, k, v, mask, sinks)
-        if at not in self._traces:
-            traced = Traced(self._run, counted=True)
-            self._traces[at] = traced, traced.ahead(q, k, v, mask, sinks)
-        traced, notes = self._traces[at]
-        out: mx.array = traced.again(notes, q, k, v, mask, sinks)
-        return out
-
-    def _run(
-        self, q: mx.array, k: Any, v: Any, mask: mx.array | None, sinks: mx.array | None
-    ) -> mx.array:
-        evaluated = gradients_are_left_out()
-        if self._stock is not None and not evaluated:
-            return self._stock(q, k, v, mask, sinks)
-        decision = self._evaluated if evaluated else self._within
-        count(decision)
-        if decision[1] != "ops":
+        if self._settled is None:
+            self._settled = decide(
+                "attention", self._backends, unless=self.unless, host_gain=HOST_GAIN
+            )
+        count(self._settled)
+        if self._settled[1] != "ops":
             if self._kernels is None:
                 self._kernels = Kernels(q, k, v, mask, sinks, self._scores)
             return self._kernels(q, k, v, mask, sinks)
@@ -133,36 +113,21 @@ def stock_is_better(
         return "on CUDA the stock operator is faster with these arrays, or nothing was measured"
     if q.dtype == mx.float32:
         return "on CUDA the stock operator is faster in float32"
-    narrow = scores.window is not None and 2 * scores.window <= reference.keys(k)
-    better = scores.softcap is not None or narrow or _is_short(q, k)
-    if (_is_fused(q, v) and better) or (q.shape[3], v.shape[3]) in _WITHOUT_CUDNN:
+    sizes = q.shape[3], v.shape[3]
+    if max(sizes) > _WIDEST_OF_CUDNN:
+        known = sizes in _WITHOUT_CUDNN
+        return None if known else "heads of these sizes were not measured on CUDA"
+    pairs, keys = prod(q.shape[:3]) * v.shape[2], v.shape[2]
+    narrow = scores.window is not None and 2 * scores.window <= keys
+    if gradients_are_left_out():
+        # Launches that are traced ahead, of which stock's take longer.
+        work = pairs // (1 + scores.causal) * sum(sizes)
+        better = narrow or (keys <= _SHORT and work <= _LITTLE)
+    else:
+        better = narrow and pairs >= _WORTH_A_CALL
+    if better or scores.softcap is not None:
         return None
     return "on CUDA the stock operator was measured faster, with gradients too"
-
-
-def stock_is_called_faster(
-    q: mx.array, k: mx.array | Packed, v: mx.array | Packed, scores: Scores
-) -> str | None:
-    """Why ``auto`` should leave the kernels where their launches are not traced ahead.
-
-    On CUDA short sequences are over before Python has launched the kernels and those of the
-    gradient: 32 heads with 256 queries took 94 microseconds with gradients by kernel, 70 by stock.
-    """
-    is_one = backend() == "cuda" and _is_fused(q, v) and scores.softcap is None
-    if not is_one or not _is_short(q, k):
-        return None
-    return "on CUDA the stock operator takes less time than Python to launch kernels"
-
-
-def _is_fused(q: mx.array, v: mx.array | Packed) -> bool:
-    """Whether stock has one operator for heads of these sizes on CUDA."""
-    return isinstance(v, mx.array) and max(q.shape[3], v.shape[3]) <= _WIDEST_OF_CUDNN
-
-
-def _is_short(q: mx.array, k: mx.array | Packed) -> bool:
-    """Whether calls on CUDA take the time of their launches, which is less for kernels."""
-    keys = reference.keys(k)
-    return keys <= _SHORT and prod(q.shape[:3]) * keys < _FEW_SCORES
 
 
 class Kernels:

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..runtime.backend import Note, count, noting, requested
+from ..runtime.backend import Note, note_again, noting, requested
 from ..runtime.health import checking
 from ..runtime.tracing import tracing
 from ..tuning.store import on_change
@@ -71,34 +71,15 @@ class Traced:
         if notes is None:
             if len(self.seen) == MOST_TRACES:
                 return self.function(x, *rest)
-            notes = self.seen[alike] = self.ahead(x, *rest)
-        return self.again(notes, x, *rest)
-
-    def ahead(self, *arguments: Any) -> list[Note]:
-        """Trace the function for arrays like these.
-
-        Returns:
-            What it decided, to be counted at every call.
-        """
-        with without_gradients(), noting() as notes:
-            self.compiled(*tree_map(_empty, arguments))
-        if self.counted:
-            return notes
-        _count(notes)
-        return []
-
-    def again(self, notes: list[Note], *arguments: Any) -> Any:
-        """Call the function with arrays like those for which it was traced, and decided so."""
+            with without_gradients(), noting() as notes:
+                self.compiled(*tree_map(_empty, (x, *rest)))
+            self.seen[alike] = notes
+            notes = []
         self.ran = False
-        found = self.compiled(*arguments)
-        if not self.ran:
-            _count(notes)
+        found = self.compiled(x, *rest)
+        if self.counted and not self.ran:
+            note_again(notes)
         return found
-
-
-def _count(notes: list[Note]) -> None:
-    for note in notes:
-        count(note)
 
 
 def _empty(array: mx.array | None) -> mx.array | None:

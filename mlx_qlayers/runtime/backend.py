@@ -292,15 +292,23 @@ def note(op: str, path: str, reason: str) -> None:
 
 def count(key: Note) -> None:
     """:func:`note` for those who keep what they note again and again."""
+    try:
+        _decisions[key] += 1
+    except KeyError:
+        _decisions[key] = 1
     if _collected and (found := _collected.get(threading.get_ident())) is not None:
         found.append(key)
-    else:
+
+
+def note_again(notes: Iterable[Note]) -> None:
+    """Count what :func:`noting` found as if it had happened once more."""
+    for key in notes:
         _decisions[key] = _decisions.get(key, 0) + 1
 
 
 @contextmanager
 def noting() -> Iterator[list[Note]]:
-    """Inside, in this thread, what is noted is collected, and :func:`explain` not told of it."""
+    """Inside, in this thread, keep what is noted as well."""
     thread, found = threading.get_ident(), list[Note]()
     before = _collected.get(thread)
     _collected[thread] = found
