@@ -24,7 +24,7 @@ _MAX_SCALE = 1e7
 # Queries that would leave most of a tile empty.
 _FEW = 8
 # Keys, and multiplications in one product, up to which launches are most of a call's time.
-_SHORT, _LITTLE = 512, 1 << 30
+_SHORT, _LITTLE = 512, 1 << 29
 # Scores below which stock is done before Python has launched the kernels and those of the gradient:
 # 32 heads with 256 queries and gradients took 110 microseconds by kernel, 81 by stock.
 _WORTH_A_CALL = 1 << 24
