@@ -4,7 +4,9 @@ Run ``python benchmarks/bench_attention_tiles.py``. Results are first compared w
 queries. ``stock`` is ``mx.fast.scaled_dot_product_attention`` (with a mask where there is a
 window), ``unfused`` the same in plain MLX operators, as it is done in training on Metal, ``kernel``
 the forced kernel path, ``auto`` what this package picks. ``MB`` is the peak above the inputs. Short
-sequences are timed one call after the other, and in compiled chains of calls.
+sequences are timed one call after the other, and in compiled chains of calls. Where they are called
+one by one, ``again`` is stock once more, so that one sees what differs between equals, and
+``call us`` what Python takes for a call before MLX evaluates it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -27,13 +30,15 @@ from mlx_qlayers.reference.attention import visible
 from mlx_qlayers.runtime.backend import BackendError, backend, explain, use_backend
 
 Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
-COLUMNS = {"task": 58, "path": 8, "ms": 14, "ratio": 7, "TFLOP/s": 8, "MB": 8}
+COLUMNS = {"task": 58, "path": 8, "ms": 14, "ratio": 7, "TFLOP/s": 8, "MB": 8, "call us": 8}
 CURVE = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
 # Longer ones would need more memory than there is.
 UNFUSED_UP_TO = 8192
 # Queries that are verified, calls of a compiled chain, and how many times as often as others short
 # sequences are measured: what the CPU does meanwhile shows in them.
 SAMPLED, CHAIN, SHORT = 16, 16, 3
+# Calls that are not evaluated, for what Python takes for one.
+CALLS = 200
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ class Case:
             found["stock"] = stock
         if self.unfused:
             found["unfused"] = partial(unfused, scale=scale, **self.options)
-        return found | {"kernel": partial(forced, ours), "auto": ours}
+        found |= {"kernel": partial(forced, ours), "auto": ours}
+        return found | {"again": stock} if self.chained and "stock" in found else found
 
 
 def unfused(
@@ -114,6 +120,17 @@ def with_gradients(run: Attention, *inputs: mx.array) -> list[mx.array]:
     *primals, cotangent = inputs
     outputs, gradients = mx.vjp(lambda *given: [run(*given)], primals, [cotangent])
     return [*outputs, *gradients]
+
+
+def calling(run: Callable[[], Any]) -> float:
+    """Microseconds that a call takes if nothing is evaluated; the least of several rounds."""
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            run()
+        rounds.append(1e6 * (time.perf_counter() - start) / CALLS)
+    return min(rounds)
 
 
 def peak(run: Callable[[], Any]) -> float:
@@ -189,21 +206,28 @@ def measured(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
         }
         ways = {"": (plain, 1)}
         if case.chained:
-            chains = {name: partial(chain(run, gradients), *inputs) for name, run in paths.items()}
+            chains = {
+                name: partial(chain(run, gradients), *inputs)
+                for name, run in paths.items()
+                if name != "again"
+            }
             ways[" compiled"] = (chains, CHAIN)
         for way, (runs, calls) in ways.items():
             found = measure(runs, repeats=(SHORT if case.chained else 1) * repeats)
             times = {n: t.scaled(1 / calls) for n, t in found.items()}
             first = next(iter(times.values()))
-            for name, time in times.items():
-                yield {
+            for name, taken in times.items():
+                row = {
                     "task": f"{case}{way}, {'with gradients' if gradients else 'forward'}",
                     "path": name,
-                    "ms": time.scaled(1e3),
-                    "ratio": f"{first.median / time.median:.2f}x",
-                    "TFLOP/s": case.flops(gradients) / time.median / 1e12,
-                    "MB": peak(runs[name]) if calls == 1 else "",
+                    "ms": taken.scaled(1e3),
+                    "ratio": f"{first.median / taken.median:.2f}x",
+                    "TFLOP/s": case.flops(gradients) / taken.median / 1e12,
                 }
+                if calls == 1:
+                    row["MB"] = peak(runs[name])
+                    row |= {"call us": calling(runs[name])} if case.chained else {}
+                yield row
 
 
 def curve(lengths: list[int], table: Table) -> None:
