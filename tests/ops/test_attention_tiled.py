@@ -4,7 +4,10 @@ from unittest import mock
 
 import mlx.core as mx
 import pytest
+from attention_cases import expect, make
+from numerics import assert_accurate
 
+from mlx_qlayers import attention, explain
 from mlx_qlayers.metal.attention import Scores
 from mlx_qlayers.ops import attention_tiled
 from mlx_qlayers.ops.differentiable import without_gradients
@@ -83,3 +86,18 @@ def test_lacking(width, v_width, scale, why):
     q, v = mx.zeros((1, 1, 9, width)), mx.zeros((1, 1, 9, v_width))
     found = attention_tiled.lacking(q, q, v, scale)
     assert found is None if why is None else why in found
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("extra", [{}, {"window": 30}])
+@pytest.mark.parametrize("length", [64, 201])
+def test_short_sequences_that_are_traced_ahead_run_on_kernels(length, extra):
+    dtype = mx.bfloat16
+    _, arrays, options = make(0, (2, 8, 2, length, length, 128, 128), dtype, "causal", extra)
+    exact, rounded, terms = expect(arrays, options, dtype)["out"]
+    explain(reset=True)
+    with without_gradients():
+        run = mx.compile(lambda *a: attention(*a, **options))
+        for _ in range(2):
+            assert_accurate(run(*arrays), exact, rounded, terms=terms)
+    assert [d.path for d in explain() if d.op == "attention"] == ["cuda"]
