@@ -10,30 +10,37 @@ import mlx.core as mx
 from ..metal.attention import Scores
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import requested
+from ..runtime.backend import on_request, requested
 from ..tuning.store import on_change
 from . import attention_decode, attention_tiled
 from .attention_stock import alone
-from .differentiable import gradients_are_left_out
+from .differentiable import bare_threads, gradients_are_left_out
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUP_SIZES = (32, 64, 128)
 _Known = Callable[..., mx.array]
-# Calls that were checked, by all that was looked at. In decoding, the layers of a model ask for the
-# same one, and every step for another: the last of them is compared with before any is looked up.
+# Calls that were checked, by all that was looked at.
 _known: dict[tuple[Any, ...], _Known] = {}
-_last: tuple[tuple[Any, ...], _Known | None] = (), None
 _REMEMBERED = 256
+# The last of them that had arrays and no softcap: shapes, dtypes, scale, mask, window, and what
+# computes it. The layers of a model ask for the same one, and every step for another.
+_NONE: tuple[Any, ...] = (None,) * 10
+_last = _NONE
+
+
+def _forget_last() -> None:
+    global _last
+    _last = _NONE
 
 
 def _forget() -> None:
-    global _last
     _known.clear()
-    _last = (), None
+    _forget_last()
 
 
 on_change(_forget)
+on_request(_forget_last)
 
 
 def attention(
@@ -80,37 +87,54 @@ def attention(
         ``mx.fast.scaled_dot_product_attention``; windows as in mlx-lm, softcap as in Gemma 2 (arXiv
         2408.00118), sinks as in gpt-oss (arXiv 2508.10925).
     """
-    global _last
-    key: tuple[Any, ...] | None
-    known: _Known | None
+    of_q, of_k, of_v, q_dtype, k_dtype, v_dtype, of_scale, of_mask, of_window, known = _last
+    keys: Any = k
+    values: Any = v
     try:
-        # Whatever the checks and the choice look at; types too, since 4.0 equals 4.
-        if (
-            type(k) is type(v) is mx.array
+        # Where stock is called one by one, whatever Python does besides shows.
+        again = (
+            q.shape == of_q
+            and keys.shape == of_k
+            and values.shape == of_v
+            and q.dtype == q_dtype
+            and keys.dtype == k_dtype
+            and values.dtype == v_dtype
             and type(scale) is float
-            and (window is None or type(window) is int)
-            and (mask is None or type(mask) is str)
+            and scale == of_scale
+            and mask is of_mask
+            and window is of_window
             and softcap is sinks is None
-        ):
-            bare = gradients_are_left_out()
-            # fmt: off
-            key = (
-                q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
-                scale, mask, window, requested(), bare,
-            )
-            # fmt: on
-            last, known = _last
-            if key != last:
-                known = _known.get(key)
-                if known is not None:
-                    _last = key, known
-        else:
-            if isinstance(k, list):
-                k, v = tuple(k), tuple(v)
-            key = scale, type(scale), window, type(window), softcap, type(softcap)
-            key += requested(), gradients_are_left_out()
-            key += tuple(map(_kind, (q, k, v, mask, sinks)))
-            known = _known.get(key)
+            and not bare_threads
+        )
+    except (AttributeError, TypeError):
+        again = False
+    if not again:
+        if type(k) is type(v) is list:
+            k, v = tuple(k), tuple(v)
+        known = _looked_up(q, k, v, mask, sinks, scale, window, softcap)
+    out: mx.array = known(q, k, v, None if type(mask) is str else mask, sinks)
+    return out
+
+
+def _looked_up(
+    q: mx.array,
+    k: mx.array | Packed,
+    v: mx.array | Packed,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> _Known:
+    """What computes a call: checked now, or before if there was one like it."""
+    global _last
+    bare = gradients_are_left_out()
+    key: tuple[Any, ...] | None
+    # Whatever the checks and the choice look at; types too, since 4.0 equals 4.
+    key = scale, type(scale), window, type(window), softcap, type(softcap), requested(), bare
+    try:
+        key += tuple(map(_kind, (q, k, v, mask, sinks)))
+        known = _known.get(key)
     except (TypeError, AttributeError):
         key = known = None
     if known is None:
@@ -120,7 +144,12 @@ def attention(
             _known.clear()
         if key is not None:
             _known[key] = known
-    return known(q, k, v, None if type(mask) is str else mask, sinks)
+    _last = _NONE
+    plain = softcap is sinks is None and not bare and not isinstance(mask, mx.array)
+    if plain and isinstance(k, mx.array) and isinstance(v, mx.array):
+        shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
+        _last = *shapes, *dtypes, scale, mask, window, known
+    return known
 
 
 def _kind(array: Any) -> Any:

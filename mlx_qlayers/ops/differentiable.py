@@ -11,8 +11,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 # The threads that are inside :func:`without_gradients`: to ask who they are takes less time than a
-# variable of each thread.
-_bare: set[int] = set()
+# variable of each thread, and mostly there is none.
+bare_threads: set[int] = set()
 
 
 @contextmanager
@@ -23,19 +23,19 @@ def without_gradients() -> Iterator[None]:
     evaluate as one that launches a kernel.
     """
     thread = threading.get_ident()
-    if thread in _bare:
+    if thread in bare_threads:
         yield
         return
-    _bare.add(thread)
+    bare_threads.add(thread)
     try:
         yield
     finally:
-        _bare.discard(thread)
+        bare_threads.discard(thread)
 
 
 def gradients_are_left_out() -> bool:
     """Whether this thread is inside :func:`without_gradients`."""
-    return bool(_bare) and threading.get_ident() in _bare
+    return bool(bare_threads) and threading.get_ident() in bare_threads
 
 
 def with_gradient_of(

@@ -67,6 +67,8 @@ _missing: dict[str, Callable[[], str | None]] = {
     "ops": lambda: None,
 }
 _forced: str | None = None
+# What is to be forgotten when that changes.
+_forgetful: list[Callable[[], None]] = []
 # An operation, the path that it took, and why.
 Note = tuple[str, str, str]
 _decisions: dict[Note, int] = {}
@@ -85,6 +87,18 @@ def _check(name: str) -> str:
 def requested() -> str:
     """The backend asked for by ``use_backend`` or ``MLX_QLAYERS_BACKEND``, else ``"auto"``."""
     return _forced or _from_environment()
+
+
+def on_request(forget: Callable[[], None]) -> None:
+    """Have something forgotten whenever :func:`requested` may change: to ask takes longer."""
+    _forgetful.append(forget)
+
+
+def _force(name: str | None) -> None:
+    global _forced
+    _forced = name
+    for forget in _forgetful:
+        forget()
 
 
 @cache
@@ -134,9 +148,8 @@ class use_backend:
     """
 
     def __init__(self, name: str) -> None:
-        global _forced
         self._before = _forced
-        _forced = _check(name)
+        _force(_check(name))
 
     def __enter__(self) -> None:
         return None
@@ -147,8 +160,7 @@ class use_backend:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        global _forced
-        _forced = self._before
+        _force(self._before)
 
 
 def choose(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_qlayers import attention, explain, use_backend
@@ -63,6 +64,25 @@ def test_numbers_of_other_types_are_checked_again():
         attention(Q, K, K, scale=1.0, window=2.0)
     with pytest.raises(ValueError, match=r"v must be an mx\.array"):
         attention(Q, K, [K], scale=1.0)
+
+
+def test_what_only_looks_like_the_last_call_is_checked():
+    for _ in range(2):
+        attention(Q, K, K, scale=1.0)
+    for wrong, arguments in {
+        "q must be an mx.array": (np.ones(Q.shape, np.float32), K, K, 1.0),
+        "k must be float32": (Q, K.astype(mx.int32), K, 1.0),
+        "v must be": (Q, K, K[:, :, 1:], 1.0),
+        "scale must be a number": (Q, K, K, mx.array(1.0)),
+    }.items():
+        with pytest.raises(ValueError, match=wrong):
+            attention(*arguments[:3], scale=arguments[3])
+
+
+def test_the_parts_of_packed_keys_may_be_a_list():
+    expected = attention(Q, PACKED, PACKED, scale=1.0)
+    for _ in range(2):
+        assert mx.array_equal(attention(Q, [*PACKED], [*PACKED], scale=1.0), expected)
 
 
 def test_no_array_is_kept():
