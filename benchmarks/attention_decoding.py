@@ -3,7 +3,8 @@
 Each measurement is a chain of 28 calls, one for each layer of a model and each fed by the one
 before, over caches that take turns, so that the last one is not still in the processor's cache.
 Calls are traced ahead by ``mx.compile``, as a model's steps are; over plain caches they are made
-one by one from Python as well, and the kernels timed beside what ``auto`` takes there.
+one by one from Python as well, and the kernels timed beside what ``auto`` takes there. ``MB``
+is the peak above the inputs, of a whole chain.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from common import Table, measure
+from common import Table, measure, peak
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlx_qlayers import attention, backend, use_backend
@@ -172,6 +173,7 @@ def rows(name: str, bits: int, repeats: int, has_stock: bool = True) -> Iterator
             best = min(t.median for n, t in each.items() if n != "stock us")
             row = {"cache": f"{bits} bits" if bits else name, "q": name, "keys": keys, "calls": way}
             row |= each | {"GB/s": read_bytes(turns[0]) / best / 1e3}
+            row |= {f"{n} MB": peak(runs[n]) for n in ("stock", "auto") if n in runs}
             if has_stock:
                 row["times"] = each["stock us"].median / each["auto us"].median
             yield row
@@ -182,7 +184,7 @@ def decoding_table(repeats: int) -> Iterator[Table]:
     table = Table(
         {"cache": 9, "q": 9, "keys": 7, "calls": 8}
         | dict.fromkeys(("stock us", "auto us", "kernel us"), 13)
-        | {"times": 6, "GB/s": 6}
+        | {"times": 6, "GB/s": 6, "stock MB": 8, "auto MB": 7}
     )
     mx.random.seed(0)
     print("heads", "/".join(map(str, HEADS[1:3])), "width", HEADS[3], "batch", HEADS[0], backend())

@@ -1,46 +1,42 @@
-"""Attention beside mlx-lm's own, in every dtype, with and without packed keys and values.
+"""Attention beside stock MLX: short calls, one token over long caches, and many queries.
 
-Run ``python benchmarks/bench_attention.py``. Every line is checked first, against float32.
+Run ``python benchmarks/bench_attention.py`` for all of it, or with ``--short``, ``--decode`` or
+``--tiles`` for a part; ``attention_decoding.py`` and ``bench_attention_tiles.py`` say what is in
+the last two. The short calls have plain and packed keys in every dtype, beside mlx-lm's own, with
+the peak above the inputs. Every result is first compared with float32.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.metadata import version
 
+import bench_attention_tiles as tiles
 import mlx.core as mx
 from attention_decoding import decoding_table
-from common import add_output, print_facts, write_output
+from common import Table, add_output, measure, peak, print_facts, write_output
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlx_qlayers.ops.attention import attention
-from mlx_qlayers.runtime.backend import backend
+from mlx_qlayers.runtime.backend import BackendError
 
 GROUP_SIZE, BITS = 32, 8
 # Heads, key heads, width of a head.
 HEADS = {"small": (4, 4, 32), "grouped": (12, 2, 64), "wide": (12, 2, 128)}
 # Queries and keys: decoding, speculative decoding, prompts.
 LENGTHS = [(1, 64), (1, 512), (1, 2048), (8, 512), (64, 64), (256, 256)]
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+COLUMNS = {"heads": 10, "L": 4, "S": 5, "dtype": 9, "keys": 7, "stock ms": 13, "ms": 13, "times": 6}
+PARTS = ("short", "decode", "tiles")
+
+Run = Callable[[], mx.array]
 
 
-def measure(run: Callable[[], mx.array], repeats: int) -> tuple[float, float]:
-    """Median and spread in milliseconds."""
-    mx.eval(run())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        mx.eval(run())
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times), max(times) - min(times)
-
-
-def cases(shape: tuple[int, int, int], queries: int, keys: int, dtype: mx.Dtype):
-    """Pairs of stock and ours on the same random inputs, dense and packed."""
+def cases(
+    shape: tuple[int, int, int], queries: int, keys: int, dtype: mx.Dtype
+) -> Iterator[tuple[str, Run, Run, mx.array]]:
+    """Pairs of stock and ours on the same random inputs, plain and packed, and the truth."""
     heads, kv_heads, width = shape
     q = mx.random.normal((1, heads, queries, width)).astype(dtype)
     k, v = (mx.random.normal((1, kv_heads, keys, width)).astype(dtype) for _ in range(2))
@@ -54,45 +50,60 @@ def cases(shape: tuple[int, int, int], queries: int, keys: int, dtype: mx.Dtype)
     )
     wide = [a.astype(mx.float32) for a in (q, k, v)]
     truth = mx.fast.scaled_dot_product_attention(*wide, **options)
-    yield "dense", stock, partial(attention, q, k, v, **options), truth
+    yield "plain", stock, partial(attention, q, k, v, **options), truth
     yield f"{BITS} bits", stock_packed, partial(attention, q, *packed, **options), truth
+
+
+def short_calls(names: list[str], repeats: int) -> Table:
+    """Measure and print short calls."""
+    table = Table(COLUMNS | dict.fromkeys(("stock MB", "MB"), 8))
+    table.print_header()
+    for name in names:
+        for queries, keys in LENGTHS:
+            for dtype_name, dtype in DTYPES.items():
+                for kind, theirs, ours, truth in cases(HEADS[name], queries, keys, dtype):
+                    error = mx.abs(ours().astype(mx.float32) - truth).max().item()
+                    if error >= 0.05:
+                        raise SystemExit(f"results differ by {error}")
+                    times = measure({"stock": theirs, "ours": ours}, repeats=repeats)
+                    table.add(
+                        heads="{}/{} {}".format(*HEADS[name]),
+                        L=queries,
+                        S=keys,
+                        dtype=dtype_name,
+                        keys=kind,
+                        times=times["stock"].median / times["ours"].median,
+                        ms=times["ours"].scaled(1e3),
+                        MB=peak(ours),
+                        **{"stock ms": times["stock"].scaled(1e3), "stock MB": peak(theirs)},
+                    )
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", choices=[*HEADS, "all"], default="grouped")
-    parser.add_argument("--decode", action="store_true", help="one token over long caches")
+    for part in PARTS:
+        parser.add_argument(f"--{part}", action="store_true", help="this part alone")
+    parser.add_argument("--heads", choices=[*HEADS, "all"], default="grouped", help="of short ones")
     parser.add_argument("--repeats", type=int, default=5)
     add_output(parser)
     args = parser.parse_args()
-    if args.decode:
-        print_facts()
+    parts = [part for part in PARTS if getattr(args, part)] or list(PARTS)
+    if len(parts) > 1 and any(path and not path.is_dir() for path in (args.csv, args.json)):
+        parser.error("several parts need a folder for --csv and --json")
+    print_facts()
+    mx.random.seed(0)
+    if "short" in parts:
+        names = list(HEADS) if args.heads == "all" else [args.heads]
+        write_output(args, "attention_short", [short_calls(names, args.repeats)])
+    if "decode" in parts:
         for table in decoding_table(args.repeats):
             write_output(args, "attention_decode", [table])
-        return
-    print(
-        f"{mx.default_device()}, {platform.processor() or platform.machine()}, "
-        f"mlx {version('mlx')}, backend {backend()}"
-    )
-    columns = f"{'H/Hkv D':12}{'L':>5}{'S':>6} {'dtype':10}{'keys':8}"
-    print(f"{columns}{'stock ms':>18}{'ms':>18}{'ratio':>9}")
-    mx.random.seed(0)
-    for name in HEADS if args.heads == "all" else [args.heads]:
-        heads, kv_heads, width = HEADS[name]
-        for queries, keys in LENGTHS:
-            for dtype in (mx.float32, mx.bfloat16, mx.float16):
-                for kind, theirs, ours, truth in cases(HEADS[name], queries, keys, dtype):
-                    error = mx.abs(ours().astype(mx.float32) - truth).max().item()
-                    assert error < 0.05, f"results differ by {error}"
-                    (stock, wide), (plugin, narrow) = (
-                        measure(run, args.repeats) for run in (theirs, ours)
-                    )
-                    print(
-                        f"{f'{heads}/{kv_heads} {width}':12}{queries:5}{keys:6} "
-                        f"{str(dtype).split('.')[-1]:10}{kind:8}{stock:10.3f} +-{wide / 2:5.3f}"
-                        f"{plugin:10.3f} +-{narrow / 2:5.3f}{stock / plugin:8.2f}x"
-                    )
+    if "tiles" in parts:
+        tiles.run(args)
 
 
 if __name__ == "__main__":
+    if tiles.DEVICE == "ops":
+        raise BackendError("no backend runs kernels on this machine")
     main()

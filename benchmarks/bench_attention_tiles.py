@@ -12,7 +12,6 @@ one by one, ``again`` is stock once more, so that one sees what differs between 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import mlx.core as mx
-from common import Table, add_output, arrays, measure, output, print_facts
+from common import Table, add_output, measure, output, peak, print_facts
 
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.reference.attention import visible
@@ -131,18 +130,6 @@ def calling(run: Callable[[], Any]) -> float:
             run()
         rounds.append(1e6 * (time.perf_counter() - start) / CALLS)
     return min(rounds)
-
-
-def peak(run: Callable[[], Any]) -> float:
-    """Megabytes alive at the worst moment besides what was there before."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(arrays(run()))
-    mx.synchronize()
-    return (mx.get_peak_memory() - before) / 1e6
 
 
 def verify(case: Case, paths: dict[str, Attention], inputs: list[mx.array]) -> None:
@@ -277,12 +264,8 @@ CPU = [
 ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    add_output(parser)
-    args = parser.parse_args()
-    print_facts()
+def run(args: argparse.Namespace) -> None:
+    """Print the tables and what auto picked; ``args`` has the repeats and where to write."""
     table, memory = Table(COLUMNS), Table({"task": 58, "path": 8, "MB": 10})
     spawn, numbers, picked = get_context("spawn"), range(len(cases())), list[str]()
     # Compiling takes longest: all at once. Then nothing else runs while one is measured, in a
@@ -304,6 +287,15 @@ def main() -> None:
                 table.add(**row)
     print("\nwhat auto picked:")
     print("\n".join(picked))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    add_output(parser)
+    args = parser.parse_args()
+    print_facts()
+    run(args)
 
 
 DEVICE = backend()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import os
 import platform
@@ -20,6 +21,8 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
 
 from mlx_qlayers.commands.info import backends, device, versions
 from mlx_qlayers.tuning.timing import Sample, arrays, measure, significant, turns
@@ -34,6 +37,7 @@ __all__ = [
     "facts",
     "measure",
     "output",
+    "peak",
     "print_facts",
     "significant",
     "turns",
@@ -84,6 +88,18 @@ def print_facts() -> None:
     rows = facts()
     width = max(map(len, rows))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()), end="\n\n")
+
+
+def peak(run: Callable[[], Any]) -> float:
+    """Megabytes alive at the worst moment besides what was there before."""
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(arrays(run()))
+    mx.synchronize()
+    return (mx.get_peak_memory() - before) / 1e6
 
 
 class Table:

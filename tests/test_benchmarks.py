@@ -86,6 +86,15 @@ def test_rows_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:
     assert names() == ["a", "c", "b"]
 
 
+def test_short_calls_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_attention
+
+    monkeypatch.setattr(bench_attention, "LENGTHS", [(1, 8), (16, 16)])
+    rows = bench_attention.short_calls(["small"], 1).flat()
+    assert [row["keys"] for row in rows] == ["plain", "8 bits"] * 6
+    assert all(row["times"] > 0 and row["stock MB"] >= 0 and row["MB"] >= 0 for row in rows)
+
+
 def test_generation_benchmark(tiny_model: Path, tmp_path: Path) -> None:
     options = ["--prompt-tokens", "20", "--tokens", "8", "--repeats", "2", "--verify-tokens", "8"]
     files = ["--csv", str(tmp_path / "out.csv"), "--json", str(tmp_path / "out.json")]
