@@ -14,7 +14,7 @@ endif
 
 PYTEST := $(BIN)/python -m pytest
 # The pages of the API reference; all else is internal.
-PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime tuning config report)
+PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime tuning conversion)
 
 .PHONY: setup demo test test-fast test-metal test-cuda test-floors bench plots docs notebooks lint clean
 setup: $(VENV)/.ready

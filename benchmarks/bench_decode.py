@@ -40,8 +40,10 @@ from verified_model import cache_of, verify
 
 from mlx_qlayers import convert_model, explain
 from mlx_qlayers.commands.arguments import positive
+from mlx_qlayers.conversion import attention_patch as routing
+from mlx_qlayers.conversion import compiled_blocks as stretches
+from mlx_qlayers.conversion import decoder_loop as stacks
 from mlx_qlayers.formats import Format
-from mlx_qlayers.layers import routing, stacks, stretches
 
 QWEN2_7B = {
     "hidden_size": 3584,

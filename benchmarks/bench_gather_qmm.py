@@ -22,7 +22,7 @@ from common import Sample, Table, add_output, measure, print_facts, write_output
 
 from mlx_qlayers import backend, use_backend
 from mlx_qlayers.formats import MODES, Format
-from mlx_qlayers.metal.quantized_gradients import gradient_of_scales_and_biases
+from mlx_qlayers.metal.quantized_matmul.gradients import gradient_of_scales_and_biases
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 
 # Experts, of which so many for a token; outputs and inputs of their first projection.

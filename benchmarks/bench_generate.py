@@ -24,7 +24,7 @@ from mlx_lm.generate import generate_step
 from mlx_qlayers import convert_model, explain, use_backend
 from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.commands.demo import shipped_model
-from mlx_qlayers.loading import load_stock
+from mlx_qlayers.conversion.loading import load_stock
 from mlx_qlayers.runtime.backend import BACKENDS, BackendError
 
 

@@ -31,7 +31,7 @@ from mlx_qlayers.runtime.kernel import Kernel
 
 Call = Callable[[], Any]
 
-EXP = Kernel("exp_forward", "exp.metal", ("x",), ("y",), template=("T",))
+EXP = Kernel("exp_forward", "exp/exp.metal", ("x",), ("y",), template=("T",))
 # As many inputs and template values as the largest kernels have.
 MANY = """
 template <typename T, int BITS, int GROUP, int ROWS, bool BIAS, bool EDGE>

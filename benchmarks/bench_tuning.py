@@ -33,7 +33,7 @@ from common import RESULTS, Sample, Table, add_output, output, print_facts, turn
 from mlx_qlayers import convert_model
 from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.formats import Format
-from mlx_qlayers.runtime.folder import cache_folder
+from mlx_qlayers.runtime.cache_folder import cache_folder
 from mlx_qlayers.tuning.families import FAMILIES
 from mlx_qlayers.tuning.judge import Times, judge_of
 from mlx_qlayers.tuning.lookup import heuristics_alone

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from mlx_qlayers.metal import quantized_matmul
+from mlx_qlayers.metal.quantized_matmul import qmv as quantized_matmul
 
 # What says nothing in a kernel's name: where it is, its hash and its arguments.
 _NOISE = re.compile(r"mlx::core::|cu::|custom_kernel_|_[0-9a-f]{16}(?=\()|void |\(.*|<.*")
@@ -48,7 +48,7 @@ def _short(name: str) -> str:
 
 
 def _parts(omitted: int) -> str:
-    """What a launch of :mod:`mlx_qlayers.metal.quantized_matmul` has, from its kernel's name."""
+    """What a launch of the qmv kernels has, from its kernel's name."""
     names = quantized_matmul._INPUTS + quantized_matmul._OUTPUTS
     bits = f"{omitted:0{len(names)}b}"
     given = {name for name, bit in zip(names, bits, strict=True) if bit == "0"}

@@ -6,15 +6,15 @@ differentiable functions ``quantized_matmul``, ``grid_sample`` and ``attention``
 ``use_backend`` say what runs kernels; ``explain`` tells which path each operation took, and why.
 """
 
+from .conversion.loading import load
+from .conversion.report import ConversionReport
 from .convert import convert_model, revert_model
 from .layers.fused_attention import FusedAttention
 from .layers.grid_sample import GridSample
 from .layers.qlinear import QLinear
-from .loading import load
 from .ops.attention import attention
 from .ops.grid_sample import affine_grid, grid_sample
 from .ops.quantized_matmul import quantized_matmul
-from .report import ConversionReport
 from .runtime.backend import backend, explain, use_backend
 
 __all__ = [

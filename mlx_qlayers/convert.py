@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from .config import QuantizationConfig
-from .layers.counterparts import stock_of
-from .layers.fusion import is_fused, unfused_class
-from .layers.routing import is_routed, stock_class
-from .plan import Planner, Predicate, Step, kind_of, modules, row_of
-from .plan_fusion import Change, FusionPlanner
-from .report import QUANTIZED, REVERTED, ConversionReport
-from .verify import Verifier
+from .conversion.attention_patch import is_routed, stock_class
+from .conversion.config import QuantizationConfig
+from .conversion.counterparts import stock_of
+from .conversion.fused_blocks import is_fused, unfused_class
+from .conversion.fused_plan import Change, FusionPlanner
+from .conversion.plan import Planner, Predicate, Step, kind_of, modules, row_of
+from .conversion.report import QUANTIZED, REVERTED, ConversionReport
+from .conversion.verify import Verifier
 
 
 def convert_model(

@@ -22,7 +22,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from numerics import FACTOR, assert_same_model, to64
 
 from mlx_qlayers import FusedAttention, QLinear, convert_model, revert_model
-from mlx_qlayers.layers import routing
+from mlx_qlayers.conversion import attention_patch as routing
 from mlx_qlayers.layers.qlinear import QEmbedding
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 

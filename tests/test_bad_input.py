@@ -24,7 +24,7 @@ from damage import config as configured
 
 from mlx_qlayers import convert_model, load
 from mlx_qlayers.cli import main
-from mlx_qlayers.loading import load_stock
+from mlx_qlayers.conversion.loading import load_stock
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -11,7 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen2
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from mlx_qlayers import FusedAttention, QLinear, convert_model, explain, revert_model, verify
+from mlx_qlayers import FusedAttention, QLinear, convert_model, explain, revert_model
+from mlx_qlayers.conversion import verify
 from mlx_qlayers.layers import qlinear
 from mlx_qlayers.layers.qlinear import QEmbedding
 from tests.numerics import assert_same_model

@@ -16,7 +16,7 @@ import pytest
 from mlx_qlayers import convert_model
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands.demo import shipped_model
-from mlx_qlayers.loading import load_stock
+from mlx_qlayers.conversion.loading import load_stock
 from mlx_qlayers.tuning import several, store
 from mlx_qlayers.tuning.shapes import problems_of_model
 

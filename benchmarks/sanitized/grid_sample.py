@@ -6,7 +6,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_qlayers.metal.grid_sample import GridSampleConfig, heuristic
+from mlx_qlayers.metal.grid_sample.launch import GridSampleConfig, heuristic
 from mlx_qlayers.reference.grid_sample import Sampling
 from tests.metal import test_grid_sample as tests
 

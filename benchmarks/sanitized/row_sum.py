@@ -7,7 +7,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlx_qlayers.metal.row_sum import RowSum, row_sum
+from mlx_qlayers.metal.common.row_sum import RowSum, row_sum
 from tests.numerics import assert_accurate, random, to64
 
 from . import Cases

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..quantize import quantize_checkpoint
+    from ..conversion.quantize import quantize_checkpoint
 
     written = quantize_checkpoint(
         args.hf_path,

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
+    from ..conversion.loading import load_stock
     from ..convert import convert_model
-    from ..loading import load_stock
     from ..runtime.backend import backend, use_backend
     from .text import encode, stream
 

@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
+    from ..conversion.loading import load_stock
     from ..convert import convert_model
-    from ..loading import load_stock
     from .text import encode, stream
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt

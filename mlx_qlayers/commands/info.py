@@ -22,8 +22,8 @@ def run(args: argparse.Namespace) -> None:
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
     if args.model is not None:
+        from ..conversion.loading import load_stock
         from ..convert import convert_model
-        from ..loading import load_stock
 
         loaded = load_stock(args.model, lazy=True, trust_remote_code=args.trust_remote_code)
         print(f"\n{args.model}: {loaded.config['model_type']}\n")

@@ -106,8 +106,8 @@ class _Bar:
 
 
 def _problems(args: argparse.Namespace) -> list[Target]:
+    from ..conversion.loading import load_stock
     from ..convert import convert_model
-    from ..loading import load_stock
     from ..tuning.shapes import problems_of_model
     from .demo import shipped_model
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_qlayers.ops.attention import attention
+from ..ops.attention import attention
 
 
 class FusedAttention(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES, grid_sample
+from ..ops.grid_sample import MODES, PADDING_MODES, grid_sample
 
 
 class GridSample(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import mlx.core as mx
 
-from ..metal.attention import Scores
+from ..metal.attention.forward import Scores
 from ..reference import attention as reference
 from ..reference.attention import Packed
 from ..runtime.backend import on_request, requested

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..metal.attention import Scores
-from ..metal.attention_decode import BITS, MAX_QUERIES, MAX_WIDTH, Prepared, configure, question
+from ..metal.attention.decode import BITS, MAX_QUERIES, MAX_WIDTH, Prepared, configure, question
+from ..metal.attention.forward import Scores
 from ..reference import attention as reference
 from ..reference.attention import Packed
 from ..runtime.backend import Note, backend, count, decide, requested

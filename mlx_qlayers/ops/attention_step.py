@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..metal import attention_step as kernels
-from ..metal.attention_step import Rotation
+from ..metal.attention import step as kernels
+from ..metal.attention.step import Rotation
 from ..reference import attention_step as reference
 from ..runtime.backend import backend, choose
 from .differentiable import with_gradient_of

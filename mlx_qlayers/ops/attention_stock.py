@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from ..metal.attention import Scores
+from ..metal.attention.forward import Scores
 from ..reference.attention import Packed, visible
 from ..runtime.backend import Note, backend, count, requested
 

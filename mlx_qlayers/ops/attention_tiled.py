@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..metal import attention_backward as backward
-from ..metal.attention import FAR, Arrays, Call, Scores, attention_forward
-from ..metal.attention_layout import WIDEST
+from ..metal.attention import backward as backward
+from ..metal.attention.forward import FAR, Arrays, Call, Scores, attention_forward
+from ..metal.attention.layout import WIDEST
 from ..reference import attention as reference
 from ..reference.attention import Packed
 from ..runtime.backend import Note, backend, count, decide

@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from ..metal.dequantize import dequantize
-from ..metal.quantized_matmul import (
+from ..metal.quantized_matmul.dequantize import dequantize
+from ..metal.quantized_matmul.qmv import (
     MAX_FEW_ROWS,
     MAX_MATRICES,
     Gate,

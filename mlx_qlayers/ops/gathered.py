@@ -11,9 +11,9 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..formats import GLOBAL_UNIT, Format
-from ..metal.gather_qmm import Choice, configuration, gathered_products
-from ..metal.gather_tiles import gathered_tiles, products_in_tiles
-from ..metal.quantized_gradients import gradient_of_scales_and_biases
+from ..metal.gather_qmm.gather_qmm import gathered_tiles, products_in_tiles
+from ..metal.gather_qmm.gather_qmv import Choice, configuration, gathered_products
+from ..metal.quantized_matmul.gradients import gradient_of_scales_and_biases
 from .quantized_gradients import one_by_one
 from .separate import separate_gradients
 

@@ -8,11 +8,10 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_qlayers.metal import grid_sample as kernels
-from mlx_qlayers.reference import grid_sample as reference
-from mlx_qlayers.reference.grid_sample import Sampling
-from mlx_qlayers.runtime.backend import choose
-
+from ..metal.grid_sample import launch as kernels
+from ..reference import grid_sample as reference
+from ..reference.grid_sample import Sampling
+from ..runtime.backend import choose
 from .separate import separate_gradients
 
 MODES = ("bilinear", "nearest", "bicubic")

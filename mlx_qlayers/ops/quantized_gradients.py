@@ -8,7 +8,7 @@ from math import prod
 import mlx.core as mx
 
 from ..formats import Format
-from ..metal.quantized_gradients import gradient_of_scales_and_biases
+from ..metal.quantized_matmul.gradients import gradient_of_scales_and_biases
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend, choose
 

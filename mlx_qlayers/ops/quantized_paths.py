@@ -8,15 +8,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..formats import Format
-from ..metal.dequantize import dequantize
-from ..metal.quantized_matmul import (
-    MAX_FEW_ROWS,
-    PackedMatrix,
-    few_rows,
-    products_of_few_rows,
-)
-from ..metal.quantized_tiles import WAVE, product_in_tiles, tiles
-from ..metal.quantized_untransposed import columns, product_of_few_rows_untransposed
+from ..metal.quantized_matmul.dequantize import dequantize
+from ..metal.quantized_matmul.qmm import WAVE, product_in_tiles, tiles
+from ..metal.quantized_matmul.qmv import MAX_FEW_ROWS, PackedMatrix, few_rows, products_of_few_rows
+from ..metal.quantized_matmul.qvm import columns, product_of_few_rows_untransposed
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend, choose, requested
 from ..tuning.lookup import decided, found

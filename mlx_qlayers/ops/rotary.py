@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..metal import rotary as kernels
+from ..metal.rotary import launch as kernels
 from ..reference import rotary as reference
 from ..runtime.backend import backend, choose
 from .differentiable import with_gradient_of

@@ -24,7 +24,7 @@ def attention_step(
     scale: float,
     mask: mx.array | None,
 ) -> list[mx.array]:
-    """As :func:`mlx_qlayers.metal.attention_step.attention_step`; arguments as there."""
+    """As :func:`mlx_qlayers.metal.attention.step.attention_step`; arguments as there."""
     batch, _, size, width = k_buffer.shape
     length, positions = places[0], places[1 : 1 + batch]
     if dims:

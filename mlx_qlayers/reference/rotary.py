@@ -16,7 +16,7 @@ def rotated(
     scale: float,
     freqs: mx.array | None,
 ) -> list[mx.array]:
-    """The same as :func:`mlx_qlayers.metal.rotary.rotated`; arguments as there."""
+    """The same as :func:`mlx_qlayers.metal.rotary.launch.rotated`; arguments as there."""
     return [
         mx.fast.rope(
             x.transpose(0, 2, 1, 3),

@@ -31,7 +31,7 @@ _LONG = 2048
 # What CUDA starts at most along y and z, where Metal knows no such limit.
 _MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
 # Its declarations, and those of fragment.metal before them, come from the shim instead.
-_FRAGMENT = METAL / "tile.metal"
+_FRAGMENT = METAL / "common/tile.metal"
 # The template parameter that says how many threadgroups a multiprocessor should hold.
 _RESIDENT = "RESIDENT"
 # The input that tells threads beyond the grid that they are surplus.

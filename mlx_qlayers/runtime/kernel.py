@@ -78,7 +78,7 @@ class Kernel:
         errors: what the codes 1, 2, ... of its ``health_check`` statements mean.
 
     Example:
-        >>> exp = Kernel("exp_forward", "exp.metal", inputs=("x",), outputs=("y",), template=("T",))
+        >>> exp = Kernel("exp_forward", "exp/exp.metal", ("x",), ("y",), template=("T",))
         >>> x = mx.ones(1000)
         >>> (y,) = exp(
         ...     [x],

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from . import source
-from .instrument import with_health, without_health
+from .health_source import with_health, without_health
 from .signature import ATTRIBUTES, CONSTANT_BELOW, SHAPE_WORDS, shape_words
 from .source import METAL, Item, SourceError, Token
 
@@ -150,7 +150,7 @@ def load(
     where = f"{path.name}: kernel {function}"
     item = _find(items, function, path)
     if health:
-        items = tuple(dict.fromkeys((*items, *source.read(METAL / "health.metal"))))
+        items = tuple(dict.fromkeys((*items, *source.read(METAL / "common" / "health.metal"))))
         tokens = with_health(item.tokens)
     else:
         tokens = without_health(item.tokens)

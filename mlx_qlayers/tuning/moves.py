@@ -26,7 +26,7 @@ class Move:
         value: its new value.
 
     Example:
-        >>> from mlx_qlayers.metal.row_sum import RowSum
+        >>> from mlx_qlayers.metal.common.row_sum import RowSum
         >>> Upcast("upcast", 4)(RowSum()).upcast
         4
     """
@@ -128,7 +128,7 @@ class Axis:
         """The moves to every other value; none where the configuration has no such field.
 
         Example:
-            >>> from mlx_qlayers.metal.row_sum import RowSum
+            >>> from mlx_qlayers.metal.common.row_sum import RowSum
             >>> [str(move) for move in Axis(Upcast, "upcast", (1, 2, 4)).moves(RowSum(upcast=2))]
             ['UPCAST upcast=1', 'UPCAST upcast=4']
         """

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..runtime.backend import note
-from ..runtime.folder import cache_folder
+from ..runtime.cache_folder import cache_folder
 from ..runtime.kernel import Kernel
 
 C = TypeVar("C")

@@ -10,8 +10,8 @@ import pytest
 from numerics import assert_accurate, random, round_to, to64
 from sampling import GROUPS, assert_as_special, golden, options_of, same_side
 
-from mlx_qlayers.metal import grid_sample as kernels
-from mlx_qlayers.metal.grid_sample import GridSampleConfig, heuristic
+from mlx_qlayers.metal.grid_sample import launch as kernels
+from mlx_qlayers.metal.grid_sample.launch import GridSampleConfig, heuristic
 from mlx_qlayers.reference import grid_sample as reference
 from mlx_qlayers.reference.grid_sample import Sampling
 from mlx_qlayers.runtime.backend import use_backend

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.metal.rotary import rotated
+from mlx_qlayers.metal.rotary.launch import rotated
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
 from tests.numerics import random

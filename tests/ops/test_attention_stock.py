@@ -10,7 +10,7 @@ from attention_cases import expect, make
 from numerics import assert_accurate, random, to64
 
 from mlx_qlayers import attention, explain, use_backend
-from mlx_qlayers.metal.attention import Scores
+from mlx_qlayers.metal.attention.forward import Scores
 from mlx_qlayers.ops import attention_stock
 from mlx_qlayers.ops.attention_stock import alone
 

@@ -8,7 +8,7 @@ from attention_cases import expect, make
 from numerics import assert_accurate
 
 from mlx_qlayers import attention, explain
-from mlx_qlayers.metal.attention import Scores
+from mlx_qlayers.metal.attention.forward import Scores
 from mlx_qlayers.ops import attention_tiled
 from mlx_qlayers.ops.differentiable import without_gradients
 

@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.metal.attention import Arrays, Call, Scores, attention_forward
-from mlx_qlayers.metal.attention_layout import Layout
+from mlx_qlayers.metal.attention.forward import Arrays, Call, Scores, attention_forward
+from mlx_qlayers.metal.attention.layout import Layout
 from mlx_qlayers.metal.exp import exp
 from mlx_qlayers.runtime import BackendError, Kernel, use_backend
 from mlx_qlayers.runtime import backend as backend_module
@@ -94,7 +94,7 @@ def test_whole_threadgroups() -> None:
     assert whole_threadgroups((65, 2, 5), (32, 4, 2)) == (96, 4, 6)
 
 
-EXP = Kernel("exp_forward", "exp.metal", ("x",), ("y",), template=("T",))
+EXP = Kernel("exp_forward", "exp/exp.metal", ("x",), ("y",), template=("T",))
 
 
 def _exp(x: mx.array) -> None:

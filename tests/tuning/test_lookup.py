@@ -9,9 +9,9 @@ import pytest
 
 from mlx_qlayers import explain
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.attention_step import Step, configure
-from mlx_qlayers.metal.attention_step import question as asked_of_step
-from mlx_qlayers.metal.quantized_matmul import few_rows
+from mlx_qlayers.metal.attention.step import Step, configure
+from mlx_qlayers.metal.attention.step import question as asked_of_step
+from mlx_qlayers.metal.quantized_matmul.qmv import few_rows
 from mlx_qlayers.ops import quantized_paths
 from mlx_qlayers.runtime import backend as backends
 from mlx_qlayers.tuning import lookup, store

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from mlx_qlayers.metal.row_sum import RowSum
+from mlx_qlayers.metal.common.row_sum import RowSum
 from mlx_qlayers.tuning import moves
 from mlx_qlayers.tuning.moves import Axis, Group, Move, PadTo, Upcast
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import explain
-from mlx_qlayers.metal.row_sum import KERNEL, RowSum
+from mlx_qlayers.metal.common.row_sum import KERNEL, RowSum
 from mlx_qlayers.tuning import store
 from mlx_qlayers.tuning.store import Entry, clear, key_of, listed, save, source_hash, stored
 

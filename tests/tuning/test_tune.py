@@ -7,9 +7,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal import row_sum
-from mlx_qlayers.metal.quantized_matmul import MatrixUnits
-from mlx_qlayers.metal.row_sum import RowSum
+from mlx_qlayers.metal.common import row_sum
+from mlx_qlayers.metal.common.row_sum import RowSum
+from mlx_qlayers.metal.quantized_matmul.qmv import MatrixUnits
 from mlx_qlayers.runtime import KernelTimeout, use_backend
 from mlx_qlayers.tuning import judge, store
 from mlx_qlayers.tuning.families import FAMILIES, ROW_SUM

@@ -14,8 +14,8 @@ from .errors import (
     Undefined,
     Uninitialised,
 )
-from .kernel import Counters, HostKernel, compile_source
-from .launch import Report, checks, launch
+from .executable import Counters, HostKernel, compile_source
+from .execute import Report, checks, launch
 from .lint import lint
 
 __all__ = [

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from ..folder import cache_folder
+from ..cache_folder import cache_folder
 from . import toolchain
 
 # What a compilation may need: on a full disk the compiler stops without a word.

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cache, ir, source, toolchain
+from . import cache, ir, toolchain
+from . import translate as source
+from .access_checks import instrument
 from .errors import CompileError
-from .instrument import instrument
 
 # Half of a fiber's stack (fiber.h): a frame beyond that would end the process at a guard page.
 _FRAME = 128 * 1024

@@ -9,8 +9,8 @@ from typing import cast
 
 import mlx.core as mx
 
-from ...metal import attention_decode as metal
-from ...metal.attention_decode import Decode, Packed
+from ...metal.attention import decode as metal
+from ...metal.attention.decode import Decode, Packed
 from ...reference import attention as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ..family import Family, Problem

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from ...metal import attention as metal
-from ...metal.attention import Arrays, Call, Scores
-from ...metal.attention_layout import Layout, layout, memory, registers
+from ...metal.attention import forward as metal
+from ...metal.attention.forward import Arrays, Call, Scores
+from ...metal.attention.layout import Layout, layout, memory, registers
 from ...reference import attention as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ..family import Family, Problem

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ...metal import attention_step as metal
-from ...metal.attention_decode import _combine
-from ...metal.attention_step import Rotation, Step
+from ...metal.attention import step as metal
+from ...metal.attention.decode import _combine
+from ...metal.attention.step import Rotation, Step
 from ...reference import attention_step as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ..family import Family, Problem

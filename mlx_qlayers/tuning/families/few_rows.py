@@ -9,12 +9,8 @@ from inspect import unwrap
 import mlx.core as mx
 
 from ...formats import Format
-from ...metal import quantized_matmul
-from ...metal.quantized_matmul import (
-    FewRows,
-    MatrixUnits,
-    few_rows,
-)
+from ...metal.quantized_matmul import qmv as quantized_matmul
+from ...metal.quantized_matmul.qmv import FewRows, MatrixUnits, few_rows
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ..family import Family, Problem
 from ..moves import Axis, Buffer, Group, Local, Unroll, Upcast

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ...formats import Format
-from ...metal.quantized_matmul import FewRows, MatrixUnits, PackedMatrix, products_of_few_rows
+from ...metal.quantized_matmul.qmv import FewRows, MatrixUnits, PackedMatrix, products_of_few_rows
 from ..family import Problem
 
 _EPSILON = 1e-6

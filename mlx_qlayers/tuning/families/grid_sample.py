@@ -8,8 +8,8 @@ from math import prod
 
 import mlx.core as mx
 
-from ...metal import grid_sample as metal
-from ...metal.grid_sample import GridSampleConfig, heuristic
+from ...metal.grid_sample import launch as metal
+from ...metal.grid_sample.launch import GridSampleConfig, heuristic
 from ...reference import grid_sample as reference
 from ...reference.grid_sample import Sampling
 from ..family import Family, Problem

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ...formats import Format
-from ...metal.dequantize import dequantize
-from ...metal.quantized_matmul import PackedMatrix
+from ...metal.quantized_matmul.dequantize import dequantize
+from ...metal.quantized_matmul.qmv import PackedMatrix
 from ...reference import quantized_matmul as reference
 from ..family import Problem
 

@@ -8,8 +8,8 @@ from inspect import unwrap
 import mlx.core as mx
 
 from ...formats import Format
-from ...metal import quantized_tiles
-from ...metal.quantized_tiles import Tiles, product_in_tiles, tiles
+from ...metal.quantized_matmul import qmm as quantized_tiles
+from ...metal.quantized_matmul.qmm import Tiles, product_in_tiles, tiles
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ..family import Family, Problem
 from ..lookup import rounded

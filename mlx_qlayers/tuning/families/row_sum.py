@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
-from ...metal import row_sum
-from ...metal.row_sum import RowSum
+from ...metal.common import row_sum
+from ...metal.common.row_sum import RowSum
 from ..family import Family, Problem
 from ..moves import Axis, Group, GroupTop, Local, PadTo, Unroll, Upcast
 

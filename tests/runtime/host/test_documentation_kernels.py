@@ -11,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.runtime.host import OutOfBounds, checks, launch
+from mlx_qlayers.runtime.host import OutOfBounds, checks
+from mlx_qlayers.runtime.host import execute as launch
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.program import Program
 

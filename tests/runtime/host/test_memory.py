@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.runtime.host.handover import SMALL, Outputs, Scratch, finished
 from mlx_qlayers.runtime.host.memory import extent, locate, readable, strides
+from mlx_qlayers.runtime.host.output_buffers import SMALL, Outputs, Scratch, finished
 
 
 def test_an_array_lies_where_it_is_said_to() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_qlayers.runtime.host import compiler, native, source, toolchain
+from mlx_qlayers.runtime.host import compiler, native, toolchain
+from mlx_qlayers.runtime.host import translate as source
 
 KERNEL = """
 #include <metal_stdlib>

@@ -1,0 +1,1 @@
+"""What convert_model is made of: plan, patterns, patched classes, verification and report."""

@@ -1,0 +1,229 @@
+"""Models from a directory or from the Hugging Face Hub, with or without conversion."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..convert import Predicate, convert_model
+from .checkpoint import check_directory
+from .config import QuantizationConfig
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+# What mlx-lm downloads; Python files only where they may be run.
+_PATTERNS = ("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
+
+
+class Loaded(NamedTuple):
+    """A model with its stock layers, and what came with it.
+
+    Attributes:
+        model: what mlx-lm built.
+        tokenizer: with mlx-lm's detokenizer.
+        config: the contents of ``config.json``, as mlx-lm completed them.
+        quantization: what ``config.json`` says about it, to be held against the arrays.
+    """
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    quantization: QuantizationConfig
+
+
+def load(
+    path_or_hf_repo: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    lazy: bool = False,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    trust_remote_code: bool = False,
+    linear: bool = True,
+    attention: bool = True,
+    fuse: bool = True,
+    predicate: Predicate | None = None,
+    verify: bool = True,
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a model with mlx-lm and convert it: ``mlx_lm.load`` followed by ``convert_model``.
+
+    A repository is downloaded through ``huggingface_hub``, with its progress bar on a terminal;
+    with ``HF_HUB_OFFLINE=1`` only its cache is used. The files are checked before they are read.
+
+    Args:
+        path_or_hf_repo: a directory, or a repository of the Hugging Face Hub (``owner/name``).
+        revision: a branch, tag or commit of the repository.
+        lazy: leave the weights on disk until they are used.
+        tokenizer_config: more keywords for the tokenizer.
+        model_config: values that replace those of ``config.json``.
+        adapter_path: a directory with LoRA adapters to apply before converting.
+        trust_remote_code: run Python code that the model brings along.
+        linear: as in ``convert_model``, as are ``attention``, ``fuse``, ``predicate`` and
+            ``verify``.
+
+    Returns:
+        The converted model and its tokenizer.
+
+    Raises:
+        FileNotFoundError: no such directory or repository, or a file of the model is missing.
+        ValueError: a file is damaged, the model contradicts its configuration, or it wants to
+            run code of its own and ``trust_remote_code`` is false.
+
+    Example:
+        >>> from mlx_lm import generate
+        >>> model, tokenizer = load("Qwen/Qwen2-7B-Instruct-MLX")
+        >>> text = generate(model, tokenizer, prompt="Hello", max_tokens=64)
+    """
+    loaded = load_stock(
+        path_or_hf_repo,
+        revision=revision,
+        lazy=lazy,
+        tokenizer_config=tokenizer_config,
+        model_config=model_config,
+        adapter_path=adapter_path,
+        trust_remote_code=trust_remote_code,
+    )
+    convert_model(
+        loaded.model,
+        config=loaded.quantization,
+        linear=linear,
+        attention=attention,
+        fuse=fuse,
+        predicate=predicate,
+        verify=verify,
+    )
+    return loaded.model, loaded.tokenizer
+
+
+def load_stock(
+    path_or_hf_repo: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    lazy: bool = False,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    trust_remote_code: bool = False,
+) -> Loaded:
+    """The model with its stock layers, after the checks of `load`; arguments as there."""
+    path = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
+    config = check_directory(path) | (model_config or {})
+    quantization = QuantizationConfig.parse(config, str(path / "config.json"))
+    _check_code(path, config, trust_remote_code)
+
+    from mlx_lm.utils import load_adapters, load_tokenizer
+
+    # Lazily: no weight is read before everything else is in order.
+    model, config = _build(path, config, model_config or {}, quantization, trust_remote_code)
+    with _blame(path, "the tokenizer cannot be read"):
+        tokenizer = load_tokenizer(
+            path,
+            {"trust_remote_code": trust_remote_code} | (tokenizer_config or {}),
+            eos_token_ids=config.get("eos_token_id"),
+        )
+    if adapter_path is not None:
+        with _blame(Path(adapter_path), "the adapters cannot be applied"):
+            model = load_adapters(model, adapter_path)
+            model.eval()
+    if not lazy:
+        with _blame(path, "the weights cannot be read"):
+            mx.eval(model.parameters())
+    return Loaded(model, tokenizer, config, quantization)
+
+
+def find_model(
+    path_or_hf_repo: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Path:
+    """The directory of a model, downloaded first where it names a repository of the Hub.
+
+    Raises:
+        FileNotFoundError: there is neither such a directory nor such a repository within reach.
+    """
+    name = os.fspath(path_or_hf_repo)
+    if not name:
+        raise FileNotFoundError("the name of the model is empty")
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import tqdm, validate_repo_id
+
+    class Bar(tqdm):  # the Hub's own shows the number of files in a pipe too
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{"disable": None} | options)
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{name}: no such directory") from error
+    patterns = [*_PATTERNS, "*.py"] if trust_remote_code else [*_PATTERNS]
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=patterns, tqdm_class=Bar)
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"{name}: no such directory, and no repository of the Hugging Face Hub within reach: "
+            f"{error}"
+        ) from error
+
+
+def _build(
+    path: Path,
+    config: dict[str, Any],
+    changes: dict[str, Any],
+    quantization: QuantizationConfig,
+    trusted: bool,
+) -> tuple[nn.Module, dict[str, Any]]:
+    from mlx_lm.utils import load_model
+
+    def build(changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+        with _blame(path, f"mlx-lm builds no {config['model_type']} from config.json and weights"):
+            return load_model(path, lazy=True, model_config=changes, trust_remote_code=trusted)
+
+    try:
+        return build(changes)
+    except ValueError:
+        if quantization.layers and (entry := config.get("quantization")):
+            # Without the layers' entries mlx-lm takes the formats from the arrays.
+            general = {key: entry[key] for key in ("group_size", "bits", "mode") if key in entry}
+            try:
+                model, _ = build(changes | {"quantization": general})
+            except ValueError:
+                pass
+            else:
+                convert_model(model, config=quantization, dry_run=True)  # names the contradiction
+        raise
+
+
+def _check_code(path: Path, config: dict[str, Any], trusted: bool) -> None:
+    if not trusted and (code := config.get("model_file")) is not None:
+        raise ValueError(
+            f"{path / 'config.json'}: 'model_file' asks to run the model's own code ({code!r}); "
+            "pass trust_remote_code=True (--trust-remote-code) if you trust it"
+        )
+
+
+@contextmanager
+def _blame(path: Path, what: str) -> Iterator[None]:
+    """Name the model in an error of mlx-lm, which may be of any type and speak of none."""
+    try:
+        yield
+    except (OSError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:  # olmo's file exits where its package is missing
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{path}: {what}: {kind}{error}") from error

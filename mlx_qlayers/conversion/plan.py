@@ -1,0 +1,195 @@
+"""Decides what becomes of each module of a model, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import mlx.nn as nn
+
+from ..formats import Format
+from ..layers.qlinear import Counterpart, QLinear
+from .attention_patch import is_routed, routed_class
+from .config import QuantizationConfig
+from .counterparts import counterpart_of
+from .report import ALREADY, LEFT, QUANTIZED, SWAPPED, ModuleReport
+
+Predicate = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A module of the model, its row in the report, and what it becomes."""
+
+    module: nn.Module
+    row: ModuleReport
+    cls: type[nn.Module] | None = None
+    packed: nn.Module | None = None  # the quantized twin of an nn.Linear
+
+    def left(self, reason: str) -> Step:
+        return Step(self.module, replace(self.row, action=LEFT, reason=reason))
+
+
+class Planner:
+    """Decides for each module what becomes of it; changes nothing."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: QuantizationConfig,
+        linear: bool,
+        attention: bool,
+        predicate: Predicate | None,
+    ) -> None:
+        self.modules = list(modules(model))
+        self.config = config
+        self.linear = linear
+        self.attention = attention
+        self.predicate = predicate or (lambda path, module: True)
+        self.quant_predicate = getattr(model, "quant_predicate", None)
+        self.has_quantized = any(_is_packed(module) for _, module in self.modules)
+        self.keys: set[str] = set()
+
+    def steps(self) -> list[Step]:
+        """A step for every module that a conversion concerns."""
+        return [step for path, m in self.modules if (step := self._step(path, m)) is not None]
+
+    def unmatched(self) -> tuple[str, ...]:
+        """Per-layer keys of the configuration that no module has asked for."""
+        return tuple(key for key in self.config.layers if key not in self.keys)
+
+    def _step(self, path: str, module: nn.Module) -> Step | None:
+        kind = kind_of(module)
+        if kind is None:
+            return None
+        step = Step(module, row_of(path, kind, module, SWAPPED))
+        if kind == "attention":
+            plan, switch = self._attention, self.attention
+        else:
+            key, said = self._entry(path)
+            if _is_packed(module):
+                self._check(path, module, key, said)
+            plan, switch = self._linear, self.linear
+        if is_routed(module) or isinstance(module, Counterpart):
+            return Step(module, replace(step.row, action=ALREADY))
+        if not switch:
+            return step.left(f"{'attention' if kind == 'attention' else 'linear'}=False")
+        if not self.predicate(path, module):
+            return step.left("the predicate says so")
+        return plan(path, step)
+
+    def _attention(self, path: str, step: Step) -> Step:
+        cls = routed_class(type(step.module))
+        if cls is None:
+            return step.left("does not use mlx-lm's shared attention function")
+        return replace(step, cls=cls)
+
+    def _linear(self, path: str, step: Step) -> Step:
+        module = step.module
+        if type(module) is nn.Linear:
+            return self._quantize(path, step)
+        if (cls := counterpart_of(type(module))) is not None:
+            try:
+                Format.checked(module.group_size, module.bits, module.mode)
+            except ValueError as error:
+                return step.left(str(error))
+            return replace(step, cls=cls)
+        if not _is_packed(module):
+            return step.left("is not quantized")
+        return step.left(f"no counterpart of {type(module).__name__}")
+
+    def _quantize(self, path: str, step: Step) -> Step:
+        module, (key, said) = step.module, self._entry(path)
+        if not isinstance(said, Format):
+            return step.left("config says false" if said is False else "is not quantized")
+        if not key:
+            if self.has_quantized:
+                return step.left("is not quantized, as others are, and config does not name it")
+            allowed = True if self.quant_predicate is None else self.quant_predicate(path, module)
+            if not allowed:
+                return step.left("the model's quant_predicate says so")
+            if isinstance(allowed, dict):
+                said = Format.from_entry(allowed)
+        if module.weight.shape[-1] % said.group_size:
+            reason = f"its width {module.weight.shape[-1]} is no multiple of {said.group_size}"
+            if key:
+                raise ValueError(
+                    f"{path}: {self.config.describe(key)} asks for {said}, but {reason}"
+                )
+            return step.left(reason)
+        packed = nn.QuantizedLinear.from_linear(module, *said)
+        packed.train(module.training)
+        packed._no_grad |= module._no_grad
+        row = row_of(path, "linear", packed, QUANTIZED)
+        return Step(
+            module, replace(row, reason=f"{self.config.describe(key)} asks for it"), QLinear, packed
+        )
+
+    def _entry(self, path: str) -> tuple[str, Format | bool | None]:
+        key, said = self.config.entry(path)
+        owner, _, name = path.rpartition(".")
+        if not key and name in ("linear", "embedding"):  # inside an adapter of mlx-lm
+            key, said = self.config.entry(owner)
+        self.keys.add(key)
+        return key, said
+
+    def _check(self, path: str, module: nn.Module, key: str, said: Format | bool | None) -> None:
+        """Hold a quantized module against its own arrays and against the configuration."""
+        live = Format(module.group_size, module.bits, getattr(module, "mode", "affine"))
+        if counterpart_of(type(module)) or isinstance(module, Counterpart):
+            w, bias = module["weight"], module.get("bias")
+            problem = live.mismatch(w, module["scales"], module.get("biases"))
+            if bias is not None and bias.shape != w.shape[:-1]:
+                problem = problem or f"bias of shape {bias.shape} must be {w.shape[:-1]}"
+            if problem:
+                raise ValueError(f"{path}: {problem}")
+        if said is False or (isinstance(said, Format) and said != live):
+            says = "it is not quantized" if said is False else str(said)
+            raise ValueError(
+                f"{path}: {self.config.describe(key)} says {says}, but the arrays hold {live}; "
+                "without a config the arrays are trusted"
+            )
+
+
+def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, with its path, in the order of the model."""
+    seen: set[int] = set()
+    for path, module in reversed(model.named_modules()):
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield path, module
+
+
+def _is_packed(module: nn.Module) -> bool:
+    return "scales" in module and "weight" in module and hasattr(module, "bits")
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """``"linear"``, ``"embedding"``, ``"experts"``, ``"attention"``, or None for the rest."""
+    if isinstance(module, nn.QuantizedEmbedding | nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.Linear) or _is_packed(module):
+        return "experts" if module["weight"].ndim > 2 else "linear"
+    if _is_routable(module):
+        return "attention"
+    if "attention" in type(module).__name__.lower() and not any(
+        map(_is_routable, module.modules())
+    ):
+        return "attention"  # one that computes on its own, not one that holds another
+    return None
+
+
+def _is_routable(module: nn.Module) -> bool:
+    return is_routed(module) or routed_class(type(module)) is not None
+
+
+def row_of(path: str, kind: str, module: nn.Module, action: str) -> ModuleReport:
+    """The report's row of a module as it is now."""
+    if kind == "attention":
+        return ModuleReport(path, kind, None, None, None, None, action)
+    shape = module["weight"].shape
+    if not _is_packed(module):
+        return ModuleReport(path, kind, shape, None, None, None, action)
+    mode = getattr(module, "mode", "affine")
+    shape = (*shape[:-1], shape[-1] * 32 // module.bits)
+    return ModuleReport(path, kind, shape, module.group_size, module.bits, mode, action)

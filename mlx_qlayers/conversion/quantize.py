@@ -1,0 +1,154 @@
+"""Quantizing a checkpoint on disk, with mlx-lm's own machinery."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from ..formats import Format
+from .checkpoint import check_directory
+from .loading import find_model, load_stock
+from .staging import check_free, staged_directory
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+@dataclass(frozen=True)
+class Written:
+    """What :func:`quantize_checkpoint` wrote."""
+
+    path: Path
+    layers: int
+    bits_per_weight: float
+    nbytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.layers} quantized layers, {self.bits_per_weight:.2f} bits per "
+            f"weight, {self.nbytes / 1e6:.1f} MB"
+        )
+
+
+def quantize_checkpoint(
+    path_or_hf_repo: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+) -> Written:
+    """Quantize a checkpoint into a directory that mlx-lm loads.
+
+    The directory is written under another name, read back and then renamed: whenever this is
+    stopped, ``target`` is either absent or whole.
+
+    Args:
+        path_or_hf_repo: an unquantized model: a directory, or a repository of the Hub.
+        target: the directory to write. There must be nothing, or an empty directory.
+        group_size: weights that share a scale; by default the mode's usual one.
+        bits: bits of a weight; by default the mode's usual number.
+        mode: ``"affine"``, ``"mxfp4"``, ``"nvfp4"`` or ``"mxfp8"``.
+        dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``, of what is not quantized; by
+            default what the checkpoint's configuration names, else what it holds.
+        trust_remote_code: run Python code that the model brings along.
+
+    Raises:
+        FileExistsError: there is something at ``target``.
+        FileNotFoundError: the model, or a file of it, is missing.
+        OSError: the disk has not enough room.
+        ValueError: the arguments do not fit together or the model, or a file is damaged.
+
+    Example:
+        >>> print(quantize_checkpoint("Qwen/Qwen2-0.5B-Instruct", "qwen2-4bit"))
+        qwen2-4bit: ... quantized layers, ... bits per weight, ... MB
+    """
+    group_size, bits, mode = Format.checked(group_size, bits, mode)
+    target = Path(target).expanduser()
+    check_free(target)
+    source = find_model(path_or_hf_repo, trust_remote_code=trust_remote_code)
+    if (found := check_directory(source).get("quantization")) is not None:
+        raise ValueError(f"{source}: already quantized: {found}")
+    model, tokenizer, config, _ = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
+    if config.get("quantization") is None:  # mlx-lm takes a null for a partly quantized model
+        config.pop("quantization", None)
+    _cast(model, dtype or config.get("torch_dtype") or config.get("dtype"))
+
+    from mlx_lm.utils import compute_bits_per_weight, quantize_model
+
+    with redirect_stdout(io.StringIO()):  # it reports to standard output
+        model, config = quantize_model(model, config, group_size, bits, mode=mode)
+    layers = sum(hasattr(module, "scales") for module in model.modules())
+    if not layers:
+        raise ValueError(f"{source}: no layer has a width that is a multiple of {group_size}")
+    weights = dict(tree_flatten(model.parameters()))
+    written = Written(
+        target, layers, compute_bits_per_weight(model), sum(w.nbytes for w in weights.values())
+    )
+    with staged_directory(target) as staging:
+        _check_room(staging, written.nbytes)
+        _evaluate(weights)
+        _save(staging, source, model, tokenizer, config, os.fspath(path_or_hf_repo))
+        check_directory(staging)
+    return written
+
+
+def _cast(model: nn.Module, dtype: Any) -> None:
+    """Cast the floating weights as mlx-lm's converter does, but those that the model exempts."""
+    if dtype not in ("float16", "bfloat16", "float32"):
+        return
+    wanted = getattr(model, "cast_predicate", lambda _: True)
+
+    def cast(name: str, weight: mx.array) -> mx.array:
+        floating = mx.issubdtype(weight.dtype, mx.floating)
+        return weight.astype(getattr(mx, dtype)) if floating and wanted(name) else weight
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def _check_room(directory: Path, nbytes: int) -> None:
+    if (free := shutil.disk_usage(directory).free) < nbytes:
+        raise OSError(
+            f"{directory.parent}: the model takes {nbytes / 1e6:.1f} MB, "
+            f"and {free / 1e6:.1f} MB are free"
+        )
+
+
+def _evaluate(weights: dict[str, mx.array]) -> None:
+    """Quantize one weight after the other: the bar moves, and no two unquantized ones are held."""
+    from tqdm import tqdm
+
+    for weight in tqdm(weights.values(), desc="quantizing", unit="tensor", disable=None):
+        mx.eval(weight)
+
+
+def _save(
+    staging: Path,
+    source: Path,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    config: dict[str, Any],
+    origin: str,
+) -> None:
+    from huggingface_hub import ModelCard
+    from mlx_lm.utils import save
+
+    try:
+        save(staging, source, model, tokenizer, config)
+    except RuntimeError as error:  # how MLX reports a failed write
+        raise OSError(f"{staging}: the model cannot be written: {error}") from error
+    if not os.path.exists(origin):
+        card = ModelCard.load(staging / "README.md")
+        card.data.base_model = origin
+        card.save(staging / "README.md")

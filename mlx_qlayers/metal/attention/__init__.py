@@ -1,0 +1,1 @@
+"""Attention: forward, backward, decoding, and one step of decoding with its cache."""

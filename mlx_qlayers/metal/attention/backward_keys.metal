@@ -1,0 +1,321 @@
+// The gradients of attention for its keys and values, from the norms that attention.metal and
+// the delta that attention_backward.metal left:
+//
+//   d_v = weights^T d_out,   d_k = scale d_scores^T q   with the names of attention_backward.metal
+//
+// A threadgroup owns ROWS = 16 * BLOCKS * SIMDS / (SLICES * ROLES) keys: grid (32 * SIMDS *
+// ceil(S / ROWS), Hkv, B), threadgroup (32 * SIMDS, 1, 1). Products are transposed: rows are keys.
+//
+//   registers     left         BLOCKS x 16 rows, T, left operands, a slice of the columns: of k on
+//                              side 0, of v on side 1. With two ROLES a SIMD group has one side
+//                 sums         d_v on side 0, d_k on side 1, float, likewise
+//                 scores       scores on side 0, d_weights on side 1, BLOCKS x 16 x TILE, float
+//   threadgroup   tile         queries and behind them d_out, TILE rows each, T; in the same place
+//                              if ALTERNATE
+//                 statistics   norms and delta of each of these queries
+//                 exchange     parts of scores, float, if SLICES > 1
+//                 shared       weights * bend, float, if ROLES is 2
+//   device        k and v are read once, q, d_out, norms and delta once a threadgroup
+//
+//   for each query head of the group, for each tile of queries that may see one of the keys:
+//     put queries and d_out in their places | barrier
+//     side 0: scores = k * queries^T             side 1: d_weights = v * d_out^T
+//             weights = exp2(scores - top) / total
+//             share weights * bend | barrier
+//                                                d_scores = weights * bend * (d_weights - delta)
+//     start reading the next tiles
+//             d_v += weights * d_out                     d_k += d_scores * queries
+//     barrier
+//
+// Sums stay in registers: no atomics, and every run adds in the same order. With ALTERNATE queries
+// are put in place a second time for the last product. If AVERAGE, `average` is added to each d_v:
+// the part that each key has in the queries that see none.
+
+#include "score_tile.metal"
+
+// Scores of BLOCKS x 16 keys and a tile of queries become weights; `bends` those with the softcap's
+// slope. `statistics` are TILE numbers of each kind: what lowers scores, deltas, factors.
+template <typename T, int MASK, bool SOFTCAP, int COUNT, typename M>
+METAL_FUNC void make_weights_of_keys(
+    thread sum_fragment* scores,
+    thread sum_fragment* bends,
+    const threadgroup float2* statistics,
+    int key,
+    int query,
+    thread const score_rule<M>& rule,
+    uint lane) {
+  make_scores<MASK, SOFTCAP, true, COUNT>(scores, bends, key, query, rule, lane);
+  if (!all_seen(rule, query, 8 * COUNT, key, 16)) {
+    hide_unseen<true, COUNT>(scores, key, query, rule, lane);
+  }
+  float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
+#pragma unroll
+  for (int i = 0; i < 2 * COUNT; i++) {
+    int n = i / 2, p = i % 2, at = (8 * n + fragment_col(lane)) / 2;
+    float2 factor = sizeof(T) == 4 ? statistics[8 * COUNT + at] : float2(1.0f);
+    float2 weight = weights_of<T>(scores[n].part[p], unit, statistics[at], factor);
+    scores[n].part[p] = weight;
+    bends[n].part[p] = SOFTCAP ? weight * bends[n].part[p] : weight;
+  }
+}
+
+// d_weights become d_scores.
+template <int COUNT>
+METAL_FUNC void make_d_scores(
+    thread sum_fragment* d_weights,
+    thread const sum_fragment* weights,
+    const threadgroup float2* statistics,
+    uint lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * COUNT; i++) {
+    int n = i / 2, p = i % 2;
+    float2 delta = statistics[4 * COUNT + (8 * n + fragment_col(lane)) / 2];
+    d_weights[n].part[p] = weights[n].part[p] * (d_weights[n].part[p] - delta);
+  }
+}
+
+template <
+    typename T,
+    typename M,
+    int D,
+    int DV,
+    int MASK,
+    bool SOFTCAP,
+    bool AVERAGE,
+    int ROLES,
+    int BLOCKS,
+    int SIMDS,
+    int SLICES,
+    int TILE,
+    bool ALTERNATE,
+    bool AHEAD,
+    int RESIDENT>
+[[kernel]] void attention_backward_keys(
+    const device T* q,
+    const constant int64_t* q_strides,
+    const device T* k,
+    const constant int64_t* k_strides,
+    const device T* v,
+    const constant int64_t* v_strides,
+    const device M* mask,
+    const constant int64_t* mask_strides,
+    const device T* d_out,
+    const constant int64_t* d_out_strides,
+    const device float* norms,
+    const device float* delta,
+    const device float* average,
+    constant int* sizes,
+    constant float* numbers,
+    device T* d_k,
+    device T* d_v,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simd_group [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int THREADS = 32 * SIMDS, SIDES = 2 / ROLES, COUNT = TILE / 8;
+  constexpr int OWNERS = SIMDS / (SLICES * ROLES), ROWS = 16 * BLOCKS * OWNERS;
+  constexpr int WIDTH = rounded_up(larger(D, DV), 16 * SLICES);
+  constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = 2 * STEPS;
+  constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, D, DV);
+  constexpr bool DIRECT = TOGETHER && !ALTERNATE;
+  constexpr int NUMBERS = (sizeof(T) == 4 ? 3 : 2) * TILE / 2;
+  constexpr bool TWICE = DIRECT && AHEAD, EARLY = AHEAD && !DIRECT;
+  constexpr int PLACES = TWICE ? 4 : 2;
+  constexpr int ELEMENTS = tile_elements<T, TOGETHER>(TILE, WIDTH);
+  constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * SIDES * BLOCKS * TILE * 8;
+  constexpr int SHARED = ROLES == 1 ? 1 : ROWS * TILE / 2;
+  threadgroup tile_packs<(ALTERNATE ? 1 : PLACES) * ELEMENTS * sizeof(T) / 16> tiles;
+  threadgroup float2 exchange[PARTS];
+  threadgroup float2 shared[SHARED];
+  threadgroup float2 all_statistics[PLACES / 2 * NUMBERS];
+  // The queries, and this far behind them their cotangents.
+  threadgroup T* tile = reinterpret_cast<threadgroup T*>(tiles.pack);
+  threadgroup float2* statistics = all_statistics;
+  constexpr int OTHER = ALTERNATE ? 0 : ELEMENTS;
+
+  uint kv_head = group.y, batch = group.z;
+  int block = int(simd_group) % OWNERS, slice = int(simd_group) / OWNERS % SLICES;
+  int role = ROLES == 1 ? 0 : int(simd_group) / (OWNERS * SLICES), row = int(group.x) * ROWS;
+  int own = row + block * 16 * BLOCKS, column = slice * STEPS * 16;
+  int share = sizes[SHARE], heads = sizes[HEADS];
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, kv_head * share);
+
+  left_fragment<T> left[SIDES][BLOCKS][STEPS];
+  sum_fragment sums[SIDES][BLOCKS][COLUMNS];
+#pragma unroll
+  for (int s = 0; s < SIDES; s++) {
+    head_rows<T> k_rows = rows_of(k, k_strides, batch, kv_head, rule.keys);
+    head_rows<T> v_rows = rows_of(v, v_strides, batch, kv_head, rule.keys);
+    bool values = ROLES == 2 ? role == 1 : s == 1;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      load_left_rows<T, STEPS>(
+          left[s][b], values ? v_rows : k_rows, values ? DV : D, own + 16 * b, column, lane);
+      clear<COLUMNS>(sums[s][b]);
+    }
+  }
+
+  int turn = 0, first = max(0, row - rule.reach) / TILE * TILE;
+  int last = min(rule.queries, row + ROWS - 1 - rule.reach + rule.window);
+  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> reader;
+  tile_reader<T, TILE, DV, WIDTH, THREADS, TOGETHER, DIRECT> d_reader;
+  for (int h = 0; h < share; h++) {
+    uint head = kv_head * share + h;
+    rule.mask = mask + (batch * long(mask_strides[1]) + head * long(mask_strides[2]));
+    reader.rows = rows_of(q, q_strides, batch, head, last);
+    d_reader.rows = rows_of(d_out, d_out_strides, batch, head, last);
+    ulong place = (ulong(batch) * heads + head) * rule.queries;
+    reader.skip(first);
+    d_reader.skip(first);
+    if (AHEAD) {
+      if (TWICE) {
+        // What was fetched behind the last tile of another head must not arrive later.
+        wait_for_copies<0>();
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+      reader.fetch(tile, thread_index);
+      d_reader.fetch(tile + OTHER, thread_index);
+    }
+    for (int query = first; query < last; query += TILE) {
+      // Behind this nobody uses the last tiles any more.
+      if (!TWICE) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+      if (!AHEAD) {
+        reader.fetch(tile, thread_index);
+        d_reader.fetch(tile + OTHER, thread_index);
+      }
+      reader.put(tile, thread_index);
+      if (!ALTERNATE) {
+        d_reader.put(tile + OTHER, thread_index);
+      }
+      if (thread_index < TILE) {
+        int i = query + int(thread_index);
+        float2 norm = norm_of<T>(norms + 2 * place, i, last);
+        threadgroup float* statistic = reinterpret_cast<threadgroup float*>(statistics);
+        statistic[thread_index] = norm.x;
+        statistic[TILE + thread_index] = i < last ? delta[place + i] : 0.0f;
+        if (sizeof(T) == 4) {
+          statistic[2 * TILE + thread_index] = norm.y;
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      const threadgroup T* now = tile;
+      const threadgroup float2* numbers_now = statistics;
+      if (TWICE) {
+        turn = 1 - turn;
+        tile = reinterpret_cast<threadgroup T*>(tiles.pack) + turn * 2 * ELEMENTS;
+        statistics = all_statistics + turn * NUMBERS;
+        reader.skip(TILE);
+        d_reader.skip(TILE);
+        reader.fetch(tile, thread_index);
+        d_reader.fetch(tile + OTHER, thread_index);
+      }
+
+      sum_fragment scores[SIDES][BLOCKS][COUNT];
+#pragma unroll
+      for (int s = 0; s < SIDES; s++) {
+        if (ALTERNATE && s == 1) {
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+          d_reader.put(tile, thread_index);
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+        }
+        int side = ROLES == 2 ? role : s;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+          multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(
+              scores[s][b], left[s][b], now + side * OTHER, column, lane);
+        }
+      }
+      if (SLICES > 1) {
+        add_slices<SIDES * BLOCKS * COUNT, SLICES, OWNERS>(scores[0][0], exchange, simd_group, lane);
+      }
+      sum_fragment bent[BLOCKS][COUNT];
+      if (ROLES == 1 || role == 0) {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+          make_weights_of_keys<T, MASK, SOFTCAP, COUNT>(
+              scores[0][b], bent[b], numbers_now, own + 16 * b, query, rule, lane);
+        }
+      }
+      if (ROLES == 2) {
+        threadgroup float2* place = shared + (block * 2 * BLOCKS * COUNT * 32 + lane);
+        // All slices have the same; one hands it on.
+        if (role == 0 && slice == 0) {
+#pragma unroll
+          for (int i = 0; i < 2 * BLOCKS * COUNT; i++) {
+            place[32 * i] = bent[0][i / 2].part[i % 2];
+          }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (role == 1) {
+#pragma unroll
+          for (int i = 0; i < 2 * BLOCKS * COUNT; i++) {
+            bent[0][i / 2].part[i % 2] = place[32 * i];
+          }
+        }
+      }
+      if (ROLES == 1 || role == 1) {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+          make_d_scores<COUNT>(scores[SIDES - 1][b], bent[b], numbers_now, lane);
+        }
+      }
+      if (EARLY) {
+        reader.skip(TILE);
+        d_reader.skip(TILE);
+        reader.fetch(tile, thread_index);
+        d_reader.fetch(tile + OTHER, thread_index);
+      }
+#pragma unroll
+      for (int s = 0; s < SIDES; s++) {
+        if (ALTERNATE && s == 1) {
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+          reader.put(tile, thread_index);
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+        }
+        int side = ROLES == 2 ? role : s;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+          add_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(
+              sums[s][b], scores[s][b], now + (1 - side) * OTHER, column, lane);
+        }
+      }
+      if (!AHEAD) {
+        reader.skip(TILE);
+        d_reader.skip(TILE);
+      }
+    }
+  }
+
+#pragma unroll
+  for (int s = 0; s < SIDES; s++) {
+    bool of_keys = ROLES == 2 ? role == 1 : s == 1;
+    int width = of_keys ? D : DV, kv_heads = heads / share;
+    ulong place = (ulong(batch) * rule.keys * kv_heads + kv_head) * width;
+    device T* out = (of_keys ? d_k : d_v) + place;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      if (AVERAGE && !of_keys) {
+#pragma unroll
+        for (int i = 0; i < 2 * COLUMNS; i++) {
+          int c = column + i / 2 * 8 + fragment_col(lane);
+          if (c < DV) {
+            const device float* more = average + (ulong(batch) * kv_heads + kv_head) * DV + c;
+            sums[s][b][i / 2].part[i % 2] += float2(more[0], more[1]);
+          }
+        }
+      }
+      store_rows<T, COLUMNS>(
+          sums[s][b],
+          out,
+          ulong(kv_heads) * width,
+          own + 16 * b,
+          rule.keys,
+          column,
+          width,
+          of_keys ? numbers[SLOPE] : 1.0f,
+          lane);
+    }
+  }
+}

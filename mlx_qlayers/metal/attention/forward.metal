@@ -1,0 +1,261 @@
+// Attention of many queries, forward: out = softmax(q k^T scale) v, one pass over the keys.
+//
+// A threadgroup computes ROWS = 16 * BLOCKS * SIMDS / SLICES queries of one head:
+//
+//   grid (32 * SIMDS * ceil(L / ROWS), H, B), threadgroup (32 * SIMDS, 1, 1)
+//
+//   registers     q            BLOCKS x 16 queries x D / SLICES, T, left operands
+//                 sums         BLOCKS x 16 queries x DV / SLICES, float
+//                 scores       BLOCKS x 16 queries x TILE keys, float; then the weights
+//                 top, total   what scores are lowered by, and the sum of weights, of each query
+//                 readers      a thread's packs of the next tile, on the way
+//   threadgroup   keys, values TILE rows each, T; in the same place if ALTERNATE
+//                 exchange     partial scores, float, if SLICES > 1
+//   device        q, k, v, mask are read where they lie; each key and value once a threadgroup
+//
+//   for each tile of keys that one of the queries may see:
+//     start reading the tile's values
+//     scores = q * keys^T, added up over the slices; softcap, mask
+//     top' = max(top, scores), weights = exp2(scores - top'), shrink = exp2(top - top')
+//     total = total * shrink + weights, sums = sums * shrink
+//     put the values in their place | barrier | start reading the next tile's keys
+//     sums += weights * values
+//     put the keys in their place | barrier
+//   out = sums / total, norms = top, total
+//
+// Where GPUs copy beside registers (DIRECT), a tile is fetched as soon as its place is free: one more
+// barrier behind the scores, and both tiles have most of a turn to arrive.
+//
+// Late queries, which see most keys where the mask is causal, come first. A sink is a weight that
+// total begins with. A query that sees no key gets `mean` and the norms BLANK and 1 if
+// AVERAGE.
+
+#include "score_tile.metal"
+
+// Takes one more tile into what a row's scores are lowered by and its total; scores become weights.
+// Returns the factor for what was added up before: both lie on the grid of rounded numbers that the
+// exponents are measured from, so that weights of all tiles have one scale.
+template <typename T, int COUNT>
+METAL_FUNC float make_weights(
+    thread sum_fragment* scores, int part, float unit, thread float& top, thread float& total) {
+  float highest = LOWEST;
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    highest = max(highest, max(scores[n].part[part].x, scores[n].part[part].y));
+  }
+  highest = fragment_row_max(highest);
+  float before = top;
+  top = max(top, highest == LOWEST ? LOWEST : highest * unit);
+  // As long as no key was seen, weights are 0.
+  float base = top == LOWEST ? 0.0f : top, sum = 0.0f;
+  float shrink = power_of_2<T>(before - base);
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    float2 weight = float2(
+        power_of_2<T>(fma(scores[n].part[part].x, unit, -base)),
+        power_of_2<T>(fma(scores[n].part[part].y, unit, -base)));
+    scores[n].part[part] = weight;
+    sum += weight.x + weight.y;
+  }
+  total = fma(total, shrink, sum);
+  return shrink;
+}
+
+template <
+    typename T,
+    typename M,
+    typename N,
+    int D,
+    int DV,
+    int MASK,
+    bool SOFTCAP,
+    bool SINKS,
+    bool AVERAGE,
+    int BLOCKS,
+    int SIMDS,
+    int SLICES,
+    int TILE,
+    bool ALTERNATE,
+    bool AHEAD,
+    int RESIDENT>
+[[kernel]] void attention_forward(
+    const device T* q,
+    const constant int64_t* q_strides,
+    const device T* k,
+    const constant int64_t* k_strides,
+    const device T* v,
+    const constant int64_t* v_strides,
+    const device M* mask,
+    const constant int64_t* mask_strides,
+    const device N* sinks,
+    const device float* mean,
+    constant int* sizes,
+    constant float* numbers,
+    device T* out,
+    device float* norms,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simd_group [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int THREADS = 32 * SIMDS, OWNERS = SIMDS / SLICES, ROWS = 16 * BLOCKS * OWNERS;
+  constexpr int WIDTH = rounded_up(D, 16 * SLICES), WIDTH_V = rounded_up(DV, 8 * SLICES);
+  constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = WIDTH_V / SLICES / 8;
+  constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, D, DV);
+  constexpr bool DIRECT = TOGETHER && !ALTERNATE;
+  constexpr bool EARLY = AHEAD && !DIRECT, LATE = !AHEAD && !DIRECT;
+  constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, WIDTH);
+  constexpr int PLACE_V = ALTERNATE ? 0 : SIZE;
+  constexpr int ELEMENTS = larger(SIZE, PLACE_V + tile_elements<T, TOGETHER>(TILE, WIDTH_V));
+  constexpr int PARTS = SLICES == 1 ? 1 : SIMDS * BLOCKS * TILE * 8;
+  threadgroup tile_packs<ELEMENTS * sizeof(T) / 16> tiles;
+  threadgroup float2 exchange[PARTS];
+  threadgroup T* keys = reinterpret_cast<threadgroup T*>(tiles.pack);
+  threadgroup T* values = keys + PLACE_V;
+
+  uint head = group.y, batch = group.z;
+  int row = int(groups.x - 1 - group.x) * ROWS;
+  int slice = SLICES == 1 ? 0 : int(simd_group) / OWNERS;
+  int own = row + int(simd_group) % OWNERS * 16 * BLOCKS;
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
+  head_rows<T> q_rows = rows_of(q, q_strides, batch, head, rule.queries);
+
+  int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
+  int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
+  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> key_reader;
+  tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT> value_reader;
+  // Nothing is read behind the last key that one of the queries sees.
+  key_reader.rows = rows_of(k, k_strides, batch, head / sizes[SHARE], last);
+  value_reader.rows = rows_of(v, v_strides, batch, head / sizes[SHARE], last);
+  key_reader.skip(first);
+  value_reader.skip(first);
+  key_reader.fetch(keys, thread_index);
+
+  left_fragment<T> left[BLOCKS][STEPS];
+  sum_fragment sums[BLOCKS][COLUMNS];
+  float top[BLOCKS][2], total[BLOCKS][2];
+  float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
+  float sink = SINKS ? max(float(sinks[head]) * LOG2E, LOWEST) : LOWEST;
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+    load_left_rows<T, STEPS>(left[b], q_rows, D, own + 16 * b, slice * STEPS * 16, lane);
+    clear<COLUMNS>(sums[b]);
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+      top[b][p] = sink;
+      // Of the lanes that share a row, one begins with the sink.
+      total[b][p] = SINKS && fragment_col(lane) == 0 ? 1.0f : 0.0f;
+    }
+  }
+
+  if (DIRECT) {
+    value_reader.fetch(values, thread_index);
+  }
+  key_reader.template put<DIRECT>(keys, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (int key = first; key < last; key += TILE) {
+    if (EARLY) {
+      value_reader.fetch(values, thread_index);
+    }
+    sum_fragment scores[BLOCKS][TILE / 8];
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      multiply_by_rows<T, STEPS, TILE / 8, WIDTH, TOGETHER>(
+          scores[b], left[b], keys, slice * STEPS * 16, lane);
+    }
+    key_reader.skip(TILE);
+    if (DIRECT) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      key_reader.fetch(keys, thread_index);
+    }
+    if (SLICES > 1) {
+      add_slices<BLOCKS * TILE / 8, SLICES, OWNERS>(scores[0], exchange, simd_group, lane);
+    }
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      sum_fragment bends[TILE / 8];
+      make_scores<MASK, SOFTCAP, false, TILE / 8>(
+          scores[b], bends, own + 16 * b, key, rule, lane);
+      if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
+        hide_unseen<false, TILE / 8>(scores[b], own + 16 * b, key, rule, lane);
+      }
+      float2 shrink;
+      shrink.x = make_weights<T, TILE / 8>(scores[b], 0, unit, top[b][0], total[b][0]);
+      shrink.y = make_weights<T, TILE / 8>(scores[b], 1, unit, top[b][1], total[b][1]);
+      // After a few tiles the largest scores seldom change.
+      if (simd_any(shrink.x != 1.0f || shrink.y != 1.0f)) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+          sums[b][c].part[0] *= shrink.x;
+          sums[b][c].part[1] *= shrink.y;
+        }
+      }
+    }
+    if (LATE) {
+      value_reader.fetch(values, thread_index);
+    }
+    if (ALTERNATE) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    value_reader.template put<DIRECT>(values, thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (EARLY) {
+      key_reader.fetch(keys, thread_index);
+    }
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      add_weighted_rows<T, TILE, COLUMNS, WIDTH_V, TOGETHER>(
+          sums[b], scores[b], values, slice * COLUMNS * 8, lane);
+    }
+    if (LATE) {
+      key_reader.fetch(keys, thread_index);
+    }
+    if (ALTERNATE) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    key_reader.put(keys, thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    value_reader.skip(TILE);
+    if (DIRECT) {
+      value_reader.fetch(values, thread_index);
+    }
+  }
+
+  ulong kv_head = ulong(batch) * (sizes[HEADS] / sizes[SHARE]) + head / sizes[SHARE];
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+      int query = own + 16 * b + fragment_row(lane) + 8 * p;
+      float whole = fragment_row_sum(total[b][p]), inverse = 1.0f / whole;
+      bool blank = AVERAGE && top[b][p] == LOWEST && whole == whole;
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) {
+        int column = (slice * COLUMNS + c) * 8 + fragment_col(lane);
+        float2 sum = sums[b][c].part[p];
+        sums[b][c].part[p] = sizeof(T) == 4 ? sum / whole : sum * inverse;
+        if (blank && column < DV) {
+          const device float* average = mean + kv_head * DV + column;
+          sums[b][c].part[p] = float2(average[0], average[1]);
+        }
+      }
+      if (slice == 0 && fragment_col(lane) == 0 && query < rule.queries) {
+        device float* norm =
+            norms + 2 * ((ulong(batch) * sizes[HEADS] + head) * rule.queries + query);
+        norm[0] = blank ? BLANK : top[b][p];
+        norm[1] = blank ? 1.0f : whole;
+      }
+    }
+    store_rows<T, COLUMNS>(
+        sums[b],
+        out + (ulong(batch) * rule.queries * sizes[HEADS] + head) * DV,
+        ulong(sizes[HEADS]) * DV,
+        own + 16 * b,
+        rule.queries,
+        slice * COLUMNS * 8,
+        DV,
+        1.0f,
+        lane);
+  }
+}

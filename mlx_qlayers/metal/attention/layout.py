@@ -1,0 +1,236 @@
+"""How the attention kernels spread their work, by device family and head size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from ...runtime.backend import backend
+from ...runtime.launch import TemplateValue
+
+# The largest head that the kernels take.
+WIDEST = 256
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one kernel spreads its work; the heads of the sources say what the words mean.
+
+    Attributes:
+        blocks: blocks of 16 rows that a SIMD group owns.
+        simds: SIMD groups of a threadgroup, a multiple of ``slices * roles``.
+        slices: SIMD groups that share their rows, each with its part of the columns.
+        roles: SIMD groups that share keys in the gradient of keys and values: one for both, or 2.
+        tile: rows of a tile in threadgroup memory, a multiple of 16.
+        alternate: whether both tiles take turns in one place.
+        ahead: whether the next tile is read from device memory while the last one is used. Where
+            GPUs copy beside registers the forward kernel always does, and those of the gradients
+            have a second place for each tile.
+        resident: threadgroups that a core should hold at once. On CUDA the compiler then keeps to
+            as many registers; elsewhere it means nothing.
+    """
+
+    blocks: int = 1
+    simds: int = 4
+    slices: int = 1
+    roles: int = 1
+    tile: int = 32
+    alternate: bool = False
+    ahead: bool = False
+    resident: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tile % 16 or self.simds % (self.slices * self.roles):
+            raise ValueError(f"tile and simds must be multiples, not those of {self}")
+        if self.alternate and (self.ahead or self.roles == 2):
+            raise ValueError(f"alternate leaves no place to read ahead or for roles: {self}")
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return 32 * self.simds
+
+    @property
+    def rows(self) -> int:
+        """Rows that a threadgroup owns."""
+        return 16 * self.blocks * self.simds // (self.slices * self.roles)
+
+    def template(self) -> dict[str, TemplateValue]:
+        """The values of the template parameters :data:`PARAMETERS`, and of ROLES."""
+        return {
+            "BLOCKS": self.blocks,
+            "SIMDS": self.simds,
+            "SLICES": self.slices,
+            "TILE": self.tile,
+            "ALTERNATE": self.alternate,
+            "AHEAD": self.ahead,
+            "RESIDENT": self.resident,
+        }
+
+
+PARAMETERS = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD", "RESIDENT")
+
+
+# By kernel, device family and bytes of an element: the widest head, and the layout up to there.
+# Those of CUDA were measured, those of Apple GPUs follow from the registers and memory needed.
+_TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
+    ("forward", "apple", 2): (
+        (96, Layout()),
+        (160, Layout(simds=8, slices=2, tile=16)),
+        (256, Layout(simds=8, slices=4, tile=16)),
+    ),
+    ("forward", "apple", 4): (
+        (64, Layout(tile=16)),
+        (128, Layout(slices=2, tile=16)),
+        (160, Layout(slices=4, simds=8, tile=16)),
+        (256, Layout(slices=4, simds=8, tile=16, alternate=True)),
+    ),
+    ("forward", "cuda", 2): (
+        (56, Layout(tile=64, ahead=True)),
+        (64, Layout(tile=64, resident=4)),
+        (120, Layout(ahead=True)),
+        (128, Layout(tile=64, resident=3)),
+        (184, Layout(tile=16, ahead=True)),
+        (192, Layout(tile=32)),
+        (248, Layout(tile=16, ahead=True)),
+        (256, Layout(tile=32)),
+    ),
+    ("forward", "cuda", 4): (
+        (64, Layout(tile=16)),
+        (128, Layout(slices=2, tile=16)),
+        (160, Layout(slices=4, simds=8, tile=16)),
+        (256, Layout(slices=4, simds=8, tile=16, alternate=True)),
+    ),
+    ("queries", "apple", 2): (
+        (64, Layout(tile=16)),
+        (128, Layout(slices=2, tile=16)),
+        (256, Layout(slices=4, tile=16)),
+    ),
+    ("queries", "apple", 4): (
+        (48, Layout(tile=16)),
+        (96, Layout(slices=2, tile=16)),
+        (128, Layout(slices=4, tile=16)),
+        (256, Layout(slices=4, tile=16, alternate=True)),
+    ),
+    ("queries", "cuda", 2): (
+        (56, Layout(blocks=2, ahead=True)),
+        (64, Layout(tile=64, ahead=True, resident=3)),
+        (128, Layout(ahead=True)),
+        (184, Layout(slices=2, tile=16, ahead=True)),
+        (192, Layout(tile=16, ahead=True)),
+        (248, Layout(slices=2, tile=16, ahead=True)),
+        (256, Layout(simds=8, slices=2, tile=16, ahead=True)),
+    ),
+    ("queries", "cuda", 4): (
+        (64, Layout(slices=2, tile=16)),
+        (128, Layout(slices=4, tile=16)),
+        (256, Layout(slices=4, tile=16, alternate=True)),
+    ),
+    ("keys", "apple", 2): (
+        (64, Layout(roles=2)),
+        (128, Layout(simds=8, slices=2, roles=2, tile=16)),
+        (256, Layout(simds=8, slices=4, roles=2, tile=16)),
+    ),
+    ("keys", "apple", 4): (
+        (64, Layout(roles=2, tile=16)),
+        (128, Layout(simds=8, slices=2, roles=2, tile=16)),
+        (160, Layout(simds=4, slices=2, roles=2, tile=16)),
+        (256, Layout(slices=4, tile=16, alternate=True)),
+    ),
+    ("keys", "cuda", 2): (
+        (56, Layout()),
+        (64, Layout(tile=64, ahead=True, resident=2)),
+        (120, Layout(roles=2)),
+        (128, Layout(ahead=True)),
+        (184, Layout(roles=2, tile=16)),
+        (192, Layout(simds=8, roles=2)),
+        (248, Layout(roles=2, tile=16)),
+        (256, Layout(simds=8, roles=2)),
+    ),
+    ("keys", "cuda", 4): (
+        (64, Layout(roles=2, tile=16)),
+        (128, Layout(simds=8, slices=2, roles=2, tile=16)),
+        (160, Layout(simds=4, slices=2, roles=2, tile=16)),
+        (256, Layout(slices=4, tile=16, alternate=True)),
+    ),
+}
+
+
+@cache
+def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
+    """The layout of a kernel.
+
+    Args:
+        kernel: ``"forward"``, ``"queries"`` or ``"keys"`` (their gradients).
+        device: ``"metal"``, ``"cuda"`` or ``"host"``, which takes what Apple GPUs take.
+        dtype: of queries, keys and values.
+        width: the larger of the head sizes of keys and values.
+    """
+    family = "cuda" if device == "cuda" else "apple"
+    table = _TABLE[kernel, family, dtype.size]
+    return next(found for widest, found in table if width <= widest)
+
+
+def _stride(width: int, size: int) -> int:
+    """Elements from row to row of a tile, as ``tile_stride`` has it."""
+    return (width * size // 16 | 1) * 16 // size
+
+
+def registers(kernel: str, values: Mapping[str, Any]) -> int:
+    """32-bit registers that operands, sums and products take in a thread, as :func:`memory`."""
+    size, slices, roles = values["T"].size, values["SLICES"], values.get("ROLES", 1)
+    width, width_v = values["D"], values["DV"]
+    if kernel == "keys":
+        width = width_v = max(width, width_v)
+    operands = {"forward": width, "queries": width + width_v, "keys": 2 // roles * width}[kernel]
+    sums = {"forward": width_v, "queries": width, "keys": 2 // roles * width}[kernel]
+    products = {"forward": 1, "queries": 2, "keys": 2 // roles}[kernel] * values["TILE"]
+    # Of 16 rows, a lane of 32 has half an element each.
+    per_block = (operands * size / 4 + sums) / slices / 2 + products / 2
+    return round(values["BLOCKS"] * per_block)
+
+
+def _together(values: Mapping[str, Any], device: str) -> bool:
+    """Whether four SIMD groups multiply at once, as ``products_together`` has it."""
+    slices = values["SLICES"]
+    owners = values["SIMDS"] // (slices * values.get("ROLES", 1))
+    widths = (values["D"], values["DV"])
+    whole = owners % 4 == 0 and all(width % (64 * slices) == 0 for width in widths)
+    return device == "cuda" and values["T"].size == 2 and whole
+
+
+def memory(kernel: str, values: Mapping[str, Any], device: str | None = None) -> int:
+    """Bytes of threadgroup memory that a kernel takes, by the values of its template.
+
+    Args:
+        kernel: as :func:`layout` has it.
+        values: the template's values by name.
+        device: where it runs, by default on the current backend.
+    """
+    device = device or backend()
+    size, slices, tile = values["T"].size, values["SLICES"], values["TILE"]
+    roles, together = values.get("ROLES", 1), _together(values, device)
+    widths = [values["D"], values["DV"]]
+    if kernel == "keys":
+        widths = [max(widths)] * 2
+    rounding = [16 * slices, (8 if kernel == "forward" else 16) * slices]
+    wide = [-(-width // to) * to for width, to in zip(widths, rounding, strict=True)]
+    rows = [size * (width if together else _stride(width, size)) for width in wide]
+    used = tile * (max(rows) if values["ALTERNATE"] else sum(rows))
+    statistics = (12 if size == 4 else 8) * tile if kernel == "keys" else 0
+    # The next tiles have places of their own.
+    places = 2 if kernel != "forward" and together and values["AHEAD"] else 1
+    used = places * (used + statistics)
+    # Products of 16 rows with a tile that a SIMD group adds up with others.
+    products = {"forward": 1, "queries": 2, "keys": 2 // roles}[kernel] * values["BLOCKS"]
+    simds = values["SIMDS"]
+    # Where there is nothing to exchange one element stands for it; CUDA's compiler drops it.
+    unused = 0 if device == "cuda" else 8
+    used += unused if slices == 1 else simds * products * tile * 64
+    if kernel == "keys":
+        used += unused if roles == 1 else simds * values["BLOCKS"] // (slices * roles) * tile * 64
+    return used

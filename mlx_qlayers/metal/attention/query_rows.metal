@@ -1,0 +1,105 @@
+// The softmax of decoding attention's tiles: scores out of products, and what is known of each row.
+//
+// Products lie transposed in fragments, keys by rows: a lane holds a pair of rows in each eight.
+
+#include "score.metal"
+#include "common/fragment.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// Of two rows in each eight, their positions and masks: those of a lane's sums.
+template <typename M, int columns>
+struct lane_rows {
+  int position[columns][2];
+  const device M* mask[columns][2];
+};
+
+// Scores of a tile out of products, and what is most in each row, for all SIMD groups. The lane's
+// keys are every eighth from `first` on.
+template <int seen, bool windowed, bool capped, int blocks, int columns, typename M>
+METAL_FUNC void score_tile(
+    thread sum_fragment (*s)[columns],
+    threadgroup float2* reduced,
+    const thread lane_rows<M, columns>& rows,
+    float scale,
+    float cap,
+    int64_t mask_step,
+    int first,
+    int stop,
+    int window,
+    uint lane) {
+#pragma unroll
+  for (int t = 0; t < columns; t++) {
+    float2 most = LOWEST;
+#pragma unroll
+    for (int i = 0; i < 4 * blocks; i++) {
+      int key = first + 8 * (i / 2), c = i % 2;
+      float x = score<seen, windowed, capped>(
+          s[i / 4][t].part[i / 2 % 2][c], scale, cap, rows.mask[t][c],
+          min(key, stop - 1) * mask_step, key - rows.position[t][c], window);
+      x = key < stop ? x : -INFINITY;
+      s[i / 4][t].part[i / 2 % 2][c] = x;
+      most[c] = max(most[c], x);
+    }
+    most = fragment_column_max(most);
+    if (fragment_row(lane) == 0) {
+      reduced[4 * t + fragment_col(lane) / 2] = most;
+    }
+  }
+}
+
+// What a SIMD group knows of a softmax: the most and the sum of each row, and its slice of out.
+template <int columns, int fragments>
+struct attended_rows {
+  float2 top[columns], sum[columns];
+  sum_fragment o[fragments][columns];
+};
+
+template <int columns, int fragments>
+METAL_FUNC attended_rows<columns, fragments> nothing_attended() {
+  attended_rows<columns, fragments> known;
+#pragma unroll
+  for (int t = 0; t < columns; t++) {
+    known.top[t] = LOWEST;
+    known.sum[t] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < fragments; n++) {
+      known.o[n][t].part[0] = known.o[n][t].part[1] = 0.0f;
+    }
+  }
+  return known;
+}
+
+// Adds the scores of a tile: their p for all SIMD groups, and what is known so far fades.
+template <typename T, int simds, int blocks, int columns, int fragments>
+METAL_FUNC void add_scores(
+    thread attended_rows<columns, fragments>& known,
+    thread sum_fragment (*s)[columns],
+    const threadgroup float2* reduced,
+    threadgroup T* p_tile,
+    int p_step,
+    uint lane) {
+#pragma unroll
+  for (int t = 0; t < columns; t++) {
+    float2 before = known.top[t];
+#pragma unroll
+    for (int g = 0; g < simds; g++) {
+      known.top[t] = max(known.top[t], reduced[4 * (g * columns + t) + fragment_col(lane) / 2]);
+    }
+    float2 fade = fast::exp2(before - known.top[t]);
+    known.sum[t] *= fade;
+#pragma unroll
+    for (int n = 0; n < fragments; n++) {
+      known.o[n][t].part[0] *= fade;
+      known.o[n][t].part[1] *= fade;
+    }
+#pragma unroll
+    for (int b = 0; b < blocks; b++) {
+      s[b][t].part[0] = fast::exp2(s[b][t].part[0] - known.top[t]);
+      s[b][t].part[1] = fast::exp2(s[b][t].part[1] - known.top[t]);
+      known.sum[t] += s[b][t].part[0] + s[b][t].part[1];
+      store_sum<T>(s[b][t], p_tile + 16 * b * p_step + 8 * t, p_step, lane);
+    }
+  }
+}

@@ -1,0 +1,397 @@
+// What the attention kernels share: tiles of rows in threadgroup memory, operands in registers,
+// scores and masks.
+//
+// A SIMD group owns 16 rows (or two blocks of 16) and, where heads are wide, one of SLICES slices
+// of the columns: its products are then parts of the scores, which the slices add up through
+// threadgroup memory. Scores are in units of log2.
+
+#include "common/tile.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// What the entries of `sizes` and `numbers` are. Query i sees the keys j of those that there are
+// with i + REACH - WINDOW < j <= i + REACH.
+enum size { QUERIES, KEYS, HEADS, SHARE, REACH, WINDOW };
+enum number { SCALE, CAP, SLOPE };
+enum mask_kind { NO_MASK, BOOLEAN, ADDED };
+
+constant float LOG2E = 1.44269504f;
+// The score of a hidden key, and what lowers those of a query that sees none: exp2 of any score less
+// this is 0. Both are finite, so that no difference of them is NaN.
+constant float LOWEST = -1.0e30f;
+constant float BLANK = 1.0e38f;
+
+constexpr int rounded_up(int n, int to) {
+  return (n + to - 1) / to * to;
+}
+constexpr int larger(int a, int b) {
+  return a > b ? a : b;
+}
+constexpr int packs_per_thread(int rows, int width, int bytes, int threads) {
+  return (rows * width * bytes / 16 + threads - 1) / threads;
+}
+
+// The rows of one head, as the array's strides have them; `packed` if they can be read in packs of 16
+// bytes, and offsets in a tile of them are 32-bit numbers.
+template <typename T>
+struct head_rows {
+  const device T* at;
+  long row, column;
+  int count;
+  bool packed;
+};
+
+template <typename T>
+METAL_FUNC head_rows<T> rows_of(
+    const device T* x, const constant int64_t* strides, uint batch, uint head, int count) {
+  head_rows<T> rows;
+  rows.at = x + (batch * long(strides[0]) + head * long(strides[1]));
+  rows.row = strides[2];
+  rows.column = strides[3];
+  rows.count = count;
+  rows.packed = rows.column == 1 && rows.row * sizeof(T) % 16 == 0 &&
+      reinterpret_cast<ulong>(rows.at) % 16 == 0 &&
+      rows.row < 1 << 23 && rows.row > -(1 << 23);
+  return rows;
+}
+
+// Reads tile after tile of ROWS rows, WIDTH columns of which are there, from device memory to
+// threadgroup memory; what is outside is zero. A thread's share goes in packs of 16 bytes through
+// registers or, DIRECT, beside them into a tile that nobody uses any more. Where packs are not
+// possible, `put` moves elements.
+template <typename T, int ROWS, int WIDTH, int PADDED, int THREADS, bool TOGETHER, bool DIRECT>
+struct tile_reader {
+  head_rows<T> rows;
+  uint4 held[DIRECT ? 1 : packs_per_thread(ROWS, PADDED, sizeof(T), THREADS)];
+
+  // A row has PACKS of V elements. If the threads cover WHOLE rows at once, a thread's packs lie STEP
+  // rows apart; if the tile is EVEN, all threads have as many.
+  enum { PACKS = PADDED * sizeof(T) / 16, V = 16 / sizeof(T), STEP = THREADS / PACKS };
+  enum { WHOLE = THREADS % PACKS == 0, EVEN = ROWS * PACKS % THREADS == 0 };
+
+  // The row and the column of pack i, and where it lies in a tile: eight rows on is as far everywhere.
+  METAL_FUNC uint2 place_of(int i, uint thread_index) {
+    uint index = WHOLE ? thread_index : thread_index + i * THREADS;
+    return uint2(index / PACKS + (WHOLE ? i * STEP : 0), index % PACKS * V);
+  }
+  METAL_FUNC int offset_of(int i, uint thread_index) {
+    bool regular = WHOLE && STEP % 8 == 0;
+    uint2 place = place_of(regular ? 0 : i, thread_index);
+    int jump = regular ? i * place_in_tile<T, ROWS, PADDED, TOGETHER>(STEP, 0) : 0;
+    return place_in_tile<T, ROWS, PADDED, TOGETHER>(place.x, place.y) + jump;
+  }
+
+  // Starts to read the tile that `rows` begin with.
+  METAL_FUNC void fetch(threadgroup T* tile, uint thread_index) {
+    uint2 own = place_of(0, thread_index);
+    int left = rows.packed ? rows.count - int(own.x) : 0;
+    const device T* at = rows.at + (int(own.x) * int(rows.row) + int(own.y));
+#pragma unroll
+    for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
+      uint2 place = place_of(i, thread_index);
+      bool inside = (WHOLE ? i * STEP < left : rows.packed && int(place.x) < rows.count) &&
+          (WIDTH == PADDED || place.y < WIDTH);
+      if (!WHOLE) {
+        at = rows.at + (int(place.x) * int(rows.row) + int(place.y));
+      }
+      if (!DIRECT) {
+        held[i] = uint4(0);
+        if (inside && (EVEN || place.x < ROWS)) {
+          held[i] = *reinterpret_cast<const device uint4*>(at);
+        }
+      } else if (EVEN || place.x < ROWS) {
+        copy_pack(tile + offset_of(i, thread_index), at, inside);
+      }
+      at += STEP * rows.row;
+    }
+    if (DIRECT) {
+      end_copies();
+    }
+  }
+
+  // Puts it in its place: behind the next barrier it is there. LATER tiles may be fetched already.
+  template <int LATER = 0>
+  METAL_FUNC void put(threadgroup T* tile, uint thread_index) {
+    if (DIRECT) {
+      wait_for_copies<LATER>();
+    }
+    if (!DIRECT && rows.packed) {
+#pragma unroll
+      for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
+        if (EVEN || place_of(i, thread_index).x < ROWS) {
+          *reinterpret_cast<threadgroup uint4*>(tile + offset_of(i, thread_index)) = held[i];
+        }
+      }
+    }
+    if (!rows.packed) {
+#pragma clang loop unroll(disable)
+      for (uint index = thread_index; index < ROWS * PADDED; index += THREADS) {
+        uint row = index / PADDED, column = index % PADDED;
+        T value = T(0);
+        if (int(row) < rows.count && column < WIDTH) {
+          value = rows.at[row * rows.row + column * rows.column];
+        }
+        tile[place_in_tile<T, ROWS, PADDED, TOGETHER>(row, column)] = value;
+      }
+    }
+    if (TOGETHER) {
+      show_to_products();
+    }
+  }
+
+  METAL_FUNC void skip(int count) {
+    rows.at += count * rows.row;
+    rows.count -= count;
+  }
+};
+
+// STEPS left operands of 16 rows, 16 columns each; zero outside the `width` columns.
+template <typename T, int STEPS>
+METAL_FUNC void load_left_rows(
+    thread left_fragment<T>* f, head_rows<T> from, int width, int row, int column, uint lane) {
+  // Whole words: halves of one would be put together one by one, each behind a wait.
+  using word = metal::conditional_t<sizeof(T) == 2, uint, uint2>;
+  word words[STEPS * 4];
+#pragma unroll
+  for (int i = 0; i < STEPS * 4; i++) {
+    int r = row + fragment_row(lane) + i % 2 * 8, c = column + i / 2 * 8 + fragment_col(lane);
+    words[i] = word(0);
+    if (from.packed && r < from.count && c < width) {
+      words[i] = *reinterpret_cast<const device word*>(from.at + (r * from.row + c));
+    }
+  }
+  // One after the other: as many addresses and elements at once would not fit into registers.
+#pragma clang loop unroll(disable)
+  for (int i = 0; i < (from.packed ? 0 : STEPS * 4); i++) {
+    int r = row + fragment_row(lane) + i % 2 * 8, c = column + i / 2 * 8 + fragment_col(lane);
+    metal::vec<T, 2> pair = metal::vec<T, 2>(T(0));
+    if (r < from.count && c < width) {
+      const device T* at = from.at + (r * from.row + c * from.column);
+      pair = metal::vec<T, 2>(at[0], at[from.column]);
+    }
+#pragma unroll
+    for (int k = 0; k < STEPS * 4; k++) {
+      words[k] = k == i ? as_type<word>(pair) : words[k];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS * 4; i++) {
+    f[i / 4].part[i % 4] = as_type<metal::vec<T, 2>>(words[i]);
+  }
+}
+
+template <int COUNT>
+METAL_FUNC void clear(thread sum_fragment* sums) {
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    sums[n].part[0] = sums[n].part[1] = float2(0.0f);
+  }
+}
+
+// Adds up what SLICES SIMD groups have that own the same rows, COUNT fragments each. All get the same
+// bits. Every OWNERS SIMD groups begin another slice.
+template <int COUNT, int SLICES, int OWNERS>
+METAL_FUNC void add_slices(
+    thread sum_fragment* parts, threadgroup float2* exchange, uint simd_group, uint lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * COUNT; i++) {
+    exchange[(simd_group * 2 * COUNT + i) * 32 + lane] = parts[i / 2].part[i % 2];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  uint first = simd_group / (OWNERS * SLICES) * (OWNERS * SLICES) + simd_group % OWNERS;
+#pragma unroll
+  for (int i = 0; i < 2 * COUNT; i++) {
+    float2 sum = exchange[(first * 2 * COUNT + i) * 32 + lane];
+#pragma unroll
+    for (int slice = 1; slice < SLICES; slice++) {
+      sum += exchange[((first + slice * OWNERS) * 2 * COUNT + i) * 32 + lane];
+    }
+    parts[i / 2].part[i % 2] = sum;
+  }
+}
+
+// Where the mask of one head is, and what turns a product into a score.
+template <typename M>
+struct score_rule {
+  const device M* mask;
+  long mask_query, mask_key;
+  int queries, keys, reach, window;
+  float scale, cap;
+};
+
+template <typename M>
+METAL_FUNC score_rule<M> rule_of(
+    const device M* mask,
+    const constant int64_t* strides,
+    constant int* sizes,
+    constant float* numbers,
+    uint batch,
+    uint head) {
+  score_rule<M> rule;
+  rule.mask = mask + (batch * long(strides[1]) + head * long(strides[2]));
+  rule.mask_query = strides[3];
+  rule.mask_key = strides[4];
+  rule.queries = sizes[QUERIES];
+  rule.keys = sizes[KEYS];
+  rule.reach = sizes[REACH];
+  rule.window = sizes[WINDOW];
+  rule.scale = numbers[SCALE];
+  rule.cap = numbers[CAP];
+  return rule;
+}
+
+// 2^x: the hardware's few bits less are lost in what a 16-bit type rounds, not in float32.
+template <typename T>
+METAL_FUNC float power_of_2(float x) {
+  return sizeof(T) == 4 ? precise::exp2(x) : fast::exp2(x);
+}
+
+// What makes the weights of a query again, 2^(score - x) y, from what the forward pass left. In 16 bits
+// the logarithm of the sum goes into x, which spares a product; rounded, it would be seen in float32.
+template <typename T>
+METAL_FUNC float2 norm_of(const device float* norms, int query, int queries) {
+  if (query >= queries) {
+    return float2(BLANK, 1.0f);
+  }
+  float top = norms[2 * query], total = norms[2 * query + 1];
+  return sizeof(T) == 4 ? float2(top, 1.0f / total) : float2(top + fast::log2(total), 1.0f);
+}
+template <typename T>
+METAL_FUNC float2 weights_of(float2 scores, float unit, float2 lowered, float2 factor) {
+  float2 weight = float2(
+      power_of_2<T>(fma(scores.x, unit, -lowered.x)),
+      power_of_2<T>(fma(scores.y, unit, -lowered.y)));
+  return sizeof(T) == 4 ? weight * factor : weight;
+}
+
+// Whether every one of these queries sees every one of these keys, as far as positions tell.
+template <typename M>
+METAL_FUNC bool all_seen(
+    thread const score_rule<M>& rule, int first_query, int queries, int first_key, int keys) {
+  int last_query = first_query + queries - 1, last_key = first_key + keys - 1;
+  return last_key < rule.keys && last_key <= first_query + rule.reach &&
+      first_key > last_query + rule.reach - rule.window;
+}
+
+// Where nothing is done to products they stand for scores as they are, and `unit` is what they are
+// multiplied by in the exponent; scores are in units of log2.
+constexpr bool is_raw(int mask, bool softcap) {
+  return mask == NO_MASK && !softcap;
+}
+
+// Turns COUNT fragments of products into scores. Rows are queries and columns are keys, or
+// TRANSPOSED the other way round. `bends` gets the softcap's slopes.
+template <int MASK, bool SOFTCAP, bool TRANSPOSED, int COUNT, typename M>
+METAL_FUNC void make_scores(
+    thread sum_fragment* scores,
+    thread sum_fragment* bends,
+    int row,
+    int column,
+    thread const score_rule<M>& rule,
+    uint lane) {
+  row += fragment_row(lane);
+  column += fragment_col(lane);
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float score = scores[n].part[i / 2][i % 2] * (is_raw(MASK, SOFTCAP) ? 1.0f : rule.scale);
+      if (SOFTCAP) {
+        float bent = precise::tanh(score);
+        score = bent * rule.cap;
+        bends[n].part[i / 2][i % 2] = 1.0f - bent * bent;
+      }
+      if (MASK != NO_MASK) {
+        int r = row + i / 2 * 8, c = column + 8 * n + i % 2;
+        int query = min(TRANSPOSED ? c : r, rule.queries - 1);
+        int key = min(TRANSPOSED ? r : c, rule.keys - 1);
+        M value = rule.mask[query * rule.mask_query + key * rule.mask_key];
+        if (MASK == BOOLEAN) {
+          score = bool(value) ? score : LOWEST;
+        } else {
+          score = fma(float(value), LOG2E, score);
+          score = score < LOWEST ? LOWEST : score;
+        }
+      }
+      scores[n].part[i / 2][i % 2] = score;
+    }
+  }
+}
+
+// Hides what positions hide, in the same fragments: a row sees neighbouring columns. Rows of keys that
+// there are not may see some: nobody stores what becomes of them.
+template <bool TRANSPOSED, int COUNT, typename M>
+METAL_FUNC void hide_unseen(
+    thread sum_fragment* scores,
+    int row,
+    int column,
+    thread const score_rule<M>& rule,
+    uint lane) {
+  row += fragment_row(lane);
+  column += fragment_col(lane);
+  int first = TRANSPOSED ? row - rule.reach : row + rule.reach - rule.window + 1;
+#pragma unroll
+  for (int p = 0; p < 2; p++) {
+    int left = TRANSPOSED ? rule.window : rule.keys - first - 8 * p;
+    uint seen = uint(clamp(left, 0, rule.window));
+#pragma unroll
+    for (int i = 0; i < 2 * COUNT; i++) {
+      float score = scores[i / 2].part[p][i % 2];
+      uint place = uint(column - first + (i / 2 * 8 + i % 2 - 8 * p));
+      scores[i / 2].part[p][i % 2] = place < seen ? score : LOWEST;
+    }
+  }
+}
+
+// The gradient of a tile of scores to its place in an array (L, S).
+template <int COUNT, typename M>
+METAL_FUNC void store_scores(
+    thread const sum_fragment* scores,
+    device float* out,
+    int row,
+    int column,
+    thread const score_rule<M>& rule,
+    uint lane) {
+  row += fragment_row(lane);
+  column += fragment_col(lane);
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int query = row + i / 2 * 8, key = column + 8 * n + i % 2;
+      if (query < rule.queries && key < rule.keys) {
+        out[query * ulong(rule.keys) + key] = scores[n].part[i / 2][i % 2];
+      }
+    }
+  }
+}
+
+// Row `row` and the next 15 of an output whose rows begin `stride` elements apart, times `factor`.
+template <typename T, int COUNT>
+METAL_FUNC void store_rows(
+    thread const sum_fragment* sums,
+    device T* out,
+    ulong stride,
+    int row,
+    int rows,
+    int column,
+    int width,
+    float factor,
+    uint lane) {
+  row += fragment_row(lane);
+  column += fragment_col(lane);
+#pragma unroll
+  for (int p = 0; p < 2; p++) {
+    if (row + 8 * p < rows) {
+      device T* to = out + (row + 8 * p) * stride;
+#pragma unroll
+      for (int c = 0; c < COUNT; c++) {
+        if (column + 8 * c < width) {
+          *reinterpret_cast<device metal::vec<T, 2>*>(to + column + 8 * c) =
+              metal::vec<T, 2>(sums[c].part[p] * factor);
+        }
+      }
+    }
+  }
+}

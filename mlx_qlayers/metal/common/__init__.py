@@ -1,0 +1,1 @@
+"""What several families share: matrix fragments, tiles, sums of rows, the health buffer."""

@@ -1,0 +1,1 @@
+"""Products with the quantized matrices that each row chooses."""

@@ -1,0 +1,1 @@
+"""Sampling of images and volumes, and its gradients."""

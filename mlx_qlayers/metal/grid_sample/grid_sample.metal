@@ -1,0 +1,277 @@
+// Sampling of images x (N, H, W, C) and volumes (N, D, H, W, C) at the points of a grid
+// (N, *out, NDIM), and the gradients of both. An output is a weighted sum of TAPS pixels along each
+// axis: 1 (nearest), 2 (linear) or 4 (cubic). Coordinates and sums are float32.
+//
+// LANES threads side by side compute a run of RUN points (on a GPU one, on a CPU some, whose loads
+// then overlap); each takes every LANES-th pack of V channels. There is no threadgroup memory.
+// Lanes shuffle, so that the grid must be whole threadgroups. Threads are counted through x, then y:
+// R runs take the grid (min(R * LANES, 2^30), as many as it takes, 1).
+//
+// grid_sample_forward            out = the sample at each point; x is read where it lies.
+// grid_sample_gradient_grid      LANES threads add up d_grid of one point by shuffles.
+// grid_sample_gradient_x         adds a point's cotangent to its pixels' d_x by float32 atomics.
+//                                grid_shares.metal does the same without atomics.
+
+#include "taps.metal"
+
+template <typename T>
+bool is_aligned(const device T* data, int bytes) {
+  return reinterpret_cast<ulong>(data) % bytes == 0;
+}
+
+// Whether every pixel's channels lie side by side and begin where a pack may.
+template <typename T, int NDIM, int ALIGN>
+bool has_packs(const device T* x, const constant int64_t* strides) {
+  bool packs = strides[NDIM + 1] == 1 && is_aligned(x, ALIGN);
+  for (int axis = 0; axis <= NDIM; axis++) {
+    packs = packs && strides[axis] * long(sizeof(T)) % ALIGN == 0;
+  }
+  return packs;
+}
+
+// Where the pixels of a point are; null where it is outside, which is never read.
+template <typename T, int NDIM, int TAPS>
+struct point_pixels {
+  const device T* at[tap_count(NDIM, TAPS)];
+};
+
+template <typename T, int NDIM, int TAPS>
+point_pixels<T, NDIM, TAPS> find_pixels(
+    const device T* image,
+    const constant int64_t* strides,
+    thread const point_taps<NDIM, TAPS>& taps) {
+  point_pixels<T, NDIM, TAPS> pixels;
+#pragma clang loop unroll(full)
+  for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
+    pixels.at[k] = is_inside(taps, k) ? image + offset_of(taps, k, strides) : nullptr;
+  }
+  return pixels;
+}
+
+// V channels of each pixel of a point; zeros where it is outside.
+template <typename T, int NDIM, int TAPS, int V, int ALIGN>
+void load_pixels(
+    thread const point_pixels<T, NDIM, TAPS>& pixels,
+    long channel,
+    thread pack<T, V, ALIGN>* values) {
+#pragma clang loop unroll(full)
+  for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
+    if (pixels.at[k] != nullptr) {
+      values[k] = *reinterpret_cast<const device pack<T, V, ALIGN>*>(pixels.at[k] + channel);
+    } else {
+      values[k] = pack<T, V, ALIGN>();
+    }
+  }
+}
+
+template <typename T, int NDIM, int TAPS, int V, int ALIGN, int LANES>
+void sample(
+    const device T* image,
+    const constant int64_t* strides,
+    thread const point_taps<NDIM, TAPS>& taps,
+    device T* out,
+    int channels,
+    uint lane) {
+  point_pixels<T, NDIM, TAPS> pixels = find_pixels<T, NDIM, TAPS>(image, strides, taps);
+  float weight[tap_count(NDIM, TAPS)];
+#pragma clang loop unroll(full)
+  for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
+    // Where a coordinate is NaN or infinite, so are weights, and the zeros outside become NaN.
+    weight[k] = weight_of(taps, k);
+  }
+  for (int c = int(lane) * V; c < channels; c += LANES * V) {
+    pack<T, V, ALIGN> values[tap_count(NDIM, TAPS)];
+    load_pixels<T, NDIM, TAPS, V, ALIGN>(pixels, c * long(strides[NDIM + 1]), values);
+    float sum[V] = {};
+#pragma clang loop unroll(full)
+    for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
+#pragma clang loop unroll(full)
+      for (int i = 0; i < V; i++) {
+        sum[i] += weight[k] * float(values[k].at[i]);
+      }
+    }
+    pack<T, V, ALIGN> result;
+#pragma clang loop unroll(full)
+    for (int i = 0; i < V; i++) {
+      result.at[i] = T(sum[i]);
+    }
+    *reinterpret_cast<device pack<T, V, ALIGN>*>(out + c) = result;
+  }
+}
+
+template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANES, int RUN>
+[[kernel]] void grid_sample_forward(
+    const device T* x,
+    const constant int64_t* x_strides,
+    const device G* grid,
+    constant int* size,
+    constant int* options,
+    device T* out,
+    uint3 position [[thread_position_in_grid]],
+    uint3 threads [[threads_per_grid]],
+    uint simd_lane [[thread_index_in_simdgroup]]) {
+  ulong index = position.x + ulong(position.y) * threads.x;
+  ulong first = index / LANES * RUN, points = ulong(options[POINTS]);
+  if (first >= points) {
+    return;
+  }
+  uint lane = uint(index % LANES);
+  int channels = options[CHANNELS];
+  point_taps<NDIM, TAPS> taps[RUN];
+#pragma clang loop unroll(full)
+  for (int i = 0; i < RUN && first + i < points; i++) {
+    taps[i] =
+        find_taps<G, NDIM, TAPS, LANES, false>(grid, uint(first + i), simd_lane, size, options);
+  }
+  bool packs = V == 1 || (has_packs<T, NDIM, ALIGN>(x, x_strides) && is_aligned(out, ALIGN));
+#pragma clang loop unroll(full)
+  for (int i = 0; i < RUN && first + i < points; i++) {
+    uint point = uint(first + i);
+    const device T* image = x + (point / uint(options[POINTS_PER_IMAGE])) * long(x_strides[0]);
+    device T* row = out + ulong(point) * channels;
+    if (packs) {
+      sample<T, NDIM, TAPS, V, ALIGN, LANES>(image, x_strides, taps[i], row, channels, lane);
+    } else {
+      sample<T, NDIM, TAPS, 1, sizeof(T), LANES>(image, x_strides, taps[i], row, channels, lane);
+    }
+  }
+}
+
+// A thread's part of the gradient of one point: along each axis the sample with slopes in place of
+// weights, times the cotangent.
+template <typename T, int NDIM, int TAPS, int V, int ALIGN, int LANES>
+void add_slopes(
+    const device T* image,
+    const constant int64_t* strides,
+    thread const point_taps<NDIM, TAPS>& taps,
+    const device T* cotangent,
+    int channels,
+    uint lane,
+    thread float* d_point) {
+  point_pixels<T, NDIM, TAPS> pixels = find_pixels<T, NDIM, TAPS>(image, strides, taps);
+  pack<T, V, ALIGN> values[tap_count(NDIM, TAPS)];
+  float sums[NDIM][V] = {};
+  for (int c = int(lane) * V; c < channels; c += LANES * V) {
+    load_pixels<T, NDIM, TAPS, V, ALIGN>(pixels, c * long(strides[NDIM + 1]), values);
+    pack<T, V, ALIGN> d_out = *reinterpret_cast<const device pack<T, V, ALIGN>*>(cotangent + c);
+#pragma clang loop unroll(full)
+    for (int axis = 0; axis < NDIM; axis++) {
+      float change[V] = {};
+#pragma clang loop unroll(full)
+      for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
+        float slope = is_inside(taps, k) ? slope_of(taps, k, axis) : 0.0f;
+#pragma clang loop unroll(full)
+        for (int i = 0; i < V; i++) {
+          change[i] += slope * float(values[k].at[i]);
+        }
+      }
+#pragma clang loop unroll(full)
+      for (int i = 0; i < V; i++) {
+        sums[axis][i] += float(d_out.at[i]) * change[i];
+      }
+    }
+  }
+#pragma clang loop unroll(full)
+  for (int axis = 0; axis < NDIM; axis++) {
+#pragma clang loop unroll(full)
+    for (int i = 0; i < V; i++) {
+      d_point[axis] += sums[axis][i];
+    }
+#pragma clang loop unroll(full)
+    for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
+      // Outside are zeros, which a slope that is NaN makes NaN.
+      d_point[axis] += is_inside(taps, k) ? 0.0f : 0.0f * slope_of(taps, k, axis);
+    }
+  }
+}
+
+template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANES, int RUN>
+[[kernel]] void grid_sample_gradient_grid(
+    const device T* x,
+    const constant int64_t* x_strides,
+    const device G* grid,
+    const device T* cotangent,
+    constant int* size,
+    constant int* options,
+    device G* d_grid,
+    uint3 position [[thread_position_in_grid]],
+    uint3 threads [[threads_per_grid]],
+    uint simd_lane [[thread_index_in_simdgroup]]) {
+  ulong index = position.x + ulong(position.y) * threads.x;
+  ulong first = index / LANES * RUN, last = ulong(options[POINTS]) - 1;
+  uint lane = uint(index % LANES);
+  int channels = options[CHANNELS];
+  point_taps<NDIM, TAPS> taps[RUN];
+#pragma clang loop unroll(full)
+  for (int i = 0; i < RUN; i++) {
+    // Threads beyond the last point repeat it, since all lanes take part in the sums.
+    uint point = uint(min(first + i, last));
+    taps[i] = find_taps<G, NDIM, TAPS, LANES, true>(grid, point, simd_lane, size, options);
+  }
+  bool packs = V == 1 || (has_packs<T, NDIM, ALIGN>(x, x_strides) && is_aligned(cotangent, ALIGN));
+#pragma clang loop unroll(full)
+  for (int i = 0; i < RUN; i++) {
+    ulong point = min(first + i, last);
+    const device T* image =
+        x + (uint(point) / uint(options[POINTS_PER_IMAGE])) * long(x_strides[0]);
+    const device T* row = cotangent + point * channels;
+    float d_point[NDIM] = {};
+    if (packs) {
+      add_slopes<T, NDIM, TAPS, V, ALIGN, LANES>(
+          image, x_strides, taps[i], row, channels, lane, d_point);
+    } else {
+      add_slopes<T, NDIM, TAPS, 1, sizeof(T), LANES>(
+          image, x_strides, taps[i], row, channels, lane, d_point);
+    }
+#pragma clang loop unroll(full)
+    for (int axis = 0; axis < NDIM; axis++) {
+      if (LANES > 1) {
+#pragma clang loop unroll(full)
+        for (ushort other = LANES / 2; other > 0; other /= 2) {
+          d_point[axis] += simd_shuffle_xor(d_point[axis], other);
+        }
+      }
+      if (lane == 0) {
+        d_grid[point * NDIM + axis] = G(d_point[axis]);
+      }
+    }
+  }
+}
+
+// Lanes take neighbouring channels, so that one SIMD group's atomics fall into few cache lines.
+template <typename T, typename G, int NDIM, int TAPS, int LANES>
+[[kernel]] void grid_sample_gradient_x(
+    const device G* grid,
+    const device T* cotangent,
+    constant int* size,
+    constant int* options,
+    device atomic<float>* d_x,
+    uint3 position [[thread_position_in_grid]],
+    uint3 threads [[threads_per_grid]],
+    uint simd_lane [[thread_index_in_simdgroup]]) {
+  ulong index = position.x + ulong(position.y) * threads.x;
+  uint point = uint(index / LANES), lane = uint(index % LANES);
+  if (point >= uint(options[POINTS])) {
+    return;
+  }
+  int channels = options[CHANNELS];
+  uint image = point / uint(options[POINTS_PER_IMAGE]);
+  point_taps<NDIM, TAPS> taps =
+      find_taps<G, NDIM, TAPS, LANES, true>(grid, point, simd_lane, size, options);
+  long place[tap_count(NDIM, TAPS)];
+  float weight[tap_count(NDIM, TAPS)];
+#pragma clang loop unroll(full)
+  for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
+    place[k] = is_inside(taps, k) ? pixel_of(taps, k, image, size) * channels : -1;
+    weight[k] = weight_of(taps, k);
+  }
+  for (int c = int(lane); c < channels; c += LANES) {
+    float d_out = float(cotangent[ulong(point) * channels + c]);
+#pragma clang loop unroll(full)
+    for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
+      if (place[k] >= 0) {
+        atomic_fetch_add_explicit(d_x + place[k] + c, d_out * weight[k], memory_order_relaxed);
+      }
+    }
+  }
+}

@@ -1,0 +1,149 @@
+// The gradient of x of grid_sample.metal without atomics, bit-identical from run to run. What a
+// point adds to a pixel is a share; shares are listed first, K to a point, and then added up in a
+// fixed order. Threads are counted as in grid_sample.metal.
+//
+// grid_sample_list_shares        one thread lists the pixels and weights of one point's taps.
+// grid_sample_gradient_x_bands   for few threads: each owns a band of pixels and looks through the
+//                                shares of all images that its band is part of. Grid (bands, 1, 1).
+//
+// For many threads, shares are sorted by pixel:
+//
+// grid_sample_carries            LANES threads add up, for one block of BLOCK sorted shares, those
+//                                at its start that belong to the last pixel of the block before.
+// grid_sample_gradient_x_sorted  LANES threads begin at one sorted share; where it is the first of
+//                                its pixel they add up the pixel's shares and write d_x.
+
+#include "taps.metal"
+
+// A pixel with many shares takes a thread for each so many.
+enum { BLOCK = 256 };
+
+// Pixels are numbered through the batch; taps outside get -1.
+template <typename G, typename I, int NDIM, int TAPS>
+[[kernel]] void grid_sample_list_shares(
+    const device G* grid,
+    constant int* size,
+    constant int* options,
+    device I* pixel,
+    device float* weight,
+    uint3 position [[thread_position_in_grid]],
+    uint3 threads [[threads_per_grid]]) {
+  ulong index = position.x + ulong(position.y) * threads.x;
+  if (index >= ulong(options[POINTS])) {
+    return;
+  }
+  uint point = uint(index), image = point / uint(options[POINTS_PER_IMAGE]);
+  point_taps<NDIM, TAPS> taps = find_taps<G, NDIM, TAPS, 1, true>(grid, point, 0, size, options);
+#pragma clang loop unroll(full)
+  for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
+    ulong share = ulong(point) * tap_count(NDIM, TAPS) + k;
+    bool inside = is_inside(taps, k);
+    pixel[share] = inside ? I(pixel_of(taps, k, image, size)) : I(-1);
+    weight[share] = weight_of(taps, k);
+  }
+}
+
+template <typename T, typename I, int K>
+[[kernel]] void grid_sample_gradient_x_bands(
+    const device I* pixel,
+    const device float* weight,
+    const device T* cotangent,
+    constant int* options,
+    constant int64_t& pixels,
+    device float* d_x,
+    uint3 position [[thread_position_in_grid]],
+    uint3 threads [[threads_per_grid]]) {
+  int channels = options[CHANNELS];
+  long images = options[POINTS] / options[POINTS_PER_IMAGE];
+  long shares_per_image = long(options[POINTS_PER_IMAGE]) * K, pixels_per_image = pixels / images;
+  long band = (pixels + threads.x - 1) / threads.x;
+  long begin = min(band * position.x, pixels), end = min(begin + band, pixels);
+  for (long i = begin * channels; i < end * channels; i++) {
+    d_x[i] = 0;
+  }
+  long first = begin / pixels_per_image, last = (end + pixels_per_image - 1) / pixels_per_image;
+  for (long share = first * shares_per_image; share < last * shares_per_image; share++) {
+    if (pixel[share] >= begin && pixel[share] < end) {
+      const device T* row = cotangent + share / K * channels;
+      device float* sum = d_x + long(pixel[share]) * channels;
+      float part = weight[share];
+      for (int c = 0; c < channels; c++) {
+        sum[c] += part * float(row[c]);
+      }
+    }
+  }
+}
+
+// The sum of neighbouring shares of one pixel, from i to the end of it or of the block.
+template <typename T, typename I, int K>
+float sum_in_block(
+    const device I* pixel,
+    const device uint* order,
+    const device float* weight,
+    const device T* cotangent,
+    ulong i,
+    ulong shares,
+    int channels,
+    int c) {
+  float sum = 0;
+  I wanted = pixel[i];
+  ulong end = min((i / BLOCK + 1) * BLOCK, shares);
+  for (; i < end && pixel[i] == wanted; i++) {
+    uint share = order[i];
+    sum += weight[share] * float(cotangent[ulong(share / K) * channels + c]);
+  }
+  return sum;
+}
+
+template <typename T, typename I, int K, int LANES>
+[[kernel]] void grid_sample_carries(
+    const device I* pixel,
+    const device uint* order,
+    const device float* weight,
+    const device T* cotangent,
+    constant int* options,
+    device float* carry,
+    uint3 position [[thread_position_in_grid]],
+    uint3 threads [[threads_per_grid]]) {
+  ulong index = position.x + ulong(position.y) * threads.x;
+  ulong shares = ulong(options[POINTS]) * K, block = index / LANES, i = block * BLOCK;
+  if (i >= shares) {
+    return;
+  }
+  int channels = options[CHANNELS];
+  bool continues = block > 0 && pixel[i] >= 0 && pixel[i] == pixel[i - 1];
+  for (int c = int(index % LANES); c < channels; c += LANES) {
+    carry[block * channels + c] = continues
+        ? sum_in_block<T, I, K>(pixel, order, weight, cotangent, i, shares, channels, c)
+        : 0.0f;
+  }
+}
+
+template <typename T, typename I, int K, int LANES>
+[[kernel]] void grid_sample_gradient_x_sorted(
+    const device I* pixel,
+    const device uint* order,
+    const device float* weight,
+    const device T* cotangent,
+    const device float* carry,
+    constant int* options,
+    device T* d_x,
+    uint3 position [[thread_position_in_grid]],
+    uint3 threads [[threads_per_grid]]) {
+  ulong index = position.x + ulong(position.y) * threads.x;
+  ulong shares = ulong(options[POINTS]) * K, i = index / LANES;
+  if (i >= shares || pixel[i] < 0 || (i > 0 && pixel[i] == pixel[i - 1])) {
+    return;
+  }
+  int channels = options[CHANNELS];
+  for (int c = int(index % LANES); c < channels; c += LANES) {
+    float sum = sum_in_block<T, I, K>(pixel, order, weight, cotangent, i, shares, channels, c);
+    for (ulong next = i / BLOCK + 1; next * BLOCK < shares; next++) {
+      if (pixel[next * BLOCK] != pixel[i]) {
+        break;
+      }
+      sum += carry[next * channels + c];
+    }
+    d_x[ulong(pixel[i]) * channels + c] = T(sum);
+  }
+}

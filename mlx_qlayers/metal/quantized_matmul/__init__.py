@@ -1,0 +1,1 @@
+"""Products with quantized matrices: qmv (few rows), qmm (many), qvm (untransposed), gradients."""

@@ -1,0 +1,63 @@
+// 16 rows of a packed matrix, as the lanes of a SIMD group hold them for the matrix units.
+
+#include "epilogue.metal"
+#include "common/fragment.metal"
+#include "packed.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// What a lane holds of a tile, in row fragment_row(lane) and the eighth below: the words of `ahead`
+// runs, and numbers, each a scale with its bias, with the next ones. The four lanes of a row take
+// four groups and hand their numbers to each other; in NVFP4 each takes those of its runs.
+template <typename S, int bits, int run, int ahead, int count>
+struct packed_tile {
+  packed_matrix<S> matrix;
+  uint words_at[2], numbers_at[2];
+  alignas(16) uint words[ahead][2][run * bits / 32];
+  uint numbers[2][count], next_scales[2][count], next_biases[2][count];
+};
+
+template <typename S, int bits, int run, int ahead, int count>
+METAL_FUNC void load_words_of(
+    thread packed_tile<S, bits, run, ahead, count>& tile, int d, int step, bool inside) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (inside) {
+      load_once<run * bits / 32>(
+          tile.words[d][i], tile.matrix.w + (tile.words_at[i] + step * (run * bits / 8)));
+    }
+  }
+}
+
+// A scale and a bias in one word.
+template <typename S>
+using number_parts = metal::vec<S, 4 / sizeof(S)>;
+
+// The next numbers: those of `count` groups. Without any they are zero. They stay apart until they
+// are taken, since to put them together is to wait for them.
+template <int mode, typename S, int bits, int run, int ahead, int count>
+METAL_FUNC void load_numbers_of(
+    thread packed_tile<S, bits, run, ahead, count>& tile, int group, bool inside) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int c = 0; c < count; c++) {
+      uint at = tile.numbers_at[i] + group + c;
+      load_bits(tile.next_scales[i][c], tile.matrix.scales + at, inside);
+      if (mode == AFFINE) {
+        load_bits(tile.next_biases[i][c], tile.matrix.biases + at, inside);
+      }
+    }
+  }
+}
+template <typename S, int bits, int run, int ahead, int count>
+METAL_FUNC void take_next_numbers(thread packed_tile<S, bits, run, ahead, count>& tile) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int c = 0; c < count; c++) {
+      tile.numbers[i][c] = tile.next_scales[i][c] | tile.next_biases[i][c] << 16;
+    }
+  }
+}

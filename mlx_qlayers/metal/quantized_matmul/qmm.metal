@@ -1,0 +1,363 @@
+// Product of many rows with a quantized matrix: y (M, N) = x (M, K) * w + bias, in tiles.
+//
+// w is packed, transposed (N, K) or plain (K, N); packed.metal says how. One threadgroup computes
+// tile_m x tile_n of y, its simds_m x simds_n SIMD groups a rectangle each. Per step of tile_k it
+// unpacks a tile of w, rounded to T, and copies one of x into threadgroup memory, from registers
+// that were filled while the step before was multiplied:
+//
+//   grid (ceil(M / tile_m) * threads, ceil(N / tile_n), parts), threadgroup (threads, 1, 1) with
+//   threads = 32 * simds_m * simds_n; threadgroup memory stages * (tiles with their padding).
+//
+// Rows of one column of tiles are neighbours in the grid, so that w is read from memory once. Where
+// `parts` share K, part z takes `depth` elements of it from z * depth on and writes its sums to
+// plane z of y, in float32, for quantized_matmul_sum to add. A run of elements that one thread
+// unpacks lies in one group. What lies beyond M, N or K counts as zero and is not read.
+
+#include "common/fragment.metal"
+#include "packed.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// Elements behind each row of a tile, so that neighbouring rows begin in other banks.
+#define PADDING 8
+
+// How many of `all` pieces a thread takes, every threads-th, and whether `piece` is one.
+#define SHARE(all, threads) (((all) + (threads) - 1) / (threads))
+#define IN_SHARE(all, threads) ((all) % (threads) == 0 || piece < (all))
+
+template <typename S, int words>
+struct packed_run {
+  uint word[words];
+  S scale, bias;
+};
+
+// The threadgroup's tile of x at (m, k), 16 bytes at a time.
+template <typename T, int tile_m, int tile_k, int threads, bool aligned>
+METAL_FUNC void fetch_rows(
+    thread uint4* held, const device T* x, bool wide, int m, int k, int M, int K, int thread_index) {
+  constexpr int width = 16 / sizeof(T), across = tile_k / width;
+#pragma unroll
+  for (int i = 0; i < SHARE(tile_m * across, threads); i++) {
+    int piece = thread_index + i * threads, row = m + piece / across;
+    int column = k + piece % across * width;
+    held[i] = uint4(0);
+    if (IN_SHARE(tile_m * across, threads) && row < M && column < K) {
+      const device T* from = x + size_t(row) * K + column;
+      if (aligned) {
+        held[i] = load_wide(from, wide);
+      } else {
+        alignas(16) T values[width];
+#pragma unroll
+        for (int j = 0; j < width; j++) {
+          values[j] = column + j < K ? from[j] : T(0);
+        }
+        held[i] = *reinterpret_cast<thread uint4*>(values);
+      }
+    }
+  }
+}
+
+template <typename T, int tile_m, int tile_k, int threads>
+METAL_FUNC void place_rows(threadgroup T* tile, const thread uint4* held, int thread_index) {
+  constexpr int width = 16 / sizeof(T), across = tile_k / width;
+#pragma unroll
+  for (int i = 0; i < SHARE(tile_m * across, threads); i++) {
+    int piece = thread_index + i * threads;
+    int at = piece / across * (tile_k + PADDING) + piece % across * width;
+    if (IN_SHARE(tile_m * across, threads)) {
+      *reinterpret_cast<threadgroup uint4*>(tile + at) = held[i];
+    }
+  }
+}
+
+template <int count, bool ahead>
+METAL_FUNC void fetch_words(thread uint* to, const device uint* from) {
+  constexpr int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
+  if (!ahead) {
+    load_words<count>(to, from);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < count; i += width) {
+    if (width == 4) {
+      *reinterpret_cast<thread uint4*>(to + i) =
+          load_ahead(reinterpret_cast<const device uint4*>(from + i));
+    } else if (width == 2) {
+      *reinterpret_cast<thread uint2*>(to + i) =
+          load_ahead(reinterpret_cast<const device uint2*>(from + i));
+    } else {
+      to[i] = load_ahead(from + i);
+    }
+  }
+}
+
+// The packed runs of a tile of `across` runs a row, at (row, column) of a matrix (rows, columns).
+template <
+    int mode, int group, int bits, int run, int all, int across, int threads, bool ahead, typename S>
+METAL_FUNC void fetch_runs(
+    thread packed_run<S, run * bits / 32>* held,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    int row,
+    int column,
+    int rows,
+    int columns,
+    int thread_index) {
+#pragma unroll
+  for (int i = 0; i < SHARE(all, threads); i++) {
+    int piece = thread_index + i * threads, r = row + piece / across;
+    int c = column + piece % across * run;
+    if (IN_SHARE(all, threads) && r < rows && c < columns) {
+      size_t at = size_t(r) * (columns / group) + c / group;
+      fetch_words<run * bits / 32, ahead>(
+          held[i].word, w + size_t(r) * (size_t(columns) * bits / 32) + c * bits / 32);
+      held[i].scale = ahead ? load_ahead(scales + at) : scales[at];
+      held[i].bias = mode != AFFINE ? S(0) : ahead ? load_ahead(biases + at) : biases[at];
+    } else {
+#pragma unroll
+      for (int j = 0; j < run * bits / 32; j++) {
+        held[i].word[j] = 0;
+      }
+      held[i].scale = S(0);
+      held[i].bias = S(0);
+    }
+  }
+}
+
+template <
+    typename T, int mode, int bits, int run, int all, int across, int threads, typename S>
+METAL_FUNC void place_runs(
+    threadgroup T* tile, const thread packed_run<S, run * bits / 32>* held, int thread_index) {
+  constexpr int width = 16 / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < SHARE(all, threads); i++) {
+    int piece = thread_index + i * threads;
+    if (!IN_SHARE(all, threads)) {
+      continue;
+    }
+    threadgroup T* to =
+        tile + piece / across * (across * run + PADDING) + piece % across * run;
+    float values[run];
+    decode_run<T, mode, bits, run>(
+        values, held[i].word, decoded_scale<mode>(held[i].scale), float(held[i].bias));
+#pragma unroll
+    for (int j = 0; j < run; j += width) {
+      *reinterpret_cast<threadgroup uint4*>(to + j) = rounded<T>(values + j);
+    }
+  }
+}
+
+// sums += x * w for a SIMD group's part of two tiles; sums in rows of `columns` fragments.
+template <typename T, bool transposed, int tile_k, int rows, int columns, int stride>
+METAL_FUNC void multiply_tiles(
+    thread sum_fragment* sums, const threadgroup T* x, const threadgroup T* w, uint lane) {
+#pragma unroll
+  for (int k = 0; k < tile_k; k += 16) {
+    left_fragment<T> left[rows];
+    right_fragment<T> right[columns];
+#pragma unroll
+    for (int i = 0; i < rows; i++) {
+      load_left(left[i], x + i * 16 * (tile_k + PADDING) + k, tile_k + PADDING, lane);
+    }
+#pragma unroll
+    for (int j = 0; j < columns; j++) {
+      if (transposed) {
+        load_right_transposed(right[j], w + j * 8 * stride + k, stride, lane);
+      } else {
+        load_right(right[j], w + k * stride + j * 8, stride, lane);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < rows; i++) {
+#pragma unroll
+      for (int j = 0; j < columns; j++) {
+        multiply_accumulate(sums[i * columns + j], left[i], right[j]);
+      }
+    }
+  }
+}
+
+// A SIMD group's sums to y (M, N), from (m, n) on.
+template <typename T, typename O, int rows, int columns, bool biased>
+METAL_FUNC void write_sums(
+    const thread sum_fragment* sums,
+    const device T* bias,
+    device O* y,
+    int m,
+    int n,
+    int M,
+    int N,
+    uint lane) {
+  m += fragment_row(lane);
+  n += fragment_col(lane);
+#pragma unroll
+  for (int j = 0; j < columns; j++) {
+    int column = n + 8 * j;
+    float2 added = float2(0);
+    if (biased) {
+      added.x = column < N ? float(bias[column]) : 0.0f;
+      added.y = column + 1 < N ? float(bias[column + 1]) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * rows; i++) {
+      float2 sum = sums[i / 2 * columns + j].part[i % 2] + added;
+      int row = m + 8 * i;
+      device O* to = y + size_t(row) * N + column;
+      if (row < M && column + 1 < N && N % 2 == 0) {
+        *reinterpret_cast<device metal::vec<O, 2>*>(to) = metal::vec<O, 2>(sum);
+      } else if (row < M && column < N) {
+        to[0] = O(sum.x);
+        if (column + 1 < N) {
+          to[1] = O(sum.y);
+        }
+      }
+    }
+  }
+}
+
+// Elements of the tiles of x and of w, with their padding.
+#define X_TILE ((tile_m) * (tile_k + PADDING))
+#define W_TILE (transposed ? tile_n * (tile_k + PADDING) : tile_k * (tile_n + PADDING))
+
+// A SIMD group's part of x (M, K) * w (K, N) from row m and column n on, over first..end of K.
+template <
+    typename T,
+    int mode,
+    int group,
+    int bits,
+    bool transposed,
+    int tile_m,
+    int tile_n,
+    int tile_k,
+    int simds_m,
+    int simds_n,
+    int run,
+    int stages,
+    bool ahead,
+    bool aligned,
+    typename S>
+METAL_FUNC void sum_tiles(
+    thread sum_fragment* sums,
+    threadgroup T* x_tiles,
+    threadgroup T* w_tiles,
+    const device T* x,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    int m,
+    int M,
+    int n,
+    int N,
+    int first,
+    int end,
+    int K,
+    int thread_index,
+    uint lane) {
+  constexpr int threads = 32 * simds_m * simds_n;
+  constexpr int across = (transposed ? tile_k : tile_n) / run;
+  constexpr int x_pieces = tile_m * tile_k * sizeof(T) / 16, w_pieces = tile_n * tile_k / run;
+  constexpr int stride = across * run + PADDING, x_stride = tile_k + PADDING;
+  constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
+  bool wide = is_wide(x);
+  int simd = thread_index / 32, stage = 0;
+  int row = simd / simds_n * rows * 16, column = simd % simds_n * columns * 8;
+#pragma unroll
+  for (int i = 0; i < rows * columns; i++) {
+    sums[i].part[0] = 0.0f;
+    sums[i].part[1] = 0.0f;
+  }
+
+  for (int k = first - tile_k; k < end; k += tile_k) {
+    int next = k + tile_k;
+    uint4 x_held[SHARE(x_pieces, threads)];
+    packed_run<S, run * bits / 32> w_held[SHARE(w_pieces, threads)];
+    if (next < end) {
+      fetch_rows<T, tile_m, tile_k, threads, aligned>(
+          x_held, x, wide, m, next, M, K, thread_index);
+      fetch_runs<mode, group, bits, run, w_pieces, across, threads, ahead>(
+          w_held, w, scales, biases, transposed ? n : next, transposed ? next : n,
+          transposed ? N : K, transposed ? K : N, thread_index);
+    }
+    if (k >= first) {
+      const threadgroup T* w_part =
+          w_tiles + stage * W_TILE + (transposed ? column * stride : column);
+      multiply_tiles<T, transposed, tile_k, rows, columns, stride>(
+          sums, x_tiles + stage * X_TILE + row * x_stride, w_part, lane);
+    }
+    if (stages == 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    } else {
+      stage = 1 - stage;
+    }
+    if (next < end) {
+      place_rows<T, tile_m, tile_k, threads>(x_tiles + stage * X_TILE, x_held, thread_index);
+      place_runs<T, mode, bits, run, w_pieces, across, threads>(
+          w_tiles + stage * W_TILE, w_held, thread_index);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+template <
+    typename T,
+    typename O,
+    typename S,
+    int mode,
+    int group,
+    int bits,
+    bool transposed,
+    int tile_m,
+    int tile_n,
+    int tile_k,
+    int simds_m,
+    int simds_n,
+    int run,
+    int stages,
+    bool ahead,
+    bool aligned,
+    bool biased>
+[[kernel]] void quantized_matmul_tiles(
+    const device T* x,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    const device T* bias,
+    constant int* shape,
+    device O* y,
+    uint3 place [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
+  threadgroup T x_tiles[stages * X_TILE];
+  threadgroup T w_tiles[stages * W_TILE];
+  int M = shape[0], N = shape[1], K = shape[2], depth = shape[3];
+  int m = place.x * tile_m, n = place.y * tile_n, first = place.z * depth;
+  sum_fragment sums[rows * columns];
+  sum_tiles<
+      T, mode, group, bits, transposed, tile_m, tile_n, tile_k, simds_m, simds_n, run, stages,
+      ahead, aligned>(
+      sums, x_tiles, w_tiles, x, w, scales, biases, m, M, n, N, first, min(first + depth, K), K,
+      thread_index, lane);
+  m += int(thread_index) / 32 / simds_n * rows * 16;
+  n += int(thread_index) / 32 % simds_n * columns * 8;
+  write_sums<T, O, rows, columns, biased>(
+      sums, bias, y + place.z * size_t(M) * N, m, n, M, N, lane);
+}
+
+// y = the sum of the planes of `parts`, and the bias; one element a thread.
+template <typename T, bool biased>
+[[kernel]] void quantized_matmul_sum(
+    const device float* parts,
+    const device T* bias,
+    constant int* shape,
+    device T* y,
+    uint id [[thread_position_in_grid]]) {
+  int count = shape[0], N = shape[1], planes = shape[2];
+  float sum = biased ? float(bias[int(id) % N]) : 0.0f;
+  for (int z = 0; z < planes; z++) {
+    sum += parts[size_t(z) * count + id];
+  }
+  y[id] = T(sum);
+}

@@ -1,0 +1,270 @@
+"""Launches the tiled product of many rows with a quantized matrix."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from math import prod
+
+import mlx.core as mx
+
+from ...formats import MODES, Format
+from ...runtime.kernel import Kernel
+from ...tuning.lookup import tuned
+
+PADDING = 8
+# Threadgroups that keep a large GPU busy: two for each of an H200's cores.
+WAVE = 264
+
+
+def threadgroup_memory(
+    T: mx.Dtype, transposed: bool, tile_m: int, tile_n: int, tile_k: int, stages: int, **_: object
+) -> int:
+    """The bytes that tiles of these extents take, by the values of the kernel's template."""
+    rows, width = (tile_n, tile_k) if transposed else (tile_k, tile_n)
+    elements = tile_m * (tile_k + PADDING) + rows * (width + PADDING)
+    return stages * elements * T.size
+
+
+TILES = Kernel(
+    "quantized_matmul_tiles",
+    "quantized_matmul/qmm.metal",
+    inputs=("x", "w", "scales", "biases", "bias", "shape"),
+    outputs=("y",),
+    template=(
+        "T",
+        "O",
+        "S",
+        "mode",
+        "group",
+        "bits",
+        "transposed",
+        "tile_m",
+        "tile_n",
+        "tile_k",
+        "simds_m",
+        "simds_n",
+        "run",
+        "stages",
+        "ahead",
+        "aligned",
+        "biased",
+    ),
+    threadgroup_memory=threadgroup_memory,
+    large=True,
+)
+
+SUM = Kernel(
+    "quantized_matmul_sum",
+    "quantized_matmul/qmm.metal",
+    inputs=("parts", "bias", "shape"),
+    outputs=("y",),
+    template=("T", "biased"),
+    large=True,
+)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product of many rows is cut into tiles.
+
+    Attributes:
+        tile_m: rows of the result that a threadgroup computes; a multiple of 16 * ``simds_m``.
+        tile_n: columns of the result that it computes; a multiple of 8 * ``simds_n``.
+        tile_k: depth of its tiles in threadgroup memory; a multiple of 16.
+        simds_m: SIMD groups along the rows.
+        simds_n: SIMD groups along the columns.
+        run: neighbouring elements of the matrix that a thread unpacks at once; 16, or 32 where
+            ``bits`` is odd or half of a word; divides the group size.
+        stages: pairs of tiles, 1 or 2. With 2 one is filled while the other is multiplied.
+        ahead: whether the memory is told that the rows of the matrix are read to their end.
+        parts: threadgroups that share the depth; above 1 a second launch adds their sums.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    simds_m: int
+    simds_n: int
+    run: int
+    stages: int = 1
+    ahead: bool = True
+    parts: int = 1
+
+    def count(self, m: int, n: int) -> int:
+        """The tiles of a result of m rows and n columns."""
+        return -(-m // self.tile_m) * -(-n // self.tile_n)
+
+    def threads(self, dtype: mx.Dtype) -> int:
+        """The threads of a threadgroup.
+
+        Raises:
+            ValueError: they cannot share the tiles evenly.
+        """
+        threads = 32 * self.simds_m * self.simds_n
+        if (
+            self.tile_m % (16 * self.simds_m)
+            or self.tile_n % (8 * self.simds_n)
+            or self.tile_k % 16
+        ):
+            raise ValueError(f"{threads} threads cannot share {self} of {dtype} evenly")
+        return threads
+
+
+@tuned("quantized_matmul_tiles")
+def tiles(
+    device: str, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
+) -> Tiles:
+    """The configuration for a backend.
+
+    Args:
+        device: ``"metal"``, ``"cuda"`` or ``"host"``.
+        m: rows of the product.
+        n: columns of it.
+        k: its depth.
+        dtype: of the rows.
+        fmt: the format of the matrix.
+        transpose: whether it is multiplied with its transpose.
+    """
+    run = 32 if fmt.bits % 2 else 16
+    if device == "host":
+        # There to check the kernel: one build does for every number of rows.
+        return Tiles(32, 64, 64, 2, 2, run)
+    if device == "cuda" and dtype != mx.float32:
+        return _on_tensor_cores(m, n, k, fmt)
+    tile_m = next(size for size in (16, 32, 64) if size >= min(m, 64))
+    tile_k = 64 if run == 32 or tile_m == 16 else 32
+    if dtype == mx.float32 and tile_k == 64:
+        tile_m = min(tile_m, 32)  # two tiles must fit
+    return Tiles(tile_m, 64, tile_k, *((2, 2) if tile_m > 16 else (1, 4)), run)
+
+
+def _on_tensor_cores(m: int, n: int, k: int, fmt: Format) -> Tiles:
+    """The best of some thirty that were measured on an H200, in bfloat16 and 4 bits."""
+    run = min(fmt.group_size, 32)
+    if m <= 32:
+        config = Tiles(32, 128, 64, 2, 2, run)
+    elif m <= 64:
+        config = Tiles(64, 128, 64, 1, 4, run)
+    elif m <= 96 or 128 < m <= 192:
+        config = Tiles(96, 128, 64, 1, 4, run)
+    else:
+        config = Tiles(128, 96, 64, 2, 2, run if fmt.bits % 2 else 16)
+    if config.count(m, n) >= WAVE:
+        return config
+    # Smaller tiles, and several to a column of the result, give every core something to do.
+    config = Tiles(min(config.tile_m, 64) // 32 * 32, 64, 64, 2, 2, run)
+    return replace(config, parts=max(1, min(WAVE // config.count(m, n), k // 512)))
+
+
+def product_in_tiles(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    bias: mx.array | None,
+    transpose: bool,
+    fmt: Format,
+    config: Tiles,
+) -> mx.array:
+    """``x @ w.T + bias`` or ``x @ w + bias`` for a packed ``w``.
+
+    Args:
+        x: (..., K) in float32, float16 or bfloat16; M rows.
+        w: (N, K * bits / 32) uint32, or (K, N * bits / 32) if not ``transpose``.
+        scales: one a group along the last axis of the matrix; floating point (affine) or uint8.
+        biases: as ``scales`` (affine), else None.
+        bias: (N,) in the dtype of ``x``, or None.
+        transpose: multiply with the transpose of the packed matrix.
+        fmt: group_size, bits and mode of ``w``.
+        config: how to cut it.
+
+    Returns:
+        (..., N) in the dtype of ``x``; weights rounded to it, float32 sums rounded once.
+    """
+    (*leading, k), m = x.shape, prod(x.shape[:-1])
+    n = w.shape[0] if transpose else fmt.dims(w)
+    steps = -(-k // config.tile_k)
+    depth = -(-steps // config.parts) * config.tile_k
+    parts = -(-k // depth)
+    threads = config.threads(x.dtype)
+    added = bias if parts == 1 else None
+    (y,) = TILES(
+        [
+            x,
+            w,
+            scales,
+            scales if biases is None else biases,
+            x if added is None else added,
+            numbers(m, n, k, depth),
+        ],
+        template=_template(
+            x.dtype,
+            scales.dtype,
+            fmt,
+            config,
+            transpose,
+            parts > 1,
+            k * x.dtype.size % 16 == 0,
+            added is not None,
+        ),
+        grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), parts),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(*leading, n) if parts == 1 else (parts, m, n)],
+    )
+    return y if parts == 1 else sum_of_parts(y, bias, x.dtype, (*leading, n))
+
+
+def sum_of_parts(
+    parts: mx.array, bias: mx.array | None, dtype: mx.Dtype, shape: tuple[int, ...]
+) -> mx.array:
+    """The sum of float32 planes, and of a bias of the last axis, rounded once.
+
+    Args:
+        parts: (planes, M, N) float32.
+        bias: (N,) in ``dtype``, or None.
+        dtype: of the result.
+        shape: of the result, of M * N elements.
+    """
+    planes, m, n = parts.shape
+    (y,) = SUM(
+        [parts, mx.zeros((1,), dtype) if bias is None else bias, numbers(m * n, n, planes)],
+        template={"T": dtype, "biased": bias is not None},
+        grid=(m * n, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[shape],
+    )
+    return y
+
+
+@cache
+def _template(
+    dtype: mx.Dtype,
+    scale: mx.Dtype,
+    fmt: Format,
+    config: Tiles,
+    transpose: bool,
+    shared: bool,
+    aligned: bool,
+    biased: bool,
+) -> dict[str, mx.Dtype | int | bool]:
+    sizes = asdict(config)
+    del sizes["parts"]
+    return {
+        "T": dtype,
+        "O": mx.float32 if shared else dtype,
+        "S": scale,
+        "mode": list(MODES).index(fmt.mode),
+        "group": fmt.group_size,
+        "bits": fmt.bits,
+        "transposed": transpose,
+        **sizes,
+        "aligned": aligned,
+        "biased": biased,
+    }
+
+
+@cache
+def numbers(*values: int) -> mx.array:
+    """Integers as a kernel takes them."""
+    return mx.array(values, mx.int32)

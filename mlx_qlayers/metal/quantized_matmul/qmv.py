@@ -1,0 +1,393 @@
+"""Launches the kernels that multiply few rows with quantized matrices.
+
+There are two. One takes any dtype and any processor: the threads of a SIMD group, or one thread,
+share some columns of the result. The other takes rows in half precision to the matrix units, and
+several matrices, a norm, a gate or a residual into the same launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from struct import pack, unpack
+from typing import ClassVar, Literal, NamedTuple
+
+import mlx.core as mx
+
+from ...formats import MODES, Format
+from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
+from ...runtime.signature import CONSTANT_BELOW
+from ...tuning.lookup import tuned
+
+MAX_FEW_ROWS = 16
+MAX_MATRICES = 3
+
+Gate = Literal["silu", "gelu", "gelu_approx"]
+
+
+class PackedMatrix(NamedTuple):
+    """A quantized matrix that rows are multiplied with, and what is added to the product.
+
+    Attributes:
+        w: (N, K * bits / 32) uint32.
+        scales: (N, K / group_size), floating point (affine) or uint8.
+        biases: as ``scales`` (affine), else None.
+        bias: (N,) in the dtype of the rows, or None.
+    """
+
+    w: mx.array
+    scales: mx.array
+    biases: mx.array | None = None
+    bias: mx.array | None = None
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """How a product of few rows is spread over threads.
+
+    Attributes:
+        rows: rows that the kernel is compiled for; a product may have fewer.
+        outputs: columns of the result that one SIMD group, or one thread, computes.
+        run: neighbouring elements of a row of the matrix that a thread takes at once; a multiple
+            of 16, or of 32 where ``bits`` is odd, that divides the group size.
+        lanes: threads that share the columns: 32, or 1 where threads do not run side by side.
+        ways: float32 sums that a thread keeps for each output; divides ``run``.
+        threads: threads of a threadgroup; a multiple of ``lanes``.
+    """
+
+    rows: int
+    outputs: int
+    run: int
+    lanes: int
+    ways: int
+    threads: int
+
+    template: ClassVar = ("rows", "outputs", "run", "lanes", "ways")
+
+    def threadgroups(self, sizes: tuple[int, ...], gated: bool) -> int:
+        """As many as matrices of so many rows take."""
+        height = self.outputs // 2 if gated else self.outputs
+        tiles = sum(-(-n // height) for n in (sizes[:1] if gated else sizes))
+        return -(-tiles * self.lanes // self.threads)
+
+
+@dataclass(frozen=True)
+class MatrixUnits:
+    """How a product of few rows is spread over SIMD groups that use the matrix units.
+
+    Attributes:
+        fragments: operands of 8 columns, which hold the rows times the groups that the four lanes
+            of a row of the matrix take side by side (4 * run / group_size, in NVFP4 one).
+        run: neighbouring elements of a row of the matrix that a lane takes at once; it divides K.
+        tiles: tiles of 16 rows of the matrix that a threadgroup computes.
+        simds: SIMD groups of a threadgroup, which share K.
+        ahead: runs that a lane has under way for each row, 1, 2 or 4.
+        stacks: SIMD groups that share a part of K, with tiles of their own.
+        occupancy: SIMD groups that a core should have registers for at once, on CUDA; 0 leaves that
+            to the compiler.
+    """
+
+    fragments: int
+    run: int
+    tiles: int
+    simds: int
+    ahead: int = 1
+    stacks: int = 1
+    occupancy: int = 0
+
+    template: ClassVar = ("fragments", "run", "tiles", "stacks", "simds", "ahead", "RESIDENT")
+
+    def takes(self, k: int) -> bool:
+        """Whether rows of so many elements are whole runs."""
+        return k % self.run == 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return 32 * self.simds * self.stacks
+
+    @property
+    def resident(self) -> int:
+        """Threadgroups that a core should hold at once."""
+        return self.occupancy // (self.simds * self.stacks)
+
+    def threadgroups(self, sizes: tuple[int, ...], gated: bool) -> int:
+        """As many as matrices of so many rows take."""
+        return -(-sum(-(-n // 16) for n in sizes) // (self.tiles * self.stacks))
+
+
+@tuned("quantized_matmul_few_rows")
+def few_rows(
+    device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, kind: str = ""
+) -> FewRows | MatrixUnits:
+    """The configuration for a backend.
+
+    Args:
+        device: ``"metal"``, ``"cuda"`` or ``"host"``.
+        rows: rows of the product, 1 to 16.
+        n: outputs of a row, those of all matrices.
+        k: elements of a row.
+        dtype: of the rows.
+        fmt: the format of the matrix.
+        kind: what the launch does besides, for what was tuned: ``norm-3``, ``norm-gate``, ...
+    """
+    if device == "host":
+        # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.
+        # Its loops over rows are not unrolled, so that one kernel does for all but the single row.
+        rows = 1 if rows == 1 else MAX_FEW_ROWS
+        return FewRows(rows, outputs=4, run=fmt.group_size, lanes=1, ways=16, threads=8)
+    # Apple's matrix units multiply no faster than its other units: an estimate.
+    if dtype != mx.float32 and (device == "cuda" or rows > 3):
+        return _matrix_units(rows, n, k, fmt, "norm" in kind)
+    return _any_units(rows, fmt)
+
+
+def _any_units(rows: int, fmt: Format) -> FewRows:
+    """For every GPU and dtype: sums and unpacked weights stay within some 100 registers."""
+    run = 32 if fmt.bits % 2 else 16
+    rows = next(n for n in (1, 2, 4, 8, MAX_FEW_ROWS) if n >= rows)
+    outputs = 4 if rows * run <= 64 else 2
+    return FewRows(rows, outputs, run, lanes=32, ways=1, threads=64)
+
+
+def _matrix_units(rows: int, n: int, k: int, fmt: Format, normed: bool) -> MatrixUnits:
+    """Measured on an H200; for other GPUs an estimate."""
+    group, bits, mode = fmt
+    # Not many more tiles than an H200 runs threadgroups of 16 SIMD groups.
+    small = n <= 8192
+    if mode == "nvfp4":
+        run, slots = 16 if k % 32 else 32, 1
+    else:
+        # As many neighbours as are 32 bytes at most (in 6 bits 48, two or three of 16), but no more
+        # columns than one operand has, down to one group at a time and to the words that begin and
+        # end with a code. Those of a normed x take twice the registers.
+        least = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
+        run = max(least, min(group, 64 if not normed else 16 if small else 32))
+        most = 384 if bits == 6 else 256
+        while run > least and (run * bits > most or 4 * run // group * rows > 8):
+            run //= 2
+        slots = 4 * run // group
+    fragments = -(-rows * slots // 8)
+    if normed:
+        config = MatrixUnits(fragments, run, *((1, 8) if small else (2, 4)))
+    else:
+        # Other formats than these, and more of x, take more registers.
+        light = mode == "affine" and bits in (2, 4) and fragments * run <= (64 if rows < 3 else 32)
+        tiles, simds, ahead, occupancy = _spread(rows, n, k, fmt, light)
+        occupancy = 8 if fragments * run > 64 else occupancy
+        config = MatrixUnits(fragments, run, tiles, simds, ahead, occupancy=occupancy)
+    while _threadgroup_memory(**asdict(config)) > MAX_THREADGROUP_MEMORY:
+        config = replace(config, simds=config.simds // 2)
+    return config
+
+
+def _spread(rows: int, n: int, k: int, fmt: Format, light: bool) -> tuple[int, int, int, int]:
+    """Tiles, SIMD groups, runs ahead and occupancy."""
+    if n <= 4096 and (2 < rows <= 8 or (rows > 8 and k > 8192)):
+        # Each multiprocessor has one threadgroup at most.
+        return 2, 16 if rows <= 8 else 15, 1, 16
+    if n <= 8192:
+        ahead = 2 if rows > 4 and fmt.mode != "nvfp4" else 1
+        return 1, 8, ahead, 24 if light and 2 < rows <= 8 else 16
+    if rows <= 2:
+        return (4, 4, 1, 12) if fmt.bits == 2 else (2, 4, 1, 16 if light else 12)
+    if rows > 8:
+        return 4, 2, 1, 12
+    if rows > 4 and n > 65536:
+        return 4, 4, 1, 16 if light else 12
+    return 2, 4, 1, 20 if light else 12
+
+
+def products_of_few_rows(
+    x: mx.array,
+    matrices: Sequence[PackedMatrix],
+    fmt: Format,
+    config: FewRows | MatrixUnits,
+    *,
+    norm: tuple[mx.array | None, float] | None = None,
+    gate: Gate | None = None,
+    residual: mx.array | None = None,
+    tile_squares: mx.array | None = None,
+    next_weight: mx.array | None = None,
+) -> list[mx.array]:
+    """``x @ w.T + bias`` for up to three matrices of one format, each read once for all rows.
+
+    Args:
+        x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16.
+        matrices: of K columns each, biases all or none, bias each as it likes.
+        fmt: group_size, bits and mode of the matrices.
+        config: how to spread the work.
+        norm: weight (K,) in the dtype of ``x`` or None, and epsilon, of the RMS norm that ``x``
+            goes through first; None for no norm.
+        gate: with two matrices of one shape, give ``activation(first) * second`` alone.
+        residual: added to the product of a single matrix; in its shape and dtype.
+        tile_squares: (M, ceil(K / 16)) float32, if ``x`` was multiplied by the norm's weight
+            already, which then is None: sums of squares of what it was before. With this or the
+            next, ``config`` and the matrices are what :func:`hands_on` takes.
+        next_weight: (N,) of the norm that the product of a single matrix goes through next.
+
+    Returns:
+        A (..., N) in the dtype of ``x`` for each matrix, or the gated one; float32 inside, rounded
+        once. With ``next_weight`` also that product times it, and its ``tile_squares``.
+    """
+    by_threads = isinstance(config, FewRows) and config.lanes == 1
+    if norm is not None and tile_squares is None and (x.dtype == mx.float16 or by_threads):
+        # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
+        # whose threads share nothing would norm it in each of them.
+        return _after_norm(x, matrices, fmt, config, *norm, gate, residual)
+    if gate is not None and isinstance(config, MatrixUnits):
+        config = _even(config)
+    handed = {"tile_squares": tile_squares, "next_weight": next_weight}
+    return _launch(x, matrices, fmt, config, norm, gate, residual, **handed)
+
+
+def hands_on(config: FewRows | MatrixUnits, matrices: Sequence[PackedMatrix]) -> bool:
+    """Whether a launch can take from another what a norm between them needs, and hand it on."""
+    return isinstance(config, MatrixUnits) and all(m.w.size >= CONSTANT_BELOW for m in matrices)
+
+
+def _after_norm(
+    x: mx.array,
+    matrices: Sequence[PackedMatrix],
+    fmt: Format,
+    config: FewRows | MatrixUnits,
+    weight: mx.array | None,
+    epsilon: float,
+    gate: Gate | None,
+    residual: mx.array | None,
+) -> list[mx.array]:
+    """The same with a launch for the norm."""
+    x = mx.fast.rms_norm(x, weight, epsilon)
+    return products_of_few_rows(x, matrices, fmt, config, gate=gate, residual=residual)
+
+
+_EXTRA = ("norm_weight", "tile_squares", "residual", "next_weight")
+_INPUTS = (
+    "x",
+    *_EXTRA,
+    *(name + number for number in ("", "1", "2") for name in PackedMatrix._fields),
+    "shape",
+)
+_OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
+# What only the kernel on the matrix units has.
+_HANDED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
+_GATES = (None, "silu", "gelu", "gelu_approx")
+_TEMPLATE = ("T", "S", "mode", "group", "bits", "gate", "normed", "epsilon")
+
+
+def _threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, **_: object) -> int:
+    return 4 * simds * fragments * 8 * stacks * (tiles * 16 + 1)
+
+
+@cache
+def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
+    """One of the two kernels, without some of its inputs and outputs."""
+    letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
+    function = "quantized_matmul_matrix" if units else "quantized_matmul_few_rows"
+    # That with the matrix units reads the shapes of its arrays.
+    lacking = omitted + (("shape",) if units else _HANDED)
+    return Kernel(
+        f"{function}_{int(letters, 2):x}",
+        "quantized_matmul/qmv_matrix.metal" if units else "quantized_matmul/qmv.metal",
+        function=function,
+        inputs=tuple(name for name in _INPUTS if name not in lacking),
+        outputs=tuple(name for name in _OUTPUTS if name not in lacking),
+        omitted=omitted,
+        template=_TEMPLATE + (MatrixUnits if units else FewRows).template,
+        threadgroup_memory=_threadgroup_memory if units else 0,
+        large=True,
+    )
+
+
+@cache
+def _omitted(
+    count: int, outputs: int, extra: tuple[str, ...], affine: bool, biased: tuple[bool, ...]
+) -> tuple[str, ...]:
+    """What of a kernel's inputs and outputs a launch does without."""
+    without = [*_OUTPUTS[outputs:3]] + [*_OUTPUTS[3:]] * ("next_weight" not in extra)
+    without += [name for name in _EXTRA if name not in extra]
+    for i, number in enumerate(("", "1", "2")):
+        if i >= count:
+            without += [*(name + number for name in PackedMatrix._fields), f"w{number}_shape"]
+        else:
+            without += ["biases" + number] * (not affine) + ["bias" + number] * (not biased[i])
+    return tuple(without)
+
+
+def _launch(
+    x: mx.array,
+    matrices: Sequence[PackedMatrix],
+    fmt: Format,
+    config: FewRows | MatrixUnits,
+    norm: tuple[mx.array | None, float] | None,
+    gate: Gate | None,
+    residual: mx.array | None,
+    tile_squares: mx.array | None = None,
+    next_weight: mx.array | None = None,
+) -> list[mx.array]:
+    (*leading, k) = x.shape
+    if isinstance(config, MatrixUnits) and not config.takes(k):
+        raise ValueError(f"{config} does not take rows of {k} elements")
+    if isinstance(config, MatrixUnits) and not hands_on(config, matrices):
+        # That kernel reads the shape of w, which therefore arrives as it is: in constant memory.
+        config = _any_units(x.size // k, fmt)
+    sizes, rows = [matrix.w.shape[0] for matrix in matrices], x.size // k
+    weight, epsilon = (None, 0.0) if norm is None else norm
+    around = (weight, tile_squares, residual, next_weight)
+    extra = {key: a for key, a in zip(_EXTRA, around, strict=True) if a is not None}
+    given = [array for matrix in matrices for array in matrix if array is not None]
+    omitted = _omitted(
+        len(matrices),
+        1 if gate else len(matrices),
+        tuple(extra),
+        matrices[0].biases is not None,
+        tuple([matrix.bias is not None for matrix in matrices]),
+    )
+    shapes = [(*leading, n) for n in (sizes[:1] if gate else sizes)]
+    if next_weight is not None:
+        shapes += [*shapes, (rows, -(-sizes[0] // 16))]
+    threads, units = config.threads, isinstance(config, MatrixUnits)
+    arrays = [x, *extra.values(), *given]
+    normed = norm is not None and tile_squares is None
+    return _kernel(units, omitted)(
+        arrays if units else [*arrays, _shape(rows, k, *sizes)],
+        template=_template(x.dtype, matrices[0].scales.dtype, fmt, gate, normed, epsilon, config),
+        grid=(config.threadgroups(tuple(sizes), gate is not None) * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=shapes,
+    )
+
+
+@cache
+def _template(
+    dtype: mx.Dtype,
+    scale: mx.Dtype,
+    fmt: Format,
+    gate: Gate | None,
+    normed: bool,
+    epsilon: float,
+    config: FewRows | MatrixUnits,
+) -> dict[str, mx.Dtype | int | bool]:
+    values: dict[str, mx.Dtype | int | bool] = {
+        "T": dtype,
+        "S": scale,
+        "mode": list(MODES).index(fmt.mode),
+        "group": fmt.group_size,
+        "bits": fmt.bits,
+        "gate": _GATES.index(gate),
+        "normed": normed,
+        "epsilon": unpack("i", pack("f", epsilon))[0],
+    }
+    return values | {name: getattr(config, name.lower()) for name in config.template}
+
+
+@cache
+def _even(config: MatrixUnits) -> MatrixUnits:
+    """With tiles in pairs, one of each matrix that a gate joins."""
+    return replace(config, tiles=config.tiles + config.tiles % 2)
+
+
+@cache
+def _shape(*sizes: int) -> mx.array:
+    return mx.array(sizes, mx.int32)

@@ -1,0 +1,145 @@
+"""Launches the kernel that multiplies few rows with an untransposed quantized matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+import mlx.core as mx
+
+from ...formats import MODES, Format
+from ...runtime.kernel import Kernel
+from .qmm import numbers, sum_of_parts
+from .qmv import MAX_FEW_ROWS
+
+
+def _threadgroup_memory(run: int, columns: int, shares: int, **_: object) -> int:
+    return 4 * columns * run * shares if shares > 1 else 4
+
+
+_UNTRANSPOSED = Kernel(
+    "quantized_matmul_untransposed",
+    "quantized_matmul/qvm.metal",
+    inputs=("x", "w", "scales", "biases", "bias", "shape"),
+    outputs=("y",),
+    template=(
+        "T",
+        "O",
+        "S",
+        "mode",
+        "group",
+        "bits",
+        "rows",
+        "run",
+        "block",
+        "columns",
+        "shares",
+        "biased",
+    ),
+    threadgroup_memory=_threadgroup_memory,
+    large=True,
+)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How a product of few rows with an untransposed matrix is spread over threads.
+
+    Attributes:
+        rows: rows that the kernel is compiled for; a product may have fewer.
+        run: columns that a thread owns; 16 or 32, whole words, and divides the group size.
+        block: rows of the matrix that it unpacks before it multiplies them.
+        columns: threads of a threadgroup side by side.
+        shares: threads of it that share the columns and the depth.
+        parts: threadgroups that share the depth; above 1 a second launch adds their sums.
+    """
+
+    rows: int
+    run: int
+    block: int
+    columns: int
+    shares: int = 1
+    parts: int = 1
+
+
+@cache
+def columns(device: str, rows: int, n: int, k: int, fmt: Format) -> Columns:
+    """The configuration for a backend.
+
+    Args:
+        device: ``"metal"``, ``"cuda"`` or ``"host"``.
+        rows: rows of the product, 1 to 16.
+        n: columns of it.
+        k: its depth.
+        fmt: the format of the matrix.
+    """
+    if device == "host":
+        # The sums of a row fill two of the widest vectors there are while they meet eight weights.
+        rows = 1 if rows == 1 else MAX_FEW_ROWS
+        return Columns(rows, min(fmt.group_size, 32), block=8, columns=8)
+    run = 32 if fmt.bits % 2 else 16
+    rows = next(size for size in (1, 2, 4, 8, MAX_FEW_ROWS) if size >= rows)
+    # Enough threads for a large GPU.
+    across = -(-n // (32 * run))
+    parts = max(1, min(256 // across, k // 64))
+    return Columns(rows, run, 1 if rows > 1 else 2, columns=32, shares=8, parts=parts)
+
+
+def product_of_few_rows_untransposed(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    bias: mx.array | None,
+    fmt: Format,
+    config: Columns,
+) -> mx.array:
+    """``x @ w + bias`` for a packed ``w``, which is read and unpacked once for all rows.
+
+    Args:
+        x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16.
+        w: (K, N * bits / 32) uint32.
+        scales: (K, N / group_size), floating point (affine) or uint8.
+        biases: as ``scales`` (affine), else None.
+        bias: (N,) in the dtype of ``x``, or None.
+        fmt: group_size, bits and mode of ``w``.
+        config: how to spread the work.
+
+    Returns:
+        (..., N) in the dtype of ``x``; float32 sums rounded once.
+    """
+    (*leading, k), m, n = x.shape, prod(x.shape[:-1]), fmt.dims(w)
+    step = config.shares * config.block
+    depth = -(-k // (config.parts * step)) * step
+    parts = -(-k // depth)
+    added = bias if parts == 1 else None
+    tiles = -(-n // (config.run * config.columns))
+    (y,) = _UNTRANSPOSED(
+        [
+            x,
+            w,
+            scales,
+            scales if biases is None else biases,
+            x if added is None else added,
+            numbers(m, n, k, depth),
+        ],
+        template={
+            "T": x.dtype,
+            "O": x.dtype if parts == 1 else mx.float32,
+            "S": scales.dtype,
+            "mode": list(MODES).index(fmt.mode),
+            "group": fmt.group_size,
+            "bits": fmt.bits,
+            "rows": config.rows,
+            "run": config.run,
+            "block": config.block,
+            "columns": config.columns,
+            "shares": config.shares,
+            "biased": added is not None,
+        },
+        grid=(tiles * config.columns, config.shares, parts),
+        threadgroup=(config.columns, config.shares, 1),
+        output_shapes=[(*leading, n) if parts == 1 else (parts, m, n)],
+    )
+    return y if parts == 1 else sum_of_parts(y, bias, x.dtype, (*leading, n))

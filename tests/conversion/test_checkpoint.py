@@ -1,0 +1,86 @@
+"""The check of a model directory, against the safetensors library and MLX itself."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from safetensors import SafetensorError, deserialize
+
+from mlx_qlayers.conversion.checkpoint import check_directory, read_header, read_json
+
+
+def test_a_sound_model_passes(tiny_model: Path, plain_model: Path) -> None:
+    for path in (tiny_model, plain_model):
+        assert check_directory(path)["model_type"] == "qwen2"
+        weights = mx.load(str(path / "model.safetensors"))
+        header = read_header(path / "model.safetensors")
+        assert {name: entry["shape"] for name, entry in header.items()} == {
+            name: list(array.shape) for name, array in weights.items()
+        }
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_headers_are_judged_as_the_format_says(seed: int, tmp_path: Path) -> None:
+    """What the safetensors library accepts is accepted, and what is accepted, MLX can read."""
+    draw = random.Random(seed)
+    file = tmp_path / "model.safetensors"
+    arrays = {"a": mx.ones((3, 5)), "b": mx.ones((7,), mx.bfloat16), "c": mx.ones((), mx.uint8)}
+    mx.save_safetensors(str(file), arrays, {"format": "mlx"})
+    sound = file.read_bytes()
+    accepted = 0
+    for _ in range(250):
+        raw = bytearray(sound)
+        for _ in range(draw.randint(1, 2)):
+            at = draw.randrange(len(raw) if draw.random() < 0.5 else 200)
+            digit = chr(raw[at]).isdigit()
+            raw[at] = ord(draw.choice("0123456789")) if digit else draw.randrange(256)
+        if draw.random() < 0.1:
+            del raw[draw.randrange(len(raw)) :]
+        file.write_bytes(raw)
+        try:
+            deserialize(bytes(raw))
+            strict = True
+        except SafetensorError:
+            strict = False
+        try:
+            read_header(file)
+        except ValueError as error:
+            assert not strict and str(file) in str(error)
+            continue
+        accepted += 1
+        try:
+            mx.eval(mx.load(str(file)))
+        except RuntimeError:
+            assert not strict
+    assert 10 < accepted < 240
+
+
+def test_every_dtype_of_mlx_is_known(tmp_path: Path) -> None:
+    names = ("bool_", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+    names += ("float16", "bfloat16", "float32", "complex64")
+    file = tmp_path / "model.safetensors"
+    mx.save_safetensors(str(file), {n: mx.zeros((2, 3), getattr(mx, n)) for n in names})
+    assert set(read_header(file)) == {*names}
+
+
+def test_an_index_left_over_beside_merged_weights_does_no_harm(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    for file in tiny_model.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "model-00001-of-00002.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_directory(path)
+
+
+def test_json_that_nests_too_deeply_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_json(tmp_path / "config.json")

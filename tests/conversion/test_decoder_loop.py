@@ -1,0 +1,349 @@
+"""Decoder layers in one trace compute what the loop over them does, and leave the same caches."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architectures import VOCABULARY, Architecture, build
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from numerics import assert_same_model
+
+from mlx_qlayers import convert_model, revert_model, use_backend
+from mlx_qlayers.conversion import compiled_blocks as stretches
+from mlx_qlayers.conversion import decoder_loop as stacks
+from mlx_qlayers.conversion import fused_blocks as fusion
+from mlx_qlayers.conversion.decoder_loop import stacked
+from mlx_qlayers.conversion.report import FUSED, LEFT
+from mlx_qlayers.ops import fused_products
+
+PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
+# Loops over layers with one mask, and with one for each kind of layer.
+NAMES = ["qwen2", "qwen3", "llama"]
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch):
+    """Trace as on a GPU, on the path that can be traced here; count what runs in stacks."""
+
+    def place() -> tuple[str, int, str]:
+        stream = mx.default_stream(mx.default_device())
+        return "ops", threading.get_ident(), repr(stream)
+
+    for module in (stacks, fusion):
+        monkeypatch.setattr(module, "place", place)
+    monkeypatch.setattr(stacks, "why_not", lambda *args: None)
+    with use_backend("ops"):
+        yield
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call ran together."""
+    found: list[int] = []
+    run = stacks._Stack.run
+
+    def counted(self, *args):
+        found.append(self.count)
+        return run(self, *args)
+
+    monkeypatch.setattr(stacks._Stack, "run", counted)
+    return found
+
+
+def pair(name: str = "qwen2", **config) -> tuple[nn.Module, nn.Module]:
+    stock, model = (build(name, PLAIN._replace(config=config)) for _ in range(2))
+    convert_model(model)
+    return stock, model
+
+
+def caches_of(model: nn.Module, kind: str, batch: int) -> list:
+    own = make_prompt_cache(model)
+    if kind == "batch":
+        return [BatchKVCache([(3 * i) % 5 for i in range(batch)]) for _ in own]
+    return [RotatingKVCache(64) for _ in own] if kind == "rotating" else own
+
+
+def decoded(model: nn.Module, kind: str = "own", batch: int = 1, prompt: int = 9, steps: int = 4):
+    """Logits of tokens that follow a prompt, and the caches."""
+    tokens = mx.random.randint(0, VOCABULARY, (batch, prompt + steps), key=mx.random.key(1))
+    cache = caches_of(model, kind, batch)
+    model(tokens[:, :prompt], cache=cache)
+    parts = [model(tokens[:, prompt + i :][:, :1], cache=cache) for i in range(steps)]
+    return mx.concatenate(parts, axis=1), cache
+
+
+def same(model: nn.Module, stock: nn.Module, what: str, *args) -> None:
+    (found, ours), (truth, theirs) = decoded(model, *args), decoded(stock, *args)
+    assert_same_model(found, truth, bits=None, what=what)
+    for a, b in zip(ours, theirs, strict=True):
+        assert type(a) is type(b) and mx.array_equal(mx.array(a.offset), mx.array(b.offset))
+        for x, y in zip(a.state[:2], b.state[:2], strict=True):
+            assert x.shape == y.shape and x.dtype == y.dtype
+            assert mx.allclose(x, y, atol=0.05)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("own", 3), ("batch", 3)])
+def test_layers_in_one_trace_compute_the_same(name, kind, batch, runs):
+    stock, model = pair(name)
+    same(model, stock, f"{name} {kind}", kind, batch)
+    assert runs == [2] * 4
+
+
+@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_norms_handed_on_from_product_to_product(name, together, runs, monkeypatch):
+    """As on CUDA in bfloat16, from trace to trace too: only the first norm is an operation."""
+    handed, normed = [], fused_products._normed
+
+    def counted(x, weight, eps, tile_squares):
+        handed.append(tile_squares is not None)
+        return normed(x, weight, eps, tile_squares)
+
+    stock, model = pair(name)
+    # Under another name, so that no trace that was made without is found.
+    at = "ops", threading.get_ident(), f"{name}, {together}"
+    monkeypatch.setattr(stacks, "place", lambda: at)
+    monkeypatch.setattr(stacks, "_TOGETHER", together)
+    monkeypatch.setattr(stretches, "hands_norms_on", lambda x: x.shape[1] == 1)
+    monkeypatch.setattr(fused_products, "_normed", counted)
+    same(model, stock, f"{name}, handed on", "own", 3)
+    assert runs == [2] * 4 and handed == [False, True, True, True]
+
+
+def test_buffers_that_grow(runs):
+    stock, model = pair()
+    same(model, stock, "growing", "own", 1, 254, 5)
+    assert runs == [2] * 5
+
+
+@pytest.mark.parametrize("kind", ["rotating"])
+def test_other_caches_are_left_to_the_loop(kind, runs):
+    stock, model = pair()
+    same(model, stock, kind, kind)
+    assert runs == []
+
+
+def test_caches_that_differ_are_left_to_the_loop(runs):
+    stock, model = pair()
+    tokens = mx.array([[1, 2, 3, 4]])
+    found = []
+    for m in (stock, model):
+        cache = make_prompt_cache(m)
+        m(tokens, cache=cache)
+        cache[1].trim(1)
+        found.append(m(tokens[:, :1], cache=cache))
+    assert_same_model(found[1], found[0], bits=None, what="trimmed")
+    assert runs == []
+
+
+def test_layers_with_adapters_and_those_behind_them_are_left_to_the_loop(runs):
+    stock, model = pair(num_hidden_layers=4)
+    for m in (stock, model):
+        m.freeze()
+        mx.random.seed(1)
+        linear_to_lora_layers(m, 2, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+        for layer in m.modules():
+            if "lora_b" in layer:
+                layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(2))
+    same(model, stock, "adapters")
+    assert runs == [2] * 4
+
+
+def test_changes_between_tokens_are_seen(runs):
+    stock, model = pair()
+    tokens, found = mx.array([[1, 2, 3, 4, 5, 6, 7, 8]]), []
+    for m in (stock, model):
+        cache, logits = make_prompt_cache(m), []
+        m(tokens, cache=cache)
+        layer = m.layers[1]
+        for change in (
+            lambda layer=layer: None,
+            lambda layer=layer: layer.mlp.down_proj.update(
+                {"scales": layer.mlp.down_proj.scales * 0.5}
+            ),
+            lambda layer=layer: setattr(layer.input_layernorm, "eps", 0.3),
+            lambda layer=layer: setattr(layer.self_attn, "scale", 0.1),
+            lambda layer=layer: setattr(layer.self_attn.rope, "base", 77.0),
+            lambda layer=layer, m=m: layer.mlp.update(
+                {"gate_proj": copy.deepcopy(m.layers[0].mlp.gate_proj)}
+            ),
+            lambda m=m: m.layers.reverse(),
+        ):
+            change()
+            logits.append(m(tokens[:, :1], cache=cache))
+        found.append(mx.concatenate(logits, axis=1))
+    assert_same_model(found[1], found[0], bits=None, what="changes")
+    assert runs == [2] * 7
+    assert len({float(found[0][0, i].sum()) for i in range(7)}) == 7
+
+
+def test_gradient_through_a_step(runs):
+    stock, model = pair()
+    x = mx.random.normal((1, 1, 128), key=mx.random.key(0))
+    gradients = []
+    for m in (stock, model):
+        cache = make_prompt_cache(m)
+        m(mx.array([[1, 2, 3]]), cache=cache)
+
+        def loss(x, m=m, cache=cache):
+            return (m(mx.array([[1]]), input_embeddings=x, cache=copy.deepcopy(cache)) ** 2).mean()
+
+        loss(x)
+        gradients.append(mx.grad(loss)(x))
+    assert mx.abs(gradients[1] - gradients[0]).max() <= 1e-4 * mx.abs(gradients[0]).max()
+    assert runs
+
+
+@pytest.mark.parametrize("kind", ["own", "batch"])
+def test_caches_that_are_cut_between_tokens(kind, runs):
+    stock, model = pair()
+    tokens = mx.random.randint(0, VOCABULARY, (3, 12), key=mx.random.key(3))
+    found = []
+    for m in (stock, model):
+        cache, logits = caches_of(m, kind, 3), []
+        m(tokens[:, :6], cache=cache)
+        rows = tokens
+        for i in range(6, 12):
+            if i == 8:
+                for c in cache:
+                    c.trim(2)
+            if i == 10 and kind == "batch":
+                rows = tokens[1:]
+                for c in cache:
+                    c.filter(mx.array([1, 2]))
+            logits.append(m(rows[:, i : i + 1], cache=cache))
+        found.append(mx.concatenate(logits, axis=0))
+    assert_same_model(found[1], found[0], bits=None, what=f"cut {kind}")
+    assert runs == [2] * 6
+
+
+def test_positions_that_differ_between_layers(runs):
+    """No cache does that by itself, but nothing forbids it."""
+    stock, model = pair()
+    found = []
+    for m in (stock, model):
+        cache = caches_of(m, "batch", 2)
+        m(mx.array([[1, 2, 3], [4, 5, 6]]), cache=cache)
+        cache[1].offset = cache[1].offset + 2
+        found.append(
+            mx.concatenate([m(mx.array([[7], [8]]), cache=cache) for _ in range(3)], axis=1)
+        )
+        assert cache[1].offset.tolist() == [8, 5]
+    assert_same_model(found[1], found[0], bits=None, what="positions")
+    assert runs == [2] * 3
+
+
+def test_two_sequences_that_share_a_prompt(runs):
+    """Nothing is written into buffers that somebody else has."""
+    stock, model = pair()
+    tokens = mx.array([[1, 2, 3, 4]])
+    found = []
+    for m in (stock, model):
+        first = make_prompt_cache(m)
+        m(tokens, cache=first)
+        second = copy.deepcopy(first)
+        one = [m(tokens[:, i : i + 1], cache=first) for i in (0, 1)]
+        two = [m(tokens[:, i : i + 1], cache=second) for i in (2, 3)]
+        found.append(mx.concatenate(one + two, axis=1))
+    assert_same_model(found[1], found[0], bits=None, what="shared prompt")
+
+
+def test_generation_of_several_sequences(runs):
+    """mlx-lm pads their prompts, and lets go of those that have ended."""
+    stock, model = pair()
+    prompts, found = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]], []
+    for m in (stock, model):
+        generator, tokens = BatchGenerator(m, completion_batch_size=3), {}
+        generator.insert(prompts, [4, 9, 7])
+        while responses := generator.next_generated():
+            for response in responses:
+                tokens.setdefault(response.uid, []).append(response.token)
+        generator.close()
+        found.append(list(tokens.values()))
+    assert found[1] == found[0] and [len(t) for t in found[0]] == [4, 9, 7]
+    assert len(runs) >= 9 and set(runs) == {2}
+
+
+def test_threads(runs):
+    _, model = pair()
+    expected, _ = decoded(model)
+    mx.eval(expected)
+    found, errors = {}, []
+
+    def run(number: int) -> None:
+        try:
+            found[number], _ = decoded(model)
+            mx.eval(found[number])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(runs) == 16
+    assert all(mx.allclose(logits, expected, rtol=0, atol=1e-4) for logits in found.values())
+
+
+def test_arrays_are_let_go_with_the_cache():
+    _, model = pair()
+    before = len(stacks._stacks)
+    _, cache = decoded(model)
+    assert len(stacks._stacks) == before + 1
+    del cache
+    assert len(stacks._stacks) == before
+
+
+def test_report_switches_copies_and_back():
+    model = build("qwen2", PLAIN)
+    report = convert_model(model, predicate=lambda path, module: path != "model")
+    rows = {row.path: (row.kind, row.action, row.reason) for row in report.fusions}
+    assert rows["model"] == ("stack", LEFT, "the predicate says so")
+    rows = {row.path: row for row in convert_model(model).fusions}
+    assert rows["model"].action == FUSED and rows["model"].reason.startswith(
+        "2 layers in one trace"
+    )
+    assert {row.kind for row in convert_model(model).fusions if row.path == "model"} == {"stack"}
+    expected, _ = decoded(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+        assert mx.array_equal(decoded(twin)[0], expected)
+    revert_model(model)
+    stock = build("qwen2", PLAIN)
+    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+
+
+def test_loops():
+    class Plain(nn.Module):
+        def __call__(self, h, mask, cache):
+            for layer, c in zip(self.layers, cache):  # noqa: B905
+                h = layer(h, mask, c)
+            return h
+
+    class Used(nn.Module):
+        def __call__(self, h, mask, cache):
+            for layer, c in zip(self.layers, cache):  # noqa: B905
+                h = layer(h, mask, c)
+            return h, c
+
+    class Other(nn.Module):
+        def __call__(self, h, mask, cache):
+            for layer, c in zip(self.layers, cache):  # noqa: B905
+                mask = layer.mask(h)
+                h = layer(h, mask, c)
+            return h
+
+    assert stacked(Plain.__call__) is not None
+    assert stacked(Used.__call__) is None and stacked(Other.__call__) is None
+    twin, x = Plain(), mx.array([1.0])
+    twin.layers = [lambda h, mask, c: h + mask + c, lambda h, mask, c: h * c]
+    assert stacked(Plain.__call__)(twin, x, 2, [3, 4]).item() == twin(x, 2, [3, 4]).item() == 24

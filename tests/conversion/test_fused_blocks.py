@@ -1,0 +1,389 @@
+"""Fused modules compute what the stock ones do, in few launches, whatever is done to a model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import VOCABULARY, Architecture, build
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from numerics import assert_same_model
+
+from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
+from mlx_qlayers.conversion import compiled_blocks as stretches
+from mlx_qlayers.conversion import fused_blocks as fusion
+from mlx_qlayers.conversion.fused_blocks import is_fused
+from mlx_qlayers.conversion.report import FUSED, LEFT
+from mlx_qlayers.ops import fused_products as ops
+from mlx_qlayers.ops import quantized_matmul as products
+from mlx_qlayers.ops import traced as traces
+from mlx_qlayers.runtime import health_checks, trace
+
+TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
+NAMES = ["qwen2", "qwen3", "gemma", "qwen3_moe", "granite", "phimoe", "deepseek_v2"]
+ROPES = {
+    "llama3": {"factor": 8.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+}
+V2 = {
+    "topk_method": "greedy",
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+
+
+def pair(name: str = "qwen2", **config) -> tuple[nn.Module, nn.Module]:
+    """The stock model and the converted one."""
+    wanted = PLAIN._replace(config=(V2 if name == "deepseek_v2" else {}) | config)
+    stock, model = (build(name, wanted) for _ in range(2))
+    convert_model(model)
+    return stock, model
+
+
+def decoded(model: nn.Module, steps: int = 4) -> mx.array:
+    """Logits of a prompt, and of tokens that do not depend on them."""
+    cache = make_prompt_cache(model)
+    parts = [model(TOKENS, cache=cache)]
+    parts += [model(TOKENS[:, i : i + 1], cache=cache) for i in range(steps)]
+    return mx.concatenate(parts, axis=1)
+
+
+def fusions(report) -> dict[str, tuple[str, str]]:
+    return {row.path: (row.action, row.reason) for row in report.fusions}
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch):
+    """Let the stretches be traced as on a GPU, on the path that can be traced here."""
+
+    def place() -> tuple[str, int, str]:
+        stream = mx.default_stream(mx.default_device())
+        return "ops", threading.get_ident(), repr(stream)
+
+    for module in (products, fusion):
+        monkeypatch.setattr(module, "place", place)
+    with use_backend("ops"):
+        yield
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_traced_stretches_compute_the_same(name, traced):
+    stock, model = pair(name)
+    assert any(map(is_fused, model.modules()))
+    assert_same_model(decoded(model), decoded(stock), bits=None, what=name)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_rotary_embeddings(name, kind, traced):
+    scaling = {"rope_type": kind, "type": kind, **ROPES[kind]}
+    stock, model = pair(name, rope_scaling=scaling)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what=f"{name} {kind}")
+
+
+def test_layers_that_are_alike_share_their_traces(traced, monkeypatch):
+    made = []
+    compile = mx.compile
+    monkeypatch.setattr(mx, "compile", lambda function: made.append(function) or compile(function))
+    _, model = pair(num_hidden_layers=4, vocab_size=VOCABULARY + 1, rms_norm_eps=2e-5)
+    decoded(model)
+    first = len(made)
+    decoded(pair(num_hidden_layers=4, rms_norm_eps=2e-5)[1])
+    assert 0 < first == len(made) <= 4  # of blocks, and of their parts while they are verified
+
+
+def test_traces_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
+    assert traces.place() is None  # on a CPU nothing is traced
+    device, default_stream = mx.default_device(), mx.default_stream
+    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
+    monkeypatch.setattr(mx, "default_stream", lambda _: default_stream(device))
+    first = traces.place()
+    assert first == traces.place() and first[0] == "auto"
+    found = []
+    thread = threading.Thread(target=lambda: found.append(traces.place()))
+    thread.start()
+    thread.join()
+    with mx.stream(mx.new_stream(mx.cpu)):
+        found.append(traces.place())
+    with use_backend("ops"):
+        found.append(traces.place())
+    assert len({first, *found}) == 4 and traces.place() == first
+    with health_checks():
+        assert traces.place() is None
+    with trace():
+        assert traces.place() is None
+
+
+def test_launches_of_a_token():
+    _, model = pair()
+    cache = make_prompt_cache(model)
+    model(TOKENS, cache=cache)
+    explain(reset=True)
+    model(TOKENS[:, :1], cache=cache)
+    calls = {d.op: d.calls for d in explain() if not d.op.startswith("kernel ")}
+    assert calls == {
+        "fused_products": 8,
+        "rotary_embedding": 2,
+        "attention": 2,
+        "quantized_matmul": 1,
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma", "qwen3_moe"])
+def test_many_rows_on_a_gpu_are_fused_too(name, monkeypatch):
+    monkeypatch.setattr(fusion, "is_many", lambda x: True)
+    stock, model = pair(name)
+    tokens = mx.arange(34).reshape(2, 17) % VOCABULARY
+    assert_same_model(model(tokens), stock(tokens), bits=None, what="17 rows")
+    with use_backend("host"), trace() as launches:
+        y = model(tokens)
+        assert_same_model(y, stock(tokens), bits=None, what="17 rows by kernel")
+    assert any(launch.kernel == "dequantize_3_affine" for launch in launches)
+    model.train()
+    with use_backend("host"), trace() as launches:
+        mx.eval(model(tokens))
+    assert not any(launch.kernel == "dequantize_3_affine" for launch in launches)
+
+
+def test_many_rows_run_the_code_as_it_was():
+    stock, model = pair()
+    tokens = mx.random.randint(0, VOCABULARY, (1, 17))
+    explain(reset=True)
+    assert_same_model(model(tokens), stock(tokens), bits=None, what="17 rows")
+    assert "fused_products" not in {d.op for d in explain()}
+
+
+def test_switch_and_predicate():
+    model = build("qwen2", PLAIN)
+    report = convert_model(model, fuse=False)
+    assert report.fusions == () and not any(map(is_fused, model.modules()))
+    report = convert_model(model)
+    assert set(report.counts) == {"already converted"}
+    assert {action for action, _ in fusions(report).values()} == {FUSED}
+    model = build("qwen2", PLAIN)
+    found = fusions(convert_model(model, predicate=lambda path, m: not path.endswith("mlp")))
+    assert found["model.layers.0.mlp"] == (LEFT, "the predicate says so")
+    assert found["model.layers.0"][0] == FUSED and not is_fused(model.layers[0].mlp)
+
+
+def test_report():
+    found = fusions(convert_model(build("qwen2", PLAIN), dry_run=True))
+    assert found["model.layers.1"] == (
+        FUSED,
+        "input_layernorm and self_attn, post_attention_layernorm and mlp, each with its residual",
+    )
+    assert found["model.layers.1.mlp"][1] == "gate_proj, up_proj and silu in one launch"
+    assert found["model.layers.1.self_attn"][1] == "q_proj, k_proj, v_proj in one launch"
+    mixed = build("qwen2", PLAIN)
+    for layer, name in (("self_attn", "v_proj"), ("mlp", "up_proj")):
+        old = mixed.layers[0][layer][name]
+        mixed.layers[0][layer][name] = QLinear.from_quantized(old).to_quantized(32, 8)
+    stock = copy.deepcopy(mixed)
+    found = fusions(report := convert_model(mixed))
+    assert found["model.layers.0.self_attn"][1] == "q_proj, k_proj, v_proj in 2 launches"
+    assert found["model.layers.0.mlp"] == (LEFT, "gate_proj and up_proj have different formats")
+    assert found["model.layers.0"] == (
+        FUSED,
+        "input_layernorm and self_attn, each with its residual",
+    )
+    assert "different formats" in str(report) and "different formats" in report.summary()
+    assert report.to_dict()["fusions"][0]["path"] == "model.layers.0.self_attn"
+    assert_same_model(decoded(mixed), decoded(stock), bits=None, what="mixed formats")
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("gpt_oss", "q_proj, k_proj, v_proj"), ("qwen3_next", "in_proj_qkvz, in_proj_ba")],
+)
+def test_products_of_one_input_are_gathered_where_no_more_is_known(name, group, traced):
+    wanted = ARCHITECTURES[name]._replace(format=(64, 4, "affine"))
+    stock, model = build(name, wanted), build(name, wanted)
+    found = fusions(convert_model(model))
+    assert (FUSED, f"{group} in one launch") in found.values()
+    assert_same_model(decoded(model), decoded(stock), bits=None, what=name)
+    pickle.loads(pickle.dumps(model))
+    revert_model(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+
+
+def test_what_is_not_known_is_left_and_said():
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.QuantizedLinear(64, 64), nn.QuantizedLinear(64, 64)
+
+        def __call__(self, x):
+            return self.b(self.a(x))
+
+    found = fusions(convert_model(nn.Sequential(Chain())))
+    assert found == {"layers.0": (LEFT, "no two of a, b are seen to have the same input")}
+
+
+def test_adapters_run_the_code_as_it_was():
+    stock, model = pair()
+    for m in (stock, model):
+        m.freeze()
+        mx.random.seed(1)
+        linear_to_lora_layers(m, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+        for layer in m.modules():
+            if "lora_b" in layer:
+                layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(2))
+    explain(reset=True)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="with adapters")
+    fused = sum(d.calls for d in explain() if d.op == "fused_products")
+    assert fused == 5 * 4  # of the layer without adapters
+    report = convert_model(model)
+    left = fusions(report)["model.layers.1.mlp"]
+    assert left[0] == "already converted"
+    other = revert_model(model) and convert_model(model)
+    assert fusions(other)["model.layers.1.mlp"] == (LEFT, "gate_proj is a LoRALinear")
+
+
+def test_gradient_of_the_embeddings():
+    stock, model = pair()
+    x = mx.random.normal((1, 3, 128), key=mx.random.key(0))
+
+    def loss(m):
+        return lambda x: (m(TOKENS[:, :3], input_embeddings=x) ** 2).mean()
+
+    expected = mx.grad(loss(stock))(x)
+    for function in (loss(model), mx.checkpoint(loss(model)), mx.compile(loss(model))):
+        found = mx.grad(function)(x)
+        assert mx.abs(found - expected).max() <= 1e-4 * mx.abs(expected).max()
+
+
+def test_gradient_of_traced_stretches(traced):
+    """The second time the stretches have been traced, without what carries gradients."""
+    test_gradient_of_the_embeddings()
+    decoded(pair()[1])
+    test_gradient_of_the_embeddings()
+
+
+def test_gradient_where_launches_without_one_were_traced(traced, monkeypatch):
+    """What stands in for a kernel has no gradient of its own, as kernels have none."""
+    launched = []
+
+    def launch(x, matrices, fmt, config, *, norm=None, gate=None, residual=None, **handed):
+        launched.append(fmt)
+        run = ops._composed(fmt, norm is not None, norm[1] if norm else 0.0, gate)
+        given = (handed.get(name) for name in ("tile_squares", "next_weight"))
+        found = run(x, matrices, norm[0] if norm else None, residual, *given)
+        return [mx.stop_gradient(y) for y in found]
+
+    monkeypatch.setattr(ops, "choose", lambda *args, **options: "metal")
+    monkeypatch.setattr(ops, "products_of_few_rows", launch)
+    ops._by_kernel.cache_clear()
+    stock, model = pair(num_hidden_layers=3, vocab_size=VOCABULARY, rms_norm_eps=3e-5)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="stand-in")
+    traces = len(launched)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="stand-in")
+    assert 0 < traces == len(launched)
+    x = mx.random.normal((1, 1, 128), key=mx.random.key(0))
+    expected, found = (
+        mx.grad(lambda x, m=m: (m(TOKENS[:, :1], input_embeddings=x) ** 2).mean())(x)
+        for m in (stock, model)
+    )
+    assert mx.abs(found - expected).max() <= 1e-4 * mx.abs(expected).max()
+    assert len(launched) > traces
+    ops._by_kernel.cache_clear()
+
+
+def test_parameters_that_change_are_seen(traced):
+    stock, model = pair()
+    decoded(model)
+    for m in (stock, model):
+        m.layers[0].input_layernorm.weight = m.layers[0].input_layernorm.weight * 2
+        m.layers[1].mlp.down_proj.scales = m.layers[1].mlp.down_proj.scales * 0.5
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="other parameters")
+
+
+def test_compile_of_the_whole_model():
+    stock, model = pair()
+    found = mx.compile(model)(TOKENS)
+    assert_same_model(found, stock(TOKENS), bits=None, what="compiled")
+
+
+def test_threads(traced):
+    """Several threads decode with one model: each sees its own numbers."""
+    _, model = pair()
+    expected, found, errors = decoded(model), {}, []
+
+    def run(number: int) -> None:
+        try:
+            found[number] = decoded(model)
+            mx.eval(found[number])
+        except Exception as error:
+            errors.append(error)
+
+    mx.eval(expected)
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert all(mx.allclose(logits, expected, rtol=0, atol=1e-4) for logits in found.values())
+
+
+def test_copies_and_pickles():
+    _, model = pair()
+    expected = decoded(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+        assert mx.array_equal(decoded(twin), expected)
+        twin.layers[0].input_layernorm.weight = twin.layers[0].input_layernorm.weight * 2
+        assert not mx.array_equal(decoded(twin), expected)
+    assert mx.array_equal(decoded(model), expected)
+
+
+def test_without_routed_attention():
+    stock, model = build("qwen2", PLAIN), build("qwen2", PLAIN)
+    report = convert_model(model, attention=False)
+    assert fusions(report)["model.layers.0.self_attn"][0] == FUSED
+    explain(reset=True)
+    assert_same_model(decoded(model), decoded(stock), bits=None, what="stock attention")
+    assert "attention" not in {d.op for d in explain()}
+    assert revert_model(model).counts == {"reverted": 16}
+    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+
+
+@pytest.mark.parametrize(
+    "part", ["model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.0"]
+)
+def test_verification_refuses_a_fusion_that_disagrees(part, monkeypatch):
+    model = build("qwen2", PLAIN)
+    before = [type(m) for m in model.modules()]
+    honest = stretches.fused_products
+
+    def wrong(x, matrices, **options):
+        found = honest(x, matrices, **options)
+        norm, gate, residual = (options.get(key) for key in ("norm", "gate", "residual"))
+        hit = {
+            "self_attn": len(matrices) == 3 and norm is None,
+            "mlp": gate is not None and norm is None,
+            "0": residual is not None,
+        }
+        return [y * 1.5 for y in found] if hit[part.rpartition(".")[2]] else found
+
+    monkeypatch.setattr(stretches, "fused_products", wrong)
+    with pytest.raises(ValueError, match=rf"^{part}: fused, 1 rows: disagrees"):
+        convert_model(model)
+    assert [type(m) for m in model.modules()] == before
+    convert_model(model, verify=False)

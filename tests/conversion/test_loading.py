@@ -1,0 +1,125 @@
+"""Loading with conversion: the stock model's words, the Hub's cache, and code that is not run."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.utils import quantize_model, save
+
+from mlx_qlayers import QLinear, load
+from mlx_qlayers.conversion.loading import find_model, load_stock
+
+PROMPT = "One day he sent out a huntsman"
+
+
+def test_converts_what_mlx_lm_loads(tmp_path: Path) -> None:
+    from tiny_model import save_tiny_model
+
+    path = save_tiny_model(tmp_path / "model", dtype=mx.float32, seed=5)
+    model, tokenizer = load(path)
+    assert sum(isinstance(module, QLinear) for module in model.modules()) == 14
+    stock, stock_tokenizer = mlx_lm.load(str(path))
+    assert tokenizer.eos_token_ids == stock_tokenizer.eos_token_ids
+    text = mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=50)
+    assert text == mlx_lm.generate(stock, stock_tokenizer, PROMPT, max_tokens=50)
+
+
+@pytest.mark.parametrize(("group_size", "mode"), [(32, "mxfp4"), (32, "affine")])
+def test_formats_mixed_as_mlx_lm_writes_them(
+    group_size: int, mode: str, plain_model: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = mlx_lm.load(str(plain_model))
+    config = json.loads((plain_model / "config.json").read_text())
+
+    def predicate(path: str, module: object) -> dict[str, int] | bool:
+        return {"bits": 8} if path.endswith("up_proj") else True  # in groups of 64, affine
+
+    model, config = quantize_model(
+        model, config, group_size, 4, mode=mode, quant_predicate=predicate
+    )
+    save(tmp_path, plain_model, model, tokenizer, config)
+    converted, _ = load(tmp_path)
+    up = converted.model.layers[0].mlp.up_proj
+    assert isinstance(up, QLinear)
+    assert (up.group_size, up.bits, up.mode) == (64, 8, "affine")
+
+
+def test_keywords_reach_the_converter(tiny_model: Path) -> None:
+    model, _ = load(tiny_model, linear=False, attention=False, lazy=True)
+    stock, _, config, quantization = load_stock(tiny_model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+    assert config["quantization"]["bits"] == quantization.default.bits == 4
+    with pytest.raises(TypeError):
+        load(tiny_model, bits=4)  # type: ignore[call-arg]
+
+
+def test_model_config_replaces_values(tiny_model: Path) -> None:
+    model, _ = load(tiny_model, model_config={"rope_theta": 500.0})
+    assert model.args.rope_theta == 500.0
+
+
+def test_downloads_through_the_hub(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(repo: str, **options: Any) -> str:
+        asked.append((repo, options))
+        return str(tiny_model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    load("owner/name", revision="v1")
+    find_model("owner/name", trust_remote_code=True)
+    assert [repo for repo, _ in asked] == ["owner/name"] * 2
+    assert asked[0][1]["revision"] == "v1"
+    patterns = [options["allow_patterns"] for _, options in asked]
+    assert "*.py" not in patterns[0] and "*.py" in patterns[1]
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for file in (io.StringIO(), Terminal()):
+        asked[0][1]["tqdm_class"](total=3, desc="Fetching", file=file).close()
+        assert ("Fetching" in file.getvalue()) == file.isatty()
+
+
+def test_offline_takes_the_cache(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--owner--name"
+    shutil.copytree(tiny_model, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    try:
+        path = find_model("owner/name")
+    except FileNotFoundError as error:  # a hub that also wants the list of the repository's files
+        pytest.fail(str(error))
+    assert path == repository / "snapshots" / commit
+    load("owner/name")
+
+
+def test_runs_code_only_when_told(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model, path)
+    config = json.loads((path / "config.json").read_text()) | {"model_file": "own.py"}
+    (path / "config.json").write_text(json.dumps(config))
+    mark = tmp_path / "ran"
+    code = f"open({str(mark)!r}, 'w')\nfrom mlx_lm.models.qwen2 import Model, ModelArgs\n"
+    (path / "own.py").write_text(code)
+    with pytest.raises(ValueError, match=r"own\.py"):
+        load(path)
+    assert not mark.exists()
+    load(path, trust_remote_code=True)
+    assert mark.exists()

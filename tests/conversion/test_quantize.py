@@ -1,0 +1,119 @@
+"""Checkpoints quantized on disk: the same as mlx-lm's, and never half written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.convert import convert as stock_convert
+
+from mlx_qlayers.conversion.quantize import quantize_checkpoint
+
+MODES = [("affine", 64, 4), ("affine", 32, 3), ("mxfp4", 32, 4), ("nvfp4", 16, 4), ("mxfp8", 32, 8)]
+
+
+@pytest.mark.parametrize(("mode", "group_size", "bits"), MODES)
+def test_writes_what_mlx_lm_writes(
+    mode: str, group_size: int, bits: int, plain_model: Path, tmp_path: Path
+) -> None:
+    written = quantize_checkpoint(
+        plain_model, tmp_path / "ours", group_size=group_size, bits=bits, mode=mode
+    )
+    with contextlib.redirect_stdout(None):
+        stock_convert(
+            str(plain_model), str(tmp_path / "theirs"), True, group_size, bits, q_mode=mode
+        )
+    ours, theirs = (mx.load(str(tmp_path / n / "model.safetensors")) for n in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        assert array.dtype == theirs[name].dtype
+        assert bytes(memoryview(array.view(mx.uint8))) == bytes(
+            memoryview(theirs[name].view(mx.uint8))
+        ), name
+    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("ours", "theirs")]
+    assert configs[0] == configs[1]
+    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
+    assert written.layers == 15
+    assert written.nbytes == sum(array.nbytes for array in ours.values())
+
+
+def test_generates_with_mlx_lm(plain_model: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(plain_model, tmp_path / "out", bits=8, dtype="float32")
+    model, tokenizer = mlx_lm.load(str(tmp_path / "out"))
+    stock, _ = mlx_lm.load(str(plain_model))
+    stock.set_dtype(mx.float32)
+    tokens = mx.array([tokenizer.encode("Once upon a time")])
+    logits, wanted = (np.array(m(tokens).astype(mx.float32)) for m in (model, stock))
+    assert np.abs(logits - wanted).max() < 0.05 * np.abs(wanted).max()
+
+
+def test_a_quantization_of_null_is_none(plain_model: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(plain_model, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {"quantization": None}
+    (source / "config.json").write_text(json.dumps(config))
+    assert quantize_checkpoint(source, tmp_path / "out").layers == 15
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    assert written == {"group_size": 64, "bits": 4, "mode": "affine"}
+
+
+# Kills itself at the given event among those that touch the target's directory.
+KILLED = """
+import os, signal, sys
+folder, last = sys.argv[2], int(sys.argv[3])
+seen = 0
+def hook(event, args):
+    global seen
+    if event in {"open", "os.rename", "os.mkdir", "os.rmdir", "os.listdir", "shutil.rmtree"}:
+        if folder in str(args[0]):
+            seen += 1
+            if seen == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+from mlx_qlayers.quantize import quantize_checkpoint
+import mlx_lm
+sys.addaudithook(hook)
+quantize_checkpoint(sys.argv[1], os.path.join(folder, "out"))
+print(seen)
+"""
+
+
+def run_killed(model: Path, folder: Path, event: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", KILLED, str(model), str(folder), str(event)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_whole_or_absent_when_killed(plain_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    done = run_killed(plain_model, tmp_path / "whole", 0)
+    assert done.returncode == 0, done.stderr
+    events = int(done.stdout)
+    files = sorted(os.listdir(tmp_path / "whole" / "out"))
+    outcomes = []
+    for event in (3, events // 2, events - 3, events - 1, events):
+        folder = tmp_path / str(event)
+        folder.mkdir()
+        done = run_killed(plain_model, folder, event)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        outcomes.append((folder / "out").exists())
+        if outcomes[-1]:
+            assert sorted(os.listdir(folder / "out")) == files
+            mlx_lm.load(str(folder / "out"))
+        else:
+            assert any(folder.iterdir())
+            quantize_checkpoint(plain_model, folder / "out")
+        assert os.listdir(folder) == ["out"]
+    assert outcomes == sorted(outcomes) and {*outcomes} == {False, True}

@@ -1,0 +1,51 @@
+"""The report of a conversion."""
+
+from __future__ import annotations
+
+import json
+
+from mlx_qlayers import ConversionReport
+from mlx_qlayers.conversion.report import LEFT, SWAPPED, ModuleReport
+
+ROWS = (
+    ModuleReport("model.embed", "embedding", (320, 128), 64, 4, "affine", SWAPPED),
+    *(
+        ModuleReport(f"model.layers.{i}.mlp.up", "linear", (192, 128), 64, 4, "affine", SWAPPED)
+        for i in (0, 1, 2, 10)
+    ),
+    ModuleReport("model.layers.0.attn", "attention", None, None, None, None, LEFT, "because"),
+)
+REPORT = ConversionReport(ROWS, ("lm_head",))
+
+
+def test_counts():
+    assert REPORT.counts == {"swapped": 5, "left": 1}
+
+
+def test_prints_one_aligned_row_a_module():
+    header, *rows, total, unmatched = str(REPORT).splitlines()
+    assert len(rows) == len(ROWS)
+    column = header.index("kind")
+    assert all(row[column - 2 : column] == "  " and row[column] != " " for row in rows)
+    assert "320x128" in rows[0] and rows[-1].endswith("because")
+    assert total == "5 swapped, 1 left"
+    assert unmatched.endswith("lm_head")
+
+
+def test_summary_folds_layers():
+    lines = REPORT.summary().splitlines()
+    assert [line.split()[0] for line in lines[1:-2]] == [
+        "model.embed",
+        "model.layers.0-2,10.mlp.up",
+        "model.layers.0.attn",
+    ]
+
+
+def test_to_dict_is_json():
+    loaded = json.loads(json.dumps(REPORT.to_dict()))
+    assert loaded["counts"] == REPORT.counts and len(loaded["rows"]) == len(ROWS)
+    assert loaded["rows"][0]["group_size"] == 64 and loaded["unmatched"] == ["lm_head"]
+
+
+def test_empty():
+    assert str(ConversionReport(())).splitlines()[-1] == "no modules"

@@ -1,0 +1,347 @@
+"""The decoding kernels against float64, what they read, and what they must not depend on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from mlx_qlayers import attention
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.attention.decode import attention_decode, configure
+from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime.host import checks
+from tests import oracles
+from tests.gpus import on_gpus
+from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
+from tests.packed import dequantize64
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+MASKS = ["none", "causal", "boolean", "padded", "one key", "additive", "hidden"]
+EXTRAS = [
+    {},
+    {"window": 5},
+    {"softcap": 2.0},
+    {"sinks": True},
+    {"window": 70, "softcap": 30.0, "sinks": True},
+]
+# B, H, Hkv, L, S: one query and several, one tile of keys, several stretches, and just around both.
+SHAPES = [
+    (1, 1, 1, 1, 1),
+    (2, 3, 1, 3, 8),
+    (1, 8, 1, 1, 65),
+    (2, 7, 7, 8, 129),
+    (1, 14, 2, 1, 257),
+]
+
+
+def make_mask(kind, rng, batch, heads, queries, keys, dtype):
+    if kind in ("none", "causal"):
+        return None if kind == "none" else kind
+    if kind == "boolean":
+        return mx.array(rng.random((queries, keys)) < 0.7)
+    if kind == "padded":  # As batched generation: the first keys of some rows are hidden.
+        return mx.array(np.arange(keys) >= rng.integers(0, keys, (batch, 1, 1, 1)))
+    if kind == "one key":
+        return mx.array(np.arange(keys) == rng.integers(0, keys, (1, heads, queries, 1)))
+    if kind == "additive":
+        return random(rng, (1, queries, keys), dtype)
+    hidden = mx.array(rng.random((batch, heads, queries, keys)) < 0.5)
+    hidden[0, 0, 0] = True  # A row that sees nothing.
+    return mx.where(hidden, -float("inf"), random(rng, hidden.shape, dtype)).astype(dtype)
+
+
+def make(seed, shape, widths=(64, 64), dtype=mx.bfloat16, kind="none", extra=None):
+    """Random q, k, v and the options by name."""
+    batch, heads, kv_heads, queries, keys = shape
+    rng = np.random.default_rng(seed)
+    q = random(rng, (batch, heads, queries, widths[0]), dtype)
+    k, v = (random(rng, (batch, kv_heads, keys, width), dtype) for width in widths)
+    options = dict.fromkeys(("mask", "window", "softcap", "sinks")) | (extra or {})
+    options["mask"] = make_mask(kind, rng, batch, heads, queries, keys, dtype)
+    if options["sinks"]:
+        options["sinks"] = random(rng, (heads,), dtype)
+    return (q, k, v), {"scale": widths[0] ** -0.5, **options}
+
+
+def by_kernel(arrays, options, device="cuda", **changes):
+    """The kernels with the configuration of a GPU, by default in three stretches, or a CPU."""
+    changes = {"most": 3, **changes} if device == "cuda" else changes
+    config = replace(configure(device, *arrays), **changes)
+    with use_backend("host"):
+        out = attention_decode(*arrays, **options, config=config)
+        mx.eval(out)
+    return out
+
+
+def check(out, arrays, options, what=""):
+    """Hold a result against float64, and against float32 sums rounded once."""
+    plain = {n: to64(o) if isinstance(o, mx.array) else o for n, o in options.items()}
+    if isinstance(options["mask"], mx.array) and options["mask"].dtype == mx.bool_:
+        plain["mask"] = plain["mask"].astype(bool)
+    dense = [to64(a) if isinstance(a, mx.array) else a[0] for a in arrays]
+    truth, terms = oracles.attention(*dense, **plain)
+    rough, _ = oracles.attention(*dense, **plain, dtype=np.float32)
+    assert out.dtype == arrays[0].dtype, what
+    rounded = round_to(rough["out"], out.dtype)
+    assert_accurate(out, truth["out"], rounded, terms=terms["out"], what=what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", MASKS)
+def test_against_float64(kind, dtype):
+    number = MASKS.index(kind) + DTYPES.index(dtype)
+    for device in ("cuda", "host"):
+        for shape in (SHAPES[number % 5], SHAPES[(number + 2) % 5]):
+            extra = EXTRAS[number % 5]
+            arrays, options = make(number, shape, dtype=dtype, kind=kind, extra=extra)
+            out = by_kernel(arrays, options, device)
+            check(out, arrays, options, f"{shape} {kind} {extra} {device}")
+
+
+WIDTHS = [(32, 32), (40, 72), (96, 96), (128, 128), (192, 128), (256, 256), (104, 200)]
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_head_sizes(widths):
+    arrays, options = make(1, (1, 7, 1, 1, 257), widths, mx.float16)
+    for device in ("cuda", "host"):
+        check(by_kernel(arrays, options, device), arrays, options, device)
+
+
+@pytest.mark.parametrize("rows", [(8, 1, 8), (14, 2, 7), (24, 1, 3)], ids=str)
+def test_many_rows(rows):
+    """All queries of all heads of a group; the last more than fit into one threadgroup."""
+    heads, kv_heads, queries = rows
+    arrays, options = make(2, (1, heads, kv_heads, queries, 130), (64, 64), mx.bfloat16, "causal")
+    check(by_kernel(arrays, options), arrays, options)
+    check(by_kernel(arrays, options, "host", most=8), arrays, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", range(32, 257, 8))
+def test_every_head_size(width, dtype):
+    arrays, options = make(width, (1, 4, 2, 3, 130), (width, width), dtype, "causal")
+    for device in ("cuda", "host"):
+        check(by_kernel(arrays, options, device), arrays, options)
+
+
+@pytest.mark.parametrize(
+    "bits, group_size, dtype, widths",
+    [
+        (8, 64, mx.bfloat16, (128, 128)),
+        (4, 64, mx.bfloat16, (128, 128)),
+        (8, 32, mx.float32, (64, 96)),
+        (4, 32, mx.float16, (96, 64)),
+        (8, 128, mx.float16, (128, 256)),
+    ],
+)
+def test_packed_keys_and_values(bits, group_size, dtype, widths):
+    for number, (shape, kind) in enumerate(
+        [((1, 7, 1, 1, 257), "none"), ((2, 4, 4, 7, 9), "causal")]
+    ):
+        (q, *dense), options = make(number, shape, widths, dtype, kind)
+        packed = [tuple(mx.quantize(a, group_size, bits)) for a in dense]
+        exact = [(dequantize64(*a, Format(group_size, bits)),) for a in packed]
+        for device in ("cuda", "host"):
+            check(by_kernel((q, *packed), options, device), (q, *exact), options, device)
+
+
+@on_gpus
+@pytest.mark.parametrize("kind", MASKS)
+def test_on_gpus(gpu, kind):
+    number = MASKS.index(kind)
+    widths = [(64, 64), (128, 128), (40, 72), (192, 128), (256, 256)]
+    for i in range(number, number + 3):
+        dtype = DTYPES[i % 3]
+        arrays, options = make(i, SHAPES[i % 5], widths[i % 5], dtype, kind, EXTRAS[i % 5])
+        with use_backend(gpu):
+            check(attention(*arrays, **options), arrays, options, f"{SHAPES[i % 5]} {dtype}")
+
+
+@on_gpus
+@pytest.mark.parametrize("bits, dtype", [(4, mx.bfloat16), (8, mx.bfloat16), (8, mx.float16)])
+def test_packed_on_gpus(gpu, bits, dtype):
+    for queries, keys in ((2, 1), (2, 1030), (1, 1030)):
+        (q, *dense), options = make(keys, (2, 14, 2, queries, keys), (128, 64), dtype, "causal")
+        packed = [tuple(mx.quantize(a, 64, bits)) for a in dense]
+        exact = [(dequantize64(*a, Format(64, bits)),) for a in packed]
+        with use_backend(gpu):
+            check(attention(q, *packed, **options), (q, *exact), options)
+
+
+@on_gpus
+def test_many_rows_and_caches_in_place_on_gpus(gpu):
+    arrays, options = make(2, (1, 28, 4, 8, 2100), (128, 128), mx.bfloat16, "causal")
+    buffers = [mx.pad(a, [(0, 0), (0, 0), (0, 44), (0, 0)]) for a in arrays[1:]]
+    caches = [a[..., :2100, :] for a in buffers]
+    with use_backend(gpu):
+        found = attention(arrays[0], *caches, **options)
+        check(found, arrays, options)
+        alone = {**options, "scale": options["scale"]}
+        twice = [mx.concatenate([a, a]) for a in arrays]
+        assert mx.array_equal(attention(*twice, **alone)[1:], found)
+
+
+@pytest.mark.parametrize(
+    "shape, widths, kind, extra, changes",
+    [
+        ((2, 14, 2, 1, 130), (64, 64), "none", {}, {}),
+        ((1, 3, 1, 8, 65), (40, 72), "padded", EXTRAS[4], {"most": 1}),
+        ((1, 6, 1, 3, 70), (32, 16), "additive", {"window": 9}, {"columns": 1}),
+        ((1, 4, 2, 8, 3), (32, 32), "causal", {"window": 2}, {}),
+    ],
+)
+def test_clean_with_checks(shape, widths, kind, extra, changes):
+    """Nothing out of bounds, unset, misaligned or raced for."""
+    arrays, options = make(2, shape, widths, mx.float16, kind, extra)
+    with checks():
+        check(by_kernel(arrays, options, **changes), arrays, options)
+        check(by_kernel(arrays, options, "host"), arrays, options)
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("stretches", [1, 4])
+def test_keys_and_values_are_read_once(bits, stretches):
+    """Twice the keys cost their own bytes more, for all 14 rows of the heads that share them."""
+    read, size = [], []
+    for keys in (256, 512):
+        (q, *dense), options = make(3, (1, 14, 2, 2, keys), (64, 64), mx.float16)
+        caches = [tuple(mx.quantize(a, 64, bits)) if bits else (a,) for a in dense]
+        arrays = [q, *(c if bits else c[0] for c in caches)]
+        with checks() as report:
+            by_kernel(arrays, options, most=stretches)
+        read.append(report.total("bytes_read"))
+        size.append(sum(a.nbytes for c in caches for a in c))
+    if bits == 0:
+        assert read[1] - read[0] == size[1] - size[0]
+    else:  # Lanes that share a group read its scale and bias in the same instruction.
+        words = [8 * 2 * 2 * n * 64 // 8 for n in (256, 512)]
+        assert (
+            size[1] - size[0]
+            <= read[1] - read[0]
+            <= words[1] - words[0] + 8 * (size[1] - size[0] - words[1] + words[0])
+        )
+
+
+def test_a_batch_gives_each_member_what_it_gets_alone():
+    for shape in ((3, 8, 2, 1, 257), (3, 4, 4, 5, 65)):
+        (q, k, v), options = make(4, shape, kind="padded")
+        together = by_kernel((q, k, v), options)
+        for i in range(3):
+            part = slice(i, i + 1)
+            alone = {**options, "mask": options["mask"][part]}
+            assert mx.array_equal(by_kernel((q[part], k[part], v[part]), alone), together[part])
+
+
+def test_strided_caches_are_read_in_place():
+    (q, k, v), options = make(5, (2, 6, 2, 1, 4096), dtype=mx.float16)
+    buffer = mx.full((2, 2, 5000, 64), float("nan"), mx.float16)
+    caches = []
+    for a in (k, v):
+        cache = mx.array(buffer)
+        cache[..., :4096, :] = a
+        caches.append(cache[..., :4096, :])
+    expected = by_kernel((q, k, v), options)
+    mx.eval(caches)
+    by_kernel((q, *caches), options)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    assert mx.array_equal(by_kernel((q, *caches), options), expected)
+    assert mx.get_peak_memory() - before < k.nbytes / 4
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_any_strides(bits):
+    """Axes in another order, rows that are not aligned, elements that are not neighbours."""
+    (q, k, v), options = make(6, (2, 4, 2, 3, 67), dtype=mx.float16)
+    packed = [tuple(mx.quantize(a, 64, bits)) if bits else (a,) for a in (k, v)]
+
+    def moved(change, device="cuda"):
+        caches = [tuple(change(a) for a in cache) for cache in packed]
+        return by_kernel((q, *(c if bits else c[0] for c in caches)), options, device)
+
+    expected = {device: moved(lambda a: a, device) for device in ("cuda", "host")}
+    odd = lambda a: mx.pad(a, [(0, 0), (0, 0), (0, 0), (1, 2)])[..., 1:-2]  # noqa: E731
+    for change in (
+        lambda a: mx.contiguous(a.swapaxes(1, 2)).swapaxes(1, 2),
+        lambda a: mx.contiguous(a.swapaxes(2, 3)).swapaxes(2, 3),
+        lambda a: mx.repeat(a, 2, axis=3)[..., ::2],
+        odd,
+    ):
+        for device, wanted in expected.items():
+            assert mx.array_equal(moved(change, device), wanted)
+
+
+def test_poisoned_memory_is_overwritten():
+    arrays, options = make(7, (2, 6, 2, 3, 200), (40, 72))
+    first = by_kernel(arrays, options)
+    for _ in range(5):
+        poison = [
+            mx.full((2, 3, 6, n), float("nan"), t)
+            for n, t in ((72, mx.bfloat16), (222, mx.float32))
+        ]
+        mx.eval(poison)
+        del poison
+        assert mx.array_equal(by_kernel(arrays, options), first)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_scores_beyond_float16(most):
+    arrays, options = make(8, (1, 2, 1, 7, 200), dtype=mx.float16, kind="causal")
+    options["scale"] = 1e5
+    check(by_kernel(arrays, options, most=most), arrays, options)
+
+
+def test_nan_stays_in_its_row():
+    (q, k, v), options = make(9, (1, 4, 2, 2, 130), dtype=mx.float16)
+    q = mx.where((mx.arange(4) == 2)[None, :, None, None] & (mx.arange(2) == 1)[:, None], np.nan, q)
+    out = np.isfinite(to64(by_kernel((q.astype(mx.float16), k, v), options)))
+    assert not out[0, 2, 1].any() and out.sum() == out.size - 64
+
+
+def test_one_launch_for_a_short_cache_and_two_for_a_long_one():
+    for keys, names in (
+        (100, ["attention_decode"]),
+        (500, ["attention_decode", "attention_combine"]),
+    ):
+        arrays, options = make(10, (2, 7, 7, 1, keys))
+        with trace() as launches:
+            by_kernel(arrays, options)
+        assert [launch.kernel for launch in launches] == names
+
+
+@pytest.mark.parametrize("make_cache", [KVCache, lambda: QuantizedKVCache(32, 8)])
+def test_caches_of_mlx_lm(make_cache):
+    """A cache that is filled token by token gives on the kernel what it gives on the reference."""
+    (q, k, v), options = make(11, (1, 6, 2, 1, 300), dtype=mx.float32)
+    cache = make_cache()
+    for start, stop in ((0, 298), (298, 299), (299, 300)):
+        caches = cache.update_and_fetch(k[..., start:stop, :], v[..., start:stop, :])
+        with use_backend("host"):
+            found = attention(q, *caches, **options)
+        with use_backend("ops"):
+            expected = attention(q, *caches, **options)
+        assert_same_sums(found, expected)
+
+
+def test_gradients_are_the_references():
+    (q, k, v), options = make(
+        12, (1, 4, 2, 5, 33), dtype=mx.float32, kind="additive", extra={"sinks": True}
+    )
+    inputs = [q, k, v, options.pop("mask"), options.pop("sinks")]
+
+    def loss(q, k, v, mask, sinks):
+        return (attention(q, k, v, **{**options, "mask": mask, "sinks": sinks}) ** 2).sum()
+
+    found = {}
+    for name in ("host", "ops"):
+        with use_backend(name):
+            found[name] = mx.grad(loss, list(range(5)))(*inputs)
+            mx.eval(found[name])
+    for ours, stock in zip(found["host"], found["ops"], strict=True):
+        assert_same_sums(ours, stock)

@@ -1,0 +1,351 @@
+"""The tiled attention kernels against float64, what they read, and what they keep."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from unittest import mock
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from attention_cases import DTYPES, EXTRAS, MASKS, check, expect, make
+from numerics import assert_accurate, assert_gradient, random
+from runtime.host import mlx_kernels as mk
+
+from mlx_qlayers.metal.attention import forward as kernels
+from mlx_qlayers.metal.attention.layout import Layout, layout, memory, registers
+from mlx_qlayers.ops.attention import attention
+from mlx_qlayers.runtime import BackendError, trace, use_backend
+from mlx_qlayers.runtime.host import checks
+from mlx_qlayers.runtime.kernel import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY
+from tests.gpus import on_gpus
+
+# B, H, Hkv, L, S: every length and number of heads of the issue.
+SHAPES = [
+    (1, 1, 1, 1, 1),
+    (2, 3, 1, 7, 257),
+    (1, 7, 7, 33, 8),
+    (1, 8, 1, 33, 65),
+    (1, 3, 3, 129, 65),
+    (2, 8, 8, 7, 1),
+]
+# Bytes that a threadgroup may have.
+MEMORY = {"metal": MAX_THREADGROUP_MEMORY, "cuda": CUDA_THREADGROUP_MEMORY}
+ALL = {"window": 9, "softcap": 30.0, "sinks": True}
+SIZES = range(32, 257, 8)
+WIDE = [(192, 128), (40, 72)]
+
+
+@pytest.fixture(autouse=True)
+def on_the_checked_build(request):
+    if gpu := getattr(request.node, "callspec", None) and request.node.callspec.params.get("gpu"):
+        with use_backend(gpu):
+            yield
+    else:
+        with use_backend("host"), checks():
+            yield
+
+
+def as_on(device):
+    """Make kernels take another device's layouts, smaller ones where the host has no room."""
+
+    def chosen(kernel, runs_on, dtype, width):
+        found = layout(kernel, device, dtype, width)
+        values = {"T": dtype, "D": width, "DV": width, "ROLES": found.roles, **found.template()}
+        if runs_on != "host" or memory(kernel, values, runs_on) <= MEMORY["metal"]:
+            return found
+        smaller = {"tile": found.tile // 2} if found.tile > 16 else {"simds": found.simds // 2}
+        return replace(found, **smaller)
+
+    return mock.patch.object(kernels, "layout", chosen)
+
+
+def every_shape(kind, dtype, extra):
+    for number, shape in enumerate(SHAPES):
+        check(attention, (*shape, 32, 32), dtype, kind, extra, seed=number)
+
+
+@pytest.mark.parametrize("extra", [{}, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_every_mask(kind, extra):
+    """In one dtype for each kind of mask, so that few kernels have to be compiled."""
+    of_kind = {
+        "none": mx.bfloat16,
+        "causal": mx.bfloat16,
+        "additive": mx.float32,
+        "biased": mx.float32,
+    }
+    every_shape(kind, of_kind.get(kind, mx.float16), extra)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("extra", EXTRAS, ids=str)
+@pytest.mark.parametrize("kind", MASKS)
+def test_every_mask_and_dtype(kind, extra, dtype):
+    every_shape(kind, dtype, extra)
+
+
+def head_size(width, width_v, dtype, device="metal", queries=21, keys=37):
+    with as_on(device):
+        shape = (1, 2, 1, queries, keys, width, width_v)
+        check(attention, shape, dtype, "causal", seed=width)
+        check(attention, (1, 2, 1, 5, 19, width, width_v), dtype, seed=width)
+
+
+@pytest.mark.parametrize(
+    "width, dtype, device",
+    [
+        (40, mx.float16, "metal"),
+        (80, mx.float32, "cuda"),
+        (128, mx.bfloat16, "metal"),
+        (256, mx.float32, "metal"),
+    ],
+)
+def test_head_sizes(width, dtype, device):
+    head_size(width, width, dtype, device)
+
+
+def test_keys_and_values_of_two_widths():
+    head_size(192, 128, mx.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", SIZES)
+def test_every_head_size(width):
+    for dtype in (mx.bfloat16, mx.float32):
+        head_size(width, width, dtype, "metal")
+    head_size(width, width, mx.float16, "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", WIDE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_keys_and_values_of_two_widths(widths, dtype):
+    for device in ("metal", "cuda"):
+        head_size(*widths, dtype, device)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+def test_threadgroup_memory_of_every_head_size(kernel, device):
+    for dtype in DTYPES:
+        for widths in [(width, width) for width in SIZES] + WIDE:
+            chosen = layout(kernel, device, dtype, max(widths))
+            values = {"T": dtype, "D": widths[0], "DV": widths[1], "ROLES": chosen.roles}
+            assert memory(kernel, values | chosen.template(), device) <= MEMORY[device]
+            assert chosen.rows >= 16 and chosen.threads <= 1024
+
+
+def test_finite_differences():
+    for extra in ({}, ALL):
+        for kind in ("causal", "additive"):
+            rng, arrays, options = make(3, (1, 2, 1, 5, 9, 32, 32), mx.float32, kind, extra)
+            sinks = options.pop("sinks", None)
+            inputs = [*arrays] + ([] if sinks is None else [sinks])
+
+            def run(q, k, v, sinks=None, options=options):
+                return attention(q, k, v, sinks=sinks, **options)
+
+            assert_gradient(run, inputs, rng)
+
+
+def test_scores_beyond_float16():
+    """And products so large that their exponents must not overflow either."""
+    for dtype in (mx.float16, mx.float32):
+        _, arrays, options = make(6, (1, 2, 1, 7, 33, 32, 32), dtype, "causal")
+        options["scale"] = 1e5
+        truth, rounded, terms = expect(arrays, options, dtype)["out"]
+        assert_accurate(attention(*arrays, **options), truth, rounded, terms=terms)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
+@pytest.mark.parametrize("device, most", [("metal", 104), ("cuda", 224)])
+def test_registers_up_to_heads_of_128(kernel, device, most):
+    """What must be kept leaves room for addresses: of 128 on Apple GPUs, of 255 on NVIDIA's."""
+    for dtype in (mx.float16, mx.bfloat16):
+        for width in range(32, 129, 8):
+            chosen = layout(kernel, device, dtype, width)
+            values = {"T": dtype, "D": width, "DV": width, "ROLES": chosen.roles}
+            assert registers(kernel, values | chosen.template()) <= most, (width, chosen)
+
+
+def test_layouts_that_cannot_be():
+    for wrong in ({"tile": 24}, {"simds": 3, "slices": 2}, {"alternate": True, "ahead": True}):
+        with pytest.raises(ValueError):
+            Layout(**wrong)
+
+
+def test_queries_whose_first_tile_is_hidden():
+    """Scores of hidden keys must not make infinities, however their scaled value is rounded."""
+    rng, arrays, options = make(7, (1, 1, 1, 70, 70, 32, 32), mx.float32, "none", {"window": 3})
+    for _ in range(16):
+        options["scale"] = float(rng.uniform(0.05, 1.0))
+        truth, rounded, terms = expect(arrays, options, mx.float32)["out"]
+        assert_accurate(attention(*arrays, **options), truth, rounded, terms=terms)
+
+
+def test_the_gradient_of_the_mask_is_made_only_on_request():
+    _, (q, k, v), options = make(5, (1, 2, 1, 9, 33, 32, 32), mx.float32, "additive")
+    with trace() as launches:
+        mx.eval(mx.grad(lambda q: attention(q, k, v, **options).sum())(q))
+    assert "attention_backward_mask" not in [launch.kernel for launch in launches]
+
+
+def test_arrays_are_read_where_they_lie():
+    """Transposed, sliced, repeated and misaligned ones too, without a copy, to the same bits."""
+    _, (q, k, v), options = make(4, (2, 4, 2, 21, 37, 40, 32), mx.float16, "causal")
+    expected = attention(q, k, v, **options)
+
+    def moved(a):
+        return mx.contiguous(a.swapaxes(1, 2)).swapaxes(1, 2)
+
+    def sliced(a):
+        return mx.pad(a, [(0, 0), (0, 0), (1, 2), (3, 2)])[:, :, 1:-2, 3:-2]
+
+    def scattered(a):
+        return mx.contiguous(a.swapaxes(2, 3)).swapaxes(2, 3)
+
+    for change in (moved, sliced, scattered):
+        assert mx.array_equal(attention(*map(change, (q, k, v)), **options), expected)
+    one = attention(q, k[:, :1], v[:, :1], **options)
+    repeated = [mx.broadcast_to(a[:, :1], a.shape) for a in (k, v)]
+    assert mx.array_equal(attention(q, *repeated, **options), one)
+
+
+def test_nan_stays_in_its_query():
+    _, (q, k, v), options = make(8, (1, 2, 1, 21, 37, 32, 32), mx.float32, "boolean")
+    values = np.array(q)
+    values[0, 1, 4, 3] = np.nan
+    out = np.isfinite(np.array(attention(mx.array(values), k, v, **options))).all(-1)
+    assert not out[0, 1, 4] and out.sum() == out.size - 1
+
+
+def test_the_same_bits_every_time():
+    _, (q, k, v), options = make(9, (1, 4, 2, 70, 90, 32, 32), mx.bfloat16, "causal")
+
+    def loss(q, k, v):
+        return attention(q, k, v, **options).astype(mx.float32).sum()
+
+    first = mx.grad(loss, (0, 1, 2))(q, k, v)
+    for a, b in zip(first, mx.grad(loss, (0, 1, 2))(q, k, v), strict=True):
+        assert mx.array_equal(a, b)
+
+
+def test_a_forced_backend_says_what_it_cannot_do():
+    q = mx.zeros((1, 1, 9, 36))
+    with pytest.raises(BackendError, match="no host kernel"):
+        attention(q, q, q, scale=1.0)
+
+
+HEADS, LENGTH, WIDTH = 2, 128, 64
+
+
+def counted(extra=None, gradient=False, width=WIDTH):
+    """Bytes of device memory that each kernel reads, and that an array of keys has."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (random(rng, (1, HEADS, LENGTH, width), mx.float16) for _ in range(4))
+
+    def run(q, k, v):
+        return [attention(q, k, v, scale=0.1, **(extra or {}))]
+
+    with checks() as report:
+        mx.eval(mx.vjp(run, [q, k, v], [d_out]) if gradient else run(q, k, v))
+    return report, k.nbytes
+
+
+def test_keys_and_values_are_read_once_for_each_tile_of_queries():
+    report, keys = counted()
+    tiles = LENGTH // layout("forward", "metal", mx.float16, WIDTH).rows
+    least = keys + 2 * tiles * keys
+    assert least <= report.total("bytes_read") <= 1.02 * least
+
+
+def test_traffic_of_the_backward_pass_is_what_its_source_says():
+    report, keys = counted(gradient=True)
+    tiles = {
+        name: LENGTH // layout(name, "metal", mx.float16, WIDTH).rows
+        for name in ("queries", "keys")
+    }
+    of_queries = 3 * keys + 2 * tiles["queries"] * keys
+    of_keys = 2 * keys + tiles["keys"] * (2 * keys + 8 * HEADS * LENGTH)
+    for kernel, least in (("queries", of_queries), ("keys", of_keys)):
+        read = report.total("bytes_read", f"attention_backward_{kernel}")
+        assert least <= read <= 1.1 * least, kernel
+
+
+def test_a_window_skips_what_it_hides():
+    whole, part = (counted(extra)[0].total("bytes_read") for extra in ({}, {"window": 16}))
+    assert part <= 0.75 * whole
+
+
+@pytest.mark.parametrize("width, block", [(64, 32), (128, 16)])
+def test_no_more_traffic_than_the_attention_of_mlx(width, block):
+    """What is written includes what only the gradient needs."""
+    report, _ = counted({"mask": "causal"}, width=width)
+    theirs = steel(width, block)
+    assert report.total("bytes_read") <= theirs.bytes_read
+    ours = report.total("bytes_read") + report.total("bytes_written")
+    assert ours <= theirs.bytes_read + theirs.bytes_written
+
+
+def steel(width, block):
+    """What MLX's own kernel does with the same arguments, in the tiles that MLX takes."""
+    rng = np.random.default_rng(0)
+    q, k, v = (random(rng, (1, HEADS, LENGTH, width), mx.float16) for _ in range(3))
+    loaded = mk.load(
+        "attention",
+        f"attention<half, 32, {block}, {width}, {width}, 4, 1, half, float>",
+        checked=True,
+        constants={200: True, 201: True, 300: False, 301: True, 302: False, 303: False},
+    )
+    rows, columns = LENGTH // 32, LENGTH // block
+    params = struct.pack(
+        "6if7i12q",
+        *(1, HEADS, width, LENGTH, LENGTH, 1, 0.1),
+        *(rows, columns, rows, columns, 0, 0, 0),
+        *(HEADS * LENGTH * width, LENGTH * width, width) * 4,
+    )
+    given = {"Q": q, "K": k, "V": v, "params": params, "O": mk.empty(q.shape, mx.float16)}
+    buffers = {i: given[p.name] for i, p in loaded.signature.buffers.items() if p.name in given}
+    written = [i for i, p in loaded.signature.buffers.items() if p.name == "O"]
+    grid = (32 * rows, 4 * HEADS, 1)
+    return loaded.run(buffers, grid, (32, 4, 1), writes=written, fresh=written)
+
+
+@on_gpus
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", MASKS)
+def test_every_mask_and_dtype_on_gpus(gpu, kind, dtype):
+    for number, shape in enumerate(SHAPES):
+        extra = EXTRAS[(number + MASKS.index(kind)) % len(EXTRAS)]
+        check(attention, (*shape, 64, 64), dtype, kind, extra, seed=number)
+
+
+@on_gpus
+@pytest.mark.parametrize("width", SIZES)
+def test_every_head_size_on_gpus(gpu, width):
+    """Over several tiles, the last of them not whole."""
+    for dtype in DTYPES:
+        head_size(width, width, dtype, gpu, queries=150, keys=333)
+
+
+@on_gpus
+@pytest.mark.parametrize("widths", WIDE)
+def test_keys_and_values_of_two_widths_on_gpus(gpu, widths):
+    for dtype in (mx.float16, mx.bfloat16):
+        head_size(*widths, dtype, gpu, queries=150, keys=333)
+
+
+@on_gpus
+def test_compiled_on_gpus(gpu):
+    _, arrays, options = make(9, (1, 4, 2, 65, 65, 32, 32), mx.float32, "causal", ALL)
+
+    def loss(q, k, v):
+        return (attention(q, k, v, **options) ** 2).sum()
+
+    plain = mx.grad(loss, (0, 1, 2))(*arrays)
+    compiled = mx.compile(mx.grad(loss, (0, 1, 2)))(*arrays)
+    for one, two in zip(plain, compiled, strict=True):
+        assert mx.allclose(one, two, rtol=1e-5, atol=1e-6)

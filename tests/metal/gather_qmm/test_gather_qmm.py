@@ -1,0 +1,128 @@
+"""The tiled kernels of sorted gathered products against float64, and their list of tiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.gather_qmm.gather_qmm import gathered_tiles, products_in_tiles
+from mlx_qlayers.ops.gather_qmm import gather_qmm
+from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime.host import checks
+from tests.experts import check_gathered, random_experts
+from tests.gpus import on_gpus
+from tests.numerics import random
+from tests.packed import FORMATS, WIDTHS
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+SMALL = Format(32, 4)
+E = 6
+# Sorted choices: matrices without any row, with one, with more than a tile.
+RIGHT = [0] * 3 + [2] * 37 + [3] + [5] * 9
+
+
+def by_kernel(x, packed, right, fmt, transpose, device="metal", backend="host", **changes):
+    config = gathered_tiles(device, len(right) * x.shape[1], E, x.dtype, fmt)
+    config = replace(config, **changes)
+    with use_backend(backend):
+        right = mx.array(right, mx.uint32)
+        return products_in_tiles(x, *packed, None, right, transpose, fmt, config)
+
+
+def check_all(fmt, dtype, transpose, rows=72, groups=3, each=1, right=RIGHT, **others):
+    rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size)
+    columns = max(groups * fmt.group_size, 32)
+    packed = random_experts(rng, (E,), rows, columns, fmt, dtype)
+    x = random(rng, (len(right), each, columns if transpose else rows), dtype)
+    y = by_kernel(x, packed, right, fmt, transpose, **others)
+    check_gathered(y, x, packed, fmt, None, mx.array(right), transpose)
+
+
+@pytest.mark.parametrize("fmt", FORMATS[::3], ids=str)
+def test_formats(fmt):
+    check_all(fmt, mx.float16, True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain(dtype):
+    check_all(SMALL, dtype, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", WIDTHS, ids=str)
+def test_every_format_and_dtype(fmt, dtype, transpose):
+    check_all(fmt, dtype, transpose)
+
+
+@on_gpus
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_on_gpus(gpu, fmt, dtype, transpose):
+    for right in (RIGHT, RIGHT * 9):
+        check_all(fmt, dtype, transpose, right=sorted(right), device=gpu, backend=gpu)
+
+
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+def test_clean_with_checks(transpose, device):
+    """Nothing out of bounds, unset, misaligned or raced for; blocks of three rows."""
+    with checks():
+        check_all(SMALL, mx.float16, transpose, each=3, right=RIGHT[:8], device=device)
+
+
+@pytest.mark.parametrize("matrices", [1, 5, 64, 1500])
+def test_list_of_any_number_of_matrices(matrices):
+    """More matrices than a threadgroup has threads; each tile once, and no row left out."""
+    rng = np.random.default_rng(matrices)
+    packed = random_experts(rng, (matrices,), 8, 32, SMALL)
+    right = np.sort(rng.integers(0, matrices, 50))
+    x = random(rng, (50, 1, 32))
+    config = gathered_tiles("metal", 50, matrices, x.dtype, SMALL)
+    with use_backend("host"), trace() as launches:
+        chosen = mx.array(right.astype(np.uint32))
+        y = products_in_tiles(x, *packed, None, chosen, True, SMALL, config)
+    check_gathered(y, x, packed, SMALL, None, mx.array(right))
+    assert [launch.kernel for launch in launches] == ["gather_qmm_list", "gather_qmm_tiles"]
+
+
+def test_global_scale():
+    fmt = Format(16, 4, "nvfp4")
+    rng = np.random.default_rng(2)
+    packed, x = random_experts(rng, (E,), 40, 64, fmt), random(rng, (len(RIGHT), 1, 64))
+    factors = mx.abs(random(rng, (E,))) * 2688
+    right = mx.array(RIGHT, mx.uint32)
+    config = gathered_tiles("metal", len(RIGHT), E, x.dtype, fmt)
+    with use_backend("host"):
+        y = products_in_tiles(x, *packed, factors / 2688, right, True, fmt, config)
+    check_gathered(y, x, packed, fmt, None, right, factors=factors)
+
+
+@on_gpus
+@pytest.mark.parametrize("choice", ["blocks", "listed", "shared"])
+def test_operation_on_gpus(gpu, choice):
+    """Sorted choices of any rows of x, and the gradient of x."""
+    rng = np.random.default_rng(3)
+    packed = random_experts(rng, (E,), 64, 64, SMALL)
+    shape = (5, 1, 2, 64) if choice == "shared" else (10, 2, 64)
+    x, right = random(rng, shape), np.sort(rng.integers(0, E, 10))
+    left = mx.array(rng.integers(0, 10, 10)) if choice == "listed" else None
+    right = mx.array(right.reshape(5, 2) if choice == "shared" else right)
+
+    def function(x, **options):
+        return gather_qmm(x, *packed, left, right, group_size=32, **options)
+
+    with use_backend(gpu):
+        y, dx = (
+            f(x, sorted_indices=True)
+            for f in (function, mx.grad(lambda *a, **b: function(*a, **b).sum()))
+        )
+        plain = mx.grad(lambda x: function(x).sum())(x)
+    check_gathered(y, x, packed, SMALL, left, right)
+    assert mx.allclose(dx, plain, rtol=0, atol=1e-4)

@@ -1,0 +1,157 @@
+"""The kernels of gathered products against float64, and what they read."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.gather_qmm.gather_qmv import Choice, configuration, gathered_products
+from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime.host import checks
+from tests.experts import check_gathered, random_experts
+from tests.gpus import on_gpus
+from tests.numerics import behind_one, random
+from tests.packed import FORMATS, WIDTHS
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+AFFINE, SMALL = Format(64, 4), Format(32, 4)
+E = 6
+# Rows of the matrices and groups in each: no whole tiles, fewer than a tile, more than one.
+SHAPES = [(41, 3), (1, 1), (72, 5)]
+# The matrices that the products take: unsorted, and sorted with runs longer than a tile of rows.
+CHOICES = [[3, 3, 0, 5, 1, 3, 3], [0] * 21 + [2] + [5] * 9]
+
+
+def by_kernel(x, packed, right, fmt, transpose=True, known=False, device="host", backend="host"):
+    """Products of the blocks of x, one each, with the matrices that ``right`` lists."""
+    config = configuration(device, x.shape[-2], known, transpose, fmt)
+    choice = Choice(mx.array(right, mx.uint32), None, 1, known)
+    with use_backend(backend):
+        return gathered_products(x, *packed, None, choice, fmt, config)
+
+
+CASES = [(1, CHOICES[0]), (3, CHOICES[0]), (1, CHOICES[1])]
+
+
+def check_all(fmt, dtype, transpose, shapes=SHAPES, cases=CASES, **others):
+    rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size)
+    for rows, groups in shapes:
+        columns = max(groups * fmt.group_size, 32)
+        packed = random_experts(rng, (E,), rows, columns, fmt, dtype)
+        for m, right in cases:
+            x = random(rng, (len(right), m, columns if transpose else rows), dtype)
+            known = right is CHOICES[1]
+            y = by_kernel(x, packed, right, fmt, transpose, known, **others)
+            check_gathered(y, x, packed, fmt, None, mx.array(right), transpose)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_every_format(fmt):
+    check_all(fmt, mx.bfloat16, True, cases=CASES[1:])
+
+
+@pytest.mark.parametrize("fmt", FORMATS[::4], ids=str)
+def test_plain(fmt):
+    check_all(fmt, mx.bfloat16, False, cases=CASES[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", WIDTHS, ids=str)
+def test_every_format_and_dtype(fmt, dtype, transpose):
+    for device in ("host", "metal"):
+        check_all(fmt, dtype, transpose, device=device)
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(dtype, transpose):
+    check_all(SMALL, dtype, transpose)
+
+
+@on_gpus
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_on_gpus(gpu, fmt, dtype, transpose):
+    check_all(fmt, dtype, transpose, device=gpu, backend=gpu)
+
+
+@pytest.mark.parametrize("device", ["host", "metal"])
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("fmt", [Format(32, 3), Format(16, 4, "nvfp4")], ids=str)
+def test_clean_with_checks(fmt, transpose, device):
+    """Nothing out of bounds, unset, misaligned or raced for; with the configuration of GPUs too."""
+    with checks():
+        check_all(fmt, mx.float16, transpose, SHAPES[:2], CASES[1:], device=device)
+
+
+@pytest.mark.parametrize("device", ["host", "metal"])
+def test_sorted_rows_share_what_they_read(device):
+    rng = np.random.default_rng(1)
+    packed = random_experts(rng, (E,), 24, 256, AFFINE, mx.float16)
+    right = [0] * 16 + [3] * 8 + [5] * 8
+    x = random(rng, (32, 1, 256), mx.float16)
+    read = {}
+    for known in (True, False):
+        with checks() as report:
+            by_kernel(x, packed, right, AFFINE, known=known, device=device)
+        read[known] = report.total("bytes_read")
+    each = sum(a.nbytes for a in packed) // E
+    config = configuration(device, 1, True, True, AFFINE)
+    x_reads = 24 // config.outputs * x.nbytes
+    # A matrix once for each tile of rows in which it is chosen; a scale by each of its threads.
+    tiles = len({(r, i // config.rows) for i, r in enumerate(right)})
+    scales = (AFFINE.group_size // config.run - 1) * sum(a.nbytes for a in packed[1:]) // E
+    indices = 4 * len(right) * 8 * 24 // config.outputs * (config.lanes + 1)
+    assert 0 <= read[True] - x_reads - tiles * (each + scales) <= indices
+    assert read[False] - read[True] >= (32 - tiles) * each - indices
+
+
+@pytest.mark.parametrize("device", ["metal", "host"])
+def test_rows_that_begin_anywhere(device):
+    """A view of rows may begin where no 16 bytes can be read at once."""
+    rng = np.random.default_rng(4)
+    packed = random_experts(rng, (E,), 9, 64, AFFINE, mx.bfloat16)
+    x = random(rng, (len(CHOICES[0]), 1, 64), mx.bfloat16)
+    with checks():
+        y = by_kernel(behind_one(x), packed, CHOICES[0], AFFINE, device=device)
+    check_gathered(y, x, packed, AFFINE, None, mx.array(CHOICES[0]), True)
+
+
+def test_poisoned_memory_is_overwritten():
+    rng = np.random.default_rng(2)
+    packed = random_experts(rng, (E,), 41, 96, SMALL)
+    x = random(rng, (7, 3, 96))
+    first = by_kernel(x, packed, CHOICES[0], SMALL)
+    for _ in range(5):
+        poison = mx.full(first.shape, float("nan"))
+        mx.eval(poison)
+        del poison
+        assert mx.array_equal(by_kernel(x, packed, CHOICES[0], SMALL), first)
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("known", [True, False])
+def test_nan_and_infinity_stay_in_their_row(known, transpose):
+    rng = np.random.default_rng(3)
+    packed = random_experts(rng, (E,), 64, 64, SMALL)
+    values = np.array(random(rng, (31, 1, 64)))
+    values[2, 0, 5], values[22, 0, 7] = np.nan, np.inf
+    y = by_kernel(mx.array(values), packed, CHOICES[1], SMALL, transpose, known)
+    good = np.isfinite(values).all((1, 2))
+    finite = np.isfinite(np.array(y))
+    assert finite[good].all() and not finite[~good].any()
+
+
+def test_one_launch_of_whole_threadgroups():
+    rng = np.random.default_rng(4)
+    packed = random_experts(rng, (E,), 41, 96, SMALL)
+    with trace() as launches:
+        by_kernel(random(rng, (7, 1, 96)), packed, CHOICES[0], SMALL)
+    (launch,) = launches
+    assert (launch.kernel, launch.backend) == ("gather_qmm_rows", "host")
+    assert launch.grid == (16, 7, 1)

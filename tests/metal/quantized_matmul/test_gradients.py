@@ -1,0 +1,186 @@
+"""The gradients of scales and biases by kernel, against float64 and what autodiff gives."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.quantized_matmul.gradients import gradient_of_scales_and_biases
+from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime.host import checks
+from tests.gpus import GPUS, on_gpus
+from tests.numerics import assert_accurate, assert_same_sums, behind_one, random, round_to, to64
+from tests.oracles import product
+from tests.packed import FORMATS, WIDTHS, codes, random_packed
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+AFFINE = [fmt for fmt in FORMATS if fmt.mode == "affine"]
+SMALL = Format(32, 4)
+# Rows, rows of the matrix, its groups: no whole tiles, more than a tile, one of everything.
+SHAPES = [(1, 1, 1), (7, 41, 3), (41, 8, 5), (16, 72, 1), (70, 80, 2)]
+
+
+def oracle(left, right, w, fmt, dtype):
+    """Both gradients in ``dtype`` arithmetic, (2, R, C / group)."""
+    g = product(np.swapaxes(left.astype(dtype), 0, 1), right.astype(dtype))
+    g = g.reshape(*g.shape[:-1], -1, fmt.group_size)
+    numbers = codes(w, fmt.bits).reshape(g.shape).astype(dtype)
+    if dtype == np.float64:
+        return np.stack([(g * numbers).sum(-1), g.sum(-1)])
+    ones = np.ones((fmt.group_size, 1), dtype)
+    return np.stack([product(a[..., None, :], ones)[..., 0, 0] for a in (g * numbers, g)])
+
+
+def check(found, left, right, w, fmt):
+    left, right = to64(left), to64(right)
+    truth, plain = (oracle(left, right, w, fmt, d) for d in (np.float64, np.float32))
+    terms = oracle(np.abs(left), np.abs(right), w, fmt, np.float64)
+    names = ("scales", "biases")
+    for name, y, exact, rounded, sums in zip(names, found, truth, plain, terms, strict=True):
+        assert_accurate(y, exact, round_to(rounded, y.dtype), terms=sums.max(), what=name)
+
+
+def sample(rng, m, rows, groups, fmt, dtype):
+    columns = max(groups * fmt.group_size, 32)
+    packed = random_packed(rng, rows, columns, fmt, dtype)
+    return random(rng, (m, rows), dtype), random(rng, (m, columns), dtype), packed
+
+
+def by_kernel(left, right, packed, fmt, device="host", transpose=True, backend="host"):
+    x, dy = (right, left) if transpose else (left, right)
+    with use_backend(backend):
+        return gradient_of_scales_and_biases(x, dy, *packed[:2], fmt, transpose, device)
+
+
+def check_all(fmt, dtype, shapes=SHAPES, **options):
+    rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size)
+    for m, rows, groups in shapes:
+        left, right, packed = sample(rng, m, rows, groups, fmt, dtype)
+        check(by_kernel(left, right, packed, fmt, **options), left, right, packed[0], fmt)
+
+
+@pytest.mark.parametrize("fmt", AFFINE, ids=str)
+def test_every_format(fmt):
+    check_all(fmt, mx.bfloat16)
+
+
+@pytest.mark.parametrize("fmt", AFFINE[::5], ids=str)
+def test_with_the_tiles_of_gpus(fmt):
+    check_all(fmt, mx.float16, device="metal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["host", "metal"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", [fmt for fmt in WIDTHS if fmt.mode == "affine"], ids=str)
+def test_every_format_and_dtype(fmt, dtype, device):
+    check_all(fmt, dtype, device=device)
+
+
+@on_gpus
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", AFFINE, ids=str)
+def test_on_gpus(gpu, fmt, dtype):
+    check_all(fmt, dtype, device=gpu, backend=gpu)
+
+
+@pytest.mark.parametrize("device", ["host", "metal"])
+@pytest.mark.parametrize("fmt", [SMALL, Format(128, 3)], ids=str)
+def test_clean_with_checks(fmt, device):
+    """Nothing out of bounds, unset, misaligned or raced for; float32 takes the most memory."""
+    with checks() as report:
+        check_all(fmt, mx.float32, [(7, 41, 3), (33, 72, 1)], device=device)
+    assert report.total("same_value_writes") == 0
+
+
+@pytest.mark.parametrize("device", ["host", "metal"])
+def test_rows_that_begin_anywhere(device):
+    """Views of rows may begin where no 16 bytes can be read at once."""
+    left, right, packed = sample(np.random.default_rng(4), 7, 16, 1, SMALL, mx.bfloat16)
+    with checks():
+        found = by_kernel(behind_one(left), behind_one(right), packed, SMALL, device)
+    check(found, left, right, packed[0], SMALL)
+
+
+@pytest.mark.parametrize("device", ["host", "metal"])
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+def test_is_what_autodiff_gives(transpose, device):
+    rng = np.random.default_rng(5)
+    left, right, packed = sample(rng, 21, 40, 3, SMALL, mx.float32)
+    x, dy = (right, left) if transpose else (left, right)
+    w, *numbers = packed
+
+    def stock(scales, biases):
+        return mx.quantized_matmul(x, w, scales, biases, transpose, 32, 4)
+
+    expected = mx.vjp(stock, numbers, [dy])[1]
+    found = by_kernel(left, right, packed, SMALL, device, transpose)
+    for a, b in zip(found, expected, strict=True):
+        assert_same_sums(a, b)
+
+
+def test_leading_dimensions_are_rows():
+    rng = np.random.default_rng(6)
+    left, right, packed = sample(rng, 12, 40, 3, SMALL, mx.float32)
+    flat = by_kernel(left, right, packed, SMALL)
+    deep = by_kernel(left.reshape(2, 3, 2, -1), right.reshape(2, 3, 2, -1), packed, SMALL)
+    assert all(mx.array_equal(a, b) for a, b in zip(flat, deep, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("device", "path"),
+    [
+        ("host", "host"),
+        ("metal", "host"),
+        *(pytest.param(*gpu.values, *gpu.values, marks=gpu.marks) for gpu in GPUS),
+    ],
+)
+def test_rows_by_matrix(device, path):
+    """Lists of rows, one matrix without any; the same in every run and on poisoned memory."""
+    rng = np.random.default_rng(7)
+    left, right, _ = sample(rng, 30, 24, 2, SMALL, mx.float32)
+    matrices = [random_packed(rng, 24, 64, SMALL) for _ in range(4)]
+    w, scales = (mx.stack([m[i] for m in matrices]) for i in range(2))
+    lists = [[3, 3, 29, 0, 11], [], [*range(17)], [8]]
+    others = [rng.permutation(30)[: len(rows)].tolist() for rows in lists]
+    chosen = (np.concatenate(lists), np.concatenate(others), np.cumsum([0, *map(len, lists)]))
+    chosen = tuple(mx.array(a.astype(np.uint32)) for a in chosen)
+    runs = []
+    for _ in range(3):
+        poison = mx.full(scales.shape, float("nan"))
+        mx.eval(poison)
+        del poison
+        with use_backend(path):
+            runs.append(
+                gradient_of_scales_and_biases(right, left, w, scales, SMALL, True, device, chosen)
+            )
+    for pair in runs:
+        assert all(mx.array_equal(a, b) for a, b in zip(pair, runs[0], strict=True))
+    for e, (rows, other) in enumerate(zip(lists, others, strict=True)):
+        pair = [a[e] for a in runs[0]]
+        if not rows:
+            assert not any(mx.any(a) for a in pair)
+            continue
+        check(pair, left[mx.array(other)], right[mx.array(rows)], w[e], SMALL)
+
+
+@pytest.mark.parametrize("device", ["host", "metal"])
+def test_neither_matrix_nor_gradient_is_in_memory(device):
+    """What is written is the gradients; what a tile reads is its codes, once, and its rows."""
+    rng = np.random.default_rng(8)
+    left, right, packed = sample(rng, 32, 64, 4, SMALL, mx.float32)
+    with checks() as report:
+        found = by_kernel(left, right, packed, SMALL, device)
+    assert report.total("bytes_written") == sum(a.nbytes for a in found)
+    assert report.total("distinct_read") <= left.nbytes + right.nbytes + packed[0].nbytes
+
+
+def test_one_launch():
+    left, right, packed = sample(np.random.default_rng(9), 3, 41, 2, SMALL, mx.float32)
+    with trace() as launches:
+        by_kernel(left, right, packed, SMALL)
+    (launch,) = launches
+    assert (launch.kernel, launch.backend) == ("quantized_gradients_groups", "host")
+    assert launch.grid == (6, 2, 1)

@@ -1,0 +1,237 @@
+"""The tiled product with a quantized matrix against float64, and what it reads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from itertools import product as product_of
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from runtime.host import mlx_kernels as mk
+
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.quantized_matmul.qmm import (
+    Tiles,
+    product_in_tiles,
+    threadgroup_memory,
+    tiles,
+)
+from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime.host import checks
+from tests.gpus import GPUS, HERE, on_gpus
+from tests.numerics import assert_accurate, behind_one, random, round_to, to64
+from tests.oracles import product
+from tests.packed import FORMATS, dequantize64, random_packed, terms64
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+AFFINE = Format(64, 4)
+# Rows, columns and groups of depth; where it is not transposed, groups of columns and depth.
+SHAPES = [(17, 520, 1), (33, 41, 3), (64, 1, 3), (129, 8, 1)]
+
+
+def check(y, x, packed, fmt, transpose=True, bias=None):
+    """Hold a product against float64 and against float32 sums rounded once."""
+    dense, terms = dequantize64(*packed, fmt), terms64(*packed, fmt)
+    if transpose:
+        dense, terms = dense.T, terms.T
+    added = 0.0 if bias is None else to64(bias)
+    rounded = product(to64(x).astype(np.float32), dense.astype(np.float32)) + np.float32(added)
+    terms = np.abs(to64(x)) @ terms + np.abs(added)
+    truth = to64(x) @ dense + added
+    assert_accurate(y, truth, round_to(rounded, y.dtype), terms=terms.max(initial=0))
+
+
+def sample(rng, rows, outer, groups, fmt, dtype, transpose=True):
+    inner = max(groups * fmt.group_size, 32)
+    packed = random_packed(rng, outer, inner, fmt, dtype)
+    return random(rng, (rows, inner if transpose else outer), dtype), packed
+
+
+def by_kernel(x, packed, fmt, transpose=True, bias=None, device="host", **changes):
+    n = packed[0].shape[0] if transpose else fmt.dims(packed[0])
+    config = replace(tiles(device, len(x), n, x.shape[1], x.dtype, fmt, transpose), **changes)
+    with use_backend(HERE):
+        return product_in_tiles(x, *packed, bias, transpose, fmt, config)
+
+
+def check_all(fmt, dtype, transpose, shapes=SHAPES, **options):
+    rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size)
+    for shape in shapes:
+        x, packed = sample(rng, *shape, fmt, dtype, transpose)
+        y = by_kernel(x, packed, fmt, transpose, **options)
+        check(y, x, packed, fmt, transpose)
+
+
+@pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda i: str(FORMATS[i]))
+def test_every_format(number):
+    check_all(FORMATS[number], DTYPES[number % 3], transpose=number % 2 == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_every_format_and_dtype(fmt, dtype, transpose):
+    check_all(fmt, dtype, transpose)
+
+
+@on_gpus
+@pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda i: str(FORMATS[i]))
+def test_on_gpus(gpu, number):
+    for transpose in (True, False):
+        check_all(FORMATS[number], DTYPES[number % 3], transpose, SHAPES[1::2], device=gpu)
+
+
+@pytest.mark.parametrize("path", ["host", *GPUS])
+@pytest.mark.parametrize("rows", [32, 64, 96, 128])
+def test_tiles_of_wide_products(rows, path):
+    """The configurations that a GPU takes where there is work for all of it."""
+    rng = np.random.default_rng(rows)
+    x, packed = sample(rng, rows - 7, 150, 3, AFFINE, mx.bfloat16)
+    config = tiles("cuda", rows, 1 << 17, 192, x.dtype, AFFINE, True)
+    with use_backend(path), checks() as report:
+        check(product_in_tiles(x, *packed, None, True, AFFINE, config), x, packed, AFFINE)
+    if path == "host":
+        assert max(counters.bank_ways for _, counters in report.launches) <= 2
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "device", "transpose"),
+    [
+        (AFFINE, mx.bfloat16, "cuda", True),
+        (AFFINE, mx.float16, "metal", False),
+        (Format(32, 3), mx.float32, "cuda", False),
+        (Format(128, 5), mx.float16, "metal", True),
+        (Format(32, 8, "mxfp8"), mx.float32, "metal", True),
+        (Format(16, 4, "nvfp4"), mx.bfloat16, "cuda", False),
+    ],
+    ids=str,
+)
+def test_clean_with_checks(fmt, dtype, device, transpose):
+    """Nothing out of bounds, unset, misaligned or raced for; with the configurations of GPUs."""
+    with checks():
+        check_all(fmt, dtype, transpose, [(33, 41, 3)], device=device)
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("parts", [2, 5])
+def test_parts_share_the_depth(parts, transpose):
+    rng = np.random.default_rng(parts)
+    x, packed = sample(rng, 33, 328, 5, AFFINE, mx.float16, transpose)
+    bias = random(rng, (328 if transpose else 320,), mx.float16)
+    with trace() as launches:
+        y = by_kernel(x, packed, AFFINE, transpose, bias, parts=parts)
+    check(y, x, packed, AFFINE, transpose, bias)
+    assert [launch.kernel for launch in launches] == [
+        "quantized_matmul_tiles",
+        "quantized_matmul_sum",
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_is_added_before_rounding(dtype):
+    rng = np.random.default_rng(3)
+    x, packed = sample(rng, 17, 41, 3, AFFINE, dtype)
+    bias = random(rng, (41,), dtype)
+    check(by_kernel(x, packed, AFFINE, bias=bias), x, packed, AFFINE, bias=bias)
+
+
+@pytest.mark.parametrize("columns", [41, 36, 40])
+def test_rows_that_wide_loads_cannot_take(columns):
+    """Untransposed, rows of x need not be multiples of 16 bytes."""
+    rng = np.random.default_rng(columns)
+    for dtype in (mx.float32, mx.bfloat16):
+        x, packed = sample(rng, 18, columns, 1, AFFINE, dtype, transpose=False)
+        with checks():
+            check(by_kernel(x, packed, AFFINE, False), x, packed, AFFINE, False)
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+def test_rows_that_begin_anywhere(transpose):
+    """A view of rows may begin where no 16 bytes can be read at once."""
+    x, packed = sample(np.random.default_rng(2), 18, 64, 1, AFFINE, mx.bfloat16, transpose)
+    with checks():
+        check(by_kernel(behind_one(x), packed, AFFINE, transpose), x, packed, AFFINE, transpose)
+
+
+def test_poisoned_memory_is_overwritten():
+    rng = np.random.default_rng(4)
+    x, packed = sample(rng, 33, 520, 3, AFFINE, mx.float32)
+    first = by_kernel(x, packed, AFFINE)
+    for _ in range(5):
+        poison = mx.full((33, 520), float("nan"))
+        mx.eval(poison)
+        del poison
+        assert mx.array_equal(by_kernel(x, packed, AFFINE), first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_infinity_stay_in_their_row(dtype):
+    rng = np.random.default_rng(5)
+    x, packed = sample(rng, 35, 41, 3, AFFINE, mx.float32)
+    values = np.array(x)
+    values[2, 5], values[34, 7], values[20, 100] = np.nan, np.inf, -np.inf
+    y = by_kernel(mx.array(values).astype(dtype), packed, AFFINE)
+    y = np.isfinite(to64(y))
+    good = np.isfinite(values).all(1)
+    assert y[good].all() and not y[~good].any()
+
+
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_banks(dtype, transpose, device):
+    """No threads of a SIMD group wait for each other's banks more than once."""
+    rng = np.random.default_rng(6)
+    x, packed = sample(rng, 64, 128, 2, AFFINE, dtype, transpose)
+    with checks() as report:
+        by_kernel(x, packed, AFFINE, transpose, device=device)
+    assert max(counters.bank_ways for _, counters in report.launches) <= 2
+
+
+@pytest.mark.parametrize("device", ["metal", "cuda", "host"])
+def test_threadgroup_memory(device):
+    """What every configuration takes is there on Apple GPUs."""
+    sizes = product_of((17, 33, 65, 129, 2048), (64, 1 << 17), DTYPES, FORMATS, (True, False))
+    for m, n, dtype, fmt, transpose in sizes:
+        config = tiles(device, m, n, 3584, dtype, fmt, transpose)
+        assert 0 < threadgroup_memory(dtype, transpose, **asdict(config)) <= 32 * 1024
+
+
+def test_moves_no_more_than_stock():
+    """Device memory at 64 rows, beside MLX's own tiled kernel on the same machine."""
+    m, n, k = 64, 128, 512
+    x, packed = sample(np.random.default_rng(9), m, n, k // 64, AFFINE, mx.float16)
+    stock = mk.load("affine", "affine_qmm_t<half, 64, 4, false, false>", checked=True)
+    sizes = {name: mk.i32(value) for name, value in (("M", m), ("N", n), ("K", k))}
+    given = dict(zip(("w", "scales", "biases"), packed, strict=True)) | {"x": x} | sizes
+    y = {"y": mk.empty((m, n), x.dtype)}
+    theirs = mk.run(stock, given | mk.UNBATCHED, y, (n // 32, m // 32, 1), (32, 2, 2))
+    # A GPU of NVIDIA's takes the second where the result has columns for all of its cores.
+    for device, columns in (("metal", n), ("cuda", 1 << 17)):
+        config = tiles(device, m, columns, k, x.dtype, AFFINE, True)
+        with use_backend("host"), checks() as report:
+            product_in_tiles(x, *packed, None, True, AFFINE, config)
+        moved = report.total("bytes_read") + report.total("bytes_written")
+        assert moved <= theirs.bytes_read + theirs.bytes_written
+
+
+def test_every_weight_is_read_once_for_a_tile_of_rows():
+    rng = np.random.default_rng(7)
+    x, packed = sample(rng, 17, 128, 2, AFFINE, mx.bfloat16)
+    config = tiles("metal", 17, 128, 128, mx.bfloat16, AFFINE, True)
+    with checks() as report:
+        y = by_kernel(x, packed, AFFINE, device="metal")
+    runs = AFFINE.group_size // config.run
+    of_matrix = packed[0].nbytes + runs * (packed[1].nbytes + packed[2].nbytes)
+    of_rows = x.nbytes * (128 // config.tile_n)
+    assert report.total("bytes_read") == of_matrix + of_rows
+    assert report.total("bytes_written") == y.nbytes
+
+
+def test_refuses_tiles_that_threads_cannot_share():
+    x, packed = sample(np.random.default_rng(8), 17, 41, 3, AFFINE, mx.float32)
+    for config in (Tiles(48, 64, 32, 2, 2, 16), Tiles(64, 40, 32, 2, 2, 16)):
+        with pytest.raises(ValueError, match="cannot share"):
+            product_in_tiles(x, *packed, None, True, AFFINE, config)

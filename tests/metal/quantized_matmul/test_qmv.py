@@ -1,0 +1,356 @@
+"""The kernels of the quantized product against float64, and what they read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from runtime.host import mlx_kernels as mk
+
+from mlx_qlayers import quantized_matmul
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.quantized_matmul.qmv import (
+    MatrixUnits,
+    PackedMatrix,
+    few_rows,
+    products_of_few_rows,
+)
+from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime.host import checks
+from tests.gpus import on_gpus
+from tests.numerics import assert_accurate, random, round_to, to64
+from tests.oracles import product
+from tests.packed import FORMATS, dequantize64, random_packed, terms64
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+AFFINE = Format(64, 4)
+# One column, fewer and more than a tile, no whole tiles; one group, three, and many.
+SHAPES = [(1, 1), (8, 3), (41, 1), (520, 3), (41, 256)]
+
+
+def check(y, x, packed, fmt, bias=None):
+    """Hold a product against float64 and against float32 sums rounded once."""
+    dense, terms = dequantize64(*packed, fmt).T, terms64(*packed, fmt).T
+    added = 0.0 if bias is None else to64(bias)
+    rounded = product(to64(x).astype(np.float32), dense.astype(np.float32)) + np.float32(added)
+    terms = np.abs(to64(x)) @ terms + np.abs(added)
+    truth = to64(x) @ dense + added
+    assert_accurate(y, truth, round_to(rounded, y.dtype), terms=terms.max(initial=0))
+
+
+def sample(rng, rows, n, groups, fmt, dtype):
+    k = max(groups * fmt.group_size, 32) if groups < 256 else 256
+    return random(rng, (rows, k), dtype), random_packed(rng, n, k, fmt, dtype)
+
+
+def by_kernel(x, packed, fmt, bias=None, device="host", **changes):
+    config = replace(config_for(device, x, packed, fmt), **changes)
+    with use_backend("host"):
+        return products_of_few_rows(x, [PackedMatrix(*packed, bias)], fmt, config)[0]
+
+
+def config_for(device, x, packed, fmt):
+    return few_rows(device, *x.shape[:1], packed[0].shape[0], x.shape[1], x.dtype, fmt)
+
+
+def check_all(fmt, dtype, rows, shapes=SHAPES, **options):
+    rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size + 7 * rows)
+    for n, groups in shapes:
+        x, packed = sample(rng, rows, n, groups, fmt, dtype)
+        check(by_kernel(x, packed, fmt, **options), x, packed, fmt)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_every_format(fmt):
+    for rows in (3, 7, 16):
+        check_all(fmt, mx.bfloat16, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_every_format_and_dtype(fmt, dtype):
+    for rows in (1, 3, 7, 16):
+        check_all(fmt, dtype, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_row(dtype):
+    check_all(AFFINE, dtype, 1)
+
+
+@on_gpus
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_on_gpus(gpu, fmt, dtype):
+    rng = np.random.default_rng(fmt.bits)
+    with use_backend(gpu):
+        for rows in (1, 7, 16):
+            x, packed = sample(rng, rows, 41, 3, fmt, dtype)
+            check(quantized_matmul(x, *packed, **fmt._asdict()), x, packed, fmt)
+
+
+@pytest.mark.parametrize(("i", "fmt"), list(enumerate(FORMATS)), ids=str)
+def test_matrix_units(i, fmt):
+    """Every format, by turns in both half precisions and at few and many rows."""
+    check_all(fmt, DTYPES[1 + i % 2], (3, 16, 7, 1)[i % 4], [(41, 3), (520, 1)], device="cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_matrix_units_in_every_shape(fmt, dtype):
+    for rows in (1, 3, 7, 16):
+        check_all(fmt, dtype, rows, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MatrixUnits(fragments=1, run=16, tiles=2, simds=3),
+        MatrixUnits(fragments=2, run=32, tiles=4, simds=1),
+        MatrixUnits(fragments=4, run=64, tiles=1, simds=2, stacks=2),
+        MatrixUnits(fragments=2, run=32, tiles=1, simds=8),
+    ],
+    ids=str,
+)
+def test_matrix_units_in_other_configurations(config):
+    """SIMD groups without work, more tiles than there are, tails of K."""
+    check_all(AFFINE, mx.bfloat16, 7, [(41, 3), (8, 256)], device="cuda", **asdict(config))
+
+
+def test_a_configuration_must_go_with_the_rows():
+    x, packed = sample(np.random.default_rng(0), 1, 8, 3, AFFINE, mx.bfloat16)
+    with pytest.raises(ValueError, match="does not take rows of 192 elements"):
+        by_kernel(x, packed, AFFINE, device="cuda", run=128)
+
+
+@pytest.mark.parametrize("ahead", [2, 4])
+@pytest.mark.parametrize(("run", "fragments"), [(16, 1), (32, 2)])
+def test_matrix_units_with_runs_ahead(run, fragments, ahead):
+    """SIMD groups with whole blocks of runs, with a part of one, or with none."""
+    config = MatrixUnits(fragments, run, tiles=2, simds=3, ahead=ahead)
+    for k in (192, 4 * run * ahead * 4):
+        rng = np.random.default_rng(k)
+        x, packed = random(rng, (7, k), mx.bfloat16), random_packed(rng, 41, k, AFFINE, mx.bfloat16)
+        with checks():
+            check(by_kernel(x, packed, AFFINE, device="cuda", **asdict(config)), x, packed, AFFINE)
+
+
+@pytest.mark.parametrize("fmt", FORMATS[::5], ids=str)
+@pytest.mark.parametrize("device", ["host", "metal", "cuda"])
+def test_clean_with_checks(fmt, device):
+    """Nothing out of bounds, unset, misaligned or raced for; with the configuration of GPUs too."""
+    with checks():
+        check_all(fmt, mx.float16, 5, [(41, 1), (8, 3)], device=device)
+
+
+@pytest.mark.parametrize("fmt", [AFFINE, Format(32, 3), Format(16, 4, "nvfp4")], ids=str)
+def test_configuration_of_gpus(fmt):
+    """The threads of a SIMD group share the columns; some have nothing to do."""
+    for rows in (1, 3, 16):
+        check_all(fmt, mx.float32, rows, device="metal")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("device", ["host", "metal"])
+def test_reads_the_matrix_once(rows, device):
+    rng = np.random.default_rng(rows)
+    dtype = mx.float16 if device == "host" else mx.float32
+    x, packed = sample(rng, rows, 24, 256, AFFINE, dtype)
+    with checks() as report:
+        y = by_kernel(x, packed, AFFINE, device=device)
+    w, scales, biases = packed
+    config = config_for(device, x, packed, AFFINE)
+    tiles = 24 // config.outputs
+    # A scale is read by each thread that has a part of its group, all in one SIMD group at once.
+    each = AFFINE.group_size // config.run
+    of_matrix = w.nbytes + each * (scales.nbytes + biases.nbytes)
+    assert report.total("bytes_read") == of_matrix + tiles * x.nbytes
+    assert report.total("bytes_written") == y.nbytes
+    if device == "host":
+        assert each == 1
+
+
+@pytest.mark.parametrize("fmt", [AFFINE, Format(32, 3), Format(32, 8, "mxfp8")], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+def test_matrix_units_read_the_matrix_once(rows, fmt):
+    rng = np.random.default_rng(rows)
+    x, packed = sample(rng, rows, 64, 256, fmt, mx.bfloat16)
+    config = config_for("cuda", x, packed, fmt)
+    with checks() as report:
+        y = by_kernel(x, packed, fmt, device="cuda")
+    w, *scales = [a.nbytes for a in packed if a is not None]
+    tiles = 64 // 16 // config.tiles
+    assert report.total("bytes_read") == w + sum(scales) + tiles * x.nbytes
+    assert report.total("bytes_written") == y.nbytes
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_reads_no_more_than_mlx(rows):
+    """Beside MLX's own kernels for few rows, in the same checked build."""
+    n, k, dtype = 64, 512, mx.float16
+    x, packed = sample(np.random.default_rng(rows), rows, n, k // 64, AFFINE, dtype)
+    sizes = {"in_vec_size": mk.i32(k), "out_vec_size": mk.i32(n), "K": mk.i32(k), "N": mk.i32(n)}
+    given = {"x": x, **dict(zip(("w", "scales", "biases"), packed, strict=True)), **sizes}
+    given |= {"M": mk.i32(rows), "y": mk.empty((rows, n), dtype), **mk.UNBATCHED}
+    name, groups = ("fast", rows) if rows == 1 else ("wide", -(-rows // 4))
+    tail = "false" if rows == 1 else f"{min(rows, 4)}, 8, false"
+    stock = mk.load("affine", f"affine_qmv_{name}<half, 64, 4, {tail}>", checked=True)
+    buffers = {i: given[p.name] for i, p in stock.signature.buffers.items() if p.name in given}
+    y = next(i for i, p in stock.signature.buffers.items() if p.name == "y")
+    theirs = stock.run(buffers, (32 * groups, n // 8 * 2, 1), (32, 2, 1), writes=[y], fresh=[y])
+    for device in ("cuda", "metal"):
+        with checks() as report:
+            by_kernel(x, packed, AFFINE, device=device)
+        ours = report.total("bytes_read") + report.total("bytes_written")
+        assert ours <= theirs.bytes_read + theirs.bytes_written, device
+
+
+def fused(rng, dtype, rows, sizes, k, fmt, **options):
+    """Fused products on both kernels, held against float64 and one rounding from float32."""
+    x = random(rng, (rows, k), dtype)
+    matrices = packed_matrices(rng, sizes, k, dtype, fmt)
+    if options.pop("residual", False):
+        options["residual"] = random(rng, (rows, sizes[0]), dtype)
+    if "norm" in options:
+        options["norm"] = (random(rng, (k,), dtype) if options["norm"] else None, 1e-3)
+    for device in ("host", "metal", "cuda"):
+        config = few_rows(device, rows, sum(sizes), k, dtype, fmt)
+        with use_backend("host"), checks():
+            found = products_of_few_rows(x, matrices, fmt, config, **options)
+        truth, rounded = (
+            fused_in(t, x, matrices, fmt, **options) for t in (np.float64, np.float32)
+        )
+        assert len(found) == len(truth)
+        for y, true, once in zip(found, truth, rounded, strict=True):
+            assert_accurate(y, true, round_to(once, dtype), terms=np.abs(true).max() * k**0.5)
+
+
+def packed_matrices(rng, sizes, k, dtype, fmt=AFFINE):
+    """Of which all but the first have a bias."""
+    return [
+        PackedMatrix(*random_packed(rng, n, k, fmt, dtype), random(rng, (n,), dtype) if i else None)
+        for i, n in enumerate(sizes)
+    ]
+
+
+def fused_in(kind, x, matrices, fmt, norm=None, gate=None, residual=None):
+    x = to64(x).astype(kind)
+    if norm is not None:
+        weight, epsilon = norm
+        x = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + kind(epsilon))
+        x = x if weight is None else x * to64(weight).astype(kind)
+    ys = []
+    for w, scales, biases, bias in matrices:
+        y = product(x, dequantize64(w, scales, biases, fmt).T.astype(kind))
+        ys.append(y if bias is None else y + to64(bias).astype(kind))
+    if gate is not None:
+        return [activation(ys[0], gate, kind) * ys[1]]
+    return ys if residual is None else [ys[0] + to64(residual).astype(kind)]
+
+
+def activation(y, gate, kind):
+    if gate == "silu":
+        return y / (1 + np.exp(-y))
+    if gate == "gelu":
+        return y * kind(0.5) * (1 + np.vectorize(math.erf)(y / 2**0.5)).astype(kind)
+    return y * kind(0.5) * (1 + np.tanh(kind((2 / np.pi) ** 0.5) * (y + kind(0.044715) * y**3)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_several_matrices(dtype, rows):
+    """Queries, keys and values: other sizes, some with a bias, in one launch of a GPU."""
+    rng = np.random.default_rng(rows)
+    for sizes in ([41], [24, 8], [33, 8, 41]):
+        fused(rng, dtype, rows, sizes, 192, AFFINE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gate", ["silu", "gelu", "gelu_approx"])
+def test_gates(dtype, gate):
+    rng = np.random.default_rng(len(gate))
+    for rows in (1, 5):
+        fused(rng, dtype, rows, [41, 41], 192, AFFINE, gate=gate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_norm(dtype, weighted):
+    rng = np.random.default_rng(7)
+    for fmt in (AFFINE, Format(16, 4, "nvfp4"), Format(32, 3)):
+        fused(rng, dtype, 3, [24, 8], 192, fmt, norm=weighted)
+    fused(rng, dtype, 9, [24, 24], 192, AFFINE, norm=weighted, gate="silu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_residual(dtype):
+    rng = np.random.default_rng(8)
+    for rows in (1, 16):
+        fused(rng, dtype, rows, [41], 192, Format(32, 8, "mxfp8"), residual=True)
+
+
+def test_one_launch_for_all():
+    """On a GPU several matrices, a norm and a gate are one launch."""
+    rng = np.random.default_rng(9)
+    with trace() as launches:
+        fused(rng, mx.bfloat16, 2, [16, 16], 64, AFFINE, norm=True, gate="silu")
+    # On a processor whose threads share nothing a norm is one of its own, by MLX.
+    assert len(launches) == 3
+    assert ["matrix_" in launch.kernel for launch in launches] == [False, False, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_is_added_before_rounding(dtype):
+    rng = np.random.default_rng(3)
+    for rows in (1, 6):
+        x, packed = sample(rng, rows, 41, 3, AFFINE, dtype)
+        bias = random(rng, (41,), dtype)
+        check(by_kernel(x, packed, AFFINE, bias), x, packed, AFFINE, bias)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("host", mx.float32), ("cuda", mx.float16)])
+def test_poisoned_memory_is_overwritten(device, dtype):
+    """Every element of the result is written, whatever the memory held."""
+    rng = np.random.default_rng(4)
+    x, packed = sample(rng, 3, 520, 3, AFFINE, dtype)
+    first = by_kernel(x, packed, AFFINE, device=device)
+    for _ in range(5):
+        poison = mx.full((3, 520), float("nan"), dtype)
+        mx.eval(poison)
+        del poison
+        assert mx.array_equal(by_kernel(x, packed, AFFINE, device=device), first)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("host", mx.float32), ("cuda", mx.bfloat16)])
+def test_nan_and_infinity_stay_in_their_row(device, dtype):
+    rng = np.random.default_rng(5)
+    x, packed = sample(rng, 7, 41, 3, AFFINE, dtype)
+    values = to64(x).astype(np.float32)
+    values[2, 5], values[4, 7] = np.nan, np.inf
+    y = by_kernel(round_to(values, dtype), packed, AFFINE, device=device)
+    y = np.isfinite(to64(y))
+    good = np.isfinite(values).all(1)
+    assert y[good].all() and not y[~good].any()
+
+
+def test_rows_do_not_depend_on_their_number():
+    """A row's result is the same alone and among others, so that speculation changes no token."""
+    rng = np.random.default_rng(6)
+    x, packed = sample(rng, 16, 41, 256, AFFINE, mx.bfloat16)
+    whole = by_kernel(x, packed, AFFINE)
+    for rows in (1, 2, 9):
+        assert mx.array_equal(by_kernel(x[:rows], packed, AFFINE), whole[:rows])
+
+
+def test_one_launch_of_whole_threadgroups():
+    x, packed = sample(np.random.default_rng(7), 2, 41, 3, AFFINE, mx.float32)
+    with trace() as launches, use_backend("host"):
+        quantized_matmul(x.reshape(1, 2, -1), *packed)
+    (launch,) = launches
+    assert launch.kernel.startswith("quantized_matmul_few_rows") and launch.backend == "host"
+    assert launch.grid == (16, 1, 1)
