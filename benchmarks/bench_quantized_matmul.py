@@ -33,7 +33,7 @@ from quantized_many import (
 
 from mlx_qlayers import backend, explain, quantized_matmul, use_backend
 from mlx_qlayers.formats import MODES, Format
-from mlx_qlayers.metal.quantized_matmul.qmv import MAX_FEW_ROWS
+from mlx_qlayers.metal.quantized_matmul.qmv import MAX_QMV_ROWS
 from mlx_qlayers.reference import quantized_matmul as reference
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -84,7 +84,7 @@ def compare(table: Table, rows: int, n: int, k: int, dtype: str, fmt: Format, re
         "stock": lambda: mx.quantized_matmul(x, *packed, True, *fmt),
         "reference": on("ops", x, packed, fmt),
     }
-    if backend() == "host" or (rows <= MAX_FEW_ROWS and backend() != "ops"):
+    if backend() == "host" or (rows <= MAX_QMV_ROWS and backend() != "ops"):
         contenders["kernel"] = on(backend(), x, packed, fmt)
     allowed = 2 * mx.finfo(DTYPES[dtype]).eps + 1e-5
     errors = {name: error(f(), x, packed, fmt) for name, f in contenders.items() if name != "stock"}
@@ -220,7 +220,7 @@ def in_turn(
     return lambda: graph(x)
 
 
-def few_rows_on_gpu(repeats: int) -> list[Table]:
+def qmv_on_gpu(repeats: int) -> list[Table]:
     """Few rows of bfloat16 beside stock: 4 bits at every size, then every format at one row.
 
     MLX compiles its products where they are first met, for seconds; processes do that side by side
@@ -245,10 +245,10 @@ def few_rows_on_gpu(repeats: int) -> list[Table]:
             while case not in errors or not compiled[case.of_stock].done():
                 if (following := next(waiting, None)) is None:
                     break
-                errors[following] = few_rows_error(following)
+                errors[following] = qmv_error(following)
             compiled[case.of_stock].result()
             for dependent in (True, False):
-                seconds = few_rows_row(
+                seconds = qmv_row(
                     table, case, dependent, errors[case], repeats, single.get(dependent, 0.0)
                 )
                 if case.rows == 1:
@@ -260,7 +260,7 @@ def few_rows_on_gpu(repeats: int) -> list[Table]:
     columns |= {"of one row": 10, "GB/s": 14, "error": 8, "calls": 12}
     tables = [Table(columns), Table(columns)]
     timed(tables[0], four)
-    tables.append(few_rows_called(repeats))
+    tables.append(qmv_called(repeats))
     print("\nthe other formats, as the first")
     timed(tables[1], others)
     return tables
@@ -271,7 +271,7 @@ def ours_of(fmt: Format) -> Callable[..., mx.array]:
     return lambda x, *packed: quantized_matmul(x, *packed, **fmt._asdict())
 
 
-def few_rows_error(case: Case) -> float:
+def qmv_error(case: Case) -> float:
     """What our product is off by, which must not be too much."""
     x, (packed, *_) = arguments(case)
     with use_backend(backend()):
@@ -280,7 +280,7 @@ def few_rows_error(case: Case) -> float:
     return found
 
 
-def few_rows_row(
+def qmv_row(
     table: Table, case: Case, dependent: bool, found: float, repeats: int, single: float
 ) -> float:
     """Time one size; ``single`` are our seconds of one row, if this is not."""
@@ -311,7 +311,7 @@ def few_rows_row(
     return kernel
 
 
-def few_rows_called(repeats: int) -> Table:
+def qmv_called(repeats: int) -> Table:
     """What ``auto`` takes where each product is called from Python, beside stock."""
     columns = {"shape": 14, "format": 16, "rows": 5, "stock": 14, "auto": 14, "ratio": 7}
     table = Table(columns | {"by": 6})
@@ -344,7 +344,7 @@ TABLES = {
     "host": (host_gain, "the gain of the kernel on a CPU, by format,"),
     "many": (many_rows, "many rows on a GPU"),
     "formats": (many_formats, "many rows in the other formats on a GPU"),
-    "few": (few_rows_on_gpu, "few rows on a GPU"),
+    "few": (qmv_on_gpu, "few rows on a GPU"),
 }
 
 

@@ -44,7 +44,7 @@ from mlx_qlayers.tuning.store import device_name
 from mlx_qlayers.tuning.tune import NOISE, fastest, finalists
 from mlx_qlayers.tuning.workers import Ended, Place, Workers
 
-_FEW = FAMILIES["quantized_matmul_few_rows"]
+_FEW = FAMILIES["qmv"]
 # The outputs of attention and of the MLP, which share kernels, and the head. All take one row.
 EXHAUSTIVE = tuple(
     Target(_FEW, _FEW.asked(1, n, k, mx.bfloat16, Format(64, 4), kind))

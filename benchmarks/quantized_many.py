@@ -25,7 +25,7 @@ from common import Table, measure
 
 from mlx_qlayers import backend, explain, quantized_matmul
 from mlx_qlayers.formats import MODES, Format
-from mlx_qlayers.ops.quantized_paths import DENSE, TILES, Way, product
+from mlx_qlayers.ops.quantized_paths import DENSE, QMM, Way, product
 
 Packed = tuple[mx.array, mx.array, mx.array | None]
 Product = Callable[[mx.array, Packed], mx.array]
@@ -190,7 +190,7 @@ def _ours(case: Case) -> dict[str, Product]:
 
     # A dense product of float32 is one of TF32 in MLX.
     ways = {} if case.dtype == mx.float32 else {"unpacked": by(DENSE)}
-    return ways if ways and case.rows > _TILES_UNTIL else ways | {"tiles": by(TILES)}
+    return ways if ways and case.rows > _TILES_UNTIL else ways | {"tiles": by(QMM)}
 
 
 def _theirs(case: Case) -> dict[str, Product]:

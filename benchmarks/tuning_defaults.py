@@ -36,7 +36,7 @@ OTHERS = 4
 
 
 def _few(n: int, k: int, kind: str) -> tuple[str, Problem]:
-    family = FAMILIES["quantized_matmul_few_rows"]
+    family = FAMILIES["qmv"]
     return family.name, family.asked(1, n, k, mx.bfloat16, Format(64, 4), kind)
 
 

@@ -40,12 +40,12 @@ def test_the_shapes_are_those_that_the_model_has():
     # q with k and v, o, gate and up together, down, the head.
     shapes = {"640x384": "-norm-3", "384x384": "-residual", "2048x384": "-norm-gate"}
     shapes |= {"384x1024": "-residual", "4096x384": ""}
-    few = "quantized_matmul_few_rows 1x"
+    few = "qmv 1x"
     decoding = [f"{few}{shape} {form}{kind}" for shape, kind in shapes.items()]
     decoding.insert(1, "attention_decode 2x3x32x64x64 bfloat16 bits-0")
     assert keys[: len(decoding)] == decoding and len(set(keys)) == len(keys)
     # Twenty rows fall into the bucket of 32; o is not fused with anything.
-    assert f"quantized_matmul_tiles 32x384x384 {form}" in keys
+    assert f"qmm 32x384x384 {form}" in keys
 
 
 def test_it_prints_a_table_and_stores_and_lists_and_clears(capsys, monkeypatch):
@@ -56,10 +56,10 @@ def test_it_prints_a_table_and_stores_and_lists_and_clears(capsys, monkeypatch):
     out, err = capsys.readouterr()
     header, first, *_ = out.splitlines()
     assert header.split()[:6] == ["kernel", "shape", "heuristic", "found", "gain", "tried"]
-    assert first.split()[0] == "quantized_matmul_few_rows" and "1x640x384" in first
+    assert first.split()[0] == "qmv" and "1x640x384" in first
     assert "were not tuned" in err
     assert main(["tune", "--list"]) == 0
-    assert "quantized_matmul_few_rows 1x640x384" in capsys.readouterr().out
+    assert "qmv 1x640x384" in capsys.readouterr().out
     kept = len(store.listed()[M1])
     assert main(["tune", "--clear"]) == 0 and not store.listed()
     assert capsys.readouterr().out == f"{kept} results deleted\n"

@@ -26,7 +26,7 @@ WIDTHS = list({(fmt.mode, fmt.bits): fmt for fmt in FORMATS}.values())
 def cases() -> Cases:
     for i, fmt in enumerate(FORMATS):
         dtype, rows = few.DTYPES[i % 3], ROWS[i % len(ROWS)]
-        yield f"{rows} rows {fmt} {dtype}", partial(few_rows, fmt, dtype, rows, i % 2 == 0)
+        yield f"{rows} rows {fmt} {dtype}", partial(qmv_config, fmt, dtype, rows, i % 2 == 0)
     for i, fmt in enumerate(WIDTHS):
         dtype, transpose = few.DTYPES[i % 3], i % 2 == 0
         run = partial(tiles.check_all, fmt, dtype, transpose, tiles.SHAPES[:2], device="cuda")
@@ -40,7 +40,7 @@ def cases() -> Cases:
     yield "tiles in parts", partial(tiles.test_parts_share_the_depth, 2, True)
 
 
-def few_rows(fmt: Format, dtype: mx.Dtype, rows: int, biased: bool) -> None:
+def qmv_config(fmt: Format, dtype: mx.Dtype, rows: int, biased: bool) -> None:
     rng = np.random.default_rng(rows + fmt.bits)
     for n, groups in ((41, 3), (1, 1)):
         x, packed = few.sample(rng, rows, n, groups, fmt, dtype)

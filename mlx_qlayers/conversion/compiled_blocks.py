@@ -17,7 +17,7 @@ import mlx.nn as nn
 from ..formats import Format
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, PackedMatrix
 from ..ops.attention_step import MIN_PLACES, Rotation, attention_step
-from ..ops.fused_products import Norm, fused_products, hands_norms_on
+from ..ops.fused_products import Norm, defers_norm, fused_products
 from ..ops.rotary import rotary_embedding
 from ..ops.traced import traced
 
@@ -258,7 +258,7 @@ def _follow(
         weight: mx.array,
         *matrices: Any,
     ) -> Stream:
-        handed = weight if hands_norms_on(x) else None
+        handed = weight if defers_norm(x) else None
         added: dict[str, Any] = {"residual": x, "next_weight": handed}
         h = Stream(*fused_products(joined(out), [matrix], **_keywords(fmt_o), **added))
         following = None if handed is None else next_weight

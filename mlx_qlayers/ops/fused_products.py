@@ -14,19 +14,19 @@ import mlx.nn as nn
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmv import (
-    MAX_FEW_ROWS,
     MAX_MATRICES,
+    MAX_QMV_ROWS,
     Gate,
     PackedMatrix,
-    few_rows,
-    hands_on,
-    products_of_few_rows,
+    qmv,
+    qmv_config,
+    takes_deferred_norm,
 )
 from ..runtime.backend import backend, choose
 from ..tuning.lookup import decided, found
 from .differentiable import with_gradient_of
 from .quantized_matmul import quantized_matmul
-from .quantized_paths import DENSE, FEW_ROWS, dense_is_worse, host_gain, is_few, stock_is_better
+from .quantized_paths import DENSE, QMV, dense_is_worse, host_gain, is_few, stock_is_better
 
 Norm = tuple[mx.array | None, float]
 
@@ -42,7 +42,7 @@ _ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
 _NORM_FIRST = (("cuda", False), ("cuda", True))
 # Where a norm handed on from product to product makes a token faster. On an H200 the kernels of a
 # token of Qwen2-7B's shape took 2.36 ms with launches for the norms, and 2.12 ms that way.
-_HANDS_ON: tuple[str, ...] = ("cuda",)
+_DEFERS_NORM: tuple[str, ...] = ("cuda",)
 
 
 def fused_products(
@@ -98,11 +98,11 @@ def fused_products(
     fmt = Format.checked(group_size, bits, mode)
     matrices = [PackedMatrix(*m) for m in matrices]
     _check(x, matrices, fmt, norm, gate, residual)
-    _check_handed(x, matrices, norm, gate, tile_squares, next_weight)
+    _check_deferred_norm(x, matrices, norm, gate, tile_squares, next_weight)
     rows = prod(x.shape[:-1])
-    many = rows > MAX_FEW_ROWS
+    many = rows > MAX_QMV_ROWS
     lacking = _lacking(x, rows, matrices, [norm[0] if norm else None, residual, next_weight])
-    by, unless = DENSE if many else FEW_ROWS, lacking
+    by, unless = DENSE if many else QMV, lacking
     if many and not lacking:
         unless = dense_is_worse(rows, sum(m.w.shape[0] for m in matrices), x, fmt)
     elif not lacking:
@@ -110,8 +110,8 @@ def fused_products(
         handed = tile_squares is not None
         folded = norm is not None and not handed and not _norm_first(backend(), gate)
         kind = _kind(len(matrices), folded, gate is not None, residual is not None)
-        best = found("quantized_matmul_few_rows", rows, n, x.shape[-1], x.dtype, fmt, kind)
-        by, unless = decided(best, FEW_ROWS, stock_is_better(x.dtype))
+        best = found("qmv", rows, n, x.shape[-1], x.dtype, fmt, kind)
+        by, unless = decided(best, QMV, stock_is_better(x.dtype))
     path = choose(
         "fused_products",
         () if lacking else ("metal", "cuda", "host"),
@@ -130,12 +130,12 @@ def fused_products(
     return run(x, matrices, weight, residual, tile_squares, next_weight)
 
 
-def hands_norms_on(x: mx.array) -> bool:
+def defers_norm(x: mx.array) -> bool:
     """Whether the norms between products of such rows should take no launch, by ``next_weight``.
 
     Where they take one otherwise. In float16 a number times a weight may be out of range.
     """
-    return backend() in _HANDS_ON and is_few(x) and x.dtype == mx.bfloat16
+    return backend() in _DEFERS_NORM and is_few(x) and x.dtype == mx.bfloat16
 
 
 def _norm_first(device: str, gate: Gate | None) -> bool:
@@ -171,7 +171,7 @@ def _composed(fmt: Format, normed: bool, eps: float, gate: Gate | None) -> Calla
             products = [_ACTIVATIONS[gate](products[0]) * products[1]]
         if residual is not None:
             products = [residual + products[0]]
-        return products if next_weight is None else _handed_on(products[0], next_weight)
+        return products if next_weight is None else _with_deferred_norm(products[0], next_weight)
 
     return run
 
@@ -197,15 +197,15 @@ def _by_kernel(
             x, norm = mx.fast.rms_norm(x, weight, eps), None
         folded = norm is not None and tile_squares is None
         kind = _kind(len(packed), folded, gate is not None, residual is not None)
-        config = few_rows(path, x.size // k, n, k, x.dtype, fmt, kind)
+        config = qmv_config(path, x.size // k, n, k, x.dtype, fmt, kind)
         options: dict[str, Any] = {"gate": gate, "residual": residual}
-        if hands_on(config, packed):
+        if takes_deferred_norm(config, packed):
             options |= {"norm": norm, "tile_squares": tile_squares, "next_weight": next_weight}
-            return products_of_few_rows(x, packed, fmt, config, **options)
+            return qmv(x, packed, fmt, config, **options)
         if tile_squares is not None:
             x, norm = _normed(x, None, eps, tile_squares), None
-        products = products_of_few_rows(x, packed, fmt, config, norm=norm, **options)
-        return products if next_weight is None else _handed_on(products[0], next_weight)
+        products = qmv(x, packed, fmt, config, norm=norm, **options)
+        return products if next_weight is None else _with_deferred_norm(products[0], next_weight)
 
     return with_gradient_of(_composed(fmt, normed, eps, gate), launch)
 
@@ -241,12 +241,12 @@ def _by_dense_product(
         if gate is not None:
             products = [_ACTIVATIONS[gate](products[0]) * products[1]]
         products = [y.reshape(*leading, -1) for y in products]
-        return products if next_weight is None else _handed_on(products[0], next_weight)
+        return products if next_weight is None else _with_deferred_norm(products[0], next_weight)
 
     return with_gradient_of(_composed(fmt, normed, eps, gate), launch)
 
 
-def _handed_on(y: mx.array, weight: mx.array) -> list[mx.array]:
+def _with_deferred_norm(y: mx.array, weight: mx.array) -> list[mx.array]:
     """A result, that times the weight of the norm that follows, and its ``tile_squares``."""
     rows, n = y.astype(mx.float32), y.shape[-1]
     tiles = mx.pad(rows.reshape(-1, n) ** 2, [(0, 0), (0, -n % 16)]).reshape(-1, -(-n // 16), 16)
@@ -277,7 +277,7 @@ def _lacking(
     """Why no kernel takes these arguments, if none does."""
     if not rows:
         return "there are no rows"
-    if rows > MAX_FEW_ROWS and x.dtype == mx.float32 and backend() == "cuda":
+    if rows > MAX_QMV_ROWS and x.dtype == mx.float32 and backend() == "cuda":
         return "MLX multiplies dense float32 matrices in TF32 on CUDA"
     if len(matrices) > MAX_MATRICES:
         return f"{len(matrices)} matrices; the kernel takes 1 to {MAX_MATRICES}"
@@ -327,7 +327,7 @@ def _check(
             )
 
 
-def _check_handed(
+def _check_deferred_norm(
     x: mx.array,
     matrices: Sequence[PackedMatrix],
     norm: Norm | None,

@@ -11,8 +11,8 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..formats import GLOBAL_UNIT, Format
-from ..metal.gather_qmm.gather_qmm import gathered_tiles, products_in_tiles
-from ..metal.gather_qmm.gather_qmv import Choice, configuration, gathered_products
+from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
+from ..metal.gather_qmm.gather_qmv import Choice, configuration, gather_qmv
 from ..metal.quantized_matmul.gradients import gradient_of_scales_and_biases
 from .quantized_gradients import one_by_one
 from .separate import separate_gradients
@@ -133,8 +133,8 @@ class Gathered:
     ) -> mx.array:
         rows, matrices = choice.right.size * x.shape[-2], prod(w.shape[:-2])
         if self.in_order and self.path != "host" and rows >= matrices:
-            cut = gathered_tiles(self.path, rows, matrices, x.dtype, self.fmt)
-            return products_in_tiles(
+            cut = gather_qmm_config(self.path, rows, matrices, x.dtype, self.fmt)
+            return gather_qmm_sorted(
                 choice.blocks(x),
                 w,
                 scales,
@@ -146,7 +146,7 @@ class Gathered:
                 cut,
             )
         config = configuration(self.path, x.shape[-2], self.in_order, self.transpose, self.fmt)
-        return gathered_products(x, w, scales, biases, factors, choice, self.fmt, config)
+        return gather_qmv(x, w, scales, biases, factors, choice, self.fmt, config)
 
 
 @cache

@@ -9,9 +9,9 @@ import mlx.core as mx
 
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
-from ..metal.quantized_matmul.qmm import WAVE, product_in_tiles, tiles
-from ..metal.quantized_matmul.qmv import MAX_FEW_ROWS, PackedMatrix, few_rows, products_of_few_rows
-from ..metal.quantized_matmul.qvm import columns, product_of_few_rows_untransposed
+from ..metal.quantized_matmul.qmm import WAVE, qmm, qmm_config
+from ..metal.quantized_matmul.qmv import MAX_QMV_ROWS, PackedMatrix, qmv, qmv_config
+from ..metal.quantized_matmul.qvm import qvm, qvm_config
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend, choose, requested
 from ..tuning.lookup import decided, found
@@ -46,7 +46,7 @@ _SMALL, _SMALL_IN_FLOAT32 = 44 << 20, 4 << 20
 _STOCK_ON_CUDA = (0.57, 1.13, 1.7, 2.2, 2.8, 3.3, 3.9, 0.43)
 _CALL_ON_CUDA = 20e6
 
-FEW_ROWS, TILES, DENSE = "few rows at once", "tiles", "dequantized, then a dense product"
+QMV, QMM, DENSE = "qmv", "qmm", "dequantize and matmul"
 
 
 class Way(NamedTuple):
@@ -63,7 +63,7 @@ class Way(NamedTuple):
 
 def is_few(x: mx.array) -> bool:
     """Whether an input has so few rows that the kernels of few rows take it."""
-    return x.ndim > 1 and 0 < x.size <= MAX_FEW_ROWS * x.shape[-1]
+    return x.ndim > 1 and 0 < x.size <= MAX_QMV_ROWS * x.shape[-1]
 
 
 def is_many(x: mx.array) -> bool:
@@ -96,15 +96,15 @@ def way(
     device = backend()
     if device == "host":
         # Where threads do not run side by side, sixteen rows after sixteen are fastest.
-        kernel, unless = FEW_ROWS, None
-    elif rows <= MAX_FEW_ROWS and transpose:
-        kernel, unless = FEW_ROWS, stock_is_better(x.dtype)
+        kernel, unless = QMV, None
+    elif rows <= MAX_QMV_ROWS and transpose:
+        kernel, unless = QMV, stock_is_better(x.dtype)
     elif device == "cuda":
         kernel, unless = _many_rows_on_cuda(rows, x, w, transpose, fmt)
     else:
-        kernel, unless = TILES, "the kernel was not measured on an Apple GPU"
+        kernel, unless = QMM, "the kernel was not measured on an Apple GPU"
     kernel, unless, by = _tuned(rows, x, w, transpose, fmt, kernel, unless)
-    if alone and kernel == FEW_ROWS and transpose and device == "cuda":
+    if alone and kernel == QMV and transpose and device == "cuda":
         unless = unless or _call_is_too_long(rows, w, fmt)
     path = choose(
         op,
@@ -128,10 +128,10 @@ def _tuned(
 ) -> tuple[str, str | None, str]:
     """The kernel, why it is left, and its name in reasons, after what tuning found here."""
     n, k = w.shape[0] if transpose else fmt.dims(w), x.shape[-1]
-    if rows <= MAX_FEW_ROWS and transpose:
-        best = found("quantized_matmul_few_rows", rows, n, k, x.dtype, fmt)
+    if rows <= MAX_QMV_ROWS and transpose:
+        best = found("qmv", rows, n, k, x.dtype, fmt)
     else:
-        best = found("quantized_matmul_tiles", rows, n, k, x.dtype, fmt, transpose)
+        best = found("qmm", rows, n, k, x.dtype, fmt, transpose)
     if best is not None and best.path == "dequantized":
         return DENSE, None, f"{DENSE}, as tuned here"
     by, unless = decided(best, kernel, unless)
@@ -159,7 +159,7 @@ def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float:
     """The gain of the kernels of few rows at the next smaller number of rows that was measured."""
     if not transpose:
         return _HOST_GAIN_UNTRANSPOSED
-    return _HOST_GAIN[fmt.mode, fmt.bits][min(rows, MAX_FEW_ROWS).bit_length() - 1]
+    return _HOST_GAIN[fmt.mode, fmt.bits][min(rows, MAX_QMV_ROWS).bit_length() - 1]
 
 
 def _many_rows_on_cuda(
@@ -170,11 +170,11 @@ def _many_rows_on_cuda(
     The dense matrix is held in memory while it is multiplied: 2 bytes an element.
     """
     n, k = w.shape[0] if transpose else fmt.dims(w), x.shape[-1]
-    cut = tiles("cuda", rows, n, k, x.dtype, fmt, transpose)
+    cut = qmm_config("cuda", rows, n, k, x.dtype, fmt, transpose)
     # Where tiles share the depth and another launch adds them up, a dense product wins sooner.
     until = _TILES_UNTIL if cut.count(rows, n) >= WAVE else _PARTS_UNTIL
     # MLX multiplies dense float32 matrices in TF32, which the kernels must not be.
-    kernel = TILES if x.dtype == mx.float32 or rows <= until else DENSE
+    kernel = QMM if x.dtype == mx.float32 or rows <= until else DENSE
     if fmt.mode == "affine" and fmt.bits == 1:
         return kernel, None  # there is no stock operator
     return kernel, _too_small(rows, n * k, x.dtype)
@@ -190,9 +190,9 @@ def _too_small(rows: int, elements: int, dtype: mx.Dtype) -> str | None:
 
 def dense_is_worse(rows: int, n: int, x: mx.array, fmt: Format) -> str | None:
     """Why ``auto`` does not unpack several matrices, of n rows in all, for one dense product."""
-    best = found("quantized_matmul_tiles", rows, n, x.shape[-1], x.dtype, fmt, True)
+    best = found("qmm", rows, n, x.shape[-1], x.dtype, fmt, True)
     if best is not None and best.path != "modelled":
-        what = TILES if best.path == "kernel" else best.path
+        what = QMM if best.path == "kernel" else best.path
         return None if best.path == "dequantized" else f"{what}: faster when tuned here"
     if backend() != "cuda":
         return "a dense product of many rows was measured on CUDA alone"
@@ -231,22 +231,22 @@ def product(
         return y if bias is None else y + bias
     rows, k = prod(x.shape[:-1]), x.shape[-1]
     n = w.shape[0] if transpose else fmt.dims(w)
-    if way.kernel == FEW_ROWS:
-        if rows > MAX_FEW_ROWS:
+    if way.kernel == QMV:
+        if rows > MAX_QMV_ROWS:
             few = x.reshape(-1, k)
-            parts = [few[i : i + MAX_FEW_ROWS] for i in range(0, rows, MAX_FEW_ROWS)]
+            parts = [few[i : i + MAX_QMV_ROWS] for i in range(0, rows, MAX_QMV_ROWS)]
             products = [
                 product(way, part, w, scales, biases, bias, transpose, fmt) for part in parts
             ]
             return mx.concatenate(products).reshape(*x.shape[:-1], n)
         if not transpose:
-            spread = columns(way.path, rows, n, k, fmt)
-            return product_of_few_rows_untransposed(x, w, scales, biases, bias, fmt, spread)
-        config = few_rows(way.path, rows, n, k, x.dtype, fmt)
-        return products_of_few_rows(x, [PackedMatrix(w, scales, biases, bias)], fmt, config)[0]
-    if way.kernel == TILES:
-        cut = tiles(way.path, rows, n, k, x.dtype, fmt, transpose)
-        return product_in_tiles(x, w, scales, biases, bias, transpose, fmt, cut)
+            spread = qvm_config(way.path, rows, n, k, fmt)
+            return qvm(x, w, scales, biases, bias, fmt, spread)
+        config = qmv_config(way.path, rows, n, k, x.dtype, fmt)
+        return qmv(x, [PackedMatrix(w, scales, biases, bias)], fmt, config)[0]
+    if way.kernel == QMM:
+        cut = qmm_config(way.path, rows, n, k, x.dtype, fmt, transpose)
+        return qmm(x, w, scales, biases, bias, transpose, fmt, cut)
     dense = dequantize([PackedMatrix(w, scales, biases)], fmt, x.dtype)
     dense = dense.T if transpose else dense
     return x @ dense if bias is None else mx.addmm(bias, x, dense)

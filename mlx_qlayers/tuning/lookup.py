@@ -45,7 +45,7 @@ def found(family: str, *arguments: Hashable) -> Found | None:
 
     Example:
         >>> from mlx_qlayers.formats import Format
-        >>> best = found("quantized_matmul_few_rows", 1, 3584, 3584, mx.bfloat16, Format(64, 4))
+        >>> best = found("qmv", 1, 3584, 3584, mx.bfloat16, Format(64, 4))
         >>> best is None or isinstance(best.path, str)
         True
     """

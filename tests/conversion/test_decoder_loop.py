@@ -112,7 +112,7 @@ def test_norms_handed_on_from_product_to_product(name, together, runs, monkeypat
     at = "ops", threading.get_ident(), f"{name}, {together}"
     monkeypatch.setattr(stacks, "place", lambda: at)
     monkeypatch.setattr(stacks, "_TOGETHER", together)
-    monkeypatch.setattr(stretches, "hands_norms_on", lambda x: x.shape[1] == 1)
+    monkeypatch.setattr(stretches, "defers_norm", lambda x: x.shape[1] == 1)
     monkeypatch.setattr(fused_products, "_normed", counted)
     same(model, stock, f"{name}, handed on", "own", 3)
     assert runs == [2] * 4 and handed == [False, True, True, True]

@@ -288,7 +288,7 @@ def test_gradient_where_launches_without_one_were_traced(traced, monkeypatch):
         return [mx.stop_gradient(y) for y in found]
 
     monkeypatch.setattr(ops, "choose", lambda *args, **options: "metal")
-    monkeypatch.setattr(ops, "products_of_few_rows", launch)
+    monkeypatch.setattr(ops, "qmv", launch)
     ops._by_kernel.cache_clear()
     stock, model = pair(num_hidden_layers=3, vocab_size=VOCABULARY, rms_norm_eps=3e-5)
     assert_same_model(decoded(model), decoded(stock), bits=None, what="stand-in")

@@ -11,8 +11,8 @@ from mlx_qlayers import quantized_matmul, use_backend
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.quantized_paths import (
     DENSE,
-    FEW_ROWS,
-    TILES,
+    QMM,
+    QMV,
     Way,
     dense_is_worse,
     is_many,
@@ -35,7 +35,7 @@ def chosen(rows, n, k, dtype=mx.bfloat16, transpose=True, **options):
 
 def test_few_rows_in_a_trace(on_cuda):
     for rows in (1, 8, 16):
-        assert chosen(rows, 512, 512) == Way("cuda", FEW_ROWS)
+        assert chosen(rows, 512, 512) == Way("cuda", QMV)
     assert chosen(1, 37888, 3584, mx.float32) == Way("ops")
 
 
@@ -50,10 +50,10 @@ def test_few_rows_called_by_themselves(on_cuda):
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_many_rows(on_cuda, dtype):
     """Tiles while the rows are few; a dense product of an unpacked matrix above."""
-    for rows, kernel in ((17, TILES), (128, TILES), (129, DENSE), (2048, DENSE)):
+    for rows, kernel in ((17, QMM), (128, QMM), (129, DENSE), (2048, DENSE)):
         assert chosen(rows, 37888, 3584, dtype) == Way("cuda", kernel)
         assert is_many(mx.zeros((rows, 64), dtype)) == (kernel == DENSE)
-    for rows, kernel in ((1, TILES), (64, TILES), (65, DENSE)):
+    for rows, kernel in ((1, QMM), (64, QMM), (65, DENSE)):
         assert chosen(rows, 37888, 3584, dtype, transpose=False) == Way("cuda", kernel)
 
 
@@ -61,7 +61,7 @@ def test_many_rows_of_float32_are_none_of_tf32(on_cuda):
     """MLX multiplies dense matrices of float32 in TF32."""
     for rows in (17, 2048):
         for transpose in (True, False):
-            assert chosen(rows, 37888, 3584, mx.float32, transpose) == Way("cuda", TILES)
+            assert chosen(rows, 37888, 3584, mx.float32, transpose) == Way("cuda", QMM)
         assert not is_many(mx.zeros((rows, 64)))
 
 

@@ -11,17 +11,17 @@ from mlx_qlayers import explain
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention.step import Step, configure
 from mlx_qlayers.metal.attention.step import question as asked_of_step
-from mlx_qlayers.metal.quantized_matmul.qmv import few_rows
+from mlx_qlayers.metal.quantized_matmul.qmv import qmv_config
 from mlx_qlayers.ops import quantized_paths
 from mlx_qlayers.runtime import backend as backends
 from mlx_qlayers.tuning import lookup, store
-from mlx_qlayers.tuning.families import ATTENTION_STEP, FEW_ROWS, QUANTIZED_TILES
+from mlx_qlayers.tuning.families import ATTENTION_STEP, FEW_ROWS, QMM
 from mlx_qlayers.tuning.lookup import found, heuristics_alone, questions
 from mlx_qlayers.tuning.store import Entry, save, source_hash
 
 FMT = Format(64, 4)
 QUESTION = (1, 3584, 3584, mx.bfloat16, FMT)
-NAME = "quantized_matmul_few_rows"
+NAME = "qmv"
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def gpu(tmp_path, monkeypatch):
 
 
 def heuristic(device="cuda"):
-    return few_rows.__wrapped__.__wrapped__(device, *QUESTION)
+    return qmv_config.__wrapped__.__wrapped__(device, *QUESTION)
 
 
 def keep(family=FEW_ROWS, question=QUESTION, config=None, **changes):
@@ -54,16 +54,16 @@ def keep(family=FEW_ROWS, question=QUESTION, config=None, **changes):
 
 
 def test_a_heuristic_gives_way_to_what_was_found():
-    assert few_rows("cuda", *QUESTION) == heuristic()
+    assert qmv_config("cuda", *QUESTION) == heuristic()
     config = keep()
-    assert few_rows("cuda", *QUESTION) == config != heuristic()
+    assert qmv_config("cuda", *QUESTION) == config != heuristic()
     assert any(d.op == "tuning" and d.path == "kernel" for d in explain())
 
 
 @pytest.mark.parametrize("changes", [{"source": "0" * 16}, {"mlx": "0.1"}], ids=str)
 def test_what_is_stale_counts_for_nothing(changes):
     keep(**changes)
-    assert found(NAME, *QUESTION) is None and few_rows("cuda", *QUESTION) == heuristic()
+    assert found(NAME, *QUESTION) is None and qmv_config("cuda", *QUESTION) == heuristic()
 
 
 def test_it_counts_for_its_device_dtype_format_and_shape_alone(monkeypatch):
@@ -71,8 +71,8 @@ def test_it_counts_for_its_device_dtype_format_and_shape_alone(monkeypatch):
     assert found(NAME, 2, *QUESTION[1:]) is None
     assert found(NAME, *QUESTION[:3], mx.float16, FMT) is None
     assert found(NAME, *QUESTION[:4], Format(32, 4)) is None
-    assert few_rows("metal", *QUESTION) == heuristic("metal")
-    assert few_rows("host", *QUESTION) == heuristic("host")
+    assert qmv_config("metal", *QUESTION) == heuristic("metal")
+    assert qmv_config("host", *QUESTION) == heuristic("host")
     monkeypatch.setattr(lookup, "device_name", lambda: "another_gpu")
     store.forget()
     assert found(NAME, *QUESTION) is None
@@ -80,33 +80,33 @@ def test_it_counts_for_its_device_dtype_format_and_shape_alone(monkeypatch):
 
 def test_rows_of_a_bucket_share_a_result():
     question = (512, 3584, 3584, mx.bfloat16, FMT, True)
-    config = QUANTIZED_TILES.heuristic(QUANTIZED_TILES.asked(*question), "cuda")
-    keep(QUANTIZED_TILES, question, config)
-    assert found(QUANTIZED_TILES.name, 300, *question[1:]) == ("kernel", config)
-    assert found(QUANTIZED_TILES.name, 256, *question[1:]) is None
+    config = QMM.heuristic(QMM.asked(*question), "cuda")
+    keep(QMM, question, config)
+    assert found(QMM.name, 300, *question[1:]) == ("kernel", config)
+    assert found(QMM.name, 256, *question[1:]) is None
 
 
 def test_a_second_look_takes_less_than_two_microseconds():
     keep()
-    for ask in (lambda: found(NAME, *QUESTION), lambda: few_rows("cuda", *QUESTION)):
+    for ask in (lambda: found(NAME, *QUESTION), lambda: qmv_config("cuda", *QUESTION)):
         assert min(timeit.repeat(ask, number=1000, repeat=10)) / 1000 < 2e-6
 
 
 def test_heuristics_alone_and_back():
     config = keep()
     with heuristics_alone():
-        assert few_rows("cuda", *QUESTION) == heuristic()
-    assert few_rows("cuda", *QUESTION) == config
+        assert qmv_config("cuda", *QUESTION) == heuristic()
+    assert qmv_config("cuda", *QUESTION) == config
 
 
 def test_questions_are_collected_once_each():
     found(NAME, *QUESTION)
     with questions() as asked:
         for _ in range(2):
-            few_rows("cuda", *QUESTION)
+            qmv_config("cuda", *QUESTION)
             found(NAME, *QUESTION)
     assert list(asked) == [(NAME, QUESTION)]
-    few_rows("cuda", 2, *QUESTION[1:])
+    qmv_config("cuda", 2, *QUESTION[1:])
     assert len(asked) == 1
 
 
@@ -136,8 +136,8 @@ def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
 
 def test_ops_take_the_dense_product_where_it_won(monkeypatch):
     question = (64, 3584, 3584, mx.bfloat16, FMT, True)
-    config = QUANTIZED_TILES.heuristic(QUANTIZED_TILES.asked(*question), "cuda")
-    keep(QUANTIZED_TILES, question, config, path="dequantized")
+    config = QMM.heuristic(QMM.asked(*question), "cuda")
+    keep(QMM, question, config, path="dequantized")
     chosen, reason = way(monkeypatch, rows=64)
     assert chosen == ("cuda", quantized_paths.DENSE) and "as tuned here" in reason
 
@@ -145,8 +145,8 @@ def test_ops_take_the_dense_product_where_it_won(monkeypatch):
 @pytest.mark.parametrize("path", ["dequantized", "kernel", "stock"])
 def test_several_matrices_at_once_go_by_what_won(path):
     question = (512, 7168, 3584, mx.bfloat16, FMT, True)
-    config = QUANTIZED_TILES.heuristic(QUANTIZED_TILES.asked(*question), "cuda")
-    keep(QUANTIZED_TILES, question, config, path=path)
+    config = QMM.heuristic(QMM.asked(*question), "cuda")
+    keep(QMM, question, config, path=path)
     why = quantized_paths.dense_is_worse(512, 7168, mx.zeros((512, 3584), mx.bfloat16), FMT)
     assert why is None if path == "dequantized" else "faster when tuned here" in why
 
@@ -164,5 +164,5 @@ def test_computed_costs_are_no_verdict_on_stock(monkeypatch):
     before = way(monkeypatch)
     config = keep(path="modelled")
     store.forget()
-    assert few_rows("cuda", *QUESTION) == config
+    assert qmv_config("cuda", *QUESTION) == config
     assert way(monkeypatch) == before

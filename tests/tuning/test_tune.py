@@ -9,7 +9,7 @@ import pytest
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.common import row_sum
 from mlx_qlayers.metal.common.row_sum import RowSum
-from mlx_qlayers.metal.quantized_matmul.qmv import MatrixUnits
+from mlx_qlayers.metal.quantized_matmul.qmv import QmvMatrixConfig
 from mlx_qlayers.runtime import KernelTimeout, use_backend
 from mlx_qlayers.tuning import judge, store
 from mlx_qlayers.tuning.families import FAMILIES, ROW_SUM
@@ -181,8 +181,8 @@ def test_a_finalist_has_to_beat_the_heuristic():
 def test_launch_bounds_leave_a_thread_its_share_of_registers():
     """On an H200; Apple's compiler is not told how many threadgroups should fit."""
     problem = Problem((1, 64, 512), mx.float16, "affine-64-4-t")
-    family = FAMILIES["quantized_matmul_few_rows"]
-    small = MatrixUnits(fragments=1, run=16, tiles=1, simds=2)
+    family = FAMILIES["qmv"]
+    small = QmvMatrixConfig(fragments=1, run=16, tiles=1, simds=2)
     large = replace(small, run=64, tiles=4, ahead=2)
 
     def seconds(machine, config):
@@ -222,8 +222,8 @@ def test_an_interrupt_keeps_what_was_found():
 
 PROBLEMS = {
     "row_sum": Problem((7, 96), mx.float32),
-    "quantized_matmul_few_rows": Problem((3, 40, 128), mx.float16, "affine-64-4-t"),
-    "quantized_matmul_tiles": Problem((17, 40, 128), mx.float16, "affine-64-4-t"),
+    "qmv": Problem((3, 40, 128), mx.float16, "affine-64-4-t"),
+    "qmm": Problem((17, 40, 128), mx.float16, "affine-64-4-t"),
     "attention_decode": Problem((2, 7, 256, 64, 64), mx.float16, "bits-4"),
     "attention_step": Problem((1, 4, 2, 256, 64, 64), mx.float16),
     "grid_sample": Problem((4, 256, 16, 2), mx.float16, "any"),
@@ -231,8 +231,8 @@ PROBLEMS = {
 }
 ASKED = {
     "row_sum": (7, 96, mx.float32),
-    "quantized_matmul_few_rows": (3, 40, 128, mx.float16, Format(64, 4)),
-    "quantized_matmul_tiles": (17, 40, 128, mx.float16, Format(64, 4), True),
+    "qmv": (3, 40, 128, mx.float16, Format(64, 4)),
+    "qmm": (17, 40, 128, mx.float16, Format(64, 4), True),
     "attention_decode": (mx.float16, 7, 64, 64, 4, 2, 256),
     "attention_step": (mx.float16, 1, 4, 2, 256, 64, 64),
     "grid_sample": (16, mx.float16, False, 2),
@@ -272,7 +272,7 @@ def test_attention_of_keys_that_are_not_packed():
 @pytest.mark.parametrize("kind", ["norm-3", "norm-gate", "residual"])
 def test_products_with_what_stands_around_them(kind):
     mx.random.seed(7)
-    family = FAMILIES["quantized_matmul_few_rows"]
+    family = FAMILIES["qmv"]
     problem = family.asked(3, 48, 128, mx.bfloat16, Format(64, 4), kind)
     assert problem.form == f"affine-64-4-t-{kind}"
     inputs, (config, *_) = family.inputs(problem), family.others(problem, "metal")

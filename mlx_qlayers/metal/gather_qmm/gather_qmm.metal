@@ -4,7 +4,7 @@
 //                    same one. right (P,) holds the sorted choices of blocks of M rows; shape is
 //                    P, E, M, tile and the length of the list, the rest of which is empty rows.
 //                    One threadgroup of `threads` threads, a power of two.
-// gather_qmm_tiles   y (R, N) = x (R, K) * w^T, or x * w, by the list: as quantized_matmul_tiles in
+// gather_qmm_tiles   y (R, N) = x (R, K) * w^T, or x * w, by the list: as qmm in
 //                    quantized_tiles.metal, with the same memory. shape is N, K.
 //                    Grid (threads * tiles in the list, ceil(N / tile_n), 1).
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ...formats import MODES, Format
 from ...runtime.kernel import MAX_THREADS, Kernel
-from ..quantized_matmul.qmm import Tiles, threadgroup_memory
+from ..quantized_matmul.qmm import QmmConfig, threadgroup_memory
 
 _LIST = Kernel(
     "gather_qmm_list",
@@ -49,7 +49,9 @@ _TILES = Kernel(
 
 
 @cache
-def gathered_tiles(device: str, rows: int, matrices: int, dtype: mx.Dtype, fmt: Format) -> Tiles:
+def gather_qmm_config(
+    device: str, rows: int, matrices: int, dtype: mx.Dtype, fmt: Format
+) -> QmmConfig:
     """The configuration for a backend.
 
     Args:
@@ -63,11 +65,11 @@ def gathered_tiles(device: str, rows: int, matrices: int, dtype: mx.Dtype, fmt: 
     # Two tiles of float32 must fit into the threadgroup memory.
     wide = dtype == mx.float32
     if rows <= 8 * matrices:
-        return Tiles(16, 64, 64 if wide else 128, 1, 4, run, ahead=False)
-    return Tiles(32 if wide or rows <= 16 * matrices else 64, 64, 64, 2, 2, run, ahead=False)
+        return QmmConfig(16, 64, 64 if wide else 128, 1, 4, run, ahead=False)
+    return QmmConfig(32 if wide or rows <= 16 * matrices else 64, 64, 64, 2, 2, run, ahead=False)
 
 
-def products_in_tiles(
+def gather_qmm_sorted(
     x: mx.array,
     w: mx.array,
     scales: mx.array,
@@ -76,7 +78,7 @@ def products_in_tiles(
     right: mx.array,
     transpose: bool,
     fmt: Format,
-    config: Tiles,
+    config: QmmConfig,
 ) -> mx.array:
     """Products of blocks of rows with the packed matrices that they chose, sorted.
 
@@ -129,7 +131,7 @@ def _template(
     dtype: mx.Dtype,
     scale: mx.Dtype,
     fmt: Format,
-    config: Tiles,
+    config: QmmConfig,
     transpose: bool,
     k: int,
     scaled: bool,

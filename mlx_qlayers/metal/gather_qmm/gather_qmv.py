@@ -128,7 +128,7 @@ def configuration(
     return Columns(1 if alone else 64 // run, run=run, deep=1, wide=4, lanes=32, threads=64)
 
 
-def gathered_products(
+def gather_qmv(
     x: mx.array,
     w: mx.array,
     scales: mx.array,

@@ -10,7 +10,7 @@
 //
 // Rows of one column of tiles are neighbours in the grid, so that w is read from memory once. Where
 // `parts` share K, part z takes `depth` elements of it from z * depth on and writes its sums to
-// plane z of y, in float32, for quantized_matmul_sum to add. A run of elements that one thread
+// plane z of y, in float32, for qmm_sum to add. A run of elements that one thread
 // unpacks lies in one group. What lies beyond M, N or K counts as zero and is not read.
 
 #include "common/fragment.metal"
@@ -318,7 +318,7 @@ template <
     bool ahead,
     bool aligned,
     bool biased>
-[[kernel]] void quantized_matmul_tiles(
+[[kernel]] void qmm(
     const device T* x,
     const device uint* w,
     const device S* scales,
@@ -348,7 +348,7 @@ template <
 
 // y = the sum of the planes of `parts`, and the bias; one element a thread.
 template <typename T, bool biased>
-[[kernel]] void quantized_matmul_sum(
+[[kernel]] void qmm_sum(
     const device float* parts,
     const device T* bias,
     constant int* shape,

@@ -26,8 +26,8 @@ def threadgroup_memory(
     return stages * elements * T.size
 
 
-TILES = Kernel(
-    "quantized_matmul_tiles",
+QMM = Kernel(
+    "qmm",
     "quantized_matmul/qmm.metal",
     inputs=("x", "w", "scales", "biases", "bias", "shape"),
     outputs=("y",),
@@ -54,8 +54,8 @@ TILES = Kernel(
     large=True,
 )
 
-SUM = Kernel(
-    "quantized_matmul_sum",
+QMM_SUM = Kernel(
+    "qmm_sum",
     "quantized_matmul/qmm.metal",
     inputs=("parts", "bias", "shape"),
     outputs=("y",),
@@ -65,7 +65,7 @@ SUM = Kernel(
 
 
 @dataclass(frozen=True)
-class Tiles:
+class QmmConfig:
     """How a product of many rows is cut into tiles.
 
     Attributes:
@@ -111,10 +111,10 @@ class Tiles:
         return threads
 
 
-@tuned("quantized_matmul_tiles")
-def tiles(
+@tuned("qmm")
+def qmm_config(
     device: str, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
-) -> Tiles:
+) -> QmmConfig:
     """The configuration for a backend.
 
     Args:
@@ -129,35 +129,35 @@ def tiles(
     run = 32 if fmt.bits % 2 else 16
     if device == "host":
         # There to check the kernel: one build does for every number of rows.
-        return Tiles(32, 64, 64, 2, 2, run)
+        return QmmConfig(32, 64, 64, 2, 2, run)
     if device == "cuda" and dtype != mx.float32:
         return _on_tensor_cores(m, n, k, fmt)
     tile_m = next(size for size in (16, 32, 64) if size >= min(m, 64))
     tile_k = 64 if run == 32 or tile_m == 16 else 32
     if dtype == mx.float32 and tile_k == 64:
         tile_m = min(tile_m, 32)  # two tiles must fit
-    return Tiles(tile_m, 64, tile_k, *((2, 2) if tile_m > 16 else (1, 4)), run)
+    return QmmConfig(tile_m, 64, tile_k, *((2, 2) if tile_m > 16 else (1, 4)), run)
 
 
-def _on_tensor_cores(m: int, n: int, k: int, fmt: Format) -> Tiles:
+def _on_tensor_cores(m: int, n: int, k: int, fmt: Format) -> QmmConfig:
     """The best of some thirty that were measured on an H200, in bfloat16 and 4 bits."""
     run = min(fmt.group_size, 32)
     if m <= 32:
-        config = Tiles(32, 128, 64, 2, 2, run)
+        config = QmmConfig(32, 128, 64, 2, 2, run)
     elif m <= 64:
-        config = Tiles(64, 128, 64, 1, 4, run)
+        config = QmmConfig(64, 128, 64, 1, 4, run)
     elif m <= 96 or 128 < m <= 192:
-        config = Tiles(96, 128, 64, 1, 4, run)
+        config = QmmConfig(96, 128, 64, 1, 4, run)
     else:
-        config = Tiles(128, 96, 64, 2, 2, run if fmt.bits % 2 else 16)
+        config = QmmConfig(128, 96, 64, 2, 2, run if fmt.bits % 2 else 16)
     if config.count(m, n) >= WAVE:
         return config
     # Smaller tiles, and several to a column of the result, give every core something to do.
-    config = Tiles(min(config.tile_m, 64) // 32 * 32, 64, 64, 2, 2, run)
+    config = QmmConfig(min(config.tile_m, 64) // 32 * 32, 64, 64, 2, 2, run)
     return replace(config, parts=max(1, min(WAVE // config.count(m, n), k // 512)))
 
 
-def product_in_tiles(
+def qmm(
     x: mx.array,
     w: mx.array,
     scales: mx.array,
@@ -165,7 +165,7 @@ def product_in_tiles(
     bias: mx.array | None,
     transpose: bool,
     fmt: Format,
-    config: Tiles,
+    config: QmmConfig,
 ) -> mx.array:
     """``x @ w.T + bias`` or ``x @ w + bias`` for a packed ``w``.
 
@@ -189,7 +189,7 @@ def product_in_tiles(
     parts = -(-k // depth)
     threads = config.threads(x.dtype)
     added = bias if parts == 1 else None
-    (y,) = TILES(
+    (y,) = QMM(
         [
             x,
             w,
@@ -227,7 +227,7 @@ def sum_of_parts(
         shape: of the result, of M * N elements.
     """
     planes, m, n = parts.shape
-    (y,) = SUM(
+    (y,) = QMM_SUM(
         [parts, mx.zeros((1,), dtype) if bias is None else bias, numbers(m * n, n, planes)],
         template={"T": dtype, "biased": bias is not None},
         grid=(m * n, 1, 1),
@@ -242,7 +242,7 @@ def _template(
     dtype: mx.Dtype,
     scale: mx.Dtype,
     fmt: Format,
-    config: Tiles,
+    config: QmmConfig,
     transpose: bool,
     shared: bool,
     aligned: bool,

@@ -52,7 +52,7 @@ template <
     int run,
     int lanes,
     int ways>
-[[kernel]] void quantized_matmul_few_rows(
+[[kernel]] void qmv(
     const device T* x,
     const device T* norm_weight,
     const device T* residual,

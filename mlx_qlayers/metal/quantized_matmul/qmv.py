@@ -20,7 +20,7 @@ from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 from ...runtime.signature import CONSTANT_BELOW
 from ...tuning.lookup import tuned
 
-MAX_FEW_ROWS = 16
+MAX_QMV_ROWS = 16
 MAX_MATRICES = 3
 
 Gate = Literal["silu", "gelu", "gelu_approx"]
@@ -43,7 +43,7 @@ class PackedMatrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FewRows:
+class QmvConfig:
     """How a product of few rows is spread over threads.
 
     Attributes:
@@ -73,7 +73,7 @@ class FewRows:
 
 
 @dataclass(frozen=True)
-class MatrixUnits:
+class QmvMatrixConfig:
     """How a product of few rows is spread over SIMD groups that use the matrix units.
 
     Attributes:
@@ -117,10 +117,10 @@ class MatrixUnits:
         return -(-sum(-(-n // 16) for n in sizes) // (self.tiles * self.stacks))
 
 
-@tuned("quantized_matmul_few_rows")
-def few_rows(
+@tuned("qmv")
+def qmv_config(
     device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, kind: str = ""
-) -> FewRows | MatrixUnits:
+) -> QmvConfig | QmvMatrixConfig:
     """The configuration for a backend.
 
     Args:
@@ -135,23 +135,23 @@ def few_rows(
     if device == "host":
         # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.
         # Its loops over rows are not unrolled, so that one kernel does for all but the single row.
-        rows = 1 if rows == 1 else MAX_FEW_ROWS
-        return FewRows(rows, outputs=4, run=fmt.group_size, lanes=1, ways=16, threads=8)
+        rows = 1 if rows == 1 else MAX_QMV_ROWS
+        return QmvConfig(rows, outputs=4, run=fmt.group_size, lanes=1, ways=16, threads=8)
     # Apple's matrix units multiply no faster than its other units: an estimate.
     if dtype != mx.float32 and (device == "cuda" or rows > 3):
         return _matrix_units(rows, n, k, fmt, "norm" in kind)
     return _any_units(rows, fmt)
 
 
-def _any_units(rows: int, fmt: Format) -> FewRows:
+def _any_units(rows: int, fmt: Format) -> QmvConfig:
     """For every GPU and dtype: sums and unpacked weights stay within some 100 registers."""
     run = 32 if fmt.bits % 2 else 16
-    rows = next(n for n in (1, 2, 4, 8, MAX_FEW_ROWS) if n >= rows)
+    rows = next(n for n in (1, 2, 4, 8, MAX_QMV_ROWS) if n >= rows)
     outputs = 4 if rows * run <= 64 else 2
-    return FewRows(rows, outputs, run, lanes=32, ways=1, threads=64)
+    return QmvConfig(rows, outputs, run, lanes=32, ways=1, threads=64)
 
 
-def _matrix_units(rows: int, n: int, k: int, fmt: Format, normed: bool) -> MatrixUnits:
+def _matrix_units(rows: int, n: int, k: int, fmt: Format, normed: bool) -> QmvMatrixConfig:
     """Measured on an H200; for other GPUs an estimate."""
     group, bits, mode = fmt
     # Not many more tiles than an H200 runs threadgroups of 16 SIMD groups.
@@ -170,13 +170,13 @@ def _matrix_units(rows: int, n: int, k: int, fmt: Format, normed: bool) -> Matri
         slots = 4 * run // group
     fragments = -(-rows * slots // 8)
     if normed:
-        config = MatrixUnits(fragments, run, *((1, 8) if small else (2, 4)))
+        config = QmvMatrixConfig(fragments, run, *((1, 8) if small else (2, 4)))
     else:
         # Other formats than these, and more of x, take more registers.
         light = mode == "affine" and bits in (2, 4) and fragments * run <= (64 if rows < 3 else 32)
         tiles, simds, ahead, occupancy = _spread(rows, n, k, fmt, light)
         occupancy = 8 if fragments * run > 64 else occupancy
-        config = MatrixUnits(fragments, run, tiles, simds, ahead, occupancy=occupancy)
+        config = QmvMatrixConfig(fragments, run, tiles, simds, ahead, occupancy=occupancy)
     while _threadgroup_memory(**asdict(config)) > MAX_THREADGROUP_MEMORY:
         config = replace(config, simds=config.simds // 2)
     return config
@@ -199,11 +199,11 @@ def _spread(rows: int, n: int, k: int, fmt: Format, light: bool) -> tuple[int, i
     return 2, 4, 1, 20 if light else 12
 
 
-def products_of_few_rows(
+def qmv(
     x: mx.array,
     matrices: Sequence[PackedMatrix],
     fmt: Format,
-    config: FewRows | MatrixUnits,
+    config: QmvConfig | QmvMatrixConfig,
     *,
     norm: tuple[mx.array | None, float] | None = None,
     gate: Gate | None = None,
@@ -224,34 +224,36 @@ def products_of_few_rows(
         residual: added to the product of a single matrix; in its shape and dtype.
         tile_squares: (M, ceil(K / 16)) float32, if ``x`` was multiplied by the norm's weight
             already, which then is None: sums of squares of what it was before. With this or the
-            next, ``config`` and the matrices are what :func:`hands_on` takes.
+            next, ``config`` and the matrices are what :func:`takes_deferred_norm` takes.
         next_weight: (N,) of the norm that the product of a single matrix goes through next.
 
     Returns:
         A (..., N) in the dtype of ``x`` for each matrix, or the gated one; float32 inside, rounded
         once. With ``next_weight`` also that product times it, and its ``tile_squares``.
     """
-    by_threads = isinstance(config, FewRows) and config.lanes == 1
+    by_threads = isinstance(config, QmvConfig) and config.lanes == 1
     if norm is not None and tile_squares is None and (x.dtype == mx.float16 or by_threads):
         # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
         # whose threads share nothing would norm it in each of them.
         return _after_norm(x, matrices, fmt, config, *norm, gate, residual)
-    if gate is not None and isinstance(config, MatrixUnits):
+    if gate is not None and isinstance(config, QmvMatrixConfig):
         config = _even(config)
     handed = {"tile_squares": tile_squares, "next_weight": next_weight}
     return _launch(x, matrices, fmt, config, norm, gate, residual, **handed)
 
 
-def hands_on(config: FewRows | MatrixUnits, matrices: Sequence[PackedMatrix]) -> bool:
+def takes_deferred_norm(
+    config: QmvConfig | QmvMatrixConfig, matrices: Sequence[PackedMatrix]
+) -> bool:
     """Whether a launch can take from another what a norm between them needs, and hand it on."""
-    return isinstance(config, MatrixUnits) and all(m.w.size >= CONSTANT_BELOW for m in matrices)
+    return isinstance(config, QmvMatrixConfig) and all(m.w.size >= CONSTANT_BELOW for m in matrices)
 
 
 def _after_norm(
     x: mx.array,
     matrices: Sequence[PackedMatrix],
     fmt: Format,
-    config: FewRows | MatrixUnits,
+    config: QmvConfig | QmvMatrixConfig,
     weight: mx.array | None,
     epsilon: float,
     gate: Gate | None,
@@ -259,7 +261,7 @@ def _after_norm(
 ) -> list[mx.array]:
     """The same with a launch for the norm."""
     x = mx.fast.rms_norm(x, weight, epsilon)
-    return products_of_few_rows(x, matrices, fmt, config, gate=gate, residual=residual)
+    return qmv(x, matrices, fmt, config, gate=gate, residual=residual)
 
 
 _EXTRA = ("norm_weight", "tile_squares", "residual", "next_weight")
@@ -284,7 +286,7 @@ def _threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, 
 def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
     """One of the two kernels, without some of its inputs and outputs."""
     letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
-    function = "quantized_matmul_matrix" if units else "quantized_matmul_few_rows"
+    function = "qmv_matrix" if units else "qmv"
     # That with the matrix units reads the shapes of its arrays.
     lacking = omitted + (("shape",) if units else _HANDED)
     return Kernel(
@@ -294,7 +296,7 @@ def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
         inputs=tuple(name for name in _INPUTS if name not in lacking),
         outputs=tuple(name for name in _OUTPUTS if name not in lacking),
         omitted=omitted,
-        template=_TEMPLATE + (MatrixUnits if units else FewRows).template,
+        template=_TEMPLATE + (QmvMatrixConfig if units else QmvConfig).template,
         threadgroup_memory=_threadgroup_memory if units else 0,
         large=True,
     )
@@ -319,7 +321,7 @@ def _launch(
     x: mx.array,
     matrices: Sequence[PackedMatrix],
     fmt: Format,
-    config: FewRows | MatrixUnits,
+    config: QmvConfig | QmvMatrixConfig,
     norm: tuple[mx.array | None, float] | None,
     gate: Gate | None,
     residual: mx.array | None,
@@ -327,9 +329,9 @@ def _launch(
     next_weight: mx.array | None = None,
 ) -> list[mx.array]:
     (*leading, k) = x.shape
-    if isinstance(config, MatrixUnits) and not config.takes(k):
+    if isinstance(config, QmvMatrixConfig) and not config.takes(k):
         raise ValueError(f"{config} does not take rows of {k} elements")
-    if isinstance(config, MatrixUnits) and not hands_on(config, matrices):
+    if isinstance(config, QmvMatrixConfig) and not takes_deferred_norm(config, matrices):
         # That kernel reads the shape of w, which therefore arrives as it is: in constant memory.
         config = _any_units(x.size // k, fmt)
     sizes, rows = [matrix.w.shape[0] for matrix in matrices], x.size // k
@@ -347,7 +349,7 @@ def _launch(
     shapes = [(*leading, n) for n in (sizes[:1] if gate else sizes)]
     if next_weight is not None:
         shapes += [*shapes, (rows, -(-sizes[0] // 16))]
-    threads, units = config.threads, isinstance(config, MatrixUnits)
+    threads, units = config.threads, isinstance(config, QmvMatrixConfig)
     arrays = [x, *extra.values(), *given]
     normed = norm is not None and tile_squares is None
     return _kernel(units, omitted)(
@@ -367,7 +369,7 @@ def _template(
     gate: Gate | None,
     normed: bool,
     epsilon: float,
-    config: FewRows | MatrixUnits,
+    config: QmvConfig | QmvMatrixConfig,
 ) -> dict[str, mx.Dtype | int | bool]:
     values: dict[str, mx.Dtype | int | bool] = {
         "T": dtype,
@@ -383,7 +385,7 @@ def _template(
 
 
 @cache
-def _even(config: MatrixUnits) -> MatrixUnits:
+def _even(config: QmvMatrixConfig) -> QmvMatrixConfig:
     """With tiles in pairs, one of each matrix that a gate joins."""
     return replace(config, tiles=config.tiles + config.tiles % 2)
 

@@ -44,7 +44,7 @@ template <
     int simds,
     int ahead,
     int RESIDENT>
-[[kernel]] void quantized_matmul_matrix(
+[[kernel]] void qmv_matrix(
     const device T* x,
     const constant int* x_shape,
     const constant int& x_ndim,

@@ -7,7 +7,7 @@
 //   memory 4 * columns * run * shares bytes where `shares` is above 1. Sums are float32.
 //
 // Part z takes `depth` elements of K from z * depth on and writes its sums to plane z of y, in
-// float32 if there are several, for quantized_matmul_sum to add.
+// float32 if there are several, for qmm_sum to add.
 
 #include "packed.metal"
 
@@ -27,7 +27,7 @@ template <
     int columns,
     int shares,
     bool biased>
-[[kernel]] void quantized_matmul_untransposed(
+[[kernel]] void qvm(
     const device T* x,
     const device uint* w,
     const device S* scales,

@@ -11,15 +11,15 @@ import mlx.core as mx
 from ...formats import MODES, Format
 from ...runtime.kernel import Kernel
 from .qmm import numbers, sum_of_parts
-from .qmv import MAX_FEW_ROWS
+from .qmv import MAX_QMV_ROWS
 
 
 def _threadgroup_memory(run: int, columns: int, shares: int, **_: object) -> int:
     return 4 * columns * run * shares if shares > 1 else 4
 
 
-_UNTRANSPOSED = Kernel(
-    "quantized_matmul_untransposed",
+_QVM = Kernel(
+    "qvm",
     "quantized_matmul/qvm.metal",
     inputs=("x", "w", "scales", "biases", "bias", "shape"),
     outputs=("y",),
@@ -43,7 +43,7 @@ _UNTRANSPOSED = Kernel(
 
 
 @dataclass(frozen=True)
-class Columns:
+class QvmConfig:
     """How a product of few rows with an untransposed matrix is spread over threads.
 
     Attributes:
@@ -64,7 +64,7 @@ class Columns:
 
 
 @cache
-def columns(device: str, rows: int, n: int, k: int, fmt: Format) -> Columns:
+def qvm_config(device: str, rows: int, n: int, k: int, fmt: Format) -> QvmConfig:
     """The configuration for a backend.
 
     Args:
@@ -76,24 +76,24 @@ def columns(device: str, rows: int, n: int, k: int, fmt: Format) -> Columns:
     """
     if device == "host":
         # The sums of a row fill two of the widest vectors there are while they meet eight weights.
-        rows = 1 if rows == 1 else MAX_FEW_ROWS
-        return Columns(rows, min(fmt.group_size, 32), block=8, columns=8)
+        rows = 1 if rows == 1 else MAX_QMV_ROWS
+        return QvmConfig(rows, min(fmt.group_size, 32), block=8, columns=8)
     run = 32 if fmt.bits % 2 else 16
-    rows = next(size for size in (1, 2, 4, 8, MAX_FEW_ROWS) if size >= rows)
+    rows = next(size for size in (1, 2, 4, 8, MAX_QMV_ROWS) if size >= rows)
     # Enough threads for a large GPU.
     across = -(-n // (32 * run))
     parts = max(1, min(256 // across, k // 64))
-    return Columns(rows, run, 1 if rows > 1 else 2, columns=32, shares=8, parts=parts)
+    return QvmConfig(rows, run, 1 if rows > 1 else 2, columns=32, shares=8, parts=parts)
 
 
-def product_of_few_rows_untransposed(
+def qvm(
     x: mx.array,
     w: mx.array,
     scales: mx.array,
     biases: mx.array | None,
     bias: mx.array | None,
     fmt: Format,
-    config: Columns,
+    config: QvmConfig,
 ) -> mx.array:
     """``x @ w + bias`` for a packed ``w``, which is read and unpacked once for all rows.
 
@@ -115,7 +115,7 @@ def product_of_few_rows_untransposed(
     parts = -(-k // depth)
     added = bias if parts == 1 else None
     tiles = -(-n // (config.run * config.columns))
-    (y,) = _UNTRANSPOSED(
+    (y,) = _QVM(
         [
             x,
             w,

@@ -10,7 +10,7 @@ from .attention_forward import ATTENTION_FORWARD
 from .attention_step import ATTENTION_STEP
 from .few_rows import FEW_ROWS
 from .grid_sample import GRID_SAMPLE
-from .quantized_tiles import QUANTIZED_TILES
+from .quantized_tiles import QMM
 from .row_sum import ROW_SUM
 
 FAMILIES: dict[str, Family[Any]] = {
@@ -18,7 +18,7 @@ FAMILIES: dict[str, Family[Any]] = {
     for family in (
         ROW_SUM,
         FEW_ROWS,
-        QUANTIZED_TILES,
+        QMM,
         ATTENTION_DECODE,
         ATTENTION_STEP,
         ATTENTION_FORWARD,

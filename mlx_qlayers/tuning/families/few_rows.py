@@ -10,14 +10,14 @@ import mlx.core as mx
 
 from ...formats import Format
 from ...metal.quantized_matmul import qmv as quantized_matmul
-from ...metal.quantized_matmul.qmv import FewRows, MatrixUnits, few_rows
+from ...metal.quantized_matmul.qmv import QmvConfig, QmvMatrixConfig, qmv_config
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ..family import Family, Problem
 from ..moves import Axis, Buffer, Group, Local, Unroll, Upcast
 from .fused import Fused
 from .packed import Packed, Path
 
-Config = FewRows | MatrixUnits
+Config = QmvConfig | QmvMatrixConfig
 # Beyond these a thread's sums and weights cannot stay in registers.
 _MOST_SUMS, _MOST_PRODUCTS = 32, 128
 
@@ -30,8 +30,8 @@ class FewRowsFamily(Family[Config]):
     faster depends on what the matrix units of a GPU are worth, so the search starts from both.
     """
 
-    name = "quantized_matmul_few_rows"
-    configs = (MatrixUnits, FewRows)
+    name = "qmv"
+    configs = (QmvMatrixConfig, QmvConfig)
     kernels = (quantized_matmul._kernel(True, ()), quantized_matmul._kernel(False, ()))
     axes = (
         Axis(Group, "simds", (1, 2, 4, 8, 16)),
@@ -45,19 +45,19 @@ class FewRowsFamily(Family[Config]):
 
     def heuristic(self, problem: Problem, device: str) -> Config:
         m, n, k, fmt, _ = Packed.of(problem)
-        return self.completed(unwrap(few_rows)(device, m, n, k, problem.dtype, fmt), problem)
+        return self.completed(unwrap(qmv_config)(device, m, n, k, problem.dtype, fmt), problem)
 
     def others(self, problem: Problem, device: str) -> tuple[Config, ...]:
         m, n, k, fmt, _ = Packed.of(problem)
         if device == "cuda":  # where matrix units are worth ten times the other ones
             return ()
-        choose = unwrap(few_rows)
+        choose = unwrap(qmv_config)
         units = choose("cuda", m, n, k, mx.bfloat16, fmt)
         threads = choose("metal", m, n, k, mx.float32, fmt)
         return (threads,) if problem.dtype == mx.float32 else (units, threads)
 
     def completed(self, config: Config, problem: Problem) -> Config:
-        if isinstance(config, FewRows):
+        if isinstance(config, QmvConfig):
             return config
         rows, gate = problem.shape[0], Fused.of(problem).gate
         fragments = -(-rows * _slots(config, Packed.of(problem)) // 8)
@@ -68,7 +68,7 @@ class FewRowsFamily(Family[Config]):
         packed = Packed.of(problem)
         if config.threads > 1024:
             return f"{config.threads} threads"
-        if isinstance(config, FewRows):
+        if isinstance(config, QmvConfig):
             if Fused.of(problem).gate and config.outputs % 2:
                 return "a gate joins outputs in pairs"
             return _why_not_threads(config, packed)
@@ -93,7 +93,7 @@ class FewRowsFamily(Family[Config]):
 
     def registers(self, config: Config, problem: Problem) -> int:
         bits = Packed.of(problem).fmt.bits
-        if isinstance(config, FewRows):
+        if isinstance(config, QmvConfig):
             return 24 + config.rows * config.outputs * config.ways + 2 * config.run
         words = config.tiles * config.ahead * 2 * config.run * bits // 32
         scales = config.tiles * (4 * config.ahead + 4)
@@ -115,11 +115,11 @@ class FewRowsFamily(Family[Config]):
         return replace(plain, form=f"{plain.form}-{kind}") if kind else plain
 
 
-def _slots(config: MatrixUnits, packed: Packed) -> int:
+def _slots(config: QmvMatrixConfig, packed: Packed) -> int:
     return 1 if packed.fmt.mode == "nvfp4" else 4 * config.run // packed.fmt.group_size
 
 
-def _why_not_threads(config: FewRows, packed: Packed) -> str | None:
+def _why_not_threads(config: QmvConfig, packed: Packed) -> str | None:
     group, bits, _ = packed.fmt
     if config.run % (32 if bits % 2 else 16) or group % config.run:
         return f"runs of {config.run} in groups of {group}"
@@ -128,7 +128,7 @@ def _why_not_threads(config: FewRows, packed: Packed) -> str | None:
     return None if max(products / 2, sums) <= _MOST_PRODUCTS else f"{sums} sums, {products} numbers"
 
 
-def _why_not_units(config: MatrixUnits, packed: Packed) -> str | None:
+def _why_not_units(config: QmvMatrixConfig, packed: Packed) -> str | None:
     group, bits, mode = packed.fmt
     if mode == "nvfp4":
         if config.run != (16 if packed.k % 32 else 32) or config.ahead > 1:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ...formats import Format
-from ...metal.quantized_matmul.qmv import FewRows, MatrixUnits, PackedMatrix, products_of_few_rows
+from ...metal.quantized_matmul.qmv import PackedMatrix, QmvConfig, QmvMatrixConfig, qmv
 from ..family import Problem
 
 _EPSILON = 1e-6
@@ -51,11 +51,11 @@ class Fused(NamedTuple):
         ]
 
     def launch(
-        self, inputs: list[mx.array], fmt: Format, config: FewRows | MatrixUnits
+        self, inputs: list[mx.array], fmt: Format, config: QmvConfig | QmvMatrixConfig
     ) -> mx.array:
         """One launch; of several results the last."""
         x, weight, residual, matrices = self._split(inputs)
-        return products_of_few_rows(
+        return qmv(
             x,
             [PackedMatrix(*matrix) for matrix in matrices],
             fmt,

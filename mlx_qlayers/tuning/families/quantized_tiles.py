@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...formats import Format
 from ...metal.quantized_matmul import qmm as quantized_tiles
-from ...metal.quantized_matmul.qmm import Tiles, product_in_tiles, tiles
+from ...metal.quantized_matmul.qmm import QmmConfig, qmm, qmm_config
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ..family import Family, Problem
 from ..lookup import rounded
@@ -17,12 +17,12 @@ from ..moves import Axis, Buffer, GroupTop, Local, Tile
 from .packed import Packed, Path, four
 
 
-class QuantizedTiles(Family[Tiles]):
+class QmmFamily(Family[QmmConfig]):
     """y (M, N) = x (M, K) with a packed matrix, M of 17 and more; its form is ``affine-64-4-t``."""
 
-    name = "quantized_matmul_tiles"
-    configs = (Tiles,)
-    kernels = (quantized_tiles.TILES, quantized_tiles.SUM)
+    name = "qmm"
+    configs = (QmmConfig,)
+    kernels = (quantized_tiles.QMM, quantized_tiles.QMM_SUM)
     axes = (
         Axis(Tile, "tile_m", (16, 32, 48, 64, 96, 128)),
         Axis(Tile, "tile_n", (32, 64, 128, 256)),
@@ -34,11 +34,11 @@ class QuantizedTiles(Family[Tiles]):
         Axis(GroupTop, "parts", (1, 2, 4, 8)),
     )
 
-    def heuristic(self, problem: Problem, device: str) -> Tiles:
+    def heuristic(self, problem: Problem, device: str) -> QmmConfig:
         m, n, k, fmt, transpose = Packed.of(problem)
-        return unwrap(tiles)(device, m, n, k, problem.dtype, fmt, transpose)
+        return unwrap(qmm_config)(device, m, n, k, problem.dtype, fmt, transpose)
 
-    def why_not(self, config: Tiles, problem: Problem) -> str | None:
+    def why_not(self, config: QmmConfig, problem: Problem) -> str | None:
         packed = Packed.of(problem)
         try:
             threads = config.threads(problem.dtype)
@@ -63,9 +63,9 @@ class QuantizedTiles(Family[Tiles]):
     def inputs(self, problem: Problem) -> list[mx.array]:
         return Packed.of(problem).inputs(problem.dtype)
 
-    def run(self, inputs: list[mx.array], problem: Problem, config: Tiles) -> mx.array:
+    def run(self, inputs: list[mx.array], problem: Problem, config: QmmConfig) -> mx.array:
         packed = Packed.of(problem)
-        return product_in_tiles(*four(inputs), None, packed.transpose, packed.fmt, config)
+        return qmm(*four(inputs), None, packed.transpose, packed.fmt, config)
 
     def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
         return Packed.of(problem).reference(inputs)
@@ -73,7 +73,7 @@ class QuantizedTiles(Family[Tiles]):
     def paths(self, problem: Problem) -> Mapping[str, Path]:
         return Packed.of(problem).paths()
 
-    def registers(self, config: Tiles, problem: Problem) -> int:
+    def registers(self, config: QmmConfig, problem: Problem) -> int:
         sums = config.tile_m * config.tile_n // config.threads(problem.dtype)
         return 48 + sums + config.run
 
@@ -90,4 +90,4 @@ class QuantizedTiles(Family[Tiles]):
         return rounded(m), n, k
 
 
-QUANTIZED_TILES = QuantizedTiles()
+QMM = QmmFamily()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.gather_qmm.gather_qmm import gathered_tiles, products_in_tiles
+from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
@@ -26,11 +26,11 @@ RIGHT = [0] * 3 + [2] * 37 + [3] + [5] * 9
 
 
 def by_kernel(x, packed, right, fmt, transpose, device="metal", backend="host", **changes):
-    config = gathered_tiles(device, len(right) * x.shape[1], E, x.dtype, fmt)
+    config = gather_qmm_config(device, len(right) * x.shape[1], E, x.dtype, fmt)
     config = replace(config, **changes)
     with use_backend(backend):
         right = mx.array(right, mx.uint32)
-        return products_in_tiles(x, *packed, None, right, transpose, fmt, config)
+        return gather_qmm_sorted(x, *packed, None, right, transpose, fmt, config)
 
 
 def check_all(fmt, dtype, transpose, rows=72, groups=3, each=1, right=RIGHT, **others):
@@ -84,10 +84,10 @@ def test_list_of_any_number_of_matrices(matrices):
     packed = random_experts(rng, (matrices,), 8, 32, SMALL)
     right = np.sort(rng.integers(0, matrices, 50))
     x = random(rng, (50, 1, 32))
-    config = gathered_tiles("metal", 50, matrices, x.dtype, SMALL)
+    config = gather_qmm_config("metal", 50, matrices, x.dtype, SMALL)
     with use_backend("host"), trace() as launches:
         chosen = mx.array(right.astype(np.uint32))
-        y = products_in_tiles(x, *packed, None, chosen, True, SMALL, config)
+        y = gather_qmm_sorted(x, *packed, None, chosen, True, SMALL, config)
     check_gathered(y, x, packed, SMALL, None, mx.array(right))
     assert [launch.kernel for launch in launches] == ["gather_qmm_list", "gather_qmm_tiles"]
 
@@ -98,9 +98,9 @@ def test_global_scale():
     packed, x = random_experts(rng, (E,), 40, 64, fmt), random(rng, (len(RIGHT), 1, 64))
     factors = mx.abs(random(rng, (E,))) * 2688
     right = mx.array(RIGHT, mx.uint32)
-    config = gathered_tiles("metal", len(RIGHT), E, x.dtype, fmt)
+    config = gather_qmm_config("metal", len(RIGHT), E, x.dtype, fmt)
     with use_backend("host"):
-        y = products_in_tiles(x, *packed, factors / 2688, right, True, fmt, config)
+        y = gather_qmm_sorted(x, *packed, factors / 2688, right, True, fmt, config)
     check_gathered(y, x, packed, fmt, None, right, factors=factors)
 
 

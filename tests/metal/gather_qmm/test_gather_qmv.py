@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.gather_qmm.gather_qmv import Choice, configuration, gathered_products
+from mlx_qlayers.metal.gather_qmm.gather_qmv import Choice, configuration, gather_qmv
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
@@ -29,7 +29,7 @@ def by_kernel(x, packed, right, fmt, transpose=True, known=False, device="host",
     config = configuration(device, x.shape[-2], known, transpose, fmt)
     choice = Choice(mx.array(right, mx.uint32), None, 1, known)
     with use_backend(backend):
-        return gathered_products(x, *packed, None, choice, fmt, config)
+        return gather_qmv(x, *packed, None, choice, fmt, config)
 
 
 CASES = [(1, CHOICES[0]), (3, CHOICES[0]), (1, CHOICES[1])]

@@ -7,26 +7,28 @@ import numpy as np
 import pytest
 from tests.metal.test_quantized_matmul import AFFINE, fused_in, packed_matrices
 
-from mlx_qlayers.metal.quantized_matmul.qmv import MatrixUnits, few_rows, products_of_few_rows
+from mlx_qlayers.metal.quantized_matmul.qmv import QmvMatrixConfig, qmv, qmv_config
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import on_gpus
 from tests.numerics import assert_accurate, random, round_to, to64
 
 # Tiles at the edge of a matrix, whole threadgroups beyond it, several tiles of each.
-GIVEN = [(200, None), (24, MatrixUnits(2, 16, tiles=4, simds=1))]
+GIVEN = [(200, None), (24, QmvMatrixConfig(2, 16, tiles=4, simds=1))]
 TAKEN = [([41, 8, 24], None), ([41, 41], "silu")]
 
 
-def hand_on(rows: int, n: int, config: MatrixUnits | None, dtype: mx.Dtype = mx.bfloat16) -> None:
+def hand_on(
+    rows: int, n: int, config: QmvMatrixConfig | None, dtype: mx.Dtype = mx.bfloat16
+) -> None:
     """The result is that of a launch without; times the weight and its squares are right."""
     rng = np.random.default_rng(rows)
     x, residual = random(rng, (rows, 128), dtype), random(rng, (rows, n), dtype)
     (matrix,), weight = packed_matrices(rng, [n], 128, dtype), random(rng, (n,), dtype)
-    config = config or few_rows("cuda", rows, n, 128, dtype, AFFINE, "residual")
+    config = config or qmv_config("cuda", rows, n, 128, dtype, AFFINE, "residual")
     given = (x, [matrix], AFFINE, config)
-    y, scaled, squares = products_of_few_rows(*given, residual=residual, next_weight=weight)
-    (alone,) = products_of_few_rows(*given, residual=residual)
+    y, scaled, squares = qmv(*given, residual=residual, next_weight=weight)
+    (alone,) = qmv(*given, residual=residual)
     assert mx.array_equal(y, alone)
     both = to64(y) * to64(weight)
     assert_accurate(scaled, both, round_to(both, dtype))
@@ -41,9 +43,9 @@ def take_over(rows: int, sizes: list[int], gate: str | None, dtype: mx.Dtype = m
     scaled = (before.astype(mx.float32) * weight.astype(mx.float32)).astype(dtype)
     squares = mx.array((to64(before) ** 2).reshape(rows, -1, 16).sum(-1).astype(np.float32))
     matrices = packed_matrices(rng, sizes, k, dtype)
-    config = few_rows("cuda", rows, sum(sizes), k, dtype, AFFINE)
+    config = qmv_config("cuda", rows, sum(sizes), k, dtype, AFFINE)
     options = {"norm": (None, 1e-3), "tile_squares": squares, "gate": gate}
-    found = products_of_few_rows(scaled, matrices, AFFINE, config, **options)
+    found = qmv(scaled, matrices, AFFINE, config, **options)
     normed = to64(scaled) / np.sqrt((to64(before) ** 2).mean(-1, keepdims=True) + 1e-3)
     truth = fused_in(np.float64, normed, matrices, AFFINE, gate=gate)
     for y, true in zip(found, truth, strict=True):

@@ -12,10 +12,10 @@ from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmm import (
-    Tiles,
-    product_in_tiles,
+    QmmConfig,
+    qmm,
+    qmm_config,
     threadgroup_memory,
-    tiles,
 )
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
@@ -50,9 +50,9 @@ def sample(rng, rows, outer, groups, fmt, dtype, transpose=True):
 
 def by_kernel(x, packed, fmt, transpose=True, bias=None, device="host", **changes):
     n = packed[0].shape[0] if transpose else fmt.dims(packed[0])
-    config = replace(tiles(device, len(x), n, x.shape[1], x.dtype, fmt, transpose), **changes)
+    config = replace(qmm_config(device, len(x), n, x.shape[1], x.dtype, fmt, transpose), **changes)
     with use_backend(HERE):
-        return product_in_tiles(x, *packed, bias, transpose, fmt, config)
+        return qmm(x, *packed, bias, transpose, fmt, config)
 
 
 def check_all(fmt, dtype, transpose, shapes=SHAPES, **options):
@@ -89,9 +89,9 @@ def test_tiles_of_wide_products(rows, path):
     """The configurations that a GPU takes where there is work for all of it."""
     rng = np.random.default_rng(rows)
     x, packed = sample(rng, rows - 7, 150, 3, AFFINE, mx.bfloat16)
-    config = tiles("cuda", rows, 1 << 17, 192, x.dtype, AFFINE, True)
+    config = qmm_config("cuda", rows, 1 << 17, 192, x.dtype, AFFINE, True)
     with use_backend(path), checks() as report:
-        check(product_in_tiles(x, *packed, None, True, AFFINE, config), x, packed, AFFINE)
+        check(qmm(x, *packed, None, True, AFFINE, config), x, packed, AFFINE)
     if path == "host":
         assert max(counters.bank_ways for _, counters in report.launches) <= 2
 
@@ -124,8 +124,8 @@ def test_parts_share_the_depth(parts, transpose):
         y = by_kernel(x, packed, AFFINE, transpose, bias, parts=parts)
     check(y, x, packed, AFFINE, transpose, bias)
     assert [launch.kernel for launch in launches] == [
-        "quantized_matmul_tiles",
-        "quantized_matmul_sum",
+        "qmm",
+        "qmm_sum",
     ]
 
 
@@ -195,7 +195,7 @@ def test_threadgroup_memory(device):
     """What every configuration takes is there on Apple GPUs."""
     sizes = product_of((17, 33, 65, 129, 2048), (64, 1 << 17), DTYPES, FORMATS, (True, False))
     for m, n, dtype, fmt, transpose in sizes:
-        config = tiles(device, m, n, 3584, dtype, fmt, transpose)
+        config = qmm_config(device, m, n, 3584, dtype, fmt, transpose)
         assert 0 < threadgroup_memory(dtype, transpose, **asdict(config)) <= 32 * 1024
 
 
@@ -210,9 +210,9 @@ def test_moves_no_more_than_stock():
     theirs = mk.run(stock, given | mk.UNBATCHED, y, (n // 32, m // 32, 1), (32, 2, 2))
     # A GPU of NVIDIA's takes the second where the result has columns for all of its cores.
     for device, columns in (("metal", n), ("cuda", 1 << 17)):
-        config = tiles(device, m, columns, k, x.dtype, AFFINE, True)
+        config = qmm_config(device, m, columns, k, x.dtype, AFFINE, True)
         with use_backend("host"), checks() as report:
-            product_in_tiles(x, *packed, None, True, AFFINE, config)
+            qmm(x, *packed, None, True, AFFINE, config)
         moved = report.total("bytes_read") + report.total("bytes_written")
         assert moved <= theirs.bytes_read + theirs.bytes_written
 
@@ -220,7 +220,7 @@ def test_moves_no_more_than_stock():
 def test_every_weight_is_read_once_for_a_tile_of_rows():
     rng = np.random.default_rng(7)
     x, packed = sample(rng, 17, 128, 2, AFFINE, mx.bfloat16)
-    config = tiles("metal", 17, 128, 128, mx.bfloat16, AFFINE, True)
+    config = qmm_config("metal", 17, 128, 128, mx.bfloat16, AFFINE, True)
     with checks() as report:
         y = by_kernel(x, packed, AFFINE, device="metal")
     runs = AFFINE.group_size // config.run
@@ -232,6 +232,6 @@ def test_every_weight_is_read_once_for_a_tile_of_rows():
 
 def test_refuses_tiles_that_threads_cannot_share():
     x, packed = sample(np.random.default_rng(8), 17, 41, 3, AFFINE, mx.float32)
-    for config in (Tiles(48, 64, 32, 2, 2, 16), Tiles(64, 40, 32, 2, 2, 16)):
+    for config in (QmmConfig(48, 64, 32, 2, 2, 16), QmmConfig(64, 40, 32, 2, 2, 16)):
         with pytest.raises(ValueError, match="cannot share"):
-            product_in_tiles(x, *packed, None, True, AFFINE, config)
+            qmm(x, *packed, None, True, AFFINE, config)

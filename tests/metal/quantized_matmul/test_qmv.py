@@ -13,10 +13,10 @@ from runtime.host import mlx_kernels as mk
 from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmv import (
-    MatrixUnits,
     PackedMatrix,
-    few_rows,
-    products_of_few_rows,
+    QmvMatrixConfig,
+    qmv,
+    qmv_config,
 )
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
@@ -49,11 +49,11 @@ def sample(rng, rows, n, groups, fmt, dtype):
 def by_kernel(x, packed, fmt, bias=None, device="host", **changes):
     config = replace(config_for(device, x, packed, fmt), **changes)
     with use_backend("host"):
-        return products_of_few_rows(x, [PackedMatrix(*packed, bias)], fmt, config)[0]
+        return qmv(x, [PackedMatrix(*packed, bias)], fmt, config)[0]
 
 
 def config_for(device, x, packed, fmt):
-    return few_rows(device, *x.shape[:1], packed[0].shape[0], x.shape[1], x.dtype, fmt)
+    return qmv_config(device, *x.shape[:1], packed[0].shape[0], x.shape[1], x.dtype, fmt)
 
 
 def check_all(fmt, dtype, rows, shapes=SHAPES, **options):
@@ -110,10 +110,10 @@ def test_matrix_units_in_every_shape(fmt, dtype):
 @pytest.mark.parametrize(
     "config",
     [
-        MatrixUnits(fragments=1, run=16, tiles=2, simds=3),
-        MatrixUnits(fragments=2, run=32, tiles=4, simds=1),
-        MatrixUnits(fragments=4, run=64, tiles=1, simds=2, stacks=2),
-        MatrixUnits(fragments=2, run=32, tiles=1, simds=8),
+        QmvMatrixConfig(fragments=1, run=16, tiles=2, simds=3),
+        QmvMatrixConfig(fragments=2, run=32, tiles=4, simds=1),
+        QmvMatrixConfig(fragments=4, run=64, tiles=1, simds=2, stacks=2),
+        QmvMatrixConfig(fragments=2, run=32, tiles=1, simds=8),
     ],
     ids=str,
 )
@@ -132,7 +132,7 @@ def test_a_configuration_must_go_with_the_rows():
 @pytest.mark.parametrize(("run", "fragments"), [(16, 1), (32, 2)])
 def test_matrix_units_with_runs_ahead(run, fragments, ahead):
     """SIMD groups with whole blocks of runs, with a part of one, or with none."""
-    config = MatrixUnits(fragments, run, tiles=2, simds=3, ahead=ahead)
+    config = QmvMatrixConfig(fragments, run, tiles=2, simds=3, ahead=ahead)
     for k in (192, 4 * run * ahead * 4):
         rng = np.random.default_rng(k)
         x, packed = random(rng, (7, k), mx.bfloat16), random_packed(rng, 41, k, AFFINE, mx.bfloat16)
@@ -219,9 +219,9 @@ def fused(rng, dtype, rows, sizes, k, fmt, **options):
     if "norm" in options:
         options["norm"] = (random(rng, (k,), dtype) if options["norm"] else None, 1e-3)
     for device in ("host", "metal", "cuda"):
-        config = few_rows(device, rows, sum(sizes), k, dtype, fmt)
+        config = qmv_config(device, rows, sum(sizes), k, dtype, fmt)
         with use_backend("host"), checks():
-            found = products_of_few_rows(x, matrices, fmt, config, **options)
+            found = qmv(x, matrices, fmt, config, **options)
         truth, rounded = (
             fused_in(t, x, matrices, fmt, **options) for t in (np.float64, np.float32)
         )
@@ -352,5 +352,5 @@ def test_one_launch_of_whole_threadgroups():
     with trace() as launches, use_backend("host"):
         quantized_matmul(x.reshape(1, 2, -1), *packed)
     (launch,) = launches
-    assert launch.kernel.startswith("quantized_matmul_few_rows") and launch.backend == "host"
+    assert launch.kernel.startswith("qmv") and launch.backend == "host"
     assert launch.grid == (16, 1, 1)

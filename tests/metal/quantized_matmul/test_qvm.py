@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.qvm import columns, product_of_few_rows_untransposed
+from mlx_qlayers.metal.quantized_matmul.qvm import qvm, qvm_config
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import HERE, on_gpus
@@ -29,9 +29,9 @@ def sample(rng, rows, k, groups, fmt, dtype):
 
 
 def by_kernel(x, packed, fmt, bias=None, device="host", **changes):
-    config = replace(columns(device, len(x), fmt.dims(packed[0]), x.shape[1], fmt), **changes)
+    config = replace(qvm_config(device, len(x), fmt.dims(packed[0]), x.shape[1], fmt), **changes)
     with use_backend(HERE):
-        return product_of_few_rows_untransposed(x, *packed, bias, fmt, config)
+        return qvm(x, *packed, bias, fmt, config)
 
 
 def check_all(fmt, dtype, shapes=SHAPES, **options):
@@ -75,7 +75,7 @@ def test_clean_with_checks(fmt, dtype, device):
 def test_reads_the_matrix_once(rows, device):
     rng = np.random.default_rng(rows)
     x, packed = sample(rng, rows, 41, 8, AFFINE, mx.float16)
-    config = columns(device, rows, 512, 41, AFFINE)
+    config = qvm_config(device, rows, 512, 41, AFFINE)
     with checks() as report:
         by_kernel(x, packed, AFFINE, device=device, parts=1)
     runs = AFFINE.group_size // config.run
