@@ -26,7 +26,8 @@ from common import Table, add_output, measure, output, peak, print_facts
 
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.reference.attention import visible
-from mlx_qlayers.runtime.backend import BackendError, backend, explain, use_backend
+from mlx_qlayers.runtime.backend import BackendError, backend, use_backend
+from mlx_qlayers.runtime.explain import explain
 
 Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
 COLUMNS = {"task": 58, "path": 8, "ms": 14, "ratio": 7, "TFLOP/s": 8, "MB": 8, "call us": 8}

@@ -15,7 +15,8 @@ from .layers.qlinear import QLinear
 from .ops.attention import attention
 from .ops.grid_sample import affine_grid, grid_sample
 from .ops.quantized_matmul import quantized_matmul
-from .runtime.backend import backend, explain, use_backend
+from .runtime.backend import backend, use_backend
+from .runtime.explain import explain
 
 __all__ = [
     "ConversionReport",

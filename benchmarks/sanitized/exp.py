@@ -6,7 +6,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_qlayers.metal.exp import exp
+from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.runtime import health_checks
 from tests.metal.test_exp import DTYPES, check, sample
 

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from ..ops.attention_step import why_not
 from ..ops.quantized_paths import is_few
 from ..ops.traced import Place, place
-from ..runtime.backend import being_traced
+from ..runtime.legacy import being_traced
 from . import compiled_blocks as stretches
 from .attention_patch import routed_attention
 from .grouping import compiled

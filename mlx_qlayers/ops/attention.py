@@ -10,7 +10,8 @@ import mlx.core as mx
 from ..metal.attention.forward import Scores
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import on_request, requested
+from ..runtime.backend import requested
+from ..runtime.legacy import on_request
 from ..tuning.store import on_change
 from . import attention_decode, attention_tiled
 from .attention_stock import alone

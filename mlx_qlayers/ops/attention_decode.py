@@ -11,7 +11,8 @@ from ..metal.attention.decode import BITS, MAX_QUERIES, MAX_WIDTH, Prepared, con
 from ..metal.attention.forward import Scores
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import Note, backend, count, decide, requested
+from ..runtime.backend import backend, requested
+from ..runtime.legacy import Note, count, decide
 from ..tuning.lookup import decided, found
 from . import attention_tiled
 from .differentiable import gradients_are_left_out, with_gradient_of

@@ -10,7 +10,8 @@ import mlx.core as mx
 from ..metal.attention import step as kernels
 from ..metal.attention.step import Rotation
 from ..reference import attention_step as reference
-from ..runtime.backend import backend, choose
+from ..runtime.backend import backend
+from ..runtime.legacy import choose
 from .differentiable import with_gradient_of
 
 __all__ = ["Rotation", "attention_step", "why_not"]

@@ -13,7 +13,8 @@ import mlx.core as mx
 
 from ..metal.attention.forward import Scores
 from ..reference.attention import Packed, visible
-from ..runtime.backend import Note, backend, count, requested
+from ..runtime.backend import backend, requested
+from ..runtime.legacy import Note, count
 
 # The masks of windows that are kept for later calls: bytes of one, and how many.
 _BYTES, _KEPT = 2 << 20, 16

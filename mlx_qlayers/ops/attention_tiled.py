@@ -13,7 +13,8 @@ from ..metal.attention.forward import FAR, Arrays, Call, Scores, attention_forwa
 from ..metal.attention.layout import WIDEST
 from ..reference import attention as reference
 from ..reference.attention import Packed
-from ..runtime.backend import Note, backend, count, decide
+from ..runtime.backend import backend
+from ..runtime.legacy import Note, count, decide
 from .differentiable import gradients_are_left_out
 
 BACKENDS = ("metal", "cuda", "host")

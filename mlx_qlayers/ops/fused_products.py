@@ -22,7 +22,8 @@ from ..metal.quantized_matmul.qmv import (
     qmv_config,
     takes_deferred_norm,
 )
-from ..runtime.backend import backend, choose
+from ..runtime.backend import backend
+from ..runtime.legacy import choose
 from ..tuning.lookup import decided, found
 from .differentiable import with_gradient_of
 from .quantized_matmul import quantized_matmul

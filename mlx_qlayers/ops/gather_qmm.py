@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from ..formats import Format
 from ..reference.gather_qmm import gather_qmm as reference
-from ..runtime.backend import backend, choose, requested
+from ..runtime.backend import backend, requested
+from ..runtime.legacy import choose
 from .gathered import Gathered
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..metal.grid_sample import launch as kernels
 from ..reference import grid_sample as reference
 from ..reference.grid_sample import Sampling
-from ..runtime.backend import choose
+from ..runtime.legacy import choose
 from .separate import separate_gradients
 
 MODES = ("bilinear", "nearest", "bicubic")

@@ -10,7 +10,8 @@ import mlx.core as mx
 from ..formats import Format
 from ..metal.quantized_matmul.gradients import gradient_of_scales_and_biases
 from ..reference import quantized_matmul as reference
-from ..runtime.backend import backend, choose
+from ..runtime.backend import backend
+from ..runtime.legacy import choose
 
 # How many times as fast as the reference the kernel is on a CPU, at least: of all formats and 1 to
 # 512 rows, 8 bits and one row; measured by `benchmarks/bench_gather_qmm.py --gradients`.

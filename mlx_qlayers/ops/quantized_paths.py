@@ -13,7 +13,8 @@ from ..metal.quantized_matmul.qmm import WAVE, qmm, qmm_config
 from ..metal.quantized_matmul.qmv import MAX_QMV_ROWS, PackedMatrix, qmv, qmv_config
 from ..metal.quantized_matmul.qvm import qvm, qvm_config
 from ..reference import quantized_matmul as reference
-from ..runtime.backend import backend, choose, requested
+from ..runtime.backend import backend, requested
+from ..runtime.legacy import choose
 from ..tuning.lookup import decided, found
 
 # How many times as fast as the reference the host kernel is, for 1, 2, 4, 8 and 16 rows; measured

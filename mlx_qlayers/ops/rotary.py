@@ -10,7 +10,8 @@ import mlx.core as mx
 
 from ..metal.rotary import launch as kernels
 from ..reference import rotary as reference
-from ..runtime.backend import backend, choose
+from ..runtime.backend import backend
+from ..runtime.legacy import choose
 from .differentiable import with_gradient_of
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)

@@ -14,8 +14,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..runtime.backend import Note, note_again, noting, requested
+from ..runtime.backend import requested
 from ..runtime.health import checking
+from ..runtime.legacy import Note, note_again, noting
 from ..runtime.tracing import tracing
 from ..tuning.store import on_change
 from .differentiable import without_gradients

@@ -1,6 +1,7 @@
 """How a kernel runs: one declaration, one file per backend."""
 
-from .backend import BackendError, explain, use_backend
+from .backend import BackendError, use_backend
+from .explain import explain
 from .health import HealthError, checked, health_checks
 from .kernel import Kernel, KernelError, Multiple
 from .launch import Launch

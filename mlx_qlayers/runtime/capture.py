@@ -26,7 +26,7 @@ def capture(path: str | Path) -> Iterator[Path]:
         FileExistsError: the file exists; Metal does not overwrite it.
 
     Example:
-        >>> from mlx_qlayers.metal.exp import exp
+        >>> from mlx_qlayers.ops.exp import exp
         >>> with capture("exp.gputrace"):
         ...     mx.eval(exp(mx.ones(16)))
 

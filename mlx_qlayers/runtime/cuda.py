@@ -1,4 +1,4 @@
-"""Runs a launch on an NVIDIA GPU, through ``mx.fast.cuda_kernel``.
+"""Runs launches on an NVIDIA GPU, through ``mx.fast.cuda_kernel``.
 
 The Metal source is compiled as CUDA C++ behind the headers in ``shims/cuda``. What a header cannot
 express is rewritten here, token by token: see :func:`translate`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import lru_cache
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ import mlx.core as mx
 from . import source
 from .backend import BackendError
 from .host.cache import root as cache_root
-from .launch import Launch, Size, TemplateValue
+from .launch import Bound, Launch, Size, TemplateValue
 from .program import Program
 from .signature import ATTRIBUTES, shape_words
 from .source import METAL, Token
@@ -54,28 +54,28 @@ _COMPONENTS = re.compile(r"[xyzw]{2,4}$")
 _UNROLL = re.compile(r"clang loop unroll(?:_count)?\((\w+)\)")
 
 
-def launch(launch: Launch) -> list[mx.array]:
-    """Add one launch to MLX's graph; MLX compiles the kernel when it first evaluates it.
+def bind(launch: Launch) -> Bound:
+    """What adds a launch to MLX's graph; MLX compiles the kernel when it first evaluates it.
 
     Raises:
         BackendError: CUDA cannot start such a grid.
     """
-    memo, make = launch.memo, mx.fast.cuda_kernel
-    # Compared at every call, so that a test can put something else in its place.
-    if "cuda" not in memo or memo["cuda"][0] is not make:
-        grid, surplus = _fitting(launch)
-        variant = launch.program, launch.threadgroup, bool(surplus), tuple(launch.template)
-        memo["cuda"] = make, _kernel(make, *variant), grid, surplus
-    _, kernel, grid, surplus = memo["cuda"]
-    return kernel(
-        inputs=launch.inputs + surplus,
-        template=[],
-        grid=grid,
-        threadgroup=launch.threadgroup,
-        output_shapes=launch.output_shapes,
-        output_dtypes=launch.output_dtypes,
-        init_value=launch.init_value,
-    )
+    grid, surplus = _fitting(launch)
+    variant = launch.program, launch.threadgroup, bool(surplus), tuple(launch.template)
+    kernel = _kernel(mx.fast.cuda_kernel, *variant)
+    options: dict[str, Any] = {
+        "template": [],
+        "grid": grid,
+        "threadgroup": launch.threadgroup,
+        "output_shapes": launch.output_shapes,
+        "output_dtypes": launch.output_dtypes,
+        "init_value": launch.init_value,
+    }
+
+    def run(inputs: list[mx.array]) -> list[mx.array]:
+        return kernel(inputs=inputs + surplus, **options)
+
+    return run
 
 
 def _fitting(launch: Launch) -> tuple[Size, list[mx.array]]:
@@ -91,7 +91,7 @@ def _fitting(launch: Launch) -> tuple[Size, list[mx.array]]:
     return grid, [mx.array(launch.grid, mx.uint32)] if grid != launch.grid else []
 
 
-@cache
+@lru_cache(maxsize=2048)
 def _kernel(
     make: Callable[..., Any],
     program: Program,

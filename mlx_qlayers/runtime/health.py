@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import mlx.core as mx
 
-from .backend import BackendError, being_traced, note
+from .backend import BackendError, epoch
+from .explain import note
+from .transformed import has_values
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,11 +68,21 @@ class HealthError(RuntimeError):
 
 
 _depth = 0
+_lock = threading.Lock()
+_DEBUG = "health"
 
 
 def checking() -> bool:
     """Whether launches are checked now."""
     return _depth > 0
+
+
+def _deepen(by: int) -> None:
+    global _depth
+    with _lock:
+        _depth += by
+        debug = epoch.debug - {_DEBUG}
+        epoch.debug = debug | {_DEBUG} if _depth else debug
 
 
 @contextmanager
@@ -87,12 +100,11 @@ def health_checks() -> Iterator[None]:
         >>> with use_backend("host"), health_checks():
         ...     y = attention(q, k, v, scale=32**-0.5)
     """
-    global _depth
-    _depth += 1
+    _deepen(1)
     try:
         yield
     finally:
-        _depth -= 1
+        _deepen(-1)
 
 
 def checked(
@@ -107,7 +119,7 @@ def checked(
         args: what both are called with.
 
     Example:
-        >>> from mlx_qlayers.metal.exp import exp
+        >>> from mlx_qlayers.ops.exp import exp
         >>> y = checked("exp", exp, mx.exp, mx.ones(16))
     """
     try:
@@ -118,7 +130,7 @@ def checked(
         return reference(*args, **kwargs)
 
 
-def judge(
+def check_report(
     kernel: str, errors: Sequence[str], grid: tuple[int, int, int], outputs: list[mx.array]
 ) -> list[mx.array]:
     """Take the health buffer off a launch's outputs, and raise what it says.
@@ -130,7 +142,7 @@ def judge(
         outputs: the launch's outputs, the health buffer last.
     """
     *rest, buffer = outputs
-    if being_traced([buffer]):
+    if not has_values([buffer]):
         raise BackendError(f"kernel {kernel}: health checks cannot run while MLX traces a function")
     health = Health.of(memoryview(cast(Any, buffer)).tolist())
     if health.failed:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from importlib import import_module
 from math import prod
 from numbers import Real
 from operator import index
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
-from .backend import backend, note, run
-from .health import WORDS, checking, judge
-from .launch import Launch, Plan, Size, TemplateValue
-from .program import Parameter, Program, load
+from .backend import BackendError, backend, current, epoch
+from .explain import Row, count, note, planned, row
+from .health import WORDS, check_report, checking
+from .launch import Bound, Launch, Size, TemplateValue
+from .parse import parse
+from .program import Parameter, Program
 from .signature import TYPES
 from .source import METAL, SourceError
+from .spec import Spec
+from .tracing import record, tracing
+from .transformed import is_transformed, without_derivative
 
 # What every Apple GPU of MLX's offers a threadgroup.
 MAX_THREADS = 1024
@@ -27,10 +33,8 @@ MAX_THREADGROUP_MEMORY = 32 * 1024
 CUDA_THREADGROUP_MEMORY = 48 * 1024
 # Kernels index with 32 bits unless they say otherwise.
 _LIMIT_32 = 2**31
-# Six integers, or an exception: what a grid and a threadgroup have to be.
-_sizes = struct.Struct("6i").pack
-# Calls of one kernel that are remembered.
-_REMEMBERED = 256
+# Launches of direct calls that are kept.
+_KEPT = 512
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
@@ -130,7 +134,7 @@ class Kernel:
 
     def _load(self, name: str, *, health: bool = False) -> Program:
         try:
-            return load(
+            return parse(
                 METAL / self.file,
                 self.function or self.name,
                 name,
@@ -140,10 +144,6 @@ class Kernel:
             )
         except (SourceError, OSError) as error:
             raise self._error(str(error)) from error
-
-    @cached_property
-    def _plans(self) -> dict[tuple[object, ...], Plan]:
-        return {}
 
     def __call__(
         self,
@@ -174,71 +174,99 @@ class Kernel:
             KernelError: something does not fit the declaration or the limits of the hardware.
             BackendError: the current backend is ``ops``, or one that cannot run.
         """
-        if not (init_value is None or isinstance(init_value, Real)):
-            raise self._error(f"init_value must be a number or None, not {init_value!r}")
-        plan = self.plan(inputs, grid, threadgroup, output_shapes, template, output_dtypes)
-        return self.launch(plan, inputs, init_value)
+        values = {} if template is None else template
+        try:
+            call = (
+                *(tuple(grid), tuple(threadgroup), tuple(map(tuple, output_shapes))),
+                *(tuple(values.items()), output_dtypes and tuple(output_dtypes), init_value),
+            )
+            specs = tuple([(x.shape, x.dtype) for x in inputs])
+            # Spelled out too, since 4.0 equals 4.
+            launch = _kept(self, specs, call, str(call), current.get(), epoch.debug, epoch.number)
+        except (TypeError, AttributeError):
+            launch = self.bind(
+                inputs,
+                grid=grid,
+                threadgroup=threadgroup,
+                output_shapes=output_shapes,
+                template=template,
+                output_dtypes=output_dtypes,
+                init_value=init_value,
+            )
+        return launch(list(inputs))
 
-    def plan(
+    def bind(
         self,
-        inputs: Sequence[mx.array],
+        inputs: Sequence[mx.array | Spec],
+        *,
         grid: Size,
         threadgroup: Size,
         output_shapes: Sequence[Sequence[int]],
         template: Mapping[str, TemplateValue] | None = None,
         output_dtypes: Sequence[mx.Dtype] | None = None,
-    ) -> Plan:
-        """Check a call, for all inputs that have these shapes and dtypes."""
+        init_value: float | None = None,
+    ) -> Bound:
+        """Check a launch once, for all arrays of these shapes and dtypes, on the current backend.
+
+        Args:
+            inputs: arrays, or their shapes and dtypes; the others are those of a call.
+
+        Returns:
+            A function of a list of such arrays that launches and gives a list of outputs. Whoever
+            keeps it answers for it that the arrays are such: they are not looked at again.
+
+        Raises:
+            KernelError: something does not fit the declaration or the limits of the hardware.
+            BackendError: the current backend is ``ops``, or one that cannot run.
+        """
+        name = self._backend()
+        if not (init_value is None or isinstance(init_value, Real)):
+            raise self._error(f"init_value must be a number or None, not {init_value!r}")
         values = {} if template is None else template
-        key: tuple[object, ...] | None
-        try:
-            # Whatever the checks look at; types too, here and in the string, since 4.0 equals 4.
-            key = (
-                _sizes(*grid, *threadgroup),
-                (*values, *values.values(), *map(type, values.values())),
-                (*[x.dtype for x in inputs], *[x.shape for x in inputs]),
-                str(output_shapes),
-                output_dtypes and tuple(output_dtypes),
-            )
-            plan = self._plans.get(key)
-        except (TypeError, ValueError, AttributeError, struct.error):
-            key = plan = None
-        if plan is None:
-            plan = self._checked(inputs, values, grid, threadgroup, output_shapes, output_dtypes)
-            if len(self._plans) >= _REMEMBERED:
-                self._plans.clear()
-            if key is not None:
-                self._plans[key] = plan
-        return plan
+        launch = self._checked(inputs, values, grid, threadgroup, output_shapes, output_dtypes)
+        if init_value is not None:
+            launch = replace(launch, init_value=init_value)
+        if checking():
+            run = self._bind_health(name, launch)
+        else:
+            run = import_module(f".{name}", __package__).bind(launch)
+        if tracing():
+            run = _recorded(name, launch, run)
+        kernel_row = row(f"kernel {self.name}", name, "launched")
+        return run if planned(kernel_row) else _counted(kernel_row, run)
 
-    def launch(
-        self, plan: Plan, inputs: Sequence[mx.array], init_value: float | None = None
-    ) -> list[mx.array]:
-        """Make a call that :meth:`plan` checked."""
-        launch = Launch.of(plan, list(inputs), init_value)
-        return run(launch) if not checking() else self._run_checked(launch)
+    def _backend(self) -> str:
+        name = backend()
+        if name == "ops":
+            raise BackendError(f"kernel {self.name} was called, but the ops backend runs none")
+        return name
 
-    def _run_checked(self, launch: Launch) -> list[mx.array]:
+    def _bind_health(self, name: str, launch: Launch) -> Bound:
         """Run the kernel with a health buffer, which like all outputs is zero at first."""
+        bind = import_module(f".{name}", __package__).bind
         if launch.init_value:
             note(f"kernel {self.name}", "unchecked", f"init_value {launch.init_value} is not 0")
-            return run(launch)
-        launch.program = self._program_with_health
-        launch.output_shapes = [*launch.output_shapes, (WORDS,)]
-        launch.output_dtypes = [*launch.output_dtypes, mx.uint32]
-        launch.init_value = 0.0
-        launch.memo = {}
-        return judge(self.name, self.errors, launch.grid, run(launch))
+            return bind(launch)
+        run = bind(
+            replace(
+                launch,
+                program=self._program_with_health,
+                output_shapes=[*launch.output_shapes, (WORDS,)],
+                output_dtypes=[*launch.output_dtypes, mx.uint32],
+                init_value=0.0,
+            )
+        )
+        return lambda arrays: check_report(self.name, self.errors, launch.grid, run(arrays))
 
     def _checked(
         self,
-        inputs: Sequence[mx.array],
+        inputs: Sequence[mx.array | Spec],
         values: Mapping[str, TemplateValue],
         grid: Size,
         threadgroup: Size,
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[mx.Dtype] | None,
-    ) -> Plan:
+    ) -> Launch:
         """Check the declaration, and a call but for the values of its inputs."""
         program = self.program
         self._check_arrays(inputs)
@@ -249,15 +277,16 @@ class Kernel:
         self._check_threads(grid, threadgroup)
         dtypes = self._output_dtypes(values, output_dtypes)
         self._check_multiples(inputs, values)
-        return Plan(program, template, grid, threadgroup, self._shapes(output_shapes), dtypes)
+        shapes, specs = self._shapes(output_shapes), [Spec.of(x) for x in inputs]
+        return Launch(program, specs, template, grid, threadgroup, shapes, dtypes)
 
-    def _check_arrays(self, inputs: Sequence[mx.array]) -> None:
+    def _check_arrays(self, inputs: Sequence[mx.array | Spec]) -> None:
         if not isinstance(inputs, (list, tuple)):
             raise self._error(f"inputs must be a list of arrays, not {_kind(inputs)}")
         if len(inputs) != len(self.inputs):
             raise self._error(f"takes {len(self.inputs)} inputs {self.inputs}, not {len(inputs)}")
         for name, x in zip(self.inputs, inputs, strict=True):
-            if not isinstance(x, mx.array):
+            if not isinstance(x, mx.array | Spec):
                 raise self._error(f"input {name} must be an mx.array, not {_kind(x)}")
 
     def _template(self, values: Mapping[str, TemplateValue]) -> list[tuple[str, TemplateValue]]:
@@ -279,7 +308,7 @@ class Kernel:
         return found
 
     def _check_dtypes(
-        self, inputs: Sequence[mx.array], values: Mapping[str, TemplateValue]
+        self, inputs: Sequence[mx.array | Spec], values: Mapping[str, TemplateValue]
     ) -> None:
         for x, parameter in zip(inputs, self.program.inputs, strict=True):
             if x.dtype != (declared := self._dtype(parameter, values)):
@@ -362,7 +391,7 @@ class Kernel:
             if not (self.large and parameter.space == "device" and parameter.padded)
         ]
 
-    def _check_inputs(self, inputs: Sequence[mx.array]) -> None:
+    def _check_inputs(self, inputs: Sequence[mx.array | Spec]) -> None:
         """What MLX passes must be what the function declares."""
         for i, parameter in self._limited:
             x = inputs[i]
@@ -375,7 +404,7 @@ class Kernel:
                 raise self._error(f"input {parameter.name} {x.shape} needs 64-bit offsets")
 
     def _check_multiples(
-        self, inputs: Sequence[mx.array], values: Mapping[str, TemplateValue]
+        self, inputs: Sequence[mx.array | Spec], values: Mapping[str, TemplateValue]
     ) -> None:
         for multiple in self.multiples:
             shape = inputs[self.inputs.index(multiple.input)].shape
@@ -395,3 +424,49 @@ class Kernel:
 
 def _kind(value: object) -> str:
     return type(value).__name__
+
+
+@lru_cache(maxsize=_KEPT)
+def _kept(
+    kernel: Kernel, specs: tuple[tuple[Any, Any], ...], call: tuple[Any, ...], *_: object
+) -> Bound:
+    """The launch of direct calls that are alike."""
+    grid, threadgroup, shapes, template, dtypes, init_value = call
+    run = kernel.bind(
+        [Spec(*spec) for spec in specs],
+        grid=grid,
+        threadgroup=threadgroup,
+        output_shapes=shapes,
+        template=dict(template),
+        output_dtypes=dtypes,
+        init_value=init_value,
+    )
+    if backend() != "host":
+        return run
+
+    def launch(arrays: list[mx.array]) -> list[mx.array]:
+        # On host a launch gives constants, through which no gradient would flow.
+        if arrays and is_transformed(arrays):
+            return without_derivative(lambda: run(arrays), arrays)
+        return run(arrays)
+
+    return launch
+
+
+def _counted(kernel_row: Row, run: Bound) -> Bound:
+    rows = (kernel_row,)
+
+    def launch(arrays: list[mx.array]) -> list[mx.array]:
+        count(rows)
+        return run(arrays)
+
+    return launch
+
+
+def _recorded(name: str, launch: Launch, run: Bound) -> Bound:
+    def recorded(arrays: list[mx.array]) -> list[mx.array]:
+        outputs = run(arrays)
+        record(name, launch)
+        return outputs
+
+    return recorded

@@ -1,49 +1,45 @@
-"""Runs a launch on an Apple GPU, through ``mx.fast.metal_kernel``."""
+"""Runs launches on an Apple GPU, through ``mx.fast.metal_kernel``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 
-from .launch import Launch
-from .program import Program
-from .signature import CONSTANT_BELOW
+from .launch import Bound, Launch
+from .program import CONSTANT_BELOW, Program
 
 
-def launch(launch: Launch) -> list[mx.array]:
-    """Add one launch to MLX's graph; MLX compiles the kernel when it first evaluates it."""
-    inputs, memo = launch.inputs, launch.memo
-    if "metal" not in memo:
-        memo["metal"] = _short(launch)
-    if short := memo["metal"]:
-        inputs = [_padded(x) if i in short else x for i, x in enumerate(inputs)]
-    # Looked up at every call, so that a test can put something else in its place.
+def bind(launch: Launch) -> Bound:
+    """What adds a launch to MLX's graph; MLX compiles the kernel when it first evaluates it."""
     kernel = _kernel(mx.fast.metal_kernel, launch.program)
-    return kernel(
-        inputs=inputs,
-        template=launch.template,
-        grid=launch.grid,
-        threadgroup=launch.threadgroup,
-        output_shapes=launch.output_shapes,
-        output_dtypes=launch.output_dtypes,
-        init_value=launch.init_value,
-    )
+    options: dict[str, Any] = {
+        "template": launch.template,
+        "grid": launch.grid,
+        "threadgroup": launch.threadgroup,
+        "output_shapes": launch.output_shapes,
+        "output_dtypes": launch.output_dtypes,
+        "init_value": launch.init_value,
+    }
+    pairs = zip(launch.inputs, launch.program.inputs, strict=True)
+    # MLX would pass these in another address space than is declared.
+    short = {i for i, (x, p) in enumerate(pairs) if p.padded and x.size < CONSTANT_BELOW}
 
+    def run(inputs: list[mx.array]) -> list[mx.array]:
+        if short:
+            inputs = [_padded(x) if i in short else x for i, x in enumerate(inputs)]
+        return kernel(inputs=inputs, **options)
 
-def _short(launch: Launch) -> list[int]:
-    """Which inputs MLX would pass in another address space than is declared."""
-    pairs = enumerate(zip(launch.inputs, launch.program.inputs, strict=True))
-    return [i for i, (x, p) in pairs if p.padded and x.size < CONSTANT_BELOW]
+    return run
 
 
 def _padded(x: mx.array) -> mx.array:
     return mx.concatenate([x.reshape(-1), mx.zeros((CONSTANT_BELOW - x.size,), x.dtype)])
 
 
-@cache
+@lru_cache(maxsize=512)
 def _kernel(make: Callable[..., Any], program: Program) -> Callable[..., list[mx.array]]:
     return make(
         name=program.name,

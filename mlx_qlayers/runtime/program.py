@@ -1,48 +1,15 @@
-"""A kernel function of a ``.metal`` file in the form that ``mx.fast.metal_kernel`` takes."""
+"""A kernel's text and parameters, in the form that ``mx.fast.metal_kernel`` takes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
-import mlx.core as mx
+# MLX passes inputs with fewer elements in the constant address space.
+CONSTANT_BELOW = 8
 
-from . import source
-from .health_source import with_health, without_health
-from .signature import ATTRIBUTES, CONSTANT_BELOW, SHAPE_WORDS, shape_words
-from .source import METAL, Item, SourceError, Token
-
-# Spellings of one type in Metal, by the one that MLX uses.
-_ALIASES = {
-    "half": "float16_t",
-    "bfloat": "bfloat16_t",
-    "char": "int8_t",
-    "uchar": "uint8_t",
-    "short": "int16_t",
-    "ushort": "uint16_t",
-    "int": "int32_t",
-    "uint": "uint32_t",
-    "long": "int64_t",
-    "ulong": "uint64_t",
-    "float32_t": "float",
-}
-_PARAMETER = re.compile(
-    r"(?P<qualifiers>(?:(?:const|device|constant|threadgroup|thread|volatile) )*)"
-    r"(?P<type>(?:atomic < \w+ >|(?:metal :: )?\w+))(?: const)? "
-    r"(?P<mark>[*&] )?(?P<name>\w+)(?: \[ \[ (?P<attribute>\w+)(?: \( (?P<index>\d+) \))? \] \])?$"
-)
-# How an attribute of one type becomes what the file declares.
-_PARTS = {
-    ("uint3", "uint3"): "{0}",
-    ("uint2", "uint3"): "uint2({0}.x,{0}.y)",
-    ("uint", "uint3"): "{0}.x",
-    ("ushort", "uint3"): "{0}.x",
-    ("uint", "uint"): "{0}",
-    ("ushort", "uint"): "{0}",
-}
 _COOPERATIVE = re.compile(r"\b(simd_|quad_|simdgroup_|threadgroup_barrier)")
 
 
@@ -73,7 +40,7 @@ class Parameter:
     atomic: bool = False
     padded: bool = False
 
-    def constant_refuses(self, x: mx.array) -> str | None:
+    def constant_refuses(self, x: Any) -> str | None:
         """Why MLX would not pass an array as what is declared ``constant``, if so."""
         if self.reference and x.ndim > 0:
             return f"input {self.name} is a reference, its shape must be (), not {x.shape}"
@@ -122,203 +89,3 @@ class Program:
     def text_bytes(self) -> int:
         """How many bytes MLX hashes at every launch, apart from the signature that it writes."""
         return len(self.header) + len(self.source)
-
-
-def load(
-    path: Path,
-    function: str,
-    name: str,
-    *,
-    ensure_row_contiguous: bool = True,
-    health: bool = False,
-    omitted: Sequence[str] = (),
-) -> Program:
-    """Read one kernel function and the declarations that it uses.
-
-    Args:
-        path: the ``.metal`` file.
-        function: the ``[[kernel]]`` function in it.
-        name: what MLX will know it by.
-        ensure_row_contiguous: whether MLX copies inputs that are not contiguous.
-        health: whether to add the health buffer of the debug mode, an output of 9 words.
-        omitted: pointers that are not passed; in the body they are null.
-
-    Raises:
-        SourceError: the file has no such kernel, or its signature is not one that MLX can generate.
-    """
-    items = source.read(path)
-    where = f"{path.name}: kernel {function}"
-    item = _find(items, function, path)
-    if health:
-        items = tuple(dict.fromkeys((*items, *source.read(METAL / "common" / "health.metal"))))
-        tokens = with_health(item.tokens)
-    else:
-        tokens = without_health(item.tokens)
-    opening = source.position(tokens, "{")
-    body = tokens[opening + 1 : -1]
-    parameters = _parameters(tokens[:opening], function, where)
-    nulls = "".join(_null(p) for p in parameters if p.name in omitted)
-    parameters = [p for p in parameters if p.name not in omitted]
-    inputs, outputs, attributes, atomic = _sort(parameters, source.words(body), where)
-    text = nulls + "".join(_alias(p, where) for p in attributes) + source.minify(body)
-    _check_words(text, parameters, inputs, where)
-    used = source.used(items, source.words(tokens))
-    header = source.minify(t for declaration in used for t in (*declaration.tokens, _NEWLINE))
-    return Program(
-        name=name,
-        header=header + "\n" if header else "",
-        source=text,
-        input_names=tuple(p.name for p in inputs),
-        output_names=tuple(p.name for p in outputs),
-        inputs=tuple(
-            replace(p, padded=p.space == "device" and not shape_words(text, p.name)) for p in inputs
-        ),
-        outputs=tuple(outputs),
-        template=_template(item, where),
-        atomic_outputs=atomic,
-        ensure_row_contiguous=ensure_row_contiguous,
-    )
-
-
-_NEWLINE = Token("newline", "\n")
-
-
-def _find(items: Sequence[Item], function: str, path: Path) -> Item:
-    kernels = {name: item for item in items if item.kernel for name in item.names}
-    if function not in kernels:
-        found = ", ".join(sorted(kernels)) or "none"
-        raise SourceError(f"{path.name} has no kernel {function!r}, only {found}")
-    return kernels[function]
-
-
-def _template(item: Item, where: str) -> tuple[tuple[str, str], ...]:
-    """The names and kinds of the template's parameters."""
-    texts = [token.text for token in item.tokens if token.kind != "newline"]
-    if texts[0] != "template":
-        return ()
-    found = []
-    for part in " ".join(texts[2 : texts.index(">")]).split(" , "):
-        kind, _, name = part.partition(" ")
-        if kind not in ("typename", "int", "bool") or not name.isidentifier():
-            raise SourceError(
-                f"{where}: MLX has template parameters typename, int, bool, not {part}"
-            )
-        found.append((name, kind))
-    return tuple(found)
-
-
-def _parameters(tokens: tuple[Token, ...], function: str, where: str) -> list[Parameter]:
-    """The parameters between the function's parentheses."""
-    texts = [token.text for token in tokens if token.kind != "newline"]
-    start = texts.index(function) + 2
-    parts: list[list[str]] = [[]]
-    depth = 0
-    for text in texts[start:-1]:
-        depth += (text in "([<") - (text in ")]>")
-        if text == "," and depth == 0:
-            parts.append([])
-        else:
-            parts[-1].append(text)
-    found = [_parameter(" ".join(part), where) for part in parts]
-    for i, parameter in enumerate(p for p in found if p.space):
-        if parameter.buffer not in (None, i):
-            raise SourceError(f"{where}: {parameter.name} is [[buffer({i})]], MLX counts in order")
-    return found
-
-
-def _parameter(text: str, where: str) -> Parameter:
-    match = _PARAMETER.match(text)
-    if match is None:
-        raise SourceError(f"{where}: cannot read the parameter '{text}'")
-    qualifiers = match["qualifiers"].split()
-    kind = match["type"].removeprefix("metal :: ")
-    atomic = re.match(r"atomic(?: < (\w+) >|_(int|uint|float))$", kind)
-    element = (atomic[1] or atomic[2]) if atomic else kind
-    if "threadgroup" in qualifiers:
-        raise SourceError(
-            f"{where}: declare threadgroup memory in the body, not as {match['name']}"
-        )
-    space = next((s for s in ("device", "constant") if s in qualifiers), "")
-    is_input = space == "constant" or "const" in qualifiers
-    return Parameter(
-        name=match["name"],
-        type=_ALIASES.get(element, element),
-        space=space,
-        reference=match["mark"] == "& ",
-        attribute=(match["attribute"] or "") if not space else "",
-        buffer=int(match["index"]) if match["attribute"] == "buffer" else None,
-        writable=bool(space) and not is_input,
-        atomic=atomic is not None,
-    )
-
-
-def _sort(
-    parameters: list[Parameter], used: frozenset[str], where: str
-) -> tuple[list[Parameter], list[Parameter], list[Parameter], bool]:
-    """Tell inputs, outputs and attributes apart and hold them against what MLX can generate."""
-    inputs: list[Parameter] = []
-    outputs: list[Parameter] = []
-    attributes: list[Parameter] = []
-    shapes = {
-        suffix: (_ALIASES.get(kind[:-1], kind[:-1]), kind[-1]) for suffix, kind in SHAPE_WORDS
-    }
-    for p in parameters:
-        owner = next((i for i in inputs for s in shapes if p.name == i.name + s), None)
-        if owner is not None:
-            kind = shapes[p.name.removeprefix(owner.name)]
-            if (p.type, "&" if p.reference else "*") != kind or p.space != "constant":
-                raise SourceError(f"{where}: MLX passes {p.name} as constant {kind[0]}{kind[1]}")
-        elif p.attribute:
-            attributes.append(p)
-        elif not p.space:
-            raise SourceError(f"{where}: {p.name} needs device, constant or an attribute")
-        elif p.writable:
-            outputs.append(p)
-        elif outputs:
-            raise SourceError(f"{where}: input {p.name} stands behind an output")
-        else:
-            inputs.append(p)
-    if not outputs:
-        raise SourceError(f"{where} has no output (device T* without const)")
-    if len({p.atomic for p in outputs}) > 1:
-        raise SourceError(f"{where}: MLX makes all outputs atomic or none")
-    return inputs, outputs, [p for p in attributes if p.name in used], outputs[0].atomic
-
-
-def _check_words(
-    text: str, parameters: list[Parameter], inputs: list[Parameter], where: str
-) -> None:
-    """MLX adds parameters for words that it finds in the body: they must be those declared."""
-    declared = {p.name for p in parameters} | {p.attribute for p in parameters}
-    for p in inputs:
-        for word in (p.name + suffix for suffix, _ in SHAPE_WORDS):
-            if word in text and (p.reference or word not in declared):
-                raise SourceError(f"{where}: MLX would pass {word}, which is not in the signature")
-    found = set(re.findall(r"\w+", text)) & set(ATTRIBUTES)
-    if not found:
-        raise SourceError(f"{where} uses no thread attribute, so that all its threads do the same")
-    if found - declared:
-        raise SourceError(f"{where}: {', '.join(sorted(found - declared))} is not in the signature")
-
-
-def _null(parameter: Parameter) -> str:
-    """The statement that stands for a pointer which is not passed."""
-    const = "" if parameter.writable else "const "
-    return f"{const}{parameter.space} {parameter.type}* {parameter.name}=nullptr;\n"
-
-
-def _alias(parameter: Parameter, where: str) -> str:
-    """The statement that gives an attribute the name and type of the file, where MLX's differ."""
-    name, kind, attribute = parameter.name, parameter.type, parameter.attribute
-    if attribute not in ATTRIBUTES:
-        raise SourceError(f"{where}: MLX has no attribute [[{attribute}]]")
-    full = ATTRIBUTES[attribute]
-    declared = kind.replace("int32_t", "int").replace("uint16_t", "ushort")
-    if (name, declared) == (attribute, full):
-        return ""
-    part = _PARTS.get((declared, full))
-    if name == attribute or part is None:
-        raise SourceError(
-            f"{where}: [[{attribute}]] is {full} {attribute}; rename {declared} {name}"
-        )
-    return f"{declared} {name}={part.format(attribute)};\n"

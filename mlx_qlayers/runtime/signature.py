@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
-if TYPE_CHECKING:
-    from .program import Program
+from .program import CONSTANT_BELOW, Program
+from .spec import Spec
 
 TemplateArgument = tuple[str, bool | int | mx.Dtype]
-
-# Inputs with fewer elements arrive in the constant address space.
-CONSTANT_BELOW = 8
 
 # The attributes that MLX offers and their types, in the order of its parameter list.
 ATTRIBUTES = {
@@ -75,14 +72,14 @@ class InputKind(NamedTuple):
     constant: bool
 
     @classmethod
-    def of(cls, x: mx.array, padded: bool = False) -> InputKind:
+    def of(cls, x: mx.array | Spec, padded: bool = False) -> InputKind:
         """The kind of an array, or of the padded array that MLX gets in its place."""
         return cls(x.dtype, x.ndim == 0 and not padded, x.size < CONSTANT_BELOW and not padded)
 
 
 def generate(
     program: Program,
-    inputs: Sequence[mx.array],
+    inputs: Sequence[mx.array | Spec],
     template: tuple[TemplateArgument, ...],
     output_dtypes: tuple[mx.Dtype, ...],
 ) -> tuple[str, str]:
@@ -90,7 +87,7 @@ def generate(
 
     Args:
         program: the kernel's names, header and body.
-        inputs: one array for each input name.
+        inputs: one array, or its shape and dtype, for each input name.
         template: names and values, in the order of the template's parameters.
         output_dtypes: one for each output name.
 

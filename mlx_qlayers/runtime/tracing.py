@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-if TYPE_CHECKING:
-    from .launch import Launch
+from .backend import epoch
+from .launch import Launch
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Record:
 
 
 _active: list[list[Record]] = []
+_lock = threading.Lock()
+_DEBUG = "trace"
 
 
 class trace:
@@ -44,7 +46,7 @@ class trace:
     Under ``mx.compile`` a launch is recorded once, while Python traces the function.
 
     Example:
-        >>> from mlx_qlayers.metal.exp import exp
+        >>> from mlx_qlayers.ops.exp import exp
         >>> with use_backend("host"), trace() as launches:
         ...     y = exp(mx.ones(1024))
         >>> [(launch.kernel, launch.backend, launch.grid) for launch in launches]
@@ -53,7 +55,9 @@ class trace:
 
     def __enter__(self) -> list[Record]:
         self._records: list[Record] = []
-        _active.append(self._records)
+        with _lock:
+            _active.append(self._records)
+            _watch()
         return self._records
 
     def __exit__(
@@ -62,8 +66,16 @@ class trace:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        # By identity: two traces may hold equal records.
-        _active[:] = [records for records in _active if records is not self._records]
+        with _lock:
+            # By identity: two traces may hold equal records.
+            _active[:] = [records for records in _active if records is not self._records]
+            _watch()
+
+
+def _watch() -> None:
+    """Plans made while a trace is open record their launches; others are not used meanwhile."""
+    debug = epoch.debug - {_DEBUG}
+    epoch.debug = debug | {_DEBUG} if _active else debug
 
 
 def tracing() -> bool:
@@ -73,8 +85,6 @@ def tracing() -> bool:
 
 def record(backend: str, launch: Launch) -> None:
     """Add a launch to the traces that are open."""
-    if not _active:
-        return
     made = Record(
         kernel=launch.program.name,
         backend=backend,
@@ -84,5 +94,5 @@ def record(backend: str, launch: Launch) -> None:
         input_shapes=tuple(x.shape for x in launch.inputs),
         output_shapes=tuple(launch.output_shapes),
     )
-    for records in _active:
+    for records in list(_active):
         records.append(made)

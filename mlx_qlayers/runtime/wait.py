@@ -45,7 +45,7 @@ def wait_for(result: T | Callable[..., T], seconds: float, *inputs: Any) -> T:
         KernelTimeout: they were not there in time.
 
     Example:
-        >>> from mlx_qlayers.metal.exp import exp
+        >>> from mlx_qlayers.ops.exp import exp
         >>> y = wait_for(exp, 5, mx.ones(16))
     """
     # A stream works only in its own thread: start the work here, wait for it there.

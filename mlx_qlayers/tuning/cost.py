@@ -78,7 +78,7 @@ def cost(
             no more than its share then, and what it needs beyond that is kept in memory.
 
     Example:
-        >>> from mlx_qlayers.metal.exp import exp
+        >>> from mlx_qlayers.ops.exp import exp
         >>> from mlx_qlayers.runtime.host import checks
         >>> from mlx_qlayers.tuning.machines import MACHINES
         >>> with use_backend("host"), checks() as report:

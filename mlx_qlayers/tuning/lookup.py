@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ..runtime.backend import note
+from ..runtime.explain import note
 from .store import device_kind, device_name, entries, forget, on_change, stored
 
 F = TypeVar("F", bound=Callable[..., Any])

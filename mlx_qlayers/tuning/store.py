@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from ..runtime.backend import note
 from ..runtime.cache_folder import cache_folder
+from ..runtime.explain import note
 from ..runtime.kernel import Kernel
 
 C = TypeVar("C")

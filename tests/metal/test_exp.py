@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.metal.exp import exp
-from mlx_qlayers.runtime.backend import explain, use_backend
+from mlx_qlayers.ops.exp import exp
+from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.explain import explain
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.tracing import trace
 from tests.gpus import GPUS

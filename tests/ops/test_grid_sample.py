@@ -8,7 +8,8 @@ import pytest
 from numerics import assert_accurate, assert_gradient, random, round_to, to64
 
 from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES, affine_grid, grid_sample
-from mlx_qlayers.runtime.backend import explain, use_backend
+from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.explain import explain
 from mlx_qlayers.runtime.tracing import trace
 from tests.gpus import GPUS
 

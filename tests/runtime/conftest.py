@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers.runtime.backend import explain, use_backend
+from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.explain import explain
 
 
 class MetalStandIn:

@@ -6,16 +6,9 @@ import mlx.core as mx
 import pytest
 
 import mlx_qlayers.runtime.backend as module
-from mlx_qlayers.runtime.backend import (
-    BackendError,
-    Decision,
-    backend,
-    being_traced,
-    choose,
-    explain,
-    note,
-    use_backend,
-)
+from mlx_qlayers.runtime.backend import BackendError, backend, use_backend
+from mlx_qlayers.runtime.explain import Decision, explain, note
+from mlx_qlayers.runtime.legacy import being_traced, choose
 
 from .kernels import HISTOGRAM
 

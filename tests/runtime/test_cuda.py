@@ -12,7 +12,7 @@ import pytest
 
 from mlx_qlayers.metal.attention.forward import Arrays, Call, Scores, attention_forward
 from mlx_qlayers.metal.attention.layout import Layout
-from mlx_qlayers.metal.exp import exp
+from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.runtime import BackendError, Kernel, use_backend
 from mlx_qlayers.runtime import backend as backend_module
 from mlx_qlayers.runtime.cuda import translate, whole_threadgroups

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import attention, grid_sample, quantized_matmul, use_backend
-from mlx_qlayers.metal.exp import exp
 from mlx_qlayers.metal.exp import launch as family
+from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.runtime import trace
 
 Function = Callable[[mx.array], mx.array]

@@ -7,10 +7,11 @@ import struct
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers.runtime.backend import BackendError, explain, use_backend
+from mlx_qlayers.runtime.backend import BackendError, use_backend
+from mlx_qlayers.runtime.explain import explain
 from mlx_qlayers.runtime.health import Health, HealthError, checked, health_checks
 from mlx_qlayers.runtime.host import checks
-from mlx_qlayers.runtime.program import load
+from mlx_qlayers.runtime.parse import parse as load
 from mlx_qlayers.runtime.tracing import trace
 from tests.gpus import GPUS
 

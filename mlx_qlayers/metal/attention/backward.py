@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ...runtime.kernel import Kernel
-from ...runtime.prepared import PreparedLaunch
+from ...runtime.legacy import PreparedLaunch
 from .forward import LOG2E, Arrays, Call, nothing
 from .layout import PARAMETERS, Layout, memory
 

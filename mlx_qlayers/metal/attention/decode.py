@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 from ...runtime.launch import TemplateValue
-from ...runtime.prepared import PreparedLaunch
-from ...runtime.signature import CONSTANT_BELOW
+from ...runtime.legacy import PreparedLaunch
+from ...runtime.program import CONSTANT_BELOW
 from ...tuning.lookup import rounded, tuned
 
 Packed = tuple[mx.array, mx.array, mx.array]

@@ -13,7 +13,7 @@ import mlx.core as mx
 from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
-from ...runtime.prepared import PreparedLaunch
+from ...runtime.legacy import PreparedLaunch
 from ...tuning.lookup import found, rounded
 from ...tuning.store import device_kind
 from .layout import PARAMETERS, Layout, layout, memory

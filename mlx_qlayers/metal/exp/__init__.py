@@ -1,5 +1,1 @@
 """The exponential: the smallest kernel family, and the example of one."""
-
-from .launch import exp
-
-__all__ = ["exp"]

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from ...formats import MODES, Format
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
-from ...runtime.signature import CONSTANT_BELOW
+from ...runtime.program import CONSTANT_BELOW
 from ...tuning.lookup import tuned
 
 MAX_QMV_ROWS = 16

@@ -8,7 +8,7 @@ from struct import pack, unpack
 import mlx.core as mx
 
 from ...runtime.kernel import Kernel
-from ...runtime.signature import CONSTANT_BELOW
+from ...runtime.program import CONSTANT_BELOW
 
 _INPUTS = ("q", "k", "offset", "freqs", "sizes", "numbers")
 _AT, _EACH = (

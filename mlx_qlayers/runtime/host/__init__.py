@@ -15,7 +15,7 @@ from .errors import (
     Uninitialised,
 )
 from .executable import Counters, HostKernel, compile_source
-from .execute import Report, checks, launch
+from .execute import Report, bind, checks
 from .lint import lint
 
 __all__ = [
@@ -34,8 +34,8 @@ __all__ = [
     "ThreadgroupMemory",
     "Undefined",
     "Uninitialised",
+    "bind",
     "checks",
     "compile_source",
-    "launch",
     "lint",
 ]

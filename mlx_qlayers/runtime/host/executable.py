@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from . import compiler, memory, native
 from .errors import (
@@ -116,6 +116,7 @@ class HostKernel:
     Attributes:
         signature: its parameters.
         slots: the length of its list of buffers.
+        launch: runs a launch, given the address of its ``RawLaunch``; not 0 where it failed.
     """
 
     def __init__(self, compiled: compiler.Compiled, name: str, checked: bool) -> None:
@@ -123,7 +124,7 @@ class HostKernel:
         self.signature = compiled.signature
         self._compiled = compiled
         self._library, self._entry = native.entry(compiled.library)
-        self._launch = native.library().qk_launch
+        self.launch = native.library().qk_launch
         self.slots = 1 + max(self.signature.buffers, default=-1)
         self._workers = workers()
 
@@ -198,8 +199,8 @@ class HostKernel:
 
     def start(self, raw: native.RawLaunch) -> None:
         """Launch on ``raw.buffers``, addresses that stay valid until this returns."""
-        if self._launch(ctypes.addressof(raw)):
-            self._raise(raw)
+        if self.launch(ctypes.addressof(raw)):
+            self.fail(raw)
 
     def _run_checked(self, raw: native.RawLaunch, given: dict[int, memory.Buffer]) -> Counters:
         lib, count = native.library(), self.slots
@@ -234,7 +235,8 @@ class HostKernel:
                         lib.qk_unplace(i, buffer.bytes)
         return Counters(**{f.name: getattr(counters, f.name) for f in fields(Counters)})
 
-    def _raise(self, raw: native.RawLaunch) -> None:
+    def fail(self, raw: native.RawLaunch) -> NoReturn:
+        """Raise what the runtime library reported of a launch."""
         kind = _FAULTS[raw.fault] if raw.fault < len(_FAULTS) else None
         if kind is None:
             raise HostError(f"kernel {self.name}: the launch could not be prepared")

@@ -1,4 +1,4 @@
-"""One launch of one of this package's kernels: bind its arrays, run, hand back its outputs."""
+"""Launches of this package's kernels: bind them, fill in addresses, run, return the outputs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import mlx.core as mx
 
+from ..backend import BackendError
+from ..launch import Bound, Launch
+from ..program import Program
 from . import memory
 from .executable import DEFAULT_BUDGET, Counters, HostKernel, compile_source
 from .lint import refuse
 from .output_buffers import Outputs, Scratch, finished
-
-if TYPE_CHECKING:
-    from ..launch import Launch
-    from ..program import Program
 
 _PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n#line 1 "source.metal"\n'
 _ENVIRONMENT = "MLX_QLAYERS_HOST_CHECKS"
@@ -59,7 +58,7 @@ def checks(enabled: bool = True, *, budget: int = DEFAULT_BUDGET) -> Iterator[Re
         KernelFault: in the block, at the launch that did something wrong.
 
     Example:
-        >>> from mlx_qlayers.metal.exp import exp
+        >>> from mlx_qlayers.ops.exp import exp
         >>> with use_backend("host"), checks() as report:
         ...     y = exp(mx.ones(16))
         >>> report.total("bytes_read")
@@ -91,9 +90,6 @@ class _Plan:
     outputs: list[tuple[int, int]] = field(default_factory=list)
 
 
-_plans: dict[tuple[Program, str, bool], _Plan] = {}
-
-
 def _shape(i: int, inputs: list[mx.array]) -> Any:
     return (ctypes.c_int * max(1, inputs[i].ndim))(*inputs[i].shape)
 
@@ -107,18 +103,15 @@ def _ndim(i: int, inputs: list[mx.array]) -> Any:
 
 
 def _plan(launch: Launch, checked: bool) -> _Plan:
-    key = (launch.program, launch.function, checked)
-    if key not in _plans:
-        _plans[key] = _make_plan(launch, checked)
-    return _plans[key]
+    return _compiled(launch.program, launch.function, launch.text, checked)
 
 
-def _make_plan(launch: Launch, checked: bool) -> _Plan:
-    program = launch.program
-    refuse(launch.text, program.name)
+@lru_cache(maxsize=1024)
+def _compiled(program: Program, function: str, text: str, checked: bool) -> _Plan:
+    refuse(text, program.name)
     kernel = compile_source(
-        _PREAMBLE + launch.text,
-        launch.function,
+        _PREAMBLE + text,
+        function,
         checked=checked,
         name=program.name,
         note=f"mlx-qlayers: compiling kernel {program.name} for this CPU, once",
@@ -135,62 +128,93 @@ def _make_plan(launch: Launch, checked: bool) -> _Plan:
 
 
 class _Frame:
-    """What a launch fills in, used again by the next one that differs in its inputs alone."""
+    """What a launch fills in, used again by the next one that differs in its arrays alone.
 
-    def __init__(self, launch: Launch) -> None:
-        self.plan = _plan(launch, False)
+    Attributes:
+        addresses: of the buffers, as the kernel's entry point takes them.
+        raw: the launch as the runtime library takes it, and its address.
+        outputs: where the outputs come from.
+        large: the buffer's index and the number of each output that is made for every launch.
+    """
+
+    def __init__(self, plan: _Plan, launch: Launch) -> None:
         self.outputs = Outputs(launch.output_shapes, launch.output_dtypes, launch.init_value)
-        self.addresses = (ctypes.c_uint64 * self.plan.kernel.slots)()
-        self.raw = self.plan.kernel.raw(launch.grid, launch.threadgroup)
+        self.addresses = (ctypes.c_uint64 * plan.kernel.slots)()
+        self.raw = plan.kernel.raw(launch.grid, launch.threadgroup)
         self.raw.buffers = ctypes.addressof(self.addresses)
+        self.raw_address = ctypes.addressof(self.raw)
         small = self.outputs.small
-        self.large = [(slot, i) for slot, i in self.plan.outputs if i not in small]
-        for slot, i in self.plan.outputs:
+        self.large = [(slot, i) for slot, i in plan.outputs if i not in small]
+        for slot, i in plan.outputs:
             if i in small:
                 self.addresses[slot] = small[i].address
 
-    def run(self, launch: Launch) -> list[mx.array]:
-        """Launch on these inputs; what lies at the addresses is kept until that is over."""
-        addresses, plan, inputs, kept = self.addresses, self.plan, launch.inputs, []
-        for slot, i in plan.inputs:
-            try:
-                owner = memory.view(inputs[i])
-                addresses[slot] = ctypes.addressof(owner)
-            except (TypeError, ValueError):
-                inputs[i] = owner = memory.readable(inputs[i], launch.program.ensure_row_contiguous)
-                addresses[slot] = memory.locate(owner)
-            kept.append(owner)
-        for slot, make in plan.facts:
-            owner = make(inputs)
-            addresses[slot] = ctypes.addressof(owner)
-            kept.append(owner)
-        made = self.outputs.prepare()
-        for slot, i in self.large:
-            addresses[slot] = memory.locate(cast(mx.array, made[i]))
-        plan.kernel.start(self.raw)
-        return finished(made)
 
-
-def launch(launch: Launch) -> list[mx.array]:
-    """Run one checked call and return its outputs, one for each of ``launch.output_shapes``.
+def bind(launch: Launch) -> Bound:
+    """What runs a launch and returns its outputs, one for each of ``launch.output_shapes``.
 
     The inputs are read where they lie and the outputs are written where MLX will read them; only
     an input that must be row-contiguous and is not gets copied.
     """
-    if _report is not None:
-        return _launch_checked(launch, _report)
-    # A frame serves one thread at a time.
-    frames = launch.memo.setdefault("host", [])
-    frame = frames.pop() if frames else _Frame(launch)
-    outputs = frame.run(launch)
-    frames.append(frame)
-    return outputs
+    frames: list[_Frame] = []  # each serves one thread at a time
+    contiguous = launch.program.ensure_row_contiguous
+    view, address_of, evaluate = memory.view, ctypes.addressof, mx.eval
+    plan: _Plan | None = None
+
+    # Every launch of a kernel on a CPU comes through here: calls of Python functions are its cost.
+    def run(inputs: list[mx.array]) -> list[mx.array]:
+        nonlocal plan
+        try:
+            evaluate(*inputs)
+        except ValueError as error:
+            raise _no_values(launch, error) from error
+        if _report is not None:
+            return _run_checked(launch, inputs, _report)
+        if plan is None:
+            plan = _plan(launch, False)
+        try:
+            frame = frames.pop()
+        except IndexError:
+            frame = _Frame(plan, launch)
+        addresses, kept = frame.addresses, []
+        for slot, i in plan.inputs:
+            try:
+                owner = view(inputs[i])
+                addresses[slot] = address_of(owner)
+            except (TypeError, ValueError):
+                inputs[i] = owner = memory.readable(inputs[i], contiguous)
+                addresses[slot] = memory.locate(owner)
+            kept.append(owner)
+        for slot, make in plan.facts:
+            owner = make(inputs)
+            addresses[slot] = address_of(owner)
+            kept.append(owner)
+        made = frame.outputs.prepare() if frame.large else frame.outputs.reused
+        for slot, i in frame.large:
+            addresses[slot] = memory.locate(cast(mx.array, made[i]))
+        if plan.kernel.launch(frame.raw_address):
+            plan.kernel.fail(frame.raw)
+        outputs = finished(made) if len(made) > 1 or frame.large else [mx.array(made[0])]
+        frames.append(frame)
+        return outputs
+
+    return run
 
 
-def _launch_checked(launch: Launch, report: Report) -> list[mx.array]:
+def _no_values(launch: Launch, error: ValueError) -> Exception:
+    if "transformations" not in str(error):
+        return error
+    return BackendError(
+        f"kernel {launch.program.name}: mx.compile or mx.vmap is tracing the inputs, and the host "
+        "backend needs their values. Leave the call out of the compiled function, or "
+        'use_backend("ops")'
+    )
+
+
+def _run_checked(launch: Launch, inputs: list[mx.array], report: Report) -> list[mx.array]:
     plan = _plan(launch, True)
     contiguous = launch.program.ensure_row_contiguous
-    inputs = [memory.readable(x, contiguous) for x in launch.inputs]
+    inputs = [memory.readable(x, contiguous) for x in inputs]
     made = Outputs(launch.output_shapes, launch.output_dtypes, launch.init_value).prepare()
     buffers = {slot: memory.extent(inputs[i]) for slot, i in plan.inputs}
     buffers |= {slot: memory.extent(make(inputs)) for slot, make in plan.facts}

@@ -165,6 +165,7 @@ class Outputs:
 
     Attributes:
         small: the small ones by number.
+        reused: the small ones in order.
     """
 
     def __init__(
@@ -181,11 +182,10 @@ class Outputs:
             else:
                 start = mx.array(value or 0, dtype)
                 self._large[i] = partial(mx.full, shape, start, stream=mx.cpu)
+        self.reused: list[mx.array | Scratch] = list(self.small.values())
 
     def prepare(self) -> list[mx.array | Scratch]:
         """What the next launch writes to; :func:`finished` makes arrays of it."""
-        if not self._large:
-            return list(self.small.values())
         large = {i: make() for i, make in self._large.items()}
         mx.eval(list(large.values()))
         for array in large.values():

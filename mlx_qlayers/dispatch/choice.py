@@ -1,0 +1,79 @@
+"""The path of a call: which backend's kernel, or stock operators, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..runtime.backend import BackendError, backend, missing, requested
+
+
+class Choice(NamedTuple):
+    """What :func:`choose` says of a call.
+
+    Attributes:
+        op: the operation's public name.
+        path: ``"metal"``, ``"cuda"``, ``"host"``, or ``"ops"`` for the reference.
+        reason: why, for :func:`~mlx_qlayers.explain`.
+        evidence: ``"rule"``, ``"asked for"``, ``"shipped result"`` or ``"measured here"``.
+    """
+
+    op: str
+    path: str
+    reason: str
+    evidence: str = "rule"
+
+
+KERNELS = ("metal", "cuda", "host")
+
+
+def choose(
+    op: str,
+    kernels: Sequence[str] = KERNELS,
+    *,
+    unless: str | None = None,
+    host_gain: float | None = None,
+    by: str = "",
+    evidence: str = "rule",
+) -> Choice:
+    """The backend on which ``op`` runs.
+
+    Args:
+        op: the operation's public name.
+        kernels: the backends that have a kernel for these arguments.
+        unless: why ``auto`` should leave the kernel for the reference, if it should.
+        host_gain: how many times as fast as the reference the kernel was measured to be on a CPU.
+            ``auto`` runs it there only where this is more than 1.
+        by: which of the operation's kernels runs, for the reason.
+        evidence: what ``unless`` and ``host_gain`` rest on.
+
+    Raises:
+        BackendError: a backend was forced that has no kernel for these arguments.
+    """
+    wanted = requested()
+    suffix = f", by {by}" if by else ""
+    if wanted == "ops":
+        return Choice(op, "ops", "asked for", "asked for")
+    if wanted != "auto":
+        if wanted not in kernels:
+            raise BackendError(f"{op} has no {wanted} kernel for these arguments")
+        return Choice(op, wanted, "asked for" + suffix, "asked for")
+    if unless is not None:
+        return Choice(op, "ops", unless, evidence)
+    if (name := backend()) not in kernels:
+        return Choice(op, "ops", _no_kernel(name, kernels))
+    if name != "host":
+        return Choice(op, name, "auto" + suffix, evidence)
+    if host_gain is None:
+        return Choice(op, "ops", "the kernel was not measured on a CPU")
+    if host_gain <= 1:
+        reason = f"on a CPU the kernel has {host_gain:.2g} times the speed of MLX's operators"
+        return Choice(op, "ops", reason, evidence)
+    reason = f"auto: {host_gain:.2g} times the speed of MLX's operators on a CPU"
+    return Choice(op, "host", reason + suffix, evidence)
+
+
+def _no_kernel(name: str, kernels: Sequence[str]) -> str:
+    if name == "ops" and "host" in kernels and (why := missing["host"]()):
+        return f"no GPU, and no host backend: {why}"
+    return f"no {name} kernel for these arguments"

@@ -1,0 +1,247 @@
+"""Calls of operations: a key to a plan that is made once and then called.
+
+The key holds all that a plan may depend on: the operation, its static arguments, the shapes and
+dtypes of its arrays, backend and mode of the thread or task, stream, debug modes, and an epoch that
+moves when measured results change. Plans are kept in one bounded, thread-safe cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..runtime.backend import BackendError, Mode, backend, current, epoch, mode, requested
+from ..runtime.explain import Row, collect, collectors, count, counted, planning, row
+from ..runtime.spec import Spec
+from ..runtime.transformed import has_values
+from .choice import Choice
+from .gradients import Gradient, Outputs, differentiable
+
+# A server sees prompts of any length: what has not been asked for lately is made again.
+MAX_PLANS = 4096
+
+Specs = Sequence[Spec | None]
+
+
+class Plan(NamedTuple):
+    """What an operation makes of a key.
+
+    Attributes:
+        choice: the path, and why.
+        run: computes it from the arrays; launches on ``choice.path``, or the reference.
+        gradients: those of ``run``; MLX knows that of the reference.
+        reference: the same in MLX's operators, for arrays without values on ``host``.
+    """
+
+    choice: Choice | None
+    run: Callable[..., Any]
+    gradients: Sequence[Gradient] = ()
+    reference: Callable[..., Any] | None = None
+
+
+class Operation:
+    """An operation that is dispatched.
+
+    Args:
+        name: its public name.
+        plan: from the specs of its arrays and its static arguments to a :class:`Plan`. It checks
+            them, and raises a ``ValueError`` that names the argument and its value.
+        compiled: whether a call from Python that only evaluates replays a graph on a GPU, which
+            ``mx.compile`` traced when the plan was made.
+
+    Example:
+        >>> from mlx_qlayers.dispatch import Operation, Plan, choose, dispatch
+        >>> def plan(specs):
+        ...     return Plan(choose("twice", ()), lambda x: 2 * x)
+        >>> dispatch(Operation("twice", plan), (mx.array(3.0),)).item()
+        6.0
+    """
+
+    __slots__ = ("compiled", "name", "plan")
+
+    def __init__(self, name: str, plan: Callable[..., Plan], compiled: bool = False) -> None:
+        self.name, self.plan, self.compiled = name, plan, compiled
+
+
+class _Prepared(NamedTuple):
+    """A plan that is ready to be called, and what each call counts."""
+
+    run: Callable[..., Any]
+    rows: tuple[Row, ...]
+
+
+def dispatch(
+    operation: Operation,
+    arrays: tuple[mx.array | None, ...],
+    static: tuple[Hashable, ...] = (),
+) -> Any:
+    """Run an operation by the plan for its key, which is made if there is none.
+
+    Args:
+        operation: what to run.
+        arrays: its arrays; None where an optional one is left out.
+        static: its other arguments.
+
+    Raises:
+        ValueError: an argument does not fit; it is named.
+        BackendError: a backend was forced that cannot run this.
+    """
+    try:
+        prepared = _plan(
+            operation,
+            static,
+            tuple(map(type, static)),  # 4.0 equals 4
+            tuple([None if a is None else (a.shape, a.dtype) for a in arrays]),
+            current.get(),
+            str(mx.default_stream(mx.default_device())),
+            threading.get_ident(),
+            epoch.debug,
+            epoch.number,
+        )
+    except (AttributeError, TypeError):
+        prepared = _unkeyed(operation, arrays, static)
+    for each in prepared.rows:
+        next(each.ticks)
+    if collectors:
+        collect(prepared.rows)
+    return prepared.run(*arrays)
+
+
+def _unkeyed(operation: Operation, arrays: Sequence[Any], static: tuple[Any, ...]) -> _Prepared:
+    """The plan of arguments that cannot be a key; mostly the checks say what is wrong with them."""
+    return _prepare(operation, static, arrays)
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def _plan(
+    operation: Operation,
+    static: tuple[Any, ...],
+    types: tuple[type, ...],
+    specs: tuple[tuple[Any, Any] | None, ...],
+    *_: object,
+) -> _Prepared:
+    return _prepare(operation, static, [None if s is None else Spec(*s) for s in specs])
+
+
+def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]) -> _Prepared:
+    now = current.get().mode
+    if now is Mode.EAGER and operation.compiled and _can_compile():
+        return _compiled(operation, static, specs)
+    plan, rows = _made(operation, static, specs)
+    on_host = plan.choice is not None and plan.choice.path == "host"
+    run = plan.run
+    if plan.gradients and now.differentiable:
+        if on_host and now is Mode.EAGER:
+            return _Prepared(_guarded(operation, static, specs, plan, rows), ())
+        run = differentiable(operation.name, run, plan.gradients, specs)
+    if on_host and now in (Mode.EAGER, Mode.TRANSFORMED):
+        return _Prepared(_with_values(operation, plan, run, rows), ())
+    return _Prepared(run, rows)
+
+
+def _made(
+    operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
+) -> tuple[Plan, tuple[Row, ...]]:
+    """The operation's own plan, and the rows of its choice and of the launches that it bound."""
+    with planning() as launches:
+        plan = operation.plan(specs, *static)
+    return plan, (*_row(plan.choice), *launches)
+
+
+def _row(choice: Choice | None) -> tuple[Row, ...]:
+    return () if choice is None else (row(*choice),)
+
+
+def _guarded(
+    operation: Operation,
+    static: tuple[Any, ...],
+    specs: Sequence[Any],
+    plan: Plan,
+    rows: tuple[Row, ...],
+) -> Callable[..., Any]:
+    """On ``host``: the launch where it is only evaluated, else the plan for transformations."""
+    run, there = plan.run, _present(specs)
+    evaluate, depends = mx.async_eval, mx.depends
+
+    # As is_transformed does, and count: on a CPU, calls of Python functions are a call's cost.
+    def guarded(*arrays: Any) -> Any:
+        given = there(arrays)
+        try:
+            evaluate(*depends(given[:1], given))
+        except ValueError:
+            with mode(Mode.TRANSFORMED):
+                return dispatch(operation, arrays, static)
+        for each in rows:
+            next(each.ticks)
+        if collectors:
+            collect(rows)
+        return run(*arrays)
+
+    return guarded
+
+
+def _present(specs: Sequence[Any]) -> Callable[[tuple[Any, ...]], list[mx.array]]:
+    """What takes the arrays that are there out of all; without a Python frame."""
+    indices = [i for i, spec in enumerate(specs) if spec is not None]
+    if len(indices) == len(specs):
+        return list
+    if len(indices) == 1:
+        return itemgetter(slice(indices[0], indices[0] + 1))
+    return itemgetter(*indices)
+
+
+def _with_values(
+    operation: Operation, plan: Plan, run: Callable[..., Any], rows: tuple[Row, ...]
+) -> Callable[..., Any]:
+    """On ``host``: the launch where the arrays have values, else the reference."""
+    reference, forced = plan.reference, requested() != "auto"
+    traced = "mx.compile or mx.vmap is tracing the inputs, and the host backend needs their values"
+
+    def checked(*arrays: Any) -> Any:
+        if has_values([a for a in arrays if a is not None]):
+            count(rows)
+            return run(*arrays)
+        if forced or reference is None:
+            raise BackendError(f"{operation.name}: {traced}")
+        count((row(operation.name, "ops", traced),))
+        return reference(*arrays)
+
+    return checked
+
+
+def _can_compile() -> bool:
+    """Whether a graph may be replayed: on a GPU, where no debug mode wants to see its launches."""
+    return (
+        mx.default_device().type == mx.gpu
+        and backend() in ("metal", "cuda", "ops")
+        and not epoch.debug
+    )
+
+
+def _compiled(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]) -> _Prepared:
+    """The operation as a graph that is traced now, on arrays that are never evaluated.
+
+    MLX runs the function anew where it is differentiated or traced: then the nodes that carry
+    gradients are needed, which cost as much to evaluate as a launch.
+    """
+    with mode(Mode.COMPILED):
+        plan, rows = _made(operation, static, specs)
+    ahead = True
+
+    def function(*arrays: Any) -> Outputs:
+        if ahead:
+            with mode(Mode.INFERENCE):
+                return plan.run(*arrays)
+        with mode(Mode.TRANSFORMED):
+            return dispatch(operation, arrays, static)
+
+    run = mx.compile(function)
+    with counted() as nested:
+        run(*[None if s is None else mx.zeros(s.shape, s.dtype) for s in specs])
+    ahead = False
+    return _Prepared(run, (*rows, *nested))

@@ -1,0 +1,190 @@
+"""The gradient of an operation whose forward pass is a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
+
+import mlx.core as mx
+
+from ..runtime.backend import Mode, backend, mode
+from ..runtime.transformed import without_derivative
+
+# The arrays of a call; None where an optional one is left out.
+Arrays = Sequence[mx.array | None]
+Outputs = mx.array | list[mx.array]
+
+
+class Gradient(NamedTuple):
+    """How the gradients of some arguments are computed, together.
+
+    Attributes:
+        of: their positions among the arrays of the operation.
+        compute: a function of the arrays, the cotangents and the outputs (lists) that gives one
+            array for each position.
+    """
+
+    of: tuple[int, ...]
+    compute: Callable[[Arrays, list[mx.array], list[mx.array]], Sequence[mx.array]]
+
+
+def gradient_of(composed: Callable[..., Outputs], arrays: Arrays) -> tuple[Gradient, ...]:
+    """The gradient of every floating-point argument, by autodiff of the same function in MLX's
+    operators.
+
+    Args:
+        composed: that function, of the arrays.
+        arrays: the arrays of the call, or their specs.
+    """
+    floats = tuple(i for i, a in enumerate(arrays) if a is not None and _is_float(a))
+
+    def compute(given: Arrays, cotangents: list[mx.array], _: list[mx.array]) -> Sequence[mx.array]:
+        def of_floats(*some: mx.array) -> list[mx.array]:
+            merged = list(given)
+            for i, a in zip(floats, some, strict=True):
+                merged[i] = a
+            return _listed(composed(*merged))
+
+        primals = [cast(mx.array, given[i]) for i in floats]
+        return mx.vjp(of_floats, primals, cotangents)[1]
+
+    return (Gradient(floats, compute),) if floats else ()
+
+
+def differentiable(
+    op: str, forward: Callable[..., Outputs], gradients: Sequence[Gradient], specs: Sequence[Any]
+) -> Callable[..., Outputs]:
+    """``forward`` with a gradient.
+
+    On ``host`` a launch computes at once, so the gradient of an argument is computed only if it is
+    asked for; on a GPU everything is lazy and one node does for all. An argument without a gradient
+    raises where one is asked for, as in MLX's own operators.
+
+    Args:
+        op: the operation's name, for that error.
+        forward: a function of the arrays.
+        gradients: of those arguments that have one.
+        specs: the arrays' specs; None where one is left out.
+    """
+    there = [i for i, spec in enumerate(specs) if spec is not None]
+    floats = {i for i in there if _is_float(specs[i])}
+
+    def expanded(given: Sequence[Any]) -> list[Any]:
+        full: list[Any] = [None] * len(specs)
+        for i, a in zip(there, given, strict=True):
+            full[i] = a
+        return full
+
+    build = _at_once if backend() == "host" else _lazy
+    node = build(lambda given: forward(*expanded(given)), _at(gradients, there, expanded))
+
+    def run(*arrays: Any) -> Outputs:
+        some = [arrays[i] if i in floats else _no_gradient(op, arrays[i]) for i in there]
+        return node(some)
+
+    return run
+
+
+Compute = Callable[[list[mx.array], list[mx.array], list[mx.array]], Sequence[mx.array]]
+
+
+def _at(
+    gradients: Sequence[Gradient], there: list[int], expanded: Callable[..., Arrays]
+) -> list[tuple[list[int], Compute]]:
+    """The gradients by positions among the arrays that are there, in the mode that they run in."""
+
+    def of(gradient: Gradient) -> Compute:
+        def compute(
+            given: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]
+        ) -> Sequence[mx.array]:
+            with mode(Mode.GRADIENT):
+                return gradient.compute(expanded(given), cotangents, outputs)
+
+        return compute
+
+    return [([there.index(i) for i in g.of], of(g)) for g in gradients]
+
+
+def _lazy(
+    forward: Callable[[Sequence[mx.array]], Outputs], gradients: list[tuple[list[int], Compute]]
+) -> Callable[[list[mx.array]], Outputs]:
+    node: Any = mx.custom_function(lambda *given: forward(given))
+
+    @node.vjp
+    def _(given: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        arrays, made = _listed(given), dict[int, mx.array]()
+        for positions, compute in gradients:
+            found = compute(arrays, _listed(cotangents), _listed(outputs))
+            made |= zip(positions, found, strict=True)
+        return [made[i] if i in made else mx.zeros_like(a) for i, a in enumerate(arrays)]
+
+    return lambda given: cast(Outputs, node(*given))
+
+
+def _at_once(
+    forward: Callable[[Sequence[mx.array]], Outputs], gradients: list[tuple[list[int], Compute]]
+) -> Callable[[list[mx.array]], Outputs]:
+    """Every argument passes an identity first, whose gradient MLX asks for only if it needs it."""
+
+    def run(arrays: list[mx.array]) -> Outputs:
+        # What the whole function's vjp is given; the identities' own come after it.
+        given: list[list[mx.array]] = []
+        node: Any = mx.custom_function(lambda *held: forward(held))
+
+        @node.vjp
+        def _(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+            held = _listed(primals)
+            given[:] = [held, _listed(cotangents), _listed(outputs)]
+            return [mx.broadcast_to(mx.array(0, a.dtype), a.shape) for a in held]
+
+        held = list(arrays)
+        for positions, compute in gradients:
+            together = _computed_once(compute, given)
+            for nth, i in enumerate(positions):
+                held[i] = _hold(arrays[i], together, nth)
+        return cast(Outputs, node(*held))
+
+    return run
+
+
+def _computed_once(
+    compute: Compute, given: list[list[mx.array]]
+) -> Callable[[], Sequence[mx.array]]:
+    kept: list[Sequence[mx.array]] = []
+
+    def once() -> Sequence[mx.array]:
+        if not kept:
+            arrays = [a for some in given for a in some]
+            kept.append(without_derivative(lambda: list(compute(*given)), arrays))
+        return kept[0]
+
+    return once
+
+
+def _hold(array: mx.array, gradients: Callable[[], Sequence[mx.array]], nth: int) -> mx.array:
+    identity: Any = mx.custom_function(lambda a: a)
+    identity.vjp(lambda primal, zeros, _: gradients()[nth])
+    return cast(mx.array, identity(array))
+
+
+def _no_gradient(op: str, array: mx.array) -> mx.array:
+    """The array, which raises where somebody asks for its gradient."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise ValueError(
+            f"{op} has no gradient with respect to an array of {array.dtype}; packed weights and "
+            "indices cannot be trained: freeze them"
+        )
+
+    identity: Any = mx.custom_function(lambda a: a)
+    identity.vjp(refuse)
+    identity.jvp(refuse)
+    return cast(mx.array, identity(array))
+
+
+def _is_float(array: Any) -> bool:
+    return bool(mx.issubdtype(array.dtype, mx.floating))
+
+
+def _listed(outputs: Any) -> list[mx.array]:
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]

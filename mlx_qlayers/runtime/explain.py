@@ -1,0 +1,146 @@
+"""Which path each operation took, why, and how often."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One path that an operation took, why, and how often.
+
+    Attributes:
+        op: the operation's public name, or ``kernel NAME`` for launches.
+        path: the backend, ``"ops"`` for stock operators, or what became of something else.
+        reason: why.
+        calls: how many times.
+        evidence: what the choice rests on: ``"rule"``, ``"asked for"``, ``"shipped result"`` or
+            ``"measured here"``.
+    """
+
+    op: str
+    path: str
+    reason: str
+    calls: int = 1
+    evidence: str = "rule"
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.path} ({self.reason}), {self.calls} calls"
+
+
+class Row:
+    """A line of :func:`explain` that counts.
+
+    Attributes:
+        ticks: ``next(row.ticks)`` counts once; one step of the interpreter, so that threads lose
+            nothing and no lock is taken.
+    """
+
+    __slots__ = ("evidence", "key", "ticks")
+
+    def __init__(self, op: str, path: str, reason: str, evidence: str) -> None:
+        self.key, self.evidence = (op, path, reason), evidence
+        self.ticks = itertools.count()
+
+    @property
+    def calls(self) -> int:
+        return int(repr(self.ticks)[6:-1])  # count(3): to read it must not advance it
+
+
+_rows: dict[tuple[str, str, str], Row] = {}
+_lock = threading.Lock()
+# By thread, the rows that :func:`counted` and :func:`planning` collect.
+collectors: dict[int, list[Row]] = {}
+_planning: dict[int, list[Row]] = {}
+
+
+def row(op: str, path: str, reason: str, evidence: str = "rule") -> Row:
+    """The row of a decision, made at first use."""
+    key = op, path, reason
+    with _lock:
+        found = _rows.get(key)
+        if found is None:
+            found = _rows[key] = Row(op, path, reason, evidence)
+        return found
+
+
+def count(rows: tuple[Row, ...]) -> None:
+    """Count rows once, and tell :func:`counted`."""
+    for each in rows:
+        next(each.ticks)
+    if collectors:
+        collect(rows)
+
+
+def collect(rows: tuple[Row, ...]) -> None:
+    """Hand rows that were counted to :func:`counted` of this thread, if it is there."""
+    if (collected := collectors.get(threading.get_ident())) is not None:
+        collected.extend(rows)
+
+
+def note(op: str, path: str, reason: str, evidence: str = "rule") -> None:
+    """Remember that ``op`` took ``path`` and why."""
+    count((row(op, path, reason, evidence),))
+
+
+@contextmanager
+def _collect(into: dict[int, list[Row]]) -> Iterator[list[Row]]:
+    thread, rows = threading.get_ident(), list[Row]()
+    before = into.get(thread)
+    into[thread] = rows
+    try:
+        yield rows
+    finally:
+        if before is None:
+            del into[thread]
+        else:
+            into[thread] = before
+
+
+def counted() -> AbstractContextManager[list[Row]]:
+    """Collect the rows that are counted in a ``with`` block, in this thread."""
+    return _collect(collectors)
+
+
+def planning() -> AbstractContextManager[list[Row]]:
+    """Collect the launches that are bound in a ``with`` block, to be counted with each call."""
+    return _collect(_planning)
+
+
+def planned(launch: Row) -> bool:
+    """Whether somebody collects launches in this thread, who then counts this one."""
+    rows = _planning.get(threading.get_ident())
+    if rows is not None:
+        rows.append(launch)
+    return rows is not None
+
+
+def explain(*, reset: bool = False) -> list[Decision]:
+    """Which path each operation took since the start, why, and how many times.
+
+    Kernels that were launched are listed too, under the name ``kernel ...``.
+
+    Args:
+        reset: forget the decisions after returning them.
+
+    Returns:
+        One :class:`Decision` for each operation, path and reason, in the order first seen.
+
+    Example:
+        >>> with use_backend("ops"):
+        ...     y = grid_sample(mx.ones((1, 4, 4, 3)), mx.zeros((1, 2, 2, 2)))
+        >>> for decision in explain():
+        ...     print(decision)
+        grid_sample: ops (asked for), 1 calls
+    """
+    with _lock:
+        rows = list(_rows.values())
+        decisions = [Decision(*r.key, calls=n, evidence=r.evidence) for r in rows if (n := r.calls)]
+        if reset:
+            for each in rows:
+                each.ticks = itertools.count()
+    return decisions

@@ -1,0 +1,62 @@
+"""Whether arrays belong to a transformation of MLX's: a gradient, a compilation, a vmap.
+
+MLX tells nobody in Python. What it does tell is that such arrays cannot be evaluated in the
+background: :func:`mx.async_eval` refuses a node of theirs that has not been evaluated yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
+
+import mlx.core as mx
+
+
+def is_transformed(arrays: Sequence[mx.array]) -> bool:
+    """Whether ``mx.grad``, ``mx.vjp``, ``mx.jvp``, ``mx.compile`` or ``mx.vmap`` follows an array.
+
+    Where none does, their evaluation has begun. It takes a few microseconds.
+    """
+    try:
+        # A node that depends on all of them: arrays with values would be passed over.
+        mx.async_eval(*mx.depends(arrays[:1], arrays))
+    except ValueError:
+        return True
+    return False
+
+
+def has_values(arrays: Sequence[mx.array]) -> bool:
+    """Wait for the values of arrays; false where ``mx.compile`` or ``mx.vmap`` is tracing."""
+    try:
+        mx.eval(*arrays)
+    except ValueError as error:
+        if "transformations" not in str(error):
+            raise
+        return False
+    return True
+
+
+def without_derivative(
+    launch: Callable[[], list[mx.array]], inputs: Sequence[mx.array]
+) -> list[mx.array]:
+    """What a launch gives, as a node that has no derivative.
+
+    On the host backend a launch gives arrays that are constants to MLX: a derivative through them
+    would be zero, without a word. This node raises instead, as that of a launch on a GPU does.
+    """
+
+    def run(*_: mx.array) -> list[mx.array]:
+        return launch()
+
+    node: Any = mx.custom_function(run)
+    node.vjp(_no_derivative)
+    node.jvp(_no_derivative)
+    return cast(list[mx.array], node(*inputs))
+
+
+def _no_derivative(*_: Any) -> NoReturn:
+    raise ValueError(
+        "a kernel's launch has no derivative of its own: wrap it in mx.custom_function. For second "
+        "derivatives and mx.jvp of this package's operations take the reference path, "
+        'use_backend("ops")'
+    )
