@@ -60,11 +60,11 @@ class Format(NamedTuple):
         """
         return cls.checked(entry.get("group_size"), entry.get("bits"), entry.get("mode", "affine"))
 
-    def dims(self, w: mx.array) -> int:
-        """Elements of one row of the packed matrix ``w``."""
+    def dims(self, w: Any) -> int:
+        """Elements of one row of the packed matrix ``w``, an array or its spec."""
         return w.shape[-1] * 32 // self.bits
 
-    def mismatch(self, w: mx.array, scales: mx.array, biases: mx.array | None) -> str | None:
+    def mismatch(self, w: Any, scales: Any, biases: Any) -> str | None:
         """What is wrong with arrays that should hold this format, or None if nothing is."""
         if w.dtype != mx.uint32:
             return f"w must be uint32, not {_name(w.dtype)}"
@@ -93,7 +93,7 @@ class Format(NamedTuple):
                 return f"scales must be uint8 in mode {self.mode!r}, not {_name(scales.dtype)}"
         return None
 
-    def mismatch_of_global(self, global_scale: mx.array, matrices: int) -> str | None:
+    def mismatch_of_global(self, global_scale: Any, matrices: int) -> str | None:
         """What is wrong with global scales for so many matrices, or None if nothing is."""
         if self.mode != "nvfp4":
             return f"global_scale must be None in mode {self.mode!r}"

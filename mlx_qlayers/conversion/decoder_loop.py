@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops.attention_step import why_not
-from ..ops.quantized_paths import is_few
+from ..ops.quantized_route import is_qmv
 from ..ops.traced import Place, place
 from ..runtime.legacy import being_traced
 from . import compiled_blocks as stretches
@@ -240,7 +240,7 @@ def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
     """How many keys each cache holds, if their buffers are alike and hold as many."""
     from mlx_lm.models.cache import BatchKVCache, KVCache
 
-    if not caches or x.ndim != 3 or x.shape[1] != 1 or not is_few(x):
+    if not caches or x.ndim != 3 or x.shape[1] != 1 or not is_qmv(x):
         return None
     kind, buffer = type(caches[0]), getattr(caches[0], "keys", None)
     if kind not in (KVCache, BatchKVCache) or buffer is None or buffer.dtype != x.dtype:

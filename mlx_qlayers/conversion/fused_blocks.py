@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from ..ops.quantized_paths import is_few, is_many
+from ..ops.quantized_route import is_dense, is_qmv
 from ..ops.traced import Place, place
 from . import compiled_blocks as stretches
 from .attention_patch import routed_attention, routed_class
@@ -127,7 +127,7 @@ def _new(stock: type[nn.Module], routed: bool, layers: frozenset[str]) -> nn.Mod
 
 def _is_fused(module: nn.Module, x: mx.array) -> bool:
     """Whether products of ``x`` go together: of few rows, and of many where no gradient is due."""
-    return is_few(x) or (not module.training and is_many(x))
+    return is_qmv(x) or (not module.training and is_dense(x))
 
 
 def _together(x: mx.array, *layers: Any) -> list[mx.array]:

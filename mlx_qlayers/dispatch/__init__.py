@@ -1,7 +1,17 @@
 """From the key of a call to a plan made once: checks, path, configuration, gradient."""
 
-from .choice import Choice, choose
+from .choice import KERNELS, Choice, choose
 from .dispatcher import Operation, Plan, dispatch
-from .gradients import Gradient, gradient_of
+from .gradients import Arrays, Gradient, gradient_of
 
-__all__ = ["Choice", "Gradient", "Operation", "Plan", "choose", "dispatch", "gradient_of"]
+__all__ = [
+    "KERNELS",
+    "Arrays",
+    "Choice",
+    "Gradient",
+    "Operation",
+    "Plan",
+    "choose",
+    "dispatch",
+    "gradient_of",
+]

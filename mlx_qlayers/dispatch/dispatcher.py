@@ -136,10 +136,10 @@ def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     on_host = plan.choice is not None and plan.choice.path == "host"
     run = plan.run
     if plan.gradients and now.differentiable:
-        if on_host and now is Mode.EAGER:
+        if backend() == "host" and now is Mode.EAGER:
             return _Prepared(_guarded(operation, static, specs, plan, rows), ())
         run = differentiable(operation.name, run, plan.gradients, specs)
-    if on_host and now in (Mode.EAGER, Mode.TRANSFORMED):
+    if on_host and now is not Mode.INFERENCE:
         return _Prepared(_with_values(operation, plan, run, rows), ())
     return _Prepared(run, rows)
 
@@ -164,7 +164,7 @@ def _guarded(
     plan: Plan,
     rows: tuple[Row, ...],
 ) -> Callable[..., Any]:
-    """On ``host``: the launch where it is only evaluated, else the plan for transformations."""
+    """On a CPU: the launch where it is only evaluated, else the plan for transformations."""
     run, there = plan.run, _present(specs)
     evaluate, depends = mx.async_eval, mx.depends
 

@@ -46,7 +46,8 @@ def gradient_of(composed: Callable[..., Outputs], arrays: Arrays) -> tuple[Gradi
             return _listed(composed(*merged))
 
         primals = [cast(mx.array, given[i]) for i in floats]
-        return mx.vjp(of_floats, primals, cotangents)[1]
+        with mode(Mode.TRANSFORMED):
+            return mx.vjp(of_floats, primals, cotangents)[1]
 
     return (Gradient(floats, compute),) if floats else ()
 
@@ -172,8 +173,8 @@ def _no_gradient(op: str, array: mx.array) -> mx.array:
 
     def refuse(*_: Any) -> NoReturn:
         raise ValueError(
-            f"{op} has no gradient with respect to an array of {array.dtype}; packed weights and "
-            "indices cannot be trained: freeze them"
+            f"[{op}] no gradient wrt the quantized weights or indices, an array of {array.dtype}: "
+            "freeze it"
         )
 
     identity: Any = mx.custom_function(lambda a: a)

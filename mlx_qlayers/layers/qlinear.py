@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..dispatch import dispatch
 from ..formats import Format
-from ..ops.quantized_matmul import quantized_matmul
+from ..ops.quantized_matmul import QUANTIZED_MATMUL
 
 
 class Counterpart(nn.Module):
@@ -34,16 +35,12 @@ class Counterpart(nn.Module):
         return twin
 
     def _product(self, x: mx.array) -> mx.array:
-        return quantized_matmul(
-            x,
-            self["weight"],
-            self["scales"],
-            self.get("biases"),
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-            bias=self.get("bias"),
+        # The operation itself: a decoded token makes a hundred of these calls.
+        arrays = x, self["weight"], self["scales"], self.get("biases"), self.get("bias"), None
+        y: mx.array = dispatch(
+            QUANTIZED_MATMUL, arrays, (True, self.group_size, self.bits, self.mode)
         )
+        return y
 
 
 class QLinear(Counterpart, nn.QuantizedLinear):
@@ -75,8 +72,7 @@ class QLinear(Counterpart, nn.QuantizedLinear):
 
     stock = nn.QuantizedLinear
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self._product(x)
+    __call__ = Counterpart._product
 
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str | None = None

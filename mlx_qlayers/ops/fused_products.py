@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmv import (
@@ -18,16 +18,16 @@ from ..metal.quantized_matmul.qmv import (
     MAX_QMV_ROWS,
     Gate,
     PackedMatrix,
+    QmvArrays,
     qmv,
     qmv_config,
     takes_deferred_norm,
 )
 from ..runtime.backend import backend
-from ..runtime.legacy import choose
+from ..runtime.spec import Spec
 from ..tuning.lookup import decided, found
-from .differentiable import with_gradient_of
 from .quantized_matmul import quantized_matmul
-from .quantized_paths import DENSE, QMV, dense_is_worse, host_gain, is_few, stock_is_better
+from .quantized_route import DENSE, QMV, dense_is_worse, host_gain, is_qmv, stock_is_better
 
 Norm = tuple[mx.array | None, float]
 
@@ -36,7 +36,6 @@ _ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "gelu": nn.gelu,
     "gelu_approx": nn.gelu_approx,
 }
-
 
 # Where a launch of its own for the norm was measured to be faster than to fold it into the product,
 # and whether that of products with a gate.
@@ -96,78 +95,101 @@ def fused_products(
     Source:
         ``mx.quantized_matmul``, ``mx.fast.rms_norm``; gated units, arXiv 2002.05202.
     """
-    fmt = Format.checked(group_size, bits, mode)
-    matrices = [PackedMatrix(*m) for m in matrices]
-    _check(x, matrices, fmt, norm, gate, residual)
-    _check_deferred_norm(x, matrices, norm, gate, tile_squares, next_weight)
-    rows = prod(x.shape[:-1])
-    many = rows > MAX_QMV_ROWS
-    lacking = _lacking(x, rows, matrices, [norm[0] if norm else None, residual, next_weight])
-    by, unless = DENSE if many else QMV, lacking
-    if many and not lacking:
-        unless = dense_is_worse(rows, sum(m.w.shape[0] for m in matrices), x, fmt)
-    elif not lacking:
-        n = sum([matrix.w.shape[0] for matrix in matrices])
-        handed = tile_squares is not None
-        folded = norm is not None and not handed and not _norm_first(backend(), gate)
-        kind = _kind(len(matrices), folded, gate is not None, residual is not None)
-        best = found("qmv", rows, n, x.shape[-1], x.dtype, fmt, kind)
-        by, unless = decided(best, QMV, stock_is_better(x.dtype))
-    path = choose(
-        "fused_products",
-        () if lacking else ("metal", "cuda", "host"),
-        unless=unless,
-        host_gain=None if lacking or many else host_gain(rows, fmt),
-        arrays=(x, matrices[0].w),
-        by=by,
+    weight, epsilon = (None, None) if norm is None else norm
+    flat = [*chain.from_iterable(matrices)]
+    if len(flat) != 4 * len(matrices):
+        flat = [array for matrix in matrices for array in PackedMatrix(*matrix)]
+    arrays = (x, weight, tile_squares, residual, next_weight, *flat)
+    outputs: list[mx.array] = dispatch(
+        FUSED_PRODUCTS, arrays, (group_size, bits, mode, epsilon, gate)
     )
-    weight, eps = norm or (None, 0.0)
-    if path == "ops":
-        run: Callable[..., list[mx.array]] = _composed(fmt, norm is not None, eps, gate)
-    elif many:
-        run = _by_dense_product(fmt, norm is not None, eps, gate)
-    else:
-        run = _by_kernel(path, fmt, norm is not None, eps, gate)
-    return run(x, matrices, weight, residual, tile_squares, next_weight)
+    return outputs
 
 
-def defers_norm(x: mx.array) -> bool:
+def defers_norm(x: mx.array | Spec) -> bool:
     """Whether the norms between products of such rows should take no launch, by ``next_weight``.
 
     Where they take one otherwise. In float16 a number times a weight may be out of range.
     """
-    return backend() in _DEFERS_NORM and is_few(x) and x.dtype == mx.bfloat16
+    return backend() in _DEFERS_NORM and is_qmv(x) and x.dtype == mx.bfloat16
+
+
+def _plan(
+    arrays: Sequence[Any],
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+    epsilon: float | None,
+    gate: Gate | None,
+) -> Plan:
+    fmt = Format.checked(group_size, bits, mode)
+    x, weight, tile_squares, residual, next_weight, *flat = arrays
+    matrices = [PackedMatrix(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
+    _check(x, matrices, fmt, weight, gate, residual)
+    _check_deferred_norm(x, matrices, epsilon, weight, gate, tile_squares, next_weight)
+    composed = _composed(fmt, epsilon, gate)
+    rows, n = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices)
+    lacking = _lacking(x, rows, matrices, [weight, residual, next_weight])
+    # More rows than qmv takes are one dense product.
+    dense = rows > MAX_QMV_ROWS
+    kind = _kind(matrices, epsilon is not None and tile_squares is None, gate, residual)
+    by, unless = DENSE if dense else QMV, lacking
+    if dense and not lacking:
+        unless = dense_is_worse(rows, n, x, fmt)
+    elif not lacking:
+        best = found("qmv", rows, n, x.shape[-1], x.dtype, fmt, kind)
+        by, unless = decided(best, QMV, stock_is_better(x.dtype))
+    choice = choose(
+        "fused_products",
+        () if lacking else KERNELS,
+        unless=unless,
+        host_gain=None if lacking or dense else host_gain(rows, fmt),
+        by=by,
+    )
+    if choice.path == "ops":
+        return Plan(choice, composed)
+    if dense:
+        run = _dense(x, matrices, fmt, epsilon, gate)
+    else:
+        specs = QmvArrays(*arrays)
+        config = qmv_config(choice.path, rows, n, x.shape[-1], x.dtype, fmt, kind)
+        run = _vector(specs, fmt, config, epsilon, gate, choice.path)
+    return Plan(choice, run, gradient_of(composed, arrays), composed)
+
+
+FUSED_PRODUCTS = Operation("fused_products", _plan)
 
 
 def _norm_first(device: str, gate: Gate | None) -> bool:
     return (device, gate is not None) in _NORM_FIRST
 
 
-@cache
-def _kind(matrices: int, norm: bool, gate: bool, residual: bool) -> str:
+def _kind(matrices: list[PackedMatrix], norm: bool, gate: Gate | None, residual: Any) -> str:
     """What a launch does besides a product, for the tuner."""
-    names = ["norm"] * norm + ["gate"] * gate + ["residual"] * residual
-    return "-".join([*names, *[str(matrices)] * (matrices > 1 and not gate)])
+    norm = norm and not _norm_first(backend(), gate)
+    names = ["norm"] * norm + ["gate"] * (gate is not None) + ["residual"] * (residual is not None)
+    count = len(matrices)
+    return "-".join([*names, *[str(count)] * (count > 1 and gate is None)])
 
 
-@cache
-def _composed(fmt: Format, normed: bool, eps: float, gate: Gate | None) -> Callable[..., Any]:
+def _composed(fmt: Format, epsilon: float | None, gate: Gate | None) -> Callable[..., Any]:
     """The single operations one after the other."""
     size, bits, mode = fmt
 
     def run(
         x: mx.array,
-        matrices: Sequence[Sequence[mx.array]],
         weight: mx.array | None,
-        residual: mx.array | None,
         tile_squares: mx.array | None,
+        residual: mx.array | None,
         next_weight: mx.array | None,
+        *flat: Any,
     ) -> list[mx.array]:
-        rows = _normed(x, weight, eps, tile_squares) if normed else x
-        products = [
-            quantized_matmul(rows, *packed, group_size=size, bits=bits, mode=mode, bias=bias)
-            for *packed, bias in matrices
-        ]
+        rows = x if epsilon is None else _normed(x, weight, epsilon, tile_squares)
+        products = []
+        for i in range(0, len(flat), 4):
+            *packed, bias = flat[i : i + 4]
+            options: dict[str, Any] = {"group_size": size, "bits": bits, "mode": mode}
+            products.append(quantized_matmul(rows, *packed, **options, bias=bias))
         if gate is not None:
             products = [_ACTIVATIONS[gate](products[0]) * products[1]]
         if residual is not None:
@@ -177,65 +199,66 @@ def _composed(fmt: Format, normed: bool, eps: float, gate: Gate | None) -> Calla
     return run
 
 
-@cache
-def _by_kernel(
-    path: str, fmt: Format, normed: bool, eps: float, gate: Gate | None
-) -> Callable[..., Any]:
-    """The kernel, with the gradient of the single operations."""
+def _vector(
+    specs: QmvArrays, fmt: Format, config: Any, epsilon: float | None, gate: Gate | None, path: str
+) -> Callable[..., list[mx.array]]:
+    """All in one launch, or with one for the norm where that was measured to be faster."""
+    deferred = specs.tile_squares is not None
+    if epsilon is not None and not deferred and _norm_first(path, gate):
+        first = _vector(specs._replace(norm_weight=None), fmt, config, None, gate, path)
 
-    def launch(
+        def normed(x: mx.array, weight: mx.array | None, *others: Any) -> list[mx.array]:
+            return first(mx.fast.rms_norm(x, weight, epsilon), None, *others)
+
+        return normed
+    if takes_deferred_norm(config, specs.matrices) or not (deferred or specs.next_weight):
+        return qmv(specs, fmt, config, epsilon=epsilon, gate=gate)
+    # This configuration takes no deferred norm: what comes of one is computed around the launch.
+    plain = specs._replace(tile_squares=None, next_weight=None)
+    launch = qmv(plain, fmt, config, epsilon=None if deferred else epsilon, gate=gate)
+
+    def run(
         x: mx.array,
-        matrices: Sequence[Sequence[mx.array]],
         weight: mx.array | None,
-        residual: mx.array | None,
         tile_squares: mx.array | None,
+        residual: mx.array | None,
         next_weight: mx.array | None,
+        *flat: Any,
     ) -> list[mx.array]:
-        packed, k = [PackedMatrix(*m) for m in matrices], x.shape[-1]
-        n = sum(m.w.shape[0] for m in packed)
-        norm = (weight, eps) if normed else None
-        if norm is not None and tile_squares is None and _norm_first(path, gate):
-            x, norm = mx.fast.rms_norm(x, weight, eps), None
-        folded = norm is not None and tile_squares is None
-        kind = _kind(len(packed), folded, gate is not None, residual is not None)
-        config = qmv_config(path, x.size // k, n, k, x.dtype, fmt, kind)
-        options: dict[str, Any] = {"gate": gate, "residual": residual}
-        if takes_deferred_norm(config, packed):
-            options |= {"norm": norm, "tile_squares": tile_squares, "next_weight": next_weight}
-            return qmv(x, packed, fmt, config, **options)
-        if tile_squares is not None:
-            x, norm = _normed(x, None, eps, tile_squares), None
-        products = qmv(x, packed, fmt, config, norm=norm, **options)
+        if deferred:
+            x = _normed(x, None, epsilon or 0.0, tile_squares)
+        products = launch(x, weight, None, residual, None, *flat)
         return products if next_weight is None else _with_deferred_norm(products[0], next_weight)
 
-    return with_gradient_of(_composed(fmt, normed, eps, gate), launch)
+    return run
 
 
-@cache
-def _by_dense_product(
-    fmt: Format, normed: bool, eps: float, gate: Gate | None
-) -> Callable[..., Any]:
-    """Many rows: the matrices unpacked in one launch, for one dense product."""
+def _dense(
+    x: Spec, matrices: list[PackedMatrix], fmt: Format, epsilon: float | None, gate: Gate | None
+) -> Callable[..., list[mx.array]]:
+    """Many rows: the matrices dequantized in one launch, for one dense product."""
+    unpack, sizes = dequantize(matrices, fmt, x.dtype), [m.w.shape[0] for m in matrices]
+    (*leading, k) = x.shape
 
-    def launch(
+    def run(
         x: mx.array,
-        matrices: Sequence[Sequence[mx.array]],
         weight: mx.array | None,
-        residual: mx.array | None,
         tile_squares: mx.array | None,
+        residual: mx.array | None,
         next_weight: mx.array | None,
+        *flat: Any,
     ) -> list[mx.array]:
-        packed, (*leading, k) = [PackedMatrix(*m) for m in matrices], x.shape
-        rows = (_normed(x, weight, eps, tile_squares) if normed else x).reshape(-1, k)
-        dense, sizes = dequantize(packed, fmt, x.dtype), [m.w.shape[0] for m in packed]
-        biases, given = [m.bias for m in packed], [m.bias for m in packed if m.bias is not None]
+        rows = x if epsilon is None else _normed(x, weight, epsilon, tile_squares)
+        rows, biases = rows.reshape(-1, k), list(flat[3::4])
+        dense = unpack(*(a for i, a in enumerate(flat) if i % 4 < 3 and a is not None))
+        given = [bias for bias in biases if bias is not None]
         if residual is not None:
             products = [mx.addmm(residual.reshape(-1, sizes[0]), rows, dense.T)]
-        elif len(given) == len(packed):
+        elif len(given) == len(sizes):
             whole = given[0] if len(given) == 1 else mx.concatenate(given)
-            products, biases = _parts(mx.addmm(whole, rows, dense.T), sizes), []
+            products, biases = _columns(mx.addmm(whole, rows, dense.T), sizes), []
         else:
-            products = _parts(rows @ dense.T, sizes)
+            products = _columns(rows @ dense.T, sizes)
         for i, bias in enumerate(biases):
             if bias is not None:
                 products[i] += bias
@@ -244,7 +267,7 @@ def _by_dense_product(
         products = [y.reshape(*leading, -1) for y in products]
         return products if next_weight is None else _with_deferred_norm(products[0], next_weight)
 
-    return with_gradient_of(_composed(fmt, normed, eps, gate), launch)
+    return run
 
 
 def _with_deferred_norm(y: mx.array, weight: mx.array) -> list[mx.array]:
@@ -263,17 +286,14 @@ def _normed(
     return (x.astype(mx.float32) * scale).astype(x.dtype)
 
 
-def _parts(y: mx.array, sizes: list[int]) -> list[mx.array]:
+def _columns(y: mx.array, sizes: list[int]) -> list[mx.array]:
     """The columns of each matrix."""
     ends = list(accumulate(sizes))
     return [y[:, end - n : end] for n, end in zip(sizes, ends, strict=True)]
 
 
 def _lacking(
-    x: mx.array,
-    rows: int,
-    matrices: Sequence[PackedMatrix],
-    floats: list[mx.array | None],
+    x: Spec, rows: int, matrices: Sequence[PackedMatrix], floats: list[Spec | None]
 ) -> str | None:
     """Why no kernel takes these arguments, if none does."""
     if not rows:
@@ -293,12 +313,12 @@ def _lacking(
 
 
 def _check(
-    x: mx.array,
+    x: Spec,
     matrices: Sequence[PackedMatrix],
     fmt: Format,
-    norm: Norm | None,
+    weight: Spec | None,
     gate: str | None,
-    residual: mx.array | None,
+    residual: Spec | None,
 ) -> None:
     """Raise for what is wrong with arguments that :func:`quantized_matmul` does not know."""
     if not matrices:
@@ -313,8 +333,8 @@ def _check(
         if bias is not None and bias.shape != w.shape[:1]:
             raise ValueError(f"bias must have shape {w.shape[:1]}, not {bias.shape}")
     shapes = [m.w.shape for m in matrices]
-    if norm is not None and norm[0] is not None and norm[0].shape != x.shape[-1:]:
-        raise ValueError(f"norm must have a weight of shape {x.shape[-1:]}, not {norm[0].shape}")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(f"norm must have a weight of shape {x.shape[-1:]}, not {weight.shape}")
     if gate is not None and gate not in _ACTIVATIONS:
         raise ValueError(f"gate must be one of {', '.join(_ACTIVATIONS)}, not {gate!r}")
     if gate is not None and (len(shapes) != 2 or shapes[0] != shapes[1]):
@@ -329,17 +349,18 @@ def _check(
 
 
 def _check_deferred_norm(
-    x: mx.array,
+    x: Spec,
     matrices: Sequence[PackedMatrix],
-    norm: Norm | None,
+    epsilon: float | None,
+    weight: Spec | None,
     gate: str | None,
-    tile_squares: mx.array | None,
-    next_weight: mx.array | None,
+    tile_squares: Spec | None,
+    next_weight: Spec | None,
 ) -> None:
     """Raise for what is wrong with the arguments that hand a norm on."""
     if tile_squares is not None:
         shape = (prod(x.shape[:-1]), -(-x.shape[-1] // 16))
-        if norm is None or norm[0] is not None:
+        if epsilon is None or weight is not None:
             raise ValueError("tile_squares needs a norm without weight")
         if tile_squares.shape != shape or tile_squares.dtype != mx.float32:
             raise ValueError(

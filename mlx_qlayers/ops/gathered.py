@@ -13,8 +13,7 @@ import mlx.core as mx
 from ..formats import GLOBAL_UNIT, Format
 from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Choice, configuration, gather_qmv
-from ..metal.quantized_matmul.gradients import gradient_of_scales_and_biases
-from .quantized_gradients import one_by_one
+from .legacy import gradient_of_scales_and_biases, one_by_one
 from .separate import separate_gradients
 
 # The product that the gradient of x is: of rows, packed matrices and their numbers.

@@ -1,21 +1,29 @@
-"""Product with a quantized matrix: checks, and the gradient."""
+"""Product with a quantized matrix: checks, route and gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
 
 import mlx.core as mx
 
+from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
 from ..formats import GLOBAL_UNIT, Format
-from ..runtime.backend import backend
-from .differentiable import gradients_are_left_out
-from .quantized_gradients import scales_and_biases
-from .quantized_paths import Way, is_forced_to_reference, product, way
-from .traced import place, traced
+from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
+from ..reference import quantized_matmul as reference
+from ..runtime.backend import backend, current, requested
+from ..runtime.spec import Spec
+from .quantized_route import by_reference, product, route
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+# How many times as fast as the reference the kernel of the gradients of scales and biases is on a
+# CPU, at least; measured by `benchmarks/bench_gather_qmm.py --gradients`.
+_HOST_GAIN = 2.0
+# Rows up to which it is faster than the stock operators on an H200: 4.9 times with 16 rows, 1.2
+# with 512, 0.9 with 768.
+_UNTIL_ON_CUDA = 640
 
 
 def quantized_matmul(
@@ -64,184 +72,153 @@ def quantized_matmul(
 
     Source: ``mx.quantized_matmul``.
     """
-    arrays, options = (
-        (x, w, scales, biases, bias, global_scale),
-        (transpose, group_size, bits, mode),
-    )
-    within = gradients_are_left_out()
-    if not within and (at := place()) is not None:
-        try:
-            run = _traced(at, *options)
-        except TypeError:
-            pass  # an option that cannot be a key: the checks name it
-        else:
-            return cast(mx.array, run(*arrays))
-    return _product(*arrays, *options, alone=not within)
+    arrays = x, w, scales, biases, bias, global_scale
+    y: mx.array = dispatch(QUANTIZED_MATMUL, arrays, (transpose, group_size, bits, mode))
+    return y
 
 
-@partial(traced, counted=True)
-def _traced(*options: Any) -> Callable[..., mx.array]:
-    # What is not traced ahead is part of what somebody traces or differentiates.
-    return lambda *arrays: _product(*arrays, *options, alone=gradients_are_left_out())
-
-
-def _product(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    bias: mx.array | None,
-    global_scale: mx.array | None,
-    transpose: bool,
-    group_size: int | None,
-    bits: int | None,
-    mode: str,
-    *,
-    alone: bool,
-) -> mx.array:
-    """The product; ``alone`` if each call of it costs the Python that it takes to call it."""
+def _plan(
+    arrays: Sequence[Any], transpose: bool, group_size: int | None, bits: int | None, mode: str
+) -> Plan:
+    x, w, scales, biases, bias, global_scale = arrays
     fmt = Format.checked(group_size, bits, mode)
     _check(x, w, scales, biases, transpose, fmt, bias)
+    static = transpose, *fmt
     if global_scale is not None:
-        return _with_global_scale(x, w, scales, transpose, fmt, bias, global_scale)
-    if is_forced_to_reference() or w.ndim > 2:
-        chosen = way("quantized_matmul", x, w, scales, transpose, fmt, alone)
-        return product(chosen, x, w, scales, biases, bias, transpose, fmt)
-    out = x.dtype
-    if biases is not None:
-        out = mx.result_type(x, scales, biases)
-        scales, biases = _alike(scales, biases)
-    # A bias of more precision than the product is added to it afterwards, as stock layers do.
-    fused = bias is not None and bias.dtype == out
-    arrays = (x.astype(out), w, scales, biases, bias if fused else None)
-    chosen = way("quantized_matmul", *arrays[:3], transpose, fmt, alone)
-    if gradients_are_left_out():
-        y = product(chosen, *arrays, transpose, fmt)
-    else:
-        differentiable = _at_once if backend() == "host" and biases is not None else _lazily
-        present = [a for a in arrays if a is not None]
-        y = differentiable(chosen, fmt, transpose, biases is not None, fused)(*present)
-    return y if bias is None or fused else y + bias
+        return Plan(None, _with_global_scale(static, Spec(x.shape, x.dtype)))
+    to = route("quantized_matmul", x, w, transpose, fmt, current.get().mode.single)
+    composed = by_reference(transpose, fmt)
+    if requested() == "ops" or w.ndim > 2:
+        return Plan(to.choice, composed)
+    out = x.dtype if biases is None else mx.result_type(x.dtype, scales.dtype, biases.dtype)
+    pair = None if biases is None else mx.result_type(scales.dtype, biases.dtype)
+    as_they_are = (x.dtype, bias and bias.dtype, biases and scales.dtype, biases and biases.dtype)
+    if as_they_are != (out, bias and out, pair, pair):
+        return Plan(None, _with_casts(static, out, pair))
+    launch = product(to, x, w, scales, biases, bias, transpose, fmt)
+    gradients = _gradients(transpose, fmt, biases is not None, bias is not None)
+    return Plan(to.choice, launch, gradients, composed)
 
 
-def _with_global_scale(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    transpose: bool,
-    fmt: Format,
-    bias: mx.array | None,
-    global_scale: mx.array,
-) -> mx.array:
-    if problem := fmt.mismatch_of_global(global_scale, 1):
-        raise ValueError(problem)
-    y = quantized_matmul(x.astype(mx.float32), w, scales, transpose=transpose, mode=fmt.mode)
-    y = y * (global_scale.reshape(()).astype(mx.float32) / GLOBAL_UNIT)
-    if bias is None:
-        return y.astype(x.dtype)
-    return (y + bias).astype(mx.result_type(x, bias))
+def _with_global_scale(static: tuple[Any, ...], rows: Spec) -> Callable[..., mx.array]:
+    """In float32, times the global scale, plus the bias."""
+
+    def run(
+        x: mx.array, w: mx.array, scales: mx.array, biases: None, bias: Any, global_scale: mx.array
+    ) -> mx.array:
+        arrays = x.astype(mx.float32), w, scales, None, None, None
+        y: mx.array = dispatch(QUANTIZED_MATMUL, arrays, static)
+        y = y * (global_scale.reshape(()).astype(mx.float32) / GLOBAL_UNIT)
+        if bias is None:
+            return y.astype(rows.dtype)
+        return (y + bias).astype(mx.result_type(x, bias))
+
+    return run
 
 
-def _alike(scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:
-    if scales.dtype == biases.dtype:
-        return scales, biases
-    dtype = mx.result_type(scales, biases)
-    return scales.astype(dtype), biases.astype(dtype)
-
-
-class _Gradients:
-    """The product as a function of the arrays that are not None, and its gradients."""
-
-    def __init__(self, chosen: Way, fmt: Format, transpose: bool, affine: bool, biased: bool):
-        self.chosen, self.fmt, self.transpose = chosen, fmt, transpose
-        self.affine, self.biased = affine, biased
-
-    def forward(self, x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array) -> mx.array:
-        biases, bias = rest[0] if self.affine else None, rest[-1] if self.biased else None
-        return product(self.chosen, x, w, scales, biases, bias, self.transpose, self.fmt)
-
-    def of_x(self, dy: mx.array, w: mx.array, scales: mx.array, *rest: mx.array) -> mx.array:
-        biases, transpose = rest[0] if self.affine else None, not self.transpose
-        back = way("quantized_matmul, gradient of x", dy, w, scales, transpose, self.fmt)
-        return product(back, dy, w, scales, biases, None, transpose, self.fmt)
-
-    def of_numbers(
-        self, x: mx.array, dy: mx.array, w: mx.array, scales: mx.array, biases: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        return scales_and_biases(x, dy, w, scales, biases, self.fmt, self.transpose)
-
-    def of_bias(self, dy: mx.array) -> list[mx.array]:
-        """No array where there is no bias."""
-        rows = dy.reshape(-1, dy.shape[-1]).astype(mx.float32)
-        return [rows.sum(0).astype(dy.dtype)] if self.biased else []
-
-
-@cache
-def _lazily(*options: Any) -> Callable[..., mx.array]:
-    """The product where launches are lazy: gradients that nobody asks for are never computed."""
-    parts = _Gradients(*options)
-    function = mx.custom_function(parts.forward)
-
-    @function.vjp
-    def _(arrays: tuple[mx.array, ...], dy: mx.array, y: mx.array) -> list[mx.array]:
-        x, *packed = arrays[: 4 if parts.affine else 3]
-        numbers = (
-            parts.of_numbers(x, dy, *packed) if parts.affine else map(mx.zeros_like, packed[1:])
-        )
-        return [parts.of_x(dy, *packed), mx.zeros_like(packed[0]), *numbers, *parts.of_bias(dy)]
-
-    return cast(Callable[..., mx.array], function)
-
-
-@cache
-def _at_once(*options: Any) -> Callable[..., mx.array]:
-    """The product where launches run at once: scales and biases get a gradient if asked for.
-
-    They pass an identity first. MLX asks for its gradient only where it needs that, and the
-    gradient of the product comes to it along an argument that carries nothing else.
+def _with_casts(
+    static: tuple[Any, ...], out: mx.Dtype, pair: mx.Dtype | None
+) -> Callable[..., mx.array]:
+    """In the dtypes that MLX promotes to; a bias of more precision is added afterwards, as in stock
+    layers.
     """
-    parts = _Gradients(*options)
 
-    @mx.custom_function
-    def hold(
-        scales: mx.array, biases: mx.array, carrier: mx.array, x: mx.array, w: mx.array
-    ) -> tuple[mx.array, ...]:
-        return scales, biases, carrier
+    def run(x: mx.array, w: mx.array, scales: Any, biases: Any, bias: Any, _: None) -> mx.array:
+        if biases is not None:
+            scales, biases = scales.astype(pair), biases.astype(pair)
+        fused = bias if bias is not None and bias.dtype == out else None
+        arrays = x.astype(out), w, scales, biases, fused, None
+        y: mx.array = dispatch(QUANTIZED_MATMUL, arrays, static)
+        return y if bias is fused else y + bias
 
-    @hold.vjp
-    def _(
-        arrays: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], _: object
-    ) -> tuple[mx.array, ...]:
-        scales, biases, carrier, x, w = arrays
-        numbers = parts.of_numbers(x, cotangents[2], w, scales, biases)
-        return *numbers, *map(mx.zeros_like, (carrier, x, w))
+    return run
 
-    @mx.custom_function
-    def whole(carrier: mx.array, *arrays: mx.array) -> mx.array:
-        return parts.forward(*arrays)
 
-    @whole.vjp
-    def _(arrays: tuple[mx.array, ...], dy: mx.array, y: mx.array) -> list[mx.array]:
-        packed = arrays[2:5]
-        return [dy, parts.of_x(dy, *packed), *map(mx.zeros_like, packed), *parts.of_bias(dy)]
+def _gradients(transpose: bool, fmt: Format, affine: bool, biased: bool) -> list[Gradient]:
+    """Those of x, of scales and biases together, and of the bias."""
 
-    def function(x: mx.array, w: mx.array, *rest: mx.array) -> mx.array:
-        n = w.shape[0] if parts.transpose else parts.fmt.dims(w)
-        carrier = mx.broadcast_to(mx.array(0, x.dtype), (*x.shape[:-1], n))
-        held: Any = hold(*rest[:2], carrier, mx.stop_gradient(x), w)
-        return cast(mx.array, whole(held[2], x, w, *held[:2], *rest[2:]))
+    def of_x(arrays: Arrays, cotangents: list[mx.array], _: object) -> list[mx.array]:
+        return [dispatch(_GRADIENT_OF_X, (*cotangents, *arrays[1:4]), (not transpose, fmt))]
 
-    return function
+    def of_scales_and_biases(
+        arrays: Arrays, cotangents: list[mx.array], _: object
+    ) -> list[mx.array]:
+        x, *packed = arrays[:4]
+        given = x, *cotangents, *packed
+        found: list[mx.array] = dispatch(SCALES_AND_BIASES_GRADIENT, given, (transpose, fmt))
+        return found
+
+    def of_bias(_: Arrays, cotangents: list[mx.array], __: object) -> list[mx.array]:
+        (dy,) = cotangents
+        return [dy.reshape(-1, dy.shape[-1]).astype(mx.float32).sum(0).astype(dy.dtype)]
+
+    gradients = [Gradient((0,), of_x)]
+    gradients += [Gradient((2, 3), of_scales_and_biases)] * affine
+    return gradients + [Gradient((4,), of_bias)] * biased
+
+
+def _plan_gradient_of_x(arrays: Sequence[Any], transpose: bool, fmt: Format) -> Plan:
+    dy, w, scales, biases = arrays
+    to = route("quantized_matmul, gradient of x", dy, w, transpose, fmt)
+    launch = product(to, dy, w, scales, biases, None, transpose, fmt)
+    return Plan(to.choice, lambda *given: launch(*given, None), (), by_reference(transpose, fmt))
+
+
+def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format) -> Plan:
+    """The gradients of scales and biases of an affine product.
+
+    Its arrays are x (..., K), dy (..., N) in the dtype of ``x``, w, scales and biases. The kernel
+    holds neither the dense matrix nor its gradient in memory.
+    """
+    x, dy, w, scales, _ = arrays
+    rows = prod(x.shape[:-1])
+    lacking = None
+    if w.ndim > 2 or 0 in (*w.shape, rows):
+        lacking = "the kernel takes one product, not empty"
+    choice = choose(
+        "quantized_matmul, gradient of scales and biases",
+        () if lacking else KERNELS,
+        unless=lacking or _left_to_stock(rows, x.dtype),
+        host_gain=_HOST_GAIN,
+    )
+
+    def composed(x: mx.array, dy: mx.array, w: mx.array, *packed: mx.array) -> list[mx.array]:
+        def product(s: mx.array, b: mx.array) -> mx.array:
+            return reference.quantized_matmul(x, w, s, b, transpose, fmt)
+
+        return mx.vjp(product, list(packed), [dy])[1]
+
+    if choice.path == "ops":
+        return Plan(choice, composed)
+    launch = scales_and_biases_gradient(x, dy, w, scales, fmt, transpose, choice.path)
+    return Plan(choice, lambda *given: launch(*given[:3]), (), composed)
+
+
+def _left_to_stock(rows: int, dtype: mx.Dtype) -> str | None:
+    """Why ``auto`` leaves the kernel of these gradients for the stock operators on a GPU."""
+    if backend() == "metal":
+        return "the kernel was not measured on an Apple GPU"
+    # In float32 the stock operators multiply in TF32, which is not exact enough.
+    if backend() == "cuda" and rows > _UNTIL_ON_CUDA and dtype != mx.float32:
+        return "the stock operators, which hold the dense gradient, are faster with so many rows"
+    return None
+
+
+QUANTIZED_MATMUL = Operation("quantized_matmul", _plan, compiled=True)
+_GRADIENT_OF_X = Operation("quantized_matmul, gradient of x", _plan_gradient_of_x)
+SCALES_AND_BIASES_GRADIENT = Operation(
+    "quantized_matmul, gradient of scales and biases", _plan_scales_and_biases
+)
 
 
 def _check(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
+    x: Spec,
+    w: Spec,
+    scales: Spec,
+    biases: Spec | None,
     transpose: bool,
     fmt: Format,
-    bias: mx.array | None,
+    bias: Spec | None,
 ) -> None:
     if x.dtype not in _FLOATS:
         raise ValueError(f"x must be float32, float16 or bfloat16, not {x.dtype}")

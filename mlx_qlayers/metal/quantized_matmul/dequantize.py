@@ -1,8 +1,8 @@
-"""Launches the kernel that unpacks quantized matrices."""
+"""Launches dequantize: quantized matrices to one dense matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import mlx.core as mx
@@ -33,26 +33,31 @@ def _kernel(matrices: int, affine: bool) -> Kernel:
     )
 
 
-def dequantize(matrices: Sequence[PackedMatrix], fmt: Format, dtype: mx.Dtype) -> mx.array:
-    """The dense matrix that packed ones stand for, computed in float32 and rounded once.
+def dequantize(
+    matrices: Sequence[PackedMatrix], fmt: Format, dtype: mx.Dtype
+) -> Callable[..., mx.array]:
+    """The launch that unpacks matrices, computed in float32 and rounded once.
 
     Args:
-        matrices: one to three of the same format and number of columns; none has a `bias` that
-            counts.
+        matrices: specs of one to three of the same format and number of columns; ``bias`` is not
+            looked at.
         fmt: group_size, bits and mode.
         dtype: float32, float16 or bfloat16.
 
     Returns:
+        A function of their w, scales and (affine) biases, one matrix after the other, that gives
         (rows, columns) in ``dtype``: the matrices one below the other.
     """
     arrays = [a for m in matrices for a in m[:3] if a is not None]
     affine = matrices[0].biases is not None
-    rows = tuple(m.w.shape[0] for m in matrices)
+    rows = [m.w.shape[0] for m in matrices]
     run, columns = _run(fmt.bits), fmt.dims(matrices[0].w)
     threads = _threads(columns // run)
     blocks = -(-columns // (threads * run)) * -(-sum(rows) // _COUNT)
-    (y,) = _kernel(len(matrices), affine)(
-        [*arrays, _shape(columns, rows)],
+    begins = [sum(rows[:i]) for i in range(1, MAX_MATRICES)]
+    shape = mx.array([columns, sum(rows), *begins], mx.int32)
+    launch = _kernel(len(matrices), affine).bind(
+        [*arrays, shape],
         template={
             "T": dtype,
             "S": matrices[0].scales.dtype,
@@ -67,7 +72,7 @@ def dequantize(matrices: Sequence[PackedMatrix], fmt: Format, dtype: mx.Dtype) -
         threadgroup=(threads, 1, 1),
         output_shapes=[(sum(rows), columns)],
     )
-    return y
+    return lambda *arrays: launch([*arrays, shape])[0]
 
 
 def _run(bits: int) -> int:
@@ -75,7 +80,6 @@ def _run(bits: int) -> int:
     return next(n for n in (8, 16, 32) if n * bits % 32 == 0)
 
 
-@cache
 def _threads(across: int) -> int:
     """Threads for so many runs side by side: whole SIMD groups, and few without a run.
 
@@ -83,9 +87,3 @@ def _threads(across: int) -> int:
     """
     sizes = range(64, 257, 32)
     return min(sizes, key=lambda size: -(-across // size) * size)
-
-
-@cache
-def _shape(columns: int, rows: tuple[int, ...]) -> mx.array:
-    begins = [sum(rows[:i]) for i in range(1, MAX_MATRICES)]
-    return mx.array([columns, sum(rows), *begins], mx.int32)

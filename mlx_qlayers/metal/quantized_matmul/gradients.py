@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from math import prod
 
 import mlx.core as mx
 
 from ...formats import Format
 from ...runtime.kernel import Kernel
+from ...runtime.spec import Spec
 
 _INPUTS = ("left", "right", "w", "left_rows", "right_rows", "offsets", "shape")
 _OUTPUTS = ("d_scales", "d_biases")
@@ -44,23 +45,23 @@ _GROUPS = Kernel(
 )
 
 
-def gradient_of_scales_and_biases(
-    x: mx.array,
-    dy: mx.array,
-    w: mx.array,
-    scales: mx.array,
+def scales_and_biases_gradient(
+    x: Spec,
+    dy: Spec,
+    w: Spec,
+    scales: Spec,
     fmt: Format,
     transpose: bool,
     device: str,
-    chosen: tuple[mx.array, mx.array, mx.array] | None = None,
-) -> tuple[mx.array, mx.array]:
-    """The gradients of the scales and biases of affine matrices, from that of their products.
+    chosen: tuple[Spec, Spec, Spec] | None = None,
+) -> Callable[..., list[mx.array]]:
+    """The launch of the gradients of scales and biases of affine matrices.
 
     Args:
         x: (..., K) in float32, float16 or bfloat16, M rows.
-        dy: (..., N) in the dtype of ``x``, M rows.
+        dy: (..., N) in the dtype of ``x``, M rows: the gradient of the products.
         w: (..., N, K * bits / 32) uint32, or (..., K, N * bits / 32) if not ``transpose``.
-        scales: (..., N, K / group_size), or (..., K, N / group_size); only shape and dtype count.
+        scales: (..., N, K / group_size), or (..., K, N / group_size).
         fmt: group_size and bits of ``w``; its mode is affine.
         transpose: whether the product was one with the transpose of ``w``.
         device: ``"metal"``, ``"cuda"`` or ``"host"``.
@@ -69,15 +70,14 @@ def gradient_of_scales_and_biases(
             number of all rows comes last. uint32.
 
     Returns:
-        The gradients of scales and biases, in the shape and dtype of ``scales``; float32 sums
-        rounded once, the same in every run.
+        A function of x, dy, w and those of ``chosen`` that gives the gradients of scales and
+        biases, in the shape and dtype of ``scales``; float32 sums rounded once, the same in every
+        run.
     """
     left, right = (dy, x) if transpose else (x, dy)
-    x_rows, dy_rows, offsets = chosen or (w, w, w)
-    lists = (dy_rows, x_rows) if transpose else (x_rows, dy_rows)
     (*leading, rows, _), columns = w.shape, fmt.dims(w)
     matrices = prod(leading)
-    shape = _shape(prod(left.shape[:-1]), rows, columns)
+    shape = mx.array([prod(left.shape[:-1]), rows, columns], mx.int32)
     template: dict[str, mx.Dtype | int | bool] = {
         "T": left.dtype,
         "S": scales.dtype,
@@ -95,16 +95,19 @@ def gradient_of_scales_and_biases(
         template["wide"] = rows % 8 == 0
         kernel, threads = _TILES, _THREADS
         grid = (-(-columns // _COLUMNS) * _THREADS, -(-rows // _ROWS), matrices)
-    d_scales, d_biases = kernel(
-        [left, right, w, *lists, offsets, shape],
+    x_rows, dy_rows, offsets = chosen or (w, w, w)
+    launch = kernel.bind(
+        [left, right, w, *((dy_rows, x_rows) if transpose else (x_rows, dy_rows)), offsets, shape],
         template=template,
         grid=grid,
         threadgroup=(threads, 1, 1),
         output_shapes=[scales.shape, scales.shape],
     )
-    return d_scales, d_biases
 
+    def run(x: mx.array, dy: mx.array, w: mx.array, *chosen: mx.array) -> list[mx.array]:
+        x_rows, dy_rows, offsets = chosen or (w, w, w)
+        if transpose:
+            x, dy, x_rows, dy_rows = dy, x, dy_rows, x_rows
+        return launch([x, dy, w, x_rows, dy_rows, offsets, shape])
 
-@cache
-def _shape(m: int, rows: int, columns: int) -> mx.array:
-    return mx.array([m, rows, columns], mx.int32)
+    return run

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from math import prod
 
 import mlx.core as mx
 
 from ...formats import MODES, Format
 from ...runtime.kernel import Kernel
+from ...runtime.launch import Size, TemplateValue
+from ...runtime.spec import Spec
 from ...tuning.lookup import tuned
 
 PADDING = 8
@@ -158,16 +160,16 @@ def _on_tensor_cores(m: int, n: int, k: int, fmt: Format) -> QmmConfig:
 
 
 def qmm(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    bias: mx.array | None,
+    x: Spec,
+    w: Spec,
+    scales: Spec,
+    biases: Spec | None,
+    bias: Spec | None,
     transpose: bool,
     fmt: Format,
     config: QmmConfig,
-) -> mx.array:
-    """``x @ w.T + bias`` or ``x @ w + bias`` for a packed ``w``.
+) -> Callable[..., mx.array]:
+    """The launch of ``x @ w.T + bias`` or ``x @ w + bias`` for a packed ``w``.
 
     Args:
         x: (..., K) in float32, float16 or bfloat16; M rows.
@@ -180,7 +182,8 @@ def qmm(
         config: how to cut it.
 
     Returns:
-        (..., N) in the dtype of ``x``; weights rounded to it, float32 sums rounded once.
+        A function of these arrays that gives (..., N) in the dtype of ``x``; weights rounded to it,
+        float32 sums rounded once.
     """
     (*leading, k), m = x.shape, prod(x.shape[:-1])
     n = w.shape[0] if transpose else fmt.dims(w)
@@ -188,83 +191,98 @@ def qmm(
     depth = -(-steps // config.parts) * config.tile_k
     parts = -(-k // depth)
     threads = config.threads(x.dtype)
-    added = bias if parts == 1 else None
-    (y,) = QMM(
-        [
-            x,
-            w,
-            scales,
-            scales if biases is None else biases,
-            x if added is None else added,
-            numbers(m, n, k, depth),
-        ],
-        template=_template(
-            x.dtype,
-            scales.dtype,
-            fmt,
-            config,
-            transpose,
-            parts > 1,
-            k * x.dtype.size % 16 == 0,
-            added is not None,
-        ),
+    sizes = asdict(config)
+    del sizes["parts"]
+    return split_k(
+        QMM,
+        (x, w, scales, biases, bias, [m, n, k, depth], parts),
+        template={
+            "T": x.dtype,
+            "S": scales.dtype,
+            "mode": list(MODES).index(fmt.mode),
+            "group": fmt.group_size,
+            "bits": fmt.bits,
+            "transposed": transpose,
+            **sizes,
+            "aligned": k * x.dtype.size % 16 == 0,
+        },
         grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), parts),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(*leading, n) if parts == 1 else (parts, m, n)],
+        shape=(*leading, n),
     )
-    return y if parts == 1 else sum_of_parts(y, bias, x.dtype, (*leading, n))
+
+
+def split_k(
+    kernel: Kernel,
+    given: tuple[Spec, Spec, Spec, Spec | None, Spec | None, list[int], int],
+    *,
+    template: dict[str, TemplateValue],
+    grid: Size,
+    threadgroup: Size,
+    shape: tuple[int, ...],
+) -> Callable[..., mx.array]:
+    """The launch of a product whose depth several threadgroups may share (split-K).
+
+    Args:
+        kernel: takes x, w, scales, biases, bias and ``shape``, the integers.
+        given: specs of the arrays, the integers, and how many parts share the depth. If there are
+            several, the kernel writes float32 planes, which another launch adds.
+        template: that of the kernel without ``O`` and ``biased``.
+        grid: the threads.
+        threadgroup: those of a threadgroup.
+        shape: of the product, (..., N).
+    """
+    x, w, scales, biases, bias, numbers, parts = given
+    sizes = mx.array(numbers, mx.int32)
+    added = bias if parts == 1 else None
+    planes = [(parts, prod(shape) // shape[-1], shape[-1])]
+    launch = kernel.bind(
+        [x, w, scales, biases or scales, added or x, sizes],
+        template=template
+        | {"O": x.dtype if parts == 1 else mx.float32, "biased": added is not None},
+        grid=grid,
+        threadgroup=threadgroup,
+        output_shapes=[shape] if parts == 1 else planes,
+    )
+    total = None if parts == 1 else sum_of_parts(planes[0], x.dtype, shape, bias is not None)
+
+    def run(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array | None,
+        bias: mx.array | None,
+        *_: None,
+    ) -> mx.array:
+        last = x if bias is None or total else bias
+        (y,) = launch([x, w, scales, scales if biases is None else biases, last, sizes])
+        return y if total is None else total(y, bias)
+
+    return run
 
 
 def sum_of_parts(
-    parts: mx.array, bias: mx.array | None, dtype: mx.Dtype, shape: tuple[int, ...]
-) -> mx.array:
-    """The sum of float32 planes, and of a bias of the last axis, rounded once.
+    planes: tuple[int, int, int], dtype: mx.Dtype, shape: tuple[int, ...], biased: bool
+) -> Callable[[mx.array, mx.array | None], mx.array]:
+    """The launch of the sum of float32 planes, and of a bias of the last axis, rounded once.
 
     Args:
-        parts: (planes, M, N) float32.
-        bias: (N,) in ``dtype``, or None.
-        dtype: of the result.
+        planes: the shape (planes, M, N) of the float32 input.
+        dtype: of the result, and of the bias.
         shape: of the result, of M * N elements.
+        biased: whether there is a bias (N,).
     """
-    planes, m, n = parts.shape
-    (y,) = QMM_SUM(
-        [parts, mx.zeros((1,), dtype) if bias is None else bias, numbers(m * n, n, planes)],
-        template={"T": dtype, "biased": bias is not None},
+    parts, m, n = planes
+    sizes, nothing = mx.array([m * n, n, parts], mx.int32), mx.zeros((1,), dtype)
+    launch = QMM_SUM.bind(
+        [Spec(planes, mx.float32), Spec((n if biased else 1,), dtype), sizes],
+        template={"T": dtype, "biased": biased},
         grid=(m * n, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[shape],
     )
-    return y
 
+    def run(parts: mx.array, bias: mx.array | None) -> mx.array:
+        return launch([parts, nothing if bias is None else bias, sizes])[0]
 
-@cache
-def _template(
-    dtype: mx.Dtype,
-    scale: mx.Dtype,
-    fmt: Format,
-    config: QmmConfig,
-    transpose: bool,
-    shared: bool,
-    aligned: bool,
-    biased: bool,
-) -> dict[str, mx.Dtype | int | bool]:
-    sizes = asdict(config)
-    del sizes["parts"]
-    return {
-        "T": dtype,
-        "O": mx.float32 if shared else dtype,
-        "S": scale,
-        "mode": list(MODES).index(fmt.mode),
-        "group": fmt.group_size,
-        "bits": fmt.bits,
-        "transposed": transpose,
-        **sizes,
-        "aligned": aligned,
-        "biased": biased,
-    }
-
-
-@cache
-def numbers(*values: int) -> mx.array:
-    """Integers as a kernel takes them."""
-    return mx.array(values, mx.int32)
+    return run

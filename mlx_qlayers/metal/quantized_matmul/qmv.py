@@ -7,17 +7,20 @@ several matrices, a norm, a gate or a residual into the same launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import lru_cache
+from operator import itemgetter
 from struct import pack, unpack
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import mlx.core as mx
 
 from ...formats import MODES, Format
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
+from ...runtime.launch import Bound, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
+from ...runtime.spec import Spec
 from ...tuning.lookup import tuned
 
 MAX_QMV_ROWS = 16
@@ -36,10 +39,10 @@ class PackedMatrix(NamedTuple):
         bias: (N,) in the dtype of the rows, or None.
     """
 
-    w: mx.array
-    scales: mx.array
-    biases: mx.array | None = None
-    bias: mx.array | None = None
+    w: Any
+    scales: Any
+    biases: Any = None
+    bias: Any = None
 
 
 @dataclass(frozen=True)
@@ -199,81 +202,135 @@ def _spread(rows: int, n: int, k: int, fmt: Format, light: bool) -> tuple[int, i
     return 2, 4, 1, 20 if light else 12
 
 
+class QmvArrays(NamedTuple):
+    """What a launch is given, in the order of the kernels' inputs; None for what there is not.
+
+    Attributes:
+        x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16.
+        norm_weight: (K,) in the dtype of ``x``: the weight of an RMS norm that ``x`` goes through.
+        tile_squares: (M, ceil(K / 16)) float32, if ``x`` was multiplied by the norm's weight
+            already: sums of squares of 16 columns of what it was before (a deferred norm).
+        residual: added to the product of a single matrix; in its shape and dtype.
+        next_weight: (N,) of the norm that the product of a single matrix goes through next.
+        w, scales, biases, bias, ...: of up to three matrices, see :class:`PackedMatrix`.
+    """
+
+    x: Any
+    norm_weight: Any = None
+    tile_squares: Any = None
+    residual: Any = None
+    next_weight: Any = None
+    w: Any = None
+    scales: Any = None
+    biases: Any = None
+    bias: Any = None
+    w1: Any = None
+    scales1: Any = None
+    biases1: Any = None
+    bias1: Any = None
+    w2: Any = None
+    scales2: Any = None
+    biases2: Any = None
+    bias2: Any = None
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """The matrices that there are."""
+        found = (PackedMatrix(*self[i : i + 4]) for i in (5, 9, 13))
+        return [matrix for matrix in found if matrix.w is not None]
+
+
+# Of arrays in the order of :class:`QmvArrays`.
+Launch = Callable[..., list[mx.array]]
+
+
 def qmv(
-    x: mx.array,
-    matrices: Sequence[PackedMatrix],
+    specs: QmvArrays,
     fmt: Format,
     config: QmvConfig | QmvMatrixConfig,
     *,
-    norm: tuple[mx.array | None, float] | None = None,
+    epsilon: float | None = None,
     gate: Gate | None = None,
-    residual: mx.array | None = None,
-    tile_squares: mx.array | None = None,
-    next_weight: mx.array | None = None,
-) -> list[mx.array]:
-    """``x @ w.T + bias`` for up to three matrices of one format, each read once for all rows.
+) -> Launch:
+    """The launch of ``x @ w.T + bias`` for up to three matrices, each read once for all rows.
 
     Args:
-        x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16.
-        matrices: of K columns each, biases all or none, bias each as it likes.
-        fmt: group_size, bits and mode of the matrices.
-        config: how to spread the work.
-        norm: weight (K,) in the dtype of ``x`` or None, and epsilon, of the RMS norm that ``x``
-            goes through first; None for no norm.
-        gate: with two matrices of one shape, give ``activation(first) * second`` alone.
-        residual: added to the product of a single matrix; in its shape and dtype.
-        tile_squares: (M, ceil(K / 16)) float32, if ``x`` was multiplied by the norm's weight
-            already, which then is None: sums of squares of what it was before. With this or the
-            next, ``config`` and the matrices are what :func:`takes_deferred_norm` takes.
-        next_weight: (N,) of the norm that the product of a single matrix goes through next.
+        specs: the specs of its arrays.
+        fmt: group_size, bits and mode of the matrices, which have K columns each, biases all or
+            none, bias each as it likes.
+        config: how to spread the work. With ``tile_squares`` or ``next_weight`` it and the matrices
+            are what :func:`takes_deferred_norm` takes.
+        epsilon: of the RMS norm that ``x`` goes through first; None for no norm.
+        gate: with two matrices of one shape, give ``activation(first) * second`` only.
 
     Returns:
-        A (..., N) in the dtype of ``x`` for each matrix, or the gated one; float32 inside, rounded
-        once. With ``next_weight`` also that product times it, and its ``tile_squares``.
+        A function of arrays that gives (..., N) in the dtype of ``x`` for each matrix, or the gated
+        one; float32 inside, rounded once. With ``next_weight`` also that product times it, and its
+        ``tile_squares``.
     """
+    x, config = specs.x, _fitting(config, specs, fmt, gate)
     by_threads = isinstance(config, QmvConfig) and config.lanes == 1
-    if norm is not None and tile_squares is None and (x.dtype == mx.float16 or by_threads):
+    normed = epsilon is not None and specs.tile_squares is None
+    if epsilon is not None and normed and (x.dtype == mx.float16 or by_threads):
         # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
         # whose threads share nothing would norm it in each of them.
-        return _after_norm(x, matrices, fmt, config, *norm, gate, residual)
-    if gate is not None and isinstance(config, QmvMatrixConfig):
-        config = _even(config)
-    handed = {"tile_squares": tile_squares, "next_weight": next_weight}
-    return _launch(x, matrices, fmt, config, norm, gate, residual, **handed)
+        return _after_norm(qmv(specs._replace(norm_weight=None), fmt, config, gate=gate), epsilon)
+    launch, shape = _bind(specs, fmt, config, epsilon, gate)
+    given = itemgetter(*(i for i, spec in enumerate(specs) if spec is not None))
+    return lambda *arrays: launch([*given(arrays), *shape])
+
+
+def single_qmv(
+    x: Spec, matrix: PackedMatrix, fmt: Format, config: QmvConfig | QmvMatrixConfig
+) -> Callable[..., mx.array]:
+    """The launch of ``x @ w.T + bias`` for one matrix.
+
+    Returns:
+        A function of x, w, scales, biases and bias, of which the last two may be None, that gives
+        (..., N); further arguments are not looked at.
+    """
+    specs = QmvArrays(x, None, None, None, None, *matrix)
+    launch, shape = _bind(specs, fmt, _fitting(config, specs, fmt, None), None, None)
+    given = itemgetter(*(i for i, spec in enumerate((x, *matrix)) if spec is not None))
+    return lambda *arrays: launch([*given(arrays), *shape])[0]
+
+
+def _fitting(
+    config: QmvConfig | QmvMatrixConfig, specs: QmvArrays, fmt: Format, gate: Gate | None
+) -> QmvConfig | QmvMatrixConfig:
+    """The configuration as these arrays admit it."""
+    k = specs.x.shape[-1]
+    if isinstance(config, QmvConfig):
+        return config
+    if not config.takes(k):
+        raise ValueError(f"{config} does not take rows of {k} elements")
+    if not takes_deferred_norm(config, specs.matrices):
+        # That kernel reads the shape of w, which so arrives as it is: in constant memory.
+        return _any_units(specs.x.size // k, fmt)
+    # With a gate tiles in pairs, one of each matrix that it joins.
+    return replace(config, tiles=config.tiles + config.tiles % 2) if gate else config
 
 
 def takes_deferred_norm(
     config: QmvConfig | QmvMatrixConfig, matrices: Sequence[PackedMatrix]
 ) -> bool:
-    """Whether a launch can take from another what a norm between them needs, and hand it on."""
+    """Whether a launch can take part of a norm from the launch before, and leave it to the next."""
     return isinstance(config, QmvMatrixConfig) and all(m.w.size >= CONSTANT_BELOW for m in matrices)
 
 
-def _after_norm(
-    x: mx.array,
-    matrices: Sequence[PackedMatrix],
-    fmt: Format,
-    config: QmvConfig | QmvMatrixConfig,
-    weight: mx.array | None,
-    epsilon: float,
-    gate: Gate | None,
-    residual: mx.array | None,
-) -> list[mx.array]:
+def _after_norm(launch: Launch, epsilon: float) -> Launch:
     """The same with a launch for the norm."""
-    x = mx.fast.rms_norm(x, weight, epsilon)
-    return qmv(x, matrices, fmt, config, gate=gate, residual=residual)
+
+    def run(x: mx.array, norm_weight: mx.array | None, *others: Any) -> list[mx.array]:
+        return launch(mx.fast.rms_norm(x, norm_weight, epsilon), None, *others)
+
+    return run
 
 
-_EXTRA = ("norm_weight", "tile_squares", "residual", "next_weight")
-_INPUTS = (
-    "x",
-    *_EXTRA,
-    *(name + number for number in ("", "1", "2") for name in PackedMatrix._fields),
-    "shape",
-)
+_INPUTS = (*QmvArrays._fields, "shape")
 _OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
 # What only the kernel on the matrix units has.
-_HANDED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
+_DEFERRED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
 _GATES = (None, "silu", "gelu", "gelu_approx")
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate", "normed", "epsilon")
 
@@ -282,16 +339,16 @@ def _threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, 
     return 4 * simds * fragments * 8 * stacks * (tiles * 16 + 1)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
     """One of the two kernels, without some of its inputs and outputs."""
     letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
     function = "qmv_matrix" if units else "qmv"
     # That with the matrix units reads the shapes of its arrays.
-    lacking = omitted + (("shape",) if units else _HANDED)
+    lacking = omitted + (("shape",) if units else _DEFERRED)
     return Kernel(
         f"{function}_{int(letters, 2):x}",
-        "quantized_matmul/qmv_matrix.metal" if units else "quantized_matmul/qmv.metal",
+        f"quantized_matmul/{function}.metal",
         function=function,
         inputs=tuple(name for name in _INPUTS if name not in lacking),
         outputs=tuple(name for name in _OUTPUTS if name not in lacking),
@@ -302,94 +359,45 @@ def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
     )
 
 
-@cache
-def _omitted(
-    count: int, outputs: int, extra: tuple[str, ...], affine: bool, biased: tuple[bool, ...]
-) -> tuple[str, ...]:
+def _omitted(specs: QmvArrays, outputs: int) -> tuple[str, ...]:
     """What of a kernel's inputs and outputs a launch does without."""
-    without = [*_OUTPUTS[outputs:3]] + [*_OUTPUTS[3:]] * ("next_weight" not in extra)
-    without += [name for name in _EXTRA if name not in extra]
-    for i, number in enumerate(("", "1", "2")):
-        if i >= count:
-            without += [*(name + number for name in PackedMatrix._fields), f"w{number}_shape"]
-        else:
-            without += ["biases" + number] * (not affine) + ["bias" + number] * (not biased[i])
-    return tuple(without)
+    without = [*_OUTPUTS[outputs:3]] + [*_OUTPUTS[3:]] * (specs.next_weight is None)
+    without += [name for name, spec in specs._asdict().items() if spec is None]
+    absent = range(len(specs.matrices), MAX_MATRICES)
+    return (*without, *(f"w{i}_shape" for i in absent))
 
 
-def _launch(
-    x: mx.array,
-    matrices: Sequence[PackedMatrix],
+def _bind(
+    specs: QmvArrays,
     fmt: Format,
     config: QmvConfig | QmvMatrixConfig,
-    norm: tuple[mx.array | None, float] | None,
+    epsilon: float | None,
     gate: Gate | None,
-    residual: mx.array | None,
-    tile_squares: mx.array | None = None,
-    next_weight: mx.array | None = None,
-) -> list[mx.array]:
-    (*leading, k) = x.shape
-    if isinstance(config, QmvMatrixConfig) and not config.takes(k):
-        raise ValueError(f"{config} does not take rows of {k} elements")
-    if isinstance(config, QmvMatrixConfig) and not takes_deferred_norm(config, matrices):
-        # That kernel reads the shape of w, which therefore arrives as it is: in constant memory.
-        config = _any_units(x.size // k, fmt)
-    sizes, rows = [matrix.w.shape[0] for matrix in matrices], x.size // k
-    weight, epsilon = (None, 0.0) if norm is None else norm
-    around = (weight, tile_squares, residual, next_weight)
-    extra = {key: a for key, a in zip(_EXTRA, around, strict=True) if a is not None}
-    given = [array for matrix in matrices for array in matrix if array is not None]
-    omitted = _omitted(
-        len(matrices),
-        1 if gate else len(matrices),
-        tuple(extra),
-        matrices[0].biases is not None,
-        tuple([matrix.bias is not None for matrix in matrices]),
-    )
+) -> tuple[Bound, list[mx.array]]:
+    """The launch, and what it takes after the arrays."""
+    (*leading, k), matrices = specs.x.shape, specs.matrices
+    rows, sizes = specs.x.size // k, [matrix.w.shape[0] for matrix in matrices]
     shapes = [(*leading, n) for n in (sizes[:1] if gate else sizes)]
-    if next_weight is not None:
+    kernel_omits = _omitted(specs, len(shapes))
+    if specs.next_weight is not None:
         shapes += [*shapes, (rows, -(-sizes[0] // 16))]
-    threads, units = config.threads, isinstance(config, QmvMatrixConfig)
-    arrays = [x, *extra.values(), *given]
-    normed = norm is not None and tile_squares is None
-    return _kernel(units, omitted)(
-        arrays if units else [*arrays, _shape(rows, k, *sizes)],
-        template=_template(x.dtype, matrices[0].scales.dtype, fmt, gate, normed, epsilon, config),
-        grid=(config.threadgroups(tuple(sizes), gate is not None) * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=shapes,
-    )
-
-
-@cache
-def _template(
-    dtype: mx.Dtype,
-    scale: mx.Dtype,
-    fmt: Format,
-    gate: Gate | None,
-    normed: bool,
-    epsilon: float,
-    config: QmvConfig | QmvMatrixConfig,
-) -> dict[str, mx.Dtype | int | bool]:
-    values: dict[str, mx.Dtype | int | bool] = {
-        "T": dtype,
-        "S": scale,
+    units, threads = isinstance(config, QmvMatrixConfig), config.threads
+    shape = [] if units else [mx.array([rows, k, *sizes], mx.int32)]
+    template: dict[str, TemplateValue] = {
+        "T": specs.x.dtype,
+        "S": matrices[0].scales.dtype,
         "mode": list(MODES).index(fmt.mode),
         "group": fmt.group_size,
         "bits": fmt.bits,
         "gate": _GATES.index(gate),
-        "normed": normed,
-        "epsilon": unpack("i", pack("f", epsilon))[0],
+        "normed": epsilon is not None and specs.tile_squares is None,
+        "epsilon": unpack("i", pack("f", epsilon or 0.0))[0],
     }
-    return values | {name: getattr(config, name.lower()) for name in config.template}
-
-
-@cache
-def _even(config: QmvMatrixConfig) -> QmvMatrixConfig:
-    """With tiles in pairs, one of each matrix that a gate joins."""
-    return replace(config, tiles=config.tiles + config.tiles % 2)
-
-
-@cache
-def _shape(*sizes: int) -> mx.array:
-    return mx.array(sizes, mx.int32)
+    launch = _kernel(units, kernel_omits).bind(
+        [*(spec for spec in specs if spec is not None), *shape],
+        template=template | {name: getattr(config, name.lower()) for name in config.template},
+        grid=(config.threadgroups(tuple(sizes), gate is not None) * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=shapes,
+    )
+    return launch, shape

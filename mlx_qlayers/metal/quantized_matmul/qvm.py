@@ -1,16 +1,17 @@
-"""Launches the kernel that multiplies few rows with an untransposed quantized matrix."""
+"""Launches qvm: up to 16 rows times a quantized matrix, untransposed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 
 import mlx.core as mx
 
 from ...formats import MODES, Format
 from ...runtime.kernel import Kernel
-from .qmm import numbers, sum_of_parts
+from ...runtime.spec import Spec
+from .qmm import split_k
 from .qmv import MAX_QMV_ROWS
 
 
@@ -63,7 +64,6 @@ class QvmConfig:
     parts: int = 1
 
 
-@cache
 def qvm_config(device: str, rows: int, n: int, k: int, fmt: Format) -> QvmConfig:
     """The configuration for a backend.
 
@@ -87,15 +87,15 @@ def qvm_config(device: str, rows: int, n: int, k: int, fmt: Format) -> QvmConfig
 
 
 def qvm(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    bias: mx.array | None,
+    x: Spec,
+    w: Spec,
+    scales: Spec,
+    biases: Spec | None,
+    bias: Spec | None,
     fmt: Format,
     config: QvmConfig,
-) -> mx.array:
-    """``x @ w + bias`` for a packed ``w``, which is read and unpacked once for all rows.
+) -> Callable[..., mx.array]:
+    """The launch of ``x @ w + bias`` for a packed ``w``, read and unpacked once for all rows.
 
     Args:
         x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16.
@@ -107,26 +107,19 @@ def qvm(
         config: how to spread the work.
 
     Returns:
-        (..., N) in the dtype of ``x``; float32 sums rounded once.
+        A function of these arrays that gives (..., N) in the dtype of ``x``; float32 sums rounded
+        once.
     """
     (*leading, k), m, n = x.shape, prod(x.shape[:-1]), fmt.dims(w)
     step = config.shares * config.block
     depth = -(-k // (config.parts * step)) * step
     parts = -(-k // depth)
-    added = bias if parts == 1 else None
-    tiles = -(-n // (config.run * config.columns))
-    (y,) = _QVM(
-        [
-            x,
-            w,
-            scales,
-            scales if biases is None else biases,
-            x if added is None else added,
-            numbers(m, n, k, depth),
-        ],
+    blocks = -(-n // (config.run * config.columns))
+    return split_k(
+        _QVM,
+        (x, w, scales, biases, bias, [m, n, k, depth], parts),
         template={
             "T": x.dtype,
-            "O": x.dtype if parts == 1 else mx.float32,
             "S": scales.dtype,
             "mode": list(MODES).index(fmt.mode),
             "group": fmt.group_size,
@@ -136,10 +129,8 @@ def qvm(
             "block": config.block,
             "columns": config.columns,
             "shares": config.shares,
-            "biased": added is not None,
         },
-        grid=(tiles * config.columns, config.shares, parts),
+        grid=(blocks * config.columns, config.shares, parts),
         threadgroup=(config.columns, config.shares, 1),
-        output_shapes=[(*leading, n) if parts == 1 else (parts, m, n)],
+        shape=(*leading, n),
     )
-    return y if parts == 1 else sum_of_parts(y, bias, x.dtype, (*leading, n))

@@ -1,20 +1,27 @@
-"""How a product with a quantized matrix is computed: by which kernel, or by the reference."""
+"""The route of a product with a quantized matrix: which kernel, or the reference, and why."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..dispatch import Choice, choose
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import WAVE, qmm, qmm_config
-from ..metal.quantized_matmul.qmv import MAX_QMV_ROWS, PackedMatrix, qmv, qmv_config
+from ..metal.quantized_matmul.qmv import (
+    MAX_QMV_ROWS,
+    PackedMatrix,
+    qmv_config,
+    single_qmv,
+)
 from ..metal.quantized_matmul.qvm import qvm, qvm_config
 from ..reference import quantized_matmul as reference
-from ..runtime.backend import backend, requested
-from ..runtime.legacy import choose
+from ..runtime.backend import backend
+from ..runtime.spec import Spec
 from ..tuning.lookup import decided, found
 
 # How many times as fast as the reference the host kernel is, for 1, 2, 4, 8 and 16 rows; measured
@@ -47,57 +54,58 @@ _SMALL, _SMALL_IN_FLOAT32 = 44 << 20, 4 << 20
 _STOCK_ON_CUDA = (0.57, 1.13, 1.7, 2.2, 2.8, 3.3, 3.9, 0.43)
 _CALL_ON_CUDA = 20e6
 
-QMV, QMM, DENSE = "qmv", "qmm", "dequantize and matmul"
+QMV, QVM, QMM, DENSE = "qmv", "qvm", "qmm", "dequantize and matmul"
+
+# A product of x, w, scales, biases and bias; the last two may be None.
+Product = Callable[..., mx.array]
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """How one product is computed.
 
     Attributes:
-        path: the backend of the kernels, or ``"ops"``.
-        kernel: which of them; empty on ``"ops"``.
+        choice: the backend of the kernels or ``"ops"``, and why.
+        kernel: which of them.
     """
 
-    path: str
+    choice: Choice
     kernel: str = ""
 
 
-def is_few(x: mx.array) -> bool:
-    """Whether an input has so few rows that the kernels of few rows take it."""
+def is_qmv(x: Spec | mx.array) -> bool:
+    """Whether an input has so few rows that qmv takes it."""
     return x.ndim > 1 and 0 < x.size <= MAX_QMV_ROWS * x.shape[-1]
 
 
-def is_many(x: mx.array) -> bool:
-    """Whether an input has so many rows that several matrices are unpacked for them at once."""
+def is_dense(x: Spec | mx.array) -> bool:
+    """Whether an input has so many rows that several matrices are dequantized for it at once."""
     if x.dtype == mx.float32 or backend() != "cuda":
         return False
     return x.ndim > 1 and x.size > _TILES_UNTIL * x.shape[-1] > 0
 
 
-def way(
-    op: str,
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    transpose: bool,
-    fmt: Format,
-    alone: bool = False,
-) -> Way:
-    """Choose how to compute ``x @ w.T``, or ``x @ w``, and keep the reason under the name ``op``.
+def route(op: str, x: Spec, w: Spec, transpose: bool, fmt: Format, single: bool = False) -> Route:
+    """Choose how to compute ``x @ w.T``, or ``x @ w``.
 
-    A product that is ``alone`` is called from Python each time, which may take longer than it runs.
+    Args:
+        op: the operation's name.
+        x: (..., K) in the dtype of the result.
+        w: (N, K * bits / 32) uint32, or (K, N * bits / 32) if not ``transpose``.
+        transpose: multiply with the transpose of the packed matrix.
+        fmt: group_size, bits and mode of ``w``.
+        single: whether Python calls the product each time, which may take longer than it runs.
 
     Raises:
         BackendError: a backend was forced that has no kernel for these arguments.
     """
     rows = prod(x.shape[:-1])
     if w.ndim > 2 or 0 in (rows, *w.shape):
-        lacking = f"w has shape {w.shape}, x {x.shape}; the kernels take one matrix, none empty"
-        return Way(choose(op, unless=lacking))
+        return Route(choose(op, (), unless="the kernels take one matrix, and nothing empty"))
     device = backend()
+    vector = QMV if transpose else QVM
     if device == "host":
         # Where threads do not run side by side, sixteen rows after sixteen are fastest.
-        kernel, unless = QMV, None
+        kernel, unless = vector, None
     elif rows <= MAX_QMV_ROWS and transpose:
         kernel, unless = QMV, stock_is_better(x.dtype)
     elif device == "cuda":
@@ -105,23 +113,16 @@ def way(
     else:
         kernel, unless = QMM, "the kernel was not measured on an Apple GPU"
     kernel, unless, by = _tuned(rows, x, w, transpose, fmt, kernel, unless)
-    if alone and kernel == QMV and transpose and device == "cuda":
+    if single and kernel == QMV and device == "cuda":
         unless = unless or _call_is_too_long(rows, w, fmt)
-    path = choose(
-        op,
-        ("metal", "cuda", "host"),
-        unless=unless,
-        host_gain=host_gain(rows, fmt, transpose),
-        arrays=(x, w, scales),
-        by=by,
-    )
-    return Way("ops") if path == "ops" else Way(path, kernel)
+    gain = host_gain(rows, fmt, transpose)
+    return Route(choose(op, unless=unless, host_gain=gain, by=by), kernel)
 
 
 def _tuned(
     rows: int,
-    x: mx.array,
-    w: mx.array,
+    x: Spec,
+    w: Spec,
     transpose: bool,
     fmt: Format,
     kernel: str,
@@ -140,7 +141,7 @@ def _tuned(
 
 
 def stock_is_better(dtype: mx.Dtype) -> str | None:
-    """Why ``auto`` leaves the kernel of few rows for the stock operator on a GPU."""
+    """Why ``auto`` leaves qmv for the stock operator on a GPU."""
     if backend() == "cuda":
         if dtype == mx.float32:
             return "the stock operator is faster in float32, which the matrix units do not take"
@@ -148,8 +149,8 @@ def stock_is_better(dtype: mx.Dtype) -> str | None:
     return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
 
 
-def _call_is_too_long(rows: int, w: mx.array, fmt: Format) -> str | None:
-    """Why ``auto`` leaves a product that is called by itself to the stock operator on an H200."""
+def _call_is_too_long(rows: int, w: Spec, fmt: Format) -> str | None:
+    """Why ``auto`` leaves a single product to the stock operator on an H200."""
     stock = _STOCK_ON_CUDA[min(rows, 8) - 1] * w.size * 32 / fmt.bits
     if stock > _CALL_ON_CUDA:
         return None
@@ -164,7 +165,7 @@ def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float:
 
 
 def _many_rows_on_cuda(
-    rows: int, x: mx.array, w: mx.array, transpose: bool, fmt: Format
+    rows: int, x: Spec, w: Spec, transpose: bool, fmt: Format
 ) -> tuple[str, str | None]:
     """The kernel, and why ``auto`` leaves it for the stock operator; measured on an H200.
 
@@ -189,7 +190,7 @@ def _too_small(rows: int, elements: int, dtype: mx.Dtype) -> str | None:
     return "the stock operator is faster with so small a matrix and so few rows"
 
 
-def dense_is_worse(rows: int, n: int, x: mx.array, fmt: Format) -> str | None:
+def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> str | None:
     """Why ``auto`` does not unpack several matrices, of n rows in all, for one dense product."""
     best = found("qmm", rows, n, x.shape[-1], x.dtype, fmt, True)
     if best is not None and best.path != "modelled":
@@ -198,24 +199,24 @@ def dense_is_worse(rows: int, n: int, x: mx.array, fmt: Format) -> str | None:
     if backend() != "cuda":
         return "a dense product of many rows was measured on CUDA alone"
     if rows <= _TILES_UNTIL:
-        return "tiles are faster for so few rows"
+        return "qmm is faster for so few rows"
     return _too_small(rows, n * x.shape[-1], x.dtype)
 
 
 def product(
-    way: Way,
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    bias: mx.array | None,
+    to: Route,
+    x: Spec,
+    w: Spec,
+    scales: Spec,
+    biases: Spec | None,
+    bias: Spec | None,
     transpose: bool,
     fmt: Format,
-) -> mx.array:
-    """``x @ w.T + bias``, or ``x @ w + bias``, in a way that takes these arguments.
+) -> Product:
+    """The launch of ``x @ w.T + bias``, or ``x @ w + bias``, on a route that takes these arguments.
 
     Args:
-        way: from :func:`way`.
+        to: from :func:`route`.
         x: (..., K); on a kernel's path in the dtype of the result.
         w: (N, K * bits / 32) uint32, or (K, N * bits / 32) if not ``transpose``.
         scales: one a group along the last axis of the matrix.
@@ -225,34 +226,77 @@ def product(
         fmt: group_size, bits and mode of ``w``.
 
     Returns:
-        (..., N).
+        A function of these arrays that gives (..., N); further arguments are not looked at.
     """
-    if way.path == "ops":
-        y = reference.quantized_matmul(x, w, scales, biases, transpose, fmt)
-        return y if bias is None else y + bias
+    path = to.choice.path
+    if path == "ops":
+        return by_reference(transpose, fmt)
     rows, k = prod(x.shape[:-1]), x.shape[-1]
     n = w.shape[0] if transpose else fmt.dims(w)
-    if way.kernel == QMV:
+    given = w, scales, biases, bias
+    if to.kernel in (QMV, QVM):
         if rows > MAX_QMV_ROWS:
-            few = x.reshape(-1, k)
-            parts = [few[i : i + MAX_QMV_ROWS] for i in range(0, rows, MAX_QMV_ROWS)]
-            products = [
-                product(way, part, w, scales, biases, bias, transpose, fmt) for part in parts
-            ]
-            return mx.concatenate(products).reshape(*x.shape[:-1], n)
-        if not transpose:
-            spread = qvm_config(way.path, rows, n, k, fmt)
-            return qvm(x, w, scales, biases, bias, fmt, spread)
-        config = qmv_config(way.path, rows, n, k, x.dtype, fmt)
-        return qmv(x, [PackedMatrix(w, scales, biases, bias)], fmt, config)[0]
-    if way.kernel == QMM:
-        cut = qmm_config(way.path, rows, n, k, x.dtype, fmt, transpose)
-        return qmm(x, w, scales, biases, bias, transpose, fmt, cut)
-    dense = dequantize([PackedMatrix(w, scales, biases)], fmt, x.dtype)
-    dense = dense.T if transpose else dense
-    return x @ dense if bias is None else mx.addmm(bias, x, dense)
+            return _in_blocks(to, x, given, transpose, fmt)
+        if to.kernel == QVM:
+            return qvm(x, *given, fmt, qvm_config(path, rows, n, k, fmt))
+        config = qmv_config(path, rows, n, k, x.dtype, fmt)
+        return single_qmv(x, PackedMatrix(*given), fmt, config)
+    if to.kernel == QMM:
+        cut = qmm_config(path, rows, n, k, x.dtype, fmt, transpose)
+        return qmm(x, *given, transpose, fmt, cut)
+    unpack = dequantize([PackedMatrix(*given)], fmt, x.dtype)
+
+    def dense_product(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array | None,
+        bias: mx.array | None,
+        *_: None,
+    ) -> mx.array:
+        dense = unpack(w, scales) if biases is None else unpack(w, scales, biases)
+        dense = dense.T if transpose else dense
+        return x @ dense if bias is None else mx.addmm(bias, x, dense)
+
+    return dense_product
 
 
-def is_forced_to_reference() -> bool:
-    """Whether only operators of MLX may run, in the gradient too."""
-    return requested() == "ops"
+def by_reference(transpose: bool, fmt: Format) -> Product:
+    """The product in MLX's operators."""
+
+    def run(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array | None,
+        bias: mx.array | None = None,
+        *_: None,
+    ) -> mx.array:
+        y = reference.quantized_matmul(x, w, scales, biases, transpose, fmt)
+        return y if bias is None else y + bias
+
+    return run
+
+
+def _in_blocks(
+    to: Route,
+    x: Spec,
+    matrix: tuple[Spec, Spec, Spec | None, Spec | None],
+    transpose: bool,
+    fmt: Format,
+) -> Product:
+    """The product of as many rows at a time as the kernel takes."""
+    rows, k = prod(x.shape[:-1]), x.shape[-1]
+    starts = range(0, rows, MAX_QMV_ROWS)
+    launches = {
+        size: product(to, Spec((size, k), x.dtype), *matrix, transpose, fmt)
+        for size in {min(MAX_QMV_ROWS, rows - i) for i in starts}
+    }
+
+    def run(x: mx.array, *matrix: mx.array | None) -> mx.array:
+        flat = x.reshape(-1, k)
+        blocks = [flat[i : i + MAX_QMV_ROWS] for i in starts]
+        products = [launches[len(block)](block, *matrix) for block in blocks]
+        return mx.concatenate(products).reshape(*x.shape[:-1], -1)
+
+    return run
