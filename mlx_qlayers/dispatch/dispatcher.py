@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..runtime.backend import BackendError, Mode, backend, current, epoch, mode, requested
-from ..runtime.explain import Row, collect, collectors, count, counted, planning, row
+from ..runtime.explain import Row, collectors, count, planning, recording, row
 from ..runtime.spec import Spec
 from ..runtime.transformed import has_values
 from .choice import Choice
@@ -105,10 +105,11 @@ def dispatch(
         )
     except (AttributeError, TypeError):
         prepared = _unkeyed(operation, arrays, static)
-    for each in prepared.rows:
-        next(each.ticks)
     if collectors:
-        collect(prepared.rows)
+        count(prepared.rows)
+    else:
+        for each in prepared.rows:
+            next(each.ticks)
     return prepared.run(*arrays)
 
 
@@ -176,10 +177,11 @@ def _guarded(
         except ValueError:
             with mode(Mode.TRANSFORMED):
                 return dispatch(operation, arrays, static)
-        for each in rows:
-            next(each.ticks)
         if collectors:
-            collect(rows)
+            count(rows)
+        else:
+            for each in rows:
+                next(each.ticks)
         return run(*arrays)
 
     return guarded
@@ -237,11 +239,11 @@ def _compiled(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any
         if ahead:
             with mode(Mode.INFERENCE):
                 return plan.run(*arrays)
-        with mode(Mode.TRANSFORMED):
+        with mode(Mode.TRANSFORMED), recording():  # the call was counted
             return dispatch(operation, arrays, static)
 
     run = mx.compile(function)
-    with counted() as nested:
+    with recording() as nested:
         run(*[None if s is None else mx.zeros(s.shape, s.dtype) for s in specs])
     ahead = False
     return _Prepared(run, (*rows, *nested))

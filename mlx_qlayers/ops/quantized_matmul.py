@@ -85,6 +85,8 @@ def _plan(
     _check(x, w, scales, biases, transpose, fmt, bias)
     static = transpose, *fmt
     if global_scale is not None:
+        if problem := fmt.mismatch_of_global(global_scale, 1):
+            raise ValueError(problem)
         return Plan(None, _with_global_scale(static, Spec(x.shape, x.dtype)))
     to = route("quantized_matmul", x, w, transpose, fmt, current.get().mode.single)
     composed = by_reference(transpose, fmt)

@@ -53,7 +53,7 @@ class Row:
 
 _rows: dict[tuple[str, str, str], Row] = {}
 _lock = threading.Lock()
-# By thread, the rows that :func:`counted` and :func:`planning` collect.
+# By thread, the rows that :func:`recording` and :func:`planning` collect.
 collectors: dict[int, list[Row]] = {}
 _planning: dict[int, list[Row]] = {}
 
@@ -69,17 +69,12 @@ def row(op: str, path: str, reason: str, evidence: str = "rule") -> Row:
 
 
 def count(rows: tuple[Row, ...]) -> None:
-    """Count rows once, and tell :func:`counted`."""
+    """Count rows once, or hand them to :func:`recording` if this thread is inside it."""
+    if collectors and (collected := collectors.get(threading.get_ident())) is not None:
+        collected.extend(rows)
+        return
     for each in rows:
         next(each.ticks)
-    if collectors:
-        collect(rows)
-
-
-def collect(rows: tuple[Row, ...]) -> None:
-    """Hand rows that were counted to :func:`counted` of this thread, if it is there."""
-    if (collected := collectors.get(threading.get_ident())) is not None:
-        collected.extend(rows)
 
 
 def note(op: str, path: str, reason: str, evidence: str = "rule") -> None:
@@ -101,8 +96,8 @@ def _collect(into: dict[int, list[Row]]) -> Iterator[list[Row]]:
             into[thread] = before
 
 
-def counted() -> AbstractContextManager[list[Row]]:
-    """Collect the rows that are counted in a ``with`` block, in this thread."""
+def recording() -> AbstractContextManager[list[Row]]:
+    """Collect the rows that would be counted in a ``with`` block, in this thread, uncounted."""
     return _collect(collectors)
 
 

@@ -311,7 +311,7 @@ def test_auto_takes_the_kernel_where_it_is_faster():
         for rows, arguments, options, path, reason in (
             (1, packed, {}, "host", "auto: 4.4 times"),
             (16, packed, {}, "host", "auto: 10 times"),
-            (17, packed, {}, "host", "by few rows at once"),
+            (17, packed, {}, "host", "by qmv"),
             (1, packed, {"transpose": False}, "host", "auto: "),
             (1, fp4, {"mode": "mxfp4"}, "ops", "0.9 times"),
             (2, fp4, {"mode": "mxfp4"}, "host", "auto: 1.5 times"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from tests.metal.test_quantized_matmul import AFFINE, fused_in, packed_matrices
 
-from mlx_qlayers.metal.quantized_matmul.qmv import QmvMatrixConfig, qmv, qmv_config
+from mlx_qlayers.metal.quantized_matmul.qmv import QmvMatrixConfig, qmv_config
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import on_gpus
+from tests.launchers import qmv
+from tests.metal.quantized_matmul.test_qmv import AFFINE, fused_in, packed_matrices
 from tests.numerics import assert_accurate, random, round_to, to64
 
 # Tiles at the edge of a matrix, whole threadgroups beyond it, several tiles of each.

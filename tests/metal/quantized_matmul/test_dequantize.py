@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.dequantize import dequantize
 from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import on_gpus
+from tests.launchers import dequantize
 from tests.numerics import assert_accurate, random, round_to
 from tests.packed import FORMATS, dequantize64, random_packed, terms64
 

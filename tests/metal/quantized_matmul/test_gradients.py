@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.gradients import gradient_of_scales_and_biases
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import GPUS, on_gpus
+from tests.launchers import scales_and_biases_gradient
 from tests.numerics import assert_accurate, assert_same_sums, behind_one, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, WIDTHS, codes, random_packed
@@ -51,7 +51,7 @@ def sample(rng, m, rows, groups, fmt, dtype):
 def by_kernel(left, right, packed, fmt, device="host", transpose=True, backend="host"):
     x, dy = (right, left) if transpose else (left, right)
     with use_backend(backend):
-        return gradient_of_scales_and_biases(x, dy, *packed[:2], fmt, transpose, device)
+        return scales_and_biases_gradient(x, dy, *packed[:2], fmt, transpose, device)
 
 
 def check_all(fmt, dtype, shapes=SHAPES, **options):
@@ -154,7 +154,7 @@ def test_rows_by_matrix(device, path):
         del poison
         with use_backend(path):
             runs.append(
-                gradient_of_scales_and_biases(right, left, w, scales, SMALL, True, device, chosen)
+                scales_and_biases_gradient(right, left, w, scales, SMALL, True, device, chosen)
             )
     for pair in runs:
         assert all(mx.array_equal(a, b) for a, b in zip(pair, runs[0], strict=True))

@@ -11,15 +11,11 @@ import pytest
 from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.qmm import (
-    QmmConfig,
-    qmm,
-    qmm_config,
-    threadgroup_memory,
-)
+from mlx_qlayers.metal.quantized_matmul.qmm import QmmConfig, qmm_config, threadgroup_memory
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import GPUS, HERE, on_gpus
+from tests.launchers import qmm
 from tests.numerics import assert_accurate, behind_one, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, dequantize64, random_packed, terms64

@@ -12,15 +12,11 @@ from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.qmv import (
-    PackedMatrix,
-    QmvMatrixConfig,
-    qmv,
-    qmv_config,
-)
+from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix, QmvMatrixConfig, qmv_config
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import on_gpus
+from tests.launchers import qmv
 from tests.numerics import assert_accurate, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, dequantize64, random_packed, terms64

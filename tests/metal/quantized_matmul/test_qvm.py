@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.qvm import qvm, qvm_config
+from mlx_qlayers.metal.quantized_matmul.qvm import qvm_config
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import HERE, on_gpus
+from tests.launchers import qvm
 from tests.numerics import random
 from tests.packed import FORMATS, random_packed
 

@@ -9,67 +9,65 @@ import pytest
 
 from mlx_qlayers import quantized_matmul, use_backend
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.quantized_paths import (
-    DENSE,
-    QMM,
-    QMV,
-    Way,
-    dense_is_worse,
-    is_many,
-    way,
-)
+from mlx_qlayers.ops.quantized_route import DENSE, QMM, QMV, dense_is_worse, is_dense, route
 from mlx_qlayers.runtime import backend
+from mlx_qlayers.runtime.spec import Spec
 
 AFFINE = Format(64, 4)
 
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(backend._missing, "cuda", lambda: None)
+    monkeypatch.setitem(backend.missing, "cuda", lambda: None)
 
 
-def chosen(rows, n, k, dtype=mx.bfloat16, transpose=True, **options):
-    x, w = mx.zeros((rows, k if transpose else n), dtype), mx.zeros((n, k // 8), mx.uint32)
-    return way("test", x, w, mx.zeros((n, k // 64), dtype), transpose, AFFINE, **options)
+def routed(rows, n, k, dtype=mx.bfloat16, transpose=True, **options):
+    x, w = Spec((rows, k if transpose else n), dtype), Spec((n, k // 8), mx.uint32)
+    return route("test", x, w, transpose, AFFINE, **options)
 
 
-def test_few_rows_in_a_trace(on_cuda):
+def chosen(*arguments, **options):
+    to = routed(*arguments, **options)
+    return (to.choice.path, to.kernel) if to.choice.path != "ops" else ("ops", "")
+
+
+def test_qmv_in_a_graph(on_cuda):
     for rows in (1, 8, 16):
-        assert chosen(rows, 512, 512) == Way("cuda", QMV)
-    assert chosen(1, 37888, 3584, mx.float32) == Way("ops")
+        assert chosen(rows, 512, 512) == ("cuda", QMV)
+    assert chosen(1, 37888, 3584, mx.float32) == ("ops", "")
 
 
-def test_few_rows_called_by_themselves(on_cuda):
+def test_qmv_called_one_by_one(on_cuda):
     """A launch from Python must be worth its call; stock products of two to seven rows are slow."""
     for rows, n, path in ((1, 512, "ops"), (1, 37888, "cuda"), (8, 3584, "ops"), (4, 3584, "cuda")):
-        assert chosen(rows, n, 3584, alone=True).path == path
-    reasons = [d.reason for d in backend.explain(reset=True) if d.op == "test"]
-    assert any("takes less time than Python" in reason for reason in reasons)
+        assert chosen(rows, n, 3584, single=True)[0] == path
+    reason = routed(1, 512, 3584, single=True).choice.reason
+    assert "takes less time than Python" in reason
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_many_rows(on_cuda, dtype):
-    """Tiles while the rows are few; a dense product of an unpacked matrix above."""
+    """qmm while the rows are few; a dense product of a dequantized matrix above."""
     for rows, kernel in ((17, QMM), (128, QMM), (129, DENSE), (2048, DENSE)):
-        assert chosen(rows, 37888, 3584, dtype) == Way("cuda", kernel)
-        assert is_many(mx.zeros((rows, 64), dtype)) == (kernel == DENSE)
+        assert chosen(rows, 37888, 3584, dtype) == ("cuda", kernel)
+        assert is_dense(mx.zeros((rows, 64), dtype)) == (kernel == DENSE)
     for rows, kernel in ((1, QMM), (64, QMM), (65, DENSE)):
-        assert chosen(rows, 37888, 3584, dtype, transpose=False) == Way("cuda", kernel)
+        assert chosen(rows, 37888, 3584, dtype, transpose=False) == ("cuda", kernel)
 
 
 def test_many_rows_of_float32_are_none_of_tf32(on_cuda):
     """MLX multiplies dense matrices of float32 in TF32."""
     for rows in (17, 2048):
         for transpose in (True, False):
-            assert chosen(rows, 37888, 3584, mx.float32, transpose) == Way("cuda", QMM)
-        assert not is_many(mx.zeros((rows, 64)))
+            assert chosen(rows, 37888, 3584, mx.float32, transpose) == ("cuda", QMM)
+        assert not is_dense(mx.zeros((rows, 64)))
 
 
 def test_many_rows_of_small_matrices(on_cuda):
     """A stock product that ends before two launches are made stays one."""
     for rows, path in ((17, "ops"), (64, "ops"), (256, "cuda")):
-        assert chosen(rows, 3584, 3584).path == path
-    assert chosen(64, 2048, 2048, mx.float32).path == "cuda"
+        assert chosen(rows, 3584, 3584)[0] == path
+    assert chosen(64, 2048, 2048, mx.float32)[0] == "cuda"
     for rows, stays in ((17, True), (512, True), (2048, False)):
         x = mx.zeros((rows, 896), mx.bfloat16)
         assert (dense_is_worse(rows, 3 * 896, x, Format(64, 4)) is not None) == stays

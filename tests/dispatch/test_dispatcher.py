@@ -1,0 +1,182 @@
+"""Plans are made once for a key, called by all calls that are alike, and never for others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers import explain, quantized_matmul, use_backend
+from mlx_qlayers.dispatch import Choice, Operation, Plan, dispatch, dispatcher
+from mlx_qlayers.runtime.backend import Mode, advance_epoch, current, mode
+from tests.numerics import random
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Let plans be compiled as on a GPU, on the path that can be compiled here."""
+    monkeypatch.setattr(dispatcher, "_can_compile", lambda: True)
+    advance_epoch()
+    with use_backend("ops"):
+        yield
+    advance_epoch()
+
+
+def operation(made, compiled=False):
+    """Twice its argument, which adds the specs of every plan to a list."""
+
+    def plan(specs, factor=2):
+        made.append((specs, factor, current.get().mode))
+        return Plan(Choice("test", "ops", "a test"), lambda x: factor * x)
+
+    return Operation("test", plan, compiled)
+
+
+def problem(rows: int = 3):
+    rng = np.random.default_rng(rows)
+    return random(rng, (rows, 128)), mx.quantize(random(rng, (40, 128)))
+
+
+def test_one_plan_for_a_key():
+    made = []
+    twice = operation(made)
+    for _ in range(3):
+        for size, dtype in ((3, mx.float32), (4, mx.float32), (3, mx.float16)):
+            assert dispatch(twice, (mx.ones(size, dtype),)).tolist() == [2] * size
+    assert len(made) == 3
+    for factor in (4, 4.0, True, 4):
+        dispatch(twice, (mx.ones(3),), (factor,))
+    assert [factor for _, factor, _ in made[3:]] == [4, 4.0, True]
+    assert [type(factor) for _, factor, _ in made[3:]] == [int, float, bool]
+
+
+def test_what_a_plan_depends_on_makes_another():
+    made, x = [], mx.ones(3)
+    twice = operation(made)
+    dispatch(twice, (x,))
+    with use_backend("ops"):
+        dispatch(twice, (x,))
+    with mode(Mode.INFERENCE):
+        dispatch(twice, (x,))
+    with mx.stream(mx.new_stream(mx.cpu)):
+        dispatch(twice, (x,))
+    thread = threading.Thread(target=dispatch, args=(twice, (x,)))
+    thread.start()
+    thread.join()
+    advance_epoch()
+    dispatch(twice, (x,))
+    assert len(made) == 6
+    dispatch(twice, (x,))
+    assert len(made) == 6
+
+
+def test_plans_are_bounded():
+    made = []
+    twice = operation(made)
+    for size in range(dispatcher.MAX_PLANS + 2):
+        dispatch(twice, (mx.zeros((0, size)),))
+    assert dispatcher._plan.cache_info().currsize <= dispatcher.MAX_PLANS
+    dispatch(twice, (mx.zeros((0, 0)),))  # made anew
+    assert len(made) == dispatcher.MAX_PLANS + 3
+
+
+def test_compiled_once_for_every_shape(on_a_gpu):
+    made = []
+    twice = operation(made, compiled=True)
+    for size in (3, 4, 3, 4):
+        assert dispatch(twice, (mx.ones(size),)).tolist() == [2.0] * size
+    assert [mode for _, _, mode in made] == [Mode.COMPILED] * 2
+
+
+def test_a_compiled_product_and_its_gradients(on_a_gpu):
+    x, packed = problem()
+
+    def loss(function):
+        return lambda x, scales: mx.sin(function(x, packed[0], scales, packed[2])).sum()
+
+    for _ in range(2):  # compiled, then as compiled before
+        y, stock = quantized_matmul(x, *packed), mx.quantized_matmul(x, *packed)
+        assert mx.array_equal(y, stock)
+        ours, theirs = (
+            mx.grad(loss(f), (0, 1))(x, packed[1]) for f in (quantized_matmul, mx.quantized_matmul)
+        )
+        assert all(mx.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    compiled = mx.compile(mx.grad(loss(quantized_matmul)))
+    assert mx.allclose(compiled(x, packed[1]), ours[0], atol=1e-5)
+
+
+def test_every_call_is_counted_once(on_a_gpu):
+    x, packed = problem()
+    quantized_matmul(x, *packed)
+    explain(reset=True)
+    for _ in range(3):
+        quantized_matmul(x, *packed)
+    mx.grad(lambda x: quantized_matmul(x, *packed).sum())(x)
+    calls = {d.op: d.calls for d in explain()}
+    assert calls == {"quantized_matmul": 4}
+
+
+def test_wrong_arguments_are_named(on_a_gpu):
+    x, (w, scales, biases) = problem()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"x of shape \(3, 100\) must have 128 columns"):
+            quantized_matmul(x[:, :100], w, scales, biases)
+        with pytest.raises(ValueError, match="biases is missing"):
+            quantized_matmul(x, w, scales)
+        for bits in ([4], 4.0):
+            with pytest.raises(ValueError, match="bits must be"):
+                quantized_matmul(x, w, scales, biases, bits=bits)
+    assert mx.array_equal(
+        quantized_matmul(x, w, scales, biases, bits=4), quantized_matmul(x, w, scales, biases)
+    )
+
+
+def test_other_dtypes_of_the_same_shapes(on_a_gpu):
+    x, (w, scales, biases) = problem()
+    quantized_matmul(x, w, scales, biases)
+    for dtype in (mx.float16, mx.bfloat16):
+        y = quantized_matmul(x.astype(dtype), w, scales.astype(dtype), biases.astype(dtype))
+        mixed = quantized_matmul(x.astype(dtype), w, scales, biases)
+        assert (y.dtype, mixed.dtype) == (dtype, mx.float32)
+
+
+def test_threads_have_plans_of_their_own(on_a_gpu):
+    x, packed = problem(5)
+    mx.eval(x, packed)  # streams belong to threads, and so does what was not evaluated
+    results = []
+
+    def work():
+        with use_backend("ops"), mx.stream(mx.new_stream(mx.cpu)):
+            for _ in range(20):
+                y = quantized_matmul(x, *packed)
+                mx.eval(y)
+            results.append(y)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = mx.quantized_matmul(x, *packed)
+    assert len(results) == 4 and all(mx.array_equal(y, expected) for y in results)
+
+
+def test_tasks_have_backends_of_their_own():
+    x, packed = problem()
+
+    async def task(name):
+        paths = []
+        for _ in range(5):
+            with use_backend(name):
+                await asyncio.sleep(0)
+                quantized_matmul(x, *packed)
+                paths.append(current.get().requested)
+        return paths
+
+    async def both():
+        return await asyncio.gather(task("ops"), task("host"))
+
+    assert asyncio.run(both()) == [["ops"] * 5, ["host"] * 5]
