@@ -8,6 +8,14 @@ from mlx_qlayers.metal.quantized_matmul import qmm as _qmm
 from mlx_qlayers.metal.quantized_matmul import qmv as _qmv
 from mlx_qlayers.metal.quantized_matmul import qvm as _qvm
 from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix, QmvArrays
+from mlx_qlayers.runtime.spec import Spec
+
+
+def specs(arrays):
+    """The specs of an array, or of a named tuple of arrays."""
+    if isinstance(arrays, tuple):
+        return type(arrays)(*(None if a is None else Spec.of(a) for a in arrays))
+    return Spec.of(arrays)
 
 
 def qmv(
@@ -26,17 +34,17 @@ def qmv(
     weight, epsilon = norm or (None, None)
     flat = [array for matrix in matrices for array in PackedMatrix(*matrix)]
     arrays = QmvArrays(x, weight, tile_squares, residual, next_weight, *flat)
-    return _qmv.qmv(arrays, fmt, config, epsilon=epsilon, gate=gate)(*arrays)
+    return _qmv.qmv(specs(arrays), fmt, config, epsilon=epsilon, gate=gate)(*arrays)
 
 
-def qmm(x, w, scales, biases, bias, transpose, fmt, config):
-    arrays = x, w, scales, biases, bias
-    return _qmm.qmm(*arrays, transpose, fmt, config)(*arrays)
+def qmm(x, w, scales, biases, bias, *options):
+    matrix = PackedMatrix(w, scales, biases, bias)
+    return _qmm.qmm(specs(x), specs(matrix), *options)(x, *matrix)
 
 
-def qvm(x, w, scales, biases, bias, fmt, config):
-    arrays = x, w, scales, biases, bias
-    return _qvm.qvm(*arrays, fmt, config)(*arrays)
+def qvm(x, w, scales, biases, bias, *options):
+    matrix = PackedMatrix(w, scales, biases, bias)
+    return _qvm.qvm(specs(x), specs(matrix), *options)(x, *matrix)
 
 
 def dequantize(matrices, fmt, dtype):

@@ -311,9 +311,9 @@ class TestRefusals:
         assert snapshot(model) == before
         assert convert_model(model, linear=False).counts == {"left": 15, "swapped": 2}
 
-    @pytest.mark.parametrize("what", ["quantized_matmul", "routed_attention"])
+    @pytest.mark.parametrize("what", ["dispatch", "routed_attention"])
     def test_a_layer_that_disagrees(self, monkeypatch, what):
-        module = qlinear if what == "quantized_matmul" else verify
+        module = qlinear if what == "dispatch" else verify
         right = getattr(module, what)
         monkeypatch.setattr(module, what, lambda *a, **kw: right(*a, **kw) * 1.01)
         model = qwen()

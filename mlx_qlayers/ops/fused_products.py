@@ -176,14 +176,8 @@ def _composed(fmt: Format, epsilon: float | None, gate: Gate | None) -> Callable
     """The single operations one after the other."""
     size, bits, mode = fmt
 
-    def run(
-        x: mx.array,
-        weight: mx.array | None,
-        tile_squares: mx.array | None,
-        residual: mx.array | None,
-        next_weight: mx.array | None,
-        *flat: Any,
-    ) -> list[mx.array]:
+    def run(*arrays: Any) -> list[mx.array]:
+        x, weight, tile_squares, residual, next_weight, *flat = arrays
         rows = x if epsilon is None else _normed(x, weight, epsilon, tile_squares)
         products = []
         for i in range(0, len(flat), 4):
@@ -217,14 +211,8 @@ def _vector(
     plain = specs._replace(tile_squares=None, next_weight=None)
     launch = qmv(plain, fmt, config, epsilon=None if deferred else epsilon, gate=gate)
 
-    def run(
-        x: mx.array,
-        weight: mx.array | None,
-        tile_squares: mx.array | None,
-        residual: mx.array | None,
-        next_weight: mx.array | None,
-        *flat: Any,
-    ) -> list[mx.array]:
+    def run(*arrays: Any) -> list[mx.array]:
+        x, weight, tile_squares, residual, next_weight, *flat = arrays
         if deferred:
             x = _normed(x, None, epsilon or 0.0, tile_squares)
         products = launch(x, weight, None, residual, None, *flat)
@@ -240,14 +228,8 @@ def _dense(
     unpack, sizes = dequantize(matrices, fmt, x.dtype), [m.w.shape[0] for m in matrices]
     (*leading, k) = x.shape
 
-    def run(
-        x: mx.array,
-        weight: mx.array | None,
-        tile_squares: mx.array | None,
-        residual: mx.array | None,
-        next_weight: mx.array | None,
-        *flat: Any,
-    ) -> list[mx.array]:
+    def run(*arrays: Any) -> list[mx.array]:
+        x, weight, tile_squares, residual, next_weight, *flat = arrays
         rows = x if epsilon is None else _normed(x, weight, epsilon, tile_squares)
         rows, biases = rows.reshape(-1, k), list(flat[3::4])
         dense = unpack(*(a for i, a in enumerate(flat) if i % 4 < 3 and a is not None))

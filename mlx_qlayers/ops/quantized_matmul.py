@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
 from ..formats import GLOBAL_UNIT, Format
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
+from ..metal.quantized_matmul.qmv import PackedMatrix
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend, current, requested
 from ..runtime.spec import Spec
@@ -97,7 +98,7 @@ def _plan(
     as_they_are = (x.dtype, bias and bias.dtype, biases and scales.dtype, biases and biases.dtype)
     if as_they_are != (out, bias and out, pair, pair):
         return Plan(None, _with_casts(static, out, pair))
-    launch = product(to, x, w, scales, biases, bias, transpose, fmt)
+    launch = product(to, x, PackedMatrix(w, scales, biases, bias), transpose, fmt)
     gradients = _gradients(transpose, fmt, biases is not None, bias is not None)
     return Plan(to.choice, launch, gradients, composed)
 
@@ -162,7 +163,7 @@ def _gradients(transpose: bool, fmt: Format, affine: bool, biased: bool) -> list
 def _plan_gradient_of_x(arrays: Sequence[Any], transpose: bool, fmt: Format) -> Plan:
     dy, w, scales, biases = arrays
     to = route("quantized_matmul, gradient of x", dy, w, transpose, fmt)
-    launch = product(to, dy, w, scales, biases, None, transpose, fmt)
+    launch = product(to, dy, PackedMatrix(w, scales, biases), transpose, fmt)
     return Plan(to.choice, lambda *given: launch(*given, None), (), by_reference(transpose, fmt))
 
 

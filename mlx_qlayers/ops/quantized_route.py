@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -203,58 +203,40 @@ def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> str | None:
     return _too_small(rows, n * x.shape[-1], x.dtype)
 
 
-def product(
-    to: Route,
-    x: Spec,
-    w: Spec,
-    scales: Spec,
-    biases: Spec | None,
-    bias: Spec | None,
-    transpose: bool,
-    fmt: Format,
-) -> Product:
+def product(to: Route, x: Spec, matrix: PackedMatrix, transpose: bool, fmt: Format) -> Product:
     """The launch of ``x @ w.T + bias``, or ``x @ w + bias``, on a route that takes these arguments.
 
     Args:
         to: from :func:`route`.
         x: (..., K); on a kernel's path in the dtype of the result.
-        w: (N, K * bits / 32) uint32, or (K, N * bits / 32) if not ``transpose``.
-        scales: one a group along the last axis of the matrix.
-        biases: as ``scales`` (affine), else None.
-        bias: (N,) or None.
+        matrix: specs of ``w`` (N, K * bits / 32), or (K, N * bits / 32) if not ``transpose``, of
+            its scales, biases and bias.
         transpose: multiply with the transpose of the packed matrix.
         fmt: group_size, bits and mode of ``w``.
 
     Returns:
-        A function of these arrays that gives (..., N); further arguments are not looked at.
+        A function of x, w, scales, biases and bias that gives (..., N); further arguments are not
+        looked at.
     """
     path = to.choice.path
     if path == "ops":
         return by_reference(transpose, fmt)
     rows, k = prod(x.shape[:-1]), x.shape[-1]
-    n = w.shape[0] if transpose else fmt.dims(w)
-    given = w, scales, biases, bias
+    n = matrix.w.shape[0] if transpose else fmt.dims(matrix.w)
     if to.kernel in (QMV, QVM):
         if rows > MAX_QMV_ROWS:
-            return _in_blocks(to, x, given, transpose, fmt)
+            return _in_blocks(to, x, matrix, transpose, fmt)
         if to.kernel == QVM:
-            return qvm(x, *given, fmt, qvm_config(path, rows, n, k, fmt))
-        config = qmv_config(path, rows, n, k, x.dtype, fmt)
-        return single_qmv(x, PackedMatrix(*given), fmt, config)
+            return qvm(x, matrix, fmt, qvm_config(path, rows, n, k, fmt))
+        return single_qmv(x, matrix, fmt, qmv_config(path, rows, n, k, x.dtype, fmt))
     if to.kernel == QMM:
-        cut = qmm_config(path, rows, n, k, x.dtype, fmt, transpose)
-        return qmm(x, *given, transpose, fmt, cut)
-    unpack = dequantize([PackedMatrix(*given)], fmt, x.dtype)
+        config = qmm_config(path, rows, n, k, x.dtype, fmt, transpose)
+        return qmm(x, matrix, transpose, fmt, config)
+    unpack = dequantize([matrix], fmt, x.dtype)
 
-    def dense_product(
-        x: mx.array,
-        w: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        bias: mx.array | None,
-        *_: None,
-    ) -> mx.array:
-        dense = unpack(w, scales) if biases is None else unpack(w, scales, biases)
+    def dense_product(x: mx.array, *given: mx.array | None) -> mx.array:
+        *packed, bias = given[:4]
+        dense = unpack(*(a for a in packed if a is not None))
         dense = dense.T if transpose else dense
         return x @ dense if bias is None else mx.addmm(bias, x, dense)
 
@@ -264,16 +246,9 @@ def product(
 def by_reference(transpose: bool, fmt: Format) -> Product:
     """The product in MLX's operators."""
 
-    def run(
-        x: mx.array,
-        w: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        bias: mx.array | None = None,
-        *_: None,
-    ) -> mx.array:
-        y = reference.quantized_matmul(x, w, scales, biases, transpose, fmt)
-        return y if bias is None else y + bias
+    def run(x: mx.array, *given: Any) -> mx.array:
+        y = reference.quantized_matmul(x, *given[:3], transpose, fmt)
+        return y if len(given) < 4 or given[3] is None else y + given[3]
 
     return run
 
@@ -281,7 +256,7 @@ def by_reference(transpose: bool, fmt: Format) -> Product:
 def _in_blocks(
     to: Route,
     x: Spec,
-    matrix: tuple[Spec, Spec, Spec | None, Spec | None],
+    matrix: PackedMatrix,
     transpose: bool,
     fmt: Format,
 ) -> Product:
@@ -289,7 +264,7 @@ def _in_blocks(
     rows, k = prod(x.shape[:-1]), x.shape[-1]
     starts = range(0, rows, MAX_QMV_ROWS)
     launches = {
-        size: product(to, Spec((size, k), x.dtype), *matrix, transpose, fmt)
+        size: product(to, Spec((size, k), x.dtype), matrix, transpose, fmt)
         for size in {min(MAX_QMV_ROWS, rows - i) for i in starts}
     }
 

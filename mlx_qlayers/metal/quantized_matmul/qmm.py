@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import mlx.core as mx
@@ -13,7 +13,12 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Size, TemplateValue
 from ...runtime.spec import Spec
 from ...tuning.lookup import tuned
+from .qmv import PackedMatrix
 
+# What kernels of one product take, and how their templates begin.
+PRODUCT_INPUTS = ("x", "w", "scales", "biases", "bias", "shape")
+PRODUCT_TEMPLATE = ("T", "O", "S", "mode", "group", "bits")
+_TILING = ("tile_m", "tile_n", "tile_k", "simds_m", "simds_n", "run", "stages", "ahead")
 PADDING = 8
 # Threadgroups that keep a large GPU busy: two for each of an H200's cores.
 WAVE = 264
@@ -31,27 +36,9 @@ def threadgroup_memory(
 QMM = Kernel(
     "qmm",
     "quantized_matmul/qmm.metal",
-    inputs=("x", "w", "scales", "biases", "bias", "shape"),
+    inputs=PRODUCT_INPUTS,
     outputs=("y",),
-    template=(
-        "T",
-        "O",
-        "S",
-        "mode",
-        "group",
-        "bits",
-        "transposed",
-        "tile_m",
-        "tile_n",
-        "tile_k",
-        "simds_m",
-        "simds_n",
-        "run",
-        "stages",
-        "ahead",
-        "aligned",
-        "biased",
-    ),
+    template=(*PRODUCT_TEMPLATE, "transposed", *_TILING, "aligned", "biased"),
     threadgroup_memory=threadgroup_memory,
     large=True,
 )
@@ -160,52 +147,34 @@ def _on_tensor_cores(m: int, n: int, k: int, fmt: Format) -> QmmConfig:
 
 
 def qmm(
-    x: Spec,
-    w: Spec,
-    scales: Spec,
-    biases: Spec | None,
-    bias: Spec | None,
-    transpose: bool,
-    fmt: Format,
-    config: QmmConfig,
+    x: Spec, matrix: PackedMatrix, transpose: bool, fmt: Format, config: QmmConfig
 ) -> Callable[..., mx.array]:
     """The launch of ``x @ w.T + bias`` or ``x @ w + bias`` for a packed ``w``.
 
     Args:
         x: (..., K) in float32, float16 or bfloat16; M rows.
-        w: (N, K * bits / 32) uint32, or (K, N * bits / 32) if not ``transpose``.
-        scales: one a group along the last axis of the matrix; floating point (affine) or uint8.
-        biases: as ``scales`` (affine), else None.
-        bias: (N,) in the dtype of ``x``, or None.
+        matrix: specs of ``w`` (N, K * bits / 32), or (K, N * bits / 32) if not ``transpose``, of
+            its scales, biases and bias.
         transpose: multiply with the transpose of the packed matrix.
         fmt: group_size, bits and mode of ``w``.
         config: how to cut it.
 
     Returns:
-        A function of these arrays that gives (..., N) in the dtype of ``x``; weights rounded to it,
-        float32 sums rounded once.
+        A function of x, w, scales, biases and bias that gives (..., N) in the dtype of ``x``;
+        weights rounded to it, float32 sums rounded once.
     """
     (*leading, k), m = x.shape, prod(x.shape[:-1])
-    n = w.shape[0] if transpose else fmt.dims(w)
+    n = matrix.w.shape[0] if transpose else fmt.dims(matrix.w)
     steps = -(-k // config.tile_k)
     depth = -(-steps // config.parts) * config.tile_k
     parts = -(-k // depth)
     threads = config.threads(x.dtype)
-    sizes = asdict(config)
-    del sizes["parts"]
+    tiling = {name: getattr(config, name) for name in _TILING}
     return split_k(
         QMM,
-        (x, w, scales, biases, bias, [m, n, k, depth], parts),
-        template={
-            "T": x.dtype,
-            "S": scales.dtype,
-            "mode": list(MODES).index(fmt.mode),
-            "group": fmt.group_size,
-            "bits": fmt.bits,
-            "transposed": transpose,
-            **sizes,
-            "aligned": k * x.dtype.size % 16 == 0,
-        },
+        (x, matrix, fmt),
+        [m, n, k, depth],
+        template={"transposed": transpose, **tiling, "aligned": k * x.dtype.size % 16 == 0},
         grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), parts),
         threadgroup=(threads, 1, 1),
         shape=(*leading, n),
@@ -214,7 +183,8 @@ def qmm(
 
 def split_k(
     kernel: Kernel,
-    given: tuple[Spec, Spec, Spec, Spec | None, Spec | None, list[int], int],
+    given: tuple[Spec, PackedMatrix, Format],
+    numbers: list[int],
     *,
     template: dict[str, TemplateValue],
     grid: Size,
@@ -224,36 +194,40 @@ def split_k(
     """The launch of a product whose depth several threadgroups may share (split-K).
 
     Args:
-        kernel: takes x, w, scales, biases, bias and ``shape``, the integers.
-        given: specs of the arrays, the integers, and how many parts share the depth. If there are
-            several, the kernel writes float32 planes, which another launch adds.
-        template: that of the kernel without ``O`` and ``biased``.
-        grid: the threads.
-        threadgroup: those of a threadgroup.
+        kernel: takes :data:`PRODUCT_INPUTS`, and a template that begins with
+            :data:`PRODUCT_TEMPLATE` and ends with ``biased``.
+        given: x, the matrix and its format.
+        numbers: what the kernel reads as ``shape``.
+        template: the rest of its template.
+        grid: the threads. Its last extent is how many parts share the depth; if there are several,
+            the kernel writes float32 planes, which another launch adds.
+        threadgroup: the threads of a threadgroup.
         shape: of the product, (..., N).
     """
-    x, w, scales, biases, bias, numbers, parts = given
+    (x, matrix, fmt), parts = given, grid[2]
     sizes = mx.array(numbers, mx.int32)
-    added = bias if parts == 1 else None
-    planes = [(parts, prod(shape) // shape[-1], shape[-1])]
+    added = matrix.bias if parts == 1 else None
+    planes = (parts, prod(shape) // shape[-1], shape[-1])
     launch = kernel.bind(
-        [x, w, scales, biases or scales, added or x, sizes],
-        template=template
-        | {"O": x.dtype if parts == 1 else mx.float32, "biased": added is not None},
+        [x, matrix.w, matrix.scales, matrix.biases or matrix.scales, added or x, sizes],
+        template={
+            "T": x.dtype,
+            "O": x.dtype if parts == 1 else mx.float32,
+            "S": matrix.scales.dtype,
+            "mode": list(MODES).index(fmt.mode),
+            "group": fmt.group_size,
+            "bits": fmt.bits,
+            **template,
+            "biased": added is not None,
+        },
         grid=grid,
         threadgroup=threadgroup,
-        output_shapes=[shape] if parts == 1 else planes,
+        output_shapes=[shape if parts == 1 else planes],
     )
-    total = None if parts == 1 else sum_of_parts(planes[0], x.dtype, shape, bias is not None)
+    total = None if parts == 1 else sum_of_parts(planes, x.dtype, shape, matrix.bias is not None)
 
-    def run(
-        x: mx.array,
-        w: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        bias: mx.array | None,
-        *_: None,
-    ) -> mx.array:
+    def run(x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array | None) -> mx.array:
+        biases, bias = rest[:2]
         last = x if bias is None or total else bias
         (y,) = launch([x, w, scales, scales if biases is None else biases, last, sizes])
         return y if total is None else total(y, bias)

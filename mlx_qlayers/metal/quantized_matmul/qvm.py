@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 
 import mlx.core as mx
 
-from ...formats import MODES, Format
+from ...formats import Format
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
-from .qmm import split_k
-from .qmv import MAX_QMV_ROWS
+from .qmm import PRODUCT_INPUTS, PRODUCT_TEMPLATE, split_k
+from .qmv import MAX_QMV_ROWS, PackedMatrix
 
 
 def _threadgroup_memory(run: int, columns: int, shares: int, **_: object) -> int:
@@ -22,22 +22,9 @@ def _threadgroup_memory(run: int, columns: int, shares: int, **_: object) -> int
 _QVM = Kernel(
     "qvm",
     "quantized_matmul/qvm.metal",
-    inputs=("x", "w", "scales", "biases", "bias", "shape"),
+    inputs=PRODUCT_INPUTS,
     outputs=("y",),
-    template=(
-        "T",
-        "O",
-        "S",
-        "mode",
-        "group",
-        "bits",
-        "rows",
-        "run",
-        "block",
-        "columns",
-        "shares",
-        "biased",
-    ),
+    template=(*PRODUCT_TEMPLATE, "rows", "run", "block", "columns", "shares", "biased"),
     threadgroup_memory=_threadgroup_memory,
     large=True,
 )
@@ -86,51 +73,31 @@ def qvm_config(device: str, rows: int, n: int, k: int, fmt: Format) -> QvmConfig
     return QvmConfig(rows, run, 1 if rows > 1 else 2, columns=32, shares=8, parts=parts)
 
 
-def qvm(
-    x: Spec,
-    w: Spec,
-    scales: Spec,
-    biases: Spec | None,
-    bias: Spec | None,
-    fmt: Format,
-    config: QvmConfig,
-) -> Callable[..., mx.array]:
+def qvm(x: Spec, matrix: PackedMatrix, fmt: Format, config: QvmConfig) -> Callable[..., mx.array]:
     """The launch of ``x @ w + bias`` for a packed ``w``, read and unpacked once for all rows.
 
     Args:
         x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16.
-        w: (K, N * bits / 32) uint32.
-        scales: (K, N / group_size), floating point (affine) or uint8.
-        biases: as ``scales`` (affine), else None.
-        bias: (N,) in the dtype of ``x``, or None.
+        matrix: specs of ``w`` (K, N * bits / 32), of its scales, biases and bias.
         fmt: group_size, bits and mode of ``w``.
         config: how to spread the work.
 
     Returns:
-        A function of these arrays that gives (..., N) in the dtype of ``x``; float32 sums rounded
-        once.
+        A function of x, w, scales, biases and bias that gives (..., N) in the dtype of ``x``;
+        float32 sums rounded once.
     """
-    (*leading, k), m, n = x.shape, prod(x.shape[:-1]), fmt.dims(w)
+    (*leading, k), m, n = x.shape, prod(x.shape[:-1]), fmt.dims(matrix.w)
     step = config.shares * config.block
     depth = -(-k // (config.parts * step)) * step
-    parts = -(-k // depth)
     blocks = -(-n // (config.run * config.columns))
+    template = asdict(config)
+    del template["parts"]
     return split_k(
         _QVM,
-        (x, w, scales, biases, bias, [m, n, k, depth], parts),
-        template={
-            "T": x.dtype,
-            "S": scales.dtype,
-            "mode": list(MODES).index(fmt.mode),
-            "group": fmt.group_size,
-            "bits": fmt.bits,
-            "rows": config.rows,
-            "run": config.run,
-            "block": config.block,
-            "columns": config.columns,
-            "shares": config.shares,
-        },
-        grid=(blocks * config.columns, config.shares, parts),
+        (x, matrix, fmt),
+        [m, n, k, depth],
+        template=template,
+        grid=(blocks * config.columns, config.shares, -(-k // depth)),
         threadgroup=(config.columns, config.shares, 1),
         shape=(*leading, n),
     )
