@@ -118,6 +118,16 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
                 assert heading in slugs, link
 
 
+def test_excerpts_are_in_the_files_that_they_name() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    blocks = re.findall(r"```(?:py|metal)\n(?:#|//) (\S+)\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```py\n") + text.count("```metal\n") > 2
+    for name, block in blocks:
+        source = (ROOT / name).read_text()
+        for part in block.split("...\n"):
+            assert part.rstrip() in source, part
+
+
 def test_rooms_and_files_that_are_named_exist() -> None:
     design = (ROOT / "docs" / "design.md").read_text()
     named = re.findall(r"^\| ((?:`[\w./]+`(?:, )?)+) \|", design, re.MULTILINE)
