@@ -31,7 +31,7 @@ class Table:
 
     Attributes:
         stem: the file's name without its ending.
-        command: what measures it.
+        command: what measures it: the benchmark's file and its options.
         heads: of the first three columns; the fourth is the ratio. The first is the unit.
         labels: how rows are called, by their columns; and, with ``by``, where the number is.
         keep: a pattern of the labels that are shown.
@@ -75,13 +75,17 @@ class Table:
                     numbers.setdefault(_label(label, row), {}).setdefault(side, number)
         return numbers
 
+    @property
+    def _shell(self) -> str:
+        return f"python benchmarks/bench_{self.command}"
+
     def __str__(self) -> str:
         results, cells = read(self.stem), self.cells()
         if not results or not cells:
-            return f"Not measured yet: `python {self.command}` prints this table."
+            return f"Not measured yet: `{self._shell}` prints this table."
         day, mlx = results.facts["date"].split()[0], results.facts["mlx"]
         source = _link("file", _path(self.stem), BENCHMARKS)
-        caption = f"{results.device}, MLX {mlx}, {day}, `python {self.command}`, {source}:"
+        caption = f"{results.device}, MLX {mlx}, {day}, `{self._shell}`, {source}:"
         rows = ((task, *numbers) for task, numbers in cells.items())
         return f"{caption}\n\n{_table((*self.heads, 'ratio'), rows)}"
 
@@ -122,144 +126,62 @@ MS, US = ("milliseconds", "stock", "kernel"), ("microseconds", "stock", "kernel"
 TOKENS = ("tokens a second", "stock mlx-lm", "converted")
 SAMPLING = ("milliseconds", "plain operators", "kernel")
 EXPERTS = {"experts of {model}, M = {tokens:.0f}": ""}
+FORWARD = {"product": "forward"}
 WIDE = "32/32 D=64 L=4096 bfloat16"
 
+# fmt: off
 TABLES = [
-    Table(
-        "generate",
-        "benchmarks/bench_generate.py --tokens 48",
-        TOKENS,
+    Table("generate", "generate.py --tokens 48", TOKENS,
         {"a prompt of 256 tokens": "prefill tok/s", "{tokens:.0f} tokens of text": "decode tok/s"},
-        sides=("stock mlx-lm", "converted (auto)"),
-        by="layers",
-    ),
-    Table(
-        "quantized_matmul",
-        "benchmarks/bench_quantized_matmul.py",
-        MS,
-        {"{shape}, {dtype}, M = {rows:.0f}": ""},
-        "3584 x 3584, .* M = (1|8|64)",
-    ),
-    Table(
-        "gather_qmm",
-        "benchmarks/bench_gather_qmm.py",
-        MS,
-        EXPERTS,
-        "experts.* M = (1|16)",
-        where={"product": "forward"},
-    ),
-    Table(
-        "grid_sample",
-        "benchmarks/bench_grid_sample.py",
-        SAMPLING,
-        {"{task}": "ms"},
-        "1x512x512x64 float32 bilinear.*",
-        ("operators", "host"),
-        "path",
-    ),
-    Table(
-        "decode_cuda",
-        "benchmarks/bench_decode.py",
-        TOKENS,
-        {"{what}": "tokens/s"},
-        sides=("stock", "converted"),
-        by="layers",
-    ),
-    Table(
-        "tuning_cuda",
-        "benchmarks/bench_tuning.py --tune --decode",
-        ("tokens a second", "untuned", "tuned"),
-        {"decode, batch 1": "tokens/s"},
-        sides=("before", "after"),
-        by="layers",
-    ),
-    Table(
-        "quantized_few_cuda",
-        "benchmarks/bench_quantized_matmul.py --few",
-        US,
-        {"{shape}, M = {rows:.0f}": ""},
-        ".* M = (1|4|16)",
-        where={"format": "affine 4"},
-        scale=1e3,
-    ),
-    Table(
-        "quantized_many_cuda",
-        "benchmarks/bench_quantized_matmul.py --many",
-        ("milliseconds", "stock", "mlx-qlayers"),
+        sides=("stock mlx-lm", "converted (auto)"), by="layers"),
+    Table("quantized_matmul", "quantized_matmul.py", MS,
+        {"{shape}, {dtype}, M = {rows:.0f}": ""}, "3584 x 3584, .* M = (1|8|64)"),
+    Table("gather_qmm", "gather_qmm.py", MS, EXPERTS, ".* M = (1|16)", where=FORWARD),
+    Table("grid_sample", "grid_sample.py", SAMPLING, {"{task}": "ms"},
+        "1x512x512x64 float32 bilinear.*", ("operators", "host"), "path"),
+    Table("decode_cuda", "decode.py", TOKENS, {"{what}": "tokens/s"},
+        sides=("stock", "converted"), by="layers"),
+    Table("tuning_cuda", "tuning.py --tune --decode", (TOKENS[0], "untuned", "tuned"),
+        {"decode, batch 1": "tokens/s"}, sides=("before", "after"), by="layers"),
+    Table("quantized_few_cuda", "quantized_matmul.py --few", US, {"{shape}, M = {rows:.0f}": ""},
+        ".* M = (1|4|16)", where={"format": "affine 4"}, scale=1e3),
+    Table("quantized_many_cuda", "quantized_matmul.py --many", (MS[0], "stock", "mlx-qlayers"),
         {"{product}, M = {rows:,.0f}": ""},
-        "(3584 x 3584|(gradient )?37888 x 3584), M = (64|128|512|2,048)",
-        ("stock", "ours"),
-    ),
-    Table(
-        "gather_qmm_cuda",
-        "benchmarks/bench_gather_qmm.py",
-        US,
-        EXPERTS,
-        "experts of Qwen3.* M = (1|16|128|512)",
-        where={"product": "forward"},
-        scale=1e3,
-    ),
-    Table(
-        "attention_tiles_cuda",
-        "benchmarks/bench_attention_tiles.py",
-        MS,
-        {"{task}": "ms"},
-        f"({WIDE}|32/8 D=128 L=16384 bfloat16 window 1024),.*",
-        by="path",
-    ),
-    Table(
-        "attention_tiles_cuda",
-        "benchmarks/bench_attention_tiles.py",
-        ("", "unfused", "kernel"),
-        {"{task}, ms": "ms", "{task}, MB": "MB"},
-        f"{WIDE},.*",
-        ("unfused", "kernel"),
-        "path",
-    ),
-    Table(
-        "attention_decode_cuda",
-        "benchmarks/bench_attention.py --decode",
-        ("microseconds", "stock", "mlx-qlayers"),
-        {"{keys:,.0f} keys, {cache}": ""},
-        "(32,768|131,072) keys.*",
-        ("stock us", "auto us"),
-        where={"q": "bfloat16", "calls": "compiled"},
-    ),
-    Table(
-        "grid_sample_cuda",
-        "benchmarks/bench_grid_sample.py",
-        SAMPLING,
-        {"{task}": "ms"},
+        "(3584 x 3584|(gradient )?37888 x 3584), M = (64|128|512|2,048)", ("stock", "ours")),
+    Table("gather_qmm_cuda", "gather_qmm.py", US, EXPERTS,
+        "experts of Qwen3.* M = (1|16|128|512)", where=FORWARD, scale=1e3),
+    Table("attention_tiles_cuda", "attention_tiles.py", MS, {"{task}": "ms"},
+        f"({WIDE}|32/8 D=128 L=16384 bfloat16 window 1024),.*", by="path"),
+    Table("attention_tiles_cuda", "attention_tiles.py", ("", "unfused", "kernel"),
+        {"{task}, ms": "ms", "{task}, MB": "MB"}, f"{WIDE},.*", ("unfused", "kernel"), "path"),
+    Table("attention_decode_cuda", "attention.py --decode", (US[0], "stock", "mlx-qlayers"),
+        {"{keys:,.0f} keys, {cache}": ""}, "(32,768|131,072) keys.*", ("stock us", "auto us"),
+        where={"q": "bfloat16", "calls": "compiled"}),
+    Table("grid_sample_cuda", "grid_sample.py", SAMPLING, {"{task}": "ms"},
         "(8x1024x1024x64 float32 bilinear random|16x512x512x3 float16 .* rotation),.*",
-        ("operators", "cuda"),
-        "path",
-    ),
+        ("operators", "cuda"), "path"),
 ]
 
-# The one table of README.md: a label with its unit, and the line of a table above.
+# The one table of README.md: a label with its unit, and the row of a table above.
 SUMMARY = {
-    "text from the shipped model, tokens/s": ("generate", "48 tokens of text"),
-    "7B: text, one sequence, tokens/s": ("decode_cuda", "decode, batch 1"),
-    "7B: text, 8 sequences, tokens/s": ("decode_cuda", "decode, batch 8"),
-    "7B: a prompt of 512 tokens, tokens/s": ("decode_cuda", "prefill 512"),
-    "1 row by 37888 x 3584, us": ("quantized_few_cuda", "37888 x 3584, M = 1"),
-    "4 rows by 37888 x 3584, us": ("quantized_few_cuda", "37888 x 3584, M = 4"),
-    "64 rows by 3584 x 3584, ms": ("quantized_many_cuda", "3584 x 3584, M = 64"),
-    "128 tokens, Qwen3-30B-A3B's experts, us": (
-        "gather_qmm_cuda",
-        "experts of Qwen3-30B-A3B, M = 128",
-    ),
-    "attention, 4,096 queries, ms": ("attention_tiles_cuda", f"{WIDE}, forward"),
-    "training it, against unfused operators, MB": (
-        "attention_tiles_cuda",
-        f"{WIDE}, with gradients, MB",
-    ),
-    "attention, 131,072 8-bit keys, us": ("attention_decode_cuda", "131,072 keys, 8 bits"),
-    "grid sampling and both gradients, ms": (
-        "grid_sample_cuda",
-        "8x1024x1024x64 float32 bilinear random, with gradients",
-    ),
+    "shipped 11M model, decode, tokens/s": ("generate", "48 tokens of text"),
+    "7B, decode, batch 1, tokens/s": ("decode_cuda", "decode, batch 1"),
+    "7B, decode, batch 8, tokens/s": ("decode_cuda", "decode, batch 8"),
+    "7B, prompt of 512 tokens, tokens/s": ("decode_cuda", "prefill 512"),
+    "quantized product, M = 1, 37888 x 3584, us": ("quantized_few_cuda", "37888 x 3584, M = 1"),
+    "quantized product, M = 4, 37888 x 3584, us": ("quantized_few_cuda", "37888 x 3584, M = 4"),
+    "quantized product, M = 64, 3584 x 3584, ms": ("quantized_many_cuda", "3584 x 3584, M = 64"),
+    "experts of Qwen3-30B-A3B, 128 tokens, us":
+        ("gather_qmm_cuda", "experts of Qwen3-30B-A3B, M = 128"),
+    "causal attention, L = 4096, ms": ("attention_tiles_cuda", f"{WIDE}, forward"),
+    "the same with gradients, stock unfused, MB":
+        ("attention_tiles_cuda", f"{WIDE}, with gradients, MB"),
+    "attention, 1 query, 131,072 keys in 8 bits, us":
+        ("attention_decode_cuda", "131,072 keys, 8 bits"),
+    "grid sampling with gradients, ms":
+        ("grid_sample_cuda", "8x1024x1024x64 float32 bilinear random, with gradients"),
 }
+# fmt: on
 
 PLOTS = {
     "tokens_per_second_cpu": "Tokens a second of the shipped model on a CPU",
@@ -279,9 +201,9 @@ def summary() -> str:
     for table in TABLES:
         if results := read(table.stem):
             machine = _link(results.device, _path(table.stem), README)
-            script = Path(table.command.split()[0]).name
+            script = f"`bench_{table.command.split()[0]}`"
             for task, numbers in table.cells().items():
-                cells[table.stem, task] = (machine, f"`{script}`", *numbers)
+                cells[table.stem, task] = (machine, script, *numbers)
     rows = ((label, *cells[line]) for label, line in SUMMARY.items() if line in cells)
     return _table(("", "machine", "script", "stock", "mlx-qlayers", "ratio"), rows, texts=3)
 

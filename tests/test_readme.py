@@ -99,7 +99,7 @@ def test_prose_about_measurements_has_no_number_of_its_own(page: Path) -> None:
 
 
 def test_a_table_whose_file_is_missing_says_so() -> None:
-    absent = readme.Table("absent", "benchmarks/bench_absent.py", readme.MS, {})
+    absent = readme.Table("absent", "absent.py", readme.MS, {})
     assert str(absent) == "Not measured yet: `python benchmarks/bench_absent.py` prints this table."
     with pytest.raises(ValueError, match="one place for results absent"):
         readme.filled(TEXT, {"results absent": str(absent)})
