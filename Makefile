@@ -50,7 +50,7 @@ test-floors:
 bench: setup
 	$(BIN)/python -m mlx_qlayers bench --out benchmarks/results $(ARGS)
 
-# Draws the pictures of the stored results anew, and writes their tables into README.md.
+# Draws the pictures of the stored results anew, and writes their numbers into README.md and docs/.
 plots: setup
 	$(BIN)/python -m mlx_qlayers bench --from benchmarks/results
 	$(BIN)/python benchmarks/readme.py

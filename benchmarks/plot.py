@@ -1,4 +1,4 @@
-"""Draws the pictures of the README from the files that the benchmarks write.
+"""Draws the pictures of docs/benchmarks.md from the files that the benchmarks write.
 
     python benchmarks/plot.py benchmarks/results
 
@@ -50,11 +50,11 @@ class Picture:
     draw: Drawing
 
 
-def quantized_matmul_rows(figure: Figure, found: dict[str, Results]) -> None:
+def quantized_matmul_rows(figure: Figure, results: dict[str, Results]) -> None:
     """Weights read a second against the rows of x: where it falls, arithmetic is the limit."""
     # The first projection of Qwen2-7B's feed-forward layers; a CPU measures every number of rows
     # with a smaller matrix.
-    shape = "1024 x 1024" if "quantized_matmul" in found else "37888 x 3584"
+    shape = "1024 x 1024" if "quantized_matmul" in results else "37888 x 3584"
     n, k = (int(part) for part in shape.split(" x "))
     gigabytes = n * k * (4 + 32 / 64) / 8 / 1e9
     columns = {
@@ -64,7 +64,7 @@ def quantized_matmul_rows(figure: Figure, found: dict[str, Results]) -> None:
         "ours": "kernel",
     }
     lines: dict[str, Points] = {label: {} for label in columns}
-    for row in (row for results in found.values() for row in results.rows):
+    for row in (row for one in results.values() for row in one.rows):
         alike = row.get("dtype", "bfloat16") == "bfloat16"
         alike &= row.get("format", "affine 4") == "affine 4"
         if not alike or row.get("shape", row.get("product")) != shape:
@@ -77,11 +77,11 @@ def quantized_matmul_rows(figure: Figure, found: dict[str, Results]) -> None:
     axis.set(xlabel=f"rows of x (matrix {shape})", ylabel="packed weights read, GB/s")
 
 
-def attention_memory(figure: Figure, found: dict[str, Results]) -> None:
+def attention_memory(figure: Figure, results: dict[str, Results]) -> None:
     """Peak memory of training attention against the length."""
     names = {"unfused": "plain operators", "stock": "stock operator", "kernel": "ours"}
     lines: dict[str, Points] = {name: {} for name in names.values()}
-    for task, row in _cases(found["attention_tiles"]):
+    for task, row in _cases(results["attention_tiles"]):
         heads, kv_heads, width, length, _, options, what = task.groups()
         alike = (heads, kv_heads, width) == ("32", "8", "128") and not options
         if alike and what == "with gradients" and row["path"] in names:
@@ -103,18 +103,18 @@ def _cases(results: Results) -> Iterator[tuple[re.Match[str], Row]]:
             yield task, row
 
 
-def attention_decode(figure: Figure, found: dict[str, Results]) -> None:
+def attention_decode(figure: Figure, results: dict[str, Results]) -> None:
     """Microseconds of one query over a cache, against the keys in it."""
-    rows = [row for row in found["attention_decode"].rows if row["q"] == "bfloat16"]
+    rows = [row for row in results["attention_decode"].rows if row["q"] == "bfloat16"]
     rows = [row for row in rows if row["calls"] == "compiled"] or rows
     stock, ours = (_by(rows, "cache", "keys", f"{who} us") for who in ("stock", "auto"))
     axis = _pairs(figure, stock, ours, thousands=True)
     axis.set(xlabel="keys in the cache", ylabel="microseconds a layer")
 
 
-def gather_qmm(figure: Figure, found: dict[str, Results]) -> None:
+def gather_qmm(figure: Figure, results: dict[str, Results]) -> None:
     """Milliseconds of the experts' first projection against the tokens."""
-    rows = [row for row in found["gather_qmm"].rows if row.get("product") == "forward"]
+    rows = [row for row in results["gather_qmm"].rows if row.get("product") == "forward"]
     stock, ours = (_by(rows, "model", "tokens", who) for who in ("stock", "kernel"))
     axis = _pairs(figure, stock, ours)
     axis.set(xlabel="tokens", ylabel="milliseconds")
@@ -138,24 +138,24 @@ _LAYERS = {
 _COLOURS = {"stock mlx-lm": STOCK, "converted, MLX operators": OTHER, "converted": OURS}
 
 
-def tokens_per_second(figure: Figure, found: dict[str, Results]) -> None:
+def tokens_per_second(figure: Figure, results: dict[str, Results]) -> None:
     """Decoding and prefill of a model, stock and converted."""
     plots: dict[str, dict[str, dict[str, float]]] = {"decode": {}, "prefill": {}}
-    if "decode" in found:
-        for row in found["decode"].rows:
+    if "decode" in results:
+        for row in results["decode"].rows:
             if row.get("what") and row["layers"] in _LAYERS:
                 what, _, size = row["what"].partition(" ")
                 group = plots[what.rstrip(",")].setdefault(size, {})
                 group[_LAYERS[row["layers"]]] = row["tokens/s"]
     else:
-        for row in found["generate"].rows:
+        for row in results["generate"].rows:
             if row["layers"] in _LAYERS:
                 for what, plot in plots.items():
                     group = plot.setdefault(row["model"], {})
                     group[_LAYERS[row["layers"]]] = row[f"{what} tok/s"]
     grid = figure.add_gridspec(1, 2, width_ratios=[max(1, len(p)) for p in plots.values()])
-    for place, (what, groups) in zip(grid, plots.items(), strict=True):
-        axis = figure.add_subplot(place)
+    for cell, (what, groups) in zip(grid, plots.items(), strict=True):
+        axis = figure.add_subplot(cell)
         _bars(axis, groups)
         axis.set_title(what)
         if any(name.isdigit() for name in groups):
@@ -163,10 +163,10 @@ def tokens_per_second(figure: Figure, found: dict[str, Results]) -> None:
     figure.axes[0].set_ylabel("tokens a second")
 
 
-def grid_sample(figure: Figure, found: dict[str, Results]) -> None:
+def grid_sample(figure: Figure, results: dict[str, Results]) -> None:
     """Milliseconds of every task by every path, those of one task on a line."""
     tasks: dict[str, dict[str, float]] = {}
-    for row in found["grid_sample"].rows:
+    for row in results["grid_sample"].rows:
         path = row["path"] if row["path"] in ("operators", "reference") else "kernel"
         tasks.setdefault(row["task"], {})[path] = row["ms"]
     styles = {
@@ -278,9 +278,9 @@ def _bars(axis: Axes, groups: Mapping[str, Mapping[str, float]]) -> None:
     names = [name for name in _COLOURS if name in used]
     width = 0.84 / max(1, len(names))
     for i, name in enumerate(names):
-        places = [g + (i - (len(names) - 1) / 2) * width for g in range(len(groups))]
+        centres = [g + (i - (len(names) - 1) / 2) * width for g in range(len(groups))]
         values = [group.get(name, float("nan")) for group in groups.values()]
-        bars = axis.bar(places, values, width * 0.92, color=_COLOURS[name], label=name)
+        bars = axis.bar(centres, values, width * 0.92, color=_COLOURS[name], label=name)
         axis.bar_label(bars, [_short(value) for value in values], fontsize=8, padding=1)
     axis.set_xticks(range(len(groups)), list(groups))
     axis.yaxis.set_major_formatter("{x:,.0f}")
@@ -322,11 +322,11 @@ def draw(folder: Path) -> list[Path]:
     written = []
     with rc_context(STYLE):
         for name, picture in PICTURES.items():
-            for machine, found in _by_machine(folder, picture.sources).items():
-                one = next(iter(found.values()))
+            for machine, results in _by_machine(folder, picture.sources).items():
+                one = next(iter(results.values()))
                 figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
                 figure.supxlabel(one.caption, fontsize=7.5, color="#666666")
-                picture.draw(figure, found)
+                picture.draw(figure, results)
                 lines = [line for axis in figure.axes for line in axis.lines]
                 if lines and all(len(line.get_xydata()) < 2 for line in lines):
                     continue  # one length makes no curve
@@ -342,15 +342,15 @@ def draw(folder: Path) -> list[Path]:
 
 def _by_machine(folder: Path, sources: tuple[str, ...]) -> dict[str, dict[str, Results]]:
     """Results by kind of machine and benchmark."""
-    found: dict[str, dict[str, Results]] = {}
+    by_machine: dict[str, dict[str, Results]] = {}
     for source in sources:
         pattern = re.compile(rf"{source}(?:_(cuda|metal))?\.(?:csv|json)")
         for path in sorted(folder.glob(f"{source}*")):
             if match := pattern.fullmatch(path.name):
-                results = Results.read(path)
-                machine = match[1] or _kind(results)
-                found.setdefault(machine, {}).setdefault(source, results)
-    return found
+                one = Results.read(path)
+                machine = match[1] or _kind(one)
+                by_machine.setdefault(machine, {}).setdefault(source, one)
+    return by_machine
 
 
 def _kind(results: Results) -> str:

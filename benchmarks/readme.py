@@ -1,73 +1,98 @@
-"""Writes the tables of measurements in README.md, from the files in ``benchmarks/results``.
+"""Writes measured numbers into README.md and docs/, from the files in ``benchmarks/results``.
 
     python benchmarks/readme.py
 
-A table stands between ``<!-- results STEM -->`` and ``<!-- end -->``, where STEM is the name of
-its file. Which rows it has is said here, its numbers come from the file alone: run this after a
-file has been replaced. Pictures and the sanitizer's results have places of the same kind.
+Each part stands between ``<!-- NAME -->`` and ``<!-- end -->``: tables, pictures and the sentences
+that have numbers in them. This file says which rows a table has; every number comes from a file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
+from os.path import relpath
 from pathlib import Path
 
 from common import RESULTS, significant
 from stored import Results, Row
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+TESTING = ROOT / "docs" / "testing-without-a-mac.md"
 
 
 @dataclass(frozen=True)
-class Line:
-    """One comparison.
+class Table:
+    """The comparisons of one file.
 
     Attributes:
-        task: what was measured.
-        where: the values that single out the file's row, by column.
-        stock, ours: the columns of both; or, if ``key`` is given, the values of that column in
-            two rows.
-        key: see there.
-        value: the column with the number, if ``key`` is given.
-        rate: whether more is better.
+        stem: the file's name without its ending.
+        command: what measures it: the benchmark's file and its options.
+        heads: of the first three columns; the fourth is the ratio. The first is the unit.
+        labels: how rows are called, by their columns; and, with ``by``, where the number is.
+        keep: a pattern of the labels that are shown.
+        sides: the columns of both numbers; or, with ``by``, two values of that column.
+        by: see there.
+        where: what rows must have, by column.
+        scale: the file's unit in that of the table.
     """
 
-    task: str
-    where: Mapping[str, str | int]
-    stock: str = "stock"
-    ours: str = "kernel"
-    key: str = ""
-    value: str = "ms"
-    rate: bool = False
+    stem: str
+    command: str
+    heads: tuple[str, str, str]
+    labels: Mapping[str, str]
+    keep: str = ".+"
+    sides: tuple[str, str] = ("stock", "kernel")
+    by: str = ""
+    where: Mapping[str, str] = field(default_factory=dict)
+    scale: float = 1.0
 
-    def cells(self, rows: list[Row], scale: float) -> tuple[str, ...] | None:
-        """The row of the table, or None where the file has nothing about it."""
-        names = (self.stock, self.ours)
-        if self.key:
-            found = [_find(rows, {**self.where, self.key: name}, self.value) for name in names]
-        else:
-            found = [_find(rows, self.where, name) for name in names]
-        stock, ours = found
-        if stock is None or ours is None:
-            return None
-        times = ours / stock if self.rate else stock / ours
-        return self.task, *(significant(scale * x) for x in found), f"{significant(times)}x"
+    def cells(self) -> dict[str, tuple[str, str, str]]:
+        """Both numbers and the ratio, by label; rows that lack one are left out."""
+        rate = self.heads[0].startswith("tokens")
+        cells = {}
+        for label, numbers in self._numbers().items():
+            if re.fullmatch(self.keep, label) and len(numbers) == 2:
+                a, b = (self.scale * numbers[side] for side in self.sides)
+                ratio = significant(b / a if rate else a / b)
+                cells[label] = (significant(a), significant(b), f"{ratio}x")
+        return cells
 
+    def _numbers(self) -> dict[str, dict[str, float]]:
+        """The first number of each side, by label."""
+        results = read(self.stem)
+        numbers: dict[str, dict[str, float]] = {}
+        for row in results.rows if results else ():
+            if any(row.get(key) != value for key, value in self.where.items()):
+                continue
+            for (label, value), side in product(self.labels.items(), self.sides):
+                number = row.get(value if self.by else side)
+                if number and (not self.by or row.get(self.by) == side):
+                    numbers.setdefault(_label(label, row), {}).setdefault(side, number)
+        return numbers
 
-def _find(rows: list[Row], where: Mapping[str, str | int], column: str) -> float | None:
-    """The number in a column of the row that is wanted."""
-    for row in rows:
-        if all(row.get(key) == value for key, value in where.items()) and row.get(column):
-            return float(row[column])
-    return None
+    @property
+    def _shell(self) -> str:
+        return f"python benchmarks/bench_{self.command}"
+
+    def __str__(self) -> str:
+        results, cells = read(self.stem), self.cells()
+        if not results or not cells:
+            return f"Not measured yet: `{self._shell}` prints this table."
+        day, mlx = results.facts["date"].split()[0], results.facts["mlx"]
+        source = _link("file", _path(self.stem), BENCHMARKS)
+        caption = f"{results.device}, MLX {mlx}, {day}, `{self._shell}`, {source}:"
+        rows = ((task, *numbers) for task, numbers in cells.items())
+        return f"{caption}\n\n{_table((*self.heads, 'ratio'), rows)}"
 
 
 def _path(stem: str) -> Path:
-    found = [path for kind in ("csv", "json") if (path := RESULTS / f"{stem}.{kind}").exists()]
-    return found[0] if found else RESULTS / f"{stem}.csv"
+    path = RESULTS / f"{stem}.csv"
+    return path if path.exists() else path.with_suffix(".json")
 
 
 @cache
@@ -77,254 +102,191 @@ def read(stem: str) -> Results | None:
     return Results.read(path) if path.exists() else None
 
 
-@dataclass(frozen=True)
-class Table:
-    """The table of one file.
-
-    Attributes:
-        stem: the file's name without its ending.
-        command: what measures it.
-        columns: the heads of the three columns that are named here; the last is the ratio.
-        lines: the rows.
-        scale: the file's unit in that of the table.
-    """
-
-    stem: str
-    command: str
-    columns: tuple[str, str, str]
-    lines: list[Line]
-    scale: float = 1.0
-
-    def __str__(self) -> str:
-        found = read(self.stem)
-        rows = found.rows if found else []
-        cells = [row for line in self.lines if (row := line.cells(rows, self.scale))]
-        if not found or not cells:
-            return f"Not measured yet: `python {self.command}` prints this table."
-        file = _path(self.stem).relative_to(README.parent).as_posix()
-        day, mlx = found.facts["date"].split()[0], found.facts["mlx"]
-        caption = f"{found.device}, MLX {mlx}, {day}, `python {self.command}`, [file]({file}):"
-        heads = ["| " + " | ".join((*self.columns, "times")) + " |", "|---|--:|--:|--:|"]
-        return "\n".join([caption, "", *heads, *(f"| {' | '.join(row)} |" for row in cells)])
+def _link(text: str, path: Path, page: Path) -> str:
+    return f"[{text}]({Path(relpath(path, page.parent)).as_posix()})"
 
 
-def products(where: dict[str, str], counts: tuple[int, ...], ours: str = "kernel") -> list[Line]:
-    """Quantized products with M rows."""
-    name = ", ".join(value for value in where.values() if value != "affine 4")
-    return [Line(f"{name}, M = {m:,}", {**where, "rows": m}, ours=ours) for m in counts]
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]], texts: int = 1) -> str:
+    """A table whose first columns are texts and the others numbers."""
+    heads = list(heads)
+    aligned = ["---"] * texts + ["--:"] * (len(heads) - texts)
+    lines = (f"| {' | '.join(row)} |" for row in (heads, *rows))
+    return "\n".join([next(lines), f"|{'|'.join(aligned)}|", *lines])
 
 
-def pairs(where: str, names: tuple[str, str]) -> list[Line]:
-    """Forward, and with gradients."""
-    return [
-        Line(f"{where}, {way}", {"task": f"{where}, {way}"}, *names, key="path")
-        for way in ("forward", "with gradients")
-    ]
+def _label(template: str, row: Row) -> str:
+    """What a row is called; nothing where it lacks what its name is made of."""
+    try:
+        return template.format_map(row)
+    except (KeyError, ValueError):
+        return ""
 
 
-BENCH = "benchmarks/bench_"
 MS, US = ("milliseconds", "stock", "kernel"), ("microseconds", "stock", "kernel")
-SHIPPED = {"key": "layers", "stock": "stock mlx-lm", "ours": "converted (auto)", "rate": True}
-SEVEN = {"key": "layers", "value": "tokens/s", "ours": "converted", "rate": True}
-LAYER = "3584 x 3584"
-UNFUSED = ("unfused", "kernel")
-WIDE, LONG = "32/32 D=64 L=4096 bfloat16", "32/8 D=128 L=16384 bfloat16"
-MEMORY = {"task": f"{WIDE}, with gradients"}
+TOKENS = ("tokens a second", "stock mlx-lm", "converted")
+SAMPLING = ("milliseconds", "plain operators", "kernel")
+EXPERTS = {"experts of {model}, M = {tokens:.0f}": ""}
+FORWARD = {"product": "forward"}
+WIDE = "32/32 D=64 L=4096 bfloat16"
 
+# fmt: off
 TABLES = [
-    Table(
-        "generate",
-        f"{BENCH}generate.py --tokens 48",
-        ("tokens a second", "stock mlx-lm", "converted"),
-        [
-            Line("a prompt of 256 tokens", {}, value="prefill tok/s", **SHIPPED),
-            Line("48 tokens of text", {}, value="decode tok/s", **SHIPPED),
-        ],
-    ),
-    Table(
-        "quantized_matmul",
-        f"{BENCH}quantized_matmul.py",
-        MS,
-        [
-            *products({"shape": LAYER, "dtype": "bfloat16"}, (1, 8, 64)),
-            *products({"shape": LAYER, "dtype": "float16"}, (1, 8)),
-            *products({"shape": LAYER, "dtype": "float32"}, (1, 64)),
-        ],
-    ),
-    Table(
-        "gather_qmm",
-        f"{BENCH}gather_qmm.py",
-        MS,
-        [
-            Line(
-                f"experts of {model}, M = {m}",
-                {"model": model, "product": "forward", "tokens": m},
-            )
-            for model in ("Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B")
-            for m in (1, 16)
-        ],
-    ),
-    Table(
-        "grid_sample",
-        f"{BENCH}grid_sample.py",
-        ("milliseconds", "plain operators", "kernel"),
-        [
-            *pairs("1x512x512x64 float32 bilinear rotation", ("operators", "host")),
-            *pairs("1x512x512x64 float32 bilinear random", ("operators", "host")),
-        ],
-    ),
-    Table(
-        "decode_cuda",
-        f"{BENCH}decode.py",
-        ("tokens a second", "stock mlx-lm", "converted"),
-        [
-            Line("text, one at a time", {"what": "decode, batch 1"}, **SEVEN),
-            Line("text, 8 at a time", {"what": "decode, batch 8"}, **SEVEN),
-            Line("a prompt of 512 tokens", {"what": "prefill 512"}, **SEVEN),
-        ],
-    ),
-    Table(
-        "tuning_cuda",
-        f"{BENCH}tuning.py --tune --decode",
-        ("tokens a second", "untuned", "tuned"),
-        [Line("text, one at a time", {}, "before", "after", "layers", value="tokens/s", rate=True)],
-    ),
-    Table(
-        "quantized_few_cuda",
-        f"{BENCH}quantized_matmul.py --few",
-        US,
-        [
-            line
-            for shape in (LAYER, "37888 x 3584", "3584 x 18944", "152064 x 3584")
-            for line in products({"shape": shape, "format": "affine 4"}, (1, 4, 16))
-        ],
-        scale=1e3,
-    ),
-    Table(
-        "quantized_many_cuda",
-        f"{BENCH}quantized_matmul.py --many",
-        ("milliseconds", "stock", "here"),
-        [
-            *products({"product": LAYER}, (64, 512), "ours"),
-            *products({"product": "37888 x 3584"}, (64, 128, 512, 2048), "ours"),
-            *products({"product": "gradient 37888 x 3584"}, (512, 2048), "ours"),
-        ],
-    ),
-    Table(
-        "gather_qmm_cuda",
-        f"{BENCH}gather_qmm.py",
-        US,
-        [
-            Line(
-                f"experts of Qwen3-30B-A3B, M = {m}",
-                {"model": "Qwen3-30B-A3B", "product": "forward", "tokens": m},
-            )
-            for m in (1, 16, 128, 512)
-        ],
-        scale=1e3,
-    ),
-    Table(
-        "attention_tiles_cuda",
-        f"{BENCH}attention_tiles.py",
-        ("milliseconds", "stock", "kernel"),
-        [
-            *pairs(WIDE, ("stock", "kernel")),
-            Line(f"{WIDE}, forward; stock unfused", {"task": f"{WIDE}, forward"}, *UNFUSED, "path"),
-            Line(f"{WIDE}, with gradients; stock unfused", MEMORY, *UNFUSED, "path"),
-            Line("the same, in MB of memory", MEMORY, *UNFUSED, "path", "MB"),
-            *pairs(f"{LONG} window 1024", ("stock", "kernel")),
-        ],
-    ),
-    Table(
-        "attention_decode_cuda",
-        f"{BENCH}attention.py --decode",
-        ("microseconds", "stock", "here"),
-        [
-            Line(
-                f"{keys:,} keys, {cache}",
-                {"q": "bfloat16", "calls": "compiled", "cache": cache, "keys": keys},
-                "stock us",
-                "auto us",
-            )
-            for cache in ("bfloat16", "8 bits", "4 bits")
-            for keys in (32768, 131072)
-        ],
-    ),
-    Table(
-        "grid_sample_cuda",
-        f"{BENCH}grid_sample.py",
-        ("milliseconds", "plain operators", "kernel"),
-        [
-            *pairs("8x1024x1024x64 float32 bilinear random", ("operators", "cuda")),
-            *pairs("16x512x512x3 float16 bilinear rotation", ("operators", "cuda")),
-            *pairs("16x512x512x3 float16 bicubic rotation", ("operators", "cuda")),
-        ],
-    ),
+    Table("generate", "generate.py --tokens 48", TOKENS,
+        {"a prompt of 256 tokens": "prefill tok/s", "{tokens:.0f} tokens of text": "decode tok/s"},
+        sides=("stock mlx-lm", "converted (auto)"), by="layers"),
+    Table("quantized_matmul", "quantized_matmul.py", MS,
+        {"{shape}, {dtype}, M = {rows:.0f}": ""}, "3584 x 3584, .* M = (1|8|64)"),
+    Table("gather_qmm", "gather_qmm.py", MS, EXPERTS, ".* M = (1|16)", where=FORWARD),
+    Table("grid_sample", "grid_sample.py", SAMPLING, {"{task}": "ms"},
+        "1x512x512x64 float32 bilinear.*", ("operators", "host"), "path"),
+    Table("decode_cuda", "decode.py", TOKENS, {"{what}": "tokens/s"},
+        sides=("stock", "converted"), by="layers"),
+    Table("tuning_cuda", "tuning.py --tune --decode", (TOKENS[0], "untuned", "tuned"),
+        {"decode, batch 1": "tokens/s"}, sides=("before", "after"), by="layers"),
+    Table("quantized_few_cuda", "quantized_matmul.py --few", US, {"{shape}, M = {rows:.0f}": ""},
+        ".* M = (1|4|16)", where={"format": "affine 4"}, scale=1e3),
+    Table("quantized_many_cuda", "quantized_matmul.py --many", (MS[0], "stock", "mlx-qlayers"),
+        {"{product}, M = {rows:,.0f}": ""},
+        "(3584 x 3584|(gradient )?37888 x 3584), M = (64|128|512|2,048)", ("stock", "ours")),
+    Table("gather_qmm_cuda", "gather_qmm.py", US, EXPERTS,
+        "experts of Qwen3.* M = (1|16|128|512)", where=FORWARD, scale=1e3),
+    Table("attention_tiles_cuda", "attention_tiles.py", MS, {"{task}": "ms"},
+        f"({WIDE}|32/8 D=128 L=16384 bfloat16 window 1024),.*", by="path"),
+    Table("attention_tiles_cuda", "attention_tiles.py", ("", "unfused", "kernel"),
+        {"{task}, ms": "ms", "{task}, MB": "MB"}, f"{WIDE},.*", ("unfused", "kernel"), "path"),
+    Table("attention_decode_cuda", "attention.py --decode", (US[0], "stock", "mlx-qlayers"),
+        {"{keys:,.0f} keys, {cache}": ""}, "(32,768|131,072) keys.*", ("stock us", "auto us"),
+        where={"q": "bfloat16", "calls": "compiled"}),
+    Table("grid_sample_cuda", "grid_sample.py", SAMPLING, {"{task}": "ms"},
+        "(8x1024x1024x64 float32 bilinear random|16x512x512x3 float16 .* rotation),.*",
+        ("operators", "cuda"), "path"),
 ]
 
-# What is shown side by side: at the head, and with the results.
-PLOTS = {
-    "speed": {
-        "tokens_per_second_cpu": "Tokens a second of the shipped model on a CPU",
-        "tokens_per_second_cuda": "Tokens a second of a model of Qwen2-7B's shape on an H200",
-    },
-    "plots": {
-        "quantized_matmul_rows_cpu": "Quantized products by rows on a CPU",
-        "quantized_matmul_rows_cuda": "Quantized products by rows on an H200",
-        "attention_memory_cuda": "Memory of attention by length on an H200",
-        "attention_decode_cuda": "Attention of one query by length on an H200",
-        "grid_sample_cpu": "Grid sampling on a CPU",
-        "grid_sample_cuda": "Grid sampling on an H200",
-    },
+# The one table of README.md: a label with its unit, and the row of a table above.
+SUMMARY = {
+    "shipped 11M model, decode, tokens/s": ("generate", "48 tokens of text"),
+    "7B, decode, batch 1, tokens/s": ("decode_cuda", "decode, batch 1"),
+    "7B, decode, batch 8, tokens/s": ("decode_cuda", "decode, batch 8"),
+    "7B, prompt of 512 tokens, tokens/s": ("decode_cuda", "prefill 512"),
+    "quantized product, M = 1, 37888 x 3584, us": ("quantized_few_cuda", "37888 x 3584, M = 1"),
+    "quantized product, M = 4, 37888 x 3584, us": ("quantized_few_cuda", "37888 x 3584, M = 4"),
+    "quantized product, M = 64, 3584 x 3584, ms": ("quantized_many_cuda", "3584 x 3584, M = 64"),
+    "experts of Qwen3-30B-A3B, 128 tokens, us":
+        ("gather_qmm_cuda", "experts of Qwen3-30B-A3B, M = 128"),
+    "causal attention, L = 4096, ms": ("attention_tiles_cuda", f"{WIDE}, forward"),
+    "the same with gradients, stock unfused, MB":
+        ("attention_tiles_cuda", f"{WIDE}, with gradients, MB"),
+    "attention, 1 query, 131,072 keys in 8 bits, us":
+        ("attention_decode_cuda", "131,072 keys, 8 bits"),
+    "grid sampling with gradients, ms":
+        ("grid_sample_cuda", "8x1024x1024x64 float32 bilinear random, with gradients"),
 }
-_CHECKED = re.compile(
-    r"^(\w+): (\d+) errors; (\d+) launches of (\d+) kernels in (\d+) cases, (\d+) "
-)
+# fmt: on
+
+PLOTS = {
+    "tokens_per_second_cpu": "Tokens a second of the shipped model on a CPU",
+    "tokens_per_second_cuda": "Tokens a second of a model of Qwen2-7B's shape on an H200",
+    "quantized_matmul_rows_cpu": "Quantized products by rows on a CPU",
+    "quantized_matmul_rows_cuda": "Quantized products by rows on an H200",
+    "attention_memory_cuda": "Memory of attention by length on an H200",
+    "attention_decode_cuda": "Attention of one query by length on an H200",
+    "grid_sample_cpu": "Grid sampling on a CPU",
+    "grid_sample_cuda": "Grid sampling on an H200",
+}
 
 
-def plots(titles: Mapping[str, str]) -> str:
+def summary() -> str:
+    """A row of each family, with the machine and the command."""
+    cells: dict[tuple[str, str], tuple[str, ...]] = {}
+    for table in TABLES:
+        if results := read(table.stem):
+            machine = _link(results.device, _path(table.stem), README)
+            script = f"`bench_{table.command.split()[0]}`"
+            for task, numbers in table.cells().items():
+                cells[table.stem, task] = (machine, script, *numbers)
+    rows = ((label, *cells[line]) for label, line in SUMMARY.items() if line in cells)
+    return _table(("", "machine", "script", "stock", "mlx-qlayers", "ratio"), rows, texts=3)
+
+
+def plots() -> str:
     """Those pictures that there are, two in a row."""
-    paths = {RESULTS / "plots" / f"{stem}.png": title for stem, title in titles.items()}
-    shown = [
-        f"![{title}]({path.relative_to(README.parent).as_posix()})"
-        for path, title in paths.items()
-        if path.exists()
-    ]
+    paths = {RESULTS / "plots" / f"{stem}.png": title for stem, title in PLOTS.items()}
+    shown = [f"!{_link(title, path, BENCHMARKS)}" for path, title in paths.items() if path.exists()]
     if not shown:
         return "Not drawn yet."
     shown += [""] * (len(shown) % 2)
-    rows = [" | ".join(shown[i : i + 2]) for i in range(0, len(shown), 2)]
-    return "\n".join([f"| {rows[0]} |", "|---|---|", *(f"| {row} |" for row in rows[1:])])
+    first, *rest = zip(shown[::2], shown[1::2], strict=True)
+    return _table(first, rest, texts=2)
+
+
+def tuning() -> str:
+    """What the tuner gained, and how far from the best its starting points are."""
+    tuned, every = read("tuning_cuda"), read("tuning_exhaustive_cuda")
+    gains = [row["gain"] for row in tuned.rows if "gain" in row] if tuned else []
+    if not gains or not every:
+        return "Not measured yet."
+    better = sum(gain >= 1.05 for gain in gains)
+    tried = sum(row["all"] for row in every.rows)
+    gap = max(row["heuristic/best"] for row in every.rows)
+    return (
+        f"Of {len(gains)} kernels, {better} became at least 5% faster; the smallest ratio is "
+        f"{min(gains):.2f}x. An exhaustive search of {tried} configurations of {len(every.rows)} "
+        f"kernels found nothing more than {gap:.2f}x as fast as the untuned choice "
+        f"({_link('file', _path('tuning_exhaustive_cuda'), BENCHMARKS)})."
+    )
+
+
+_TOOL = re.compile(r"^(\w+): (\d+) errors; (\d+) launches of (\d+) kernels in (\d+) cases, (\d+) ")
 
 
 def checked() -> str:
-    """What the sanitizer said of the families of each run."""
-    runs = (RESULTS / "sanitize_kernels_cuda.txt").read_text().split("families: ")[1:]
-    rows: list[tuple[str, ...]] = []
-    for families, *lines in (run.splitlines() for run in runs):
-        found = [match.groups() for line in lines if (match := _CHECKED.match(line))]
-        rows += [(tool, families, *numbers) for tool, *numbers in found]
-    heads = ("tool", "families", "errors", "launches", "kernels", "cases", "wrong results")
-    table = [f"| {' | '.join(row)} |" for row in (heads, *rows)]
-    return "\n".join([table[0], "|---|---|--:|--:|--:|--:|--:|", *table[1:]])
+    """The tests that passed on a GPU, and what the sanitizer reported of each run."""
+    tests, sanitized = (RESULTS / f"{name}_cuda.txt" for name in ("tests", "sanitize_kernels"))
+    text = tests.read_text()
+    passed = re.search(r"^(\d+) tests, all passed", text, re.MULTILINE)
+    day = re.search(r"^date +(\S+)", text, re.MULTILINE)
+    if not passed or not day:
+        raise ValueError(f"{tests}: no date, or not all tests passed")
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for families, *lines in (run.splitlines() for run in sanitized.read_text().split("families: ")):
+        for tool, *numbers in (match.groups() for line in lines if (match := _TOOL.match(line))):
+            rows.setdefault((families, *numbers), []).append(tool)
+    heads = ("tools", "families", "errors", "launches", "kernels", "cases", "wrong results")
+    table = _table(heads, ((", ".join(tools), *row) for row, tools in rows.items()), texts=2)
+    return (
+        f"NVIDIA H200, {day[1]}: all {passed[1]} tests passed ({_link('list', tests, TESTING)}). "
+        f"Under `compute-sanitizer` ({_link('log', sanitized, TESTING)}):\n\n{table}"
+    )
 
 
-def updated(text: str) -> str:
-    """The README with the tables that the files give.
+def pages() -> dict[Path, dict[str, str]]:
+    """The generated parts of each page, by the name of their place."""
+    tables: dict[str, list[str]] = {}
+    for table in TABLES:
+        tables.setdefault(f"results {table.stem}", []).append(str(table))
+    parts = {name: "\n\n".join(texts) for name, texts in tables.items()}
+    return {
+        README: {"summary": summary()},
+        BENCHMARKS: {"plots": plots(), "tuning": tuning(), **parts},
+        TESTING: {"checked": checked()},
+    }
+
+
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """A page with its parts written anew.
 
     Raises:
-        ValueError: a table has no place, or two.
+        ValueError: a part has no place, or two.
     """
-    parts = {f"results {table.stem}": str(table) for table in TABLES}
-    parts |= {name: plots(titles) for name, titles in PLOTS.items()} | {"checked": checked()}
     for name, part in parts.items():
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         if not end or mark in after:
-            raise ValueError(f"README.md must have one place for {name}")
+            raise ValueError(f"there must be one place for {name}")
         text = f"{before}{mark}\n{part}\n\n{end}{after}"
     return text
 
 
 if __name__ == "__main__":
-    README.write_text(updated(README.read_text()))
+    for page, parts in pages().items():
+        page.write_text(filled(page.read_text(), parts))

@@ -22,8 +22,8 @@ class Results:
     def read(cls, path: Path) -> Results:
         """From a CSV or JSON file, with numbers as numbers and tasks repeated in every row."""
         if path.suffix == ".json":
-            found = json.loads(path.read_text())
-            return cls(found["machine"], _filled(found["rows"]))
+            content = json.loads(path.read_text())
+            return cls(content["machine"], _filled(content["rows"]))
         lines = path.read_text().splitlines()
         facts = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
         rows = csv.DictReader(line for line in lines if not line.startswith("#"))

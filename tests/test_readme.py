@@ -1,9 +1,10 @@
-"""README.md: its numbers are those of the result files, its links and commands lead somewhere."""
+"""README.md and docs/: numbers are those of the result files, links and commands lead somewhere."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,89 +16,140 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import readme  # noqa: E402
 
-TEXT = (ROOT / "README.md").read_text()
-BLOCK = re.compile(r"<!-- results (\w+) -->(.*?)<!-- end -->", re.DOTALL)
-BLOCKS = dict(BLOCK.findall(TEXT))
-MEASURED = {stem: block for stem, block in BLOCKS.items() if "Not measured yet" not in block}
+TEXT = readme.README.read_text()
+PAGES = [
+    readme.README,
+    *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "mlx_qlayers").rglob("*.md")),
+]
+PART = re.compile(r"<!-- (\w+ ?\w*) -->\n(.*?)<!-- end -->", re.DOTALL)
+PARTS = dict(PART.findall(readme.BENCHMARKS.read_text()))
+MEASURED = {
+    stem: block
+    for name, block in PARTS.items()
+    if (stem := name.removeprefix("results ")) != name and "Not measured yet" not in block
+}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
 
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
 
 def rows(block: str) -> list[list[str]]:
-    """The cells of a block's table, without its heads."""
-    lines = [line for line in block.splitlines() if line.startswith("|")][2:]
+    """The cells of a block's tables, without their heads."""
+    tables = re.findall(r"^\|[-:| ]+\|\n((?:\|.*\n?)*)", block, re.MULTILINE)
+    lines = [line for table in tables for line in table.splitlines()]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def half_step(cell: str) -> float:
-    """What a number may have lost when it was rounded to the digits that are shown."""
-    return 0.5 * 10.0 ** -len(cell.partition(".")[2])
+def assert_numbers_of_file(path: Path, shown: list[str], ratio: str) -> None:
+    """Both numbers are in the file, up to rounding, and the ratio is theirs."""
+    numbers = [float(number) for number in NUMBER.findall(path.read_text())]
+    numbers += [1e3 * number for number in numbers]  # milliseconds shown as microseconds
+    values = [float(cell.replace(",", "")) for cell in shown]
+    for cell, value in zip(shown, values, strict=True):
+        half_step = 0.5 * 10.0 ** -len(cell.partition(".")[2])
+        assert any(abs(n - value) <= half_step * 1.001 for n in numbers), cell
+    times = float(ratio.rstrip("x").replace(",", ""))
+    error = min(abs(times * b / a - 1) for a, b in (values, values[::-1]))
+    assert error < 0.03, (shown, ratio)
 
 
-def test_tables_are_those_of_the_files() -> None:
-    assert readme.updated(TEXT) == TEXT, "run python benchmarks/readme.py"
+@pytest.mark.parametrize("page", readme.pages(), ids=lambda page: page.name)
+def test_parts_are_those_of_the_files(page: Path) -> None:
+    text = page.read_text()
+    assert readme.filled(text, readme.pages()[page]) == text, "run python benchmarks/readme.py"
+    assert PART.findall(text)
 
 
 def test_every_table_has_a_place() -> None:
-    assert list(BLOCKS) == [table.stem for table in readme.TABLES]
+    assert PARTS.keys() == readme.pages()[readme.BENCHMARKS].keys()
+    assert {f"results {table.stem}" for table in readme.TABLES} < PARTS.keys()
     assert {"generate", "quantized_matmul", "grid_sample"} <= MEASURED.keys()
+    assert len(rows(PART.search(TEXT)[2])) == len(readme.SUMMARY)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("stem", MEASURED)
 def test_every_number_is_in_the_named_file(stem: str) -> None:
     """Without the code that wrote the table."""
     block = MEASURED[stem]
-    (link,) = LINK.findall(block)
-    assert Path(link).stem == stem
-    text = (ROOT / link).read_text()
-    stored = [float(number) for number in NUMBER.findall(text)]
-    stored += [1e3 * number for number in stored]  # milliseconds shown as microseconds
-    assert re.search(r"\d{4}-\d\d-\d\d", block).group() in text  # type: ignore[union-attr]
+    (link,) = set(LINK.findall(block))
+    path = readme.BENCHMARKS.parent / link
+    assert path.stem == stem
+    for day in re.findall(r"\d{4}-\d\d-\d\d", block):
+        assert day in path.read_text()
     for _, *shown, ratio in rows(block):
-        for cell in (cell.replace(",", "") for cell in shown):
-            assert any(abs(n - float(cell)) <= half_step(cell) * 1.001 for n in stored), cell
-        a, b = (float(cell.replace(",", "")) for cell in shown)
-        times = float(ratio.rstrip("x").replace(",", ""))
-        assert min(abs(times * b / a - 1), abs(times * a / b - 1)) < 0.03, (shown, ratio)
+        assert_numbers_of_file(path, shown, ratio)
 
 
-def test_prose_about_measurements_has_no_number_of_its_own() -> None:
-    measured = TEXT.partition("## Measured")[2].partition("## Design")[0]
-    prose = re.sub(r"<!-- (\w+ ?\w*) -->.*?<!-- end -->", "", measured, flags=re.DOTALL)
+def test_the_numbers_of_the_summary_are_in_the_files() -> None:
+    for _, machine, script, *shown, ratio in rows(PART.search(TEXT)[2]):  # type: ignore[index]
+        assert (ROOT / "benchmarks" / script.strip("`")).exists()
+        (link,) = LINK.findall(machine)
+        assert_numbers_of_file(ROOT / link, shown, ratio)
+
+
+@pytest.mark.parametrize("page", readme.pages(), ids=lambda page: page.name)
+def test_prose_about_measurements_has_no_number_of_its_own(page: Path) -> None:
+    prose = PART.sub("", page.read_text())
+    if page == readme.README:
+        prose = prose.partition("## Results")[2]
     assert not re.findall(r"\d\.\d|\d ?%|\d(?:x| times)\b", prose)
 
 
-def test_a_table_whose_file_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = readme.Table("absent", "benchmarks/bench_absent.py", readme.MS, [])
+def test_a_table_whose_file_is_missing_says_so() -> None:
+    absent = readme.Table("absent", "absent.py", readme.MS, {})
     assert str(absent) == "Not measured yet: `python benchmarks/bench_absent.py` prints this table."
-    monkeypatch.setattr(readme, "TABLES", [*readme.TABLES, absent])
     with pytest.raises(ValueError, match="one place for results absent"):
-        readme.updated(TEXT)
+        readme.filled(TEXT, {"results absent": str(absent)})
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "mlx_qlayers/runtime/README.md"]
-)
-def test_links_lead_to_files(name: str) -> None:
-    path = ROOT / name
-    links = [link for link in LINK.findall(path.read_text()) if not link.startswith("http")]
-    assert not [link for link in links if not (path.parent / link.partition("#")[0]).exists()]
+@every_page
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if not link.startswith("http"):
+            name, _, heading = link.partition("#")
+            target = page.parent / name if name else page
+            assert target.exists(), link
+            if heading:
+                titles = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)
+                slugs = [re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles]
+                assert heading in slugs, link
+
+
+def test_excerpts_are_in_the_files_that_they_name() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    blocks = re.findall(r"```(?:py|metal)\n(?:#|//) (\S+)\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```py\n") + text.count("```metal\n") > 2
+    for name, block in blocks:
+        source = (ROOT / name).read_text()
+        for part in block.split("...\n"):
+            assert part.rstrip() in source, part
 
 
 def test_rooms_and_files_that_are_named_exist() -> None:
-    design = TEXT.partition("## Design")[2].partition("## Pitfalls")[0]
+    design = (ROOT / "docs" / "design.md").read_text()
     named = re.findall(r"^\| ((?:`[\w./]+`(?:, )?)+) \|", design, re.MULTILINE)
     names = [name for cell in named for name in re.findall(r"`([\w./]+)`", cell)]
     assert len(names) > 10
-    package = ROOT / "mlx_qlayers"
-    assert not [n for n in names if not ((ROOT / n).exists() or (package / n).exists())]
+    assert not [name for name in names if not (ROOT / name).exists()]
 
 
-def test_commands_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"(?:^|`)make ([a-z][\w-]*)", TEXT, re.MULTILINE)):
+@every_page
+def test_files_of_file_tables_exist(page: Path) -> None:
+    tables = re.findall(r"^\| file \|.*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
+    cells = re.findall(r"^\| ([^|]+) \|", "".join(tables), re.MULTILINE)
+    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert not [name for name in names if not (page.parent / name).exists()]
+
+
+@every_page
+def test_commands_exist(page: Path) -> None:
+    text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"(?:^|`)make ([a-z][\w-]*)", text, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    for script, options in set(re.findall(r"`python ([\w/]+\.py)([^`]*)`", TEXT)):
+    for script, options in set(re.findall(r"`python ([\w/]+\.py)([^`]*)`", text)):
         source = (ROOT / script).read_text()
         for option in re.findall(r"--([\w-]+)", options):
             assert option in source, f"{script} --{option}"
@@ -113,4 +165,12 @@ def test_subcommands_take_the_options_that_are_shown(capsys: pytest.CaptureFixtu
 
 
 def test_the_number_of_architectures_is_that_of_the_tests() -> None:
-    assert f"{len(ARCHITECTURES)} are tested" in TEXT
+    assert f"{len(ARCHITECTURES)} mlx-lm architectures" in TEXT
+
+
+def test_the_readme_is_short_and_no_sentence_stands_twice() -> None:
+    assert len(TEXT.splitlines()) <= 160
+    prose = [re.sub(r"```.*?```", "", PART.sub("", p.read_text()), flags=re.DOTALL) for p in PAGES]
+    sentences = (" ".join(s.split()) for text in prose for s in re.split(r"[.:|]\s|\n\n", text))
+    counts = Counter(s for s in sentences if len(s.split()) > 6)
+    assert not [sentence for sentence, count in counts.items() if count > 1]

@@ -171,7 +171,7 @@ def test_pictures_and_tables_of_a_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(readme, "README", tmp_path / "README.md")
     monkeypatch.setattr(readme, "read", readme.read.__wrapped__)
     tables = {table.stem: str(table).splitlines() for table in readme.TABLES}
-    assert "| text, one at a time | 100 | 300 | 3.00x |" in tables["decode_cuda"]
+    assert "| decode, batch 1 | 100 | 300 | 3.00x |" in tables["decode_cuda"]
     assert "| 37888 x 3584, M = 4 | 400 | 1,000 | 0.400x |" in tables["quantized_few_cuda"]
     assert "| 37888 x 3584, M = 64 | 64.0 | 2.00 | 32.0x |" in tables["quantized_many_cuda"]
     assert "| 32,768 keys, 8 bits | 65.5 | 32.8 | 2.00x |" in tables["attention_decode_cuda"]
