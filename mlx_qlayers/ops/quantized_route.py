@@ -246,9 +246,10 @@ def product(to: Route, x: Spec, matrix: PackedMatrix, transpose: bool, fmt: Form
 def by_reference(transpose: bool, fmt: Format) -> Product:
     """The product in MLX's operators."""
 
-    def run(x: mx.array, *given: Any) -> mx.array:
-        y = reference.quantized_matmul(x, *given[:3], transpose, fmt)
-        return y if len(given) < 4 or given[3] is None else y + given[3]
+    def run(x: mx.array, w: mx.array, scales: mx.array, *rest: Any) -> mx.array:
+        biases, bias, *_ = *rest, None
+        y = reference.quantized_matmul(x, w, scales, biases, transpose, fmt)
+        return y if bias is None else y + bias
 
     return run
 
