@@ -22,7 +22,7 @@ from common import Sample, Table, add_output, measure, print_facts, write_output
 
 from mlx_qlayers import backend, use_backend
 from mlx_qlayers.formats import MODES, Format
-from mlx_qlayers.metal.quantized_matmul.gradients import gradient_of_scales_and_biases
+from mlx_qlayers.metal.quantized_matmul.gradients import scales_and_biases_gradient
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 
 # Experts, of which so many for a token; outputs and inputs of their first projection.
@@ -257,9 +257,11 @@ def of_numbers(
     def product(scales: mx.array, biases: mx.array) -> mx.array:
         return mx.quantized_matmul(x, w, scales, biases, True, *fmt)
 
+    specs = (Spec.of(a) for a in (x, dy, w, scales))
+    launch = scales_and_biases_gradient(*specs, fmt, True, backend())
     return {
         "stock": lambda: mx.vjp(product, [scales, biases], [dy])[1],
-        "kernel": lambda: gradient_of_scales_and_biases(x, dy, w, scales, fmt, True, backend()),
+        "kernel": lambda: launch(x, dy, w),
     }
 
 

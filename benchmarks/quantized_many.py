@@ -24,8 +24,11 @@ import numpy as np
 from common import Table, measure
 
 from mlx_qlayers import backend, explain, quantized_matmul
+from mlx_qlayers.dispatch import Choice
 from mlx_qlayers.formats import MODES, Format
-from mlx_qlayers.ops.quantized_paths import DENSE, QMM, Way, product
+from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
+from mlx_qlayers.ops.quantized_route import DENSE, QMM, Route, product
+from mlx_qlayers.runtime.spec import Spec
 
 Packed = tuple[mx.array, mx.array, mx.array | None]
 Product = Callable[[mx.array, Packed], mx.array]
@@ -182,11 +185,14 @@ def _auto(case: Case) -> Product:
 
 
 def _ours(case: Case) -> dict[str, Product]:
-    """Our ways that come into question."""
+    """Our routes that come into question."""
+    x, (packed, *_) = arguments(case)
+    matrix = PackedMatrix(*(None if a is None else Spec.of(a) for a in (*packed, None)))
 
     def by(kernel: str) -> Product:
-        way = Way(backend(), kernel)
-        return lambda x, packed: product(way, x, *packed, None, case.transpose, case.fmt)
+        route = Route(Choice("benchmark", backend(), "asked for"), kernel)
+        launch = product(route, Spec.of(x), matrix, case.transpose, case.fmt)
+        return lambda x, packed: launch(x, *packed, None)
 
     # A dense product of float32 is one of TF32 in MLX.
     ways = {} if case.dtype == mx.float32 else {"unpacked": by(DENSE)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import mlx.core as mx
-from tests.metal.test_attention import ALL, SHAPES
 
 from mlx_qlayers.ops.attention import attention
 from tests.attention_cases import DTYPES, MASKS, check
+from tests.metal.attention.test_forward import ALL, SHAPES
 
 from . import Cases
 

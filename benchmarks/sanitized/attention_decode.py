@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
-from tests.metal.test_attention_decode import DTYPES, EXTRAS, MASKS, SHAPES, WIDTHS, check, make
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention.decode import Decode, attention_decode, configure
 from mlx_qlayers.runtime.backend import backend
+from tests.metal.attention.test_decode import DTYPES, EXTRAS, MASKS, SHAPES, WIDTHS, check, make
 from tests.packed import dequantize64
 
 from . import Cases

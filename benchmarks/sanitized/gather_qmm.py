@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import mlx.core as mx
-from tests.metal.test_gather_qmm import CASES, DTYPES, SHAPES, check_all
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime.backend import backend
-from tests.metal import test_gather_tiles as tiles
+from tests.metal.gather_qmm import test_gather_qmm as tiles
+from tests.metal.gather_qmm.test_gather_qmv import CASES, DTYPES, SHAPES, check_all
 from tests.packed import FORMATS
 
 from . import Cases

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import mlx.core as mx
-from tests.metal.test_quantized_gradients import AFFINE, DTYPES, SHAPES, check_all
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime.backend import backend
+from tests.metal.quantized_matmul.test_gradients import AFFINE, DTYPES, SHAPES, check_all
 
 from . import Cases
 
