@@ -24,6 +24,7 @@ from mlx_qlayers import backend, use_backend
 from mlx_qlayers.formats import MODES, Format
 from mlx_qlayers.metal.quantized_matmul.gradients import scales_and_biases_gradient
 from mlx_qlayers.ops.gather_qmm import gather_qmm
+from mlx_qlayers.runtime.spec import Spec
 
 # Experts, of which so many for a token; outputs and inputs of their first projection.
 MODELS = {"Qwen3-30B-A3B": (128, 8, 768, 2048), "Qwen1.5-MoE-A2.7B": (60, 4, 1408, 2048)}
