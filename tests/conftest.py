@@ -1,6 +1,11 @@
 """What the tests share."""
 
+import gc
+import os
 from pathlib import Path
+
+# Workers of pytest-xdist have a core each: numpy's threads would only wait for one another.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import gpus
 import pytest
@@ -15,6 +20,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     without = [item for item in items if any(map(item.get_closest_marker, missing))]
     config.hook.pytest_deselected(items=without)
     items[:] = [item for item in items if item not in without]
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of every later garbage collection."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
 import os
@@ -10,7 +12,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -71,10 +73,28 @@ def _work(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
 
 
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """One process at a time builds a folder; the system ends the turn of one that is killed."""
+    path = folder.with_suffix(".lock")
+    with open(path, "w") as lock:
+        # Some file systems have no locks: then each builds, and the first is kept.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            # A forked child may hold the file open for longer.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+
 def entry(name: str, build: Callable[[Path], None]) -> Path:
     """The folder called ``name``, built first if it is not there.
 
-    Where the cache cannot be written it lives as long as the process.
+    While another process builds it, this one waits. Where the cache cannot be written it lives as
+    long as the process.
 
     Args:
         name: from :func:`key`.
@@ -91,13 +111,15 @@ def entry(name: str, build: Callable[[Path], None]) -> Path:
             return folder
         work = _work(folder)
     try:
-        build(work)
-        try:
-            work.rename(folder)
-        except OSError:
-            # Another process was first; its content is the same.
+        with _turn(folder):
             if not folder.is_dir():
-                raise
+                build(work)
+                try:
+                    work.rename(folder)
+                except OSError:
+                    # Another process was first; its content is the same.
+                    if not folder.is_dir():
+                        raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder

@@ -1,11 +1,15 @@
-"""From Metal source to a loaded function: preprocess, translate, compile strictly, check, build."""
+"""From Metal source to a loaded function: preprocess, translate, compile strictly, check, build.
+
+Most of a translation unit is the headers in front of the kernel, the same for all kernels: they
+are translated and parsed once, into a precompiled header in the cache.
+"""
 
 from __future__ import annotations
 
 import json
+import pickle
 import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +38,18 @@ _NARROWING = re.compile(r"^.*loses floating-point precision: .* to 'bfloat'.*$",
 _FIBERS = re.compile(
     r"@qk_(?:simd_sync|threadgroup_barrier|simdgroup_barrier|threadgroup_memory)\("
 )
+
+
+_LINE_MARKER = re.compile(r"^# \d+ .*\n", re.M)
+_OWN_LINE = re.compile(r'# \d+ "source\.metal"')
+
+
+@dataclass(frozen=True)
+class Preamble:
+    """The headers in front of a kernel, translated and parsed."""
+
+    header: Path
+    declared: source.Declared
 
 
 @dataclass(frozen=True)
@@ -67,8 +83,40 @@ def preprocess(text: str, defines: Mapping[str, str], language: int) -> str:
     )
 
 
-def strict(unit: str, *, checked: bool, debug: bool) -> str:
-    """The IR of a translation unit before any optimisation, address spaces apart."""
+def own_source(unit: str) -> int:
+    """Where a preprocessed unit's own text begins: behind the headers that it includes first."""
+    end = 0
+    markers = list(_LINE_MARKER.finditer(unit))
+    for marker, following in zip(markers, [*markers[1:], None], strict=True):
+        if _OWN_LINE.match(marker.group()):
+            end = marker.start()
+            if unit[marker.end() : following.start() if following else None].strip():
+                break
+    return end
+
+
+def precompile(headers: str, constants: Mapping[int, object], *, checked: bool) -> Preamble:
+    """Translate and parse the headers in front of a kernel, or take them from the cache.
+
+    Args:
+        headers: what the preprocessor made of them.
+        constants: the values of function constants by index.
+        checked: as for the kernel.
+    """
+
+    def make(folder: Path) -> None:
+        text, declared = source.rewrite(headers, constants)
+        # Templates that the headers use are instantiated here once, and not in each kernel.
+        made = ["-fpch-instantiate-templates", "-c", "-Xclang", "-emit-pch"]
+        _parse(text, [*made, "-o", str(folder / "headers.pch")], checked=checked, debug=checked)
+        (folder / "declared").write_bytes(pickle.dumps(declared))
+
+    used = sorted(constants.items()) if "function_constant" in headers else []
+    folder = cache.entry(cache.key("headers", headers, used, checked), make)
+    return Preamble(folder / "headers.pch", pickle.loads((folder / "declared").read_bytes()))
+
+
+def _parse(unit: str, arguments: list[str], *, checked: bool, debug: bool) -> str:
     flags = ["-gline-tables-only"] if debug else []
     if checked:
         flags += ["-fno-finite-loops", "-fsanitize=array-bounds,integer-divide-by-zero"]
@@ -85,10 +133,7 @@ def strict(unit: str, *, checked: bool, debug: bool) -> str:
             "-Xclang",
             "-disable-llvm-passes",
             "-fPIC",
-            "-S",
-            "-emit-llvm",
-            "-o",
-            "-",
+            *arguments,
             "-",
         ],
         unit,
@@ -96,6 +141,15 @@ def strict(unit: str, *, checked: bool, debug: bool) -> str:
     if narrowing := [x for x in _NARROWING.findall(said) if "mlx/backend" not in x]:
         raise CompileError("\n".join(x.replace("warning:", "error:") for x in narrowing))
     return printed
+
+
+def strict(unit: str, *, checked: bool, debug: bool, preamble: Preamble | None = None) -> str:
+    """The IR of a translation unit before any optimisation, address spaces apart."""
+    include = []
+    if preamble:
+        include = ["-Xclang", "-include-pch", "-Xclang", str(preamble.header)]
+    emit = [*include, "-S", "-emit-llvm", "-o", "-"]
+    return _parse(unit, emit, checked=checked, debug=debug)
 
 
 def demangle(name: str) -> str:
@@ -106,12 +160,12 @@ def demangle(name: str) -> str:
     return name
 
 
-def _refuse(unit: str, text: str, checked: bool) -> None:
+def _refuse(unit: str, text: str, checked: bool, preamble: Preamble) -> None:
     """Report what :func:`ir.check` finds, with source lines."""
     try:
         ir.check(text, lambda line: "", demangle)
     except CompileError:
-        debug = strict(unit, checked=checked, debug=True)
+        debug = strict(unit, checked=checked, debug=True, preamble=preamble)
         ir.check(debug, ir.Locations(debug, str(toolchain.SHIMS)).of, demangle)
         raise
 
@@ -191,13 +245,13 @@ def build(
     constants: Mapping[int, object] | None = None,
     defines: Mapping[str, str] | None = None,
     language: int = 320,
-    note: str = "",
+    first: Callable[[], None] | None = None,
 ) -> Compiled:
     """Compile one kernel of a Metal source, or take it from the cache.
 
     Args:
         text, function, checked, constants, defines, language: as :func:`kernel.compile_source`.
-        note: what to tell on the standard error stream where the cache does not have it.
+        first: called where the cache does not have it, before it is compiled.
 
     Raises:
         CompileError: the source is not Metal as this compiler takes it.
@@ -207,11 +261,15 @@ def build(
         defines["QK_CHECKED"] = "1"
 
     def make(folder: Path) -> None:
-        if note:
-            print(note, file=sys.stderr)
-        unit, signature = source.translate(preprocess(text, defines, language), function, constants)
-        plain = strict(unit, checked=checked, debug=checked)
-        _refuse(unit, plain, checked)
+        if first:
+            first()
+        whole = preprocess(text, defines, language)
+        begin = own_source(whole)
+        preamble = precompile(whole[:begin], constants, checked=checked)
+        own, declared = whole[begin:], preamble.declared
+        unit, signature = source.translate(own, function, constants, declared)
+        plain = strict(unit, checked=checked, debug=checked, preamble=preamble)
+        _refuse(unit, plain, checked, preamble)
         granule, lines = (object_checked if checked else object_fast)(plain, folder)
         toolchain.link([folder / "kernel.o"], folder / "kernel.so")
         (folder / "kernel.o").unlink()

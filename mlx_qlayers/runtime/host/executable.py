@@ -6,7 +6,7 @@ import ctypes
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
@@ -269,7 +269,7 @@ def compile_source(
     defines: Mapping[str, str] | None = None,
     language: int = 320,
     name: str | None = None,
-    note: str = "",
+    first: Callable[[], None] | None = None,
 ) -> HostKernel:
     """Compile one kernel of a complete Metal source for the CPU.
 
@@ -281,7 +281,7 @@ def compile_source(
         defines: macros.
         language: ``__METAL_VERSION__``.
         name: what errors call the kernel; its function's name by default.
-        note: what to tell on the standard error stream where it has to be compiled first.
+        first: called where it has to be compiled, before that.
 
     Raises:
         CompileError: the source is not Metal as this compiler takes it.
@@ -304,6 +304,6 @@ def compile_source(
         constants=constants,
         defines=defines,
         language=language,
-        note=note,
+        first=first,
     )
     return HostKernel(compiled, name or function, checked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,13 +109,16 @@ def _plan(launch: Launch, checked: bool) -> _Plan:
 
 @lru_cache(maxsize=1024)
 def _compiled(program: Program, function: str, text: str, checked: bool) -> _Plan:
-    refuse(text, program.name)
+    def first() -> None:
+        refuse(text, program.name)
+        print(f"mlx-qlayers: compiling kernel {program.name} for this CPU, once", file=sys.stderr)
+
     kernel = compile_source(
         _PREAMBLE + text,
         function,
         checked=checked,
         name=program.name,
-        note=f"mlx-qlayers: compiling kernel {program.name} for this CPU, once",
+        first=first,
     )
     plan = _Plan(kernel)
     at = {parameter.name: i for i, parameter in kernel.signature.buffers.items()}

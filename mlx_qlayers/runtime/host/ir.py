@@ -6,6 +6,7 @@ The strict compile keeps MSL's address spaces apart in the IR: 1 device, 2 const
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from os.path import join
@@ -48,7 +49,11 @@ class Locations:
     def of(self, line: str) -> str:
         """``file:line`` of an instruction, outside the library's own headers where possible."""
         m = re.search(r"!dbg (!\d+)", line)
-        node, found = m.group(1) if m else "", ""
+        return self._of(m.group(1)) if m else ""
+
+    @functools.cache  # noqa: B019 - lives as long as one compilation
+    def _of(self, node: str) -> str:
+        found = ""
         while node:
             file = self._file(self._field(node, "scope"))
             found = f"{file.rsplit('/', 1)[-1]}:{self._field(node, 'line')}"

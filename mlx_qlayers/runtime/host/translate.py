@@ -54,9 +54,17 @@ class _Kernel:
     shared: list[str] = field(default_factory=list)
 
 
-def _constants(text: str, constants: Mapping[int, object]) -> str:
-    defined = {}
+@dataclass
+class Declared:
+    """What a part of a translation unit declares, for the parts behind it."""
 
+    kernels: dict[str, _Kernel] = field(default_factory=dict)
+    instances: dict[str, str] = field(default_factory=dict)
+    # Function constants by name, and whether they have a value.
+    constants: dict[str, bool] = field(default_factory=dict)
+
+
+def _constants(text: str, constants: Mapping[int, object], defined: dict[str, bool]) -> str:
     def define(m: re.Match[str]) -> str:
         kind, name, index = m.group(1), m.group(2), int(m.group(3))
         defined[name] = index in constants
@@ -211,13 +219,41 @@ def _entry(signature: Signature) -> str:
     )
 
 
-def translate(text: str, function: str, constants: Mapping[int, object]) -> tuple[str, Signature]:
+def rewrite(
+    text: str, constants: Mapping[int, object], before: Declared | None = None
+) -> tuple[str, Declared]:
+    """Rewrite a part of a preprocessed translation unit for clang.
+
+    Args:
+        text: the part.
+        constants: the values of function constants by index.
+        before: what the parts in front of it declare.
+
+    Returns:
+        The source for clang, and what it declares with what is declared ``before``.
+    """
+    known = before or Declared()
+    known = Declared({**known.kernels}, {**known.instances}, {**known.constants})
+    text = _constants(text, constants, known.constants)
+    kernels, instances = _kernels(text)
+    edits = [(begin, end, "") for begin, end, _, _ in instances]
+    edits += [(*k.body, _shared(k, text[slice(*k.body)])) for k in kernels]
+    # Of two kernels of one name the first gives the signature.
+    known.kernels = {k.name: k for k in reversed(kernels)} | known.kernels
+    known.instances |= {name: what for _, _, name, what in instances}
+    return respell(_KERNEL.sub("", edit(text, edits))), known
+
+
+def translate(
+    text: str, function: str, constants: Mapping[int, object], before: Declared | None = None
+) -> tuple[str, Signature]:
     """Rewrite a preprocessed translation unit and add the entry point of one kernel.
 
     Args:
         text: the unit after the preprocessor; ``entry.h`` comes with it.
         function: the kernel: its name, its ``host_name``, or a name with template arguments.
         constants: the values of function constants by index.
+        before: what a part in front of ``text`` declares, from :func:`rewrite`.
 
     Returns:
         The source for clang and the kernel's signature.
@@ -225,16 +261,12 @@ def translate(text: str, function: str, constants: Mapping[int, object]) -> tupl
     Raises:
         CompileError: there is no such kernel, or a parameter's attribute is unknown.
     """
-    text = _constants(text, constants)
-    kernels, instances = _kernels(text)
-    expression = {name: what for _, _, name, what in instances}.get(function, function)
+    text, declared = rewrite(text, constants, before)
+    expression = declared.instances.get(function, function)
     base = expression.split("<")[0].strip().split("::")[-1]
-    found = [k for k in kernels if k.name == base]
-    if not found:
-        known = ", ".join(sorted({k.name for k in kernels})) or "none"
+    if base not in declared.kernels:
+        known = ", ".join(sorted(declared.kernels)) or "none"
         raise CompileError(f"no kernel {function!r} in the source; kernels: {known}")
-    edits = [(begin, end, "") for begin, end, _, _ in instances]
-    edits += [(*k.body, _shared(k, text[slice(*k.body)])) for k in kernels]
-    text = respell(_KERNEL.sub("", edit(text, edits)))
-    signature = Signature(expression, found[0].parameters, tuple(found[0].shared))
+    kernel = declared.kernels[base]
+    signature = Signature(expression, kernel.parameters, tuple(kernel.shared))
     return text + _entry(signature), signature

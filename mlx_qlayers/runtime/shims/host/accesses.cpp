@@ -145,10 +145,14 @@ static void issue(Checks* c, const qk_thread& t, uint32_t offset, uint32_t bytes
 static void arena_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t bytes, Kind kind, bool atomic, uint32_t line) {
   Worker* w = c->worker;
   uint32_t offset = at - (uint64_t)w->arena;
-  int slot = -1;
-  for (int i = 0; i < kSlots; i++) {
+  auto holds = [&](int i) {
     const Worker::Slot& s = w->slots[i];
-    if (s.known && offset >= s.begin && offset + bytes <= s.begin + s.bytes) slot = i;
+    return s.known && offset >= s.begin && offset + bytes <= s.begin + s.bytes;
+  };
+  // Mostly the array of the last access.
+  int slot = c->slot;
+  if (!holds(slot)) {
+    for (slot = kSlots - 1; slot >= 0 && !holds(slot);) slot--;
   }
   if (slot < 0) {
     for (int i = 0; i < kSlots; i++) {
@@ -160,6 +164,7 @@ static void arena_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t by
     }
     w->fail(kOutOfBounds, "%s threadgroup memory outside every array", kVerbs[kind]);
   }
+  c->slot = slot;
   for (uint32_t i = offset; i < offset + bytes; i++) {
     if (kind != kWrite && c->arena_written[i] != c->group && !tolerated(c, kUninitialised)) {
       w->fail(kUninitialised, "%s byte %u of threadgroup array %d, which nobody has written", kVerbs[kind],
@@ -167,7 +172,8 @@ static void arena_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t by
     }
     if (kind != kRead) c->arena_written[i] = c->group;
   }
-  order(c, c->arena_cells + offset, bytes, access_now(c, t, false, atomic), kind,
+  uint32_t granule = c->launch->granule, first = offset / granule;
+  order(c, c->arena_cells + first, (offset + bytes - 1) / granule - first + 1, access_now(c, t, false, atomic), kind,
         (const char*)at, bytes, {"threadgroup array", (uint32_t)slot});
   (kind == kRead ? c->counters->threadgroup_read : c->counters->threadgroup_written) += bytes;
   issue(c, t, offset, bytes, line);

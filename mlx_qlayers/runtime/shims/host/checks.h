@@ -61,5 +61,6 @@ struct Checks {
   Cell* arena_cells;
   uint32_t* arena_written;  // the threadgroup that wrote a byte last
   Banks* banks;
+  int slot;  // the threadgroup array used last
   Pending pending;
 };
