@@ -13,8 +13,6 @@ FORMATS = [
     for size in sizes
     for bits in widths
 ]
-# One of each width, for what takes too long with every group size as well.
-WIDTHS = list({(fmt.mode, fmt.bits): fmt for fmt in FORMATS}.values())
 # E2M1: sign, two bits of exponent, one of mantissa.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _FP4 = np.concatenate([_E2M1, -_E2M1])

@@ -42,6 +42,7 @@ _FIBERS = re.compile(
 
 _LINE_MARKER = re.compile(r"^# \d+ .*\n", re.M)
 _OWN_LINE = re.compile(r'# \d+ "source\.metal"')
+_RETURN = re.compile(r'\A(# \d+ "source\.metal") 2')
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def preprocess(text: str, defines: Mapping[str, str], language: int) -> str:
     )
 
 
-def own_source(unit: str) -> int:
-    """Where a preprocessed unit's own text begins: behind the headers that it includes first."""
+def split(unit: str) -> tuple[str, str]:
+    """A preprocessed unit in two: the headers that it includes first, and its own text."""
     end = 0
     markers = list(_LINE_MARKER.finditer(unit))
     for marker, following in zip(markers, [*markers[1:], None], strict=True):
@@ -92,7 +93,8 @@ def own_source(unit: str) -> int:
             end = marker.start()
             if unit[marker.end() : following.start() if following else None].strip():
                 break
-    return end
+    # What returns from the last header begins a text here.
+    return unit[:end], _RETURN.sub(r"\1", unit[end:], count=1)
 
 
 def precompile(headers: str, constants: Mapping[int, object], *, checked: bool) -> Preamble:
@@ -263,11 +265,9 @@ def build(
     def make(folder: Path) -> None:
         if first:
             first()
-        whole = preprocess(text, defines, language)
-        begin = own_source(whole)
-        preamble = precompile(whole[:begin], constants, checked=checked)
-        own, declared = whole[begin:], preamble.declared
-        unit, signature = source.translate(own, function, constants, declared)
+        headers, own = split(preprocess(text, defines, language))
+        preamble = precompile(headers, constants, checked=checked)
+        unit, signature = source.translate(own, function, constants, preamble.declared)
         plain = strict(unit, checked=checked, debug=checked, preamble=preamble)
         _refuse(unit, plain, checked, preamble)
         granule, lines = (object_checked if checked else object_fast)(plain, folder)

@@ -16,7 +16,8 @@ from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
 from tests.numerics import random
-from tests.packed import FORMATS, WIDTHS
+from tests.packed import FORMATS
+from tests.pairwise import pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 SMALL = Format(32, 4)
@@ -42,28 +43,18 @@ def check_all(fmt, dtype, transpose, rows=72, groups=3, each=1, right=RIGHT, **o
     check_gathered(y, x, packed, fmt, None, mx.array(right), transpose)
 
 
-@pytest.mark.parametrize("fmt", FORMATS[::3], ids=str)
-def test_formats(fmt):
-    check_all(fmt, mx.float16, True)
+every_format_and_dtype = pytest.mark.parametrize(
+    ("fmt", "dtype", "transpose"), pairwise(FORMATS, DTYPES, (True, False)), ids=str
+)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_plain(dtype):
-    check_all(SMALL, dtype, False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", WIDTHS, ids=str)
+@every_format_and_dtype
 def test_every_format_and_dtype(fmt, dtype, transpose):
     check_all(fmt, dtype, transpose)
 
 
 @on_gpus
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@every_format_and_dtype
 def test_on_gpus(gpu, fmt, dtype, transpose):
     for right in (RIGHT, RIGHT * 9):
         check_all(fmt, dtype, transpose, right=sorted(right), device=gpu, backend=gpu)

@@ -13,7 +13,8 @@ from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
 from tests.numerics import behind_one, random
-from tests.packed import FORMATS, WIDTHS
+from tests.packed import FORMATS
+from tests.pairwise import pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 AFFINE, SMALL = Format(64, 4), Format(32, 4)
@@ -32,50 +33,35 @@ def by_kernel(x, packed, right, fmt, transpose=True, known=False, device="host",
         return gather_qmv(x, *packed, None, choice, fmt, config)
 
 
-CASES = [(1, CHOICES[0]), (3, CHOICES[0]), (1, CHOICES[1])]
+# Rows of a block, and what the blocks choose.
+CASES = {"rows": (1, CHOICES[0]), "blocks": (3, CHOICES[0]), "sorted": (1, CHOICES[1])}
 
 
-def check_all(fmt, dtype, transpose, shapes=SHAPES, cases=CASES, **others):
+def check_all(fmt, dtype, transpose, shapes=SHAPES, cases=tuple(CASES), **others):
     rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size)
     for rows, groups in shapes:
         columns = max(groups * fmt.group_size, 32)
         packed = random_experts(rng, (E,), rows, columns, fmt, dtype)
-        for m, right in cases:
+        for m, right in map(CASES.get, cases):
             x = random(rng, (len(right), m, columns if transpose else rows), dtype)
             known = right is CHOICES[1]
             y = by_kernel(x, packed, right, fmt, transpose, known, **others)
             check_gathered(y, x, packed, fmt, None, mx.array(right), transpose)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_every_format(fmt):
-    check_all(fmt, mx.bfloat16, True, cases=CASES[1:])
-
-
-@pytest.mark.parametrize("fmt", FORMATS[::4], ids=str)
-def test_plain(fmt):
-    check_all(fmt, mx.bfloat16, False, cases=CASES[1:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", WIDTHS, ids=str)
-def test_every_format_and_dtype(fmt, dtype, transpose):
-    for device in ("host", "metal"):
-        check_all(fmt, dtype, transpose, device=device)
-
-
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(dtype, transpose):
-    check_all(SMALL, dtype, transpose)
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "transpose", "case", "device"),
+    pairwise(FORMATS, DTYPES, (True, False), tuple(CASES), ("host", "metal")),
+    ids=str,
+)
+def test_every_format_and_dtype(fmt, dtype, transpose, case, device):
+    check_all(fmt, dtype, transpose, cases=[case], device=device)
 
 
 @on_gpus
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "transpose"), pairwise(FORMATS, DTYPES, (True, False)), ids=str
+)
 def test_on_gpus(gpu, fmt, dtype, transpose):
     check_all(fmt, dtype, transpose, device=gpu, backend=gpu)
 
@@ -86,7 +72,7 @@ def test_on_gpus(gpu, fmt, dtype, transpose):
 def test_clean_with_checks(fmt, transpose, device):
     """Nothing out of bounds, unset, misaligned or raced for; with the configuration of GPUs too."""
     with checks():
-        check_all(fmt, mx.float16, transpose, SHAPES[:2], CASES[1:], device=device)
+        check_all(fmt, mx.float16, transpose, SHAPES[:2], ("blocks", "sorted"), device=device)
 
 
 @pytest.mark.parametrize("device", ["host", "metal"])

@@ -14,6 +14,7 @@ from tests.gpus import on_gpus
 from tests.launchers import dequantize
 from tests.numerics import assert_accurate, random, round_to
 from tests.packed import FORMATS, dequantize64, random_packed, terms64
+from tests.pairwise import pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
@@ -28,10 +29,9 @@ def check(fmt, dtype, heights=(5,), columns=384, path="host"):
     assert_accurate(y, dense, round_to(dense, dtype), terms=terms)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_every_format(fmt):
-    for dtype in DTYPES if fmt.bits == 4 else DTYPES[2:]:
-        check(fmt, dtype)
+@pytest.mark.parametrize(("fmt", "dtype"), pairwise(FORMATS, DTYPES), ids=str)
+def test_every_format_and_dtype(fmt, dtype):
+    check(fmt, dtype)
 
 
 @on_gpus

@@ -13,7 +13,8 @@ from tests.gpus import GPUS, on_gpus
 from tests.launchers import scales_and_biases_gradient
 from tests.numerics import assert_accurate, assert_same_sums, behind_one, random, round_to, to64
 from tests.oracles import product
-from tests.packed import FORMATS, WIDTHS, codes, random_packed
+from tests.packed import FORMATS, codes, random_packed
+from tests.pairwise import pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 AFFINE = [fmt for fmt in FORMATS if fmt.mode == "affine"]
@@ -61,20 +62,9 @@ def check_all(fmt, dtype, shapes=SHAPES, **options):
         check(by_kernel(left, right, packed, fmt, **options), left, right, packed[0], fmt)
 
 
-@pytest.mark.parametrize("fmt", AFFINE, ids=str)
-def test_every_format(fmt):
-    check_all(fmt, mx.bfloat16)
-
-
-@pytest.mark.parametrize("fmt", AFFINE[::5], ids=str)
-def test_with_the_tiles_of_gpus(fmt):
-    check_all(fmt, mx.float16, device="metal")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["host", "metal"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", [fmt for fmt in WIDTHS if fmt.mode == "affine"], ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "device"), pairwise(AFFINE, DTYPES, ("host", "metal")), ids=str
+)
 def test_every_format_and_dtype(fmt, dtype, device):
     check_all(fmt, dtype, device=device)
 

@@ -19,6 +19,7 @@ from tests.launchers import qmm
 from tests.numerics import assert_accurate, behind_one, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, dequantize64, random_packed, terms64
+from tests.pairwise import pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 AFFINE = Format(64, 4)
@@ -59,24 +60,20 @@ def check_all(fmt, dtype, transpose, shapes=SHAPES, **options):
         check(y, x, packed, fmt, transpose)
 
 
-@pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda i: str(FORMATS[i]))
-def test_every_format(number):
-    check_all(FORMATS[number], DTYPES[number % 3], transpose=number % 2 == 0)
+every_format_and_dtype = pytest.mark.parametrize(
+    ("fmt", "dtype", "transpose"), pairwise(FORMATS, DTYPES, (True, False)), ids=str
+)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@every_format_and_dtype
 def test_every_format_and_dtype(fmt, dtype, transpose):
     check_all(fmt, dtype, transpose)
 
 
 @on_gpus
-@pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda i: str(FORMATS[i]))
-def test_on_gpus(gpu, number):
-    for transpose in (True, False):
-        check_all(FORMATS[number], DTYPES[number % 3], transpose, SHAPES[1::2], device=gpu)
+@every_format_and_dtype
+def test_on_gpus(gpu, fmt, dtype, transpose):
+    check_all(fmt, dtype, transpose, SHAPES[1::2], device=gpu)
 
 
 @pytest.mark.parametrize("path", ["host", *GPUS])

@@ -20,11 +20,13 @@ from tests.launchers import qmv
 from tests.numerics import assert_accurate, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, dequantize64, random_packed, terms64
+from tests.pairwise import pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 AFFINE = Format(64, 4)
 # One column, fewer and more than a tile, no whole tiles; one group, three, and many.
 SHAPES = [(1, 1), (8, 3), (41, 1), (520, 3), (41, 256)]
+ROWS = (1, 3, 7, 16)
 
 
 def check(y, x, packed, fmt, bias=None):
@@ -59,23 +61,9 @@ def check_all(fmt, dtype, rows, shapes=SHAPES, **options):
         check(by_kernel(x, packed, fmt, **options), x, packed, fmt)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_every_format(fmt):
-    for rows in (3, 7, 16):
-        check_all(fmt, mx.bfloat16, rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_every_format_and_dtype(fmt, dtype):
-    for rows in (1, 3, 7, 16):
-        check_all(fmt, dtype, rows)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_row(dtype):
-    check_all(AFFINE, dtype, 1)
+@pytest.mark.parametrize(("fmt", "dtype", "rows"), pairwise(FORMATS, DTYPES, ROWS), ids=str)
+def test_every_format_and_dtype(fmt, dtype, rows):
+    check_all(fmt, dtype, rows)
 
 
 @on_gpus
@@ -89,18 +77,9 @@ def test_on_gpus(gpu, fmt, dtype):
             check(quantized_matmul(x, *packed, **fmt._asdict()), x, packed, fmt)
 
 
-@pytest.mark.parametrize(("i", "fmt"), list(enumerate(FORMATS)), ids=str)
-def test_matrix_units(i, fmt):
-    """Every format, by turns in both half precisions and at few and many rows."""
-    check_all(fmt, DTYPES[1 + i % 2], (3, 16, 7, 1)[i % 4], [(41, 3), (520, 1)], device="cuda")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_matrix_units_in_every_shape(fmt, dtype):
-    for rows in (1, 3, 7, 16):
-        check_all(fmt, dtype, rows, device="cuda")
+@pytest.mark.parametrize(("fmt", "dtype", "rows"), pairwise(FORMATS, DTYPES[1:], ROWS), ids=str)
+def test_matrix_units(fmt, dtype, rows):
+    check_all(fmt, dtype, rows, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -257,37 +236,37 @@ def activation(y, gate, kind):
     return y * kind(0.5) * (1 + np.tanh(kind((2 / np.pi) ** 0.5) * (y + kind(0.044715) * y**3)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 7, 16])
-def test_several_matrices(dtype, rows):
+@pytest.mark.parametrize(
+    ("dtype", "rows", "sizes"), pairwise(DTYPES, (1, 7, 16), ([41], [24, 8], [33, 8, 41])), ids=str
+)
+def test_several_matrices(dtype, rows, sizes):
     """Queries, keys and values: other sizes, some with a bias, in one launch of a GPU."""
-    rng = np.random.default_rng(rows)
-    for sizes in ([41], [24, 8], [33, 8, 41]):
-        fused(rng, dtype, rows, sizes, 192, AFFINE)
+    fused(np.random.default_rng(rows), dtype, rows, sizes, 192, AFFINE)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "gate", "rows"), pairwise(DTYPES, ("silu", "gelu", "gelu_approx"), (1, 5)), ids=str
+)
+def test_gates(dtype, gate, rows):
+    fused(np.random.default_rng(len(gate)), dtype, rows, [41, 41], 192, AFFINE, gate=gate)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weighted", "fmt", "gate"),
+    pairwise(
+        DTYPES, (False, True), (AFFINE, Format(16, 4, "nvfp4"), Format(32, 3)), (None, "silu")
+    ),
+    ids=str,
+)
+def test_norm(dtype, weighted, fmt, gate):
+    rows, sizes = (9, [24, 24]) if gate else (3, [24, 8])
+    fused(np.random.default_rng(7), dtype, rows, sizes, 192, fmt, norm=weighted, gate=gate)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gate", ["silu", "gelu", "gelu_approx"])
-def test_gates(dtype, gate):
-    rng = np.random.default_rng(len(gate))
-    for rows in (1, 5):
-        fused(rng, dtype, rows, [41, 41], 192, AFFINE, gate=gate)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_norm(dtype, weighted):
-    rng = np.random.default_rng(7)
-    for fmt in (AFFINE, Format(16, 4, "nvfp4"), Format(32, 3)):
-        fused(rng, dtype, 3, [24, 8], 192, fmt, norm=weighted)
-    fused(rng, dtype, 9, [24, 24], 192, AFFINE, norm=weighted, gate="silu")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_residual(dtype):
-    rng = np.random.default_rng(8)
-    for rows in (1, 16):
-        fused(rng, dtype, rows, [41], 192, Format(32, 8, "mxfp8"), residual=True)
+def test_residual(dtype, rows):
+    fused(np.random.default_rng(8), dtype, rows, [41], 192, Format(32, 8, "mxfp8"), residual=True)
 
 
 def test_one_launch_for_all():

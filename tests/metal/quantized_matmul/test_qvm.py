@@ -16,6 +16,7 @@ from tests.gpus import HERE, on_gpus
 from tests.launchers import qvm
 from tests.numerics import random
 from tests.packed import FORMATS, random_packed
+from tests.pairwise import pairwise
 
 from .test_qmm import DTYPES, check
 
@@ -42,22 +43,20 @@ def check_all(fmt, dtype, shapes=SHAPES, **options):
         check(by_kernel(x, packed, fmt, **options), x, packed, fmt, False)
 
 
-@pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda i: str(FORMATS[i]))
-def test_every_format(number):
-    check_all(FORMATS[number], DTYPES[number % 3])
+every_format_and_dtype = pytest.mark.parametrize(
+    ("fmt", "dtype"), pairwise(FORMATS, DTYPES), ids=str
+)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@every_format_and_dtype
 def test_every_format_and_dtype(fmt, dtype):
     check_all(fmt, dtype)
 
 
 @on_gpus
-@pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda i: str(FORMATS[i]))
-def test_on_gpus(gpu, number):
-    check_all(FORMATS[number], DTYPES[number % 3], SHAPES[:2], device=gpu)
+@every_format_and_dtype
+def test_on_gpus(gpu, fmt, dtype):
+    check_all(fmt, dtype, SHAPES[:2], device=gpu)
 
 
 @pytest.mark.parametrize("device", ["host", "metal"])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.runtime.host import Uninitialised
+from tests.pairwise import pairwise
 
 from . import mlx_kernels as mk
 
@@ -76,37 +77,36 @@ def _affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, checked: bool) 
     return mk.error(mk.float64(y, dtype), truth, dtype)
 
 
-def _affine_cases() -> list[Any]:
-    cases = []
-    for kernel in ("qmv_fast", "qmv", "qmv_wide", "qvm", "qmm_t", "qmm_n"):
-        for bits in (2, 3, 4, 5, 6, 8):
-            for group in (32, 64, 128):
-                quick = (bits, group) in ((4, 64), (3, 32)) and kernel != "qmm_n"
-                quick = quick or (kernel, bits, group) == ("qmm_n", 4, 64)
-                marks = () if quick else (pytest.mark.slow,)
-                cases.append(pytest.param(kernel, bits, group, mx.float16, marks=marks))
-    cases += [
-        pytest.param("qmv_quad", 4, 64, mx.float16),
-        pytest.param("qmv_fast", 8, 64, mx.bfloat16),
-        pytest.param("qmv_fast", 4, 32, mx.float32),
-        pytest.param("qmm_t", 4, 64, mx.bfloat16, marks=pytest.mark.slow),
-        pytest.param("qmm_t", 4, 64, mx.float32, marks=pytest.mark.slow),
-    ]
-    return cases
+KERNELS = ("qmv_fast", "qmv", "qmv_wide", "qvm", "qmm_t", "qmm_n")
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 
-@pytest.mark.parametrize(("kernel", "bits", "group", "dtype"), _affine_cases())
-def test_affine(
-    kernel: str, bits: int, group: int, dtype: mx.Dtype, record_property: Record
+def _check_affine(
+    kernel: str, bits: int, group: int, dtype: mx.Dtype, record: Record, checked: bool = True
 ) -> None:
     case = f"{bits} bits, groups of {group}, {mk.METAL_NAMES[dtype]}"
     # In float32 the sum's own error shows: about the square root of its length in roundings.
     bound = 40.0 if dtype == mx.float32 else 2.5
-    error = _affine(kernel, bits, group, dtype, checked=True)
-    _note(record_property, f"affine_{kernel}", case, "checked", error, bound)
-    if (bits, group) == (4, 64):
-        error = _affine(kernel, bits, group, dtype, checked=False)
-        _note(record_property, f"affine_{kernel}", case, "fast", error, bound)
+    error = _affine(kernel, bits, group, dtype, checked)
+    _note(record, f"affine_{kernel}", case, "checked" if checked else "fast", error, bound)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "bits", "group", "dtype"),
+    [
+        *pairwise(KERNELS, (2, 3, 4, 5, 6, 8), (32, 64, 128), DTYPES),
+        ("qmv_quad", 4, 64, mx.float16),
+    ],
+)
+def test_affine(
+    kernel: str, bits: int, group: int, dtype: mx.Dtype, record_property: Record
+) -> None:
+    _check_affine(kernel, bits, group, dtype, record_property)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "qmv_quad"])
+def test_affine_in_the_fast_build(kernel: str, record_property: Record) -> None:
+    _check_affine(kernel, 4, 64, mx.float16, record_property, checked=False)
 
 
 @pytest.mark.parametrize("kernel", ["fp_qmv_fast", "fp_qmv", "fp_qmv_wide"])
