@@ -18,6 +18,7 @@ from tests import oracles
 from tests.gpus import on_gpus
 from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
 from tests.packed import dequantize64
+from tests.pairwise import pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 MASKS = ["none", "causal", "boolean", "padded", "one key", "additive", "hidden"]
@@ -90,26 +91,33 @@ def check(out, arrays, options, what=""):
     assert_accurate(out, truth["out"], rounded, terms=terms["out"], what=what)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", MASKS)
-def test_against_float64(kind, dtype):
-    number = MASKS.index(kind) + DTYPES.index(dtype)
-    for device in ("cuda", "host"):
-        for shape in (SHAPES[number % 5], SHAPES[(number + 2) % 5]):
-            extra = EXTRAS[number % 5]
-            arrays, options = make(number, shape, dtype=dtype, kind=kind, extra=extra)
-            out = by_kernel(arrays, options, device)
-            check(out, arrays, options, f"{shape} {kind} {extra} {device}")
+every_mask_and_dtype = pytest.mark.parametrize(
+    ("shape", "kind", "extra", "dtype", "device"),
+    pairwise(SHAPES, MASKS, EXTRAS, DTYPES, ("cuda", "host")),
+    ids=str,
+)
 
 
-WIDTHS = [(32, 32), (40, 72), (96, 96), (128, 128), (192, 128), (256, 256), (104, 200)]
+@every_mask_and_dtype
+def test_against_float64(shape, kind, extra, dtype, device):
+    arrays, options = make(0, shape, dtype=dtype, kind=kind, extra=extra)
+    check(by_kernel(arrays, options, device), arrays, options)
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_head_sizes(widths):
-    arrays, options = make(1, (1, 7, 1, 1, 257), widths, mx.float16)
-    for device in ("cuda", "host"):
-        check(by_kernel(arrays, options, device), arrays, options, device)
+# The head sizes of keys and of values; one query, and some.
+WIDTHS = [(width, width) for width in range(32, 257, 8)] + [(40, 72), (192, 128), (104, 200)]
+LENGTHS = [((1, 7, 1, 1, 257), "none"), ((1, 4, 2, 3, 130), "causal")]
+every_head_size = pytest.mark.parametrize(
+    ("widths", "dtype", "device", "length"),
+    pairwise(WIDTHS, DTYPES, ("cuda", "host"), LENGTHS),
+    ids=str,
+)
+
+
+@every_head_size
+def test_every_head_size(widths, dtype, device, length):
+    arrays, options = make(1, length[0], widths, dtype, length[1])
+    check(by_kernel(arrays, options, device), arrays, options)
 
 
 @pytest.mark.parametrize("rows", [(8, 1, 8), (14, 2, 7), (24, 1, 3)], ids=str)
@@ -119,15 +127,6 @@ def test_many_rows(rows):
     arrays, options = make(2, (1, heads, kv_heads, queries, 130), (64, 64), mx.bfloat16, "causal")
     check(by_kernel(arrays, options), arrays, options)
     check(by_kernel(arrays, options, "host", most=8), arrays, options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", range(32, 257, 8))
-def test_every_head_size(width, dtype):
-    arrays, options = make(width, (1, 4, 2, 3, 130), (width, width), dtype, "causal")
-    for device in ("cuda", "host"):
-        check(by_kernel(arrays, options, device), arrays, options)
 
 
 @pytest.mark.parametrize(
@@ -152,15 +151,19 @@ def test_packed_keys_and_values(bits, group_size, dtype, widths):
 
 
 @on_gpus
-@pytest.mark.parametrize("kind", MASKS)
-def test_on_gpus(gpu, kind):
-    number = MASKS.index(kind)
-    widths = [(64, 64), (128, 128), (40, 72), (192, 128), (256, 256)]
-    for i in range(number, number + 3):
-        dtype = DTYPES[i % 3]
-        arrays, options = make(i, SHAPES[i % 5], widths[i % 5], dtype, kind, EXTRAS[i % 5])
-        with use_backend(gpu):
-            check(attention(*arrays, **options), arrays, options, f"{SHAPES[i % 5]} {dtype}")
+@every_mask_and_dtype
+def test_on_gpus(gpu, shape, kind, extra, dtype, device):
+    arrays, options = make(0, shape, dtype=dtype, kind=kind, extra=extra)
+    with use_backend(gpu):
+        check(attention(*arrays, **options), arrays, options)
+
+
+@on_gpus
+@every_head_size
+def test_every_head_size_on_gpus(gpu, widths, dtype, device, length):
+    arrays, options = make(1, length[0], widths, dtype, length[1])
+    with use_backend(gpu):
+        check(attention(*arrays, **options), arrays, options)
 
 
 @on_gpus

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attention_cases import DTYPES, EXTRAS, MASKS, check, expect, make
 from numerics import assert_accurate, assert_gradient, random
+from pairwise import pairwise
 from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers.metal.attention import forward as kernels
@@ -33,8 +34,8 @@ SHAPES = [
 # Bytes that a threadgroup may have.
 MEMORY = {"metal": MAX_THREADGROUP_MEMORY, "cuda": CUDA_THREADGROUP_MEMORY}
 ALL = {"window": 9, "softcap": 30.0, "sinks": True}
-SIZES = range(32, 257, 8)
-WIDE = [(192, 128), (40, 72)]
+# The head sizes of keys and of values.
+WIDTHS = [(width, width) for width in range(32, 257, 8)] + [(192, 128), (40, 72)]
 
 
 @pytest.fixture(autouse=True)
@@ -61,77 +62,34 @@ def as_on(device):
     return mock.patch.object(kernels, "layout", chosen)
 
 
-def every_shape(kind, dtype, extra):
-    for number, shape in enumerate(SHAPES):
-        check(attention, (*shape, 32, 32), dtype, kind, extra, seed=number)
-
-
-@pytest.mark.parametrize("extra", [{}, ALL], ids=["plain", "all"])
-@pytest.mark.parametrize("kind", MASKS)
-def test_every_mask(kind, extra):
-    """In one dtype for each kind of mask, so that few kernels have to be compiled."""
-    of_kind = {
-        "none": mx.bfloat16,
-        "causal": mx.bfloat16,
-        "additive": mx.float32,
-        "biased": mx.float32,
-    }
-    every_shape(kind, of_kind.get(kind, mx.float16), extra)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("extra", EXTRAS, ids=str)
-@pytest.mark.parametrize("kind", MASKS)
-def test_every_mask_and_dtype(kind, extra, dtype):
-    every_shape(kind, dtype, extra)
-
-
-def head_size(width, width_v, dtype, device="metal", queries=21, keys=37):
-    with as_on(device):
-        shape = (1, 2, 1, queries, keys, width, width_v)
-        check(attention, shape, dtype, "causal", seed=width)
-        check(attention, (1, 2, 1, 5, 19, width, width_v), dtype, seed=width)
-
-
-@pytest.mark.parametrize(
-    "width, dtype, device",
-    [
-        (40, mx.float16, "metal"),
-        (80, mx.float32, "cuda"),
-        (128, mx.bfloat16, "metal"),
-        (256, mx.float32, "metal"),
-    ],
+every_mask_and_dtype = pytest.mark.parametrize(
+    ("shape", "kind", "extra", "dtype"), pairwise(SHAPES, MASKS, EXTRAS, DTYPES), ids=str
 )
-def test_head_sizes(width, dtype, device):
-    head_size(width, width, dtype, device)
 
 
-def test_keys_and_values_of_two_widths():
-    head_size(192, 128, mx.bfloat16)
+@every_mask_and_dtype
+def test_every_mask_and_dtype(shape, kind, extra, dtype):
+    check(attention, (*shape, 32, 32), dtype, kind, extra)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("width", SIZES)
-def test_every_head_size(width):
-    for dtype in (mx.bfloat16, mx.float32):
-        head_size(width, width, dtype, "metal")
-    head_size(width, width, mx.float16, "cuda")
+every_head_size = pytest.mark.parametrize(
+    ("widths", "dtype", "device", "kind"),
+    pairwise(WIDTHS, DTYPES, ("metal", "cuda"), ("none", "causal")),
+    ids=str,
+)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("widths", WIDE)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_more_keys_and_values_of_two_widths(widths, dtype):
-    for device in ("metal", "cuda"):
-        head_size(*widths, dtype, device)
+@every_head_size
+def test_every_head_size(widths, dtype, device, kind):
+    with as_on(device):
+        check(attention, (1, 2, 1, 21, 37, *widths), dtype, kind)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
 @pytest.mark.parametrize("device", ["metal", "cuda"])
 def test_threadgroup_memory_of_every_head_size(kernel, device):
     for dtype in DTYPES:
-        for widths in [(width, width) for width in SIZES] + WIDE:
+        for widths in WIDTHS:
             chosen = layout(kernel, device, dtype, max(widths))
             values = {"T": dtype, "D": widths[0], "DV": widths[1], "ROLES": chosen.roles}
             assert memory(kernel, values | chosen.template(), device) <= MEMORY[device]
@@ -315,27 +273,17 @@ def steel(width, block):
 
 
 @on_gpus
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", MASKS)
-def test_every_mask_and_dtype_on_gpus(gpu, kind, dtype):
-    for number, shape in enumerate(SHAPES):
-        extra = EXTRAS[(number + MASKS.index(kind)) % len(EXTRAS)]
-        check(attention, (*shape, 64, 64), dtype, kind, extra, seed=number)
+@every_mask_and_dtype
+def test_every_mask_and_dtype_on_gpus(gpu, shape, kind, extra, dtype):
+    check(attention, (*shape, 64, 64), dtype, kind, extra)
 
 
 @on_gpus
-@pytest.mark.parametrize("width", SIZES)
-def test_every_head_size_on_gpus(gpu, width):
-    """Over several tiles, the last of them not whole."""
-    for dtype in DTYPES:
-        head_size(width, width, dtype, gpu, queries=150, keys=333)
-
-
-@on_gpus
-@pytest.mark.parametrize("widths", WIDE)
-def test_keys_and_values_of_two_widths_on_gpus(gpu, widths):
-    for dtype in (mx.float16, mx.bfloat16):
-        head_size(*widths, dtype, gpu, queries=150, keys=333)
+@every_head_size
+def test_every_head_size_on_gpus(gpu, widths, dtype, device, kind):
+    """Over several tiles, the last of them not whole, in the layouts of either GPU."""
+    with as_on(device):
+        check(attention, (1, 2, 1, 150, 333, *widths), dtype, kind)
 
 
 @on_gpus
