@@ -13,10 +13,10 @@ from mlx.utils import tree_flatten
 
 from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
-from .attention_patch import is_routed, routed_attention, stock_class
+from .attention_patch import patched_attention, stock_class
 from .counterparts import stock_of
-from .fused_blocks import input_width, is_fused, unfused_class
-from .operands import GATES, known_of
+from .fused_blocks import input_width, unfused_class
+from .operands import GATES, match_of
 
 Classes = Mapping[int, tuple[type[nn.Module] | None, nn.Module | None]]
 
@@ -72,8 +72,8 @@ class Verifier:
         fused = _converted(module, classes)
         parameters = dict(tree_flatten(fused.parameters()))
         shapes = tuple((name, a.shape, a.dtype) for name, a in parameters.items())
-        width, known = input_width(fused), known_of(cls)
-        if width is None or known is None or not self._first((cls, shapes)):
+        width, match = input_width(fused), match_of(cls)
+        if width is None or match is None or not self._first((cls, shapes)):
             return
         stock = copy.deepcopy(fused)
         for part in stock.modules():
@@ -81,7 +81,7 @@ class Verifier:
         stock.set_dtype(mx.float32)
         for rows in _ROWS:
             x = mx.random.normal((1, rows, width), key=mx.random.key(rows)).astype(self.dtype)
-            masks = () if known.form in GATES else ("causal",)
+            masks = () if match.pattern in GATES else ("causal",)
             found, truth = fused(x, *masks), stock(x.astype(mx.float32), *masks)
             _compare(f"{path}: fused, {rows} rows", found, truth, width, _DEPTH)
 
@@ -133,7 +133,7 @@ class Verifier:
         ]
         for name, mask, exact in masks:
             truth = scaled_dot_product_attention(exact_q, exact_k, exact_v, None, scale, exact)
-            found = routed_attention(q, k, v, None, scale, mask)
+            found = patched_attention(q, k, v, None, scale, mask)
             _compare(f"{path}: attention, mask {name}", found, truth, width)
 
 
@@ -169,9 +169,7 @@ def _converted(module: nn.Module, classes: Classes) -> nn.Module:
 def _stock(part: nn.Module) -> type[nn.Module]:
     if (stock := stock_of(part)) is not None:
         return stock
-    if is_fused(part):
-        part.__class__ = unfused_class(part)
-    return stock_class(part) if is_routed(part) else type(part)
+    return stock_class(unfused_class(type(part)))
 
 
 def _compare(what: str, found: mx.array, truth: mx.array, terms: int, steps: int = 1) -> None:
