@@ -26,7 +26,7 @@ import mlx.nn as nn
 from ..formats import Format
 from ..ops.quantized_route import is_dense, is_qmv
 from . import attention_patch, compiled
-from .attention_patch import patched_class, stock_class
+from .attention_patch import is_patched, patched_class, stock_class
 from .compiled_blocks import feed_forward, heads, joined, position, projected, tail, together
 from .decoder_loop import with_layers_ahead
 from .grouping import Grouped, grouped
@@ -185,7 +185,6 @@ class _Plan:
     It does not hold the module itself, with which it is let go.
 
     Attributes:
-        useful: whether there is anything to fuse.
         heads: operands of attention's projections, or None where attention runs as it was.
         norm: ahead of them, where that is no RMS norm.
         rope: behind them, where that cannot be compiled.
@@ -211,9 +210,8 @@ class _Plan:
         if self.heads:
             names = attention._match.names
             self.out, self.o = of_layers(attention[names["o"]]), attention[names["o"]]
-            self.scale, self.is_patched = getattr(attention, names["scale"]), _patched(attention)
+            self.scale, self.is_patched = getattr(attention, names["scale"]), is_patched(attention)
             self.rope = None if self.heads.static[-1] else attention[names["rope"]]
-        self.useful = self.heads is not None or self.feed is not None
         self.arrays: list[mx.array | None] = []
         if self.is_block:
             self.by_name = match.pattern == "block_by_keywords"
@@ -284,20 +282,17 @@ def _planned(module: Any, x: mx.array) -> _Plan | None:
     """The plan of a module for such rows, kept for the next call; None if it runs as it was."""
     if not _is_fused_for(module, x):
         return None
-    plan, few = _plans.get(id(module)), is_qmv(x)
+    plan = _plans.get(id(module))
     if plan is None:
         weakref.finalize(module, _plans.pop, id(module), None).atexit = False
     else:
         plan.shape = x.shape
     if plan is None or not plan.fits(module, x):
         plan = _plans[id(module)] = _Plan(module)
+    useful = x.ndim == 3 if plan.heads else plan.feed is not None
     # For many rows it depends on more than the shape whether they are fused.
-    plan.shape = x.shape if few else ()
-    return plan if plan.useful and (x.ndim == 3 or not plan.heads) else None
-
-
-def _patched(attention: nn.Module) -> bool:
-    return "_patches" in type(attention).__dict__
+    plan.shape = x.shape if useful and is_qmv(x) else ()
+    return plan if useful else None
 
 
 @cache

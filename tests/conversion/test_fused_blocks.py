@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,14 +16,11 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
 from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
-from mlx_qlayers.conversion import compiled_blocks as stretches
-from mlx_qlayers.conversion import fused_blocks as fusion
+from mlx_qlayers.conversion import compiled_blocks, fused_blocks
 from mlx_qlayers.conversion.fused_blocks import is_fused
 from mlx_qlayers.conversion.report import FUSED, LEFT
 from mlx_qlayers.ops import fused_products as ops
-from mlx_qlayers.ops import quantized_matmul as products
-from mlx_qlayers.ops import traced as traces
-from mlx_qlayers.runtime import health_checks, trace
+from mlx_qlayers.runtime import trace
 
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
@@ -69,22 +65,8 @@ def fusions(report) -> dict[str, tuple[str, str]]:
     return {row.path: (row.action, row.reason) for row in report.fusions}
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch):
-    """Let the stretches be traced as on a GPU, on the path that can be traced here."""
-
-    def place() -> tuple[str, int, str]:
-        stream = mx.default_stream(mx.default_device())
-        return "ops", threading.get_ident(), repr(stream)
-
-    for module in (products, fusion):
-        monkeypatch.setattr(module, "place", place)
-    with use_backend("ops"):
-        yield
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_traced_stretches_compute_the_same(name, traced):
+def test_compiled_parts_compute_the_same(name, gpu_path):
     stock, model = pair(name)
     assert any(map(is_fused, model.modules()))
     assert_same_model(decoded(model), decoded(stock), bits=None, what=name)
@@ -92,13 +74,14 @@ def test_traced_stretches_compute_the_same(name, traced):
 
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_rotary_embeddings(name, kind, traced):
+def test_rotary_embeddings(name, kind, gpu_path):
     scaling = {"rope_type": kind, "type": kind, **ROPES[kind]}
     stock, model = pair(name, rope_scaling=scaling)
     assert_same_model(decoded(model), decoded(stock), bits=None, what=f"{name} {kind}")
 
 
-def test_layers_that_are_alike_share_their_traces(traced, monkeypatch):
+@pytest.mark.parametrize("gpu_path", ["compiled"], indirect=True)
+def test_layers_that_are_alike_share_their_graphs(gpu_path, monkeypatch):
     made = []
     compile = mx.compile
     monkeypatch.setattr(mx, "compile", lambda function: made.append(function) or compile(function))
@@ -106,29 +89,8 @@ def test_layers_that_are_alike_share_their_traces(traced, monkeypatch):
     decoded(model)
     first = len(made)
     decoded(pair(num_hidden_layers=4, rms_norm_eps=2e-5)[1])
-    assert 0 < first == len(made) <= 4  # of blocks, and of their parts while they are verified
-
-
-def test_traces_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
-    assert traces.place() is None  # on a CPU nothing is traced
-    device, default_stream = mx.default_device(), mx.default_stream
-    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
-    monkeypatch.setattr(mx, "default_stream", lambda _: default_stream(device))
-    first = traces.place()
-    assert first == traces.place() and first[0] == "auto"
-    found = []
-    thread = threading.Thread(target=lambda: found.append(traces.place()))
-    thread.start()
-    thread.join()
-    with mx.stream(mx.new_stream(mx.cpu)):
-        found.append(traces.place())
-    with use_backend("ops"):
-        found.append(traces.place())
-    assert len({first, *found}) == 4 and traces.place() == first
-    with health_checks():
-        assert traces.place() is None
-    with trace():
-        assert traces.place() is None
+    # Of blocks, of their parts while they are verified, and of the head.
+    assert 0 < first == len(made) <= 5
 
 
 def test_launches_of_a_token():
@@ -148,7 +110,7 @@ def test_launches_of_a_token():
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma", "qwen3_moe"])
 def test_many_rows_on_a_gpu_are_fused_too(name, monkeypatch):
-    monkeypatch.setattr(fusion, "is_many", lambda x: True)
+    monkeypatch.setattr(fused_blocks, "is_many", lambda x: True)
     stock, model = pair(name)
     tokens = mx.arange(34).reshape(2, 17) % VOCABULARY
     assert_same_model(model(tokens), stock(tokens), bits=None, what="17 rows")
@@ -212,7 +174,7 @@ def test_report():
     ("name", "group"),
     [("gpt_oss", "q_proj, k_proj, v_proj"), ("qwen3_next", "in_proj_qkvz, in_proj_ba")],
 )
-def test_products_of_one_input_are_gathered_where_no_more_is_known(name, group, traced):
+def test_products_of_one_input_are_gathered_where_no_more_is_recognised(name, group, gpu_path):
     wanted = ARCHITECTURES[name]._replace(format=(64, 4, "affine"))
     stock, model = build(name, wanted), build(name, wanted)
     found = fusions(convert_model(model))
@@ -223,7 +185,7 @@ def test_products_of_one_input_are_gathered_where_no_more_is_known(name, group, 
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
 
 
-def test_what_is_not_known_is_left_and_said():
+def test_what_is_not_recognised_is_left_and_said():
     class Chain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -269,14 +231,15 @@ def test_gradient_of_the_embeddings():
         assert mx.abs(found - expected).max() <= 1e-4 * mx.abs(expected).max()
 
 
-def test_gradient_of_traced_stretches(traced):
-    """The second time the stretches have been traced, without what carries gradients."""
+def test_gradient_of_compiled_parts(gpu_path):
+    """The second time the parts have been traced, without what carries gradients."""
     test_gradient_of_the_embeddings()
     decoded(pair()[1])
     test_gradient_of_the_embeddings()
 
 
-def test_gradient_where_launches_without_one_were_traced(traced, monkeypatch):
+@pytest.mark.parametrize("gpu_path", ["compiled"], indirect=True)
+def test_gradient_where_launches_without_one_were_traced(gpu_path, monkeypatch):
     """What stands in for a kernel has no gradient of its own, as kernels have none."""
     launched = []
 
@@ -305,7 +268,7 @@ def test_gradient_where_launches_without_one_were_traced(traced, monkeypatch):
     ops._by_kernel.cache_clear()
 
 
-def test_parameters_that_change_are_seen(traced):
+def test_parameters_that_change_are_seen(gpu_path):
     stock, model = pair()
     decoded(model)
     for m in (stock, model):
@@ -320,7 +283,7 @@ def test_compile_of_the_whole_model():
     assert_same_model(found, stock(TOKENS), bits=None, what="compiled")
 
 
-def test_threads(traced):
+def test_threads(gpu_path):
     """Several threads decode with one model: each sees its own numbers."""
     _, model = pair()
     expected, found, errors = decoded(model), {}, []
@@ -353,7 +316,7 @@ def test_copies_and_pickles():
     assert mx.array_equal(decoded(model), expected)
 
 
-def test_without_routed_attention():
+def test_without_patched_attention():
     stock, model = build("qwen2", PLAIN), build("qwen2", PLAIN)
     report = convert_model(model, attention=False)
     assert fusions(report)["model.layers.0.self_attn"][0] == FUSED
@@ -370,7 +333,7 @@ def test_without_routed_attention():
 def test_verification_refuses_a_fusion_that_disagrees(part, monkeypatch):
     model = build("qwen2", PLAIN)
     before = [type(m) for m in model.modules()]
-    honest = stretches.fused_products
+    honest = compiled_blocks.fused_products
 
     def wrong(x, matrices, **options):
         found = honest(x, matrices, **options)
@@ -382,7 +345,7 @@ def test_verification_refuses_a_fusion_that_disagrees(part, monkeypatch):
         }
         return [y * 1.5 for y in found] if hit[part.rpartition(".")[2]] else found
 
-    monkeypatch.setattr(stretches, "fused_products", wrong)
+    monkeypatch.setattr(compiled_blocks, "fused_products", wrong)
     with pytest.raises(ValueError, match=rf"^{part}: fused, 1 rows: disagrees"):
         convert_model(model)
     assert [type(m) for m in model.modules()] == before
