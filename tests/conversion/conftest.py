@@ -10,7 +10,6 @@ import pytest
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.conversion import compiled
-from mlx_qlayers.ops import quantized_matmul
 
 
 @pytest.fixture(params=["compiled", "kernels"])
@@ -27,8 +26,7 @@ def gpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         stream = mx.default_stream(mx.default_device())
         return f"{backend} {request.node.name}", threading.get_ident(), repr(stream)
 
-    for module, name in ((compiled, "context"), (quantized_matmul, "place")):
-        monkeypatch.setattr(module, name, context)
+    monkeypatch.setattr(compiled, "context", context)
     explain(reset=True)
     if backend == "host":
         mx.disable_compile()

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_qlayers import use_backend
 from mlx_qlayers.conversion import compiled
 from mlx_qlayers.runtime import health_checks, trace
+from mlx_qlayers.runtime.backend import Mode, advance_epoch, mode
 
 
 def test_graphs_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
@@ -18,7 +19,7 @@ def test_graphs_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
     monkeypatch.setattr(mx, "default_stream", lambda _: default_stream(device))
     first = compiled.context()
-    assert first == compiled.context() and first[0] == "auto"
+    assert first == compiled.context()
     found = []
     thread = threading.Thread(target=lambda: found.append(compiled.context()))
     thread.start()
@@ -32,6 +33,10 @@ def test_graphs_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
         assert compiled.context() is None
     with trace():
         assert compiled.context() is None
+    with mode(Mode.INFERENCE):
+        assert compiled.context() is None
+    advance_epoch()
+    assert compiled.context() != first
 
 
 def test_operations_are_compiled_once_for_their_static_arguments_and_a_context():

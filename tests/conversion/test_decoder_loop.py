@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from contextvars import copy_context
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,7 +20,6 @@ from mlx_qlayers import convert_model, revert_model
 from mlx_qlayers.conversion import compiled_blocks, decoder_loop
 from mlx_qlayers.conversion.decoder_loop import with_layers_ahead
 from mlx_qlayers.conversion.report import FUSED, LEFT
-from mlx_qlayers.ops import fused_products
 
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
 # Loops over layers with one mask, and with one for each kind of layer.
@@ -273,7 +273,7 @@ def test_threads(runs):
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    threads = [threading.Thread(target=copy_context().run, args=(run, i)) for i in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

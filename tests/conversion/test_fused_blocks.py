@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from contextvars import copy_context
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,8 +20,10 @@ from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backe
 from mlx_qlayers.conversion import compiled_blocks, fused_blocks
 from mlx_qlayers.conversion.fused_blocks import is_fused
 from mlx_qlayers.conversion.report import FUSED, LEFT
+from mlx_qlayers.dispatch import Choice
 from mlx_qlayers.ops import fused_products as ops
 from mlx_qlayers.runtime import trace
+from mlx_qlayers.runtime.backend import advance_epoch
 
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
@@ -110,7 +113,7 @@ def test_launches_of_a_token():
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma", "qwen3_moe"])
 def test_many_rows_on_a_gpu_are_fused_too(name, monkeypatch):
-    monkeypatch.setattr(fused_blocks, "is_many", lambda x: True)
+    monkeypatch.setattr(fused_blocks, "is_dense", lambda x: True)
     stock, model = pair(name)
     tokens = mx.arange(34).reshape(2, 17) % VOCABULARY
     assert_same_model(model(tokens), stock(tokens), bits=None, what="17 rows")
@@ -243,16 +246,19 @@ def test_gradient_where_launches_without_one_were_traced(gpu_path, monkeypatch):
     """What stands in for a kernel has no gradient of its own, as kernels have none."""
     launched = []
 
-    def launch(x, matrices, fmt, config, *, norm=None, gate=None, residual=None, **handed):
-        launched.append(fmt)
-        run = ops._composed(fmt, norm is not None, norm[1] if norm else 0.0, gate)
-        given = (handed.get(name) for name in ("tile_squares", "next_weight"))
-        found = run(x, matrices, norm[0] if norm else None, residual, *given)
-        return [mx.stop_gradient(y) for y in found]
+    def qmv(specs, fmt, config, *, epsilon=None, gate=None):
+        composed = ops._composed(fmt, epsilon, gate)
 
-    monkeypatch.setattr(ops, "choose", lambda *args, **options: "metal")
-    monkeypatch.setattr(ops, "qmv", launch)
-    ops._by_kernel.cache_clear()
+        def launch(*arrays):
+            launched.append(fmt)
+            return [mx.stop_gradient(y) for y in composed(*arrays)]
+
+        return launch
+
+    choice = Choice("fused_products", "metal", "asked for")
+    monkeypatch.setattr(ops, "choose", lambda *args, **options: choice)
+    monkeypatch.setattr(ops, "qmv", qmv)
+    advance_epoch()
     stock, model = pair(num_hidden_layers=3, vocab_size=VOCABULARY, rms_norm_eps=3e-5)
     assert_same_model(decoded(model), decoded(stock), bits=None, what="stand-in")
     traces = len(launched)
@@ -265,7 +271,8 @@ def test_gradient_where_launches_without_one_were_traced(gpu_path, monkeypatch):
     )
     assert mx.abs(found - expected).max() <= 1e-4 * mx.abs(expected).max()
     assert len(launched) > traces
-    ops._by_kernel.cache_clear()
+    advance_epoch()
+    explain(reset=True)
 
 
 def test_parameters_that_change_are_seen(gpu_path):
@@ -296,7 +303,7 @@ def test_threads(gpu_path):
             errors.append(error)
 
     mx.eval(expected)
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=copy_context().run, args=(run, i)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

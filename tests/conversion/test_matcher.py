@@ -147,7 +147,7 @@ def test_global_names_must_mean_the_same():
 def loops(self, h, mask, cache, low, high):
     for layer in self.layers:
         h = layer(h)
-    for layer, cache in zip(self.model.layers, cache):  # noqa: B905
+    for layer, cache in zip(self.model.layers, cache):  # noqa: B020, B905
         own = low if layer.self_attn.is_low else high
         h = layer(h, own, cache=cache)
     return h
