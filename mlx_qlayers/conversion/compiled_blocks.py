@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, cast
+from itertools import islice
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..dispatch import dispatch
 from ..formats import Format
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate
 from ..ops.attention_step import MIN_PLACES, Rotation, attention_step
-from ..ops.fused_products import Norm, defers_norm, fused_products
+from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
 from ..ops.rotary import rotary_embedding
 from .compiled import Operation
 
@@ -88,42 +90,46 @@ class Stream(NamedTuple):
     Attributes:
         x: (B, L, K), the sums of residuals so far.
         scaled: ``x`` times the weight of the norm ahead, or None; that norm is deferred.
-        tile_squares: with it, of :func:`fused_products`.
+        tile_squares: with it, of :func:`~mlx_qlayers.ops.fused_products.fused_products`.
     """
 
     x: mx.array
     scaled: mx.array | None = None
     tile_squares: mx.array | None = None
 
-    def through(self, norm: Norm | None) -> dict[str, Any]:
-        """The arguments of a product whose input goes through a norm first."""
-        if norm is None or self.scaled is None:
-            return {"x": self.x, "norm": norm}
-        return {"x": self.scaled, "norm": (None, norm[1]), "tile_squares": self.tile_squares}
+    def through(self, weight: mx.array | None) -> tuple[mx.array | None, ...]:
+        """Rows, weight and tile squares for a product whose input goes through a norm first."""
+        if self.scaled is None:
+            return self.x, weight, None
+        return self.scaled, None, self.tile_squares
 
 
-def _matrices(packed: Arrays) -> list[Any]:
-    """The four arrays of each matrix."""
-    return [*zip(*[iter(packed)] * 4, strict=True)]
-
-
-def _projection(formats: Sequence[Packing]) -> Callable[..., list[mx.array]]:
+def _projection(
+    formats: Sequence[Packing], eps: float | None = None, gate: Gate | None = None
+) -> Callable[..., list[mx.array]]:
     """Products of one input; those of one format together, as many as a launch takes."""
-    launches: list[tuple[dict[str, Any], list[int]]] = []
+    launches: list[tuple[Static, list[int]]] = []
     for fmt in dict.fromkeys(fmt for fmt, _ in formats):
         alike = [i for i, (other, _) in enumerate(formats) if other == fmt]
         for start in range(0, len(alike), MAX_MATRICES):
-            launches.append((fmt._asdict(), alike[start : start + MAX_MATRICES]))
+            launches.append(((*fmt, eps, gate), alike[start : start + MAX_MATRICES]))
 
-    def run(packed: Arrays, **rows: Any) -> list[mx.array]:
-        matrices = _matrices(packed)
+    def run(
+        packed: Arrays,
+        x: mx.array,
+        weight: mx.array | None = None,
+        tile_squares: mx.array | None = None,
+        residual: mx.array | None = None,
+        next_weight: mx.array | None = None,
+    ) -> list[mx.array]:
+        rows = x, weight, tile_squares, residual, next_weight
         if len(launches) == 1:
-            return fused_products(matrices=matrices, **launches[0][0], **rows)
+            return dispatch(FUSED_PRODUCTS, (*rows, *packed), launches[0][0])
         products: dict[int, mx.array] = {}
-        for options, indices in launches:
-            some = fused_products(matrices=[matrices[i] for i in indices], **options, **rows)
-            products |= zip(indices, some, strict=True)
-        return [products[i] for i in range(len(matrices))]
+        for static, indices in launches:
+            some = [array for i in indices for array in packed[4 * i : 4 * i + 4]]
+            products |= zip(indices, dispatch(FUSED_PRODUCTS, (*rows, *some), static), strict=True)
+        return [products[i] for i in range(len(formats))]
 
     return run
 
@@ -132,7 +138,7 @@ def _projection(formats: Sequence[Packing]) -> Callable[..., list[mx.array]]:
 def together(*formats: Packing) -> Callable[..., list[mx.array]]:
     """Products of one input."""
     projection = _projection(formats)
-    return lambda x, *packed: projection(packed, x=x)
+    return lambda x, *packed: projection(packed, x)
 
 
 def _heads_first(x: mx.array) -> mx.array:
@@ -158,34 +164,31 @@ def heads(
     rope: Static | None,
 ) -> Callable[..., list[mx.array]]:
     """Queries, keys and values of the heads: norm, projections, norms of heads, rotation."""
-    projection, rotation = _projection(formats), rotation_of(rope)
+    projection, rotation = _projection(formats, eps), rotation_of(rope)
     turn = None if rotation is None else asdict(rotation)
     n, kv = counts
 
     def run(
         x: mx.array,
-        position: mx.array | None,
+        position: Any,
         weight: mx.array | None,
         q_weight: mx.array | None,
         k_weight: mx.array | None,
         freqs: mx.array | None,
         *packed: mx.array | None,
     ) -> list[mx.array]:
-        products = projection(packed, x=x, norm=None if eps is None else (weight, eps))
+        q, k, v = projection(packed, x, weight)
         batch, length, _ = x.shape
-        q, k, v = (
-            y.reshape(batch, length, count, -1)
-            for y, count in zip(products, (n, kv, kv), strict=True)
-        )
+        q, k = q.reshape(batch, length, n, -1), k.reshape(batch, length, kv, -1)
+        v = v.reshape(batch, length, kv, -1)
         if norm_eps is not None:
             q = mx.fast.rms_norm(q, q_weight, norm_eps[0])
             k = mx.fast.rms_norm(k, k_weight, norm_eps[1])
         if turn is not None:
-            q, k = rotary_embedding(q, k, cast(mx.array, position), **turn, freqs=freqs)
-            return [q, k, _heads_first(v)]
+            return [*rotary_embedding(q, k, position, **turn, freqs=freqs), _heads_first(v)]
         q, k, v = map(_heads_first, (q, k, v))
         if rope is not None:
-            rotate = cast(Any, _join_rope(rope, freqs))
+            rotate: Any = _join_rope(rope, freqs)
             q, k = rotate(q, offset=position), rotate(k, offset=position)
         return [q, k, v]
 
@@ -193,64 +196,41 @@ def heads(
 
 
 @Operation
-def projected(packing: Packing) -> Callable[..., mx.array]:
-    """Residual and output projection."""
-    projection = _projection([packing])
-    return lambda out, x, *packed: projection(packed, x=joined(out), residual=x)[0]
+def tail(out: Packing | None, feed: Static | None, residual: bool) -> Callable[..., mx.array]:
+    """What follows attention in a decoder layer, as a function of rows and attention.
+
+    Args:
+        out: of the output projection, whose residual the rows are; None if that is no part of it.
+        feed: of the feed-forward module: its gated matrices, the one behind them, the activation,
+            and the epsilon of the norm ahead of it or None; None if that is no part of it.
+        residual: whether the rows that go into it are added to what comes out.
+    """
+    follow = _follow(out, feed, residual)
+    return lambda x, attended, *arrays: follow(x, attended, None, *arrays).x
 
 
-@Operation
-def feed_forward(
-    up: Packing, down: Packing, gate: Gate, eps: float | None
-) -> Callable[..., mx.array]:
-    """Norm, gated product, the product that follows it, and a residual if there is one."""
-    feed = _feed(up, down, gate, eps)
-    return lambda x, residual, *arrays: feed(Stream(x), residual, None, *arrays).x
-
-
-def _feed(up: Packing, down: Packing, gate: Gate, eps: float | None) -> Callable[..., Stream]:
-    gated, after = _projection([up, up]), _projection([down])
+def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callable[..., Stream]:
+    """What :func:`tail` computes, and what the norm of the next layer needs."""
+    projection = _projection([out]) if out else None
+    up, down, gate, eps = feed or (None, None, None, None)
+    gated, back = (_projection([up, up], eps, gate), _projection([down])) if feed else (None, None)
 
     def run(
-        stream: Stream,
-        residual: mx.array | None,
+        x: mx.array,
+        attended: mx.array,
         next_weight: mx.array | None,
         weight: mx.array | None,
         *packed: mx.array | None,
     ) -> Stream:
-        norm = None if eps is None else (weight, eps)
-        (y,) = gated(packed[:8], gate=gate, **stream.through(norm))
-        return Stream(*after(packed[8:], x=y, residual=residual, next_weight=next_weight))
-
-    return run
-
-
-@Operation
-def tail(
-    out: Packing, up: Packing, down: Packing, gate: Gate, eps: float
-) -> Callable[..., mx.array]:
-    """All of a decoder layer that follows attention."""
-    follow = _follow(out, up, down, gate, eps)
-    return lambda out, x, *arrays: follow(out, x, None, *arrays).x
-
-
-def _follow(
-    out: Packing, up: Packing, down: Packing, gate: Gate, eps: float
-) -> Callable[..., Stream]:
-    """What :func:`tail` computes, and what the norm of the next layer needs."""
-    projection, feed = _projection([out]), _feed(up, down, gate, eps)
-
-    def run(
-        out: mx.array,
-        x: mx.array,
-        next_weight: mx.array | None,
-        weight: mx.array,
-        *packed: mx.array | None,
-    ) -> Stream:
-        deferred = weight if defers_norm(x) else None
-        h = Stream(*projection(packed[:4], x=joined(out), residual=x, next_weight=deferred))
+        h, deferred = Stream(x), weight if projection and defers_norm(x) else None
+        if projection:
+            h = Stream(*projection(packed[:4], joined(attended), None, None, x, deferred))
+            packed = packed[4:]
+        if gated is None or back is None:
+            return h
+        (y,) = gated(packed[:8], *h.through(weight))
         following = None if deferred is None else next_weight
-        return feed(h, h.x, following, weight, *packed[4:])
+        return Stream(*back(packed[8:], y, None, None, h.x if residual else None, following))
 
     return run
 
@@ -271,7 +251,7 @@ def layers(
         that is deferred, and the buffers.
     """
     steps = [(_step(before, scale), _follow(*after)) for before, scale, after in each]
-    sizes = [(4 + 4 * len(before[0]), 1 + 4 * 4) for before, _, _ in each]
+    sizes = 4 + 4 * 3, 1 + 4 * 4  # arrays of heads and tail
 
     def run(
         x: mx.array,
@@ -284,13 +264,13 @@ def layers(
     ) -> list[mx.array]:
         given = iter(arrays)
         whole = iter([next(given) if there else None for there in present])
-        operands = [[[next(whole) for _ in range(n)] for n in size] for size in sizes]
+        operands = [[[*islice(whole, n)] for n in sizes] for _ in each]
         weights = [*(before[0] for before, _ in operands), next_weight]
         stream, new = Stream(x, *deferred), list[mx.array]()
         for i, ((step, follow), (before, after)) in enumerate(zip(steps, operands, strict=True)):
             pair = buffers[2 * i : 2 * i + 2]
             out, *grown = step(stream, mask, positions[i % len(positions)], *pair, *before)
-            stream = follow(out, stream.x, weights[i + 1], *after)
+            stream = follow(stream.x, out, weights[i + 1], *after)
             new += grown
         return [part for part in stream if part is not None] + new
 
@@ -299,8 +279,8 @@ def layers(
 
 def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
     """What :func:`heads` computes, and attention, for a token of each sequence."""
-    formats, counts, eps, norm_eps, rope = before
-    projection, rotation = _projection(formats), rotation_of(rope)
+    formats, (n, kv), eps, norm_eps, rope = before
+    projection, rotation = _projection(formats, eps), rotation_of(rope)
     assert rotation is not None
 
     def run(
@@ -315,12 +295,11 @@ def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
         freqs: mx.array | None,
         *packed: mx.array | None,
     ) -> list[mx.array]:
-        q, k, v = projection(packed, **stream.through(None if eps is None else (weight, eps)))
+        q, k, v = projection(packed, *stream.through(weight))
         if norm_eps is not None:
-            q, k = (
-                mx.fast.rms_norm(y.reshape(len(y), n, -1), w, e).reshape(y.shape)
-                for y, n, w, e in zip((q, k), counts, (q_weight, k_weight), norm_eps, strict=True)
-            )
+            q_heads, k_heads = q.reshape(len(q), n, -1), k.reshape(len(k), kv, -1)
+            q = mx.fast.rms_norm(q_heads, q_weight, norm_eps[0]).reshape(q.shape)
+            k = mx.fast.rms_norm(k_heads, k_weight, norm_eps[1]).reshape(k.shape)
         given = q, k, v, keys, values, positions
         return attention_step(*given, scale=scale, rotation=rotation, freqs=freqs, mask=mask)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable
 from functools import cache
+from operator import is_
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +34,7 @@ from .operands import (
     of_feed_forward,
     of_heads,
     of_layers,
+    of_tail,
 )
 from .rewriter import rewritten, statement
 
@@ -97,7 +99,7 @@ def _first_layers(
     if where is None or length is None:
         return x, pairs
     modules, plan = [layer for layer, _ in pairs], _plans.get(caches[0])
-    if plan is None or not plan.snapshot.holds(modules[: len(plan.seen)]):
+    if plan is None or not plan.fits(modules):
         plan = _plans[caches[0]] = _Plan(modules)
     caches = caches[: plan.count]
     if not caches or plan.why_not(caches[0], length):
@@ -127,7 +129,7 @@ class _Plan:
             operands.append(each)
         self.count = len(operands)
         self.seen = modules[: self.count + 1]
-        self.snapshot = Snapshot(self.seen)
+        self.snapshot = Snapshot([part for module in self.seen for part in module.modules()])
         self.static = tuple((b.static, scale, a.static) for b, scale, a in operands)
         starts = range(0, self.count, _TOGETHER)
         self.parts = [slice(i, min(i + _TOGETHER, self.count)) for i in starts]
@@ -145,6 +147,11 @@ class _Plan:
         self.following: tuple[int, int, mx.array] | None = None
         self.offset: int | mx.array = 0
         self.differ = False
+
+    def fits(self, modules: list[nn.Module]) -> bool:
+        """Whether these are the layers, as they were."""
+        same = len(modules) >= len(self.seen) and all(map(is_, modules, self.seen))
+        return same and self.snapshot.holds()
 
     def why_not(self, cache: Any, length: int) -> str | None:
         """Why such a cache, with room for one key more, should be left to the loop, if so."""
@@ -238,8 +245,7 @@ def _of_block(block: Any) -> tuple[Operands, float, Operands] | None:
     out = of_layers(attention[names["o"]])
     if out is None or rotation_of(heads.static[-1]) is None:
         return None
-    after = Operands((*out.static, *feed.static), [feed.arrays[0], *out.arrays, *feed.arrays[1:]])
-    return heads, getattr(attention, names["scale"]), after
+    return heads, getattr(attention, names["scale"]), of_tail(out, feed, True)
 
 
 def _grow(caches: list[Any]) -> None:

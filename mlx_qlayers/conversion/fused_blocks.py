@@ -27,7 +27,7 @@ from ..formats import Format
 from ..ops.quantized_route import is_dense, is_qmv
 from . import attention_patch, compiled
 from .attention_patch import is_patched, patched_class, stock_class
-from .compiled_blocks import feed_forward, heads, joined, position, projected, tail, together
+from .compiled_blocks import heads, joined, position, tail, together
 from .decoder_loop import with_layers_ahead
 from .grouping import Grouped, grouped
 from .matcher import Match, Mismatch, recognise
@@ -40,6 +40,7 @@ from .operands import (
     of_feed_forward,
     of_heads,
     of_layers,
+    of_tail,
 )
 
 # What a module is known as of which only products of one input are gathered.
@@ -161,7 +162,7 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     where = compiled.context()
     before, after = plan.bound.get(where) or plan.bind(where)
     if before is None:
-        return after(plan.attended(x, mask, cache))
+        return after(plan.attended(x, mask, cache), None, *plan.arrays)
     offset = 0 if cache is None else cache.offset
     rows = x if plan.norm is None else plan.norm(x)
     q, k, v = before(
@@ -176,7 +177,7 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
         out = attention_patch.attention(q, k, v, scale=plan.scale, mask=mask)
     else:
         out = _stock_attention()(q, k, v, cache=cache, scale=plan.scale, mask=mask)
-    return after(out, x, *plan.arrays)
+    return after(x, out, *plan.arrays)
 
 
 class _Plan:
@@ -193,52 +194,41 @@ class _Plan:
     """
 
     def __init__(self, module: Any) -> None:
-        match = module._match
-        self.is_block = match.pattern.startswith("block")
-        parts: tuple[Any, Any, Any, Any]
+        pattern, names, _ = module._match
+        self.is_block, self.by_name = pattern.startswith("block"), pattern == "block_by_keywords"
+        attention: Any = module if pattern.startswith("attention") else None
+        mlp: Any = module if pattern in GATES else None
+        first, second = None, None
         if self.is_block:
-            parts = tuple(module[match.names[key]] for key in BLOCK_PARTS)
-        elif match.pattern in GATES:
-            parts = None, module, None, None
-        else:
-            parts = module, None, None, None
-        attention, mlp, first, second = parts
+            attention, mlp, first, second = (module[names[key]] for key in BLOCK_PARTS)
+            self.attention, self.mlp, self.first, self.second = attention, mlp, first, second
         self.feed = None if mlp is None else of_feed_forward(mlp, second)
         self.heads: Any = None if attention is None else of_heads(attention, first)
-        self.out: Operands | None = None
         self.norm = None if first is None or type(first) is nn.RMSNorm else first
+        self.out: Operands | None = None
         if self.heads:
             names = attention._match.names
             self.out, self.o = of_layers(attention[names["o"]]), attention[names["o"]]
             self.scale, self.is_patched = getattr(attention, names["scale"]), is_patched(attention)
             self.rope = None if self.heads.static[-1] else attention[names["rope"]]
-        self.arrays: list[mx.array | None] = []
-        if self.is_block:
-            self.by_name = match.pattern == "block_by_keywords"
-            self.attention, self.mlp, self.first, self.second = parts
-            if self.out and self.feed:
-                weight, *packed = self.feed.arrays
-                self.arrays = [weight, *self.out.arrays, *packed]
-        elif self.feed:
-            self.arrays = self.feed.arrays
+        self.tail = of_tail(self.out if self.is_block else None, self.feed, self.is_block)
+        self.arrays = self.tail.arrays if self.is_block or self.feed else []
         self.bound: dict[Any, tuple[Any, Callable[..., Any]]] = {}
         self.shape: tuple[int, ...] = ()
-        self.items, self.settings = dict(module), dict(vars(module))
-        self.inside = Snapshot([part for part in module.modules() if part is not module])
-        self.own = vars(module)
+        inside = [part for part in module.modules() if part is not module]
+        self.items, self.snapshot = dict(module), Snapshot(inside, vars(module))
 
     def fits(self, module: nn.Module, x: mx.array) -> bool:
         """Whether the module still is what it was planned for, and ``x`` of the last shape."""
-        inside = self.inside
-        try:
+        seen = self.snapshot
+        try:  # as in Snapshot.holds, which would be one more call
             return (
                 x.shape == self.shape
                 and module == self.items
-                and self.own == self.settings
-                and inside.contents == inside.before
-                and [*map(type, inside.parts)] == inside.types
+                and seen.contents == seen.before
+                and [*map(type, seen.parts)] == seen.types
             )
-        except Exception:  # as in Snapshot.holds
+        except Exception:
             return False
 
     def bind(self, where: Any) -> tuple[Any, Callable[..., Any]]:
@@ -248,23 +238,20 @@ class _Plan:
         return pair
 
     def _behind(self, where: Any) -> Callable[..., Any]:
-        out, feed, residual = self.out, self.feed, self.is_block
-        if residual and self.heads and out and feed:
-            return tail.bind(where, *out.static, *feed.static)
-        gated = feed_forward.bind(where, *feed.static) if feed else None
-        if not residual:
-            return gated or (lambda out, x: self.o(joined(out)))
-        project = projected.bind(where, *out.static) if out else None
+        """What takes the rows, and attention; None where that was added to them."""
+        if not self.is_block and not self.feed:
+            return lambda x, attended: self.o(joined(attended))
+        run = tail.bind(where, *self.tail.static)
+        if self.feed and (self.out or not self.is_block):
+            return run
 
-        def second_half(h: mx.array) -> mx.array:
-            return gated(h, h, *feed.arrays) if gated and feed else h + self.mlp(self.second(h))
+        def behind(x: mx.array, attended: mx.array | None, *arrays: mx.array | None) -> mx.array:
+            if attended is not None and not self.out:
+                x = x + self.o(joined(attended))
+            h: mx.array = run(x, attended, *arrays)
+            return h if self.feed else h + self.mlp(self.second(h))
 
-        def behind(attended: mx.array, x: mx.array) -> mx.array:
-            if project and out:
-                return second_half(project(attended, x, *out.arrays))
-            return second_half(x + self.o(joined(attended)))
-
-        return behind if self.heads else second_half
+        return behind
 
     def attended(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """The first half of a decoder layer whose attention runs as it was."""

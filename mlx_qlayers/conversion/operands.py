@@ -5,7 +5,6 @@ An operation of :mod:`.compiled_blocks` is bound to the former and called with t
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -53,7 +52,7 @@ def of_layers(*layers: Any) -> Operands | None:
 
 
 def of_feed_forward(mlp: Any, norm: Any) -> Operands | None:
-    """Those of :func:`.compiled_blocks.feed_forward` without its residual; ``norm`` may be None."""
+    """Those of a feed-forward module and the norm ahead of it, which may be None."""
     match = match_of(type(mlp))
     if match is None or match.pattern not in GATES or type(norm) not in (nn.RMSNorm, type(None)):
         return None
@@ -82,22 +81,31 @@ def of_heads(attention: Any, norm: Any) -> Operands | None:
     return Operands(static, [weight, *weights, freqs, *packed.arrays])
 
 
+def of_tail(out: Operands | None, feed: Operands | None, residual: bool) -> Operands:
+    """Those of :func:`.compiled_blocks.tail`."""
+    weight, *packed = feed.arrays if feed else [None]
+    static = out and out.static[0], feed and feed.static, residual
+    return Operands(static, [weight, *(out.arrays if out else []), *packed])
+
+
 class Snapshot:
-    """Modules with all that is in them, to see later whether that is still so."""
+    """What is in modules, to see later whether it still is.
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules = modules
-        self.parts = [part for module in modules for part in module.modules()]
+    Args:
+        parts: the modules.
+        others: more dictionaries to look at.
+    """
+
+    def __init__(self, parts: list[nn.Module], *others: dict[str, Any]) -> None:
         # The settings of a QLinear go with its arrays.
-        settings = [vars(part) for part in self.parts if type(part) is not QLinear]
-        self.contents = [*self.parts, *settings]
-        self.types, self.before = [*map(type, self.parts)], [dict(each) for each in self.contents]
+        settings = [vars(part) for part in parts if type(part) is not QLinear]
+        self.parts, self.types = parts, [*map(type, parts)]
+        self.contents = [*parts, *settings, *others]
+        self.before = [dict(each) for each in self.contents]
 
-    def holds(self, modules: list[nn.Module]) -> bool:
-        """Whether these are the modules, and nothing in them was replaced."""
-        same = len(modules) == len(self.modules) and all(map(is_, modules, self.modules))
-        try:
-            # Dicts compare what is not identical, and arrays have no truth value.
-            return same and [*map(type, self.parts)] == self.types and self.contents == self.before
+    def holds(self) -> bool:
+        """Whether nothing in them was replaced."""
+        try:  # dicts compare what is not identical, and arrays have no truth value
+            return [*map(type, self.parts)] == self.types and self.contents == self.before
         except Exception:
             return False

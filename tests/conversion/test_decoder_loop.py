@@ -90,17 +90,19 @@ def test_layers_in_one_trace_compute_the_same(name, kind, batch, runs):
 @pytest.mark.parametrize("name", NAMES)
 def test_norms_deferred_from_product_to_product(name, together, runs, gpu_path, monkeypatch):
     """As on CUDA in bfloat16, from graph to graph too: only the first norm is an operation."""
-    deferred, products = [], compiled_blocks.fused_products
+    deferred, products = [], compiled_blocks.dispatch
 
-    def counted(x, norm=None, tile_squares=None, **options):
-        if norm is not None and x.shape[1] == 1:
+    def counted(operation, arrays, static):
+        x, _, tile_squares, *_ = arrays
+        *_, epsilon, _ = static
+        if epsilon is not None and x.shape[1] == 1:
             deferred.append(tile_squares is not None)
-        return products(x, norm=norm, tile_squares=tile_squares, **options)
+        return products(operation, arrays, static)
 
     stock, model = pair(name)
     monkeypatch.setattr(decoder_loop, "_TOGETHER", together)
     monkeypatch.setattr(compiled_blocks, "defers_norm", lambda x: x.shape[1] == 1)
-    monkeypatch.setattr(compiled_blocks, "fused_products", counted)
+    monkeypatch.setattr(compiled_blocks, "dispatch", counted)
     same(model, stock, f"{name}, deferred", "own", 3)
     assert runs == [2] * 4 and deferred.count(True) == 3 * deferred.count(False) > 0
     assert deferred == [False, True, True, True] or gpu_path == "kernels"

@@ -340,19 +340,20 @@ def test_without_patched_attention():
 def test_verification_refuses_a_fusion_that_disagrees(part, monkeypatch):
     model = build("qwen2", PLAIN)
     before = [type(m) for m in model.modules()]
-    honest = compiled_blocks.fused_products
+    honest = compiled_blocks.dispatch
 
-    def wrong(x, matrices, **options):
-        found = honest(x, matrices, **options)
-        norm, gate, residual = (options.get(key) for key in ("norm", "gate", "residual"))
+    def wrong(operation, arrays, static):
+        found = honest(operation, arrays, static)
+        _, _, _, residual, _, *packed = arrays
+        *_, epsilon, gate = static
         hit = {
-            "self_attn": len(matrices) == 3 and norm is None,
-            "mlp": gate is not None and norm is None,
+            "self_attn": len(packed) == 3 * 4 and epsilon is None,
+            "mlp": gate is not None and epsilon is None,
             "0": residual is not None,
         }
         return [y * 1.5 for y in found] if hit[part.rpartition(".")[2]] else found
 
-    monkeypatch.setattr(compiled_blocks, "fused_products", wrong)
+    monkeypatch.setattr(compiled_blocks, "dispatch", wrong)
     with pytest.raises(ValueError, match=rf"^{part}: fused, 1 rows: disagrees"):
         convert_model(model)
     assert [type(m) for m in model.modules()] == before
