@@ -79,11 +79,9 @@ class Method(NamedTuple):
 
     def mismatch(self, reason: str, node: ast.AST | None = None, progress: int = 0) -> Mismatch:
         """A mismatch at a node of the definition."""
-        file, number = self.function.__code__.co_filename, getattr(node, "lineno", None)
-        if number is None:
-            return Mismatch(reason, "", progress)
-        text = linecache.getline(file, number).strip()
-        return Mismatch(reason, f"{file.rpartition('/')[2]}:{number}: {text}", progress)
+        file, number = self.function.__code__.co_filename, getattr(node, "lineno", 0)
+        line = f"{file.rpartition('/')[2]}:{number}: {linecache.getline(file, number).strip()}"
+        return Mismatch(reason, line if number else "", progress)
 
 
 def parse(function: object) -> Method | Mismatch:
@@ -169,16 +167,16 @@ def _patterns(of_methods: bool) -> list[tuple[Method, list[ast.stmt]]]:
 def _compare(
     pattern: Method, method: Method, wanted: list[ast.stmt], body: list[ast.stmt]
 ) -> Match | Mismatch:
-    comparison = _Comparison(pattern, method)
+    comparison, name = _Comparison(pattern, method), pattern.function.__name__
     try:
-        comparison.signature()
+        if comparison.of_methods:
+            comparison.same(pattern.definition.args, method.definition.args, method.definition)
         comparison.same(wanted, body, method.definition)
     except _Differs as stop:
         given, expected, node = stop.args
-        reason = f"{given} where {comparison.name} has {expected}"
+        reason = f"{given} where {name} has {expected}"
         return method.mismatch(reason, node, comparison.progress)
-    names = comparison.attributes if comparison.is_method else comparison.variables
-    return Match(comparison.name, names)
+    return Match(name, comparison.attributes if comparison.of_methods else comparison.variables)
 
 
 class _Differs(Exception):
@@ -189,84 +187,59 @@ class _Comparison:
     """Compares a method with a pattern, and keeps what the names in the pattern stand for."""
 
     def __init__(self, pattern: Method, method: Method) -> None:
-        self.pattern, self.method, self.name = pattern, method, pattern.function.__name__
+        self.pattern, self.method = pattern, method
         self.locals = pattern.stored(), method.stored()
-        self.is_method = "self" in pattern.parameters
+        self.of_methods = "self" in pattern.parameters
         self.attributes: dict[str, str] = {}
         self.variables: dict[str, str] = {}
         self.progress = 0
 
-    def signature(self) -> None:
-        """Compare the parameters: a caller may pass them by name."""
-        if self.is_method:
-            wanted, given = self.pattern.parameters, self.method.parameters
-            if wanted != given:
-                lists = (f"({', '.join(names)})" for names in (given, wanted))
-                raise _Differs(*lists, self.method.definition)
-            self.variables |= zip(wanted, given, strict=True)
-            p, n = (m.definition.args.defaults for m in (self.pattern, self.method))
-            self.same(p, n, self.method.definition)
-
     def same(self, p: Any, n: Any, at: ast.AST) -> None:
         """Raise unless two trees are the same; ``at`` is what is around the second."""
         at = n if hasattr(n, "lineno") else at
-        if isinstance(p, ast.Name) and p.id == ANYTHING:
-            self._check(_is_path(n), p, n, at)
-        elif isinstance(p, ast.Attribute) and p.attr == ANYTHING:
-            self._check(isinstance(n, ast.Attribute) and _is_path(n), p, n, at)
-            while isinstance(n, ast.Attribute):
-                n = n.value
-            self.same(p.value, n, at)
+        inner: list[tuple[Any, Any]] = []
+        if ANYTHING in (getattr(p, "id", ""), getattr(p, "attr", "")):
+            agree = _is_path(n) and not (isinstance(p, ast.Attribute) and isinstance(n, ast.Name))
+            if isinstance(p, ast.Attribute):
+                inner = [(p.value, _root(n))]
         elif type(p) is not type(n):
-            self._check(False, p, n, at)
+            agree = False
         elif isinstance(p, ast.Name):
-            self._check(self._means(p.id, n.id), p, n, at)
+            agree = self._means(p.id, n.id)
+        elif isinstance(p, ast.arg):  # a caller may pass it by name
+            agree = p.arg == n.arg and _bound(self.variables, p.arg, n.arg, True)
         elif isinstance(p, ast.Attribute):
-            self._attribute(p, n, at)
+            own = self.of_methods and _owner(p) == _owner(n) == "self"
+            agree = _bound(self.attributes, p.attr, n.attr, True) if own else p.attr == n.attr
+            inner = [] if own else [(p.value, n.value)]
         elif isinstance(p, ast.Call):
-            self._call(p, n, at)
+            # In a statement, what the pattern passes by name may be passed by position.
+            more = 0 if self.of_methods else max(0, len(n.args) - len(p.args))
+            args = p.args + [keyword.value for keyword in p.keywords[:more]]
+            wanted, given = map(_by_name, (p.keywords[more:], n.keywords))
+            agree, inner = True, [(p.func, n.func), (args, n.args), (wanted, given)]
         elif isinstance(p, ast.AST):
-            for field in p._fields:
-                if field not in ("type_comment", "kind"):
-                    self.same(getattr(p, field, None), getattr(n, field, None), at)
+            fields = [name for name in p._fields if name not in ("type_comment", "kind")]
+            agree, inner = True, [(getattr(p, f, None), getattr(n, f, None)) for f in fields]
         elif isinstance(p, list):
             for each, other in zip(p, n, strict=False):
                 self.same(each, other, at)
-            self._check(len(p) == len(n), p[len(n) :], n[len(p) :], at)
+            agree, p, n = len(p) == len(n), p[len(n) :], n[len(p) :]
         else:
-            self._check(p == n, p, n, at)
-
-    def _check(self, agree: bool, p: Any, n: Any, at: ast.AST) -> None:
+            agree = p == n
         if not agree:
             raise _Differs(_text(n), _text(p), at)
         self.progress += 1
+        for each, other in inner:
+            self.same(each, other, at)
 
     def _means(self, wanted: str, name: str) -> bool:
         """Whether a name stands for what one in the pattern does."""
         of_pattern, of_method = self.locals
-        if wanted not in of_pattern:
-            found = self.method.meaning(name)
-            return name not in of_method and found is self.pattern.meaning(wanted) is not None
-        return name in of_method and _bound(self.variables, wanted, name, self.is_method)
-
-    def _attribute(self, p: ast.Attribute, n: ast.Attribute, at: ast.AST) -> None:
-        """Attributes of ``self`` may have other names, those of what it computes may not."""
-        own = [isinstance(a.value, ast.Name) and a.value.id == "self" for a in (p, n)]
-        if own == [True, True] and self.is_method:
-            self._check(_bound(self.attributes, p.attr, n.attr, True), p, n, at)
-        else:
-            self._check(p.attr == n.attr, p, n, at)
-            self.same(p.value, n.value, at)
-
-    def _call(self, p: ast.Call, n: ast.Call, at: ast.AST) -> None:
-        """Keywords have no order; in a statement they may be positions as well."""
-        if not self.is_method and len(n.args) > len(p.args):
-            extra = len(n.args) - len(p.args)
-            p = ast.Call(p.func, p.args + [k.value for k in p.keywords[:extra]], p.keywords[extra:])
-        self.same(p.func, n.func, at)
-        self.same(p.args, n.args, at)
-        wanted, given = (sorted(c.keywords, key=lambda k: k.arg or "") for c in (p, n))
-        self.same(wanted, given, at)
+        if wanted in of_pattern:
+            return name in of_method and _bound(self.variables, wanted, name, self.of_methods)
+        meaning = self.pattern.meaning(wanted)
+        return name not in of_method and self.method.meaning(name) is meaning is not None
 
 
 def _bound(table: dict[str, str], wanted: str, name: str, one_to_one: bool) -> bool:
@@ -277,13 +250,26 @@ def _bound(table: dict[str, str], wanted: str, name: str, one_to_one: bool) -> b
 
 
 def _is_path(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and _is_path(node.value))
+    return isinstance(_root(node), ast.Name)
+
+
+def _root(node: ast.AST) -> ast.AST:
+    """What a dotted path begins with."""
+    return _root(node.value) if isinstance(node, ast.Attribute) else node
+
+
+def _owner(node: ast.Attribute) -> str | None:
+    return node.value.id if isinstance(node.value, ast.Name) else None
+
+
+def _by_name(keywords: list[ast.keyword]) -> list[ast.keyword]:
+    return sorted(keywords, key=lambda keyword: keyword.arg or "")
 
 
 def _text(node: Any) -> str:
     """Code as it is shown to a reader, in one short line."""
     if isinstance(node, list):
-        return "; ".join(map(_text, node)) if node else "nothing"
+        return "; ".join(map(_text, node)) or "nothing"
     text = " ".join((ast.unparse(node) if isinstance(node, ast.AST) else repr(node)).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -101,7 +101,7 @@ def other_swiglu() -> type[nn.Module]:
 REASONS = {
     Steps: ("gate = self.w1(x) where mlp_swiglu has return", "gate = self.w1(x)"),
     Swapped: ("self.w1 where mlp_swiglu has self.up", "return self.w2(swiglu(self.w1(x), self.w1"),
-    OtherArgument: ("(self, y) where mlp_swiglu has (self, x)", "def __call__(self, y):"),
+    OtherArgument: ("y where mlp_swiglu has x", "def __call__(self, y):"),
     Default: ("None where mlp_swiglu has nothing", "def __call__(self, x=None):"),
     Used: ("gate = self.w1(x) where mlp_swiglu has return", "gate = self.w1(x)"),
     Reordered: ("x + 1 where mlp_swiglu has x", "x = x + 1"),
