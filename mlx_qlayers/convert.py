@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from .conversion.attention_patch import is_routed, stock_class
+from .conversion.attention_patch import is_patched, stock_class
 from .conversion.config import QuantizationConfig
 from .conversion.counterparts import stock_of
 from .conversion.fused_blocks import is_fused, unfused_class
@@ -116,14 +116,14 @@ def revert_model(model: nn.Module) -> ConversionReport:
         raise ValueError(f"model must be an mlx.nn.Module, not {type(model).__name__}: {model!r}")
     changes, fused = [], []
     for path, module in modules(model):
-        if is_fused(module) and not is_routed(module):
-            fused.append((path, module, unfused_class(module)))
+        if is_fused(module) and not is_patched(module):
+            fused.append((path, module, unfused_class(type(module))))
         if (stock := stock_of(module)) is not None:
             row = row_of(path, kind_of(module) or "linear", module, REVERTED)
             changes.append(Step(module, row, stock))
-        elif is_routed(module):
+        elif is_patched(module):
             row = row_of(path, "attention", module, REVERTED)
-            changes.append(Step(module, row, stock_class(module)))
+            changes.append(Step(module, row, stock_class(type(module))))
     _apply(changes, fused)
     return ConversionReport(tuple(step.row for step in changes))
 

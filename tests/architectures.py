@@ -99,14 +99,14 @@ class Architecture(NamedTuple):
     """What a small model of an architecture is made from, and what a conversion does to it.
 
     Attributes:
-        routed: attention modules that are swapped.
+        patched: attention modules that are swapped.
         config: what its configuration needs beside the common values.
         left: attention modules that compute on their own.
         without: kinds of caches with which mlx-lm's own model fails.
         format: group size, bits and mode, where the format that its name gives does not do.
     """
 
-    routed: int
+    patched: int
     config: dict[str, Any]
     left: int = 0
     without: tuple[str, ...] = ()

@@ -22,13 +22,13 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from numerics import FACTOR, assert_same_model, to64
 
 from mlx_qlayers import FusedAttention, QLinear, convert_model, revert_model
-from mlx_qlayers.conversion import attention_patch as routing
+from mlx_qlayers.conversion import attention_patch
 from mlx_qlayers.layers.qlinear import QEmbedding
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 
 NAMES = list(ARCHITECTURES)
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
-attention = routing.attention
+attention = attention_patch.attention
 CASES = [(name, kind) for name in NAMES for kind in KINDS]
 
 
@@ -89,13 +89,13 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path for path, _ in types(model)] == [path for path, _ in before]
     assert arrays(model) == held
     rows = [row for row in report.rows if row.kind == "attention"]
-    routed = [row.path for row in rows if row.action == "swapped"]
+    patched = [row.path for row in rows if row.action == "swapped"]
     left = {row.path: row.reason for row in rows if row.action == "left"}
-    assert (len(routed), len(left)) == (expected.routed, expected.left)
+    assert (len(patched), len(left)) == (expected.patched, expected.left)
     assert set(left.values()) <= {"does not use mlx-lm's shared attention function"}
     assert all(row.reason for row in report.rows if row.action == "left")
     modules = dict(model.named_modules())
-    assert {p for p, m in modules.items() if isinstance(m, FusedAttention)} == set(routed)
+    assert {p for p, m in modules.items() if isinstance(m, FusedAttention)} == set(patched)
     products = {
         path
         for path, m in modules.items()
@@ -110,10 +110,10 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     calls = []
     monkeypatch.setattr(
-        routing, "attention", lambda *args, **kw: calls.append(kw) or attention(*args, **kw)
+        attention_patch, "attention", lambda *args, **kw: calls.append(kw) or attention(*args, **kw)
     )
     assert_same_model(model(TOKENS), stock, bits=None, what=name)
-    assert len(calls) >= expected.routed and bool(calls) == bool(expected.routed)
+    assert len(calls) >= expected.patched and bool(calls) == bool(expected.patched)
 
     calls.clear()
     assert types(other) == before
@@ -126,13 +126,13 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_coverage() -> None:
-    """Enough architectures; what is not routed has no attention, or computes it on its own."""
+    """Enough architectures; what is not patched has no attention, or computes it on its own."""
     assert len(NAMES) >= 100
-    unrouted = {name for name in NAMES if not ARCHITECTURES[name].routed}
-    assert unrouted == {"mamba", "mamba2", "rwkv7", "gemma2", "plamo2", "deepseek_v41"}
+    unpatched = {name for name in NAMES if not ARCHITECTURES[name].patched}
+    assert unpatched == {"mamba", "mamba2", "rwkv7", "gemma2", "plamo2", "deepseek_v41"}
 
 
-def test_every_class_that_calls_the_shared_function_is_routed() -> None:
+def test_every_class_that_calls_the_shared_function_is_patched() -> None:
     """Of all files that mlx-lm ships, also those that the table leaves out."""
     call = re.compile(r"(?<![\w.])scaled_dot_product_attention\(")
     classes = {
@@ -144,7 +144,7 @@ def test_every_class_that_calls_the_shared_function_is_routed() -> None:
     }
     callers = {cls for cls in classes if call.search(inspect.getsource(cls))}
     assert len(callers) >= 100
-    assert [cls for cls in callers if routing.routed_class(cls) is None] == []
+    assert [cls for cls in callers if not attention_patch.patched_class(cls)] == []
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])

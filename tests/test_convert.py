@@ -311,7 +311,7 @@ class TestRefusals:
         assert snapshot(model) == before
         assert convert_model(model, linear=False).counts == {"left": 15, "swapped": 2}
 
-    @pytest.mark.parametrize("what", ["dispatch", "routed_attention"])
+    @pytest.mark.parametrize("what", ["dispatch", "patched_attention"])
     def test_a_layer_that_disagrees(self, monkeypatch, what):
         module = qlinear if what == "dispatch" else verify
         right = getattr(module, what)

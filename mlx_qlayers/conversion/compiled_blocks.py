@@ -1,31 +1,32 @@
-"""The stretches of a decoder layer that compute with fused products, as functions of arrays.
+"""The parts of a decoder layer that compute with fused products, as operations on arrays.
 
-On a GPU each is traced once by ``mx.compile`` for all layers that are alike: what may differ
-between them are inputs, everything else is in the key under which the traced function is kept.
+On a GPU each is compiled once for all layers that are alike: what may differ between them are
+arrays, everything else is static. Quantized matrices are four arrays each, side by side: weight,
+scales, biases and bias, of which the last two may be None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, cast
+from itertools import islice
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..dispatch import dispatch
 from ..formats import Format
-from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, PackedMatrix
+from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate
 from ..ops.attention_step import MIN_PLACES, Rotation, attention_step
-from ..ops.fused_products import Norm, defers_norm, fused_products
+from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
 from ..ops.rotary import rotary_embedding
-from ..ops.traced import traced
+from .compiled import Operation
 
 Static = tuple[Any, ...]
-# Group size, bits, mode and the shape of the packed weight.
-Packing = tuple[int, int, str, tuple[int, ...]]
-# Weight, scales, biases and bias; the last two may be None.
-Matrix = tuple[mx.array, mx.array, mx.array | None, mx.array | None]
+Packing = tuple[Format, tuple[int, ...]]  # with the shape of the packed weight
+Arrays = Sequence[mx.array | None]
 
 # Rotary embeddings that take their offset as an array, and compute with nothing else that changes.
 _ROPES = ("RoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
@@ -39,35 +40,33 @@ def position(offset: int) -> mx.array:
 
 
 @lru_cache(maxsize=64)
-def places(length: int, batch: int) -> mx.array:
+def positions(length: int, batch: int) -> mx.array:
     """What :func:`attention_step` takes where all sequences have the same length."""
     return mx.array([length] * max(MIN_PLACES, 1 + batch))
 
 
-def places_of(length: int, positions: mx.array) -> mx.array:
+def positions_of(length: int, offsets: mx.array) -> mx.array:
     """What :func:`attention_step` takes where sequences have positions of their own."""
-    return mx.concatenate([places(length, 0)[:1], positions, places(0, 0)])
+    return mx.concatenate([positions(length, 0)[:1], offsets, positions(0, 0)])
 
 
 @cache
-def _is_traceable(cls: Any) -> bool:
+def _can_compile(cls: Any) -> bool:
     return cls.__name__ in _ROPES and cls.__module__ in _ROPE_MODULES
 
 
 def split_rope(rope: Any) -> tuple[Static | None, mx.array | None]:
     """A rotary embedding as what can be compared, and its frequencies."""
-    if not _is_traceable(rope.__class__):
+    if not _can_compile(rope.__class__):
         return None, None
-    numbers = tuple(
-        [item for item in vars(rope).items() if item[0] not in ("_no_grad", "_training")]
-    )
-    return (type(rope), numbers), rope.get("_freqs")
+    settings = [item for item in vars(rope).items() if item[0] not in ("_no_grad", "_training")]
+    return (type(rope), tuple(settings)), rope.get("_freqs")
 
 
 def _join_rope(static: Static, freqs: mx.array | None) -> nn.Module:
-    cls, numbers = static
+    cls, settings = static
     rope: nn.Module = cls.__new__(cls)
-    vars(rope).update(numbers)
+    vars(rope).update(settings)
     if freqs is not None:
         dict.__setitem__(rope, "_freqs", freqs)
     return rope
@@ -77,8 +76,7 @@ def rotation_of(static: Static | None) -> Rotation | None:
     """How this package's operations do what a rotary embedding does; None if it does more."""
     if static is None:
         return None
-    cls, numbers = static
-    values = dict(numbers)
+    cls, values = static[0], dict(static[1])
     if cls is nn.RoPE:
         return Rotation(values["dims"], values["traditional"], values["base"], values["scale"])
     if cls.__name__ == "SuScaledRoPE" or values.get("mscale", 1.0) != 1.0:
@@ -87,50 +85,60 @@ def rotation_of(static: Static | None) -> Rotation | None:
 
 
 class Stream(NamedTuple):
-    """What goes from one stretch to the next.
+    """What goes from one part to the next.
 
     Attributes:
         x: (B, L, K), the sums of residuals so far.
-        scaled: ``x`` times the weight of the norm ahead, or None.
-        tile_squares: with it, of :func:`fused_products`.
+        scaled: ``x`` times the weight of the norm ahead, or None; that norm is deferred.
+        tile_squares: with it, of :func:`~mlx_qlayers.ops.fused_products.fused_products`.
     """
 
     x: mx.array
     scaled: mx.array | None = None
     tile_squares: mx.array | None = None
 
-    def through(self, norm: Norm | None) -> dict[str, Any]:
-        """The arguments of a product whose input goes through a norm first."""
-        if norm is None or self.scaled is None:
-            return {"x": self.x, "norm": norm}
-        return {"x": self.scaled, "norm": (None, norm[1]), "tile_squares": self.tile_squares}
+    def through(self, weight: mx.array | None) -> tuple[mx.array | None, ...]:
+        """Rows, weight and tile squares for a product whose input goes through a norm first."""
+        if self.scaled is None:
+            return self.x, weight, None
+        return self.scaled, None, self.tile_squares
 
 
-def _products(matrices: list[Matrix], formats: tuple[Packing, ...], **rows: Any) -> list[mx.array]:
+def _projection(
+    formats: Sequence[Packing], eps: float | None = None, gate: Gate | None = None
+) -> Callable[..., list[mx.array]]:
     """Products of one input; those of one format together, as many as a launch takes."""
-    found: dict[int, mx.array] = {}
-    for fmt in dict.fromkeys(known[:3] for known in formats):
-        alike = [i for i, other in enumerate(formats) if other[:3] == fmt]
+    launches: list[tuple[Static, list[int]]] = []
+    for fmt in dict.fromkeys(fmt for fmt, _ in formats):
+        alike = [i for i, (other, _) in enumerate(formats) if other == fmt]
         for start in range(0, len(alike), MAX_MATRICES):
-            places = alike[start : start + MAX_MATRICES]
-            packed = [PackedMatrix(*matrices[i]) for i in places]
-            products = fused_products(matrices=packed, **_keywords(fmt), **rows)
-            found |= zip(places, products, strict=True)
-    return [found[i] for i in range(len(matrices))]
+            launches.append(((*fmt, eps, gate), alike[start : start + MAX_MATRICES]))
 
-
-def _keywords(fmt: Static) -> dict[str, Any]:
-    return Format(*fmt[:3])._asdict()
-
-
-@traced
-def together(formats: tuple[Packing, ...]) -> Callable[..., Any]:
-    """Products of one input."""
-
-    def run(x: mx.array, matrices: list[Matrix]) -> list[mx.array]:
-        return _products(matrices, formats, x=x)
+    def run(
+        packed: Arrays,
+        x: mx.array,
+        weight: mx.array | None = None,
+        tile_squares: mx.array | None = None,
+        residual: mx.array | None = None,
+        next_weight: mx.array | None = None,
+    ) -> list[mx.array]:
+        rows = x, weight, tile_squares, residual, next_weight
+        if len(launches) == 1:
+            return dispatch(FUSED_PRODUCTS, (*rows, *packed), launches[0][0])
+        products: dict[int, mx.array] = {}
+        for static, indices in launches:
+            some = [array for i in indices for array in packed[4 * i : 4 * i + 4]]
+            products |= zip(indices, dispatch(FUSED_PRODUCTS, (*rows, *some), static), strict=True)
+        return [products[i] for i in range(len(formats))]
 
     return run
+
+
+@Operation
+def together(*formats: Packing) -> Callable[..., list[mx.array]]:
+    """Products of one input."""
+    projection = _projection(formats)
+    return lambda x, *packed: projection(packed, x)
 
 
 def _heads_first(x: mx.array) -> mx.array:
@@ -147,176 +155,123 @@ def joined(out: mx.array) -> mx.array:
     return (out if length == 1 else out.transpose(0, 2, 1, 3)).reshape(batch, length, -1)
 
 
-@traced
+@Operation
 def heads(
     formats: tuple[Packing, ...],
     counts: tuple[int, int],
     eps: float | None,
     norm_eps: tuple[float, float] | None,
     rope: Static | None,
-) -> Callable[..., Any]:
+) -> Callable[..., list[mx.array]]:
     """Queries, keys and values of the heads: norm, projections, norms of heads, rotation."""
+    projection, rotation = _projection(formats, eps), rotation_of(rope)
+    turn = None if rotation is None else asdict(rotation)
+    n, kv = counts
 
     def run(
         x: mx.array,
-        position: mx.array | None,
+        position: Any,
         weight: mx.array | None,
-        matrices: list[Matrix],
-        norms: list[mx.array] | None,
+        q_weight: mx.array | None,
+        k_weight: mx.array | None,
         freqs: mx.array | None,
+        *packed: mx.array | None,
     ) -> list[mx.array]:
-        norm = None if eps is None else (weight, eps)
-        products = _products(matrices, formats, x=x, norm=norm)
-        many = (counts[0], counts[1], counts[1])
-        split = [y.reshape(*x.shape[:2], n, -1) for y, n in zip(products, many, strict=True)]
-        if norms is not None and norm_eps is not None:
-            for i in range(2):
-                split[i] = mx.fast.rms_norm(split[i], norms[i], norm_eps[i])
-        if (found := rotation_of(rope)) is not None:
-            assert position is not None
-            q, k, v = split
-            q, k = rotary_embedding(q, k, position, **asdict(found), freqs=freqs)
-            return [q, k, _heads_first(v)]
-        q, k, v = map(_heads_first, split)
+        q, k, v = projection(packed, x, weight)
+        batch, length, _ = x.shape
+        q, k = q.reshape(batch, length, n, -1), k.reshape(batch, length, kv, -1)
+        v = v.reshape(batch, length, kv, -1)
+        if norm_eps is not None:
+            q = mx.fast.rms_norm(q, q_weight, norm_eps[0])
+            k = mx.fast.rms_norm(k, k_weight, norm_eps[1])
+        if turn is not None:
+            return [*rotary_embedding(q, k, position, **turn, freqs=freqs), _heads_first(v)]
+        q, k, v = map(_heads_first, (q, k, v))
         if rope is not None:
-            rotate = cast(Any, _join_rope(rope, freqs))
+            rotate: Any = _join_rope(rope, freqs)
             q, k = rotate(q, offset=position), rotate(k, offset=position)
         return [q, k, v]
 
     return run
 
 
-@traced
-def projected(fmt: Packing) -> Callable[..., Any]:
-    """Residual and output projection."""
+@Operation
+def tail(out: Packing | None, feed: Static | None, residual: bool) -> Callable[..., mx.array]:
+    """What follows attention in a decoder layer, as a function of rows and attention.
 
-    def run(out: mx.array, x: mx.array, matrix: Any) -> mx.array:
-        rows = joined(out)
-        return fused_products(rows, [matrix], **_keywords(fmt), residual=x)[0]
-
-    return run
-
-
-@traced
-def feed_forward(
-    fmt: Packing, fmt_down: Packing, gate: Gate, eps: float | None
-) -> Callable[..., Any]:
-    """Norm, gated product, the product that follows it, and a residual if there is one."""
-    feed = _feed(fmt, fmt_down, gate)
-
-    def run(
-        x: mx.array, weight: mx.array | None, first: Any, second: Any, down: Any, residual: Any
-    ) -> mx.array:
-        norm = None if eps is None else (weight, eps)
-        return feed(Stream(x), norm, first, second, down, residual).x
-
-    return run
+    Args:
+        out: of the output projection, whose residual the rows are; None if that is no part of it.
+        feed: of the feed-forward module: its gated matrices, the one behind them, the activation,
+            and the epsilon of the norm ahead of it or None; None if that is no part of it.
+        residual: whether the rows that go into it are added to what comes out.
+    """
+    follow = _follow(out, feed, residual)
+    return lambda x, attended, *arrays: follow(x, attended, None, *arrays).x
 
 
-def _feed(fmt: Packing, fmt_down: Packing, gate: Gate) -> Callable[..., Stream]:
-    def run(
-        stream: Stream,
-        norm: Norm | None,
-        first: Any,
-        second: Any,
-        down: Any,
-        residual: mx.array | None,
-        next_weight: mx.array | None = None,
-    ) -> Stream:
-        given = {**_keywords(fmt), **stream.through(norm)}
-        (y,) = fused_products(matrices=[first, second], gate=gate, **given)
-        added: dict[str, Any] = {"residual": residual, "next_weight": next_weight}
-        return Stream(*fused_products(y, [down], **_keywords(fmt_down), **added))
-
-    return run
-
-
-@traced
-def tail(
-    fmt_o: Packing, fmt: Packing, fmt_down: Packing, gate: Gate, eps: float
-) -> Callable[..., Any]:
-    """All of a decoder layer that follows attention."""
-    follow = _follow(fmt_o, fmt, fmt_down, gate, eps)
-
-    def run(out: mx.array, x: mx.array, *arrays: Any) -> mx.array:
-        return follow(out, x, None, *arrays).x
-
-    return run
-
-
-def _follow(
-    fmt_o: Packing, fmt: Packing, fmt_down: Packing, gate: Gate, eps: float
-) -> Callable[..., Stream]:
+def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callable[..., Stream]:
     """What :func:`tail` computes, and what the norm of the next layer needs."""
-    feed = _feed(fmt, fmt_down, gate)
+    projection = _projection([out]) if out else None
+    up, down, gate, eps = feed or (None, None, None, None)
+    gated, back = (_projection([up, up], eps, gate), _projection([down])) if feed else (None, None)
 
     def run(
-        out: mx.array,
         x: mx.array,
+        attended: mx.array,
         next_weight: mx.array | None,
-        matrix: Any,
-        weight: mx.array,
-        *matrices: Any,
+        weight: mx.array | None,
+        *packed: mx.array | None,
     ) -> Stream:
-        handed = weight if defers_norm(x) else None
-        added: dict[str, Any] = {"residual": x, "next_weight": handed}
-        h = Stream(*fused_products(joined(out), [matrix], **_keywords(fmt_o), **added))
-        following = None if handed is None else next_weight
-        return feed(h, (weight, eps), *matrices, h.x, following)
+        h, deferred = Stream(x), weight if projection and defers_norm(x) else None
+        if projection:
+            h = Stream(*projection(packed[:4], joined(attended), None, None, x, deferred))
+            packed = packed[4:]
+        if gated is None or back is None:
+            return h
+        (y,) = gated(packed[:8], *h.through(weight))
+        following = None if deferred is None else next_weight
+        return Stream(*back(packed[8:], y, None, None, h.x if residual else None, following))
 
     return run
 
 
-def flatten(tree: Any, leaves: list[mx.array]) -> Any:
-    """Add the arrays of a tree to a list, and give what :func:`_unflatten` takes to go back."""
-    if isinstance(tree, list | tuple):
-        return tuple([flatten(branch, leaves) for branch in tree])
-    leaves += [] if tree is None else [tree]
-    return tree is not None
-
-
-def _unflatten(tree: Any, leaves: Iterator[mx.array]) -> Any:
-    if isinstance(tree, tuple):
-        return [_unflatten(branch, leaves) for branch in tree]
-    return next(leaves) if tree else None
-
-
-@traced
+@Operation
 def layers(
-    each: tuple[tuple[Static, float, Static], ...], tree: Any, shape: Any
-) -> Callable[..., Any]:
+    each: tuple[tuple[Static, float, Static], ...], present: tuple[bool, ...], *_: object
+) -> Callable[..., list[mx.array]]:
     """Decoder layers in turn, for a token of each sequence.
 
     Args:
-        each: the key of a layer's :func:`heads`, the scale of its scores, the key of its
-            :func:`tail`.
-        tree: from :func:`flatten`, of the arrays of each layer's :func:`heads` and :func:`tail`.
-        shape: whatever tells arguments apart that are traced each for itself.
+        each: of a layer what is static of its :func:`heads`, the scale of its scores, and what is
+            static of its :func:`tail`.
+        present: which of the arrays of each layer's :func:`heads` and :func:`tail` there are.
 
     Returns:
         A function that gives the sums of residuals, what the norm of the layer after them needs if
-        it is handed on, and the buffers.
+        that is deferred, and the buffers.
     """
     steps = [(_step(before, scale), _follow(*after)) for before, scale, after in each]
+    sizes = 4 + 4 * 3, 1 + 4 * 4  # arrays of heads and tail
 
     def run(
         x: mx.array,
         mask: mx.array | None,
-        places: list[mx.array],
+        positions: list[mx.array],
         arrays: list[mx.array],
         buffers: list[mx.array],
-        handed: list[mx.array],
+        deferred: list[mx.array],
         next_weight: mx.array | None,
     ) -> list[mx.array]:
-        new: list[mx.array] = []
-        operands = _unflatten(tree, iter(arrays))
-        stream, weights = Stream(x, *handed), [before[0] for before, _ in operands]
-        for i, (step, follow) in enumerate(steps):
-            before, after = operands[i]
+        given = iter(arrays)
+        whole = iter([next(given) if there else None for there in present])
+        operands = [[[*islice(whole, n)] for n in sizes] for _ in each]
+        weights = [*(before[0] for before, _ in operands), next_weight]
+        stream, new = Stream(x, *deferred), list[mx.array]()
+        for i, ((step, follow), (before, after)) in enumerate(zip(steps, operands, strict=True)):
             pair = buffers[2 * i : 2 * i + 2]
-            out, *found = step(stream, mask, places[i % len(places)], *before, *pair)
-            stream = follow(out, stream.x, (*weights, next_weight)[i + 1], *after)
-            new += found
+            out, *grown = step(stream, mask, positions[i % len(positions)], *pair, *before)
+            stream = follow(stream.x, out, weights[i + 1], *after)
+            new += grown
         return [part for part in stream if part is not None] + new
 
     return run
@@ -324,29 +279,28 @@ def layers(
 
 def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
     """What :func:`heads` computes, and attention, for a token of each sequence."""
-    formats, counts, eps, norm_eps, rope = before
-    rotation = rotation_of(rope)
+    formats, (n, kv), eps, norm_eps, rope = before
+    projection, rotation = _projection(formats, eps), rotation_of(rope)
     assert rotation is not None
 
     def run(
         stream: Stream,
         mask: mx.array | None,
-        places: mx.array,
-        weight: mx.array | None,
-        matrices: list[Matrix],
-        norms: list[mx.array] | None,
-        freqs: mx.array | None,
+        positions: mx.array,
         keys: mx.array,
         values: mx.array,
+        weight: mx.array | None,
+        q_weight: mx.array | None,
+        k_weight: mx.array | None,
+        freqs: mx.array | None,
+        *packed: mx.array | None,
     ) -> list[mx.array]:
-        norm = None if eps is None else (weight, eps)
-        q, k, v = _products(matrices, formats, **stream.through(norm))
-        if norms is not None and norm_eps is not None:
-            q, k = (
-                mx.fast.rms_norm(y.reshape(len(y), n, -1), w, e).reshape(y.shape)
-                for y, n, w, e in zip((q, k), counts, norms, norm_eps, strict=True)
-            )
-        given = q, k, v, keys, values, places
+        q, k, v = projection(packed, *stream.through(weight))
+        if norm_eps is not None:
+            q_heads, k_heads = q.reshape(len(q), n, -1), k.reshape(len(k), kv, -1)
+            q = mx.fast.rms_norm(q_heads, q_weight, norm_eps[0]).reshape(q.shape)
+            k = mx.fast.rms_norm(k_heads, k_weight, norm_eps[1]).reshape(k.shape)
+        given = q, k, v, keys, values, positions
         return attention_step(*given, scale=scale, rotation=rotation, freqs=freqs, mask=mask)
 
     return run

@@ -1,4 +1,4 @@
-"""Decoder layers one after the other in one trace, where a token of each sequence is decoded.
+"""Decoder layers one after the other in one compiled graph, for a token of each sequence.
 
 A model runs its layers in a loop, ``for layer, c in zip(layers, cache): h = layer(h, mask, c)``.
 Ahead of it they are offered to :func:`_first_layers`, which runs as many of them as it can and
@@ -8,9 +8,9 @@ leaves the others to the loop. The caches get buffers with the new keys and valu
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterable
 from functools import cache
+from operator import is_
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,132 +20,173 @@ import mlx.nn as nn
 
 from ..ops.attention_step import why_not
 from ..ops.quantized_route import is_qmv
-from ..ops.traced import Place, place
 from ..runtime.legacy import being_traced
-from . import compiled_blocks as stretches
-from .attention_patch import routed_attention
-from .grouping import compiled
-from .matcher import definition_of
-from .operands import Block, Snapshot, known_of, of_block
+from . import compiled
+from .attention_patch import is_patched
+from .compiled_blocks import layers as layers_in_turn
+from .compiled_blocks import positions, positions_of, rotation_of
+from .matcher import Mismatch, find_statement, parse
+from .operands import (
+    BLOCK_PARTS,
+    Operands,
+    Snapshot,
+    match_of,
+    of_feed_forward,
+    of_heads,
+    of_layers,
+    of_tail,
+)
+from .rewriter import rewritten, statement
 
 _FIRST_LAYERS, _LEFT = "_first_layers", "_layers_left"
-# As ast.unparse writes it: for layer, c in zip(self.layers, cache): h = layer(h, mask, c)
-# A layer may have a mask of its own: mask = swa_mask if layer.use_sliding else fa_mask
-_LOOP = re.compile(
-    r"for (?P<layer>\w+), (?P<c>\w+) in zip\([\w.]+, \w+\):\n"
-    r"(    (?P<own>\w+) = (?P<value>\w+ if (?P=layer)\.[\w.]+ else \w+)\n)?"
-    r"    (?P<x>\w+) = (?P=layer)"
-    r"\((?P=x), (mask=)?(?P<mask>(?(own)(?P=own)|\w+)), (cache=)?(?P=c)\)"
-)
-
-# Layers of one trace. Alike ones share it: to trace more takes longer, and saves less and less.
+# Layers of one graph. Alike ones share it: to trace more takes longer, and saves less and less.
 _TOGETHER = 4
 
 Pair = tuple[Any, Any]
 
 
 @cache
-def stacked(function: FunctionType) -> FunctionType | None:
-    """The method with the layers of its loop offered ahead of it; None if it has no such loop."""
-    definition = definition_of(function)
-    if definition is None or "zip" in function.__globals__:
-        return None
-    loops = [node for node in definition.body if isinstance(node, ast.For)]
-    found = [(loop, match) for loop in loops if (match := _LOOP.fullmatch(ast.unparse(loop)))]
-    if len(found) != 1:
-        return None
-    loop, match = found[0]
-    layer, x, start = match["layer"], match["x"], definition.body.index(loop)
-    later = [n for part in definition.body[start + 1 :] for n in ast.walk(part)]
-    set_by_loop = {layer, match["c"], match["own"]}
-    if any(isinstance(node, ast.Name) and node.id in set_by_loop for node in later):
-        return None
-    mask = match["value"] if match["own"] else match["mask"]
-    offered = f"{ast.unparse(loop.iter)}, {x}, lambda {layer}: {mask}"
-    ahead = f"{x}, {_LEFT} = {_FIRST_LAYERS}({offered})"
+def with_layers_ahead(function: FunctionType) -> FunctionType | Mismatch:
+    """The method with the layers of its loop offered ahead of it, or why it has no such loop."""
+    method = parse(function)
+    if isinstance(method, Mismatch):
+        return method
+    match = find_statement(method, "layer_loop", "layer_loop_with_masks")
+    if isinstance(match, Mismatch):
+        return match
+    body, loop, names = method.definition.body, match.node, match.names
+    assert isinstance(loop, ast.For)
+    start = body.index(loop)
+    own = match.pattern == "layer_loop_with_masks"
+    set_by_loop = {names["layer"], names["c"]} | ({names["mask"]} if own else set())
+    for node in (n for later in body[start + 1 :] for n in ast.walk(later)):
+        if isinstance(node, ast.Name) and node.id in set_by_loop:
+            return method.mismatch(f"{node.id} is used after the loop", node)
+    given = [ast.unparse(loop.iter), names["x"], names["mask"]]
+    if own:
+        assign = loop.body[0]
+        assert isinstance(assign, ast.Assign)
+        given[2] = f"mask_of=lambda {names['layer']}: {ast.unparse(assign.value)}"
+    ahead = f"{names['x']}, {_LEFT} = {_FIRST_LAYERS}({', '.join(given)})"
+    body.insert(start, statement(ahead, loop))
     loop.iter = ast.Name(_LEFT, ast.Load())
-    definition.body[start:start] = ast.parse(ahead).body
-    scope = {**function.__globals__, _FIRST_LAYERS: _first_layers}
-    code = compiled(definition, function)
-    twin = FunctionType(code, scope, function.__name__, function.__defaults__)
-    twin.__doc__, twin.__qualname__ = function.__doc__, function.__qualname__
-    return twin
+    return rewritten(method, **{_FIRST_LAYERS: _first_layers})
 
 
-def _operands(block: nn.Module) -> Block | None:
-    operands = of_block(block)
-    if operands is None:
-        return None
-    attention = block[known_of(type(block)).names["attention"]]  # type: ignore[union-attr]
-    turned = stretches.rotation_of(operands.heads[0][-1]) is not None
-    return operands if turned and attention._attend is routed_attention else None
+def _first_layers(
+    pairs: Iterable[Pair],
+    x: mx.array,
+    mask: Any = None,
+    mask_of: Callable[[Any], Any] | None = None,
+) -> tuple[mx.array, list[Pair]]:
+    """Run the first layers, as many as there are that can run together; also what is left.
+
+    Args:
+        pairs: each layer and its cache.
+        x: (B, 1, K).
+        mask: of all layers, where ``mask_of`` does not say which one a layer has.
+        mask_of: the mask of a layer.
+    """
+    pairs = list(pairs)
+    caches = [cache for _, cache in pairs]
+    if mask_of is not None:
+        masks = [mask_of(layer) for layer, _ in pairs]
+        if masks and any(other is not masks[0] for other in masks):
+            return x, pairs
+        mask = masks[0] if masks else None
+    length = _length(caches, x, mask)
+    where = None if length is None else compiled.context()
+    if where is None or length is None:
+        return x, pairs
+    modules, plan = [layer for layer, _ in pairs], _plans.get(caches[0])
+    if plan is None or not plan.fits(modules):
+        plan = _plans[caches[0]] = _Plan(modules)
+    caches = caches[: plan.count]
+    if not caches or plan.why_not(caches[0], length):
+        return x, pairs
+    if length == caches[0].keys.shape[2]:
+        _grow(caches)
+    rows = caches[0].keys.shape[2]
+    if mask is not None:
+        mask = mx.pad(mask, [(0, 0)] * 3 + [(0, rows - 1 - length)])
+    at = plan.positions(caches, length)
+    buffers = [buffer for c in caches for buffer in (c.keys, c.values)]
+    x, *new = plan.run(where, x, mask, at, buffers)
+    for c, keys, values in zip(caches, new[::2], new[1::2], strict=True):
+        c.keys, c.values = keys, values
+    plan.advance(caches, length, at)
+    return x, pairs[plan.count :]
 
 
-class _Stack:
-    """Layers from the first to the last that can be run together, as they are now."""
+class _Plan:
+    """How the layers from the first on are run that can run together, as they are now."""
 
-    def __init__(self, layers: list[nn.Module]) -> None:
-        found: list[Block] = []
-        for layer in layers:
-            if (operands := _operands(layer)) is None:
+    def __init__(self, modules: list[nn.Module]) -> None:
+        operands: list[tuple[Operands, float, Operands]] = []
+        for module in modules:
+            if (each := _of_block(module)) is None:
                 break
-            found.append(operands)
-        self.count = len(found)
-        self.seen = layers[: self.count + 1]
-        self.snapshot = Snapshot(self.seen)
-        self.static = tuple((b.heads[0], b.scale, b.tail[0]) for b in found)
+            operands.append(each)
+        self.count = len(operands)
+        self.seen = modules[: self.count + 1]
+        self.snapshot = Snapshot([part for module in self.seen for part in module.modules()])
+        self.static = tuple((b.static, scale, a.static) for b, scale, a in operands)
         starts = range(0, self.count, _TOGETHER)
         self.parts = [slice(i, min(i + _TOGETHER, self.count)) for i in starts]
-        # Of each part its arrays side by side: mx.compile looks through a tree for each token.
-        trees = [[(b.heads[1], b.tail[1]) for b in found[part]] for part in self.parts]
-        self.arrays: list[list[mx.array]] = [[] for _ in trees]
-        self.trees = [stretches.flatten(*pair) for pair in zip(trees, self.arrays, strict=True)]
+        # Of each part the arrays that there are: mx.compile looks at each for each token.
+        whole = [
+            [array for before, _, after in operands[part] for array in before.arrays + after.arrays]
+            for part in self.parts
+        ]
+        self.present = [tuple(array is not None for array in arrays) for arrays in whole]
+        self.arrays = [[array for array in arrays if array is not None] for arrays in whole]
         # The weight of the norm that follows each part, if a part follows.
-        self.following_norms = [found[i].heads[1][0] for i in starts[1:]] + [None]
+        self.next_weights = [operands[i][0].arrays[0] for i in starts[1:]] + [None]
         self.functions: dict[Any, list[Callable[..., list[mx.array]]]] = {}
-        # The length and the batch for which something is known, and that.
-        self.known: tuple[int, int] | None = None
-        self.following = mx.array(0)
+        # The length and the batch for which the positions that follow are at hand, and those.
+        self.following: tuple[int, int, mx.array] | None = None
         self.offset: int | mx.array = 0
-        self.apart = False
+        self.differ = False
+
+    def fits(self, modules: list[nn.Module]) -> bool:
+        """Whether these are the layers, as they were."""
+        same = len(modules) >= len(self.seen) and all(map(is_, modules, self.seen))
+        return same and self.snapshot.holds()
 
     def why_not(self, cache: Any, length: int) -> str | None:
         """Why such a cache, with room for one key more, should be left to the loop, if so."""
-        rotation = stretches.rotation_of(self.static[0][0][-1])
+        rotation = rotation_of(self.static[0][0][-1])
         assert rotation is not None
         batch, heads, rows, width = cache.keys.shape
         rows += cache.step if length == rows else 0
         return why_not((batch, heads, rows, width), cache.values.shape[3], rotation)
 
-    def places(self, caches: list[Any], length: int) -> list[mx.array]:
+    def positions(self, caches: list[Any], length: int) -> list[mx.array]:
         """What :func:`attention_step` takes: one array, or one for each layer.
 
         After the first token it follows from the one before: what the host writes anew, a GPU with
         memory of its own has to fetch.
         """
         batch, offset = len(caches[0].keys), caches[0].offset
-        if self.known == (length, batch) and (
-            isinstance(offset, int) or all(c.offset is self.offset for c in caches)
+        if (
+            self.following is not None
+            and self.following[:2] == (length, batch)
+            and (isinstance(offset, int) or all(c.offset is self.offset for c in caches))
         ):
-            return [self.following]
+            return [self.following[2]]
         if isinstance(offset, int):
-            return [stretches.places(length, batch)]
-        return [stretches.places_of(length, each) for each in self._positions(caches)]
+            return [positions(length, batch)]
+        offsets: list[mx.array] = [c.offset for c in caches]
+        if not self.differ and not being_traced(offsets):
+            self.differ = not (mx.stack(offsets) == offsets[0]).all().item()
+            offsets = offsets if self.differ else offsets[:1]
+        return [positions_of(length, each) for each in offsets]
 
-    def _positions(self, caches: list[Any]) -> list[mx.array]:
-        """The positions of the sequences: one array if they are the same in all caches."""
-        found: list[mx.array] = [c.offset for c in caches]
-        if self.apart or being_traced(found):
-            return found
-        self.apart = not (mx.stack(found) == found[0]).all().item()
-        return found if self.apart else found[:1]
-
-    def advance(self, caches: list[Any], length: int, places: list[mx.array]) -> None:
+    def advance(self, caches: list[Any], length: int, at: list[mx.array]) -> None:
         """Count the token that the buffers of all caches hold now."""
         batch, is_plain = len(caches[0].keys), isinstance(caches[0].offset, int)
-        later = [each + 1 for each in places]
-        self.known = (length + 1, batch) if len(later) == 1 else None
-        self.following = later[0]
+        later = [each + 1 for each in at]
+        self.following = (length + 1, batch, later[0]) if len(later) == 1 else None
         offsets = [length + 1 if is_plain else each[1 : 1 + batch] for each in later]
         self.offset = offsets[0]
         for i, c in enumerate(caches):
@@ -155,70 +196,56 @@ class _Stack:
 
     def run(
         self,
-        at: Place,
+        where: Any,
         x: mx.array,
         mask: mx.array | None,
-        places: list[mx.array],
+        at: list[mx.array],
         buffers: list[mx.array],
     ) -> list[mx.array]:
         """What the layers give, and the buffers that their caches then have."""
-        new: list[mx.array] = []
-        key = at, buffers[0].shape[2], len(places)
-        if key not in self.functions:
-            self.functions[key] = [
-                stretches.layers(
-                    at,
+        key = where, buffers[0].shape[2], len(at)
+        if (functions := self.functions.get(key)) is None:
+            functions = self.functions[key] = [
+                layers_in_turn.bind(
+                    where,
                     self.static[part],
-                    tree,
-                    (*key[1:], part.start == 0, part.stop == self.count),
+                    present,
+                    *key[1:],
+                    part.start == 0,
+                    part.stop == self.count,
                 )
-                for part, tree in zip(self.parts, self.trees, strict=True)
+                for part, present in zip(self.parts, self.present, strict=True)
             ]
-        handed: list[mx.array] = []
-        for part, function, arrays, norm in zip(
-            self.parts, self.functions[key], self.arrays, self.following_norms, strict=True
-        ):
-            some = places if len(places) == 1 else places[part]
+        new: list[mx.array] = []
+        deferred: list[mx.array] = []
+        parts = zip(self.parts, functions, self.arrays, self.next_weights, strict=True)
+        for part, function, arrays, next_weight in parts:
+            some = at if len(at) == 1 else at[part]
             pairs = buffers[2 * part.start : 2 * part.stop]
-            x, *found = function(x, mask, some, arrays, pairs, handed, norm)
-            handed = found[: -len(pairs)]
-            new += found[-len(pairs) :]
+            x, *rest = function(x, mask, some, arrays, pairs, deferred, next_weight)
+            deferred = rest[: -len(pairs)]
+            new += rest[-len(pairs) :]
         return [x, *new]
 
 
 # As long as a sequence's cache lives; nobody else shall keep a model's arrays.
-_stacks: WeakKeyDictionary[Any, _Stack] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Any, _Plan] = WeakKeyDictionary()
 
 
-def _first_layers(
-    pairs: Iterable[Pair], x: mx.array, mask_of: Callable[[Any], Any]
-) -> tuple[mx.array, list[Pair]]:
-    """Run the first layers, as many as there are that can run together; also what is left."""
-    pairs = list(pairs)
-    caches = [cache for _, cache in pairs]
-    mask = _common([mask_of(layer) for layer, _ in pairs])
-    length = _length(caches, x, mask)
-    at = None if length is None else place()
-    if at is None or length is None:
-        return x, pairs
-    layers, stack = [layer for layer, _ in pairs], _stacks.get(caches[0])
-    if stack is None or not stack.snapshot.holds(layers[: len(stack.seen)]):
-        stack = _stacks[caches[0]] = _Stack(layers)
-    caches = caches[: stack.count]
-    if not caches or stack.why_not(caches[0], length):
-        return x, pairs
-    if length == caches[0].keys.shape[2]:
-        _grow(caches)
-    rows = caches[0].keys.shape[2]
-    if mask is not None:
-        mask = mx.pad(mask, [(0, 0)] * 3 + [(0, rows - 1 - length)])
-    places = stack.places(caches, length)
-    buffers = [buffer for c in caches for buffer in (c.keys, c.values)]
-    x, *new = stack.run(at, x, mask, places, buffers)
-    for i, c in enumerate(caches):
-        c.keys, c.values = new[2 * i : 2 * i + 2]
-    stack.advance(caches, length, places)
-    return x, pairs[stack.count :]
+def _of_block(block: Any) -> tuple[Operands, float, Operands] | None:
+    """Operands of a layer's heads and tail, and its scale; None if it cannot run with others."""
+    match = match_of(type(block))
+    if match is None or not match.pattern.startswith("block"):
+        return None
+    attention, mlp, first, second = (block[match.names[key]] for key in BLOCK_PARTS)
+    heads, feed = of_heads(attention, first), of_feed_forward(mlp, second)
+    if heads is None or feed is None or type(first) is not nn.RMSNorm or not is_patched(attention):
+        return None
+    names = attention._match.names
+    out = of_layers(attention[names["o"]])
+    if out is None or rotation_of(heads.static[-1]) is None:
+        return None
+    return heads, getattr(attention, names["scale"]), of_tail(out, feed, True)
 
 
 def _grow(caches: list[Any]) -> None:
@@ -229,11 +256,6 @@ def _grow(caches: list[Any]) -> None:
             batch, heads, _, width = buffer.shape
             more = mx.zeros((batch, heads, c.step, width), buffer.dtype)
             setattr(c, name, mx.concatenate([buffer, more], axis=2))
-
-
-def _common(masks: list[Any]) -> Any:
-    """The one mask of all layers; if they have several, something that is no mask."""
-    return masks[0] if masks and all(mask is masks[0] for mask in masks) else masks
 
 
 def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:

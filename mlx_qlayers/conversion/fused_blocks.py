@@ -1,40 +1,52 @@
 """Decoder layers, attention and feed-forward modules that decode with few launches.
 
-A module whose code :mod:`.matcher` knows gets a class of its own, made from its class, whose
+A module whose code :mod:`.matcher` recognises gets a class of its own, made from its class, whose
 ``__call__`` computes the same from fused products where the rows are few, and on CUDA for prompts;
 else, and where a projection is no :class:`QLinear` (an adapter, for instance), it runs the code it
 had before. Its attributes stay what they are, so that it goes back by taking its class back.
 
 A decoder layer then makes four launches of its own: norm and q, k, v; output projection and
-residual; norm, gate, up and activation; down and residual. On a GPU the stretches between cache and
-attention are traced once by ``mx.compile``, with the parameters as inputs: a token costs two calls
-a layer. Where attention is by kernel there too, :mod:`.decoder_loop` traces whole layers together.
+residual; norm, gate, up and activation; down and residual. On a GPU what is ahead of the cache and
+what follows attention are compiled, with the parameters as inputs: a token costs two such calls a
+layer. Where attention is by kernel there too, :mod:`.decoder_loop` compiles whole layers together.
 """
 
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
 from ..ops.quantized_route import is_dense, is_qmv
-from ..ops.traced import Place, place
-from . import compiled_blocks as stretches
-from .attention_patch import routed_attention, routed_class
-from .decoder_loop import stacked
-from .grouping import grouped
-from .matcher import Known, recognise
-from .operands import GATES, known_of, of_feed_forward, of_heads, of_layers
+from . import attention_patch, compiled
+from .attention_patch import is_patched, patched_class, stock_class
+from .compiled_blocks import heads, joined, position, tail, together
+from .decoder_loop import with_layers_ahead
+from .grouping import Grouped, grouped
+from .matcher import Match, Mismatch, recognise
+from .operands import (
+    BLOCK_PARTS,
+    GATES,
+    Operands,
+    Snapshot,
+    match_of,
+    of_feed_forward,
+    of_heads,
+    of_layers,
+    of_tail,
+)
 
-# The form of a module of which only products of one input are gathered.
+# What a module is known as of which only products of one input are gathered.
 GROUPED = "grouped"
-# The form of a module that runs decoder layers in a loop.
-STACK = "stack"
+# What a module is known as that runs decoder layers in a loop.
+LOOP = "layer_loop"
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -42,55 +54,53 @@ def is_fused(module: nn.Module) -> bool:
     return "_fuses" in type(module).__dict__
 
 
-def unfused_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a fused module had before."""
-    return type(module).__dict__["_fuses"]
+def unfused_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a fused class was made from; any other class itself."""
+    return cls.__dict__.get("_fuses", cls)
 
 
 def groups_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], ...]:
-    """The layers whose products of one input a class gathers that is known no further."""
+    """The layers whose products of one input a class gathers of which no more is recognised."""
     return cls.__dict__.get("_groups", ())
 
 
 def input_width(module: Any) -> int | None:
     """The last axis of the input of a fused module; None where that does not follow from it."""
-    known = known_of(type(module))
-    if known is None or known.form in (GROUPED, STACK):
+    match = match_of(type(module))
+    if match is None or match.pattern in (GROUPED, LOOP):
         return None
-    if known.form.startswith("block"):
-        return input_width(module[known.names["attention"]])
-    layer = module[known.names["gate" if known.form in GATES else "q"]]
+    if match.pattern.startswith("block"):
+        return input_width(module[match.names["attention"]])
+    layer = module[match.names["gate" if match.pattern in GATES else "q"]]
     return Format(layer.group_size, layer.bits, layer.mode).dims(layer["weight"])
 
 
 @cache
-def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module] | None:
-    """The class that stands in for ``cls``, stock or routed; None if nothing in it can be fused.
+def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module] | Mismatch:
+    """The class that stands in for ``cls``, stock or patched, or why nothing in it can be fused.
 
     Args:
         cls: the class of a module.
-        layers: the names of the quantized layers that the module holds: where no more is known of
-            its code, their products of one input are gathered. None for one that runs layers in
-            a loop.
+        layers: the names of the quantized layers that the module holds: where no more of its code
+            is recognised, their products of one input are gathered. None for one that runs layers
+            in a loop.
     """
-    stock = cls.__dict__.get("_routes", cls)
-    known = recognise(stock)
-    body: dict[str, Any] = {}
-    if known is None:
-        call = inspect.getattr_static(cls, "__call__", None)
-        if not isinstance(call, FunctionType):
-            return None
-        if not layers:
-            known, call = Known(STACK, {}), stacked(call)
-        elif (found := grouped(call, layers, _together)) is not None:
-            known, call = Known(GROUPED, {}), found.function
-            body = {"_groups": found.groups, "_layers": layers}
-        if known is None or call is None:
-            return None
-    elif known.form in GATES:
-        call = _mlp_call
+    stock, body = stock_class(cls), dict[str, Any]()
+    match = recognise(stock)
+    if isinstance(match, Mismatch):
+        rewritten = inspect.getattr_static(cls, "__call__", None)
+        if not isinstance(rewritten, FunctionType):
+            return Mismatch("its __call__ is no plain method")
+        gathered = grouped(rewritten, layers, _together) if layers else None
+        call: Any = with_layers_ahead(rewritten) if gathered is None else gathered
+        if isinstance(call, Mismatch):
+            return call
+        match = Match(GROUPED if layers else LOOP, {})
+        if isinstance(call, Grouped):
+            body = {"_groups": call.groups, "_layers": layers}
+            call = call.function
     else:
-        call = _attention_call if known.form.startswith("attention") else _block_call
+        call = _mlp_call if match.pattern in GATES else _attention_call
     body |= {
         "__module__": stock.__module__,
         "__doc__": stock.__doc__,
@@ -98,109 +108,182 @@ def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module]
         "__reduce_ex__": _reduce,
         "_extra_repr": stock._extra_repr,
         "_fuses": cls,
-        "_known": known,
+        "_match": match,
     }
     if cls is not stock:
-        body |= {"_routes": stock, "_attend": staticmethod(routed_attention)}
-    elif known.form.startswith("attention"):
-        from mlx_lm.models.base import scaled_dot_product_attention
-
-        body["_attend"] = staticmethod(scaled_dot_product_attention)
+        body |= {"_patches": stock}
     return type(f"Fused{stock.__name__}", (cls,), body)
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Pickle a fused module by the class it had before: its own has no importable name."""
     reduced = nn.Module.__reduce_ex__(module, max(2, protocol))
-    before = unfused_class(module)
-    stock, layers = before.__dict__.get("_routes", before), type(module).__dict__.get("_layers")
-    return _new, (stock, before is not stock, layers or frozenset()), *reduced[2:]
+    before = unfused_class(type(module))
+    stock, layers = stock_class(before), type(module).__dict__.get("_layers", frozenset())
+    return _new, (stock, before is not stock, layers), *reduced[2:]
 
 
-def _new(stock: type[nn.Module], routed: bool, layers: frozenset[str]) -> nn.Module:
-    before = routed_class(stock) if routed else stock
-    assert before is not None
+def _new(stock: type[nn.Module], patched: bool, layers: frozenset[str]) -> nn.Module:
+    before = patched_class(stock) if patched else stock
+    assert isinstance(before, type)
     cls = fused_class(before, layers)
-    assert cls is not None
+    assert isinstance(cls, type)
     return cls.__new__(cls)
 
 
-def _is_fused(module: nn.Module, x: mx.array) -> bool:
+def _is_fused_for(module: nn.Module, x: mx.array) -> bool:
     """Whether products of ``x`` go together: of few rows, and of many where no gradient is due."""
     return is_qmv(x) or (not module.training and is_dense(x))
 
 
 def _together(x: mx.array, *layers: Any) -> list[mx.array]:
     """The products of one input with several layers."""
-    packed = of_layers(*layers) if _is_fused(layers[0], x) else None
+    packed = of_layers(*layers) if _is_fused_for(layers[0], x) else None
     if packed is None:
         return [layer(x) for layer in layers]
-    return cast(list[mx.array], stretches.together(place(), packed[0])(x, packed[1]))
+    return together.bind(compiled.context(), *packed.static)(x, *packed.arrays)
 
 
 def _mlp_call(self: Any, x: mx.array) -> mx.array:
-    if _is_fused(self, x) and (feed := of_feed_forward(self, None)) is not None:
-        static, arrays = feed
-        return cast(mx.array, stretches.feed_forward(place(), *static)(x, *arrays, None))
-    return cast(mx.array, self._fuses.__call__(self, x))
+    plan = _plans.get(id(self))
+    if (plan is None or not plan.fits(self, x)) and (plan := _planned(self, x)) is None:
+        return self._fuses.__call__(self, x)
+    where = compiled.context()
+    _, after = plan.bound.get(where) or plan.bind(where)
+    return after(x, None, *plan.arrays)
 
 
+# In the hot path every call of a Python function counts: see benchmarks/bench_python_calls.py.
 def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-    out = _attended(place(), self, None, x, mask, cache) if _is_fused(self, x) else None
-    if out is None:
-        return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
-    o = self[self._known.names["o"]]
-    return cast(mx.array, o(stretches.joined(out)))
-
-
-def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-    if not _is_fused(self, x):
-        return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
-    names = self._known.names
-    attention, mlp = self[names["attention"]], self[names["mlp"]]
-    first, second = self[names["first_norm"]], self[names["second_norm"]]
-    at = place()
-    out = _attended(at, attention, first, x, mask, cache)
-    feed = of_feed_forward(mlp, second)
-    if out is None and feed is None:
-        return cast(mx.array, self._fuses.__call__(self, x, mask, cache))
-    if out is None:
-        by_name = self._known.form == "block_by_keywords"
-        args, options = ((), {"mask": mask, "cache": cache}) if by_name else ((mask, cache), {})
-        h = x + attention(first(x), *args, **options)
-    else:
-        o = attention[attention._known.names["o"]]
-        if (packed := of_layers(o)) is not None:
-            (fmt,), (matrix,) = packed
-            if feed is None:
-                h = stretches.projected(at, fmt)(out, x, matrix)
-            else:
-                return cast(mx.array, stretches.tail(at, fmt, *feed[0])(out, x, matrix, *feed[1]))
-        else:
-            h = x + o(stretches.joined(out))
-    if feed is None:
-        return cast(mx.array, h + mlp(second(h)))
-    return cast(mx.array, stretches.feed_forward(at, *feed[0])(h, *feed[1], h))
-
-
-def _attended(
-    at: Place | None, attention: Any, norm: Any, x: mx.array, mask: Any, cache: Any
-) -> mx.array | None:
-    """Attention of ``norm(x)`` before the output projection, (B, H, L, D), if it is known."""
-    operands = of_heads(attention, norm) if x.ndim == 3 else None
-    if operands is None:
-        return None
-    key, (weight, *arrays) = operands
-    if norm is not None and type(norm) is not nn.RMSNorm:
-        x = norm(x)
+    """Of attention modules and of decoder layers."""
+    plan = _plans.get(id(self))
+    if (plan is None or not plan.fits(self, x)) and (plan := _planned(self, x)) is None:
+        return self._fuses.__call__(self, x, mask, cache)
+    where = compiled.context()
+    before, after = plan.bound.get(where) or plan.bind(where)
+    if before is None:
+        return after(plan.attended(x, mask, cache), None, *plan.arrays)
     offset = 0 if cache is None else cache.offset
-    position = stretches.position(offset) if isinstance(offset, int) else offset
-    q, k, v = stretches.heads(at, *key)(x, position, weight, *arrays)
-    names = attention._known.names
-    if key[-1] is None:
-        rope, options = attention[names["rope"]], {} if cache is None else {"offset": offset}
-        q, k = rope(q, **options), rope(k, **options)
+    rows = x if plan.norm is None else plan.norm(x)
+    q, k, v = before(
+        rows, position(offset) if isinstance(offset, int) else offset, *plan.heads.arrays
+    )
+    if plan.rope is not None:
+        options = {} if cache is None else {"offset": offset}
+        q, k = plan.rope(q, **options), plan.rope(k, **options)
     if cache is not None:
         k, v = cache.update_and_fetch(k, v)
-    scale = getattr(attention, names["scale"])
-    return cast(mx.array, attention._attend(q, k, v, cache=cache, scale=scale, mask=mask))
+    if plan.is_patched:
+        out = attention_patch.attention(q, k, v, scale=plan.scale, mask=mask)
+    else:
+        out = _stock_attention()(q, k, v, cache=cache, scale=plan.scale, mask=mask)
+    return after(x, out, *plan.arrays)
+
+
+class _Plan:
+    """How a fused module computes, for as long as nothing in it is replaced.
+
+    It does not hold the module itself, with which it is let go.
+
+    Attributes:
+        heads: operands of attention's projections, or None where attention runs as it was.
+        norm: ahead of them, where that is no RMS norm.
+        rope: behind them, where that cannot be compiled.
+        arrays: those that follow the rows, or attention and the rows, in the second function.
+        bound: by context, the function ahead of the cache, and the one behind attention.
+    """
+
+    def __init__(self, module: Any) -> None:
+        pattern, names, _ = module._match
+        self.is_block, self.by_name = pattern.startswith("block"), pattern == "block_by_keywords"
+        attention: Any = module if pattern.startswith("attention") else None
+        mlp: Any = module if pattern in GATES else None
+        first, second = None, None
+        if self.is_block:
+            attention, mlp, first, second = (module[names[key]] for key in BLOCK_PARTS)
+            self.attention, self.mlp, self.first, self.second = attention, mlp, first, second
+        self.feed = None if mlp is None else of_feed_forward(mlp, second)
+        self.heads: Any = None if attention is None else of_heads(attention, first)
+        self.norm = None if first is None or type(first) is nn.RMSNorm else first
+        self.out: Operands | None = None
+        if self.heads:
+            names = attention._match.names
+            self.out, self.o = of_layers(attention[names["o"]]), attention[names["o"]]
+            self.scale, self.is_patched = getattr(attention, names["scale"]), is_patched(attention)
+            self.rope = None if self.heads.static[-1] else attention[names["rope"]]
+        self.tail = of_tail(self.out if self.is_block else None, self.feed, self.is_block)
+        self.arrays = self.tail.arrays if self.is_block or self.feed else []
+        self.bound: dict[Any, tuple[Any, Callable[..., Any]]] = {}
+        self.shape: tuple[int, ...] = ()
+        inside = [part for part in module.modules() if part is not module]
+        self.items, self.snapshot = dict(module), Snapshot(inside, vars(module))
+
+    def fits(self, module: nn.Module, x: mx.array) -> bool:
+        """Whether the module still is what it was planned for, and ``x`` of the last shape."""
+        seen = self.snapshot
+        try:  # as in Snapshot.holds, which would be one more call
+            return (
+                x.shape == self.shape
+                and module == self.items
+                and seen.contents == seen.before
+                and [*map(type, seen.parts)] == seen.types
+            )
+        except Exception:
+            return False
+
+    def bind(self, where: Any) -> tuple[Any, Callable[..., Any]]:
+        """Both functions where calls are now."""
+        before = heads.bind(where, *self.heads.static) if self.heads else None
+        self.bound[where] = pair = before, self._behind(where)
+        return pair
+
+    def _behind(self, where: Any) -> Callable[..., Any]:
+        """What takes the rows, and attention; None where that was added to them."""
+        if not self.is_block and not self.feed:
+            return lambda x, attended: self.o(joined(attended))
+        run = tail.bind(where, *self.tail.static)
+        if self.feed and (self.out or not self.is_block):
+            return run
+
+        def behind(x: mx.array, attended: mx.array | None, *arrays: mx.array | None) -> mx.array:
+            if attended is not None and not self.out:
+                x = x + self.o(joined(attended))
+            h: mx.array = run(x, attended, *arrays)
+            return h if self.feed else h + self.mlp(self.second(h))
+
+        return behind
+
+    def attended(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """The first half of a decoder layer whose attention runs as it was."""
+        rows = self.first(x)
+        if self.by_name:
+            return x + self.attention(rows, mask=mask, cache=cache)
+        return x + self.attention(rows, mask, cache)
+
+
+# By the identity of modules, which are dicts and cannot be keys.
+_plans: dict[int, _Plan] = {}
+
+
+def _planned(module: Any, x: mx.array) -> _Plan | None:
+    """The plan of a module for such rows, kept for the next call; None if it runs as it was."""
+    if not _is_fused_for(module, x):
+        return None
+    plan = _plans.get(id(module))
+    if plan is None:
+        weakref.finalize(module, _plans.pop, id(module), None).atexit = False
+    else:
+        plan.shape = x.shape
+    if plan is None or not plan.fits(module, x):
+        plan = _plans[id(module)] = _Plan(module)
+    useful = x.ndim == 3 if plan.heads else plan.feed is not None
+    # For many rows it depends on more than the shape whether they are fused.
+    plan.shape = x.shape if useful and is_qmv(x) else ()
+    return plan if useful else None
+
+
+@cache
+def _stock_attention() -> Callable[..., mx.array]:
+    from mlx_lm.models.base import scaled_dot_product_attention
+
+    return scaled_dot_product_attention

@@ -10,14 +10,16 @@ import mlx.nn as nn
 from ..formats import Format
 from ..layers.qlinear import QLinear
 from ..metal.quantized_matmul.qmv import MAX_MATRICES
+from .attention_patch import stock_class
 from .compiled_blocks import rotation_of, split_rope
-from .fused_blocks import GROUPED, STACK, fused_class, groups_of, is_fused, unfused_class
-from .matcher import Known, recognise
-from .operands import BLOCK_PARTS, GATES, known_of
+from .fused_blocks import GROUPED, LOOP, fused_class, groups_of, is_fused, unfused_class
+from .matcher import Match, Mismatch, recognise
+from .operands import BLOCK_PARTS, GATES, match_of
 from .plan import Predicate, Step
 from .report import ALREADY, FUSED, LEFT, FusionReport
 
 Change = tuple[str, nn.Module, type[nn.Module]]
+_REFUSED = "the predicate says so"
 
 
 class FusionPlanner:
@@ -43,107 +45,104 @@ class FusionPlanner:
         self.predicate = predicate or (lambda path, module: True)
         self.changes: list[Change] = []
         self.fused: set[int] = set()
-        self.stackable: set[int] = set()
+        self.in_loops: set[int] = set()
         rows: dict[str, FusionReport | None] = dict.fromkeys(path for path, _ in modules)
-        known = {path: _known(module) for path, module in modules}
+        matches = {path: _match(module) for path, module in modules}
         # A module is considered when it is known what becomes of its parts.
-        for path, module in sorted(modules, key=lambda item: _rank(known[item[0]])):
-            rows[path] = self._row(path, module, known[path])
+        for path, module in sorted(modules, key=lambda item: _rank(matches[item[0]])):
+            rows[path] = self._row(path, module, matches[path])
         self.rows = tuple(row for row in rows.values() if row is not None)
 
-    def _row(self, path: str, module: nn.Module, known: Known | None) -> FusionReport | None:
+    def _row(self, path: str, module: nn.Module, match: Match | Mismatch) -> FusionReport | None:
         if is_fused(module):
-            self._remember(module, known)
-            kind = STACK if known_of(type(module)) == Known(STACK, {}) else _kind(known)
-            return FusionReport(path, kind, ALREADY, "")
+            self._remember(module, match)
+            loop = match_of(type(module)) == Match(LOOP, {})
+            return FusionReport(path, "stack" if loop else _kind(match), ALREADY, "")
         layers = [name for name, child in module.items() if self._is_packed(child)]
-        if known is None and len(layers) < 2:
-            return self._stack(path, module)
+        if not match and len(layers) < 2:
+            return self._loop(path, module)
         if not any(map(self._is_packed, module.modules())):
             return None
-        cls = fused_class(self._class(module), frozenset() if known else frozenset(layers))
-        if cls is None:
-            alone = f"no two of {', '.join(layers)} are seen to have the same input"
-            return FusionReport(path, _kind(known), LEFT, alone)
-        reason = self._obstacle(module, known) if known else None
+        kind, code = _kind(match), "" if match else str(match)
+        cls = fused_class(self._class(module), frozenset() if match else frozenset(layers))
+        if not isinstance(cls, type):
+            why = f"no two of {', '.join(layers)} are seen to have the same input"
+            return FusionReport(path, kind, LEFT, why, code)
+        reason = self._obstacle(module, match) if isinstance(match, Match) else None
         if reason is None and not self.predicate(path, module):
-            reason = "the predicate says so"
+            reason = _REFUSED
         if reason is not None:
-            return FusionReport(path, _kind(known), LEFT, reason)
+            return FusionReport(path, kind, LEFT, reason, code)
         self.changes.append((path, module, cls))
-        self._remember(module, known)
-        return FusionReport(path, _kind(known), FUSED, self._launches(module, cls))
+        self._remember(module, match)
+        return FusionReport(path, kind, FUSED, self._launches(module, cls), code)
 
-    def _stack(self, path: str, module: nn.Module) -> FusionReport | None:
+    def _loop(self, path: str, module: nn.Module) -> FusionReport | None:
         """A module that runs decoder layers in a loop, if it is one."""
-        count = sum(id(part) in self.stackable for part in module.modules())
+        count = sum(id(part) in self.in_loops for part in module.modules())
         cls = fused_class(self._class(module), frozenset()) if count else None
-        if cls is None or id(module) in self.stackable:
+        if not isinstance(cls, type) or id(module) in self.in_loops:
             return None
         if not self.predicate(path, module):
-            return FusionReport(path, STACK, LEFT, "the predicate says so")
+            return FusionReport(path, "stack", LEFT, _REFUSED)
         self.changes.append((path, module, cls))
         what = f"{count} layers in one trace where a GPU decodes a token of each sequence"
-        return FusionReport(path, STACK, FUSED, what)
+        return FusionReport(path, "stack", FUSED, what)
 
-    def _remember(self, module: nn.Module, known: Known | None) -> None:
-        """Keep that a block can fold its norm into ``module``, or that it can be stacked."""
-        if known is None:
-            return
-        self.fused.add(id(module))
-        if _is_block(known) and self._can_stack(module, known):
-            self.stackable.add(id(module))
+    def _remember(self, module: nn.Module, match: Match | Mismatch) -> None:
+        """Keep that a block can fold its norm into ``module``, or that a loop can take it in."""
+        if isinstance(match, Match):
+            self.fused.add(id(module))
+            if _is_block(match) and self._fits_loop(module, match):
+                self.in_loops.add(id(module))
 
-    def _can_stack(self, block: nn.Module, known: Known) -> bool:
+    def _fits_loop(self, block: nn.Module, match: Match) -> bool:
         """Whether a decoder layer will be one of those that run together."""
-        attention, mlp, *norms = (block[known.names[key]] for key in BLOCK_PARTS)
-        inner = _known(attention)
+        attention, mlp, *norms = (block[match.names[key]] for key in BLOCK_PARTS)
+        inner = _match(attention)
         return (
-            inner is not None
+            isinstance(inner, Match)
             and {id(attention), id(mlp)} <= self.fused
             and all(type(norm) is nn.RMSNorm for norm in norms)
             and self._is_packed(attention[inner.names["o"]])
             and rotation_of(split_rope(attention[inner.names["rope"]])[0]) is not None
-            and "_routes" in self._class(attention).__dict__
+            and stock_class(self._class(attention)) is not self._class(attention)
         )
 
-    def _obstacle(self, module: nn.Module, known: Known) -> str | None:
+    def _obstacle(self, module: nn.Module, match: Match) -> str | None:
         """Why the module stays as it is, if it does."""
-        names = known.names
-        if _is_block(known):
+        names, is_mlp = match.names, match.pattern in GATES
+        if _is_block(match):
             parts = [names["attention"], names["mlp"]]
-            alone = not any(id(module[name]) in self.fused for name in parts)
-            return f"neither {' nor '.join(parts)} is fused" if alone else None
-        products = ("gate", "up", "down") if known.form in GATES else ("q", "k", "v")
-        for name in (names[key] for key in products):
+            if not any(id(module[name]) in self.fused for name in parts):
+                return f"neither {' nor '.join(parts)} is fused"
+            return None
+        for name in (names[key] for key in (("gate", "up", "down") if is_mlp else "qkv")):
             if not self._is_packed(module[name]):
                 return f"{name} is a {self._class(module[name]).__name__}"
-        if known.form in GATES and self._format(module, names["gate"]) != self._format(
-            module, names["up"]
-        ):
+        if is_mlp and len({self._format(module, names[key]) for key in ("gate", "up")}) > 1:
             return f"{names['gate']} and {names['up']} have different formats"
-        for key in ("q_norm", "k_norm"):
-            if key in names and type(module[names[key]]) is not nn.RMSNorm:
-                return f"{names[key]} is a {type(module[names[key]]).__name__}"
+        for name in (names[key] for key in ("q_norm", "k_norm") if key in names):
+            if type(module[name]) is not nn.RMSNorm:
+                return f"{name} is a {type(module[name]).__name__}"
         return None
 
     def _launches(self, module: nn.Module, cls: type[nn.Module]) -> str:
         """What one launch does in a fused module."""
-        known = known_of(cls)
-        assert known is not None
-        names = known.names
-        if known.form == GROUPED:
+        match = match_of(cls)
+        assert match is not None
+        names = match.names
+        if match.pattern == GROUPED:
             return "; ".join(self._group(module, group) for group in groups_of(cls))
-        if known.form in GATES:
-            return f"{names['gate']}, {names['up']} and {GATES[known.form]} in one launch"
-        if not _is_block(known):
+        if match.pattern in GATES:
+            return f"{names['gate']}, {names['up']} and {GATES[match.pattern]} in one launch"
+        if not _is_block(match):
             return self._group(module, [names[key] for key in "qkv"])
-        pairs = (("first_norm", "attention"), ("second_norm", "mlp"))
         parts = [
-            names[part]
-            if type(module[names[norm]]) is not nn.RMSNorm
-            else f"{names[norm]} and {names[part]}"
-            for norm, part in pairs
+            f"{names[norm]} and {names[part]}"
+            if type(module[names[norm]]) is nn.RMSNorm
+            else names[part]
+            for norm, part in (("first_norm", "attention"), ("second_norm", "mlp"))
             if id(module[names[part]]) in self.fused
         ]
         return f"{', '.join(parts)}, each with its residual"
@@ -167,21 +166,20 @@ class FusionPlanner:
         return isinstance(child, nn.Module) and self._class(child) is QLinear
 
 
-def _rank(known: Known | None) -> int:
+def _rank(match: Match | Mismatch) -> int:
     """Blocks come after their parts, and what may run blocks comes last."""
-    return 2 if known is None else 1 if _is_block(known) else 0
+    return (1 if _is_block(match) else 0) if isinstance(match, Match) else 2
 
 
-def _is_block(known: Known | None) -> bool:
-    return known is not None and known.form.startswith("block")
+def _is_block(match: Match) -> bool:
+    return match.pattern.startswith("block")
 
 
-def _kind(known: Known | None) -> str:
-    if known is None:
+def _kind(match: Match | Mismatch) -> str:
+    if not isinstance(match, Match):
         return "group"
-    return "mlp" if known.form in GATES else known.form.partition("_")[0]
+    return "mlp" if match.pattern in GATES else match.pattern.partition("_")[0]
 
 
-def _known(module: nn.Module) -> Known | None:
-    cls = unfused_class(module) if is_fused(module) else type(module)
-    return recognise(cls.__dict__.get("_routes", cls))
+def _match(module: nn.Module) -> Match | Mismatch:
+    return recognise(stock_class(unfused_class(type(module))))

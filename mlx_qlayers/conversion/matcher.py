@@ -1,143 +1,307 @@
-"""Recognises what a module computes by the code of its ``__call__``.
+"""Recognises what a method of somebody else's module does, by its code alone.
 
-Many of mlx-lm's architectures spell their attention, feed-forward and decoder layers alike, up to
-the names of attributes and local variables. Such a method is brought into a normal form in which
-these names are numbers; it is known if a method of :mod:`.patterns` has the same normal form and
-the global names in both mean the same objects. Nothing is guessed from a name.
+A method is parsed into a tree without what does not matter: docstring, annotations, names of values
+that are used once. The patterns of :mod:`.patterns` are Python code too. A method matches one where
+both are the same tree, up to the names of local variables and of attributes of ``self``, and global
+names mean the same objects. Nothing is guessed from a name. :mod:`.rewriter` changes methods.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import linecache
 import textwrap
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.nn as nn
 
+# The name that stands for any dotted path in a pattern, such as self.layers or layer.use_sliding.
+ANYTHING = "anything"
 
-class Known(NamedTuple):
-    """A recognised class.
+
+class Match(NamedTuple):
+    """What was recognised.
 
     Attributes:
-        form: the name of the function in :mod:`.patterns`.
-        names: its attributes' names in the class, by their names in the form.
+        pattern: the name of the function in :mod:`.patterns`.
+        names: names of attributes and variables in the method, by their names in the pattern.
+        node: the statement of the method that matched, where the pattern is a statement.
     """
 
-    form: str
+    pattern: str
     names: dict[str, str]
+    node: ast.stmt | None = None
 
 
-class NormalForm(NamedTuple):
-    """A method without its names: what it computes, and its attribute and global names in order."""
+class Mismatch(NamedTuple):
+    """Why nothing was recognised; it counts as false.
 
-    text: str
-    attributes: tuple[str, ...]
-    globals: tuple[str, ...]
+    Attributes:
+        reason: what differs.
+        line: the file, the line and the code that stopped the comparison, if one did.
+        progress: how many names and values agreed before.
+    """
 
+    reason: str
+    line: str = ""
+    progress: int = 0
 
-@cache
-def recognise(cls: type[nn.Module]) -> Known | None:
-    """What an object of this class computes when it is called, if that is known."""
-    call = inspect.getattr_static(cls, "__call__", None)
-    found = normal_form(call) if isinstance(call, FunctionType) else None
-    if found is None:
-        return None
-    for form, pattern in _forms():
-        same = found.text == pattern.text and _same_globals(found.globals, call, form)
-        if same:
-            names = dict(zip(pattern.attributes, found.attributes, strict=True))
-            return Known(form.__name__, names)
-    return None
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.reason}" if self.line else self.reason
 
 
-@cache
-def _forms() -> list[tuple[FunctionType, NormalForm]]:
-    from . import patterns as forms
+class Method(NamedTuple):
+    """A method and its parsed source, which its owner may change."""
 
-    found = []
-    for function in vars(forms).values():
-        if isinstance(function, FunctionType) and function.__module__ == forms.__name__:
-            form = normal_form(function)
-            assert form is not None
-            found.append((function, form))
-    return found
+    function: Any  # a FunctionType, which mypy would bind
+    definition: ast.FunctionDef
+
+    @property
+    def parameters(self) -> list[str]:
+        return [a.arg for a in self.definition.args.args]
+
+    def stored(self) -> set[str]:
+        """The names of local variables."""
+        nodes = (n for n in ast.walk(self.definition) if isinstance(n, ast.Name))
+        return {n.id for n in nodes if isinstance(n.ctx, ast.Store)} | {*self.parameters}
+
+    def meaning(self, name: str) -> object:
+        """What a global name stands for; None if for nothing."""
+        return self.function.__globals__.get(name, getattr(builtins, name, None))
+
+    def mismatch(self, reason: str, node: ast.AST | None = None, progress: int = 0) -> Mismatch:
+        """A mismatch at a node of the definition."""
+        file, number = self.function.__code__.co_filename, getattr(node, "lineno", 0)
+        line = f"{file.rpartition('/')[2]}:{number}: {linecache.getline(file, number).strip()}"
+        return Mismatch(reason, line if number else "", progress)
 
 
-def _same_globals(names: tuple[str, ...], a: Callable[..., Any], b: FunctionType) -> bool:
-    scopes = [function.__globals__ for function in (a, b) if isinstance(function, FunctionType)]
-    return all(scopes[0].get(name) is scopes[1].get(name) is not None for name in names)
-
-
-def definition_of(function: FunctionType) -> ast.FunctionDef | None:
-    """The source of a plain method; None if it is not at hand, has a closure or other functions."""
+def parse(function: object) -> Method | Mismatch:
+    """A plain method with its source, by the lines of its file."""
+    if not isinstance(function, FunctionType):
+        return Mismatch("it is no method written in Python")
     if function.__code__.co_freevars or "__wrapped__" in vars(function):
-        return None
+        return Mismatch("the method is wrapped, or uses variables of a function around it")
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, TypeError, SyntaxError, ValueError):
-        return None
+        return Mismatch("the source of the method is not at hand")
     if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
-        return None
+        return Mismatch("it is no plain method")
     a = definition.args
     if a.posonlyargs or a.vararg or a.kwonlyargs or a.kwarg:
-        return None
+        return Mismatch("it takes other than plain parameters")
     inner = [n for n in ast.walk(definition) if isinstance(n, ast.Lambda | ast.FunctionDef)]
-    if inner != [definition] or not _was_compiled_from_its_file(function):
-        return None
-    return definition
+    if inner != [definition]:
+        return Mismatch("there is a function inside it")
+    if not _was_compiled_from_its_file(function.__code__):
+        return Mismatch("its file has changed since it was imported")
+    ast.increment_lineno(definition, function.__code__.co_firstlineno - 1)
+    return Method(function, definition)
 
 
-def normal_form(function: FunctionType) -> NormalForm | None:
-    """The normal form of a method; None if it is no plain method."""
-    definition = definition_of(function)
-    if definition is None:
-        return None
-    names = _Names(definition)
-    definition.body = [names.visit(s) for s in _inlined(_without_docstring(definition.body))]
-    definition.name, definition.returns = "", None
-    definition.args = names.visit(definition.args)
-    return NormalForm(ast.dump(definition), tuple(names.attributes), tuple(names.globals))
+@cache
+def recognise(cls: type[nn.Module]) -> Match | Mismatch:
+    """What an object of this class computes when it is called: a pattern with ``self``."""
+    method = parse(inspect.getattr_static(cls, "__call__", None))
+    if isinstance(method, Mismatch):
+        return method
+    body = _inlined(method.definition.body)
+    closest = Mismatch("there is no pattern", progress=-1)
+    for pattern, wanted in _patterns(True):
+        result = _compare(pattern, method, wanted, body)
+        if isinstance(result, Match):
+            return result
+        closest = max(closest, result, key=lambda mismatch: mismatch.progress)
+    return closest
 
 
-def _was_compiled_from_its_file(function: FunctionType) -> bool:
+def find_statement(method: Method, *patterns: str) -> Match | Mismatch:
+    """The one statement of a method's body that matches one of some patterns without ``self``."""
+    found: list[Match] = []
+    closest = method.mismatch(f"no statement is like {' or '.join(patterns)}")
+    for statement in method.definition.body:
+        for pattern, (wanted,) in _patterns(False):
+            if pattern.function.__name__ in patterns and type(statement) is type(wanted):
+                result = _compare(pattern, method, [wanted], [statement])
+                if isinstance(result, Match):
+                    found.append(result._replace(node=statement))
+                elif result.progress > closest.progress:
+                    closest = result
+    if len(found) > 1:
+        return method.mismatch(f"{len(found)} statements are like {patterns[0]}", found[1].node)
+    return found[0] if found else closest
+
+
+def names_used(function: FunctionType) -> Iterator[str]:
+    """The names that a function looks up: globals and attributes. Its source need not be there."""
+    todo = [function.__code__]
+    for code in todo:
+        yield from code.co_names
+        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+@cache
+def _patterns(of_methods: bool) -> list[tuple[Method, list[ast.stmt]]]:
+    from . import patterns
+
+    found = []
+    for function in vars(patterns).values():
+        if isinstance(function, FunctionType) and function.__module__ == patterns.__name__:
+            pattern = parse(function)
+            assert isinstance(pattern, Method), (function, pattern)
+            if ("self" in pattern.parameters) == of_methods:
+                body = pattern.definition.body
+                found.append((pattern, _inlined(body) if of_methods else body))
+    return found
+
+
+def _compare(
+    pattern: Method, method: Method, wanted: list[ast.stmt], body: list[ast.stmt]
+) -> Match | Mismatch:
+    comparison, name = _Comparison(pattern, method), pattern.function.__name__
+    try:
+        if comparison.of_methods:
+            comparison.same(pattern.definition.args, method.definition.args, method.definition)
+        comparison.same(wanted, body, method.definition)
+    except _Differs as stop:
+        given, expected, node = stop.args
+        reason = f"{given} where {name} has {expected}"
+        return method.mismatch(reason, node, comparison.progress)
+    return Match(name, comparison.attributes if comparison.of_methods else comparison.variables)
+
+
+class _Differs(Exception):
+    """Two trees differ: what the method has, what the pattern has, and where."""
+
+
+class _Comparison:
+    """Compares a method with a pattern, and keeps what the names in the pattern stand for."""
+
+    def __init__(self, pattern: Method, method: Method) -> None:
+        self.pattern, self.method = pattern, method
+        self.locals = pattern.stored(), method.stored()
+        self.of_methods = "self" in pattern.parameters
+        self.attributes: dict[str, str] = {}
+        self.variables: dict[str, str] = {}
+        self.progress = 0
+
+    def same(self, p: Any, n: Any, at: ast.AST) -> None:
+        """Raise unless two trees are the same; ``at`` is what is around the second."""
+        at = n if hasattr(n, "lineno") else at
+        inner: list[tuple[Any, Any]] = []
+        if ANYTHING in (getattr(p, "id", ""), getattr(p, "attr", "")):
+            agree = _is_path(n) and not (isinstance(p, ast.Attribute) and isinstance(n, ast.Name))
+            if isinstance(p, ast.Attribute):
+                inner = [(p.value, _root(n))]
+        elif type(p) is not type(n):
+            agree = False
+        elif isinstance(p, ast.Name):
+            agree = self._means(p.id, n.id)
+        elif isinstance(p, ast.arg):  # a caller may pass it by name
+            agree = p.arg == n.arg and _bound(self.variables, p.arg, n.arg, True)
+        elif isinstance(p, ast.Attribute):
+            own = self.of_methods and _owner(p) == _owner(n) == "self"
+            agree = _bound(self.attributes, p.attr, n.attr, True) if own else p.attr == n.attr
+            inner = [] if own else [(p.value, n.value)]
+        elif isinstance(p, ast.Call):
+            # In a statement, what the pattern passes by name may be passed by position.
+            more = 0 if self.of_methods else max(0, len(n.args) - len(p.args))
+            args = p.args + [keyword.value for keyword in p.keywords[:more]]
+            wanted, given = map(_by_name, (p.keywords[more:], n.keywords))
+            agree, inner = True, [(p.func, n.func), (args, n.args), (wanted, given)]
+        elif isinstance(p, ast.AST):
+            fields = [name for name in p._fields if name not in ("type_comment", "kind")]
+            agree, inner = True, [(getattr(p, f, None), getattr(n, f, None)) for f in fields]
+        elif isinstance(p, list):
+            for each, other in zip(p, n, strict=False):
+                self.same(each, other, at)
+            agree, p, n = len(p) == len(n), p[len(n) :], n[len(p) :]
+        else:
+            agree = p == n
+        if not agree:
+            raise _Differs(_text(n), _text(p), at)
+        self.progress += 1
+        for each, other in inner:
+            self.same(each, other, at)
+
+    def _means(self, wanted: str, name: str) -> bool:
+        """Whether a name stands for what one in the pattern does."""
+        of_pattern, of_method = self.locals
+        if wanted in of_pattern:
+            return name in of_method and _bound(self.variables, wanted, name, self.of_methods)
+        meaning = self.pattern.meaning(wanted)
+        return name not in of_method and self.method.meaning(name) is meaning is not None
+
+
+def _bound(table: dict[str, str], wanted: str, name: str, one_to_one: bool) -> bool:
+    """Whether a name can stand for ``wanted``, and from now on it does."""
+    if wanted not in table and one_to_one and name in table.values():
+        return False
+    return table.setdefault(wanted, name) == name
+
+
+def _is_path(node: ast.AST) -> bool:
+    return isinstance(_root(node), ast.Name)
+
+
+def _root(node: ast.AST) -> ast.AST:
+    """What a dotted path begins with."""
+    return _root(node.value) if isinstance(node, ast.Attribute) else node
+
+
+def _owner(node: ast.Attribute) -> str | None:
+    return node.value.id if isinstance(node.value, ast.Name) else None
+
+
+def _by_name(keywords: list[ast.keyword]) -> list[ast.keyword]:
+    return sorted(keywords, key=lambda keyword: keyword.arg or "")
+
+
+def _text(node: Any) -> str:
+    """Code as it is shown to a reader, in one short line."""
+    if isinstance(node, list):
+        return "; ".join(map(_text, node)) or "nothing"
+    text = " ".join((ast.unparse(node) if isinstance(node, ast.AST) else repr(node)).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _was_compiled_from_its_file(code: CodeType) -> bool:
     """Whether the source that is found is that of the code: its file may have changed since."""
-    code = function.__code__
     return any(
-        (other.co_qualname, other.co_code, other.co_names)
-        == (code.co_qualname, code.co_code, code.co_names)
+        (other.co_qualname, other.co_code, other.co_names, other.co_firstlineno)
+        == (code.co_qualname, code.co_code, code.co_names, code.co_firstlineno)
         for other in _codes("".join(linecache.getlines(code.co_filename)))
-        if other.co_firstlineno == code.co_firstlineno
     )
 
 
 @lru_cache(maxsize=8)
 def _codes(text: str) -> list[CodeType]:
-    found, todo = [], [compile(text, "<source>", "exec", dont_inherit=True)]
-    while todo:
-        found.append(code := todo.pop())
-        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return found
-
-
-def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    first = body[0]
-    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return body[1:] if documented else body
+    codes = [compile(text, "<source>", "exec", dont_inherit=True)]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return codes
 
 
 def _inlined(body: list[ast.stmt]) -> list[ast.stmt]:
     """Put a value that only the next statement uses, once, in the place of its name."""
+    first = body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        body = body[1:]  # the docstring
     done: list[ast.stmt] = []
     for i, statement in enumerate(body):
         while done and isinstance(last := done[-1], ast.Assign):
             name = last.targets[0].id if isinstance(last.targets[0], ast.Name) else ""
-            if not _loads(statement, name) == 1 == _loads_before_store(body[i:], name):
+            plain = isinstance(statement, ast.Assign | ast.Return)
+            if not (plain and _loads([statement], name) == 1 == _loads(body[i:], name)):
                 break
             statement = _Inline(name, last.value).visit(statement)
             done.pop()
@@ -145,21 +309,13 @@ def _inlined(body: list[ast.stmt]) -> list[ast.stmt]:
     return done
 
 
-def _loads(node: ast.AST, name: str) -> int:
-    if not isinstance(node, ast.Assign | ast.Return):
-        return 0
-    names = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == name]
-    return sum(isinstance(n.ctx, ast.Load) for n in names)
-
-
-def _loads_before_store(body: list[ast.stmt], name: str) -> int:
+def _loads(body: list[ast.stmt], name: str) -> int:
+    """How often a name is read before it is assigned anew."""
     count = 0
     for statement in body:
-        uses = Counter(
-            type(n.ctx) for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name
-        )
-        count += uses[ast.Load]
-        if uses[ast.Store] and isinstance(statement, ast.Assign):
+        nodes = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name]
+        count += sum(isinstance(n.ctx, ast.Load) for n in nodes)
+        if isinstance(statement, ast.Assign) and any(isinstance(n.ctx, ast.Store) for n in nodes):
             break
     return count
 
@@ -171,39 +327,3 @@ class _Inline(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         load = node.id == self.name and isinstance(node.ctx, ast.Load)
         return self.value if load else node
-
-
-class _Names(ast.NodeTransformer):
-    """Numbers local names and attributes of ``self`` in the order of their appearance."""
-
-    def __init__(self, definition: ast.FunctionDef) -> None:
-        self.locals = {a.arg: f"v{i}" for i, a in enumerate(definition.args.args)}
-        self.owner = definition.args.args[0].arg if definition.args.args else ""
-        for node in ast.walk(definition):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self.locals.setdefault(node.id, "")
-        self.attributes: dict[str, str] = {}
-        self.globals: dict[str, None] = {}
-        self.count = len(definition.args.args)
-
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        if node.id not in self.locals:
-            self.globals[node.id] = None
-            return node
-        if not self.locals[node.id]:
-            self.locals[node.id] = f"v{self.count}"
-            self.count += 1
-        return ast.Name(self.locals[node.id], node.ctx)
-
-    def visit_arg(self, node: ast.arg) -> ast.arg:
-        return ast.arg(node.arg, None)  # a caller may pass it by name
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.Attribute:
-        name = node.attr
-        if isinstance(node.value, ast.Name) and node.value.id == self.owner:
-            name = self.attributes.setdefault(name, f"a{len(self.attributes)}")
-        return ast.Attribute(self.visit(node.value), name, node.ctx)
-
-    def visit_Call(self, node: ast.Call) -> ast.Call:
-        keywords = sorted(node.keywords, key=lambda k: k.arg or "")
-        return self.generic_visit(ast.Call(node.func, node.args, keywords))  # type: ignore[return-value]

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from ..formats import Format
 from ..layers.qlinear import Counterpart, QLinear
-from .attention_patch import is_routed, routed_class
+from .attention_patch import is_patched, patched_class
 from .config import QuantizationConfig
 from .counterparts import counterpart_of
 from .report import ALREADY, LEFT, QUANTIZED, SWAPPED, ModuleReport
@@ -70,7 +70,7 @@ class Planner:
             if _is_packed(module):
                 self._check(path, module, key, said)
             plan, switch = self._linear, self.linear
-        if is_routed(module) or isinstance(module, Counterpart):
+        if is_patched(module) or isinstance(module, Counterpart):
             return Step(module, replace(step.row, action=ALREADY))
         if not switch:
             return step.left(f"{'attention' if kind == 'attention' else 'linear'}=False")
@@ -79,10 +79,8 @@ class Planner:
         return plan(path, step)
 
     def _attention(self, path: str, step: Step) -> Step:
-        cls = routed_class(type(step.module))
-        if cls is None:
-            return step.left("does not use mlx-lm's shared attention function")
-        return replace(step, cls=cls)
+        cls = patched_class(type(step.module))
+        return replace(step, cls=cls) if isinstance(cls, type) else step.left(cls.reason)
 
     def _linear(self, path: str, step: Step) -> Step:
         module = step.module
@@ -170,17 +168,17 @@ def kind_of(module: nn.Module) -> str | None:
         return "embedding"
     if isinstance(module, nn.Linear) or _is_packed(module):
         return "experts" if module["weight"].ndim > 2 else "linear"
-    if _is_routable(module):
+    if _uses_shared_attention(module):
         return "attention"
     if "attention" in type(module).__name__.lower() and not any(
-        map(_is_routable, module.modules())
+        map(_uses_shared_attention, module.modules())
     ):
         return "attention"  # one that computes on its own, not one that holds another
     return None
 
 
-def _is_routable(module: nn.Module) -> bool:
-    return is_routed(module) or routed_class(type(module)) is not None
+def _uses_shared_attention(module: nn.Module) -> bool:
+    return is_patched(module) or bool(patched_class(type(module)))
 
 
 def row_of(path: str, kind: str, module: nn.Module, action: str) -> ModuleReport:

@@ -59,12 +59,14 @@ class FusionReport:
         kind: ``"attention"``, ``"mlp"`` or ``"block"``; ``"-"`` where that is not known.
         action: ``"fused"``, ``"already converted"``, ``"reverted"`` or ``"left"``.
         reason: what runs in one launch where rows are few, or why nothing does.
+        code: where the module's code differs from all that is recognised, if it does.
     """
 
     path: str
     kind: str
     action: str
     reason: str
+    code: str = ""
 
     def cells(self) -> tuple[str, ...]:
         """The columns of the printed table."""

@@ -13,10 +13,10 @@ from mlx.utils import tree_flatten
 
 from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
-from .attention_patch import is_routed, routed_attention, stock_class
+from .attention_patch import patched_attention, stock_class
 from .counterparts import stock_of
-from .fused_blocks import input_width, is_fused, unfused_class
-from .operands import GATES, known_of
+from .fused_blocks import input_width, unfused_class
+from .operands import GATES, match_of
 
 Classes = Mapping[int, tuple[type[nn.Module] | None, nn.Module | None]]
 
@@ -45,10 +45,8 @@ class Verifier:
             ValueError: they disagree by more than rounding explains.
         """
         if issubclass(cls, Counterpart):
-            scales, bias = module["scales"], module.get("bias")
-            shape, mode = module["weight"].shape, module.mode
-            kind = (cls, shape, scales.shape, scales.dtype, module.bits, mode, bias is None)
-            if self._first(kind):
+            shapes = _shapes(module)
+            if self._first((cls, shapes, module.bits, module.mode)):
                 self._check_product(path, module, cls)
         elif self._first(("attention",)):
             self._check_attention(path)
@@ -70,18 +68,16 @@ class Verifier:
             ValueError: they disagree by more than the roundings on the way explain.
         """
         fused = _converted(module, classes)
-        parameters = dict(tree_flatten(fused.parameters()))
-        shapes = tuple((name, a.shape, a.dtype) for name, a in parameters.items())
-        width, known = input_width(fused), known_of(cls)
-        if width is None or known is None or not self._first((cls, shapes)):
+        width, match = input_width(fused), match_of(cls)
+        if width is None or match is None or not self._first((cls, _shapes(fused))):
             return
         stock = copy.deepcopy(fused)
         for part in stock.modules():
-            part.__class__ = _stock(part)
+            part.__class__ = stock_of(part) or stock_class(unfused_class(type(part)))
         stock.set_dtype(mx.float32)
         for rows in _ROWS:
-            x = mx.random.normal((1, rows, width), key=mx.random.key(rows)).astype(self.dtype)
-            masks = () if known.form in GATES else ("causal",)
+            x = _random((1, rows, width), rows).astype(self.dtype)
+            masks = () if match.pattern in GATES else ("causal",)
             found, truth = fused(x, *masks), stock(x.astype(mx.float32), *masks)
             _compare(f"{path}: fused, {rows} rows", found, truth, width, _DEPTH)
 
@@ -91,64 +87,60 @@ class Verifier:
         return new
 
     def _check_product(self, path: str, module: nn.Module, cls: type[Counterpart]) -> None:
-        ours = cls.from_quantized(module)
-        scales, biases = module["scales"], module.get("biases")
-        fmt = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-        dtype = self.dtype if biases is None else scales.dtype
-        width = scales.shape[-1] * module.group_size
-        wide = (
-            [scales, None] if biases is None else [a.astype(mx.float32) for a in (scales, biases)]
+        ours, stock, scales = cls.from_quantized(module), copy.deepcopy(module), module["scales"]
+        stock.set_dtype(mx.float32)
+        # The stock operator takes no global scale on a CPU.
+        factors, bias = (
+            None if stock.get(name) is None else stock.pop(name)
+            for name in ("global_scale", "bias")
         )
-        experts = len(scales) if scales.ndim > 2 else 0
+        stock.global_scale = None
+        dtype = self.dtype if module.get("biases") is None else scales.dtype
+        width = scales.shape[-1] * module.group_size
         for rows in _ROWS:
-            x = mx.random.normal((rows, width), key=mx.random.key(rows)).astype(dtype)
-            exact = x.astype(mx.float32)
-            if experts:
-                chosen = mx.random.randint(0, experts, (rows, 2), key=mx.random.key(rows))
-                truth = _by_experts(exact, chosen, module, fmt)
-                found = ours(x[:, None, None], chosen)
-            else:
-                truth = mx.quantized_matmul(exact, module["weight"], *wide, **fmt)
-                if "bias" in module:
-                    truth = truth + module["bias"].astype(mx.float32)
-                found = ours.as_linear(x) if cls is QEmbedding else ours(x)
-            _compare(f"{path}: {cls.__name__} {fmt}", found, truth, width)
+            x = _random((rows, width), rows).astype(dtype)
+            chosen: tuple[mx.array, ...] = ()
+            if scales.ndim > 2:
+                x = x[:, None, None]
+                chosen = (mx.random.randint(0, len(scales), (rows, 2), key=mx.random.key(rows)),)
+            name = "as_linear" if cls is QEmbedding else "__call__"
+            found = getattr(ours, name)(x, *chosen)
+            truth = getattr(stock, name)(x.astype(mx.float32), *chosen)
+            if factors is not None:
+                truth = truth * (factors[chosen] / GLOBAL_UNIT)[..., None, None]
+            if bias is not None:
+                truth = truth + (mx.expand_dims(bias[chosen], -2) if chosen else bias)
+            fmt = f"{module.bits} bits, groups of {module.group_size}, {module.mode}"
+            _compare(f"{path}: {cls.__name__}, {fmt}", found, truth, width)
 
     def _check_attention(self, path: str) -> None:
-        from mlx_lm.models.base import scaled_dot_product_attention
+        from mlx_lm.models.base import scaled_dot_product_attention as stock
 
+        theirs: Any = stock
+        ours: Any = patched_attention
         width, scale = 64, 64**-0.5
         shapes = [(1, 4, 5, width), (1, 2, 7, width), (1, 2, 7, width), (5, 7)]
-        arrays = [
-            mx.random.normal(shape, key=mx.random.key(i)).astype(self.dtype)
-            for i, shape in enumerate(shapes)
-        ]
-        q, k, v, scores = arrays
-        exact_q, exact_k, exact_v, exact_scores = (a.astype(mx.float32) for a in arrays)
-        masks: list[tuple[str, Any, Any]] = [
-            ("none", None, None),
-            ("causal", "causal", "causal"),
-            ("boolean", scores > 0, scores > 0),
-            ("additive", scores, exact_scores),
-        ]
-        for name, mask, exact in masks:
-            truth = scaled_dot_product_attention(exact_q, exact_k, exact_v, None, scale, exact)
-            found = routed_attention(q, k, v, None, scale, mask)
+        arrays = [_random(shape, i).astype(self.dtype) for i, shape in enumerate(shapes)]
+        *exact, scores = [a.astype(mx.float32) for a in arrays]
+        masks: dict[str, tuple[Any, Any]] = {
+            "none": (None, None),
+            "causal": ("causal", "causal"),
+            "boolean": (scores > 0, scores > 0),
+            "additive": (arrays[3], scores),
+        }
+        for name, (mask, exact_mask) in masks.items():
+            found = ours(*arrays[:3], None, scale, mask)
+            truth = theirs(*exact, None, scale, exact_mask)
             _compare(f"{path}: attention, mask {name}", found, truth, width)
 
 
-def _by_experts(x: mx.array, chosen: mx.array, module: nn.Module, fmt: dict[str, Any]) -> mx.array:
-    """What stock operators make of rows (M, K) and the experts (M, k) chosen for them."""
-    scales, biases = module["scales"], module.get("biases")
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    rows = x[:, None, None]
-    y = mx.gather_qmm(rows, module["weight"], scales, biases, rhs_indices=chosen, **fmt)
-    if (factors := module.get("global_scale")) is not None:
-        y = y * (factors[chosen] / GLOBAL_UNIT)[..., None, None]
-    if "bias" in module:
-        y = y + module["bias"][chosen][..., None, :].astype(mx.float32)
-    return y
+def _shapes(module: nn.Module) -> tuple[object, ...]:
+    parameters = dict(tree_flatten(module.parameters()))
+    return tuple((name, a.shape, a.dtype) for name, a in parameters.items())
+
+
+def _random(shape: tuple[int, ...], key: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(key))
 
 
 def _converted(module: nn.Module, classes: Classes) -> nn.Module:
@@ -166,14 +158,6 @@ def _converted(module: nn.Module, classes: Classes) -> nn.Module:
     return twin
 
 
-def _stock(part: nn.Module) -> type[nn.Module]:
-    if (stock := stock_of(part)) is not None:
-        return stock
-    if is_fused(part):
-        part.__class__ = unfused_class(part)
-    return stock_class(part) if is_routed(part) else type(part)
-
-
 def _compare(what: str, found: mx.array, truth: mx.array, terms: int, steps: int = 1) -> None:
     """Refuse ``found`` if it is further from ``truth`` than a few roundings of each step."""
     if found.shape != truth.shape:
@@ -182,9 +166,9 @@ def _compare(what: str, found: mx.array, truth: mx.array, terms: int, steps: int
     error = float(mx.where(finite, mx.abs(found.astype(mx.float32) - truth), 0).max())
     largest = float(mx.where(finite, mx.abs(truth), 0).max())
     roundings = 2 * mx.finfo(found.dtype).eps + 4 * math.sqrt(terms) * mx.finfo(mx.float32).eps
-    roundings *= steps
-    if not error <= roundings * largest:
+    allowed = steps * roundings * largest
+    if not error <= allowed:
         raise ValueError(
             f"{what}: disagrees with the stock layer by {error:.3g}, where rounding explains "
-            f"{roundings * largest:.3g}; leave it out with predicate=, and report this as a fault"
+            f"{allowed:.3g}; leave it out with predicate=, and report this as a fault"
         )

@@ -35,6 +35,7 @@ class Counterpart(nn.Module):
         return twin
 
     def _product(self, x: mx.array) -> mx.array:
+        """``x @ dequantize(weight).T + bias``: (..., K) to (..., N)."""
         # The operation itself: a decoded token makes a hundred of these calls.
         arrays = x, self["weight"], self["scales"], self.get("biases"), self.get("bias"), None
         y: mx.array = dispatch(
@@ -125,9 +126,7 @@ class QEmbedding(Counterpart, nn.QuantizedEmbedding):
 
     stock = nn.QuantizedEmbedding
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        """``x @ dequantize(weight).T``: (..., dims) to (..., num_embeddings)."""
-        return self._product(x)
+    as_linear = Counterpart._product
 
 
 COUNTERPARTS: dict[type[nn.Module], type[Counterpart]] = {

@@ -1,10 +1,11 @@
-"""Decoder layers in one trace compute what the loop over them does, and leave the same caches."""
+"""Decoder layers in one graph compute what the loop over them does, and leave the same caches."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 import threading
+from contextvars import copy_context
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,13 +16,10 @@ from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
-from mlx_qlayers import convert_model, revert_model, use_backend
-from mlx_qlayers.conversion import compiled_blocks as stretches
-from mlx_qlayers.conversion import decoder_loop as stacks
-from mlx_qlayers.conversion import fused_blocks as fusion
-from mlx_qlayers.conversion.decoder_loop import stacked
+from mlx_qlayers import convert_model, revert_model
+from mlx_qlayers.conversion import compiled_blocks, decoder_loop
+from mlx_qlayers.conversion.decoder_loop import with_layers_ahead
 from mlx_qlayers.conversion.report import FUSED, LEFT
-from mlx_qlayers.ops import fused_products
 
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
 # Loops over layers with one mask, and with one for each kind of layer.
@@ -29,31 +27,22 @@ NAMES = ["qwen2", "qwen3", "llama"]
 
 
 @pytest.fixture(autouse=True)
-def traced(monkeypatch: pytest.MonkeyPatch):
-    """Trace as on a GPU, on the path that can be traced here; count what runs in stacks."""
-
-    def place() -> tuple[str, int, str]:
-        stream = mx.default_stream(mx.default_device())
-        return "ops", threading.get_ident(), repr(stream)
-
-    for module in (stacks, fusion):
-        monkeypatch.setattr(module, "place", place)
-    monkeypatch.setattr(stacks, "why_not", lambda *args: None)
-    with use_backend("ops"):
-        yield
+def by_kernels(gpu_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layers run together on a CPU too."""
+    monkeypatch.setattr(decoder_loop, "why_not", lambda *args: None)
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each call ran together."""
     found: list[int] = []
-    run = stacks._Stack.run
+    run = decoder_loop._Plan.run
 
     def counted(self, *args):
         found.append(self.count)
         return run(self, *args)
 
-    monkeypatch.setattr(stacks._Stack, "run", counted)
+    monkeypatch.setattr(decoder_loop._Plan, "run", counted)
     return found
 
 
@@ -99,23 +88,24 @@ def test_layers_in_one_trace_compute_the_same(name, kind, batch, runs):
 
 @pytest.mark.parametrize("together", [1, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_norms_handed_on_from_product_to_product(name, together, runs, monkeypatch):
-    """As on CUDA in bfloat16, from trace to trace too: only the first norm is an operation."""
-    handed, normed = [], fused_products._normed
+def test_norms_deferred_from_product_to_product(name, together, runs, gpu_path, monkeypatch):
+    """As on CUDA in bfloat16, from graph to graph too: only the first norm is an operation."""
+    deferred, products = [], compiled_blocks.dispatch
 
-    def counted(x, weight, eps, tile_squares):
-        handed.append(tile_squares is not None)
-        return normed(x, weight, eps, tile_squares)
+    def counted(operation, arrays, static):
+        x, _, tile_squares, *_ = arrays
+        *_, epsilon, _ = static
+        if epsilon is not None and x.shape[1] == 1:
+            deferred.append(tile_squares is not None)
+        return products(operation, arrays, static)
 
     stock, model = pair(name)
-    # Under another name, so that no trace that was made without is found.
-    at = "ops", threading.get_ident(), f"{name}, {together}"
-    monkeypatch.setattr(stacks, "place", lambda: at)
-    monkeypatch.setattr(stacks, "_TOGETHER", together)
-    monkeypatch.setattr(stretches, "defers_norm", lambda x: x.shape[1] == 1)
-    monkeypatch.setattr(fused_products, "_normed", counted)
-    same(model, stock, f"{name}, handed on", "own", 3)
-    assert runs == [2] * 4 and handed == [False, True, True, True]
+    monkeypatch.setattr(decoder_loop, "_TOGETHER", together)
+    monkeypatch.setattr(compiled_blocks, "defers_norm", lambda x: x.shape[1] == 1)
+    monkeypatch.setattr(compiled_blocks, "dispatch", counted)
+    same(model, stock, f"{name}, deferred", "own", 3)
+    assert runs == [2] * 4 and deferred.count(True) == 3 * deferred.count(False) > 0
+    assert deferred == [False, True, True, True] or gpu_path == "kernels"
 
 
 def test_buffers_that_grow(runs):
@@ -285,7 +275,7 @@ def test_threads(runs):
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    threads = [threading.Thread(target=copy_context().run, args=(run, i)) for i in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -296,11 +286,11 @@ def test_threads(runs):
 
 def test_arrays_are_let_go_with_the_cache():
     _, model = pair()
-    before = len(stacks._stacks)
+    before = len(decoder_loop._plans)
     _, cache = decoded(model)
-    assert len(stacks._stacks) == before + 1
+    assert len(decoder_loop._plans) == before + 1
     del cache
-    assert len(stacks._stacks) == before
+    assert len(decoder_loop._plans) == before
 
 
 def test_report_switches_copies_and_back():
@@ -342,8 +332,17 @@ def test_loops():
                 h = layer(h, mask, c)
             return h
 
-    assert stacked(Plain.__call__) is not None
-    assert stacked(Used.__call__) is None and stacked(Other.__call__) is None
+    for cls, line, reason in (
+        (Used, "return h, c", "c is used after the loop"),
+        (Other, "mask = layer.mask(h)", "layer.mask where layer_loop has layer"),
+        (nn.Linear, "", "no statement is like layer_loop"),
+    ):
+        mismatch = with_layers_ahead(cls.__call__)
+        assert not mismatch and line in mismatch.line and reason in mismatch.reason
     twin, x = Plain(), mx.array([1.0])
     twin.layers = [lambda h, mask, c: h + mask + c, lambda h, mask, c: h * c]
-    assert stacked(Plain.__call__)(twin, x, 2, [3, 4]).item() == twin(x, 2, [3, 4]).item() == 24
+    assert (
+        with_layers_ahead(Plain.__call__)(twin, x, 2, [3, 4]).item()
+        == twin(x, 2, [3, 4]).item()
+        == 24
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from types import SimpleNamespace
+from contextvars import copy_context
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,14 +17,13 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
 from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
-from mlx_qlayers.conversion import compiled_blocks as stretches
-from mlx_qlayers.conversion import fused_blocks as fusion
+from mlx_qlayers.conversion import compiled_blocks, fused_blocks
 from mlx_qlayers.conversion.fused_blocks import is_fused
 from mlx_qlayers.conversion.report import FUSED, LEFT
+from mlx_qlayers.dispatch import Choice
 from mlx_qlayers.ops import fused_products as ops
-from mlx_qlayers.ops import quantized_matmul as products
-from mlx_qlayers.ops import traced as traces
-from mlx_qlayers.runtime import health_checks, trace
+from mlx_qlayers.runtime import trace
+from mlx_qlayers.runtime.backend import advance_epoch
 
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
@@ -69,22 +68,8 @@ def fusions(report) -> dict[str, tuple[str, str]]:
     return {row.path: (row.action, row.reason) for row in report.fusions}
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch):
-    """Let the stretches be traced as on a GPU, on the path that can be traced here."""
-
-    def place() -> tuple[str, int, str]:
-        stream = mx.default_stream(mx.default_device())
-        return "ops", threading.get_ident(), repr(stream)
-
-    for module in (products, fusion):
-        monkeypatch.setattr(module, "place", place)
-    with use_backend("ops"):
-        yield
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_traced_stretches_compute_the_same(name, traced):
+def test_compiled_parts_compute_the_same(name, gpu_path):
     stock, model = pair(name)
     assert any(map(is_fused, model.modules()))
     assert_same_model(decoded(model), decoded(stock), bits=None, what=name)
@@ -92,13 +77,14 @@ def test_traced_stretches_compute_the_same(name, traced):
 
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_rotary_embeddings(name, kind, traced):
+def test_rotary_embeddings(name, kind, gpu_path):
     scaling = {"rope_type": kind, "type": kind, **ROPES[kind]}
     stock, model = pair(name, rope_scaling=scaling)
     assert_same_model(decoded(model), decoded(stock), bits=None, what=f"{name} {kind}")
 
 
-def test_layers_that_are_alike_share_their_traces(traced, monkeypatch):
+@pytest.mark.parametrize("gpu_path", ["compiled"], indirect=True)
+def test_layers_that_are_alike_share_their_graphs(gpu_path, monkeypatch):
     made = []
     compile = mx.compile
     monkeypatch.setattr(mx, "compile", lambda function: made.append(function) or compile(function))
@@ -106,29 +92,8 @@ def test_layers_that_are_alike_share_their_traces(traced, monkeypatch):
     decoded(model)
     first = len(made)
     decoded(pair(num_hidden_layers=4, rms_norm_eps=2e-5)[1])
-    assert 0 < first == len(made) <= 4  # of blocks, and of their parts while they are verified
-
-
-def test_traces_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
-    assert traces.place() is None  # on a CPU nothing is traced
-    device, default_stream = mx.default_device(), mx.default_stream
-    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
-    monkeypatch.setattr(mx, "default_stream", lambda _: default_stream(device))
-    first = traces.place()
-    assert first == traces.place() and first[0] == "auto"
-    found = []
-    thread = threading.Thread(target=lambda: found.append(traces.place()))
-    thread.start()
-    thread.join()
-    with mx.stream(mx.new_stream(mx.cpu)):
-        found.append(traces.place())
-    with use_backend("ops"):
-        found.append(traces.place())
-    assert len({first, *found}) == 4 and traces.place() == first
-    with health_checks():
-        assert traces.place() is None
-    with trace():
-        assert traces.place() is None
+    # Of blocks, of their parts while they are verified, and of the head.
+    assert 0 < first == len(made) <= 5
 
 
 def test_launches_of_a_token():
@@ -148,7 +113,7 @@ def test_launches_of_a_token():
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma", "qwen3_moe"])
 def test_many_rows_on_a_gpu_are_fused_too(name, monkeypatch):
-    monkeypatch.setattr(fusion, "is_many", lambda x: True)
+    monkeypatch.setattr(fused_blocks, "is_dense", lambda x: True)
     stock, model = pair(name)
     tokens = mx.arange(34).reshape(2, 17) % VOCABULARY
     assert_same_model(model(tokens), stock(tokens), bits=None, what="17 rows")
@@ -212,7 +177,7 @@ def test_report():
     ("name", "group"),
     [("gpt_oss", "q_proj, k_proj, v_proj"), ("qwen3_next", "in_proj_qkvz, in_proj_ba")],
 )
-def test_products_of_one_input_are_gathered_where_no_more_is_known(name, group, traced):
+def test_products_of_one_input_are_gathered_where_no_more_is_recognised(name, group, gpu_path):
     wanted = ARCHITECTURES[name]._replace(format=(64, 4, "affine"))
     stock, model = build(name, wanted), build(name, wanted)
     found = fusions(convert_model(model))
@@ -223,7 +188,7 @@ def test_products_of_one_input_are_gathered_where_no_more_is_known(name, group, 
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
 
 
-def test_what_is_not_known_is_left_and_said():
+def test_what_is_not_recognised_is_left_and_said():
     class Chain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -269,27 +234,31 @@ def test_gradient_of_the_embeddings():
         assert mx.abs(found - expected).max() <= 1e-4 * mx.abs(expected).max()
 
 
-def test_gradient_of_traced_stretches(traced):
-    """The second time the stretches have been traced, without what carries gradients."""
+def test_gradient_of_compiled_parts(gpu_path):
+    """The second time the parts have been traced, without what carries gradients."""
     test_gradient_of_the_embeddings()
     decoded(pair()[1])
     test_gradient_of_the_embeddings()
 
 
-def test_gradient_where_launches_without_one_were_traced(traced, monkeypatch):
+@pytest.mark.parametrize("gpu_path", ["compiled"], indirect=True)
+def test_gradient_where_launches_without_one_were_traced(gpu_path, monkeypatch):
     """What stands in for a kernel has no gradient of its own, as kernels have none."""
     launched = []
 
-    def launch(x, matrices, fmt, config, *, norm=None, gate=None, residual=None, **handed):
-        launched.append(fmt)
-        run = ops._composed(fmt, norm is not None, norm[1] if norm else 0.0, gate)
-        given = (handed.get(name) for name in ("tile_squares", "next_weight"))
-        found = run(x, matrices, norm[0] if norm else None, residual, *given)
-        return [mx.stop_gradient(y) for y in found]
+    def qmv(specs, fmt, config, *, epsilon=None, gate=None):
+        composed = ops._composed(fmt, epsilon, gate)
 
-    monkeypatch.setattr(ops, "choose", lambda *args, **options: "metal")
-    monkeypatch.setattr(ops, "qmv", launch)
-    ops._by_kernel.cache_clear()
+        def launch(*arrays):
+            launched.append(fmt)
+            return [mx.stop_gradient(y) for y in composed(*arrays)]
+
+        return launch
+
+    choice = Choice("fused_products", "metal", "asked for")
+    monkeypatch.setattr(ops, "choose", lambda *args, **options: choice)
+    monkeypatch.setattr(ops, "qmv", qmv)
+    advance_epoch()
     stock, model = pair(num_hidden_layers=3, vocab_size=VOCABULARY, rms_norm_eps=3e-5)
     assert_same_model(decoded(model), decoded(stock), bits=None, what="stand-in")
     traces = len(launched)
@@ -302,10 +271,11 @@ def test_gradient_where_launches_without_one_were_traced(traced, monkeypatch):
     )
     assert mx.abs(found - expected).max() <= 1e-4 * mx.abs(expected).max()
     assert len(launched) > traces
-    ops._by_kernel.cache_clear()
+    advance_epoch()
+    explain(reset=True)
 
 
-def test_parameters_that_change_are_seen(traced):
+def test_parameters_that_change_are_seen(gpu_path):
     stock, model = pair()
     decoded(model)
     for m in (stock, model):
@@ -320,7 +290,7 @@ def test_compile_of_the_whole_model():
     assert_same_model(found, stock(TOKENS), bits=None, what="compiled")
 
 
-def test_threads(traced):
+def test_threads(gpu_path):
     """Several threads decode with one model: each sees its own numbers."""
     _, model = pair()
     expected, found, errors = decoded(model), {}, []
@@ -333,7 +303,7 @@ def test_threads(traced):
             errors.append(error)
 
     mx.eval(expected)
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=copy_context().run, args=(run, i)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -353,7 +323,7 @@ def test_copies_and_pickles():
     assert mx.array_equal(decoded(model), expected)
 
 
-def test_without_routed_attention():
+def test_without_patched_attention():
     stock, model = build("qwen2", PLAIN), build("qwen2", PLAIN)
     report = convert_model(model, attention=False)
     assert fusions(report)["model.layers.0.self_attn"][0] == FUSED
@@ -370,19 +340,20 @@ def test_without_routed_attention():
 def test_verification_refuses_a_fusion_that_disagrees(part, monkeypatch):
     model = build("qwen2", PLAIN)
     before = [type(m) for m in model.modules()]
-    honest = stretches.fused_products
+    honest = compiled_blocks.dispatch
 
-    def wrong(x, matrices, **options):
-        found = honest(x, matrices, **options)
-        norm, gate, residual = (options.get(key) for key in ("norm", "gate", "residual"))
+    def wrong(operation, arrays, static):
+        found = honest(operation, arrays, static)
+        _, _, _, residual, _, *packed = arrays
+        *_, epsilon, gate = static
         hit = {
-            "self_attn": len(matrices) == 3 and norm is None,
-            "mlp": gate is not None and norm is None,
+            "self_attn": len(packed) == 3 * 4 and epsilon is None,
+            "mlp": gate is not None and epsilon is None,
             "0": residual is not None,
         }
         return [y * 1.5 for y in found] if hit[part.rpartition(".")[2]] else found
 
-    monkeypatch.setattr(stretches, "fused_products", wrong)
+    monkeypatch.setattr(compiled_blocks, "dispatch", wrong)
     with pytest.raises(ValueError, match=rf"^{part}: fused, 1 rows: disagrees"):
         convert_model(model)
     assert [type(m) for m in model.modules()] == before

@@ -1,4 +1,4 @@
-"""A method is known by its code alone, up to the names of attributes and local variables."""
+"""A method is recognised by its code alone, up to the names of attributes and local variables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from collections import Counter
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,10 +14,10 @@ import pytest
 from mlx_lm import models
 from mlx_lm.models.activations import swiglu
 
-from mlx_qlayers.conversion.matcher import recognise
+from mlx_qlayers.conversion.matcher import Match, find_statement, names_used, parse, recognise
 
 
-class Known(nn.Module):
+class Plain(nn.Module):
     def __call__(self, x):
         return self.w2(swiglu(self.w1(x), self.w3(x)))
 
@@ -41,10 +42,9 @@ class Statements(nn.Module):
 
 
 def test_names_and_statements_do_not_matter():
-    for cls in (Known, Statements):
-        known = recognise(cls)
-        assert known.form == "mlp_swiglu"
-        assert known.names == {"down": "w2", "gate": "w1", "up": "w3"}
+    for cls in (Plain, Statements):
+        names = {"down": "w2", "gate": "w1", "up": "w3"}
+        assert recognise(cls) == Match("mlp_swiglu", names)
 
 
 class Swapped(nn.Module):
@@ -93,46 +93,110 @@ class More(nn.Module):
 def other_swiglu() -> type[nn.Module]:
     """The same code, where the name of the activation means something else."""
     scope = {"nn": nn, "swiglu": lambda gate, x: gate + x, "__name__": __name__}
-    exec(compile(inspect.getsource(Known), __file__, "exec"), scope)
-    return scope["Known"]
+    exec(compile(inspect.getsource(Plain), __file__, "exec"), scope)
+    return scope["Plain"]
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [Steps, Swapped, OtherArgument, Default, Used, Reordered, Closure, Inner, More, nn.Module],
-)
-def test_what_differs_is_not_known(cls):
-    assert recognise(cls) is None
+# What differs, and the line that it is in.
+REASONS = {
+    Steps: ("gate = self.w1(x) where mlp_swiglu has return", "gate = self.w1(x)"),
+    Swapped: ("self.w1 where mlp_swiglu has self.up", "return self.w2(swiglu(self.w1(x), self.w1"),
+    OtherArgument: ("y where mlp_swiglu has x", "def __call__(self, y):"),
+    Default: ("None where mlp_swiglu has nothing", "def __call__(self, x=None):"),
+    Used: ("gate = self.w1(x) where mlp_swiglu has return", "gate = self.w1(x)"),
+    Reordered: ("x + 1 where mlp_swiglu has x", "x = x + 1"),
+    Closure: ("uses variables of a function around it", ""),
+    Inner: ("a function inside it", ""),
+    More: ("other than plain parameters", ""),
+    nn.Module: ("no method written in Python", ""),
+}
+
+
+@pytest.mark.parametrize("cls", REASONS)
+def test_what_differs_is_not_recognised_and_said(cls):
+    reason, line = REASONS[cls]
+    mismatch = recognise(cls)
+    assert not mismatch and reason in mismatch.reason
+    assert mismatch.line.partition(" ")[2].startswith(line) and bool(mismatch.line) == bool(line)
+    if line:
+        file, number, _ = mismatch.line.split(":", 2)
+        text = Path(__file__).read_text().splitlines()[int(number) - 1]
+        assert file == "test_matcher.py" and text.strip().startswith(line)
+        assert str(mismatch) == f"{mismatch.line}: {mismatch.reason}"
+    else:
+        assert str(mismatch) == mismatch.reason
+
+
+def test_the_closest_pattern_is_named():
+    class Almost(nn.Module):
+        def __call__(self, x):
+            return self.down(nn.gelu(self.gate(x)) * self.up(x + 1))
+
+    reason = "x + 1 where mlp_gelu has x"
+    assert recognise(Almost).reason == reason
 
 
 def test_global_names_must_mean_the_same():
-    from mlx_qlayers.conversion import matcher as recognition
+    twin = type("Twin", (nn.Module,), {"__call__": Plain.__call__})
+    assert recognise(twin).pattern == "mlp_swiglu"
+    function = type(Plain.__call__)(Plain.__call__.__code__, {"swiglu": other_swiglu})
+    mismatch = recognise(type("Other", (nn.Module,), {"__call__": function}))
+    assert mismatch.reason == "swiglu where mlp_swiglu has swiglu"
 
-    twin = type("Twin", (nn.Module,), {"__call__": Known.__call__})
-    assert recognise(twin).form == "mlp_swiglu"
-    function = type(Known.__call__)(Known.__call__.__code__, {"swiglu": other_swiglu})
-    assert recognition.normal_form(function) == recognition.normal_form(Known.__call__)
-    assert recognise(type("Other", (nn.Module,), {"__call__": function})) is None
+
+def loops(self, h, mask, cache, low, high):
+    for layer in self.layers:
+        h = layer(h)
+    for layer, cache in zip(self.model.layers, cache):  # noqa: B020, B905
+        own = low if layer.self_attn.is_low else high
+        h = layer(h, own, cache=cache)
+    return h
+
+
+def two_loops(self, h, mask, cache):
+    for layer, c in zip(self.first, cache):  # noqa: B905
+        h = layer(h, mask=mask, cache=c)
+    for layer, c in zip(self.second, cache):  # noqa: B905
+        h = layer(h, mask, c)
+    return h
+
+
+def test_a_statement_is_found_in_a_method():
+    method = parse(loops)
+    match = find_statement(method, "layer_loop", "layer_loop_with_masks")
+    assert match.pattern == "layer_loop_with_masks" and match.node is method.definition.body[1]
+    names = {"layer": "layer", "c": "cache", "x": "h", "caches": "cache", "mask": "own"}
+    assert match.names == names | {"one": "low", "other": "high"}
+    mismatch = find_statement(method, "layer_loop")
+    assert not mismatch and mismatch.line.startswith("test_matcher.py:")
+    assert (
+        find_statement(parse(two_loops), "layer_loop").reason == "2 statements are like layer_loop"
+    )
+
+
+def test_names_that_a_function_uses():
+    names = set(names_used(loops)) | set(names_used(lambda: (lambda: undefined.name)()))  # noqa: F821
+    assert names >= {"zip", "layers", "undefined", "name"}
 
 
 def test_no_source_no_guess():
     scope = {"nn": nn, "swiglu": swiglu}
-    exec(inspect.getsource(Known), scope)
-    assert recognise(scope["Known"]) is None
+    exec(inspect.getsource(Plain), scope)
+    assert recognise(scope["Plain"]).reason == "the source of the method is not at hand"
 
 
 def test_source_that_changed_since_is_no_source(tmp_path, monkeypatch):
-    text = inspect.getsource(Known)
+    text = inspect.getsource(Plain)
     path = tmp_path / "changing.py"
     path.write_text(f"import mlx.nn as nn\nfrom {swiglu.__module__} import swiglu\n\n{text}")
     monkeypatch.syspath_prepend(tmp_path)
-    cls = importlib.import_module("changing").Known
+    cls = importlib.import_module("changing").Plain
     path.write_text(path.read_text().replace("self.w3(x)", "self.w4(x)"))
-    assert recognise(cls) is None
+    assert recognise(cls).reason == "its file has changed since it was imported"
 
 
 def test_mlx_lm(record_property):
-    """Of the classes of mlx-lm so many are known, and these."""
+    """Of the classes of mlx-lm so many are recognised."""
     found = Counter()
     for info in pkgutil.iter_modules(models.__path__):
         if info.name == "olmo":  # exits where its package is missing
@@ -140,10 +204,10 @@ def test_mlx_lm(record_property):
         module = importlib.import_module(f"{models.__name__}.{info.name}")
         for cls in vars(module).values():
             own = isinstance(cls, type) and cls.__module__ == module.__name__
-            if own and issubclass(cls, nn.Module) and (known := recognise(cls)):
-                found[known.form] += 1
+            if own and issubclass(cls, nn.Module) and (match := recognise(cls)):
+                found[match.pattern] += 1
     least = {"mlp_swiglu": 50, "block": 40, "attention": 18, "attention_with_norms": 6}
-    assert all(found[form] >= count for form, count in least.items()), found
+    assert all(found[name] >= count for name, count in least.items()), found
     assert found["mlp_gelu"] and found["mlp_gelu_approx"] and found["mlp_silu"]
-    for form, count in found.items():
-        record_property("table: classes of mlx-lm whose code is known", [form, count])
+    for name, count in found.items():
+        record_property("table: classes of mlx-lm whose code is recognised", [name, count])

@@ -1,0 +1,183 @@
+"""What Python costs: of one call of each operation, and of one decoded token.
+
+Run ``python benchmarks/bench_python_calls.py``. A call is a Python function that is entered, as
+``sys.setprofile`` reports it, when the same call has been made before; the time is that of the call
+without evaluating what it gives, but on the host backend, which computes at once. Where there is no
+GPU, ``gpu`` is the path of one whose kernels were not measured, as on every Mac: the stock
+operators and graphs of ``mx.compile``, which are made here but never run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import repeat
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn as nn
+from common import Sample, Table, add_output, print_facts, write_output
+from mlx_lm.models import qwen2
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_qlayers import (
+    QLinear,
+    attention,
+    convert_model,
+    grid_sample,
+    quantized_matmul,
+    use_backend,
+)
+from mlx_qlayers.conversion import decoder_loop
+from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
+from mlx_qlayers.ops.attention_step import Rotation, attention_step
+from mlx_qlayers.ops.exp import exp
+from mlx_qlayers.ops.fused_products import fused_products
+from mlx_qlayers.ops.gather_qmm import gather_qmm
+from mlx_qlayers.ops.rotary import rotary_embedding
+from mlx_qlayers.runtime import backend as backends
+
+Call = Callable[[], Any]
+LAYERS = 28  # of Qwen2-7B
+PATHS = ("host", "ops", "gpu")
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
+    add_output(parser)
+    args = parser.parse_args()
+    print_facts()
+    table = Table({"what": 34, "path": 6, "Python calls": 12, "us": 14})
+    table.print_header()
+    for path in args.paths:
+        with on(path):
+            for name, call in cases(path):
+                table.add(what=name, path=path, **{"Python calls": calls(call), "us": cost(call)})
+    write_output(args, "python_calls", [table])
+
+
+def calls(call: Call, times: int = 3) -> int:
+    """Python functions that are entered by a call which has been made before."""
+    for _ in range(times):
+        mx.eval(call())
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        result = call()
+    finally:
+        sys.setprofile(None)
+    mx.eval(result)
+    return count
+
+
+def cost(call: Call, times: int = 40) -> Sample:
+    """Microseconds of a call, without evaluating what it gives."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        result = call()
+        seconds.append(time.perf_counter() - start)
+        mx.eval(result)
+    return Sample.of(seconds).scaled(1e6)
+
+
+def cases(path: str) -> Iterator[tuple[str, Call]]:
+    """What is measured on a path."""
+    yield from operations(path).items()
+    yield "a token", token()
+    if path == "gpu" and mx.cuda.is_available():
+        with patch.object(decoder_loop, "why_not", lambda *args: "to measure layer by layer"):
+            yield "a token, layer by layer", token()
+
+
+def operations(path: str) -> dict[str, Call]:
+    """A call of each operation with few rows: of its function, or where there is one its layer."""
+    random = partial(mx.random.normal, dtype=mx.bfloat16)
+    x, weight, position = random((1, 1, 256)), random((256,)), mx.array(5)
+    matrices = [PackedMatrix(*mx.quantize(random((256, 256)))) for _ in range(3)]
+    experts = mx.quantize(random((4, 256, 256)))
+    layer = QLinear(256, 256)
+    layer.set_dtype(mx.bfloat16)
+    q, k, keys = random((1, 4, 1, 64)), random((1, 2, 1, 64)), random((1, 2, 300, 64))
+    buffer, positions = mx.zeros((1, 2, 256, 64), mx.bfloat16), mx.array([7] * 8)
+    image, grid = random((1, 8, 8, 4)), mx.random.uniform(-1, 1, (1, 4, 4, 2))
+    found: dict[str, Call] = {
+        "QLinear": partial(layer, x),
+        "quantized_matmul": partial(quantized_matmul, x, *matrices[0][:3]),
+        "fused_products": partial(fused_products, x, matrices, norm=(weight, 1e-6)),
+        "gather_qmm": partial(gather_qmm, x[None], *experts, rhs_indices=mx.array([[1, 2]])),
+        "attention": partial(attention, q, keys, keys, scale=0.125),
+        "rotary_embedding": partial(
+            rotary_embedding, q.swapaxes(1, 2), k.swapaxes(1, 2), position, dims=64
+        ),
+    }
+    if path == "gpu" and not _has_gpu():
+        return found  # there the others run kernels
+    flat = [a.reshape(1, 1, -1) for a in (q, k, k)]
+    return found | {
+        "attention_step": partial(
+            attention_step, *flat, buffer, buffer, positions, scale=0.125, rotation=Rotation(64)
+        ),
+        "attention, causal": partial(
+            attention, mx.repeat(q, 40, axis=2), keys, keys, scale=0.125, mask="causal"
+        ),
+        "grid_sample": partial(grid_sample, image, grid),
+        "exp": partial(exp, x),
+    }
+
+
+def token() -> Call:
+    """The next token of a converted model of Qwen2's layers, narrow ones."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
+    mx.random.seed(0)
+    model = qwen2.Model(qwen2.ModelArgs("qwen2", rms_norm_eps=1e-6, **sizes, **heads))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model)
+    model.eval()
+    convert_model(model, verify=False)
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([[1, 2, 3, 4, 5, 6, 7, 8]]), cache=cache))
+    return partial(model, mx.array([[1]]), cache=cache)
+
+
+@contextmanager
+def on(path: str) -> Iterator[None]:
+    """Run on a path: that of this machine's GPU, or without one as ``auto`` chooses on a Mac."""
+    with ExitStack() as stack:
+        if path != "gpu":
+            stack.enter_context(use_backend(path))
+        elif not _has_gpu():
+            gpu, stream = _Gpu(), mx.default_stream(mx.default_device())
+            # Functions of C, which are not counted.
+            stack.enter_context(patch.object(mx, "default_device", repeat(gpu).__next__))
+            stack.enter_context(patch.object(mx, "default_stream", {gpu: stream}.get))
+            stack.enter_context(patch.dict(backends.missing, metal={}.clear))
+            backends.advance_epoch()
+            stack.callback(backends.advance_epoch)
+        yield
+
+
+def _has_gpu() -> bool:
+    return mx.metal.is_available() or mx.cuda.is_available()
+
+
+class _Gpu:
+    type = mx.gpu
+
+
+if __name__ == "__main__":
+    main()

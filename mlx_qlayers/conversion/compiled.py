@@ -1,0 +1,93 @@
+"""Operations of several launches that a GPU runs as one compiled graph.
+
+They are not dispatched themselves, only what they are made of: the key of a call would hold the
+shapes of twenty parameters, which their static arguments tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from ..ops.differentiable import without_gradients
+from ..runtime.backend import Mode, current, epoch, mode
+
+# Of one graph: MLX looks through them one by one, and prompts have any number of tokens.
+MAX_SHAPES = 256
+# Backend and mode, thread and stream, and the epoch of measured results.
+Context = tuple[Any, ...]
+
+_thread, _numbers = threading.local(), itertools.count()
+
+
+def context() -> Context | None:
+    """What graphs belong to that are made and used now; None where calls run one by one.
+
+    So they do on a CPU, inside another graph, and where a debug mode wants to see each launch.
+    """
+    device, state = mx.default_device(), current.get()
+    if device.type == mx.cpu or epoch.debug or state.mode is not Mode.EAGER:
+        return None
+    stream = mx.default_stream(device)
+    last = getattr(_thread, "stream", None)
+    if last is None or last != stream:  # a stream cannot be compared with None
+        number = vars(_thread).setdefault("number", next(_numbers))
+        _thread.stream, _thread.key = stream, (number, str(stream))
+    return state, _thread.key, epoch.number
+
+
+class Operation:
+    """A function of arrays, of which some may be None, for each set of static arguments.
+
+    A graph is made of it for each context, and for each shape of its first two arrays; the static
+    arguments tell the others.
+    """
+
+    def __init__(self, make: Callable[..., Callable[..., Any]]) -> None:
+        @lru_cache(maxsize=1024, typed=True)
+        def bind(where: Context | None, *static: Any) -> Callable[..., Any]:
+            return make(*static) if where is None else _Graph(make(*static))
+
+        self.__doc__, self._bind = make.__doc__, bind
+
+    def bind(self, where: Context | None, *static: Any) -> Callable[..., Any]:
+        """The function, as a graph in the context that :func:`context` gives."""
+        return self._bind(where, *static)
+
+
+class _Graph:
+    """A function that is traced ahead of its first use, on arrays that are never evaluated.
+
+    MLX calls it again where a gradient is taken: only then the nodes that carry gradients are
+    needed, which cost as much to evaluate as a launch.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.graph = function, mx.compile(self._transformed)
+        self.seen: set[Any] = set()
+
+    def _transformed(self, *arrays: Any) -> Any:
+        if current.get().mode is Mode.INFERENCE:
+            return self.function(*arrays)
+        with mode(Mode.TRANSFORMED):
+            return self.function(*arrays)
+
+    def __call__(self, x: mx.array, *rest: Any) -> Any:
+        key = x.shape, x.dtype, getattr(rest[0], "shape", None)
+        if key not in self.seen:
+            if len(self.seen) == MAX_SHAPES:
+                return self.function(x, *rest)
+            with mode(Mode.INFERENCE), without_gradients():
+                self.graph(*tree_map(_empty, (x, *rest)))
+            self.seen.add(key)
+        return self.graph(x, *rest)
+
+
+def _empty(array: mx.array | None) -> mx.array | None:
+    return None if array is None else mx.zeros(array.shape, array.dtype)

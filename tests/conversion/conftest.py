@@ -1,0 +1,41 @@
+"""The path of a GPU, as far as it runs without one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers import explain, use_backend
+from mlx_qlayers.conversion import compiled
+
+
+@pytest.fixture(params=["compiled", "kernels"])
+def gpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Compute as on a GPU, in the two halves that can be had on a CPU.
+
+    ``compiled`` runs the graphs that ``mx.compile`` makes, of MLX's operators. ``kernels`` calls
+    the same functions with the same arguments, but each time, so that every launch in them is a
+    kernel of the host build: that one needs the values of its inputs, which a graph has not.
+    """
+    backend = {"compiled": "ops", "kernels": "host"}[request.param]
+
+    def context() -> tuple[str, int, str]:
+        stream = mx.default_stream(mx.default_device())
+        return f"{backend} {request.node.name}", threading.get_ident(), repr(stream)
+
+    monkeypatch.setattr(compiled, "context", context)
+    explain(reset=True)
+    if backend == "host":
+        mx.disable_compile()
+    try:
+        with use_backend(backend):
+            yield request.param
+    finally:
+        mx.enable_compile()
+    ours = [d for d in explain() if d.op in ("fused_products", "attention_step")]
+    assert {d.path for d in ours} <= {backend}
+    kernels = {d.op for d in explain() if d.op.startswith("kernel ")}
+    assert not kernels if backend == "ops" else kernels or not ours

@@ -1,0 +1,57 @@
+"""What is compiled for a GPU, and when."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import mlx.core as mx
+
+from mlx_qlayers import use_backend
+from mlx_qlayers.conversion import compiled
+from mlx_qlayers.runtime import health_checks, trace
+from mlx_qlayers.runtime.backend import Mode, advance_epoch, mode
+
+
+def test_graphs_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
+    assert compiled.context() is None  # on a CPU nothing is compiled
+    device, default_stream = mx.default_device(), mx.default_stream
+    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
+    monkeypatch.setattr(mx, "default_stream", lambda _: default_stream(device))
+    first = compiled.context()
+    assert first == compiled.context()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(compiled.context()))
+    thread.start()
+    thread.join()
+    with mx.stream(mx.new_stream(mx.cpu)):
+        found.append(compiled.context())
+    with use_backend("ops"):
+        found.append(compiled.context())
+    assert len({first, *found}) == 4 and compiled.context() == first
+    with health_checks():
+        assert compiled.context() is None
+    with trace():
+        assert compiled.context() is None
+    with mode(Mode.INFERENCE):
+        assert compiled.context() is None
+    advance_epoch()
+    assert compiled.context() != first
+
+
+def test_operations_are_compiled_once_for_their_static_arguments_and_a_context():
+    made = []
+
+    @compiled.Operation
+    def scaled(factor):
+        """Documented."""
+        made.append(factor)
+        return lambda x, y: x * factor + (0 if y is None else y)
+
+    x = mx.array([1.0, 2.0])
+    assert scaled.__doc__ == "Documented."
+    here = "ops", threading.get_ident(), "stream"
+    for where, factor in ((None, 2), (None, 2), (here, 2), (here, 2), (here, 3)):
+        assert scaled.bind(where, factor)(x, None).tolist() == [factor, 2 * factor]
+    assert scaled.bind(here, 3)(x, x).tolist() == [4, 8]
+    assert made == [2, 2, 3]

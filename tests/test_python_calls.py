@@ -1,0 +1,27 @@
+"""How many Python functions a call enters that has been made before: each costs a tenth of a us."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from bench_python_calls import calls, on, operations, token
+
+OPERATION = 8
+TOKEN = {"host": 3000, "gpu": 400}
+CASES = [(path, name) for path in TOKEN for name in operations(path)]
+
+
+@pytest.mark.parametrize(("path", "name"), CASES)
+def test_a_call_of_an_operation(path: str, name: str) -> None:
+    with on(path):
+        assert calls(operations(path)[name]) <= OPERATION
+
+
+@pytest.mark.parametrize("path", TOKEN)
+def test_a_token(path: str) -> None:
+    with on(path):
+        assert calls(token()) <= TOKEN[path]
