@@ -212,7 +212,7 @@ def parsed(value: Any) -> Entry | Values:
 
 
 def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and isfinite(value) and value >= 0
+    return type(value) in (int, float) and isfinite(value) and value > 0
 
 
 def _is_text(value: Any) -> bool:

@@ -24,17 +24,18 @@ from ..metal.quantized_matmul import qmm, qmv
 from ..runtime.kernel import Kernel
 
 
-@dataclass(frozen=True)
 class Problem(ABC):
     """What a kernel is configured for; its fields are the arguments of the question.
 
     Attributes:
         family: the name of the kernel family.
         configs: the classes of its configurations, which differ in their fields.
+        dtype: of the floating-point inputs.
     """
 
     family: ClassVar[str]
     configs: ClassVar[tuple[type[Any], ...]]
+    dtype: mx.Dtype
 
     @property
     @abstractmethod

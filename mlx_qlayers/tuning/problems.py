@@ -1,37 +1,39 @@
-"""The problems that a model really has: found by watching what its launchers ask."""
+"""The problems of a model: found by watching what its operations ask."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..dispatch.measurements import Question, questions
+from ..dispatch.tunable import Problem
+from ..runtime.backend import backend
 from .families import FAMILIES
-from .family import Family, Problem
-from .lookup import Question, questions
+from .family import Family
 
 
 class Target(NamedTuple):
-    """A problem and the kernel family that it belongs to."""
+    """A problem, and the kernel family that is tuned for it."""
 
-    family: Family[Any]
+    family: Family[Any, Any]
     problem: Problem
 
     @property
     def key(self) -> str:
         """Where its result is stored."""
-        return self.family.key(self.problem)
+        return self.problem.key
 
 
 def problems_of_model(
     model: nn.Module, *, prompt: int = 512, steps: int = 2, batch: int = 1
 ) -> list[Target]:
-    """Trace one prefill and some decode steps, and collect what could be tuned.
+    """Run one prefill and some decode steps, and collect what could be tuned.
 
-    Launches are asked for and never evaluated, so that no kernel is built. The prefill goes without
-    the head, of which mlx-lm evaluates one row alone.
+    On a GPU nothing is evaluated, so that no kernel is built. The prefill goes without the head, of
+    which mlx-lm evaluates one row alone.
 
     Args:
         model: a converted language model of mlx-lm.
@@ -45,25 +47,25 @@ def problems_of_model(
     from mlx_lm.models.cache import make_prompt_cache
 
     cache = make_prompt_cache(model)
-    found: list[dict[str, Target]] = []
     body: Any = getattr(model, "model", model)
-    for run, lengths in ((body, [prompt] * (prompt > 0)), (model, [1] * steps)):
-        with questions() as asked:
-            for length in lengths:
-                run(mx.zeros((batch, length), mx.int32), cache=cache)
-        found.insert(0, {problem.key: problem for problem in problems_of(asked)})
-    return list({**found[0], **found[1]}.values())
+    with questions() as prefill:
+        if prompt:
+            body(mx.zeros((batch, prompt), mx.int32), cache=cache)
+    with questions() as decoding:
+        for _ in range(steps):
+            model(mx.zeros((batch, 1), mx.int32), cache=cache)
+    return problems_of([*decoding, *prefill])
 
 
 def problems_of(asked: Iterable[Question]) -> list[Target]:
-    """The problems behind questions, in their order; those of one bucket count as one."""
+    """The problems behind questions, in their order; those that share results count as one.
+
+    What is not configured on this backend as the family's configurations say is left out.
+    """
     found: dict[str, Target] = {}
-    for problem in _problems(asked):
-        found.setdefault(problem.key, problem)
-    return list(found.values())
-
-
-def _problems(asked: Iterable[Question]) -> Iterator[Target]:
     for name, arguments in asked:
         family = FAMILIES[name]
-        yield Target(family, family.asked(*arguments))
+        problem = family.problem(*arguments)
+        if isinstance(problem.heuristic(backend()), problem.configs):
+            found.setdefault(problem.key, Target(family, problem))
+    return list(found.values())

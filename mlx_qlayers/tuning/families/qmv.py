@@ -1,38 +1,52 @@
-"""The product of few rows with a quantized matrix, as the tuner sees it."""
+"""The product of few rows with packed matrices, and what stands around it, as the tuner sees it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from inspect import unwrap
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from ...formats import Format
-from ...metal.quantized_matmul import qmv as quantized_matmul
-from ...metal.quantized_matmul.qmv import QmvConfig, QmvMatrixConfig, qmv_config
+from ...dispatch.tunable import QmvProblem
+from ...metal.quantized_matmul import qmv as metal
+from ...metal.quantized_matmul.dequantize import dequantize
+from ...metal.quantized_matmul.qmv import PackedMatrix, QmvConfig, QmvMatrixConfig, qmv_config
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
-from ..family import Family, Problem
+from ..family import Family, Path
 from ..moves import Axis, Buffer, Group, Local, Unroll, Upcast
-from .fused import Fused
-from .packed import Packed, Path
+from .packed import matrices, packed_matrix, product
 
 Config = QmvConfig | QmvMatrixConfig
 # Beyond these a thread's sums and weights cannot stay in registers.
 _MOST_SUMS, _MOST_PRODUCTS = 32, 128
+_EPSILON = 1e-6
 
 
-class FewRowsFamily(Family[Config]):
-    """y (M, N) = x (M, K) with a packed matrix, M of 1 to 16; its form is ``affine-64-4-t``.
+class _Kind(NamedTuple):
+    """What a launch does: so many matrices, an RMS norm first, silu(first) * second, a sum."""
 
-    What else the launch does follows in the form: ``-norm``, ``-gate``, ``-residual``, and the
-    number of matrices, which share N. A configuration belongs to one of two kernels. Which is
-    faster depends on what the matrix units of a GPU are worth, so the search starts from both.
+    matrices: int
+    norm: bool
+    gate: bool
+    residual: bool
+
+    @classmethod
+    def of(cls, problem: QmvProblem) -> _Kind:
+        words = problem.kind.split("-")
+        count = next((int(word) for word in words if word.isdecimal()), 1)
+        gate = "gate" in words
+        return cls(2 if gate else count, "norm" in words, gate, "residual" in words)
+
+
+class QmvFamily(Family[QmvProblem, Config]):
+    """y (M, N) = x (M, K) with packed matrices, M of 1 to 16.
+
+    A configuration belongs to one of two kernels. Which is faster depends on what the matrix units
+    of a GPU are worth, so the search starts from both.
     """
 
-    name = "qmv"
-    configs = (QmvMatrixConfig, QmvConfig)
-    kernels = (quantized_matmul._kernel(True, ()), quantized_matmul._kernel(False, ()))
+    problem = QmvProblem
     axes = (
         Axis(Group, "simds", (1, 2, 4, 8, 16)),
         Axis(Upcast, "tiles", (1, 2, 4)),
@@ -43,103 +57,117 @@ class FewRowsFamily(Family[Config]):
         Axis(Local, "threads", (32, 64, 128, 256)),
     )
 
-    def heuristic(self, problem: Problem, device: str) -> Config:
-        m, n, k, fmt, _ = Packed.of(problem)
-        return self.completed(unwrap(qmv_config)(device, m, n, k, problem.dtype, fmt), problem)
-
-    def others(self, problem: Problem, device: str) -> tuple[Config, ...]:
-        m, n, k, fmt, _ = Packed.of(problem)
-        if device == "cuda":  # where matrix units are worth ten times the other ones
+    def others(self, problem: QmvProblem, device: str) -> tuple[Config, ...]:
+        if device != "metal":  # on CUDA matrix units are worth ten times the other ones
             return ()
-        choose = unwrap(qmv_config)
-        units = choose("cuda", m, n, k, mx.bfloat16, fmt)
-        threads = choose("metal", m, n, k, mx.float32, fmt)
-        return (threads,) if problem.dtype == mx.float32 else (units, threads)
+        shape, fmt = (problem.rows, problem.n, problem.k), problem.fmt
+        threads = qmv_config("metal", *shape, mx.float32, fmt)
+        if problem.dtype == mx.float32:
+            return (threads,)
+        return qmv_config("cuda", *shape, mx.bfloat16, fmt), threads
 
-    def completed(self, config: Config, problem: Problem) -> Config:
+    def completed(self, config: Config, problem: QmvProblem) -> Config:
         if isinstance(config, QmvConfig):
             return config
-        rows, gate = problem.shape[0], Fused.of(problem).gate
-        fragments = -(-rows * _slots(config, Packed.of(problem)) // 8)
+        fragments = -(-problem.rows * _slots(config, problem) // 8)
         # A gate joins tiles in pairs.
-        return replace(config, fragments=fragments, tiles=config.tiles + config.tiles % 2 * gate)
+        tiles = config.tiles + config.tiles % 2 * _Kind.of(problem).gate
+        return replace(config, fragments=fragments, tiles=tiles)
 
-    def why_not(self, config: Config, problem: Problem) -> str | None:
-        packed = Packed.of(problem)
+    def why_not(self, config: Config, problem: QmvProblem) -> str | None:
         if config.threads > 1024:
             return f"{config.threads} threads"
-        if isinstance(config, QmvConfig):
-            if Fused.of(problem).gate and config.outputs % 2:
-                return "a gate joins outputs in pairs"
-            return _why_not_threads(config, packed)
-        return _why_not_units(config, packed)
+        if isinstance(config, QmvMatrixConfig):
+            return _why_not_units(config, problem)
+        if _Kind.of(problem).gate and config.outputs % 2:
+            return "a gate joins outputs in pairs"
+        group, bits, _ = problem.fmt
+        if config.run % (32 if bits % 2 else 16) or group % config.run or config.run % config.ways:
+            return f"runs of {config.run} in groups of {group}"
+        products = config.run * max(config.rows, config.outputs)
+        sums = config.rows * config.outputs
+        if config.lanes > 1 and max(products / 2, sums) > _MOST_PRODUCTS:
+            return f"{sums} sums, {products} products"
+        return None
 
-    def inputs(self, problem: Problem) -> list[mx.array]:
-        x, *packed = Packed.of(problem).inputs(problem.dtype)
-        return Fused.of(problem).inputs(x, packed)
+    def inputs(self, problem: QmvProblem) -> list[mx.array]:
+        """The rows, the norm's weight and the residual if there are any, and each matrix."""
+        kind, k, dtype = _Kind.of(problem), problem.k, problem.dtype
+        n = problem.n // kind.matrices
+        found = [mx.random.normal((problem.rows, k)).astype(dtype)]
+        if kind.norm:
+            found.append((1 + 0.1 * mx.random.normal((k,))).astype(dtype))
+        if kind.residual:
+            found.append(mx.random.normal((problem.rows, n)).astype(dtype))
+        for _ in range(kind.matrices):
+            found += packed_matrix((n, k), dtype, problem.fmt)
+        return found
 
-    def run(self, inputs: list[mx.array], problem: Problem, config: Config) -> mx.array:
-        return Fused.of(problem).launch(inputs, Packed.of(problem).fmt, config)
+    def run(self, inputs: list[mx.array], problem: QmvProblem, config: Config) -> mx.array:
+        """One launch; of several results the last."""
+        kind = _Kind.of(problem)
+        x, weight, residual, packed = _split(inputs, kind)
+        return metal.qmv(
+            x,
+            packed,
+            problem.fmt,
+            config,
+            norm=(weight, _EPSILON) if kind.norm else None,
+            gate="silu" if kind.gate else None,
+            residual=residual,
+        )[-1]
 
-    def reference(self, inputs: list[mx.array], problem: Problem) -> mx.array:
-        single = [a if a.dtype in (mx.uint32, mx.uint8) else a.astype(mx.float32) for a in inputs]
-        return Fused.of(problem).composed(single, Packed.of(problem).fmt)
+    def paths(self, problem: QmvProblem) -> Mapping[str, Path]:
+        kind, fmt = _Kind.of(problem), problem.fmt
 
-    def paths(self, problem: Problem) -> Mapping[str, Path]:
-        if Fused.of(problem) == Fused(1, False, False, False):
-            return Packed.of(problem).paths()
-        fmt = Packed.of(problem).fmt
-        return {"stock": lambda inputs: Fused.of(problem).composed(inputs, fmt)}
+        def stock(inputs: list[mx.array]) -> mx.array:
+            x, weight, residual, packed = _split(inputs, kind)
+            if kind.norm:
+                x = mx.fast.rms_norm(x, weight, _EPSILON)
+            *others, y = (product(x, matrix, True, fmt) for matrix in packed)
+            if kind.gate:
+                return others[0] * mx.sigmoid(others[0]) * y
+            if residual is not None:
+                return residual + y
+            # Nothing is computed that nobody waits for.
+            return mx.depends(y, others) if others else y
 
-    def registers(self, config: Config, problem: Problem) -> int:
-        bits = Packed.of(problem).fmt.bits
-        if isinstance(config, QmvConfig):
-            return 24 + config.rows * config.outputs * config.ways + 2 * config.run
-        words = config.tiles * config.ahead * 2 * config.run * bits // 32
-        scales = config.tiles * (4 * config.ahead + 4)
-        rows = config.fragments * config.run // 4
-        return 32 + words + scales + rows + 8 * config.tiles * config.fragments
+        def dense(inputs: list[mx.array]) -> mx.array:
+            return inputs[0] @ dequantize(matrices(inputs[1:], 1), fmt, inputs[0].dtype).T
 
-    def part(self, problem: Problem) -> tuple[Problem, float]:
-        part, times = Packed.of(problem).part(problem.dtype, 1536)
-        return replace(part, form=problem.form), times
+        plain = kind == (1, False, False, False)
+        return {"stock": stock, "dequantized": dense} if plain else {"stock": stock}
 
-    def tolerance(self, problem: Problem) -> float:
+    def tolerance(self, problem: QmvProblem) -> float:
         # Rounded rows make an error of each product, and a gate multiplies two of those.
-        return super().tolerance(problem) * (2 if Fused.of(problem).norm else 1)
-
-    def asked(
-        self, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, kind: str = ""
-    ) -> Problem:
-        plain = Packed(rows, n, k, fmt, True).problem(dtype)
-        return replace(plain, form=f"{plain.form}-{kind}") if kind else plain
+        return super().tolerance(problem) * (2 if _Kind.of(problem).norm else 1)
 
 
-def _slots(config: QmvMatrixConfig, packed: Packed) -> int:
-    return 1 if packed.fmt.mode == "nvfp4" else 4 * config.run // packed.fmt.group_size
+def _split(
+    inputs: list[mx.array], kind: _Kind
+) -> tuple[mx.array, mx.array | None, mx.array | None, list[PackedMatrix]]:
+    x, *rest = inputs
+    weight = rest.pop(0) if kind.norm else None
+    residual = rest.pop(0) if kind.residual else None
+    return x, weight, residual, matrices(rest, kind.matrices)
 
 
-def _why_not_threads(config: QmvConfig, packed: Packed) -> str | None:
-    group, bits, _ = packed.fmt
-    if config.run % (32 if bits % 2 else 16) or group % config.run:
-        return f"runs of {config.run} in groups of {group}"
-    products = config.run * max(config.rows, config.outputs)
-    sums = config.rows * config.outputs
-    return None if max(products / 2, sums) <= _MOST_PRODUCTS else f"{sums} sums, {products} numbers"
+def _slots(config: QmvMatrixConfig, problem: QmvProblem) -> int:
+    return 1 if problem.fmt.mode == "nvfp4" else 4 * config.run // problem.fmt.group_size
 
 
-def _why_not_units(config: QmvMatrixConfig, packed: Packed) -> str | None:
-    group, bits, mode = packed.fmt
+def _why_not_units(config: QmvMatrixConfig, problem: QmvProblem) -> str | None:
+    group, bits, mode = problem.fmt
     if mode == "nvfp4":
-        if config.run != (16 if packed.k % 32 else 32) or config.ahead > 1:
+        if config.run != (16 if problem.k % 32 else 32) or config.ahead > 1:
             return f"{config} in nvfp4"
     else:
         least = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
-        if not least <= config.run <= group or _slots(config, packed) > 8:
+        if not least <= config.run <= group or _slots(config, problem) > 8:
             return f"runs of {config.run} in groups of {group}"
-    if not config.takes(packed.k):
-        return f"rows of {packed.k}"
-    memory = quantized_matmul._threadgroup_memory(**asdict(config))
+    if not config.takes(problem.k):
+        return f"rows of {problem.k}"
+    memory = metal._threadgroup_memory(**asdict(config))
     if memory > MAX_THREADGROUP_MEMORY:
         return f"{memory} bytes of threadgroup memory"
     sums = config.tiles * config.fragments
@@ -147,6 +175,3 @@ def _why_not_units(config: QmvMatrixConfig, packed: Packed) -> str | None:
     if sums > _MOST_SUMS or words > _MOST_PRODUCTS:
         return f"{sums} fragments and {words} words under way"
     return None
-
-
-FEW_ROWS = FewRowsFamily()
