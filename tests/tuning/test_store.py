@@ -15,11 +15,11 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import explain
-from mlx_qlayers.metal.common.row_sum import KERNEL, RowSum
 from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.entries import Entry
 from mlx_qlayers.dispatch.measurements import lookup
 from mlx_qlayers.dispatch.tunable import RowSumProblem, source_hash
+from mlx_qlayers.metal.common.row_sum import KERNEL, RowSum
 from mlx_qlayers.tuning.store import clear, listed, save
 
 PROBLEM = RowSumProblem(64, 1024, mx.float16)
