@@ -110,7 +110,7 @@ class Evaluator(Generic[P, C]):
         """Build a configuration, verify and rate it."""
         try:
             with checks() if self._checked else nullcontext():
-                y = wait_for(self.family.run(self.inputs, self.problem, config), PATIENCE)
+                y = wait_for(self._path(config)(self.inputs), PATIENCE)
             if error := self._error(y):
                 return Trial(config, problem=error)
             return Trial(config, self.rate(config))
@@ -133,7 +133,7 @@ class Evaluator(Generic[P, C]):
 
     def others(self) -> float:
         """Seconds of the fastest other path but the stock operator, roughly; infinity without."""
-        paths = dict(self.family.paths(self.problem))
+        paths = dict(self.family.paths(self.inputs, self.problem))
         paths.pop("stock", None)  # which CUDA may take a minute to build
         found = self._times(paths, self.sets, 3)
         return min((sample.median for sample in found.values()), default=inf)
@@ -143,7 +143,7 @@ class Evaluator(Generic[P, C]):
     ) -> tuple[list[Times], dict[str, Times]]:
         """Configurations side by side, and the other paths."""
         own = {str(i): self._path(config) for i, config in enumerate(configs)}
-        every = own | (dict(self.family.paths(self.problem)) if paths else {})
+        every = own | (dict(self.family.paths(self.inputs, self.problem)) if paths else {})
         cold = self._times(every, self.sets, 7)
         warm = self._times(every, self.sets[:1], 5)
         times = {name: Times(cold[name], warm[name]) for name in cold}
@@ -159,7 +159,7 @@ class Evaluator(Generic[P, C]):
         return None if found <= allowed else f"wrong by {found:.2e}, {allowed:.2e} would pass"
 
     def _path(self, config: C) -> Path:
-        return lambda inputs: self.family.run(inputs, self.problem, config)
+        return self.family.bind(self.inputs, self.problem, config)
 
     def _times(
         self, paths: Mapping[str, Path], sets: list[list[mx.array]], repeats: int

@@ -50,18 +50,18 @@ class Family(ABC, Generic[P, C]):
         """Fresh random inputs."""
 
     @abstractmethod
-    def run(self, inputs: list[mx.array], problem: P, config: C) -> mx.array:
-        """Launch the kernel."""
+    def bind(self, inputs: list[mx.array], problem: P, config: C) -> Path:
+        """The launch of the kernel for inputs like these."""
 
     @abstractmethod
-    def paths(self, problem: P) -> Mapping[str, Path]:
+    def paths(self, inputs: list[mx.array], problem: P) -> Mapping[str, Path]:
         """The other paths that ``auto`` could take; ``"stock"`` is the operator of MLX."""
 
     def reference(self, inputs: list[mx.array], problem: P) -> mx.array:
         """The right result: by default that of the stock operator in float32."""
         floats = (mx.float16, mx.bfloat16)
         single = [a.astype(mx.float32) if a.dtype in floats else a for a in inputs]
-        return self.paths(problem)["stock"](single)
+        return self.paths(single, problem)["stock"](single)
 
     def tolerance(self, problem: P) -> float:
         """The largest error that passes, over the largest number of the result."""

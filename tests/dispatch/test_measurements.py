@@ -26,8 +26,9 @@ from mlx_qlayers.dispatch.tunable import PROBLEMS, source_hash
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention.step import Step
 from mlx_qlayers.metal.attention.step import question as asked_of_step
-from mlx_qlayers.ops import quantized_paths
+from mlx_qlayers.ops.quantized_route import DENSE, QMV, dense_is_worse, route
 from mlx_qlayers.runtime import backend as backends
+from mlx_qlayers.runtime.spec import Spec
 from mlx_qlayers.tuning.store import clear, save
 
 FMT = Format(64, 4)
@@ -259,43 +260,42 @@ def test_values_measured_here_come_first_if_they_are_like_the_packages(tmp_path)
     assert threshold("qvm_gain", device="host") == 1.4
 
 
-def way(monkeypatch, rows=1):
-    """The way of a product where auto stands for CUDA, and the reason for it."""
-    monkeypatch.setitem(backends._missing, "cuda", lambda: None)
-    monkeypatch.setitem(backends._missing, "metal", lambda: "not here")
-    explain(reset=True)
+def chosen(monkeypatch, rows=1):
+    """The route of a product where auto stands for CUDA."""
+    monkeypatch.setitem(backends.missing, "cuda", lambda: None)
+    monkeypatch.setitem(backends.missing, "metal", lambda: "not here")
     monkeypatch.setattr(measurements, "backend", backends.backend)
-    x, w = mx.zeros((rows, 3584), mx.bfloat16), mx.zeros((3584, 448), mx.uint32)
-    chosen = quantized_paths.way("product", x, w, mx.zeros((3584, 56), mx.bfloat16), True, FMT)
-    (reason,) = (d.reason for d in explain() if d.op == "product")
-    return chosen, reason
+    x, w = Spec((rows, 3584), mx.bfloat16), Spec((3584, 448), mx.uint32)
+    return route("product", x, w, True, FMT)
 
 
 def test_ops_take_the_kernel_where_it_won_and_say_so(monkeypatch):
     keep()
-    chosen, reason = way(monkeypatch)
-    assert chosen == ("cuda", quantized_paths.QMV)
+    (_, path, reason, evidence), kernel = chosen(monkeypatch)
+    assert (path, kernel, evidence) == ("cuda", QMV, "measured here")
     assert "by qmv, measured here: kernel 41 us, stock 63 us" in reason
 
 
 def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
     keep(path="stock")
-    chosen, reason = way(monkeypatch)
-    assert chosen.path == "ops" and reason == "measured here: kernel 41 us, stock 63 us"
+    choice, _ = chosen(monkeypatch)
+    assert choice[1:] == ("ops", "measured here: kernel 41 us, stock 63 us", "measured here")
 
 
 def test_ops_take_the_dense_product_where_it_won(monkeypatch):
     question = (64, 3584, 3584, mx.bfloat16, FMT, True)
     keep("qmm", question, path="dequantized")
-    chosen, reason = way(monkeypatch, rows=64)
-    assert chosen == ("cuda", quantized_paths.DENSE) and "measured here" in reason
+    (_, path, reason, evidence), kernel = chosen(monkeypatch, rows=64)
+    assert (path, kernel, evidence) == ("cuda", DENSE, "measured here")
+    assert "measured here" in reason
 
 
 @pytest.mark.parametrize("path", ["dequantized", "kernel", "stock"])
 def test_several_matrices_at_once_go_by_what_won(path):
     keep("qmm", (512, 7168, 3584, mx.bfloat16, FMT, True), path=path)
-    why = quantized_paths.dense_is_worse(512, 7168, mx.zeros((512, 3584), mx.bfloat16), FMT)
+    why, evidence = dense_is_worse(512, 7168, Spec((512, 3584), mx.bfloat16), FMT)
     assert why is None if path == "dequantized" else "measured here" in why
+    assert evidence == "measured here"
 
 
 def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():
@@ -308,15 +308,15 @@ def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():
 
 
 def test_a_search_that_ended_early_is_no_verdict_on_stock(monkeypatch):
-    before = way(monkeypatch)
+    before = chosen(monkeypatch)
     keep(config=OTHER, path="uncompared")
     assert configure("qmv", "cuda", *QUESTION) == OTHER
-    assert way(monkeypatch) == before
+    assert chosen(monkeypatch) == before
 
 
 def test_no_question_is_asked_about_kernels_that_a_cpu_does_not_choose(monkeypatch):
     monkeypatch.setattr(measurements, "backend", backends.backend)
-    x, w = mx.zeros((64, 3584), mx.bfloat16), mx.zeros((3584, 448), mx.uint32)
+    x, w = Spec((64, 3584), mx.bfloat16), Spec((3584, 448), mx.uint32)
     with use_backend("host"), questions() as asked:
-        quantized_paths.way("product", x, w, mx.zeros((3584, 56), mx.bfloat16), True, FMT)
+        route("product", x, w, True, FMT)
     assert not asked

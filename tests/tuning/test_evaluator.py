@@ -17,10 +17,10 @@ PROBLEM = QmvProblem(1, 256, 512, mx.float32, Format(64, 4))
 class Stock(QmvFamily):
     """A family without kernels of its own."""
 
-    def run(self, inputs, problem, config):
-        return mx.quantized_matmul(*inputs)
+    def bind(self, inputs, problem, config):
+        return lambda inputs: mx.quantized_matmul(*inputs)
 
-    def paths(self, problem):
+    def paths(self, inputs, problem):
         return {"stock": lambda inputs: mx.quantized_matmul(*inputs)}
 
 
@@ -139,7 +139,7 @@ def test_paths_besides_stock_tell_whether_a_search_is_worth_it(measured, monkeyp
         return lambda inputs: ran.append(name) or inputs[0]
 
     paths = {name: path(name) for name in ("stock", "another")}
-    monkeypatch.setattr(measured.family, "paths", lambda problem: paths, raising=False)
+    monkeypatch.setattr(measured.family, "paths", lambda *_: paths, raising=False)
     # CUDA may take a minute to build the stock operator.
     assert 0 < measured.others() < 1 and set(ran) == {"another"}
     (_,), found = measured.compared([measured.problem.heuristic("cuda")])

@@ -78,15 +78,15 @@ def test_a_budget_that_is_spent_at_once_gives_the_heuristic():
 class Faulty(Small):
     """A family some of whose configurations do not work."""
 
-    def run(self, inputs, problem, config):
-        y = super().run(inputs, problem, config)
+    def bind(self, inputs, problem, config):
+        launch = super().bind(inputs, problem, config)
         if config.unroll == 2:
-            return y + 0.1
+            return lambda inputs: launch(inputs) + 0.1
         if config.unroll == 4:
-            return y * float("nan")
+            return lambda inputs: launch(inputs) * float("nan")
         if config.upcast == 2:
             raise RuntimeError("the kernel does not compile")
-        return y
+        return launch
 
 
 def test_broken_candidates_are_recorded_and_skipped():
@@ -108,16 +108,15 @@ class ReadsOutside(Small):
     def why_not(self, config, problem):
         return None if config.group == 1 else "one SIMD group"
 
-    def run(self, inputs, problem, config):
+    def bind(self, inputs, problem, config):
         m, k = inputs[0].shape
-        (y,) = row_sum.KERNEL(
+        return lambda inputs: row_sum.KERNEL(
             [inputs[0], mx.array([m, k], mx.int32)],
             template={"T": inputs[0].dtype, **asdict(config)},
             grid=(32 * config.local, -(-m // (config.upcast * config.local)), 1),
             threadgroup=(32 * config.local, 1, 1),
             output_shapes=[(m,)],
-        )
-        return y
+        )[0]
 
 
 @pytest.mark.parametrize("rates", [Counted, evaluator.Evaluator])
@@ -167,7 +166,7 @@ def test_after_a_candidate_that_hangs_no_other_problem_is_tuned(monkeypatch, num
 class NoKernel(Small):
     """A family of which nothing works."""
 
-    def run(self, inputs, problem, config):
+    def bind(self, inputs, problem, config):
         raise RuntimeError("no such kernel")
 
 

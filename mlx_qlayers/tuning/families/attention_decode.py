@@ -61,18 +61,13 @@ class AttentionDecodeFamily(Family[AttentionDecodeProblem, Decode]):
             return [q, k, v]
         return [q, *mx.quantize(k, _GROUP, problem.bits), *mx.quantize(v, _GROUP, problem.bits)]
 
-    def run(
-        self, inputs: list[mx.array], problem: AttentionDecodeProblem, config: Decode
-    ) -> mx.array:
-        q, k, v = _three(inputs)
-        return metal.attention_decode(q, k, v, q.shape[3] ** -0.5, None, None, None, None, config)
+    def bind(self, inputs: list[mx.array], problem: AttentionDecodeProblem, config: Decode) -> Path:
+        scale, nothing = problem.width**-0.5, (None,) * 4
+        return lambda inputs: metal.attention_decode(*_three(inputs), scale, *nothing, config)
 
-    def paths(self, problem: AttentionDecodeProblem) -> Mapping[str, Path]:
-        def stock(inputs: list[mx.array]) -> mx.array:
-            q, k, v = _three(inputs)
-            return reference.attention(q, k, v, q.shape[3] ** -0.5, None, None, None, None)
-
-        return {"stock": stock}
+    def paths(self, inputs: list[mx.array], problem: AttentionDecodeProblem) -> Mapping[str, Path]:
+        scale, nothing = problem.width**-0.5, (None,) * 4
+        return {"stock": lambda inputs: reference.attention(*_three(inputs), scale, *nothing)}
 
 
 def _three(inputs: list[mx.array]) -> tuple[mx.array, mx.array | Packed, mx.array | Packed]:

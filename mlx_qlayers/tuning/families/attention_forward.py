@@ -50,14 +50,14 @@ class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
         )
         return [mx.random.normal(shape).astype(problem.dtype) for shape in shapes]
 
-    def run(
+    def bind(
         self, inputs: list[mx.array], problem: AttentionForwardProblem, config: Layout
-    ) -> mx.array:
-        arrays = Arrays(*inputs)
-        scores = Scores(arrays.q.shape[3] ** -0.5, causal=problem.causal)
-        return attention_forward(Call(arrays, scores), arrays, config)[0]
+    ) -> Path:
+        scores = Scores(problem.shape[5] ** -0.5, causal=problem.causal)
+        call = Call(Arrays(*inputs), scores)
+        return lambda inputs: attention_forward(call, Arrays(*inputs), config)[0]
 
-    def paths(self, problem: AttentionForwardProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: list[mx.array], problem: AttentionForwardProblem) -> Mapping[str, Path]:
         mask = "causal" if problem.causal else None
 
         def stock(inputs: list[mx.array]) -> mx.array:

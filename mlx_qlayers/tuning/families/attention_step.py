@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
@@ -46,17 +48,14 @@ class AttentionStepFamily(Family[AttentionStepProblem, Step]):
         arrays = [mx.random.normal(shape).astype(problem.dtype) for shape in shapes]
         return [*arrays, mx.full((max(_POSITIONS, 1 + batch),), size - 1, mx.int32)]
 
-    def run(self, inputs: list[mx.array], problem: AttentionStepProblem, config: Step) -> mx.array:
-        return metal.attention_step(
-            *inputs,
-            scale=problem.width**-0.5,
-            rotation=Rotation(problem.width),
-            freqs=None,
-            mask=None,
-            config=config,
-        )[0]
+    def bind(self, inputs: list[mx.array], problem: AttentionStepProblem, config: Step) -> Path:
+        options: dict[str, Any] = {"scale": problem.width**-0.5, "freqs": None, "mask": None}
+        launch = partial(
+            metal.attention_step, rotation=Rotation(problem.width), config=config, **options
+        )
+        return lambda inputs: launch(*inputs)[0]
 
-    def paths(self, problem: AttentionStepProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: list[mx.array], problem: AttentionStepProblem) -> Mapping[str, Path]:
         turning = asdict(Rotation(problem.width))
         turning["rope_scale"] = turning.pop("scale")
         options = turning | {"freqs": None, "scale": problem.width**-0.5, "mask": None}

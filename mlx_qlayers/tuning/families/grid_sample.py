@@ -49,11 +49,10 @@ class GridSampleFamily(Family[GridSampleProblem, GridSampleConfig]):
         x = mx.random.normal((*shape, problem.channels)).astype(problem.dtype)
         return [x, mx.random.uniform(-1, 1, (*shape, problem.dims))]
 
-    def run(
+    def bind(
         self, inputs: list[mx.array], problem: GridSampleProblem, config: GridSampleConfig
-    ) -> mx.array:
-        x, grid = inputs
-        return metal.grid_sample(x, grid, _OPTIONS, config)
+    ) -> Path:
+        return lambda inputs: metal.grid_sample(inputs[0], inputs[1], _OPTIONS, config)
 
-    def paths(self, problem: GridSampleProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: list[mx.array], problem: GridSampleProblem) -> Mapping[str, Path]:
         return {"stock": lambda inputs: reference.grid_sample(inputs[0], inputs[1], _OPTIONS)}

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 import mlx.core as mx
 
 from ...dispatch.tunable import QmmProblem
-from ...metal.quantized_matmul.dequantize import dequantize
 from ...metal.quantized_matmul.qmm import QmmConfig, qmm, threadgroup_memory
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ..family import Family, Path
 from ..moves import Axis, Buffer, GroupTop, Local, Tile
-from .packed import matrices, packed_matrix, product
+from .packed import dense_product, matrices, packed_matrix, product, specs
 
 
 class QmmFamily(Family[QmmProblem, QmmConfig]):
@@ -51,19 +50,14 @@ class QmmFamily(Family[QmmProblem, QmmConfig]):
         shape = (n, k) if problem.transpose else (k, n)
         return [x, *packed_matrix(shape, problem.dtype, problem.fmt)]
 
-    def run(self, inputs: list[mx.array], problem: QmmProblem, config: QmmConfig) -> mx.array:
-        x, *arrays = inputs
-        (matrix,) = matrices(arrays, 1)
-        return qmm(x, *matrix, problem.transpose, problem.fmt, config)
+    def bind(self, inputs: list[mx.array], problem: QmmProblem, config: QmmConfig) -> Path:
+        x, w, scales, biases, _ = specs([inputs[0], *matrices(inputs[1:], 1)[0]])
+        launch = qmm(x, w, scales, biases, None, problem.transpose, problem.fmt, config)
+        return lambda inputs: launch(inputs[0], *matrices(inputs[1:], 1)[0])
 
-    def paths(self, problem: QmmProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: list[mx.array], problem: QmmProblem) -> Mapping[str, Path]:
         transpose, fmt = problem.transpose, problem.fmt
-
-        def stock(inputs: list[mx.array]) -> mx.array:
-            return product(inputs[0], matrices(inputs[1:], 1)[0], transpose, fmt)
-
-        def dense(inputs: list[mx.array]) -> mx.array:
-            matrix = dequantize(matrices(inputs[1:], 1), fmt, inputs[0].dtype)
-            return inputs[0] @ (matrix.T if transpose else matrix)
-
-        return {"stock": stock, "dequantized": dense}
+        return {
+            "stock": lambda inputs: product(inputs[0], matrices(inputs[1:], 1)[0], transpose, fmt),
+            "dequantized": dense_product(inputs, transpose, fmt),
+        }

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ...dispatch.tunable import QmvProblem
 from ...metal.quantized_matmul import qmv as metal
-from ...metal.quantized_matmul.dequantize import dequantize
-from ...metal.quantized_matmul.qmv import PackedMatrix, QmvConfig, QmvMatrixConfig, qmv_config
+from ...metal.quantized_matmul.qmv import QmvArrays, QmvConfig, QmvMatrixConfig, qmv_config
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ..family import Family, Path
 from ..moves import Axis, Buffer, Group, Local, Unroll, Upcast
-from .packed import matrices, packed_matrix, product
+from .packed import dense_product, matrices, packed_matrix, product, specs
 
 Config = QmvConfig | QmvMatrixConfig
 # Beyond these a thread's sums and weights cannot stay in registers.
@@ -103,53 +103,49 @@ class QmvFamily(Family[QmvProblem, Config]):
             found += packed_matrix((n, k), dtype, problem.fmt)
         return found
 
-    def run(self, inputs: list[mx.array], problem: QmvProblem, config: Config) -> mx.array:
+    def bind(self, inputs: list[mx.array], problem: QmvProblem, config: Config) -> Path:
         """One launch; of several results the last."""
         kind = _Kind.of(problem)
-        x, weight, residual, packed = _split(inputs, kind)
-        return metal.qmv(
-            x,
-            packed,
+        launch = metal.qmv(
+            QmvArrays(*specs(_arrays(inputs, kind))),
             problem.fmt,
             config,
-            norm=(weight, _EPSILON) if kind.norm else None,
+            epsilon=_EPSILON if kind.norm else None,
             gate="silu" if kind.gate else None,
-            residual=residual,
-        )[-1]
+        )
+        return lambda inputs: launch(*_arrays(inputs, kind))[-1]
 
-    def paths(self, problem: QmvProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: list[mx.array], problem: QmvProblem) -> Mapping[str, Path]:
         kind, fmt = _Kind.of(problem), problem.fmt
 
         def stock(inputs: list[mx.array]) -> mx.array:
-            x, weight, residual, packed = _split(inputs, kind)
+            given = _arrays(inputs, kind)
+            x: mx.array = given.x
             if kind.norm:
-                x = mx.fast.rms_norm(x, weight, _EPSILON)
-            *others, y = (product(x, matrix, True, fmt) for matrix in packed)
+                x = mx.fast.rms_norm(x, given.norm_weight, _EPSILON)
+            *others, y = (product(x, matrix, True, fmt) for matrix in given.matrices)
             if kind.gate:
                 return others[0] * mx.sigmoid(others[0]) * y
-            if residual is not None:
-                return residual + y
+            if kind.residual:
+                return y + given.residual
             # Nothing is computed that nobody waits for.
             return mx.depends(y, others) if others else y
 
-        def dense(inputs: list[mx.array]) -> mx.array:
-            return inputs[0] @ dequantize(matrices(inputs[1:], 1), fmt, inputs[0].dtype).T
-
-        plain = kind == (1, False, False, False)
-        return {"stock": stock, "dequantized": dense} if plain else {"stock": stock}
+        if kind != (1, False, False, False):
+            return {"stock": stock}
+        return {"stock": stock, "dequantized": dense_product(inputs, True, fmt)}
 
     def tolerance(self, problem: QmvProblem) -> float:
         # Rounded rows make an error of each product, and a gate multiplies two of those.
         return super().tolerance(problem) * (2 if _Kind.of(problem).norm else 1)
 
 
-def _split(
-    inputs: list[mx.array], kind: _Kind
-) -> tuple[mx.array, mx.array | None, mx.array | None, list[PackedMatrix]]:
+def _arrays(inputs: list[mx.array], kind: _Kind) -> QmvArrays:
     x, *rest = inputs
     weight = rest.pop(0) if kind.norm else None
     residual = rest.pop(0) if kind.residual else None
-    return x, weight, residual, matrices(rest, kind.matrices)
+    packed = chain.from_iterable(matrices(rest, kind.matrices))
+    return QmvArrays(x, weight, None, residual, None, *packed)
 
 
 def _slots(config: QmvMatrixConfig, problem: QmvProblem) -> int:

@@ -37,8 +37,8 @@ class RowSumFamily(Family[RowSumProblem, RowSum]):
     def inputs(self, problem: RowSumProblem) -> list[mx.array]:
         return [mx.random.normal((problem.m, problem.k)).astype(problem.dtype)]
 
-    def run(self, inputs: list[mx.array], problem: RowSumProblem, config: RowSum) -> mx.array:
-        return row_sum(inputs[0], config)
+    def bind(self, inputs: list[mx.array], problem: RowSumProblem, config: RowSum) -> Path:
+        return lambda inputs: row_sum(inputs[0], config)
 
-    def paths(self, problem: RowSumProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: list[mx.array], problem: RowSumProblem) -> Mapping[str, Path]:
         return {"stock": lambda inputs: inputs[0].astype(mx.float32).sum(axis=1)}
