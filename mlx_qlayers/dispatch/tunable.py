@@ -37,11 +37,6 @@ class Problem(ABC):
     configs: ClassVar[tuple[type[Any], ...]]
     dtype: mx.Dtype
 
-    @property
-    @abstractmethod
-    def key(self) -> str:
-        """Where results for it are stored; problems that share results have one key."""
-
     @abstractmethod
     def heuristic(self, device: str) -> Any:
         """The configuration without tuning, for ``"metal"``, ``"cuda"`` or ``"host"``."""
@@ -51,29 +46,31 @@ class Problem(ABC):
     def kernels() -> tuple[Kernel, ...]:
         """The kernels whose text results depend on."""
 
-    def _key(self, shape: tuple[int, ...], dtype: mx.Dtype, rest: str = "") -> str:
-        name = str(dtype).removeprefix("mlx.core.")
-        return " ".join(filter(None, (self.family, "x".join(map(str, shape)), name, rest)))
+    @abstractmethod
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        """The shape and the rest of what matters; problems of which they agree share results."""
+
+    @property
+    def key(self) -> str:
+        """Where results for it are stored.
+
+        Example:
+            >>> RowSumProblem(64, 1024, mx.float16).key
+            'row_sum 64x1024 float16'
+        """
+        shape, rest = self.bucket()
+        dtype = str(self.dtype).removeprefix("mlx.core.")
+        return " ".join(filter(None, (self.family, "x".join(map(str, shape)), dtype, rest)))
 
 
 @dataclass(frozen=True)
 class RowSumProblem(Problem):
-    """Sums of the rows of x (M, K).
-
-    Example:
-        >>> RowSumProblem(64, 1024, mx.float16).key
-        'row_sum 64x1024 float16'
-    """
+    """Sums of the rows of x (M, K)."""
 
     m: int
     k: int
     dtype: mx.Dtype
-    family = "row_sum"
-    configs = (RowSum,)
-
-    @property
-    def key(self) -> str:
-        return self._key((self.m, self.k), self.dtype)
+    family, configs = "row_sum", (RowSum,)
 
     def heuristic(self, device: str) -> RowSum:
         return RowSum(local=4)
@@ -81,6 +78,9 @@ class RowSumProblem(Problem):
     @staticmethod
     def kernels() -> tuple[Kernel, ...]:
         return (row_sum.KERNEL,)
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        return (self.m, self.k), ""
 
 
 @dataclass(frozen=True)
@@ -101,21 +101,19 @@ class QmvProblem(Problem):
     dtype: mx.Dtype
     fmt: Format
     kind: str = ""
-    family = "qmv"
-    configs = (qmv.QmvMatrixConfig, qmv.QmvConfig)
-
-    @property
-    def key(self) -> str:
-        form = "-".join(filter(None, (_form(self.fmt, True), self.kind)))
-        return self._key((self.rows, self.n, self.k), self.dtype, form)
+    family, configs = "qmv", (qmv.QmvMatrixConfig, qmv.QmvConfig)
 
     def heuristic(self, device: str) -> qmv.QmvConfig | qmv.QmvMatrixConfig:
-        arguments = self.rows, self.n, self.k, self.dtype, self.fmt, self.kind
-        return qmv.qmv_config(device, *arguments)
+        shape = self.rows, self.n, self.k
+        return qmv.qmv_config(device, *shape, self.dtype, self.fmt, self.kind)
 
     @staticmethod
     def kernels() -> tuple[Kernel, ...]:
         return qmv._kernel(True, ()), qmv._kernel(False, ())
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        form = _form(self.fmt, True) + ("-" + self.kind if self.kind else "")
+        return (self.rows, self.n, self.k), form
 
 
 @dataclass(frozen=True)
@@ -128,21 +126,18 @@ class QmmProblem(Problem):
     dtype: mx.Dtype
     fmt: Format
     transpose: bool
-    family = "qmm"
-    configs = (qmm.QmmConfig,)
-
-    @property
-    def key(self) -> str:
-        shape = rounded(self.m), self.n, self.k
-        return self._key(shape, self.dtype, _form(self.fmt, self.transpose))
+    family, configs = "qmm", (qmm.QmmConfig,)
 
     def heuristic(self, device: str) -> qmm.QmmConfig:
-        arguments = self.m, self.n, self.k, self.dtype, self.fmt, self.transpose
-        return qmm.qmm_config(device, *arguments)
+        shape = self.m, self.n, self.k
+        return qmm.qmm_config(device, *shape, self.dtype, self.fmt, self.transpose)
 
     @staticmethod
     def kernels() -> tuple[Kernel, ...]:
         return qmm.QMM, qmm.QMM_SUM
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        return (rounded(self.m), self.n, self.k), _form(self.fmt, self.transpose)
 
 
 @dataclass(frozen=True)
@@ -164,13 +159,7 @@ class AttentionDecodeProblem(Problem):
     bits: int
     caches: int
     keys: int
-    family = "attention_decode"
-    configs = (decode.Decode,)
-
-    @property
-    def key(self) -> str:
-        shape = self.caches, self.rows, rounded(self.keys), self.width, self.v_width
-        return self._key(shape, self.dtype, f"bits-{self.bits}")
+    family, configs = "attention_decode", (decode.Decode,)
 
     def heuristic(self, device: str) -> decode.Decode | decode.Serial:
         widths = self.width, self.v_width
@@ -180,6 +169,10 @@ class AttentionDecodeProblem(Problem):
     def kernels() -> tuple[Kernel, ...]:
         plain, packed = (decode._kernel(False, bits, False, False) for bits in (False, True))
         return plain, packed, decode._combine(False)
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        shape = self.caches, self.rows, rounded(self.keys), self.width, self.v_width
+        return shape, f"bits-{self.bits}"
 
 
 @dataclass(frozen=True)
@@ -193,13 +186,7 @@ class AttentionStepProblem(Problem):
     size: int
     width: int
     v_width: int
-    family = "attention_step"
-    configs = (step.Step,)
-
-    @property
-    def key(self) -> str:
-        shape = self.batch, self.heads, self.kv_heads, rounded(self.size), self.width, self.v_width
-        return self._key(shape, self.dtype)
+    family, configs = "attention_step", (step.Step,)
 
     def heuristic(self, device: str) -> step.Step:
         return step.configure(self.size)
@@ -207,6 +194,10 @@ class AttentionStepProblem(Problem):
     @staticmethod
     def kernels() -> tuple[Kernel, ...]:
         return step._kernel(False, False), decode._combine(False)
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        heads = self.batch, self.heads, self.kv_heads
+        return (*heads, rounded(self.size), self.width, self.v_width), ""
 
 
 @dataclass(frozen=True)
@@ -220,14 +211,7 @@ class AttentionForwardProblem(Problem):
     shape: tuple[int, ...]
     dtype: mx.Dtype
     causal: bool
-    family = "attention_forward"
-    configs = (Layout,)
-
-    @property
-    def key(self) -> str:
-        batch, heads, kv_heads, queries, keys, *widths = self.shape
-        shape = batch, heads, kv_heads, rounded(queries), rounded(keys), *widths
-        return self._key(shape, self.dtype, "causal" if self.causal else "full")
+    family, configs = "attention_forward", (Layout,)
 
     def heuristic(self, device: str) -> Layout:
         return layout("forward", device, self.dtype, max(self.shape[5:]))
@@ -235,6 +219,10 @@ class AttentionForwardProblem(Problem):
     @staticmethod
     def kernels() -> tuple[Kernel, ...]:
         return (forward._FORWARD,)
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        lengths = map(rounded, self.shape[3:5])
+        return (*self.shape[:3], *lengths, *self.shape[5:]), "causal" if self.causal else "full"
 
 
 @dataclass(frozen=True)
@@ -245,13 +233,7 @@ class GridSampleProblem(Problem):
     dtype: mx.Dtype
     deterministic: bool
     dims: int
-    family = "grid_sample"
-    configs = (grid_sample.GridSampleConfig,)
-
-    @property
-    def key(self) -> str:
-        form = "deterministic" if self.deterministic else "any"
-        return self._key((self.channels, self.dims), self.dtype, form)
+    family, configs = "grid_sample", (grid_sample.GridSampleConfig,)
 
     def heuristic(self, device: str) -> grid_sample.GridSampleConfig:
         return grid_sample.heuristic(self.channels, self.dtype, device, self.deterministic)
@@ -260,19 +242,11 @@ class GridSampleProblem(Problem):
     def kernels() -> tuple[Kernel, ...]:
         return grid_sample._FORWARD, grid_sample._GRADIENT_GRID
 
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        return (self.channels, self.dims), "deterministic" if self.deterministic else "any"
 
-PROBLEMS: dict[str, type[Problem]] = {
-    problem.family: problem
-    for problem in (
-        RowSumProblem,
-        QmvProblem,
-        QmmProblem,
-        AttentionDecodeProblem,
-        AttentionStepProblem,
-        AttentionForwardProblem,
-        GridSampleProblem,
-    )
-}
+
+PROBLEMS: dict[str, type[Problem]] = {kind.family: kind for kind in Problem.__subclasses__()}
 
 
 @cache
