@@ -164,9 +164,9 @@ def _compared(
     heuristic = problem.heuristic(backend())
     asked: list[Any] = []
 
-    def attempt(configs: Sequence[Any]) -> list[Trial[Any]]:
-        asked.extend(configs)
-        return [known[config] for config in configs if config in known]
+    def attempt(config: Any) -> Trial[Any] | None:
+        asked.append(config)
+        return known.get(config)
 
     trials = beam_search(
         [],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, cached_property
 from math import inf
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -17,9 +17,9 @@ from ..dispatch.entries import file_of
 from ..runtime.backend import backend
 from ..runtime.host import checks
 from ..runtime.wait import KernelTimeout, wait_for
-from .family import Family, P, Path
+from .family import Family, Inputs, P, Path
 from .queue_timer import Queued, QueueTimer
-from .search import Stopped, Trial
+from .search import Trial
 from .timing import Sample
 
 C = TypeVar("C")
@@ -78,33 +78,22 @@ class Evaluator(Generic[P, C]):
         self.truth = family.reference(self.inputs, problem).astype(mx.float32)
         mx.eval(self.inputs, self.truth)
         mx.clear_cache()
-        size = sum(x.nbytes for x in self.inputs)
-        self._checked = self.device == "host" and size <= _CHECKED
+        self._size = sum(x.nbytes for x in self.inputs)
+        self._checked = self.device == "host" and self._size <= _CHECKED
         # By the number of sets: how often a chain goes through them, once that is known.
         self._rounds: dict[int, int] = {}
-        self._sets: list[list[mx.array]] = []
         self._ordered = self.device == "host" or (
             self.device == "cuda" and IN_ORDER.items() <= os.environ.items()
         )
         self._true = mx.array([True])
 
-    @property
-    def sets(self) -> list[list[mx.array]]:
+    @cached_property
+    def sets(self) -> list[Inputs]:
         """The inputs and copies of them, made at the first use."""
-        if not self._sets:
-            size = sum(x.nbytes for x in self.inputs)
-            copies = max(1, min(_MOST_SETS, _COLD // max(1, size)))
-            self._sets = [self.inputs]
-            self._sets += [[mx.array(x) for x in self.inputs] for _ in range(copies)]
-            mx.eval(self._sets, self._true)
-        return self._sets
-
-    def attempts(self, configs: Sequence[C]) -> Iterator[Trial[C]]:
-        """Verify and rate configurations."""
-        for config in configs:
-            if self.lost:
-                raise Stopped
-            yield self.attempt(config)
+        copies = max(1, min(_MOST_SETS, _COLD // max(1, self._size)))
+        sets = [self.inputs, *([mx.array(x) for x in self.inputs] for _ in range(copies))]
+        mx.eval(sets, self._true)
+        return sets
 
     def attempt(self, config: C) -> Trial[C]:
         """Build a configuration, verify and rate it."""
@@ -162,7 +151,7 @@ class Evaluator(Generic[P, C]):
         return self.family.bind(self.inputs, self.problem, config)
 
     def _times(
-        self, paths: Mapping[str, Path], sets: list[list[mx.array]], repeats: int
+        self, paths: Mapping[str, Path], sets: list[Inputs], repeats: int
     ) -> dict[str, Sample]:
         """Seconds of one launch."""
         rounds = {name: self._round(path, sets) for name, path in paths.items()}
@@ -177,7 +166,7 @@ class Evaluator(Generic[P, C]):
         floor, launches = found.pop(_LINKS), times * len(sets)
         return {name: sample.less(floor).scaled(1 / launches) for name, sample in found.items()}
 
-    def _round(self, path: Path, sets: list[list[mx.array]]) -> Queued:
+    def _round(self, path: Path, sets: list[Inputs]) -> Queued:
         """Launches one behind the other, each with a set of its own: MLX would share their work."""
 
         def once(y: mx.array) -> list[mx.array]:

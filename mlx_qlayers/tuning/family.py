@@ -14,7 +14,8 @@ from .moves import Axis
 
 P = TypeVar("P", bound=Problem)
 C = TypeVar("C")
-Path = Callable[[list[mx.array]], mx.array]
+Inputs = list[mx.array]
+Path = Callable[[Inputs], mx.array]
 
 
 class Family(ABC, Generic[P, C]):
@@ -46,18 +47,18 @@ class Family(ABC, Generic[P, C]):
         """Why a configuration may not be launched; None if it may."""
 
     @abstractmethod
-    def inputs(self, problem: P) -> list[mx.array]:
+    def inputs(self, problem: P) -> Inputs:
         """Fresh random inputs."""
 
     @abstractmethod
-    def bind(self, inputs: list[mx.array], problem: P, config: C) -> Path:
+    def bind(self, inputs: Inputs, problem: P, config: C) -> Path:
         """The launch of the kernel for inputs like these."""
 
     @abstractmethod
-    def paths(self, inputs: list[mx.array], problem: P) -> Mapping[str, Path]:
+    def paths(self, inputs: Inputs, problem: P) -> Mapping[str, Path]:
         """The other paths that ``auto`` could take; ``"stock"`` is the operator of MLX."""
 
-    def reference(self, inputs: list[mx.array], problem: P) -> mx.array:
+    def reference(self, inputs: Inputs, problem: P) -> mx.array:
         """The right result: by default that of the stock operator in float32."""
         floats = (mx.float16, mx.bfloat16)
         single = [a.astype(mx.float32) if a.dtype in floats else a for a in inputs]
@@ -81,6 +82,11 @@ class Family(ABC, Generic[P, C]):
     def _legal(self, configs: Iterable[C], problem: P) -> list[C]:
         unique = dict.fromkeys(self.completed(config, problem) for config in configs)
         return [config for config in unique if self.why_not(config, problem) is None]
+
+
+def normal(dtype: mx.Dtype, *shapes: tuple[int, ...]) -> Inputs:
+    """Random numbers."""
+    return [mx.random.normal(shape).astype(dtype) for shape in shapes]
 
 
 def _moved(configs: Iterable[C], axes: Sequence[Axis]) -> list[C]:

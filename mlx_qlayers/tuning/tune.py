@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -49,6 +49,7 @@ class Tuned(Generic[C]):
         untuned: what the kernel takes without tuning.
         times: what it takes with the configuration, and what the other paths take.
         trials: every configuration that was tried, the fastest first.
+        lost: why the device runs nothing any more, if so.
     """
 
     problem: Problem
@@ -57,6 +58,7 @@ class Tuned(Generic[C]):
     untuned: Times
     times: Mapping[str, Times]
     trials: list[Trial[C]]
+    lost: str = ""
 
     @property
     def heuristic(self) -> float:
@@ -101,7 +103,8 @@ def tune(
 
     Raises:
         ValueError: no backend here runs kernels.
-        RuntimeError: not even the heuristic's configuration works.
+        RuntimeError: not even the heuristic's configuration works; :class:`DeviceLost` if after it
+            nothing does.
         KeyboardInterrupt: the user had enough; what was found until then is stored.
 
     Example:
@@ -111,8 +114,76 @@ def tune(
         >>> tune(FAMILIES["row_sum"], problem, budget_s=1, keep=False).trials[0].problem
         ''
     """
-    until = time.monotonic() + budget_s
-    return _Search(evaluator(family, problem), beam, until, progress, keep).run()
+    until, rates = time.monotonic() + budget_s, evaluator(family, problem)
+    heuristic: C = problem.heuristic(rates.device)
+    trials: dict[C, Trial[C]] = {}
+
+    def attempt(config: C) -> Trial[C]:
+        if trials and (time.monotonic() > until or rates.lost):
+            raise Stopped
+        trial = trials[config] = rates.attempt(config)
+        progress(trial)
+        return trial
+
+    interrupt: KeyboardInterrupt | None = None
+    compared: tuple[list[Times], dict[str, Times]] | None = None
+    try:
+        first = attempt(heuristic)
+        works = not first.problem
+        # Another path may be so fast that no configuration will make up for it.
+        if works and time.monotonic() < until and first.seconds <= _HOPELESS * rates.others():
+            _search(rates, first, attempt, beam)
+        if works and not rates.lost:
+            compared = rates.compared(finalists(heuristic, _ranked(trials)))
+    except KeyboardInterrupt as caught:
+        interrupt = caught
+        if heuristic not in trials:
+            raise
+    if why := trials[heuristic].problem:
+        kind = DeviceLost if rates.lost else RuntimeError
+        raise kind(f"{problem.key}: {heuristic}: {why}")
+    tuned = _tuned(problem, finalists(heuristic, _ranked(trials)), trials, compared, rates.lost)
+    if keep:
+        remember(rates.name, tuned)
+    if interrupt is not None:
+        raise interrupt
+    return tuned
+
+
+def _search(
+    rates: Evaluator[P, C], first: Trial[C], attempt: Callable[[C], Trial[C]], beam: int
+) -> None:
+    family, problem = rates.family, rates.problem
+    stored = lookup(problem, rates.name)
+    starts = [*family.others(problem, rates.device), *([] if stored is None else [stored.config])]
+    beam_search(
+        [first],
+        [config for config in starts if family.why_not(config, problem) is None],
+        partial(family.near, problem=problem),
+        attempt,
+        width=beam,
+        noise=max(NOISE, rates.noise),
+    )
+
+
+def _ranked(trials: Mapping[C, Trial[C]]) -> list[Trial[C]]:
+    return sorted(trials.values(), key=lambda trial: trial.seconds)
+
+
+def _tuned(
+    problem: Problem,
+    finals: Sequence[C],
+    trials: Mapping[C, Trial[C]],
+    compared: tuple[list[Times], dict[str, Times]] | None,
+    lost: str,
+) -> Tuned[C]:
+    """The verdict on what was measured side by side, or else on the trials."""
+    once = [Sample.of([trials[config].seconds]) for config in finals]
+    times, paths = compared or ([Times(sample, sample) for sample in once], {})
+    best = fastest(times)
+    every = {"kernel" if compared else "uncompared": times[best], **paths}
+    path = min(every, key=lambda name: every[name].cold.median)
+    return Tuned(problem, finals[best], path, times[0], every, _ranked(trials), lost)
 
 
 def tune_all(
@@ -142,112 +213,31 @@ def tune_all(
     """
     deadline = time.monotonic() + budget_s
     for i, target in enumerate(problems):
-        now = time.monotonic()
-        if now >= deadline:
+        share = (deadline - time.monotonic()) / (len(problems) - i)
+        if share <= 0:
             return
-        until = now + (deadline - now) / (len(problems) - i)
-        seconds: list[float] = []
-
-        def tried(
-            trial: Trial[Any], target: Target = target, seconds: list[float] = seconds
-        ) -> None:
-            seconds.append(trial.seconds)
-            progress(target, seconds[0] / min(seconds) if min(seconds) < inf else 1.0)
-
-        rates = evaluator(*target)
+        tried = partial(_told, progress, target, [])
+        options: dict[str, Any] = {"beam": beam, "keep": keep, "evaluator": evaluator}
         try:
-            yield target, _Search(rates, beam, until, tried, keep).run()
+            tuned = tune(*target, budget_s=share, progress=tried, **options)
+        except DeviceLost:
+            raise
         except RuntimeError as error:
-            print(f"mlx-qlayers: {target.key} is not tuned: {error}", file=sys.stderr)
-        if rates.lost:
-            raise DeviceLost(f"{target.key}: {rates.lost}")
+            print(f"mlx-qlayers: not tuned: {error}", file=sys.stderr)
+            continue
+        yield target, tuned
+        if tuned.lost:
+            raise DeviceLost(f"{target.key}: {tuned.lost}")
 
 
-@dataclass
-class _Search(Generic[P, C]):
-    """The search for the fastest configuration.
-
-    Attributes:
-        evaluator: what verifies and rates configurations.
-        beam: how many are kept.
-        until: the time, by ``time.monotonic``, after which it stops with what it has.
-        progress: called with each trial.
-        keep: whether to store the result.
-        trials: by configuration.
-    """
-
-    evaluator: Evaluator[P, C]
-    beam: int
-    until: float
-    progress: Callable[[Trial[C]], Any]
-    keep: bool
-    trials: dict[C, Trial[C]] = field(default_factory=dict)
-
-    def run(self) -> Tuned[C]:
-        """Search, measure the best side by side, and store what was found."""
-        family, problem = self.evaluator.family, self.evaluator.problem
-        heuristic: C = problem.heuristic(self.evaluator.device)
-        interrupt: KeyboardInterrupt | None = None
-        compared: tuple[list[Times], dict[str, Times]] | None = None
-        finals: list[C] = [heuristic]
-        try:
-            first = self._try(heuristic)
-            if not first.problem and not self._is_hopeless(first):
-                self._beam_search(first)
-            finals = finalists(heuristic, self._ranked())
-            if not first.problem and not self.evaluator.lost:
-                compared = self.evaluator.compared(finals)
-        except KeyboardInterrupt as caught:
-            interrupt = caught
-            if heuristic not in self.trials:
-                raise
-            finals = finalists(heuristic, self._ranked())
-        if problem_of_first := self.trials[heuristic].problem:
-            raise RuntimeError(f"{family.name}, {problem}: {heuristic}: {problem_of_first}")
-        times, paths = compared or ([_once(self.trials[config]) for config in finals], {})
-        best = fastest(times)
-        every = {"kernel" if compared else "uncompared": times[best], **paths}
-        path = min(every, key=lambda name: every[name].cold.median)
-        tuned = Tuned(problem, finals[best], path, times[0], every, self._ranked())
-        if self.keep:
-            remember(self.evaluator.name, tuned)
-        if interrupt is not None:
-            raise interrupt
-        return tuned
-
-    def _beam_search(self, first: Trial[C]) -> None:
-        family, problem = self.evaluator.family, self.evaluator.problem
-        stored = lookup(problem, self.evaluator.name)
-        starts = [*family.others(problem, self.evaluator.device)]
-        starts += [] if stored is None else [stored.config]
-        beam_search(
-            [first],
-            [config for config in starts if family.why_not(config, problem) is None],
-            partial(family.near, problem=problem),
-            self._attempts,
-            width=self.beam,
-            noise=max(NOISE, self.evaluator.noise),
-        )
-
-    def _is_hopeless(self, first: Trial[C]) -> bool:
-        """Whether another path is so fast that no configuration will make up for it."""
-        if time.monotonic() > self.until:
-            return True
-        return first.seconds > _HOPELESS * self.evaluator.others()
-
-    def _attempts(self, configs: Sequence[C]) -> Iterator[Trial[C]]:
-        for config in configs:
-            if time.monotonic() > self.until or self.evaluator.lost:
-                raise Stopped
-            yield self._try(config)
-
-    def _try(self, config: C) -> Trial[C]:
-        trial = self.trials[config] = self.evaluator.attempt(config)
-        self.progress(trial)
-        return trial
-
-    def _ranked(self) -> list[Trial[C]]:
-        return sorted(self.trials.values(), key=lambda trial: trial.seconds)
+def _told(
+    progress: Callable[[Target, float], Any],
+    target: Target,
+    seconds: list[float],
+    trial: Trial[Any],
+) -> None:
+    seconds.append(trial.seconds)
+    progress(target, seconds[0] / min(seconds) if min(seconds) < inf else 1.0)
 
 
 def remember(device: str, tuned: Tuned[Any]) -> None:
@@ -267,18 +257,8 @@ def remember(device: str, tuned: Tuned[Any]) -> None:
     save(device, {tuned.problem.key: entry})
 
 
-def _once(trial: Trial[Any]) -> Times:
-    sample = Sample.of([trial.seconds])
-    return Times(sample, sample)
-
-
 def finalists(heuristic: C, trials: Iterable[Trial[C]]) -> list[C]:
-    """The heuristic's choice, and the best of the others that work: to be measured side by side.
-
-    Args:
-        heuristic: the heuristic's choice.
-        trials: what was tried, the fastest first.
-    """
+    """The heuristic's choice, and the best of the others that work, of trials in their order."""
     works = (t.config for t in trials if t.config != heuristic and not t.problem)
     return [heuristic, *islice(works, _FINALISTS)]
 

@@ -1,7 +1,5 @@
 """The kernel families that can be tuned."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..family import Family
@@ -13,15 +11,8 @@ from .qmm import QmmFamily
 from .qmv import QmvFamily
 from .row_sum import RowSumFamily
 
+_QUANTIZED = QmvFamily(), QmmFamily()
+_ATTENTION = AttentionDecodeFamily(), AttentionStepFamily(), AttentionForwardFamily()
 FAMILIES: dict[str, Family[Any, Any]] = {
-    family.name: family
-    for family in (
-        RowSumFamily(),
-        QmvFamily(),
-        QmmFamily(),
-        AttentionDecodeFamily(),
-        AttentionStepFamily(),
-        AttentionForwardFamily(),
-        GridSampleFamily(),
-    )
+    family.name: family for family in (RowSumFamily(), *_QUANTIZED, *_ATTENTION, GridSampleFamily())
 }

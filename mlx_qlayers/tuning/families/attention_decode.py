@@ -8,22 +8,22 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...dispatch.tunable import AttentionDecodeProblem
+from ...dispatch.tunable import AttentionDecodeProblem as Problem
 from ...metal.attention import decode as metal
 from ...metal.attention.decode import Decode, Packed
 from ...reference import attention as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
-from ..family import Family, Path
+from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Group, GroupTop, Local, Unroll, Upcast
 
 # Elements of a group of packed keys and values.
 _GROUP = 64
 
 
-class AttentionDecodeFamily(Family[AttentionDecodeProblem, Decode]):
+class AttentionDecodeFamily(Family[Problem, Decode]):
     """One query for each of so many rows over the keys of so many caches."""
 
-    problem = AttentionDecodeProblem
+    problem = Problem
     axes = (
         Axis(GroupTop, "stretch", (16, 32, 64, 128, 256, 512)),
         Axis(GroupTop, "most", (16, 32, 64, 128, 256)),
@@ -33,10 +33,10 @@ class AttentionDecodeFamily(Family[AttentionDecodeProblem, Decode]):
         Axis(Local, "combine", (4, 8, 16)),
     )
 
-    def completed(self, config: Decode, problem: AttentionDecodeProblem) -> Decode:
+    def completed(self, config: Decode, problem: Problem) -> Decode:
         return replace(config, simds=-(-problem.v_width // config.slice))
 
-    def why_not(self, config: Decode, problem: AttentionDecodeProblem) -> str | None:
+    def why_not(self, config: Decode, problem: Problem) -> str | None:
         if config.columns > max(1, -(-problem.rows // 8)):
             return f"{config.columns} columns of 8 rows for {problem.rows}"
         if config.columns * config.slice > 256:
@@ -50,27 +50,24 @@ class AttentionDecodeFamily(Family[AttentionDecodeProblem, Decode]):
             return f"splits of {config.stretch} keys are those of {config.tile}"
         return None
 
-    def inputs(self, problem: AttentionDecodeProblem) -> list[mx.array]:
-        heads = 1, problem.caches * problem.rows, 1, problem.width
-        keys = 1, problem.caches, problem.keys
-        q, k, v = (
-            mx.random.normal(shape).astype(problem.dtype)
-            for shape in (heads, (*keys, problem.width), (*keys, problem.v_width))
-        )
+    def inputs(self, problem: Problem) -> Inputs:
+        heads, keys = (1, problem.caches * problem.rows, 1), (1, problem.caches, problem.keys)
+        shapes = (*heads, problem.width), (*keys, problem.width), (*keys, problem.v_width)
+        q, k, v = normal(problem.dtype, *shapes)
         if not problem.bits:
             return [q, k, v]
         return [q, *mx.quantize(k, _GROUP, problem.bits), *mx.quantize(v, _GROUP, problem.bits)]
 
-    def bind(self, inputs: list[mx.array], problem: AttentionDecodeProblem, config: Decode) -> Path:
+    def bind(self, inputs: Inputs, problem: Problem, config: Decode) -> Path:
         scale, nothing = problem.width**-0.5, (None,) * 4
         return lambda inputs: metal.attention_decode(*_three(inputs), scale, *nothing, config)
 
-    def paths(self, inputs: list[mx.array], problem: AttentionDecodeProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
         scale, nothing = problem.width**-0.5, (None,) * 4
         return {"stock": lambda inputs: reference.attention(*_three(inputs), scale, *nothing)}
 
 
-def _three(inputs: list[mx.array]) -> tuple[mx.array, mx.array | Packed, mx.array | Packed]:
+def _three(inputs: Inputs) -> tuple[mx.array, mx.array | Packed, mx.array | Packed]:
     """Queries, keys and values, the latter of one array or of three."""
     q, *rest = inputs
     if len(rest) == 2:

@@ -6,22 +6,22 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from ...dispatch.tunable import AttentionForwardProblem
+from ...dispatch.tunable import AttentionForwardProblem as Problem
 from ...metal.attention.forward import Arrays, Call, Scores, attention_forward
 from ...metal.attention.layout import Layout, memory, registers
 from ...reference import attention as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
-from ..family import Family, Path
+from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Buffer, Group, Local, Tile, Upcast
 
 # Beyond these a thread's operands and sums leave no room for addresses.
 _MOST_REGISTERS = 160
 
 
-class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
+class AttentionForwardFamily(Family[Problem, Layout]):
     """Attention without a mask but the causal one."""
 
-    problem = AttentionForwardProblem
+    problem = Problem
     axes = (
         Axis(Upcast, "blocks", (1, 2)),
         Axis(Local, "simds", (2, 4, 8)),
@@ -31,7 +31,7 @@ class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
         Axis(Buffer, "ahead", (False, True)),
     )
 
-    def why_not(self, config: Layout, problem: AttentionForwardProblem) -> str | None:
+    def why_not(self, config: Layout, problem: Problem) -> str | None:
         if config.threads > 1024:
             return f"{config.threads} threads"
         *_, width, v_width = problem.shape
@@ -41,27 +41,21 @@ class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
         found = registers("forward", values)
         return f"{found} registers" if found > _MOST_REGISTERS else None
 
-    def inputs(self, problem: AttentionForwardProblem) -> list[mx.array]:
+    def inputs(self, problem: Problem) -> Inputs:
         batch, heads, kv_heads, queries, keys, width, v_width = problem.shape
-        shapes = (
-            (batch, heads, queries, width),
-            (batch, kv_heads, keys, width),
-            (batch, kv_heads, keys, v_width),
-        )
-        return [mx.random.normal(shape).astype(problem.dtype) for shape in shapes]
+        q, kv = (batch, heads, queries, width), (batch, kv_heads, keys)
+        return normal(problem.dtype, q, (*kv, width), (*kv, v_width))
 
-    def bind(
-        self, inputs: list[mx.array], problem: AttentionForwardProblem, config: Layout
-    ) -> Path:
+    def bind(self, inputs: Inputs, problem: Problem, config: Layout) -> Path:
         scores = Scores(problem.shape[5] ** -0.5, causal=problem.causal)
         call = Call(Arrays(*inputs), scores)
         return lambda inputs: attention_forward(call, Arrays(*inputs), config)[0]
 
-    def paths(self, inputs: list[mx.array], problem: AttentionForwardProblem) -> Mapping[str, Path]:
-        mask = "causal" if problem.causal else None
+    def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
+        scale, mask = problem.shape[5] ** -0.5, "causal" if problem.causal else None
 
-        def stock(inputs: list[mx.array]) -> mx.array:
+        def stock(inputs: Inputs) -> mx.array:
             q, k, v = inputs
-            return reference.attention(q, k, v, q.shape[3] ** -0.5, mask, None, None, None)
+            return reference.attention(q, k, v, scale, mask, None, None, None)
 
         return {"stock": stock}

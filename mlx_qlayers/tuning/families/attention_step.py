@@ -9,53 +9,51 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...dispatch.tunable import AttentionStepProblem
+from ...dispatch.tunable import AttentionStepProblem as Problem
 from ...metal.attention import step as metal
 from ...metal.attention.step import Rotation, Step
 from ...reference import attention_step as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
-from ..family import Family, Path
+from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Group, GroupTop, Unroll
 
 # Positions that the kernel takes at least.
 _POSITIONS = 8
 
 
-class AttentionStepFamily(Family[AttentionStepProblem, Step]):
+class AttentionStepFamily(Family[Problem, Step]):
     """One token of each sequence, which attends to a buffer that is full but for its own row."""
 
-    problem = AttentionStepProblem
+    problem = Problem
     axes = (
         Axis(Group, "simds", (2, 4, 8, 16, 32)),
         Axis(Unroll, "ahead", (1, 2, 4, 8)),
         Axis(GroupTop, "stretches", (1, 2, 4, 8, 16)),
     )
 
-    def why_not(self, config: Step, problem: AttentionStepProblem) -> str | None:
+    def why_not(self, config: Step, problem: Problem) -> str | None:
         if config.simds * config.stretches * config.ahead > problem.size:
             return f"{config} for {problem.size} keys"
         widths = {"D": problem.width, "Dv": problem.v_width}
         memory = metal._memory(T=problem.dtype, simds=config.simds, **widths)
         return None if memory <= MAX_THREADGROUP_MEMORY else f"{memory} bytes of threadgroup memory"
 
-    def inputs(self, problem: AttentionStepProblem) -> list[mx.array]:
+    def inputs(self, problem: Problem) -> Inputs:
         batch, kv_heads, size = problem.batch, problem.kv_heads, problem.size
         width, v_width = problem.width, problem.v_width
-        shapes: list[tuple[int, ...]] = [
-            (batch, 1, n) for n in (problem.heads * width, kv_heads * width, kv_heads * v_width)
-        ]
-        shapes += [(batch, kv_heads, size, n) for n in (width, v_width)]
-        arrays = [mx.random.normal(shape).astype(problem.dtype) for shape in shapes]
+        rows = problem.heads * width, kv_heads * width, kv_heads * v_width
+        buffers = [(batch, kv_heads, size, n) for n in (width, v_width)]
+        arrays = normal(problem.dtype, *((batch, 1, n) for n in rows), *buffers)
         return [*arrays, mx.full((max(_POSITIONS, 1 + batch),), size - 1, mx.int32)]
 
-    def bind(self, inputs: list[mx.array], problem: AttentionStepProblem, config: Step) -> Path:
+    def bind(self, inputs: Inputs, problem: Problem, config: Step) -> Path:
         options: dict[str, Any] = {"scale": problem.width**-0.5, "freqs": None, "mask": None}
         launch = partial(
             metal.attention_step, rotation=Rotation(problem.width), config=config, **options
         )
         return lambda inputs: launch(*inputs)[0]
 
-    def paths(self, inputs: list[mx.array], problem: AttentionStepProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
         turning = asdict(Rotation(problem.width))
         turning["rope_scale"] = turning.pop("scale")
         options = turning | {"freqs": None, "scale": problem.width**-0.5, "mask": None}

@@ -7,22 +7,22 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from ...dispatch.tunable import GridSampleProblem
+from ...dispatch.tunable import GridSampleProblem as Problem
 from ...metal.grid_sample import launch as metal
 from ...metal.grid_sample.launch import GridSampleConfig
 from ...reference import grid_sample as reference
 from ...reference.grid_sample import Sampling
-from ..family import Family, Path
+from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Local, Unroll, Upcast
 
 _IMAGES, _PIXELS = 4, 1 << 16
 _OPTIONS = Sampling()
 
 
-class GridSampleFamily(Family[GridSampleProblem, GridSampleConfig]):
+class GridSampleFamily(Family[Problem, GridSampleConfig]):
     """Samples of four images at points without order, as many as the images have pixels."""
 
-    problem = GridSampleProblem
+    problem = Problem
     axes = (
         Axis(Local, "lanes", (1, 2, 4, 8, 16, 32)),
         Axis(Unroll, "pack", (1, 2, 4, 8)),
@@ -30,12 +30,12 @@ class GridSampleFamily(Family[GridSampleProblem, GridSampleConfig]):
         Axis(Local, "threads", (64, 128, 256, 512)),
     )
 
-    def completed(self, config: GridSampleConfig, problem: GridSampleProblem) -> GridSampleConfig:
+    def completed(self, config: GridSampleConfig, problem: Problem) -> GridSampleConfig:
         if config.threads == 1:  # where threads run one by one
             return config
         return replace(config, align=problem.dtype.size * (config.pack & -config.pack))
 
-    def why_not(self, config: GridSampleConfig, problem: GridSampleProblem) -> str | None:
+    def why_not(self, config: GridSampleConfig, problem: Problem) -> str | None:
         channels = problem.channels
         if channels % config.pack or config.align > 16:
             return f"packs of {config.pack} of {channels} channels"
@@ -43,16 +43,14 @@ class GridSampleFamily(Family[GridSampleProblem, GridSampleConfig]):
             return f"{config.lanes} threads for {channels // config.pack} packs"
         return None
 
-    def inputs(self, problem: GridSampleProblem) -> list[mx.array]:
+    def inputs(self, problem: Problem) -> Inputs:
         side = round(_PIXELS ** (1 / problem.dims))
         shape = (_IMAGES, *[side] * problem.dims)
-        x = mx.random.normal((*shape, problem.channels)).astype(problem.dtype)
-        return [x, mx.random.uniform(-1, 1, (*shape, problem.dims))]
+        images = normal(problem.dtype, (*shape, problem.channels))
+        return [*images, mx.random.uniform(-1, 1, (*shape, problem.dims))]
 
-    def bind(
-        self, inputs: list[mx.array], problem: GridSampleProblem, config: GridSampleConfig
-    ) -> Path:
+    def bind(self, inputs: Inputs, problem: Problem, config: GridSampleConfig) -> Path:
         return lambda inputs: metal.grid_sample(inputs[0], inputs[1], _OPTIONS, config)
 
-    def paths(self, inputs: list[mx.array], problem: GridSampleProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
         return {"stock": lambda inputs: reference.grid_sample(inputs[0], inputs[1], _OPTIONS)}

@@ -11,7 +11,7 @@ from ...formats import Format
 from ...metal.quantized_matmul.dequantize import dequantize
 from ...metal.quantized_matmul.qmv import PackedMatrix
 from ...runtime.spec import Spec
-from ..family import Path
+from ..family import Inputs, Path
 
 
 def packed_matrix(shape: tuple[int, int], dtype: mx.Dtype, fmt: Format) -> list[mx.array]:
@@ -37,11 +37,11 @@ def product(x: mx.array, matrix: PackedMatrix, transpose: bool, fmt: Format) -> 
     return mx.quantized_matmul(x, w, scales, biases, transpose, *fmt)
 
 
-def dense_product(inputs: list[mx.array], transpose: bool, fmt: Format) -> Path:
+def dense_product(inputs: Inputs, transpose: bool, fmt: Format) -> Path:
     """The product of x with one matrix, which is dequantized first."""
     unpack = dequantize([PackedMatrix(*specs(inputs[1:]))], fmt, inputs[0].dtype)
 
-    def run(inputs: list[mx.array]) -> mx.array:
+    def run(inputs: Inputs) -> mx.array:
         dense = unpack(*inputs[1:])
         return inputs[0] @ (dense.T if transpose else dense)
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import mlx.core as mx
-
-from ...dispatch.tunable import QmmProblem
+from ...dispatch.tunable import QmmProblem as Problem
 from ...metal.quantized_matmul.qmm import QmmConfig, qmm, threadgroup_memory
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
-from ..family import Family, Path
+from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Buffer, GroupTop, Local, Tile
 from .packed import dense_product, matrices, packed_matrix, product, specs
 
 
-class QmmFamily(Family[QmmProblem, QmmConfig]):
+class QmmFamily(Family[Problem, QmmConfig]):
     """y (M, N) = x (M, K) with a packed matrix, M of 17 and more."""
 
-    problem = QmmProblem
+    problem = Problem
     axes = (
         Axis(Tile, "tile_m", (16, 32, 48, 64, 96, 128)),
         Axis(Tile, "tile_n", (32, 64, 128, 256)),
@@ -29,7 +27,7 @@ class QmmFamily(Family[QmmProblem, QmmConfig]):
         Axis(GroupTop, "parts", (1, 2, 4, 8)),
     )
 
-    def why_not(self, config: QmmConfig, problem: QmmProblem) -> str | None:
+    def why_not(self, config: QmmConfig, problem: Problem) -> str | None:
         try:
             threads = config.threads(problem.dtype)
         except ValueError as error:
@@ -44,18 +42,17 @@ class QmmFamily(Family[QmmProblem, QmmConfig]):
         sums = config.tile_m * config.tile_n // threads
         return f"{sums} sums a thread" if sums > 128 else None
 
-    def inputs(self, problem: QmmProblem) -> list[mx.array]:
+    def inputs(self, problem: Problem) -> Inputs:
         m, n, k = problem.m, problem.n, problem.k
-        x = mx.random.normal((m, k)).astype(problem.dtype)
         shape = (n, k) if problem.transpose else (k, n)
-        return [x, *packed_matrix(shape, problem.dtype, problem.fmt)]
+        return [*normal(problem.dtype, (m, k)), *packed_matrix(shape, problem.dtype, problem.fmt)]
 
-    def bind(self, inputs: list[mx.array], problem: QmmProblem, config: QmmConfig) -> Path:
+    def bind(self, inputs: Inputs, problem: Problem, config: QmmConfig) -> Path:
         x, w, scales, biases, _ = specs([inputs[0], *matrices(inputs[1:], 1)[0]])
         launch = qmm(x, w, scales, biases, None, problem.transpose, problem.fmt, config)
         return lambda inputs: launch(inputs[0], *matrices(inputs[1:], 1)[0])
 
-    def paths(self, inputs: list[mx.array], problem: QmmProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
         transpose, fmt = problem.transpose, problem.fmt
         return {
             "stock": lambda inputs: product(inputs[0], matrices(inputs[1:], 1)[0], transpose, fmt),

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ...dispatch.tunable import QmvProblem
+from ...dispatch.tunable import QmvProblem as Problem
 from ...metal.quantized_matmul import qmv as metal
 from ...metal.quantized_matmul.qmv import QmvArrays, QmvConfig, QmvMatrixConfig, qmv_config
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
-from ..family import Family, Path
+from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Buffer, Group, Local, Unroll, Upcast
 from .packed import dense_product, matrices, packed_matrix, product, specs
 
@@ -32,21 +32,21 @@ class _Kind(NamedTuple):
     residual: bool
 
     @classmethod
-    def of(cls, problem: QmvProblem) -> _Kind:
+    def of(cls, problem: Problem) -> _Kind:
         words = problem.kind.split("-")
         count = next((int(word) for word in words if word.isdecimal()), 1)
         gate = "gate" in words
         return cls(2 if gate else count, "norm" in words, gate, "residual" in words)
 
 
-class QmvFamily(Family[QmvProblem, Config]):
+class QmvFamily(Family[Problem, Config]):
     """y (M, N) = x (M, K) with packed matrices, M of 1 to 16.
 
     A configuration belongs to one of two kernels. Which is faster depends on what the matrix units
     of a GPU are worth, so the search starts from both.
     """
 
-    problem = QmvProblem
+    problem = Problem
     axes = (
         Axis(Group, "simds", (1, 2, 4, 8, 16)),
         Axis(Upcast, "tiles", (1, 2, 4)),
@@ -57,7 +57,7 @@ class QmvFamily(Family[QmvProblem, Config]):
         Axis(Local, "threads", (32, 64, 128, 256)),
     )
 
-    def others(self, problem: QmvProblem, device: str) -> tuple[Config, ...]:
+    def others(self, problem: Problem, device: str) -> tuple[Config, ...]:
         if device != "metal":  # on CUDA matrix units are worth ten times the other ones
             return ()
         shape, fmt = (problem.rows, problem.n, problem.k), problem.fmt
@@ -66,7 +66,7 @@ class QmvFamily(Family[QmvProblem, Config]):
             return (threads,)
         return qmv_config("cuda", *shape, mx.bfloat16, fmt), threads
 
-    def completed(self, config: Config, problem: QmvProblem) -> Config:
+    def completed(self, config: Config, problem: Problem) -> Config:
         if isinstance(config, QmvConfig):
             return config
         fragments = -(-problem.rows * _slots(config, problem) // 8)
@@ -74,7 +74,7 @@ class QmvFamily(Family[QmvProblem, Config]):
         tiles = config.tiles + config.tiles % 2 * _Kind.of(problem).gate
         return replace(config, fragments=fragments, tiles=tiles)
 
-    def why_not(self, config: Config, problem: QmvProblem) -> str | None:
+    def why_not(self, config: Config, problem: Problem) -> str | None:
         if config.threads > 1024:
             return f"{config.threads} threads"
         if isinstance(config, QmvMatrixConfig):
@@ -90,20 +90,17 @@ class QmvFamily(Family[QmvProblem, Config]):
             return f"{sums} sums, {products} products"
         return None
 
-    def inputs(self, problem: QmvProblem) -> list[mx.array]:
+    def inputs(self, problem: Problem) -> Inputs:
         """The rows, the norm's weight and the residual if there are any, and each matrix."""
         kind, k, dtype = _Kind.of(problem), problem.k, problem.dtype
         n = problem.n // kind.matrices
-        found = [mx.random.normal((problem.rows, k)).astype(dtype)]
-        if kind.norm:
-            found.append((1 + 0.1 * mx.random.normal((k,))).astype(dtype))
-        if kind.residual:
-            found.append(mx.random.normal((problem.rows, n)).astype(dtype))
+        residual, weight = [(problem.rows, n)] * kind.residual, [(k,)] * kind.norm
+        found = normal(dtype, (problem.rows, k), *weight, *residual)
         for _ in range(kind.matrices):
             found += packed_matrix((n, k), dtype, problem.fmt)
         return found
 
-    def bind(self, inputs: list[mx.array], problem: QmvProblem, config: Config) -> Path:
+    def bind(self, inputs: Inputs, problem: Problem, config: Config) -> Path:
         """One launch; of several results the last."""
         kind = _Kind.of(problem)
         launch = metal.qmv(
@@ -115,10 +112,10 @@ class QmvFamily(Family[QmvProblem, Config]):
         )
         return lambda inputs: launch(*_arrays(inputs, kind))[-1]
 
-    def paths(self, inputs: list[mx.array], problem: QmvProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
         kind, fmt = _Kind.of(problem), problem.fmt
 
-        def stock(inputs: list[mx.array]) -> mx.array:
+        def stock(inputs: Inputs) -> mx.array:
             given = _arrays(inputs, kind)
             x: mx.array = given.x
             if kind.norm:
@@ -135,12 +132,12 @@ class QmvFamily(Family[QmvProblem, Config]):
             return {"stock": stock}
         return {"stock": stock, "dequantized": dense_product(inputs, True, fmt)}
 
-    def tolerance(self, problem: QmvProblem) -> float:
+    def tolerance(self, problem: Problem) -> float:
         # Rounded rows make an error of each product, and a gate multiplies two of those.
         return super().tolerance(problem) * (2 if _Kind.of(problem).norm else 1)
 
 
-def _arrays(inputs: list[mx.array], kind: _Kind) -> QmvArrays:
+def _arrays(inputs: Inputs, kind: _Kind) -> QmvArrays:
     x, *rest = inputs
     weight = rest.pop(0) if kind.norm else None
     residual = rest.pop(0) if kind.residual else None
@@ -148,11 +145,11 @@ def _arrays(inputs: list[mx.array], kind: _Kind) -> QmvArrays:
     return QmvArrays(x, weight, None, residual, None, *packed)
 
 
-def _slots(config: QmvMatrixConfig, problem: QmvProblem) -> int:
+def _slots(config: QmvMatrixConfig, problem: Problem) -> int:
     return 1 if problem.fmt.mode == "nvfp4" else 4 * config.run // problem.fmt.group_size
 
 
-def _why_not_units(config: QmvMatrixConfig, problem: QmvProblem) -> str | None:
+def _why_not_units(config: QmvMatrixConfig, problem: Problem) -> str | None:
     group, bits, mode = problem.fmt
     if mode == "nvfp4":
         if config.run != (16 if problem.k % 32 else 32) or config.ahead > 1:

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from ...dispatch.tunable import RowSumProblem
+from ...dispatch.tunable import RowSumProblem as Problem
 from ...metal.common.row_sum import RowSum, row_sum
-from ..family import Family, Path
+from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Group, GroupTop, Local, PadTo, Unroll, Upcast
 
 
-class RowSumFamily(Family[RowSumProblem, RowSum]):
+class RowSumFamily(Family[Problem, RowSum]):
     """Sums of the rows of x (M, K)."""
 
-    problem = RowSumProblem
+    problem = Problem
     axes = (
         Axis(Upcast, "upcast", (1, 2, 4)),
         Axis(Unroll, "unroll", (1, 2, 4, 8)),
@@ -25,7 +25,7 @@ class RowSumFamily(Family[RowSumProblem, RowSum]):
         Axis(PadTo, "padded", (False, True)),
     )
 
-    def why_not(self, config: RowSum, problem: RowSumProblem) -> str | None:
+    def why_not(self, config: RowSum, problem: Problem) -> str | None:
         if 32 * config.local * config.group > 256:
             return "more than 256 threads"
         if config.blocked and config.group == 1:
@@ -34,11 +34,11 @@ class RowSumFamily(Family[RowSumProblem, RowSum]):
             return f"rows of {problem.k} are not whole turns"
         return None
 
-    def inputs(self, problem: RowSumProblem) -> list[mx.array]:
-        return [mx.random.normal((problem.m, problem.k)).astype(problem.dtype)]
+    def inputs(self, problem: Problem) -> Inputs:
+        return normal(problem.dtype, (problem.m, problem.k))
 
-    def bind(self, inputs: list[mx.array], problem: RowSumProblem, config: RowSum) -> Path:
+    def bind(self, inputs: Inputs, problem: Problem, config: RowSum) -> Path:
         return lambda inputs: row_sum(inputs[0], config)
 
-    def paths(self, inputs: list[mx.array], problem: RowSumProblem) -> Mapping[str, Path]:
+    def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
         return {"stock": lambda inputs: inputs[0].astype(mx.float32).sum(axis=1)}
