@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ...dispatch.tunable import QmmProblem as Problem
 from ...metal.quantized_matmul.qmm import QmmConfig, qmm, threadgroup_memory
+from ...metal.quantized_matmul.qmv import PackedMatrix
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Buffer, GroupTop, Local, Tile
@@ -48,8 +49,8 @@ class QmmFamily(Family[Problem, QmmConfig]):
         return [*normal(problem.dtype, (m, k)), *packed_matrix(shape, problem.dtype, problem.fmt)]
 
     def bind(self, inputs: Inputs, problem: Problem, config: QmmConfig) -> Path:
-        x, w, scales, biases, _ = specs([inputs[0], *matrices(inputs[1:], 1)[0]])
-        launch = qmm(x, w, scales, biases, None, problem.transpose, problem.fmt, config)
+        x, *matrix = specs([inputs[0], *matrices(inputs[1:], 1)[0]])
+        launch = qmm(x, PackedMatrix(*matrix), problem.transpose, problem.fmt, config)
         return lambda inputs: launch(inputs[0], *matrices(inputs[1:], 1)[0])
 
     def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
