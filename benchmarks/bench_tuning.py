@@ -1,15 +1,15 @@
 """What tuning gains on this machine's GPU, and how good the search is.
 
     python benchmarks/bench_tuning.py --tune --decode --json
-    python benchmarks/bench_tuning.py --tune --ship mlx_qlayers/tuning/results
+    python benchmarks/bench_tuning.py --tune --ship mlx_qlayers/dispatch/data
     python benchmarks/bench_tuning.py --exhaustive 60
 
 ``--tune`` tunes the shapes of a model of Qwen2-7B's shape with random weights, as the command
-``mlx-qlayers tune`` does, and ``--ship`` copies what it found; ``--decode`` prints tokens a second
-before and after. ``--exhaustive`` measures every configuration of some problems, has the beam
-search what was measured, then measures its finalists and the best of all once more side by side:
-what the tuner takes of its finalists is held against the fastest of all. Files are written anew
-with every row.
+``mlx-qlayers tune`` does, and ``--ship`` adds what it found to the package's; ``--decode`` prints
+tokens a second before and after. ``--exhaustive`` measures every configuration of some problems,
+has the beam search what was measured, then measures its finalists and the best of all once more
+side by side: what the tuner takes of its finalists is compared with the fastest of all. Files are
+written anew with every row.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import copy
 import json
 import os
 import random
-import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,24 +29,22 @@ from typing import Any
 import mlx.core as mx
 from common import RESULTS, Sample, Table, add_output, output, print_facts, turns
 
-from mlx_qlayers import convert_model
+from mlx_qlayers import backend, convert_model
 from mlx_qlayers.commands.arguments import positive
+from mlx_qlayers.dispatch.entries import device_name
+from mlx_qlayers.dispatch.measurements import heuristics_only
+from mlx_qlayers.dispatch.tunable import QmvProblem
 from mlx_qlayers.formats import Format
-from mlx_qlayers.runtime.cache_folder import cache_folder
+from mlx_qlayers.tuning.evaluator import IN_ORDER, Evaluator
 from mlx_qlayers.tuning.families import FAMILIES
-from mlx_qlayers.tuning.judge import Times, judge_of
-from mlx_qlayers.tuning.lookup import heuristics_alone
+from mlx_qlayers.tuning.problems import Target, problems_of_model
 from mlx_qlayers.tuning.search import Trial, beam_search
-from mlx_qlayers.tuning.several import processes, tune_all
-from mlx_qlayers.tuning.shapes import Target, problems_of_model
-from mlx_qlayers.tuning.store import device_name
-from mlx_qlayers.tuning.tune import NOISE, fastest, finalists
-from mlx_qlayers.tuning.workers import Ended, Place, Workers
+from mlx_qlayers.tuning.store import listed, save
+from mlx_qlayers.tuning.tune import NOISE, fastest, finalists, tune_all
 
-_FEW = FAMILIES["qmv"]
 # The outputs of attention and of the MLP, which share kernels, and the head. All take one row.
 EXHAUSTIVE = tuple(
-    Target(_FEW, _FEW.asked(1, n, k, mx.bfloat16, Format(64, 4), kind))
+    Target(FAMILIES["qmv"], QmvProblem(1, n, k, mx.bfloat16, Format(64, 4), kind))
     for n, k, kind in ((3584, 3584, "residual"), (3584, 18944, "residual"), (152064, 3584, ""))
 )
 # Of all that was measured, so many are measured again beside the beam's finalists: what looked best
@@ -118,7 +115,7 @@ def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
         if name == "after":
             seconds = decode(again, [PROMPT], tokens)
         else:
-            with heuristics_alone():
+            with heuristics_only():
                 seconds = decode(stock if name == "stock" else model, [PROMPT], tokens)
         print(f"    {name}: {tokens / seconds:.1f} tokens/s", flush=True)
         if i >= len(times):  # in the first round kernels are built
@@ -130,145 +127,82 @@ def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
     print()
 
 
-@dataclass
-class Sweep:
-    """A job: measure configurations of several problems, those of one configuration together."""
-
-    targets: Sequence[Target]
-    configs: list[Any]
-    end: float
-
-
-@dataclass(frozen=True)
-class Final:
-    """A job: measure configurations side by side.
-
-    Attributes:
-        target: the family and the problem.
-        configs: the beam's finalists, of which the first is the heuristic's choice, and others.
-        finalists: how many of them are finalists.
-        tried: how many the beam tried.
-    """
-
-    target: Target
-    configs: list[Any]
-    finalists: int
-    tried: int
-
-
-def work(job: Sweep | Final, place: Place) -> None:
-    """Do a job in a process of its own."""
-    if isinstance(job, Final):
-        judge = judge_of(*job.target)
-        for config in job.configs:  # so that all are built
-            judge.attempt(config, place.turn())
-        with place.turn():
-            place.send(judge.compared(job.configs, paths=False)[0])
-        return
-    place.send("begun")
-    judges = [judge_of(*target) for target in job.targets]
-    place.send("ready")
-    for config in job.configs:
-        for i, judge in enumerate(judges):
-            if time.monotonic() > job.end:
-                return
-            trial = judge.attempt(config, place.turn())
-            place.send((i, trial, judge.noise))
-
-
 def exhaustive(limit: float, beam: int, path: Path) -> None:
     """Every configuration of some problems, and the beam held against the best."""
-    family, problem = EXHAUSTIVE[0]
-    heuristic = family.heuristic(problem, judge_device())
-    configs = family.all(problem, heuristic)
+    first = EXHAUSTIVE[0]
+    heuristic = first.problem.heuristic(backend())
+    configs = first.family.all(first.problem, heuristic)
     random.Random(0).shuffle(configs)
     configs = list(dict.fromkeys([heuristic, *configs]))
+    evaluators = [Evaluator(*target) for target in EXHAUSTIVE]
     found: list[dict[Any, Trial[Any]]] = [{} for _ in EXHAUSTIVE]
-    noise = [0.0 for _ in EXHAUSTIVE]
-    count, written = processes(None), time.monotonic()
-    end = written + limit
-    jobs = [Sweep(EXHAUSTIVE, configs[i::count], end) for i in range(count)]
-    with Workers(count, work, measures=True) as workers:
-        for _, message in workers.messages(jobs):
-            if isinstance(message, Ended | str):
-                print(f"    {time.monotonic() - end + limit:.1f} s: {message}", flush=True)
-                continue
-            i, trial, deviation = message
-            found[i][trial.config] = trial
-            noise[i] = noise[i] or deviation
-            if time.monotonic() > written + 3:
-                written = time.monotonic()
-                replace(path, _written(found))
+    end = time.monotonic() + limit
+    for config in configs:  # of the problems, which share kernels, one after the other
+        for evaluator, trials in zip(evaluators, found, strict=True):
+            if time.monotonic() < end and not evaluator.lost:
+                trials[config] = evaluator.attempt(config)
+                if problem := trials[config].problem:
+                    print(f"    {config}: {problem[:200]}", flush=True)
         replace(path, _written(found))
-        print(f"measured {[len(trials) for trials in found]} of {len(configs)}; microseconds")
-        columns = {"heuristic": 12, "best": 12, "beam": 12, "heuristic/best": 14, "beam/best": 9}
-        table = Table({"problem": 60, "all": 5, **columns, "tried": 5, "launches": 8})
-        table.print_header()
-        finals = [_final(*each, beam) for each in zip(EXHAUSTIVE, found, noise, strict=True)]
-        for job, message in workers.messages(finals):
-            if isinstance(message, Ended):
-                print(message, flush=True)
-                continue
-            _compared(table, job, message, len(found[EXHAUSTIVE.index(job.target)]))
-        print(f"\nwrote {path}\n")
+    print(f"measured {[len(trials) for trials in found]} of {len(configs)}; microseconds")
+    columns = {"heuristic": 12, "best": 12, "beam": 12, "heuristic/best": 14, "beam/best": 9}
+    table = Table({"problem": 60, "all": 5, **columns, "tried": 5, "launches": 8})
+    table.print_header()
+    for evaluator, trials in zip(evaluators, found, strict=True):
+        _compared(table, evaluator, trials, beam)
+    print(f"\nwrote {path}\n")
 
 
-def judge_device() -> str:
-    """The backend of this machine's GPU."""
-    return "metal" if mx.metal.is_available() else "cuda"
+def _compared(
+    table: Table, evaluator: Evaluator[Any, Any], known: dict[Any, Trial[Any]], beam: int
+) -> None:
+    """A row: what the tuner would take if it found what is known, beside the best of that.
 
-
-def _final(target: Target, known: dict[Any, Trial[Any]], noise: float, beam: int) -> Final:
-    """What the tuner would measure last if it found what is known, and the best of that."""
-    family, problem = target
-    heuristic = family.heuristic(problem, judge_device())
+    Its finalists and the best of all are measured once more, side by side.
+    """
+    family, problem = evaluator.family, evaluator.problem
+    heuristic = problem.heuristic(backend())
     asked: list[Any] = []
 
-    def attempt(configs: Sequence[Any]) -> list[Trial[Any]]:
-        asked.extend(configs)
-        return [known[config] for config in configs if config in known]
+    def attempt(config: Any) -> Trial[Any] | None:
+        asked.append(config)
+        return known.get(config)
 
     trials = beam_search(
         [],
-        [heuristic, *family.others(problem, judge_device())],
+        [heuristic, *family.others(problem, backend())],
         partial(family.near, problem=problem),
         attempt,
         width=beam,
-        noise=max(NOISE, noise),
+        noise=max(NOISE, evaluator.noise),
     )
     last = finalists(heuristic, trials)
     best = sorted(known.values(), key=lambda trial: trial.seconds)[:_BEST]
     configs = list(dict.fromkeys([*last, *(trial.config for trial in best)]))
-    return Final(target, configs, len(last), len(asked))
-
-
-def _compared(table: Table, job: Final, times: list[Times], count: int) -> None:
-    """A row: the tuner's verdict on its finalists beside the best of all that was measured."""
-    heuristic, beam = times[0].cold, times[fastest(times[: job.finalists])].cold
-    best = min((found.cold for found in times), key=lambda sample: sample.median)
+    times, _ = evaluator.compared(configs, paths=False)
+    untuned, taken = times[0].cold, times[fastest(times[: len(last)])].cold
+    least = min((found.cold for found in times), key=lambda sample: sample.median)
     table.add(
         **{
-            "problem": job.target.key,
-            "all": count,
-            "heuristic": heuristic.scaled(1e6),
-            "best": best.scaled(1e6),
-            "beam": beam.scaled(1e6),
-            "heuristic/best": heuristic.median / best.median,
-            "beam/best": beam.median / best.median,
-            "tried": job.tried,
-            "launches": job.tried / max(1, count),
+            "problem": problem.key,
+            "all": len(known),
+            "heuristic": untuned.scaled(1e6),
+            "best": least.scaled(1e6),
+            "beam": taken.scaled(1e6),
+            "heuristic/best": untuned.median / least.median,
+            "beam/best": taken.median / least.median,
+            "tried": len(asked),
+            "launches": len(asked) / max(1, len(known)),
         }
     )
-    for config, found in zip(job.configs, times, strict=True):
+    for config, found in zip(configs, times, strict=True):
         print(f"    {config}: cold {found.cold.scaled(1e6)}, warm {found.warm.scaled(1e6)}")
 
 
 def _written(found: Sequence[dict[Any, Trial[Any]]]) -> dict[str, Any]:
     problems = [
         {
-            "family": target.family.name,
-            "shape": target.problem.shape,
-            "form": target.problem.form,
+            "problem": target.key,
             "trials": [[asdict(t.config), t.seconds] for t in trials.values() if not t.problem],
         }
         for target, trials in zip(EXHAUSTIVE, found, strict=True)
@@ -292,17 +226,18 @@ def main() -> None:
     parser.add_argument("--exhaustive", type=float, metavar="S", help="seconds to measure all")
     parser.add_argument("--measured", type=Path, default=measured, help="where that is written")
     parser.add_argument("--verbose", action="store_true", help="print a line for each trial")
-    parser.add_argument("--ship", type=Path, metavar="FILE", help="copy what was found there")
+    parser.add_argument("--ship", type=Path, metavar="FOLDER", help="add what was found there")
     add_output(parser)
     args = parser.parse_args()
     print_facts()
+    if not args.decode:  # which graphs make faster; MLX reads this when it first uses a GPU
+        os.environ.update(IN_ORDER)
     with output(args, "tuning"):
         measure_all(args)
 
 
 def measure_all(args: argparse.Namespace) -> None:
     """What the arguments ask for."""
-    # Not at the top: the tuner's processes import this file, and mlx-lm takes them seconds.
     from bench_decode import QWEN2_7B, TINY, build
 
     if args.tune or args.decode:
@@ -312,7 +247,7 @@ def measure_all(args: argparse.Namespace) -> None:
         if args.tune:
             tuned(model, args)
         if args.ship is not None:
-            shutil.copy(cache_folder() / "tuning" / f"{device_name()}.json", args.ship)
+            save(device_name(), listed(device_name()).get(device_name(), {}), args.ship)
         if args.decode:
             decoded(stock, model, args.tokens, args.repeats)
     if args.exhaustive:

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_qlayers.commands.info import backends, device, versions
-from mlx_qlayers.tuning.timing import Sample, arrays, measure, significant, turns
+from mlx_qlayers.tuning.timing import Sample, significant, turns
 
 __all__ = [
     "RESULTS",
@@ -218,3 +220,50 @@ def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def _write_json(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps({"machine": facts(), "rows": rows}, indent=1) + "\n")
+
+
+def measure(
+    contenders: Mapping[str, Callable[[], Any]],
+    *,
+    repeats: int = 10,
+    warmup: int = 1,
+    least: float = 0.02,
+) -> dict[str, Sample]:
+    """Time functions against each other.
+
+    What a function returns is evaluated. A fast one is called several times a measurement, one
+    call queued behind the other as in a running model, so that each measurement takes at least
+    ``least`` seconds and neither the clock nor the wait for the device matters.
+
+    Args:
+        contenders: the functions by name.
+        repeats: measurements of each.
+        warmup: calls of each before the first measurement, besides one that finds its pace.
+        least: the shortest measurement in seconds.
+
+    Returns:
+        Seconds a call by name.
+    """
+    calls = {}
+    for name, function in contenders.items():
+        pace = min(_seconds(function, 1) for _ in range(warmup + 1))
+        calls[name] = max(1, round(least / pace))
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for name in turns(contenders, repeats):
+        times[name].append(_seconds(contenders[name], calls[name]))
+    return {name: Sample.of(values) for name, values in times.items()}
+
+
+def arrays(result: Any) -> list[mx.array]:
+    """The arrays of whatever a function returned."""
+    flat: Any = tree_flatten(result)
+    return [array for _, array in flat if isinstance(array, mx.array)]
+
+
+def _seconds(function: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls - 1):
+        mx.async_eval(*arrays(function()))
+    mx.eval(*arrays(function()))
+    mx.synchronize()
+    return (time.perf_counter() - start) / calls

@@ -11,28 +11,35 @@ import time
 from itertools import islice
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.conversion.loading import load_stock
-from mlx_qlayers.tuning import several, store
-from mlx_qlayers.tuning.shapes import problems_of_model
+from mlx_qlayers.dispatch import entries
+from mlx_qlayers.dispatch.entries import device_name
+from mlx_qlayers.formats import Format
+from mlx_qlayers.tuning import problems, store, tune
+from mlx_qlayers.tuning.problems import problems_of, problems_of_model
+from mlx_qlayers.tuning.tune import DeviceLost
 
-M1 = "applegpu_g13s"
-ARGUMENTS = ["tune", "--machine", M1, "--beam", "1", "--prompt-tokens", "20"]
+ARGUMENTS = ["tune", "--beam", "1", "--prompt-tokens", "20"]
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "cache_folder", lambda: tmp_path)
-    store.forget()
+    monkeypatch.setattr(entries, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    entries.advance_epoch()
     yield tmp_path / "tuning"
-    store.forget()
+    monkeypatch.undo()
+    entries.advance_epoch()
 
 
-def test_the_shapes_are_those_that_the_model_has():
+def test_the_shapes_are_those_that_the_model_has(monkeypatch):
+    monkeypatch.setattr(problems, "backend", lambda: "metal")
     loaded = load_stock(str(shipped_model()))
     convert_model(loaded.model, config=loaded.quantization)
     keys = [target.key for target in problems_of_model(loaded.model, prompt=20)]
@@ -44,14 +51,23 @@ def test_the_shapes_are_those_that_the_model_has():
     decoding = [f"{few}{shape} {form}{kind}" for shape, kind in shapes.items()]
     decoding.insert(1, "attention_decode 2x3x32x64x64 bfloat16 bits-0")
     assert keys[: len(decoding)] == decoding and len(set(keys)) == len(keys)
-    # Twenty rows fall into the bucket of 32; o is not fused with anything.
-    assert f"qmm 32x384x384 {form}" in keys
+
+
+def test_problems_that_share_results_count_once_and_others_not_at_all(monkeypatch):
+    rest = 384, 384, mx.bfloat16, Format(64, 4), True
+    asked = [("qmm", (rows, *rest)) for rows in (20, 32, 33)]
+    decode = "attention_decode", (mx.bfloat16, 3, 64, 64, 0, 2, 20)
+    for backend, keys in (("metal", ["32x384x384", "64x384x384", "2x3x32x64x64"]), ("host", [])):
+        monkeypatch.setattr(problems, "backend", lambda backend=backend: backend)
+        found = [target.key.split()[1] for target in problems_of([*asked, decode])]
+        # A CPU configures decoding by options of its own.
+        assert found == (keys or ["32x384x384", "64x384x384"])
 
 
 def test_it_prints_a_table_and_stores_and_lists_and_clears(capsys, monkeypatch):
     # As when the budget ends early.
-    tune_all = several.tune_all
-    monkeypatch.setattr(several, "tune_all", lambda *a, **o: islice(tune_all(*a, **o), 2))
+    tune_all = tune.tune_all
+    monkeypatch.setattr(tune, "tune_all", lambda *a, **o: islice(tune_all(*a, **o), 2))
     assert main([*ARGUMENTS, "--budget", "2"]) == 0
     out, err = capsys.readouterr()
     header, first, *_ = out.splitlines()
@@ -60,7 +76,7 @@ def test_it_prints_a_table_and_stores_and_lists_and_clears(capsys, monkeypatch):
     assert "were not tuned" in err
     assert main(["tune", "--list"]) == 0
     assert "qmv 1x640x384" in capsys.readouterr().out
-    kept = len(store.listed()[M1])
+    kept = len(store.listed()[device_name()])
     assert main(["tune", "--clear"]) == 0 and not store.listed()
     assert capsys.readouterr().out == f"{kept} results deleted\n"
     assert main(["tune", "--list"]) == 0
@@ -68,21 +84,30 @@ def test_it_prints_a_table_and_stores_and_lists_and_clears(capsys, monkeypatch):
 
 
 def test_an_interrupt_keeps_what_was_found(monkeypatch, capsys, folder):
-    def interrupted(*args, progress, **options):
-        def count(trial):
-            trials.append(trial)
-            progress(trial)
-            if len(trials) == 6:
-                raise KeyboardInterrupt
+    shown = []
 
-        return tune(*args, progress=count, **options)
+    def interrupt(self, target, gain):
+        shown.append(gain)
+        if len(shown) == 3:
+            raise KeyboardInterrupt
 
-    trials, tune = [], several.tune
-    monkeypatch.setattr(several, "tune", interrupted)
-    monkeypatch.setattr(several, "processes", lambda machine: 1)
+    monkeypatch.setattr("mlx_qlayers.commands.tune._Bar.show", interrupt)
     assert main([*ARGUMENTS, "--budget", "600"]) == 0
     assert "interrupted" in capsys.readouterr().err
-    assert len(json.loads((folder / f"{M1}.json").read_text())["entries"]) >= 1
+    (entry,) = json.loads((folder / f"{device_name()}.json").read_text())["entries"].values()
+    assert entry["tried"] == 3 and entry["path"] == "uncompared"
+
+
+def test_a_kernel_that_hangs_ends_the_process_with_what_was_found(monkeypatch, capsys):
+    def lost(*args, **options):
+        raise DeviceLost("qmv: no result within 20 s")
+        yield
+
+    ended = []
+    monkeypatch.setattr(tune, "tune_all", lost)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    main([*ARGUMENTS, "--budget", "1"])
+    assert ended == [1] and "no result" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -91,7 +116,7 @@ def test_two_commands_at_once_and_one_that_is_killed(tmp_path):
     environment = os.environ | {"MLX_QLAYERS_CACHE_DIR": str(tmp_path)}
     others = [command, [*command, "--batch", "2"], [*command, "--batch", "3"]]
     processes = [subprocess.Popen(c, env=environment, stdout=subprocess.DEVNULL) for c in others]
-    path = Path(tmp_path, "tuning", f"{M1}.json")
+    path = Path(tmp_path, "tuning", f"{device_name()}.json")
     end = time.monotonic() + 120
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.2)

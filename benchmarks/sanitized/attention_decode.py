@@ -7,8 +7,9 @@ from functools import partial
 
 import mlx.core as mx
 
+from mlx_qlayers.dispatch.measurements import configure
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.attention.decode import Decode, attention_decode, configure
+from mlx_qlayers.metal.attention.decode import Decode, attention_decode, question
 from mlx_qlayers.runtime.backend import backend
 from tests.metal.attention.test_decode import DTYPES, EXTRAS, MASKS, SHAPES, WIDTHS, check, make
 from tests.packed import dequantize64
@@ -52,7 +53,7 @@ def run(
         bits, group = packing
         caches = [tuple(mx.quantize(a, group, bits)) for a in caches]
         exact = [(dequantize64(*a, Format(group, bits)),) for a in caches]
-    config = configure(backend(), q, *caches)
+    config = configure("attention_decode", backend(), *question(q, *caches))
     if isinstance(config, Decode):
         config = replace(config, most=stretches)
     check(attention_decode(q, *caches, **options, config=config), (q, *exact), options)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from .arguments import add_model, positive
 
 if TYPE_CHECKING:
-    from ..tuning.shapes import Target
+    from ..tuning.problems import Target
     from ..tuning.tune import Tuned
 
 
@@ -17,13 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "--model", required=False)
     parser.add_argument("--budget", type=positive, default=60, help="seconds to spend at most")
     parser.add_argument("--beam", type=positive, default=4, help="configurations to follow")
-    parser.add_argument("--prompt-tokens", type=positive, default=512, help="of the traced prefill")
+    parser.add_argument("--prompt-tokens", type=positive, default=512, help="of the prefill")
     parser.add_argument("--batch", type=positive, default=1, help="sequences side by side")
-    parser.add_argument(
-        "--machine",
-        metavar="NAME",
-        help="do not measure: compute costs for a GPU, such as applegpu_g13s, by the cost model",
-    )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--list", action="store_true", help="print what is stored")
     group.add_argument("--clear", action="store_true", help="delete what is stored")
@@ -57,8 +53,11 @@ def _list() -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    from ..tuning.several import tune_all
+    from ..tuning.evaluator import IN_ORDER
+    from ..tuning.tune import DeviceLost, tune_all
 
+    os.environ.update(IN_ORDER)  # read by MLX when it first uses a GPU
+    lost: DeviceLost | None = None
     done: list[tuple[Target, Tuned[Any]]] = []
     problems = _problems(args)
     with _Bar(args.budget) as bar:
@@ -67,16 +66,21 @@ def _tune(args: argparse.Namespace) -> None:
                 problems,
                 beam=args.beam,
                 budget_s=args.budget,
-                machine=args.machine,
                 progress=bar.show,
             ):
                 done.append((target, tuned))
         except KeyboardInterrupt:
             print("interrupted; what was found is kept", file=sys.stderr)
+        except DeviceLost as error:
+            lost = error
     if done:
         _report(done)
     if len(done) < len(problems):
         print(f"{len(problems) - len(done)} of {len(problems)} were not tuned", file=sys.stderr)
+    if lost is not None:
+        print(f"mlx-qlayers: {lost}; what was found is kept", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)  # a normal end would wait for the kernel that hangs
 
 
 class _Bar:
@@ -108,7 +112,7 @@ class _Bar:
 def _problems(args: argparse.Namespace) -> list[Target]:
     from ..conversion.loading import load_stock
     from ..convert import convert_model
-    from ..tuning.shapes import problems_of_model
+    from ..tuning.problems import problems_of_model
     from .demo import shipped_model
 
     path = args.model or shipped_model()

@@ -7,12 +7,12 @@ from typing import Any, TypeGuard
 
 import mlx.core as mx
 
+from ..dispatch.entries import on_change
 from ..metal.attention.forward import Scores
 from ..reference import attention as reference
 from ..reference.attention import Packed
 from ..runtime.backend import requested
 from ..runtime.legacy import on_request
-from ..tuning.store import on_change
 from . import attention_decode, attention_tiled
 from .attention_stock import alone
 from .differentiable import bare_threads, gradients_are_left_out

@@ -7,19 +7,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..metal.attention.decode import BITS, MAX_QUERIES, MAX_WIDTH, Prepared, configure, question
+from ..dispatch.measurements import configure, decided, found, threshold
+from ..metal.attention.decode import BITS, MAX_QUERIES, MAX_WIDTH, Prepared, question
 from ..metal.attention.forward import Scores
 from ..reference import attention as reference
 from ..reference.attention import Packed
 from ..runtime.backend import backend, requested
 from ..runtime.legacy import Note, count, decide
-from ..tuning.lookup import decided, found
 from . import attention_tiled
 from .differentiable import gradients_are_left_out, with_gradient_of
 
-# Numbers in the keys from which the kernel makes up for its launches on CUDA, which take Python
-# longer than the stock operator's.
-_WORTH_LAUNCHES = 1 << 27
 _BACKENDS = ("metal", "cuda", "host")
 
 
@@ -57,7 +54,8 @@ class Attention:
         self._scores = scores
         self._mask = None if isinstance(mask, mx.array) or q.shape[2] == 1 else mask
         best = found("attention_decode", *question(q, k, v))
-        by, self.unless = decided(best, "few queries", _why_stock(q, parts[1], self._packed, mask))
+        unless = _why_stock(q, parts[1], self._packed, mask)
+        by, self.unless, _ = decided(best, "few queries", unless)
         self._by = by if best else ""
         self._host_gain = _host_gain(q, parts[1].shape[2])
         self._operators: dict[str, Callable[..., Any]] = {}
@@ -82,7 +80,8 @@ class Attention:
             q, k, v = self._cast(q), self._cast(k), self._cast(v)
         if (operator := self._operators.get(path)) is None:
             given = self._arguments(q, k, v, mask, sinks)
-            prepared = Prepared(configure(path, q, k, v), *given)
+            config = configure("attention_decode", path, *question(q, k, v))
+            prepared = Prepared(config, *given)
             operator = with_gradient_of(self._differentiable, lambda *given: [prepared(*given)])
             self._operators[path] = operator
         out: mx.array = operator(q, k, v, mask, sinks)[0]
@@ -138,16 +137,20 @@ def _why_stock(
     batch, kv_heads, length, _ = keys.shape
     if device != "cuda" or packed or isinstance(mask, mx.array) or gradients_are_left_out():
         return None
-    if batch * kv_heads * length * q.shape[3] < _WORTH_LAUNCHES:
+    least = threshold("attention_decode_min_elements", device=device)
+    if batch * kv_heads * length * q.shape[3] < least:
         return "on CUDA the stock operator is launched faster, and the cache is short"
     return None
 
 
 def _host_gain(q: mx.array, keys: int) -> float:
-    """How many times as fast as the reference the kernel is on a CPU.
-
-    By the million of multiply-adds, as `benchmarks/bench_attention.py --decode` measured on two
-    cores; what either costs without any is the launch.
-    """
+    """How many times as fast as the reference the kernel is on a CPU: by launch and work."""
     work = q.size * keys * 2e-6
-    return (0.06 + 0.42 * work) / (0.09 + 0.13 * work)
+    stock, kernel = (
+        launch + each * work
+        for launch, each in (
+            threshold("attention_decode_cost", path, device="host")
+            for path in ("reference", "kernel")
+        )
+    )
+    return float(stock / kernel)

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..dispatch.measurements import configure, threshold
 from ..metal.attention import step as kernels
 from ..metal.attention.step import Rotation
 from ..reference import attention_step as reference
@@ -20,8 +21,6 @@ _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _MAX_WIDTH = 256
 # Numbers in `places` at least: MLX passes fewer in another address space.
 MIN_PLACES = 8
-# Keys of a buffer up to which all heads of a group may well read them one by one.
-MOST_KEYS = 8192
 
 
 def attention_step(
@@ -97,9 +96,10 @@ def why_not(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> str |
     """
     if not _covers(k_shape, v_width, rotation):
         return "no kernel for these shapes"
-    if (device := backend()) != "cuda":
-        return f"it was not measured on {device}"
-    return f"more than {MOST_KEYS} keys" if k_shape[2] > MOST_KEYS else None
+    most = threshold("attention_step_max_keys", device=backend())
+    if most is None:
+        return f"it was not measured on {backend()}"
+    return f"more than {most} keys" if k_shape[2] > most else None
 
 
 def _covers(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> bool:
@@ -125,7 +125,8 @@ def _function(path: str, scale: float, rotation: Rotation) -> Any:
     def launch(*given: Any) -> list[mx.array]:
         *arrays, freqs, mask = given
         q, k_buffer, v_buffer = arrays[0], arrays[3], arrays[4]
-        config = kernels.configure(path, *kernels.question(q, k_buffer, v_buffer.shape[3]))
+        question = kernels.question(q, k_buffer, v_buffer.shape[3])
+        config = configure("attention_step", path, *question)
         return kernels.attention_step(
             *arrays, scale=scale, rotation=rotation, freqs=freqs, mask=mask, config=config
         )

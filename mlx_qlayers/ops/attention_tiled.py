@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from ..dispatch.measurements import configure, threshold
 from ..metal.attention import backward as backward
 from ..metal.attention.forward import FAR, Arrays, Call, Scores, attention_forward
 from ..metal.attention.layout import WIDEST
@@ -18,20 +19,10 @@ from ..runtime.legacy import Note, count, decide
 from .differentiable import gradients_are_left_out
 
 BACKENDS = ("metal", "cuda", "host")
-# Forward, on two cores, as benchmarks/bench_attention_tiles.py measures it; with gradients 0.25.
-HOST_GAIN = 0.4
 # The exponent of a hidden score must be finite: see LOWEST in attention_tile.metal.
 _MAX_SCALE = 1e7
 # Queries that would leave most of a tile empty.
 _FEW = 8
-# Keys, and multiplications in one product, up to which launches are most of a call's time.
-_SHORT, _LITTLE = 512, 1 << 29
-# Scores below which stock is done before Python has launched the kernels and those of the gradient:
-# 32 heads with 256 queries and gradients took 122 microseconds by kernel, 83 by stock.
-_WORTH_A_CALL = 1 << 24
-# Wider heads are unfused by stock on CUDA; sizes of keys and values that were measured slower.
-_WIDEST_OF_CUDNN = 128
-_WITHOUT_CUDNN = ((192, 128), (256, 256))
 
 
 def lacking(q: mx.array, k: mx.array | Packed, v: mx.array | Packed, scale: float) -> str | None:
@@ -78,9 +69,8 @@ class Attention:
         self, q: mx.array, k: Any, v: Any, mask: mx.array | None, sinks: mx.array | None
     ) -> mx.array:
         if self._settled is None:
-            self._settled = decide(
-                "attention", self._backends, unless=self.unless, host_gain=HOST_GAIN
-            )
+            gain = threshold("attention_forward_gain", device="host")
+            self._settled = decide("attention", self._backends, unless=self.unless, host_gain=gain)
         count(self._settled)
         if self._settled[1] != "ops":
             if self._kernels is None:
@@ -115,17 +105,20 @@ def stock_is_better(
     if q.dtype == mx.float32:
         return "on CUDA the stock operator is faster in float32, with gradients"
     sizes = q.shape[3], v.shape[3]
-    if max(sizes) > _WIDEST_OF_CUDNN:
-        known = sizes in _WITHOUT_CUDNN
+    if max(sizes) > threshold("attention_forward_widest", device="cuda"):
+        known = sizes in threshold("attention_forward_wide_heads", device="cuda")
         return None if known else "heads of these sizes were not measured on CUDA"
     pairs, keys = prod(q.shape[:3]) * v.shape[2], v.shape[2]
     narrow = scores.window is not None and 2 * scores.window <= keys
     if gradients_are_left_out():
         # Launches that are traced ahead, of which stock's take longer.
         work = pairs // (1 + scores.causal) * sum(sizes)
-        better = narrow or (keys <= _SHORT and work <= _LITTLE)
+        short, little = (
+            threshold("attention_forward_short", which, device="cuda") for which in ("keys", "work")
+        )
+        better = narrow or (keys <= short and work <= little)
     else:
-        better = narrow and pairs >= _WORTH_A_CALL
+        better = narrow and pairs >= threshold("attention_forward_min_scores", device="cuda")
     if better or scores.softcap is not None:
         return None
     return "on CUDA the stock operator was measured faster, with gradients too"
@@ -152,6 +145,7 @@ class Kernels:
         self._dtype = mx.result_type(*dense)
         q, k, v = (a.astype(self._dtype) for a in dense)
         self._call = Call(Arrays(q, k, v, mask, sinks), scores)
+        self._layout = configure("attention_forward", backend(), *self._call.question())
         self._masked, self._sinks = mask is not None, sinks is not None
         self._added = mask is not None and mask.dtype != mx.bool_
         self._operator = self._differentiable([])
@@ -168,7 +162,7 @@ class Kernels:
         arrays = [a if a.dtype == self._dtype else a.astype(self._dtype) for a in dense]
         given = [*arrays, *(a for a in (mask, sinks) if a is not None)]
         if gradients_are_left_out():
-            return attention_forward(self._call, self._named(given))[0]
+            return attention_forward(self._call, self._named(given), self._layout)[0]
         operator = self._operator
         if mask is not None and self._added:
             left: list[mx.array] = []
@@ -183,11 +177,11 @@ class Kernels:
 
     def _differentiable(self, left: list[mx.array]) -> Callable[..., Any]:
         """The operator; its gradient puts into ``left`` what that of an additive mask needs."""
-        call = self._call
+        call, layout = self._call, self._layout
 
         @mx.custom_function
         def operator(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-            return attention_forward(call, self._named(arrays))
+            return attention_forward(call, self._named(arrays), layout)
 
         @operator.vjp
         def _(

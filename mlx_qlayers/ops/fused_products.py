@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch.measurements import configure, decided, found, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmv import (
@@ -20,12 +21,10 @@ from ..metal.quantized_matmul.qmv import (
     PackedMatrix,
     QmvArrays,
     qmv,
-    qmv_config,
     takes_deferred_norm,
 )
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
-from ..tuning.lookup import decided, found
 from .quantized_matmul import quantized_matmul
 from .quantized_route import DENSE, QMV, dense_is_worse, host_gain, is_qmv, stock_is_better
 
@@ -36,13 +35,6 @@ _ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "gelu": nn.gelu,
     "gelu_approx": nn.gelu_approx,
 }
-
-# Where a launch of its own for the norm was measured to be faster than to fold it into the product,
-# and whether that of products with a gate.
-_NORM_FIRST = (("cuda", False), ("cuda", True))
-# Where a norm handed on from product to product makes a token faster. On an H200 the kernels of a
-# token of Qwen2-7B's shape took 2.36 ms with launches for the norms, and 2.12 ms that way.
-_DEFERS_NORM: tuple[str, ...] = ("cuda",)
 
 
 def fused_products(
@@ -111,7 +103,7 @@ def defers_norm(x: mx.array | Spec) -> bool:
 
     Where they take one otherwise. In float16 a number times a weight may be out of range.
     """
-    return backend() in _DEFERS_NORM and is_qmv(x) and x.dtype == mx.bfloat16
+    return bool(threshold("defers_norm", device=backend())) and is_qmv(x) and x.dtype == mx.bfloat16
 
 
 def _plan(
@@ -133,18 +125,19 @@ def _plan(
     # More rows than qmv takes are one dense product.
     dense = rows > MAX_QMV_ROWS
     kind = _kind(matrices, epsilon is not None and tile_squares is None, gate, residual)
-    by, unless = DENSE if dense else QMV, lacking
+    by, unless, evidence = DENSE if dense else QMV, lacking, "rule"
     if dense and not lacking:
-        unless = dense_is_worse(rows, n, x, fmt)
+        unless, evidence = dense_is_worse(rows, n, x, fmt)
     elif not lacking:
         best = found("qmv", rows, n, x.shape[-1], x.dtype, fmt, kind)
-        by, unless = decided(best, QMV, stock_is_better(x.dtype))
+        by, unless, evidence = decided(best, QMV, stock_is_better(x.dtype))
     choice = choose(
         "fused_products",
         () if lacking else KERNELS,
         unless=unless,
         host_gain=None if lacking or dense else host_gain(rows, fmt),
         by=by,
+        evidence=evidence,
     )
     if choice.path == "ops":
         return Plan(choice, composed)
@@ -152,7 +145,7 @@ def _plan(
         run = _dense(x, matrices, fmt, epsilon, gate)
     else:
         specs = QmvArrays(*arrays)
-        config = qmv_config(choice.path, rows, n, x.shape[-1], x.dtype, fmt, kind)
+        config = configure("qmv", choice.path, rows, n, x.shape[-1], x.dtype, fmt, kind)
         run = _vector(specs, fmt, config, epsilon, gate, choice.path)
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
@@ -161,7 +154,8 @@ FUSED_PRODUCTS = Operation("fused_products", _plan)
 
 
 def _norm_first(device: str, gate: Gate | None) -> bool:
-    return (device, gate is not None) in _NORM_FIRST
+    """Whether a launch of its own for the norm is faster than to fold it into the product."""
+    return bool(threshold("norm_first", "gate" if gate else "plain", device=device))
 
 
 def _kind(matrices: list[PackedMatrix], norm: bool, gate: Gate | None, residual: Any) -> str:

@@ -6,6 +6,7 @@ from math import prod
 
 import mlx.core as mx
 
+from ..dispatch.measurements import gain, threshold
 from ..formats import Format
 from ..reference.gather_qmm import gather_qmm as reference
 from ..runtime.backend import backend, requested
@@ -13,23 +14,6 @@ from ..runtime.legacy import choose
 from .gathered import Gathered
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-# How many times as fast as the reference the host kernels are, for 8, 64 and 512 rows among 32
-# matrices; transposed, then plain. Measured by `benchmarks/bench_gather_qmm.py --host`.
-_HOST_GAIN = {
-    ("affine", 1): ((3.7, 15.2, 26.3), (3.0, 4.5, 9.0)),
-    ("affine", 2): ((4.8, 7.0, 18.0), (1.8, 3.2, 8.3)),
-    ("affine", 3): ((2.5, 5.3, 18.2), (2.8, 8.2, 32.0)),
-    ("affine", 4): ((3.5, 10.6, 22.5), (1.0, 1.5, 3.8)),
-    ("affine", 5): ((3.4, 4.1, 23.0), (2.2, 14.1, 32.5)),
-    ("affine", 6): ((3.2, 3.7, 19.1), (1.5, 2.3, 5.8)),
-    ("affine", 8): ((2.6, 3.8, 16.6), (0.7, 1.1, 2.6)),
-    ("mxfp4", 4): ((1.1, 1.8, 3.7), (1.1, 2.8, 9.1)),
-    ("mxfp8", 8): ((5.0, 8.9, 29.1), (2.3, 4.6, 30.6)),
-    ("nvfp4", 4): ((0.5, 1.6, 4.4), (0.5, 1.2, 5.8)),
-}
-_GAIN_FROM_ROWS = (512, 64, 0)
-# The first plain and transposed, the others transposed.
-_TESTED_ON_CUDA = (("affine", 4), ("affine", 3), ("affine", 8), ("mxfp4", 4))
 
 
 def gather_qmm(
@@ -96,7 +80,9 @@ def gather_qmm(
         if empty
         else _stock_is_better(rows, matrices, sorted_indices)
         or _untested(x.dtype if biases is None else mx.result_type(x, scales), transpose, fmt),
-        host_gain=_host_gain(rows, transpose, fmt),
+        host_gain=gain(
+            "gather_qmm_gain", rows, fmt.mode, fmt.bits, "transposed" if transpose else "plain"
+        ),
         arrays=[a for a in (x, w, scales, biases, lhs_indices, rhs_indices) if a is not None],
     )
     right = _indices(rhs_indices, w.shape[:-2], leading)
@@ -143,24 +129,20 @@ def _stock_is_better(rows: int, matrices: int, in_order: bool) -> str | None:
     """Why ``auto`` leaves this kernel for the stock operator on a GPU."""
     if backend() == "cuda" and not in_order:
         return "the kernel takes 0.5 to 0.9 times the time of stock, and its call the rest"
-    if backend() == "cuda" and rows < 2 * matrices:
+    least = threshold("gather_qmm_rows_per_matrix", device="cuda") * matrices
+    if backend() == "cuda" and rows < least:
         return "the stock operator and its call are as fast with so few rows for each matrix"
     return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
 
 
 def _untested(dtype: mx.Dtype, transpose: bool, fmt: Format) -> str | None:
     """Why ``auto`` does not trust a kernel that was not held against stock on a GPU."""
-    tested = _TESTED_ON_CUDA if transpose else _TESTED_ON_CUDA[:1]
-    if backend() != "cuda" or (dtype == mx.bfloat16 and (fmt.mode, fmt.bits) in tested):
+    if backend() != "cuda":
+        return None
+    tested = threshold("gather_qmm_formats", "transposed" if transpose else "plain", device="cuda")
+    if dtype == mx.bfloat16 and f"{fmt.mode} {fmt.bits}" in tested:
         return None
     return "the kernel was not tested with this dtype and format on a GPU"
-
-
-def _host_gain(rows: int, transpose: bool, fmt: Format) -> float:
-    """The gain at the next smaller number of rows that was measured."""
-    gains = _HOST_GAIN[fmt.mode, fmt.bits][0 if transpose else 1]
-    found = zip(_GAIN_FROM_ROWS, reversed(gains), strict=True)
-    return next(gain for least, gain in found if rows >= least)
 
 
 def _indices(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
-from typing import cast
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import mlx.core as mx
 
+from ..dispatch.measurements import configure, threshold
 from ..metal.grid_sample import launch as kernels
 from ..reference import grid_sample as reference
 from ..reference.grid_sample import Sampling
@@ -18,10 +19,6 @@ MODES = ("bilinear", "nearest", "bicubic")
 PADDING_MODES = ("zeros", "border", "reflection")
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _BACKENDS = ("metal", "cuda", "host")
-# The least on two cores, forward and with gradients, from 4 x 4 pixels of one channel up; most is
-# gained with many channels. Nearest is little work: a small one is faster in plain operators.
-_HOST_GAIN = {"nearest": 1.2, "bilinear": 1.8, "bicubic": 1.8}
-_LITTLE_WORK, _LITTLE_GAIN = 2**20, 0.8
 
 
 def grid_sample(
@@ -75,33 +72,43 @@ def grid_sample(
         host_gain=_host_gain(options.mode, grid.size // grid.shape[-1], x.shape[-1]),
         arrays=(x, grid),
     )
-    return _operator("ops" if empty else path, options)(x, grid)
+    if empty or path == "ops":
+        return _operator("ops", options, None)(x, grid)
+    question = x.shape[-1], x.dtype, options.deterministic, grid.shape[-1]
+    return _operator(path, options, configure("grid_sample", path, *question))(x, grid)
 
 
 def _host_gain(mode: str, points: int, channels: int) -> float:
     """How many times as fast as plain operators the kernel is on a CPU, by measurement."""
-    if mode == "nearest" and points * (channels + 8) < _LITTLE_WORK:
-        return _LITTLE_GAIN
-    return _HOST_GAIN[mode]
+    small = threshold("grid_sample_small", device="host")
+    if mode == "nearest" and points * (channels + 8) < small:
+        mode = "small nearest"  # it is little work, and faster in plain operators
+    return float(threshold("grid_sample_gain", mode, device="host"))
 
 
-@cache
-def _operator(path: str, options: Sampling) -> Callable[..., mx.array]:
+@lru_cache(maxsize=256)
+def _operator(
+    path: str, options: Sampling, config: kernels.GridSampleConfig | None
+) -> Callable[..., mx.array]:
     """The differentiable function for one path and one set of options, made once."""
     if path == "host":
         bound = (kernels.grid_sample, kernels.gradient_x, kernels.gradient_grid)
-        return separate_gradients(*(partial(f, options=options) for f in bound))
-    module = reference if path == "ops" else kernels
+        return separate_gradients(*(partial(f, options=options, config=config) for f in bound))
+    forward: Callable[..., mx.array] = partial(kernels.grid_sample, config=config)
+    vjp: Callable[..., Any] = partial(kernels.grid_sample_vjp, config=config)
+    if path == "ops":
+        forward, vjp = reference.grid_sample, reference.grid_sample_vjp
 
     @mx.custom_function
     def operator(x: mx.array, grid: mx.array) -> mx.array:
-        return module.grid_sample(x, grid, options)
+        return forward(x, grid, options)
 
     @operator.vjp
     def operator_vjp(
         primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array
     ) -> tuple[mx.array, mx.array]:
-        return module.grid_sample_vjp(*primals, cotangent, options)
+        result: tuple[mx.array, mx.array] = vjp(*primals, cotangent, options)
+        return result
 
     return cast(Callable[..., mx.array], operator)
 

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
+from ..dispatch.measurements import threshold
 from ..formats import GLOBAL_UNIT, Format
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
 from ..metal.quantized_matmul.qmv import PackedMatrix
@@ -18,13 +19,6 @@ from ..runtime.spec import Spec
 from .quantized_route import by_reference, product, route
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-
-# How many times as fast as the reference the kernel of the gradients of scales and biases is on a
-# CPU, at least; measured by `benchmarks/bench_gather_qmm.py --gradients`.
-_HOST_GAIN = 2.0
-# Rows up to which it is faster than the stock operators on an H200: 4.9 times with 16 rows, 1.2
-# with 512, 0.9 with 768.
-_UNTIL_ON_CUDA = 640
 
 
 def quantized_matmul(
@@ -182,7 +176,7 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
         "quantized_matmul, gradient of scales and biases",
         () if lacking else KERNELS,
         unless=lacking or _left_to_stock(rows, x.dtype),
-        host_gain=_HOST_GAIN,
+        host_gain=threshold("scales_gradient_gain", device="host"),
     )
 
     def composed(x: mx.array, dy: mx.array, w: mx.array, *packed: mx.array) -> list[mx.array]:
@@ -202,7 +196,8 @@ def _left_to_stock(rows: int, dtype: mx.Dtype) -> str | None:
     if backend() == "metal":
         return "the kernel was not measured on an Apple GPU"
     # In float32 the stock operators multiply in TF32, which is not exact enough.
-    if backend() == "cuda" and rows > _UNTIL_ON_CUDA and dtype != mx.float32:
+    most = threshold("scales_gradient_max_rows", device="cuda")
+    if backend() == "cuda" and rows > most and dtype != mx.float32:
         return "the stock operators, which hold the dense gradient, are faster with so many rows"
     return None
 

@@ -9,50 +9,19 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..dispatch import Choice, choose
+from ..dispatch.measurements import configure, decided, found, gain, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
-from ..metal.quantized_matmul.qmm import WAVE, qmm, qmm_config
+from ..metal.quantized_matmul.qmm import WAVE, qmm
 from ..metal.quantized_matmul.qmv import (
     MAX_QMV_ROWS,
     PackedMatrix,
-    qmv_config,
     single_qmv,
 )
 from ..metal.quantized_matmul.qvm import qvm, qvm_config
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
-from ..tuning.lookup import decided, found
-
-# How many times as fast as the reference the host kernel is, for 1, 2, 4, 8 and 16 rows; measured
-# by `benchmarks/bench_quantized_matmul.py --host`.
-_HOST_GAIN = {
-    ("affine", 1): (5.7, 9.4, 14.3, 15.5, 13.4),
-    ("affine", 2): (4.7, 7.8, 11.6, 15.2, 11.6),
-    ("affine", 3): (3.9, 6.1, 9.4, 13.4, 15.3),
-    ("affine", 4): (4.4, 7.2, 11.1, 14.6, 10.5),
-    ("affine", 5): (4.2, 6.1, 9.8, 13.7, 15.6),
-    ("affine", 6): (3.5, 6.0, 9.3, 13.1, 15.3),
-    ("affine", 8): (4.9, 7.7, 11.4, 14.7, 9.9),
-    ("mxfp4", 4): (0.9, 1.5, 2.3, 3.6, 4.4),
-    ("mxfp8", 8): (4.5, 7.8, 9.9, 9.1, 7.6),
-    ("nvfp4", 4): (0.8, 1.1, 2.0, 2.8, 3.0),
-}
-
-# The least of untransposed products in 2, 4, 5 and 8 bits and small floats, 1 to 1,024 rows.
-_HOST_GAIN_UNTRANSPOSED = 1.4
-
-# Rows up to which tiles are faster than unpacking the matrix for a dense product on an H200, and
-# the same of tiles that share the depth.
-_TILES_UNTIL, _PARTS_UNTIL = 128, 64
-# Elements, once for each 64 rows, below which the stock operator takes no longer there than our
-# two launches. In float32 it takes six times as long for each.
-_SMALL, _SMALL_IN_FLOAT32 = 44 << 20, 4 << 20
-
-# Picoseconds that the stock operator takes on an H200 for each element of a matrix, for 1 to 8 rows
-# (from there on no more), and what a call of the kernel takes there before another can follow.
-_STOCK_ON_CUDA = (0.57, 1.13, 1.7, 2.2, 2.8, 3.3, 3.9, 0.43)
-_CALL_ON_CUDA = 20e6
 
 QMV, QVM, QMM, DENSE = "qmv", "qvm", "qmm", "dequantize and matmul"
 
@@ -81,7 +50,7 @@ def is_dense(x: Spec | mx.array) -> bool:
     """Whether an input has so many rows that several matrices are dequantized for it at once."""
     if x.dtype == mx.float32 or backend() != "cuda":
         return False
-    return x.ndim > 1 and x.size > _TILES_UNTIL * x.shape[-1] > 0
+    return x.ndim > 1 and x.size > _max_rows("whole") * x.shape[-1] > 0
 
 
 def route(op: str, x: Spec, w: Spec, transpose: bool, fmt: Format, single: bool = False) -> Route:
@@ -112,11 +81,11 @@ def route(op: str, x: Spec, w: Spec, transpose: bool, fmt: Format, single: bool 
         kernel, unless = _many_rows_on_cuda(rows, x, w, transpose, fmt)
     else:
         kernel, unless = QMM, "the kernel was not measured on an Apple GPU"
-    kernel, unless, by = _tuned(rows, x, w, transpose, fmt, kernel, unless)
+    kernel, unless, by, evidence = _tuned(rows, x, w, transpose, fmt, kernel, unless)
     if single and kernel == QMV and device == "cuda":
         unless = unless or _call_is_too_long(rows, w, fmt)
-    gain = host_gain(rows, fmt, transpose)
-    return Route(choose(op, unless=unless, host_gain=gain, by=by), kernel)
+    times = host_gain(rows, fmt, transpose)
+    return Route(choose(op, unless=unless, host_gain=times, by=by, evidence=evidence), kernel)
 
 
 def _tuned(
@@ -127,17 +96,19 @@ def _tuned(
     fmt: Format,
     kernel: str,
     unless: str | None,
-) -> tuple[str, str | None, str]:
-    """The kernel, why it is left, and its name in reasons, after what tuning found here."""
+) -> tuple[str, str | None, str, str]:
+    """The kernel, why it is left, its name in reasons, and the evidence, by what was measured."""
     n, k = w.shape[0] if transpose else fmt.dims(w), x.shape[-1]
     if rows <= MAX_QMV_ROWS and transpose:
         best = found("qmv", rows, n, k, x.dtype, fmt)
+    elif kernel in (QMV, QVM):
+        best = None
     else:
         best = found("qmm", rows, n, k, x.dtype, fmt, transpose)
     if best is not None and best.path == "dequantized":
-        return DENSE, None, f"{DENSE}, as tuned here"
-    by, unless = decided(best, kernel, unless)
-    return kernel, unless, by
+        return DENSE, None, f"{DENSE}, {best.evidence}", best.evidence.source
+    by, unless, evidence = decided(best, kernel, unless)
+    return kernel, unless, by, evidence
 
 
 def stock_is_better(dtype: mx.Dtype) -> str | None:
@@ -151,17 +122,17 @@ def stock_is_better(dtype: mx.Dtype) -> str | None:
 
 def _call_is_too_long(rows: int, w: Spec, fmt: Format) -> str | None:
     """Why ``auto`` leaves a single product to the stock operator on an H200."""
-    stock = _STOCK_ON_CUDA[min(rows, 8) - 1] * w.size * 32 / fmt.bits
-    if stock > _CALL_ON_CUDA:
+    stock = threshold("qmv_stock", device="cuda")[min(rows, 8) - 1] * w.size * 32 / fmt.bits
+    if stock > threshold("qmv_call", device="cuda"):
         return None
     return "the stock operator takes less time than Python to call the kernel"
 
 
-def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float:
-    """The gain of the kernels of few rows at the next smaller number of rows that was measured."""
+def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float | None:
+    """How many times as fast as the reference qmv and qvm are on a CPU."""
     if not transpose:
-        return _HOST_GAIN_UNTRANSPOSED
-    return _HOST_GAIN[fmt.mode, fmt.bits][min(rows, MAX_QMV_ROWS).bit_length() - 1]
+        return float(threshold("qvm_gain", device="host"))
+    return gain("qmv_gain", rows, fmt.mode, fmt.bits)
 
 
 def _many_rows_on_cuda(
@@ -172,9 +143,9 @@ def _many_rows_on_cuda(
     The dense matrix is held in memory while it is multiplied: 2 bytes an element.
     """
     n, k = w.shape[0] if transpose else fmt.dims(w), x.shape[-1]
-    cut = qmm_config("cuda", rows, n, k, x.dtype, fmt, transpose)
+    cut = configure("qmm", "cuda", rows, n, k, x.dtype, fmt, transpose)
     # Where tiles share the depth and another launch adds them up, a dense product wins sooner.
-    until = _TILES_UNTIL if cut.count(rows, n) >= WAVE else _PARTS_UNTIL
+    until = _max_rows("whole" if cut.count(rows, n) >= WAVE else "split")
     # MLX multiplies dense float32 matrices in TF32, which the kernels must not be.
     kernel = QMM if x.dtype == mx.float32 or rows <= until else DENSE
     if fmt.mode == "affine" and fmt.bits == 1:
@@ -182,25 +153,32 @@ def _many_rows_on_cuda(
     return kernel, _too_small(rows, n * k, x.dtype)
 
 
+def _max_rows(tiles: str) -> int:
+    """Rows up to which qmm is faster on CUDA than to unpack the matrix for a dense product."""
+    return threshold("qmm_max_rows", tiles, device="cuda")
+
+
 def _too_small(rows: int, elements: int, dtype: mx.Dtype) -> str | None:
     """Why ``auto`` leaves many rows times so few elements to the stock operator on CUDA."""
-    least = _SMALL_IN_FLOAT32 if dtype == mx.float32 else _SMALL
+    kind = "float32" if dtype == mx.float32 else "half"
+    least = threshold("qmm_min_elements", kind, device="cuda")
     if -(-rows // 64) * elements >= least:
         return None
     return "the stock operator is faster with so small a matrix and so few rows"
 
 
-def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> str | None:
-    """Why ``auto`` does not unpack several matrices, of n rows in all, for one dense product."""
+def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> tuple[str | None, str]:
+    """Why ``auto`` does not unpack several matrices, of n rows in all, for one dense product; and
+    the evidence."""
     best = found("qmm", rows, n, x.shape[-1], x.dtype, fmt, True)
-    if best is not None and best.path != "modelled":
-        what = QMM if best.path == "kernel" else best.path
-        return None if best.path == "dequantized" else f"{what}: faster when tuned here"
+    if best is not None and best.path != "uncompared":
+        worse = None if best.path == "dequantized" else str(best.evidence)
+        return worse, best.evidence.source
     if backend() != "cuda":
-        return "a dense product of many rows was measured on CUDA alone"
-    if rows <= _TILES_UNTIL:
-        return "qmm is faster for so few rows"
-    return _too_small(rows, n * x.shape[-1], x.dtype)
+        return "a dense product of many rows was measured on CUDA only", "rule"
+    if rows <= _max_rows("whole"):
+        return "qmm is faster for so few rows", "rule"
+    return _too_small(rows, n * x.shape[-1], x.dtype), "rule"
 
 
 def product(to: Route, x: Spec, matrix: PackedMatrix, transpose: bool, fmt: Format) -> Product:
@@ -228,9 +206,9 @@ def product(to: Route, x: Spec, matrix: PackedMatrix, transpose: bool, fmt: Form
             return _in_blocks(to, x, matrix, transpose, fmt)
         if to.kernel == QVM:
             return qvm(x, matrix, fmt, qvm_config(path, rows, n, k, fmt))
-        return single_qmv(x, matrix, fmt, qmv_config(path, rows, n, k, x.dtype, fmt))
+        return single_qmv(x, matrix, fmt, configure("qmv", path, rows, n, k, x.dtype, fmt))
     if to.kernel == QMM:
-        config = qmm_config(path, rows, n, k, x.dtype, fmt, transpose)
+        config = configure("qmm", path, rows, n, k, x.dtype, fmt, transpose)
         return qmm(x, matrix, transpose, fmt, config)
     unpack = dequantize([matrix], fmt, x.dtype)
 

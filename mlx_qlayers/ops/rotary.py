@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..dispatch.measurements import threshold
 from ..metal.rotary import launch as kernels
 from ..reference import rotary as reference
 from ..runtime.backend import backend
@@ -60,7 +61,7 @@ def rotary_embedding(
         "rotary_embedding",
         () if lacking else ("metal", "cuda", "host"),
         unless=lacking or _why_stock(),
-        host_gain=_HOST_GAIN,
+        host_gain=threshold("rotary_gain", device="host"),
         arrays=(q, k, offset),
     )
     if freqs is not None:
@@ -72,8 +73,6 @@ def rotary_embedding(
 
 # Heads that a thread of a GPU turns by one sine and cosine.
 _SHARE = 4
-# Speed of the kernel on a CPU over two of MLX's operators, for one row of 28 and 4 heads of 128.
-_HOST_GAIN = 1.4
 
 
 def _why_stock() -> str | None:

@@ -14,11 +14,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
+from ..dispatch.entries import on_change
 from ..runtime.backend import requested
 from ..runtime.health import checking
 from ..runtime.legacy import Note, note_again, noting
 from ..runtime.tracing import tracing
-from ..tuning.store import on_change
 from .differentiable import without_gradients
 
 # Of one function: MLX looks through them one by one, and prompts have any number of tokens.

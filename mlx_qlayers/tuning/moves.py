@@ -1,8 +1,8 @@
 """The moves of the search: small typed changes of a kernel's configuration.
 
 Each is explained on a kernel that sums the rows of a matrix. ``x0`` and ``x1`` are two of its rows,
-``lane`` is a thread's place among the 32 of its SIMD group, and the loops are those of one thread.
-``mlx_qlayers/metal/row_sum.metal`` is that kernel with all of them.
+``lane`` numbers the 32 threads of a SIMD group, and the loops are those of one thread.
+``mlx_qlayers/metal/common/row_sum.metal`` is that kernel with all of them.
 
 Source: the optimisations of tinygrad's kernels (``UPCAST``, ``UNROLL``, ``LOCAL``, ``GROUP``,
 ``GROUPTOP``, ``PADTO``), after which the moves are named.
@@ -73,8 +73,8 @@ class Local(Move):
 
 
 class Group(Move):
-    """Split a sum over the SIMD groups of a threadgroup, in turns: more threads for few outputs.
-    Their parts meet in threadgroup memory::
+    """Split a sum over the SIMD groups of a threadgroup, step by step: more threads for few
+    outputs. Their parts meet in threadgroup memory::
 
         for k in range(lane, K, 32):            for k in range(32 * simd + lane, K, 32 * group):
             sum += x0[k]                            sum += x0[k]
@@ -83,8 +83,8 @@ class Group(Move):
 
 
 class GroupTop(Move):
-    """Split a sum as :class:`Group` does, but in stretches: each reads memory in a line, and what
-    belongs to a stretch, as the scale of a group of weights, is read by one SIMD group::
+    """Split a sum as :class:`Group` does, but in whole parts: each reads memory in a line, and what
+    belongs to a part, as the scale of a group of weights, is read by one SIMD group::
 
         for k in range(lane, K, 32):            for k in range(simd * K / group + lane, ..., 32):
             sum += x0[k]                            sum += x0[k]

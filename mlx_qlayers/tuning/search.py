@@ -28,9 +28,6 @@ class Trial(Generic[C]):
     problem: str = ""
 
 
-Try = Callable[[Sequence[C]], Iterable[Trial[C]]]
-
-
 class Stopped(Exception):
     """The budget is spent; raised by a try, it ends the search with what was found so far."""
 
@@ -39,7 +36,7 @@ def beam_search(
     known: Iterable[Trial[C]],
     starts: Iterable[C],
     near: Callable[[C], Iterable[C]],
-    attempt: Try[C],
+    attempt: Callable[[C], Trial[C] | None],
     *,
     width: int = 4,
     noise: float = 0.01,
@@ -47,7 +44,7 @@ def beam_search(
     """Keep the best few configurations, try their neighbours, and repeat while that gains.
 
     What a change of a configuration gained where it was tried is what it should gain elsewhere. The
-    most promising neighbour is tried first. Then the others are judged anew, by what it told and by
+    most promising neighbour is tried first. Then the others are rated anew, by what it told and by
     the best so far, until all that are left should be far from that: in the same round, so that a
     change that is of no use is tried once, not from each of the best few.
 
@@ -55,7 +52,7 @@ def beam_search(
         known: what was tried before.
         starts: configurations to begin with besides.
         near: the legal configurations one move away from another.
-        attempt: measures some. It may raise :class:`Stopped`.
+        attempt: measures one, unless it cannot. It may raise :class:`Stopped`.
         width: how many are kept.
         noise: the least gain of a round, as a fraction, that counts. A first round without one may
             be a plateau; after a second one the search ends.
@@ -65,8 +62,7 @@ def beam_search(
 
     Example:
         >>> near = lambda n: [n - 1, n + 1]
-        >>> attempt = lambda some: [Trial(n, abs(n - 7) + 1.0) for n in some]
-        >>> beam_search([], [3], near, attempt)[0].config
+        >>> beam_search([], [3], near, lambda n: Trial(n, abs(n - 7) + 1.0))[0].config
         7
     """
     seen = {trial.config: trial for trial in known}
@@ -77,16 +73,18 @@ def beam_search(
         return sorted(seen.values(), key=lambda trial: trial.seconds)
 
     def attempt_one(config: C) -> None:
-        for trial in attempt([config]):
+        if (trial := attempt(config)) is not None:
             seen[config] = trial
 
     def attempt_near(beam: Sequence[C]) -> None:
         pairs = [(seen[start], config) for start in beam for config in near(start)]
         left = [pair for pair in pairs if pair[1] not in seen]
         while left:
-            expected, config = _most_promising(left, gains)
-            if expected > ranked()[0].seconds * _FAR:
+            expected = [start.seconds * gains.ratio(start.config, c) for start, c in left]
+            best = min(range(len(left)), key=expected.__getitem__)
+            if expected[best] > ranked()[0].seconds * _FAR:
                 return
+            config = left[best][1]
             attempt_one(config)
             for before in (before for before, other in left if other == config):
                 gains.learn(before, seen.get(config))
@@ -111,13 +109,6 @@ def beam_search(
     return ranked()
 
 
-def _most_promising(pairs: Sequence[tuple[Trial[C], C]], gains: _Gains) -> tuple[float, C]:
-    """The neighbour that should take least, of starts and neighbours, and its seconds."""
-    expected = [start.seconds * gains.ratio(start.config, config) for start, config in pairs]
-    best = min(range(len(pairs)), key=expected.__getitem__)
-    return expected[best], pairs[best][1]
-
-
 class _Gains:
     """The times of configurations over those of their neighbours, by the fields that differ."""
 
@@ -138,8 +129,7 @@ class _Gains:
 def _change(before: Any, after: Any) -> Any:
     if not is_dataclass(before):
         return before, after
-    return tuple(
-        (f.name, old, new)
-        for f in fields(before)
-        if (old := getattr(before, f.name)) != (new := getattr(after, f.name, None))
+    pairs = (
+        (f.name, getattr(before, f.name), getattr(after, f.name, None)) for f in fields(before)
     )
+    return tuple(pair for pair in pairs if pair[1] != pair[2])

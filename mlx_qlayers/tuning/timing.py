@@ -1,18 +1,12 @@
-"""Fair timing: contenders take turns, in an order that is reversed in every other round, so that a
-machine that warms up or is shared favours nobody.
-"""
+"""Repeated measurements, and the order in which contenders are measured."""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import hypot
-from typing import Any, TypeVar
-
-import mlx.core as mx
-from mlx.utils import tree_flatten
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -70,64 +64,15 @@ class Sample:
         return f"{significant(self.median)} ±{self.spread / 2:.0%}"
 
 
-def measure(
-    contenders: Mapping[str, Callable[[], Any]],
-    *,
-    repeats: int = 10,
-    warmup: int = 1,
-    least: float = 0.02,
-) -> dict[str, Sample]:
-    """Time functions against each other.
-
-    What a function returns is evaluated. A fast one is called several times a measurement, one
-    call queued behind the other as in a running model, so that each measurement takes at least
-    ``least`` seconds and neither the clock nor the wait for the device matters.
-
-    Args:
-        contenders: the functions by name.
-        repeats: measurements of each.
-        warmup: calls of each before the first measurement, besides one that finds its pace.
-        least: the shortest measurement in seconds.
-
-    Returns:
-        Seconds a call by name.
-
-    Example:
-        >>> a = mx.random.normal((64, 64))
-        >>> measure({"matmul": lambda: a @ a})["matmul"].median < 1
-        True
-    """
-    calls = {}
-    for name, function in contenders.items():
-        pace = min(_seconds(function, 1) for _ in range(warmup + 1))
-        calls[name] = max(1, round(least / pace))
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for name in turns(contenders, repeats):
-        times[name].append(_seconds(contenders[name], calls[name]))
-    return {name: Sample.of(values) for name, values in times.items()}
-
-
 def turns(names: Iterable[T], repeats: int) -> Iterable[T]:
-    """Each name once a round, in an order that alternates."""
+    """Each name once a round, in an order that is reversed in every other round.
+
+    So a machine that warms up or is shared favours nobody.
+    """
     order = list(names)
     for _ in range(repeats):
         yield from order
         order.reverse()
-
-
-def arrays(result: Any) -> list[mx.array]:
-    """The arrays of whatever a function returned."""
-    flat: Any = tree_flatten(result)
-    return [array for _, array in flat if isinstance(array, mx.array)]
-
-
-def _seconds(function: Callable[[], Any], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls - 1):
-        mx.async_eval(*arrays(function()))
-    mx.eval(*arrays(function()))
-    mx.synchronize()
-    return (time.perf_counter() - start) / calls
 
 
 def significant(value: float, digits: int = 3) -> str:

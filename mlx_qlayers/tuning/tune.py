@@ -1,20 +1,28 @@
-"""Tuning one kernel for one problem: search, verify, measure, keep."""
+"""Tuning kernels for problems: search, verify, measure side by side, keep."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
+from math import inf
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .family import Family, Problem
-from .judge import Judge, Times, judge_of
+from ..dispatch.entries import Entry
+from ..dispatch.measurements import lookup
+from ..dispatch.tunable import Problem, source_hash
+from .evaluator import Evaluator, Times
+from .family import Family, P
+from .problems import Target
 from .search import Stopped, Trial, beam_search
-from .store import Entry, save, source_hash, stored
+from .store import save
 from .timing import Sample
 
 C = TypeVar("C")
@@ -26,6 +34,10 @@ _HOPELESS = 2.0
 NOISE = 0.01
 
 
+class DeviceLost(RuntimeError):
+    """A candidate hangs, or made the device refuse all work; the process can tune no more."""
+
+
 @dataclass(frozen=True)
 class Tuned(Generic[C]):
     """What tuning found.
@@ -33,10 +45,11 @@ class Tuned(Generic[C]):
     Attributes:
         problem: what for.
         config: the fastest configuration.
-        path: ``"kernel"``, a path that beats it, or ``"modelled"`` where costs were computed.
+        path: ``"kernel"``, a path that beats it, or ``"uncompared"`` where it ended before that.
         untuned: what the kernel takes without tuning.
         times: what it takes with the configuration, and what the other paths take.
         trials: every configuration that was tried, the fastest first.
+        lost: why the device runs nothing any more, if so.
     """
 
     problem: Problem
@@ -45,6 +58,7 @@ class Tuned(Generic[C]):
     untuned: Times
     times: Mapping[str, Times]
     trials: list[Trial[C]]
+    lost: str = ""
 
     @property
     def heuristic(self) -> float:
@@ -62,182 +76,189 @@ class Tuned(Generic[C]):
         return self.heuristic / self.seconds
 
 
-@dataclass
-class Search(Generic[C]):
-    """The search for the fastest configuration.
-
-    Attributes:
-        judge: what verifies and rates configurations.
-        beam: how many are kept.
-        until: the time, by ``time.monotonic``, after which it stops with what it has.
-        begun: called with each configuration before it is tried.
-        tried: called with each trial.
-        turn: gives the GPU to this search alone, in a ``with`` block.
-        building: keeps others from building the same stock operator meanwhile, in a ``with`` block.
-        trials: by configuration; those that are there already are not tried again.
-    """
-
-    judge: Judge[C]
-    beam: int
-    until: Callable[[], float]
-    begun: Callable[[C], Any] = lambda config: None
-    tried: Callable[[Trial[C]], Any] = lambda trial: None
-    turn: Callable[[], AbstractContextManager[Any]] = nullcontext
-    building: Callable[[], AbstractContextManager[Any]] = nullcontext
-    trials: dict[C, Trial[C]] = field(default_factory=dict)
-
-    def run(self) -> Tuned[C]:
-        """Search, and measure the best side by side.
-
-        Raises:
-            RuntimeError: not even the heuristic's configuration works.
-        """
-        judge, family, problem = self.judge, self.judge.family, self.judge.whole
-        heuristic = family.heuristic(problem, judge.device)
-        if heuristic not in self.trials:
-            self._try(heuristic)
-        first = self.trials[heuristic]
-        if first.problem:
-            raise RuntimeError(f"{family.name}, {problem}: {heuristic}: {first.problem}")
-        interrupt: KeyboardInterrupt | None = None
-        try:
-            if not self._is_hopeless(first):
-                beam_search(
-                    list(self.trials.values()),
-                    _starts(family, problem, judge),
-                    partial(family.near, problem=problem),
-                    self._attempts,
-                    width=self.beam,
-                    noise=max(NOISE, judge.noise),
-                )
-        except KeyboardInterrupt as caught:
-            interrupt = caught
-        ranked = sorted(self.trials.values(), key=lambda trial: trial.seconds)
-        last = finalists(heuristic, ranked)
-        times = [_once(self.trials[config]) for config in last]
-        paths: Mapping[str, Times] = {}
-        if not judge.hung and interrupt is None:
-            with self.building():
-                judge.build(stock=True)
-            with self.turn():
-                times, paths = judge.compared(last)
-        best = fastest(times)
-        every = {judge.path: times[best], **paths}
-        path = min(every, key=lambda name: every[name].cold.median)
-        tuned = Tuned(problem, last[best], path, times[0], every, ranked)
-        if interrupt is not None:
-            raise Interrupted(tuned)
-        return tuned
-
-    def _is_hopeless(self, first: Trial[C]) -> bool:
-        """Whether another path is so fast that no configuration will make up for it."""
-        if time.monotonic() > self.until():
-            return True
-        self.judge.build(stock=False)
-        with self.turn():
-            return first.seconds > _HOPELESS * self.judge.others()
-
-    def _attempts(self, configs: Sequence[C]) -> Iterator[Trial[C]]:
-        for config in configs:
-            if time.monotonic() > self.until() or self.judge.hung:
-                raise Stopped
-            yield self._try(config)
-
-    def _try(self, config: C) -> Trial[C]:
-        self.begun(config)
-        trial = self.trials[config] = self.judge.attempt(config, self.turn())
-        self.tried(trial)
-        return trial
-
-
-class Interrupted(KeyboardInterrupt):
-    """The user had enough; what was found until then comes along as ``args[0]``."""
-
-
 def tune(
-    family: Family[C],
-    problem: Problem,
+    family: Family[P, C],
+    problem: P,
     *,
     beam: int = 4,
     budget_s: float = 60.0,
-    machine: str | None = None,
     progress: Callable[[Trial[C]], Any] = lambda trial: None,
     keep: bool = True,
+    evaluator: Callable[[Family[P, C], P], Evaluator[P, C]] = Evaluator,
 ) -> Tuned[C]:
     """Find the fastest configuration of a kernel, and remember it.
 
-    Every candidate is verified before its time counts. On a GPU it is timed, in chains of launches
-    on inputs that the cache does not hold; the best are then timed again side by side with the
-    heuristic's choice and with the stock operator, on inputs that the cache holds too. On ``host``
-    its cost is computed for a machine.
+    Every candidate is verified before its time counts. It is timed in chains of launches on inputs
+    that no cache holds; the best are then timed again side by side with the heuristic's choice and
+    with the other paths, on inputs that a cache holds too.
 
     Args:
         family: the kernel family.
         problem: shapes, dtype and format.
         beam: how many configurations the search keeps.
         budget_s: seconds after which it stops with what it has: at least the heuristic's choice.
-        machine: on ``host``: for which of :data:`machines.MACHINES` to compute costs.
         progress: called with each trial.
         keep: whether to store the result.
+        evaluator: makes what verifies and rates configurations.
 
     Raises:
-        ValueError: there is no such machine, or no machine is named and there is no GPU.
-        RuntimeError: not even the heuristic's configuration works.
+        ValueError: no backend here runs kernels.
+        RuntimeError: not even the heuristic's configuration works; :class:`DeviceLost` if after it
+            nothing does.
         KeyboardInterrupt: the user had enough; what was found until then is stored.
 
     Example:
-        >>> from mlx_qlayers.tuning.families import ROW_SUM
-        >>> problem = Problem((64, 256), mx.float32)
-        >>> tune(ROW_SUM, problem, budget_s=1, machine="applegpu_g13s", keep=False).gain >= 1
-        True
+        >>> from mlx_qlayers.dispatch.tunable import RowSumProblem
+        >>> from mlx_qlayers.tuning.families import FAMILIES
+        >>> problem = RowSumProblem(64, 256, mx.float32)
+        >>> tune(FAMILIES["row_sum"], problem, budget_s=1, keep=False).trials[0].problem
+        ''
     """
-    end = time.monotonic() + budget_s
-    judge = judge_of(family, problem, machine)
+    until, rates = time.monotonic() + budget_s, evaluator(family, problem)
+    heuristic: C = problem.heuristic(rates.device)
+    trials: dict[C, Trial[C]] = {}
+
+    def attempt(config: C) -> Trial[C]:
+        if trials and (time.monotonic() > until or rates.lost):
+            raise Stopped
+        trial = trials[config] = rates.attempt(config)
+        progress(trial)
+        return trial
+
+    interrupt: KeyboardInterrupt | None = None
+    compared: tuple[list[Times], dict[str, Times]] | None = None
     try:
-        tuned = Search(judge, beam, lambda: end, tried=progress).run()
-    except Interrupted as interrupt:
-        if keep:
-            remember(judge.name, family, interrupt.args[0])
-        raise
+        first = attempt(heuristic)
+        works = not first.problem
+        # Another path may be so fast that no configuration will make up for it.
+        if works and time.monotonic() < until and first.seconds <= _HOPELESS * rates.others():
+            _search(rates, first, attempt, beam)
+        if works and not rates.lost:
+            compared = rates.compared(finalists(heuristic, _ranked(trials)))
+    except KeyboardInterrupt as caught:
+        interrupt = caught
+        if heuristic not in trials:
+            raise
+    if why := trials[heuristic].problem:
+        kind = DeviceLost if rates.lost else RuntimeError
+        raise kind(f"{problem.key}: {heuristic}: {why}")
+    tuned = _tuned(problem, finalists(heuristic, _ranked(trials)), trials, compared, rates.lost)
     if keep:
-        remember(judge.name, family, tuned)
+        remember(rates.name, tuned)
+    if interrupt is not None:
+        raise interrupt
     return tuned
 
 
-def remember(device: str, family: Family[C], tuned: Tuned[C]) -> None:
+def _search(
+    rates: Evaluator[P, C], first: Trial[C], attempt: Callable[[C], Trial[C]], beam: int
+) -> None:
+    family, problem = rates.family, rates.problem
+    stored = lookup(problem, rates.name)
+    starts = [*family.others(problem, rates.device), *([] if stored is None else [stored.config])]
+    beam_search(
+        [first],
+        [config for config in starts if family.why_not(config, problem) is None],
+        partial(family.near, problem=problem),
+        attempt,
+        width=beam,
+        noise=max(NOISE, rates.noise),
+    )
+
+
+def _ranked(trials: Mapping[C, Trial[C]]) -> list[Trial[C]]:
+    return sorted(trials.values(), key=lambda trial: trial.seconds)
+
+
+def _tuned(
+    problem: Problem,
+    finals: Sequence[C],
+    trials: Mapping[C, Trial[C]],
+    compared: tuple[list[Times], dict[str, Times]] | None,
+    lost: str,
+) -> Tuned[C]:
+    """The verdict on what was measured side by side, or else on the trials."""
+    once = [Sample.of([trials[config].seconds]) for config in finals]
+    times, paths = compared or ([Times(sample, sample) for sample in once], {})
+    best = fastest(times)
+    every = {"kernel" if compared else "uncompared": times[best], **paths}
+    path = min(every, key=lambda name: every[name].cold.median)
+    return Tuned(problem, finals[best], path, times[0], every, _ranked(trials), lost)
+
+
+def tune_all(
+    problems: Sequence[Target],
+    *,
+    beam: int = 4,
+    budget_s: float = 60.0,
+    progress: Callable[[Target, float], Any] = lambda target, gain: None,
+    keep: bool = True,
+    evaluator: Callable[[Family[Any, Any], Any], Evaluator[Any, Any]] = Evaluator,
+) -> Iterator[tuple[Target, Tuned[Any]]]:
+    """Tune several problems within a budget; each has an even share of what is left of it.
+
+    Args:
+        problems: what to tune.
+        beam, keep, evaluator: see :func:`tune`.
+        budget_s: seconds for all of them.
+        progress: called after each trial with the problem and its gain so far.
+
+    Yields:
+        Each problem and what was found, which is stored by then. What comes when the budget is
+        spent is left out, and so is one of which not even the heuristic's configuration works.
+
+    Raises:
+        DeviceLost: a candidate hangs, or made the device refuse all work.
+        KeyboardInterrupt: after what was found until then.
+    """
+    deadline = time.monotonic() + budget_s
+    for i, target in enumerate(problems):
+        share = (deadline - time.monotonic()) / (len(problems) - i)
+        if share <= 0:
+            return
+        tried = partial(_told, progress, target, [])
+        options: dict[str, Any] = {"beam": beam, "keep": keep, "evaluator": evaluator}
+        try:
+            tuned = tune(*target, budget_s=share, progress=tried, **options)
+        except DeviceLost:
+            raise
+        except RuntimeError as error:
+            print(f"mlx-qlayers: not tuned: {error}", file=sys.stderr)
+            continue
+        yield target, tuned
+        if tuned.lost:
+            raise DeviceLost(f"{target.key}: {tuned.lost}")
+
+
+def _told(
+    progress: Callable[[Target, float], Any],
+    target: Target,
+    seconds: list[float],
+    trial: Trial[Any],
+) -> None:
+    seconds.append(trial.seconds)
+    progress(target, seconds[0] / min(seconds) if min(seconds) < inf else 1.0)
+
+
+def remember(device: str, tuned: Tuned[Any]) -> None:
     """Store what was found."""
-    config: Any = tuned.config
     entry = Entry(
-        config=asdict(config),
+        config=asdict(tuned.config),
         path=tuned.path,
         seconds=tuned.seconds,
         heuristic=tuned.heuristic,
         tried=len(tuned.trials),
-        source=source_hash(*family.kernels),
+        source=source_hash(*tuned.problem.kernels()),
         mlx=version("mlx"),
+        paths={name: times.cold.median for name, times in tuned.times.items()},
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     )
-    save(device, {family.key(tuned.problem): entry})
-
-
-def _starts(family: Family[C], problem: Problem, judge: Judge[C]) -> list[C]:
-    """What the search begins with besides the heuristic's choice: what is known, and others."""
-    known = stored(family.key(problem), family.configs, family.kernels, judge.name)
-    starts = [*family.others(problem, judge.device), *([known[1]] if known is not None else [])]
-    return [config for config in starts if family.why_not(config, problem) is None]
-
-
-def _once(trial: Trial[Any]) -> Times:
-    sample = Sample.of([trial.seconds])
-    return Times(sample, sample)
+    save(device, {tuned.problem.key: entry})
 
 
 def finalists(heuristic: C, trials: Iterable[Trial[C]]) -> list[C]:
-    """The heuristic's choice, and the best of the others that work: to be measured side by side.
-
-    Args:
-        heuristic: the heuristic's choice.
-        trials: what was tried, the fastest first.
-    """
+    """The heuristic's choice, and the best of the others that work, of trials in their order."""
     works = (t.config for t in trials if t.config != heuristic and not t.problem)
     return [heuristic, *islice(works, _FINALISTS)]
 

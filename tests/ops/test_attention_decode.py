@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import attention, explain, use_backend
+from mlx_qlayers.dispatch.entries import advance_epoch
 from mlx_qlayers.ops import attention as ops
 from mlx_qlayers.ops import attention_decode
 from mlx_qlayers.ops.differentiable import without_gradients
-from mlx_qlayers.tuning.store import forget
 
 Q, K = mx.ones((1, 4, 1, 64)), mx.ones((1, 2, 8, 64))
 PACKED = tuple(mx.quantize(K, 64, 8))
@@ -21,10 +21,10 @@ MASK = mx.ones((1, 1, 1, 8), mx.bool_)
 
 @pytest.fixture(autouse=True)
 def nothing_known():
-    forget()
+    advance_epoch()
     assert not ops._known
     yield
-    forget()
+    advance_epoch()
 
 
 def test_a_call_is_checked_once_for_all_that_are_alike(monkeypatch):
@@ -43,7 +43,7 @@ def test_a_call_is_checked_once_for_all_that_are_alike(monkeypatch):
     with use_backend("ops"):
         attention(Q, K, K, scale=1.0)
     assert len(checked) == 9
-    forget()  # What was tuned has changed.
+    advance_epoch()  # What was tuned has changed.
     attention(Q, K, K, scale=1.0)
     assert len(checked) == 10
 
@@ -54,7 +54,7 @@ def test_calls_that_take_turns_are_told_apart(monkeypatch):
     for q in (Q, Q, Q, others, others, others, Q, others):
         assert attention(q, K, K, scale=1.0) == q.shape
     monkeypatch.setattr(ops, "_checked", lambda *_: lambda *given: "new")
-    forget()
+    advance_epoch()
     assert attention(others, K, K, scale=1.0) == "new"
 
 

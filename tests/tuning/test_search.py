@@ -25,7 +25,7 @@ def bowl(p: Point) -> Trial[Point]:
 
 
 def search(starts, attempt=bowl, width=4):
-    return beam_search([], starts, near, lambda configs: map(attempt, configs), width=width)
+    return beam_search([], starts, near, attempt, width=width)
 
 
 def test_finds_the_best_with_fewer_tries_than_there_are_configurations():
@@ -40,7 +40,7 @@ def test_does_not_try_again_what_is_known():
         return bowl(p)
 
     known = [bowl(Point())]
-    trials = beam_search(known, [Point()], near, lambda configs: map(attempt, configs))
+    trials = beam_search(known, [Point()], near, attempt)
     assert trials[0].config == Point(3, 5) and known[0] in trials
 
 
@@ -82,9 +82,9 @@ def test_what_one_change_tells_spares_others_before_the_round_is_over():
 
     tried = []
 
-    def attempt(configs):
-        tried.extend(configs)
-        return [Trial(p, 1.0 + 4 * (p.x == 2) + 0.01 * p.y) for p in configs]
+    def attempt(p):
+        tried.append(p)
+        return Trial(p, 1.0 + 4 * (p.x == 2) + 0.01 * p.y)
 
     beam_search([], [Point(1, 0), Point(1, 1)], steps, attempt)
     assert [p.y for p in tried if p.x == 2] == [0]
@@ -94,9 +94,9 @@ def test_a_gain_spares_what_was_as_good_as_the_best_before_it():
     # What is tried after 2 would have to gain as much to be worth a try.
     tried = []
 
-    def attempt(configs):
-        tried.extend(configs)
-        return [Trial(p, {1: 2.0, 2: 1.0}.get(p.x, 3.0)) for p in configs]
+    def attempt(p):
+        tried.append(p)
+        return Trial(p, {1: 2.0, 2: 1.0}.get(p.x, 3.0))
 
     def steps(p):
         return [Point(x) for x in (2, 16) if p.x == 1]
@@ -108,9 +108,9 @@ def test_a_gain_spares_what_was_as_good_as_the_best_before_it():
 def test_what_is_not_answered_is_asked_once():
     asked = []
 
-    def attempt(configs):
-        asked.extend(configs)
-        return [bowl(p) for p in configs if p.x != 3]
+    def attempt(p):
+        asked.append(p)
+        return bowl(p) if p.x != 3 else None
 
     trials = beam_search([], [Point()], near, attempt)
     assert trials[0].config in (Point(2, 5), Point(4, 5))

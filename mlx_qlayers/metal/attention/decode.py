@@ -14,7 +14,7 @@ from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.legacy import PreparedLaunch
 from ...runtime.program import CONSTANT_BELOW
-from ...tuning.lookup import rounded, tuned
+from .layout import rounded
 
 Packed = tuple[mx.array, mx.array, mx.array]
 
@@ -132,17 +132,10 @@ class Serial:
     block: int = 32
 
 
-def configure(
-    device: str, q: mx.array, k: mx.array | Packed, v: mx.array | Packed
-) -> Decode | Serial:
-    """The configuration for a backend and the shapes of a call."""
-    return _configure(device, *question(q, k, v))
-
-
 def question(
     q: mx.array, k: mx.array | Packed, v: mx.array | Packed
 ) -> tuple[mx.Dtype, int, int, int, int, int, int]:
-    """What the tuner is asked about a call: the arguments of :func:`_configure`."""
+    """What dispatch is asked about a call: the fields of its problem."""
     _, heads, queries, width = q.shape
     packed = isinstance(k, tuple)
     keys, values = (a[0] if isinstance(a, tuple) else a for a in (k, v))
@@ -160,18 +153,10 @@ _STRETCHES = ((64, 99, 65536), (66, 132, 16384))
 _ALONE = 256
 
 
-@tuned("attention_decode")
-def _configure(
-    device: str,
-    dtype: mx.Dtype,
-    rows: int,
-    width: int,
-    v_width: int,
-    bits: int,
-    caches: int,
-    keys: int,
+def configure(
+    device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int, keys: int
 ) -> Decode | Serial:
-    """The configuration; that of the heuristic does not depend on ``caches``, so on the batch."""
+    """The configuration for a backend; it does not depend on the batch."""
     if device == "host":
         # A power of two, so that one kernel does for several shapes, in a stack of 128 KB.
         return Serial(most=min(1 << (rows - 1).bit_length(), 4096 // max(width, v_width, 64)))

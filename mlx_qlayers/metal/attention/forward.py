@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import e, log2
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -14,9 +14,7 @@ from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.legacy import PreparedLaunch
-from ...tuning.lookup import found, rounded
-from ...tuning.store import device_kind
-from .layout import PARAMETERS, Layout, layout, memory
+from .layout import PARAMETERS, Layout, layout, memory, rounded
 
 # More queries or keys than there can be: positions are 32-bit numbers, and so are their sums.
 FAR = 2**28
@@ -153,13 +151,13 @@ class Call:
 
     def layout(self, kernel: str) -> Layout:
         """How a kernel spreads the work."""
-        device, dtype = backend(), self._dtype
-        if kernel == "forward" and device == device_kind():
-            lengths = rounded(self.queries), rounded(self.keys)
-            shape = (self.batch, self.heads, self.kv_heads, *lengths, self.width, self.width_v)
-            if best := found("attention_forward", shape, dtype, self.causal):
-                return cast(Layout, best.config)
-        return layout(kernel, device, dtype, max(self.width, self.width_v))
+        return layout(kernel, backend(), self._dtype, max(self.width, self.width_v))
+
+    def question(self) -> tuple[tuple[int, ...], mx.Dtype, bool]:
+        """What dispatch is asked about the forward kernel: the fields of its problem."""
+        lengths = rounded(self.queries), rounded(self.keys)
+        shape = (self.batch, self.heads, self.kv_heads, *lengths, self.width, self.width_v)
+        return shape, self._dtype, self.causal
 
 
 def attention_forward(

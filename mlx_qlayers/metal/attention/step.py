@@ -12,9 +12,9 @@ import mlx.core as mx
 
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
-from ...tuning.lookup import rounded, tuned
 from ..rotary.launch import rates, two_floats
 from .decode import added_up
+from .layout import rounded
 
 _INPUTS = ("q", "k", "v", "k_buffer", "v_buffer", "places", "mask", "freqs", "options")
 # Keys of a buffer that one threadgroup takes, and among how many more are divided.
@@ -77,23 +77,13 @@ class Step:
     stretches: int = 1
 
 
-@tuned("attention_step")
-def configure(
-    device: str,
-    dtype: mx.Dtype,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    size: int,
-    width: int,
-    v_width: int,
-) -> Step:
-    """The configuration for buffers of so many keys; the heuristic looks at nothing else."""
+def configure(size: int) -> Step:
+    """The configuration for buffers of so many keys."""
     return Step(16, 4, 1 if size <= _ALONE else _STRETCHES)
 
 
 def question(q: mx.array, k_buffer: mx.array, v_width: int) -> tuple[Any, ...]:
-    """What :func:`configure` and the tuner are asked about a call, after the device."""
+    """What dispatch is asked about a call: the fields of its problem."""
     batch, kv_heads, size, width = k_buffer.shape
     return q.dtype, batch, q.shape[2] // width, kv_heads, rounded(size), width, v_width
 

@@ -14,7 +14,6 @@ from ...reference.grid_sample import Sampling
 from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
-from ...tuning.lookup import tuned
 
 _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}
 _PADDING = {"zeros": 0, "border": 1, "reflection": 2}
@@ -130,14 +129,6 @@ def heuristic(
     return GridSampleConfig(pack, align, lanes, 1, scatter_lanes, scatter)
 
 
-@tuned("grid_sample")
-def configure(
-    device: str, channels: int, dtype: mx.Dtype, deterministic: bool, dims: int
-) -> GridSampleConfig:
-    """What was tuned, else the heuristic's choice, for images of so many dimensions."""
-    return heuristic(channels, dtype, device, deterministic)
-
-
 def _lanes(parts: int) -> int:
     """The threads for so many parts: the power of two that covers them, at most a SIMD group."""
     return min(32, 1 << max(0, parts - 1).bit_length())
@@ -155,9 +146,7 @@ class _Job:
         config: GridSampleConfig | None,
     ) -> None:
         *_, self.channels = x_shape
-        self.config = config or configure(
-            backend(), self.channels, dtype, options.deterministic, grid.shape[-1]
-        )
+        self.config = config or heuristic(self.channels, dtype, backend(), options.deterministic)
         self.grid = mx.contiguous(grid)
         self.points = math.prod(grid.shape[:-1])
         self.size = _integers(*reversed(x_shape[1:-1]))
@@ -211,10 +200,15 @@ def grid_sample(
 
 
 def grid_sample_vjp(
-    x: mx.array, grid: mx.array, cotangent: mx.array, options: Sampling
+    x: mx.array,
+    grid: mx.array,
+    cotangent: mx.array,
+    options: Sampling,
+    config: GridSampleConfig | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Gradients of :func:`grid_sample` for ``x`` and ``grid``, by launches of their own."""
-    return gradient_x(x, grid, cotangent, options), gradient_grid(x, grid, cotangent, options)
+    given = x, grid, cotangent, options, config
+    return gradient_x(*given), gradient_grid(*given)
 
 
 def gradient_grid(

@@ -12,7 +12,6 @@ from ...formats import MODES, Format
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Size, TemplateValue
 from ...runtime.spec import Spec
-from ...tuning.lookup import tuned
 from .qmv import PackedMatrix
 
 # What kernels of one product take, and how their templates begin.
@@ -100,7 +99,6 @@ class QmmConfig:
         return threads
 
 
-@tuned("qmm")
 def qmm_config(
     device: str, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
 ) -> QmmConfig:

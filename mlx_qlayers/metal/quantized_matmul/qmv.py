@@ -21,7 +21,6 @@ from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 from ...runtime.launch import Bound, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from ...tuning.lookup import tuned
 
 MAX_QMV_ROWS = 16
 MAX_MATRICES = 3
@@ -120,7 +119,6 @@ class QmvMatrixConfig:
         return -(-sum(-(-n // 16) for n in sizes) // (self.tiles * self.stacks))
 
 
-@tuned("qmv")
 def qmv_config(
     device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, kind: str = ""
 ) -> QmvConfig | QmvMatrixConfig:

@@ -10,8 +10,9 @@ import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mlx_qlayers import attention
+from mlx_qlayers.dispatch.measurements import configure
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.attention.decode import attention_decode, configure
+from mlx_qlayers.metal.attention.decode import attention_decode, question
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests import oracles
@@ -71,7 +72,7 @@ def make(seed, shape, widths=(64, 64), dtype=mx.bfloat16, kind="none", extra=Non
 def by_kernel(arrays, options, device="cuda", **changes):
     """The kernels with the configuration of a GPU, by default in three stretches, or a CPU."""
     changes = {"most": 3, **changes} if device == "cuda" else changes
-    config = replace(configure(device, *arrays), **changes)
+    config = replace(configure("attention_decode", device, *question(*arrays)), **changes)
     with use_backend("host"):
         out = attention_decode(*arrays, **options, config=config)
         mx.eval(out)

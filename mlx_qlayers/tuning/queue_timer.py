@@ -1,7 +1,7 @@
-"""Timing what a GPU takes, not what it takes to hand the work over.
+"""Timing what a device takes, not what it takes to hand the work over.
 
-A launch of a few microseconds takes MLX longer to submit than the GPU to run. So the GPU is kept
-busy by other work, a gate, until all that is to be measured is queued behind it.
+A launch of a few microseconds takes MLX longer to submit than a GPU to run. So the GPU is kept busy
+by products of matrices until all that is to be measured is queued behind them.
 """
 
 from __future__ import annotations
@@ -16,35 +16,41 @@ from .timing import Sample, turns
 
 # What is queued takes an array and must not start before that is there.
 Queued = Callable[[mx.array], list[mx.array]]
-# Seconds of one product of the gate at least, of the whole gate at first, and at most.
-_PRODUCT, _GATE, _MOST = 1.5e-4, 2e-3, 3e-2
+# Seconds of one product at least, of all of them at first, and at most.
+_PRODUCT, _BUSY, _MOST = 1.5e-4, 2e-3, 3e-2
 _SMALLEST, _LARGEST = 512, 8192
 
 
-class Gate:
-    """Work of a known length, made of products of square matrices.
+class QueueTimer:
+    """Times functions behind work of a known length.
+
+    Args:
+        busy: whether there is such work: a CPU begins at once, and is not measured that way.
 
     Example:
-        >>> Gate().seconds({"exp": lambda x: [mx.exp(x)]})["exp"].median > 0
+        >>> QueueTimer().seconds({"exp": lambda x: [mx.exp(x)]})["exp"].median > 0
         True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, busy: bool = True) -> None:
+        self._busy, self._product, self._products = busy, 0.0, 0
         size = _SMALLEST
         while True:
             self._matrix = (mx.random.normal((size, size)) * size**-0.5).astype(mx.bfloat16)
+            if not busy:
+                return
             # One product takes longer to hand over than to compute; what more of them add, counts.
-            self._product = max((self._alone(9) - self._alone(1)) / 8, 1e-6)
+            self._product = max((self._unqueued(9) - self._unqueued(1)) / 8, 1e-6)
             if self._product >= _PRODUCT or size >= _LARGEST:
                 break
             size *= 2
-        self._products = ceil(_GATE / self._product)
+        self._products = ceil(_BUSY / self._product)
 
     def seconds(self, contenders: Mapping[str, Queued], repeats: int = 9) -> dict[str, Sample]:
-        """How long functions take behind the gate, with the gate.
+        """How long functions take, with the work before them.
 
-        The functions take turns, in an order that is reversed in every other round. Differences of
-        these times, for the same :attr:`length`, are what the GPU takes.
+        They alternate, in an order that is reversed in every other round. Differences of these
+        times, for the same :attr:`length`, are what the device takes.
         """
         for run in contenders.values():
             self._once(run)
@@ -57,14 +63,14 @@ class Gate:
                 queued.append(until)
             # One that was held up does not count.
             late = max(queued) if repeats < 3 else sorted(queued)[-2]
-            if late < self.length or self.length >= _MOST:
+            if not self._busy or late < self.length or self.length >= _MOST:
                 return {name: Sample.of(values) for name, values in times.items()}
             # The GPU may have waited for what was not queued yet.
             self._products = ceil(min(1.5 * late, _MOST) / self._product) + 1
 
     @property
     def length(self) -> float:
-        """Seconds that the gate takes."""
+        """Seconds that the work takes."""
         return self._products * self._product
 
     def _work(self, products: int) -> mx.array:
@@ -73,7 +79,7 @@ class Gate:
             y = y @ self._matrix
         return y
 
-    def _alone(self, products: int) -> float:
+    def _unqueued(self, products: int) -> float:
         def once() -> float:
             start = time.perf_counter()
             mx.eval(self._work(products))
@@ -84,10 +90,10 @@ class Gate:
     def _once(self, run: Queued) -> tuple[float, float]:
         """Seconds until all is done, and until all was queued."""
         start = time.perf_counter()
-        gate = self._work(self._products)
-        mx.async_eval(gate)
-        result = run(gate)
+        work = self._work(self._products)
+        mx.async_eval(work)
+        result = run(work)
         mx.async_eval(result)
         queued = time.perf_counter() - start
-        mx.eval(gate, result)
+        mx.eval(work, result)
         return time.perf_counter() - start, queued

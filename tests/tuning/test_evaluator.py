@@ -1,40 +1,41 @@
-"""Measuring behind a gate, with MLX's own operators in place of kernels."""
+"""Measuring behind other work, with MLX's own operators in place of kernels."""
 
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers.tuning import gate, judge
-from mlx_qlayers.tuning.families.few_rows import FewRowsFamily
-from mlx_qlayers.tuning.family import Problem
-from mlx_qlayers.tuning.judge import Measured, judge_of
+from mlx_qlayers.dispatch.tunable import QmvProblem
+from mlx_qlayers.formats import Format
+from mlx_qlayers.tuning import evaluator, queue_timer
+from mlx_qlayers.tuning.evaluator import Evaluator
+from mlx_qlayers.tuning.families.qmv import QmvFamily
+from mlx_qlayers.tuning.queue_timer import QueueTimer
 from mlx_qlayers.tuning.timing import Sample
 
-PROBLEM = Problem((1, 256, 512), mx.float32, "affine-64-4-t")
+PROBLEM = QmvProblem(1, 256, 512, mx.float32, Format(64, 4))
 
 
-class Stock(FewRowsFamily):
+class Stock(QmvFamily):
     """A family without kernels of its own."""
 
-    def run(self, inputs, problem, config):
-        return mx.quantized_matmul(*inputs)
+    def bind(self, inputs, problem, config):
+        return lambda inputs: mx.quantized_matmul(*inputs)
 
-    def paths(self, problem):
+    def paths(self, inputs, problem):
         return {"stock": lambda inputs: mx.quantized_matmul(*inputs)}
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    monkeypatch.setattr(judge, "backend", lambda: "cuda")
-    monkeypatch.setattr(judge, "_COLD", 1 << 19)
-    monkeypatch.setattr(gate, "_LARGEST", 512)
-    monkeypatch.setattr(gate, "_MOST", 1e-3)
-    judge._gate.cache_clear()
-    found = judge_of(Stock(), PROBLEM)
-    assert isinstance(found, Measured)
-    return found
+    monkeypatch.setattr(evaluator, "backend", lambda: "cuda")
+    monkeypatch.setattr(evaluator, "file_of", lambda device: "some_gpu")
+    monkeypatch.setattr(evaluator, "_COLD", 1 << 19)
+    monkeypatch.setattr(queue_timer, "_LARGEST", 512)
+    monkeypatch.setattr(queue_timer, "_MOST", 1e-3)
+    evaluator._timer.cache_clear()
+    return Evaluator(Stock(), PROBLEM)
 
 
-def test_the_gate_and_the_links_are_left_out(measured, monkeypatch):
+def test_the_work_before_and_the_links_are_left_out(measured, monkeypatch):
     measured._rounds = {len(measured.sets): 3, 1: 7}
 
     def seconds(chains, repeats):
@@ -44,8 +45,8 @@ def test_the_gate_and_the_links_are_left_out(measured, monkeypatch):
         return {name: Sample.of([whole.get(name, 2.0 + 5 * launches)]) for name in chains}
 
     warm = []
-    monkeypatch.setattr(judge._gate(), "seconds", seconds)
-    config = measured.family.heuristic(PROBLEM, "cuda")
+    monkeypatch.setattr(evaluator._timer(True), "seconds", seconds)
+    config = PROBLEM.heuristic("cuda")
     assert measured.rate(config) == pytest.approx(5)
     warm.clear()
     (times,), paths = measured.compared([config])
@@ -54,38 +55,38 @@ def test_the_gate_and_the_links_are_left_out(measured, monkeypatch):
 
 
 def test_what_remains_is_as_uncertain_as_what_is_left_out():
-    chain, gate = Sample.of([6e-3] * 4), Sample.of([5e-3, 5e-3, 7e-3, 7e-3])
-    left = chain.less(gate)
-    # The gate was held up twice: without its spread a time of nothing would look sure.
+    chain, floor = Sample.of([6e-3] * 4), Sample.of([5e-3, 5e-3, 7e-3, 7e-3])
+    left = chain.less(floor)
+    # That was held up twice: without its spread a time of nothing would look sure.
     assert left.median == 1e-9 and left.spread > 1
-    alone = chain.less(Sample.of([5e-3] * 4))
-    assert alone.median == pytest.approx(1e-3) and alone.spread == pytest.approx(0)
+    steady = chain.less(Sample.of([5e-3] * 4))
+    assert steady.median == pytest.approx(1e-3) and steady.spread == pytest.approx(0)
 
 
-def test_a_time_is_taken_again_where_the_gate_was_held_up(measured, monkeypatch):
+def test_a_time_is_taken_again_where_the_work_before_was_held_up(measured, monkeypatch):
     measured._rounds = {len(measured.sets): 1}
     asked = []
 
     def seconds(chains, repeats):
         asked.append(repeats)
         held_up = repeats // 2 if len(asked) == 1 else 1
-        gates = [2.0] * (repeats - held_up) + [2.0 + 4 * len(measured.sets)] * held_up
+        links = [2.0] * (repeats - held_up) + [2.0 + 4 * len(measured.sets)] * held_up
         whole = [2.0 + 5 * len(measured.sets)] * repeats
-        return {name: Sample.of(gates if name == "links" else whole) for name in chains}
+        return {name: Sample.of(links if name == "links" else whole) for name in chains}
 
-    monkeypatch.setattr(judge._gate(), "seconds", seconds)
-    assert measured.rate(measured.family.heuristic(PROBLEM, "cuda")) == pytest.approx(5)
+    monkeypatch.setattr(evaluator._timer(True), "seconds", seconds)
+    assert measured.rate(PROBLEM.heuristic("cuda")) == pytest.approx(5)
     assert asked == [4, 9]
 
 
 def test_a_configuration_is_verified_and_timed(measured):
-    trial = measured.attempt(measured.family.heuristic(PROBLEM, "cuda"))
+    trial = measured.attempt(PROBLEM.heuristic("cuda"))
     assert trial.problem == "" and 0 < trial.seconds < 1
 
 
-def test_contenders_take_turns_and_a_gate_that_is_too_short_grows(monkeypatch):
-    monkeypatch.setattr(gate.Gate, "_alone", lambda self, products: 1e-3 * products)
-    timer, calls = gate.Gate(), []
+def test_contenders_alternate_and_work_that_is_too_short_grows(monkeypatch):
+    monkeypatch.setattr(QueueTimer, "_unqueued", lambda self, products: 1e-3 * products)
+    timer, calls = QueueTimer(), []
     assert timer._matrix.shape == (512, 512) and timer.length == pytest.approx(2e-3)
 
     def once(run):
@@ -128,18 +129,25 @@ def test_a_chain_runs_its_rounds_one_after_the_other():
         seen.append(y)
         return [y + 1, y + 2]
 
-    assert judge._chain(run, 3)(0) == [1, 2, 3, 4, 5, 6] and seen == [0, 2, 4]
+    assert evaluator._chain(run, 3)(0) == [1, 2, 3, 4, 5, 6] and seen == [0, 2, 4]
 
 
-def test_other_paths_are_built_without_the_stock_operator_and_with_it(measured, monkeypatch):
+def test_paths_besides_stock_tell_whether_a_search_is_worth_it(measured, monkeypatch):
     ran = []
 
     def path(name):
         return lambda inputs: ran.append(name) or inputs[0]
 
     paths = {name: path(name) for name in ("stock", "another")}
-    monkeypatch.setattr(measured.family, "paths", lambda problem: paths, raising=False)
-    measured.build(stock=False)
-    assert ran == ["another"]
-    measured.build(stock=True)
-    assert sorted(ran) == ["another", "another", "stock"]
+    monkeypatch.setattr(measured.family, "paths", lambda *_: paths, raising=False)
+    # CUDA may take a minute to build the stock operator.
+    assert 0 < measured.others() < 1 and set(ran) == {"another"}
+    (_,), found = measured.compared([measured.problem.heuristic("cuda")])
+    assert set(found) == {"another", "stock"} <= {*ran, "another"}
+
+
+def test_a_cpu_runs_its_launches_one_by_one_without_other_work():
+    timer = QueueTimer(busy=False)
+    assert timer.length == 0
+    found = timer.seconds({"exp": lambda y: [mx.exp(y)]}, repeats=3)
+    assert 0 < found["exp"].median < 1 and found["exp"].count == 3

@@ -1,0 +1,252 @@
+"""Measurements as they are stored: one JSON file for each device, read entry by entry.
+
+``{"device": "sm_90", "entries": {KEY: ENTRY}}``, where an entry has the configuration that tuning
+found for a problem, or values that rules go by; with its date, command and version of MLX. Those
+that come with the package are in ``data/``; the user's own, in the cache folder, come first. An
+entry that cannot be understood is left alone, with a note, and costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache, lru_cache
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..runtime import backend
+from ..runtime.cache_folder import cache_folder
+from ..runtime.explain import note
+
+SHIPPED = Path(__file__).with_name("data")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What tuning found for one problem on one device.
+
+    Attributes:
+        config: the fields of the kernel's fastest configuration.
+        path: the fastest path: ``"kernel"``, ``"stock"`` or ``"dequantized"``; or
+            ``"uncompared"`` where the kernel alone was timed.
+        seconds: what that path takes.
+        heuristic: what the kernel takes with the configuration that it has without tuning.
+        tried: how many configurations were tried.
+        source: the kernel's text, hashed.
+        mlx: the version of MLX.
+        paths: seconds of each path.
+        date: when it was measured.
+        command: by which command.
+    """
+
+    config: Mapping[str, int | str]
+    path: str
+    seconds: float
+    heuristic: float
+    tried: int
+    source: str
+    mlx: str
+    paths: Mapping[str, float] = field(default_factory=dict)
+    date: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Thresholds and gains that rules go by.
+
+    Attributes:
+        values: a number, text or a list of those, or a mapping to them.
+        date: when they were measured.
+        command: by which command.
+        note: what they are, and on what they were measured.
+        mlx: the version of MLX.
+    """
+
+    values: Any
+    date: str = ""
+    command: str = ""
+    note: str = ""
+    mlx: str = ""
+
+
+class Stored(NamedTuple):
+    """An entry, and whether it comes with the package."""
+
+    entry: Entry | Values
+    shipped: bool
+
+
+@cache
+def device_kind() -> str | None:
+    """The backend of this machine's GPU: ``"metal"``, ``"cuda"``, or None without one."""
+    return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
+
+
+@cache
+def device_name() -> str:
+    """The architecture of MLX's GPU, else ``"cpu"``."""
+    if device_kind():
+        facts = mx.device_info()
+        return str(facts.get("architecture") or facts.get("device_name", "gpu")).replace(" ", "_")
+    return "cpu"
+
+
+def file_of(device: str) -> str | None:
+    """The name of the file for a backend on this machine; None where it has no device here."""
+    if device == "host":
+        return "cpu"
+    return device_name() if device == device_kind() else None
+
+
+def user_folder() -> Path:
+    """Where the user's own results are.
+
+    Raises:
+        OSError: there is no such place, as without a home folder.
+    """
+    try:
+        return cache_folder() / "tuning"
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
+
+
+# Results of this process that could not be written, by device.
+unsaved: dict[str, dict[str, Entry]] = {}
+_lock = threading.Lock()
+_forgetting: list[Callable[[], None]] = []
+
+
+def advance_epoch() -> None:
+    """Have everything that was concluded from measurements concluded anew."""
+    with _lock:
+        backend.advance_epoch()
+    for forget in _forgetting:
+        forget()
+
+
+def on_change(forget: Callable[[], None]) -> None:
+    """Have something done at every change, by those whose keys have no epoch."""
+    _forgetting.append(forget)
+
+
+@lru_cache(maxsize=64)
+def entries(device: str, at: int) -> Mapping[str, Stored]:
+    """All that is stored for a device, by key, as of an epoch."""
+    found = {key: Stored(entry, True) for key, entry in read(SHIPPED, device).items()}
+    try:
+        own: Mapping[str, Entry | Values] = read(user_folder(), device)
+    except OSError as error:
+        note("tuning", "ignored", str(error))
+        own = {}
+    for key, entry in {**own, **unsaved.get(device, {})}.items():
+        before = found.get(key)
+        # Rules count on values of the kind that they were written for.
+        if isinstance(entry, Values) and not (before and _is_like(entry, before.entry)):
+            note("tuning", "ignored", f"{device}: {key} has other values than the package's")
+        else:
+            found[key] = Stored(entry, False)
+    return found
+
+
+def read(folder: Path, device: str) -> dict[str, Entry | Values]:
+    """The entries of a file that can be understood; of all others a note is kept."""
+    path, found = folder / f"{device}.json", {}
+    try:
+        stored = load(path, device)["entries"]
+    except (OSError, ValueError) as error:
+        note("tuning", "ignored", f"{path}: {error}")
+        return {}
+    for key, value in stored.items():
+        try:
+            found[key] = parsed(value)
+        except ValueError as error:
+            note("tuning", "ignored", f"{path}: {key}: {error}")
+    return found
+
+
+def load(path: Path, device: str) -> dict[str, Any]:
+    """A file as it is, with all that is not understood; empty where there is none.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it does not hold results of this device.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("is not a file")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {"device": device, "entries": {}}
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if not isinstance(content, dict) or not isinstance(content.get("entries"), dict):
+        raise ValueError("has no entries")
+    if content.get("device") != device:
+        raise ValueError(f"is of device {content.get('device')!r}")
+    return content
+
+
+def parsed(value: Any) -> Entry | Values:
+    """An entry of a file; fields that are not known are left out.
+
+    Raises:
+        ValueError: a field is missing, or is not of its type.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"is {value!r}")
+    kind: Any = Values if "values" in value else Entry
+    for each in fields(kind):
+        required = each.default is each.default_factory is MISSING
+        if each.name not in value and required:
+            raise ValueError(f"has no {each.name}")
+        if each.name in value and not _FITS[each.name](value[each.name]):
+            raise ValueError(f"{each.name} is {value[each.name]!r}")
+    entry: Entry | Values = kind(**{f.name: value[f.name] for f in fields(kind) if f.name in value})
+    return entry
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value) and value > 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_value(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_value, value))
+    return isinstance(value, (int, str)) or (isinstance(value, float) and isfinite(value))
+
+
+def _is_mapping(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("path", "source", "mlx", "date", "command", "note"), _is_text),
+    **dict.fromkeys(("seconds", "heuristic"), _is_seconds),
+    "config": _is_mapping(lambda value: isinstance(value, (int, str))),
+    "paths": _is_mapping(_is_seconds),
+    "tried": lambda value: type(value) is int,
+    "values": lambda value: _is_value(value) or _is_mapping(_is_value)(value),
+}
+
+
+def _is_like(entry: Values, shipped: Entry | Values) -> bool:
+    """Whether values are of the kinds of the package's, key by key."""
+    return isinstance(shipped, Values) and _kinds(entry.values) == _kinds(shipped.values)
+
+
+def _kinds(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _kinds(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_kinds(each) for each in value]
+    return float if type(value) is int else type(value)

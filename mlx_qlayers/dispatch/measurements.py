@@ -1,0 +1,301 @@
+"""What operations ask of measurements: configurations, the faster path, thresholds.
+
+Answers are kept for an epoch: until results are saved or cleared, or a mode begins or ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib.metadata import version
+from itertools import count
+from typing import Any, NamedTuple
+
+from ..runtime.backend import backend
+from ..runtime.backend import epoch as current
+from ..runtime.explain import note
+from . import entries as stored
+from .entries import Entry, Values, advance_epoch
+from .tunable import PROBLEMS, Problem, source_hash
+
+# The family and the arguments of a question.
+Question = tuple[str, tuple[Hashable, ...]]
+# Questions that are remembered: a server sees any number of lengths.
+_REMEMBERED = 4096
+# Whose thresholds hold on all CUDA devices that have none of their own.
+_OTHER_CUDA = "sm_90"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Where an answer comes from.
+
+    Attributes:
+        source: ``"measured here"``, or ``"shipped result"`` of another machine.
+        device: that it was measured on.
+        date: when.
+        command: by which command.
+        seconds: of each path, where paths were compared.
+        note: what was measured.
+    """
+
+    source: str
+    device: str
+    date: str = ""
+    command: str = ""
+    seconds: Mapping[str, float] | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        where = "" if self.source == "measured here" else f" of {self.device}"
+        when = f", {self.date}" if where and self.date else ""
+        times = ", ".join(f"{name} {1e6 * s:.3g} us" for name, s in (self.seconds or {}).items())
+        return f"{self.source}{where}{when}" + (f": {times}" if times else "")
+
+
+class Found(NamedTuple):
+    """What was found for a problem.
+
+    Attributes:
+        path: ``"kernel"``; the path that was faster, ``"stock"`` or ``"dequantized"``; or
+            ``"uncompared"`` where the kernel alone was timed.
+        config: the kernel's fastest configuration.
+        evidence: where that comes from.
+    """
+
+    path: str
+    config: Any
+    evidence: Evidence
+
+
+class Verdict(NamedTuple):
+    """What :func:`decided` says, in the words of :func:`~mlx_qlayers.dispatch.choose`.
+
+    Attributes:
+        by: the kernel, for the reason.
+        unless: why it is left, or None.
+        evidence: what that rests on.
+    """
+
+    by: str
+    unless: str | None = None
+    evidence: str = "rule"
+
+
+class _Mode(NamedTuple):
+    """What a ``with`` block changes for its own thread or task.
+
+    Attributes:
+        number: of epochs of its own, far from those of others.
+        heuristics_only: whether nothing that was found counts.
+        questions: what is asked, where that is collected.
+    """
+
+    number: int = 0
+    heuristics_only: bool = False
+    questions: dict[Question, None] | None = None
+
+
+_mode: ContextVar[_Mode] = ContextVar("mode", default=_Mode())  # noqa: B039 (it is frozen)
+_numbers = count(1)
+
+
+def epoch() -> int:
+    """Changes whenever an answer of this module may: what is concluded from one goes by it."""
+    return current.number + (_mode.get().number << 32)
+
+
+def configure(family: str, device: str, *question: Hashable) -> Any:
+    """The configuration of a kernel: the one that was tuned, else the heuristic's.
+
+    Args:
+        family: the name of a kernel family, one of :data:`~.tunable.PROBLEMS`.
+        device: ``"metal"``, ``"cuda"`` or ``"host"``.
+        question: the arguments of the family's problem.
+
+    Example:
+        >>> from mlx_qlayers.formats import Format
+        >>> configure("qmm", "metal", 64, 3584, 3584, mx.float32, Format(64, 4), True).tile_m
+        32
+    """
+    _ask(family, question)
+    return _configured(epoch(), family, device, question)
+
+
+def found(family: str, *question: Hashable, device: str | None = None) -> Found | None:
+    """What was measured for a problem, or None where nothing was.
+
+    Args:
+        family: the name of a kernel family.
+        question: the arguments of its problem.
+        device: ``"metal"``, ``"cuda"`` or ``"host"``; by default the current backend.
+
+    Example:
+        >>> from mlx_qlayers.formats import Format
+        >>> best = found("qmv", 1, 3584, 3584, mx.bfloat16, Format(64, 4))
+        >>> best is None or isinstance(best.path, str)
+        True
+    """
+    _ask(family, question)
+    return _found(epoch(), family, device or backend(), question)
+
+
+def decided(best: Found | None, kernel: str, unless: str | None) -> Verdict:
+    """The kernel, and why ``auto`` leaves it for the stock operator: by what was measured.
+
+    Args:
+        best: from :func:`found`.
+        kernel: the kernel's name in reasons.
+        unless: why it should be left as far as rules know, if it should.
+    """
+    if _mode.get().questions is not None:  # what is collected is what the kernels would be asked
+        return Verdict(kernel)
+    if best is None or best.path == "uncompared":
+        return Verdict(kernel, unless)
+    told, source = str(best.evidence), best.evidence.source
+    if best.path == "kernel":
+        return Verdict(f"{kernel}, {told}", None, source)
+    return Verdict(kernel, told, source)
+
+
+def threshold(name: str, *key: Hashable, device: str | None = None) -> Any:
+    """A threshold or a gain that was measured; None where it was not, for this device.
+
+    Args:
+        name: of the entry in ``data/<device>.json``.
+        key: which of its values, if it has several.
+        device: ``"metal"``, ``"cuda"`` or ``"host"``; by default the current backend.
+
+    Example:
+        >>> threshold("grid_sample_gain", "bilinear", device="host")
+        1.8
+    """
+    return _value(epoch(), name, " ".join(map(str, key)), device or backend())
+
+
+def gain(name: str, size: int, *key: Hashable, device: str = "host") -> float | None:
+    """How many times as fast as the reference a kernel is, at the next smaller size measured.
+
+    Args:
+        name: of an entry whose values have a list of ``sizes``, and lists of gains at them.
+        size: of the problem, as rows; below the first that was measured, that one counts.
+        key: which list.
+        device: see :func:`threshold`.
+
+    Example:
+        >>> gain("qmv_gain", 3, "affine", 4) == gain("qmv_gain", 2, "affine", 4)
+        True
+    """
+    gains = threshold(name, *key, device=device)
+    if gains is None:
+        return None
+    at = bisect_right(threshold(name, "sizes", device=device), size) - 1
+    return float(gains[max(0, at)])
+
+
+def evidence_of(name: str, *, device: str | None = None) -> Evidence | None:
+    """Where a threshold comes from."""
+    return _values(epoch(), name, device or backend())[1]
+
+
+@contextmanager
+def questions() -> Iterator[dict[Question, None]]:
+    """Collect what operations ask inside a ``with`` block, each question once."""
+    asked: dict[Question, None] = {}
+    with _within(_Mode(next(_numbers), questions=asked)):
+        yield asked
+
+
+@contextmanager
+def heuristics_only() -> Iterator[None]:
+    """Inside a ``with`` block nothing that was tuned counts, for this thread or task."""
+    with _within(_Mode(next(_numbers), heuristics_only=True)):
+        yield
+
+
+@contextmanager
+def _within(mode: _Mode) -> Iterator[None]:
+    token = _mode.set(mode)
+    advance_epoch()
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+        advance_epoch()
+
+
+def _ask(family: str, question: tuple[Hashable, ...]) -> None:
+    if (asked := _mode.get().questions) is not None:
+        asked[family, question] = None
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _configured(epoch: int, family: str, device: str, question: tuple[Hashable, ...]) -> Any:
+    best = _found(epoch, family, device, question)
+    return PROBLEMS[family](*question).heuristic(device) if best is None else best.config
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _found(epoch: int, family: str, device: str, question: tuple[Hashable, ...]) -> Found | None:
+    name = stored.file_of(device)
+    if name is None or _mode.get().heuristics_only:
+        return None
+    return lookup(PROBLEMS[family](*question), name)
+
+
+def lookup(problem: Problem, device: str) -> Found | None:
+    """What is stored for a problem under a device's name, if it can be trusted."""
+    entry, shipped = stored.entries(device, current.number).get(problem.key, (None, False))
+    if not isinstance(entry, Entry):
+        return None
+    try:
+        config = _kind_of(entry, problem)(**entry.config)
+    except (ValueError, TypeError) as error:
+        note("tuning", "ignored", f"{problem.key}: {error}")
+        return None
+    note("tuning", entry.path, f"{problem.key}: {config}")
+    source = "shipped result" if shipped else "measured here"
+    times = entry.paths or {entry.path: entry.seconds}
+    return Found(entry.path, config, Evidence(source, device, entry.date, entry.command, times))
+
+
+def _kind_of(entry: Entry, problem: Problem) -> type[Any]:
+    """The class of an entry's configuration, if it is of this MLX and these kernels."""
+    if entry.path == "modelled":
+        raise ValueError("was computed, not measured")
+    if entry.mlx != version("mlx"):
+        raise ValueError(f"measured with MLX {entry.mlx}, this is {version('mlx')}")
+    if entry.source != source_hash(*problem.kernels()):
+        raise ValueError("measured with another version of the kernel")
+    wanted = {kind: sorted(field.name for field in fields(kind)) for kind in problem.configs}
+    for kind, names in wanted.items():
+        if names == sorted(entry.config):
+            return kind
+    every = " or ".join(map(str, wanted.values()))
+    raise ValueError(f"has the fields {sorted(entry.config)}, not {every}")
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _value(epoch: int, name: str, key: str, device: str) -> Any:
+    values = _values(epoch, name, device)[0]
+    value = values.get(key) if key and isinstance(values, Mapping) else values
+    return _frozen(value)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _values(epoch: int, name: str, device: str) -> tuple[Any, Evidence | None]:
+    own = stored.file_of(device) or (_OTHER_CUDA if device == "cuda" else device)
+    for file in (own, *[_OTHER_CUDA] * (device == "cuda")):
+        entry, shipped = stored.entries(file, current.number).get(name, (None, False))
+        if isinstance(entry, Values) and (shipped or file == own):
+            source = "shipped result" if shipped else "measured here"
+            return entry.values, Evidence(source, file, entry.date, entry.command, None, entry.note)
+    return None, None

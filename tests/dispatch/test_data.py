@@ -1,0 +1,58 @@
+"""The measurements that come with the package are of a kind that operations can use."""
+
+import re
+from dataclasses import fields
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers import explain
+from mlx_qlayers.dispatch import entries
+from mlx_qlayers.dispatch.entries import Entry
+from mlx_qlayers.dispatch.tunable import PROBLEMS, source_hash
+from mlx_qlayers.formats import Format
+from mlx_qlayers.tuning.families import FAMILIES
+
+FILES = sorted(entries.SHIPPED.glob("*.json"))
+
+
+def problem_of(key):
+    """The problem that a result was stored for."""
+    name, shape, dtype, *form = key.split(" ")
+    sizes, dtype = [*map(int, shape.split("x"))], getattr(mx, dtype)
+    if name == "attention_step":
+        return PROBLEMS[name](dtype, *sizes)
+    mode, group, bits, order, *kind = form[0].split("-")
+    rest = ["-".join(kind)] if name == "qmv" else [order == "t"]
+    return PROBLEMS[name](*sizes, dtype, Format(int(group), int(bits), mode), *rest)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_entry_is_understood_and_says_where_it_comes_from(path):
+    explain(reset=True)
+    found, raw = entries.read(path.parent, path.stem), entries.load(path, path.stem)
+    assert len(found) == len(raw["entries"]) > 5 and not explain()
+    for key, value in raw["entries"].items():
+        kind = type(found[key])
+        assert set(value) <= {field.name for field in fields(kind)}, key
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", found[key].date), key
+        assert found[key].mlx, key
+        assert kind is Entry or found[key].note, key
+    commands = [entry.command for entry in found.values()]
+    assert sum(map(bool, commands)) >= len(commands) - 1
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_tuned_results_are_legal_configurations_of_kernels_as_they_are(path):
+    """One that fails here belongs to a kernel that was changed: tune it anew, or delete it."""
+    for key, entry in entries.read(path.parent, path.stem).items():
+        if isinstance(entry, Entry):
+            problem = problem_of(key)
+            assert problem.key == key
+            (kind,) = (
+                k for k in problem.configs if {f.name for f in fields(k)} == set(entry.config)
+            )
+            assert FAMILIES[problem.family].why_not(kind(**entry.config), problem) is None
+            assert entry.source == source_hash(*problem.kernels())
+            assert entry.path in entry.paths and min(entry.paths.values()) == entry.seconds
+            assert entry.seconds <= entry.heuristic

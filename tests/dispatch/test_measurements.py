@@ -1,0 +1,322 @@
+"""What operations are told: tuned configurations, faster paths and thresholds, where they hold."""
+
+import json
+import threading
+import timeit
+from dataclasses import asdict, replace
+from importlib.metadata import version
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers import explain, use_backend
+from mlx_qlayers.dispatch import entries, measurements
+from mlx_qlayers.dispatch.entries import Entry
+from mlx_qlayers.dispatch.measurements import (
+    configure,
+    epoch,
+    evidence_of,
+    found,
+    gain,
+    heuristics_only,
+    questions,
+    threshold,
+)
+from mlx_qlayers.dispatch.tunable import PROBLEMS, source_hash
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.attention.step import Step
+from mlx_qlayers.metal.attention.step import question as asked_of_step
+from mlx_qlayers.ops.quantized_route import DENSE, QMV, dense_is_worse, route
+from mlx_qlayers.runtime import backend as backends
+from mlx_qlayers.runtime.spec import Spec
+from mlx_qlayers.tuning.store import clear, save
+
+FMT = Format(64, 4)
+QUESTION = (1, 3584, 3584, mx.bfloat16, FMT)
+
+
+@pytest.fixture(autouse=True)
+def gpu(tmp_path, monkeypatch):
+    """A machine that says it has an NVIDIA GPU, and an empty store."""
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(entries, "device_name", lambda: "some_gpu")
+    monkeypatch.setattr(entries, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(measurements, "backend", lambda: "cuda")
+    entries.advance_epoch()
+    explain(reset=True)
+    yield
+    entries.unsaved.clear()
+    monkeypatch.undo()
+    entries.advance_epoch()
+
+
+def heuristic(device="cuda"):
+    return PROBLEMS["qmv"](*QUESTION).heuristic(device)
+
+
+def keep(family="qmv", question=QUESTION, config=None, **changes):
+    problem = PROBLEMS[family](*question)
+    config = config or problem.heuristic("cuda")
+    entry = Entry(
+        config if isinstance(config, dict) else asdict(config),
+        "kernel",
+        4.1e-5,
+        5e-5,
+        9,
+        source_hash(*problem.kernels()),
+        version("mlx"),
+        {"kernel": 4.1e-5, "stock": 6.3e-5},
+    )
+    save("some_gpu", {problem.key: replace(entry, **changes)})
+    return config
+
+
+OTHER = replace(heuristic(), simds=4)
+
+
+def test_a_heuristic_gives_way_to_what_was_found():
+    assert configure("qmv", "cuda", *QUESTION) == heuristic()
+    keep(config=OTHER)
+    assert configure("qmv", "cuda", *QUESTION) == OTHER != heuristic()
+    assert any(d.op == "tuning" and d.path == "kernel" for d in explain())
+    assert clear() == 1 and configure("qmv", "cuda", *QUESTION) == heuristic()
+
+
+def test_evidence_says_what_was_measured_where():
+    keep(config=OTHER, date="2026-11-22", command="mlx-qlayers tune")
+    evidence = found("qmv", *QUESTION).evidence
+    assert str(evidence) == "measured here: kernel 41 us, stock 63 us"
+    assert (evidence.device, evidence.date) == ("some_gpu", "2026-11-22")
+    shipped = measurements.lookup(PROBLEMS["qmv"](1, 4608, 3584, mx.bfloat16, FMT, "3"), "sm_90")
+    text = "shipped result of sm_90, 2026-11-21: kernel 8.82 us, stock 25.4 us"
+    assert str(shipped.evidence) == text and "bench_tuning.py" in shipped.evidence.command
+
+
+def test_results_without_the_times_of_both_sides_still_count():
+    """As the first versions wrote them."""
+    keep(config=OTHER, paths={}, path="stock")
+    assert str(found("qmv", *QUESTION).evidence) == "measured here: stock 41 us"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source": "0" * 16},
+        {"mlx": "0.1"},
+        {"path": "modelled"},
+        {"config": {"simds": 1}},
+        {"config": asdict(OTHER) | {"another": 1}},
+    ],
+    ids=str,
+)
+def test_what_is_stale_or_foreign_counts_for_nothing(changes):
+    keep(**changes)
+    assert found("qmv", *QUESTION) is None and configure("qmv", "cuda", *QUESTION) == heuristic()
+    assert any(d.op == "tuning" and d.path == "ignored" for d in explain())
+
+
+def test_a_configuration_that_its_class_refuses_counts_for_nothing():
+    question = (1, 4, 2, 32, 64, 64, 64), mx.float16, True
+    config = PROBLEMS["attention_forward"](*question).heuristic("cuda")
+    keep("attention_forward", question, asdict(config) | {"tile": 7})
+    assert configure("attention_forward", "cuda", *question) == config
+
+
+def test_it_counts_for_its_device_dtype_format_and_shape_alone(monkeypatch):
+    keep(config=OTHER)
+    assert found("qmv", 2, *QUESTION[1:]) is None
+    assert found("qmv", *QUESTION[:3], mx.float16, FMT) is None
+    assert found("qmv", *QUESTION[:4], Format(32, 4)) is None
+    assert configure("qmv", "metal", *QUESTION) == heuristic("metal")
+    assert configure("qmv", "host", *QUESTION) == heuristic("host")
+    assert found("qmv", *QUESTION, device="host") is None
+    monkeypatch.setattr(entries, "device_name", lambda: "another_gpu")
+    entries.advance_epoch()
+    assert found("qmv", *QUESTION) is None
+
+
+def test_what_a_cpu_found_counts_on_the_host_backend():
+    config = replace(heuristic("host"), outputs=8)
+    problem = PROBLEMS["qmv"](*QUESTION)
+    keep(config=config)
+    (entry,) = (e.entry for key, e in entries.entries("some_gpu", -1).items() if key == problem.key)
+    save("cpu", {problem.key: entry})
+    assert configure("qmv", "host", *QUESTION) == config
+    assert found("qmv", *QUESTION, device="host").path == "kernel"
+
+
+def test_rows_of_a_bucket_share_a_result():
+    question = (512, 3584, 3584, mx.bfloat16, FMT, True)
+    config = keep("qmm", question)
+    assert found("qmm", 300, *question[1:])[:2] == ("kernel", config)
+    assert found("qmm", 256, *question[1:]) is None
+
+
+def test_a_second_look_takes_a_few_microseconds():
+    keep(config=OTHER)
+    asks = (
+        lambda: found("qmv", *QUESTION, device="cuda"),
+        lambda: configure("qmv", "cuda", *QUESTION),
+        lambda: threshold("qmm_max_rows", "whole", device="cuda"),
+    )
+    for ask in asks:
+        ask()
+        assert min(timeit.repeat(ask, number=1000, repeat=10)) / 1000 < 4e-6
+
+
+def test_heuristics_only_and_back():
+    before, _ = epoch(), keep(config=OTHER)
+    outside = epoch()
+    with heuristics_only():
+        assert configure("qmv", "cuda", *QUESTION) == heuristic()
+        assert epoch() not in (before, outside)
+    assert configure("qmv", "cuda", *QUESTION) == OTHER
+    assert len({before, outside, epoch()}) == 3
+
+
+def test_a_mode_is_that_of_its_thread():
+    keep(config=OTHER)
+    seen = []
+    with heuristics_only(), questions() as asked:
+        thread = threading.Thread(
+            target=lambda: seen.append((epoch(), configure("qmv", "cuda", *QUESTION)))
+        )
+        thread.start()
+        thread.join()
+        assert seen[0][1] == OTHER and seen[0][0] != epoch() and not asked
+
+
+def test_threads_that_ask_while_results_change_get_one_of_them():
+    wrong, stop = [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            if (config := configure("qmv", "cuda", *QUESTION)) not in (OTHER, heuristic()):
+                wrong.append(config)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        keep(config=OTHER)
+        clear()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_questions_are_collected_once_each():
+    found("qmv", *QUESTION)
+    with questions() as asked:
+        for _ in range(2):
+            configure("qmv", "cuda", *QUESTION)
+            found("qmv", *QUESTION)
+    assert list(asked) == [("qmv", QUESTION)]
+    configure("qmv", "cuda", 2, *QUESTION[1:])
+    assert len(asked) == 1
+
+
+def test_thresholds_and_gains_come_from_data():
+    assert threshold("qmm_max_rows", "split", device="cuda") == 64
+    assert threshold("qmm_max_rows") == {"whole": 128, "split": 64}
+    # Nothing was measured on an Apple GPU.
+    assert threshold("qmm_max_rows", "split", device="metal") is None
+    assert threshold("no such entry") is threshold("qmm_max_rows", "no such value") is None
+    assert evidence_of("no such entry") is None
+    assert [gain("qmv_gain", rows, "affine", 4) for rows in (1, 3, 16, 99)] == [
+        4.4,
+        7.2,
+        10.5,
+        10.5,
+    ]
+    plain = [gain("gather_qmm_gain", rows, "affine", 8, "plain") for rows in (1, 64, 511, 512)]
+    assert plain == [0.7, 1.1, 1.1, 2.6]
+    assert gain("qmv_gain", 1, "affine", 7) is None
+
+
+def test_other_cuda_devices_go_by_the_thresholds_of_an_h200_and_say_so():
+    """This one is called some_gpu. What was tuned counts for its own device alone."""
+    evidence = evidence_of("qmm_max_rows", device="cuda")
+    assert (evidence.source, evidence.device) == ("shipped result", "sm_90") and evidence.date
+    assert "H200" in evidence.note and "bench_quantized_matmul.py" in evidence.command
+    assert found("qmv", 1, 4608, 3584, mx.bfloat16, FMT, "3") is None
+
+
+def test_values_measured_here_come_first_if_they_are_like_the_packages(tmp_path):
+    folder = tmp_path / "tuning"
+    folder.mkdir()
+
+    def write(**values):
+        content = {name: {"values": value} for name, value in values.items()}
+        (folder / "cpu.json").write_text(json.dumps({"device": "cpu", "entries": content}))
+        entries.advance_epoch()
+
+    write(qvm_gain=3, grid_sample_gain={"nearest": 2.0})
+    assert threshold("qvm_gain", device="host") == 3
+    assert evidence_of("qvm_gain", device="host").source == "measured here"
+    assert threshold("grid_sample_gain", "bilinear", device="host") == 1.8
+    write(qvm_gain="fast")
+    assert threshold("qvm_gain", device="host") == 1.4
+
+
+def chosen(monkeypatch, rows=1):
+    """The route of a product where auto stands for CUDA."""
+    monkeypatch.setitem(backends.missing, "cuda", lambda: None)
+    monkeypatch.setitem(backends.missing, "metal", lambda: "not here")
+    monkeypatch.setattr(measurements, "backend", backends.backend)
+    x, w = Spec((rows, 3584), mx.bfloat16), Spec((3584, 448), mx.uint32)
+    return route("product", x, w, True, FMT)
+
+
+def test_ops_take_the_kernel_where_it_won_and_say_so(monkeypatch):
+    keep()
+    (_, path, reason, evidence), kernel = chosen(monkeypatch)
+    assert (path, kernel, evidence) == ("cuda", QMV, "measured here")
+    assert "by qmv, measured here: kernel 41 us, stock 63 us" in reason
+
+
+def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
+    keep(path="stock")
+    choice, _ = chosen(monkeypatch)
+    assert choice[1:] == ("ops", "measured here: kernel 41 us, stock 63 us", "measured here")
+
+
+def test_ops_take_the_dense_product_where_it_won(monkeypatch):
+    question = (64, 3584, 3584, mx.bfloat16, FMT, True)
+    keep("qmm", question, path="dequantized")
+    (_, path, reason, evidence), kernel = chosen(monkeypatch, rows=64)
+    assert (path, kernel, evidence) == ("cuda", DENSE, "measured here")
+    assert "measured here" in reason
+
+
+@pytest.mark.parametrize("path", ["dequantized", "kernel", "stock"])
+def test_several_matrices_at_once_go_by_what_won(path):
+    keep("qmm", (512, 7168, 3584, mx.bfloat16, FMT, True), path=path)
+    why, evidence = dense_is_worse(512, 7168, Spec((512, 3584), mx.bfloat16), FMT)
+    assert why is None if path == "dequantized" else "measured here" in why
+    assert evidence == "measured here"
+
+
+def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():
+    question = (mx.bfloat16, 1, 28, 4, 1024, 128, 128)
+    assert configure("attention_step", "cuda", *question) == Step(16, 4)
+    config = keep("attention_step", question, Step(8, 2, 4))
+    assert configure("attention_step", "cuda", *question) == config
+    q, buffer = mx.zeros((1, 1, 3584), mx.bfloat16), mx.zeros((1, 4, 768, 128))
+    assert configure("attention_step", "cuda", *asked_of_step(q, buffer, 128)) == config
+
+
+def test_a_search_that_ended_early_is_no_verdict_on_stock(monkeypatch):
+    before = chosen(monkeypatch)
+    keep(config=OTHER, path="uncompared")
+    assert configure("qmv", "cuda", *QUESTION) == OTHER
+    assert chosen(monkeypatch) == before
+
+
+def test_no_question_is_asked_about_kernels_that_a_cpu_does_not_choose(monkeypatch):
+    monkeypatch.setattr(measurements, "backend", backends.backend)
+    x, w = Spec((64, 3584), mx.bfloat16), Spec((3584, 448), mx.uint32)
+    with use_backend("host"), questions() as asked:
+        route("product", x, w, True, FMT)
+    assert not asked

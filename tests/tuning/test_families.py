@@ -1,0 +1,101 @@
+"""The families that can be tuned agree with their kernels."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from counted import Counted
+
+from mlx_qlayers import use_backend
+from mlx_qlayers.dispatch.tunable import PROBLEMS
+from mlx_qlayers.formats import Format
+from mlx_qlayers.tuning.families import FAMILIES
+from mlx_qlayers.tuning.tune import tune
+
+FMT = Format(64, 4)
+# What operations ask, and where the answer is stored.
+ASKED = {
+    "row_sum": ((7, 96, mx.float32), "7x96 float32"),
+    "qmv": ((3, 40, 128, mx.float16, FMT), "3x40x128 float16 affine-64-4-t"),
+    "qmm": ((17, 40, 128, mx.float16, FMT, True), "32x40x128 float16 affine-64-4-t"),
+    "attention_decode": ((mx.float16, 7, 64, 64, 4, 2, 250), "2x7x256x64x64 float16 bits-4"),
+    "attention_step": ((mx.float16, 1, 4, 2, 200, 64, 64), "1x4x2x256x64x64 float16"),
+    "grid_sample": ((16, mx.float16, False, 2), "16x2 float16 any"),
+    "attention_forward": (
+        ((1, 4, 2, 32, 60, 64, 64), mx.float16, True),
+        "1x4x2x32x64x64x64 float16 causal",
+    ),
+}
+
+
+def test_every_problem_has_a_family():
+    assert set(ASKED) == set(PROBLEMS) == set(FAMILIES)
+    assert all(FAMILIES[name].problem is PROBLEMS[name] for name in ASKED)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_agrees_with_itself(name):
+    """Its heuristic is legal and right, a question gives its problem, and stock is a path."""
+    family, (question, key) = FAMILIES[name], ASKED[name]
+    problem = PROBLEMS[name](*question)
+    assert problem.key == f"{name} {key}" and isinstance(problem.heuristic("cuda"), problem.configs)
+    for device in ("metal", "cuda"):
+        config = problem.heuristic(device)
+        assert family.why_not(config, problem) is None
+        assert family.completed(config, problem) == config
+        near = family.near(config, problem)
+        assert near and set(near) < set(family.all(problem, config))
+    tuned = tune(family, problem, budget_s=0, keep=False, evaluator=Counted)
+    assert tuned.config == problem.heuristic("metal") and not tuned.trials[0].problem
+    inputs = family.inputs(problem)
+    truth = family.reference(inputs, problem)
+    with use_backend("host"):
+        paths = family.paths(inputs, problem)
+        for path in paths.values():
+            found = path(inputs).astype(mx.float32)
+            assert mx.allclose(found, truth, atol=0.05 * mx.abs(truth).max())
+    assert "stock" in paths
+
+
+@pytest.mark.parametrize("name", ["row_sum", "qmv", "grid_sample"])
+def test_what_a_cpu_runs_can_be_searched_there(name):
+    family, problem = FAMILIES[name], PROBLEMS[name](*ASKED[name][0])
+    config = problem.heuristic("host")
+    near = family.near(config, problem)
+    assert isinstance(config, problem.configs) and near
+    inputs = family.inputs(problem)
+    truth = family.reference(inputs, problem)
+    with use_backend("host"):
+        found = family.bind(inputs, problem, near[0])(inputs)
+    assert mx.allclose(found, truth, atol=family.tolerance(problem) * mx.abs(truth).max())
+
+
+def test_attention_of_keys_that_are_not_packed():
+    problem = PROBLEMS["attention_decode"](mx.bfloat16, 7, 64, 64, 0, 2, 200)
+    family = FAMILIES["attention_decode"]
+    tuned = tune(family, problem, budget_s=0, keep=False, evaluator=Counted)
+    assert not tuned.trials[0].problem
+
+
+@pytest.mark.parametrize("kind", ["norm-3", "norm-gate", "residual"])
+def test_products_with_what_stands_around_them(kind):
+    mx.random.seed(7)
+    family, problem = FAMILIES["qmv"], PROBLEMS["qmv"](3, 48, 128, mx.bfloat16, FMT, kind)
+    assert problem.key.endswith(f"affine-64-4-t-{kind}")
+    inputs, (config, *_) = family.inputs(problem), family.others(problem, "metal")
+    truth = family.reference(inputs, problem)
+    assert truth.shape == (3, {"norm-3": 16, "norm-gate": 24, "residual": 48}[kind])
+    with use_backend("host"):
+        found = family.bind(inputs, problem, config)(inputs)
+    stock = family.paths(inputs, problem)["stock"](inputs)
+    for y, factor in ((found, 1), (stock, 2)):
+        allowed = factor * family.tolerance(problem) * mx.abs(truth).max()
+        assert mx.abs(y - truth).max() <= allowed
+
+
+def test_a_search_begins_with_both_kernels_where_it_is_not_known_which_is_faster():
+    family, problem = FAMILIES["qmv"], PROBLEMS["qmv"](1, 64, 128, mx.bfloat16, FMT)
+    assert {type(config) for config in family.others(problem, "metal")} == set(problem.configs)
+    assert family.others(problem, "cuda") == ()
+    single = replace(problem, dtype=mx.float32)
+    assert len(family.others(single, "metal")) == 1
