@@ -120,7 +120,7 @@ def configure(family: str, device: str, *question: Hashable) -> Any:
     Example:
         >>> from mlx_qlayers.formats import Format
         >>> configure("qmm", "metal", 64, 3584, 3584, mx.float32, Format(64, 4), True).tile_m
-        32
+        64
     """
     _ask(family, question)
     return _configured(epoch(), family, device, question)
