@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
+
+from mlx_qlayers.dispatch.measurements import configure
+from mlx_qlayers.metal.attention import decode as _decode
+from mlx_qlayers.metal.attention.forward import Scores
 from mlx_qlayers.metal.quantized_matmul import dequantize as _dequantize
 from mlx_qlayers.metal.quantized_matmul import gradients as _gradients
 from mlx_qlayers.metal.quantized_matmul import qmm as _qmm
@@ -55,3 +60,23 @@ def dequantize(matrices, fmt, dtype):
 def scales_and_biases_gradient(x, dy, w, scales, fmt, transpose, device, chosen=None):
     plan = _gradients.scales_and_biases_gradient
     return plan(x, dy, w, scales, fmt, transpose, device, chosen)(x, dy, w, *(chosen or ()))
+
+
+def decode_config(device, q, k, v):
+    """The configuration of attention of a few queries."""
+    question = _decode.question(q, _parts(k), _parts(v))
+    return configure("attention_decode", device, *question)
+
+
+def attention_decode(q, k, v, *, scale, mask, window, softcap, sinks, config):
+    scores = Scores(scale, mask is not None, window, softcap)
+    mask = mask if isinstance(mask, mx.array) else None
+    arrays = q, _parts(k), _parts(v), mask, sinks
+    (out,) = _decode.attention_decode(*arrays, scores, config)(
+        q, *arrays[1], *arrays[2], mask, sinks
+    )
+    return out
+
+
+def _parts(array):
+    return array if isinstance(array, tuple) else (array,)

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from ..dispatch import dispatch
 from ..formats import Format
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate
-from ..ops.attention_step import MIN_PLACES, Rotation, attention_step
+from ..ops.attention_step import MIN_POSITIONS, Rotation, attention_step
 from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
 from ..ops.rotary import rotary_embedding
 from .compiled import Operation
@@ -42,7 +42,7 @@ def position(offset: int) -> mx.array:
 @lru_cache(maxsize=64)
 def positions(length: int, batch: int) -> mx.array:
     """What :func:`attention_step` takes where all sequences have the same length."""
-    return mx.array([length] * max(MIN_PLACES, 1 + batch))
+    return mx.array([length] * max(MIN_POSITIONS, 1 + batch))
 
 
 def positions_of(length: int, offsets: mx.array) -> mx.array:

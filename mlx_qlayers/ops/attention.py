@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeGuard
+from collections.abc import Hashable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch.entries import on_change
-from ..metal.attention.forward import Scores
+from ..dispatch import KERNELS, Choice, Gradient, Operation, Plan, choose, dispatch
+from ..dispatch import gradient_of as autodiff
+from ..dispatch.measurements import configure, decided, found, threshold
+from ..metal.attention import decode
+from ..metal.attention.backward import Backward
+from ..metal.attention.forward import FAR, Launcher, Scores, attention_forward
+from ..metal.attention.layout import WIDEST
 from ..reference import attention as reference
-from ..reference.attention import Packed
-from ..runtime.backend import requested
-from ..runtime.legacy import on_request
-from . import attention_decode, attention_tiled
-from .attention_stock import alone
-from .differentiable import bare_threads, gradients_are_left_out
+from ..reference.attention import Packed, Run
+from ..runtime.backend import backend, current, requested
+from .attention_checks import Call, checked
 
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-_BITS = (2, 3, 4, 5, 6, 8)
-_GROUP_SIZES = (32, 64, 128)
-_Known = Callable[..., mx.array]
-# Calls that were checked, by all that was looked at.
-_known: dict[tuple[Any, ...], _Known] = {}
-_REMEMBERED = 256
-# The last of them that had arrays and no softcap: shapes, dtypes, scale, mask, window, and what
-# computes it. The layers of a model ask for the same one, and every step for another.
-_NONE: tuple[Any, ...] = (None,) * 10
-_last = _NONE
-
-
-def _forget_last() -> None:
-    global _last
-    _last = _NONE
-
-
-def _forget() -> None:
-    _known.clear()
-    _forget_last()
-
-
-on_change(_forget)
-on_request(_forget_last)
+# The exponent of a hidden score must be finite: see LOWEST in score_tile.metal.
+_MAX_SCALE = 1e7
+# Queries that would leave most of a tile empty.
+_FEW_QUERIES = 8
 
 
 def attention(
@@ -88,193 +71,218 @@ def attention(
         ``mx.fast.scaled_dot_product_attention``; windows as in mlx-lm, softcap as in Gemma 2 (arXiv
         2408.00118), sinks as in gpt-oss (arXiv 2508.10925).
     """
-    of_q, of_k, of_v, q_dtype, k_dtype, v_dtype, of_scale, of_mask, of_window, known = _last
-    keys: Any = k
-    values: Any = v
-    try:
-        # Where stock is called one by one, whatever Python does besides shows.
-        again = (
-            q.shape == of_q
-            and keys.shape == of_k
-            and values.shape == of_v
-            and q.dtype == q_dtype
-            and keys.dtype == k_dtype
-            and values.dtype == v_dtype
-            and type(scale) is float
-            and scale == of_scale
-            and mask is of_mask
-            and window is of_window
-            and softcap is sinks is None
-            and not bare_threads
-        )
-    except (AttributeError, TypeError):
-        again = False
-    if not again:
-        if type(k) is type(v) is list:
-            k, v = tuple(k), tuple(v)
-        known = _looked_up(q, k, v, mask, sinks, scale, window, softcap)
-    out: mx.array = known(q, k, v, None if type(mask) is str else mask, sinks)
+    many = tuple, list
+    of_k = k if isinstance(k, many) and k else (k,)
+    of_v = v if isinstance(v, many) and v else (v,)
+    counts = len(of_k) if of_k is k else 0, len(of_v) if of_v is v else 0
+    seen, rule = (mask, None) if isinstance(mask, mx.array) else (None, mask)
+    static = counts, scale, rule, window, softcap
+    out: mx.array = dispatch(_ATTENTION, (q, *of_k, *of_v, seen, sinks), static)[0]
     return out
 
 
-def _looked_up(
-    q: mx.array,
-    k: mx.array | Packed,
-    v: mx.array | Packed,
-    mask: mx.array | str | None,
-    sinks: mx.array | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> _Known:
-    """What computes a call: checked now, or before if there was one like it."""
-    global _last
-    bare = gradients_are_left_out()
-    key: tuple[Any, ...] | None
-    # Whatever the checks and the choice look at; types too, since 4.0 equals 4.
-    key = scale, type(scale), window, type(window), softcap, type(softcap), requested(), bare
-    try:
-        key += tuple(map(_kind, (q, k, v, mask, sinks)))
-        known = _known.get(key)
-    except (TypeError, AttributeError):
-        key = known = None
-    if known is None:
-        scores = Scores(scale, isinstance(mask, str), window, softcap)
-        known = _checked(q, k, v, mask, sinks, scores)
-        if len(_known) >= _REMEMBERED:
-            _known.clear()
-        if key is not None:
-            _known[key] = known
-    _last = _NONE
-    plain = softcap is sinks is None and not bare and not isinstance(mask, mx.array)
-    if plain and isinstance(k, mx.array) and isinstance(v, mx.array):
-        shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-        _last = *shapes, *dtypes, scale, mask, window, known
-    return known
+def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
+    call = checked(arrays, *static)
+    common = mx.result_type(*call.dtypes)
+    if any(dtype != common for dtype in call.dtypes):
+        return Plan(None, _with_casts(static, common))
+    decoding = _takes_decode(call)
+    choice = _choose_decode(call) if decoding else _choose_forward(call)
+    composed = _by_reference(call)
+    if choice.path == "ops":
+        return Plan(choice, _by_stock(call) or composed)
+    if decoding:
+        question = decode.question(call.q, call.k, call.v)
+        config = configure("attention_decode", choice.path, *question)
+        launch = decode.attention_decode(*call, config)
+        return Plan(choice, launch, autodiff(_decode_composed(call), arrays), composed)
+    if call.packing[1]:
+        return Plan(None, _unpacked(call, _ATTENTION, ((0, 0), *static[1:])))
+    return _by_forward(choice, call)._replace(reference=composed)
 
 
-def _kind(array: Any) -> Any:
-    """What is looked at of an array, or of several in a tuple."""
-    if type(array) is tuple:
-        return tuple(map(_kind, array))
-    return array if array is None or type(array) is str else (array.shape, array.dtype)
+def _with_casts(static: tuple[Any, ...], common: mx.Dtype) -> Run:
+    """In the dtype that those of q, k and v promote to."""
+
+    def run(*arrays: mx.array) -> list[mx.array]:
+        *parts, mask, sinks = arrays
+        cast = [a if a.dtype == mx.uint32 else a.astype(common) for a in parts]
+        outputs: list[mx.array] = dispatch(_ATTENTION, (*cast, mask, sinks), static)
+        return outputs
+
+    return run
 
 
-def _checked(
-    q: mx.array,
-    k: mx.array | Packed,
-    v: mx.array | Packed,
-    mask: mx.array | str | None,
-    sinks: mx.array | None,
-    scores: Scores,
-) -> Callable[..., mx.array]:
-    """Check a call; what then computes it from q, k, v, an array as mask, and sinks."""
-    _check_arrays(q, k, v)
-    _check_options(q, reference.keys(k), mask, sinks, scores)
-    few = attention_decode.covers(q, k, v)
-    kernels = attention_decode.Attention if few else attention_tiled.Attention
-    operation = kernels(q, k, v, mask, sinks, scores)
-    return alone(q, k, v, mask, sinks, scores, operation.unless) or operation
+def _unpacked(call: Call, operation: Operation, static: tuple[Hashable, ...]) -> Run:
+    """An operation on keys and values that were packed."""
+    group_size, bits = call.packing
+    dequantize: Any = partial(mx.dequantize, group_size=group_size, bits=bits)
+
+    def run(q: mx.array, *rest: Any) -> list[mx.array]:
+        k, v = dequantize(*rest[:3]), dequantize(*rest[3:6])
+        outputs: list[mx.array] = dispatch(operation, (q, k, v, *rest[6:]), static)
+        return outputs
+
+    return run
 
 
-def _check_arrays(q: mx.array, k: mx.array | Packed, v: mx.array | Packed) -> None:
-    _check_floats("q", q)
-    if q.ndim != 4:
-        raise ValueError(f"q must be (B, H, L, D), but its shape is {q.shape}")
-    width = q.shape[-1]
-    if isinstance(k, tuple) and isinstance(v, tuple):
-        _check_packed("k", k, width)
-        _check_packed("v", v, None, reference.packing(k, width))
-        k_shape, v_shape = (*k[0].shape[:3], width), v[0].shape
-    else:
-        if isinstance(k, tuple) or isinstance(v, tuple):
-            raise ValueError(f"k and v must both be packed or not, not {_name(k)} and {_name(v)}")
-        for name, array in (("k", k), ("v", v)):
-            _check_floats(name, array)
-            if array.ndim != 4:
-                raise ValueError(f"{name} must be (B, Hkv, S, D), but its shape is {array.shape}")
-        k_shape, v_shape = k.shape, v.shape
-    batch, heads = q.shape[:2]
-    if k_shape[0] != batch or k_shape[3] != width:
-        raise ValueError(f"k must be ({batch}, Hkv, S, {width}) for q {q.shape}, not {k_shape}")
-    if k_shape[1] == 0 or heads % k_shape[1]:
-        raise ValueError(f"k must have a number of heads that divides {heads}, not {k_shape[1]}")
-    if k_shape[2] == 0:
-        raise ValueError(f"k must have at least one key, but its shape is {k_shape}")
-    if v_shape[:3] != k_shape[:3]:
-        raise ValueError(f"v must be {k_shape[:3]} and its width, as k, not {v_shape}")
+def _by_reference(call: Call) -> Run:
+    """MLX's operators."""
+    scale, causal, window, softcap = _options(call.scores)
+    return reference.plan(call.q, call.k, call.v, scale, causal, call.mask, window, softcap)
 
 
-def _name(array: object) -> str:
-    return type(array).__name__
+def _options(scores: Scores) -> tuple[float, bool, int | None, float | None]:
+    return scores.scale, scores.causal, scores.window, scores.softcap
 
 
-def _check_floats(name: str, array: object) -> None:
-    if not isinstance(array, mx.array):
-        raise ValueError(f"{name} must be an mx.array, not {_name(array)}")
-    if array.dtype not in _FLOATS:
-        raise ValueError(f"{name} must be float32, float16 or bfloat16, not {array.dtype}")
+def _by_stock(call: Call) -> Run | None:
+    """The stock operator alone, where that is all there is to do."""
+    # The masks of windows are other than the reference's, which somebody asked for.
+    if len(call.k) > 1 or (call.scores.window is not None and requested() != "auto"):
+        return None
+    scale, causal, window, softcap = _options(call.scores)
+    q, k, v = call.q, call.k[0], call.v[0]
+    return reference.stock(q, k, v, scale, causal, call.mask, window, softcap, call.sinks)
 
 
-def _is_packed(array: object) -> TypeGuard[Packed]:
-    return (
-        isinstance(array, tuple)
-        and len(array) == 3
-        and all(isinstance(part, mx.array) and part.ndim == 4 for part in array)
-        and array[0].dtype == mx.uint32
-        and array[1].shape == array[2].shape
-        and array[1].shape[:3] == array[0].shape[:3]
+def _takes_decode(call: Call) -> bool:
+    """Whether the kernel of few queries takes these arguments."""
+    queries, width, v_width = *call.q.shape[2:], call.v_width
+    widths_fit = width % 8 == v_width % 8 == 0 and 0 < max(width, v_width) <= decode.MAX_WIDTH
+    bits_fit = call.packing[1] in (0, *decode.BITS)
+    return 0 < queries <= decode.MAX_QUERIES and call.q.size > 0 and widths_fit and bits_fit
+
+
+def _choose_decode(call: Call) -> Choice:
+    best = found("attention_decode", *decode.question(call.q, call.k, call.v))
+    by, unless, evidence = decided(best, "few queries", _why_not_decode(call))
+    return choose(
+        "attention",
+        unless=unless,
+        host_gain=_decode_host_gain(call),
+        by=by if best else "",
+        evidence=evidence,
     )
 
 
-def _check_packed(
-    name: str, array: object, width: int | None, wanted: tuple[int, int] | None = None
-) -> None:
-    if not _is_packed(array):
-        raise ValueError(f"{name} must be (packed, scales, biases) of 4 axes as mx.quantize gives")
-    _check_floats(f"the scales of {name}", array[1])
-    _check_floats(f"the biases of {name}", array[2])
-    if width is None:
-        assert wanted is not None
-        width = 32 * array[0].shape[-1] // wanted[1]
-    words, groups = array[0].shape[-1], array[1].shape[-1]
-    group_size, bits = width // max(groups, 1), 32 * words // width
-    whole = group_size * groups == width and bits * width == 32 * words
-    if not whole or bits not in _BITS or group_size not in _GROUP_SIZES:
-        raise ValueError(
-            f"{name} must hold rows of {width} numbers, not {words} words in {groups} groups"
-        )
-    if wanted is not None and (group_size, bits) != wanted:
-        raise ValueError(
-            f"{name} must be packed like k, in groups of {wanted[0]}, not {group_size}"
-        )
+def _why_not_decode(call: Call) -> str | None:
+    """Why ``auto`` leaves the kernel of few queries for the stock operator on a GPU.
+
+    On CUDA the kernel was measured no slower from 256 keys to 131,072 in a compiled graph. Called
+    one by one, its launches take Python longer than one stock operator; with packed keys or an
+    array as mask stock makes several.
+    """
+    if backend() == "metal":
+        return "the kernel was not measured on an Apple GPU"
+    single = current.get().mode.single and len(call.k) == 1 and call.mask is None
+    if backend() != "cuda" or not single:
+        return None
+    if prod(call.k[0].shape) < threshold("attention_decode_min_elements"):
+        return "on CUDA the stock operator is launched faster, and the cache is short"
+    return None
 
 
-def _check_options(
-    q: mx.array,
-    keys: int,
-    mask: mx.array | str | None,
-    sinks: mx.array | None,
-    scores: Scores,
-) -> None:
-    batch, heads, queries, _ = q.shape
-    scale, window, softcap = scores.scale, scores.window, scores.softcap
-    if not isinstance(scale, (int, float)):
-        raise ValueError(f"scale must be a number, not {scale!r}")
-    if isinstance(mask, mx.array):
-        if mask.dtype != mx.bool_ and mask.dtype not in _FLOATS:
-            raise ValueError(f"mask must be booleans or floating-point numbers, not {mask.dtype}")
-        full = (batch, heads, queries, keys)
-        fits = zip(mask.shape[::-1], full[::-1], strict=False)
-        if mask.ndim > 4 or not all(n in (1, most) for n, most in fits):
-            raise ValueError(f"mask must broadcast to {full}, but its shape is {mask.shape}")
-    elif mask is not None and mask != "causal":
-        raise ValueError(f"mask must be None, 'causal' or an mx.array, not {mask!r}")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be a positive integer or None, not {window!r}")
-    if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
-        raise ValueError(f"softcap must be a positive number or None, not {softcap!r}")
-    if sinks is not None:
-        _check_floats("sinks", sinks)
-        if sinks.shape != (heads,):
-            raise ValueError(f"sinks must be ({heads},), one a head, not {sinks.shape}")
+def _decode_host_gain(call: Call) -> float:
+    """How many times as fast as the reference the kernel is on a CPU: by launch and work."""
+    work = call.q.size * call.k[0].shape[2] * 2e-6
+    stock, kernel = (
+        launch + each * work
+        for launch, each in (
+            threshold("attention_decode_cost", path, device="host")
+            for path in ("reference", "kernel")
+        )
+    )
+    return float(stock / kernel)
+
+
+def _decode_composed(call: Call) -> Run:
+    """The same on the path that has a gradient: by kernels if those were asked for."""
+    if requested() == "auto" or _lacking(call):
+        return _by_reference(call)
+    scores = _options(call.scores)
+    if call.packing[1]:
+        by_kernels = _unpacked(call, _FORWARD, scores)
+        return lambda *arrays: by_kernels(*arrays)[:1]
+    return lambda *arrays: dispatch(_FORWARD, arrays, scores)[:1]
+
+
+def _choose_forward(call: Call) -> Choice:
+    lacking = _lacking(call)
+    return choose(
+        "attention",
+        () if lacking else KERNELS,
+        unless=lacking or _why_not_forward(call),
+        host_gain=threshold("attention_forward_gain", device="host"),
+    )
+
+
+def _lacking(call: Call) -> str | None:
+    """Why the kernels of many queries do not take these arguments, if they do not."""
+    (*_, queries, width), v_width, scale = call.q.shape, call.v_width, call.scores.scale
+    if call.q.size == 0 or v_width == 0:
+        return "there is nothing to compute"
+    if width % 8 or v_width % 8 or width < 32 or max(width, v_width) > WIDEST:
+        return f"heads of {width} and {v_width}; kernels take multiples of 8 from 32 to {WIDEST}"
+    if max(queries, call.k[0].shape[2]) >= FAR:
+        return f"{FAR} queries or keys, or more"
+    if not 0 < scale <= _MAX_SCALE:
+        return f"a scale of {scale}; kernels take positive ones up to {_MAX_SCALE:g}"
+    return None
+
+
+def _why_not_forward(call: Call) -> str | None:
+    """Why ``auto`` leaves the kernels of many queries for the stock operator on a GPU.
+
+    On Apple GPUs, where nothing could be measured, kernels are taken because stock computes
+    gradients unfused there. On CUDA they are taken only where they were measured to be no slower.
+    """
+    q, scores = call.q, call.scores
+    if q.shape[2] <= _FEW_QUERIES:
+        return f"{q.shape[2]} queries; tiles of them would be mostly empty"
+    if backend() != "cuda":
+        return None
+    if len(call.v) > 1 or call.mask is not None or call.sinks is not None:
+        return "on CUDA the stock operator is faster with these arrays, or nothing was measured"
+    if q.dtype == mx.float32:
+        return "on CUDA the stock operator is faster in float32, with gradients"
+    sizes, keys = (q.shape[3], call.v_width), call.k[0].shape[2]
+    if max(sizes) > threshold("attention_forward_widest"):
+        measured = sizes in threshold("attention_forward_wide_heads")
+        return None if measured else "heads of these sizes were not measured on CUDA"
+    pairs = prod(q.shape[:3]) * keys
+    better = scores.window is not None and 2 * scores.window <= keys
+    if current.get().mode.differentiable:
+        better = better and pairs >= threshold("attention_forward_min_scores")
+    else:
+        # Launches of a compiled graph, of which stock's take longer.
+        work = pairs // (1 + scores.causal) * sum(sizes)
+        short, little = (threshold("attention_forward_short", key) for key in ("keys", "work"))
+        better = better or (keys <= short and work <= little)
+    if better or scores.softcap is not None:
+        return None
+    return "on CUDA the stock operator was measured faster, with gradients too"
+
+
+def _plan_forward(arrays: Sequence[Any], *scores: Any) -> Plan:
+    q, k, v, mask, sinks = arrays
+    return _by_forward(None, Call(q, (k,), (v,), mask, sinks, Scores(*scores)))
+
+
+def _by_forward(choice: Choice | None, call: Call) -> Plan:
+    """The kernels of many queries; what they give besides the result is for the gradients.
+
+    The gradient of an additive mask, the only one as large as the scores, is one of its own.
+    """
+    at = Launcher(call.q, call.k[0], call.v[0], call.mask, call.sinks, call.scores)
+    chosen = configure("attention_forward", at.device, *at.question())
+    backward = Backward(at)
+    gradients = [Gradient((0, 1, 2) if call.sinks is None else (0, 1, 2, 4), backward.of_all)]
+    if call.mask is not None and call.mask.dtype != mx.bool_:
+        gradients.append(Gradient((3,), backward.of_mask))
+    return Plan(choice, attention_forward(at, chosen), gradients)
+
+
+_ATTENTION = Operation("attention", _plan)
+# Many queries by kernels, without a choice: where their gradient is that of another kernel.
+_FORWARD = Operation("attention", _plan_forward)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import configure, threshold
 from ..metal.attention import step as kernels
 from ..metal.attention.step import Rotation
 from ..reference import attention_step as reference
 from ..runtime.backend import backend
-from ..runtime.legacy import choose
-from .differentiable import with_gradient_of
+from ..runtime.spec import Spec
+from .attention_checks import FLOATS
 
-__all__ = ["Rotation", "attention_step", "why_not"]
+__all__ = ["MIN_POSITIONS", "Rotation", "attention_step", "why_not"]
 
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _MAX_WIDTH = 256
-# Numbers in `places` at least: MLX passes fewer in another address space.
-MIN_PLACES = 8
+# Elements of `positions` at least: MLX passes fewer in another address space.
+MIN_POSITIONS = 8
 
 
 def attention_step(
@@ -29,7 +29,7 @@ def attention_step(
     v: mx.array,
     k_buffer: mx.array,
     v_buffer: mx.array,
-    places: mx.array,
+    positions: mx.array,
     *,
     scale: float,
     rotation: Rotation,
@@ -47,7 +47,7 @@ def attention_step(
         v: (B, 1, Hkv * Dv).
         k_buffer: (B, Hkv, S, D).
         v_buffer: (B, Hkv, S, Dv).
-        places: (8 or more,) int32: how many keys of the buffers count, from 0 to S - 1; the
+        positions: (8 or more,) int32: how many keys of the buffers count, from 0 to S - 1; the
             position of each sequence's token; then anything.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned; ``dims`` 0 turns nothing.
@@ -57,33 +57,59 @@ def attention_step(
 
     Returns:
         (B, 1, H * Dv), the heads side by side; and both buffers with the token's key and value as
-        row ``places[0]``, and zeros behind it.
+        row ``positions[0]``, and zeros behind it.
 
     Raises:
         ValueError: a shape, a dtype or a number does not fit; it is named.
 
     Example:
         >>> x, buffer = mx.ones((1, 1, 64)), mx.zeros((1, 2, 256, 32))
-        >>> places = mx.array([7, 7, 0, 0, 0, 0, 0, 0])
+        >>> positions = mx.array([7, 7, 0, 0, 0, 0, 0, 0])
         >>> options = {"scale": 1.0, "rotation": Rotation(32)}
-        >>> [y.shape for y in attention_step(x, x, x, buffer, buffer, places, **options)]
+        >>> [y.shape for y in attention_step(x, x, x, buffer, buffer, positions, **options)]
         [(1, 1, 64), (1, 2, 256, 32), (1, 2, 256, 32)]
 
     Source: :func:`mlx_qlayers.ops.rotary.rotary_embedding` and :func:`mlx_qlayers.attention`.
     """
-    _check(q, k, v, k_buffer, v_buffer, places, mask)
+    arrays = q, k, v, k_buffer, v_buffer, positions, freqs, mask
+    # One by one: a dataclass is hashed by a Python function.
+    turning = rotation.dims, rotation.traditional, rotation.base, rotation.scale
+    outputs: list[mx.array] = dispatch(_STEP, arrays, (scale, *turning))
+    return outputs
+
+
+def _plan(arrays: Sequence[Any], scale: float, *turning: Any) -> Plan:
+    (q, k, v, k_buffer, v_buffer, positions, freqs, mask), rotation = arrays, Rotation(*turning)
+    _check(q, k, v, k_buffer, v_buffer, positions, mask)
     _check_rotation(rotation, freqs, k_buffer.shape[3])
-    covered = _covers(k_buffer.shape, v_buffer.shape[3], rotation)
-    path = choose(
-        "attention_step",
-        ("metal", "cuda", "host") if covered else (),
-        arrays=[q, k, v, k_buffer, v_buffer, places],
-    )
-    if freqs is not None:
-        freqs = freqs.astype(mx.float32)
-    run = _function(path, scale, rotation)
-    found: list[mx.array] = run(q, k, v, k_buffer, v_buffer, places, freqs, mask)
-    return found
+    v_width = v_buffer.shape[3]
+    covered = _covers(k_buffer.shape, v_width, rotation)
+    choice = choose("attention_step", KERNELS if covered else ())
+    options = dict(zip(("dims", "traditional", "base", "rope_scale"), turning, strict=True))
+
+    def composed(*given: Any) -> list[mx.array]:
+        *some, freqs, mask = given
+        if freqs is not None:
+            # MLX's operator cannot be differentiated by them on a GPU.
+            freqs = mx.stop_gradient(freqs).astype(mx.float32)
+        return reference.attention_step(*some, freqs=freqs, mask=mask, scale=scale, **options)
+
+    if choice.path == "ops":
+        return Plan(choice, composed)
+    question = kernels.question(q, k_buffer, v_width)
+    config = configure("attention_step", choice.path, *question)
+    recast = freqs is not None and freqs.dtype != mx.float32
+    listed = None if freqs is None else Spec(freqs.shape, mx.float32)
+    given = q, k, v, k_buffer, v_buffer, positions, listed, mask
+    launch = kernels.attention_step(*given, scale=scale, rotation=rotation, config=config)
+
+    def cast(*given: Any) -> list[mx.array]:
+        return launch(*given[:6], given[6].astype(mx.float32), given[7])
+
+    return Plan(choice, cast if recast else launch, gradient_of(composed, arrays), composed)
+
+
+_STEP = Operation("attention_step", _plan)
 
 
 def why_not(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> str | None:
@@ -96,7 +122,7 @@ def why_not(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> str |
     """
     if not _covers(k_shape, v_width, rotation):
         return "no kernel for these shapes"
-    most = threshold("attention_step_max_keys", device=backend())
+    most = threshold("attention_step_max_keys")
     if most is None:
         return f"it was not measured on {backend()}"
     return f"more than {most} keys" if k_shape[2] > most else None
@@ -108,42 +134,16 @@ def _covers(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> bool:
     return widths_fit and min(*k_shape, v_width) > 0
 
 
-@cache
-def _function(path: str, scale: float, rotation: Rotation) -> Any:
-    numbers: dict[str, Any] = {"dims": rotation.dims, "traditional": rotation.traditional}
-    numbers |= {"base": rotation.base, "rope_scale": rotation.scale}
-
-    def composed(*given: Any) -> list[mx.array]:
-        *arrays, freqs, mask = given
-        # MLX's operator cannot be differentiated by them on a GPU.
-        freqs = None if freqs is None else mx.stop_gradient(freqs)
-        return reference.attention_step(*arrays, scale=scale, freqs=freqs, mask=mask, **numbers)
-
-    if path == "ops":
-        return composed
-
-    def launch(*given: Any) -> list[mx.array]:
-        *arrays, freqs, mask = given
-        q, k_buffer, v_buffer = arrays[0], arrays[3], arrays[4]
-        question = kernels.question(q, k_buffer, v_buffer.shape[3])
-        config = configure("attention_step", path, *question)
-        return kernels.attention_step(
-            *arrays, scale=scale, rotation=rotation, freqs=freqs, mask=mask, config=config
-        )
-
-    return with_gradient_of(composed, launch)
-
-
 def _check(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    k_buffer: mx.array,
-    v_buffer: mx.array,
-    places: mx.array,
-    mask: mx.array | None,
+    q: Spec,
+    k: Spec,
+    v: Spec,
+    k_buffer: Spec,
+    v_buffer: Spec,
+    positions: Spec,
+    mask: Spec | None,
 ) -> None:
-    if q.ndim != 3 or q.shape[1] != 1 or q.dtype not in _FLOATS:
+    if q.ndim != 3 or q.shape[1] != 1 or q.dtype not in FLOATS:
         raise ValueError(
             f"q must be (B, 1, H * D) in a floating-point type, not {q.dtype} {q.shape}"
         )
@@ -161,10 +161,14 @@ def _check(
     ):
         if array.shape != shape or array.dtype != q.dtype:
             raise ValueError(f"{name} must be {q.dtype} {shape}, not {array.dtype} {array.shape}")
-    if places.ndim != 1 or places.size < max(MIN_PLACES, 1 + batch) or places.dtype != mx.int32:
+    if (
+        positions.ndim != 1
+        or positions.size < max(MIN_POSITIONS, 1 + batch)
+        or positions.dtype != mx.int32
+    ):
         raise ValueError(
-            f"places must be int32 and {max(MIN_PLACES, 1 + batch)} or more, "
-            f"not {places.dtype} {places.shape}"
+            f"positions must be int32 and {max(MIN_POSITIONS, 1 + batch)} or more, "
+            f"not {positions.dtype} {positions.shape}"
         )
     if mask is not None and not (
         mask.dtype == mx.bool_
@@ -180,7 +184,7 @@ def _check(
         )
 
 
-def _check_rotation(rotation: Rotation, freqs: mx.array | None, width: int) -> None:
+def _check_rotation(rotation: Rotation, freqs: Spec | None, width: int) -> None:
     if rotation.dims % 2 or not 0 <= rotation.dims <= width:
         raise ValueError(f"rotation must turn an even part of {width}, not {rotation.dims}")
     if (rotation.base is None) == (freqs is None) and rotation.dims:

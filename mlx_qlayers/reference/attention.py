@@ -8,13 +8,22 @@ cores, as every stock operator runs on one; neither changes a bit of a float32 r
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import lru_cache, partial
+from typing import Any
 
 import mlx.core as mx
 
+from ..runtime.backend import backend
+from ..runtime.spec import Spec
 from .cores import on_core, parts
 
 Packed = tuple[mx.array, mx.array, mx.array]
-_ALL = slice(None)
+Run = Callable[..., list[mx.array]]
+
+_ALL, _HERE = slice(None), nullcontext()
+# The masks of windows that are kept for later calls: bytes of one, and how many.
+_MASK_BYTES, _MASKS = 2 << 20, 16
 
 
 def attention(
@@ -28,81 +37,149 @@ def attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """:func:`mlx_qlayers.attention` with checked arguments; differentiable by autodiff."""
-    queries = q.shape[2]
-    dtype = mx.result_type(q, *(a[1] if isinstance(a, tuple) else a for a in (k, v)))
+    seen = mask if isinstance(mask, mx.array) else None
+    of_k, of_v = (a if isinstance(a, tuple) else (a,) for a in (k, v))
+    causal = mask is not None and seen is None
+    run = plan(q, of_k, of_v, scale, causal, seen, window, softcap)
+    return run(q, *of_k, *of_v, seen, sinks)[0]
+
+
+def plan(
+    q: Spec | mx.array,
+    k: tuple[Any, ...],
+    v: tuple[Any, ...],
+    scale: float,
+    causal: bool,
+    mask: Spec | mx.array | None,
+    window: int | None,
+    softcap: float | None,
+) -> Run:
+    """:func:`attention` for all arrays of these shapes and dtypes.
+
+    Args:
+        q, k, v, mask: arrays or their specs; keys and values of one or packed, scales and biases.
+        scale, causal, window, softcap: as :func:`mlx_qlayers.attention` has them.
+
+    Returns:
+        A function of q, the arrays of k, those of v, mask and sinks, which gives one array.
+    """
+    queries, keys, packed = q.shape[2], k[0].shape[2], len(k) > 1
+    dtype = mx.result_type(q.dtype, k[packed].dtype, v[packed].dtype)
     on_cpu = mx.default_device().type == mx.cpu
     work = mx.float32 if on_cpu or softcap is not None else dtype
-    if window is not None and not isinstance(mask, mx.array):
-        # No query reaches further back than this.
-        first = max(0, keys(k) - queries - window + 1)
-        k, v = _each(k, lambda a: a[..., first:, :]), _each(v, lambda a: a[..., first:, :])
-    mask = _prepare(mask, window, queries, keys(k), work)
-    outputs = []
-    for core, head in enumerate(_split(q, k) if on_cpu else [_ALL]):
-        with on_core(core):
-            some = _take_heads(head, q, k, v, mask, sinks)
-            outputs.append(_products(*some, scale, softcap, work).astype(dtype))
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
+    # No query reaches further back than this.
+    first = max(0, keys - queries - window + 1) if window and mask is None else 0
+    prepared: Any = _mask(causal, mask, window, queries, keys - first, work)
+    added = mask is not None and mask.dtype != mx.bool_
+    of_heads = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
+    shares = _shares(q, k[0], keys - first) if on_cpu else [(_ALL, _ALL)]
+    product: Any = mx.fast.scaled_dot_product_attention
+    options: dict[str, Any] = {"scale": scale}
+    if softcap is not None or packed:
+        product, options["softcap"] = _composed, softcap
+        options["group_size"], options["bits"] = packing(k, q.shape[3]) if packed else (0, 0)
+
+    def run(*arrays: Any) -> list[mx.array]:
+        (*parts, mask, sinks), outputs = arrays, list[mx.array]()
+        mask = prepared(mask) if callable(prepared) else prepared
+        for core, (heads, groups) in enumerate(shares):
+            with on_core(core) if core else _HERE:
+                given, seen = [], mask
+                for i, a in enumerate(parts):
+                    a = a[:, groups if i else heads] if len(shares) > 1 else a
+                    a = a[..., first:, :] if first and i else a
+                    given.append(a if a.dtype == mx.uint32 else a.astype(work))
+                if of_heads and len(shares) > 1:
+                    seen = mask[..., heads, :, :]
+                if added:
+                    # Queries that see nothing get no gradient through scores too small to matter.
+                    sees = (seen > mx.finfo(work).min).any(axis=-1, keepdims=True)
+                    given[0] = mx.where(sees, given[0], 0)
+                sunk = None if sinks is None else sinks[heads].astype(work)
+                out = product(*given, mask=seen, sinks=sunk, **options)
+                outputs.append(out.astype(dtype))
+        return outputs if len(outputs) == 1 else [mx.concatenate(outputs, axis=1)]
+
+    return run
 
 
-def _split(q: mx.array, k: mx.array | Packed) -> list[slice]:
-    """The query heads that each core computes, whole groups of those that share keys."""
-    batch, heads, queries, width = q.shape
-    kv_heads = (k[0] if isinstance(k, tuple) else k).shape[1]
-    share = heads // kv_heads if kv_heads > 1 else 1
-    each = parts(heads // share, 2 * batch * share * queries * keys(k) * width)
-    return [slice(s.start * share, s.stop * share) for s in each] if len(each) > 1 else [_ALL]
-
-
-def _take_heads(
-    heads: slice,
-    q: mx.array,
-    k: mx.array | Packed,
-    v: mx.array | Packed,
-    mask: mx.array | str | None,
-    sinks: mx.array | None,
-) -> tuple[mx.array, mx.array | Packed, mx.array | Packed, mx.array | str | None, mx.array | None]:
-    """What some query heads need of the arguments."""
-    if heads == _ALL:
-        return q, k, v, mask, sinks
-    kv_heads = (k[0] if isinstance(k, tuple) else k).shape[1]
-    if kv_heads > 1:
-        share = q.shape[1] // kv_heads
-        groups = slice(heads.start // share, heads.stop // share)
-        k, v = _each(k, lambda a: a[:, groups]), _each(v, lambda a: a[:, groups])
-    if isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1:
-        mask = mask[..., heads, :, :]
-    return q[:, heads], k, v, mask, None if sinks is None else sinks[heads]
-
-
-def _products(
-    q: mx.array,
-    k: mx.array | Packed,
-    v: mx.array | Packed,
-    mask: mx.array | str | None,
-    sinks: mx.array | None,
+def stock(
+    q: Spec,
+    k: Spec,
+    v: Spec,
     scale: float,
+    causal: bool,
+    mask: Spec | None,
+    window: int | None,
     softcap: float | None,
-    work: mx.Dtype,
-) -> mx.array:
-    """Attention in the dtype ``work``: by the stock operator where it has what is asked for."""
-    q, k, v = q.astype(work), _cast(k, work), _cast(v, work)
-    sinks = None if sinks is None else sinks.astype(work)
-    if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
-        # Queries that see nothing must not get a gradient through scores too small to matter.
-        sees = (mask > mx.finfo(work).min).any(axis=-1, keepdims=True)
-        q = mx.where(sees, q, 0)
-    if softcap is not None or isinstance(k, tuple) or isinstance(v, tuple):
-        return _composed(q, k, v, scale, mask, softcap, sinks)
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    sinks: Spec | None,
+) -> Run | None:
+    """The stock operator, where it is all that :func:`attention` does with arrays like these.
+
+    Returns:
+        A function of q, k, v, mask and sinks; None where there is more to do.
+    """
+    queries, keys, on_gpu = q.shape[2], k.shape[2], mx.default_device().type == mx.gpu
+    if softcap is not None or {q.dtype} != {a.dtype for a in (k, v, sinks) if a is not None}:
+        return None
+    if not on_gpu and (q.dtype != mx.float32 or len(_shares(q, k, keys)) > 1):
+        return None
+    options: dict[str, Any] = {"scale": scale}
+    if mask is not None:
+        if mask.dtype != mx.bool_ or window is not None:
+            return None
+    elif window is not None and window < keys:
+        # On CUDA the operator makes these of booleans at each call, for every head.
+        dtype = q.dtype if backend() == "cuda" and queries <= keys else mx.bool_
+        # Of one query, the keys in its window are all that is needed.
+        if not on_gpu or queries == 1 or queries * keys * dtype.size > _MASK_BYTES:
+            return None
+        return _within(options, queries, keys, window, dtype)
+    elif queries > 1 and (causal or window is not None):
+        options["mask"] = "causal"
+    if mask is sinks is None:  # each argument that is handed over takes a tenth of a microsecond
+        return lambda q, k, v, *_: [mx.fast.scaled_dot_product_attention(q, k, v, **options)]
+
+    def run(q: mx.array, k: mx.array, v: mx.array, seen: Any, sinks: Any) -> list[mx.array]:
+        given = options if seen is None else {**options, "mask": seen}
+        return [mx.fast.scaled_dot_product_attention(q, k, v, **given, sinks=sinks)]
+
+    return run
 
 
-def keys(k: mx.array | Packed) -> int:
-    """How many keys there are, packed or not."""
-    return (k[0] if isinstance(k, tuple) else k).shape[2]
+def _within(options: dict[str, Any], *window: Any) -> Run:
+    def run(q: mx.array, k: mx.array, v: mx.array, _: None, sinks: Any) -> list[mx.array]:
+        mask = _window_mask(*window)
+        return [mx.fast.scaled_dot_product_attention(q, k, v, **options, mask=mask, sinks=sinks)]
+
+    return run
 
 
-def packing(k: Packed, width: int) -> tuple[int, int]:
+@lru_cache(_MASKS)
+def _window_mask(queries: int, keys: int, window: int, dtype: mx.Dtype) -> mx.array:
+    """Which keys each query sees: booleans, or zero and minus infinity.
+
+    The mask is evaluated at once: what is being traced can use it, and so can what comes later.
+    """
+    mask = visible(queries, keys, window)
+    if dtype != mx.bool_:
+        mask = mx.where(mask, mx.array(0, dtype), mx.array(-float("inf"), dtype))
+    mx.eval(mask)
+    return mask
+
+
+def _shares(q: Any, k: Any, keys: int) -> list[tuple[slice, slice]]:
+    """The query heads that each core computes, whole groups of those that share keys, and these."""
+    batch, heads, queries, width = q.shape
+    kv_heads = k.shape[1]
+    share = heads // kv_heads if kv_heads > 1 else 1
+    each = parts(heads // share, 2 * batch * share * queries * keys * width)
+    groups = each if kv_heads > 1 else [_ALL] * len(each)
+    of_q = [slice(s.start * share, s.stop * share) for s in each]
+    return list(zip(of_q, groups, strict=True)) if len(each) > 1 else [(_ALL, _ALL)]
+
+
+def packing(k: Any, width: int) -> tuple[int, int]:
     """The group size and the bits with which rows of ``width`` numbers are packed."""
     return width // k[1].shape[-1], 32 * k[0].shape[-1] // width
 
@@ -115,41 +192,47 @@ def visible(queries: int, keys: int, window: int | None) -> mx.array:
     return seen if window is None else seen & (column > row - window)
 
 
-def _prepare(
-    mask: mx.array | str | None, window: int | None, queries: int, keys: int, dtype: mx.Dtype
-) -> mx.array | str | None:
-    """One mask out of both: None, ``"causal"``, booleans, or finite numbers in ``dtype``."""
-    if not isinstance(mask, mx.array):
-        causal = mask is not None or window is not None
-        if not causal or queries == 1:
+def _mask(
+    causal: bool, mask: Any, window: int | None, queries: int, keys: int, dtype: mx.Dtype
+) -> str | Callable[[Any], mx.array] | None:
+    """One mask out of both: None, ``"causal"``, or what makes booleans or finite numbers in
+    ``dtype`` of the array.
+    """
+    if mask is None:
+        if queries == 1 or not (causal or window):
             return None
-        return "causal" if window is None or window >= keys else visible(queries, keys, window)
+        if window is None or window >= keys:
+            return "causal"
+        return lambda _: visible(queries, keys, window)
     if mask.dtype == mx.bool_:
-        return mask if window is None else mask & visible(queries, keys, window)
+        return lambda mask: mask if window is None else mask & visible(queries, keys, window)
     # Stock turns a row of -inf into NaN; the least finite number averages the values instead.
     least = mx.finfo(dtype).min
-    mask = mx.maximum(mask.astype(dtype), least)
-    return mask if window is None else mx.where(visible(queries, keys, window), mask, least)
+
+    def numbers(mask: mx.array) -> mx.array:
+        mask = mx.maximum(mask.astype(dtype), least)
+        return mask if window is None else mx.where(visible(queries, keys, window), mask, least)
+
+    return numbers
 
 
 def _composed(
     q: mx.array,
-    k: mx.array | Packed,
-    v: mx.array | Packed,
-    scale: float,
-    mask: mx.array | str | None,
-    softcap: float | None,
+    *caches: Any,
+    mask: Any,
     sinks: mx.array | None,
+    scale: float,
+    softcap: float | None,
+    **packing: int,
 ) -> mx.array:
-    """The products, softcap, mask and softmax one after the other."""
+    """The products, softcap, mask and softmax one after the other; 0 bits are no packing."""
+    quantized_matmul: Any = mx.quantized_matmul
+    bits, product = packing["bits"], partial(quantized_matmul, **packing)
+    k, v = caches[: len(caches) // 2], caches[len(caches) // 2 :]
     batch, heads, queries, width = q.shape
     # The queries of all heads that share keys are rows of one product.
-    rows = (q * scale).reshape(batch, (k[0] if isinstance(k, tuple) else k).shape[1], -1, width)
-    if isinstance(k, tuple):
-        group_size, bits = packing(k, width)
-        scores = mx.quantized_matmul(rows, *k, transpose=True, group_size=group_size, bits=bits)
-    else:
-        scores = rows @ k.swapaxes(-1, -2)
+    rows = (q * scale).reshape(batch, k[0].shape[1], -1, width)
+    scores = product(rows, *k) if bits else rows @ k[0].swapaxes(-1, -2)
     scores = scores.reshape(batch, heads, queries, -1)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
@@ -161,21 +244,8 @@ def _composed(
     if sinks is not None:
         column = mx.broadcast_to(sinks[:, None, None], (batch, heads, queries, 1))
         scores = mx.concatenate([column, scores], axis=-1)
-    shares = mx.softmax(scores, axis=-1, precise=True)
-    shares = shares if sinks is None else shares[..., 1:]
-    shares = shares.reshape(*rows.shape[:-1], -1)
-    if isinstance(v, tuple):
-        out = mx.quantized_matmul(shares, *v, transpose=False, group_size=group_size, bits=bits)
-    else:
-        out = shares @ v
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    weights = weights if sinks is None else weights[..., 1:]
+    weights = weights.reshape(*rows.shape[:-1], -1)
+    out = product(weights, *v, transpose=False) if bits else weights @ v[0]
     return out.reshape(batch, heads, queries, -1)
-
-
-def _each(k: mx.array | Packed, function: Callable[[mx.array], mx.array]) -> mx.array | Packed:
-    if isinstance(k, tuple):
-        return function(k[0]), function(k[1]), function(k[2])
-    return function(k)
-
-
-def _cast(k: mx.array | Packed, dtype: mx.Dtype) -> mx.array | Packed:
-    return _each(k, lambda a: a if a.dtype == mx.uint32 else a.astype(dtype))

@@ -14,7 +14,7 @@ def attention_step(
     v: mx.array,
     k_buffer: mx.array,
     v_buffer: mx.array,
-    places: mx.array,
+    positions: mx.array,
     *,
     dims: int,
     traditional: bool,
@@ -26,7 +26,7 @@ def attention_step(
 ) -> list[mx.array]:
     """As :func:`mlx_qlayers.metal.attention.step.attention_step`; arguments as there."""
     batch, _, size, width = k_buffer.shape
-    length, positions = places[0], places[1 : 1 + batch]
+    length, positions = positions[0], positions[1 : 1 + batch]
     if dims:
         q, k = (x.reshape(batch, 1, -1, width) for x in (q, k))
         q, k = rotated(

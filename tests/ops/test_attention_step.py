@@ -44,13 +44,13 @@ def make(case, dtype, path="ops"):
     if path != "ops":
         for buffer in buffers:
             buffer[:, :, length:] = float("nan")
-    places = [length, *(length + 3 * i for i in range(batch))]
+    positions = [length, *(length + 3 * i for i in range(batch))]
     mask = None
     if axes is not None:
         mask = mx.array((rng.random((*axes, 1, size + 1)) < 0.7) | (np.arange(size + 1) == length))
     options = {"scale": width**-0.5, "rotation": rotation, "mask": mask}
     options["freqs"] = FREQS if rotation.base is None else None
-    return [q, k, v, *buffers, mx.array(places + [-1] * 7, mx.int32)], options
+    return [q, k, v, *buffers, mx.array(positions + [-1] * 7, mx.int32)], options
 
 
 def turned(x, positions, rotation, dtype):
@@ -76,12 +76,12 @@ def turned(x, positions, rotation, dtype):
 
 def expected(arrays, options, dtype, precision):
     """Output, its terms, and buffers; rotated rows are rounded to ``precision``, if any."""
-    q, k, v, k_buffer, v_buffer, places = (to64(a).astype(dtype) for a in arrays)
+    q, k, v, k_buffer, v_buffer, positions = (to64(a).astype(dtype) for a in arrays)
     batch, kv_heads, _, width = k_buffer.shape
-    length = int(places[0])
+    length = int(positions[0])
     counts = (q.shape[2] // width, kv_heads, kv_heads)
     heads = [x.reshape(batch, n, 1, -1) for x, n in zip((q, k, v), counts, strict=True)]
-    rotate = [turned(x, places[1 : 1 + batch], options["rotation"], dtype) for x in heads[:2]]
+    rotate = [turned(x, positions[1 : 1 + batch], options["rotation"], dtype) for x in heads[:2]]
     if precision is not None:
         rotate = [to64(round_to(x, precision)).astype(dtype) for x in rotate]
     q, k = rotate
@@ -122,10 +122,10 @@ def test_against_float64(case, dtype, path):
 
 def test_gradients_are_the_references():
     arrays, options = make(CASES[2], mx.float32)
-    floats, places = arrays[:5], arrays[5]
+    floats, positions = arrays[:5], arrays[5]
 
     def loss(*given):
-        found = attention_step(*given[:5], places, **options | {"freqs": given[5]})
+        found = attention_step(*given[:5], positions, **options | {"freqs": given[5]})
         return sum((y * y[..., ::-1]).sum() for y in found)
 
     found = mx.grad(loss, list(range(6)))(*floats, FREQS)
@@ -151,14 +151,14 @@ def test_one_graph_for_every_length(path):
     assert sum(d.calls for d in explain() if d.op == "attention_step") == 1
 
 
-def test_a_batch_gives_each_member_what_it_gets_alone(path):
+def test_a_batch_gives_each_member_what_a_batch_of_one_gives(path):
     arrays, options = make(CASES[4], mx.float16, path)
     together = attention_step(*arrays, **options)
     for i in range(3):
-        alone = [a[i : i + 1] for a in arrays[:5]]
-        places = mx.array([arrays[5][j].item() for j in (0, 1 + i)] + [0] * 6, mx.int32)
+        one = [a[i : i + 1] for a in arrays[:5]]
+        positions = mx.array([arrays[5][j].item() for j in (0, 1 + i)] + [0] * 6, mx.int32)
         mask = options["mask"][i : i + 1]
-        found = attention_step(*alone, places, **options | {"mask": mask})
+        found = attention_step(*one, positions, **options | {"mask": mask})
         assert path == "ops" or all(
             mx.array_equal(a[0], b[i]) for a, b in zip(found, together, strict=True)
         )
@@ -181,8 +181,8 @@ def test_says_where_it_is_not_worth_while():
         ({2: mx.zeros((1, 1, 128), mx.float16)}, "v must be .*float32.* not .*float16"),
         ({3: mx.zeros((2, 2, 40, 64))}, r"k_buffer must be \(1, Hkv, S, D\)"),
         ({4: mx.zeros((1, 3, 40, 64))}, r"v_buffer must be .*\(1, 2, 40, 64\), not"),
-        ({5: mx.zeros((7,), mx.int32)}, r"places must be int32 and 8 or more, not .*\(7,\)"),
-        ({5: mx.zeros((8,))}, "places must be int32"),
+        ({5: mx.zeros((7,), mx.int32)}, r"positions must be int32 and 8 or more, not .*\(7,\)"),
+        ({5: mx.zeros((8,))}, "positions must be int32"),
         ({"mask": mx.ones((1, 1, 1, 40))}, "mask must be bool"),
         ({"mask": mx.ones((1, 1, 1, 39), mx.bool_)}, r"mask must be bool \(1, 4, 1, 40\), not"),
         ({"rotation": Rotation(7)}, "rotation must turn an even part of 64, not 7"),

@@ -1,4 +1,4 @@
-// The gradient of attention for its queries, from the norms that attention.metal left:
+// The gradient of attention for its queries, from the norms that forward.metal left:
 //
 //   weights  = exp2(scores - top) / total
 //   d_scores = weights * (d_out v^T - delta) * bend,   delta = sum over the columns of d_out * out
@@ -281,7 +281,7 @@ template <
     const constant int64_t* d_out_strides,
     const device float* norms,
     constant int* sizes,
-    constant float* numbers,
+    constant float* factors,
     device T* d_q,
     device float* delta,
     uint3 group [[threadgroup_position_in_grid]],
@@ -299,7 +299,7 @@ template <
   threadgroup tile_packs<ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
   uint head = group.y, batch = group.z;
-  score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
   ulong place = (ulong(batch) * sizes[HEADS] + head) * rule.queries;
   query_gradients<
       T, M, D, DV, MASK, SOFTCAP, false, BLOCKS, SIMDS, SLICES, TILE, ALTERNATE, AHEAD>(
@@ -314,7 +314,7 @@ template <
       d_q + (ulong(batch) * rule.queries * sizes[HEADS] + head) * D,
       delta,
       ulong(sizes[HEADS]) * D,
-      numbers[SLOPE],
+      factors[SLOPE],
       reinterpret_cast<threadgroup T*>(tiles.pack),
       exchange,
       int(groups.x - 1 - group.x) * ROWS,
@@ -352,7 +352,7 @@ template <
     const constant int64_t* d_out_strides,
     const device float* norms,
     constant int* sizes,
-    constant float* numbers,
+    constant float* factors,
     device float* d_scores,
     uint3 group [[threadgroup_position_in_grid]],
     uint3 groups [[threadgroups_per_grid]],
@@ -369,7 +369,7 @@ template <
   threadgroup tile_packs<ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
   uint head = group.y, batch = group.z;
-  score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
   ulong place = (ulong(batch) * sizes[HEADS] + head) * rule.queries;
   query_gradients<
       T, M, D, DV, MASK, SOFTCAP, true, BLOCKS, SIMDS, SLICES, TILE, ALTERNATE, AHEAD>(
@@ -384,7 +384,7 @@ template <
       nullptr,
       d_scores + place * rule.keys,
       ulong(sizes[HEADS]) * D,
-      numbers[SLOPE],
+      factors[SLOPE],
       reinterpret_cast<threadgroup T*>(tiles.pack),
       exchange,
       int(groups.x - 1 - group.x) * ROWS,

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
 import mlx.core as mx
 
 from ...runtime.kernel import Kernel
-from ...runtime.legacy import PreparedLaunch
-from .forward import LOG2E, Arrays, Call, nothing
-from .layout import PARAMETERS, Layout, memory
+from ...runtime.launch import Bound
+from ...runtime.spec import Spec
+from .forward import LOG2E, Launcher, absent
+from .layout import PARAMETERS, memory
 
-# What lowers the scores of a query that sees no key, as attention_tile.metal has it.
+# What lowers the scores of a query that sees no key, as score_tile.metal has it.
 _BLANK = 1e38
 
 _RULE = ("T", "M", "D", "DV", "MASK", "SOFTCAP")
-_OF_QUERIES = ("q", "k", "v", "mask", "out", "d_out", "norms", "sizes", "numbers")
-_QUERIES = Kernel(
-    "attention_backward_queries",
-    "attention/backward.metal",
-    inputs=_OF_QUERIES,
-    outputs=("d_q", "delta"),
-    template=(*_RULE, *PARAMETERS),
-    threadgroup_memory=lambda **values: memory("queries", values),
-    large=True,
-    ensure_row_contiguous=False,
-)
-_MASK = Kernel(
-    "attention_backward_mask",
-    "attention/backward.metal",
-    inputs=_OF_QUERIES,
-    outputs=("d_scores",),
-    template=(*_RULE, *PARAMETERS),
-    threadgroup_memory=lambda **values: memory("queries", values),
-    large=True,
-    ensure_row_contiguous=False,
+_QUERIES, _MASK = (
+    Kernel(
+        name,
+        "attention/backward.metal",
+        inputs=("q", "k", "v", "mask", "out", "d_out", "norms", "sizes", "factors"),
+        outputs=outputs,
+        template=(*_RULE, *PARAMETERS),
+        threadgroup_memory=lambda **values: memory("queries", values),
+        large=True,
+        ensure_row_contiguous=False,
+    )
+    for name, outputs in (
+        ("attention_backward_queries", ("d_q", "delta")),
+        ("attention_backward_mask", ("d_scores",)),
+    )
 )
 _KEYS = Kernel(
     "attention_backward_keys",
     "attention/backward_keys.metal",
-    inputs=("q", "k", "v", "mask", "d_out", "norms", "delta", "average", "sizes", "numbers"),
+    inputs=("q", "k", "v", "mask", "d_out", "norms", "delta", "average", "sizes", "factors"),
     outputs=("d_k", "d_v"),
     template=(*_RULE, "AVERAGE", "ROLES", *PARAMETERS),
     threadgroup_memory=lambda **values: memory("keys", values),
@@ -45,109 +45,79 @@ _KEYS = Kernel(
     ensure_row_contiguous=False,
 )
 
+Arrays = Sequence[Any]
 
-def gradient_queries(
-    call: Call,
-    arrays: Arrays,
-    out: mx.array,
-    norms: mx.array,
-    d_out: mx.array,
-    chosen: Layout | None = None,
-) -> tuple[mx.array, mx.array]:
-    """The gradient of ``q``, and what those of ``k``, ``v`` and ``sinks`` need of it.
 
-    Args:
-        call: what is known of the arrays.
-        arrays: what attention was computed of.
-        out: what :func:`attention_forward` gave for them.
-        norms: and beside it.
-        d_out: the cotangent of ``out``, in the dtype of ``q``.
-        chosen: how to spread the work, if not as the table says.
+class Backward:
+    """The gradients of attention for arrays of some shapes; launches are bound at first use.
 
-    Returns:
-        (B, H, L, D) in the dtype of ``q``; and (B, H, L) float32, the sums of ``out * d_out``.
+    Its methods take lists: q, k, v, mask and sinks; the cotangents of what
+    :func:`attention_forward` gave for them, of which the first counts; and that itself.
     """
 
-    def make(chosen: Layout | None) -> PreparedLaunch:
-        return call.prepare(
-            _QUERIES,
-            chosen or call.layout("queries"),
-            (call.queries, call.heads),
-            [(call.batch, call.queries, call.heads, call.width), norms.shape[:3]],
-        )
+    def __init__(self, at: Launcher) -> None:
+        self._at, self._blank = at, absent()
+        self._rows = at.batch, at.heads, at.queries
+        self._out = Spec((*self._rows, at.v_width), at.q.dtype)
+        self._norms = Spec((*self._rows, 2), mx.float32)
 
-    d_q, delta = call.launch(_QUERIES, arrays, (out, d_out, norms), make, chosen)
-    return d_q.swapaxes(1, 2), delta
+    @cached_property
+    def _queries(self) -> Bound:
+        at = self._at
+        shapes = [(at.batch, at.queries, at.heads, at.width), self._rows]
+        return self._of_queries(_QUERIES, shapes)
 
+    @cached_property
+    def _mask(self) -> Bound:
+        return self._of_queries(_MASK, [(*self._rows, self._at.keys)], init_value=0)
 
-def gradient_mask(
-    call: Call,
-    arrays: Arrays,
-    out: mx.array,
-    norms: mx.array,
-    d_out: mx.array,
-    shape: tuple[int, ...],
-    chosen: Layout | None = None,
-) -> mx.array:
-    """The gradient of an additive mask of this shape in float32; arguments as before."""
+    def _of_queries(self, kernel: Kernel, shapes: list[tuple[int, ...]], **more: Any) -> Bound:
+        at, others = self._at, [self._out, self._out, self._norms]
+        rows = at.queries, at.heads
+        return at.bind(kernel, others, at.layout("queries"), rows, shapes, **more)
 
-    def make(chosen: Layout | None) -> PreparedLaunch:
-        return call.prepare(
-            _MASK,
-            chosen or call.layout("queries"),
-            (call.queries, call.heads),
-            [(call.batch, call.heads, call.queries, call.keys)],
-            init_value=0,
-        )
+    @cached_property
+    def _keys(self) -> Bound:
+        at, chosen = self._at, self._at.layout("keys")
+        average = (at.batch, at.kv_heads, at.v_width) if at.average else self._blank.shape
+        others = self._out, self._norms, Spec(self._rows, mx.float32), Spec(average, mx.float32)
+        shapes = [(at.batch, at.keys, at.kv_heads, width) for width in (at.width, at.v_width)]
+        values = {"AVERAGE": at.average, "ROLES": chosen.roles}
+        return at.bind(_KEYS, others, chosen, (at.keys, at.kv_heads), shapes, **values)
 
-    (d_scores,) = call.launch(_MASK, arrays, (out, d_out, norms), make, chosen)
-    shared = [axis for axis, n in enumerate((1,) * (4 - len(shape)) + shape) if n == 1]
-    return d_scores.sum(axis=shared, keepdims=True).reshape(shape)
+    def _inputs(self, arrays: Arrays) -> list[mx.array]:
+        q, k, v, mask, _ = arrays
+        seen = self._blank if mask is None else mx.broadcast_to(mask, self._at.mask_shape)
+        return [q, k, v, seen]
 
+    def of_all(self, arrays: Arrays, cotangents: Arrays, outputs: Arrays) -> list[mx.array]:
+        """Those of q, k, v and, if there are any, of the sinks."""
+        sinks, (out, norms), d_out = arrays[4], outputs, cotangents[0]
+        inputs, ends = self._inputs(arrays), self._at.ends
+        d_q, delta = self._queries([*inputs, out, d_out, norms, *ends])
+        average = self._average(norms, d_out) if self._at.average else self._blank
+        d_k, d_v = self._keys([*inputs, d_out, norms, delta, average, *ends])
+        gradients = [a.swapaxes(1, 2) for a in (d_q, d_k, d_v)]
+        return gradients if sinks is None else [*gradients, _of_sinks(sinks, norms, delta)]
 
-def gradient_keys_and_values(
-    call: Call,
-    arrays: Arrays,
-    norms: mx.array,
-    delta: mx.array,
-    d_out: mx.array,
-    chosen: Layout | None = None,
-) -> tuple[mx.array, mx.array]:
-    """The gradients of ``k`` and ``v``; ``delta`` is what :func:`gradient_queries` gave.
+    def of_mask(self, arrays: Arrays, cotangents: Arrays, outputs: Arrays) -> list[mx.array]:
+        """That of the mask."""
+        mask, (out, norms) = arrays[3], outputs
+        inputs = [*self._inputs(arrays), out, cotangents[0], norms]
+        (d_scores,) = self._mask([*inputs, *self._at.ends])
+        shared = [i for i, n in enumerate((1,) * (4 - mask.ndim) + mask.shape) if n == 1]
+        gradient = d_scores.sum(axis=shared, keepdims=True).reshape(mask.shape)
+        return [gradient.astype(mask.dtype)]
 
-    Returns:
-        (B, Hkv, S, D) and (B, Hkv, S, Dv) in the dtype of ``q``.
-    """
-
-    def make(chosen: Layout | None) -> PreparedLaunch:
-        layout = chosen or call.layout("keys")
-        return call.prepare(
-            _KEYS,
-            layout,
-            (call.keys, call.kv_heads),
-            [
-                (call.batch, call.keys, call.kv_heads, call.width),
-                (call.batch, call.keys, call.kv_heads, call.width_v),
-            ],
-            AVERAGE=call.average,
-            ROLES=layout.roles,
-        )
-
-    others = d_out, norms, delta, _average(call, norms, d_out)
-    d_k, d_v = call.launch(_KEYS, arrays, others, make, chosen)
-    return d_k.swapaxes(1, 2), d_v.swapaxes(1, 2)
+    def _average(self, norms: mx.array, d_out: mx.array) -> mx.array:
+        """What each value gets of the queries that see no key: (B, Hkv, Dv)."""
+        at = self._at
+        share = mx.where(norms[..., :1] == _BLANK, 1 / at.keys, 0.0)
+        shared = (d_out.astype(mx.float32) * share).sum(axis=2)
+        return mx.contiguous(shared.reshape(at.batch, at.kv_heads, -1, at.v_width).sum(axis=2))
 
 
-def _average(call: Call, norms: mx.array, d_out: mx.array) -> mx.array:
-    """What each value gets of the queries that see no key: (B, Hkv, Dv)."""
-    if not call.average:
-        return nothing()
-    share = mx.where(norms[..., :1] == _BLANK, 1 / call.keys, 0.0)
-    shared = (d_out.astype(mx.float32) * share).sum(axis=2)
-    return shared.reshape(call.batch, call.kv_heads, -1, call.width_v).sum(axis=2)
-
-
-def gradient_sinks(sinks: mx.array, norms: mx.array, delta: mx.array) -> mx.array:
+def _of_sinks(sinks: mx.array, norms: mx.array, delta: mx.array) -> mx.array:
     """The gradient of ``sinks``, (H,) in their dtype."""
     top, total = norms[..., 0], norms[..., 1]
     weight = mx.power(2, LOG2E * sinks.astype(mx.float32)[:, None] - top) / total

@@ -1,7 +1,7 @@
-// The gradients of attention for its keys and values, from the norms that attention.metal and
-// the delta that attention_backward.metal left:
+// The gradients of attention for its keys and values, from the norms that forward.metal and
+// the delta that backward.metal left:
 //
-//   d_v = weights^T d_out,   d_k = scale d_scores^T q   with the names of attention_backward.metal
+//   d_v = weights^T d_out,   d_k = scale d_scores^T q   with the names of backward.metal
 //
 // A threadgroup owns ROWS = 16 * BLOCKS * SIMDS / (SLICES * ROLES) keys: grid (32 * SIMDS *
 // ceil(S / ROWS), Hkv, B), threadgroup (32 * SIMDS, 1, 1). Products are transposed: rows are keys.
@@ -105,7 +105,7 @@ template <
     const device float* delta,
     const device float* average,
     constant int* sizes,
-    constant float* numbers,
+    constant float* factors,
     device T* d_k,
     device T* d_v,
     uint3 group [[threadgroup_position_in_grid]],
@@ -118,7 +118,7 @@ template <
   constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = 2 * STEPS;
   constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, D, DV);
   constexpr bool DIRECT = TOGETHER && !ALTERNATE;
-  constexpr int NUMBERS = (sizeof(T) == 4 ? 3 : 2) * TILE / 2;
+  constexpr int STATISTICS = (sizeof(T) == 4 ? 3 : 2) * TILE / 2;
   constexpr bool TWICE = DIRECT && AHEAD, EARLY = AHEAD && !DIRECT;
   constexpr int PLACES = TWICE ? 4 : 2;
   constexpr int ELEMENTS = tile_elements<T, TOGETHER>(TILE, WIDTH);
@@ -127,7 +127,7 @@ template <
   threadgroup tile_packs<(ALTERNATE ? 1 : PLACES) * ELEMENTS * sizeof(T) / 16> tiles;
   threadgroup float2 exchange[PARTS];
   threadgroup float2 shared[SHARED];
-  threadgroup float2 all_statistics[PLACES / 2 * NUMBERS];
+  threadgroup float2 all_statistics[PLACES / 2 * STATISTICS];
   // The queries, and this far behind them their cotangents.
   threadgroup T* tile = reinterpret_cast<threadgroup T*>(tiles.pack);
   threadgroup float2* statistics = all_statistics;
@@ -138,7 +138,7 @@ template <
   int role = ROLES == 1 ? 0 : int(simd_group) / (OWNERS * SLICES), row = int(group.x) * ROWS;
   int own = row + block * 16 * BLOCKS, column = slice * STEPS * 16;
   int share = sizes[SHARE], heads = sizes[HEADS];
-  score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, kv_head * share);
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, kv_head * share);
 
   left_fragment<T> left[SIDES][BLOCKS][STEPS];
   sum_fragment sums[SIDES][BLOCKS][COLUMNS];
@@ -201,11 +201,11 @@ template <
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const threadgroup T* now = tile;
-      const threadgroup float2* numbers_now = statistics;
+      const threadgroup float2* statistics_now = statistics;
       if (TWICE) {
         turn = 1 - turn;
         tile = reinterpret_cast<threadgroup T*>(tiles.pack) + turn * 2 * ELEMENTS;
-        statistics = all_statistics + turn * NUMBERS;
+        statistics = all_statistics + turn * STATISTICS;
         reader.skip(TILE);
         d_reader.skip(TILE);
         reader.fetch(tile, thread_index);
@@ -235,12 +235,12 @@ template <
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
           make_weights_of_keys<T, MASK, SOFTCAP, COUNT>(
-              scores[0][b], bent[b], numbers_now, own + 16 * b, query, rule, lane);
+              scores[0][b], bent[b], statistics_now, own + 16 * b, query, rule, lane);
         }
       }
       if (ROLES == 2) {
         threadgroup float2* place = shared + (block * 2 * BLOCKS * COUNT * 32 + lane);
-        // All slices have the same; one hands it on.
+        // All slices have the same; one passes it on.
         if (role == 0 && slice == 0) {
 #pragma unroll
           for (int i = 0; i < 2 * BLOCKS * COUNT; i++) {
@@ -258,7 +258,7 @@ template <
       if (ROLES == 1 || role == 1) {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          make_d_scores<COUNT>(scores[SIDES - 1][b], bent[b], numbers_now, lane);
+          make_d_scores<COUNT>(scores[SIDES - 1][b], bent[b], statistics_now, lane);
         }
       }
       if (EARLY) {
@@ -314,7 +314,7 @@ template <
           rule.keys,
           column,
           width,
-          of_keys ? numbers[SLOPE] : 1.0f,
+          of_keys ? factors[SLOPE] : 1.0f,
           lane);
     }
   }

@@ -1,42 +1,42 @@
-// Adds up what attention_decode found in each stretch of the keys.
+// Adds up what attention_decode computed of each split of the keys.
 
 #include "score.metal"
 
 #include <metal_stdlib>
 using namespace metal;
 
-// parts (B, L, H, stretches, Dv + 2) to out (B, L, H, Dv), a threadgroup to a row; the SIMD groups
-// take turns with the stretches. Grid (32 * simds, H, B * L), threadgroup (32 * simds, 1, 1).
+// parts (B, L, H, splits, Dv + 2) to out (B, L, H, Dv), a threadgroup to a row; the SIMD groups
+// take every simds-th of the splits. Grid (32 * simds, H, B * L), threadgroup (32 * simds, 1, 1).
 template <typename T, typename N, int Dv, int simds, bool sinking>
 [[kernel]] void attention_combine(
     const device float* parts,
     const constant int* parts_shape,
     const device N* sinks,
     device T* out,
-    uint3 place [[threadgroup_position_in_grid]],
-    uint3 places [[threadgroups_per_grid]],
+    uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   const int each = (Dv + 31) / 32;
   threadgroup float shares[simds][32 * each];
   threadgroup float sums[simds];
-  int stretches = parts_shape[3];
-  int64_t row = int64_t(place.z) * places.y + place.y;
-  parts += row * stretches * (Dv + 2);
+  int splits = parts_shape[3];
+  int64_t row = int64_t(group.z) * groups.y + group.y;
+  parts += row * splits * (Dv + 2);
 
   float top = LOWEST, sink = 0.0f;
-  for (int i = lane; i < stretches; i += 32) {
+  for (int i = lane; i < splits; i += 32) {
     top = max(top, parts[i * (Dv + 2) + Dv]);
   }
   top = simd_max(top);
   if (sinking) {
-    sink = float(sinks[place.y]) * LOG2_E;
+    sink = float(sinks[group.y]) * LOG2_E;
     top = max(top, sink);
   }
   float o[each] = {}, sum = 0.0f;
 #pragma unroll 4
-  for (int i = simd; i < stretches; i += simds) {
+  for (int i = simd; i < splits; i += simds) {
     const device float* part = parts + i * (Dv + 2);
     float factor = fast::exp2(part[Dv] - top);
     sum += factor * part[Dv + 1];

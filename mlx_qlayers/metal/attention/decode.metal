@@ -1,22 +1,22 @@
 // Attention of a few queries over a long cache: out = softmax(q k^T scale) v.
 //
 // The rows are the queries of all heads that share a key head: `share * L`. Keys are cut into
-// stretches, and one threadgroup takes one stretch of one key head for 8 * columns rows (more rows
+// splits, and one threadgroup takes one split of one key head for 8 * columns rows (more rows
 // take further threadgroups), so that keys and values are read once. It computes
 //
-//   for each tile of 16 * blocks * simds keys of the stretch:
+//   for each tile of 16 * blocks * simds keys of the split:
 //     scores^T (keys x rows) = k q^T: 16 * blocks keys in each SIMD group            [registers]
 //     m' = max(m, scores);  p = exp2(scores - m');  sum = sum * exp2(m - m') + p     [registers]
 //     p and m' for all SIMD groups                                                   [threadgroup]
 //     out^T (Dv x rows) = out^T * exp2(m - m') + v^T p: `slice` of Dv in each        [registers]
 //
 // Keys and values go from device memory straight to registers, keys a tile ahead. In threadgroup
-// memory lie q, p, and a number a row and SIMD group. With one stretch the result is written; else
-// out without its divisor, m and sum, all float, and attention_combine adds the stretches up.
+// memory lie q, p, and a number a row and SIMD group. With one split the result is written; else
+// out without its divisor, m and sum, all float, and attention_combine adds the splits up.
 //
-// Grid (32 * simds * stretches, Hkv * row blocks, B), threadgroup (32 * simds, 1, 1).
+// Grid (32 * simds * splits, Hkv * row blocks, B), threadgroup (32 * simds, 1, 1).
 //
-// A key of another stretch has the score -infinity.
+// A key of another split has the score -infinity.
 
 #include "kv_cache.metal"
 #include "query_rows.metal"
@@ -177,8 +177,8 @@ template <
     const device N* sinks,
     constant int* options,
     device P* out,
-    uint3 place [[threadgroup_position_in_grid]],
-    uint3 places [[threadgroups_per_grid]],
+    uint3 position [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
@@ -198,16 +198,17 @@ template <
   threadgroup float2 reduced[simds][columns][4];
 
   int L = q_shape[2], keys = k_shape[2], heads = k_shape[1], share = q_shape[1] / heads;
-  int batch = place.z, head = int(place.y) % heads;
-  int rows = share * L, first_row = int(place.y) / heads * 8 * columns;
+  int batch = position.z, head = int(position.y) % heads;
+  int rows = share * L, first_row = int(position.y) / heads * 8 * columns;
   float scale = as_type<float>(options[0]), cap = as_type<float>(options[1]);
   int window = options[2];
 
   // Without an array that hides keys too, every row sees a key inside its window.
   int first = windowed && seen < BOOLEAN ? max(0, keys - L - window + 1) : 0;
-  int stretch = (keys - first + int(places.x) - 1) / int(places.x);
-  stretch = (stretch + tile - 1) / tile * tile;
-  int start = first + int(place.x) * stretch, stop = min(start + stretch, keys), last = stop - 1;
+  int split_keys = (keys - first + int(groups.x) - 1) / int(groups.x);
+  split_keys = (split_keys + tile - 1) / tile * tile;
+  int start = first + int(position.x) * split_keys;
+  int stop = min(start + split_keys, keys), last = stop - 1;
 
   cache_rows<K, S> key_rows = rows_of_head<bits>(
       k, k_strides, k_scales, k_scales_strides, k_biases, k_biases_strides, batch, head,
@@ -251,7 +252,7 @@ template <
     }
   }
 
-  attended_rows<columns, slice / 16> known = nothing_attended<columns, slice / 16>();
+  attended_rows<columns, slice / 16> state = nothing_attended<columns, slice / 16>();
   for (int base = start; base < stop; base += tile) {
     cache_run<S, words_v> value_runs[simds * blocks * 4 * steps_v];
     read_tile<bits, group, simds * blocks, 4, steps_v, 8 * run_v, limit_v>(
@@ -270,18 +271,18 @@ template <
         base + own, stop, window, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     add_scores<T, simds, blocks, columns>(
-        known, s, &reduced[0][0][0], p_tile + (own - near) * p_step, p_step, lane);
+        state, s, &reduced[0][0][0], p_tile + (own - near) * p_step, p_step, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     multiply_values<T, bits, run_v, steps_v, simds * blocks, columns>(
-        known.o, value_runs, p_tile, p_step, lane);
+        state.o, value_runs, p_tile, p_step, lane);
   }
 
 #pragma unroll
   for (int t = 0; t < columns; t++) {
-    known.sum[t] = fragment_column_sum(known.sum[t]);
+    state.sum[t] = fragment_column_sum(state.sum[t]);
     if (near == 0) {
-      reduced[simd][t][quarter] = known.sum[t];
+      reduced[simd][t][quarter] = state.sum[t];
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -299,24 +300,24 @@ template <
     if (!split) {
       if (sinking) {
         float sink = float(sinks[head * share + row / L]) * LOG2_E;
-        float peak = max(known.top[t][c], sink);
-        factor = fast::exp2(known.top[t][c] - peak);
+        float peak = max(state.top[t][c], sink);
+        factor = fast::exp2(state.top[t][c] - peak);
         total = total * factor + fast::exp2(sink - peak);
       }
       factor /= total;
     }
     int64_t at = (int64_t(batch) * L + row % L) * heads * share + head * share + row / L;
-    device P* to = split ? out + (at * places.x + place.x) * (Dv + 2) : out + at * Dv;
+    device P* to = split ? out + (at * groups.x + position.x) * (Dv + 2) : out + at * Dv;
 #pragma unroll
     for (int n = 0; n < slice / 16; n++) {
       int f = n % (run_v / 2), d = int(simd) * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
       if (limit_v == 0 || d < Dv) {
-        to[d + pair_element<bits>(f, 0)] = P(known.o[n][t].part[0][c] * factor);
-        to[d + pair_element<bits>(f, 1)] = P(known.o[n][t].part[1][c] * factor);
+        to[d + pair_element<bits>(f, 0)] = P(state.o[n][t].part[0][c] * factor);
+        to[d + pair_element<bits>(f, 1)] = P(state.o[n][t].part[1][c] * factor);
       }
     }
     if (split && simd == 0 && near == 0) {
-      to[Dv] = P(known.top[t][c]);
+      to[Dv] = P(state.top[t][c]);
       to[Dv + 1] = P(total);
     }
   }

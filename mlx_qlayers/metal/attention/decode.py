@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from math import e, log2
 from struct import pack, unpack
-from typing import Any
 
 import mlx.core as mx
 
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
-from ...runtime.launch import TemplateValue
-from ...runtime.legacy import PreparedLaunch
+from ...runtime.launch import Bound, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
+from ...runtime.spec import Spec
+from .forward import Scores
 from .layout import rounded
 
-Packed = tuple[mx.array, mx.array, mx.array]
+# Keys or values: one array, or (packed, scales, biases).
+Cache = tuple[Spec, ...]
 
 MAX_QUERIES = 8
 MAX_WIDTH = 256
@@ -26,9 +28,10 @@ _INPUTS = (
     *("q", "k", "k_scales", "k_biases", "v", "v_scales", "v_biases"),
     *("mask", "sinks", "options"),
 )
-_TYPES = ("T", "K", "S", "M", "N")
-_SHAPES = ("D", "Dv", "group", "bits")
-_OPTIONS = ("seen", "windowed", "capped", "sinking")
+_COMMON = (
+    *("T", "K", "S", "M", "N", "D", "Dv", "group", "bits"),
+    *("seen", "windowed", "capped", "sinking"),
+)
 _LAYOUT = ("columns", "simds", "blocks", "slice", "run")
 
 
@@ -49,7 +52,7 @@ def _kernel(serial: bool, packed: bool, masked: bool, sinking: bool) -> Kernel:
     there |= dict.fromkeys(("k_scales", "k_biases", "v_scales", "v_biases"), packed)
     omitted = tuple(name for name in _INPUTS if not there.get(name, True))
     function = "attention_serial" if serial else "attention_decode"
-    own = ("most", "block") if serial else (*_LAYOUT, "P", "split", "RESIDENT")
+    own = ("max_rows", "block") if serial else (*_LAYOUT, "P", "split", "RESIDENT")
     return Kernel(
         function + "_packed" * packed + "_masked" * masked + "_sinks" * sinking,
         "attention/serial_decode.metal" if serial else "attention/decode.metal",
@@ -57,7 +60,7 @@ def _kernel(serial: bool, packed: bool, masked: bool, sinking: bool) -> Kernel:
         inputs=tuple(name for name in _INPUTS if name not in omitted),
         omitted=omitted + tuple(f"{name}_strides" for name in omitted),
         outputs=("out",),
-        template=(*_TYPES, *_SHAPES, *_OPTIONS, *own),
+        template=(*_COMMON, *own),
         threadgroup_memory=0 if serial else _memory,
         large=True,
         ensure_row_contiguous=False,
@@ -92,9 +95,9 @@ class Decode:
         blocks: blocks of 16 keys that a SIMD group takes at once.
         slice: the width of a slice: 16, 32 or 64.
         run: neighbouring elements of a key that a lane reads at once.
-        stretch: the fewest keys for which a threadgroup is started.
-        most: the most stretches that the keys of a head are cut into.
-        combine: SIMD groups that add up the stretches of a row.
+        min_keys: the fewest keys for which a threadgroup is started.
+        max_splits: the most splits that the keys of a head are cut into.
+        combine: SIMD groups that add up the splits of a row.
         resident: threadgroups that a multiprocessor of CUDA's should have registers for; 0 leaves
             it to the compiler.
     """
@@ -104,8 +107,8 @@ class Decode:
     blocks: int
     slice: int
     run: int
-    stretch: int
-    most: int
+    min_keys: int
+    max_splits: int
     combine: int = 16
     resident: int = 0
 
@@ -114,9 +117,9 @@ class Decode:
         """Keys that a threadgroup takes at once."""
         return 16 * self.blocks * self.simds
 
-    def stretches(self, keys: int) -> int:
-        """Into how many stretches the keys are cut; it depends on nothing else."""
-        return max(1, min(keys // max(self.stretch, self.tile), self.most))
+    def splits(self, keys: int) -> int:
+        """Into how many splits the keys are cut; it depends on nothing else."""
+        return max(1, min(keys // max(self.min_keys, self.tile), self.max_splits))
 
 
 @dataclass(frozen=True)
@@ -124,33 +127,36 @@ class Serial:
     """How decoding attention is spread where threads run one by one.
 
     Attributes:
-        most: query rows of a thread.
+        max_rows: query rows of a thread.
         block: keys that are made floats of at once.
     """
 
-    most: int
+    max_rows: int
     block: int = 32
 
 
-def question(
-    q: mx.array, k: mx.array | Packed, v: mx.array | Packed
-) -> tuple[mx.Dtype, int, int, int, int, int, int]:
-    """What dispatch is asked about a call: the fields of its problem."""
+def question(q: Spec, k: Cache, v: Cache) -> tuple[mx.Dtype, int, int, int, int, int, int]:
+    """What is asked about a call: dtype, rows of a key head, D, Dv, bits, caches, keys."""
     _, heads, queries, width = q.shape
-    packed = isinstance(k, tuple)
-    keys, values = (a[0] if isinstance(a, tuple) else a for a in (k, v))
-    batch, kv_heads, length, _ = keys.shape
-    bits = 32 * keys.shape[3] // width if packed else 0
-    v_width = 32 * values.shape[3] // bits if packed else values.shape[3]
+    batch, kv_heads, keys, _ = k[0].shape
+    bits, _, v_width = _packing(width, k, v)
     rows, caches = heads // kv_heads * queries, batch * kv_heads
-    return q.dtype, rows, width, v_width, bits, caches, rounded(length)
+    return q.dtype, rows, width, v_width, bits, caches, rounded(keys)
 
 
-# Into how many stretches keys are cut, of plain and of packed ones: fewer up to so many keys, then
-# as many as make an H200 busy with the four key heads of a common model at once.
-_STRETCHES = ((64, 99, 65536), (66, 132, 16384))
+def _packing(width: int, k: Cache, v: Cache) -> tuple[int, int, int]:
+    """Bits and group size of the caches, 0 for plain ones, and the width of a value."""
+    if len(k) == 1:
+        return 0, 0, v[0].shape[3]
+    bits = 32 * k[0].shape[3] // width
+    return bits, width // k[1].shape[3], 32 * v[0].shape[3] // bits
+
+
+# Into how many splits keys are cut, of plain and of packed ones: fewer up to so many keys, then as
+# many as make an H200 busy with the four key heads of a common model at once.
+_SPLITS = ((64, 99, 65536), (66, 132, 16384))
 # Keys up to which a second launch costs more than it brings.
-_ALONE = 256
+_UNSPLIT_KEYS = 256
 
 
 def configure(
@@ -159,7 +165,7 @@ def configure(
     """The configuration for a backend; it does not depend on the batch."""
     if device == "host":
         # A power of two, so that one kernel does for several shapes, in a stack of 128 KB.
-        return Serial(most=min(1 << (rows - 1).bit_length(), 4096 // max(width, v_width, 64)))
+        return Serial(min(1 << (rows - 1).bit_length(), 4096 // max(width, v_width, 64)))
     slice = 64 if bits else 32 if v_width >= 96 else 16
     simds, run = -(-v_width // slice), 16 if bits else 16 // dtype.size
 
@@ -169,179 +175,148 @@ def configure(
         return memory <= MAX_THREADGROUP_MEMORY and columns * slice <= 256
 
     columns = next(n for n in range(min(-(-rows // 8), 8), 0, -1) if n == 1 or fits(n))
-    few, many, long = _STRETCHES[bits > 0]
-    most = 1 if keys <= _ALONE else few if keys <= long else many
+    few, many, long = _SPLITS[bits > 0]
+    splits = 1 if keys <= _UNSPLIT_KEYS else few if keys <= long else many
     blocks = 2 if bits and columns == 1 else 1
-    return Decode(columns, simds, blocks, slice, run, stretch=64, most=most)
+    return Decode(columns, simds, blocks, slice, run, min_keys=64, max_splits=splits)
 
 
 def attention_decode(
-    q: mx.array,
-    k: mx.array | Packed,
-    v: mx.array | Packed,
-    scale: float,
-    mask: mx.array | str | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: mx.array | None,
+    q: Spec,
+    k: Cache,
+    v: Cache,
+    mask: Spec | None,
+    sinks: Spec | None,
+    scores: Scores,
     config: Decode | Serial,
-) -> mx.array:
-    """Attention in one pass over keys and values: one launch, or two with several stretches.
+) -> Callable[..., list[mx.array]]:
+    """Attention in one pass over keys and values: one launch, or two with several splits.
 
     Args:
         q: (B, H, L, D) in float32, float16 or bfloat16; D and Dv multiples of 8 up to 256.
-        k: (B, Hkv, S, D) in the dtype of ``q``, or (packed, scales, biases); any strides.
+        k: (B, Hkv, S, D) in the dtype of ``q``, or packed, scales and biases; any strides.
         v: (B, Hkv, S, Dv), or packed like ``k``.
-        scale: what the products are multiplied by.
-        mask: None, ``"causal"``, booleans or numbers that broadcast to (B, H, L, S).
-        window: how many keys a query sees, itself included, or None.
-        softcap: the bound of the scores, or None.
+        mask: booleans or numbers that broadcast to (B, H, L, S), or None.
         sinks: (H,) floating point, or None.
+        scores: the other options.
         config: how to spread the work.
 
     Returns:
+        A function of q, the arrays of k, those of v, mask and sinks, which gives one array:
         (B, H, L, Dv) in the dtype of ``q``. It lies as (B, L, H, Dv), as what follows wants it.
     """
-    prepared = Prepared(config, q, k, v, scale, mask, window, softcap, sinks)
-    return prepared(q, k, v, mask if isinstance(mask, mx.array) else None, sinks)
+    parts, queries = [q, *k, *v], q.shape[2]
+    # MLX would not pass these in device memory; what is behind their rows is not read.
+    short = [i for i, a in enumerate(parts) if a.size < CONSTANT_BELOW]
+    for i in short:
+        parts[i] = Spec((*parts[i].shape[:3], parts[i].shape[3] + CONSTANT_BELOW), parts[i].dtype)
+    # Its strides are what the kernel needs; an axis in front keeps it from being too small.
+    mask_shape = (CONSTANT_BELOW, *q.shape[:3], k[0].shape[2])
+    others = [] if mask is None else [Spec(mask_shape, mask.dtype)]
+    others += [] if sinks is None else [sinks]
+    options, count = _options(scores.scale, scores.softcap, scores.window), len(parts)
+    inputs = [*parts, *others, Spec.of(options)]
+    launch, combine = _launches(inputs, q, k, v, mask, sinks, scores, config)
 
-
-class Prepared:
-    """:func:`attention_decode` of any arrays with the shapes and dtypes of these.
-
-    What Python works out for a call takes longer than the launches; here it is kept.
-    """
-
-    def __init__(
-        self,
-        config: Decode | Serial,
-        q: mx.array,
-        k: mx.array | Packed,
-        v: mx.array | Packed,
-        scale: float,
-        mask: mx.array | str | None,
-        window: int | None,
-        softcap: float | None,
-        sinks: mx.array | None,
-    ) -> None:
-        k_parts, v_parts = (a if isinstance(a, tuple) else (a,) for a in (k, v))
-        seen = _CAUSAL if mask is not None and q.shape[2] > 1 else _ALL
-        if isinstance(mask, mx.array):
-            seen = _BOOLEAN if mask.dtype == mx.bool_ else _ADDITIVE
-        mask_dtype = (mask if isinstance(mask, mx.array) else v_parts[-1]).dtype
-        keys = k_parts[0].shape[2]
-        # Their strides are what the kernel needs; an axis in front keeps it from being too small.
-        self._mask_shape = (CONSTANT_BELOW, *q.shape[:3], keys)
-        self._short = keys < CONSTANT_BELOW
-        self._packed = len(k_parts) > 1
-        self._swapped = q.shape[2] > 1
-        self._options = _options(scale, softcap, window)
-        self._launch, self._combine = _launches(
-            config,
-            q.shape,
-            tuple(a.shape for a in k_parts[:2]),
-            v_parts[0].shape[3],
-            (
-                *(q.dtype, k_parts[0].dtype, k_parts[-1].dtype, mask_dtype),
-                mask_dtype if sinks is None else sinks.dtype,
-            ),
-            (seen, window, softcap is not None, sinks is not None),
-        )
-
-    def __call__(
-        self,
-        q: mx.array,
-        k: mx.array | Packed,
-        v: mx.array | Packed,
-        mask: mx.array | None,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        arrays: list[Any] = [q, *k, *v] if self._packed else [q, k, v]
-        if self._short:
-            arrays = [*map(_long_enough, arrays)]
+    def run(*arrays: mx.array) -> list[mx.array]:
+        given = list(arrays[:count])
+        for i in short:
+            given[i] = mx.pad(given[i], [(0, 0)] * 3 + [(0, CONSTANT_BELOW)])
         if mask is not None:
-            arrays.append(mx.broadcast_to(mask, self._mask_shape))
+            given.append(mx.broadcast_to(arrays[-2], mask_shape))
         if sinks is not None:
-            arrays.append(sinks)
-        arrays.append(self._options)
-        (out,) = self._launch(arrays)
-        if self._combine is not None:
-            (out,) = self._combine([out] if sinks is None else [out, sinks])
-        return out.swapaxes(1, 2) if self._swapped else out
+            given.append(mx.contiguous(arrays[-1]))  # the kernel does not take its stride
+        given.append(options)
+        (out,) = launch(given)
+        if combine is not None:
+            (out,) = combine([out] if sinks is None else [out, arrays[-1]])
+        return [out.swapaxes(1, 2) if queries > 1 else out]
+
+    return run
 
 
 def _launches(
+    inputs: list[Spec],
+    q: Spec,
+    k: Cache,
+    v: Cache,
+    mask: Spec | None,
+    sinks: Spec | None,
+    scores: Scores,
     config: Decode | Serial,
-    q_shape: tuple[int, ...],
-    k_shapes: tuple[tuple[int, ...], ...],
-    v_words: int,
-    dtypes: tuple[mx.Dtype, ...],
-    options: tuple[int, int | None, bool, bool],
-) -> tuple[PreparedLaunch, PreparedLaunch | None]:
-    """The launch of attention and, if there are several stretches, the one that adds them up."""
-    (batch, heads, queries, width), (_, kv_heads, keys, words) = q_shape, k_shapes[0]
-    seen, window, capped, sinking = options
-    packed = len(k_shapes) > 1
-    bits = 32 * words // width if packed else 0
-    v_width = 32 * v_words // bits if packed else v_words
-    group = width // k_shapes[1][3] if packed else 0
+) -> tuple[Bound, Bound | None]:
+    """The launch of attention and, if there are several splits, the one that adds them up."""
+    (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k[0].shape
+    bits, group, v_width = _packing(width, k, v)
     rows = heads // kv_heads * queries
+    seen = _CAUSAL if scores.causal and queries > 1 else _ALL
+    if mask is not None:
+        seen = _BOOLEAN if mask.dtype == mx.bool_ else _ADDITIVE
+    of_mask = (v[-1] if mask is None else mask).dtype
+    of_sinks = of_mask if sinks is None else sinks.dtype
+    common: tuple[TemplateValue, ...] = (
+        *(q.dtype, k[0].dtype, k[-1].dtype, of_mask, of_sinks, width, v_width, group, bits),
+        *(seen, scores.window is not None, scores.softcap is not None, sinks is not None),
+    )
+    template = dict(zip(_COMMON, common, strict=True))
+    kernel = _kernel(isinstance(config, Serial), bits > 0, mask is not None, sinks is not None)
     # One query a head needs no other order of the axes.
     shape = (batch, heads, 1, v_width) if queries == 1 else (batch, queries, heads, v_width)
-    kernel = _kernel(isinstance(config, Serial), packed, seen >= _BOOLEAN, sinking)
-    template: dict[str, TemplateValue] = {
-        **dict(zip(_TYPES, dtypes, strict=True)),
-        **dict(zip(_SHAPES, (width, v_width, group, bits), strict=True)),
-        **dict(zip(_OPTIONS, (seen, window is not None, capped, sinking), strict=True)),
-    }
     if isinstance(config, Serial):
+        grid, threads, splits = (kv_heads, -(-rows // config.max_rows), batch), 1, 1
         template |= asdict(config)
-        grid = (kv_heads, -(-rows // config.most), batch)
-        return PreparedLaunch(kernel, template, grid, (1, 1, 1), [shape]), None
-    # Where no array hides keys too, what lies outside the window is not visited.
-    if window is not None and seen < _BOOLEAN:
-        keys = min(keys, window + queries - 1)
-    stretches, threads = config.stretches(keys), 32 * config.simds
-    threadgroup = threads, 1, 1
-    template |= {name: getattr(config, name) for name in _LAYOUT}
-    template |= {"P": dtypes[0] if stretches == 1 else mx.float32, "split": stretches > 1}
-    template["RESIDENT"] = config.resident
-    grid = (stretches * threads, kv_heads * -(-rows // (8 * config.columns)), batch)
-    if stretches == 1:
-        return PreparedLaunch(kernel, template, grid, threadgroup, [shape]), None
-    parts = (batch, queries, heads, stretches, v_width + 2)
-    combine = _adding_up(parts, dtypes[0], dtypes[-1] if sinking else None, config.combine, shape)
-    return PreparedLaunch(kernel, template, grid, threadgroup, [parts]), combine
+    else:
+        # Where no array hides keys too, what lies outside the window is not visited.
+        if scores.window is not None and mask is None:
+            keys = min(keys, scores.window + queries - 1)
+        splits, threads = config.splits(keys), 32 * config.simds
+        grid = splits * threads, kv_heads * -(-rows // (8 * config.columns)), batch
+        template |= {name: getattr(config, name) for name in _LAYOUT}
+        template |= {"P": q.dtype if splits == 1 else mx.float32, "split": splits > 1}
+        template["RESIDENT"] = config.resident
+    parts = batch, queries, heads, splits, v_width + 2
+    launch = kernel.bind(
+        inputs,
+        template=template,
+        grid=grid,
+        threadgroup=(threads, 1, 1),
+        output_shapes=[shape if splits == 1 else parts],
+    )
+    if isinstance(config, Serial) or splits == 1:
+        return launch, None
+    return launch, attention_combine(parts, q.dtype, sinks, shape, config.combine)
 
 
-def _adding_up(
+def attention_combine(
     parts: tuple[int, ...],
     dtype: mx.Dtype,
-    sinks: mx.Dtype | None,
-    simds: int,
+    sinks: Spec | None,
     shape: tuple[int, ...],
-) -> PreparedLaunch:
-    """The launch that adds up stretches (B, L, H, stretches, Dv + 2)."""
+    simds: int = Decode.combine,
+) -> Bound:
+    """The launch that adds up splits (B, L, H, splits, Dv + 2), and sinks, to (B, L, H, Dv).
+
+    Args:
+        parts: the shape of the splits.
+        dtype: of the result.
+        sinks: (H,) or None.
+        shape: that of the result, if it is to have other axes.
+        simds: SIMD groups to a row.
+    """
     batch, queries, heads, _, width = parts
-    kernel = _combine(sinks is not None)
-    values: tuple[TemplateValue, ...]
-    values = (dtype, sinks or dtype, width - 2, simds, sinks is not None)
-    template: dict[str, TemplateValue] = dict(zip(kernel.template, values, strict=True))
-    grid, threadgroup = (32 * simds, heads, batch * queries), (32 * simds, 1, 1)
-    return PreparedLaunch(kernel, template, grid, threadgroup, [shape])
+    kernel, splits = _combine(sinks is not None), Spec(parts, mx.float32)
+    of_sinks = dtype if sinks is None else sinks.dtype
+    values: tuple[TemplateValue, ...] = dtype, of_sinks, width - 2, simds, sinks is not None
+    return kernel.bind(
+        [splits] if sinks is None else [splits, sinks],
+        template=dict(zip(kernel.template, values, strict=True)),
+        grid=(32 * simds, heads, batch * queries),
+        threadgroup=(32 * simds, 1, 1),
+        output_shapes=[shape],
+    )
 
 
-def added_up(parts: mx.array, dtype: mx.Dtype, shape: tuple[int, ...]) -> mx.array:
-    """Stretches (B, L, H, stretches, Dv + 2), without sinks, to (B, L, H, Dv) as ``shape``."""
-    return _adding_up(parts.shape, dtype, None, Decode.combine, shape)([parts])[0]
-
-
-def _long_enough(array: mx.array) -> mx.array:
-    """The array with something behind its rows if MLX would not pass it in device memory."""
-    return array if array.size >= CONSTANT_BELOW else mx.pad(array, [(0, 0)] * 3 + [(0, 8)])
-
-
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # one array for all lengths of a cache: a GPU need not fetch it anew
 def _options(scale: float, softcap: float | None, window: int | None) -> mx.array:
     """The scale, with softcap before it, and the cap, as bits; the window."""
     factors = (scale * log2(e), 0) if softcap is None else (scale / softcap, softcap * log2(e))

@@ -90,7 +90,7 @@ template <
     const device N* sinks,
     const device float* mean,
     constant int* sizes,
-    constant float* numbers,
+    constant float* factors,
     device T* out,
     device float* norms,
     uint3 group [[threadgroup_position_in_grid]],
@@ -117,7 +117,7 @@ template <
   int row = int(groups.x - 1 - group.x) * ROWS;
   int slice = SLICES == 1 ? 0 : int(simd_group) / OWNERS;
   int own = row + int(simd_group) % OWNERS * 16 * BLOCKS;
-  score_rule<M> rule = rule_of(mask, mask_strides, sizes, numbers, batch, head);
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
   head_rows<T> q_rows = rows_of(q, q_strides, batch, head, rule.queries);
 
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);

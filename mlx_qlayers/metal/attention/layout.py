@@ -60,16 +60,8 @@ class Layout:
         return 16 * self.blocks * self.simds // (self.slices * self.roles)
 
     def template(self) -> dict[str, TemplateValue]:
-        """The values of the template parameters :data:`PARAMETERS`, and of ROLES."""
-        return {
-            "BLOCKS": self.blocks,
-            "SIMDS": self.simds,
-            "SLICES": self.slices,
-            "TILE": self.tile,
-            "ALTERNATE": self.alternate,
-            "AHEAD": self.ahead,
-            "RESIDENT": self.resident,
-        }
+        """The values of the template parameters :data:`PARAMETERS`."""
+        return {name: getattr(self, name.lower()) for name in PARAMETERS}
 
 
 PARAMETERS = ("BLOCKS", "SIMDS", "SLICES", "TILE", "ALTERNATE", "AHEAD", "RESIDENT")
@@ -83,7 +75,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (160, Layout(simds=8, slices=2, tile=16)),
         (256, Layout(simds=8, slices=4, tile=16)),
     ),
-    ("forward", "apple", 4): (
+    ("forward", "any", 4): (
         (64, Layout(tile=16)),
         (128, Layout(slices=2, tile=16)),
         (160, Layout(slices=4, simds=8, tile=16)),
@@ -98,12 +90,6 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (192, Layout(tile=32)),
         (248, Layout(tile=16, ahead=True)),
         (256, Layout(tile=32)),
-    ),
-    ("forward", "cuda", 4): (
-        (64, Layout(tile=16)),
-        (128, Layout(slices=2, tile=16)),
-        (160, Layout(slices=4, simds=8, tile=16)),
-        (256, Layout(slices=4, simds=8, tile=16, alternate=True)),
     ),
     ("queries", "apple", 2): (
         (64, Layout(tile=16)),
@@ -135,7 +121,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (128, Layout(simds=8, slices=2, roles=2, tile=16)),
         (256, Layout(simds=8, slices=4, roles=2, tile=16)),
     ),
-    ("keys", "apple", 4): (
+    ("keys", "any", 4): (
         (64, Layout(roles=2, tile=16)),
         (128, Layout(simds=8, slices=2, roles=2, tile=16)),
         (160, Layout(simds=4, slices=2, roles=2, tile=16)),
@@ -150,12 +136,6 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (192, Layout(simds=8, roles=2)),
         (248, Layout(roles=2, tile=16)),
         (256, Layout(simds=8, roles=2)),
-    ),
-    ("keys", "cuda", 4): (
-        (64, Layout(roles=2, tile=16)),
-        (128, Layout(simds=8, slices=2, roles=2, tile=16)),
-        (160, Layout(simds=4, slices=2, roles=2, tile=16)),
-        (256, Layout(slices=4, tile=16, alternate=True)),
     ),
 }
 
@@ -176,8 +156,8 @@ def layout(kernel: str, device: str, dtype: mx.Dtype, width: int) -> Layout:
         width: the larger of the head sizes of keys and values.
     """
     family = "cuda" if device == "cuda" else "apple"
-    table = _TABLE[kernel, family, dtype.size]
-    return next(found for widest, found in table if width <= widest)
+    table = _TABLE.get((kernel, family, dtype.size)) or _TABLE[kernel, "any", dtype.size]
+    return next(best for widest, best in table if width <= widest)
 
 
 def _stride(width: int, size: int) -> int:

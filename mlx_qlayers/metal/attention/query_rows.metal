@@ -1,4 +1,4 @@
-// The softmax of decoding attention's tiles: scores out of products, and what is known of each row.
+// The softmax of decoding attention's tiles: scores out of products, and the state of each row.
 //
 // Products lie transposed in fragments, keys by rows: a lane holds a pair of rows in each eight.
 
@@ -15,7 +15,7 @@ struct lane_rows {
   const device M* mask[columns][2];
 };
 
-// Scores of a tile out of products, and what is most in each row, for all SIMD groups. The lane's
+// Scores of a tile out of products, and the largest of each row, for all SIMD groups. The lane's
 // keys are every eighth from `first` on.
 template <int seen, bool windowed, bool capped, int blocks, int columns, typename M>
 METAL_FUNC void score_tile(
@@ -31,7 +31,7 @@ METAL_FUNC void score_tile(
     uint lane) {
 #pragma unroll
   for (int t = 0; t < columns; t++) {
-    float2 most = LOWEST;
+    float2 largest = LOWEST;
 #pragma unroll
     for (int i = 0; i < 4 * blocks; i++) {
       int key = first + 8 * (i / 2), c = i % 2;
@@ -40,16 +40,16 @@ METAL_FUNC void score_tile(
           min(key, stop - 1) * mask_step, key - rows.position[t][c], window);
       x = key < stop ? x : -INFINITY;
       s[i / 4][t].part[i / 2 % 2][c] = x;
-      most[c] = max(most[c], x);
+      largest[c] = max(largest[c], x);
     }
-    most = fragment_column_max(most);
+    largest = fragment_column_max(largest);
     if (fragment_row(lane) == 0) {
-      reduced[4 * t + fragment_col(lane) / 2] = most;
+      reduced[4 * t + fragment_col(lane) / 2] = largest;
     }
   }
 }
 
-// What a SIMD group knows of a softmax: the most and the sum of each row, and its slice of out.
+// The state of a softmax in a SIMD group: largest score and sum of each row, and its slice of out.
 template <int columns, int fragments>
 struct attended_rows {
   float2 top[columns], sum[columns];
@@ -58,23 +58,23 @@ struct attended_rows {
 
 template <int columns, int fragments>
 METAL_FUNC attended_rows<columns, fragments> nothing_attended() {
-  attended_rows<columns, fragments> known;
+  attended_rows<columns, fragments> state;
 #pragma unroll
   for (int t = 0; t < columns; t++) {
-    known.top[t] = LOWEST;
-    known.sum[t] = 0.0f;
+    state.top[t] = LOWEST;
+    state.sum[t] = 0.0f;
 #pragma unroll
     for (int n = 0; n < fragments; n++) {
-      known.o[n][t].part[0] = known.o[n][t].part[1] = 0.0f;
+      state.o[n][t].part[0] = state.o[n][t].part[1] = 0.0f;
     }
   }
-  return known;
+  return state;
 }
 
-// Adds the scores of a tile: their p for all SIMD groups, and what is known so far fades.
+// Adds the scores of a tile: their p for all SIMD groups, and the state so far fades.
 template <typename T, int simds, int blocks, int columns, int fragments>
 METAL_FUNC void add_scores(
-    thread attended_rows<columns, fragments>& known,
+    thread attended_rows<columns, fragments>& state,
     thread sum_fragment (*s)[columns],
     const threadgroup float2* reduced,
     threadgroup T* p_tile,
@@ -82,23 +82,23 @@ METAL_FUNC void add_scores(
     uint lane) {
 #pragma unroll
   for (int t = 0; t < columns; t++) {
-    float2 before = known.top[t];
+    float2 before = state.top[t];
 #pragma unroll
     for (int g = 0; g < simds; g++) {
-      known.top[t] = max(known.top[t], reduced[4 * (g * columns + t) + fragment_col(lane) / 2]);
+      state.top[t] = max(state.top[t], reduced[4 * (g * columns + t) + fragment_col(lane) / 2]);
     }
-    float2 fade = fast::exp2(before - known.top[t]);
-    known.sum[t] *= fade;
+    float2 fade = fast::exp2(before - state.top[t]);
+    state.sum[t] *= fade;
 #pragma unroll
     for (int n = 0; n < fragments; n++) {
-      known.o[n][t].part[0] *= fade;
-      known.o[n][t].part[1] *= fade;
+      state.o[n][t].part[0] *= fade;
+      state.o[n][t].part[1] *= fade;
     }
 #pragma unroll
     for (int b = 0; b < blocks; b++) {
-      s[b][t].part[0] = fast::exp2(s[b][t].part[0] - known.top[t]);
-      s[b][t].part[1] = fast::exp2(s[b][t].part[1] - known.top[t]);
-      known.sum[t] += s[b][t].part[0] + s[b][t].part[1];
+      s[b][t].part[0] = fast::exp2(s[b][t].part[0] - state.top[t]);
+      s[b][t].part[1] = fast::exp2(s[b][t].part[1] - state.top[t]);
+      state.sum[t] += s[b][t].part[0] + s[b][t].part[1];
       store_sum<T>(s[b][t], p_tile + 16 * b * p_step + 8 * t, p_step, lane);
     }
   }

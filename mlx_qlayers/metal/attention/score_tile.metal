@@ -10,10 +10,10 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// What the entries of `sizes` and `numbers` are. Query i sees the keys j of those that there are
+// What the entries of `sizes` and `factors` are. Query i sees the keys j of those that there are
 // with i + REACH - WINDOW < j <= i + REACH.
 enum size { QUERIES, KEYS, HEADS, SHARE, REACH, WINDOW };
-enum number { SCALE, CAP, SLOPE };
+enum factor { SCALE, CAP, SLOPE };
 enum mask_kind { NO_MASK, BOOLEAN, ADDED };
 
 constant float LOG2E = 1.44269504f;
@@ -225,7 +225,7 @@ METAL_FUNC score_rule<M> rule_of(
     const device M* mask,
     const constant int64_t* strides,
     constant int* sizes,
-    constant float* numbers,
+    constant float* factors,
     uint batch,
     uint head) {
   score_rule<M> rule;
@@ -236,8 +236,8 @@ METAL_FUNC score_rule<M> rule_of(
   rule.keys = sizes[KEYS];
   rule.reach = sizes[REACH];
   rule.window = sizes[WINDOW];
-  rule.scale = numbers[SCALE];
-  rule.cap = numbers[CAP];
+  rule.scale = factors[SCALE];
+  rule.cap = factors[CAP];
   return rule;
 }
 

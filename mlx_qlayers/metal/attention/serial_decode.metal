@@ -1,7 +1,7 @@
 // Attention of a few queries over a long cache on a processor whose threads run one by one.
 //
-// What attention_decode computes, with vector instructions in the place of SIMD groups: one thread
-// takes up to `most` rows of one key head, and of `block` keys at a time it makes floats for all of
+// What attention_decode computes, with vector instructions instead of SIMD groups: one thread takes
+// up to `max_rows` rows of one key head, and of `block` keys at a time it makes floats for all of
 // them: keys and values are read once. Grid (Hkv, row blocks, B); no threadgroup memory.
 
 #include "kv_cache.metal"
@@ -97,7 +97,7 @@ template <
     bool windowed,
     bool capped,
     bool sinking,
-    int most,
+    int max_rows,
     int block>
 [[kernel]] void attention_serial(
     const device T* q,
@@ -121,10 +121,10 @@ template <
     const device N* sinks,
     constant int* options,
     device T* out,
-    uint3 place [[thread_position_in_grid]]) {
+    uint3 position [[thread_position_in_grid]]) {
   int L = q_shape[2], keys = k_shape[2], heads = k_shape[1], share = q_shape[1] / heads;
-  int head = place.x, first_row = place.y * most, batch = place.z;
-  int rows = min(share * L - first_row, most);
+  int head = position.x, first_row = position.y * max_rows, batch = position.z;
+  int rows = min(share * L - first_row, max_rows);
   float scale = as_type<float>(options[0]), cap = as_type<float>(options[1]);
   int window = options[2];
   cache_rows<K, S> key_rows = rows_of_head<bits>(
@@ -132,8 +132,8 @@ template <
   cache_rows<K, S> value_rows = rows_of_head<bits>(
       v, v_strides, v_scales, v_scales_strides, v_biases, v_biases_strides, batch, head, 1);
 
-  alignas(64) float queries[most * D], o[most * Dv], shares[block], tile[block * (D > Dv ? D : Dv)];
-  float scores[most * block], top[most], sum[most];
+  alignas(64) float queries[max_rows * D], o[max_rows * Dv], shares[block], tile[block * (D > Dv ? D : Dv)];
+  float scores[max_rows * block], top[max_rows], sum[max_rows];
   for (int row = 0; row < rows; row++) {
     int h = head * share + (first_row + row) / L, l = (first_row + row) % L;
     const device T* from = q + batch * q_strides[0] + h * q_strides[1] + l * q_strides[2];

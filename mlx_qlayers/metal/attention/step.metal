@@ -2,7 +2,7 @@
 // positions, k and v become rows of new buffers, and every head attends to all keys so far. How
 // many keys a buffer holds is an input, so that the same launch serves until it has to grow.
 //
-// One threadgroup computes one head or, split, one stretch of its keys. Every `lanes` lanes take a
+// One threadgroup computes one head or, split, a part of its keys. Every `lanes` lanes take a
 // key: each lane eight numbers of it, `ahead` keys at once, so that their loads are on their way
 // together. Scores are logarithms to base 2. The keys of a step are on their way while those before
 // them are computed:
@@ -16,7 +16,7 @@
 // start at whole 16 bytes. Without a split the result is written; else o without its divisor, m and
 // sum, all float, which attention_combine adds up.
 //
-// Grid (32 * simds * stretches, H, B), threadgroup (32 * simds, 1, 1).
+// Grid (32 * simds * splits, H, B), threadgroup (32 * simds, 1, 1).
 
 #include "kv_cache.metal"
 #include "score.metal"
@@ -25,7 +25,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// What some lanes know of a softmax: each holds eight numbers of the sum.
+// The state of a softmax in some lanes: each holds eight numbers of the sum.
 struct attended {
   float top, sum;
   float o[8];
@@ -41,42 +41,42 @@ METAL_FUNC void eight_floats(thread float* to, const thread uint* from) {
   }
 }
 
-// Adds what the lanes `apart` know.
-METAL_FUNC void merge_lanes(thread attended& known, ushort apart) {
-  float other = simd_shuffle_xor(known.top, apart), highest = max(known.top, other);
-  float mine = fast::exp2(known.top - highest), theirs = fast::exp2(other - highest);
-  known.top = highest;
-  known.sum = known.sum * mine + simd_shuffle_xor(known.sum, apart) * theirs;
+// Adds the state of the lanes `apart`.
+METAL_FUNC void merge_lanes(thread attended& state, ushort apart) {
+  float other = simd_shuffle_xor(state.top, apart), highest = max(state.top, other);
+  float mine = fast::exp2(state.top - highest), theirs = fast::exp2(other - highest);
+  state.top = highest;
+  state.sum = state.sum * mine + simd_shuffle_xor(state.sum, apart) * theirs;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    known.o[i] = known.o[i] * mine + simd_shuffle_xor(known.o[i], apart) * theirs;
+    state.o[i] = state.o[i] * mine + simd_shuffle_xor(state.o[i], apart) * theirs;
   }
 }
 
 // Adds `count` keys with their scores, and values that were read as words.
 template <typename T, int count, int words>
 METAL_FUNC void add_keys(
-    thread attended& known, const thread float* scores, const thread uint* values) {
-  float highest = known.top;
+    thread attended& state, const thread float* scores, const thread uint* values) {
+  float highest = state.top;
 #pragma unroll
   for (int u = 0; u < count; u++) {
     highest = max(highest, scores[u]);
   }
-  float fade = fast::exp2(known.top - highest);
-  known.top = highest;
-  known.sum *= fade;
+  float fade = fast::exp2(state.top - highest);
+  state.top = highest;
+  state.sum *= fade;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    known.o[i] *= fade;
+    state.o[i] *= fade;
   }
 #pragma unroll
   for (int u = 0; u < count; u++) {
     float p = fast::exp2(scores[u] - highest), numbers[8];
     eight_floats<T>(numbers, values + u * words);
-    known.sum += p;
+    state.sum += p;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      known.o[i] = fma(p, numbers[i], known.o[i]);
+      state.o[i] = fma(p, numbers[i], state.o[i]);
     }
   }
 }
@@ -144,7 +144,7 @@ METAL_FUNC void turn_pair(
   to[second] = T(a * s + b * c);
 }
 
-// q and k of the token, turned, by all threads. numbers, bits of two floats each: the scale of
+// q and k of the token, turned, by all threads. rates, bits of two floats each: the scale of
 // positions, one that is not used, and the rate of each pair.
 template <typename T, int D, int dims, bool traditional, bool listed>
 METAL_FUNC void turn_rows(
@@ -153,7 +153,7 @@ METAL_FUNC void turn_rows(
     const device T* q,
     const device T* k,
     const device float* freqs,
-    const device int* numbers,
+    const device int* rates,
     float position,
     uint thread_index,
     uint threads) {
@@ -165,7 +165,7 @@ METAL_FUNC void turn_rows(
       continue;
     }
     int at = listed ? 0 : 4 + 2 * i;
-    float2 number = float2(as_type<float>(numbers[at]), as_type<float>(numbers[at + 1]));
+    float2 number = float2(as_type<float>(rates[at]), as_type<float>(rates[at + 1]));
     float2 rate = listed ? listed_rate(freqs[i], number) : number;
     float2 cosine_sine = rotation_at(position, rate);
     int first = traditional ? 2 * i : i, second = traditional ? first + 1 : i + dims / 2;
@@ -174,7 +174,7 @@ METAL_FUNC void turn_rows(
   }
 }
 
-// What the SIMD groups of a threadgroup know together: the result, or a stretch's part of it.
+// What the SIMD groups of a threadgroup add up to: the result, or that of one split.
 template <int Dv, int simds, bool split, typename P>
 METAL_FUNC void write_sums(
     device P* out, const threadgroup float* shares, const threadgroup float2* tops, uint thread_index) {
@@ -198,7 +198,7 @@ METAL_FUNC void write_sums(
   }
 }
 
-// places: keys in the buffer, then the position of each sequence. options: S, the bits of the scale,
+// positions: keys in the buffer, then the position of each sequence. options: S, bits of the scale,
 // the steps of the mask from a sequence and head on, and what turn_rows takes.
 template <
     typename T,
@@ -219,14 +219,14 @@ template <
     const device T* v,
     const device T* k_buffer,
     const device T* v_buffer,
-    const device int* places,
+    const device int* positions,
     const device bool* mask,
     const device float* freqs,
     const device int* options,
     device P* out,
     device T* k_out,
     device T* v_out,
-    uint3 place [[threadgroup_position_in_grid]],
+    uint3 group [[threadgroup_position_in_grid]],
     uint3 groups [[threadgroups_per_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
@@ -238,8 +238,8 @@ template <
   threadgroup float shares[simds][Dv];
   threadgroup float2 tops[simds];
 
-  int S = options[0], length = places[0], head = place.y, own = head % share;
-  int kv_head = int(place.z) * (int(groups.y) / share) + head / share;
+  int S = options[0], length = positions[0], head = group.y, own = head % share;
+  int kv_head = int(group.z) * (int(groups.y) / share) + head / share;
   int at = int(lane) % lanes * 8, sub = int(lane) / lanes;
   bool in_key = D == 8 * lanes || at < D, in_value = Dv == 8 * lanes || at < Dv;
   // Lanes beyond a row read its start, and what they find is not used.
@@ -251,19 +251,20 @@ template <
   k_out += int64_t(kv_head) * S * D;
   v_out += int64_t(kv_head) * S * Dv;
   if (masked) {
-    mask += int64_t(place.z) * options[2] + head * options[3];
+    mask += int64_t(group.z) * options[2] + head * options[3];
   }
 
-  int stretch = (length + int(groups.x) - 1) / int(groups.x);
-  int start = split ? int(place.x) * stretch : 0, stop = split ? min(start + stretch, length) : length;
+  int split_keys = (length + int(groups.x) - 1) / int(groups.x);
+  int start = split ? int(group.x) * split_keys : 0;
+  int stop = split ? min(start + split_keys, length) : length;
   int row = start + int(simd) * side + sub, last = max(stop - 1, 0);
   alignas(16) uint key[ahead * words], value[ahead * words];
   read_rows<ahead, words>(key, keys, D, row, step, last);
   read_rows<ahead, words>(value, values, Dv, row, step, last);
 
   turn_rows<T, D, dims, traditional, listed>(
-      turned, turned + D, q + (int64_t(place.z) * groups.y + head) * D, k, freqs, options + 4,
-      float(places[1 + place.z]), thread_index, threads);
+      turned, turned + D, q + (int64_t(group.z) * groups.y + head) * D, k, freqs, options + 4,
+      float(positions[1 + group.z]), thread_index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   float query[8], scale = as_type<float>(options[1]);
 #pragma unroll
@@ -271,12 +272,12 @@ template <
     query[i] = in_key ? float(turned[k_at + i]) * scale : 0.0f;
   }
 
-  attended known;
-  known.top = LOWEST;
-  known.sum = 0.0f;
+  attended state;
+  state.top = LOWEST;
+  state.sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    known.o[i] = 0.0f;
+    state.o[i] = 0.0f;
   }
   for (int base = start + int(simd) * side; base < stop; base += ahead * step) {
     float s[ahead];
@@ -298,14 +299,14 @@ template <
     if (base + ahead * step < stop) {
       read_rows<ahead, words>(key, keys, D, base + ahead * step + sub, step, last);
     }
-    add_keys<T, ahead, words>(known, s, value);
+    add_keys<T, ahead, words>(state, s, value);
     if (base + ahead * step < stop) {
       read_rows<ahead, words>(value, values, Dv, base + ahead * step + sub, step, last);
     }
   }
 
-  // The token's own key comes last, in the first stretch.
-  if (place.x == 0 && simd == 0) {
+  // The token's own key comes last, in the first split.
+  if (group.x == 0 && simd == 0) {
     alignas(16) T own_key[8];
     alignas(16) uint own_value[words];
 #pragma unroll
@@ -316,27 +317,27 @@ template <
     float s = score_of<T, lanes>(query, reinterpret_cast<const thread uint*>(own_key));
     s = masked && !mask[length] ? LOWEST : s;
     s = sub == 0 ? s : -INFINITY;
-    add_keys<T, 1, words>(known, &s, own_value);
+    add_keys<T, 1, words>(state, &s, own_value);
   }
-  int sharer = (int(place.x) * share + own) * threads + int(thread_index);
+  int sharer = (int(group.x) * share + own) * threads + int(thread_index);
   int sharers = int(groups.x) * share * threads;
   write_end<D>(k_out + int64_t(length) * D, turned + D, S - length - 1, sharer, sharers);
   write_end<Dv>(v_out + int64_t(length) * Dv, v, S - length - 1, sharer, sharers);
 
 #pragma unroll
   for (ushort apart = lanes; apart < 32; apart *= 2) {
-    merge_lanes(known, apart);
+    merge_lanes(state, apart);
   }
   if (sub == 0 && in_value) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      shares[simd][at + i] = known.o[i];
+      shares[simd][at + i] = state.o[i];
     }
   }
   if (lane == 0) {
-    tops[simd] = float2(known.top, known.sum);
+    tops[simd] = float2(state.top, state.sum);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  out += ((int64_t(place.z) * groups.y + head) * groups.x + place.x) * (split ? Dv + 2 : Dv);
+  out += ((int64_t(group.z) * groups.y + head) * groups.x + group.x) * (split ? Dv + 2 : Dv);
   write_sums<Dv, simds, split>(out, &shares[0][0], tops, thread_index);
 }

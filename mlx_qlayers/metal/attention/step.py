@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from math import e, log2
 from struct import pack, unpack
-from typing import Any
 
 import mlx.core as mx
 
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
+from ...runtime.spec import Spec
 from ..rotary.launch import rates, two_floats
-from .decode import added_up
+from .decode import attention_combine
 from .layout import rounded
 
-_INPUTS = ("q", "k", "v", "k_buffer", "v_buffer", "places", "mask", "freqs", "options")
+_INPUTS = ("q", "k", "v", "k_buffer", "v_buffer", "positions", "mask", "freqs", "options")
 # Keys of a buffer that one threadgroup takes, and among how many more are divided.
-_ALONE, _STRETCHES = 1024, 4
+_UNSPLIT_KEYS, _SPLITS = 1024, 4
 
 
 def _memory(*, T: mx.Dtype, D: int, Dv: int, simds: int, **_: object) -> int:
@@ -69,94 +70,93 @@ class Step:
     Attributes:
         simds: SIMD groups of a threadgroup, which take the keys in turn.
         ahead: keys that a lane reads at once.
-        stretches: threadgroups among which the keys of a head are divided.
+        splits: threadgroups among which the keys of a head are divided.
     """
 
     simds: int
     ahead: int
-    stretches: int = 1
+    splits: int = 1
 
 
 def configure(size: int) -> Step:
     """The configuration for buffers of so many keys."""
-    return Step(16, 4, 1 if size <= _ALONE else _STRETCHES)
+    return Step(16, 4, 1 if size <= _UNSPLIT_KEYS else _SPLITS)
 
 
-def question(q: mx.array, k_buffer: mx.array, v_width: int) -> tuple[Any, ...]:
-    """What dispatch is asked about a call: the fields of its problem."""
+def question(
+    q: Spec, k_buffer: Spec, v_width: int
+) -> tuple[mx.Dtype, int, int, int, int, int, int]:
+    """What is asked about a call: dtype, B, H, Hkv, S, D, Dv."""
     batch, kv_heads, size, width = k_buffer.shape
     return q.dtype, batch, q.shape[2] // width, kv_heads, rounded(size), width, v_width
 
 
 def attention_step(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    k_buffer: mx.array,
-    v_buffer: mx.array,
-    places: mx.array,
+    q: Spec,
+    k: Spec,
+    v: Spec,
+    k_buffer: Spec,
+    v_buffer: Spec,
+    positions: Spec,
+    freqs: Spec | None,
+    mask: Spec | None,
     *,
     scale: float,
     rotation: Rotation,
-    freqs: mx.array | None,
-    mask: mx.array | None,
     config: Step,
-) -> list[mx.array]:
+) -> Callable[..., list[mx.array]]:
     """A step of decoding, in one launch or two.
 
     Args:
-        q: (B, 1, H * D) in float32, float16 or bfloat16; D and Dv multiples of 8 up to 256.
-        k: (B, 1, Hkv * D) in the dtype of ``q``.
-        v: (B, 1, Hkv * Dv).
-        k_buffer: (B, Hkv, S, D).
-        v_buffer: (B, Hkv, S, Dv).
-        places: int32, 8 elements or more: how many keys of the buffers count, less than S; and
-            the position of each sequence's token.
+        q, k, v, k_buffer, v_buffer, positions, freqs, mask: as the operation of this name takes
+            them; freqs in float32, D and Dv multiples of 8 up to 256.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned.
-        freqs: (dims / 2,) float32, the reciprocals of the frequencies, or None.
-        mask: booleans, (B or 1, H or 1, 1, S), or None.
         config: how to spread the work.
 
     Returns:
-        (B, 1, H * Dv), and the buffers with the token's key and value, and zeros behind them.
+        A function of these arrays, which gives (B, 1, H * Dv), and the buffers with the token's key
+        and value, and zeros behind them.
     """
     batch, kv_heads, size, width = k_buffer.shape
     heads, v_width = q.shape[2] // width, v_buffer.shape[3]
-    arrays = [q, k, v, k_buffer, v_buffer, places]
-    arrays += [a for a in (mask, freqs) if a is not None]
     steps = (0, 0)
     if mask is not None:
         of_head, of_sequence = mask.shape[3], mask.shape[1] * mask.shape[3]
         steps = (of_sequence * (mask.shape[0] > 1), of_head * (mask.shape[1] > 1))
-    arrays.append(_options(size, scale, rotation, *steps))
-    split, threads = config.stretches > 1, 32 * config.simds
-    template: dict[str, TemplateValue] = {
-        "T": q.dtype,
-        "D": width,
-        "Dv": v_width,
-        "share": heads // kv_heads,
-        "masked": mask is not None,
-        "dims": rotation.dims,
-        "traditional": rotation.traditional,
-        "listed": freqs is not None,
-        "simds": config.simds,
-        "ahead": config.ahead,
-        "P": mx.float32 if split else q.dtype,
-        "split": split,
-    }
-    shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, config.stretches, v_width + 2)
-    out, *buffers = _kernel(mask is not None, freqs is not None)(
-        arrays,
-        template=template,
-        grid=(threads * config.stretches, heads, batch),
-        threadgroup=(threads, 1, 1),
+    options = _options(size, scale, rotation, *steps)
+    kernel, split = _kernel(mask is not None, freqs is not None), config.splits > 1
+    values: tuple[TemplateValue, ...] = (
+        *(q.dtype, width, v_width, heads // kv_heads, mask is not None, rotation.dims),
+        *(rotation.traditional, freqs is not None, config.simds, config.ahead),
+        *(mx.float32 if split else q.dtype, split),
+    )
+    shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, config.splits, v_width + 2)
+    optional = [a for a in (mask, freqs) if a is not None]
+    launch = kernel.bind(
+        [q, k, v, k_buffer, v_buffer, positions, *optional, Spec.of(options)],
+        template=dict(zip(kernel.template, values, strict=True)),
+        grid=(32 * config.simds * config.splits, heads, batch),
+        threadgroup=(32 * config.simds, 1, 1),
         output_shapes=[parts if split else shape, k_buffer.shape, v_buffer.shape],
     )
-    return [added_up(out, q.dtype, shape) if split else out, *buffers]
+    combine = attention_combine(parts, q.dtype, None, shape) if split else None
+
+    def run(*arrays: mx.array) -> list[mx.array]:
+        given = list(arrays[:6])
+        if mask is not None:
+            given.append(arrays[7])
+        if freqs is not None:
+            given.append(arrays[6])
+        given.append(options)
+        outputs = launch(given)
+        if combine is not None:
+            outputs[:1] = combine(outputs[:1])
+        return outputs
+
+    return run
 
 
-@lru_cache(maxsize=256)
 def _options(size: int, scale: float, rotation: Rotation, *steps: int) -> mx.array:
     turning = [*two_floats(rotation.scale), 0.0, 0.0]
     turning += rates(rotation.dims, rotation.base, rotation.scale)

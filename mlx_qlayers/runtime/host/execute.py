@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
+from math import prod
 from typing import Any, cast
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import mlx.core as mx
 from ..backend import BackendError
 from ..launch import Bound, Launch
 from ..program import Program
+from ..spec import Spec
 from . import memory
 from .executable import DEFAULT_BUDGET, Counters, HostKernel, compile_source
 from .lint import refuse
@@ -81,26 +83,28 @@ class _Plan:
     Attributes:
         kernel: the kernel.
         inputs: a buffer's index and an input's, for each input.
-        facts: a buffer's index and what makes a shape, the strides or a rank, for each of those.
+        shapes: a buffer's index, an input's, and what makes a shape or a rank of it, for each.
+        strides: by inputs, the buffers' indices of their strides.
         outputs: a buffer's index and an output's, for each output.
     """
 
     kernel: HostKernel
     inputs: list[tuple[int, int]] = field(default_factory=list)
-    facts: list[tuple[int, Callable[[list[mx.array]], Any]]] = field(default_factory=list)
+    shapes: list[tuple[int, int, Callable[[Spec | mx.array], Any]]] = field(default_factory=list)
+    strides: dict[int, int] = field(default_factory=dict)
     outputs: list[tuple[int, int]] = field(default_factory=list)
 
 
-def _shape(i: int, inputs: list[mx.array]) -> Any:
-    return (ctypes.c_int * max(1, inputs[i].ndim))(*inputs[i].shape)
+def _shape(x: Spec | mx.array) -> Any:
+    return (ctypes.c_int * max(1, x.ndim))(*x.shape)
 
 
-def _strides(i: int, inputs: list[mx.array]) -> Any:
-    return (ctypes.c_int64 * max(1, inputs[i].ndim))(*memory.strides(inputs[i]))
+def _ndim(x: Spec | mx.array) -> Any:
+    return ctypes.c_int(x.ndim)
 
 
-def _ndim(i: int, inputs: list[mx.array]) -> Any:
-    return ctypes.c_int(inputs[i].ndim)
+def _strides(steps: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * max(1, len(steps)))(*steps)
 
 
 def _plan(launch: Launch, checked: bool) -> _Plan:
@@ -124,11 +128,29 @@ def _compiled(program: Program, function: str, text: str, checked: bool) -> _Pla
     at = {parameter.name: i for i, parameter in kernel.signature.buffers.items()}
     for i, name in enumerate(program.input_names):
         plan.inputs.append((at[name], i))
-        for suffix, make in (("_shape", _shape), ("_strides", _strides), ("_ndim", _ndim)):
+        for suffix, make in (("_shape", _shape), ("_ndim", _ndim)):
             if name + suffix in at:
-                plan.facts.append((at[name + suffix], partial(make, i)))
+                plan.shapes.append((at[name + suffix], i, make))
+        if name + "_strides" in at:
+            plan.strides[i] = at[name + "_strides"]
     plan.outputs = [(at[name], i) for i, name in enumerate(program.output_names)]
     return plan
+
+
+class _Strides:
+    """Where the kernel finds the strides of an input.
+
+    Attributes:
+        slot: the buffer's index.
+        dense: the address of those of a row-contiguous array.
+        own: those of another array, in elements, and their address.
+    """
+
+    def __init__(self, slot: int, x: Spec) -> None:
+        self.slot, self.itemsize, self.axes = slot, x.dtype.size, range(x.ndim)
+        self._dense = _strides([prod(x.shape[axis + 1 :]) for axis in self.axes])
+        self.own = _strides([0] * x.ndim)
+        self.dense, self.own_address = map(ctypes.addressof, (self._dense, self.own))
 
 
 class _Frame:
@@ -136,6 +158,8 @@ class _Frame:
 
     Attributes:
         addresses: of the buffers, as the kernel's entry point takes them.
+        inputs: a buffer's index, an input's, and where its strides go, if anywhere.
+        view: of an array that is not contiguous, and its address.
         raw: the launch as the runtime library takes it, and its address.
         outputs: where the outputs come from.
         large: the buffer's index and the number of each output that is made for every launch.
@@ -152,6 +176,15 @@ class _Frame:
         for slot, i in plan.outputs:
             if i in small:
                 self.addresses[slot] = small[i].address
+        self.inputs = [
+            (slot, i, _Strides(plan.strides[i], launch.inputs[i]) if i in plan.strides else None)
+            for slot, i in plan.inputs
+        ]
+        self.view = memory.PyBuffer()
+        self.view_address = ctypes.addressof(self.view)
+        self._shapes = [(slot, make(launch.inputs[i])) for slot, i, make in plan.shapes]
+        for slot, shape in self._shapes:
+            self.addresses[slot] = ctypes.addressof(shape)
 
 
 def bind(launch: Launch) -> Bound:
@@ -162,7 +195,8 @@ def bind(launch: Launch) -> Bound:
     """
     frames: list[_Frame] = []  # each serves one thread at a time
     contiguous = launch.program.ensure_row_contiguous
-    view, address_of, evaluate = memory.view, ctypes.addressof, mx.eval
+    view, address_of, evaluate, as_array = memory.view, ctypes.addressof, mx.eval, mx.array
+    get_buffer, release_buffer = memory.get_buffer, memory.release_buffer
     plan: _Plan | None = None
 
     # Every launch of a kernel on a CPU comes through here: calls of Python functions are its cost.
@@ -181,24 +215,31 @@ def bind(launch: Launch) -> Bound:
         except IndexError:
             frame = _Frame(plan, launch)
         addresses, kept = frame.addresses, []
-        for slot, i in plan.inputs:
+        for slot, i, strides in frame.inputs:
             try:
                 owner = view(inputs[i])
                 addresses[slot] = address_of(owner)
             except (TypeError, ValueError):
+                if strides is not None and not contiguous:
+                    raw = frame.view
+                    get_buffer(inputs[i], frame.view_address, memory.STRIDED)
+                    addresses[slot], steps = raw.buf or 0, raw.strides
+                    for axis in strides.axes:
+                        strides.own[axis] = steps[axis] // strides.itemsize
+                    release_buffer(frame.view_address)
+                    addresses[strides.slot] = strides.own_address
+                    continue
                 inputs[i] = owner = memory.readable(inputs[i], contiguous)
                 addresses[slot] = memory.locate(owner)
             kept.append(owner)
-        for slot, make in plan.facts:
-            owner = make(inputs)
-            addresses[slot] = address_of(owner)
-            kept.append(owner)
+            if strides is not None:
+                addresses[strides.slot] = strides.dense
         made = frame.outputs.prepare() if frame.large else frame.outputs.reused
         for slot, i in frame.large:
             addresses[slot] = memory.locate(cast(mx.array, made[i]))
         if plan.kernel.launch(frame.raw_address):
             plan.kernel.fail(frame.raw)
-        outputs = finished(made) if len(made) > 1 or frame.large else [mx.array(made[0])]
+        outputs = finished(made) if frame.large else [*map(as_array, made)]
         frames.append(frame)
         return outputs
 
@@ -221,7 +262,9 @@ def _run_checked(launch: Launch, inputs: list[mx.array], report: Report) -> list
     inputs = [memory.readable(x, contiguous) for x in inputs]
     made = Outputs(launch.output_shapes, launch.output_dtypes, launch.init_value).prepare()
     buffers = {slot: memory.extent(inputs[i]) for slot, i in plan.inputs}
-    buffers |= {slot: memory.extent(make(inputs)) for slot, make in plan.facts}
+    facts = {slot: make(inputs[i]) for slot, i, make in plan.shapes}
+    facts |= {slot: _strides(memory.strides(inputs[i])) for i, slot in plan.strides.items()}
+    buffers |= {slot: memory.extent(fact) for slot, fact in facts.items()}
     for slot, i in plan.outputs:
         x = made[i]
         buffers[slot] = memory.extent(x.memory if isinstance(x, Scratch) else x)

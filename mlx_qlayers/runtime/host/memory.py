@@ -10,12 +10,14 @@ import mlx.core as mx
 
 # A view of contiguous memory, at whose address that is; an exception where it is none.
 view: Any = ctypes.c_char.from_buffer
-_STRIDED = 0x18
+STRIDED = 0x18
 _CONTIGUOUS = 0x38
 _WRITABLE = 0x1
 
 
-class _PyBuffer(ctypes.Structure):
+class PyBuffer(ctypes.Structure):
+    """Python's ``Py_buffer``."""
+
     _fields_ = (
         ("buf", ctypes.c_void_p),
         ("obj", ctypes.py_object),
@@ -29,6 +31,15 @@ class _PyBuffer(ctypes.Structure):
         ("suboffsets", ctypes.c_void_p),
         ("internal", ctypes.c_void_p),
     )
+
+
+# Of an object, the address of a PyBuffer, and flags; and of that address alone.
+get_buffer: Any = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)(
+    ("PyObject_GetBuffer", ctypes.pythonapi)
+)
+release_buffer: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(
+    ("PyBuffer_Release", ctypes.pythonapi)
+)
 
 
 @dataclass
@@ -83,11 +94,9 @@ def extent(value: Any, *, writable: bool = False, initialised: bool = True) -> B
     """The memory that an ``mx.array``, or anything with a buffer, lies in, gaps included."""
     if isinstance(value, Buffer):
         return value
-    raw = _PyBuffer()
-    flags = _STRIDED if isinstance(value, mx.array) else _CONTIGUOUS
-    ctypes.pythonapi.PyObject_GetBuffer(
-        ctypes.py_object(value), ctypes.byref(raw), flags | (_WRITABLE if writable else 0)
-    )
+    raw = PyBuffer()
+    flags = STRIDED if isinstance(value, mx.array) else _CONTIGUOUS
+    get_buffer(value, ctypes.addressof(raw), flags | (_WRITABLE if writable else 0))
     low, high = 0, raw.itemsize
     if raw.strides and raw.ndim:
         steps = [(raw.shape[i] - 1) * raw.strides[i] for i in range(raw.ndim)]
@@ -97,5 +106,5 @@ def extent(value: Any, *, writable: bool = False, initialised: bool = True) -> B
     else:
         high = raw.len
     found = Buffer((raw.buf or 0) + low, high - low, writable, initialised, -low, value)
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(raw))
+    release_buffer(ctypes.addressof(raw))
     return found

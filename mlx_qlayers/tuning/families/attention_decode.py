@@ -10,9 +10,11 @@ import mlx.core as mx
 
 from ...dispatch.tunable import AttentionDecodeProblem as Problem
 from ...metal.attention import decode as metal
-from ...metal.attention.decode import Decode, Packed
+from ...metal.attention.decode import Decode
+from ...metal.attention.forward import Scores
 from ...reference import attention as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
+from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Group, GroupTop, Local, Unroll, Upcast
 
@@ -25,8 +27,8 @@ class AttentionDecodeFamily(Family[Problem, Decode]):
 
     problem = Problem
     axes = (
-        Axis(GroupTop, "stretch", (16, 32, 64, 128, 256, 512)),
-        Axis(GroupTop, "most", (16, 32, 64, 128, 256)),
+        Axis(GroupTop, "min_keys", (16, 32, 64, 128, 256, 512)),
+        Axis(GroupTop, "max_splits", (16, 32, 64, 128, 256)),
         Axis(Group, "slice", (16, 32, 64)),
         Axis(Unroll, "blocks", (1, 2, 4)),
         Axis(Upcast, "columns", (1, 2, 4, 8)),
@@ -46,8 +48,8 @@ class AttentionDecodeFamily(Family[Problem, Decode]):
         memory = metal._memory(T=problem.dtype, D=problem.width, **sizes)
         if memory > MAX_THREADGROUP_MEMORY:
             return f"{memory} bytes of threadgroup memory"
-        if config.stretch < config.tile and config.stretch != 16:
-            return f"splits of {config.stretch} keys are those of {config.tile}"
+        if config.min_keys < config.tile and config.min_keys != 16:
+            return f"splits of {config.min_keys} keys are those of {config.tile}"
         return None
 
     def inputs(self, problem: Problem) -> Inputs:
@@ -59,17 +61,17 @@ class AttentionDecodeFamily(Family[Problem, Decode]):
         return [q, *mx.quantize(k, _GROUP, problem.bits), *mx.quantize(v, _GROUP, problem.bits)]
 
     def bind(self, inputs: Inputs, problem: Problem, config: Decode) -> Path:
-        scale, nothing = problem.width**-0.5, (None,) * 4
-        return lambda inputs: metal.attention_decode(*_three(inputs), scale, *nothing, config)
+        scores = Scores(problem.width**-0.5)
+        launch = metal.attention_decode(*_three(inputs), None, None, scores, config)
+        return lambda inputs: launch(*inputs, None, None)[0]
 
     def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
-        scale, nothing = problem.width**-0.5, (None,) * 4
-        return {"stock": lambda inputs: reference.attention(*_three(inputs), scale, *nothing)}
+        scale = problem.width**-0.5
+        stock = reference.plan(*_three(inputs), scale, False, None, None, None)
+        return {"stock": lambda inputs: stock(*inputs, None, None)[0]}
 
 
-def _three(inputs: Inputs) -> tuple[mx.array, mx.array | Packed, mx.array | Packed]:
+def _three(inputs: Inputs) -> tuple[Spec, metal.Cache, metal.Cache]:
     """Queries, keys and values, the latter of one array or of three."""
-    q, *rest = inputs
-    if len(rest) == 2:
-        return q, rest[0], rest[1]
-    return q, (rest[0], rest[1], rest[2]), (rest[3], rest[4], rest[5])
+    q, *caches = map(Spec.of, inputs)
+    return q, tuple(caches[: len(caches) // 2]), tuple(caches[len(caches) // 2 :])

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import mlx.core as mx
 
 from ...dispatch.tunable import AttentionForwardProblem as Problem
-from ...metal.attention.forward import Arrays, Call, Scores, attention_forward
+from ...metal.attention.forward import Launcher, Scores, attention_forward
 from ...metal.attention.layout import Layout, memory, registers
 from ...reference import attention as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
+from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Buffer, Group, Local, Tile, Upcast
 
@@ -48,8 +49,9 @@ class AttentionForwardFamily(Family[Problem, Layout]):
 
     def bind(self, inputs: Inputs, problem: Problem, config: Layout) -> Path:
         scores = Scores(problem.shape[5] ** -0.5, causal=problem.causal)
-        call = Call(Arrays(*inputs), scores)
-        return lambda inputs: attention_forward(call, Arrays(*inputs), config)[0]
+        q, k, v = map(Spec.of, inputs)
+        launch = attention_forward(Launcher(q, k, v, None, None, scores), config)
+        return lambda inputs: launch(*inputs, None, None)[0]
 
     def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
         scale, mask = problem.shape[5] ** -0.5, "causal" if problem.causal else None

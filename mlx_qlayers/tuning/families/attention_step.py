@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
@@ -14,6 +12,7 @@ from ...metal.attention import step as metal
 from ...metal.attention.step import Rotation, Step
 from ...reference import attention_step as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
+from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Group, GroupTop, Unroll
 
@@ -28,11 +27,11 @@ class AttentionStepFamily(Family[Problem, Step]):
     axes = (
         Axis(Group, "simds", (2, 4, 8, 16, 32)),
         Axis(Unroll, "ahead", (1, 2, 4, 8)),
-        Axis(GroupTop, "stretches", (1, 2, 4, 8, 16)),
+        Axis(GroupTop, "splits", (1, 2, 4, 8, 16)),
     )
 
     def why_not(self, config: Step, problem: Problem) -> str | None:
-        if config.simds * config.stretches * config.ahead > problem.size:
+        if config.simds * config.splits * config.ahead > problem.size:
             return f"{config} for {problem.size} keys"
         widths = {"D": problem.width, "Dv": problem.v_width}
         memory = metal._memory(T=problem.dtype, simds=config.simds, **widths)
@@ -47,11 +46,11 @@ class AttentionStepFamily(Family[Problem, Step]):
         return [*arrays, mx.full((max(_POSITIONS, 1 + batch),), size - 1, mx.int32)]
 
     def bind(self, inputs: Inputs, problem: Problem, config: Step) -> Path:
-        options: dict[str, Any] = {"scale": problem.width**-0.5, "freqs": None, "mask": None}
-        launch = partial(
-            metal.attention_step, rotation=Rotation(problem.width), config=config, **options
-        )
-        return lambda inputs: launch(*inputs)[0]
+        q, k, v, k_buffer, v_buffer, positions = map(Spec.of, inputs)
+        given = q, k, v, k_buffer, v_buffer, positions, None, None
+        scale, rotation = problem.width**-0.5, Rotation(problem.width)
+        launch = metal.attention_step(*given, scale=scale, rotation=rotation, config=config)
+        return lambda inputs: launch(*inputs, None, None)[0]
 
     def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
         turning = asdict(Rotation(problem.width))

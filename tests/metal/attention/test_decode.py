@@ -10,13 +10,12 @@ import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mlx_qlayers import attention
-from mlx_qlayers.dispatch.measurements import configure
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.attention.decode import attention_decode, question
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests import oracles
 from tests.gpus import on_gpus
+from tests.launchers import attention_decode, decode_config
 from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
 from tests.packed import dequantize64
 from tests.pairwise import pairwise
@@ -30,7 +29,7 @@ EXTRAS = [
     {"sinks": True},
     {"window": 70, "softcap": 30.0, "sinks": True},
 ]
-# B, H, Hkv, L, S: one query and several, one tile of keys, several stretches, and just around both.
+# B, H, Hkv, L, S: one query and more, one tile of keys, more splits, and just around both.
 SHAPES = [
     (1, 1, 1, 1, 1),
     (2, 3, 1, 3, 8),
@@ -70,9 +69,9 @@ def make(seed, shape, widths=(64, 64), dtype=mx.bfloat16, kind="none", extra=Non
 
 
 def by_kernel(arrays, options, device="cuda", **changes):
-    """The kernels with the configuration of a GPU, by default in three stretches, or a CPU."""
-    changes = {"most": 3, **changes} if device == "cuda" else changes
-    config = replace(configure("attention_decode", device, *question(*arrays)), **changes)
+    """The kernels with the configuration of a GPU, by default in three splits, or a CPU."""
+    changes = {"max_splits": 3, **changes} if device == "cuda" else changes
+    config = replace(decode_config(device, *arrays), **changes)
     with use_backend("host"):
         out = attention_decode(*arrays, **options, config=config)
         mx.eval(out)
@@ -127,7 +126,7 @@ def test_many_rows(rows):
     heads, kv_heads, queries = rows
     arrays, options = make(2, (1, heads, kv_heads, queries, 130), (64, 64), mx.bfloat16, "causal")
     check(by_kernel(arrays, options), arrays, options)
-    check(by_kernel(arrays, options, "host", most=8), arrays, options)
+    check(by_kernel(arrays, options, "host", max_rows=8), arrays, options)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +194,7 @@ def test_many_rows_and_caches_in_place_on_gpus(gpu):
     "shape, widths, kind, extra, changes",
     [
         ((2, 14, 2, 1, 130), (64, 64), "none", {}, {}),
-        ((1, 3, 1, 8, 65), (40, 72), "padded", EXTRAS[4], {"most": 1}),
+        ((1, 3, 1, 8, 65), (40, 72), "padded", EXTRAS[4], {"max_splits": 1}),
         ((1, 6, 1, 3, 70), (32, 16), "additive", {"window": 9}, {"columns": 1}),
         ((1, 4, 2, 8, 3), (32, 32), "causal", {"window": 2}, {}),
     ],
@@ -209,8 +208,8 @@ def test_clean_with_checks(shape, widths, kind, extra, changes):
 
 
 @pytest.mark.parametrize("bits", [0, 8])
-@pytest.mark.parametrize("stretches", [1, 4])
-def test_keys_and_values_are_read_once(bits, stretches):
+@pytest.mark.parametrize("splits", [1, 4])
+def test_keys_and_values_are_read_once(bits, splits):
     """Twice the keys cost their own bytes more, for all 14 rows of the heads that share them."""
     read, size = [], []
     for keys in (256, 512):
@@ -218,7 +217,7 @@ def test_keys_and_values_are_read_once(bits, stretches):
         caches = [tuple(mx.quantize(a, 64, bits)) if bits else (a,) for a in dense]
         arrays = [q, *(c if bits else c[0] for c in caches)]
         with checks() as report:
-            by_kernel(arrays, options, most=stretches)
+            by_kernel(arrays, options, max_splits=splits)
         read.append(report.total("bytes_read"))
         size.append(sum(a.nbytes for c in caches for a in c))
     if bits == 0:
@@ -294,11 +293,11 @@ def test_poisoned_memory_is_overwritten():
         assert mx.array_equal(by_kernel(arrays, options), first)
 
 
-@pytest.mark.parametrize("most", [1, 3])
-def test_scores_beyond_float16(most):
+@pytest.mark.parametrize("splits", [1, 3])
+def test_scores_beyond_float16(splits):
     arrays, options = make(8, (1, 2, 1, 7, 200), dtype=mx.float16, kind="causal")
     options["scale"] = 1e5
-    check(by_kernel(arrays, options, most=most), arrays, options)
+    check(by_kernel(arrays, options, max_splits=splits), arrays, options)
 
 
 def test_nan_stays_in_its_row():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -14,10 +15,12 @@ from numerics import assert_accurate, assert_gradient, random
 from pairwise import pairwise
 from runtime.host import mlx_kernels as mk
 
+from mlx_qlayers.dispatch import tunable
 from mlx_qlayers.metal.attention import forward as kernels
 from mlx_qlayers.metal.attention.layout import Layout, layout, memory, registers
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime import BackendError, trace, use_backend
+from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.kernel import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY
 from tests.gpus import on_gpus
@@ -48,6 +51,7 @@ def on_the_checked_build(request):
             yield
 
 
+@contextmanager
 def as_on(device):
     """Make kernels take another device's layouts, smaller ones where the host has no room."""
 
@@ -59,7 +63,10 @@ def as_on(device):
         smaller = {"tile": found.tile // 2} if found.tile > 16 else {"simds": found.simds // 2}
         return replace(found, **smaller)
 
-    return mock.patch.object(kernels, "layout", chosen)
+    with mock.patch.object(kernels, "layout", chosen), mock.patch.object(tunable, "layout", chosen):
+        advance_epoch()
+        yield
+    advance_epoch()
 
 
 every_mask_and_dtype = pytest.mark.parametrize(

@@ -1,0 +1,357 @@
+"""Which path attention takes and why, and what a call costs that was made before."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from attention_cases import expect, make
+from numerics import assert_accurate, random, to64
+
+from mlx_qlayers import attention, explain, use_backend
+from mlx_qlayers.metal.attention import decode
+from mlx_qlayers.ops import attention as ops
+from mlx_qlayers.reference import attention as reference
+from mlx_qlayers.runtime import backend as backends
+from mlx_qlayers.runtime.backend import Mode, advance_epoch, mode
+from mlx_qlayers.runtime.explain import planning
+from mlx_qlayers.runtime.spec import Spec
+
+Q, K = mx.ones((1, 4, 1, 64)), mx.ones((1, 2, 8, 64))
+PACKED = tuple(mx.quantize(K, 64, 8))
+SEEN = mx.ones((1, 1, 1, 8), mx.bool_)
+GRAPH = {True: lambda: mode(Mode.INFERENCE), False: nullcontext}
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Let ``auto`` choose as on a GPU of a kind; what is computed is on this machine."""
+
+    def on(device):
+        monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
+        for name in ("metal", "cuda"):
+            why = None if name == device else "not in this test"
+            monkeypatch.setitem(backends.missing, name, lambda why=why: why)
+
+    reference._window_mask.cache_clear()
+    with use_backend("auto"):
+        yield on
+    reference._window_mask.cache_clear()
+
+
+def unless(q, k, v, mask=None, sinks=None, **options):
+    """Why ``auto`` leaves the kernels for such a call, or None."""
+    arrays = q, *k, *v, *(None if isinstance(a, str) else a for a in (mask, sinks))
+    names = {"scale": 0.1, "mask": mask if isinstance(mask, str) else None, "window": None}
+    names |= {"softcap": None, **options}
+    checked = ops.checked(arrays, (3, 3) if len(k) == 3 else (0, 0), **names)
+    few = ops._takes_decode(checked)
+    return ops._why_not_decode(checked) if few else ops._why_not_forward(checked)
+
+
+def forward(*, keys=2048, length=2048, width=128, v_width=None, dtype=mx.bfloat16, **options):
+    q = Spec((1, 4, length, width), dtype)
+    k, v = (Spec((1, 2, keys, n), dtype) for n in (width, v_width or width))
+    return unless(q, (k,), (v,), **{"mask": "causal", **options})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "options, kernel, in_a_graph",
+    [
+        ({}, False, False),
+        ({"softcap": 30.0}, True, True),
+        ({"window": 1024}, True, True),
+        ({"window": 1025}, False, False),
+        ({"width": 192, "v_width": 128}, True, True),
+        ({"width": 256}, True, True),
+        ({"width": 160}, False, False),
+        ({"softcap": 30.0, "dtype": mx.float32}, False, False),
+        ({"window": 8, "mask": Spec((2048, 2048), mx.float32)}, False, False),
+        ({"window": 8, "sinks": Spec((4,), mx.float32)}, False, False),
+        ({"softcap": 30.0, "length": 300}, True, True),
+        ({"window": 8, "length": 2047}, False, True),
+        # Launches of a graph take less than stock's, up to so much work.
+        ({"keys": 512, "length": 512}, False, True),
+        ({"keys": 512, "length": 2048}, False, True),
+        ({"keys": 512, "length": 2049}, False, False),
+        ({"keys": 512, "length": 2048, "mask": None}, False, False),
+        ({"keys": 513, "length": 512}, False, False),
+        ({"keys": 512, "length": 512, "dtype": mx.float32}, False, False),
+        ({"keys": 512, "length": 512, "width": 160}, False, False),
+    ],
+)
+def test_many_queries_on_cuda_by_kernel_only_where_measured(
+    options, kernel, in_a_graph, compiled, on
+):
+    on("cuda")
+    with GRAPH[compiled]():
+        assert (forward(**options) is None) == (in_a_graph if compiled else kernel)
+
+
+def test_many_queries_on_an_apple_gpu_are_for_kernels(on):
+    on("metal")
+    assert forward() is None
+    assert forward(mask=Spec((2048, 2048), mx.float32)) is None
+    assert "8 queries" in forward(length=8, width=36)
+
+
+def test_few_queries_on_a_gpu(on):
+    plain, packed = (Spec.of(K),), tuple(map(Spec.of, PACKED))
+    long = (Spec((1, 4, 1 << 19, 64), mx.float32),)
+    on("metal")
+    for k in (plain, packed):
+        assert unless(Q, k, k) == "the kernel was not measured on an Apple GPU"
+    on("cuda")
+    assert "launched faster" in unless(Q, plain, plain)
+    assert unless(Q, packed, packed) is None and unless(Q, plain, plain, mask=SEEN) is None
+    assert unless(Q, long, long) is None
+    with mode(Mode.INFERENCE):
+        assert unless(Q, plain, plain) is None
+
+
+@pytest.mark.parametrize(
+    "width, v_width, scale, why",
+    [
+        (36, 40, 1.0, "heads of 36 and 40"),
+        (24, 24, 1.0, "heads of 24"),
+        (264, 64, 1.0, "heads of 264"),
+        (64, 0, 1.0, "nothing to compute"),
+        (64, 64, 0.0, "a scale of 0"),
+        (64, 64, 1.0, None),
+    ],
+)
+def test_what_the_kernels_of_many_queries_lack(width, v_width, scale, why):
+    q, v = Spec((1, 1, 9, width), mx.float32), Spec((1, 1, 9, v_width), mx.float32)
+    checked = ops.checked((q, q, v, None, None), (0, 0), scale, None, None, None)
+    assert ops._lacking(checked) is None if why is None else why in ops._lacking(checked)
+
+
+# B, H, Hkv, L, S, D, Dv
+SHAPE, ONE_QUERY = (2, 4, 2, 16, 24, 32, 32), (2, 4, 2, 1, 24, 32, 32)
+
+
+def planned(arrays, options):
+    """The plan of a call, and the arrays that it is called with."""
+    mask, sinks = options["mask"], options.get("sinks")
+    seen, rule = (None, mask) if isinstance(mask, str) else (mask, None)
+    given = *arrays, seen, sinks
+    static = (0, 0), options["scale"], rule, options.get("window"), options.get("softcap")
+    return ops._plan([a if a is None else Spec.of(a) for a in given], *static), given
+
+
+@pytest.mark.parametrize("device", ["cuda", "metal"])
+@pytest.mark.parametrize(
+    "shape, kind, extra",
+    [
+        (SHAPE, "none", {}),
+        (SHAPE, "causal", {}),
+        (SHAPE, "causal", {"window": 3}),
+        (SHAPE, "none", {"window": 3}),
+        (SHAPE, "causal", {"window": 30}),
+        (SHAPE, "boolean", {}),
+        (SHAPE, "causal", {"sinks": True}),
+        (SHAPE, "causal", {"sinks": True, "window": 3}),
+        (SHAPE, "padded", {"sinks": True}),
+        (ONE_QUERY, "causal", {}),
+        (ONE_QUERY, "none", {"window": 24}),
+        ((2, 4, 2, 24, 16, 32, 32), "causal", {"window": 3}),
+    ],
+)
+def test_the_stock_operator_is_called_at_once(shape, kind, extra, device, on, monkeypatch):
+    """Where ``auto`` takes it on a GPU: half of such a call's time is Python's."""
+    _, arrays, options = make(0, shape, mx.float32, kind, extra)
+    with use_backend("ops"):
+        expected, wanted = mx.vjp(lambda *a: [attention(*a, **options)], arrays, [arrays[0]])
+    on(device)
+    for name in ("_why_not_forward", "_why_not_decode"):
+        monkeypatch.setattr(ops, name, lambda _: "a reason")
+    plan, given = planned(arrays, options)
+    monkeypatch.setattr(reference, "attention", None)
+    assert plan.choice == ("attention", "ops", "a reason", "rule") and not plan.gradients
+    rest = given[3:]
+    # What is kept is made while something is traced, and used afterwards.
+    found, gradients = mx.vjp(lambda *a: plan.run(*a, *rest), arrays, [arrays[0]])
+    compiled = mx.compile(lambda *a: plan.run(*a, *rest)[0])
+    for out in (*found, compiled(*arrays), *plan.run(*given)):
+        assert mx.allclose(out, expected[0], rtol=1e-5, atol=1e-6)
+    for one, other in zip(gradients, wanted, strict=True):
+        assert mx.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def stock(q, k, v, mask=None, sinks=None, causal=False, window=None, softcap=None):
+    return reference.stock(q, k, v, 1.0, causal, mask, window, softcap, sinks)
+
+
+def test_what_needs_more_than_the_stock_operator(on):
+    _, (q, k, v), _ = make(0, SHAPE, mx.float32)
+    on("cuda")
+    assert stock(q, k, v) and stock(q, k, v, mask=mx.ones((16, 24), mx.bool_))
+    assert not stock(q, k, v, softcap=2.0)
+    assert not stock(q.astype(mx.float16), k, v)
+    assert not stock(q, k, v, sinks=mx.zeros(4, mx.float16))
+    assert not stock(q, k, v, mask=mx.zeros((16, 24))), "minus infinity must become a number"
+    assert not stock(q, k, v, mask=mx.ones((16, 24), mx.bool_), window=3)
+    assert not stock(q[:, :, :1], k, v, window=3), "most keys need not be read"
+    long = mx.zeros((1, 1, 2048, 32))
+    assert not stock(long, long, long, causal=True, window=3), "too much to keep"
+
+
+def test_on_a_cpu_the_stock_operator_is_for_one_core_and_float32():
+    _, (q, k, v), _ = make(0, SHAPE, mx.float32)
+    assert stock(q, k, v, causal=True)
+    assert not stock(q, k, v, window=3)
+    assert not stock(*(a.astype(mx.float16) for a in (q, k, v)))
+
+
+def test_masks_of_windows_are_shared_and_bounded(on):
+    on("cuda")
+    for heads in (4, 2, 2):
+        _, (q, k, v), _ = make(0, (2, heads, *SHAPE[2:]), mx.float32)
+        stock(q, k, v, window=3)(q, k, v, None, None)
+    info = reference._window_mask.cache_info()
+    assert (info.misses, info.hits) == (1, 2)
+    assert info.maxsize * reference._MASK_BYTES <= 32 << 20
+    mask = reference._window_mask(16, 24, 3, mx.float32)
+    assert reference._window_mask.cache_info().misses == 1 and mask.shape == (16, 24)
+
+
+def test_a_call_is_checked_once_for_all_that_are_alike(monkeypatch):
+    made, checked = [], ops.checked
+    monkeypatch.setattr(ops, "checked", lambda *a: made.append(a) or checked(*a))
+    advance_epoch()
+    for scale in (1.0, 1.0, 2.0):
+        attention(Q, K, K, scale=scale)
+        attention(Q + 1, K + 1, K, scale=scale)
+        attention(Q, PACKED, PACKED, scale=scale, mask=SEEN)
+    assert len(made) == 4
+    attention(Q.astype(mx.float16), K, K, scale=1.0)  # twice: in one dtype then
+    attention(Q, K[:, :, 1:], K[:, :, 1:], scale=1.0)
+    attention(Q, K, K, scale=1.0, sinks=mx.zeros(4))
+    with mode(Mode.INFERENCE):
+        attention(Q, K, K, scale=1.0)
+    with use_backend("ops"):
+        attention(Q, K, K, scale=1.0)
+    assert len(made) == 9
+    advance_epoch()  # What was measured has changed.
+    attention(Q, K, K, scale=1.0)
+    assert len(made) == 10
+
+
+def test_numbers_of_other_types_are_checked_again():
+    attention(Q, K, K, scale=1.0, window=2)
+    with pytest.raises(ValueError, match=r"window must be .* or None, not 2\.0"):
+        attention(Q, K, K, scale=1.0, window=2.0)
+
+
+def test_the_parts_of_packed_keys_may_be_lists():
+    expected = attention(Q, PACKED, PACKED, scale=1.0)
+    for k, v in ((list(PACKED), list(PACKED)), (list(PACKED), PACKED)):
+        assert mx.array_equal(attention(Q, k, v, scale=1.0), expected)
+
+
+def test_no_array_is_kept():
+    keys = mx.zeros((1, 2, 4096, 64))
+    mx.eval(attention(Q, keys, keys, scale=1.0))
+    before = mx.get_active_memory()
+    size = keys.nbytes
+    del keys
+    assert before - mx.get_active_memory() >= size
+
+
+def test_every_call_is_explained():
+    explain(reset=True)
+    for _ in range(3):
+        attention(Q, K, K, scale=1.0)
+    with use_backend("host"):
+        attention(Q, K, K, scale=1.0)
+    rows = [(d.op, d.path, d.calls) for d in explain()]
+    assert ("attention", "host", 1) in rows and ("kernel attention_serial", "host", 1) in rows
+    assert sum(calls for op, _, calls in rows if op == "attention") == 4
+
+
+KEYS = mx.ones((1, 2, 64, 64))
+CACHE = mx.ones((1, 2, 256, 64))[:, :, :64]
+CALLS = {
+    "decode": ((Q, KEYS, KEYS), {}),
+    "decode from a cache": ((Q, CACHE, CACHE), {}),
+    "decode with a mask": ((Q, KEYS, KEYS), {"mask": mx.ones((1, 1, 1, 64), mx.bool_)}),
+    "decode of packed keys": ((Q, *[tuple(mx.quantize(KEYS, 64, 8))] * 2), {}),
+    "prefill": ((mx.ones((1, 4, 16, 64)), KEYS, KEYS), {"mask": "causal"}),
+    "prefill with sinks": ((mx.ones((1, 4, 16, 64)), KEYS, KEYS), {"sinks": mx.ones(4)}),
+}
+
+
+@pytest.mark.parametrize("path", ["host", "ops"])
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_like_one_before_is_eight_calls_of_python_functions(case, path):
+    arrays, options = CALLS[case]
+    with use_backend(path):
+        for _ in range(2):
+            mx.eval(attention(*arrays, scale=0.1, **options))
+        frames = []
+        sys.setprofile(lambda frame, event, _: event == "call" and frames.append(frame.f_code))
+        attention(*arrays, scale=0.1, **options)
+        sys.setprofile(None)
+    assert len(frames) <= 8, [f"{code.co_filename}:{code.co_name}" for code in frames]
+
+
+def test_a_split_of_the_keys_makes_two_launches_of_one_function():
+    """Besides attention and dispatch, of which there are three."""
+    q, k = Spec.of(Q), (Spec((1, 2, 512, 64), mx.float32),)
+    config = decode.configure("cuda", mx.float32, 2, 64, 64, 0, 512)
+    assert config.splits(512) > 1
+    scores = decode.Scores(0.1)
+    keys = mx.ones(k[0].shape)
+    with use_backend("host"), planning():
+        run = decode.attention_decode(q, k, k, None, None, scores, config)
+        run(Q, keys, keys, None, None)
+        frames = []
+        sys.setprofile(lambda frame, event, _: event == "call" and frames.append(frame.f_code))
+        run(Q, keys, keys, None, None)
+        sys.setprofile(None)
+    # On host the memory of each output is one more.
+    assert len(frames) - 2 <= 8 - 3
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("extra", [{}, {"window": 30}])
+@pytest.mark.parametrize("length", [64, 201])
+def test_short_sequences_in_a_graph_run_on_kernels(length, extra):
+    dtype = mx.bfloat16
+    _, arrays, options = make(0, (2, 8, 2, length, length, 128, 128), dtype, "causal", extra)
+    exact, rounded, terms = expect(arrays, options, dtype)["out"]
+    explain(reset=True)
+    with mode(Mode.INFERENCE):
+        run = mx.compile(lambda *a: attention(*a, **options))
+        for _ in range(2):
+            assert_accurate(run(*arrays), exact, rounded, terms=terms)
+    assert [d.path for d in explain() if d.op == "attention"] == ["cuda"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("length", [200, 256])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_window_is_as_accurate_as_with_a_mask_of_booleans(dtype, length):
+    """Forward and with gradients, of batches too: cuDNN is given one mask for all heads."""
+    shape, extra = (2, 8, 2, length, length, 128, 128), {"window": 64}
+    rng, arrays, options = make(0, shape, dtype, "causal", extra)
+    cotangent = random(rng, arrays[0].shape, dtype)
+    truth = expect(arrays, options, dtype, cotangent=to64(cotangent))
+    mask = reference.visible(length, length, 64)
+
+    def stock(*a):
+        return [mx.fast.scaled_dot_product_attention(*a, scale=options["scale"], mask=mask)]
+
+    rough, rough_gradients = mx.vjp(stock, arrays, [cotangent])
+    explain(reset=True)
+    found, gradients = mx.vjp(lambda *a: [attention(*a, **options)], arrays, [cotangent])
+    assert [d.path for d in explain() if d.op == "attention"] == ["ops"]
+    for name, actual, stocks in zip(
+        ("out", "q", "k", "v"), (*found, *gradients), (*rough, *rough_gradients), strict=True
+    ):
+        exact, _, terms = truth[name]
+        assert_accurate(actual, exact, stocks, terms=terms, what=name)
