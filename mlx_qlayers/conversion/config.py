@@ -62,7 +62,7 @@ class QuantizationConfig:
             raise FileNotFoundError(f"{path}: no such file")
         try:
             loaded = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:  # of JSON and of UTF-8
             raise ValueError(f"{path}: not JSON: {error}") from error
         if not isinstance(loaded, dict):
             raise ValueError(f"{path}: must hold a JSON object, not {type(loaded).__name__}")
