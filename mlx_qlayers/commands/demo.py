@@ -54,11 +54,13 @@ def run(args: argparse.Namespace) -> None:
 def shipped_model() -> Path:
     """The directory of the model in ``models/``, or of its copy inside an installed package."""
     package = Path(__file__).parents[1]
-    places = (package / "_models" / MODEL, package.parent / "models" / MODEL)
-    for place in places:
-        if place.is_dir():
-            return place
-    raise FileNotFoundError(f"{places[0]}: the model is not part of this installation; use --model")
+    folders = (package / "_models" / MODEL, package.parent / "models" / MODEL)
+    for folder in folders:
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"{folders[0]}: the model is not part of this installation; use --model"
+    )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -26,8 +26,8 @@ class QuantizationConfig:
 
     Attributes:
         default: the format of layers that have no entry of their own, or None.
-        layers: the entries of single layers by module path; ``False`` leaves a layer alone. As
-            in mlx-lm, what an entry lacks is MLX's default, whatever the other layers have.
+        layers: the entries of single layers by module path; ``False`` leaves a layer as it is.
+            As in mlx-lm, what an entry lacks is MLX's default, whatever the other layers have.
         source: where this was read, for messages.
 
     Example:

@@ -135,22 +135,22 @@ def _aligned(rows: list[Sequence[str]]) -> list[str]:
 
 def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """One row for those alike but for the first number in their path."""
-    numbers: dict[tuple[str, ...], list[int]] = {}
+    folded: dict[tuple[str, ...], list[int]] = {}
     for path, *rest in rows:
         match = re.search(r"\d+", path)
         start, end = match.span() if match else (len(path), len(path))
         key = (path[:start], path[end:], *rest)
-        numbers.setdefault(key, []).extend([int(match.group())] if match else [])
+        folded.setdefault(key, []).extend([int(match.group())] if match else [])
     return [
-        (before + _ranges(found) + after, *rest)
-        for (before, after, *rest), found in numbers.items()
+        (before + _ranges(indices) + after, *rest)
+        for (before, after, *rest), indices in folded.items()
     ]
 
 
-def _ranges(numbers: list[int]) -> str:
+def _ranges(folded: list[int]) -> str:
     """``[0, 1, 2, 5]`` as ``0-2,5``."""
     runs: list[list[int]] = []
-    for n in numbers:
+    for n in folded:
         if runs and n == runs[-1][-1] + 1:
             runs[-1][1:] = [n]
         else:
