@@ -8,12 +8,12 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
-from .commands import bench, chat, convert, demo, generate, info, lora, server, tune
+from .commands import bench, borrowed, convert, demo, generate, info, tune
 
-_COMMANDS = (generate, chat, server, lora, convert, tune, bench, info, demo)
-_BORROWED = (chat, server, lora)
+_COMMANDS = (generate, borrowed, convert, tune, bench, info, demo)
 _ERROR, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 _LONGEST = 600  # characters of an error message
 
@@ -76,15 +76,19 @@ def _parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=info.version_of("mlx-qlayers"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for module in _COMMANDS:
-        summary = (module.__doc__ or "").strip().splitlines()[0]
+    summaries = {
+        name: (module, summary)
+        for module in _COMMANDS
+        for name, summary in (getattr(module, "SUMMARIES", None) or _summary(module)).items()
+    }
+    for name, (module, summary) in summaries.items():
         command = commands.add_parser(
-            module.__name__.rpartition(".")[2],
+            name,
             help=summary,
             description=summary,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
             allow_abbrev=False,
-            add_help=module not in _BORROWED,
+            add_help=module is not borrowed,
         )
         module.add_arguments(command)
         command.add_argument(
@@ -92,6 +96,10 @@ def _parser() -> _Parser:
         )
         command.set_defaults(run=module.run)
     return parser
+
+
+def _summary(module: ModuleType) -> dict[str, str]:
+    return {module.__name__.rpartition(".")[2]: (module.__doc__ or "").strip()}
 
 
 def _code(stop: SystemExit) -> int:

@@ -39,15 +39,15 @@ def convert_model(
     Args:
         model: any ``nn.Module``, such as a model loaded with mlx-lm.
         config: the contents of the model's ``config.json``, or a path to it. Its
-            ``quantization`` entry is held against the arrays. It also quantizes ``nn.Linear``
+            ``quantization`` entry is compared with the arrays. It also quantizes ``nn.Linear``
             layers: those it names, and, in a model where nothing is quantized yet, all whose
             width the group size divides (and the model's own ``quant_predicate`` allows).
         linear: convert linear and embedding layers, and the experts of mixtures.
         attention: convert attention.
-        fuse: let decoder layers, attention and feed-forward modules whose code is known compute
-            with fewer launches where rows are few, as in decoding. Their classes change, nothing
-            else does.
-        predicate: called with path and module; false leaves the module alone.
+        fuse: let decoder layers, attention and feed-forward modules whose code is recognised
+            compute with fewer launches where rows are few, as in decoding. Their classes change,
+            nothing else does.
+        predicate: called with path and module; false leaves the module as it is.
         dry_run: report what would be done, and do nothing.
         verify: run each kind of layer once on random input, and compare with the stock layer.
 
@@ -80,7 +80,7 @@ def convert_model(
         raise ValueError(
             "the model has no quantized layer: quantize its checkpoint (mlx-qlayers convert), "
             "pass a config with a 'quantization' entry to quantize its nn.Linear layers, or "
-            "linear=False to convert its attention alone"
+            "linear=False to convert its attention only"
         )
     if dry_run:
         return report

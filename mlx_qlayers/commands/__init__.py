@@ -1,1 +1,1 @@
-"""The commands of ``mlx-qlayers``, one module each: ``add_arguments(parser)`` and ``run(args)``."""
+"""The commands of ``mlx-qlayers``: modules with ``add_arguments(parser)`` and ``run(args)``."""

@@ -21,6 +21,14 @@ def add_model(parser: argparse.ArgumentParser, flag: str, *, required: bool = Tr
     )
 
 
+def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, temp: float) -> None:
+    """How many tokens to generate, and which."""
+    option = parser.add_argument
+    option("--max-tokens", type=positive, default=max_tokens, help="tokens to generate")
+    option("--temp", type=_temperature, default=temp, help="0 takes the likeliest token")
+    option("--seed", type=_seed, default=0, help="of the sampling, where --temp is not 0")
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     if (value := _whole(text)) < 1:
@@ -28,15 +36,13 @@ def positive(text: str) -> int:
     return value
 
 
-def seed(text: str) -> int:
-    """A whole number that MLX's random state takes."""
+def _seed(text: str) -> int:
     if not 0 <= (value := _whole(text)) < 2**64:
         raise argparse.ArgumentTypeError(f"must be from 0 to 2**64 - 1, not {value}")
     return value
 
 
-def temperature(text: str) -> float:
-    """A finite number that is not negative."""
+def _temperature(text: str) -> float:
     try:
         value = float(text)
     except ValueError:

@@ -13,7 +13,7 @@ SCRIPTS = "benchmarks"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes, in some minutes")
     parser.add_argument(
-        "--only", nargs="+", default=(), metavar="NAME", help="run these benchmarks alone"
+        "--only", nargs="+", default=(), metavar="NAME", help="run only these benchmarks"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("bench-results"), help="where the machine's folder goes"
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> None:
 def scripts() -> Path:
     """The folder of the benchmarks, in the repository or inside an installed package."""
     package = Path(__file__).parents[1]
-    places = (package / f"_{SCRIPTS}", package.parent / SCRIPTS)
-    for place in places:
-        if (place / "suite.py").is_file():
-            return place
-    raise FileNotFoundError(f"{places[0]}: the benchmarks are not part of this installation")
+    folders = (package / f"_{SCRIPTS}", package.parent / SCRIPTS)
+    for folder in folders:
+        if (folder / "suite.py").is_file():
+            return folder
+    raise FileNotFoundError(f"{folders[0]}: the benchmarks are not part of this installation")

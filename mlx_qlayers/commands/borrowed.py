@@ -11,6 +11,12 @@ from typing import Any
 
 Load = Callable[..., tuple[Any, ...]]
 _LOADERS = ("load", "sharded_load")
+# What each command does, as mlx_lm's of the same name.
+SUMMARIES = {
+    "chat": "Chat with a model in the terminal with the converted layers, as mlx_lm.chat does.",
+    "server": "Serve a model over HTTP with the converted layers, as mlx_lm.server does.",
+    "lora": "Fine-tune a model with the converted layers, as mlx_lm.lora does.",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rest=(), print_help=parser.print_help)
 
 
-def run_converted(name: str, args: argparse.Namespace) -> None:
-    """Run ``mlx_lm.NAME`` with ``args.rest`` as its command line."""
+def run(args: argparse.Namespace) -> None:
+    """Run mlx-lm's command of that name with ``args.rest`` as its command line."""
+    name = args.command
     if args.help:
         args.print_help()
         print()

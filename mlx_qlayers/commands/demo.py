@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .arguments import positive, seed, temperature
+from .arguments import add_sampling
 
 MODEL = "tales-qwen2"
 
@@ -16,11 +16,7 @@ MODEL = "tales-qwen2"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="PATH", help="another model than the one that ships")
     parser.add_argument("--prompt", default="Once upon a time there was a king", help="its start")
-    parser.add_argument("--max-tokens", type=positive, default=200, help="tokens to generate")
-    parser.add_argument("--temp", type=temperature, default=0.7, help="0 takes the likeliest token")
-    parser.add_argument(
-        "--seed", type=seed, default=0, help="of the sampling, where --temp is not 0"
-    )
+    add_sampling(parser, max_tokens=200, temp=0.7)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -47,10 +43,10 @@ def run(args: argparse.Namespace) -> None:
             if echo:
                 print(args.prompt, end="", flush=True)
             mx.random.seed(args.seed)
-            speed = stream(
+            last = stream(
                 model, tokenizer, prompt, max_tokens=args.max_tokens, temp=args.temp, echo=echo
             )
-        rows.append((name, f"{speed.prompt_rate:.1f}", f"{speed.rate:.1f}"))
+        rows.append((name, f"{last.prompt_tps:.1f}", f"{last.generation_tps:.1f}"))
     print(f"\nTokens per second on {mx.default_device()}, backend {backend()}:")
     print(table(("layers", "prompt", "text"), rows[::-1]))
 
@@ -58,11 +54,13 @@ def run(args: argparse.Namespace) -> None:
 def shipped_model() -> Path:
     """The directory of the model in ``models/``, or of its copy inside an installed package."""
     package = Path(__file__).parents[1]
-    places = (package / "_models" / MODEL, package.parent / "models" / MODEL)
-    for place in places:
-        if place.is_dir():
-            return place
-    raise FileNotFoundError(f"{places[0]}: the model is not part of this installation; use --model")
+    folders = (package / "_models" / MODEL, package.parent / "models" / MODEL)
+    for folder in folders:
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"{folders[0]}: the model is not part of this installation; use --model"
+    )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

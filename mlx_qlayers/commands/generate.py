@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .arguments import add_model, positive, seed, temperature
+from .arguments import add_model, add_sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "--model")
     parser.add_argument("--prompt", required=True, help="the prompt; - reads standard input")
-    parser.add_argument("--max-tokens", type=positive, default=256, help="tokens to generate")
-    parser.add_argument("--temp", type=temperature, default=0.0, help="0 takes the likeliest token")
-    parser.add_argument(
-        "--seed", type=seed, default=0, help="of the sampling, where --temp is not 0"
-    )
+    add_sampling(parser, max_tokens=256, temp=0.0)
     parser.add_argument("--stock", action="store_true", help="leave the model's layers as they are")
     parser.add_argument("--no-fuse", action="store_true", help="one launch for each product")
     parser.add_argument(
@@ -39,7 +35,12 @@ def run(args: argparse.Namespace) -> None:
     if not args.stock:
         convert_model(model, config=loaded.quantization, fuse=not args.no_fuse)
     mx.random.seed(args.seed)
-    speed = stream(
+    last = stream(
         model, tokenizer, tokens, max_tokens=args.max_tokens, temp=args.temp, echo=sys.stdout
     )
-    print(speed, file=sys.stderr)
+    print(
+        f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s; "
+        f"text: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s; "
+        f"peak memory {last.peak_memory:.3f} GB",
+        file=sys.stderr,
+    )

@@ -1,4 +1,4 @@
-"""A model directory checked before it is read, so that damage is named where it is found.
+"""A model directory checked before it is read, so that damage is named where it is.
 
 The headers of the safetensors files are read and no weight is: a check of a large model takes
 milliseconds. The format is that of https://github.com/huggingface/safetensors#format.
@@ -123,8 +123,8 @@ def _check_weights(path: Path) -> None:
         _check_index(path / INDEX, owner)
     if not files:
         others = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".gguf", ".npz"})
-        found = f"; it holds {others[0]}, which mlx-lm does not read" if others else ""
-        raise FileNotFoundError(f"{path}: no {_WEIGHTS} in this directory{found}")
+        hint = f"; it holds {others[0]}, which mlx-lm does not read" if others else ""
+        raise FileNotFoundError(f"{path}: no {_WEIGHTS} in this directory{hint}")
 
 
 def _check_index(path: Path, owner: dict[str, str]) -> None:

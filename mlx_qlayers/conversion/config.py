@@ -26,8 +26,8 @@ class QuantizationConfig:
 
     Attributes:
         default: the format of layers that have no entry of their own, or None.
-        layers: the entries of single layers by module path; ``False`` leaves a layer alone. As
-            in mlx-lm, what an entry lacks is MLX's default, whatever the other layers have.
+        layers: the entries of single layers by module path; ``False`` leaves a layer as it is.
+            As in mlx-lm, what an entry lacks is MLX's default, whatever the other layers have.
         source: where this was read, for messages.
 
     Example:
@@ -62,7 +62,7 @@ class QuantizationConfig:
             raise FileNotFoundError(f"{path}: no such file")
         try:
             loaded = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:  # of JSON and of UTF-8
             raise ValueError(f"{path}: not JSON: {error}") from error
         if not isinstance(loaded, dict):
             raise ValueError(f"{path}: must hold a JSON object, not {type(loaded).__name__}")

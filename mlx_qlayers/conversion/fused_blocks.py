@@ -43,9 +43,9 @@ from .operands import (
     of_tail,
 )
 
-# What a module is known as of which only products of one input are gathered.
+# The name of what a module is of which only products of one input are gathered.
 GROUPED = "grouped"
-# What a module is known as that runs decoder layers in a loop.
+# And of one that runs decoder layers in a loop.
 LOOP = "layer_loop"
 
 

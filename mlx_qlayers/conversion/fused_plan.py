@@ -48,7 +48,7 @@ class FusionPlanner:
         self.in_loops: set[int] = set()
         rows: dict[str, FusionReport | None] = dict.fromkeys(path for path, _ in modules)
         matches = {path: _match(module) for path, module in modules}
-        # A module is considered when it is known what becomes of its parts.
+        # A module is considered after its parts.
         for path, module in sorted(modules, key=lambda item: _rank(matches[item[0]])):
             rows[path] = self._row(path, module, matches[path])
         self.rows = tuple(row for row in rows.values() if row is not None)

@@ -29,7 +29,7 @@ class Loaded(NamedTuple):
         model: what mlx-lm built.
         tokenizer: with mlx-lm's detokenizer.
         config: the contents of ``config.json``, as mlx-lm completed them.
-        quantization: what ``config.json`` says about it, to be held against the arrays.
+        quantization: what ``config.json`` says about it, to be compared with the arrays.
     """
 
     model: nn.Module
@@ -117,7 +117,11 @@ def load_stock(
     path = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
     config = check_directory(path) | (model_config or {})
     quantization = QuantizationConfig.parse(config, str(path / "config.json"))
-    _check_code(path, config, trust_remote_code)
+    if not trust_remote_code and (code := config.get("model_file")) is not None:
+        raise ValueError(
+            f"{path / 'config.json'}: 'model_file' asks to run the model's own code ({code!r}); "
+            "pass trust_remote_code=True (--trust-remote-code) if you trust it"
+        )
 
     from mlx_lm.utils import load_adapters, load_tokenizer
 
@@ -169,11 +173,9 @@ def find_model(
         validate_repo_id(name)
     except HFValidationError as error:
         raise FileNotFoundError(f"{name}: no such directory") from error
-    patterns = [*_PATTERNS, "*.py"] if trust_remote_code else [*_PATTERNS]
+    options: Any = {"allow_patterns": [*_PATTERNS, *["*.py"] * trust_remote_code]}
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=patterns, tqdm_class=Bar)
-        )
+        return Path(snapshot_download(name, revision=revision, tqdm_class=Bar, **options))
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"{name}: no such directory, and no repository of the Hugging Face Hub within reach: "
@@ -207,14 +209,6 @@ def _build(
             else:
                 convert_model(model, config=quantization, dry_run=True)  # names the contradiction
         raise
-
-
-def _check_code(path: Path, config: dict[str, Any], trusted: bool) -> None:
-    if not trusted and (code := config.get("model_file")) is not None:
-        raise ValueError(
-            f"{path / 'config.json'}: 'model_file' asks to run the model's own code ({code!r}); "
-            "pass trust_remote_code=True (--trust-remote-code) if you trust it"
-        )
 
 
 @contextmanager

@@ -126,19 +126,19 @@ def recognise(cls: type[nn.Module]) -> Match | Mismatch:
 
 def find_statement(method: Method, *patterns: str) -> Match | Mismatch:
     """The one statement of a method's body that matches one of some patterns without ``self``."""
-    found: list[Match] = []
+    matches: list[Match] = []
     closest = method.mismatch(f"no statement is like {' or '.join(patterns)}")
     for statement in method.definition.body:
         for pattern, (wanted,) in _patterns(False):
             if pattern.function.__name__ in patterns and type(statement) is type(wanted):
                 result = _compare(pattern, method, [wanted], [statement])
                 if isinstance(result, Match):
-                    found.append(result._replace(node=statement))
+                    matches.append(result._replace(node=statement))
                 elif result.progress > closest.progress:
                     closest = result
-    if len(found) > 1:
-        return method.mismatch(f"{len(found)} statements are like {patterns[0]}", found[1].node)
-    return found[0] if found else closest
+    if len(matches) > 1:
+        return method.mismatch(f"{len(matches)} statements are like {patterns[0]}", matches[1].node)
+    return matches[0] if matches else closest
 
 
 def names_used(function: FunctionType) -> Iterator[str]:
@@ -153,15 +153,15 @@ def names_used(function: FunctionType) -> Iterator[str]:
 def _patterns(of_methods: bool) -> list[tuple[Method, list[ast.stmt]]]:
     from . import patterns
 
-    found = []
+    parsed = []
     for function in vars(patterns).values():
         if isinstance(function, FunctionType) and function.__module__ == patterns.__name__:
             pattern = parse(function)
             assert isinstance(pattern, Method), (function, pattern)
             if ("self" in pattern.parameters) == of_methods:
                 body = pattern.definition.body
-                found.append((pattern, _inlined(body) if of_methods else body))
-    return found
+                parsed.append((pattern, _inlined(body) if of_methods else body))
+    return parsed
 
 
 def _compare(
@@ -275,7 +275,7 @@ def _text(node: Any) -> str:
 
 
 def _was_compiled_from_its_file(code: CodeType) -> bool:
-    """Whether the source that is found is that of the code: its file may have changed since."""
+    """Whether the source at hand is that of the code: its file may have changed since."""
     return any(
         (other.co_qualname, other.co_code, other.co_names, other.co_firstlineno)
         == (code.co_qualname, code.co_code, code.co_names, code.co_firstlineno)

@@ -8,19 +8,16 @@ import shutil
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten, tree_unflatten
 
 from ..formats import Format
 from .checkpoint import check_directory
 from .loading import find_model, load_stock
 from .staging import check_free, staged_directory
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 @dataclass(frozen=True)
@@ -78,77 +75,54 @@ def quantize_checkpoint(
     target = Path(target).expanduser()
     check_free(target)
     source = find_model(path_or_hf_repo, trust_remote_code=trust_remote_code)
-    if (found := check_directory(source).get("quantization")) is not None:
-        raise ValueError(f"{source}: already quantized: {found}")
+    if (quantized := check_directory(source).get("quantization")) is not None:
+        raise ValueError(f"{source}: already quantized: {quantized}")
     model, tokenizer, config, _ = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
     if config.get("quantization") is None:  # mlx-lm takes a null for a partly quantized model
         config.pop("quantization", None)
     _cast(model, dtype or config.get("torch_dtype") or config.get("dtype"))
 
+    from huggingface_hub import ModelCard
     from mlx_lm.utils import compute_bits_per_weight, quantize_model
+    from tqdm import tqdm
 
     with redirect_stdout(io.StringIO()):  # it reports to standard output
         model, config = quantize_model(model, config, group_size, bits, mode=mode)
     layers = sum(hasattr(module, "scales") for module in model.modules())
     if not layers:
         raise ValueError(f"{source}: no layer has a width that is a multiple of {group_size}")
-    weights = dict(tree_flatten(model.parameters()))
-    written = Written(
-        target, layers, compute_bits_per_weight(model), sum(w.nbytes for w in weights.values())
-    )
+    weights = dict(tree_flatten(model.parameters())).values()
+    nbytes = sum(weight.nbytes for weight in weights)
+    written = Written(target, layers, compute_bits_per_weight(model), nbytes)
     with staged_directory(target) as staging:
-        _check_room(staging, written.nbytes)
-        _evaluate(weights)
-        _save(staging, source, model, tokenizer, config, os.fspath(path_or_hf_repo))
+        if (free := shutil.disk_usage(staging).free) < nbytes:
+            needs = f"the model takes {nbytes / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
+            raise OSError(f"{staging.parent}: {needs}")
+        # One weight after the other: the bar moves, and no two unquantized ones are held.
+        for weight in tqdm(weights, desc="quantizing", unit="tensor", disable=None):
+            mx.eval(weight)
+        _save(staging, source, model, tokenizer, config)
+        if not os.path.exists(origin := os.fspath(path_or_hf_repo)):
+            card = ModelCard.load(staging / "README.md")
+            card.data.base_model = origin
+            card.save(staging / "README.md")
         check_directory(staging)
     return written
 
 
-def _cast(model: nn.Module, dtype: Any) -> None:
-    """Cast the floating weights as mlx-lm's converter does, but those that the model exempts."""
-    if dtype not in ("float16", "bfloat16", "float32"):
-        return
-    wanted = getattr(model, "cast_predicate", lambda _: True)
-
-    def cast(name: str, weight: mx.array) -> mx.array:
-        floating = mx.issubdtype(weight.dtype, mx.floating)
-        return weight.astype(getattr(mx, dtype)) if floating and wanted(name) else weight
-
-    model.update(tree_map_with_path(cast, model.parameters()))
-
-
-def _check_room(directory: Path, nbytes: int) -> None:
-    if (free := shutil.disk_usage(directory).free) < nbytes:
-        raise OSError(
-            f"{directory.parent}: the model takes {nbytes / 1e6:.1f} MB, "
-            f"and {free / 1e6:.1f} MB are free"
-        )
-
-
-def _evaluate(weights: dict[str, mx.array]) -> None:
-    """Quantize one weight after the other: the bar moves, and no two unquantized ones are held."""
-    from tqdm import tqdm
-
-    for weight in tqdm(weights.values(), desc="quantizing", unit="tensor", disable=None):
-        mx.eval(weight)
-
-
-def _save(
-    staging: Path,
-    source: Path,
-    model: nn.Module,
-    tokenizer: TokenizerWrapper,
-    config: dict[str, Any],
-    origin: str,
-) -> None:
-    from huggingface_hub import ModelCard
+def _save(staging: Path, *what: Any) -> None:
     from mlx_lm.utils import save
 
     try:
-        save(staging, source, model, tokenizer, config)
+        save(staging, *what)
     except RuntimeError as error:  # how MLX reports a failed write
         raise OSError(f"{staging}: the model cannot be written: {error}") from error
-    if not os.path.exists(origin):
-        card = ModelCard.load(staging / "README.md")
-        card.data.base_model = origin
-        card.save(staging / "README.md")
+
+
+def _cast(model: nn.Module, dtype: Any) -> None:
+    """Cast the floating weights as mlx-lm's converter does, but those that the model exempts."""
+    if dtype in ("float16", "bfloat16", "float32"):
+        wanted = getattr(model, "cast_predicate", lambda _: True)
+        parameters = dict(tree_flatten(model.parameters()))
+        model.set_dtype(getattr(mx, dtype))
+        model.update(tree_unflatten([p for p in parameters.items() if not wanted(p[0])]))

@@ -8,14 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SWAPPED, QUANTIZED, LEFT, ALREADY, REVERTED, FUSED = (
-    "swapped",
-    "quantized",
-    "left",
-    "already converted",
-    "reverted",
-    "fused",
-)
+SWAPPED, QUANTIZED, LEFT = "swapped", "quantized", "left"
+ALREADY, REVERTED, FUSED = "already converted", "reverted", "fused"
 _FUSION_HEADER = ("path", "kind", "fusion", "what or why")
 _HEADER = ("path", "kind", "shape", "group", "bits", "mode", "action", "why")
 
@@ -56,10 +50,12 @@ class FusionReport:
 
     Attributes:
         path: its path in the model.
-        kind: ``"attention"``, ``"mlp"`` or ``"block"``; ``"-"`` where that is not known.
+        kind: ``"attention"``, ``"mlp"`` or ``"block"`` where its code is recognised; ``"group"``
+            where only products of one input are, ``"stack"`` for a loop over decoder layers.
         action: ``"fused"``, ``"already converted"``, ``"reverted"`` or ``"left"``.
         reason: what runs in one launch where rows are few, or why nothing does.
-        code: where the module's code differs from all that is recognised, if it does.
+        code: the line of the module's code where it differs from the closest pattern, and how, if
+            it is recognised no further; the file and the line are of its class.
     """
 
     path: str
@@ -108,22 +104,24 @@ class ConversionReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        return self._text(*([row.cells() for row in rows] for rows in (self.rows, self.fusions)))
+        why = ["; ".join(filter(None, (row.reason, row.code))) for row in self.fusions]
+        fusions = [(*row.cells()[:3], text) for row, text in zip(self.fusions, why, strict=True)]
+        return self._text([row.cells() for row in self.rows], fusions)
 
     def summary(self) -> str:
         """The table with the same module of consecutive layers folded into one row."""
         both = (self.rows, self.fusions)
         return self._text(*(_folded([row.cells() for row in rows]) for rows in both))
 
-    def _text(self, rows: list[tuple[str, ...]], fusions: list[tuple[str, ...]]) -> str:
+    def _text(self, rows: Sequence[Sequence[str]], fusions: Sequence[Sequence[str]]) -> str:
         total = ", ".join(f"{n} {action}" for action, n in self.counts.items()) or "no modules"
-        lines = [*_aligned([_HEADER, *rows]), ("dry run: " if self.dry_run else "") + total]
+        lines = _aligned([_HEADER, *rows])
         if fusions:
-            lines = [*lines[:-1], "", *_aligned([_FUSION_HEADER, *fusions]), "", lines[-1]]
+            lines += ["", *_aligned([_FUSION_HEADER, *fusions]), ""]
+        lines.append(("dry run: " if self.dry_run else "") + total)
         if self.unmatched:
-            lines.append(
-                "keys of the configuration that name no module: " + ", ".join(self.unmatched)
-            )
+            keys = ", ".join(self.unmatched)
+            lines.append(f"keys of the configuration that name no module: {keys}")
         return "\n".join(lines)
 
 
@@ -137,22 +135,22 @@ def _aligned(rows: list[Sequence[str]]) -> list[str]:
 
 def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """One row for those alike but for the first number in their path."""
-    numbers: dict[tuple[str, ...], list[int]] = {}
+    folded: dict[tuple[str, ...], list[int]] = {}
     for path, *rest in rows:
         match = re.search(r"\d+", path)
         start, end = match.span() if match else (len(path), len(path))
         key = (path[:start], path[end:], *rest)
-        numbers.setdefault(key, []).extend([int(match.group())] if match else [])
+        folded.setdefault(key, []).extend([int(match.group())] if match else [])
     return [
-        (before + _ranges(found) + after, *rest)
-        for (before, after, *rest), found in numbers.items()
+        (before + _ranges(indices) + after, *rest)
+        for (before, after, *rest), indices in folded.items()
     ]
 
 
-def _ranges(numbers: list[int]) -> str:
+def _ranges(folded: list[int]) -> str:
     """``[0, 1, 2, 5]`` as ``0-2,5``."""
     runs: list[list[int]] = []
-    for n in numbers:
+    for n in folded:
         if runs and n == runs[-1][-1] + 1:
             runs[-1][1:] = [n]
         else:

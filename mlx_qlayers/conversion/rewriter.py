@@ -13,7 +13,7 @@ from .matcher import Method
 
 
 def rewritten(method: Method, **names: object) -> FunctionType:
-    """The method by its changed definition, in which ``names`` are known as well."""
+    """The method by its changed definition, in which ``names`` have a meaning as well."""
     function, module = method.function, ast.Module([method.definition], [])
     code = compile(
         ast.fix_missing_locations(module), function.__code__.co_filename, "exec", dont_inherit=True

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-_MARK = ".mlx-qlayers-"
 
 
 @contextmanager
@@ -33,16 +32,19 @@ def staged_directory(target: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(target))
     check_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{target.name}{_MARK}"
-    for leftover in target.parent.glob(f"{_escape(prefix)}*"):
-        _remove_unlocked(leftover)
-    staging, lock = _locked(prefix, target.parent)
+    prefix = f".{target.name}.mlx-qlayers-"
+    for leftover in target.parent.glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError):
+            lock = _locked(leftover, fcntl.LOCK_NB)
+            shutil.rmtree(leftover, ignore_errors=True)
+            os.close(lock)
+    staging, lock = _created(prefix, target.parent)
     try:
         yield staging
-        for path in staging.rglob("*"):
+        os.umask(mask := os.umask(0))
+        staging.chmod(0o777 & ~mask)
+        for path in (*staging.rglob("*"), staging):
             _sync(path)
-        staging.chmod(0o777 & ~_umask())
-        _sync(staging)
         check_free(target)
         staging.rename(target)
         _sync(target.parent)
@@ -60,26 +62,26 @@ def check_free(target: Path) -> None:
         raise FileExistsError(f"{target}: exists and is not a directory")
 
 
-def _locked(prefix: str, parent: Path) -> tuple[Path, int]:
+def _created(prefix: str, parent: Path) -> tuple[Path, int]:
     while True:
         staging = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         # Another process may take it for a leftover before it is locked.
         with suppress(FileNotFoundError):
-            lock = os.open(staging, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock = _locked(staging)
             if staging.exists():
                 return staging, lock
             os.close(lock)
 
 
-def _remove_unlocked(leftover: Path) -> None:
-    with suppress(OSError):
-        lock = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(leftover, ignore_errors=True)
-        finally:
-            os.close(lock)
+def _locked(path: Path, flags: int = 0) -> int:
+    """A handle of a directory that is locked as long as it is open."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | flags)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
 
 
 def _sync(path: Path) -> None:
@@ -88,13 +90,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _escape(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -78,8 +78,8 @@ class Verifier:
         for rows in _ROWS:
             x = _random((1, rows, width), rows).astype(self.dtype)
             masks = () if match.pattern in GATES else ("causal",)
-            found, truth = fused(x, *masks), stock(x.astype(mx.float32), *masks)
-            _compare(f"{path}: fused, {rows} rows", found, truth, width, _DEPTH)
+            actual, expected = fused(x, *masks), stock(x.astype(mx.float32), *masks)
+            _compare(f"{path}: fused, {rows} rows", actual, expected, width, _DEPTH)
 
     def _first(self, kind: tuple[object, ...]) -> bool:
         new = kind not in self.seen
@@ -104,14 +104,14 @@ class Verifier:
                 x = x[:, None, None]
                 chosen = (mx.random.randint(0, len(scales), (rows, 2), key=mx.random.key(rows)),)
             name = "as_linear" if cls is QEmbedding else "__call__"
-            found = getattr(ours, name)(x, *chosen)
-            truth = getattr(stock, name)(x.astype(mx.float32), *chosen)
+            actual = getattr(ours, name)(x, *chosen)
+            expected = getattr(stock, name)(x.astype(mx.float32), *chosen)
             if factors is not None:
-                truth = truth * (factors[chosen] / GLOBAL_UNIT)[..., None, None]
+                expected = expected * (factors[chosen] / GLOBAL_UNIT)[..., None, None]
             if bias is not None:
-                truth = truth + (mx.expand_dims(bias[chosen], -2) if chosen else bias)
+                expected = expected + (mx.expand_dims(bias[chosen], -2) if chosen else bias)
             fmt = f"{module.bits} bits, groups of {module.group_size}, {module.mode}"
-            _compare(f"{path}: {cls.__name__}, {fmt}", found, truth, width)
+            _compare(f"{path}: {cls.__name__}, {fmt}", actual, expected, width)
 
     def _check_attention(self, path: str) -> None:
         from mlx_lm.models.base import scaled_dot_product_attention as stock
@@ -129,9 +129,9 @@ class Verifier:
             "additive": (arrays[3], scores),
         }
         for name, (mask, exact_mask) in masks.items():
-            found = ours(*arrays[:3], None, scale, mask)
-            truth = theirs(*exact, None, scale, exact_mask)
-            _compare(f"{path}: attention, mask {name}", found, truth, width)
+            actual = ours(*arrays[:3], None, scale, mask)
+            expected = theirs(*exact, None, scale, exact_mask)
+            _compare(f"{path}: attention, mask {name}", actual, expected, width)
 
 
 def _shapes(module: nn.Module) -> tuple[object, ...]:
@@ -158,14 +158,14 @@ def _converted(module: nn.Module, classes: Classes) -> nn.Module:
     return twin
 
 
-def _compare(what: str, found: mx.array, truth: mx.array, terms: int, steps: int = 1) -> None:
-    """Refuse ``found`` if it is further from ``truth`` than a few roundings of each step."""
-    if found.shape != truth.shape:
-        raise ValueError(f"{what}: gives shape {found.shape}, the stock layer {truth.shape}")
-    finite = mx.isfinite(truth.astype(found.dtype))  # else the stock layer overflows as well
-    error = float(mx.where(finite, mx.abs(found.astype(mx.float32) - truth), 0).max())
-    largest = float(mx.where(finite, mx.abs(truth), 0).max())
-    roundings = 2 * mx.finfo(found.dtype).eps + 4 * math.sqrt(terms) * mx.finfo(mx.float32).eps
+def _compare(what: str, actual: mx.array, expected: mx.array, terms: int, steps: int = 1) -> None:
+    """Refuse ``actual`` if it is further from ``expected`` than a few roundings of each step."""
+    if actual.shape != expected.shape:
+        raise ValueError(f"{what}: gives shape {actual.shape}, the stock layer {expected.shape}")
+    finite = mx.isfinite(expected.astype(actual.dtype))  # else the stock layer overflows as well
+    error = float(mx.where(finite, mx.abs(actual.astype(mx.float32) - expected), 0).max())
+    largest = float(mx.where(finite, mx.abs(expected), 0).max())
+    roundings = 2 * mx.finfo(actual.dtype).eps + 4 * math.sqrt(terms) * mx.finfo(mx.float32).eps
     allowed = steps * roundings * largest
     if not error <= allowed:
         raise ValueError(

@@ -8,16 +8,16 @@ import threading
 from contextvars import copy_context
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
-from architectures import VOCABULARY, Architecture, build
+from architectures import VOCABULARY, build
+from converted import PLAIN, TOKENS, decoded, fusions, pair
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
-from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
-from mlx_qlayers.conversion import compiled_blocks, fused_blocks
+from mlx_qlayers import convert_model, explain, revert_model, use_backend
+from mlx_qlayers.conversion import fused_blocks
 from mlx_qlayers.conversion.fused_blocks import is_fused
 from mlx_qlayers.conversion.report import FUSED, LEFT
 from mlx_qlayers.dispatch import Choice
@@ -25,47 +25,7 @@ from mlx_qlayers.ops import fused_products as ops
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.backend import advance_epoch
 
-TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
-PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
 NAMES = ["qwen2", "qwen3", "gemma", "qwen3_moe", "granite", "phimoe", "deepseek_v2"]
-ROPES = {
-    "llama3": {"factor": 8.0, "original_max_position_embeddings": 64},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
-    "linear": {"factor": 2.0},
-    "dynamic": {"factor": 2.0},
-}
-V2 = {
-    "topk_method": "greedy",
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.7,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    },
-}
-
-
-def pair(name: str = "qwen2", **config) -> tuple[nn.Module, nn.Module]:
-    """The stock model and the converted one."""
-    wanted = PLAIN._replace(config=(V2 if name == "deepseek_v2" else {}) | config)
-    stock, model = (build(name, wanted) for _ in range(2))
-    convert_model(model)
-    return stock, model
-
-
-def decoded(model: nn.Module, steps: int = 4) -> mx.array:
-    """Logits of a prompt, and of tokens that do not depend on them."""
-    cache = make_prompt_cache(model)
-    parts = [model(TOKENS, cache=cache)]
-    parts += [model(TOKENS[:, i : i + 1], cache=cache) for i in range(steps)]
-    return mx.concatenate(parts, axis=1)
-
-
-def fusions(report) -> dict[str, tuple[str, str]]:
-    return {row.path: (row.action, row.reason) for row in report.fusions}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,27 +33,6 @@ def test_compiled_parts_compute_the_same(name, gpu_path):
     stock, model = pair(name)
     assert any(map(is_fused, model.modules()))
     assert_same_model(decoded(model), decoded(stock), bits=None, what=name)
-
-
-@pytest.mark.parametrize("kind", ROPES)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_rotary_embeddings(name, kind, gpu_path):
-    scaling = {"rope_type": kind, "type": kind, **ROPES[kind]}
-    stock, model = pair(name, rope_scaling=scaling)
-    assert_same_model(decoded(model), decoded(stock), bits=None, what=f"{name} {kind}")
-
-
-@pytest.mark.parametrize("gpu_path", ["compiled"], indirect=True)
-def test_layers_that_are_alike_share_their_graphs(gpu_path, monkeypatch):
-    made = []
-    compile = mx.compile
-    monkeypatch.setattr(mx, "compile", lambda function: made.append(function) or compile(function))
-    _, model = pair(num_hidden_layers=4, vocab_size=VOCABULARY + 1, rms_norm_eps=2e-5)
-    decoded(model)
-    first = len(made)
-    decoded(pair(num_hidden_layers=4, rms_norm_eps=2e-5)[1])
-    # Of blocks, of their parts while they are verified, and of the head.
-    assert 0 < first == len(made) <= 5
 
 
 def test_launches_of_a_token():
@@ -135,44 +74,6 @@ def test_many_rows_run_the_code_as_it_was():
     assert "fused_products" not in {d.op for d in explain()}
 
 
-def test_switch_and_predicate():
-    model = build("qwen2", PLAIN)
-    report = convert_model(model, fuse=False)
-    assert report.fusions == () and not any(map(is_fused, model.modules()))
-    report = convert_model(model)
-    assert set(report.counts) == {"already converted"}
-    assert {action for action, _ in fusions(report).values()} == {FUSED}
-    model = build("qwen2", PLAIN)
-    found = fusions(convert_model(model, predicate=lambda path, m: not path.endswith("mlp")))
-    assert found["model.layers.0.mlp"] == (LEFT, "the predicate says so")
-    assert found["model.layers.0"][0] == FUSED and not is_fused(model.layers[0].mlp)
-
-
-def test_report():
-    found = fusions(convert_model(build("qwen2", PLAIN), dry_run=True))
-    assert found["model.layers.1"] == (
-        FUSED,
-        "input_layernorm and self_attn, post_attention_layernorm and mlp, each with its residual",
-    )
-    assert found["model.layers.1.mlp"][1] == "gate_proj, up_proj and silu in one launch"
-    assert found["model.layers.1.self_attn"][1] == "q_proj, k_proj, v_proj in one launch"
-    mixed = build("qwen2", PLAIN)
-    for layer, name in (("self_attn", "v_proj"), ("mlp", "up_proj")):
-        old = mixed.layers[0][layer][name]
-        mixed.layers[0][layer][name] = QLinear.from_quantized(old).to_quantized(32, 8)
-    stock = copy.deepcopy(mixed)
-    found = fusions(report := convert_model(mixed))
-    assert found["model.layers.0.self_attn"][1] == "q_proj, k_proj, v_proj in 2 launches"
-    assert found["model.layers.0.mlp"] == (LEFT, "gate_proj and up_proj have different formats")
-    assert found["model.layers.0"] == (
-        FUSED,
-        "input_layernorm and self_attn, each with its residual",
-    )
-    assert "different formats" in str(report) and "different formats" in report.summary()
-    assert report.to_dict()["fusions"][0]["path"] == "model.layers.0.self_attn"
-    assert_same_model(decoded(mixed), decoded(stock), bits=None, what="mixed formats")
-
-
 @pytest.mark.parametrize(
     ("name", "group"),
     [("gpt_oss", "q_proj, k_proj, v_proj"), ("qwen3_next", "in_proj_qkvz, in_proj_ba")],
@@ -186,19 +87,6 @@ def test_products_of_one_input_are_gathered_where_no_more_is_recognised(name, gr
     pickle.loads(pickle.dumps(model))
     revert_model(model)
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
-
-
-def test_what_is_not_recognised_is_left_and_said():
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.QuantizedLinear(64, 64), nn.QuantizedLinear(64, 64)
-
-        def __call__(self, x):
-            return self.b(self.a(x))
-
-    found = fusions(convert_model(nn.Sequential(Chain())))
-    assert found == {"layers.0": (LEFT, "no two of a, b are seen to have the same input")}
 
 
 def test_adapters_run_the_code_as_it_was():
@@ -332,29 +220,3 @@ def test_without_patched_attention():
     assert "attention" not in {d.op for d in explain()}
     assert revert_model(model).counts == {"reverted": 16}
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
-
-
-@pytest.mark.parametrize(
-    "part", ["model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.0"]
-)
-def test_verification_refuses_a_fusion_that_disagrees(part, monkeypatch):
-    model = build("qwen2", PLAIN)
-    before = [type(m) for m in model.modules()]
-    honest = compiled_blocks.dispatch
-
-    def wrong(operation, arrays, static):
-        found = honest(operation, arrays, static)
-        _, _, _, residual, _, *packed = arrays
-        *_, epsilon, gate = static
-        hit = {
-            "self_attn": len(packed) == 3 * 4 and epsilon is None,
-            "mlp": gate is not None and epsilon is None,
-            "0": residual is not None,
-        }
-        return [y * 1.5 for y in found] if hit[part.rpartition(".")[2]] else found
-
-    monkeypatch.setattr(compiled_blocks, "dispatch", wrong)
-    with pytest.raises(ValueError, match=rf"^{part}: fused, 1 rows: disagrees"):
-        convert_model(model)
-    assert [type(m) for m in model.modules()] == before
-    convert_model(model, verify=False)

@@ -78,7 +78,7 @@ def hook(event, args):
             seen += 1
             if seen == last:
                 os.kill(os.getpid(), signal.SIGKILL)
-from mlx_qlayers.quantize import quantize_checkpoint
+from mlx_qlayers.conversion.quantize import quantize_checkpoint
 import mlx_lm
 sys.addaudithook(hook)
 quantize_checkpoint(sys.argv[1], os.path.join(folder, "out"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from mlx_qlayers import ConversionReport
-from mlx_qlayers.conversion.report import LEFT, SWAPPED, ModuleReport
+from mlx_qlayers.conversion.report import FUSED, LEFT, SWAPPED, FusionReport, ModuleReport
 
 ROWS = (
     ModuleReport("model.embed", "embedding", (320, 128), 64, 4, "affine", SWAPPED),
@@ -49,3 +49,14 @@ def test_to_dict_is_json():
 
 def test_empty():
     assert str(ConversionReport(())).splitlines()[-1] == "no modules"
+
+
+def test_code_that_is_not_recognised_is_shown_line_by_line():
+    where = "model.py:7: return f(x): f(x) where mlp_swiglu has swiglu"
+    rows = [
+        FusionReport(f"layers.{i}", "group", FUSED, "a, b in one launch", where) for i in (0, 1)
+    ]
+    report = ConversionReport(ROWS, fusions=tuple(rows))
+    assert str(report).count(f"a, b in one launch; {where}") == 2
+    assert "layers.0-1  group  fused   a, b in one launch\n" in report.summary()
+    assert where not in report.summary() and report.to_dict()["fusions"][1]["code"] == where

@@ -1,9 +1,0 @@
-"""Chat with a model in the terminal with the converted layers, as mlx_lm.chat does."""
-
-from functools import partial
-
-from .borrowed import add_arguments, run_converted
-
-__all__ = ["add_arguments", "run"]
-
-run = partial(run_converted, "chat")

@@ -1,9 +1,0 @@
-"""Serve a model over HTTP with the converted layers, as mlx_lm.server does."""
-
-from functools import partial
-
-from .borrowed import add_arguments, run_converted
-
-__all__ = ["add_arguments", "run"]
-
-run = partial(run_converted, "server")

@@ -1,0 +1,69 @@
+"""Layers that disagree with the stock ones are refused, and the model stays as it was."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architectures import build
+from converted import PLAIN
+from small_qwen import qwen, snapshot
+
+from mlx_qlayers import convert_model
+from mlx_qlayers.conversion import compiled_blocks, verify
+from mlx_qlayers.layers import qlinear
+
+
+def test_a_layer_that_overflows_is_no_contradiction():
+    model = nn.Sequential(nn.QuantizedLinear(64, 32))
+    model.set_dtype(mx.float16)
+    model.layers[0].scales = mx.full((32, 1), 6e4, mx.float16)
+    assert convert_model(model).counts == {"swapped": 1}
+
+
+@pytest.mark.parametrize("what", ["dispatch", "patched_attention"])
+def test_a_layer_that_disagrees(monkeypatch, what):
+    module = qlinear if what == "dispatch" else verify
+    right = getattr(module, what)
+    monkeypatch.setattr(module, what, lambda *a, **kw: right(*a, **kw) * 1.01)
+    model = qwen()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="disagrees with the stock layer by"):
+        convert_model(model)
+    assert snapshot(model) == before
+    assert convert_model(model, verify=False).counts == {"swapped": 17}
+
+
+def test_verification_does_not_use_the_random_state():
+    mx.random.seed(3)
+    expected = mx.random.normal((4,))
+    model = qwen()
+    mx.random.seed(3)
+    convert_model(model)
+    assert mx.array_equal(mx.random.normal((4,)), expected)
+
+
+@pytest.mark.parametrize(
+    "part", ["model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.0"]
+)
+def test_verification_refuses_a_fusion_that_disagrees(part, monkeypatch):
+    model = build("qwen2", PLAIN)
+    before = [type(m) for m in model.modules()]
+    honest = compiled_blocks.dispatch
+
+    def wrong(operation, arrays, static):
+        found = honest(operation, arrays, static)
+        _, _, _, residual, _, *packed = arrays
+        *_, epsilon, gate = static
+        hit = {
+            "self_attn": len(packed) == 3 * 4 and epsilon is None,
+            "mlp": gate is not None and epsilon is None,
+            "0": residual is not None,
+        }
+        return [y * 1.5 for y in found] if hit[part.rpartition(".")[2]] else found
+
+    monkeypatch.setattr(compiled_blocks, "dispatch", wrong)
+    with pytest.raises(ValueError, match=rf"^{part}: fused, 1 rows: disagrees"):
+        convert_model(model)
+    assert [type(m) for m in model.modules()] == before
+    convert_model(model, verify=False)

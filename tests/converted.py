@@ -1,0 +1,46 @@
+"""Small models, stock and converted, and what their conversion says."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+from architectures import Architecture, build
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_qlayers import ConversionReport, convert_model
+
+TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
+V2 = {
+    "topk_method": "greedy",
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+
+
+def pair(name: str = "qwen2", **config) -> tuple[nn.Module, nn.Module]:
+    """The stock model and the converted one."""
+    wanted = PLAIN._replace(config=(V2 if name == "deepseek_v2" else {}) | config)
+    stock, model = (build(name, wanted) for _ in range(2))
+    convert_model(model)
+    return stock, model
+
+
+def decoded(model: nn.Module, steps: int = 4) -> mx.array:
+    """Logits of a prompt, and of tokens that do not depend on them."""
+    cache = make_prompt_cache(model)
+    parts = [model(TOKENS, cache=cache)]
+    parts += [model(TOKENS[:, i : i + 1], cache=cache) for i in range(steps)]
+    return mx.concatenate(parts, axis=1)
+
+
+def fusions(report: ConversionReport) -> dict[str, tuple[str, str]]:
+    """What happened to modules that share launches, and why, by their paths."""
+    return {row.path: (row.action, row.reason) for row in report.fusions}
