@@ -19,10 +19,10 @@ import mlx.core as mx
 
 from . import source
 from .backend import BackendError
+from .generated_source import ATTRIBUTES, shape_words
 from .host.cache import root as cache_root
 from .launch import Bound, Launch, Size, TemplateValue
 from .program import Program
-from .signature import ATTRIBUTES, shape_words
 from .source import METAL, Token
 
 SHIM = Path(__file__).parent / "shims" / "cuda" / "msl.h"

@@ -16,11 +16,11 @@ import mlx.core as mx
 
 from .backend import BackendError, backend, current, epoch
 from .explain import Row, count, note, planned, row
+from .generated_source import TYPES
 from .health import WORDS, check_report, checking
 from .launch import Bound, Launch, Size, TemplateValue
 from .parse import parse
 from .program import Parameter, Program
-from .signature import TYPES
 from .source import METAL, SourceError
 from .spec import Spec
 from .tracing import record, tracing

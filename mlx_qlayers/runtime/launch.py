@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from . import signature
+from . import generated_source
 from .program import Program
 from .spec import Spec
 
@@ -52,6 +52,6 @@ class Launch:
         return self._generated()[1]
 
     def _generated(self) -> tuple[str, str]:
-        return signature.generate(
+        return generated_source.generate(
             self.program, self.inputs, tuple(self.template), tuple(self.output_dtypes)
         )

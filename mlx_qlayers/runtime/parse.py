@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import source
+from .generated_source import ATTRIBUTES, SHAPE_WORDS, shape_words
 from .health_source import with_health, without_health
 from .program import Parameter, Program
-from .signature import ATTRIBUTES, SHAPE_WORDS, shape_words
 from .source import METAL, Item, SourceError, Token
 
 # Spellings of one type in Metal, by the one that MLX uses.

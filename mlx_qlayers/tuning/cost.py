@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from math import ceil
 
-from ..runtime.host.executable import Counters
+from ..runtime.host.compiled_kernel import Counters
 from .machines import Machine
 
 # Registers that compilers take, if they may, for each that a thread must have. This and the next

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..runtime.backend import backend, use_backend
 from ..runtime.host import checks
-from ..runtime.host.executable import Counters
+from ..runtime.host.compiled_kernel import Counters
 from ..runtime.wait import KernelTimeout, wait_for
 from .cost import cost
 from .family import Family, Problem

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.host import checks
-from mlx_qlayers.runtime.host.memory import locate
+from mlx_qlayers.runtime.host.array_memory import locate
 from mlx_qlayers.runtime.tracing import trace
 from mlx_qlayers.runtime.wait import KernelTimeout, wait_for
 

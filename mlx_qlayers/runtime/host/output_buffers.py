@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from . import memory
+from . import array_memory as memory
 
 # Below this many bytes a copy is cheaper than an evaluation.
 SMALL = 1 << 16

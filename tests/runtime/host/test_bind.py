@@ -14,8 +14,8 @@ import pytest
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import CompileError, HostError, Race, checks, compile_source
 from mlx_qlayers.runtime.host import execute as launch
-from mlx_qlayers.runtime.host.executable import workers
-from mlx_qlayers.runtime.host.memory import locate
+from mlx_qlayers.runtime.host.array_memory import locate
+from mlx_qlayers.runtime.host.compiled_kernel import workers
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.program import Program
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
-from . import compiler, memory, native
+from . import array_memory as memory
+from . import compiler
 from .errors import (
     Divergence,
     Hang,
@@ -24,6 +25,7 @@ from .errors import (
     Undefined,
     Uninitialised,
 )
+from .runtime_library import RawCounters, RawLaunch, Region, entry, library
 
 Size = tuple[int, int, int]
 
@@ -58,7 +60,7 @@ class Counters:
         atomics, loads, stores: operations on device memory, each once for a thread.
         threads, threadgroups: how many ran.
         bank_ways: the most threads of a SIMD group that one bank served in one access.
-        alu_cycles: arithmetic of all threads, by the costs of an Apple M1 (``cycles.py``).
+        alu_cycles: arithmetic of all threads, by the costs of an Apple M1 (``alu_cycles.py``).
         turns: of all loops, in all threads.
         threadgroup_memory: bytes that a threadgroup takes.
         same_value_writes: stores in no order with another thread's, of the value that was there.
@@ -123,19 +125,19 @@ class HostKernel:
         self.name, self.checked = name, checked
         self.signature = compiled.signature
         self._compiled = compiled
-        self._library, self._entry = native.entry(compiled.library)
-        self.launch = native.library().qk_launch
+        self._library, self._entry = entry(compiled.library)
+        self.launch = library().qk_launch
         self.slots = 1 + max(self.signature.buffers, default=-1)
         self._workers = workers()
 
-    def raw(self, grid: Size, threadgroup: Size, dynamic: Sequence[int] = ()) -> native.RawLaunch:
+    def raw(self, grid: Size, threadgroup: Size, dynamic: Sequence[int] = ()) -> RawLaunch:
         """The part of a launch that does not depend on its buffers."""
         threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
         if not 1 <= threads <= 1024:
             raise HostError(
                 f"kernel {self.name}: {threads} threads in a threadgroup; 1 to 1024 run"
             )
-        raw = native.RawLaunch(entry=self._entry, fibers=self._compiled.fibers)
+        raw = RawLaunch(entry=self._entry, fibers=self._compiled.fibers)
         raw.grid[:], raw.threadgroup[:] = grid, threadgroup
         raw.dynamic_bytes[: len(dynamic)] = list(dynamic)
         raw.workers, raw.checked = self._workers, self.checked
@@ -189,7 +191,7 @@ class HostKernel:
         self._run_fast(raw, given)
         return None
 
-    def _run_fast(self, raw: native.RawLaunch, given: dict[int, memory.Buffer]) -> None:
+    def _run_fast(self, raw: RawLaunch, given: dict[int, memory.Buffer]) -> None:
         addresses = (ctypes.c_uint64 * max(self.slots, 1))()
         for i, buffer in given.items():
             if i < self.slots:
@@ -197,17 +199,17 @@ class HostKernel:
         raw.buffers = ctypes.addressof(addresses)
         self.start(raw)
 
-    def start(self, raw: native.RawLaunch) -> None:
+    def start(self, raw: RawLaunch) -> None:
         """Launch on ``raw.buffers``, addresses that stay valid until this returns."""
         if self.launch(ctypes.addressof(raw)):
             self.fail(raw)
 
-    def _run_checked(self, raw: native.RawLaunch, given: dict[int, memory.Buffer]) -> Counters:
-        lib, count = native.library(), self.slots
-        counters = native.RawCounters()
+    def _run_checked(self, raw: RawLaunch, given: dict[int, memory.Buffer]) -> Counters:
+        lib, count = library(), self.slots
+        counters = RawCounters()
         with _checked_lock:
             addresses = (ctypes.c_uint64 * max(count, 1))()
-            regions = (native.Region * max(count, 1))()
+            regions = (Region * max(count, 1))()
             for i, buffer in given.items():
                 if i >= count:
                     continue
@@ -220,7 +222,7 @@ class HostKernel:
                 else:
                     ctypes.memset(at, 0xFF, buffer.bytes)
                 addresses[i] = at + buffer.origin
-                regions[i] = native.Region(at, buffer.bytes, buffer.writable, buffer.initialised)
+                regions[i] = Region(at, buffer.bytes, buffer.writable, buffer.initialised)
             raw.regions, raw.region_count = ctypes.addressof(regions), count
             raw.counters = ctypes.addressof(counters)
             raw.buffers = ctypes.addressof(addresses)
@@ -235,7 +237,7 @@ class HostKernel:
                         lib.qk_unplace(i, buffer.bytes)
         return Counters(**{f.name: getattr(counters, f.name) for f in fields(Counters)})
 
-    def fail(self, raw: native.RawLaunch) -> NoReturn:
+    def fail(self, raw: RawLaunch) -> NoReturn:
         """Raise what the runtime library reported of a launch."""
         kind = _FAULTS[raw.fault] if raw.fault < len(_FAULTS) else None
         if kind is None:

@@ -15,8 +15,8 @@ import mlx.core as mx
 from ..backend import BackendError
 from ..launch import Bound, Launch
 from ..program import Program
-from . import memory
-from .executable import DEFAULT_BUDGET, Counters, HostKernel, compile_source
+from . import array_memory as memory
+from .compiled_kernel import DEFAULT_BUDGET, Counters, HostKernel, compile_source
 from .lint import refuse
 from .output_buffers import Outputs, Scratch, finished
 

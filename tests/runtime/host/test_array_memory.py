@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.runtime.host.memory import extent, locate, readable, strides
+from mlx_qlayers.runtime.host.array_memory import extent, locate, readable, strides
 from mlx_qlayers.runtime.host.output_buffers import SMALL, Outputs, Scratch, finished
 
 
