@@ -15,7 +15,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..runtime.backend import BackendError, Mode, backend, current, epoch, mode, requested
+from ..runtime.backend import (
+    BackendError,
+    Mode,
+    Outdated,
+    backend,
+    current,
+    epoch,
+    mode,
+    requested,
+    up_to_date,
+)
 from ..runtime.explain import Row, collectors, count, planning, recording, row
 from ..runtime.spec import Spec
 from ..runtime.transformed import has_values
@@ -103,6 +113,8 @@ def dispatch(
             epoch.debug,
             epoch.number,
         )
+    except Outdated as made:
+        prepared = made.plan
     except (AttributeError, TypeError):
         prepared = _unkeyed(operation, arrays, static)
     if collectors:
@@ -124,9 +136,14 @@ def _plan(
     static: tuple[Any, ...],
     types: tuple[type, ...],
     specs: tuple[tuple[Any, Any] | None, ...],
-    *_: object,
+    context: object,
+    stream: str,
+    thread: int,
+    debug: frozenset[str],
+    number: int,
 ) -> _Prepared:
-    return _prepare(operation, static, [None if s is None else Spec(*s) for s in specs])
+    prepared = _prepare(operation, static, [None if s is None else Spec(*s) for s in specs])
+    return up_to_date(prepared, debug, number)
 
 
 def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]) -> _Prepared:

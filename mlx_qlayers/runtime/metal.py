@@ -14,7 +14,8 @@ from .program import CONSTANT_BELOW, Program
 
 def bind(launch: Launch) -> Bound:
     """What adds a launch to MLX's graph; MLX compiles the kernel when it first evaluates it."""
-    kernel = _kernel(mx.fast.metal_kernel, launch.program)
+    make = mx.fast.metal_kernel
+    kernel = _kernel(make, launch.program)
     options: dict[str, Any] = {
         "template": launch.template,
         "grid": launch.grid,
@@ -28,6 +29,8 @@ def bind(launch: Launch) -> Bound:
     short = {i for i, (x, p) in enumerate(pairs) if p.padded and x.size < CONSTANT_BELOW}
 
     def run(inputs: list[mx.array]) -> list[mx.array]:
+        if mx.fast.metal_kernel is not make:  # whoever replaces it sees every launch
+            return bind(launch)(inputs)
         if short:
             inputs = [_padded(x) if i in short else x for i, x in enumerate(inputs)]
         return kernel(inputs=inputs, **options)

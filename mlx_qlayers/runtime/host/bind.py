@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, cast
+from math import prod
+from typing import Any
 
 import mlx.core as mx
 
@@ -16,9 +19,17 @@ from ..backend import BackendError
 from ..launch import Bound, Launch
 from ..program import Program
 from . import array_memory as memory
-from .compiled_kernel import DEFAULT_BUDGET, Counters, HostKernel, compile_source
+from .compiled_kernel import DEFAULT_BUDGET, Counters, HostKernel, check_grid, compile_source
+from .errors import CompileError
 from .lint import refuse
-from .output_buffers import Outputs, Scratch, finished
+from .output_buffers import (
+    SMALL,
+    SmallOutput,
+    capsule,
+    large_output,
+    npy_header,
+    small_output,
+)
 
 _PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n#line 1 "source.metal"\n'
 _ENVIRONMENT = "MLX_QLAYERS_HOST_CHECKS"
@@ -34,21 +45,25 @@ class Report:
     """
 
     budget: int = DEFAULT_BUDGET
-    launches: list[tuple[str, Counters]] = field(default_factory=list)
+    launches: MutableSequence[tuple[str, Counters]] = field(default_factory=list)
 
     def total(self, name: str, kernel: str | None = None) -> int:
         """The sum of one counter over all launches, or over those of one kernel."""
         return sum(getattr(c, name) for k, c in self.launches if kernel in (None, k))
 
 
-_report: Report | None = Report() if os.environ.get(_ENVIRONMENT, "0") not in ("", "0") else None
+_everywhere = os.environ.get(_ENVIRONMENT, "0") not in ("", "0")
+_report: ContextVar[Report | None] = ContextVar(
+    "mlx_qlayers_checks", default=Report(launches=deque(maxlen=0)) if _everywhere else None
+)
 
 
 @contextmanager
 def checks(enabled: bool = True, *, budget: int = DEFAULT_BUDGET) -> Iterator[Report]:
     """Run the launches of a ``with`` block on the checked build (or, with False, on the fast one).
 
-    ``MLX_QLAYERS_HOST_CHECKS=1`` turns the checks on everywhere.
+    These are the launches of this thread or async task; another takes part if it begins with
+    :func:`contextvars.copy_context`. ``MLX_QLAYERS_HOST_CHECKS=1`` turns the checks on everywhere.
 
     Args:
         enabled: whether to check.
@@ -64,30 +79,29 @@ def checks(enabled: bool = True, *, budget: int = DEFAULT_BUDGET) -> Iterator[Re
         >>> report.total("bytes_read")
         64
     """
-    global _report
-    before, report = _report, Report(budget)
-    _report = report if enabled else None
+    report = Report(budget)
+    token = _report.set(report if enabled else None)
     try:
         yield report
     finally:
-        _report = before
+        _report.reset(token)
 
 
-@dataclass
-class _Plan:
+@dataclass(frozen=True)
+class _Compiled:
     """A kernel compiled for one set of types, and where its buffers come from.
 
     Attributes:
         kernel: the kernel.
         inputs: a buffer's index and an input's, for each input.
-        facts: a buffer's index and what makes a shape, the strides or a rank, for each of those.
-        outputs: a buffer's index and an output's, for each output.
+        shapes: a buffer's index and what makes a shape, the strides or a rank, for each of those.
+        outputs: the buffers' indices of the outputs, in order.
     """
 
     kernel: HostKernel
-    inputs: list[tuple[int, int]] = field(default_factory=list)
-    facts: list[tuple[int, Callable[[list[mx.array]], Any]]] = field(default_factory=list)
-    outputs: list[tuple[int, int]] = field(default_factory=list)
+    inputs: list[tuple[int, int]]
+    shapes: list[tuple[int, Callable[[list[mx.array]], Any]]]
+    outputs: list[int]
 
 
 def _shape(i: int, inputs: list[mx.array]) -> Any:
@@ -102,29 +116,36 @@ def _ndim(i: int, inputs: list[mx.array]) -> Any:
     return ctypes.c_int(inputs[i].ndim)
 
 
-def _plan(launch: Launch, checked: bool) -> _Plan:
-    return _compiled(launch.program, launch.function, launch.text, checked)
-
-
 @lru_cache(maxsize=1024)
-def _compiled(program: Program, function: str, text: str, checked: bool) -> _Plan:
-    refuse(text, program.name)
-    kernel = compile_source(
-        _PREAMBLE + text,
-        function,
-        checked=checked,
-        name=program.name,
-        note=f"mlx-qlayers: compiling kernel {program.name} for this CPU, once",
-    )
-    plan = _Plan(kernel)
+def _compiled(program: Program, function: str, text: str, checked: bool) -> _Compiled:
+    def cite(message: str) -> str:
+        return program.cite(message, text)
+
+    try:
+        refuse(text)
+        kernel = compile_source(
+            _PREAMBLE + text,
+            function,
+            checked=checked,
+            name=program.name,
+            cite=cite,
+            note=f"mlx-qlayers: compiling kernel {program.name} for this CPU, once",
+        )
+    except CompileError as error:
+        raise CompileError(f"kernel {program.name}: {cite(str(error))}") from None
     at = {parameter.name: i for i, parameter in kernel.signature.buffers.items()}
-    for i, name in enumerate(program.input_names):
-        plan.inputs.append((at[name], i))
-        for suffix, make in (("_shape", _shape), ("_strides", _strides), ("_ndim", _ndim)):
-            if name + suffix in at:
-                plan.facts.append((at[name + suffix], partial(make, i)))
-    plan.outputs = [(at[name], i) for i, name in enumerate(program.output_names)]
-    return plan
+    words = (("_shape", _shape), ("_strides", _strides), ("_ndim", _ndim))
+    return _Compiled(
+        kernel,
+        inputs=[(at[name], i) for i, name in enumerate(program.input_names)],
+        shapes=[
+            (at[name + suffix], partial(make, i))
+            for i, name in enumerate(program.input_names)
+            for suffix, make in words
+            if name + suffix in at
+        ],
+        outputs=[at[name] for name in program.output_names],
+    )
 
 
 class _Frame:
@@ -133,51 +154,63 @@ class _Frame:
     Attributes:
         addresses: of the buffers, as the kernel's entry point takes them.
         raw: the launch as the runtime library takes it, and its address.
-        outputs: where the outputs come from.
-        large: the buffer's index and the number of each output that is made for every launch.
+        outputs: a buffer's index for each output, and one of: a small output, the header of a large
+            one, what makes one that starts from a value.
     """
 
-    def __init__(self, plan: _Plan, launch: Launch) -> None:
-        self.outputs = Outputs(launch.output_shapes, launch.output_dtypes, launch.init_value)
-        self.addresses = (ctypes.c_uint64 * plan.kernel.slots)()
-        self.raw = plan.kernel.raw(launch.grid, launch.threadgroup)
+    def __init__(self, compiled: _Compiled, launch: Launch) -> None:
+        self.addresses = (ctypes.c_uint64 * compiled.kernel.slots)()
+        self.raw = compiled.kernel.raw(launch.grid, launch.threadgroup)
         self.raw.buffers = ctypes.addressof(self.addresses)
         self.raw_address = ctypes.addressof(self.raw)
-        small = self.outputs.small
-        self.large = [(slot, i) for slot, i in plan.outputs if i not in small]
-        for slot, i in plan.outputs:
-            if i in small:
-                self.addresses[slot] = small[i].address
+        value = launch.init_value
+        self.outputs: list[tuple[int, SmallOutput | None, bytes, Any]] = []
+        outputs = zip(compiled.outputs, launch.output_shapes, launch.output_dtypes, strict=True)
+        for slot, shape, dtype in outputs:
+            size = prod(shape) * dtype.size
+            if 0 < size < SMALL and not value:
+                self.outputs.append((slot, small_output(shape, dtype, value), b"", None))
+            elif size and value is None:
+                self.outputs.append((slot, None, npy_header(shape, dtype), None))
+            else:
+                start = mx.array(value or 0, dtype)
+                filled = partial(mx.full, shape, start, stream=mx.cpu)
+                self.outputs.append((slot, None, b"", filled))
 
 
 def bind(launch: Launch) -> Bound:
     """What runs a launch and returns its outputs, one for each of ``launch.output_shapes``.
 
-    The inputs are read where they lie and the outputs are written where MLX will read them; only
-    an input that must be row-contiguous and is not gets copied.
+    The inputs are read where they lie and the outputs are written where MLX will read them, or
+    copied if they are small; an input that must be row-contiguous and is not gets copied too.
+
+    Raises:
+        BackendError: the grid has too many threadgroups.
     """
+    check_grid(launch.program.name, launch.grid, launch.threadgroup)
     frames: list[_Frame] = []  # each serves one thread at a time
     contiguous = launch.program.ensure_row_contiguous
-    view, address_of, evaluate = memory.view, ctypes.addressof, mx.eval
-    plan: _Plan | None = None
+    view, address_of, evaluate, array = memory.view, ctypes.addressof, mx.eval, mx.array
+    fill, report_of = ctypes.memset, _report.get
+    compiled: _Compiled | None = None
 
     # Every launch of a kernel on a CPU comes through here: calls of Python functions are its cost.
     def run(inputs: list[mx.array]) -> list[mx.array]:
-        nonlocal plan
+        nonlocal compiled
         try:
             evaluate(*inputs)
         except ValueError as error:
             raise _no_values(launch, error) from error
-        if _report is not None:
-            return _run_checked(launch, inputs, _report)
-        if plan is None:
-            plan = _plan(launch, False)
+        if (report := report_of()) is not None:
+            return _run_checked(launch, inputs, report)
+        if compiled is None:
+            compiled = _compiled(launch.program, launch.function, launch.text, False)
         try:
             frame = frames.pop()
         except IndexError:
-            frame = _Frame(plan, launch)
-        addresses, kept = frame.addresses, []
-        for slot, i in plan.inputs:
+            frame = _Frame(compiled, launch)
+        addresses, kept, made = frame.addresses, [], []
+        for slot, i in compiled.inputs:
             try:
                 owner = view(inputs[i])
                 addresses[slot] = address_of(owner)
@@ -185,18 +218,34 @@ def bind(launch: Launch) -> Bound:
                 inputs[i] = owner = memory.readable(inputs[i], contiguous)
                 addresses[slot] = memory.locate(owner)
             kept.append(owner)
-        for slot, make in plan.facts:
+        for slot, make in compiled.shapes:
             owner = make(inputs)
             addresses[slot] = address_of(owner)
             kept.append(owner)
-        made = frame.outputs.prepare() if frame.large else frame.outputs.reused
-        for slot, i in frame.large:
-            addresses[slot] = memory.locate(cast(mx.array, made[i]))
-        if plan.kernel.launch(frame.raw_address):
-            plan.kernel.fail(frame.raw)
-        outputs = finished(made) if len(made) > 1 or frame.large else [mx.array(made[0])]
+        for slot, small, header, filled in frame.outputs:
+            if small is not None:
+                try:
+                    block = small.free.pop()
+                except IndexError:
+                    block = small.block()
+                made.append(block)
+                small.tensor.data = addresses[slot] = address_of(block)
+                if small.zero:
+                    fill(block, 0, small.bytes)
+            elif header:
+                large, addresses[slot] = large_output(header)
+                made.append(large)
+            else:
+                made.append(filled())
+                addresses[slot] = memory.locate(made[-1])
+        if compiled.kernel.launch(frame.raw_address):
+            compiled.kernel.fail(frame.raw)
+        for i, (_, small, _, _) in enumerate(frame.outputs):
+            if small is not None:
+                block, made[i] = made[i], array(capsule(small.tensor_address, b"dltensor", None))
+                small.free.append(block)
         frames.append(frame)
-        return outputs
+        return made
 
     return run
 
@@ -212,17 +261,18 @@ def _no_values(launch: Launch, error: ValueError) -> Exception:
 
 
 def _run_checked(launch: Launch, inputs: list[mx.array], report: Report) -> list[mx.array]:
-    plan = _plan(launch, True)
+    compiled = _compiled(launch.program, launch.function, launch.text, True)
     contiguous = launch.program.ensure_row_contiguous
     inputs = [memory.readable(x, contiguous) for x in inputs]
-    made = Outputs(launch.output_shapes, launch.output_dtypes, launch.init_value).prepare()
-    buffers = {slot: memory.extent(inputs[i]) for slot, i in plan.inputs}
-    buffers |= {slot: memory.extent(make(inputs)) for slot, make in plan.facts}
-    for slot, i in plan.outputs:
-        x = made[i]
-        buffers[slot] = memory.extent(x.memory if isinstance(x, Scratch) else x)
+    outputs = zip(launch.output_shapes, launch.output_dtypes, strict=True)
+    made = [mx.full(s, launch.init_value or 0, dtype, stream=mx.cpu) for s, dtype in outputs]
+    mx.eval(made)
+    buffers = {slot: memory.extent(inputs[i]) for slot, i in compiled.inputs}
+    buffers |= {slot: memory.extent(make(inputs)) for slot, make in compiled.shapes}
+    for slot, x in zip(compiled.outputs, made, strict=True):
+        buffers[slot] = memory.extent(x)
         buffers[slot].writable, buffers[slot].initialised = True, launch.init_value is not None
-    counters = plan.kernel.run(buffers, launch.grid, launch.threadgroup, budget=report.budget)
+    counters = compiled.kernel.run(buffers, launch.grid, launch.threadgroup, budget=report.budget)
     assert counters is not None
     report.launches.append((launch.program.name, counters))
-    return finished(made)
+    return made

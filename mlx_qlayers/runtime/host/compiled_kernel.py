@@ -6,10 +6,12 @@ import ctypes
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any, NoReturn
 
+from ..backend import BackendError
 from . import array_memory as memory
 from . import compiler
 from .errors import (
@@ -107,6 +109,20 @@ def workers() -> int:
     return os.cpu_count() or 1
 
 
+def check_grid(name: str, grid: Size, threadgroup: Size) -> None:
+    """Refuse a grid whose threadgroups 32 bits cannot number.
+
+    Raises:
+        BackendError: it has too many.
+    """
+    count = prod(-(-g // t) for g, t in zip(grid, threadgroup, strict=True))
+    if count >= 1 << 32:
+        raise BackendError(
+            f"kernel {name}: grid {grid} has {count} threadgroups of {threadgroup}; the host "
+            f"backend runs fewer than 2^32"
+        )
+
+
 class HostKernel:
     """One kernel, compiled for the CPU.
 
@@ -114,6 +130,7 @@ class HostKernel:
         compiled: from :func:`compiler.build`.
         name: what errors call it.
         checked: whether it was compiled with checks.
+        cite: makes of ``source.metal:12``, a line of the compiled text, what faults cite.
 
     Attributes:
         signature: its parameters.
@@ -121,8 +138,14 @@ class HostKernel:
         launch: runs a launch, given the address of its ``RawLaunch``; not 0 where it failed.
     """
 
-    def __init__(self, compiled: compiler.Compiled, name: str, checked: bool) -> None:
-        self.name, self.checked = name, checked
+    def __init__(
+        self,
+        compiled: compiler.Compiled,
+        name: str,
+        checked: bool,
+        cite: Callable[[str], str] = str,
+    ) -> None:
+        self.name, self.checked, self._cite = name, checked, cite
         self.signature = compiled.signature
         self._compiled = compiled
         self._library, self._entry = entry(compiled.library)
@@ -132,11 +155,11 @@ class HostKernel:
 
     def raw(self, grid: Size, threadgroup: Size, dynamic: Sequence[int] = ()) -> RawLaunch:
         """The part of a launch that does not depend on its buffers."""
-        threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
-        if not 1 <= threads <= 1024:
+        if not 1 <= prod(threadgroup) <= 1024:
             raise HostError(
-                f"kernel {self.name}: {threads} threads in a threadgroup; 1 to 1024 run"
+                f"kernel {self.name}: {prod(threadgroup)} threads in a threadgroup; 1 to 1024 run"
             )
+        check_grid(self.name, grid, threadgroup)
         raw = RawLaunch(entry=self._entry, fibers=self._compiled.fibers)
         raw.grid[:], raw.threadgroup[:] = grid, threadgroup
         raw.dynamic_bytes[: len(dynamic)] = list(dynamic)
@@ -257,7 +280,7 @@ class HostKernel:
         if "never written" in text:
             raise kind(f"{text} (kernel {self.name})")
         lines = self._compiled.lines
-        line = lines[raw.fault_line] if raw.fault_line < len(lines) else ""
+        line = self._cite(lines[raw.fault_line] if raw.fault_line < len(lines) else "")
         a, b = raw.fault_threadgroup, raw.fault_thread
         raise kind(text, Place(self.name, (a[0], a[1], a[2]), (b[0], b[1], b[2]), line))
 
@@ -271,6 +294,7 @@ def compile_source(
     defines: Mapping[str, str] | None = None,
     language: int = 320,
     name: str | None = None,
+    cite: Callable[[str], str] = str,
     note: str = "",
 ) -> HostKernel:
     """Compile one kernel of a complete Metal source for the CPU.
@@ -283,6 +307,7 @@ def compile_source(
         defines: macros.
         language: ``__METAL_VERSION__``.
         name: what errors call the kernel; its function's name by default.
+        cite: makes of ``source.metal:12``, a line of ``text``, what faults cite.
         note: what to tell on the standard error stream where it has to be compiled first.
 
     Raises:
@@ -308,4 +333,4 @@ def compile_source(
         language=language,
         note=note,
     )
-    return HostKernel(compiled, name or function, checked)
+    return HostKernel(compiled, name or function, checked, cite)
