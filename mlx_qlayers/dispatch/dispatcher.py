@@ -26,7 +26,7 @@ from ..runtime.backend import (
     requested,
     up_to_date,
 )
-from ..runtime.explain import Row, collectors, count, planning, recording, row
+from ..runtime.explain import Row, collectors, count, recording, row
 from ..runtime.spec import Spec
 from ..runtime.transformed import has_values
 from .choice import Choice
@@ -150,7 +150,8 @@ def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     now = current.get().mode
     if now is Mode.EAGER and operation.compiled and _can_compile():
         return _compiled(operation, static, specs)
-    plan, rows = _made(operation, static, specs)
+    plan = operation.plan(specs, *static)
+    rows = _row(plan.choice)
     on_host = plan.choice is not None and plan.choice.path == "host"
     run = plan.run
     if plan.gradients and now.differentiable:
@@ -160,15 +161,6 @@ def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     if on_host and now is not Mode.INFERENCE:
         return _Prepared(_with_values(operation, plan, run, rows), ())
     return _Prepared(run, rows)
-
-
-def _made(
-    operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
-) -> tuple[Plan, tuple[Row, ...]]:
-    """The operation's own plan, and the rows of its choice and of the launches that it bound."""
-    with planning() as launches:
-        plan = operation.plan(specs, *static)
-    return plan, (*_row(plan.choice), *launches)
 
 
 def _row(choice: Choice | None) -> tuple[Row, ...]:
@@ -249,7 +241,7 @@ def _compiled(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any
     gradients are needed, which cost as much to evaluate as a launch.
     """
     with mode(Mode.COMPILED):
-        plan, rows = _made(operation, static, specs)
+        plan = operation.plan(specs, *static)
     ahead = True
 
     def function(*arrays: Any) -> Outputs:
@@ -263,4 +255,4 @@ def _compiled(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any
     with recording() as nested:
         run(*[None if s is None else mx.zeros(s.shape, s.dtype) for s in specs])
     ahead = False
-    return _Prepared(run, (*rows, *nested))
+    return _Prepared(run, (*_row(plan.choice), *nested))

@@ -19,8 +19,9 @@ import mlx.core as mx
 
 from . import source
 from .backend import BackendError
-from .generated_source import ATTRIBUTES, shape_words
 from .cache_folder import cache_folder
+from .explain import collectors, count
+from .generated_source import ATTRIBUTES, shape_words
 from .launch import Bound, Launch, Size, TemplateValue
 from .program import Program
 from .source import METAL, Token
@@ -62,6 +63,8 @@ def bind(launch: Launch) -> Bound:
     """
     grid, surplus = _fitting(launch)
     variant = launch.program, launch.threadgroup, bool(surplus), tuple(launch.template)
+    rows = launch.rows("cuda")
+    ticks = rows[0].ticks
     make = mx.fast.cuda_kernel
     kernel = _kernel(make, *variant)
     options: dict[str, Any] = {
@@ -76,6 +79,10 @@ def bind(launch: Launch) -> Bound:
     def run(inputs: list[mx.array]) -> list[mx.array]:
         if mx.fast.cuda_kernel is not make:  # whoever replaces it sees every launch
             return bind(launch)(inputs)
+        if collectors:
+            count(rows)
+        else:
+            next(ticks)
         return kernel(inputs=inputs + surplus, **options)
 
     return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -55,9 +55,8 @@ class Row:
 
 _rows: dict[tuple[str, str, str, str], Row] = {}
 _lock = threading.Lock()
-# By thread, the rows that :func:`recording` and :func:`planning` collect.
+# By thread, the rows that :func:`recording` collects.
 collectors: dict[int, list[Row]] = {}
-_planning: dict[int, list[Row]] = {}
 
 
 def row(op: str, path: str, reason: str, evidence: str = "rule") -> Row:
@@ -84,35 +83,18 @@ def note(op: str, path: str, reason: str, evidence: str = "rule") -> None:
 
 
 @contextmanager
-def _collect(into: dict[int, list[Row]]) -> Iterator[list[Row]]:
+def recording() -> Iterator[list[Row]]:
+    """Collect the rows that would be counted in a ``with`` block, in this thread, uncounted."""
     thread, rows = threading.get_ident(), list[Row]()
-    before = into.get(thread)
-    into[thread] = rows
+    before = collectors.get(thread)
+    collectors[thread] = rows
     try:
         yield rows
     finally:
         if before is None:
-            del into[thread]
+            del collectors[thread]
         else:
-            into[thread] = before
-
-
-def recording() -> AbstractContextManager[list[Row]]:
-    """Collect the rows that would be counted in a ``with`` block, in this thread, uncounted."""
-    return _collect(collectors)
-
-
-def planning() -> AbstractContextManager[list[Row]]:
-    """Collect the launches that are bound in a ``with`` block, to be counted with each call."""
-    return _collect(_planning)
-
-
-def planned(launch: Row) -> bool:
-    """Whether somebody collects launches in this thread, who then counts this one."""
-    rows = _planning.get(threading.get_ident())
-    if rows is not None:
-        rows.append(launch)
-    return rows is not None
+            collectors[thread] = before
 
 
 def explain(*, reset: bool = False) -> list[Decision]:

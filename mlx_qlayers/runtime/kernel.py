@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from .backend import BackendError, Context, Outdated, backend, current, epoch, up_to_date
 from .declaration import MAX_THREADGROUP_MEMORY, MAX_THREADS, Declaration, KernelError, Multiple
-from .explain import Row, collectors, count, note, planned, row
+from .explain import note
 from .health import WORDS, check_report, checking
 from .launch import Bound, Launch, Size, TemplateValue
 from .launch_checks import checked_launch
@@ -107,10 +107,14 @@ class Kernel(Declaration):
         except Outdated as made:
             launch = made.plan
         except (TypeError, AttributeError):
-            launch = _counting(
-                *self._bound(
-                    inputs, grid, threadgroup, output_shapes, template, output_dtypes, init_value
-                )
+            launch = self.bind(
+                inputs,
+                grid=grid,
+                threadgroup=threadgroup,
+                output_shapes=output_shapes,
+                template=template,
+                output_dtypes=output_dtypes,
+                init_value=init_value,
             )
         return launch(list(inputs))
 
@@ -132,28 +136,13 @@ class Kernel(Declaration):
 
         Returns:
             A function of a list of such arrays that launches and gives a list of outputs. Whoever
-            keeps it answers for it that the arrays are such: they are not looked at again.
+            keeps it answers for it that the arrays are such: they are not looked at again, and may
+            be replaced in the list by copies. On ``host`` the outputs are constants to ``mx.grad``.
 
         Raises:
             KernelError: something does not fit the declaration or the limits of the hardware.
             BackendError: the current backend is ``ops``, or one that cannot run.
         """
-        kernel_row, run = self._bound(
-            inputs, grid, threadgroup, output_shapes, template, output_dtypes, init_value
-        )
-        return run if planned(kernel_row) else _counting(kernel_row, run)
-
-    def _bound(
-        self,
-        inputs: Sequence[mx.array | Spec],
-        grid: Size,
-        threadgroup: Size,
-        output_shapes: Sequence[Sequence[int]],
-        template: Mapping[str, TemplateValue] | None,
-        output_dtypes: Sequence[mx.Dtype] | None,
-        init_value: float | None,
-    ) -> tuple[Row, Bound]:
-        """What counts the launch, and what launches."""
         name = backend()
         if name == "ops":
             raise BackendError(f"kernel {self.name} was called, but the ops backend runs none")
@@ -170,9 +159,7 @@ class Kernel(Declaration):
         )
         bind: Callable[[Launch], Bound] = import_module(f".{name}", __package__).bind
         run = self._bind_health(launch, bind) if checking() else bind(launch)
-        if tracing():
-            run = _recorded(name, launch, run)
-        return row(f"kernel {self.name}", name, "launched"), run
+        return _recorded(name, launch, run) if tracing() else run
 
     def _bind_health(self, launch: Launch, bind: Callable[[Launch], Bound]) -> Bound:
         """Run the kernel with a health buffer, which like all outputs is zero at first."""
@@ -203,27 +190,27 @@ def _kept(
 ) -> Bound:
     """The launch of direct calls that are alike."""
     grid, threadgroup, shapes, template, dtypes, value = call
-    inputs = [Spec(*spec) for spec in specs]
-    bound = kernel._bound(inputs, grid, threadgroup, shapes, dict(template), dtypes, value)
-    return up_to_date(_counting(*bound), debug, number)
+    bound = kernel.bind(
+        [Spec(*spec) for spec in specs],
+        grid=grid,
+        threadgroup=threadgroup,
+        output_shapes=shapes,
+        template=dict(template),
+        output_dtypes=dtypes,
+        init_value=value,
+    )
+    return up_to_date(bound if backend() != "host" else _guarded(bound), debug, number)
 
 
-def _counting(kernel_row: Row, run: Bound) -> Bound:
-    """A launch that no plan counts, and whose gradient none gives."""
-    rows, ticks = (kernel_row,), kernel_row.ticks
-    guarded = kernel_row.key[1] == "host" and current.get().mode.differentiable
+def _guarded(run: Bound) -> Bound:
+    """A launch on host, through which no gradient would flow: there it gives constants."""
 
-    def launch(arrays: list[mx.array]) -> list[mx.array]:
-        if collectors:
-            count(rows)
-        else:
-            next(ticks)
-        # On host a launch gives constants, through which no gradient would flow.
-        if guarded and arrays and is_transformed(arrays):
+    def guarded(arrays: list[mx.array]) -> list[mx.array]:
+        if arrays and is_transformed(arrays):
             return without_derivative(lambda: run(arrays), arrays)
         return run(arrays)
 
-    return launch
+    return guarded
 
 
 def _recorded(name: str, launch: Launch, run: Bound) -> Bound:

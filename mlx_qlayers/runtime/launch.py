@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from . import generated_source
+from .explain import Row, row
 from .program import Program
 from .spec import Spec
 
@@ -40,6 +41,10 @@ class Launch:
     output_shapes: list[tuple[int, ...]]
     output_dtypes: list[mx.Dtype]
     init_value: float | None = None
+
+    def rows(self, backend: str) -> tuple[Row]:
+        """What a backend counts with each launch, for :func:`~mlx_qlayers.explain`."""
+        return (row(f"kernel {self.program.name}", backend, "launched"),)
 
     @property
     def function(self) -> str:

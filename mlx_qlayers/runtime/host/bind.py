@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..backend import BackendError
+from ..explain import collectors, count
 from ..launch import Bound, Launch
 from ..program import Program
 from . import array_memory as memory
@@ -192,6 +193,8 @@ def bind(launch: Launch) -> Bound:
     contiguous = launch.program.ensure_row_contiguous
     view, address_of, evaluate, array = memory.view, ctypes.addressof, mx.eval, mx.array
     fill, report_of = ctypes.memset, _report.get
+    rows = launch.rows("host")
+    ticks = rows[0].ticks
     compiled: _Compiled | None = None
 
     # Every launch of a kernel on a CPU comes through here: calls of Python functions are its cost.
@@ -201,6 +204,10 @@ def bind(launch: Launch) -> Bound:
             evaluate(*inputs)
         except ValueError as error:
             raise _no_values(launch, error) from error
+        if collectors:
+            count(rows)
+        else:
+            next(ticks)
         if (report := report_of()) is not None:
             return _run_checked(launch, inputs, report)
         if compiled is None:
