@@ -99,14 +99,15 @@ class Kernel(Declaration):
                 *(tuple(grid), tuple(threadgroup), tuple(map(tuple, output_shapes))),
                 *(tuple(values.items()), output_dtypes and tuple(output_dtypes), init_value),
             )
-            if {*map(type, inputs)} - {mx.array}:
+            if not isinstance(inputs, (list, tuple)) or {*map(type, inputs)} - {mx.array}:
                 raise TypeError
             specs = tuple([(x.shape, x.dtype) for x in inputs])
             # Spelled out too, since 4.0 equals 4.
             launch = _kept(self, specs, call, str(call), current.get(), epoch.debug, epoch.number)
         except Outdated as made:
             launch = made.plan
-        except (TypeError, AttributeError):
+        except (TypeError, AttributeError, KernelError):
+            # It cites the arguments as they are.
             launch = self.bind(
                 inputs,
                 grid=grid,
@@ -157,25 +158,28 @@ class Kernel(Declaration):
             output_dtypes=output_dtypes,
             init_value=init_value,
         )
-        bind: Callable[[Launch], Bound] = import_module(f".{name}", __package__).bind
-        run = self._bind_health(launch, bind) if checking() else bind(launch)
-        return _recorded(name, launch, run) if tracing() else run
+        if checking():
+            launch = self._with_health(launch)
+        run: Bound = import_module(f".{name}", __package__).bind(launch)
+        if tracing():
+            run = _recorded(name, launch, run)
+        return run if launch.program is self.program else self._reporting(launch.grid, run)
 
-    def _bind_health(self, launch: Launch, bind: Callable[[Launch], Bound]) -> Bound:
-        """Run the kernel with a health buffer, which like all outputs is zero at first."""
+    def _with_health(self, launch: Launch) -> Launch:
+        """The launch with a health buffer, which like all outputs is zero at first."""
         if launch.init_value:
             note(f"kernel {self.name}", "unchecked", f"init_value {launch.init_value} is not 0")
-            return bind(launch)
-        run = bind(
-            replace(
-                launch,
-                program=self.program_with_health,
-                output_shapes=[*launch.output_shapes, (WORDS,)],
-                output_dtypes=[*launch.output_dtypes, mx.uint32],
-                init_value=0.0,
-            )
+            return launch
+        return replace(
+            launch,
+            program=self.program_with_health,
+            output_shapes=[*launch.output_shapes, (WORDS,)],
+            output_dtypes=[*launch.output_dtypes, mx.uint32],
+            init_value=0.0,
         )
-        return lambda arrays: check_report(self.name, self.errors, launch.grid, run(arrays))
+
+    def _reporting(self, grid: Size, run: Bound) -> Bound:
+        return lambda arrays: check_report(self.name, self.errors, grid, run(arrays))
 
 
 @lru_cache(maxsize=_KEPT)

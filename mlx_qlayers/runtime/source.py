@@ -137,7 +137,8 @@ def _would_merge(left: str, token: Token) -> bool:
     if token.kind == "mark":
         # A number may be on the left: 1 . is not 1.
         return token.text in _OPERATORS and (left in _OPERATORS or token.text == ".")
-    return left.isalnum() or left == "_" or (left == "." and token.kind == "number")
+    # A number may also end with a point: 1. x is not 1.x.
+    return left.isalnum() or left in "_."
 
 
 def text_of(path: Path) -> str:
@@ -189,7 +190,7 @@ def _included(directive: Token, path: Path) -> Path | None:
     name = directive.text.removeprefix("#include ").strip()
     if name in _IN_PREAMBLE:
         return None
-    for folder in (path.parent, METAL):
+    for folder in (path.parent, METAL, METAL / "common"):
         if name.startswith('"') and (folder / name.strip('"')).is_file():
             return (folder / name.strip('"')).resolve()
     raise SourceError(f"{path.name}:{directive.line}: cannot include {name} at run time")

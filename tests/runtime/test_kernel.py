@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.runtime import host
-from mlx_qlayers.runtime.backend import use_backend
-from mlx_qlayers.runtime.kernel import Kernel, KernelError, Multiple
+from mlx_qlayers.runtime import metal as metal_backend
+from mlx_qlayers.runtime.backend import advance_epoch, use_backend
+from mlx_qlayers.runtime.kernel import _KEPT, Kernel, KernelError, Multiple, _kept
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.tracing import trace
 
@@ -101,13 +102,17 @@ def test_the_text_is_what_mlx_generates_for_the_call(monkeypatch, dtype, n):
     """Through the metal backend and MLX's own ``metal_kernel``, which can record it anywhere."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     seen: list[Launch] = []
-    monkeypatch.setattr("mlx_qlayers.runtime.backend.record", lambda _, launch: seen.append(launch))
+    bind = metal_backend.bind
+    monkeypatch.setattr(metal_backend, "bind", lambda launch: seen.append(launch) or bind(launch))
 
     def call(x):
         template = {"T": dtype, "N": 3, "NEGATE": True}
         return affine(inputs=[x, SCALAR, BIAS], template=template)
 
-    recorded = record(call, [mx.zeros(n, dtype)])
+    advance_epoch()
+    with use_backend("metal"):
+        recorded = record(call, [mx.zeros(n, dtype)])
+    advance_epoch()
     assert (seen[0].function, seen[0].text) == (recorded.function, recorded.text)
     assert f"const device {dtype_name(dtype)}* x [[buffer(0)]]" in recorded.text
     assert "const constant float& a [[buffer(1)]]" in recorded.text
@@ -193,13 +198,11 @@ def test_sizes_and_shapes_may_be_any_sequence_of_integers(metal):
     assert repr(call["output_shapes"]) == "[(40,)]"
 
 
-def test_what_was_checked_is_remembered_and_forgotten(metal, monkeypatch):
+def test_what_was_checked_is_remembered_and_forgotten(metal):
     """Of as many calls as there is room for; the result is the same."""
-    monkeypatch.setattr("mlx_qlayers.runtime.kernel._REMEMBERED", 3)
-    kernel = dataclasses.replace(AFFINE)
     template = {"T": mx.float32, "N": 3, "NEGATE": False}
-    for n in (1, 2, 3, 4, 1, 5, 1):
-        (y,) = kernel(
+    for n in (*range(1, _KEPT + 3), 1, 2):
+        (y,) = AFFINE(
             [X, SCALAR, BIAS],
             template=template,
             grid=(n, 1, 1),
@@ -207,7 +210,7 @@ def test_what_was_checked_is_remembered_and_forgotten(metal, monkeypatch):
             output_shapes=[(n,)],
         )
         assert y.shape == (n,) and metal.called[-1]["grid"] == (n, 1, 1)
-        assert len(kernel._plans) <= 3
+    assert _kept.cache_info().currsize <= _KEPT
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ def on_host() -> Iterator[None]:
 
 def bare(x: mx.array) -> mx.array:
     """A launch that nobody gave a gradient."""
-    return family._launch(family._FORWARD, x)
+    sizes = {"grid": (x.size, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [x.shape]}
+    return family._FORWARD([x], template={"T": x.dtype}, **sizes)[0]
 
 
 def random(*shape: int) -> mx.array:

@@ -272,7 +272,8 @@ def _run_checked(launch: Launch, inputs: list[mx.array], report: Report) -> list
     contiguous = launch.program.ensure_row_contiguous
     inputs = [memory.readable(x, contiguous) for x in inputs]
     outputs = zip(launch.output_shapes, launch.output_dtypes, strict=True)
-    made = [mx.full(s, launch.init_value or 0, dtype, stream=mx.cpu) for s, dtype in outputs]
+    start = launch.init_value or 0
+    made = [mx.full(shape, mx.array(start, dtype), stream=mx.cpu) for shape, dtype in outputs]
     mx.eval(made)
     buffers = {slot: memory.extent(inputs[i]) for slot, i in compiled.inputs}
     buffers |= {slot: memory.extent(make(inputs)) for slot, make in compiled.shapes}
