@@ -1,6 +1,6 @@
 """The host backend: Metal kernels compiled by clang and executed on the CPU."""
 
-from .bind import Report, bind, checks
+from .bound_launch import Report, bind, checks
 from .compiled_kernel import Counters, HostKernel, compile_source
 from .errors import (
     CompileError,

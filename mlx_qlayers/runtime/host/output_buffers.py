@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -44,6 +44,7 @@ _TYPES = {
     mx.complex64: (5, "<c8"),
 }
 _CPU = 1
+_load: Callable[..., Any] = mx.load
 
 
 class _Tensor(ctypes.Structure):
@@ -134,20 +135,20 @@ def _advise() -> Any:
 
 def npy_header(shape: tuple[int, ...], dtype: mx.Dtype) -> bytes:
     """How a .npy file of such an array begins."""
-    extents = "".join(f"{n}," for n in shape)
+    extents = "".join(f"{n}, " for n in shape)
     text = f"{{'descr': '{_TYPES[dtype][1]}', 'fortran_order': False, 'shape': ({extents}), }}"
     text += " " * (-(len(text) + 11) % 64) + "\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
 
 
 def large_output(header: bytes) -> tuple[mx.array, int]:
-    """An array of MLX's that holds anything, and its address."""
+    """An array of MLX's that holds anything, and its address; larger than its header."""
     file = _Unread()
     file.readinto = io.BytesIO(header).readinto
     buffered = io.BufferedReader(file, len(header))
     buffered.peek()
     del file.readinto
-    array = cast(Any, mx.load)(buffered, format="npy", stream=mx.cpu)
+    array = _load(buffered, format="npy", stream=mx.cpu)
     address = ctypes.addressof(view(array))
     if sys.platform == "linux" and array.nbytes >= 2 * _LARGE_PAGE:
         # Fresh from the system each time: to map it in pages of 4 KB can take longer than a kernel.

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.runtime import use_backend
-from mlx_qlayers.runtime.host import CompileError, HostError, Race, checks, compile_source
-from mlx_qlayers.runtime.host import execute as launch
+from mlx_qlayers.runtime.host import CompileError, HostError, Race, bind, checks, compile_source
 from mlx_qlayers.runtime.host.array_memory import locate
 from mlx_qlayers.runtime.host.compiled_kernel import workers
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.program import Program
+from mlx_qlayers.runtime.spec import Spec
 
 from ..kernels import GATHER
 
@@ -47,7 +47,9 @@ def run(
     )
     grid = (threads or int(np.prod(shapes[0])), 1, 1)
     group = (min(threadgroup, grid[0]), 1, 1)
-    return launch(Launch(program, inputs, [], grid, group, shapes, dtypes, init_value))
+    specs = [Spec.of(x) for x in inputs]
+    launch = Launch(program, specs, [], grid, group, shapes, dtypes, init_value)
+    return bind(launch)(list(inputs))
 
 
 @pytest.fixture(params=[True, False], ids=["checked", "fast"])
@@ -186,7 +188,7 @@ def test_faults_name_the_package_s_kernel() -> None:
 
 def test_source_is_linted() -> None:
     with pytest.raises(
-        CompileError, match=r"kernel probe: not Metal for every version\n\d: lambdas"
+        CompileError, match=r"kernel probe: not Metal for every version\nsource.metal:\d: lambdas"
     ):
         run("auto f = [&](int k) { return k; }; x[i] = f(1);", [], [(8,)], [mx.int32])
 
