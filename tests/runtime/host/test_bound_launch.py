@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
+from contextvars import copy_context
+from threading import Event, Thread
 from typing import Any
 
 import mlx.core as mx
@@ -214,8 +215,33 @@ def test_what_repeated_launches_share_is_not_their_data(size: int) -> None:
         return x, y
 
     with use_backend("host"), checks(False), ThreadPoolExecutor(4) as pool:
-        for x, y in pool.map(one, range(40)):
-            assert mx.array_equal(x, y)
+        tasks = [pool.submit(copy_context().run, one, k) for k in range(40)]
+        for task in tasks:
+            assert mx.array_equal(*task.result())
+
+
+def test_checks_are_those_of_a_thread() -> None:
+    """Blocks that overlap take nothing from each other, and leave nothing checked."""
+    begun, over = Event(), Event()
+
+    def other() -> int:
+        with checks() as report:
+            begun.set()
+            over.wait(20)
+            run("x[i] = 1;", [], [(8,)], [mx.int32])
+        run("x[i] = 1;", [], [(8,)], [mx.int32])
+        return len(report.launches)
+
+    with ThreadPoolExecutor(2) as pool:
+        with checks() as report:
+            task = pool.submit(other)
+            begun.wait(20)
+            run("x[i] = 1;", [], [(8,)], [mx.int32])
+            pool.submit(run, "x[i] = 1;", [], [(8,)], [mx.int32]).result()
+            pool.submit(copy_context().run, run, "x[i] = 1;", [], [(8,)], [mx.int32]).result()
+        run("x[i] = 1;", [], [(8,)], [mx.int32])
+        over.set()
+        assert (task.result(), len(report.launches)) == (1, 2)
 
 
 def test_the_work_of_a_launch_is_measured() -> None:
