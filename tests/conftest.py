@@ -11,7 +11,7 @@ import gpus
 import pytest
 from tiny_model import save_tiny_model
 
-pytest_plugins = ["tables"]
+pytest_plugins = ["machine", "tables"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,8 +15,18 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..runtime.backend import BackendError, Mode, backend, current, epoch, mode, requested
-from ..runtime.explain import Row, collectors, count, planning, recording, row
+from ..runtime.backend import (
+    BackendError,
+    Mode,
+    Outdated,
+    backend,
+    current,
+    epoch,
+    mode,
+    requested,
+    up_to_date,
+)
+from ..runtime.explain import Row, collectors, count, recording, row
 from ..runtime.spec import Spec
 from ..runtime.transformed import has_values
 from .choice import Choice
@@ -103,6 +113,8 @@ def dispatch(
             epoch.debug,
             epoch.number,
         )
+    except Outdated as made:
+        prepared = made.plan
     except (AttributeError, TypeError):
         prepared = _unkeyed(operation, arrays, static)
     if collectors:
@@ -124,16 +136,22 @@ def _plan(
     static: tuple[Any, ...],
     types: tuple[type, ...],
     specs: tuple[tuple[Any, Any] | None, ...],
-    *_: object,
+    context: object,
+    stream: str,
+    thread: int,
+    debug: frozenset[str],
+    number: int,
 ) -> _Prepared:
-    return _prepare(operation, static, [None if s is None else Spec(*s) for s in specs])
+    prepared = _prepare(operation, static, [None if s is None else Spec(*s) for s in specs])
+    return up_to_date(prepared, debug, number)
 
 
 def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]) -> _Prepared:
     now = current.get().mode
     if now is Mode.EAGER and operation.compiled and _can_compile():
         return _compiled(operation, static, specs)
-    plan, rows = _made(operation, static, specs)
+    plan = operation.plan(specs, *static)
+    rows = _row(plan.choice)
     on_host = plan.choice is not None and plan.choice.path == "host"
     run = plan.run
     if plan.gradients and now.differentiable:
@@ -143,15 +161,6 @@ def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     if on_host and now is not Mode.INFERENCE:
         return _Prepared(_with_values(operation, plan, run, rows), ())
     return _Prepared(run, rows)
-
-
-def _made(
-    operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
-) -> tuple[Plan, tuple[Row, ...]]:
-    """The operation's own plan, and the rows of its choice and of the launches that it bound."""
-    with planning() as launches:
-        plan = operation.plan(specs, *static)
-    return plan, (*_row(plan.choice), *launches)
 
 
 def _row(choice: Choice | None) -> tuple[Row, ...]:
@@ -232,7 +241,7 @@ def _compiled(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any
     gradients are needed, which cost as much to evaluate as a launch.
     """
     with mode(Mode.COMPILED):
-        plan, rows = _made(operation, static, specs)
+        plan = operation.plan(specs, *static)
     ahead = True
 
     def function(*arrays: Any) -> Outputs:
@@ -246,4 +255,4 @@ def _compiled(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any
     with recording() as nested:
         run(*[None if s is None else mx.zeros(s.shape, s.dtype) for s in specs])
     ahead = False
-    return _Prepared(run, (*rows, *nested))
+    return _Prepared(run, (*_row(plan.choice), *nested))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import mlx.core as mx
 
 from ..runtime.backend import Mode, backend, mode
-from ..runtime.transformed import without_derivative
+from ..runtime.transformed import no_derivative, without_derivative
 
 # The arrays of a call; None where an optional one is left out.
 Arrays = Sequence[mx.array | None]
@@ -131,6 +131,7 @@ def _at_once(
         # What the whole function's vjp is given; the identities' own come after it.
         given: list[list[mx.array]] = []
         node: Any = mx.custom_function(lambda *held: forward(held))
+        node.jvp(no_derivative)  # else that of constants, which is zero
 
         @node.vjp
         def _(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:

@@ -8,6 +8,8 @@ the launches of all threads.
 from __future__ import annotations
 
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from types import TracebackType
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -98,11 +101,53 @@ class _Epoch:
 
 
 epoch = _Epoch()
+_lock = threading.Lock()
+_debug_blocks: Counter[str] = Counter()
+T = TypeVar("T")
 
 
 def advance_epoch() -> None:
     """Have every plan made anew, since what the choice of a path rests on has changed."""
-    epoch.number += 1
+    with _lock:
+        epoch.number += 1
+
+
+@contextmanager
+def debug_mode(name: str) -> Iterator[None]:
+    """Have plans made for a debug mode used in a ``with`` block, by all threads."""
+
+    def enter(by: int) -> None:
+        with _lock:
+            _debug_blocks[name] += by
+            epoch.debug = frozenset(+_debug_blocks)
+
+    enter(1)
+    try:
+        yield
+    finally:
+        enter(-1)
+
+
+class Outdated(Exception):
+    """A plan was made while another thread changed the epoch: it serves one call and is not kept.
+
+    Attributes:
+        plan: the plan.
+    """
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+
+
+def up_to_date(plan: T, debug: frozenset[str], number: int) -> T:
+    """A plan to be kept under a key that holds this state of the epoch.
+
+    Raises:
+        Outdated: the epoch is another by now, so that the plan may be made for that one.
+    """
+    if (epoch.debug, epoch.number) != (debug, number):
+        raise Outdated(plan)
+    return plan
 
 
 def _metal_missing() -> str | None:
@@ -198,11 +243,11 @@ class use_backend:
     """
 
     def __init__(self, name: str) -> None:
-        self._before = current.get()
-        current.set(_interned(_check(name), self._before.mode))
+        self._name, self._before = _check(name), current.get()
+        self.__enter__()
 
     def __enter__(self) -> None:
-        return None
+        current.set(_interned(self._name, current.get().mode))
 
     def __exit__(
         self,

@@ -19,10 +19,11 @@ import mlx.core as mx
 
 from . import source
 from .backend import BackendError
-from .host.cache import root as cache_root
+from .cache_folder import cache_folder
+from .explain import collectors, count
+from .generated_source import ATTRIBUTES, shape_words
 from .launch import Bound, Launch, Size, TemplateValue
 from .program import Program
-from .signature import ATTRIBUTES, shape_words
 from .source import METAL, Token
 
 SHIM = Path(__file__).parent / "shims" / "cuda" / "msl.h"
@@ -62,7 +63,10 @@ def bind(launch: Launch) -> Bound:
     """
     grid, surplus = _fitting(launch)
     variant = launch.program, launch.threadgroup, bool(surplus), tuple(launch.template)
-    kernel = _kernel(mx.fast.cuda_kernel, *variant)
+    rows = launch.rows("cuda")
+    ticks = rows[0].ticks
+    make = mx.fast.cuda_kernel
+    kernel = _kernel(make, *variant)
     options: dict[str, Any] = {
         "template": [],
         "grid": grid,
@@ -73,6 +77,12 @@ def bind(launch: Launch) -> Bound:
     }
 
     def run(inputs: list[mx.array]) -> list[mx.array]:
+        if mx.fast.cuda_kernel is not make:  # whoever replaces it sees every launch
+            return bind(launch)(inputs)
+        if collectors:
+            count(rows)
+        else:
+            next(ticks)
         return kernel(inputs=inputs + surplus, **options)
 
     return run
@@ -136,7 +146,7 @@ def _kept(text: str) -> str:
     """
     if len(text) < _LONG:
         return text
-    folder = cache_root().parent / "cuda"
+    folder = cache_folder() / "cuda"
     path = folder / f"{sha256(text.encode()).hexdigest()[:32]}.h"
     try:
         if not path.exists():

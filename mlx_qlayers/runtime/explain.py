@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -38,34 +38,34 @@ class Row:
     Attributes:
         ticks: ``next(row.ticks)`` counts once; one step of the interpreter, so that threads lose
             nothing and no lock is taken.
+        forgotten: how many of the calls a reset has taken away.
     """
 
-    __slots__ = ("evidence", "key", "ticks")
+    __slots__ = ("forgotten", "key", "ticks")
 
     def __init__(self, op: str, path: str, reason: str, evidence: str) -> None:
-        self.key, self.evidence = (op, path, reason), evidence
-        self.ticks = itertools.count()
+        self.key = op, path, reason, evidence
+        self.ticks, self.forgotten = itertools.count(), 0
 
     @property
     def calls(self) -> int:
+        """All calls so far."""
         return int(repr(self.ticks)[6:-1])  # count(3): to read it must not advance it
 
 
-_rows: dict[tuple[str, str, str], Row] = {}
+_rows: dict[tuple[str, str, str, str], Row] = {}
 _lock = threading.Lock()
-# By thread, the rows that :func:`recording` and :func:`planning` collect.
+# By thread, the rows that :func:`recording` collects.
 collectors: dict[int, list[Row]] = {}
-_planning: dict[int, list[Row]] = {}
 
 
 def row(op: str, path: str, reason: str, evidence: str = "rule") -> Row:
     """The row of a decision, made at first use."""
-    key = op, path, reason
+    key = op, path, reason, evidence
     with _lock:
-        found = _rows.get(key)
-        if found is None:
-            found = _rows[key] = Row(op, path, reason, evidence)
-        return found
+        if key not in _rows:
+            _rows[key] = Row(*key)
+        return _rows[key]
 
 
 def count(rows: tuple[Row, ...]) -> None:
@@ -83,35 +83,18 @@ def note(op: str, path: str, reason: str, evidence: str = "rule") -> None:
 
 
 @contextmanager
-def _collect(into: dict[int, list[Row]]) -> Iterator[list[Row]]:
+def recording() -> Iterator[list[Row]]:
+    """Collect the rows that would be counted in a ``with`` block, in this thread, uncounted."""
     thread, rows = threading.get_ident(), list[Row]()
-    before = into.get(thread)
-    into[thread] = rows
+    before = collectors.get(thread)
+    collectors[thread] = rows
     try:
         yield rows
     finally:
         if before is None:
-            del into[thread]
+            del collectors[thread]
         else:
-            into[thread] = before
-
-
-def recording() -> AbstractContextManager[list[Row]]:
-    """Collect the rows that would be counted in a ``with`` block, in this thread, uncounted."""
-    return _collect(collectors)
-
-
-def planning() -> AbstractContextManager[list[Row]]:
-    """Collect the launches that are bound in a ``with`` block, to be counted with each call."""
-    return _collect(_planning)
-
-
-def planned(launch: Row) -> bool:
-    """Whether somebody collects launches in this thread, who then counts this one."""
-    rows = _planning.get(threading.get_ident())
-    if rows is not None:
-        rows.append(launch)
-    return rows is not None
+            collectors[thread] = before
 
 
 def explain(*, reset: bool = False) -> list[Decision]:
@@ -132,10 +115,12 @@ def explain(*, reset: bool = False) -> list[Decision]:
         ...     print(decision)
         grid_sample: ops (asked for), 1 calls
     """
+    decisions = []
     with _lock:
-        rows = list(_rows.values())
-        decisions = [Decision(*r.key, calls=n, evidence=r.evidence) for r in rows if (n := r.calls)]
-        if reset:
-            for each in rows:
-                each.ticks = itertools.count()
+        for each in _rows.values():
+            op, path, reason, evidence = each.key
+            if calls := each.calls - each.forgotten:
+                decisions.append(Decision(op, path, reason, calls, evidence))
+            if reset:
+                each.forgotten += calls
     return decisions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import mlx.core as mx
 
-from .backend import BackendError, epoch
+from .backend import BackendError, debug_mode, epoch
 from .explain import note
 from .transformed import has_values
 
@@ -21,6 +20,7 @@ T = TypeVar("T")
 
 # The words of the buffer that metal/health.metal describes.
 WORDS = 9
+_DEBUG = "health"
 
 
 @dataclass(frozen=True)
@@ -67,22 +67,9 @@ class HealthError(RuntimeError):
         self.kernel, self.health = kernel, health
 
 
-_depth = 0
-_lock = threading.Lock()
-_DEBUG = "health"
-
-
 def checking() -> bool:
     """Whether launches are checked now."""
-    return _depth > 0
-
-
-def _deepen(by: int) -> None:
-    global _depth
-    with _lock:
-        _depth += by
-        debug = epoch.debug - {_DEBUG}
-        epoch.debug = debug | {_DEBUG} if _depth else debug
+    return _DEBUG in epoch.debug
 
 
 @contextmanager
@@ -100,11 +87,8 @@ def health_checks() -> Iterator[None]:
         >>> with use_backend("host"), health_checks():
         ...     y = attention(q, k, v, scale=32**-0.5)
     """
-    _deepen(1)
-    try:
+    with debug_mode(_DEBUG):
         yield
-    finally:
-        _deepen(-1)
 
 
 def checked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from .source import Token, position, tokenize
 
@@ -15,6 +16,11 @@ _PARAMETERS = (
 _START = f"health_start({_WORDS}, threads_per_grid);\n"
 _REPORT = f"health_report({_WORDS}, thread_position_in_grid, threads_per_grid, "
 _FINISH = f"health_finish({_WORDS});"
+
+
+def _added(text: str) -> Iterator[Token]:
+    """Tokens that are in no line of the file."""
+    return (replace(token, line=0) for token in tokenize(text))
 
 
 def without_health(function: Iterable[Token]) -> tuple[Token, ...]:
@@ -39,11 +45,11 @@ def with_health(function: Sequence[Token]) -> tuple[Token, ...]:
     parameters = _PARAMETERS.format(type="atomic<uint>" if atomic else "uint")
     return (
         *function[:closed],
-        *tokenize(parameters),
+        *_added(parameters),
         *function[closed : opened + 1],
-        *tokenize(_START),
+        *_added(_START),
         *_body(function[opened + 1 : -1]),
-        *tokenize(_FINISH),
+        *_added(_FINISH),
         function[-1],
     )
 
@@ -53,10 +59,10 @@ def _body(body: Sequence[Token]) -> Iterator[Token]:
     replaced = iter(range(len(body)))
     for i in replaced:
         if body[i].text == _CHECK:
-            yield from tokenize(_REPORT)
+            yield from _added(_REPORT)
             next(replaced)
         elif body[i].text == "return":
-            yield from tokenize("{" + _FINISH + "return;}")
+            yield from _added("{" + _FINISH + "return;}")
             next(replaced)
         else:
             yield body[i]

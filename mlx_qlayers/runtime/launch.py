@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from . import signature
+from . import generated_source
+from .explain import Row, row
 from .program import Program
 from .spec import Spec
 
@@ -41,6 +42,10 @@ class Launch:
     output_dtypes: list[mx.Dtype]
     init_value: float | None = None
 
+    def rows(self, backend: str) -> tuple[Row]:
+        """What a backend counts with each launch, for :func:`~mlx_qlayers.explain`."""
+        return (row(f"kernel {self.program.name}", backend, "launched"),)
+
     @property
     def function(self) -> str:
         """The name of the kernel function in :attr:`text`."""
@@ -52,6 +57,6 @@ class Launch:
         return self._generated()[1]
 
     def _generated(self) -> tuple[str, str]:
-        return signature.generate(
+        return generated_source.generate(
             self.program, self.inputs, tuple(self.template), tuple(self.output_dtypes)
         )

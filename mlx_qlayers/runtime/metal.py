@@ -8,13 +8,17 @@ from typing import Any
 
 import mlx.core as mx
 
+from .explain import collectors, count
 from .launch import Bound, Launch
 from .program import CONSTANT_BELOW, Program
 
 
 def bind(launch: Launch) -> Bound:
     """What adds a launch to MLX's graph; MLX compiles the kernel when it first evaluates it."""
-    kernel = _kernel(mx.fast.metal_kernel, launch.program)
+    rows = launch.rows("metal")
+    ticks = rows[0].ticks
+    make = mx.fast.metal_kernel
+    kernel = _kernel(make, launch.program)
     options: dict[str, Any] = {
         "template": launch.template,
         "grid": launch.grid,
@@ -28,6 +32,12 @@ def bind(launch: Launch) -> Bound:
     short = {i for i, (x, p) in enumerate(pairs) if p.padded and x.size < CONSTANT_BELOW}
 
     def run(inputs: list[mx.array]) -> list[mx.array]:
+        if mx.fast.metal_kernel is not make:  # whoever replaces it sees every launch
+            return bind(launch)(inputs)
+        if collectors:
+            count(rows)
+        else:
+            next(ticks)
         if short:
             inputs = [_padded(x) if i in short else x for i, x in enumerate(inputs)]
         return kernel(inputs=inputs, **options)

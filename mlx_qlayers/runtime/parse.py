@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from . import source
+from .generated_source import ATTRIBUTES, SHAPE_WORDS, shape_words
 from .health_source import with_health, without_health
 from .program import Parameter, Program
-from .signature import ATTRIBUTES, SHAPE_WORDS, shape_words
 from .source import METAL, Item, SourceError, Token
 
 # Spellings of one type in Metal, by the one that MLX uses.
@@ -48,6 +48,7 @@ def parse(
     function: str,
     name: str,
     *,
+    text: str | None = None,
     ensure_row_contiguous: bool = True,
     health: bool = False,
     omitted: Sequence[str] = (),
@@ -55,9 +56,10 @@ def parse(
     """Read one kernel function and the declarations that it uses.
 
     Args:
-        path: the ``.metal`` file.
+        path: the ``.metal`` file, beside which its includes are looked up.
         function: the ``[[kernel]]`` function in it.
         name: what MLX will know it by.
+        text: the file's text, where there is no such file.
         ensure_row_contiguous: whether MLX copies inputs that are not contiguous.
         health: whether to add the health buffer of the debug mode, an output of 9 words.
         omitted: pointers that are not passed; in the body they are null.
@@ -65,7 +67,7 @@ def parse(
     Raises:
         SourceError: the file has no such kernel, or its signature is not one that MLX can generate.
     """
-    items = source.read(path)
+    items = source.read(path, source.text_of(path) if text is None else text)
     where = f"{path.name}: kernel {function}"
     item = _find(items, function, path)
     if health:
@@ -76,16 +78,18 @@ def parse(
     opening = source.position(tokens, "{")
     body = tokens[opening + 1 : -1]
     parameters = _parameters(tokens[:opening], function, where)
-    nulls = "".join(_null(p) for p in parameters if p.name in omitted)
+    added = [_null(p) for p in parameters if p.name in omitted]
     parameters = [p for p in parameters if p.name not in omitted]
     inputs, outputs, attributes, atomic = _sort(parameters, source.words(body), where)
-    text = nulls + "".join(_alias(p, where) for p in attributes) + source.minify(body)
+    added += [alias for p in attributes if (alias := _alias(p, where))]
+    begin = item.tokens[0].line
+    header = [x for d in source.used(items, source.words(tokens)) for x in _cited(d, d.tokens)]
+    lines = [*((f"{item.file}:{begin}", line) for line in added), *_cited(item, body)]
+    text = "\n".join(line for _, line in lines)
     _check_words(text, parameters, inputs, where)
-    used = source.used(items, source.words(tokens))
-    header = source.minify(t for declaration in used for t in (*declaration.tokens, _NEWLINE))
     return Program(
         name=name,
-        header=header + "\n" if header else "",
+        header="".join(f"{line}\n" for _, line in header),
         source=text,
         input_names=tuple(p.name for p in inputs),
         output_names=tuple(p.name for p in outputs),
@@ -96,10 +100,16 @@ def parse(
         template=_template(item, where),
         atomic_outputs=atomic,
         ensure_row_contiguous=ensure_row_contiguous,
+        file_lines=(tuple(line for line, _ in header), tuple(line for line, _ in lines)),
     )
 
 
-_NEWLINE = Token("newline", "\n")
+def _cited(item: Item, tokens: Iterable[Token]) -> Iterator[tuple[str, str]]:
+    """Lines of a declaration, as ``"exp.metal:12"`` and as text; what was added has no line."""
+    last = item.tokens[0].line
+    for number, text in source.lines(tokens):
+        last = number or last
+        yield f"{item.file}:{last}", text
 
 
 def _find(items: Sequence[Item], function: str, path: Path) -> Item:
@@ -223,7 +233,7 @@ def _check_words(
 def _null(parameter: Parameter) -> str:
     """The statement that stands for a pointer which is not passed."""
     const = "" if parameter.writable else "const "
-    return f"{const}{parameter.space} {parameter.type}* {parameter.name}=nullptr;\n"
+    return f"{const}{parameter.space} {parameter.type}* {parameter.name}=nullptr;"
 
 
 def _alias(parameter: Parameter, where: str) -> str:
@@ -240,4 +250,4 @@ def _alias(parameter: Parameter, where: str) -> str:
         raise SourceError(
             f"{where}: [[{attribute}]] is {full} {attribute}; rename {declared} {name}"
         )
-    return f"{declared} {name}={part.format(attribute)};\n"
+    return f"{declared} {name}={part.format(attribute)};"

@@ -10,6 +10,8 @@ from typing import Any
 # MLX passes inputs with fewer elements in the constant address space.
 CONSTANT_BELOW = 8
 
+# What a generated text is called in messages.
+_CITED = re.compile(r"source\.metal:(\d+)(?::\d+)?")
 _COOPERATIVE = re.compile(r"\b(simd_|quad_|simdgroup_|threadgroup_barrier)")
 
 
@@ -67,6 +69,7 @@ class Program:
         template: its parameters' names and kinds (``"typename"``, ``"int"`` or ``"bool"``).
         atomic_outputs: whether every output is an ``atomic<...>``.
         ensure_row_contiguous: whether inputs are copied where they are not contiguous.
+        file_lines: where the lines of ``header`` and ``source`` come from, as ``"exp.metal:12"``.
     """
 
     name: str
@@ -79,13 +82,23 @@ class Program:
     template: tuple[tuple[str, str], ...] = ()
     atomic_outputs: bool = False
     ensure_row_contiguous: bool = True
+    file_lines: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @cached_property
     def cooperative(self) -> bool:
         """Whether threads exchange data, so that the grid must be whole threadgroups."""
         return bool(_COOPERATIVE.search(self.header + self.source))
 
-    @property
-    def text_bytes(self) -> int:
-        """How many bytes MLX hashes at every launch, apart from the signature that it writes."""
-        return len(self.header) + len(self.source)
+    def cite(self, message: str, text: str) -> str:
+        """A compiler's message with the lines of the user's file for those of a generated text."""
+        header, body = self.file_lines
+        start = text.count("\n", 0, text.index(self.source, len(self.header)))
+
+        def replaced(match: re.Match[str]) -> str:
+            line = int(match[1]) - 1
+            if line < len(header):
+                return header[line]
+            # MLX's parameter list in front of the body, and the instantiation behind it, have none.
+            return body[min(max(line - start, 0), len(body) - 1)] if body else match[0]
+
+        return _CITED.sub(replaced, message)

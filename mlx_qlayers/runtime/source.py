@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -66,12 +66,14 @@ class Item:
         names: the names that it introduces; of an operator, which has none to look for, the words
             of its parameters, since it is needed where their types are.
         tokens: its text.
+        file: the name of the file that it is in.
         kernel: whether it is a kernel function.
         operator: whether it is an operator.
     """
 
     names: frozenset[str]
     tokens: tuple[Token, ...]
+    file: str
     kernel: bool = False
     operator: bool = False
 
@@ -106,20 +108,26 @@ def tokenize(text: str) -> Iterator[Token]:
         line += token.count("\n")
 
 
-def minify(tokens: Iterable[Token]) -> str:
-    """The shortest text that reads the same, line for line, as compilers cite it."""
-    out: list[str] = []
-    last = "\n"
+def lines(tokens: Iterable[Token]) -> Iterator[tuple[int, str]]:
+    """The shortest text that reads the same, line for line, with the numbers of its lines."""
+    number, text = 0, ""
     for token in tokens:
-        if token.kind == "newline":
-            text = "" if last == "\n" else "\n"
-        elif token.kind == "directive":
-            text = token.text + "\n" if last == "\n" else f"\n{token.text}\n"
-        else:
-            text = " " + token.text if _would_merge(last, token) else token.text
-        out.append(text)
-        last = text[-1] if text else last
-    return "".join(out).strip()
+        if token.kind in ("newline", "directive"):
+            if text:
+                yield number, text
+            number, text = 0, ""
+            if token.kind == "directive":
+                yield token.line, token.text
+            continue
+        number = number or token.line
+        text += " " + token.text if _would_merge(text[-1:] or "\n", token) else token.text
+    if text:
+        yield number, text
+
+
+def minify(tokens: Iterable[Token]) -> str:
+    """The shortest text that reads the same, line for line."""
+    return "\n".join(text for _, text in lines(tokens)).strip()
 
 
 def _would_merge(left: str, token: Token) -> bool:
@@ -129,28 +137,37 @@ def _would_merge(left: str, token: Token) -> bool:
     if token.kind == "mark":
         # A number may be on the left: 1 . is not 1.
         return token.text in _OPERATORS and (left in _OPERATORS or token.text == ".")
-    return left.isalnum() or left == "_" or (left == "." and token.kind == "number")
+    # A number may also end with a point: 1. x is not 1.x.
+    return left.isalnum() or left in "_."
 
 
-@cache
-def read(path: Path) -> tuple[Item, ...]:
+def text_of(path: Path) -> str:
+    """A file's text. Bytes that are not of Unicode become characters that are not ASCII."""
+    return path.read_bytes().decode("utf-8", "surrogateescape")
+
+
+def read(path: Path, text: str | None = None) -> tuple[Item, ...]:
     """The top-level declarations of a ``.metal`` file, those of the files it includes first.
 
     Args:
         path: the file; ``#include "name.metal"`` is looked up beside it, then in this package.
+        text: its text, where there is no such file.
 
     Raises:
         SourceError: it is not ASCII, or holds what the kernel dialect does not have.
     """
-    return tuple(_read(path, frozenset()))
+    return _items(path, text_of(path) if text is None else text)
 
 
-def _read(path: Path, seen: frozenset[Path]) -> list[Item]:
-    try:
-        text = path.read_bytes().decode("ascii")
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise SourceError(f"{path.name}:{line}: Metal sources must be ASCII") from error
+@lru_cache(maxsize=256)
+def _items(path: Path, text: str) -> tuple[Item, ...]:
+    return tuple(_read(path, text, frozenset()))
+
+
+def _read(path: Path, text: str, seen: frozenset[Path]) -> list[Item]:
+    if odd := re.search(r"[^\x00-\x7f]", text):
+        line = text.count("\n", 0, odd.start()) + 1
+        raise SourceError(f"{path.name}:{line}: Metal sources must be ASCII")
     items: list[Item] = []
     for tokens in _split(tokenize(text), path):
         first = tokens[0]
@@ -158,11 +175,11 @@ def _read(path: Path, seen: frozenset[Path]) -> list[Item]:
             items.append(_item(tokens, path))
         elif first.text.startswith("#define "):
             name = re.split(r"\W", first.text.removeprefix("#define "))[0]
-            items.append(Item(frozenset([name]), tuple(tokens)))
+            items.append(Item(frozenset([name]), tuple(tokens), path.name))
         elif first.text.startswith("#include "):
             found = _included(first, path)
             if found is not None and found not in seen | {path}:
-                included = _read(found, seen | {path})
+                included = _read(found, text_of(found), seen | {path})
                 items += [item for item in included if item not in items]
         elif first.text != "#pragma once":
             raise SourceError(f"{path.name}:{first.line}: {first.text!r} is not in the dialect")
@@ -173,7 +190,7 @@ def _included(directive: Token, path: Path) -> Path | None:
     name = directive.text.removeprefix("#include ").strip()
     if name in _IN_PREAMBLE:
         return None
-    for folder in (path.parent, METAL):
+    for folder in (path.parent, METAL, METAL / "common"):
         if name.startswith('"') and (folder / name.strip('"')).is_file():
             return (folder / name.strip('"')).resolve()
     raise SourceError(f"{path.name}:{directive.line}: cannot include {name} at run time")
@@ -234,17 +251,17 @@ def _item(tokens: list[Token], path: Path) -> Item:
     """Work out which names a declaration introduces."""
     text = head(tokens)
     if re.match(r"using namespace( ::)? metal$", text):
-        return Item(frozenset(), ())
+        return Item(frozenset(), (), path.name)
     if re.search(r"\bnamespace\b", text):
         raise SourceError(f"{path.name}:{tokens[0].line}: namespaces are not in the dialect")
     if " operator " in text:
-        parameters = text[text.index("(") :]
-        return Item(frozenset(re.findall(r"\w+", parameters)), tuple(tokens), operator=True)
+        names = set(re.findall(r"\w+", text[text.index("(") :]))
+        return Item(frozenset(names), tuple(tokens), path.name, operator=True)
     names = {match[1] for pattern in _NAMES if (match := pattern.match(text))}
     if text.startswith("enum"):
         names |= words(tokens[position(tokens, "{") :])
     kernel = "kernel" in words(tokens[: position(tokens, "(")])
-    return Item(frozenset(names), tuple(tokens), kernel)
+    return Item(frozenset(names), tuple(tokens), path.name, kernel)
 
 
 def position(tokens: Sequence[Token], text: str) -> int:

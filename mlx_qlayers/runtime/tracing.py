@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 import mlx.core as mx
 
-from .backend import epoch
+from .backend import debug_mode, epoch
 from .launch import Launch
 
 
@@ -40,7 +41,8 @@ _lock = threading.Lock()
 _DEBUG = "trace"
 
 
-class trace:
+@contextmanager
+def trace() -> Iterator[list[Record]]:
     """Record every launch inside a ``with`` block, those of other threads too.
 
     Under ``mx.compile`` a launch is recorded once, while Python traces the function.
@@ -52,35 +54,21 @@ class trace:
         >>> [(launch.kernel, launch.backend, launch.grid) for launch in launches]
         [('exp_forward', 'host', (1024, 1, 1))]
     """
-
-    def __enter__(self) -> list[Record]:
-        self._records: list[Record] = []
+    records: list[Record] = []
+    with debug_mode(_DEBUG):
         with _lock:
-            _active.append(self._records)
-            _watch()
-        return self._records
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        with _lock:
-            # By identity: two traces may hold equal records.
-            _active[:] = [records for records in _active if records is not self._records]
-            _watch()
-
-
-def _watch() -> None:
-    """Plans made while a trace is open record their launches; others are not used meanwhile."""
-    debug = epoch.debug - {_DEBUG}
-    epoch.debug = debug | {_DEBUG} if _active else debug
+            _active.append(records)
+        try:
+            yield records
+        finally:
+            with _lock:
+                # By identity: two traces may hold equal records.
+                _active[:] = [each for each in _active if each is not records]
 
 
 def tracing() -> bool:
     """Whether a trace is open, which wants to see every launch."""
-    return bool(_active)
+    return _DEBUG in epoch.debug
 
 
 def record(backend: str, launch: Launch) -> None:

@@ -49,12 +49,13 @@ def without_derivative(
         return launch()
 
     node: Any = mx.custom_function(run)
-    node.vjp(_no_derivative)
-    node.jvp(_no_derivative)
+    node.vjp(no_derivative)
+    node.jvp(no_derivative)
     return cast(list[mx.array], node(*inputs))
 
 
-def _no_derivative(*_: Any) -> NoReturn:
+def no_derivative(*_: Any) -> NoReturn:
+    """Raise, in place of a derivative."""
     raise ValueError(
         "a kernel's launch has no derivative of its own: wrap it in mx.custom_function. For second "
         "derivatives and mx.jvp of this package's operations take the reference path, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextvars import Context, copy_context
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
@@ -50,10 +51,13 @@ def wait_for(result: T | Callable[..., T], seconds: float, *inputs: Any) -> T:
     """
     # A stream works only in its own thread: start the work here, wait for it there.
     mx.async_eval(inputs if callable(result) else result)
-    worker = _idle.pop() if _idle else _Worker()
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _Worker()
     done: Future[T] = Future()
     with trace() as launches:
-        worker.tasks.put((result, inputs, done))
+        worker.tasks.put((copy_context(), result, inputs, done))
         wait([done], seconds)
     if not done.done():
         names = ", ".join(dict.fromkeys(f"{r.kernel} on {r.backend}" for r in launches))
@@ -68,19 +72,19 @@ def wait_for(result: T | Callable[..., T], seconds: float, *inputs: Any) -> T:
 class _Worker(Thread):
     def __init__(self) -> None:
         super().__init__(name="mlx-qlayers-wait", daemon=True)
-        self.tasks: SimpleQueue[tuple[Any, tuple[Any, ...], Future[Any]]] = SimpleQueue()
+        self.tasks: SimpleQueue[tuple[Context, Any, tuple[Any, ...], Future[Any]]] = SimpleQueue()
         self.start()
 
     def run(self) -> None:
         while True:
-            self.serve(*self.tasks.get())
+            self._serve(*self.tasks.get())
 
     @staticmethod
-    def serve(result: Any, inputs: tuple[Any, ...], done: Future[Any]) -> None:
+    def _serve(context: Context, result: Any, inputs: tuple[Any, ...], done: Future[Any]) -> None:
         """One task; a frame of its own, so that a waiting worker keeps no arrays alive."""
         try:
             mx.eval(inputs)
-            found = result(*inputs) if callable(result) else result
+            found = context.run(result, *inputs) if callable(result) else result
             mx.eval(found)
             done.set_result(found)
         except BaseException as error:

@@ -1,18 +1,36 @@
-"""Which backend runs, and why."""
+"""Which backend runs: forced, by the environment, or what the machine has; for each thread."""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import pytest
+from machine import ALL
 
 import mlx_qlayers.runtime.backend as module
-from mlx_qlayers.runtime.backend import BackendError, backend, use_backend
-from mlx_qlayers.runtime.explain import Decision, explain, note
-from mlx_qlayers.runtime.legacy import being_traced, choose
+from mlx_qlayers.runtime.backend import (
+    BackendError,
+    Mode,
+    Outdated,
+    advance_epoch,
+    backend,
+    current,
+    debug_mode,
+    epoch,
+    mode,
+    requested,
+    set_default_backend,
+    up_to_date,
+    use_backend,
+)
+from mlx_qlayers.runtime.explain import Decision, explain
 
 from .kernels import HISTOGRAM
-
-ALL = ("metal", "cuda", "host")
 
 
 @pytest.fixture(autouse=True)
@@ -28,16 +46,9 @@ def environment(monkeypatch):
     module._from_environment.cache_clear()
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """Pretend that exactly these backends can run."""
-
-    def pretend(*names):
-        for name in ALL:
-            why = None if name in names else f"no {name} here"
-            monkeypatch.setitem(module._missing, name, lambda why=why: why)
-
-    return pretend
+def launch_histogram(x):
+    sizes = {"grid": (16, 1, 1), "threadgroup": (16, 1, 1), "output_shapes": [(16,)]}
+    return HISTOGRAM([x], init_value=0, **sizes)[0]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +78,15 @@ def test_forcing_for_good(machine):
     assert backend() == "host"
 
 
+def test_a_block_can_be_entered_again(machine):
+    machine("host")
+    forced = use_backend("ops")
+    for _ in range(2):
+        with forced:
+            assert backend() == "ops"
+        assert backend() == "host"
+
+
 def test_the_environment_forces_one(machine, environment):
     machine("host")
     environment("ops")
@@ -94,113 +114,120 @@ def test_an_unknown_name_is_an_error(environment):
         backend()
 
 
-def test_choices_can_be_explained(machine):
-    machine("metal")
-    assert choose("a", ALL) == "metal"
-    assert choose("a", ALL) == "metal"
-    assert choose("b", ("cuda",)) == "ops"
-    assert choose("c", ALL, unless="K is not a multiple of 64") == "ops"
-    with use_backend("ops"):
-        assert choose("d", ALL) == "ops"
-    with use_backend("metal"):
-        # Asked for: what auto would avoid is done.
-        assert choose("e", ALL, unless="K is not a multiple of 64") == "metal"
-        with pytest.raises(BackendError, match="f has no metal kernel for these arguments"):
-            choose("f", ("cuda",))
-    assert explain(reset=True) == [
-        Decision("a", "metal", "auto", calls=2),
-        Decision("b", "ops", "no metal kernel for these arguments"),
-        Decision("c", "ops", "K is not a multiple of 64"),
-        Decision("d", "ops", "asked for"),
-        Decision("e", "metal", "asked for"),
-    ]
-    assert explain() == []
+def test_a_default_for_threads_that_force_none(monkeypatch):
+    monkeypatch.setattr(module, "_default", None)
+    set_default_backend("ops")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(backend).result() == requested() == "ops"
+        with use_backend("host"):
+            assert backend() == "host"
+            assert pool.submit(backend).result() == "ops"
+    with pytest.raises(ValueError, match="not 'vulkan'"):
+        set_default_backend("vulkan")
 
 
-def test_the_reason_names_a_missing_compiler(machine):
-    machine()
-    assert choose("a", ALL) == choose("b", ("metal",)) == "ops"
-    assert [d.reason for d in explain()] == [
-        "no GPU, and no host backend: no host here",
-        "no ops kernel for these arguments",
-    ]
+def test_threads_force_backends_of_their_own():
+    """Blocks that overlap in any order leave nothing forced, neither elsewhere nor behind them."""
+    seen = {"ops": set(), "host": set()}
+    begin = threading.Barrier(3)
+
+    def work(name):
+        begin.wait()
+        for _ in range(1000):
+            with use_backend(name):
+                seen[name].add(backend())
+        seen[name].add(requested())
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in seen]
+    for thread in threads:
+        thread.start()
+    begin.wait()
+    here = {requested() for _ in range(1000)}
+    for thread in threads:
+        thread.join()
+    assert here == {"auto"}
+    assert seen == {name: {name, "auto"} for name in seen}
 
 
-@pytest.mark.parametrize(
-    ("gain", "expected", "reason"),
-    [
-        (None, "ops", "the kernel was not measured on a CPU"),
-        (0.5, "ops", "on a CPU the kernel has 0.5 times the speed of MLX's operators"),
-        (36.1, "host", "auto: 36 times the speed of MLX's operators on a CPU"),
-    ],
-)
-def test_auto_runs_on_a_cpu_only_what_is_faster_there(machine, gain, expected, reason):
-    machine("host")
-    assert choose("op", ALL, host_gain=gain) == expected
-    assert explain() == [Decision("op", expected, reason)]
-    with use_backend("host"):
-        assert choose("op", ALL, host_gain=gain) == "host"
+def test_tasks_force_backends_of_their_own():
+    async def task(name):
+        found = set()
+        for _ in range(100):
+            with use_backend(name):
+                await asyncio.sleep(0)
+                found.add(backend())
+            await asyncio.sleep(0)
+        return found | {requested()}
+
+    async def together():
+        return await asyncio.gather(task("ops"), task("host"), task("ops"))
+
+    assert asyncio.run(together()) == [{"ops", "auto"}, {"host", "auto"}, {"ops", "auto"}]
 
 
-def test_on_metal_the_gain_on_a_cpu_does_not_matter(machine):
-    machine("metal", "host")
-    assert choose("op", ALL, host_gain=0.5) == "metal"
+def test_a_choice_goes_to_another_thread_by_its_context():
+    with use_backend("ops"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(requested).result() == "auto"
+        assert pool.submit(contextvars.copy_context().run, requested).result() == "ops"
 
 
-def test_auto_steps_aside_from_host_while_mlx_traces(machine):
-    machine("host")
-    taken = []
-
-    @mx.compile
-    def function(x):
-        taken.append(choose("op", ALL, host_gain=2, arrays=[x]))
-        return x + 1
-
-    function(mx.zeros(3))
-    assert taken == ["ops"]
-    (decision,) = explain()
-    assert "mx.compile or mx.vmap is tracing" in decision.reason
-    assert str(decision).startswith("op: ops (mx.compile")
-
-
-def test_arrays_have_values_except_under_compile_and_vmap():
-    seen = {}
-
-    @mx.custom_function
-    def function(x):
-        seen["forward"] = being_traced([x])
-        return x * 1
-
-    @function.vjp
-    def vjp(x, dy, y):
-        seen["vjp"] = being_traced([x, dy, y])
-        return dy
-
-    loss = mx.grad(lambda x: function(x * 2).sum())
-    x = mx.ones(3)
-    loss(x)
-    assert seen == {"forward": False, "vjp": False}
-    mx.grad(mx.checkpoint(lambda x: function(x).sum()))(x)
-    assert seen == {"forward": False, "vjp": False}
-    mx.compile(loss)(x)
-    assert seen == {"forward": True, "vjp": True}
-    mx.vmap(function)(mx.ones((2, 3)))
-    assert seen["forward"]
+def test_interrupts_inside_blocks_leave_nothing_forced():
+    """Ctrl-C at any moment between the beginning of the block and its end."""
+    interrupted = 0
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        for round_ in range(1000):
+            try:
+                with use_backend("ops"), mode(Mode.INFERENCE):
+                    # One shot, so that it does not come again while the block ends.
+                    signal.setitimer(signal.ITIMER_REAL, 1e-5 + round_ % 10 * 1e-5)
+                    while True:
+                        requested()
+            except KeyboardInterrupt:
+                interrupted += 1
+            assert current.get() is module._INITIAL
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == 1000
 
 
-def test_other_errors_of_an_evaluation_are_not_taken_for_tracing(monkeypatch):
-    def fail(*arrays):
-        raise ValueError("out of paper")
-
-    monkeypatch.setattr(mx, "eval", fail)
-    monkeypatch.setattr(mx, "async_eval", fail)
-    with pytest.raises(ValueError, match="out of paper"):
-        being_traced([])
+def test_a_mode_ends_with_its_block():
+    with mode(Mode.GRADIENT), use_backend("ops"), mode(Mode.INFERENCE):
+        assert (current.get().mode, requested()) == (Mode.INFERENCE, "ops")
+    assert current.get() is module._INITIAL
+    assert [m.name for m in Mode if m.differentiable] == ["EAGER", "TRANSFORMED"]
+    assert [m.name for m in Mode if m.single] == ["EAGER", "COMPILED"]
 
 
-def launch_histogram(x):
-    sizes = {"grid": (16, 1, 1), "threadgroup": (16, 1, 1), "output_shapes": [(16,)]}
-    return HISTOGRAM([x], init_value=0, **sizes)[0]
+def test_debug_modes_of_several_threads_end_with_the_last():
+    entered, over = threading.Event(), threading.Event()
+
+    def work():
+        with debug_mode("one"):
+            entered.set()
+            over.wait(20)
+
+    thread = threading.Thread(target=work)
+    with debug_mode("one"), debug_mode("other"):
+        thread.start()
+        entered.wait(20)
+        assert epoch.debug == {"one", "other"}
+    assert epoch.debug == {"one"}
+    over.set()
+    thread.join()
+    assert epoch.debug == frozenset()
+
+
+def test_what_was_made_for_another_epoch_is_not_kept():
+    debug, number = epoch.debug, epoch.number
+    assert up_to_date("plan", debug, number) == "plan"
+    with debug_mode("one"), pytest.raises(Outdated) as caught:
+        up_to_date("plan", debug, number)
+    assert caught.value.plan == "plan"
+    advance_epoch()
+    with pytest.raises(Outdated):
+        up_to_date("plan", debug, number)
 
 
 def test_the_ops_backend_runs_no_kernel():
@@ -211,7 +238,7 @@ def test_the_ops_backend_runs_no_kernel():
         launch_histogram(mx.zeros(16, mx.uint8))
 
 
-def test_the_host_backend_says_why_it_cannot_run_a_traced_kernel(machine):
+def test_the_host_backend_says_why_it_cannot_run_a_compiled_kernel(machine):
     machine("host")
     with pytest.raises(BackendError, match=r"kernel histogram: mx.compile or mx.vmap is tracing"):
         mx.compile(launch_histogram)(mx.zeros(16, mx.uint8))
@@ -221,8 +248,3 @@ def test_launches_are_explained_too(metal):
     launch_histogram(mx.zeros(16, mx.uint8))
     launch_histogram(mx.zeros(16, mx.uint8))
     assert explain() == [Decision("kernel histogram", "metal", "launched", calls=2)]
-
-
-def test_notes_of_ones_own():
-    note("op", "ops", "why not")
-    assert str(explain()[0]) == "op: ops (why not), 1 calls"

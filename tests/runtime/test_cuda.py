@@ -34,7 +34,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         return [mx.zeros(shape, dtype) for shape, dtype in shapes]
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", kernel_that(run))
-    monkeypatch.setitem(backend_module._missing, "cuda", lambda: None)
+    monkeypatch.setitem(backend_module.missing, "cuda", lambda: None)
     with use_backend("cuda"):
         yield seen
 

@@ -60,7 +60,7 @@ def forwarded(metal):
 
     def compute(call):
         program = Program(**metal.made[-1])
-        return host.launch(Launch(program, **call))
+        return host.bind(Launch(program, **call))(list(call["inputs"]))
 
     metal.compute = compute
     with host.checks():

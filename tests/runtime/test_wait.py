@@ -9,9 +9,9 @@ import time
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.backend import requested, use_backend
 from mlx_qlayers.runtime.host import checks
-from mlx_qlayers.runtime.host.memory import locate
+from mlx_qlayers.runtime.host.array_memory import locate
 from mlx_qlayers.runtime.tracing import trace
 from mlx_qlayers.runtime.wait import KernelTimeout, wait_for
 
@@ -44,6 +44,13 @@ def test_from_several_threads_at_once():
     for thread in threads:
         thread.join()
     assert found == {n: [n * (i + n) for i in range(3)] for n in range(4)}
+
+
+def test_the_function_runs_in_the_context_of_the_caller():
+    for name in ("ops", "host"):
+        with use_backend(name):
+            assert wait_for(lambda: requested(), 5) == name
+    assert wait_for(lambda: requested(), 5) == requested()
 
 
 def test_waiting_again_and_again_takes_no_more_threads():

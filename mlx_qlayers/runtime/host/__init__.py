@@ -1,5 +1,7 @@
 """The host backend: Metal kernels compiled by clang and executed on the CPU."""
 
+from .bound_launch import Report, bind, checks
+from .compiled_kernel import Counters, HostKernel, compile_source
 from .errors import (
     CompileError,
     Divergence,
@@ -14,8 +16,6 @@ from .errors import (
     Undefined,
     Uninitialised,
 )
-from .executable import Counters, HostKernel, compile_source
-from .execute import Report, bind, checks
 from .lint import lint
 
 __all__ = [

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .cycles import cycles
-from .ir import functions
+from .alu_cycles import cycles
+from .llvm_ir import functions
 
 _TYPE = r"(?:<\d+ x [^>]+>|\[[^\]]+\]|\{[^}]*\}|ptr addrspace\(\d+\)|[\w.]+)"
 _POINTER = r"ptr(?: addrspace\(([123])\))? (.+?)"

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cache, ir, toolchain
+from . import cache, toolchain
+from . import llvm_ir as ir
 from . import translate as source
 from .access_checks import instrument
 from .errors import CompileError
@@ -252,7 +253,7 @@ def build(
     """Compile one kernel of a Metal source, or take it from the cache.
 
     Args:
-        text, function, checked, constants, defines, language: as :func:`kernel.compile_source`.
+        text, function, checked, constants, defines, language: as :func:`compile_source`.
         first: called where the cache does not have it, before it is compiled.
 
     Raises:

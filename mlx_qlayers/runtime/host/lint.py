@@ -146,11 +146,12 @@ def lint(text: str) -> list[str]:
     return [f"{plain.line(at)}: {why}" for at, why in sorted(found)]
 
 
-def refuse(text: str, name: str) -> None:
+def refuse(text: str) -> None:
     """Raise what :func:`lint` finds.
 
     Raises:
         CompileError: there is something.
     """
     if found := lint(text):
-        raise CompileError(f"kernel {name}: not Metal for every version\n" + "\n".join(found))
+        lines = "\n".join(f"source.metal:{line}" for line in found)
+        raise CompileError(f"not Metal for every version\n{lines}")

@@ -1,8 +1,9 @@
 """Outputs: memory that a kernel writes and that MLX then owns.
 
-A large output is an array of MLX's from the start, written in place. To make one costs a round
-trip to the thread that evaluates, more than copying a small output does: those are written to
-memory of our own, which MLX copies through DLPack, without a Python object for each element.
+MLX has no way to take over memory on a CPU, and makes arrays only by filling them. A small output
+is written to memory of our own, which MLX copies through DLPack. A large one is an array of MLX's
+from the start: loaded from a file that reads nothing, so that no byte is touched before the kernel
+writes it. To load costs a round trip to another thread, which is more than to copy a small output.
 """
 
 from __future__ import annotations
@@ -11,38 +12,39 @@ import ctypes
 import io
 import struct
 import sys
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from . import memory
+from .array_memory import view
 
-# Below this many bytes a copy is cheaper than an evaluation.
-SMALL = 1 << 16
+# Where copying and loading were measured to take the same time: about 60 microseconds.
+SMALL = 1 << 19
 
 _LARGE_PAGE = 1 << 21
 _MADV_HUGEPAGE = 14
 
-# Type codes of DLPack 0.8.
-_CODES = {
-    mx.bool_: 6,
-    mx.uint8: 1,
-    mx.uint16: 1,
-    mx.uint32: 1,
-    mx.uint64: 1,
-    mx.int8: 0,
-    mx.int16: 0,
-    mx.int32: 0,
-    mx.int64: 0,
-    mx.float16: 2,
-    mx.float32: 2,
-    mx.bfloat16: 4,
-    mx.complex64: 5,
+# Type codes of DLPack 0.8, and the types of .npy files.
+_TYPES = {
+    mx.bool_: (6, "|b1"),
+    mx.uint8: (1, "|u1"),
+    mx.uint16: (1, "<u2"),
+    mx.uint32: (1, "<u4"),
+    mx.uint64: (1, "<u8"),
+    mx.int8: (0, "|i1"),
+    mx.int16: (0, "<i2"),
+    mx.int32: (0, "<i4"),
+    mx.int64: (0, "<i8"),
+    mx.float16: (2, "<f2"),
+    mx.float32: (2, "<f4"),
+    mx.bfloat16: (4, "<V2"),
+    mx.complex64: (5, "<c8"),
 }
 _CPU = 1
+_load: Callable[..., Any] = mx.load
 
 
 class _Tensor(ctypes.Structure):
@@ -64,76 +66,66 @@ class _Tensor(ctypes.Structure):
     )
 
 
-_capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.restype = ctypes.py_object
-_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+capsule: Callable[[int, bytes, None], Any] = ctypes.pythonapi.PyCapsule_New
+ctypes.pythonapi.PyCapsule_New.restype = ctypes.py_object
+ctypes.pythonapi.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
-class Scratch:
-    """Memory of a small output, at an address, in the form that MLX copies arrays from."""
+class SmallOutput(NamedTuple):
+    """An output that is copied: ``mx.array(capsule(tensor_address, b"dltensor", None))``.
 
-    __slots__ = ("_shape", "_tensor", "address", "memory")
-
-    def __init__(self, shape: Sequence[int], dtype: mx.Dtype) -> None:
-        ndim = len(shape)
-        self.memory = (ctypes.c_char * (prod(shape) * dtype.size))()
-        self.address = ctypes.addressof(self.memory)
-        self._shape = (ctypes.c_int64 * max(ndim, 1))(*shape)
-        self._tensor = _Tensor(
-            data=self.address,
-            device_type=_CPU,
-            ndim=ndim,
-            code=_CODES[dtype],
-            bits=8 * dtype.size,
-            lanes=1,
-            shape=ctypes.addressof(self._shape),
-        )
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return _capsule(ctypes.addressof(self._tensor), b"dltensor", None)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return _CPU, 0
-
-
-class _Nothing(io.RawIOBase):
-    """A .npy file of so many bytes, whose data is never written to the memory it is read into."""
-
-    def __init__(self, size: int) -> None:
-        text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({size},), }}"
-        text += " " * (-(len(text) + 11) % 64) + "\n"
-        self._head = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (self._at if whence == 1 else 0)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._head[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(buffer)
-        return len(buffer)
-
-
-def untouched(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    """An array of MLX's that holds anything, not evaluated yet.
-
-    MLX makes arrays only by filling them. On fresh memory that takes longer than a fast kernel,
-    since the system maps page by page; a file that copies no byte leaves that to the kernel.
+    Attributes:
+        bytes: its size.
+        zero: whether it starts from zeros.
+        free: memory that serves all outputs of about this size, one launch at a time.
+        block: makes more of it.
+        tensor: what DLPack says of it, but for where its ``data`` is.
+        tensor_address: of ``tensor``.
+        shape: what ``tensor`` points to.
     """
+
+    bytes: int
+    zero: bool
+    free: list[Any]
+    block: Callable[[], Any]
+    tensor: _Tensor
+    tensor_address: int
+    shape: Any
+
+
+_free: dict[int, list[Any]] = {}
+
+
+def small_output(shape: tuple[int, ...], dtype: mx.Dtype, value: float | None) -> SmallOutput:
+    """What a launch needs to know of an output that is copied; nothing is allocated."""
     size = prod(shape) * dtype.size
-    flat = cast(Any, mx.load)(_Nothing(size), format="npy", stream=mx.cpu)
-    return flat.view(dtype).reshape(shape)
+    room = 1 << (size - 1).bit_length()
+    extents = (ctypes.c_int64 * max(len(shape), 1))(*shape)
+    tensor = _Tensor(
+        device_type=_CPU,
+        ndim=len(shape),
+        code=_TYPES[dtype][0],
+        bits=8 * dtype.size,
+        lanes=1,
+        shape=ctypes.addressof(extents),
+    )
+    free = _free.setdefault(room, [])
+    address = ctypes.addressof(tensor)
+    return SmallOutput(size, value == 0, free, ctypes.c_char * room, tensor, address, extents)
+
+
+class _Unread(io.RawIOBase):
+    """A file that reads whatever is in the memory it should read to.
+
+    Its methods are functions of C: MLX calls them in another thread, where each call of a Python
+    function would wait for the interpreter.
+    """
+
+    readable: Any = True.__bool__
+    seekable: Any = True.__bool__
+    readinto: Any = len
+    seek: Any = max  # of the offset and 0, which is where it is counted from
+    tell: Any = int
 
 
 @cache
@@ -141,59 +133,26 @@ def _advise() -> Any:
     return ctypes.CDLL(None).madvise
 
 
-def map_in_large_pages(array: mx.array) -> None:
-    """Ask Linux to map an output that nobody wrote yet in pages of 2 MB.
-
-    Memory of this size is fresh from the system each time. Mapping it in pages of 4 KB, as the
-    kernel writes to them, can take longer than the kernel; elsewhere the hint is not needed.
-    """
-    if array.nbytes < 2 * _LARGE_PAGE or sys.platform != "linux":
-        return
-    address = memory.locate(array)
-    begin = -(-address // _LARGE_PAGE) * _LARGE_PAGE
-    length = address + array.nbytes - begin
-    _advise()(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+def npy_header(shape: tuple[int, ...], dtype: mx.Dtype) -> bytes:
+    """How a .npy file of such an array begins."""
+    extents = "".join(f"{n}, " for n in shape)
+    text = f"{{'descr': '{_TYPES[dtype][1]}', 'fortran_order': False, 'shape': ({extents}), }}"
+    text += " " * (-(len(text) + 11) % 64) + "\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
 
 
-class Outputs:
-    """What launches write to: memory for small outputs, used again, and new arrays for the others.
-
-    Args:
-        shapes: one for each.
-        dtypes: one for each.
-        value: what they hold at first, or None for anything.
-
-    Attributes:
-        small: the small ones by number.
-        reused: the small ones in order.
-    """
-
-    def __init__(
-        self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[mx.Dtype], value: float | None
-    ) -> None:
-        self.small: dict[int, Scratch] = {}
-        self._large: dict[int, Callable[[], mx.array]] = {}
-        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-            size = prod(shape) * dtype.size
-            if value is None and 0 < size < SMALL:
-                self.small[i] = Scratch(shape, dtype)
-            elif value is None and size:
-                self._large[i] = partial(untouched, shape, dtype)
-            else:
-                start = mx.array(value or 0, dtype)
-                self._large[i] = partial(mx.full, shape, start, stream=mx.cpu)
-        self.reused: list[mx.array | Scratch] = list(self.small.values())
-
-    def prepare(self) -> list[mx.array | Scratch]:
-        """What the next launch writes to; :func:`finished` makes arrays of it."""
-        large = {i: make() for i, make in self._large.items()}
-        mx.eval(list(large.values()))
-        for array in large.values():
-            map_in_large_pages(array)
-        both: dict[int, mx.array | Scratch] = {**self.small, **large}
-        return [both[i] for i in range(len(both))]
-
-
-def finished(made: Sequence[mx.array | Scratch]) -> list[mx.array]:
-    """The outputs, once they are written."""
-    return [mx.array(cast(Any, x)) if isinstance(x, Scratch) else x for x in made]
+def large_output(header: bytes) -> tuple[mx.array, int]:
+    """An array of MLX's that holds anything, and its address; larger than its header."""
+    file = _Unread()
+    file.readinto = io.BytesIO(header).readinto
+    buffered = io.BufferedReader(file, len(header))
+    buffered.peek()
+    del file.readinto
+    array = _load(buffered, format="npy", stream=mx.cpu)
+    address = ctypes.addressof(view(array))
+    if sys.platform == "linux" and array.nbytes >= 2 * _LARGE_PAGE:
+        # Fresh from the system each time: to map it in pages of 4 KB can take longer than a kernel.
+        begin = -(-address // _LARGE_PAGE) * _LARGE_PAGE
+        length = address + array.nbytes - begin
+        _advise()(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+    return array, address

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from .brackets import closing, edit, split
-from .dialect import respell
+from .cpp_text import closing, edit, split
 from .errors import CompileError
+from .opencl_spelling import respell
 
 _KERNEL = re.compile(r"\b__qk_kernel__\b")
 _FUNCTION_CONSTANT = re.compile(

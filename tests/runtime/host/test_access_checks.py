@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from mlx_qlayers.runtime.host import compiler, ir, toolchain
+from mlx_qlayers.runtime.host import compiler, llvm_ir, toolchain
 from mlx_qlayers.runtime.host import translate as source
 from mlx_qlayers.runtime.host.access_checks import instrument, size_of
 
@@ -63,5 +63,5 @@ def test_locations_come_from_the_caller_of_the_library() -> None:
     !5 = distinct !DISubprogram(name: "k", file: !6)
     !6 = !DIFile(filename: "source.metal", directory: "/")
     """.replace("    !", "!")
-    assert ir.Locations(text, "/shims").of("call void @f(), !dbg !1") == "source.metal:3"
+    assert llvm_ir.Locations(text, "/shims").of("call void @f(), !dbg !1") == "source.metal:3"
     assert toolchain.SHIMS.name == "host"

@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.runtime.host import OutOfBounds, checks
-from mlx_qlayers.runtime.host import execute as launch
+from mlx_qlayers.runtime.host import OutOfBounds, bind, checks
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.program import Program
+from mlx_qlayers.runtime.spec import Spec
 
 EXP = "uint elem = thread_position_in_grid.x; T tmp = inp[elem]; out[elem] = metal::exp(tmp);"
 EXP_STRIDED = """
@@ -115,9 +115,8 @@ def run(
     size = arrays[-1].size if init_value is not None else int(np.prod(shapes[0]))
     dtypes = [arrays[0].dtype] * len(shapes)
     template = [("T", arrays[0].dtype)]
-    return launch(
-        Launch(program, arrays, template, (size, 1, 1), (256, 1, 1), shapes, dtypes, init_value)
-    )
+    specs, sizes = [Spec.of(x) for x in arrays], ((size, 1, 1), (256, 1, 1))
+    return bind(Launch(program, specs, template, *sizes, shapes, dtypes, init_value))(arrays)
 
 
 @pytest.fixture(params=[True, False], ids=["checked", "fast"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_qlayers.runtime.host import compiler, native, toolchain
+from mlx_qlayers.runtime.host import compiler, runtime_library, toolchain
 from mlx_qlayers.runtime.host import translate as source
 
 KERNEL = """
@@ -41,6 +41,6 @@ def test_another_platform(
         build(compiler.strict(unit, checked=checked, debug=checked), tmp_path)
         assert (tmp_path / "kernel.o").stat().st_size > 0
     monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, zig_cpu))
-    objects = native.objects(tmp_path)
+    objects = runtime_library.objects(tmp_path)
     magic = b"\xcf\xfa\xed\xfe" if "macos" in target else b"\x7fELF"
     assert all(path.read_bytes()[:4] == magic for path in [*objects, tmp_path / "kernel.o"])

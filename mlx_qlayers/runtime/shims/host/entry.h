@@ -1,4 +1,4 @@
-// How a kernel's parameters are filled: its entry point is generated from these by source.py.
+// How a kernel's parameters are filled: its entry point is generated from these by translate.py.
 #pragma once
 #include <metal_stdlib>
 

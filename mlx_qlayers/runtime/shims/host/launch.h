@@ -1,4 +1,4 @@
-// A launch as Python fills it in and reads it back; runtime/host/native.py mirrors these structs.
+// A launch as Python fills it in and reads it back; runtime/host/runtime_library.py mirrors these structs.
 #pragma once
 #include <stdint.h>
 #include "abi.h"

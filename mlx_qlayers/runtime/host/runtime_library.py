@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import cache, toolchain
 
-_SOURCES = ("fiber", "scheduler", "pool", "checks", "accesses", "matrix", "narrow")
+_SOURCES = ("fiber", "scheduler", "thread_pool", "checks", "accesses", "matrix", "half_conversions")
 
 
 class Region(ctypes.Structure):

@@ -8,9 +8,12 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any, NoReturn
 
-from . import compiler, memory, native
+from ..backend import BackendError
+from . import array_memory as memory
+from . import compiler
 from .errors import (
     Divergence,
     Hang,
@@ -24,6 +27,7 @@ from .errors import (
     Undefined,
     Uninitialised,
 )
+from .runtime_library import RawCounters, RawLaunch, Region, entry, library
 
 Size = tuple[int, int, int]
 
@@ -58,7 +62,7 @@ class Counters:
         atomics, loads, stores: operations on device memory, each once for a thread.
         threads, threadgroups: how many ran.
         bank_ways: the most threads of a SIMD group that one bank served in one access.
-        alu_cycles: arithmetic of all threads, by the costs of an Apple M1 (``cycles.py``).
+        alu_cycles: arithmetic of all threads, by the costs of an Apple M1 (``alu_cycles.py``).
         turns: of all loops, in all threads.
         threadgroup_memory: bytes that a threadgroup takes.
         same_value_writes: stores in no order with another thread's, of the value that was there.
@@ -105,6 +109,20 @@ def workers() -> int:
     return os.cpu_count() or 1
 
 
+def check_grid(name: str, grid: Size, threadgroup: Size) -> None:
+    """Refuse a grid whose threadgroups 32 bits cannot number.
+
+    Raises:
+        BackendError: it has too many.
+    """
+    count = prod(-(-g // t) for g, t in zip(grid, threadgroup, strict=True))
+    if count >= 1 << 32:
+        raise BackendError(
+            f"kernel {name}: grid {grid} has {count} threadgroups of {threadgroup}; the host "
+            f"backend runs fewer than 2^32"
+        )
+
+
 class HostKernel:
     """One kernel, compiled for the CPU.
 
@@ -112,6 +130,7 @@ class HostKernel:
         compiled: from :func:`compiler.build`.
         name: what errors call it.
         checked: whether it was compiled with checks.
+        cite: makes of ``source.metal:12``, a line of the compiled text, what faults cite.
 
     Attributes:
         signature: its parameters.
@@ -119,23 +138,29 @@ class HostKernel:
         launch: runs a launch, given the address of its ``RawLaunch``; not 0 where it failed.
     """
 
-    def __init__(self, compiled: compiler.Compiled, name: str, checked: bool) -> None:
-        self.name, self.checked = name, checked
+    def __init__(
+        self,
+        compiled: compiler.Compiled,
+        name: str,
+        checked: bool,
+        cite: Callable[[str], str] = str,
+    ) -> None:
+        self.name, self.checked, self._cite = name, checked, cite
         self.signature = compiled.signature
         self._compiled = compiled
-        self._library, self._entry = native.entry(compiled.library)
-        self.launch = native.library().qk_launch
+        self._library, self._entry = entry(compiled.library)
+        self.launch = library().qk_launch
         self.slots = 1 + max(self.signature.buffers, default=-1)
         self._workers = workers()
 
-    def raw(self, grid: Size, threadgroup: Size, dynamic: Sequence[int] = ()) -> native.RawLaunch:
+    def raw(self, grid: Size, threadgroup: Size, dynamic: Sequence[int] = ()) -> RawLaunch:
         """The part of a launch that does not depend on its buffers."""
-        threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
-        if not 1 <= threads <= 1024:
+        if not 1 <= prod(threadgroup) <= 1024:
             raise HostError(
-                f"kernel {self.name}: {threads} threads in a threadgroup; 1 to 1024 run"
+                f"kernel {self.name}: {prod(threadgroup)} threads in a threadgroup; 1 to 1024 run"
             )
-        raw = native.RawLaunch(entry=self._entry, fibers=self._compiled.fibers)
+        check_grid(self.name, grid, threadgroup)
+        raw = RawLaunch(entry=self._entry, fibers=self._compiled.fibers)
         raw.grid[:], raw.threadgroup[:] = grid, threadgroup
         raw.dynamic_bytes[: len(dynamic)] = list(dynamic)
         raw.workers, raw.checked = self._workers, self.checked
@@ -189,7 +214,7 @@ class HostKernel:
         self._run_fast(raw, given)
         return None
 
-    def _run_fast(self, raw: native.RawLaunch, given: dict[int, memory.Buffer]) -> None:
+    def _run_fast(self, raw: RawLaunch, given: dict[int, memory.Buffer]) -> None:
         addresses = (ctypes.c_uint64 * max(self.slots, 1))()
         for i, buffer in given.items():
             if i < self.slots:
@@ -197,17 +222,17 @@ class HostKernel:
         raw.buffers = ctypes.addressof(addresses)
         self.start(raw)
 
-    def start(self, raw: native.RawLaunch) -> None:
+    def start(self, raw: RawLaunch) -> None:
         """Launch on ``raw.buffers``, addresses that stay valid until this returns."""
         if self.launch(ctypes.addressof(raw)):
             self.fail(raw)
 
-    def _run_checked(self, raw: native.RawLaunch, given: dict[int, memory.Buffer]) -> Counters:
-        lib, count = native.library(), self.slots
-        counters = native.RawCounters()
+    def _run_checked(self, raw: RawLaunch, given: dict[int, memory.Buffer]) -> Counters:
+        lib, count = library(), self.slots
+        counters = RawCounters()
         with _checked_lock:
             addresses = (ctypes.c_uint64 * max(count, 1))()
-            regions = (native.Region * max(count, 1))()
+            regions = (Region * max(count, 1))()
             for i, buffer in given.items():
                 if i >= count:
                     continue
@@ -220,7 +245,7 @@ class HostKernel:
                 else:
                     ctypes.memset(at, 0xFF, buffer.bytes)
                 addresses[i] = at + buffer.origin
-                regions[i] = native.Region(at, buffer.bytes, buffer.writable, buffer.initialised)
+                regions[i] = Region(at, buffer.bytes, buffer.writable, buffer.initialised)
             raw.regions, raw.region_count = ctypes.addressof(regions), count
             raw.counters = ctypes.addressof(counters)
             raw.buffers = ctypes.addressof(addresses)
@@ -235,7 +260,7 @@ class HostKernel:
                         lib.qk_unplace(i, buffer.bytes)
         return Counters(**{f.name: getattr(counters, f.name) for f in fields(Counters)})
 
-    def fail(self, raw: native.RawLaunch) -> NoReturn:
+    def fail(self, raw: RawLaunch) -> NoReturn:
         """Raise what the runtime library reported of a launch."""
         kind = _FAULTS[raw.fault] if raw.fault < len(_FAULTS) else None
         if kind is None:
@@ -255,7 +280,7 @@ class HostKernel:
         if "never written" in text:
             raise kind(f"{text} (kernel {self.name})")
         lines = self._compiled.lines
-        line = lines[raw.fault_line] if raw.fault_line < len(lines) else ""
+        line = self._cite(lines[raw.fault_line] if raw.fault_line < len(lines) else "")
         a, b = raw.fault_threadgroup, raw.fault_thread
         raise kind(text, Place(self.name, (a[0], a[1], a[2]), (b[0], b[1], b[2]), line))
 
@@ -269,6 +294,7 @@ def compile_source(
     defines: Mapping[str, str] | None = None,
     language: int = 320,
     name: str | None = None,
+    cite: Callable[[str], str] = str,
     first: Callable[[], None] | None = None,
 ) -> HostKernel:
     """Compile one kernel of a complete Metal source for the CPU.
@@ -281,6 +307,7 @@ def compile_source(
         defines: macros.
         language: ``__METAL_VERSION__``.
         name: what errors call the kernel; its function's name by default.
+        cite: makes of ``source.metal:12``, a line of ``text``, what faults cite.
         first: called where it has to be compiled, before that.
 
     Raises:
@@ -306,4 +333,4 @@ def compile_source(
         language=language,
         first=first,
     )
-    return HostKernel(compiled, name or function, checked)
+    return HostKernel(compiled, name or function, checked, cite)

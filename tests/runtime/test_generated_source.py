@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_qlayers.runtime import signature
+from mlx_qlayers.runtime import generated_source as generated
 from mlx_qlayers.runtime.program import Program
 
 from .mlx_text import record
 
-DTYPES = list(signature.TYPES)
+DTYPES = list(generated.TYPES)
 SHAPES = [(), (1,), (7,), (8,), (1, 7), (2, 4), (2, 3, 4), (0,), (1, 1, 1, 1, 9)]
 SIZES = {"grid": (5, 3, 2), "threadgroup": (4, 1, 2)}
 
@@ -42,15 +42,15 @@ def agrees(program, inputs, template, output_dtypes, **options):
         )
 
     recorded = record(call, inputs)
-    function, text = signature.generate(program, inputs, tuple(template), tuple(output_dtypes))
+    function, text = generated.generate(program, inputs, tuple(template), tuple(output_dtypes))
     assert text == recorded.text
     assert function == recorded.function
     words = [
-        [word.split()[1] for word in signature.shape_words(program.source, n)]
+        [word.split()[1] for word in generated.shape_words(program.source, n)]
         for n in program.input_names
     ]
     assert recorded.shape_words == [
-        tuple(name + suffix in found for suffix, _ in signature.SHAPE_WORDS)
+        tuple(name + suffix in found for suffix, _ in generated.SHAPE_WORDS)
         for name, found in zip(program.input_names, words, strict=True)
     ]
     return recorded
@@ -75,13 +75,13 @@ def test_outputs_of_every_dtype(dtype, atomic):
     )
 
 
-@pytest.mark.parametrize("attribute", signature.ATTRIBUTES)
+@pytest.mark.parametrize("attribute", generated.ATTRIBUTES)
 def test_every_attribute(attribute):
     agrees(program(f"auto at = {attribute}; o[0] = 1;"), [mx.zeros(9)], [], [mx.float32])
 
 
 def test_all_attributes_at_once():
-    source = "".join(f"use({attribute});" for attribute in reversed(signature.ATTRIBUTES))
+    source = "".join(f"use({attribute});" for attribute in reversed(generated.ATTRIBUTES))
     agrees(program(source), [mx.zeros(9)], [], [mx.float32])
 
 
@@ -121,7 +121,7 @@ arrays = st.builds(
 values = st.one_of(st.integers(0, 2**31 - 1), st.booleans(), st.sampled_from(DTYPES))
 fragments = st.lists(
     st.one_of(
-        st.sampled_from(list(signature.ATTRIBUTES)),
+        st.sampled_from(list(generated.ATTRIBUTES)),
         st.builds(str.__add__, names, st.sampled_from(["_shape", "_strides", "_ndim", "", "_"])),
         st.sampled_from(["\n", "/* no */", "#pragma unroll\n", "a < b"]),
     ),

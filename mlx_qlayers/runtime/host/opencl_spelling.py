@@ -1,15 +1,15 @@
 """Words of Metal that C++ for OpenCL spells otherwise, replaced in preprocessed source.
 
 ``thread`` becomes ``__generic`` on pointers and nothing elsewhere: unqualified is generic there,
-and :mod:`ir` refuses what reaches it from another address space. What ``constant`` qualifies is
-const. Constructor calls of vectors become function calls.
+and :mod:`llvm_ir` refuses what reaches it from another address space. What ``constant`` qualifies
+is const. Constructor calls of vectors become function calls.
 """
 
 from __future__ import annotations
 
 import re
 
-from .brackets import angle, closing, edit
+from .cpp_text import angle, closing, edit
 
 _SCALARS = "char|uchar|short|ushort|int|uint|long|ulong|half|bfloat|float"
 _CONSTRUCTOR = re.compile(rf"(?<![\w.])(?:metal\s*::\s*)?({_SCALARS})([234])\s*\(")

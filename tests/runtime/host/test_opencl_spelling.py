@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_qlayers.runtime.host.brackets import angle, closing, edit, split
-from mlx_qlayers.runtime.host.dialect import respell
+from mlx_qlayers.runtime.host.cpp_text import angle, closing, edit, split
 from mlx_qlayers.runtime.host.errors import CompileError
+from mlx_qlayers.runtime.host.opencl_spelling import respell
 
 T = "__qk_thread__"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
+from contextvars import copy_context
+from threading import Event, Thread
 from typing import Any
 
 import mlx.core as mx
@@ -12,12 +13,12 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.runtime import use_backend
-from mlx_qlayers.runtime.host import CompileError, HostError, Race, checks, compile_source
-from mlx_qlayers.runtime.host import execute as launch
-from mlx_qlayers.runtime.host.executable import workers
-from mlx_qlayers.runtime.host.memory import locate
+from mlx_qlayers.runtime.host import CompileError, HostError, Race, bind, checks, compile_source
+from mlx_qlayers.runtime.host.array_memory import locate
+from mlx_qlayers.runtime.host.compiled_kernel import workers
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.program import Program
+from mlx_qlayers.runtime.spec import Spec
 
 from ..kernels import GATHER
 
@@ -47,7 +48,9 @@ def run(
     )
     grid = (threads or int(np.prod(shapes[0])), 1, 1)
     group = (min(threadgroup, grid[0]), 1, 1)
-    return launch(Launch(program, inputs, [], grid, group, shapes, dtypes, init_value))
+    specs = [Spec.of(x) for x in inputs]
+    launch = Launch(program, specs, [], grid, group, shapes, dtypes, init_value)
+    return bind(launch)(list(inputs))
 
 
 @pytest.fixture(params=[True, False], ids=["checked", "fast"])
@@ -186,7 +189,7 @@ def test_faults_name_the_package_s_kernel() -> None:
 
 def test_source_is_linted() -> None:
     with pytest.raises(
-        CompileError, match=r"kernel probe: not Metal for every version\n\d: lambdas"
+        CompileError, match=r"kernel probe: not Metal for every version\nsource.metal:\d: lambdas"
     ):
         run("auto f = [&](int k) { return k; }; x[i] = f(1);", [], [(8,)], [mx.int32])
 
@@ -212,8 +215,33 @@ def test_what_repeated_launches_share_is_not_their_data(size: int) -> None:
         return x, y
 
     with use_backend("host"), checks(False), ThreadPoolExecutor(4) as pool:
-        for x, y in pool.map(one, range(40)):
-            assert mx.array_equal(x, y)
+        tasks = [pool.submit(copy_context().run, one, k) for k in range(40)]
+        for task in tasks:
+            assert mx.array_equal(*task.result())
+
+
+def test_checks_are_those_of_a_thread() -> None:
+    """Blocks that overlap take nothing from each other, and leave nothing checked."""
+    begun, over = Event(), Event()
+
+    def other() -> int:
+        with checks() as report:
+            begun.set()
+            over.wait(20)
+            run("x[i] = 1;", [], [(8,)], [mx.int32])
+        run("x[i] = 1;", [], [(8,)], [mx.int32])
+        return len(report.launches)
+
+    with ThreadPoolExecutor(2) as pool:
+        with checks() as report:
+            task = pool.submit(other)
+            begun.wait(20)
+            run("x[i] = 1;", [], [(8,)], [mx.int32])
+            pool.submit(run, "x[i] = 1;", [], [(8,)], [mx.int32]).result()
+            pool.submit(copy_context().run, run, "x[i] = 1;", [], [(8,)], [mx.int32]).result()
+        run("x[i] = 1;", [], [(8,)], [mx.int32])
+        over.set()
+        assert (task.result(), len(report.launches)) == (1, 2)
 
 
 def test_the_work_of_a_launch_is_measured() -> None:

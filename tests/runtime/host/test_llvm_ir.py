@@ -6,7 +6,7 @@ import pytest
 
 from mlx_qlayers.runtime.host.compiler import demangle
 from mlx_qlayers.runtime.host.errors import CompileError
-from mlx_qlayers.runtime.host.ir import check, collapse, unalign
+from mlx_qlayers.runtime.host.llvm_ir import check, collapse, unalign
 
 BORROWED = """
 define void @_Z1fv(ptr addrspace(1) %0) {{

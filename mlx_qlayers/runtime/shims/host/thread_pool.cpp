@@ -10,7 +10,7 @@ static const uint64_t kAlone = 60000;
 
 struct Job {
   Launch* launch;
-  uint32_t next, count, chunk;
+  uint64_t next, count, chunk;  // what threads add beyond the end takes more than 32 bits
 };
 
 static struct Pool {
@@ -34,10 +34,10 @@ static bool run_job(Job* job) {
   uint64_t start = nanoseconds();
   if (!w->prepare(launch)) return false;
   for (;;) {
-    uint32_t begin = __atomic_fetch_add(&job->next, job->chunk, __ATOMIC_RELAXED);
+    uint64_t begin = __atomic_fetch_add(&job->next, job->chunk, __ATOMIC_RELAXED);
     if (begin >= job->count || __atomic_load_n(&launch->fault, __ATOMIC_RELAXED)) break;
-    uint32_t end = begin + job->chunk < job->count ? begin + job->chunk : job->count;
-    for (uint32_t i = begin; i < end && !launch->fault; i++) w->run_threadgroup(i);
+    uint64_t end = begin + job->chunk < job->count ? begin + job->chunk : job->count;
+    for (uint64_t i = begin; i < end && !launch->fault; i++) w->run_threadgroup(i);
   }
   __atomic_fetch_add(&launch->work, nanoseconds() - start, __ATOMIC_RELAXED);
   return true;
@@ -117,11 +117,13 @@ static bool run_checked(Launch* launch, uint32_t count) {
 
 // Returns 0, or 1 where the launch's fault says what went wrong.
 extern "C" int qk_launch(Launch* launch) {
-  uint32_t count = 1;
-  for (int d = 0; d < 3; d++) {
-    count *= (launch->grid[d] + launch->threadgroup[d] - 1) / launch->threadgroup[d];
-  }
   launch->fault = kNone;
+  uint64_t count = 1;
+  for (int d = 0; d < 3; d++) {
+    count *= ((uint64_t)launch->grid[d] + launch->threadgroup[d] - 1) / launch->threadgroup[d];
+    if (count >> 32) launch->fault = kFailed;  // Python refuses such a grid first
+    if (launch->fault) return 1;
+  }
   if (count == 0) return 0;
   bool ran = launch->checked ? run_checked(launch, count) : run_unchecked(launch, count);
   if (!ran && !launch->fault) launch->fault = kFailed;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +14,7 @@ from mlx_qlayers import attention, grid_sample, quantized_matmul, use_backend
 from mlx_qlayers.metal.exp import launch as family
 from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.runtime import trace
+from mlx_qlayers.runtime.transformed import has_values, is_transformed
 
 Function = Callable[[mx.array], mx.array]
 
@@ -24,7 +27,8 @@ def on_host() -> Iterator[None]:
 
 def bare(x: mx.array) -> mx.array:
     """A launch that nobody gave a gradient."""
-    return family._launch(family._FORWARD, x)
+    sizes = {"grid": (x.size, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [x.shape]}
+    return family._FORWARD([x], template={"T": x.dtype}, **sizes)[0]
 
 
 def random(*shape: int) -> mx.array:
@@ -97,3 +101,79 @@ def test_operations_have_first_derivatives_and_no_second(name: str) -> None:
         mx.eval(mx.grad(lambda x: gradient(x).sum())(x))
     with pytest.raises(ValueError, match=r"mx\.jvp"):
         mx.eval(mx.jvp(function, [x], [mx.ones_like(x)]))
+
+
+_IN_A_THREAD = """
+import threading
+import mlx.core as mx
+from mlx_qlayers import quantized_matmul, use_backend
+from mlx_qlayers.ops.exp import exp
+
+x, packed = mx.ones((3, 128)), mx.quantize(mx.ones((40, 128)))
+mx.eval(x, packed)
+
+def work():
+    with use_backend("host"):
+        mx.eval(exp(x), quantized_matmul(x, *packed), mx.grad(lambda x: exp(x).sum())(x))
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_after_operations_in_a_thread() -> None:
+    """MLX's compile cache of a thread that ended takes the interpreter's lock: none may be filled.
+
+    It aborted 6 to 10 of 10 processes.
+    """
+
+    def run(_: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", _IN_A_THREAD]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(run, range(20)):
+            assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_arrays_have_values_except_under_compile_and_vmap() -> None:
+    seen: dict[str, tuple[bool, bool]] = {}
+
+    def look(name: str, arrays: list[mx.array]) -> None:
+        seen[name] = is_transformed(arrays), has_values(arrays)
+
+    @mx.custom_function
+    def function(x: mx.array) -> mx.array:
+        look("forward", [x])
+        return x * 1
+
+    @function.vjp
+    def vjp(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
+        look("vjp", [x, dy, y])
+        return dy
+
+    x, loss = mx.ones(3), mx.grad(lambda x: function(x * 2).sum())
+    function(x)
+    assert seen == {"forward": (False, True)}
+    loss(x)
+    assert seen == {"forward": (True, True), "vjp": (True, True)}
+    mx.grad(mx.checkpoint(lambda x: function(x).sum()))(x)
+    assert seen == {"forward": (True, True), "vjp": (True, True)}
+    mx.compile(loss)(x)
+    assert seen == {"forward": (True, False), "vjp": (True, False)}
+    mx.vmap(function)(mx.ones((2, 3)))
+    assert seen["forward"] == (True, False)
+
+
+def test_other_errors_of_an_evaluation_are_not_taken_for_tracing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arrays: mx.array) -> None:
+        raise ValueError("out of paper")
+
+    monkeypatch.setattr(mx, "eval", fail)
+    with pytest.raises(ValueError, match="out of paper"):
+        has_values([])

@@ -1,0 +1,339 @@
+"""Launches of this package's kernels: bind them, fill in addresses, run, return the outputs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+
+from ..backend import BackendError
+from ..explain import collectors, count
+from ..launch import Bound, Launch
+from ..program import Program
+from ..spec import Spec
+from . import array_memory as memory
+from .compiled_kernel import DEFAULT_BUDGET, Counters, HostKernel, check_grid, compile_source
+from .errors import CompileError
+from .lint import refuse
+from .output_buffers import (
+    SMALL,
+    SmallOutput,
+    capsule,
+    large_output,
+    npy_header,
+    small_output,
+)
+
+_PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n#line 1 "source.metal"\n'
+_ENVIRONMENT = "MLX_QLAYERS_HOST_CHECKS"
+
+
+@dataclass
+class Report:
+    """What the checked launches of a ``with checks()`` block did.
+
+    Attributes:
+        launches: the kernel's name and its counters, in order.
+        budget: the loop turns that each launch may take.
+    """
+
+    budget: int = DEFAULT_BUDGET
+    launches: MutableSequence[tuple[str, Counters]] = field(default_factory=list)
+
+    def total(self, name: str, kernel: str | None = None) -> int:
+        """The sum of one counter over all launches, or over those of one kernel."""
+        return sum(getattr(c, name) for k, c in self.launches if kernel in (None, k))
+
+
+_everywhere = os.environ.get(_ENVIRONMENT, "0") not in ("", "0")
+_report: ContextVar[Report | None] = ContextVar(
+    "mlx_qlayers_checks", default=Report(launches=deque(maxlen=0)) if _everywhere else None
+)
+
+
+@contextmanager
+def checks(enabled: bool = True, *, budget: int = DEFAULT_BUDGET) -> Iterator[Report]:
+    """Run the launches of a ``with`` block on the checked build (or, with False, on the fast one).
+
+    These are the launches of this thread or async task; another takes part if it begins with
+    :func:`contextvars.copy_context`. ``MLX_QLAYERS_HOST_CHECKS=1`` turns the checks on everywhere.
+
+    Args:
+        enabled: whether to check.
+        budget: the loop turns after which a launch counts as hanging.
+
+    Raises:
+        KernelFault: in the block, at the launch that did something wrong.
+
+    Example:
+        >>> from mlx_qlayers.ops.exp import exp
+        >>> with use_backend("host"), checks() as report:
+        ...     y = exp(mx.ones(16))
+        >>> report.total("bytes_read")
+        64
+    """
+    report = Report(budget)
+    token = _report.set(report if enabled else None)
+    try:
+        yield report
+    finally:
+        _report.reset(token)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A kernel compiled for one set of types, and where its buffers come from.
+
+    Attributes:
+        kernel: the kernel.
+        inputs: a buffer's index and an input's, for each input.
+        shapes: a buffer's index, an input's, and what makes a shape or a rank of it, for each.
+        strides: by inputs, the buffers' indices of their strides.
+        outputs: the buffers' indices of the outputs, in order.
+    """
+
+    kernel: HostKernel
+    inputs: list[tuple[int, int]]
+    shapes: list[tuple[int, int, Callable[[Spec | mx.array], Any]]]
+    strides: dict[int, int]
+    outputs: list[int]
+
+
+def _shape(x: Spec | mx.array) -> Any:
+    return (ctypes.c_int * max(1, x.ndim))(*x.shape)
+
+
+def _ndim(x: Spec | mx.array) -> Any:
+    return ctypes.c_int(x.ndim)
+
+
+def _strides(steps: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * max(1, len(steps)))(*steps)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(program: Program, function: str, text: str, checked: bool) -> _Compiled:
+    def cite(message: str) -> str:
+        return program.cite(message, text)
+
+    def first() -> None:
+        refuse(text)
+        print(f"mlx-qlayers: compiling kernel {program.name} for this CPU, once", file=sys.stderr)
+
+    try:
+        kernel = compile_source(
+            _PREAMBLE + text,
+            function,
+            checked=checked,
+            name=program.name,
+            cite=cite,
+            first=first,
+        )
+    except CompileError as error:
+        raise CompileError(f"kernel {program.name}: {cite(str(error))}") from None
+    at = {parameter.name: i for i, parameter in kernel.signature.buffers.items()}
+    words = (("_shape", _shape), ("_ndim", _ndim))
+    return _Compiled(
+        kernel,
+        inputs=[(at[name], i) for i, name in enumerate(program.input_names)],
+        shapes=[
+            (at[name + suffix], i, make)
+            for i, name in enumerate(program.input_names)
+            for suffix, make in words
+            if name + suffix in at
+        ],
+        strides={
+            i: at[name + "_strides"]
+            for i, name in enumerate(program.input_names)
+            if name + "_strides" in at
+        },
+        outputs=[at[name] for name in program.output_names],
+    )
+
+
+class _Strides:
+    """Where the kernel finds the strides of an input.
+
+    Attributes:
+        slot: the buffer's index.
+        dense: the address of those of a row-contiguous array.
+        own: those of another array, in elements, and their address.
+    """
+
+    def __init__(self, slot: int, x: Spec) -> None:
+        self.slot, self.itemsize, self.axes = slot, x.dtype.size, range(x.ndim)
+        self._dense = _strides([prod(x.shape[axis + 1 :]) for axis in self.axes])
+        self.own = _strides([0] * x.ndim)
+        self.dense, self.own_address = map(ctypes.addressof, (self._dense, self.own))
+
+
+class _Frame:
+    """What a launch fills in, used again by the next one that differs in its arrays alone.
+
+    Attributes:
+        addresses: of the buffers, as the kernel's entry point takes them.
+        inputs: a buffer's index, an input's, and where its strides go, if anywhere.
+        view: of an array that is not contiguous, and its address.
+        raw: the launch as the runtime library takes it, and its address.
+        outputs: a buffer's index for each output, and one of: a small output, the header of a large
+            one, what makes one that starts from a value.
+    """
+
+    def __init__(self, compiled: _Compiled, launch: Launch) -> None:
+        self.addresses = (ctypes.c_uint64 * compiled.kernel.slots)()
+        self.raw = compiled.kernel.raw(launch.grid, launch.threadgroup)
+        self.raw.buffers = ctypes.addressof(self.addresses)
+        self.raw_address = ctypes.addressof(self.raw)
+        self.inputs = [
+            (
+                slot,
+                i,
+                _Strides(compiled.strides[i], launch.inputs[i]) if i in compiled.strides else None,
+            )
+            for slot, i in compiled.inputs
+        ]
+        self.view = memory.PyBuffer()
+        self.view_address = ctypes.addressof(self.view)
+        self._shapes = [(slot, make(launch.inputs[i])) for slot, i, make in compiled.shapes]
+        for slot, shape in self._shapes:
+            self.addresses[slot] = ctypes.addressof(shape)
+        value = launch.init_value
+        self.outputs: list[tuple[int, SmallOutput | None, bytes, Any]] = []
+        outputs = zip(compiled.outputs, launch.output_shapes, launch.output_dtypes, strict=True)
+        for slot, shape, dtype in outputs:
+            size = prod(shape) * dtype.size
+            if 0 < size < SMALL and not value:
+                self.outputs.append((slot, small_output(shape, dtype, value), b"", None))
+            elif size and value is None:
+                self.outputs.append((slot, None, npy_header(shape, dtype), None))
+            else:
+                start = mx.array(value or 0, dtype)
+                filled = partial(mx.full, shape, start, stream=mx.cpu)
+                self.outputs.append((slot, None, b"", filled))
+
+
+def bind(launch: Launch) -> Bound:
+    """What runs a launch and returns its outputs, one for each of ``launch.output_shapes``.
+
+    The inputs are read where they lie and the outputs are written where MLX will read them, or
+    copied if they are small; an input that must be row-contiguous and is not gets copied too.
+
+    Raises:
+        BackendError: the grid has too many threadgroups.
+    """
+    check_grid(launch.program.name, launch.grid, launch.threadgroup)
+    frames: list[_Frame] = []  # each serves one thread at a time
+    contiguous = launch.program.ensure_row_contiguous
+    view, address_of, evaluate, array = memory.view, ctypes.addressof, mx.eval, mx.array
+    get_buffer, release_buffer = memory.get_buffer, memory.release_buffer
+    fill, report_of = ctypes.memset, _report.get
+    rows = launch.rows("host")
+    ticks = rows[0].ticks
+    compiled: _Compiled | None = None
+
+    # Every launch of a kernel on a CPU comes through here: calls of Python functions are its cost.
+    def run(inputs: list[mx.array]) -> list[mx.array]:
+        nonlocal compiled
+        try:
+            evaluate(*inputs)
+        except ValueError as error:
+            raise _no_values(launch, error) from error
+        if collectors:
+            count(rows)
+        else:
+            next(ticks)
+        if (report := report_of()) is not None:
+            return _run_checked(launch, inputs, report)
+        if compiled is None:
+            compiled = _compiled(launch.program, launch.function, launch.text, False)
+        try:
+            frame = frames.pop()
+        except IndexError:
+            frame = _Frame(compiled, launch)
+        addresses, kept, made = frame.addresses, [], []
+        for slot, i, strides in frame.inputs:
+            try:
+                owner = view(inputs[i])
+                addresses[slot] = address_of(owner)
+            except (TypeError, ValueError):
+                if strides is not None and not contiguous:
+                    raw = frame.view
+                    get_buffer(inputs[i], frame.view_address, memory.STRIDED)
+                    addresses[slot], steps = raw.buf or 0, raw.strides
+                    for axis in strides.axes:
+                        strides.own[axis] = steps[axis] // strides.itemsize
+                    release_buffer(frame.view_address)
+                    addresses[strides.slot] = strides.own_address
+                    continue
+                inputs[i] = owner = memory.readable(inputs[i], contiguous)
+                addresses[slot] = memory.locate(owner)
+            kept.append(owner)
+            if strides is not None:
+                addresses[strides.slot] = strides.dense
+        for slot, small, header, filled in frame.outputs:
+            if small is not None:
+                try:
+                    block = small.free.pop()
+                except IndexError:
+                    block = small.block()
+                made.append(block)
+                small.tensor.data = addresses[slot] = address_of(block)
+                if small.zero:
+                    fill(block, 0, small.bytes)
+            elif header:
+                large, addresses[slot] = large_output(header)
+                made.append(large)
+            else:
+                made.append(filled())
+                addresses[slot] = memory.locate(made[-1])
+        if compiled.kernel.launch(frame.raw_address):
+            compiled.kernel.fail(frame.raw)
+        for i, (_, small, _, _) in enumerate(frame.outputs):
+            if small is not None:
+                block, made[i] = made[i], array(capsule(small.tensor_address, b"dltensor", None))
+                small.free.append(block)
+        frames.append(frame)
+        return made
+
+    return run
+
+
+def _no_values(launch: Launch, error: ValueError) -> Exception:
+    if "transformations" not in str(error):
+        return error
+    return BackendError(
+        f"kernel {launch.program.name}: mx.compile or mx.vmap is tracing the inputs, and the host "
+        "backend needs their values. Leave the call out of the compiled function, or "
+        'use_backend("ops")'
+    )
+
+
+def _run_checked(launch: Launch, inputs: list[mx.array], report: Report) -> list[mx.array]:
+    compiled = _compiled(launch.program, launch.function, launch.text, True)
+    contiguous = launch.program.ensure_row_contiguous
+    inputs = [memory.readable(x, contiguous) for x in inputs]
+    outputs = zip(launch.output_shapes, launch.output_dtypes, strict=True)
+    start = launch.init_value or 0
+    made = [mx.full(shape, mx.array(start, dtype), stream=mx.cpu) for shape, dtype in outputs]
+    mx.eval(made)
+    buffers = {slot: memory.extent(inputs[i]) for slot, i in compiled.inputs}
+    facts = {slot: make(inputs[i]) for slot, i, make in compiled.shapes}
+    facts |= {slot: _strides(memory.strides(inputs[i])) for i, slot in compiled.strides.items()}
+    buffers |= {slot: memory.extent(fact) for slot, fact in facts.items()}
+    for slot, x in zip(compiled.outputs, made, strict=True):
+        buffers[slot] = memory.extent(x)
+        buffers[slot].writable, buffers[slot].initialised = True, launch.init_value is not None
+    counters = compiled.kernel.run(buffers, launch.grid, launch.threadgroup, budget=report.budget)
+    assert counters is not None
+    report.launches.append((launch.program.name, counters))
+    return made

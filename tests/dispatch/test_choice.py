@@ -1,0 +1,54 @@
+"""Which path an operation takes, and the reason that is given."""
+
+from __future__ import annotations
+
+import pytest
+from machine import ALL
+
+from mlx_qlayers.dispatch import Choice, choose
+from mlx_qlayers.runtime.backend import BackendError, use_backend
+
+
+def test_paths_and_reasons(machine):
+    machine("metal")
+    assert choose("a", ALL) == Choice("a", "metal", "auto")
+    assert choose("b", ("cuda",)) == Choice("b", "ops", "no metal kernel for these arguments")
+    reason = "K is not a multiple of 64"
+    assert choose("c", ALL, unless=reason) == Choice("c", "ops", reason)
+    with use_backend("ops"):
+        assert choose("d", ALL) == Choice("d", "ops", "asked for", "asked for")
+    with use_backend("metal"):
+        # Asked for: what auto would avoid is done.
+        assert choose("e", ALL, unless=reason) == Choice("e", "metal", "asked for", "asked for")
+        with pytest.raises(BackendError, match="f has no metal kernel for these arguments"):
+            choose("f", ("cuda",))
+    assert choose("g", by="qmv", evidence="measured here") == Choice(
+        "g", "metal", "auto, by qmv", "measured here"
+    )
+
+
+def test_the_reason_names_a_missing_compiler(machine):
+    machine()
+    assert choose("a", ALL).reason == "no GPU, and no host backend: no host here"
+    assert choose("b", ("metal",)).reason == "no ops kernel for these arguments"
+    assert choose("a", ALL).path == choose("b", ("metal",)).path == "ops"
+
+
+@pytest.mark.parametrize(
+    ("gain", "expected", "reason"),
+    [
+        (None, "ops", "the kernel was not measured on a CPU"),
+        (0.5, "ops", "on a CPU the kernel has 0.5 times the speed of MLX's operators"),
+        (36.1, "host", "auto: 36 times the speed of MLX's operators on a CPU"),
+    ],
+)
+def test_auto_runs_on_a_cpu_only_what_is_faster_there(machine, gain, expected, reason):
+    machine("host")
+    assert choose("op", ALL, host_gain=gain) == Choice("op", expected, reason)
+    with use_backend("host"):
+        assert choose("op", ALL, host_gain=gain).path == "host"
+
+
+def test_on_metal_the_gain_on_a_cpu_does_not_matter(machine):
+    machine("metal", "host")
+    assert choose("op", ALL, host_gain=0.5).path == "metal"

@@ -1,0 +1,128 @@
+"""What ran and why is counted, from all threads."""
+
+from __future__ import annotations
+
+import threading
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers.dispatch import Choice, Operation, Plan, dispatch
+from mlx_qlayers.runtime.backend import use_backend
+from mlx_qlayers.runtime.explain import Decision, count, explain, note, recording, row
+
+
+def in_threads(work, number=8):
+    """Run a function in threads that start together; raise what they raise."""
+    errors, begin = [], threading.Barrier(number)
+
+    def run():
+        begin.wait()
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_notes_of_ones_own():
+    note("op", "ops", "why not")
+    assert str(explain()[0]) == "op: ops (why not), 1 calls"
+
+
+def test_a_decision_is_listed_once_for_each_reason_and_evidence():
+    for _ in range(2):
+        note("op", "ops", "why", "rule")
+        note("op", "ops", "why", "measured here")
+        note("op", "host", "why")
+    assert {(d.path, d.evidence, d.calls) for d in explain()} == {
+        ("ops", "rule", 2),
+        ("ops", "measured here", 2),
+        ("host", "rule", 2),
+    }
+
+
+def test_a_reset_forgets():
+    note("op", "ops", "why")
+    assert explain(reset=True) == [Decision("op", "ops", "why")]
+    assert explain() == []
+    note("op", "ops", "why")
+    assert explain() == [Decision("op", "ops", "why")]
+
+
+def test_what_is_recorded_is_not_counted():
+    one, other = row("one", "ops", "why"), row("other", "ops", "why")
+    with recording() as outer:
+        count((one,))
+        with recording() as inner:
+            count((one, other))
+        count((other,))
+    assert (outer, inner) == ([one, other], [one, other])
+    assert explain() == []
+    count((one,))
+    assert [d.op for d in explain()] == ["one"]
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_no_call_of_a_thread_is_lost(reset):
+    """80,000 calls, which are counted exactly, even if somebody resets the counts meanwhile."""
+    twice = Operation("twice", lambda specs: Plan(Choice("twice", "ops", "a test"), _same))
+    x = mx.ones(1)
+    mx.eval(x)
+
+    def work():
+        for _ in range(10_000):
+            dispatch(twice, (x,))
+
+    thread = threading.Thread(target=in_threads, args=(work,))
+    thread.start()
+    found = 0
+    while reset and thread.is_alive():
+        found += sum(d.calls for d in explain(reset=True))
+    thread.join()
+    assert found + sum(d.calls for d in explain()) == 80_000
+
+
+def _same(x):
+    return x
+
+
+def test_explaining_beside_running_operations_raises_nothing():
+    """New rows appear all the time."""
+    over = threading.Event()
+
+    def read():
+        while not over.is_set():
+            explain()
+
+    def work():
+        for i in range(2000):
+            note(f"op {i}", "ops", str(threading.get_ident()))
+
+    reader = threading.Thread(target=in_threads, args=(read, 2))
+    reader.start()
+    try:
+        in_threads(work, 4)
+    finally:
+        over.set()
+        reader.join()
+    assert sum(d.calls for d in explain(reset=True)) == 8000
+
+
+def test_launches_are_counted_where_they_happen():
+    """Of a plan with two kernels, the one that runs."""
+    from mlx_qlayers.ops.exp import exp
+
+    with use_backend("host"):
+        exp(mx.ones(5))
+        assert {d.op: d.calls for d in explain(reset=True)} == {"exp": 1, "kernel exp_forward": 1}
+        mx.eval(mx.grad(lambda x: exp(x).sum())(mx.ones(5)))
+        calls = {d.op: d.calls for d in explain()}
+    assert calls["kernel exp_forward"] == calls["kernel exp_gradient"] == 1
