@@ -126,6 +126,8 @@ def _plan(
     specs: tuple[tuple[Any, Any] | None, ...],
     *_: object,
 ) -> _Prepared:
+    if not all(s is None or isinstance(s[1], mx.Dtype) for s in specs):
+        raise TypeError("arrays of others are no key")
     return _prepare(operation, static, [None if s is None else Spec(*s) for s in specs])
 
 
