@@ -101,8 +101,8 @@ def chain(
 
 def verify(x: mx.array, packed: Packed, indices: mx.array, transpose: bool, fmt: Format) -> None:
     """Hold our result against stock in float32, on the first matrix's columns."""
-    w, *numbers = packed
-    wide = [a if a is None or a.dtype == mx.uint8 else a.astype(mx.float32) for a in numbers]
+    w, *rest = packed
+    wide = [a if a is None or a.dtype == mx.uint8 else a.astype(mx.float32) for a in rest]
     truth = call("stock", x.astype(mx.float32), (w, *wide), [indices], transpose, fmt)()
     found = call(backend(), x, packed, [indices], transpose, fmt)().astype(mx.float32)
     error = float(mx.abs(found - truth).max() / mx.abs(truth).max())
@@ -236,7 +236,7 @@ def gradients(repeats: int) -> list[Table]:
             x, dy = (mx.random.normal((rows, 3584)).astype(dtype) for _ in range(2))
             mx.eval(x, dy, w, scales, biases)
 
-            contenders = of_numbers(x, dy, (w, scales, biases), fmt)
+            contenders = of_scales_and_biases(x, dy, (w, scales, biases), fmt)
             used = {name: _memory(function) for name, function in contenders.items()}
             times = measure(contenders, repeats=repeats, warmup=0)
             table.add(
@@ -249,11 +249,12 @@ def gradients(repeats: int) -> list[Table]:
     return [table]
 
 
-def of_numbers(
+def of_scales_and_biases(
     x: mx.array, dy: mx.array, packed: tuple[mx.array, mx.array, mx.array], fmt: Format
 ) -> dict[str, Callable[[], object]]:
     """The gradients of scales and biases: stock and by kernel."""
     w, scales, biases = packed
+    launch = scales_and_biases_gradient(*map(Spec.of, (x, dy, w, scales)), fmt, True, backend())
 
     def product(scales: mx.array, biases: mx.array) -> mx.array:
         return mx.quantized_matmul(x, w, scales, biases, True, *fmt)

@@ -92,8 +92,10 @@ class Case:
         batch, height, width, channels = x.shape
         touched = mx.zeros(batch * height * width, mx.uint8)
         for image in range(batch):
-            index, weight = taps(grid[image : image + 1], (height, width), Sampling(self.mode))
-            index = mx.where(weight != 0, index, index[:, :1]) + image * height * width
+            points = grid[image : image + 1]
+            index, weight, inside = taps(points, (height, width), Sampling(self.mode))
+            read = inside & (weight != 0)
+            index = mx.where(read, index, index[:, :1]) + image * height * width
             touched[index.flatten()] = 1
         pixels = int(touched.sum(stream=mx.cpu).item()) * channels * x.itemsize
         forward = pixels + grid.nbytes + cotangent.nbytes

@@ -53,3 +53,31 @@ def assert_as_special(
             continue
         truth = values[name + "32"][index]
         assert_accurate(actual, truth.astype(np.float64), truth, what=f"{name} {options}")
+
+
+# An axis so long that float32 rounds the position of its last pixel up to its size.
+LONG = 2**24 + 4
+LONG_CASES = [("nearest", "zeros"), ("bilinear", "zeros"), ("bilinear", "border")]
+LONG_CASES += [("bicubic", "zeros"), ("bicubic", "reflection")]
+
+
+def long_images() -> tuple[mx.array, mx.array, mx.array]:
+    """Two images of one long axis, of ones and of sevens, with points at and beyond its ends."""
+    ones = mx.ones((1, 1, LONG, 1), mx.float16)
+    row = mx.array([-2, -1, 0.5, 1 - 2.0**-24, 1, 1 + 2.0**-23])
+    grid = mx.broadcast_to(mx.stack([row, mx.zeros_like(row)], -1), (2, 1, 6, 2))
+    return mx.concatenate([ones, 7 * ones]), grid, mx.ones((2, 1, 6, 1), mx.float16)
+
+
+def check_long(found: Sequence[mx.array], mode: str, padding_mode: str) -> None:
+    """Assert that no point reads, or adds to, the image beside its own."""
+    out, d_x, d_grid = found
+    edge = 1.0 if padding_mode != "zeros" else 0.0
+    first = 0.5 if mode != "nearest" and padding_mode == "zeros" else 1.0
+    expected = np.array([edge, first, 1, edge, edge, edge])
+    np.testing.assert_array_equal(np.array(out)[:, 0, :, 0], [expected, 7 * expected])
+    # The weights of the taps inside, which are those of the output: of a constant image.
+    total = d_x.astype(mx.float32).sum((1, 2, 3))
+    np.testing.assert_allclose(np.array(total), expected.sum() * np.ones(2), atol=1e-3)
+    assert d_x[:, 0, -1, 0].tolist() == [3 * edge, 3 * edge]
+    assert mx.isfinite(d_grid).all().item()

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_qlayers.metal.common.row_sum import RowSum, row_sum
+from mlx_qlayers.runtime.spec import Spec
 from tests.numerics import assert_accurate, random, to64
 
 from . import Cases
@@ -30,4 +31,4 @@ def run(shape: tuple[int, int], dtype: mx.Dtype, config: RowSum) -> None:
     x = random(np.random.default_rng(shape[1]), shape, dtype)
     exact = to64(x).sum(1)
     rounded = np.array(to64(x).astype(np.float32).sum(1), np.float64)
-    assert_accurate(row_sum(x, config), exact, rounded, terms=np.abs(to64(x)).sum(1))
+    assert_accurate(row_sum(Spec.of(x), config)(x), exact, rounded, terms=np.abs(to64(x)).sum(1))

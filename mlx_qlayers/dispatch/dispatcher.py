@@ -142,6 +142,8 @@ def _plan(
     debug: frozenset[str],
     number: int,
 ) -> _Prepared:
+    if not all(s is None or isinstance(s[1], mx.Dtype) for s in specs):
+        raise TypeError("arrays of others are no key")
     prepared = _prepare(operation, static, [None if s is None else Spec(*s) for s in specs])
     return up_to_date(prepared, debug, number)
 

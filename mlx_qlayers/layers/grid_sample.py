@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -49,12 +47,16 @@ class GridSample(nn.Module):
         self.align_corners = align_corners
         self.deterministic = deterministic
 
-    def _options(self) -> dict[str, Any]:
-        names = ("mode", "padding_mode", "align_corners", "deterministic")
-        return {name: getattr(self, name) for name in names}
-
     def _extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self._options().items())
+        names = ("mode", "padding_mode", "align_corners", "deterministic")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def __call__(self, x: mx.array, grid: mx.array) -> mx.array:
-        return grid_sample(x, grid, **self._options())
+        return grid_sample(
+            x,
+            grid,
+            mode=self.mode,
+            padding_mode=self.padding_mode,
+            align_corners=self.align_corners,
+            deterministic=self.deterministic,
+        )

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
+from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.measurements import gain, threshold
-from ..formats import Format
+from ..formats import GLOBAL_UNIT, Format
+from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
+from ..metal.gather_qmm.gather_qmv import Pairs, Products, configuration, gather_qmv
+from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
 from ..reference.gather_qmm import gather_qmm as reference
-from ..runtime.backend import backend, requested
-from ..runtime.legacy import choose
-from .gathered import Gathered
+from ..runtime.backend import backend
+from ..runtime.spec import Spec
+
+# x, w, scales, biases, lhs_indices, rhs_indices and global_scale, or their specs.
+_Arrays = Sequence[Any]
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+_KINDS = ("plain", "transposed")
 
 
 def gather_qmm(
@@ -69,92 +79,80 @@ def gather_qmm(
 
     Source: ``mx.gather_qmm``.
     """
+    arrays = x, w, scales, biases, lhs_indices, rhs_indices, global_scale
+    y: mx.array = dispatch(_GATHER_QMM, arrays, (transpose, group_size, bits, mode, sorted_indices))
+    return y
+
+
+def _plan(
+    arrays: _Arrays,
+    transpose: bool,
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+    sorted_indices: bool,
+) -> Plan:
+    x, w, scales, biases, _, _, global_scale = arrays
     fmt = Format.checked(group_size, bits, mode)
-    leading = _check(x, w, scales, biases, lhs_indices, rhs_indices, transpose, fmt, global_scale)
-    empty = 0 in (*leading, *x.shape, *w.shape)
+    leading = _check(arrays, transpose, fmt)
+    out = x.dtype if biases is None else mx.result_type(x.dtype, scales.dtype, biases.dtype)
+    stock = reference(x, w, out, leading, transpose, fmt, sorted_indices)
     rows, matrices = prod(leading) * x.shape[-2], prod(w.shape[:-2])
-    path = choose(
+    empty = None if 0 not in (*leading, *x.shape, *w.shape) else "the product is empty"
+    choice = choose(
         "gather_qmm",
-        () if empty else ("metal", "cuda", "host"),
-        unless="the product is empty"
-        if empty
-        else _stock_is_better(rows, matrices, sorted_indices)
-        or _untested(x.dtype if biases is None else mx.result_type(x, scales), transpose, fmt),
-        host_gain=gain(
-            "gather_qmm_gain", rows, fmt.mode, fmt.bits, "transposed" if transpose else "plain"
-        ),
-        arrays=[a for a in (x, w, scales, biases, lhs_indices, rhs_indices) if a is not None],
+        () if empty else KERNELS,
+        unless=empty or _why_stock(rows, matrices, sorted_indices, out, transpose, fmt),
+        host_gain=gain("gather_qmm_gain", rows, fmt.mode, fmt.bits, _KINDS[transpose]),
     )
-    right = _indices(rhs_indices, w.shape[:-2], leading)
-    if path == "ops":
-        left = _indices(lhs_indices, x.shape[:-2], leading)
-        return reference(
-            x, w, scales, biases, left, right, transpose, fmt, global_scale, sorted_indices
-        )
-    lists, share = [right], 0
-    if lhs_indices is None:
-        share = _share(x.shape[:-2], leading)
-    if not share:
-        lists.append(_indices(lhs_indices, x.shape[:-2], leading))
-    numbers = [scales]
-    if biases is not None:
-        kind = mx.result_type(scales, biases)
-        x = x.astype(mx.result_type(x, kind))
-        numbers = [scales.astype(kind), biases.astype(kind)]
-    if global_scale is not None:
-        numbers.append(global_scale.astype(mx.float32))
-    products = Gathered(
-        path,
-        fmt,
-        transpose,
-        share,
-        sorted_indices,
-        affine=biases is not None,
-        scaled=global_scale is not None,
-        back=gather_qmm,
-    )
-    y = products(x, w, *numbers, *(a.flatten().astype(mx.uint32) for a in lists))
-    return y.reshape(*leading, *y.shape[-2:])
+    if choice.path == "ops":
+        return Plan(choice, stock)
+    kind = scales.dtype if biases is None else mx.result_type(scales.dtype, biases.dtype)
+    pairs = _pairs(arrays, leading, sorted_indices)
+    kinds = Spec(x.shape, out), w, Spec(scales.shape, kind), pairs, transpose, fmt
+    of_x, *others = _gradients(choice.path, *kinds)
+    gradients = [of_x, *others[:1] * (biases is not None), *others[1:] * (global_scale is not None)]
+    forward = _launch(choice.path, *kinds, global_scale is not None)
+    return Plan(choice, forward, gradients, stock)
 
 
-def leaves_to_stock(rows: int, matrices: int, in_order: bool) -> bool:
-    """Whether ``auto`` runs the stock operator for so many rows, on a GPU.
-
-    For layers: a token takes a product of few rows from each, and checks cost more than it does.
-    """
-    return requested() == "auto" and _stock_is_better(rows, matrices, in_order) is not None
-
-
-def _stock_is_better(rows: int, matrices: int, in_order: bool) -> str | None:
-    """Why ``auto`` leaves this kernel for the stock operator on a GPU."""
-    if backend() == "cuda" and not in_order:
-        return "the kernel takes 0.5 to 0.9 times the time of stock, and its call the rest"
-    least = threshold("gather_qmm_rows_per_matrix", device="cuda") * matrices
-    if backend() == "cuda" and rows < least:
-        return "the stock operator and its call are as fast with so few rows for each matrix"
-    return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
-
-
-def _untested(dtype: mx.Dtype, transpose: bool, fmt: Format) -> str | None:
-    """Why ``auto`` does not trust a kernel that was not held against stock on a GPU."""
+def _why_stock(
+    rows: int, matrices: int, in_order: bool, dtype: mx.Dtype, transpose: bool, fmt: Format
+) -> str | None:
+    """Why ``auto`` leaves the kernel for the stock operator on a GPU."""
+    if backend() == "metal":
+        return "the kernel was not measured on an Apple GPU"
     if backend() != "cuda":
         return None
-    tested = threshold("gather_qmm_formats", "transposed" if transpose else "plain", device="cuda")
+    if not in_order:
+        return "the kernel takes 0.5 to 0.9 times the time of stock, and its call the rest"
+    if rows < threshold("gather_qmm_rows_per_matrix", device="cuda") * matrices:
+        return "the stock operator and its call are as fast with so few rows for each matrix"
+    tested = threshold("gather_qmm_formats", _KINDS[transpose], device="cuda")
     if dtype == mx.bfloat16 and f"{fmt.mode} {fmt.bits}" in tested:
         return None
     return "the kernel was not tested with this dtype and format on a GPU"
 
 
-def _indices(
-    indices: mx.array | None, shape: tuple[int, ...], leading: tuple[int, ...]
-) -> mx.array:
-    """As given, or each block of an array once, in the shape of the result."""
-    every = mx.arange(prod(shape), dtype=mx.uint32).reshape(shape) if indices is None else indices
-    return every if every.shape == leading else mx.broadcast_to(every, leading)
+def _pairs(arrays: _Arrays, leading: tuple[int, ...], sorted_indices: bool) -> Pairs:
+    x, w, _, _, left, right, _ = arrays
+    share = 0 if left is not None else _repeats(x.shape[:-2], leading)
+    # What is repeated as a whole is not sorted any more.
+    in_order = sorted_indices and _repeats(w.shape[:-2] if right is None else right.shape, leading)
+    broadcast = any(a is not None and a.shape != leading for a in (left, right))
+    every_left = _every(x, leading) if left is None and not share else None
+    every_right = _every(w, leading) if right is None else None
+    return Pairs(leading, share, bool(in_order), every_left, every_right, broadcast)
 
 
-def _share(batch: tuple[int, ...], leading: tuple[int, ...]) -> int:
-    """How many neighbouring products take the same block of rows; 0 if it is not so simple."""
+def _every(array: Spec, leading: tuple[int, ...]) -> mx.array:
+    """All items of a batch in the shape of the products."""
+    batch = array.shape[:-2]
+    return mx.broadcast_to(mx.arange(prod(batch), dtype=mx.uint32).reshape(batch), leading)
+
+
+def _repeats(batch: tuple[int, ...], leading: tuple[int, ...]) -> int:
+    """How often each item of a batch is repeated by broadcasting; 0 if it is not so simple."""
     padded = (1,) * (len(leading) - len(batch)) + tuple(batch)
     same = len(leading)
     while same and padded[same - 1] == 1:
@@ -162,18 +160,98 @@ def _share(batch: tuple[int, ...], leading: tuple[int, ...]) -> int:
     return prod(leading[same:]) if padded[:same] == leading[:same] else 0
 
 
-def _check(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    lhs_indices: mx.array | None,
-    rhs_indices: mx.array | None,
+def _launch(
+    path: str,
+    x: Spec,
+    w: Spec,
+    scales: Spec,
+    pairs: Pairs,
     transpose: bool,
     fmt: Format,
-    global_scale: mx.array | None,
-) -> tuple[int, ...]:
+    scaled: bool,
+) -> Products:
+    rows, matrices = prod(pairs.shape) * x.shape[-2], prod(w.shape[:-2])
+    if pairs.in_order and path != "host" and rows >= matrices:
+        cut = gather_qmm_config(rows, matrices, x.dtype, fmt)
+        return gather_qmm_sorted(x, w, scales, pairs, transpose, fmt, cut, scaled)
+    config = configuration(path, x.shape[-2], pairs.in_order, transpose, fmt)
+    return gather_qmv(x, w, scales, pairs, fmt, config, scaled)
+
+
+def _gradients(
+    path: str, x: Spec, w: Spec, scales: Spec, pairs: Pairs, transpose: bool, fmt: Format
+) -> tuple[Gradient, Gradient, Gradient]:
+    """Those of x, of scales and biases together, and of global scales."""
+    m, dtype, matrices = x.shape[-2], x.dtype, prod(w.shape[:-2])
+
+    def of_x(arrays: _Arrays, cotangents: list[mx.array], _: object) -> list[mx.array]:
+        given, (dy,) = arrays[0], cotangents
+        left, _ = pairs.lists(*arrays[4:6])
+        if pairs.share != 1:  # terms are added up before they are rounded
+            dy = dy.astype(mx.float32)
+        back = dy, *arrays[1:4], None, *arrays[5:]
+        terms = dispatch(_GATHER_QMM, back, (not transpose, *fmt, pairs.in_order))
+        if left is not None:
+            total = mx.zeros((prod(x.shape[:-2]), *x.shape[-2:]), mx.float32)
+            terms = total.at[left].add(terms.reshape(-1, *x.shape[-2:]))
+        elif pairs.share > 1:
+            terms = terms.reshape(-1, pairs.share, *x.shape[-2:]).sum(1)
+        return [terms.astype(given.dtype).reshape(x.shape)]
+
+    @cache
+    def scales_and_biases() -> Callable[..., list[mx.array]]:
+        rows = Spec((prod(pairs.shape) * m,), mx.uint32)
+        chosen = rows, rows, Spec((matrices + 1,), mx.uint32)
+        dy = Spec((rows.size, w.shape[-2] if transpose else fmt.dims(w)), dtype)
+        return scales_and_biases_gradient(x, dy, w, scales, fmt, transpose, path, chosen)
+
+    def of_scales_and_biases(
+        arrays: _Arrays, cotangents: list[mx.array], _: object
+    ) -> list[mx.array]:
+        given, w, *packed = arrays[:4]
+        left, right = pairs.lists(*arrays[4:6])
+        chosen = _rows_by_matrix(left, right, pairs.share, matrices, m)
+        found = scales_and_biases()(given.astype(dtype), cotangents[0].astype(dtype), w, *chosen)
+        return [d.astype(a.dtype) for d, a in zip(found, packed, strict=True)]
+
+    @cache
+    def exact() -> Products:
+        return _launch(path, Spec(x.shape, mx.float32), w, scales, pairs, transpose, fmt, False)
+
+    def of_global_scale(arrays: _Arrays, cotangents: list[mx.array], _: object) -> list[mx.array]:
+        *given, factors = arrays
+        y = exact()(*given, None) * cotangents[0].astype(mx.float32)
+        each = y.sum((-2, -1)).flatten() / GLOBAL_UNIT
+        total = mx.zeros((factors.size,)).at[pairs.lists(*arrays[4:6])[1]].add(each)
+        return [total.reshape(factors.shape).astype(factors.dtype)]
+
+    return (
+        Gradient((0,), of_x),
+        Gradient((2, 3), of_scales_and_biases),
+        Gradient((6,), of_global_scale),
+    )
+
+
+def _rows_by_matrix(
+    left: mx.array | None, right: mx.array, share: int, matrices: int, per_pair: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The rows of x and of the result that met each matrix, and where each matrix's begin."""
+    order = mx.argsort(right)
+    blocks = order // share if left is None else left[order]
+    x_rows, y_rows = (
+        (at[:, None] * per_pair + mx.arange(per_pair)).flatten().astype(mx.uint32)
+        for at in (blocks, order)
+    )
+    counts = mx.zeros((matrices + 1,), mx.uint32).at[right + 1].add(per_pair)
+    return x_rows, y_rows, mx.cumsum(counts).astype(mx.uint32)
+
+
+_GATHER_QMM = Operation("gather_qmm", _plan, compiled=True)
+
+
+def _check(arrays: _Arrays, transpose: bool, fmt: Format) -> tuple[int, ...]:
     """The leading dimensions of the result."""
+    x, w, scales, biases, lhs_indices, rhs_indices, global_scale = arrays
     if x.dtype not in _FLOATS:
         raise ValueError(f"x must be float32, float16 or bfloat16, not {x.dtype}")
     if x.ndim < 2 or w.ndim < 2:

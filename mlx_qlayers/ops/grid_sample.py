@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import mlx.core as mx
 
+from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.measurements import configure, threshold
 from ..metal.grid_sample import launch as kernels
 from ..reference import grid_sample as reference
 from ..reference.grid_sample import Sampling
-from ..runtime.legacy import choose
-from .separate import separate_gradients
+from ..runtime.spec import Spec
 
 MODES = ("bilinear", "nearest", "bicubic")
 PADDING_MODES = ("zeros", "border", "reflection")
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-_BACKENDS = ("metal", "cuda", "host")
 
 
 def grid_sample(
@@ -62,20 +61,41 @@ def grid_sample(
     Source:
         ``torch.nn.functional.grid_sample``, with channels last.
     """
+    static = mode, padding_mode, align_corners, deterministic
+    y: mx.array = dispatch(_GRID_SAMPLE, (x, grid), static)
+    return y
+
+
+def _plan(
+    arrays: Sequence[Any], mode: str, padding_mode: str, align_corners: bool, deterministic: bool
+) -> Plan:
+    x, grid = arrays
     options = Sampling(mode, padding_mode, bool(align_corners), bool(deterministic))
     _check(x, grid, options)
-    empty = x.size == 0 or grid.size == 0
-    path = choose(
+    composed = reference.sampler(options)
+    empty = "there is nothing to sample" if 0 in (x.size, grid.size) else None
+    choice = choose(
         "grid_sample",
-        _BACKENDS if kernels.covers(grid, options) else (),
-        unless="there is nothing to sample" if empty else None,
-        host_gain=_host_gain(options.mode, grid.size // grid.shape[-1], x.shape[-1]),
-        arrays=(x, grid),
+        KERNELS if kernels.covers(grid, options) else (),
+        unless=empty,
+        host_gain=_host_gain(mode, grid.size // grid.shape[-1], x.shape[-1]),
     )
-    if empty or path == "ops":
-        return _operator("ops", options, None)(x, grid)
+    if empty:
+        choice = choice._replace(path="ops", reason=empty)
+    if choice.path == "ops":
+        return Plan(choice, composed)
     question = x.shape[-1], x.dtype, options.deterministic, grid.shape[-1]
-    return _operator(path, options, configure("grid_sample", path, *question))(x, grid)
+    given = x, grid, options, configure("grid_sample", choice.path, *question)
+
+    def gradient(of: int, bind: Callable[..., kernels.Sampled]) -> Gradient:
+        launch = cache(lambda: bind(*given))  # where it is asked for
+        return Gradient((of,), lambda arrays, dy, _: [launch()(*arrays, dy[0].astype(x.dtype))])
+
+    gradients = gradient(0, kernels.gradient_x), gradient(1, kernels.gradient_grid)
+    return Plan(choice, kernels.grid_sample(*given), gradients, composed)
+
+
+_GRID_SAMPLE = Operation("grid_sample", _plan, compiled=True)
 
 
 def _host_gain(mode: str, points: int, channels: int) -> float:
@@ -86,36 +106,9 @@ def _host_gain(mode: str, points: int, channels: int) -> float:
     return float(threshold("grid_sample_gain", mode, device="host"))
 
 
-@lru_cache(maxsize=256)
-def _operator(
-    path: str, options: Sampling, config: kernels.GridSampleConfig | None
-) -> Callable[..., mx.array]:
-    """The differentiable function for one path and one set of options, made once."""
-    if path == "host":
-        bound = (kernels.grid_sample, kernels.gradient_x, kernels.gradient_grid)
-        return separate_gradients(*(partial(f, options=options, config=config) for f in bound))
-    forward: Callable[..., mx.array] = partial(kernels.grid_sample, config=config)
-    vjp: Callable[..., Any] = partial(kernels.grid_sample_vjp, config=config)
-    if path == "ops":
-        forward, vjp = reference.grid_sample, reference.grid_sample_vjp
-
-    @mx.custom_function
-    def operator(x: mx.array, grid: mx.array) -> mx.array:
-        return forward(x, grid, options)
-
-    @operator.vjp
-    def operator_vjp(
-        primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        result: tuple[mx.array, mx.array] = vjp(*primals, cotangent, options)
-        return result
-
-    return cast(Callable[..., mx.array], operator)
-
-
-def _check(x: mx.array, grid: mx.array, options: Sampling) -> None:
+def _check(x: Any, grid: Any, options: Sampling) -> None:
     for name, array in (("x", x), ("grid", grid)):
-        if not isinstance(array, mx.array):
+        if not isinstance(array, mx.array | Spec):
             raise ValueError(f"{name} must be an mx.array, not {type(array).__name__}")
         if array.dtype not in _FLOATS:
             raise ValueError(f"{name} must be float32, float16 or bfloat16, not {array.dtype}")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import threshold
 from ..metal.rotary import launch as kernels
 from ..reference import rotary as reference
 from ..runtime.backend import backend
-from ..runtime.legacy import choose
-from .differentiable import with_gradient_of
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+# Heads that a thread of a GPU turns by one sine and cosine.
+_SHARE = 4
 
 
 def rotary_embedding(
@@ -55,24 +55,45 @@ def rotary_embedding(
 
     Source: ``mx.fast.rope``; arXiv 2104.09864.
     """
-    _check(q, k, offset, dims, base, freqs)
-    lacking = "there is nothing to turn" if 0 in (*q.shape, *k.shape, dims) else None
-    path = choose(
-        "rotary_embedding",
-        () if lacking else ("metal", "cuda", "host"),
-        unless=lacking or _why_stock(),
-        host_gain=threshold("rotary_gain", device="host"),
-        arrays=(q, k, offset),
-    )
-    if freqs is not None:
-        freqs = freqs.astype(mx.float32)
-    run = _function(path, dims, traditional, base, scale)
-    found: list[mx.array] = run(q, k, offset.astype(mx.int32), freqs)
+    found: list[mx.array]
+    found = dispatch(_ROTARY, (q, k, offset, freqs), (dims, traditional, base, scale))
     return found
 
 
-# Heads that a thread of a GPU turns by one sine and cosine.
-_SHARE = 4
+def _plan(
+    arrays: Sequence[Any], dims: int, traditional: bool, base: float | None, scale: float
+) -> Plan:
+    q, k, offset, freqs = arrays
+    _check(q, k, offset, dims, base, freqs)
+    empty = "there is nothing to turn" if 0 in (*q.shape, *k.shape, dims) else None
+    choice = choose(
+        "rotary_embedding",
+        () if empty else KERNELS,
+        unless=empty or _why_stock(),
+        host_gain=threshold("rotary_gain", device="host"),
+    )
+    options: dict[str, Any] = {
+        "dims": dims,
+        "traditional": traditional,
+        "base": base,
+        "scale": scale,
+    }
+
+    def composed(
+        q: mx.array, k: mx.array, offset: mx.array, freqs: mx.array | None
+    ) -> list[mx.array]:
+        if freqs is not None:
+            freqs = mx.stop_gradient(freqs.astype(mx.float32))
+        return reference.rotated(q, k, offset.astype(mx.int32), freqs=freqs, **options)
+
+    if choice.path == "ops":
+        return Plan(choice, composed)
+    share = q.shape[2] + k.shape[2] if choice.path == "host" else _SHARE
+    launch = kernels.rotated(q, k, offset, share=share, **options)
+    return Plan(choice, launch, gradient_of(composed, arrays), composed)
+
+
+_ROTARY = Operation("rotary_embedding", _plan, compiled=True)
 
 
 def _why_stock() -> str | None:
@@ -82,34 +103,7 @@ def _why_stock() -> str | None:
     }.get(backend())
 
 
-@cache
-def _function(
-    path: str, dims: int, traditional: bool, base: float | None, scale: float
-) -> Callable[..., Any]:
-    options: dict[str, Any] = {
-        "dims": dims,
-        "traditional": traditional,
-        "base": base,
-        "scale": scale,
-    }
-
-    def composed(q: mx.array, k: mx.array, offset: mx.array, freqs: Any) -> list[mx.array]:
-        freqs = None if freqs is None else mx.stop_gradient(freqs)
-        return reference.rotated(q, k, offset, freqs=freqs, **options)
-
-    if path == "ops":
-        return composed
-
-    def launch(q: mx.array, k: mx.array, offset: mx.array, freqs: Any) -> list[mx.array]:
-        share = q.shape[2] + k.shape[2] if path == "host" else _SHARE
-        return kernels.rotated(q, k, offset, freqs=freqs, share=share, **options)
-
-    return with_gradient_of(composed, launch)
-
-
-def _check(
-    q: mx.array, k: mx.array, offset: mx.array, dims: int, base: float | None, freqs: Any
-) -> None:
+def _check(q: Any, k: Any, offset: Any, dims: int, base: float | None, freqs: Any) -> None:
     if q.ndim != 4 or q.dtype not in _FLOATS:
         raise ValueError(
             f"q must be (B, L, H, D) in a floating-point type, not {q.dtype} {q.shape}"

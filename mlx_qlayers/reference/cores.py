@@ -29,15 +29,17 @@ def parts(count: int, work_each: int) -> list[slice]:
 
 def on_core(core: int) -> AbstractContextManager[object]:
     """Operators run beside the caller's stream in here; core 0 is the caller's own."""
-    return nullcontext() if core == 0 else mx.stream(_stream(core))
+    stream = core_stream(core)
+    return nullcontext() if stream is None else mx.stream(stream)
+
+
+@cache
+def core_stream(core: int) -> mx.ThreadLocalStream | None:
+    """The stream of a core; None for the caller's own, core 0."""
+    return mx.new_thread_local_stream(mx.cpu) if core else None
 
 
 @cache
 def _cores() -> int:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(count or 1, 8)
-
-
-@cache
-def _stream(core: int) -> mx.ThreadLocalStream:
-    return mx.new_thread_local_stream(mx.cpu)

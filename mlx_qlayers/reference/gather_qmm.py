@@ -6,67 +6,72 @@ half precision than in float32, runs on one core, and knows no global scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
+
 import mlx.core as mx
 
 from ..formats import GLOBAL_UNIT, Format
-from .cores import on_core, parts
+from ..runtime.spec import Spec
+from .cores import core_stream, parts
 
 
 def gather_qmm(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    lhs_indices: mx.array,
-    rhs_indices: mx.array,
+    x: Spec,
+    w: Spec,
+    out: mx.Dtype,
+    leading: tuple[int, ...],
     transpose: bool,
     fmt: Format,
-    global_scale: mx.array | None,
     sorted_indices: bool,
-) -> mx.array:
+) -> Callable[..., mx.array]:
     """``x[lhs] @ w[rhs].T`` (or ``x[lhs] @ w[rhs]``) for packed matrices; arguments checked.
 
     Args:
-        x: (..., M, K) float array.
+        x: (..., M, K) in a floating-point type.
         w: packed uint32 weights of logical shape (..., N, K), or (..., K, N).
-        scales: one scale a group along the last axis of ``w``.
-        biases: one bias a group (affine), else None.
-        lhs_indices: flat indices of the leading dimensions of ``x``.
-        rhs_indices: flat indices of those of ``w``, in the shape of ``lhs_indices``.
+        out: the dtype that ``mx.gather_qmm`` gives.
+        leading: the leading dimensions of the result, those of the indices.
         transpose: whether the matrices are used transposed.
         fmt: group_size, bits and mode of ``w``.
-        global_scale: one number for each matrix (nvfp4), or None.
-        sorted_indices: whether ``rhs_indices`` are sorted.
+        sorted_indices: whether the indices of matrices are sorted.
 
     Returns:
-        (..., M, N) in the dtype that ``mx.gather_qmm`` gives, leading as the indices.
+        A function of x, w, scales, biases (affine, else None), flat indices of the leading
+        dimensions of ``x`` and of ``w`` (None for all of them), and one global scale for each
+        matrix (nvfp4) or None, that gives (..., M, N).
     """
-    out = x.dtype if biases is None else mx.result_type(x, scales, biases)
     if mx.default_device().type == mx.gpu:
-        return mx.gather_qmm(
-            x,
-            w,
-            scales,
-            biases,
-            lhs_indices,
-            rhs_indices,
-            transpose,
-            *fmt,
-            global_scale,
+        return lambda x, w, scales, biases, left, right, global_scale: mx.gather_qmm(
+            *(x, w, scales, biases, left, right, transpose, *fmt, global_scale),
             sorted_indices=sorted_indices,
         )
-    columns = w.shape[-2] if transpose else fmt.dims(w)
-    shape = (*rhs_indices.shape, x.shape[-2], columns)
+    shape = (*leading, x.shape[-2], w.shape[-2] if transpose else fmt.dims(w))
     if 0 in shape:
-        return mx.zeros(shape, out)
-    wide, left, right = x.astype(mx.float32), lhs_indices.flatten(), rhs_indices.flatten()
-    products = []
-    for core, part in enumerate(parts(right.size, x.shape[-2] * x.shape[-1] * columns)):
-        with on_core(core):
-            products.append(
-                mx.gather_qmm(wide, w, scales, biases, left[part], right[part], transpose, *fmt)
-            )
-    y = mx.concatenate(products)
-    if global_scale is not None:
-        y = y * (global_scale.flatten() / GLOBAL_UNIT)[right][:, None, None]
-    return y.astype(out).reshape(shape)
+        return lambda *_: mx.zeros(shape, out)
+    pieces = enumerate(parts(prod(leading), x.shape[-1] * prod(shape[-2:])))
+    cores = [(core_stream(core), part) for core, part in pieces]
+    every = [mx.arange(prod(a.shape[:-2])).reshape(a.shape[:-2]) for a in (x, w)]
+
+    def run(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array | None,
+        left: mx.array | None,
+        right: mx.array | None,
+        global_scale: mx.array | None,
+    ) -> mx.array:
+        x = x.astype(mx.float32)
+        left = mx.broadcast_to(every[0] if left is None else left, leading).flatten()
+        right = mx.broadcast_to(every[1] if right is None else right, leading).flatten()
+        products = []
+        for core, part in cores:
+            given = x, w, scales, biases, left[part], right[part], transpose, *fmt
+            products.append(mx.gather_qmm(*given, stream=core))
+        y = mx.concatenate(products)
+        if global_scale is not None:
+            y = y * (global_scale.flatten() / GLOBAL_UNIT)[right][:, None, None]
+        return y.astype(out).reshape(shape)
+
+    return run

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
+from typing import Any, cast
 
 import mlx.core as mx
 
 from .cores import on_core, parts
+
+# Rows of pixels, weights, and whether there is such a pixel: (P, K) of P points with K taps each.
+Taps = tuple[mx.array, mx.array, mx.array]
 
 # Elements gathered at a time: few enough for a CPU's cache, enough to hide what a call costs.
 _CHUNK = {mx.cpu: 1 << 19, mx.gpu: 1 << 28}
@@ -32,11 +36,13 @@ def grid_sample(x: mx.array, grid: mx.array, options: Sampling) -> mx.array:
 
     Products are summed in float32 and rounded once, to the dtype of ``x``.
     """
-    index, weight = taps(grid, x.shape[1:-1], options)
+    index, weight, inside = taps(grid, x.shape[1:-1], options)
     pixels = x.reshape(-1, x.shape[-1])
 
     def blend(rows: slice) -> mx.array:
-        picked = mx.take(pixels, index[rows], axis=0) * weight[rows, :, None]
+        # What is outside counts as zero, whatever the pixel is that stands in for it.
+        picked = mx.where(inside[rows, :, None], mx.take(pixels, index[rows], axis=0), 0)
+        picked = picked * weight[rows, :, None]
         if _device() == mx.cpu:
             return picked.sum(axis=1).astype(x.dtype)
         # A GPU is slow to reduce an axis in the middle where few channels follow it.
@@ -47,51 +53,59 @@ def grid_sample(x: mx.array, grid: mx.array, options: Sampling) -> mx.array:
     return out.reshape(*grid.shape[:-1], x.shape[-1])
 
 
+def sampler(options: Sampling) -> Callable[[mx.array, mx.array], mx.array]:
+    """:func:`grid_sample` with :func:`grid_sample_vjp` for its gradient."""
+    function: Any = mx.custom_function(lambda x, grid: grid_sample(x, grid, options))
+    function.vjp(
+        lambda given, cotangent, _: grid_sample_vjp(given[0], given[1], cotangent, options)
+    )
+    return cast(Callable[[mx.array, mx.array], mx.array], function)
+
+
 def grid_sample_vjp(
     x: mx.array, grid: mx.array, cotangent: mx.array, options: Sampling
 ) -> tuple[mx.array, mx.array]:
     """Gradients of :func:`grid_sample` for ``x`` and ``grid``; being lazy, only those used cost."""
     size = x.shape[1:-1]
-    index = taps(grid, size, options, gradient=True)[0]
+    index, _, inside = taps(grid, size, options, gradient=True)
     cotangent = cotangent.reshape(-1, x.shape[-1])
     pixels = x.reshape(-1, x.shape[-1])
 
     def dots(rows: slice) -> mx.array:
         picked = mx.take(pixels, index[rows], axis=0)
-        return (picked * cotangent[rows, None, :].astype(mx.float32)).sum(axis=-1)
+        dot = (picked * cotangent[rows, None, :].astype(mx.float32)).sum(axis=-1)
+        return mx.where(inside[rows], dot, 0)
 
     d_weight = _by_chunks(dots, mx.zeros(index.shape), index.shape[1] * x.shape[-1])
     # From the taps' weights, the rest of the way to the grid is autodiff of cheap arithmetic.
     (weight,), (d_grid,) = mx.vjp(
         lambda g: [taps(g, size, options, gradient=True)[1]], [grid], [d_weight]
     )
-    if options.padding_mode == "zeros":  # A NaN is outside then, but its index is not.
-        weight = mx.where(mx.isnan(weight), 0, weight)
     # Only a CPU adds to one destination in a fixed order.
     with mx.stream(mx.cpu) if options.deterministic else contextlib.nullcontext():
-        d_x = _scatter(pixels.shape, index, weight, cotangent)
+        d_x = _scatter(pixels.shape, (index, weight, inside), cotangent)
     return d_x.astype(x.dtype).reshape(x.shape), d_grid
 
 
-def _scatter(
-    shape: tuple[int, ...], index: mx.array, weight: mx.array, cotangent: mx.array
-) -> mx.array:
-    """Add ``weight * cotangent`` to the rows of a float32 array that ``index`` names."""
+def _scatter(shape: tuple[int, ...], points: Taps, cotangent: mx.array) -> mx.array:
+    """Add weights times cotangents to the pixels, rows of a float32 array."""
+    index, weight, inside = points
+    index = mx.where(inside, index, shape[0])  # a row more takes what is outside
     # MLX's CPU scatter steps element by element: two channels seen as one complex number save one.
     pair = _device() == mx.cpu and shape[1] % 2 == 0
     dtype = mx.complex64 if pair else mx.float32
-    d_x = mx.zeros(shape).view(dtype)
+    d_x = mx.zeros((shape[0] + 1, shape[1])).view(dtype)
     chunks, cores = _chunks(index.shape[0], index.shape[1] * shape[1])
     for rows in chunks:
         with on_core(cores - 1):
             update = weight[rows, :, None] * cotangent[rows, None, :].astype(mx.float32)
         d_x = d_x.at[index[rows]].add(update.view(dtype))
-    return d_x.view(mx.float32)
+    return d_x.view(mx.float32)[:-1]
 
 
 def taps(
     grid: mx.array, size: tuple[int, ...], options: Sampling, *, gradient: bool = False
-) -> tuple[mx.array, mx.array]:
+) -> Taps:
     """Which pixels each output needs, and how much of each.
 
     Args:
@@ -102,7 +116,8 @@ def taps(
 
     Returns:
         For P = N * prod(out) outputs of K taps each, ``index`` (P, K): rows of the input seen as
-        (N * prod(size), C), in range; ``weight`` (P, K), float32: differentiable in ``grid``.
+        (N * prod(size), C), in range; ``weight`` (P, K), float32: differentiable in ``grid``;
+        ``inside`` (P, K): whether there is such a pixel.
     """
     rows = grid.shape[0] * math.prod(size)
     dtype = mx.int64 if rows > 2**31 - 1 else mx.int32
@@ -111,39 +126,49 @@ def taps(
     axes, stride = [], 1
     for i, extent in enumerate(reversed(size)):
         found = _axis_taps(grid[..., i].reshape(-1), extent, options, len(size), gradient)
-        axes.append([(at.astype(dtype) * stride, share) for at, share in found])
+        axes.append([(at.astype(dtype) * stride, *rest) for at, *rest in found])
         stride *= extent
-    indices, weights = [], []
-    for corner in product(*axes):
-        index, weight = zip(*corner, strict=True)
-        indices.append(reduce(mx.add, index, base))
-        weights.append(reduce(mx.multiply, weight))
-    return mx.stack(indices, axis=-1), mx.stack(weights, axis=-1)
+    corners = [tuple(zip(*corner, strict=True)) for corner in product(*axes)]
+    index = [reduce(mx.add, at, base) for at, _, _ in corners]
+    weight = [reduce(mx.multiply, shares) for _, shares, _ in corners]
+    inside = [reduce(mx.logical_and, each) for _, _, each in corners]
+    return mx.stack(index, axis=-1), mx.stack(weight, axis=-1), mx.stack(inside, axis=-1)
 
 
 def _axis_taps(
     coordinate: mx.array, size: int, options: Sampling, ndim: int, gradient: bool
-) -> list[tuple[mx.array, mx.array]]:
-    """The taps along one axis as pairs of a position in [0, size) and a weight, both float32."""
-    align = options.align_corners
+) -> list[Taps]:
+    """The taps along one axis: positions in [0, size), weights, and whether they are inside."""
+    align, padded = options.align_corners, options.padding_mode != "zeros"
     pixel = (coordinate.astype(mx.float32) + 1) * ((size - 1 if align else size) / 2)
-    pixel = pixel if align else pixel - 0.5
+    if not align:  # pixel - 0.5, but no compiler may round this and the product in one
+        pixel = 0.5 * (2 * pixel - 1)
     if options.mode != "bicubic":
         pixel = _pad(pixel, size, options, ndim, gradient)
     if ndim == 3:  # PyTorch moves what no integer can hold out of the volume; in images NaN stays.
         pixel = mx.where(mx.abs(pixel) < 2.0**31, pixel, -100.0)
     if options.mode == "nearest":
-        found = [(mx.round(mx.stop_gradient(pixel)), mx.ones_like(pixel))]
+        low = mx.round(mx.stop_gradient(pixel))
+        weights = {0: mx.ones_like(pixel)}
     else:
         low = mx.floor(mx.stop_gradient(pixel))
         part = pixel - low
-        if options.mode == "bilinear":
-            found = [(low, 1 - part), (low + 1, part)]
-        else:
-            found = [(low + k, _cubic(part, k)) for k in (-1, 0, 1, 2)]
-            if options.padding_mode != "zeros":
-                return [(_pad(at, size, options, ndim, gradient), share) for at, share in found]
-    return [(_clip(at, size, 0), share * _inside(at, size)) for at, share in found]
+        weights = {0: 1 - part, 1: part}
+        if options.mode == "bicubic":
+            weights = {k: _cubic(part, k) for k in (-1, 0, 1, 2)}
+    # Beyond 2^24 a float steps over pixels: from here on positions are integers. -100 is outside.
+    first = mx.where(mx.abs(low) < 2.0**31, low, -100).astype(mx.int32)
+    if padded and options.mode != "bicubic":
+        first = mx.minimum(first, size - 1)
+    found = []
+    for k, weight in weights.items():
+        at = first + k
+        inside = (at >= 0) & (at < size)
+        if padded and options.mode == "bicubic":
+            back = _pad(low + k, size, options, ndim, gradient).astype(mx.int32)
+            at, inside = mx.where(inside, at, back), mx.ones_like(inside)
+        found.append((mx.clip(at, 0, size - 1), weight, inside))
+    return found
 
 
 def _pad(pixel: mx.array, size: int, options: Sampling, ndim: int, gradient: bool) -> mx.array:
@@ -175,10 +200,6 @@ def _clip(pixel: mx.array, size: int, nan: int) -> mx.array:
     if nan == 0:
         return mx.where(pixel > 0, mx.minimum(pixel, size - 1), 0.0)
     return mx.where(pixel < size - 1, mx.maximum(pixel, 0), float(size - 1))
-
-
-def _inside(pixel: mx.array, size: int) -> mx.array:
-    return ((pixel >= 0) & (pixel <= size - 1)).astype(mx.float32)
 
 
 def _cubic(part: mx.array, tap: int) -> mx.array:

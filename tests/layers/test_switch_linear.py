@@ -16,11 +16,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_qlayers import convert_model, revert_model, use_backend
 from mlx_qlayers.conversion.counterparts import counterpart_of, stock_of
-from mlx_qlayers.layers import switch_linear
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
-from mlx_qlayers.ops import gather_qmm
 from mlx_qlayers.runtime import trace
 from tests.numerics import assert_same_sums, random
+from tests.python_calls import python_calls
 
 FORMATS = [{}, {"group_size": 32, "bits": 3}, {"group_size": 32, "mode": "mxfp4"}]
 FORMATS += [{"group_size": 16, "mode": "nvfp4", "global_scale": given} for given in (False, True)]
@@ -74,19 +73,13 @@ def test_counterparts():
         QSwitchLinear.from_quantized(nn.Linear(4, 4))
 
 
-def test_few_rows_on_a_gpu_go_to_the_stock_layer_unchecked(monkeypatch):
-    """Where ``auto`` would take the stock operator, a token does not wait for the checks."""
-    layer, x, chosen = QSwitchLinear(64, 8, 2, False), mx.ones((1, 64)), mx.array([0, 0, 1, 1])
-    calls = []
-    monkeypatch.setattr(switch_linear, "gather_qmm", lambda *a, **k: calls.append(k) or a[0])
-    for found, known, ours in (("metal", False, 0), ("cuda", False, 0), ("cuda", True, 1)):
-        monkeypatch.setattr(gather_qmm, "backend", lambda found=found: found)
-        calls.clear()
-        layer(x, chosen, known)
-        assert len(calls) == ours
-    monkeypatch.setattr(gather_qmm, "requested", lambda: "host")
-    layer(x, chosen)
-    assert len(calls) == 2
+@pytest.mark.parametrize("path", ["host", "ops"])
+def test_a_known_call_is_few_python_calls(path):
+    """A token takes a product of few rows from each layer."""
+    layer, x = QSwitchLinear(64, 8, 4, False), mx.ones((1, 1, 1, 64))
+    chosen = mx.array([[0, 3]], mx.uint32)
+    with use_backend(path):
+        assert python_calls(lambda: layer(x, chosen)) <= 8
 
 
 @pytest.mark.parametrize("tokens", [3, 40])

@@ -8,14 +8,25 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from numerics import assert_accurate, random, round_to, to64
-from sampling import GROUPS, assert_as_special, golden, options_of, same_side
+from sampling import (
+    GROUPS,
+    LONG_CASES,
+    assert_as_special,
+    check_long,
+    golden,
+    long_images,
+    options_of,
+    same_side,
+)
 
 from mlx_qlayers.metal.grid_sample import launch as kernels
 from mlx_qlayers.metal.grid_sample.launch import GridSampleConfig, heuristic
 from mlx_qlayers.reference import grid_sample as reference
 from mlx_qlayers.reference.grid_sample import Sampling
+from mlx_qlayers.runtime.backend import backend as current_backend
 from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.host import checks
+from mlx_qlayers.runtime.spec import Spec
 from mlx_qlayers.runtime.tracing import trace
 from tests.gpus import GPUS, on_gpus
 
@@ -33,13 +44,21 @@ def backend(request):
 both_builds = pytest.mark.parametrize("backend", ["host", *CHECKED], indirect=True)
 
 
+def given(x, grid, options, config=None):
+    """What launches are made from; by default with the current backend's own configuration."""
+    own = heuristic(x.shape[-1], x.dtype, current_backend(), options.deterministic)
+    return Spec.of(x), Spec.of(grid), options, config or own
+
+
+def forward(x, grid, options, config=None):
+    return kernels.grid_sample(*given(x, grid, options, config))(x, grid)
+
+
 def run(x, grid, cotangent, options, config=None):
     """The output, and the gradients of x and grid."""
-    return [
-        kernels.grid_sample(x, grid, options, config),
-        kernels.gradient_x(x, grid, cotangent, options, config),
-        kernels.gradient_grid(x, grid, cotangent, options, config),
-    ]
+    plan, arrays = given(x, grid, options, config), (x, grid, cotangent)
+    gradients = kernels.gradient_x, kernels.gradient_grid
+    return [kernels.grid_sample(*plan)(x, grid), *(make(*plan)(*arrays) for make in gradients)]
 
 
 @both_builds
@@ -159,14 +178,13 @@ def test_strided_x_is_not_copied(backend, view):
     x = VIEWS[view](x)
     cotangent = mx.ones((*grid.shape[:-1], 12))
     mx.eval(x, grid, cotangent)
-    for run in (
-        lambda: kernels.grid_sample(x, grid, Sampling()),
-        lambda: kernels.gradient_grid(x, grid, cotangent, Sampling()),
-    ):
+    plan = given(x, grid, Sampling())
+    launches = (kernels.grid_sample(*plan), kernels.gradient_grid(*plan))
+    for launch, arrays in zip(launches, ([x, grid], [x, grid, cotangent]), strict=True):
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        mx.eval(run())
+        mx.eval(launch(*arrays))
         assert mx.get_peak_memory() - before < x.nbytes / 8
 
 
@@ -187,7 +205,7 @@ def test_nothing_outside_x_is_read(mode, gpu):
     inside = ((taps >= 0) & (taps < size)).all(axis=1)
     config = heuristic(channels, mx.float32, "cuda" if gpu else "host")
     with use_backend("host"), checks() as report:
-        out = kernels.grid_sample(x, grid, Sampling(mode), config)
+        out = forward(x, grid, Sampling(mode), config)
     assert mx.isfinite(out).all()
     assert report.total("bytes_read") == inside.sum() * channels * 4 + grid.nbytes
     distinct = len(np.unique(taps[inside], axis=0))
@@ -207,9 +225,10 @@ def test_deterministic_sum_of_many_shares_of_one_pixel(backend):
     options = Sampling(padding_mode="border", deterministic=True)
     config = heuristic(3, mx.float32, "cuda", True)
     assert config.scatter == "sorted"
-    runs = [kernels.gradient_x(x, grid, cotangent, options, config) for _ in range(3)]
+    launch = kernels.gradient_x(*given(x, grid, options, config))
+    runs = [launch(x, grid, cotangent) for _ in range(3)]
     assert all(mx.array_equal(run, runs[0]) for run in runs)
-    exact = kernels.gradient_x(x, grid, cotangent.astype(mx.float32), options)
+    exact = kernels.gradient_x(*given(x, grid, options))(x, grid, cotangent)
     terms = np.abs(to64(cotangent)).reshape(-1, 3).sum(0).max()
     assert_accurate(runs[0], to64(exact), exact, terms=terms)
 
@@ -239,7 +258,7 @@ def test_forward_reads_each_needed_byte_once(channels, gpu):
     x, grid, needed, written = apart(channels)
     config = heuristic(channels, mx.float32, "cuda" if gpu else "host")
     with use_backend("host"), checks() as report:
-        kernels.grid_sample(x, grid, Sampling(), config)
+        forward(x, grid, Sampling(), config)
     assert report.total("bytes_read") == report.total("distinct_read") == needed
     assert report.total("bytes_written") == report.total("distinct_written") == written
 
@@ -249,9 +268,17 @@ def test_wide_loads_where_alignment_allows():
     options, loads = Sampling("bicubic"), {}
     for name, view in (("packs", x), ("single", VIEWS["channels first"](x))):
         with use_backend("host"), checks() as report:
-            kernels.grid_sample(view, grid, options, heuristic(64, mx.float32, "cuda"))
+            forward(view, grid, options, heuristic(64, mx.float32, "cuda"))
             loads[name] = report.total("loads")
     assert loads["packs"] < 0.4 * loads["single"]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "sorted"])
+@pytest.mark.parametrize(("mode", "padding_mode"), LONG_CASES[::2])
+def test_axis_of_more_pixels_than_a_float_counts(backend, mode, padding_mode, deterministic):
+    config = heuristic(1, mx.float16, "cuda", deterministic)
+    found = run(*long_images(), Sampling(mode, padding_mode), config)
+    check_long(found, mode, padding_mode)
 
 
 def test_too_many_points():
@@ -298,9 +325,7 @@ def test_offsets_beyond_32_bits(gpu):
     grid = mx.array([1 - 2.0**-12, 1 - 2.0**-12]).reshape(1, 1, 1, 2)
     options = Sampling(align_corners=False)
     with use_backend(gpu):
-        out = kernels.grid_sample(x, grid, options)
-        d_x = kernels.gradient_x(x, grid, mx.ones_like(out), options)
-        d_grid = kernels.gradient_grid(x, grid, mx.ones_like(out), options)
+        out, d_x, d_grid = run(x, grid, mx.ones((1, 1, 1, x.shape[-1]), x.dtype), options)
     assert (
         out.tolist()
         == reference.grid_sample(x[:, -4:, -4:], mx.array([[[[0.75, 0.75]]]]), options).tolist()

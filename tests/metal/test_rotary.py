@@ -12,7 +12,7 @@ from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
 from tests.numerics import random
 
-OPTIONS = {"dims": 24, "traditional": False, "base": 1e4, "scale": 1.0, "freqs": None}
+OPTIONS = {"dims": 24, "traditional": False, "base": 1e4, "scale": 1.0}
 
 
 @pytest.mark.parametrize("offset", [3, [3, 8]], ids=["at", "each"])
@@ -22,7 +22,8 @@ def test_shares(offset):
     found = []
     with use_backend("host"), checks(), trace() as launches:
         for share in (1, 2, 3, 7, 50):
-            found.append(rotated(q, k, mx.array(offset), **OPTIONS, share=share))
+            launch = rotated(q, k, mx.array(offset), **OPTIONS, share=share)
+            found.append(launch(q, k, mx.array(offset)))
     assert [run.grid for run in launches] == [(12, n, 6) for n in (7, 4, 3, 1, 1)]
     assert {run.kernel for run in launches} == {"rotary_each" if offset != 3 else "rotary_at"}
     for each in found:

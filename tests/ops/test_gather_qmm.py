@@ -8,6 +8,7 @@ import pytest
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.formats import Format
+from mlx_qlayers.ops import gather_qmm as operation
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.reference import cores
 from mlx_qlayers.runtime import BackendError, trace
@@ -15,6 +16,7 @@ from mlx_qlayers.runtime.backend import backend
 from tests.experts import check_gathered, gathered64, random_experts
 from tests.numerics import assert_accurate, assert_gradient, assert_same_sums, random, to64
 from tests.packed import FORMATS
+from tests.python_calls import python_calls
 
 SMALL = Format(32, 4)
 NVFP4 = Format(16, 4, "nvfp4")
@@ -250,6 +252,19 @@ def test_compiled():
         check_gathered(f(x, right), x, packed, SMALL, None, right)
 
 
+LISTS = [(None, [[4, 0], [1, 2], [0, 1]]), ([[2], [0]], [0, 3, 1])]
+
+
+@pytest.mark.parametrize(("left", "right"), LISTS, ids=["shared", "listed"])
+@pytest.mark.parametrize("kind", [mx.uint32, mx.int64])
+def test_a_known_call_is_few_python_calls(left, right, kind, path):
+    packed, x = random_experts(np.random.default_rng(19), (E,), N, K, SMALL), mx.ones((3, 1, 1, K))
+    left, right = (a if a is None else mx.array(a).astype(kind) for a in (left, right))
+    mx.eval(left, right)
+    given = options(SMALL)
+    assert python_calls(lambda: gather_qmm(x, *packed, left, right, **given)) <= 8
+
+
 def test_explains_its_path():
     rng = np.random.default_rng(15)
     packed, right = random_experts(rng, (E,), N, K, SMALL), mx.array([1, 2])
@@ -263,6 +278,71 @@ def test_explains_its_path():
             assert decision.path == path and reason in decision.reason
     with use_backend("host"), pytest.raises(BackendError, match="no host kernel"):
         gather_qmm(mx.ones((2, 0, K)), *packed, None, right, **options(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("device", "known", "tokens", "dtype", "fmt", "reason"),
+    [
+        ("metal", True, 512, mx.bfloat16, SMALL, "not measured on an Apple GPU"),
+        ("cuda", False, 512, mx.bfloat16, SMALL, "0.5 to 0.9 times the time of stock"),
+        ("cuda", True, 1, mx.bfloat16, SMALL, "so few rows for each matrix"),
+        ("cuda", True, 512, mx.float16, SMALL, "not tested with this dtype and format"),
+        ("cuda", True, 512, mx.bfloat16, Format(32, 5), "not tested with this dtype and format"),
+        ("cuda", True, 512, mx.bfloat16, SMALL, None),
+    ],
+)
+def test_when_auto_leaves_a_gpu_to_stock(monkeypatch, device, known, tokens, dtype, fmt, reason):
+    monkeypatch.setattr(operation, "backend", lambda: device)
+    assert reason in (operation._why_stock(tokens, E, known, dtype, True, fmt) or [None])
+    if reason is None:  # plain products in 4 bits alone
+        assert operation._why_stock(tokens, E, known, dtype, False, SMALL) is None
+        assert operation._why_stock(tokens, E, known, dtype, False, Format(32, 8)) is not None
+
+
+def test_sorted_choices_that_are_repeated_as_a_whole_are_not_sorted():
+    x, w, scales, biases = (
+        mx.ones((6, 2, K)),
+        *random_experts(np.random.default_rng(16), (E,), N, K, SMALL),
+    )
+
+    def pairs(left, right):
+        arrays = x, w, scales, biases, left, right, None
+        return operation._pairs(arrays, mx.broadcast_shapes(left.shape, right.shape), True)
+
+    left, right = mx.array([[0], [1], [2]]), mx.array([0, 0, 3, 4])
+    assert not pairs(left, right).in_order
+    assert pairs(right, left).in_order
+    y = gather_qmm(x, w, scales, biases, left, right, **options(SMALL, sorted_indices=True))
+    check_gathered(y, x, (w, scales, biases), SMALL, left, right)
+
+
+def test_gradients_in_the_dtypes_of_their_arguments():
+    """What is promoted for the product is cast back, in half precision too."""
+    rng = np.random.default_rng(17)
+    w, scales, biases = random_experts(rng, (E,), N, K, SMALL)
+    arrays = random(rng, (3, 1, K), mx.float16), scales.astype(mx.bfloat16), biases
+    right = mx.array([[4, 0, 0], [1, 2, 4]])
+
+    def function(x, scales, biases):
+        return gather_qmm(x, w, scales, biases, None, right, **options(SMALL))
+
+    d = random(rng, (2, 3, 1, N))
+    with use_backend("host"):
+        (y,), found = mx.vjp(lambda *a: [function(*a)], arrays, [d])
+    with use_backend("ops"):
+        expected = mx.vjp(lambda *a: [function(*a)], [a.astype(mx.float32) for a in arrays], [d])[1]
+    assert y.dtype == mx.float32
+    for a, b, argument in zip(found, expected, arrays, strict=True):
+        assert a.dtype == argument.dtype
+        assert_same_sums(a.astype(mx.float32), b.astype(a.dtype).astype(mx.float32))
+
+
+def test_packed_weights_have_no_gradient(path):
+    rng = np.random.default_rng(18)
+    w, scales, biases = random_experts(rng, (E,), N, K, SMALL)
+    x, right = random(rng, (3, 1, K)), mx.array([4, 0, 3])
+    with pytest.raises((ValueError, RuntimeError), match="no gradient wrt the quantized weights"):
+        mx.grad(lambda w: gather_qmm(x, w, scales, biases, None, right, **options(SMALL)).sum())(w)
 
 
 GOOD = dict(

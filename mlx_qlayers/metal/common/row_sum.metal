@@ -6,7 +6,7 @@
 //   grid (32 * group * local, ceil(M / (upcast * local)), 1), one row of threadgroups;
 //   group * local * upcast floats of threadgroup memory.
 //
-// Team mates take turns (interleaved) or, with `blocked`, a stretch each. Where K is not a multiple of
+// Team mates take turns (interleaved) or, with `blocked`, a part each. Where K is not a multiple of
 // a turn of all of them, `padded` checks each element; without it K must be.
 
 #include <metal_stdlib>

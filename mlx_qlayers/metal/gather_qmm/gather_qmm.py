@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import cache
 from math import prod
 
 import mlx.core as mx
 
-from ...formats import MODES, Format
+from ...formats import GLOBAL_UNIT, Format
 from ...runtime.kernel import MAX_THREADS, Kernel
+from ...runtime.spec import Spec
 from ..quantized_matmul.qmm import QmmConfig, threadgroup_memory
+from .gather_qmv import FORMAT, Pairs, Products, template_of
 
 _LIST = Kernel(
     "gather_qmm_list",
@@ -20,42 +21,22 @@ _LIST = Kernel(
     template=("threads",),
     threadgroup_memory=lambda threads: 4 * threads,
 )
+_CUT = ("tile_m", "tile_n", "tile_k", "simds_m", "simds_n", "run", "stages", "ahead")
 _TILES = Kernel(
     "gather_qmm_tiles",
     "gather_qmm/gather_qmm.metal",
     inputs=("x", "w", "scales", "biases", "factors", "list", "shape"),
     outputs=("y",),
-    template=(
-        "T",
-        "S",
-        "mode",
-        "group",
-        "bits",
-        "transposed",
-        "tile_m",
-        "tile_n",
-        "tile_k",
-        "simds_m",
-        "simds_n",
-        "run",
-        "stages",
-        "ahead",
-        "aligned",
-        "scaled",
-    ),
+    template=(*FORMAT, "transposed", *_CUT, "aligned", "scaled"),
     threadgroup_memory=threadgroup_memory,
     large=True,
 )
 
 
-@cache
-def gather_qmm_config(
-    device: str, rows: int, matrices: int, dtype: mx.Dtype, fmt: Format
-) -> QmmConfig:
-    """The configuration for a backend.
+def gather_qmm_config(rows: int, matrices: int, dtype: mx.Dtype, fmt: Format) -> QmmConfig:
+    """The configuration of any GPU.
 
     Args:
-        device: ``"metal"``, ``"cuda"`` or ``"host"``.
         rows: of all products.
         matrices: among which they choose.
         dtype: of the rows.
@@ -70,92 +51,76 @@ def gather_qmm_config(
 
 
 def gather_qmm_sorted(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    factors: mx.array | None,
-    right: mx.array,
+    x: Spec,
+    w: Spec,
+    scales: Spec,
+    pairs: Pairs,
     transpose: bool,
     fmt: Format,
     config: QmmConfig,
-) -> mx.array:
-    """Products of blocks of rows with the packed matrices that they chose, sorted.
+    scaled: bool = False,
+) -> Products:
+    """The launches of products of blocks of rows with the packed matrices that they chose, sorted.
 
     Args:
-        x: (P, M, K) in float32, float16 or bfloat16.
+        x: (..., M, K) in float32, float16 or bfloat16.
         w: (..., N, K * bits / 32) uint32, or (..., K, N * bits / 32) if not ``transpose``.
         scales: one a group along the last axis of the matrices.
-        biases: as ``scales`` (affine), else None.
-        factors: one float32 number for each matrix, or None.
-        right: (P,) uint32 that does not decrease: the matrix of each block.
+        pairs: the products, whose matrices do not decrease.
         transpose: multiply with the transposes of the matrices.
         fmt: group_size, bits and mode of ``w``.
         config: how to cut the products.
+        scaled: whether there is a global scale for each matrix.
 
     Returns:
-        (P, M, N) in the dtype of ``x``; weights rounded to it, float32 sums rounded once.
+        A function that gives (..., M, N) in the dtype of ``x``; weights rounded to it, float32 sums
+        rounded once. It casts arrays as that of :func:`gather_qmv` does.
     """
-    (pairs, m, k), matrices = x.shape, prod(w.shape[:-2])
+    (*_, m, k), products, matrices = x.shape, prod(pairs.shape), prod(w.shape[:-2])
     n = w.shape[-2] if transpose else fmt.dims(w)
-    tiles = pairs * m // config.tile_m + min(matrices, pairs)
+    tiles = products * m // config.tile_m + min(matrices, products)
     searching = min(1 << (matrices - 1).bit_length(), MAX_THREADS)
-    (found,) = _LIST(
-        [right, _numbers(pairs, matrices, m, config.tile_m, tiles)],
+    counts = mx.array([products, matrices, m, config.tile_m, tiles], mx.int32)
+    listing = _LIST.bind(
+        [Spec((products,), mx.uint32), counts],
         template={"threads": searching},
         grid=(searching, 1, 1),
         threadgroup=(searching, 1, 1),
         output_shapes=[(tiles, 3)],
     )
-    threads = config.threads(x.dtype)
-    (y,) = _TILES(
-        [
-            x,
-            w,
-            scales,
-            scales if biases is None else biases,
-            _one() if factors is None else factors,
-            found,
-            _numbers(n, k),
-        ],
-        template=_template(x.dtype, scales.dtype, fmt, config, transpose, k, factors is not None),
+    threads, cut, one = config.threads(x.dtype), asdict(config), mx.ones((1,))
+    sizes, factors = mx.array([n, k], mx.int32), Spec((matrices,), mx.float32) if scaled else one
+    found = Spec((tiles, 3), mx.uint32)
+    launch = _TILES.bind(
+        [Spec((products, m, k), x.dtype), w, scales, scales, factors, found, sizes],
+        template=template_of(fmt, x.dtype, scales.dtype)
+        | {name: cut[name] for name in _CUT}
+        | {"transposed": transpose, "aligned": k * x.dtype.size % 16 == 0, "scaled": scaled},
         grid=(tiles * threads, -(-n // config.tile_n), 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(pairs, m, n)],
+        output_shapes=[(*pairs.shape, m, n)],
     )
-    return y
+    rows, kind = x.dtype, scales.dtype
 
+    def run(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array | None,
+        left: mx.array | None,
+        right: mx.array | None,
+        global_scale: mx.array | None,
+    ) -> mx.array:
+        left, right = pairs.lists(left, right)
+        blocks = x.astype(rows).reshape(-1, m, k)
+        if left is not None:
+            blocks = blocks[left]
+        elif pairs.share > 1:
+            blocks = mx.repeat(blocks, pairs.share, 0)
+        scales = scales.astype(kind)
+        biases = scales if biases is None else biases.astype(kind)
+        factors = one if global_scale is None else global_scale.astype(mx.float32) / GLOBAL_UNIT
+        (found,) = listing([right, counts])
+        return launch([blocks, w, scales, biases, factors, found, sizes])[0]
 
-@cache
-def _template(
-    dtype: mx.Dtype,
-    scale: mx.Dtype,
-    fmt: Format,
-    config: QmmConfig,
-    transpose: bool,
-    k: int,
-    scaled: bool,
-) -> dict[str, mx.Dtype | int | bool]:
-    sizes = asdict(config)
-    del sizes["parts"]
-    return {
-        "T": dtype,
-        "S": scale,
-        "mode": list(MODES).index(fmt.mode),
-        "group": fmt.group_size,
-        "bits": fmt.bits,
-        "transposed": transpose,
-        **sizes,
-        "aligned": k * dtype.size % 16 == 0,
-        "scaled": scaled,
-    }
-
-
-@cache
-def _numbers(*values: int) -> mx.array:
-    return mx.array(values, mx.int32)
-
-
-@cache
-def _one() -> mx.array:
-    return mx.ones((1,))
+    return run

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...formats import MODES, Format
+from ...formats import GLOBAL_UNIT, MODES, Format
 from ...runtime.kernel import Kernel
+from ...runtime.launch import TemplateValue
+from ...runtime.spec import Spec
 
 _INPUTS = ("x", "w", "scales", "biases", "factors", "left", "right", "shape")
-_FORMAT = ("T", "S", "mode", "group", "bits")
+FORMAT = ("T", "S", "mode", "group", "bits")
 
 _ROWS = Kernel(
     "gather_qmm_rows",
     "gather_qmm/gather_qmv.metal",
     inputs=_INPUTS,
     outputs=("y",),
-    template=(*_FORMAT, "rows", "outputs", "run", "lanes", "ways", "listed", "scaled"),
+    template=(*FORMAT, "rows", "outputs", "run", "lanes", "ways", "listed", "scaled"),
     large=True,
 )
 _COLUMNS = Kernel(
@@ -27,32 +30,46 @@ _COLUMNS = Kernel(
     "gather_qmm/gather_qmv.metal",
     inputs=_INPUTS,
     outputs=("y",),
-    template=(*_FORMAT, "rows", "run", "deep", "wide", "lanes", "listed", "scaled"),
+    template=(*FORMAT, "rows", "run", "deep", "wide", "lanes", "listed", "scaled"),
     large=True,
 )
 
 
-class Choice(NamedTuple):
-    """Which matrix and which rows of x each of P products takes.
+class Pairs(NamedTuple):
+    """The products that there are: which rows and which matrix each takes.
 
     Attributes:
-        right: (P,) uint32, the matrix.
-        left: (P,) uint32, the block of rows of x; None stands for ``p // share``.
-        share: products in a row that take the same block.
-        sorted: whether ``right`` is sorted.
+        shape: the leading dimensions of the result; P products in all.
+        share: neighbouring products that take the same block of rows; 0 where blocks are listed.
+        in_order: whether products with the same matrix are neighbours.
+        left: the blocks that products take where no list is given, uint32 in ``shape``.
+        right: likewise the matrices.
+        broadcast: whether lists that are given have other shapes.
     """
 
-    right: mx.array
-    left: mx.array | None
-    share: int
-    sorted: bool
+    shape: tuple[int, ...]
+    share: int = 1
+    in_order: bool = False
+    left: mx.array | None = None
+    right: mx.array | None = None
+    broadcast: bool = False
 
-    def blocks(self, x: mx.array) -> mx.array:
-        """The rows of x (..., M, K) that each product takes: (P, M, K)."""
-        blocks = x.reshape(-1, *x.shape[-2:])
-        if self.left is not None:
-            return blocks[self.left]
-        return blocks if self.share == 1 else mx.repeat(blocks, self.share, 0)
+    def lists(
+        self, left: mx.array | None, right: mx.array | None
+    ) -> tuple[mx.array | None, mx.array]:
+        """The blocks, None where they are not listed, and the matrices of all products: (P,)."""
+        found = (
+            default if given is None else mx.broadcast_to(given, self.shape).astype(mx.uint32)
+            for given, default in ((left, self.left), (right, self.right))
+        )
+        left, right = (a if a is None else a.flatten() for a in found)
+        assert right is not None
+        return left, right
+
+
+# Of x, w, scales, biases, the blocks and the matrices that products take, and global scales; what
+# is left out is None.
+Products = Callable[..., mx.array]
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,6 @@ class Columns:
     threads: int
 
 
-@cache
 def configuration(
     device: str, per_pair: int, in_order: bool, transpose: bool, fmt: Format
 ) -> Rows | Columns:
@@ -112,103 +128,94 @@ def configuration(
         transpose: whether the products are with transposed matrices.
         fmt: the format of the matrices.
     """
-    alone = per_pair == 1 and not in_order
+    single = per_pair == 1 and not in_order
     if device == "host":
         # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.
-        rows, run = 1 if alone else 16, fmt.group_size
+        rows, run = 1 if single else 16, fmt.group_size
         if transpose:
             return Rows(rows, outputs=4, run=run, lanes=1, ways=16, threads=8)
-        return Columns(rows, run=run, deep=1 if alone else 32, wide=1, lanes=1, threads=8)
+        return Columns(rows, run=run, deep=1 if single else 32, wide=1, lanes=1, threads=8)
     # The sums and unpacked weights must stay within some 100 registers.
     run = 32 if fmt.bits % 2 else 16
     if transpose:
-        rows = 1 if alone else 4 if run == 16 else 2
-        outputs = 2 if alone and fmt.mode == "affine" else 4
+        rows = 1 if single else 4 if run == 16 else 2
+        outputs = 2 if single and fmt.mode == "affine" else 4
         return Rows(rows, outputs, run=run, lanes=32, ways=1, threads=64)
-    return Columns(1 if alone else 64 // run, run=run, deep=1, wide=4, lanes=32, threads=64)
+    return Columns(1 if single else 64 // run, run=run, deep=1, wide=4, lanes=32, threads=64)
 
 
 def gather_qmv(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    factors: mx.array | None,
-    choice: Choice,
+    x: Spec,
+    w: Spec,
+    scales: Spec,
+    pairs: Pairs,
     fmt: Format,
     config: Rows | Columns,
-) -> mx.array:
-    """P products of M rows each with the packed matrices that they choose.
+    scaled: bool = False,
+) -> Products:
+    """The launch of products of M rows each with the packed matrices that they choose.
 
     Args:
         x: (..., M, K) in float32, float16 or bfloat16.
         w: (..., N, K * bits / 32) uint32 for :class:`Rows`, (..., K, N * bits / 32) for
             :class:`Columns`.
         scales: one a group along the last axis of the matrices.
-        biases: as ``scales`` (affine), else None.
-        factors: one float32 number for each matrix, or None.
-        choice: matrices and rows.
+        pairs: the products.
         fmt: group_size, bits and mode of ``w``.
         config: how to spread the work, and whether ``w`` is transposed.
+        scaled: whether there is a global scale for each matrix.
 
     Returns:
-        (P, M, N) in the dtype of ``x``; float32 sums rounded once.
+        A function that gives (..., M, N) in the dtype of ``x``; float32 sums rounded once. It casts
+        arrays to the dtypes of their specs, and broadcasts indices of any integer type.
     """
-    transposed = isinstance(config, Rows)
-    n = w.shape[-2] if transposed else fmt.dims(w)
-    (*_, m, k), pairs = x.shape, choice.right.size
+    (*_, m, k), (shape, share, _, every_left, every_right, strided) = x.shape, pairs
+    n = w.shape[-2] if isinstance(config, Rows) else fmt.dims(w)
     across = config.outputs if isinstance(config, Rows) else config.wide * config.run
     tiles = -(-n // across)
     groups = -(-tiles * config.lanes // config.threads)
-    (y,) = (_ROWS if transposed else _COLUMNS)(
-        [
-            x,
-            w,
-            scales,
-            scales if biases is None else biases,
-            _one() if factors is None else factors,
-            choice.right if choice.left is None else choice.left,
-            choice.right,
-            _shape(pairs * m, n, k, m, choice.share),
-        ],
-        template=_template(
-            x.dtype, scales.dtype, fmt, config, choice.left is not None, factors is not None
-        ),
-        grid=(groups * config.threads, -(-pairs * m // config.rows), 1),
-        threadgroup=(config.threads, 1, 1),
-        output_shapes=[(pairs, m, n)],
-    )
-    return y
-
-
-@cache
-def _template(
-    dtype: mx.Dtype,
-    scale: mx.Dtype,
-    fmt: Format,
-    config: Rows | Columns,
-    listed: bool,
-    scaled: bool,
-) -> dict[str, mx.Dtype | int | bool]:
-    spread = asdict(config)
+    results, indices, spread = prod(shape) * m, Spec(shape, mx.uint32), asdict(config)
     del spread["threads"]
-    return {
-        "T": dtype,
-        "S": scale,
-        "mode": list(MODES).index(fmt.mode),
-        "group": fmt.group_size,
-        "bits": fmt.bits,
-        **spread,
-        "listed": listed,
-        "scaled": scaled,
-    }
+    sizes, one = mx.array([results, n, k, m, share], mx.int32), mx.ones((1,))
+    factors = Spec((prod(w.shape[:-2]),), mx.float32) if scaled else one
+    launch = (_ROWS if isinstance(config, Rows) else _COLUMNS).bind(
+        [x, w, scales, scales, factors, indices, indices, sizes],
+        template=template_of(fmt, x.dtype, scales.dtype)
+        | {**spread, "listed": not share, "scaled": scaled},
+        grid=(groups * config.threads, -(-results // config.rows), 1),
+        threadgroup=(config.threads, 1, 1),
+        output_shapes=[(*shape, m, n)],
+    )
+    rows, kind = x.dtype, scales.dtype
+
+    # Every product of a token comes through here: calls of Python functions are its cost.
+    def run(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array | None,
+        left: Any,
+        right: Any,
+        global_scale: mx.array | None,
+    ) -> mx.array:
+        scales = scales.astype(kind)
+        biases = scales if biases is None else biases.astype(kind)
+        factors = one if global_scale is None else global_scale.astype(mx.float32) / GLOBAL_UNIT
+        right = every_right if right is None else mx.broadcast_to(right, shape).astype(mx.uint32)
+        if left is not None:
+            left = mx.broadcast_to(left, shape).astype(mx.uint32)
+        elif share:
+            left = right  # not read
+        else:
+            left = every_left
+        if strided:
+            left, right = mx.contiguous(left), mx.contiguous(right)
+        return launch([x.astype(rows), w, scales, biases, factors, left, right, sizes])[0]
+
+    return run
 
 
-@cache
-def _shape(*numbers: int) -> mx.array:
-    return mx.array(numbers, mx.int32)
-
-
-@cache
-def _one() -> mx.array:
-    return mx.ones((1,))
+def template_of(fmt: Format, dtype: mx.Dtype, scale: mx.Dtype) -> dict[str, TemplateValue]:
+    """What both kinds of kernels need to know of rows and matrices."""
+    mode = list(MODES).index(fmt.mode)
+    return {"T": dtype, "S": scale, "mode": mode, "group": fmt.group_size, "bits": fmt.bits}

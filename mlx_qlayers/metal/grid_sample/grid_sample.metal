@@ -10,7 +10,7 @@
 // grid_sample_forward            out = the sample at each point; x is read where it lies.
 // grid_sample_gradient_grid      LANES threads add up d_grid of one point by shuffles.
 // grid_sample_gradient_x         adds a point's cotangent to its pixels' d_x by float32 atomics.
-//                                grid_shares.metal does the same without atomics.
+//                                sorted_gradient.metal does the same without atomics.
 
 #include "taps.metal"
 

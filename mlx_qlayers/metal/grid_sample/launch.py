@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from ...reference.grid_sample import Sampling
-from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
+from ...runtime.program import CONSTANT_BELOW
+from ...runtime.spec import Spec
 
 _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}
 _PADDING = {"zeros": 0, "border": 1, "reflection": 2}
@@ -21,24 +23,23 @@ _PADDING = {"zeros": 0, "border": 1, "reflection": 2}
 _ROW = 2**30
 _BLOCK = 256
 
-_PACKS = ("T", "G", "NDIM", "TAPS", "V", "ALIGN", "LANES", "RUN")
-_FORWARD = Kernel(
-    "grid_sample_forward",
-    "grid_sample/grid_sample.metal",
-    inputs=("x", "grid", "size", "options"),
-    outputs=("out",),
-    template=_PACKS,
+# Of x and grid, or of these and the cotangent.
+Sampled = Callable[..., mx.array]
+
+_sampling: Callable[..., Kernel] = partial(
+    Kernel,
+    file="grid_sample/grid_sample.metal",
+    template=("T", "G", "NDIM", "TAPS", "V", "ALIGN", "LANES", "RUN"),
     large=True,
     ensure_row_contiguous=False,
 )
-_GRADIENT_GRID = Kernel(
+_FORWARD = _sampling(
+    "grid_sample_forward", inputs=("x", "grid", "size", "options"), outputs=("out",)
+)
+_GRADIENT_GRID = _sampling(
     "grid_sample_gradient_grid",
-    "grid_sample/grid_sample.metal",
     inputs=("x", "grid", "cotangent", "size", "options"),
     outputs=("d_grid",),
-    template=_PACKS,
-    large=True,
-    ensure_row_contiguous=False,
 )
 _GRADIENT_X = Kernel(
     "grid_sample_gradient_x",
@@ -49,37 +50,33 @@ _GRADIENT_X = Kernel(
     atomic_outputs=True,
     large=True,
 )
-_LIST_SHARES = Kernel(
+
+_by_shares: Callable[..., Kernel] = partial(
+    Kernel, file="grid_sample/sorted_gradient.metal", large=True
+)
+_LIST_SHARES = _by_shares(
     "grid_sample_list_shares",
-    "grid_sample/sorted_gradient.metal",
     inputs=("grid", "size", "options"),
     outputs=("pixel", "weight"),
     template=("G", "I", "NDIM", "TAPS"),
-    large=True,
 )
-_BANDS = Kernel(
+_BANDS = _by_shares(
     "grid_sample_gradient_x_bands",
-    "grid_sample/sorted_gradient.metal",
     inputs=("pixel", "weight", "cotangent", "options", "pixels"),
     outputs=("d_x",),
     template=("T", "I", "K"),
-    large=True,
 )
-_CARRIES = Kernel(
+_CARRIES = _by_shares(
     "grid_sample_carries",
-    "grid_sample/sorted_gradient.metal",
     inputs=("pixel", "order", "weight", "cotangent", "options"),
     outputs=("carry",),
     template=("T", "I", "K", "LANES"),
-    large=True,
 )
-_SORTED = Kernel(
+_SORTED = _by_shares(
     "grid_sample_gradient_x_sorted",
-    "grid_sample/sorted_gradient.metal",
     inputs=("pixel", "order", "weight", "cotangent", "carry", "options"),
     outputs=("d_x",),
     template=("T", "I", "K", "LANES"),
-    large=True,
 )
 
 
@@ -109,7 +106,6 @@ class GridSampleConfig:
     threads: int = 256
 
 
-@lru_cache(maxsize=256)
 def heuristic(
     channels: int, dtype: mx.Dtype, backend: str, deterministic: bool = False
 ) -> GridSampleConfig:
@@ -134,43 +130,27 @@ def _lanes(parts: int) -> int:
     return min(32, 1 << max(0, parts - 1).bit_length())
 
 
-class _Job:
-    """The arrays of one call as the kernels want them, and what launches have in common."""
+def covers(grid: Spec, options: Sampling) -> bool:
+    """Whether the kernels, which number points and sorted shares with 32 bits, can take it."""
+    shares = _TAPS[options.mode] ** grid.shape[-1] if options.deterministic else 1
+    return math.prod(grid.shape[:-1]) * shares < 2**31
 
-    def __init__(
-        self,
-        x_shape: tuple[int, ...],
-        grid: mx.array,
-        options: Sampling,
-        dtype: mx.Dtype,
-        config: GridSampleConfig | None,
-    ) -> None:
-        *_, self.channels = x_shape
-        self.config = config or heuristic(self.channels, dtype, backend(), options.deterministic)
-        self.grid = mx.contiguous(grid)
-        self.points = math.prod(grid.shape[:-1])
-        self.size = _integers(*reversed(x_shape[1:-1]))
-        self.options = _integers(
-            _PADDING[options.padding_mode],
-            int(options.align_corners),
-            self.points,
-            math.prod(grid.shape[1:-1]),
-            self.channels,
-        )
-        self.taps = _TAPS[options.mode] ** grid.shape[-1]
-        self.template: dict[str, TemplateValue] = {
-            "T": dtype,
-            "G": grid.dtype,
-            "NDIM": grid.shape[-1],
-            "TAPS": _TAPS[options.mode],
-        }
-        self.packs: dict[str, TemplateValue] = {
-            "V": self.config.pack,
-            "ALIGN": self.config.align,
-            "LANES": self.config.lanes,
-            "RUN": self.config.run,
-        }
-        self.runs = -(-self.points // self.config.run)
+
+class _Job:
+    """What the launches for some specs and options have in common."""
+
+    def __init__(self, x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> None:
+        self.config = config
+        self.points, self.channels = math.prod(grid.shape[:-1]), x.shape[-1]
+        self.cotangent = Spec((*grid.shape[:-1], self.channels), x.dtype)
+        per_image, padding = math.prod(grid.shape[1:-1]), _PADDING[options.padding_mode]
+        facts = padding, int(options.align_corners), self.points, per_image, self.channels
+        self.size = mx.array(x.shape[-2:0:-1], mx.int32)
+        self.options = mx.array(facts, mx.int32)
+        taps = _TAPS[options.mode]
+        self.taps = taps ** grid.shape[-1]
+        self.template: dict[str, TemplateValue]
+        self.template = {"T": x.dtype, "G": grid.dtype, "NDIM": grid.shape[-1], "TAPS": taps}
 
     def threads(self, count: int) -> dict[str, Any]:
         """The launch of so many threads: whole threadgroups, in rows."""
@@ -179,125 +159,111 @@ class _Job:
         return {"grid": (width, -(-count // width), 1), "threadgroup": (group, 1, 1)}
 
 
-def covers(grid: mx.array, options: Sampling) -> bool:
-    """Whether the kernels, which number points and sorted shares with 32 bits, can take it."""
-    shares = _TAPS[options.mode] ** grid.shape[-1] if options.deterministic else 1
-    return math.prod(grid.shape[:-1]) * shares < 2**31
+def grid_sample(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> Sampled:
+    """The launch of the samples, a function of x and grid; see the operation for shapes."""
+    job = _Job(x, grid, options, config)
+    return _reading_x(_FORWARD, x, [grid], job, job.cotangent.shape)
 
 
-def grid_sample(
-    x: mx.array, grid: mx.array, options: Sampling, config: GridSampleConfig | None = None
-) -> mx.array:
-    """Sample by kernel; see :func:`mlx_qlayers.ops.grid_sample.grid_sample`."""
-    job = _Job(x.shape, grid, options, x.dtype, config)
-    (out,) = _FORWARD(
-        [_at_least_8(x), job.grid, job.size, job.options],
-        template={**job.template, **job.packs},
-        output_shapes=[(*grid.shape[:-1], job.channels)],
-        **job.threads(job.runs * job.config.lanes),
-    )
-    return out
-
-
-def grid_sample_vjp(
-    x: mx.array,
-    grid: mx.array,
-    cotangent: mx.array,
-    options: Sampling,
-    config: GridSampleConfig | None = None,
-) -> tuple[mx.array, mx.array]:
-    """Gradients of :func:`grid_sample` for ``x`` and ``grid``, by launches of their own."""
-    given = x, grid, cotangent, options, config
-    return gradient_x(*given), gradient_grid(*given)
-
-
-def gradient_grid(
-    x: mx.array,
-    grid: mx.array,
-    cotangent: mx.array,
-    options: Sampling,
-    config: GridSampleConfig | None = None,
-) -> mx.array:
-    """The gradient of :func:`grid_sample` for ``grid``."""
+def gradient_grid(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> Sampled:
+    """The launch of the gradient for ``grid``, a function of x, grid and the cotangent."""
     if options.mode == "nearest":
-        return mx.zeros_like(grid)
-    job = _Job(x.shape, grid, options, x.dtype, config)
-    (d_grid,) = _GRADIENT_GRID(
-        [_at_least_8(x), job.grid, mx.contiguous(cotangent), job.size, job.options],
-        template={**job.template, **job.packs},
-        output_shapes=[grid.shape],
-        **job.threads(job.runs * job.config.lanes),
+        return lambda x, grid, cotangent: mx.zeros_like(grid)
+    job = _Job(x, grid, options, config)
+    return _reading_x(_GRADIENT_GRID, x, [grid, job.cotangent], job, grid.shape)
+
+
+def _reading_x(
+    kernel: Kernel, x: Spec, others: list[Spec], job: _Job, shape: tuple[int, ...]
+) -> Sampled:
+    """The launch of a kernel that reads x where it lies."""
+    config = job.config
+    packs = {"V": config.pack, "ALIGN": config.align, "LANES": config.lanes, "RUN": config.run}
+    # Metal gets a smaller x in another address space; images beyond the batch are not read.
+    copies = CONSTANT_BELOW if x.size < CONSTANT_BELOW else 1
+    whole, size, options = Spec((copies * x.shape[0], *x.shape[1:]), x.dtype), job.size, job.options
+    launch = kernel.bind(
+        [whole, *others, size, options],
+        template=job.template | packs,
+        output_shapes=[shape],
+        **job.threads(-(-job.points // config.run) * config.lanes),
     )
-    return d_grid
+
+    def run(x: mx.array, *others: mx.array) -> mx.array:
+        x = mx.concatenate([x] * copies) if copies > 1 else x
+        return launch([x, *map(mx.contiguous, others), size, options])[0]
+
+    return run
 
 
-def gradient_x(
-    x: mx.array,
-    grid: mx.array,
-    cotangent: mx.array,
-    options: Sampling,
-    config: GridSampleConfig | None = None,
-) -> mx.array:
-    """The gradient of :func:`grid_sample` for ``x``, whose values it does not read."""
-    job = _Job(x.shape, grid, options, x.dtype, config)
-    if job.config.scatter != "atomics":
-        return _gradient_x_of_shares(x.shape, cotangent, job).astype(x.dtype)
-    lanes = job.config.scatter_lanes
-    (d_x,) = _GRADIENT_X(
-        [job.grid, mx.contiguous(cotangent), job.size, job.options],
-        template={**job.template, "LANES": lanes},
+def gradient_x(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> Sampled:
+    """The launches of the gradient for ``x``, whose values it does not read; likewise."""
+    job = _Job(x, grid, options, config)
+    if config.scatter != "atomics":
+        return _gradient_x_of_shares(x, grid, job)
+    lanes = config.scatter_lanes
+    launch = _GRADIENT_X.bind(
+        [grid, job.cotangent, job.size, job.options],
+        template=job.template | {"LANES": lanes},
         output_shapes=[x.shape],
         init_value=0,
         **job.threads(job.points * lanes),
     )
-    return d_x.astype(x.dtype)
+
+    def by_atomics(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
+        return launch([grid, cotangent, job.size, job.options])[0].astype(x.dtype)
+
+    return by_atomics
 
 
-def _gradient_x_of_shares(shape: tuple[int, ...], cotangent: mx.array, job: _Job) -> mx.array:
+def _gradient_x_of_shares(x: Spec, grid: Spec, job: _Job) -> Sampled:
     """The same from a list of what each point adds to which pixel."""
-    pixels = math.prod(shape[:-1])
+    pixels = math.prod(x.shape[:-1])
     shares, lanes = job.points * job.taps, job.config.scatter_lanes
     index = mx.int64 if pixels >= 2**31 else mx.int32
-    pixel, weight = _LIST_SHARES(
-        [job.grid, job.size, job.options],
+    pixel, weight = Spec((shares,), index), Spec((shares,), mx.float32)
+    listing = _LIST_SHARES.bind(
+        [grid, job.size, job.options],
         template={name: job.template[name] for name in ("G", "NDIM", "TAPS")} | {"I": index},
         output_shapes=[(shares,), (shares,)],
         **job.threads(job.points),
     )
-    template: dict[str, TemplateValue] = {"T": cotangent.dtype, "I": index, "K": job.taps}
+    template: dict[str, TemplateValue] = {"T": x.dtype, "I": index, "K": job.taps}
     if job.config.scatter == "bands":
-        (d_x,) = _BANDS(
-            [pixel, weight, mx.contiguous(cotangent), job.options, mx.array(pixels, mx.int64)],
+        count = mx.array(pixels, mx.int64)
+        bands = _BANDS.bind(
+            [pixel, weight, job.cotangent, job.options, count],
             template=template,
-            output_shapes=[shape],
+            output_shapes=[x.shape],
             grid=(job.config.bands, 1, 1),
             threadgroup=(1, 1, 1),
         )
-        return d_x
-    order = mx.argsort(pixel)
-    inputs = [pixel[order], order, weight, mx.contiguous(cotangent)]
+
+        def in_bands(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
+            found = listing([grid, job.size, job.options])
+            return bands([*found, cotangent, job.options, count])[0].astype(x.dtype)
+
+        return in_bands
     blocks = -(-shares // _BLOCK)
-    (carry,) = _CARRIES(
-        [*inputs, job.options],
-        template={**template, "LANES": lanes},
+    sorted_shares = [pixel, Spec((shares,), mx.uint32), weight, job.cotangent]
+    carries = _CARRIES.bind(
+        [*sorted_shares, job.options],
+        template=template | {"LANES": lanes},
         output_shapes=[(blocks, job.channels)],
         **job.threads(blocks * lanes),
     )
-    (d_x,) = _SORTED(
-        [*inputs, carry, job.options],
-        template={**template, "LANES": lanes},
-        output_shapes=[shape],
+    total = _SORTED.bind(
+        [*sorted_shares, Spec((blocks, job.channels), mx.float32), job.options],
+        template=template | {"LANES": lanes},
+        output_shapes=[x.shape],
         init_value=0,
         **job.threads(shares * lanes),
     )
-    return d_x
 
+    def in_order(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
+        pixel, weight = listing([grid, job.size, job.options])
+        order = mx.argsort(pixel)
+        given = [pixel[order], order, weight, cotangent]
+        return total([*given, *carries([*given, job.options]), job.options])[0]
 
-def _at_least_8(x: mx.array) -> mx.array:
-    """Metal gets a smaller x in another address space; images beyond the batch are not read."""
-    return mx.concatenate([x] * 8) if x.size < 8 else x
-
-
-@lru_cache(maxsize=1024)
-def _integers(*values: int) -> mx.array:
-    return mx.array(values, mx.int32)
+    return in_order

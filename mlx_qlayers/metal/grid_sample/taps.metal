@@ -95,10 +95,16 @@ axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool ali
   }
   float low = TAPS == 1 ? rint(pixel) : floor(pixel);
   float part = pixel - low;
+  // Beyond 2^24 a float steps over pixels: from here on positions are integers. -100 is outside.
+  int first = abs(low) < 2147483648.0f ? int(low) : -100;
+  if (TAPS == 4) {
+    first -= 1;
+  } else if (padding != ZEROS) {
+    first = min(first, size - 1);
+  }
   axis_taps<TAPS> taps;
 #pragma clang loop unroll(full)
   for (int k = 0; k < TAPS; k++) {
-    float at = low + float(TAPS == 4 ? k - 1 : k);
     bool outer = k % 3 == 0;
     float distance = abs(part - float(k - 1));
     float side = k < 2 ? 1.0f : -1.0f;
@@ -107,11 +113,13 @@ axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool ali
     taps.slope[k] = TAPS == 1 ? 0.0f
         : TAPS == 2           ? (k == 0 ? -scale : scale) * sign
                               : cubic_slope(distance, outer) * side * scale;
-    float ignored;
-    if (TAPS == 4) {
-      at = pad<NDIM, GRADIENT>(at, size, padding, align_corners, ignored);
+    int at = first + k;
+    if (TAPS == 4 && padding != ZEROS && uint(at) >= uint(size)) {
+      float ignored;
+      float back = pad<NDIM, GRADIENT>(low + float(k - 1), size, padding, align_corners, ignored);
+      at = min(int(back), size - 1);
     }
-    taps.at[k] = at >= 0 && at <= float(size - 1) ? int(at) : -1;
+    taps.at[k] = uint(at) < uint(size) ? at : -1;
   }
   return taps;
 }

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from struct import pack, unpack
 
 import mlx.core as mx
 
 from ...runtime.kernel import Kernel
 from ...runtime.program import CONSTANT_BELOW
+from ...runtime.spec import Spec
 
-_INPUTS = ("q", "k", "offset", "freqs", "sizes", "numbers")
+_INPUTS = ("q", "k", "offset", "freqs", "sizes", "rates")
 _AT, _EACH = (
     Kernel(
         name,
@@ -24,62 +25,53 @@ _AT, _EACH = (
 
 
 def rotated(
-    q: mx.array,
-    k: mx.array,
-    offset: mx.array,
+    q: Spec,
+    k: Spec,
+    offset: Spec,
     *,
     dims: int,
     traditional: bool,
     base: float | None,
     scale: float,
-    freqs: mx.array | None,
     share: int,
-) -> list[mx.array]:
-    """Queries (B, H, L, D) and keys (B, Hkv, L, D), turned by their positions.
+) -> Callable[..., list[mx.array]]:
+    """The launch that turns queries and keys by their positions.
 
     Args:
         q: (B, L, H, D).
         k: (B, L, Hkv, D) in the dtype of ``q``.
-        offset: the position of the first row, int32: 0-d, or (B,).
+        offset: the position of the first row: 0-d, or (B,).
         dims: leading elements of a head that are turned; even.
         traditional: turn neighbours, not elements half of ``dims`` apart.
-        base: of the geometric series of frequencies; None with ``freqs``.
+        base: of the geometric series of frequencies, or None where they are listed.
         scale: of positions.
-        freqs: (dims / 2,) float32, the reciprocals of the frequencies, or None.
         share: heads that one thread turns.
+
+    Returns:
+        A function of q, k, offset and, where there is no ``base``, the reciprocals of frequencies
+        (dims / 2,), that gives (B, H, L, D) and (B, Hkv, L, D).
     """
     (batch, length, heads, width), kv_heads = q.shape, k.shape[2]
-    kernel = _EACH if offset.ndim else _AT
-    return kernel(
-        [
-            q,
-            k,
-            offset,
-            _none() if freqs is None else freqs,
-            _sizes(length, heads, kv_heads, width, dims, share),
-            _numbers(dims, base, scale),
-        ],
-        template={"T": q.dtype, "traditional": traditional, "listed": freqs is not None},
+    sizes = mx.array([length, heads, kv_heads, width, dims, share], mx.int32)
+    both = [*two_floats(scale), *rates(dims, base, scale)]
+    pairs = mx.array(both + [0.0] * (CONSTANT_BELOW - len(both)), mx.float32)
+    unused = mx.zeros((CONSTANT_BELOW,))
+    listed = Spec((dims // 2,), mx.float32) if base is None else unused
+    launch = (_EACH if offset.ndim else _AT).bind(
+        [q, k, Spec(offset.shape, mx.int32), listed, sizes, pairs],
+        template={"T": q.dtype, "traditional": traditional, "listed": base is None},
         grid=(dims // 2, -(-(heads + kv_heads) // share), batch * length),
         threadgroup=(min(dims // 2, 64), 1, 1),
         output_shapes=[(batch, heads, length, width), (batch, kv_heads, length, width)],
     )
 
+    def run(
+        q: mx.array, k: mx.array, offset: mx.array, freqs: mx.array | None = None
+    ) -> list[mx.array]:
+        listed = unused if freqs is None else freqs.astype(mx.float32)
+        return launch([q, k, offset.astype(mx.int32), listed, sizes, pairs])
 
-@cache
-def _none() -> mx.array:
-    return mx.zeros((8,))
-
-
-@cache
-def _sizes(*sizes: int) -> mx.array:
-    return mx.array(sizes, mx.int32)
-
-
-@cache
-def _numbers(dims: int, base: float | None, scale: float) -> mx.array:
-    numbers = [*two_floats(scale), *rates(dims, base, scale)]
-    return mx.array(numbers + [0.0] * (CONSTANT_BELOW - len(numbers)), mx.float32)
+    return run
 
 
 def rates(dims: int, base: float | None, scale: float) -> list[float]:

@@ -13,7 +13,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// sizes: L, H, Hkv, D, dims, heads of a thread. numbers, two floats each: the scale of positions and,
+// sizes: L, H, Hkv, D, dims, heads of a thread. rates, two floats each: the scale of positions and,
 // unless reciprocals are listed, the rate of each pair.
 template <typename T, bool traditional, bool listed>
 inline void turn(
@@ -21,15 +21,15 @@ inline void turn(
     const device T* k,
     const device float* freqs,
     const constant int* sizes,
-    const device float* numbers,
+    const device float* rates,
     int offset,
     device T* q_out,
     device T* k_out,
     uint3 at) {
   int length = sizes[0], heads = sizes[1], width = sizes[3], dims = sizes[4];
   int pair = at.x, batch = at.z / length, row = at.z % length;
-  float2 rate = listed ? listed_rate(freqs[pair], float2(numbers[0], numbers[1]))
-                       : float2(numbers[2 + 2 * pair], numbers[3 + 2 * pair]);
+  float2 rate = listed ? listed_rate(freqs[pair], float2(rates[0], rates[1]))
+                       : float2(rates[2 + 2 * pair], rates[3 + 2 * pair]);
   float2 cosine_sine = rotation_at(float(offset + row), rate);
   float c = cosine_sine.x, s = cosine_sine.y;
   int first = traditional ? 2 * pair : pair;
@@ -57,11 +57,11 @@ template <typename T, bool traditional, bool listed>
     constant int& offset,
     const device float* freqs,
     const constant int* sizes,
-    const device float* numbers,
+    const device float* rates,
     device T* q_out,
     device T* k_out,
     uint3 at [[thread_position_in_grid]]) {
-  turn<T, traditional, listed>(q, k, freqs, sizes, numbers, offset, q_out, k_out, at);
+  turn<T, traditional, listed>(q, k, freqs, sizes, rates, offset, q_out, k_out, at);
 }
 
 template <typename T, bool traditional, bool listed>
@@ -71,10 +71,10 @@ template <typename T, bool traditional, bool listed>
     const device int* offset,
     const device float* freqs,
     const constant int* sizes,
-    const device float* numbers,
+    const device float* rates,
     device T* q_out,
     device T* k_out,
     uint3 at [[thread_position_in_grid]]) {
   int start = offset[int(at.z) / sizes[0]];
-  turn<T, traditional, listed>(q, k, freqs, sizes, numbers, start, q_out, k_out, at);
+  turn<T, traditional, listed>(q, k, freqs, sizes, rates, start, q_out, k_out, at);
 }

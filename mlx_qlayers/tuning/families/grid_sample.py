@@ -14,6 +14,7 @@ from ...reference import grid_sample as reference
 from ...reference.grid_sample import Sampling
 from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Local, Unroll, Upcast
+from .packed import specs
 
 _IMAGES, _PIXELS = 4, 1 << 16
 _OPTIONS = Sampling()
@@ -50,7 +51,8 @@ class GridSampleFamily(Family[Problem, GridSampleConfig]):
         return [*images, mx.random.uniform(-1, 1, (*shape, problem.dims))]
 
     def bind(self, inputs: Inputs, problem: Problem, config: GridSampleConfig) -> Path:
-        return lambda inputs: metal.grid_sample(inputs[0], inputs[1], _OPTIONS, config)
+        launch = metal.grid_sample(*specs(inputs), _OPTIONS, config)
+        return lambda inputs: launch(*inputs)
 
     def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
         return {"stock": lambda inputs: reference.grid_sample(inputs[0], inputs[1], _OPTIONS)}

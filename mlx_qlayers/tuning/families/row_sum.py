@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ...dispatch.tunable import RowSumProblem as Problem
 from ...metal.common.row_sum import RowSum, row_sum
+from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Group, GroupTop, Local, PadTo, Unroll, Upcast
 
@@ -38,7 +39,8 @@ class RowSumFamily(Family[Problem, RowSum]):
         return normal(problem.dtype, (problem.m, problem.k))
 
     def bind(self, inputs: Inputs, problem: Problem, config: RowSum) -> Path:
-        return lambda inputs: row_sum(inputs[0], config)
+        launch = row_sum(Spec.of(inputs[0]), config)
+        return lambda inputs: launch(inputs[0])
 
     def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
         return {"stock": lambda inputs: inputs[0].astype(mx.float32).sum(axis=1)}

@@ -10,6 +10,7 @@ import pytest
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
+from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
@@ -26,12 +27,13 @@ E = 6
 RIGHT = [0] * 3 + [2] * 37 + [3] + [5] * 9
 
 
-def by_kernel(x, packed, right, fmt, transpose, device="metal", backend="host", **changes):
-    config = gather_qmm_config(device, len(right) * x.shape[1], E, x.dtype, fmt)
-    config = replace(config, **changes)
+def by_kernel(x, packed, right, fmt, transpose, backend="host", factors=None, **changes):
+    config = gather_qmm_config(len(right) * x.shape[1], packed[0].shape[0], x.dtype, fmt)
+    config, pairs = replace(config, **changes), Pairs((len(right),), 1, True)
     with use_backend(backend):
-        right = mx.array(right, mx.uint32)
-        return gather_qmm_sorted(x, *packed, None, right, transpose, fmt, config)
+        scaled = factors is not None
+        launch = gather_qmm_sorted(x, *packed[:2], pairs, transpose, fmt, config, scaled)
+        return launch(x, *packed, None, mx.array(right, mx.uint32), factors)
 
 
 def check_all(fmt, dtype, transpose, rows=72, groups=3, each=1, right=RIGHT, **others):
@@ -57,15 +59,14 @@ def test_every_format_and_dtype(fmt, dtype, transpose):
 @every_format_and_dtype
 def test_on_gpus(gpu, fmt, dtype, transpose):
     for right in (RIGHT, RIGHT * 9):
-        check_all(fmt, dtype, transpose, right=sorted(right), device=gpu, backend=gpu)
+        check_all(fmt, dtype, transpose, right=sorted(right), backend=gpu)
 
 
-@pytest.mark.parametrize("device", ["metal", "cuda"])
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-def test_clean_with_checks(transpose, device):
+def test_clean_with_checks(transpose):
     """Nothing out of bounds, unset, misaligned or raced for; blocks of three rows."""
     with checks():
-        check_all(SMALL, mx.float16, transpose, each=3, right=RIGHT[:8], device=device)
+        check_all(SMALL, mx.float16, transpose, each=3, right=RIGHT[:8])
 
 
 @pytest.mark.parametrize("matrices", [1, 5, 64, 1500])
@@ -75,10 +76,8 @@ def test_list_of_any_number_of_matrices(matrices):
     packed = random_experts(rng, (matrices,), 8, 32, SMALL)
     right = np.sort(rng.integers(0, matrices, 50))
     x = random(rng, (50, 1, 32))
-    config = gather_qmm_config("metal", 50, matrices, x.dtype, SMALL)
-    with use_backend("host"), trace() as launches:
-        chosen = mx.array(right.astype(np.uint32))
-        y = gather_qmm_sorted(x, *packed, None, chosen, True, SMALL, config)
+    with trace() as launches:
+        y = by_kernel(x, packed, right, SMALL, True)
     check_gathered(y, x, packed, SMALL, None, mx.array(right))
     assert [launch.kernel for launch in launches] == ["gather_qmm_list", "gather_qmm_tiles"]
 
@@ -88,11 +87,8 @@ def test_global_scale():
     rng = np.random.default_rng(2)
     packed, x = random_experts(rng, (E,), 40, 64, fmt), random(rng, (len(RIGHT), 1, 64))
     factors = mx.abs(random(rng, (E,))) * 2688
-    right = mx.array(RIGHT, mx.uint32)
-    config = gather_qmm_config("metal", len(RIGHT), E, x.dtype, fmt)
-    with use_backend("host"):
-        y = gather_qmm_sorted(x, *packed, factors / 2688, right, True, fmt, config)
-    check_gathered(y, x, packed, fmt, None, right, factors=factors)
+    y = by_kernel(x, packed, RIGHT, fmt, True, factors=factors)
+    check_gathered(y, x, packed, fmt, None, mx.array(RIGHT), factors=factors)
 
 
 @on_gpus

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.gather_qmm.gather_qmv import Choice, configuration, gather_qmv
+from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs, configuration, gather_qmv
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
@@ -28,9 +28,10 @@ CHOICES = [[3, 3, 0, 5, 1, 3, 3], [0] * 21 + [2] + [5] * 9]
 def by_kernel(x, packed, right, fmt, transpose=True, known=False, device="host", backend="host"):
     """Products of the blocks of x, one each, with the matrices that ``right`` lists."""
     config = configuration(device, x.shape[-2], known, transpose, fmt)
-    choice = Choice(mx.array(right, mx.uint32), None, 1, known)
+    pairs = Pairs((len(right),), 1, known)
     with use_backend(backend):
-        return gather_qmv(x, *packed, None, choice, fmt, config)
+        launch = gather_qmv(x, *packed[:2], pairs, fmt, config)
+        return launch(x, *packed, None, mx.array(right, mx.uint32), None)
 
 
 # Rows of a block, and what the blocks choose.
