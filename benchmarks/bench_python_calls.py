@@ -35,6 +35,7 @@ from mlx_qlayers import (
     use_backend,
 )
 from mlx_qlayers.conversion import decoder_loop
+from mlx_qlayers.layers.switch_linear import QSwitchLinear
 from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
 from mlx_qlayers.ops.attention_step import Rotation, attention_step
 from mlx_qlayers.ops.exp import exp
@@ -118,7 +119,8 @@ def operations(path: str) -> dict[str, Call]:
         "QLinear": partial(layer, x),
         "quantized_matmul": partial(quantized_matmul, x, *matrices[0][:3]),
         "fused_products": partial(fused_products, x, matrices, norm=(weight, 1e-6)),
-        "gather_qmm": partial(gather_qmm, x[None], *experts, rhs_indices=mx.array([[1, 2]])),
+        "gather_qmm": partial(gather_qmm, x[None], *experts, mx.array([[0]]), mx.array([[1, 2]])),
+        "QSwitchLinear": partial(QSwitchLinear(256, 256, 4), x[None], mx.array([[1, 2]])),
         "attention": partial(attention, q, keys, keys, scale=0.125),
         "rotary_embedding": partial(
             rotary_embedding, q.swapaxes(1, 2), k.swapaxes(1, 2), position, dims=64

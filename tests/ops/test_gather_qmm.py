@@ -16,7 +16,6 @@ from mlx_qlayers.runtime.backend import backend
 from tests.experts import check_gathered, gathered64, random_experts
 from tests.numerics import assert_accurate, assert_gradient, assert_same_sums, random, to64
 from tests.packed import FORMATS
-from tests.python_calls import python_calls
 
 SMALL = Format(32, 4)
 NVFP4 = Format(16, 4, "nvfp4")
@@ -250,19 +249,6 @@ def test_compiled():
     with use_backend("auto"):
         f = mx.compile(lambda x, i: gather_qmm(x, *packed, None, i, **options(SMALL)))
         check_gathered(f(x, right), x, packed, SMALL, None, right)
-
-
-LISTS = [(None, [[4, 0], [1, 2], [0, 1]]), ([[2], [0]], [0, 3, 1])]
-
-
-@pytest.mark.parametrize(("left", "right"), LISTS, ids=["shared", "listed"])
-@pytest.mark.parametrize("kind", [mx.uint32, mx.int64])
-def test_a_known_call_is_few_python_calls(left, right, kind, path):
-    packed, x = random_experts(np.random.default_rng(19), (E,), N, K, SMALL), mx.ones((3, 1, 1, K))
-    left, right = (a if a is None else mx.array(a).astype(kind) for a in (left, right))
-    mx.eval(left, right)
-    given = options(SMALL)
-    assert python_calls(lambda: gather_qmm(x, *packed, left, right, **given)) <= 8
 
 
 def test_explains_its_path():

@@ -12,7 +12,6 @@ from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import GPUS
 from tests.numerics import assert_accurate, assert_gradient, random, round_to, to64
-from tests.python_calls import python_calls
 
 
 @pytest.fixture(params=["ops", "host", "checked", *GPUS], autouse=True)
@@ -115,12 +114,6 @@ def test_positions_and_frequencies_have_no_gradient(offset):
 
     d_q, d_freqs = mx.grad(loss, (0, 1))(q, FREQS)
     assert mx.abs(d_q).max() > 0 and d_freqs.shape == FREQS.shape and not d_freqs.any()
-
-
-def test_a_known_call_is_few_python_calls():
-    q, k, offset = mx.ones((1, 2, 4, 32)), mx.ones((1, 2, 2, 32)), mx.array(7)
-    with checks(False):
-        assert python_calls(lambda: rotary_embedding(q, k, offset, dims=32)) <= 8
 
 
 def test_nothing_to_turn_is_explained(path):

@@ -51,7 +51,8 @@ class GridSampleFamily(Family[Problem, GridSampleConfig]):
         return [*images, mx.random.uniform(-1, 1, (*shape, problem.dims))]
 
     def bind(self, inputs: Inputs, problem: Problem, config: GridSampleConfig) -> Path:
-        launch = metal.grid_sample(*specs(inputs), _OPTIONS, config)
+        x, grid = specs(inputs)
+        launch = metal.grid_sample(x, grid, _OPTIONS, config)
         return lambda inputs: launch(*inputs)
 
     def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
