@@ -6,9 +6,8 @@ differentiable functions ``quantized_matmul``, ``grid_sample`` and ``attention``
 ``use_backend`` say what runs kernels; ``explain`` tells which path each operation took, and why.
 """
 
-from .conversion.loading import load
 from .conversion.report import ConversionReport
-from .convert import convert_model, revert_model
+from .convert import convert_model, load, revert_model
 from .layers.fused_attention import FusedAttention
 from .layers.grid_sample import GridSample
 from .layers.qlinear import QLinear

@@ -1,8 +1,10 @@
-"""Puts this package's layers into a model, and takes them out again."""
+"""Puts this package's layers into a model, loads one with them, and takes them out again."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,9 +14,13 @@ from .conversion.config import QuantizationConfig
 from .conversion.counterparts import stock_of
 from .conversion.fused_blocks import is_fused, unfused_class
 from .conversion.fused_plan import Change, FusionPlanner
+from .conversion.loading import load_stock
 from .conversion.plan import Planner, Predicate, Step, kind_of, modules, row_of
 from .conversion.report import QUANTIZED, REVERTED, ConversionReport
 from .conversion.verify import Verifier
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 def convert_model(
@@ -90,6 +96,71 @@ def convert_model(
         _verify(Verifier(model), changes, fusion.changes)
     _apply(changes, fusion.changes)
     return report
+
+
+def load(
+    path_or_hf_repo: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    lazy: bool = False,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    trust_remote_code: bool = False,
+    linear: bool = True,
+    attention: bool = True,
+    fuse: bool = True,
+    predicate: Predicate | None = None,
+    verify: bool = True,
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a model with mlx-lm and convert it: ``mlx_lm.load`` followed by ``convert_model``.
+
+    A repository is downloaded through ``huggingface_hub``, with its progress bar on a terminal;
+    with ``HF_HUB_OFFLINE=1`` only its cache is used. The files are checked before they are read.
+
+    Args:
+        path_or_hf_repo: a directory, or a repository of the Hugging Face Hub (``owner/name``).
+        revision: a branch, tag or commit of the repository.
+        lazy: leave the weights on disk until they are used.
+        tokenizer_config: more keywords for the tokenizer.
+        model_config: values that replace those of ``config.json``.
+        adapter_path: a directory with LoRA adapters to apply before converting.
+        trust_remote_code: run Python code that the model brings along.
+        linear: as in ``convert_model``, as are ``attention``, ``fuse``, ``predicate`` and
+            ``verify``.
+
+    Returns:
+        The converted model and its tokenizer.
+
+    Raises:
+        FileNotFoundError: no such directory or repository, or a file of the model is missing.
+        ValueError: a file is damaged, the model contradicts its configuration, or it wants to
+            run code of its own and ``trust_remote_code`` is false.
+
+    Example:
+        >>> from mlx_lm import generate
+        >>> model, tokenizer = load("Qwen/Qwen2-7B-Instruct-MLX")
+        >>> text = generate(model, tokenizer, prompt="Hello", max_tokens=64)
+    """
+    loaded = load_stock(
+        path_or_hf_repo,
+        revision=revision,
+        lazy=lazy,
+        tokenizer_config=tokenizer_config,
+        model_config=model_config,
+        adapter_path=adapter_path,
+        trust_remote_code=trust_remote_code,
+    )
+    convert_model(
+        loaded.model,
+        config=loaded.quantization,
+        linear=linear,
+        attention=attention,
+        fuse=fuse,
+        predicate=predicate,
+        verify=verify,
+    )
+    return loaded.model, loaded.tokenizer
 
 
 def revert_model(model: nn.Module) -> ConversionReport:

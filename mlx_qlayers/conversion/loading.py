@@ -1,4 +1,4 @@
-"""Models from a directory or from the Hugging Face Hub, with or without conversion."""
+"""Models from a directory or from the Hugging Face Hub, with their stock layers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..convert import Predicate, convert_model
 from .checkpoint import check_directory
 from .config import QuantizationConfig
+from .plan import Planner
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -38,71 +38,6 @@ class Loaded(NamedTuple):
     quantization: QuantizationConfig
 
 
-def load(
-    path_or_hf_repo: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    lazy: bool = False,
-    tokenizer_config: dict[str, Any] | None = None,
-    model_config: dict[str, Any] | None = None,
-    adapter_path: str | None = None,
-    trust_remote_code: bool = False,
-    linear: bool = True,
-    attention: bool = True,
-    fuse: bool = True,
-    predicate: Predicate | None = None,
-    verify: bool = True,
-) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a model with mlx-lm and convert it: ``mlx_lm.load`` followed by ``convert_model``.
-
-    A repository is downloaded through ``huggingface_hub``, with its progress bar on a terminal;
-    with ``HF_HUB_OFFLINE=1`` only its cache is used. The files are checked before they are read.
-
-    Args:
-        path_or_hf_repo: a directory, or a repository of the Hugging Face Hub (``owner/name``).
-        revision: a branch, tag or commit of the repository.
-        lazy: leave the weights on disk until they are used.
-        tokenizer_config: more keywords for the tokenizer.
-        model_config: values that replace those of ``config.json``.
-        adapter_path: a directory with LoRA adapters to apply before converting.
-        trust_remote_code: run Python code that the model brings along.
-        linear: as in ``convert_model``, as are ``attention``, ``fuse``, ``predicate`` and
-            ``verify``.
-
-    Returns:
-        The converted model and its tokenizer.
-
-    Raises:
-        FileNotFoundError: no such directory or repository, or a file of the model is missing.
-        ValueError: a file is damaged, the model contradicts its configuration, or it wants to
-            run code of its own and ``trust_remote_code`` is false.
-
-    Example:
-        >>> from mlx_lm import generate
-        >>> model, tokenizer = load("Qwen/Qwen2-7B-Instruct-MLX")
-        >>> text = generate(model, tokenizer, prompt="Hello", max_tokens=64)
-    """
-    loaded = load_stock(
-        path_or_hf_repo,
-        revision=revision,
-        lazy=lazy,
-        tokenizer_config=tokenizer_config,
-        model_config=model_config,
-        adapter_path=adapter_path,
-        trust_remote_code=trust_remote_code,
-    )
-    convert_model(
-        loaded.model,
-        config=loaded.quantization,
-        linear=linear,
-        attention=attention,
-        fuse=fuse,
-        predicate=predicate,
-        verify=verify,
-    )
-    return loaded.model, loaded.tokenizer
-
-
 def load_stock(
     path_or_hf_repo: str | os.PathLike[str],
     *,
@@ -113,7 +48,7 @@ def load_stock(
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> Loaded:
-    """The model with its stock layers, after the checks of `load`; arguments as there."""
+    """The model with its stock layers, after its files were checked; else as ``load``."""
     path = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
     config = check_directory(path) | (model_config or {})
     quantization = QuantizationConfig.parse(config, str(path / "config.json"))
@@ -207,7 +142,7 @@ def _build(
             except ValueError:
                 pass
             else:
-                convert_model(model, config=quantization, dry_run=True)  # names the contradiction
+                Planner(model, quantization).steps()  # names the contradiction
         raise
 
 

@@ -37,9 +37,9 @@ class Planner:
         self,
         model: nn.Module,
         config: QuantizationConfig,
-        linear: bool,
-        attention: bool,
-        predicate: Predicate | None,
+        linear: bool = True,
+        attention: bool = True,
+        predicate: Predicate | None = None,
     ) -> None:
         self.modules = list(modules(model))
         self.config = config

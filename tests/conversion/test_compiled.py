@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_qlayers import use_backend
 from mlx_qlayers.conversion import compiled
 from mlx_qlayers.runtime import health_checks, trace
-from mlx_qlayers.runtime.backend import Mode, advance_epoch, mode
+from mlx_qlayers.runtime.backend import Mode, advance_epoch, current, mode
 
 
 def test_graphs_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
@@ -55,3 +55,32 @@ def test_operations_are_compiled_once_for_their_static_arguments_and_a_context()
         assert scaled.bind(where, factor)(x, None).tolist() == [factor, 2 * factor]
     assert scaled.bind(here, 3)(x, x).tolist() == [4, 8]
     assert made == [2, 2, 3]
+
+
+def test_a_graph_is_traced_for_each_shape_up_to_a_number_of_them(monkeypatch):
+    monkeypatch.setattr(compiled, "MAX_SHAPES", 2)
+    calls = []
+
+    @compiled.Operation
+    def squared():
+        return lambda x, y: calls.append(x.shape) or x * x
+
+    graph = squared.bind(("here", 0))
+    for _ in range(2):
+        for n in (1, 2, 3):
+            assert graph(mx.full((n,), 3.0), None).tolist() == [9.0] * n
+    assert calls == [(1,), (2,), (3,), (3,)]
+
+
+def test_nodes_that_carry_gradients_are_in_a_graph_only_where_one_is_taken():
+    modes = []
+
+    @compiled.Operation
+    def squared():
+        return lambda x, y: modes.append(current.get().mode) or x * x
+
+    graph, x = squared.bind(("there", 0)), mx.array([3.0])
+    assert graph(x, None).item() == graph(x, None).item() == 9.0
+    assert modes == [Mode.INFERENCE]
+    assert mx.grad(lambda x: graph(x, None).sum())(x).item() == 6.0
+    assert set(modes[1:]) == {Mode.TRANSFORMED}

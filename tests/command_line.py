@@ -1,0 +1,13 @@
+"""The command as a process, and what it says."""
+
+from __future__ import annotations
+
+import sys
+
+COMMAND = [sys.executable, "-m", "mlx_qlayers"]
+PROMPT = "Once upon a time"
+
+
+def complaints(stderr: bytes) -> list[bytes]:
+    """What a command says besides that it compiles a kernel for the first time."""
+    return [line for line in stderr.splitlines() if b"compiling kernel" not in line]

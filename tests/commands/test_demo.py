@@ -1,0 +1,35 @@
+"""The command demo: report, text and speeds of the model that ships."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import mlx_lm
+import pytest
+from command_line import complaints
+
+from mlx_qlayers.cli import main
+from mlx_qlayers.commands import demo
+
+
+def test_demo_prints_report_text_and_speeds(
+    exact_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(exact_model), "--max-tokens", "30", "--temp", "0"]
+    assert main(["demo", *arguments]) == 0
+    out, err = capsys.readouterr()
+    model, tokenizer = mlx_lm.load(str(exact_model))
+    prompt = "Once upon a time there was a king"
+    text = prompt + mlx_lm.generate(model, tokenizer, prompt, max_tokens=30)
+    report, found, speeds = out.partition(text)
+    assert found and "17 swapped" in report
+    assert not complaints(err.encode())
+    for row in ("stock", "converted, reference path", "converted, Metal kernels on the"):
+        assert re.search(rf"^{row}.* +[\d.]+ +[\d.]+$", speeds, re.MULTILINE), row
+
+
+def test_demo_finds_the_model_of_the_repository() -> None:
+    path = demo.shipped_model()
+    assert path == Path(__file__).parents[2] / "models" / demo.MODEL
+    assert (path / "config.json").exists()

@@ -1,0 +1,26 @@
+"""The command info: versions, device, backends, and a report that changes nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mlx_qlayers.cli import main
+
+
+def test_info_names_versions_device_and_backends(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", "--model", str(tiny_model)]) == 0
+    out, err = capsys.readouterr()
+    for name in ("python", "mlx", "mlx-lm", "device", "memory", "backend", "  metal", "  ops"):
+        assert re.search(rf"^{name} +\S", out, re.MULTILINE), name
+    assert "qwen2" in out and err == ""
+
+
+def test_info_does_not_convert(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in tiny_model.iterdir()}
+    assert main(["info", "--model", str(tiny_model)]) == 0
+    assert before == {path: path.read_bytes() for path in tiny_model.iterdir()}
