@@ -11,7 +11,7 @@ import numpy as np
 from numerics import assert_accurate
 
 from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES
-from mlx_qlayers.reference.grid_sample import Sampling
+from mlx_qlayers.sampling import Sampling
 
 GROUPS = [f"{ndim}d_{size}" for ndim in (2, 3) for size in ("odd", "even", "thin")]
 

@@ -17,6 +17,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from functools import cache
+from threading import get_ident
 from types import FunctionType
 from typing import Any
 
@@ -25,6 +26,7 @@ import mlx.nn as nn
 
 from ..formats import Format
 from ..ops.quantized_route import is_dense, is_qmv
+from ..runtime.backend import current, epoch
 from . import attention_patch, compiled
 from .attention_patch import is_patched, patched_class, stock_class
 from .compiled_blocks import heads, joined, position, tail, together
@@ -43,6 +45,8 @@ from .operands import (
     of_tail,
 )
 
+# Threads and streams for which a module keeps its functions.
+_MAX_BOUND = 64
 # The name of what a module is of which only products of one input are gathered.
 GROUPED = "grouped"
 # And of one that runs decoder layers in a loop.
@@ -148,7 +152,8 @@ def _mlp_call(self: Any, x: mx.array) -> mx.array:
     plan = _plans.get(id(self))
     if (plan is None or not plan.fits(self, x)) and (plan := _planned(self, x)) is None:
         return self._fuses.__call__(self, x)
-    where = compiled.context()
+    stream = str(mx.default_stream(mx.default_device()))
+    where = current.get(), stream, get_ident(), epoch.debug, epoch.number
     _, after = plan.bound.get(where) or plan.bind(where)
     return after(x, None, *plan.arrays)
 
@@ -159,7 +164,9 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     plan = _plans.get(id(self))
     if (plan is None or not plan.fits(self, x)) and (plan := _planned(self, x)) is None:
         return self._fuses.__call__(self, x, mask, cache)
-    where = compiled.context()
+    # As in compiled.context, which would be one more call.
+    stream = str(mx.default_stream(mx.default_device()))
+    where = current.get(), stream, get_ident(), epoch.debug, epoch.number
     before, after = plan.bound.get(where) or plan.bind(where)
     if before is None:
         return after(plan.attended(x, mask, cache), None, *plan.arrays)
@@ -190,7 +197,8 @@ class _Plan:
         norm: ahead of them, where that is no RMS norm.
         rope: behind them, where that cannot be compiled.
         arrays: those that follow the rows, or attention and the rows, in the second function.
-        bound: by context, the function ahead of the cache, and the one behind attention.
+        bound: by what the context depends on, the functions ahead of the cache and behind
+            attention.
     """
 
     def __init__(self, module: Any) -> None:
@@ -233,8 +241,11 @@ class _Plan:
 
     def bind(self, where: Any) -> tuple[Any, Callable[..., Any]]:
         """Both functions where calls are now."""
-        before = heads.bind(where, *self.heads.static) if self.heads else None
-        self.bound[where] = pair = before, self._behind(where)
+        if len(self.bound) >= _MAX_BOUND:
+            self.bound.clear()
+        at = compiled.context()
+        before = heads.bind(at, *self.heads.static) if self.heads else None
+        self.bound[where] = pair = before, self._behind(at)
         return pair
 
     def _behind(self, where: Any) -> Callable[..., Any]:

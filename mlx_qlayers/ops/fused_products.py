@@ -150,7 +150,7 @@ def _plan(
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
 
-FUSED_PRODUCTS = Operation("fused_products", _plan)
+FUSED_PRODUCTS = Operation("fused_products", _plan, compiled=True)
 
 
 def _norm_first(device: str, gate: Gate | None) -> bool:

@@ -12,8 +12,8 @@ from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.measurements import configure, threshold
 from ..metal.grid_sample import launch as kernels
 from ..reference import grid_sample as reference
-from ..reference.grid_sample import Sampling
 from ..runtime.spec import Spec
+from ..sampling import Sampling
 
 MODES = ("bilinear", "nearest", "bicubic")
 PADDING_MODES = ("zeros", "border", "reflection")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from typing import Any, cast
 
 import mlx.core as mx
 
+from ..sampling import Sampling
 from .cores import on_core, parts
 
 # Rows of pixels, weights, and whether there is such a pixel: (P, K) of P points with K taps each.
@@ -19,16 +19,6 @@ Taps = tuple[mx.array, mx.array, mx.array]
 
 # Elements gathered at a time: few enough for a CPU's cache, enough to hide what a call costs.
 _CHUNK = {mx.cpu: 1 << 19, mx.gpu: 1 << 28}
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The options of :func:`mlx_qlayers.grid_sample`, checked there."""
-
-    mode: str = "bilinear"
-    padding_mode: str = "zeros"
-    align_corners: bool = False
-    deterministic: bool = False
 
 
 def grid_sample(x: mx.array, grid: mx.array, options: Sampling) -> mx.array:

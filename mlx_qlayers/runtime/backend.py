@@ -220,7 +220,11 @@ def backend() -> str:
         'ops'
     """
     name = requested()
-    return next(each for each, why in missing.items() if why() is None) if name == "auto" else name
+    if name == "auto":
+        for name, why in missing.items():
+            if why() is None:
+                break
+    return name
 
 
 class use_backend:

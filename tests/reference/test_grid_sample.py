@@ -7,7 +7,7 @@ from numerics import assert_accurate
 from sampling import GROUPS, assert_as_special, golden, options_of, same_side
 
 from mlx_qlayers.reference import grid_sample as reference
-from mlx_qlayers.reference.grid_sample import Sampling
+from mlx_qlayers.sampling import Sampling
 
 
 @pytest.mark.parametrize("group", GROUPS)

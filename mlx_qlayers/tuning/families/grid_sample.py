@@ -11,7 +11,7 @@ from ...dispatch.tunable import GridSampleProblem as Problem
 from ...metal.grid_sample import launch as metal
 from ...metal.grid_sample.launch import GridSampleConfig
 from ...reference import grid_sample as reference
-from ...reference.grid_sample import Sampling
+from ...sampling import Sampling
 from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Local, Unroll, Upcast
 from .packed import specs
