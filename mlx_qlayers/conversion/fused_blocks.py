@@ -149,7 +149,7 @@ def _mlp_call(self: Any, x: mx.array) -> mx.array:
     if (plan is None or not plan.fits(self, x)) and (plan := _planned(self, x)) is None:
         return self._fuses.__call__(self, x)
     where = compiled.context()
-    _, after = plan.bound.get(where) or plan.bind(where)
+    _, after = plan.bound.get(where) or plan.bind(where, x, None)
     return after(x, None, *plan.arrays)
 
 
@@ -159,15 +159,12 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     plan = _plans.get(id(self))
     if (plan is None or not plan.fits(self, x)) and (plan := _planned(self, x)) is None:
         return self._fuses.__call__(self, x, mask, cache)
-    where = compiled.context()
-    before, after = plan.bound.get(where) or plan.bind(where)
+    where, offset = compiled.context(), 0 if cache is None else cache.offset
+    at = position(offset) if isinstance(offset, int) else offset
+    before, after = plan.bound.get(where) or plan.bind(where, x, at)
     if before is None:
         return after(plan.attended(x, mask, cache), None, *plan.arrays)
-    offset = 0 if cache is None else cache.offset
-    rows = x if plan.norm is None else plan.norm(x)
-    q, k, v = before(
-        rows, position(offset) if isinstance(offset, int) else offset, *plan.heads.arrays
-    )
+    q, k, v = before(x if plan.norm is None else plan.norm(x), at, *plan.heads.arrays)
     if plan.rope is not None:
         options = {} if cache is None else {"offset": offset}
         q, k = plan.rope(q, **options), plan.rope(k, **options)
@@ -190,7 +187,8 @@ class _Plan:
         norm: ahead of them, where that is no RMS norm.
         rope: behind them, where that cannot be compiled.
         arrays: those that follow the rows, or attention and the rows, in the second function.
-        bound: by context, the function ahead of the cache, and the one behind attention.
+        bound: by context, the function ahead of the cache, and the one behind attention, for rows
+            of the last shape.
     """
 
     def __init__(self, module: Any) -> None:
@@ -231,10 +229,18 @@ class _Plan:
         except Exception:
             return False
 
-    def bind(self, where: Any) -> tuple[Any, Callable[..., Any]]:
-        """Both functions where calls are now."""
-        before = heads.bind(where, *self.heads.static) if self.heads else None
-        self.bound[where] = pair = before, self._behind(where)
+    def bind(self, where: Any, x: mx.array, at: Any) -> tuple[Any, Callable[..., Any]]:
+        """Both functions where calls are now, for such rows and positions."""
+        before, after, attended = None, self._behind(where), None
+        if self.heads:
+            before = heads.bind(where, *self.heads.static)
+            before = compiled.ready(before, x, at, *self.heads.arrays)
+        if self.heads and self.out:
+            (fmt, (*_, words)), (count, _) = self.out.static[0], self.heads.static[1]
+            batch, length, _ = x.shape
+            shape = batch, count, length, words * 32 // fmt.bits // count
+            attended = mx.zeros(shape, x.dtype)
+        self.bound[where] = pair = before, compiled.ready(after, x, attended, *self.arrays)
         return pair
 
     def _behind(self, where: Any) -> Callable[..., Any]:
@@ -279,6 +285,7 @@ def _planned(module: Any, x: mx.array) -> _Plan | None:
     useful = x.ndim == 3 if plan.heads else plan.feed is not None
     # For many rows it depends on more than the shape whether they are fused.
     plan.shape = x.shape if useful and is_qmv(x) else ()
+    plan.bound.clear()
     return plan if useful else None
 
 
