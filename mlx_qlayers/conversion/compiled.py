@@ -78,15 +78,24 @@ class _Graph:
         with mode(Mode.TRANSFORMED):
             return self.function(*arrays)
 
-    def __call__(self, x: mx.array, *rest: Any) -> Any:
+    def ready(self, x: mx.array, *rest: Any) -> Callable[..., Any]:
+        """What computes arrays of such shapes."""
         key = x.shape, x.dtype, getattr(rest[0], "shape", None)
         if key not in self.seen:
             if len(self.seen) == MAX_SHAPES:
-                return self.function(x, *rest)
+                return self.function
             with mode(Mode.INFERENCE), without_gradients():
                 self.graph(*tree_map(_empty, (x, *rest)))
             self.seen.add(key)
-        return self.graph(x, *rest)
+        return self.graph
+
+    def __call__(self, *arrays: Any) -> Any:
+        return self.ready(*arrays)(*arrays)
+
+
+def ready(function: Callable[..., Any], *arrays: Any) -> Callable[..., Any]:
+    """A bound operation for arrays of such shapes: one call of Python less."""
+    return function.ready(*arrays) if isinstance(function, _Graph) else function
 
 
 def _empty(array: mx.array | None) -> mx.array | None:

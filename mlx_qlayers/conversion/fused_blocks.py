@@ -17,7 +17,6 @@ import inspect
 import weakref
 from collections.abc import Callable
 from functools import cache
-from threading import get_ident
 from types import FunctionType
 from typing import Any
 
@@ -26,7 +25,6 @@ import mlx.nn as nn
 
 from ..formats import Format
 from ..ops.quantized_route import is_dense, is_qmv
-from ..runtime.backend import current, epoch
 from . import attention_patch, compiled
 from .attention_patch import is_patched, patched_class, stock_class
 from .compiled_blocks import heads, joined, position, tail, together
@@ -45,8 +43,6 @@ from .operands import (
     of_tail,
 )
 
-# Threads and streams for which a module keeps its functions.
-_MAX_BOUND = 64
 # The name of what a module is of which only products of one input are gathered.
 GROUPED = "grouped"
 # And of one that runs decoder layers in a loop.
@@ -152,9 +148,8 @@ def _mlp_call(self: Any, x: mx.array) -> mx.array:
     plan = _plans.get(id(self))
     if (plan is None or not plan.fits(self, x)) and (plan := _planned(self, x)) is None:
         return self._fuses.__call__(self, x)
-    stream = str(mx.default_stream(mx.default_device()))
-    where = current.get(), stream, get_ident(), epoch.debug, epoch.number
-    _, after = plan.bound.get(where) or plan.bind(where)
+    where = compiled.context()
+    _, after = plan.bound.get(where) or plan.bind(where, x, None)
     return after(x, None, *plan.arrays)
 
 
@@ -164,17 +159,12 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     plan = _plans.get(id(self))
     if (plan is None or not plan.fits(self, x)) and (plan := _planned(self, x)) is None:
         return self._fuses.__call__(self, x, mask, cache)
-    # As in compiled.context, which would be one more call.
-    stream = str(mx.default_stream(mx.default_device()))
-    where = current.get(), stream, get_ident(), epoch.debug, epoch.number
-    before, after = plan.bound.get(where) or plan.bind(where)
+    where, offset = compiled.context(), 0 if cache is None else cache.offset
+    at = position(offset) if isinstance(offset, int) else offset
+    before, after = plan.bound.get(where) or plan.bind(where, x, at)
     if before is None:
         return after(plan.attended(x, mask, cache), None, *plan.arrays)
-    offset = 0 if cache is None else cache.offset
-    rows = x if plan.norm is None else plan.norm(x)
-    q, k, v = before(
-        rows, position(offset) if isinstance(offset, int) else offset, *plan.heads.arrays
-    )
+    q, k, v = before(x if plan.norm is None else plan.norm(x), at, *plan.heads.arrays)
     if plan.rope is not None:
         options = {} if cache is None else {"offset": offset}
         q, k = plan.rope(q, **options), plan.rope(k, **options)
@@ -197,8 +187,8 @@ class _Plan:
         norm: ahead of them, where that is no RMS norm.
         rope: behind them, where that cannot be compiled.
         arrays: those that follow the rows, or attention and the rows, in the second function.
-        bound: by what the context depends on, the functions ahead of the cache and behind
-            attention.
+        bound: by context, the function ahead of the cache, and the one behind attention, for rows
+            of the last shape.
     """
 
     def __init__(self, module: Any) -> None:
@@ -239,13 +229,18 @@ class _Plan:
         except Exception:
             return False
 
-    def bind(self, where: Any) -> tuple[Any, Callable[..., Any]]:
-        """Both functions where calls are now."""
-        if len(self.bound) >= _MAX_BOUND:
-            self.bound.clear()
-        at = compiled.context()
-        before = heads.bind(at, *self.heads.static) if self.heads else None
-        self.bound[where] = pair = before, self._behind(at)
+    def bind(self, where: Any, x: mx.array, at: Any) -> tuple[Any, Callable[..., Any]]:
+        """Both functions where calls are now, for such rows and positions."""
+        before, after, attended = None, self._behind(where), None
+        if self.heads:
+            before = heads.bind(where, *self.heads.static)
+            before = compiled.ready(before, x, at, *self.heads.arrays)
+        if self.heads and self.out:
+            (fmt, (*_, words)), (count, _) = self.out.static[0], self.heads.static[1]
+            batch, length, _ = x.shape
+            shape = batch, count, length, words * 32 // fmt.bits // count
+            attended = mx.zeros(shape, x.dtype)
+        self.bound[where] = pair = before, compiled.ready(after, x, attended, *self.arrays)
         return pair
 
     def _behind(self, where: Any) -> Callable[..., Any]:
@@ -290,6 +285,7 @@ def _planned(module: Any, x: mx.array) -> _Plan | None:
     useful = x.ndim == 3 if plan.heads else plan.feed is not None
     # For many rows it depends on more than the shape whether they are fused.
     plan.shape = x.shape if useful and is_qmv(x) else ()
+    plan.bound.clear()
     return plan if useful else None
 
 

@@ -220,10 +220,12 @@ def backend() -> str:
         'ops'
     """
     name = requested()
-    if name == "auto":
-        for name, why in missing.items():
-            if why() is None:
-                break
+    if name != "auto":
+        return name
+    for each, why in missing.items():
+        if why() is None:
+            name = each
+            break
     return name
 
 
