@@ -20,7 +20,7 @@ from common import Table, measure, peak
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlx_qlayers import attention, backend, use_backend
-from mlx_qlayers.ops.differentiable import without_gradients
+from mlx_qlayers.runtime.backend import Mode, mode
 
 LAYERS = 28
 GROUP_SIZE = 64
@@ -87,7 +87,7 @@ def chain(attend: Attend, q: mx.array, turns: Sequence[Cache], way: str) -> Call
     if way == "plain":
         return lambda: run(q, turns)
     # As a model's stretches are traced: for evaluation only.
-    with without_gradients():
+    with mode(Mode.INFERENCE):
         compiled = mx.compile(run)
         mx.eval(compiled(q, turns))
     return lambda: compiled(q, turns)

@@ -15,7 +15,6 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..ops.differentiable import without_gradients
 from ..runtime.backend import Mode, current, epoch, mode
 
 # Of one graph: MLX looks through them one by one, and prompts have any number of tokens.
@@ -84,7 +83,7 @@ class _Graph:
         if key not in self.seen:
             if len(self.seen) == MAX_SHAPES:
                 return self.function
-            with mode(Mode.INFERENCE), without_gradients():
+            with mode(Mode.INFERENCE):
                 self.graph(*tree_map(_empty, (x, *rest)))
             self.seen.add(key)
         return self.graph

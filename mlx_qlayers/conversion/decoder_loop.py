@@ -20,7 +20,7 @@ import mlx.nn as nn
 
 from ..ops.attention_step import why_not
 from ..ops.quantized_route import is_qmv
-from ..runtime.legacy import being_traced
+from ..runtime.transformed import is_transformed
 from . import compiled
 from .attention_patch import is_patched
 from .compiled_blocks import layers as layers_in_turn
@@ -177,7 +177,7 @@ class _Plan:
         if isinstance(offset, int):
             return [positions(length, batch)]
         offsets: list[mx.array] = [c.offset for c in caches]
-        if not self.differ and not being_traced(offsets):
+        if not self.differ and not is_transformed(offsets):
             self.differ = not (mx.stack(offsets) == offsets[0]).all().item()
             offsets = offsets if self.differ else offsets[:1]
         return [positions_of(length, each) for each in offsets]
