@@ -119,20 +119,12 @@ def user_folder() -> Path:
 # Results of this process that could not be written, by device.
 unsaved: dict[str, dict[str, Entry]] = {}
 _lock = threading.Lock()
-_forgetting: list[Callable[[], None]] = []
 
 
 def advance_epoch() -> None:
     """Have everything that was concluded from measurements concluded anew."""
     with _lock:
         backend.advance_epoch()
-    for forget in _forgetting:
-        forget()
-
-
-def on_change(forget: Callable[[], None]) -> None:
-    """Have something done at every change, by those whose keys have no epoch."""
-    _forgetting.append(forget)
 
 
 @lru_cache(maxsize=64)
