@@ -173,9 +173,9 @@ def test_the_stock_operator_is_called_at_once(shape, kind, extra, device, on, mo
     assert plan.choice == ("attention", "ops", "a reason", "rule") and not plan.gradients
     rest = given[3:]
     # What is kept is made while something is traced, and used afterwards.
-    found, gradients = mx.vjp(lambda *a: plan.run(*a, *rest), arrays, [arrays[0]])
+    actual, gradients = mx.vjp(lambda *a: plan.run(*a, *rest), arrays, [arrays[0]])
     compiled = mx.compile(lambda *a: plan.run(*a, *rest)[0])
-    for out in (*found, compiled(*arrays), *plan.run(*given)):
+    for out in (*actual, compiled(*arrays), *plan.run(*given)):
         assert mx.allclose(out, expected[0], rtol=1e-5, atol=1e-6)
     for one, other in zip(gradients, wanted, strict=True):
         assert mx.allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -346,10 +346,10 @@ def test_a_window_is_as_accurate_as_with_a_mask_of_booleans(dtype, length):
 
     rough, rough_gradients = mx.vjp(stock, arrays, [cotangent])
     explain(reset=True)
-    found, gradients = mx.vjp(lambda *a: [attention(*a, **options)], arrays, [cotangent])
+    outputs, gradients = mx.vjp(lambda *a: [attention(*a, **options)], arrays, [cotangent])
     assert [d.path for d in explain() if d.op == "attention"] == ["ops"]
     for name, actual, stocks in zip(
-        ("out", "q", "k", "v"), (*found, *gradients), (*rough, *rough_gradients), strict=True
+        ("out", "q", "k", "v"), (*outputs, *gradients), (*rough, *rough_gradients), strict=True
     ):
         exact, _, terms = truth[name]
         assert_accurate(actual, exact, stocks, terms=terms, what=name)
