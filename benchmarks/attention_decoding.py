@@ -1,10 +1,10 @@
 """Attention of one token over a long cache, plain and quantized, beside what mlx-lm does.
 
 Each measurement is a chain of 28 calls, one for each layer of a model and each fed by the one
-before, over caches that take turns, so that the last one is not still in the processor's cache.
-Calls are traced ahead by ``mx.compile``, as a model's steps are; over plain caches they are made
-one by one from Python as well, and the kernels timed beside what ``auto`` takes there. ``MB``
-is the peak above the inputs, of a whole chain.
+before, over several key-value caches in rotation, so that none is still in the processor's cache.
+Calls are compiled by ``mx.compile``, as a model's steps are; over plain caches they are made one by
+one from Python as well, and the kernels timed beside what ``auto`` takes there. ``MB`` is the peak
+above the inputs, of a whole chain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYERS = 28
 GROUP_SIZE = 64
 GPU = backend() in ("cuda", "metal")
 # The host backend runs at once, and cannot be traced.
-WAYS = ("compiled", "plain") if GPU else ("plain",)
+CALLS = ("compiled", "plain") if GPU else ("plain",)
 # Batch, heads, key heads, width of a head: Qwen2-7B's, and on a CPU the shipped model's kind.
 HEADS = (1, 28, 4, 128) if GPU else (1, 12, 2, 64)
 KEYS = (1024, 8192, 32768, 131072) if GPU else (64, 512, 2048)
@@ -40,7 +40,7 @@ Cache = tuple[Any, Any]
 Attend = Callable[[mx.array, Any, Any], mx.array]
 
 
-def caches(keys: int, dtype: mx.Dtype, bits: int) -> list[Cache]:
+def make_caches(keys: int, dtype: mx.Dtype, bits: int) -> list[Cache]:
     """Random keys and values, as many of them as no processor's cache holds."""
     batch, _, kv_heads, width = HEADS
     each = 2 * batch * kv_heads * keys * width * dtype.size
@@ -76,21 +76,23 @@ def by_kernel(q: mx.array, k: Any, v: Any) -> mx.array:
         return ours(q, k, v)
 
 
-def chain(attend: Attend, q: mx.array, turns: Sequence[Cache], way: str) -> Callable[[], mx.array]:
-    """The layers of a model, as far as attention goes; traced ahead or not."""
+def chain(
+    attend: Attend, q: mx.array, layers: Sequence[Cache], kind: str
+) -> Callable[[], mx.array]:
+    """The layers of a model, as far as attention goes; compiled or not."""
 
-    def run(x: mx.array, turns: Sequence[Cache]) -> mx.array:
+    def run(x: mx.array, layers: Sequence[Cache]) -> mx.array:
         for i in range(LAYERS):
-            x = attend(x, *turns[i % len(turns)])
+            x = attend(x, *layers[i % len(layers)])
         return x
 
-    if way == "plain":
-        return lambda: run(q, turns)
-    # As a model's stretches are traced: for evaluation only.
+    if kind == "plain":
+        return lambda: run(q, layers)
+    # As a converted model's graphs: for evaluation only.
     with mode(Mode.INFERENCE):
         compiled = mx.compile(run)
-        mx.eval(compiled(q, turns))
-    return lambda: compiled(q, turns)
+        mx.eval(compiled(q, layers))
+    return lambda: compiled(q, layers)
 
 
 def products_are_compiled() -> bool:
@@ -126,7 +128,7 @@ def product(bits: int, half: str) -> None:
 
 
 def verify(q: mx.array, cache: Cache) -> None:
-    """Hold our result against a float32 computation of the same numbers.
+    """Compare our result with a float32 computation.
 
     Raises:
         SystemExit: it is off by more than the dtype's rounding.
@@ -148,13 +150,13 @@ def read_bytes(cache: Cache) -> int:
     return sum(part.nbytes for a in cache for part in (a if isinstance(a, tuple) else (a,)))
 
 
-def contenders(bits: int, way: str, has_stock: bool) -> dict[str, tuple[Attend, str]]:
+def contenders(bits: int, kind: str, has_stock: bool) -> dict[str, tuple[Attend, str]]:
     """What is timed, and how it is called."""
     # Stock's several operators for packed caches take MLX seconds to trace.
-    found = {"stock": (stock(bits), "plain" if bits else way)} if has_stock else {}
-    found["auto"] = ours, way
-    # Traced ahead, it is what `auto` takes.
-    return found if way == "compiled" else found | {"kernel": (by_kernel, way)}
+    found = {"stock": (stock(bits), "plain" if bits else kind)} if has_stock else {}
+    found["auto"] = ours, kind
+    # Compiled, it is what `auto` takes.
+    return found if kind == "compiled" else found | {"kernel": (by_kernel, kind)}
 
 
 def rows(name: str, bits: int, repeats: int, has_stock: bool = True) -> Iterator[dict[str, Any]]:
@@ -162,17 +164,22 @@ def rows(name: str, bits: int, repeats: int, has_stock: bool = True) -> Iterator
     batch, heads, _, width = HEADS
     for keys in KEYS:
         q = mx.random.normal((batch, heads, 1, width)).astype(DTYPES[name])
-        turns = caches(keys, DTYPES[name], bits)
-        verify(q, turns[0])
-        for way in WAYS[:1] if bits else WAYS:
+        layers = make_caches(keys, DTYPES[name], bits)
+        verify(q, layers[0])
+        for kind in CALLS[:1] if bits else CALLS:
             runs = {
-                n: chain(a, q, turns, w) for n, (a, w) in contenders(bits, way, has_stock).items()
+                n: chain(a, q, layers, w) for n, (a, w) in contenders(bits, kind, has_stock).items()
             }
             times = measure(runs, repeats=repeats)
             each = {f"{n} us": t.scaled(1e6 / LAYERS) for n, t in times.items()}
             best = min(t.median for n, t in each.items() if n != "stock us")
-            row = {"cache": f"{bits} bits" if bits else name, "q": name, "keys": keys, "calls": way}
-            row |= each | {"GB/s": read_bytes(turns[0]) / best / 1e3}
+            row = {
+                "cache": f"{bits} bits" if bits else name,
+                "q": name,
+                "keys": keys,
+                "calls": kind,
+            }
+            row |= each | {"GB/s": read_bytes(layers[0]) / best / 1e3}
             row |= {f"{n} MB": peak(runs[n]) for n in ("stock", "auto") if n in runs}
             if has_stock:
                 row["times"] = each["stock us"].median / each["auto us"].median

@@ -192,21 +192,21 @@ def measured(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
             name: partial(with_gradients, run, *given) if gradients else partial(run, *given)
             for name, run in paths.items()
         }
-        ways = {"": (plain, 1)}
+        kinds = {"": (plain, 1)}
         if case.chained:
             chains = {
                 name: partial(chain(run, gradients), *inputs)
                 for name, run in paths.items()
                 if name != "again"
             }
-            ways[" compiled"] = (chains, CHAIN)
-        for way, (runs, calls) in ways.items():
+            kinds[" compiled"] = (chains, CHAIN)
+        for kind, (runs, calls) in kinds.items():
             found = measure(runs, repeats=(SHORT if case.chained else 1) * repeats)
             times = {n: t.scaled(1 / calls) for n, t in found.items()}
             first = next(iter(times.values()))
             for name, taken in times.items():
                 row = {
-                    "task": f"{case}{way}, {'with gradients' if gradients else 'forward'}",
+                    "task": f"{case}{kind}, {'with gradients' if gradients else 'forward'}",
                     "path": name,
                     "ms": taken.scaled(1e3),
                     "ratio": f"{first.median / taken.median:.2f}x",

@@ -1,4 +1,4 @@
-"""Attention of a few queries over a cache: masks, widths, packed keys; one stretch and several."""
+"""Attention of a few queries over a cache: masks, widths, packed keys; one split and more."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_qlayers.dispatch.measurements import configure
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.attention.decode import Decode, attention_decode, question
+from mlx_qlayers.metal.attention.decode import Decode
 from mlx_qlayers.runtime.backend import backend
+from tests.launchers import attention_decode, decode_config
 from tests.metal.attention.test_decode import DTYPES, EXTRAS, MASKS, SHAPES, WIDTHS, check, make
 from tests.packed import dequantize64
 
@@ -28,9 +28,9 @@ PACKED = (
 def cases() -> Cases:
     for i, kind in enumerate(MASKS):
         shape, widths, dtype = SHAPES[-1 - i % 4], WIDTHS[i], DTYPES[i % 3]
-        stretches = 1 + 2 * (i % 2)
-        name = f"{kind} {shape} {widths} {dtype} {EXTRAS[i % 5]}, {stretches} stretches"
-        yield name, partial(run, shape, widths, dtype, kind, i % 5, stretches)
+        splits = 1 + 2 * (i % 2)
+        name = f"{kind} {shape} {widths} {dtype} {EXTRAS[i % 5]}, {splits} splits"
+        yield name, partial(run, shape, widths, dtype, kind, i % 5, splits)
     shape = (1, 28, 4, 8, 300)
     yield f"many rows {shape}", partial(run, shape, (128, 128), mx.bfloat16, "causal", 0, 3)
     for i, (bits, group, dtype, widths) in enumerate(PACKED):
@@ -44,7 +44,7 @@ def run(
     dtype: mx.Dtype,
     kind: str,
     extra: int,
-    stretches: int,
+    splits: int,
     packing: tuple[int, int] | None = None,
 ) -> None:
     (q, *caches), options = make(extra, shape, widths, dtype, kind, EXTRAS[extra])
@@ -53,7 +53,7 @@ def run(
         bits, group = packing
         caches = [tuple(mx.quantize(a, group, bits)) for a in caches]
         exact = [(dequantize64(*a, Format(group, bits)),) for a in caches]
-    config = configure("attention_decode", backend(), *question(q, *caches))
+    config = decode_config(backend(), q, *caches)
     if isinstance(config, Decode):
-        config = replace(config, most=stretches)
+        config = replace(config, max_splits=splits)
     check(attention_decode(q, *caches, **options, config=config), (q, *exact), options)

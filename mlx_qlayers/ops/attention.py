@@ -128,12 +128,8 @@ def _unpacked(call: Call, operation: Operation, static: tuple[Hashable, ...]) ->
 
 def _by_reference(call: Call) -> Run:
     """MLX's operators."""
-    scale, causal, window, softcap = _options(call.scores)
+    scale, causal, window, softcap = call.scores
     return reference.plan(call.q, call.k, call.v, scale, causal, call.mask, window, softcap)
-
-
-def _options(scores: Scores) -> tuple[float, bool, int | None, float | None]:
-    return scores.scale, scores.causal, scores.window, scores.softcap
 
 
 def _by_stock(call: Call) -> Run | None:
@@ -141,7 +137,7 @@ def _by_stock(call: Call) -> Run | None:
     # The masks of windows are other than the reference's, which somebody asked for.
     if len(call.k) > 1 or (call.scores.window is not None and requested() != "auto"):
         return None
-    scale, causal, window, softcap = _options(call.scores)
+    scale, causal, window, softcap = call.scores
     q, k, v = call.q, call.k[0], call.v[0]
     return reference.stock(q, k, v, scale, causal, call.mask, window, softcap, call.sinks)
 
@@ -157,13 +153,8 @@ def _takes_decode(call: Call) -> bool:
 def _choose_decode(call: Call) -> Choice:
     best = found("attention_decode", *decode.question(call.q, call.k, call.v))
     by, unless, evidence = decided(best, "few queries", _why_not_decode(call))
-    return choose(
-        "attention",
-        unless=unless,
-        host_gain=_decode_host_gain(call),
-        by=by if best else "",
-        evidence=evidence,
-    )
+    by, gain = by if best else "", _decode_host_gain(call)
+    return choose("attention", unless=unless, host_gain=gain, by=by, evidence=evidence)
 
 
 def _why_not_decode(call: Call) -> str | None:
@@ -171,7 +162,7 @@ def _why_not_decode(call: Call) -> str | None:
 
     On CUDA the kernel was measured no slower from 256 keys to 131,072 in a compiled graph. Called
     one by one, its launches take Python longer than one stock operator; with packed keys or an
-    array as mask stock makes several.
+    array as mask stock makes more than one.
     """
     if backend() == "metal":
         return "the kernel was not measured on an Apple GPU"
@@ -186,13 +177,9 @@ def _why_not_decode(call: Call) -> str | None:
 def _decode_host_gain(call: Call) -> float:
     """How many times as fast as the reference the kernel is on a CPU: by launch and work."""
     work = call.q.size * call.k[0].shape[2] * 2e-6
-    stock, kernel = (
-        launch + each * work
-        for launch, each in (
-            threshold("attention_decode_cost", path, device="host")
-            for path in ("reference", "kernel")
-        )
-    )
+    paths = "reference", "kernel"
+    costs = (threshold("attention_decode_cost", path, device="host") for path in paths)
+    stock, kernel = (launch + each * work for launch, each in costs)
     return float(stock / kernel)
 
 
@@ -200,11 +187,10 @@ def _decode_composed(call: Call) -> Run:
     """The same on the path that has a gradient: by kernels if those were asked for."""
     if requested() == "auto" or _lacking(call):
         return _by_reference(call)
-    scores = _options(call.scores)
     if call.packing[1]:
-        by_kernels = _unpacked(call, _FORWARD, scores)
+        by_kernels = _unpacked(call, _FORWARD, call.scores)
         return lambda *arrays: by_kernels(*arrays)[:1]
-    return lambda *arrays: dispatch(_FORWARD, arrays, scores)[:1]
+    return lambda *arrays: dispatch(_FORWARD, arrays, call.scores)[:1]
 
 
 def _choose_forward(call: Call) -> Choice:

@@ -54,22 +54,14 @@ class Call(NamedTuple):
 
 
 def checked(
-    arrays: Sequence[Any],
-    counts: tuple[int, int],
-    scale: float,
-    mask: str | None,
-    window: int | None,
-    softcap: float | None,
+    arrays: Sequence[Any], counts: tuple[int, int], scale: Any, mask: Any, window: Any, softcap: Any
 ) -> Call:
     """Check the arguments of a call.
 
     Args:
         arrays: q, k, v, the mask if it is an array, and sinks, as specs.
         counts: of how many arrays k and v are tuples; 0 for what is no tuple.
-        scale: see :func:`mlx_qlayers.attention`.
-        mask: what is no array.
-        window: likewise.
-        softcap: likewise.
+        scale, mask, window, softcap: see :func:`mlx_qlayers.attention`; ``mask`` if it is no array.
 
     Raises:
         ValueError: something does not fit; it is named.

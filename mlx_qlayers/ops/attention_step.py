@@ -135,53 +135,35 @@ def _covers(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> bool:
 
 
 def _check(
-    q: Spec,
-    k: Spec,
-    v: Spec,
-    k_buffer: Spec,
-    v_buffer: Spec,
-    positions: Spec,
-    mask: Spec | None,
+    q: Spec, k: Spec, v: Spec, k_buffer: Spec, v_buffer: Spec, positions: Spec, mask: Spec | None
 ) -> None:
     if q.ndim != 3 or q.shape[1] != 1 or q.dtype not in FLOATS:
-        raise ValueError(
-            f"q must be (B, 1, H * D) in a floating-point type, not {q.dtype} {q.shape}"
-        )
+        what = f"{q.dtype} {q.shape}"
+        raise ValueError(f"q must be (B, 1, H * D) in a floating-point type, not {what}")
     if k_buffer.ndim != 4 or k_buffer.shape[0] != q.shape[0]:
         raise ValueError(f"k_buffer must be ({q.shape[0]}, Hkv, S, D), not {k_buffer.shape}")
     batch, kv_heads, size, width = k_buffer.shape
     if kv_heads * width == 0 or q.shape[2] % (kv_heads * width):
         raise ValueError(f"q must have a multiple of {kv_heads} heads of {width}, not {q.shape}")
-    v_shape = (batch, kv_heads, size, v_buffer.shape[-1])
+    heads, v_width = q.shape[2] // width, v_buffer.shape[-1]
     for name, array, shape in (
-        ("v_buffer", v_buffer, v_shape),
+        ("v_buffer", v_buffer, (batch, kv_heads, size, v_width)),
         ("k", k, (batch, 1, kv_heads * width)),
-        ("v", v, (batch, 1, kv_heads * v_shape[3])),
+        ("v", v, (batch, 1, kv_heads * v_width)),
         ("k_buffer", k_buffer, k_buffer.shape),
     ):
         if array.shape != shape or array.dtype != q.dtype:
             raise ValueError(f"{name} must be {q.dtype} {shape}, not {array.dtype} {array.shape}")
-    if (
-        positions.ndim != 1
-        or positions.size < max(MIN_POSITIONS, 1 + batch)
-        or positions.dtype != mx.int32
-    ):
-        raise ValueError(
-            f"positions must be int32 and {max(MIN_POSITIONS, 1 + batch)} or more, "
-            f"not {positions.dtype} {positions.shape}"
-        )
-    if mask is not None and not (
-        mask.dtype == mx.bool_
-        and mask.ndim == 4
-        and mask.shape[0] in (1, batch)
-        and mask.shape[1] in (1, q.shape[2] // width)
-        and mask.shape[2] == 1
-        and mask.shape[3] >= size
-    ):
-        raise ValueError(
-            f"mask must be bool ({batch}, {q.shape[2] // width}, 1, {size}), "
-            f"not {mask.dtype} {mask.shape}"
-        )
+    least, kind = max(MIN_POSITIONS, 1 + batch), positions.dtype
+    if positions.ndim != 1 or positions.size < least or kind != mx.int32:
+        what = f"{kind} {positions.shape}"
+        raise ValueError(f"positions must be int32 and {least} or more, not {what}")
+    if mask is None:
+        return
+    broadcast = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+    if mask.dtype != mx.bool_ or not broadcast or mask.shape[2] != 1 or mask.shape[3] < size:
+        wanted, what = (batch, heads, 1, size), f"{mask.dtype} {mask.shape}"
+        raise ValueError(f"mask must be bool {wanted}, not {what}")
 
 
 def _check_rotation(rotation: Rotation, freqs: Spec | None, width: int) -> None:

@@ -142,7 +142,7 @@ def test_mask_and_sinks_in_other_dtypes():
         assert mx.array_equal(attention(*arrays, **wide), expected)
 
 
-def test_a_batch_gives_each_member_what_it_gets_alone():
+def test_a_batch_gives_each_member_what_a_batch_of_one_gives():
     _, (q, k, v), options = make(8, (3, 4, 2, 1, 65, 64, 64), mx.bfloat16)
     together = attention(q, k, v, **options)
     for i in range(3):

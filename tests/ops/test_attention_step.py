@@ -92,10 +92,10 @@ def expected(arrays, options, dtype, precision):
         buffers.append(made)
     mask = options["mask"]
     mask = None if mask is None else to64(mask).astype(bool)[..., : length + 1]
-    found, terms = oracles.attention(
+    actual, terms = oracles.attention(
         q, *(b[:, :, : length + 1] for b in buffers), options["scale"], mask, dtype=dtype
     )
-    out, terms = (a["out"].reshape(batch, 1, -1) for a in (found, terms))
+    out, terms = (a["out"].reshape(batch, 1, -1) for a in (actual, terms))
     return out, terms, buffers
 
 
@@ -125,16 +125,16 @@ def test_gradients_are_the_references():
     floats, positions = arrays[:5], arrays[5]
 
     def loss(*given):
-        found = attention_step(*given[:5], positions, **options | {"freqs": given[5]})
-        return sum((y * y[..., ::-1]).sum() for y in found)
+        actual = attention_step(*given[:5], positions, **options | {"freqs": given[5]})
+        return sum((y * y[..., ::-1]).sum() for y in actual)
 
-    found = mx.grad(loss, list(range(6)))(*floats, FREQS)
+    actual = mx.grad(loss, list(range(6)))(*floats, FREQS)
     with use_backend("ops"):
         wanted = mx.grad(loss, list(range(6)))(*floats, FREQS)
-    for ours, theirs in zip(found[:5], wanted, strict=False):
+    for ours, theirs in zip(actual[:5], wanted, strict=False):
         assert mx.abs(theirs).max() > 0
         assert_same_sums(ours, theirs)
-    assert not found[5].any() and not wanted[5].any()
+    assert not actual[5].any() and not wanted[5].any()
 
 
 def test_one_graph_for_every_length(path):
@@ -158,9 +158,9 @@ def test_a_batch_gives_each_member_what_a_batch_of_one_gives(path):
         one = [a[i : i + 1] for a in arrays[:5]]
         positions = mx.array([arrays[5][j].item() for j in (0, 1 + i)] + [0] * 6, mx.int32)
         mask = options["mask"][i : i + 1]
-        found = attention_step(*one, positions, **options | {"mask": mask})
+        actual = attention_step(*one, positions, **options | {"mask": mask})
         assert path == "ops" or all(
-            mx.array_equal(a[0], b[i]) for a, b in zip(found, together, strict=True)
+            mx.array_equal(a[0], b[i]) for a, b in zip(actual, together, strict=True)
         )
 
 

@@ -35,10 +35,10 @@ def same(function, arrays, view):
             continue
         seen = VIEWS[view](array)
         mx.eval(seen)
-        found, expected = (
+        actual, expected = (
             function(*arrays[:i], a, *arrays[i + 1 :]) for a in (seen, mx.contiguous(seen))
         )
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             assert mx.array_equal(one, other, equal_nan=True), f"input {i}"
 
 

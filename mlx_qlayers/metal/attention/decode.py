@@ -164,7 +164,7 @@ def configure(
 ) -> Decode | Serial:
     """The configuration for a backend; it does not depend on the batch."""
     if device == "host":
-        # A power of two, so that one kernel does for several shapes, in a stack of 128 KB.
+        # A power of two, so that one kernel serves many shapes, in a stack of 128 KB.
         return Serial(min(1 << (rows - 1).bit_length(), 4096 // max(width, v_width, 64)))
     slice = 64 if bits else 32 if v_width >= 96 else 16
     simds, run = -(-v_width // slice), 16 if bits else 16 // dtype.size
@@ -190,7 +190,7 @@ def attention_decode(
     scores: Scores,
     config: Decode | Serial,
 ) -> Callable[..., list[mx.array]]:
-    """Attention in one pass over keys and values: one launch, or two with several splits.
+    """Attention in one pass over keys and values: one launch, or two with more splits than one.
 
     Args:
         q: (B, H, L, D) in float32, float16 or bfloat16; D and Dv multiples of 8 up to 256.
@@ -245,7 +245,7 @@ def _launches(
     scores: Scores,
     config: Decode | Serial,
 ) -> tuple[Bound, Bound | None]:
-    """The launch of attention and, if there are several splits, the one that adds them up."""
+    """The launch of attention and, if there is more than one split, the one that adds them up."""
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k[0].shape
     bits, group, v_width = _packing(width, k, v)
     rows = heads // kv_heads * queries

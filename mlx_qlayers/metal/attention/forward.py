@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import e, log2
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -32,8 +32,7 @@ _FORWARD = Kernel(
 )
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """What becomes of the products of queries and keys.
 
     Attributes:

@@ -26,7 +26,7 @@ class Layout:
         slices: SIMD groups that share their rows, each with its part of the columns.
         roles: SIMD groups that share keys in the gradient of keys and values: one for both, or 2.
         tile: rows of a tile in threadgroup memory, a multiple of 16.
-        alternate: whether both tiles take turns in one place.
+        alternate: whether both tiles share one place, one after the other.
         ahead: whether the next tile is read from device memory while the last one is used. Where
             GPUs copy beside registers the forward kernel always does, and those of the gradients
             have a second place for each tile.

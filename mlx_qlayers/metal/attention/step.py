@@ -68,7 +68,7 @@ class Step:
     """How a step is spread over threads.
 
     Attributes:
-        simds: SIMD groups of a threadgroup, which take the keys in turn.
+        simds: SIMD groups of a threadgroup, which divide the keys.
         ahead: keys that a lane reads at once.
         splits: threadgroups among which the keys of a head are divided.
     """

@@ -183,11 +183,11 @@ def test_many_rows_and_caches_in_place_on_gpus(gpu):
     buffers = [mx.pad(a, [(0, 0), (0, 0), (0, 44), (0, 0)]) for a in arrays[1:]]
     caches = [a[..., :2100, :] for a in buffers]
     with use_backend(gpu):
-        found = attention(arrays[0], *caches, **options)
-        check(found, arrays, options)
-        alone = {**options, "scale": options["scale"]}
+        actual = attention(arrays[0], *caches, **options)
+        check(actual, arrays, options)
+        single = {**options, "scale": options["scale"]}
         twice = [mx.concatenate([a, a]) for a in arrays]
-        assert mx.array_equal(attention(*twice, **alone)[1:], found)
+        assert mx.array_equal(attention(*twice, **single)[1:], actual)
 
 
 @pytest.mark.parametrize(
@@ -231,14 +231,14 @@ def test_keys_and_values_are_read_once(bits, splits):
         )
 
 
-def test_a_batch_gives_each_member_what_it_gets_alone():
+def test_a_batch_gives_each_member_what_a_batch_of_one_gives():
     for shape in ((3, 8, 2, 1, 257), (3, 4, 4, 5, 65)):
         (q, k, v), options = make(4, shape, kind="padded")
         together = by_kernel((q, k, v), options)
         for i in range(3):
             part = slice(i, i + 1)
-            alone = {**options, "mask": options["mask"][part]}
-            assert mx.array_equal(by_kernel((q[part], k[part], v[part]), alone), together[part])
+            single = {**options, "mask": options["mask"][part]}
+            assert mx.array_equal(by_kernel((q[part], k[part], v[part]), single), together[part])
 
 
 def test_strided_caches_are_read_in_place():
@@ -326,10 +326,10 @@ def test_caches_of_mlx_lm(make_cache):
     for start, stop in ((0, 298), (298, 299), (299, 300)):
         caches = cache.update_and_fetch(k[..., start:stop, :], v[..., start:stop, :])
         with use_backend("host"):
-            found = attention(q, *caches, **options)
+            actual = attention(q, *caches, **options)
         with use_backend("ops"):
             expected = attention(q, *caches, **options)
-        assert_same_sums(found, expected)
+        assert_same_sums(actual, expected)
 
 
 def test_gradients_are_the_references():
@@ -341,10 +341,10 @@ def test_gradients_are_the_references():
     def loss(q, k, v, mask, sinks):
         return (attention(q, k, v, **{**options, "mask": mask, "sinks": sinks}) ** 2).sum()
 
-    found = {}
+    actual = {}
     for name in ("host", "ops"):
         with use_backend(name):
-            found[name] = mx.grad(loss, list(range(5)))(*inputs)
-            mx.eval(found[name])
-    for ours, stock in zip(found["host"], found["ops"], strict=True):
+            actual[name] = mx.grad(loss, list(range(5)))(*inputs)
+            mx.eval(actual[name])
+    for ours, stock in zip(actual["host"], actual["ops"], strict=True):
         assert_same_sums(ours, stock)

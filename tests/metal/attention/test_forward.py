@@ -56,12 +56,12 @@ def as_on(device):
     """Make kernels take another device's layouts, smaller ones where the host has no room."""
 
     def chosen(kernel, runs_on, dtype, width):
-        found = layout(kernel, device, dtype, width)
-        values = {"T": dtype, "D": width, "DV": width, "ROLES": found.roles, **found.template()}
+        best = layout(kernel, device, dtype, width)
+        values = {"T": dtype, "D": width, "DV": width, "ROLES": best.roles, **best.template()}
         if runs_on != "host" or memory(kernel, values, runs_on) <= MEMORY["metal"]:
-            return found
-        smaller = {"tile": found.tile // 2} if found.tile > 16 else {"simds": found.simds // 2}
-        return replace(found, **smaller)
+            return best
+        smaller = {"tile": best.tile // 2} if best.tile > 16 else {"simds": best.simds // 2}
+        return replace(best, **smaller)
 
     with mock.patch.object(kernels, "layout", chosen), mock.patch.object(tunable, "layout", chosen):
         advance_epoch()
