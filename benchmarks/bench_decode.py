@@ -40,9 +40,7 @@ from verified_model import cache_of, verify
 
 from mlx_qlayers import convert_model, explain
 from mlx_qlayers.commands.arguments import positive
-from mlx_qlayers.conversion import attention_patch as routing
-from mlx_qlayers.conversion import compiled_blocks as stretches
-from mlx_qlayers.conversion import decoder_loop as stacks
+from mlx_qlayers.conversion import attention_patch, compiled, compiled_blocks
 from mlx_qlayers.formats import Format
 
 QWEN2_7B = {
@@ -164,19 +162,19 @@ def step_time(model: Callable[..., mx.array], base: nn.Module, prompts: mx.array
 @contextmanager
 def without_attention() -> Iterator[None]:
     """Let the product of attention give its queries, in stock and converted models."""
-    places = stacks.place
+    context = compiled.context
 
     def left_out(q: mx.array, *args: Any, **options: Any) -> mx.array:
         return q
 
     with (
         mock.patch.object(qwen2, "scaled_dot_product_attention", left_out),
-        mock.patch.object(routing, "attention", left_out),
+        mock.patch.object(attention_patch, "attention", left_out),
         mock.patch.object(
-            stretches, "attention_step", lambda q, k, v, *buffers, **_: [q, *buffers[:2]]
+            compiled_blocks, "attention_step", lambda q, k, v, *buffers, **_: [q, *buffers[:2]]
         ),
-        # What was traced with it must not be found.
-        mock.patch.object(stacks, "place", lambda: (at := places()) and (*at[:2], "without")),
+        # Graphs that were made with it must not be used.
+        mock.patch.object(compiled, "context", lambda: (at := context()) and (*at, "without")),
     ):
         yield
 
