@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,15 @@ def endless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("endless") / "model", endless=True)
 
 
-def test_interrupt_is_quiet(endless_model: Path) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Commands take SIGINT also where this process ignores it, as shells' background jobs do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interrupt_is_quiet(endless_model: Path, interruptible: None) -> None:
     arguments = ["generate", "--model", str(endless_model), "--prompt", "a"]
     arguments += ["--max-tokens", "100000"]
     with subprocess.Popen(

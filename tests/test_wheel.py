@@ -47,10 +47,11 @@ def test_wheel_has_every_file(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    run([sys.executable, "-m", "venv", str(tmp_path / "env")], tmp_path)
+    run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], tmp_path)
     python = str(tmp_path / "env" / "bin" / "python")
     extra = "" if sys.platform == "darwin" else "[cpu]"
-    run([python, "-m", "pip", "install", "--quiet", f"{wheel}{extra}"], tmp_path)
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    run([*install, "--no-compile", f"{wheel}{extra}"], tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     command = str(tmp_path / "env" / "bin" / "mlx-qlayers")

@@ -98,7 +98,7 @@ def test_a_spatial_transformer_learns_to_undo_rotations(backend: str) -> None:
             mx.random.seed(1)
             model = Transformer(turns)
             before = dict(tree_flatten(model.parameters()))
-            train(model, *learnt[:2], epochs=40)
+            train(model, *learnt[:2], epochs=16)
             models.append(model)
             after: dict[str, Any] = dict(tree_flatten(model.parameters()))
             still = {name for name in after if mx.array_equal(after[name], before[name])}
