@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
@@ -102,15 +103,8 @@ def gather_qmm_sorted(
     )
     rows, kind = x.dtype, scales.dtype
 
-    def run(
-        x: mx.array,
-        w: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        left: mx.array | None,
-        right: mx.array | None,
-        global_scale: mx.array | None,
-    ) -> mx.array:
+    def run(*arrays: Any) -> mx.array:
+        x, w, scales, biases, left, right, global_scale = arrays
         left, right = pairs.lists(left, right)
         blocks = x.astype(rows).reshape(-1, m, k)
         if left is not None:
