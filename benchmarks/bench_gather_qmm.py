@@ -5,9 +5,9 @@
     python benchmarks/bench_gather_qmm.py --host        # kernel against reference, by format
     python benchmarks/bench_gather_qmm.py --gradients   # of scales and biases: time and memory
 
-Every result is held against stock MLX in float32 before it is timed. From 64 choices on they are
+Every result is compared with stock MLX in float32 before it is timed. From 64 choices on they are
 sorted, as mlx-lm does. Every product chooses anew, so that a cache holds no matrix for the next.
-On a GPU a time is that of one product in a chain that ``mx.compile`` traced; calls are plain calls
+On a GPU a time is that of one product in a compiled chain of them; calls are plain calls
 of stock and of what `auto` chooses, which Python holds up where products are small.
 """
 
@@ -58,9 +58,9 @@ def product(
     path: str, x: mx.array, packed: Packed, indices: mx.array, transpose: bool, fmt: Format
 ) -> mx.array:
     """Our product on a backend, or the stock one."""
-    known = indices.ndim == 1
+    in_order = indices.ndim == 1
     if path == "stock":
-        return mx.gather_qmm(x, *packed, None, indices, transpose, *fmt, sorted_indices=known)
+        return mx.gather_qmm(x, *packed, None, indices, transpose, *fmt, sorted_indices=in_order)
     with use_backend(path):
         return gather_qmm(
             x,
@@ -68,7 +68,7 @@ def product(
             None,
             indices,
             transpose=transpose,
-            sorted_indices=known,
+            sorted_indices=in_order,
             **fmt._asdict(),
         )
 
@@ -88,19 +88,19 @@ def chain(
     indices: list[mx.array],
     transpose: bool,
     fmt: Format,
-    traced: bool = True,
+    compiled: bool = True,
 ) -> Callable[[], list[mx.array]]:
-    """Products with all of the indices, traced once or built by each call."""
+    """Products with all of the indices, compiled once or built by each call."""
 
     def run(x: mx.array) -> list[mx.array]:
         return [product(path, x, packed, chosen, transpose, fmt) for chosen in indices]
 
-    function = mx.compile(run) if traced else run
+    function = mx.compile(run) if compiled else run
     return lambda: function(x)
 
 
 def verify(x: mx.array, packed: Packed, indices: mx.array, transpose: bool, fmt: Format) -> None:
-    """Hold our result against stock in float32, on the first matrix's columns."""
+    """Compare our result with stock in float32, on the first matrix's columns."""
     w, *rest = packed
     wide = [a if a is None or a.dtype == mx.uint8 else a.astype(mx.float32) for a in rest]
     truth = call("stock", x.astype(mx.float32), (w, *wide), [indices], transpose, fmt)()
@@ -188,8 +188,8 @@ def _on_gpu(
     contenders = {
         "stock": chain("stock", *arguments),
         "kernel": chain(backend(), *arguments),
-        CALLS[0]: chain("stock", *arguments, traced=False),
-        CALLS[1]: chain("auto", *arguments, traced=False),
+        CALLS[0]: chain("stock", *arguments, compiled=False),
+        CALLS[1]: chain("auto", *arguments, compiled=False),
     }
     times = measure(contenders, repeats=repeats, least=0.01)
     times = {name: time.scaled(1 / len(indices)) for name, time in times.items()}

@@ -8,7 +8,8 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from ..ops.gather_qmm import gather_qmm
+from ..ops.gather_qmm import gather_qmm, leaves_to_stock
+from ..runtime.backend import current, epoch
 from .qlinear import Counterpart
 
 
@@ -42,6 +43,9 @@ class QSwitchLinear(Counterpart, QuantizedSwitchLinear):
     stock = QuantizedSwitchLinear
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        rows, experts = indices.size, len(self["weight"])
+        if leaves_to_stock(current.get(), epoch.number, rows, experts, sorted_indices):
+            return super().__call__(x, indices, sorted_indices)
         y = gather_qmm(
             x,
             self["weight"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Pairs, Products, configuration, gather_qmv
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
 from ..reference.gather_qmm import gather_qmm as reference
-from ..runtime.backend import backend
+from ..runtime.backend import Context, backend, requested
 from ..runtime.spec import Spec
 
 # x, w, scales, biases, lhs_indices, rhs_indices and global_scale, or their specs.
@@ -102,7 +102,9 @@ def _plan(
     choice = choose(
         "gather_qmm",
         () if empty else KERNELS,
-        unless=empty or _why_stock(rows, matrices, sorted_indices, out, transpose, fmt),
+        unless=empty
+        or _stock_is_better(rows, matrices, sorted_indices)
+        or _untested(out, transpose, fmt),
         host_gain=gain("gather_qmm_gain", rows, fmt.mode, fmt.bits, _KINDS[transpose]),
     )
     if choice.path == "ops":
@@ -116,18 +118,30 @@ def _plan(
     return Plan(choice, forward, gradients, stock)
 
 
-def _why_stock(
-    rows: int, matrices: int, in_order: bool, dtype: mx.Dtype, transpose: bool, fmt: Format
-) -> str | None:
+@lru_cache(maxsize=1024)
+def leaves_to_stock(context: Context, epoch: int, rows: int, matrices: int, in_order: bool) -> bool:
+    """Whether ``auto`` runs the stock operator for so many rows, on a GPU.
+
+    For layers: a token takes a product of few rows from each, and to dispatch one takes Python
+    longer than to call stock. Answers are kept for a context and an epoch.
+    """
+    return requested() == "auto" and _stock_is_better(rows, matrices, in_order) is not None
+
+
+def _stock_is_better(rows: int, matrices: int, in_order: bool) -> str | None:
     """Why ``auto`` leaves the kernel for the stock operator on a GPU."""
-    if backend() == "metal":
-        return "the kernel was not measured on an Apple GPU"
+    if backend() == "cuda" and not in_order:
+        return "the kernel takes 0.5 to 0.9 times the time of stock, and its call the rest"
+    least = threshold("gather_qmm_rows_per_matrix", device="cuda") * matrices
+    if backend() == "cuda" and rows < least:
+        return "the stock operator and its call are as fast with so few rows for each matrix"
+    return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+
+
+def _untested(dtype: mx.Dtype, transpose: bool, fmt: Format) -> str | None:
+    """Why ``auto`` does not trust a kernel that was not compared with stock on a GPU."""
     if backend() != "cuda":
         return None
-    if not in_order:
-        return "the kernel takes 0.5 to 0.9 times the time of stock, and its call the rest"
-    if rows < threshold("gather_qmm_rows_per_matrix", device="cuda") * matrices:
-        return "the stock operator and its call are as fast with so few rows for each matrix"
     tested = threshold("gather_qmm_formats", _KINDS[transpose], device="cuda")
     if dtype == mx.bfloat16 and f"{fmt.mode} {fmt.bits}" in tested:
         return None

@@ -55,9 +55,9 @@ def rotary_embedding(
 
     Source: ``mx.fast.rope``; arXiv 2104.09864.
     """
-    found: list[mx.array]
-    found = dispatch(_ROTARY, (q, k, offset, freqs), (dims, traditional, base, scale))
-    return found
+    static = dims, traditional, base, scale
+    outputs: list[mx.array] = dispatch(_ROTARY, (q, k, offset, freqs), static)
+    return outputs
 
 
 def _plan(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
@@ -53,15 +54,8 @@ def gather_qmm(
     cores = [(core_stream(core), part) for core, part in pieces]
     every = [mx.arange(prod(a.shape[:-2])).reshape(a.shape[:-2]) for a in (x, w)]
 
-    def run(
-        x: mx.array,
-        w: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        left: mx.array | None,
-        right: mx.array | None,
-        global_scale: mx.array | None,
-    ) -> mx.array:
+    def run(*arrays: Any) -> mx.array:
+        x, w, scales, biases, left, right, global_scale = arrays
         x = x.astype(mx.float32)
         left = mx.broadcast_to(every[0] if left is None else left, leading).flatten()
         right = mx.broadcast_to(every[1] if right is None else right, leading).flatten()

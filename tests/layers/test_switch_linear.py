@@ -16,8 +16,11 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_qlayers import convert_model, revert_model, use_backend
 from mlx_qlayers.conversion.counterparts import counterpart_of, stock_of
+from mlx_qlayers.layers import switch_linear
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
+from mlx_qlayers.ops import gather_qmm
 from mlx_qlayers.runtime import trace
+from mlx_qlayers.runtime.backend import advance_epoch
 from tests.numerics import assert_same_sums, random
 
 FORMATS = [{}, {"group_size": 32, "bits": 3}, {"group_size": 32, "mode": "mxfp4"}]
@@ -70,6 +73,24 @@ def test_counterparts():
     assert stock_of(QuantizedSwitchLinear(64, 8, 2)) is None
     with pytest.raises(ValueError, match="must be a QuantizedSwitchLinear"):
         QSwitchLinear.from_quantized(nn.Linear(4, 4))
+
+
+def test_few_rows_on_a_gpu_go_to_the_stock_layer_undispatched(monkeypatch):
+    """Where ``auto`` would take the stock operator, a token does not wait for the dispatcher."""
+    layer, x, chosen = QSwitchLinear(64, 8, 2, False), mx.ones((1, 64)), mx.array([0, 0, 1, 1])
+    calls = []
+    monkeypatch.setattr(switch_linear, "gather_qmm", lambda *a, **k: calls.append(k) or a[0])
+    for found, known, ours in (("metal", False, 0), ("cuda", False, 0), ("cuda", True, 1)):
+        monkeypatch.setattr(gather_qmm, "backend", lambda found=found: found)
+        advance_epoch()
+        calls.clear()
+        layer(x, chosen, known)
+        assert len(calls) == ours
+    with use_backend("host"):
+        layer(x, chosen)
+    assert len(calls) == 2
+    monkeypatch.undo()
+    advance_epoch()
 
 
 @pytest.mark.parametrize("tokens", [3, 40])

@@ -279,10 +279,11 @@ def test_explains_its_path():
 )
 def test_when_auto_leaves_a_gpu_to_stock(monkeypatch, device, known, tokens, dtype, fmt, reason):
     monkeypatch.setattr(operation, "backend", lambda: device)
-    assert reason in (operation._why_stock(tokens, E, known, dtype, True, fmt) or [None])
+    found = operation._stock_is_better(tokens, E, known) or operation._untested(dtype, True, fmt)
+    assert reason in (found or [None])
     if reason is None:  # plain products in 4 bits alone
-        assert operation._why_stock(tokens, E, known, dtype, False, SMALL) is None
-        assert operation._why_stock(tokens, E, known, dtype, False, Format(32, 8)) is not None
+        assert operation._untested(dtype, False, SMALL) is None
+        assert operation._untested(dtype, False, Format(32, 8)) is not None
 
 
 def test_sorted_choices_that_are_repeated_as_a_whole_are_not_sorted():

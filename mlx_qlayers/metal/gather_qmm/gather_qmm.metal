@@ -5,7 +5,7 @@
 //                    P, E, M, tile and the length of the list, the rest of which is empty rows.
 //                    One threadgroup of `threads` threads, a power of two.
 // gather_qmm_tiles   y (R, N) = x (R, K) * w^T, or x * w, by the list: as qmm in
-//                    quantized_tiles.metal, with the same memory. shape is N, K.
+//                    quantized_matmul/qmm.metal, with the same memory. shape is N, K.
 //                    Grid (threads * tiles in the list, ceil(N / tile_n), 1).
 
 #include "quantized_matmul/qmm.metal"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
@@ -90,9 +91,9 @@ def gather_qmm_sorted(
     )
     threads, cut, one = config.threads(x.dtype), asdict(config), mx.ones((1,))
     sizes, factors = mx.array([n, k], mx.int32), Spec((matrices,), mx.float32) if scaled else one
-    found = Spec((tiles, 3), mx.uint32)
+    listed = Spec((tiles, 3), mx.uint32)
     launch = _TILES.bind(
-        [Spec((products, m, k), x.dtype), w, scales, scales, factors, found, sizes],
+        [Spec((products, m, k), x.dtype), w, scales, scales, factors, listed, sizes],
         template=template_of(fmt, x.dtype, scales.dtype)
         | {name: cut[name] for name in _CUT}
         | {"transposed": transpose, "aligned": k * x.dtype.size % 16 == 0, "scaled": scaled},
@@ -102,15 +103,8 @@ def gather_qmm_sorted(
     )
     rows, kind = x.dtype, scales.dtype
 
-    def run(
-        x: mx.array,
-        w: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        left: mx.array | None,
-        right: mx.array | None,
-        global_scale: mx.array | None,
-    ) -> mx.array:
+    def run(*arrays: Any) -> mx.array:
+        x, w, scales, biases, left, right, global_scale = arrays
         left, right = pairs.lists(left, right)
         blocks = x.astype(rows).reshape(-1, m, k)
         if left is not None:
@@ -120,7 +114,7 @@ def gather_qmm_sorted(
         scales = scales.astype(kind)
         biases = scales if biases is None else biases.astype(kind)
         factors = one if global_scale is None else global_scale.astype(mx.float32) / GLOBAL_UNIT
-        (found,) = listing([right, counts])
-        return launch([blocks, w, scales, biases, factors, found, sizes])[0]
+        (listed,) = listing([right, counts])
+        return launch([blocks, w, scales, biases, factors, listed, sizes])[0]
 
     return run

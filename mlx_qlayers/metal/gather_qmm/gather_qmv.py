@@ -50,20 +50,17 @@ class Pairs(NamedTuple):
     shape: tuple[int, ...]
     share: int = 1
     in_order: bool = False
-    left: mx.array | None = None
-    right: mx.array | None = None
+    left: Any = None
+    right: Any = None
     broadcast: bool = False
 
-    def lists(
-        self, left: mx.array | None, right: mx.array | None
-    ) -> tuple[mx.array | None, mx.array]:
+    def lists(self, left: Any, right: Any) -> tuple[mx.array | None, mx.array]:
         """The blocks, None where they are not listed, and the matrices of all products: (P,)."""
         found = (
             default if given is None else mx.broadcast_to(given, self.shape).astype(mx.uint32)
             for given, default in ((left, self.left), (right, self.right))
         )
         left, right = (a if a is None else a.flatten() for a in found)
-        assert right is not None
         return left, right
 
 
@@ -189,15 +186,8 @@ def gather_qmv(
     rows, kind = x.dtype, scales.dtype
 
     # Every product of a token comes through here: calls of Python functions are its cost.
-    def run(
-        x: mx.array,
-        w: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        left: Any,
-        right: Any,
-        global_scale: mx.array | None,
-    ) -> mx.array:
+    def run(*arrays: Any) -> mx.array:
+        x, w, scales, biases, left, right, global_scale = arrays
         scales = scales.astype(kind)
         biases = scales if biases is None else biases.astype(kind)
         factors = one if global_scale is None else global_scale.astype(mx.float32) / GLOBAL_UNIT

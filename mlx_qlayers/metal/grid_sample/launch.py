@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...runtime.kernel import Kernel
-from ...runtime.launch import TemplateValue
+from ...runtime.launch import Bound, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 from ...sampling import Sampling
@@ -140,23 +140,39 @@ class _Job:
     """What the launches for some specs and options have in common."""
 
     def __init__(self, x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> None:
-        self.config = config
+        self.config, self.grid = config, grid
         self.points, self.channels = math.prod(grid.shape[:-1]), x.shape[-1]
         self.cotangent = Spec((*grid.shape[:-1], self.channels), x.dtype)
         per_image, padding = math.prod(grid.shape[1:-1]), _PADDING[options.padding_mode]
         facts = padding, int(options.align_corners), self.points, per_image, self.channels
         self.size = mx.array(x.shape[-2:0:-1], mx.int32)
         self.options = mx.array(facts, mx.int32)
-        taps = _TAPS[options.mode]
-        self.taps = taps ** grid.shape[-1]
-        self.template: dict[str, TemplateValue]
-        self.template = {"T": x.dtype, "G": grid.dtype, "NDIM": grid.shape[-1], "TAPS": taps}
+        self.ndim, taps = grid.shape[-1], _TAPS[options.mode]
+        self.taps = taps**self.ndim
+        self.values: dict[str, TemplateValue] = {"T": x.dtype, "G": grid.dtype, "NDIM": self.ndim}
+        self.values |= {"TAPS": taps, "K": self.taps, "RUN": config.run}
+        self.values |= {"V": config.pack, "ALIGN": config.align}
 
-    def threads(self, count: int) -> dict[str, Any]:
-        """The launch of so many threads: whole threadgroups, in rows."""
-        group = self.config.threads
-        width = min(_ROW, -(-count // group) * group)
-        return {"grid": (width, -(-count // width), 1), "threadgroup": (group, 1, 1)}
+    def bind(
+        self,
+        kernel: Kernel,
+        inputs: Sequence[Any],
+        *shapes: tuple[int, ...],
+        count: int,
+        lanes: int = 1,
+        init_value: float | None = None,
+    ) -> Bound:
+        """The launch for ``count`` times ``lanes`` threads: whole threadgroups, in rows."""
+        values, group = self.values | {"LANES": lanes}, self.config.threads
+        width = min(_ROW, -(-count * lanes // group) * group)
+        return kernel.bind(
+            inputs,
+            template={name: values[name] for name in kernel.template},
+            grid=(width, -(-count * lanes // width), 1),
+            threadgroup=(group, 1, 1),
+            output_shapes=shapes,
+            init_value=init_value,
+        )
 
 
 def grid_sample(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> Sampled:
@@ -177,17 +193,12 @@ def _reading_x(
     kernel: Kernel, x: Spec, others: list[Spec], job: _Job, shape: tuple[int, ...]
 ) -> Sampled:
     """The launch of a kernel that reads x where it lies."""
-    config = job.config
-    packs = {"V": config.pack, "ALIGN": config.align, "LANES": config.lanes, "RUN": config.run}
     # Metal gets a smaller x in another address space; images beyond the batch are not read.
     copies = CONSTANT_BELOW if x.size < CONSTANT_BELOW else 1
     whole, size, options = Spec((copies * x.shape[0], *x.shape[1:]), x.dtype), job.size, job.options
-    launch = kernel.bind(
-        [whole, *others, size, options],
-        template=job.template | packs,
-        output_shapes=[shape],
-        **job.threads(-(-job.points // config.run) * config.lanes),
-    )
+    runs = -(-job.points // job.config.run)
+    given = [whole, *others, size, options]
+    launch = job.bind(kernel, given, shape, count=runs, lanes=job.config.lanes)
 
     def run(x: mx.array, *others: mx.array) -> mx.array:
         x = mx.concatenate([x] * copies) if copies > 1 else x
@@ -200,70 +211,50 @@ def gradient_x(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig)
     """The launches of the gradient for ``x``, whose values it does not read; likewise."""
     job = _Job(x, grid, options, config)
     if config.scatter != "atomics":
-        return _gradient_x_of_shares(x, grid, job)
-    lanes = config.scatter_lanes
-    launch = _GRADIENT_X.bind(
-        [grid, job.cotangent, job.size, job.options],
-        template=job.template | {"LANES": lanes},
-        output_shapes=[x.shape],
-        init_value=0,
-        **job.threads(job.points * lanes),
-    )
+        return _gradient_x_of_shares(x, job)
+    facts, lanes = [job.size, job.options], config.scatter_lanes
+    given = [grid, job.cotangent, *facts]
+    launch = job.bind(_GRADIENT_X, given, x.shape, count=job.points, lanes=lanes, init_value=0)
 
     def by_atomics(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
-        return launch([grid, cotangent, job.size, job.options])[0].astype(x.dtype)
+        return launch([grid, cotangent, *facts])[0].astype(cotangent.dtype)
 
     return by_atomics
 
 
-def _gradient_x_of_shares(x: Spec, grid: Spec, job: _Job) -> Sampled:
+def _gradient_x_of_shares(x: Spec, job: _Job) -> Sampled:
     """The same from a list of what each point adds to which pixel."""
-    pixels = math.prod(x.shape[:-1])
-    shares, lanes = job.points * job.taps, job.config.scatter_lanes
-    index = mx.int64 if pixels >= 2**31 else mx.int32
-    pixel, weight = Spec((shares,), index), Spec((shares,), mx.float32)
-    listing = _LIST_SHARES.bind(
-        [grid, job.size, job.options],
-        template={name: job.template[name] for name in ("G", "NDIM", "TAPS")} | {"I": index},
-        output_shapes=[(shares,), (shares,)],
-        **job.threads(job.points),
-    )
-    template: dict[str, TemplateValue] = {"T": x.dtype, "I": index, "K": job.taps}
+    pixels, shares, lanes = x.size // job.channels, job.points * job.taps, job.config.scatter_lanes
+    job.values["I"] = index = mx.int64 if pixels >= 2**31 else mx.int32
+    facts, options, one = [job.size, job.options], job.options, (shares,)
+    listing = job.bind(_LIST_SHARES, [job.grid, *facts], one, one, count=job.points)
+    pixel, weight = Spec(one, index), Spec(one, mx.float32)
     if job.config.scatter == "bands":
         count = mx.array(pixels, mx.int64)
         bands = _BANDS.bind(
-            [pixel, weight, job.cotangent, job.options, count],
-            template=template,
+            [pixel, weight, job.cotangent, options, count],
+            template={name: job.values[name] for name in _BANDS.template},
             output_shapes=[x.shape],
             grid=(job.config.bands, 1, 1),
             threadgroup=(1, 1, 1),
         )
 
         def in_bands(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
-            found = listing([grid, job.size, job.options])
-            return bands([*found, cotangent, job.options, count])[0].astype(x.dtype)
+            listed = listing([grid, *facts])
+            return bands([*listed, cotangent, options, count])[0].astype(cotangent.dtype)
 
         return in_bands
-    blocks = -(-shares // _BLOCK)
-    sorted_shares = [pixel, Spec((shares,), mx.uint32), weight, job.cotangent]
-    carries = _CARRIES.bind(
-        [*sorted_shares, job.options],
-        template=template | {"LANES": lanes},
-        output_shapes=[(blocks, job.channels)],
-        **job.threads(blocks * lanes),
-    )
-    total = _SORTED.bind(
-        [*sorted_shares, Spec((blocks, job.channels), mx.float32), job.options],
-        template=template | {"LANES": lanes},
-        output_shapes=[x.shape],
-        init_value=0,
-        **job.threads(shares * lanes),
+    carry = Spec((-(-shares // _BLOCK), job.channels), mx.float32)
+    given = [pixel, Spec(one, mx.uint32), weight, job.cotangent]
+    carries = job.bind(_CARRIES, [*given, options], carry.shape, count=carry.shape[0], lanes=lanes)
+    total = job.bind(
+        _SORTED, [*given, carry, options], x.shape, count=shares, lanes=lanes, init_value=0
     )
 
     def in_order(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
-        pixel, weight = listing([grid, job.size, job.options])
+        pixel, weight = listing([grid, *facts])
         order = mx.argsort(pixel)
         given = [pixel[order], order, weight, cotangent]
-        return total([*given, *carries([*given, job.options]), job.options])[0]
+        return total([*given, *carries([*given, options]), options])[0]
 
     return in_order
