@@ -192,11 +192,17 @@ def _from_environment() -> str:
 _default: str | None = None
 
 
-def set_default_backend(name: str) -> None:
-    """Force the backend wherever :class:`use_backend` does not, in threads that start later too."""
+@contextmanager
+def default_backend(name: str) -> Iterator[None]:
+    """Force the backend of all threads that :class:`use_backend` does not force, in a block."""
     global _default
-    _default = _check(name)
+    before, _default = _default, _check(name)
     advance_epoch()
+    try:
+        yield
+    finally:
+        _default = before
+        advance_epoch()
 
 
 def requested() -> str:
