@@ -116,16 +116,11 @@ class _Hooks:
 
     def before(self, line: str) -> list[str]:
         """The calls to put in front of one instruction."""
-        if m := _LOAD.search(line):
-            atomic, kind, space, pointer, align = m.groups()
-            return self.access(
-                "qk_load", space, pointer, size_of(kind), int(align), _ATOMIC if atomic else 0
-            )
-        if m := _STORE.search(line):
-            atomic, kind, space, pointer, align = m.groups()
-            return self.access(
-                "qk_store", space, pointer, size_of(kind), int(align), _ATOMIC if atomic else 0
-            )
+        for hook, pattern in (("qk_load", _LOAD), ("qk_store", _STORE)):
+            if m := pattern.search(line):
+                atomic, kind, space, pointer, align = m.groups()
+                at = _ATOMIC if atomic else 0
+                return self.access(hook, space, pointer, size_of(kind), int(align), at)
         if m := _UPDATE.search(line) or _EXCHANGE.search(line):
             space, pointer, kind, align = m.groups()
             return self.access("qk_atomic", space, pointer, size_of(kind), int(align), _ATOMIC)
