@@ -238,8 +238,9 @@ def backend() -> str:
 class use_backend:
     """Force the backend of this package's operations, for good or for a ``with`` block.
 
-    It holds in the thread or async task that says so. New threads begin with what
-    ``MLX_QLAYERS_BACKEND`` says; hand a choice over with :func:`contextvars.copy_context`.
+    It holds in the thread or async task that says so. A new thread begins with what
+    ``MLX_QLAYERS_BACKEND`` says, unless it runs in a copy of this context
+    (:func:`contextvars.copy_context`).
 
     Args:
         name: ``"metal"``, ``"cuda"``, ``"host"``, ``"ops"``, or ``"auto"`` to choose again.

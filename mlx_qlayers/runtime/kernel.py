@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -102,8 +103,12 @@ class Kernel(Declaration):
             if not isinstance(inputs, (list, tuple)) or {*map(type, inputs)} - {mx.array}:
                 raise TypeError
             specs = tuple([(x.shape, x.dtype) for x in inputs])
-            # Spelled out too, since 4.0 equals 4.
-            launch = _kept(self, specs, call, str(call), current.get(), epoch.debug, epoch.number)
+            # 4.0 equals 4.
+            types = (
+                *map(type, chain(grid, threadgroup, *output_shapes, values.values())),
+                str(init_value),
+            )
+            launch = _kept(self, specs, call, types, current.get(), epoch.debug, epoch.number)
         except Outdated as made:
             launch = made.plan
         except (TypeError, AttributeError, KernelError):
@@ -187,7 +192,7 @@ def _kept(
     kernel: Kernel,
     specs: tuple[tuple[Any, Any], ...],
     call: tuple[Any, ...],
-    text: str,
+    types: tuple[object, ...],
     context: Context,
     debug: frozenset[str],
     number: int,

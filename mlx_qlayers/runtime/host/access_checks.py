@@ -86,15 +86,15 @@ class _Hooks:
     def __init__(self, locate: Callable[[str], str], result: Instrumented) -> None:
         self.locate, self.result = locate, result
         self.borrowed: set[str] = set()
-        self.known = {"": 0}
+        self.numbered = {"": 0}
         self.values = 0
 
     def line(self, instruction: str) -> int:
         where = self.locate(instruction)
-        if where not in self.known:
-            self.known[where] = len(self.result.lines)
+        if where not in self.numbered:
+            self.numbered[where] = len(self.result.lines)
             self.result.lines.append(where)
-        return self.known[where]
+        return self.numbered[where]
 
     def access(
         self, hook: str, space: str | None, pointer: str, size: str | int, align: int, at: int

@@ -178,7 +178,7 @@ class _Strides:
 
 
 class _Frame:
-    """What a launch fills in, used again by the next one that differs in its arrays alone.
+    """What a launch fills in, used again by the next one that differs only in its arrays.
 
     Attributes:
         addresses: of the buffers, as the kernel's entry point takes them.
