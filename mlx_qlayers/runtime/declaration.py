@@ -16,6 +16,8 @@ from .source import METAL, SourceError
 # What every Apple GPU of MLX's offers a threadgroup.
 MAX_THREADS = 1024
 MAX_THREADGROUP_MEMORY = 32 * 1024
+# What a kernel may declare there; only layouts of CUDA's own need more than Metal has.
+CUDA_THREADGROUP_MEMORY = 48 * 1024
 
 
 class KernelError(ValueError):

@@ -12,7 +12,14 @@ from typing import Any
 import mlx.core as mx
 
 from .backend import BackendError, Context, Outdated, backend, current, epoch, up_to_date
-from .declaration import MAX_THREADGROUP_MEMORY, MAX_THREADS, Declaration, KernelError, Multiple
+from .declaration import (
+    CUDA_THREADGROUP_MEMORY,
+    MAX_THREADGROUP_MEMORY,
+    MAX_THREADS,
+    Declaration,
+    KernelError,
+    Multiple,
+)
 from .explain import note
 from .health import WORDS, check_report, checking
 from .launch import Bound, Launch, Size, TemplateValue
@@ -21,7 +28,14 @@ from .spec import Spec
 from .tracing import record, tracing
 from .transformed import is_transformed, without_derivative
 
-__all__ = ["MAX_THREADGROUP_MEMORY", "MAX_THREADS", "Kernel", "KernelError", "Multiple"]
+__all__ = [
+    "CUDA_THREADGROUP_MEMORY",
+    "MAX_THREADGROUP_MEMORY",
+    "MAX_THREADS",
+    "Kernel",
+    "KernelError",
+    "Multiple",
+]
 
 # Launches of direct calls that are kept.
 _KEPT = 512

@@ -9,14 +9,12 @@ from operator import index
 
 import mlx.core as mx
 
-from .declaration import MAX_THREADGROUP_MEMORY, Declaration
+from .declaration import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY, Declaration
 from .generated_source import TYPES
 from .launch import Launch, Size, TemplateValue
 from .program import Parameter
 from .spec import Spec
 
-# What a kernel may declare there; only layouts of CUDA's own need more than Metal has.
-CUDA_THREADGROUP_MEMORY = 48 * 1024
 # Kernels index with 32 bits unless they say otherwise.
 _LIMIT_32 = 2**31
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}
