@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from .parse import parse
 from .program import Program
@@ -24,8 +25,7 @@ class KernelError(ValueError):
     """A kernel's declaration or a call of it is wrong; the message names the kernel."""
 
 
-@dataclass(frozen=True)
-class Multiple:
+class Multiple(NamedTuple):
     """The extent of one axis of an input must be a multiple of a number.
 
     Attributes:

@@ -39,6 +39,7 @@ __all__ = [
 
 # Launches of direct calls that are kept.
 _KEPT = 512
+_OPTIONS = ("grid", "threadgroup", "output_shapes", "template", "output_dtypes", "init_value")
 
 
 class Kernel(Declaration):
@@ -118,24 +119,15 @@ class Kernel(Declaration):
                 raise TypeError
             specs = tuple([(x.shape, x.dtype) for x in inputs])
             # 4.0 equals 4.
-            types = (
-                *map(type, chain(grid, threadgroup, *output_shapes, values.values())),
-                str(init_value),
-            )
-            launch = _kept(self, specs, call, types, current.get(), epoch.debug, epoch.number)
+            kinds = tuple(map(type, chain(grid, threadgroup, *output_shapes, values.values())))
+            key = (specs, call, kinds, str(init_value), current.get())
+            launch = _kept(self, *key, epoch.debug, epoch.number)
         except Outdated as made:
             launch = made.plan
         except (TypeError, AttributeError, KernelError):
-            # It cites the arguments as they are.
-            launch = self.bind(
-                inputs,
-                grid=grid,
-                threadgroup=threadgroup,
-                output_shapes=output_shapes,
-                template=template,
-                output_dtypes=output_dtypes,
-                init_value=init_value,
-            )
+            # Its message cites the arguments as they are.
+            given = (grid, threadgroup, output_shapes, template, output_dtypes, init_value)
+            launch = self.bind(inputs, **_options(given))
         return launch(list(inputs))
 
     def bind(
@@ -166,17 +158,8 @@ class Kernel(Declaration):
         name = backend()
         if name == "ops":
             raise BackendError(f"kernel {self.name} was called, but the ops backend runs none")
-        launch = checked_launch(
-            self,
-            name,
-            inputs,
-            grid=grid,
-            threadgroup=threadgroup,
-            output_shapes=output_shapes,
-            template=template,
-            output_dtypes=output_dtypes,
-            init_value=init_value,
-        )
+        given = (grid, threadgroup, output_shapes, template, output_dtypes, init_value)
+        launch = checked_launch(self, name, inputs, **_options(given))
         if checking():
             launch = self._with_health(launch)
         run: Bound = import_module(f".{name}", __package__).bind(launch)
@@ -201,27 +184,25 @@ class Kernel(Declaration):
         return lambda arrays: check_report(self.name, self.errors, grid, run(arrays))
 
 
+def _options(given: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(_OPTIONS, given, strict=True))
+
+
 @lru_cache(maxsize=_KEPT)
 def _kept(
     kernel: Kernel,
     specs: tuple[tuple[Any, Any], ...],
     call: tuple[Any, ...],
-    types: tuple[object, ...],
+    kinds: tuple[type, ...],
+    value: str,
     context: Context,
     debug: frozenset[str],
     number: int,
 ) -> Bound:
     """The launch of direct calls that are alike."""
-    grid, threadgroup, shapes, template, dtypes, value = call
-    bound = kernel.bind(
-        [Spec(*spec) for spec in specs],
-        grid=grid,
-        threadgroup=threadgroup,
-        output_shapes=shapes,
-        template=dict(template),
-        output_dtypes=dtypes,
-        init_value=value,
-    )
+    options = _options(call)
+    options["template"] = dict(options["template"])
+    bound = kernel.bind([Spec(*spec) for spec in specs], **options)
     return up_to_date(bound if backend() != "host" else _guarded(bound), debug, number)
 
 
