@@ -83,11 +83,6 @@ def mode(value: Mode) -> Iterator[None]:
         current.reset(token)
 
 
-def inference_mode() -> bool:
-    """Whether calls become part of a graph that is evaluated only."""
-    return not current.get().mode.differentiable
-
-
 class _Epoch:
     """What plans and bound launches depend on in the whole process.
 
