@@ -209,23 +209,23 @@ def bare_call(call: Call) -> Call:
 def kernels() -> dict[str, Kernel]:
     """Every kernel declared in a module of ``mlx_qlayers.metal``, by name."""
     found = []
-    for module in pkgutil.iter_modules(mlx_qlayers.metal.__path__, "mlx_qlayers.metal."):
+    for module in pkgutil.walk_packages(mlx_qlayers.metal.__path__, "mlx_qlayers.metal."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, Kernel):
                 found.append(value)
             elif getattr(value, "__annotations__", {}).get("return") == "Kernel":
-                found += forms(value)
+                found += declared(value)
     return {kernel.name: kernel for kernel in sorted(found, key=lambda kernel: kernel.name)}
 
 
 # Of a function that declares a kernel with the inputs that a call has: the fewest, and the most.
-FORMS = {"bool": (False, True), "int": (1, 3), "tuple[str, ...]": ((), ())}
+ENDS = {"bool": (False, True), "int": (1, 3), "tuple[str, ...]": ((), ())}
 
 
-def forms(declare: Callable[..., Kernel]) -> list[Kernel]:
+def declared(declare: Callable[..., Kernel]) -> list[Kernel]:
     """What such a function declares for both ends of each of its parameters."""
     kinds = [kind for name, kind in declare.__annotations__.items() if name != "return"]
-    return [declare(*values) for values in product(*(dict.fromkeys(FORMS[k]) for k in kinds))]
+    return [declare(*values) for values in product(*(dict.fromkeys(ENDS[k]) for k in kinds))]
 
 
 if __name__ == "__main__":

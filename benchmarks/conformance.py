@@ -46,7 +46,7 @@ def main() -> int:
     machine = describe(options.backend)
     print(*(f"{key}: {value}" for key, value in machine.items()), sep="\n")
     chosen = [case for case in cases() if options.only in case.name]
-    results = [judged(case, options.backend) for case in chosen]
+    results = [compared(case, options.backend) for case in chosen]
     parts = [part for result in results for part in result["parts"]]
     wrong = [part for part in parts if not part["passed"]]
     print(f"{len(results)} launches, {len(parts)} results, {len(wrong)} wrong")
@@ -80,7 +80,7 @@ def describe(backend: str) -> dict[str, str]:
     return found
 
 
-def judged(case: Case, backend: str) -> dict[str, Any]:
+def compared(case: Case, backend: str) -> dict[str, Any]:
     """Run one case; a backend's exception is a result too."""
     started = time.perf_counter()
     try:
@@ -89,7 +89,7 @@ def judged(case: Case, backend: str) -> dict[str, Any]:
         print(f"{case.name}: ERROR {str(error)[:2000]}")
         return {"name": case.name, "error": str(error), "parts": []}
     seconds = time.perf_counter() - started
-    parts = case.judge(outputs)
+    parts = case.compare(outputs)
     exact = [part for part in parts if part.allowed == 0]
     digest = hashlib.sha256()
     if len(exact) == len(parts):

@@ -38,10 +38,11 @@ def run(args: argparse.Namespace) -> None:
         print()
     module = import_module(f"mlx_lm.{name}")
 
-    from ..runtime.backend import use_backend
+    from ..runtime.backend import default_backend
 
     command_line = [f"mlx-qlayers {name}", *args.rest, *(["--help"] if args.help else [])]
-    backend = use_backend(args.backend) if args.backend else nullcontext()
+    # mlx-lm's server generates in a thread of its own.
+    backend = default_backend(args.backend) if args.backend else nullcontext()
     loaders = {} if args.stock else _converting(module, fuse=not args.no_fuse)
     with _holding(sys, argv=command_line), _holding(module, **loaders), backend:
         module.main()

@@ -83,11 +83,6 @@ def mode(value: Mode) -> Iterator[None]:
         current.reset(token)
 
 
-def inference_mode() -> bool:
-    """Whether calls become part of a graph that is evaluated only."""
-    return not current.get().mode.differentiable
-
-
 class _Epoch:
     """What plans and bound launches depend on in the whole process.
 
@@ -192,11 +187,17 @@ def _from_environment() -> str:
 _default: str | None = None
 
 
-def set_default_backend(name: str) -> None:
-    """Force the backend wherever :class:`use_backend` does not, in threads that start later too."""
+@contextmanager
+def default_backend(name: str) -> Iterator[None]:
+    """Force the backend of all threads that :class:`use_backend` does not force, in a block."""
     global _default
-    _default = _check(name)
+    before, _default = _default, _check(name)
     advance_epoch()
+    try:
+        yield
+    finally:
+        _default = before
+        advance_epoch()
 
 
 def requested() -> str:
@@ -232,8 +233,9 @@ def backend() -> str:
 class use_backend:
     """Force the backend of this package's operations, for good or for a ``with`` block.
 
-    It holds in the thread or async task that says so. New threads begin with what
-    ``MLX_QLAYERS_BACKEND`` says; hand a choice over with :func:`contextvars.copy_context`.
+    It holds in the thread or async task that says so. A new thread begins with what
+    ``MLX_QLAYERS_BACKEND`` says, unless it runs in a copy of this context
+    (:func:`contextvars.copy_context`).
 
     Args:
         name: ``"metal"``, ``"cuda"``, ``"host"``, ``"ops"``, or ``"auto"`` to choose again.

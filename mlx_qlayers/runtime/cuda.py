@@ -220,7 +220,7 @@ def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
     x, y, z = threadgroup
     size = prod(threadgroup)
     thread = "threadIdx.x" if y == z == 1 else f"(threadIdx.x+{x}*(threadIdx.y+{y}*threadIdx.z))"
-    place = ",".join(
+    position = ",".join(
         f"blockIdx.{a}*{t}+threadIdx.{a}" for a, t in zip("xyz", threadgroup, strict=True)
     )
     started = ",".join(f"gridDim.{a}*{t}" for a, t in zip("xyz", threadgroup, strict=True))
@@ -239,7 +239,7 @@ def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
         "thread_index_in_quadgroup": f"{thread}%4",
         "thread_index_in_simdgroup": f"{thread}%32",
         "thread_index_in_threadgroup": thread,
-        "thread_position_in_grid": place,
+        "thread_position_in_grid": position,
         "thread_position_in_threadgroup": "threadIdx.x,threadIdx.y,threadIdx.z",
         "threadgroup_position_in_grid": "blockIdx.x,blockIdx.y,blockIdx.z",
         "threadgroups_per_grid": "gridDim.x,gridDim.y,gridDim.z",
@@ -252,7 +252,7 @@ def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
         f"const {kind} {name}({values[name]});" for name, kind in ATTRIBUTES.items() if name in used
     ]
     if surplus:
-        outside = "||".join(f"{part}>={_LIMIT}[{i}]" for i, part in enumerate(place.split(",")))
+        outside = "||".join(f"{part}>={_LIMIT}[{i}]" for i, part in enumerate(position.split(",")))
         lines.append(f"if({outside})return;")
     return lines
 
@@ -270,7 +270,7 @@ def translate(text: str, *, kernel: bool = False) -> str:
 
     - Decimal literals without a suffix are float, ``1.0h`` is a half: ``1.0f``, ``half(1.0f)``.
     - ``long``, ``size_t``, ``3l``: ``int64_t``, ``uint64_t``, ``3ll``, which MLX's arrays hold.
-    - Several components, ``v.xyz``: ``v.get<0,1,2>()``, or ``v.set<0,1,2>()`` if assigned to.
+    - Swizzles, ``v.xyz``: ``v.get<0,1,2>()``, or ``v.set<0,1,2>()`` if assigned to.
     - ``#pragma clang loop unroll(full)``: ``#pragma unroll``.
     - In a kernel, variables declared ``threadgroup`` become ``__shared__``; pointers stay pointers.
 
@@ -295,8 +295,8 @@ def translate(text: str, *, kernel: bool = False) -> str:
         elif new in _WIDE and not (i and tokens[i - 1].text == "unsigned"):
             new = _WIDE[new]
         elif token.kind == "word" and _COMPONENTS.match(new) and _is_member(tokens, i):
-            places = ",".join(str("xyzw".index(letter)) for letter in new)
-            new = f"template {'set' if _is_assigned(tokens, i) else 'get'}<{places}>()"
+            indices = ",".join(str("xyzw".index(letter)) for letter in new)
+            new = f"template {'set' if _is_assigned(tokens, i) else 'get'}<{indices}>()"
         elif new == "threadgroup" and kernel and _declares(tokens, i):
             new = "__shared__ __align__(16)"
         found.append(Token(token.kind, new, token.line, token.spaced))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from .parse import parse
 from .program import Program
@@ -16,14 +17,15 @@ from .source import METAL, SourceError
 # What every Apple GPU of MLX's offers a threadgroup.
 MAX_THREADS = 1024
 MAX_THREADGROUP_MEMORY = 32 * 1024
+# What a kernel may declare there; only layouts of CUDA's own need more than Metal has.
+CUDA_THREADGROUP_MEMORY = 48 * 1024
 
 
 class KernelError(ValueError):
     """A kernel's declaration or a call of it is wrong; the message names the kernel."""
 
 
-@dataclass(frozen=True)
-class Multiple:
+class Multiple(NamedTuple):
     """The extent of one axis of an input must be a multiple of a number.
 
     Attributes:

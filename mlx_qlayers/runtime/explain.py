@@ -69,7 +69,7 @@ def row(op: str, path: str, reason: str, evidence: str = "rule") -> Row:
 
 
 def count(rows: tuple[Row, ...]) -> None:
-    """Count rows once, or hand them to :func:`recording` if this thread is inside it."""
+    """Count rows once, or give them to :func:`recording` if this thread is inside it."""
     if collectors and (collected := collectors.get(threading.get_ident())) is not None:
         collected.extend(rows)
         return

@@ -1,6 +1,6 @@
 """The Metal source that ``mx.fast.metal_kernel`` generates, generated here.
 
-Backends that compile Metal themselves need the text that MLX would hand to Apple's compiler, on
+Backends that compile Metal themselves need the text that MLX would give to Apple's compiler, on
 machines where MLX does not make it. The tests hold it against what ``mx.export_function`` records,
 byte for byte.
 

@@ -130,8 +130,8 @@ def check_report(
         raise BackendError(f"kernel {kernel}: health checks cannot run while MLX traces a function")
     health = Health.of(memoryview(cast(Any, buffer)).tolist())
     if health.failed:
-        known = 1 <= health.code <= len(errors)
-        meaning = errors[health.code - 1] if known else "no meaning declared"
+        declared = 1 <= health.code <= len(errors)
+        meaning = errors[health.code - 1] if declared else "no meaning declared"
         raise HealthError(
             kernel,
             health,

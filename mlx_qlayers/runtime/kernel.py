@@ -6,12 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 
 from .backend import BackendError, Context, Outdated, backend, current, epoch, up_to_date
-from .declaration import MAX_THREADGROUP_MEMORY, MAX_THREADS, Declaration, KernelError, Multiple
+from .declaration import (
+    CUDA_THREADGROUP_MEMORY,
+    MAX_THREADGROUP_MEMORY,
+    MAX_THREADS,
+    Declaration,
+    KernelError,
+    Multiple,
+)
 from .explain import note
 from .health import WORDS, check_report, checking
 from .launch import Bound, Launch, Size, TemplateValue
@@ -20,10 +28,18 @@ from .spec import Spec
 from .tracing import record, tracing
 from .transformed import is_transformed, without_derivative
 
-__all__ = ["MAX_THREADGROUP_MEMORY", "MAX_THREADS", "Kernel", "KernelError", "Multiple"]
+__all__ = [
+    "CUDA_THREADGROUP_MEMORY",
+    "MAX_THREADGROUP_MEMORY",
+    "MAX_THREADS",
+    "Kernel",
+    "KernelError",
+    "Multiple",
+]
 
 # Launches of direct calls that are kept.
 _KEPT = 512
+_OPTIONS = ("grid", "threadgroup", "output_shapes", "template", "output_dtypes", "init_value")
 
 
 class Kernel(Declaration):
@@ -102,21 +118,16 @@ class Kernel(Declaration):
             if not isinstance(inputs, (list, tuple)) or {*map(type, inputs)} - {mx.array}:
                 raise TypeError
             specs = tuple([(x.shape, x.dtype) for x in inputs])
-            # Spelled out too, since 4.0 equals 4.
-            launch = _kept(self, specs, call, str(call), current.get(), epoch.debug, epoch.number)
+            # 4.0 equals 4.
+            kinds = tuple(map(type, chain(grid, threadgroup, *output_shapes, values.values())))
+            key = (specs, call, kinds, str(init_value), current.get())
+            launch = _kept(self, *key, epoch.debug, epoch.number)
         except Outdated as made:
             launch = made.plan
         except (TypeError, AttributeError, KernelError):
-            # It cites the arguments as they are.
-            launch = self.bind(
-                inputs,
-                grid=grid,
-                threadgroup=threadgroup,
-                output_shapes=output_shapes,
-                template=template,
-                output_dtypes=output_dtypes,
-                init_value=init_value,
-            )
+            # Its message cites the arguments as they are.
+            given = (grid, threadgroup, output_shapes, template, output_dtypes, init_value)
+            launch = self.bind(inputs, **_options(given))
         return launch(list(inputs))
 
     def bind(
@@ -147,17 +158,8 @@ class Kernel(Declaration):
         name = backend()
         if name == "ops":
             raise BackendError(f"kernel {self.name} was called, but the ops backend runs none")
-        launch = checked_launch(
-            self,
-            name,
-            inputs,
-            grid=grid,
-            threadgroup=threadgroup,
-            output_shapes=output_shapes,
-            template=template,
-            output_dtypes=output_dtypes,
-            init_value=init_value,
-        )
+        given = (grid, threadgroup, output_shapes, template, output_dtypes, init_value)
+        launch = checked_launch(self, name, inputs, **_options(given))
         if checking():
             launch = self._with_health(launch)
         run: Bound = import_module(f".{name}", __package__).bind(launch)
@@ -182,27 +184,25 @@ class Kernel(Declaration):
         return lambda arrays: check_report(self.name, self.errors, grid, run(arrays))
 
 
+def _options(given: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(_OPTIONS, given, strict=True))
+
+
 @lru_cache(maxsize=_KEPT)
 def _kept(
     kernel: Kernel,
     specs: tuple[tuple[Any, Any], ...],
     call: tuple[Any, ...],
-    text: str,
+    kinds: tuple[type, ...],
+    value: str,
     context: Context,
     debug: frozenset[str],
     number: int,
 ) -> Bound:
     """The launch of direct calls that are alike."""
-    grid, threadgroup, shapes, template, dtypes, value = call
-    bound = kernel.bind(
-        [Spec(*spec) for spec in specs],
-        grid=grid,
-        threadgroup=threadgroup,
-        output_shapes=shapes,
-        template=dict(template),
-        output_dtypes=dtypes,
-        init_value=value,
-    )
+    options = _options(call)
+    options["template"] = dict(options["template"])
+    bound = kernel.bind([Spec(*spec) for spec in specs], **options)
     return up_to_date(bound if backend() != "host" else _guarded(bound), debug, number)
 
 

@@ -1,4 +1,4 @@
-"""A kernel function of a ``.metal`` file in the form that ``mx.fast.metal_kernel`` takes."""
+"""A kernel function of a ``.metal`` file as ``mx.fast.metal_kernel`` takes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel's text and parameters, in the form that ``mx.fast.metal_kernel`` takes."""
+"""A kernel's text and parameters, as ``mx.fast.metal_kernel`` takes them."""
 
 from __future__ import annotations
 

@@ -272,14 +272,14 @@ def position(tokens: Sequence[Token], text: str) -> int:
 def used(items: Iterable[Item], roots: frozenset[str]) -> list[Item]:
     """The declarations that ``roots`` need, and those that these need, in file order."""
     declarations = [item for item in items if not item.kernel]
-    known = {name for item in declarations if not item.operator for name in item.names}
+    declared = {name for item in declarations if not item.operator for name in item.names}
     chosen: set[int] = set()
     wanted = roots
     while True:
         more = {
             i
             for i, item in enumerate(declarations)
-            if i not in chosen and item.names & wanted & known
+            if i not in chosen and item.names & wanted & declared
         }
         if not more:
             return [declarations[i] for i in sorted(chosen)]

@@ -23,7 +23,7 @@ class KernelTimeout(TimeoutError):
 def wait_for(result: T | Callable[..., T], seconds: float, *inputs: Any) -> T:
     """Evaluate arrays, and raise in the calling thread when that takes too long.
 
-    It may be called from any thread, from several at once too.
+    It may be called from any thread, from many at once too.
 
     What it stops is the waiting. It cannot stop the kernel: nothing in MLX can. On Metal the system
     ends a command buffer that runs for seconds, and MLX then fails; on CUDA a kernel that hangs
@@ -35,7 +35,7 @@ def wait_for(result: T | Callable[..., T], seconds: float, *inputs: Any) -> T:
         result: arrays in any nesting of lists, tuples and dicts, or a function that returns them.
             Only a function bounds the work that happens before evaluation, such as a launch on
             ``host``, which runs at once. It is called in another thread, where MLX cannot evaluate
-            what this one has left unevaluated: hand such arrays over as ``inputs``.
+            what this one has left unevaluated: pass such arrays as ``inputs``.
         seconds: how long to wait.
         inputs: what the function is called with; arrays among them are evaluated first.
 

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from mlx_qlayers import explain
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands import borrowed
 from mlx_qlayers.commands.demo import shipped_model
+from mlx_qlayers.runtime.backend import requested
 
 PROMPT, TOKENS = "Once upon a time there was a king", 12
 SERVER = [sys.executable, "-m", "mlx_qlayers", "server"]
@@ -116,6 +118,19 @@ def test_chat_by_script(
     assert bool(decisions) == ("--stock" not in flags)
     if "ops" in flags:
         assert {(d.path, d.reason) for d in decisions} == {("ops", "asked for")}
+
+
+def test_the_backend_holds_in_threads_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def serve() -> None:
+        thread = Thread(target=lambda: seen.append(requested()))
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(import_module("mlx_lm.server"), "main", serve)
+    assert main(["server", "--backend", "ops"]) == 0
+    assert seen == ["ops"] and requested() == "auto"
 
 
 def texts(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What MLX itself records of a custom kernel: the judge of the text that this package generates."""
+"""What MLX itself records of a custom kernel: the text that ours must equal."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ from mlx_qlayers.runtime.backend import (
     backend,
     current,
     debug_mode,
+    default_backend,
     epoch,
     mode,
     requested,
-    set_default_backend,
     up_to_date,
     use_backend,
 )
@@ -114,16 +114,17 @@ def test_an_unknown_name_is_an_error(environment):
         backend()
 
 
-def test_a_default_for_threads_that_force_none(monkeypatch):
-    monkeypatch.setattr(module, "_default", None)
-    set_default_backend("ops")
-    with ThreadPoolExecutor(1) as pool:
+def test_a_default_for_threads_that_force_none():
+    number = epoch.number
+    with default_backend("ops"), ThreadPoolExecutor(1) as pool:
+        assert epoch.number > number
         assert pool.submit(backend).result() == requested() == "ops"
         with use_backend("host"):
             assert backend() == "host"
             assert pool.submit(backend).result() == "ops"
-    with pytest.raises(ValueError, match="not 'vulkan'"):
-        set_default_backend("vulkan")
+    assert requested() == "auto" and epoch.number > number + 1
+    with pytest.raises(ValueError, match="not 'vulkan'"), default_backend("vulkan"):
+        pass
 
 
 def test_threads_force_backends_of_their_own():

@@ -20,7 +20,7 @@ BACKENDS = ["host", *GPUS]
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_conforms(case: Case, backend: str, record_property: Callable[[str, object], None]) -> None:
-    parts = case.judge(case.run(backend))
+    parts = case.compare(case.run(backend))
     wrong = [str(part) for part in parts if not part.passed]
     far = max(parts, key=lambda part: part.distance)
     said = f"{len(parts) - len(wrong)} of {len(parts)} right", f"{far.distance:g} ulp", far.name
@@ -40,11 +40,11 @@ def test_the_set_covers_what_kernels_may_call() -> None:
 def test_a_wrong_output_is_seen() -> None:
     case = next(case for case in CASES if case.name == "math_exact")
     right = [np.concatenate([np.ravel(part) for part in rows.values()]) for rows in case.expected]
-    assert all(part.passed for part in case.judge(right))
+    assert all(part.passed for part in case.compare(right))
     for change in (lambda v: np.nextafter(v, np.float32(np.inf)), lambda v: v * np.nan):
         wrong = [right[0].astype(np.float32)]
         wrong[0][3] = change(wrong[0][3])
-        failed = [part.name for part in case.judge(wrong) if not part.passed]
+        failed = [part.name for part in case.compare(wrong) if not part.passed]
         assert failed == ["floor"]
 
 

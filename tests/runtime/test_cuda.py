@@ -165,9 +165,9 @@ def test_grids_that_cuda_cannot_start(launches: Launches, grid: Any, threadgroup
 
 
 def test_parameters_take_their_metal_form(launches: Launches, tmp_path: Path) -> None:
-    (tmp_path / "forms.metal").write_text(
+    (tmp_path / "parameters.metal").write_text(
         """
-        [[kernel]] void forms(
+        [[kernel]] void parameters(
             const device float* x, constant const int* x_shape, constant const int& x_ndim,
             constant float& scale, device atomic<float>* out,
             uint i [[thread_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
@@ -177,7 +177,7 @@ def test_parameters_take_their_metal_form(launches: Launches, tmp_path: Path) ->
         """
     )
     kernel = Kernel(
-        "forms", tmp_path / "forms.metal", ("x", "scale"), ("out",), atomic_outputs=True
+        "parameters", tmp_path / "parameters.metal", ("x", "scale"), ("out",), atomic_outputs=True
     )
     kernel(
         [mx.zeros((4, 8)), mx.array(2.0)],

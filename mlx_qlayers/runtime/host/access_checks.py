@@ -86,15 +86,15 @@ class _Hooks:
     def __init__(self, locate: Callable[[str], str], result: Instrumented) -> None:
         self.locate, self.result = locate, result
         self.borrowed: set[str] = set()
-        self.known = {"": 0}
+        self.numbered = {"": 0}
         self.values = 0
 
     def line(self, instruction: str) -> int:
         where = self.locate(instruction)
-        if where not in self.known:
-            self.known[where] = len(self.result.lines)
+        if where not in self.numbered:
+            self.numbered[where] = len(self.result.lines)
             self.result.lines.append(where)
-        return self.known[where]
+        return self.numbered[where]
 
     def access(
         self, hook: str, space: str | None, pointer: str, size: str | int, align: int, at: int
@@ -116,16 +116,11 @@ class _Hooks:
 
     def before(self, line: str) -> list[str]:
         """The calls to put in front of one instruction."""
-        if m := _LOAD.search(line):
-            atomic, kind, space, pointer, align = m.groups()
-            return self.access(
-                "qk_load", space, pointer, size_of(kind), int(align), _ATOMIC if atomic else 0
-            )
-        if m := _STORE.search(line):
-            atomic, kind, space, pointer, align = m.groups()
-            return self.access(
-                "qk_store", space, pointer, size_of(kind), int(align), _ATOMIC if atomic else 0
-            )
+        for hook, pattern in (("qk_load", _LOAD), ("qk_store", _STORE)):
+            if m := pattern.search(line):
+                atomic, kind, space, pointer, align = m.groups()
+                at = _ATOMIC if atomic else 0
+                return self.access(hook, space, pointer, size_of(kind), int(align), at)
         if m := _UPDATE.search(line) or _EXCHANGE.search(line):
             space, pointer, kind, align = m.groups()
             return self.access("qk_atomic", space, pointer, size_of(kind), int(align), _ATOMIC)

@@ -178,7 +178,7 @@ class _Strides:
 
 
 class _Frame:
-    """What a launch fills in, used again by the next one that differs in its arrays alone.
+    """What a launch fills in, used again by the next one that differs only in its arrays.
 
     Attributes:
         addresses: of the buffers, as the kernel's entry point takes them.
@@ -242,6 +242,7 @@ def bind(launch: Launch) -> Bound:
     compiled: _Compiled | None = None
 
     # Every launch of a kernel on a CPU comes through here: calls of Python functions are its cost.
+    # The list of inputs keeps them where they are.
     def run(inputs: list[mx.array]) -> list[mx.array]:
         nonlocal compiled
         try:
@@ -260,11 +261,10 @@ def bind(launch: Launch) -> Bound:
             frame = frames.pop()
         except IndexError:
             frame = _Frame(compiled, launch)
-        addresses, kept, made = frame.addresses, [], []
+        addresses, made = frame.addresses, []
         for slot, i, strides in frame.inputs:
             try:
-                owner = view(inputs[i])
-                addresses[slot] = address_of(owner)
+                addresses[slot] = address_of(view(inputs[i]))
             except (TypeError, ValueError):
                 if strides is not None and not contiguous:
                     raw = frame.view
@@ -275,9 +275,8 @@ def bind(launch: Launch) -> Bound:
                     release_buffer(frame.view_address)
                     addresses[strides.slot] = strides.own_address
                     continue
-                inputs[i] = owner = memory.readable(inputs[i], contiguous)
-                addresses[slot] = memory.locate(owner)
-            kept.append(owner)
+                inputs[i] = memory.readable(inputs[i], contiguous)
+                addresses[slot] = memory.locate(inputs[i])
             if strides is not None:
                 addresses[strides.slot] = strides.dense
         for slot, small, header, filled in frame.outputs:

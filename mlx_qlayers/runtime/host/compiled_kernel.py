@@ -146,8 +146,7 @@ class HostKernel:
         cite: Callable[[str], str] = str,
     ) -> None:
         self.name, self.checked, self._cite = name, checked, cite
-        self.signature = compiled.signature
-        self._compiled = compiled
+        self.signature, self._compiled = compiled.signature, compiled
         self._library, self._entry = entry(compiled.library)
         self.launch = library().qk_launch
         self.slots = 1 + max(self.signature.buffers, default=-1)
@@ -166,6 +165,11 @@ class HostKernel:
         raw.workers, raw.checked = self._workers, self.checked
         raw.granule, raw.budget = self._compiled.granule, DEFAULT_BUDGET
         return raw
+
+    def start(self, raw: RawLaunch) -> None:
+        """Launch on ``raw.buffers``, addresses that stay valid until this returns."""
+        if self.launch(ctypes.addressof(raw)):
+            self.fail(raw)
 
     def run(
         self,
@@ -201,62 +205,48 @@ class HostKernel:
             i: memory.extent(v, writable=i in writes, initialised=i not in fresh)
             for i, v in buffers.items()
         }
-        missing = [
-            p.name for i, p in self.signature.buffers.items() if i not in given and not p.optional
-        ]
-        if missing:
+        declared = self.signature.buffers
+        if missing := [p.name for i, p in declared.items() if i not in given and not p.optional]:
             raise HostError(f"kernel {self.name}: no buffer for {', '.join(missing)}")
+        given = {i: buffer for i, buffer in given.items() if i < self.slots}
         raw = self.raw(grid, threadgroup, threadgroup_bytes)
         raw.budget = budget
         raw.tolerated = sum(1 << _FAULTS.index(fault) for fault in tolerate)
+        addresses = (ctypes.c_uint64 * max(self.slots, 1))()
+        raw.buffers = ctypes.addressof(addresses)
         if self.checked:
-            return self._run_checked(raw, given)
-        self._run_fast(raw, given)
+            return self._run_checked(raw, addresses, given)
+        for i, buffer in given.items():
+            addresses[i] = buffer.address + buffer.origin
+        self.start(raw)
         return None
 
-    def _run_fast(self, raw: RawLaunch, given: dict[int, memory.Buffer]) -> None:
-        addresses = (ctypes.c_uint64 * max(self.slots, 1))()
-        for i, buffer in given.items():
-            if i < self.slots:
-                addresses[i] = buffer.address + buffer.origin
-        raw.buffers = ctypes.addressof(addresses)
-        self.start(raw)
-
-    def start(self, raw: RawLaunch) -> None:
-        """Launch on ``raw.buffers``, addresses that stay valid until this returns."""
-        if self.launch(ctypes.addressof(raw)):
-            self.fail(raw)
-
-    def _run_checked(self, raw: RawLaunch, given: dict[int, memory.Buffer]) -> Counters:
-        lib, count = library(), self.slots
-        counters = RawCounters()
+    def _run_checked(
+        self, raw: RawLaunch, addresses: Any, given: dict[int, memory.Buffer]
+    ) -> Counters:
+        lib, counters, regions = library(), RawCounters(), (Region * max(self.slots, 1))()
+        raw.regions, raw.region_count = ctypes.addressof(regions), self.slots
+        raw.counters = ctypes.addressof(counters)
         with _checked_lock:
-            addresses = (ctypes.c_uint64 * max(count, 1))()
-            regions = (Region * max(count, 1))()
-            for i, buffer in given.items():
-                if i >= count:
-                    continue
-                # MLX's memory begins at multiples of 8 here: what lies elsewhere is a view.
-                at = lib.qk_place(i, buffer.bytes, buffer.address % 8)
-                if not at:
-                    raise HostError(f"kernel {self.name}: no room for buffer {i}")
-                if buffer.initialised and buffer.bytes:
-                    ctypes.memmove(at, buffer.address, buffer.bytes)
-                else:
-                    ctypes.memset(at, 0xFF, buffer.bytes)
-                addresses[i] = at + buffer.origin
-                regions[i] = Region(at, buffer.bytes, buffer.writable, buffer.initialised)
-            raw.regions, raw.region_count = ctypes.addressof(regions), count
-            raw.counters = ctypes.addressof(counters)
-            raw.buffers = ctypes.addressof(addresses)
             try:
+                for i, buffer in given.items():
+                    # MLX's memory begins at multiples of 8 here: what lies elsewhere is a view.
+                    at = lib.qk_place(i, buffer.bytes, buffer.address % 8)
+                    if not at:
+                        raise HostError(f"kernel {self.name}: no room for buffer {i}")
+                    addresses[i] = at + buffer.origin
+                    regions[i] = Region(at, buffer.bytes, buffer.writable, buffer.initialised)
+                    if buffer.initialised and buffer.bytes:
+                        ctypes.memmove(at, buffer.address, buffer.bytes)
+                    else:
+                        ctypes.memset(at, 0xFF, buffer.bytes)
                 self.start(raw)
                 for i, buffer in given.items():
-                    if buffer.writable and i < count and buffer.bytes:
+                    if buffer.writable and buffer.bytes:
                         ctypes.memmove(buffer.address, regions[i].begin, buffer.bytes)
             finally:
                 for i, buffer in given.items():
-                    if i < count and addresses[i]:
+                    if addresses[i]:
                         lib.qk_unplace(i, buffer.bytes)
         return Counters(**{f.name: getattr(counters, f.name) for f in fields(Counters)})
 
@@ -265,24 +255,20 @@ class HostKernel:
         kind = _FAULTS[raw.fault] if raw.fault < len(_FAULTS) else None
         if kind is None:
             raise HostError(f"kernel {self.name}: the launch could not be prepared")
-        names = {i: p.name for i, p in self.signature.buffers.items()}
-        text = re.sub(
-            r"\bbuffer (\d+)",
-            lambda m: f"buffer {m.group(1)} ({names.get(int(m.group(1)), '?')})",
-            raw.message.decode(),
-        )
-        shared = dict(enumerate(self.signature.shared))
-        text = re.sub(
-            r"threadgroup array (\d+)",
-            lambda m: f"threadgroup array {shared.get(int(m.group(1)), m.group(1))}",
-            text,
-        )
+        buffers, shared = self.signature.buffers, self.signature.shared
+
+        def named(match: re.Match[str]) -> str:
+            what, i = match[1], int(match[2])
+            if what == "buffer":
+                return f"buffer {i} ({buffers[i].name if i in buffers else '?'})"
+            return f"{what} {shared[i] if i < len(shared) else i}"
+
+        text = re.sub(r"\b(buffer|threadgroup array) (\d+)", named, raw.message.decode())
         if "never written" in text:
             raise kind(f"{text} (kernel {self.name})")
         lines = self._compiled.lines
         line = self._cite(lines[raw.fault_line] if raw.fault_line < len(lines) else "")
-        a, b = raw.fault_threadgroup, raw.fault_thread
-        raise kind(text, Place(self.name, (a[0], a[1], a[2]), (b[0], b[1], b[2]), line))
+        raise kind(text, Place(self.name, (*raw.fault_threadgroup,), (*raw.fault_thread,), line))
 
 
 def compile_source(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 
+from .cpp_text import closing
 from .errors import CompileError
 
 _SPACES = re.compile(r"\b(device|constant|threadgroup|threadgroup_imageblock|thread)\b")
@@ -89,40 +90,23 @@ def _unqualified(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def _bodies(text: str) -> list[tuple[int, int]]:
-    """Where the bodies of structs and classes begin and end."""
-    found = []
-    for m in re.finditer(r"\b(?:struct|class)\b[^;{}()<>]*\{", text):
-        depth, i = 1, m.end()
-        while i < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            i += 1
-        found.append((m.end(), i))
-    return found
-
-
 def _members(text: str) -> list[tuple[int, str]]:
     """Members that return ``thread`` references and are not themselves ``thread``."""
     found = []
     pattern = re.compile(
         r"\bthread\b[^;{}()=]*[&*]\s*(?:\w+|operator\s*\S+?|operator\s*\(\s*\))\s*\("
     )
-    for begin, end in _bodies(text):
+    for struct in re.finditer(r"\b(?:struct|class)\b[^;{}()<>]*\{", text):
+        begin, end = struct.end(), closing(text, struct.end() - 1)
         for m in pattern.finditer(text, begin, end):
-            depth, i = 1, m.end()
-            while i < end and depth:
-                depth += {"(": 1, ")": -1}.get(text[i], 0)
-                i += 1
-            tail = re.compile(r"[^{;]*").match(text, i)
+            tail = re.compile(r"[^{;]*").match(text, closing(text, m.end() - 1))
             static = re.search(r"\bstatic\b[^;{}]*$", text[begin : m.start()])
             if tail and not static and not re.search(r"\bthread\b", tail.group()):
-                found.append(
-                    (
-                        m.start(),
-                        "a member that returns a thread reference needs `thread` "
-                        "behind its parameters: in Metal 4.1 `this` is generic",
-                    )
+                why = (
+                    "a member that returns a thread reference needs `thread` "
+                    "behind its parameters: in Metal 4.1 `this` is generic"
                 )
+                found.append((m.start(), why))
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from os.path import join
 
 from .errors import CompileError
@@ -89,26 +90,10 @@ def check(ir: str, locate: Callable[[str], str], demangle: Callable[[str], str])
                 f"{locate(line)}: a {_NAMES[m.group(2)]} pointer or object is used where a thread "
                 f"one is declared, in {demangle(name)}"
             )
-    _refuse_recursion(calls, demangle)
-
-
-def _refuse_recursion(calls: dict[str, set[str]], demangle: Callable[[str], str]) -> None:
-    done: set[str] = set()
-    for start in calls:
-        path: list[tuple[str, Iterator[str]]] = [(start, iter(calls[start]))]
-        active = {start}
-        while path:
-            name, callees = path[-1]
-            callee = next(callees, None)
-            if callee is None:
-                path.pop()
-                active.discard(name)
-                done.add(name)
-            elif callee in active:
-                raise CompileError(f"recursion: {demangle(callee)} calls itself")
-            elif callee in calls and callee not in done:
-                active.add(callee)
-                path.append((callee, iter(calls[callee])))
+    try:
+        TopologicalSorter(calls).prepare()
+    except CycleError as error:
+        raise CompileError(f"recursion: {demangle(error.args[1][0])} calls itself") from None
 
 
 def unalign(ir: str) -> str:

@@ -5,109 +5,62 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from . import cache, toolchain
 
 _SOURCES = ("fiber", "scheduler", "thread_pool", "checks", "accesses", "matrix", "half_conversions")
 
 
+_KINDS: dict[str, Any] = {
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
+    "char": ctypes.c_char,
+}
+
+
+def _fields(struct: str) -> list[tuple[str, Any]]:
+    """The members of a struct of ``launch.h``, so that it is written in one place."""
+    text = re.sub(r"//.*", "", (toolchain.SHIMS / "launch.h").read_text())
+    body = re.findall(rf"struct {struct} {{(.*?)}};", text, re.S)[0]
+    found = []
+    for kind, names in re.findall(r"(?:const )?(\w+\*?) ([^;]+);", body):
+        for name, length in re.findall(r"(\w+)(?:\[(\d+)\])?", names):
+            member = _KINDS.get(kind, ctypes.c_void_p)
+            found.append((name, member * int(length) if length else member))
+    return found
+
+
 class Region(ctypes.Structure):
-    """A buffer of a checked launch (``launch.h``)."""
+    """A buffer of a checked launch."""
 
-    _fields_ = (
-        ("begin", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("writable", ctypes.c_uint32),
-        ("initialised", ctypes.c_uint32),
-    )
-
-
-COUNTERS = (
-    "bytes_read",
-    "bytes_written",
-    "distinct_read",
-    "distinct_written",
-    "constant_read",
-    "threadgroup_read",
-    "threadgroup_written",
-    "bank_conflicts",
-    "threadgroup_barriers",
-    "simdgroup_barriers",
-    "simd_operations",
-    "quad_operations",
-    "matrix_operations",
-    "atomics",
-    "loads",
-    "stores",
-    "threads",
-    "threadgroups",
-    "bank_ways",
-    "alu_cycles",
-    "turns",
-    "threadgroup_memory",
-    "same_value_writes",
-)
+    _fields_ = _fields("Region")
 
 
 class RawCounters(ctypes.Structure):
-    """The counters of a checked launch (``launch.h``)."""
+    """The counters of a checked launch."""
 
-    _fields_ = tuple((name, ctypes.c_uint64) for name in COUNTERS)
+    _fields_ = _fields("Counters")
 
 
 class RawLaunch(ctypes.Structure):
-    """A launch as the runtime library takes it (``launch.h``)."""
+    """A launch as the runtime library takes it."""
 
-    _fields_ = (
-        ("entry", ctypes.c_void_p),
-        ("buffers", ctypes.c_void_p),
-        ("grid", ctypes.c_uint32 * 3),
-        ("threadgroup", ctypes.c_uint32 * 3),
-        ("dynamic_bytes", ctypes.c_uint32 * 8),
-        ("fibers", ctypes.c_uint32),
-        ("workers", ctypes.c_uint32),
-        ("checked", ctypes.c_uint32),
-        ("threadgroup_bytes", ctypes.c_uint32),
-        ("regions", ctypes.c_void_p),
-        ("region_count", ctypes.c_uint32),
-        ("granule", ctypes.c_uint32),
-        ("budget", ctypes.c_uint64),
-        ("tolerated", ctypes.c_uint32),
-        ("counters", ctypes.c_void_p),
-        ("work", ctypes.c_uint64),
-        ("fault", ctypes.c_uint32),
-        ("fault_line", ctypes.c_uint32),
-        ("fault_threadgroup", ctypes.c_uint32 * 3),
-        ("fault_thread", ctypes.c_uint32 * 3),
-        ("message", ctypes.c_char * 256),
-    )
+    _fields_ = _fields("Launch")
 
 
 def objects(folder: Path) -> list[Path]:
     """Compile the runtime's sources into a folder."""
     tls = [] if sys.platform == "darwin" else ["-ftls-model=initial-exec"]
+    flags = ["-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=all"]
     made = []
     for name in _SOURCES:
         made.append(folder / f"{name}.o")
-        toolchain.run(
-            [
-                "c++",
-                *toolchain.target(),
-                "-std=c++17",
-                "-O3",
-                "-fPIC",
-                "-fno-exceptions",
-                "-fno-rtti",
-                "-fno-sanitize=all",
-                *tls,
-                "-c",
-                str(toolchain.SHIMS / f"{name}.cpp"),
-                "-o",
-                str(made[-1]),
-            ]
-        )
+        files = ["-c", str(toolchain.SHIMS / f"{name}.cpp"), "-o", str(made[-1])]
+        toolchain.run(["c++", *toolchain.target(), *flags, *tls, *files])
     return made
 
 

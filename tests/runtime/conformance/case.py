@@ -1,4 +1,4 @@
-"""What a conformance case is, how it runs on a backend, and how its outputs are judged."""
+"""What a conformance case is, how it runs on a backend, and how its outputs are compared."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Case:
             mx.eval(outputs)
         return [to_numpy(out) for out in outputs]
 
-    def judge(self, outputs: list[np.ndarray]) -> list[Part]:
+    def compare(self, outputs: list[np.ndarray]) -> list[Part]:
         """Hold the outputs against what was expected, part by part."""
         parts = []
         for rows, dtype, out in zip(self.expected, self._dtypes(), outputs, strict=True):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from threading import Event, Thread
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import CompileError, HostError, Race, bind, checks, compile_source
 from mlx_qlayers.runtime.host.array_memory import locate
@@ -261,3 +265,43 @@ def test_the_work_of_a_launch_is_measured() -> None:
             kernel.start(raw)
         work.append(raw.work)
     assert 0 < work[0] < work[1]
+
+
+@pytest.mark.parametrize(("size", "calls"), [(64, ["run"]), (1 << 18, ["run", "large_output"])])
+def test_a_launch_takes_few_calls_of_python_functions(size: int, calls: list[str]) -> None:
+    x, found = mx.zeros((size,)), list[str]()
+    mx.eval(x)
+    sizes = {"grid": (size, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [(size,)]}
+    with use_backend("host"), checks(False):
+        launch = GATHER.bind([x], template={"T": mx.float32}, **sizes)
+        launch([x])
+        sys.setprofile(lambda frame, event, _: event == "call" and found.append(_name(frame)))
+        launch([x])
+        sys.setprofile(None)
+    assert found == calls
+
+
+def _name(frame: FrameType) -> str:
+    return frame.f_code.co_name
+
+
+@pytest.mark.parametrize("size", [64, 1 << 18])
+def test_interrupts_of_launches(size: int) -> None:
+    """Ctrl-C at any moment is a KeyboardInterrupt, and the next launch computes."""
+    x, interrupted = mx.arange(size, dtype=mx.float32), 0
+    mx.eval(x)
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        with use_backend("host"), checks(False):
+            for turn in range(1000):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 1e-5 + turn % 50 * 1e-5)
+                    while True:
+                        exp(x)
+                except KeyboardInterrupt:
+                    interrupted += 1
+            assert mx.allclose(exp(x * 0), mx.ones_like(x)).item()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == 1000

@@ -271,7 +271,7 @@ bool Worker::prepare(Launch* l) {
 }
 
 // Where a threadgroup is and how large, at the grid's edge smaller; returns its threads.
-static uint32_t place(const Launch* launch, uint32_t linear, const qk_thread& any, uint32_t at[3], uint32_t size[3]) {
+static uint32_t threadgroup_at(const Launch* launch, uint32_t linear, const qk_thread& any, uint32_t at[3], uint32_t size[3]) {
   const uint32_t* groups = any.threadgroups_per_grid;
   at[0] = linear % groups[0], at[1] = linear / groups[0] % groups[1];
   at[2] = linear / groups[0] / groups[1];
@@ -307,11 +307,11 @@ static void set_thread(qk_thread& t, uint32_t i, uint32_t x, uint32_t y, uint32_
 }
 
 // Threads that never meet run one after another, as one fiber that is none.
-void Worker::run_alone(uint32_t linear) {
+void Worker::run_serially(uint32_t linear) {
   uint32_t at[3], size[3];
   current = &fibers[0];
   qk_thread& t = current->thread;
-  place(launch, linear, t, at, size);
+  threadgroup_at(launch, linear, t, at, size);
   set_threadgroup(t, at, size);
   Entry entry = launch->entry;
   const uint64_t* buffers = launch->buffers;
@@ -324,9 +324,9 @@ void Worker::run_alone(uint32_t linear) {
 }
 
 void Worker::run_threadgroup(uint32_t linear) {
-  if (!launch->fibers) return run_alone(linear);
+  if (!launch->fibers) return run_serially(linear);
   uint32_t at[3], size[3];
-  uint32_t threads = place(launch, linear, fibers[0].thread, at, size);
+  uint32_t threads = threadgroup_at(launch, linear, fibers[0].thread, at, size);
   each_thread(size, [&](uint32_t i, uint32_t x, uint32_t y, uint32_t z) {
     set_thread(fibers[i].thread, i, x, y, z);
     set_threadgroup(fibers[i].thread, at, size);

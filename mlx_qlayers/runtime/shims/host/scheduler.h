@@ -47,7 +47,7 @@ struct Worker {
 
   bool prepare(Launch* launch);
   void run_threadgroup(uint32_t linear);
-  void run_alone(uint32_t linear);
+  void run_serially(uint32_t linear);
   void fail(Fault fault, const char* format, ...) __attribute__((format(printf, 3, 4)));
 };
 

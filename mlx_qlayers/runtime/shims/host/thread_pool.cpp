@@ -6,7 +6,7 @@
 #include "scheduler.h"
 
 // Nanoseconds of work for which it does not pay to wake another thread.
-static const uint64_t kAlone = 60000;
+static const uint64_t kSerial = 60000;
 
 struct Job {
   Launch* launch;
@@ -93,7 +93,7 @@ static bool run_unchecked(Launch* launch, uint32_t count) {
   this_worker()->checks = nullptr;
   uint32_t helpers = launch->workers > 1 ? launch->workers - 1 : 0;
   // The last launch of this kind tells how much work it is; nobody knows that of the first.
-  if (launch->work && launch->work < kAlone) helpers = 0;
+  if (launch->work && launch->work < kSerial) helpers = 0;
   launch->work = 0;
   if (helpers >= count) helpers = count - 1;
   uint32_t chunk = count / (8 * (helpers + 1));
