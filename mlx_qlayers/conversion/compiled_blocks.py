@@ -168,15 +168,8 @@ def heads(
     turn = None if rotation is None else asdict(rotation)
     n, kv = counts
 
-    def run(
-        x: mx.array,
-        position: Any,
-        weight: mx.array | None,
-        q_weight: mx.array | None,
-        k_weight: mx.array | None,
-        freqs: mx.array | None,
-        *packed: mx.array | None,
-    ) -> list[mx.array]:
+    def run(x: mx.array, position: Any, *arrays: Any) -> list[mx.array]:
+        weight, q_weight, k_weight, freqs, *packed = arrays
         q, k, v = projection(packed, x, weight)
         batch, length, _ = x.shape
         q, k = q.reshape(batch, length, n, -1), k.reshape(batch, length, kv, -1)
@@ -215,13 +208,7 @@ def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callabl
     up, down, gate, eps = feed or (None, None, None, None)
     gated, back = (_projection([up, up], eps, gate), _projection([down])) if feed else (None, None)
 
-    def run(
-        x: mx.array,
-        attended: mx.array,
-        next_weight: mx.array | None,
-        weight: mx.array | None,
-        *packed: mx.array | None,
-    ) -> Stream:
+    def run(x: mx.array, attended: mx.array, next_weight: Any, weight: Any, *packed: Any) -> Stream:
         h, deferred = Stream(x), weight if projection and defers_norm(x) else None
         if projection:
             h = Stream(*projection(packed[:4], joined(attended), None, None, x, deferred))
@@ -262,14 +249,14 @@ def layers(
         deferred: list[mx.array],
         next_weight: mx.array | None,
     ) -> list[mx.array]:
-        given = iter(arrays)
-        whole = iter([next(given) if there else None for there in present])
+        rest = iter(arrays)
+        whole = iter([next(rest) if there else None for there in present])
         operands = [[[*islice(whole, n)] for n in sizes] for _ in each]
         weights = [*(before[0] for before, _ in operands), next_weight]
         stream, new = Stream(x, *deferred), list[mx.array]()
         for i, ((step, follow), (before, after)) in enumerate(zip(steps, operands, strict=True)):
-            pair = buffers[2 * i : 2 * i + 2]
-            out, *grown = step(stream, mask, positions[i % len(positions)], *pair, *before)
+            given = [*buffers[2 * i : 2 * i + 2], positions[i % len(positions)]]
+            out, *grown = step(stream, mask, given, *before)
             stream = follow(stream.x, out, weights[i + 1], *after)
             new += grown
         return [part for part in stream if part is not None] + new
@@ -278,29 +265,19 @@ def layers(
 
 
 def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
-    """What :func:`heads` computes, and attention, for a token of each sequence."""
+    """What :func:`heads` computes, and attention with buffers and positions, for one token."""
     formats, (n, kv), eps, norm_eps, rope = before
     projection, rotation = _projection(formats, eps), rotation_of(rope)
     assert rotation is not None
 
-    def run(
-        stream: Stream,
-        mask: mx.array | None,
-        positions: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        weight: mx.array | None,
-        q_weight: mx.array | None,
-        k_weight: mx.array | None,
-        freqs: mx.array | None,
-        *packed: mx.array | None,
-    ) -> list[mx.array]:
+    def run(stream: Stream, mask: Any, given: list[mx.array], *arrays: Any) -> list[mx.array]:
+        weight, q_weight, k_weight, freqs, *packed = arrays
         q, k, v = projection(packed, *stream.through(weight))
         if norm_eps is not None:
             q_heads, k_heads = q.reshape(len(q), n, -1), k.reshape(len(k), kv, -1)
             q = mx.fast.rms_norm(q_heads, q_weight, norm_eps[0]).reshape(q.shape)
             k = mx.fast.rms_norm(k_heads, k_weight, norm_eps[1]).reshape(k.shape)
-        given = q, k, v, keys, values, positions
-        return attention_step(*given, scale=scale, rotation=rotation, freqs=freqs, mask=mask)
+        options: dict[str, Any] = {"scale": scale, "rotation": rotation}
+        return attention_step(q, k, v, *given, **options, freqs=freqs, mask=mask)
 
     return run

@@ -159,11 +159,13 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     plan = _plans.get(id(self))
     if (plan is None or not plan.fits(self, x)) and (plan := _planned(self, x)) is None:
         return self._fuses.__call__(self, x, mask, cache)
-    where, offset = compiled.context(), 0 if cache is None else cache.offset
+    where = compiled.context()
+    if plan.heads is None:  # the cache may be of any kind
+        _, after = plan.bound.get(where) or plan.bind(where, x, None)
+        return after(plan.attended(x, mask, cache), None, *plan.arrays)
+    offset = 0 if cache is None else cache.offset
     at = position(offset) if isinstance(offset, int) else offset
     before, after = plan.bound.get(where) or plan.bind(where, x, at)
-    if before is None:
-        return after(plan.attended(x, mask, cache), None, *plan.arrays)
     q, k, v = before(x if plan.norm is None else plan.norm(x), at, *plan.heads.arrays)
     if plan.rope is not None:
         options = {} if cache is None else {"offset": offset}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from contextvars import copy_context
 
 import mlx.core as mx
@@ -220,3 +222,26 @@ def test_without_patched_attention():
     assert "attention" not in {d.op for d in explain()}
     assert revert_model(model).counts == {"reverted": 16}
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+
+
+def test_plans_are_let_go_with_their_modules():
+    gc.collect()
+    before = set(fused_blocks._plans)
+    _, model = pair()
+    decoded(model, steps=1)
+    blocks = [weakref.ref(layer) for layer in model.layers]
+    assert {id(block()) for block in blocks} <= set(fused_blocks._plans) - before
+    del model
+    gc.collect()
+    assert not any(block() for block in blocks) and set(fused_blocks._plans) <= before
+
+
+def test_rows_of_changing_number(gpu_path):
+    """As in speculative decoding: what was bound for one number of rows is not used for another."""
+    stock, model = pair()
+    results = []
+    for m in (stock, model):
+        cache = make_prompt_cache(m)
+        chunks = [TOKENS[:, :3], TOKENS[:, :1], TOKENS[:, 2:5], TOKENS[:, :1], TOKENS[:, :1]]
+        results.append(mx.concatenate([m(chunk, cache=cache) for chunk in chunks], axis=1))
+    assert_same_model(*reversed(results), bits=None, what="rows of changing number")
