@@ -30,7 +30,7 @@ test: setup
 	$(PYTEST) -n auto --dist worksteal
 
 test-fast: setup
-	$(PYTEST) -n auto --dist worksteal -m 'not slow and not metal and not cuda'
+	$(PYTEST) -n auto --dist worksteal -m 'not slow and not thorough and not metal and not cuda'
 
 # Every kernel on the GPU, against the same oracles.
 test-metal: setup

@@ -15,11 +15,14 @@ pytest_plugins = ["machine", "tables"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked with the name of a GPU that this machine does not have."""
+    """Leave out what is marked with the name of a GPU that is not here; slow files go first."""
     missing = [name for name in gpus.NAMES if not gpus.available(name)]
     without = [item for item in items if any(map(item.get_closest_marker, missing))]
     config.hook.pytest_deselected(items=without)
+    # Files with slow tests come first: whatever runs last is short, and ends in all workers at once.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
     items[:] = [item for item in items if item not in without]
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

@@ -14,7 +14,7 @@ def pairwise(*lists: Sequence[Any]) -> list[Any]:
     """Parameters for ``pytest.mark.parametrize``: one value of each list in a row.
 
     Whatever two values of two lists do together, some row tests. The first rows take each value of
-    each list at least once; those behind them are marked slow.
+    each list at least once; those behind them are marked thorough.
 
     Example:
         >>> [row.values for row in pairwise("abc", (1, 2), "x")]
@@ -34,7 +34,7 @@ def pairwise(*lists: Sequence[Any]) -> list[Any]:
     return [
         pytest.param(
             *(values[i] for values, i in zip(lists, row, strict=True)),
-            marks=pytest.mark.slow if n >= max(sizes) else (),
+            marks=pytest.mark.thorough if n >= max(sizes) else (),
         )
         for n, row in enumerate(rows)
     ]

@@ -1,4 +1,4 @@
-"""Any two values meet in a row; the first rows, which are not slow, have every value."""
+"""Any two values meet in a row; the first rows have every value."""
 
 from __future__ import annotations
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from numerics import assert_accurate, random, round_to, to64
 from sampling import (
     GROUPS,
@@ -288,28 +290,29 @@ def test_too_many_points():
     assert not kernels.covers(many, Sampling(deterministic=True))
 
 
-MODES_2D = ("nearest", "bilinear", "bicubic")
+@st.composite
+def calls(draw):
+    """Arguments of few kernels, but of many shapes, coordinates and options."""
+    ndim = draw(st.integers(2, 3))
+    dtype = draw(st.sampled_from([mx.float32, mx.float16, mx.bfloat16][: 1 if ndim == 3 else 3]))
+    modes = ("nearest", "bilinear", "bicubic")[: 5 - ndim]
+    padding = draw(st.sampled_from(("zeros", "border", "reflection")))
+    options = Sampling(draw(st.sampled_from(modes)), padding, draw(st.booleans()))
+    size, out = (draw(st.tuples(*[st.integers(1, most)] * ndim)) for most in (8, 5))
+    shape = (draw(st.integers(1, 3)), *size, draw(st.sampled_from((1, 5, 16))))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    x, _, cotangent = inputs(rng, shape, out, dtype, dtype)
+    reach = 10 ** draw(st.floats(-1, 1.5))
+    grid = round_to(rng.uniform(-reach, reach, (shape[0], *out, ndim)), dtype)
+    return x, grid, cotangent, options
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
-def test_random_configurations(part):
-    """A thousand in all: few kernels, many shapes, coordinates and options."""
-    rng = np.random.default_rng(part)
-    for number in range(100):
-        ndim = int(rng.integers(2, 4))
-        mode = str(rng.choice(MODES_2D[: 5 - ndim]))
-        dtype = mx.float32 if ndim == 3 else (mx.float32, mx.float16, mx.bfloat16)[number % 3]
-        size = tuple(int(n) for n in rng.integers(1, 9, ndim))
-        out = tuple(int(n) for n in rng.integers(1, 6, ndim))
-        shape = (int(rng.integers(1, 4)), *size, int(rng.choice([1, 5, 16])))
-        padding = str(rng.choice(["zeros", "border", "reflection"]))
-        options = Sampling(mode, padding, bool(rng.integers(2)))
-        x, _, cotangent = inputs(rng, shape, out, dtype, dtype)
-        reach = 10.0 ** rng.uniform(-1, 1.5)
-        grid = round_to(rng.uniform(-reach, reach, (shape[0], *out, ndim)), dtype)
-        with use_backend("host"), checks(False):
-            check(run(x, grid, cotangent, options), x, grid, cotangent, options)
+@hypothesis.settings(max_examples=500, deadline=None, derandomize=True, database=None)
+@hypothesis.given(calls())
+def test_any_call(call):
+    with use_backend("host"), checks(False):
+        check(run(*call), *call)
 
 
 @on_gpus

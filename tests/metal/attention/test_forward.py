@@ -21,9 +21,8 @@ from mlx_qlayers.metal.attention.layout import Layout, layout, memory, registers
 from mlx_qlayers.ops.attention import attention
 from mlx_qlayers.runtime import BackendError, trace, use_backend
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.runtime.declaration import MAX_THREADGROUP_MEMORY
 from mlx_qlayers.runtime.host import checks
-from mlx_qlayers.runtime.launch_checks import CUDA_THREADGROUP_MEMORY
+from mlx_qlayers.runtime.launch_checks import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY
 from tests.gpus import on_gpus
 
 # B, H, Hkv, L, S: every length and number of heads of the issue.
