@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = [name for name in gpus.NAMES if not gpus.available(name)]
     without = [item for item in items if any(map(item.get_closest_marker, missing))]
     config.hook.pytest_deselected(items=without)
-    # Files with slow tests come first: whatever runs last is short, and ends in all workers at once.
+    # Files with slow tests come first: what runs last is short, and ends in all workers at once.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items[:] = [item for item in items if item not in without]
     items.sort(key=lambda item: item.path not in slow)

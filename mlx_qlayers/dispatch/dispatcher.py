@@ -7,10 +7,10 @@ moves when measured results change. Plans are kept in one bounded, thread-safe c
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from operator import itemgetter
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -108,8 +108,11 @@ def dispatch(
             tuple(map(type, static)),  # 4.0 equals 4
             tuple([None if a is None else (a.shape, a.dtype) for a in arrays]),
             current.get(),
-            str(mx.default_stream(mx.default_device())),
-            threading.get_ident(),
+            # Only graphs belong to a stream. Its name takes as long as all the rest of the key.
+            str(mx.default_stream(mx.default_device()))
+            if operation.compiled
+            else mx.default_device().type,
+            get_ident(),
             epoch.debug,
             epoch.number,
         )
@@ -137,7 +140,7 @@ def _plan(
     types: tuple[type, ...],
     specs: tuple[tuple[Any, Any] | None, ...],
     context: object,
-    stream: str,
+    stream: object,
     thread: int,
     debug: frozenset[str],
     number: int,
