@@ -139,7 +139,7 @@ def crossover(repeats: int) -> list[Table]:
 
 
 def _first_dense(fmt: Format, transpose: bool, repeats: int) -> str:
-    limits = reference._DENSE_FROM_ROWS if transpose else reference._DENSE_FROM_ROWS_UNTRANSPOSED
+    limits = reference._DENSE_FROM_ROWS if transpose else reference._DENSE_FROM_ROWS_QVM
     key, kept = (fmt.mode, fmt.bits), dict(limits)
     try:
         for rows in (2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64):

@@ -61,7 +61,7 @@ class Operation:
 
 
 class _Graph:
-    """A function that is traced ahead of its first use, on arrays that are never evaluated.
+    """A function that is compiled before its first use, on arrays that are never evaluated.
 
     MLX calls it again where a gradient is taken: only then the nodes that carry gradients are
     needed, which cost as much to evaluate as a launch.

@@ -132,7 +132,7 @@ def _new(stock: type[nn.Module], patched: bool, layers: frozenset[str]) -> nn.Mo
 
 
 def _is_fused_for(module: nn.Module, x: mx.array) -> bool:
-    """Whether products of ``x`` go together: of few rows, and of many where no gradient is due."""
+    """Whether products of ``x`` go together: up to 16 rows, or many where no gradient is due."""
     return is_qmv(x) or (not module.training and is_dense(x))
 
 

@@ -71,13 +71,16 @@ def attention(
         ``mx.fast.scaled_dot_product_attention``; windows as in mlx-lm, softcap as in Gemma 2 (arXiv
         2408.00118), sinks as in gpt-oss (arXiv 2508.10925).
     """
-    many = tuple, list
-    of_k = k if isinstance(k, many) and k else (k,)
-    of_v = v if isinstance(v, many) and v else (v,)
-    counts = len(of_k) if of_k is k else 0, len(of_v) if of_v is v else 0
     seen, rule = (mask, None) if isinstance(mask, mx.array) else (None, mask)
-    static = counts, scale, rule, window, softcap
-    out: mx.array = dispatch(_ATTENTION, (q, *of_k, *of_v, seen, sinks), static)[0]
+    if type(k) is type(v) is mx.array:
+        static = (0, 0), scale, rule, window, softcap
+        out: mx.array = dispatch(_ATTENTION, (q, k, v, seen, sinks), static)[0]
+        return out
+    many = tuple, list
+    of_k: Any = k if isinstance(k, many) and k else (k,)
+    of_v: Any = v if isinstance(v, many) and v else (v,)
+    static = (len(of_k) * (of_k is k), len(of_v) * (of_v is v)), scale, rule, window, softcap
+    out = dispatch(_ATTENTION, (q, *of_k, *of_v, seen, sinks), static)[0]
     return out
 
 

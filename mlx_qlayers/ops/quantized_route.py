@@ -42,7 +42,7 @@ class Route(NamedTuple):
 
 
 def is_qmv(x: Spec | mx.array) -> bool:
-    """Whether an input has so few rows that qmv takes it."""
+    """Whether qmv takes an input: 1 to 16 rows."""
     return x.ndim > 1 and 0 < x.size <= MAX_QMV_ROWS * x.shape[-1]
 
 

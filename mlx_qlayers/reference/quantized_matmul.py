@@ -15,7 +15,7 @@ from ..formats import Format
 from .cores import on_core, parts
 
 # Rows from which dequantizing and a dense product beat the packed product on a CPU, and the same
-# for the untransposed product; measured by `benchmarks/bench_quantized_matmul.py --crossover`.
+# for x @ w; measured by `benchmarks/bench_quantized_matmul.py --crossover`.
 _NEVER = 1 << 30
 _DENSE_FROM_ROWS = {
     ("affine", 1): 12,
@@ -29,7 +29,7 @@ _DENSE_FROM_ROWS = {
     ("mxfp8", 8): 4,
     ("nvfp4", 4): _NEVER,
 }
-_DENSE_FROM_ROWS_UNTRANSPOSED = {
+_DENSE_FROM_ROWS_QVM = {
     ("affine", 1): 40,
     ("affine", 3): 12,
     ("affine", 5): 16,
@@ -70,7 +70,7 @@ def quantized_matmul(
         return mx.quantized_matmul(wide, w, scales, biases, transpose, *fmt).astype(out)
     leading = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1]).astype(mx.float32)
-    product = _transposed if transpose else _untransposed
+    product = _transposed if transpose else _plain
     return product(rows, w, scales, biases, fmt).astype(out).reshape(*leading, -1)
 
 
@@ -100,12 +100,12 @@ def _transposed(
     return mx.concatenate(products, 1) if columns is None else mx.concatenate(products, 0).T
 
 
-def _untransposed(
+def _plain(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format
 ) -> mx.array:
     """(M, K) @ (K, N) in float32; each core takes some of the K rows of ``w``."""
     (m, k), n = x.shape, fmt.dims(w)
-    dense = m >= _DENSE_FROM_ROWS_UNTRANSPOSED.get((fmt.mode, fmt.bits), _NEVER)
+    dense = m >= _DENSE_FROM_ROWS_QVM.get((fmt.mode, fmt.bits), _NEVER)
     terms = []
     for core, part in enumerate(parts(k, m * n)):
         packed = w[part], scales[part], None if biases is None else biases[part]

@@ -207,9 +207,9 @@ def memory(kernel: str, values: Mapping[str, Any], device: str | None = None) ->
     rows = [size * (width if together else _stride(width, size)) for width in wide]
     used = tile * (max(rows) if values["ALTERNATE"] else sum(rows))
     statistics = (12 if size == 4 else 8) * tile if kernel == "keys" else 0
-    # The next tiles have places of their own.
-    places = 2 if kernel != "forward" and together and values["AHEAD"] else 1
-    used = places * (used + statistics)
+    # The next tiles have buffers of their own.
+    buffers = 2 if kernel != "forward" and together and values["AHEAD"] else 1
+    used = buffers * (used + statistics)
     # Products of 16 rows with a tile that a SIMD group adds up with others.
     products = {"forward": 1, "queries": 2, "keys": 2 // roles}[kernel] * values["BLOCKS"]
     simds = values["SIMDS"]

@@ -1,1 +1,1 @@
-"""Products with quantized matrices: qmv (few rows), qmm (many), qvm (untransposed), gradients."""
+"""Products with quantized matrices: qmv (up to 16 rows), qmm (more), qvm (x @ w), gradients."""

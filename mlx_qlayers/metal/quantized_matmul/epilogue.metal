@@ -1,4 +1,4 @@
-// What products of few rows share: up to three matrices in one launch, and what is done with sums.
+// What the kernels of qmv share: up to three matrices in one launch, and what is done with sums.
 
 #include <metal_stdlib>
 using namespace metal;

@@ -1,4 +1,4 @@
-// Products of few rows with up to three quantized matrices, without matrix units:
+// qmv: up to 16 rows times up to three quantized matrices, without matrix units:
 //
 //   y_i (M, N_i) = norm(x) (M, K) * w_i^T + bias_i,   or   gate(y_0) * y_1,   or   y_0 + residual
 //

@@ -1,4 +1,4 @@
-"""Launches the kernels that multiply few rows with quantized matrices.
+"""Launches qmv: up to 16 rows times quantized matrices, transposed.
 
 There are two. One takes any dtype and any processor: the threads of a SIMD group, or one thread,
 share some columns of the result. The other takes rows in half precision to the matrix units, and
@@ -46,7 +46,7 @@ class PackedMatrix(NamedTuple):
 
 @dataclass(frozen=True)
 class QmvConfig:
-    """How a product of few rows is spread over threads.
+    """How qmv is spread over threads.
 
     Attributes:
         rows: rows that the kernel is compiled for; a product may have fewer.
@@ -76,7 +76,7 @@ class QmvConfig:
 
 @dataclass(frozen=True)
 class QmvMatrixConfig:
-    """How a product of few rows is spread over SIMD groups that use the matrix units.
+    """How qmv is spread over SIMD groups that use the matrix units.
 
     Attributes:
         fragments: operands of 8 columns, which hold the rows times the groups that the four lanes

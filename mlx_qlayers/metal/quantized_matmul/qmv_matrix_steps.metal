@@ -1,4 +1,4 @@
-// The steps of a product of few rows on the matrix units: rows of x become operands, a packed tile is
+// The steps of qmv on the matrix units: rows of x become operands, a packed tile is
 // multiplied with them, and scales and biases are applied to the sums.
 
 #include "common/fragment.metal"

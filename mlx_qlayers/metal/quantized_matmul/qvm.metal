@@ -1,4 +1,4 @@
-// Product of few rows with an untransposed quantized matrix: y (M, N) = x (M, K) * w (K, N) + bias.
+// qvm, up to 16 rows times a quantized matrix that is not transposed: y (M, N) = x (M, K) * w (K, N) + bias.
 //
 // w is packed along N; packed.metal says how. A thread owns `run` neighbouring columns of one group
 // for all rows of x, and reads every shares-th block of `block` rows of w:

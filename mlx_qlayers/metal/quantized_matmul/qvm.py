@@ -1,4 +1,4 @@
-"""Launches qvm: up to 16 rows times a quantized matrix, untransposed."""
+"""Launches qvm: up to 16 rows times a quantized matrix that is not transposed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _QVM = Kernel(
 
 @dataclass(frozen=True)
 class QvmConfig:
-    """How a product of few rows with an untransposed matrix is spread over threads.
+    """How qvm is spread over threads.
 
     Attributes:
         rows: rows that the kernel is compiled for; a product may have fewer.

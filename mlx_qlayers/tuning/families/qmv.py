@@ -1,4 +1,4 @@
-"""The product of few rows with packed matrices, and what stands around it, as the tuner sees it."""
+"""qmv, with norm, gate and residual in its launch, as the tuner sees it."""
 
 from __future__ import annotations
 
