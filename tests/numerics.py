@@ -2,7 +2,8 @@
 
 The truth is float64. A result passes if its error is at most ``FACTOR`` times that of ``rounded``:
 the same computation with inputs in the dtype, float32 accumulation and one rounding to the dtype at
-the end. No test has a tolerance of its own.
+the end. What cannot be held to that has a constant here, with its reason. No test has a tolerance
+of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +29,23 @@ _MODEL_ROUNDINGS = 256
 # Units in the last place of the largest element by which two float32 sums of the same terms, added
 # in another order, may differ.
 _SUM_ROUNDINGS = 16
+# Roundings of the largest element by which MLX's own kernels may be off. In float32 the error of a
+# sum shows, about the square root of its length.
+ROUNDINGS = {mx.float16: FACTOR, mx.bfloat16: FACTOR, mx.float32: 12.0}
+# Share by which losses of training may differ: each step carries the roundings of those before it.
+_LOSSES = 1e-3
+# The same on GPUs, whose atomics add in any order, as a number.
+TRAINING = 1e-5
+# Share of what a step changes by which two of them may change something else.
+TRAINED = 1e-4
+# The share of a value by which no rounding changes it: the point is on another side of a jump.
+JUMP = 1e-3
+# The share by which keys and values of 8 bits may change the result of attention: two digits.
+EIGHT_BITS = 0.05
+# A stretch of the held-out text is not as hard as the whole: shares of perplexity and of bits.
+TEXT, TEXT_BITS = 0.15, 0.05
+# The share by which weights of 4 bits may raise the perplexity of a model trained for them.
+QUANTIZED = 0.05
 
 
 def to64(array: mx.array | np.ndarray) -> np.ndarray:
@@ -146,10 +164,23 @@ def assert_gradient(
             )
 
 
+def assert_function(
+    actual: mx.array, function: Callable[[np.ndarray], np.ndarray], x: mx.array
+) -> None:
+    """Assert that ``actual`` is a function of numpy's of each element of ``x``, rounded once."""
+    rounded = round_to(function(to64(x).astype(np.float32)), actual.dtype)
+    assert_accurate(actual, function(to64(x)), rounded)
+
+
 def assert_same_sums(found: mx.array, stock: mx.array) -> None:
     """Assert that two float32 results are the same sums, added in another order."""
     allowed = _SUM_ROUNDINGS * EPSILON[mx.float32] * np.abs(to64(stock)).max()
     np.testing.assert_allclose(to64(found), to64(stock), rtol=0, atol=allowed)
+
+
+def assert_same_losses(found: float | Sequence[float], stock: float | Sequence[float]) -> None:
+    """Assert that training in float32 had the same losses, from sums in another order."""
+    np.testing.assert_allclose(found, stock, rtol=_LOSSES)
 
 
 def assert_same_model(found: mx.array, stock: mx.array, *, bits: int | None, what: str) -> None:

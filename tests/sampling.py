@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from numerics import assert_accurate
+from numerics import JUMP, assert_accurate, assert_same_sums
 
 from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES
 from mlx_qlayers.sampling import Sampling
@@ -31,7 +31,7 @@ def options_of(values: dict[str, np.ndarray]) -> Iterator[tuple[tuple[int, ...],
 
 def same_side(truth: np.ndarray, rounded: np.ndarray) -> np.ndarray:
     """The truth, but PyTorch's float32 where rounding put a point on the other side of a kink."""
-    return np.where(np.abs(truth - rounded) > 1e-3 * (1 + np.abs(truth)), rounded, truth)
+    return np.where(np.abs(truth - rounded) > JUMP * (1 + np.abs(truth)), rounded, truth)
 
 
 def assert_as_special(
@@ -78,6 +78,6 @@ def check_long(found: Sequence[mx.array], mode: str, padding_mode: str) -> None:
     np.testing.assert_array_equal(np.array(out)[:, 0, :, 0], [expected, 7 * expected])
     # The weights of the taps inside, which are those of the output: of a constant image.
     total = d_x.astype(mx.float32).sum((1, 2, 3))
-    np.testing.assert_allclose(np.array(total), expected.sum() * np.ones(2), atol=1e-3)
+    assert_same_sums(total, mx.full(2, expected.sum()))
     assert d_x[:, 0, -1, 0].tolist() == [3 * edge, 3 * edge]
     assert mx.isfinite(d_grid).all().item()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from fine_tuning import assert_learned, curve
 from mlx_lm import load
@@ -18,6 +17,7 @@ from mlx_lm.utils import dequantize_model
 from mlx_qlayers import QLinear, convert_model, explain, use_backend
 from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.runtime import trace
+from tests.numerics import assert_same_losses
 
 STEPS, SEQUENCES = 16, 4
 LAYERS = 42  # linear ones; the tied output is one more product
@@ -47,7 +47,7 @@ def test_the_loss_curve_of_compiled_steps(tmp_path: Path, stock: list[float]) ->
     """Where ``mx.compile`` traces the step, as mlx-lm has it, the host backend cannot run."""
     explain(reset=True)
     model, found = adapted(True, tmp_path)
-    np.testing.assert_allclose(found, stock, rtol=0.01)
+    assert_same_losses(found, stock)
     adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
     assert len(adapters) == LAYERS and all(type(m.linear) is QLinear for m in adapters)
     assert sum(d.calls for d in explain() if d.op == "quantized_matmul") >= LAYERS + 1
@@ -76,7 +76,7 @@ def test_the_loss_curve_by_kernels(
     """Products, attention and both gradients by kernels, in each layer and step."""
     with trace() as launches:
         _, found = adapted(True, tmp_path)
-    np.testing.assert_allclose(found, stock, rtol=0.01)
+    assert_same_losses(found, stock)
     assert {launch.backend for launch in launches} == {"host"}
     assert min(kernels(launches, *ATTENTION)) >= 6 * STEPS
     assert sum(kernels(launches, "qm", "qvm")) >= (LAYERS + 1) * STEPS
@@ -96,5 +96,5 @@ def test_the_loss_curve_of_all_parameters(tmp_path: Path, launch_by_launch: None
         with trace() as launches:
             losses.append(curve(model, tokenizer, tmp_path, steps, sequences))
     assert_learned(losses[0], sequences, 0.7)
-    np.testing.assert_allclose(losses[1], losses[0], rtol=0.01)
+    assert_same_losses(*losses)
     assert min(kernels(launches, *ATTENTION)) >= 6 * steps

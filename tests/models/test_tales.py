@@ -14,6 +14,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.qwen2 import Model
 from mlx_lm.utils import dequantize_model
+from numerics import TEXT, TEXT_BITS
 from safetensors import safe_open
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -83,8 +84,8 @@ def test_loads_and_predicts_as_well_as_its_card_says() -> None:
     got = figures(nats, len(stream) - 1, len(text))
     rows = re.findall(r"\| tales \(.*\) \| quantized \| ([\d.]+) \| ([\d.]+) \|", CARD)
     [(perplexity, bits_per_byte)] = [tuple(map(float, row)) for row in rows]
-    assert got["perplexity"] == pytest.approx(perplexity, rel=0.15)
-    assert got["bits_per_byte"] == pytest.approx(bits_per_byte, rel=0.05)
+    assert got["perplexity"] == pytest.approx(perplexity, rel=TEXT)
+    assert got["bits_per_byte"] == pytest.approx(bits_per_byte, rel=TEXT_BITS)
 
 
 def test_generates_with_mlx_lm_in_words_of_the_texts() -> None:

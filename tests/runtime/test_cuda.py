@@ -16,6 +16,7 @@ from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.runtime import BackendError, Kernel, use_backend
 from mlx_qlayers.runtime import backend as backend_module
 from mlx_qlayers.runtime.cuda import translate, whole_threadgroups
+from tests.numerics import assert_function, assert_same_sums
 
 from .conformance.case import HERE
 from .nvrtc import kernel_that, text_of
@@ -259,11 +260,10 @@ def test_launches_work_in_transformations() -> None:
         compiled = mx.compile(mx.value_and_grad(loss))(x)
         strided = exp(x.T, strided=True)
         mx.eval(plain, compiled, strided)
-    expected = np.exp(np.array(x, np.float64))
     for value, gradient in (plain, compiled):
-        np.testing.assert_allclose(value.item(), expected.sum(), rtol=1e-5)
-        np.testing.assert_allclose(np.array(gradient), expected, rtol=1e-6)
-    np.testing.assert_allclose(np.array(strided), expected.T, rtol=1e-6)
+        assert_same_sums(value, mx.exp(x).sum())
+        assert_function(gradient, np.exp, x)
+    assert_function(strided, np.exp, x.T)
 
 
 def _squeezed(text: str) -> str:

@@ -10,6 +10,7 @@ from mlx_qlayers.runtime import host
 from mlx_qlayers.runtime.backend import BackendError, use_backend
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.program import Program
+from tests.numerics import assert_accurate, assert_same_sums, round_to
 
 from .kernels import AFFINE, HISTOGRAM, ROW_SUMS
 
@@ -81,7 +82,7 @@ def test_what_it_passes_on_is_enough_to_compute(forwarded, dtype, n):
     )
     exact = -(3 * to_float64(x) + np.resize([1.0, -2.0, 0.5], n))
     assert y.dtype == dtype
-    np.testing.assert_allclose(to_float64(y), exact, rtol=4 * float(mx.finfo(dtype).eps))
+    assert_accurate(y, exact, round_to(exact, dtype))
 
 
 def test_atomic_outputs_and_simd_functions_compute(forwarded):
@@ -93,7 +94,7 @@ def test_atomic_outputs_and_simd_functions_compute(forwarded):
     rows = mx.random.normal((7, 32), key=mx.random.key(1))
     sizes = {"grid": (224, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(7,)]}
     (sums,) = ROW_SUMS([rows], **sizes)
-    np.testing.assert_allclose(to_float64(sums), to_float64(rows).sum(1), rtol=1e-5)
+    assert_same_sums(sums, rows.sum(1))
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="this machine has Metal")

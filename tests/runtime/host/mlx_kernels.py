@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_qlayers.runtime.host import Counters, HostKernel, KernelFault, compile_source
+from tests.numerics import EPSILON
 
 _FOLDER = "mlx/backend/metal/kernels/"
 
@@ -124,8 +125,7 @@ def error(found: np.ndarray, truth: np.ndarray, dtype: mx.Dtype) -> float:
 
     The scale is the largest value, since sums that cancel have the error of their terms.
     """
-    epsilon = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-24}[dtype]
-    return float(np.abs(found - truth).max() / (np.abs(truth).max() * epsilon))
+    return float(np.abs(found - truth).max() / (np.abs(truth).max() * EPSILON[dtype] / 2))
 
 
 # What the quantized kernels take for batches, when there are none.
