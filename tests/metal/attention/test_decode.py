@@ -91,14 +91,11 @@ def check(out, arrays, options, what=""):
     assert_accurate(out, truth["out"], rounded, terms=terms["out"], what=what)
 
 
-every_mask_and_dtype = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("shape", "kind", "extra", "dtype", "device"),
     pairwise(SHAPES, MASKS, EXTRAS, DTYPES, ("cuda", "host")),
     ids=str,
 )
-
-
-@every_mask_and_dtype
 def test_against_float64(shape, kind, extra, dtype, device):
     arrays, options = make(0, shape, dtype=dtype, kind=kind, extra=extra)
     check(by_kernel(arrays, options, device), arrays, options)
@@ -107,14 +104,13 @@ def test_against_float64(shape, kind, extra, dtype, device):
 # The head sizes of keys and of values; one query, and some.
 WIDTHS = [(width, width) for width in range(32, 257, 8)] + [(40, 72), (192, 128), (104, 200)]
 LENGTHS = [((1, 7, 1, 1, 257), "none"), ((1, 4, 2, 3, 130), "causal")]
-every_head_size = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
     ("widths", "dtype", "device", "length"),
     pairwise(WIDTHS, DTYPES, ("cuda", "host"), LENGTHS),
     ids=str,
 )
-
-
-@every_head_size
 def test_every_head_size(widths, dtype, device, length):
     arrays, options = make(1, length[0], widths, dtype, length[1])
     check(by_kernel(arrays, options, device), arrays, options)
@@ -151,16 +147,18 @@ def test_packed_keys_and_values(bits, group_size, dtype, widths):
 
 
 @on_gpus
-@every_mask_and_dtype
-def test_on_gpus(gpu, shape, kind, extra, dtype, device):
+@pytest.mark.parametrize(
+    ("shape", "kind", "extra", "dtype"), pairwise(SHAPES, MASKS, EXTRAS, DTYPES), ids=str
+)
+def test_on_gpus(gpu, shape, kind, extra, dtype):
     arrays, options = make(0, shape, dtype=dtype, kind=kind, extra=extra)
     with use_backend(gpu):
         check(attention(*arrays, **options), arrays, options)
 
 
 @on_gpus
-@every_head_size
-def test_every_head_size_on_gpus(gpu, widths, dtype, device, length):
+@pytest.mark.parametrize(("widths", "dtype", "length"), pairwise(WIDTHS, DTYPES, LENGTHS), ids=str)
+def test_every_head_size_on_gpus(gpu, widths, dtype, length):
     arrays, options = make(1, length[0], widths, dtype, length[1])
     with use_backend(gpu):
         check(attention(*arrays, **options), arrays, options)
