@@ -42,7 +42,7 @@ TRAINED = 1e-4
 JUMP = 1e-3
 # The share by which keys and values of 8 bits may change the result of attention: two digits.
 EIGHT_BITS = 0.05
-# A stretch of the held-out text is not as hard as the whole: shares of perplexity and of bits.
+# A part of the held-out text is not as hard as the whole: shares of perplexity and of bits.
 TEXT, TEXT_BITS = 0.15, 0.05
 # The share by which weights of 4 bits may raise the perplexity of a model trained for them.
 QUANTIZED = 0.05

@@ -62,7 +62,7 @@ def test_is_the_stock_layer(fmt, bias):
             assert_same_sums(ours(x, chosen), expected)
             by_expert = mx.sort(chosen.flatten())
             rows = mx.repeat(x, 2, 0)[:, 0]
-            both = [ours(rows, by_expert, sorted_indices=known) for known in (True, False)]
+            both = [ours(rows, by_expert, sorted_indices=in_order) for in_order in (True, False)]
             assert mx.array_equal(*both)
 
 
@@ -75,16 +75,16 @@ def test_counterparts():
         QSwitchLinear.from_quantized(nn.Linear(4, 4))
 
 
-def test_few_rows_on_a_gpu_go_to_the_stock_layer_undispatched(monkeypatch):
+def test_tokens_on_a_gpu_go_to_the_stock_layer_undispatched(monkeypatch):
     """Where ``auto`` would take the stock operator, a token does not wait for the dispatcher."""
     layer, x, chosen = QSwitchLinear(64, 8, 2, False), mx.ones((1, 64)), mx.array([0, 0, 1, 1])
     calls = []
     monkeypatch.setattr(switch_linear, "gather_qmm", lambda *a, **k: calls.append(k) or a[0])
-    for found, known, ours in (("metal", False, 0), ("cuda", False, 0), ("cuda", True, 1)):
+    for found, in_order, ours in (("metal", False, 0), ("cuda", False, 0), ("cuda", True, 1)):
         monkeypatch.setattr(gather_qmm, "backend", lambda found=found: found)
         advance_epoch()
         calls.clear()
-        layer(x, chosen, known)
+        layer(x, chosen, in_order)
         assert len(calls) == ours
     with use_backend("host"):
         layer(x, chosen)

@@ -172,7 +172,7 @@ def test_the_stock_operator_is_called_at_once(shape, kind, extra, device, on, mo
     monkeypatch.setattr(reference, "attention", None)
     assert plan.choice == ("attention", "ops", "a reason", "rule") and not plan.gradients
     rest = given[3:]
-    # What is kept is made while something is traced, and used afterwards.
+    # What is kept is made while something is compiled, and used afterwards.
     actual, gradients = mx.vjp(lambda *a: plan.run(*a, *rest), arrays, [arrays[0]])
     compiled = mx.compile(lambda *a: plan.run(*a, *rest)[0])
     for out in (*actual, compiled(*arrays), *plan.run(*given)):

@@ -1,4 +1,4 @@
-"""fused_products against float64: several matrices, norm, gates, residual, and gradients."""
+"""fused_products against float64: matrices, norm, gates, residual, and gradients."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_gradients(path):
 
 
 @pytest.mark.parametrize("path", ["ops", "host"])
-def test_norm_handed_on_to_the_next_product(path):
-    """What a norm needs is handed on: the same values, with no launch between the products."""
+def test_deferred_norm_of_the_next_product(path):
+    """A deferred norm gives the same values, with no launch between the products."""
     rng, fmt = np.random.default_rng(9), Format(64, 4)
     for rows, n in ((1, 64), (7, 192)):
         x, residual, weight = (random(rng, shape) for shape in ((rows, 64), (rows, n), (n,)))
@@ -136,7 +136,7 @@ def test_norm_handed_on_to_the_next_product(path):
                 check(found, y, pair, fmt, norm=(weight, EPS), **options)
 
 
-def test_gradient_through_a_norm_that_was_handed_on():
+def test_gradient_through_a_deferred_norm():
     rng, fmt = np.random.default_rng(10), Format(64, 4)
     first = matrices(rng, (64,), 64, fmt, mx.float32, (True,))
     second = matrices(rng, (8,), 64, fmt, mx.float32, (True,))

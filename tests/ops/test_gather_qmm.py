@@ -85,8 +85,8 @@ def test_sorted_or_not_is_a_matter_of_speed(path):
     packed, x = random_experts(rng, (E,), N, K, SMALL), random(rng, (23, 1, K))
     right = np.sort(rng.integers(0, E, 23))
     found = [
-        gather_qmm(x, *packed, None, mx.array(right), **options(SMALL, sorted_indices=known))
-        for known in (True, False)
+        gather_qmm(x, *packed, None, mx.array(right), **options(SMALL, sorted_indices=in_order))
+        for in_order in (True, False)
     ]
     assert mx.array_equal(*found)
 
@@ -137,11 +137,11 @@ def test_empty():
 
 def test_promotes_as_stock_does(path):
     rng = np.random.default_rng(7)
-    w, *numbers = random_experts(rng, (E,), N, K, SMALL)
+    w, *scales_and_biases = random_experts(rng, (E,), N, K, SMALL)
     right = mx.array([0, 3])
     for a in (mx.float32, mx.float16, mx.bfloat16):
         for b in (mx.float32, mx.float16, mx.bfloat16):
-            x, packed = mx.ones((2, 1, K), a), (w, *(n.astype(b) for n in numbers))
+            x, packed = mx.ones((2, 1, K), a), (w, *(n.astype(b) for n in scales_and_biases))
             y = gather_qmm(x, *packed, None, right, **options(SMALL))
             assert y.dtype == mx.gather_qmm(x, *packed, None, right, True, 32, 4).dtype
 
@@ -159,7 +159,7 @@ CHOICES = {
 def test_gradients(case, transpose, path):
     shape, left, right = CHOICES[case]
     rng = np.random.default_rng(8)
-    w, *numbers = random_experts(rng, (E,), N if transpose else K, 64, SMALL)
+    w, *scales_and_biases = random_experts(rng, (E,), N if transpose else K, 64, SMALL)
     x, left = random(rng, shape), None if left is None else mx.array(left)
     fixed = {"lhs_indices": left, "rhs_indices": mx.array(right)}
     fixed |= options(SMALL, transpose=transpose, sorted_indices=case == "sorted")
@@ -168,13 +168,13 @@ def test_gradients(case, transpose, path):
         return gather_qmm(x, w, scales, biases, **fixed)
 
     if path == "ops" and not transpose:  # stock operators have no gradient of plain scales
-        assert_gradient(lambda x: ours(x, *numbers), [x], rng)
+        assert_gradient(lambda x: ours(x, *scales_and_biases), [x], rng)
         return
-    assert_gradient(ours, [x, *numbers], rng)
+    assert_gradient(ours, [x, *scales_and_biases], rng)
     if transpose:
         stock = lambda *a: mx.gather_qmm(a[0], w, *a[1:], left, mx.array(right), True, 32, 4)  # noqa: E731
-        d = random(rng, ours(x, *numbers).shape)
-        found, expected = (mx.vjp(f, [x, *numbers], [d])[1] for f in (ours, stock))
+        d = random(rng, ours(x, *scales_and_biases).shape)
+        found, expected = (mx.vjp(f, [x, *scales_and_biases], [d])[1] for f in (ours, stock))
         for a, b in zip(found, expected, strict=True):
             assert_same_sums(a, b)
 
@@ -190,17 +190,17 @@ def test_gradient_of_x_in_fp_modes(mode, path):
 
 def test_only_gradients_that_are_asked_for_are_launched():
     rng = np.random.default_rng(10)
-    w, *numbers = random_experts(rng, (E,), N, K, SMALL)
+    w, *scales_and_biases = random_experts(rng, (E,), N, K, SMALL)
     x, right = random(rng, (4, 1, K)), mx.array([0, 3, 3, 1])
 
-    def loss(x, *numbers):
-        return gather_qmm(x, w, *numbers, None, right, **options(SMALL)).sum()
+    def loss(x, *scales_and_biases):
+        return gather_qmm(x, w, *scales_and_biases, None, right, **options(SMALL)).sum()
 
     expected = {0: ["gather_qmm_columns"], 1: ["quantized_gradients_groups"]}
     expected |= {(1, 2): ["quantized_gradients_groups"]}
     for asked, kernels in expected.items():
         with use_backend("host"), trace() as launches:
-            mx.eval(mx.grad(loss, asked)(x, *numbers))
+            mx.eval(mx.grad(loss, asked)(x, *scales_and_biases))
         assert [launch.kernel for launch in launches] == ["gather_qmm_rows", *kernels]
 
 
@@ -229,7 +229,7 @@ def test_global_scale(path):
     x, right = random(rng, (6, 1, 1, K), mx.bfloat16), mx.array(rng.integers(0, E, (6, 2)))
     y = gather_qmm(x, w, scales, None, None, right, mode="nvfp4", global_scale=factors)
     check_gathered(y, x, (w, scales, None), NVFP4, None, right, factors=factors)
-    # What it stands for: the very numbers that the stock operator dequantizes.
+    # What it stands for: the very values that the stock operator dequantizes.
     for e in range(E):
         stock = mx.dequantize(w[e], scales[e], mode="nvfp4", global_scale=factors[e])
         one = gather_qmm(
@@ -275,7 +275,7 @@ def test_explains_its_path():
 
 
 @pytest.mark.parametrize(
-    ("device", "known", "tokens", "dtype", "fmt", "reason"),
+    ("device", "in_order", "tokens", "dtype", "fmt", "reason"),
     [
         ("metal", True, 512, mx.bfloat16, SMALL, "not measured on an Apple GPU"),
         ("cuda", False, 512, mx.bfloat16, SMALL, "0.5 to 0.9 times the time of stock"),
@@ -285,9 +285,9 @@ def test_explains_its_path():
         ("cuda", True, 512, mx.bfloat16, SMALL, None),
     ],
 )
-def test_when_auto_leaves_a_gpu_to_stock(monkeypatch, device, known, tokens, dtype, fmt, reason):
+def test_when_auto_leaves_a_gpu_to_stock(monkeypatch, device, in_order, tokens, dtype, fmt, reason):
     monkeypatch.setattr(operation, "backend", lambda: device)
-    found = operation._stock_is_better(tokens, E, known) or operation._untested(dtype, True, fmt)
+    found = operation._stock_is_better(tokens, E, in_order) or operation._untested(dtype, True, fmt)
     assert reason in (found or [None])
     if reason is None:  # plain products in 4 bits alone
         assert operation._untested(dtype, False, SMALL) is None

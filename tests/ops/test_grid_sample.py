@@ -188,7 +188,7 @@ def test_deterministic_gradient_is_bit_identical():
 @pytest.mark.skipif(
     mx.metal.is_available() or mx.cuda.is_available(), reason="a GPU goes before the host"
 )
-def test_auto_uses_the_host_where_it_is_not_traced():
+def test_auto_uses_the_host_where_it_is_not_compiled():
     x, grid, _ = inputs(9)
     explain(reset=True)
     with use_backend("auto"):

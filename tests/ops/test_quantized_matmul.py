@@ -238,8 +238,8 @@ def test_kernel_has_the_gradient_of_the_reference(mode):
     if mode == "affine":
         floats += rest
 
-    def loss(x, bias, *numbers):
-        packed = numbers or rest
+    def loss(x, bias, *scales_and_biases):
+        packed = scales_and_biases or rest
         y = quantized_matmul(x, w, *packed, group_size=32, mode=mode, bias=bias)
         return (y * weight).sum()
 

@@ -21,13 +21,13 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(backend.missing, "cuda", lambda: None)
 
 
-def routed(rows, n, k, dtype=mx.bfloat16, transpose=True, **options):
+def planned(rows, n, k, dtype=mx.bfloat16, transpose=True, **options):
     x, w = Spec((rows, k if transpose else n), dtype), Spec((n, k // 8), mx.uint32)
     return route("test", x, w, transpose, AFFINE, **options)
 
 
 def chosen(*arguments, **options):
-    to = routed(*arguments, **options)
+    to = planned(*arguments, **options)
     return (to.choice.path, to.kernel) if to.choice.path != "ops" else ("ops", "")
 
 
@@ -41,7 +41,7 @@ def test_qmv_called_one_by_one(on_cuda):
     """A launch from Python must be worth its call; stock products of two to seven rows are slow."""
     for rows, n, path in ((1, 512, "ops"), (1, 37888, "cuda"), (8, 3584, "ops"), (4, 3584, "cuda")):
         assert chosen(rows, n, 3584, single=True)[0] == path
-    reason = routed(1, 512, 3584, single=True).choice.reason
+    reason = planned(1, 512, 3584, single=True).choice.reason
     assert "takes less time than Python" in reason
 
 

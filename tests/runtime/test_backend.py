@@ -201,7 +201,7 @@ def test_a_mode_ends_with_its_block():
     assert [m.name for m in Mode if m.single] == ["EAGER", "COMPILED"]
 
 
-def test_debug_modes_of_several_threads_end_with_the_last():
+def test_debug_modes_of_threads_end_with_the_last():
     entered, over = threading.Event(), threading.Event()
 
     def work():

@@ -30,7 +30,7 @@ def test_directives_keep_their_lines():
     assert minify(tokenize(text)) == "for(;;){\n#pragma clang loop unroll(full)\nx+=1;\n}"
 
 
-def test_macros_of_several_lines_become_one():
+def test_macros_of_many_lines_become_one():
     text = "#define F(x) /* twice */ \\\n   (x + \\\n x)\nint y;"
     assert minify(tokenize(text)) == "#define F(x) (x + x)\nint y;"
 

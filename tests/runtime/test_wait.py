@@ -32,7 +32,7 @@ def test_a_function_is_called_with_inputs_that_are_not_evaluated_yet():
     assert (y + x).tolist() == [3, 6, 9, 12]
 
 
-def test_from_several_threads_at_once():
+def test_from_threads_at_once():
     found = {}
 
     def work(n):

@@ -287,7 +287,7 @@ def test_every_mask_and_dtype_on_gpus(gpu, shape, kind, extra, dtype):
     ("widths", "dtype", "kind"), pairwise(WIDTHS, DTYPES, ("none", "causal")), ids=str
 )
 def test_every_head_size_on_gpus(gpu, widths, dtype, kind):
-    """Over several tiles, the last of them not whole."""
+    """Over more than one tile, the last of them not whole."""
     check(attention, (1, 2, 1, 150, 333, *widths), dtype, kind)
 
 

@@ -25,10 +25,10 @@ SHAPES = [(41, 3), (1, 1), (72, 5)]
 CHOICES = [[3, 3, 0, 5, 1, 3, 3], [0] * 21 + [2] + [5] * 9]
 
 
-def by_kernel(x, packed, right, fmt, transpose=True, known=False, device="host", backend="host"):
+def by_kernel(x, packed, right, fmt, transpose=True, in_order=False, device="host", backend="host"):
     """Products of the blocks of x, one each, with the matrices that ``right`` lists."""
-    config = configuration(device, x.shape[-2], known, transpose, fmt)
-    pairs = Pairs((len(right),), 1, known)
+    config = configuration(device, x.shape[-2], in_order, transpose, fmt)
+    pairs = Pairs((len(right),), 1, in_order)
     with use_backend(backend):
         launch = gather_qmv(x, *packed[:2], pairs, fmt, config)
         return launch(x, *packed, None, mx.array(right, mx.uint32), None)
@@ -45,8 +45,8 @@ def check_all(fmt, dtype, transpose, shapes=SHAPES, cases=tuple(CASES), **others
         packed = random_experts(rng, (E,), rows, columns, fmt, dtype)
         for m, right in map(CASES.get, cases):
             x = random(rng, (len(right), m, columns if transpose else rows), dtype)
-            known = right is CHOICES[1]
-            y = by_kernel(x, packed, right, fmt, transpose, known, **others)
+            in_order = right is CHOICES[1]
+            y = by_kernel(x, packed, right, fmt, transpose, in_order, **others)
             check_gathered(y, x, packed, fmt, None, mx.array(right), transpose)
 
 
@@ -83,10 +83,10 @@ def test_sorted_rows_share_what_they_read(device):
     right = [0] * 16 + [3] * 8 + [5] * 8
     x = random(rng, (32, 1, 256), mx.float16)
     read = {}
-    for known in (True, False):
+    for in_order in (True, False):
         with checks() as report:
-            by_kernel(x, packed, right, AFFINE, known=known, device=device)
-        read[known] = report.total("bytes_read")
+            by_kernel(x, packed, right, AFFINE, in_order=in_order, device=device)
+        read[in_order] = report.total("bytes_read")
     each = sum(a.nbytes for a in packed) // E
     config = configuration(device, 1, True, True, AFFINE)
     x_reads = 24 // config.outputs * x.nbytes
@@ -122,13 +122,13 @@ def test_poisoned_memory_is_overwritten():
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
-@pytest.mark.parametrize("known", [True, False])
-def test_nan_and_infinity_stay_in_their_row(known, transpose):
+@pytest.mark.parametrize("in_order", [True, False])
+def test_nan_and_infinity_stay_in_their_row(in_order, transpose):
     rng = np.random.default_rng(3)
     packed = random_experts(rng, (E,), 64, 64, SMALL)
     values = np.array(random(rng, (31, 1, 64)))
     values[2, 0, 5], values[22, 0, 7] = np.nan, np.inf
-    y = by_kernel(mx.array(values), packed, CHOICES[1], SMALL, transpose, known)
+    y = by_kernel(mx.array(values), packed, CHOICES[1], SMALL, transpose, in_order)
     good = np.isfinite(values).all((1, 2))
     finite = np.isfinite(np.array(y))
     assert finite[good].all() and not finite[~good].any()

@@ -1,4 +1,4 @@
-"""Norms between products of few rows that take no launch: what one gives, the next takes."""
+"""Deferred norms between products: one product gives the squares, the next divides by them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.launchers import qmv
 from tests.metal.quantized_matmul.test_qmv import AFFINE, fused_in, packed_matrices
 from tests.numerics import assert_accurate, random, round_to, to64
 
-# Tiles at the edge of a matrix, whole threadgroups beyond it, several tiles of each.
+# Tiles at the edge of a matrix, whole threadgroups beyond it, more tiles of each.
 GIVEN = [(200, None), (24, QmvMatrixConfig(2, 16, tiles=4, simds=1))]
 TAKEN = [([41, 8, 24], None), ([41, 41], "silu")]
 
 
-def hand_on(
+def gives_squares(
     rows: int, n: int, config: QmvMatrixConfig | None, dtype: mx.Dtype = mx.bfloat16
 ) -> None:
     """The result is that of a launch without; times the weight and its squares are right."""
@@ -29,15 +29,17 @@ def hand_on(
     config = config or qmv_config("cuda", rows, n, 128, dtype, AFFINE, "residual")
     given = (x, [matrix], AFFINE, config)
     y, scaled, squares = qmv(*given, residual=residual, next_weight=weight)
-    (alone,) = qmv(*given, residual=residual)
-    assert mx.array_equal(y, alone)
+    (plain,) = qmv(*given, residual=residual)
+    assert mx.array_equal(y, plain)
     both = to64(y) * to64(weight)
     assert_accurate(scaled, both, round_to(both, dtype))
     tiles = np.pad(to64(y) ** 2, [(0, 0), (0, -n % 16)]).reshape(rows, -1, 16).sum(-1)
     assert_accurate(squares, tiles, round_to(tiles, mx.float32), terms=tiles.max())
 
 
-def take_over(rows: int, sizes: list[int], gate: str | None, dtype: mx.Dtype = mx.bfloat16) -> None:
+def takes_squares(
+    rows: int, sizes: list[int], gate: str | None, dtype: mx.Dtype = mx.bfloat16
+) -> None:
     """Products of normed rows, from the rows times the weight and the squares of tiles."""
     rng, k = np.random.default_rng(rows), 192
     before, weight = random(rng, (rows, k), dtype), random(rng, (k,), dtype)
@@ -55,23 +57,23 @@ def take_over(rows: int, sizes: list[int], gate: str | None, dtype: mx.Dtype = m
 
 @pytest.mark.parametrize("rows", [1, 7, 16])
 @pytest.mark.parametrize(("n", "config"), GIVEN)
-def test_handed_on(rows, n, config):
+def test_squares_of_tiles(rows, n, config):
     with use_backend("host"), checks():
-        hand_on(rows, n, config)
+        gives_squares(rows, n, config)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize(("sizes", "gate"), TAKEN)
-def test_taken_over(rows, sizes, gate):
+def test_products_of_deferred_norms(rows, sizes, gate):
     with use_backend("host"), checks():
-        take_over(rows, sizes, gate)
+        takes_squares(rows, sizes, gate)
 
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_in_float16(rows):
     with use_backend("host"), checks():
-        hand_on(rows, *GIVEN[0], mx.float16)
-        take_over(rows, *TAKEN[0], mx.float16)
+        gives_squares(rows, *GIVEN[0], mx.float16)
+        takes_squares(rows, *TAKEN[0], mx.float16)
 
 
 @on_gpus
@@ -79,6 +81,6 @@ def test_on_gpus(gpu):
     with use_backend(gpu):
         for rows in (1, 8, 16):
             for given in GIVEN:
-                hand_on(rows, *given)
+                gives_squares(rows, *given)
             for taken in TAKEN:
-                take_over(rows, *taken)
+                takes_squares(rows, *taken)

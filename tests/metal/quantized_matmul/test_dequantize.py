@@ -43,7 +43,7 @@ def test_on_a_gpu(gpu, fmt):
 
 @pytest.mark.parametrize("fmt", [Format(64, 4), Format(32, 3), Format(16, 4, "nvfp4")], ids=str)
 @pytest.mark.parametrize("heights", [(1, 7), (8, 41, 1)], ids=str)
-def test_several_matrices(heights, fmt):
+def test_matrices_of_one_launch(heights, fmt):
     with checks(), trace() as launches:
         check(fmt, mx.bfloat16, heights, 192)
     assert len(launches) == 1

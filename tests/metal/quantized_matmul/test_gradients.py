@@ -27,11 +27,11 @@ def oracle(left, right, w, fmt, dtype):
     """Both gradients in ``dtype`` arithmetic, (2, R, C / group)."""
     g = product(np.swapaxes(left.astype(dtype), 0, 1), right.astype(dtype))
     g = g.reshape(*g.shape[:-1], -1, fmt.group_size)
-    numbers = codes(w, fmt.bits).reshape(g.shape).astype(dtype)
+    integers = codes(w, fmt.bits).reshape(g.shape).astype(dtype)
     if dtype == np.float64:
-        return np.stack([(g * numbers).sum(-1), g.sum(-1)])
+        return np.stack([(g * integers).sum(-1), g.sum(-1)])
     ones = np.ones((fmt.group_size, 1), dtype)
-    return np.stack([product(a[..., None, :], ones)[..., 0, 0] for a in (g * numbers, g)])
+    return np.stack([product(a[..., None, :], ones)[..., 0, 0] for a in (g * integers, g)])
 
 
 def check(found, left, right, w, fmt):
@@ -100,12 +100,12 @@ def test_is_what_autodiff_gives(transpose, device):
     rng = np.random.default_rng(5)
     left, right, packed = sample(rng, 21, 40, 3, SMALL, mx.float32)
     x, dy = (right, left) if transpose else (left, right)
-    w, *numbers = packed
+    w, *scales_and_biases = packed
 
     def stock(scales, biases):
         return mx.quantized_matmul(x, w, scales, biases, transpose, 32, 4)
 
-    expected = mx.vjp(stock, numbers, [dy])[1]
+    expected = mx.vjp(stock, scales_and_biases, [dy])[1]
     found = by_kernel(left, right, packed, SMALL, device, transpose)
     for a, b in zip(found, expected, strict=True):
         assert_same_sums(a, b)

@@ -166,7 +166,7 @@ def test_matrix_units_read_the_matrix_once(rows, fmt):
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_reads_no_more_than_mlx(rows):
-    """Beside MLX's own kernels for few rows, in the same checked build."""
+    """Beside MLX's own qmv, in the same checked build."""
     n, k, dtype = 64, 512, mx.float16
     x, packed = sample(np.random.default_rng(rows), rows, n, k // 64, AFFINE, dtype)
     sizes = {"in_vec_size": mk.i32(k), "out_vec_size": mk.i32(n), "K": mk.i32(k), "N": mk.i32(n)}
@@ -239,7 +239,7 @@ def activation(y, gate, kind):
 @pytest.mark.parametrize(
     ("dtype", "rows", "sizes"), pairwise(DTYPES, (1, 7, 16), ([41], [24, 8], [33, 8, 41])), ids=str
 )
-def test_several_matrices(dtype, rows, sizes):
+def test_fused_matrices(dtype, rows, sizes):
     """Queries, keys and values: other sizes, some with a bias, in one launch of a GPU."""
     fused(np.random.default_rng(rows), dtype, rows, sizes, 192, AFFINE)
 
@@ -270,7 +270,7 @@ def test_residual(dtype, rows):
 
 
 def test_one_launch_for_all():
-    """On a GPU several matrices, a norm and a gate are one launch."""
+    """On a GPU all matrices, a norm and a gate are one launch."""
     rng = np.random.default_rng(9)
     with trace() as launches:
         fused(rng, mx.bfloat16, 2, [16, 16], 64, AFFINE, norm=True, gate="silu")
@@ -314,7 +314,7 @@ def test_nan_and_infinity_stay_in_their_row(device, dtype):
 
 
 def test_rows_do_not_depend_on_their_number():
-    """A row's result is the same alone and among others, so that speculation changes no token."""
+    """A row has one result in any batch, so that speculation changes no token."""
     rng = np.random.default_rng(6)
     x, packed = sample(rng, 16, 41, 256, AFFINE, mx.bfloat16)
     whole = by_kernel(x, packed, AFFINE)

@@ -1,4 +1,4 @@
-"""The product of few rows with an untransposed quantized matrix against float64."""
+"""qvm, the product of vectors with a plain quantized matrix, against float64."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_the_first_use_is_noted(
 
 @pytest.mark.parametrize("size", [37, 40_000])
 def test_what_repeated_launches_share_is_not_their_data(size: int) -> None:
-    """Views and new values, in several threads at once, results kept; small and large outputs."""
+    """Views and new values, in threads at once, results kept; small and large outputs."""
 
     def one(k: int) -> tuple[mx.array, mx.array]:
         x = mx.arange(k, k + 2 * size, dtype=mx.float32)[:: 2 if k % 2 else 1][:size]
