@@ -1,8 +1,7 @@
 """Launches qmv: up to 16 rows times quantized matrices, transposed.
 
-There are two. One takes any dtype and any processor: the threads of a SIMD group, or one thread,
-share some columns of the result. The other takes rows in half precision to the matrix units, and
-several matrices, a norm, a gate or a residual into the same launch.
+There are two kernels. One takes any dtype and any processor: a SIMD group, or one thread, computes
+some columns of the result. The other takes rows in half precision to the matrix units.
 """
 
 from __future__ import annotations
