@@ -13,20 +13,8 @@ from typing import Any, NoReturn
 
 from ..backend import BackendError
 from . import array_memory as memory
-from . import compiler
-from .errors import (
-    Divergence,
-    Hang,
-    HostError,
-    KernelFault,
-    Misaligned,
-    OutOfBounds,
-    Place,
-    Race,
-    ThreadgroupMemory,
-    Undefined,
-    Uninitialised,
-)
+from . import compiler, errors
+from .errors import HostError, KernelFault, Place
 from .runtime_library import RawCounters, RawLaunch, Region, entry, library
 
 Size = tuple[int, int, int]
@@ -34,14 +22,14 @@ Size = tuple[int, int, int]
 # In the order of `enum Fault` in launch.h.
 _FAULTS: tuple[type[KernelFault] | None, ...] = (
     None,
-    OutOfBounds,
-    Misaligned,
-    Uninitialised,
-    Race,
-    Divergence,
-    ThreadgroupMemory,
-    Hang,
-    Undefined,
+    errors.OutOfBounds,
+    errors.Misaligned,
+    errors.Uninitialised,
+    errors.Race,
+    errors.Divergence,
+    errors.ThreadgroupMemory,
+    errors.Hang,
+    errors.Undefined,
 )
 DEFAULT_BUDGET = 300_000_000
 _checked_lock = threading.Lock()
