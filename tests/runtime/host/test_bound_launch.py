@@ -296,7 +296,7 @@ def test_interrupts_of_launches(size: int) -> None:
         with use_backend("host"), checks(False):
             for turn in range(1000):
                 try:
-                    # Again after a second: one that comes within a callback of MLX's is lost.
+                    # Again after a second: one was lost once, perhaps in a callback from C++.
                     signal.setitimer(signal.ITIMER_REAL, 1e-5 + turn % 50 * 1e-5, 1)
                     while True:
                         exp(x)
