@@ -33,11 +33,14 @@ def cases() -> Cases:
         yield f"unpack {fmt}", partial(dequantize.check, fmt, dtype, (5, 3), path="cuda")
     for rows in (1, 7):
         for given in deferred.GIVEN:
-            yield f"norm deferred, {rows} rows, {given}", partial(deferred.hand_on, rows, *given)
+            yield (
+                f"squares of a deferred norm, {rows} rows, {given}",
+                partial(deferred.gives_squares, rows, *given),
+            )
         for taken in deferred.TAKEN:
             yield (
-                f"norm taken over, {rows} rows, {taken}",
-                partial(deferred.take_over, rows, *taken),
+                f"products of a deferred norm, {rows} rows, {taken}",
+                partial(deferred.takes_squares, rows, *taken),
             )
     yield "qmm, split-K", partial(test_qmm.test_parts_share_the_depth, 2, True)
 
