@@ -21,6 +21,11 @@ from . import toolchain
 
 # What a compilation may need: on a full disk the compiler stops without a word.
 _ROOM = 16 << 20
+# The modules that decide whether a kernel is taken, and which object is made of it.
+_MAKERS = (
+    *("access_checks", "alu_cycles", "compiler", "cpp_text", "lint", "llvm_ir"),
+    *("opencl_spelling", "runtime_library", "toolchain", "translate"),
+)
 
 
 def root() -> Path:
@@ -50,8 +55,8 @@ def _processor() -> str:
 def _surroundings() -> str:
     """Everything but the kernel that decides what the compiler makes of it."""
     digest = hashlib.sha256()
-    folders = (toolchain.SHIMS, Path(__file__).parent)
-    for path in sorted(p for f in folders for p in f.iterdir() if p.is_file()):
+    makers = [Path(__file__).with_name(f"{name}.py") for name in _MAKERS]
+    for path in [*makers, *sorted(p for p in toolchain.SHIMS.iterdir() if p.is_file())]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return (
         f"{toolchain.version()} {toolchain.target()} {_processor()} {metadata.version('mlx')} "

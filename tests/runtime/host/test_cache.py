@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,23 @@ def test_a_compiler_without_a_home(folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_keys_differ_by_every_part() -> None:
     keys = {cache.key(*parts) for parts in ((1, 2), (12,), ("1", "2"), (1, 2, {}), (1, 2, []))}
     assert len(keys) == 5
+
+
+def test_keys_depend_on_what_makes_objects_and_on_nothing_else() -> None:
+    """So that an edit of a launch, or of a message, compiles nothing anew."""
+    folder = Path(cache.__file__).parent
+    imported = {
+        name.split(".")[0]
+        for module in cache._MAKERS
+        for names in re.findall(
+            r"^from \.(?: import (.+?)(?: as \w+)?|(\w+) import .*)$",
+            (folder / f"{module}.py").read_text(),
+            re.M,
+        )
+        for name in "".join(names).split(", ")
+    }
+    assert imported - {"cache", "errors"} <= set(cache._MAKERS)
+    assert not {"bound_launch", "compiled_kernel", "errors", "cache"} & set(cache._MAKERS)
 
 
 _RACE = """
