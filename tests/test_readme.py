@@ -20,6 +20,7 @@ TEXT = readme.README.read_text()
 PAGES = [
     readme.README,
     *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")),
+    ROOT / "notebooks" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "mlx_qlayers").rglob("*.md")),
 ]
@@ -156,8 +157,9 @@ def test_commands_exist(page: Path) -> None:
 
 
 def test_subcommands_take_the_options_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = set(re.findall(r"^mlx-qlayers (\w+)(.*)$", TEXT, re.MULTILINE))
-    assert len(shown) >= 8
+    text = "\n".join(page.read_text() for page in PAGES if page.name != "CHANGELOG.md")
+    shown = set(re.findall(r"(?:^|`)mlx-qlayers (\w+)([^`\n]*)", text, re.MULTILINE))
+    assert len({command for command, _ in shown}) >= 8
     for command, rest in shown:
         assert main([command, "--help"]) == 0
         text = capsys.readouterr().out
