@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest
 # The pages of the API reference; all else is internal.
 PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime tuning conversion)
 
-.PHONY: setup demo test test-fast test-metal test-cuda test-floors bench plots docs notebooks lint clean
+.PHONY: setup demo test test-fast test-metal test-cuda metal-sources test-floors bench plots docs notebooks lint clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,11 @@ test-metal: setup
 
 test-cuda: setup
 	$(PYTEST) -m cuda
+
+# What the tests launch, as texts for Apple's compiler; on a Mac tests/compile_metal_sources.py
+# compiles them.
+metal-sources: setup
+	$(PYTEST) -n auto --dist worksteal -p tests.metal_sources --metal-sources build/metal
 
 # The oldest versions that pyproject.toml admits, in an environment of their own.
 test-floors:

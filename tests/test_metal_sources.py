@@ -1,0 +1,111 @@
+"""The texts for Apple's compiler, and the program that compiles them on a Mac."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests import compile_metal_sources
+from tests.metal_sources import MANIFEST
+
+ROOT = Path(__file__).parents[1]
+# As Apple's compiler drives: it knows two versions, and refuses a text that says so.
+XCRUN = """#!/bin/sh
+case "$*" in *metal4.0*) echo "invalid value" >&2; exit 1;; esac
+for x; do
+  case "$x" in
+    *.metal) if grep -q refuse_me "$x"; then echo "error: refused" >&2; exit 1; fi;;
+  esac
+done
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of one small test file writes."""
+    folder = tmp_path_factory.mktemp("sources") / "metal"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.metal_sources", "-n", "2"]
+    command += ["--metal-sources", str(folder), "tests/metal/test_exp.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    return folder
+
+
+def test_each_text_is_there_once(sources):
+    entries = json.loads((sources / MANIFEST).read_text())
+    assert entries and len({e["file"] for e in entries}) == len(entries)
+    assert {path.name for path in sources.glob("*.metal")} == {e["file"] for e in entries}
+    for entry in entries:
+        text = (sources / entry["file"]).read_text(encoding="ascii")
+        assert text.startswith('#include "utils.h"\n')
+        assert entry["function"] in text and 0 < entry["threads"] <= 1024
+    preamble = (sources / "utils.h").read_text()
+    assert '#include "' not in preamble and "elem_to_loc" in preamble
+    assert sorted(p.name for p in sources.iterdir() if p.name.startswith(".")) == []
+
+
+@pytest.fixture
+def xcode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stand-ins for Apple's compiler and framework: pipelines of at most 512 threads."""
+    program = tmp_path / "bin" / "xcrun"
+    program.parent.mkdir()
+    program.write_text(XCRUN)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    state = SimpleNamespace(
+        maxTotalThreadsPerThreadgroup=lambda: 512, staticThreadgroupMemoryLength=lambda: 64
+    )
+    library = SimpleNamespace(newFunctionWithName_=lambda name: name)
+    device = SimpleNamespace(
+        newLibraryWithURL_error_=lambda url, error: (library, None),
+        newComputePipelineStateWithFunction_error_=lambda name, error: (
+            (None, "no such function") if "missing" in name else (state, None)
+        ),
+    )
+    metal = SimpleNamespace(MTLCreateSystemDefaultDevice=lambda: device)
+    foundation = SimpleNamespace(NSURL=SimpleNamespace(fileURLWithPath_=str))
+    monkeypatch.setitem(sys.modules, "Metal", metal)
+    monkeypatch.setitem(sys.modules, "Foundation", foundation)
+
+
+def entry(folder: Path, function: str, threads: int) -> dict[str, object]:
+    (folder / f"{function}.metal").write_text(function)
+    return {
+        "file": f"{function}.metal",
+        "function": function,
+        "kernel": function,
+        "threads": threads,
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "threads", "wrong"),
+    [
+        ("good", 512, ""),
+        ("large", 513, "launched with 513 threads, at most 512 are possible"),
+        ("refuse_me", 32, "error: refused"),
+        ("missing", 32, "no such function"),
+    ],
+)
+def test_what_apple_refuses_fails(xcode, tmp_path, capsys, function, threads, wrong):
+    (tmp_path / MANIFEST).write_text(json.dumps([entry(tmp_path, function, threads)]))
+    assert compile_metal_sources.main([str(tmp_path)]) == bool(wrong)
+    table = json.loads((tmp_path / "pipelines.json").read_text())
+    assert [row["version"] for row in table] == ["3.1", "3.2"]
+    printed = capsys.readouterr()
+    assert "Metal 4.0: not installed" in printed.out
+    assert wrong in printed.err
+    if not wrong:
+        assert {(row["max_threads"], row["memory"]) for row in table} == {(512, 64)}
+
+
+def test_without_a_compiler_it_fails(monkeypatch, tmp_path, xcode):
+    (tmp_path / MANIFEST).write_text("[]")
+    monkeypatch.setattr(compile_metal_sources, "VERSIONS", ("4.0",))
+    assert compile_metal_sources.main([str(tmp_path)]) == 1
