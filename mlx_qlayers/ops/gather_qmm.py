@@ -33,12 +33,12 @@ def gather_qmm(
     biases: mx.array | None = None,
     lhs_indices: mx.array | None = None,
     rhs_indices: mx.array | None = None,
-    *,
     transpose: bool = True,
     group_size: int | None = None,
     bits: int | None = None,
     mode: str = "affine",
     global_scale: mx.array | None = None,
+    *,
     sorted_indices: bool = False,
 ) -> mx.array:
     """Multiply blocks of rows with the quantized matrices that indices choose for them.

@@ -26,11 +26,11 @@ def quantized_matmul(
     w: mx.array,
     scales: mx.array,
     biases: mx.array | None = None,
-    *,
     transpose: bool = True,
     group_size: int | None = None,
     bits: int | None = None,
     mode: str = "affine",
+    *,
     bias: mx.array | None = None,
     global_scale: mx.array | None = None,
 ) -> mx.array:
