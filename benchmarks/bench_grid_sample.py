@@ -17,9 +17,9 @@ import mlx.core as mx
 from common import Table, add_output, arrays, measure, print_facts, write_output
 
 from mlx_qlayers.ops.grid_sample import affine_grid, grid_sample
+from mlx_qlayers.options import Sampling
 from mlx_qlayers.reference.grid_sample import taps
 from mlx_qlayers.runtime.backend import BackendError, use_backend
-from mlx_qlayers.sampling import Sampling
 
 Run = Callable[[], list[mx.array]]
 COLUMNS = {"task": 58, "path": 10, "ms": 14, "ratio": 7, "GB/s": 7, "of copy": 8, "MB": 7}

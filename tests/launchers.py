@@ -6,13 +6,13 @@ import mlx.core as mx
 
 from mlx_qlayers.dispatch.measurements import configure
 from mlx_qlayers.metal.attention import decode as _decode
-from mlx_qlayers.metal.attention.forward import Scores
 from mlx_qlayers.metal.quantized_matmul import dequantize as _dequantize
 from mlx_qlayers.metal.quantized_matmul import gradients as _gradients
 from mlx_qlayers.metal.quantized_matmul import qmm as _qmm
 from mlx_qlayers.metal.quantized_matmul import qmv as _qmv
 from mlx_qlayers.metal.quantized_matmul import qvm as _qvm
 from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix, QmvArrays
+from mlx_qlayers.options import AttentionCall, Scores
 from mlx_qlayers.runtime.spec import Spec
 
 
@@ -64,17 +64,15 @@ def scales_and_biases_gradient(x, dy, w, scales, fmt, transpose, device, chosen=
 
 def decode_config(device, q, k, v):
     """The configuration of attention of a few queries."""
-    question = _decode.question(q, _parts(k), _parts(v))
-    return configure("attention_decode", device, *question)
+    call = AttentionCall(q, _parts(k), _parts(v), Scores(1.0))
+    return configure("attention_decode", device, *_decode.question(call))
 
 
 def attention_decode(q, k, v, *, scale, mask, window, softcap, sinks, config):
     scores = Scores(scale, mask is not None, window, softcap)
     mask = mask if isinstance(mask, mx.array) else None
-    arrays = q, _parts(k), _parts(v), mask, sinks
-    (out,) = _decode.attention_decode(*arrays, scores, config)(
-        q, *arrays[1], *arrays[2], mask, sinks
-    )
+    call = AttentionCall(q, _parts(k), _parts(v), scores, mask, sinks)
+    (out,) = _decode.attention_decode(call, config)(q, *call.k, *call.v, mask, sinks)
     return out
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numerics import JUMP, assert_accurate, assert_same_sums
 
 from mlx_qlayers.ops.grid_sample import MODES, PADDING_MODES
-from mlx_qlayers.sampling import Sampling
+from mlx_qlayers.options import Sampling
 
 GROUPS = [f"{ndim}d_{size}" for ndim in (2, 3) for size in ("odd", "even", "thin")]
 

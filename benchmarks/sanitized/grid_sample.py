@@ -7,7 +7,7 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_qlayers.metal.grid_sample.launch import GridSampleConfig, heuristic
-from mlx_qlayers.sampling import Sampling
+from mlx_qlayers.options import Sampling
 from tests.metal import test_grid_sample as tests
 
 from . import Cases

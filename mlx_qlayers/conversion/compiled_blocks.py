@@ -8,7 +8,6 @@ scales, biases and bias, of which the last two may be None.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cache, lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -165,7 +164,7 @@ def heads(
 ) -> Callable[..., list[mx.array]]:
     """Queries, keys and values of the heads: norm, projections, norms of heads, rotation."""
     projection, rotation = _projection(formats, eps), rotation_of(rope)
-    turn = None if rotation is None else asdict(rotation)
+    turn = None if rotation is None else rotation._asdict()
     n, kv = counts
 
     def run(x: mx.array, position: Any, *arrays: Any) -> list[mx.array]:

@@ -14,12 +14,13 @@ from ..dispatch import gradient_of as autodiff
 from ..dispatch.measurements import configure, decided, found, threshold
 from ..metal.attention import decode
 from ..metal.attention.backward import Backward
-from ..metal.attention.forward import FAR, Launcher, Scores, attention_forward
+from ..metal.attention.forward import FAR, Launcher, attention_forward
 from ..metal.attention.layout import WIDEST
+from ..options import AttentionCall, Scores
 from ..reference import attention as reference
-from ..reference.attention import Packed, Run
+from ..reference.attention import Run
 from ..runtime.backend import backend, current, requested
-from .attention_checks import Call, checked
+from .attention_checks import checked
 
 # The exponent of a hidden score must be finite: see LOWEST in score_tile.metal.
 _MAX_SCALE = 1e7
@@ -29,8 +30,8 @@ _FEW_QUERIES = 8
 
 def attention(
     q: mx.array,
-    k: mx.array | Packed,
-    v: mx.array | Packed,
+    k: mx.array | tuple[mx.array, mx.array, mx.array],
+    v: mx.array | tuple[mx.array, mx.array, mx.array],
     *,
     scale: float,
     mask: mx.array | str | None = None,
@@ -91,13 +92,14 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
         return Plan(None, _with_casts(static, common))
     decoding = _takes_decode(call)
     choice = _choose_decode(call) if decoding else _choose_forward(call)
-    composed = _by_reference(call)
+    composed = reference.attention(call)
     if choice.path == "ops":
-        return Plan(choice, _by_stock(call) or composed)
+        # The masks of windows are other than the reference's, which somebody asked for.
+        takes_stock = call.scores.window is None or requested() == "auto"
+        return Plan(choice, (takes_stock and reference.stock(call)) or composed)
     if decoding:
-        question = decode.question(call.q, call.k, call.v)
-        config = configure("attention_decode", choice.path, *question)
-        launch = decode.attention_decode(*call, config)
+        config = configure("attention_decode", choice.path, *decode.question(call))
+        launch = decode.attention_decode(call, config)
         return Plan(choice, launch, autodiff(_decode_composed(call), arrays), composed)
     if call.packing[1]:
         return Plan(None, _unpacked(call, _ATTENTION, ((0, 0), *static[1:])))
@@ -116,7 +118,7 @@ def _with_casts(static: tuple[Any, ...], common: mx.Dtype) -> Run:
     return run
 
 
-def _unpacked(call: Call, operation: Operation, static: tuple[Hashable, ...]) -> Run:
+def _unpacked(call: AttentionCall, operation: Operation, static: tuple[Hashable, ...]) -> Run:
     """An operation on keys and values that were packed."""
     group_size, bits = call.packing
     dequantize: Any = partial(mx.dequantize, group_size=group_size, bits=bits)
@@ -129,38 +131,22 @@ def _unpacked(call: Call, operation: Operation, static: tuple[Hashable, ...]) ->
     return run
 
 
-def _by_reference(call: Call) -> Run:
-    """MLX's operators."""
-    scale, causal, window, softcap = call.scores
-    return reference.plan(call.q, call.k, call.v, scale, causal, call.mask, window, softcap)
-
-
-def _by_stock(call: Call) -> Run | None:
-    """The stock operator alone, where that is all there is to do."""
-    # The masks of windows are other than the reference's, which somebody asked for.
-    if len(call.k) > 1 or (call.scores.window is not None and requested() != "auto"):
-        return None
-    scale, causal, window, softcap = call.scores
-    q, k, v = call.q, call.k[0], call.v[0]
-    return reference.stock(q, k, v, scale, causal, call.mask, window, softcap, call.sinks)
-
-
-def _takes_decode(call: Call) -> bool:
+def _takes_decode(call: AttentionCall) -> bool:
     """Whether the kernel of few queries takes these arguments."""
-    queries, width, v_width = *call.q.shape[2:], call.v_width
+    (*_, queries, width), v_width = call.q.shape, call.v_width
     widths_fit = width % 8 == v_width % 8 == 0 and 0 < max(width, v_width) <= decode.MAX_WIDTH
     bits_fit = call.packing[1] in (0, *decode.BITS)
     return 0 < queries <= decode.MAX_QUERIES and call.q.size > 0 and widths_fit and bits_fit
 
 
-def _choose_decode(call: Call) -> Choice:
-    best = found("attention_decode", *decode.question(call.q, call.k, call.v))
+def _choose_decode(call: AttentionCall) -> Choice:
+    best = found("attention_decode", *decode.question(call))
     by, unless, evidence = decided(best, "few queries", _why_not_decode(call))
     by, gain = by if best else "", _decode_host_gain(call)
     return choose("attention", unless=unless, host_gain=gain, by=by, evidence=evidence)
 
 
-def _why_not_decode(call: Call) -> str | None:
+def _why_not_decode(call: AttentionCall) -> str | None:
     """Why ``auto`` leaves the kernel of few queries for the stock operator on a GPU.
 
     On CUDA the kernel was measured no slower from 256 keys to 131,072 in a compiled graph. Called
@@ -177,7 +163,7 @@ def _why_not_decode(call: Call) -> str | None:
     return None
 
 
-def _decode_host_gain(call: Call) -> float:
+def _decode_host_gain(call: AttentionCall) -> float:
     """How many times as fast as the reference the kernel is on a CPU: by launch and work."""
     work = call.q.size * call.k[0].shape[2] * 2e-6
     paths = "reference", "kernel"
@@ -186,17 +172,17 @@ def _decode_host_gain(call: Call) -> float:
     return float(stock / kernel)
 
 
-def _decode_composed(call: Call) -> Run:
+def _decode_composed(call: AttentionCall) -> Run:
     """The same on the path that has a gradient: by kernels if those were asked for."""
     if requested() == "auto" or _lacking(call):
-        return _by_reference(call)
+        return reference.attention(call)
     if call.packing[1]:
         by_kernels = _unpacked(call, _FORWARD, call.scores)
         return lambda *arrays: by_kernels(*arrays)[:1]
     return lambda *arrays: dispatch(_FORWARD, arrays, call.scores)[:1]
 
 
-def _choose_forward(call: Call) -> Choice:
+def _choose_forward(call: AttentionCall) -> Choice:
     lacking = _lacking(call)
     return choose(
         "attention",
@@ -206,7 +192,7 @@ def _choose_forward(call: Call) -> Choice:
     )
 
 
-def _lacking(call: Call) -> str | None:
+def _lacking(call: AttentionCall) -> str | None:
     """Why the kernels of many queries do not take these arguments, if they do not."""
     (*_, queries, width), v_width, scale = call.q.shape, call.v_width, call.scores.scale
     if call.q.size == 0 or v_width == 0:
@@ -220,7 +206,7 @@ def _lacking(call: Call) -> str | None:
     return None
 
 
-def _why_not_forward(call: Call) -> str | None:
+def _why_not_forward(call: AttentionCall) -> str | None:
     """Why ``auto`` leaves the kernels of many queries for the stock operator on a GPU.
 
     On Apple GPUs, where nothing could be measured, kernels are taken because stock computes
@@ -255,15 +241,15 @@ def _why_not_forward(call: Call) -> str | None:
 
 def _plan_forward(arrays: Sequence[Any], *scores: Any) -> Plan:
     q, k, v, mask, sinks = arrays
-    return _by_forward(None, Call(q, (k,), (v,), mask, sinks, Scores(*scores)))
+    return _by_forward(None, AttentionCall(q, (k,), (v,), Scores(*scores), mask, sinks))
 
 
-def _by_forward(choice: Choice | None, call: Call) -> Plan:
+def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
     """The kernels of many queries; what they give besides the result is for the gradients.
 
     The gradient of an additive mask, the only one as large as the scores, is one of its own.
     """
-    at = Launcher(call.q, call.k[0], call.v[0], call.mask, call.sinks, call.scores)
+    at = Launcher(call)
     chosen = configure("attention_forward", at.device, *at.question())
     backward = Backward(at)
     gradients = [Gradient((0, 1, 2) if call.sinks is None else (0, 1, 2, 4), backward.of_all)]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
-from ..metal.attention.forward import Scores
-from ..reference.attention import packing
-from ..runtime.spec import Spec
+from ..options import AttentionCall, Scores, packing
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _BITS = (2, 3, 4, 5, 6, 8)
@@ -17,45 +15,9 @@ _GROUP_SIZES = (32, 64, 128)
 _PACKED = 3  # packed, scales, biases
 
 
-class Call(NamedTuple):
-    """The arguments of a call that were checked, as specs.
-
-    Attributes:
-        q: (B, H, L, D).
-        k: keys (B, Hkv, S, D), or packed, scales and biases.
-        v: values, likewise.
-        mask: that broadcasts to (B, H, L, S), or None.
-        sinks: (H,) or None.
-        scores: the other options.
-    """
-
-    q: Spec
-    k: tuple[Spec, ...]
-    v: tuple[Spec, ...]
-    mask: Spec | None
-    sinks: Spec | None
-    scores: Scores
-
-    @property
-    def packing(self) -> tuple[int, int]:
-        """Group size and bits of keys and values; zeros where they are not packed."""
-        return packing(self.k, self.q.shape[3]) if len(self.k) == _PACKED else (0, 0)
-
-    @property
-    def v_width(self) -> int:
-        """The width of a value."""
-        words, bits = self.v[0].shape[3], self.packing[1]
-        return 32 * words // bits if bits else words
-
-    @property
-    def dtypes(self) -> list[mx.Dtype]:
-        """Those of q, k and v; of packed ones those of scales and biases."""
-        return [a.dtype for a in (self.q, *self.k, *self.v) if a.dtype != mx.uint32]
-
-
 def checked(
     arrays: Sequence[Any], counts: tuple[int, int], scale: Any, mask: Any, window: Any, softcap: Any
-) -> Call:
+) -> AttentionCall:
     """Check the arguments of a call.
 
     Args:
@@ -99,7 +61,8 @@ def checked(
         _check_floats("sinks", sinks)
         if sinks.shape != (heads,):
             raise ValueError(f"sinks must be ({heads},), one a head, not {sinks.shape}")
-    return Call(q, k, v, of_mask, sinks, Scores(scale, mask is not None, window, softcap))
+    scores = Scores(scale, mask is not None, window, softcap)
+    return AttentionCall(q, k, v, scores, of_mask, sinks)
 
 
 def _check_floats(name: str, array: Any) -> None:

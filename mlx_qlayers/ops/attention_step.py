@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import configure, threshold
 from ..metal.attention import step as kernels
-from ..metal.attention.step import Rotation
+from ..options import Rotation
 from ..reference import attention_step as reference
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
@@ -72,41 +72,23 @@ def attention_step(
     Source: :func:`mlx_qlayers.ops.rotary.rotary_embedding` and :func:`mlx_qlayers.attention`.
     """
     arrays = q, k, v, k_buffer, v_buffer, positions, freqs, mask
-    # One by one: a dataclass is hashed by a Python function.
-    turning = rotation.dims, rotation.traditional, rotation.base, rotation.scale
-    outputs: list[mx.array] = dispatch(_STEP, arrays, (scale, *turning))
+    outputs: list[mx.array] = dispatch(_STEP, arrays, (scale, rotation))
     return outputs
 
 
-def _plan(arrays: Sequence[Any], scale: float, *turning: Any) -> Plan:
-    (q, k, v, k_buffer, v_buffer, positions, freqs, mask), rotation = arrays, Rotation(*turning)
-    _check(q, k, v, k_buffer, v_buffer, positions, mask)
+def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation) -> Plan:
+    _check(arrays)
+    q, _, _, k_buffer, v_buffer, _, freqs, _ = arrays
     _check_rotation(rotation, freqs, k_buffer.shape[3])
     v_width = v_buffer.shape[3]
-    covered = _covers(k_buffer.shape, v_width, rotation)
-    choice = choose("attention_step", KERNELS if covered else ())
-    options = dict(zip(("dims", "traditional", "base", "rope_scale"), turning, strict=True))
-
-    def composed(*given: Any) -> list[mx.array]:
-        *some, freqs, mask = given
-        if freqs is not None:
-            # MLX's operator cannot be differentiated by them on a GPU.
-            freqs = mx.stop_gradient(freqs).astype(mx.float32)
-        return reference.attention_step(*some, freqs=freqs, mask=mask, scale=scale, **options)
-
+    choice = choose("attention_step", KERNELS if _covers(k_buffer.shape, v_width, rotation) else ())
+    composed = reference.attention_step(arrays, scale, rotation)
     if choice.path == "ops":
         return Plan(choice, composed)
     question = kernels.question(q, k_buffer, v_width)
     config = configure("attention_step", choice.path, *question)
-    recast = freqs is not None and freqs.dtype != mx.float32
-    listed = None if freqs is None else Spec(freqs.shape, mx.float32)
-    given = q, k, v, k_buffer, v_buffer, positions, listed, mask
-    launch = kernels.attention_step(*given, scale=scale, rotation=rotation, config=config)
-
-    def cast(*given: Any) -> list[mx.array]:
-        return launch(*given[:6], given[6].astype(mx.float32), given[7])
-
-    return Plan(choice, cast if recast else launch, gradient_of(composed, arrays), composed)
+    launch = kernels.attention_step(arrays, scale, rotation, config)
+    return Plan(choice, launch, gradient_of(composed, arrays), composed)
 
 
 _STEP = Operation("attention_step", _plan)
@@ -134,9 +116,8 @@ def _covers(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> bool:
     return widths_fit and min(*k_shape, v_width) > 0
 
 
-def _check(
-    q: Spec, k: Spec, v: Spec, k_buffer: Spec, v_buffer: Spec, positions: Spec, mask: Spec | None
-) -> None:
+def _check(arrays: Sequence[Any]) -> None:
+    q, k, v, k_buffer, v_buffer, positions, _, mask = arrays
     if q.ndim != 3 or q.shape[1] != 1 or q.dtype not in FLOATS:
         what = f"{q.dtype} {q.shape}"
         raise ValueError(f"q must be (B, 1, H * D) in a floating-point type, not {what}")

@@ -11,9 +11,9 @@ import mlx.core as mx
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.measurements import configure, threshold
 from ..metal.grid_sample import launch as kernels
+from ..options import Sampling
 from ..reference import grid_sample as reference
 from ..runtime.spec import Spec
-from ..sampling import Sampling
 
 MODES = ("bilinear", "nearest", "bicubic")
 PADDING_MODES = ("zeros", "border", "reflection")

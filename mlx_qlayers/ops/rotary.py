@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import threshold
 from ..metal.rotary import launch as kernels
+from ..options import Rotation
 from ..reference import rotary as reference
 from ..runtime.backend import backend
 
@@ -55,41 +56,26 @@ def rotary_embedding(
 
     Source: ``mx.fast.rope``; arXiv 2104.09864.
     """
-    static = dims, traditional, base, scale
-    outputs: list[mx.array] = dispatch(_ROTARY, (q, k, offset, freqs), static)
+    rotation = Rotation(dims, traditional, base, scale)
+    outputs: list[mx.array] = dispatch(_ROTARY, (q, k, offset, freqs), rotation)
     return outputs
 
 
-def _plan(
-    arrays: Sequence[Any], dims: int, traditional: bool, base: float | None, scale: float
-) -> Plan:
-    q, k, offset, freqs = arrays
-    _check(q, k, offset, dims, base, freqs)
-    empty = "there is nothing to turn" if 0 in (*q.shape, *k.shape, dims) else None
+def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
+    (q, k, offset, freqs), rotation = arrays, Rotation(*options)
+    _check(q, k, offset, rotation, freqs)
+    empty = "there is nothing to turn" if 0 in (*q.shape, *k.shape, rotation.dims) else None
     choice = choose(
         "rotary_embedding",
         () if empty else KERNELS,
         unless=empty or _why_stock(),
         host_gain=threshold("rotary_gain", device="host"),
     )
-    options: dict[str, Any] = {
-        "dims": dims,
-        "traditional": traditional,
-        "base": base,
-        "scale": scale,
-    }
-
-    def composed(
-        q: mx.array, k: mx.array, offset: mx.array, freqs: mx.array | None
-    ) -> list[mx.array]:
-        if freqs is not None:
-            freqs = mx.stop_gradient(freqs.astype(mx.float32))
-        return reference.rotated(q, k, offset.astype(mx.int32), freqs=freqs, **options)
-
+    composed = reference.rotary_embedding(rotation)
     if choice.path == "ops":
         return Plan(choice, composed)
     share = q.shape[2] + k.shape[2] if choice.path == "host" else _SHARE
-    launch = kernels.rotated(q, k, offset, share=share, **options)
+    launch = kernels.rotary_embedding(q, k, offset, rotation, share)
     return Plan(choice, launch, gradient_of(composed, arrays), composed)
 
 
@@ -103,7 +89,7 @@ def _why_stock() -> str | None:
     }.get(backend())
 
 
-def _check(q: Any, k: Any, offset: Any, dims: int, base: float | None, freqs: Any) -> None:
+def _check(q: Any, k: Any, offset: Any, rotation: Rotation, freqs: Any) -> None:
     if q.ndim != 4 or q.dtype not in _FLOATS:
         raise ValueError(
             f"q must be (B, L, H, D) in a floating-point type, not {q.dtype} {q.shape}"
@@ -112,6 +98,7 @@ def _check(q: Any, k: Any, offset: Any, dims: int, base: float | None, freqs: An
         raise ValueError(f"k must go with q, {q.dtype} {q.shape}, but is {k.dtype} {k.shape}")
     if offset.shape not in ((), q.shape[:1]) or not mx.issubdtype(offset.dtype, mx.integer):
         raise ValueError(f"offset must be one integer or {q.shape[0]}, not {offset.shape}")
+    dims, _, base, _ = rotation
     if dims % 2 or not 0 <= dims <= q.shape[-1]:
         raise ValueError(f"dims must be even and at most {q.shape[-1]}, not {dims}")
     if (base is None) == (freqs is None):

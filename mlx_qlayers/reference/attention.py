@@ -14,11 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..options import AttentionCall
 from ..runtime.backend import backend
-from ..runtime.spec import Spec
 from .cores import on_core, parts
 
-Packed = tuple[mx.array, mx.array, mx.array]
 Run = Callable[..., list[mx.array]]
 
 _ALL, _HERE = slice(None), nullcontext()
@@ -26,45 +25,14 @@ _ALL, _HERE = slice(None), nullcontext()
 _MASK_BYTES, _MASKS = 2 << 20, 16
 
 
-def attention(
-    q: mx.array,
-    k: mx.array | Packed,
-    v: mx.array | Packed,
-    scale: float,
-    mask: mx.array | str | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """:func:`mlx_qlayers.attention` with checked arguments; differentiable by autodiff."""
-    seen = mask if isinstance(mask, mx.array) else None
-    of_k, of_v = (a if isinstance(a, tuple) else (a,) for a in (k, v))
-    causal = mask is not None and seen is None
-    run = plan(q, of_k, of_v, scale, causal, seen, window, softcap)
-    return run(q, *of_k, *of_v, seen, sinks)[0]
-
-
-def plan(
-    q: Spec | mx.array,
-    k: tuple[Any, ...],
-    v: tuple[Any, ...],
-    scale: float,
-    causal: bool,
-    mask: Spec | mx.array | None,
-    window: int | None,
-    softcap: float | None,
-) -> Run:
-    """:func:`attention` for all arrays of these shapes and dtypes.
-
-    Args:
-        q, k, v, mask: arrays or their specs; keys and values of one or packed, scales and biases.
-        scale, causal, window, softcap: as :func:`mlx_qlayers.attention` has them.
+def attention(call: AttentionCall) -> Run:
+    """:func:`mlx_qlayers.attention` for all arrays of these shapes and dtypes; differentiable.
 
     Returns:
         A function of q, the arrays of k, those of v, mask and sinks, which gives one array.
     """
-    queries, keys, packed = q.shape[2], k[0].shape[2], len(k) > 1
-    dtype = mx.result_type(q.dtype, k[packed].dtype, v[packed].dtype)
+    q, k, _, (scale, causal, window, softcap), mask, _ = call
+    queries, keys, dtype = q.shape[2], k[0].shape[2], mx.result_type(*call.dtypes)
     on_cpu = mx.default_device().type == mx.cpu
     work = mx.float32 if on_cpu or softcap is not None else dtype
     # No query reaches further back than this.
@@ -75,9 +43,9 @@ def plan(
     shares = _shares(q, k[0], keys - first) if on_cpu else [(_ALL, _ALL)]
     product: Any = mx.fast.scaled_dot_product_attention
     options: dict[str, Any] = {"scale": scale}
-    if softcap is not None or packed:
+    if softcap is not None or len(k) > 1:
         product, options["softcap"] = _composed, softcap
-        options["group_size"], options["bits"] = packing(k, q.shape[3]) if packed else (0, 0)
+        options["group_size"], options["bits"] = call.packing
 
     def run(*arrays: Any) -> list[mx.array]:
         (*parts, mask, sinks), outputs = arrays, list[mx.array]()
@@ -103,24 +71,17 @@ def plan(
     return run
 
 
-def stock(
-    q: Spec,
-    k: Spec,
-    v: Spec,
-    scale: float,
-    causal: bool,
-    mask: Spec | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Spec | None,
-) -> Run | None:
+def stock(call: AttentionCall) -> Run | None:
     """The stock operator, where it is all that :func:`attention` does with arrays like these.
 
     Returns:
         A function of q, k, v, mask and sinks; None where there is more to do.
     """
+    q, (k, *packed), (v, *_), (scale, causal, window, softcap), mask, sinks = call
     queries, keys, on_gpu = q.shape[2], k.shape[2], mx.default_device().type == mx.gpu
-    if softcap is not None or {q.dtype} != {a.dtype for a in (k, v, sinks) if a is not None}:
+    if packed or softcap is not None:
+        return None
+    if {q.dtype} != {a.dtype for a in (k, v, sinks) if a is not None}:
         return None
     if not on_gpu and (q.dtype != mx.float32 or len(_shares(q, k, keys)) > 1):
         return None
@@ -177,11 +138,6 @@ def _shares(q: Any, k: Any, keys: int) -> list[tuple[slice, slice]]:
     groups = each if kv_heads > 1 else [_ALL] * len(each)
     of_q = [slice(s.start * share, s.stop * share) for s in each]
     return list(zip(of_q, groups, strict=True)) if len(each) > 1 else [(_ALL, _ALL)]
-
-
-def packing(k: Any, width: int) -> tuple[int, int]:
-    """The group size and the bits with which rows of ``width`` numbers are packed."""
-    return width // k[1].shape[-1], 32 * k[0].shape[-1] // width
 
 
 def visible(queries: int, keys: int, window: int | None) -> mx.array:

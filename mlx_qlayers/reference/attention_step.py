@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import mlx.core as mx
 
+from ..options import AttentionCall, Rotation, Scores
+from ..runtime.spec import Spec
 from .attention import attention
-from .rotary import rotated
+from .rotary import rotary_embedding
 
 
 def attention_step(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    k_buffer: mx.array,
-    v_buffer: mx.array,
-    positions: mx.array,
-    *,
-    dims: int,
-    traditional: bool,
-    base: float | None,
-    rope_scale: float,
-    freqs: mx.array | None,
-    scale: float,
-    mask: mx.array | None,
-) -> list[mx.array]:
-    """As :func:`mlx_qlayers.metal.attention.step.attention_step`; arguments as there."""
+    arrays: Sequence[Any], scale: float, rotation: Rotation
+) -> Callable[..., list[mx.array]]:
+    """A function of arrays of these specs, those of :func:`.ops.attention_step.attention_step`."""
+    q, _, _, k_buffer, v_buffer, _, _, mask = arrays
     batch, _, size, width = k_buffer.shape
-    length, positions = positions[0], positions[1 : 1 + batch]
-    if dims:
-        q, k = (x.reshape(batch, 1, -1, width) for x in (q, k))
-        q, k = rotated(
-            *(q, k, positions),
-            dims=dims,
-            traditional=traditional,
-            base=base,
-            scale=rope_scale,
-            freqs=freqs,
+    leading = () if mask is None else mask.shape[:3]
+    queries, seen = (batch, q.shape[2] // width, 1, width), Spec((*leading, size), mx.bool_)
+    call = AttentionCall(Spec(queries, q.dtype), (k_buffer,), (v_buffer,), Scores(scale), seen)
+    attend, turn = attention(call), rotary_embedding(rotation)
+
+    def run(*arrays: Any) -> list[mx.array]:
+        q, k, v, k_buffer, v_buffer, positions, freqs, mask = arrays
+        length, row = positions[0], mx.arange(size)
+        if rotation.dims:
+            q, k = (x.reshape(batch, 1, -1, width) for x in (q, k))
+            q, k = turn(q, k, positions[1 : 1 + batch], freqs)
+        else:
+            q, k = (x.reshape(batch, -1, 1, width) for x in (q, k))
+        v = v.reshape(batch, -1, 1, v_buffer.shape[3])
+        before, here = (row < length)[:, None], (row == length)[:, None]
+        k_buffer, v_buffer = (
+            mx.where(before, buffer, mx.where(here, new, 0))
+            for buffer, new in ((k_buffer, k), (v_buffer, v))
         )
-    else:
-        q, k = (x.reshape(batch, -1, 1, width) for x in (q, k))
-    row = mx.arange(size)
-    buffers = [
-        mx.where((row < length)[:, None], buffer, mx.where((row == length)[:, None], new, 0))
-        for buffer, new in ((k_buffer, k), (v_buffer, v.reshape(batch, -1, 1, v_buffer.shape[3])))
-    ]
-    seen = row <= length
-    if mask is not None:
-        seen = seen & mask[..., :size]
-    keys, values = buffers
-    out = attention(q, keys, values, scale, seen)
-    return [out.reshape(batch, 1, -1), *buffers]
+        seen = row <= length
+        if mask is not None:
+            seen = seen & mask[..., :size]
+        (out,) = attend(q, k_buffer, v_buffer, seen, None)
+        return [out.reshape(batch, 1, -1), k_buffer, v_buffer]
+
+    return run

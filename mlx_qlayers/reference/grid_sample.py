@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..sampling import Sampling
+from ..options import Sampling
 from .cores import on_core, parts
 
 # Rows of pixels, weights, and whether there is such a pixel: (P, K) of P points with K taps each.

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
+from ..options import Rotation
 
-def rotated(
-    q: mx.array,
-    k: mx.array,
-    offset: mx.array,
-    *,
-    dims: int,
-    traditional: bool,
-    base: float | None,
-    scale: float,
-    freqs: mx.array | None,
-) -> list[mx.array]:
-    """The same as :func:`mlx_qlayers.metal.rotary.launch.rotated`; arguments as there."""
-    return [
-        mx.fast.rope(
-            x.transpose(0, 2, 1, 3),
-            dims,
-            traditional=traditional,
-            base=base,
-            scale=scale,
-            offset=offset,
-            freqs=freqs,
-        )
-        for x in (q, k)
-    ]
+
+def rotary_embedding(rotation: Rotation) -> Callable[..., list[mx.array]]:
+    """A function of q, k, offset and freqs (or None), as :func:`.ops.rotary.rotary_embedding`."""
+    options = rotation._asdict()
+
+    def run(q: mx.array, k: mx.array, offset: mx.array, freqs: mx.array | None) -> list[mx.array]:
+        if freqs is not None:  # MLX's operator cannot be differentiated by them on a GPU
+            freqs = mx.stop_gradient(freqs.astype(mx.float32))
+        given = {**options, "offset": offset.astype(mx.int32), "freqs": freqs}
+        return [mx.fast.rope(x.transpose(0, 2, 1, 3), **given) for x in (q, k)]
+
+    return run

@@ -23,13 +23,13 @@ from sampling import (
 
 from mlx_qlayers.metal.grid_sample import launch as kernels
 from mlx_qlayers.metal.grid_sample.launch import GridSampleConfig, heuristic
+from mlx_qlayers.options import Sampling
 from mlx_qlayers.reference import grid_sample as reference
 from mlx_qlayers.runtime.backend import backend as current_backend
 from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.spec import Spec
 from mlx_qlayers.runtime.tracing import trace
-from mlx_qlayers.sampling import Sampling
 from tests.gpus import GPUS, on_gpus
 
 CHECKED = ["checked", *GPUS]

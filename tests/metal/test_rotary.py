@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.metal.rotary.launch import rotated
+from mlx_qlayers.metal.rotary.launch import rotary_embedding
+from mlx_qlayers.options import Rotation
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
 from tests.numerics import random
 
-OPTIONS = {"dims": 24, "traditional": False, "base": 1e4, "scale": 1.0}
+ROTATION = Rotation(24)
 
 
 @pytest.mark.parametrize("offset", [3, [3, 8]], ids=["at", "each"])
@@ -22,7 +23,7 @@ def test_shares(offset):
     found = []
     with use_backend("host"), checks(), trace() as launches:
         for share in (1, 2, 3, 7, 50):
-            launch = rotated(q, k, mx.array(offset), **OPTIONS, share=share)
+            launch = rotary_embedding(q, k, mx.array(offset), ROTATION, share)
             found.append(launch(q, k, mx.array(offset)))
     assert [run.grid for run in launches] == [(12, n, 6) for n in (7, 4, 3, 1, 1)]
     assert {run.kernel for run in launches} == {"rotary_each" if offset != 3 else "rotary_at"}

@@ -14,6 +14,7 @@ from numerics import assert_accurate, assert_same_sums, random, to64
 from mlx_qlayers import attention, explain, use_backend
 from mlx_qlayers.metal.attention import decode
 from mlx_qlayers.ops import attention as ops
+from mlx_qlayers.options import AttentionCall, Scores
 from mlx_qlayers.reference import attention as reference
 from mlx_qlayers.runtime import backend as backends
 from mlx_qlayers.runtime.backend import Mode, advance_epoch, mode
@@ -168,8 +169,8 @@ def test_the_stock_operator_is_called_at_once(shape, kind, extra, device, on, mo
     on(device)
     for name in ("_why_not_forward", "_why_not_decode"):
         monkeypatch.setattr(ops, name, lambda _: "a reason")
+    monkeypatch.setattr(reference, "attention", lambda call: None)
     plan, given = planned(arrays, options)
-    monkeypatch.setattr(reference, "attention", None)
     assert plan.choice == ("attention", "ops", "a reason", "rule") and not plan.gradients
     rest = given[3:]
     # What is kept is made while something is compiled, and used afterwards.
@@ -182,7 +183,8 @@ def test_the_stock_operator_is_called_at_once(shape, kind, extra, device, on, mo
 
 
 def stock(q, k, v, mask=None, sinks=None, causal=False, window=None, softcap=None):
-    return reference.stock(q, k, v, 1.0, causal, mask, window, softcap, sinks)
+    scores = Scores(1.0, causal, window, softcap)
+    return reference.stock(AttentionCall(q, (k,), (v,), scores, mask, sinks))
 
 
 def test_what_needs_more_than_the_stock_operator(on):
@@ -303,10 +305,9 @@ def test_a_split_of_the_keys_makes_two_launches_of_one_function():
     q, k = Spec.of(Q), (Spec((1, 2, 512, 64), mx.float32),)
     config = decode.configure("cuda", mx.float32, 2, 64, 64, 0, 512)
     assert config.splits(512) > 1
-    scores = decode.Scores(0.1)
     keys = mx.ones(k[0].shape)
     with use_backend("host"):
-        run = decode.attention_decode(q, k, k, None, None, scores, config)
+        run = decode.attention_decode(AttentionCall(q, k, k, Scores(0.1)), config)
         run(Q, keys, keys, None, None)
         frames = []
         sys.setprofile(lambda frame, event, _: event == "call" and frames.append(frame.f_code))

@@ -6,8 +6,8 @@ import pytest
 from numerics import assert_accurate, assert_same_sums
 from sampling import GROUPS, assert_as_special, golden, options_of, same_side
 
+from mlx_qlayers.options import Sampling
 from mlx_qlayers.reference import grid_sample as reference
-from mlx_qlayers.sampling import Sampling
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -10,9 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.metal.attention.forward import Launcher, Scores, attention_forward
+from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
 from mlx_qlayers.metal.attention.layout import Layout
 from mlx_qlayers.ops.exp import exp
+from mlx_qlayers.options import AttentionCall, Scores
 from mlx_qlayers.runtime import BackendError, Kernel, use_backend
 from mlx_qlayers.runtime import backend as backend_module
 from mlx_qlayers.runtime.cuda import translate, whole_threadgroups
@@ -118,7 +119,7 @@ def test_a_grid_of_whole_threadgroups_needs_no_guard(launches: Launches) -> None
 
 def test_a_template_can_ask_for_threadgroups_that_fit_at_once(launches: Launches) -> None:
     q = mx.zeros((1, 1, 64, 128), mx.float16)
-    at = Launcher(q, q, q, None, None, Scores(1.0))
+    at = Launcher(AttentionCall(q, (q,), (q,), Scores(1.0)))
     attention_forward(at, Layout(resident=3))(q, q, q, None, None)
     # So long a text is in a file of its own.
     _, included, _ = launches[0][0]["header"].split('"')

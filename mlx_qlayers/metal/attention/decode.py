@@ -10,15 +10,12 @@ from struct import pack, unpack
 
 import mlx.core as mx
 
+from ...options import AttentionCall
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 from ...runtime.launch import Bound, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from .forward import Scores
 from .layout import rounded
-
-# Keys or values: one array, or (packed, scales, biases).
-Cache = tuple[Spec, ...]
 
 MAX_QUERIES = 8
 MAX_WIDTH = 256
@@ -135,21 +132,12 @@ class Serial:
     block: int = 32
 
 
-def question(q: Spec, k: Cache, v: Cache) -> tuple[mx.Dtype, int, int, int, int, int, int]:
+def question(call: AttentionCall) -> tuple[mx.Dtype, int, int, int, int, int, int]:
     """What is asked about a call: dtype, rows of a key head, D, Dv, bits, caches, keys."""
-    _, heads, queries, width = q.shape
-    batch, kv_heads, keys, _ = k[0].shape
-    bits, _, v_width = _packing(width, k, v)
+    _, heads, queries, width = call.q.shape
+    batch, kv_heads, keys, _ = call.k[0].shape
     rows, caches = heads // kv_heads * queries, batch * kv_heads
-    return q.dtype, rows, width, v_width, bits, caches, rounded(keys)
-
-
-def _packing(width: int, k: Cache, v: Cache) -> tuple[int, int, int]:
-    """Bits and group size of the caches, 0 for plain ones, and the width of a value."""
-    if len(k) == 1:
-        return 0, 0, v[0].shape[3]
-    bits = 32 * k[0].shape[3] // width
-    return bits, width // k[1].shape[3], 32 * v[0].shape[3] // bits
+    return call.q.dtype, rows, width, call.v_width, call.packing[1], caches, rounded(keys)
 
 
 # Into how many splits keys are cut, of plain and of packed ones: fewer up to so many keys, then as
@@ -181,30 +169,18 @@ def configure(
     return Decode(columns, simds, blocks, slice, run, min_keys=64, max_splits=splits)
 
 
-def attention_decode(
-    q: Spec,
-    k: Cache,
-    v: Cache,
-    mask: Spec | None,
-    sinks: Spec | None,
-    scores: Scores,
-    config: Decode | Serial,
-) -> Callable[..., list[mx.array]]:
+def attention_decode(call: AttentionCall, config: Decode | Serial) -> Callable[..., list[mx.array]]:
     """Attention in one pass over keys and values: one launch, or two with more splits than one.
 
     Args:
-        q: (B, H, L, D) in float32, float16 or bfloat16; D and Dv multiples of 8 up to 256.
-        k: (B, Hkv, S, D) in the dtype of ``q``, or packed, scales and biases; any strides.
-        v: (B, Hkv, S, Dv), or packed like ``k``.
-        mask: booleans or numbers that broadcast to (B, H, L, S), or None.
-        sinks: (H,) floating point, or None.
-        scores: the other options.
+        call: specs of the arrays; D and Dv are multiples of 8 up to 256.
         config: how to spread the work.
 
     Returns:
         A function of q, the arrays of k, those of v, mask and sinks, which gives one array:
         (B, H, L, Dv) in the dtype of ``q``. It lies as (B, L, H, Dv), as what follows wants it.
     """
+    q, k, v, scores, mask, sinks = call
     parts, queries = [q, *k, *v], q.shape[2]
     # MLX would not pass these in device memory; what is behind their rows is not read.
     short = [i for i, a in enumerate(parts) if a.size < CONSTANT_BELOW]
@@ -216,7 +192,7 @@ def attention_decode(
     others += [] if sinks is None else [sinks]
     options, count = _options(scores.scale, scores.softcap, scores.window), len(parts)
     inputs = [*parts, *others, Spec.of(options)]
-    launch, combine = _launches(inputs, q, k, v, mask, sinks, scores, config)
+    launch, combine = _launches(inputs, call, config)
 
     def run(*arrays: mx.array) -> list[mx.array]:
         given = list(arrays[:count])
@@ -236,19 +212,12 @@ def attention_decode(
 
 
 def _launches(
-    inputs: list[Spec],
-    q: Spec,
-    k: Cache,
-    v: Cache,
-    mask: Spec | None,
-    sinks: Spec | None,
-    scores: Scores,
-    config: Decode | Serial,
+    inputs: list[Spec], call: AttentionCall, config: Decode | Serial
 ) -> tuple[Bound, Bound | None]:
     """The launch of attention and, if there is more than one split, the one that adds them up."""
+    q, k, v, scores, mask, sinks = call
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k[0].shape
-    bits, group, v_width = _packing(width, k, v)
-    rows = heads // kv_heads * queries
+    (group, bits), v_width, rows = call.packing, call.v_width, heads // kv_heads * queries
     seen = _CAUSAL if scores.causal and queries > 1 else _ALL
     if mask is not None:
         seen = _BOOLEAN if mask.dtype == mx.bool_ else _ADDITIVE

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import e, log2
-from typing import NamedTuple
 
 import mlx.core as mx
 
+from ...options import AttentionCall
 from ...runtime.backend import backend, use_backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, TemplateValue
@@ -32,32 +32,11 @@ _FORWARD = Kernel(
 )
 
 
-class Scores(NamedTuple):
-    """What becomes of the products of queries and keys.
-
-    Attributes:
-        scale: what they are multiplied by.
-        causal: whether a query sees no key that comes after it.
-        window: how many keys a query sees, itself included, or None.
-        softcap: the bound of the scores, or None.
-    """
-
-    scale: float
-    causal: bool = False
-    window: int | None = None
-    softcap: float | None = None
-
-
 class Launcher:
     """Binds the kernels of attention of many queries to the shapes of one call.
 
     Args:
-        q: queries (B, H, L, D).
-        k: keys (B, Hkv, S, D), in the dtype of ``q``.
-        v: values (B, Hkv, S, Dv), likewise.
-        mask: booleans or numbers that broadcast to (B, H, L, S), or None.
-        sinks: (H,) or None.
-        scores: the other options.
+        call: specs of the arrays; keys and values are not packed.
 
     Attributes:
         average: whether a query may see no key; it gets the mean of the values.
@@ -66,9 +45,8 @@ class Launcher:
         ends: the last two inputs of each kernel: sizes and factors.
     """
 
-    def __init__(
-        self, q: Spec, k: Spec, v: Spec, mask: Spec | None, sinks: Spec | None, scores: Scores
-    ) -> None:
+    def __init__(self, call: AttentionCall) -> None:
+        q, (k,), (v,), scores, mask, sinks = call
         self.q, self.sinks, self.causal, self.device = q, sinks, scores.causal, backend()
         self.batch, self.heads, self.queries, self.width = q.shape
         _, self.kv_heads, self.keys, self.v_width = v.shape

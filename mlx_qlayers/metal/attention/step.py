@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import e, log2
 from struct import pack, unpack
+from typing import Any
 
 import mlx.core as mx
 
+from ...options import Rotation
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
@@ -47,23 +49,6 @@ def _kernel(masked: bool, listed: bool) -> Kernel:
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """How a rotary embedding turns, as ``mx.fast.rope`` takes it.
-
-    Attributes:
-        dims: leading elements of a head that are turned; even.
-        traditional: turn neighbours, not elements half of ``dims`` apart.
-        base: element i turns by ``base ** (-2 i / dims)`` a position; None with frequencies.
-        scale: of positions.
-    """
-
-    dims: int
-    traditional: bool = False
-    base: float | None = 10000.0
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
 class Step:
     """How a step is spread over threads.
 
@@ -92,24 +77,13 @@ def question(
 
 
 def attention_step(
-    q: Spec,
-    k: Spec,
-    v: Spec,
-    k_buffer: Spec,
-    v_buffer: Spec,
-    positions: Spec,
-    freqs: Spec | None,
-    mask: Spec | None,
-    *,
-    scale: float,
-    rotation: Rotation,
-    config: Step,
+    arrays: Sequence[Any], scale: float, rotation: Rotation, config: Step
 ) -> Callable[..., list[mx.array]]:
     """A step of decoding, in one launch or two.
 
     Args:
-        q, k, v, k_buffer, v_buffer, positions, freqs, mask: as the operation of this name takes
-            them; freqs in float32, D and Dv multiples of 8 up to 256.
+        arrays: specs of q, k, v, k_buffer, v_buffer, positions, freqs and mask, as the operation of
+            this name takes them; D and Dv multiples of 8 up to 256.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned.
         config: how to spread the work.
@@ -118,6 +92,8 @@ def attention_step(
         A function of these arrays, which gives (B, 1, H * Dv), and the buffers with the token's key
         and value, and zeros behind them.
     """
+    *always, freqs, mask = arrays
+    q, _, _, k_buffer, v_buffer, _ = always
     batch, kv_heads, size, width = k_buffer.shape
     heads, v_width = q.shape[2] // width, v_buffer.shape[3]
     steps = (0, 0)
@@ -132,9 +108,10 @@ def attention_step(
         *(mx.float32 if split else q.dtype, split),
     )
     shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, config.splits, v_width + 2)
-    optional = [a for a in (mask, freqs) if a is not None]
+    optional = [] if mask is None else [mask]
+    optional += [] if freqs is None else [Spec(freqs.shape, mx.float32)]
     launch = kernel.bind(
-        [q, k, v, k_buffer, v_buffer, positions, *optional, Spec.of(options)],
+        [*always, *optional, Spec.of(options)],
         template=dict(zip(kernel.template, values, strict=True)),
         grid=(32 * config.simds * config.splits, heads, batch),
         threadgroup=(32 * config.simds, 1, 1),
@@ -147,7 +124,7 @@ def attention_step(
         if mask is not None:
             given.append(arrays[7])
         if freqs is not None:
-            given.append(arrays[6])
+            given.append(arrays[6].astype(mx.float32))
         given.append(options)
         outputs = launch(given)
         if combine is not None:
@@ -159,6 +136,6 @@ def attention_step(
 
 def _options(size: int, scale: float, rotation: Rotation, *steps: int) -> mx.array:
     turning = [*two_floats(rotation.scale), 0.0, 0.0]
-    turning += rates(rotation.dims, rotation.base, rotation.scale)
+    turning += rates(rotation)
     bits = unpack(f"{1 + len(turning)}i", pack(f"{1 + len(turning)}f", scale * log2(e), *turning))
     return mx.array([size, bits[0], *steps, *bits[1:]], mx.int32)

@@ -11,11 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...options import Sampling
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
-from ...sampling import Sampling
 
 _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}
 _PADDING = {"zeros": 0, "border": 1, "reflection": 2}

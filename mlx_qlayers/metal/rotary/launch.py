@@ -7,6 +7,7 @@ from struct import pack, unpack
 
 import mlx.core as mx
 
+from ...options import Rotation
 from ...runtime.kernel import Kernel
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
@@ -24,42 +25,30 @@ _AT, _EACH = (
 )
 
 
-def rotated(
-    q: Spec,
-    k: Spec,
-    offset: Spec,
-    *,
-    dims: int,
-    traditional: bool,
-    base: float | None,
-    scale: float,
-    share: int,
+def rotary_embedding(
+    q: Spec, k: Spec, offset: Spec, rotation: Rotation, share: int
 ) -> Callable[..., list[mx.array]]:
     """The launch that turns queries and keys by their positions.
 
     Args:
-        q: (B, L, H, D).
-        k: (B, L, Hkv, D) in the dtype of ``q``.
-        offset: the position of the first row: 0-d, or (B,).
-        dims: leading elements of a head that are turned; even.
-        traditional: turn neighbours, not elements half of ``dims`` apart.
-        base: of the geometric series of frequencies, or None where they are listed.
-        scale: of positions.
+        q, k, offset: specs of what the operation of this name takes.
+        rotation: how they are turned; without a base by frequencies.
         share: heads that one thread turns.
 
     Returns:
-        A function of q, k, offset and, where there is no ``base``, the reciprocals of frequencies
+        A function of q, k, offset and, where there is no base, the reciprocals of frequencies
         (dims / 2,), that gives (B, H, L, D) and (B, Hkv, L, D).
     """
+    dims, listing = rotation.dims, rotation.base is None
     (batch, length, heads, width), kv_heads = q.shape, k.shape[2]
     sizes = mx.array([length, heads, kv_heads, width, dims, share], mx.int32)
-    both = [*two_floats(scale), *rates(dims, base, scale)]
+    both = [*two_floats(rotation.scale), *rates(rotation)]
     pairs = mx.array(both + [0.0] * (CONSTANT_BELOW - len(both)), mx.float32)
     unused = mx.zeros((CONSTANT_BELOW,))
-    listed = Spec((dims // 2,), mx.float32) if base is None else unused
+    listed = Spec((dims // 2,), mx.float32) if listing else unused
     launch = (_EACH if offset.ndim else _AT).bind(
         [q, k, Spec(offset.shape, mx.int32), listed, sizes, pairs],
-        template={"T": q.dtype, "traditional": traditional, "listed": base is None},
+        template={"T": q.dtype, "traditional": rotation.traditional, "listed": listing},
         grid=(dims // 2, -(-(heads + kv_heads) // share), batch * length),
         threadgroup=(min(dims // 2, 64), 1, 1),
         output_shapes=[(batch, heads, length, width), (batch, kv_heads, length, width)],
@@ -74,14 +63,12 @@ def rotated(
     return run
 
 
-def rates(dims: int, base: float | None, scale: float) -> list[float]:
+def rates(rotation: Rotation) -> list[float]:
     """What each pair turns by from one position to the next, as the sum of two floats.
 
-    Args:
-        dims: elements that are turned.
-        base: of the geometric series of frequencies; None gives nothing.
-        scale: of positions.
+    Nothing where frequencies are listed instead.
     """
+    dims, _, base, scale = rotation
     if base is None:
         return []
     return [part for i in range(0, dims, 2) for part in two_floats(scale * base ** (-i / dims))]

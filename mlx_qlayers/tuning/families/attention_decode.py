@@ -11,7 +11,7 @@ import mlx.core as mx
 from ...dispatch.tunable import AttentionDecodeProblem as Problem
 from ...metal.attention import decode as metal
 from ...metal.attention.decode import Decode
-from ...metal.attention.forward import Scores
+from ...options import AttentionCall, Scores
 from ...reference import attention as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ...runtime.spec import Spec
@@ -61,17 +61,16 @@ class AttentionDecodeFamily(Family[Problem, Decode]):
         return [q, *mx.quantize(k, _GROUP, problem.bits), *mx.quantize(v, _GROUP, problem.bits)]
 
     def bind(self, inputs: Inputs, problem: Problem, config: Decode) -> Path:
-        scores = Scores(problem.width**-0.5)
-        launch = metal.attention_decode(*_three(inputs), None, None, scores, config)
+        launch = metal.attention_decode(_call(inputs, problem), config)
         return lambda inputs: launch(*inputs, None, None)[0]
 
     def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
-        scale = problem.width**-0.5
-        stock = reference.plan(*_three(inputs), scale, False, None, None, None)
+        stock = reference.attention(_call(inputs, problem))
         return {"stock": lambda inputs: stock(*inputs, None, None)[0]}
 
 
-def _three(inputs: Inputs) -> tuple[Spec, metal.Cache, metal.Cache]:
+def _call(inputs: Inputs, problem: Problem) -> AttentionCall:
     """Queries, keys and values, the latter of one array or of three."""
     q, *caches = map(Spec.of, inputs)
-    return q, tuple(caches[: len(caches) // 2]), tuple(caches[len(caches) // 2 :])
+    half, scores = len(caches) // 2, Scores(problem.width**-0.5)
+    return AttentionCall(q, tuple(caches[:half]), tuple(caches[half:]), scores)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import mlx.core as mx
-
 from ...dispatch.tunable import AttentionForwardProblem as Problem
-from ...metal.attention.forward import Launcher, Scores, attention_forward
+from ...metal.attention.forward import Launcher, attention_forward
 from ...metal.attention.layout import Layout, memory, registers
+from ...options import AttentionCall, Scores
 from ...reference import attention as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ...runtime.spec import Spec
@@ -48,16 +47,14 @@ class AttentionForwardFamily(Family[Problem, Layout]):
         return normal(problem.dtype, q, (*kv, width), (*kv, v_width))
 
     def bind(self, inputs: Inputs, problem: Problem, config: Layout) -> Path:
-        scores = Scores(problem.shape[5] ** -0.5, causal=problem.causal)
-        q, k, v = map(Spec.of, inputs)
-        launch = attention_forward(Launcher(q, k, v, None, None, scores), config)
+        launch = attention_forward(Launcher(_call(inputs, problem)), config)
         return lambda inputs: launch(*inputs, None, None)[0]
 
     def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
-        scale, mask = problem.shape[5] ** -0.5, "causal" if problem.causal else None
+        stock = reference.attention(_call(inputs, problem))
+        return {"stock": lambda inputs: stock(*inputs, None, None)[0]}
 
-        def stock(inputs: Inputs) -> mx.array:
-            q, k, v = inputs
-            return reference.attention(q, k, v, scale, mask, None, None, None)
 
-        return {"stock": stock}
+def _call(inputs: Inputs, problem: Problem) -> AttentionCall:
+    q, k, v = map(Spec.of, inputs)
+    return AttentionCall(q, (k,), (v,), Scores(problem.shape[5] ** -0.5, problem.causal))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 
 import mlx.core as mx
 
 from ...dispatch.tunable import AttentionStepProblem as Problem
 from ...metal.attention import step as metal
-from ...metal.attention.step import Rotation, Step
+from ...metal.attention.step import Step
+from ...options import Rotation
 from ...reference import attention_step as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ...runtime.spec import Spec
@@ -46,14 +46,15 @@ class AttentionStepFamily(Family[Problem, Step]):
         return [*arrays, mx.full((max(_POSITIONS, 1 + batch),), size - 1, mx.int32)]
 
     def bind(self, inputs: Inputs, problem: Problem, config: Step) -> Path:
-        q, k, v, k_buffer, v_buffer, positions = map(Spec.of, inputs)
-        given = q, k, v, k_buffer, v_buffer, positions, None, None
-        scale, rotation = problem.width**-0.5, Rotation(problem.width)
-        launch = metal.attention_step(*given, scale=scale, rotation=rotation, config=config)
+        launch = metal.attention_step(*_given(inputs, problem), config)
         return lambda inputs: launch(*inputs, None, None)[0]
 
     def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
-        turning = asdict(Rotation(problem.width))
-        turning["rope_scale"] = turning.pop("scale")
-        options = turning | {"freqs": None, "scale": problem.width**-0.5, "mask": None}
-        return {"stock": lambda inputs: reference.attention_step(*inputs, **options)[0]}
+        stock = reference.attention_step(*_given(inputs, problem))
+        return {"stock": lambda inputs: stock(*inputs, None, None)[0]}
+
+
+def _given(inputs: Inputs, problem: Problem) -> tuple[tuple[Spec | None, ...], float, Rotation]:
+    """The arrays' specs, the scale and the rotation."""
+    width = problem.width
+    return (*map(Spec.of, inputs), None, None), width**-0.5, Rotation(width)

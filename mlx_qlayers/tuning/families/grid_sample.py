@@ -10,8 +10,8 @@ import mlx.core as mx
 from ...dispatch.tunable import GridSampleProblem as Problem
 from ...metal.grid_sample import launch as metal
 from ...metal.grid_sample.launch import GridSampleConfig
+from ...options import Sampling
 from ...reference import grid_sample as reference
-from ...sampling import Sampling
 from ..family import Family, Inputs, Path, normal
 from ..moves import Axis, Local, Unroll, Upcast
 from .packed import specs
