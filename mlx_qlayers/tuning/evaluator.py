@@ -123,7 +123,7 @@ class Evaluator(Generic[P, C]):
     def others(self) -> float:
         """Seconds of the fastest other path but the stock operator, roughly; infinity without."""
         paths = dict(self.family.paths(self.inputs, self.problem))
-        paths.pop("stock", None)  # which CUDA may take a minute to build
+        paths.pop("stock")  # which CUDA may take a minute to build
         found = self._times(paths, self.sets, 3)
         return min((sample.median for sample in found.values()), default=inf)
 
@@ -132,7 +132,7 @@ class Evaluator(Generic[P, C]):
     ) -> tuple[list[Times], dict[str, Times]]:
         """Configurations side by side, and the other paths."""
         own = {str(i): self._path(config) for i, config in enumerate(configs)}
-        every = own | (dict(self.family.paths(self.inputs, self.problem)) if paths else {})
+        every = own | (self.family.paths(self.inputs, self.problem) if paths else {})
         cold = self._times(every, self.sets, 7)
         warm = self._times(every, self.sets[:1], 5)
         times = {name: Times(cold[name], warm[name]) for name in cold}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Generic, TypeVar
 
 import mlx.core as mx
 
 from ..dispatch.tunable import Problem
-from .moves import Axis
+from .moves import Move
 
 P = TypeVar("P", bound=Problem)
 C = TypeVar("C")
@@ -23,11 +22,11 @@ class Family(ABC, Generic[P, C]):
 
     Attributes:
         problem: the class of its problems.
-        axes: the moves that a configuration admits.
+        moves: those that a configuration admits.
     """
 
     problem: type[P]
-    axes: ClassVar[tuple[Axis, ...]]
+    moves: ClassVar[tuple[Move, ...]]
 
     @property
     def name(self) -> str:
@@ -55,14 +54,18 @@ class Family(ABC, Generic[P, C]):
         """The launch of the kernel for inputs like these."""
 
     @abstractmethod
-    def paths(self, inputs: Inputs, problem: P) -> Mapping[str, Path]:
+    def stock(self, inputs: Inputs, problem: P) -> mx.array:
+        """The result by operators of MLX."""
+
+    def paths(self, inputs: Inputs, problem: P) -> dict[str, Path]:
         """The other paths that ``auto`` could take; ``"stock"`` is the operator of MLX."""
+        return {"stock": lambda inputs: self.stock(inputs, problem)}
 
     def reference(self, inputs: Inputs, problem: P) -> mx.array:
-        """The right result: by default that of the stock operator in float32."""
+        """The right result: that of the stock operator in float32."""
         floats = (mx.float16, mx.bfloat16)
         single = [a.astype(mx.float32) if a.dtype in floats else a for a in inputs]
-        return self.paths(single, problem)["stock"](single)
+        return self.stock(single, problem)
 
     def tolerance(self, problem: P) -> float:
         """The largest error that passes, over the largest number of the result."""
@@ -70,13 +73,13 @@ class Family(ABC, Generic[P, C]):
 
     def near(self, config: C, problem: P) -> list[C]:
         """The legal configurations one move away."""
-        return self._legal(_moved([config], self.axes), problem)
+        return self._legal((new for move in self.moves for new in move(config)), problem)
 
     def all(self, problem: P, example: C) -> list[C]:
-        """Every legal configuration that differs from an example along the axes."""
+        """Every legal configuration to which moves lead from an example."""
         found = [example]
-        for axis in self.axes:
-            found += _moved(found, [axis])
+        for move in self.moves:
+            found += [new for config in found for new in move(config)]
         return self._legal(found, problem)
 
     def _legal(self, configs: Iterable[C], problem: P) -> list[C]:
@@ -85,15 +88,5 @@ class Family(ABC, Generic[P, C]):
 
 
 def normal(dtype: mx.Dtype, *shapes: tuple[int, ...]) -> Inputs:
-    """Random numbers."""
+    """Random arrays."""
     return [mx.random.normal(shape).astype(dtype) for shape in shapes]
-
-
-def _moved(configs: Iterable[C], axes: Sequence[Axis]) -> list[C]:
-    """Where the moves of some axes lead, but for what a configuration does not admit at all."""
-    found: list[Any] = []
-    for config in configs:
-        for move in (move for axis in axes for move in axis.moves(config)):
-            with suppress(ValueError):
-                found.append(move(config))
-    return found

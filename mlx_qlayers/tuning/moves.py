@@ -11,36 +11,35 @@ Source: the optimisations of tinygrad's kernels (``UPCAST``, ``UNROLL``, ``LOCAL
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
-
-C = TypeVar("C")
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Move:
-    """Give one field of a configuration another value.
+    """A field of a configuration, and the values that it may take; subclasses say what it does.
 
     Attributes:
         field: the field of the configuration, a frozen dataclass.
-        value: its new value.
+        values: those that it may take.
 
     Example:
         >>> from mlx_qlayers.metal.common.row_sum import RowSum
-        >>> Upcast("upcast", 4)(RowSum()).upcast
-        4
+        >>> [config.upcast for config in Upcast("upcast", (1, 2, 4))(RowSum(upcast=2))]
+        [1, 4]
     """
 
     field: str
-    value: int
+    values: tuple[int, ...]
 
-    def __call__(self, config: C) -> C:
-        before: Any = config
-        after: C = replace(before, **{self.field: self.value})
-        return after
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__.upper()} {self.field}={self.value}"
+    def __call__(self, config: Any) -> Iterator[Any]:
+        """A configuration with every other value that it admits, if it has such a field."""
+        if self.field in {field.name for field in fields(config)}:
+            for value in self.values:
+                if value != getattr(config, self.field):
+                    with suppress(ValueError):
+                        yield replace(config, **{self.field: value})
 
 
 class Upcast(Move):
@@ -108,31 +107,3 @@ class Tile(Move):
 
 class Buffer(Move):
     """Parts of a matrix under way at a time: while one is worked on, the next ones are read."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One field of a configuration, the kind of move that changes it, and the values it may take.
-
-    Attributes:
-        move: the kind.
-        field: the field.
-        values: those that it may take.
-    """
-
-    move: type[Move]
-    field: str
-    values: tuple[int, ...]
-
-    def moves(self, config: Any) -> Iterator[Move]:
-        """The moves to every other value; none where the configuration has no such field.
-
-        Example:
-            >>> from mlx_qlayers.metal.common.row_sum import RowSum
-            >>> [str(move) for move in Axis(Upcast, "upcast", (1, 2, 4)).moves(RowSum(upcast=2))]
-            ['UPCAST upcast=1', 'UPCAST upcast=4']
-        """
-        if self.field not in {field.name for field in fields(config)}:
-            return iter(())
-        now = getattr(config, self.field)
-        return (self.move(self.field, value) for value in self.values if value != now)

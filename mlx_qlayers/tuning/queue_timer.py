@@ -28,7 +28,7 @@ class QueueTimer:
         busy: whether there is such work: a CPU begins at once, and is not measured that way.
 
     Example:
-        >>> QueueTimer().seconds({"exp": lambda x: [mx.exp(x)]})["exp"].median > 0
+        >>> QueueTimer(busy=False).seconds({"exp": lambda x: [mx.exp(x)]})["exp"].median > 0
         True
     """
 

@@ -116,10 +116,15 @@ def _text(value: Any, depth: int = 0) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other processes from changing a file between its reading and its writing."""
+    """Keep other processes from changing a file between its reading and its writing.
+
+    What one that was killed meanwhile left of a new file is removed: its lock ended with it.
+    """
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for draft in path.parent.glob(f".{path.name}.*"):
+            draft.unlink(missing_ok=True)
         yield

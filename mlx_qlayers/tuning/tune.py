@@ -125,6 +125,9 @@ def tune(
         progress(trial)
         return trial
 
+    def ranked() -> list[Trial[C]]:
+        return sorted(trials.values(), key=lambda trial: trial.seconds)
+
     interrupt: KeyboardInterrupt | None = None
     compared: tuple[list[Times], dict[str, Times]] | None = None
     try:
@@ -134,7 +137,7 @@ def tune(
         if works and time.monotonic() < until and first.seconds <= _HOPELESS * rates.others():
             _search(rates, first, attempt, beam)
         if works and not rates.lost:
-            compared = rates.compared(finalists(heuristic, _ranked(trials)))
+            compared = rates.compared(finalists(heuristic, ranked()))
     except KeyboardInterrupt as caught:
         interrupt = caught
         if heuristic not in trials:
@@ -142,9 +145,9 @@ def tune(
     if why := trials[heuristic].problem:
         kind = DeviceLost if rates.lost else RuntimeError
         raise kind(f"{problem.key}: {heuristic}: {why}")
-    tuned = _tuned(problem, finalists(heuristic, _ranked(trials)), trials, compared, rates.lost)
+    tuned = _tuned(problem, heuristic, ranked(), compared, rates.lost)
     if keep:
-        remember(rates.name, tuned)
+        save(rates.name, {problem.key: _entry(tuned)})
     if interrupt is not None:
         raise interrupt
     return tuned
@@ -166,42 +169,53 @@ def _search(
     )
 
 
-def _ranked(trials: Mapping[C, Trial[C]]) -> list[Trial[C]]:
-    return sorted(trials.values(), key=lambda trial: trial.seconds)
-
-
 def _tuned(
     problem: Problem,
-    finals: Sequence[C],
-    trials: Mapping[C, Trial[C]],
+    heuristic: C,
+    trials: list[Trial[C]],
     compared: tuple[list[Times], dict[str, Times]] | None,
     lost: str,
 ) -> Tuned[C]:
     """The verdict on what was measured side by side, or else on the trials."""
-    once = [Sample.of([trials[config].seconds]) for config in finals]
-    times, paths = compared or ([Times(sample, sample) for sample in once], {})
+    finals = finalists(heuristic, trials)
+    once = {trial.config: Sample.of([trial.seconds]) for trial in trials}
+    times, paths = compared or ([Times(once[config], once[config]) for config in finals], {})
     best = fastest(times)
     every = {"kernel" if compared else "uncompared": times[best], **paths}
     path = min(every, key=lambda name: every[name].cold.median)
-    return Tuned(problem, finals[best], path, times[0], every, _ranked(trials), lost)
+    return Tuned(problem, finals[best], path, times[0], every, trials, lost)
+
+
+def _entry(tuned: Tuned[Any]) -> Entry:
+    """What is stored."""
+    return Entry(
+        config=asdict(tuned.config),
+        path=tuned.path,
+        seconds=tuned.seconds,
+        heuristic=tuned.heuristic,
+        tried=len(tuned.trials),
+        source=source_hash(*tuned.problem.kernels()),
+        mlx=version("mlx"),
+        paths={name: times.cold.median for name, times in tuned.times.items()},
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    )
 
 
 def tune_all(
     problems: Sequence[Target],
     *,
-    beam: int = 4,
     budget_s: float = 60.0,
     progress: Callable[[Target, float], Any] = lambda target, gain: None,
-    keep: bool = True,
-    evaluator: Callable[[Family[Any, Any], Any], Evaluator[Any, Any]] = Evaluator,
+    **options: Any,
 ) -> Iterator[tuple[Target, Tuned[Any]]]:
-    """Tune several problems within a budget; each has an even share of what is left of it.
+    """Tune problems within a budget; each has an even share of what is left of it.
 
     Args:
         problems: what to tune.
-        beam, keep, evaluator: see :func:`tune`.
         budget_s: seconds for all of them.
         progress: called after each trial with the problem and its gain so far.
+        options: beam, keep and evaluator of :func:`tune`.
 
     Yields:
         Each problem and what was found, which is stored by then. What comes when the budget is
@@ -216,8 +230,14 @@ def tune_all(
         share = (deadline - time.monotonic()) / (len(problems) - i)
         if share <= 0:
             return
-        tried = partial(_told, progress, target, [])
-        options: dict[str, Any] = {"beam": beam, "keep": keep, "evaluator": evaluator}
+        seconds: list[float] = []
+
+        def tried(
+            trial: Trial[Any], target: Target = target, seconds: list[float] = seconds
+        ) -> None:
+            seconds.append(trial.seconds)
+            progress(target, seconds[0] / min(seconds) if min(seconds) < inf else 1.0)
+
         try:
             tuned = tune(*target, budget_s=share, progress=tried, **options)
         except DeviceLost:
@@ -230,33 +250,6 @@ def tune_all(
             raise DeviceLost(f"{target.key}: {tuned.lost}")
 
 
-def _told(
-    progress: Callable[[Target, float], Any],
-    target: Target,
-    seconds: list[float],
-    trial: Trial[Any],
-) -> None:
-    seconds.append(trial.seconds)
-    progress(target, seconds[0] / min(seconds) if min(seconds) < inf else 1.0)
-
-
-def remember(device: str, tuned: Tuned[Any]) -> None:
-    """Store what was found."""
-    entry = Entry(
-        config=asdict(tuned.config),
-        path=tuned.path,
-        seconds=tuned.seconds,
-        heuristic=tuned.heuristic,
-        tried=len(tuned.trials),
-        source=source_hash(*tuned.problem.kernels()),
-        mlx=version("mlx"),
-        paths={name: times.cold.median for name, times in tuned.times.items()},
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    )
-    save(device, {tuned.problem.key: entry})
-
-
 def finalists(heuristic: C, trials: Iterable[Trial[C]]) -> list[C]:
     """The heuristic's choice, and the best of the others that work, of trials in their order."""
     works = (t.config for t in trials if t.config != heuristic and not t.problem)
@@ -264,17 +257,16 @@ def finalists(heuristic: C, trials: Iterable[Trial[C]]) -> list[C]:
 
 
 def fastest(times: Sequence[Times]) -> int:
-    """Which of the finalists to take: the first, unless another one beats it."""
-    best, untuned = 0, times[0]
-    for i, found in enumerate(times):
-        if _beats(found, untuned) and found.cold.median < times[best].cold.median:
-            best = i
-    return best
+    """Which of the finalists to take: the first, which is the heuristic's, unless another beats it.
 
+    To beat it is to be faster by more than noise, and no slower where a cache holds the inputs.
+    """
+    untuned = times[0]
 
-def _beats(found: Times, untuned: Times) -> bool:
-    """Whether a configuration is faster than the heuristic's by more than noise, which stays as it
-    is otherwise; and no slower where a cache holds its inputs."""
-    noise = max(NOISE, (found.cold.spread + untuned.cold.spread) / 4)
-    no_slower = found.warm.median <= untuned.warm.median * (1 + max(NOISE, untuned.warm.spread))
-    return found.cold.median < untuned.cold.median * (1 - noise) and no_slower
+    def beats(found: Times) -> bool:
+        noise = max(NOISE, (found.cold.spread + untuned.cold.spread) / 4)
+        no_slower = found.warm.median <= untuned.warm.median * (1 + max(NOISE, untuned.warm.spread))
+        return found.cold.median < untuned.cold.median * (1 - noise) and no_slower
+
+    better = [i for i, found in enumerate(times) if beats(found)]
+    return min(better, key=lambda i: times[i].cold.median, default=0)

@@ -7,7 +7,7 @@ from mlx_qlayers.dispatch.tunable import QmvProblem
 from mlx_qlayers.formats import Format
 from mlx_qlayers.tuning import evaluator, queue_timer
 from mlx_qlayers.tuning.evaluator import Evaluator
-from mlx_qlayers.tuning.families.qmv import QmvFamily
+from mlx_qlayers.tuning.families.quantized_matmul import QmvFamily
 from mlx_qlayers.tuning.queue_timer import QueueTimer
 from mlx_qlayers.tuning.timing import Sample
 
@@ -21,7 +21,10 @@ class Stock(QmvFamily):
         return lambda inputs: mx.quantized_matmul(*inputs)
 
     def paths(self, inputs, problem):
-        return {"stock": lambda inputs: mx.quantized_matmul(*inputs)}
+        return {"stock": lambda inputs: self.stock(inputs, problem)}
+
+    def stock(self, inputs, problem):
+        return mx.quantized_matmul(*inputs)
 
 
 @pytest.fixture
@@ -29,7 +32,8 @@ def measured(monkeypatch):
     monkeypatch.setattr(evaluator, "backend", lambda: "cuda")
     monkeypatch.setattr(evaluator, "file_of", lambda device: "some_gpu")
     monkeypatch.setattr(evaluator, "_COLD", 1 << 19)
-    monkeypatch.setattr(queue_timer, "_LARGEST", 512)
+    monkeypatch.setattr(queue_timer, "_SMALLEST", 32)
+    monkeypatch.setattr(queue_timer, "_LARGEST", 32)
     monkeypatch.setattr(queue_timer, "_MOST", 1e-3)
     evaluator._timer.cache_clear()
     return Evaluator(Stock(), PROBLEM)

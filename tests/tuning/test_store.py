@@ -223,6 +223,24 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(folder, tmp_path):
     assert save("gpu", {KEY: entry()}) and found() == BEST
 
 
+@pytest.mark.parametrize("end", [save, clear])
+def test_what_a_killed_save_leaves_is_removed_by_the_next(folder, end):
+    program = (
+        "import os, signal\n"
+        "from mlx_qlayers.dispatch.entries import Entry\n"
+        "from mlx_qlayers.tuning.store import save\n"
+        "os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"save('gpu', {{'row_sum 1x1 float32': {ENTRY!r}}})\n"
+    )
+    save("gpu", {KEY: entry()})
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+    # The second removed what the first had left.
+    assert len([*folder.glob(".*")]) == 1
+    assert save("gpu", {KEY: entry()}) if end is save else clear("gpu") == 1
+    assert [*folder.glob(".*")] == []
+
+
 def test_a_folder_that_cannot_be_written_keeps_results_for_the_process(
     tmp_path, monkeypatch, capsys
 ):

@@ -17,7 +17,7 @@ from mlx_qlayers.tuning import evaluator, store
 from mlx_qlayers.tuning.evaluator import Times
 from mlx_qlayers.tuning.families import FAMILIES
 from mlx_qlayers.tuning.families.row_sum import RowSumFamily
-from mlx_qlayers.tuning.moves import Axis, Group, Local, PadTo, Unroll, Upcast
+from mlx_qlayers.tuning.moves import Group, Local, PadTo, Unroll, Upcast
 from mlx_qlayers.tuning.problems import Target
 from mlx_qlayers.tuning.search import Trial
 from mlx_qlayers.tuning.timing import Sample
@@ -30,11 +30,11 @@ COUNTED = {"evaluator": Counted}
 class Small(RowSumFamily):
     """Few enough configurations to compile them all."""
 
-    axes = (
-        Axis(Upcast, "upcast", (1, 2)),
-        Axis(Unroll, "unroll", (1, 2, 4)),
-        Axis(Local, "local", (1, 4)),
-        Axis(Group, "group", (1, 4)),
+    moves = (
+        Upcast("upcast", (1, 2)),
+        Unroll("unroll", (1, 2, 4)),
+        Local("local", (1, 4)),
+        Group("group", (1, 4)),
     )
 
 
@@ -103,7 +103,7 @@ def test_broken_candidates_are_recorded_and_skipped():
 class ReadsOutside(Small):
     """A family whose search admits what its rows do not: turns that reach beyond the last one."""
 
-    axes = (Axis(Unroll, "unroll", (1, 2)), Axis(PadTo, "padded", (False, True)))
+    moves = (Unroll("unroll", (1, 2)), PadTo("padded", (False, True)))
 
     def why_not(self, config, problem):
         return None if config.group == 1 else "one SIMD group"

@@ -3,12 +3,9 @@
 from typing import Any
 
 from ..family import Family
-from .attention_decode import AttentionDecodeFamily
-from .attention_forward import AttentionForwardFamily
-from .attention_step import AttentionStepFamily
+from .attention import AttentionDecodeFamily, AttentionForwardFamily, AttentionStepFamily
 from .grid_sample import GridSampleFamily
-from .qmm import QmmFamily
-from .qmv import QmvFamily
+from .quantized_matmul import QmmFamily, QmvFamily
 from .row_sum import RowSumFamily
 
 _QUANTIZED = QmvFamily(), QmmFamily()

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import mlx.core as mx
 
 from ...dispatch.tunable import GridSampleProblem as Problem
-from ...metal.grid_sample import launch as metal
-from ...metal.grid_sample.launch import GridSampleConfig
+from ...metal.grid_sample.launch import GridSampleConfig, grid_sample
 from ...options import Sampling
 from ...reference import grid_sample as reference
+from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, normal
-from ..moves import Axis, Local, Unroll, Upcast
-from .packed import specs
+from ..moves import Local, Unroll, Upcast
 
 _IMAGES, _PIXELS = 4, 1 << 16
-_OPTIONS = Sampling()
 
 
 class GridSampleFamily(Family[Problem, GridSampleConfig]):
     """Samples of four images at points without order, as many as the images have pixels."""
 
     problem = Problem
-    axes = (
-        Axis(Local, "lanes", (1, 2, 4, 8, 16, 32)),
-        Axis(Unroll, "pack", (1, 2, 4, 8)),
-        Axis(Upcast, "run", (1, 2, 4)),
-        Axis(Local, "threads", (64, 128, 256, 512)),
+    moves = (
+        Local("lanes", (1, 2, 4, 8, 16, 32)),
+        Unroll("pack", (1, 2, 4, 8)),
+        Upcast("run", (1, 2, 4)),
+        Local("threads", (64, 128, 256, 512)),
     )
 
     def completed(self, config: GridSampleConfig, problem: Problem) -> GridSampleConfig:
@@ -51,9 +48,9 @@ class GridSampleFamily(Family[Problem, GridSampleConfig]):
         return [*images, mx.random.uniform(-1, 1, (*shape, problem.dims))]
 
     def bind(self, inputs: Inputs, problem: Problem, config: GridSampleConfig) -> Path:
-        x, grid = specs(inputs)
-        launch = metal.grid_sample(x, grid, _OPTIONS, config)
+        x, grid = map(Spec.of, inputs)
+        launch = grid_sample(x, grid, Sampling(), config)
         return lambda inputs: launch(*inputs)
 
-    def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
-        return {"stock": lambda inputs: reference.grid_sample(inputs[0], inputs[1], _OPTIONS)}
+    def stock(self, inputs: Inputs, problem: Problem) -> mx.array:
+        return reference.grid_sample(inputs[0], inputs[1], Sampling())

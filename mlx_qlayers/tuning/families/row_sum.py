@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import mlx.core as mx
 
 from ...dispatch.tunable import RowSumProblem as Problem
 from ...metal.common.row_sum import RowSum, row_sum
 from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, normal
-from ..moves import Axis, Group, GroupTop, Local, PadTo, Unroll, Upcast
+from ..moves import Group, GroupTop, Local, PadTo, Unroll, Upcast
 
 
 class RowSumFamily(Family[Problem, RowSum]):
     """Sums of the rows of x (M, K)."""
 
     problem = Problem
-    axes = (
-        Axis(Upcast, "upcast", (1, 2, 4)),
-        Axis(Unroll, "unroll", (1, 2, 4, 8)),
-        Axis(Local, "local", (1, 2, 4, 8)),
-        Axis(Group, "group", (1, 2, 4, 8)),
-        Axis(GroupTop, "blocked", (False, True)),
-        Axis(PadTo, "padded", (False, True)),
+    moves = (
+        Upcast("upcast", (1, 2, 4)),
+        Unroll("unroll", (1, 2, 4, 8)),
+        Local("local", (1, 2, 4, 8)),
+        Group("group", (1, 2, 4, 8)),
+        GroupTop("blocked", (False, True)),
+        PadTo("padded", (False, True)),
     )
 
     def why_not(self, config: RowSum, problem: Problem) -> str | None:
@@ -42,5 +40,5 @@ class RowSumFamily(Family[Problem, RowSum]):
         launch = row_sum(Spec.of(inputs[0]), config)
         return lambda inputs: launch(inputs[0])
 
-    def paths(self, inputs: Inputs, problem: Problem) -> Mapping[str, Path]:
-        return {"stock": lambda inputs: inputs[0].astype(mx.float32).sum(axis=1)}
+    def stock(self, inputs: Inputs, problem: Problem) -> mx.array:
+        return inputs[0].astype(mx.float32).sum(axis=1)

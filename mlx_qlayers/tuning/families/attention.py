@@ -1,0 +1,166 @@
+"""Attention, as the tuner sees it: forward, of few queries, and as a step of decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from ...dispatch.tunable import (
+    AttentionDecodeProblem,
+    AttentionForwardProblem,
+    AttentionStepProblem,
+)
+from ...metal.attention import decode, forward, step
+from ...metal.attention.decode import Decode
+from ...metal.attention.forward import Launcher
+from ...metal.attention.layout import Layout, memory, registers
+from ...metal.attention.step import Step
+from ...options import AttentionCall, Rotation, Scores
+from ...reference import attention as reference
+from ...reference import attention_step as step_reference
+from ...runtime.kernel import MAX_THREADGROUP_MEMORY
+from ...runtime.spec import Spec
+from ..family import Family, Inputs, Path, normal
+from ..moves import Buffer, Group, GroupTop, Local, Tile, Unroll, Upcast
+
+# Elements of a group of packed keys and values.
+_GROUP = 64
+# Positions that a step takes at least.
+_POSITIONS = 8
+# Beyond these a thread's operands and sums leave no room for addresses.
+_MOST_REGISTERS = 160
+
+
+class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
+    """Attention of many queries without a mask but the causal one."""
+
+    problem = AttentionForwardProblem
+    moves = (
+        Upcast("blocks", (1, 2)),
+        Local("simds", (2, 4, 8)),
+        Group("slices", (1, 2, 4)),
+        Tile("tile", (16, 32, 64, 128)),
+        Buffer("alternate", (False, True)),
+        Buffer("ahead", (False, True)),
+    )
+
+    def why_not(self, config: Layout, problem: AttentionForwardProblem) -> str | None:
+        if config.threads > 1024:
+            return f"{config.threads} threads"
+        *_, width, v_width = problem.shape
+        values = {"T": problem.dtype, "D": width, "DV": v_width, **config.template()}
+        found = registers("forward", values)
+        return _too_much(memory("forward", values)) or (
+            f"{found} registers" if found > _MOST_REGISTERS else None
+        )
+
+    def inputs(self, problem: AttentionForwardProblem) -> Inputs:
+        batch, heads, kv_heads, queries, keys, width, v_width = problem.shape
+        q, kv = (batch, heads, queries, width), (batch, kv_heads, keys)
+        return normal(problem.dtype, q, (*kv, width), (*kv, v_width))
+
+    def bind(self, inputs: Inputs, problem: AttentionForwardProblem, config: Layout) -> Path:
+        call = _call(inputs, Scores(problem.shape[5] ** -0.5, problem.causal))
+        launch = forward.attention_forward(Launcher(call), config)
+        return lambda inputs: launch(*inputs, None, None)[0]
+
+    def stock(self, inputs: Inputs, problem: AttentionForwardProblem) -> mx.array:
+        call = _call(inputs, Scores(problem.shape[5] ** -0.5, problem.causal))
+        return reference.attention(call)(*inputs, None, None)[0]
+
+
+class AttentionDecodeFamily(Family[AttentionDecodeProblem, Decode]):
+    """One query for each of so many rows over the keys of so many caches."""
+
+    problem = AttentionDecodeProblem
+    moves = (
+        GroupTop("min_keys", (16, 32, 64, 128, 256, 512)),
+        GroupTop("max_splits", (16, 32, 64, 128, 256)),
+        Group("slice", (16, 32, 64)),
+        Unroll("blocks", (1, 2, 4)),
+        Upcast("columns", (1, 2, 4, 8)),
+        Local("combine", (4, 8, 16)),
+    )
+
+    def completed(self, config: Decode, problem: AttentionDecodeProblem) -> Decode:
+        return replace(config, simds=-(-problem.v_width // config.slice))
+
+    def why_not(self, config: Decode, problem: AttentionDecodeProblem) -> str | None:
+        if config.columns > max(1, -(-problem.rows // 8)):
+            return f"{config.columns} columns of 8 rows for {problem.rows}"
+        if config.columns * config.slice > 256:
+            return f"{config.columns * config.slice} sums a lane"
+        if config.min_keys < config.tile and config.min_keys != 16:
+            return f"splits of {config.min_keys} keys are those of {config.tile}"
+        names = ("columns", "simds", "blocks", "run")
+        sizes: dict[str, Any] = {name: getattr(config, name) for name in names}
+        return _too_much(decode._memory(T=problem.dtype, D=problem.width, **sizes))
+
+    def inputs(self, problem: AttentionDecodeProblem) -> Inputs:
+        heads, keys = (1, problem.caches * problem.rows, 1), (1, problem.caches, problem.keys)
+        shapes = (*heads, problem.width), (*keys, problem.width), (*keys, problem.v_width)
+        q, k, v = normal(problem.dtype, *shapes)
+        if not problem.bits:
+            return [q, k, v]
+        return [q, *mx.quantize(k, _GROUP, problem.bits), *mx.quantize(v, _GROUP, problem.bits)]
+
+    def bind(self, inputs: Inputs, problem: AttentionDecodeProblem, config: Decode) -> Path:
+        launch = decode.attention_decode(_call(inputs, Scores(problem.width**-0.5)), config)
+        return lambda inputs: launch(*inputs, None, None)[0]
+
+    def stock(self, inputs: Inputs, problem: AttentionDecodeProblem) -> mx.array:
+        call = _call(inputs, Scores(problem.width**-0.5))
+        return reference.attention(call)(*inputs, None, None)[0]
+
+
+class AttentionStepFamily(Family[AttentionStepProblem, Step]):
+    """One token of each sequence, which attends to a buffer that is full but for its own row."""
+
+    problem = AttentionStepProblem
+    moves = (
+        Group("simds", (2, 4, 8, 16, 32)),
+        Unroll("ahead", (1, 2, 4, 8)),
+        GroupTop("splits", (1, 2, 4, 8, 16)),
+    )
+
+    def why_not(self, config: Step, problem: AttentionStepProblem) -> str | None:
+        if config.simds * config.splits * config.ahead > problem.size:
+            return f"{config} for {problem.size} keys"
+        widths = {"D": problem.width, "Dv": problem.v_width}
+        return _too_much(step._memory(T=problem.dtype, simds=config.simds, **widths))
+
+    def inputs(self, problem: AttentionStepProblem) -> Inputs:
+        batch, kv_heads, size = problem.batch, problem.kv_heads, problem.size
+        width, v_width = problem.width, problem.v_width
+        rows = problem.heads * width, kv_heads * width, kv_heads * v_width
+        buffers = [(batch, kv_heads, size, n) for n in (width, v_width)]
+        arrays = normal(problem.dtype, *((batch, 1, n) for n in rows), *buffers)
+        return [*arrays, mx.full((max(_POSITIONS, 1 + batch),), size - 1, mx.int32)]
+
+    def bind(self, inputs: Inputs, problem: AttentionStepProblem, config: Step) -> Path:
+        launch = step.attention_step(*_step(inputs, problem), config)
+        return lambda inputs: launch(*inputs, None, None)[0]
+
+    def stock(self, inputs: Inputs, problem: AttentionStepProblem) -> mx.array:
+        stock = step_reference.attention_step(*_step(inputs, problem))
+        return stock(*inputs, None, None)[0]
+
+
+def _too_much(used: int) -> str | None:
+    return f"{used} bytes of threadgroup memory" if used > MAX_THREADGROUP_MEMORY else None
+
+
+def _call(inputs: Inputs, scores: Scores) -> AttentionCall:
+    """Queries, keys and values, the latter of one array or of three."""
+    q, *caches = map(Spec.of, inputs)
+    half = len(caches) // 2
+    return AttentionCall(q, tuple(caches[:half]), tuple(caches[half:]), scores)
+
+
+def _step(
+    inputs: Inputs, problem: AttentionStepProblem
+) -> tuple[tuple[Spec | None, ...], float, Rotation]:
+    """The arrays' specs, the scale and the rotation."""
+    return (*map(Spec.of, inputs), None, None), problem.width**-0.5, Rotation(problem.width)
