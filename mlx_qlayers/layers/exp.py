@@ -17,6 +17,8 @@ class Exp(nn.Module):
     Example:
         >>> Exp()(mx.zeros((2, 3))).shape
         (2, 3)
+
+    Source: :func:`mlx_qlayers.ops.exp.exp`, where errors are described.
     """
 
     def __call__(self, x: mx.array) -> mx.array:

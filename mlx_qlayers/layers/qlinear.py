@@ -23,6 +23,9 @@ class Counterpart(nn.Module):
     def from_quantized(cls, layer: nn.Module) -> nn.Module:
         """A layer of this class that shares the arrays of ``layer`` and its frozen state.
 
+        Args:
+            layer: of the stock class, such as ``nn.QuantizedLinear`` for a ``QLinear``.
+
         Raises:
             ValueError: ``layer`` is not of this layer's stock class.
         """
@@ -122,7 +125,21 @@ class QLinear(Counterpart, nn.QuantizedLinear):
 
 
 class QEmbedding(Counterpart, nn.QuantizedEmbedding):
-    """``nn.QuantizedEmbedding`` whose tied output, ``as_linear``, goes as a ``QLinear`` does."""
+    """``nn.QuantizedEmbedding`` whose tied output, ``as_linear``, goes as a ``QLinear`` does.
+
+    Constructor, parameters and frozen state are those of the stock layer.
+
+    Shape:
+        as an embedding: indices (...), output (..., K); ``as_linear``: input (..., K), output
+        (..., N) for N embeddings.
+
+    Example:
+        >>> layer = QEmbedding(128, 256)
+        >>> layer(mx.array([3, 5])).shape, layer.as_linear(mx.ones((2, 256))).shape
+        ((2, 256), (2, 128))
+
+    Source: ``mlx.nn.QuantizedEmbedding``.
+    """
 
     stock = nn.QuantizedEmbedding
 

@@ -28,6 +28,9 @@ class QSwitchLinear(Counterpart, QuantizedSwitchLinear):
         mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
         global_scale: whether each expert has a scale of its own (nvfp4).
 
+    Raises:
+        ValueError: the format does not exist, or an input does not fit; the message names it.
+
     Shape:
         input (..., M, K), indices (...), output (..., M, N): leading dimensions of 1 are broadcast
         against those of the indices.

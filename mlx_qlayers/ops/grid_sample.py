@@ -58,6 +58,13 @@ def grid_sample(
         >>> grid_sample(x, mx.zeros((1, 1, 1, 2))).item()
         1.5
 
+        From PyTorch's layout, (N, C, H, W), and back to it:
+
+        >>> x = mx.ones((2, 3, 4, 6))
+        >>> y = grid_sample(x.transpose(0, 2, 3, 1), mx.zeros((2, 5, 5, 2)))
+        >>> y.transpose(0, 3, 1, 2).shape
+        (2, 3, 5, 5)
+
     Source:
         ``torch.nn.functional.grid_sample``, with channels last.
     """

@@ -61,8 +61,12 @@ def quantized_matmul(
         ValueError: an argument has a shape, dtype or value that does not fit; it is named.
 
     Example:
-        >>> w, scales, biases = mx.quantize(mx.random.normal((128, 256)), group_size=64, bits=4)
-        >>> quantized_matmul(mx.ones((3, 256)), w, scales, biases).shape
+        >>> weight = mx.random.normal((128, 256))
+        >>> w, scales, biases = mx.quantize(weight, group_size=64, bits=8)
+        >>> quantized_matmul(mx.ones((3, 256)), w, scales, biases, group_size=64, bits=8).shape
+        (3, 128)
+        >>> w, scales = mx.quantize(weight, mode="mxfp4")
+        >>> quantized_matmul(mx.ones((3, 256)), w, scales, mode="mxfp4").shape
         (3, 128)
 
     Source: ``mx.quantized_matmul``.

@@ -102,6 +102,12 @@ def checked(
         reference: the same function in plain MLX operators.
         args: what both are called with.
 
+    Returns:
+        What ``kernel`` returned, or else ``reference``.
+
+    Raises:
+        BackendError: inside ``mx.compile`` or ``mx.vmap``, where nothing can be read.
+
     Example:
         >>> from mlx_qlayers.ops.exp import exp
         >>> y = checked("exp", exp, mx.exp, mx.ones(16))

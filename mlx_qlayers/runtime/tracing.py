@@ -47,6 +47,9 @@ def trace() -> Iterator[list[Record]]:
 
     Under ``mx.compile`` a launch is recorded once, while Python traces the function.
 
+    Yields:
+        A list of :class:`Record`, which grows with each launch.
+
     Example:
         >>> from mlx_qlayers.ops.exp import exp
         >>> with use_backend("host"), trace() as launches:

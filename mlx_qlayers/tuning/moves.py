@@ -43,7 +43,7 @@ class Move:
 
 
 class Upcast(Move):
-    """Outputs per thread: what they share is read and worked out once::
+    """Outputs per thread: what they share is read and worked out once:
 
         for k in range(lane, K, 32):            for k in range(lane, K, 32):
             sum += x0[k]                            sum0 += x0[k]
@@ -54,17 +54,19 @@ class Upcast(Move):
 
 
 class Unroll(Move):
-    """Values per step: neighbours are read at once, and the loop turns less often::
+    """Values per step: neighbours are read at once, and the loop turns less often:
 
-    for k in range(lane, K, 32):            for k in range(4 * lane, K, 128):
-        sum += x0[k]                            a, b, c, d = x0[k : k + 4]
-                                                sum += a; sum += b; sum += c; sum += d
+        for k in range(lane, K, 32):            for k in range(4 * lane, K, 128):
+            sum += x0[k]                            a, b, c, d = x0[k : k + 4]
+                                                    sum += a; sum += b; sum += c; sum += d
+
+    One wide load takes the place of four.
     """
 
 
 class Local(Move):
     """Threads in a threadgroup, with outputs of their own: they are started together, and share
-    threadgroup memory and whatever the cache holds::
+    threadgroup memory and whatever the cache holds:
 
         grid = 32, M                            grid = 32, M
         threadgroup = 32, 1                     threadgroup = 32, 8
@@ -73,7 +75,7 @@ class Local(Move):
 
 class Group(Move):
     """Split a sum over the SIMD groups of a threadgroup, step by step: more threads for few
-    outputs. Their parts meet in threadgroup memory::
+    outputs. Their parts meet in threadgroup memory:
 
         for k in range(lane, K, 32):            for k in range(32 * simd + lane, K, 32 * group):
             sum += x0[k]                            sum += x0[k]
@@ -83,7 +85,7 @@ class Group(Move):
 
 class GroupTop(Move):
     """Split a sum as :class:`Group` does, but in whole parts: each reads memory in a line, and what
-    belongs to a part, as the scale of a group of weights, is read by one SIMD group::
+    belongs to a part, as the scale of a group of weights, is read by one SIMD group:
 
         for k in range(lane, K, 32):            for k in range(simd * K / group + lane, ..., 32):
             sum += x0[k]                            sum += x0[k]
@@ -93,7 +95,7 @@ class GroupTop(Move):
 
 class PadTo(Move):
     """Pad a dimension to whole steps: any length goes with any step, and each element beyond the
-    edge is replaced by a zero::
+    edge is replaced by a zero:
 
         for k in range(4 * lane, K, 128):       for k in range(4 * lane, ceil(K / 128) * 128, 128):
             sum += x0[k] + ...                      sum += (x0[k] if k < K else 0) + ...
