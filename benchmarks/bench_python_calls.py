@@ -4,7 +4,8 @@ Run ``python benchmarks/bench_python_calls.py``. A call is a Python function tha
 ``sys.setprofile`` reports it, when the same call has been made before; the time is that of the call
 without evaluating what it gives, but on the host backend, which computes at once. Where there is no
 GPU, ``gpu`` is the path of one whose kernels were not measured, as on every Mac: the stock
-operators and graphs of ``mx.compile``, which are made here but never run.
+operators and graphs of ``mx.compile``, which are made here but never run. Last comes the dispatcher
+by itself: for operations that launch, and for those that replay graphs, which belong to a stream.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from mlx_qlayers import (
     use_backend,
 )
 from mlx_qlayers.conversion import decoder_loop
+from mlx_qlayers.dispatch import Operation, Plan, dispatch
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
 from mlx_qlayers.ops.attention_step import Rotation, attention_step
@@ -62,6 +64,11 @@ def main() -> None:
         with on(path):
             for name, call in cases(path):
                 table.add(what=name, path=path, **{"Python calls": calls(call), "us": cost(call)})
+    for compiled, path in ((False, "any"), (True, "graph")):
+        for n in range(1, 7):
+            call = dispatched(n, compiled)
+            sizes = {"Python calls": calls(call), "us": cost(call, 100, 300)}
+            table.add(what=f"dispatch, {n} arrays", path=path, **sizes)
     write_output(args, "python_calls", [table])
 
 
@@ -84,15 +91,23 @@ def calls(call: Call, times: int = 3) -> int:
     return count
 
 
-def cost(call: Call, times: int = 40) -> Sample:
+def cost(call: Call, times: int = 40, together: int = 1) -> Sample:
     """Microseconds of a call, without evaluating what it gives."""
     seconds = []
     for _ in range(times):
         start = time.perf_counter()
-        result = call()
-        seconds.append(time.perf_counter() - start)
+        for _ in range(together):
+            result = call()
+        seconds.append((time.perf_counter() - start) / together)
         mx.eval(result)
     return Sample.of(seconds).scaled(1e6)
+
+
+def dispatched(n: int, compiled: bool) -> Call:
+    """A call of the dispatcher whose plan does nothing: what it adds to each operation."""
+    operation = Operation("nothing", lambda *_: Plan(None, lambda x, *_: x), compiled)
+    arrays = tuple(mx.zeros((1, 4, 8, 64 + i)) for i in range(n))
+    return partial(dispatch, operation, arrays, (0.125, None, True))
 
 
 def cases(path: str) -> Iterator[tuple[str, Call]]:

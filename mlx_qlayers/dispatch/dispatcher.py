@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from threading import get_ident
+from types import NoneType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -34,6 +35,8 @@ from .gradients import Gradient, Outputs, differentiable
 
 # A server sees prompts of any length: what has not been asked for lately is made again.
 MAX_PLANS = 4096
+# Of one operation, by shapes, in front of that cache.
+MAX_RECENT = 64
 
 Specs = Sequence[Spec | None]
 
@@ -72,10 +75,12 @@ class Operation:
         6.0
     """
 
-    __slots__ = ("compiled", "name", "plan")
+    __slots__ = ("compiled", "name", "plan", "recent")
 
     def __init__(self, name: str, plan: Callable[..., Plan], compiled: bool = False) -> None:
         self.name, self.plan, self.compiled = name, plan, compiled
+        # By shapes, the last plan and the rest of its key: half of what the whole key's hash costs.
+        self.recent: dict[Any, tuple[tuple[Any, ...], _Prepared]] = {}
 
 
 class _Prepared(NamedTuple):
@@ -83,6 +88,9 @@ class _Prepared(NamedTuple):
 
     run: Callable[..., Any]
     rows: tuple[Row, ...]
+
+
+_NONE: Any = (None, None)
 
 
 def dispatch(
@@ -101,25 +109,29 @@ def dispatch(
         ValueError: an argument does not fit; it is named.
         BackendError: a backend was forced that cannot run this.
     """
+    shapes = dtypes = ()  # type: tuple[Any, ...]
     try:
-        prepared = _plan(
-            operation,
-            static,
+        for a in arrays:
+            shapes += (None if a is None else a.shape,)
+            dtypes += (None if a is None else a.dtype,)
+        key = (
             tuple(map(type, static)),  # 4.0 equals 4
-            tuple([None if a is None else (a.shape, a.dtype) for a in arrays]),
+            static,
+            dtypes,
             current.get(),
-            # Only graphs belong to a stream. Its name takes as long as all the rest of the key.
-            str(mx.default_stream(mx.default_device()))
-            if operation.compiled
-            else mx.default_device().type,
+            epoch.state,
             get_ident(),
-            epoch.debug,
-            epoch.number,
+            # Only graphs belong to a stream.
+            mx.default_stream(mx.default_device()) if operation.compiled else mx.default_device(),
         )
+        last, prepared = operation.recent.get(shapes, _NONE)
+        if last != key:
+            prepared = _made(operation, shapes, key)
     except Outdated as made:
         prepared = made.plan
     except (AttributeError, TypeError):
-        prepared = _unkeyed(operation, arrays, static)
+        # They cannot be a key; mostly the checks say what is wrong with them.
+        prepared = _prepare(operation, static, arrays)
     if collectors:
         count(prepared.rows)
     else:
@@ -128,27 +140,31 @@ def dispatch(
     return prepared.run(*arrays)
 
 
-def _unkeyed(operation: Operation, arrays: Sequence[Any], static: tuple[Any, ...]) -> _Prepared:
-    """The plan of arguments that cannot be a key; mostly the checks say what is wrong with them."""
-    return _prepare(operation, static, arrays)
+def _made(operation: Operation, shapes: tuple[Any, ...], key: tuple[Any, ...]) -> _Prepared:
+    prepared = _plan(operation, shapes, *key[:-1], str(key[-1]))
+    if len(operation.recent) >= MAX_RECENT:
+        operation.recent.clear()
+    operation.recent[shapes] = key, prepared
+    return prepared
 
 
 @lru_cache(maxsize=MAX_PLANS)
 def _plan(
     operation: Operation,
-    static: tuple[Any, ...],
+    shapes: tuple[Any, ...],
     types: tuple[type, ...],
-    specs: tuple[tuple[Any, Any] | None, ...],
+    static: tuple[Any, ...],
+    dtypes: tuple[Any, ...],
     context: object,
-    stream: object,
+    state: object,
     thread: int,
-    debug: frozenset[str],
-    number: int,
+    place: str,
 ) -> _Prepared:
-    if not all(s is None or isinstance(s[1], mx.Dtype) for s in specs):
+    if not {*map(type, dtypes)} <= {mx.Dtype, NoneType}:
         raise TypeError("arrays of others are no key")
-    prepared = _prepare(operation, static, [None if s is None else Spec(*s) for s in specs])
-    return up_to_date(prepared, debug, number)
+    given = zip(shapes, dtypes, strict=True)
+    specs = [None if dtype is None else Spec(shape, dtype) for shape, dtype in given]
+    return up_to_date(_prepare(operation, static, specs), state)
 
 
 def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]) -> _Prepared:

@@ -68,7 +68,7 @@ def differentiable(
         specs: the arrays' specs; None where one is left out.
     """
     there = [i for i, spec in enumerate(specs) if spec is not None]
-    floats = {i for i in there if _is_float(specs[i])}
+    frozen = [i for i in there if not _is_float(specs[i])]
 
     def expanded(given: Sequence[Any]) -> list[Any]:
         full: list[Any] = [None] * len(specs)
@@ -80,8 +80,8 @@ def differentiable(
     node = build(lambda given: forward(*expanded(given)), _at(gradients, there, expanded))
 
     def run(*arrays: Any) -> Outputs:
-        some = [arrays[i] if i in floats else _no_gradient(op, arrays[i]) for i in there]
-        return node(some)
+        held = dict(zip(frozen, _no_gradient(op, [arrays[i] for i in frozen]), strict=True))
+        return node([held.get(i, arrays[i]) for i in there])
 
     return run
 
@@ -98,6 +98,9 @@ def _at(
         def compute(
             given: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]
         ) -> Sequence[mx.array]:
+            # Launches read bytes, and a function of the caller's may give any dtype.
+            pairs = zip(cotangents, outputs, strict=True)
+            cotangents = [c if c.dtype == y.dtype else c.astype(y.dtype) for c, y in pairs]
             with mode(Mode.GRADIENT):
                 return gradient.compute(expanded(given), cotangents, outputs)
 
@@ -169,19 +172,22 @@ def _hold(array: mx.array, gradients: Callable[[], Sequence[mx.array]], nth: int
     return cast(mx.array, identity(array))
 
 
-def _no_gradient(op: str, array: mx.array) -> mx.array:
-    """The array, which raises where somebody asks for its gradient."""
+def _no_gradient(op: str, arrays: list[mx.array]) -> list[mx.array]:
+    """The arrays, which raise where somebody asks for the gradient of one."""
+    if not arrays:
+        return arrays
 
-    def refuse(*_: Any) -> NoReturn:
+    def refuse(given: Any, *_: Any) -> NoReturn:
+        dtypes = ", ".join(dict.fromkeys(str(a.dtype) for a in _listed(given)))
         raise ValueError(
-            f"[{op}] no gradient wrt the quantized weights or indices, an array of {array.dtype}: "
+            f"[{op}] no gradient wrt the quantized weights or indices, an array of {dtypes}: "
             "freeze it"
         )
 
-    identity: Any = mx.custom_function(lambda a: a)
+    identity: Any = mx.custom_function(lambda *given: list(given))
     identity.vjp(refuse)
     identity.jvp(refuse)
-    return cast(mx.array, identity(array))
+    return cast(list[mx.array], identity(*arrays))
 
 
 def _is_float(array: Any) -> bool:

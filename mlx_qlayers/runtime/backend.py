@@ -7,17 +7,18 @@ the launches of all threads.
 
 from __future__ import annotations
 
+import dis
 import os
+import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from types import TracebackType
-from typing import Any, TypeVar
+from itertools import islice
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -51,9 +52,8 @@ class Mode(Enum):
         return self in (Mode.EAGER, Mode.COMPILED)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Context:
-    """The state of a thread or task; one object for each state, so that it keys by identity.
+class Context(NamedTuple):
+    """The state of a thread or task.
 
     Attributes:
         requested: the backend that ``use_backend`` asked for, or None.
@@ -64,63 +64,109 @@ class Context:
     mode: Mode = Mode.EAGER
 
 
-@cache  # as many as there are backends times modes
-def _interned(requested: str | None, mode: Mode) -> Context:
-    return Context(requested, mode)
-
-
-_INITIAL = _interned(None, Mode.EAGER)
+_INITIAL = Context()
 current: ContextVar[Context] = ContextVar("mlx_qlayers", default=_INITIAL)
 
 
-@contextmanager
-def mode(value: Mode) -> Iterator[None]:
+class _Block:
+    """A ``with`` block in which a thread or task has another context.
+
+    An interrupt may come where ``__exit__`` begins. Then the context is put back when the exception
+    has been handled, which is when nothing refers to the block any more.
+    """
+
+    __slots__ = ("_before", "_entered", "_mode", "_own", "_requested")
+
+    def __init__(self, requested: str | None = None, mode: Mode | None = None) -> None:
+        self._requested, self._mode, self._entered = requested, mode, False
+        self._before: Context | None = None
+        self._own: Context | None = None
+
+    def __enter__(self) -> None:
+        self._entered, before = True, current.get()
+        if before is not self._own:  # else it is entered again, or was forced for good
+            self._before = before
+            self._own = Context(self._requested or before.requested, self._mode or before.mode)
+            current.set(self._own)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            current.set(self._before)
+        self._entered = False
+
+    def __del__(self) -> None:
+        if self._entered and current.get() is self._own:
+            self.__exit__(None, None, None)
+
+
+def mode(value: Mode) -> _Block:
     """Run a ``with`` block in a mode, in this thread or task."""
-    token = current.set(_interned(current.get().requested, value))
-    try:
-        yield
-    finally:
-        current.reset(token)
+    return _Block(mode=value)
 
 
 class _Epoch:
     """What plans and bound launches depend on in the whole process.
 
     Attributes:
-        number: advanced when measured results change; plans of an older epoch are not used again.
         debug: which debug modes are on; plans made under others are not used meanwhile.
+        number: advanced when measured results change; plans of an older epoch are not used again.
+        state: both, as a key.
     """
 
-    number = 0
     debug: frozenset[str] = frozenset()
+    number = 0
+    state: tuple[frozenset[str], int] = debug, number
+
+    def change(self, debug: Iterable[str], number: int) -> None:
+        """Make another state that of the process, under the lock."""
+        self.debug, self.number = self.state = frozenset(debug), number
 
 
 epoch = _Epoch()
 _lock = threading.Lock()
-_debug_blocks: Counter[str] = Counter()
+_debug_blocks: dict[object, str] = {}
 T = TypeVar("T")
 
 
 def advance_epoch() -> None:
     """Have every plan made anew, since what the choice of a path rests on has changed."""
     with _lock:
-        epoch.number += 1
+        epoch.change(epoch.debug, epoch.number + 1)
+
+
+@contextmanager
+def undone(undo: Callable[[], object]) -> Iterator[None]:
+    """Undo at the end of a ``with`` block what may be undone twice: the first time, an interrupt
+    may come."""
+    try:
+        yield
+    finally:
+        try:
+            undo()
+        finally:
+            undo()
 
 
 @contextmanager
 def debug_mode(name: str) -> Iterator[None]:
     """Have plans made for a debug mode used in a ``with`` block, by all threads."""
+    block = object()
 
-    def enter(by: int) -> None:
+    def end() -> None:
         with _lock:
-            _debug_blocks[name] += by
-            epoch.debug = frozenset(+_debug_blocks)
+            _debug_blocks.pop(block, None)
+            epoch.change(_debug_blocks.values(), epoch.number)
 
-    enter(1)
-    try:
+    with undone(end):
+        with _lock:
+            _debug_blocks[block] = name
+            epoch.change(_debug_blocks.values(), epoch.number)
         yield
-    finally:
-        enter(-1)
 
 
 class Outdated(Exception):
@@ -134,13 +180,13 @@ class Outdated(Exception):
         self.plan = plan
 
 
-def up_to_date(plan: T, debug: frozenset[str], number: int) -> T:
+def up_to_date(plan: T, state: Hashable) -> T:
     """A plan to be kept under a key that holds this state of the epoch.
 
     Raises:
         Outdated: the epoch is another by now, so that the plan may be made for that one.
     """
-    if (epoch.debug, epoch.number) != (debug, number):
+    if epoch.state != state:
         raise Outdated(plan)
     return plan
 
@@ -230,7 +276,7 @@ def backend() -> str:
     return name
 
 
-class use_backend:
+class use_backend(_Block):
     """Force the backend of this package's operations, for good or for a ``with`` block.
 
     It holds in the thread or async task that says so. A new thread begins with what
@@ -250,17 +296,25 @@ class use_backend:
         'ops'
     """
 
+    __slots__ = ()
+
     def __init__(self, name: str) -> None:
-        self._name, self._before = _check(name), current.get()
-        self.__enter__()
+        super().__init__(name)
+        _check(name)
+        if not _begins_block(sys._getframe(1)):
+            self.__enter__()
+            self._entered = False
 
-    def __enter__(self) -> None:
-        current.set(_interned(self._name, current.get().mode))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        current.set(self._before)
+# In the instructions behind a call in a ``with`` statement: until Python 3.13, and since.
+_WITH = {dis.opmap.get(name) for name in ("BEFORE_WITH", "LOAD_SPECIAL")}
+
+
+def _begins_block(caller: FrameType) -> bool:
+    """Whether a ``with`` statement enters what the caller's present instruction gives.
+
+    To force a backend for good is to call the class, but between that call and ``__enter__`` an
+    interrupt may come, which must leave nothing forced.
+    """
+    code = caller.f_code.co_code[caller.f_lasti + 2 :: 2]
+    return not _WITH.isdisjoint(islice(filter(None, code), 2))  # zeros are caches

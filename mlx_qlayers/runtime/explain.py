@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from .backend import undone
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -87,14 +89,16 @@ def recording() -> Iterator[list[Row]]:
     """Collect the rows that would be counted in a ``with`` block, in this thread, uncounted."""
     thread, rows = threading.get_ident(), list[Row]()
     before = collectors.get(thread)
-    collectors[thread] = rows
-    try:
-        yield rows
-    finally:
+
+    def end() -> None:
         if before is None:
-            del collectors[thread]
+            collectors.pop(thread, None)
         else:
             collectors[thread] = before
+
+    with undone(end):
+        collectors[thread] = rows
+        yield rows
 
 
 def explain(*, reset: bool = False) -> list[Decision]:

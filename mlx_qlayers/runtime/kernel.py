@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
@@ -121,7 +121,7 @@ class Kernel(Declaration):
             # 4.0 equals 4.
             kinds = tuple(map(type, chain(grid, threadgroup, *output_shapes, values.values())))
             key = (specs, call, kinds, str(init_value), current.get())
-            launch = _kept(self, *key, epoch.debug, epoch.number)
+            launch = _kept(self, *key, epoch.state)
         except Outdated as made:
             launch = made.plan
         except (TypeError, AttributeError, KernelError):
@@ -196,14 +196,13 @@ def _kept(
     kinds: tuple[type, ...],
     value: str,
     context: Context,
-    debug: frozenset[str],
-    number: int,
+    state: Hashable,
 ) -> Bound:
     """The launch of direct calls that are alike."""
     options = _options(call)
     options["template"] = dict(options["template"])
     bound = kernel.bind([Spec(*spec) for spec in specs], **options)
-    return up_to_date(bound if backend() != "host" else _guarded(bound), debug, number)
+    return up_to_date(bound if backend() != "host" else _guarded(bound), state)
 
 
 def _guarded(run: Bound) -> Bound:

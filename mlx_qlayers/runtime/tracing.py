@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .backend import debug_mode, epoch
+from .backend import debug_mode, epoch, undone
 from .launch import Launch
 
 
@@ -36,8 +35,7 @@ class Record:
     output_shapes: tuple[tuple[int, ...], ...]
 
 
-_active: list[list[Record]] = []
-_lock = threading.Lock()
+_active: dict[object, list[Record]] = {}
 _DEBUG = "trace"
 
 
@@ -57,16 +55,10 @@ def trace() -> Iterator[list[Record]]:
         >>> [(launch.kernel, launch.backend, launch.grid) for launch in launches]
         [('exp_forward', 'host', (1024, 1, 1))]
     """
-    records: list[Record] = []
-    with debug_mode(_DEBUG):
-        with _lock:
-            _active.append(records)
-        try:
-            yield records
-        finally:
-            with _lock:
-                # By identity: two traces may hold equal records.
-                _active[:] = [each for each in _active if each is not records]
+    block, records = object(), list[Record]()
+    with undone(lambda: _active.pop(block, None)), debug_mode(_DEBUG):
+        _active[block] = records
+        yield records
 
 
 def tracing() -> bool:
@@ -85,5 +77,5 @@ def record(backend: str, launch: Launch) -> None:
         input_shapes=tuple(x.shape for x in launch.inputs),
         output_shapes=tuple(launch.output_shapes),
     )
-    for records in list(_active):
+    for records in list(_active.values()):
         records.append(made)

@@ -183,3 +183,33 @@ def test_tasks_have_backends_of_their_own():
         return await asyncio.gather(task("ops"), task("host"))
 
     assert asyncio.run(both()) == [["ops"] * 5, ["host"] * 5]
+
+
+def test_shapes_of_arrays_are_told_apart():
+    """The same extents, cut elsewhere, or an array that is left out."""
+    made = []
+
+    def plan(specs):
+        made.append([None if spec is None else spec.shape for spec in specs])
+        return Plan(None, lambda *arrays: len(arrays))
+
+    pair = Operation("pair", plan)
+    given = [(mx.ones((2, 3)), mx.ones(4)), (mx.ones(2), mx.ones((3, 4))), (mx.ones((2, 3)), None)]
+    for arrays in given * 2:
+        dispatch(pair, arrays)
+    assert made == [[(2, 3), (4,)], [(2,), (3, 4)], [(2, 3), None]]
+
+
+def test_calls_that_alternate_have_their_plans():
+    """In threads, modes and dtypes whose shapes are alike."""
+    made = []
+    twice = operation(made)
+    for _ in range(3):
+        for dtype in (mx.float32, mx.float16):
+            for value in (Mode.EAGER, Mode.INFERENCE):
+                with mode(value):
+                    assert dispatch(twice, (mx.ones(3, dtype),)).dtype == dtype
+    assert len(made) == 4
+    for size in range(2 * dispatcher.MAX_RECENT):
+        dispatch(twice, (mx.ones(size),))
+    assert len(twice.recent) <= dispatcher.MAX_RECENT

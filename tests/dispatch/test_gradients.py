@@ -8,6 +8,7 @@ import pytest
 from mlx_qlayers import use_backend
 from mlx_qlayers.dispatch import Gradient, gradient_of
 from mlx_qlayers.dispatch.gradients import differentiable
+from mlx_qlayers.ops.exp import exp
 
 
 def product(computed):
@@ -89,3 +90,28 @@ def test_the_gradient_of_a_composition(backend):
         assert [g.tolist() for g in found] == [[3 + 10, 4 + 24], [1, 2]]
         with pytest.raises(ValueError, match="no gradient wrt"):
             mx.grad(lambda codes: run(*arrays[:2], codes, None)[0].sum())(arrays[2])
+
+
+@pytest.mark.parametrize("backend", ["host", "ops"])
+@pytest.mark.parametrize("asked", [1, 2])
+def test_every_argument_of_integers_refuses(backend, asked):
+    arrays = mx.array([1.0, 2.0]), mx.array([5, 6], mx.uint32), mx.array([True, False])
+    with use_backend(backend):
+        run = differentiable("codes", lambda x, a, b: x * a * b, gradient_of(mx.add, []), arrays)
+        with pytest.raises(ValueError, match=r"\[codes\] no gradient .* array of .*uint32"):
+            mx.grad(lambda *given: run(*given).sum(), asked)(*arrays)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_cotangents_of_another_dtype(dtype):
+    """A function of the caller's may give one, and a launch reads bytes as they are."""
+    x, weights = mx.arange(8).astype(dtype) / 8, mx.arange(8, dtype=mx.float32)
+
+    def scaled(cast):
+        function = mx.custom_function(lambda y: y * weights)
+        function.vjp(lambda y, cotangent, _: (cotangent * weights).astype(cast))
+        return lambda x: function(exp(x)).sum()
+
+    with use_backend("host"):
+        found, wanted = (mx.grad(scaled(cast))(x) for cast in (mx.float32, dtype))
+    assert found.dtype == dtype and mx.array_equal(found, wanted)

@@ -221,14 +221,14 @@ def test_debug_modes_of_threads_end_with_the_last():
 
 
 def test_what_was_made_for_another_epoch_is_not_kept():
-    debug, number = epoch.debug, epoch.number
-    assert up_to_date("plan", debug, number) == "plan"
+    state = epoch.state
+    assert up_to_date("plan", state) == "plan"
     with debug_mode("one"), pytest.raises(Outdated) as caught:
-        up_to_date("plan", debug, number)
+        up_to_date("plan", state)
     assert caught.value.plan == "plan"
     advance_epoch()
     with pytest.raises(Outdated):
-        up_to_date("plan", debug, number)
+        up_to_date("plan", state)
 
 
 def test_the_ops_backend_runs_no_kernel():
