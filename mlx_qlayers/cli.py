@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from .commands import bench, borrowed, convert, demo, generate, info, tune
+from .conversion.report import printable
 
 _COMMANDS = (generate, borrowed, convert, tune, bench, info, demo)
 _ERROR, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
@@ -109,7 +110,7 @@ def _code(stop: SystemExit) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = printable(" ".join(str(error).split())) or type(error).__name__
     if not isinstance(error, (ValueError, OSError)):
         text = f"{type(error).__name__}: {text}" if str(error) else text
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (--traceback shows the rest)"

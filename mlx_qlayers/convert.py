@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ def convert_model(
         The report: a row for each module with what happened to it and why. Print it.
 
     Raises:
+        TypeError: ``model`` is the pair that ``load`` gives.
         ValueError: ``model`` is no module, nothing in it is quantized and ``config`` asks for
             nothing, ``config`` contradicts the arrays, or a layer fails the verification.
         FileNotFoundError: ``config`` is a path that does not exist.
@@ -74,8 +76,7 @@ def convert_model(
         ...
         49 swapped
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an mlx.nn.Module, not {type(model).__name__}: {model!r}")
+    _check_module(model)
     wanted = QuantizationConfig() if config is None else QuantizationConfig.read(config)
     planner = Planner(model, wanted, linear, attention, predicate)
     steps = planner.steps()
@@ -183,8 +184,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
         >>> revert_model(model).counts
         {'reverted': 49}
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an mlx.nn.Module, not {type(model).__name__}: {model!r}")
+    _check_module(model)
     changes, fused = [], []
     for path, module in modules(model):
         if is_fused(module) and not is_patched(module):
@@ -197,6 +197,17 @@ def revert_model(model: nn.Module) -> ConversionReport:
             changes.append(Step(module, row, stock_class(type(module))))
     _apply(changes, fused)
     return ConversionReport(tuple(step.row for step in changes))
+
+
+def _check_module(model: object) -> None:
+    if isinstance(model, tuple) and any(isinstance(part, nn.Module) for part in model):
+        raise TypeError(
+            f"model must be an mlx.nn.Module, not a tuple of {len(model)}: "
+            "model, tokenizer = load(path)"
+        )
+    if not isinstance(model, nn.Module):
+        what = f"{type(model).__name__}: {reprlib.repr(model)}"
+        raise ValueError(f"model must be an mlx.nn.Module, not {what}")
 
 
 def _verify(verifier: Verifier, changes: list[Step], fused: list[Change]) -> None:

@@ -113,6 +113,32 @@ def repeat_key(path: Path) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
 
 
+def header_of(path: Path, text: str) -> None:
+    data = text.encode()
+    (path / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / name)
+
+    return damage
+
+
+def link(name: str, target: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path / name).unlink()
+        (path / name).symlink_to(target)
+
+    return damage
+
+
+def index_of(file: str) -> Callable[[Path], Any]:
+    """An index of a tensor that no file has."""
+    return write(INDEX, json.dumps({"weight_map": {"model.absent": file}}))
+
+
 def only_torch(path: Path) -> None:
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     (path / INDEX).unlink()
@@ -165,6 +191,50 @@ CASES = [
         ValueError,
         ("mlx-lm builds no qwen2", "magic"),
     ),
+    Case(
+        "num_hidden_layers 10**9",
+        config(num_hidden_layers=10**9),
+        ValueError,
+        ("config.json", "'num_hidden_layers' is 1000000000"),
+    ),
+    Case(
+        "num_hidden_layers 10**9 of a part",
+        config(text_config={"num_hidden_layers": 10**9}),
+        ValueError,
+        ("config.json", "'text_config.num_hidden_layers' is 1000000000"),
+    ),
+    Case("no attention heads", config(num_attention_heads=0), ValueError, ("attention_heads", "0")),
+    Case(
+        "more heads than width",
+        config(num_attention_heads=256),
+        ValueError,
+        ("config.json", "256", "128"),
+    ),
+    Case(
+        "no key-value heads", config(num_key_value_heads=0), ValueError, ("self_attn", "(0, 128)")
+    ),
+    Case(
+        "narrower than a group",
+        config(intermediate_size=1),
+        ValueError,
+        ("config.json", "model.layers.1.mlp.up_proj", "(1, 128)", "(192, 2)"),
+    ),
+    Case("rope_theta 0", config(rope_theta=0), ValueError, ("rope_theta", "not 0")),
+    Case("rope_theta text", config(rope_theta="fast"), ValueError, ("rope_theta", "'fast'")),
+    Case("config.json a pipe", pipe("config.json"), ValueError, ("config.json", "a pipe")),
+    Case("config.json a device", link("config.json", "/dev/zero"), ValueError, ("a device",)),
+    Case(
+        "config.json of long numbers",
+        write("config.json", '{"a": ' + "9" * 5000 + "}"),
+        ValueError,
+        ("config.json", "4300"),
+    ),
+    Case(
+        "control characters",
+        config(model_type="\x1b]0;mine\x07"),
+        ValueError,
+        (r"\x1b]0;mine\x07",),
+    ),
     Case("more layers than weights", config(num_hidden_layers=3), ValueError, ("model.layers.2",)),
     Case("other width than the weights", config(hidden_size=256), ValueError, ("shape",)),
     Case(
@@ -209,13 +279,49 @@ CASES = [
         ValueError,
         ("lm.group_size", "100"),
     ),
+    Case(
+        "layer named by control characters",
+        quantization(**{"\x1b[2J": {"bits": 4}}),
+        ValueError,
+        ("quantization", r"'\x1b[2J'"),
+    ),
     Case("layer entry a number", quantization(**{UP: 4}), ValueError, (UP, "4")),
     # model.safetensors
     Case(
         "weights missing", remove("model.safetensors", INDEX), FileNotFoundError, (".safetensors",)
     ),
     Case("weights of torch", only_torch, FileNotFoundError, ("pytorch_model.bin",)),
-    Case("weights truncated", cut("model.safetensors", 0.6), ValueError, ("cut short",)),
+    Case(
+        "weights truncated",
+        cut("model.safetensors", 0.6),
+        ValueError,
+        ("model.safetensors", "model.layers.", "exceeding the size of the file"),
+    ),
+    Case("weights a pipe", pipe("model.safetensors"), ValueError, ("model.safetensors", "a pipe")),
+    Case(
+        "weights linked in a circle",
+        link("model.safetensors", "model.safetensors"),
+        FileNotFoundError,
+        ("model.safetensors", "no such file"),
+    ),
+    Case(
+        "weights linked to nothing",
+        link("model.safetensors", "absent"),
+        FileNotFoundError,
+        ("model.safetensors", "no such file"),
+    ),
+    Case(
+        "another file a pipe",
+        pipe("generation_config.json"),
+        ValueError,
+        ("n_config.json", "a pipe"),
+    ),
+    Case(
+        "header nested deep",
+        lambda path: header_of(path, "[" * 100_000),
+        ValueError,
+        ("model.safetensors", "header cannot be read"),
+    ),
     Case("header truncated", cut("model.safetensors", 0.001), ValueError, ("cut short",)),
     Case("weights empty", write("model.safetensors", ""), ValueError, ("0 bytes",)),
     Case(
@@ -238,12 +344,30 @@ CASES = [
         ValueError,
         ("model.norm.weight", str(1 << 40)),
     ),
-    Case("offsets reversed", entry(data_offsets=[8, 0]), ValueError, ("data_offsets", "[8, 0]")),
-    Case("offsets of text", entry(data_offsets="0-8"), ValueError, ("data_offsets", "0-8")),
-    Case("shape too large", entry(shape=[1000]), ValueError, ("model.norm.weight", "[1000]")),
-    Case("shape negative", entry(shape=[-1, -128]), ValueError, ("shape", "[-1, -128]")),
-    Case("dtype another", entry(dtype="F32"), ValueError, ("F32", "512 bytes")),
-    Case("dtype null", entry(dtype=None), ValueError, ("dtype", "None")),
+    Case("offsets reversed", entry(data_offsets=[8, 0]), ValueError, ("norm.weight", "(8, 0)")),
+    Case("offsets of text", entry(data_offsets="0-8"), ValueError, ("model.norm.weight", "0-8")),
+    Case(
+        "entry a number", header(lambda entries: entries.update(x=1)), ValueError, ("'x'", "not 1")
+    ),
+    Case("entry of no shape", entry(shape=...), ValueError, ("model.norm.weight", "shape")),
+    Case(
+        "scales of one axis",
+        header(lambda entries: entries[f"{UP}.scales"].update(shape=[384])),
+        ValueError,
+        (UP, "(192, 128)", "(384,)"),
+    ),
+    Case(
+        "scales of no group",
+        header(lambda entries: entries[f"{UP}.scales"].update(shape=[192, 0], data_offsets=[0, 0])),
+        ValueError,
+        (UP, "(192, 128)", "(192, 0)"),
+    ),
+    Case("shape too large", entry(shape=[1000]), ValueError, ("model.norm.weight", "2000 bytes")),
+    Case(
+        "shape negative", entry(shape=[-1, -128]), ValueError, ("model.norm.weight", "[-1, -128]")
+    ),
+    Case("dtype another", entry(dtype="F32"), ValueError, ("norm.weight", "512 bytes")),
+    Case("dtype null", entry(dtype=None), ValueError, ("model.norm.weight", "None")),
     Case("dtype unknown", entry(dtype="F12"), ValueError, ("F12",)),
     Case("tensors overlap", entry(data_offsets=[2, 258]), ValueError, ("overlaps",)),
     Case("a tensor absent", drop_tensor, ValueError, (UP,)),
@@ -252,6 +376,24 @@ CASES = [
     Case("index truncated", cut(INDEX, 0.5), ValueError, (INDEX,)),
     Case("index without a map", write(INDEX, "{}"), ValueError, (INDEX, "weight_map")),
     Case("index of numbers", write(INDEX, '{"weight_map": {"a": 1}}'), ValueError, (INDEX, "'a'")),
+    Case(
+        "index to another folder",
+        index_of("../model.safetensors"),
+        ValueError,
+        ("'../model",),
+    ),
+    Case(
+        "index to another file",
+        index_of("config.json"),
+        ValueError,
+        (INDEX, "'config.json'"),
+    ),
+    Case(
+        "index to a name too long",
+        index_of(f"model{'a' * 300}.safetensors"),
+        FileNotFoundError,
+        ("missing",),
+    ),
     # The tokenizer
     Case("tokenizer missing", remove("tokenizer.json"), FileNotFoundError, ("tokenizer.json",)),
     Case("tokenizer truncated", cut("tokenizer.json", 0.3), ValueError, ("tokenizer.json",)),

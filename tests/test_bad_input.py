@@ -22,7 +22,7 @@ import pytest
 from damage import CASES, UP, Case, quantization
 from damage import config as configured
 
-from mlx_qlayers import convert_model, load
+from mlx_qlayers import convert_model, load, revert_model
 from mlx_qlayers.cli import main
 from mlx_qlayers.conversion.loading import load_stock
 
@@ -41,6 +41,15 @@ def test_damaged_model(case: Case, tiny_model: Path, tmp_path: Path) -> None:
     assert code == 2
     check_line(line)
     assert all(text in line for text in case.says), line
+
+
+def test_an_adapter_of_a_senseless_rank(tiny_model: Path, tmp_path: Path) -> None:
+    """MLX ends the process where it allocates one."""
+    (tmp_path / "adapters.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    config = {"num_layers": 2, "lora_parameters": {"rank": 10**9, "scale": 1.0, "dropout": 0.0}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"adapter_config\.json: 'rank' is 1000000000"):
+        load(tiny_model, adapter_path=str(tmp_path))
 
 
 def test_models_that_cannot_be_converted(tiny_model: Path, plain_model: Path) -> None:
@@ -64,6 +73,17 @@ def test_models_that_cannot_be_converted(tiny_model: Path, plain_model: Path) ->
         assert snapshot(stock) == before
     with pytest.raises(FileNotFoundError, match="no-config"):
         convert_model(stock, config=tiny_model / "no-config.json")
+
+
+def test_the_pair_that_load_gives_is_one_line(tiny_model: Path) -> None:
+    pair = load_stock(tiny_model)[:2]
+    for function in (convert_model, revert_model):
+        with pytest.raises(TypeError, match=r"model, tokenizer = load\(path\)") as caught:
+            function(pair)
+        assert len(str(caught.value)) < 120 and "\n" not in str(caught.value)
+    with pytest.raises(ValueError) as damaged:
+        convert_model([pair[0]])
+    assert len(str(damaged.value)) < 120
 
 
 def snapshot(model: nn.Module) -> list[tuple[str, type, dict[str, int]]]:

@@ -1,28 +1,29 @@
 """A model directory checked before it is read, so that damage is named where it is.
 
 The headers of the safetensors files are read and no weight is: a check of a large model takes
-milliseconds. The format is that of https://github.com/huggingface/safetensors#format.
+milliseconds. The format is that of https://github.com/huggingface/safetensors#format. What MLX
+checks of it, such as sizes and the end of the file, is left to MLX.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
+
+import mlx.core as mx
 
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"  # the files that mlx-lm reads
+# What mlx-lm downloads, but for the Python files.
+PATTERNS = ("*.json", _WEIGHTS, "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "*.jsonl")
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SIZES = "hidden_size|num_hidden_layers|num_attention_heads|vocab_size"
 _HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors library
-_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32,
-    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
 
 
 def check_directory(path: Path) -> dict[str, Any]:
@@ -43,29 +44,64 @@ def check_directory(path: Path) -> dict[str, Any]:
         >>> check_directory(Path("models/tales-qwen2"))["model_type"]
         'qwen2'
     """
-    if not os.path.lexists(path):
+    if not path.exists():
         raise FileNotFoundError(f"{path}: no such directory")
     if not path.is_dir():
         raise NotADirectoryError(f"{path}: a model is a directory, and this is a file")
     if not any(path.iterdir()):
         raise FileNotFoundError(f"{path}: the directory is empty")
+    for file in path.iterdir():  # of which mlx-lm and the tokenizer read more than is read here
+        if file.exists() and any(map(file.match, PATTERNS)):
+            _check_kind(file)
     config = _check_config(path / "config.json")
-    _check_weights(path)
+    tensors = _check_weights(path)
+    for key, count in _fields(config, r"(num|n)_(\w+_)?layers?"):
+        if type(count) is int and count > tensors:  # to build them would take for ever
+            raise ValueError(
+                f"{path / 'config.json'}: {key!r} is {count}, and the weights are {tensors} "
+                "tensors, less than one a layer"
+            )
     _check_tokenizer(path)
     return config
 
 
+def check_adapter(path: Path) -> None:
+    """Check the files of an adapter, and its rank, which mlx-lm would allocate unseen.
+
+    Args:
+        path: a directory with ``adapter_config.json`` and ``adapters.safetensors``.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a file is damaged, or the configuration contradicts the arrays.
+    """
+    file = path / "adapter_config.json"
+    config, header = read_object(file, "configuration"), read_header(path / "adapters.safetensors")
+    if config.get("fine_tune_type") == "full":
+        return
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict):
+        raise ValueError(f"{file}: 'lora_parameters' must be an object, not {parameters!r}")
+    scale, rank = (parameters.get(key) for key in ("scale", "rank"))
+    if not isinstance(scale, int | float) or not abs(scale) <= mx.finfo(mx.float32).max:
+        raise ValueError(f"{file}: 'scale' must be a number that float32 holds, not {scale!r}")
+    shapes = [entry["shape"] for name, entry in header.items() if name.endswith(".lora_a")]
+    ranks = {size for shape in shapes for size in shape[1:2]}
+    if [*ranks] != [rank]:
+        held = ", ".join(map(str, sorted(ranks))) or "none"
+        raise ValueError(f"{file}: 'rank' is {rank!r}, and that of its 'lora_a' arrays is {held}")
+
+
 def read_json(path: Path) -> Any:
     """The value in a JSON file; its errors name the file."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
+    _check_kind(path)
     if path.stat().st_size == 0:
         raise ValueError(f"{path}: the file is empty")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text in UTF-8: {error}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON, or cut short: {error}") from error
 
 
@@ -73,8 +109,10 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """The entries of a safetensors file by tensor name, after checking each against the file.
 
     Raises:
+        FileNotFoundError: there is no such file.
         ValueError: the file is cut short, or its header contradicts itself or the file's size.
     """
+    _check_kind(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -86,32 +124,86 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_unique)
-    except ValueError as error:  # JSON and UTF-8 errors are ValueErrors
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
         raise ValueError(f"{path}: the header cannot be read: {error}") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path}: the header is {_kind(header)}, not an object")
     header.pop("__metadata__", None)
-    _check_entries(path, header, size - 8 - length)
+    for name, entry in header.items():
+        match entry:
+            case {"dtype": str(), "shape": [*shape], "data_offsets": [int(), int()]} if all(
+                type(n) is int and 0 <= n < 2**31 for n in shape
+            ):
+                continue
+        raise ValueError(
+            f"{path}: tensor {name!r} needs a dtype, a shape and two data_offsets, not {entry!r}"
+        )
+    try:
+        mx.load(str(path))
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    end, before = 0, ""
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, stop = entry["data_offsets"]
+        if begin < min(end, stop):  # an empty tensor overlaps nothing
+            raise ValueError(
+                f"{path}: tensor {name!r} overlaps {before!r}: it begins at {begin} before {end}"
+            )
+        if begin < stop:
+            end, before = stop, name
     return header
 
 
+def _check_kind(path: Path) -> None:
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    if not path.is_file():  # a pipe would be waited for, and a device read for ever
+        kind = "a directory" if path.is_dir() else "a pipe or a device"
+        raise ValueError(f"{path}: must be a file, and is {kind}")
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The object in a JSON file, which holds ``what``; errors name the file."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: the {what} is {_kind(value)}, not an object")
+    return value
+
+
 def _check_config(path: Path) -> dict[str, Any]:
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: the configuration is {_kind(config)}, not an object")
+    config = read_object(path, "configuration")
     if "model_type" not in config:
         raise ValueError(f"{path}: the key 'model_type' is missing")
     model_type = config["model_type"]
     if not isinstance(model_type, str) or not model_type:
         raise ValueError(f"{path}: 'model_type' must be a name, not {model_type!r}")
-    for key in _SIZES:
-        size = config.get(key)
+    for key, size in _fields(config, _SIZES):
         if size is not None and (type(size) is not int or size < 1):
             raise ValueError(f"{path}: {key!r} must be a whole number of at least 1, not {size!r}")
+    sizes = dict(_fields(config, "hidden_size|num_attention_heads"))
+    for prefix in ("", "text_config."):
+        width, heads = (sizes.get(prefix + key) for key in ("hidden_size", "num_attention_heads"))
+        if width is not None and heads is not None and width < heads:
+            raise ValueError(
+                f"{path}: '{prefix}num_attention_heads' {heads} is more than "
+                f"'{prefix}hidden_size' {width}"
+            )
+    for key, base in _fields(config, "rope_theta"):
+        if isinstance(base, str) or (isinstance(base, int | float) and not base > 0):
+            raise ValueError(f"{path}: {key!r} must be a number above 0, not {base!r}")
     return config
 
 
-def _check_weights(path: Path) -> None:
+def _fields(config: dict[str, Any], pattern: str) -> Iterator[tuple[str, Any]]:
+    """The fields of such a name, of the model and of the language model inside it."""
+    for prefix, level in (("", config), ("text_config.", config.get("text_config"))):
+        for key, value in level.items() if isinstance(level, dict) else ():
+            if re.fullmatch(pattern, key):
+                yield prefix + key, value
+
+
+def _check_weights(path: Path) -> int:
+    """Check all files of weights, and count the tensors."""
     files = sorted(path.glob(_WEIGHTS))
     owner: dict[str, str] = {}
     for file in files:
@@ -125,6 +217,7 @@ def _check_weights(path: Path) -> None:
         others = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".gguf", ".npz"})
         hint = f"; it holds {others[0]}, which mlx-lm does not read" if others else ""
         raise FileNotFoundError(f"{path}: no {_WEIGHTS} in this directory{hint}")
+    return len(owner)
 
 
 def _check_index(path: Path, owner: dict[str, str]) -> None:
@@ -136,7 +229,13 @@ def _check_index(path: Path, owner: dict[str, str]) -> None:
         if not isinstance(file, str):
             raise ValueError(f"{path}: the file of {name!r} must be a name, not {file!r}")
         # An index left over beside merged weights does no harm: only an absent tensor does.
-        if name not in owner and not (path.parent / file).exists():
+        if name in owner:
+            continue
+        if "/" in file or not (file.isprintable() and fnmatchcase(file, _WEIGHTS)):
+            raise ValueError(
+                f"{path}: the file of {name!r} must be a {_WEIGHTS} beside it, not {file!r}"
+            )
+        if len(file) > 255 or not (path.parent / file).exists():
             raise FileNotFoundError(f"{path.parent / file}: missing, and {path.name} names it")
 
 
@@ -146,53 +245,15 @@ def _check_tokenizer(path: Path) -> None:
             f"{path / 'tokenizer.json'}: missing, and so is any other tokenizer"
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (path / name).exists() and not isinstance(value := read_json(path / name), dict):
-            raise ValueError(f"{path / name}: the tokenizer is {_kind(value)}, not an object")
-
-
-def _check_entries(path: Path, header: dict[str, Any], size: int) -> None:
-    end, before = 0, ""
-    for name, entry in sorted(header.items(), key=lambda item: _begin(item[1])):
-        where = f"{path}: tensor {name!r}"
-        if not isinstance(entry, dict):
-            raise ValueError(f"{where} is described by {_kind(entry)}, not an object")
-        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-        if not isinstance(dtype, str):
-            raise ValueError(f"{where}: 'dtype' must be a name, not {dtype!r}")
-        if not _naturals(shape):
-            raise ValueError(f"{where}: 'shape' must be a list of sizes, not {shape!r}")
-        if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise ValueError(f"{where}: 'data_offsets' must be a begin and an end, not {offsets!r}")
-        if offsets[1] > size:
-            raise ValueError(
-                f"{where} ends at byte {offsets[1]} of {size}: the file is cut short "
-                "(an incomplete download?) or its header is wrong"
-            )
-        wanted = math.prod(shape) * _BITS.get(dtype, 0) // 8
-        if dtype in _BITS and wanted != offsets[1] - offsets[0]:
-            raise ValueError(
-                f"{where}: {dtype} of shape {shape} takes {wanted} bytes, "
-                f"and 'data_offsets' {offsets} span {offsets[1] - offsets[0]}"
-            )
-        if offsets[0] < end:
-            raise ValueError(f"{where} overlaps {before!r}: it begins at {offsets[0]} before {end}")
-        end, before = offsets[1], name
-
-
-def _begin(entry: Any) -> int:
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    return offsets[0] if _naturals(offsets) and offsets else -1
-
-
-def _naturals(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+        if (path / name).exists():
+            read_object(path / name, "tokenizer")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} appears twice")
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} appears twice")
     return entries
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..formats import Format
+from .checkpoint import read_object
 
 _KEYS = ("quantization", "quantization_config")
 # Checkpoints of other tools whose packed weights mlx-lm reads as they are.
@@ -58,15 +58,7 @@ class QuantizationConfig:
             raise ValueError(f"config must be a dictionary or a path, not {config!r}")
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: no such file")
-        try:
-            loaded = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:  # of JSON and of UTF-8
-            raise ValueError(f"{path}: not JSON: {error}") from error
-        if not isinstance(loaded, dict):
-            raise ValueError(f"{path}: must hold a JSON object, not {type(loaded).__name__}")
-        return cls.parse(loaded, source=str(path))
+        return cls.parse(read_object(path, "configuration"), source=str(path))
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: str = "config") -> QuantizationConfig:
@@ -104,8 +96,8 @@ class QuantizationConfig:
         for key, value in entry.items():
             if key in ("group_size", "bits", "mode"):
                 continue
-            if not isinstance(key, str):
-                raise ValueError(f"{where}: the key {key!r} must be a string")
+            if not isinstance(key, str) or not key.isprintable():
+                raise ValueError(f"{where}: the key {key!r} must be a string that can be printed")
             if isinstance(value, Mapping):
                 layers[key] = _format(value, f"{where}.{key}")
             elif isinstance(value, bool):

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from .checkpoint import check_directory
+from .checkpoint import PATTERNS, check_adapter, check_directory
 from .config import QuantizationConfig
 from .plan import Planner
+from .report import printable
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-# What mlx-lm downloads; Python files only where they may be run.
-_PATTERNS = ("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
 
 
 class Loaded(NamedTuple):
@@ -69,7 +67,8 @@ def load_stock(
             eos_token_ids=config.get("eos_token_id"),
         )
     if adapter_path is not None:
-        with _blame(Path(adapter_path), "the adapters cannot be applied"):
+        check_adapter(Path(adapter_path))
+        with _blame(adapter_path, "the adapters cannot be applied"):
             model = load_adapters(model, adapter_path)
             model.eval()
     if not lazy:
@@ -108,7 +107,7 @@ def find_model(
         validate_repo_id(name)
     except HFValidationError as error:
         raise FileNotFoundError(f"{name}: no such directory") from error
-    options: Any = {"allow_patterns": [*_PATTERNS, *["*.py"] * trust_remote_code]}
+    options: Any = {"allow_patterns": [*PATTERNS, *["*.py"] * trust_remote_code]}
     try:
         return Path(snapshot_download(name, revision=revision, tqdm_class=Bar, **options))
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
@@ -129,7 +128,13 @@ def _build(
 
     def build(changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
         with _blame(path, f"mlx-lm builds no {config['model_type']} from config.json and weights"):
-            return load_model(path, lazy=True, model_config=changes, trust_remote_code=trusted)
+            return load_model(
+                path,
+                lazy=True,
+                model_config=changes,
+                get_model_classes=_checked_classes,
+                trust_remote_code=trusted,
+            )
 
     try:
         return build(changes)
@@ -146,8 +151,44 @@ def _build(
         raise
 
 
+def _checked_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's classes of a model, which compares the weights that it loads with its own."""
+    from mlx_lm.utils import _get_classes
+
+    cls, arguments = _get_classes(config)
+
+    def build(args: Any) -> nn.Module:
+        model = cls(args)
+        sanitize = getattr(model, "sanitize", lambda weights: weights)
+
+        def checked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            del model.sanitize
+            weights = sanitize(weights)
+            for path, module in model.named_modules():
+                _check_scales(path, module, weights)
+            return weights
+
+        model.sanitize = checked
+        return model
+
+    return build, arguments
+
+
+def _check_scales(path: str, module: nn.Module, weights: dict[str, mx.array]) -> None:
+    """Refuse scales that are not those of a weight: in groups of 0, MLX ends the process."""
+    scales, packed = weights.get(f"{path}.scales"), weights.get(f"{path}.weight")
+    if scales is None or packed is None or packed.dtype != mx.uint32 or "weight" not in module:
+        return
+    shape = module["weight"].shape
+    if not scales.size or scales.shape[:-1] != shape[:-1] or shape[-1] % scales.shape[-1]:
+        raise ValueError(
+            f"{path}: config.json gives it a weight of shape {shape}, and the file has scales of "
+            f"shape {scales.shape}"
+        )
+
+
 @contextmanager
-def _blame(path: Path, what: str) -> Iterator[None]:
+def _blame(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """Name the model in an error of mlx-lm, which may be of any type and speak of none."""
     try:
         yield
@@ -155,4 +196,4 @@ def _blame(path: Path, what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # olmo's file exits where its package is missing
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{path}: {what}: {kind}{error}") from error
+        raise ValueError(printable(f"{path}: {what}: {kind}{error}")) from error

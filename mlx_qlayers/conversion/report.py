@@ -122,7 +122,12 @@ class ConversionReport:
         if self.unmatched:
             keys = ", ".join(self.unmatched)
             lines.append(f"keys of the configuration that name no module: {keys}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
+
+
+def printable(text: str) -> str:
+    """Text that a file may hold, with what would steer a terminal written out as in a string."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def _aligned(rows: list[Sequence[str]]) -> list[str]:

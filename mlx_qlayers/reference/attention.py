@@ -166,7 +166,7 @@ def _mask(
     least = mx.finfo(dtype).min
 
     def numbers(mask: mx.array) -> mx.array:
-        mask = mx.maximum(mask.astype(dtype), least)
+        mask = mx.maximum((mask if mask.ndim else mask[None]).astype(dtype), least)
         return mask if window is None else mx.where(visible(queries, keys, window), mask, least)
 
     return numbers

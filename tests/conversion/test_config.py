@@ -102,7 +102,7 @@ def test_read_from_files(tmp_path):
         assert QuantizationConfig.read(where).default == Format(64, 4)
     for text in ("", "{", "[1]", '"x"', "{'a': 1}"):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"config\.json: (not JSON|must hold)"):
+        with pytest.raises(ValueError, match=r"config\.json: (not JSON|the )"):
             QuantizationConfig.read(path)
     for value in (3, ["config.json"]):
         with pytest.raises(ValueError, match="config must be"):

@@ -142,6 +142,18 @@ def test_mask_and_sinks_in_other_dtypes():
         assert mx.array_equal(attention(*arrays, **wide), expected)
 
 
+@pytest.mark.parametrize("extra", [{}, {"window": 2}, {"softcap": 5.0}], ids=str)
+def test_a_mask_without_axes_is_broadcast(extra):
+    _, arrays, options = make(9, (1, 2, 1, 3, 5, 32, 32), mx.float32, "none", extra)
+    for value in (True, False, 0.5, -float("inf")):
+        mask = mx.array(value)
+        out, whole = (
+            attention(*arrays, **options | {"mask": m})
+            for m in (mask, mx.broadcast_to(mask, (1, 2, 3, 5)))
+        )
+        assert mx.array_equal(out, whole)
+
+
 def test_a_batch_gives_each_member_what_a_batch_of_one_gives():
     _, (q, k, v), options = make(8, (3, 4, 2, 1, 65, 64, 64), mx.bfloat16)
     together = attention(q, k, v, **options)
