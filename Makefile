@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest
 # The pages of the API reference; all else is internal.
 PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime tuning conversion)
 
-.PHONY: setup demo test test-fast test-metal test-cuda metal-sources test-floors bench plots docs notebooks lint clean
+.PHONY: setup demo test test-fast test-metal test-cuda metal-sources test-floors stress bench plots docs notebooks lint clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +50,10 @@ test-floors:
 	$(VENV)-floors/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint tests/floors.txt --editable '.[dev,host,notebooks$(EXTRA)]'
 	$(VENV)-floors/bin/python -m pytest -n auto --dist worksteal
+
+# Threads, tasks, interrupts and exits; make stress ARGS="threads --rounds 5000"
+stress: setup
+	$(BIN)/python -m tests.stress $(ARGS)
 
 # Measures every family beside stock MLX, into benchmarks/results/<machine>; make bench ARGS=--quick
 bench: setup

@@ -41,7 +41,8 @@ def convert_model(
     ``nn.QuantizedEmbedding`` goes the same way, mlx-lm's ``QuantizedSwitchLinear`` becomes
     :class:`QSwitchLinear`, and modules that compute attention with mlx-lm's
     shared function become :class:`FusedAttention`. Module paths, parameter names and arrays stay.
-    Everything is checked before the first swap: an error leaves the model as it was.
+    Everything is checked before the first swap: an error leaves the model as it was. Another thread
+    may use the model meanwhile, unless ``config`` quantizes layers of it.
 
     Args:
         model: any ``nn.Module``, such as a model loaded with mlx-lm.
@@ -242,8 +243,11 @@ def _apply(changes: list[Step], classes: Sequence[Change]) -> None:
 
 
 def _replace(module: nn.Module, items: dict, attributes: dict) -> None:
-    """Make ``module`` hold what another does, so that all references to it see the change."""
-    module.clear()
-    dict.update(module, items)  # Module.update takes parameters
-    vars(module).clear()
-    vars(module).update(attributes)
+    """Make ``module`` hold what another does, so that all references to it see the change.
+
+    What both hold is never missing: another thread may use the module.
+    """
+    for held, wanted in ((module, items), (vars(module), attributes)):
+        dict.update(held, wanted)  # Module.update takes parameters
+        for name in held.keys() - wanted.keys():
+            del held[name]

@@ -239,9 +239,12 @@ def _of_block(block: Any) -> tuple[Operands, float, Operands] | None:
         return None
     attention, mlp, first, second = (block[match.names[key]] for key in BLOCK_PARTS)
     heads, feed = of_heads(attention, first), of_feed_forward(mlp, second)
-    if heads is None or feed is None or type(first) is not nn.RMSNorm or not is_patched(attention):
+    inner = match_of(type(attention))
+    if inner is None or heads is None or feed is None:
         return None
-    names = attention._match.names
+    if type(first) is not nn.RMSNorm or not is_patched(attention):
+        return None
+    names = inner.names
     out = of_layers(attention[names["o"]])
     if out is None or rotation_of(heads.static[-1]) is None:
         return None

@@ -147,7 +147,7 @@ def _together(x: mx.array, *layers: Any) -> list[mx.array]:
 def _mlp_call(self: Any, x: mx.array) -> mx.array:
     plan = _plans.get(id(self))
     if (plan is None or not plan.fits(self, x)) and (plan := _planned(self, x)) is None:
-        return self._fuses.__call__(self, x)
+        return unfused_class(type(self)).__call__(self, x)
     where = compiled.context()
     _, after = plan.bound.get(where) or plan.bind(where, x, None)
     return after(x, None, *plan.arrays)
@@ -158,7 +158,7 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     """Of attention modules and of decoder layers."""
     plan = _plans.get(id(self))
     if (plan is None or not plan.fits(self, x)) and (plan := _planned(self, x)) is None:
-        return self._fuses.__call__(self, x, mask, cache)
+        return unfused_class(type(self)).__call__(self, x, mask, cache)
     where = compiled.context()
     if plan.heads is None:  # the cache may be of any kind
         _, after = plan.bound.get(where) or plan.bind(where, x, None)
@@ -193,8 +193,8 @@ class _Plan:
             of the last shape.
     """
 
-    def __init__(self, module: Any) -> None:
-        pattern, names, _ = module._match
+    def __init__(self, module: Any, match: Match) -> None:
+        pattern, names, _ = match
         self.is_block, self.by_name = pattern.startswith("block"), pattern == "block_by_keywords"
         attention: Any = module if pattern.startswith("attention") else None
         mlp: Any = module if pattern in GATES else None
@@ -203,11 +203,12 @@ class _Plan:
             attention, mlp, first, second = (module[names[key]] for key in BLOCK_PARTS)
             self.attention, self.mlp, self.first, self.second = attention, mlp, first, second
         self.feed = None if mlp is None else of_feed_forward(mlp, second)
-        self.heads: Any = None if attention is None else of_heads(attention, first)
+        inner = match_of(type(attention))
+        self.heads: Any = None if inner is None else of_heads(attention, first)
         self.norm = None if first is None or type(first) is nn.RMSNorm else first
         self.out: Operands | None = None
-        if self.heads:
-            names = attention._match.names
+        if inner and self.heads:
+            names = inner.names
             self.out, self.o = of_layers(attention[names["o"]]), attention[names["o"]]
             self.scale, self.is_patched = getattr(attention, names["scale"]), is_patched(attention)
             self.rope = None if self.heads.static[-1] else attention[names["rope"]]
@@ -275,7 +276,8 @@ _plans: dict[int, _Plan] = {}
 
 def _planned(module: Any, x: mx.array) -> _Plan | None:
     """The plan of a module for such rows, kept for the next call; None if it runs as it was."""
-    if not _is_fused_for(module, x):
+    match = match_of(type(module))  # None where another thread reverts it meanwhile
+    if match is None or not _is_fused_for(module, x):
         return None
     plan = _plans.get(id(module))
     if plan is None:
@@ -283,7 +285,7 @@ def _planned(module: Any, x: mx.array) -> _Plan | None:
     else:
         plan.shape = x.shape
     if plan is None or not plan.fits(module, x):
-        plan = _plans[id(module)] = _Plan(module)
+        plan = _plans[id(module)] = _Plan(module, match)
     useful = x.ndim == 3 if plan.heads else plan.feed is not None
     # For many rows it depends on more than the shape whether they are fused.
     plan.shape = x.shape if useful and is_qmv(x) else ()

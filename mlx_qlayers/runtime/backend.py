@@ -11,7 +11,7 @@ import dis
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
@@ -68,26 +68,35 @@ _INITIAL = Context()
 current: ContextVar[Context] = ContextVar("mlx_qlayers", default=_INITIAL)
 
 
-class _Block:
-    """A ``with`` block in which a thread or task has another context.
+def _changed(requested: str | None, mode: Mode | None) -> Generator[None]:
+    """Change the context, and at the second step change it back.
 
-    An interrupt may come where ``__exit__`` begins. Then the context is put back when the exception
-    has been handled, which is when nothing refers to the block any more.
+    If an interrupt prevents that step, it is made when nothing refers to the generator any more,
+    which is when the exception has been handled.
     """
+    before, late = current.get(), False
+    own = Context(requested or before.requested, mode or before.mode)
+    try:
+        current.set(own)
+        yield
+    except GeneratorExit:
+        late = True
+    finally:
+        if not late or current.get() is own:
+            current.set(before)
 
-    __slots__ = ("_before", "_entered", "_mode", "_own", "_requested")
+
+class _Block:
+    """A ``with`` block in which a thread or task has another context."""
+
+    __slots__ = ("_change", "_changed")
 
     def __init__(self, requested: str | None = None, mode: Mode | None = None) -> None:
-        self._requested, self._mode, self._entered = requested, mode, False
-        self._before: Context | None = None
-        self._own: Context | None = None
+        self._change = requested, mode
 
     def __enter__(self) -> None:
-        self._entered, before = True, current.get()
-        if before is not self._own:  # else it is entered again, or was forced for good
-            self._before = before
-            self._own = Context(self._requested or before.requested, self._mode or before.mode)
-            current.set(self._own)
+        self._changed = _changed(*self._change)
+        next(self._changed)
 
     def __exit__(
         self,
@@ -95,13 +104,7 @@ class _Block:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        if self._before is not None:
-            current.set(self._before)
-        self._entered = False
-
-    def __del__(self) -> None:
-        if self._entered and current.get() is self._own:
-            self.__exit__(None, None, None)
+        next(self._changed, None)
 
 
 def mode(value: Mode) -> _Block:
@@ -296,14 +299,30 @@ class use_backend(_Block):
         'ops'
     """
 
-    __slots__ = ()
+    __slots__ = ("_before",)
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
-        _check(name)
+        super().__init__(_check(name))
+        self._before: Context | None = None
         if not _begins_block(sys._getframe(1)):
-            self.__enter__()
-            self._entered = False
+            self._before = current.get()
+            current.set(Context(name, self._before.mode))
+
+    def __enter__(self) -> None:
+        self._undo()
+        super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if not self._undo():
+            super().__exit__(*error)
+
+    def _undo(self) -> bool:
+        """What the constructor forced, where it did."""
+        if self._before is None:
+            return False
+        current.set(self._before)
+        self._before = None
+        return True
 
 
 # In the instructions behind a call in a ``with`` statement: until Python 3.13, and since.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,6 +29,7 @@ from mlx_qlayers.runtime.backend import (
     use_backend,
 )
 from mlx_qlayers.runtime.explain import Decision, explain
+from tests.stress import interrupts
 
 from .kernels import HISTOGRAM
 
@@ -173,24 +174,37 @@ def test_a_choice_goes_to_another_thread_by_its_context():
 
 
 def test_interrupts_inside_blocks_leave_nothing_forced():
-    """Ctrl-C at any moment between the beginning of the block and its end."""
-    interrupted = 0
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        for round_ in range(1000):
-            try:
-                with use_backend("ops"), mode(Mode.INFERENCE):
-                    # One shot, so that it does not come again while the block ends.
-                    signal.setitimer(signal.ITIMER_REAL, 1e-5 + round_ % 10 * 1e-5)
-                    while True:
-                        requested()
-            except KeyboardInterrupt:
-                interrupted += 1
+    """Ctrl-C at any moment, that between the constructor and ``__enter__`` too."""
+
+    def blocks():
+        for _ in range(20):
+            with use_backend("ops"), mode(Mode.INFERENCE):
+                requested()
+
+    with interrupts() as run:
+        for turn in range(1000):
+            run(blocks, 1e-5 + turn % 10 * 1e-5)
             assert current.get() is module._INITIAL
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted == 1000
+
+
+def test_a_with_statement_forces_nothing_before_it_is_entered():
+    """An interrupt may come between the two; a call for good and a block by hand force at once."""
+
+    class Watched(use_backend):
+        def __enter__(self):
+            seen.append(requested())
+            super().__enter__()
+
+    seen = []
+    with Watched("ops"), contextlib.ExitStack() as stack:
+        seen.append(requested())
+        stack.enter_context(use_backend("host"))
+        seen.append(requested())
+    forced = Watched("ops")
+    seen.append(requested())
+    with forced:
+        seen.append(requested())
+    assert seen == ["auto", "ops", "host", "ops", "ops", "ops"] and requested() == "auto"
 
 
 def test_a_mode_ends_with_its_block():

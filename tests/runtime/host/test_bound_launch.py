@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -24,6 +23,7 @@ from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.program import Program
 from mlx_qlayers.runtime.spec import Spec
 from tests.numerics import assert_accurate
+from tests.stress import interrupts
 
 from ..kernels import GATHER
 
@@ -289,21 +289,9 @@ def _name(frame: FrameType) -> str:
 @pytest.mark.parametrize("size", [64, 1 << 18])
 def test_interrupts_of_launches(size: int) -> None:
     """Ctrl-C at any moment is a KeyboardInterrupt, and the next launch computes."""
-    x, interrupted = mx.arange(size, dtype=mx.float32), 0
+    x = mx.arange(size, dtype=mx.float32)
     mx.eval(x)
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        with use_backend("host"), checks(False):
-            for turn in range(1000):
-                try:
-                    # Again after a second: one was lost once, perhaps in a callback from C++.
-                    signal.setitimer(signal.ITIMER_REAL, 1e-5 + turn % 50 * 1e-5, 1)
-                    while True:
-                        exp(x)
-                except KeyboardInterrupt:
-                    interrupted += 1
-            assert mx.allclose(exp(x * 0), mx.ones_like(x)).item()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted == 1000
+    with use_backend("host"), checks(False), interrupts() as run:
+        for turn in range(1000):
+            run(lambda: exp(x), 1e-5 + turn % 50 * 1e-5)
+        assert mx.allclose(exp(x * 0), mx.ones_like(x)).item()

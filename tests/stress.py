@@ -1,0 +1,342 @@
+"""Threads, tasks, interrupts and exits, a thousand rounds of each: ``make stress``.
+
+Each function below makes so many rounds and raises where something is lost: an interrupt, a count,
+a value, the backend of a block, the state of a model, or the status of a process that ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_qlayers import attention, convert_model, explain, quantized_matmul, revert_model
+from mlx_qlayers.dispatch import Operation, Plan, choose, dispatch
+from mlx_qlayers.ops.exp import exp
+from mlx_qlayers.runtime import trace, use_backend
+from mlx_qlayers.runtime.backend import (
+    Context,
+    Mode,
+    advance_epoch,
+    backend,
+    current,
+    epoch,
+    mode,
+    requested,
+)
+from mlx_qlayers.runtime.explain import collectors, recording
+from tests.small_qwen import BASE, TOKENS, qwen, snapshot
+
+Check = Callable[[], object]
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[Callable[[], object], float], None]]:
+    """What interrupts a function that is called again and again, after so many seconds.
+
+    It raises where the interrupt does not arrive as a KeyboardInterrupt. Callbacks of the garbage
+    collector are left out: Python prints what they raise, and hypothesis has such a callback.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def run(function: Callable[[], object], seconds: float) -> None:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            end = time.monotonic() + 5
+            while time.monotonic() < end:
+                function()
+        except KeyboardInterrupt:
+            return
+        raise AssertionError("an interrupt was lost")
+
+    callbacks, gc.callbacks[:] = gc.callbacks[:], []
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        yield run
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        gc.callbacks[:] = callbacks
+
+
+def interrupted(rounds: int, function: Callable[[], object], check: Check) -> None:
+    """Interrupt a function at other moments each round, and check what it leaves."""
+    function()
+    with interrupts() as run:
+        for turn in range(rounds):
+            run(function, 1e-5 + turn % 97 * 1e-5)
+            check()
+
+
+def interrupts_of_blocks(rounds: int) -> None:
+    """Nothing stays forced, recorded or traced."""
+
+    def enter() -> None:
+        for _ in range(20):
+            with use_backend("ops"), mode(Mode.INFERENCE), use_backend("auto"):
+                pass
+
+    def observe() -> None:
+        with trace(), recording():
+            exp(x)
+
+    def check() -> None:
+        state = current.get(), epoch.debug, dict(collectors)
+        assert state == (Context(), frozenset(), {}), state
+
+    x = mx.ones(8)
+    interrupted(rounds, enter, check)
+    interrupted(rounds, observe, check)
+
+
+def interrupts_of_launches(rounds: int) -> None:
+    """The next launch computes: small and large ones, those of gradients and of new shapes."""
+    q, sizes = mx.random.normal((1, 4, 8, 64)), iter(range(10**9))
+    gradient = mx.grad(lambda q: attention(q, q, q, scale=0.125, mask="causal").sum())
+    small, large = mx.arange(64, dtype=mx.float32), mx.zeros((1 << 18,))
+    mx.eval(q, small, large)
+
+    def check() -> None:
+        assert mx.allclose(exp(small / 64), mx.exp(small / 64)).item()
+
+    with use_backend("host"):
+        wanted = gradient(q)
+        for function in (
+            lambda: exp(small),
+            lambda: exp(large),
+            lambda: mx.eval(gradient(q)),
+            lambda: exp(mx.zeros(next(sizes) % 5000)),
+        ):
+            interrupted(rounds, function, check)
+        assert mx.array_equal(gradient(q), wanted)
+
+
+def interrupts_of_conversion(rounds: int) -> None:
+    """A model is converted or as it was, never something between."""
+    model = qwen(quantized=False)
+    config = {"quantization": BASE}
+    quantized = qwen()
+    converted = [(model, config), (quantized, None)]
+    for each, wanted in converted:
+        kinds = lambda each=each: [type(m) for m in each.modules()]  # noqa: E731
+        states = [kinds()]
+        before = snapshot(each)
+        convert_model(each, config=wanted)
+        states.append(kinds())
+        revert_model(each)
+        states.append(kinds())
+
+        def both(each: nn.Module = each, wanted: object = wanted) -> None:
+            convert_model(each, config=wanted, verify=False)
+            revert_model(each)
+
+        def check(each: nn.Module = each, states: list = states, kinds: Check = kinds) -> None:
+            assert kinds() in states
+            assert each(TOKENS).shape == (1, 7, 96)
+
+        interrupted(rounds, both, check)
+        if wanted is None:
+            revert_model(each)
+            assert snapshot(each) == before
+
+
+def threads(rounds: int) -> None:
+    """Backends, values and counts of four threads, beside explain() and new epochs."""
+    x, packed = mx.random.normal((3, 128)), mx.quantize(mx.random.normal((64, 128)))
+    mx.eval(x, packed)
+    wanted = mx.quantized_matmul(x, *packed)
+    mx.eval(wanted)
+    counted = Operation("stressed", lambda *_: Plan(choose("stressed", ()), lambda x: x))
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def work(name: str) -> None:
+        for turn in range(rounds):
+            with use_backend(name):
+                assert backend() == requested() == name
+                y = quantized_matmul(x, *packed)
+                assert mx.allclose(y, wanted, rtol=1e-4, atol=1e-4).item()
+            assert requested() == "auto"
+            dispatch(counted, (x,), (turn % 3,))
+
+    def watch() -> None:
+        while not over.is_set():
+            explain()
+            with trace(), recording():
+                pass
+            advance_epoch()
+            time.sleep(1e-3)
+
+    explain(reset=True)
+    watcher = threading.Thread(target=_noting(errors, watch))
+    watcher.start()
+    with ThreadPoolExecutor(4) as pool:
+        names = ("host", "ops", "host", "ops")
+        list(pool.map(_noting(errors, work), names))
+    over.set()
+    watcher.join()
+    assert not errors, errors
+    calls = Counter[str]()
+    for decision in explain():
+        calls[decision.op] += decision.calls
+    expected = {"stressed": 4 * rounds, "quantized_matmul": 4 * rounds}
+    assert expected.items() <= calls.items(), calls
+
+
+def _noting(errors: list[BaseException], function: Callable[..., None]) -> Callable[..., None]:
+    def noting(*args: str) -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            errors.append(error)
+
+    return noting
+
+
+def tasks(rounds: int) -> None:
+    """Async tasks, and threads with the context of a task, have backends of their own."""
+    x = mx.ones((8,))
+
+    async def work(name: str) -> None:
+        loop = asyncio.get_running_loop()
+        for turn in range(rounds):
+            with use_backend(name):
+                await asyncio.sleep(0)
+                assert backend() == name
+                exp(x)
+                if turn % 10 == 0:
+                    context = copy_context()
+                    assert await loop.run_in_executor(None, context.run, backend) == name
+            await asyncio.sleep(0)
+            assert requested() == "auto"
+
+    async def together() -> None:
+        await asyncio.gather(*map(work, ("ops", "host", "ops", "host")))
+
+    asyncio.run(together())
+
+
+def conversion_in_use(rounds: int) -> None:
+    """Other threads compute with a model that is converted and reverted."""
+    errors: list[BaseException] = []
+    over, model = threading.Event(), qwen()
+    # Other threads cannot evaluate what belongs to a stream of this one.
+    mx.eval(TOKENS, model.parameters())
+    wanted = model(TOKENS)
+    mx.eval(wanted)
+
+    def use() -> None:
+        while not over.is_set():
+            assert mx.allclose(model(TOKENS), wanted, rtol=1e-2, atol=1e-2).item()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    users = [threading.Thread(target=_noting(errors, use)) for _ in range(2)]
+    for user in users:
+        user.start()
+    for _ in range(rounds):
+        convert_model(model, verify=False)
+        revert_model(model)
+        if errors:
+            break
+    over.set()
+    for user in users:
+        user.join()
+    sys.setswitchinterval(interval)
+    time.sleep(0.2)  # MLX frees what a thread compiled after its end, and needs Python for it
+    assert not errors, errors
+
+
+def exits(rounds: int) -> None:
+    """Processes end with their status: after operations in threads, amid them, by an interrupt.
+
+    Not those whose daemon threads compute as they end: with MLX's own operators they abort too.
+    """
+    code = """
+import os, signal, sys, threading, time
+import mlx.core as mx
+from mlx_qlayers import use_backend
+from mlx_qlayers.ops.exp import exp
+import mlx_qlayers.runtime.host
+bad = []
+for turn in range(int(sys.argv[1])):
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status != (0, 0, -signal.SIGINT)[turn % 3]:
+        bad.append((turn % 3, status))
+else:
+    print(bad)
+    os._exit(0)
+def work(times):
+    with use_backend("host"):
+        for k in range(times):
+            mx.eval(mx.grad(lambda x: exp(x).sum())(mx.ones(8 + k % 3)))
+begun = threading.Thread(target=work, args=(30 if turn % 3 == 1 else 5,))
+begun.start()
+if turn % 3 != 1:
+    begun.join()
+work(3)
+if turn % 3 == 2:
+    sys.stderr = None
+    signal.setitimer(signal.ITIMER_REAL, 1e-3 + turn % 7 * 1e-4)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    work(10**9)
+"""
+    command = [sys.executable, "-c", code, str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", (done.stdout, done.stderr[-2000:])
+
+
+ALL = (
+    interrupts_of_blocks,
+    interrupts_of_launches,
+    interrupts_of_conversion,
+    threads,
+    tasks,
+    conversion_in_use,
+    exits,
+)
+
+
+def main() -> None:
+    """Run all, or those that are named."""
+    names = [each.__name__ for each in ALL]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", default=names, help=", ".join(names))
+    parser.add_argument("--rounds", type=int, default=1000)
+    args = parser.parse_args()
+    failed = 0
+    for each in ALL:
+        if each.__name__ in args.names:
+            start = time.monotonic()
+            try:
+                each(args.rounds)
+                outcome = "nothing lost"
+            except AssertionError as error:
+                failed, outcome = 1, f"FAILED: {error}"
+            seconds = time.monotonic() - start
+            print(f"{each.__name__}: {args.rounds} rounds, {seconds:.0f} s, {outcome}", flush=True)
+    os._exit(failed) if failed else None
+
+
+if __name__ == "__main__":
+    main()
