@@ -89,7 +89,7 @@ def _parser() -> _Parser:
             description=summary,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
             allow_abbrev=False,
-            add_help=module is not borrowed,
+            add_help=module not in (borrowed, generate),  # theirs prints mlx-lm's too
         )
         module.add_arguments(command)
         command.add_argument(

@@ -29,6 +29,15 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, temp: floa
     option("--seed", type=_seed, default=0, help="of the sampling, where --temp is not 0")
 
 
+def add_layers(parser: argparse.ArgumentParser) -> None:
+    """Whether the model's layers are converted, how, and what is said about it."""
+    option = parser.add_argument
+    option("--backend", metavar="NAME", help="run kernels on metal, cuda, host or ops (none); auto")
+    option("--no-fuse", action="store_true", help="one launch for each product")
+    option("--stock", action="store_true", help="leave the model's layers as they are")
+    option("--report", action="store_true", help="list what was done to each layer, and why")
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     if (value := _whole(text)) < 1:

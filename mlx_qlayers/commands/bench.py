@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 SCRIPTS = "benchmarks"
@@ -30,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(scripts()))
     if args.source is not None:
+        if find_spec("matplotlib") is None:
+            raise ValueError("pictures need matplotlib: pip install 'mlx-qlayers[bench]'")
         print(*import_module("plot").draw(args.source), sep="\n")
         return
     folder = import_module("suite").run(args.out, quick=args.quick, only=args.only)

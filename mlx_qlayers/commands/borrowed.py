@@ -4,66 +4,157 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import Any
 
-Load = Callable[..., tuple[Any, ...]]
-_LOADERS = ("load", "sharded_load")
+from .arguments import add_layers
+
 # What each command does, as mlx_lm's of the same name.
 SUMMARIES = {
     "chat": "Chat with a model in the terminal with the converted layers, as mlx_lm.chat does.",
     "server": "Serve a model over HTTP with the converted layers, as mlx_lm.server does.",
     "lora": "Fine-tune a model with the converted layers, as mlx_lm.lora does.",
+    "fuse": "Merge adapters that lora has trained into their model, as mlx_lm.fuse does.",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is ours. All other arguments are mlx-lm's, and so is the rest of the help."""
-    parser.add_argument("-h", "--help", action="store_true", help="print this, and mlx-lm's help")
-    parser.add_argument(
-        "--backend", metavar="NAME", help="run kernels on metal, cuda, host or ops (none); auto"
-    )
-    parser.add_argument("--no-fuse", action="store_true", help="one launch for each product")
-    parser.add_argument("--stock", action="store_true", help="leave the model's layers as they are")
-    parser.set_defaults(rest=(), print_help=parser.print_help)
+    parser.add_argument("-h", "--help", action=_Help, help="print this, and mlx-lm's help")
+    add_layers(parser)
+    parser.set_defaults(rest=())
 
 
 def run(args: argparse.Namespace) -> None:
     """Run mlx-lm's command of that name with ``args.rest`` as its command line."""
-    name = args.command
-    if args.help:
-        args.print_help()
-        print()
-    module = import_module(f"mlx_lm.{name}")
+    run_main(args, args.rest)
+
+
+def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: Any) -> None:
+    """Run mlx-lm's command ``args.command`` with other functions in the place of some of its own.
+
+    Args:
+        args: what :func:`add_arguments` has added; ``command`` is the name.
+        command_line: the arguments of mlx-lm's command.
+        replaced: names of its module, and what they mean meanwhile.
+    """
+    module = import_module(f"mlx_lm.{args.command}")
 
     from ..runtime.backend import default_backend
 
-    command_line = [f"mlx-qlayers {name}", *args.rest, *(["--help"] if args.help else [])]
+    replaced = {"load": _loading(args)} | replaced
+    if hasattr(module, "sharded_load"):
+        replaced["sharded_load"] = _converting(args, module.sharded_load)
     # mlx-lm's server generates in a thread of its own.
     backend = default_backend(args.backend) if args.backend else nullcontext()
-    loaders = {} if args.stock else _converting(module, fuse=not args.no_fuse)
-    with _holding(sys, argv=command_line), _holding(module, **loaders), backend:
+    surroundings = _SURROUNDINGS.get(args.command, nullcontext)
+    argv = [f"mlx-qlayers {args.command}", *command_line]
+    with _holding(sys, argv=argv), _holding(module, **replaced), backend, surroundings(module):
         module.main()
 
 
-def _converting(module: Any, *, fuse: bool) -> dict[str, Load]:
-    """The functions by which a module of mlx-lm loads models, which then convert them."""
+class _Help(argparse.Action):
+    """Prints the help of a command, then that of mlx-lm's, whatever arguments are missing."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.print_help()
+        print()
+        with _holding(sys, argv=[parser.prog, "--help"]):
+            import_module(f"mlx_lm.{parser.prog.rpartition(' ')[2]}").main()
+
+
+def _loading(args: argparse.Namespace) -> Callable[..., tuple[Any, ...]]:
+    """``mlx_lm.load``, which checks the files first, reads GGUF too, and converts the model."""
+    from ..conversion.loading import load_stock
+
+    def load(
+        path_or_hf_repo: str,
+        tokenizer_config: dict[str, Any] | None = None,
+        model_config: dict[str, Any] | None = None,
+        adapter_path: str | None = None,
+        *,
+        return_config: bool = False,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        loaded = load_stock(
+            path_or_hf_repo,
+            tokenizer_config=tokenizer_config,
+            model_config=model_config,
+            adapter_path=adapter_path,
+            **options,
+        )
+        _convert(args, loaded.model, loaded.quantization)
+        return loaded[:3] if return_config else loaded[:2]
+
+    return load
+
+
+def _converting(
+    args: argparse.Namespace, load: Callable[..., tuple[Any, ...]]
+) -> Callable[..., tuple[Any, ...]]:
+    def loading(*inputs: Any, **options: Any) -> tuple[Any, ...]:
+        loaded = load(*inputs, **options)
+        _convert(args, loaded[0])
+        return loaded
+
+    return loading
+
+
+def _convert(args: argparse.Namespace, model: Any, config: Any = None) -> None:
+    """Convert a model as the arguments say, and say what was done in a line or in full."""
     from ..convert import convert_model
 
-    def converting(load: Load) -> Load:
-        def loading(*args: Any, **options: Any) -> tuple[Any, ...]:
-            loaded = load(*args, **options)
-            model = loaded[0]
-            # mlx-lm serves and trains models without quantized layers too.
-            quantized = any("scales" in child for child in model.modules())
-            print(convert_model(model, linear=quantized, fuse=fuse).summary(), file=sys.stderr)
-            return loaded
+    if args.stock or args.command == "fuse":  # which computes nothing
+        return
+    # mlx-lm serves and trains models without quantized layers too.
+    linear = args.command == "generate" or any("scales" in child for child in model.modules())
+    report = convert_model(model, config=config, linear=linear, fuse=not args.no_fuse)
+    if args.report or args.command != "generate":
+        print(report.summary() if args.report else report.brief(), file=sys.stderr)
 
-        return loading
 
-    return {name: converting(getattr(module, name)) for name in _LOADERS if hasattr(module, name)}
+@contextmanager
+def _chat(module: Any) -> Iterator[None]:
+    with suppress(EOFError):  # Ctrl-D leaves a chat as its command q does
+        yield
+
+
+@contextmanager
+def _lora(module: Any) -> Iterator[None]:
+    import mlx.core as mx
+
+    from ..runtime.backend import backend
+
+    theirs = module.load_dataset
+
+    def load_dataset(args: Any, tokenizer: Any) -> Any:
+        try:
+            return theirs(args, tokenizer)
+        except ModuleNotFoundError as error:
+            raise FileNotFoundError(
+                f"--data {args.data}: no such directory; a data set of the Hugging Face Hub needs "
+                f"the package {error.name} (pip install {error.name})"
+            ) from error
+
+    # A compiled step traces its operations, and traced ones run no kernels on a CPU.
+    eager = backend() == "host"
+    with _holding(module, load_dataset=load_dataset):
+        if eager:
+            mx.disable_compile()
+        try:
+            yield
+        finally:
+            if eager:
+                mx.enable_compile()
+
+
+_SURROUNDINGS: dict[str, Callable[[Any], AbstractContextManager[None]]]
+_SURROUNDINGS = {"chat": _chat, "lora": _lora}
 
 
 @contextmanager

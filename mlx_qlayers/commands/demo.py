@@ -7,8 +7,12 @@ import copy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .arguments import add_sampling
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
 
 MODEL = "tales-qwen2"
 
@@ -21,31 +25,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
+    from tqdm import tqdm
 
     from ..conversion.loading import load_stock
     from ..convert import convert_model
     from ..runtime.backend import backend, use_backend
-    from .text import encode, stream
+    from .text import check_prompt, stream
 
+    check_prompt(args.prompt)
     stock, tokenizer, _, quantization = load_stock(args.model or shipped_model())
     converted = copy.deepcopy(stock)  # the arrays are shared
     print(convert_model(converted, config=quantization).summary(), end="\n\n")
-    prompt = encode(tokenizer, args.prompt, chat=False)
+    prompt = tokenizer.encode(args.prompt)
     contenders = [("stock mlx-lm", stock, "ops"), ("converted, reference path", converted, "ops")]
     if backend() == "host":
         contenders.append(("converted, Metal kernels on the CPU", converted, "auto"))
+
+    def generate(model: nn.Module, echo: TextIO | None = None, **options: Any) -> Any:
+        mx.random.seed(args.seed)
+        options = {"max_tokens": args.max_tokens, "sampler": make_sampler(args.temp)} | options
+        return stream(model, tokenizer, prompt, echo=echo, **options)
+
     rows: list[tuple[str, ...]] = []
     for name, model, path in reversed(contenders):
         echo = None if rows else sys.stdout
         with use_backend(path):
-            # Paged in, and all compiled that a text of this length needs, before the clock runs.
-            stream(model, tokenizer, prompt, max_tokens=2 if path == "ops" else args.max_tokens)
+            # Before the clock runs all is paged in, and the same text has compiled every kernel.
+            if path == "ops":
+                generate(model, max_tokens=2)
+            else:
+                with tqdm(total=args.max_tokens, desc="compiling kernels", disable=None) as bar:
+                    generate(model, progress=bar.update)
             if echo:
                 print(args.prompt, end="", flush=True)
-            mx.random.seed(args.seed)
-            last = stream(
-                model, tokenizer, prompt, max_tokens=args.max_tokens, temp=args.temp, echo=echo
-            )
+            last = generate(model, echo)
         rows.append((name, f"{last.prompt_tps:.1f}", f"{last.generation_tps:.1f}"))
     print(f"\nTokens per second on {mx.default_device()}, backend {backend()}:")
     print(table(("layers", "prompt", "text"), rows[::-1]))

@@ -1,10 +1,12 @@
-"""Generate text from a prompt with the converted layers."""
+"""Generate text from a prompt with the converted layers, as mlx_lm.generate does."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
+from . import borrowed
 from .arguments import add_model, add_sampling
 
 
@@ -12,35 +14,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "--model")
     parser.add_argument("--prompt", required=True, help="the prompt; - reads standard input")
     add_sampling(parser, max_tokens=256, temp=0.0)
-    parser.add_argument("--stock", action="store_true", help="leave the model's layers as they are")
-    parser.add_argument("--no-fuse", action="store_true", help="one launch for each product")
-    parser.add_argument(
-        "--ignore-chat-template",
-        action="store_true",
-        help="take the prompt as it is, even where the tokenizer has a chat template",
-    )
+    borrowed.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    import mlx.core as mx
+    from .text import check_prompt
 
-    from ..conversion.loading import load_stock
-    from ..convert import convert_model
-    from .text import encode, stream
+    check_prompt(args.prompt)
+    names = ("model", "prompt", "max_tokens", "temp", "seed")
+    ours = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+    if args.trust_remote_code:
+        ours.append("--trust-remote-code")
+    borrowed.run_main(args, [*ours, *args.rest], generate=_generate)
 
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    loaded = load_stock(args.model, trust_remote_code=args.trust_remote_code)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    tokens = encode(tokenizer, prompt, chat=not args.ignore_chat_template)
-    if not args.stock:
-        convert_model(model, config=loaded.quantization, fuse=not args.no_fuse)
-    mx.random.seed(args.seed)
-    last = stream(
-        model, tokenizer, tokens, max_tokens=args.max_tokens, temp=args.temp, echo=sys.stdout
-    )
+
+def _generate(model: Any, tokenizer: Any, prompt: Any, *, verbose: bool, **options: Any) -> str:
+    """``mlx_lm.generate`` with nothing but the text on standard output."""
+    from mlx_lm import generate
+
+    from .text import stream
+
+    if not prompt:
+        raise ValueError("the prompt has no tokens")
+    if not verbose:  # their command prints it
+        return generate(model, tokenizer, prompt, **options)
+    last = stream(model, tokenizer, prompt, echo=sys.stdout, **options)
     print(
         f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s; "
         f"text: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s; "
         f"peak memory {last.peak_memory:.3f} GB",
         file=sys.stderr,
     )
+    return last.text

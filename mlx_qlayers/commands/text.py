@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
 
 import mlx.nn as nn
 
@@ -11,22 +12,18 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
-def encode(tokenizer: TokenizerWrapper, prompt: str, *, chat: bool) -> list[int]:
-    """The tokens of ``prompt``, as a chat's first message where the tokenizer has a template.
+def check_prompt(prompt: str) -> None:
+    """Refuse a prompt that has no tokens in any vocabulary.
 
     Raises:
-        ValueError: there are none, or ``prompt`` is made of bytes that were not UTF-8.
+        ValueError: it is empty, or made of bytes that were not UTF-8.
     """
+    if not prompt:
+        raise ValueError("the prompt '' has no tokens")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt {prompt!r} is not text in UTF-8") from error
-    if chat and prompt and tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    if not (tokens := tokenizer.encode(prompt)):
-        raise ValueError(f"the prompt {prompt!r} has no tokens")
-    return tokens
 
 
 def stream(
@@ -34,19 +31,25 @@ def stream(
     tokenizer: TokenizerWrapper,
     prompt: list[int],
     *,
-    max_tokens: int,
-    temp: float = 0.0,
     echo: TextIO | None = None,
+    progress: Callable[[], object] | None = None,
+    **options: Any,
 ) -> GenerationResponse:
-    """Write up to ``max_tokens`` tokens to ``echo`` as they come; the last, with their speed."""
-    from mlx_lm import stream_generate
-    from mlx_lm.sample_utils import make_sampler
+    """Write tokens to ``echo`` as they come; the last of them, with their speed.
 
-    sampler = make_sampler(temp=temp)
-    responses = stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, sampler=sampler)
-    for response in responses:  # at least one
+    Args:
+        model, tokenizer, prompt: as in ``mlx_lm.generate``; at least one token.
+        echo: where the text goes.
+        progress: called after each token.
+        options: those of ``mlx_lm.stream_generate``.
+    """
+    from mlx_lm import stream_generate
+
+    for response in stream_generate(model, tokenizer, prompt, **options):  # at least one
         if echo:
             print(response.text, end="", flush=True, file=echo)
+        if progress:
+            progress()
     if echo:
         print(file=echo)
     return response

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..runtime.explain import aligned
+
 SWAPPED, QUANTIZED, LEFT = "swapped", "quantized", "left"
 ALREADY, REVERTED, FUSED = "already converted", "reverted", "fused"
 _FUSION_HEADER = ("path", "kind", "fusion", "what or why")
@@ -113,12 +115,20 @@ class ConversionReport:
         both = (self.rows, self.fusions)
         return self._text(*(_folded([row.cells() for row in rows]) for rows in both))
 
-    def _text(self, rows: Sequence[Sequence[str]], fusions: Sequence[Sequence[str]]) -> str:
+    def brief(self) -> str:
+        """What was done, in a line."""
+        fused = sum(row.action == FUSED for row in self.fusions)
+        return f"{self._total()}; {fused} modules fused" if fused else self._total()
+
+    def _total(self) -> str:
         total = ", ".join(f"{n} {action}" for action, n in self.counts.items()) or "no modules"
-        lines = _aligned([_HEADER, *rows])
+        return f"dry run: {total}" if self.dry_run else total
+
+    def _text(self, rows: Sequence[Sequence[str]], fusions: Sequence[Sequence[str]]) -> str:
+        lines = aligned([_HEADER, *rows])
         if fusions:
-            lines += ["", *_aligned([_FUSION_HEADER, *fusions]), ""]
-        lines.append(("dry run: " if self.dry_run else "") + total)
+            lines += ["", *aligned([_FUSION_HEADER, *fusions]), ""]
+        lines.append(self._total())
         if self.unmatched:
             keys = ", ".join(self.unmatched)
             lines.append(f"keys of the configuration that name no module: {keys}")
@@ -128,14 +138,6 @@ class ConversionReport:
 def printable(text: str) -> str:
     """Text that a file may hold, with what would steer a terminal written out as in a string."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
-def _aligned(rows: list[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

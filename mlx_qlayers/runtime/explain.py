@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .backend import undone
+
+_FIGURE = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,37 @@ class Decision:
 
     def __str__(self) -> str:
         return f"{self.op}: {self.path} ({self.reason}), {self.calls} calls"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose columns begin at the same place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+class Decisions(list[Decision]):
+    """What :func:`explain` returns: a list that prints as a table.
+
+    Decisions of one operation and path whose reasons differ in nothing but figures share a row;
+    its reason is that of most calls.
+    """
+
+    def __str__(self) -> str:
+        merged: dict[tuple[str, ...], list[Decision]] = {}
+        for each in self:
+            key = each.op, each.path, each.evidence, _FIGURE.sub("#", each.reason)
+            merged.setdefault(key, []).append(each)
+        rows: list[tuple[str, ...]] = [("operation", "path", "calls", "evidence", "reason")]
+        for key, alike in merged.items():
+            most = max(alike, key=lambda each: each.calls)
+            calls = sum(each.calls for each in alike)
+            rows.append((*key[:2], str(calls), key[2], most.reason))
+        return "\n".join(aligned(rows))
+
+    __repr__ = __str__
 
 
 class Row:
@@ -101,7 +135,7 @@ def recording() -> Iterator[list[Row]]:
         yield rows
 
 
-def explain(*, reset: bool = False) -> list[Decision]:
+def explain(*, reset: bool = False) -> Decisions:
     """Which path each operation took since the start, why, and how many times.
 
     Kernels that were launched are listed too, under the name ``kernel ...``.
@@ -110,16 +144,17 @@ def explain(*, reset: bool = False) -> list[Decision]:
         reset: forget the decisions after returning them.
 
     Returns:
-        One :class:`Decision` for each operation, path and reason, in the order first seen.
+        One :class:`Decision` for each operation, path and reason, in the order first seen. Printed
+        they are a table, in which reasons that differ in figures alone share a row.
 
     Example:
         >>> with use_backend("ops"):
         ...     y = grid_sample(mx.ones((1, 4, 4, 3)), mx.zeros((1, 2, 2, 2)))
-        >>> for decision in explain():
-        ...     print(decision)
-        grid_sample: ops (asked for), 1 calls
+        >>> explain()
+        operation    path  calls  evidence  reason
+        grid_sample  ops   1      rule      asked for
     """
-    decisions = []
+    decisions = Decisions()
     with _lock:
         for each in _rows.values():
             op, path, reason, evidence = each.key

@@ -111,6 +111,15 @@ def test_pictures_of_stored_results(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(size(path) == SIZE for path in drawn)
 
 
+def test_pictures_without_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_qlayers.commands.bench.find_spec", lambda name: None)
+    assert main(["bench", "--from", str(tmp_path)]) == 2
+    line = "mlx-qlayers: error: pictures need matplotlib: pip install 'mlx-qlayers[bench]'\n"
+    assert capsys.readouterr().err == line
+
+
 def test_a_folder_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--from", str(tmp_path)]) == 2
     assert "no results of benchmarks" in capsys.readouterr().err

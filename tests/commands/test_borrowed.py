@@ -1,4 +1,4 @@
-"""mlx-lm's server, chat and lora with the shipped model converted."""
+"""mlx-lm's server, chat, lora and fuse with the shipped model converted."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from mlx_qlayers import explain
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands import borrowed
 from mlx_qlayers.commands.demo import shipped_model
-from mlx_qlayers.runtime.backend import requested
-from tests.numerics import assert_same_losses
+from mlx_qlayers.runtime.backend import backend, requested
+from tests.numerics import assert_same_losses, assert_same_model
 
 PROMPT, TOKENS = "Once upon a time there was a king", 12
 SERVER = [sys.executable, "-m", "mlx_qlayers", "server"]
@@ -113,12 +113,21 @@ def test_chat_by_script(
     assert main(["chat", *arguments, *flags]) == 0
     out, err = capsys.readouterr()
     assert out.count(expected) == 2
-    assert ("49 swapped" in err) == ("--stock" not in flags)
-    assert ("fused" in err) == (not flags)
+    report = {0: "49 swapped; 19 modules fused\n", 1: "", 3: "49 swapped\n"}[len(flags)]
+    assert "".join(line for line in err.splitlines(True) if "compiling" not in line) == report
     decisions = explain()
     assert bool(decisions) == ("--stock" not in flags)
     if "ops" in flags:
         assert {(d.path, d.reason) for d in decisions} == {("ops", "asked for")}
+
+
+def test_chat_ends_at_the_end_of_its_input(
+    talker: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", "--model", str(talker), "--report"]) == 0
+    err = capsys.readouterr().err
+    assert "error" not in err and "model.layers.0-5.mlp.gate_proj" in err
 
 
 def test_the_backend_holds_in_threads_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +175,50 @@ def test_lora_trains_what_stock_loads(
     assert ours < 0.95 * untrained
 
 
+def test_lora_names_data_that_is_not_there(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as where it is not installed
+    assert main(["lora", "--model", str(tiny_model), "--train", "--data", "no/where"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("mlx-qlayers: error: --data no/where: no such directory;")
+    assert "pip install datasets" in error
+
+
+def test_a_step_of_lora_runs_kernels_on_a_cpu(talker: Path, tmp_path: Path) -> None:
+    """A step that ``mx.compile`` has traced would run none."""
+    arguments = ["--model", str(talker), "--train", "--data", str(texts(tmp_path / "data"))]
+    arguments += ["--iters", "1", "--batch-size", "1", "--num-layers", "1", "--val-batches", "0"]
+    explain(reset=True)
+    assert main(["lora", *arguments, "--adapter-path", str(tmp_path / "adapters")]) == 0
+    paths = {d.path for d in explain() if d.op == "quantized_matmul"}
+    assert paths == ({"host"} if backend() == "host" else {backend()})
+    counted = []
+    twice = mx.compile(lambda x: (counted.append(1), x + x)[1])
+    assert [twice(mx.ones(1)).item() for _ in range(2)] == [2.0, 2.0]
+    assert len(counted) == 1  # compilation is on again
+
+
+def test_adapters_are_fused_as_mlx_lm_fuses_them(
+    exact_model: Path, adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--model", str(exact_model), "--adapter-path", str(adapters), "--save-path"]
+    assert main(["fuse", *arguments, str(tmp_path / "ours")]) == 0
+    monkeypatch.setattr(sys, "argv", ["fuse", *arguments, str(tmp_path / "theirs")])
+    import_module("mlx_lm.fuse").main()
+    for name in ("model.safetensors", "config.json"):
+        ours, theirs = ((tmp_path / by / name).read_bytes() for by in ("ours", "theirs"))
+        assert ours == theirs
+    assert main(["fuse", *arguments, str(tmp_path / "dense"), "--dequantize"]) == 0
+    (fused, _), (unfused, _) = (
+        mlx_lm.load(str(tmp_path / "dense")),
+        mlx_lm.load(str(exact_model), adapter_path=str(adapters)),
+    )
+    assert not any("scales" in module for module in fused.modules())
+    tokens = mx.array([[5, 6, 7]])
+    assert_same_model(fused(tokens), unfused(tokens), bits=None, what="fused")
+
+
 def test_a_model_without_quantized_layers(plain_model: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(plain_model), "--test", "--data", str(tmp_path)]
     lines = "\n".join(json.dumps({"text": PROMPT}) for _ in range(2))
@@ -173,14 +226,14 @@ def test_a_model_without_quantized_layers(plain_model: Path, tmp_path: Path) -> 
     assert main(["lora", *arguments, "--adapter-path", "", "--batch-size", "1"]) == 0
 
 
-@pytest.mark.parametrize("name", ["server", "chat", "lora"])
+@pytest.mark.parametrize("name", ["server", "chat", "lora", "fuse", "generate"])
 def test_help_is_both(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
     assert "--no-fuse" in out and "--adapter-path" in out and "mlx_lm" not in out.split("\n")[0]
 
 
-@pytest.mark.parametrize("name", ["server", "chat", "lora"])
+@pytest.mark.parametrize("name", ["server", "chat", "lora", "fuse", "generate"])
 def test_no_option_hides_one_of_mlx_lm(name: str) -> None:
     theirs: list[argparse.ArgumentParser] = []
 

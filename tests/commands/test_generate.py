@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import mlx_lm
 import pytest
 from command_line import PROMPT
 
+from mlx_qlayers import explain
 from mlx_qlayers.cli import main
 
 
@@ -50,3 +53,56 @@ def test_prompt_from_standard_input(
         assert main(["generate", *arguments]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+
+
+def generated(capsys: pytest.CaptureFixture[str], model: Path, *arguments: str) -> str:
+    """What the command says on standard output."""
+    assert main(["generate", f"--model={model}", "--max-tokens=12", *arguments]) == 0
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+def test_options_of_mlx_lm(
+    exact_model: Path, adapters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = f"--prompt={PROMPT}"
+    model, tokenizer = mlx_lm.load(str(exact_model))
+
+    def stock(**options: object) -> str:
+        return mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=12, **options)
+
+    plain = generated(capsys, exact_model, prompt)
+    assert plain == stock()
+    drafted = f"--draft-model={exact_model}", "--num-draft-tokens=2"
+    assert generated(capsys, exact_model, prompt, *drafted) == plain
+    assert generated(capsys, exact_model, prompt, "--temp=2", "--top-k=1") == plain
+    assert generated(capsys, exact_model, prompt, "--temp=2", "--top-p=1e-6") == plain
+    assert generated(capsys, exact_model, prompt, "--verbose=False") == plain
+    cache = {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": 0}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in cache.items()]
+    assert generated(capsys, exact_model, prompt, *flags) == stock(**cache) != plain
+    model, tokenizer = mlx_lm.load(str(exact_model), adapter_path=str(adapters))
+    assert generated(capsys, exact_model, prompt, f"--adapter-path={adapters}") == stock() != plain
+
+
+def test_the_backend_is_chosen_and_the_report_is_printed(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explain(reset=True)
+    arguments = [f"--model={tiny_model}", f"--prompt={PROMPT}", "--max-tokens=2"]
+    assert main(["generate", *arguments, "--backend=ops", "--report"]) == 0
+    assert {(d.path, d.reason) for d in explain()} == {("ops", "asked for")}
+    err = capsys.readouterr().err
+    assert "model.layers.0-1.self_attn.q_proj" in err and "17 swapped" in err
+
+
+def test_chat_template_is_used_where_there_is_one(
+    exact_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = shutil.copytree(exact_model, tmp_path / "model")
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    templated = generated(capsys, exact_model, "--prompt=[king]")
+    plain = generated(capsys, exact_model, "--prompt=king")
+    assert generated(capsys, path, "--prompt=king") == templated != plain
+    assert generated(capsys, path, "--prompt=king", "--ignore-chat-template") == plain

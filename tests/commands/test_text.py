@@ -1,26 +1,28 @@
-"""Prompts as tokens."""
+"""Prompts that no vocabulary can take, and text as it streams."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import mlx_lm
 import pytest
 
-from mlx_qlayers.commands.text import encode
+from mlx_qlayers.commands.text import check_prompt, stream
 
 
-def test_chat_template_is_used_where_there_is_one(tiny_model: Path) -> None:
-    _, tokenizer = mlx_lm.load(str(tiny_model))
-    plain = encode(tokenizer, "king", chat=True)
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    tokenizer.has_chat_template = True
-    assert encode(tokenizer, "king", chat=True) == tokenizer.encode("[king]")
-    assert encode(tokenizer, "king", chat=False) == plain == tokenizer.encode("king")
-
-
-def test_prompts_without_tokens_are_refused(tiny_model: Path) -> None:
-    _, tokenizer = mlx_lm.load(str(tiny_model))
+def test_prompts_without_tokens_are_refused() -> None:
+    check_prompt("x")
     for prompt, reason in (("", "has no tokens"), ("\udcff", "is not text in UTF-8")):
         with pytest.raises(ValueError, match=reason):
-            encode(tokenizer, prompt, chat=True)
+            check_prompt(prompt)
+
+
+def test_text_and_progress(tiny_model: Path) -> None:
+    model, tokenizer = mlx_lm.load(str(tiny_model))
+    echo, steps = io.StringIO(), list[int]()
+    last = stream(
+        model, tokenizer, [5, 6], echo=echo, progress=lambda: steps.append(1), max_tokens=4
+    )
+    assert len(steps) == last.generation_tokens == 4
+    assert echo.getvalue() == mlx_lm.generate(model, tokenizer, [5, 6], max_tokens=4) + "\n"

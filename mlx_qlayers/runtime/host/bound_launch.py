@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -121,6 +121,12 @@ def _strides(steps: Sequence[int]) -> Any:
     return (ctypes.c_int64 * max(1, len(steps)))(*steps)
 
 
+@cache
+def _say(name: str) -> None:
+    """A kernel that is compiled for several dtypes or options is one to the reader."""
+    print(f"mlx-qlayers: compiling kernel {name} for this CPU, once", file=sys.stderr)
+
+
 @lru_cache(maxsize=1024)
 def _compiled(program: Program, function: str, text: str, checked: bool) -> _Compiled:
     def cite(message: str) -> str:
@@ -128,7 +134,7 @@ def _compiled(program: Program, function: str, text: str, checked: bool) -> _Com
 
     def first() -> None:
         refuse(text)
-        print(f"mlx-qlayers: compiling kernel {program.name} for this CPU, once", file=sys.stderr)
+        _say(program.name)
 
     try:
         kernel = compile_source(
