@@ -54,7 +54,7 @@ class Decisions(list[Decision]):
     """
 
     def __str__(self) -> str:
-        merged: dict[tuple[str, ...], list[Decision]] = {}
+        merged: dict[tuple[str, str, str, str], list[Decision]] = {}
         for each in self:
             key = each.op, each.path, each.evidence, _FIGURE.sub("#", each.reason)
             merged.setdefault(key, []).append(each)
