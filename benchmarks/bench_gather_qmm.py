@@ -24,6 +24,7 @@ from mlx_qlayers import backend, use_backend
 from mlx_qlayers.formats import MODES, Format
 from mlx_qlayers.metal.quantized_matmul.gradients import scales_and_biases_gradient
 from mlx_qlayers.ops.gather_qmm import gather_qmm
+from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime.spec import Spec
 
 # Experts, of which so many for a token; outputs and inputs of their first projection.
@@ -254,13 +255,13 @@ def of_scales_and_biases(
 ) -> dict[str, Callable[[], object]]:
     """The gradients of scales and biases: stock and by kernel."""
     w, scales, biases = packed
-    launch = scales_and_biases_gradient(*map(Spec.of, (x, dy, w, scales)), fmt, True, backend())
+    rows, of_rows, *matrix = (Spec.of(a) for a in (x, dy, w, scales))
+    call = MatmulCall(rows, PackedMatrix(*matrix), True, fmt)
+    launch = scales_and_biases_gradient(call, of_rows, backend())
 
     def product(scales: mx.array, biases: mx.array) -> mx.array:
         return mx.quantized_matmul(x, w, scales, biases, True, *fmt)
 
-    specs = (Spec.of(a) for a in (x, dy, w, scales))
-    launch = scales_and_biases_gradient(*specs, fmt, True, backend())
     return {
         "stock": lambda: mx.vjp(product, [scales, biases], [dy])[1],
         "kernel": lambda: launch(x, dy, w),

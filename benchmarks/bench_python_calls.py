@@ -38,12 +38,12 @@ from mlx_qlayers import (
 from mlx_qlayers.conversion import decoder_loop
 from mlx_qlayers.dispatch import Operation, Plan, dispatch
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
-from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
 from mlx_qlayers.ops.attention_step import Rotation, attention_step
 from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.ops.fused_products import fused_products
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.ops.rotary import rotary_embedding
+from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import backend as backends
 
 Call = Callable[[], Any]

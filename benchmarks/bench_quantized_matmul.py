@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -124,7 +125,7 @@ def layer_and_rows(repeats: int) -> list[Table]:
 
 
 def crossover(repeats: int) -> list[Table]:
-    """The rows from which the dense product is faster, by format, which the reference holds."""
+    """The rows from which the dense product is faster, by format: ``reference_dense_rows``."""
     table = Table({"format": 12, "transposed": 12, "plain": 12})
     table.print_header()
     for mode, (sizes, widths) in MODES.items():
@@ -139,28 +140,16 @@ def crossover(repeats: int) -> list[Table]:
 
 
 def _first_dense(fmt: Format, transpose: bool, repeats: int) -> str:
-    limits = reference._DENSE_FROM_ROWS if transpose else reference._DENSE_FROM_ROWS_QVM
-    key, kept = (fmt.mode, fmt.bits), dict(limits)
-    try:
-        for rows in (2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64):
-            x, packed = problem(rows, 2048, 2048, mx.float32, fmt)
-
-            def run(limit: int, x: mx.array = x, packed: Packed = packed) -> Callable[[], mx.array]:
-                def product() -> mx.array:
-                    limits[key] = limit
-                    return reference.quantized_matmul(x, *packed, transpose, fmt)
-
-                return product
-
-            times: dict[str, Sample] = measure(
-                {"packed": run(1 << 30), "dense": run(1)}, repeats=repeats, warmup=0
-            )
-            if times["dense"].median < times["packed"].median:
-                return str(rows)
-        return "> 64"
-    finally:
-        limits.clear()
-        limits.update(kept)
+    for rows in (2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64):
+        x, packed = problem(rows, 2048, 2048, mx.float32, fmt)
+        products = {
+            name: partial(reference.quantized_matmul, x, *packed, transpose, fmt, dense_rows)
+            for name, dense_rows in (("packed", None), ("dense", 1))
+        }
+        times: dict[str, Sample] = measure(products, repeats=repeats, warmup=0)
+        if times["dense"].median < times["packed"].median:
+            return str(rows)
+    return "> 64"
 
 
 def host_gain(repeats: int) -> list[Table]:

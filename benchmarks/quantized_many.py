@@ -26,8 +26,8 @@ from common import Table, measure
 from mlx_qlayers import backend, explain, quantized_matmul
 from mlx_qlayers.dispatch import Choice
 from mlx_qlayers.formats import MODES, Format
-from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
 from mlx_qlayers.ops.quantized_route import DENSE, QMM, Route, product
+from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime.spec import Spec
 
 Packed = tuple[mx.array, mx.array, mx.array | None]
@@ -191,7 +191,7 @@ def _ours(case: Case) -> dict[str, Product]:
 
     def by(kernel: str) -> Product:
         route = Route(Choice("benchmark", backend(), "asked for"), kernel)
-        launch = product(route, Spec.of(x), matrix, case.transpose, case.fmt)
+        launch = product(route, MatmulCall(Spec.of(x), matrix, case.transpose, case.fmt))
         return lambda x, packed: launch(x, *packed, None)
 
     # A dense product of float32 is one of TF32 in MLX.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+
+from .formats import Format
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,44 @@ class Rotation(NamedTuple):
     traditional: bool = False
     base: float | None = 10000.0
     scale: float = 1.0
+
+
+class PackedMatrix(NamedTuple):
+    """A quantized matrix that rows are multiplied with, and what is added to the product.
+
+    Attributes:
+        w: (N, K * bits / 32) uint32.
+        scales: (N, K / group_size), floating point (affine) or uint8.
+        biases: as ``scales`` (affine), else None.
+        bias: (N,) in the dtype of the rows, or None.
+    """
+
+    w: Any
+    scales: Any
+    biases: Any = None
+    bias: Any = None
+
+
+class MatmulCall(NamedTuple):
+    """A product of rows with a quantized matrix, ``x @ w.T + bias`` or ``x @ w + bias``, by specs.
+
+    Attributes:
+        x: (..., K) in the dtype of the result; M rows.
+        matrix: as :class:`PackedMatrix` says if ``transpose``, else (K, N) packed likewise.
+        transpose: multiply with the transpose of the packed matrix.
+        fmt: group_size, bits and mode of the matrix.
+    """
+
+    x: Any
+    matrix: PackedMatrix
+    transpose: bool
+    fmt: Format
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        x, w = self.x, self.matrix.w
+        return prod(x.shape[:-1]), w.shape[0] if self.transpose else self.fmt.dims(w), x.shape[-1]
 
 
 class Scores(NamedTuple):

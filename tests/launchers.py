@@ -11,8 +11,8 @@ from mlx_qlayers.metal.quantized_matmul import gradients as _gradients
 from mlx_qlayers.metal.quantized_matmul import qmm as _qmm
 from mlx_qlayers.metal.quantized_matmul import qmv as _qmv
 from mlx_qlayers.metal.quantized_matmul import qvm as _qvm
-from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix, QmvArrays
-from mlx_qlayers.options import AttentionCall, Scores
+from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays
+from mlx_qlayers.options import AttentionCall, MatmulCall, PackedMatrix, Scores
 from mlx_qlayers.runtime.spec import Spec
 
 
@@ -43,13 +43,15 @@ def qmv(
 
 
 def qmm(x, w, scales, biases, bias, *options):
-    matrix = PackedMatrix(w, scales, biases, bias)
-    return _qmm.qmm(specs(x), specs(matrix), *options)(x, *matrix)
+    return _product(_qmm.qmm, x, PackedMatrix(w, scales, biases, bias), *options)
 
 
 def qvm(x, w, scales, biases, bias, *options):
-    matrix = PackedMatrix(w, scales, biases, bias)
-    return _qvm.qvm(specs(x), specs(matrix), *options)(x, *matrix)
+    return _product(_qvm.qvm, x, PackedMatrix(w, scales, biases, bias), False, *options)
+
+
+def _product(launcher, x, matrix, transpose, fmt, config):
+    return launcher(MatmulCall(specs(x), specs(matrix), transpose, fmt), config)(x, *matrix)
 
 
 def dequantize(matrices, fmt, dtype):
@@ -58,8 +60,9 @@ def dequantize(matrices, fmt, dtype):
 
 
 def scales_and_biases_gradient(x, dy, w, scales, fmt, transpose, device, chosen=None):
-    plan = _gradients.scales_and_biases_gradient
-    return plan(x, dy, w, scales, fmt, transpose, device, chosen)(x, dy, w, *(chosen or ()))
+    call = MatmulCall(x, PackedMatrix(w, scales), transpose, fmt)
+    launch = _gradients.scales_and_biases_gradient(call, dy, device, chosen)
+    return launch(x, dy, w, *(chosen or ()))
 
 
 def decode_config(device, q, k, v):

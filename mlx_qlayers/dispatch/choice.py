@@ -59,7 +59,7 @@ def choose(
             raise BackendError(f"{op} has no {wanted} kernel for these arguments")
         return Choice(op, wanted, "asked for" + suffix, "asked for")
     if unless is not None:
-        return Choice(op, "ops", unless, evidence)
+        return Choice(op, "ops", unless, evidence if kernels else "rule")
     if (name := backend()) not in kernels:
         return Choice(op, "ops", _no_kernel(name, kernels))
     if name != "host":

@@ -144,18 +144,19 @@ def found(family: str, *question: Hashable, device: str | None = None) -> Found 
     return _found(epoch(), family, device or backend(), question)
 
 
-def decided(best: Found | None, kernel: str, unless: str | None) -> Verdict:
+def decided(best: Found | None, kernel: str, unless: str | None, evidence: str = "rule") -> Verdict:
     """The kernel, and why ``auto`` leaves it for the stock operator: by what was measured.
 
     Args:
         best: from :func:`found`.
         kernel: the kernel's name in reasons.
         unless: why it should be left as far as rules know, if it should.
+        evidence: what the rules rest on.
     """
     if _mode.get().questions is not None:  # what is collected is what the kernels would be asked
         return Verdict(kernel)
     if best is None or best.path == "uncompared":
-        return Verdict(kernel, unless)
+        return Verdict(kernel, unless, evidence)
     told, source = str(best.evidence), best.evidence.source
     if best.path == "kernel":
         return Verdict(f"{kernel}, {told}", None, source)
@@ -200,6 +201,16 @@ def gain(name: str, size: int, *key: Hashable, device: str = "host") -> float | 
 def evidence_of(name: str, *, device: str | None = None) -> Evidence | None:
     """Where a threshold comes from."""
     return _values(epoch(), name, device or backend())[1]
+
+
+def source_of(*names: str) -> str:
+    """What a choice rests on that went by thresholds: the first that the current backend has.
+
+    Returns:
+        ``"shipped result"``, ``"measured here"``, or ``"rule"`` where there is none of them.
+    """
+    found = (evidence_of(name) for name in names)
+    return next((each.source for each in found if each), "rule")
 
 
 @contextmanager

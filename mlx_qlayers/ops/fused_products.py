@@ -11,18 +11,18 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
-from ..dispatch.measurements import configure, decided, found, threshold
+from ..dispatch.measurements import configure, decided, found, source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmv import (
     MAX_MATRICES,
     MAX_QMV_ROWS,
     Gate,
-    PackedMatrix,
     QmvArrays,
     qmv,
     takes_deferred_norm,
 )
+from ..options import PackedMatrix
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
 from .quantized_matmul import quantized_matmul
@@ -30,6 +30,9 @@ from .quantized_route import DENSE, QMV, dense_is_worse, host_gain, is_qmv, stoc
 
 Norm = tuple[mx.array | None, float]
 
+_Run = Callable[..., list[mx.array]]
+# Of rows, the residual or None, and the arrays of all matrices.
+_Multiply = Callable[[mx.array, mx.array | None, list[Any]], list[mx.array]]
 _ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "silu": nn.silu,
     "gelu": nn.gelu,
@@ -119,8 +122,8 @@ def _plan(
     matrices = [PackedMatrix(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
     _check(x, matrices, fmt, weight, gate, residual)
     _check_deferred_norm(x, matrices, epsilon, weight, gate, tile_squares, next_weight)
-    composed = _composed(fmt, epsilon, gate)
-    rows, n = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices)
+    composed = _composed(_one_by_one(fmt), epsilon, gate)
+    rows, n, k = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices), x.shape[-1]
     lacking = _lacking(x, rows, matrices, [weight, residual, next_weight])
     # More rows than qmv takes are one dense product.
     dense = rows > MAX_QMV_ROWS
@@ -129,8 +132,8 @@ def _plan(
     if dense and not lacking:
         unless, evidence = dense_is_worse(rows, n, x, fmt)
     elif not lacking:
-        best = found("qmv", rows, n, x.shape[-1], x.dtype, fmt, kind)
-        by, unless, evidence = decided(best, QMV, stock_is_better(x.dtype))
+        best = found("qmv", rows, n, k, x.dtype, fmt, kind)
+        by, unless, evidence = decided(best, QMV, stock_is_better(x.dtype), source_of("qmv_gain"))
     choice = choose(
         "fused_products",
         () if lacking else KERNELS,
@@ -142,11 +145,10 @@ def _plan(
     if choice.path == "ops":
         return Plan(choice, composed)
     if dense:
-        run = _dense(x, matrices, fmt, epsilon, gate)
+        run = _composed(_dense(x, matrices, fmt), epsilon, gate)
     else:
-        specs = QmvArrays(*arrays)
-        config = configure("qmv", choice.path, rows, n, x.shape[-1], x.dtype, fmt, kind)
-        run = _vector(specs, fmt, config, epsilon, gate, choice.path)
+        config = configure("qmv", choice.path, rows, n, k, x.dtype, fmt, kind)
+        run = _vector(QmvArrays(*arrays), fmt, config, epsilon, gate, choice.path)
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
 
@@ -166,44 +168,44 @@ def _kind(matrices: list[PackedMatrix], norm: bool, gate: Gate | None, residual:
     return "-".join([*names, *[str(count)] * (count > 1 and gate is None)])
 
 
-def _composed(fmt: Format, epsilon: float | None, gate: Gate | None) -> Callable[..., Any]:
-    """The single operations one after the other."""
-    size, bits, mode = fmt
+def _composed(multiply: _Multiply, epsilon: float | None, gate: Gate | None) -> _Run:
+    """The norm, the products and what follows them, one after the other."""
 
     def run(*arrays: Any) -> list[mx.array]:
         x, weight, tile_squares, residual, next_weight, *flat = arrays
         rows = x if epsilon is None else _normed(x, weight, epsilon, tile_squares)
-        products = []
-        for i in range(0, len(flat), 4):
-            *packed, bias = flat[i : i + 4]
-            options: dict[str, Any] = {"group_size": size, "bits": bits, "mode": mode}
-            products.append(quantized_matmul(rows, *packed, **options, bias=bias))
+        products = multiply(rows, residual, flat)
         if gate is not None:
             products = [_ACTIVATIONS[gate](products[0]) * products[1]]
-        if residual is not None:
-            products = [residual + products[0]]
         return products if next_weight is None else _with_deferred_norm(products[0], next_weight)
 
     return run
 
 
+def _one_by_one(fmt: Format) -> _Multiply:
+    """The single operations."""
+
+    def multiply(x: mx.array, residual: mx.array | None, flat: list[Any]) -> list[mx.array]:
+        products = []
+        for i in range(0, len(flat), 4):
+            w, scales, biases, bias = flat[i : i + 4]
+            products.append(quantized_matmul(x, w, scales, biases, True, *fmt, bias=bias))
+        return products if residual is None else [residual + products[0]]
+
+    return multiply
+
+
 def _vector(
     specs: QmvArrays, fmt: Format, config: Any, epsilon: float | None, gate: Gate | None, path: str
-) -> Callable[..., list[mx.array]]:
+) -> _Run:
     """All in one launch, or with one for the norm where that was measured to be faster."""
-    deferred = specs.tile_squares is not None
-    if epsilon is not None and not deferred and _norm_first(path, gate):
-        first = _vector(specs._replace(norm_weight=None), fmt, config, None, gate, path)
-
-        def normed(x: mx.array, weight: mx.array | None, *others: Any) -> list[mx.array]:
-            return first(mx.fast.rms_norm(x, weight, epsilon), None, *others)
-
-        return normed
+    deferred, first = specs.tile_squares is not None, _norm_first(path, gate)
     if takes_deferred_norm(config, specs.matrices) or not (deferred or specs.next_weight):
-        return qmv(specs, fmt, config, epsilon=epsilon, gate=gate)
+        return qmv(specs, fmt, config, epsilon=epsilon, gate=gate, norm_first=first)
     # This configuration takes no deferred norm: what comes of one is computed around the launch.
     plain = specs._replace(tile_squares=None, next_weight=None)
-    launch = qmv(plain, fmt, config, epsilon=None if deferred else epsilon, gate=gate)
+    inside = None if deferred else epsilon
+    launch = qmv(plain, fmt, config, epsilon=inside, gate=gate, norm_first=first)
 
     def run(*arrays: Any) -> list[mx.array]:
         x, weight, tile_squares, residual, next_weight, *flat = arrays
@@ -215,35 +217,28 @@ def _vector(
     return run
 
 
-def _dense(
-    x: Spec, matrices: list[PackedMatrix], fmt: Format, epsilon: float | None, gate: Gate | None
-) -> Callable[..., list[mx.array]]:
+def _dense(x: Spec, matrices: list[PackedMatrix], fmt: Format) -> _Multiply:
     """Many rows: the matrices dequantized in one launch, for one dense product."""
     unpack, sizes = dequantize(matrices, fmt, x.dtype), [m.w.shape[0] for m in matrices]
-    (*leading, k) = x.shape
+    (*leading, k), begins = x.shape, list(accumulate(sizes))[:-1]
 
-    def run(*arrays: Any) -> list[mx.array]:
-        x, weight, tile_squares, residual, next_weight, *flat = arrays
-        rows = x if epsilon is None else _normed(x, weight, epsilon, tile_squares)
-        rows, biases = rows.reshape(-1, k), list(flat[3::4])
+    def multiply(x: mx.array, residual: mx.array | None, flat: list[Any]) -> list[mx.array]:
+        rows, biases = x.reshape(-1, k), flat[3::4]
         dense = unpack(*(a for i, a in enumerate(flat) if i % 4 < 3 and a is not None))
-        given = [bias for bias in biases if bias is not None]
         if residual is not None:
-            products = [mx.addmm(residual.reshape(-1, sizes[0]), rows, dense.T)]
-        elif len(given) == len(sizes):
-            whole = given[0] if len(given) == 1 else mx.concatenate(given)
-            products, biases = _columns(mx.addmm(whole, rows, dense.T), sizes), []
+            y = mx.addmm(residual.reshape(-1, sizes[0]), rows, dense.T)
+        elif all(bias is not None for bias in biases):
+            whole = biases[0] if len(biases) == 1 else mx.concatenate(biases)
+            y, biases = mx.addmm(whole, rows, dense.T), []
         else:
-            products = _columns(rows @ dense.T, sizes)
+            y = rows @ dense.T
+        products = mx.split(y, begins, axis=1) if begins else [y]
         for i, bias in enumerate(biases):
             if bias is not None:
                 products[i] += bias
-        if gate is not None:
-            products = [_ACTIVATIONS[gate](products[0]) * products[1]]
-        products = [y.reshape(*leading, -1) for y in products]
-        return products if next_weight is None else _with_deferred_norm(products[0], next_weight)
+        return [y.reshape(*leading, -1) for y in products]
 
-    return run
+    return multiply
 
 
 def _with_deferred_norm(y: mx.array, weight: mx.array) -> list[mx.array]:
@@ -260,12 +255,6 @@ def _normed(
         return mx.fast.rms_norm(x, weight, eps)
     scale = mx.rsqrt(tile_squares.sum(-1) / x.shape[-1] + eps).reshape(*x.shape[:-1], 1)
     return (x.astype(mx.float32) * scale).astype(x.dtype)
-
-
-def _columns(y: mx.array, sizes: list[int]) -> list[mx.array]:
-    """The columns of each matrix."""
-    ends = list(accumulate(sizes))
-    return [y[:, end - n : end] for n, end in zip(sizes, ends, strict=True)]
 
 
 def _lacking(

@@ -10,11 +10,12 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
-from ..dispatch.measurements import gain, threshold
+from ..dispatch.measurements import gain, source_of, threshold
 from ..formats import GLOBAL_UNIT, Format
 from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Pairs, Products, configuration, gather_qmv
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
+from ..options import MatmulCall, PackedMatrix
 from ..reference.gather_qmm import gather_qmm as reference
 from ..runtime.backend import Context, backend, requested
 from ..runtime.spec import Spec
@@ -106,15 +107,17 @@ def _plan(
         or _stock_is_better(rows, matrices, sorted_indices)
         or _untested(out, transpose, fmt),
         host_gain=gain("gather_qmm_gain", rows, fmt.mode, fmt.bits, _KINDS[transpose]),
+        evidence=source_of("gather_qmm_gain", "gather_qmm_rows_per_matrix"),
     )
     if choice.path == "ops":
         return Plan(choice, stock)
     kind = scales.dtype if biases is None else mx.result_type(scales.dtype, biases.dtype)
     pairs = _pairs(arrays, leading, sorted_indices)
-    kinds = Spec(x.shape, out), w, Spec(scales.shape, kind), pairs, transpose, fmt
-    of_x, *others = _gradients(choice.path, *kinds)
-    gradients = [of_x, *others[:1] * (biases is not None), *others[1:] * (global_scale is not None)]
-    forward = _launch(choice.path, *kinds, global_scale is not None)
+    matrix, scaled = PackedMatrix(w, Spec(scales.shape, kind)), global_scale is not None
+    call = MatmulCall(Spec(x.shape, out), matrix, transpose, fmt)
+    of_x, *others = _gradients(choice.path, call, pairs)
+    gradients = [of_x, *others[:1] * (biases is not None), *others[1:] * scaled]
+    forward = _launch(choice.path, call, pairs, scaled)
     return Plan(choice, forward, gradients, stock)
 
 
@@ -174,28 +177,19 @@ def _repeats(batch: tuple[int, ...], leading: tuple[int, ...]) -> int:
     return prod(leading[same:]) if padded[:same] == leading[:same] else 0
 
 
-def _launch(
-    path: str,
-    x: Spec,
-    w: Spec,
-    scales: Spec,
-    pairs: Pairs,
-    transpose: bool,
-    fmt: Format,
-    scaled: bool,
-) -> Products:
-    rows, matrices = prod(pairs.shape) * x.shape[-2], prod(w.shape[:-2])
+def _launch(path: str, call: MatmulCall, pairs: Pairs, scaled: bool = False) -> Products:
+    (x, (w, *_), transpose, fmt), per_pair = call, call.x.shape[-2]
+    rows, matrices = prod(pairs.shape) * per_pair, prod(w.shape[:-2])
     if pairs.in_order and path != "host" and rows >= matrices:
         cut = gather_qmm_config(rows, matrices, x.dtype, fmt)
-        return gather_qmm_sorted(x, w, scales, pairs, transpose, fmt, cut, scaled)
-    config = configuration(path, x.shape[-2], pairs.in_order, transpose, fmt)
-    return gather_qmv(x, w, scales, pairs, fmt, config, scaled)
+        return gather_qmm_sorted(call, pairs, cut, scaled)
+    config = configuration(path, per_pair, pairs.in_order, transpose, fmt)
+    return gather_qmv(call, pairs, config, scaled)
 
 
-def _gradients(
-    path: str, x: Spec, w: Spec, scales: Spec, pairs: Pairs, transpose: bool, fmt: Format
-) -> tuple[Gradient, Gradient, Gradient]:
+def _gradients(path: str, call: MatmulCall, pairs: Pairs) -> tuple[Gradient, Gradient, Gradient]:
     """Those of x, of scales and biases together, and of global scales."""
+    x, (w, *_), transpose, fmt = call
     m, dtype, matrices = x.shape[-2], x.dtype, prod(w.shape[:-2])
 
     def of_x(arrays: _Arrays, cotangents: list[mx.array], _: object) -> list[mx.array]:
@@ -217,7 +211,7 @@ def _gradients(
         rows = Spec((prod(pairs.shape) * m,), mx.uint32)
         chosen = rows, rows, Spec((matrices + 1,), mx.uint32)
         dy = Spec((rows.size, w.shape[-2] if transpose else fmt.dims(w)), dtype)
-        return scales_and_biases_gradient(x, dy, w, scales, fmt, transpose, path, chosen)
+        return scales_and_biases_gradient(call, dy, path, chosen)
 
     def of_scales_and_biases(
         arrays: _Arrays, cotangents: list[mx.array], _: object
@@ -230,7 +224,7 @@ def _gradients(
 
     @cache
     def exact() -> Products:
-        return _launch(path, Spec(x.shape, mx.float32), w, scales, pairs, transpose, fmt, False)
+        return _launch(path, call._replace(x=Spec(x.shape, mx.float32)), pairs)
 
     def of_global_scale(arrays: _Arrays, cotangents: list[mx.array], _: object) -> list[mx.array]:
         *given, factors = arrays

@@ -9,11 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
-from ..dispatch.measurements import threshold
+from ..dispatch.measurements import source_of, threshold
 from ..formats import GLOBAL_UNIT, Format
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
-from ..metal.quantized_matmul.qmv import PackedMatrix
-from ..reference import quantized_matmul as reference
+from ..options import MatmulCall, PackedMatrix
 from ..runtime.backend import backend, current, requested
 from ..runtime.spec import Spec
 from .quantized_route import by_reference, product, route
@@ -87,7 +86,8 @@ def _plan(
         if problem := fmt.mismatch_of_global(global_scale, 1):
             raise ValueError(problem)
         return Plan(None, _with_global_scale(static, Spec(x.shape, x.dtype)))
-    to = route("quantized_matmul", x, w, transpose, fmt, current.get().mode.single)
+    call = MatmulCall(x, PackedMatrix(w, scales, biases, bias), transpose, fmt)
+    to = route("quantized_matmul", call, current.get().mode.single)
     composed = by_reference(transpose, fmt)
     if requested() == "ops" or w.ndim > 2:
         return Plan(to.choice, composed)
@@ -96,9 +96,8 @@ def _plan(
     as_they_are = (x.dtype, bias and bias.dtype, biases and scales.dtype, biases and biases.dtype)
     if as_they_are != (out, bias and out, pair, pair):
         return Plan(None, _with_casts(static, out, pair))
-    launch = product(to, x, PackedMatrix(w, scales, biases, bias), transpose, fmt)
     gradients = _gradients(transpose, fmt, biases is not None, bias is not None)
-    return Plan(to.choice, launch, gradients, composed)
+    return Plan(to.choice, product(to, call), gradients, composed)
 
 
 def _with_global_scale(static: tuple[Any, ...], rows: Spec) -> Callable[..., mx.array]:
@@ -160,8 +159,9 @@ def _gradients(transpose: bool, fmt: Format, affine: bool, biased: bool) -> list
 
 def _plan_gradient_of_x(arrays: Sequence[Any], transpose: bool, fmt: Format) -> Plan:
     dy, w, scales, biases = arrays
-    to = route("quantized_matmul, gradient of x", dy, w, transpose, fmt)
-    launch = product(to, dy, PackedMatrix(w, scales, biases), transpose, fmt)
+    call = MatmulCall(dy, PackedMatrix(w, scales, biases), transpose, fmt)
+    to = route("quantized_matmul, gradient of x", call)
+    launch = product(to, call)
     return Plan(to.choice, lambda *given: launch(*given, None), (), by_reference(transpose, fmt))
 
 
@@ -171,7 +171,7 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
     Its arrays are x (..., K), dy (..., N) in the dtype of ``x``, w, scales and biases. The kernel
     holds neither the dense matrix nor its gradient in memory.
     """
-    x, dy, w, scales, _ = arrays
+    x, dy, w, scales, biases = arrays
     rows = prod(x.shape[:-1])
     lacking = None
     if w.ndim > 2 or 0 in (*w.shape, rows):
@@ -181,17 +181,20 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
         () if lacking else KERNELS,
         unless=lacking or _left_to_stock(rows, x.dtype),
         host_gain=threshold("scales_gradient_gain", device="host"),
+        evidence=source_of("scales_gradient_gain", "scales_gradient_max_rows"),
     )
+    reference = by_reference(transpose, fmt)
 
     def composed(x: mx.array, dy: mx.array, w: mx.array, *packed: mx.array) -> list[mx.array]:
         def product(s: mx.array, b: mx.array) -> mx.array:
-            return reference.quantized_matmul(x, w, s, b, transpose, fmt)
+            return reference(x, w, s, b)
 
         return mx.vjp(product, list(packed), [dy])[1]
 
     if choice.path == "ops":
         return Plan(choice, composed)
-    launch = scales_and_biases_gradient(x, dy, w, scales, fmt, transpose, choice.path)
+    call = MatmulCall(x, PackedMatrix(w, scales, biases), transpose, fmt)
+    launch = scales_and_biases_gradient(call, dy, choice.path)
     return Plan(choice, lambda *given: launch(*given[:3]), (), composed)
 
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..dispatch import Choice, choose
-from ..dispatch.measurements import configure, decided, found, gain, threshold
+from ..dispatch.measurements import configure, decided, found, gain, source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import WAVE, qmm
-from ..metal.quantized_matmul.qmv import (
-    MAX_QMV_ROWS,
-    PackedMatrix,
-    single_qmv,
-)
+from ..metal.quantized_matmul.qmv import MAX_QMV_ROWS, single_qmv
 from ..metal.quantized_matmul.qvm import qvm, qvm_config
+from ..options import MatmulCall
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
@@ -53,62 +49,48 @@ def is_dense(x: Spec | mx.array) -> bool:
     return x.ndim > 1 and x.size > _max_rows("whole") * x.shape[-1] > 0
 
 
-def route(op: str, x: Spec, w: Spec, transpose: bool, fmt: Format, single: bool = False) -> Route:
-    """Choose how to compute ``x @ w.T``, or ``x @ w``.
+def route(op: str, call: MatmulCall, single: bool = False) -> Route:
+    """Choose how to compute a product.
 
     Args:
         op: the operation's name.
-        x: (..., K) in the dtype of the result.
-        w: (N, K * bits / 32) uint32, or (K, N * bits / 32) if not ``transpose``.
-        transpose: multiply with the transpose of the packed matrix.
-        fmt: group_size, bits and mode of ``w``.
+        call: the product.
         single: whether Python calls the product each time, which may take longer than it runs.
 
     Raises:
         BackendError: a backend was forced that has no kernel for these arguments.
     """
-    rows = prod(x.shape[:-1])
+    (x, (w, *_), transpose, fmt), (rows, n, k) = call, call.shape
     if w.ndim > 2 or 0 in (rows, *w.shape):
         return Route(choose(op, (), unless="the kernels take one matrix, and nothing empty"))
-    device = backend()
-    vector = QMV if transpose else QVM
-    if device == "host":
-        # Where threads do not run side by side, sixteen rows after sixteen are fastest.
-        kernel, unless = vector, None
-    elif rows <= MAX_QMV_ROWS and transpose:
-        kernel, unless = QMV, stock_is_better(x.dtype)
-    elif device == "cuda":
-        kernel, unless = _many_rows_on_cuda(rows, x, w, transpose, fmt)
+    kernel, unless, evidence = _by_rule(call)
+    best = None
+    if transpose and rows <= MAX_QMV_ROWS:
+        best = found("qmv", rows, n, k, x.dtype, fmt)
+    elif backend() != "host":
+        best = found("qmm", rows, n, k, x.dtype, fmt, transpose)
+    if best is not None and best.path == "dequantized":
+        kernel, unless = DENSE, None
+        by, evidence = f"{DENSE}, {best.evidence}", best.evidence.source
     else:
-        kernel, unless = QMM, "the kernel was not measured on an Apple GPU"
-    kernel, unless, by, evidence = _tuned(rows, x, w, transpose, fmt, kernel, unless)
-    if single and kernel == QMV and device == "cuda":
-        unless = unless or _call_is_too_long(rows, w, fmt)
+        by, unless, evidence = decided(best, kernel, unless, evidence)
+    if single and not unless and kernel == QMV and (unless := _call_is_too_long(call)):
+        evidence = source_of("qmv_call")
     times = host_gain(rows, fmt, transpose)
     return Route(choose(op, unless=unless, host_gain=times, by=by, evidence=evidence), kernel)
 
 
-def _tuned(
-    rows: int,
-    x: Spec,
-    w: Spec,
-    transpose: bool,
-    fmt: Format,
-    kernel: str,
-    unless: str | None,
-) -> tuple[str, str | None, str, str]:
-    """The kernel, why it is left, its name in reasons, and the evidence, by what was measured."""
-    n, k = w.shape[0] if transpose else fmt.dims(w), x.shape[-1]
-    if rows <= MAX_QMV_ROWS and transpose:
-        best = found("qmv", rows, n, k, x.dtype, fmt)
-    elif kernel in (QMV, QVM):
-        best = None
-    else:
-        best = found("qmm", rows, n, k, x.dtype, fmt, transpose)
-    if best is not None and best.path == "dequantized":
-        return DENSE, None, f"{DENSE}, {best.evidence}", best.evidence.source
-    by, unless, evidence = decided(best, kernel, unless)
-    return kernel, unless, by, evidence
+def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
+    """The kernel, why ``auto`` leaves it for the stock operator, and what that rests on."""
+    device, vector = backend(), QMV if call.transpose else QVM
+    if device == "host":
+        # Where threads do not run side by side, sixteen rows after sixteen are fastest.
+        return vector, None, source_of(f"{vector}_gain")
+    if vector == QMV and call.shape[0] <= MAX_QMV_ROWS:
+        return QMV, stock_is_better(call.x.dtype), "rule"
+    if device == "cuda":
+        return *_many_rows_on_cuda(call), source_of("qmm_max_rows")
+    return QMM, "the kernel was not measured on an Apple GPU", "rule"
 
 
 def stock_is_better(dtype: mx.Dtype) -> str | None:
@@ -120,9 +102,12 @@ def stock_is_better(dtype: mx.Dtype) -> str | None:
     return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
 
 
-def _call_is_too_long(rows: int, w: Spec, fmt: Format) -> str | None:
+def _call_is_too_long(call: MatmulCall) -> str | None:
     """Why ``auto`` leaves a single product to the stock operator on an H200."""
-    stock = threshold("qmv_stock", device="cuda")[min(rows, 8) - 1] * w.size * 32 / fmt.bits
+    rows, n, k = call.shape
+    if backend() != "cuda":
+        return None
+    stock = threshold("qmv_stock", device="cuda")[min(rows, 8) - 1] * n * k
     if stock > threshold("qmv_call", device="cuda"):
         return None
     return "the stock operator takes less time than Python to call the kernel"
@@ -135,14 +120,12 @@ def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float | None:
     return gain("qmv_gain", rows, fmt.mode, fmt.bits)
 
 
-def _many_rows_on_cuda(
-    rows: int, x: Spec, w: Spec, transpose: bool, fmt: Format
-) -> tuple[str, str | None]:
+def _many_rows_on_cuda(call: MatmulCall) -> tuple[str, str | None]:
     """The kernel, and why ``auto`` leaves it for the stock operator; measured on an H200.
 
     The dense matrix is held in memory while it is multiplied: 2 bytes an element.
     """
-    n, k = w.shape[0] if transpose else fmt.dims(w), x.shape[-1]
+    (x, _, transpose, fmt), (rows, n, k) = call, call.shape
     cut = configure("qmm", "cuda", rows, n, k, x.dtype, fmt, transpose)
     # Where tiles share the depth and another launch adds them up, a dense product wins sooner.
     until = _max_rows("whole" if cut.count(rows, n) >= WAVE else "split")
@@ -168,49 +151,39 @@ def _too_small(rows: int, elements: int, dtype: mx.Dtype) -> str | None:
 
 
 def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> tuple[str | None, str]:
-    """Why ``auto`` does not unpack several matrices, of n rows in all, for one dense product; and
-    the evidence."""
+    """Why ``auto`` does not dequantize matrices, of n rows in all, for one dense product; and the
+    evidence.
+    """
     best = found("qmm", rows, n, x.shape[-1], x.dtype, fmt, True)
     if best is not None and best.path != "uncompared":
         worse = None if best.path == "dequantized" else str(best.evidence)
         return worse, best.evidence.source
     if backend() != "cuda":
         return "a dense product of many rows was measured on CUDA only", "rule"
-    if rows <= _max_rows("whole"):
-        return "qmm is faster for so few rows", "rule"
-    return _too_small(rows, n * x.shape[-1], x.dtype), "rule"
+    few = "qmm is faster for so few rows" if rows <= _max_rows("whole") else None
+    return few or _too_small(rows, n * x.shape[-1], x.dtype), source_of("qmm_max_rows")
 
 
-def product(to: Route, x: Spec, matrix: PackedMatrix, transpose: bool, fmt: Format) -> Product:
-    """The launch of ``x @ w.T + bias``, or ``x @ w + bias``, on a route that takes these arguments.
-
-    Args:
-        to: from :func:`route`.
-        x: (..., K); on a kernel's path in the dtype of the result.
-        matrix: specs of ``w`` (N, K * bits / 32), or (K, N * bits / 32) if not ``transpose``, of
-            its scales, biases and bias.
-        transpose: multiply with the transpose of the packed matrix.
-        fmt: group_size, bits and mode of ``w``.
+def product(to: Route, call: MatmulCall) -> Product:
+    """The launch of a product, on a route that takes it.
 
     Returns:
         A function of x, w, scales, biases and bias that gives (..., N); further arguments are not
         looked at.
     """
-    path = to.choice.path
+    (x, matrix, transpose, fmt), path, kernel = call, to.choice.path, to.kernel
     if path == "ops":
         return by_reference(transpose, fmt)
-    rows, k = prod(x.shape[:-1]), x.shape[-1]
-    n = matrix.w.shape[0] if transpose else fmt.dims(matrix.w)
-    if to.kernel in (QMV, QVM):
-        if rows > MAX_QMV_ROWS:
-            return _in_blocks(to, x, matrix, transpose, fmt)
-        if to.kernel == QVM:
-            return qvm(x, matrix, fmt, qvm_config(path, rows, n, k, fmt))
-        return single_qmv(x, matrix, fmt, configure("qmv", path, rows, n, k, x.dtype, fmt))
-    if to.kernel == QMM:
-        config = configure("qmm", path, rows, n, k, x.dtype, fmt, transpose)
-        return qmm(x, matrix, transpose, fmt, config)
-    unpack = dequantize([matrix], fmt, x.dtype)
+    (rows, n, k), dtype = call.shape, x.dtype
+    if kernel in (QMV, QVM) and rows > MAX_QMV_ROWS:
+        return _in_blocks(to, call)
+    if kernel == QMV:
+        return single_qmv(call, configure("qmv", path, rows, n, k, dtype, fmt))
+    if kernel == QVM:
+        return qvm(call, qvm_config(path, rows, n, k, fmt))
+    if kernel == QMM:
+        return qmm(call, configure("qmm", path, rows, n, k, dtype, fmt, transpose))
+    unpack = dequantize([matrix], fmt, dtype)
 
     def dense_product(x: mx.array, *given: mx.array | None) -> mx.array:
         *packed, bias = given[:4]
@@ -224,26 +197,23 @@ def product(to: Route, x: Spec, matrix: PackedMatrix, transpose: bool, fmt: Form
 def by_reference(transpose: bool, fmt: Format) -> Product:
     """The product in MLX's operators."""
 
+    order = "transposed" if transpose else "plain"
+    dense_rows = threshold("reference_dense_rows", fmt.mode, fmt.bits, order, device="host")
+
     def run(x: mx.array, w: mx.array, scales: mx.array, *rest: Any) -> mx.array:
         biases, bias, *_ = *rest, None
-        y = reference.quantized_matmul(x, w, scales, biases, transpose, fmt)
+        y = reference.quantized_matmul(x, w, scales, biases, transpose, fmt, dense_rows)
         return y if bias is None else y + bias
 
     return run
 
 
-def _in_blocks(
-    to: Route,
-    x: Spec,
-    matrix: PackedMatrix,
-    transpose: bool,
-    fmt: Format,
-) -> Product:
+def _in_blocks(to: Route, call: MatmulCall) -> Product:
     """The product of as many rows at a time as the kernel takes."""
-    rows, k = prod(x.shape[:-1]), x.shape[-1]
+    rows, _, k = call.shape
     starts = range(0, rows, MAX_QMV_ROWS)
     launches = {
-        size: product(to, Spec((size, k), x.dtype), matrix, transpose, fmt)
+        size: product(to, call._replace(x=Spec((size, k), call.x.dtype)))
         for size in {min(MAX_QMV_ROWS, rows - i) for i in starts}
     }
 

@@ -136,8 +136,8 @@ def test_gradient_where_launches_without_one_were_traced(gpu_path, monkeypatch):
     """What stands in for a kernel has no gradient of its own, as kernels have none."""
     launched = []
 
-    def qmv(specs, fmt, config, *, epsilon=None, gate=None):
-        composed = ops._composed(fmt, epsilon, gate)
+    def qmv(specs, fmt, config, *, epsilon=None, gate=None, norm_first=False):
+        composed = ops._composed(ops._one_by_one(fmt), epsilon, gate)
 
         def launch(*arrays):
             launched.append(fmt)

@@ -27,6 +27,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention.step import Step
 from mlx_qlayers.metal.attention.step import question as asked_of_step
 from mlx_qlayers.ops.quantized_route import DENSE, QMV, dense_is_worse, route
+from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime import backend as backends
 from mlx_qlayers.runtime.spec import Spec
 from mlx_qlayers.tuning.store import clear, save
@@ -266,7 +267,7 @@ def chosen(monkeypatch, rows=1):
     monkeypatch.setitem(backends.missing, "metal", lambda: "not here")
     monkeypatch.setattr(measurements, "backend", backends.backend)
     x, w = Spec((rows, 3584), mx.bfloat16), Spec((3584, 448), mx.uint32)
-    return route("product", x, w, True, FMT)
+    return route("product", MatmulCall(x, PackedMatrix(w, None), True, FMT))
 
 
 def test_ops_take_the_kernel_where_it_won_and_say_so(monkeypatch):
@@ -318,5 +319,5 @@ def test_no_question_is_asked_about_kernels_that_a_cpu_does_not_choose(monkeypat
     monkeypatch.setattr(measurements, "backend", backends.backend)
     x, w = Spec((64, 3584), mx.bfloat16), Spec((3584, 448), mx.uint32)
     with use_backend("host"), questions() as asked:
-        route("product", x, w, True, FMT)
+        route("product", MatmulCall(x, PackedMatrix(w, None), True, FMT))
     assert not asked

@@ -11,7 +11,8 @@ import pytest
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.fused_products import PackedMatrix, fused_products
+from mlx_qlayers.ops.fused_products import fused_products
+from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import BackendError, trace
 from tests.numerics import (
     assert_accurate,

@@ -10,6 +10,7 @@ import pytest
 from mlx_qlayers import quantized_matmul, use_backend
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.quantized_route import DENSE, QMM, QMV, dense_is_worse, is_dense, route
+from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime import backend
 from mlx_qlayers.runtime.spec import Spec
 
@@ -23,7 +24,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch):
 
 def planned(rows, n, k, dtype=mx.bfloat16, transpose=True, **options):
     x, w = Spec((rows, k if transpose else n), dtype), Spec((n, k // 8), mx.uint32)
-    return route("test", x, w, transpose, AFFINE, **options)
+    return route("test", MatmulCall(x, PackedMatrix(w, None), transpose, AFFINE), **options)
 
 
 def chosen(*arguments, **options):

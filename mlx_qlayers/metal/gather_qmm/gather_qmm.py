@@ -9,10 +9,12 @@ from typing import Any
 import mlx.core as mx
 
 from ...formats import GLOBAL_UNIT, Format
+from ...options import MatmulCall
 from ...runtime.kernel import MAX_THREADS, Kernel
 from ...runtime.spec import Spec
 from ..quantized_matmul.qmm import QmmConfig, threadgroup_memory
-from .gather_qmv import FORMAT, Pairs, Products, template_of
+from ..quantized_matmul.qmv import packed_template
+from .gather_qmv import Pairs, Products
 
 _LIST = Kernel(
     "gather_qmm_list",
@@ -28,21 +30,14 @@ _TILES = Kernel(
     "gather_qmm/gather_qmm.metal",
     inputs=("x", "w", "scales", "biases", "factors", "list", "shape"),
     outputs=("y",),
-    template=(*FORMAT, "transposed", *_CUT, "aligned", "scaled"),
+    template=("T", "S", "mode", "group", "bits", "transposed", *_CUT, "aligned", "scaled"),
     threadgroup_memory=threadgroup_memory,
     large=True,
 )
 
 
 def gather_qmm_config(rows: int, matrices: int, dtype: mx.Dtype, fmt: Format) -> QmmConfig:
-    """The configuration of any GPU.
-
-    Args:
-        rows: of all products.
-        matrices: among which they choose.
-        dtype: of the rows.
-        fmt: the format of the matrices.
-    """
+    """The configuration of any GPU for so many rows, those of all products, and matrices."""
     run = 32 if fmt.bits % 2 else 16
     # Two tiles of float32 must fit into the threadgroup memory.
     wide = dtype == mx.float32
@@ -52,31 +47,14 @@ def gather_qmm_config(rows: int, matrices: int, dtype: mx.Dtype, fmt: Format) ->
 
 
 def gather_qmm_sorted(
-    x: Spec,
-    w: Spec,
-    scales: Spec,
-    pairs: Pairs,
-    transpose: bool,
-    fmt: Format,
-    config: QmmConfig,
-    scaled: bool = False,
+    call: MatmulCall, pairs: Pairs, config: QmmConfig, scaled: bool = False
 ) -> Products:
-    """The launches of products of blocks of rows with the packed matrices that they chose, sorted.
-
-    Args:
-        x: (..., M, K) in float32, float16 or bfloat16.
-        w: (..., N, K * bits / 32) uint32, or (..., K, N * bits / 32) if not ``transpose``.
-        scales: one a group along the last axis of the matrices.
-        pairs: the products, whose matrices do not decrease.
-        transpose: multiply with the transposes of the matrices.
-        fmt: group_size, bits and mode of ``w``.
-        config: how to cut the products.
-        scaled: whether there is a global scale for each matrix.
+    """The launches of :func:`gather_qmv` for many rows, whose matrices do not decrease.
 
     Returns:
-        A function that gives (..., M, N) in the dtype of ``x``; weights rounded to it, float32 sums
-        rounded once. It casts arrays as that of :func:`gather_qmv` does.
+        The same, but for weights that are rounded to the dtype of ``x``.
     """
+    x, (w, scales, *_), transpose, fmt = call
     (*_, m, k), products, matrices = x.shape, prod(pairs.shape), prod(w.shape[:-2])
     n = w.shape[-2] if transpose else fmt.dims(w)
     tiles = products * m // config.tile_m + min(matrices, products)
@@ -94,7 +72,7 @@ def gather_qmm_sorted(
     listed = Spec((tiles, 3), mx.uint32)
     launch = _TILES.bind(
         [Spec((products, m, k), x.dtype), w, scales, scales, factors, listed, sizes],
-        template=template_of(fmt, x.dtype, scales.dtype)
+        template=packed_template(fmt, x.dtype, scales.dtype)
         | {name: cut[name] for name in _CUT}
         | {"transposed": transpose, "aligned": k * x.dtype.size % 16 == 0, "scaled": scaled},
         grid=(tiles * threads, -(-n // config.tile_n), 1),

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...formats import GLOBAL_UNIT, MODES, Format
+from ...formats import GLOBAL_UNIT, Format
+from ...options import MatmulCall
 from ...runtime.kernel import Kernel
-from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
+from ..quantized_matmul.qmv import QmvConfig, packed_template
 
-_INPUTS = ("x", "w", "scales", "biases", "factors", "left", "right", "shape")
-FORMAT = ("T", "S", "mode", "group", "bits")
-
-_ROWS = Kernel(
-    "gather_qmm_rows",
-    "gather_qmm/gather_qmv.metal",
-    inputs=_INPUTS,
+_kernel: Callable[..., Kernel] = partial(
+    Kernel,
+    file="gather_qmm/gather_qmv.metal",
+    inputs=("x", "w", "scales", "biases", "factors", "left", "right", "shape"),
     outputs=("y",),
-    template=(*FORMAT, "rows", "outputs", "run", "lanes", "ways", "listed", "scaled"),
     large=True,
 )
-_COLUMNS = Kernel(
+_FORMAT = ("T", "S", "mode", "group", "bits")
+_ROWS = _kernel("gather_qmm_rows", template=(*_FORMAT, *QmvConfig.template, "listed", "scaled"))
+_COLUMNS = _kernel(
     "gather_qmm_columns",
-    "gather_qmm/gather_qmv.metal",
-    inputs=_INPUTS,
-    outputs=("y",),
-    template=(*FORMAT, "rows", "run", "deep", "wide", "lanes", "listed", "scaled"),
-    large=True,
+    template=(*_FORMAT, "rows", "run", "deep", "wide", "lanes", "listed", "scaled"),
 )
 
 
@@ -70,39 +66,16 @@ Products = Callable[..., mx.array]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """How products with transposed matrices are spread over threads.
-
-    Attributes:
-        rows: neighbouring results in a tile, which share what they read of a matrix.
-        outputs: columns of the result that one SIMD group, or one thread, computes.
-        run: neighbouring elements of a row of a matrix that a thread takes at once; a multiple
-            of 16, or of 32 where ``bits`` is odd, that divides the group size.
-        lanes: threads that share the columns: 32, or 1 where threads do not run side by side.
-        ways: float32 sums that a thread keeps for each output; divides ``run``.
-        threads: threads of a threadgroup; a multiple of ``lanes``.
-    """
-
-    rows: int
-    outputs: int
-    run: int
-    lanes: int
-    ways: int
-    threads: int
-
-
-@dataclass(frozen=True)
 class Columns:
-    """How products with matrices as they are are spread over threads.
+    """How products with matrices as they are, not transposed, are spread over threads.
 
     Attributes:
         rows: neighbouring results in a tile.
-        run: neighbouring columns of a thread, as in :class:`Rows`.
+        run: neighbouring columns of a thread, as in :class:`QmvConfig`.
         deep: rows of a matrix that a thread unpacks at a time; 1 where ``lanes`` is 32.
         wide: threads that take neighbouring runs; the others of their SIMD group take other
             parts of the sums.
-        lanes: threads of a SIMD group: 32, or 1 where threads do not run side by side.
-        threads: threads of a threadgroup; a multiple of ``lanes``.
+        lanes, threads: as in :class:`QmvConfig`.
     """
 
     rows: int
@@ -115,69 +88,59 @@ class Columns:
 
 def configuration(
     device: str, per_pair: int, in_order: bool, transpose: bool, fmt: Format
-) -> Rows | Columns:
-    """The configuration for a backend.
+) -> QmvConfig | Columns:
+    """The configuration for ``"metal"``, ``"cuda"`` or ``"host"``.
 
     Args:
-        device: ``"metal"``, ``"cuda"`` or ``"host"``.
         per_pair: rows of each product.
         in_order: whether products with the same matrix are neighbours.
-        transpose: whether the products are with transposed matrices.
-        fmt: the format of the matrices.
     """
     single = per_pair == 1 and not in_order
     if device == "host":
         # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.
         rows, run = 1 if single else 16, fmt.group_size
         if transpose:
-            return Rows(rows, outputs=4, run=run, lanes=1, ways=16, threads=8)
+            return QmvConfig(rows, outputs=4, run=run, lanes=1, ways=16, threads=8)
         return Columns(rows, run=run, deep=1 if single else 32, wide=1, lanes=1, threads=8)
     # The sums and unpacked weights must stay within some 100 registers.
     run = 32 if fmt.bits % 2 else 16
     if transpose:
         rows = 1 if single else 4 if run == 16 else 2
         outputs = 2 if single and fmt.mode == "affine" else 4
-        return Rows(rows, outputs, run=run, lanes=32, ways=1, threads=64)
+        return QmvConfig(rows, outputs, run=run, lanes=32, ways=1, threads=64)
     return Columns(1 if single else 64 // run, run=run, deep=1, wide=4, lanes=32, threads=64)
 
 
 def gather_qmv(
-    x: Spec,
-    w: Spec,
-    scales: Spec,
-    pairs: Pairs,
-    fmt: Format,
-    config: Rows | Columns,
-    scaled: bool = False,
+    call: MatmulCall, pairs: Pairs, config: QmvConfig | Columns, scaled: bool = False
 ) -> Products:
     """The launch of products of M rows each with the packed matrices that they choose.
 
     Args:
-        x: (..., M, K) in float32, float16 or bfloat16.
-        w: (..., N, K * bits / 32) uint32 for :class:`Rows`, (..., K, N * bits / 32) for
-            :class:`Columns`.
-        scales: one a group along the last axis of the matrices.
+        call: x (..., M, K), and matrices with leading dimensions.
         pairs: the products.
-        fmt: group_size, bits and mode of ``w``.
-        config: how to spread the work, and whether ``w`` is transposed.
+        config: how to spread the work, :class:`QmvConfig` where the matrices are transposed.
         scaled: whether there is a global scale for each matrix.
 
     Returns:
         A function that gives (..., M, N) in the dtype of ``x``; float32 sums rounded once. It casts
         arrays to the dtypes of their specs, and broadcasts indices of any integer type.
     """
+    x, (w, scales, *_), _, fmt = call
     (*_, m, k), (shape, share, _, every_left, every_right, strided) = x.shape, pairs
-    n = w.shape[-2] if isinstance(config, Rows) else fmt.dims(w)
-    across = config.outputs if isinstance(config, Rows) else config.wide * config.run
+    if isinstance(config, QmvConfig):
+        kernel, n, across = _ROWS, w.shape[-2], config.outputs
+    else:
+        kernel, n, across = _COLUMNS, fmt.dims(w), config.wide * config.run
     tiles = -(-n // across)
     groups = -(-tiles * config.lanes // config.threads)
     results, indices, spread = prod(shape) * m, Spec(shape, mx.uint32), asdict(config)
     del spread["threads"]
     sizes, one = mx.array([results, n, k, m, share], mx.int32), mx.ones((1,))
     factors = Spec((prod(w.shape[:-2]),), mx.float32) if scaled else one
-    launch = (_ROWS if isinstance(config, Rows) else _COLUMNS).bind(
+    launch = kernel.bind(
         [x, w, scales, scales, factors, indices, indices, sizes],
-        template=template_of(fmt, x.dtype, scales.dtype)
+        template=packed_template(fmt, x.dtype, scales.dtype)
         | {**spread, "listed": not share, "scaled": scaled},
         grid=(groups * config.threads, -(-results // config.rows), 1),
         threadgroup=(config.threads, 1, 1),
@@ -203,9 +166,3 @@ def gather_qmv(
         return launch([x.astype(rows), w, scales, biases, factors, left, right, sizes])[0]
 
     return run
-
-
-def template_of(fmt: Format, dtype: mx.Dtype, scale: mx.Dtype) -> dict[str, TemplateValue]:
-    """What both kinds of kernels need to know of rows and matrices."""
-    mode = list(MODES).index(fmt.mode)
-    return {"T": dtype, "S": scale, "mode": mode, "group": fmt.group_size, "bits": fmt.bits}

@@ -7,9 +7,10 @@ from functools import cache
 
 import mlx.core as mx
 
-from ...formats import MODES, Format
+from ...formats import Format
+from ...options import PackedMatrix
 from ...runtime.kernel import Kernel
-from .qmv import MAX_MATRICES, PackedMatrix
+from .qmv import MAX_MATRICES, packed_template
 
 # Rows of a thread: enough to have several words on their way from memory.
 _COUNT = 4
@@ -58,16 +59,8 @@ def dequantize(
     shape = mx.array([columns, sum(rows), *begins], mx.int32)
     launch = _kernel(len(matrices), affine).bind(
         [*arrays, shape],
-        template={
-            "T": dtype,
-            "S": matrices[0].scales.dtype,
-            "mode": list(MODES).index(fmt.mode),
-            "group": fmt.group_size,
-            "bits": fmt.bits,
-            "run": run,
-            "count": _COUNT,
-            "threads": threads,
-        },
+        template=packed_template(fmt, dtype, matrices[0].scales.dtype)
+        | {"run": run, "count": _COUNT, "threads": threads},
         grid=(blocks * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(sum(rows), columns)],

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import prod
 
 import mlx.core as mx
 
-from ...formats import MODES, Format
+from ...formats import Format
+from ...options import MatmulCall
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Size, TemplateValue
 from ...runtime.spec import Spec
-from .qmv import PackedMatrix
+from .qmv import packed_template
 
 # What kernels of one product take, and how their templates begin.
 PRODUCT_INPUTS = ("x", "w", "scales", "biases", "bias", "shape")
@@ -102,17 +102,7 @@ class QmmConfig:
 def qmm_config(
     device: str, m: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool
 ) -> QmmConfig:
-    """The configuration for a backend.
-
-    Args:
-        device: ``"metal"``, ``"cuda"`` or ``"host"``.
-        m: rows of the product.
-        n: columns of it.
-        k: its depth.
-        dtype: of the rows.
-        fmt: the format of the matrix.
-        transpose: whether it is multiplied with its transpose.
-    """
+    """The configuration for ``"metal"``, ``"cuda"`` or ``"host"``."""
     run = 32 if fmt.bits % 2 else 16
     if device == "host":
         # There to check the kernel: one build does for every number of rows.
@@ -144,85 +134,67 @@ def _on_tensor_cores(m: int, n: int, k: int, fmt: Format) -> QmmConfig:
     return replace(config, parts=max(1, min(WAVE // config.count(m, n), k // 512)))
 
 
-def qmm(
-    x: Spec, matrix: PackedMatrix, transpose: bool, fmt: Format, config: QmmConfig
-) -> Callable[..., mx.array]:
-    """The launch of ``x @ w.T + bias`` or ``x @ w + bias`` for a packed ``w``.
-
-    Args:
-        x: (..., K) in float32, float16 or bfloat16; M rows.
-        matrix: specs of ``w`` (N, K * bits / 32), or (K, N * bits / 32) if not ``transpose``, of
-            its scales, biases and bias.
-        transpose: multiply with the transpose of the packed matrix.
-        fmt: group_size, bits and mode of ``w``.
-        config: how to cut it.
+def qmm(call: MatmulCall, config: QmmConfig) -> Callable[..., mx.array]:
+    """The launch of a product of many rows.
 
     Returns:
         A function of x, w, scales, biases and bias that gives (..., N) in the dtype of ``x``;
         weights rounded to it, float32 sums rounded once.
     """
-    (*leading, k), m = x.shape, prod(x.shape[:-1])
-    n = matrix.w.shape[0] if transpose else fmt.dims(matrix.w)
-    steps = -(-k // config.tile_k)
+    m, n, k = call.shape
+    dtype, steps = call.x.dtype, -(-k // config.tile_k)
     depth = -(-steps // config.parts) * config.tile_k
-    parts = -(-k // depth)
-    threads = config.threads(x.dtype)
+    threads = config.threads(dtype)
     tiling = {name: getattr(config, name) for name in _TILING}
     return split_k(
         QMM,
-        (x, matrix, fmt),
-        [m, n, k, depth],
-        template={"transposed": transpose, **tiling, "aligned": k * x.dtype.size % 16 == 0},
-        grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), parts),
+        call,
+        depth,
+        template={
+            "transposed": call.transpose,
+            **tiling,
+            "aligned": k * dtype.size % 16 == 0,
+        },
+        grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), -(-k // depth)),
         threadgroup=(threads, 1, 1),
-        shape=(*leading, n),
     )
 
 
 def split_k(
     kernel: Kernel,
-    given: tuple[Spec, PackedMatrix, Format],
-    numbers: list[int],
+    call: MatmulCall,
+    depth: int,
     *,
     template: dict[str, TemplateValue],
     grid: Size,
     threadgroup: Size,
-    shape: tuple[int, ...],
 ) -> Callable[..., mx.array]:
     """The launch of a product whose depth several threadgroups may share (split-K).
 
     Args:
         kernel: takes :data:`PRODUCT_INPUTS`, and a template that begins with
             :data:`PRODUCT_TEMPLATE` and ends with ``biased``.
-        given: x, the matrix and its format.
-        numbers: what the kernel reads as ``shape``.
+        call: the product.
+        depth: of each threadgroup's part of it.
         template: the rest of its template.
         grid: the threads. Its last extent is how many parts share the depth; if there are several,
             the kernel writes float32 planes, which another launch adds.
         threadgroup: the threads of a threadgroup.
-        shape: of the product, (..., N).
     """
-    (x, matrix, fmt), parts = given, grid[2]
-    sizes = mx.array(numbers, mx.int32)
-    added = matrix.bias if parts == 1 else None
-    planes = (parts, prod(shape) // shape[-1], shape[-1])
+    (x, matrix, _, fmt), (m, n, k), parts = call, call.shape, grid[2]
+    shape, planes, whole = (*x.shape[:-1], n), (parts, m, n), parts == 1
+    sizes = mx.array([m, n, k, depth], mx.int32)
+    added = matrix.bias if whole else None
+    packed = packed_template(fmt, x.dtype, matrix.scales.dtype)
+    out = {"O": x.dtype if whole else mx.float32, "biased": added is not None}
     launch = kernel.bind(
         [x, matrix.w, matrix.scales, matrix.biases or matrix.scales, added or x, sizes],
-        template={
-            "T": x.dtype,
-            "O": x.dtype if parts == 1 else mx.float32,
-            "S": matrix.scales.dtype,
-            "mode": list(MODES).index(fmt.mode),
-            "group": fmt.group_size,
-            "bits": fmt.bits,
-            **template,
-            "biased": added is not None,
-        },
+        template=packed | out | template,
         grid=grid,
         threadgroup=threadgroup,
-        output_shapes=[shape if parts == 1 else planes],
+        output_shapes=[shape if whole else planes],
     )
-    total = None if parts == 1 else sum_of_parts(planes, x.dtype, shape, matrix.bias is not None)
+    total = None if whole else sum_of_parts(planes, x.dtype, shape, matrix.bias is not None)
 
     def run(x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array | None) -> mx.array:
         biases, bias = rest[:2]
@@ -236,14 +208,7 @@ def split_k(
 def sum_of_parts(
     planes: tuple[int, int, int], dtype: mx.Dtype, shape: tuple[int, ...], biased: bool
 ) -> Callable[[mx.array, mx.array | None], mx.array]:
-    """The launch of the sum of float32 planes, and of a bias of the last axis, rounded once.
-
-    Args:
-        planes: the shape (planes, M, N) of the float32 input.
-        dtype: of the result, and of the bias.
-        shape: of the result, of M * N elements.
-        biased: whether there is a bias (N,).
-    """
+    """The launch of the sum of float32 planes (parts, M, N), and of a bias (N,), rounded once."""
     parts, m, n = planes
     sizes, nothing = mx.array([m * n, n, parts], mx.int32), mx.zeros((1,), dtype)
     launch = QMM_SUM.bind(

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import mlx.core as mx
 
 from ...formats import MODES, Format
+from ...options import MatmulCall, PackedMatrix
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 from ...runtime.launch import Bound, TemplateValue
 from ...runtime.program import CONSTANT_BELOW
-from ...runtime.spec import Spec
 
 MAX_QMV_ROWS = 16
 MAX_MATRICES = 3
@@ -27,20 +27,10 @@ MAX_MATRICES = 3
 Gate = Literal["silu", "gelu", "gelu_approx"]
 
 
-class PackedMatrix(NamedTuple):
-    """A quantized matrix that rows are multiplied with, and what is added to the product.
-
-    Attributes:
-        w: (N, K * bits / 32) uint32.
-        scales: (N, K / group_size), floating point (affine) or uint8.
-        biases: as ``scales`` (affine), else None.
-        bias: (N,) in the dtype of the rows, or None.
-    """
-
-    w: Any
-    scales: Any
-    biases: Any = None
-    bias: Any = None
+def packed_template(fmt: Format, dtype: mx.Dtype, scales: mx.Dtype) -> dict[str, TemplateValue]:
+    """What every kernel on packed matrices is told: dtypes of rows and scales, and the format."""
+    mode = list(MODES).index(fmt.mode)
+    return {"T": dtype, "S": scales, "mode": mode, "group": fmt.group_size, "bits": fmt.bits}
 
 
 @dataclass(frozen=True)
@@ -121,16 +111,10 @@ class QmvMatrixConfig:
 def qmv_config(
     device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, kind: str = ""
 ) -> QmvConfig | QmvMatrixConfig:
-    """The configuration for a backend.
+    """The configuration for ``"metal"``, ``"cuda"`` or ``"host"``, of 1 to 16 rows.
 
-    Args:
-        device: ``"metal"``, ``"cuda"`` or ``"host"``.
-        rows: rows of the product, 1 to 16.
-        n: outputs of a row, those of all matrices.
-        k: elements of a row.
-        dtype: of the rows.
-        fmt: the format of the matrix.
-        kind: what the launch does besides, for what was tuned: ``norm-3``, ``norm-gate``, ...
+    ``n`` counts the outputs of all matrices, and ``kind`` says what the launch does besides, for
+    what was tuned: ``norm-3``, ``norm-gate``, ...
     """
     if device == "host":
         # A thread is a loop of vector instructions: 16 floats fill the widest registers there are.
@@ -248,6 +232,7 @@ def qmv(
     *,
     epsilon: float | None = None,
     gate: Gate | None = None,
+    norm_first: bool = False,
 ) -> Launch:
     """The launch of ``x @ w.T + bias`` for up to three matrices, each read once for all rows.
 
@@ -259,6 +244,7 @@ def qmv(
             are what :func:`takes_deferred_norm` takes.
         epsilon: of the RMS norm that ``x`` goes through first; None for no norm.
         gate: with two matrices of one shape, give ``activation(first) * second`` only.
+        norm_first: whether that norm has a launch of its own.
 
     Returns:
         A function of arrays that gives (..., N) in the dtype of ``x`` for each matrix, or the gated
@@ -267,8 +253,8 @@ def qmv(
     """
     x, config = specs.x, _fitting(config, specs, fmt, gate)
     by_threads = isinstance(config, QmvConfig) and config.lanes == 1
-    normed = epsilon is not None and specs.tile_squares is None
-    if epsilon is not None and normed and (x.dtype == mx.float16 or by_threads):
+    norm_first |= x.dtype == mx.float16 or by_threads
+    if epsilon is not None and specs.tile_squares is None and norm_first:
         # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
         # whose threads share nothing would norm it in each of them.
         return _after_norm(qmv(specs._replace(norm_weight=None), fmt, config, gate=gate), epsilon)
@@ -277,18 +263,16 @@ def qmv(
     return lambda *arrays: launch([*given(arrays), *shape])
 
 
-def single_qmv(
-    x: Spec, matrix: PackedMatrix, fmt: Format, config: QmvConfig | QmvMatrixConfig
-) -> Callable[..., mx.array]:
-    """The launch of ``x @ w.T + bias`` for one matrix.
+def single_qmv(call: MatmulCall, config: QmvConfig | QmvMatrixConfig) -> Callable[..., mx.array]:
+    """The launch of :func:`qmv` for one matrix.
 
     Returns:
         A function of x, w, scales, biases and bias, of which the last two may be None, that gives
         (..., N); further arguments are not looked at.
     """
-    specs = QmvArrays(x, None, None, None, None, *matrix)
-    launch, shape = _bind(specs, fmt, _fitting(config, specs, fmt, None), None, None)
-    given = itemgetter(*(i for i, spec in enumerate((x, *matrix)) if spec is not None))
+    specs = QmvArrays(call.x, None, None, None, None, *call.matrix)
+    launch, shape = _bind(specs, call.fmt, _fitting(config, specs, call.fmt, None), None, None)
+    given = itemgetter(*(i for i, spec in enumerate((call.x, *call.matrix)) if spec is not None))
     return lambda *arrays: launch([*given(arrays), *shape])[0]
 
 
@@ -380,16 +364,10 @@ def _bind(
         shapes += [*shapes, (rows, -(-sizes[0] // 16))]
     units, threads = isinstance(config, QmvMatrixConfig), config.threads
     shape = [] if units else [mx.array([rows, k, *sizes], mx.int32)]
-    template: dict[str, TemplateValue] = {
-        "T": specs.x.dtype,
-        "S": matrices[0].scales.dtype,
-        "mode": list(MODES).index(fmt.mode),
-        "group": fmt.group_size,
-        "bits": fmt.bits,
-        "gate": _GATES.index(gate),
-        "normed": epsilon is not None and specs.tile_squares is None,
-        "epsilon": unpack("i", pack("f", epsilon or 0.0))[0],
-    }
+    template = packed_template(fmt, specs.x.dtype, matrices[0].scales.dtype)
+    template["gate"] = _GATES.index(gate)
+    template["normed"] = epsilon is not None and specs.tile_squares is None
+    template["epsilon"] = unpack("i", pack("f", epsilon or 0.0))[0]
     launch = _kernel(units, kernel_omits).bind(
         [*(spec for spec in specs if spec is not None), *shape],
         template=template | {name: getattr(config, name.lower()) for name in config.template},

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from math import prod
 
 import mlx.core as mx
 
 from ...formats import Format
+from ...options import MatmulCall
 from ...runtime.kernel import Kernel
-from ...runtime.spec import Spec
 from .qmm import PRODUCT_INPUTS, PRODUCT_TEMPLATE, split_k
-from .qmv import MAX_QMV_ROWS, PackedMatrix
+from .qmv import MAX_QMV_ROWS
 
 
 def _threadgroup_memory(run: int, columns: int, shares: int, **_: object) -> int:
@@ -52,15 +51,7 @@ class QvmConfig:
 
 
 def qvm_config(device: str, rows: int, n: int, k: int, fmt: Format) -> QvmConfig:
-    """The configuration for a backend.
-
-    Args:
-        device: ``"metal"``, ``"cuda"`` or ``"host"``.
-        rows: rows of the product, 1 to 16.
-        n: columns of it.
-        k: its depth.
-        fmt: the format of the matrix.
-    """
+    """The configuration for ``"metal"``, ``"cuda"`` or ``"host"``, of 1 to 16 rows."""
     if device == "host":
         # The sums of a row fill two of the widest vectors there are while they meet eight weights.
         rows = 1 if rows == 1 else MAX_QMV_ROWS
@@ -73,20 +64,14 @@ def qvm_config(device: str, rows: int, n: int, k: int, fmt: Format) -> QvmConfig
     return QvmConfig(rows, run, 1 if rows > 1 else 2, columns=32, shares=8, parts=parts)
 
 
-def qvm(x: Spec, matrix: PackedMatrix, fmt: Format, config: QvmConfig) -> Callable[..., mx.array]:
-    """The launch of ``x @ w + bias`` for a packed ``w``, read and unpacked once for all rows.
-
-    Args:
-        x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16.
-        matrix: specs of ``w`` (K, N * bits / 32), of its scales, biases and bias.
-        fmt: group_size, bits and mode of ``w``.
-        config: how to spread the work.
+def qvm(call: MatmulCall, config: QvmConfig) -> Callable[..., mx.array]:
+    """The launch of ``x @ w + bias`` for 1 to 16 rows: ``w`` is read and unpacked once for all.
 
     Returns:
         A function of x, w, scales, biases and bias that gives (..., N) in the dtype of ``x``;
         float32 sums rounded once.
     """
-    (*leading, k), m, n = x.shape, prod(x.shape[:-1]), fmt.dims(matrix.w)
+    _, n, k = call.shape
     step = config.shares * config.block
     depth = -(-k // (config.parts * step)) * step
     blocks = -(-n // (config.run * config.columns))
@@ -94,10 +79,9 @@ def qvm(x: Spec, matrix: PackedMatrix, fmt: Format, config: QvmConfig) -> Callab
     del template["parts"]
     return split_k(
         _QVM,
-        (x, matrix, fmt),
-        [m, n, k, depth],
+        call,
+        depth,
         template=template,
         grid=(blocks * config.columns, config.shares, -(-k // depth)),
         threadgroup=(config.columns, config.shares, 1),
-        shape=(*leading, n),
     )

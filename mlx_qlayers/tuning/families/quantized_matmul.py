@@ -12,7 +12,8 @@ from ...formats import Format
 from ...metal.quantized_matmul import qmm, qmv
 from ...metal.quantized_matmul.dequantize import dequantize
 from ...metal.quantized_matmul.qmm import QmmConfig
-from ...metal.quantized_matmul.qmv import PackedMatrix, QmvArrays, QmvConfig, QmvMatrixConfig
+from ...metal.quantized_matmul.qmv import QmvArrays, QmvConfig, QmvMatrixConfig
+from ...options import MatmulCall, PackedMatrix
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, normal
@@ -61,8 +62,8 @@ class QmmFamily(Family[QmmProblem, QmmConfig]):
 
     def bind(self, inputs: Inputs, problem: QmmProblem, config: QmmConfig) -> Path:
         x, *packed = map(Spec.of, inputs)
-        options = problem.transpose, problem.fmt, config
-        launch = qmm.qmm(x, PackedMatrix(*packed), *options)
+        call = MatmulCall(x, PackedMatrix(*packed), problem.transpose, problem.fmt)
+        launch = qmm.qmm(call, config)
         return lambda inputs: launch(inputs[0], *PackedMatrix(*inputs[1:]))
 
     def stock(self, inputs: Inputs, problem: QmmProblem) -> mx.array:

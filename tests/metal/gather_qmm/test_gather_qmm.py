@@ -12,6 +12,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs
 from mlx_qlayers.ops.gather_qmm import gather_qmm
+from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
@@ -30,9 +31,10 @@ RIGHT = [0] * 3 + [2] * 37 + [3] + [5] * 9
 def by_kernel(x, packed, right, fmt, transpose, backend="host", factors=None, **changes):
     config = gather_qmm_config(len(right) * x.shape[1], packed[0].shape[0], x.dtype, fmt)
     config, pairs = replace(config, **changes), Pairs((len(right),), 1, True)
+    call = MatmulCall(x, PackedMatrix(*packed[:2]), transpose, fmt)
     with use_backend(backend):
         scaled = factors is not None
-        launch = gather_qmm_sorted(x, *packed[:2], pairs, transpose, fmt, config, scaled)
+        launch = gather_qmm_sorted(call, pairs, config, scaled)
         return launch(x, *packed, None, mx.array(right, mx.uint32), factors)
 
 

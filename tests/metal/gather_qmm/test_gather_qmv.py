@@ -8,6 +8,7 @@ import pytest
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs, configuration, gather_qmv
+from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
@@ -29,8 +30,9 @@ def by_kernel(x, packed, right, fmt, transpose=True, in_order=False, device="hos
     """Products of the blocks of x, one each, with the matrices that ``right`` lists."""
     config = configuration(device, x.shape[-2], in_order, transpose, fmt)
     pairs = Pairs((len(right),), 1, in_order)
+    call = MatmulCall(x, PackedMatrix(*packed[:2]), transpose, fmt)
     with use_backend(backend):
-        launch = gather_qmv(x, *packed[:2], pairs, fmt, config)
+        launch = gather_qmv(call, pairs, config)
         return launch(x, *packed, None, mx.array(right, mx.uint32), None)
 
 

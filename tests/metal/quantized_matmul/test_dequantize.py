@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
+from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import on_gpus
