@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from itertools import cycle
+from typing import NamedTuple
 
 import mlx.core as mx
 from common import Sample, Table, add_output, measure, print_facts, write_output
@@ -55,57 +56,56 @@ def choices(tokens: int, each: int, count: int, sets: int = 6) -> list[mx.array]
     return found
 
 
-def product(
-    path: str, x: mx.array, packed: Packed, indices: mx.array, transpose: bool, fmt: Format
-) -> mx.array:
+class Case(NamedTuple):
+    """Products of blocks of rows with the matrices that each of several lists of indices chooses.
+
+    Attributes:
+        x: (..., M, K).
+        packed: the matrices.
+        indices: which of them each product takes, sorted where in one dimension.
+        transpose: whether the products are with transposed matrices.
+        fmt: how these are quantized.
+    """
+
+    x: mx.array
+    packed: Packed
+    indices: list[mx.array]
+    transpose: bool
+    fmt: Format
+
+
+def product(path: str, case: Case, x: mx.array, indices: mx.array) -> mx.array:
     """Our product on a backend, or the stock one."""
-    in_order = indices.ndim == 1
+    given = x, *case.packed, None, indices, case.transpose, *case.fmt
     if path == "stock":
-        return mx.gather_qmm(x, *packed, None, indices, transpose, *fmt, sorted_indices=in_order)
+        return mx.gather_qmm(*given, sorted_indices=indices.ndim == 1)
     with use_backend(path):
-        return gather_qmm(
-            x,
-            *packed,
-            None,
-            indices,
-            transpose=transpose,
-            sorted_indices=in_order,
-            **fmt._asdict(),
-        )
+        return gather_qmm(*given, sorted_indices=indices.ndim == 1)
 
 
-def call(
-    path: str, x: mx.array, packed: Packed, indices: list[mx.array], transpose: bool, fmt: Format
-) -> Callable[[], mx.array]:
+def call(path: str, case: Case) -> Callable[[], mx.array]:
     """A product that takes the next of the indices each time."""
-    turn = cycle(indices)
-    return lambda: product(path, x, packed, next(turn), transpose, fmt)
+    turn = cycle(case.indices)
+    return lambda: product(path, case, case.x, next(turn))
 
 
-def chain(
-    path: str,
-    x: mx.array,
-    packed: Packed,
-    indices: list[mx.array],
-    transpose: bool,
-    fmt: Format,
-    compiled: bool = True,
-) -> Callable[[], list[mx.array]]:
+def chain(path: str, case: Case, compiled: bool = True) -> Callable[[], list[mx.array]]:
     """Products with all of the indices, compiled once or built by each call."""
 
     def run(x: mx.array) -> list[mx.array]:
-        return [product(path, x, packed, chosen, transpose, fmt) for chosen in indices]
+        return [product(path, case, x, chosen) for chosen in case.indices]
 
     function = mx.compile(run) if compiled else run
-    return lambda: function(x)
+    return lambda: function(case.x)
 
 
-def verify(x: mx.array, packed: Packed, indices: mx.array, transpose: bool, fmt: Format) -> None:
-    """Compare our result with stock in float32, on the first matrix's columns."""
-    w, *rest = packed
+def verify(case: Case) -> None:
+    """Compare our result with stock in float32, on the first indices."""
+    x, (w, *rest), indices, *_ = case
     wide = [a if a is None or a.dtype == mx.uint8 else a.astype(mx.float32) for a in rest]
-    truth = call("stock", x.astype(mx.float32), (w, *wide), [indices], transpose, fmt)()
-    found = call(backend(), x, packed, [indices], transpose, fmt)().astype(mx.float32)
+    exact = case._replace(x=x.astype(mx.float32), packed=(w, *wide))
+    truth = product("stock", exact, exact.x, indices[0])
+    found = product(backend(), case, x, indices[0]).astype(mx.float32)
     error = float(mx.abs(found - truth).max() / mx.abs(truth).max())
     allowed = 2 * mx.finfo(x.dtype).eps + 1e-5
     assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
@@ -139,10 +139,10 @@ def projections(repeats: int, transpose: bool = True) -> list[Table]:
         packed = experts(count, n, k, fmt)
         for tokens in (1, 4, 16) if on_cpu else (1, 4, 16, 64, 128, 512):
             x, indices = rows_and_choices(model, tokens, transpose)
+            case = Case(x, packed, indices, transpose, fmt)
             if backend() != "ops":
-                verify(x, packed, indices[0], transpose, fmt)
-            measured = _on_cpu if on_cpu else _on_gpu
-            times, ratio = measured(x, packed, indices, transpose, fmt, repeats)
+                verify(case)
+            times, ratio = (_on_cpu if on_cpu else _on_gpu)(case, repeats)
             table.add(
                 model=model,
                 product="forward" if transpose else "gradient",
@@ -156,44 +156,27 @@ def projections(repeats: int, transpose: bool = True) -> list[Table]:
 Measured = tuple[dict[str, Sample], float]
 
 
-def _on_cpu(
-    x: mx.array,
-    packed: Packed,
-    indices: list[mx.array],
-    transpose: bool,
-    fmt: Format,
-    repeats: int,
-) -> Measured:
+def _on_cpu(case: Case, repeats: int) -> Measured:
     """Single products; the gain of the better of our ways."""
     paths = {"stock": "stock", "reference": "ops"}
     if backend() != "ops":
         paths["kernel"] = backend()
-    contenders = {
-        name: call(path, x, packed, indices, transpose, fmt) for name, path in paths.items()
-    }
+    contenders = {name: call(path, case) for name, path in paths.items()}
     times = measure(contenders, repeats=repeats, warmup=0)
     ours = min(times[name].median for name in times if name != "stock")
     return times, times["stock"].median / ours
 
 
-def _on_gpu(
-    x: mx.array,
-    packed: Packed,
-    indices: list[mx.array],
-    transpose: bool,
-    fmt: Format,
-    repeats: int,
-) -> Measured:
+def _on_gpu(case: Case, repeats: int) -> Measured:
     """Chains of products; the gain of what `auto` takes in plain calls."""
-    arguments = (x, packed, indices, transpose, fmt)
     contenders = {
-        "stock": chain("stock", *arguments),
-        "kernel": chain(backend(), *arguments),
-        CALLS[0]: chain("stock", *arguments, compiled=False),
-        CALLS[1]: chain("auto", *arguments, compiled=False),
+        "stock": chain("stock", case),
+        "kernel": chain(backend(), case),
+        CALLS[0]: chain("stock", case, compiled=False),
+        CALLS[1]: chain("auto", case, compiled=False),
     }
     times = measure(contenders, repeats=repeats, least=0.01)
-    times = {name: time.scaled(1 / len(indices)) for name, time in times.items()}
+    times = {name: time.scaled(1 / len(case.indices)) for name, time in times.items()}
     return times, times[CALLS[0]].median / times[CALLS[1]].median
 
 
@@ -212,10 +195,8 @@ def host_gain(repeats: int) -> list[Table]:
                     indices = choices(tokens, 8, 32)
                     lead = (tokens * 8, 1) if indices[0].ndim == 1 else (tokens, 1, 1)
                     x = mx.random.normal((*lead, 1024 if transpose else 768)).astype(mx.bfloat16)
-                    contenders = {
-                        path: call(path, x, packed, indices, transpose, fmt)
-                        for path in ("ops", "host")
-                    }
+                    case = Case(x, packed, indices, transpose, fmt)
+                    contenders = {path: call(path, case) for path in ("ops", "host")}
                     times = measure(contenders, repeats=repeats, warmup=0)
                     row[f"tokens {tokens}"] = times["ops"].median / times["host"].median
                 table.add(format=f"{mode} {bits}", transposed=str(transpose), **row)

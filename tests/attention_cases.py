@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import oracles
-from numerics import assert_accurate, random, round_to, to64
+from numerics import assert_accurate, assert_same_sums, random, round_to, to64
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 MASKS = ["none", "causal", "boolean", "padded", "additive", "biased", "one key"]
@@ -33,6 +33,8 @@ def make_mask(kind, rng, batch, heads, queries, keys, dtype):
     if kind == "additive":
         return random(rng, (1, queries, keys), dtype)
     hidden = mx.array(rng.random((batch, heads, queries, keys)) < 0.3)
+    if kind == "hidden":
+        hidden[0, 0, 0] = True  # A row that sees nothing.
     return mx.where(hidden, -float("inf"), random(rng, hidden.shape, dtype)).astype(dtype)
 
 
@@ -86,3 +88,16 @@ def check(
         truth, rounded, terms = expected[name]
         what = f"{name} of {shape} {kind} {extra}"
         assert_accurate(actual, truth, rounded, terms=terms, what=what)
+
+
+def check_compiled(attention: Callable[..., mx.array], extra: dict[str, Any]) -> None:
+    """Gradients of a compiled function are those of the function."""
+    _, arrays, options = make(9, (1, 4, 2, 65, 65, 32, 32), mx.float32, "causal", extra)
+
+    def loss(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return (attention(q, k, v, **options) ** 2).sum()
+
+    plain = mx.grad(loss, (0, 1, 2))(*arrays)
+    compiled = mx.compile(mx.grad(loss, (0, 1, 2)))(*arrays)
+    for one, two in zip(plain, compiled, strict=True):
+        assert_same_sums(one, two)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from mlx_qlayers.formats import MODES, Format
+from tests import oracles
+from tests.numerics import assert_accurate, round_to, to64
+from tests.pairwise import pairwise
 
 FORMATS = [
     Format(size, bits, mode)
@@ -13,6 +17,10 @@ FORMATS = [
     for size in sizes
     for bits in widths
 ]
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+every_format_and_dtype = pytest.mark.parametrize(
+    ("fmt", "dtype", "transpose"), pairwise(FORMATS, DTYPES, (True, False)), ids=str
+)
 # E2M1: sign, two bits of exponent, one of mantissa.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _FP4 = np.concatenate([_E2M1, -_E2M1])
@@ -70,3 +78,23 @@ def random_packed(
         w, scales, *biases = (a[:rows] for a in mx.quantize(dense.astype(dtype), *fmt))
         mx.eval(w, scales, biases)
     return w, scales, biases[0] if biases else None
+
+
+def check_product(
+    y: mx.array,
+    x: mx.array,
+    packed: tuple[mx.array, mx.array, mx.array | None],
+    fmt: Format,
+    transpose: bool = True,
+    bias: mx.array | None = None,
+) -> None:
+    """Hold a product against float64 and against float32 sums rounded once."""
+    dense, terms = dequantize64(*packed, fmt), terms64(*packed, fmt)
+    if transpose:
+        dense, terms = np.swapaxes(dense, -1, -2), np.swapaxes(terms, -1, -2)
+    added = 0.0 if bias is None else to64(bias)
+    single = to64(x).astype(np.float32), dense.astype(np.float32)
+    rounded = oracles.product(*single) + np.float32(added)
+    terms = np.abs(to64(x)) @ terms + np.abs(added)
+    truth = to64(x) @ dense + added
+    assert_accurate(y, truth, round_to(rounded, y.dtype), terms=terms.max(initial=0))

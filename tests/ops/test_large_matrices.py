@@ -7,7 +7,8 @@ import pytest
 
 from mlx_qlayers import quantized_matmul, use_backend
 from mlx_qlayers.runtime import trace
-from tests.ops.test_quantized_matmul import AFFINE, check
+from tests.ops.test_quantized_matmul import AFFINE
+from tests.packed import check_product
 
 
 @pytest.mark.cuda
@@ -30,5 +31,5 @@ def test_more_than_2_to_the_31_elements(rows):
         [mx.concatenate([a[:ends], a[-ends:]]) for a in packed],
         *(mx.concatenate([a[:, :ends], a[:, -ends:]], axis=1) for a in (y, dy)),
     )
-    check(y, x, part, AFFINE)
-    check(dx, dy, part, AFFINE, transpose=False)
+    check_product(y, x, part, AFFINE)
+    check_product(dx, dy, part, AFFINE, transpose=False)

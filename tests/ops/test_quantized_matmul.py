@@ -20,10 +20,8 @@ from tests.numerics import (
     round_to,
     to64,
 )
-from tests.oracles import product
-from tests.packed import FORMATS, dequantize64, random_packed, terms64
+from tests.packed import DTYPES, FORMATS, check_product, dequantize64, random_packed
 
-DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 AFFINE = Format(64, 4)
 # Rows on both sides of every crossover between the packed and the dense product.
 ROWS = [1, 3, 7, 16, 41]
@@ -33,18 +31,6 @@ ROWS = [1, 3, 7, 16, 41]
 def reference_path():
     with use_backend("ops"):
         yield
-
-
-def check(y, x, packed, fmt, transpose=True, bias=None):
-    """Hold a product against float64 and against float32 sums rounded once."""
-    dense, terms = dequantize64(*packed, fmt), terms64(*packed, fmt)
-    if transpose:
-        dense, terms = np.swapaxes(dense, -1, -2), np.swapaxes(terms, -1, -2)
-    added = 0.0 if bias is None else to64(bias)
-    rounded = product(to64(x).astype(np.float32), dense.astype(np.float32)) + np.float32(added)
-    terms = np.abs(to64(x)) @ terms + np.abs(added)
-    truth = to64(x) @ dense + added
-    assert_accurate(y, truth, round_to(rounded, y.dtype), terms=terms.max(initial=0))
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
@@ -59,7 +45,7 @@ def test_against_float64(fmt, dtype, transpose):
             x = random(rng, (rows, inner if transpose else outer * 4), dtype)
             y = quantized_matmul(x, *packed, transpose=transpose, **fmt._asdict())
             assert y.dtype == dtype
-            check(y, x, packed, fmt, transpose)
+            check_product(y, x, packed, fmt, transpose)
 
 
 @pytest.mark.parametrize("rows", [1, 40])
@@ -70,7 +56,7 @@ def test_large_enough_for_every_core(rows, monkeypatch):
         packed = random_packed(rng, 1000, 1024, AFFINE)
         x = random(rng, (rows, 1024 if transpose else 1000))
         y = quantized_matmul(x, *packed, transpose=transpose)
-        check(y, x, packed, AFFINE, transpose)
+        check_product(y, x, packed, AFFINE, transpose)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -94,7 +80,7 @@ def test_leading_dimensions(shape):
     y = quantized_matmul(x, *packed, bias=bias)
     assert y.shape == (*shape[:-1], 24)
     rows = x.reshape(-1, 64)
-    check((y - bias).reshape(-1, 24), rows, packed, AFFINE)
+    check_product((y - bias).reshape(-1, 24), rows, packed, AFFINE)
 
 
 def test_strided_inputs():
@@ -102,7 +88,7 @@ def test_strided_inputs():
     packed = random_packed(rng, 40, 128, AFFINE)
     wide = random(rng, (128, 12))
     for x in (wide.T, wide.T[::3], mx.broadcast_to(wide.T[:1], (5, 128))):
-        check(quantized_matmul(x, *packed), x, packed, AFFINE)
+        check_product(quantized_matmul(x, *packed), x, packed, AFFINE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,7 +98,7 @@ def test_batched_matrices(dtype):
     packed = mx.quantize(dense, group_size=32, bits=8)
     x = random(rng, (2, 3, 5, 64), dtype)
     y = quantized_matmul(x, *packed, group_size=32, bits=8)
-    check(y, x, packed, Format(32, 8))
+    check_product(y, x, packed, Format(32, 8))
 
 
 def test_mixed_dtypes_promote_as_stock_does():
@@ -193,7 +179,7 @@ def test_kernel_takes_leading_dimensions(shape):
     with use_backend("host"), trace() as launches:
         y = quantized_matmul(x, *packed, group_size=32)
     assert y.shape == (*shape[:-1], 24) and len(launches) == 1
-    check(y.reshape(-1, 24), x.reshape(-1, 64), packed, SMALL)
+    check_product(y.reshape(-1, 24), x.reshape(-1, 64), packed, SMALL)
 
 
 def test_kernel_takes_strided_inputs():
@@ -203,8 +189,8 @@ def test_kernel_takes_strided_inputs():
     part = tuple(a[8:] for a in packed)
     with use_backend("host"):
         for x in (wide.T, wide.T[::3], mx.broadcast_to(wide.T[:1], (5, 128))):
-            check(quantized_matmul(x, *packed, group_size=32), x, packed, SMALL)
-        check(quantized_matmul(wide.T, *part, group_size=32), wide.T, part, SMALL)
+            check_product(quantized_matmul(x, *packed, group_size=32), x, packed, SMALL)
+        check_product(quantized_matmul(wide.T, *part, group_size=32), wide.T, part, SMALL)
 
 
 def test_kernel_promotes_as_stock_does():
@@ -223,11 +209,11 @@ def test_kernel_promotes_as_stock_does():
                 plain = quantized_matmul(a, w, s, b, group_size=32)
                 y = quantized_matmul(a, w, s, b, group_size=32, bias=c)
             assert y.dtype == float_
-            check(plain, a, (w, s, b), SMALL)
+            check_product(plain, a, (w, s, b), SMALL)
             if plain.dtype == half:  # A bias of more bits is added to what was rounded.
                 assert mx.array_equal(y, plain + c)
             else:
-                check(y, a, (w, s, b), SMALL, bias=c)
+                check_product(y, a, (w, s, b), SMALL, bias=c)
 
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
@@ -269,8 +255,8 @@ def test_kernels_take_many_rows(path, transpose):
         with use_backend(path):
             y = quantized_matmul(x, *packed, transpose=transpose)
             added = quantized_matmul(x[None], *packed, transpose=transpose, bias=bias)
-        check(y, x, packed, AFFINE, transpose)
-        check(added[0], x, packed, AFFINE, transpose, bias)
+        check_product(y, x, packed, AFFINE, transpose)
+        check_product(added[0], x, packed, AFFINE, transpose, bias)
 
 
 @pytest.mark.parametrize("path", ["host", *GPUS])

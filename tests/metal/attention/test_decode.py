@@ -13,59 +13,24 @@ from mlx_qlayers import attention
 from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
-from tests import oracles
+from tests import attention_cases, oracles
+from tests.attention_cases import DTYPES
 from tests.gpus import on_gpus
 from tests.launchers import attention_decode, decode_config
-from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
+from tests.numerics import assert_accurate, assert_same_sums, round_to, to64
 from tests.packed import dequantize64
 from tests.pairwise import pairwise
 
-DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 MASKS = ["none", "causal", "boolean", "padded", "one key", "additive", "hidden"]
-EXTRAS = [
-    {},
-    {"window": 5},
-    {"softcap": 2.0},
-    {"sinks": True},
-    {"window": 70, "softcap": 30.0, "sinks": True},
-]
+EXTRAS = [*attention_cases.EXTRAS[:4], {"window": 70, "softcap": 30.0, "sinks": True}]
 # B, H, Hkv, L, S: one query and more, one tile of keys, more splits, and just around both.
-SHAPES = [
-    (1, 1, 1, 1, 1),
-    (2, 3, 1, 3, 8),
-    (1, 8, 1, 1, 65),
-    (2, 7, 7, 8, 129),
-    (1, 14, 2, 1, 257),
-]
-
-
-def make_mask(kind, rng, batch, heads, queries, keys, dtype):
-    if kind in ("none", "causal"):
-        return None if kind == "none" else kind
-    if kind == "boolean":
-        return mx.array(rng.random((queries, keys)) < 0.7)
-    if kind == "padded":  # As batched generation: the first keys of some rows are hidden.
-        return mx.array(np.arange(keys) >= rng.integers(0, keys, (batch, 1, 1, 1)))
-    if kind == "one key":
-        return mx.array(np.arange(keys) == rng.integers(0, keys, (1, heads, queries, 1)))
-    if kind == "additive":
-        return random(rng, (1, queries, keys), dtype)
-    hidden = mx.array(rng.random((batch, heads, queries, keys)) < 0.5)
-    hidden[0, 0, 0] = True  # A row that sees nothing.
-    return mx.where(hidden, -float("inf"), random(rng, hidden.shape, dtype)).astype(dtype)
+SHAPES = [(1, 1, 1, 1, 1), (2, 3, 1, 3, 8), (1, 8, 1, 1, 65), (2, 7, 7, 8, 129), (1, 14, 2, 1, 257)]
 
 
 def make(seed, shape, widths=(64, 64), dtype=mx.bfloat16, kind="none", extra=None):
     """Random q, k, v and the options by name."""
-    batch, heads, kv_heads, queries, keys = shape
-    rng = np.random.default_rng(seed)
-    q = random(rng, (batch, heads, queries, widths[0]), dtype)
-    k, v = (random(rng, (batch, kv_heads, keys, width), dtype) for width in widths)
-    options = dict.fromkeys(("mask", "window", "softcap", "sinks")) | (extra or {})
-    options["mask"] = make_mask(kind, rng, batch, heads, queries, keys, dtype)
-    if options["sinks"]:
-        options["sinks"] = random(rng, (heads,), dtype)
-    return (q, k, v), {"scale": widths[0] ** -0.5, **options}
+    _, arrays, given = attention_cases.make(seed, (*shape, *widths), dtype, kind, extra)
+    return arrays, dict.fromkeys(("mask", "window", "softcap", "sinks")) | given
 
 
 def by_kernel(arrays, options, device="cuda", **changes):

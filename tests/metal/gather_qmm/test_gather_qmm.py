@@ -18,10 +18,8 @@ from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
 from tests.numerics import assert_same_sums, random
-from tests.packed import FORMATS
-from tests.pairwise import pairwise
+from tests.packed import every_format_and_dtype
 
-DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 SMALL = Format(32, 4)
 E = 6
 # Sorted choices: matrices without any row, with one, with more than a tile.
@@ -47,21 +45,9 @@ def check_all(fmt, dtype, transpose, rows=72, groups=3, each=1, right=RIGHT, **o
     check_gathered(y, x, packed, fmt, None, mx.array(right), transpose)
 
 
-every_format_and_dtype = pytest.mark.parametrize(
-    ("fmt", "dtype", "transpose"), pairwise(FORMATS, DTYPES, (True, False)), ids=str
-)
-
-
 @every_format_and_dtype
 def test_every_format_and_dtype(fmt, dtype, transpose):
     check_all(fmt, dtype, transpose)
-
-
-@on_gpus
-@every_format_and_dtype
-def test_on_gpus(gpu, fmt, dtype, transpose):
-    for right in (RIGHT, RIGHT * 9):
-        check_all(fmt, dtype, transpose, right=sorted(right), backend=gpu)
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
@@ -69,6 +55,13 @@ def test_clean_with_checks(transpose):
     """Nothing out of bounds, unset, misaligned or raced for; blocks of three rows."""
     with checks():
         check_all(SMALL, mx.float16, transpose, each=3, right=RIGHT[:8])
+
+
+@on_gpus
+@every_format_and_dtype
+def test_on_gpus(gpu, fmt, dtype, transpose):
+    for right in (RIGHT, RIGHT * 9):
+        check_all(fmt, dtype, transpose, right=sorted(right), backend=gpu)
 
 
 @pytest.mark.parametrize("matrices", [1, 5, 64, 1500])

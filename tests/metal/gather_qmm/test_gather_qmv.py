@@ -14,10 +14,9 @@ from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
 from tests.numerics import behind_one, random
-from tests.packed import FORMATS
+from tests.packed import DTYPES, FORMATS, every_format_and_dtype
 from tests.pairwise import pairwise
 
-DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 AFFINE, SMALL = Format(64, 4), Format(32, 4)
 E = 6
 # Rows of the matrices and groups in each: no whole tiles, fewer than a tile, more than one.
@@ -62,9 +61,7 @@ def test_every_format_and_dtype(fmt, dtype, transpose, case, device):
 
 
 @on_gpus
-@pytest.mark.parametrize(
-    ("fmt", "dtype", "transpose"), pairwise(FORMATS, DTYPES, (True, False)), ids=str
-)
+@every_format_and_dtype
 def test_on_gpus(gpu, fmt, dtype, transpose):
     check_all(fmt, dtype, transpose, device=gpu, backend=gpu)
 

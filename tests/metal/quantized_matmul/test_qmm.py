@@ -16,27 +16,18 @@ from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import GPUS, HERE, on_gpus
 from tests.launchers import qmm
-from tests.numerics import assert_accurate, behind_one, random, round_to, to64
-from tests.oracles import product
-from tests.packed import FORMATS, dequantize64, random_packed, terms64
-from tests.pairwise import pairwise
+from tests.numerics import behind_one, random, to64
+from tests.packed import (
+    DTYPES,
+    FORMATS,
+    check_product,
+    every_format_and_dtype,
+    random_packed,
+)
 
-DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 AFFINE = Format(64, 4)
 # Rows, columns and groups of depth; where it is not transposed, groups of columns and depth.
 SHAPES = [(17, 520, 1), (33, 41, 3), (64, 1, 3), (129, 8, 1)]
-
-
-def check(y, x, packed, fmt, transpose=True, bias=None):
-    """Hold a product against float64 and against float32 sums rounded once."""
-    dense, terms = dequantize64(*packed, fmt), terms64(*packed, fmt)
-    if transpose:
-        dense, terms = dense.T, terms.T
-    added = 0.0 if bias is None else to64(bias)
-    rounded = product(to64(x).astype(np.float32), dense.astype(np.float32)) + np.float32(added)
-    terms = np.abs(to64(x)) @ terms + np.abs(added)
-    truth = to64(x) @ dense + added
-    assert_accurate(y, truth, round_to(rounded, y.dtype), terms=terms.max(initial=0))
 
 
 def sample(rng, rows, outer, groups, fmt, dtype, transpose=True):
@@ -57,12 +48,7 @@ def check_all(fmt, dtype, transpose, shapes=SHAPES, **options):
     for shape in shapes:
         x, packed = sample(rng, *shape, fmt, dtype, transpose)
         y = by_kernel(x, packed, fmt, transpose, **options)
-        check(y, x, packed, fmt, transpose)
-
-
-every_format_and_dtype = pytest.mark.parametrize(
-    ("fmt", "dtype", "transpose"), pairwise(FORMATS, DTYPES, (True, False)), ids=str
-)
+        check_product(y, x, packed, fmt, transpose)
 
 
 @every_format_and_dtype
@@ -84,7 +70,7 @@ def test_tiles_of_wide_products(rows, path):
     x, packed = sample(rng, rows - 7, 150, 3, AFFINE, mx.bfloat16)
     config = qmm_config("cuda", rows, 1 << 17, 192, x.dtype, AFFINE, True)
     with use_backend(path), checks() as report:
-        check(qmm(x, *packed, None, True, AFFINE, config), x, packed, AFFINE)
+        check_product(qmm(x, *packed, None, True, AFFINE, config), x, packed, AFFINE)
     if path == "host":
         assert max(counters.bank_ways for _, counters in report.launches) <= 2
 
@@ -115,7 +101,7 @@ def test_parts_share_the_depth(parts, transpose):
     bias = random(rng, (328 if transpose else 320,), mx.float16)
     with trace() as launches:
         y = by_kernel(x, packed, AFFINE, transpose, bias, parts=parts)
-    check(y, x, packed, AFFINE, transpose, bias)
+    check_product(y, x, packed, AFFINE, transpose, bias)
     assert [launch.kernel for launch in launches] == [
         "qmm",
         "qmm_sum",
@@ -127,7 +113,7 @@ def test_bias_is_added_before_rounding(dtype):
     rng = np.random.default_rng(3)
     x, packed = sample(rng, 17, 41, 3, AFFINE, dtype)
     bias = random(rng, (41,), dtype)
-    check(by_kernel(x, packed, AFFINE, bias=bias), x, packed, AFFINE, bias=bias)
+    check_product(by_kernel(x, packed, AFFINE, bias=bias), x, packed, AFFINE, bias=bias)
 
 
 @pytest.mark.parametrize("columns", [41, 36, 40])
@@ -137,7 +123,7 @@ def test_rows_that_wide_loads_cannot_take(columns):
     for dtype in (mx.float32, mx.bfloat16):
         x, packed = sample(rng, 18, columns, 1, AFFINE, dtype, transpose=False)
         with checks():
-            check(by_kernel(x, packed, AFFINE, False), x, packed, AFFINE, False)
+            check_product(by_kernel(x, packed, AFFINE, False), x, packed, AFFINE, False)
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
@@ -145,7 +131,9 @@ def test_rows_that_begin_anywhere(transpose):
     """A view of rows may begin where no 16 bytes can be read at once."""
     x, packed = sample(np.random.default_rng(2), 18, 64, 1, AFFINE, mx.bfloat16, transpose)
     with checks():
-        check(by_kernel(behind_one(x), packed, AFFINE, transpose), x, packed, AFFINE, transpose)
+        check_product(
+            by_kernel(behind_one(x), packed, AFFINE, transpose), x, packed, AFFINE, transpose
+        )
 
 
 def test_poisoned_memory_is_overwritten():

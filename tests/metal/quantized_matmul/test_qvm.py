@@ -15,10 +15,8 @@ from mlx_qlayers.runtime.host import checks
 from tests.gpus import HERE, on_gpus
 from tests.launchers import qvm
 from tests.numerics import random
-from tests.packed import FORMATS, random_packed
+from tests.packed import DTYPES, FORMATS, check_product, random_packed
 from tests.pairwise import pairwise
-
-from .test_qmm import DTYPES, check
 
 AFFINE = Format(64, 4)
 # Rows of x and of the matrix, and groups of columns.
@@ -40,7 +38,7 @@ def check_all(fmt, dtype, shapes=SHAPES, **options):
     rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size)
     for shape in shapes:
         x, packed = sample(rng, *shape, fmt, dtype)
-        check(by_kernel(x, packed, fmt, **options), x, packed, fmt, False)
+        check_product(by_kernel(x, packed, fmt, **options), x, packed, fmt, False)
 
 
 every_format_and_dtype = pytest.mark.parametrize(
@@ -91,5 +89,5 @@ def test_bias_and_parts():
         for parts in (1, 3):
             with trace() as launches:
                 y = by_kernel(x, packed, AFFINE, bias, "metal", parts=parts)
-            check(y, x, packed, AFFINE, False, bias)
+            check_product(y, x, packed, AFFINE, False, bias)
             assert len(launches) == (1 if parts == 1 else 2)
