@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
 from ...options import Sampling
 from ...runtime.kernel import Kernel
-from ...runtime.launch import Bound, TemplateValue
+from ...runtime.launch import TemplateValue
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 
@@ -142,37 +141,49 @@ class _Job:
     def __init__(self, x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> None:
         self.config, self.grid = config, grid
         self.points, self.channels = math.prod(grid.shape[:-1]), x.shape[-1]
+        self.pixels = x.size // self.channels
         self.cotangent = Spec((*grid.shape[:-1], self.channels), x.dtype)
         per_image, padding = math.prod(grid.shape[1:-1]), _PADDING[options.padding_mode]
         facts = padding, int(options.align_corners), self.points, per_image, self.channels
-        self.size = mx.array(x.shape[-2:0:-1], mx.int32)
-        self.options = mx.array(facts, mx.int32)
-        self.ndim, taps = grid.shape[-1], _TAPS[options.mode]
-        self.taps = taps**self.ndim
-        self.values: dict[str, TemplateValue] = {"T": x.dtype, "G": grid.dtype, "NDIM": self.ndim}
-        self.values |= {"TAPS": taps, "K": self.taps, "RUN": config.run}
+        self.constants = {
+            "size": mx.array(x.shape[-2:0:-1], mx.int32),
+            "options": mx.array(facts, mx.int32),
+            "pixels": mx.array(self.pixels, mx.int64),
+        }
+        dims, taps = grid.shape[-1], _TAPS[options.mode]
+        self.taps = taps**dims
+        self.index = mx.int64 if self.pixels >= 2**31 else mx.int32
+        self.values: dict[str, TemplateValue] = {"T": x.dtype, "G": grid.dtype, "I": self.index}
+        self.values |= {"NDIM": dims, "TAPS": taps, "K": self.taps, "RUN": config.run}
         self.values |= {"V": config.pack, "ALIGN": config.align}
 
     def bind(
         self,
         kernel: Kernel,
-        inputs: Sequence[Any],
+        specs: Sequence[Spec],
         *shapes: tuple[int, ...],
         count: int,
         lanes: int = 1,
+        threads: int | None = None,
         init_value: float | None = None,
-    ) -> Bound:
-        """The launch for ``count`` times ``lanes`` threads: whole threadgroups, in rows."""
-        values, group = self.values | {"LANES": lanes}, self.config.threads
+    ) -> Callable[..., list[mx.array]]:
+        """The launch for ``count`` times ``lanes`` threads: whole threadgroups, in rows.
+
+        Returns:
+            A function of the arrays of ``specs``; constants follow them in each kernel's inputs.
+        """
+        values, group = self.values | {"LANES": lanes}, threads or self.config.threads
         width = min(_ROW, -(-count * lanes // group) * group)
-        return kernel.bind(
-            inputs,
+        constants = [self.constants[name] for name in kernel.inputs if name in self.constants]
+        launch = kernel.bind(
+            [*specs, *constants],
             template={name: values[name] for name in kernel.template},
             grid=(width, -(-count * lanes // width), 1),
             threadgroup=(group, 1, 1),
             output_shapes=shapes,
             init_value=init_value,
         )
+        return lambda *arrays: launch([*arrays, *constants])
 
 
 def grid_sample(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> Sampled:
@@ -195,66 +206,43 @@ def _reading_x(
     """The launch of a kernel that reads x where it lies."""
     # Metal gets a smaller x in another address space; images beyond the batch are not read.
     copies = CONSTANT_BELOW if x.size < CONSTANT_BELOW else 1
-    whole, size, options = Spec((copies * x.shape[0], *x.shape[1:]), x.dtype), job.size, job.options
+    whole = Spec((copies * x.shape[0], *x.shape[1:]), x.dtype)
     runs = -(-job.points // job.config.run)
-    given = [whole, *others, size, options]
-    launch = job.bind(kernel, given, shape, count=runs, lanes=job.config.lanes)
+    launch = job.bind(kernel, [whole, *others], shape, count=runs, lanes=job.config.lanes)
 
     def run(x: mx.array, *others: mx.array) -> mx.array:
         x = mx.concatenate([x] * copies) if copies > 1 else x
-        return launch([x, *map(mx.contiguous, others), size, options])[0]
+        return launch(x, *map(mx.contiguous, others))[0]
 
     return run
 
 
 def gradient_x(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> Sampled:
     """The launches of the gradient for ``x``, whose values it does not read; likewise."""
-    job = _Job(x, grid, options, config)
-    if config.scatter != "atomics":
-        return _gradient_x_of_shares(x, job)
-    facts, lanes = [job.size, job.options], config.scatter_lanes
-    given = [grid, job.cotangent, *facts]
-    launch = job.bind(_GRADIENT_X, given, x.shape, count=job.points, lanes=lanes, init_value=0)
-
-    def by_atomics(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
-        return launch([grid, cotangent, *facts])[0].astype(cotangent.dtype)
-
-    return by_atomics
-
-
-def _gradient_x_of_shares(x: Spec, job: _Job) -> Sampled:
-    """The same from a list of what each point adds to which pixel."""
-    pixels, shares, lanes = x.size // job.channels, job.points * job.taps, job.config.scatter_lanes
-    job.values["I"] = index = mx.int64 if pixels >= 2**31 else mx.int32
-    facts, options, one = [job.size, job.options], job.options, (shares,)
-    listing = job.bind(_LIST_SHARES, [job.grid, *facts], one, one, count=job.points)
-    pixel, weight = Spec(one, index), Spec(one, mx.float32)
-    if job.config.scatter == "bands":
-        count = mx.array(pixels, mx.int64)
-        bands = _BANDS.bind(
-            [pixel, weight, job.cotangent, options, count],
-            template={name: job.values[name] for name in _BANDS.template},
-            output_shapes=[x.shape],
-            grid=(job.config.bands, 1, 1),
-            threadgroup=(1, 1, 1),
+    job, lanes = _Job(x, grid, options, config), config.scatter_lanes
+    if config.scatter == "atomics":
+        given = [grid, job.cotangent]
+        add = job.bind(_GRADIENT_X, given, x.shape, count=job.points, lanes=lanes, init_value=0)
+        return lambda x, grid, cotangent: add(grid, cotangent)[0].astype(cotangent.dtype)
+    # What each point adds to which pixel.
+    one = (job.points * job.taps,)
+    listed, order = [Spec(one, job.index), Spec(one, mx.float32)], Spec(one, mx.uint32)
+    listing = job.bind(_LIST_SHARES, [grid], one, one, count=job.points)
+    if config.scatter == "bands":
+        given = [*listed, job.cotangent]
+        bands = job.bind(_BANDS, given, x.shape, count=config.bands, threads=1)
+        return lambda x, grid, cotangent: bands(*listing(grid), cotangent)[0].astype(
+            cotangent.dtype
         )
-
-        def in_bands(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
-            listed = listing([grid, *facts])
-            return bands([*listed, cotangent, options, count])[0].astype(cotangent.dtype)
-
-        return in_bands
-    carry = Spec((-(-shares // _BLOCK), job.channels), mx.float32)
-    given = [pixel, Spec(one, mx.uint32), weight, job.cotangent]
-    carries = job.bind(_CARRIES, [*given, options], carry.shape, count=carry.shape[0], lanes=lanes)
-    total = job.bind(
-        _SORTED, [*given, carry, options], x.shape, count=shares, lanes=lanes, init_value=0
-    )
+    carry = Spec((-(-one[0] // _BLOCK), job.channels), mx.float32)
+    given = [listed[0], order, listed[1], job.cotangent]
+    carries = job.bind(_CARRIES, given, carry.shape, count=carry.shape[0], lanes=lanes)
+    total = job.bind(_SORTED, [*given, carry], x.shape, count=one[0], lanes=lanes, init_value=0)
 
     def in_order(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
-        pixel, weight = listing([grid, *facts])
+        pixel, weight = listing(grid)
         order = mx.argsort(pixel)
-        given = [pixel[order], order, weight, cotangent]
-        return total([*given, *carries([*given, options]), options])[0]
+        given = pixel[order], order, weight, cotangent
+        return total(*given, *carries(*given))[0]
 
     return in_order
