@@ -71,7 +71,7 @@ def decode_config(device, q, k, v):
     return configure("attention_decode", device, *_decode.question(call))
 
 
-def attention_decode(q, k, v, *, scale, mask, window, softcap, sinks, config):
+def attention_decode(q, k, v, *, scale, config, mask=None, window=None, softcap=None, sinks=None):
     scores = Scores(scale, mask is not None, window, softcap)
     mask = mask if isinstance(mask, mx.array) else None
     call = AttentionCall(q, _parts(k), _parts(v), scores, mask, sinks)

@@ -9,7 +9,7 @@ import pytest
 from mlx_qlayers.formats import MODES, Format
 from tests import oracles
 from tests.numerics import assert_accurate, round_to, to64
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 
 FORMATS = [
     Format(size, bits, mode)
@@ -20,6 +20,10 @@ FORMATS = [
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 every_format_and_dtype = pytest.mark.parametrize(
     ("fmt", "dtype", "transpose"), pairwise(FORMATS, DTYPES, (True, False)), ids=str
+)
+# qmv and dequantize unpack every format in every dtype; other kernels unpack as they do.
+every_format = pytest.mark.parametrize(
+    ("fmt", "transpose", "dtype"), in_turn(pairwise(FORMATS, (True, False)), DTYPES), ids=str
 )
 # E2M1: sign, two bits of exponent, one of mantissa.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

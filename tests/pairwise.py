@@ -38,3 +38,26 @@ def pairwise(*lists: Sequence[Any]) -> list[Any]:
         )
         for n, row in enumerate(rows)
     ]
+
+
+def in_turn(rows: Sequence[Any], *lists: Sequence[Any]) -> list[Any]:
+    """The rows of :func:`pairwise`, each with one value more of each list.
+
+    Whatever two values of these lists do together, some row tests, if there are rows enough; a
+    value of the rows meets those of the lists as evenly as can be, but not each. It is for values
+    that have nothing to do with each other, where a row is expensive.
+
+    Example:
+        >>> [row.values for row in in_turn(pairwise("abcd"), (1, 2), "xy")]
+        [('a', 1, 'x'), ('b', 2, 'y'), ('c', 1, 'y'), ('d', 2, 'x')]
+    """
+    others, used = [row.values for row in pairwise(*lists)], Counter[Any]()
+    found = []
+    for row in rows:
+        # Values may not be hashable.
+        meets = [[(id(a), id(b)) for a, b in product(row.values, other)] for other in others]
+        costs = [(used[n], sum(map(used.__getitem__, pairs))) for n, pairs in enumerate(meets)]
+        best = min(range(len(others)), key=costs.__getitem__)
+        used.update([best, *meets[best]])
+        found.append(pytest.param(*row.values, *others[best], marks=row.marks))
+    return found

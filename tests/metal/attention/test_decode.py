@@ -19,7 +19,7 @@ from tests.gpus import on_gpus
 from tests.launchers import attention_decode, decode_config
 from tests.numerics import assert_accurate, assert_same_sums, round_to, to64
 from tests.packed import dequantize64
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 
 MASKS = ["none", "causal", "boolean", "padded", "one key", "additive", "hidden"]
 EXTRAS = [*attention_cases.EXTRAS[:4], {"window": 70, "softcap": 30.0, "sinks": True}]
@@ -72,8 +72,8 @@ LENGTHS = [((1, 7, 1, 1, 257), "none"), ((1, 4, 2, 3, 130), "causal")]
 
 
 @pytest.mark.parametrize(
-    ("widths", "dtype", "device", "length"),
-    pairwise(WIDTHS, DTYPES, ("cuda", "host"), LENGTHS),
+    ("widths", "device", "dtype", "length"),
+    in_turn(pairwise(WIDTHS, ("cuda", "host")), DTYPES, LENGTHS),
     ids=str,
 )
 def test_every_head_size(widths, dtype, device, length):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from attention_cases import DTYPES, EXTRAS, MASKS, check, check_compiled, expect, make
 from numerics import assert_accurate, assert_gradient, random
-from pairwise import pairwise
+from pairwise import in_turn, pairwise
 from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers.dispatch import tunable
@@ -37,6 +38,7 @@ SHAPES = [
 # Bytes that a threadgroup may have.
 MEMORY = {"metal": MAX_THREADGROUP_MEMORY, "cuda": CUDA_THREADGROUP_MEMORY}
 ALL = {"window": 9, "softcap": 30.0, "sinks": True}
+DEVICES, KINDS = ("metal", "cuda"), ("none", "causal")
 # The head sizes of keys and of values.
 WIDTHS = [(width, width) for width in range(32, 257, 8)] + [(192, 128), (40, 72)]
 
@@ -79,11 +81,24 @@ def test_every_mask_and_dtype(shape, kind, extra, dtype):
     check(attention, (*shape, 32, 32), dtype, kind, extra)
 
 
-@pytest.mark.parametrize(
-    ("widths", "dtype", "device", "kind"),
-    pairwise(WIDTHS, DTYPES, ("metal", "cuda"), ("none", "causal")),
-    ids=str,
-)
+def head_sizes():
+    """Each once, and once more for each layout that a device and a dtype take besides."""
+    rows = [row.values for row in in_turn(pairwise(WIDTHS), DTYPES, DEVICES, KINDS)]
+    seen = {layouts(*row[:3]) for row in rows}
+    for widths, dtype, device in product(WIDTHS, DTYPES, DEVICES):
+        if (key := layouts(widths, dtype, device)) not in seen:
+            seen.add(key)
+            rows.append((widths, dtype, device, KINDS[len(rows) % 2]))
+    return rows
+
+
+def layouts(widths, dtype, device):
+    """What tells kernels of other head sizes apart."""
+    kernels = ("forward", "queries", "keys")
+    return dtype, device, *(layout(kernel, device, dtype, max(widths)) for kernel in kernels)
+
+
+@pytest.mark.parametrize(("widths", "dtype", "device", "kind"), head_sizes(), ids=str)
 def test_every_head_size(widths, dtype, device, kind):
     with as_on(device):
         check(attention, (1, 2, 1, 21, 37, *widths), dtype, kind)
@@ -283,9 +298,7 @@ def test_every_mask_and_dtype_on_gpus(gpu, shape, kind, extra, dtype):
 
 
 @on_gpus
-@pytest.mark.parametrize(
-    ("widths", "dtype", "kind"), pairwise(WIDTHS, DTYPES, ("none", "causal")), ids=str
-)
+@pytest.mark.parametrize(("widths", "dtype", "kind"), pairwise(WIDTHS, DTYPES, KINDS), ids=str)
 def test_every_head_size_on_gpus(gpu, widths, dtype, kind):
     """Over more than one tile, the last of them not whole."""
     check(attention, (1, 2, 1, 150, 333, *widths), dtype, kind)

@@ -14,7 +14,7 @@ from tests.launchers import scales_and_biases_gradient
 from tests.numerics import assert_accurate, assert_same_sums, behind_one, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, codes, random_packed
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 AFFINE = [fmt for fmt in FORMATS if fmt.mode == "affine"]
@@ -63,9 +63,9 @@ def check_all(fmt, dtype, shapes=SHAPES, **options):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dtype", "device"), pairwise(AFFINE, DTYPES, ("host", "metal")), ids=str
+    ("fmt", "device", "dtype"), in_turn(pairwise(AFFINE, ("host", "metal")), DTYPES), ids=str
 )
-def test_every_format_and_dtype(fmt, dtype, device):
+def test_every_format_and_dtype(fmt, device, dtype):
     check_all(fmt, dtype, device=device)
 
 

@@ -21,6 +21,7 @@ from tests.packed import (
     DTYPES,
     FORMATS,
     check_product,
+    every_format,
     every_format_and_dtype,
     random_packed,
 )
@@ -51,8 +52,8 @@ def check_all(fmt, dtype, transpose, shapes=SHAPES, **options):
         check_product(y, x, packed, fmt, transpose)
 
 
-@every_format_and_dtype
-def test_every_format_and_dtype(fmt, dtype, transpose):
+@every_format
+def test_every_format(fmt, dtype, transpose):
     check_all(fmt, dtype, transpose)
 
 

@@ -21,7 +21,7 @@ from tests.launchers import qmv
 from tests.numerics import assert_accurate, random, round_to, to64
 from tests.oracles import product
 from tests.packed import FORMATS, dequantize64, random_packed, terms64
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 AFFINE = Format(64, 4)
@@ -62,7 +62,9 @@ def check_all(fmt, dtype, rows, shapes=SHAPES, **options):
         check(by_kernel(x, packed, fmt, **options), x, packed, fmt)
 
 
-@pytest.mark.parametrize(("fmt", "dtype", "rows"), pairwise(FORMATS, DTYPES, ROWS), ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "rows"), in_turn(pairwise(FORMATS, DTYPES), ROWS), ids=str
+)
 def test_every_format_and_dtype(fmt, dtype, rows):
     check_all(fmt, dtype, rows)
 
@@ -78,7 +80,9 @@ def test_on_gpus(gpu, fmt, dtype):
             check(quantized_matmul(x, *packed, **fmt._asdict()), x, packed, fmt)
 
 
-@pytest.mark.parametrize(("fmt", "dtype", "rows"), pairwise(FORMATS, DTYPES[1:], ROWS), ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "rows"), in_turn(pairwise(FORMATS, DTYPES[1:]), ROWS), ids=str
+)
 def test_matrix_units(fmt, dtype, rows):
     check_all(fmt, dtype, rows, device="cuda")
 

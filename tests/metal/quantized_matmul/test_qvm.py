@@ -16,7 +16,7 @@ from tests.gpus import HERE, on_gpus
 from tests.launchers import qvm
 from tests.numerics import random
 from tests.packed import DTYPES, FORMATS, check_product, random_packed
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 
 AFFINE = Format(64, 4)
 # Rows of x and of the matrix, and groups of columns.
@@ -41,18 +41,17 @@ def check_all(fmt, dtype, shapes=SHAPES, **options):
         check_product(by_kernel(x, packed, fmt, **options), x, packed, fmt, False)
 
 
-every_format_and_dtype = pytest.mark.parametrize(
-    ("fmt", "dtype"), pairwise(FORMATS, DTYPES), ids=str
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "shapes"),
+    in_turn(pairwise(FORMATS), DTYPES, (SHAPES[:2], SHAPES[2:])),
+    ids=str,
 )
-
-
-@every_format_and_dtype
-def test_every_format_and_dtype(fmt, dtype):
-    check_all(fmt, dtype)
+def test_every_format(fmt, dtype, shapes):
+    check_all(fmt, dtype, shapes)
 
 
 @on_gpus
-@every_format_and_dtype
+@pytest.mark.parametrize(("fmt", "dtype"), pairwise(FORMATS, DTYPES), ids=str)
 def test_on_gpus(gpu, fmt, dtype):
     check_all(fmt, dtype, SHAPES[:2], device=gpu)
 
