@@ -23,6 +23,7 @@ from tests.numerics import (
     to64,
 )
 from tests.packed import dequantize64, random_packed, terms64
+from tests.pairwise import in_turn, pairwise
 
 FORMATS = [
     Format(64, 4),
@@ -75,23 +76,25 @@ def check(found, x, packed, fmt, **options):
         assert_accurate(y, exact, round_to(exact, y.dtype), terms=large)
 
 
-@pytest.mark.parametrize("path", ["ops", "host"])
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_against_float64(fmt, path):
+@pytest.mark.parametrize(
+    ("path", "fmt", "gate", "rows"),
+    in_turn(pairwise(("ops", "host"), FORMATS), tuple(ACTIVATIONS), (1, 7)),
+    ids=str,
+)
+def test_against_float64(path, fmt, gate, rows):
     rng = np.random.default_rng(fmt.bits)
-    for rows, k in ((1, 3 * fmt.group_size), (7, 128)):
-        x = random(rng, (1, rows, k))
-        weight, residual = random(rng, (k,)), random(rng, (1, rows, 41))
-        run = partial(fused_products, **fmt._asdict())
-        with use_backend(path):
-            three = matrices(rng, (41, 8, 9), k, fmt, mx.float32, (True, False, True))
-            check(run(x, three), x, three, fmt)
-            check(run(x, three, norm=(weight, EPS)), x, three, fmt, norm=(weight, EPS))
-            check(run(x, three[:1], residual=residual), x, three[:1], fmt, residual=residual)
-            pair = matrices(rng, (41, 41), k, fmt, mx.float32, (False, False))
-            for gate in ACTIVATIONS:
-                options = {"gate": gate, "norm": (None, EPS)}
-                check(run(x, pair, **options), x, pair, fmt, **options)
+    k = 3 * fmt.group_size if rows == 1 else 128
+    x = random(rng, (1, rows, k))
+    weight, residual = random(rng, (k,)), random(rng, (1, rows, 41))
+    run = partial(fused_products, **fmt._asdict())
+    with use_backend(path):
+        three = matrices(rng, (41, 8, 9), k, fmt, mx.float32, (True, False, True))
+        check(run(x, three), x, three, fmt)
+        check(run(x, three, norm=(weight, EPS)), x, three, fmt, norm=(weight, EPS))
+        check(run(x, three[:1], residual=residual), x, three[:1], fmt, residual=residual)
+        pair = matrices(rng, (41, 41), k, fmt, mx.float32, (False, False))
+        options = {"gate": gate, "norm": (None, EPS)}
+        check(run(x, pair, **options), x, pair, fmt, **options)
 
 
 @pytest.mark.parametrize("path", ["ops", "host"])

@@ -268,8 +268,7 @@ def test_norm(dtype, weighted, fmt, gate):
     fused(np.random.default_rng(7), dtype, rows, sizes, 192, fmt, norm=weighted, gate=gate)
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "rows"), in_turn(pairwise(DTYPES), (1, 16)), ids=str)
 def test_residual(dtype, rows):
     fused(np.random.default_rng(8), dtype, rows, [41], 192, Format(32, 8, "mxfp8"), residual=True)
 
