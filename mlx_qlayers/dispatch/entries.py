@@ -9,7 +9,6 @@ entry that cannot be understood is left alone, with a note, and costs the others
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, lru_cache
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..runtime import backend
 from ..runtime.cache_folder import cache_folder
 from ..runtime.explain import note
 
@@ -118,13 +116,6 @@ def user_folder() -> Path:
 
 # Results of this process that could not be written, by device.
 unsaved: dict[str, dict[str, Entry]] = {}
-_lock = threading.Lock()
-
-
-def advance_epoch() -> None:
-    """Have everything that was concluded from measurements concluded anew."""
-    with _lock:
-        backend.advance_epoch()
 
 
 @lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn, cast
 
 import mlx.core as mx
@@ -146,7 +147,9 @@ def _at_once(
         for positions, compute in gradients:
             together = _computed_once(compute, given)
             for nth, i in enumerate(positions):
-                held[i] = _hold(arrays[i], together, nth)
+                identity: Any = mx.custom_function(lambda a: a)
+                identity.vjp(partial(_nth, together, nth))
+                held[i] = identity(arrays[i])
         return cast(Outputs, node(*held))
 
     return run
@@ -155,21 +158,15 @@ def _at_once(
 def _computed_once(
     compute: Compute, given: list[list[mx.array]]
 ) -> Callable[[], Sequence[mx.array]]:
-    kept: list[Sequence[mx.array]] = []
-
     def once() -> Sequence[mx.array]:
-        if not kept:
-            arrays = [a for some in given for a in some]
-            kept.append(without_derivative(lambda: list(compute(*given)), arrays))
-        return kept[0]
+        arrays = [a for some in given for a in some]
+        return without_derivative(lambda: list(compute(*given)), arrays)
 
-    return once
+    return cache(once)
 
 
-def _hold(array: mx.array, gradients: Callable[[], Sequence[mx.array]], nth: int) -> mx.array:
-    identity: Any = mx.custom_function(lambda a: a)
-    identity.vjp(lambda primal, zeros, _: gradients()[nth])
-    return cast(mx.array, identity(array))
+def _nth(gradients: Callable[[], Sequence[mx.array]], nth: int, *_: Any) -> mx.array:
+    return gradients()[nth]
 
 
 def _no_gradient(op: str, arrays: list[mx.array]) -> list[mx.array]:

@@ -15,11 +15,11 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any, NamedTuple
 
-from ..runtime.backend import backend
+from ..runtime.backend import advance_epoch, backend
 from ..runtime.backend import epoch as current
 from ..runtime.explain import note
 from . import entries as stored
-from .entries import Entry, Values, advance_epoch
+from .entries import Entry, Values
 from .tunable import PROBLEMS, Problem, source_hash
 
 # The family and the arguments of a question.
@@ -40,7 +40,6 @@ class Evidence:
         date: when.
         command: by which command.
         seconds: of each path, where paths were compared.
-        note: what was measured.
     """
 
     source: str
@@ -48,7 +47,6 @@ class Evidence:
     date: str = ""
     command: str = ""
     seconds: Mapping[str, float] | None = None
-    note: str = ""
 
     def __str__(self) -> str:
         where = "" if self.source == "measured here" else f" of {self.device}"
@@ -122,8 +120,8 @@ def configure(family: str, device: str, *question: Hashable) -> Any:
         >>> configure("qmm", "metal", 64, 3584, 3584, mx.float32, Format(64, 4), True).tile_m
         64
     """
-    _ask(family, question)
-    return _configured(epoch(), family, device, question)
+    best = found(family, *question, device=device)
+    return PROBLEMS[family](*question).heuristic(device) if best is None else best.config
 
 
 def found(family: str, *question: Hashable, device: str | None = None) -> Found | None:
@@ -140,7 +138,8 @@ def found(family: str, *question: Hashable, device: str | None = None) -> Found 
         >>> best is None or isinstance(best.path, str)
         True
     """
-    _ask(family, question)
+    if (asked := _mode.get().questions) is not None:
+        asked[family, question] = None
     return _found(epoch(), family, device or backend(), question)
 
 
@@ -175,7 +174,8 @@ def threshold(name: str, *key: Hashable, device: str | None = None) -> Any:
         >>> threshold("grid_sample_gain", "bilinear", device="host")
         1.8
     """
-    return _value(epoch(), name, " ".join(map(str, key)), device or backend())
+    values = _values(epoch(), name, device or backend())[0]
+    return values.get(" ".join(map(str, key))) if key and isinstance(values, Mapping) else values
 
 
 def gain(name: str, size: int, *key: Hashable, device: str = "host") -> float | None:
@@ -239,17 +239,6 @@ def _within(mode: _Mode) -> Iterator[None]:
         advance_epoch()
 
 
-def _ask(family: str, question: tuple[Hashable, ...]) -> None:
-    if (asked := _mode.get().questions) is not None:
-        asked[family, question] = None
-
-
-@lru_cache(maxsize=_REMEMBERED)
-def _configured(epoch: int, family: str, device: str, question: tuple[Hashable, ...]) -> Any:
-    best = _found(epoch, family, device, question)
-    return PROBLEMS[family](*question).heuristic(device) if best is None else best.config
-
-
 @lru_cache(maxsize=_REMEMBERED)
 def _found(epoch: int, family: str, device: str, question: tuple[Hashable, ...]) -> Found | None:
     name = stored.file_of(device)
@@ -291,22 +280,18 @@ def _kind_of(entry: Entry, problem: Problem) -> type[Any]:
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def _value(epoch: int, name: str, key: str, device: str) -> Any:
-    values = _values(epoch, name, device)[0]
-    value = values.get(key) if key and isinstance(values, Mapping) else values
-    return _frozen(value)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-@lru_cache(maxsize=_REMEMBERED)
 def _values(epoch: int, name: str, device: str) -> tuple[Any, Evidence | None]:
     own = stored.file_of(device) or (_OTHER_CUDA if device == "cuda" else device)
     for file in (own, *[_OTHER_CUDA] * (device == "cuda")):
         entry, shipped = stored.entries(file, current.number).get(name, (None, False))
         if isinstance(entry, Values) and (shipped or file == own):
             source = "shipped result" if shipped else "measured here"
-            return entry.values, Evidence(source, file, entry.date, entry.command, None, entry.note)
+            return _frozen(entry.values), Evidence(source, file, entry.date, entry.command)
     return None, None
+
+
+def _frozen(value: Any) -> Any:
+    """With tuples for lists."""
+    if isinstance(value, Mapping):
+        return {key: _frozen(each) for key, each in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -41,10 +42,9 @@ class Problem(ABC):
     def heuristic(self, device: str) -> Any:
         """The configuration without tuning, for ``"metal"``, ``"cuda"`` or ``"host"``."""
 
-    @staticmethod
-    @abstractmethod
-    def kernels() -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[Kernel, ...]:
         """The kernels whose text results depend on."""
+        return _KERNELS[self.family]()
 
     @abstractmethod
     def bucket(self) -> tuple[tuple[int, ...], str]:
@@ -75,10 +75,6 @@ class RowSumProblem(Problem):
     def heuristic(self, device: str) -> RowSum:
         return RowSum(local=4)
 
-    @staticmethod
-    def kernels() -> tuple[Kernel, ...]:
-        return (row_sum.KERNEL,)
-
     def bucket(self) -> tuple[tuple[int, ...], str]:
         return (self.m, self.k), ""
 
@@ -107,10 +103,6 @@ class QmvProblem(Problem):
         shape = self.rows, self.n, self.k
         return qmv.qmv_config(device, *shape, self.dtype, self.fmt, self.kind)
 
-    @staticmethod
-    def kernels() -> tuple[Kernel, ...]:
-        return qmv._kernel(True, ()), qmv._kernel(False, ())
-
     def bucket(self) -> tuple[tuple[int, ...], str]:
         form = _form(self.fmt, True) + ("-" + self.kind if self.kind else "")
         return (self.rows, self.n, self.k), form
@@ -131,10 +123,6 @@ class QmmProblem(Problem):
     def heuristic(self, device: str) -> qmm.QmmConfig:
         shape = self.m, self.n, self.k
         return qmm.qmm_config(device, *shape, self.dtype, self.fmt, self.transpose)
-
-    @staticmethod
-    def kernels() -> tuple[Kernel, ...]:
-        return qmm.QMM, qmm.QMM_SUM
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         return (rounded(self.m), self.n, self.k), _form(self.fmt, self.transpose)
@@ -165,11 +153,6 @@ class AttentionDecodeProblem(Problem):
         widths = self.width, self.v_width
         return decode.configure(device, self.dtype, self.rows, *widths, self.bits, self.keys)
 
-    @staticmethod
-    def kernels() -> tuple[Kernel, ...]:
-        plain, packed = (decode._kernel(False, bits, False, False) for bits in (False, True))
-        return plain, packed, decode._combine(False)
-
     def bucket(self) -> tuple[tuple[int, ...], str]:
         shape = self.caches, self.rows, rounded(self.keys), self.width, self.v_width
         return shape, f"bits-{self.bits}"
@@ -190,10 +173,6 @@ class AttentionStepProblem(Problem):
 
     def heuristic(self, device: str) -> step.Step:
         return step.configure(self.size)
-
-    @staticmethod
-    def kernels() -> tuple[Kernel, ...]:
-        return step._kernel(False, False), decode._combine(False)
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         heads = self.batch, self.heads, self.kv_heads
@@ -216,10 +195,6 @@ class AttentionForwardProblem(Problem):
     def heuristic(self, device: str) -> Layout:
         return layout("forward", device, self.dtype, max(self.shape[5:]))
 
-    @staticmethod
-    def kernels() -> tuple[Kernel, ...]:
-        return (forward._FORWARD,)
-
     def bucket(self) -> tuple[tuple[int, ...], str]:
         lengths = map(rounded, self.shape[3:5])
         return (*self.shape[:3], *lengths, *self.shape[5:]), "causal" if self.causal else "full"
@@ -238,14 +213,22 @@ class GridSampleProblem(Problem):
     def heuristic(self, device: str) -> grid_sample.GridSampleConfig:
         return grid_sample.heuristic(self.channels, self.dtype, device, self.deterministic)
 
-    @staticmethod
-    def kernels() -> tuple[Kernel, ...]:
-        return grid_sample._FORWARD, grid_sample._GRADIENT_GRID
-
     def bucket(self) -> tuple[tuple[int, ...], str]:
         return (self.channels, self.dims), "deterministic" if self.deterministic else "any"
 
 
+_KERNELS: dict[str, Callable[[], tuple[Kernel, ...]]] = {
+    "row_sum": lambda: (row_sum.KERNEL,),
+    "qmv": lambda: (qmv._kernel(True, ()), qmv._kernel(False, ())),
+    "qmm": lambda: (qmm.QMM, qmm.QMM_SUM),
+    "attention_decode": lambda: (
+        *(decode._kernel(False, packed, False, False) for packed in (False, True)),
+        decode._combine(False),
+    ),
+    "attention_step": lambda: (step._kernel(False, False), decode._combine(False)),
+    "attention_forward": lambda: (forward._FORWARD,),
+    "grid_sample": lambda: (grid_sample._FORWARD, grid_sample._GRADIENT_GRID),
+}
 PROBLEMS: dict[str, type[Problem]] = {kind.family: kind for kind in Problem.__subclasses__()}
 
 

@@ -194,14 +194,6 @@ def up_to_date(plan: T, state: Hashable) -> T:
     return plan
 
 
-def _metal_missing() -> str | None:
-    return None if mx.metal.is_available() else "mx.metal.is_available() is false"
-
-
-def _cuda_missing() -> str | None:
-    return None if mx.cuda.is_available() else "mx.cuda.is_available() is false"
-
-
 @cache
 def _host_missing() -> str | None:
     from importlib.util import find_spec
@@ -213,8 +205,8 @@ def _host_missing() -> str | None:
 
 # Why each backend cannot run on this machine, or None where it can; auto takes the first that can.
 missing: dict[str, Callable[[], str | None]] = {
-    "metal": _metal_missing,
-    "cuda": _cuda_missing,
+    "metal": lambda: None if mx.metal.is_available() else "mx.metal.is_available() is false",
+    "cuda": lambda: None if mx.cuda.is_available() else "mx.cuda.is_available() is false",
     "host": _host_missing,
     "ops": lambda: None,
 }
@@ -269,14 +261,9 @@ def backend() -> str:
         ...     backend()
         'ops'
     """
-    name = requested()
-    if name != "auto":
+    if (name := requested()) != "auto":
         return name
-    for each, why in missing.items():
-        if why() is None:
-            name = each
-            break
-    return name
+    return next(each for each, why in missing.items() if why() is None)
 
 
 class use_backend(_Block):

@@ -20,9 +20,8 @@ import mlx.core as mx
 from . import source
 from .backend import BackendError
 from .cache_folder import cache_folder
-from .explain import collectors, count
 from .generated_source import ATTRIBUTES, shape_words
-from .launch import Bound, Launch, Size, TemplateValue
+from .launch import Bound, Launch, Size, TemplateValue, added_to_graph
 from .program import Program
 from .source import METAL, Token
 
@@ -56,36 +55,17 @@ _UNROLL = re.compile(r"clang loop unroll(?:_count)?\((\w+)\)")
 
 
 def bind(launch: Launch) -> Bound:
-    """What adds a launch to MLX's graph; MLX compiles the kernel when it first evaluates it.
+    """What adds a launch to MLX's graph.
 
     Raises:
         BackendError: CUDA cannot start such a grid.
     """
     grid, surplus = _fitting(launch)
     variant = launch.program, launch.threadgroup, bool(surplus), tuple(launch.template)
-    rows = launch.rows("cuda")
-    ticks = rows[0].ticks
-    make = mx.fast.cuda_kernel
-    kernel = _kernel(make, *variant)
-    options: dict[str, Any] = {
-        "template": [],
-        "grid": grid,
-        "threadgroup": launch.threadgroup,
-        "output_shapes": launch.output_shapes,
-        "output_dtypes": launch.output_dtypes,
-        "init_value": launch.init_value,
-    }
-
-    def run(inputs: list[mx.array]) -> list[mx.array]:
-        if mx.fast.cuda_kernel is not make:  # whoever replaces it sees every launch
-            return bind(launch)(inputs)
-        if collectors:
-            count(rows)
-        else:
-            next(ticks)
-        return kernel(inputs=inputs + surplus, **options)
-
-    return run
+    inputs = (lambda given: given + surplus) if surplus else None
+    return added_to_graph(
+        launch, "cuda", lambda make: _kernel(make, *variant), bind, inputs, grid=grid, template=[]
+    )
 
 
 def _fitting(launch: Launch) -> tuple[Size, list[mx.array]]:

@@ -10,15 +10,12 @@ Source: ``mlx/backend/common/metal_kernel.cpp`` of MLX 0.32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from .program import CONSTANT_BELOW, Program
 from .spec import Spec
-
-TemplateArgument = tuple[str, bool | int | mx.Dtype]
 
 # The attributes that MLX offers and their types, in the order of its parameter list.
 ATTRIBUTES = {
@@ -64,24 +61,25 @@ TYPES = {
 }
 
 
-class InputKind(NamedTuple):
-    """What the text depends on in an input: its dtype, whether it is 0-d, whether it is small."""
+class _Input(NamedTuple):
+    """What the text depends on in an input: its type, whether it is 0-d, whether it is small."""
 
-    dtype: mx.Dtype
+    type: str
     scalar: bool
     constant: bool
 
     @classmethod
-    def of(cls, x: mx.array | Spec, padded: bool = False) -> InputKind:
-        """The kind of an array, or of the padded array that MLX gets in its place."""
-        return cls(x.dtype, x.ndim == 0 and not padded, x.size < CONSTANT_BELOW and not padded)
+    def of(cls, x: mx.array | Spec, padded: bool) -> _Input:
+        """That of an array, or of the padded array that MLX gets in its place."""
+        scalar, constant = x.ndim == 0, x.size < CONSTANT_BELOW
+        return cls(TYPES[x.dtype], scalar and not padded, constant and not padded)
 
 
 def generate(
     program: Program,
     inputs: Sequence[mx.array | Spec],
-    template: tuple[TemplateArgument, ...],
-    output_dtypes: tuple[mx.Dtype, ...],
+    template: Sequence[tuple[str, bool | int | mx.Dtype]],
+    output_dtypes: Sequence[mx.Dtype],
 ) -> tuple[str, str]:
     """The name of the kernel function and the whole text, without MLX's preamble.
 
@@ -99,30 +97,19 @@ def generate(
         'custom_kernel_twice_float_float'
     """
     padded = [parameter.padded for parameter in program.inputs] or [False] * len(inputs)
-    kinds = tuple(map(InputKind.of, inputs, padded))
-    return _generate(program, kinds, template, output_dtypes)
-
-
-@lru_cache(maxsize=4096)
-def _generate(
-    program: Program,
-    inputs: tuple[InputKind, ...],
-    template: tuple[TemplateArgument, ...],
-    output_dtypes: tuple[mx.Dtype, ...],
-) -> tuple[str, str]:
+    kinds = list(map(_Input.of, inputs, padded))
     values = ", ".join(_template_value(value) for _, value in template)
     name = f"custom_kernel_{program.name}"
     if template:
         name += "__" + values.replace(", ", "_")
-    for kind in inputs:
-        name += f"_{TYPES[kind.dtype]}" + ("s" if kind.scalar else "c" if kind.constant else "")
+    name += "".join(f"_{x.type}" + ("s" if x.scalar else "c" if x.constant else "") for x in kinds)
     name += "".join(f"_{TYPES[dtype]}" for dtype in output_dtypes)
 
     text = program.header
     if template:
         text += f"template <{', '.join(_template_parameter(*item) for item in template)}>\n"
     text += f"[[kernel]] void {name}(\n"
-    text += _parameters(program, inputs, output_dtypes)
+    text += _parameters(program, kinds, output_dtypes)
     text += program.source + "\n}\n"
     if template:
         instance = f"{name}<{values}>"
@@ -140,14 +127,14 @@ def _template_parameter(name: str, value: bool | int | mx.Dtype) -> str:
 
 
 def _parameters(
-    program: Program, inputs: Sequence[InputKind], output_dtypes: Sequence[mx.Dtype]
+    program: Program, inputs: Sequence[_Input], output_dtypes: Sequence[mx.Dtype]
 ) -> str:
     """The parameter list up to and including the brace that opens the body."""
     lines, index = [], 0
     for name, kind in zip(program.input_names, inputs, strict=True):
         space = "constant" if kind.constant else "device"
         mark = "&" if kind.scalar else "*"
-        lines.append(f"  const {space} {TYPES[kind.dtype]}{mark} {name} [[buffer({index})]],\n")
+        lines.append(f"  const {space} {kind.type}{mark} {name} [[buffer({index})]],\n")
         index += 1
         for word in () if kind.scalar else shape_words(program.source, name):
             lines.append(f"  const constant {word} [[buffer({index})]],\n")

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import mlx.core as mx
 
-from .backend import BackendError, debug_mode, epoch
+from .backend import BackendError, debug_mode
 from .explain import note
 from .transformed import has_values
 
@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 # The words of the buffer that metal/health.metal describes.
 WORDS = 9
-_DEBUG = "health"
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,6 @@ class HealthError(RuntimeError):
         self.kernel, self.health = kernel, health
 
 
-def checking() -> bool:
-    """Whether launches are checked now."""
-    return _DEBUG in epoch.debug
-
-
 @contextmanager
 def health_checks() -> Iterator[None]:
     """Check every launch in a ``with`` block, those of other threads too; slow, for debugging.
@@ -87,7 +81,7 @@ def health_checks() -> Iterator[None]:
         >>> with use_backend("host"), health_checks():
         ...     y = attention(q, k, v, scale=32**-0.5)
     """
-    with debug_mode(_DEBUG):
+    with debug_mode("health"):
         yield
 
 

@@ -21,11 +21,11 @@ from .declaration import (
     Multiple,
 )
 from .explain import note
-from .health import WORDS, check_report, checking
+from .health import WORDS, check_report
 from .launch import Bound, Launch, Size, TemplateValue
 from .launch_checks import checked_launch
 from .spec import Spec
-from .tracing import record, tracing
+from .tracing import record
 from .transformed import is_transformed, without_derivative
 
 __all__ = [
@@ -160,10 +160,10 @@ class Kernel(Declaration):
             raise BackendError(f"kernel {self.name} was called, but the ops backend runs none")
         given = (grid, threadgroup, output_shapes, template, output_dtypes, init_value)
         launch = checked_launch(self, name, inputs, **_options(given))
-        if checking():
+        if "health" in epoch.debug:
             launch = self._with_health(launch)
         run: Bound = import_module(f".{name}", __package__).bind(launch)
-        if tracing():
+        if "trace" in epoch.debug:
             run = _recorded(name, launch, run)
         return run if launch.program is self.program else self._reporting(launch.grid, run)
 

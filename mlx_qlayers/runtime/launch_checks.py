@@ -13,7 +13,7 @@ import mlx.core as mx
 from .declaration import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY, Declaration
 from .generated_source import TYPES
 from .launch import Launch, Size, TemplateValue
-from .program import Parameter
+from .program import CONSTANT_BELOW, Parameter
 from .spec import Spec
 
 # Kernels index with 32 bits unless they say otherwise.
@@ -107,8 +107,15 @@ class _Check:
         if x.dtype != (declared := self._dtype(parameter)):
             raise self.error(f"input {name} is {x.dtype}, declared as {declared}")
         if parameter.space != "device":
-            if why := parameter.constant_refuses(x):
-                raise self.error(why)
+            if parameter.reference and x.ndim > 0:
+                raise self.error(
+                    f"input {name} is a reference, its shape must be (), not {x.shape}"
+                )
+            if not parameter.reference and (x.ndim == 0 or x.size >= CONSTANT_BELOW):
+                raise self.error(
+                    f"input {name} is declared constant: it must have an axis and less than "
+                    f"{CONSTANT_BELOW} elements, not shape {x.shape}"
+                )
         elif x.ndim == 0 and not parameter.padded:
             raise self.error(f"reads the shape of input {name}, which has no axis")
         elif x.size >= _LIMIT_32 and not self.kernel.large:

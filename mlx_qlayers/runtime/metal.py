@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
 
-from .explain import collectors, count
-from .launch import Bound, Launch
+from .launch import Bound, Launch, added_to_graph
 from .program import CONSTANT_BELOW, Program
 
 
 def bind(launch: Launch) -> Bound:
-    """What adds a launch to MLX's graph; MLX compiles the kernel when it first evaluates it."""
-    rows = launch.rows("metal")
-    ticks = rows[0].ticks
-    make = mx.fast.metal_kernel
-    kernel = _kernel(make, launch.program)
-    options: dict[str, Any] = {
-        "template": launch.template,
-        "grid": launch.grid,
-        "threadgroup": launch.threadgroup,
-        "output_shapes": launch.output_shapes,
-        "output_dtypes": launch.output_dtypes,
-        "init_value": launch.init_value,
-    }
+    """What adds a launch to MLX's graph."""
     pairs = zip(launch.inputs, launch.program.inputs, strict=True)
     # MLX would pass these in another address space than is declared.
     short = {i for i, (x, p) in enumerate(pairs) if p.padded and x.size < CONSTANT_BELOW}
 
-    def run(inputs: list[mx.array]) -> list[mx.array]:
-        if mx.fast.metal_kernel is not make:  # whoever replaces it sees every launch
-            return bind(launch)(inputs)
-        if collectors:
-            count(rows)
-        else:
-            next(ticks)
-        if short:
-            inputs = [_padded(x) if i in short else x for i, x in enumerate(inputs)]
-        return kernel(inputs=inputs, **options)
+    def padded(inputs: list[mx.array]) -> list[mx.array]:
+        return [_padded(x) if i in short else x for i, x in enumerate(inputs)]
 
-    return run
+    kernel = partial(_kernel, program=launch.program)
+    options = {"grid": launch.grid, "template": launch.template}
+    return added_to_graph(launch, "metal", kernel, bind, padded if short else None, **options)
 
 
 def _padded(x: mx.array) -> mx.array:

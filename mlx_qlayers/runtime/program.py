@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 # MLX passes inputs with fewer elements in the constant address space.
 CONSTANT_BELOW = 8
@@ -41,17 +40,6 @@ class Parameter:
     writable: bool = False
     atomic: bool = False
     padded: bool = False
-
-    def constant_refuses(self, x: Any) -> str | None:
-        """Why MLX would not pass an array as what is declared ``constant``, if so."""
-        if self.reference and x.ndim > 0:
-            return f"input {self.name} is a reference, its shape must be (), not {x.shape}"
-        if not self.reference and (x.ndim == 0 or x.size >= CONSTANT_BELOW):
-            return (
-                f"input {self.name} is declared constant: it must have an axis and less than "
-                f"{CONSTANT_BELOW} elements, not shape {x.shape}"
-            )
-        return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .backend import debug_mode, epoch, undone
+from .backend import debug_mode, undone
 from .launch import Launch
 
 
@@ -36,7 +36,6 @@ class Record:
 
 
 _active: dict[object, list[Record]] = {}
-_DEBUG = "trace"
 
 
 @contextmanager
@@ -56,14 +55,9 @@ def trace() -> Iterator[list[Record]]:
         [('exp_forward', 'host', (1024, 1, 1))]
     """
     block, records = object(), list[Record]()
-    with undone(lambda: _active.pop(block, None)), debug_mode(_DEBUG):
+    with undone(lambda: _active.pop(block, None)), debug_mode("trace"):
         _active[block] = records
         yield records
-
-
-def tracing() -> bool:
-    """Whether a trace is open, which wants to see every launch."""
-    return _DEBUG in epoch.debug
 
 
 def record(backend: str, launch: Launch) -> None:

@@ -16,7 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..dispatch.entries import Entry, advance_epoch, load, read, unsaved, user_folder
+from ..dispatch.entries import Entry, load, read, unsaved, user_folder
+from ..runtime.backend import advance_epoch
 from ..runtime.explain import note
 
 

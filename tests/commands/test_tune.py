@@ -21,6 +21,7 @@ from mlx_qlayers.conversion.loading import load_stock
 from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.entries import device_name
 from mlx_qlayers.formats import Format
+from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import problems, store, tune
 from mlx_qlayers.tuning.problems import problems_of, problems_of_model
 from mlx_qlayers.tuning.tune import DeviceLost
@@ -32,10 +33,10 @@ ARGUMENTS = ["tune", "--beam", "1", "--prompt-tokens", "20"]
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(entries, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    entries.advance_epoch()
+    advance_epoch()
     yield tmp_path / "tuning"
     monkeypatch.undo()
-    entries.advance_epoch()
+    advance_epoch()
 
 
 def test_the_shapes_are_those_that_the_model_has(monkeypatch):

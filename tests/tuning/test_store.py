@@ -20,6 +20,7 @@ from mlx_qlayers.dispatch.entries import Entry
 from mlx_qlayers.dispatch.measurements import lookup
 from mlx_qlayers.dispatch.tunable import RowSumProblem, source_hash
 from mlx_qlayers.metal.common.row_sum import KERNEL, RowSum
+from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning.store import clear, listed, save
 
 PROBLEM = RowSumProblem(64, 1024, mx.float16)
@@ -31,11 +32,11 @@ ENTRY = Entry(asdict(RowSum(upcast=2)), "kernel", 1e-5, 2e-5, 10, "", version("m
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
-    entries.advance_epoch()
+    advance_epoch()
     explain(reset=True)
     yield tmp_path / "tuning"
     entries.unsaved.clear()
-    entries.advance_epoch()
+    advance_epoch()
 
 
 def entry(**changes) -> Entry:
@@ -43,7 +44,7 @@ def entry(**changes) -> Entry:
 
 
 def found(device="gpu"):
-    entries.advance_epoch()
+    advance_epoch()
     best = lookup(PROBLEM, device)
     return best and best[:2]
 
