@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+import shlex
 import shutil
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 import mlx_qlayers
 from mlx_qlayers import explain
+from mlx_qlayers.cli import main
 from mlx_qlayers.commands.demo import shipped_model
 
 ROOT = Path(__file__).parents[1]
@@ -28,13 +30,17 @@ MODULES = sorted(
 NOT_RUN = {"mlx_qlayers.runtime.capture.capture"}
 # What an example need not import.
 NAMES = {"mx": mx, "nn": nn} | {name: getattr(mlx_qlayers, name) for name in mlx_qlayers.__all__}
-BLOCK = re.compile(r"^ *```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^ *```(python|sh)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
-SAYS = {"README.md": "49 swapped", "CONTRIBUTING.md": "60 bytes read"}
+SAYS = {
+    "README.md": "49 swapped",
+    "CONTRIBUTING.md": "60 bytes read",
+    "models.md": "sons",
+}
 PAGES = [
-    page
+    pytest.param(page, marks=pytest.mark.slow if page.name == "models.md" else ())
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
-    if BLOCK.search(page.read_text())
+    if "```python" in page.read_text()
 ]
 
 
@@ -71,9 +77,22 @@ def test_examples_of_docstrings(name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples_of_pages(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A comment behind a ``print`` is what it prints."""
-    code = "\n".join(map(dedent, BLOCK.findall(page.read_text())))
-    exec(compile(code, page.name, "exec"), {})
-    printed, expected = capsys.readouterr().out, PRINTED.findall(code)
+    """A comment behind a ``print`` is what it prints. Commands are run where they are in docs/."""
+    blocks = BLOCK.findall(page.read_text())
+    names: dict[str, object] = {}
+    for language, code in blocks:
+        if language == "python":
+            exec(compile(dedent(code), page.name, "exec"), names)
+        elif page.parent == ROOT / "docs":
+            run_commands(code)
+    expected = [text for _, code in blocks for text in PRINTED.findall(code)]
+    printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if line in expected] == expected
     assert expected or SAYS[page.name] in printed
+
+
+def run_commands(code: str) -> None:
+    for line in code.replace("\\\n", "").splitlines():
+        name, *arguments = shlex.split(line)
+        if name == "mlx-qlayers" and arguments[0] not in ("chat", "server"):
+            assert main(arguments) == 0, line
