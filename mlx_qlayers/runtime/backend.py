@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from functools import cache
-from itertools import islice
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -98,12 +97,7 @@ class _Block:
         self._changed = _changed(*self._change)
         next(self._changed)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         next(self._changed, None)
 
 
@@ -290,26 +284,23 @@ class use_backend(_Block):
 
     def __init__(self, name: str) -> None:
         super().__init__(_check(name))
+        # What the constructor changed, where it did.
         self._before: Context | None = None
         if not _begins_block(sys._getframe(1)):
             self._before = current.get()
             current.set(Context(name, self._before.mode))
 
     def __enter__(self) -> None:
-        self._undo()
-        super().__enter__()
+        if self._before is not None:
+            self.__exit__()
+        _Block.__enter__(self)
 
-    def __exit__(self, *error: Any) -> None:
-        if not self._undo():
-            super().__exit__(*error)
-
-    def _undo(self) -> bool:
-        """What the constructor forced, where it did."""
+    def __exit__(self, *error: object) -> None:
         if self._before is None:
-            return False
-        current.set(self._before)
-        self._before = None
-        return True
+            next(self._changed, None)
+        else:
+            current.set(self._before)
+            self._before = None
 
 
 # In the instructions behind a call in a ``with`` statement: until Python 3.13, and since.
@@ -322,5 +313,5 @@ def _begins_block(caller: FrameType) -> bool:
     To force a backend for good is to call the class, but between that call and ``__enter__`` an
     interrupt may come, which must leave nothing forced.
     """
-    code = caller.f_code.co_code[caller.f_lasti + 2 :: 2]
-    return not _WITH.isdisjoint(islice(filter(None, code), 2))  # zeros are caches
+    code = caller.f_code.co_code[caller.f_lasti + 2 : caller.f_lasti + 32 : 2]
+    return not _WITH.isdisjoint(code.replace(b"\0", b"")[:2])  # zeros are caches
