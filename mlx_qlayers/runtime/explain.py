@@ -151,8 +151,8 @@ def explain(*, reset: bool = False) -> Decisions:
         >>> with use_backend("ops"):
         ...     y = grid_sample(mx.ones((1, 4, 4, 3)), mx.zeros((1, 2, 2, 2)))
         >>> explain()
-        operation    path  calls  evidence  reason
-        grid_sample  ops   1      rule      asked for
+        operation    path  calls  evidence   reason
+        grid_sample  ops   1      asked for  asked for
     """
     decisions = Decisions()
     with _lock:

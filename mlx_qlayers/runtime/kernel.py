@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from itertools import chain
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 
-from .backend import BackendError, Context, Outdated, backend, current, epoch, up_to_date
+from .backend import BackendError, Outdated, backend, current, epoch, up_to_date
 from .declaration import (
     CUDA_THREADGROUP_MEMORY,
     MAX_THREADGROUP_MEMORY,
@@ -22,7 +22,7 @@ from .declaration import (
 )
 from .explain import note
 from .health import WORDS, check_report
-from .launch import Bound, Launch, Size, TemplateValue
+from .launch import Bound, Launch, LaunchOptions, Size
 from .launch_checks import checked_launch
 from .spec import Spec
 from .tracing import record
@@ -39,7 +39,6 @@ __all__ = [
 
 # Launches of direct calls that are kept.
 _KEPT = 512
-_OPTIONS = ("grid", "threadgroup", "output_shapes", "template", "output_dtypes", "init_value")
 
 
 class Kernel(Declaration):
@@ -81,26 +80,14 @@ class Kernel(Declaration):
     """
 
     def __call__(
-        self,
-        inputs: Sequence[mx.array],
-        *,
-        grid: Size,
-        threadgroup: Size,
-        output_shapes: Sequence[Sequence[int]],
-        template: Mapping[str, TemplateValue] | None = None,
-        output_dtypes: Sequence[mx.Dtype] | None = None,
-        init_value: float | None = None,
+        self, inputs: Sequence[mx.array], **options: Unpack[LaunchOptions]
     ) -> list[mx.array]:
         """Launch the kernel on the current backend.
 
         Args:
             inputs: one array for each name in ``inputs``.
-            grid: the number of threads in x, y and z.
-            threadgroup: the threads of one threadgroup in x, y and z.
-            output_shapes: one shape for each output.
-            template: a value for each template parameter.
-            output_dtypes: one dtype for each output; by default what the function declares.
-            init_value: fill the outputs with this first. Without it they hold anything.
+            options: ``grid``, ``threadgroup`` and ``output_shapes``, and if need be ``template``,
+                ``output_dtypes`` and ``init_value``, as :class:`.launch.LaunchOptions` has them.
 
         Returns:
             One array for each output.
@@ -109,42 +96,31 @@ class Kernel(Declaration):
             KernelError: something does not fit the declaration or the limits of the hardware.
             BackendError: the current backend is ``ops``, or one that cannot run.
         """
-        values = {} if template is None else template
         try:
-            call = (
-                *(tuple(grid), tuple(threadgroup), tuple(map(tuple, output_shapes))),
-                *(tuple(values.items()), output_dtypes and tuple(output_dtypes), init_value),
-            )
             if not isinstance(inputs, (list, tuple)) or {*map(type, inputs)} - {mx.array}:
                 raise TypeError
             specs = tuple([(x.shape, x.dtype) for x in inputs])
+            given: Any = options.copy()
+            sizes = [given.pop("grid"), given.pop("threadgroup"), *given.pop("output_shapes")]
+            values, dtypes = given.pop("template", None) or {}, given.pop("output_dtypes", None)
             # 4.0 equals 4.
-            kinds = tuple(map(type, chain(grid, threadgroup, *output_shapes, values.values())))
-            key = (specs, call, kinds, str(init_value), current.get())
-            launch = _kept(self, *key, epoch.state)
+            kinds = tuple(map(type, chain(*sizes, values.values(), given.values())))
+            call = (tuple(map(tuple, sizes)), tuple(values.items()), dtypes and tuple(dtypes))
+            key = specs, *call, tuple(given.items()), kinds, str(given), current.get(), epoch.state
+            launch = _kept(self, *key)
         except Outdated as made:
             launch = made.plan
-        except (TypeError, AttributeError, KernelError):
+        except (AttributeError, KeyError, TypeError, KernelError):
             # Its message cites the arguments as they are.
-            given = (grid, threadgroup, output_shapes, template, output_dtypes, init_value)
-            launch = self.bind(inputs, **_options(given))
+            launch = self.bind(inputs, **options)
         return launch(list(inputs))
 
-    def bind(
-        self,
-        inputs: Sequence[mx.array | Spec],
-        *,
-        grid: Size,
-        threadgroup: Size,
-        output_shapes: Sequence[Sequence[int]],
-        template: Mapping[str, TemplateValue] | None = None,
-        output_dtypes: Sequence[mx.Dtype] | None = None,
-        init_value: float | None = None,
-    ) -> Bound:
+    def bind(self, inputs: Sequence[mx.array | Spec], **options: Unpack[LaunchOptions]) -> Bound:
         """Check a launch once, for all arrays of these shapes and dtypes, on the current backend.
 
         Args:
-            inputs: arrays, or their shapes and dtypes; the others are those of a call.
+            inputs: arrays, or their shapes and dtypes.
+            options: those of a call.
 
         Returns:
             A function of a list of such arrays that launches and gives a list of outputs. Whoever
@@ -158,8 +134,7 @@ class Kernel(Declaration):
         name = backend()
         if name == "ops":
             raise BackendError(f"kernel {self.name} was called, but the ops backend runs none")
-        given = (grid, threadgroup, output_shapes, template, output_dtypes, init_value)
-        launch = checked_launch(self, name, inputs, **_options(given))
+        launch = checked_launch(self, name, inputs, **options)
         if "health" in epoch.debug:
             launch = self._with_health(launch)
         run: Bound = import_module(f".{name}", __package__).bind(launch)
@@ -184,25 +159,27 @@ class Kernel(Declaration):
         return lambda arrays: check_report(self.name, self.errors, grid, run(arrays))
 
 
-def _options(given: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(_OPTIONS, given, strict=True))
-
-
 @lru_cache(maxsize=_KEPT)
 def _kept(
     kernel: Kernel,
     specs: tuple[tuple[Any, Any], ...],
-    call: tuple[Any, ...],
-    kinds: tuple[type, ...],
-    value: str,
-    context: Context,
-    state: Hashable,
+    sizes: tuple[Any, ...],
+    template: tuple[tuple[str, Any], ...],
+    dtypes: tuple[Any, ...] | None,
+    others: tuple[tuple[str, Any], ...],
+    *state: Hashable,
 ) -> Bound:
     """The launch of direct calls that are alike."""
-    options = _options(call)
-    options["template"] = dict(options["template"])
-    bound = kernel.bind([Spec(*spec) for spec in specs], **options)
-    return up_to_date(bound if backend() != "host" else _guarded(bound), state)
+    bound = kernel.bind(
+        [Spec(*spec) for spec in specs],
+        grid=sizes[0],
+        threadgroup=sizes[1],
+        output_shapes=sizes[2:],
+        template=dict(template),
+        output_dtypes=dtypes,
+        **dict(others),
+    )
+    return up_to_date(bound if backend() != "host" else _guarded(bound), state[-1])
 
 
 def _guarded(run: Bound) -> Bound:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import mlx.core as mx
 
@@ -18,6 +18,26 @@ Size = tuple[int, int, int]
 TemplateValue = bool | int | mx.Dtype
 # A launch bound to a backend: arrays in, arrays out.
 Bound = Callable[[list[mx.array]], list[mx.array]]
+
+
+class LaunchOptions(TypedDict, total=False):
+    """How a kernel is launched.
+
+    Attributes:
+        grid: the number of threads in x, y and z.
+        threadgroup: the threads of one threadgroup in x, y and z.
+        output_shapes: one shape for each output.
+        template: a value for each template parameter.
+        output_dtypes: one dtype for each output; by default what the function declares.
+        init_value: fill the outputs with this first. Without it they hold anything.
+    """
+
+    grid: Required[Size]
+    threadgroup: Required[Size]
+    output_shapes: Required[Sequence[Sequence[int]]]
+    template: Mapping[str, TemplateValue] | None
+    output_dtypes: Sequence[mx.Dtype] | None
+    init_value: float | None
 
 
 @dataclass(frozen=True, eq=False)

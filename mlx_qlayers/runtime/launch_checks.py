@@ -30,9 +30,9 @@ def checked_launch(
     grid: Size,
     threadgroup: Size,
     output_shapes: Sequence[Sequence[int]],
-    template: Mapping[str, TemplateValue] | None,
-    output_dtypes: Sequence[mx.Dtype] | None,
-    init_value: float | None,
+    template: Mapping[str, TemplateValue] | None = None,
+    output_dtypes: Sequence[mx.Dtype] | None = None,
+    init_value: float | None = None,
 ) -> Launch:
     """The launch that a backend is asked for.
 
