@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import mlx.core as mx
@@ -41,23 +41,19 @@ def context() -> Context | None:
     return state, _thread.key, epoch.number
 
 
-class Operation:
-    """A function of arrays, of which some may be None, for each set of static arguments.
+def operation(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """A function of arrays, of which some may be None, for a context and static arguments.
 
-    A graph is made of it for each context, and for each shape of its first two arrays; the static
-    arguments tell the others.
+    A graph is made of it for each context that :func:`context` gives, and for each shape of its
+    first two arrays; the static arguments tell the others.
     """
 
-    def __init__(self, make: Callable[..., Callable[..., Any]]) -> None:
-        @lru_cache(maxsize=1024, typed=True)
-        def bind(where: Context | None, *static: Any) -> Callable[..., Any]:
-            return make(*static) if where is None else _Graph(make(*static))
+    @lru_cache(maxsize=1024, typed=True)
+    @wraps(make)
+    def bind(where: Context | None, *static: Any) -> Callable[..., Any]:
+        return make(*static) if where is None else _Graph(make(*static))
 
-        self.__doc__, self._bind = make.__doc__, bind
-
-    def bind(self, where: Context | None, *static: Any) -> Callable[..., Any]:
-        """The function, as a graph in the context that :func:`context` gives."""
-        return self._bind(where, *static)
+    return bind
 
 
 class _Graph:

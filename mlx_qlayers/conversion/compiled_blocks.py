@@ -17,11 +17,13 @@ import mlx.nn as nn
 
 from ..dispatch import dispatch
 from ..formats import Format
+from ..layers.qlinear import QLinear
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate
 from ..ops.attention_step import MIN_POSITIONS, Rotation, attention_step
 from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
 from ..ops.rotary import rotary_embedding
-from .compiled import Operation
+from .compiled import operation
+from .matcher import Match
 
 Static = tuple[Any, ...]
 Packing = tuple[Format, tuple[int, ...]]  # with the shape of the packed weight
@@ -30,6 +32,17 @@ Arrays = Sequence[mx.array | None]
 # Rotary embeddings that take their offset as an array, and compute with nothing else that changes.
 _ROPES = ("RoPE", "SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
 _ROPE_MODULES = ("mlx.nn.layers.positional_encoding", "mlx_lm.models.rope_utils")
+
+# The activations of the feed-forward modules in :mod:`.patterns`.
+GATES: dict[str, Gate] = {
+    "mlp_swiglu": "silu",
+    "mlp_silu": "silu",
+    "mlp_gelu": "gelu",
+    "mlp_gelu_approx": "gelu_approx",
+}
+
+# The names of a block's parts in :mod:`.patterns`.
+BLOCK_PARTS = ("attention", "mlp", "first_norm", "second_norm")
 
 
 @lru_cache(maxsize=64)
@@ -133,7 +146,7 @@ def _projection(
     return run
 
 
-@Operation
+@operation
 def together(*formats: Packing) -> Callable[..., list[mx.array]]:
     """Products of one input."""
     projection = _projection(formats)
@@ -154,7 +167,7 @@ def joined(out: mx.array) -> mx.array:
     return (out if length == 1 else out.transpose(0, 2, 1, 3)).reshape(batch, length, -1)
 
 
-@Operation
+@operation
 def heads(
     formats: tuple[Packing, ...],
     counts: tuple[int, int],
@@ -187,7 +200,7 @@ def heads(
     return run
 
 
-@Operation
+@operation
 def tail(out: Packing | None, feed: Static | None, residual: bool) -> Callable[..., mx.array]:
     """What follows attention in a decoder layer, as a function of rows and attention.
 
@@ -221,8 +234,8 @@ def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callabl
     return run
 
 
-@Operation
-def layers(
+@operation
+def layers_in_turn(
     each: tuple[tuple[Static, float, Static], ...], present: tuple[bool, ...], *_: object
 ) -> Callable[..., list[mx.array]]:
     """Decoder layers in turn, for a token of each sequence.
@@ -280,3 +293,86 @@ def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
         return attention_step(q, k, v, *given, **options, freqs=freqs, mask=mask)
 
     return run
+
+
+class Operands(NamedTuple):
+    """Static arguments of an operation, and its arrays beside the rows."""
+
+    static: Static
+    arrays: list[mx.array | None]
+
+
+def match_of(cls: type[nn.Module]) -> Match | None:
+    """What a fused class was recognised as; None for other classes."""
+    return cls.__dict__.get("_match")
+
+
+def of_layers(*layers: Any) -> Operands | None:
+    """Formats and arrays of quantized layers; None if one is of another class."""
+    packings, arrays = [], []
+    for layer in layers:
+        if type(layer) is not QLinear:
+            return None
+        packings.append((Format(layer.group_size, layer.bits, layer.mode), layer["weight"].shape))
+        arrays += [layer.get(name) for name in ("weight", "scales", "biases", "bias")]
+    return Operands(tuple(packings), arrays)
+
+
+def of_feed_forward(mlp: Any, norm: Any) -> Operands | None:
+    """Those of a feed-forward module and the norm ahead of it, which may be None."""
+    match = match_of(type(mlp))
+    if match is None or match.pattern not in GATES or type(norm) not in (nn.RMSNorm, type(None)):
+        return None
+    packed = of_layers(*(mlp[match.names[key]] for key in ("gate", "up", "down")))
+    if packed is None or packed.static[0] != packed.static[1]:
+        return None
+    weight, eps = (None, None) if norm is None else (norm["weight"], norm.eps)
+    return Operands((*packed.static[1:], GATES[match.pattern], eps), [weight, *packed.arrays])
+
+
+def of_heads(attention: Any, norm: Any) -> Operands | None:
+    """Those of :func:`heads`, whose norm is ``norm`` if that is an RMS norm."""
+    match = match_of(type(attention))
+    if match is None or not match.pattern.startswith("attention"):
+        return None
+    names = match.names
+    packed = of_layers(*(attention[names[key]] for key in "qkv"))
+    norms = [attention[names[key]] for key in ("q_norm", "k_norm") if key in names]
+    if packed is None or not all(type(each) is nn.RMSNorm for each in norms):
+        return None
+    weight, eps = (norm["weight"], norm.eps) if type(norm) is nn.RMSNorm else (None, None)
+    weights = [each["weight"] for each in norms] or [None, None]
+    rope, freqs = split_rope(attention[names["rope"]])
+    counts = getattr(attention, names["heads"]), getattr(attention, names["kv_heads"])
+    static = packed.static, counts, eps, tuple(each.eps for each in norms) or None, rope
+    return Operands(static, [weight, *weights, freqs, *packed.arrays])
+
+
+def of_tail(out: Operands | None, feed: Operands | None, residual: bool) -> Operands:
+    """Those of :func:`tail`."""
+    weight, *packed = feed.arrays if feed else [None]
+    static = out and out.static[0], feed and feed.static, residual
+    return Operands(static, [weight, *(out.arrays if out else []), *packed])
+
+
+class Snapshot:
+    """What is in modules, to see later whether it still is.
+
+    Args:
+        parts: the modules.
+        others: more dictionaries to look at.
+    """
+
+    def __init__(self, parts: list[nn.Module], *others: dict[str, Any]) -> None:
+        # The settings of a QLinear go with its arrays.
+        settings = [vars(part) for part in parts if type(part) is not QLinear]
+        self.parts, self.types = parts, [*map(type, parts)]
+        self.contents = [*parts, *settings, *others]
+        self.before = [dict(each) for each in self.contents]
+
+    def holds(self) -> bool:
+        """Whether nothing in them was replaced."""
+        try:  # dicts compare what is not identical, and arrays have no truth value
+            return [*map(type, self.parts)] == self.types and self.contents == self.before
+        except Exception:
+            return False

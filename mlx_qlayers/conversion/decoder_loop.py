@@ -23,19 +23,21 @@ from ..ops.quantized_route import is_qmv
 from ..runtime.transformed import is_transformed
 from . import compiled
 from .attention_patch import is_patched
-from .compiled_blocks import layers as layers_in_turn
-from .compiled_blocks import positions, positions_of, rotation_of
-from .matcher import Mismatch, find_statement, parse
-from .operands import (
+from .compiled_blocks import (
     BLOCK_PARTS,
     Operands,
     Snapshot,
+    layers_in_turn,
     match_of,
     of_feed_forward,
     of_heads,
     of_layers,
     of_tail,
+    positions,
+    positions_of,
+    rotation_of,
 )
+from .matcher import Mismatch, find_statement, parse
 from .rewriter import rewritten, statement
 
 _FIRST_LAYERS, _LEFT = "_first_layers", "_layers_left"
@@ -206,7 +208,7 @@ class _Plan:
         key = where, buffers[0].shape[2], len(at)
         if (functions := self.functions.get(key)) is None:
             functions = self.functions[key] = [
-                layers_in_turn.bind(
+                layers_in_turn(
                     where,
                     self.static[part],
                     present,

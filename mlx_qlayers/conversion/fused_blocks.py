@@ -27,21 +27,25 @@ from ..formats import Format
 from ..ops.quantized_route import is_dense, is_qmv
 from . import attention_patch, compiled
 from .attention_patch import is_patched, patched_class, stock_class
-from .compiled_blocks import heads, joined, position, tail, together
-from .decoder_loop import with_layers_ahead
-from .grouping import Grouped, grouped
-from .matcher import Match, Mismatch, recognise
-from .operands import (
+from .compiled_blocks import (
     BLOCK_PARTS,
     GATES,
     Operands,
     Snapshot,
+    heads,
+    joined,
     match_of,
     of_feed_forward,
     of_heads,
     of_layers,
     of_tail,
+    position,
+    tail,
+    together,
 )
+from .decoder_loop import with_layers_ahead
+from .grouping import Grouped, grouped
+from .matcher import Match, Mismatch, recognise
 
 # The name of what a module is of which only products of one input are gathered.
 GROUPED = "grouped"
@@ -141,7 +145,7 @@ def _together(x: mx.array, *layers: Any) -> list[mx.array]:
     packed = of_layers(*layers) if _is_fused_for(layers[0], x) else None
     if packed is None:
         return [layer(x) for layer in layers]
-    return together.bind(compiled.context(), *packed.static)(x, *packed.arrays)
+    return together(compiled.context(), *packed.static)(x, *packed.arrays)
 
 
 def _mlp_call(self: Any, x: mx.array) -> mx.array:
@@ -236,7 +240,7 @@ class _Plan:
         """Both functions where calls are now, for such rows and positions."""
         before, after, attended = None, self._behind(where), None
         if self.heads:
-            before = heads.bind(where, *self.heads.static)
+            before = heads(where, *self.heads.static)
             before = compiled.ready(before, x, at, *self.heads.arrays)
         if self.heads and self.out:
             (fmt, (*_, words)), (count, _) = self.out.static[0], self.heads.static[1]
@@ -250,7 +254,7 @@ class _Plan:
         """What takes the rows, and attention; None where that was added to them."""
         if not self.is_block and not self.feed:
             return lambda x, attended: self.o(joined(attended))
-        run = tail.bind(where, *self.tail.static)
+        run = tail(where, *self.tail.static)
         if self.feed and (self.out or not self.is_block):
             return run
 

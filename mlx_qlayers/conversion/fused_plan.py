@@ -11,10 +11,9 @@ from ..formats import Format
 from ..layers.qlinear import QLinear
 from ..metal.quantized_matmul.qmv import MAX_MATRICES
 from .attention_patch import stock_class
-from .compiled_blocks import rotation_of, split_rope
+from .compiled_blocks import BLOCK_PARTS, GATES, match_of, rotation_of, split_rope
 from .fused_blocks import GROUPED, LOOP, fused_class, groups_of, is_fused, unfused_class
 from .matcher import Match, Mismatch, recognise
-from .operands import BLOCK_PARTS, GATES, match_of
 from .plan import Predicate, Step
 from .report import ALREADY, FUSED, LEFT, FusionReport
 

@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
 from .attention_patch import patched_attention, stock_class
+from .compiled_blocks import GATES, match_of
 from .counterparts import stock_of
 from .fused_blocks import input_width, unfused_class
-from .operands import GATES, match_of
 
 Classes = Mapping[int, tuple[type[nn.Module] | None, nn.Module | None]]
 

@@ -42,7 +42,7 @@ def test_graphs_belong_to_a_thread_a_stream_and_a_backend(monkeypatch):
 def test_operations_are_compiled_once_for_their_static_arguments_and_a_context():
     made = []
 
-    @compiled.Operation
+    @compiled.operation
     def scaled(factor):
         """Documented."""
         made.append(factor)
@@ -52,8 +52,8 @@ def test_operations_are_compiled_once_for_their_static_arguments_and_a_context()
     assert scaled.__doc__ == "Documented."
     here = "ops", threading.get_ident(), "stream"
     for where, factor in ((None, 2), (None, 2), (here, 2), (here, 2), (here, 3)):
-        assert scaled.bind(where, factor)(x, None).tolist() == [factor, 2 * factor]
-    assert scaled.bind(here, 3)(x, x).tolist() == [4, 8]
+        assert scaled(where, factor)(x, None).tolist() == [factor, 2 * factor]
+    assert scaled(here, 3)(x, x).tolist() == [4, 8]
     assert made == [2, 2, 3]
 
 
@@ -61,11 +61,11 @@ def test_a_graph_is_traced_for_each_shape_up_to_a_number_of_them(monkeypatch):
     monkeypatch.setattr(compiled, "MAX_SHAPES", 2)
     calls = []
 
-    @compiled.Operation
+    @compiled.operation
     def squared():
         return lambda x, y: calls.append(x.shape) or x * x
 
-    graph = squared.bind(("here", 0))
+    graph = squared(("here", 0))
     for _ in range(2):
         for n in (1, 2, 3):
             assert graph(mx.full((n,), 3.0), None).tolist() == [9.0] * n
@@ -75,11 +75,11 @@ def test_a_graph_is_traced_for_each_shape_up_to_a_number_of_them(monkeypatch):
 def test_nodes_that_carry_gradients_are_in_a_graph_only_where_one_is_taken():
     modes = []
 
-    @compiled.Operation
+    @compiled.operation
     def squared():
         return lambda x, y: modes.append(current.get().mode) or x * x
 
-    graph, x = squared.bind(("there", 0)), mx.array([3.0])
+    graph, x = squared(("there", 0)), mx.array([3.0])
     assert graph(x, None).item() == graph(x, None).item() == 9.0
     assert modes == [Mode.INFERENCE]
     assert mx.grad(lambda x: graph(x, None).sum())(x).item() == 6.0
