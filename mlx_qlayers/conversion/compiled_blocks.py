@@ -153,6 +153,14 @@ def together(*formats: Packing) -> Callable[..., list[mx.array]]:
     return lambda x, *packed: projection(packed, x)
 
 
+def _in_heads(
+    x: mx.array, count: int, weight: mx.array | None = None, eps: float | None = None
+) -> mx.array:
+    """(B, L, H * D) to (B, L, H, D), each head normalized where there is an epsilon."""
+    x = x.reshape(*x.shape[:-1], count, -1)
+    return x if eps is None else mx.fast.rms_norm(x, weight, eps)
+
+
 def _heads_first(x: mx.array) -> mx.array:
     """(B, L, H, D) to (B, H, L, D). With one row that is a matter of names: one node less."""
     batch, length, count, width = x.shape
@@ -172,7 +180,7 @@ def heads(
     formats: tuple[Packing, ...],
     counts: tuple[int, int],
     eps: float | None,
-    norm_eps: tuple[float, float] | None,
+    norm_eps: tuple[float | None, float | None],
     rope: Static | None,
 ) -> Callable[..., list[mx.array]]:
     """Queries, keys and values of the heads: norm, projections, norms of heads, rotation."""
@@ -183,12 +191,8 @@ def heads(
     def run(x: mx.array, position: Any, *arrays: Any) -> list[mx.array]:
         weight, q_weight, k_weight, freqs, *packed = arrays
         q, k, v = projection(packed, x, weight)
-        batch, length, _ = x.shape
-        q, k = q.reshape(batch, length, n, -1), k.reshape(batch, length, kv, -1)
-        v = v.reshape(batch, length, kv, -1)
-        if norm_eps is not None:
-            q = mx.fast.rms_norm(q, q_weight, norm_eps[0])
-            k = mx.fast.rms_norm(k, k_weight, norm_eps[1])
+        q, k = _in_heads(q, n, q_weight, norm_eps[0]), _in_heads(k, kv, k_weight, norm_eps[1])
+        v = _in_heads(v, kv)
         if turn is not None:
             return [*rotary_embedding(q, k, position, **turn, freqs=freqs), _heads_first(v)]
         q, k, v = map(_heads_first, (q, k, v))
@@ -285,10 +289,10 @@ def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
     def run(stream: Stream, mask: Any, given: list[mx.array], *arrays: Any) -> list[mx.array]:
         weight, q_weight, k_weight, freqs, *packed = arrays
         q, k, v = projection(packed, *stream.through(weight))
-        if norm_eps is not None:
-            q_heads, k_heads = q.reshape(len(q), n, -1), k.reshape(len(k), kv, -1)
-            q = mx.fast.rms_norm(q_heads, q_weight, norm_eps[0]).reshape(q.shape)
-            k = mx.fast.rms_norm(k_heads, k_weight, norm_eps[1]).reshape(k.shape)
+        if q_weight is not None:
+            q = _in_heads(q, n, q_weight, norm_eps[0]).reshape(q.shape)
+        if k_weight is not None:
+            k = _in_heads(k, kv, k_weight, norm_eps[1]).reshape(k.shape)
         options: dict[str, Any] = {"scale": scale, "rotation": rotation}
         return attention_step(q, k, v, *given, **options, freqs=freqs, mask=mask)
 
@@ -326,7 +330,7 @@ def of_feed_forward(mlp: Any, norm: Any) -> Operands | None:
     packed = of_layers(*(mlp[match.names[key]] for key in ("gate", "up", "down")))
     if packed is None or packed.static[0] != packed.static[1]:
         return None
-    weight, eps = (None, None) if norm is None else (norm["weight"], norm.eps)
+    weight, eps = _of_norm(norm)
     return Operands((*packed.static[1:], GATES[match.pattern], eps), [weight, *packed.arrays])
 
 
@@ -337,15 +341,19 @@ def of_heads(attention: Any, norm: Any) -> Operands | None:
         return None
     names = match.names
     packed = of_layers(*(attention[names[key]] for key in "qkv"))
-    norms = [attention[names[key]] for key in ("q_norm", "k_norm") if key in names]
-    if packed is None or not all(type(each) is nn.RMSNorm for each in norms):
+    inner = [attention[names[key]] if key in names else None for key in ("q_norm", "k_norm")]
+    if packed is None or not all(type(each) in (nn.RMSNorm, type(None)) for each in inner):
         return None
-    weight, eps = (norm["weight"], norm.eps) if type(norm) is nn.RMSNorm else (None, None)
-    weights = [each["weight"] for each in norms] or [None, None]
+    weight, eps = _of_norm(norm if type(norm) is nn.RMSNorm else None)
+    (q_weight, q_eps), (k_weight, k_eps) = map(_of_norm, inner)
     rope, freqs = split_rope(attention[names["rope"]])
     counts = getattr(attention, names["heads"]), getattr(attention, names["kv_heads"])
-    static = packed.static, counts, eps, tuple(each.eps for each in norms) or None, rope
-    return Operands(static, [weight, *weights, freqs, *packed.arrays])
+    static = packed.static, counts, eps, (q_eps, k_eps), rope
+    return Operands(static, [weight, q_weight, k_weight, freqs, *packed.arrays])
+
+
+def _of_norm(norm: Any) -> tuple[mx.array | None, float | None]:
+    return (None, None) if norm is None else (norm["weight"], norm.eps)
 
 
 def of_tail(out: Operands | None, feed: Operands | None, residual: bool) -> Operands:

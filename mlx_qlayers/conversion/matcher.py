@@ -22,6 +22,8 @@ import mlx.nn as nn
 
 # The name that stands for any dotted path in a pattern, such as self.layers or layer.use_sliding.
 ANYTHING = "anything"
+# What need not be called in a method: its argument takes its place.
+_OPTIONAL = ("q_norm", "k_norm")
 
 
 class Match(NamedTuple):
@@ -198,6 +200,8 @@ class _Comparison:
         """Raise unless two trees are the same; ``at`` is what is around the second."""
         at = n if hasattr(n, "lineno") else at
         inner: list[tuple[Any, Any]] = []
+        if self.of_methods and _calls_own(p) in _OPTIONAL and not _calls_own(n):
+            p = p.args[0]
         if ANYTHING in (getattr(p, "id", ""), getattr(p, "attr", "")):
             agree = _is_path(n) and not (isinstance(p, ast.Attribute) and isinstance(n, ast.Name))
             if isinstance(p, ast.Attribute):
@@ -260,6 +264,12 @@ def _root(node: ast.AST) -> ast.AST:
 
 def _owner(node: ast.Attribute) -> str | None:
     return node.value.id if isinstance(node.value, ast.Name) else None
+
+
+def _calls_own(node: Any) -> str | None:
+    """The attribute of ``self`` that is called, if one is."""
+    own = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return node.func.attr if own and _owner(node.func) == "self" else None
 
 
 def _by_name(keywords: list[ast.keyword]) -> list[ast.keyword]:

@@ -2,7 +2,8 @@
 
 Only the code counts, see :mod:`.matcher`; nothing here is ever called. A function with ``self`` is
 the whole of a method; the names of its attributes are those that :mod:`.fused_blocks` knows them
-by. One without is a statement of a method; ``anything`` stands for any dotted path in it.
+by; a call of ``self.q_norm`` or ``self.k_norm`` may be absent. A function without ``self`` is a
+statement of a method; ``anything`` stands for any dotted path in it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,26 +30,6 @@ def mlp_gelu_approx(self, x):
 
 
 def attention(self, x, mask=None, cache=None):
-    B, L, _ = x.shape
-    queries, keys, values = self.q(x), self.k(x), self.v(x)
-    queries = queries.reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
-    keys = keys.reshape(B, L, self.kv_heads, -1).transpose(0, 2, 1, 3)
-    values = values.reshape(B, L, self.kv_heads, -1).transpose(0, 2, 1, 3)
-    if cache is not None:
-        queries = self.rope(queries, offset=cache.offset)
-        keys = self.rope(keys, offset=cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-    else:
-        queries = self.rope(queries)
-        keys = self.rope(keys)
-    output = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
-    return self.o(output)
-
-
-def attention_with_norms(self, x, mask=None, cache=None):
     B, L, _ = x.shape
     queries, keys, values = self.q(x), self.k(x), self.v(x)
     queries = self.q_norm(queries.reshape(B, L, self.heads, -1)).transpose(0, 2, 1, 3)

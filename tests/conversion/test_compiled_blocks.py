@@ -102,7 +102,7 @@ def test_operands_of_a_block(name):
         compiled_blocks.of_feed_forward(block.mlp, norm),
     )
     assert len(heads.arrays) == 4 + 3 * 4 and heads.arrays[0] is norm.weight
-    assert (heads.static[3] is None) == (heads.arrays[1] is None) == (name == "qwen2")
+    assert (heads.static[3] == (None, None)) == (heads.arrays[1] is None) == (name == "qwen2")
     assert feed.static[2:] == ("silu", norm.eps) and len(feed.arrays) == 1 + 3 * 4
     out = compiled_blocks.of_layers(block.self_attn.o_proj)
     tail = compiled_blocks.of_tail(out, feed, True)

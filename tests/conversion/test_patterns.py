@@ -40,8 +40,8 @@ def test_mlx_lm(record_property):
         for cls in vars(module).values():
             own = isinstance(cls, type) and cls.__module__ == module.__name__
             if own and issubclass(cls, nn.Module) and (match := recognise(cls)):
-                found[match.pattern] += 1
-    least = {"mlp_swiglu": 50, "block": 40, "attention": 18, "attention_with_norms": 6}
+                found[match.pattern + " with norms" * ("q_norm" in match.names)] += 1
+    least = {"mlp_swiglu": 50, "block": 40, "attention": 18, "attention with norms": 6}
     assert all(found[name] >= count for name, count in least.items()), found
     assert found["mlp_gelu"] and found["mlp_gelu_approx"] and found["mlp_silu"]
     for name, count in found.items():
