@@ -217,7 +217,7 @@ CASES = [
         "narrower than a group",
         config(intermediate_size=1),
         ValueError,
-        ("config.json", "model.layers.1.mlp.up_proj", "(1, 128)", "(192, 2)"),
+        ("config.json", "model.layers.0.mlp.gate_proj", "(1, 128)", "(192, 2)"),
     ),
     Case("rope_theta 0", config(rope_theta=0), ValueError, ("rope_theta", "not 0")),
     Case("rope_theta text", config(rope_theta="fast"), ValueError, ("rope_theta", "'fast'")),
@@ -241,7 +241,7 @@ CASES = [
         "code of its own",
         config(model_file="model.py"),
         ValueError,
-        ("config.json", "model_file", "model.py", "trust_remote_code"),
+        ("config.json", "model.py", "trust_remote_code"),
     ),
     # quantization
     Case("group_size 48", quantization(group_size=48), ValueError, ("group_size", "48")),

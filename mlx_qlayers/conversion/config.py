@@ -130,6 +130,15 @@ class QuantizationConfig:
                 keys.setdefault(".".join(names[i:]), key)
         return keys
 
+    def check(self, path: str, key: str, said: Format | bool | None, live: Format) -> None:
+        """Raise a ValueError if an entry contradicts the format of the arrays at ``path``."""
+        if said is False or (isinstance(said, Format) and said != live):
+            says = "it is not quantized" if said is False else str(said)
+            raise ValueError(
+                f"{path}: {self.describe(key)} says {says}, but the arrays hold {live}; "
+                "without a config the arrays are trusted"
+            )
+
     def describe(self, key: str) -> str:
         """A key as it stands in the file."""
         return f"{self.source}.{key}" if key else self.source

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..formats import Format
 from .checkpoint import PATTERNS, check_adapter, check_directory
 from .config import QuantizationConfig
-from .plan import Planner
+from .plan import modules
 from .report import printable
 
 if TYPE_CHECKING:
@@ -50,16 +52,16 @@ def load_stock(
     path = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
     config = check_directory(path) | (model_config or {})
     quantization = QuantizationConfig.parse(config, str(path / "config.json"))
-    if not trust_remote_code and (code := config.get("model_file")) is not None:
-        raise ValueError(
-            f"{path / 'config.json'}: 'model_file' asks to run the model's own code ({code!r}); "
-            "pass trust_remote_code=True (--trust-remote-code) if you trust it"
+    from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+
+    with _blame(path, f"mlx-lm builds no {config['model_type']} from config.json and weights"):
+        model, config = load_model(
+            path,
+            lazy=True,  # no weight is read before everything else is in order
+            model_config=model_config,
+            get_model_classes=partial(_checked_classes, quantization),
+            trust_remote_code=trust_remote_code,
         )
-
-    from mlx_lm.utils import load_adapters, load_tokenizer
-
-    # Lazily: no weight is read before everything else is in order.
-    model, config = _build(path, config, model_config or {}, quantization, trust_remote_code)
     with _blame(path, "the tokenizer cannot be read"):
         tokenizer = load_tokenizer(
             path,
@@ -117,41 +119,7 @@ def find_model(
         ) from error
 
 
-def _build(
-    path: Path,
-    config: dict[str, Any],
-    changes: dict[str, Any],
-    quantization: QuantizationConfig,
-    trusted: bool,
-) -> tuple[nn.Module, dict[str, Any]]:
-    from mlx_lm.utils import load_model
-
-    def build(changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-        with _blame(path, f"mlx-lm builds no {config['model_type']} from config.json and weights"):
-            return load_model(
-                path,
-                lazy=True,
-                model_config=changes,
-                get_model_classes=_checked_classes,
-                trust_remote_code=trusted,
-            )
-
-    try:
-        return build(changes)
-    except ValueError:
-        if quantization.layers and (entry := config.get("quantization")):
-            # Without the layers' entries mlx-lm takes the formats from the arrays.
-            general = {key: entry[key] for key in ("group_size", "bits", "mode") if key in entry}
-            try:
-                model, _ = build(changes | {"quantization": general})
-            except ValueError:
-                pass
-            else:
-                Planner(model, quantization).steps()  # names the contradiction
-        raise
-
-
-def _checked_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+def _checked_classes(quantization: QuantizationConfig, config: dict[str, Any]) -> tuple[Any, Any]:
     """mlx-lm's classes of a model, which compares the weights that it loads with its own."""
     from mlx_lm.utils import _get_classes
 
@@ -164,8 +132,9 @@ def _checked_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         def checked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
             del model.sanitize
             weights = sanitize(weights)
-            for path, module in model.named_modules():
-                _check_scales(path, module, weights)
+            for path, module in modules(model):
+                if "weight" in module and f"{path}.scales" in weights:
+                    _check_packed(path, module, weights, quantization)
             return weights
 
         model.sanitize = checked
@@ -174,17 +143,27 @@ def _checked_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     return build, arguments
 
 
-def _check_scales(path: str, module: nn.Module, weights: dict[str, mx.array]) -> None:
-    """Refuse scales that are not those of a weight: in groups of 0, MLX ends the process."""
-    scales, packed = weights.get(f"{path}.scales"), weights.get(f"{path}.weight")
-    if scales is None or packed is None or packed.dtype != mx.uint32 or "weight" not in module:
+def _check_packed(
+    path: str, module: nn.Module, weights: dict[str, mx.array], quantization: QuantizationConfig
+) -> None:
+    """Compare quantized weights with the layer that is to have them: for groups of 0 MLX exits."""
+    from mlx_lm.utils import infer_quant_config
+
+    packed, scales, shape = (
+        weights.get(f"{path}.weight"),
+        weights[f"{path}.scales"],
+        module["weight"].shape,
+    )
+    if packed is None or packed.dtype != mx.uint32:  # of another tool
         return
-    shape = module["weight"].shape
     if not scales.size or scales.shape[:-1] != shape[:-1] or shape[-1] % scales.shape[-1]:
         raise ValueError(
             f"{path}: config.json gives it a weight of shape {shape}, and the file has scales of "
             f"shape {scales.shape}"
         )
+    if path in quantization.layers:
+        live = Format.from_entry(infer_quant_config(path, module, weights))
+        quantization.check(path, *quantization.entry(path), live)
 
 
 @contextmanager

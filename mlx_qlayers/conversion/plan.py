@@ -141,12 +141,7 @@ class Planner:
                 problem = problem or f"bias of shape {bias.shape} must be {w.shape[:-1]}"
             if problem:
                 raise ValueError(f"{path}: {problem}")
-        if said is False or (isinstance(said, Format) and said != live):
-            says = "it is not quantized" if said is False else str(said)
-            raise ValueError(
-                f"{path}: {self.config.describe(key)} says {says}, but the arrays hold {live}; "
-                "without a config the arrays are trusted"
-            )
+        self.config.check(path, key, said, live)
 
 
 def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
