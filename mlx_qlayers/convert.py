@@ -14,11 +14,11 @@ from .conversion.attention_patch import is_patched, stock_class
 from .conversion.config import QuantizationConfig
 from .conversion.counterparts import stock_of
 from .conversion.fused_blocks import is_fused, unfused_class
-from .conversion.fused_plan import Change, FusionPlanner
+from .conversion.fused_plan import FusionPlanner
 from .conversion.loading import load_stock
-from .conversion.plan import Planner, Predicate, Step, kind_of, modules, row_of
+from .conversion.plan import Planner, Predicate, Step, hold, kind_of, modules, row_of
 from .conversion.report import QUANTIZED, REVERTED, ConversionReport
-from .conversion.verify import Verifier
+from .conversion.verify import verify_steps
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -92,11 +92,11 @@ def convert_model(
         )
     if dry_run:
         return report
-    changes = [step for step in steps if step.cls is not None]
+    changes = [step for step in steps if step.cls is not None] + fusion.changes
     mx.eval([step.packed.parameters() for step in changes if step.packed is not None])
     if verify:
-        _verify(Verifier(model), changes, fusion.changes)
-    _apply(changes, fusion.changes)
+        verify_steps(model, changes)
+    _make(changes)
     return report
 
 
@@ -188,15 +188,15 @@ def revert_model(model: nn.Module) -> ConversionReport:
     _check_module(model)
     changes, fused = [], []
     for path, module in modules(model):
-        if is_fused(module) and not is_patched(module):
-            fused.append((path, module, unfused_class(type(module))))
         if (stock := stock_of(module)) is not None:
             row = row_of(path, kind_of(module) or "linear", module, REVERTED)
             changes.append(Step(module, row, stock))
         elif is_patched(module):
             row = row_of(path, "attention", module, REVERTED)
             changes.append(Step(module, row, stock_class(type(module))))
-    _apply(changes, fused)
+        elif is_fused(module):
+            fused.append(Step(module, None, unfused_class(type(module))))
+    _make(changes + fused)
     return ConversionReport(tuple(step.row for step in changes))
 
 
@@ -211,43 +211,14 @@ def _check_module(model: object) -> None:
         raise ValueError(f"model must be an mlx.nn.Module, not {what}")
 
 
-def _verify(verifier: Verifier, changes: list[Step], fused: list[Change]) -> None:
-    """Run each kind of layer and of fused module once, beside the stock one."""
-    for step in changes:
-        assert step.cls is not None
-        verifier.check(step.row.path, step.packed or step.module, step.cls)
-    classes: dict[int, tuple[type[nn.Module] | None, nn.Module | None]]
-    classes = {id(step.module): (step.cls, step.packed) for step in changes}
-    classes |= {id(module): (cls, None) for _, module, cls in fused}
-    for path, module, cls in fused:
-        verifier.check_fused(path, module, cls, classes)
-
-
-def _apply(changes: list[Step], classes: Sequence[Change]) -> None:
+def _make(steps: Sequence[Step]) -> None:
     """Make all changes, or none if anything interrupts them."""
-    concerned = [*(step.module for step in changes), *(module for _, module, _ in classes)]
-    before = [(m, m.__class__, dict(m), vars(m).copy()) for m in concerned]
+    before = [(s.module, s.module.__class__, dict(s.module), vars(s.module).copy()) for s in steps]
     try:
-        for step in changes:
-            if step.packed is not None:
-                _replace(step.module, dict(step.packed), vars(step.packed))
-            assert step.cls is not None
-            step.module.__class__ = step.cls
-        for _, module, cls in classes:
-            module.__class__ = cls
+        for step in steps:
+            step.make()
     except BaseException:
         for module, cls, items, attributes in before:
             module.__class__ = cls
-            _replace(module, items, attributes)
+            hold(module, items, attributes)
         raise
-
-
-def _replace(module: nn.Module, items: dict, attributes: dict) -> None:
-    """Make ``module`` hold what another does, so that all references to it see the change.
-
-    What both hold is never missing: another thread may use the module.
-    """
-    for held, wanted in ((module, items), (vars(module), attributes)):
-        dict.update(held, wanted)  # Module.update takes parameters
-        for name in held.keys() - wanted.keys():
-            del held[name]

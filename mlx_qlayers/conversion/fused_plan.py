@@ -17,7 +17,6 @@ from .matcher import Match, Mismatch, recognise
 from .plan import Predicate, Step
 from .report import ALREADY, FUSED, LEFT, FusionReport
 
-Change = tuple[str, nn.Module, type[nn.Module]]
 _REFUSED = "the predicate says so"
 
 
@@ -31,7 +30,7 @@ class FusionPlanner:
 
     Attributes:
         rows: a row for each module that was considered.
-        changes: path, module and new class of those that are to be changed.
+        changes: a step for each of those that are to be changed, after those of its parts.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class FusionPlanner:
     ) -> None:
         self.steps = {id(step.module): step for step in steps if step.cls is not None}
         self.predicate = predicate or (lambda path, module: True)
-        self.changes: list[Change] = []
+        self.changes: list[Step] = []
         self.fused: set[int] = set()
         self.in_loops: set[int] = set()
         rows: dict[str, FusionReport | None] = dict.fromkeys(path for path, _ in modules)
@@ -72,9 +71,10 @@ class FusionPlanner:
             reason = _REFUSED
         if reason is not None:
             return FusionReport(path, kind, LEFT, reason, code)
-        self.changes.append((path, module, cls))
+        row = FusionReport(path, kind, FUSED, self._launches(module, cls), code)
+        self.changes.append(Step(module, row, cls))
         self._remember(module, match)
-        return FusionReport(path, kind, FUSED, self._launches(module, cls), code)
+        return row
 
     def _loop(self, path: str, module: nn.Module) -> FusionReport | None:
         """A module that runs decoder layers in a loop, if it is one."""
@@ -84,9 +84,10 @@ class FusionPlanner:
             return None
         if not self.predicate(path, module):
             return FusionReport(path, "stack", LEFT, _REFUSED)
-        self.changes.append((path, module, cls))
         what = f"{count} layers in one trace where a GPU decodes a token of each sequence"
-        return FusionReport(path, "stack", FUSED, what)
+        row = FusionReport(path, "stack", FUSED, what)
+        self.changes.append(Step(module, row, cls))
+        return row
 
     def _remember(self, module: nn.Module, match: Match | Mismatch) -> None:
         """Keep that a block can fold its norm into ``module``, or that a loop can take it in."""

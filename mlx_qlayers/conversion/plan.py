@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.nn as nn
 
@@ -22,12 +23,30 @@ class Step:
     """A module of the model, its row in the report, and what it becomes."""
 
     module: nn.Module
-    row: ModuleReport
+    row: Any  # of ModuleReport or FusionReport
     cls: type[nn.Module] | None = None
     packed: nn.Module | None = None  # the quantized twin of an nn.Linear
 
     def left(self, reason: str) -> Step:
         return Step(self.module, replace(self.row, action=LEFT, reason=reason))
+
+    def make(self) -> None:
+        """Let the module become it; all references to the module see the change."""
+        if self.packed is not None:
+            hold(self.module, dict(self.packed), vars(self.packed))
+        if self.cls is not None:
+            self.module.__class__ = self.cls
+
+
+def hold(module: nn.Module, items: dict, attributes: dict) -> None:
+    """Make ``module`` hold what another does.
+
+    What both hold is never missing: another thread may use the module.
+    """
+    for held, wanted in ((module, items), (vars(module), attributes)):
+        dict.update(held, wanted)  # Module.update takes parameters
+        for name in held.keys() - wanted.keys():
+            del held[name]
 
 
 class Planner:
