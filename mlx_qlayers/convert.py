@@ -12,11 +12,10 @@ import mlx.nn as nn
 
 from .conversion.attention_patch import is_patched, stock_class
 from .conversion.config import QuantizationConfig
-from .conversion.counterparts import stock_of
 from .conversion.fused_blocks import is_fused, unfused_class
 from .conversion.fused_plan import FusionPlanner
 from .conversion.loading import load_stock
-from .conversion.plan import Planner, Predicate, Step, hold, kind_of, modules, row_of
+from .conversion.plan import Planner, Predicate, Step, hold, kind_of, modules, row_of, stock_of
 from .conversion.report import QUANTIZED, REVERTED, ConversionReport
 from .conversion.verify import verify_steps
 

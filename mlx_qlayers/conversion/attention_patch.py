@@ -57,27 +57,31 @@ def patched_class(cls: type[nn.Module]) -> type[nn.Module] | Mismatch:
         return Mismatch("does not use mlx-lm's shared attention function")
     namespaces: dict[int, dict[str, Any]] = {}
     body: dict[str, Any] = {name: _patched(f, namespaces) for name, f in methods.items()}
-    body |= {
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduce,
-        "_extra_repr": cls._extra_repr,
-        "_patches": cls,
-    }
+    body |= {"_patches": cls}
     # FusedAttention comes last: it marks the module, and nothing of it is ever called.
-    return type(f"Fused{cls.__name__}", (cls, FusedAttention), body)
+    return made_class(cls, (cls, FusedAttention), body, patched_class)
 
 
-def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """Pickle a patched module by the class it had before: its own has no importable name."""
-    reduced = nn.Module.__reduce_ex__(module, max(2, protocol))
-    return _new, (stock_class(type(module)),), *reduced[2:]
+def made_class(
+    stock: type[nn.Module], bases: tuple[type, ...], body: dict[str, Any], *maker: Any
+) -> type[nn.Module]:
+    """A class that looks like a stock one, and what made it of its base: a function, arguments."""
+    body |= {"__module__": stock.__module__, "__doc__": stock.__doc__, "__reduce_ex__": _reduce}
+    body["_extra_repr"] = stock._extra_repr
+    body["_made"] = (*getattr(bases[0], "_made", (stock,)), maker)
+    return type(f"Fused{stock.__name__}", bases, body)
 
 
-def _new(stock: type[nn.Module]) -> nn.Module:
-    cls = patched_class(stock)
-    assert isinstance(cls, type)
-    return cls.__new__(cls)
+def _reduce(module: Any, protocol: int) -> tuple[Any, ...]:
+    """Pickle a module by the class it had before: its own has no importable name."""
+    return _new, module._made, *nn.Module.__reduce_ex__(module, max(2, protocol))[2:]
+
+
+def _new(cls: Any, *makers: Any) -> nn.Module:
+    for make, *arguments in makers:
+        cls = make(cls, *arguments)
+    new: nn.Module = cls.__new__(cls)
+    return new
 
 
 def _patched(function: FunctionType, namespaces: dict[int, dict[str, Any]]) -> FunctionType:

@@ -26,7 +26,7 @@ import mlx.nn as nn
 from ..formats import Format
 from ..ops.quantized_route import is_dense, is_qmv
 from . import attention_patch, compiled
-from .attention_patch import is_patched, patched_class, stock_class
+from .attention_patch import is_patched, made_class, stock_class
 from .compiled_blocks import (
     BLOCK_PARTS,
     GATES,
@@ -101,38 +101,14 @@ def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module]
             return call
         match = Match(GROUPED if layers else LOOP, {})
         if isinstance(call, Grouped):
-            body = {"_groups": call.groups, "_layers": layers}
+            body = {"_groups": call.groups}
             call = call.function
     else:
         call = _mlp_call if match.pattern in GATES else _attention_call
-    body |= {
-        "__module__": stock.__module__,
-        "__doc__": stock.__doc__,
-        "__call__": call,
-        "__reduce_ex__": _reduce,
-        "_extra_repr": stock._extra_repr,
-        "_fuses": cls,
-        "_match": match,
-    }
+    body |= {"__call__": call, "_fuses": cls, "_match": match}
     if cls is not stock:
         body |= {"_patches": stock}
-    return type(f"Fused{stock.__name__}", (cls,), body)
-
-
-def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """Pickle a fused module by the class it had before: its own has no importable name."""
-    reduced = nn.Module.__reduce_ex__(module, max(2, protocol))
-    before = unfused_class(type(module))
-    stock, layers = stock_class(before), type(module).__dict__.get("_layers", frozenset())
-    return _new, (stock, before is not stock, layers), *reduced[2:]
-
-
-def _new(stock: type[nn.Module], patched: bool, layers: frozenset[str]) -> nn.Module:
-    before = patched_class(stock) if patched else stock
-    assert isinstance(before, type)
-    cls = fused_class(before, layers)
-    assert isinstance(cls, type)
-    return cls.__new__(cls)
+    return made_class(stock, (cls,), body, fused_class, layers)
 
 
 def _is_fused_for(module: nn.Module, x: mx.array) -> bool:

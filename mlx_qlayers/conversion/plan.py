@@ -9,10 +9,9 @@ from typing import Any
 import mlx.nn as nn
 
 from ..formats import Format
-from ..layers.qlinear import Counterpart, QLinear
+from ..layers.qlinear import COUNTERPARTS, Counterpart, QLinear
 from .attention_patch import is_patched, patched_class
 from .config import QuantizationConfig
-from .counterparts import counterpart_of
 from .report import ALREADY, LEFT, QUANTIZED, SWAPPED, ModuleReport
 
 Predicate = Callable[[str, nn.Module], bool]
@@ -205,3 +204,20 @@ def row_of(path: str, kind: str, module: nn.Module, action: str) -> ModuleReport
     mode = getattr(module, "mode", "affine")
     shape = (*shape[:-1], shape[-1] * 32 // module.bits)
     return ModuleReport(path, kind, shape, module.group_size, module.bits, mode, action)
+
+
+def counterpart_of(cls: type[nn.Module]) -> type[Counterpart] | None:
+    """The layer that stands in for a stock class; None if there is none."""
+    # mlx-lm takes long to import: where its layer is at hand, that has been done.
+    if cls.__module__ == "mlx_lm.models.switch_layers":
+        from ..layers.switch_linear import QSwitchLinear
+
+        return QSwitchLinear if cls is QSwitchLinear.stock else None
+    return COUNTERPARTS.get(cls)
+
+
+def stock_of(module: nn.Module) -> type[nn.Module] | None:
+    """The stock class that the class of ``module`` stands in for; None if it does not."""
+    if isinstance(module, Counterpart) and counterpart_of(module.stock) is type(module):
+        return module.stock
+    return None

@@ -16,9 +16,8 @@ from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
 from .attention_patch import patched_attention, stock_class
 from .compiled_blocks import GATES, match_of
-from .counterparts import stock_of
 from .fused_blocks import input_width, unfused_class
-from .plan import Step
+from .plan import Step, stock_of
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _ROWS = (1, 3)

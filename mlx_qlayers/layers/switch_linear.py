@@ -1,6 +1,6 @@
 """The experts' quantized projection of a mixture of experts, through this package's operation.
 
-Imports mlx-lm, which takes a while: :mod:`.counterparts` imports this file when it is needed.
+Imports mlx-lm, which takes a while: this file is imported when it is needed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,22 @@
-"""What is decided about each module: its format, and whether it stays as it is."""
+"""What is decided about each module: its format, its class, and whether it stays as it is."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from numerics import assert_same_model
 from small_qwen import BASE, Q0, TOKENS, qwen, snapshot
 
-from mlx_qlayers import convert_model, revert_model
+from mlx_qlayers import QLinear, convert_model, revert_model
+from mlx_qlayers.conversion.plan import counterpart_of, stock_of
+from mlx_qlayers.layers.qlinear import QEmbedding
+from mlx_qlayers.layers.switch_linear import QSwitchLinear
 
 
 def test_an_unquantized_model():
@@ -143,3 +150,33 @@ def test_switches_and_predicate():
         report = convert_model(qwen(), **kw)
         assert report.counts == counts
         assert all(row.reason for row in report.rows if row.action == "left")
+
+
+PAIRS = {
+    nn.QuantizedLinear: QLinear,
+    nn.QuantizedEmbedding: QEmbedding,
+    QuantizedSwitchLinear: QSwitchLinear,
+}
+
+
+@pytest.mark.parametrize("stock", PAIRS)
+def test_there_and_back(stock):
+    sizes = (64, 32, 4) if stock is QuantizedSwitchLinear else (64, 64)
+    assert counterpart_of(stock) is PAIRS[stock]
+    assert stock_of(PAIRS[stock](*sizes)) is stock and stock_of(stock(*sizes)) is None
+
+
+def test_other_classes_have_none():
+    class Special(nn.QuantizedLinear):
+        pass
+
+    assert counterpart_of(Special) is None and counterpart_of(nn.Linear) is None
+    assert stock_of(type("Own", (QLinear,), {})(64, 64)) is None
+
+
+def test_asking_does_not_import_mlx_lm():
+    script = (
+        "import sys, mlx.nn as nn; from mlx_qlayers.conversion.plan import counterpart_of;"
+        "counterpart_of(nn.QuantizedLinear); sys.exit('mlx_lm.models.switch_layers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

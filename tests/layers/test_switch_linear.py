@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_qlayers import convert_model, revert_model, use_backend
-from mlx_qlayers.conversion.counterparts import counterpart_of, stock_of
+from mlx_qlayers.conversion.plan import counterpart_of, stock_of
 from mlx_qlayers.layers import switch_linear
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 from mlx_qlayers.ops import gather_qmm
