@@ -325,7 +325,7 @@ def of_layers(*layers: Any) -> Operands | None:
 def of_feed_forward(mlp: Any, norm: Any) -> Operands | None:
     """Those of a feed-forward module and the norm ahead of it, which may be None."""
     match = match_of(type(mlp))
-    if match is None or match.pattern not in GATES or type(norm) not in (nn.RMSNorm, type(None)):
+    if match is None or match.kind != "mlp" or type(norm) not in (nn.RMSNorm, type(None)):
         return None
     packed = of_layers(*(mlp[match.names[key]] for key in ("gate", "up", "down")))
     if packed is None or packed.static[0] != packed.static[1]:
@@ -337,7 +337,7 @@ def of_feed_forward(mlp: Any, norm: Any) -> Operands | None:
 def of_heads(attention: Any, norm: Any) -> Operands | None:
     """Those of :func:`heads`, whose norm is ``norm`` if that is an RMS norm."""
     match = match_of(type(attention))
-    if match is None or not match.pattern.startswith("attention"):
+    if match is None or match.kind != "attention":
         return None
     names = match.names
     packed = of_layers(*(attention[names[key]] for key in "qkv"))

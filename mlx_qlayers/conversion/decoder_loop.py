@@ -237,7 +237,7 @@ _plans: WeakKeyDictionary[Any, _Plan] = WeakKeyDictionary()
 def _of_block(block: Any) -> tuple[Operands, float, Operands] | None:
     """Operands of a layer's heads and tail, and its scale; None if it cannot run with others."""
     match = match_of(type(block))
-    if match is None or not match.pattern.startswith("block"):
+    if match is None or match.kind != "block":
         return None
     attention, mlp, first, second = (block[match.names[key]] for key in BLOCK_PARTS)
     heads, feed = of_heads(attention, first), of_feed_forward(mlp, second)

@@ -29,7 +29,6 @@ from . import attention_patch, compiled
 from .attention_patch import is_patched, made_class, stock_class
 from .compiled_blocks import (
     BLOCK_PARTS,
-    GATES,
     Operands,
     Snapshot,
     heads,
@@ -73,9 +72,9 @@ def input_width(module: Any) -> int | None:
     match = match_of(type(module))
     if match is None or match.pattern in (GROUPED, LOOP):
         return None
-    if match.pattern.startswith("block"):
+    if match.kind == "block":
         return input_width(module[match.names["attention"]])
-    layer = module[match.names["gate" if match.pattern in GATES else "q"]]
+    layer = module[match.names["gate" if match.kind == "mlp" else "q"]]
     return Format(layer.group_size, layer.bits, layer.mode).dims(layer["weight"])
 
 
@@ -104,7 +103,7 @@ def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module]
             body = {"_groups": call.groups}
             call = call.function
     else:
-        call = _mlp_call if match.pattern in GATES else _attention_call
+        call = _mlp_call if match.kind == "mlp" else _attention_call
     body |= {"__call__": call, "_fuses": cls, "_match": match}
     if cls is not stock:
         body |= {"_patches": stock}
@@ -174,10 +173,10 @@ class _Plan:
     """
 
     def __init__(self, module: Any, match: Match) -> None:
-        pattern, names, _ = match
-        self.is_block, self.by_name = pattern.startswith("block"), pattern == "block_by_keywords"
-        attention: Any = module if pattern.startswith("attention") else None
-        mlp: Any = module if pattern in GATES else None
+        kind, names = match.kind, match.names
+        self.is_block, self.by_name = kind == "block", match.pattern == "block_by_keywords"
+        attention: Any = module if kind == "attention" else None
+        mlp: Any = module if kind == "mlp" else None
         first, second = None, None
         if self.is_block:
             attention, mlp, first, second = (module[names[key]] for key in BLOCK_PARTS)

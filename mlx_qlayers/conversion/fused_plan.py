@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import mlx.nn as nn
 
@@ -44,56 +45,54 @@ class FusionPlanner:
         self.changes: list[Step] = []
         self.fused: set[int] = set()
         self.in_loops: set[int] = set()
-        rows: dict[str, FusionReport | None] = dict.fromkeys(path for path, _ in modules)
+        found: dict[str, Step | None] = dict.fromkeys(path for path, _ in modules)
         matches = {path: _match(module) for path, module in modules}
-        # A module is considered after its parts.
-        for path, module in sorted(modules, key=lambda item: _rank(matches[item[0]])):
-            rows[path] = self._row(path, module, matches[path])
-        self.rows = tuple(row for row in rows.values() if row is not None)
+        # A module is considered after its parts: a block after both, and last what may run blocks.
+        ranks = {"group": 2, "block": 1}
+        for path, module in sorted(modules, key=lambda item: ranks.get(matches[item[0]].kind, 0)):
+            found[path] = step = self._step(path, module, matches[path])
+            if step is not None and step.row.action != LEFT:
+                self._remember(module, matches[path])
+                self.changes += [step] if step.cls else []
+        self.rows = tuple(step.row for step in found.values() if step is not None)
 
-    def _row(self, path: str, module: nn.Module, match: Match | Mismatch) -> FusionReport | None:
+    def _step(self, path: str, module: nn.Module, match: Match | Mismatch) -> Step | None:
+        kind, code = match.kind, "" if match else str(match)
         if is_fused(module):
-            self._remember(module, match)
-            loop = match_of(type(module)) == Match(LOOP, {})
-            return FusionReport(path, "stack" if loop else _kind(match), ALREADY, "")
+            kind = "stack" if match_of(type(module)) == Match(LOOP, {}) else kind
+            return Step(module, FusionReport(path, kind, ALREADY, ""))
         layers = [name for name, child in module.items() if self._is_packed(child)]
         if not match and len(layers) < 2:
             return self._loop(path, module)
         if not any(map(self._is_packed, module.modules())):
             return None
-        kind, code = _kind(match), "" if match else str(match)
         cls = fused_class(self._class(module), frozenset() if match else frozenset(layers))
+        row = FusionReport(path, kind, FUSED, "", code)
         if not isinstance(cls, type):
             why = f"no two of {', '.join(layers)} are seen to have the same input"
-            return FusionReport(path, kind, LEFT, why, code)
+            return Step(module, row).left(why)
         reason = self._obstacle(module, match) if isinstance(match, Match) else None
         if reason is None and not self.predicate(path, module):
             reason = _REFUSED
         if reason is not None:
-            return FusionReport(path, kind, LEFT, reason, code)
-        row = FusionReport(path, kind, FUSED, self._launches(module, cls), code)
-        self.changes.append(Step(module, row, cls))
-        self._remember(module, match)
-        return row
+            return Step(module, row).left(reason)
+        return Step(module, replace(row, reason=self._launches(module, cls)), cls)
 
-    def _loop(self, path: str, module: nn.Module) -> FusionReport | None:
-        """A module that runs decoder layers in a loop, if it is one."""
+    def _loop(self, path: str, module: nn.Module) -> Step | None:
+        """Of a module that runs decoder layers in a loop, if it is one."""
         count = sum(id(part) in self.in_loops for part in module.modules())
         cls = fused_class(self._class(module), frozenset()) if count else None
         if not isinstance(cls, type) or id(module) in self.in_loops:
             return None
-        if not self.predicate(path, module):
-            return FusionReport(path, "stack", LEFT, _REFUSED)
         what = f"{count} layers in one trace where a GPU decodes a token of each sequence"
-        row = FusionReport(path, "stack", FUSED, what)
-        self.changes.append(Step(module, row, cls))
-        return row
+        step = Step(module, FusionReport(path, "stack", FUSED, what), cls)
+        return step if self.predicate(path, module) else step.left(_REFUSED)
 
     def _remember(self, module: nn.Module, match: Match | Mismatch) -> None:
         """Keep that a block can fold its norm into ``module``, or that a loop can take it in."""
         if isinstance(match, Match):
             self.fused.add(id(module))
-            if _is_block(match) and self._fits_loop(module, match):
+            if match.kind == "block" and self._fits_loop(module, match):
                 self.in_loops.add(id(module))
 
     def _fits_loop(self, block: nn.Module, match: Match) -> bool:
@@ -111,8 +110,8 @@ class FusionPlanner:
 
     def _obstacle(self, module: nn.Module, match: Match) -> str | None:
         """Why the module stays as it is, if it does."""
-        names, is_mlp = match.names, match.pattern in GATES
-        if _is_block(match):
+        names, is_mlp = match.names, match.kind == "mlp"
+        if match.kind == "block":
             parts = [names["attention"], names["mlp"]]
             if not any(id(module[name]) in self.fused for name in parts):
                 return f"neither {' nor '.join(parts)} is fused"
@@ -134,9 +133,9 @@ class FusionPlanner:
         names = match.names
         if match.pattern == GROUPED:
             return "; ".join(self._group(module, group) for group in groups_of(cls))
-        if match.pattern in GATES:
+        if match.kind == "mlp":
             return f"{names['gate']}, {names['up']} and {GATES[match.pattern]} in one launch"
-        if not _is_block(match):
+        if match.kind == "attention":
             return self._group(module, [names[key] for key in "qkv"])
         parts = [
             f"{names[norm]} and {names[part]}"
@@ -164,21 +163,6 @@ class FusionPlanner:
 
     def _is_packed(self, child: object) -> bool:
         return isinstance(child, nn.Module) and self._class(child) is QLinear
-
-
-def _rank(match: Match | Mismatch) -> int:
-    """Blocks come after their parts, and what may run blocks comes last."""
-    return (1 if _is_block(match) else 0) if isinstance(match, Match) else 2
-
-
-def _is_block(match: Match) -> bool:
-    return match.pattern.startswith("block")
-
-
-def _kind(match: Match | Mismatch) -> str:
-    if not isinstance(match, Match):
-        return "group"
-    return "mlp" if match.pattern in GATES else match.pattern.partition("_")[0]
 
 
 def _match(module: nn.Module) -> Match | Mismatch:

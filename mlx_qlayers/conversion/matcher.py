@@ -39,6 +39,11 @@ class Match(NamedTuple):
     names: dict[str, str]
     node: ast.stmt | None = None
 
+    @property
+    def kind(self) -> str:
+        """``"mlp"``, ``"attention"`` or ``"block"``, by which the names of patterns begin."""
+        return self.pattern.partition("_")[0]
+
 
 class Mismatch(NamedTuple):
     """Why nothing was recognised; it counts as false.
@@ -52,6 +57,11 @@ class Mismatch(NamedTuple):
     reason: str
     line: str = ""
     progress: int = 0
+
+    @property
+    def kind(self) -> str:
+        """That of the products of one input, which may be gathered all the same."""
+        return "group"
 
     def __bool__(self) -> Literal[False]:
         return False

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
 from .attention_patch import patched_attention, stock_class
-from .compiled_blocks import GATES, match_of
+from .compiled_blocks import match_of
 from .fused_blocks import input_width, unfused_class
 from .plan import Step, stock_of
 
@@ -62,7 +62,7 @@ def _check_fused(path: str, fused: nn.Module, cls: type[nn.Module], dtype: mx.Dt
     stock.set_dtype(mx.float32)
     for rows in _ROWS:
         x = _random((1, rows, width), rows).astype(dtype)
-        masks = () if match.pattern in GATES else ("causal",)
+        masks = () if match.kind == "mlp" else ("causal",)
         actual, expected = fused(x, *masks), stock(x.astype(mx.float32), *masks)
         _compare(f"{path}: fused, {rows} rows", actual, expected, width, _DEPTH)
 
