@@ -143,6 +143,6 @@ def compile_only() -> Iterator[dict[str, str]]:
 
     with (
         mock.patch.object(mx.fast, "cuda_kernel", kernel_that(run)),
-        mock.patch.dict("mlx_qlayers.runtime.backend._missing", {"cuda": lambda: None}),
+        mock.patch.dict("mlx_qlayers.runtime.backend.missing", {"cuda": lambda: None}),
     ):
         yield seen

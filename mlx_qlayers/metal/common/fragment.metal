@@ -33,41 +33,41 @@ struct sum_fragment {
 };
 
 // The row of a lane's pair in an 8 x 8 part, and the first of its two adjacent columns.
-inline ushort fragment_row(uint lane) {
+METAL_FUNC ushort fragment_row(uint lane) {
   return ((lane / 4) & 4) + (lane / 2) % 4;
 }
-inline ushort fragment_col(uint lane) {
+METAL_FUNC ushort fragment_col(uint lane) {
   return ((lane / 4) & 2) * 2 + (lane % 2) * 2;
 }
-inline ushort right_depth(uint lane, ushort i) {
+METAL_FUNC ushort right_depth(uint lane, ushort i) {
   return fragment_row(lane);
 }
-inline ushort right_column(uint lane, ushort i) {
+METAL_FUNC ushort right_column(uint lane, ushort i) {
   return fragment_col(lane) + i;
 }
 
 // x of the lane that holds pair `pair` of this lane's row.
-inline uint from_row_lane(uint x, ushort pair, uint lane) {
+METAL_FUNC uint from_row_lane(uint x, ushort pair, uint lane) {
   return simd_shuffle(x, ushort((lane & ~9u) | (pair & 1) | (pair & 2) << 2));
 }
 
 // Reductions over the 8 columns of a part: all lanes of a row get the result.
-inline float fragment_row_sum(float x) {
+METAL_FUNC float fragment_row_sum(float x) {
   x += simd_shuffle_xor(x, 1);
   return x + simd_shuffle_xor(x, 8);
 }
-inline float fragment_row_max(float x) {
+METAL_FUNC float fragment_row_max(float x) {
   x = max(x, simd_shuffle_xor(x, 1));
   return max(x, simd_shuffle_xor(x, 8));
 }
 
 // And over its 8 rows: all lanes of a column get the result.
-inline float2 fragment_column_sum(float2 x) {
+METAL_FUNC float2 fragment_column_sum(float2 x) {
   x += simd_shuffle_xor(x, 2);
   x += simd_shuffle_xor(x, 4);
   return x + simd_shuffle_xor(x, 16);
 }
-inline float2 fragment_column_max(float2 x) {
+METAL_FUNC float2 fragment_column_max(float2 x) {
   x = max(x, simd_shuffle_xor(x, 2));
   x = max(x, simd_shuffle_xor(x, 4));
   return max(x, simd_shuffle_xor(x, 16));
@@ -75,7 +75,7 @@ inline float2 fragment_column_max(float2 x) {
 
 // Element (row, depth) is p[row * stride + depth]; transposed, p[depth * stride + row].
 template <typename T, typename P>
-void load_left(thread left_fragment<T>& f, P p, uint stride, uint lane) {
+METAL_FUNC void load_left(thread left_fragment<T>& f, P p, uint stride, uint lane) {
   p += fragment_row(lane) * stride + fragment_col(lane);
 #pragma unroll
   for (ushort k = 0; k < 4; k++) {
@@ -84,7 +84,7 @@ void load_left(thread left_fragment<T>& f, P p, uint stride, uint lane) {
   }
 }
 template <typename T, typename P>
-void load_left_transposed(thread left_fragment<T>& f, P p, uint stride, uint lane) {
+METAL_FUNC void load_left_transposed(thread left_fragment<T>& f, P p, uint stride, uint lane) {
   p += fragment_col(lane) * stride + fragment_row(lane);
 #pragma unroll
   for (ushort k = 0; k < 4; k++) {
@@ -95,7 +95,7 @@ void load_left_transposed(thread left_fragment<T>& f, P p, uint stride, uint lan
 
 // Element (depth, column) is p[depth * stride + column]; transposed, p[column * stride + depth].
 template <typename T, typename P>
-void load_right(thread right_fragment<T>& f, P p, uint stride, uint lane) {
+METAL_FUNC void load_right(thread right_fragment<T>& f, P p, uint stride, uint lane) {
   p += fragment_row(lane) * stride + fragment_col(lane);
 #pragma unroll
   for (ushort k = 0; k < 2; k++) {
@@ -104,7 +104,7 @@ void load_right(thread right_fragment<T>& f, P p, uint stride, uint lane) {
   }
 }
 template <typename T, typename P>
-void load_right_transposed(thread right_fragment<T>& f, P p, uint stride, uint lane) {
+METAL_FUNC void load_right_transposed(thread right_fragment<T>& f, P p, uint stride, uint lane) {
   p += fragment_col(lane) * stride + fragment_row(lane);
 #pragma unroll
   for (ushort k = 0; k < 2; k++) {
@@ -115,12 +115,13 @@ void load_right_transposed(thread right_fragment<T>& f, P p, uint stride, uint l
 
 // Two operands side by side, columns 0 to 7 and 8 to 15.
 template <typename T, typename P>
-void load_right_pair(thread right_fragment<T>* f, P p, uint stride, uint lane) {
+METAL_FUNC void load_right_pair(thread right_fragment<T>* f, P p, uint stride, uint lane) {
   load_right(f[0], p, stride, lane);
   load_right(f[1], p + 8, stride, lane);
 }
 template <typename T, typename P>
-void load_right_transposed_pair(thread right_fragment<T>* f, P p, uint stride, uint lane) {
+METAL_FUNC void load_right_transposed_pair(
+    thread right_fragment<T>* f, P p, uint stride, uint lane) {
   load_right_transposed(f[0], p, stride, lane);
   load_right_transposed(f[1], p + 8 * stride, stride, lane);
 }
@@ -130,7 +131,7 @@ void load_right_transposed_pair(thread right_fragment<T>* f, P p, uint stride, u
 // of its row or column. With step 4 that is 16 depths in a row; with step 16 a lane's four
 // neighbours are one quarter of its 16, and four fragments at p, p + 4, p + 8, p + 12 take 64.
 template <typename T, typename P>
-void load_left_interleaved(
+METAL_FUNC void load_left_interleaved(
     thread left_fragment<T>& f, P p, uint stride, uint step, uint lane) {
   p += fragment_row(lane) * stride + fragment_col(lane) / 2 * step;
 #pragma unroll
@@ -141,7 +142,7 @@ void load_left_interleaved(
   }
 }
 template <typename T, typename P>
-void load_right_interleaved(
+METAL_FUNC void load_right_interleaved(
     thread right_fragment<T>& f, P p, uint stride, uint step, uint lane) {
   ushort depth = fragment_row(lane);
   p += fragment_col(lane) * stride + depth / 2 * step + depth % 2;
@@ -162,7 +163,7 @@ struct loaded_run {
   right_fragment<T> operands[count];
 };
 template <int pairs, typename T, int count, typename P>
-void load_run(
+METAL_FUNC void load_run(
     thread loaded_run<T, count>& run,
     P p,
     int offset,
@@ -181,7 +182,7 @@ void load_run(
   }
 }
 template <int pairs, typename T, int count>
-void weave(thread right_fragment<T>* f, loaded_run<T, count> run) {
+METAL_FUNC void weave(thread right_fragment<T>* f, loaded_run<T, count> run) {
 #pragma unroll
   for (ushort k = 0; k < count; k++) {
     f[k] = run.operands[k];
@@ -191,7 +192,7 @@ void weave(thread right_fragment<T>* f, loaded_run<T, count> run) {
 // Words that nobody else reads, so that they need not push out of a cache what others do; the
 // address is a multiple of their size, or of 16 bytes.
 template <int count>
-void load_once(thread uint* to, const device uint* from) {
+METAL_FUNC void load_once(thread uint* to, const device uint* from) {
   const int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
 #pragma unroll
   for (int i = 0; i < count; i += width) {
@@ -207,7 +208,7 @@ void load_once(thread uint* to, const device uint* from) {
 
 // The 16 or 8 bits of a number, or zero where it is not `inside`.
 template <typename S>
-void load_bits(thread uint& to, const device S* from, bool inside) {
+METAL_FUNC void load_bits(thread uint& to, const device S* from, bool inside) {
   to = 0;
   if (inside) {
     to = sizeof(S) == 2 ? uint(*reinterpret_cast<const device ushort*>(from))
@@ -216,14 +217,14 @@ void load_bits(thread uint& to, const device S* from, bool inside) {
 }
 
 // (x & mask) | bits, one instruction on NVIDIA GPUs.
-inline uint masked_or(uint x, uint mask, uint bits) {
+METAL_FUNC uint masked_or(uint x, uint mask, uint bits) {
   return (x & mask) | bits;
 }
 
 // Elements i and i + 4 of a word of E2M1 codes, times a scale that leaves them exact, and 2^14 times
 // too small.
 template <typename T>
-metal::vec<T, 2> scaled_e2m1_pair(uint codes, int i, float scale) {
+METAL_FUNC metal::vec<T, 2> scaled_e2m1_pair(uint codes, int i, float scale) {
   uint magnitude = i < 3 ? codes << (9 - 4 * i) : codes >> (4 * i - 9);
   uint pair = (magnitude & 0x0e000e00u) | (codes << (12 - 4 * i) & 0x80008000u);
   return metal::vec<T, 2>(float2(as_type<half2>(pair)) * scale);
@@ -231,7 +232,7 @@ metal::vec<T, 2> scaled_e2m1_pair(uint codes, int i, float scale) {
 
 // Products of elements, rounded.
 template <typename T>
-right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
+METAL_FUNC right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
 #pragma unroll
   for (ushort k = 0; k < 2; k++) {
     a.part[k] = metal::vec<T, 2>(float2(a.part[k]) * float2(b.part[k]));
@@ -245,14 +246,14 @@ struct square_sums {
   float2 part;
 };
 template <typename T>
-void add_squares(thread square_sums& sums, right_fragment<T> x) {
+METAL_FUNC void add_squares(thread square_sums& sums, right_fragment<T> x) {
 #pragma unroll
   for (ushort k = 0; k < 2; k++) {
     sums.part = fma(float2(x.part[k]), float2(x.part[k]), sums.part);
   }
 }
 template <typename P>
-void store_squares(P p, square_sums sums, uint lane) {
+METAL_FUNC void store_squares(P p, square_sums sums, uint lane) {
   float2 all = fragment_column_sum(sums.part);
   if (fragment_row(lane) == 0) {
     p[fragment_col(lane)] = all.x;
@@ -269,13 +270,13 @@ T load_ahead(const device T* p) {
 
 // x * y + z of two elements, rounded once.
 template <typename T>
-metal::vec<T, 2> fused_pair(metal::vec<T, 2> x, metal::vec<T, 2> y, metal::vec<T, 2> z) {
+METAL_FUNC metal::vec<T, 2> fused_pair(metal::vec<T, 2> x, metal::vec<T, 2> y, metal::vec<T, 2> z) {
   return metal::vec<T, 2>(fma(float2(x), float2(y), float2(z)));
 }
 
 // Two neighbouring sums, columns 0 to 7 and 8 to 15, as the left operand of the next product.
 template <typename T>
-void left_from_sums(thread left_fragment<T>& f, sum_fragment low, sum_fragment high) {
+METAL_FUNC void left_from_sums(thread left_fragment<T>& f, sum_fragment low, sum_fragment high) {
   f.part[0] = metal::vec<T, 2>(low.part[0]);
   f.part[1] = metal::vec<T, 2>(low.part[1]);
   f.part[2] = metal::vec<T, 2>(high.part[0]);
@@ -283,14 +284,14 @@ void left_from_sums(thread left_fragment<T>& f, sum_fragment low, sum_fragment h
 }
 
 template <typename T>
-simdgroup_matrix<T, 8, 8> part_matrix(metal::vec<T, 2> part) {
+METAL_FUNC simdgroup_matrix<T, 8, 8> part_matrix(metal::vec<T, 2> part) {
   simdgroup_matrix<T, 8, 8> m;
   reinterpret_cast<thread metal::vec<T, 2>&>(m.thread_elements()) = part;
   return m;
 }
 
 template <typename T>
-void multiply_accumulate(
+METAL_FUNC void multiply_accumulate(
     thread sum_fragment& sum, left_fragment<T> left, right_fragment<T> right) {
 #pragma unroll
   for (ushort row = 0; row < 2; row++) {
@@ -306,7 +307,7 @@ void multiply_accumulate(
 
 // The product alone.
 template <typename T>
-void multiply(thread sum_fragment& sum, left_fragment<T> left, right_fragment<T> right) {
+METAL_FUNC void multiply(thread sum_fragment& sum, left_fragment<T> left, right_fragment<T> right) {
   sum.part[0] = float2(0);
   sum.part[1] = float2(0);
   multiply_accumulate(sum, left, right);
@@ -314,7 +315,7 @@ void multiply(thread sum_fragment& sum, left_fragment<T> left, right_fragment<T>
 
 // Element (row, column) goes to p[row * stride + column], rounded to T.
 template <typename T, typename P>
-void store_sum(sum_fragment f, P p, uint stride, uint lane) {
+METAL_FUNC void store_sum(sum_fragment f, P p, uint stride, uint lane) {
   p += fragment_row(lane) * stride + fragment_col(lane);
 #pragma unroll
   for (ushort k = 0; k < 2; k++) {

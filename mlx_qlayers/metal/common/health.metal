@@ -9,18 +9,18 @@
 
 #define health_check(condition, code, value)
 
-inline void health_start(device atomic<uint>* health, uint3 grid) {
+METAL_FUNC void health_start(device atomic<uint>* health, uint3 grid) {
   atomic_fetch_add_explicit(&health[0], 1u, memory_order_relaxed);
   atomic_store_explicit(&health[1], grid.x, memory_order_relaxed);
   atomic_store_explicit(&health[2], grid.y, memory_order_relaxed);
   atomic_store_explicit(&health[3], grid.z, memory_order_relaxed);
 }
 
-inline void health_finish(device atomic<uint>* health) {
+METAL_FUNC void health_finish(device atomic<uint>* health) {
   atomic_fetch_add_explicit(&health[4], 1u, memory_order_relaxed);
 }
 
-inline void health_report(
+METAL_FUNC void health_report(
     device atomic<uint>* health, uint3 position, uint3 grid, bool healthy, uint code, float value) {
   // Only the first thread that fails writes what it found.
   if (healthy || atomic_fetch_add_explicit(&health[5], 1u, memory_order_relaxed) > 0) {

@@ -13,7 +13,7 @@ template <typename T>
     device T* y [[buffer(1)]],
     uint i [[thread_position_in_grid]]) {
   // bfloat has no exp of its own, and half loses nothing by a detour through float.
-  y[i] = T(metal::exp(float(x[i])));
+  y[i] = T(precise::exp(float(x[i])));
 }
 
 template <typename T>
@@ -26,7 +26,7 @@ template <typename T>
     uint i [[thread_position_in_grid]]) {
   // Where element i lies: signed, since strides may be negative. MLX's preamble has elem_to_loc.
   int64_t location = elem_to_loc(int64_t(i), x_shape, x_strides, x_ndim);
-  y[i] = T(metal::exp(float(x[location])));
+  y[i] = T(precise::exp(float(x[location])));
 }
 
 template <typename T>

@@ -93,8 +93,11 @@ template <
     uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
-  threadgroup T x_tiles[stages * X_TILE];
-  threadgroup T w_tiles[stages * W_TILE];
+  // Read and written 16 bytes at a time, which an array of T would not be aligned for.
+  threadgroup uint4 x_packs[stages * X_TILE * sizeof(T) / 16];
+  threadgroup uint4 w_packs[stages * W_TILE * sizeof(T) / 16];
+  threadgroup T* x_tiles = reinterpret_cast<threadgroup T*>(x_packs);
+  threadgroup T* w_tiles = reinterpret_cast<threadgroup T*>(w_packs);
   int N = shape[0], K = shape[1], n = place.y * tile_n;
   uint matrix = list[3 * place.x];
   int m = list[3 * place.x + 1], M = list[3 * place.x + 2];

@@ -15,13 +15,13 @@
 #include "taps.metal"
 
 template <typename T>
-bool is_aligned(const device T* data, int bytes) {
+METAL_FUNC bool is_aligned(const device T* data, int bytes) {
   return reinterpret_cast<ulong>(data) % bytes == 0;
 }
 
 // Whether every pixel's channels lie side by side and begin where a pack may.
 template <typename T, int NDIM, int ALIGN>
-bool has_packs(const device T* x, const constant int64_t* strides) {
+METAL_FUNC bool has_packs(const device T* x, const constant int64_t* strides) {
   bool packs = strides[NDIM + 1] == 1 && is_aligned(x, ALIGN);
   for (int axis = 0; axis <= NDIM; axis++) {
     packs = packs && strides[axis] * long(sizeof(T)) % ALIGN == 0;
@@ -36,7 +36,7 @@ struct point_pixels {
 };
 
 template <typename T, int NDIM, int TAPS>
-point_pixels<T, NDIM, TAPS> find_pixels(
+METAL_FUNC point_pixels<T, NDIM, TAPS> find_pixels(
     const device T* image,
     const constant int64_t* strides,
     thread const point_taps<NDIM, TAPS>& taps) {
@@ -50,7 +50,7 @@ point_pixels<T, NDIM, TAPS> find_pixels(
 
 // V channels of each pixel of a point; zeros where it is outside.
 template <typename T, int NDIM, int TAPS, int V, int ALIGN>
-void load_pixels(
+METAL_FUNC void load_pixels(
     thread const point_pixels<T, NDIM, TAPS>& pixels,
     long channel,
     thread pack<T, V, ALIGN>* values) {
@@ -65,7 +65,7 @@ void load_pixels(
 }
 
 template <typename T, int NDIM, int TAPS, int V, int ALIGN, int LANES>
-void sample(
+METAL_FUNC void sample(
     const device T* image,
     const constant int64_t* strides,
     thread const point_taps<NDIM, TAPS>& taps,
@@ -140,7 +140,7 @@ template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANE
 // A thread's part of the gradient of one point: along each axis the sample with slopes in place of
 // weights, times the cotangent.
 template <typename T, int NDIM, int TAPS, int V, int ALIGN, int LANES>
-void add_slopes(
+METAL_FUNC void add_slopes(
     const device T* image,
     const constant int64_t* strides,
     thread const point_taps<NDIM, TAPS>& taps,

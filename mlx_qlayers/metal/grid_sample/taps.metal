@@ -41,7 +41,7 @@ constexpr int tap_on_axis(int taps, int k, int axis) {
 // Brings a position outside back in. `sign` is how it then moves with the coordinate: forth, back,
 // or not at all on a border.
 template <int NDIM, bool GRADIENT>
-float pad(float pixel, int size, int padding, bool align_corners, thread float& sign) {
+METAL_FUNC float pad(float pixel, int size, int padding, bool align_corners, thread float& sign) {
   sign = 1;
   if (padding == ZEROS) {
     return pixel;
@@ -69,16 +69,17 @@ float pad(float pixel, int size, int padding, bool align_corners, thread float& 
 }
 
 // Keys' cubic convolution with a = -0.75, at distances up to 1 and from there up to 2.
-inline float cubic(float t, bool outer) {
+METAL_FUNC float cubic(float t, bool outer) {
   return outer ? ((-0.75f * t + 3.75f) * t - 6.0f) * t + 3.0f : (1.25f * t - 2.25f) * t * t + 1.0f;
 }
 
-inline float cubic_slope(float t, bool outer) {
+METAL_FUNC float cubic_slope(float t, bool outer) {
   return outer ? (-2.25f * t + 7.5f) * t - 6.0f : (3.75f * t - 4.5f) * t;
 }
 
 template <int NDIM, int TAPS, bool GRADIENT>
-axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool align_corners) {
+METAL_FUNC axis_taps<TAPS> find_axis_taps(
+    float coordinate, int size, int padding, bool align_corners) {
   float scale = 0.5f * float(align_corners ? size - 1 : size);
   float pixel = (coordinate + 1.0f) * scale;
   if (!align_corners) {
@@ -126,7 +127,7 @@ axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool ali
 
 // Of LANES threads that share a point, side by side in a SIMD group, each coordinate is read by one.
 template <typename G, int NDIM, int TAPS, int LANES, bool GRADIENT>
-point_taps<NDIM, TAPS> find_taps(
+METAL_FUNC point_taps<NDIM, TAPS> find_taps(
     const device G* grid, uint point, uint lane, constant int* size, constant int* options) {
   point_taps<NDIM, TAPS> taps;
 #pragma clang loop unroll(full)
@@ -146,7 +147,7 @@ point_taps<NDIM, TAPS> find_taps(
 }
 
 template <int NDIM, int TAPS>
-bool is_inside(thread const point_taps<NDIM, TAPS>& taps, int k) {
+METAL_FUNC bool is_inside(thread const point_taps<NDIM, TAPS>& taps, int k) {
   bool inside = true;
 #pragma clang loop unroll(full)
   for (int axis = 0; axis < NDIM; axis++) {
@@ -156,7 +157,7 @@ bool is_inside(thread const point_taps<NDIM, TAPS>& taps, int k) {
 }
 
 template <int NDIM, int TAPS>
-float weight_of(thread const point_taps<NDIM, TAPS>& taps, int k) {
+METAL_FUNC float weight_of(thread const point_taps<NDIM, TAPS>& taps, int k) {
   float weight = 1;
 #pragma clang loop unroll(full)
   for (int axis = 0; axis < NDIM; axis++) {
@@ -167,7 +168,7 @@ float weight_of(thread const point_taps<NDIM, TAPS>& taps, int k) {
 
 // How the weight of tap k changes with one of the point's coordinates.
 template <int NDIM, int TAPS>
-float slope_of(thread const point_taps<NDIM, TAPS>& taps, int k, int along) {
+METAL_FUNC float slope_of(thread const point_taps<NDIM, TAPS>& taps, int k, int along) {
   float slope = 1;
 #pragma clang loop unroll(full)
   for (int axis = 0; axis < NDIM; axis++) {
@@ -179,7 +180,7 @@ float slope_of(thread const point_taps<NDIM, TAPS>& taps, int k, int along) {
 
 // Where tap k lies from the start of its image, in an array with these strides.
 template <int NDIM, int TAPS>
-long offset_of(
+METAL_FUNC long offset_of(
     thread const point_taps<NDIM, TAPS>& taps, int k, const constant int64_t* strides) {
   long offset = 0;
 #pragma clang loop unroll(full)
@@ -191,7 +192,7 @@ long offset_of(
 
 // Which pixel of the whole batch tap k is.
 template <int NDIM, int TAPS>
-long pixel_of(
+METAL_FUNC long pixel_of(
     thread const point_taps<NDIM, TAPS>& taps, int k, uint image, constant int* size) {
   long pixel = image;
 #pragma clang loop unroll(full)

@@ -53,7 +53,7 @@ METAL_FUNC float error_function(float x) {
       size,
       -0.103318982f);
   high = fma(fma(fma(high, size, -0.639093339f), size, -1.12592590f), size, -7.56968628e-4f);
-  return size <= 1 ? low * x : copysign(1 - exp(high), x);
+  return size <= 1 ? low * x : copysign(1 - precise::exp(high), x);
 }
 
 template <int gate>
@@ -63,7 +63,7 @@ METAL_FUNC float activation(float x) {
   }
   // 1 + tanh(u) is twice the logistic function of 2 u.
   float u = gate == GATE_SILU ? x : 1.59576912f * fma(0.044715f * x * x, x, x);
-  return x / (1 + exp(-u));
+  return x / (1 + precise::exp(-u));
 }
 
 // One element: a sum, of a gate another, with what is added; a null pointer adds nothing.

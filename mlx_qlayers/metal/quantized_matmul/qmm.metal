@@ -330,8 +330,11 @@ template <
     uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
-  threadgroup T x_tiles[stages * X_TILE];
-  threadgroup T w_tiles[stages * W_TILE];
+  // Read and written 16 bytes at a time, which an array of T would not be aligned for.
+  threadgroup uint4 x_packs[stages * X_TILE * sizeof(T) / 16];
+  threadgroup uint4 w_packs[stages * W_TILE * sizeof(T) / 16];
+  threadgroup T* x_tiles = reinterpret_cast<threadgroup T*>(x_packs);
+  threadgroup T* w_tiles = reinterpret_cast<threadgroup T*>(w_packs);
   int M = shape[0], N = shape[1], K = shape[2], depth = shape[3];
   int m = place.x * tile_m, n = place.y * tile_n, first = place.z * depth;
   sum_fragment sums[rows * columns];

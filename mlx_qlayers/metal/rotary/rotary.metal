@@ -16,7 +16,7 @@ using namespace metal;
 // sizes: L, H, Hkv, D, dims, heads of a thread. rates, two floats each: the scale of positions and,
 // unless reciprocals are listed, the rate of each pair.
 template <typename T, bool traditional, bool listed>
-inline void turn(
+METAL_FUNC void turn(
     const device T* q,
     const device T* k,
     const device float* freqs,

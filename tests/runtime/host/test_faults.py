@@ -260,6 +260,14 @@ PLANTED = (
         "multiple of 16",
     ),
     Planted(
+        "threadgroup array read wider than it is declared",
+        "threadgroup half tile[64]; tile[i % 64] = half(x[i]); "
+        "threadgroup_barrier(mem_flags::mem_threadgroup); "
+        "y[i] = float((*(const threadgroup uint4*)(tile + 8 * (i % 8))).x);",
+        Misaligned,
+        "multiple of 16",
+    ),
+    Planted(
         "misaligned word load",
         "y[i] = *(const device uint*)((const device char*)x + 2);",
         Misaligned,

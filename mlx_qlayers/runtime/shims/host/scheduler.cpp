@@ -226,15 +226,17 @@ extern "C" void* qk_threadgroup_memory(uint32_t slot, uint32_t bytes, uint32_t a
   Worker::Slot& s = w->slots[slot];
   if (!s.known) {
     if (slot >= 64) bytes = w->launch->dynamic_bytes[slot - 64];
-    if (alignment < 16) alignment = 16;
-    w->arena_counted = ((w->arena_counted + alignment - 1) & ~(alignment - 1)) + bytes;
+    uint32_t usual = alignment < 16 ? 16 : alignment;
+    w->arena_counted = ((w->arena_counted + usual - 1) & ~(usual - 1)) + bytes;
     if (w->arena_counted > kThreadgroupLimit) {
       w->fail(kThreadgroupMemory, "%u bytes of threadgroup memory, Metal has %u", w->arena_counted,
               kThreadgroupLimit);
     }
-    // Checked arrays lie apart, so that running past one does not reach the next.
-    uint32_t gap = w->checks ? 256 : 0;
-    s.begin = ((w->arena_used + gap + alignment - 1) & ~(alignment - 1));
+    // Checked arrays lie apart, so that running past one does not reach the next, and have the
+    // alignment that they are declared with and no more, so that wider accesses show.
+    uint32_t gap = w->checks ? 256 : 0, least = w->checks ? alignment : usual;
+    s.begin = ((w->arena_used + gap + least - 1) & ~(least - 1));
+    if (w->checks && !(s.begin & least)) s.begin += least;
     s.bytes = bytes;
     s.known = true;
     w->arena_used = s.begin + bytes;
