@@ -161,6 +161,10 @@ def _matrix_units(rows: int, n: int, k: int, fmt: Format, normed: bool) -> QmvMa
         tiles, simds, ahead, occupancy = _spread(rows, n, k, fmt, light)
         occupancy = 8 if fragments * run > 64 else occupancy
         config = QmvMatrixConfig(fragments, run, tiles, simds, ahead, occupancy=occupancy)
+    return _within_memory(config)
+
+
+def _within_memory(config: QmvMatrixConfig) -> QmvMatrixConfig:
     while _threadgroup_memory(**asdict(config)) > MAX_THREADGROUP_MEMORY:
         config = replace(config, simds=config.simds // 2)
     return config
@@ -288,8 +292,10 @@ def _fitting(
     if not takes_deferred_norm(config, specs.matrices):
         # That kernel reads the shape of w, which so arrives as it is: in constant memory.
         return _any_units(specs.x.size // k, fmt)
+    if not gate or config.tiles % 2 == 0:
+        return config
     # With a gate tiles in pairs, one of each matrix that it joins.
-    return replace(config, tiles=config.tiles + config.tiles % 2) if gate else config
+    return _within_memory(replace(config, tiles=config.tiles + 1))
 
 
 def takes_deferred_norm(
