@@ -153,8 +153,19 @@ def _lora(module: Any) -> Iterator[None]:
                 mx.enable_compile()
 
 
+def _server(module: Any) -> AbstractContextManager[None]:
+    from . import serving
+
+    return _holding(
+        module,
+        ModelProvider=serving.ModelProvider,
+        ResponseGenerator=serving.ResponseGenerator,
+        _run_http_server=serving.serve,
+    )
+
+
 _SURROUNDINGS: dict[str, Callable[[Any], AbstractContextManager[None]]]
-_SURROUNDINGS = {"chat": _chat, "lora": _lora}
+_SURROUNDINGS = {"chat": _chat, "lora": _lora, "server": _server}
 
 
 @contextmanager

@@ -1,0 +1,213 @@
+"""What mlx-lm's server is asked: bad requests get 400 and harm no other; it ends cleanly."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_qlayers.commands.serving import check_body
+
+COMMAND = [sys.executable, "-m", "mlx_qlayers", "server"]
+COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@contextmanager
+def serving(model: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address of a server and its process, from when it answers."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    options = ["--model", str(model), "--port", str(port), "--max-tokens", "3", *arguments]
+    with subprocess.Popen([*COMMAND, *options], stderr=subprocess.PIPE) as process:
+        try:
+            for _ in range(600):
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                    break
+                except OSError:
+                    assert process.poll() is None
+                    time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}", process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def address(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(tmp_path_factory.mktemp("none") / "cache"))
+        with serving(tiny_model, "--log-level", "CRITICAL") as (address, _):
+            yield address
+
+
+def ask(address: str, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+    """Status and answer; a body of bytes is sent as it is."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        answer = urllib.request.urlopen(
+            urllib.request.Request(address + path, data, headers), timeout=60
+        )
+    except urllib.error.HTTPError as error:
+        answer = error
+    with answer:
+        return answer.status, json.loads(answer.read())
+
+
+def check_health(address: str) -> None:
+    status, answer = ask(address, COMPLETE, {"prompt": "a"})
+    assert status == 200 and answer["choices"][0]["text"] is not None
+
+
+USER = {"role": "user", "content": "a"}
+BAD: list[tuple[str, Any, str]] = [
+    (COMPLETE, {"prompt": "a", "logit_bias": {"1000000": 1}}, "no token 1000000"),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"-1": 1}}, "no token -1"),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"1": None}}, "logit_bias"),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"1": 10**400}}, "logit_bias"),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"one": 1}}, "logit_bias"),
+    (COMPLETE, {"prompt": "a", "logit_bias": [1]}, "logit_bias must be an object"),
+    (COMPLETE, {"prompt": ""}, "prompt is empty"),
+    (COMPLETE, {"prompt": ["a"]}, "prompt must be a string"),
+    (COMPLETE, {"prompt": "\ud800"}, "tokenized"),
+    (COMPLETE, {}, "prompt"),
+    (COMPLETE, {"prompt": "a", "stop": 5}, "stop"),
+    (COMPLETE, {"prompt": "a", "stop": [5]}, "stop"),
+    (COMPLETE, {"prompt": "a", "stop": [["a"]]}, "stop"),
+    (COMPLETE, {"prompt": "a", "stop": {"a": 1}}, "stop"),
+    (COMPLETE, {"prompt": "a", "stop": ["a", ""]}, "stop"),
+    (COMPLETE, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    (COMPLETE, {"prompt": "a", "max_tokens": "7"}, "max_tokens"),
+    (COMPLETE, {"prompt": "a", "temperature": "hot"}, "temperature"),
+    (COMPLETE, {"prompt": "a", "temperature": 10**400}, "temperature"),
+    (COMPLETE, {"prompt": "a", "temperature": float("nan")}, "temperature"),
+    (COMPLETE, {"prompt": "a", "presence_penalty": float("inf")}, "presence_penalty"),
+    (COMPLETE, {"prompt": "a", "top_k": 10**9, "temperature": 1}, "top_k"),
+    (COMPLETE, {"prompt": "a", "seed": -1}, "seed"),
+    (COMPLETE, {"prompt": "a", "seed": 1.5}, "seed"),
+    (COMPLETE, {"prompt": "a", "model": 5}, "model must be a string"),
+    (COMPLETE, {"prompt": "a", "draft_model": [5]}, "draft_model must be a string"),
+    (COMPLETE, {"prompt": "a", "stream_options": {}, "stream": 1}, "stream"),
+    (COMPLETE, {"prompt": "a", "stream_options": {"x": 1}, "stream": True}, "include_usage"),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": "a"}, "messages must be a list"),
+    (CHAT, {"messages": []}, "messages is empty"),
+    (CHAT, {"messages": ["a"]}, "messages must be objects"),
+    (CHAT, {"messages": [{"content": "a"}]}, "role"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "content"),
+    (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "parts"),
+    (CHAT, {"messages": [USER], "role_mapping": "a"}, "role_mapping"),
+    (CHAT, {"messages": [USER], "chat_template_kwargs": 5}, "chat_template_kwargs"),
+    (COMPLETE, b"\xff\xfe", "utf-8"),
+    (COMPLETE, b"[" * 100_000, "recursion"),
+    (COMPLETE, b'{"prompt": 1', "bad request"),
+    (COMPLETE, b"[]", "object"),
+    (COMPLETE, b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "bad request"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "says"), BAD, ids=lambda x: str(x)[:60])
+def test_bad_requests_are_refused(path: str, body: Any, says: str, address: str) -> None:
+    status, answer = ask(address, path, body)
+    assert status == 400
+    assert says in answer["error"]
+    check_health(address)
+
+
+@pytest.mark.parametrize(("length", "status"), [("-1", 400), ("x", 400), ("9" * 30, 413)])
+def test_lengths_are_checked(length: str, status: int, address: str) -> None:
+    assert ask(address, COMPLETE, b"{}", **{"Content-Length": length})[0] == status
+    check_health(address)
+
+
+def test_good_requests_are_served(address: str) -> None:
+    for body in (
+        {"prompt": "a", "logit_bias": {"7": 100}, "top_k": 3, "temperature": 1, "seed": 2**63 - 1},
+        {"prompt": "a", "stop": "x", "temperature": 1e-300, "top_logprobs": 2},
+        {"prompt": "a", "stop": ["x", "yz"], "logprobs": True, "max_tokens": None},
+        {"prompt": "a", "stop": None, "repetition_penalty": 1e-300, "messages": None},
+    ):
+        expected = 400 if "max_tokens" in body else 200  # mlx-lm takes no null there
+        assert ask(address, COMPLETE, body)[0] == expected, body
+
+
+def test_the_served_model_is_listed_without_a_cache(address: str, tiny_model: Path) -> None:
+    for path, ids in (("", [str(tiny_model)]), ("/nobody/nothing", [])):
+        with urllib.request.urlopen(f"{address}/v1/models{path}") as answer:
+            listed = json.loads(answer.read())
+        assert listed["object"] == "list" and [each["id"] for each in listed["data"]] == ids
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+NAMES = sorted({name for _, body, _ in BAD if isinstance(body, dict) for name in body})
+BODIES = st.fixed_dictionaries(
+    {}, optional={name: JSON for name in NAMES if name not in ("model", "draft_model")}
+)
+
+
+@given(JSON | BODIES)
+def test_any_json_is_accepted_or_named(body: Any) -> None:
+    try:
+        check_body(body)
+    except ValueError as error:
+        assert str(error)
+
+
+@given(BODIES, st.sampled_from([COMPLETE, CHAT]))
+@settings(max_examples=60, deadline=None, database=None)
+def test_any_request_is_answered(address: str, body: Any, path: str) -> None:
+    base = {"prompt": "a", "messages": [USER], "max_tokens": 2, "stream": False}
+    changes = {k: v for k, v in body.items() if k not in ("stream", "max_tokens")}
+    assert ask(address, path, base | changes)[0] in (200, 400)
+
+
+def test_the_server_survived(address: str) -> None:
+    check_health(address)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_interrupt_ends_it_cleanly(busy: bool, tiny_model: Path) -> None:
+    with serving(tiny_model) as (address, process):
+        check_health(address)
+        if busy:
+            host, port = address.removeprefix("http://").split(":")
+            body = json.dumps({"prompt": "a", "max_tokens": 100_000, "stream": True}).encode()
+            request = b"POST %b HTTP/1.0\r\nContent-Length: %d\r\n\r\n"
+            client = socket.create_connection((host, int(port)))
+            client.sendall(request % (COMPLETE.encode(), len(body)) + body)
+            assert client.recv(10)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        text = process.stderr.read().decode()
+        assert "Traceback" not in text and "terminate" not in text
+
+
+def test_what_cannot_be_served_ends_the_command(tmp_path: Path, tiny_model: Path) -> None:
+    missing = subprocess.run([*COMMAND, "--model", str(tmp_path / "none")], timeout=60, check=False)
+    assert missing.returncode == 2
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        options = ["--model", str(tiny_model), "--port", str(taken.getsockname()[1])]
+        done = subprocess.run([*COMMAND, *options], timeout=60, check=False, capture_output=True)
+    assert done.returncode == 2 and b"mlx-qlayers: error: [Errno" in done.stderr
