@@ -9,15 +9,23 @@ from .arguments import add_model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "--hf-path")
-    parser.add_argument("--mlx-path", required=True, metavar="PATH", help="the directory to write")
-    parser.add_argument("--mode", default="affine", help="affine, mxfp4, nvfp4 or mxfp8")
-    parser.add_argument("--group-size", type=int, help="weights to a scale; the mode's usual one")
-    parser.add_argument("--bits", type=int, help="bits of a weight; the mode's usual number")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--mlx-path", required=True, metavar="PATH", help="the directory to write")
+    option("--mode", "--q-mode", default="affine", help="affine, mxfp4, nvfp4 or mxfp8")
+    option("--group-size", "--q-group-size", type=int, help="weights to a scale; the mode's own")
+    option("--bits", "--q-bits", type=int, help="bits of a weight; the mode's usual number")
+    option(
+        "--quant-predicate",
+        choices=("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"),
+        help="mix two numbers of bits: the head and some layers get the larger",
+    )
+    option(
         "--dtype",
         choices=("float16", "bfloat16", "float32"),
         help="of what is not quantized; the checkpoint's own",
     )
+    option("--revision", help="a branch, tag or commit of the repository")
+    option("--upload-repo", metavar="OWNER/NAME", help="upload the result to the Hugging Face Hub")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -29,7 +37,13 @@ def run(args: argparse.Namespace) -> None:
         group_size=args.group_size,
         bits=args.bits,
         mode=args.mode,
+        recipe=args.quant_predicate,
         dtype=args.dtype,
+        revision=args.revision,
         trust_remote_code=args.trust_remote_code,
     )
     print(written)
+    if args.upload_repo is not None:
+        from mlx_lm.utils import upload_to_hub
+
+        upload_to_hub(args.mlx_path, args.upload_repo)

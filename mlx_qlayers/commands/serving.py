@@ -36,7 +36,7 @@ _TYPES: Mapping[str, type] = {
     "chat_template_kwargs": dict,
     "logit_bias": dict,
 }
-_NAMES = {str: "a string", list: "a list", dict: "an object"}
+_NAMES: Mapping[type, str] = {str: "a string", list: "a list", dict: "an object"}
 
 
 class BadRequest(ValueError):
@@ -54,6 +54,8 @@ class ModelProvider(server.ModelProvider):
 
 class ResponseGenerator(server.ResponseGenerator):
     """mlx-lm's, with the checks that need the model and its tokenizer."""
+
+    _measured: tuple[Any, int] = None, 0  # a model and the number of its logits
 
     def _run_generate(self) -> None:
         # MLX's compiled functions take the interpreter's lock when their thread ends, and abort
@@ -89,8 +91,8 @@ class ResponseGenerator(server.ResponseGenerator):
 
     def _vocabulary(self) -> int:
         """The number of logits, which may be another than the number of tokens."""
-        model = self.model_provider.model
-        if getattr(self, "_measured", (None, 0))[0] is not model:
+        model: Any = self.model_provider.model
+        if self._measured[0] is not model:
             self._measured = model, model(mx.array([[0]])).shape[-1]
         return self._measured[1]
 

@@ -79,7 +79,9 @@ def load_stock(
     return Loaded(model, tokenizer, config, quantization)
 
 
-def check_model(path_or_hf_repo: str | os.PathLike[str], *, trust_remote_code: bool = False) -> None:
+def check_model(
+    path_or_hf_repo: str | os.PathLike[str], *, trust_remote_code: bool = False
+) -> None:
     """Check the files of a model without building it; raises what :func:`load_stock` would."""
     check_directory(find_model(path_or_hf_repo, trust_remote_code=trust_remote_code))
 

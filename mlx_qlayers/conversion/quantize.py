@@ -43,7 +43,9 @@ def quantize_checkpoint(
     group_size: int | None = None,
     bits: int | None = None,
     mode: str = "affine",
+    recipe: str | None = None,
     dtype: str | None = None,
+    revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Written:
     """Quantize a checkpoint into a directory that mlx-lm loads.
@@ -57,8 +59,12 @@ def quantize_checkpoint(
         group_size: weights that share a scale; by default the mode's usual one.
         bits: bits of a weight; by default the mode's usual number.
         mode: ``"affine"``, ``"mxfp4"``, ``"nvfp4"`` or ``"mxfp8"``.
+        recipe: one of mlx-lm's mixtures in place of ``bits``: ``"mixed_2_6"``, ``"mixed_3_4"``,
+            ``"mixed_3_6"`` or ``"mixed_4_6"``. The head, and in some layers the values and the
+            projection down, get the larger number of bits.
         dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``, of what is not quantized; by
             default what the checkpoint's configuration names, else what it holds.
+        revision: a branch, tag or commit of the repository.
         trust_remote_code: run Python code that the model brings along.
 
     Raises:
@@ -71,10 +77,12 @@ def quantize_checkpoint(
         >>> print(quantize_checkpoint("Qwen/Qwen2-0.5B-Instruct", "qwen2-4bit"))
         qwen2-4bit: ... quantized layers, ... bits per weight, ... MB
     """
+    if recipe is not None and (bits is not None or mode != "affine"):
+        raise ValueError(f"recipe {recipe!r} says bits and is affine; mode={mode!r}, bits={bits!r}")
     group_size, bits, mode = Format.checked(group_size, bits, mode)
     target = Path(target).expanduser()
     check_free(target)
-    source = find_model(path_or_hf_repo, trust_remote_code=trust_remote_code)
+    source = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
     if (quantized := check_directory(source).get("quantization")) is not None:
         raise ValueError(f"{source}: already quantized: {quantized}")
     model, tokenizer, config, _ = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
@@ -83,11 +91,17 @@ def quantize_checkpoint(
     _cast(model, dtype or config.get("torch_dtype") or config.get("dtype"))
 
     from huggingface_hub import ModelCard
+    from mlx_lm.convert import mixed_quant_predicate_builder
     from mlx_lm.utils import compute_bits_per_weight, quantize_model
     from tqdm import tqdm
 
+    mixture: Any = None
+    if recipe is not None:
+        mixture = mixed_quant_predicate_builder(recipe, model, group_size)
     with redirect_stdout(io.StringIO()):  # it reports to standard output
-        model, config = quantize_model(model, config, group_size, bits, mode=mode)
+        model, config = quantize_model(
+            model, config, group_size, bits, mode=mode, quant_predicate=mixture
+        )
     layers = sum(hasattr(module, "scales") for module in model.modules())
     if not layers:
         raise ValueError(f"{source}: no layer has a width that is a multiple of {group_size}")

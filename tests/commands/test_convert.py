@@ -8,7 +8,12 @@ import subprocess
 import termios
 from pathlib import Path
 
+import mlx_lm
+import pytest
 from command_line import COMMAND, complaints
+from mlx_lm.convert import QUANT_RECIPES, convert
+
+from mlx_qlayers.cli import main
 
 
 def test_progress_on_a_terminal_only(plain_model: Path, tmp_path: Path) -> None:
@@ -31,3 +36,36 @@ def test_progress_on_a_terminal_only(plain_model: Path, tmp_path: Path) -> None:
         assert process.wait(60) == 0
     os.close(primary)
     assert b"quantizing: 100%" in shown
+
+
+@pytest.mark.parametrize("recipe", QUANT_RECIPES)
+def test_recipes_are_those_of_mlx_lm(recipe: str, plain_model: Path, tmp_path: Path) -> None:
+    arguments = ["--hf-path", str(plain_model), "--mlx-path", str(tmp_path / "ours")]
+    sizes = ["--q-group-size", "32", "--quant-predicate", recipe]
+    assert main(["convert", *arguments, *sizes]) == 0
+    convert(
+        str(plain_model), str(tmp_path / "theirs"), True, q_group_size=32, quant_predicate=recipe
+    )
+    bits = []
+    for name in ("ours", "theirs"):
+        model, _ = mlx_lm.load(str(tmp_path / name))
+        bits.append({path: m.bits for path, m in model.named_modules() if hasattr(m, "bits")})
+    assert bits[0] == bits[1] and len(set(bits[0].values())) == 2
+
+
+def test_a_recipe_leaves_no_choice_of_bits(
+    plain_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--hf-path", str(plain_model), "--mlx-path", str(tmp_path / "out")]
+    assert main(["convert", *arguments, "--bits", "4", "--quant-predicate", "mixed_3_6"]) == 2
+    assert "recipe 'mixed_3_6' says bits" in capsys.readouterr().err
+
+
+def test_the_result_is_uploaded(
+    plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = []
+    monkeypatch.setattr("mlx_lm.utils.upload_to_hub", lambda *what: uploads.append(what))
+    arguments = ["--hf-path", str(plain_model), "--mlx-path", str(tmp_path / "out")]
+    assert main(["convert", *arguments, "--upload-repo", "me/mine"]) == 0
+    assert uploads == [(str(tmp_path / "out"), "me/mine")]
