@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.metadata import version
-from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..runtime.backend import advance_epoch, backend
 from ..runtime.backend import epoch as current
@@ -22,6 +21,7 @@ from . import entries as stored
 from .entries import Entry, Values
 from .tunable import PROBLEMS, Problem, source_hash
 
+T = TypeVar("T")
 # The family and the arguments of a question.
 Question = tuple[str, tuple[Hashable, ...]]
 # Questions that are remembered: a server sees any number of lengths.
@@ -70,41 +70,9 @@ class Found(NamedTuple):
     evidence: Evidence
 
 
-class Verdict(NamedTuple):
-    """What :func:`decided` says, in the words of :func:`~mlx_qlayers.dispatch.choose`.
-
-    Attributes:
-        by: the kernel, for the reason.
-        unless: why it is left, or None.
-        evidence: what that rests on.
-    """
-
-    by: str
-    unless: str | None = None
-    evidence: str = "rule"
-
-
-class _Mode(NamedTuple):
-    """What a ``with`` block changes for its own thread or task.
-
-    Attributes:
-        number: of epochs of its own, far from those of others.
-        heuristics_only: whether nothing that was found counts.
-        questions: what is asked, where that is collected.
-    """
-
-    number: int = 0
-    heuristics_only: bool = False
-    questions: dict[Question, None] | None = None
-
-
-_mode: ContextVar[_Mode] = ContextVar("mode", default=_Mode())  # noqa: B039 (it is frozen)
-_numbers = count(1)
-
-
-def epoch() -> int:
-    """Changes whenever an answer of this module may: what is concluded from one goes by it."""
-    return current.number + (_mode.get().number << 32)
+# What ``with`` blocks change for their own thread or task.
+_heuristics_only: ContextVar[bool] = ContextVar("heuristics_only", default=False)
+_questions: ContextVar[dict[Question, None] | None] = ContextVar("questions", default=None)
 
 
 def configure(family: str, device: str, *question: Hashable) -> Any:
@@ -138,12 +106,16 @@ def found(family: str, *question: Hashable, device: str | None = None) -> Found 
         >>> best is None or isinstance(best.path, str)
         True
     """
-    if (asked := _mode.get().questions) is not None:
+    if (asked := _questions.get()) is not None:
         asked[family, question] = None
-    return _found(epoch(), family, device or backend(), question)
+    if _heuristics_only.get():
+        return None
+    return _found(current.number, family, device or backend(), question)
 
 
-def decided(best: Found | None, kernel: str, unless: str | None, evidence: str = "rule") -> Verdict:
+def decided(
+    best: Found | None, kernel: str, unless: str | None, evidence: str = "rule"
+) -> tuple[str, str | None, str]:
     """The kernel, and why ``auto`` leaves it for the stock operator: by what was measured.
 
     Args:
@@ -151,15 +123,18 @@ def decided(best: Found | None, kernel: str, unless: str | None, evidence: str =
         kernel: the kernel's name in reasons.
         unless: why it should be left as far as rules know, if it should.
         evidence: what the rules rest on.
+
+    Returns:
+        ``by``, ``unless`` and ``evidence``, as :func:`~mlx_qlayers.dispatch.choose` takes them.
     """
-    if _mode.get().questions is not None:  # what is collected is what the kernels would be asked
-        return Verdict(kernel)
+    if _questions.get() is not None:  # what is collected is what the kernels would be asked
+        return kernel, None, "rule"
     if best is None or best.path == "uncompared":
-        return Verdict(kernel, unless, evidence)
+        return kernel, unless, evidence
     told, source = str(best.evidence), best.evidence.source
     if best.path == "kernel":
-        return Verdict(f"{kernel}, {told}", None, source)
-    return Verdict(kernel, told, source)
+        return f"{kernel}, {told}", None, source
+    return kernel, told, source
 
 
 def threshold(name: str, *key: Hashable, device: str | None = None) -> Any:
@@ -174,7 +149,7 @@ def threshold(name: str, *key: Hashable, device: str | None = None) -> Any:
         >>> threshold("grid_sample_gain", "bilinear", device="host")
         1.8
     """
-    values = _values(epoch(), name, device or backend())[0]
+    values = _values(current.number, name, device or backend())[0]
     return values.get(" ".join(map(str, key))) if key and isinstance(values, Mapping) else values
 
 
@@ -200,7 +175,7 @@ def gain(name: str, size: int, *key: Hashable, device: str = "host") -> float | 
 
 def evidence_of(name: str, *, device: str | None = None) -> Evidence | None:
     """Where a threshold comes from."""
-    return _values(epoch(), name, device or backend())[1]
+    return _values(current.number, name, device or backend())[1]
 
 
 def source_of(*names: str) -> str:
@@ -213,36 +188,31 @@ def source_of(*names: str) -> str:
     return next((each.source for each in found if each), "rule")
 
 
-@contextmanager
-def questions() -> Iterator[dict[Question, None]]:
+def questions() -> AbstractContextManager[dict[Question, None]]:
     """Collect what operations ask inside a ``with`` block, each question once."""
-    asked: dict[Question, None] = {}
-    with _within(_Mode(next(_numbers), questions=asked)):
-        yield asked
+    return _within(_questions, {})
 
 
-@contextmanager
-def heuristics_only() -> Iterator[None]:
+def heuristics_only() -> AbstractContextManager[bool]:
     """Inside a ``with`` block nothing that was tuned counts, for this thread or task."""
-    with _within(_Mode(next(_numbers), heuristics_only=True)):
-        yield
+    return _within(_heuristics_only, True)
 
 
 @contextmanager
-def _within(mode: _Mode) -> Iterator[None]:
-    token = _mode.set(mode)
+def _within(variable: ContextVar[Any], value: T) -> Iterator[T]:
+    token = variable.set(value)
     advance_epoch()
     try:
-        yield
+        yield value
     finally:
-        _mode.reset(token)
+        variable.reset(token)
         advance_epoch()
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def _found(epoch: int, family: str, device: str, question: tuple[Hashable, ...]) -> Found | None:
     name = stored.file_of(device)
-    if name is None or _mode.get().heuristics_only:
+    if name is None:
         return None
     return lookup(PROBLEMS[family](*question), name)
 
