@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Choice, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch import gradient_of as autodiff
-from ..dispatch.measurements import configure, decided, found, threshold
+from ..dispatch.measurements import configure, decided, found, source_of, threshold
 from ..metal.attention import decode
 from ..metal.attention.backward import Backward
 from ..metal.attention.forward import FAR, Launcher, attention_forward
@@ -142,7 +142,9 @@ def _takes_decode(call: AttentionCall) -> bool:
 def _choose_decode(call: AttentionCall) -> Choice:
     best = found("attention_decode", *decode.question(call))
     by, unless, evidence = decided(best, "few queries", _why_not_decode(call))
-    by, gain = by if best else "", _decode_host_gain(call)
+    if best is None:
+        by, evidence = "", source_of("attention_decode_cost", "attention_decode_min_elements")
+    gain = _decode_host_gain(call)
     return choose("attention", unless=unless, host_gain=gain, by=by, evidence=evidence)
 
 
@@ -189,6 +191,7 @@ def _choose_forward(call: AttentionCall) -> Choice:
         () if lacking else KERNELS,
         unless=lacking or _why_not_forward(call),
         host_gain=threshold("attention_forward_gain", device="host"),
+        evidence=source_of("attention_forward_gain", "attention_forward_widest"),
     )
 
 

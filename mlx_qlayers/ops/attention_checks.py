@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..options import AttentionCall, Scores, packing
+from .checks import FLOATS, check_floats
 
-FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUP_SIZES = (32, 64, 128)
 _PACKED = 3  # packed, scales, biases
@@ -30,7 +30,7 @@ def checked(
     """
     q, *parts, of_mask, sinks = arrays
     k, v = tuple(parts[: counts[0] or 1]), tuple(parts[counts[0] or 1 :])
-    _check_floats("q", q)
+    check_floats("q", q)
     if q.ndim != 4:
         raise ValueError(f"q must be (B, H, L, D), but its shape is {q.shape}")
     batch, heads, queries, width = q.shape
@@ -43,7 +43,7 @@ def checked(
         k_shape, v_shape = (*k[0].shape[:3], width), v[0].shape
     else:
         for name, array in (("k", k[0]), ("v", v[0])):
-            _check_floats(name, array)
+            check_floats(name, array)
             if array.ndim != 4:
                 raise ValueError(f"{name} must be (B, Hkv, S, D), but its shape is {array.shape}")
         k_shape, v_shape = k[0].shape, v[0].shape
@@ -58,20 +58,11 @@ def checked(
     _check_mask((batch, heads, queries, k_shape[2]), of_mask, mask)
     _check_numbers(scale, window, softcap)
     if sinks is not None:
-        _check_floats("sinks", sinks)
+        check_floats("sinks", sinks)
         if sinks.shape != (heads,):
             raise ValueError(f"sinks must be ({heads},), one a head, not {sinks.shape}")
     scores = Scores(scale, mask is not None, window, softcap)
     return AttentionCall(q, k, v, scores, of_mask, sinks)
-
-
-def _check_floats(name: str, array: Any) -> None:
-    dtype = getattr(array, "dtype", None)
-    if not isinstance(dtype, mx.Dtype):
-        kind = type(array).__name__ if dtype is None else f"one of another library with {dtype!r}"
-        raise ValueError(f"{name} must be an mx.array, not {kind}")
-    if dtype not in FLOATS:
-        raise ValueError(f"{name} must be float32, float16 or bfloat16, not {dtype}")
 
 
 def _is_packed(parts: Sequence[Any]) -> bool:
@@ -89,8 +80,8 @@ def _check_packed(
 ) -> None:
     if not _is_packed(parts):
         raise ValueError(f"{name} must be (packed, scales, biases) of 4 axes as mx.quantize gives")
-    _check_floats(f"the scales of {name}", parts[1])
-    _check_floats(f"the biases of {name}", parts[2])
+    check_floats(f"the scales of {name}", parts[1])
+    check_floats(f"the biases of {name}", parts[2])
     words, groups = parts[0].shape[-1], parts[1].shape[-1]
     if width is None:
         assert wanted is not None

@@ -14,7 +14,7 @@ from ..options import Rotation
 from ..reference import attention_step as reference
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
-from .attention_checks import FLOATS
+from .checks import FLOATS
 
 __all__ = ["MIN_POSITIONS", "Rotation", "attention_step", "why_not"]
 

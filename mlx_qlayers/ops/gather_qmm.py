@@ -19,11 +19,11 @@ from ..options import MatmulCall, PackedMatrix
 from ..reference.gather_qmm import gather_qmm as reference
 from ..runtime.backend import Context, backend, requested
 from ..runtime.spec import Spec
+from .checks import check_floats, check_packed
 
 # x, w, scales, biases, lhs_indices, rhs_indices and global_scale, or their specs.
 _Arrays = Sequence[Any]
 
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _KINDS = ("plain", "transposed")
 
 
@@ -260,18 +260,10 @@ _GATHER_QMM = Operation("gather_qmm", _plan, compiled=True)
 def _check(arrays: _Arrays, transpose: bool, fmt: Format) -> tuple[int, ...]:
     """The leading dimensions of the result."""
     x, w, scales, biases, lhs_indices, rhs_indices, global_scale = arrays
-    if x.dtype not in _FLOATS:
-        raise ValueError(f"x must be float32, float16 or bfloat16, not {x.dtype}")
+    check_floats("x", x)
     if x.ndim < 2 or w.ndim < 2:
         raise ValueError(f"x and w need at least 2 dimensions, not shapes {x.shape} and {w.shape}")
-    if problem := fmt.mismatch(w, scales, biases):
-        raise ValueError(problem)
-    inner = fmt.dims(w) if transpose else w.shape[-2]
-    if x.shape[-1] != inner:
-        raise ValueError(
-            f"x of shape {x.shape} must have {inner} columns to go with w of shape {w.shape} "
-            f"(transpose={transpose}, group_size={fmt.group_size}, bits={fmt.bits})"
-        )
+    check_packed(x, w, scales, biases, transpose, fmt)
     for name, indices in (("lhs_indices", lhs_indices), ("rhs_indices", rhs_indices)):
         if indices is not None and not mx.issubdtype(indices.dtype, mx.integer):
             raise ValueError(f"{name} must be integers, not {indices.dtype}")

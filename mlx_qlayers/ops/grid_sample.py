@@ -9,15 +9,14 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
-from ..dispatch.measurements import configure, threshold
+from ..dispatch.measurements import configure, source_of, threshold
 from ..metal.grid_sample import launch as kernels
 from ..options import Sampling
 from ..reference import grid_sample as reference
-from ..runtime.spec import Spec
+from .checks import check_floats
 
 MODES = ("bilinear", "nearest", "bicubic")
 PADDING_MODES = ("zeros", "border", "reflection")
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def grid_sample(
@@ -86,6 +85,7 @@ def _plan(
         KERNELS if kernels.covers(grid, options) else (),
         unless=empty,
         host_gain=_host_gain(mode, grid.size // grid.shape[-1], x.shape[-1]),
+        evidence="rule" if empty else source_of("grid_sample_gain"),
     )
     if empty:
         choice = choice._replace(path="ops", reason=empty)
@@ -114,11 +114,8 @@ def _host_gain(mode: str, points: int, channels: int) -> float:
 
 
 def _check(x: Any, grid: Any, options: Sampling) -> None:
-    for name, array in (("x", x), ("grid", grid)):
-        if not isinstance(array, mx.array | Spec):
-            raise ValueError(f"{name} must be an mx.array, not {type(array).__name__}")
-        if array.dtype not in _FLOATS:
-            raise ValueError(f"{name} must be float32, float16 or bfloat16, not {array.dtype}")
+    check_floats("x", x)
+    check_floats("grid", grid)
     if x.ndim not in (4, 5):
         raise ValueError(f"x must be (N, H, W, C) or (N, D, H, W, C), but its shape is {x.shape}")
     if grid.ndim != x.ndim or grid.shape[-1] != x.ndim - 2:
@@ -160,10 +157,7 @@ def affine_grid(theta: mx.array, size: tuple[int, ...], align_corners: bool = Fa
     Source:
         ``torch.nn.functional.affine_grid``, with channels last.
     """
-    if not isinstance(theta, mx.array):
-        raise ValueError(f"theta must be an mx.array, not {type(theta).__name__}")
-    if theta.dtype not in _FLOATS:
-        raise ValueError(f"theta must be float32, float16 or bfloat16, not {theta.dtype}")
+    check_floats("theta", theta)
     size = tuple(size)
     if len(size) not in (4, 5) or not all(isinstance(n, int) and n >= 0 for n in size):
         raise ValueError(f"size must be (N, H, W, C) or (N, D, H, W, C), not {size}")

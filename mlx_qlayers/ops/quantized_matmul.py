@@ -15,9 +15,8 @@ from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
 from ..options import MatmulCall, PackedMatrix
 from ..runtime.backend import backend, current, requested
 from ..runtime.spec import Spec
+from .checks import check_floats, check_packed
 from .quantized_route import by_reference, product, route
-
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def quantized_matmul(
@@ -80,7 +79,7 @@ def _plan(
 ) -> Plan:
     x, w, scales, biases, bias, global_scale = arrays
     fmt = Format.checked(group_size, bits, mode)
-    _check(x, w, scales, biases, transpose, fmt, bias)
+    _check(arrays, transpose, fmt)
     static = transpose, *fmt
     if global_scale is not None:
         if problem := fmt.mismatch_of_global(global_scale, 1):
@@ -216,29 +215,14 @@ SCALES_AND_BIASES_GRADIENT = Operation(
 )
 
 
-def _check(
-    x: Spec,
-    w: Spec,
-    scales: Spec,
-    biases: Spec | None,
-    transpose: bool,
-    fmt: Format,
-    bias: Spec | None,
-) -> None:
-    if x.dtype not in _FLOATS:
-        raise ValueError(f"x must be float32, float16 or bfloat16, not {x.dtype}")
+def _check(arrays: Sequence[Any], transpose: bool, fmt: Format) -> None:
+    x, w, scales, biases, bias, _ = arrays
+    check_floats("x", x)
     if x.ndim < 1 or w.ndim < 2:
         raise ValueError(
             f"x needs at least 1 dimension and w at least 2, not shapes {x.shape} and {w.shape}"
         )
-    if problem := fmt.mismatch(w, scales, biases):
-        raise ValueError(problem)
-    dims = fmt.dims(w)
-    inner, outer = (dims, w.shape[-2]) if transpose else (w.shape[-2], dims)
-    if x.shape[-1] != inner:
-        raise ValueError(
-            f"x of shape {x.shape} must have {inner} columns to go with w of shape {w.shape} "
-            f"(transpose={transpose}, group_size={fmt.group_size}, bits={fmt.bits})"
-        )
+    check_packed(x, w, scales, biases, transpose, fmt)
+    outer = w.shape[-2] if transpose else fmt.dims(w)
     if bias is not None and bias.shape != (outer,):
         raise ValueError(f"bias must have shape ({outer},), not {bias.shape}")

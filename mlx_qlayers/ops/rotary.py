@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
-from ..dispatch.measurements import threshold
+from ..dispatch.measurements import source_of, threshold
 from ..metal.rotary import launch as kernels
 from ..options import Rotation
 from ..reference import rotary as reference
 from ..runtime.backend import backend
+from .checks import FLOATS
 
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 # Heads that a thread of a GPU turns by one sine and cosine.
 _SHARE = 4
 
@@ -70,6 +70,7 @@ def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
         () if empty else KERNELS,
         unless=empty or _why_stock(),
         host_gain=threshold("rotary_gain", device="host"),
+        evidence=source_of("rotary_gain"),
     )
     composed = reference.rotary_embedding(rotation)
     if choice.path == "ops":
@@ -90,7 +91,7 @@ def _why_stock() -> str | None:
 
 
 def _check(q: Any, k: Any, offset: Any, rotation: Rotation, freqs: Any) -> None:
-    if q.ndim != 4 or q.dtype not in _FLOATS:
+    if q.ndim != 4 or q.dtype not in FLOATS:
         raise ValueError(
             f"q must be (B, L, H, D) in a floating-point type, not {q.dtype} {q.shape}"
         )

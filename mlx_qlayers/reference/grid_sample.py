@@ -28,10 +28,19 @@ def grid_sample(x: mx.array, grid: mx.array, options: Sampling) -> mx.array:
     """
     index, weight, inside = taps(grid, x.shape[1:-1], options)
     pixels = x.reshape(-1, x.shape[-1])
+    # What is outside counts as zero, whatever the pixel that stands in for it: it is a row of
+    # zeros behind all pixels, or masked where points are so few that this costs less.
+    padded = index.size > pixels.shape[0]
+    if padded:
+        index = mx.where(inside, index, pixels.shape[0])
+        pixels = mx.concatenate([pixels, mx.zeros((1, pixels.shape[1]), x.dtype)])
 
     def blend(rows: slice) -> mx.array:
-        # What is outside counts as zero, whatever the pixel is that stands in for it.
-        picked = mx.where(inside[rows, :, None], mx.take(pixels, index[rows], axis=0), 0)
+        picked = mx.take(pixels, index[rows], axis=0)
+        if not padded:
+            picked = mx.where(inside[rows, :, None], picked, 0)
+        if options.mode == "nearest":
+            return picked[:, 0]
         picked = picked * weight[rows, :, None]
         if _device() == mx.cpu:
             return picked.sum(axis=1).astype(x.dtype)

@@ -175,7 +175,7 @@ PACKED = tuple(mx.quantize(K, group_size=64, bits=4))
     [
         ((Q[0], K, V), {}, r"q must be \(B, H, L, D\).*\(4, 3, 64\)"),
         ((Q.astype(mx.int32), K, V), {}, "q must be float32.*int32"),
-        ((np.zeros((2, 4, 3, 64)), K, V), {}, "q must be an mx.array, not one of .*float64"),
+        ((np.zeros((2, 4, 3, 64)), K, V), {}, "q must be an mx.array, not ndarray of .*float64"),
         ((Q, K[0], V), {}, r"k must be \(B, Hkv, S, D\).*\(2, 5, 64\)"),
         ((Q, K[..., :32], V), {}, r"k must be \(2, Hkv, S, 64\).*\(2, 2, 5, 32\)"),
         ((Q, K[:1], V), {}, r"k must be \(2, Hkv, S, 64\).*\(1, 2, 5, 64\)"),
