@@ -13,7 +13,7 @@ from ..dispatch import KERNELS, Choice, Gradient, Operation, Plan, choose, dispa
 from ..dispatch import gradient_of as autodiff
 from ..dispatch.measurements import configure, decided, found, source_of, threshold
 from ..metal.attention import decode
-from ..metal.attention.backward import Backward
+from ..metal.attention.backward import attention_backward
 from ..metal.attention.forward import FAR, Launcher, attention_forward
 from ..metal.attention.layout import WIDEST
 from ..options import AttentionCall, Scores
@@ -254,10 +254,10 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
     """
     at = Launcher(call)
     chosen = configure("attention_forward", at.device, *at.question())
-    backward = Backward(at)
-    gradients = [Gradient((0, 1, 2) if call.sinks is None else (0, 1, 2, 4), backward.of_all)]
+    of_all, of_mask = attention_backward(at)
+    gradients = [Gradient((0, 1, 2) if call.sinks is None else (0, 1, 2, 4), of_all)]
     if call.mask is not None and call.mask.dtype != mx.bool_:
-        gradients.append(Gradient((3,), backward.of_mask))
+        gradients.append(Gradient((3,), of_mask))
     return Plan(choice, attention_forward(at, chosen), gradients)
 
 

@@ -120,8 +120,7 @@ def _plan(
     fmt = Format.checked(group_size, bits, mode)
     x, weight, tile_squares, residual, next_weight, *flat = arrays
     matrices = [PackedMatrix(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
-    _check(x, matrices, fmt, weight, gate, residual)
-    _check_deferred_norm(x, matrices, epsilon, weight, gate, tile_squares, next_weight)
+    _check(arrays[:5], matrices, fmt, epsilon, gate)
     composed = _composed(_one_by_one(fmt), epsilon, gate)
     rows, n, k = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices), x.shape[-1]
     lacking = _lacking(x, rows, matrices, [weight, residual, next_weight])
@@ -278,14 +277,14 @@ def _lacking(
 
 
 def _check(
-    x: Spec,
+    rows: Sequence[Any],
     matrices: Sequence[PackedMatrix],
     fmt: Format,
-    weight: Spec | None,
+    epsilon: float | None,
     gate: str | None,
-    residual: Spec | None,
 ) -> None:
     """Raise for what is wrong with arguments that :func:`quantized_matmul` does not know."""
+    x, weight, tile_squares, residual, next_weight = rows
     if not matrices:
         raise ValueError("matrices must have at least one element")
     for w, scales, biases, bias in matrices:
@@ -298,43 +297,27 @@ def _check(
         if bias is not None and bias.shape != w.shape[:1]:
             raise ValueError(f"bias must have shape {w.shape[:1]}, not {bias.shape}")
     shapes = [m.w.shape for m in matrices]
+    single, n = gate is None and len(matrices) == 1, shapes[0][0]
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"norm must have a weight of shape {x.shape[-1:]}, not {weight.shape}")
     if gate is not None and gate not in _ACTIVATIONS:
         raise ValueError(f"gate must be one of {', '.join(_ACTIVATIONS)}, not {gate!r}")
     if gate is not None and (len(shapes) != 2 or shapes[0] != shapes[1]):
         raise ValueError(f"gate needs two matrices of one shape, not shapes {shapes}")
-    if residual is not None:
-        shape = (*x.shape[:-1], shapes[0][0])
-        if gate is not None or len(shapes) > 1 or residual.shape != shape:
-            raise ValueError(
-                f"residual must have the shape {shape} of the product with a single matrix, "
-                f"not {residual.shape} with gate {gate!r} and {len(shapes)} matrices"
-            )
-
-
-def _check_deferred_norm(
-    x: Spec,
-    matrices: Sequence[PackedMatrix],
-    epsilon: float | None,
-    weight: Spec | None,
-    gate: str | None,
-    tile_squares: Spec | None,
-    next_weight: Spec | None,
-) -> None:
-    """Raise for what is wrong with the arguments that hand a norm on."""
-    if tile_squares is not None:
-        shape = (prod(x.shape[:-1]), -(-x.shape[-1] // 16))
-        if epsilon is None or weight is not None:
-            raise ValueError("tile_squares needs a norm without weight")
-        if tile_squares.shape != shape or tile_squares.dtype != mx.float32:
-            raise ValueError(
-                f"tile_squares must be float32 {shape}, "
-                f"not {tile_squares.dtype} {tile_squares.shape}"
-            )
-    if next_weight is not None:
-        n = matrices[0].w.shape[0]
-        if gate is not None or len(matrices) > 1:
-            raise ValueError("next_weight needs a single matrix and no gate")
-        if next_weight.shape != (n,):
-            raise ValueError(f"next_weight must have shape ({n},), not {next_weight.shape}")
+    if residual is not None and not (single and residual.shape == (*x.shape[:-1], n)):
+        raise ValueError(
+            f"residual must have the shape {(*x.shape[:-1], n)} of the product with a single "
+            f"matrix, not {residual.shape} with gate {gate!r} and {len(shapes)} matrices"
+        )
+    if tile_squares is not None and (epsilon is None or weight is not None):
+        raise ValueError("tile_squares needs a norm without weight")
+    wanted = Spec((prod(x.shape[:-1]), -(-x.shape[-1] // 16)), mx.float32)
+    if tile_squares is not None and Spec.of(tile_squares) != wanted:
+        raise ValueError(
+            f"tile_squares must be float32 {wanted.shape}, "
+            f"not {tile_squares.dtype} {tile_squares.shape}"
+        )
+    if next_weight is not None and not single:
+        raise ValueError("next_weight needs a single matrix and no gate")
+    if next_weight is not None and next_weight.shape != (n,):
+        raise ValueError(f"next_weight must have shape ({n},), not {next_weight.shape}")

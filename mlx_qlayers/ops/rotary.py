@@ -17,6 +17,11 @@ from .checks import FLOATS
 
 # Heads that a thread of a GPU turns by one sine and cosine.
 _SHARE = 4
+# Why ``auto`` leaves the kernel for the stock operator on a GPU.
+_STOCK = {
+    "cuda": "two launches of the stock operator are as fast: 10 to 15 us a pair in a chain",
+    "metal": "the kernel was not measured on an Apple GPU",
+}
 
 
 def rotary_embedding(
@@ -68,7 +73,7 @@ def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
     choice = choose(
         "rotary_embedding",
         () if empty else KERNELS,
-        unless=empty or _why_stock(),
+        unless=empty or _STOCK.get(backend()),
         host_gain=threshold("rotary_gain", device="host"),
         evidence=source_of("rotary_gain"),
     )
@@ -81,13 +86,6 @@ def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
 
 
 _ROTARY = Operation("rotary_embedding", _plan, compiled=True)
-
-
-def _why_stock() -> str | None:
-    return {
-        "cuda": "two launches of the stock operator are as fast: 10 to 15 us a pair in a chain",
-        "metal": "the kernel was not measured on an Apple GPU",
-    }.get(backend())
 
 
 def _check(q: Any, k: Any, offset: Any, rotation: Rotation, freqs: Any) -> None:

@@ -85,6 +85,7 @@ def stock(call: AttentionCall) -> Run | None:
         return None
     if not on_gpu and (q.dtype != mx.float32 or len(_shares(q, k, keys)) > 1):
         return None
+    product: Any = mx.fast.scaled_dot_product_attention
     options: dict[str, Any] = {"scale": scale}
     if mask is not None:
         if mask.dtype != mx.bool_ or window is not None:
@@ -95,23 +96,20 @@ def stock(call: AttentionCall) -> Run | None:
         # Of one query, the keys in its window are all that is needed.
         if not on_gpu or queries == 1 or queries * keys * dtype.size > _MASK_BYTES:
             return None
-        return _within(options, queries, keys, window, dtype)
+
+        def within(q: mx.array, k: mx.array, v: mx.array, _: None, sinks: Any) -> list[mx.array]:
+            mask = _window_mask(queries, keys, window, dtype)
+            return [product(q, k, v, **options, mask=mask, sinks=sinks)]
+
+        return within
     elif queries > 1 and (causal or window is not None):
         options["mask"] = "causal"
     if mask is sinks is None:  # each argument that is handed over takes a tenth of a microsecond
-        return lambda q, k, v, *_: [mx.fast.scaled_dot_product_attention(q, k, v, **options)]
+        return lambda q, k, v, *_: [product(q, k, v, **options)]
 
     def run(q: mx.array, k: mx.array, v: mx.array, seen: Any, sinks: Any) -> list[mx.array]:
         given = options if seen is None else {**options, "mask": seen}
-        return [mx.fast.scaled_dot_product_attention(q, k, v, **given, sinks=sinks)]
-
-    return run
-
-
-def _within(options: dict[str, Any], *window: Any) -> Run:
-    def run(q: mx.array, k: mx.array, v: mx.array, _: None, sinks: Any) -> list[mx.array]:
-        mask = _window_mask(*window)
-        return [mx.fast.scaled_dot_product_attention(q, k, v, **options, mask=mask, sinks=sinks)]
+        return [product(q, k, v, **given, sinks=sinks)]
 
     return run
 

@@ -27,17 +27,13 @@ def attention_step(
     def run(*arrays: Any) -> list[mx.array]:
         q, k, v, k_buffer, v_buffer, positions, freqs, mask = arrays
         length, row = positions[0], mx.arange(size)
+        heads = (batch, 1, -1, width) if rotation.dims else (batch, -1, 1, width)
+        q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(batch, -1, 1, v_buffer.shape[3])
         if rotation.dims:
-            q, k = (x.reshape(batch, 1, -1, width) for x in (q, k))
             q, k = turn(q, k, positions[1 : 1 + batch], freqs)
-        else:
-            q, k = (x.reshape(batch, -1, 1, width) for x in (q, k))
-        v = v.reshape(batch, -1, 1, v_buffer.shape[3])
         before, here = (row < length)[:, None], (row == length)[:, None]
-        k_buffer, v_buffer = (
-            mx.where(before, buffer, mx.where(here, new, 0))
-            for buffer, new in ((k_buffer, k), (v_buffer, v))
-        )
+        k_buffer = mx.where(before, k_buffer, mx.where(here, k, 0))
+        v_buffer = mx.where(before, v_buffer, mx.where(here, v, 0))
         seen = row <= length
         if mask is not None:
             seen = seen & mask[..., :size]

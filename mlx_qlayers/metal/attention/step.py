@@ -100,7 +100,9 @@ def attention_step(
     if mask is not None:
         of_head, of_sequence = mask.shape[3], mask.shape[1] * mask.shape[3]
         steps = (of_sequence * (mask.shape[0] > 1), of_head * (mask.shape[1] > 1))
-    options = _options(size, scale, rotation, *steps)
+    turning = *two_floats(rotation.scale), 0.0, 0.0, *rates(rotation)
+    bits = unpack(f"{1 + len(turning)}i", pack(f"{1 + len(turning)}f", scale * log2(e), *turning))
+    options = mx.array([size, bits[0], *steps, *bits[1:]], mx.int32)
     kernel, split = _kernel(mask is not None, freqs is not None), config.splits > 1
     values: tuple[TemplateValue, ...] = (
         *(q.dtype, width, v_width, heads // kv_heads, mask is not None, rotation.dims),
@@ -132,10 +134,3 @@ def attention_step(
         return outputs
 
     return run
-
-
-def _options(size: int, scale: float, rotation: Rotation, *steps: int) -> mx.array:
-    turning = [*two_floats(rotation.scale), 0.0, 0.0]
-    turning += rates(rotation)
-    bits = unpack(f"{1 + len(turning)}i", pack(f"{1 + len(turning)}f", scale * log2(e), *turning))
-    return mx.array([size, bits[0], *steps, *bits[1:]], mx.int32)

@@ -261,7 +261,10 @@ def qmv(
     if epsilon is not None and specs.tile_squares is None and norm_first:
         # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
         # whose threads share nothing would norm it in each of them.
-        return _after_norm(qmv(specs._replace(norm_weight=None), fmt, config, gate=gate), epsilon)
+        product = qmv(specs._replace(norm_weight=None), fmt, config, gate=gate)
+        return lambda x, weight, *others: product(
+            mx.fast.rms_norm(x, weight, epsilon), None, *others
+        )
     launch, shape = _bind(specs, fmt, config, epsilon, gate)
     given = itemgetter(*(i for i, spec in enumerate(specs) if spec is not None))
     return lambda *arrays: launch([*given(arrays), *shape])
@@ -305,15 +308,6 @@ def takes_deferred_norm(
     return isinstance(config, QmvMatrixConfig) and all(m.w.size >= CONSTANT_BELOW for m in matrices)
 
 
-def _after_norm(launch: Launch, epsilon: float) -> Launch:
-    """The same with a launch for the norm."""
-
-    def run(x: mx.array, norm_weight: mx.array | None, *others: Any) -> list[mx.array]:
-        return launch(mx.fast.rms_norm(x, norm_weight, epsilon), None, *others)
-
-    return run
-
-
 _INPUTS = (*QmvArrays._fields, "shape")
 _OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
 # What only the kernel on the matrix units has.
@@ -346,14 +340,6 @@ def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
     )
 
 
-def _omitted(specs: QmvArrays, outputs: int) -> tuple[str, ...]:
-    """What of a kernel's inputs and outputs a launch does without."""
-    without = [*_OUTPUTS[outputs:3]] + [*_OUTPUTS[3:]] * (specs.next_weight is None)
-    without += [name for name, spec in specs._asdict().items() if spec is None]
-    absent = range(len(specs.matrices), MAX_MATRICES)
-    return (*without, *(f"w{i}_shape" for i in absent))
-
-
 def _bind(
     specs: QmvArrays,
     fmt: Format,
@@ -365,7 +351,10 @@ def _bind(
     (*leading, k), matrices = specs.x.shape, specs.matrices
     rows, sizes = specs.x.size // k, [matrix.w.shape[0] for matrix in matrices]
     shapes = [(*leading, n) for n in (sizes[:1] if gate else sizes)]
-    kernel_omits = _omitted(specs, len(shapes))
+    # What of the kernel's inputs and outputs the launch does without.
+    omitted = [*_OUTPUTS[len(shapes) : 3], *_OUTPUTS[3:] * (specs.next_weight is None)]
+    omitted += [name for name, spec in specs._asdict().items() if spec is None]
+    omitted += [f"w{i}_shape" for i in range(len(matrices), MAX_MATRICES)]
     if specs.next_weight is not None:
         shapes += [*shapes, (rows, -(-sizes[0] // 16))]
     units, threads = isinstance(config, QmvMatrixConfig), config.threads
@@ -374,7 +363,7 @@ def _bind(
     template["gate"] = _GATES.index(gate)
     template["normed"] = epsilon is not None and specs.tile_squares is None
     template["epsilon"] = unpack("i", pack("f", epsilon or 0.0))[0]
-    launch = _kernel(units, kernel_omits).bind(
+    launch = _kernel(units, tuple(omitted)).bind(
         [*(spec for spec in specs if spec is not None), *shape],
         template=template | {name: getattr(config, name.lower()) for name in config.template},
         grid=(config.threadgroups(tuple(sizes), gate is not None) * threads, 1, 1),
