@@ -97,21 +97,19 @@ def test_short_calls_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["times"] > 0 and row["stock MB"] >= 0 and row["MB"] >= 0 for row in rows)
 
 
+def run(benchmark: str, *options: str) -> str:
+    """What a benchmark prints."""
+    command = [sys.executable, str(BENCHMARKS / benchmark), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_generation_benchmark(tiny_model: Path, tmp_path: Path) -> None:
     options = ["--prompt-tokens", "20", "--tokens", "8", "--repeats", "2", "--verify-tokens", "8"]
     files = ["--csv", str(tmp_path / "out.csv"), "--json", str(tmp_path / "out.json")]
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(BENCHMARKS / "bench_generate.py"),
-            *("--model", str(tiny_model), *options, *files),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "verified: in float32" in done.stdout and "mlx-lm" in done.stdout
+    printed = run("bench_generate.py", "--model", str(tiny_model), *options, *files)
+    assert "verified: in float32" in printed and "mlx-lm" in printed
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["layers"] for row in rows][:2] == ["stock mlx-lm", "converted (auto)"]
     assert all(row["decode tok/s"] > 0 and row["prefill tok/s count"] == 2 for row in rows)
@@ -121,18 +119,8 @@ def test_generation_benchmark(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_decoding_benchmark(tmp_path: Path) -> None:
     options = ["--tiny", *("--tokens", "4", "--prompt-tokens", "8", "--repeats", "1")]
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(BENCHMARKS / "bench_decode.py"),
-            *(*options, "--prefill", "20", "--json", str(tmp_path / "out.json")),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "verified 8 x 11 tokens" in done.stdout
+    options += ["--prefill", "20", "--json", str(tmp_path / "out.json")]
+    assert "verified 8 x 11 tokens" in run("bench_decode.py", *options)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     parts = [row for row in rows if "submit" in row]
     names = ["stock", "converted, not fused", "converted"]

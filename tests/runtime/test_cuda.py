@@ -100,13 +100,8 @@ EXP = Kernel("exp_forward", "exp/exp.metal", ("x",), ("y",), template=("T",))
 
 
 def _exp(x: mx.array) -> None:
-    EXP(
-        [x],
-        template={"T": x.dtype},
-        grid=(x.size, 1, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[x.shape],
-    )
+    threads = {"grid": (x.size, 1, 1), "threadgroup": (32, 1, 1)}
+    EXP([x], template={"T": x.dtype}, output_shapes=[x.shape], **threads)
 
 
 def test_a_grid_of_whole_threadgroups_needs_no_guard(launches: Launches) -> None:

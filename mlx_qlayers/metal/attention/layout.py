@@ -25,8 +25,8 @@ class Layout:
         simds: SIMD groups of a threadgroup, a multiple of ``slices * roles``.
         slices: SIMD groups that share their rows, each with its part of the columns.
         roles: SIMD groups that share keys in the gradient of keys and values: one for both, or 2.
-        tile: rows of a tile in threadgroup memory, a multiple of 16.
         alternate: whether both tiles share one place, one after the other.
+        tile: rows of a tile in threadgroup memory, a multiple of 16.
         ahead: whether the next tile is read from device memory while the last one is used. Where
             GPUs copy beside registers the forward kernel always does, and those of the gradients
             have a second place for each tile.
@@ -38,8 +38,8 @@ class Layout:
     simds: int = 4
     slices: int = 1
     roles: int = 1
-    tile: int = 32
     alternate: bool = False
+    tile: int = 32
     ahead: bool = False
     resident: int = 1
 

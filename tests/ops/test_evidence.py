@@ -1,0 +1,62 @@
+"""What choices rest on: the measurements that decide on a CPU, rules where nothing was measured."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers import attention, explain, grid_sample, quantized_matmul, use_backend
+from mlx_qlayers.dispatch.measurements import source_of
+from mlx_qlayers.ops.exp import exp
+from mlx_qlayers.ops.fused_products import fused_products
+from mlx_qlayers.ops.gather_qmm import gather_qmm
+from mlx_qlayers.ops.rotary import rotary_embedding
+from mlx_qlayers.options import PackedMatrix
+from mlx_qlayers.runtime import backend
+
+X, PACKED = mx.ones((1, 64)), mx.quantize(mx.ones((64, 64)))
+IMAGE, HEADS = mx.ones((1, 2, 2, 1)), mx.ones((1, 2, 4, 64))
+EXPERTS = mx.quantize(mx.ones((2, 64, 64)))
+MEASURED = {
+    "quantized_matmul": lambda: quantized_matmul(X, *PACKED),
+    "fused_products": lambda: fused_products(X, [PackedMatrix(*PACKED)]),
+    "gather_qmm": lambda: gather_qmm(mx.ones((2, 1, 64)), *EXPERTS),
+    "grid_sample": lambda: grid_sample(IMAGE, mx.zeros((1, 1, 1, 2))),
+    "attention": lambda: attention(HEADS, HEADS, HEADS, scale=1.0),
+    "rotary_embedding": lambda: rotary_embedding(HEADS, HEADS, mx.array(0), dims=64),
+}
+RULES = {
+    "exp": lambda: exp(X),
+    "gather_qmm": lambda: gather_qmm(mx.ones((2, 0, 64)), *EXPERTS),
+    "grid_sample": lambda: grid_sample(IMAGE, mx.zeros((1, 0, 1, 2))),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    for name in ("metal", "cuda"):
+        monkeypatch.setitem(backend.missing, name, lambda: "not in this test")
+    explain(reset=True)
+    with use_backend("auto"):
+        yield
+
+
+def evidence(op):
+    return {decision.evidence for decision in explain() if decision.op == op}
+
+
+@pytest.mark.parametrize("op", MEASURED)
+def test_measurements(op):
+    MEASURED[op]()
+    assert evidence(op) == {"shipped result"}
+
+
+@pytest.mark.parametrize("op", RULES)
+def test_rules(op):
+    RULES[op]()
+    assert evidence(op) == {"rule"}
+
+
+def test_the_first_that_this_device_has():
+    assert source_of("rotary_gain") == source_of("qmm_max_rows", "rotary_gain") == "shipped result"
+    assert source_of("qmm_max_rows") == "rule"
