@@ -15,9 +15,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..formats import Format
+from ..runtime.staging import check_free, staged_directory
 from .checkpoint import check_directory
 from .loading import find_model, load_stock
-from .staging import check_free, staged_directory
 
 
 @dataclass(frozen=True)

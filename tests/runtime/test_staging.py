@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_qlayers.conversion.staging import staged_directory
+from mlx_qlayers.runtime.staging import staged_directory
 
 
 def test_appears_when_the_block_ends(tmp_path: Path) -> None:
