@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..runtime.backend import BackendError, backend, missing, requested
+from ..runtime.backend import BackendError, backend, requested, unavailable
 
 
 class Choice(NamedTuple):
@@ -74,6 +74,6 @@ def choose(
 
 
 def _no_kernel(name: str, kernels: Sequence[str]) -> str:
-    if name == "ops" and "host" in kernels and (why := missing["host"]()):
+    if name == "ops" and "host" in kernels and (why := unavailable("host")):
         return f"no GPU, and no host backend: {why}"
     return f"no {name} kernel for these arguments"

@@ -20,9 +20,11 @@ from ..runtime.backend import (
     BackendError,
     Mode,
     Outdated,
+    ToolchainError,
     backend,
     current,
     epoch,
+    falls_back,
     mode,
     requested,
     up_to_date,
@@ -31,7 +33,7 @@ from ..runtime.explain import Row, collectors, count, recording, row
 from ..runtime.spec import Spec
 from ..runtime.transformed import has_values
 from .choice import Choice
-from .gradients import Gradient, Outputs, differentiable
+from .gradients import Gradient, Outputs, differentiable, gradient_of
 
 # A server sees prompts of any length: what has not been asked for lately is made again.
 MAX_PLANS = 4096
@@ -137,7 +139,12 @@ def dispatch(
     else:
         for each in prepared.rows:
             next(each.ticks)
-    return prepared.run(*arrays)
+    try:
+        return prepared.run(*arrays)
+    except ToolchainError as error:
+        if not falls_back(error):
+            raise
+    return dispatch(operation, arrays, static)
 
 
 def _made(operation: Operation, shapes: tuple[Any, ...], key: tuple[Any, ...]) -> _Prepared:
@@ -178,10 +185,30 @@ def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     if plan.gradients and now.differentiable:
         if backend() == "host" and now is Mode.EAGER:
             return _Prepared(_guarded(operation, static, specs, plan, rows), ())
-        run = differentiable(operation.name, run, plan.gradients, specs)
+        gradients = _with_fallback(plan) if on_host else plan.gradients
+        run = differentiable(operation.name, run, gradients, specs)
     if on_host and now is not Mode.INFERENCE:
         return _Prepared(_with_values(operation, plan, run, rows), ())
     return _Prepared(run, rows)
+
+
+def _with_fallback(plan: Plan) -> list[Gradient]:
+    """The gradients, by autodiff of the reference where their kernels cannot be compiled."""
+
+    def fallible(gradient: Gradient) -> Gradient:
+        def compute(given: Any, *rest: list[mx.array]) -> Sequence[mx.array]:
+            try:
+                return gradient.compute(given, *rest)
+            except ToolchainError as error:
+                if plan.reference is None or not falls_back(error):
+                    raise
+            (whole,) = gradient_of(plan.reference, given)
+            made = dict(zip(whole.of, whole.compute(given, *rest), strict=True))
+            return [made[i] for i in gradient.of]
+
+        return gradient._replace(compute=compute)
+
+    return [fallible(gradient) for gradient in plan.gradients]
 
 
 def _row(choice: Choice | None) -> tuple[Row, ...]:

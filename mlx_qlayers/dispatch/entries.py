@@ -108,10 +108,7 @@ def user_folder() -> Path:
     Raises:
         OSError: there is no such place, as without a home folder.
     """
-    try:
-        return cache_folder() / "tuning"
-    except RuntimeError as error:
-        raise OSError(str(error)) from None
+    return cache_folder() / "tuning"
 
 
 # Results of this process that could not be written, by device.

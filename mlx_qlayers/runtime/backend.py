@@ -29,6 +29,10 @@ class BackendError(RuntimeError):
     """A backend that was asked for by name cannot run."""
 
 
+class ToolchainError(BackendError):
+    """A backend's compiler, or its place for compiled kernels, fails whatever the kernel."""
+
+
 class Mode(Enum):
     """What becomes of the graph that a call adds to."""
 
@@ -206,6 +210,27 @@ missing: dict[str, Callable[[], str | None]] = {
 }
 
 
+# Why a backend that is there failed; ``auto`` passes over it from then on.
+_failures: dict[str, str] = {}
+
+
+def unavailable(name: str) -> str | None:
+    """Why ``auto`` cannot take a backend, or None where it can."""
+    return missing[name]() or _failures.get(name)
+
+
+def falls_back(error: ToolchainError) -> bool:
+    """Whether the choice was left to ``auto``, which goes on without ``host``; said once."""
+    if requested() != "auto":
+        return False
+    with _lock:
+        if "host" not in _failures:
+            _failures["host"] = str(error)
+            epoch.change(epoch.debug, epoch.number + 1)
+            print(f"mlx-qlayers: no kernels run on this CPU, {error}", file=sys.stderr)
+    return True
+
+
 def _check(name: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {name!r}")
@@ -257,7 +282,7 @@ def backend() -> str:
     """
     if (name := requested()) != "auto":
         return name
-    return next(each for each, why in missing.items() if why() is None)
+    return next(each for each in missing if unavailable(each) is None)
 
 
 class use_backend(_Block):

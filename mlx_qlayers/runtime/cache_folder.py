@@ -10,9 +10,49 @@ _ENVIRONMENT = "MLX_QLAYERS_CACHE_DIR"
 
 
 def cache_folder() -> Path:
-    """``MLX_QLAYERS_CACHE_DIR``, else this package's folder in the platform's place for caches."""
-    if chosen := os.environ.get(_ENVIRONMENT):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlx-qlayers"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-qlayers"
+    """``MLX_QLAYERS_CACHE_DIR``, else this package's folder in the platform's place for caches.
+
+    Raises:
+        OSError: there is no home folder.
+    """
+    try:
+        if chosen := os.environ.get(_ENVIRONMENT):
+            return Path(chosen).expanduser()
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "mlx-qlayers"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-qlayers"
+    except RuntimeError as error:
+        raise OSError(f"{error} Set {_ENVIRONMENT}") from None
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, for others to read and not to write whatever the umask."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(0o755, exist_ok=True)
+
+
+def check_owner(path: str | Path) -> None:
+    """Refuse what others could have written, as OpenSSH does: its content would run as this user.
+
+    Raises:
+        PermissionError: it belongs to neither this user nor root, or others may write it.
+    """
+    info = os.stat(path)
+    if info.st_uid not in (0, os.geteuid()):
+        raise PermissionError(f"{path} belongs to user {info.st_uid}")
+    if info.st_mode & 0o022:
+        raise PermissionError(f"{path} can be written by other users: chmod go-w {path}")
+
+
+def own_folder(name: str) -> Path:
+    """A folder of the cache, made if it is not there, into which nobody else can put anything.
+
+    Raises:
+        OSError: it cannot be made, or others could have written there.
+    """
+    folder = cache_folder() / name
+    make_folder(folder)
+    check_owner(folder.parent)
+    check_owner(folder)
+    return folder

@@ -6,7 +6,6 @@ express is rewritten here, token by token: see :func:`translate`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -19,11 +18,12 @@ import mlx.core as mx
 
 from . import source
 from .backend import BackendError
-from .cache_folder import cache_folder
+from .cache_folder import own_folder
 from .generated_source import ATTRIBUTES, shape_words
 from .launch import Bound, Launch, Size, TemplateValue, added_to_graph
 from .program import Program
 from .source import METAL, Token
+from .staging import replace_file
 
 SHIM = Path(__file__).parent / "shims" / "cuda" / "msl.h"
 # Characters from which a kernel's text is worth a file.
@@ -126,14 +126,11 @@ def _kept(text: str) -> str:
     """
     if len(text) < _LONG:
         return text
-    folder = cache_folder() / "cuda"
-    path = folder / f"{sha256(text.encode()).hexdigest()[:32]}.h"
     try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(f".{os.getpid()}")
-            draft.write_text(text)
-            draft.replace(path)
+        folder = own_folder("cuda")
+        path = folder / f"{sha256(text.encode()).hexdigest()[:32]}.h"
+        if not path.exists() or path.read_bytes() != text.encode():
+            replace_file(path, text)
     except OSError:
         return text
     return f'#include "{path}"\n'

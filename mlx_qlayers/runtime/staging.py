@@ -1,4 +1,4 @@
-"""A directory that appears whole or not at all."""
+"""Directories and files that appear whole or not at all, and what is left of those that did not."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import glob
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_DAY = 24 * 3600
+
 
 @contextmanager
-def staged_directory(target: Path) -> Iterator[Path]:
+def staged_directory(target: Path, permissions: int | None = None) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its place when the block ends without error.
 
     Until then it is named ``.NAME.mlx-qlayers-XXXXXXXX`` and locked. What a killed process left
@@ -21,6 +24,7 @@ def staged_directory(target: Path) -> Iterator[Path]:
 
     Args:
         target: where the directory shall appear; nothing, or an empty directory, is there now.
+        permissions: those of the directory; by default what the umask leaves.
 
     Raises:
         FileExistsError: ``target`` is a file, or a directory with something in it.
@@ -33,16 +37,14 @@ def staged_directory(target: Path) -> Iterator[Path]:
     check_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.mlx-qlayers-"
-    for leftover in target.parent.glob(f"{glob.escape(prefix)}*"):
-        with suppress(OSError):
-            lock = _locked(leftover, fcntl.LOCK_NB)
-            shutil.rmtree(leftover, ignore_errors=True)
-            os.close(lock)
-    staging, lock = _created(prefix, target.parent)
+    remove_leftovers(target.parent, f"{glob.escape(prefix)}*")
+    staging, lock = locked_directory(prefix, target.parent)
     try:
         yield staging
-        os.umask(mask := os.umask(0))
-        staging.chmod(0o777 & ~mask)
+        if permissions is None:
+            os.umask(mask := os.umask(0))
+            permissions = 0o777 & ~mask
+        staging.chmod(permissions)
         for path in (*staging.rglob("*"), staging):
             _sync(path)
         check_free(target)
@@ -62,26 +64,70 @@ def check_free(target: Path) -> None:
         raise FileExistsError(f"{target}: exists and is not a directory")
 
 
-def _created(prefix: str, parent: Path) -> tuple[Path, int]:
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that holds all of the new text or, where the process is killed, what it held."""
+    remove_leftovers(path.parent, ".*.tmp")
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def remove_leftovers(folder: Path, pattern: str) -> None:
+    """Delete what killed processes left in a folder: what this user owns and nobody has locked.
+
+    Where the file system has no locks it is what nobody has changed for a day.
+    """
+    for name in glob.glob(pattern, root_dir=folder):
+        path = folder / name
+        with suppress(OSError):
+            info = path.stat()
+            lock, is_locked = _locked(path, fcntl.LOCK_NB)
+            if info.st_uid == os.geteuid() and (is_locked or info.st_mtime < time.time() - _DAY):
+                remove(path)
+            os.close(lock)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a directory with all that is in it."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def locked_directory(prefix: str, parent: Path) -> tuple[Path, int]:
+    """A new directory, and the handle that keeps it locked until it is closed."""
     while True:
         staging = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         # Another process may take it for a leftover before it is locked.
         with suppress(FileNotFoundError):
-            lock = _locked(staging)
+            lock, _ = _locked(staging)
             if staging.exists():
                 return staging, lock
             os.close(lock)
 
 
-def _locked(path: Path, flags: int = 0) -> int:
-    """A handle of a directory that is locked as long as it is open."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _locked(path: Path, flags: int = 0) -> tuple[int, bool]:
+    """A handle that keeps a file or directory locked, and false where there are no locks."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | flags)
-    except OSError:
+    except BlockingIOError:
         os.close(handle)
         raise
-    return handle
+    except OSError:
+        return handle, False
+    return handle, True
 
 
 def _sync(path: Path) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import Any
 
 from ..dispatch.entries import Entry, load, read, unsaved, user_folder
 from ..runtime.backend import advance_epoch
+from ..runtime.cache_folder import make_folder
 from ..runtime.explain import note
+from ..runtime.staging import replace_file
 
 
 def save(device: str, found: Mapping[str, Entry], folder: Path | None = None) -> bool:
@@ -38,7 +39,7 @@ def save(device: str, found: Mapping[str, Entry], folder: Path | None = None) ->
             content = _content(path, device)
             content["entries"] |= {key: asdict(entry) for key, entry in found.items()}
             content["entries"] = dict(sorted(content["entries"].items()))
-            _write(path, content)
+            replace_file(path, _text(content) + "\n")
         kept = True
     except OSError as error:
         note("tuning", "not kept", str(error))
@@ -92,20 +93,6 @@ def _content(path: Path, device: str) -> dict[str, Any]:
         return {"device": device, "entries": {}}
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(_text(content) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-
-
 def _text(value: Any, depth: int = 0) -> str:
     """JSON with a line for each name, and lists in one."""
     if not isinstance(value, Mapping) or not value:
@@ -123,7 +110,7 @@ def _locked(path: Path) -> Iterator[None]:
     """
     import fcntl
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for draft in path.parent.glob(f".{path.name}.*"):

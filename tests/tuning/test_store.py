@@ -178,7 +178,7 @@ def test_a_pipe_or_a_folder_in_place_of_the_file_is_no_reason_to_wait(folder, ma
 
 def test_without_a_home_folder_results_hold_for_the_process(monkeypatch):
     def none():
-        raise RuntimeError("Could not determine home directory.")
+        raise OSError("Could not determine home directory.")
 
     monkeypatch.setattr(entries, "cache_folder", none)
     assert found() is None and listed() == {} and clear() == 0

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -25,14 +25,7 @@ from . import array_memory as memory
 from .compiled_kernel import DEFAULT_BUDGET, Counters, HostKernel, check_grid, compile_source
 from .errors import CompileError
 from .lint import refuse
-from .output_buffers import (
-    SMALL,
-    SmallOutput,
-    capsule,
-    large_output,
-    npy_header,
-    small_output,
-)
+from .output_buffers import SMALL, SmallOutput, capsule, large_output, npy_header, small_output
 
 _PREAMBLE = '#include "mlx/backend/metal/kernels/utils.h"\n#line 1 "source.metal"\n'
 _ENVIRONMENT = "MLX_QLAYERS_HOST_CHECKS"
@@ -90,16 +83,9 @@ def checks(enabled: bool = True, *, budget: int = DEFAULT_BUDGET) -> Iterator[Re
         _report.reset(token)
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """A kernel compiled for one set of types, and where its buffers come from.
-
-    Attributes:
-        kernel: the kernel.
-        inputs: a buffer's index and an input's, for each input.
-        shapes: a buffer's index, an input's, and what makes a shape or a rank of it, for each.
-        strides: by inputs, the buffers' indices of their strides.
-        outputs: the buffers' indices of the outputs, in order.
+class _Compiled(NamedTuple):
+    """A kernel compiled for one set of types, and where its buffers come from: pairs of the indices
+    of a buffer and of an input, with what makes a shape or rank; strides by inputs; outputs.
     """
 
     kernel: HostKernel
@@ -138,8 +124,7 @@ def _compiled(program: Program, function: str, text: str, checked: bool) -> _Com
 
     try:
         kernel = compile_source(
-            _PREAMBLE + text,
-            function,
+            *(_PREAMBLE + text, function),
             checked=checked,
             name=program.name,
             cite=cite,
@@ -148,33 +133,26 @@ def _compiled(program: Program, function: str, text: str, checked: bool) -> _Com
     except CompileError as error:
         raise CompileError(f"kernel {program.name}: {cite(str(error))}") from None
     at = {parameter.name: i for i, parameter in kernel.signature.buffers.items()}
-    words = (("_shape", _shape), ("_ndim", _ndim))
+
+    def slots(suffix: str) -> list[tuple[int, int]]:
+        names = [name + suffix for name in program.input_names]
+        return [(at[name], i) for i, name in enumerate(names) if name in at]
+
     return _Compiled(
         kernel,
-        inputs=[(at[name], i) for i, name in enumerate(program.input_names)],
+        inputs=slots(""),
         shapes=[
-            (at[name + suffix], i, make)
-            for i, name in enumerate(program.input_names)
-            for suffix, make in words
-            if name + suffix in at
+            (slot, i, make)
+            for suffix, make in (("_shape", _shape), ("_ndim", _ndim))
+            for slot, i in slots(suffix)
         ],
-        strides={
-            i: at[name + "_strides"]
-            for i, name in enumerate(program.input_names)
-            if name + "_strides" in at
-        },
+        strides={i: slot for slot, i in slots("_strides")},
         outputs=[at[name] for name in program.output_names],
     )
 
 
 class _Strides:
-    """Where the kernel finds the strides of an input.
-
-    Attributes:
-        slot: the buffer's index.
-        dense: the address of those of a row-contiguous array.
-        own: those of another array, in elements, and their address.
-    """
+    """Strides of an input, in elements: those of a row-contiguous array, and an array's own."""
 
     def __init__(self, slot: int, x: Spec) -> None:
         self.slot, self.itemsize, self.axes = slot, x.dtype.size, range(x.ndim)
@@ -184,36 +162,23 @@ class _Strides:
 
 
 class _Frame:
-    """What a launch fills in, used again by the next one that differs only in its arrays.
-
-    Attributes:
-        addresses: of the buffers, as the kernel's entry point takes them.
-        inputs: a buffer's index, an input's, and where its strides go, if anywhere.
-        view: of an array that is not contiguous, and its address.
-        raw: the launch as the runtime library takes it, and its address.
-        outputs: a buffer's index for each output, and one of: a small output, the header of a large
-            one, what makes one that starts from a value.
-    """
+    """What a launch fills in, used again by the next one that differs only in its arrays."""
 
     def __init__(self, compiled: _Compiled, launch: Launch) -> None:
         self.addresses = (ctypes.c_uint64 * compiled.kernel.slots)()
         self.raw = compiled.kernel.raw(launch.grid, launch.threadgroup)
         self.raw.buffers = ctypes.addressof(self.addresses)
         self.raw_address = ctypes.addressof(self.raw)
-        self.inputs = [
-            (
-                slot,
-                i,
-                _Strides(compiled.strides[i], launch.inputs[i]) if i in compiled.strides else None,
-            )
-            for slot, i in compiled.inputs
-        ]
-        self.view = memory.PyBuffer()
+        strides = {i: _Strides(s, launch.inputs[i]) for i, s in compiled.strides.items()}
+        # A buffer's index, an input's, and where its strides go, if anywhere.
+        self.inputs = [(slot, i, strides.get(i)) for slot, i in compiled.inputs]
+        self.view = memory.PyBuffer()  # of an array that is not contiguous
         self.view_address = ctypes.addressof(self.view)
         self._shapes = [(slot, make(launch.inputs[i])) for slot, i, make in compiled.shapes]
         for slot, shape in self._shapes:
             self.addresses[slot] = ctypes.addressof(shape)
         value = launch.init_value
+        # A buffer's index, and a small output, the header of a large one, or what makes one.
         self.outputs: list[tuple[int, SmallOutput | None, bytes, Any]] = []
         outputs = zip(compiled.outputs, launch.output_shapes, launch.output_dtypes, strict=True)
         for slot, shape, dtype in outputs:

@@ -2,86 +2,155 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
 import functools
-import hashlib
 import os
-import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib import metadata
+from hashlib import sha256
 from pathlib import Path
 
-from ..cache_folder import cache_folder
-from . import toolchain
+from ..backend import ToolchainError
+from ..cache_folder import cache_folder, check_owner, own_folder
+from ..staging import locked_directory, remove, remove_leftovers, staged_directory
 
 # What a compilation may need: on a full disk the compiler stops without a word.
 _ROOM = 16 << 20
-# The modules that decide whether a kernel is taken, and which object is made of it.
-_MAKERS = (
-    *("access_checks", "alu_cycles", "compiler", "cpp_text", "lint", "llvm_ir"),
-    *("opencl_spelling", "runtime_library", "toolchain", "translate"),
-)
+# In an entry: its name, and the sizes and digests of its files.
+_CHECKSUMS = "checksums"
 
 
 def root() -> Path:
-    """The folder of this backend's part of the cache."""
-    return cache_folder() / "host"
+    """The folder of this backend's part of the cache.
 
+    Where that cannot be used, or others could have written there, it is a folder that goes when the
+    process ends.
 
-@functools.cache
-def _own(unusable: Path, why: str) -> Path:
-    """A folder of this process alone, in the place of one that cannot be written."""
-    print(f"mlx-qlayers: kernels are not kept, {unusable} is unusable: {why}", file=sys.stderr)
-    return toolchain.scratch() / "host"
-
-
-@functools.cache
-def _processor() -> str:
-    """What the compiler sees of this machine: objects are built for exactly this processor."""
+    Raises:
+        OSError: that cannot be made either.
+    """
     try:
-        info = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    lines = info.split("\n\n")[0].splitlines()
-    return "\n".join(x for x in lines if x.split(":")[0].strip() in ("flags", "Features", "model"))
+        return _opened(cache_folder())
+    except OSError as error:
+        return _scratch(str(error))
 
 
 @functools.cache
-def _surroundings() -> str:
-    """Everything but the kernel that decides what the compiler makes of it."""
-    digest = hashlib.sha256()
-    makers = [Path(__file__).with_name(f"{name}.py") for name in _MAKERS]
-    for path in [*makers, *sorted(p for p in toolchain.SHIMS.iterdir() if p.is_file())]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return (
-        f"{toolchain.version()} {toolchain.target()} {_processor()} {metadata.version('mlx')} "
-        + (digest.hexdigest())
-    )
+def _opened(cache: Path) -> Path:
+    folder = own_folder("host")
+    if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise PermissionError(f"{cache} is on a file system that is mounted noexec")
+    remove_leftovers(folder, ".*")
+    return folder
 
 
-def key(*parts: object) -> str:
-    """The name under which the content described by ``parts`` is stored."""
-    text = "\0".join([_surroundings(), *map(repr, parts)])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def _scratch(why: str) -> Path:
+    """A folder of this process alone, which goes when it ends."""
+    if not _made_scratch.cache_info().currsize:
+        print(f"mlx-qlayers: kernels are not kept: {why}", file=sys.stderr)
+    return _made_scratch()
 
 
-def _work(folder: Path) -> Path:
-    """An empty folder beside ``folder``, to become it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(folder.parent).free < _ROOM:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+@functools.cache
+def _made_scratch() -> Path:
+    parent, prefix, process = Path(tempfile.gettempdir()), "mlx-qlayers-kernels-", os.getpid()
+    remove_leftovers(parent, prefix + "????????")
+    folder, _ = locked_directory(prefix, parent)
+
+    # A forked child ends too, and must leave the folder to its parent.
+    def remove() -> None:
+        if os.getpid() == process:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+def entry(name: str, build: Callable[[Path], None]) -> Path:
+    """The folder called ``name``, built first if it is not there or not as it was built.
+
+    While another process builds it, this one waits. Where the cache cannot be used it lives as long
+    as the process.
+
+    Args:
+        name: a hash of all that its content depends on.
+        build: fills an empty folder; what it leaves appears under ``name`` all at once.
+
+    Raises:
+        ToolchainError: no folder can be written.
+    """
+    try:
+        return _entry(root() / name, build)
+    except OSError as error:
+        why = str(error)
+    try:
+        return _entry(_scratch(why) / name, build)
+    except OSError as error:
+        raise ToolchainError(f"there is no place for a compiled kernel: {error}") from error
+
+
+def _entry(folder: Path, build: Callable[[Path], None]) -> Path:
+    if _damage(folder) is None:
+        return folder
+    with _turn(folder):
+        if (damage := _damage(folder)) is None:
+            return folder
+        if os.path.lexists(folder):
+            print(f"mlx-qlayers: {damage}; it is built anew", file=sys.stderr)
+            remove(folder)
+        if shutil.disk_usage(folder.parent).free < _ROOM:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
+        try:
+            with staged_directory(folder, 0o755) as work:
+                build(work)
+                for path in work.iterdir():
+                    path.chmod(0o644)
+                checksums = work / _CHECKSUMS
+                checksums.write_bytes(_checksums(folder.name, _files(work)))
+                checksums.chmod(0o644)
+        except OSError:
+            # Without locks another process may be first; its content is the same.
+            if _damage(folder) is not None:
+                raise
+    return folder
+
+
+def _damage(folder: Path) -> str | None:
+    """Why an entry cannot be loaded, or None where it can."""
+    try:
+        check_owner(folder)
+        files = _files(folder)
+    except OSError as error:
+        return str(error)
+    whole = files.pop(_CHECKSUMS, None) == _checksums(folder.name, files)
+    return None if whole else f"{folder} is damaged"
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    files = {}
+    # Every kernel that is loaded passes here: pathlib would take twice as long.
+    for name in sorted(os.listdir(folder)):
+        path = f"{folder}/{name}"
+        check_owner(path)
+        with open(path, "rb", buffering=0) as file:
+            files[name] = file.read()
+    return files
+
+
+def _checksums(name: str, files: dict[str, bytes]) -> bytes:
+    lines = [f"{key} {len(data)} {sha256(data).hexdigest()}" for key, data in files.items()]
+    return "\n".join([name, *lines]).encode()
 
 
 @contextlib.contextmanager
 def _turn(folder: Path) -> Iterator[None]:
     """One process at a time builds a folder; the system ends the turn of one that is killed."""
-    path = folder.with_suffix(".lock")
+    path = folder.with_name(f".{folder.name}.lock")
     with open(path, "w") as lock:
         # Some file systems have no locks: then each builds, and the first is kept.
         with contextlib.suppress(OSError):
@@ -93,38 +162,3 @@ def _turn(folder: Path) -> Iterator[None]:
             # A forked child may hold the file open for longer.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_UN)
-
-
-def entry(name: str, build: Callable[[Path], None]) -> Path:
-    """The folder called ``name``, built first if it is not there.
-
-    While another process builds it, this one waits. Where the cache cannot be written it lives as
-    long as the process.
-
-    Args:
-        name: from :func:`key`.
-        build: fills an empty folder; what it leaves appears under ``name`` all at once.
-    """
-    folder = root() / name[:2] / name
-    if folder.is_dir():
-        return folder
-    try:
-        work = _work(folder)
-    except OSError as error:
-        folder = _own(root(), error.strerror or str(error)) / name
-        if folder.is_dir():
-            return folder
-        work = _work(folder)
-    try:
-        with _turn(folder):
-            if not folder.is_dir():
-                build(work)
-                try:
-                    work.rename(folder)
-                except OSError:
-                    # Another process was first; its content is the same.
-                    if not folder.is_dir():
-                        raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return folder

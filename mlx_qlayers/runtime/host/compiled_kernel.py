@@ -7,7 +7,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, NoReturn
 
@@ -15,70 +14,16 @@ from ..backend import BackendError
 from . import array_memory as memory
 from . import compiler, errors
 from .errors import HostError, KernelFault, Place
-from .runtime_library import RawCounters, RawLaunch, Region, entry, library
+from .runtime_library import HEADER, Counters, RawLaunch, Region, entry, library
 
 Size = tuple[int, int, int]
 
-# In the order of `enum Fault` in launch.h.
-_FAULTS: tuple[type[KernelFault] | None, ...] = (
-    None,
-    errors.OutOfBounds,
-    errors.Misaligned,
-    errors.Uninitialised,
-    errors.Race,
-    errors.Divergence,
-    errors.ThreadgroupMemory,
-    errors.Hang,
-    errors.Undefined,
-)
+# In the order of ``enum Fault``, whose constants are called as the exceptions.
+_FAULTS: list[type[KernelFault] | None] = [
+    getattr(errors, name, None) for name in re.findall(r"^  k(\w+),$", HEADER, re.M)
+]
 DEFAULT_BUDGET = 300_000_000
 _checked_lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What one checked launch did; bytes unless said otherwise.
-
-    Attributes:
-        bytes_read, bytes_written: device memory, counting every access.
-        distinct_read, distinct_written: device memory, counting each byte once.
-        constant_read: the constant address space.
-        threadgroup_read, threadgroup_written: threadgroup memory.
-        bank_conflicts: extra cycles of threadgroup accesses on 32 banks of 4 bytes.
-        threadgroup_barriers, simdgroup_barriers: each once for all the threads that meet.
-        simd_operations, quad_operations, matrix_operations: each once for a SIMD group.
-        atomics, loads, stores: operations on device memory, each once for a thread.
-        threads, threadgroups: how many ran.
-        bank_ways: the most threads of a SIMD group that one bank served in one access.
-        alu_cycles: arithmetic of all threads, by the costs of an Apple M1 (``alu_cycles.py``).
-        turns: of all loops, in all threads.
-        threadgroup_memory: bytes that a threadgroup takes.
-        same_value_writes: stores in no order with another thread's, of the value that was there.
-    """
-
-    bytes_read: int
-    bytes_written: int
-    distinct_read: int
-    distinct_written: int
-    constant_read: int
-    threadgroup_read: int
-    threadgroup_written: int
-    bank_conflicts: int
-    threadgroup_barriers: int
-    simdgroup_barriers: int
-    simd_operations: int
-    quad_operations: int
-    matrix_operations: int
-    atomics: int
-    loads: int
-    stores: int
-    threads: int
-    threadgroups: int
-    bank_ways: int
-    alu_cycles: int
-    turns: int
-    threadgroup_memory: int
-    same_value_writes: int
 
 
 def workers() -> int:
@@ -154,11 +99,6 @@ class HostKernel:
         raw.granule, raw.budget = self._compiled.granule, DEFAULT_BUDGET
         return raw
 
-    def start(self, raw: RawLaunch) -> None:
-        """Launch on ``raw.buffers``, addresses that stay valid until this returns."""
-        if self.launch(ctypes.addressof(raw)):
-            self.fail(raw)
-
     def run(
         self,
         buffers: Mapping[int, Any],
@@ -206,13 +146,13 @@ class HostKernel:
             return self._run_checked(raw, addresses, given)
         for i, buffer in given.items():
             addresses[i] = buffer.address + buffer.origin
-        self.start(raw)
+        self._start(raw)
         return None
 
     def _run_checked(
         self, raw: RawLaunch, addresses: Any, given: dict[int, memory.Buffer]
     ) -> Counters:
-        lib, counters, regions = library(), RawCounters(), (Region * max(self.slots, 1))()
+        lib, counters, regions = library(), Counters(), (Region * max(self.slots, 1))()
         raw.regions, raw.region_count = ctypes.addressof(regions), self.slots
         raw.counters = ctypes.addressof(counters)
         with _checked_lock:
@@ -228,7 +168,7 @@ class HostKernel:
                         ctypes.memmove(at, buffer.address, buffer.bytes)
                     else:
                         ctypes.memset(at, 0xFF, buffer.bytes)
-                self.start(raw)
+                self._start(raw)
                 for i, buffer in given.items():
                     if buffer.writable and buffer.bytes:
                         ctypes.memmove(buffer.address, regions[i].begin, buffer.bytes)
@@ -236,7 +176,11 @@ class HostKernel:
                 for i, buffer in given.items():
                     if addresses[i]:
                         lib.qk_unplace(i, buffer.bytes)
-        return Counters(**{f.name: getattr(counters, f.name) for f in fields(Counters)})
+        return counters
+
+    def _start(self, raw: RawLaunch) -> None:
+        if self.launch(ctypes.addressof(raw)):
+            self.fail(raw)
 
     def fail(self, raw: RawLaunch) -> NoReturn:
         """Raise what the runtime library reported of a launch."""
@@ -298,13 +242,5 @@ def compile_source(
         >>> kernel.run({0: x}, (4, 1, 1), (4, 1, 1), writes=[0]).bytes_written
         16
     """
-    compiled = compiler.build(
-        text,
-        function,
-        checked=checked,
-        constants=constants,
-        defines=defines,
-        language=language,
-        first=first,
-    )
-    return HostKernel(compiled, name or function, checked, cite)
+    build = text, function, checked, constants or {}, defines or {}, language, first
+    return HostKernel(compiler.build(*build), name or function, checked, cite)

@@ -6,12 +6,11 @@ are translated and parsed once, into a precompiled header in the cache.
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from . import cache, toolchain
 from . import llvm_ir as ir
@@ -40,49 +39,44 @@ _FIBERS = re.compile(
     r"@qk_(?:simd_sync|threadgroup_barrier|simdgroup_barrier|threadgroup_memory)\("
 )
 
-
 _LINE_MARKER = re.compile(r"^# \d+ .*\n", re.M)
 _OWN_LINE = re.compile(r'# \d+ "source\.metal"')
 _RETURN = re.compile(r'\A(# \d+ "source\.metal") 2')
 
 
-@dataclass(frozen=True)
-class Preamble:
+class Preamble(NamedTuple):
     """The headers in front of a kernel, translated and parsed."""
 
     header: Path
     declared: source.Declared
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel as built: its library and what a launch needs to know of it."""
+class Compiled(NamedTuple):
+    """A kernel as built.
+
+    Attributes:
+        library: its file.
+        signature: its parameters.
+        fibers: whether its threads meet, so that each needs a stack of its own.
+        granule: the bytes of its smallest store.
+        lines: the source lines that its hooks name by their index.
+    """
 
     library: Path
     signature: source.Signature
     fibers: bool
     granule: int
-    lines: tuple[str, ...]
+    lines: list[str]
 
 
 def preprocess(text: str, defines: Mapping[str, str], language: int) -> str:
     """The translation unit of Metal source, MLX's installed headers and the library expanded."""
-    flags = [f"-D{k}={v}" for k, v in defines.items()]
-    return toolchain.run(
-        [
-            "clang",
-            "-E",
-            *toolchain.LANGUAGE,
-            *toolchain.target(),
-            f"-I{toolchain.SHIMS}",
-            f"-I{toolchain.mlx_include()}",
-            "-D__METAL__",
-            f"-D__METAL_VERSION__={language}",
-            *flags,
-            "-",
-        ],
-        f'#include "entry.h"\n#line 1 "source.metal"\n{text}\n',
-    )
+    folders = [f"-I{toolchain.SHIMS}", f"-I{toolchain.mlx_include()}"]
+    macros = {"__METAL__": "1", "__METAL_VERSION__": str(language), **defines}
+    flags = [*toolchain.LANGUAGE, *toolchain.target(), *folders]
+    flags += [f"-D{k}={v}" for k, v in macros.items()]
+    unit = f'#include "entry.h"\n#line 1 "source.metal"\n{text}\n'
+    return toolchain.run(["clang", "-E", *flags, "-"], unit)[0]
 
 
 def split(unit: str) -> tuple[str, str]:
@@ -111,36 +105,25 @@ def precompile(headers: str, constants: Mapping[int, object], *, checked: bool) 
         text, declared = source.rewrite(headers, constants)
         # Templates that the headers use are instantiated here once, and not in each kernel.
         made = ["-fpch-instantiate-templates", "-c", "-Xclang", "-emit-pch"]
-        _parse(text, [*made, "-o", str(folder / "headers.pch")], checked=checked, debug=checked)
+        header = folder / "headers.pch"
+        _parse(text, made, checked=checked, debug=checked, output=header)
         (folder / "declared").write_bytes(pickle.dumps(declared))
 
     used = sorted(constants.items()) if "function_constant" in headers else []
-    folder = cache.entry(cache.key("headers", headers, used, checked), make)
+    folder = cache.entry(toolchain.key("headers", headers, used, checked), make)
     return Preamble(folder / "headers.pch", pickle.loads((folder / "declared").read_bytes()))
 
 
-def _parse(unit: str, arguments: list[str], *, checked: bool, debug: bool) -> str:
+def _parse(
+    unit: str, arguments: list[str], *, checked: bool, debug: bool, output: Path | None = None
+) -> str:
     flags = ["-gline-tables-only"] if debug else []
     if checked:
         flags += ["-fno-finite-loops", "-fsanitize=array-bounds,integer-divide-by-zero"]
-    printed, said = toolchain.run_both(
-        [
-            "clang",
-            *toolchain.LANGUAGE,
-            *toolchain.target(),
-            *_WARNINGS,
-            *flags,
-            "-Xclang",
-            "-ffake-address-space-map",
-            "-O3",
-            "-Xclang",
-            "-disable-llvm-passes",
-            "-fPIC",
-            *arguments,
-            "-",
-        ],
-        unit,
-    )
+    spaces = ["-Xclang", "-ffake-address-space-map"]
+    passes = ["-O3", "-Xclang", "-disable-llvm-passes", "-fPIC"]
+    command = ["clang", *toolchain.LANGUAGE, *toolchain.target(), *_WARNINGS, *flags, *spaces]
+    printed, said = toolchain.run([*command, *passes, *arguments, "-"], unit, output)
     if narrowing := [x for x in _NARROWING.findall(said) if "mlx/backend" not in x]:
         raise CompileError("\n".join(x.replace("warning:", "error:") for x in narrowing))
     return printed
@@ -148,61 +131,37 @@ def _parse(unit: str, arguments: list[str], *, checked: bool, debug: bool) -> st
 
 def strict(unit: str, *, checked: bool, debug: bool, preamble: Preamble | None = None) -> str:
     """The IR of a translation unit before any optimisation, address spaces apart."""
-    include = []
-    if preamble:
-        include = ["-Xclang", "-include-pch", "-Xclang", str(preamble.header)]
+    include = ["-Xclang", "-include-pch", "-Xclang", str(preamble.header)] if preamble else []
     emit = [*include, "-S", "-emit-llvm", "-o", "-"]
     return _parse(unit, emit, checked=checked, debug=debug)
-
-
-def demangle(name: str) -> str:
-    """A mangled C++ name as people know it: its identifier alone."""
-    if m := re.match(r"_ZN?K?(?:\d+[a-z_]\w*?)?(\d+)", name):
-        begin = m.end(1)
-        return name[begin : begin + int(m.group(1))]
-    return name
 
 
 def _refuse(unit: str, text: str, checked: bool, preamble: Preamble) -> None:
     """Report what :func:`ir.check` finds, with source lines."""
     try:
-        ir.check(text, lambda line: "", demangle)
+        ir.check(text)
     except CompileError:
         debug = strict(unit, checked=checked, debug=True, preamble=preamble)
-        ir.check(debug, ir.Locations(debug, str(toolchain.SHIMS)).of, demangle)
+        ir.check(debug, ir.Locations(debug, str(toolchain.SHIMS)).of)
         raise
 
 
 def _object(text: str, folder: Path, *flags: str) -> None:
-    output = ["-Werror=frame-larger-than", "-fPIC", "-c", "-o", str(folder / "kernel.o"), "-"]
-    toolchain.run(["clang", "-x", "ir", *toolchain.target(), *flags, *output], text)
+    flags = ("-x", "ir", *toolchain.target(), *flags, "-Werror=frame-larger-than", "-fPIC", "-c")
+    toolchain.run(["clang", *flags, "-"], text, folder / "kernel.o")
 
 
 def object_fast(text: str, folder: Path) -> tuple[int, list[str]]:
     """Write ``kernel.o``, as fast as this machine can run it."""
     _object(ir.collapse(ir.unalign(text), all_spaces=True), folder, "-O3")
-    return 0, []
+    return 4, []
 
 
 def optimise(text: str) -> str:
     """The IR as the checked build sees it: optimised, but every access still one of a thread."""
-    return toolchain.run(
-        [
-            "clang",
-            "-x",
-            "ir",
-            *toolchain.target(),
-            "-O1",
-            "-fno-vectorize",
-            "-fno-slp-vectorize",
-            "-S",
-            "-emit-llvm",
-            "-o",
-            "-",
-            "-",
-        ],
-        ir.collapse(text, all_spaces=False),
-    )
+    plain = ["-O1", "-fno-vectorize", "-fno-slp-vectorize", "-S", "-emit-llvm", "-o", "-", "-"]
+    collapsed = ir.collapse(text, all_spaces=False)
+    return toolchain.run(["clang", "-x", "ir", *toolchain.target(), *plain], collapsed)[0]
 
 
 def object_checked(text: str, folder: Path) -> tuple[int, list[str]]:
@@ -223,25 +182,18 @@ def object_checked(text: str, folder: Path) -> tuple[int, list[str]]:
 def build(
     text: str,
     function: str,
-    *,
     checked: bool,
-    constants: Mapping[int, object] | None = None,
-    defines: Mapping[str, str] | None = None,
-    language: int = 320,
-    first: Callable[[], None] | None = None,
+    constants: Mapping[int, object],
+    defines: Mapping[str, str],
+    language: int,
+    first: Callable[[], None] | None,
 ) -> Compiled:
     """Compile one kernel of a Metal source, or take it from the cache.
 
-    Args:
-        text, function, checked, constants, defines, language: as :func:`compile_source`.
-        first: called where the cache does not have it, before it is compiled.
-
-    Raises:
-        CompileError: the source is not Metal as this compiler takes it.
+    The arguments and exceptions are those of :func:`~.compiled_kernel.compile_source`.
     """
-    constants, defines = dict(constants or {}), dict(defines or {})
     if checked:
-        defines["QK_CHECKED"] = "1"
+        defines = {**defines, "QK_CHECKED": "1"}
 
     def make(folder: Path) -> None:
         if first:
@@ -254,31 +206,9 @@ def build(
         granule, lines = (object_checked if checked else object_fast)(plain, folder)
         toolchain.link([folder / "kernel.o"], folder / "kernel.so")
         (folder / "kernel.o").unlink()
-        facts = {
-            "expression": signature.expression,
-            "parameters": [
-                [p.name, p.attribute, p.index, p.optional] for p in signature.parameters
-            ],
-            "shared": signature.shared,
-            "fibers": checked or bool(_FIBERS.search(plain)),
-            "granule": granule or 4,
-            "lines": lines,
-        }
-        (folder / "facts.json").write_text(json.dumps(facts))
+        facts = signature, checked or bool(_FIBERS.search(plain)), granule, lines
+        (folder / "facts").write_bytes(pickle.dumps(facts))
 
-    name = cache.key(
-        "kernel", text, function, checked, sorted(constants.items()), defines, language
-    )
-    folder = cache.entry(name, make)
-    facts = json.loads((folder / "facts.json").read_text())
-    return Compiled(
-        folder / "kernel.so",
-        source.Signature(
-            facts["expression"],
-            tuple(source.Parameter(*p) for p in facts["parameters"]),
-            tuple(facts["shared"]),
-        ),
-        facts["fibers"],
-        facts["granule"],
-        tuple(facts["lines"]),
-    )
+    described = text, function, checked, sorted(constants.items()), dict(defines), language
+    folder = cache.entry(toolchain.key("kernel", *described), make)
+    return Compiled(folder / "kernel.so", *pickle.loads((folder / "facts").read_bytes()))

@@ -25,6 +25,7 @@ _ATOMIC = re.compile(r"\b(?:atomicrmw|cmpxchg|atomic)\b")
 _IDLE_CAST = re.compile(
     r"addrspacecast (\(?)ptr (?!addrspace)((?:(?! to ptr)[^\n])*?) to ptr(?! addrspace)"
 )
+_DECLARED = re.compile(r"^declare .*(@llvm\.[\w.]+).*\n?", re.M)
 _NAMES = {"1": "device", "2": "constant", "3": "threadgroup"}
 
 
@@ -70,7 +71,13 @@ def functions(ir: str) -> Iterator[tuple[str, str]]:
         yield m.group(1), ir[m.start() : ir.index("\n}", m.start())]
 
 
-def check(ir: str, locate: Callable[[str], str], demangle: Callable[[str], str]) -> None:
+def demangle(name: str) -> str:
+    """A mangled C++ name as people know it: its identifier alone."""
+    m = re.match(r"_ZN?K?(?:\d+[a-z_]\w*?)?(\d+)", name)
+    return name[m.end() : m.end() + int(m[1])] if m else name
+
+
+def check(ir: str, locate: Callable[[str], str] = lambda line: "") -> None:
     """Refuse what no Metal compiler takes although clang did.
 
     Raises:
@@ -121,12 +128,10 @@ def collapse(ir: str, *, all_spaces: bool) -> str:
         rf"@llvm\.[\w.]*{suffix}[\w.]*", lambda m: re.sub(suffix + r"(?!\d)", ".p0", m.group()), ir
     )
     seen: set[str] = set()
-    out = []
-    for line in renamed.split("\n"):
-        if line.startswith("declare ") and "@llvm." in line:
-            name = re.search(r"@[\w.]+", line)
-            if name and name.group() in seen:
-                continue
-            seen.add(name.group() if name else "")
-        out.append(line)
-    return "\n".join(out)
+
+    def once(m: re.Match[str]) -> str:
+        again = m[1] in seen
+        seen.add(m[1])
+        return "" if again else m.group()
+
+    return _DECLARED.sub(once, renamed)

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..backend import ToolchainError
 from . import cache, toolchain
 
 _SOURCES = ("fiber", "scheduler", "thread_pool", "checks", "accesses", "matrix", "half_conversions")
-
-
+# What Python and the library tell each other; without comments.
+HEADER = re.sub(r"//.*", "", (toolchain.SHIMS / "launch.h").read_text())
 _KINDS: dict[str, Any] = {
     "uint32_t": ctypes.c_uint32,
     "uint64_t": ctypes.c_uint64,
@@ -24,8 +25,7 @@ _KINDS: dict[str, Any] = {
 
 def _fields(struct: str) -> list[tuple[str, Any]]:
     """The members of a struct of ``launch.h``, so that it is written in one place."""
-    text = re.sub(r"//.*", "", (toolchain.SHIMS / "launch.h").read_text())
-    body = re.findall(rf"struct {struct} {{(.*?)}};", text, re.S)[0]
+    body = re.findall(rf"struct {struct} {{(.*?)}};", HEADER, re.S)[0]
     found = []
     for kind, names in re.findall(r"(?:const )?(\w+\*?) ([^;]+);", body):
         for name, length in re.findall(r"(\w+)(?:\[(\d+)\])?", names):
@@ -40,8 +40,25 @@ class Region(ctypes.Structure):
     _fields_ = _fields("Region")
 
 
-class RawCounters(ctypes.Structure):
-    """The counters of a checked launch."""
+class Counters(ctypes.Structure):
+    """What one checked launch did; bytes unless said otherwise.
+
+    Attributes:
+        bytes_read, bytes_written: device memory, counting every access.
+        distinct_read, distinct_written: device memory, counting each byte once.
+        constant_read: the constant address space.
+        threadgroup_read, threadgroup_written: threadgroup memory.
+        bank_conflicts: extra cycles of threadgroup accesses on 32 banks of 4 bytes.
+        threadgroup_barriers, simdgroup_barriers: each once for all the threads that meet.
+        simd_operations, quad_operations, matrix_operations: each once for a SIMD group.
+        atomics, loads, stores: operations on device memory, each once for a thread.
+        threads, threadgroups: how many ran.
+        bank_ways: the most threads of a SIMD group that one bank served in one access.
+        alu_cycles: arithmetic of all threads, by the costs of an Apple M1 (``alu_cycles.py``).
+        turns: of all loops, in all threads.
+        threadgroup_memory: bytes that a threadgroup takes.
+        same_value_writes: stores in no order with another thread's, of the value that was there.
+    """
 
     _fields_ = _fields("Counters")
 
@@ -59,8 +76,8 @@ def objects(folder: Path) -> list[Path]:
     made = []
     for name in _SOURCES:
         made.append(folder / f"{name}.o")
-        files = ["-c", str(toolchain.SHIMS / f"{name}.cpp"), "-o", str(made[-1])]
-        toolchain.run(["c++", *toolchain.target(), *flags, *tls, *files])
+        arguments = [*toolchain.target(), *flags, *tls, "-c", str(toolchain.SHIMS / f"{name}.cpp")]
+        toolchain.run(["c++", *arguments], output=made[-1])
     return made
 
 
@@ -74,10 +91,10 @@ def _build(folder: Path) -> None:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The runtime, visible to the kernels that are loaded after it."""
+    folder = cache.entry(toolchain.key("runtime"), _build)
     if sys.platform != "darwin":
-        ctypes.CDLL("libm.so.6", ctypes.RTLD_GLOBAL)
-    folder = cache.entry(cache.key("runtime"), _build)
-    lib = ctypes.CDLL(str(folder / "runtime.so"), ctypes.RTLD_GLOBAL)
+        _load("libm.so.6", ctypes.RTLD_GLOBAL)
+    lib = _load(str(folder / "runtime.so"), ctypes.RTLD_GLOBAL)
     lib.qk_place.restype = ctypes.c_uint64
     lib.qk_place.argtypes = [ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint32]
     lib.qk_unplace.argtypes = [ctypes.c_uint32, ctypes.c_uint64]
@@ -86,10 +103,17 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+def _load(path: str, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(path, mode)
+    except OSError as error:
+        raise ToolchainError(f"a compiled kernel cannot be loaded: {error}") from error
+
+
 def entry(path: Path) -> tuple[ctypes.CDLL, int]:
     """Load a kernel's library; the library (to keep) and the address of its entry point."""
     library()
-    lib = ctypes.CDLL(str(path))
+    lib = _load(str(path))
     address = ctypes.cast(lib.qk_entry, ctypes.c_void_p).value
     assert address is not None
     return lib, address

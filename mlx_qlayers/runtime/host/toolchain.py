@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
 import os
 import platform
-import shutil
+import re
+import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
+from hashlib import sha256
+from importlib import metadata
 from pathlib import Path
 
-from .errors import CompileError, HostError
+from ..backend import ToolchainError
+from .errors import CompileError
 
 SHIMS = Path(__file__).parent.parent / "shims" / "host"
+
+# The modules that decide whether a kernel is taken, and which object is made of it.
+_MAKERS = (
+    *("access_checks", "alu_cycles", "compiler", "cpp_text", "lint", "llvm_ir"),
+    *("opencl_spelling", "runtime_library", "toolchain", "translate"),
+)
+# What the compiler says of a source, and not of a file that it cannot write.
+_DIAGNOSTIC = re.compile(r":\d+:\d+: (?:fatal )?error: |error: <unknown>:0:0: ")
 
 # C++ for OpenCL without its library: half, and address spaces that stay apart in the IR.
 LANGUAGE = (
@@ -36,18 +46,12 @@ def zig() -> str:
     """The path of the compiler.
 
     Raises:
-        HostError: the ``host`` extra is not installed.
+        ToolchainError: the ``host`` extra is not installed.
     """
     spec = importlib.util.find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
-        raise HostError("the host backend needs its compiler: pip install 'mlx-qlayers[host]'")
+        raise ToolchainError("the host backend needs its compiler: pip install 'mlx-qlayers[host]'")
     return str(Path(spec.submodule_search_locations[0]) / "zig")
-
-
-@functools.cache
-def version() -> str:
-    """The compiler's version, part of the key of everything cached."""
-    return run(["version"]).strip()
 
 
 @functools.cache
@@ -60,17 +64,31 @@ def target() -> tuple[str, ...]:
 
 
 @functools.cache
-def scratch() -> Path:
-    """A folder of this process alone, which goes when it ends."""
-    process, folder = os.getpid(), tempfile.mkdtemp(prefix="mlx-qlayers-")
+def _processor() -> str:
+    """What the compiler sees of this machine: objects are built for exactly this processor."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    lines = info.split("\n\n")[0].splitlines()
+    return "\n".join(x for x in lines if x.split(":")[0].strip() in ("flags", "Features", "model"))
 
-    # A forked child ends too, and must leave the folder to its parent.
-    def remove() -> None:
-        if os.getpid() == process:
-            shutil.rmtree(folder, ignore_errors=True)
 
-    atexit.register(remove)
-    return Path(folder)
+@functools.cache
+def _surroundings() -> str:
+    """Everything but the kernel that decides what the compiler makes of it."""
+    digest = sha256()
+    makers = [Path(__file__).with_name(f"{name}.py") for name in _MAKERS]
+    for path in [*makers, *sorted(p for p in SHIMS.iterdir() if p.is_file())]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    versions = [metadata.version(name) for name in ("mlx", "ziglang")]
+    return f"{versions} {target()} {_processor()} {digest.hexdigest()}"
+
+
+def key(*parts: object) -> str:
+    """The name under which the cache keeps what is compiled of ``parts``."""
+    text = "\0".join([_surroundings(), *map(repr, parts)])
+    return sha256(text.encode()).hexdigest()[:32]
 
 
 @functools.cache
@@ -81,35 +99,44 @@ def mlx_include() -> str:
     return str(Path(mx.__file__).parent / "include")
 
 
-def run(arguments: Sequence[str], source: str | None = None) -> str:
-    """Run the compiler and return what it prints.
+def run(
+    arguments: Sequence[str], source: str | None = None, output: Path | None = None
+) -> tuple[str, str]:
+    """Run the compiler and return what it prints, and its diagnostics.
+
+    Args:
+        arguments: the command.
+        source: its standard input.
+        output: the file to write, in the folder of an entry; Zig has a cache beside that.
 
     Raises:
-        CompileError: it failed; the message is its diagnostics.
+        CompileError: it refuses the source; the message is its diagnostics.
+        ToolchainError: it fails for another reason.
     """
-    return run_both(arguments, source)[0]
-
-
-def run_both(arguments: Sequence[str], source: str | None = None) -> tuple[str, str]:
-    """Run the compiler and return its output and its diagnostics, as :func:`run` does."""
-    call = functools.partial(
-        subprocess.run, [zig(), *arguments], input=source, capture_output=True, text=True
-    )
-    environment = {**os.environ, "LC_ALL": "C"}
-    done = call(env=environment)
-    if "unable to open global cache directory" in done.stderr:
-        # Zig keeps files in the home folder, which is not there or not writable.
-        done = call(env={**environment, "ZIG_GLOBAL_CACHE_DIR": str(scratch() / "zig")})
-    if done.returncode != 0:
-        raise CompileError(done.stderr.strip() or f"the compiler stopped: {done.returncode}")
+    command, environment = [zig(), *arguments], {**os.environ, "LC_ALL": "C"}
+    if output:
+        command += ["-o", str(output)]
+        environment["ZIG_GLOBAL_CACHE_DIR"] = str(output.parent.with_name("zig"))
+    try:
+        done = subprocess.run(
+            command, input=source, capture_output=True, text=True, env=environment
+        )
+    except OSError as error:
+        raise ToolchainError(f"the compiler cannot be run: {error}") from error
+    said = done.stderr.strip()
+    if done.returncode < 0:
+        killed = signal.Signals(-done.returncode).name
+        raise ToolchainError(f"the compiler was ended by {killed}; is there too little memory?")
+    if done.returncode and not _DIAGNOSTIC.search(said):
+        raise ToolchainError(said or f"the compiler stopped: {done.returncode}")
+    if done.returncode:
+        raise CompileError(said)
     return done.stdout, done.stderr
 
 
 def link(objects: Sequence[Path], output: Path) -> None:
     """Link objects into a library whose missing symbols the process provides when it is loaded."""
-    names = [str(path) for path in objects]
+    shared = ["ld.lld", "-shared"]
     if sys.platform == "darwin":
         shared = ["cc", *target()[:2], "-dynamiclib", "-undefined", "dynamic_lookup"]
-        run([*shared, "-o", str(output), *names])
-    else:
-        run(["ld.lld", "-shared", "-o", str(output), *names])
+    run([*shared, *map(str, objects)], output=output)

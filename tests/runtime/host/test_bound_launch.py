@@ -263,7 +263,7 @@ def test_the_work_of_a_launch_is_measured() -> None:
         addresses = (ctypes.c_uint64 * 2)(locate(x), ctypes.addressof(count))
         raw.buffers = ctypes.addressof(addresses)
         for _ in range(3):
-            kernel.start(raw)
+            assert not kernel.launch(ctypes.addressof(raw))
         work.append(raw.work)
     assert 0 < work[0] < work[1]
 

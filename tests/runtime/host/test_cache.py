@@ -1,71 +1,370 @@
-"""The cache of compiled kernels: complete entries or none, whoever builds them."""
+"""The cache of compiled kernels: complete entries of this user or none, whoever builds them."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from mlx_qlayers.runtime.backend import ToolchainError
 from mlx_qlayers.runtime.host import cache, toolchain
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
-    return tmp_path
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    cache._made_scratch.cache_clear()
+    yield tmp_path
+    cache._made_scratch.cache_clear()
+
+
+def build(folder: Path) -> None:
+    (folder / "one").write_bytes(bytes(range(256)) * 40)
+    (folder / "two").write_text("content")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_an_entry_is_built_once() -> None:
     built = []
 
-    def build(folder: Path) -> None:
+    def counted(folder: Path) -> None:
         built.append(folder)
-        (folder / "file").write_text("content")
+        build(folder)
 
-    first, second = (cache.entry("aa11", build) for _ in range(2))
-    assert first == second and len(built) == 1 and (first / "file").read_text() == "content"
+    first, second = (cache.entry("aa11", counted) for _ in range(2))
+    assert first == second and len(built) == 1 and (first / "two").read_text() == "content"
 
 
 def test_a_build_that_fails_leaves_nothing(folder: Path) -> None:
-    def build(folder: Path) -> None:
+    def fail(folder: Path) -> None:
         (folder / "file").write_text("half of it")
         raise RuntimeError("the compiler stopped")
 
     with pytest.raises(RuntimeError, match="the compiler stopped"):
-        cache.entry("bb22", build)
+        cache.entry("bb22", fail)
     assert [p for p in folder.rglob("*") if p.is_file()] == []
 
 
-def test_a_cache_that_cannot_be_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def flip(at: int) -> Callable[[Path], object]:
+    def change(entry: Path) -> None:
+        data = bytearray((entry / "one").read_bytes())
+        data[at] ^= 4
+        (entry / "one").write_bytes(data)
+
+    return change
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "first bit": flip(0),
+    "a bit amid": flip(5000),
+    "last bit": flip(-1),
+    "cut off": lambda entry: os.truncate(entry / "one", 4096),
+    "empty": lambda entry: os.truncate(entry / "one", 0),
+    "longer": lambda entry: os.truncate(entry / "one", 20000),
+    "missing": lambda entry: (entry / "one").unlink(),
+    "one more": lambda entry: (entry / "three").touch(),
+    "another's": lambda entry: shutil.copy(entry / "two", entry / "one"),
+    "a folder": lambda entry: ((entry / "two").unlink(), (entry / "two").mkdir()),
+    "no checksums": lambda entry: (entry / "checksums").unlink(),
+    "binary checksums": lambda entry: (entry / "checksums").write_bytes(bytes(range(256))),
+    "no folder": lambda entry: (shutil.rmtree(entry), entry.write_text("file")),
+    "another entry": lambda entry: (
+        shutil.rmtree(entry),
+        shutil.copytree(cache.entry("cc34", build), entry),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_built_anew(
+    damage: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    entry = cache.entry("cc33", build)
+    good = content(entry)
+    DAMAGES[damage](entry)
+    assert cache.entry("cc33", build) == entry and content(entry) == good
+    said = capsys.readouterr().err
+    assert said.startswith("mlx-qlayers: ") and said.endswith("; it is built anew\n")
+    assert str(entry) in said and not os.listdir(folder / "scratch")
+    cache.entry("cc33", lambda _: pytest.fail("built again"))
+
+
+_USE = """
+import sys
+from mlx_qlayers.runtime.host import compile_source
+y = bytearray(16)
+text = "kernel void f(device float* y, uint i [[thread_position_in_grid]]) { y[i] = VALUE; }"
+for value in sys.argv[1:]:
+    compile_source(text.replace("VALUE", value), "f", checked=False).run(
+        {0: y}, (4, 1, 1), (4, 1, 1), writes=[0]
+    )
+    print(memoryview(y).cast("f")[3])
+"""
+
+
+def use(*values: str, **environment: str) -> tuple[list[str], str]:
+    """Compile and run kernels in another process; what they wrote, and what it said."""
+    done = subprocess.run(
+        [sys.executable, "-c", _USE, *values],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout.split(), done.stderr
+
+
+def test_damaged_libraries_are_not_loaded(folder: Path) -> None:
+    """To load these ends a process with SIGSEGV or SIGBUS."""
+    assert use("3") == (["3.0"], "")
+    kernel, runtime, headers = (
+        next((folder / "host").glob(f"*/{name}")) for name in ("kernel.so", "runtime.so", "*.pch")
+    )
+    os.truncate(kernel, 4096)
+    data = bytearray(runtime.read_bytes())
+    for at in range(64, len(data), 64):
+        data[at] ^= 0x55
+    runtime.write_bytes(data)
+    headers.write_bytes(headers.read_bytes()[::-1])
+    printed, said = use("3", "5")
+    assert printed == ["3.0", "5.0"] and said.count("is damaged; it is built anew") == 3
+    assert use("3", "5") == (["3.0", "5.0"], "")
+
+
+def test_an_entry_is_on_the_disk_before_it_has_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda f: (events.append(os.readlink(f"/proc/self/fd/{f}")), fsync(f))
+    )
+    monkeypatch.setattr(
+        Path, "rename", lambda self, to: (events.append("rename"), rename(self, to))[1]
+    )
+    entry = cache.entry("cc35", build)
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    assert {Path(e).name for e in before} >= {"one", "two", "checksums"}
+    assert after == [str(entry.parent)]
+
+
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Gives a file to another user, or pretends so."""
+    given: set[str] = set()
+    stat = os.stat
+
+    def pretend(path: str | Path, **options: object) -> os.stat_result:
+        info = stat(path, **options)  # type: ignore[arg-type]
+        return os.stat_result((*info[:4], 54321, *info[5:])) if str(path) in given else info
+
+    monkeypatch.setattr(os, "stat", pretend)
+    return lambda path: given.add(str(path))
+
+
+@pytest.mark.parametrize("member", ["", "one", "checksums"])
+@pytest.mark.parametrize("how", ["writable", "foreign"])
+def test_an_entry_that_others_could_have_written_is_not_taken(
+    member: str,
+    how: str,
+    folder: Path,
+    foreign: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    entry = cache.entry("dd55", build)
+    if how == "writable":
+        (entry / member).chmod(0o777)
+    else:
+        foreign(entry / member)
     built = []
+
+    def again(folder: Path) -> None:
+        monkeypatch.undo()
+        monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(folder.parent.parent))
+        built.append(folder)
+        build(folder)
+
+    assert cache.entry("dd55", again) == entry and len(built) == 1
+    why = {"writable": "can be written by other users", "foreign": "belongs to user 54321"}[how]
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["", "host"])
+@pytest.mark.parametrize("how", ["writable", "foreign"])
+def test_a_cache_that_others_can_write_is_not_used(
+    where: str,
+    how: str,
+    folder: Path,
+    foreign: Callable[[Path], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cache.entry("dd66", build)
+    cache._opened.cache_clear()
+    if how == "writable":
+        (folder / where).chmod(0o777)
+    else:
+        foreign(folder / where)
+    for name in ("dd66", "dd67", "dd66"):
+        assert cache.entry(name, build).is_relative_to(folder / "scratch")
+    said = capsys.readouterr().err
+    why = {"writable": "can be written by other users", "foreign": "belongs to user 54321"}[how]
+    assert said.count("mlx-qlayers: kernels are not kept: ") == 1 and why in said
+    folder.chmod(0o700)
+
+
+def test_what_is_made_is_not_writable_by_a_group(folder: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        os.environ["MLX_QLAYERS_CACHE_DIR"] = str(folder / "a" / "b")
+        entry = cache.entry("dd77", build)
+    finally:
+        os.umask(before)
+    made = [entry.parent.parent, entry.parent, entry, *entry.iterdir()]
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
+    assert entry.is_relative_to(folder / "a")
+
+
+def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without HOME and without an entry in the password file."""
+    for name in ("MLX_QLAYERS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    import pwd
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+def full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage
+
+    def little(path: Path) -> object:
+        scratch = Path(path).is_relative_to(folder / "scratch")
+        return usage(path) if scratch else SimpleNamespace(free=4096)
+
+    monkeypatch.setattr(shutil, "disk_usage", little)
+
+
+def noexec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = {"f_flag": os.ST_NOEXEC, "f_frsize": 1 << 30, "f_blocks": 1, "f_bfree": 1, "f_bavail": 1}
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**room))
+
+
+def a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "host").write_text("a file where the folder should be")
-    first, second = (cache.entry("dd44", built.append) for _ in range(2))
-    assert first == second and first.is_dir() and len(built) == 1
-    assert f"kernels are not kept, {folder / 'host'} is unusable" in capsys.readouterr().err
-    (folder / "host").unlink()
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
-    with pytest.raises(OSError, match="No space left"):
-        cache._work(folder / "host" / "full")
+
+
+UNUSABLE = {
+    "MLX_QLAYERS_CACHE_DIR": no_home,
+    "No space left on device": full,
+    "noexec": noexec,
+    "File exists": a_file,
+}
+
+
+@pytest.mark.parametrize("why", UNUSABLE)
+def test_a_cache_that_cannot_be_used(
+    why: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    UNUSABLE[why](folder, monkeypatch)
+    built = []
+
+    def counted(folder: Path) -> None:
+        built.append(folder)
+        build(folder)
+
+    first, second, other = (cache.entry(name, counted) for name in ("dd44", "dd44", "dd45"))
+    assert first == second != other and first.is_dir() and len(built) == 2
+    said = capsys.readouterr().err
+    assert said.count("mlx-qlayers: kernels are not kept: ") == 1 and why in said
+
+
+def test_no_folder_at_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    with pytest.raises(ToolchainError, match=r"no place for a compiled kernel: .*No space left"):
+        cache.entry("dd46", build)
 
 
 def test_a_compiler_without_a_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a cache of its own below this one."""
     monkeypatch.setenv("HOME", os.devnull)
     monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    arguments = ["c++", "-x", "c++", "-c", "-o", str(folder / "made.o"), "-"]
-    toolchain.run(arguments, "int f() { return 1; }")
-    assert (folder / "made.o").is_file()
+    output = folder / "host" / "entry" / "made.o"
+    output.parent.mkdir(parents=True)
+    arguments = ["c++", "-x", "c++", "-c", "-"]
+    toolchain.run(arguments, "int f() { return 1; }", output)
+    assert output.is_file() and any((folder / "host" / "zig").iterdir())
+    monkeypatch.delenv("HOME")
+    toolchain.run(arguments, "int f() { return 2; }", output)
+
+
+def test_leftovers_go_at_the_next_start_and_work_in_progress_stays(folder: Path) -> None:
+    entry = cache.entry("ee11", build)
+    dead = entry.with_name(".ee22.mlx-qlayers-0123abcd")
+    dead.mkdir()
+    (dead / "kernel.o").write_text("half")
+    entry.with_name(".ee22.lock").touch()
+    scratch = folder / "scratch" / "mlx-qlayers-kernels-0123abcd"
+    scratch.mkdir()
+    wait = "import time; from mlx_qlayers.runtime.host import cache\n"
+    wait += "cache.entry('ee33', lambda _: (print('building', flush=True), time.sleep(60)))"
+    alive = subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, text=True)
+    try:
+        assert alive.stdout and alive.stdout.readline() == "building\n"
+        assert not dead.exists() and not entry.with_name(".ee22.lock").exists()
+        dead.mkdir()
+        cache._opened.cache_clear()
+        assert cache.entry("ee11", build) == entry and not dead.exists()
+        names = sorted(name[:9] for name in os.listdir(entry.parent))
+        assert names == [".ee33.loc", ".ee33.mlx", "ee11"]
+        alive.kill()
+        alive.wait()
+        cache._opened.cache_clear()
+        cache.entry("ee11", build)
+        assert os.listdir(entry.parent) == ["ee11"]
+    finally:
+        alive.kill()
+        alive.communicate()
+    cache._scratch("no reason")
+    assert not scratch.exists() and len(os.listdir(folder / "scratch")) == 1
+
+
+def test_without_locks_leftovers_go_after_a_day(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    entry = cache.entry("ee44", build)
+    old, new = (entry.with_name(f".ee55.mlx-qlayers-{n}") for n in ("01234567", "76543210"))
+    for path in (old, new):
+        path.mkdir()
+    os.utime(old, (time.time() - 90_000,) * 2)
+    cache._opened.cache_clear()
+    assert cache.entry("ee44", build) == entry
+    assert new.exists() and not old.exists()
 
 
 def test_keys_differ_by_every_part() -> None:
-    keys = {cache.key(*parts) for parts in ((1, 2), (12,), ("1", "2"), (1, 2, {}), (1, 2, []))}
+    keys = {toolchain.key(*parts) for parts in ((1, 2), (12,), ("1", "2"), (1, 2, {}), (1, 2, []))}
     assert len(keys) == 5
 
 
@@ -74,7 +373,7 @@ def test_keys_depend_on_what_makes_objects_and_on_nothing_else() -> None:
     folder = Path(cache.__file__).parent
     imported = {
         name.split(".")[0]
-        for module in cache._MAKERS
+        for module in toolchain._MAKERS
         for names in re.findall(
             r"^from \.(?: import (.+?)(?: as \w+)?|(\w+) import .*)$",
             (folder / f"{module}.py").read_text(),
@@ -82,8 +381,8 @@ def test_keys_depend_on_what_makes_objects_and_on_nothing_else() -> None:
         )
         for name in "".join(names).split(", ")
     }
-    assert imported - {"cache", "errors"} <= set(cache._MAKERS)
-    assert not {"bound_launch", "compiled_kernel", "errors", "cache"} & set(cache._MAKERS)
+    assert imported - {"cache", "errors"} <= set(toolchain._MAKERS)
+    assert not {"bound_launch", "compiled_kernel", "errors", "cache"} & set(toolchain._MAKERS)
 
 
 _RACE = """
@@ -110,4 +409,4 @@ def test_one_of_many_processes_builds(folder: Path) -> None:
     said = [p.communicate(timeout=60)[0].split() for p in running]
     assert sorted(map(len, said)) == [2, 2, 3], said
     assert all(words[-2:] == ["100000", "100000"] for words in said)
-    assert len(list((folder / "host" / "cc").iterdir())) == 1
+    assert os.listdir(folder / "host") == ["cc33"]

@@ -1,0 +1,150 @@
+"""A toolchain that fails: ``auto`` goes on without kernels, and a forced backend says why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers import explain, quantized_matmul, use_backend
+from mlx_qlayers.dispatch import Gradient, Operation, Plan, choose, dispatch
+from mlx_qlayers.metal.exp import launch
+from mlx_qlayers.reference import exp as reference
+from mlx_qlayers.runtime import BackendError, backend
+from mlx_qlayers.runtime.host import bound_launch, cache, runtime_library, toolchain
+
+PACKED = mx.quantize(mx.random.normal((512, 512)).astype(mx.bfloat16), 64, 4)
+X = mx.random.normal((1, 512)).astype(mx.bfloat16)
+
+
+def forget() -> None:
+    backend._failures.clear()
+    backend.advance_epoch()
+    cache._made_scratch.cache_clear()
+    bound_launch._compiled.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Callable[..., None]
+) -> Iterator[Path]:
+    """A CPU where nothing is compiled yet."""
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    machine("host")
+    forget()
+    explain(reset=True)
+    yield tmp_path
+    monkeypatch.undo()
+    forget()
+
+
+def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, mode: int = 0o755) -> None:
+    path = folder / "zig"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(mode)
+    monkeypatch.setattr(toolchain, "zig", lambda: str(path))
+
+
+def killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(folder, monkeypatch, "kill -9 $$")
+
+
+def not_executable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(folder, monkeypatch, "exit 0", mode=0o644)
+
+
+def full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(folder, monkeypatch, "echo \"error: unable to open 'x': 'No space left'\" >&2; exit 1")
+
+
+def nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", os.devnull + "/cache")
+    monkeypatch.setattr(cache.tempfile, "tempdir", os.devnull)
+
+
+def not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, *_: object) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    runtime_library.library()
+    monkeypatch.setattr(runtime_library.ctypes, "CDLL", refuse)
+
+
+CAUSES = {
+    "ended by SIGKILL": killed,
+    "Permission denied": not_executable,
+    "No space left": full,
+    "Not a directory": nowhere,
+    "failed to map segment": not_loaded,
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_auto_falls_back_and_says_so_once(
+    cause: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CAUSES[cause](folder, monkeypatch)
+    with use_backend("ops"):
+        expected = quantized_matmul(X, *PACKED)
+    explain(reset=True)
+    found = [quantized_matmul(X, *PACKED) for _ in range(2)]
+    assert all(mx.array_equal(y, expected) for y in found)
+    said = [x for x in capsys.readouterr().err.splitlines() if "no kernels run" in x]
+    assert len(said) == 1 and cause in said[0]
+    (decision,) = [d for d in explain() if d.op == "quantized_matmul" and d.path == "ops"]
+    assert decision.reason.startswith("no GPU, and no host backend: ") and decision.calls == 2
+    assert cause in decision.reason and backend.backend() == "ops"
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_forced_backend_raises_the_cause(
+    cause: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CAUSES[cause](folder, monkeypatch)
+    for _ in range(2):
+        with use_backend("host"), pytest.raises(BackendError, match=cause):
+            quantized_matmul(X, *PACKED)
+    monkeypatch.undo()
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(folder / "cache"))
+    with use_backend("host"):
+        assert quantized_matmul(X, *PACKED).shape == (1, 512)
+
+
+def test_a_gradient_falls_back_where_its_kernel_cannot_be_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(arrays: tuple[object, ...]) -> Plan:
+        choice = choose("exp", host_gain=2.0)
+        if choice.path == "ops":
+            return Plan(choice, reference.exp)
+        forward, backward = launch.exp(arrays[0], False), launch.exp_gradient(arrays[0])
+
+        def gradient(_: object, cotangents: list[mx.array], outputs: list[mx.array]) -> object:
+            return backward([cotangents[0], outputs[0]])
+
+        return Plan(choice, lambda x: forward([x])[0], (Gradient((0,), gradient),), reference.exp)
+
+    operation, x = Operation("exp", plan), mx.random.normal((7, 41))
+    assert mx.allclose(dispatch(operation, (x,)), mx.exp(x))
+    killed(folder, monkeypatch)
+    for _ in range(2):
+        _, dx = mx.value_and_grad(lambda x: dispatch(operation, (x,)).sum())(x)
+        assert mx.allclose(dx, mx.exp(x))
+        assert backend.backend() == "ops"
+    forget()
+    with use_backend("host"), pytest.raises(BackendError, match="SIGKILL"):
+        mx.grad(lambda x: dispatch(operation, (x,)).sum())(x)
+
+
+def test_a_source_that_is_refused_is_no_failure_of_the_toolchain(folder: Path) -> None:
+    for text in ("int f( {", "float f() { float x; return x; }"):
+        with pytest.raises(toolchain.CompileError, match="error: "):
+            toolchain.run(
+                ["clang", "-x", "c", "-Werror=uninitialized", "-c", "-"], text, folder / "o"
+            )
+    with pytest.raises(toolchain.ToolchainError, match="No such file"):
+        toolchain.run(["clang", "-x", "c", "-c", "-"], "", folder / "missing" / "o")
