@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .alu_cycles import cycles
 from .llvm_ir import functions
@@ -60,9 +60,7 @@ declare void @qk_work(i32)
 
 def size_of(kind: str) -> int:
     """The bytes of an IR type as stored."""
-    if m := re.match(r"<(\d+) x (.+)>$", kind):
-        return int(m.group(1)) * size_of(m.group(2))
-    if m := re.match(r"\[(\d+) x (.+)\]$", kind):
+    if m := re.match(r"[<\[](\d+) x (.+)[>\]]$", kind):
         return int(m.group(1)) * size_of(m.group(2))
     if kind.startswith("ptr"):
         return 8
@@ -73,28 +71,18 @@ def size_of(kind: str) -> int:
     raise ValueError(f"a load or store of {kind} cannot be checked")
 
 
-@dataclass
-class Instrumented:
+class Instrumented(NamedTuple):
     """IR with hooks; ``lines[i]`` is the source line of the hook that passes ``i``."""
 
-    ir: str = ""
-    lines: list[str] = field(default_factory=lambda: [""])
-    smallest_store: int = 16
+    ir: str
+    lines: list[str]
+    smallest_store: int
 
 
 class _Hooks:
-    def __init__(self, locate: Callable[[str], str], result: Instrumented) -> None:
-        self.locate, self.result = locate, result
+    def __init__(self) -> None:
         self.borrowed: set[str] = set()
-        self.numbered = {"": 0}
-        self.values = 0
-
-    def line(self, instruction: str) -> int:
-        where = self.locate(instruction)
-        if where not in self.numbered:
-            self.numbered[where] = len(self.result.lines)
-            self.result.lines.append(where)
-        return self.numbered[where]
+        self.values, self.smallest_store = 0, 16
 
     def access(
         self, hook: str, space: str | None, pointer: str, size: str | int, align: int, at: int
@@ -104,9 +92,8 @@ class _Hooks:
             return []
         self.values += 1
         if hook != "qk_load":
-            self.result.smallest_store = min(
-                self.result.smallest_store, align, size if isinstance(size, int) else align
-            )
+            bytes_ = size if isinstance(size, int) else align
+            self.smallest_store = min(self.smallest_store, align, bytes_)
         name, how = f"%qk.{self.values}", align | int(space or 0) << 16 | at
         cast = f"addrspacecast ptr addrspace({space})" if space else "bitcast ptr"
         return [
@@ -170,8 +157,7 @@ def instrument(ir: str, locate: Callable[[str], str]) -> Instrumented:
         ir: textual IR with the device, constant and threadgroup address spaces kept.
         locate: the source line of an instruction, from its ``!dbg``.
     """
-    result = Instrumented()
-    hooks = _Hooks(locate, result)
+    hooks, lines = _Hooks(), {"": 0}
     out: list[str] = []
     labels: set[str] = set()
     work = 0
@@ -187,7 +173,7 @@ def instrument(ir: str, locate: Callable[[str], str]) -> Instrumented:
             if turns and (line.startswith("  switch") or labels & set(_TARGET.findall(line))):
                 added = ["  call void @qk_tick(i32 @LINE@)"]
             if added:
-                number = str(hooks.line(line))
+                number = str(lines.setdefault(locate(line), len(lines)))
                 out += [x.replace("@LINE@", number) for x in added]
             work += cycles(line)
             if work and _TERMINATOR.match(line):
@@ -196,5 +182,4 @@ def instrument(ir: str, locate: Callable[[str], str]) -> Instrumented:
         out.append(line)
     # A call inside a function with debug information would need a location of its own.
     text = re.sub(r", !dbg !\d+| !dbg !\d+", "", "\n".join(out))
-    result.ir = text + DECLARATIONS
-    return result
+    return Instrumented(text + DECLARATIONS, list(lines), hooks.smallest_store)

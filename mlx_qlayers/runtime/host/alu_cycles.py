@@ -11,22 +11,13 @@ import re
 _INSTRUCTION = re.compile(r"^  (?:%[\w.]+ = )?(?:(?:tail|notail|musttail) )?(\w+) (.*)")
 _LANES = re.compile(r"<(\d+) x ")
 _FUNCTION = re.compile(r"@(?:llvm\.)?(\w+)")
-_ONE = "fadd fsub fmul add sub and or xor icmp fcmp select fpext fptrunc getelementptr"
-_CYCLES = dict.fromkeys(_ONE.split(), 1) | {
-    "mul": 4,
-    "shl": 4,
-    "lshr": 4,
-    "ashr": 4,
-    "sitofp": 4,
-    "uitofp": 4,
-    "fptosi": 4,
-    "fptoui": 4,
-    "fdiv": 6,
-    "sdiv": 32,
-    "udiv": 32,
-    "srem": 32,
-    "urem": 32,
+_COSTS = {
+    1: "fadd fsub fmul add sub and or xor icmp fcmp select fpext fptrunc getelementptr",
+    4: "mul shl lshr ashr sitofp uitofp fptosi fptoui",
+    6: "fdiv",
+    32: "sdiv udiv srem urem",
 }
+_CYCLES = {name: cost for cost, names in _COSTS.items() for name in names.split()}
 # A shift right by an amount that the program works out.
 _SHIFT_RIGHT = 8
 _FUNCTIONS = {"fma": 1, "fmuladd": 1, "smin": 1, "smax": 1, "umin": 1, "umax": 1, "fabs": 1}

@@ -44,23 +44,14 @@ release_buffer: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(
 
 @dataclass
 class Buffer:
-    """Memory that a kernel gets as one argument.
-
-    Attributes:
-        address: of the first byte.
-        bytes: the length.
-        writable: whether the kernel may write.
-        initialised: whether it holds values before the launch.
-        origin: where in it the array's first element is; not 0 only with negative strides.
-        keep: what owns the memory.
-    """
+    """Memory that a kernel gets as one argument."""
 
     address: int
     bytes: int
     writable: bool = False
-    initialised: bool = True
-    origin: int = 0
-    keep: Any = None
+    initialised: bool = True  # whether it holds values before the launch
+    origin: int = 0  # where the array's first element is; not 0 only with negative strides
+    keep: Any = None  # what owns the memory
 
 
 def readable(array: mx.array, contiguous: bool) -> mx.array:

@@ -7,7 +7,6 @@ right under all four. Clang sees to most of it; the rules here are those that it
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 
 from .cpp_text import closing
 from .errors import CompileError
@@ -44,21 +43,10 @@ _FORBIDDEN = {
 }
 
 
-class _Text:
-    """Source with comments, strings and attributes blanked, and its line numbers."""
-
-    def __init__(self, text: str) -> None:
-        def blank(m: re.Match[str]) -> str:
-            return re.sub(r"[^\n]", " ", m.group())
-
-        pattern = (
-            r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#[^\n]*(?:\\\n[^\n]*)*|\[\[.*?\]\]'
-        )
-        self.text = re.sub(pattern, blank, text, flags=re.S | re.M)
-        self._starts = [0, *(m.end() for m in re.finditer("\n", text))]
-
-    def line(self, at: int) -> int:
-        return bisect_right(self._starts, at)
+def _blanked(text: str) -> str:
+    """The text with spaces for comments, strings, directives and attributes."""
+    pattern = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#[^\n]*(?:\\\n[^\n]*)*|\[\[.*?\]\]'
+    return re.sub(pattern, lambda m: re.sub(r"[^\n]", " ", m.group()), text, flags=re.S | re.M)
 
 
 def _types(text: str) -> str:
@@ -80,13 +68,11 @@ def _unqualified(text: str) -> list[tuple[int, str]]:
         before = text[begin + 1 : m.start()]
         if not _SPACES.search(before + m.group()) and "operator" not in before:
             what = "pointer" if "*" in m.group(2) else "reference"
-            found.append(
-                (
-                    m.start(),
-                    f"this {what} names no address space: write device, constant, "
-                    "threadgroup or thread (Metal 4.1 would take it as generic)",
-                )
+            why = (
+                f"this {what} names no address space: write device, constant, "
+                "threadgroup or thread (Metal 4.1 would take it as generic)"
             )
+            found.append((m.start(), why))
     return found
 
 
@@ -123,11 +109,12 @@ def lint(text: str) -> list[str]:
     found = []
     if bad := re.search(r"[^\x00-\x7f]", text):
         found.append((bad.start(), "MLX compiles ASCII only"))
-    plain = _Text(text)
+    plain = _blanked(text)
     for pattern, why in _FORBIDDEN.items():
-        found += [(m.start(), why) for m in re.finditer(pattern, plain.text)]
-    found += _unqualified(plain.text) + _members(plain.text)
-    return [f"{plain.line(at)}: {why}" for at, why in sorted(found)]
+        found += [(m.start(), why) for m in re.finditer(pattern, plain)]
+    found += _unqualified(plain) + _members(plain)
+    lines = [(plain.count("\n", 0, at) + 1, why) for at, why in sorted(found)]
+    return [f"{line}: {why}" for line, why in lines]
 
 
 def refuse(text: str) -> None:

@@ -8,6 +8,7 @@ is const. Constructor calls of vectors become function calls.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from .cpp_text import angle, closing, edit
 
@@ -28,6 +29,7 @@ _TEMPLATE_NAME = re.compile(r"\b(?:typename|class)\s+(\w+)")
 _THREAD_REFERENCE = re.compile(r"\b__qk_thread__\s+([A-Za-z_]\w*)\s*&(?!&)")
 _CONSTANT = re.compile(r"(?<!const )\b__constant\b(?!\s+const\b)")
 _OPERATOR = re.compile(r"\boperator\s*$")
+_OPENS = re.compile(r"\s*\(")
 
 
 def _qualifies(text: str, start: int, marks: str) -> bool:
@@ -125,28 +127,22 @@ def _threads(text: str) -> str:
 
 
 def _constructors(text: str) -> str:
-    def vector(m: re.Match[str]) -> str:
-        if _OPERATOR.search(text, max(0, m.start() - 24), m.start()):
-            return m.group()
-        return f"metal::qk_make<{m.group(1)}, {m.group(2)}>("
+    def declares(m: re.Match[str]) -> bool:
+        return bool(_OPERATOR.search(text, max(0, m.start() - 24), m.start()))
 
-    def bfloat(m: re.Match[str]) -> str:
-        declares = _OPERATOR.search(text, max(0, m.start() - 24), m.start())
-        return m.group() if declares else "metal::qk_cast<bfloat>("
+    def becomes(call: str) -> Callable[[re.Match[str]], str]:
+        return lambda m: m.group() if declares(m) else m.expand(call)
 
-    text = _CONSTRUCTOR.sub(vector, text)
+    text = _CONSTRUCTOR.sub(becomes(r"metal::qk_make<\1, \2>("), text)
     # Clang knows no conversion from half to bfloat, Metal does.
     text = _STATIC_CAST.sub(r"metal::qk_cast<\1>(", text)
-    text = _BFLOAT.sub(bfloat, text)
-    out, at = [], 0
+    text = _BFLOAT.sub(becomes("metal::qk_cast<bfloat>("), text)
+    edits = []
     for m in _VEC.finditer(text):
         end = angle(text, m.end() - 1)
-        declares = _OPERATOR.search(text, max(0, m.start() - 24), m.start())
-        if end < 0 or declares or not re.compile(r"\s*\(").match(text, end):
-            continue
-        out += [text[at : m.start()], "metal::qk_make<", text[m.end() : end]]
-        at = end
-    return "".join([*out, text[at:]])
+        if end > 0 and not declares(m) and _OPENS.match(text, end):
+            edits.append((*m.span(), "metal::qk_make<"))
+    return edit(text, edits)
 
 
 def respell(text: str) -> str:

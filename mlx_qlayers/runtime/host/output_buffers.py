@@ -27,21 +27,19 @@ SMALL = 1 << 19
 _LARGE_PAGE = 1 << 21
 _MADV_HUGEPAGE = 14
 
-# Type codes of DLPack 0.8, and the types of .npy files.
+# By type codes of DLPack 0.8: letters of .npy files, and dtypes.
+_CODES = {
+    0: ("i", (mx.int8, mx.int16, mx.int32, mx.int64)),
+    1: ("u", (mx.uint8, mx.uint16, mx.uint32, mx.uint64)),
+    2: ("f", (mx.float16, mx.float32)),
+    4: ("V", (mx.bfloat16,)),
+    5: ("c", (mx.complex64,)),
+    6: ("b", (mx.bool_,)),
+}
 _TYPES = {
-    mx.bool_: (6, "|b1"),
-    mx.uint8: (1, "|u1"),
-    mx.uint16: (1, "<u2"),
-    mx.uint32: (1, "<u4"),
-    mx.uint64: (1, "<u8"),
-    mx.int8: (0, "|i1"),
-    mx.int16: (0, "<i2"),
-    mx.int32: (0, "<i4"),
-    mx.int64: (0, "<i8"),
-    mx.float16: (2, "<f2"),
-    mx.float32: (2, "<f4"),
-    mx.bfloat16: (4, "<V2"),
-    mx.complex64: (5, "<c8"),
+    dtype: (code, f"{'<' if dtype.size > 1 else '|'}{letter}{dtype.size}")
+    for code, (letter, dtypes) in _CODES.items()
+    for dtype in dtypes
 }
 _CPU = 1
 _load: Callable[..., Any] = mx.load
@@ -72,25 +70,15 @@ ctypes.pythonapi.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, cty
 
 
 class SmallOutput(NamedTuple):
-    """An output that is copied: ``mx.array(capsule(tensor_address, b"dltensor", None))``.
-
-    Attributes:
-        bytes: its size.
-        zero: whether it starts from zeros.
-        free: memory that serves all outputs of about this size, one launch at a time.
-        block: makes more of it.
-        tensor: what DLPack says of it, but for where its ``data`` is.
-        tensor_address: of ``tensor``.
-        shape: what ``tensor`` points to.
-    """
+    """An output that is copied: ``mx.array(capsule(tensor_address, b"dltensor", None))``."""
 
     bytes: int
-    zero: bool
-    free: list[Any]
-    block: Callable[[], Any]
-    tensor: _Tensor
+    zero: bool  # whether it starts from zeros
+    free: list[Any]  # memory that serves all outputs of about this size, one launch at a time
+    block: Callable[[], Any]  # makes more of it
+    tensor: _Tensor  # what DLPack says of it, but for where its ``data`` is
     tensor_address: int
-    shape: Any
+    shape: Any  # what ``tensor`` points to
 
 
 _free: dict[int, list[Any]] = {}

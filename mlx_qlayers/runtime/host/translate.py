@@ -108,21 +108,14 @@ def _kernels(text: str) -> tuple[list[_Kernel], list[tuple[int, int, str, str]]]
             at = more.end()
         opening = text.index("(", at)
         head = text[at:opening].strip()
-        if head == "decltype":
-            begin = text.rindex("template", 0, m.start())
-            host = _HOST_NAME.search(text, begin, at)
-            end = text.index(";", closing(text, opening)) + 1
-            function = text[opening + 1 : closing(text, opening) - 1]
-            name = "".join(re.findall(r'"([^"]*)"', host.group(1))) if host else function
-            instances.append((begin, end, name, function))
-            continue
         end = closing(text, opening)
         brace = re.compile(r"\s*(?:noexcept\s*)?\{").match(text, end)
-        if not brace:
-            if "<" in head:
+        of_type = head == "decltype"
+        if of_type or not brace:
+            if of_type or "<" in head:
                 begin = text.rindex("template", 0, m.start())
                 host = _HOST_NAME.search(text, begin, at)
-                function = head.split(None, 1)[1]
+                function = text[opening + 1 : end - 1] if of_type else head.split(None, 1)[1]
                 name = "".join(re.findall(r'"([^"]*)"', host.group(1))) if host else function
                 instances.append((begin, text.index(";", end) + 1, name, function))
             continue
@@ -163,48 +156,49 @@ def _shared(kernel: _Kernel, body: str) -> str:
     return _SHARED.sub(declare, body)
 
 
-_VALUES = {
-    "thread_position_in_grid": "qk_position<{p}>(position)",
-    "thread_position_in_threadgroup": "qk_position<{p}>(t->position_in_threadgroup)",
-    "threadgroup_position_in_grid": "qk_position<{p}>(t->threadgroup_position)",
-    "threads_per_threadgroup": "qk_position<{p}>(t->threads_per_threadgroup)",
-    "dispatch_threads_per_threadgroup": "qk_position<{p}>(t->dispatch_threads_per_threadgroup)",
-    "threadgroups_per_grid": "qk_position<{p}>(t->threadgroups_per_grid)",
-    "threads_per_grid": "qk_position<{p}>(t->threads_per_grid)",
-    "grid_size": "qk_position<{p}>(t->threads_per_grid)",
-    "thread_index_in_simdgroup": "qk_scalar<{p}>(t->lane)",
-    "thread_index_in_threadgroup": "qk_scalar<{p}>(t->index_in_threadgroup)",
-    "simdgroup_index_in_threadgroup": "qk_scalar<{p}>(t->index_in_threadgroup / 32)",
-    "thread_index_in_quadgroup": "qk_scalar<{p}>(t->lane % 4)",
-    "quadgroup_index_in_threadgroup": "qk_scalar<{p}>(t->index_in_threadgroup / 4)",
-    "threads_per_simdgroup": "qk_scalar<{p}>(32)",
-    "thread_execution_width": "qk_scalar<{p}>(32)",
-    "simdgroups_per_threadgroup": (
-        "qk_scalar<{p}>((qk_product(t->threads_per_threadgroup) + 31) / 32)"
-    ),
+# The values of attributes: vectors of three, and scalars.
+_POSITIONS = {
+    "thread_position_in_grid": "position",
+    "thread_position_in_threadgroup": "t->position_in_threadgroup",
+    "threadgroup_position_in_grid": "t->threadgroup_position",
+    "threads_per_threadgroup": "t->threads_per_threadgroup",
+    "dispatch_threads_per_threadgroup": "t->dispatch_threads_per_threadgroup",
+    "threadgroups_per_grid": "t->threadgroups_per_grid",
+    "threads_per_grid": "t->threads_per_grid",
+    "grid_size": "t->threads_per_grid",
+}
+_SCALARS = {
+    "thread_index_in_simdgroup": "t->lane",
+    "thread_index_in_threadgroup": "t->index_in_threadgroup",
+    "simdgroup_index_in_threadgroup": "t->index_in_threadgroup / 32",
+    "thread_index_in_quadgroup": "t->lane % 4",
+    "quadgroup_index_in_threadgroup": "t->index_in_threadgroup / 4",
+    "threads_per_simdgroup": "32",
+    "thread_execution_width": "32",
+    "simdgroups_per_threadgroup": "(qk_product(t->threads_per_threadgroup) + 31) / 32",
     "dispatch_simdgroups_per_threadgroup": (
-        "qk_scalar<{p}>((qk_product(t->dispatch_threads_per_threadgroup) + 31) / 32)"
+        "(qk_product(t->dispatch_threads_per_threadgroup) + 31) / 32"
     ),
-    "quadgroups_per_threadgroup": (
-        "qk_scalar<{p}>((qk_product(t->threads_per_threadgroup) + 3) / 4)"
-    ),
+    "quadgroups_per_threadgroup": "(qk_product(t->threads_per_threadgroup) + 3) / 4",
 }
 
 
 def _argument(i: int, parameter: Parameter) -> str:
-    kind = f"at_{i}"
-    if parameter.attribute == "buffer":
+    kind, attribute = f"at_{i}", parameter.attribute
+    if attribute == "buffer":
         return f"qk_buffer<{kind}>(buffers[{parameter.index}])"
-    if parameter.attribute == "threadgroup":
+    if attribute == "threadgroup":
         return f"({kind})(ulong)qk_threadgroup_memory({64 + parameter.index}, 0, 16)"
-    if parameter.attribute not in _VALUES:
-        raise CompileError(f"parameter {parameter.name!r}: no attribute {parameter.attribute!r}")
-    return _VALUES[parameter.attribute].format(p=kind)
+    if attribute in _POSITIONS:
+        return f"qk_position<{kind}>({_POSITIONS[attribute]})"
+    if attribute in _SCALARS:
+        return f"qk_scalar<{kind}>({_SCALARS[attribute]})"
+    raise CompileError(f"parameter {parameter.name!r}: no attribute {attribute!r}")
 
 
 def _entry(signature: Signature) -> str:
     types = [
-        f"  using at_{i} = typename qk_parameters<decltype({signature.expression})>::at<{i}>;\n"
+        f"  using at_{i} = qk_parameters<decltype({signature.expression})>::at<{i}>;\n"
         for i in range(len(signature.parameters))
     ]
     arguments = ",\n      ".join(_argument(i, p) for i, p in enumerate(signature.parameters))
@@ -214,7 +208,7 @@ def _entry(signature: Signature) -> str:
         "  uint position[3];\n"
         "  for (int i = 0; i < 3; i++) position[i] = t->position_in_threadgroup[i] +\n"
         "      t->threadgroup_position[i] * t->dispatch_threads_per_threadgroup[i];\n"
-        + "".join(types).replace("typename ", "")
+        + "".join(types)
         + f"  {signature.expression}(\n      {arguments});\n}}\n"
     )
 
