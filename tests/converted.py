@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from architectures import Architecture, build
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_qlayers import ConversionReport, convert_model
 
@@ -31,6 +32,16 @@ def pair(name: str = "qwen2", **config) -> tuple[nn.Module, nn.Module]:
     stock, model = (build(name, wanted) for _ in range(2))
     convert_model(model)
     return stock, model
+
+
+def add_adapters(model: nn.Module, layers: int) -> None:
+    """LoRA on the last layers, that changes what they give."""
+    model.freeze()
+    mx.random.seed(1)
+    linear_to_lora_layers(model, layers, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+    for layer in model.modules():
+        if "lora_b" in layer:
+            layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(2))
 
 
 def decoded(model: nn.Module, steps: int = 4) -> mx.array:

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 from command_line import COMMAND, complaints
@@ -62,30 +64,29 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_interrupt_is_quiet(endless_model: Path, interruptible: None) -> None:
-    arguments = ["generate", "--model", str(endless_model), "--prompt", "a"]
-    arguments += ["--max-tokens", "100000"]
+@contextmanager
+def generating(model: Path) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """A command that has begun to print, and its output; what it says of its end is no error."""
+    arguments = ["generate", "--model", str(model), "--prompt", "a", "--max-tokens", "100000"]
     with subprocess.Popen(
         [*COMMAND, *arguments, "--temp", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)
+        yield process, process.stdout
+        assert not complaints(process.stderr.read())
+
+
+def test_interrupt_is_quiet(endless_model: Path, interruptible: None) -> None:
+    with generating(endless_model) as (process, _):
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-        assert not complaints(process.stderr.read())
 
 
 def test_a_reader_that_leaves_is_no_error(endless_model: Path) -> None:
-    arguments = ["generate", "--model", str(endless_model), "--prompt", "a"]
-    arguments += ["--max-tokens", "100000"]
-    with subprocess.Popen(
-        [*COMMAND, *arguments, "--temp", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.read(1)
-        process.stdout.close()
+    with generating(endless_model) as (process, output):
+        output.close()
         assert process.wait(60) == 141
-        assert not complaints(process.stderr.read())
 
 
 def test_letters_that_the_terminal_lacks(tiny_model: Path) -> None:

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
+import tiny_model
 from architectures import VOCABULARY, Architecture, build
 from mlx.nn.layers.distributed import shard_inplace, shard_linear
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
@@ -30,17 +31,9 @@ from mlx_qlayers import FusedAttention, QLinear, convert_model, revert_model
 from mlx_qlayers.layers.qlinear import QEmbedding
 
 QWEN = Architecture(2, {"tie_word_embeddings": True}, format=(64, 4, "affine"))
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "intermediate_size": 192,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+CONFIG: dict[str, Any] = tiny_model.CONFIG | {
     "rms_norm_eps": 1e-5,
     "vocab_size": VOCABULARY,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
     "quantization": {"group_size": 64, "bits": 4},
 }
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]])

@@ -11,9 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architectures import VOCABULARY, Architecture, build
+from converted import add_adapters
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
 from mlx_qlayers import convert_model, revert_model
@@ -137,12 +137,7 @@ def test_caches_that_differ_are_left_to_the_loop(runs):
 def test_layers_with_adapters_and_those_behind_them_are_left_to_the_loop(runs):
     stock, model = pair(num_hidden_layers=4)
     for m in (stock, model):
-        m.freeze()
-        mx.random.seed(1)
-        linear_to_lora_layers(m, 2, {"rank": 4, "scale": 2.0, "dropout": 0.0})
-        for layer in m.modules():
-            if "lora_b" in layer:
-                layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(2))
+        add_adapters(m, 2)
     same(model, stock, "adapters")
     assert runs == [2] * 4
 

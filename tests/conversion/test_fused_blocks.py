@@ -13,9 +13,8 @@ import mlx.core as mx
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
-from converted import PLAIN, TOKENS, decoded, fusions, pair
+from converted import PLAIN, TOKENS, add_adapters, decoded, fusions, pair
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from numerics import assert_same_model
 
 from mlx_qlayers import convert_model, explain, revert_model, use_backend
@@ -94,12 +93,7 @@ def test_products_of_one_input_are_gathered_where_no_more_is_recognised(name, gr
 def test_adapters_run_the_code_as_it_was():
     stock, model = pair()
     for m in (stock, model):
-        m.freeze()
-        mx.random.seed(1)
-        linear_to_lora_layers(m, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
-        for layer in m.modules():
-            if "lora_b" in layer:
-                layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(2))
+        add_adapters(m, 1)
     explain(reset=True)
     assert_same_model(decoded(model), decoded(stock), bits=None, what="with adapters")
     fused = sum(d.calls for d in explain() if d.op == "fused_products")

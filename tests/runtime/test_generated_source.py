@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_qlayers.runtime import generated_source as generated
+from mlx_qlayers.runtime import metal
 from mlx_qlayers.runtime.program import Program
 
 from .mlx_text import record
@@ -23,16 +24,7 @@ def agrees(program, inputs, template, output_dtypes, **options):
     """Compare with MLX's record of the same call, and return that record."""
 
     def call(*arrays):
-        kernel = mx.fast.metal_kernel(
-            name=program.name,
-            input_names=program.input_names,
-            output_names=program.output_names,
-            source=program.source,
-            header=program.header,
-            ensure_row_contiguous=program.ensure_row_contiguous,
-            atomic_outputs=program.atomic_outputs,
-        )
-        return kernel(
+        return metal._kernel(mx.fast.metal_kernel, program)(
             inputs=list(arrays),
             template=list(template),
             output_shapes=[(3,)] * len(output_dtypes),
