@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -20,12 +21,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_qlayers import attention, convert_model, explain, quantized_matmul, revert_model
-from mlx_qlayers.dispatch import Operation, Plan, choose, dispatch
+from mlx_qlayers.dispatch import Operation, Plan, choose, dispatch, dispatcher
 from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.backend import (
@@ -107,7 +109,7 @@ def interrupts_of_blocks(rounds: int) -> None:
 
 def interrupts_of_launches(rounds: int) -> None:
     """The next launch computes: small and large ones, those of gradients and of new shapes."""
-    q, sizes = mx.random.normal((1, 4, 8, 64)), iter(range(10**9))
+    q, sizes = mx.random.normal((1, 4, 8, 64)), itertools.count()
     gradient = mx.grad(lambda q: attention(q, q, q, scale=0.125, mask="causal").sum())
     small, large = mx.arange(64, dtype=mx.float32), mx.zeros((1 << 18,))
     mx.eval(q, small, large)
@@ -125,6 +127,33 @@ def interrupts_of_launches(rounds: int) -> None:
         ):
             interrupted(rounds, function, check)
         assert mx.array_equal(gradient(q), wanted)
+
+
+def interrupts_of_graphs(rounds: int) -> None:
+    """Amid tracing by mx.compile, for new shapes, and amid gradients: later calls compute."""
+    x, packed = mx.random.normal((40, 128)), mx.quantize(mx.random.normal((64, 128)))
+    mx.eval(x, packed)
+    turns = itertools.cycle(range(1, 41))
+
+    def both(function: Callable[..., mx.array], rows: int) -> list[mx.array]:
+        gradient = mx.grad(lambda x: mx.sin(function(x, *packed)).sum())
+        return [function(x[:rows], *packed), gradient(x[:rows])]
+
+    def compute() -> None:
+        if (rows := next(turns)) == 1:
+            advance_epoch()
+        mx.eval(both(quantized_matmul, rows))
+
+    def check() -> None:
+        for ours, stock in zip(
+            both(quantized_matmul, 7), both(mx.quantized_matmul, 7), strict=True
+        ):
+            assert mx.allclose(ours, stock, atol=1e-3).item()
+
+    with mock.patch.object(dispatcher, "_can_compile", lambda: True), use_backend("ops"):
+        advance_epoch()
+        interrupted(rounds, compute, check)
+    advance_epoch()
 
 
 def interrupts_of_conversion(rounds: int) -> None:
@@ -309,6 +338,7 @@ if turn % 3 == 2:
 ALL = (
     interrupts_of_blocks,
     interrupts_of_launches,
+    interrupts_of_graphs,
     interrupts_of_conversion,
     threads,
     tasks,

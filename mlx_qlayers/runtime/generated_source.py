@@ -10,7 +10,6 @@ Source: ``mlx/backend/common/metal_kernel.cpp`` of MLX 0.32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -61,18 +60,8 @@ TYPES = {
 }
 
 
-class _Input(NamedTuple):
-    """What the text depends on in an input: its type, whether it is 0-d, whether it is small."""
-
-    type: str
-    scalar: bool
-    constant: bool
-
-    @classmethod
-    def of(cls, x: mx.array | Spec, padded: bool) -> _Input:
-        """That of an array, or of the padded array that MLX gets in its place."""
-        scalar, constant = x.ndim == 0, x.size < CONSTANT_BELOW
-        return cls(TYPES[x.dtype], scalar and not padded, constant and not padded)
+# What the text depends on in an input: its type, whether it is 0-d, whether it is small.
+_Input = tuple[str, bool, bool]
 
 
 def generate(
@@ -97,12 +86,16 @@ def generate(
         'custom_kernel_twice_float_float'
     """
     padded = [parameter.padded for parameter in program.inputs] or [False] * len(inputs)
-    kinds = list(map(_Input.of, inputs, padded))
+    kinds = [
+        (TYPES[x.dtype], x.ndim == 0 and not pad, x.size < CONSTANT_BELOW and not pad)
+        for x, pad in zip(inputs, padded, strict=True)
+    ]
     values = ", ".join(_template_value(value) for _, value in template)
     name = f"custom_kernel_{program.name}"
     if template:
         name += "__" + values.replace(", ", "_")
-    name += "".join(f"_{x.type}" + ("s" if x.scalar else "c" if x.constant else "") for x in kinds)
+    for kind, scalar, constant in kinds:
+        name += f"_{kind}" + ("s" if scalar else "c" if constant else "")
     name += "".join(f"_{TYPES[dtype]}" for dtype in output_dtypes)
 
     text = program.header
@@ -131,12 +124,11 @@ def _parameters(
 ) -> str:
     """The parameter list up to and including the brace that opens the body."""
     lines, index = [], 0
-    for name, kind in zip(program.input_names, inputs, strict=True):
-        space = "constant" if kind.constant else "device"
-        mark = "&" if kind.scalar else "*"
-        lines.append(f"  const {space} {kind.type}{mark} {name} [[buffer({index})]],\n")
+    for name, (kind, scalar, constant) in zip(program.input_names, inputs, strict=True):
+        space, mark = "constant" if constant else "device", "&" if scalar else "*"
+        lines.append(f"  const {space} {kind}{mark} {name} [[buffer({index})]],\n")
         index += 1
-        for word in () if kind.scalar else shape_words(program.source, name):
+        for word in () if scalar else shape_words(program.source, name):
             lines.append(f"  const constant {word} [[buffer({index})]],\n")
             index += 1
     used = [attribute for attribute in ATTRIBUTES if attribute in program.source]
