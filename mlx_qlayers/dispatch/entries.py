@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, lru_cache
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -73,13 +73,6 @@ class Values:
     mlx: str = ""
 
 
-class Stored(NamedTuple):
-    """An entry, and whether it comes with the package."""
-
-    entry: Entry | Values
-    shipped: bool
-
-
 @cache
 def device_kind() -> str | None:
     """The backend of this machine's GPU: ``"metal"``, ``"cuda"``, or None without one."""
@@ -116,9 +109,9 @@ unsaved: dict[str, dict[str, Entry]] = {}
 
 
 @lru_cache(maxsize=64)
-def entries(device: str, at: int) -> Mapping[str, Stored]:
-    """All that is stored for a device, by key, as of an epoch."""
-    found = {key: Stored(entry, True) for key, entry in read(SHIPPED, device).items()}
+def entries(device: str, at: int) -> Mapping[str, tuple[Entry | Values, bool]]:
+    """All that is stored for a device as of an epoch, by key, and whether the package holds it."""
+    found = {key: (entry, True) for key, entry in read(SHIPPED, device).items()}
     try:
         own: Mapping[str, Entry | Values] = read(user_folder(), device)
     except OSError as error:
@@ -127,10 +120,10 @@ def entries(device: str, at: int) -> Mapping[str, Stored]:
     for key, entry in {**own, **unsaved.get(device, {})}.items():
         before = found.get(key)
         # Rules count on values of the kind that they were written for.
-        if isinstance(entry, Values) and not (before and _is_like(entry, before.entry)):
+        if isinstance(entry, Values) and not (before and _is_like(entry, before[0])):
             note("tuning", "ignored", f"{device}: {key} has other values than the package's")
         else:
-            found[key] = Stored(entry, False)
+            found[key] = entry, False
     return found
 
 

@@ -140,7 +140,7 @@ def test_what_a_cpu_found_counts_on_the_host_backend():
     config = replace(heuristic("host"), outputs=8)
     problem = PROBLEMS["qmv"](*QUESTION)
     keep(config=config)
-    (entry,) = (e.entry for key, e in entries.entries("some_gpu", -1).items() if key == problem.key)
+    entry, _ = entries.entries("some_gpu", -1)[problem.key]
     save("cpu", {problem.key: entry})
     assert configure("qmv", "host", *QUESTION) == config
     assert found("qmv", *QUESTION, device="host").path == "kernel"
