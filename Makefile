@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest
 # The pages of the API reference; all else is internal.
 PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime tuning conversion)
 
-.PHONY: setup demo test test-fast test-metal test-cuda metal-sources test-floors stress bench plots docs notebooks lint clean
+.PHONY: setup demo test test-fast test-metal test-cuda metal-sources test-floors stress fuzz bench plots docs notebooks lint clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,11 @@ test-floors:
 # Threads, tasks, interrupts and exits; make stress ARGS="threads --rounds 5000"
 stress: setup
 	$(BIN)/python -m tests.stress $(ARGS)
+
+# Random calls and damaged files, on all cores; make fuzz MINUTES=60
+MINUTES ?= 10
+fuzz: setup
+	$(BIN)/python -m tests.fuzz $(MINUTES) $(ARGS)
 
 # Measures every family beside stock MLX, into benchmarks/results/<machine>; make bench ARGS=--quick
 bench: setup

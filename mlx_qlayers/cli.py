@@ -23,7 +23,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors take one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        line = printable(" ".join(message.split()))
+        self.exit(_ERROR, f"{self.prog}: error: {line} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

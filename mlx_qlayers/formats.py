@@ -68,8 +68,10 @@ class Format(NamedTuple):
         """What is wrong with arrays that should hold this format, or None if nothing is."""
         if w.dtype != mx.uint32:
             return f"w must be uint32, not {_name(w.dtype)}"
+        if w.ndim < 2 or scales.ndim != w.ndim:
+            return f"scales of shape {scales.shape} do not go with w of shape {w.shape}"
         packed, remainder = divmod(scales.shape[-1] * self.group_size * self.bits, 32)
-        if scales.ndim != w.ndim or scales.shape[:-1] != w.shape[:-1] or remainder:
+        if scales.shape[:-1] != w.shape[:-1] or remainder:
             return f"scales of shape {scales.shape} do not go with w of shape {w.shape}"
         if packed != w.shape[-1]:
             return (
@@ -84,8 +86,10 @@ class Format(NamedTuple):
                 return (
                     f"biases of shape {biases.shape} must have the shape of scales {scales.shape}"
                 )
-            if not mx.issubdtype(scales.dtype, mx.floating):
-                return f"scales must be floating point in mode 'affine', not {_name(scales.dtype)}"
+            for name, array in (("scales", scales), ("biases", biases)):
+                if not mx.issubdtype(array.dtype, mx.floating):
+                    kind = _name(array.dtype)
+                    return f"{name} must be floating point in mode 'affine', not {kind}"
         else:
             if biases is not None:
                 return f"biases must be None in mode {self.mode!r}"

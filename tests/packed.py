@@ -39,7 +39,7 @@ def _e4m3(codes: np.ndarray) -> np.ndarray:
 
 def codes(w: mx.array, bits: int) -> np.ndarray:
     """The integers of each row, which are one little-endian stream of bits."""
-    stream = np.unpackbits(np.array(w).view(np.uint8), axis=-1, bitorder="little")
+    stream = np.unpackbits(np.ascontiguousarray(w).view(np.uint8), axis=-1, bitorder="little")
     weights = 1 << np.arange(bits)
     return (stream.reshape(*stream.shape[:-1], -1, bits) * weights).sum(-1)
 

@@ -45,6 +45,9 @@ def test_usage_errors_take_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["nonsense"], ["generate"], ["info", "--model"]):
         assert main(arguments) == 2
         assert capsys.readouterr().err.count("\n") == 1
+    assert main(["tune", "\x1b[31m", "a\nb"]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "\x1b" not in line
     for arguments in (["--help"], ["convert", "--help"], ["--version"]):
         assert main(arguments) == 0
         assert capsys.readouterr().out

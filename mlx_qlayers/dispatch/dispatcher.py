@@ -132,8 +132,7 @@ def dispatch(
     except Outdated as made:
         prepared = made.plan
     except (AttributeError, TypeError):
-        # They cannot be a key; mostly the checks say what is wrong with them.
-        prepared = _prepare(operation, static, arrays)
+        prepared = _unkeyed(operation, arrays, static)
     if collectors:
         count(prepared.rows)
     else:
@@ -153,6 +152,23 @@ def _made(operation: Operation, shapes: tuple[Any, ...], key: tuple[Any, ...]) -
         operation.recent.clear()
     operation.recent[shapes] = key, prepared
     return prepared
+
+
+def _unkeyed(operation: Operation, arrays: Sequence[Any], static: tuple[Any, ...]) -> _Prepared:
+    """The plan of arguments that cannot be a key; mostly the checks say what is wrong with them."""
+    strange = any(not isinstance(a, mx.array) for a in arrays if a is not None)
+    cause: Exception | None = None
+    try:
+        prepared = _prepare(operation, static, arrays)
+        if not strange:
+            return prepared
+    except (AttributeError, TypeError, ValueError) as error:
+        ours = isinstance(error, ValueError) and not str(error).startswith("[")  # as MLX's do
+        if ours or not (strange or "NoneType" in str(error)):
+            raise
+        cause = error
+    given = ", ".join("None" if a is None else type(a).__name__ for a in arrays)
+    raise TypeError(f"{operation.name} takes arrays of MLX, not ({given})") from cause
 
 
 @lru_cache(maxsize=MAX_PLANS)

@@ -92,6 +92,8 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
         return Plan(None, _with_casts(static, common))
     decoding = _takes_decode(call)
     choice = _choose_decode(call) if decoding else _choose_forward(call)
+    if 0 in (shape := (*call.q.shape[:3], call.v_width)):
+        return Plan(choice, lambda *_: [mx.zeros(shape, common)])
     composed = reference.attention(call)
     if choice.path == "ops":
         # The masks of windows are other than the reference's, which somebody asked for.

@@ -7,11 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..options import AttentionCall, Scores, packing
+from ..options import AttentionCall, Rotation, Scores, packing
 from .checks import FLOATS, check_floats
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUP_SIZES = (32, 64, 128)
+_LARGEST = mx.finfo(mx.float32).max
 _PACKED = 3  # packed, scales, biases
 
 
@@ -47,6 +48,8 @@ def checked(
             if array.ndim != 4:
                 raise ValueError(f"{name} must be (B, Hkv, S, D), but its shape is {array.shape}")
         k_shape, v_shape = k[0].shape, v[0].shape
+    if not width:
+        raise ValueError(f"q must have at least one column, but its shape is {q.shape}")
     if k_shape[0] != batch or k_shape[3] != width:
         raise ValueError(f"k must be ({batch}, Hkv, S, {width}) for q {q.shape}, not {k_shape}")
     if k_shape[1] == 0 or heads % k_shape[1]:
@@ -61,7 +64,9 @@ def checked(
         check_floats("sinks", sinks)
         if sinks.shape != (heads,):
             raise ValueError(f"sinks must be ({heads},), one a head, not {sinks.shape}")
-    scores = Scores(scale, mask is not None, window, softcap)
+    # A window wider than all keys hides none; kernels and operators count it in 32 bits.
+    window = window and min(window, k_shape[2])
+    scores = Scores(float(scale), mask is not None, window, softcap and float(softcap))
     return AttentionCall(q, k, v, scores, of_mask, sinks)
 
 
@@ -86,7 +91,7 @@ def _check_packed(
     if width is None:
         assert wanted is not None
         width = 32 * words // wanted[1]
-    group_size, bits = width // max(groups, 1), 32 * words // width
+    group_size, bits = width // max(groups, 1), 32 * words // max(width, 1)
     whole = group_size * groups == width and bits * width == 32 * words
     if not whole or bits not in _BITS or group_size not in _GROUP_SIZES:
         raise ValueError(
@@ -109,10 +114,38 @@ def _check_mask(full: tuple[int, ...], array: Any, other: Any) -> None:
         raise ValueError(f"mask must be None, 'causal' or an mx.array, not {other!r}")
 
 
+def check_scale(scale: object) -> None:
+    """Raise a ``ValueError`` for a scale that is no number, or more than float32 holds."""
+    if not is_finite(scale):
+        raise ValueError(f"scale must be a finite number, not {scale!r}")
+
+
+def check_rotation(rotation: Any, freqs: Any, width: int) -> None:
+    """Raise a ``ValueError`` for a :class:`Rotation` that does not fit heads of ``width``."""
+    if not isinstance(rotation, Rotation):
+        raise ValueError(f"rotation must be a Rotation, not {rotation!r}")
+    dims, traditional, base, scale = rotation
+    if type(dims) is not int or dims % 2 or not 0 <= dims <= width:
+        raise ValueError(f"dims must be even and at most {width}, not {dims!r}")
+    if not isinstance(traditional, bool):
+        raise ValueError(f"traditional must be True or False, not {traditional!r}")
+    if dims and (base is None) == (freqs is None):
+        raise ValueError("one of base and freqs must be given")
+    if base is not None and not (is_finite(base) and base > 0):
+        raise ValueError(f"base must be a positive number or None, not {base!r}")
+    check_scale(scale)
+    if freqs is not None and freqs.shape != (dims // 2,):
+        raise ValueError(f"freqs must have shape ({dims // 2},), not {freqs.shape}")
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a number that float32 holds."""
+    return isinstance(value, (int, float)) and abs(value) <= _LARGEST
+
+
 def _check_numbers(scale: object, window: object, softcap: object) -> None:
-    if not isinstance(scale, (int, float)):
-        raise ValueError(f"scale must be a number, not {scale!r}")
+    check_scale(scale)
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"window must be a positive integer or None, not {window!r}")
-    if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
+    if softcap is not None and not (is_finite(softcap) and softcap > 0):  # type: ignore[operator]
         raise ValueError(f"softcap must be a positive number or None, not {softcap!r}")

@@ -13,7 +13,7 @@ from ..metal.attention import step as kernels
 from ..options import Rotation
 from ..reference import attention_step as reference
 from ..runtime.backend import backend
-from ..runtime.spec import Spec
+from .attention_checks import check_rotation, check_scale
 from .checks import FLOATS
 
 __all__ = ["MIN_POSITIONS", "Rotation", "attention_step", "why_not"]
@@ -79,7 +79,8 @@ def attention_step(
 def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation) -> Plan:
     _check(arrays)
     q, _, _, k_buffer, v_buffer, _, freqs, _ = arrays
-    _check_rotation(rotation, freqs, k_buffer.shape[3])
+    check_scale(scale)
+    check_rotation(rotation, freqs, k_buffer.shape[3])
     v_width = v_buffer.shape[3]
     choice = choose("attention_step", KERNELS if _covers(k_buffer.shape, v_width, rotation) else ())
     composed = reference.attention_step(arrays, scale, rotation)
@@ -123,8 +124,10 @@ def _check(arrays: Sequence[Any]) -> None:
         raise ValueError(f"q must be (B, 1, H * D) in a floating-point type, not {what}")
     if k_buffer.ndim != 4 or k_buffer.shape[0] != q.shape[0]:
         raise ValueError(f"k_buffer must be ({q.shape[0]}, Hkv, S, D), not {k_buffer.shape}")
+    if v_buffer.ndim != 4 or not v_buffer.shape[3]:
+        raise ValueError(f"v_buffer must be (B, Hkv, S, Dv), not {v_buffer.shape}")
     batch, kv_heads, size, width = k_buffer.shape
-    if kv_heads * width == 0 or q.shape[2] % (kv_heads * width):
+    if 0 in (kv_heads, width, q.shape[2]) or q.shape[2] % (kv_heads * width):
         raise ValueError(f"q must have a multiple of {kv_heads} heads of {width}, not {q.shape}")
     heads, v_width = q.shape[2] // width, v_buffer.shape[-1]
     for name, array, shape in (
@@ -145,12 +148,3 @@ def _check(arrays: Sequence[Any]) -> None:
     if mask.dtype != mx.bool_ or not broadcast or mask.shape[2] != 1 or mask.shape[3] < size:
         wanted, what = (batch, heads, 1, size), f"{mask.dtype} {mask.shape}"
         raise ValueError(f"mask must be bool {wanted}, not {what}")
-
-
-def _check_rotation(rotation: Rotation, freqs: Spec | None, width: int) -> None:
-    if rotation.dims % 2 or not 0 <= rotation.dims <= width:
-        raise ValueError(f"rotation must turn an even part of {width}, not {rotation.dims}")
-    if (rotation.base is None) == (freqs is None) and rotation.dims:
-        raise ValueError("one of rotation.base and freqs must be given")
-    if freqs is not None and freqs.shape != (rotation.dims // 2,):
-        raise ValueError(f"freqs must have shape ({rotation.dims // 2},), not {freqs.shape}")

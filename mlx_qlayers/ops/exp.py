@@ -44,6 +44,8 @@ def _plan(arrays: Sequence[Spec], strided: bool) -> Plan:
     (x,) = arrays
     if x.dtype not in (mx.float32, mx.float16, mx.bfloat16):
         raise ValueError(f"x must be float32, float16 or bfloat16, not {x.dtype}")
+    if not isinstance(strided, bool):
+        raise ValueError(f"strided must be True or False, not {strided!r}")
     # A CPU runs MLX's own operator faster than any launch: there is no gain to give.
     choice = choose("exp", unless=None if x.size else "x is empty")
     if choice.path == "ops" or not x.size:

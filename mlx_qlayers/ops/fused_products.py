@@ -25,6 +25,7 @@ from ..metal.quantized_matmul.qmv import (
 from ..options import PackedMatrix
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
+from .checks import check_floats
 from .quantized_matmul import quantized_matmul
 from .quantized_route import DENSE, QMV, dense_is_worse, host_gain, is_qmv, stock_is_better
 
@@ -287,6 +288,9 @@ def _check(
     x, weight, tile_squares, residual, next_weight = rows
     if not matrices:
         raise ValueError("matrices must have at least one element")
+    check_floats("x", x)
+    if x.ndim < 1:
+        raise ValueError("x needs at least 1 dimension")
     for w, scales, biases, bias in matrices:
         if problem := fmt.mismatch(w, scales, biases):
             raise ValueError(f"matrices: {problem}")

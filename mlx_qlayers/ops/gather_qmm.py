@@ -94,7 +94,8 @@ def _plan(
     sorted_indices: bool,
 ) -> Plan:
     x, w, scales, biases, _, _, global_scale = arrays
-    fmt = Format.checked(group_size, bits, mode)
+    fmt, transpose = Format.checked(group_size, bits, mode), bool(transpose)
+    sorted_indices = bool(sorted_indices)
     leading = _check(arrays, transpose, fmt)
     out = x.dtype if biases is None else mx.result_type(x.dtype, scales.dtype, biases.dtype)
     stock = reference(x, w, out, leading, transpose, fmt, sorted_indices)
@@ -109,6 +110,10 @@ def _plan(
         host_gain=gain("gather_qmm_gain", rows, fmt.mode, fmt.bits, _KINDS[transpose]),
         evidence=source_of("gather_qmm_gain", "gather_qmm_rows_per_matrix"),
     )
+    if empty:  # MLX's operator divides by zero
+        columns = w.shape[-2] if transpose else fmt.dims(w)
+        shape = *leading, x.shape[-2], columns
+        return Plan(choice, lambda *_: mx.zeros(shape, out))
     if choice.path == "ops":
         return Plan(choice, stock)
     kind = scales.dtype if biases is None else mx.result_type(scales.dtype, biases.dtype)
@@ -273,6 +278,9 @@ def _check(arrays: _Arrays, transpose: bool, fmt: Format) -> tuple[int, ...]:
         raise ValueError(problem)
     left = x.shape[:-2] if lhs_indices is None else lhs_indices.shape
     right = w.shape[:-2] if rhs_indices is None else rhs_indices.shape
+    for name, given, shape in (("x", lhs_indices, x.shape), ("w", rhs_indices, w.shape)):
+        if 0 in shape[:-2] and given is not None and given.size:
+            raise ValueError(f"{name} of shape {shape} has nothing to choose")
     try:
         return mx.broadcast_shapes(left, right)
     except ValueError:

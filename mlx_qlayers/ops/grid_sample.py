@@ -88,7 +88,8 @@ def _plan(
         evidence="rule" if empty else source_of("grid_sample_gain"),
     )
     if empty:
-        choice = choice._replace(path="ops", reason=empty)
+        shape = *grid.shape[:-1], x.shape[-1]
+        return Plan(choice._replace(path="ops", reason=empty), lambda *_: mx.zeros(shape, x.dtype))
     if choice.path == "ops":
         return Plan(choice, composed)
     question = x.shape[-1], x.dtype, options.deterministic, grid.shape[-1]

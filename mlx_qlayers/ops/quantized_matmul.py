@@ -78,7 +78,7 @@ def _plan(
     arrays: Sequence[Any], transpose: bool, group_size: int | None, bits: int | None, mode: str
 ) -> Plan:
     x, w, scales, biases, bias, global_scale = arrays
-    fmt = Format.checked(group_size, bits, mode)
+    fmt, transpose = Format.checked(group_size, bits, mode), bool(transpose)
     _check(arrays, transpose, fmt)
     static = transpose, *fmt
     if global_scale is not None:

@@ -13,6 +13,7 @@ from ..metal.rotary import launch as kernels
 from ..options import Rotation
 from ..reference import rotary as reference
 from ..runtime.backend import backend
+from .attention_checks import check_rotation
 from .checks import FLOATS
 
 # Heads that a thread of a GPU turns by one sine and cosine.
@@ -97,10 +98,4 @@ def _check(q: Any, k: Any, offset: Any, rotation: Rotation, freqs: Any) -> None:
         raise ValueError(f"k must go with q, {q.dtype} {q.shape}, but is {k.dtype} {k.shape}")
     if offset.shape not in ((), q.shape[:1]) or not mx.issubdtype(offset.dtype, mx.integer):
         raise ValueError(f"offset must be one integer or {q.shape[0]}, not {offset.shape}")
-    dims, _, base, _ = rotation
-    if dims % 2 or not 0 <= dims <= q.shape[-1]:
-        raise ValueError(f"dims must be even and at most {q.shape[-1]}, not {dims}")
-    if (base is None) == (freqs is None):
-        raise ValueError("one of base and freqs must be given")
-    if freqs is not None and freqs.shape != (dims // 2,):
-        raise ValueError(f"freqs must have shape ({dims // 2},), not {freqs.shape}")
+    check_rotation(rotation, freqs, q.shape[-1])

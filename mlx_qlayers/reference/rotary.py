@@ -17,6 +17,7 @@ def rotary_embedding(rotation: Rotation) -> Callable[..., list[mx.array]]:
         if freqs is not None:  # MLX's operator cannot be differentiated by them on a GPU
             freqs = mx.stop_gradient(freqs.astype(mx.float32))
         given = {**options, "offset": offset.astype(mx.int32), "freqs": freqs}
-        return [mx.fast.rope(x.transpose(0, 2, 1, 3), **given) for x in (q, k)]
+        heads = [x.transpose(0, 2, 1, 3) for x in (q, k)]
+        return [mx.fast.rope(x, **given) if x.size and rotation.dims else x for x in heads]
 
     return run

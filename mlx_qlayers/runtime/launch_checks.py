@@ -18,6 +18,7 @@ from .spec import Spec
 
 # Kernels index with 32 bits unless they say otherwise.
 _LIMIT_32 = 2**31
+_LIMIT_64 = 2**63
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}
 Inputs = Sequence[mx.array | Spec]
 
@@ -52,6 +53,8 @@ def checked_launch(
     shapes, specs = check.output_shapes(output_shapes), [Spec.of(x) for x in inputs]
     if not (init_value is None or isinstance(init_value, Real)):
         raise kernel.error(f"init_value must be a number or None, not {init_value!r}")
+    if isinstance(init_value, int) and not -_LIMIT_64 <= init_value < _LIMIT_64:
+        raise kernel.error(f"init_value must be a number of 64 bits, not {init_value!r}")
     return Launch(program, specs, values, grid, threadgroup, shapes, dtypes, init_value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 
 import mlx.core as mx
@@ -213,3 +214,19 @@ def test_calls_that_alternate_have_their_plans():
     for size in range(2 * dispatcher.MAX_RECENT):
         dispatch(twice, (mx.ones(size),))
     assert len(twice.recent) <= dispatcher.MAX_RECENT
+
+
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        ({"w": "text"}, "(array, str, array, array, None, None)"),
+        ({"w": None}, "(array, None, array, array, None, None)"),
+        ({"bias": 2**70}, "(array, array, array, array, int, None)"),
+    ],
+    ids=["text", "None", "a number"],
+)
+def test_what_is_no_array_is_named(change, given):
+    x, (w, scales, biases) = problem()
+    arrays = {"x": x, "w": w, "scales": scales, "biases": biases} | change
+    with pytest.raises(TypeError, match=re.escape(f"takes arrays of MLX, not {given}")):
+        quantized_matmul(**arrays)

@@ -112,3 +112,5 @@ def test_an_empty_array(backend):
 def test_other_dtypes():
     with pytest.raises(ValueError, match=r"x must be float32, float16 or bfloat16, not .*int32"):
         exp(mx.arange(4))
+    with pytest.raises(ValueError, match="strided must be True or False, not 'x'"):
+        exp(mx.ones(4), strided="x")

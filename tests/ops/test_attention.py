@@ -191,7 +191,11 @@ PACKED = tuple(mx.quantize(K, group_size=64, bits=4))
             {},
             "k must hold rows of 48 numbers, not 8 words in 1 groups",
         ),
-        ((Q, K, V), {"scale": "1"}, "scale must be a number, not '1'"),
+        ((Q[..., :0], K[..., :0], V), {}, "q must have at least one column"),
+        ((Q, K, V), {"scale": "1"}, "scale must be a finite number, not '1'"),
+        ((Q, K, V), {"scale": 2**200}, "scale must be a finite number, not 1606938"),
+        ((Q, K, V), {"scale": float("nan")}, "scale must be a finite number, not nan"),
+        ((Q, K, V), {"softcap": float("inf")}, "softcap must be a positive number or None"),
         ((Q, K, V), {"mask": "full"}, "mask must be None, 'causal' or an mx.array, not 'full'"),
         ((Q, K, V), {"mask": mx.zeros((3, 4))}, r"mask must broadcast to \(2, 4, 3, 5\).*\(3, 4\)"),
         ((Q, K, V), {"mask": mx.zeros((1, 1, 1, 1, 5))}, "mask must broadcast"),
@@ -206,3 +210,20 @@ PACKED = tuple(mx.quantize(K, group_size=64, bits=4))
 def test_bad_input(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         attention(*arrays, **{"scale": 1.0, **options})
+
+
+@pytest.mark.parametrize("window", [2**31, 2**70])
+@pytest.mark.parametrize("mask", [None, mx.ones((1, 5), mx.bool_)], ids=["none", "boolean"])
+def test_a_window_wider_than_32_bits(mask, window):
+    options = {"scale": 0.1, "mask": mask}
+    y = attention(Q, K, V, window=window, **options)
+    assert mx.array_equal(y, attention(Q, K, V, window=5, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"mask": "causal"}], ids=str)
+@pytest.mark.parametrize("shape", [(0, 4, 3, 8), (2, 0, 3, 8), (2, 4, 0, 8), (2, 4, 3, 0)], ids=str)
+def test_nothing_to_compute(shape, options):
+    batch, heads, queries, width = shape
+    q, k = mx.ones((batch, heads, queries, 32)), mx.ones((batch, 2, 5, 32))
+    out = attention(q, k, mx.ones((batch, 2, 5, width)), scale=0.1, **options)
+    assert out.shape == shape

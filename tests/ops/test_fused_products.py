@@ -34,7 +34,7 @@ FORMATS = [
 ]
 EPS = 1e-5
 ACTIVATIONS = {
-    "silu": lambda x: x / (1 + np.exp(-x)),
+    "silu": lambda x: x * np.exp(-np.logaddexp(0, -x)),
     "gelu": lambda x: x * (1 + np.vectorize(erf)(x / sqrt(2))) / 2,
     "gelu_approx": lambda x: x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2,
 }
@@ -226,6 +226,8 @@ def test_gradients_of_all_but_packed_words():
         ({"matrices": []}, "matrices must have at least one element"),
         ({"bits": 9}, "bits must be 1, 2, 3, 4, 5, 6, 8 in mode 'affine', not 9"),
         ({"x": mx.zeros((2, 32))}, r"x of shape \(2, 32\) does not go with a matrix of 64 columns"),
+        ({"x": mx.array(1.0)}, "x needs at least 1 dimension"),
+        ({"x": mx.zeros((2, 64), mx.int32)}, "x must be .* not mlx.core.int32"),
         ({"gate": "relu"}, "gate must be one of silu, gelu, gelu_approx, not 'relu'"),
         ({"gate": "silu"}, r"gate needs two matrices of one shape, not shapes \[\(8, 8\)\]"),
         ({"norm": (mx.zeros((8,)), EPS)}, r"norm must have a weight of shape \(64,\), not \(8,\)"),

@@ -135,6 +135,23 @@ def test_empty():
         assert y.shape == (*x.shape[:-1], N)
 
 
+@pytest.mark.parametrize("path", ["ops", "auto"])
+def test_nothing_to_add_up(path):
+    """Where MLX's operator divides by zero, which ends the process."""
+    w, scales, biases = random_experts(np.random.default_rng(6), (E,), N, K, SMALL)
+    right, indices = mx.array([0, 1]), mx.zeros((0,), mx.uint32)
+    with use_backend(path):
+        rows = [a[:, :0] for a in (w, scales, biases)]
+        y = gather_qmm(mx.zeros((2, 1, K)), *rows, None, right, **options(SMALL))
+        assert y.shape == (2, 1, 0)
+        plain = options(SMALL, transpose=False)
+        y = gather_qmm(mx.ones((2, 1, 0)), *rows, None, right, **plain)
+        assert y.shape == (2, 1, K) and not y.any().item()
+        none = [a[:0] for a in (w, scales, biases)]
+        y = gather_qmm(mx.zeros((2, 1, K)), *none, indices, indices, **options(SMALL))
+        assert y.shape == (0, 1, N)
+
+
 def test_promotes_as_stock_does(path):
     rng = np.random.default_rng(7)
     w, *scales_and_biases = random_experts(rng, (E,), N, K, SMALL)
@@ -361,6 +378,15 @@ BAD = {
     "rhs_indices bool": ({"rhs_indices": mx.array([True, False])}, "rhs_indices must be integers"),
     "indices shapes": ({"lhs_indices": mx.array([0, 1, 1])}, "do not broadcast"),
     "rhs_indices shape": ({"rhs_indices": mx.array([0, 1, 2])}, "rhs_indices do not broadcast"),
+    "no matrices": (
+        {name: GOOD[name][:0] for name in ("w", "scales", "biases")},
+        r"w of shape \(0, 16, 16\) has nothing to choose",
+    ),
+    "no blocks": (
+        {"x": mx.ones((0, 1, 128)), "lhs_indices": mx.array([0, 1])},
+        "x of shape .* has nothing to choose",
+    ),
+    "scales 0-d": ({"scales": mx.array(1.0)}, "scales of shape"),
     "group_size": ({"group_size": 48}, "group_size must be 32, 64, 128"),
     "group_size wrong": ({"group_size": 32}, "group_size=32"),
     "bits": ({"bits": 7}, "bits must be 1, 2, 3, 4, 5, 6, 8"),

@@ -242,3 +242,25 @@ def test_bad_input(args, options, message):
 def test_bad_affine_input(theta, size, message):
     with pytest.raises(ValueError, match=message):
         affine_grid(theta, size)
+
+
+@pytest.mark.parametrize("path", ["ops", "auto"])
+@pytest.mark.parametrize(
+    ("x_shape", "grid_shape"),
+    [
+        ((0, 2, 3, 4), (0, 5, 6, 2)),
+        ((2, 2, 3, 0), (2, 5, 6, 2)),
+        ((2, 2, 3, 4), (2, 0, 6, 2)),
+        ((1, 1, 1, 0), (1, 0, 0, 2)),
+        ((1, 2, 2, 2, 0), (1, 3, 0, 1, 3)),
+    ],
+)
+def test_nothing_to_sample(x_shape, grid_shape, path):
+    x, grid = mx.ones(x_shape), mx.ones(grid_shape)
+    with use_backend(path):
+        y, gradients = mx.vjp(
+            lambda *a: [grid_sample(*a)], [x, grid], [mx.ones((*grid_shape[:-1], x_shape[-1]))]
+        )
+    assert y[0].shape == (*grid_shape[:-1], x_shape[-1])
+    assert [g.shape for g in gradients] == [x_shape, grid_shape]
+    assert all(not g.any().item() for g in gradients)

@@ -363,6 +363,8 @@ BAD = {
     "scales dtype": ({"scales": GOOD["scales"].astype(mx.uint8)}, "scales must be"),
     "biases missing": ({"biases": None}, "biases is missing"),
     "biases shape": ({"biases": GOOD["biases"][:, :1]}, "biases of shape"),
+    "biases dtype": ({"biases": GOOD["biases"].astype(mx.complex64)}, "biases must be floating"),
+    "scales 0-d": ({"scales": mx.array(1.0)}, "scales of shape"),
     "bias shape": ({"bias": mx.ones((15,))}, "bias must have shape"),
     "group_size": ({"group_size": 48}, "group_size must be 32, 64, 128"),
     "group_size wrong": ({"group_size": 32}, "group_size=32"),

@@ -139,6 +139,11 @@ def test_nothing_to_turn_is_explained(path):
         ({"offset": mx.array(1.0)}, "offset must be one integer"),
         ({"dims": 7}, "dims must be even and at most 8, not 7"),
         ({"dims": 10}, "dims must be even and at most 8, not 10"),
+        ({"dims": 8.0}, "dims must be even and at most 8, not 8.0"),
+        ({"traditional": "x"}, "traditional must be True or False, not 'x'"),
+        ({"base": (10000.0,)}, r"base must be a positive number or None, not \(10000.0,\)"),
+        ({"base": 0}, "base must be a positive number or None, not 0"),
+        ({"scale": float("nan")}, "scale must be a finite number, not nan"),
         ({"base": None}, "one of base and freqs must be given"),
         ({"base": None, "freqs": mx.zeros((3,))}, r"freqs must have shape \(4,\), not \(3,\)"),
     ],
@@ -153,3 +158,15 @@ def test_bad_input(change, message, path):
     }
     with pytest.raises(ValueError, match=message):
         rotary_embedding(**good | change)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 8), (2, 0, 4, 8), (2, 3, 0, 8), (2, 3, 4, 0)], ids=str)
+def test_nothing_to_turn(shape):
+    q, k = mx.ones(shape), mx.ones((*shape[:2], 2, shape[3]))
+    with use_backend("auto"):
+        found = rotary_embedding(q, k, mx.arange(shape[0]), dims=shape[3])
+    assert [y.shape for y in found] == [x.swapaxes(1, 2).shape for x in (q, k)]
+    if shape[2] == 0:
+        with use_backend("ops"):
+            turned_alone = rotary_embedding(k, k, mx.arange(2), dims=8)[1]
+        assert mx.array_equal(found[1], turned_alone)

@@ -175,6 +175,7 @@ def dtype_name(dtype):
         ({"output_dtypes": mx.float32}, "output_dtypes must not be mlx.core.float32"),
         ({"output_dtypes": [None]}, "output_dtypes must not be [None]"),
         ({"init_value": "0"}, "init_value must be a number or None, not '0'"),
+        ({"init_value": 2**70}, "init_value must be a number of 64 bits, not 11805916207"),
         ({"init_value": [0]}, "init_value must be a number or None, not [0]"),
     ],
 )

@@ -1,0 +1,133 @@
+"""Sound files, spoilt: values of a JSON document replaced, and bytes of any file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+_SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 300),
+    st.sampled_from([-1, 0, 2**31, 2**63, 2**64, -(2**40), 10**9, 10**30]),
+    st.floats(),
+    st.sampled_from([1e308, 0.5, -0.0]),
+    st.text(max_size=8),
+    st.sampled_from(["", "\x1b[31m", "a\nb", "..", "/", "x" * 5000, "\ud800", "NaN", "\x00"]),
+)
+_VALUES = st.recursive(
+    _SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of one value of a document.
+
+    Attributes:
+        at: which value, counted through the document.
+        kind: what is done to it.
+        value: what it becomes, or the new name.
+    """
+
+    at: int
+    kind: str
+    value: Any
+
+
+EDITS = st.lists(
+    st.builds(
+        Edit,
+        st.integers(0, 400),
+        st.sampled_from(["set", "set", "set", "delete", "rename", "near", "copy"]),
+        _VALUES,
+    ),
+    min_size=1,
+    max_size=3,
+).map(tuple)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A change of bytes: at a share of the file, what is there is replaced.
+
+    Attributes:
+        share: of the file, where.
+        remove: how many bytes.
+        insert: what is put there.
+    """
+
+    share: float
+    remove: int
+    insert: bytes
+
+
+CUTS = st.lists(
+    st.builds(
+        Cut,
+        st.floats(0, 1),
+        st.sampled_from([0, 1, 2, 8, 100, 10**9]),
+        st.one_of(
+            st.binary(max_size=8),
+            st.sampled_from([b"", b'"', b"{", b"[" * 3000, b"\xff", b"\x00" * 9, b"1e999"]),
+        ),
+    ),
+    min_size=1,
+    max_size=2,
+).map(tuple)
+
+
+def spoilt_bytes(data: bytes, cuts: tuple[Cut, ...]) -> bytes:
+    """A file's bytes after the cuts."""
+    for cut in cuts:
+        at = int(cut.share * len(data))
+        data = data[:at] + cut.insert + data[at + cut.remove :]
+    return data
+
+
+def spoilt_document(document: Any, edits: tuple[Edit, ...]) -> Any:
+    """A document after the edits; the original stays."""
+    document = json.loads(json.dumps(document))
+    for edit in edits:
+        places = list(_places(document))
+        if not places:
+            return edit.value
+        owner, key = places[edit.at % len(places)]
+        _apply(owner, key, edit, places)
+    return document
+
+
+def _apply(owner: Any, key: Any, edit: Edit, places: list[tuple[Any, Any]]) -> None:
+    if edit.kind == "delete":
+        del owner[key]
+    elif edit.kind == "rename" and isinstance(owner, dict):
+        owner[str(edit.value)[:100]] = owner.pop(key)
+    elif edit.kind == "copy":
+        other, name = places[len(repr(edit.value)) % len(places)]
+        owner[key] = json.loads(json.dumps(other[name]))
+    elif edit.kind == "near" and isinstance(owner[key], (int, float)):
+        owner[key] = owner[key] + (len(repr(edit.value)) % 5 - 2)
+    else:
+        owner[key] = edit.value
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every value inside a document, as its owner and its key."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in list(items):
+        yield value, key
+        if isinstance(inner, (dict, list)):
+            yield from _places(inner)
+
+
+def text_of(document: Any) -> str:
+    """JSON, as Python writes it; a surrogate stays escaped."""
+    return json.dumps(document)

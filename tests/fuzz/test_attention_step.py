@@ -1,0 +1,184 @@
+"""A step of decoding: random calls against float64, and calls that are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import strategies as st
+
+from mlx_qlayers.ops.attention_step import Rotation, attention_step
+from tests import oracles
+from tests.fuzz.arrays import (
+    BACKENDS,
+    DTYPES,
+    HEADS,
+    LAYOUTS,
+    SEEDS,
+    SHIFTED,
+    changes,
+    dtype_of,
+    laid_out,
+    largest_score,
+    running,
+    same_answers,
+    spoilt,
+)
+from tests.fuzz.target import fuzz
+from tests.numerics import EPSILON, ROUNDINGS, assert_accurate, random, round_to, to64
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """A sound call in which arguments are replaced."""
+
+    queries: int
+    packed: bool
+    changes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of attention_step."""
+
+    seed: int
+    batch: int
+    heads: tuple[int, int]
+    size: int
+    length: float
+    width: int
+    v_width: int
+    masked: bool
+    dims: int
+    traditional: bool
+    base: float | None
+    rope_scale: float
+    dtype: str
+    layouts: tuple[str, ...]
+    backend: str
+
+
+@fuzz(
+    st.builds(
+        Step,
+        SEEDS,
+        st.sampled_from([1, 1, 2, 3, 9]),
+        HEADS,
+        st.sampled_from([1, 2, 7, 33, 64, 256, 1030]),
+        st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+        st.sampled_from([8, 32, 40, 64, 128, 256]),
+        st.sampled_from([8, 32, 40, 64, 128, 256]),
+        st.booleans(),
+        st.integers(0, 128).map(lambda n: 2 * n),
+        st.booleans(),
+        st.sampled_from([None, 1.5, 500.0, 10000.0, 1e6]),
+        st.sampled_from([1.0, 0.25, 4.0]),
+        DTYPES,
+        st.tuples(*[LAYOUTS] * 6),
+        BACKENDS,
+    )
+)
+def test_attention_step(case: Step) -> None:
+    rng, dtype = np.random.default_rng(case.seed), dtype_of(case.dtype)
+    heads, kv_heads = case.heads
+    width, v_width, size = case.width, case.v_width, case.size
+    dims = min(case.dims, width)
+    length = min(size - 1, int(case.length * size))
+    q = random(rng, (case.batch, 1, heads * width), dtype)
+    k, v = (random(rng, (case.batch, 1, kv_heads * n), dtype) for n in (width, v_width))
+    buffers = [random(rng, (case.batch, kv_heads, size, n), dtype) for n in (width, v_width)]
+    freqs = random(rng, (dims // 2,)) if case.base is None else None
+    freqs = None if freqs is None else mx.abs(freqs) * 50 + 1
+    # A buffer begins where 16 bytes do, as all that MLX allocates.
+    layouts = list(case.layouts)
+    layouts[3:5] = ["dense" if name in SHIFTED else name for name in layouts[3:5]]
+    arrays = [
+        laid_out(a, layout) for a, layout in zip((q, k, v, *buffers, freqs), layouts, strict=True)
+    ]
+    *arrays, freqs = arrays
+    places = [length, *rng.integers(0, 3000, case.batch).tolist()]
+    positions = mx.array([*places, *[-1] * 8], mx.int32)
+    mask = None
+    if case.masked:
+        shown = (rng.random((case.batch, 1, 1, size + 1)) < 0.7) | (np.arange(size + 1) == length)
+        mask = mx.array(shown)
+    rotation = Rotation(dims, case.traditional, case.base, case.rope_scale)
+    with running(case.backend):
+        out, *made = attention_step(
+            *arrays, positions, scale=width**-0.5, rotation=rotation, freqs=freqs, mask=mask
+        )
+        mx.eval(out, made)
+    exact = _stepped(case, arrays, places, rotation, freqs, mask, np.float64, None)
+    rough = _stepped(case, arrays, places, rotation, freqs, mask, np.float32, dtype)
+    # MLX's own rotary embedding computes angles in float32.
+    by_stock = case.backend in ("ops", "auto") and dims > 0
+    roundings = ROUNDINGS[dtype] * EPSILON[dtype] / EPSILON[mx.float32]
+    angle = roundings + 4 * max(places[1:]) * case.rope_scale
+    turned = angle * by_stock * (np.abs(to64(arrays[1])).max() + np.abs(to64(arrays[0])).max())
+    of_out = exact[3] * (1 + turned)
+    results = zip([out, *made], exact[:3], rough[:3], [of_out, turned, 0.0], strict=True)
+    for number, (actual, truth, base, terms) in enumerate(results):
+        what = f"result {number} of {case}"
+        assert_accurate(actual, truth, round_to(base, dtype), terms=terms, what=what)
+
+
+def _stepped(
+    case: Step,
+    arrays: list[mx.array],
+    places: list[int],
+    rotation: Rotation,
+    freqs: mx.array | None,
+    mask: mx.array | None,
+    dtype: type,
+    precision: mx.Dtype | None,
+) -> tuple[Any, ...]:
+    from tests.ops.test_rotary import turned
+
+    q, k, v, k_buffer, v_buffer = (to64(a).astype(dtype) for a in arrays)
+    batch, kv_heads, _, width = k_buffer.shape
+    length, at = places[0], places[1:]
+    parts = [
+        x.reshape(batch, 1, n, -1)
+        for x, n in zip((q, k, v), (case.heads[0], kv_heads, kv_heads), strict=True)
+    ]
+    options: dict[str, Any] = {"traditional": rotation.traditional, "scale": rotation.scale}
+    options |= {"base": rotation.base, "freqs": freqs, "dtype": dtype}
+    heads = [turned(mx.array(x.astype(np.float32)), at, rotation.dims, **options)
+             if rotation.dims else x.swapaxes(1, 2) for x in parts[:2]]  # fmt: skip
+    if precision is not None:
+        heads = [to64(round_to(x, precision)).astype(dtype) for x in heads]
+    buffers = []
+    for buffer, new in ((k_buffer, heads[1]), (v_buffer, parts[2].swapaxes(1, 2))):
+        made = np.zeros_like(buffer)
+        made[:, :, :length], made[:, :, length : length + 1] = buffer[:, :, :length], new
+        buffers.append(made)
+    seen = None if mask is None else np.array(mask)[..., : length + 1]
+    keys, values = (b[:, :, : length + 1] for b in buffers)
+    found, terms = oracles.attention(heads[0], keys, values, width**-0.5, seen, dtype=dtype)
+    large = terms["out"].max() * (1 + largest_score([heads[0], keys]) * width**-0.5)
+    return found["out"].reshape(batch, 1, -1), *buffers, large
+
+
+STEP_NAMES = ["q", "k", "v", "k_buffer", "v_buffer", "positions", "scale", "rotation", "freqs"]
+STEP_NAMES += ["mask"]
+
+
+@fuzz(st.builds(Spoilt, st.just(1), st.booleans(), changes(STEP_NAMES)), examples=60)
+def test_attention_step_refuses(case: Spoilt) -> None:
+    x, buffer = mx.ones((1, 1, 64)), mx.zeros((1, 2, 16, 32))
+    arguments = {
+        "q": x,
+        "k": x,
+        "v": x,
+        "k_buffer": buffer,
+        "v_buffer": buffer,
+        "scale": 1.0,
+        "positions": mx.array([7, 7, 0, 0, 0, 0, 0, 0]),
+        "mask": None,
+        "freqs": mx.ones((16,)) if case.packed else None,
+        "rotation": Rotation(32, base=None if case.packed else 10000.0),
+    }
+    same_answers(partial(attention_step, **spoilt(arguments, case.changes)))

@@ -1,0 +1,294 @@
+"""Files that were damaged or made up: models, adapters, tuning results."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unicodedata import category
+
+import mlx.core as mx
+from hypothesis import strategies as st
+
+from mlx_qlayers.cli import main
+from mlx_qlayers.conversion.checkpoint import check_directory
+from mlx_qlayers.conversion.config import QuantizationConfig
+from mlx_qlayers.conversion.loading import load_stock
+from mlx_qlayers.dispatch import entries
+from mlx_qlayers.dispatch.entries import Entry
+from mlx_qlayers.tuning import store
+from tests.fuzz.documents import CUTS, EDITS, Cut, Edit, spoilt_bytes, spoilt_document
+from tests.fuzz.target import fuzz
+from tests.tiny_model import save_tiny_model
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@cache
+def _home() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    save_tiny_model(folder / "model")
+    save_tiny_model(folder / "plain", quantized=False)
+    return folder
+
+
+@contextlib.contextmanager
+def changed(name: str, change: Callable[[bytes], bytes]) -> Iterator[Path]:
+    """A copy of the small model in which one file is another."""
+    with tempfile.TemporaryDirectory(dir=_home()) as folder:
+        path = Path(folder) / "m"
+        path.mkdir()
+        for file in (_home() / "model").iterdir():
+            if file.name == name:
+                (path / name).write_bytes(change(file.read_bytes()))
+            else:
+                os.link(file, path / file.name)
+        yield path
+
+
+@dataclass(frozen=True)
+class Document:
+    """A JSON file with edits of its values, then of its bytes."""
+
+    name: str
+    edits: tuple[Edit, ...]
+    cuts: tuple[Cut, ...]
+
+    def change(self, data: bytes) -> bytes:
+        """The file's new bytes."""
+        if self.edits:
+            data = json.dumps(spoilt_document(json.loads(data), self.edits)).encode()
+        return spoilt_bytes(data, self.cuts)
+
+
+def documents(*names: str) -> st.SearchStrategy[Document]:
+    """Edits of values most of the time, else of bytes."""
+    named = st.sampled_from(names)
+    return st.one_of(
+        st.builds(Document, named, EDITS, st.just(())),
+        st.builds(Document, named, EDITS, st.just(())),
+        st.builds(Document, named, st.just(()), CUTS),
+    )
+
+
+def _command(*arguments: str) -> tuple[int, str, str]:
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = main(arguments)
+    return code, out.getvalue(), error.getvalue()
+
+
+def _check_terminal(text: str, what: str) -> None:
+    odd = [c for c in text if category(c) == "Cc" and c not in "\n\t\r"]
+    assert not odd, f"{what} prints {odd[:5]}"
+
+
+CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json", INDEX)
+
+
+@fuzz(documents("config.json", "config.json", *CONFIGS), examples=8, seconds=4)
+def test_model_documents(case: Document) -> None:
+    with changed(case.name, case.change) as path:
+        code, out, error = _command("info", "--model", str(path))
+        assert code in (0, 2)
+        _check_terminal(out, "info")
+        _check_terminal(error, "info")
+        if code == 2:
+            assert error.startswith("mlx-qlayers") and error.count("\n") == 1, error
+            return
+        # What an odd model computes, or says it cannot, is mlx-lm's; nothing ends the process.
+        with contextlib.suppress(Exception):
+            mx.eval(load_stock(path).model(mx.array([[1, 2, 3]])))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A safetensors file with edits of its header, then of its bytes."""
+
+    edits: tuple[Edit, ...]
+    cuts: tuple[Cut, ...]
+
+    def change(self, raw: bytes) -> bytes:
+        """The file's new bytes."""
+        if self.edits:
+            end = 8 + int.from_bytes(raw[:8], "little")
+            text = json.dumps(spoilt_document(json.loads(raw[8:end]), self.edits)).encode()
+            raw = len(text).to_bytes(8, "little") + text + raw[end:]
+        return spoilt_bytes(raw, self.cuts)
+
+
+# Most of the bytes are weights; what matters stands at the beginning.
+_HEAD = st.builds(
+    Cut, st.floats(0, 0.03), st.sampled_from([0, 1, 8, 30]), st.binary(max_size=6)
+).map(lambda cut: (cut,))
+
+
+@fuzz(
+    st.one_of(
+        st.builds(Weights, EDITS, st.just(())),
+        st.builds(Weights, st.just(()), st.one_of(_HEAD, CUTS)),
+    ),
+    examples=20,
+)
+def test_weights(case: Weights) -> None:
+    with changed(WEIGHTS, case.change) as path:
+        try:
+            check_directory(path)
+        except (ValueError, FileNotFoundError):
+            return
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            mx.eval(load_stock(path).model.parameters())
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of LoRA, damaged."""
+
+    name: str
+    edits: tuple[Edit, ...]
+    cuts: tuple[Cut, ...]
+
+
+_ADAPTER = {
+    "fine_tune_type": "lora",
+    "num_layers": 2,
+    "lora_parameters": {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]},
+}
+
+
+@cache
+def _adapters() -> Path:
+    """Sound adapters of the small model."""
+    folder = _home() / "adapters"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(_ADAPTER))
+    arrays = {
+        f"model.layers.{i}.self_attn.q_proj.lora_{name}": mx.zeros(shape)
+        for i in range(2)
+        for name, shape in (("a", (128, 4)), ("b", (4, 128)))
+    }
+    mx.save_safetensors(str(folder / "adapters.safetensors"), arrays)
+    return folder
+
+
+@fuzz(
+    st.one_of(
+        st.builds(Adapters, st.just("adapter_config.json"), EDITS, st.just(())),
+        st.builds(Adapters, st.just("adapter_config.json"), st.just(()), CUTS),
+        st.builds(Adapters, st.just("adapters.safetensors"), st.just(()), CUTS),
+        st.builds(Adapters, st.just("adapters.safetensors"), EDITS, st.just(())),
+    ),
+    examples=6,
+    seconds=3,
+)
+def test_adapters(case: Adapters) -> None:
+    weights = case.name != "adapter_config.json"
+    kind: Any = Weights(case.edits, case.cuts) if weights else Document("", case.edits, case.cuts)
+    with tempfile.TemporaryDirectory(dir=_home()) as folder:
+        path = Path(folder) / "adapters"
+        shutil.copytree(_adapters(), path)
+        (path / case.name).write_bytes(kind.change((path / case.name).read_bytes()))
+        try:
+            loaded = load_stock(_home() / "model", adapter_path=str(path))
+        except (ValueError, FileNotFoundError):
+            return
+        mx.eval(loaded.model(mx.array([[1, 2, 3]])))
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The quantization entry of a configuration, edited."""
+
+    edits: tuple[Edit, ...]
+
+
+_CONFIG = {
+    "model_type": "qwen2",
+    "quantization": {
+        "group_size": 64,
+        "bits": 4,
+        "mode": "affine",
+        "model.layers.0.mlp.up_proj": {"group_size": 32, "bits": 8},
+        "lm_head": False,
+    },
+    "text_config": {"quantization_config": {"group_size": 64, "bits": 4}},
+}
+
+
+@fuzz(st.builds(Quantization, EDITS), examples=100)
+def test_quantization_entries(case: Quantization) -> None:
+    document = spoilt_document(_CONFIG, case.edits)
+    with contextlib.suppress(ValueError):
+        config = QuantizationConfig.read(document)
+        for path in ("model.layers.0.mlp.up_proj", "lm_head", "x"):
+            config.entry(path)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A file of tuning results, edited."""
+
+    edits: tuple[Edit, ...]
+    cuts: tuple[Cut, ...]
+
+
+def _entry(path: str) -> dict[str, Any]:
+    config = {"simds": 2, "outputs": 4, "unroll": 1}
+    return {
+        "config": config,
+        "path": path,
+        "seconds": 1e-5,
+        "heuristic": 2e-5,
+        "tried": 3,
+        "source": "0123",
+        "mlx": "0.32.4",
+        "paths": {"kernel": 1e-5, "stock": 2e-5},
+    }
+
+
+_RESULTS = {
+    "device": "cpu",
+    "entries": {
+        "qmv 1x64x64 float16 affine-64-4-t": _entry("kernel"),
+        "qmm 32x64x64 float16 affine-64-4-t": _entry("stock"),
+        "grid_sample_gain": {"values": {"bilinear": 1.8, "nearest": 2}, "note": "mine"},
+        "of another version": {"x": [1, {"y": None}]},
+    },
+}
+
+
+@fuzz(
+    st.one_of(
+        st.builds(Tuned, EDITS, st.just(())),
+        st.builds(Tuned, st.just(()), CUTS),
+    ),
+    examples=60,
+)
+def test_tuning_results(case: Tuned) -> None:
+    document = spoilt_document(_RESULTS, case.edits)
+    data = spoilt_bytes(json.dumps(document).encode(), case.cuts)
+    new = Entry({"a": 1}, "kernel", 1.0, 1.0, 1, "", "0.32.4")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file = folder / "cpu.json"
+        file.write_bytes(data)
+        found = entries.read(folder, "cpu")
+        assert store.save("cpu", {"new": new}, folder)
+        kept = json.loads(file.read_text())["entries"]
+        assert kept.pop("new")["config"] == {"a": 1}
+        aside = [p for p in folder.iterdir() if "damaged" in p.name]
+        if aside:
+            assert aside[0].read_bytes() == data and not found
+            return
+        before = dict(json.loads(data)["entries"])
+        before.pop("new", None)
+        assert json.dumps(kept, sort_keys=True) == json.dumps(before, sort_keys=True)
+        assert entries.read(folder, "cpu").keys() == found.keys() | {"new"}

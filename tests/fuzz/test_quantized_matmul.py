@@ -1,0 +1,239 @@
+"""Products with quantized matrices: random calls against float64, and calls that are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import strategies as st
+
+from mlx_qlayers import quantized_matmul
+from mlx_qlayers.formats import GLOBAL_UNIT, Format
+from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
+from tests.fuzz.arrays import (
+    BACKENDS,
+    DTYPES,
+    LAYOUTS,
+    SEEDS,
+    VALUES,
+    changes,
+    compare,
+    dtype_of,
+    filled,
+    laid_out,
+    running,
+    same_answers,
+    spoilt,
+)
+from tests.fuzz.packing import FORMAT, OF_WORDS, ROWS, Spoilt, packed
+from tests.fuzz.target import fuzz
+from tests.launchers import dequantize
+from tests.numerics import EPSILON, assert_accurate, random, round_to, to64
+from tests.oracles import product
+from tests.packed import codes, dequantize64, terms64
+
+LAID_OUT = st.tuples(LAYOUTS, OF_WORDS, *[LAYOUTS] * 3)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A call of quantized_matmul."""
+
+    seed: int
+    fmt: Format
+    rows: tuple[int, ...]
+    n: int
+    groups: int
+    batch: tuple[int, ...]
+    transpose: bool
+    dtypes: tuple[str, str, str]
+    bias: bool
+    scaled: bool
+    values: str
+    layouts: tuple[str, ...]
+    backend: str
+    gradient: bool
+
+
+PRODUCTS = st.builds(
+    Product,
+    SEEDS,
+    FORMAT,
+    ROWS,
+    st.sampled_from([1, 2, 7, 8, 9, 33, 41, 64, 130]),
+    st.integers(1, 5),
+    st.sampled_from([()] * 6 + [(1,), (2,)]),
+    st.booleans(),
+    st.one_of(DTYPES.map(lambda d: (d, d, d)), st.tuples(DTYPES, DTYPES, DTYPES)),
+    st.booleans(),
+    st.booleans(),
+    VALUES,
+    LAID_OUT,
+    BACKENDS,
+    st.booleans(),
+)
+
+
+@fuzz(PRODUCTS)
+def test_quantized_matmul(case: Product) -> None:
+    rng, fmt = np.random.default_rng(case.seed), case.fmt
+    x_dtype, packed_dtype, bias_dtype = map(dtype_of, case.dtypes)
+    wide = case.groups * fmt.group_size
+    shape = case.n, wide
+    inner, outer = (wide, case.n) if case.transpose else (case.n, wide)
+    batch = case.batch if len(case.rows) > 1 or not case.batch else ()
+    if batch and case.rows[:-1][-1:] not in (batch, (1,)):
+        batch = (1,)
+    w, scales, biases = packed(rng, (*batch, *shape), fmt, packed_dtype, case.values)
+    x = filled(rng, (*case.rows, inner), x_dtype, case.values)
+    bias = random(rng, (outer,), bias_dtype) if case.bias else None
+    arrays = [
+        laid_out(a, layout)
+        for a, layout in zip((x, w, scales, biases, bias), case.layouts, strict=True)
+    ]
+    x, w, scales, biases, bias = arrays
+    factor = None
+    if case.scaled and fmt.mode == "nvfp4" and not batch:
+        factor = random(rng, (), mx.float32) + 1
+    options = {**fmt._asdict(), "transpose": case.transpose, "global_scale": factor}
+    dense, parts = dequantize64(w, scales, biases, fmt), terms64(w, scales, biases, fmt)
+    if factor is not None:
+        dense, parts = (a * (to64(factor) / GLOBAL_UNIT) for a in (dense, parts))
+    if case.transpose:
+        dense, parts = dense.swapaxes(-1, -2), parts.swapaxes(-1, -2)
+    rows = to64(x).reshape(*x.shape[:-2], -1, inner)
+    added = 0.0 if bias is None else to64(bias)
+    out_dtype = x.dtype if biases is None else mx.result_type(x.dtype, scales.dtype)
+    with np.errstate(all="ignore"):
+        truth = rows @ dense + added
+        terms = np.abs(rows) @ parts + np.abs(added)
+        rough = product(rows.astype(np.float32), dense.astype(np.float32))
+        if bias is not None and bias.dtype != out_dtype:  # added to what was rounded
+            rough = to64(round_to(rough, out_dtype))
+        rough = rough + np.float32(added)
+
+    def call(x: mx.array, scales: mx.array, biases: Any = None, bias: Any = None) -> mx.array:
+        return quantized_matmul(x, w, scales, biases, bias=bias, **options)
+
+    # No kernel takes several matrices, or no row.
+    backend = "auto" if batch or not x.size else case.backend
+    with running(backend):
+        y = call(x, scales, biases, bias)
+        mx.eval(y)
+    out = np.broadcast_shapes(case.rows[:-1], batch) + case.rows[-1:]
+    expected = (truth, rough, terms)
+    compare(y, *(np.reshape(a, (*out, outer)) for a in expected), what=f"y of {case}")
+    if case.gradient and not batch and case.values == "normal" and x.size:
+        _check_gradients(case, rng, call, arrays, dense, parts)
+
+
+def _check_gradients(
+    case: Product,
+    rng: np.random.Generator,
+    call: Any,
+    arrays: list[Any],
+    dense: np.ndarray,
+    parts: np.ndarray,
+) -> None:
+    x, _, scales, biases, bias = arrays
+    given = [x, scales, biases] if biases is not None else [x]
+    names = ["x", "scales", "biases"][: len(given)]
+    if bias is not None:
+        given, names = [*given, bias], [*names, "bias"]
+
+    def run(*varied: mx.array) -> list[mx.array]:
+        by_name = {"scales": scales, "biases": biases, "bias": bias}
+        by_name |= dict(zip(names, varied, strict=True))
+        return [call(**by_name)]
+
+    with running(case.backend):
+        (y,), _ = mx.vjp(run, given, [mx.zeros(run(*given)[0].shape, run(*given)[0].dtype)])
+        dy = random(rng, y.shape, y.dtype)
+        _, found = mx.vjp(run, given, [dy])
+        mx.eval(found)
+    sides = to64(dy).reshape(-1, dense.shape[1]), to64(x).reshape(-1, dense.shape[0])
+    exact = _gradients(case, arrays, *sides, dense)
+    rough = _gradients(case, arrays, *(a.astype(np.float32) for a in (*sides, dense)))
+    large = _gradients(case, arrays, *map(np.abs, sides), parts)
+    for name, gradient, array in zip(names, found, given, strict=True):
+        truth, base, terms = (a[name].reshape(array.shape) for a in (exact, rough, large))
+        if len(set(case.dtypes)) > 1:  # the cotangent was rounded to the product's dtype
+            out = x.dtype if biases is None else mx.result_type(x.dtype, scales.dtype)
+            terms = terms * (1 + EPSILON[out] / EPSILON[mx.float32])
+        assert gradient.dtype == array.dtype
+        what, base = f"gradient of {name} of {case}", round_to(base, array.dtype)
+        assert_accurate(gradient, truth, base, terms=terms.max(initial=0), what=what)
+
+
+def _gradients(
+    case: Product, arrays: list[Any], up: np.ndarray, rows: np.ndarray, dense: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Those of x, scales, biases and bias, in the dtype of what is given."""
+    _, w, scales, biases, _ = arrays
+    found = {"x": product(up, dense.T), "bias": up.sum(0)}
+    if biases is not None:
+        d_w = product(rows.T, up).T if case.transpose else product(rows.T, up)
+        groups = (*scales.shape, case.fmt.group_size)
+        d_w, q = d_w.reshape(groups), codes(w, case.fmt.bits).reshape(groups)
+        found |= {"scales": (d_w * q.astype(d_w.dtype)).sum(-1), "biases": d_w.sum(-1)}
+    return found
+
+
+NAMES = ["x", "w", "scales", "biases", "transpose", "group_size", "bits", "mode", "bias"]
+NAMES += ["global_scale"]
+
+
+@fuzz(st.builds(Spoilt, FORMAT, ROWS, st.booleans(), changes(NAMES)), examples=60)
+def test_quantized_matmul_refuses(case: Spoilt) -> None:
+    wide = 2 * case.fmt.group_size
+    inner, outer = (wide, 8) if case.transpose else (8, wide)
+    w, scales, biases = packed(np.random.default_rng(0), (8, wide), case.fmt, mx.float32)
+    arguments = {
+        "x": mx.ones((*case.rows, inner)),
+        "w": w,
+        "scales": scales,
+        "biases": biases,
+        "transpose": case.transpose,
+        **case.fmt._asdict(),
+        "bias": mx.ones((outer,)),
+        "global_scale": mx.array(1.0) if case.fmt.mode == "nvfp4" else None,
+    }
+    same_answers(partial(quantized_matmul, **spoilt(arguments, case.changes)))
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A launch that dequantizes matrices."""
+
+    seed: int
+    fmt: Format
+    heights: tuple[int, ...]
+    groups: int
+    dtypes: tuple[str, str]
+    checked: bool
+
+
+@fuzz(
+    st.builds(
+        Unpacked,
+        SEEDS,
+        FORMAT,
+        st.lists(st.sampled_from([1, 2, 7, 8, 41]), min_size=1, max_size=3).map(tuple),
+        st.integers(1, 7),
+        st.tuples(DTYPES, DTYPES),
+        st.booleans(),
+    ),
+    examples=10,
+)
+def test_dequantize(case: Unpacked) -> None:
+    rng, fmt, (dtype, kind) = np.random.default_rng(case.seed), case.fmt, map(dtype_of, case.dtypes)
+    wide = case.groups * fmt.group_size
+    matrices = [packed(rng, (n, wide), fmt, kind) for n in case.heights]
+    with running("checked" if case.checked else "host"):
+        y = dequantize([PackedMatrix(*m) for m in matrices], fmt, dtype)
+    dense = np.concatenate([dequantize64(*m, fmt) for m in matrices])
+    terms = max(terms64(*m, fmt).max() for m in matrices)
+    assert_accurate(y, dense, round_to(dense, dtype), terms=terms, what=f"{case}")
