@@ -24,7 +24,7 @@ def cases() -> Cases:
 
 
 def run(fmt: Format, dtype: mx.Dtype, transpose: bool) -> None:
-    check_all(fmt, dtype, transpose, SHAPES[:2], CASES[1:], device="cuda", backend=backend())
+    check_all(fmt, dtype, transpose, SHAPES[:2], tuple(CASES)[1:], device="cuda", backend=backend())
 
 
 def in_tiles(fmt: Format, dtype: mx.Dtype, transpose: bool) -> None:
