@@ -98,7 +98,10 @@ def _plan(
     sorted_indices = bool(sorted_indices)
     leading = _check(arrays, transpose, fmt)
     out = x.dtype if biases is None else mx.result_type(x.dtype, scales.dtype, biases.dtype)
-    stock = reference(x, w, out, leading, transpose, fmt, sorted_indices)
+    kind = scales.dtype if biases is None else mx.result_type(scales.dtype, biases.dtype)
+    matrix, scaled = PackedMatrix(w, Spec(scales.shape, kind)), global_scale is not None
+    call = MatmulCall(Spec(x.shape, out), matrix, transpose, fmt)
+    stock = reference(call, leading, sorted_indices)
     rows, matrices = prod(leading) * x.shape[-2], prod(w.shape[:-2])
     empty = None if 0 not in (*leading, *x.shape, *w.shape) else "the product is empty"
     choice = choose(
@@ -116,10 +119,7 @@ def _plan(
         return Plan(choice, lambda *_: mx.zeros(shape, out))
     if choice.path == "ops":
         return Plan(choice, stock)
-    kind = scales.dtype if biases is None else mx.result_type(scales.dtype, biases.dtype)
     pairs = _pairs(arrays, leading, sorted_indices)
-    matrix, scaled = PackedMatrix(w, Spec(scales.shape, kind)), global_scale is not None
-    call = MatmulCall(Spec(x.shape, out), matrix, transpose, fmt)
     of_x, *others = _gradients(choice.path, call, pairs)
     gradients = [of_x, *others[:1] * (biases is not None), *others[1:] * scaled]
     forward = _launch(choice.path, call, pairs, scaled)

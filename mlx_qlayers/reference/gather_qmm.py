@@ -12,29 +12,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..formats import GLOBAL_UNIT, Format
-from ..runtime.spec import Spec
+from ..formats import GLOBAL_UNIT
+from ..options import MatmulCall
 from .cores import core_stream, parts
 
 
 def gather_qmm(
-    x: Spec,
-    w: Spec,
-    out: mx.Dtype,
-    leading: tuple[int, ...],
-    transpose: bool,
-    fmt: Format,
-    sorted_indices: bool,
+    call: MatmulCall, leading: tuple[int, ...], sorted_indices: bool
 ) -> Callable[..., mx.array]:
     """``x[lhs] @ w[rhs].T`` (or ``x[lhs] @ w[rhs]``) for packed matrices; arguments checked.
 
     Args:
-        x: (..., M, K) in a floating-point type.
-        w: packed uint32 weights of logical shape (..., N, K), or (..., K, N).
-        out: the dtype that ``mx.gather_qmm`` gives.
+        call: x (..., M, K) in the dtype of the result, and matrices with leading dimensions.
         leading: the leading dimensions of the result, those of the indices.
-        transpose: whether the matrices are used transposed.
-        fmt: group_size, bits and mode of ``w``.
         sorted_indices: whether the indices of matrices are sorted.
 
     Returns:
@@ -42,6 +32,8 @@ def gather_qmm(
         dimensions of ``x`` and of ``w`` (None for all of them), and one global scale for each
         matrix (nvfp4) or None, that gives (..., M, N).
     """
+    x, (w, *_), transpose, fmt = call
+    out = x.dtype
     if mx.default_device().type == mx.gpu:
         return lambda x, w, scales, biases, left, right, global_scale: mx.gather_qmm(
             *(x, w, scales, biases, left, right, transpose, *fmt, global_scale),
