@@ -154,7 +154,7 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     if plan.is_patched:
         out = attention_patch.attention(q, k, v, scale=plan.scale, mask=mask)
     else:
-        out = _stock_attention()(q, k, v, cache=cache, scale=plan.scale, mask=mask)
+        out = plan.stock(q, k, v, cache=cache, scale=plan.scale, mask=mask)
     return after(x, out, *plan.arrays)
 
 
@@ -187,7 +187,9 @@ class _Plan:
         self.norm = None if first is None or type(first) is nn.RMSNorm else first
         self.out: Operands | None = None
         if inner and self.heads:
-            names = inner.names
+            from mlx_lm.models.base import scaled_dot_product_attention
+
+            names, self.stock = inner.names, scaled_dot_product_attention
             self.out, self.o = of_layers(attention[names["o"]]), attention[names["o"]]
             self.scale, self.is_patched = getattr(attention, names["scale"]), is_patched(attention)
             self.rope = None if self.heads.static[-1] else attention[names["rope"]]
@@ -270,10 +272,3 @@ def _planned(module: Any, x: mx.array) -> _Plan | None:
     plan.shape = x.shape if useful and is_qmv(x) else ()
     plan.bound.clear()
     return plan if useful else None
-
-
-@cache
-def _stock_attention() -> Callable[..., mx.array]:
-    from mlx_lm.models.base import scaled_dot_product_attention
-
-    return scaled_dot_product_attention

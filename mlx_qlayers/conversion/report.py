@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -66,10 +66,6 @@ class FusionReport:
     reason: str
     code: str = ""
 
-    def cells(self) -> tuple[str, ...]:
-        """The columns of the printed table."""
-        return self.path, self.kind, self.action, self.reason
-
 
 @dataclass(frozen=True)
 class ConversionReport:
@@ -106,14 +102,11 @@ class ConversionReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        why = ["; ".join(filter(None, (row.reason, row.code))) for row in self.fusions]
-        fusions = [(*row.cells()[:3], text) for row, text in zip(self.fusions, why, strict=True)]
-        return self._text([row.cells() for row in self.rows], fusions)
+        return self._text(list, code=True)
 
     def summary(self) -> str:
         """The table with the same module of consecutive layers folded into one row."""
-        both = (self.rows, self.fusions)
-        return self._text(*(_folded([row.cells() for row in rows]) for rows in both))
+        return self._text(_folded, code=False)
 
     def brief(self) -> str:
         """What was done, in a line."""
@@ -124,10 +117,14 @@ class ConversionReport:
         total = ", ".join(f"{n} {action}" for action, n in self.counts.items()) or "no modules"
         return f"dry run: {total}" if self.dry_run else total
 
-    def _text(self, rows: Sequence[Sequence[str]], fusions: Sequence[Sequence[str]]) -> str:
-        lines = aligned([_HEADER, *rows])
+    def _text(self, fold: Callable[[list[tuple[str, ...]]], list[Any]], code: bool) -> str:
+        lines = aligned([_HEADER, *fold([row.cells() for row in self.rows])])
+        fusions: list[tuple[str, ...]] = []
+        for row in self.fusions:
+            why = "; ".join(filter(None, (row.reason, row.code if code else "")))
+            fusions.append((row.path, row.kind, row.action, why))
         if fusions:
-            lines += ["", *aligned([_FUSION_HEADER, *fusions]), ""]
+            lines += ["", *aligned([_FUSION_HEADER, *fold(fusions)]), ""]
         lines.append(self._total())
         if self.unmatched:
             keys = ", ".join(self.unmatched)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.grid_sample import MODES, PADDING_MODES, grid_sample
+from ..ops.grid_sample import check_modes, grid_sample
 
 
 class GridSample(nn.Module):
@@ -37,11 +37,7 @@ class GridSample(nn.Module):
         deterministic: bool = False,
     ) -> None:
         super().__init__()
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-        if padding_mode not in PADDING_MODES:
-            choices = ", ".join(PADDING_MODES)
-            raise ValueError(f"padding_mode must be one of {choices}, not {padding_mode!r}")
+        check_modes(mode, padding_mode)
         self.mode = mode
         self.padding_mode = padding_mode
         self.align_corners = align_corners

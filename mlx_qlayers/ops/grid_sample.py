@@ -126,13 +126,19 @@ def _check(x: Any, grid: Any, options: Sampling) -> None:
         raise ValueError(f"grid must have the batch of x, {x.shape[0]}, not {grid.shape[0]}")
     if 0 in x.shape[1:-1]:
         raise ValueError(f"x must have at least one pixel, but its shape is {x.shape}")
-    if options.mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {options.mode!r}")
+    check_modes(options.mode, options.padding_mode)
     if options.mode == "bicubic" and x.ndim == 5:
         raise ValueError(f"mode 'bicubic' is for images only, but x is a volume {x.shape}")
-    if options.padding_mode not in PADDING_MODES:
-        choices = ", ".join(PADDING_MODES)
-        raise ValueError(f"padding_mode must be one of {choices}, not {options.padding_mode!r}")
+
+
+def check_modes(mode: object, padding_mode: object) -> None:
+    """Raise a ValueError unless both are names of modes."""
+    for name, given, modes in (
+        ("mode", mode, MODES),
+        ("padding_mode", padding_mode, PADDING_MODES),
+    ):
+        if given not in modes:
+            raise ValueError(f"{name} must be one of {', '.join(modes)}, not {given!r}")
 
 
 def affine_grid(theta: mx.array, size: tuple[int, ...], align_corners: bool = False) -> mx.array:
