@@ -220,6 +220,7 @@ CASES = [
         ("config.json", "model.layers.0.mlp.gate_proj", "(1, 128)", "(192, 2)"),
     ),
     Case("rope_theta 0", config(rope_theta=0), ValueError, ("rope_theta", "not 0")),
+    Case("rope_theta a list", config(rope_theta=[]), ValueError, ("rope_theta", "not []")),
     Case("rope_theta text", config(rope_theta="fast"), ValueError, ("rope_theta", "'fast'")),
     Case("config.json a pipe", pipe("config.json"), ValueError, ("config.json", "a pipe")),
     Case("config.json a device", link("config.json", "/dev/zero"), ValueError, ("a device",)),

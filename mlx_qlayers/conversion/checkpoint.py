@@ -189,7 +189,7 @@ def _check_config(path: Path) -> dict[str, Any]:
                 f"'{prefix}hidden_size' {width}"
             )
     for key, base in _fields(config, "rope_theta"):
-        if isinstance(base, str) or (isinstance(base, int | float) and not base > 0):
+        if base is not None and not (isinstance(base, int | float) and base > 0):
             raise ValueError(f"{path}: {key!r} must be a number above 0, not {base!r}")
     return config
 
