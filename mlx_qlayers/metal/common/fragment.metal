@@ -221,13 +221,25 @@ METAL_FUNC uint masked_or(uint x, uint mask, uint bits) {
   return (x & mask) | bits;
 }
 
-// Elements i and i + 4 of a word of E2M1 codes, times a scale that leaves them exact, and 2^14 times
-// too small.
+// Small floats shifted into halves are 2^shift times too small, and some are subnormal, which matrix
+// units may take for zero. This makes them as large as they are; where subnormal operands count,
+// that is left to the sums, which lack scale_left.
+template <int shift>
+METAL_FUNC half2 scaled_up(half2 x) {
+  return x * half2(half(1 << shift));
+}
+template <int shift>
+METAL_FUNC float scale_left() {
+  return 1.0f;
+}
+
+// Elements i and i + 4 of a word of E2M1 codes, times a scale that leaves them exact; they lack
+// scale_left<14>.
 template <typename T>
 METAL_FUNC metal::vec<T, 2> scaled_e2m1_pair(uint codes, int i, float scale) {
   uint magnitude = i < 3 ? codes << (9 - 4 * i) : codes >> (4 * i - 9);
   uint pair = (magnitude & 0x0e000e00u) | (codes << (12 - 4 * i) & 0x80008000u);
-  return metal::vec<T, 2>(float2(as_type<half2>(pair)) * scale);
+  return metal::vec<T, 2>(float2(scaled_up<14>(as_type<half2>(pair))) * scale);
 }
 
 // Products of elements, rounded.

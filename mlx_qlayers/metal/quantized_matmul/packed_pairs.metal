@@ -39,16 +39,11 @@ METAL_FUNC uint code_pair(const thread uint* halves, int first, int place, uint 
   return masked_or(shifted_down(halves[at], from - place), part << place, offset);
 }
 
-// Two numbers of a small float type as two halves, 2^14 (E2M1) or 2^8 (E4M3) times too small.
-template <int mode>
-METAL_FUNC uint half_pair(uint halves, int i) {
-  if (mode != MXFP8) {
-    uint magnitude = shifted_down(halves, 4 * i - 9) & 0x0e000e00u;
-    return magnitude | (halves << (12 - 4 * i) & 0x80008000u);
-  }
+// Two E4M3 codes shifted into halves: 2^8 times too small.
+METAL_FUNC half2 e4m3_pair(uint halves, int i) {
   uint codes = halves >> 8 * i & 0x00ff00ffu, magnitude = codes & 0x007f007fu;
   uint nan = (magnitude + 0x00010001u) & 0x00800080u;
-  return (codes & 0x00800080u) << 8 | magnitude << 7 | nan << 7;
+  return as_type<half2>((codes & 0x00800080u) << 8 | magnitude << 7 | nan << 7);
 }
 
 // bfloat holds a code of 8 bits in two parts.
@@ -79,12 +74,11 @@ METAL_FUNC metal::vec<T, 2> weight_pair(const thread uint* halves, int i, int pa
   if (mode != MXFP8) {
     return scaled_e2m1_pair<T>(halves[0], i, scale);
   }
-  uint code = half_pair<mode>(halves[0], i);
-  return is_same_v<T, half> ? as_type<metal::vec<T, 2>>(code)
-                            : metal::vec<T, 2>(float2(as_type<half2>(code)));
+  half2 pair = scaled_up<8>(e4m3_pair(halves[0], i));
+  return is_same_v<T, half> ? as_type<metal::vec<T, 2>>(pair) : metal::vec<T, 2>(float2(pair));
 }
-// What the sums lack by half_pair.
+// What the sums of weights of weight_pair lack.
 template <int mode>
 METAL_FUNC float sum_factor() {
-  return mode == AFFINE ? 1.0f : mode == MXFP8 ? 256.0f : 16384.0f;
+  return mode == AFFINE ? 1.0f : mode == MXFP8 ? scale_left<8>() : scale_left<14>();
 }

@@ -255,6 +255,15 @@ inline __half2 product_of_pairs(__half2 a, __half2 b) {
 inline __nv_bfloat162 product_of_pairs(__nv_bfloat162 a, __nv_bfloat162 b) {
   return __hmul2(a, b);
 }
+// Tensor cores take subnormal halves as they are: what codes lack is left to the sums.
+template <int shift>
+half2 scaled_up(half2 x) {
+  return x;
+}
+template <int shift>
+float scale_left() {
+  return float(1 << shift);
+}
 // A code is a number of either type with a smaller exponent: 2^14 or 2^126 times too small.
 template <typename T>
 vec<T, 2> scaled_e2m1_pair(uint codes, int i, float scale) {
