@@ -195,10 +195,16 @@ def assert_same_model(found: mx.array, stock: mx.array, *, bits: int | None, wha
     Raises:
         AssertionError: ``stock`` is not finite, logits differ by more, or a token differs.
     """
+    assert_same_states(found, stock, bits=bits, what=what)
+    tokens, others = (to64(logits).argmax(-1) for logits in (found, stock))
+    np.testing.assert_array_equal(tokens, others, err_msg=f"{what}: greedy tokens")
+
+
+def assert_same_states(found: mx.array, stock: mx.array, *, bits: int | None, what: str) -> None:
+    """Assert the same of what is within two models, as their keys and values, without tokens."""
     a, b = to64(found), to64(stock)
     assert a.shape == b.shape, f"{what}: {a.shape}, {b.shape}"
     assert np.isfinite(b).all(), f"{what}: the stock model is not finite"
     unit = _MODEL_ROUNDINGS * EPSILON[mx.float32] if bits is None else 2.0**-bits
     error, allowed = np.abs(a - b).max(), unit * np.abs(b).max()
     assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
-    np.testing.assert_array_equal(a.argmax(-1), b.argmax(-1), err_msg=f"{what}: greedy tokens")

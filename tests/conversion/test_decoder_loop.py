@@ -14,7 +14,7 @@ from architectures import VOCABULARY, Architecture, build
 from converted import add_adapters
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
-from numerics import assert_same_model
+from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers import convert_model, revert_model
 from mlx_qlayers.conversion import compiled_blocks, decoder_loop
@@ -74,8 +74,8 @@ def same(model: nn.Module, stock: nn.Module, what: str, *args) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert type(a) is type(b) and mx.array_equal(mx.array(a.offset), mx.array(b.offset))
         for x, y in zip(a.state[:2], b.state[:2], strict=True):
-            assert x.shape == y.shape and x.dtype == y.dtype
-            assert mx.allclose(x, y, atol=0.05)
+            assert x.dtype == y.dtype
+            assert_same_states(x, y, bits=None, what=f"{what}: caches")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -276,7 +276,8 @@ def test_threads(runs):
     for thread in threads:
         thread.join()
     assert not errors and len(runs) == 16
-    assert all(mx.allclose(logits, expected, rtol=0, atol=1e-4) for logits in found.values())
+    for logits in found.values():
+        assert_same_model(logits, expected, bits=None, what="in a thread")
 
 
 def test_arrays_are_let_go_with_the_cache():

@@ -5,11 +5,12 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 from counted import Counted
+from numerics import FACTOR
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
-from mlx_qlayers.tuning.families import FAMILIES
+from mlx_qlayers.tuning.families import FAMILIES, grid_sample
 from mlx_qlayers.tuning.tune import tune
 
 FMT = Format(64, 4)
@@ -26,6 +27,12 @@ ASKED = {
         "1x4x2x32x64x64x64 float16 causal",
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def small_images(monkeypatch):
+    """The checked build takes seconds for images whose time could be measured."""
+    monkeypatch.setattr(grid_sample, "_PIXELS", 1 << 10)
 
 
 def test_every_problem_has_a_family():
@@ -53,7 +60,8 @@ def test_a_family_agrees_with_itself(name):
         paths = family.paths(inputs, problem)
         for path in paths.values():
             found = path(inputs).astype(mx.float32)
-            assert mx.allclose(found, truth, atol=0.05 * mx.abs(truth).max())
+            allowed = FACTOR * family.tolerance(problem) * mx.abs(truth).max()
+            assert mx.abs(found - truth).max() <= allowed
     assert "stock" in paths
 
 
@@ -67,7 +75,7 @@ def test_what_a_cpu_runs_can_be_searched_there(name):
     truth = family.reference(inputs, problem)
     with use_backend("host"):
         found = family.bind(inputs, problem, near[0])(inputs)
-    assert mx.allclose(found, truth, atol=family.tolerance(problem) * mx.abs(truth).max())
+    assert mx.abs(found - truth).max() <= family.tolerance(problem) * mx.abs(truth).max()
 
 
 def test_attention_of_keys_that_are_not_packed():
@@ -88,7 +96,7 @@ def test_products_with_what_stands_around_them(kind):
     with use_backend("host"):
         found = family.bind(inputs, problem, config)(inputs)
     stock = family.paths(inputs, problem)["stock"](inputs)
-    for y, factor in ((found, 1), (stock, 2)):
+    for y, factor in ((found, 1), (stock, FACTOR)):
         allowed = factor * family.tolerance(problem) * mx.abs(truth).max()
         assert mx.abs(y - truth).max() <= allowed
 

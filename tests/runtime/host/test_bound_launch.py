@@ -294,4 +294,4 @@ def test_interrupts_of_launches(size: int) -> None:
     with use_backend("host"), checks(False), interrupts() as run:
         for turn in range(1000):
             run(lambda: exp(x), 1e-5 + turn % 50 * 1e-5)
-        assert mx.allclose(exp(x * 0), mx.ones_like(x)).item()
+        assert mx.array_equal(exp(x * 0), mx.ones_like(x))
