@@ -11,15 +11,9 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.reference import cores
 from mlx_qlayers.runtime import BackendError, trace
 from mlx_qlayers.runtime.backend import backend
+from tests import numerics
 from tests.gpus import GPUS
-from tests.numerics import (
-    assert_accurate,
-    assert_gradient,
-    assert_same_sums,
-    random,
-    round_to,
-    to64,
-)
+from tests.numerics import assert_accurate, assert_gradient, assert_same_sums, random, to64
 from tests.packed import DTYPES, FORMATS, check_product, dequantize64, random_packed
 
 AFFINE = Format(64, 4)
@@ -346,7 +340,7 @@ def test_global_scale(path, transpose):
     true = to64(x.astype(mx.bfloat16)) @ (true.T if transpose else true)
     assert half.dtype == mx.bfloat16
     terms = (np.abs(to64(x)).max() * np.abs(to64(stock))).sum()
-    assert_accurate(half, true, round_to(true, mx.bfloat16), terms=terms / 48)
+    assert_accurate(half, true, numerics.round_to(true, mx.bfloat16), terms=terms / 48)
 
 
 GOOD = dict(zip(("w", "scales", "biases"), mx.quantize(mx.ones((16, 128))), strict=True))
