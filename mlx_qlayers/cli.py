@@ -9,22 +9,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn
 
 from .commands import bench, borrowed, convert, demo, generate, info, tune
+from .commands.arguments import Parser
 from .conversion.report import printable
 
 _COMMANDS = (generate, borrowed, convert, tune, bench, info, demo)
 _ERROR, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 _LONGEST = 600  # characters of an error message
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors take one line."""
-
-    def error(self, message: str) -> NoReturn:
-        line = printable(" ".join(message.split()))
-        self.exit(_ERROR, f"{self.prog}: error: {line} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="mlx-qlayers",
         description="Language models with the layers of mlx-qlayers.",
     )

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import NoReturn
+
+from ..conversion.report import printable
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors take one line."""
+
+    def error(self, message: str) -> NoReturn:
+        line = printable(" ".join(message.split()))
+        self.exit(2, f"{self.prog}: error: {line} (see {self.prog} --help)\n")
 
 
 def add_model(parser: argparse.ArgumentParser, flag: str, *, required: bool = True) -> None:

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
-from .arguments import add_layers
+from .arguments import Parser, add_layers
 
 # What each command does, as mlx_lm's of the same name.
 SUMMARIES = {
@@ -44,7 +45,8 @@ def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: 
 
     from ..runtime.backend import default_backend
 
-    replaced = {"load": _loading(args)} | replaced
+    one_line = SimpleNamespace(**vars(argparse) | {"ArgumentParser": Parser})
+    replaced = {"load": _loading(args), "argparse": one_line} | replaced
     if hasattr(module, "sharded_load"):
         replaced["sharded_load"] = _converting(args, module.sharded_load)
     # mlx-lm's server generates in a thread of its own.

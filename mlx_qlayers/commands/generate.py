@@ -21,6 +21,8 @@ def run(args: argparse.Namespace) -> None:
     from .text import check_prompt
 
     check_prompt(args.prompt)
+    if not args.model:  # mlx-lm has a model of its own for that
+        raise FileNotFoundError("the name of the model is empty")
     names = ("model", "prompt", "max_tokens", "temp", "seed")
     ours = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
     if args.trust_remote_code:
