@@ -220,14 +220,15 @@ def bind(launch: Launch) -> Bound:
             evaluate(*inputs)
         except ValueError as error:
             raise _no_values(launch, error) from error
+        if (report := report_of()) is not None:
+            count(rows)
+            return _run_checked(launch, inputs, report)
+        if compiled is None:
+            compiled = _compiled(launch.program, launch.function, launch.text, False)
         if collectors:
             count(rows)
         else:
             next(ticks)
-        if (report := report_of()) is not None:
-            return _run_checked(launch, inputs, report)
-        if compiled is None:
-            compiled = _compiled(launch.program, launch.function, launch.text, False)
         try:
             frame = frames.pop()
         except IndexError:

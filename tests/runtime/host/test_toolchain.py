@@ -100,6 +100,7 @@ def test_auto_falls_back_and_says_so_once(
     (decision,) = [d for d in explain() if d.op == "quantized_matmul" and d.path == "ops"]
     assert decision.reason.startswith("no GPU, and no host backend: ") and decision.calls == 2
     assert cause in decision.reason and backend.backend() == "ops"
+    assert not [d for d in explain() if d.op.startswith("kernel ")]
 
 
 @pytest.mark.parametrize("cause", CAUSES)
