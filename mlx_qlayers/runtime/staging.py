@@ -90,11 +90,14 @@ def remove_leftovers(folder: Path, pattern: str) -> None:
     for name in glob.glob(pattern, root_dir=folder):
         path = folder / name
         with suppress(OSError):
-            info = path.stat()
+            info = path.lstat()
             lock, is_locked = _locked(path, fcntl.LOCK_NB)
-            if info.st_uid == os.geteuid() and (is_locked or info.st_mtime < time.time() - _DAY):
-                remove(path)
-            os.close(lock)
+            try:
+                old = is_locked or info.st_mtime < time.time() - _DAY
+                if old and info.st_uid == os.geteuid():
+                    remove(path)
+            finally:
+                os.close(lock)
 
 
 def remove(path: Path) -> None:

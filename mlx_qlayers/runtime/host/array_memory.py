@@ -88,14 +88,10 @@ def extent(value: Any, *, writable: bool = False, initialised: bool = True) -> B
     raw = PyBuffer()
     flags = STRIDED if isinstance(value, mx.array) else _CONTIGUOUS
     get_buffer(value, ctypes.addressof(raw), flags | (_WRITABLE if writable else 0))
-    low, high = 0, raw.itemsize
-    if raw.strides and raw.ndim:
+    low, high = 0, raw.len
+    if raw.len and raw.strides and raw.ndim:
         steps = [(raw.shape[i] - 1) * raw.strides[i] for i in range(raw.ndim)]
-        low, high = sum(s for s in steps if s < 0), high + sum(s for s in steps if s > 0)
-        if any(raw.shape[i] == 0 for i in range(raw.ndim)):
-            low = high = 0
-    else:
-        high = raw.len
+        low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + raw.itemsize
     found = Buffer((raw.buf or 0) + low, high - low, writable, initialised, -low, value)
     release_buffer(ctypes.addressof(raw))
     return found

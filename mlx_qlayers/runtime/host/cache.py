@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import TextIO
 
 from ..backend import ToolchainError
-from ..cache_folder import cache_folder, check_owner, own_folder
+from ..cache_folder import cache_folder, check_owner, make_folder, own_folder
 from ..staging import locked_directory, remove, remove_leftovers, staged_directory
 
 # What a compilation may need: on a full disk the compiler stops without a word.
@@ -97,6 +98,7 @@ def entry(name: str, build: Callable[[Path], None]) -> Path:
 def _entry(folder: Path, build: Callable[[Path], None]) -> Path:
     if _damage(folder) is None:
         return folder
+    make_folder(folder.parent)
     with _turn(folder):
         if (damage := _damage(folder)) is None:
             return folder
@@ -151,10 +153,7 @@ def _checksums(name: str, files: dict[str, bytes]) -> bytes:
 def _turn(folder: Path) -> Iterator[None]:
     """One process at a time builds a folder; the system ends the turn of one that is killed."""
     path = folder.with_name(f".{folder.name}.lock")
-    with open(path, "w") as lock:
-        # Some file systems have no locks: then each builds, and the first is kept.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(path) as lock:
         try:
             yield
         finally:
@@ -162,3 +161,16 @@ def _turn(folder: Path) -> Iterator[None]:
             # A forked child may hold the file open for longer.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _locked(path: Path) -> TextIO:
+    while True:
+        lock = open(path, "w")  # noqa: SIM115 - the caller closes it
+        # Some file systems have no locks: then each builds, and the first is kept.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        # Another process may have deleted it before it was locked, as done with or as a leftover.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+                return lock
+        lock.close()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,13 @@ def test_an_entry_is_built_once() -> None:
 
     first, second = (cache.entry("aa11", counted) for _ in range(2))
     assert first == second and len(built) == 1 and (first / "two").read_text() == "content"
+
+
+def test_a_cache_that_is_deleted_meanwhile(folder: Path) -> None:
+    cache.entry("aa22", build)
+    shutil.rmtree(folder / "host")
+    assert content(cache.entry("aa22", build))["two"] == b"content"
+    assert not os.listdir(folder / "scratch")
 
 
 def test_a_build_that_fails_leaves_nothing(folder: Path) -> None:
@@ -399,6 +407,31 @@ def build(folder: Path) -> None:
 found = cache.entry("cc33", build)
 print(len((found / "one").read_text()), len((found / "two").read_text()))
 """
+
+
+def test_a_lock_that_was_deleted_is_none(folder: Path) -> None:
+    """Another process takes it for a leftover between its making and its locking."""
+    import fcntl
+    from concurrent.futures import ThreadPoolExecutor
+
+    (folder / "host").mkdir()
+    path, flock, built = folder / "host" / ".ff11.lock", fcntl.flock, []
+
+    def late(file: Any, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and path.exists() and not deleted:
+            deleted.append(path.unlink())
+        flock(file, operation)
+
+    def slow(folder: Path) -> None:
+        built.append(folder)
+        time.sleep(0.2)
+        build(folder)
+
+    deleted: list[None] = []
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setattr(fcntl, "flock", late)
+        assert len(set(pool.map(lambda _: cache.entry("ff11", slow), range(3)))) == 1
+    assert len(built) == len(deleted) == 1
 
 
 def test_one_of_many_processes_builds(folder: Path) -> None:
