@@ -185,7 +185,7 @@ def test_the_text_reports_and_counts_every_way_out():
     assert "{health_finish((device atomic<uint>*)health);return;}" in program.source
     assert program.source.count("return") == 1
     for function in ("health_start", "health_finish", "health_report"):
-        assert program.header.count(f"inline void {function}(") == 1
+        assert program.header.count(f"METAL_FUNC void {function}(") == 1
 
 
 def test_atomic_outputs_get_an_atomic_buffer():

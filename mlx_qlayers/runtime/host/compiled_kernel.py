@@ -72,11 +72,7 @@ class HostKernel:
     """
 
     def __init__(
-        self,
-        compiled: compiler.Compiled,
-        name: str,
-        checked: bool,
-        cite: Callable[[str], str] = str,
+        self, compiled: compiler.Compiled, name: str, checked: bool, cite: Callable[[str], str]
     ) -> None:
         self.name, self.checked, self._cite = name, checked, cite
         self.signature, self._compiled = compiled.signature, compiled
@@ -129,14 +125,14 @@ class HostKernel:
         Raises:
             KernelFault: what the checks found; the subclass says which.
         """
-        given = {
-            i: memory.extent(v, writable=i in writes, initialised=i not in fresh)
-            for i, v in buffers.items()
-        }
         declared = self.signature.buffers
-        if missing := [p.name for i, p in declared.items() if i not in given and not p.optional]:
+        if missing := [p.name for i, p in declared.items() if i not in buffers and not p.optional]:
             raise HostError(f"kernel {self.name}: no buffer for {', '.join(missing)}")
-        given = {i: buffer for i, buffer in given.items() if i < self.slots}
+        given = {
+            i: memory.extent(buffer, writable=i in writes, initialised=i not in fresh)
+            for i, buffer in buffers.items()
+            if i < self.slots
+        }
         raw = self.raw(grid, threadgroup, threadgroup_bytes)
         raw.budget = budget
         raw.tolerated = sum(1 << _FAULTS.index(fault) for fault in tolerate)
