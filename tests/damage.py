@@ -222,6 +222,7 @@ CASES = [
     Case("rope_theta 0", config(rope_theta=0), ValueError, ("rope_theta", "not 0")),
     Case("rope_theta a list", config(rope_theta=[]), ValueError, ("rope_theta", "not []")),
     Case("rope_theta text", config(rope_theta="fast"), ValueError, ("rope_theta", "'fast'")),
+    Case("sliding_window text", config(sliding_window="x"), ValueError, ("_window", "not 'x'")),
     Case("config.json a pipe", pipe("config.json"), ValueError, ("config.json", "a pipe")),
     Case("config.json a device", link("config.json", "/dev/zero"), ValueError, ("a device",)),
     Case(

@@ -191,6 +191,9 @@ def _check_config(path: Path) -> dict[str, Any]:
     for key, base in _fields(config, "rope_theta"):
         if base is not None and not (isinstance(base, int | float) and base > 0):
             raise ValueError(f"{path}: {key!r} must be a number above 0, not {base!r}")
+    for key, window in _fields(config, "sliding_window"):
+        if window is not None and type(window) is not int:
+            raise ValueError(f"{path}: {key!r} must be a whole number or null, not {window!r}")
     return config
 
 
