@@ -74,22 +74,8 @@ def _loading(args: argparse.Namespace) -> Callable[..., tuple[Any, ...]]:
     """``mlx_lm.load``, which checks the files first, reads GGUF too, and converts the model."""
     from ..conversion.loading import load_stock
 
-    def load(
-        path_or_hf_repo: str,
-        tokenizer_config: dict[str, Any] | None = None,
-        model_config: dict[str, Any] | None = None,
-        adapter_path: str | None = None,
-        *,
-        return_config: bool = False,
-        **options: Any,
-    ) -> tuple[Any, ...]:
-        loaded = load_stock(
-            path_or_hf_repo,
-            tokenizer_config=tokenizer_config,
-            model_config=model_config,
-            adapter_path=adapter_path,
-            **options,
-        )
+    def load(*inputs: Any, return_config: bool = False, **options: Any) -> tuple[Any, ...]:
+        loaded = load_stock(*inputs, **options)
         _convert(args, loaded.model, loaded.quantization)
         return loaded[:3] if return_config else loaded[:2]
 

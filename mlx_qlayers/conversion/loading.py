@@ -40,18 +40,19 @@ class Loaded(NamedTuple):
 
 def load_stock(
     path_or_hf_repo: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    lazy: bool = False,
     tokenizer_config: dict[str, Any] | None = None,
     model_config: dict[str, Any] | None = None,
     adapter_path: str | None = None,
+    lazy: bool = False,
+    *,
+    revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Loaded:
-    """The model with its stock layers, after its files were checked; else as ``load``."""
+    """The model with its stock layers, after its files were checked; else as ``mlx_lm.load``."""
     path = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
     config = check_directory(path) | (model_config or {})
     quantization = QuantizationConfig.parse(config, str(path / "config.json"))
+
     from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
     with _blame(path, f"mlx-lm builds no {config['model_type']} from config.json and weights"):
