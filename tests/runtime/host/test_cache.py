@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from mlx_qlayers.runtime.backend import ToolchainError
-from mlx_qlayers.runtime.host import cache, toolchain
+from mlx_qlayers.runtime.host import cache
 
 
 @pytest.fixture(autouse=True)
@@ -309,20 +308,6 @@ def test_no_folder_at_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         cache.entry("dd46", build)
 
 
-def test_a_compiler_without_a_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a cache of its own below this one."""
-    monkeypatch.setenv("HOME", os.devnull)
-    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    output = folder / "host" / "entry" / "made.o"
-    output.parent.mkdir(parents=True)
-    arguments = ["c++", "-x", "c++", "-c", "-"]
-    toolchain.run(arguments, "int f() { return 1; }", output)
-    assert output.is_file() and any((folder / "host" / "zig").iterdir())
-    monkeypatch.delenv("HOME")
-    toolchain.run(arguments, "int f() { return 2; }", output)
-
-
 def test_leftovers_go_at_the_next_start_and_work_in_progress_stays(folder: Path) -> None:
     entry = cache.entry("ee11", build)
     dead = entry.with_name(".ee22.mlx-qlayers-0123abcd")
@@ -369,28 +354,6 @@ def test_without_locks_leftovers_go_after_a_day(
     cache._opened.cache_clear()
     assert cache.entry("ee44", build) == entry
     assert new.exists() and not old.exists()
-
-
-def test_keys_differ_by_every_part() -> None:
-    keys = {toolchain.key(*parts) for parts in ((1, 2), (12,), ("1", "2"), (1, 2, {}), (1, 2, []))}
-    assert len(keys) == 5
-
-
-def test_keys_depend_on_what_makes_objects_and_on_nothing_else() -> None:
-    """So that an edit of a launch, or of a message, compiles nothing anew."""
-    folder = Path(cache.__file__).parent
-    imported = {
-        name.split(".")[0]
-        for module in toolchain._MAKERS
-        for names in re.findall(
-            r"^from \.(?: import (.+?)(?: as \w+)?|(\w+) import .*)$",
-            (folder / f"{module}.py").read_text(),
-            re.M,
-        )
-        for name in "".join(names).split(", ")
-    }
-    assert imported - {"cache", "errors"} <= set(toolchain._MAKERS)
-    assert not {"bound_launch", "compiled_kernel", "errors", "cache"} & set(toolchain._MAKERS)
 
 
 _RACE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -151,3 +152,39 @@ def test_a_source_that_is_refused_is_no_failure_of_the_toolchain(folder: Path) -
             )
     with pytest.raises(toolchain.ToolchainError, match="No such file"):
         toolchain.run(["clang", "-x", "c", "-c", "-"], "", folder / "missing" / "o")
+
+
+def test_a_compiler_without_a_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a cache of its own below this one."""
+    monkeypatch.setenv("HOME", os.devnull)
+    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    output = folder / "host" / "entry" / "made.o"
+    output.parent.mkdir(parents=True)
+    arguments = ["c++", "-x", "c++", "-c", "-"]
+    toolchain.run(arguments, "int f() { return 1; }", output)
+    assert output.is_file() and any((folder / "host" / "zig").iterdir())
+    monkeypatch.delenv("HOME")
+    toolchain.run(arguments, "int f() { return 2; }", output)
+
+
+def test_keys_differ_by_every_part() -> None:
+    keys = {toolchain.key(*parts) for parts in ((1, 2), (12,), ("1", "2"), (1, 2, {}), (1, 2, []))}
+    assert len(keys) == 5
+
+
+def test_keys_depend_on_what_makes_objects_and_on_nothing_else() -> None:
+    """So that an edit of a launch, or of a message, compiles nothing anew."""
+    folder = Path(cache.__file__).parent
+    imported = {
+        name.split(".")[0]
+        for module in toolchain._MAKERS
+        for names in re.findall(
+            r"^from \.(?: import (.+?)(?: as \w+)?|(\w+) import .*)$",
+            (folder / f"{module}.py").read_text(),
+            re.M,
+        )
+        for name in "".join(names).split(", ")
+    }
+    assert imported - {"cache", "errors"} <= set(toolchain._MAKERS)
+    assert not {"bound_launch", "compiled_kernel", "errors", "cache"} & set(toolchain._MAKERS)
