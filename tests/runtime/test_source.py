@@ -20,24 +20,29 @@ def words(text):
     return [token.text for token in tokenize(text) if token.kind != "newline"]
 
 
-def test_comments_and_blanks_are_left_out():
-    text = "a  =  b ;  // c\n\n\n   /* d\n e */ return  x + +y - -z / *p; // f"
-    assert minify(tokenize(text)) == "a=b;\nreturn x+ +y- -z/ *p;"
+MINIFIED = {
+    "comments and blanks are left out": (
+        "a  =  b ;  // c\n\n\n   /* d\n e */ return  x + +y - -z / *p; // f",
+        "a=b;\nreturn x+ +y- -z/ *p;",
+    ),
+    "directives keep their lines": (
+        "for (;;) {\n  #pragma clang loop unroll(full) // all\n  x  += 1;\n}",
+        "for(;;){\n#pragma clang loop unroll(full)\nx+=1;\n}",
+    ),
+    "macros of many lines become one": (
+        "#define F(x) /* twice */ \\\n   (x + \\\n x)\nint y;",
+        "#define F(x) (x + x)\nint y;",
+    ),
+    "strings and numbers stay whole": (
+        'f ( "a  // b" , 1.5e-3f , 0x1p-2 , .5h , 7u , a.b );',
+        'f("a  // b",1.5e-3f,0x1p-2,.5h,7u,a.b);',
+    ),
+}
 
 
-def test_directives_keep_their_lines():
-    text = "for (;;) {\n  #pragma clang loop unroll(full) // all\n  x  += 1;\n}"
-    assert minify(tokenize(text)) == "for(;;){\n#pragma clang loop unroll(full)\nx+=1;\n}"
-
-
-def test_macros_of_many_lines_become_one():
-    text = "#define F(x) /* twice */ \\\n   (x + \\\n x)\nint y;"
-    assert minify(tokenize(text)) == "#define F(x) (x + x)\nint y;"
-
-
-def test_strings_and_numbers_stay_whole():
-    text = 'f ( "a  // b" , 1.5e-3f , 0x1p-2 , .5h , 7u , a.b );'
-    assert minify(tokenize(text)) == 'f("a  // b",1.5e-3f,0x1p-2,.5h,7u,a.b);'
+@pytest.mark.parametrize(("text", "short"), MINIFIED.values(), ids=MINIFIED)
+def test_minified(text, short):
+    assert minify(tokenize(text)) == short
 
 
 marks = st.sampled_from("+-*&|<>=:!%^.,;(){}[]?~")
