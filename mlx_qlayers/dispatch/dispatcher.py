@@ -158,8 +158,9 @@ def _unkeyed(operation: Operation, arrays: Sequence[Any], static: tuple[Any, ...
     """The plan of arguments that cannot be a key; mostly the checks say what is wrong with them."""
     strange = any(not isinstance(a, mx.array) for a in arrays if a is not None)
     cause: Exception | None = None
+    specs = [Spec.of(a) if isinstance(a, mx.array) else a for a in arrays]
     try:
-        prepared = _prepare(operation, static, arrays)
+        prepared = _prepare(operation, static, specs)
         if not strange:
             return prepared
     except (AttributeError, TypeError, ValueError) as error:

@@ -230,3 +230,9 @@ def test_what_is_no_array_is_named(change, given):
     arrays = {"x": x, "w": w, "scales": scales, "biases": biases} | change
     with pytest.raises(TypeError, match=re.escape(f"takes arrays of MLX, not {given}")):
         quantized_matmul(**arrays)
+
+
+def test_options_that_cannot_be_a_key():
+    x, packed = problem()
+    y = quantized_matmul(x, *packed, transpose=[1])
+    assert mx.array_equal(y, quantized_matmul(x, *packed))

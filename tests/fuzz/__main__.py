@@ -41,7 +41,7 @@ def targets() -> list[str]:
     """The node ids of all targets."""
     return [
         f"{path}::{name}"
-        for path in sorted(HERE.relative_to(Path.cwd()).glob("test_*.py"))
+        for path in sorted(HERE.relative_to(Path.cwd()).glob("*.py"))
         for name in re.findall(r"^@fuzz\(.*?^def (test_\w+)", path.read_text(), re.M | re.S)
     ]
 

@@ -29,6 +29,7 @@ from tests.fuzz.arrays import (
 from tests.fuzz.packing import FORMAT, ROWS, Spoilt, packed
 from tests.fuzz.target import fuzz
 from tests.numerics import EPSILON, random, round_to, to64
+from tests.oracles import product
 from tests.packed import dequantize64, terms64
 
 
@@ -105,7 +106,10 @@ def test_fused_products(case: Fused) -> None:
         for m in matrices:
             dense, parts = dequantize64(*m[:3], fmt), terms64(*m[:3], fmt)
             bias = 0 if m.bias is None else to64(m.bias)
-            products.append(rows @ dense.T.astype(precision) + precision(bias))
+            y = product(rows.reshape(-1, k), dense.T.astype(precision)) + precision(bias)
+            products.append(
+                y.reshape(*case.rows, -1) if y.size else np.zeros((*case.rows, len(dense)))
+            )
             terms.append(np.abs(rows) @ parts.T + np.abs(bias))
             if rows.size > 16 * k:  # many rows are a dense product, of a matrix that was rounded
                 terms[-1] *= 1 + EPSILON[dtype] / EPSILON[mx.float32]

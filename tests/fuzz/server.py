@@ -1,0 +1,85 @@
+"""Requests to a server that runs; not part of the suite, whose own test of it asks as many."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.commands.test_serving import CHAT, COMPLETE, ask, check_health, serving
+from tests.fuzz.documents import CUTS, EDITS, Cut, Edit, spoilt_bytes, spoilt_document, text_of
+from tests.fuzz.target import fuzz
+from tests.tiny_model import save_tiny_model
+
+# The answers of a server that goes on.
+_ANSWERS = (200, 400, 404, 413)
+_BODY: dict[str, Any] = {
+    "prompt": "a",
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+    ],
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "seed": 1,
+    "repetition_penalty": 1.1,
+    "repetition_context_size": 4,
+    "presence_penalty": 0.1,
+    "logit_bias": {"7": 1.0},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "stop": ["x", "yz"],
+    "xtc_probability": 0.1,
+    "xtc_threshold": 0.1,
+    "chat_template_kwargs": {"a": 1},
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+}
+
+
+@cache
+def _address() -> str:
+    """A server of the small model, until this process ends."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    model = save_tiny_model(folder / "model")
+    address, process = stack.enter_context(serving(model, "--log-level", "CRITICAL"))
+    assert process.stderr is not None
+    # What it prints has to be read, or it waits.
+    Thread(target=process.stderr.read, daemon=True).start()
+    return address
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request with edits of its values, or of its bytes."""
+
+    path: str
+    edits: tuple[Edit, ...]
+    cuts: tuple[Cut, ...]
+
+
+@fuzz(
+    st.one_of(
+        st.builds(Request, st.sampled_from([CHAT, COMPLETE]), EDITS, st.just(())),
+        st.builds(Request, st.sampled_from([CHAT, COMPLETE]), st.just(()), CUTS),
+    )
+)
+def test_server_requests(case: Request) -> None:
+    body = spoilt_document(_BODY, case.edits)
+    if isinstance(body, dict):  # no longer texts, and an answer that is one object
+        body |= {"stream": False, "max_tokens": 3}
+    data = spoilt_bytes(text_of(body).encode(), case.cuts)
+    status, answer = ask(_address(), case.path, data)
+    assert status in _ANSWERS, (status, answer)
+    check_health(_address())
