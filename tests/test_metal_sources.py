@@ -30,7 +30,7 @@ done
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run of one small test file writes."""
     folder = tmp_path_factory.mktemp("sources") / "metal"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.metal_sources", "-n", "2"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.metal_sources", "-n", "1"]
     command += ["--metal-sources", str(folder), "tests/metal/test_exp.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
