@@ -38,9 +38,11 @@ class Report:
     Attributes:
         launches: the kernel's name and its counters, in order.
         budget: the loop turns that each launch may take.
+        flush_subnormals: whether matrix products take subnormal halves for zero.
     """
 
     budget: int = DEFAULT_BUDGET
+    flush_subnormals: bool = False
     launches: MutableSequence[tuple[str, Counters]] = field(default_factory=list)
 
     def total(self, name: str, kernel: str | None = None) -> int:
@@ -55,7 +57,9 @@ _report: ContextVar[Report | None] = ContextVar(
 
 
 @contextmanager
-def checks(enabled: bool = True, *, budget: int = DEFAULT_BUDGET) -> Iterator[Report]:
+def checks(
+    enabled: bool = True, *, budget: int = DEFAULT_BUDGET, flush_subnormals: bool = False
+) -> Iterator[Report]:
     """Run the launches of a ``with`` block on the checked build (or, with False, on the fast one).
 
     These are the launches of this thread or async task; another takes part if it begins with
@@ -64,6 +68,8 @@ def checks(enabled: bool = True, *, budget: int = DEFAULT_BUDGET) -> Iterator[Re
     Args:
         enabled: whether to check.
         budget: the loop turns after which a launch counts as hanging.
+        flush_subnormals: whether matrix products take subnormal halves for zero, as those of some
+            GPUs may.
 
     Raises:
         KernelFault: in the block, at the launch that did something wrong.
@@ -75,7 +81,7 @@ def checks(enabled: bool = True, *, budget: int = DEFAULT_BUDGET) -> Iterator[Re
         >>> report.total("bytes_read")
         64
     """
-    report = Report(budget)
+    report = Report(budget, flush_subnormals)
     token = _report.set(report if enabled else None)
     try:
         yield report
@@ -304,7 +310,13 @@ def _run_checked(launch: Launch, inputs: list[mx.array], report: Report) -> list
     for slot, x in zip(compiled.outputs, made, strict=True):
         buffers[slot] = memory.extent(x)
         buffers[slot].writable, buffers[slot].initialised = True, launch.init_value is not None
-    counters = compiled.kernel.run(buffers, launch.grid, launch.threadgroup, budget=report.budget)
+    counters = compiled.kernel.run(
+        buffers,
+        launch.grid,
+        launch.threadgroup,
+        budget=report.budget,
+        flush_subnormals=report.flush_subnormals,
+    )
     assert counters is not None
     report.launches.append((launch.program.name, counters))
     return made

@@ -106,6 +106,7 @@ class HostKernel:
         threadgroup_bytes: Sequence[int] = (),
         budget: int = DEFAULT_BUDGET,
         tolerate: Sequence[type[KernelFault]] = (),
+        flush_subnormals: bool = False,
     ) -> Counters | None:
         """Run the kernel once.
 
@@ -118,6 +119,8 @@ class HostKernel:
             threadgroup_bytes: lengths of the ``[[threadgroup(i)]]`` parameters.
             budget: the loop turns after which a checked launch counts as hanging.
             tolerate: :class:`Race` or :class:`Uninitialised`, to let pass.
+            flush_subnormals: whether the matrix products of a checked launch take subnormal halves
+                for zero, as those of some GPUs may.
 
         Returns:
             The counters of a checked launch, else None.
@@ -134,7 +137,7 @@ class HostKernel:
             if i < self.slots
         }
         raw = self.raw(grid, threadgroup, threadgroup_bytes)
-        raw.budget = budget
+        raw.budget, raw.flush = budget, flush_subnormals
         raw.tolerated = sum(1 << _FAULTS.index(fault) for fault in tolerate)
         addresses = (ctypes.c_uint64 * max(self.slots, 1))()
         raw.buffers = ctypes.addressof(addresses)

@@ -128,6 +128,16 @@ def test_clean_with_checks(fmt, device):
         check_all(fmt, mx.float16, 5, [(41, 1), (8, 3)], device=device)
 
 
+@pytest.mark.parametrize(
+    "fmt", [Format(32, 4, "mxfp4"), Format(32, 8, "mxfp8"), Format(16, 4, "nvfp4")], ids=str
+)
+def test_codes_are_no_subnormal_operands(fmt):
+    rng = np.random.default_rng(3)
+    x, packed = sample(rng, 8, 24, 4, fmt, mx.float16)
+    with checks(flush_subnormals=True):
+        check(by_kernel(x, packed, fmt, device="cuda"), x, packed, fmt)
+
+
 @pytest.mark.parametrize("fmt", [AFFINE, Format(32, 3), Format(16, 4, "nvfp4")], ids=str)
 def test_configuration_of_gpus(fmt):
     """The threads of a SIMD group share the columns; some have nothing to do."""

@@ -44,6 +44,7 @@ void qk_inactive_lane(qk_uint lane);      // a lane read a value that nobody gav
 void qk_threadgroup_barrier(qk_uint flags);
 void qk_simdgroup_barrier(qk_uint flags);
 void qk_matrix_product(qk_row* row);  // results = left * right, from (left, left, right, right)
+float qk_half_operand(float x);       // of a checked launch: what a matrix product makes of a half
 void* qk_threadgroup_memory(qk_uint slot, qk_uint bytes, qk_uint alignment);
 #ifdef __cplusplus
 }
