@@ -120,7 +120,8 @@ def load(
     with ``HF_HUB_OFFLINE=1`` only its cache is used. The files are checked before they are read.
 
     Args:
-        path_or_hf_repo: a directory, or a repository of the Hugging Face Hub (``owner/name``).
+        path_or_hf_repo: a directory, a repository of the Hugging Face Hub (``owner/name``), or a
+            GGUF file of a llama, qwen2, qwen3, gemma or phi model in Q4_0, Q4_1 or Q8_0.
         revision: a branch, tag or commit of the repository.
         lazy: leave the weights on disk until they are used.
         tokenizer_config: more keywords for the tokenizer.

@@ -23,7 +23,7 @@ def add_model(parser: argparse.ArgumentParser, flag: str, *, required: bool = Tr
         flag,
         required=required,
         metavar="PATH",
-        help="a model directory, or a repository of the Hugging Face Hub (owner/name)",
+        help="a model directory, a GGUF file, or a repository of the Hugging Face Hub (owner/name)",
     )
     parser.add_argument(
         "--trust-remote-code",

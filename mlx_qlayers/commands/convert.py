@@ -8,8 +8,9 @@ from .arguments import add_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, "--hf-path")
+    add_model(parser, "--hf-path", required=False)
     option = parser.add_argument
+    option("--gguf", metavar="FILE", help="a GGUF file in place of --hf-path; its codes are kept")
     option("--mlx-path", required=True, metavar="PATH", help="the directory to write")
     option("--mode", "--q-mode", default="affine", help="affine, mxfp4, nvfp4 or mxfp8")
     option("--group-size", "--q-group-size", type=int, help="weights to a scale; the mode's own")
@@ -29,19 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..conversion.quantize import quantize_checkpoint
+    from ..conversion.quantize import convert_gguf, quantize_checkpoint
 
-    written = quantize_checkpoint(
-        args.hf_path,
-        args.mlx_path,
-        group_size=args.group_size,
-        bits=args.bits,
-        mode=args.mode,
-        recipe=args.quant_predicate,
-        dtype=args.dtype,
-        revision=args.revision,
-        trust_remote_code=args.trust_remote_code,
-    )
+    if (args.hf_path is None) == (args.gguf is None):
+        raise ValueError("convert takes either --hf-path or --gguf")
+    if args.gguf is not None:
+        chosen = (args.bits, args.group_size, args.quant_predicate, args.revision)
+        if any(value is not None for value in chosen) or args.mode != "affine":
+            raise ValueError("--gguf keeps the file's quantization: no option can change it")
+        written = convert_gguf(args.gguf, args.mlx_path, dtype=args.dtype)
+    else:
+        written = quantize_checkpoint(
+            args.hf_path,
+            args.mlx_path,
+            group_size=args.group_size,
+            bits=args.bits,
+            mode=args.mode,
+            recipe=args.quant_predicate,
+            dtype=args.dtype,
+            revision=args.revision,
+            trust_remote_code=args.trust_remote_code,
+        )
     print(written)
     if args.upload_repo is not None:
         from mlx_lm.utils import upload_to_hub

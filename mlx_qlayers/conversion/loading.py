@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ import mlx.nn as nn
 from ..formats import Format
 from .checkpoint import PATTERNS, check_adapter, check_directory
 from .config import QuantizationConfig
+from .gguf_file import read_header
 from .plan import modules
 from .report import printable
 
@@ -49,26 +51,30 @@ def load_stock(
     trust_remote_code: bool = False,
 ) -> Loaded:
     """The model with its stock layers, after its files were checked; else as ``mlx_lm.load``."""
+    from mlx_lm.utils import load_adapters, load_model
+
     path = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
-    config = check_directory(path) | (model_config or {})
-    quantization = QuantizationConfig.parse(config, str(path / "config.json"))
+    options = {"trust_remote_code": trust_remote_code} | (tokenizer_config or {})
+    # Lazily: no weight is read before everything else is in order.
+    if path.suffix == ".gguf":
+        from .gguf import read_gguf
 
-    from mlx_lm.utils import load_adapters, load_model, load_tokenizer
-
-    with _blame(path, f"mlx-lm builds no {config['model_type']} from config.json and weights"):
-        model, config = load_model(
-            path,
-            lazy=True,  # no weight is read before everything else is in order
-            model_config=model_config,
-            get_model_classes=partial(_checked_classes, quantization),
-            trust_remote_code=trust_remote_code,
-        )
-    with _blame(path, "the tokenizer cannot be read"):
-        tokenizer = load_tokenizer(
-            path,
-            {"trust_remote_code": trust_remote_code} | (tokenizer_config or {}),
-            eos_token_ids=config.get("eos_token_id"),
-        )
+        with TemporaryDirectory() as folder:
+            model, config = read_gguf(path, Path(folder))
+            quantization = QuantizationConfig.parse(config, str(path))
+            tokenizer = _tokenizer(Path(folder), config, options)
+    else:
+        config = check_directory(path) | (model_config or {})
+        quantization = QuantizationConfig.parse(config, str(path / "config.json"))
+        with _blame(path, f"mlx-lm builds no {config['model_type']} from config.json and weights"):
+            model, config = load_model(
+                path,
+                lazy=True,
+                model_config=model_config,
+                get_model_classes=partial(_checked_classes, quantization),
+                trust_remote_code=trust_remote_code,
+            )
+        tokenizer = _tokenizer(path, config, options)
     if adapter_path is not None:
         check_adapter(Path(adapter_path))
         with _blame(adapter_path, "the adapters cannot be applied"):
@@ -80,11 +86,22 @@ def load_stock(
     return Loaded(model, tokenizer, config, quantization)
 
 
+def _tokenizer(path: Path, config: dict[str, Any], options: dict[str, Any]) -> TokenizerWrapper:
+    from mlx_lm.utils import load_tokenizer
+
+    with _blame(path, "the tokenizer cannot be read"):
+        return load_tokenizer(path, options, eos_token_ids=config.get("eos_token_id"))
+
+
 def check_model(
     path_or_hf_repo: str | os.PathLike[str], *, trust_remote_code: bool = False
 ) -> None:
     """Check the files of a model without building it; raises what :func:`load_stock` would."""
-    check_directory(find_model(path_or_hf_repo, trust_remote_code=trust_remote_code))
+    path = find_model(path_or_hf_repo, trust_remote_code=trust_remote_code)
+    if path.suffix == ".gguf":
+        read_header(path)
+    else:
+        check_directory(path)
 
 
 def find_model(

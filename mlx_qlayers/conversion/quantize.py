@@ -8,6 +8,7 @@ import shutil
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -90,10 +91,8 @@ def quantize_checkpoint(
         config.pop("quantization", None)
     _cast(model, dtype or config.get("torch_dtype") or config.get("dtype"))
 
-    from huggingface_hub import ModelCard
     from mlx_lm.convert import mixed_quant_predicate_builder
-    from mlx_lm.utils import compute_bits_per_weight, quantize_model
-    from tqdm import tqdm
+    from mlx_lm.utils import quantize_model
 
     mixture: Any = None
     if recipe is not None:
@@ -102,9 +101,61 @@ def quantize_checkpoint(
         model, config = quantize_model(
             model, config, group_size, bits, mode=mode, quant_predicate=mixture
         )
-    layers = sum(hasattr(module, "scales") for module in model.modules())
-    if not layers:
+    if not any(hasattr(module, "scales") for module in model.modules()):
         raise ValueError(f"{source}: no layer has a width that is a multiple of {group_size}")
+    origin = None if os.path.exists(path_or_hf_repo) else os.fspath(path_or_hf_repo)
+    return _write(target, source, model, tokenizer, config, origin)
+
+
+def convert_gguf(
+    file: str | os.PathLike[str], target: str | os.PathLike[str], *, dtype: str | None = None
+) -> Written:
+    """Write the model of a GGUF file into a directory that mlx-lm loads, its codes as they are.
+
+    Args:
+        file: see :func:`mlx_qlayers.conversion.gguf.read_gguf`.
+        target: as in :func:`quantize_checkpoint`.
+        dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``, of what is not packed; by default
+            float16, and bfloat16 for Gemma.
+
+    Raises:
+        FileExistsError: there is something at ``target``.
+        FileNotFoundError: there is no such file.
+        OSError: the disk has not enough room.
+        ValueError: the file is damaged, or holds what cannot be read.
+
+    Example:
+        >>> print(convert_gguf("qwen2.5-0.5b-instruct-q4_0.gguf", "qwen2.5"))
+        qwen2.5: 169 quantized layers, ... bits per weight, ... MB
+    """
+    from mlx_lm.utils import load_tokenizer
+
+    from .gguf import read_gguf
+
+    target = Path(target).expanduser()
+    check_free(target)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        kind = None if dtype is None else getattr(mx, dtype)
+        model, config = read_gguf(Path(file).expanduser(), folder, dtype=kind)
+        tokenizer = load_tokenizer(folder, eos_token_ids=config["eos_token_id"])
+        return _write(target, folder, model, tokenizer, config)
+
+
+def _write(
+    target: Path,
+    source: Path,
+    model: nn.Module,
+    tokenizer: Any,
+    config: dict[str, Any],
+    origin: str | None = None,
+) -> Written:
+    """Write a quantized model; ``origin`` is the repository that its card names."""
+    from huggingface_hub import ModelCard
+    from mlx_lm.utils import compute_bits_per_weight
+    from tqdm import tqdm
+
+    layers = sum(hasattr(module, "scales") for module in model.modules())
     weights = dict(tree_flatten(model.parameters())).values()
     nbytes = sum(weight.nbytes for weight in weights)
     written = Written(target, layers, compute_bits_per_weight(model), nbytes)
@@ -116,7 +167,7 @@ def quantize_checkpoint(
         for weight in tqdm(weights, desc="quantizing", unit="tensor", disable=None):
             mx.eval(weight)
         _save(staging, source, model, tokenizer, config)
-        if not os.path.exists(origin := os.fspath(path_or_hf_repo)):
+        if origin is not None:
             card = ModelCard.load(staging / "README.md")
             card.data.base_model = origin
             card.save(staging / "README.md")
