@@ -219,6 +219,8 @@ def _check_weights(path: Path) -> int:
     if not files:
         others = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".gguf", ".npz"})
         hint = f"; it holds {others[0]}, which mlx-lm does not read" if others else ""
+        if others and others[0].endswith(".gguf"):
+            hint = f"; it holds {others[0]}, which is loaded by its own path"
         raise FileNotFoundError(f"{path}: no {_WEIGHTS} in this directory{hint}")
     return len(owner)
 

@@ -374,6 +374,12 @@ def test_damage_is_named_wherever_it_is(tmp_path: Path) -> None:
             assert "model.gguf" in str(error)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none.gguf")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "model.gguf").touch()
+    with pytest.raises(FileNotFoundError, match=r"holds model\.gguf, which is loaded by its own"):
+        load(folder)
     path.write_bytes(b"GGUF" + bytes(3) + b"\3" + bytes(16))
     with pytest.raises(ValueError, match="not GGUF of version"):
         load(path)
