@@ -79,9 +79,7 @@ PRODUCT = """
 #include <metal_simdgroup_matrix>
 using namespace metal;
 [[kernel]] void product(
-    const device half* x [[buffer(0)]],
-    device float* y [[buffer(1)]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    const device half* x, device float* y, uint lane [[thread_index_in_simdgroup]]) {
   simdgroup_matrix<half, 8, 8> left, right(half(1));
   simdgroup_load(left, x, 8);
   simdgroup_matrix<float, 8, 8> sum(0.0f);
