@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models.qwen2 import Model, ModelArgs
+from tiny_model import CONFIG, _tokenizer
+from tokenizers import Tokenizer
 
 KINDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q5_0": 6, "Q6_K": 14}
 # What llama.cpp calls mlx-lm's modules, and what it keeps in other ways, by architecture.
@@ -160,3 +165,29 @@ def write_model(
     }
     write(path, **contents)
     return contents
+
+
+@cache
+def byte_level() -> tuple[Tokenizer, dict[str, Any]]:
+    """A tokenizer, and the metadata that describes it."""
+    tokenizer = _tokenizer()
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    end = tokenizer.token_to_id("<|endoftext|>")
+    about = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [3 if token == "<|endoftext|>" else 1 for token in tokens],
+        "merges": [" ".join(merge) for merge in model["merges"]],
+        "eos_token_id": end,
+        "add_bos_token": False,
+    }
+    return tokenizer, {f"tokenizer.ggml.{key}": value for key, value in about.items()}
+
+
+def save_qwen2(path: Path) -> None:
+    """Write a small random model of Qwen2's architecture in Q4_0, with its tokenizer."""
+    tokenizer, about = byte_level()
+    config = CONFIG | {"vocab_size": tokenizer.get_vocab_size(), "head_dim": 32}
+    write_model(path, "qwen2", Model(ModelArgs.from_dict(config)), config, "Q4_0", **about)

@@ -14,6 +14,7 @@ import huggingface_hub.constants
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from gguf_files import save_qwen2
 
 import mlx_qlayers
 from mlx_qlayers import explain
@@ -57,6 +58,7 @@ def elsewhere(plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         shutil.copytree(model, repository / "snapshots" / ("0" * 40))
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("0" * 40)
+    save_qwen2(tmp_path / "qwen2.5-0.5b-instruct-q4_0.gguf")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)

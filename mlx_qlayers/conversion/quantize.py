@@ -126,7 +126,7 @@ def convert_gguf(
 
     Example:
         >>> print(convert_gguf("qwen2.5-0.5b-instruct-q4_0.gguf", "qwen2.5"))
-        qwen2.5: 169 quantized layers, ... bits per weight, ... MB
+        qwen2.5: ... quantized layers, ... bits per weight, ... MB
     """
     from mlx_lm.utils import load_tokenizer
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +13,10 @@ import mlx_lm
 import numpy as np
 import pytest
 import sentencepiece
-from gguf_files import random_q6_k, write, write_model
+from gguf_files import byte_level, random_q6_k, write, write_model
 from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.utils import load_tokenizer
-from tiny_model import TEXT, _tokenizer
+from tiny_model import TEXT
 from tokenizers import Tokenizer
 
 from mlx_qlayers import load
@@ -62,25 +60,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", CONFIG | {"tie_word_embeddings": False, "partial_rotary_factor": 0.75}),
 }
 PROMPT = mx.array([[5, 6, 7, 200, 3, 3, 90, 41, 17]])
-
-
-@cache
-def byte_level() -> tuple[Tokenizer, dict[str, Any]]:
-    """A tokenizer, and the metadata that describes it."""
-    tokenizer = _tokenizer()
-    model = json.loads(tokenizer.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    end = tokenizer.token_to_id("<|endoftext|>")
-    about = {
-        "model": "gpt2",
-        "pre": "gpt-2",
-        "tokens": tokens,
-        "token_type": [3 if token == "<|endoftext|>" else 1 for token in tokens],
-        "merges": [" ".join(merge) for merge in model["merges"]],
-        "eos_token_id": end,
-        "add_bos_token": False,
-    }
-    return tokenizer, {f"tokenizer.ggml.{key}": value for key, value in about.items()}
 
 
 def written(
