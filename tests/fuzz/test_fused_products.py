@@ -29,6 +29,7 @@ from tests.fuzz.arrays import (
 from tests.fuzz.packing import FORMAT, ROWS, Spoilt, packed
 from tests.fuzz.target import fuzz
 from tests.numerics import EPSILON, random, round_to, to64
+from tests.ops.test_fused_products import ACTIVATIONS
 from tests.oracles import product
 from tests.packed import dequantize64, terms64
 
@@ -71,8 +72,6 @@ class Fused:
     )
 )
 def test_fused_products(case: Fused) -> None:
-    from tests.ops.test_fused_products import ACTIVATIONS
-
     rng, fmt, dtype = np.random.default_rng(case.seed), case.fmt, dtype_of(case.dtype)
     k = case.groups * fmt.group_size
     widths = case.widths[:1] * 2 if case.gate else case.widths
@@ -95,44 +94,57 @@ def test_fused_products(case: Fused) -> None:
     with running(backend):
         found = fused_products(x, matrices, **fmt._asdict(), **options)
         mx.eval(found)
-    for precision in (np.float64, np.float32):
-        rows = to64(x).astype(precision)
-        if case.norm:
-            rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + precision(1e-5))
-            rows = rows * (1 if weight is None else to64(weight).astype(precision))
-            if precision == np.float32:  # composed operations round the norm
-                rows = to64(round_to(rows, dtype)).astype(precision)
-        products, terms = [], []
-        for m in matrices:
-            dense, parts = dequantize64(*m[:3], fmt), terms64(*m[:3], fmt)
-            bias = 0 if m.bias is None else to64(m.bias)
-            y = product(rows.reshape(-1, k), dense.T.astype(precision)) + precision(bias)
-            products.append(
-                y.reshape(*case.rows, -1) if y.size else np.zeros((*case.rows, len(dense)))
-            )
-            terms.append(np.abs(rows) @ parts.T + np.abs(bias))
-            if rows.size > 16 * k:  # many rows are a dense product, of a matrix that was rounded
-                terms[-1] *= 1 + EPSILON[dtype] / EPSILON[mx.float32]
-        if precision == np.float32:
-            products = [to64(round_to(y, dtype)) for y in products]
-        if case.gate:
-            products = [ACTIVATIONS[case.gate](products[0]) * products[1]]
-            terms = [terms[0] * terms[1]]
-            # The activation is rounded, and the product.
-            terms = [
-                t + 2 * np.abs(y) * EPSILON[dtype] / EPSILON[mx.float32]
-                for t, y in zip(terms, products, strict=True)
-            ]
-        if options["residual"] is not None:
-            products = [products[0] + to64(residual)]
-            terms = [terms[0] + np.abs(to64(residual))]
-        if precision == np.float64:
-            truths, larges = products, terms
+    if not x.size:
+        assert found[0].shape[:-1] == case.rows
+        return
+    given = case, x, matrices, weight, options["residual"]
+    truths, larges = _expected(*given, np.float64)
+    roughs, _ = _expected(*given, np.float32)
     assert len(found) == len(truths) + 2 * (options["next_weight"] is not None)
-    for y, truth, rough, large in zip(found, truths, products, larges, strict=False):
+    for y, truth, rough, large in zip(found, truths, roughs, larges, strict=False):
         assert y.dtype == dtype
-        if x.size:
-            compare(y, truth, rough, large, f"{case}")
+        compare(y, truth, rough, large, f"{case}")
+
+
+def _expected(
+    case: Fused,
+    x: mx.array,
+    matrices: list[PackedMatrix],
+    weight: mx.array | None,
+    residual: mx.array | None,
+    precision: type,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The results and their absolute terms; in float32 rounded as single operations round them."""
+    exact, k = precision == np.float64, x.shape[-1]
+
+    def rounded(y: np.ndarray) -> np.ndarray:
+        return y if exact else to64(round_to(y, x.dtype)).astype(precision)
+
+    rows = to64(x).astype(precision).reshape(-1, k)
+    if case.norm:
+        rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + precision(1e-5))
+        rows = rounded(rows * (1 if weight is None else to64(weight).astype(precision)))
+    products, terms = [], []
+    for m in matrices:
+        dense, bias = dequantize64(*m[:3], case.fmt), 0 if m.bias is None else to64(m.bias)
+        products.append(rounded(product(rows, dense.T.astype(precision)) + precision(bias)))
+        terms.append(np.abs(rows) @ terms64(*m[:3], case.fmt).T + np.abs(bias))
+    # A norm is rounded, and so is the matrix of which many rows are a dense product.
+    unit = EPSILON[x.dtype] / EPSILON[mx.float32]
+    loose = 1 + len(products) * unit * (bool(case.norm) or len(rows) > 16)
+    terms = [t * loose for t in terms]
+    if case.gate:
+        y = rounded(ACTIVATIONS[case.gate](products[0])) * products[1]
+        # Both products are rounded, the activation, and what is given; none is larger than this.
+        large = np.abs(products[0] * products[1])
+        products, terms = [y], [terms[0] * terms[1] / loose + 4 * large * unit]
+    if residual is not None:
+        given = to64(residual).reshape(len(rows), -1)
+        products, terms = [rounded(products[0]) + given], [terms[0] + np.abs(given)]
+    found = [
+        [a.reshape(*x.shape[:-1], a.shape[-1]) for a in arrays] for arrays in (products, terms)
+    ]
+    return found[0], found[1]
 
 
 FUSED_NAMES = ["x", "matrices", "group_size", "bits", "mode", "norm", "gate", "residual"]
