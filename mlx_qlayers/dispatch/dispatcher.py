@@ -29,11 +29,13 @@ from ..runtime.backend import (
     requested,
     up_to_date,
 )
-from ..runtime.explain import Row, collectors, count, recording, row
+from ..runtime.declaration import KernelError
+from ..runtime.explain import Row, collectors, count, note, recording, row
 from ..runtime.spec import Spec
 from ..runtime.transformed import has_values
 from .choice import Choice
 from .gradients import Gradient, Outputs, differentiable, gradient_of
+from .measurements import untuned
 
 # A server sees prompts of any length: what has not been asked for lately is made again.
 MAX_PLANS = 4096
@@ -195,7 +197,7 @@ def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     now = current.get().mode
     if now is Mode.EAGER and operation.compiled and _can_compile():
         return _compiled(operation, static, specs)
-    plan = operation.plan(specs, *static)
+    plan = _planned(operation, static, specs)
     rows = _row(plan.choice)
     on_host = plan.choice is not None and plan.choice.path == "host"
     run = plan.run
@@ -207,6 +209,17 @@ def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     if on_host and now is not Mode.INFERENCE:
         return _Prepared(_with_values(operation, plan, run, rows), ())
     return _Prepared(run, rows)
+
+
+def _planned(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]) -> Plan:
+    """The plan, by heuristics where somebody wrote a configuration that no kernel takes."""
+    try:
+        return operation.plan(specs, *static)
+    except (KernelError, ArithmeticError) as error:
+        with untuned():
+            plan = operation.plan(specs, *static)
+        note("tuning", "ignored", f"{operation.name}: {error}")
+        return plan
 
 
 def _with_fallback(plan: Plan) -> list[Gradient]:

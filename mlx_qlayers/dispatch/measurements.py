@@ -199,6 +199,16 @@ def heuristics_only() -> AbstractContextManager[bool]:
 
 
 @contextmanager
+def untuned() -> Iterator[None]:
+    """The same for a plan that is being made, which is kept as if it were tuned."""
+    token = _heuristics_only.set(True)
+    try:
+        yield
+    finally:
+        _heuristics_only.reset(token)
+
+
+@contextmanager
 def _within(variable: ContextVar[Any], value: T) -> Iterator[T]:
     token = variable.set(value)
     advance_epoch()

@@ -14,11 +14,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers import explain
+from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.entries import Entry
 from mlx_qlayers.dispatch.measurements import lookup
-from mlx_qlayers.dispatch.tunable import RowSumProblem, source_hash
+from mlx_qlayers.dispatch.tunable import QmvProblem, RowSumProblem, source_hash
+from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.common.row_sum import KERNEL, RowSum
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning.store import clear, listed, save
@@ -273,3 +274,17 @@ def test_clear_deletes_and_says_how_many(folder):
     save("other", {KEY: entry(), "row_sum 1x1 float32": entry()})
     assert clear("gpu") == 1 and found() is None
     assert clear() == 2 and listed() == {}
+
+
+@pytest.mark.parametrize("change", [{"outputs": 0}, {"threads": 10**9}, {"threads": 0}], ids=str)
+def test_a_configuration_that_no_kernel_takes_is_left_alone(change):
+    """As somebody wrote it into the file: the operation goes on by its heuristic."""
+    problem = QmvProblem(3, 40, 128, mx.float16, Format(64, 4))
+    config = asdict(problem.heuristic("host")) | change
+    kernels = source_hash(*problem.kernels())
+    assert save("cpu", {problem.key: replace(ENTRY, config=config, source=kernels)})
+    x, packed = mx.ones((3, 128), mx.float16), mx.quantize(mx.ones((40, 128), mx.float16))
+    with use_backend("host"):
+        y = quantized_matmul(x, *packed)
+    assert y.tolist() == [[128.0] * 40] * 3
+    assert any(d.path == "ignored" and "quantized_matmul" in d.reason for d in explain())
