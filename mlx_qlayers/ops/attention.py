@@ -26,6 +26,8 @@ from .attention_checks import checked
 _MAX_SCALE = 1e7
 # Queries that would leave most of a tile empty.
 _FEW_QUERIES = 8
+# Heads of which the stock operator takes many queries in one kernel on Apple GPUs.
+_STOCK_ON_APPLE = (64, 72, 80, 96, 128, 192, 256)
 
 
 def attention(
@@ -98,7 +100,11 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     if choice.path == "ops":
         # The masks of windows are other than the reference's, which somebody asked for.
         takes_stock = call.scores.window is None or requested() == "auto"
-        return Plan(choice, (takes_stock and reference.stock(call)) or composed)
+        run = (takes_stock and reference.stock(call)) or composed
+        if backend() != "metal" or decoding or _lacking(call):
+            return Plan(choice, run)
+        # There stock's own gradient keeps all scores; the kernels' computes the forward pass again.
+        return Plan(choice, run, autodiff(_by_kernels(call), arrays), composed)
     if decoding:
         config = configure("attention_decode", choice.path, *decode.question(call))
         launch = decode.attention_decode(call, config)
@@ -180,6 +186,11 @@ def _decode_composed(call: AttentionCall) -> Run:
     """The same on the path that has a gradient: by kernels if those were asked for."""
     if requested() == "auto" or _lacking(call):
         return reference.attention(call)
+    return _by_kernels(call)
+
+
+def _by_kernels(call: AttentionCall) -> Run:
+    """The kernels of many queries, which have a gradient, without a choice."""
     if call.packing[1]:
         by_kernels = _unpacked(call, _FORWARD, call.scores)
         return lambda *arrays: by_kernels(*arrays)[:1]
@@ -187,13 +198,19 @@ def _decode_composed(call: AttentionCall) -> Run:
 
 
 def _choose_forward(call: AttentionCall) -> Choice:
-    lacking = _lacking(call)
+    lacking, by = _lacking(call), ""
+    unless = lacking or _why_not_forward(call)
+    evidence = source_of("attention_forward_gain", "attention_forward_widest")
+    if backend() == "metal" and not lacking:
+        best = found("attention_forward", *Launcher(call).question())
+        by, unless, evidence = decided(best, "many queries", unless)
     return choose(
         "attention",
         () if lacking else KERNELS,
-        unless=lacking or _why_not_forward(call),
+        unless=unless,
         host_gain=threshold("attention_forward_gain", device="host"),
-        evidence=source_of("attention_forward_gain", "attention_forward_widest"),
+        by=by,
+        evidence=evidence,
     )
 
 
@@ -214,12 +231,18 @@ def _lacking(call: AttentionCall) -> str | None:
 def _why_not_forward(call: AttentionCall) -> str | None:
     """Why ``auto`` leaves the kernels of many queries for the stock operator on a GPU.
 
-    On Apple GPUs, where nothing could be measured, kernels are taken because stock computes
-    gradients unfused there. On CUDA they are taken only where they were measured to be no slower.
+    On Apple GPUs it is taken wherever it is one kernel, until somebody measures there, and on CUDA
+    wherever the kernels were not measured to be no slower.
     """
     q, scores = call.q, call.scores
     if q.shape[2] <= _FEW_QUERIES:
         return f"{q.shape[2]} queries; tiles of them would be mostly empty"
+    if backend() == "metal":
+        sizes_fit = q.shape[3] == call.v_width in _STOCK_ON_APPLE
+        fused = sizes_fit and reference.stock(call) is not None
+        return (
+            "kernels were not measured on this Apple GPU; they compute gradients" if fused else None
+        )
     if backend() != "cuda":
         return None
     if len(call.v) > 1 or call.mask is not None or call.sinks is not None:

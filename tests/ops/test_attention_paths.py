@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -92,11 +93,46 @@ def test_many_queries_on_cuda_by_kernel_only_where_measured(
         assert (forward(**options) is None) == (in_a_graph if compiled else kernel)
 
 
-def test_many_queries_on_an_apple_gpu_are_for_kernels(on):
+def test_many_queries_on_an_apple_gpu_are_for_kernels_where_stock_has_none(on):
     on("metal")
-    assert forward() is None
+    assert "not measured on this Apple GPU" in forward()
+    assert "not measured on this Apple GPU" in forward(mask=Spec((2048, 2048), mx.bool_))
     assert forward(mask=Spec((2048, 2048), mx.float32)) is None
+    assert forward(width=160) is None and forward(width=192, v_width=128) is None
+    assert forward(softcap=30.0) is None
     assert "8 queries" in forward(length=8, width=36)
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": "causal"}, {"window": 5}])
+def test_on_an_apple_gpu_kernels_compute_the_gradient_of_the_stock_operator(
+    options, on, monkeypatch
+):
+    launched = []
+
+    def metal_kernel(name, **_):
+        def launch(*, output_shapes, output_dtypes, **_):
+            launched.append(name)
+            return [mx.ones(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
+
+        return launch
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", metal_kernel)
+    q, k = mx.random.normal((1, 4, 24, 64)), mx.random.normal((1, 2, 24, 64))
+    i = mx.arange(24)
+    near = (i <= i[:, None]) & (i > i[:, None] - 5)
+    seen = near if "window" in options else options.get("mask")
+    expected = mx.fast.scaled_dot_product_attention(q, k, k, scale=0.1, mask=seen)
+    on("metal")
+    call = partial(attention, scale=0.1, **options)
+    assert_same_sums(call(q, k, k), expected)
+    with mode(Mode.INFERENCE):
+        assert_same_sums(call(q, k, k), expected)
+    assert not launched
+    outputs, gradients = mx.vjp(lambda *a: [call(*a)], [q, k, k], [mx.ones_like(q)])
+    assert_same_sums(outputs[0], expected)
+    mx.eval(gradients)
+    assert launched[0].startswith("attention_forward") and len(launched) == 3
+    assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
 
 
 def test_few_queries_on_a_gpu(on):
@@ -171,7 +207,8 @@ def test_the_stock_operator_is_called_at_once(shape, kind, extra, device, on, mo
         monkeypatch.setattr(ops, name, lambda _: "a reason")
     monkeypatch.setattr(reference, "attention", lambda call: None)
     plan, given = planned(arrays, options)
-    assert plan.choice[:3] == ("attention", "ops", "a reason") and not plan.gradients
+    assert plan.choice[:3] == ("attention", "ops", "a reason")
+    assert bool(plan.gradients) == (device == "metal" and shape != ONE_QUERY)
     rest = given[3:]
     # What is kept is made while something is compiled, and used afterwards.
     actual, gradients = mx.vjp(lambda *a: plan.run(*a, *rest), arrays, [arrays[0]])
