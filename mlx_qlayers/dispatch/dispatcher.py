@@ -215,7 +215,7 @@ def _planned(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     """The plan, by heuristics where somebody wrote a configuration that no kernel takes."""
     try:
         return operation.plan(specs, *static)
-    except (KernelError, ArithmeticError) as error:
+    except (KernelError, ArithmeticError, TypeError) as error:
         with untuned():
             plan = operation.plan(specs, *static)
         note("tuning", "ignored", f"{operation.name}: {error}")

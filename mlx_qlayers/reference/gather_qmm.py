@@ -48,7 +48,8 @@ def gather_qmm(
 
     def run(*arrays: Any) -> mx.array:
         x, w, scales, biases, left, right, global_scale = arrays
-        x = x.astype(mx.float32)
+        # MLX's operator has no gradient for an x without leading dimensions.
+        x = x.astype(mx.float32).reshape(-1, *x.shape[-2:])
         left = mx.broadcast_to(every[0] if left is None else left, leading).flatten()
         right = mx.broadcast_to(every[1] if right is None else right, leading).flatten()
         products = []

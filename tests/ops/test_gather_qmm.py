@@ -20,6 +20,7 @@ from tests.numerics import (
     assert_gradient,
     assert_same_sums,
     random,
+    round_to,
     to64,
 )
 from tests.packed import FORMATS
@@ -347,6 +348,17 @@ def test_gradients_in_the_dtypes_of_their_arguments():
     for a, b, argument in zip(found, expected, arrays, strict=True):
         assert a.dtype == argument.dtype
         assert_same_sums(a.astype(mx.float32), b.astype(a.dtype).astype(mx.float32))
+
+
+def test_one_block_of_many_matrices_has_a_gradient(path):
+    packed, x = random_experts(np.random.default_rng(4), (E,), N, K, SMALL), mx.ones((3, K))
+    right = mx.array([0, 4, 4, 1])
+    _, (d_x,) = mx.vjp(
+        lambda x: [gather_qmm(x, *packed, None, right, **options(SMALL))], [x], [mx.ones((4, 3, N))]
+    )
+    dense = gathered64(packed, SMALL, right).sum(0)
+    truth = np.broadcast_to(dense.sum(0), (3, K))
+    assert_accurate(d_x, truth, round_to(truth, mx.float32), terms=np.abs(dense).sum(0).max() * 4)
 
 
 def test_packed_weights_have_no_gradient(path):
