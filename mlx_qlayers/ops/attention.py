@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from functools import partial
 from math import prod
@@ -28,6 +29,9 @@ _MAX_SCALE = 1e7
 _FEW_QUERIES = 8
 # Heads of which the stock operator takes many queries in one kernel on Apple GPUs.
 _STOCK_ON_APPLE = (64, 72, 80, 96, 128, 192, 256)
+# The most operations of one launch, where a longer one would hold up the screen: about a second of
+# the GPU of an M1 with 7 cores, at half of its 2.3 TFLOPS.
+_LONGEST = {"metal": 1.2e12}
 
 
 def attention(
@@ -277,6 +281,10 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
 
     The gradient of an additive mask, the only one as large as the scores, is one of its own.
     """
+    if _operations(call) > _LONGEST.get(backend(), math.inf):
+        axis = 1 if call.k[0].shape[1] > 1 else 0
+        if call.k[0].shape[axis] > 1:
+            return Plan(choice, _in_halves(call, axis))
     at = Launcher(call)
     chosen = configure("attention_forward", at.device, *at.question())
     of_all, of_mask = attention_backward(at)
@@ -284,6 +292,32 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
     if call.mask is not None and call.mask.dtype != mx.bool_:
         gradients.append(Gradient((3,), of_mask))
     return Plan(choice, attention_forward(at, chosen), gradients)
+
+
+def _operations(call: AttentionCall) -> float:
+    """Of the longest launch, that of the gradients of keys and values: four products."""
+    q, keys, (_, causal, window, _) = call.q, call.k[0].shape[2], call.scores
+    seen = min(keys, window or keys) / (2 if causal and window is None else 1)
+    return 4.0 * prod(q.shape[:3]) * seen * (q.shape[3] + call.v_width)
+
+
+def _in_halves(call: AttentionCall, axis: int) -> Run:
+    """The same in two parts of the heads (axis 1) or of the batch (axis 0)."""
+    whole = call.k[0].shape[axis]
+
+    def halves(a: mx.array | None, at: int = axis) -> Sequence[mx.array | None]:
+        if a is None or at < 0 or a.shape[at] == 1:
+            return a, a  # it is shared
+        return a.split((whole // 2 * a.shape[at] // whole,), at)
+
+    def run(q: mx.array, k: mx.array, v: mx.array, mask: Any, sinks: Any) -> list[mx.array]:
+        of_mask = halves(mask, axis - 4 + (0 if mask is None else mask.ndim))
+        of_sinks = halves(sinks, axis - 1)
+        parts = zip(halves(q), halves(k), halves(v), of_mask, of_sinks, strict=True)
+        made = [dispatch(_FORWARD, each, call.scores) for each in parts]
+        return [mx.concatenate(list(pair), axis) for pair in zip(*made, strict=True)]
+
+    return run
 
 
 _ATTENTION = Operation("attention", _plan)

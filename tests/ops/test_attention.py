@@ -1,5 +1,6 @@
 """Attention against float64 on awkward shapes, and what it refuses."""
 
+from collections import Counter
 from itertools import product
 from unittest import mock
 
@@ -9,8 +10,10 @@ import pytest
 from attention_cases import DTYPES, EXTRAS, MASKS, check, check_compiled, expect, make
 from numerics import assert_accurate, assert_gradient
 
+from mlx_qlayers.ops import attention as ops
 from mlx_qlayers.ops.attention import attention
-from mlx_qlayers.runtime import explain, use_backend
+from mlx_qlayers.runtime import explain, trace, use_backend
+from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.host import checks
 from tests.pairwise import pairwise
 
@@ -152,6 +155,33 @@ def test_a_mask_without_axes_is_broadcast(extra):
             for m in (mask, mx.broadcast_to(mask, (1, 2, 3, 5)))
         )
         assert mx.array_equal(out, whole)
+
+
+@pytest.mark.parametrize("kind", ["causal", "boolean", "padded", "additive", "one key"])
+def test_launches_that_would_take_long_are_split(kind, monkeypatch):
+    """Over heads and batch, down to one of each: the same results from as many launches."""
+    _, arrays, options = make(5, (2, 6, 3, 9, 13, 32, 32), mx.float32, kind, {"sinks": True})
+    some = *arrays, options.pop("sinks")
+
+    def run():
+        advance_epoch()
+
+        def of(q, k, v, sinks):
+            return [attention(q, k, v, sinks=sinks, **options)]
+
+        with use_backend("host"), trace() as launches:
+            outputs, gradients = mx.vjp(of, some, [arrays[0]])
+            mx.eval(outputs, gradients)
+        return [*outputs, *gradients], Counter(launch.kernel for launch in launches)
+
+    whole, once = run()
+    monkeypatch.setattr(ops, "_LONGEST", {"host": 1.0})
+    split, often = run()
+    monkeypatch.undo()
+    advance_epoch()
+    assert often == {kernel: 6 * count for kernel, count in once.items()}
+    for one, other in zip(whole, split, strict=True):
+        assert mx.array_equal(one, other)
 
 
 def test_a_batch_gives_each_member_what_a_batch_of_one_gives():
