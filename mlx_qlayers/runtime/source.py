@@ -255,6 +255,8 @@ def _item(tokens: list[Token], path: Path) -> Item:
     if re.search(r"\bnamespace\b", text):
         raise SourceError(f"{path.name}:{tokens[0].line}: namespaces are not in the dialect")
     if " operator " in text:
+        if "(" not in text:
+            raise SourceError(f"{path.name}:{tokens[0].line}: this operator takes nothing")
         names = set(re.findall(r"\w+", text[text.index("(") :]))
         return Item(frozenset(names), tuple(tokens), path.name, operator=True)
     names = {match[1] for pattern in _NAMES if (match := pattern.match(text))}

@@ -96,7 +96,9 @@ def test_quantized_matmul(case: Product) -> None:
     ]
     x, w, scales, biases, bias = arrays
     factor = None
-    if case.scaled and fmt.mode == "nvfp4" and not batch:
+    # It is applied to sums, which hold no more without it.
+    scaled = case.scaled and case.values not in ("huge", "special")
+    if scaled and fmt.mode == "nvfp4" and not batch:
         factor = random(rng, (), mx.float32) + 1
     options = {**fmt._asdict(), "transpose": case.transpose, "global_scale": factor}
     dense, parts = dequantize64(w, scales, biases, fmt), terms64(w, scales, biases, fmt)
@@ -179,8 +181,13 @@ def _gradients(
         d_w = product(rows.T, up).T if case.transpose else product(rows.T, up)
         groups = (*scales.shape, case.fmt.group_size)
         d_w, q = d_w.reshape(groups), codes(w, case.fmt.bits).reshape(groups)
-        found |= {"scales": (d_w * q.astype(d_w.dtype)).sum(-1), "biases": d_w.sum(-1)}
+        found |= {"scales": _added(d_w * q.astype(d_w.dtype)), "biases": _added(d_w)}
     return found
+
+
+def _added(terms: np.ndarray) -> np.ndarray:
+    """Sums over the last axis, one term after the other."""
+    return np.cumsum(terms, axis=-1, dtype=terms.dtype)[..., -1]
 
 
 NAMES = ["x", "w", "scales", "biases", "transpose", "group_size", "bits", "mode", "bias"]

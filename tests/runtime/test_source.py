@@ -88,6 +88,7 @@ def test_what_a_function_of_mlx_needs_is_found(tmp_path):
         ("\n#include <metal_tensor>", "test.metal:2: cannot include <metal_tensor>"),
         ('#include "no.metal"', 'cannot include "no.metal"'),
         ("#ifdef A", "not in the dialect"),
+        ("float operator x;", "test.metal:1: this operator takes nothing"),
         ("namespace n {}", "namespaces are not in the dialect"),
     ],
 )
