@@ -13,21 +13,8 @@ from hypothesis import strategies as st
 from mlx_qlayers.layers.exp import Exp
 from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.ops.rotary import rotary_embedding
-from tests.fuzz.arrays import (
-    BACKENDS,
-    DTYPES,
-    LAYOUTS,
-    SEEDS,
-    VALUES,
-    changes,
-    compare,
-    dtype_of,
-    filled,
-    laid_out,
-    running,
-    same_answers,
-    spoilt,
-)
+from tests.fuzz import arrays
+from tests.fuzz.arrays import changes
 from tests.fuzz.target import fuzz
 from tests.numerics import EPSILON, ROUNDINGS, assert_accurate, random, round_to, to64
 from tests.ops.test_rotary import turned
@@ -53,15 +40,24 @@ class Exponential:
 
 
 @fuzz(
-    st.builds(Exponential, SEEDS, SHAPES, DTYPES, VALUES, LAYOUTS, *[st.booleans()] * 2, BACKENDS)
+    st.builds(
+        Exponential,
+        arrays.SEEDS,
+        SHAPES,
+        arrays.DTYPES,
+        arrays.VALUES,
+        arrays.LAYOUTS,
+        *[st.booleans()] * 2,
+        arrays.BACKENDS,
+    )
 )
 def test_exp(case: Exponential) -> None:
-    rng, dtype = np.random.default_rng(case.seed), dtype_of(case.dtype)
-    x = laid_out(filled(rng, case.shape, dtype, case.values), case.layout)
+    rng, dtype = np.random.default_rng(case.seed), arrays.dtype_of(case.dtype)
+    x = arrays.laid_out(arrays.filled(rng, case.shape, dtype, case.values), case.layout)
     function: Any = Exp() if case.layer else partial(exp, strided=case.strided)
     backend = case.backend if x.size else "auto"
     dy = random(rng, x.shape, dtype)
-    with running(backend):
+    with arrays.running(backend):
         (y,), (dx,) = mx.vjp(lambda x: [function(x)], [x], [dy])
         mx.eval(y, dx)
     with np.errstate(all="ignore"):
@@ -69,7 +65,7 @@ def test_exp(case: Exponential) -> None:
         up = to64(dy)
         # MLX's own operator is not as exact as a kernel of this package.
         stock = ROUNDINGS[mx.float32] if backend in ("ops", "auto") else 0.0
-        compare(y, truth, rough, truth * stock, f"y of {case}")
+        arrays.compare(y, truth, rough, truth * stock, f"y of {case}")
         rounded = to64(round_to(truth, dtype)) * up
         sure = np.isfinite(truth) & (np.abs(truth) < float(mx.finfo(dtype).max) * 0.99)
         sure &= np.abs(truth * up) < float(mx.finfo(dtype).max) * 0.99
@@ -90,7 +86,9 @@ class Spoilt:
 
 @fuzz(st.builds(Spoilt, changes(["x", "strided"])), examples=40)
 def test_exp_refuses(case: Spoilt) -> None:
-    same_answers(partial(exp, **spoilt({"x": mx.ones((2, 3)), "strided": False}, case.changes)))
+    arrays.same_answers(
+        partial(exp, **arrays.spoilt({"x": mx.ones((2, 3)), "strided": False}, case.changes))
+    )
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class Rotary:
 @fuzz(
     st.builds(
         Rotary,
-        SEEDS,
+        arrays.SEEDS,
         st.integers(0, 4),
         st.one_of(st.integers(0, 5), st.just(70)),
         st.tuples(st.integers(0, 5), st.integers(0, 5)),
@@ -130,25 +128,27 @@ class Rotary:
         st.booleans(),
         st.sampled_from([None, 1.5, 500.0, 10000.0, 1e6]),
         st.sampled_from([1.0, 0.25, 4.0, -1.0, 0.0]),
-        DTYPES,
-        st.tuples(LAYOUTS, LAYOUTS, LAYOUTS),
-        BACKENDS,
+        arrays.DTYPES,
+        st.tuples(arrays.LAYOUTS, arrays.LAYOUTS, arrays.LAYOUTS),
+        arrays.BACKENDS,
         st.booleans(),
     )
 )
 def test_rotary_embedding(case: Rotary) -> None:
-    rng, dtype = np.random.default_rng(case.seed), dtype_of(case.dtype)
+    rng, dtype = np.random.default_rng(case.seed), arrays.dtype_of(case.dtype)
     shapes = [(case.batch, case.length, n, case.width) for n in case.heads]
     dims = min(case.dims, case.width // 2 * 2)
     q, k = (random(rng, shape, dtype) for shape in shapes)
     freqs = None if case.base is not None else mx.abs(random(rng, (dims // 2,))) * 50 + 1
-    q, k, freqs = (laid_out(a, to) for a, to in zip((q, k, freqs), case.layouts, strict=True))
+    q, k, freqs = (
+        arrays.laid_out(a, to) for a, to in zip((q, k, freqs), case.layouts, strict=True)
+    )
     starts = case.offsets[0] if case.kind == "one" else [*case.offsets[: case.batch]]
-    offset = mx.array(starts, mx.int32 if case.kind == "one" else dtype_of(case.kind))
+    offset = mx.array(starts, mx.int32 if case.kind == "one" else arrays.dtype_of(case.kind))
     options: Any = {"dims": dims, "traditional": case.traditional, "scale": case.scale}
     options |= {"base": case.base, "freqs": freqs}
     empty = 0 in (*q.shape, *k.shape, dims)
-    with running("auto" if empty else case.backend):
+    with arrays.running("auto" if empty else case.backend):
         run = partial(rotary_embedding, **options)
         dy = [random(rng, a.swapaxes(1, 2).shape, dtype) for a in (q, k)]
         if case.gradient:
@@ -197,4 +197,4 @@ def test_rotary_embedding_refuses(case: Spoilt) -> None:
         "scale": 1.0,
         "freqs": None,
     }
-    same_answers(partial(rotary_embedding, **spoilt(arguments, case.changes)))
+    arrays.same_answers(partial(rotary_embedding, **arrays.spoilt(arguments, case.changes)))

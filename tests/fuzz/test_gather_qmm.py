@@ -12,18 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.gather_qmm import gather_qmm
-from tests.fuzz.arrays import (
-    BACKENDS,
-    DTYPES,
-    LAYOUTS,
-    SEEDS,
-    changes,
-    dtype_of,
-    laid_out,
-    running,
-    same_answers,
-    spoilt,
-)
+from tests.fuzz import arrays
 from tests.fuzz.packing import FORMAT, OF_WORDS, Spoilt, packed
 from tests.fuzz.target import fuzz
 from tests.numerics import assert_accurate, random, round_to, to64
@@ -71,30 +60,30 @@ GATHERED = [
 @fuzz(
     st.builds(
         Gathered,
-        SEEDS,
+        arrays.SEEDS,
         FORMAT,
         st.sampled_from(GATHERED),
         st.sampled_from([1, 1, 1, 2, 5]),
         st.sampled_from([1, 8, 33, 64]),
         st.integers(1, 4),
         st.booleans(),
-        DTYPES,
+        arrays.DTYPES,
         st.sampled_from(["int32", "uint32", "int64", "uint8"]),
         st.booleans(),
-        st.tuples(LAYOUTS, OF_WORDS, *[LAYOUTS] * 4),
-        BACKENDS,
+        st.tuples(arrays.LAYOUTS, OF_WORDS, *[arrays.LAYOUTS] * 4),
+        arrays.BACKENDS,
         st.booleans(),
     )
 )
 def test_gather_qmm(case: Gathered) -> None:
-    rng, fmt, dtype = np.random.default_rng(case.seed), case.fmt, dtype_of(case.dtype)
+    rng, fmt, dtype = np.random.default_rng(case.seed), case.fmt, arrays.dtype_of(case.dtype)
     lead, batch, left_shape, right_shape = case.shapes
     wide = case.groups * fmt.group_size
     inner = wide if case.transpose else case.n
     w, scales, biases = packed(rng, (*batch, case.n, wide), fmt, dtype)
     x = random(rng, (*lead, case.m, inner), dtype)
     blocks, matrices = int(np.prod(lead)), int(np.prod(batch))
-    kind = dtype_of(case.index)
+    kind = arrays.dtype_of(case.index)
     left = None if left_shape is None else mx.array(rng.integers(0, blocks, left_shape), kind)
     right = None
     if right_shape is not None:
@@ -104,7 +93,7 @@ def test_gather_qmm(case: Gathered) -> None:
         )
         right = right.astype(kind)
     x, w, scales, biases, left, right = (
-        laid_out(a, layout)
+        arrays.laid_out(a, layout)
         for a, layout in zip((x, w, scales, biases, left, right), case.layouts, strict=True)
     )
     # A broadcast view of sorted indices is sorted too.
@@ -122,7 +111,7 @@ def test_gather_qmm(case: Gathered) -> None:
         return gather_qmm(x, w, scales, biases, left, right, **options)
 
     # No kernel takes nothing.
-    with running("auto" if 0 in at_left.shape else case.backend):
+    with arrays.running("auto" if 0 in at_left.shape else case.backend):
         y = call(x)
         mx.eval(y)
         dy = random(rng, y.shape, y.dtype)
@@ -151,7 +140,9 @@ GATHER_NAMES = ["x", "w", "scales", "biases", "lhs_indices", "rhs_indices", "tra
 GATHER_NAMES += ["group_size", "bits", "mode", "global_scale", "sorted_indices"]
 
 
-@fuzz(st.builds(Spoilt, FORMAT, st.just(()), st.booleans(), changes(GATHER_NAMES)), examples=60)
+@fuzz(
+    st.builds(Spoilt, FORMAT, st.just(()), st.booleans(), arrays.changes(GATHER_NAMES)), examples=60
+)
 def test_gather_qmm_refuses(case: Spoilt) -> None:
     wide = 2 * case.fmt.group_size
     w, scales, biases = packed(np.random.default_rng(0), (3, 8, wide), case.fmt, mx.float32)
@@ -167,4 +158,4 @@ def test_gather_qmm_refuses(case: Spoilt) -> None:
         **case.fmt._asdict(),
         "global_scale": mx.ones((3,)) if case.fmt.mode == "nvfp4" else None,
     }
-    same_answers(partial(gather_qmm, **spoilt(arguments, case.changes)))
+    arrays.same_answers(partial(gather_qmm, **arrays.spoilt(arguments, case.changes)))

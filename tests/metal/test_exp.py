@@ -102,7 +102,7 @@ def test_what_it_does_without_a_kernel():
         y = exp(x)
     assert launches == []
     assert mx.array_equal(y, mx.exp(x))
-    assert [(d.op, d.path) for d in explain()][-1] == ("exp", "ops")
+    assert ("exp", "ops") in [(d.op, d.path) for d in explain()]
 
 
 def test_an_empty_array(backend):

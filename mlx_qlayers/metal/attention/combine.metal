@@ -38,7 +38,7 @@ template <typename T, typename N, int Dv, int simds, bool sinking>
 #pragma unroll 4
   for (int i = simd; i < splits; i += simds) {
     const device float* part = parts + i * (Dv + 2);
-    float factor = fast::exp2(part[Dv] - top);
+    float factor = power_of_2<T>(part[Dv] - top);
     sum += factor * part[Dv + 1];
 #pragma unroll
     for (int j = 0; j < each; j++) {
@@ -54,7 +54,7 @@ template <typename T, typename N, int Dv, int simds, bool sinking>
     sums[simd] = sum;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  float divisor = sinking ? fast::exp2(sink - top) : 0.0f;
+  float divisor = sinking ? power_of_2<T>(sink - top) : 0.0f;
   for (int g = 0; g < simds; g++) {
     divisor += sums[g];
   }

@@ -3,6 +3,8 @@
 // Scores are logarithms to base 2. A hidden key has the score LOWEST, so that a row that sees no
 // key is the mean of all values.
 
+#include "common/power.metal"
+
 #include <metal_stdlib>
 using namespace metal;
 

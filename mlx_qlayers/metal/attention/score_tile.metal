@@ -5,6 +5,7 @@
 // of the columns: its products are then parts of the scores, which the slices add up through
 // threadgroup memory. Scores are in units of log2.
 
+#include "common/power.metal"
 #include "common/tile.metal"
 
 #include <metal_stdlib>
@@ -239,12 +240,6 @@ METAL_FUNC score_rule<M> rule_of(
   rule.scale = factors[SCALE];
   rule.cap = factors[CAP];
   return rule;
-}
-
-// 2^x: the hardware's few bits less are lost in what a 16-bit type rounds, not in float32.
-template <typename T>
-METAL_FUNC float power_of_2(float x) {
-  return sizeof(T) == 4 ? precise::exp2(x) : fast::exp2(x);
 }
 
 // What makes the weights of a query again, 2^(score - x) y, from what the forward pass left. In 16 bits

@@ -42,9 +42,10 @@ METAL_FUNC void eight_floats(thread float* to, const thread uint* from) {
 }
 
 // Adds the state of the lanes `apart`.
+template <typename T>
 METAL_FUNC void merge_lanes(thread attended& state, ushort apart) {
   float other = simd_shuffle_xor(state.top, apart), highest = max(state.top, other);
-  float mine = fast::exp2(state.top - highest), theirs = fast::exp2(other - highest);
+  float mine = power_of_2<T>(state.top - highest), theirs = power_of_2<T>(other - highest);
   state.top = highest;
   state.sum = state.sum * mine + simd_shuffle_xor(state.sum, apart) * theirs;
 #pragma unroll
@@ -62,7 +63,7 @@ METAL_FUNC void add_keys(
   for (int u = 0; u < count; u++) {
     highest = max(highest, scores[u]);
   }
-  float fade = fast::exp2(state.top - highest);
+  float fade = power_of_2<T>(state.top - highest);
   state.top = highest;
   state.sum *= fade;
 #pragma unroll
@@ -71,7 +72,7 @@ METAL_FUNC void add_keys(
   }
 #pragma unroll
   for (int u = 0; u < count; u++) {
-    float p = fast::exp2(scores[u] - highest), numbers[8];
+    float p = power_of_2<T>(scores[u] - highest), numbers[8];
     eight_floats<T>(numbers, values + u * words);
     state.sum += p;
 #pragma unroll
@@ -175,7 +176,7 @@ METAL_FUNC void turn_rows(
 }
 
 // What the SIMD groups of a threadgroup add up to: the result, or that of one split.
-template <int Dv, int simds, bool split, typename P>
+template <typename T, int Dv, int simds, bool split, typename P>
 METAL_FUNC void write_sums(
     device P* out, const threadgroup float* shares, const threadgroup float2* tops, uint thread_index) {
   float top = LOWEST;
@@ -186,7 +187,7 @@ METAL_FUNC void write_sums(
   for (int d = thread_index; d < Dv; d += 32 * simds) {
     float total = 0.0f, divisor = 0.0f;
     for (int g = 0; g < simds; g++) {
-      float factor = fast::exp2(tops[g].x - top);
+      float factor = power_of_2<T>(tops[g].x - top);
       total += factor * shares[g * Dv + d];
       divisor += factor * tops[g].y;
     }
@@ -326,7 +327,7 @@ template <
 
 #pragma unroll
   for (ushort apart = lanes; apart < 32; apart *= 2) {
-    merge_lanes(state, apart);
+    merge_lanes<T>(state, apart);
   }
   if (sub == 0 && in_value) {
 #pragma unroll
@@ -339,5 +340,5 @@ template <
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   out += ((int64_t(group.z) * groups.y + head) * groups.x + group.x) * (split ? Dv + 2 : Dv);
-  write_sums<Dv, simds, split>(out, &shares[0][0], tops, thread_index);
+  write_sums<T, Dv, simds, split>(out, &shares[0][0], tops, thread_index);
 }

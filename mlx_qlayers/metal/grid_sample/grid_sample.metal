@@ -50,7 +50,7 @@ METAL_FUNC point_pixels<T, NDIM, TAPS> find_pixels(
 
 // V channels of each pixel of a point; zeros where it is outside.
 template <typename T, int NDIM, int TAPS, int V, int ALIGN>
-METAL_FUNC void load_pixels(
+void load_pixels(
     thread const point_pixels<T, NDIM, TAPS>& pixels,
     long channel,
     thread pack<T, V, ALIGN>* values) {

@@ -1,0 +1,10 @@
+// The exponential of attention's weights.
+
+#include <metal_stdlib>
+using namespace metal;
+
+// 2^x: the hardware's few bits less are lost in what a 16-bit type rounds, not in float32.
+template <typename T>
+METAL_FUNC float power_of_2(float x) {
+  return sizeof(T) == 4 ? precise::exp2(x) : fast::exp2(x);
+}
