@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # Workers of pytest-xdist have a core each: numpy's threads would only wait for one another.
@@ -40,3 +42,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same without quantization."""
     return save_tiny_model(tmp_path_factory.mktemp("plain") / "model", quantized=False)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Commands take SIGINT also where this process ignores it, as shells' background jobs do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -59,14 +59,6 @@ def endless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("endless") / "model", endless=True)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Commands take SIGINT also where this process ignores it, as shells' background jobs do."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @contextmanager
 def generating(model: Path) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """A command that has begun to print, and its output; what it says of its end is no error."""

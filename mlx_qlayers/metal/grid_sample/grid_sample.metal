@@ -15,13 +15,13 @@
 #include "taps.metal"
 
 template <typename T>
-METAL_FUNC bool is_aligned(const device T* data, int bytes) {
+bool is_aligned(const device T* data, int bytes) {
   return reinterpret_cast<ulong>(data) % bytes == 0;
 }
 
 // Whether every pixel's channels lie side by side and begin where a pack may.
 template <typename T, int NDIM, int ALIGN>
-METAL_FUNC bool has_packs(const device T* x, const constant int64_t* strides) {
+bool has_packs(const device T* x, const constant int64_t* strides) {
   bool packs = strides[NDIM + 1] == 1 && is_aligned(x, ALIGN);
   for (int axis = 0; axis <= NDIM; axis++) {
     packs = packs && strides[axis] * long(sizeof(T)) % ALIGN == 0;
@@ -36,7 +36,7 @@ struct point_pixels {
 };
 
 template <typename T, int NDIM, int TAPS>
-METAL_FUNC point_pixels<T, NDIM, TAPS> find_pixels(
+point_pixels<T, NDIM, TAPS> find_pixels(
     const device T* image,
     const constant int64_t* strides,
     thread const point_taps<NDIM, TAPS>& taps) {
@@ -65,7 +65,7 @@ void load_pixels(
 }
 
 template <typename T, int NDIM, int TAPS, int V, int ALIGN, int LANES>
-METAL_FUNC void sample(
+void sample(
     const device T* image,
     const constant int64_t* strides,
     thread const point_taps<NDIM, TAPS>& taps,
@@ -140,7 +140,7 @@ template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANE
 // A thread's part of the gradient of one point: along each axis the sample with slopes in place of
 // weights, times the cotangent.
 template <typename T, int NDIM, int TAPS, int V, int ALIGN, int LANES>
-METAL_FUNC void add_slopes(
+void add_slopes(
     const device T* image,
     const constant int64_t* strides,
     thread const point_taps<NDIM, TAPS>& taps,

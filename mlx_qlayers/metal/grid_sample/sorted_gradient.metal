@@ -76,7 +76,7 @@ template <typename T, typename I, int K>
 
 // The sum of neighbouring shares of one pixel, from i to the end of it or of the block.
 template <typename T, typename I, int K>
-METAL_FUNC float sum_in_block(
+float sum_in_block(
     const device I* pixel,
     const device uint* order,
     const device float* weight,

@@ -41,7 +41,7 @@ constexpr int tap_on_axis(int taps, int k, int axis) {
 // Brings a position outside back in. `sign` is how it then moves with the coordinate: forth, back,
 // or not at all on a border.
 template <int NDIM, bool GRADIENT>
-METAL_FUNC float pad(float pixel, int size, int padding, bool align_corners, thread float& sign) {
+float pad(float pixel, int size, int padding, bool align_corners, thread float& sign) {
   sign = 1;
   if (padding == ZEROS) {
     return pixel;
@@ -69,17 +69,16 @@ METAL_FUNC float pad(float pixel, int size, int padding, bool align_corners, thr
 }
 
 // Keys' cubic convolution with a = -0.75, at distances up to 1 and from there up to 2.
-METAL_FUNC float cubic(float t, bool outer) {
+inline float cubic(float t, bool outer) {
   return outer ? ((-0.75f * t + 3.75f) * t - 6.0f) * t + 3.0f : (1.25f * t - 2.25f) * t * t + 1.0f;
 }
 
-METAL_FUNC float cubic_slope(float t, bool outer) {
+inline float cubic_slope(float t, bool outer) {
   return outer ? (-2.25f * t + 7.5f) * t - 6.0f : (3.75f * t - 4.5f) * t;
 }
 
 template <int NDIM, int TAPS, bool GRADIENT>
-METAL_FUNC axis_taps<TAPS> find_axis_taps(
-    float coordinate, int size, int padding, bool align_corners) {
+axis_taps<TAPS> find_axis_taps(float coordinate, int size, int padding, bool align_corners) {
   float scale = 0.5f * float(align_corners ? size - 1 : size);
   float pixel = (coordinate + 1.0f) * scale;
   if (!align_corners) {
@@ -127,7 +126,7 @@ METAL_FUNC axis_taps<TAPS> find_axis_taps(
 
 // Of LANES threads that share a point, side by side in a SIMD group, each coordinate is read by one.
 template <typename G, int NDIM, int TAPS, int LANES, bool GRADIENT>
-METAL_FUNC point_taps<NDIM, TAPS> find_taps(
+point_taps<NDIM, TAPS> find_taps(
     const device G* grid, uint point, uint lane, constant int* size, constant int* options) {
   point_taps<NDIM, TAPS> taps;
 #pragma clang loop unroll(full)
@@ -147,7 +146,7 @@ METAL_FUNC point_taps<NDIM, TAPS> find_taps(
 }
 
 template <int NDIM, int TAPS>
-METAL_FUNC bool is_inside(thread const point_taps<NDIM, TAPS>& taps, int k) {
+bool is_inside(thread const point_taps<NDIM, TAPS>& taps, int k) {
   bool inside = true;
 #pragma clang loop unroll(full)
   for (int axis = 0; axis < NDIM; axis++) {
@@ -157,7 +156,7 @@ METAL_FUNC bool is_inside(thread const point_taps<NDIM, TAPS>& taps, int k) {
 }
 
 template <int NDIM, int TAPS>
-METAL_FUNC float weight_of(thread const point_taps<NDIM, TAPS>& taps, int k) {
+float weight_of(thread const point_taps<NDIM, TAPS>& taps, int k) {
   float weight = 1;
 #pragma clang loop unroll(full)
   for (int axis = 0; axis < NDIM; axis++) {
@@ -168,7 +167,7 @@ METAL_FUNC float weight_of(thread const point_taps<NDIM, TAPS>& taps, int k) {
 
 // How the weight of tap k changes with one of the point's coordinates.
 template <int NDIM, int TAPS>
-METAL_FUNC float slope_of(thread const point_taps<NDIM, TAPS>& taps, int k, int along) {
+float slope_of(thread const point_taps<NDIM, TAPS>& taps, int k, int along) {
   float slope = 1;
 #pragma clang loop unroll(full)
   for (int axis = 0; axis < NDIM; axis++) {
@@ -180,7 +179,7 @@ METAL_FUNC float slope_of(thread const point_taps<NDIM, TAPS>& taps, int k, int 
 
 // Where tap k lies from the start of its image, in an array with these strides.
 template <int NDIM, int TAPS>
-METAL_FUNC long offset_of(
+long offset_of(
     thread const point_taps<NDIM, TAPS>& taps, int k, const constant int64_t* strides) {
   long offset = 0;
 #pragma clang loop unroll(full)
@@ -192,7 +191,7 @@ METAL_FUNC long offset_of(
 
 // Which pixel of the whole batch tap k is.
 template <int NDIM, int TAPS>
-METAL_FUNC long pixel_of(
+long pixel_of(
     thread const point_taps<NDIM, TAPS>& taps, int k, uint image, constant int* size) {
   long pixel = image;
 #pragma clang loop unroll(full)
