@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import oracles
-from numerics import assert_accurate, assert_same_sums, random, round_to, to64
+from attention_roundings import Units
+from numerics import IN_FLOAT32, assert_accurate, assert_same_sums, random, round_to, to64
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 MASKS = ["none", "causal", "boolean", "padded", "additive", "biased", "one key"]
@@ -51,12 +52,18 @@ def make(seed, shape, dtype, kind="none", extra=None):
     return rng, (q, k, v), options
 
 
+def units(dtype: mx.Dtype, packed: bool = False) -> Units:
+    """What kernels round on their way: operands of products, and what packed keys stand for."""
+    unit = IN_FLOAT32[dtype]
+    return Units(unit if dtype != mx.float32 else 0.0, unit if packed else 0.0)
+
+
 def expect(arrays, options, dtype, **more):
     """By name: the truth, what float32 and one rounding make of it, the terms it is a sum of."""
     plain = {n: to64(o) if isinstance(o, mx.array) else o for n, o in options.items()}
     if isinstance(plain["mask"], np.ndarray) and options["mask"].dtype == mx.bool_:
         plain["mask"] = plain["mask"].astype(bool)
-    truth, terms = oracles.attention(*map(to64, arrays), **plain, **more)
+    truth, terms = oracles.attention(*map(to64, arrays), **plain, **more, units=units(dtype))
     rough, _ = oracles.attention(*map(to64, arrays), **plain, **more, dtype=np.float32)
     return {name: (truth[name], round_to(rough[name], dtype), terms[name]) for name in truth}
 

@@ -21,6 +21,8 @@ EPSILON = {
     mx.float16: 2.0**-10,
     mx.bfloat16: 2.0**-7,
 }
+# The same in units of float32's, in which sums of terms count roundings.
+IN_FLOAT32 = {dtype: unit / EPSILON[mx.float32] for dtype, unit in EPSILON.items()}
 # Roundings that an element of a float32 function may carry into a finite difference.
 _ROUNDINGS = 8
 # Units in the last place by which two float32 models of a few layers may differ that add up in

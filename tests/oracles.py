@@ -6,6 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.attention_roundings import Units, Weights
+
+_EXACT = Units()
+
 
 def attention_mask(mask: Any, window: int | None, queries: int, keys: int) -> np.ndarray:
     """Numbers to add to the scores, -inf where a key is hidden; broadcasts to (B, H, L, S)."""
@@ -45,32 +49,33 @@ def attention(
     sinks: np.ndarray | None = None,
     cotangent: np.ndarray | None = None,
     dtype: type = np.float64,
+    units: Units = _EXACT,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """``out`` and, given its cotangent, the gradients ``q``, ``k``, ``v``, ``mask``, ``sinks``.
 
-    Beside them, by the same names, the sums of the absolute terms from which each is made.
+    In float64 beside them, by the same names, in units of float32's rounding: the sums of the
+    absolute terms from which each is made, and what the roundings on the way make of it.
     """
     q, k, v = (np.asarray(a, dtype) for a in (q, k, v))
     batch, heads, queries, _ = q.shape
     share = heads // k.shape[1]
     kk, vv = np.repeat(k, share, axis=1), np.repeat(v, share, axis=1)
     added = attention_mask(mask, window, queries, k.shape[2]).astype(dtype)
-    scores = product(q * dtype(scale), kk.swapaxes(-1, -2))
-    bend = np.ones_like(scores)
-    if softcap is not None:
-        tanh = np.tanh(scores / dtype(softcap))
-        scores, bend = dtype(softcap) * tanh, 1 - tanh**2
-    # A row without any key averages the values, or gives all to its sink.
-    scores = np.maximum(scores + added, np.finfo(dtype).min)
-    top = scores.max(-1, keepdims=True)
-    sink = np.full((1, heads, 1, 1), -np.inf, dtype)
-    if sinks is not None:
-        sink = np.asarray(sinks, dtype).reshape(1, -1, 1, 1)
-        top = np.maximum(top, sink)
-    exponentials, sink = np.exp(scores - top), np.exp(sink - top)
-    total = exponentials.sum(-1, keepdims=True) + sink
-    p = exponentials / total
-    found, terms = {"out": product(p, vv)}, {"out": p @ np.abs(vv)}
+    raw = product(q * dtype(scale), kk.swapaxes(-1, -2))
+    tanh = np.zeros_like(raw) if softcap is None else np.tanh(raw / dtype(softcap))
+    bend, capped = 1 - tanh**2, raw if softcap is None else dtype(softcap) * tanh
+    # A row without any key averages the values, or gives all to its sink, a key without a value.
+    sink = np.full(heads, -np.inf) if sinks is None else sinks
+    sink = np.broadcast_to(np.asarray(sink, dtype).reshape(-1, 1, 1), (*raw.shape[:3], 1))
+    scores = np.concatenate([np.maximum(capped + added, np.finfo(dtype).min), sink], -1)
+    exponentials = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = exponentials / exponentials.sum(-1, keepdims=True)
+    p = weights[..., :-1]
+    out = product(p, vv)
+    found, terms, exact = {"out": out}, {}, dtype == np.float64
+    if exact:
+        moved = Weights(q, kk, vv, scale, softcap, raw, tanh, capped, added, scores, weights, units)
+        terms["out"] = p @ np.abs(vv) + moved.of_out(out)
     if cotangent is None:
         return found, terms
     d_out = np.asarray(cotangent, dtype)
@@ -78,9 +83,6 @@ def attention(
     mean = (p * d_p).sum(-1, keepdims=True)
     d_added = np.where(np.isinf(added), dtype(0), p * (d_p - mean))
     d_scores = d_added * bend * dtype(scale)
-    large = np.abs(d_out) @ np.abs(vv).swapaxes(-1, -2)
-    large_mean = (p * large).sum(-1, keepdims=True)
-    large = p * (large + large_mean)
 
     def grouped(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """``a.T @ b`` over the queries of all heads that share a key head."""
@@ -91,16 +93,28 @@ def attention(
         "q": product(d_scores, kk),
         "k": grouped(d_scores, q),
         "v": grouped(p, d_out),
-        "sinks": (-(sink / total) * mean).sum((0, 2, 3)),
+        "sinks": (-weights[..., -1:] * mean).sum((0, 2, 3)),
     }
+    additive = isinstance(mask, np.ndarray) and mask.dtype != bool
+    if additive:
+        found["mask"] = _summed_to(d_added, mask.shape)
+    if not exact:
+        return found, terms
+    large = np.abs(d_out) @ np.abs(vv).swapaxes(-1, -2)
+    large_mean = (p * large).sum(-1, keepdims=True)
+    large = p * (large + large_mean)
+    behind, before, of_q = moved.of_scores(d_out, out, d_p)
     terms |= {
-        "q": large * scale @ np.abs(kk),
-        "k": grouped(large * dtype(scale), np.abs(q)),
-        "v": grouped(p, np.abs(d_out)),
-        "sinks": (sink / total * large_mean).sum((0, 2, 3)),
+        "q": large * np.abs(scale) @ np.abs(kk) + of_q,
+        "k": grouped(large, np.abs(q)) + np.sqrt(grouped(before, q**2)),
+        "v": grouped(p, np.abs(d_out)) + np.sqrt(grouped(moved.of_weights(), d_out**2)),
+        "sinks": (weights[..., -1:] * large_mean).sum((0, 2, 3)),
     }
-    if isinstance(mask, np.ndarray) and mask.dtype != bool:
-        found["mask"], terms["mask"] = (_summed_to(a, mask.shape) for a in (d_added, large))
+    terms["k"] *= np.abs(scale)
+    terms["sinks"] += np.sqrt(behind[..., -1].sum((0, 2)))
+    if additive:
+        squares = _summed_to(behind[..., :-1], mask.shape)
+        terms["mask"] = _summed_to(large, mask.shape) + np.sqrt(squares)
     return found, terms
 
 

@@ -136,12 +136,6 @@ def _accurate(
         assert_accurate(chosen, truth[sure], base, terms=terms[sure].max(), what=what)
 
 
-def largest_score(arrays: Sequence[np.ndarray]) -> float:
-    """The largest product that there may be of a query and a key, of those that are numbers."""
-    q, k = (np.where(np.abs(a) < 1e3, a, 0) for a in arrays[:2])
-    return float(np.sqrt((q**2).sum(-1).max(initial=0) * (k**2).sum(-1).max(initial=0)))
-
-
 Answer = tuple[str, Any]
 _NOT_OURS = re.compile(r"^\[(?!convert)\w+|incompatible function arguments|has no attribute")
 

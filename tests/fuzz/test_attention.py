@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_qlayers import attention
 from mlx_qlayers.metal.attention.decode import BITS
 from tests import oracles
-from tests.attention_cases import MASKS, make_mask
+from tests.attention_cases import MASKS, make_mask, units
 from tests.fuzz.arrays import (
     BACKENDS,
     DTYPES,
@@ -25,13 +25,12 @@ from tests.fuzz.arrays import (
     dtype_of,
     filled,
     laid_out,
-    largest_score,
     running,
     same_answers,
     spoilt,
 )
 from tests.fuzz.target import fuzz
-from tests.numerics import EPSILON, assert_accurate, random, round_to, to64
+from tests.numerics import assert_accurate, random, round_to, to64
 
 WIDTHS = st.sampled_from([1, 7, 8, 32, 40, 64, 64, 72, 128, 256])
 
@@ -174,12 +173,9 @@ def _compare(
         plain["mask"] = plain["mask"].astype(bool)
     arrays, dy = [to64(a) for a in given], None if cotangent is None else to64(cotangent)
     with np.errstate(all="ignore"):
-        truth, terms = oracles.attention(*arrays, **plain, cotangent=dy)
+        of_kernel = units(dtype, case.packing is not None)
+        truth, terms = oracles.attention(*arrays, **plain, cotangent=dy, units=of_kernel)
         rough, _ = oracles.attention(*arrays, **plain, cotangent=dy, dtype=np.float32)
-    # An exponential is off by a unit, and by as many as its score is large.
-    spread = 2 + np.abs(case.scale) * largest_score(arrays)
-    if case.packing:  # dequantized in the dtype of the scales, or rounded to it
-        spread *= 1 + EPSILON[dtype] / EPSILON[mx.float32]
     rows = (np.isfinite(arrays[0]) & (np.abs(arrays[0]) < 1e3)).all(-1, keepdims=True)
     for name, actual in found.items():
         assert actual.shape == truth[name].shape and actual.dtype == dtype
@@ -188,7 +184,7 @@ def _compare(
         exact, base = truth[name][sure], round_to(rough[name][sure], dtype)
         # What is below the normal numbers may be flushed to zero.
         if (np.abs(to64(chosen) - exact) > NORMAL[dtype]).any():
-            most = (terms[name] * spread)[sure].max()
+            most = terms[name][sure].max()
             assert_accurate(chosen, exact, base, terms=most, what=f"{name} of {case}")
 
 

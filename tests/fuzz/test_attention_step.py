@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_qlayers.ops.attention_step import Rotation, attention_step
 from tests import oracles
+from tests.attention_cases import units
 from tests.fuzz.arrays import (
     BACKENDS,
     DTYPES,
@@ -22,13 +23,12 @@ from tests.fuzz.arrays import (
     changes,
     dtype_of,
     laid_out,
-    largest_score,
     running,
     same_answers,
     spoilt,
 )
 from tests.fuzz.target import fuzz
-from tests.numerics import EPSILON, ROUNDINGS, assert_accurate, random, round_to, to64
+from tests.numerics import IN_FLOAT32, ROUNDINGS, assert_accurate, random, round_to, to64
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def test_attention_step(case: Step) -> None:
     rough = _stepped(case, arrays, places, rotation, freqs, mask, np.float32, dtype)
     # MLX's own rotary embedding computes angles in float32.
     by_stock = case.backend in ("ops", "auto") and dims > 0
-    roundings = ROUNDINGS[dtype] * EPSILON[dtype] / EPSILON[mx.float32]
+    roundings = ROUNDINGS[dtype] * IN_FLOAT32[dtype]
     angle = roundings + 4 * max(places[1:]) * case.rope_scale
     turned = angle * by_stock * (np.abs(to64(arrays[1])).max() + np.abs(to64(arrays[0])).max())
     of_out = exact[3] * (1 + turned)
@@ -157,9 +157,11 @@ def _stepped(
         buffers.append(made)
     seen = None if mask is None else np.array(mask)[..., : length + 1]
     keys, values = (b[:, :, : length + 1] for b in buffers)
-    found, terms = oracles.attention(heads[0], keys, values, width**-0.5, seen, dtype=dtype)
-    large = terms["out"].max() * (1 + largest_score([heads[0], keys]) * width**-0.5)
-    return found["out"].reshape(batch, 1, -1), *buffers, large
+    # Rotated rows are rounded, as unpacked ones are.
+    found, terms = oracles.attention(
+        heads[0], keys, values, width**-0.5, seen, dtype=dtype, units=units(arrays[0].dtype, True)
+    )
+    return found["out"].reshape(batch, 1, -1), *buffers, terms.get("out", np.zeros(1)).max()
 
 
 STEP_NAMES = ["q", "k", "v", "k_buffer", "v_buffer", "positions", "scale", "rotation", "freqs"]

@@ -16,7 +16,7 @@ from mlx_qlayers.ops.rotary import rotary_embedding
 from tests.fuzz import arrays
 from tests.fuzz.arrays import changes
 from tests.fuzz.target import fuzz
-from tests.numerics import EPSILON, ROUNDINGS, assert_accurate, random, round_to, to64
+from tests.numerics import IN_FLOAT32, ROUNDINGS, assert_accurate, random, round_to, to64
 from tests.ops.test_rotary import turned
 
 SHAPES = st.one_of(
@@ -177,7 +177,7 @@ def _same(
     truth, rough = (turned(x, starts, **options, dtype=d) for d in (np.float64, np.float32))
     # MLX's own operator computes angles in float32, and some roundings more.
     angle = (np.max(starts) + x.shape[1]) * abs(options["scale"])
-    roundings = ROUNDINGS[y.dtype] * EPSILON[y.dtype] / EPSILON[mx.float32]
+    roundings = ROUNDINGS[y.dtype] * IN_FLOAT32[y.dtype]
     terms = np.abs(to64(x)).max() * (roundings + 4 * angle) * stock
     assert_accurate(y, truth, round_to(rough, y.dtype), terms=terms, what=what)
 

@@ -28,7 +28,7 @@ from tests.fuzz.arrays import (
 )
 from tests.fuzz.packing import FORMAT, ROWS, Spoilt, packed
 from tests.fuzz.target import fuzz
-from tests.numerics import EPSILON, ROUNDINGS, random, round_to, to64
+from tests.numerics import IN_FLOAT32, ROUNDINGS, random, round_to, to64
 from tests.ops.test_fused_products import ACTIVATIONS
 from tests.oracles import product
 from tests.packed import dequantize64, terms64
@@ -130,7 +130,7 @@ def _expected(
         products.append(rounded(product(rows, dense.T.astype(precision)) + precision(bias)))
         terms.append(np.abs(rows) @ terms64(*m[:3], case.fmt).T + np.abs(bias))
     # The norm is MLX's, and the matrix is rounded of which many rows are a dense product.
-    unit = EPSILON[x.dtype] / EPSILON[mx.float32]
+    unit = IN_FLOAT32[x.dtype]
     roundings = ROUNDINGS[x.dtype] * bool(case.norm) + (len(rows) > 16)
     loose = 1 + len(products) * unit * roundings
     terms = [t * loose for t in terms]

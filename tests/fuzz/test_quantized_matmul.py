@@ -31,7 +31,7 @@ from tests.fuzz.arrays import (
 from tests.fuzz.packing import FORMAT, OF_WORDS, ROWS, Spoilt, packed
 from tests.fuzz.target import fuzz
 from tests.launchers import dequantize
-from tests.numerics import EPSILON, assert_accurate, random, round_to, to64
+from tests.numerics import IN_FLOAT32, assert_accurate, random, round_to, to64
 from tests.oracles import product
 from tests.packed import codes, dequantize64, terms64
 
@@ -165,7 +165,7 @@ def _check_gradients(
         truth, base, terms = (a[name].reshape(array.shape) for a in (exact, rough, large))
         if len(set(case.dtypes)) > 1:  # the cotangent was rounded to the product's dtype
             out = x.dtype if biases is None else mx.result_type(x.dtype, scales.dtype)
-            terms = terms * (1 + EPSILON[out] / EPSILON[mx.float32])
+            terms = terms * (1 + IN_FLOAT32[out])
         assert gradient.dtype == array.dtype
         what, base = f"gradient of {name} of {case}", round_to(base, array.dtype)
         assert_accurate(gradient, truth, base, terms=terms.max(initial=0), what=what)

@@ -49,7 +49,8 @@ def check(out, arrays, options, what=""):
     if isinstance(options["mask"], mx.array) and options["mask"].dtype == mx.bool_:
         plain["mask"] = plain["mask"].astype(bool)
     dense = [to64(a) if isinstance(a, mx.array) else a[0] for a in arrays]
-    truth, terms = oracles.attention(*dense, **plain)
+    units = attention_cases.units(out.dtype)
+    truth, terms = oracles.attention(*dense, **plain, units=units)
     rough, _ = oracles.attention(*dense, **plain, dtype=np.float32)
     assert out.dtype == arrays[0].dtype, what
     rounded = round_to(rough["out"], out.dtype)

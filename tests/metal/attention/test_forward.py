@@ -115,6 +115,11 @@ def test_threadgroup_memory_of_every_head_size(kernel, device):
             assert chosen.rows >= 16 and chosen.threads <= 1024
 
 
+def test_a_query_that_sees_almost_one_key():
+    """Its gradient is a difference of weighted values, each rounded as an operand."""
+    check(attention, (1, 1, 1, 1, 65, 32, 32), mx.float16, "padded", {"scale": 1.0})
+
+
 def test_finite_differences():
     for extra in ({}, ALL):
         for kind in ("causal", "additive"):
