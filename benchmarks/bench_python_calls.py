@@ -31,6 +31,7 @@ from mlx_qlayers import (
     QLinear,
     attention,
     convert_model,
+    deformable_attention,
     grid_sample,
     quantized_matmul,
     use_backend,
@@ -152,6 +153,13 @@ def operations(path: str) -> dict[str, Call]:
             attention, mx.repeat(q, 40, axis=2), keys, keys, scale=0.125, mask="causal"
         ),
         "grid_sample": partial(grid_sample, image, grid),
+        "deformable_attention": partial(
+            deformable_attention,
+            image.reshape(1, 64, 1, 4),
+            [(8, 8)],
+            grid.reshape(1, 4, 1, 1, 4, 2),
+            mx.ones((1, 4, 1, 1, 4)),
+        ),
         "exp": partial(exp, x),
     }
 

@@ -90,6 +90,11 @@ FAMILIES = (
         "bench_grid_sample",
         small={"bench_grid_sample.GPU": lambda x: x[1:2], "bench_grid_sample.CPU": first(1)},
     ),
+    Family(
+        "deformable",
+        "bench_deformable",
+        small={"bench_deformable.GPU": first(1), "bench_deformable.CPU": first(1)},
+    ),
     Family("decode", "bench_decode", cpu=None, small=None),
     Family("generate", "bench_generate"),
 )

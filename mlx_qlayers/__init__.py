@@ -1,17 +1,20 @@
 """Quantized linear, grid sampling and attention layers with custom Metal kernels for Apple MLX.
 
 ``convert_model`` puts the layers into a model that mlx-lm has loaded, and ``load`` loads and
-converts one. The layers are ``QLinear``, ``GridSample`` and ``FusedAttention``; they call the
-differentiable functions ``quantized_matmul``, ``grid_sample`` and ``attention``. ``backend`` and
+converts one. The layers are ``QLinear``, ``GridSample``, ``DeformableAttention`` and
+``FusedAttention``; they call the differentiable functions ``quantized_matmul``, ``grid_sample``,
+``deformable_attention`` and ``attention``. ``backend`` and
 ``use_backend`` say what runs kernels; ``explain`` tells which path each operation took, and why.
 """
 
 from .conversion.report import ConversionReport
 from .convert import convert_model, load, revert_model
+from .layers.deformable_attention import DeformableAttention
 from .layers.fused_attention import FusedAttention
 from .layers.grid_sample import GridSample
 from .layers.qlinear import QLinear
 from .ops.attention import attention
+from .ops.deformable_attention import deformable_attention
 from .ops.grid_sample import affine_grid, grid_sample
 from .ops.quantized_matmul import quantized_matmul
 from .runtime.backend import backend, use_backend
@@ -19,6 +22,7 @@ from .runtime.explain import explain
 
 __all__ = [
     "ConversionReport",
+    "DeformableAttention",
     "FusedAttention",
     "GridSample",
     "QLinear",
@@ -26,6 +30,7 @@ __all__ = [
     "attention",
     "backend",
     "convert_model",
+    "deformable_attention",
     "explain",
     "grid_sample",
     "load",

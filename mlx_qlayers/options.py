@@ -21,6 +21,20 @@ class Sampling:
     deterministic: bool = False
 
 
+class Deformable(NamedTuple):
+    """The options of :func:`mlx_qlayers.deformable_attention`.
+
+    Attributes:
+        shapes: height and width of each level.
+        padding_mode: ``"zeros"`` or ``"border"``.
+        pixels: locations count the centres of pixels from 0; else they go from 0 to 1.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    padding_mode: str = "zeros"
+    pixels: bool = False
+
+
 class Rotation(NamedTuple):
     """How a rotary embedding turns, as ``mx.fast.rope`` takes it.
 

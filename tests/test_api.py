@@ -12,6 +12,7 @@ import mlx_qlayers
 NAMES = [
     "QLinear",
     "GridSample",
+    "DeformableAttention",
     "FusedAttention",
     "convert_model",
     "revert_model",
@@ -20,6 +21,7 @@ NAMES = [
     "quantized_matmul",
     "grid_sample",
     "affine_grid",
+    "deformable_attention",
     "attention",
     "use_backend",
     "backend",

@@ -12,13 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..options import Sampling
-from .cores import on_core, parts
-
-# Rows of pixels, weights, and whether there is such a pixel: (P, K) of P points with K taps each.
-Taps = tuple[mx.array, mx.array, mx.array]
-
-# Elements gathered at a time: few enough for a CPU's cache, enough to hide what a call costs.
-_CHUNK = {mx.cpu: 1 << 19, mx.gpu: 1 << 28}
+from .weighted_rows import Taps, blend, dots, scatter
 
 
 def grid_sample(x: mx.array, grid: mx.array, options: Sampling) -> mx.array:
@@ -26,29 +20,8 @@ def grid_sample(x: mx.array, grid: mx.array, options: Sampling) -> mx.array:
 
     Products are summed in float32 and rounded once, to the dtype of ``x``.
     """
-    index, weight, inside = taps(grid, x.shape[1:-1], options)
-    pixels = x.reshape(-1, x.shape[-1])
-    # What is outside counts as zero, whatever the pixel that stands in for it: it is a row of
-    # zeros behind all pixels, or masked where points are so few that this costs less.
-    padded = index.size > pixels.shape[0]
-    if padded:
-        index = mx.where(inside, index, pixels.shape[0])
-        pixels = mx.concatenate([pixels, mx.zeros((1, pixels.shape[1]), x.dtype)])
-
-    def blend(rows: slice) -> mx.array:
-        picked = mx.take(pixels, index[rows], axis=0)
-        if not padded:
-            picked = mx.where(inside[rows, :, None], picked, 0)
-        if options.mode == "nearest":
-            return picked[:, 0]
-        picked = picked * weight[rows, :, None]
-        if _device() == mx.cpu:
-            return picked.sum(axis=1).astype(x.dtype)
-        # A GPU is slow to reduce an axis in the middle where few channels follow it.
-        return reduce(mx.add, (picked[:, k] for k in range(index.shape[1]))).astype(x.dtype)
-
-    shape = (index.shape[0], x.shape[-1])
-    out = _by_chunks(blend, mx.zeros(shape, x.dtype), index.shape[1] * shape[1])
+    found = taps(grid, x.shape[1:-1], options)
+    out = blend(x.reshape(-1, x.shape[-1]), found, weighted=options.mode != "nearest")
     return out.reshape(*grid.shape[:-1], x.shape[-1])
 
 
@@ -66,40 +39,16 @@ def grid_sample_vjp(
 ) -> tuple[mx.array, mx.array]:
     """Gradients of :func:`grid_sample` for ``x`` and ``grid``; being lazy, only those used cost."""
     size = x.shape[1:-1]
-    index, _, inside = taps(grid, size, options, gradient=True)
+    found = taps(grid, size, options, gradient=True)
     cotangent = cotangent.reshape(-1, x.shape[-1])
     pixels = x.reshape(-1, x.shape[-1])
-
-    def dots(rows: slice) -> mx.array:
-        picked = mx.take(pixels, index[rows], axis=0)
-        dot = (picked * cotangent[rows, None, :].astype(mx.float32)).sum(axis=-1)
-        return mx.where(inside[rows], dot, 0)
-
-    d_weight = _by_chunks(dots, mx.zeros(index.shape), index.shape[1] * x.shape[-1])
+    d_weight = dots(pixels, found, cotangent)
     # From the taps' weights, the rest of the way to the grid is autodiff of cheap arithmetic.
-    (weight,), (d_grid,) = mx.vjp(
-        lambda g: [taps(g, size, options, gradient=True)[1]], [grid], [d_weight]
-    )
+    _, (d_grid,) = mx.vjp(lambda g: [taps(g, size, options, gradient=True)[1]], [grid], [d_weight])
     # Only a CPU adds to one destination in a fixed order.
     with mx.stream(mx.cpu) if options.deterministic else contextlib.nullcontext():
-        d_x = _scatter(pixels.shape, (index, weight, inside), cotangent)
+        d_x = scatter(pixels.shape, found, cotangent)
     return d_x.astype(x.dtype).reshape(x.shape), d_grid
-
-
-def _scatter(shape: tuple[int, ...], points: Taps, cotangent: mx.array) -> mx.array:
-    """Add weights times cotangents to the pixels, rows of a float32 array."""
-    index, weight, inside = points
-    index = mx.where(inside, index, shape[0])  # a row more takes what is outside
-    # MLX's CPU scatter steps element by element: two channels seen as one complex number save one.
-    pair = _device() == mx.cpu and shape[1] % 2 == 0
-    dtype = mx.complex64 if pair else mx.float32
-    d_x = mx.zeros((shape[0] + 1, shape[1])).view(dtype)
-    chunks, cores = _chunks(index.shape[0], index.shape[1] * shape[1])
-    for rows in chunks:
-        with on_core(cores - 1):
-            update = weight[rows, :, None] * cotangent[rows, None, :].astype(mx.float32)
-        d_x = d_x.at[index[rows]].add(update.view(dtype))
-    return d_x.view(mx.float32)[:-1]
 
 
 def taps(
@@ -221,24 +170,3 @@ def affine_grid(theta: mx.array, size: tuple[int, ...], align_corners: bool) -> 
         column = theta[:, :, i].astype(mx.float32).reshape(-1, *[1] * len(spatial), len(spatial))
         grid = grid + column * steps.reshape(-1, *[1] * (i + 1))
     return grid.astype(theta.dtype)
-
-
-def _device() -> mx.DeviceType:
-    return mx.default_device().type
-
-
-def _chunks(rows: int, elements: int) -> tuple[list[slice], int]:
-    """Rows of ``elements`` each, as many at a time as the cache holds, and the cores to use."""
-    step = max(1, _CHUNK[_device()] // max(1, elements))
-    chunks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    return chunks, len(parts(len(chunks), step * elements)) if _device() == mx.cpu else 1
-
-
-def _by_chunks(function: Callable[[slice], mx.array], out: mx.array, elements: int) -> mx.array:
-    """Fill ``out`` in place from rows computed on all cores; each takes ``elements`` on the way."""
-    chunks, cores = _chunks(out.shape[0], elements)
-    for number, rows in enumerate(chunks):
-        with on_core(number % cores):
-            part = function(rows)
-        out[rows] = part
-    return out

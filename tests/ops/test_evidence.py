@@ -5,7 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers import attention, explain, grid_sample, quantized_matmul, use_backend
+from mlx_qlayers import (
+    attention,
+    deformable_attention,
+    explain,
+    grid_sample,
+    quantized_matmul,
+    use_backend,
+)
 from mlx_qlayers.dispatch.measurements import source_of
 from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.ops.fused_products import fused_products
@@ -17,15 +24,26 @@ from mlx_qlayers.runtime import backend
 X, PACKED = mx.ones((1, 64)), mx.quantize(mx.ones((64, 64)))
 IMAGE, HEADS = mx.ones((1, 2, 2, 1)), mx.ones((1, 2, 4, 64))
 EXPERTS = mx.quantize(mx.ones((2, 64, 64)))
+
+
+def deform(queries):
+    samples = (1, queries, 1, 1, 1)
+    return deformable_attention(
+        mx.ones((1, 4, 1, 1)), [(2, 2)], mx.ones((*samples, 2)), mx.ones(samples)
+    )
+
+
 MEASURED = {
     "quantized_matmul": lambda: quantized_matmul(X, *PACKED),
     "fused_products": lambda: fused_products(X, [PackedMatrix(*PACKED)]),
     "gather_qmm": lambda: gather_qmm(mx.ones((2, 1, 64)), *EXPERTS),
     "grid_sample": lambda: grid_sample(IMAGE, mx.zeros((1, 1, 1, 2))),
+    "deformable_attention": lambda: deform(4),
     "attention": lambda: attention(HEADS, HEADS, HEADS, scale=1.0),
     "rotary_embedding": lambda: rotary_embedding(HEADS, HEADS, mx.array(0), dims=64),
 }
 RULES = {
+    "deformable_attention": lambda: deform(0),
     "exp": lambda: exp(X),
     "gather_qmm": lambda: gather_qmm(mx.ones((2, 0, 64)), *EXPERTS),
     "grid_sample": lambda: grid_sample(IMAGE, mx.zeros((1, 0, 1, 2))),

@@ -8,6 +8,7 @@ from sampling import GROUPS, assert_as_special, golden, options_of, same_side
 
 from mlx_qlayers.options import Sampling
 from mlx_qlayers.reference import grid_sample as reference
+from mlx_qlayers.reference import weighted_rows
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -74,6 +75,6 @@ def test_chunks_cover_every_row(monkeypatch):
 
     whole = run()
     mx.eval(whole)
-    monkeypatch.setattr(reference, "_CHUNK", {mx.cpu: 16 * 3 * 13, mx.gpu: 16 * 3 * 13})
+    monkeypatch.setattr(weighted_rows, "_CHUNK", {mx.cpu: 16 * 3 * 13, mx.gpu: 16 * 3 * 13})
     for one, many in zip(whole, run(), strict=True):
         assert_same_sums(one, many)

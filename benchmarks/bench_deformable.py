@@ -1,0 +1,229 @@
+"""Deformable attention by kernel and by reference, beside stock MLX operators and PyTorch.
+
+Run ``python benchmarks/bench_deformable.py``. Every result is first compared with the operators'
+own. ``operators`` is what users write: of each level four neighbours are gathered, masked and
+weighted. ``torch`` is the reference function of Hugging Face transformers, ``grid_sample`` for each
+level, where PyTorch is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from bench_grid_sample import can_run, on_backend, with_gradients
+from common import Sample, Table, add_output, measure, print_facts, write_output
+
+from mlx_qlayers.metal.deformable import launch as kernels
+from mlx_qlayers.ops.deformable_attention import deformable_attention
+from mlx_qlayers.options import Deformable
+from mlx_qlayers.runtime.spec import Spec
+
+Run = Callable[[], list[mx.array]]
+COLUMNS = {"task": 44, "path": 10, "ms": 14, "ratio": 8}
+SHAPES = ((80, 80), (40, 40), (20, 20))
+HEADS, WIDTH, POINTS = 8, 32, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one comparison, with RT-DETR's levels and heads."""
+
+    name: str
+    batch: int
+    queries: int
+    dtype: mx.Dtype = mx.float32
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("mlx.core.")
+        return f"{self.name} {self.batch}x{self.queries} {kind}"
+
+    def inputs(self) -> list[mx.array]:
+        """Values, locations, weights and cotangent."""
+        mx.random.seed(0)
+        pixels = sum(height * width for height, width in SHAPES)
+        shape = self.batch, self.queries, HEADS, len(SHAPES), POINTS
+        # Samples are near one another, as a trained model's.
+        centres = mx.random.uniform(0, 1, (*shape[:2], 1, 1, 1, 2))
+        locations = centres + 0.05 * mx.random.normal((*shape, 2))
+        scores = mx.random.normal((*shape[:3], len(SHAPES) * POINTS))
+        weights = mx.softmax(scores, axis=-1).reshape(shape)
+        values = mx.random.normal((self.batch, pixels, HEADS, WIDTH))
+        cotangent = mx.random.normal((self.batch, self.queries, HEADS * WIDTH))
+        arrays = [a.astype(self.dtype) for a in (values, locations, weights, cotangent)]
+        mx.eval(arrays)
+        return arrays
+
+
+GPU = [
+    Case("RT-DETR", 8, 300),
+    Case("RT-DETR", 8, 300, mx.float16),
+    Case("encoder", 8, 8400),
+    Case("encoder", 8, 8400, mx.float16),
+]
+CPU = [Case("RT-DETR", 8, 300), Case("encoder", 1, 8400)]
+
+
+def operators(values: mx.array, locations: mx.array, weights: mx.array) -> mx.array:
+    """Stock operators, level by level; indices are clipped, since MLX does not check them."""
+    batch, queries, heads, _, _ = weights.shape
+    image = mx.arange(batch).reshape(-1, 1, 1, 1)
+    head = mx.arange(heads).reshape(-1, 1)
+    total, start = mx.zeros((batch, queries, heads, WIDTH)), 0
+    for level, (height, width) in enumerate(SHAPES):
+        pixels = values[:, start : start + height * width]
+        x = locations[:, :, :, level, :, 0].astype(mx.float32) * width - 0.5
+        y = locations[:, :, :, level, :, 1].astype(mx.float32) * height - 0.5
+        left, top = (mx.floor(mx.stop_gradient(a)).astype(mx.int32) for a in (x, y))
+        for column, row in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            at_x, at_y = left + column, top + row
+            inside = (at_x >= 0) & (at_x < width) & (at_y >= 0) & (at_y < height)
+            at = mx.clip(at_y, 0, height - 1) * width + mx.clip(at_x, 0, width - 1)
+            share = (1 - mx.abs(x - at_x)) * (1 - mx.abs(y - at_y)) * inside
+            share = share * weights[:, :, :, level]
+            total = total + (pixels[image, at, head] * share[..., None]).sum(axis=3)
+        start += height * width
+    return total.reshape(batch, queries, -1).astype(values.dtype)
+
+
+def contenders(case: Case, paths: list[str], inputs: list[mx.array]) -> dict[str, list[Run]]:
+    """By path: forward, and forward with all gradients."""
+    ours = lambda values, *others: deformable_attention(values, SHAPES, *others)  # noqa: E731
+    runs: dict[str, list[Run]] = {
+        "operators": [
+            lambda: [operators(*inputs[:3])],
+            lambda: with_gradients(operators, *inputs),
+        ]
+    }
+    for path in paths:
+        tasks: list[Run] = [lambda: [ours(*inputs[:3])], lambda: with_gradients(ours, *inputs)]
+        runs["reference" if path == "ops" else path] = [on_backend(path, run) for run in tasks]
+    return runs
+
+
+def verify(runs: dict[str, list[Run]], dtype: mx.Dtype) -> None:
+    tolerance = 1e-4 if dtype == mx.float32 else 3e-2
+    expected = runs["operators"][1]()
+    for path, (_, run) in runs.items():
+        for mine, theirs in zip(run(), expected, strict=True):
+            theirs = theirs.astype(mx.float32)
+            error = mx.abs(mine.astype(mx.float32) - theirs) / mx.abs(theirs).max()
+            # A location on a pixel's centre has either side's gradient, by its last bit.
+            wrong = (error > tolerance).mean().item()
+            assert wrong < 1e-4, f"{path}: {wrong:.1%} differ, by up to {error.max().item()}"
+
+
+class Torch:
+    """The function of transformers on the same arrays, timed by PyTorch's own clock."""
+
+    def __init__(self, inputs: list[mx.array], gpu: bool) -> None:
+        import torch
+
+        self.torch, self.gpu = torch, gpu
+        device = "cuda" if gpu else "cpu"
+        half = {mx.float16: torch.float16}.get(inputs[0].dtype, torch.float32)
+        arrays = (np.array(a.astype(mx.float32)) for a in inputs)
+        *self.primals, self.cotangent = (
+            torch.tensor(a, device=device).to(half).requires_grad_() for a in arrays
+        )
+
+    def forward(self) -> Any:
+        """``MultiScaleDeformableAttention.forward`` without its unused arguments."""
+        torch, (values, locations, weights) = self.torch, self.primals
+        batch, queries, heads, levels, points = weights.shape
+        grids, sampled = 2 * locations - 1, []
+        parts = values.split([height * width for height, width in SHAPES], dim=1)
+        for level, (height, width) in enumerate(SHAPES):
+            image = parts[level].flatten(2).transpose(1, 2)
+            image = image.reshape(batch * heads, WIDTH, height, width)
+            grid = grids[:, :, :, level].transpose(1, 2).flatten(0, 1)
+            sampled.append(torch.nn.functional.grid_sample(image, grid, align_corners=False))
+        shares = weights.transpose(1, 2).reshape(batch * heads, 1, queries, levels * points)
+        out = (torch.stack(sampled, dim=-2).flatten(-2) * shares).sum(-1)
+        return out.view(batch, heads * WIDTH, queries).transpose(1, 2).contiguous()
+
+    def times(self, task: int, repeats: int) -> Sample:
+        """Seconds a call."""
+        calls = 10 if self.gpu else 1
+        found = []
+        for _ in range(repeats + 1):
+            self._wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                with self.torch.set_grad_enabled(bool(task)):
+                    out = self.forward()
+                if task:
+                    self.torch.autograd.grad(out, self.primals, self.cotangent)
+            self._wait()
+            found.append((time.perf_counter() - start) / calls)
+        return Sample.of(found[1:])
+
+    def _wait(self) -> None:
+        if self.gpu:
+            self.torch.cuda.synchronize()
+
+
+def compare(case: Case, paths: list[str], repeats: int, table: Table, gpu: bool) -> None:
+    inputs = case.inputs()
+    runs = contenders(case, paths, inputs)
+    verify(runs, case.dtype)
+    torch = Torch(inputs, gpu) if importlib.util.find_spec("torch") else None
+    for task, name in enumerate(("forward", "with gradients")):
+        times = measure({path: run[task] for path, run in runs.items()}, repeats=repeats)
+        if torch is not None:
+            times["torch"] = torch.times(task, repeats)
+        for path, time_ in times.items():
+            ratio = f"{times['operators'].median / time_.median:.2f}x"
+            title = f"{case}, {name}" if path == "operators" else ""
+            table.add(task=title, path=path, ms=time_.scaled(1e3), ratio=ratio)
+
+
+# Configurations beside the heuristic's: what a GPU's forward pass could use instead.
+SWEEP = ({"step": 1}, {"step": 2}, {"threads": 128}, {"step": 2, "threads": 128})
+
+
+def sweep(case: Case, path: str, table: Table) -> None:
+    """Time the launches by themselves, in other configurations."""
+    inputs = case.inputs()
+    specs, options = [Spec.of(a) for a in inputs[:3]], Deformable(SHAPES)
+    chosen = kernels.heuristic(WIDTH, POINTS, case.dtype, path)
+    for changes in ({}, *SWEEP):
+        config = replace(chosen, **changes)
+        forward = kernels.forward(specs, options, config)
+        gradient = kernels.gradient(specs, options, config)
+        times = measure(
+            {"forward": partial(forward, *inputs[:3]), "gradient": partial(gradient, *inputs)}
+        )
+        for name, time_ in times.items():
+            table.add(task=f"{case} {changes}", path=name, ms=time_.scaled(1e3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--paths", nargs="*", help="ops, metal, cuda, host; by default what fits")
+    parser.add_argument("--sweep", action="store_true", help="other configurations of the kernels")
+    add_output(parser)
+    args = parser.parse_args()
+    print_facts()
+    gpu = mx.default_device() == mx.Device(mx.gpu)
+    paths = args.paths or list(filter(can_run, ["ops", *(["metal", "cuda"] if gpu else ["host"])]))
+    table = Table(COLUMNS)
+    table.print_header()
+    for case in GPU if gpu else CPU:
+        if args.sweep:
+            sweep(case, paths[-1], table)
+        else:
+            compare(case, paths, args.repeats, table, gpu)
+    write_output(args, "deformable", [table])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Launches the kernels of ``deformable.metal``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import mlx.core as mx
+
+from ...options import Deformable
+from ...runtime.kernel import Kernel
+from ...runtime.launch import TemplateValue
+from ...runtime.spec import Spec
+
+_FILE = "deformable/deformable.metal"
+_FORWARD = Kernel(
+    "deformable_forward",
+    _FILE,
+    inputs=("values", "locations", "weights", "levels", "options"),
+    outputs=("out",),
+    template=(
+        *("T", "G", "W", "I", "V", "ALIGN", "LANES", "POINTS", "STEP"),
+        *("BORDER", "PIXELS"),
+    ),
+    large=True,
+)
+_GRADIENT = Kernel(
+    "deformable_gradient",
+    _FILE,
+    inputs=("values", "locations", "weights", "cotangent", "levels", "options"),
+    outputs=("d_values", "d_locations", "d_weights"),
+    template=("T", "G", "W", "I", "V", "LANES", "POINTS", "BORDER", "PIXELS", "ATOMIC"),
+    large=True,
+)
+# Threads along x before they go on along y.
+_ROW = 2**30
+
+
+@dataclass(frozen=True)
+class DeformableConfig:
+    """How the work is spread.
+
+    Attributes:
+        pack: channels that are read at once; it divides their number.
+        align: the bytes that a pack's address is a multiple of.
+        lanes: threads that share a head of a query, a power of two up to 32.
+        step: samples whose pixels are loaded together; it divides the points of a level.
+        run: queries that these threads take, one after the other.
+        scatter_pack: as ``pack``, in the gradient.
+        scatter_lanes: as ``lanes``, in the gradient.
+        atomic: whether d_values are added up by atomics, with a query for each group of threads;
+            else one thread takes all queries of a head.
+        threads: of a threadgroup.
+    """
+
+    pack: int = 1
+    align: int = 4
+    lanes: int = 1
+    step: int = 1
+    run: int = 1
+    scatter_pack: int = 1
+    scatter_lanes: int = 1
+    atomic: bool = True
+    threads: int = 256
+
+
+def heuristic(width: int, points: int, dtype: mx.Dtype, backend: str) -> DeformableConfig:
+    """The configuration for heads of a width.
+
+    A GPU reads 16 bytes a thread, four samples at a time; in the gradient neighbouring threads add
+    to neighbouring channels. A CPU takes whole heads, and cannot afford atomics.
+    """
+    if backend == "host":
+        pack, step = math.gcd(width, 128 // dtype.size), math.gcd(points, 2)
+        scatter = math.gcd(width, 16)
+        return DeformableConfig(
+            pack, dtype.size, 1, step, 16, scatter_pack=scatter, atomic=False, threads=1
+        )
+    pack = math.gcd(width, 16 // dtype.size)
+    step = next(step for step in (4, 3, 2, 1) if points % step == 0)
+    lanes, scatter_lanes = _lanes(width // pack), _lanes(width)
+    return DeformableConfig(pack, dtype.size * pack, lanes, step, 1, scatter_lanes=scatter_lanes)
+
+
+def _lanes(parts: int) -> int:
+    """The threads for so many parts: the power of two that covers them, at most a SIMD group."""
+    return min(32, 1 << max(0, parts - 1).bit_length())
+
+
+def covers(values: Spec, locations: Spec) -> bool:
+    """Whether the kernels, which number pixels and the heads of queries with 32 bits, can."""
+    return math.prod(locations.shape[:3]) < 2**31 and math.prod(values.shape[:3]) < 2**31
+
+
+class _Job:
+    """What both launches have in common."""
+
+    def __init__(
+        self, arrays: Sequence[Spec], options: Deformable, config: DeformableConfig
+    ) -> None:
+        values, locations, weights = self.arrays = tuple(arrays)
+        _, pixels, self.heads, self.width = values.shape
+        self.batch, self.queries, _, self.levels, self.points, _ = locations.shape
+        self.config, self.pixels = config, pixels
+        self.out = Spec((self.batch, self.queries, self.heads * self.width), values.dtype)
+        areas = [height * width for height, width in options.shapes]
+        starts = accumulate(areas[:-1], initial=0)
+        rows = [(*shape, start) for shape, start in zip(options.shapes, starts, strict=True)]
+        self.sizes = mx.array(rows, mx.int32)
+        large = pixels * self.heads * self.width >= 2**31
+        self.values: dict[str, TemplateValue] = {
+            "T": values.dtype,
+            "G": locations.dtype,
+            "W": weights.dtype,
+            "I": mx.int64 if large else mx.int32,
+            "ALIGN": config.align,
+            "POINTS": self.points,
+            "STEP": config.step,
+            "BORDER": options.padding_mode == "border",
+            "PIXELS": options.pixels,
+            "ATOMIC": config.atomic,
+        }
+
+    def bind(
+        self,
+        kernel: Kernel,
+        specs: Sequence[Spec],
+        shapes: Sequence[tuple[int, ...]],
+        run: int,
+        pack: int,
+        lanes: int,
+        init_value: float | None = None,
+    ) -> Callable[..., list[mx.array]]:
+        """The launch, a function of the arrays of ``specs``."""
+        groups, threads = self.batch * self.heads * -(-self.queries // run), self.config.threads
+        width = min(_ROW, -(-groups * lanes // threads) * threads)
+        facts = groups, run, self.queries, self.heads, self.width, self.levels, self.pixels
+        constants = [self.sizes, mx.array(facts, mx.int32)]
+        values = self.values | {"V": pack, "LANES": lanes}
+        launch = kernel.bind(
+            [*specs, *map(Spec.of, constants)],
+            template={name: values[name] for name in kernel.template},
+            grid=(width, -(-groups * lanes // width), 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=shapes,
+            init_value=init_value,
+        )
+        return lambda *arrays: launch([*arrays, *constants])
+
+
+def forward(
+    arrays: Sequence[Spec], options: Deformable, config: DeformableConfig
+) -> Callable[..., mx.array]:
+    """The launch of the sums, a function of values, locations and weights."""
+    job, run = _Job(arrays, options, config), min(config.run, arrays[1].shape[1])
+    launch = job.bind(_FORWARD, job.arrays, [job.out.shape], run, config.pack, config.lanes)
+    return lambda *arrays: launch(*arrays)[0]
+
+
+def gradient(
+    arrays: Sequence[Spec], options: Deformable, config: DeformableConfig
+) -> Callable[..., list[mx.array]]:
+    """The launch of all three gradients, a function of the arrays and the cotangent."""
+    job = _Job(arrays, options, config)
+    launch = job.bind(
+        _GRADIENT,
+        [*arrays, job.out],
+        [a.shape for a in arrays],
+        1 if config.atomic else job.queries,
+        config.scatter_pack,
+        config.scatter_lanes,
+        init_value=0,
+    )
+
+    def run(*arrays: mx.array) -> list[mx.array]:
+        return [d.astype(a.dtype) for d, a in zip(launch(*arrays), arrays[:3], strict=True)]
+
+    return run

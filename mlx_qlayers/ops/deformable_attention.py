@@ -1,0 +1,148 @@
+"""Multi-scale deformable attention, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import mlx.core as mx
+
+from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
+from ..dispatch.measurements import source_of, threshold
+from ..metal.deformable import launch as kernels
+from ..options import Deformable
+from ..reference import deformable_attention as reference
+from .checks import check_floats
+
+PADDING_MODES = ("zeros", "border")
+
+
+def deformable_attention(
+    values: mx.array,
+    shapes: Sequence[tuple[int, int]],
+    locations: mx.array,
+    weights: mx.array,
+    *,
+    padding_mode: str = "zeros",
+) -> mx.array:
+    """Multi-scale deformable attention: each head of a query sums weighted samples of all levels.
+
+    Samples are bilinear. Coordinates and sums are computed in float32 whatever the dtypes, without
+    an array of samples. NaN and infinite locations do what PyTorch does on a CPU: padded with
+    zeros they give NaN.
+
+    Args:
+        values: (B, S, H, D), the pixels of all levels one after the other; float32, float16 or
+            bfloat16.
+        shapes: height and width of each level; S is the sum of their products.
+        locations: (B, L, H, levels, points, 2) as (x, y), from 0 to 1 between the outer edges of a
+            level; float32, float16 or bfloat16.
+        weights: (B, L, H, levels, points); float32, float16 or bfloat16. They need not sum to one.
+        padding_mode: what lies outside a level: ``"zeros"`` or ``"border"`` (the nearest border
+            pixel; no gradient for the locations there).
+
+    Returns:
+        (B, L, H * D) in the dtype of ``values``.
+
+    Raises:
+        ValueError: an argument has the wrong rank, shape, dtype or value; it says which.
+
+    Example:
+        >>> shapes = [(4, 6), (2, 3)]
+        >>> values = mx.ones((1, 30, 8, 32))
+        >>> locations = mx.full((1, 5, 8, 2, 4, 2), 0.5)
+        >>> y = deformable_attention(values, shapes, locations, mx.full((1, 5, 8, 2, 4), 0.125))
+        >>> y.shape, y.max().item()
+        ((1, 5, 256), 1.0)
+
+    Source:
+        Deformable DETR (https://arxiv.org/abs/2010.04159); ``MultiScaleDeformableAttention`` of
+        Hugging Face transformers.
+    """
+    static = padding_mode, False, *_extents(shapes)
+    y: mx.array = dispatch(_DEFORMABLE_ATTENTION, (values, locations, weights), static)
+    return y
+
+
+def sample_pixels(
+    values: mx.array, shape: tuple[int, int], locations: mx.array, weights: mx.array
+) -> mx.array:
+    """The same with one level, whose locations count the centres of pixels from 0."""
+    arrays = values, locations, weights
+    y: mx.array = dispatch(_DEFORMABLE_ATTENTION, arrays, ("zeros", True, *shape))
+    return y
+
+
+def _extents(shapes: Any) -> tuple[Any, ...]:
+    try:
+        pairs: Any = shapes.tolist() if isinstance(shapes, mx.array) else shapes
+        if {*map(len, pairs)} <= {2}:
+            return (*chain.from_iterable(pairs),)
+    except TypeError:
+        pass
+    raise ValueError(f"shapes must be pairs of height and width, one a level, not {shapes!r}")
+
+
+def _plan(arrays: Sequence[Any], padding_mode: str, pixels: bool, *extents: Any) -> Plan:
+    shapes = tuple(zip(extents[::2], extents[1::2], strict=True))
+    options = Deformable(shapes, padding_mode, pixels)
+    values, locations, weights = arrays
+    _check(values, locations, weights, options)
+    empty = "there is nothing to add up" if 0 in (values.size, locations.size) else None
+    choice = choose(
+        "deformable_attention",
+        KERNELS if kernels.covers(values, locations) else (),
+        unless=empty,
+        host_gain=threshold("deformable_attention_gain", device="host"),
+        evidence="rule" if empty else source_of("deformable_attention_gain"),
+    )
+    if empty:
+        shape = *locations.shape[:2], values.shape[2] * values.shape[3]
+        zeros = choice._replace(path="ops", reason=empty)
+        return Plan(zeros, lambda *_: mx.zeros(shape, values.dtype))
+    composed = reference.attender(options)
+    if choice.path == "ops":
+        return Plan(choice, composed)
+    config = kernels.heuristic(values.shape[3], locations.shape[4], values.dtype, choice.path)
+    launch = cache(lambda: kernels.gradient(arrays, options, config))  # where it is asked for
+
+    def gradient(given: Arrays, cotangents: list[mx.array], _: object) -> list[mx.array]:
+        return launch()(*given, *cotangents)
+
+    run = kernels.forward(arrays, options, config)
+    return Plan(choice, run, (Gradient((0, 1, 2), gradient),), composed)
+
+
+_DEFORMABLE_ATTENTION = Operation("deformable_attention", _plan, compiled=True)
+
+
+def _check(values: Any, locations: Any, weights: Any, options: Deformable) -> None:
+    for name, array in (("values", values), ("locations", locations), ("weights", weights)):
+        check_floats(name, array)
+    if values.ndim != 4:
+        raise ValueError(f"values must be (B, S, H, D), but its shape is {values.shape}")
+    check_padding(options.padding_mode)
+    shapes = options.shapes
+    if not all(type(n) is int and n > 0 for n in chain.from_iterable(shapes)):
+        raise ValueError(f"shapes must be positive heights and widths, not {shapes}")
+    batch, total, heads, _ = values.shape
+    if (pixels := sum(height * width for height, width in shapes)) != total:
+        raise ValueError(f"shapes {shapes} have {pixels} pixels, but values {values.shape} {total}")
+    given = locations.shape
+    if len(given) != 6 or (given[0], *given[2:4], given[5]) != (batch, heads, len(shapes), 2):
+        wanted = f"({batch}, L, {heads}, {len(shapes)}, points, 2)"
+        raise ValueError(
+            f"locations must be {wanted} for values {values.shape} of {len(shapes)} levels, but "
+            f"its shape is {given}"
+        )
+    if weights.shape != given[:-1]:
+        raise ValueError(f"weights must be {given[:-1]}, but its shape is {weights.shape}")
+
+
+def check_padding(padding_mode: object) -> None:
+    """Raise a ValueError unless it is the name of one."""
+    if padding_mode not in PADDING_MODES:
+        modes = " or ".join(PADDING_MODES)
+        raise ValueError(f"padding_mode must be {modes}, not {padding_mode!r}")
