@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from .conversion.loading import load_stock
 from .conversion.plan import Planner, Predicate, Step, hold, kind_of, modules, row_of, stock_of
 from .conversion.report import QUANTIZED, REVERTED, ConversionReport
 from .conversion.verify import verify_steps
+from .tuning.calibrate import calibrate as measure
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -33,6 +35,7 @@ def convert_model(
     predicate: Predicate | None = None,
     dry_run: bool = False,
     verify: bool = True,
+    calibrate: bool = True,
 ) -> ConversionReport:
     """Swap this package's layers into a model, in place.
 
@@ -57,6 +60,8 @@ def convert_model(
         predicate: called with path and module; false leaves the module as it is.
         dry_run: report what would be done, and do nothing.
         verify: run each kind of layer once on random input, and compare with the stock layer.
+        calibrate: where nobody has measured them on this device, spend up to 5 seconds to measure
+            kernels beside stock operators at the model's shapes. The results are kept.
 
     Returns:
         The report: a row for each module with what happened to it and why. Print it.
@@ -96,7 +101,9 @@ def convert_model(
     if verify:
         verify_steps(model, changes)
     _make(changes)
-    return report
+    if not calibrate:
+        return report
+    return replace(report, calibration=str(measure(model)))
 
 
 def load(
@@ -113,6 +120,7 @@ def load(
     fuse: bool = True,
     predicate: Predicate | None = None,
     verify: bool = True,
+    calibrate: bool = True,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a model with mlx-lm and convert it: ``mlx_lm.load`` followed by ``convert_model``.
 
@@ -128,8 +136,8 @@ def load(
         model_config: values that replace those of ``config.json``.
         adapter_path: a directory with LoRA adapters to apply before converting.
         trust_remote_code: run Python code that the model brings along.
-        linear: as in ``convert_model``, as are ``attention``, ``fuse``, ``predicate`` and
-            ``verify``.
+        linear: as in ``convert_model``, as are ``attention``, ``fuse``, ``predicate``,
+            ``verify`` and ``calibrate``.
 
     Returns:
         The converted model and its tokenizer.
@@ -161,6 +169,7 @@ def load(
         fuse=fuse,
         predicate=predicate,
         verify=verify,
+        calibrate=calibrate,
     )
     return loaded.model, loaded.tokenizer
 

@@ -46,6 +46,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
     option("--backend", metavar="NAME", help="run kernels on metal, cuda, host or ops (none); auto")
     option("--no-fuse", action="store_true", help="one launch for each product")
     option("--stock", action="store_true", help="leave the model's layers as they are")
+    option("--no-calibrate", action="store_true", help="measure nothing on this device")
     option("--report", action="store_true", help="list what was done to each layer, and why")
 
 

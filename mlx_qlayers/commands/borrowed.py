@@ -101,7 +101,13 @@ def _convert(args: argparse.Namespace, model: Any, config: Any = None) -> None:
         return
     # mlx-lm serves and trains models without quantized layers too.
     linear = args.command == "generate" or any("scales" in child for child in model.modules())
-    report = convert_model(model, config=config, linear=linear, fuse=not args.no_fuse)
+    report = convert_model(
+        model,
+        config=config,
+        linear=linear,
+        fuse=not args.no_fuse,
+        calibrate=not args.no_calibrate,
+    )
     if args.report or args.command != "generate":
         print(report.summary() if args.report else report.brief(), file=sys.stderr)
 

@@ -117,7 +117,7 @@ def _problems(args: argparse.Namespace) -> list[Target]:
 
     path = args.model or shipped_model()
     loaded = load_stock(path, trust_remote_code=args.trust_remote_code)
-    convert_model(loaded.model, config=loaded.quantization)
+    convert_model(loaded.model, config=loaded.quantization, calibrate=False)
     return problems_of_model(loaded.model, prompt=args.prompt_tokens, batch=args.batch)
 
 

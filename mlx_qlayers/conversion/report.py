@@ -76,6 +76,7 @@ class ConversionReport:
         unmatched: per-layer keys of the configuration that name no module of the model.
         dry_run: nothing was changed; the actions are what would be done.
         fusions: modules whose products share launches, and those where they could not.
+        calibration: what was measured on this device, in a line; empty where nothing was.
         counts: modules by what happened to them.
 
     Example:
@@ -92,6 +93,7 @@ class ConversionReport:
     unmatched: tuple[str, ...] = ()
     dry_run: bool = False
     fusions: tuple[FusionReport, ...] = ()
+    calibration: str = ""
     counts: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +113,8 @@ class ConversionReport:
     def brief(self) -> str:
         """What was done, in a line."""
         fused = sum(row.action == FUSED for row in self.fusions)
-        return f"{self._total()}; {fused} modules fused" if fused else self._total()
+        done = f"{self._total()}; {fused} modules fused" if fused else self._total()
+        return "\n".join(filter(None, (done, self.calibration)))
 
     def _total(self) -> str:
         total = ", ".join(f"{n} {action}" for action, n in self.counts.items()) or "no modules"
@@ -125,7 +128,7 @@ class ConversionReport:
             fusions.append((row.path, row.kind, row.action, why))
         if fusions:
             lines += ["", *aligned([_FUSION_HEADER, *fold(fusions)]), ""]
-        lines.append(self._total())
+        lines += filter(None, (self._total(), self.calibration))
         if self.unmatched:
             keys = ", ".join(self.unmatched)
             lines.append(f"keys of the configuration that name no module: {keys}")

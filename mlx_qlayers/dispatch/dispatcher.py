@@ -35,7 +35,7 @@ from ..runtime.spec import Spec
 from ..runtime.transformed import has_values
 from .choice import Choice
 from .gradients import Gradient, Outputs, differentiable, gradient_of
-from .measurements import untuned
+from .measurements import unasked, untuned
 
 # A server sees prompts of any length: what has not been asked for lately is made again.
 MAX_PLANS = 4096
@@ -298,7 +298,8 @@ def _with_values(
         if forced or reference is None:
             raise BackendError(f"{operation.name}: {traced}")
         count((row(operation.name, "ops", traced),))
-        return reference(*arrays)
+        with unasked():
+            return reference(*arrays)
 
     return checked
 

@@ -137,6 +137,19 @@ def decided(
     return kernel, told, source
 
 
+def measured_gain(best: Found | None, otherwise: float | None) -> float | None:
+    """How many times as fast as the stock operator a kernel was, where both were measured.
+
+    Args:
+        best: from :func:`found`.
+        otherwise: what is known without it.
+    """
+    seconds = best.evidence.seconds if best is not None else None
+    if seconds and {"kernel", "stock"} <= seconds.keys():
+        return seconds["stock"] / seconds["kernel"]
+    return otherwise
+
+
 def threshold(name: str, *key: Hashable, device: str | None = None) -> Any:
     """A threshold or a gain that was measured; None where it was not, for this device.
 
@@ -199,6 +212,16 @@ def heuristics_only() -> AbstractContextManager[bool]:
 
 
 @contextmanager
+def unasked() -> Iterator[None]:
+    """Inside a ``with`` block, questions are not collected: they are about what would not run."""
+    token = _questions.set(None)
+    try:
+        yield
+    finally:
+        _questions.reset(token)
+
+
+@contextmanager
 def untuned() -> Iterator[None]:
     """The same for a plan that is being made, which is kept as if it were tuned."""
     token = _heuristics_only.set(True)
@@ -224,7 +247,17 @@ def _found(epoch: int, family: str, device: str, question: tuple[Hashable, ...])
     name = stored.file_of(device)
     if name is None:
         return None
-    return lookup(PROBLEMS[family](*question), name)
+    problem = PROBLEMS[family](*question)
+    return lookup(problem, name) or _of_larger(problem, name, device)
+
+
+def _of_larger(problem: Problem, name: str, device: str) -> Found | None:
+    """What was measured on this machine of the next larger of a family's problems."""
+    for larger in problem.larger():
+        if (best := lookup(larger, name)) is not None:
+            here = best.evidence.source == "measured here" and best.path in ("kernel", "stock")
+            return best._replace(config=problem.heuristic(device)) if here else None
+    return None
 
 
 def lookup(problem: Problem, device: str) -> Found | None:

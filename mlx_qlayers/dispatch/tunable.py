@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -23,6 +23,12 @@ from ..metal.common.row_sum import RowSum
 from ..metal.grid_sample import launch as grid_sample
 from ..metal.quantized_matmul import qmm, qmv
 from ..runtime.kernel import Kernel
+
+# Rows of decoding and of prompts, and keys of a cache, of which a device is calibrated. What lies
+# between two of them goes by the larger.
+CALIBRATED_ROWS = (1, 2, 4, 8, 16)
+CALIBRATED_PROMPTS = (64, 512, 2048)
+CALIBRATED_KEYS = (256, 1024, 4096, 16384)
 
 
 class Problem(ABC):
@@ -49,6 +55,10 @@ class Problem(ABC):
     @abstractmethod
     def bucket(self) -> tuple[tuple[int, ...], str]:
         """The shape and the rest of what matters; problems of which they agree share results."""
+
+    def larger(self) -> Iterator[Problem]:
+        """The same with the next more rows, or keys, of which a device is calibrated."""
+        return iter(())
 
     @property
     def key(self) -> str:
@@ -107,6 +117,9 @@ class QmvProblem(Problem):
         form = _form(self.fmt, True) + ("-" + self.kind if self.kind else "")
         return (self.rows, self.n, self.k), form
 
+    def larger(self) -> Iterator[Problem]:
+        return _with_more(self, "rows", CALIBRATED_ROWS)
+
 
 @dataclass(frozen=True)
 class QmmProblem(Problem):
@@ -126,6 +139,9 @@ class QmmProblem(Problem):
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         return (rounded(self.m), self.n, self.k), _form(self.fmt, self.transpose)
+
+    def larger(self) -> Iterator[Problem]:
+        return _with_more(self, "m", CALIBRATED_PROMPTS)
 
 
 @dataclass(frozen=True)
@@ -147,7 +163,7 @@ class AttentionDecodeProblem(Problem):
     bits: int
     caches: int
     keys: int
-    family, configs = "attention_decode", (decode.Decode,)
+    family, configs = "attention_decode", (decode.Decode, decode.Serial)
 
     def heuristic(self, device: str) -> decode.Decode | decode.Serial:
         widths = self.width, self.v_width
@@ -156,6 +172,9 @@ class AttentionDecodeProblem(Problem):
     def bucket(self) -> tuple[tuple[int, ...], str]:
         shape = self.caches, self.rows, rounded(self.keys), self.width, self.v_width
         return shape, f"bits-{self.bits}"
+
+    def larger(self) -> Iterator[Problem]:
+        return _with_more(self, "keys", CALIBRATED_KEYS)
 
 
 @dataclass(frozen=True)
@@ -217,12 +236,14 @@ class GridSampleProblem(Problem):
         return (self.channels, self.dims), "deterministic" if self.deterministic else "any"
 
 
+# Kernels of decoding attention: for CPUs or GPUs, plain or packed keys.
+_DECODE = ((False, False), (False, True), (True, False), (True, True))
 _KERNELS: dict[str, Callable[[], tuple[Kernel, ...]]] = {
     "row_sum": lambda: (row_sum.KERNEL,),
     "qmv": lambda: (qmv._kernel(True, ()), qmv._kernel(False, ())),
     "qmm": lambda: (qmm.QMM, qmm.QMM_SUM),
     "attention_decode": lambda: (
-        *(decode._kernel(False, packed, False, False) for packed in (False, True)),
+        *(decode._kernel(serial, packed, False, False) for serial, packed in _DECODE),
         decode._combine(False),
     ),
     "attention_step": lambda: (step._kernel(False, False), decode._combine(False)),
@@ -237,6 +258,10 @@ def source_hash(*kernels: Kernel) -> str:
     """What changes when the text of a kernel does."""
     text = "\0".join(k.program.header + k.program.source for k in kernels)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _with_more(problem: Any, name: str, sizes: tuple[int, ...]) -> Iterator[Problem]:
+    return (replace(problem, **{name: n}) for n in sizes if n > getattr(problem, name))
 
 
 def _form(fmt: Format, transpose: bool) -> str:

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Choice, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch import gradient_of as autodiff
-from ..dispatch.measurements import configure, decided, found, source_of, threshold
+from ..dispatch.measurements import configure, decided, found, measured_gain, source_of, threshold
 from ..metal.attention import decode
 from ..metal.attention.backward import attention_backward
 from ..metal.attention.forward import FAR, Launcher, attention_forward
@@ -156,7 +156,7 @@ def _choose_decode(call: AttentionCall) -> Choice:
     by, unless, evidence = decided(best, "few queries", _why_not_decode(call))
     if best is None:
         by, evidence = "", source_of("attention_decode_cost", "attention_decode_min_elements")
-    gain = _decode_host_gain(call)
+    gain = measured_gain(best, _decode_host_gain(call))
     return choose("attention", unless=unless, host_gain=gain, by=by, evidence=evidence)
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
-from ..dispatch.measurements import configure, decided, found, source_of, threshold
+from ..dispatch.measurements import configure, decided, found, measured_gain, source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmv import (
@@ -129,16 +129,18 @@ def _plan(
     dense = rows > MAX_QMV_ROWS
     kind = _kind(matrices, epsilon is not None and tile_squares is None, gate, residual)
     by, unless, evidence = DENSE if dense else QMV, lacking, "rule"
+    gain = None if lacking or dense else host_gain(rows, fmt)
     if dense and not lacking:
         unless, evidence = dense_is_worse(rows, n, x, fmt)
     elif not lacking:
         best = found("qmv", rows, n, k, x.dtype, fmt, kind)
         by, unless, evidence = decided(best, QMV, stock_is_better(x.dtype), source_of("qmv_gain"))
+        gain = measured_gain(best, gain)
     choice = choose(
         "fused_products",
         () if lacking else KERNELS,
         unless=unless,
-        host_gain=None if lacking or dense else host_gain(rows, fmt),
+        host_gain=gain,
         by=by,
         evidence=evidence,
     )

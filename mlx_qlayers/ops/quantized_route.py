@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..dispatch import Choice, choose
-from ..dispatch.measurements import configure, decided, found, gain, source_of, threshold
+from ..dispatch.measurements import (
+    configure,
+    decided,
+    found,
+    gain,
+    measured_gain,
+    source_of,
+    threshold,
+)
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import WAVE, qmm
@@ -65,9 +73,11 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
         return Route(choose(op, (), unless="the kernels take one matrix, and nothing empty"))
     kernel, unless, evidence = _by_rule(call)
     best = None
-    if transpose and rows <= MAX_QMV_ROWS:
-        best = found("qmv", rows, n, k, x.dtype, fmt)
-    elif backend() != "host":
+    on_host = backend() == "host"
+    if transpose and (rows <= MAX_QMV_ROWS or on_host):
+        # There more rows are sixteen after sixteen.
+        best = found("qmv", min(rows, MAX_QMV_ROWS), n, k, x.dtype, fmt)
+    elif not on_host:
         best = found("qmm", rows, n, k, x.dtype, fmt, transpose)
     if best is not None and best.path == "dequantized":
         kernel, unless = DENSE, None
@@ -76,7 +86,7 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
         by, unless, evidence = decided(best, kernel, unless, evidence)
     if single and not unless and kernel == QMV and (unless := _call_is_too_long(call)):
         evidence = source_of("qmv_call")
-    times = host_gain(rows, fmt, transpose)
+    times = measured_gain(best, host_gain(rows, fmt, transpose))
     return Route(choose(op, unless=unless, host_gain=times, by=by, evidence=evidence), kernel)
 
 

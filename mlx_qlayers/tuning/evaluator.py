@@ -62,13 +62,14 @@ class Evaluator(Generic[P, C]):
         name: of the device that results are stored for.
         device: ``"metal"``, ``"cuda"`` or ``"host"``, for heuristics.
         lost: why nothing else can run, after a kernel that hangs or that the device gave up on.
+        truth_seconds: what the verified result took stock operators to compute in float32.
         noise: what the time of one configuration differs by from one time to the next.
 
     Raises:
         ValueError: no backend here runs kernels.
     """
 
-    def __init__(self, family: Family[P, C], problem: P) -> None:
+    def __init__(self, family: Family[P, C], problem: P, checked: bool = True) -> None:
         self.family, self.problem, self.device = family, problem, backend()
         name = file_of(self.device)
         if name is None:
@@ -76,10 +77,13 @@ class Evaluator(Generic[P, C]):
         self.name, self.lost, self.noise = name, "", 0.0
         self.inputs = family.inputs(problem)
         self.truth = family.reference(self.inputs, problem).astype(mx.float32)
-        mx.eval(self.inputs, self.truth)
+        mx.eval(self.inputs)
+        start = time.perf_counter()
+        mx.eval(self.truth)
+        self.truth_seconds = time.perf_counter() - start
         mx.clear_cache()
         self._size = sum(x.nbytes for x in self.inputs)
-        self._checked = self.device == "host" and self._size <= _CHECKED
+        self._checked = checked and self.device == "host" and self._size <= _CHECKED
         # By the number of sets: how often a chain goes through them, once that is known.
         self._rounds: dict[int, int] = {}
         self._ordered = self.device == "host" or (
@@ -90,19 +94,23 @@ class Evaluator(Generic[P, C]):
     @cached_property
     def sets(self) -> list[Inputs]:
         """The inputs and copies of them, made at the first use."""
-        copies = max(1, min(_MOST_SETS, _COLD // max(1, self._size)))
+        copies = min(_MOST_SETS, _COLD // max(1, self._size))
         sets = [self.inputs, *([mx.array(x) for x in self.inputs] for _ in range(copies))]
         mx.eval(sets, self._true)
         return sets
 
-    def attempt(self, config: C) -> Trial[C]:
-        """Build a configuration, verify and rate it."""
+    def launch(self, config: C) -> None:
+        """Run a configuration once, which compiles it."""
+        mx.eval(self._path(config)(self.inputs))
+
+    def attempt(self, config: C, rated: bool = True) -> Trial[C]:
+        """Build a configuration, verify it and, unless that is left out, rate it."""
         try:
             with checks() if self._checked else nullcontext():
                 y = wait_for(self._path(config)(self.inputs), PATIENCE)
             if error := self._error(y):
                 return Trial(config, problem=error)
-            return Trial(config, self.rate(config))
+            return Trial(config, self.rate(config) if rated else inf)
         except KernelTimeout as hang:
             self.lost = str(hang)
             return Trial(config, problem=str(hang))
@@ -119,6 +127,24 @@ class Evaluator(Generic[P, C]):
                 break
         self.noise = self.noise or min(found.spread / 2, _MOST_NOISE)
         return found.median
+
+    def beside_stock(self, config: C, until: Callable[[Sample, Sample], bool]) -> dict[str, Sample]:
+        """Seconds of a configuration and of the stock operator, side by side.
+
+        Args:
+            config: which has been verified.
+            until: whether the times of both are sure enough; else they are taken once more, from
+                more repeats.
+        """
+        own = {"kernel": self._path(config)}
+        stock = {"stock": self.family.paths(self.inputs, self.problem)["stock"]}
+        # On a CPU arithmetic counts, not memory.
+        sets = [self.inputs] if self.device == "host" else self.sets
+        for repeats in (3, 7, 15):
+            found = self._times(own | stock, sets, repeats)
+            if until(found["kernel"], found["stock"]):
+                break
+        return found
 
     def others(self) -> float:
         """Seconds of the fastest other path but the stock operator, roughly; infinity without."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
 
@@ -40,6 +40,10 @@ class Family(ABC, Generic[P, C]):
     def completed(self, config: C, problem: P) -> C:
         """A configuration after a move, with what follows from the moved field."""
         return config
+
+    def is_fixed(self, config: Any) -> bool:
+        """Whether no move leads from a configuration to another."""
+        return False
 
     @abstractmethod
     def why_not(self, config: C, problem: P) -> str | None:

@@ -11,6 +11,8 @@ import mlx.nn as nn
 from ..dispatch.measurements import Question, questions
 from ..dispatch.tunable import Problem
 from ..runtime.backend import backend
+from ..runtime.explain import note
+from ..runtime.transformed import has_values
 from .families import FAMILIES
 from .family import Family
 
@@ -57,15 +59,46 @@ def problems_of_model(
     return problems_of([*decoding, *prefill])
 
 
-def problems_of(asked: Iterable[Question]) -> list[Target]:
+def asked_by(model: nn.Module, prompt: int = 0) -> bool:
+    """Have a model ask what it does for a prompt of so many tokens, or for single ones.
+
+    It is traced, on arrays without values. Its questions are for :func:`..questions` around this.
+
+    Returns:
+        Whether it could be: as it can if it is a language model of mlx-lm.
+    """
+    try:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        cache = make_prompt_cache(model)
+        body: Any = getattr(model, "model", model) if prompt else model
+
+        def run(tokens: mx.array) -> list[mx.array]:
+            if backend() == "host" and has_values([tokens]):
+                raise ValueError("nothing is traced while mx.disable_compile holds")
+            return [body(tokens, cache=cache) for _ in range(steps)]
+
+        # The second token of a sequence finds a cache, for which a GPU may have other kernels.
+        steps = 1 if prompt or backend() == "host" else 2
+        trace = mx.compile(run) if backend() == "host" else run
+        trace(mx.zeros((1, prompt or 1), mx.int32))
+    except Exception as error:  # a model of another kind, of which nothing is known
+        note("calibration", "not traced", f"{type(model).__name__}: {error}")
+        return False
+    return True
+
+
+def problems_of(asked: Iterable[Question], searched: bool = True) -> list[Target]:
     """The problems behind questions, in their order; those that share results count as one.
 
-    What is not configured on this backend as the family's configurations say is left out.
+    What is not configured on this backend as the family's configurations say is left out, and so
+    is what has no other configuration, if they are to be ``searched``.
     """
     found: dict[str, Target] = {}
     for name, arguments in asked:
         family = FAMILIES[name]
         problem = family.problem(*arguments)
-        if isinstance(problem.heuristic(backend()), problem.configs):
+        config = problem.heuristic(backend())
+        if isinstance(config, problem.configs) and not (searched and family.is_fixed(config)):
             found.setdefault(problem.key, Target(family, problem))
     return list(found.values())

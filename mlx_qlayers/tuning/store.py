@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..dispatch.entries import Entry, load, read, unsaved, user_folder
+from ..dispatch.tunable import Problem, source_hash
 from ..runtime.backend import advance_epoch
 from ..runtime.cache_folder import make_folder
 from ..runtime.explain import note
@@ -48,6 +53,76 @@ def save(device: str, found: Mapping[str, Entry], folder: Path | None = None) ->
         kept = False
     advance_epoch()
     return kept
+
+
+def entry_of(
+    problem: Problem,
+    config: Any,
+    path: str,
+    paths: Mapping[str, float],
+    heuristic: float | None = None,
+    tried: int = 1,
+) -> Entry:
+    """What is stored of a measurement that ends now.
+
+    Args:
+        problem: what was measured.
+        config: the configuration of the kernel.
+        path: the fastest path.
+        paths: seconds of each.
+        heuristic: seconds of the kernel without tuning, if those are of another configuration.
+        tried: how many configurations were.
+    """
+    return Entry(
+        config=asdict(config),
+        path=path,
+        seconds=paths[path],
+        heuristic=heuristic or paths.get("kernel", paths[path]),
+        tried=tried,
+        source=source_hash(*problem.kernels()),
+        mlx=version("mlx"),
+        paths=paths,
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    )
+
+
+@contextlib.contextmanager
+def exclusive(device: str, patience: float) -> Iterator[bool]:
+    """Be the only process that measures a device, for times that nobody else disturbs.
+
+    Args:
+        device: the name of its file.
+        patience: seconds to wait for another process.
+
+    Yields:
+        Whether this process is the only one. Where there is no place for a lock, it is.
+    """
+    import fcntl
+
+    with contextlib.ExitStack() as stack:
+        alone, until = True, time.monotonic() + patience
+        try:
+            folder = user_folder()
+            make_folder(folder)
+            lock = stack.enter_context(open(folder / f"{device}.measuring", "w"))
+        except OSError:
+            lock = None
+        waited = False
+        while lock is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                alone, waited = time.monotonic() < until, True
+                if not alone:
+                    break
+                time.sleep(0.05)
+            except OSError:  # a file system without locks
+                break
+        if waited:
+            advance_epoch()  # the other one has written what it found
+        yield alone
 
 
 def listed(device: str | None = None) -> dict[str, dict[str, Entry]]:

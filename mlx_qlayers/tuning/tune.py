@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from itertools import islice
 from math import inf
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ..dispatch.entries import Entry
 from ..dispatch.measurements import lookup
-from ..dispatch.tunable import Problem, source_hash
+from ..dispatch.tunable import Problem
 from .evaluator import Evaluator, Times
 from .family import Family, P
 from .problems import Target
 from .search import Stopped, Trial, beam_search
-from .store import save
+from .store import entry_of, save
 from .timing import Sample
 
 C = TypeVar("C")
@@ -147,7 +142,9 @@ def tune(
         raise kind(f"{problem.key}: {heuristic}: {why}")
     tuned = _tuned(problem, heuristic, ranked(), compared, rates.lost)
     if keep:
-        save(rates.name, {problem.key: _entry(tuned)})
+        paths = {name: times.cold.median for name, times in tuned.times.items()}
+        best = entry_of(problem, tuned.config, tuned.path, paths, tuned.heuristic, len(trials))
+        save(rates.name, {problem.key: best})
     if interrupt is not None:
         raise interrupt
     return tuned
@@ -184,22 +181,6 @@ def _tuned(
     every = {"kernel" if compared else "uncompared": times[best], **paths}
     path = min(every, key=lambda name: every[name].cold.median)
     return Tuned(problem, finals[best], path, times[0], every, trials, lost)
-
-
-def _entry(tuned: Tuned[Any]) -> Entry:
-    """What is stored."""
-    return Entry(
-        config=asdict(tuned.config),
-        path=tuned.path,
-        seconds=tuned.seconds,
-        heuristic=tuned.heuristic,
-        tried=len(tuned.trials),
-        source=source_hash(*tuned.problem.kernels()),
-        mlx=version("mlx"),
-        paths={name: times.cold.median for name, times in tuned.times.items()},
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    )
 
 
 def tune_all(

@@ -22,6 +22,7 @@ _OPTIONS = [
     "--seed",
     "--stock",
     "--no-fuse",
+    "--no-calibrate",
     "--backend",
     "--hf-path",
     "--mlx-path",

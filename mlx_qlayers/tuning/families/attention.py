@@ -13,7 +13,7 @@ from ...dispatch.tunable import (
     AttentionStepProblem,
 )
 from ...metal.attention import decode, forward, step
-from ...metal.attention.decode import Decode
+from ...metal.attention.decode import Decode, Serial
 from ...metal.attention.forward import Launcher
 from ...metal.attention.layout import Layout, memory, registers
 from ...metal.attention.step import Step
@@ -67,11 +67,10 @@ class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
         return lambda inputs: launch(*inputs, None, None)[0]
 
     def stock(self, inputs: Inputs, problem: AttentionForwardProblem) -> mx.array:
-        call = _call(inputs, Scores(problem.shape[5] ** -0.5, problem.causal))
-        return reference.attention(call)(*inputs, None, None)[0]
+        return _stock(inputs, Scores(problem.shape[5] ** -0.5, problem.causal))
 
 
-class AttentionDecodeFamily(Family[AttentionDecodeProblem, Decode]):
+class AttentionDecodeFamily(Family[AttentionDecodeProblem, Any]):
     """One query for each of so many rows over the keys of so many caches."""
 
     problem = AttentionDecodeProblem
@@ -83,6 +82,9 @@ class AttentionDecodeFamily(Family[AttentionDecodeProblem, Decode]):
         Upcast("columns", (1, 2, 4, 8)),
         Local("combine", (4, 8, 16)),
     )
+
+    def is_fixed(self, config: Any) -> bool:
+        return isinstance(config, Serial)
 
     def completed(self, config: Decode, problem: AttentionDecodeProblem) -> Decode:
         return replace(config, simds=-(-problem.v_width // config.slice))
@@ -111,8 +113,7 @@ class AttentionDecodeFamily(Family[AttentionDecodeProblem, Decode]):
         return lambda inputs: launch(*inputs, None, None)[0]
 
     def stock(self, inputs: Inputs, problem: AttentionDecodeProblem) -> mx.array:
-        call = _call(inputs, Scores(problem.width**-0.5))
-        return reference.attention(call)(*inputs, None, None)[0]
+        return _stock(inputs, Scores(problem.width**-0.5))
 
 
 class AttentionStepFamily(Family[AttentionStepProblem, Step]):
@@ -157,6 +158,12 @@ def _call(inputs: Inputs, scores: Scores) -> AttentionCall:
     q, *caches = map(Spec.of, inputs)
     half = len(caches) // 2
     return AttentionCall(q, tuple(caches[:half]), tuple(caches[half:]), scores)
+
+
+def _stock(inputs: Inputs, scores: Scores) -> mx.array:
+    """As ``auto`` computes attention without a kernel."""
+    call = _call(inputs, scores)
+    return (reference.stock(call) or reference.attention(call))(*inputs, None, None)[0]
 
 
 def _step(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ...dispatch.measurements import threshold
 from ...dispatch.tunable import QmmProblem, QmvProblem
 from ...formats import Format
 from ...metal.quantized_matmul import qmm, qmv
@@ -14,6 +15,7 @@ from ...metal.quantized_matmul.dequantize import dequantize
 from ...metal.quantized_matmul.qmm import QmmConfig
 from ...metal.quantized_matmul.qmv import QmvArrays, QmvConfig, QmvMatrixConfig
 from ...options import MatmulCall, PackedMatrix
+from ...reference import quantized_matmul as reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, normal
@@ -225,12 +227,21 @@ def _why_not_units(config: QmvMatrixConfig, problem: QmvProblem) -> str | None:
 
 def _packed(shape: tuple[int, int], dtype: mx.Dtype, fmt: Format) -> Inputs:
     """A random matrix: w, scales and, in mode affine, biases."""
-    w = (mx.random.normal(shape) * max(shape) ** -0.5).astype(dtype)
-    return [*mx.quantize(w, fmt.group_size, fmt.bits, mode=fmt.mode)]
+    (n, k), (group, bits, mode) = shape, fmt
+    w = mx.random.randint(0, 2**32 - 1, (n, k * bits // 32), mx.uint32)
+    groups = n, k // group
+    if mode == "affine":
+        scales = (mx.random.uniform(0.5, 1, groups) * 2**-bits * k**-0.5).astype(dtype)
+        return [w, scales, -(2 ** (bits - 1)) * scales]
+    # Exponents around 2^-6, in NVFP4 numbers around 2^-4; no codes that are not numbers.
+    low, high = (16, 32) if mode == "nvfp4" else (119, 123)
+    return [w & 0xBFBFBFBF if bits == 8 else w, mx.random.randint(low, high, groups, mx.uint8)]
 
 
 def _product(x: mx.array, matrix: PackedMatrix, transpose: bool, fmt: Format) -> mx.array:
-    return mx.quantized_matmul(x, *matrix[:3], transpose, *fmt)
+    order = "transposed" if transpose else "plain"
+    dense_rows = threshold("reference_dense_rows", fmt.mode, fmt.bits, order, device="host")
+    return reference.quantized_matmul(x, *matrix[:3], transpose, fmt, dense_rows)
 
 
 def _dense(inputs: Inputs, transpose: bool, fmt: Format) -> Path:

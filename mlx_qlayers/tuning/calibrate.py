@@ -1,0 +1,402 @@
+"""Measures a model's shapes where the model is converted: each kernel beside the stock operator.
+
+The kernels have the configuration of their heuristic; :mod:`.tune` searches for better ones. What
+matters most comes first, and what the budget leaves out is measured at the next conversion. The
+results are the tuner's: stored in its file, and used at once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..dispatch.entries import Entry, file_of
+from ..dispatch.measurements import Question, lookup, questions
+from ..dispatch.tunable import (
+    CALIBRATED_KEYS,
+    CALIBRATED_PROMPTS,
+    CALIBRATED_ROWS,
+    AttentionDecodeProblem,
+    AttentionForwardProblem,
+    AttentionStepProblem,
+    Problem,
+    QmmProblem,
+    QmvProblem,
+)
+from ..formats import Format
+from ..runtime.backend import backend, epoch, requested
+from ..runtime.explain import note, recording
+from .evaluator import Evaluator
+from .problems import Target, asked_by, problems_of
+from .store import entry_of, exclusive, save
+from .timing import Sample
+
+# Set to 0 it leaves calibration out.
+_ENVIRONMENT = "MLX_QLAYERS_CALIBRATE"
+BUDGET = 5.0
+# Tokens side by side and of a prompt, and keys of a cache, with what each counts for: most people
+# decode one sequence.
+_ROWS = dict(zip(CALIBRATED_ROWS, (1.0, 0.2, 0.25, 0.3, 0.2), strict=True))
+_PROMPTS = dict(zip(CALIBRATED_PROMPTS, (0.15, 0.3, 0.2), strict=True))
+_KEYS = dict(zip(CALIBRATED_KEYS, (0.5, 1.0, 0.5, 0.2), strict=True))
+# A kernel has to be so much faster than the stock operator.
+_MARGIN = 0.97
+# Of a matrix with more elements a CPU, on which all columns take the same, multiplies with a part.
+_PART = 1 << 20
+# On CUDA MLX compiles its own products of more rows for half a minute.
+_STOCK_ROWS_ON_CUDA = 4
+# Keys of the token whose time is reported, and sequences that attend to no more.
+_SHORT, _BATCH = 1024, 8
+# Seconds between two writes of what was measured.
+_SAVE = 1.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A problem of a model, and what was measured of it.
+
+    Attributes:
+        problem: what the kernel is asked for.
+        count: how often it is, for one token.
+        path: ``"kernel"`` or ``"stock"``, the one that is taken.
+        seconds: of each.
+    """
+
+    problem: Problem
+    count: int
+    path: str
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is known of a model's problems on this device.
+
+    Attributes:
+        measured: those that were measured here, now or before.
+        left: how many were left out for want of time.
+        seconds: what this calibration took.
+    """
+
+    measured: tuple[Measured, ...] = ()
+    left: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        """One line for reports: what was measured, what is taken, and what that gains a token."""
+        if not self.measured:
+            return ""
+        total, kernels = len(self.measured), sum(m.path == "kernel" for m in self.measured)
+        token = [m for m in self.measured if _is_of_token(m.problem) and len(m.seconds) > 1]
+        stock = 1e3 * sum(m.count * m.seconds["stock"] for m in token)
+        taken = 1e3 * sum(m.count * m.seconds[m.path] for m in token)
+        text = f"measured here: kernels for {kernels} of {total} shapes"
+        if token:
+            text += f", which take {taken:.3g} ms of a token in place of {stock:.3g} ms"
+        text += f"; measured for {self.seconds:.1f} s" if self.seconds else ""
+        return text + (f"; {self.left} left to the next conversion" if self.left else "")
+
+
+def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
+    """Measure what a converted model asks of kernels here and nobody has measured yet.
+
+    Every kernel is verified before its time counts. It is taken where it is at least 3% faster than
+    the stock operator, by times that leave no doubt; ties go to stock.
+
+    Args:
+        model: a converted model.
+        budget_s: seconds after which no other measurement begins.
+
+    Returns:
+        What is known now. Nothing is measured where a backend was forced, where there are no
+        kernels, in debug modes, or where ``MLX_QLAYERS_CALIBRATE`` is 0.
+
+    Example:
+        >>> str(calibrate(model))
+        'measured here: kernels for 20 of 24 shapes, which take 2.1 ms of a token in place of ...'
+    """
+    start = time.monotonic()
+    name = None if requested() != "auto" or epoch.debug else file_of(backend())
+    if name is None or os.environ.get(_ENVIRONMENT) == "0":
+        return Calibration()
+    run = _Run(name, start + budget_s)
+    with recording(), _same_random_state():  # what is measured is no call of the user's
+        values = _valued(model)
+        missing = [target for target in values if lookup(target.problem, name) is None]
+        left = 0
+        if missing:
+            with exclusive(name, budget_s) as alone:
+                # Meanwhile another process may have measured some of them.
+                missing = [t for t in missing if lookup(t.problem, name) is None]
+                left = len(missing)
+                if alone:
+                    left -= run.measure(missing)
+        known = {target: lookup(target.problem, name) for target in values}
+    for path, reason in run.notes:
+        note("calibration", path, reason)
+    measured = tuple(
+        Measured(target.problem, values[target][1], best.path, seconds)
+        for target, best in known.items()
+        if best is not None
+        and best.evidence.source == "measured here"
+        and best.path in (seconds := best.evidence.seconds or {})
+    )
+    return Calibration(measured, left, time.monotonic() - start if missing else 0.0)
+
+
+def _valued(model: nn.Module) -> dict[Target, tuple[float, int]]:
+    """What a model asks, the most valuable first: with bytes times layers, and how often."""
+    layers = len(getattr(model, "layers", ())) or 1
+    matrices = Counter(_shapes(model))
+    values: dict[Target, tuple[float, int]] = {}
+    for problem in _problems(model):
+        target = problem.problem
+        count = layers
+        if isinstance(target, QmvProblem | QmmProblem) and not getattr(target, "kind", ""):
+            count = matrices.get((target.n, target.k), layers)
+        values[problem] = count * _bytes(target) * _weight(target), count
+    return dict(sorted(values.items(), key=lambda item: -item[1][0]))
+
+
+def _problems(model: nn.Module) -> Iterator[Target]:
+    """The problems of decoding and of prompts, at the sizes that are measured."""
+    with questions() as asked:
+        if not asked_by(model):
+            asked |= dict.fromkeys(_products(model))
+        elif backend() != "host":  # which computes a prompt as rows, sixteen after sixteen
+            asked_by(model, prompt=CALIBRATED_PROMPTS[-1])
+    found = (other for question in asked for other in _at_sizes(*question))
+    for target in problems_of(found, searched=False):
+        if _weight(target.problem) and _is_measurable(target.problem):
+            yield target
+
+
+def _at_sizes(family: str, given: tuple[Any, ...]) -> Iterator[Question]:
+    """A question about one token or one prompt, with each number of rows, tokens or keys."""
+    match family:
+        case "qmv":
+            yield from ((family, (rows, *given[1:])) for rows in CALIBRATED_ROWS)
+        case "qmm":
+            yield from ((family, (tokens, *given[1:])) for tokens in CALIBRATED_PROMPTS)
+        case "attention_decode":
+            yield from ((family, (*given[:-1], keys)) for keys in CALIBRATED_KEYS)
+            yield family, (*given[:5], given[5] * _BATCH, _SHORT)
+        case "attention_step":
+            yield from ((family, (*given[:4], keys, *given[5:])) for keys in CALIBRATED_KEYS)
+            yield family, (given[0], _BATCH, *given[2:4], _SHORT, *given[5:])
+        case "attention_forward":
+            shape, *rest = given
+            for tokens in CALIBRATED_PROMPTS:
+                yield family, ((*shape[:3], tokens, tokens, *shape[5:]), *rest)
+
+
+def _is_measurable(problem: Problem) -> bool:
+    """Whether the stock operator can be timed beside it within seconds."""
+    if backend() != "cuda":
+        return True
+    if isinstance(problem, QmvProblem):
+        return problem.rows <= _STOCK_ROWS_ON_CUDA and problem.dtype != mx.float32
+    return isinstance(problem, AttentionDecodeProblem | AttentionStepProblem)
+
+
+def _products(model: nn.Module) -> Iterator[Question]:
+    """Those of a model that is no language model of mlx-lm: each of its matrices alone."""
+    for module in model.modules():
+        if (shape := _shape(module)) is not None:
+            scales, fmt = module["scales"], Format(module.group_size, module.bits, module.mode)
+            dtype = scales.dtype if module.get("biases") is not None else mx.bfloat16
+            yield "qmv", (1, *shape, dtype, fmt)
+
+
+def _shapes(model: nn.Module) -> Iterator[tuple[int, int]]:
+    return (shape for m in model.modules() if (shape := _shape(m)) is not None)
+
+
+def _shape(module: Any) -> tuple[int, int] | None:
+    """N and K of a module's quantized matrix."""
+    if "scales" not in module or module["weight"].ndim != 2:
+        return None
+    return module["weight"].shape[0], module["scales"].shape[1] * module.group_size
+
+
+def _weight(problem: Problem) -> float:
+    """What a problem counts for by its rows or length; 0 if it is not to be measured."""
+    match problem:
+        case QmvProblem():
+            return _ROWS.get(problem.rows, 0.0)
+        case QmmProblem():
+            return _PROMPTS.get(problem.bucket()[0][0], 0.0)
+        case AttentionDecodeProblem():
+            return _KEYS.get(problem.keys, 0.0)
+        case AttentionStepProblem():
+            return _KEYS.get(problem.size, 0.0) / problem.batch
+        case AttentionForwardProblem():
+            return _PROMPTS.get(problem.shape[3], 0.0)
+    return 0.0
+
+
+def _bytes(problem: Problem) -> float:
+    """What it reads at least."""
+    match problem:
+        case QmvProblem() | QmmProblem():
+            group, bits, _ = problem.fmt
+            return problem.n * problem.k * (bits + 32 / group) / 8
+        case AttentionDecodeProblem():
+            bits = problem.bits or 8 * problem.dtype.size
+            return problem.caches * problem.keys * (problem.width + problem.v_width) * bits / 8
+        case AttentionStepProblem():
+            widths = problem.width + problem.v_width
+            return problem.batch * problem.kv_heads * problem.size * widths * problem.dtype.size
+        case AttentionForwardProblem():
+            batch, _, kv_heads, _, keys, width, v_width = problem.shape
+            return batch * kv_heads * keys * (width + v_width) * problem.dtype.size
+    return 0.0
+
+
+def _is_of_token(problem: Problem) -> bool:
+    """Whether it is part of a token of one sequence with a short text behind it."""
+    match problem:
+        case QmvProblem():
+            return problem.rows == 1
+        case AttentionDecodeProblem():
+            return problem.keys == _SHORT
+    return False
+
+
+class _Run:
+    """One calibration: within its budget, kernels are compiled ahead while others are measured."""
+
+    def __init__(self, name: str, deadline: float) -> None:
+        self.name, self.deadline = name, deadline
+        self.done: dict[str, Entry] = {}
+        self.notes: list[tuple[str, str]] = []
+        self.saved = time.monotonic()
+
+    def measure(self, targets: list[Target]) -> int:
+        """Measure these one after the other; how many the budget allowed."""
+        from tqdm import tqdm
+
+        # Only a CPU's compiler runs side by side: MLX compiles for a GPU behind a lock.
+        workers = (os.cpu_count() or 1) if backend() == "host" else 0
+        count, rest = 0, iter(targets)
+        pool = ThreadPoolExecutor(workers or 1, "calibrate")
+        ahead: list[tuple[Target, Evaluator[Any, Any] | None, Future[None] | None]] = []
+        bar = tqdm(total=len(targets), desc="measuring here", delay=1, disable=None, leave=False)
+        try:
+            while self._left() > 0:
+                while len(ahead) <= workers and (target := next(rest, None)) is not None:
+                    ahead.append((target, *self._begun(target, pool if workers else None)))
+                if not ahead:
+                    break
+                target, rates, compiled = ahead.pop(0)
+                if compiled is not None and not _waits(compiled, self._left()):
+                    break
+                self._keep(target, rates)
+                count += 1
+                bar.update()
+                if rates is not None and rates.lost:
+                    raise RuntimeError(
+                        f"{target.key}: {rates.lost}; with MLX_QLAYERS_CALIBRATE=0 nothing is "
+                        "measured, and the next conversion leaves this kernel out"
+                    )
+        finally:
+            bar.close()
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._save()
+        return count
+
+    def _left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def _begun(
+        self, target: Target, pool: ThreadPoolExecutor | None
+    ) -> tuple[Evaluator[Any, Any] | None, Future[None] | None]:
+        """What rates a problem, and its kernel being compiled if there are threads for that."""
+        problem = _part(target.problem) if backend() == "host" else target.problem
+        try:
+            rates: Evaluator[Any, Any] = Evaluator(target.family, problem, checked=False)
+        except Exception as error:  # whatever stock does not take stays with the rules
+            self.notes.append(("left out", f"{target.key}: {type(error).__name__}: {error}"))
+            return None, None
+        if pool is None:
+            return rates, None
+        return rates, pool.submit(copy_context().run, _launch, rates)
+
+    def _keep(self, target: Target, rates: Evaluator[Any, Any] | None) -> None:
+        """The verdict on a problem."""
+        if rates is None:
+            return
+        whole, part = target.problem, rates.problem
+        config = whole.heuristic(rates.device)
+        scale = whole.n / part.n if isinstance(whole, QmvProblem) else 1.0
+        trial = rates.attempt(config, rated=False)
+        if trial.problem:
+            self.notes.append(("stock", f"{target.key}: {trial.problem}"))
+            times = {"stock": Sample(rates.truth_seconds, 0.0, inf, 1)}
+            path = "stock"
+        else:
+            times = rates.beside_stock(config, _is_sure)
+            path = "kernel" if _is_faster(times["kernel"], times["stock"]) else "stock"
+        paths = {way: sample.median * scale for way, sample in times.items()}
+        self.done[target.key] = entry_of(whole, config, path, paths)
+        if time.monotonic() > self.saved + _SAVE:
+            self._save()
+
+    def _save(self) -> None:
+        if self.done:
+            save(self.name, self.done)
+            self.done, self.saved = {}, time.monotonic()
+
+
+def _part(problem: Problem) -> Problem:
+    """The same product with so few columns that a CPU multiplies with them in milliseconds."""
+    if not isinstance(problem, QmvProblem) or problem.n * problem.k <= _PART:
+        return problem
+    return replace(problem, n=max(1, _PART // problem.k // 48) * 48)
+
+
+def _launch(rates: Evaluator[Any, Any]) -> None:
+    with recording():
+        rates.launch(rates.problem.heuristic(rates.device))
+
+
+def _waits(compiled: Future[None], seconds: float) -> bool:
+    """Whether a kernel is there in time. What is wrong with it will show where it is verified."""
+    try:
+        compiled.exception(timeout=max(0.0, seconds))
+    except TimeoutError:
+        return False
+    return True
+
+
+def _is_faster(kernel: Sample, stock: Sample) -> bool:
+    """Whether there is no doubt that the kernel is faster by the margin."""
+    return kernel.high < _MARGIN * stock.low
+
+
+def _is_sure(kernel: Sample, stock: Sample) -> bool:
+    return _is_faster(kernel, stock) or kernel.low > _MARGIN * stock.high
+
+
+@contextmanager
+def _same_random_state() -> Iterator[None]:
+    """The caller's random numbers stay what they would have been."""
+    state: Any = mx.random.state
+    before = [mx.array(each) for each in state]
+    mx.eval(before)
+    try:
+        yield
+    finally:
+        for each, value in zip(state, before, strict=True):
+            each[:] = value

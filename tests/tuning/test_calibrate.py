@@ -1,0 +1,233 @@
+"""Calibration: what is measured where a model is converted, what is taken, what is kept."""
+
+import fcntl
+import json
+from math import inf
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm import load as load_stock
+
+from mlx_qlayers import convert_model, explain, quantized_matmul, use_backend
+from mlx_qlayers.dispatch import entries
+from mlx_qlayers.dispatch.measurements import found, lookup
+from mlx_qlayers.dispatch.tunable import QmvProblem
+from mlx_qlayers.formats import Format
+from mlx_qlayers.runtime.backend import advance_epoch
+from mlx_qlayers.tuning import calibrate as module
+from mlx_qlayers.tuning.calibrate import Calibration, _Run, calibrate
+from mlx_qlayers.tuning.search import Trial
+from mlx_qlayers.tuning.store import listed
+from mlx_qlayers.tuning.timing import Sample
+
+FMT = Format(64, 4)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    # Compiled kernels stay in the shared cache, results go to a folder of this test's own.
+    monkeypatch.setattr(entries, "cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("MLX_QLAYERS_CALIBRATE", "1")
+    advance_epoch()
+    explain(reset=True)
+    yield tmp_path / "tuning"
+    entries.unsaved.clear()
+    monkeypatch.undo()
+    advance_epoch()
+
+
+@pytest.fixture
+def model(tiny_model):
+    """A converted model of which nothing was measured."""
+    model = load_stock(str(tiny_model))[0]
+    convert_model(model, calibrate=False, verify=False)
+    return model
+
+
+def stored():
+    return listed().get("cpu", {})
+
+
+class Timed:
+    """What rates problems, without a clock: the kernel takes 1, stock what a test says."""
+
+    stock = Sample(2.0, 1.9, 2.1, 3)
+    kernel = Sample(1.0, 0.9, 1.1, 3)
+    problem_with, lost = "", ""
+    asked = 0
+
+    def __init__(self, family, problem, checked):
+        self.problem, self.device, self.truth_seconds = problem, "host", 0.5
+
+    def launch(self, config):
+        pass
+
+    def attempt(self, config, rated):
+        type(self).asked += 1
+        return Trial(config, inf, self.problem_with)
+
+    def beside_stock(self, config, until):
+        return {"kernel": self.kernel, "stock": self.stock}
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Ratings as a test sets them."""
+    rates = type("Rates", (Timed,), {})
+    monkeypatch.setattr(module, "Evaluator", rates)
+    return rates
+
+
+def test_a_conversion_measures_the_models_shapes_and_uses_and_tells_what_it_found(
+    tiny_model, monkeypatch
+):
+    monkeypatch.setattr(calibrate, "__defaults__", (20.0,))
+    monkeypatch.setattr(module, "_ROWS", {1: 1.0, 8: 0.5})
+    model = load_stock(str(tiny_model))[0]
+    mx.random.seed(7)
+    expected = mx.random.normal((4,))
+    mx.random.seed(7)
+    report = convert_model(model, verify=False)
+    assert mx.array_equal(mx.random.normal((4,)), expected)
+    assert report.calibration.startswith("measured here: kernels for ")
+    assert report.calibration in report.brief() and report.calibration in report.summary()
+    assert "ms of a token" in report.calibration and not explain()
+    assert "left to the next" not in report.calibration
+    keys = set(stored())
+    assert "qmv 1x128x192 bfloat16 affine-64-4-t-residual" in keys
+    assert "attention_decode 2x2x1024x32x32 bfloat16 bits-0" in keys
+    model(mx.zeros((1, 1), mx.int32))
+    reasons = [d.reason for d in explain() if d.evidence == "measured here"]
+    assert any("measured here: kernel " in r and " us, stock " in r for r in reasons)
+    with use_backend("host"):  # forced: there is nothing to choose
+        assert not calibrate(model).measured
+
+
+def test_what_was_measured_is_not_measured_again(model, timed, monkeypatch):
+    first = calibrate(model)
+    assert first.measured and first.left == 0 and timed.asked == len(first.measured)
+    monkeypatch.setattr(_Run, "measure", None)
+    again = calibrate(model)
+    assert again.measured == first.measured and not again.seconds
+    assert "; measured for" in str(first) and "; measured for" not in str(again)
+
+
+def test_the_most_valuable_comes_first_and_the_budget_leaves_the_rest(model, timed):
+    values = [value for value, _ in module._valued(model).values()]
+    assert values == sorted(values, reverse=True) and min(values) > 0
+    none = calibrate(model, budget_s=0)
+    assert none == Calibration((), len(values), none.seconds) and not stored()
+    head = next(t.problem for t in module._valued(model) if getattr(t.problem, "k", 0) == 128)
+    assert head.rows == 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "path"),
+    [
+        (Sample(1.9, 1.9, 1.9, 3), "kernel"),
+        (Sample(1.95, 1.95, 1.95, 3), "stock"),  # less than 3%
+        (Sample(1.5, 1.0, 1.99, 3), "stock"),  # not sure
+        (Sample(2.1, 2.1, 2.1, 3), "stock"),
+    ],
+)
+def test_a_kernel_is_taken_where_it_is_surely_faster(model, timed, kernel, path):
+    timed.kernel, timed.stock = kernel, Sample(2.0, 2.0, 2.0, 3)
+    assert {each.path for each in calibrate(model).measured} == {path}
+    assert {entry.path for entry in stored().values()} == {path}
+
+
+def test_a_wrong_kernel_is_left_for_good(model, timed):
+    timed.problem_with = "wrong by 1"
+    assert {each.path for each in calibrate(model).measured} == {"stock"}
+    assert all(entry.paths == {"stock": 0.5} for entry in stored().values())
+    assert all("wrong by 1" in d.reason for d in explain() if d.op == "calibration")
+
+
+def test_a_kernel_that_hangs_ends_it_and_is_never_tried_again(model, timed):
+    timed.problem_with = timed.lost = "did not come back"
+    with pytest.raises(RuntimeError, match="MLX_QLAYERS_CALIBRATE=0"):
+        calibrate(model)
+    assert len(stored()) == 1
+
+
+def test_an_interrupt_loses_nothing(model, timed, monkeypatch):
+    def attempt(self, config, rated):
+        timed.asked += 1
+        if timed.asked == 3:
+            raise KeyboardInterrupt
+        return Trial(config, 1.0)
+
+    monkeypatch.setattr(timed, "attempt", attempt)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model)
+    assert len(stored()) == 2
+    json.loads((entries.user_folder() / "cpu.json").read_text())
+    assert calibrate(model).left == 0
+
+
+def test_without_a_place_to_write_results_count_for_the_process(model, timed, folder, capsys):
+    folder.write_text("not a folder")
+    assert calibrate(model).measured
+    assert "are not kept" in capsys.readouterr().err
+    best = lookup(next(iter(module._valued(model))).problem, "cpu")
+    assert best is not None and best.evidence.source == "measured here"
+
+
+def test_two_processes_do_not_measure_at_once(model, timed, folder):
+    folder.mkdir(parents=True)
+    with open(folder / "cpu.measuring", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waited = calibrate(model, budget_s=0.2)
+    assert waited.left and not waited.measured and not timed.asked
+    assert calibrate(model).left == 0
+
+
+def test_it_can_be_left_out(tiny_model, timed, monkeypatch):
+    model = load_stock(str(tiny_model))[0]
+    assert convert_model(model, verify=False, calibrate=False).calibration == ""
+    monkeypatch.setenv("MLX_QLAYERS_CALIBRATE", "0")
+    assert calibrate(model) == Calibration() and str(Calibration()) == ""
+    assert not timed.asked and not stored()
+
+
+def test_a_model_of_another_kind_is_measured_by_its_matrices(timed):
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))
+    nn.quantize(model, 32, 4)
+    convert_model(model, verify=False)
+    fmt = "float32 affine-32-4-t"
+    wanted = {f"qmv {rows}x{n}x{k} {fmt}" for rows in (1, 2, 4, 8, 16) for n, k in SHAPES}
+    assert set(stored()) == wanted
+
+
+SHAPES = ((96, 64), (32, 96))
+
+
+def test_rows_between_two_that_were_measured_go_by_the_larger(timed):
+    timed.kernel = Sample(3.0, 3.0, 3.0, 3)
+    fmt, run = Format(64, 4), _Run("cpu", inf)
+    problem = QmvProblem(4, 64, 64, mx.float32, fmt)
+    target = SimpleNamespace(family=None, problem=problem, key=problem.key)
+    assert found("qmv", 3, 64, 64, mx.float32, fmt, device="host") is None
+    assert run.measure([target]) == 1
+    best = found("qmv", 3, 64, 64, mx.float32, fmt, device="host")
+    assert best is not None and best.path == "stock"
+    assert best.config == QmvProblem(3, 64, 64, mx.float32, fmt).heuristic("host")
+    assert found("qmv", 5, 64, 64, mx.float32, fmt, device="host") is None
+    explain(reset=True)
+    quantized_matmul(mx.ones((3, 64)), *mx.quantize(mx.ones((64, 64))))
+    (decision,) = (
+        explain()[:1]
+        if len(explain()) == 1
+        else [d for d in explain() if d.op == "quantized_matmul"]
+    )
+    assert decision.path == "ops" and "kernel 3e+06 us, stock 2e+06 us" in decision.reason
+
+
+def test_a_cpu_measures_large_products_in_part():
+    whole = QmvProblem(8, 37888, 3584, mx.bfloat16, FMT, "norm-gate")
+    part = module._part(whole)
+    assert part.n % 48 == 0 and part.n * part.k <= 1 << 20 < 2 * part.n * part.k
+    small = QmvProblem(8, 128, 64, mx.bfloat16, FMT)
+    assert module._part(small) is small
