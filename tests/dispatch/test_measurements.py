@@ -150,7 +150,10 @@ def test_rows_of_a_bucket_share_a_result():
     question = (512, 3584, 3584, mx.bfloat16, FMT, True)
     config = keep("qmm", question)
     assert found("qmm", 300, *question[1:])[:2] == ("kernel", config)
-    assert found("qmm", 256, *question[1:]) is None
+    # Fewer rows go by what was measured of more, with a configuration of their own; more do not.
+    fewer = PROBLEMS["qmm"](256, *question[1:])
+    assert found("qmm", 256, *question[1:])[:2] == ("kernel", fewer.heuristic("cuda"))
+    assert found("qmm", 600, *question[1:]) is None
 
 
 def test_a_second_look_takes_a_few_microseconds():
@@ -319,4 +322,5 @@ def test_no_question_is_asked_about_kernels_that_a_cpu_does_not_choose(monkeypat
     x, w = Spec((64, 3584), mx.bfloat16), Spec((3584, 448), mx.uint32)
     with use_backend("host"), questions() as asked:
         route("product", MatmulCall(x, PackedMatrix(w, None), True, FMT))
-    assert not asked
+    # Which takes more than sixteen rows sixteen after sixteen, by qmv.
+    assert [(family, rows) for family, (rows, *_) in asked] == [("qmv", 16)]
