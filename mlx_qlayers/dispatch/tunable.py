@@ -191,7 +191,7 @@ class AttentionStepProblem(Problem):
     family, configs = "attention_step", (step.Step,)
 
     def heuristic(self, device: str) -> step.Step:
-        return step.configure(self.size)
+        return step.configure(device, self.dtype, self.size)
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         heads = self.batch, self.heads, self.kv_heads

@@ -21,6 +21,7 @@ from ..options import AttentionCall, Scores
 from ..reference import attention as reference
 from ..reference.attention import Run
 from ..runtime.backend import backend, current, requested
+from ..runtime.limits import has_few_registers
 from .attention_checks import checked
 
 # The exponent of a hidden score must be finite: see LOWEST in score_tile.metal.
@@ -148,7 +149,9 @@ def _takes_decode(call: AttentionCall) -> bool:
     (*_, queries, width), v_width = call.q.shape, call.v_width
     widths_fit = width % 8 == v_width % 8 == 0 and 0 < max(width, v_width) <= decode.MAX_WIDTH
     bits_fit = call.packing[1] in (0, *decode.BITS)
-    return 0 < queries <= decode.MAX_QUERIES and call.q.size > 0 and widths_fit and bits_fit
+    if not (0 < queries <= decode.MAX_QUERIES and call.q.size > 0 and widths_fit and bits_fit):
+        return False
+    return backend() != "metal" or not has_few_registers() or decode.fits_few_registers(call)
 
 
 def _choose_decode(call: AttentionCall) -> Choice:

@@ -93,7 +93,10 @@ def _plan(
     if choice.path == "ops":
         return Plan(choice, composed)
     question = x.shape[-1], x.dtype, options.deterministic, grid.shape[-1]
-    given = x, grid, options, configure("grid_sample", choice.path, *question)
+    config = configure("grid_sample", choice.path, *question)
+    if choice.path == "metal":
+        config = kernels.within_registers(config, x, grid, options)
+    given = x, grid, options, config
 
     def gradient(of: int, bind: Callable[..., kernels.Sampled]) -> Gradient:
         launch = cache(lambda: bind(*given))  # where it is asked for

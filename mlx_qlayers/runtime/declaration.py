@@ -10,15 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from .limits import MAX_THREADS
 from .parse import parse
 from .program import Program
 from .source import METAL, SourceError
-
-# What every Apple GPU of MLX's offers a threadgroup.
-MAX_THREADS = 1024
-MAX_THREADGROUP_MEMORY = 32 * 1024
-# What a kernel may declare there; only layouts of CUDA's own need more than Metal has.
-CUDA_THREADGROUP_MEMORY = 48 * 1024
 
 
 class KernelError(ValueError):
@@ -53,6 +48,7 @@ class Declaration:
     atomic_outputs: bool = False
     max_threads: int = MAX_THREADS
     threadgroup_memory: int | Callable[..., int] = 0
+    registers: int | Callable[..., int] = 0
     multiples: tuple[Multiple, ...] = ()
     large: bool = False
     ensure_row_contiguous: bool = True

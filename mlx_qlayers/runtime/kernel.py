@@ -12,18 +12,12 @@ from typing import Any, Unpack
 import mlx.core as mx
 
 from .backend import BackendError, Outdated, backend, current, epoch, up_to_date
-from .declaration import (
-    CUDA_THREADGROUP_MEMORY,
-    MAX_THREADGROUP_MEMORY,
-    MAX_THREADS,
-    Declaration,
-    KernelError,
-    Multiple,
-)
+from .declaration import Declaration, KernelError, Multiple
 from .explain import note
 from .health import WORDS, check_report
 from .launch import Bound, Launch, LaunchOptions, Size
 from .launch_checks import checked_launch
+from .limits import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY, MAX_THREADS
 from .spec import Spec
 from .tracing import record
 from .transformed import is_transformed, without_derivative
@@ -61,6 +55,7 @@ class Kernel(Declaration):
         max_threads: the largest threadgroup that it may be launched with.
         threadgroup_memory: the bytes of threadgroup memory that it takes, or a function that
             returns them for the template's values, passed by name.
+        registers: likewise the 32-bit words of the arrays that a thread holds at a time.
         multiples: what the extents of inputs must be multiples of.
         large: whether its offsets have 64 bits, so that arrays of 2^31 elements may be passed.
         ensure_row_contiguous: whether inputs that are not row-contiguous are copied first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from numbers import Real
 from operator import index
@@ -10,9 +10,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from .declaration import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY, Declaration
+from .declaration import Declaration
 from .generated_source import TYPES
 from .launch import Launch, Size, TemplateValue
+from .limits import (
+    CUDA_THREADGROUP_MEMORY,
+    MAX_THREADGROUP_MEMORY,
+    has_few_registers,
+    most_threads,
+)
 from .program import CONSTANT_BELOW, Parameter
 from .spec import Spec
 
@@ -48,6 +54,7 @@ def checked_launch(
         check.input(x, parameter)
     grid, threadgroup = check.size("grid", grid), check.size("threadgroup", threadgroup)
     check.threads(grid, threadgroup)
+    check.registers(backend, prod(threadgroup))
     dtypes = check.output_dtypes(output_dtypes)
     check.multiples(inputs)
     shapes, specs = check.output_shapes(output_shapes), [Spec.of(x) for x in inputs]
@@ -95,14 +102,25 @@ class _Check:
         raise self.error(f"template parameter {name} must be {wanted}, not {value!r}")
 
     def memory(self, backend: str) -> None:
-        memory = self.kernel.threadgroup_memory
-        used = memory(**self.values) if callable(memory) else memory
+        used = self._declared(self.kernel.threadgroup_memory)
         most = CUDA_THREADGROUP_MEMORY if backend == "cuda" else MAX_THREADGROUP_MEMORY
         if used > most:
             raise self.error(
                 f"needs {used} bytes of threadgroup memory with {dict(self.values)}, there are "
                 f"{most}"
             )
+
+    def registers(self, backend: str, threads: int) -> None:
+        """Where a thread has few, larger threadgroups are refused when they are launched."""
+        held = self._declared(self.kernel.registers) if backend == "metal" else 0
+        if threads > (most := most_threads(held)) and held and has_few_registers():
+            raise self.error(
+                f"has {threads} threads with {held} words of arrays each with "
+                f"{dict(self.values)}; M1 and M2 have registers for {most}"
+            )
+
+    def _declared(self, demand: int | Callable[..., int]) -> int:
+        return demand(**self.values) if callable(demand) else demand
 
     def input(self, x: mx.array | Spec, parameter: Parameter) -> None:
         """What MLX passes must be what the function declares."""

@@ -1,15 +1,38 @@
-"""No configuration that a launcher chooses breaks a limit of the hardware: every one is bound."""
+"""No configuration that a launcher chooses breaks a limit of the hardware.
+
+Launches are bound, not run: that checks threads, threadgroup memory, and registers of M1 and M2.
+"""
 
 from __future__ import annotations
 
 import itertools
+from importlib import import_module
 
 import mlx.core as mx
 import pytest
 
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.attention import backward, decode, step
+from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
+from mlx_qlayers.metal.attention.step import attention_step
+from mlx_qlayers.metal.exp.launch import exp, exp_gradient
+from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
+from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs, configuration, gather_qmv
+from mlx_qlayers.metal.grid_sample import launch as grid_sample
+from mlx_qlayers.metal.quantized_matmul.dequantize import dequantize
+from mlx_qlayers.metal.quantized_matmul.gradients import scales_and_biases_gradient
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm, qmm_config
-from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays, qmv, qmv_config
-from mlx_qlayers.options import MatmulCall, PackedMatrix
+from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays, QmvMatrixConfig, qmv, qmv_config
+from mlx_qlayers.metal.rotary.launch import rotary_embedding
+from mlx_qlayers.options import (
+    AttentionCall,
+    MatmulCall,
+    PackedMatrix,
+    Rotation,
+    Sampling,
+    Scores,
+)
+from mlx_qlayers.runtime import KernelError, launch_checks, limits
 from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.spec import Spec
 from tests.packed import FORMATS
@@ -17,13 +40,17 @@ from tests.packed import FORMATS
 DTYPES = (mx.float32, mx.bfloat16)
 WIDTHS = (512, 4096, 18944, 152064)
 DEPTHS = (512, 8960)
+SIZES = range(8, 257, 8)
+HEADS = [*((d, d) for d in SIZES), *((d, 128) for d in SIZES), *((192, dv) for dv in SIZES)]
+MODES = ("nearest", "bilinear", "bicubic")
 
 
 @pytest.fixture(params=["metal", "cuda"])
 def device(request, machine, monkeypatch):
     """A GPU that is not here: launches are checked and bound, nothing runs."""
     machine(request.param)
-    monkeypatch.setattr(mx.fast, f"{request.param}_kernel", lambda **made: lambda **launch: [])
+    module = import_module(f"mlx_qlayers.runtime.{request.param}")
+    monkeypatch.setattr(module, "bind", lambda launch: lambda arrays: [])
     with use_backend(request.param):
         yield request.param
 
@@ -61,3 +88,142 @@ def test_qmm(fmt, device):
             bound.add((config, dtype, transpose))
             matrix = packed(fmt, *((n, k) if transpose else (k, n)), dtype)
             qmm(MatmulCall(Spec((m, k), dtype), matrix, transpose, fmt), config)
+
+
+def test_attention_of_many_queries(device):
+    """Forward and backward, which is bound where it is asked for."""
+    mask = Spec((8, 1, 2, 40, 70), mx.bool_)
+    for dtype, (d, dv) in itertools.product(DTYPES, HEADS):
+        if min(d, dv) < 32:
+            continue
+        q, k, v = (Spec((1, 2, n, width), dtype) for n, width in ((40, d), (70, d), (70, dv)))
+        at = Launcher(AttentionCall(q, (k,), (v,), Scores(0.1, True), mask))
+        attention_forward(at)
+        out, rows = Spec((1, 2, 40, dv), dtype), Spec((1, 2, 40, 2), mx.float32)
+        delta, average = Spec((1, 2, 40), mx.float32), Spec((1, 2, dv), mx.float32)
+        keys, shape = at.layout("keys"), (70, 2)
+        values = {"AVERAGE": at.average, "ROLES": keys.roles}
+        others = out, rows, delta, average
+        at.bind(backward._KEYS, others, keys, shape, [k.shape, v.shape], **values)
+        per_query = (out, out, rows), at.layout("queries"), (40, 2)
+        at.bind(backward._QUERIES, *per_query, [q.shape, delta.shape])
+        at.bind(backward._MASK, *per_query, [(1, 2, 40, 70)], init_value=0)
+
+
+def test_attention_of_few_queries(device):
+    for dtype, (d, dv), bits in itertools.product(DTYPES, HEADS, (0, *decode.BITS)):
+        if bits and (d % 32 or dv % 32):
+            continue
+        cache = [
+            (Spec((2, 2, 4096, width), dtype),)
+            if bits == 0
+            else (
+                Spec((2, 2, 4096, width * bits // 32), mx.uint32),
+                *[Spec((2, 2, 4096, width // 32), dtype)] * 2,
+            )
+            for width in (d, dv)
+        ]
+        for rows, mask in itertools.product((1, 4, 7, 9, 17, 64), (None, mx.float32)):
+            mask = mask and Spec((8, 2, 2 * rows, 1, 4096), mask)
+            q = Spec((2, 2 * rows, 1, d), dtype)
+            call = AttentionCall(q, *cache, Scores(0.1), mask)
+            if device == "cuda" or decode.fits_few_registers(call):
+                dtype, *question = decode.question(call)
+                del question[4]  # caches
+                config = decode.configure(device, dtype, *question)
+                decode.attention_decode(call, config)
+            else:
+                assert max(d, dv) > (128 if dtype.size == 2 or bits else 64)
+
+
+def test_attention_step(device):
+    for dtype, (d, dv), size in itertools.product(DTYPES, HEADS, (256, 4096)):
+        rows = (Spec((1, 1, n), dtype) for n in (8 * d, 2 * d, 2 * dv))
+        buffers = (Spec((1, 2, size, width), dtype) for width in (d, dv))
+        arrays = *rows, *buffers, Spec((8,), mx.int32), None, None
+        attention_step(arrays, 0.1, Rotation(d), step.configure(device, dtype, size))
+
+
+def experts(fmt, dtype, transpose):
+    """The specs of 8 matrices, and 512 columns of x."""
+    return PackedMatrix(*(a and Spec((8, *a.shape), a.dtype) for a in packed(fmt, 512, 512, dtype)))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_gather_qmm(fmt, device):
+    for dtype, transpose, rows, in_order in itertools.product(
+        DTYPES, (True, False), (1, 4, 32), (True, False)
+    ):
+        matrix = experts(fmt, dtype, transpose)
+        pairs = Pairs((64,), 1, in_order)
+        call = MatmulCall(Spec((64, rows, 512), dtype), matrix, transpose, fmt)
+        gather_qmv(call, pairs, configuration(device, rows, in_order, transpose, fmt))
+        gather_qmm_sorted(call, pairs, gather_qmm_config(64 * rows, 8, dtype, fmt))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_dequantize_and_gradients(fmt, device):
+    for dtype, k in itertools.product(DTYPES, (512, 8960)):
+        matrix = packed(fmt, 512, k, dtype)
+        dequantize([matrix] * 3, fmt, dtype)
+        if fmt.mode == "affine":
+            call = MatmulCall(Spec((40, k), dtype), matrix, True, fmt)
+            scales_and_biases_gradient(call, Spec((40, 512), dtype), device)
+
+
+def test_grid_sample(device):
+    for channels, dtype, dims in itertools.product((*range(1, 18), 64, 70), DTYPES, (2, 3)):
+        x = Spec((2, *[9] * dims, channels), dtype)
+        grid = Spec((2, *[5] * dims, dims), mx.float32)
+        for mode, deterministic in itertools.product(MODES[: 5 - dims], (False, True)):
+            options = Sampling(mode, deterministic=deterministic)
+            config = grid_sample.heuristic(channels, dtype, device, deterministic)
+            if device == "metal":
+                config = grid_sample.within_registers(config, x, grid, options)
+            for bind in (
+                grid_sample.grid_sample,
+                grid_sample.gradient_x,
+                grid_sample.gradient_grid,
+            ):
+                bind(x, grid, options, config)
+
+
+def test_rotary_and_elementwise(device):
+    for dtype, dims in itertools.product(DTYPES, range(2, 257, 2)):
+        q, k = Spec((2, 3, 8, 256), dtype), Spec((2, 3, 2, 256), dtype)
+        for offset, base in itertools.product(
+            (Spec((), mx.int32), Spec((2,), mx.int32)), (None, 1e4)
+        ):
+            rotary_embedding(q, k, offset, Rotation(dims, base=base), 4)
+        x = Spec((41, dims), dtype)
+        exp(x, False), exp(x, True), exp_gradient(x)
+
+
+def test_registers_of_every_launch_are_checked(machine, monkeypatch):
+    """On M1 and M2, where MLX would raise when the launch is evaluated; others take it."""
+    machine("metal")
+    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **made: lambda **launch: [])
+    fmt, x = Format(64, 4), Spec((16, 512), mx.bfloat16)
+    large = QmvMatrixConfig(fragments=2, run=16, tiles=4, simds=4, ahead=4)
+    specs = QmvArrays(x, None, None, None, None, *packed(fmt, 512, 512, mx.bfloat16))
+    with use_backend("metal"):
+        with pytest.raises(KernelError, match="128 threads with 188 words of arrays each"):
+            qmv(specs, fmt, large)
+        monkeypatch.setattr(launch_checks, "has_few_registers", lambda: False)
+        qmv(specs, fmt, large)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "few"),
+    [("applegpu_g13g", True), ("applegpu_g14d", True), ("applegpu_g15s", False)],
+)
+def test_generations(architecture, few, monkeypatch):
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+    assert limits.has_few_registers.__wrapped__() is few
+
+
+def test_threads_by_registers():
+    """Above 104 registers not more than 384 threads, above 128 none; 16 are not arrays."""
+    assert [limits.most_threads(held) for held in (0, 36, 88, 89, 112, 113)] == [
+        *(1024, 1024, 512, 384, 384, 0)
+    ]

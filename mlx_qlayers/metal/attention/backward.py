@@ -12,7 +12,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
 from .forward import LOG2E, Launcher, absent
-from .layout import PARAMETERS, memory
+from .layout import PARAMETERS, memory, registers
 
 # What lowers the scores of a query that sees no key, as score_tile.metal has it.
 _BLANK = 1e38
@@ -26,6 +26,7 @@ _QUERIES, _MASK = (
         outputs=outputs,
         template=(*_RULE, *PARAMETERS),
         threadgroup_memory=lambda **values: memory("queries", values),
+        registers=lambda **values: registers("queries", values),
         large=True,
         ensure_row_contiguous=False,
     )
@@ -41,6 +42,7 @@ _KEYS = Kernel(
     outputs=("d_k", "d_v"),
     template=(*_RULE, "AVERAGE", "ROLES", *PARAMETERS),
     threadgroup_memory=lambda **values: memory("keys", values),
+    registers=lambda **values: registers("keys", values),
     large=True,
     ensure_row_contiguous=False,
 )

@@ -13,6 +13,7 @@ import mlx.core as mx
 from ...options import AttentionCall
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 from ...runtime.launch import Bound, TemplateValue
+from ...runtime.limits import most_threads
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 from .layout import rounded
@@ -42,6 +43,31 @@ def _memory(
     return (queries + shares) * T.size + 32 * simds * columns
 
 
+def _registers(
+    *,
+    T: mx.Dtype,
+    D: int,
+    bits: int,
+    seen: int,
+    columns: int,
+    simds: int,
+    blocks: int,
+    slice: int,
+    run: int,
+    **_: object,
+) -> int:
+    """Words of the arrays of a thread: keys and values on their way, queries, sums and scores."""
+    width, packed = bits or 8 * T.size, bits > 0
+    steps, run_v = -(-D // (4 * run)), min(slice // 8, 8 if packed else 16 // T.size)
+    keys = 2 * blocks * steps * (run * width // 32 + packed)
+    values = simds * blocks * slice // (2 * run_v) * (run_v * width // 32 + packed)
+    queries = columns * steps * run // 4
+    kept = queries * T.size if queries <= 16 else T.size
+    # Of each row the largest score, its sum, its position and where its mask is; of all, scores.
+    rows = columns * (4 + 2 + 4 * (seen >= _BOOLEAN) + 4 * blocks)
+    return keys + values + kept + rows + columns * slice // 4
+
+
 @cache
 def _kernel(serial: bool, packed: bool, masked: bool, sinking: bool) -> Kernel:
     """A kernel that takes what there is: every array that is passed costs time at each launch."""
@@ -59,6 +85,7 @@ def _kernel(serial: bool, packed: bool, masked: bool, sinking: bool) -> Kernel:
         outputs=("out",),
         template=(*_COMMON, *own),
         threadgroup_memory=0 if serial else _memory,
+        registers=0 if serial else _registers,
         large=True,
         ensure_row_contiguous=False,
     )
@@ -74,6 +101,8 @@ def _combine(sinking: bool) -> Kernel:
         omitted=() if sinking else ("sinks",),
         outputs=("out",),
         template=("T", "N", "Dv", "simds", "sinking"),
+        threadgroup_memory=lambda Dv, simds, **_: 4 * simds * (-(-Dv // 32) * 32 + 1),
+        registers=lambda Dv, **_: -(-Dv // 32),
         large=True,
     )
 
@@ -156,17 +185,38 @@ def configure(
         return Serial(min(1 << (rows - 1).bit_length(), 4096 // max(width, v_width, 64)))
     slice = 64 if bits else 32 if v_width >= 96 else 16
     simds, run = -(-v_width // slice), 16 if bits else 16 // dtype.size
-
-    def fits(columns: int) -> bool:
-        memory = _memory(T=dtype, D=width, columns=columns, simds=simds, blocks=1, run=run)
-        # The sums of all rows must stay in registers.
-        return memory <= MAX_THREADGROUP_MEMORY and columns * slice <= 256
-
-    columns = next(n for n in range(min(-(-rows // 8), 8), 0, -1) if n == 1 or fits(n))
     few, many, long = _SPLITS[bits > 0]
     splits = 1 if keys <= _UNSPLIT_KEYS else few if keys <= long else many
-    blocks = 2 if bits and columns == 1 else 1
-    return Decode(columns, simds, blocks, slice, run, min_keys=64, max_splits=splits)
+
+    def spread(columns: int, blocks: int = 1) -> Decode:
+        return Decode(columns, simds, blocks, slice, run, min_keys=64, max_splits=splits)
+
+    def fits(config: Decode) -> bool:
+        columns = config.columns
+        memory = _memory(T=dtype, D=width, columns=columns, simds=simds, blocks=1, run=run)
+        # The sums of all rows must stay in registers.
+        if columns * slice > 256 or memory > MAX_THREADGROUP_MEMORY:
+            return False
+        return device == "cuda" or _fits(config, dtype, width, bits)
+
+    of_rows = [spread(columns) for columns in range(min(-(-rows // 8), 8), 1, -1)]
+    config = next(filter(fits, of_rows), spread(1))
+    wide = spread(1, blocks=2)
+    return wide if bits and config.columns == 1 and fits(wide) else config
+
+
+def fits_few_registers(call: AttentionCall) -> bool:
+    """Whether M1 and M2 have registers for a call: not with wide heads."""
+    dtype, rows, width, v_width, bits, _, keys = question(call)
+    config = configure("metal", dtype, rows, width, v_width, bits, keys)
+    return isinstance(config, Decode) and _fits(config, dtype, width, bits)
+
+
+def _fits(config: Decode, dtype: mx.Dtype, width: int, bits: int) -> bool:
+    """Whether they have them for a configuration, with a mask."""
+    spread = {name: getattr(config, name) for name in _LAYOUT}
+    held = _registers(T=dtype, D=width, bits=bits, seen=_ADDITIVE, **spread)
+    return 32 * config.simds <= most_threads(held)
 
 
 def attention_decode(call: AttentionCall, config: Decode | Serial) -> Callable[..., list[mx.array]]:

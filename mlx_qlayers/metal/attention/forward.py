@@ -13,7 +13,7 @@ from ...runtime.backend import backend, use_backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, TemplateValue
 from ...runtime.spec import Spec
-from .layout import PARAMETERS, Layout, layout, memory, rounded
+from .layout import PARAMETERS, Layout, layout, memory, registers, rounded
 
 # More queries or keys than there can be: positions are 32-bit numbers, and so are their sums.
 FAR = 2**28
@@ -27,6 +27,7 @@ _FORWARD = Kernel(
     outputs=("out", "norms"),
     template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", *PARAMETERS),
     threadgroup_memory=lambda **values: memory("forward", values),
+    registers=lambda **values: registers("forward", values),
     large=True,
     ensure_row_contiguous=False,
 )

@@ -125,7 +125,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
         (64, Layout(roles=2, tile=16)),
         (128, Layout(simds=8, slices=2, roles=2, tile=16)),
         (160, Layout(simds=4, slices=2, roles=2, tile=16)),
-        (256, Layout(slices=4, tile=16, alternate=True)),
+        (256, Layout(simds=6, slices=6, tile=16, alternate=True)),
     ),
     ("keys", "cuda", 2): (
         (56, Layout()),
@@ -165,12 +165,19 @@ def _stride(width: int, size: int) -> int:
     return (width * size // 16 | 1) * 16 // size
 
 
+def _rounded_widths(kernel: str, values: Mapping[str, Any]) -> list[int]:
+    """The head sizes of keys and values, in whole steps of every slice."""
+    widths = [values["D"], values["DV"]]
+    if kernel == "keys":
+        widths = [max(widths)] * 2
+    rounding = [16 * values["SLICES"], (8 if kernel == "forward" else 16) * values["SLICES"]]
+    return [-(-width // to) * to for width, to in zip(widths, rounding, strict=True)]
+
+
 def registers(kernel: str, values: Mapping[str, Any]) -> int:
     """32-bit registers that operands, sums and products take in a thread, as :func:`memory`."""
     size, slices, roles = values["T"].size, values["SLICES"], values.get("ROLES", 1)
-    width, width_v = values["D"], values["DV"]
-    if kernel == "keys":
-        width = width_v = max(width, width_v)
+    width, width_v = _rounded_widths(kernel, values)
     operands = {"forward": width, "queries": width + width_v, "keys": 2 // roles * width}[kernel]
     sums = {"forward": width_v, "queries": width, "keys": 2 // roles * width}[kernel]
     products = {"forward": 1, "queries": 2, "keys": 2 // roles}[kernel] * values["TILE"]
@@ -199,11 +206,7 @@ def memory(kernel: str, values: Mapping[str, Any], device: str | None = None) ->
     device = device or backend()
     size, slices, tile = values["T"].size, values["SLICES"], values["TILE"]
     roles, together = values.get("ROLES", 1), _together(values, device)
-    widths = [values["D"], values["DV"]]
-    if kernel == "keys":
-        widths = [max(widths)] * 2
-    rounding = [16 * slices, (8 if kernel == "forward" else 16) * slices]
-    wide = [-(-width // to) * to for width, to in zip(widths, rounding, strict=True)]
+    wide = _rounded_widths(kernel, values)
     rows = [size * (width if together else _stride(width, size)) for width in wide]
     used = tile * (max(rows) if values["ALTERNATE"] else sum(rows))
     statistics = (12 if size == 4 else 8) * tile if kernel == "keys" else 0

@@ -28,6 +28,11 @@ def _memory(*, T: mx.Dtype, D: int, Dv: int, simds: int, **_: object) -> int:
     return 2 * D * T.size + 4 * simds * (Dv + 2)
 
 
+def _registers(*, T: mx.Dtype, ahead: int, **_: object) -> int:
+    """Words of the arrays of a thread: keys and values on their way, scores, query and sums."""
+    return ahead * (4 * T.size + 1) + 8 + 8 + 10
+
+
 @cache
 def _kernel(masked: bool, listed: bool) -> Kernel:
     there = {"mask": masked, "freqs": listed}
@@ -44,6 +49,7 @@ def _kernel(masked: bool, listed: bool) -> Kernel:
             *("simds", "ahead", "P", "split"),
         ),
         threadgroup_memory=_memory,
+        registers=_registers,
         large=True,
     )
 
@@ -63,9 +69,11 @@ class Step:
     splits: int = 1
 
 
-def configure(size: int) -> Step:
-    """The configuration for buffers of so many keys."""
-    return Step(16, 4, 1 if size <= _UNSPLIT_KEYS else _SPLITS)
+def configure(device: str, dtype: mx.Dtype, size: int) -> Step:
+    """The configuration for buffers of so many keys, on ``"metal"``, ``"cuda"`` or ``"host"``."""
+    # Four keys of float32 ahead take more registers than M1 and M2 have for 16 SIMD groups.
+    ahead = 2 if device == "metal" and dtype == mx.float32 else 4
+    return Step(16, ahead, 1 if size <= _UNSPLIT_KEYS else _SPLITS)
 
 
 def question(

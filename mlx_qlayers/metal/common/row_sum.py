@@ -17,6 +17,7 @@ KERNEL = Kernel(
     outputs=("y",),
     template=("T", "upcast", "unroll", "local", "group", "blocked", "padded"),
     threadgroup_memory=lambda upcast, local, group, **_: 4 * upcast * local * group,
+    registers=lambda upcast, unroll, **_: upcast * (1 + unroll),
     large=True,
 )
 

@@ -12,7 +12,7 @@ from ...formats import GLOBAL_UNIT, Format
 from ...options import MatmulCall
 from ...runtime.kernel import MAX_THREADS, Kernel
 from ...runtime.spec import Spec
-from ..quantized_matmul.qmm import QmmConfig, threadgroup_memory
+from ..quantized_matmul.qmm import QmmConfig, registers, threadgroup_memory
 from ..quantized_matmul.qmv import packed_template
 from .gather_qmv import Pairs, Products
 
@@ -32,6 +32,7 @@ _TILES = Kernel(
     outputs=("y",),
     template=("T", "S", "mode", "group", "bits", "transposed", *_CUT, "aligned", "scaled"),
     threadgroup_memory=threadgroup_memory,
+    registers=registers,
     large=True,
 )
 

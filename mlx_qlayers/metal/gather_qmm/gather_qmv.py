@@ -14,7 +14,7 @@ from ...formats import GLOBAL_UNIT, Format
 from ...options import MatmulCall
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
-from ..quantized_matmul.qmv import QmvConfig, packed_template
+from ..quantized_matmul.qmv import QmvConfig, packed_template, registers
 
 _kernel: Callable[..., Kernel] = partial(
     Kernel,
@@ -24,10 +24,16 @@ _kernel: Callable[..., Kernel] = partial(
     large=True,
 )
 _FORMAT = ("T", "S", "mode", "group", "bits")
-_ROWS = _kernel("gather_qmm_rows", template=(*_FORMAT, *QmvConfig.template, "listed", "scaled"))
+_ROWS = _kernel(
+    "gather_qmm_rows",
+    template=(*_FORMAT, *QmvConfig.template, "listed", "scaled"),
+    # And where each row of x is.
+    registers=lambda rows, **values: registers(rows=rows, **values) + 2 * rows,
+)
 _COLUMNS = _kernel(
     "gather_qmm_columns",
     template=(*_FORMAT, "rows", "run", "deep", "wide", "lanes", "listed", "scaled"),
+    registers=lambda rows, run, deep, **_: (rows + deep) * run + 2 * rows,
 )
 
 
@@ -102,11 +108,12 @@ def configuration(
         if transpose:
             return QmvConfig(rows, outputs=4, run=run, lanes=1, ways=16, threads=8)
         return Columns(rows, run=run, deep=1 if single else 32, wide=1, lanes=1, threads=8)
-    # The sums and unpacked weights must stay within some 100 registers.
+    # The sums and unpacked weights must stay in registers, of which Apple GPUs have fewer.
     run = 32 if fmt.bits % 2 else 16
     if transpose:
         rows = 1 if single else 4 if run == 16 else 2
-        outputs = 2 if single and fmt.mode == "affine" else 4
+        wide = device == "metal" and run == 32
+        outputs = 2 if wide or (single and fmt.mode == "affine") else 4
         return QmvConfig(rows, outputs, run=run, lanes=32, ways=1, threads=64)
     return Columns(1 if single else 64 // run, run=run, deep=1, wide=4, lanes=32, threads=64)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
 from ...options import Sampling
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
+from ...runtime.limits import most_threads
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 
@@ -21,6 +23,19 @@ _PADDING = {"zeros": 0, "border": 1, "reflection": 2}
 # Threads along x before they go on along y, and sorted shares added up by one group of lanes.
 _ROW = 2**30
 _BLOCK = 256
+
+
+def _forward_registers(*, T: mx.Dtype, NDIM: int, TAPS: int, V: int, RUN: int, **_: object) -> int:
+    """Words of the arrays of a thread: pixels with their addresses and weights, and sums."""
+    pixels, words = TAPS**NDIM, -(-V * T.size // 4)
+    return pixels * (3 + words) + V + (RUN - 1) * 2 * NDIM * TAPS
+
+
+def _gradient_registers(*, T: mx.Dtype, NDIM: int, TAPS: int, V: int, RUN: int, **_: object) -> int:
+    """The same of the gradient of the grid: for weights what they and slopes are made of."""
+    pixels, words = TAPS**NDIM, -(-V * T.size // 4)
+    return pixels * (2 + words) + words + (NDIM + 1) * V + RUN * 3 * NDIM * TAPS
+
 
 # Of x and grid, or of these and the cotangent.
 Sampled = Callable[..., mx.array]
@@ -33,12 +48,16 @@ _sampling: Callable[..., Kernel] = partial(
     ensure_row_contiguous=False,
 )
 _FORWARD = _sampling(
-    "grid_sample_forward", inputs=("x", "grid", "size", "options"), outputs=("out",)
+    "grid_sample_forward",
+    inputs=("x", "grid", "size", "options"),
+    outputs=("out",),
+    registers=_forward_registers,
 )
 _GRADIENT_GRID = _sampling(
     "grid_sample_gradient_grid",
     inputs=("x", "grid", "cotangent", "size", "options"),
     outputs=("d_grid",),
+    registers=_gradient_registers,
 )
 _GRADIENT_X = Kernel(
     "grid_sample_gradient_x",
@@ -46,6 +65,8 @@ _GRADIENT_X = Kernel(
     inputs=("grid", "cotangent", "size", "options"),
     outputs=("d_x",),
     template=("T", "G", "NDIM", "TAPS", "LANES"),
+    # Places of 64 bits, and weights.
+    registers=lambda NDIM, TAPS, **_: 3 * TAPS**NDIM,
     atomic_outputs=True,
     large=True,
 )
@@ -122,6 +143,22 @@ def heuristic(
     scatter = "sorted" if deterministic else "atomics"
     lanes, scatter_lanes = _lanes(channels // pack), _lanes(channels)
     return GridSampleConfig(pack, align, lanes, 1, scatter_lanes, scatter)
+
+
+def within_registers(
+    config: GridSampleConfig, x: Spec, grid: Spec, options: Sampling
+) -> GridSampleConfig:
+    """The configuration with as large packs as M1 and M2 have registers for, forward and back."""
+    shape: Any = {"T": x.dtype, "NDIM": grid.shape[-1], "TAPS": _TAPS[options.mode]}
+    for pack in (n for n in (config.pack, 4, 2, 1) if config.pack % n == 0):
+        shape |= {"V": pack, "RUN": config.run}
+        held = max(_forward_registers(**shape), _gradient_registers(**shape))
+        if config.threads <= most_threads(held):
+            break
+    if pack == config.pack:
+        return config
+    lanes = _lanes(x.shape[-1] // pack)
+    return replace(config, pack=pack, align=x.dtype.size * (pack & -pack), lanes=lanes)
 
 
 def _lanes(parts: int) -> int:

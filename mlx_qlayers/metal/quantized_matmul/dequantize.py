@@ -30,6 +30,8 @@ def _kernel(matrices: int, affine: bool) -> Kernel:
         outputs=("y",),
         omitted=tuple(name for name in names if name not in given),
         template=("T", "S", "mode", "group", "bits", "run", "count", "threads"),
+        # Packed words with their scales and biases, and what a run of them unpacks to.
+        registers=lambda bits, run, count, **_: count * (run * bits // 32 + 2) + run,
         large=True,
     )
 

@@ -25,6 +25,11 @@ def _tile_memory(T: mx.Dtype, **_: object) -> int:
     return 64 * (_ROWS + _COLUMNS + 2 * pad)
 
 
+def _registers(T: mx.Dtype, group: int, **_: object) -> int:
+    """Words of the arrays of a thread: sums of 16 x 128 in a SIMD group, and operands."""
+    return 64 + (4 if group <= 64 else 2) * T.size + T.size
+
+
 _kernel: Callable[..., Kernel] = partial(
     Kernel,
     file="quantized_matmul/gradients.metal",
@@ -37,6 +42,7 @@ _TILES = _kernel(
     template=("T", "S", "group", "bits", "wide", "gathered"),
     max_threads=_THREADS,
     threadgroup_memory=_tile_memory,
+    registers=_registers,
 )
 _GROUPS = _kernel(
     "quantized_gradients_groups", template=("T", "S", "group", "bits", "outputs", "gathered")

@@ -32,6 +32,24 @@ def threadgroup_memory(
     return stages * elements * T.size
 
 
+def registers(
+    T: mx.Dtype,
+    bits: int,
+    tile_m: int,
+    tile_n: int,
+    tile_k: int,
+    simds_m: int,
+    simds_n: int,
+    run: int,
+    **_: object,
+) -> int:
+    """Words of the arrays of a thread: sums, operands, and its share of the next tiles."""
+    rows, columns, threads = tile_m // simds_m // 16, tile_n // simds_n // 8, 32 * simds_m * simds_n
+    of_x = -(-tile_m * tile_k * T.size // 16 // threads) * 4
+    of_w = -(-tile_n * tile_k // run // threads) * (run * bits // 32 + T.size // 2)
+    return 4 * rows * columns + (2 * rows + columns) * T.size + of_x + of_w
+
+
 QMM = Kernel(
     "qmm",
     "quantized_matmul/qmm.metal",
@@ -39,6 +57,7 @@ QMM = Kernel(
     outputs=("y",),
     template=(*PRODUCT_TEMPLATE, "transposed", *_TILING, "aligned", "biased"),
     threadgroup_memory=threadgroup_memory,
+    registers=registers,
     large=True,
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import product
 from operator import itemgetter
 from struct import pack, unpack
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -17,8 +18,10 @@ import mlx.core as mx
 
 from ...formats import MODES, Format
 from ...options import MatmulCall, PackedMatrix
+from ...runtime.backend import backend
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 from ...runtime.launch import Bound, TemplateValue
+from ...runtime.limits import most_threads
 from ...runtime.program import CONSTANT_BELOW
 
 MAX_QMV_ROWS = 16
@@ -123,16 +126,34 @@ def qmv_config(
         return QmvConfig(rows, outputs=4, run=fmt.group_size, lanes=1, ways=16, threads=8)
     # Apple's matrix units multiply no faster than its other units: an estimate.
     if dtype != mx.float32 and (device == "cuda" or rows > 3):
-        return _matrix_units(rows, n, k, fmt, "norm" in kind)
-    return _any_units(rows, fmt)
+        config = _matrix_units(rows, n, k, fmt, "norm" in kind)
+        smaller = config if device == "cuda" else _within_registers(config, dtype, fmt)
+        if smaller is not None:
+            return smaller
+    return _any_units(device, rows, fmt)
 
 
-def _any_units(rows: int, fmt: Format) -> QmvConfig:
-    """For every GPU and dtype: sums and unpacked weights stay within some 100 registers."""
+def _any_units(device: str, rows: int, fmt: Format) -> QmvConfig:
+    """For every GPU and dtype: sums and unpacked weights stay in registers."""
     run = 32 if fmt.bits % 2 else 16
     rows = next(n for n in (1, 2, 4, 8, MAX_QMV_ROWS) if n >= rows)
-    outputs = 4 if rows * run <= 64 else 2
+    outputs = 4 if rows * run <= (64 if device == "cuda" or run == 16 else 32) else 2
     return QmvConfig(rows, outputs, run, lanes=32, ways=1, threads=64)
+
+
+def _within_registers(
+    config: QmvMatrixConfig, dtype: mx.Dtype, fmt: Format
+) -> QmvMatrixConfig | None:
+    """The configuration, or a smaller one, for which M1 and M2 have registers."""
+    told: dict[str, Any] = {**packed_template(fmt, dtype, dtype), "normed": True}
+    sizes = product((config.tiles, 2), (config.simds, 8), (config.ahead, 1))
+    for tiles, simds, ahead in sizes:
+        smaller = replace(config, tiles=tiles, simds=min(simds, config.simds), ahead=ahead)
+        # With a gate tiles come in pairs.
+        spread = asdict(smaller) | {"tiles": tiles + tiles % 2}
+        if smaller.threads <= most_threads(_matrix_registers(**told, **spread)):
+            return smaller
+    return None
 
 
 def _matrix_units(rows: int, n: int, k: int, fmt: Format, normed: bool) -> QmvMatrixConfig:
@@ -294,7 +315,7 @@ def _fitting(
         raise ValueError(f"{config} does not take rows of {k} elements")
     if not takes_deferred_norm(config, specs.matrices):
         # That kernel reads the shape of w, which so arrives as it is: in constant memory.
-        return _any_units(specs.x.size // k, fmt)
+        return _any_units(backend(), specs.x.size // k, fmt)
     if not gate or config.tiles % 2 == 0:
         return config
     # With a gate tiles in pairs, one of each matrix that it joins.
@@ -320,6 +341,40 @@ def _threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, 
     return 4 * simds * fragments * 8 * stacks * (tiles * 16 + 1)
 
 
+def registers(
+    *, rows: int, outputs: int, run: int, ways: int, normed: bool = False, **_: object
+) -> int:
+    """Words of the arrays of a thread of qmv: weights, sums, and squares of x or x itself.
+
+    The weights of a single row are used as they are unpacked.
+    """
+    weights = 2 * run if rows == 1 else outputs * run
+    return weights + rows * outputs * ways + rows * normed
+
+
+def _matrix_registers(
+    *,
+    T: mx.Dtype,
+    mode: int,
+    group: int,
+    bits: int,
+    normed: bool,
+    fragments: int,
+    run: int,
+    tiles: int,
+    ahead: int,
+    **_: object,
+) -> int:
+    """The same on the matrix units: packed words and numbers of the tiles, x, and sums."""
+    affine = mode == list(MODES).index("affine")
+    numbers = (6 if affine else 4) * (run // 16 if group == 16 else 1)
+    of_tile = 2 * ahead * run * bits // 32 + numbers + 4 + 4 * fragments
+    # Short runs of x are loaded a step ahead.
+    operands = fragments * run * T.size // 4 * (2 if run <= 16 else 1)
+    sums = 4 * fragments * (2 if affine else 1) + 2 * fragments * normed
+    return tiles * of_tile + operands + sums + 2 * T.size
+
+
 @lru_cache(maxsize=256)
 def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
     """One of the two kernels, without some of its inputs and outputs."""
@@ -336,6 +391,7 @@ def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
         omitted=omitted,
         template=_TEMPLATE + (QmvMatrixConfig if units else QmvConfig).template,
         threadgroup_memory=_threadgroup_memory if units else 0,
+        registers=_matrix_registers if units else registers,
         large=True,
     )
 

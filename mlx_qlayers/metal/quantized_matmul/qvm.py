@@ -18,6 +18,11 @@ def _threadgroup_memory(run: int, columns: int, shares: int, **_: object) -> int
     return 4 * columns * run * shares if shares > 1 else 4
 
 
+def _registers(rows: int, run: int, block: int, **_: object) -> int:
+    """Words of the arrays of a thread: sums and weights."""
+    return (rows + block) * run
+
+
 _QVM = Kernel(
     "qvm",
     "quantized_matmul/qvm.metal",
@@ -25,6 +30,7 @@ _QVM = Kernel(
     outputs=("y",),
     template=(*PRODUCT_TEMPLATE, "rows", "run", "block", "columns", "shares", "biased"),
     threadgroup_memory=_threadgroup_memory,
+    registers=_registers,
     large=True,
 )
 

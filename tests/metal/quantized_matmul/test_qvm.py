@@ -53,7 +53,8 @@ def test_every_format(fmt, dtype, shapes):
 @on_gpus
 @pytest.mark.parametrize(("fmt", "dtype"), pairwise(FORMATS, DTYPES), ids=str)
 def test_on_gpus(gpu, fmt, dtype):
-    check_all(fmt, dtype, SHAPES[:2], device=gpu)
+    # M1 and M2 have registers for the sums of two rows; there no operation takes this kernel.
+    check_all(fmt, dtype, [(1, 41, 3), (2, 8, 1)], device=gpu)
 
 
 @pytest.mark.parametrize("device", ["host", "metal"])

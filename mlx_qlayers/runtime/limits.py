@@ -1,0 +1,41 @@
+"""What GPUs offer a threadgroup and a thread."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import mlx.core as mx
+
+# What every Apple GPU of MLX's offers a threadgroup.
+MAX_THREADS = 1024
+MAX_THREADGROUP_MEMORY = 32 * 1024
+# What a kernel may declare there; only layouts of CUDA's own need more than Metal has.
+CUDA_THREADGROUP_MEMORY = 48 * 1024
+
+# On M1 and M2: the largest threadgroup, by the 32-bit registers of a thread. A pipeline with 105
+# to 128 was seen to take 384 threads; the other steps are Mesa's (agx_occupancy).
+_THREADS = {52: 1024, 56: 896, 64: 832, 68: 768, 72: 704, 80: 640, 92: 576, 104: 512, 128: 384}
+# What a thread needs beside its arrays: addresses, counters, operands on their way. Compiled for
+# CUDA with 128 registers, kernels with arrays of 112 do not spill and those of 136 do.
+_OTHERS = 16
+
+
+def most_threads(registers: int) -> int:
+    """The largest threadgroup of M1 and M2, by the 32-bit words of a thread's arrays; 0 for none.
+
+    Source: Mesa's AGX compiler; what Macs report for pipelines of MLX (mlx#2205, mlx#3885).
+
+    Example:
+        >>> most_threads(16), most_threads(88), most_threads(112), most_threads(113)
+        (1024, 512, 384, 0)
+    """
+    steps = (most for limit, most in _THREADS.items() if registers + _OTHERS <= limit)
+    return next(steps, 0)
+
+
+@cache
+def has_few_registers() -> bool:
+    """Whether the Apple GPU of this machine is an M1 or M2, or of a kind that does not say."""
+    found = re.match(r"applegpu_g(\d+)", str(mx.device_info().get("architecture")))
+    return found is None or int(found[1]) < 15
