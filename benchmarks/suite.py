@@ -95,6 +95,7 @@ FAMILIES = (
         "bench_deformable",
         small={"bench_deformable.GPU": first(1), "bench_deformable.CPU": first(1)},
     ),
+    Family("linalg", "bench_linalg", small={f"bench_linalg.{n}": first(1) for n in ("GPU", "CPU")}),
     Family("decode", "bench_decode", cpu=None, small=None),
     Family("generate", "bench_generate"),
 )

@@ -1,0 +1,1 @@
+"""Factorisations of float32 matrices and solves with triangular ones."""

@@ -1,0 +1,258 @@
+// Factorisations and triangular solves in float32, of batches of matrices.
+//
+// All are sums of products of blocks of 32: a thread owns one column of a block row, x[32], and
+// subtracts what tiles of 32 x 32 in threadgroup memory contribute to it. Inputs are read by their
+// strides, (batch, row, column), so that transposed, reversed or sliced ones are not copied.
+// Every matrix is padded with the identity to whole blocks.
+//
+// cholesky_block     R of W = R^T R, from the upper triangle of W (batch, n, n): one threadgroup a
+//                    matrix, one thread a column, n at most THREADS. info: 0, or the order of the
+//                    first leading minor that is not positive; from there on R is NaN.
+//                    Grid (THREADS * batch, 1, 1), 9 KiB.
+// solve_lower        X of L X = B, from the lower triangle of L (batch, n, n), B (batch, n, m).
+//                    Grid (batch * m in whole THREADS, 1, 1), 5 KiB.
+// subtract_product   B - A X, A (batch, n, k), X (batch, k, m); with UPPER only blocks of 32 x
+//                    EACH * THREADS that reach above the diagonal, else 0. A thread owns EACH
+//                    columns. Grid (batch * m / EACH in whole THREADS, n / 32, 1), 5 KiB.
+
+#include <metal_stdlib>
+using namespace metal;
+
+// Rows of tiles begin at multiples of 16 bytes, and neighbours of a column in different banks.
+constant int TILE_STRIDE = 36;
+
+// x[k] -= row[k] * factor from the quarter `first` on; rows lie at multiples of 16 bytes.
+METAL_FUNC void subtract_row(
+    thread float* x, const threadgroup float* row, float factor, int first = 0) {
+  const threadgroup float4* fours = reinterpret_cast<const threadgroup float4*>(row);
+#pragma unroll
+  for (int k = first; k < 8; k++) {
+    float4 four = fours[k];
+    x[4 * k] -= four.x * factor;
+    x[4 * k + 1] -= four.y * factor;
+    x[4 * k + 2] -= four.z * factor;
+    x[4 * k + 3] -= four.w * factor;
+  }
+}
+
+// x[k] -= tile[p][k] * y[p * stride] for 32 p.
+METAL_FUNC void subtract_tile(
+    thread float* x, const threadgroup float* tile, const device float* y, int64_t stride) {
+  for (int p = 0; p < 32; p++) {
+    subtract_row(x, tile + p * TILE_STRIDE, y[p * stride]);
+  }
+}
+
+// tile[p][k] = a[k][p] of 32 x 32 by all threads of the group; 0 outside of rows x columns, and
+// where k - p is less than `least`.
+template <int THREADS, typename P>
+METAL_FUNC void load_tile(
+    threadgroup float* tile,
+    P a,
+    int64_t row_stride,
+    int64_t column_stride,
+    int rows,
+    int columns,
+    int least,
+    uint thread_index) {
+  bool along_rows = column_stride == 1;  // neighbouring threads read neighbours
+  for (int e = thread_index; e < 1024; e += THREADS) {
+    int k = along_rows ? e / 32 : e % 32, p = along_rows ? e % 32 : e / 32;
+    bool wanted = k < rows && p < columns && k - p >= least;
+    tile[p * TILE_STRIDE + k] = wanted ? a[k * row_stride + p * column_stride] : 0.0f;
+  }
+}
+
+// x = L^-1 x, for L in a tile but for its diagonal.
+METAL_FUNC void solve_tile(
+    thread float* x, const threadgroup float* tile, const threadgroup float* pivots) {
+#pragma unroll
+  for (int j = 0; j < 32; j++) {
+    x[j] /= pivots[j];
+    subtract_row(x, tile + j * TILE_STRIDE, x[j], (j + 1) / 4);
+  }
+}
+
+template <int THREADS>
+[[kernel]] void cholesky_block(
+    const device float* w,
+    const constant int* w_shape,
+    const constant int64_t* w_strides,
+    device float* r,
+    device int* info,
+    uint batch [[threadgroup_position_in_grid]],
+    uint column [[thread_index_in_threadgroup]],
+    uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float4 tile_memory[8 * TILE_STRIDE], diagonal_memory[8 * TILE_STRIDE];
+  threadgroup float pivots[32];
+  threadgroup int minor;
+  threadgroup float* tile = reinterpret_cast<threadgroup float*>(tile_memory);
+  threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(diagonal_memory);
+  int n = w_shape[1], c = column;
+  device float* out = r + size_t(batch) * n * n;
+  if (column == 0) {
+    minor = 0;
+  }
+  for (int j = 0; j < n; j += 32) {
+    float x[32];
+    int rows = min(32, n - j);
+#pragma unroll
+    for (int k = 0; k < 32; k++) {
+      bool inside = k < rows && c < n && j + k <= c;
+      x[k] = inside ? w[batch * w_strides[0] + (j + k) * w_strides[1] + c * w_strides[2]]
+                    : float(j + k == c);
+    }
+    for (int p = 0; p < j; p += 32) {
+      threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
+      load_tile<THREADS>(tile, out + size_t(p) * n + j, 1, n, rows, 32, -32, column);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (c >= j && c < n) {
+        subtract_tile(x, tile, out + size_t(p) * n + c, n);
+      }
+    }
+    if (int(simd) == j / 32) {
+#pragma unroll
+      for (int i = 0; i < 32; i++) {
+        float pivot = simd_shuffle(x[i], ushort(i));
+        if (pivot <= 0 && lane == 0) {
+          minor = j + i + 1;  // all later pivots are NaN
+        }
+        float root = pivot > 0 ? precise::sqrt(pivot) : NAN;
+        x[i] = int(lane) == i ? root : x[i] / root;
+        diagonal[i * TILE_STRIDE + lane] = int(lane) > i ? x[i] : 0.0f;
+        if (int(lane) == i) {
+          pivots[i] = root;
+        }
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        subtract_row(x, diagonal + i * TILE_STRIDE, x[i], (i + 1) / 4);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (c >= j + 32) {
+      solve_tile(x, diagonal, pivots);
+    }
+    if (c < n) {
+#pragma unroll
+      for (int k = 0; k < 32; k++) {
+        if (k < rows) {
+          out[size_t(j + k) * n + c] = j + k <= c ? x[k] : 0.0f;
+        }
+      }
+    }
+  }
+  if (column == 0) {
+    info[batch] = minor;
+  }
+}
+
+template <int THREADS>
+[[kernel]] void solve_lower(
+    const device float* l,
+    const constant int* l_shape,
+    const constant int64_t* l_strides,
+    const device float* b,
+    const constant int* b_shape,
+    const constant int64_t* b_strides,
+    device float* x,
+    uint group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float4 tile_memory[8 * TILE_STRIDE];
+  threadgroup float pivots[32];
+  threadgroup float* tile = reinterpret_cast<threadgroup float*>(tile_memory);
+  int n = l_shape[1], m = b_shape[2], groups = (m + THREADS - 1) / THREADS;
+  int batch = group / groups, c = group % groups * THREADS + thread_index;
+  int64_t row = l_strides[1], col = l_strides[2];
+  device float* out = x + size_t(batch) * n * m + c;
+  for (int j = 0; j < n; j += 32) {
+    float own[32];
+    int rows = min(32, n - j);
+#pragma unroll
+    for (int k = 0; k < 32; k++) {
+      own[k] = k < rows && c < m
+          ? b[batch * b_strides[0] + (j + k) * b_strides[1] + c * b_strides[2]]
+          : 0.0f;
+    }
+    int64_t left = batch * l_strides[0] + j * row;
+    for (int p = 0; p <= j; p += 32) {
+      int least = p == j ? 1 : -32;
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      load_tile<THREADS>(tile, l + (left + p * col), row, col, rows, n - p, least, thread_index);
+      if (p == j && thread_index < 32) {
+        bool inside = int(thread_index) < rows;
+        pivots[thread_index] = inside ? l[left + j * col + thread_index * (row + col)] : 1.0f;
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (p < j && c < m) {
+        subtract_tile(own, tile, out + size_t(p) * m, m);
+      }
+    }
+    solve_tile(own, tile, pivots);
+#pragma unroll
+    for (int k = 0; k < 32; k++) {
+      if (k < rows && c < m) {
+        out[size_t(j + k) * m] = own[k];
+      }
+    }
+  }
+}
+
+template <int THREADS, int EACH, bool UPPER>
+[[kernel]] void subtract_product(
+    const device float* b,
+    const constant int64_t* b_strides,
+    const device float* a,
+    const constant int* a_shape,
+    const constant int64_t* a_strides,
+    const device float* x,
+    const constant int* x_shape,
+    const constant int64_t* x_strides,
+    device float* y,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float4 tile_memory[8 * TILE_STRIDE];
+  threadgroup float* tile = reinterpret_cast<threadgroup float*>(tile_memory);
+  int n = a_shape[1], depth = a_shape[2], m = x_shape[2];
+  int groups = (m + EACH * THREADS - 1) / (EACH * THREADS), batch = group.x / groups;
+  int i = group.y * 32, first = group.x % groups * EACH * THREADS, rows = min(32, n - i);
+  bool wanted = !UPPER || first + EACH * THREADS > i;
+  float sums[EACH][32];
+  int64_t right[EACH];
+#pragma unroll
+  for (int u = 0; u < EACH; u++) {
+    int c = first + u * THREADS + thread_index;
+    // Threads beyond the last column compute that again.
+    right[u] = batch * x_strides[0] + min(c, m - 1) * x_strides[2];
+#pragma unroll
+    for (int k = 0; k < 32; k++) {
+      sums[u][k] = wanted && k < rows && c < m
+          ? b[batch * b_strides[0] + (i + k) * b_strides[1] + c * b_strides[2]]
+          : 0.0f;
+    }
+  }
+  int64_t left = batch * a_strides[0] + i * a_strides[1];
+  for (int p = 0; wanted && p < depth; p += 32) {
+    int count = min(32, depth - p);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    load_tile<THREADS>(
+        tile, a + (left + p * a_strides[2]), a_strides[1], a_strides[2], rows, count, -32,
+        thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int q = 0; q < count; q++) {
+#pragma unroll
+      for (int u = 0; u < EACH; u++) {
+        subtract_row(sums[u], tile + q * TILE_STRIDE, x[right[u] + (p + q) * x_strides[1]]);
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < EACH; u++) {
+    int c = first + u * THREADS + thread_index;
+#pragma unroll
+    for (int k = 0; k < 32; k++) {
+      if (k < rows && c < m) {
+        y[(size_t(batch) * n + i + k) * m + c] = sums[u][k];
+      }
+    }
+  }
+}

@@ -1,0 +1,32 @@
+"""Factorisations by MLX's own operators, which run on the CPU."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+
+def cholesky(w: mx.array) -> tuple[mx.array, mx.array]:
+    """R and info, as :func:`mlx_qlayers.metal.linalg.launch.cholesky` has them.
+
+    LAPACK's code is not handed on by MLX, but it stops at a pivot and leaves it on the diagonal.
+    """
+    n = w.shape[1]
+    with mx.stream(mx.cpu):
+        r = mx.linalg.cholesky(w.swapaxes(1, 2)).swapaxes(1, 2)
+        pivots = mx.diagonal(r, axis1=1, axis2=2)
+        good = mx.cumprod((pivots > 0).astype(mx.int32), axis=1).sum(axis=1, keepdims=True)
+        last = mx.take_along_axis(pivots, mx.minimum(good, n - 1), axis=1)
+        info = mx.where((good < n) & (last <= 0), good + 1, 0)[:, 0]
+        rows = mx.arange(n)[:, None]
+        bad = (rows >= good[:, :, None]) & (rows <= mx.arange(n))
+        return mx.where(bad, mx.array(mx.nan), r), info
+
+
+def solve_lower(a: mx.array, b: mx.array) -> mx.array:
+    """L^-1 B of (batch, n, n) and (batch, n, m), from the lower triangle of L."""
+    return mx.linalg.solve_triangular(mx.tril(a), b, stream=mx.cpu)
+
+
+def subtract_product(b: mx.array, a: mx.array, x: mx.array) -> mx.array:
+    """B - A X, in as many bits as ``mx.matmul`` has: on CUDA it rounds float32 to TF32."""
+    return b - a @ x
