@@ -1,19 +1,22 @@
 """Quantized linear, grid sampling and attention layers with custom Metal kernels for Apple MLX.
 
 ``convert_model`` puts the layers into a model that mlx-lm has loaded, and ``load`` loads and
-converts one. The layers are ``QLinear``, ``GridSample``, ``DeformableAttention`` and
-``FusedAttention``; they call the differentiable functions ``quantized_matmul``, ``grid_sample``,
-``deformable_attention`` and ``attention``. ``backend`` and
+converts one. The layers are ``QLinear``, ``GridSample``, ``DeformableAttention``,
+``DeformConv2d`` and ``FusedAttention``; they call the differentiable functions
+``quantized_matmul``, ``grid_sample``, ``deformable_attention``, ``deform_conv2d`` and
+``attention``. ``backend`` and
 ``use_backend`` say what runs kernels; ``explain`` tells which path each operation took, and why.
 """
 
 from .conversion.report import ConversionReport
 from .convert import convert_model, load, revert_model
+from .layers.deform_conv2d import DeformConv2d
 from .layers.deformable_attention import DeformableAttention
 from .layers.fused_attention import FusedAttention
 from .layers.grid_sample import GridSample
 from .layers.qlinear import QLinear
 from .ops.attention import attention
+from .ops.deform_conv2d import deform_conv2d
 from .ops.deformable_attention import deformable_attention
 from .ops.grid_sample import affine_grid, grid_sample
 from .ops.quantized_matmul import quantized_matmul
@@ -22,6 +25,7 @@ from .runtime.explain import explain
 
 __all__ = [
     "ConversionReport",
+    "DeformConv2d",
     "DeformableAttention",
     "FusedAttention",
     "GridSample",
@@ -30,6 +34,7 @@ __all__ = [
     "attention",
     "backend",
     "convert_model",
+    "deform_conv2d",
     "deformable_attention",
     "explain",
     "grid_sample",

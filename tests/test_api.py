@@ -12,6 +12,7 @@ import mlx_qlayers
 NAMES = [
     "QLinear",
     "GridSample",
+    "DeformConv2d",
     "DeformableAttention",
     "FusedAttention",
     "convert_model",
@@ -21,6 +22,7 @@ NAMES = [
     "quantized_matmul",
     "grid_sample",
     "affine_grid",
+    "deform_conv2d",
     "deformable_attention",
     "attention",
     "use_backend",

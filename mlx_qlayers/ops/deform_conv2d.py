@@ -1,0 +1,134 @@
+"""Deformable convolution: sampling at moved taps, then a product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from .checks import check_floats
+from .deformable_attention import sample_pixels
+
+Pair = int | tuple[int, int]
+
+
+def deform_conv2d(
+    x: mx.array,
+    offset: mx.array,
+    weight: mx.array,
+    bias: mx.array | None = None,
+    mask: mx.array | None = None,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+) -> mx.array:
+    """Convolve an image at taps that an offset moves, each for itself at each output.
+
+    Taps are bilinear samples, zeros outside of the image; positions are computed in float32. What
+    the offsets of G groups move are C / G channels each; kh and kw are the kernel's extents.
+
+    Args:
+        x: (N, H, W, C); float32, float16 or bfloat16.
+        offset: (N, Ho, Wo, G * kh * kw * 2), the last axis as (dy, dx) pairs in pixels.
+        weight: (Cout, kh, kw, C / groups) in the dtype of ``x``, as ``mx.conv2d`` takes it.
+        bias: (Cout,) in the dtype of ``x``, or None.
+        mask: (N, Ho, Wo, G * kh * kw), a factor for each tap, or None.
+        stride: of the outputs, along both axes or (height, width).
+        padding: zeros on either side; likewise.
+        dilation: from tap to tap; likewise.
+
+    Returns:
+        (N, Ho, Wo, Cout) in the dtype of ``x``.
+
+    Raises:
+        ValueError: an argument has the wrong rank, shape, dtype or value; it says which.
+
+    Example:
+        >>> x, weight = mx.random.normal((1, 8, 8, 4)), mx.random.normal((6, 3, 3, 4))
+        >>> y = deform_conv2d(x, mx.zeros((1, 8, 8, 18)), weight, padding=1)
+        >>> mx.allclose(y, mx.conv2d(x, weight, padding=1), atol=1e-5).item()
+        True
+
+    Source:
+        ``torchvision.ops.deform_conv2d``, with channels last; Deformable ConvNets v1 and v2
+        (https://arxiv.org/abs/1811.11168).
+    """
+    arrays = {"x": x, "offset": offset, "weight": weight, "bias": bias, "mask": mask}
+    steps = [_pair(*each) for each in (("stride", stride), ("dilation", dilation))]
+    margin = _pair("padding", padding, least=0)
+    _check(arrays, steps[0], steps[1], margin)
+    (batch, height, width, channels), (outputs, kh, kw, depth) = x.shape, weight.shape
+    _, down, across, _ = offset.shape
+    taps, (stride_, dilation_) = kh * kw, steps
+    groups = offset.shape[3] // (2 * taps)
+    rows, columns = (
+        mx.arange(n)[:, None] * s - p + mx.arange(k) * d
+        for n, k, s, p, d in zip((down, across), (kh, kw), stride_, margin, dilation_, strict=True)
+    )
+    x_y = mx.broadcast_arrays(columns[:, None], rows[:, None, :, None])
+    fixed = mx.stack(list(x_y), -1).reshape(down, across, taps, 1, 2)
+    moved = offset.reshape(batch, down, across, groups, taps, 2).swapaxes(3, 4)
+    samples = batch, down * across * taps, groups, 1, 1
+    locations = (moved[..., ::-1].astype(mx.float32) + fixed).reshape(*samples, 2)
+    if mask is None:
+        shares = mx.ones(samples, x.dtype)
+    else:
+        split = batch, down, across, groups, taps
+        shares = mask.reshape(split).swapaxes(3, 4).reshape(samples)
+    values = x.reshape(batch, height * width, groups, channels // groups)
+    sampled = sample_pixels(values, (height, width), locations, shares)
+    parts = channels // depth
+    # A product for each group of channels: (groups, N * Ho * Wo, taps * C / groups).
+    sampled = sampled.reshape(-1, taps, parts, depth).transpose(2, 0, 1, 3)
+    kernels = weight.reshape(parts, outputs // parts, taps * depth).swapaxes(1, 2)
+    product = sampled.reshape(parts, -1, taps * depth) @ kernels
+    y = product.swapaxes(0, 1).reshape(batch, down, across, outputs)
+    return y if bias is None else y + bias
+
+
+def _pair(name: str, given: Any, least: int = 1) -> tuple[int, int]:
+    pair = tuple(given) if isinstance(given, (list, tuple)) else (given, given)
+    if len(pair) != 2 or not all(type(n) is int and n >= least for n in pair):
+        raise ValueError(f"{name} must be one or two integers of at least {least}, not {given!r}")
+    return pair
+
+
+def _check(
+    arrays: dict[str, Any],
+    stride: tuple[int, int],
+    dilation: tuple[int, int],
+    padding: tuple[int, int],
+) -> None:
+    there = {name: array for name, array in arrays.items() if array is not None}
+    x, offset, weight, *_ = arrays.values()
+    for name, array in arrays.items():
+        if name in there or name not in ("bias", "mask"):
+            check_floats(name, array)
+    for name in ("x", "offset", "weight"):
+        if there[name].ndim != 4:
+            raise ValueError(f"{name} must have 4 axes, but its shape is {there[name].shape}")
+    for name in ("weight", "bias"):
+        if name in there and there[name].dtype != x.dtype:
+            raise ValueError(f"{name} must have the dtype of x, {x.dtype}, not {there[name].dtype}")
+    outputs, kh, kw, depth = weight.shape
+    channels = x.shape[3]
+    if 0 in weight.shape or channels % depth or outputs % (channels // depth):
+        raise ValueError(
+            f"weight must be (Cout, kh, kw, C / groups) for x {x.shape}, with groups that divide "
+            f"Cout, but its shape is {weight.shape}"
+        )
+    size = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d in zip(x.shape[1:3], (kh, kw), stride, padding, dilation, strict=True)
+    ]
+    if min(size) < 1:
+        raise ValueError(f"x {x.shape} is too small for weight {weight.shape}")
+    groups, rest = divmod(offset.shape[3], 2 * kh * kw)
+    if [*offset.shape[:3]] != [x.shape[0], *size] or rest or groups < 1 or channels % groups:
+        wanted = f"({x.shape[0]}, {size[0]}, {size[1]}, {2 * kh * kw} for each group of channels)"
+        raise ValueError(f"offset must be {wanted}, but its shape is {offset.shape}")
+    wanted_shapes = {"bias": (outputs,), "mask": (*offset.shape[:3], offset.shape[3] // 2)}
+    for name, shape in wanted_shapes.items():
+        if name in there and there[name].shape != shape:
+            raise ValueError(f"{name} must be {shape}, but its shape is {there[name].shape}")

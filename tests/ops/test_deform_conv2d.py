@@ -1,0 +1,108 @@
+"""Deformable convolution against torchvision's golden values, on every path; and its module."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numerics import assert_accurate, assert_same_sums, random, to64
+
+from mlx_qlayers import DeformConv2d, deform_conv2d, use_backend
+from tests.gpus import GPUS
+
+ARRAYS = ("x", "offset", "weight", "bias", "mask")
+
+
+@pytest.fixture(autouse=True, params=["ops", "host", *GPUS])
+def backend(request):
+    with use_backend(request.param):
+        yield request.param
+
+
+@cache
+def golden(name):
+    with np.load(Path(__file__).parents[1] / "data" / "deform_conv2d.npz") as file:
+        return {k.split("/")[1]: file[k] for k in file.files if k.startswith(name + "/")}
+
+
+def options_of(given):
+    pairs = map(tuple, given["options"].tolist())
+    return dict(zip(("stride", "padding", "dilation"), pairs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["v1", "groups", "pointwise"])
+def test_golden(name):
+    given = golden(name)
+    arrays = {key: mx.array(given[key]) for key in ARRAYS if key in given}
+
+    def run(*values):
+        return [deform_conv2d(**dict(zip(arrays, values, strict=True)), **options_of(given))]
+
+    cotangent = mx.array(given["cotangent"])
+    out, gradients = mx.vjp(run, list(arrays.values()), [cotangent])
+    # Sums over all outputs.
+    total = np.abs(to64(cotangent)).reshape(-1, cotangent.shape[3]).sum(0).max()
+    terms_of = {"d_bias": total, "d_weight": total * np.abs(given["x"]).max()}
+    for key, found in zip(["out", *(f"d_{key}" for key in arrays)], out + gradients, strict=True):
+        terms = terms_of.get(key, 0.0)
+        assert_accurate(found, given[key], given[key + "32"], terms=terms, what=f"{name} {key}")
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_half_precision_samples_in_float32(dtype):
+    rng = np.random.default_rng(4)
+    x, weight = random(rng, (2, 6, 5, 4), dtype), random(rng, (3, 1, 1, 4), dtype)
+    offset, mask = random(rng, (2, 6, 5, 2)), random(rng, (2, 6, 5, 1))
+    found = deform_conv2d(x, offset, weight, mask=mask)
+    exact = deform_conv2d(x.astype(mx.float32), offset, weight.astype(mx.float32), mask=mask)
+    assert found.dtype == dtype
+    # Samples are rounded once before the product.
+    terms = np.abs(to64(weight)).sum(-1).max() * np.abs(to64(x)).max()
+    rounded = exact.astype(dtype)
+    unit = mx.finfo(dtype).eps / mx.finfo(mx.float32).eps
+    assert_accurate(found, to64(exact), rounded, terms=terms * unit)
+
+
+def test_without_offsets_it_is_the_module_of_mlx():
+    mx.random.seed(1)
+    layer = DeformConv2d(4, 6, (3, 2), stride=2, padding=(1, 0), dilation=(1, 2), groups=2)
+    x = mx.random.normal((2, 7, 8, 4))
+    stock = mx.conv2d(x, layer.weight, 2, (1, 0), (1, 2), 2) + layer.bias
+    assert_same_sums(layer(x, mx.zeros((*stock.shape[:3], 12))), stock)
+    assert sorted(layer.parameters()) == ["bias", "weight"]
+    assert "kernel_size=(3, 2), stride=2, padding=(1, 0), dilation=(1, 2)" in repr(layer)
+    with pytest.raises(ValueError, match="groups 3 must divide 4 and 6"):
+        DeformConv2d(4, 6, 3, groups=3)
+
+
+X, OFFSET, WEIGHT = mx.zeros((2, 5, 6, 4)), mx.zeros((2, 3, 4, 36)), mx.zeros((6, 3, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": X[0]}, r"x must have 4 axes.*\(5, 6, 4\)"),
+        ({"x": X.astype(mx.int32)}, "x must be float32.*int32"),
+        ({"offset": None}, "offset must be an mx.array, not NoneType"),
+        (
+            {"offset": OFFSET[:, :2]},
+            r"offset must be \(2, 3, 4, 18 for each group.*\(2, 2, 4, 36\)",
+        ),
+        ({"offset": OFFSET[..., :17]}, "offset must be"),
+        ({"offset": mx.zeros((2, 3, 4, 54))}, "offset must be"),
+        ({"weight": WEIGHT[..., :3]}, r"weight must be .*\(6, 3, 3, 3\)"),
+        ({"weight": mx.zeros((6, 9, 3, 4))}, "x .* is too small for weight"),
+        ({"weight": WEIGHT.astype(mx.float16)}, "weight must have the dtype of x"),
+        ({"bias": mx.zeros(5)}, r"bias must be \(6,\)"),
+        ({"mask": mx.zeros((2, 3, 4, 36))}, r"mask must be \(2, 3, 4, 18\)"),
+        ({"stride": 0}, "stride must be one or two integers of at least 1, not 0"),
+        ({"padding": (1, 2, 3)}, "padding must be one or two integers"),
+        ({"dilation": 1.5}, "dilation must be one or two integers"),
+    ],
+)
+def test_bad_input(changes, message):
+    with pytest.raises(ValueError, match=message):
+        deform_conv2d(**({"x": X, "offset": OFFSET, "weight": WEIGHT} | changes))
