@@ -33,7 +33,7 @@ from mlx_qlayers import backend, convert_model
 from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.dispatch.entries import device_name
 from mlx_qlayers.dispatch.measurements import heuristics_only
-from mlx_qlayers.dispatch.tunable import QmvProblem
+from mlx_qlayers.dispatch.products import QmvProblem
 from mlx_qlayers.formats import Format
 from mlx_qlayers.tuning.evaluator import IN_ORDER, Evaluator
 from mlx_qlayers.tuning.families import FAMILIES
@@ -170,7 +170,7 @@ def _compared(
 
     trials = beam_search(
         [],
-        [heuristic, *family.others(problem, backend())],
+        [heuristic, *problem.starts(backend())[1:]],
         partial(family.near, problem=problem),
         attempt,
         width=beam,

@@ -5,12 +5,13 @@ Answers are kept for an epoch: until results are saved or cleared, or a mode beg
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +20,8 @@ from ..runtime.backend import epoch as current
 from ..runtime.explain import note
 from . import entries as stored
 from .entries import Entry, Values
-from .tunable import PROBLEMS, Problem, source_hash
+from .problem import Problem, source_hash
+from .tunable import PROBLEMS
 
 T = TypeVar("T")
 # The family and the arguments of a question.
@@ -267,6 +269,7 @@ def lookup(problem: Problem, device: str) -> Found | None:
         return None
     try:
         config = _kind_of(entry, problem)(**entry.config)
+        _check(config, problem, device)
     except (ValueError, TypeError) as error:
         note("tuning", "ignored", f"{problem.key}: {error}")
         return None
@@ -274,6 +277,20 @@ def lookup(problem: Problem, device: str) -> Found | None:
     source = "shipped result" if shipped else "measured here"
     times = entry.paths or {entry.path: entry.seconds}
     return Found(entry.path, config, Evidence(source, device, entry.date, entry.command, times))
+
+
+def _check(config: Any, problem: Problem, device: str) -> None:
+    """Results would be wrong by what no search can have tried: somebody wrote it into the file."""
+    try:
+        problem.check(config)
+    except ValueError as error:
+        _say(f"the tuning result {problem.key} of {device} is ignored: {error}")
+        raise
+
+
+@cache
+def _say(text: str) -> None:
+    print(f"mlx-qlayers: {text}", file=sys.stderr)
 
 
 def _kind_of(entry: Entry, problem: Problem) -> type[Any]:

@@ -6,71 +6,24 @@ belong to, and under which key a result is stored.
 
 from __future__ import annotations
 
-import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ..formats import Format
 from ..metal.attention import decode, forward, step
-from ..metal.attention.layout import Layout, layout, rounded
+from ..metal.attention.layout import Layout, layout, memory, registers, rounded
 from ..metal.common import row_sum
 from ..metal.common.row_sum import RowSum
 from ..metal.grid_sample import launch as grid_sample
-from ..metal.quantized_matmul import qmm, qmv
 from ..runtime.kernel import Kernel
+from .problem import CALIBRATED_KEYS, Problem, too_much, with_more
+from .products import QmmProblem, QmvProblem
 
-# Rows of decoding and of prompts, and keys of a cache, of which a device is calibrated. What lies
-# between two of them goes by the larger.
-CALIBRATED_ROWS = (1, 2, 4, 8, 16)
-CALIBRATED_PROMPTS = (64, 512, 2048)
-CALIBRATED_KEYS = (256, 1024, 4096, 16384)
-
-
-class Problem(ABC):
-    """What a kernel is configured for; its fields are the arguments of the question.
-
-    Attributes:
-        family: the name of the kernel family.
-        configs: the classes of its configurations, which differ in their fields.
-        dtype: of the floating-point inputs.
-    """
-
-    family: ClassVar[str]
-    configs: ClassVar[tuple[type[Any], ...]]
-    dtype: mx.Dtype
-
-    @abstractmethod
-    def heuristic(self, device: str) -> Any:
-        """The configuration without tuning, for ``"metal"``, ``"cuda"`` or ``"host"``."""
-
-    def kernels(self) -> tuple[Kernel, ...]:
-        """The kernels whose text results depend on."""
-        return _KERNELS[self.family]()
-
-    @abstractmethod
-    def bucket(self) -> tuple[tuple[int, ...], str]:
-        """The shape and the rest of what matters; problems of which they agree share results."""
-
-    def larger(self) -> Iterator[Problem]:
-        """The same with the next more rows, or keys, of which a device is calibrated."""
-        return iter(())
-
-    @property
-    def key(self) -> str:
-        """Where results for it are stored.
-
-        Example:
-            >>> RowSumProblem(64, 1024, mx.float16).key
-            'row_sum 64x1024 float16'
-        """
-        shape, rest = self.bucket()
-        dtype = str(self.dtype).removeprefix("mlx.core.")
-        return " ".join(filter(None, (self.family, "x".join(map(str, shape)), dtype, rest)))
+# Beyond these a thread's operands, sums and weights leave no room for addresses.
+_MOST_REGISTERS = 160
+_DECODE = ((False, False), (False, True), (True, False), (True, True))
 
 
 @dataclass(frozen=True)
@@ -81,67 +34,32 @@ class RowSumProblem(Problem):
     k: int
     dtype: mx.Dtype
     family, configs = "row_sum", (RowSum,)
+    values: ClassVar = {
+        "upcast": (1, 2, 4),
+        "unroll": (1, 2, 4, 8),
+        "local": (1, 2, 4, 8),
+        "group": (1, 2, 4, 8),
+        "blocked": (False, True),
+        "padded": (False, True),
+    }
 
     def heuristic(self, device: str) -> RowSum:
         return RowSum(local=4)
 
+    def why_not(self, config: RowSum) -> str | None:
+        if 32 * config.local * config.group > 256:
+            return "more than 256 threads"
+        if config.blocked and config.group == 1:
+            return "one SIMD group has nothing to split"
+        if not config.padded and self.k % (32 * config.unroll):
+            return f"rows of {self.k} are not whole turns"
+        return None
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (row_sum.KERNEL,)
+
     def bucket(self) -> tuple[tuple[int, ...], str]:
         return (self.m, self.k), ""
-
-
-@dataclass(frozen=True)
-class QmvProblem(Problem):
-    """1 to 16 rows times packed matrices, transposed.
-
-    Attributes:
-        rows, n, k: the shape; n counts the columns of all matrices.
-        dtype: of the rows.
-        fmt: of the matrices.
-        kind: what else the launch does: ``norm``, ``gate``, ``residual`` and the number of
-            matrices, joined by ``-``.
-    """
-
-    rows: int
-    n: int
-    k: int
-    dtype: mx.Dtype
-    fmt: Format
-    kind: str = ""
-    family, configs = "qmv", (qmv.QmvMatrixConfig, qmv.QmvConfig)
-
-    def heuristic(self, device: str) -> qmv.QmvConfig | qmv.QmvMatrixConfig:
-        shape = self.rows, self.n, self.k
-        return qmv.qmv_config(device, *shape, self.dtype, self.fmt, self.kind)
-
-    def bucket(self) -> tuple[tuple[int, ...], str]:
-        form = _form(self.fmt, True) + ("-" + self.kind if self.kind else "")
-        return (self.rows, self.n, self.k), form
-
-    def larger(self) -> Iterator[Problem]:
-        return _with_more(self, "rows", CALIBRATED_ROWS)
-
-
-@dataclass(frozen=True)
-class QmmProblem(Problem):
-    """17 rows and more times a packed matrix."""
-
-    m: int
-    n: int
-    k: int
-    dtype: mx.Dtype
-    fmt: Format
-    transpose: bool
-    family, configs = "qmm", (qmm.QmmConfig,)
-
-    def heuristic(self, device: str) -> qmm.QmmConfig:
-        shape = self.m, self.n, self.k
-        return qmm.qmm_config(device, *shape, self.dtype, self.fmt, self.transpose)
-
-    def bucket(self) -> tuple[tuple[int, ...], str]:
-        return (rounded(self.m), self.n, self.k), _form(self.fmt, self.transpose)
-
-    def larger(self) -> Iterator[Problem]:
-        return _with_more(self, "m", CALIBRATED_PROMPTS)
 
 
 @dataclass(frozen=True)
@@ -164,17 +82,49 @@ class AttentionDecodeProblem(Problem):
     caches: int
     keys: int
     family, configs = "attention_decode", (decode.Decode, decode.Serial)
+    values: ClassVar = {
+        "min_keys": (16, 32, 64, 128, 256, 512),
+        "max_splits": (16, 32, 64, 128, 256),
+        "slice": (16, 32, 64),
+        "blocks": (1, 2, 4),
+        "columns": (1, 2, 4, 8),
+        "combine": (4, 8, 16),
+    }
 
     def heuristic(self, device: str) -> decode.Decode | decode.Serial:
         widths = self.width, self.v_width
         return decode.configure(device, self.dtype, self.rows, *widths, self.bits, self.keys)
+
+    def completed(self, config: decode.Decode | decode.Serial) -> decode.Decode | decode.Serial:
+        if isinstance(config, decode.Serial):
+            return config
+        return replace(config, simds=-(-self.v_width // config.slice))
+
+    def why_not(self, config: decode.Decode | decode.Serial) -> str | None:
+        if isinstance(config, decode.Serial):
+            return None
+        if config.columns > max(1, -(-self.rows // 8)):
+            return f"{config.columns} columns of 8 rows for {self.rows}"
+        if config.columns * config.slice > 256:
+            return f"{config.columns * config.slice} sums a lane"
+        if config.min_keys < config.tile and config.min_keys != 16:
+            return f"splits of {config.min_keys} keys are those of {config.tile}"
+        sizes: Any = {n: getattr(config, n) for n in ("columns", "simds", "blocks", "run")}
+        return too_much(decode._memory(T=self.dtype, D=self.width, **sizes))
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (
+            # For GPUs and for CPUs, plain and packed keys.
+            *(decode._kernel(serial, packed, False, False) for serial, packed in _DECODE),
+            decode._combine(False),
+        )
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         shape = self.caches, self.rows, rounded(self.keys), self.width, self.v_width
         return shape, f"bits-{self.bits}"
 
     def larger(self) -> Iterator[Problem]:
-        return _with_more(self, "keys", CALIBRATED_KEYS)
+        return with_more(self, "keys", CALIBRATED_KEYS)
 
 
 @dataclass(frozen=True)
@@ -189,9 +139,23 @@ class AttentionStepProblem(Problem):
     width: int
     v_width: int
     family, configs = "attention_step", (step.Step,)
+    values: ClassVar = {
+        "simds": (2, 4, 8, 16, 32),
+        "ahead": (1, 2, 4, 8),
+        "splits": (1, 2, 4, 8, 16),
+    }
 
     def heuristic(self, device: str) -> step.Step:
         return step.configure(device, self.dtype, self.size)
+
+    def why_not(self, config: step.Step) -> str | None:
+        if config.simds * config.splits * config.ahead > self.size:
+            return f"{config} for {self.size} keys"
+        widths = {"D": self.width, "Dv": self.v_width}
+        return too_much(step._memory(T=self.dtype, simds=config.simds, **widths))
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return step._kernel(False, False), decode._combine(False)
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         heads = self.batch, self.heads, self.kv_heads
@@ -210,9 +174,29 @@ class AttentionForwardProblem(Problem):
     dtype: mx.Dtype
     causal: bool
     family, configs = "attention_forward", (Layout,)
+    values: ClassVar = {
+        "blocks": (1, 2),
+        "simds": (2, 4, 8),
+        "slices": (1, 2, 4),
+        "tile": (16, 32, 64, 128),
+        "alternate": (False, True),
+        "ahead": (False, True),
+    }
 
     def heuristic(self, device: str) -> Layout:
         return layout("forward", device, self.dtype, max(self.shape[5:]))
+
+    def why_not(self, config: Layout) -> str | None:
+        if config.threads > 1024:
+            return f"{config.threads} threads"
+        *_, width, v_width = self.shape
+        values = {"T": self.dtype, "D": width, "DV": v_width, **config.template()}
+        if (found := registers("forward", values)) > _MOST_REGISTERS:
+            return f"{found} registers"
+        return too_much(memory("forward", values))
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (forward._FORWARD,)
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         lengths = map(rounded, self.shape[3:5])
@@ -228,41 +212,43 @@ class GridSampleProblem(Problem):
     deterministic: bool
     dims: int
     family, configs = "grid_sample", (grid_sample.GridSampleConfig,)
+    values: ClassVar = {
+        "lanes": (1, 2, 4, 8, 16, 32),
+        "pack": (1, 2, 4, 8),
+        "run": (1, 2, 4),
+        "threads": (64, 128, 256, 512),
+    }
 
     def heuristic(self, device: str) -> grid_sample.GridSampleConfig:
         return grid_sample.heuristic(self.channels, self.dtype, device, self.deterministic)
+
+    def completed(self, config: grid_sample.GridSampleConfig) -> grid_sample.GridSampleConfig:
+        if config.threads == 1:  # where threads run one by one
+            return config
+        return replace(config, align=self.dtype.size * (config.pack & -config.pack))
+
+    def why_not(self, config: grid_sample.GridSampleConfig) -> str | None:
+        if self.channels % config.pack or config.align > 16:
+            return f"packs of {config.pack} of {self.channels} channels"
+        packs = self.channels // config.pack
+        return f"{config.lanes} threads for {packs} packs" if config.lanes > max(1, packs) else None
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return grid_sample._FORWARD, grid_sample._GRADIENT_GRID
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         return (self.channels, self.dims), "deterministic" if self.deterministic else "any"
 
 
-# Kernels of decoding attention: for CPUs or GPUs, plain or packed keys.
-_DECODE = ((False, False), (False, True), (True, False), (True, True))
-_KERNELS: dict[str, Callable[[], tuple[Kernel, ...]]] = {
-    "row_sum": lambda: (row_sum.KERNEL,),
-    "qmv": lambda: (qmv._kernel(True, ()), qmv._kernel(False, ())),
-    "qmm": lambda: (qmm.QMM, qmm.QMM_SUM),
-    "attention_decode": lambda: (
-        *(decode._kernel(serial, packed, False, False) for serial, packed in _DECODE),
-        decode._combine(False),
-    ),
-    "attention_step": lambda: (step._kernel(False, False), decode._combine(False)),
-    "attention_forward": lambda: (forward._FORWARD,),
-    "grid_sample": lambda: (grid_sample._FORWARD, grid_sample._GRADIENT_GRID),
+PROBLEMS: dict[str, type[Problem]] = {
+    kind.family: kind
+    for kind in (
+        RowSumProblem,
+        QmvProblem,
+        QmmProblem,
+        AttentionDecodeProblem,
+        AttentionStepProblem,
+        AttentionForwardProblem,
+        GridSampleProblem,
+    )
 }
-PROBLEMS: dict[str, type[Problem]] = {kind.family: kind for kind in Problem.__subclasses__()}
-
-
-@cache
-def source_hash(*kernels: Kernel) -> str:
-    """What changes when the text of a kernel does."""
-    text = "\0".join(k.program.header + k.program.source for k in kernels)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _with_more(problem: Any, name: str, sizes: tuple[int, ...]) -> Iterator[Problem]:
-    return (replace(problem, **{name: n}) for n in sizes if n > getattr(problem, name))
-
-
-def _form(fmt: Format, transpose: bool) -> str:
-    return f"{fmt.mode}-{fmt.group_size}-{fmt.bits}-{'t' if transpose else 'n'}"

@@ -23,16 +23,17 @@ import mlx.nn as nn
 
 from ..dispatch.entries import Entry, file_of
 from ..dispatch.measurements import Question, lookup, questions
-from ..dispatch.tunable import (
+from ..dispatch.problem import (
     CALIBRATED_KEYS,
     CALIBRATED_PROMPTS,
     CALIBRATED_ROWS,
+    Problem,
+)
+from ..dispatch.products import QmmProblem, QmvProblem
+from ..dispatch.tunable import (
     AttentionDecodeProblem,
     AttentionForwardProblem,
     AttentionStepProblem,
-    Problem,
-    QmmProblem,
-    QmvProblem,
 )
 from ..formats import Format
 from ..runtime.backend import backend, epoch, requested

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
 
-from ..dispatch.tunable import Problem
+from ..dispatch.problem import Problem
 from .moves import Move
 
 P = TypeVar("P", bound=Problem)
@@ -33,21 +33,13 @@ class Family(ABC, Generic[P, C]):
         """The family's name, unique in the package."""
         return self.problem.family
 
-    def others(self, problem: P, device: str) -> tuple[C, ...]:
-        """Configurations that a search should start from too, as those of another kernel."""
-        return ()
-
-    def completed(self, config: C, problem: P) -> C:
-        """A configuration after a move, with what follows from the moved field."""
-        return config
-
     def is_fixed(self, config: Any) -> bool:
         """Whether no move leads from a configuration to another."""
         return False
 
-    @abstractmethod
     def why_not(self, config: C, problem: P) -> str | None:
         """Why a configuration may not be launched; None if it may."""
+        return problem.why_not(config)
 
     @abstractmethod
     def inputs(self, problem: P) -> Inputs:
@@ -87,8 +79,13 @@ class Family(ABC, Generic[P, C]):
         return self._legal(found, problem)
 
     def _legal(self, configs: Iterable[C], problem: P) -> list[C]:
-        unique = dict.fromkeys(self.completed(config, problem) for config in configs)
+        unique = dict.fromkeys(problem.completed(config) for config in configs)
         return [config for config in unique if self.why_not(config, problem) is None]
+
+
+def moves_of(problem: type[Problem], **kinds: type[Move]) -> tuple[Move, ...]:
+    """A move for each of these fields, to the values that the problem's configurations may have."""
+    return tuple(kind(field, problem.values[field]) for field, kind in kinds.items())
 
 
 def normal(dtype: mx.Dtype, *shapes: tuple[int, ...]) -> Inputs:

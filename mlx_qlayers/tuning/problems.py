@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..dispatch.measurements import Question, questions
-from ..dispatch.tunable import Problem
+from ..dispatch.problem import Problem
 from ..runtime.backend import backend
 from ..runtime.explain import note
 from ..runtime.transformed import has_values

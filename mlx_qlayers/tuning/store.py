@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dispatch.entries import Entry, load, read, unsaved, user_folder
-from ..dispatch.tunable import Problem, source_hash
+from ..dispatch.problem import Problem, source_hash
 from ..runtime.backend import advance_epoch
 from ..runtime.cache_folder import make_folder
 from ..runtime.explain import note

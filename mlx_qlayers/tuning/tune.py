@@ -12,7 +12,7 @@ from math import inf
 from typing import Any, Generic, TypeVar
 
 from ..dispatch.measurements import lookup
-from ..dispatch.tunable import Problem
+from ..dispatch.problem import Problem
 from .evaluator import Evaluator, Times
 from .family import Family, P
 from .problems import Target
@@ -155,7 +155,7 @@ def _search(
 ) -> None:
     family, problem = rates.family, rates.problem
     stored = lookup(problem, rates.name)
-    starts = [*family.others(problem, rates.device), *([] if stored is None else [stored.config])]
+    starts = [*problem.starts(rates.device)[1:], *([] if stored is None else [stored.config])]
     beam_search(
         [first],
         [config for config in starts if family.why_not(config, problem) is None],

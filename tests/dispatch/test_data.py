@@ -9,9 +9,9 @@ import pytest
 from mlx_qlayers import explain
 from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.entries import Entry
-from mlx_qlayers.dispatch.tunable import PROBLEMS, source_hash
+from mlx_qlayers.dispatch.problem import source_hash
+from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
-from mlx_qlayers.tuning.families import FAMILIES
 
 FILES = sorted(entries.SHIPPED.glob("*.json"))
 
@@ -52,7 +52,7 @@ def test_tuned_results_are_legal_configurations_of_kernels_as_they_are(path):
             (kind,) = (
                 k for k in problem.configs if {f.name for f in fields(k)} == set(entry.config)
             )
-            assert FAMILIES[problem.family].why_not(kind(**entry.config), problem) is None
+            problem.check(kind(**entry.config))
             assert entry.source == source_hash(*problem.kernels())
             assert entry.path in entry.paths and min(entry.paths.values()) == entry.seconds
             assert entry.seconds <= entry.heuristic

@@ -21,7 +21,8 @@ from mlx_qlayers.dispatch.measurements import (
     questions,
     threshold,
 )
-from mlx_qlayers.dispatch.tunable import PROBLEMS, source_hash
+from mlx_qlayers.dispatch.problem import source_hash
+from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention.step import Step
 from mlx_qlayers.metal.attention.step import question as asked_of_step
@@ -55,7 +56,7 @@ def heuristic(device="cuda"):
     return PROBLEMS["qmv"](*QUESTION).heuristic(device)
 
 
-def keep(family="qmv", question=QUESTION, config=None, **changes):
+def keep(family="qmv", question=QUESTION, config=None, device="some_gpu", **changes):
     problem = PROBLEMS[family](*question)
     config = config or problem.heuristic("cuda")
     entry = Entry(
@@ -68,7 +69,7 @@ def keep(family="qmv", question=QUESTION, config=None, **changes):
         version("mlx"),
         {"kernel": 4.1e-5, "stock": 6.3e-5},
     )
-    save("some_gpu", {problem.key: replace(entry, **changes)})
+    save(device, {problem.key: replace(entry, **changes)})
     return config
 
 
@@ -107,6 +108,11 @@ def test_results_without_the_times_of_both_sides_still_count():
         {"path": "modelled"},
         {"config": {"simds": 1}},
         {"config": asdict(OTHER) | {"another": 1}},
+        {"config": asdict(OTHER) | {"simds": 3}},
+        {"config": asdict(OTHER) | {"simds": "4"}},
+        {"config": asdict(OTHER) | {"simds": True}},
+        {"config": asdict(OTHER) | {"fragments": 2}},
+        {"config": asdict(OTHER) | {"run": 8}},
     ],
     ids=str,
 )
@@ -121,6 +127,17 @@ def test_a_configuration_that_its_class_refuses_counts_for_nothing():
     config = PROBLEMS["attention_forward"](*question).heuristic("cuda")
     keep("attention_forward", question, asdict(config) | {"tile": 7})
     assert configure("attention_forward", "cuda", *question) == config
+
+
+def test_what_no_kernel_takes_is_not_launched(capsys):
+    """A thread keeps a part of its sums for each of so many ways, and three do not divide a run."""
+    question = (1, 64, 128, mx.float32, FMT)
+    config = PROBLEMS["qmv"](*question).heuristic("host")
+    keep("qmv", question, asdict(config) | {"ways": 3}, "cpu")
+    assert configure("qmv", "host", *question) == config
+    told = "the tuning result qmv 1x64x128 float32 affine-64-4-t of cpu is ignored: ways is 3"
+    assert capsys.readouterr().err == f"mlx-qlayers: {told}\n"
+    assert any(d.op == "tuning" and "ways is 3" in d.reason for d in explain())
 
 
 def test_it_counts_for_its_device_dtype_format_and_shape_alone(monkeypatch):
@@ -138,10 +155,7 @@ def test_it_counts_for_its_device_dtype_format_and_shape_alone(monkeypatch):
 
 def test_what_a_cpu_found_counts_on_the_host_backend():
     config = replace(heuristic("host"), outputs=8)
-    problem = PROBLEMS["qmv"](*QUESTION)
-    keep(config=config)
-    entry, _ = entries.entries("some_gpu", -1)[problem.key]
-    save("cpu", {problem.key: entry})
+    keep(config=config, device="cpu")
     assert configure("qmv", "host", *QUESTION) == config
     assert found("qmv", *QUESTION, device="host").path == "kernel"
 

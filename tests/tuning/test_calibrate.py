@@ -13,7 +13,7 @@ from mlx_lm import load as load_stock
 from mlx_qlayers import convert_model, explain, quantized_matmul, use_backend
 from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.measurements import found, lookup
-from mlx_qlayers.dispatch.tunable import QmvProblem
+from mlx_qlayers.dispatch.products import QmvProblem
 from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import calibrate as module

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers.dispatch.tunable import QmvProblem
+from mlx_qlayers.dispatch.products import QmvProblem
 from mlx_qlayers.formats import Format
 from mlx_qlayers.tuning import evaluator, queue_timer
 from mlx_qlayers.tuning.evaluator import Evaluator

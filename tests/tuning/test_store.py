@@ -18,7 +18,9 @@ from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.entries import Entry
 from mlx_qlayers.dispatch.measurements import lookup
-from mlx_qlayers.dispatch.tunable import QmvProblem, RowSumProblem, source_hash
+from mlx_qlayers.dispatch.problem import source_hash
+from mlx_qlayers.dispatch.products import QmvProblem
+from mlx_qlayers.dispatch.tunable import RowSumProblem
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.common.row_sum import KERNEL, RowSum
 from mlx_qlayers.runtime.backend import advance_epoch
@@ -277,8 +279,11 @@ def test_clear_deletes_and_says_how_many(folder):
 
 
 @pytest.mark.parametrize("change", [{"outputs": 0}, {"threads": 10**9}, {"outputs": "x"}], ids=str)
-def test_a_configuration_that_no_kernel_takes_is_left_alone(change):
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_configuration_that_no_kernel_takes_is_left_alone(change, checked, monkeypatch):
     """As somebody wrote it into the file: the operation goes on by its heuristic."""
+    if not checked:  # what a check of entries might miss
+        monkeypatch.setattr(QmvProblem, "check", lambda *_: None)
     problem = QmvProblem(3, 40, 128, mx.float16, Format(64, 4))
     config = asdict(problem.heuristic("host")) | change
     kernels = source_hash(*problem.kernels())
@@ -287,4 +292,5 @@ def test_a_configuration_that_no_kernel_takes_is_left_alone(change):
     with use_backend("host"):
         y = quantized_matmul(x, *packed)
     assert y.tolist() == [[128.0] * 40] * 3
-    assert any(d.path == "ignored" and "quantized_matmul" in d.reason for d in explain())
+    told = problem.key if checked else "quantized_matmul"
+    assert any(d.path == "ignored" and told in d.reason for d in explain())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,14 +14,14 @@ from ...dispatch.tunable import (
 from ...metal.attention import decode, forward, step
 from ...metal.attention.decode import Decode, Serial
 from ...metal.attention.forward import Launcher
-from ...metal.attention.layout import Layout, memory, registers
+from ...metal.attention.layout import Layout
 from ...metal.attention.step import Step
 from ...options import AttentionCall, Rotation, Scores
 from ...reference import attention as reference
 from ...reference import attention_step as step_reference
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ...runtime.spec import Spec
-from ..family import Family, Inputs, Path, normal
+from ..family import Family, Inputs, Path, moves_of, normal
 from ..moves import Buffer, Group, GroupTop, Local, Tile, Unroll, Upcast
 
 # Elements of a group of packed keys and values.
@@ -37,24 +36,15 @@ class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
     """Attention of many queries without a mask but the causal one."""
 
     problem = AttentionForwardProblem
-    moves = (
-        Upcast("blocks", (1, 2)),
-        Local("simds", (2, 4, 8)),
-        Group("slices", (1, 2, 4)),
-        Tile("tile", (16, 32, 64, 128)),
-        Buffer("alternate", (False, True)),
-        Buffer("ahead", (False, True)),
+    moves = moves_of(
+        problem,
+        blocks=Upcast,
+        simds=Local,
+        slices=Group,
+        tile=Tile,
+        alternate=Buffer,
+        ahead=Buffer,
     )
-
-    def why_not(self, config: Layout, problem: AttentionForwardProblem) -> str | None:
-        if config.threads > 1024:
-            return f"{config.threads} threads"
-        *_, width, v_width = problem.shape
-        values = {"T": problem.dtype, "D": width, "DV": v_width, **config.template()}
-        found = registers("forward", values)
-        return _too_much(memory("forward", values)) or (
-            f"{found} registers" if found > _MOST_REGISTERS else None
-        )
 
     def inputs(self, problem: AttentionForwardProblem) -> Inputs:
         batch, heads, kv_heads, queries, keys, width, v_width = problem.shape
@@ -74,31 +64,18 @@ class AttentionDecodeFamily(Family[AttentionDecodeProblem, Any]):
     """One query for each of so many rows over the keys of so many caches."""
 
     problem = AttentionDecodeProblem
-    moves = (
-        GroupTop("min_keys", (16, 32, 64, 128, 256, 512)),
-        GroupTop("max_splits", (16, 32, 64, 128, 256)),
-        Group("slice", (16, 32, 64)),
-        Unroll("blocks", (1, 2, 4)),
-        Upcast("columns", (1, 2, 4, 8)),
-        Local("combine", (4, 8, 16)),
+    moves = moves_of(
+        problem,
+        min_keys=GroupTop,
+        max_splits=GroupTop,
+        slice=Group,
+        blocks=Unroll,
+        columns=Upcast,
+        combine=Local,
     )
 
     def is_fixed(self, config: Any) -> bool:
         return isinstance(config, Serial)
-
-    def completed(self, config: Decode, problem: AttentionDecodeProblem) -> Decode:
-        return replace(config, simds=-(-problem.v_width // config.slice))
-
-    def why_not(self, config: Decode, problem: AttentionDecodeProblem) -> str | None:
-        if config.columns > max(1, -(-problem.rows // 8)):
-            return f"{config.columns} columns of 8 rows for {problem.rows}"
-        if config.columns * config.slice > 256:
-            return f"{config.columns * config.slice} sums a lane"
-        if config.min_keys < config.tile and config.min_keys != 16:
-            return f"splits of {config.min_keys} keys are those of {config.tile}"
-        names = ("columns", "simds", "blocks", "run")
-        sizes: dict[str, Any] = {name: getattr(config, name) for name in names}
-        return _too_much(decode._memory(T=problem.dtype, D=problem.width, **sizes))
 
     def inputs(self, problem: AttentionDecodeProblem) -> Inputs:
         heads, keys = (1, problem.caches * problem.rows, 1), (1, problem.caches, problem.keys)
@@ -120,17 +97,12 @@ class AttentionStepFamily(Family[AttentionStepProblem, Step]):
     """One token of each sequence, which attends to a buffer that is full but for its own row."""
 
     problem = AttentionStepProblem
-    moves = (
-        Group("simds", (2, 4, 8, 16, 32)),
-        Unroll("ahead", (1, 2, 4, 8)),
-        GroupTop("splits", (1, 2, 4, 8, 16)),
+    moves = moves_of(
+        problem,
+        simds=Group,
+        ahead=Unroll,
+        splits=GroupTop,
     )
-
-    def why_not(self, config: Step, problem: AttentionStepProblem) -> str | None:
-        if config.simds * config.splits * config.ahead > problem.size:
-            return f"{config} for {problem.size} keys"
-        widths = {"D": problem.width, "Dv": problem.v_width}
-        return _too_much(step._memory(T=problem.dtype, simds=config.simds, **widths))
 
     def inputs(self, problem: AttentionStepProblem) -> Inputs:
         batch, kv_heads, size = problem.batch, problem.kv_heads, problem.size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import mlx.core as mx
 
 from ...dispatch.tunable import GridSampleProblem as Problem
@@ -11,7 +9,7 @@ from ...metal.grid_sample.launch import GridSampleConfig, grid_sample
 from ...options import Sampling
 from ...reference import grid_sample as reference
 from ...runtime.spec import Spec
-from ..family import Family, Inputs, Path, normal
+from ..family import Family, Inputs, Path, moves_of, normal
 from ..moves import Local, Unroll, Upcast
 
 _IMAGES, _PIXELS = 4, 1 << 16
@@ -21,25 +19,13 @@ class GridSampleFamily(Family[Problem, GridSampleConfig]):
     """Samples of four images at points without order, as many as the images have pixels."""
 
     problem = Problem
-    moves = (
-        Local("lanes", (1, 2, 4, 8, 16, 32)),
-        Unroll("pack", (1, 2, 4, 8)),
-        Upcast("run", (1, 2, 4)),
-        Local("threads", (64, 128, 256, 512)),
+    moves = moves_of(
+        problem,
+        lanes=Local,
+        pack=Unroll,
+        run=Upcast,
+        threads=Local,
     )
-
-    def completed(self, config: GridSampleConfig, problem: Problem) -> GridSampleConfig:
-        if config.threads == 1:  # where threads run one by one
-            return config
-        return replace(config, align=problem.dtype.size * (config.pack & -config.pack))
-
-    def why_not(self, config: GridSampleConfig, problem: Problem) -> str | None:
-        channels = problem.channels
-        if channels % config.pack or config.align > 16:
-            return f"packs of {config.pack} of {channels} channels"
-        if config.lanes > max(1, channels // config.pack):
-            return f"{config.lanes} threads for {channels // config.pack} packs"
-        return None
 
     def inputs(self, problem: Problem) -> Inputs:
         side = round(_PIXELS ** (1 / problem.dims))
