@@ -8,6 +8,21 @@ import numpy as np
 
 from tests.attention_roundings import Units, Weights
 
+def sums(a: np.ndarray, b: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """What ``a @ b`` loses in float32's roundings: the larger of two estimates.
+
+    One is the sum of the absolute terms, of which ``parts`` are the factors beside ``a``. The other
+    adds the squares of independent roundings: of each term, and of each sum up to it where they
+    are added one after the other, as few terms that are much larger than others show.
+    """
+    total, squares = np.zeros((1, 1)), np.zeros((1, 1))
+    for i in range(a.shape[-1]):
+        total = total + a[..., :, i, None] * b[..., None, i, :]
+        squares = squares + total**2 + (a[..., :, i, None] * parts[..., None, i, :]) ** 2
+    found: np.ndarray = np.maximum(np.abs(a) @ parts, np.sqrt(squares))
+    return found
+
+
 _EXACT = Units()
 
 
