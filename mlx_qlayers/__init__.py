@@ -1,13 +1,14 @@
 """Quantized linear, grid sampling and attention layers with custom Metal kernels for Apple MLX.
 
 ``convert_model`` puts the layers into a model that mlx-lm has loaded, and ``load`` loads and
-converts one. The layers are ``QLinear``, ``GridSample``, ``DeformableAttention``,
-``DeformConv2d`` and ``FusedAttention``; they call the differentiable functions
-``quantized_matmul``, ``grid_sample``, ``deformable_attention``, ``deform_conv2d`` and
-``attention``. ``backend`` and
-``use_backend`` say what runs kernels; ``explain`` tells which path each operation took, and why.
+converts one; ``register_counterpart`` adds what modules of other classes become. The layers are
+``QLinear``, ``GridSample``, ``DeformableAttention``, ``DeformConv2d`` and ``FusedAttention``; they
+call the differentiable functions ``quantized_matmul``, ``grid_sample``, ``deformable_attention``,
+``deform_conv2d`` and ``attention``. ``backend`` and ``use_backend`` say what runs kernels;
+``explain`` tells which path each operation took, and why.
 """
 
+from .conversion.registry import register_counterpart
 from .conversion.report import ConversionReport
 from .convert import convert_model, load, revert_model
 from .layers.deform_conv2d import DeformConv2d
@@ -40,6 +41,7 @@ __all__ = [
     "grid_sample",
     "load",
     "quantized_matmul",
+    "register_counterpart",
     "revert_model",
     "use_backend",
 ]

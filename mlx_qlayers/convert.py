@@ -42,7 +42,8 @@ def convert_model(
     ``nn.QuantizedLinear`` becomes :class:`QLinear`, the product of a tied
     ``nn.QuantizedEmbedding`` goes the same way, mlx-lm's ``QuantizedSwitchLinear`` becomes
     :class:`QSwitchLinear`, and modules that compute attention with mlx-lm's
-    shared function become :class:`FusedAttention`. Module paths, parameter names and arrays stay.
+    shared function become :class:`FusedAttention`. Classes of other modules can be added with
+    :func:`register_counterpart`. Module paths, parameter names and arrays stay.
     Everything is checked before the first swap: an error leaves the model as it was. Another thread
     may use the model meanwhile, unless ``config`` quantizes layers of it.
 
@@ -88,7 +89,8 @@ def convert_model(
     fusion = FusionPlanner(planner.modules if fuse else [], steps, predicate)
     rows = tuple(step.row for step in steps)
     report = ConversionReport(rows, planner.unmatched(), dry_run, fusion.rows)
-    if linear and not planner.has_quantized and QUANTIZED not in report.counts:
+    nothing = not planner.has_quantized and not planner.has_registered
+    if linear and nothing and QUANTIZED not in report.counts:
         raise ValueError(
             "the model has no quantized layer: quantize its checkpoint (mlx-qlayers convert), "
             "pass a config with a 'quantization' entry to quantize its nn.Linear layers, or "

@@ -18,6 +18,7 @@ NAMES = [
     "convert_model",
     "revert_model",
     "load",
+    "register_counterpart",
     "ConversionReport",
     "quantized_matmul",
     "grid_sample",

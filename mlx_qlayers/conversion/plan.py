@@ -12,6 +12,7 @@ from ..formats import Format
 from ..layers.qlinear import COUNTERPARTS, Counterpart, QLinear
 from .attention_patch import is_patched, patched_class
 from .config import QuantizationConfig
+from .registry import registered_as, registered_for
 from .report import ALREADY, LEFT, QUANTIZED, SWAPPED, ModuleReport
 
 Predicate = Callable[[str, nn.Module], bool]
@@ -65,6 +66,7 @@ class Planner:
         self.attention = attention
         self.predicate = predicate or (lambda path, module: True)
         self.quant_predicate = getattr(model, "quant_predicate", None)
+        self.has_registered = any(kind_of(module) == "module" for _, module in self.modules)
         self.has_quantized = any(_is_packed(module) for _, module in self.modules)
         self.keys: set[str] = set()
 
@@ -81,6 +83,8 @@ class Planner:
         if kind is None:
             return None
         step = Step(module, row_of(path, kind, module, SWAPPED))
+        if kind == "module":
+            return self._registered(path, step)
         if kind == "attention":
             plan, switch = self._attention, self.attention
         else:
@@ -95,6 +99,16 @@ class Planner:
         if not self.predicate(path, module):
             return step.left("the predicate says so")
         return plan(path, step)
+
+    def _registered(self, path: str, step: Step) -> Step:
+        registration = registered_for(type(step.module))
+        if registration is None:
+            return Step(step.module, replace(step.row, action=ALREADY))
+        if not self.predicate(path, step.module):
+            return step.left("the predicate says so")
+        reason = f"{registration.counterpart.__name__} for {registration.stock.__name__}"
+        reason += "" if registration.example else ", not compared: registered without an example"
+        return Step(step.module, replace(step.row, reason=reason), registration.counterpart)
 
     def _attention(self, path: str, step: Step) -> Step:
         cls = patched_class(type(step.module))
@@ -176,7 +190,11 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """``"linear"``, ``"embedding"``, ``"experts"``, ``"attention"``, or None for the rest."""
+    """``"module"`` where it was registered, ``"linear"``, ``"embedding"``, ``"experts"``,
+    ``"attention"``, or None for the rest.
+    """
+    if registered_for(type(module)) or registered_as(type(module)):
+        return "module"
     if isinstance(module, nn.QuantizedEmbedding | nn.Embedding):
         return "embedding"
     if isinstance(module, nn.Linear) or _is_packed(module):
@@ -196,7 +214,7 @@ def _uses_shared_attention(module: nn.Module) -> bool:
 
 def row_of(path: str, kind: str, module: nn.Module, action: str) -> ModuleReport:
     """The report's row of a module as it is now."""
-    if kind == "attention":
+    if kind in ("attention", "module"):
         return ModuleReport(path, kind, None, None, None, None, action)
     shape = module["weight"].shape
     if not _is_packed(module):
@@ -218,6 +236,8 @@ def counterpart_of(cls: type[nn.Module]) -> type[Counterpart] | None:
 
 def stock_of(module: nn.Module) -> type[nn.Module] | None:
     """The stock class that the class of ``module`` stands in for; None if it does not."""
+    if (registration := registered_as(type(module))) is not None:
+        return registration.stock
     if isinstance(module, Counterpart) and counterpart_of(module.stock) is type(module):
         return module.stock
     return None

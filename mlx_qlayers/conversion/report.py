@@ -22,7 +22,8 @@ class ModuleReport:
 
     Attributes:
         path: its path in the model.
-        kind: ``"linear"``, ``"embedding"``, ``"experts"`` or ``"attention"``.
+        kind: ``"linear"``, ``"embedding"``, ``"experts"``, ``"attention"``, or ``"module"`` where
+            its class was registered.
         shape: logical shape of its weight, or None.
         group_size, bits, mode: its format, or None where nothing is packed.
         action: ``"swapped"``, ``"quantized"`` (and swapped), ``"left"``, ``"already converted"``

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
@@ -18,6 +18,7 @@ from .attention_patch import patched_attention, stock_class
 from .compiled_blocks import match_of
 from .fused_blocks import input_width, unfused_class
 from .plan import Step, stock_of
+from .registry import registered_as
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _ROWS = (1, 3)
@@ -29,7 +30,7 @@ def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
     """Run each kind of layer and of fused module of a model once, and compare with the stock one.
 
     The stock result is computed in float32, where stock operators are accurate on every device.
-    The random state of the caller is not used.
+    The random state of the caller is not used, but by registered examples.
 
     Raises:
         ValueError: they disagree by more than rounding explains.
@@ -41,7 +42,9 @@ def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
         assert step.cls is not None
         path, module, kind = step.row.path, step.packed or step.module, tuple[object, ...]()
         check: Callable[..., None] = _check_attention
-        if match_of(step.cls) is not None:
+        if registered_as(step.cls) is not None:
+            check, kind = _check_registered, (step.cls, _shapes(module))
+        elif match_of(step.cls) is not None:
             module, check = _converted(module, by_module), _check_fused
             kind = step.cls, _shapes(module)
         elif issubclass(step.cls, Counterpart):
@@ -65,6 +68,31 @@ def _check_fused(path: str, fused: nn.Module, cls: type[nn.Module], dtype: mx.Dt
         masks = () if match.kind == "mlp" else ("causal",)
         actual, expected = fused(x, *masks), stock(x.astype(mx.float32), *masks)
         _compare(f"{path}: fused, {rows} rows", actual, expected, width, _DEPTH)
+
+
+def _check_registered(path: str, module: nn.Module, cls: type[nn.Module], dtype: mx.Dtype) -> None:
+    """A counterpart that somebody registered, on the arguments that its example gives."""
+    registration = registered_as(cls)
+    if registration is None or registration.example is None:
+        return
+    given = list(registration.example(module))
+    ours, stock = copy.deepcopy(module), copy.deepcopy(module)
+    ours.__class__ = cls
+    stock.set_dtype(mx.float32)
+    actual, expected = _arrays(ours(*given)), _arrays(stock(*tree_map(_exact, given)))
+    shapes = (a.shape for a in _arrays([given, module.parameters()]))
+    terms = max((n for shape in shapes for n in shape), default=1)
+    for mine, theirs in zip(actual, expected, strict=True):
+        _compare(f"{path}: {cls.__name__}", mine, theirs, terms, _DEPTH)
+
+
+def _arrays(tree: Any) -> list[mx.array]:
+    leaves: Any = tree_flatten(tree)
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+
+
+def _exact(value: Any) -> Any:
+    return value.astype(mx.float32) if getattr(value, "dtype", None) in _FLOATS else value
 
 
 def _check_product(path: str, module: nn.Module, cls: type[Counterpart], dtype: mx.Dtype) -> None:
