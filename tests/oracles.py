@@ -8,6 +8,7 @@ import numpy as np
 
 from tests.attention_roundings import Units, Weights
 
+
 def sums(a: np.ndarray, b: np.ndarray, parts: np.ndarray) -> np.ndarray:
     """What ``a @ b`` loses in float32's roundings: the larger of two estimates.
 
