@@ -10,6 +10,7 @@ units of n eps ||A||. Stock MLX has these on the CPU only, and is left out where
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,6 +59,11 @@ def of_solution(a: np.ndarray, x: Any) -> np.ndarray:
     return np.tril(a) @ x - a
 
 
+def of_qr(a: np.ndarray, found: Any) -> np.ndarray:
+    q, r = found
+    return q @ r - a
+
+
 def lower(a: Any) -> Any:
     return torch.linalg.solve_triangular(a.tril(), a, upper=False)
 
@@ -79,6 +85,14 @@ TASKS = [
         of_solution,
         3584,
     ),
+    Task(
+        "qr",
+        linalg.qr,
+        lambda a: mx.linalg.qr(a, stream=mx.cpu),
+        lambda a: torch.linalg.qr(a),
+        of_qr,
+        3584,
+    ),
 ]
 
 
@@ -98,8 +112,6 @@ def torch_seconds(function: Callable[[Any], Any], a: mx.array, repeats: int) -> 
     def synchronize() -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-
-    import time
 
     function(given)
     times = []

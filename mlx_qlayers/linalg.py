@@ -1,5 +1,5 @@
 """Factorisations of batches of float32 matrices on GPUs, where ``mx.linalg`` has CPUs only."""
 
-from .ops.linalg import cho_solve, cholesky, cholesky_inv, solve_triangular
+from .ops.linalg import cho_solve, cholesky, cholesky_inv, qr, solve_triangular
 
-__all__ = ["cho_solve", "cholesky", "cholesky_inv", "solve_triangular"]
+__all__ = ["cho_solve", "cholesky", "cholesky_inv", "qr", "solve_triangular"]

@@ -23,4 +23,6 @@ def run(batch: int, n: int) -> None:
     factor = linalg.cholesky(a)
     x = linalg.cho_solve(factor, mx.ones((n, 7)))
     residual = subtract_product(mx.ones((n, 7)), a, x)
+    q, r = linalg.qr(half[:, :, : n // 2])
+    assert mx.abs(subtract_product(half[:, :, : n // 2], q, r)).max().item() < 1e-4
     assert mx.abs(residual).max().item() < 1e-4

@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..dispatch import Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.measurements import gain, source_of
 from ..metal.linalg import launch
+from ..metal.linalg import qr as blocked
 from ..reference import linalg as reference
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
@@ -132,6 +133,32 @@ def cholesky_inv(l: mx.array, *, upper: bool = False) -> mx.array:  # noqa: E741
     return cho_solve(l, mx.eye(l.shape[-1]), upper=upper)
 
 
+def qr(a: mx.array, mode: str = "reduced") -> Any:
+    """The QR factorisation of matrices, tall or wide.
+
+    Args:
+        a: (..., M, N) float32; squares of its columns' norms must not overflow.
+        mode: ``"reduced"`` gives Q (..., M, K) and R (..., K, N) with K = min(M, N); ``"r"`` R
+            alone; ``"raw"``, as in NumPy, LAPACK's H (..., N, M), transposed, and tau (..., K).
+
+    Returns:
+        What ``mode`` says. Q and R can be differentiated once, where the first K columns of A are
+        independent; H and tau cannot.
+
+    Raises:
+        ValueError: ``a`` has another dtype or less than two axes, or there is no such mode.
+
+    Example:
+        >>> q, r = qr(mx.array([[3.0, 1.0], [4.0, 2.0]]))
+        >>> print(mx.allclose(q @ r, mx.array([[3.0, 1.0], [4.0, 2.0]])))
+        array(True, dtype=bool)
+
+    Source: Golub and Van Loan, Matrix Computations, 5.2.3; ``numpy.linalg.qr``.
+    """
+    found = dispatch(_QR, (a,), (mode,))
+    return found[0] if mode == "r" else tuple(found)
+
+
 def subtract_product(b: mx.array, a: mx.array, x: mx.array) -> mx.array:
     """B - A X in float32: on a GPU never in TF32, to which ``mx.matmul`` rounds on CUDA.
 
@@ -230,6 +257,61 @@ def _plan_solve(arrays: Sequence[Spec], upper: bool, transpose: bool) -> Plan:
     )
 
 
+def _plan_qr(arrays: Sequence[Spec], mode: str) -> Plan:
+    (a,) = arrays
+    _check("a", a)
+    if mode not in ("reduced", "r", "raw"):
+        raise ValueError(f"mode must be 'reduced', 'r' or 'raw', not {mode!r}")
+    flat, choice = _flat(a), _choose("qr", a)
+    *lead, m, n = a.shape
+    k = min(m, n)
+
+    def stock(a: mx.array) -> list[mx.array]:
+        if mode == "raw":
+            h, tau = reference.householder(a.reshape(flat.shape))
+            return [h.swapaxes(1, 2).reshape(*lead, n, m), tau.reshape(*lead, k)]
+        q, r = reference.qr(a)
+        return [r] if mode == "r" else [q, r]
+
+    if not a.size:
+        shapes: list[tuple[int, ...]] = [(m, k), (k, n)]
+        if mode != "reduced":
+            shapes = [(k, n)] if mode == "r" else [(n, m), (k,)]
+        return Plan(choice, lambda a: [mx.zeros((*lead, *shape)) for shape in shapes])
+    if choice.path == "ops":
+        run = stock
+    else:
+        factorise, form = blocked.qr(flat), blocked.q_of(flat)
+
+        def run(a: mx.array) -> list[mx.array]:
+            h, tau, reflections = factorise(a.reshape(flat.shape))
+            if mode == "raw":
+                return [h.swapaxes(1, 2).reshape(*lead, n, m), tau.reshape(*lead, k)]
+            r = mx.triu(h[:, :k]).reshape(*lead, k, n)
+            return [r] if mode == "r" else [form(reflections).reshape(*lead, m, k), r]
+
+    def gradient(given: Any, cotangents: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
+        if mode == "raw":
+            raise ValueError("[qr] no gradient in mode 'raw'")
+        whole = list(qr(given[0])) if mode == "r" else outputs
+        return [_qr_gradient(given[0], whole[0], whole[1], cotangents)]
+
+    return Plan(choice, run, (Gradient((0,), gradient),), stock)
+
+
+def _qr_gradient(a: mx.array, q: mx.array, r: mx.array, seeds: list[mx.array]) -> mx.array:
+    """Of A = Q R; a wide A is [X, Y] with X = Q U and R = [U, Q^T Y] (Walter and Lehmann, 2018)."""
+    k = q.shape[-1]
+    d_q, d_r = (mx.zeros_like(q), *seeds) if len(seeds) == 1 else seeds
+    u, y, d_u, d_v = r[..., :k], a[..., k:], d_r[..., :k], d_r[..., k:]
+    d_q = d_q + _multiply(y, d_v.swapaxes(-1, -2))
+    inner = _multiply(u, d_u.swapaxes(-1, -2)) - _multiply(d_q.swapaxes(-1, -2), q)
+    symmetric = mx.tril(inner) + mx.tril(inner, -1).swapaxes(-1, -2)
+    left = (d_q + _multiply(q, symmetric)).swapaxes(-1, -2)
+    d_x = solve_triangular(u, left, upper=True).swapaxes(-1, -2)
+    return mx.concatenate([d_x, _multiply(q, d_v)], axis=-1)
+
+
 def _plan_subtract(arrays: Sequence[Spec]) -> Plan:
     for name, array in zip(("b", "a", "x"), arrays, strict=True):
         _check(name, array)
@@ -253,6 +335,7 @@ def _plan_subtract(arrays: Sequence[Spec]) -> Plan:
 
 _CHOLESKY = Operation("cholesky", _plan_cholesky)
 _SOLVE = Operation("solve_triangular", _plan_solve)
+_QR = Operation("qr", _plan_qr)
 _SUBTRACT = Operation("subtract_product", _plan_subtract)
 
 

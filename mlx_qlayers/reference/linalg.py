@@ -30,3 +30,27 @@ def solve_lower(a: mx.array, b: mx.array) -> mx.array:
 def subtract_product(b: mx.array, a: mx.array, x: mx.array) -> mx.array:
     """B - A X, in as many bits as ``mx.matmul`` has: on CUDA it rounds float32 to TF32."""
     return b - a @ x
+
+
+def qr(a: mx.array) -> tuple[mx.array, mx.array]:
+    """Q (batch, m, k) and R (batch, k, n) of (batch, m, n)."""
+    q, r = mx.linalg.qr(a, stream=mx.cpu)
+    return q, r
+
+
+def householder(a: mx.array) -> tuple[mx.array, mx.array]:
+    """H and tau of (batch, m, n), as LAPACK's geqrf has them."""
+    _, m, n = a.shape
+    rows, columns, taus = mx.arange(m)[:, None], mx.arange(n), []
+    for j in range(min(m, n)):
+        column = mx.where(rows > j, a[:, :, j : j + 1], 0)
+        alpha = a[:, j : j + 1, j : j + 1]
+        below = column.square().sum(axis=1, keepdims=True)
+        norm = mx.sqrt(alpha.square() + below)
+        beta = mx.where(below == 0, alpha, mx.where(alpha > 0, -norm, norm))
+        tau = mx.where(below == 0, 0, (beta - alpha) / beta)
+        v = mx.where(below == 0, 0, column / (alpha - beta)) + (rows == j)
+        a = a - tau * v * mx.where(columns > j, (v * a).sum(axis=1, keepdims=True), 0)
+        a = mx.where(columns == j, mx.where(rows == j, beta, mx.where(rows > j, v, a)), a)
+        taus.append(tau[:, 0])
+    return a, mx.concatenate(taus, axis=1)

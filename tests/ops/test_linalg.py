@@ -246,6 +246,72 @@ def test_gradients_of_solves(backend, upper, transpose):
     assert_same_gradients(ours, oracle, a, b)
 
 
+QR_SHAPES = [(1, 1), (5, 3), (3, 5), (70, 70), (40, 75), (90, 33)]
+
+
+@pytest.mark.parametrize("shape", QR_SHAPES, ids=str)
+def test_qr(backend, shape):
+    a = mx.random.normal((2, *shape), key=mx.random.key(0))
+    a[1, :, 0] = 0.0  # a column that has no reflection
+    q, r = linalg.qr(a)
+    wide, k = to64(q), min(shape)
+    allowed = max(shape) * EPS
+    assert (norm(wide @ to64(r) - to64(a)) <= norm(to64(a)) * allowed).all()
+    assert (norm(wide.swapaxes(1, 2) @ wide - np.eye(k)) <= allowed).all()
+    np.testing.assert_array_equal(to64(r), triangle(r, True))
+    assert mx.allclose(linalg.qr(a, "r"), r, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (40, 37)], ids=str)
+def test_reflections_of_qr_are_those_of_lapack(backend, shape):
+    a = mx.random.normal(shape, key=mx.random.key(0))
+    with trace() as launches:
+        found = linalg.qr(a, "raw")
+        mx.eval(found)
+    for one, other in zip(found, np.linalg.qr(to64(a), "raw"), strict=True):
+        np.testing.assert_allclose(to64(one), other, rtol=0, atol=100 * EPS * np.abs(other).max())
+    panels = 0 if backend == "ops" else -(-min(shape) // 32)
+    assert [run.kernel for run in launches].count("qr_panel") == panels
+
+
+@on_gpus
+@pytest.mark.parametrize("shape", [(64, 256, 256), (1, 1500, 1000)], ids=str)
+def test_large_qr_on_gpus(gpu, shape):
+    a = mx.random.normal(shape, key=mx.random.key(0))
+    with use_backend(gpu):
+        q, r = map(to64, linalg.qr(a))
+    allowed = shape[-1] * EPS
+    assert (norm(q @ r - to64(a)) <= norm(to64(a)) * allowed).all()
+    assert (norm(q.swapaxes(1, 2) @ q - np.eye(shape[-1])) <= allowed).all()
+
+
+def gram_schmidt(a, signs):
+    """Of the first columns of a matrix, as far as it has rows, in operators with a gradient."""
+    columns = []
+    for j in range(min(a.shape)):
+        left = a[:, j]
+        for q in columns:
+            left = left - (q @ left) * q
+        columns.append(left * signs[j] / mx.sqrt(left @ left))
+    q = mx.stack(columns, axis=1)
+    return q, mx.triu(q.T @ a)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)], ids=str)
+@pytest.mark.parametrize("mode", ["reduced", "r"])
+def test_gradient_of_qr(backend, shape, mode):
+    a = mx.random.normal(shape, key=mx.random.key(3))
+    signs = np.sign(np.diag(to64(linalg.qr(a, "r"))))
+
+    def flat(q, r):
+        return mx.concatenate([q.flatten(), r.flatten()]) if mode == "reduced" else r.flatten()
+
+    def ours(a):
+        return flat(*linalg.qr(a)) if mode == "reduced" else linalg.qr(a, "r").flatten()
+
+    assert_same_gradients(ours, lambda a: flat(*gram_schmidt(a, signs.tolist())), a)
+
+
 def test_gradient_of_what_was_broadcast(backend):
     a, b = definite(5), mx.random.normal((3, 5, 2), key=mx.random.key(0))
     a = mx.tril(a) + mx.eye(5)
@@ -258,6 +324,8 @@ def test_empty(backend):
     assert linalg.cholesky(mx.zeros((0, 3, 3))).shape == (0, 3, 3)
     assert linalg.cholesky(mx.zeros((2, 0, 0))).shape == (2, 0, 0)
     assert linalg.solve_triangular(mx.eye(3), mx.zeros((3, 0))).shape == (3, 0)
+    assert [x.shape for x in linalg.qr(mx.zeros((0, 3, 2)))] == [(0, 3, 2), (0, 2, 2)]
+    assert [x.shape for x in linalg.qr(mx.zeros((3, 0)), "raw")] == [(0, 3), (0,)]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +340,7 @@ def test_empty(backend):
             "leading axes of .* cannot be broadcast",
         ),
         (lambda: linalg.cholesky_inv(mx.ones((2, 3))), "l must be square"),
+        (lambda: linalg.qr(mx.eye(3), "full"), "mode must be 'reduced', 'r' or 'raw', not 'full'"),
         (lambda: subtract_product(*[mx.ones((2, 3))] * 3), "shapes do not fit"),
     ],
 )
