@@ -30,8 +30,8 @@ SHIM = Path(__file__).parent / "shims" / "cuda" / "msl.h"
 _LONG = 2048
 # What CUDA starts at most along y and z, where Metal knows no such limit.
 _MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
-# Its declarations, and those of fragment.metal before them, come from the shim instead.
-_FRAGMENT = METAL / "common/tile.metal"
+# Its declarations, and those of the files that it includes, come from the shim instead.
+_SHIMMED = METAL / "common/tile.metal"
 # The template parameter that says how many threadgroups a multiprocessor should hold.
 _RESIDENT = "RESIDENT"
 # The input that tells threads beyond the grid that they are surplus.
@@ -158,7 +158,7 @@ def cuda_source(
         surplus: whether threads beyond the grid are started and must return at once.
         resident: threadgroups that a multiprocessor must have registers for at once.
     """
-    helpers = translate(_without_fragments(program.header))
+    helpers = translate(_without_shimmed(program.header))
     header = f"#define MSL_GROUP_SIZE {prod(threadgroup)}\n#define MSL_RESIDENT {resident}\n"
     header += f'#include "{SHIM}"\n'
     if helpers:
@@ -234,9 +234,9 @@ def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
     return lines
 
 
-def _without_fragments(header: str) -> str:
-    """Leave out what ``metal/fragment.metal`` declares."""
-    for item in source.read(_FRAGMENT) if "fragment" in header else ():
+def _without_shimmed(header: str) -> str:
+    """Leave out what the shim declares."""
+    for item in source.read(_SHIMMED):
         if item.tokens:
             header = header.replace(source.minify(item.tokens) + "\n", "")
     return header

@@ -41,8 +41,6 @@ _LAYOUTS: dict[str, Callable[[mx.array], mx.array]] = {
     "broadcast": lambda a: mx.broadcast_to(a[:1], a.shape),
     "broadcast last": lambda a: mx.broadcast_to(a[..., :1], a.shape),
 }
-# Those that begin at any element of memory.
-SHIFTED = ("behind one", "part")
 LAYOUTS = st.sampled_from(["dense"] * 4 + list(_LAYOUTS))
 
 

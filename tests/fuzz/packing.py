@@ -9,17 +9,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mlx_qlayers.formats import Format
-from tests.fuzz.arrays import (
-    LAYOUTS,
-    SHIFTED,
-    filled,
-)
+from tests.fuzz.arrays import filled
 from tests.packed import FORMATS
 
 FORMAT = st.sampled_from(FORMATS)
 ROWS = st.sampled_from([(), (1,), (1,), (0,), (2,), (3, 1), (7,), (2, 5), (16,), (17,), (1, 40)])
-# Packed words begin where 16 bytes do, as all that MLX allocates.
-OF_WORDS = LAYOUTS.filter(lambda name: name not in SHIFTED)
 
 
 def packed(

@@ -151,7 +151,10 @@ def _arguments(
     }
     keys: dict[str, Any] = {"k": k, "v": v}
     if bits and q.size:
-        packed = {name: mx.quantize(a, group_size=size, bits=bits) for name, a in keys.items()}
+        packed = {
+            name: tuple(laid_out(a, layout) for a in mx.quantize(keys[name], size, bits))
+            for name, layout in zip("kv", case.layouts[1:], strict=False)
+        }
         k, v = (
             mx.dequantize(w, *(a.astype(mx.float32) for a in rest), group_size=size, bits=bits)
             for w, *rest in packed.values()

@@ -19,7 +19,6 @@ from tests.fuzz.arrays import (
     HEADS,
     LAYOUTS,
     SEEDS,
-    SHIFTED,
     changes,
     dtype_of,
     laid_out,
@@ -92,13 +91,10 @@ def test_attention_step(case: Step) -> None:
     buffers = [random(rng, (case.batch, kv_heads, size, n), dtype) for n in (width, v_width)]
     freqs = random(rng, (dims // 2,)) if case.base is None else None
     freqs = None if freqs is None else mx.abs(freqs) * 50 + 1
-    # A buffer begins where 16 bytes do, as all that MLX allocates.
-    layouts = list(case.layouts)
-    layouts[3:5] = ["dense" if name in SHIFTED else name for name in layouts[3:5]]
-    arrays = [
-        laid_out(a, layout) for a, layout in zip((q, k, v, *buffers, freqs), layouts, strict=True)
-    ]
-    *arrays, freqs = arrays
+    *arrays, freqs = (
+        laid_out(a, layout)
+        for a, layout in zip((q, k, v, *buffers, freqs), case.layouts, strict=True)
+    )
     places = [length, *rng.integers(0, 3000, case.batch).tolist()]
     positions = mx.array([*places, *[-1] * 8], mx.int32)
     mask = None

@@ -49,7 +49,7 @@ class Fused:
     residual: bool
     next: bool
     bias: tuple[bool, bool, bool]
-    layouts: tuple[str, str]
+    layouts: tuple[str, ...]
     backend: str
 
 
@@ -67,7 +67,7 @@ class Fused:
         st.booleans(),
         st.booleans(),
         st.tuples(*[st.booleans()] * 3),
-        st.tuples(LAYOUTS, LAYOUTS),
+        st.tuples(*[LAYOUTS] * 4),
         BACKENDS,
     )
 )
@@ -77,11 +77,12 @@ def test_fused_products(case: Fused) -> None:
     widths = case.widths[:1] * 2 if case.gate else case.widths
     alone = len(widths) == 1
     x = laid_out(random(rng, (*case.rows, k), dtype), case.layouts[0])
-    matrices = [
-        PackedMatrix(*packed(rng, (n, k), fmt, dtype), random(rng, (n,), dtype) if b else None)
-        for n, b in zip(widths, (*case.bias, False), strict=False)
-    ]
+    matrices = []
+    for n, biased in zip(widths, (*case.bias, False), strict=False):
+        arrays = *packed(rng, (n, k), fmt, dtype), random(rng, (n,), dtype) if biased else None
+        matrices.append(PackedMatrix(*(laid_out(a, case.layouts[2]) for a in arrays)))
     weight = random(rng, (k,), dtype) if case.norm == "weighted" else None
+    weight = laid_out(weight, case.layouts[3])
     residual = laid_out(random(rng, (*case.rows, widths[0]), dtype), case.layouts[1])
     options: dict[str, Any] = {
         "norm": (weight, 1e-5) if case.norm else None,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from tests.fuzz import arrays
-from tests.fuzz.packing import FORMAT, OF_WORDS, Spoilt, packed
+from tests.fuzz.packing import FORMAT, Spoilt, packed
 from tests.fuzz.target import fuzz
 from tests.numerics import assert_accurate, random, round_to, to64
 from tests.oracles import product, sums
@@ -70,7 +70,7 @@ GATHERED = [
         arrays.DTYPES,
         st.sampled_from(["int32", "uint32", "int64", "uint8"]),
         st.booleans(),
-        st.tuples(arrays.LAYOUTS, OF_WORDS, *[arrays.LAYOUTS] * 4),
+        st.tuples(*[arrays.LAYOUTS] * 6),
         arrays.BACKENDS,
         st.booleans(),
     )

@@ -93,12 +93,12 @@ METAL_FUNC void read_runs(
       thread cache_run<S, words>& run = to[i * steps + j];
       int d = at + apart * j;
       if (limit == 0 || d < limit) {
-        const device K* from =
-            rows.elements + int64_t(key) * rows.step + d * width / int(8 * sizeof(K)) * (aligned ? 1 : rows.span);
+        int64_t first = int64_t(key) * rows.step, along = d * width / int(8 * sizeof(K));
         if (aligned) {
-          load_words<words>(run.word, reinterpret_cast<const device uint*>(from));
+          const device K* from = rows.elements + (first + along);
+          load_packs<words>(run.word, reinterpret_cast<const device uint*>(from), false);
         } else {
-          gather_words<words>(run.word, from, rows.span);
+          gather_words<words>(run.word, rows.elements + (first + along * rows.span), rows.span);
         }
         if (bits > 0) {
           run.scale = rows.scales[int64_t(key) * rows.scale_step + d / group * rows.scale_span];

@@ -103,15 +103,22 @@ METAL_FUNC float score_of(const thread float* query, const thread uint* key) {
   return sum_of_lanes<lanes>(s);
 }
 
-// Rows of a buffer for a lane: `count` of them, `step` apart, none beyond the last.
+// Rows of a buffer for a lane: `count` of them, `step` apart, none beyond the last. One branch for all,
+// so that all of them are on their way at once.
 template <int count, int words, typename T>
 METAL_FUNC void read_rows(
     thread uint* to, const device T* from, int width, int row, int step, int last) {
+  if (begins_odd(from)) {
 #pragma unroll
-  for (int u = 0; u < count; u++) {
-    load_words<words>(
-        to + u * words,
-        reinterpret_cast<const device uint*>(from + int64_t(min(row + u * step, last)) * width));
+    for (int u = 0; u < count; u++) {
+      load_words<words>(to + u * words, from, int64_t(min(row + u * step, last)) * width);
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < count; u++) {
+      const device T* at = from + int64_t(min(row + u * step, last)) * width;
+      load_packs<words>(to + u * words, reinterpret_cast<const device uint*>(at), false);
+    }
   }
 }
 
@@ -314,7 +321,7 @@ template <
     for (int i = 0; i < 8; i++) {
       own_key[i] = turned[D + k_at + i];
     }
-    load_words<words>(own_value, reinterpret_cast<const device uint*>(v + v_at));
+    load_words<words>(own_value, v, v_at);
     float s = score_of<T, lanes>(query, reinterpret_cast<const thread uint*>(own_key));
     s = masked && !mask[length] ? LOWEST : s;
     s = sub == 0 ? s : -INFINITY;

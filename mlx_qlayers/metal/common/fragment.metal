@@ -14,6 +14,8 @@
 // Every lane must take part. Rows in threadgroup memory begin at multiples of 16 bytes, rows in
 // device memory at multiples of two elements; interleaved rows and steps at multiples of four.
 
+#include "load.metal"
+
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -189,23 +191,6 @@ METAL_FUNC void weave(thread right_fragment<T>* f, loaded_run<T, count> run) {
   }
 }
 
-// Words that nobody else reads, so that they need not push out of a cache what others do; the
-// address is a multiple of their size, or of 16 bytes.
-template <int count>
-METAL_FUNC void load_once(thread uint* to, const device uint* from) {
-  const int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
-#pragma unroll
-  for (int i = 0; i < count; i += width) {
-    if (width == 4) {
-      *reinterpret_cast<thread uint4*>(to + i) = *reinterpret_cast<const device uint4*>(from + i);
-    } else if (width == 2) {
-      *reinterpret_cast<thread uint2*>(to + i) = *reinterpret_cast<const device uint2*>(from + i);
-    } else {
-      to[i] = from[i];
-    }
-  }
-}
-
 // The 16 or 8 bits of a number, or zero where it is not `inside`.
 template <typename S>
 METAL_FUNC void load_bits(thread uint& to, const device S* from, bool inside) {
@@ -271,13 +256,6 @@ METAL_FUNC void store_squares(P p, square_sums sums, uint lane) {
     p[fragment_col(lane)] = all.x;
     p[fragment_col(lane) + 1] = all.y;
   }
-}
-
-// Reads from a row of device memory that is read to its end soon, if not by this thread: GPUs that
-// can be told so fetch what follows.
-template <typename T>
-T load_ahead(const device T* p) {
-  return *p;
 }
 
 // x * y + z of two elements, rounded once.

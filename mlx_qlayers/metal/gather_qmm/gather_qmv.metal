@@ -84,7 +84,6 @@ template <
     uint3 id [[thread_position_in_grid]]) {
   int N = shape[OUTPUTS], K = shape[DEPTH], per_pair = shape[ROWS_PER_PAIR];
   int first = int(id.x / lanes) * outputs, lane = id.x % lanes;
-  bool wide = is_wide(x);
   int begin = id.y * rows, count = min(rows, shape[RESULTS] - begin);
   size_t words = size_t(K) * bits / 32, groups = K / group;
   size_t at[rows];
@@ -107,7 +106,8 @@ template <
         float bias = mode == AFFINE ? float(biases[place]) : 0.0f;
         dequantize<mode, bits, run>(
             weights[n],
-            w + row * words + size_t(k) * bits / 32,
+            w,
+            row * words + size_t(k) * bits / 32,
             decoded_scale<mode>(scales[place]),
             bias);
       }
@@ -118,10 +118,7 @@ template <
           continue;
         }
         alignas(16) T held[run];
-#pragma unroll
-        for (int i = 0; i < run; i += 16 / sizeof(T)) {
-          *reinterpret_cast<thread uint4*>(held + i) = load_wide(x + at[m] + k + i, wide);
-        }
+        load_words<run * sizeof(T) / 4>(reinterpret_cast<thread uint*>(held), x, at[m] + k);
         alignas(64) float values[run];
 #pragma unroll
         for (int i = 0; i < run; i++) {
@@ -206,7 +203,8 @@ template <
         float bias = mode == AFFINE ? float(biases[place]) : 0.0f;
         dequantize<mode, bits, run>(
             weights[d],
-            w + row * words + size_t(column) * bits / 32,
+            w,
+            row * words + size_t(column) * bits / 32,
             decoded_scale<mode>(scales[place]),
             bias);
       }

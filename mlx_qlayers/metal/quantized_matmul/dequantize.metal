@@ -52,7 +52,8 @@ template <typename T, typename S, int mode, int group, int bits, int run, int co
       from = w1, scale = scales1, bias = biases1;
     }
     size_t at = size_t(row) * (columns / group) + column / group;
-    load_words<length>(words[i], from + size_t(row) * (size_t(columns) * bits / 32) + column * bits / 32);
+    load_words<length>(
+        words[i], from, size_t(row) * (size_t(columns) * bits / 32) + column * bits / 32);
     held_scale[i] = scale[at];
     held_bias[i] = mode == AFFINE ? bias[at] : S(0);
   }

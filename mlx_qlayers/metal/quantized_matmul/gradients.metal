@@ -59,13 +59,15 @@ METAL_FUNC void stage(
     int columns,
     uint thread_index) {
   const int step = wide ? 16 / sizeof(T) : 1, stride = width + 16 / sizeof(T);
-  bool aligned = is_wide(from);
   for (int i = thread_index * step; i < depth * width; i += THREADS * step) {
     int y = i / width, x = i % width;
     bool inside = row + y < end && column + x < columns;
     size_t at = inside ? row_at<gathered>(list, row + y) * columns + column + x : 0;
     if (wide) {
-      uint4 four = inside ? load_wide(from + at, aligned) : uint4(0);
+      uint4 four = uint4(0);
+      if (inside) {
+        load_words<4>(reinterpret_cast<thread uint*>(&four), from, at);
+      }
       *reinterpret_cast<threadgroup uint4*>(to + y * stride + x) = four;
     } else {
       to[y * stride + x] = inside ? from[at] : T(0);

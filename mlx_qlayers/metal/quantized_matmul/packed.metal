@@ -4,6 +4,8 @@
 // a scale. In mode affine an element is scale * code + bias; in the others a code is a small float
 // (E2M1 or E4M3) and a scale a byte (E8M0, in NVFP4 E4M3).
 
+#include "common/load.metal"
+
 #include <metal_stdlib>
 using namespace metal;
 
@@ -58,45 +60,12 @@ METAL_FUNC float decoded_scale(S scale) {
   return as_type<float>(code == 0 ? 0x00400000u : code << 23);
 }
 
-// Rows begin at multiples of a run, so that its words can be read four or two at once.
-template <int count>
-METAL_FUNC void load_words(thread uint* to, const device uint* from) {
-  const int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
-#pragma unroll
-  for (int i = 0; i < count; i += width) {
-    if (width == 4) {
-      *reinterpret_cast<thread uint4*>(to + i) = *reinterpret_cast<const device uint4*>(from + i);
-    } else if (width == 2) {
-      *reinterpret_cast<thread uint2*>(to + i) = *reinterpret_cast<const device uint2*>(from + i);
-    } else {
-      to[i] = from[i];
-    }
-  }
-}
-
-// 16 bytes of a row. A view may begin at any element, which its kernel has to ask for once.
-template <typename T>
-METAL_FUNC bool is_wide(const device T* rows) {
-  return reinterpret_cast<ulong>(rows) % 16 == 0;
-}
-template <typename T>
-METAL_FUNC uint4 load_wide(const device T* from, bool wide) {
-  if (wide) {
-    return *reinterpret_cast<const device uint4*>(from);
-  }
-  alignas(16) T values[16 / sizeof(T)];
-#pragma unroll
-  for (int i = 0; i < int(16 / sizeof(T)); i++) {
-    values[i] = from[i];
-  }
-  return *reinterpret_cast<thread uint4*>(values);
-}
-
-// `count` elements of one group, from their packed words, as numbers.
+// `count` elements of one group, from word `at` of w on, as numbers.
 template <int mode, int bits, int count>
-METAL_FUNC void dequantize(thread float* to, const device uint* from, float scale, float bias) {
+METAL_FUNC void dequantize(
+    thread float* to, const device uint* w, size_t at, float scale, float bias) {
   alignas(16) uint words[count * bits / 32];
-  load_words<count * bits / 32>(words, from);
+  load_words<count * bits / 32>(words, w, at);
 #pragma unroll
   for (int i = 0; i < count; i++) {
     to[i] = fma(scale, decoded<mode>(packed_code<bits>(words, i)), bias);

@@ -20,12 +20,16 @@ struct packed_tile {
 
 template <typename S, int bits, int run, int ahead, int count>
 METAL_FUNC void load_words_of(
-    thread packed_tile<S, bits, run, ahead, count>& tile, int d, int step, bool inside) {
+    thread packed_tile<S, bits, run, ahead, count>& tile,
+    int d,
+    int step,
+    bool inside,
+    bool odd) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     if (inside) {
-      load_once<run * bits / 32>(
-          tile.words[d][i], tile.matrix.w + (tile.words_at[i] + step * (run * bits / 8)));
+      load_packs<run * bits / 32, READ_ONCE>(
+          tile.words[d][i], tile.matrix.w + (tile.words_at[i] + step * (run * bits / 8)), odd);
     }
   }
 }

@@ -28,14 +28,14 @@ using namespace metal;
 
 template <typename S, int words>
 struct packed_run {
-  uint word[words];
+  alignas(16) uint word[words];
   S scale, bias;
 };
 
 // The threadgroup's tile of x at (m, k), 16 bytes at a time.
 template <typename T, int tile_m, int tile_k, int threads, bool aligned>
 METAL_FUNC void fetch_rows(
-    thread uint4* held, const device T* x, bool wide, int m, int k, int M, int K, int thread_index) {
+    thread uint4* held, const device T* x, int m, int k, int M, int K, int thread_index) {
   constexpr int width = 16 / sizeof(T), across = tile_k / width;
 #pragma unroll
   for (int i = 0; i < SHARE(tile_m * across, threads); i++) {
@@ -43,14 +43,14 @@ METAL_FUNC void fetch_rows(
     int column = k + piece % across * width;
     held[i] = uint4(0);
     if (IN_SHARE(tile_m * across, threads) && row < M && column < K) {
-      const device T* from = x + size_t(row) * K + column;
+      size_t at = size_t(row) * K + column;
       if (aligned) {
-        held[i] = load_wide(from, wide);
+        load_words<4>(reinterpret_cast<thread uint*>(held + i), x, at);
       } else {
         alignas(16) T values[width];
 #pragma unroll
         for (int j = 0; j < width; j++) {
-          values[j] = column + j < K ? from[j] : T(0);
+          values[j] = column + j < K ? x[at + j] : T(0);
         }
         held[i] = *reinterpret_cast<thread uint4*>(values);
       }
@@ -71,27 +71,6 @@ METAL_FUNC void place_rows(threadgroup T* tile, const thread uint4* held, int th
   }
 }
 
-template <int count, bool ahead>
-METAL_FUNC void fetch_words(thread uint* to, const device uint* from) {
-  constexpr int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
-  if (!ahead) {
-    load_words<count>(to, from);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < count; i += width) {
-    if (width == 4) {
-      *reinterpret_cast<thread uint4*>(to + i) =
-          load_ahead(reinterpret_cast<const device uint4*>(from + i));
-    } else if (width == 2) {
-      *reinterpret_cast<thread uint2*>(to + i) =
-          load_ahead(reinterpret_cast<const device uint2*>(from + i));
-    } else {
-      to[i] = load_ahead(from + i);
-    }
-  }
-}
-
 // The packed runs of a tile of `across` runs a row, at (row, column) of a matrix (rows, columns).
 template <
     int mode, int group, int bits, int run, int all, int across, int threads, bool ahead, typename S>
@@ -104,15 +83,16 @@ METAL_FUNC void fetch_runs(
     int column,
     int rows,
     int columns,
-    int thread_index) {
+    int thread_index,
+    bool odd) {
 #pragma unroll
   for (int i = 0; i < SHARE(all, threads); i++) {
     int piece = thread_index + i * threads, r = row + piece / across;
     int c = column + piece % across * run;
     if (IN_SHARE(all, threads) && r < rows && c < columns) {
       size_t at = size_t(r) * (columns / group) + c / group;
-      fetch_words<run * bits / 32, ahead>(
-          held[i].word, w + size_t(r) * (size_t(columns) * bits / 32) + c * bits / 32);
+      load_packs<run * bits / 32, ahead ? READ_AHEAD : CACHED>(
+          held[i].word, w + (size_t(r) * (size_t(columns) * bits / 32) + c * bits / 32), odd);
       held[i].scale = ahead ? load_ahead(scales + at) : scales[at];
       held[i].bias = mode != AFFINE ? S(0) : ahead ? load_ahead(biases + at) : biases[at];
     } else {
@@ -260,8 +240,8 @@ METAL_FUNC void sum_tiles(
   constexpr int x_pieces = tile_m * tile_k * sizeof(T) / 16, w_pieces = tile_n * tile_k / run;
   constexpr int stride = across * run + PADDING, x_stride = tile_k + PADDING;
   constexpr int rows = tile_m / simds_m / 16, columns = tile_n / simds_n / 8;
-  bool wide = is_wide(x);
   int simd = thread_index / 32, stage = 0;
+  int w_rows = transposed ? N : K, w_columns = transposed ? K : N;
   int row = simd / simds_n * rows * 16, column = simd % simds_n * columns * 8;
 #pragma unroll
   for (int i = 0; i < rows * columns; i++) {
@@ -275,10 +255,15 @@ METAL_FUNC void sum_tiles(
     packed_run<S, run * bits / 32> w_held[SHARE(w_pieces, threads)];
     if (next < end) {
       fetch_rows<T, tile_m, tile_k, threads, aligned>(
-          x_held, x, wide, m, next, M, K, thread_index);
-      fetch_runs<mode, group, bits, run, w_pieces, across, threads, ahead>(
-          w_held, w, scales, biases, transposed ? n : next, transposed ? next : n,
-          transposed ? N : K, transposed ? K : N, thread_index);
+          x_held, x, m, next, M, K, thread_index);
+      int w_row = transposed ? n : next, w_column = transposed ? next : n;
+      if (begins_odd(w)) {
+        fetch_runs<mode, group, bits, run, w_pieces, across, threads, ahead>(
+            w_held, w, scales, biases, w_row, w_column, w_rows, w_columns, thread_index, true);
+      } else {
+        fetch_runs<mode, group, bits, run, w_pieces, across, threads, ahead>(
+            w_held, w, scales, biases, w_row, w_column, w_rows, w_columns, thread_index, false);
+      }
     }
     if (k >= first) {
       const threadgroup T* w_part =

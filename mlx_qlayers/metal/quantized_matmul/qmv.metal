@@ -101,7 +101,7 @@ template <
       float scale = decoded_scale<mode>(scales_of[at]);
       float offset = mode == AFFINE ? float(biases_of[at]) : 0.0f;
       dequantize<mode, bits, run>(
-          weights[n], from + row * words + size_t(k) * bits / 32, scale, offset);
+          weights[n], from, row * words + size_t(k) * bits / 32, scale, offset);
     }
 #pragma unroll(lanes > 1 ? rows : 1)
     for (int m = 0; m < rows; m++) {

@@ -100,6 +100,7 @@ template <
   const int per_step = step / group;
   const int numbers_from = mode == NVFP4 ? quarter * (run / 16) : quarter % slots;
   const int numbers_step = mode == NVFP4 ? 0 : quarter / slots;
+  const bool odd = begins_odd(w) || begins_odd(w1) || begins_odd(w2);
   packed_tile<S, bits, run, ahead, count> tile[tiles] = {};
   sum_fragment totals[tiles][fragments] = {};
 #pragma unroll
@@ -120,7 +121,7 @@ template <
 #pragma unroll
     for (int d = 0; d < ahead; d++) {
       int first = begin + between * d;
-      load_words_of(tile[r], d, first, d < mine && first * step + offset < K);
+      load_words_of(tile[r], d, first, d < mine && first * step + offset < K, odd);
     }
     int first = (begin + between * numbers_step) * per_step + numbers_from;
     load_numbers_of<mode>(tile[r], first, numbers_step < mine && first < groups);
@@ -155,47 +156,51 @@ template <
       }
     }
   }
-  for (int i = 0; i < mine; i += ahead) {
+  // Each way to read words has a loop of its own, of which one runs.
 #pragma unroll
-    for (int d = 0; d < ahead; d++) {
-      int now = i + d, next = now + ahead, next_at = begin + between * next;
-      if (d > 0 && now >= mine) {
-        break;
-      }
-      if (now % held == 0) {
-        int then = now + held + numbers_step;
-        int first = (begin + between * then) * per_step + numbers_from;
+  for (int reading = 0; reading < READINGS; reading++) {
+    for (int i = 0; i < (reading == odd ? mine : 0); i += ahead) {
+#pragma unroll
+      for (int d = 0; d < ahead; d++) {
+        int now = i + d, next = now + ahead, next_at = begin + between * next;
+        if (d > 0 && now >= mine) {
+          break;
+        }
+        if (now % held == 0) {
+          int then = now + held + numbers_step;
+          int first = (begin + between * then) * per_step + numbers_from;
+#pragma unroll
+          for (int r = 0; r < tiles; r++) {
+            take_next_numbers(tile[r]);
+            load_numbers_of<mode>(tile[r], first, then < mine && first < groups);
+          }
+        }
+        right_fragment<T> values[fragments * run / 4];
+        if (early) {
+          take_rows<bits>(values, squared, rows, normed, norm_weight);
+        }
+        int coming = now + early, k = (begin + between * coming) * step;
+        load_rows<per, bits>(
+            rows, x, norm_weight, k, row, coming < mine && k + depth < K ? filled : 0, K, lane);
+        if (!early) {
+          take_rows<bits>(values, squared, rows, normed, norm_weight);
+        }
+        sum_fragment added[fragments];
+        if (mode == AFFINE) {
+          sum_rows<fragments, run>(added, ones, values);
+        }
 #pragma unroll
         for (int r = 0; r < tiles; r++) {
-          take_next_numbers(tile[r]);
-          load_numbers_of<mode>(tile[r], first, then < mine && first < groups);
+          if (mode == NVFP4) {
+            multiply_tile<T, fragments, mode>(totals[r], tile[r], d, values);
+          } else {
+            sum_fragment sums[fragments];
+            multiply_tile<T, fragments, mode>(sums, tile[r], d, values);
+            int from = now % held * slots + quarter * slots / 4;
+            add_scaled<T, fragments, mode, (slots < 4)>(totals[r], sums, added, tile[r], from, lane);
+          }
+          load_words_of(tile[r], d, next_at, next < mine && next_at * step + offset < K, reading);
         }
-      }
-      right_fragment<T> values[fragments * run / 4];
-      if (early) {
-        take_rows<bits>(values, squared, rows, normed, norm_weight);
-      }
-      int coming = now + early, k = (begin + between * coming) * step;
-      load_rows<per, bits>(
-          rows, x, norm_weight, k, row, coming < mine && k + depth < K ? filled : 0, K, lane);
-      if (!early) {
-        take_rows<bits>(values, squared, rows, normed, norm_weight);
-      }
-      sum_fragment added[fragments];
-      if (mode == AFFINE) {
-        sum_rows<fragments, run>(added, ones, values);
-      }
-#pragma unroll
-      for (int r = 0; r < tiles; r++) {
-        if (mode == NVFP4) {
-          multiply_tile<T, fragments, mode>(totals[r], tile[r], d, values);
-        } else {
-          sum_fragment sums[fragments];
-          multiply_tile<T, fragments, mode>(sums, tile[r], d, values);
-          int from = now % held * slots + quarter * slots / 4;
-          add_scaled<T, fragments, mode, (slots < 4)>(totals[r], sums, added, tile[r], from, lane);
-        }
-        load_words_of(tile[r], d, next_at, next < mine && next_at * step + offset < K);
       }
     }
   }

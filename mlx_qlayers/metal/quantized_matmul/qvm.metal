@@ -53,7 +53,8 @@ template <
         size_t row = k + i, at = row * groups + n / group;
         dequantize<mode, bits, run>(
             weights[i],
-            w + row * words + n * bits / 32,
+            w,
+            row * words + n * bits / 32,
             decoded_scale<mode>(scales[at]),
             mode == AFFINE ? float(biases[at]) : 0.0f);
       } else {

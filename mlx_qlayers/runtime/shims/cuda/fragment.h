@@ -2,6 +2,7 @@
 // What differs: the lane map, right operands held in pairs along the depth, and ldmatrix.
 #pragma once
 
+#include "load.h"
 #include "matrix.h"
 
 namespace mlx::core::cu {
@@ -218,21 +219,6 @@ void weave(right_fragment<T>* f, loaded_run<T, count>& run) {
     f[k].part[1] = as_type<vec<T, 2>>(__byte_perm(low, high, 0x7632));
   }
 }
-template <int count>
-void load_once(uint* to, const uint* from) {
-  constexpr int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
-#pragma unroll
-  for (int i = 0; i < count; i += width) {
-    if constexpr (width == 4)
-      asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-          : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3]) : "l"(from + i));
-    else if constexpr (width == 2)
-      asm("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
-          : "=r"(to[i]), "=r"(to[i + 1]) : "l"(from + i));
-    else
-      to[i] = from[i];
-  }
-}
 // Into the very word, whose old value counts as read: any other way the compiler moves what it has
 // read from one register to another, and waits for it, long before it is needed.
 template <typename S>
@@ -303,31 +289,6 @@ inline void store_squares(float* p, square_sums sums, uint lane) {
   float2 both = sums.low[0] + sums.high[1];
   if (fragment_col(lane) / 2 == column / 2)
     p[column] = column % 2 ? both.y : both.x;
-}
-
-// The second level of the cache takes 256 bytes at a time; otherwise rows that are read in short
-// pieces cost a visit of a memory page each.
-template <typename T>
-T load_ahead(const T* p) {
-  uint r[sizeof(T) <= 4 ? 1 : sizeof(T) / 4];
-  ushort h;
-  if constexpr (sizeof(T) == 16)
-    asm("ld.global.nc.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
-  else if constexpr (sizeof(T) == 8)
-    asm("ld.global.nc.L2::256B.v2.u32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
-  else if constexpr (sizeof(T) == 4)
-    asm("ld.global.nc.L2::256B.u32 %0, [%1];" : "=r"(r[0]) : "l"(p));
-  else if constexpr (sizeof(T) == 2)
-    asm("ld.global.nc.L2::256B.u16 %0, [%1];" : "=h"(h) : "l"(p));
-  else
-    return *p;
-  T value;
-  if constexpr (sizeof(T) == 2)
-    memcpy(&value, &h, sizeof(T));
-  else
-    memcpy(&value, r, sizeof(T));
-  return value;
 }
 
 template <typename T>

@@ -1,0 +1,71 @@
+// Several words of device memory at once, from an array that may begin anywhere.
+//
+// An array may be a view that begins at any element of its buffer. Only how far behind its first
+// element something lies is known: a multiple of its size, or of 16 bytes. Where the array begins is
+// the same for all lanes and all of their loads, so that what can be read at once is decided early.
+// On NVIDIA GPUs, which read 16 bytes only from multiples of 16, the functions of this file come from
+// the CUDA shim; Metal's packed vectors need the alignment of their elements and no more.
+
+#include <metal_stdlib>
+using namespace metal;
+
+// For GPUs that can be told so: words that nobody else reads need not push out of a cache what others
+// do, and of a row that is read to its end soon, if not by this thread, they fetch what follows.
+enum caching { CACHED, READ_ONCE, READ_AHEAD };
+
+// 32 bits of elements of 8 or 16.
+template <typename T>
+METAL_FUNC uint joined_word(const device T* from) {
+  const int each = 4 / sizeof(T);
+  alignas(4) T elements[each];
+#pragma unroll
+  for (int i = 0; i < each; i++) {
+    elements[i] = from[i];
+  }
+  return *reinterpret_cast<thread uint*>(elements);
+}
+
+// Whether an array begins where words cannot be read several at once. Arrays of words do so on some
+// GPUs, where READINGS is 2: a loop that has no instruction to spare has a copy for them.
+#define READINGS 1
+template <typename T>
+METAL_FUNC bool begins_odd(const device T* array) {
+  return sizeof(T) < 4 && reinterpret_cast<ulong>(array) % 4 != 0;
+}
+
+// `count` words of an array that begins at one, odd or not; `to` begins at a multiple of 16 bytes.
+template <int count, caching how = CACHED>
+METAL_FUNC void load_packs(thread uint* to, const device uint* from, bool odd) {
+  const int width = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
+#pragma unroll
+  for (int i = 0; i < count; i += width) {
+    if (width == 4) {
+      *reinterpret_cast<thread uint4*>(to + i) =
+          uint4(*reinterpret_cast<const device packed_uint4*>(from + i));
+    } else if (width == 2) {
+      *reinterpret_cast<thread uint2*>(to + i) =
+          uint2(*reinterpret_cast<const device packed_uint2*>(from + i));
+    } else {
+      to[i] = from[i];
+    }
+  }
+}
+
+// The same from element `at` of any array on.
+template <int count, caching how = CACHED, typename T, typename I>
+METAL_FUNC void load_words(thread uint* to, const device T* array, I at) {
+  const device T* from = array + at;
+  if (sizeof(T) >= 4 || !begins_odd(array)) {
+    load_packs<count, how>(to, reinterpret_cast<const device uint*>(from), begins_odd(array));
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    to[i] = joined_word(from + i * int(4 / sizeof(T)));
+  }
+}
+
+template <typename T>
+T load_ahead(const device T* p) {
+  return *p;
+}
