@@ -1,0 +1,164 @@
+"""What a user waits for: conversion, first token, first long prompt, calibration.
+
+    python benchmarks/bench_startup.py
+    python benchmarks/bench_startup.py --tiny
+
+Two processes one after the other, of which the first finds empty caches; in them a model of
+Qwen2-7B's shape has few layers, as what is compiled depends on their kinds, not on their number.
+A third one decodes with all layers: by the results that ship with the package, then with
+those of tuning left out and calibrated here instead. The weights are random. A process that takes
+too long is ended, and what it measured counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Timer
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+from bench_decode import QWEN2_7B, TINY, build, decode, prefill
+from common import Table, add_output, output, print_facts
+
+from mlx_qlayers import convert_model
+from mlx_qlayers.commands.arguments import positive
+from mlx_qlayers.dispatch import entries
+from mlx_qlayers.runtime.backend import advance_epoch
+from mlx_qlayers.tuning.calibrate import calibrate
+from mlx_qlayers.tuning.timing import Sample
+
+BATCHES = (1, 8)
+_SHORT, _LONG = 5, 900
+_REPEATS = 3
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Of one call."""
+    start = time.perf_counter()
+    run()
+    mx.synchronize()
+    return time.perf_counter() - start
+
+
+def tell(what: str, value: float, unit: str = "s") -> None:
+    """A line for the process that collects them."""
+    print(f"result\t{what}\t{value}\t{unit}", flush=True)
+
+
+def start_up(shape: dict[str, int]) -> None:
+    """Conversion, the first token of a short prompt, and then a long prompt, from the start."""
+    model = build(shape, 64, 4)
+    # MLX compiles what a process does first: without that, it would count as ours.
+    mx.eval(mx.random.randint(0, 9, (4,)).argmax())
+    tell("conversion", seconds(partial(convert_model, model, calibrate=False)))
+    tell(f"first token of {_SHORT}", seconds(partial(decode, model, [[1] * _SHORT], 1)))
+    tell(f"prompt of {_LONG}", seconds(partial(prefill, model, mx.zeros((_LONG,), mx.int32))))
+    tell("20 tokens after that", seconds(partial(decode, model, [[1] * _SHORT], 20)))
+
+
+def calibrated(shape: dict[str, int], tokens: int) -> None:
+    """Decoding by shipped results, and by those of calibration in place of tuned ones."""
+    model = build(shape, 64, 4)
+    convert_model(model, verify=False, calibrate=False)
+    shipped = {batch: speed(model, batch, tokens) for batch in BATCHES}
+    for batch, found in shipped.items():
+        tell(f"shipped results, batch {batch}", found, "tokens/s")
+    read = entries.read
+
+    def thresholds(folder: Path, device: str) -> dict[str, Any]:
+        found = read(folder, device)
+        if folder != entries.SHIPPED:
+            return found
+        return {key: e for key, e in found.items() if isinstance(e, entries.Values)}
+
+    with mock.patch.object(entries, "read", thresholds):
+        advance_epoch()
+        for batch in BATCHES:
+            tell(f"neither, batch {batch}", speed(model, batch, tokens), "tokens/s")
+        tell("calibration", seconds(lambda: print(calibrate(model), flush=True)))
+        for batch, before in shipped.items():
+            found = speed(model, batch, tokens)
+            tell(f"calibrated, batch {batch}", found, "tokens/s")
+            tell(f"calibrated over shipped, batch {batch}", found / before, "x")
+        tell("calibration once more", seconds(partial(calibrate, model)))
+
+
+def speed(model: Any, batch: int, tokens: int) -> float:
+    """Tokens a second, of the best of some runs."""
+    prompts = [[1 + i] * 16 for i in range(batch)]
+    decode(model, prompts, 4)
+    times = Sample.of(decode(model, prompts, tokens) for _ in range(_REPEATS))
+    return batch * tokens / times.low
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
+    parser.add_argument("--tokens", type=positive, default=64, help="to decode at a time")
+    parser.add_argument("--layers", type=positive, default=4, help="of the first two processes")
+    parser.add_argument("--limit", type=positive, default=40, help="seconds of each process")
+    parser.add_argument("--part", choices=("start-up", "calibrated"), help=argparse.SUPPRESS)
+    add_output(parser)
+    args = parser.parse_args()
+    shape = dict(TINY if args.tiny else QWEN2_7B)
+    if args.part == "start-up":
+        start_up(shape | {"num_hidden_layers": args.layers})
+    elif args.part == "calibrated":
+        calibrated(shape, args.tokens)
+    else:
+        with output(args, "startup"):
+            measure_all(args)
+
+
+def measure_all(args: argparse.Namespace) -> None:
+    """Every process in turn; results are printed as they come."""
+    print_facts()
+    table = Table({"process": 20, "what": 36, "found": 10, "unit": 9})
+    table.print_header()
+    parts = (
+        ("first process", "start-up"),
+        ("second process", "start-up"),
+        ("calibration", "calibrated"),
+    )
+    command = [sys.executable, __file__, "--layers", str(args.layers), "--tokens", str(args.tokens)]
+    command += ["--tiny"] * args.tiny
+    with TemporaryDirectory() as folder:
+        names = "MLX_PTX_CACHE_DIR", "MLX_QLAYERS_CACHE_DIR", "CUDA_CACHE_PATH"
+        caches = {name: str(Path(folder) / name) for name in names}
+        for process, part in parts:
+            start = time.perf_counter()
+            run([*command, "--part", part], caches, args.limit, table, process)
+            table.add(process=process, what="in all", found=time.perf_counter() - start, unit="s")
+
+
+def run(command: list[str], caches: dict[str, str], limit: float, table: Table, name: str) -> None:
+    """Run a process to its end or the limit; its results are put into a table as they come."""
+    with subprocess.Popen(
+        command, env=os.environ | caches, stdout=subprocess.PIPE, text=True
+    ) as process:
+        timer = Timer(limit, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            kind, *cells = line.rstrip("\n").split("\t")
+            if kind == "result":
+                what, found, unit = cells
+                table.add(process=name, what=what, found=float(found), unit=unit)
+            else:
+                print(line, end="", flush=True)
+        timer.cancel()
+    if process.returncode:
+        print(f"{name}: ended with {process.returncode}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
