@@ -20,6 +20,7 @@ from .conversion.plan import Planner, Predicate, Step, hold, kind_of, modules, r
 from .conversion.report import QUANTIZED, REVERTED, ConversionReport
 from .conversion.verify import verify_steps
 from .tuning.calibrate import calibrate as measure
+from .tuning.problems import compile_kernels
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -103,6 +104,7 @@ def convert_model(
     if verify:
         verify_steps(model, changes)
     _make(changes)
+    compile_kernels(model)
     if not calibrate:
         return report
     return replace(report, calibration=str(measure(model)))

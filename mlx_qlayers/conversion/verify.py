@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,16 @@ from mlx.utils import tree_flatten, tree_map
 
 from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
+from ..runtime.cuda_ahead import together
 from .attention_patch import patched_attention, stock_class
 from .compiled_blocks import match_of
 from .fused_blocks import input_width, unfused_class
 from .plan import Step, stock_of
 from .registry import registered_as
+
+# What is compared, the result, the stock layer's, terms of its sums and steps one after the other.
+Result = tuple[str, mx.array, mx.array, int, int]
+Results = Iterator[Result]
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _ROWS = (1, 3)
@@ -38,23 +43,28 @@ def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
     parameters = dict(tree_flatten(model.parameters())).values()
     dtype = next((p.dtype for p in parameters if p.dtype in _FLOATS), mx.float32)
     by_module, seen = {id(step.module): step for step in steps}, set[tuple[object, ...]]()
-    for step in steps:
-        assert step.cls is not None
-        path, module, kind = step.row.path, step.packed or step.module, tuple[object, ...]()
-        check: Callable[..., None] = _check_attention
-        if registered_as(step.cls) is not None:
-            check, kind = _check_registered, (step.cls, _shapes(module))
-        elif match_of(step.cls) is not None:
-            module, check = _converted(module, by_module), _check_fused
-            kind = step.cls, _shapes(module)
-        elif issubclass(step.cls, Counterpart):
-            kind, check = (step.cls, _shapes(module), module.bits, module.mode), _check_product
-        if kind not in seen:
-            seen.add(kind)
-            check(path, module, step.cls, dtype)
+    results: list[Result] = []
+    # All kernels are asked for before the first one runs: CUDA's are compiled side by side.
+    with together():
+        for step in steps:
+            assert step.cls is not None
+            path, module, kind = step.row.path, step.packed or step.module, tuple[object, ...]()
+            check: Callable[..., Results] = _check_attention
+            if registered_as(step.cls) is not None:
+                check, kind = _check_registered, (step.cls, _shapes(module))
+            elif match_of(step.cls) is not None:
+                module, check = _converted(module, by_module), _check_fused
+                kind = step.cls, _shapes(module)
+            elif issubclass(step.cls, Counterpart):
+                kind, check = (step.cls, _shapes(module), module.bits, module.mode), _check_product
+            if kind not in seen:
+                seen.add(kind)
+                results += check(path, module, step.cls, dtype)
+    for result in results:
+        _compare(*result)
 
 
-def _check_fused(path: str, fused: nn.Module, cls: type[nn.Module], dtype: mx.Dtype) -> None:
+def _check_fused(path: str, fused: nn.Module, cls: type[nn.Module], dtype: mx.Dtype) -> Results:
     """A block is compared where its attention is fused; other attention may need a cache."""
     width, match = input_width(fused), match_of(cls)
     if width is None or match is None:
@@ -67,10 +77,10 @@ def _check_fused(path: str, fused: nn.Module, cls: type[nn.Module], dtype: mx.Dt
         x = _random((1, rows, width), rows).astype(dtype)
         masks = () if match.kind == "mlp" else ("causal",)
         actual, expected = fused(x, *masks), stock(x.astype(mx.float32), *masks)
-        _compare(f"{path}: fused, {rows} rows", actual, expected, width, _DEPTH)
+        yield f"{path}: fused, {rows} rows", actual, expected, width, _DEPTH
 
 
-def _check_registered(path: str, module: nn.Module, cls: type[nn.Module], dtype: mx.Dtype) -> None:
+def _check_registered(path: str, module: nn.Module, cls: type[nn.Module], dtype: mx.Dtype) -> Results:
     """A counterpart that somebody registered, on the arguments that its example gives."""
     registration = registered_as(cls)
     if registration is None or registration.example is None:
@@ -83,7 +93,7 @@ def _check_registered(path: str, module: nn.Module, cls: type[nn.Module], dtype:
     shapes = (a.shape for a in _arrays([given, module.parameters()]))
     terms = max((n for shape in shapes for n in shape), default=1)
     for mine, theirs in zip(actual, expected, strict=True):
-        _compare(f"{path}: {cls.__name__}", mine, theirs, terms, _DEPTH)
+        yield f"{path}: {cls.__name__}", mine, theirs, terms, _DEPTH
 
 
 def _arrays(tree: Any) -> list[mx.array]:
@@ -95,7 +105,9 @@ def _exact(value: Any) -> Any:
     return value.astype(mx.float32) if getattr(value, "dtype", None) in _FLOATS else value
 
 
-def _check_product(path: str, module: nn.Module, cls: type[Counterpart], dtype: mx.Dtype) -> None:
+def _check_product(
+    path: str, module: nn.Module, cls: type[Counterpart], dtype: mx.Dtype
+) -> Results:
     ours, stock, scales = cls.from_quantized(module), copy.deepcopy(module), module["scales"]
     stock.set_dtype(mx.float32)
     # The stock operator takes no global scale on a CPU.
@@ -119,10 +131,10 @@ def _check_product(path: str, module: nn.Module, cls: type[Counterpart], dtype: 
         if bias is not None:
             expected = expected + (mx.expand_dims(bias[chosen], -2) if chosen else bias)
         fmt = f"{module.bits} bits, groups of {module.group_size}, {module.mode}"
-        _compare(f"{path}: {cls.__name__}, {fmt}", actual, expected, width)
+        yield f"{path}: {cls.__name__}, {fmt}", actual, expected, width, 1
 
 
-def _check_attention(path: str, _: nn.Module, cls: type[nn.Module], dtype: mx.Dtype) -> None:
+def _check_attention(path: str, _: nn.Module, cls: type[nn.Module], dtype: mx.Dtype) -> Results:
     from mlx_lm.models.base import scaled_dot_product_attention as stock
 
     theirs: Any = stock
@@ -140,7 +152,7 @@ def _check_attention(path: str, _: nn.Module, cls: type[nn.Module], dtype: mx.Dt
     for name, (mask, exact_mask) in masks.items():
         actual = ours(*arrays[:3], None, scale, mask)
         expected = theirs(*exact, None, scale, exact_mask)
-        _compare(f"{path}: attention, mask {name}", actual, expected, width)
+        yield f"{path}: attention, mask {name}", actual, expected, width, 1
 
 
 def _shapes(module: nn.Module) -> tuple[object, ...]:
@@ -162,7 +174,7 @@ def _converted(module: nn.Module, steps: Mapping[int, Step]) -> nn.Module:
     return twin
 
 
-def _compare(what: str, actual: mx.array, expected: mx.array, terms: int, steps: int = 1) -> None:
+def _compare(what: str, actual: mx.array, expected: mx.array, terms: int, steps: int) -> None:
     """Refuse ``actual`` if it is further from ``expected`` than a few roundings of each step."""
     if actual.shape != expected.shape:
         raise ValueError(f"{what}: gives shape {actual.shape}, the stock layer {expected.shape}")

@@ -19,10 +19,12 @@ import mlx.core as mx
 from . import source
 from .backend import BackendError
 from .cache_folder import own_folder
+from .cuda_ahead import begin, device_architecture, shims_digest
 from .generated_source import ATTRIBUTES, shape_words
 from .launch import Bound, Launch, Size, TemplateValue, added_to_graph
 from .program import Program
 from .source import METAL, Token
+from .spec import Spec
 from .staging import replace_file
 
 SHIM = Path(__file__).parent / "shims" / "cuda" / "msl.h"
@@ -62,6 +64,10 @@ def bind(launch: Launch) -> Bound:
     """
     grid, surplus = _fitting(launch)
     variant = launch.program, launch.threadgroup, bool(surplus), tuple(launch.template)
+    names = _input_names(launch.program, bool(surplus))
+    specs = [*launch.inputs, *map(Spec.of, surplus)]
+    outputs = zip(launch.program.output_names, launch.output_dtypes, strict=True)
+    begin(*_text(*variant), [*zip(names, specs, strict=True)], [*outputs])
     inputs = (lambda given: given + surplus) if surplus else None
     return added_to_graph(
         launch, "cuda", lambda make: _kernel(make, *variant), bind, inputs, grid=grid, template=[]
@@ -93,6 +99,29 @@ def _kernel(
 
     Given at each call, they would be made text there, which takes longer than all the rest.
     """
+    name, header, body = _text(program, threadgroup, surplus, template)
+    return make(
+        name=name,
+        input_names=_input_names(program, surplus),
+        output_names=program.output_names,
+        source=body,
+        header=header,
+        ensure_row_contiguous=program.ensure_row_contiguous,
+    )
+
+
+def _input_names(program: Program, surplus: bool) -> list[str]:
+    return [*program.input_names, _LIMIT] if surplus else list(program.input_names)
+
+
+@lru_cache(maxsize=2048)
+def _text(
+    program: Program,
+    threadgroup: Size,
+    surplus: bool,
+    template: tuple[tuple[str, TemplateValue], ...],
+) -> tuple[str, str, str]:
+    """Name, header and source of that kernel."""
     resident = cast(int, dict(template).get(_RESIDENT, 1))
     header, body = cuda_source(program, threadgroup, surplus, resident)
     # MLX looks for these words in the text to know which parameters to add.
@@ -100,15 +129,9 @@ def _kernel(
     constants = "".join(_constant(name, value) for name, value in template)
     body = f"// {words}\n{constants}{_kept(body)}"
     header = _kept(header)
-    return make(
-        # MLX knows a compiled kernel by its name alone.
-        name=f"{program.name}_{sha256((header + body).encode()).hexdigest()[:16]}",
-        input_names=[*program.input_names, _LIMIT] if surplus else program.input_names,
-        output_names=program.output_names,
-        source=body,
-        header=header,
-        ensure_row_contiguous=program.ensure_row_contiguous,
-    )
+    # MLX knows a compiled kernel by its name alone, in this process and on disk.
+    whole = "\0".join((header, body, shims_digest(SHIM.parent), device_architecture()))
+    return f"{program.name}_{sha256(whole.encode()).hexdigest()[:16]}", header, body
 
 
 def _constant(name: str, value: TemplateValue) -> str:

@@ -11,10 +11,14 @@ import mlx.nn as nn
 from ..dispatch.measurements import Question, questions
 from ..dispatch.problem import Problem
 from ..runtime.backend import backend
-from ..runtime.explain import note
+from ..runtime.cuda_ahead import together
+from ..runtime.explain import note, recording
 from ..runtime.transformed import has_values
 from .families import FAMILIES
 from .family import Family
+
+# Tokens of prompts whose kernels are compiled first; 0 stands for one token after the other.
+_PROMPTS = (0, 8, 512)
 
 
 class Target(NamedTuple):
@@ -86,6 +90,18 @@ def asked_by(model: nn.Module, prompt: int = 0) -> bool:
         note("calibration", "not traced", f"{type(model).__name__}: {error}")
         return False
     return True
+
+
+def compile_kernels(model: nn.Module) -> None:
+    """Compile what a converted model launches first, side by side, where that takes long: on CUDA.
+
+    For a token, a short and a long prompt.
+    """
+    if backend() != "cuda":
+        return
+    with together(), recording():
+        for prompt in _PROMPTS:
+            asked_by(model, prompt)
 
 
 def problems_of(asked: Iterable[Question], searched: bool = True) -> list[Target]:

@@ -1,0 +1,235 @@
+"""Compiles CUDA kernels before MLX does, side by side, and keeps them for later processes.
+
+MLX compiles a custom kernel at its first launch, one after the other behind a lock, with headers
+that take most of that time, and keeps no result. But before it compiles it looks into its folder of
+compiled kernels, for the kernel's name and the hash of its whole text, and takes what is there.
+Where nothing could be put there, for whatever reason, it compiles as ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+from .cache_folder import check_owner, make_folder
+from .explain import note
+from .spec import Spec
+
+_WORKER = Path(__file__).with_name("nvrtc_worker.py")
+# What MLX writes in front of a kernel, and as much of that as kernels here need.
+_MLX = '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
+_OWN = """
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda/std/cstdint>
+namespace mlx::core::cu {
+template <typename T>
+struct Extents {
+  T each[10];
+  __host__ __device__ const T* data() const {
+    return each;
+  }
+};
+using Shape = Extents<int32_t>;
+using Strides = Extents<int64_t>;
+}
+namespace cooperative_groups {}
+"""
+_TYPES = {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float", mx.bool_: "bool"}
+# Seconds after which a compiler that does not end is given up.
+_PATIENCE = 60
+# std::hash of a string begins with this in libstdc++.
+_SEED = 0xC70F6907
+
+_jobs: dict[str, Future[None]] = {}
+_waiting: list[Future[None]] | None = None
+
+
+def mlx_text(
+    name: str,
+    header: str,
+    source: str,
+    inputs: Sequence[tuple[str, Spec]],
+    outputs: Sequence[tuple[str, mx.Dtype]],
+) -> str:
+    """The text that MLX 0.32 generates for a launch of a kernel without template arguments."""
+    parameters = []
+    for key, x in inputs:
+        parameters.append(f"    const {_type_name(x.dtype)}* {key}")
+        for suffix, kind in (("_shape", "Shape"), ("_strides", "Strides"), ("_ndim", "int")):
+            if x.ndim > 0 and key + suffix in source:
+                parameters.append(f"    const __grid_constant__ {kind} {key}{suffix}")
+    parameters += [f"    {_type_name(dtype)}* {key}" for key, dtype in outputs]
+    text = f"{_MLX}{header}namespace mlx::core::cu {{\n\nnamespace cg = cooperative_groups;\n\n"
+    text += f"__global__ void custom_kernel_{name}(\n" + ",\n".join(parameters) + ") {\n"
+    return f"{text}{source}\n}}\n\n}} // namespace mlx::core::cu\n"
+
+
+def _type_name(dtype: mx.Dtype) -> str:
+    return _TYPES.get(dtype) or str(dtype).removeprefix("mlx.core.") + "_t"
+
+
+def begin(
+    name: str,
+    header: str,
+    source: str,
+    inputs: Sequence[tuple[str, Spec]],
+    outputs: Sequence[tuple[str, mx.Dtype]],
+) -> None:
+    """Compile a kernel that will be launched; at once, or inside :func:`together` meanwhile.
+
+    Args:
+        name: of ``mx.fast.cuda_kernel``, as are ``header`` and ``source``.
+        inputs: names, shapes and dtypes.
+        outputs: names and dtypes.
+    """
+    complex_ones = any(x.dtype == mx.complex64 for _, x in inputs)
+    if complex_ones or not mx.cuda.is_available() or (folder := _folder()) is None:
+        return
+    text = mlx_text(name, header, source, inputs, outputs)
+    module = f"custom_kernel_{name}_{string_hash(text):x}"
+    if module in _jobs or (folder / f"{module}.ptx").exists():
+        return
+    _jobs[module] = job = _pool().submit(_compile, folder / module, name, text)
+    if _waiting is None:
+        job.exception()
+    else:
+        _waiting.append(job)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Compile all kernels that are bound in a ``with`` block side by side, and wait for them."""
+    global _waiting
+    before, _waiting = _waiting, []
+    try:
+        yield
+    finally:
+        jobs, _waiting = _waiting, before
+        wait(jobs)
+
+
+def _compile(target: Path, name: str, text: str) -> None:
+    """Put a compiled kernel where MLX looks for it."""
+    function = f"mlx::core::cu::custom_kernel_{name}"
+    architecture = device_architecture()
+    suffix = "a" if int(architecture.removeprefix("sm_")) >= 90 else ""
+    options = ["--device-as-default-execution-space", f"--gpu-architecture={architecture}{suffix}"]
+    options += [f"--include-path={path}" for path in _includes()]
+    own = _OWN + text.removeprefix(_MLX)
+    job = {"library": _library(), "text": own, "name": function, "options": options}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", str(_WORKER)],
+            input=json.dumps(job).encode(),
+            capture_output=True,
+            timeout=_PATIENCE,
+            check=True,
+        )
+        mangled, _, code = done.stdout.partition(b"\n")
+        # MLX takes the code for whole as soon as it is there.
+        _write(target.with_name(target.name + ".txt"), function.encode() + b"\t" + mangled + b"\n")
+        _write(target.with_name(target.name + ".ptx"), code)
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.decode(errors="replace").strip()[-500:]
+        note(f"kernel {name}", "left to MLX", f"not compiled ahead: {why}")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        note(f"kernel {name}", "left to MLX", f"not compiled ahead: {error}")
+
+
+def _write(path: Path, content: bytes) -> None:
+    handle, draft = tempfile.mkstemp(prefix=f".{path.stem[:80]}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "nvrtc")
+
+
+@cache
+def _folder() -> Path | None:
+    """Where MLX looks for compiled kernels, if kernels can be compiled and put there."""
+    chosen = os.environ.get("MLX_PTX_CACHE_DIR")
+    default = Path(tempfile.gettempdir()) / "mlx" / version("mlx") / "ptx"
+    folder = Path(chosen) if chosen else default
+    try:
+        make_folder(folder)
+        check_owner(folder)
+        if _library() and _includes() and string_hash(""):
+            return folder
+    except (OSError, AttributeError) as error:
+        note("kernels", "left to MLX", f"not compiled ahead: {error}")
+    return None
+
+
+def string_hash(text: str) -> int:
+    """``std::hash`` of a string in libstdc++, with which MLX is built.
+
+    Raises:
+        OSError: there is no libstdc++ here.
+    """
+    function = ctypes.CDLL("libstdc++.so.6")["_ZSt11_Hash_bytesPKvmm"]
+    function.restype = ctypes.c_size_t
+    function.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]
+    content = text.encode()
+    return int(function(content, len(content), _SEED))
+
+
+def _packages() -> Path:
+    """Where MLX is installed, and NVIDIA's packages beside it."""
+    return Path(mx.__file__).parents[1]
+
+
+@cache
+def _library() -> str:
+    """NVRTC, as MLX has loaded it."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[-1] for line in maps if "libnvrtc.so" in line}
+    found = sorted(paths) or sorted(map(str, _packages().glob("nvidia/*/lib/libnvrtc.so.*")))
+    if not found:
+        raise OSError("there is no libnvrtc.so")
+    return found[0]
+
+
+@cache
+def _includes() -> list[str]:
+    """Folders of headers, as MLX finds them."""
+    own = _packages() / "mlx" / "include"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    cuda = sorted(_packages().glob("nvidia/cu*/include")) or [Path(home) / "include"]
+    cuda += sorted(_packages().glob("nvidia/cuda_runtime/include"))
+    folders = [own, own / "cccl", *cuda, *(path / "cccl" for path in cuda)]
+    return [str(path) for path in folders if path.is_dir()]
+
+
+@cache
+def device_architecture() -> str:
+    """As ``sm_90``; empty where there is no NVIDIA GPU."""
+    return str(mx.device_info()["architecture"]) if mx.cuda.is_available() else ""
+
+
+@cache
+def shims_digest(folder: Path) -> str:
+    """What changes with the headers that every kernel includes."""
+    return sha256(b"\0".join(p.read_bytes() for p in sorted(folder.glob("*.h")))).hexdigest()

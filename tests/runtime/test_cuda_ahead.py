@@ -1,0 +1,114 @@
+"""Kernels that are compiled before MLX asks: under its names, by a compiler of their own."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers import explain, quantized_matmul, use_backend
+from mlx_qlayers.runtime import backend, cuda_ahead
+from mlx_qlayers.runtime.backend import advance_epoch
+from mlx_qlayers.runtime.cuda_ahead import mlx_text, string_hash, together
+from mlx_qlayers.runtime.nvrtc_worker import compiled
+from mlx_qlayers.runtime.spec import Spec
+
+from . import nvrtc
+
+
+def test_the_hash_is_that_of_libstdcxx():
+    if sys.platform != "linux":  # MLX for CUDA is for Linux
+        with pytest.raises(OSError):
+            string_hash("")
+        return
+    assert string_hash("") == 0x553E93901E462A6E
+    assert string_hash("hello world") == 0x4D6686D362067FF9
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine that says it has an NVIDIA GPU; what MLX would compile is in ``launched``."""
+    launched, given = set(), []
+
+    def run(declaration, launch):
+        launched.add(nvrtc.text_of(declaration, launch)[1])
+        shapes = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
+        return [mx.zeros(shape, dtype) for shape, dtype in shapes]
+
+    def compile_one(command, *, input, **_):
+        given.append(input)
+        return SimpleNamespace(stdout=b"mangled\ncode")
+
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", nvrtc.kernel_that(run))
+    monkeypatch.setattr(cuda_ahead, "device_architecture", lambda: "sm_90")
+    monkeypatch.setattr(cuda_ahead, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(cuda_ahead, "_library", lambda: "libnvrtc.so")
+    monkeypatch.setattr(cuda_ahead, "_includes", lambda: ["/include"])
+    monkeypatch.setattr(cuda_ahead, "_jobs", {})
+    monkeypatch.setattr(cuda_ahead, "string_hash", lambda text: abs(hash(text)))
+    monkeypatch.setattr("mlx_qlayers.runtime.cuda.device_architecture", lambda: "sm_90")
+    monkeypatch.setattr(subprocess, "run", compile_one)
+    monkeypatch.setitem(backend.missing, "cuda", lambda: None)
+    advance_epoch()
+    explain(reset=True)
+    yield SimpleNamespace(launched=launched, given=given, folder=tmp_path)
+    advance_epoch()
+
+
+def product(rows):
+    w = mx.quantize(mx.ones((128, 256), mx.bfloat16))
+    with use_backend("cuda"):
+        quantized_matmul(mx.ones((rows, 256), mx.bfloat16), *w)
+
+
+def test_the_texts_are_those_that_mlx_generates(machine, monkeypatch):
+    texts = []
+    before = cuda_ahead._compile
+
+    def collecting(target, name, text):
+        texts.append(text)
+        before(target, name, text)
+
+    monkeypatch.setattr(cuda_ahead, "_compile", collecting)
+    with together():
+        for rows in (1, 7, 100):
+            product(rows)
+    assert set(texts) == machine.launched and len(texts) == len(machine.given) > 2
+    found = {path.suffix: path for path in machine.folder.iterdir()}
+    assert set(found) == {".txt", ".ptx"} and found[".ptx"].read_bytes() == b"code"
+    function, mangled = found[".txt"].read_text().rstrip("\n").split("\t")
+    assert function.startswith("mlx::core::cu::custom_kernel_") and mangled == "mangled"
+    assert b"cooperative_groups.h" not in machine.given[0] and b"sm_90a" in machine.given[0]
+    count = len(machine.given)
+    advance_epoch()
+    product(1)
+    assert len(machine.given) == count
+
+
+def test_what_does_not_compile_is_left_to_mlx(machine, monkeypatch):
+    def fails(command, **_):
+        raise subprocess.CalledProcessError(1, command, stderr=b"error: no such header")
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    product(1)
+    assert machine.launched and not [*machine.folder.iterdir()]
+    assert any("no such header" in d.reason for d in explain())
+
+
+def test_shapes_and_strides_are_parameters():
+    inputs = [("x", Spec((2, 3), mx.float16)), ("y", Spec((), mx.int32))]
+    text = mlx_text("k", "", "x_strides; y_shape;", inputs, [("out", mx.bool_)])
+    assert "const __half* x,\n    const __grid_constant__ Strides x_strides" in text
+    assert "y_shape," not in text and "    bool* out) {" in text
+
+
+def test_a_compiler_that_is_missing_says_so_in_its_process():
+    with pytest.raises(OSError):
+        compiled("/no/libnvrtc.so", "", "f", [])
+    job = json.dumps({"library": "/no/libnvrtc.so", "text": "", "name": "f", "options": []})
+    command = [sys.executable, "-I", "-S", str(cuda_ahead._WORKER)]
+    done = subprocess.run(command, input=job, capture_output=True, text=True, check=False)
+    assert done.returncode and "/no/libnvrtc.so" in done.stderr and not done.stdout
