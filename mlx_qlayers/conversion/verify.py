@@ -80,7 +80,9 @@ def _check_fused(path: str, fused: nn.Module, cls: type[nn.Module], dtype: mx.Dt
         yield f"{path}: fused, {rows} rows", actual, expected, width, _DEPTH
 
 
-def _check_registered(path: str, module: nn.Module, cls: type[nn.Module], dtype: mx.Dtype) -> Results:
+def _check_registered(
+    path: str, module: nn.Module, cls: type[nn.Module], dtype: mx.Dtype
+) -> Results:
     """A counterpart that somebody registered, on the arguments that its example gives."""
     registration = registered_as(cls)
     if registration is None or registration.example is None:
