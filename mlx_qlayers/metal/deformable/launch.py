@@ -24,6 +24,8 @@ _FORWARD = Kernel(
         *("T", "G", "W", "I", "V", "ALIGN", "LANES", "POINTS", "STEP"),
         *("BORDER", "PIXELS"),
     ),
+    # Of samples under way, where and how much each of four pixels is, and their channels; sums.
+    registers=lambda T, V, STEP, **index: STEP * (4 + index["I"].size + V * T.size) + V,
     large=True,
 )
 _GRADIENT = Kernel(
@@ -32,6 +34,7 @@ _GRADIENT = Kernel(
     inputs=("values", "locations", "weights", "cotangent", "levels", "options"),
     outputs=("d_values", "d_locations", "d_weights"),
     template=("T", "G", "W", "I", "V", "LANES", "POINTS", "BORDER", "PIXELS", "ATOMIC"),
+    registers=lambda V, **index: 8 + index["I"].size + V,
     large=True,
 )
 # Threads along x before they go on along y.
@@ -79,7 +82,9 @@ def heuristic(width: int, points: int, dtype: mx.Dtype, backend: str) -> Deforma
             pack, dtype.size, 1, step, 16, scatter_pack=scatter, atomic=False, threads=1
         )
     pack = math.gcd(width, 16 // dtype.size)
-    step = next(step for step in (4, 3, 2, 1) if points % step == 0)
+    # M1 and M2 lack the registers for four.
+    steps = (2, 1) if backend == "metal" else (4, 3, 2, 1)
+    step = next(step for step in steps if points % step == 0)
     lanes, scatter_lanes = _lanes(width // pack), _lanes(width)
     return DeformableConfig(pack, dtype.size * pack, lanes, step, 1, scatter_lanes=scatter_lanes)
 

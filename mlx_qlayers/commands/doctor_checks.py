@@ -1,0 +1,225 @@
+"""The smallest call of each kernel family that runs its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..ops.attention import attention
+from ..ops.attention_step import attention_step
+from ..ops.deformable_attention import deformable_attention
+from ..ops.exp import exp
+from ..ops.fused_products import fused_products
+from ..ops.gather_qmm import gather_qmm
+from ..ops.grid_sample import grid_sample
+from ..ops.quantized_matmul import quantized_matmul
+from ..ops.rotary import rotary_embedding
+from ..options import PackedMatrix, Rotation
+
+Run = Callable[..., list[mx.array]]
+
+
+class Check(NamedTuple):
+    """A call that kernels compute and stock operators as well.
+
+    Attributes:
+        family: the operation.
+        what: which of its kernels.
+        run: takes the arrays and gives a list of arrays, by the current backend.
+        arrays: what it takes.
+        terms: how many a sum in it has.
+        steps: how many roundings follow each other.
+    """
+
+    family: str
+    what: str
+    run: Run
+    arrays: list[Any]
+    terms: int = 1
+    steps: int = 2
+
+    @property
+    def name(self) -> str:
+        """For the page."""
+        return f"{self.family}, {self.what}"
+
+
+def checks() -> Iterator[Check]:
+    """One check after the other, those of the smallest kernels first."""
+    for family, made in _FAMILIES.items():
+        mx.random.seed(0)
+        for check in made():
+            yield check._replace(family=family)
+
+
+def _exp() -> Iterator[Check]:
+    for dtype in (mx.float16, mx.bfloat16):
+        yield Check("", f"{_of(dtype)}", _with_gradients(exp, 0), [_normal((7, 41), dtype)])
+    strided = partial(exp, strided=True)
+    yield Check("", "strided", lambda x: [strided(x.T)], [_normal((7, 41))])
+
+
+def _rotary() -> Iterator[Check]:
+    q, k = _normal((2, 3, 4, 64)), _normal((2, 3, 2, 64))
+    for what, offset in (("one offset", mx.array(5)), ("offset for each", mx.array([5, 900]))):
+        yield Check("", what, partial(rotary_embedding, dims=64), [q, k, offset], 2)
+
+
+def _quantized_matmul() -> Iterator[Check]:
+    for rows, fmt, dtype in (
+        (1, (64, 4, "affine"), mx.bfloat16),
+        (7, (64, 4, "affine"), mx.float16),
+        (2, (32, 3, "affine"), mx.float32),
+        (1, (32, 4, "mxfp4"), mx.bfloat16),
+        (40, (64, 4, "affine"), mx.bfloat16),
+    ):
+        width = 1024 if rows > 16 else 512  # so that on CUDA two parts are added up
+        x, matrix = _normal((rows, width), dtype), _packed((72, width), dtype, *fmt)
+        run = _quantized(quantized_matmul, fmt)
+        what = f"{rows} rows, {fmt[1]} bits, {fmt[2]}, {_of(dtype)}"
+        yield Check("", what, lambda *a, run=run: [run(*a)], [x, *matrix], width)
+    fmt = 64, 4, "affine"
+    for transpose in (True, False):
+        shape = (128, 512) if transpose else (512, 128)
+        run = _quantized(quantized_matmul, fmt, transpose=transpose)
+        given = [_normal((24, 512)), *_packed(shape, mx.float16, *fmt)]
+        what = "gradients" if transpose else "gradients, not transposed"
+        yield Check("", what, _with_gradients(run, 0, 2, 3), given, 512)
+
+
+def _fused_products() -> Iterator[Check]:
+    fmt = 64, 4, "affine"
+    matrices = [_packed((72, 512), mx.bfloat16, *fmt) for _ in range(2)]
+    weight = _normal((512,), mx.bfloat16)
+
+    def gated(x: mx.array, weight: mx.array, *arrays: mx.array) -> list[mx.array]:
+        both = [PackedMatrix(*arrays[:3]), PackedMatrix(*arrays[3:])]
+        given = {"group_size": 64, "bits": 4, "norm": (weight, 1e-5), "gate": "silu"}
+        return fused_products(x, both, **given)  # type: ignore[arg-type]
+
+    for rows in (1, 8, 200):
+        given = [_normal((rows, 512), mx.bfloat16), weight, *matrices[0], *matrices[1]]
+        yield Check("", f"norm and gate, {rows} rows", gated, given, 512)
+
+
+def _gather_qmm() -> Iterator[Check]:
+    fmt = 64, 4, "affine"
+    for what, rows, transpose, in_order in (
+        ("a token", 1, True, False),
+        ("a token, not transposed", 1, False, False),
+        ("many tokens", 200, True, True),
+    ):
+        shape = (4, 72, 512) if transpose else (4, 512, 128)
+        chosen = mx.arange(rows * 2) * 4 // (rows * 2)
+        x, matrix = _normal((rows * 2, 1, 512)), _packed(shape, mx.float16, *fmt)
+        run = _quantized(gather_qmm, fmt, transpose=transpose, sorted_indices=in_order)
+
+        def products(x: Any, *arrays: Any, run: Any = run) -> list[mx.array]:
+            return [run(x, *arrays[:3], None, arrays[3])]
+
+        yield Check("", what, products, [x, *matrix, chosen.astype(mx.uint32)], 512)
+
+
+def _attention() -> Iterator[Check]:
+    for dtype, width in ((mx.float16, 64), (mx.float32, 64), (mx.bfloat16, 128)):
+        run = partial(attention, scale=width**-0.5, mask="causal")
+        given = [_normal((1, n, 70, width), dtype) for n in (4, 2, 2)]
+        yield Check(
+            "", f"{_of(dtype)}, heads of {width}", _with_gradients(run, 0, 1, 2), given, 70, 16
+        )
+    added = [*(_normal((1, n, 40, 64)) for n in (4, 2, 2)), _normal((4, 40, 40))]
+
+    def masked(q: Any, k: Any, v: Any, mask: Any) -> mx.array:
+        return attention(q, k, v, scale=0.125, mask=mask)
+
+    yield Check("", "additive mask", _with_gradients(masked, 0, 3), added, 40)
+    for bits in (0, 4):
+        q, k, v = _normal((1, 8, 1, 64)), _normal((1, 2, 700, 64)), _normal((1, 2, 700, 64))
+        caches = [[k], [v]] if not bits else [mx.quantize(a, 64, bits) for a in (k, v)]
+
+        def few(q: Any, *caches: Any) -> list[mx.array]:
+            half = len(caches) // 2
+            parts = caches[:half], caches[half:]
+            k, v = (each[0] if half == 1 else each for each in parts)
+            return [attention(q, k, v, scale=0.125)]
+
+        what = "one query" + (f", {bits} bits" if bits else "")
+        yield Check("", what, few, [q, *caches[0], *caches[1]], 700)
+
+
+def _attention_step() -> Iterator[Check]:
+    for size in (256, 1100):
+        rows = [_normal((1, 1, n * 64)) for n in (8, 2, 2)]
+        buffers = [_normal((1, 2, size, 64)) for _ in range(2)]
+        positions = mx.array([200] * 8, mx.int32)
+        run = partial(attention_step, scale=0.125, rotation=Rotation(64))
+        yield Check("", f"{size} keys", run, [*rows, *buffers, positions], 200)
+
+
+def _grid_sample() -> Iterator[Check]:
+    x, grid = _normal((2, 9, 13, 8)), mx.random.uniform(-1.1, 1.1, (2, 5, 6, 2))
+    for deterministic in (False, True):
+        run = _with_gradients(partial(grid_sample, deterministic=deterministic), 0, 1)
+        yield Check("", "deterministic" if deterministic else "bilinear", run, [x, grid], 64)
+    bicubic = partial(grid_sample, mode="bicubic", padding_mode="reflection")
+    yield Check("", "bicubic", lambda *a: [bicubic(*a)], [x, grid], 16)
+
+
+def _deformable_attention() -> Iterator[Check]:
+    shapes = [(8, 6), (4, 3)]
+    locations = mx.random.uniform(0, 1, (1, 5, 2, 2, 4, 2))
+    weights = mx.softmax(mx.random.normal((1, 5, 2, 2, 4)), axis=-1)
+
+    def run(values: mx.array, locations: mx.array, weights: mx.array) -> mx.array:
+        return deformable_attention(values, shapes, locations, weights)
+
+    given = [_normal((1, 60, 2, 32)), locations, weights]
+    yield Check("", "two levels", _with_gradients(run, 0, 1, 2), given, 64)
+
+
+_FAMILIES: dict[str, Callable[[], Iterator[Check]]] = {
+    "exp": _exp,
+    "rotary_embedding": _rotary,
+    "grid_sample": _grid_sample,
+    "deformable_attention": _deformable_attention,
+    "quantized_matmul": _quantized_matmul,
+    "fused_products": _fused_products,
+    "gather_qmm": _gather_qmm,
+    "attention_step": _attention_step,
+    "attention": _attention,
+}
+
+
+def _with_gradients(function: Callable[..., mx.array], *of: int) -> Run:
+    """The result, and gradients for a cotangent that every dtype holds exactly."""
+
+    def loss(*arrays: mx.array) -> mx.array:
+        y = function(*arrays).astype(mx.float32)
+        return (y * (mx.arange(y.size).reshape(y.shape) % 4 - 1.5)).sum()
+
+    def run(*arrays: mx.array) -> list[mx.array]:
+        return [function(*arrays), *mx.grad(loss, argnums=list(of))(*arrays)]
+
+    return run
+
+
+def _quantized(function: Any, fmt: tuple[int, int, str], **options: Any) -> Any:
+    group_size, bits, mode = fmt
+    return partial(function, group_size=group_size, bits=bits, mode=mode, **options)
+
+
+def _packed(
+    shape: tuple[int, ...], dtype: mx.Dtype, group_size: int, bits: int, mode: str
+) -> list[mx.array]:
+    return list(mx.quantize(_normal(shape, dtype), group_size, bits, mode))
+
+
+def _normal(shape: tuple[int, ...], dtype: mx.Dtype = mx.float16) -> mx.array:
+    return mx.random.normal(shape).astype(dtype)
+
+
+def _of(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

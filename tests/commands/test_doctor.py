@@ -1,0 +1,107 @@
+"""The command doctor: it runs every kernel there is, and says what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers.cli import main
+from mlx_qlayers.commands import doctor_checks
+from mlx_qlayers.runtime import Kernel
+from mlx_qlayers.runtime.launch import Launch
+from mlx_qlayers.runtime.source import METAL
+from tests.gpus import HERE, on_gpus
+
+# Where threads run one by one, and what no operation launches.
+ON_CPUS = {"attention_serial", "quantized_gradients_groups", "qvm", "grid_sample_gradient_x_bands"}
+NOT_LAUNCHED = {"row_sum"}
+# On Apple GPUs the depth of a product is not divided without tuning.
+ON_CUDA = {"qmm_sum"}
+
+
+def test_the_page_of_some_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--only", "exp", "rotary_embedding", "gather_qmm"]) == 0
+    out, _ = capsys.readouterr()
+    for name in ("python", "mlx", "device", "memory", "backend", "results"):
+        assert re.search(rf"^{name} +\S", out, re.MULTILINE), name
+    assert len(re.findall(r"^(exp|rotary_embedding|gather_qmm), .* right ", out, re.M)) == 8
+    assert "ops: the kernel was not measured on a CPU" in out or HERE != "host"
+    assert out.endswith("8 of 8 checks were right\n")
+
+
+@pytest.mark.slow
+def test_all_but_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose kernels take a CPU's compiler as long as all others."""
+    families = [family for family in doctor_checks._FAMILIES if family != "attention"]
+    assert main(["doctor", "--only", "model", *families]) == 0
+    out, _ = capsys.readouterr()
+    assert "49 swapped" in out and re.search(r"^(\d+) of \1 checks were right$", out, re.M)
+
+
+@on_gpus
+def test_on_gpus(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a minute on a Mac; CUDA's compiler takes longer."""
+    assert main(["doctor", "--budget", "50" if gpu == "metal" else "300"]) == 0
+    assert re.search(r"^(\d+) of \1 checks were right$", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize(("device", "other"), [("metal", ON_CPUS | ON_CUDA), ("cuda", ON_CPUS)])
+def test_every_kernel_is_launched(
+    device: str,
+    other: set[str],
+    machine: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a stand-in, which gives zeros: so each result is wrong, and the exit code 1."""
+    launched = set[str]()
+
+    def zeros(launch: Launch) -> Callable[..., list[mx.array]]:
+        shapes = zip(launch.output_shapes, launch.output_dtypes, strict=True)
+        outputs = [mx.zeros(*each) for each in shapes]
+        return lambda arrays: outputs
+
+    def bind(kernel: Kernel, *given: Any, **options: Any) -> Any:
+        launched.add(kernel.function or kernel.name)
+        return original(kernel, *given, **options)
+
+    machine(device)
+    original = Kernel.bind
+    monkeypatch.setattr(Kernel, "bind", bind)
+    monkeypatch.setattr(import_module(f"mlx_qlayers.runtime.{device}"), "bind", zeros)
+    assert main(["doctor", "--only", *doctor_checks._FAMILIES]) == 1
+    out, _ = capsys.readouterr()
+    assert not re.search(r" right ", out) and re.search(r"^0 of \d+ checks were right$", out, re.M)
+    texts = (path.read_text() for path in METAL.rglob("*.metal"))
+    every = {name for text in texts for name in re.findall(r"\]\] void (\w+)\(", text)}
+    assert every - launched == other | NOT_LAUNCHED
+
+
+def test_without_kernels(capsys: pytest.CaptureFixture[str], machine: Callable[..., None]) -> None:
+    machine()
+    assert main(["doctor", "--only", "exp"]) == 0
+    assert capsys.readouterr().out.endswith("no kernels run here\n")
+
+
+def test_a_kernel_that_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(x: mx.array) -> list[mx.array]:
+        raise RuntimeError("the compiler refused it")
+
+    check = doctor_checks.Check("", "broken", fails, [mx.zeros(8)])
+    monkeypatch.setitem(doctor_checks._FAMILIES, "exp", lambda: iter([check]))
+    assert main(["doctor", "--only", "exp", "rotary_embedding"]) == 1
+    out, _ = capsys.readouterr()
+    assert "exp, broken: RuntimeError: the compiler refused it\n" in out
+    assert out.endswith("2 of 3 checks were right\n")
+
+
+def test_a_check_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--only", "cholesky"]) == 2
+    assert "there is no check cholesky" in capsys.readouterr().err
