@@ -15,6 +15,7 @@ from ..ops.exp import exp
 from ..ops.fused_products import fused_products
 from ..ops.gather_qmm import gather_qmm
 from ..ops.grid_sample import grid_sample
+from ..ops.linalg import cholesky, qr, solve_triangular
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
 from ..options import PackedMatrix, Rotation
@@ -180,11 +181,22 @@ def _deformable_attention() -> Iterator[Check]:
     yield Check("", "two levels", _with_gradients(run, 0, 1, 2), given, 64)
 
 
+def _linalg() -> Iterator[Check]:
+    n = 160  # more than a block
+    a = mx.random.normal((n, n)) / n**0.5
+    a = a @ a.T + mx.eye(n)
+    yield Check("", "cholesky", lambda a: [cholesky(a, check=False)], [a], n, 8)
+    b = mx.random.normal((n, 40))
+    yield Check("", "solve_triangular", lambda *ab: [solve_triangular(*ab)], [mx.tril(a), b], n, 8)
+    yield Check("", "qr", lambda a: [*qr(a)], [a[:, :100]], n, 8)
+
+
 _FAMILIES: dict[str, Callable[[], Iterator[Check]]] = {
     "exp": _exp,
     "rotary_embedding": _rotary,
     "grid_sample": _grid_sample,
     "deformable_attention": _deformable_attention,
+    "linalg": _linalg,
     "quantized_matmul": _quantized_matmul,
     "fused_products": _fused_products,
     "gather_qmm": _gather_qmm,

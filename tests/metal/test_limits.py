@@ -15,10 +15,13 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import backward, decode, step
 from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
 from mlx_qlayers.metal.attention.step import attention_step
+from mlx_qlayers.metal.deformable import launch as deformable
 from mlx_qlayers.metal.exp.launch import exp, exp_gradient
 from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs, configuration, gather_qmv
 from mlx_qlayers.metal.grid_sample import launch as grid_sample
+from mlx_qlayers.metal.linalg import launch as linalg
+from mlx_qlayers.metal.linalg.qr import q_of, qr
 from mlx_qlayers.metal.quantized_matmul.dequantize import dequantize
 from mlx_qlayers.metal.quantized_matmul.gradients import scales_and_biases_gradient
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm, qmm_config
@@ -26,6 +29,7 @@ from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays, QmvMatrixConfig, q
 from mlx_qlayers.metal.rotary.launch import rotary_embedding
 from mlx_qlayers.options import (
     AttentionCall,
+    Deformable,
     MatmulCall,
     PackedMatrix,
     Rotation,
@@ -197,6 +201,22 @@ def test_rotary_and_elementwise(device):
             rotary_embedding(q, k, offset, Rotation(dims, base=base), 4)
         x = Spec((41, dims), dtype)
         exp(x, False), exp(x, True), exp_gradient(x)
+
+
+def test_deformable(device):
+    options = Deformable(((8, 6), (4, 3)))
+    for dtype, width, points in itertools.product(DTYPES, SIZES, range(1, 9)):
+        values = Spec((1, 60, 2, width), dtype)
+        given = Spec((1, 5, 2, 2, points, 2), dtype), Spec((1, 5, 2, 2, points), dtype)
+        config = deformable.heuristic(width, points, dtype, device)
+        deformable.forward((values, *given), options, config)
+        deformable.gradient((values, *given), options, config)
+
+
+def test_linalg(device):
+    for n in (1, 31, 32, 33, 100, 128, 129, 300):
+        a, b = Spec((2, n, n), mx.float32), Spec((2, n, 140), mx.float32)
+        linalg.cholesky(a, 128), linalg.solve_lower(a, b, 128), qr(a), q_of(b)
 
 
 def test_registers_of_every_launch_are_checked(machine, monkeypatch):

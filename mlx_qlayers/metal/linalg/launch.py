@@ -21,6 +21,9 @@ _TILE_BYTES = 4 * 32 * 36
 # threadgroup memory goes into two sums.
 _COLUMNS, _EACH = 128, 2
 
+# Words of a thread's arrays for each column: 32 rows of it, and four of a tile.
+_REGISTERS = 36
+
 _CHOLESKY = Kernel(
     "cholesky_block",
     _FILE,
@@ -28,6 +31,7 @@ _CHOLESKY = Kernel(
     outputs=("r", "info"),
     template=("THREADS",),
     threadgroup_memory=2 * _TILE_BYTES + 132,
+    registers=_REGISTERS,
     large=True,
     ensure_row_contiguous=False,
 )
@@ -38,6 +42,7 @@ _SOLVE = Kernel(
     outputs=("x",),
     template=("THREADS",),
     threadgroup_memory=_TILE_BYTES + 128,
+    registers=_REGISTERS,
     large=True,
     ensure_row_contiguous=False,
 )
@@ -48,6 +53,7 @@ _SUBTRACT = Kernel(
     outputs=("y",),
     template=("THREADS", "EACH", "UPPER"),
     threadgroup_memory=_TILE_BYTES,
+    registers=lambda EACH, **_: EACH * _REGISTERS,
     large=True,
     ensure_row_contiguous=False,
 )
