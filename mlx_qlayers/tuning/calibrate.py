@@ -159,7 +159,7 @@ def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
 def _valued(model: nn.Module) -> dict[Target, tuple[float, int]]:
     """What a model asks, the most valuable first: with bytes times layers, and how often."""
     layers = len(getattr(model, "layers", ())) or 1
-    matrices = Counter(_shapes(model))
+    matrices = Counter(filter(None, map(_shape, model.modules())))
     values: dict[Target, tuple[float, int]] = {}
     for problem in _problems(model):
         target = problem.problem
@@ -218,10 +218,6 @@ def _products(model: nn.Module) -> Iterator[Question]:
             scales, fmt = module["scales"], Format(module.group_size, module.bits, module.mode)
             dtype = scales.dtype if module.get("biases") is not None else mx.bfloat16
             yield "qmv", (1, *shape, dtype, fmt)
-
-
-def _shapes(model: nn.Module) -> Iterator[tuple[int, int]]:
-    return (shape for m in model.modules() if (shape := _shape(m)) is not None)
 
 
 def _shape(module: Any) -> tuple[int, int] | None:
