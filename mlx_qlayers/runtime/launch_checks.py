@@ -113,7 +113,7 @@ class _Check:
     def registers(self, backend: str, threads: int) -> None:
         """Where a thread has few, larger threadgroups are refused when they are launched."""
         held = self._declared(self.kernel.registers) if backend == "metal" else 0
-        if threads > (most := most_threads(held)) and held and has_few_registers():
+        if threads > (most := most_threads(held)) and has_few_registers():
             raise self.error(
                 f"has {threads} threads with {held} words of arrays each with "
                 f"{dict(self.values)}; M1 and M2 have registers for {most}"

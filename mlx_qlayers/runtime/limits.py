@@ -17,7 +17,7 @@ CUDA_THREADGROUP_MEMORY = 48 * 1024
 # to 128 was seen to take 384 threads; the other steps are Mesa's (agx_occupancy).
 _THREADS = {52: 1024, 56: 896, 64: 832, 68: 768, 72: 704, 80: 640, 92: 576, 104: 512, 128: 384}
 # What a thread needs beside its arrays: addresses, counters, operands on their way. Compiled for
-# CUDA with 128 registers, kernels with arrays of 112 do not spill and those of 136 do.
+# CUDA with 128 registers, qmv does not spill with arrays of 112 words and does with 136.
 _OTHERS = 16
 
 
