@@ -167,6 +167,8 @@ def _parameter(text: str, where: str) -> Parameter:
         raise SourceError(
             f"{where}: declare threadgroup memory in the body, not as {match['name']}"
         )
+    if match["attribute"] == "buffer" and not match["index"]:
+        raise SourceError(f"{where}: [[buffer]] of {match['name']} lacks its number")
     space = next((s for s in ("device", "constant") if s in qualifiers), "")
     is_input = space == "constant" or "const" in qualifiers
     return Parameter(

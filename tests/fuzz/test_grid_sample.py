@@ -255,5 +255,6 @@ def test_affine_grid(case: Affine) -> None:
     points = np.stack([*np.meshgrid(*steps, indexing="ij")][::-1], -1)
     truth = np.einsum("...j,nij->n...i", points, to64(theta)[..., :n])
     truth = truth + to64(theta)[..., n].reshape(-1, *[1] * n, n)
-    terms = np.abs(to64(theta)).sum(-1).max(initial=0)
+    # Independent roundings: of each sum, and of a step, which are two, and its product.
+    terms = np.sqrt(n + 3) * np.abs(to64(theta)).sum(-1).max(initial=0)
     assert_accurate(call(), truth, round_to(truth, dtype), terms=terms, what=f"{case}")

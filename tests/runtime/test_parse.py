@@ -117,6 +117,7 @@ def test_the_test_kernels_are_read_as_written():
         ("device float* y, uint4 i [[thread_position_in_grid]]", "rename"),
         ("device float* y, device atomic_int* z, uint i [[thread_position_in_grid]]", "or none"),
         ("device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]", "counts in order"),
+        ("device float* y [[buffer]], uint i [[thread_position_in_grid]]", "lacks its number"),
         ("device float y[4], uint i [[thread_position_in_grid]]", "cannot read"),
         (
             "const device float* x, const device int* x_shape, device float* y, "

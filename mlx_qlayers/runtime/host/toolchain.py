@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from hashlib import sha256
 from importlib import metadata
@@ -99,6 +100,9 @@ def mlx_include() -> str:
     return str(Path(mx.__file__).parent / "include")
 
 
+_alone = threading.Lock()
+
+
 def run(
     arguments: Sequence[str], source: str | None = None, output: Path | None = None
 ) -> tuple[str, str]:
@@ -117,12 +121,20 @@ def run(
     if output:
         command += ["-o", str(output)]
         environment["ZIG_GLOBAL_CACHE_DIR"] = str(output.parent.with_name("zig"))
-    try:
-        done = subprocess.run(
-            command, input=source, capture_output=True, text=True, env=environment
-        )
-    except OSError as error:
-        raise ToolchainError(f"the compiler cannot be run: {error}") from error
+
+    def once() -> subprocess.CompletedProcess[str]:
+        try:
+            return subprocess.run(
+                command, input=source, capture_output=True, text=True, env=environment
+            )
+        except OSError as error:
+            raise ToolchainError(f"the compiler cannot be run: {error}") from error
+
+    done = once()
+    if done.returncode == -signal.SIGKILL:
+        # Too little memory for several at once may be enough for one.
+        with _alone:
+            done = once()
     said = done.stderr.strip()
     if done.returncode < 0:
         killed = signal.Signals(-done.returncode).name
