@@ -124,8 +124,8 @@ def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
         kernels, in debug modes, or where ``MLX_QLAYERS_CALIBRATE`` is 0.
 
     Example:
-        >>> str(calibrate(model))
-        'measured here: kernels for 20 of 24 shapes, which take 2.1 ms of a token in place of ...'
+        >>> calibrate(nn.Linear(64, 32)).measured  # asks for nothing that could be measured
+        ()
     """
     start = time.monotonic()
     name = None if requested() != "auto" or epoch.debug else file_of(backend())

@@ -26,8 +26,9 @@ from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention.step import Step
 from mlx_qlayers.metal.attention.step import question as asked_of_step
+from mlx_qlayers.ops.attention_step import attention_step
 from mlx_qlayers.ops.quantized_route import DENSE, QMV, dense_is_worse, route
-from mlx_qlayers.options import MatmulCall, PackedMatrix
+from mlx_qlayers.options import MatmulCall, PackedMatrix, Rotation
 from mlx_qlayers.runtime import backend as backends
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.spec import Spec
@@ -322,6 +323,29 @@ def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():
     assert configure("attention_step", "cuda", *question) == config
     q, buffer = mx.zeros((1, 1, 3584), mx.bfloat16), mx.zeros((1, 4, 768, 128))
     assert configure("attention_step", "cuda", *asked_of_step(q, buffer, 128)) == config
+
+
+def test_a_stored_configuration_that_an_m1_has_no_registers_for(machine, monkeypatch):
+    """The heuristic's runs in its place, and a note says why."""
+    machine("metal")
+    monkeypatch.setattr(entries, "device_kind", lambda: "metal")
+    launched = []
+
+    def bind(launch):
+        launched.append(dict(launch.template))
+        return lambda arrays: [mx.zeros(shape) for shape in launch.output_shapes]
+
+    monkeypatch.setattr("mlx_qlayers.runtime.metal.bind", bind)
+    question = (mx.float32, 1, 8, 2, 256, 64, 64)
+    keep("attention_step", question, Step(16, 8))
+    assert configure("attention_step", "metal", *question) == Step(16, 8)
+    rows = [mx.zeros((1, 1, n * 64)) for n in (8, 2, 2)]
+    buffers = [mx.zeros((1, 2, 256, 64))] * 2
+    positions = mx.zeros(8, mx.int32)
+    explain(reset=True)
+    attention_step(*rows, *buffers, positions, scale=1.0, rotation=Rotation(64))
+    assert [each["ahead"] for each in launched] == [2]
+    assert "M1 and M2 have registers for 0" in str(explain())
 
 
 def test_a_search_that_ended_early_is_no_verdict_on_stock(monkeypatch):
