@@ -2,6 +2,7 @@
 
     python benchmarks/bench_decode.py
     python benchmarks/bench_decode.py --tiny
+    python benchmarks/bench_decode.py --contexts 16 4096 16384 32768
 
 The weights are random and need no download. Stock mlx-lm and the converted model, with and without
 fused launches, share them and run in mlx-lm's own loops: ``generate_step`` for one sequence,
@@ -12,6 +13,9 @@ CUDA, MLX compiles its products of several rows for most of a minute, here besid
 A token's time is then taken apart. Python builds its graph, MLX hands the graph to the device, the
 device computes; in the loops the three overlap. What a part of the model costs is found by leaving
 the part out, and on an NVIDIA GPU with PyTorch installed, kernel by kernel with its profiler.
+
+With ``--contexts`` only one sequence is decoded, behind so many random keys and values: as many
+tokens as a cache grows by, so that what happens once in so many is part of the time.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 from quantized_many import Case, compile_stock
-from verified_model import cache_of, verify
+from verified_model import cache_of, filled, verify
 
 from mlx_qlayers import convert_model, explain
 from mlx_qlayers.commands.arguments import positive
@@ -60,6 +64,8 @@ TINY = {
     "vocab_size": 96,
 }
 BATCHES = (1, 4, 8)
+# Tokens that a cache of mlx-lm's grows by.
+GROWTH = 256
 PREFILLS = (512, 2048)
 # Primitives of MLX that only describe an array anew and start nothing.
 _VIEWS = re.compile(
@@ -171,7 +177,7 @@ def without_attention() -> Iterator[None]:
         mock.patch.object(qwen2, "scaled_dot_product_attention", left_out),
         mock.patch.object(attention_patch, "attention", left_out),
         mock.patch.object(
-            compiled_blocks, "attention_step", lambda q, k, v, *buffers, **_: [q, *buffers[:2]]
+            compiled_blocks, "attention_step", lambda q, k, v, *buffers, **_: [q, *buffers[2:4]]
         ),
         # Graphs that were made with it must not be used.
         mock.patch.object(compiled, "context", lambda: (at := context()) and (*at, "without")),
@@ -218,6 +224,39 @@ def speeds(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator[T
             done = _timed(group, args, lambda m, t=tokens[0, :-1]: prefill(m, t))
             _add(table, f"prefill {length}", done, length, 1)
             yield table
+
+
+def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator[Table]:
+    """Tokens a second of every model behind contexts of such lengths; given as it grows."""
+    table = Table({"layers": 20, "what": 16, "tokens/s": 14, "ms": 14, "x": 7})
+    ours = {name: model for name, model in models.items() if name != "stock"}
+    table.print_header()
+    for length in args.contexts:
+        tokens = mx.random.randint(0, models["stock"].args.vocab_size, (1, 4))
+        verify(ours, tokens, 3, length)
+        cache = [(c.keys, c.values) for c in filled(models["stock"], length)]
+
+        def run(
+            model: nn.Module,
+            cache: list[tuple[mx.array, mx.array]] = cache,
+            length: int = length,
+        ) -> float:
+            new = make_prompt_cache(model)
+            for each, (each.keys, each.values) in zip(new, cache, strict=True):
+                each.offset = length
+            tokens = mx.array([1])
+            steps = generate_step(tokens, model, max_tokens=GROWTH + 1, prompt_cache=new)
+            next(steps)
+            start = time.perf_counter()
+            for _ in steps:
+                pass
+            return time.perf_counter() - start
+
+        for group in (ours, {"stock": models["stock"]}):
+            repeats = args.repeats if group is ours else 1
+            done = _timed(group, argparse.Namespace(repeats=repeats), run)
+            _add(table, f"context {length}", done, GROWTH, GROWTH)
+        yield table
 
 
 def _add(table: Table, what: str, done: dict[str, Sample], tokens: int, steps: int) -> None:
@@ -309,6 +348,7 @@ def main() -> None:
     parser.add_argument("--fused-only", action="store_true", help="save time: fewer kernels")
     parser.add_argument("--speeds-only", action="store_true", help="without where the time goes")
     parser.add_argument("--batches", type=positive, nargs="*", default=BATCHES)
+    parser.add_argument("--contexts", type=positive, nargs="*", help="decode behind so many keys")
     parser.add_argument("--group-size", type=positive, default=64)
     parser.add_argument("--bits", type=positive, default=4)
     parser.add_argument("--prompt-tokens", type=positive, default=256)
@@ -324,7 +364,7 @@ def main() -> None:
     stock = build(config, args.group_size, args.bits)
     models = {"stock": stock}
     kinds = {"converted, not fused": False, "converted": True}
-    if args.fused_only:
+    if args.fused_only or args.contexts:
         del kinds["converted, not fused"]
     for name, fuse in kinds.items():
         models[name] = copy.deepcopy(stock)  # the arrays are shared
@@ -335,8 +375,8 @@ def main() -> None:
     shape = (
         "/".join(map(str, config.values())) + f", {args.bits} bits in groups of {args.group_size}"
     )
-    parts = [speeds(models, args)]
-    if not args.speeds_only:
+    parts = [contexts(models, args) if args.contexts else speeds(models, args)]
+    if not (args.speeds_only or args.contexts):
         parts.append(breakdown(models, args))
         if can_run():
             parts.append(kernels(models["converted"], args))

@@ -129,7 +129,7 @@ def operations(path: str) -> dict[str, Call]:
     layer = QLinear(256, 256)
     layer.set_dtype(mx.bfloat16)
     q, k, keys = random((1, 4, 1, 64)), random((1, 2, 1, 64)), random((1, 2, 300, 64))
-    buffer, positions = mx.zeros((1, 2, 256, 64), mx.bfloat16), mx.array([7] * 8)
+    buffer, positions = mx.zeros((1, 2, 256, 64), mx.bfloat16), mx.array([7, 7] + [14] * 6)
     image, grid = random((1, 8, 8, 4)), mx.random.uniform(-1, 1, (1, 4, 4, 2))
     found: dict[str, Call] = {
         "QLinear": partial(layer, x),
@@ -147,7 +147,7 @@ def operations(path: str) -> dict[str, Call]:
     flat = [a.reshape(1, 1, -1) for a in (q, k, k)]
     return found | {
         "attention_step": partial(
-            attention_step, *flat, buffer, buffer, positions, scale=0.125, rotation=Rotation(64)
+            attention_step, *flat, *[buffer] * 4, positions, scale=0.125, rotation=Rotation(64)
         ),
         "attention, causal": partial(
             attention, mx.repeat(q, 40, axis=2), keys, keys, scale=0.125, mask="causal"

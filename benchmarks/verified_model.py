@@ -18,10 +18,11 @@ from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 VERIFIED_LAYERS = 6
 
 
-def verify(models: dict[str, nn.Module], tokens: mx.array, steps: int) -> None:
+def verify(models: dict[str, nn.Module], tokens: mx.array, steps: int, context: int = 0) -> None:
     """Hold the logits of the last ``steps`` tokens, one by one, against dense float32 weights.
 
-    Of each model the first layers are used, and the kernels of the whole.
+    Of each model the first layers are used, and the kernels of the whole. Ahead of the tokens are
+    ``context`` random keys and values.
 
     Raises:
         SystemExit: a model has more than twice the mean error of results that are rounded once.
@@ -29,11 +30,11 @@ def verify(models: dict[str, nn.Module], tokens: mx.array, steps: int) -> None:
     few = {name: _first_layers(model) for name, model in models.items()}
     dense = next(iter(few.values()))
     mx.disable_compile()  # to compile for these takes longer than to run them
-    truth = _logits(_dense(dense, mx.float32), tokens, steps)
-    found = {"rounded once": _logits(_dense(dense, mx.bfloat16), tokens, steps)}
+    truth = _logits(_dense(dense, mx.float32), tokens, steps, context, mx.float32)
+    found = {"rounded once": _logits(_dense(dense, mx.bfloat16), tokens, steps, context)}
     mx.eval(truth, found)
     mx.enable_compile()
-    found |= {name: _logits(m, tokens, steps) for name, m in few.items()}
+    found |= {name: _logits(m, tokens, steps, context) for name, m in few.items()}
     errors = {name: float(mx.abs(logits - truth).mean()) for name, logits in found.items()}
     shown = ", ".join(f"{name} {error:.2e}" for name, error in errors.items())
     size = float(mx.abs(truth).mean())
@@ -84,8 +85,14 @@ def _dense(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
     return dense
 
 
-def _logits(model: nn.Module, tokens: mx.array, steps: int) -> mx.array:
-    cache = cache_of(model, len(tokens))
+def _logits(
+    model: nn.Module,
+    tokens: mx.array,
+    steps: int,
+    context: int,
+    dtype: mx.Dtype = mx.bfloat16,
+) -> mx.array:
+    cache = filled(model, context, dtype) if context else cache_of(model, len(tokens))
     model(tokens[:, :-steps], cache=cache)
     mx.eval([c.state for c in cache])
     parts = [model(part, cache=cache) for part in mx.split(tokens[:, -steps:], steps, axis=1)]
@@ -96,3 +103,17 @@ def cache_of(model: nn.Module, batch: int) -> list[Any]:
     """An empty cache of the kind that mlx-lm uses for so many sequences."""
     cache = make_prompt_cache(model)
     return cache if batch == 1 else [BatchKVCache([0] * batch) for _ in cache]
+
+
+def filled(model: nn.Module, length: int, dtype: mx.Dtype = mx.bfloat16) -> list[Any]:
+    """A cache of one sequence that holds random keys and values, the same in every dtype."""
+    args, cache = model.args, make_prompt_cache(model)
+    shape = 1, args.num_key_value_heads, length, args.hidden_size // args.num_attention_heads
+    for i, each in enumerate(cache):
+        keys = mx.random.split(mx.random.key(i))
+        each.keys, each.values = (
+            mx.random.normal(shape, mx.bfloat16, key=key).astype(dtype) for key in keys
+        )
+        each.offset = length
+    mx.eval([each.state for each in cache])
+    return cache

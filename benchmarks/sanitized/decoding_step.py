@@ -17,7 +17,7 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 def cases() -> Cases:
     for i, case in enumerate(test_attention_step.CASES):
         dtype = DTYPES[1 + i % 2]
-        yield f"attention_step {case[:7]} {dtype}", partial(step, case, dtype)
+        yield f"attention_step {case[:9]} {dtype}", partial(step, case, dtype)
     for i, (shape, offset, options) in enumerate(test_rotary.CASES):
         dtype = DTYPES[i % 3]
         run = partial(rotate, shape, offset, options, dtype)

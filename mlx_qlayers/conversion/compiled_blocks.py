@@ -52,14 +52,20 @@ def position(offset: int) -> mx.array:
 
 
 @lru_cache(maxsize=64)
-def positions(length: int, batch: int) -> mx.array:
+def positions(before: int, held: int, batch: int) -> mx.array:
     """What :func:`attention_step` takes where all sequences have the same length."""
-    return mx.array([length] * max(MIN_POSITIONS, 1 + batch))
+    return mx.array([before, held, *[before + held] * max(MIN_POSITIONS, batch)])
 
 
-def positions_of(length: int, offsets: mx.array) -> mx.array:
+def positions_of(before: int, held: int, offsets: mx.array) -> mx.array:
     """What :func:`attention_step` takes where sequences have positions of their own."""
-    return mx.concatenate([positions(length, 0)[:1], offsets, positions(0, 0)])
+    return mx.concatenate([positions(before, held, 0)[:2], offsets, positions(0, 0, 0)])
+
+
+@lru_cache(maxsize=64)
+def one_token(size: int) -> mx.array:
+    """What a token adds to so many positions."""
+    return mx.array([0] + [1] * (size - 1))
 
 
 @cache
@@ -250,8 +256,9 @@ def layers_in_turn(
         present: which of the arrays of each layer's :func:`heads` and :func:`tail` there are.
 
     Returns:
-        A function that gives the sums of residuals, what the norm of the layer after them needs if
-        that is deferred, and the buffers.
+        A function that gives the sums of residuals; what the norm of the layer after them needs if
+        that is deferred; the tails; and the buffers with the tails in them. Nobody has to evaluate
+        the last, which are what a cache shows.
     """
     steps = [(_step(before, scale), _follow(*after)) for before, scale, after in each]
     sizes = 4 + 4 * 3, 1 + 4 * 4  # arrays of heads and tail
@@ -262,6 +269,7 @@ def layers_in_turn(
         positions: list[mx.array],
         arrays: list[mx.array],
         buffers: list[mx.array],
+        tails: list[mx.array],
         deferred: list[mx.array],
         next_weight: mx.array | None,
     ) -> list[mx.array]:
@@ -271,11 +279,14 @@ def layers_in_turn(
         weights = [*(before[0] for before, _ in operands), next_weight]
         stream, new = Stream(x, *deferred), list[mx.array]()
         for i, ((step, follow), (before, after)) in enumerate(zip(steps, operands, strict=True)):
-            given = [*buffers[2 * i : 2 * i + 2], positions[i % len(positions)]]
+            own = slice(2 * i, 2 * i + 2)
+            given = [*buffers[own], *tails[own], positions[i % len(positions)]]
             out, *grown = step(stream, mask, given, *before)
             stream = follow(stream.x, out, weights[i + 1], *after)
             new += grown
-        return [part for part in stream if part is not None] + new
+        start = positions[0][:1]
+        shown = [mx.slice_update(b, t, start, (2,)) for b, t in zip(buffers, new, strict=True)]
+        return [part for part in stream if part is not None] + new + shown
 
     return run
 

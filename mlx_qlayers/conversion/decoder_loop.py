@@ -2,17 +2,23 @@
 
 A model runs its layers in a loop, ``for layer, c in zip(layers, cache): h = layer(h, mask, c)``.
 Ahead of it they are offered to :func:`_first_layers`, which runs as many of them as it can and
-leaves the others to the loop. The caches get buffers with the new keys and values in them.
+leaves the others to the loop.
+
+A kernel cannot write into the buffers of a cache, and to copy them for each token takes longer the
+more they hold. So a token's keys and values go to a small tail, beside which the buffers are only
+read, and every 256 tokens both become new buffers. What a cache shows meanwhile are arrays that
+MLX computes out of both as soon as somebody evaluates them, and of which nobody else knows.
 """
 
 from __future__ import annotations
 
 import ast
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
 from operator import is_
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -33,6 +39,7 @@ from .compiled_blocks import (
     of_heads,
     of_layers,
     of_tail,
+    one_token,
     positions,
     positions_of,
     rotation_of,
@@ -41,6 +48,8 @@ from .matcher import Mismatch, find_statement, parse
 from .rewriter import rewritten, statement
 
 _FIRST_LAYERS, _LEFT = "_first_layers", "_layers_left"
+# Tokens that wait beside a cache's buffers, as many as a cache grows by.
+_TAIL = 256
 # Layers of one graph. Alike ones share it: to trace more takes longer, and saves less and less.
 _TOGETHER = 4
 
@@ -106,18 +115,30 @@ def _first_layers(
     caches = caches[: plan.count]
     if not caches or plan.why_not(caches[0], length):
         return x, pairs
-    if length == caches[0].keys.shape[2]:
-        _grow(caches)
-    rows = caches[0].keys.shape[2]
+    tail = plan.tail_of(caches, length)
+    rows = tail.buffers[0].shape[2]
     if mask is not None:
         mask = mx.pad(mask, [(0, 0)] * 3 + [(0, rows - 1 - length)])
-    at = plan.positions(caches, length)
-    buffers = [buffer for c in caches for buffer in (c.keys, c.values)]
-    x, *new = plan.run(where, x, mask, at, buffers)
-    for c, keys, values in zip(caches, new[::2], new[1::2], strict=True):
-        c.keys, c.values = keys, values
-    plan.advance(caches, length, at)
+    at = plan.positions(caches, tail.start, length)
+    x, tail = plan.run(where, x, mask, at, tail)
+    plan.advance(caches, length, at, tail)
     return x, pairs[plan.count :]
+
+
+class _Tail(NamedTuple):
+    """The keys and values of all layers, in turn, of a cache that grows by a token at a time.
+
+    Attributes:
+        buffers: (B, Hkv, S, D) or Dv, of which the first ``start`` rows count.
+        tails: (B, Hkv, R, D) or Dv: the rows behind them.
+        start: it is at most S - R.
+        shown: the buffers with the tails in them, as the caches have them.
+    """
+
+    buffers: list[mx.array]
+    tails: list[mx.array]
+    start: int
+    shown: list[mx.array]
 
 
 class _Plan:
@@ -145,8 +166,9 @@ class _Plan:
         # The weight of the norm that follows each part, if a part follows.
         self.next_weights = [operands[i][0].arrays[0] for i in starts[1:]] + [None]
         self.functions: dict[Any, list[Callable[..., list[mx.array]]]] = {}
-        # The length and the batch for which the positions that follow are at hand, and those.
-        self.following: tuple[int, int, mx.array] | None = None
+        self.tail: _Tail | None = None
+        # Start, length and batch for which the positions that follow are at hand, and those.
+        self.following: tuple[tuple[int, int, int], mx.array] | None = None
         self.offset: int | mx.array = 0
         self.differ = False
 
@@ -157,44 +179,72 @@ class _Plan:
 
     def why_not(self, cache: Any, length: int) -> str | None:
         """Why such a cache, with room for one key more, should be left to the loop, if so."""
-        rotation = rotation_of(self.static[0][0][-1])
-        assert rotation is not None
         batch, heads, rows, width = cache.keys.shape
         rows += cache.step if length == rows else 0
-        return why_not((batch, heads, rows, width), cache.values.shape[3], rotation)
+        count, kv_heads = self.static[0][0][1]
+        shape, v_width = (batch, heads, rows, width), cache.values.shape[3]
+        return why_not(cache.keys.dtype, count // kv_heads, shape, v_width)
 
-    def positions(self, caches: list[Any], length: int) -> list[mx.array]:
+    def tail_of(self, caches: list[Any], length: int) -> _Tail:
+        """The tail of caches of such a length, with room for a token: the last, or a new one."""
+        tail, step = self.tail, caches[0].step
+        shown = [buffer for c in caches for buffer in (c.keys, c.values)]
+        rows, is_own = (
+            shown[0].shape[2],
+            tail is not None and [*map(id, tail.shown)] == [*map(id, shown)],
+        )
+        if tail and is_own and tail.start <= length < tail.start + tail.tails[0].shape[2]:
+            return tail
+        if length == rows:
+            # They grow as the caches do it themselves, here by one copy.
+            parts = [[buffer] for buffer in shown]
+            if tail and is_own and tail.start + tail.tails[0].shape[2] == rows:
+                pairs = zip(tail.buffers, tail.tails, strict=True)
+                parts = [[buffer[:, :, : tail.start], t] for buffer, t in pairs]
+            for part in parts:
+                batch, heads, _, width = part[0].shape
+                part.append(mx.zeros((batch, heads, step, width), part[0].dtype))
+            shown, rows = [mx.concatenate(part, axis=2) for part in parts], rows + step
+        size = min(_TAIL, rows)
+        start = min(length, rows - size)
+        return _Tail(shown, [buffer[:, :, start : start + size] for buffer in shown], start, shown)
+
+    def positions(self, caches: list[Any], start: int, length: int) -> list[mx.array]:
         """What :func:`attention_step` takes: one array, or one for each layer.
 
         After the first token it follows from the one before: what the host writes anew, a GPU with
         memory of its own has to fetch.
         """
-        batch, offset = len(caches[0].keys), caches[0].offset
+        batch, offset, held = len(caches[0].keys), caches[0].offset, length - start
         if (
             self.following is not None
-            and self.following[:2] == (length, batch)
+            and self.following[0] == (start, length, batch)
             and (isinstance(offset, int) or all(c.offset is self.offset for c in caches))
         ):
-            return [self.following[2]]
+            return [self.following[1]]
         if isinstance(offset, int):
-            return [positions(length, batch)]
+            return [positions(start, held, batch)]
         offsets: list[mx.array] = [c.offset for c in caches]
         if not self.differ and not is_transformed(offsets):
             self.differ = not (mx.stack(offsets) == offsets[0]).all().item()
             offsets = offsets if self.differ else offsets[:1]
-        return [positions_of(length, each) for each in offsets]
+        return [positions_of(start, held, each) for each in offsets]
 
-    def advance(self, caches: list[Any], length: int, at: list[mx.array]) -> None:
-        """Count the token that the buffers of all caches hold now."""
+    def advance(self, caches: list[Any], length: int, at: list[mx.array], tail: _Tail) -> None:
+        """Count the token that the tails of all caches hold now."""
         batch, is_plain = len(caches[0].keys), isinstance(caches[0].offset, int)
-        later = [each + 1 for each in at]
-        self.following = (length + 1, batch, later[0]) if len(later) == 1 else None
-        offsets = [length + 1 if is_plain else each[1 : 1 + batch] for each in later]
-        self.offset = offsets[0]
-        for i, c in enumerate(caches):
-            c.offset = offsets[i % len(offsets)]
-            if not is_plain:
-                c._idx = length + 1
+        later = [each + one_token(each.size) for each in at]
+        following = ((tail.start, length + 1, batch), later[0]) if len(later) == 1 else None
+        offsets = [length + 1 if is_plain else each[2 : 2 + batch] for each in later]
+        counts = {} if is_plain else {"_idx": length + 1}
+        pairs = enumerate(zip(tail.shown[::2], tail.shown[1::2], strict=True))
+        new = [
+            {"keys": k, "values": v, "offset": offsets[i % len(offsets)], **counts}
+            for i, (k, v) in pairs
+        ]
+        # In one call that no signal interrupts: all layers hold the token, or none.
+        deque(map(dict.update, map(vars, caches), new), maxlen=0)
+        self.tail, self.following, self.offset = tail, following, offsets[0]
 
     def run(
         self,
@@ -202,10 +252,10 @@ class _Plan:
         x: mx.array,
         mask: mx.array | None,
         at: list[mx.array],
-        buffers: list[mx.array],
-    ) -> list[mx.array]:
-        """What the layers give, and the buffers that their caches then have."""
-        key = where, buffers[0].shape[2], len(at)
+        tail: _Tail,
+    ) -> tuple[mx.array, _Tail]:
+        """What the layers give, and the tail with the token in it."""
+        key = where, tail.buffers[0].shape[2], len(at)
         if (functions := self.functions.get(key)) is None:
             functions = self.functions[key] = [
                 layers_in_turn(
@@ -218,16 +268,18 @@ class _Plan:
                 )
                 for part, present in zip(self.parts, self.present, strict=True)
             ]
-        new: list[mx.array] = []
+        tails: list[mx.array] = []
+        shown: list[mx.array] = []
         deferred: list[mx.array] = []
         parts = zip(self.parts, functions, self.arrays, self.next_weights, strict=True)
         for part, function, arrays, next_weight in parts:
-            some = at if len(at) == 1 else at[part]
-            pairs = buffers[2 * part.start : 2 * part.stop]
-            x, *rest = function(x, mask, some, arrays, pairs, deferred, next_weight)
-            deferred = rest[: -len(pairs)]
-            new += rest[-len(pairs) :]
-        return [x, *new]
+            own, count = slice(2 * part.start, 2 * part.stop), 2 * (part.stop - part.start)
+            given = at if len(at) == 1 else at[part], arrays, tail.buffers[own], tail.tails[own]
+            x, *rest = function(x, mask, *given, deferred, next_weight)
+            deferred = rest[: -2 * count]
+            tails += rest[-2 * count : -count]
+            shown += rest[-count:]
+        return x, tail._replace(tails=tails, shown=shown)
 
 
 # As long as a sequence's cache lives; nobody else shall keep a model's arrays.
@@ -251,16 +303,6 @@ def _of_block(block: Any) -> tuple[Operands, float, Operands] | None:
     if out is None or rotation_of(heads.static[-1]) is None:
         return None
     return heads, getattr(attention, names["scale"]), of_tail(out, feed, True)
-
-
-def _grow(caches: list[Any]) -> None:
-    """Make room for as many keys more as the caches do themselves."""
-    for c in caches:
-        for name in ("keys", "values"):
-            buffer = getattr(c, name)
-            batch, heads, _, width = buffer.shape
-            more = mx.zeros((batch, heads, c.step, width), buffer.dtype)
-            setattr(c, name, mx.concatenate([buffer, more], axis=2))
 
 
 def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:

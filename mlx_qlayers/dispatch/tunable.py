@@ -129,7 +129,7 @@ class AttentionDecodeProblem(Problem):
 
 @dataclass(frozen=True)
 class AttentionStepProblem(Problem):
-    """One token of each sequence, which attends to buffers of so many rows."""
+    """One token of each sequence, which attends to a cache of so many rows, and its tail."""
 
     dtype: mx.Dtype
     batch: int
@@ -140,19 +140,31 @@ class AttentionStepProblem(Problem):
     v_width: int
     family, configs = "attention_step", (step.Step,)
     values: ClassVar = {
-        "simds": (2, 4, 8, 16, 32),
-        "ahead": (1, 2, 4, 8),
-        "splits": (1, 2, 4, 8, 16),
+        "splits": (0, 4, 8, 16, 24, 32, 64),
+        "tail_splits": (1, 2, 4),
+        "slice": (16, 32, 64),
+        "blocks": (1, 2),
+        "columns": (1, 2, 4),
     }
 
     def heuristic(self, device: str) -> step.Step:
-        return step.configure(device, self.dtype, self.size)
+        share, widths = self.heads // self.kv_heads, (self.width, self.v_width)
+        return step.configure(device, self.dtype, share, self.size, *widths)
+
+    def completed(self, config: step.Step) -> step.Step:
+        return replace(config, simds=-(-self.v_width // config.slice))
 
     def why_not(self, config: step.Step) -> str | None:
-        if config.simds * config.splits * config.ahead > self.size:
-            return f"{config} for {self.size} keys"
-        widths = {"D": self.width, "Dv": self.v_width}
-        return too_much(step._memory(T=self.dtype, simds=config.simds, **widths))
+        if config.columns > max(1, -(-self.heads // self.kv_heads // 8)):
+            return f"{config.columns} columns of 8 rows for {self.heads} heads"
+        if config.columns * config.slice > 128:
+            return f"{config.columns * config.slice} sums a lane"
+        if config.splits * config.tile > max(self.size, config.tile):
+            return f"{config.splits} splits of {self.size} keys"
+        if config.splits == 0 and config.tail_splits > 1:
+            return "one threadgroup takes the tail with the cache"
+        sizes: Any = {n: getattr(config, n) for n in ("columns", "simds", "blocks")}
+        return too_much(step._memory(T=self.dtype, D=self.width, **sizes))
 
     def kernels(self) -> tuple[Kernel, ...]:
         return step._kernel(False, False), decode._combine(False)

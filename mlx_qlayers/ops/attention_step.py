@@ -8,11 +8,12 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
-from ..dispatch.measurements import configure, threshold
+from ..dispatch.measurements import configure
 from ..metal.attention import step as kernels
 from ..options import Rotation
 from ..reference import attention_step as reference
 from ..runtime.backend import backend
+from ..runtime.limits import has_few_registers
 from .attention_checks import check_rotation, check_scale
 from .checks import FLOATS
 
@@ -27,8 +28,10 @@ def attention_step(
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    k_buffer: mx.array,
-    v_buffer: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    k_tail: mx.array,
+    v_tail: mx.array,
     positions: mx.array,
     *,
     scale: float,
@@ -36,57 +39,61 @@ def attention_step(
     freqs: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> list[mx.array]:
-    """Rotary embedding, new rows of a cache's buffers and attention, for one token a sequence.
+    """Rotary embedding and attention to a cache and its tail, for one token a sequence.
 
-    What depends on the number of keys is an array, so that ``mx.compile`` traces a step of decoding
-    once for many, until the buffers have to grow.
+    The cache is only read: what is written for each token is the tail, which holds the keys and
+    values that came since the cache was written. What depends on their number is an array, so that
+    ``mx.compile`` traces a step of decoding once for many, until the cache has to grow.
 
     Args:
         q: (B, 1, H * D) in float32, float16 or bfloat16: the product, before its rotation.
         k: (B, 1, Hkv * D) in the dtype of ``q``.
         v: (B, 1, Hkv * Dv).
-        k_buffer: (B, Hkv, S, D).
-        v_buffer: (B, Hkv, S, Dv).
-        positions: (8 or more,) int32: how many keys of the buffers count, from 0 to S - 1; the
-            position of each sequence's token; then anything.
+        k_cache: (B, Hkv, S, D).
+        v_cache: (B, Hkv, S, Dv).
+        k_tail: (B, Hkv, R, D).
+        v_tail: (B, Hkv, R, Dv).
+        positions: (8 or more,) int32: how many keys of the cache count, from 0 to S; how many of
+            the tail, from 0 to R - 1; the position of each sequence's token; then anything.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned; ``dims`` 0 turns nothing.
         freqs: (dims / 2,) the reciprocals of what elements turn by, if ``rotation.base`` is None.
         mask: booleans, true where a token sees a key; (B or 1, H or 1, 1, S or more), of which
-            column j is that of key j, the token's own key included. None hides nothing.
+            column j is that of key j: those of the cache that count, those of the tail, and the
+            token's own. None hides nothing.
 
     Returns:
-        (B, 1, H * Dv), the heads side by side; and both buffers with the token's key and value as
-        row ``positions[0]``, and zeros behind it.
+        (B, 1, H * Dv), the heads side by side; and both tails with the token's key and value as
+        row ``positions[1]``, and zeros behind it.
 
     Raises:
         ValueError: a shape, a dtype or a number does not fit; it is named.
 
     Example:
-        >>> x, buffer = mx.ones((1, 1, 64)), mx.zeros((1, 2, 256, 32))
-        >>> positions = mx.array([7, 7, 0, 0, 0, 0, 0, 0])
-        >>> options = {"scale": 1.0, "rotation": Rotation(32)}
-        >>> [y.shape for y in attention_step(x, x, x, buffer, buffer, positions, **options)]
-        [(1, 1, 64), (1, 2, 256, 32), (1, 2, 256, 32)]
+        >>> x, cache, tail = mx.ones((1, 1, 64)), mx.ones((1, 2, 256, 32)), mx.ones((1, 2, 16, 32))
+        >>> arrays = x, x, x, cache, cache, tail, tail, mx.array([256, 7, 263, 0, 0, 0, 0, 0])
+        >>> [y.shape for y in attention_step(*arrays, scale=1.0, rotation=Rotation(32))]
+        [(1, 1, 64), (1, 2, 16, 32), (1, 2, 16, 32)]
 
     Source: :func:`mlx_qlayers.ops.rotary.rotary_embedding` and :func:`mlx_qlayers.attention`.
     """
-    arrays = q, k, v, k_buffer, v_buffer, positions, freqs, mask
+    arrays = q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask
     outputs: list[mx.array] = dispatch(_STEP, arrays, (scale, rotation))
     return outputs
 
 
 def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation) -> Plan:
     _check(arrays)
-    q, _, _, k_buffer, v_buffer, _, freqs, _ = arrays
+    q, _, _, k_cache, v_cache, *_, freqs, _ = arrays
     check_scale(scale)
-    check_rotation(rotation, freqs, k_buffer.shape[3])
-    v_width = v_buffer.shape[3]
-    choice = choose("attention_step", KERNELS if _covers(k_buffer.shape, v_width, rotation) else ())
+    check_rotation(rotation, freqs, k_cache.shape[3])
+    v_width, share = v_cache.shape[3], q.shape[2] // (k_cache.shape[1] * k_cache.shape[3])
+    covered = _covers(q.dtype, share, k_cache.shape, v_width)
+    choice = choose("attention_step", KERNELS if covered else ())
     composed = reference.attention_step(arrays, scale, rotation)
     if choice.path == "ops":
         return Plan(choice, composed)
-    question = kernels.question(q, k_buffer, v_width)
+    question = kernels.question(q, k_cache, v_width)
     config = configure("attention_step", choice.path, *question)
     launch = kernels.attention_step(arrays, scale, rotation, config)
     return Plan(choice, launch, gradient_of(composed, arrays), composed)
@@ -95,50 +102,56 @@ def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation) -> Plan:
 _STEP = Operation("attention_step", _plan)
 
 
-def why_not(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> str | None:
-    """Why the kernel should not be used on this machine for such buffers, if so.
+def why_not(dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int) -> str | None:
+    """Why the kernel should not be used on this machine for such a cache, if so.
 
     Args:
+        dtype: of the cache.
+        share: queries of a key head.
         k_shape: (B, Hkv, S, D).
         v_width: Dv.
-        rotation: how queries and keys are turned.
     """
-    if not _covers(k_shape, v_width, rotation):
+    if not _covers(dtype, share, k_shape, v_width):
         return "no kernel for these shapes"
-    most = threshold("attention_step_max_keys")
-    if most is None:
-        return f"it was not measured on {backend()}"
-    return f"more than {most} keys" if k_shape[2] > most else None
+    choice = choose("attention_step")
+    return choice.reason if choice.path == "ops" else None
 
 
-def _covers(k_shape: tuple[int, ...], v_width: int, rotation: Rotation) -> bool:
+def _covers(dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int) -> bool:
     width = k_shape[3]
-    widths_fit = width % 8 == v_width % 8 == 0 and max(width, v_width) <= _MAX_WIDTH
-    return widths_fit and min(*k_shape, v_width) > 0
+    if width % 8 or v_width % 8 or max(width, v_width) > _MAX_WIDTH or not min(*k_shape, v_width):
+        return False
+    if backend() != "metal" or not has_few_registers():
+        return True
+    return kernels.fits_few_registers(dtype, share, width, v_width)
 
 
 def _check(arrays: Sequence[Any]) -> None:
-    q, k, v, k_buffer, v_buffer, positions, _, mask = arrays
+    q, k, v, k_cache, v_cache, k_tail, v_tail, positions, _, mask = arrays
     if q.ndim != 3 or q.shape[1] != 1 or q.dtype not in FLOATS:
         what = f"{q.dtype} {q.shape}"
         raise ValueError(f"q must be (B, 1, H * D) in a floating-point type, not {what}")
-    if k_buffer.ndim != 4 or k_buffer.shape[0] != q.shape[0]:
-        raise ValueError(f"k_buffer must be ({q.shape[0]}, Hkv, S, D), not {k_buffer.shape}")
-    if v_buffer.ndim != 4 or not v_buffer.shape[3]:
-        raise ValueError(f"v_buffer must be (B, Hkv, S, Dv), not {v_buffer.shape}")
-    batch, kv_heads, size, width = k_buffer.shape
+    if k_cache.ndim != 4 or k_cache.shape[0] != q.shape[0]:
+        raise ValueError(f"k_cache must be ({q.shape[0]}, Hkv, S, D), not {k_cache.shape}")
+    if v_cache.ndim != 4 or not v_cache.shape[3]:
+        raise ValueError(f"v_cache must be (B, Hkv, S, Dv), not {v_cache.shape}")
+    if k_tail.ndim != 4 or not k_tail.shape[2]:
+        raise ValueError(f"k_tail must be (B, Hkv, R, D), not {k_tail.shape}")
+    batch, kv_heads, size, width = k_cache.shape
     if 0 in (kv_heads, width, q.shape[2]) or q.shape[2] % (kv_heads * width):
         raise ValueError(f"q must have a multiple of {kv_heads} heads of {width}, not {q.shape}")
-    heads, v_width = q.shape[2] // width, v_buffer.shape[-1]
+    heads, v_width, rows = q.shape[2] // width, v_cache.shape[-1], k_tail.shape[2]
     for name, array, shape in (
-        ("v_buffer", v_buffer, (batch, kv_heads, size, v_width)),
+        ("v_cache", v_cache, (batch, kv_heads, size, v_width)),
         ("k", k, (batch, 1, kv_heads * width)),
         ("v", v, (batch, 1, kv_heads * v_width)),
-        ("k_buffer", k_buffer, k_buffer.shape),
+        ("k_cache", k_cache, k_cache.shape),
+        ("k_tail", k_tail, (batch, kv_heads, rows, width)),
+        ("v_tail", v_tail, (batch, kv_heads, rows, v_width)),
     ):
         if array.shape != shape or array.dtype != q.dtype:
             raise ValueError(f"{name} must be {q.dtype} {shape}, not {array.dtype} {array.shape}")
-    least, kind = max(MIN_POSITIONS, 1 + batch), positions.dtype
+    least, kind = max(MIN_POSITIONS, 2 + batch), positions.dtype
     if positions.ndim != 1 or positions.size < least or kind != mx.int32:
         what = f"{kind} {positions.shape}"
         raise ValueError(f"positions must be int32 and {least} or more, not {what}")

@@ -17,27 +17,32 @@ def attention_step(
     arrays: Sequence[Any], scale: float, rotation: Rotation
 ) -> Callable[..., list[mx.array]]:
     """A function of arrays of these specs, those of :func:`.ops.attention_step.attention_step`."""
-    q, _, _, k_buffer, v_buffer, _, _, mask = arrays
-    batch, _, size, width = k_buffer.shape
-    leading = () if mask is None else mask.shape[:3]
-    queries, seen = (batch, q.shape[2] // width, 1, width), Spec((*leading, size), mx.bool_)
-    call = AttentionCall(Spec(queries, q.dtype), (k_buffer,), (v_buffer,), Scores(scale), seen)
+    q, _, _, k_cache, v_cache, k_tail, _, _, _, mask = arrays
+    batch, _, size, width = k_cache.shape
+    rows, v_width = k_tail.shape[2], v_cache.shape[3]
+    leading, keys = () if mask is None else mask.shape[:3], size + rows
+    queries, seen = (batch, q.shape[2] // width, 1, width), Spec((*leading, keys), mx.bool_)
+    k, v = (Spec((*a.shape[:2], keys, a.shape[3]), a.dtype) for a in (k_cache, v_cache))
+    call = AttentionCall(Spec(queries, q.dtype), (k,), (v,), Scores(scale), seen)
     attend, turn = attention(call), rotary_embedding(rotation)
 
     def run(*arrays: Any) -> list[mx.array]:
-        q, k, v, k_buffer, v_buffer, positions, freqs, mask = arrays
-        length, row = positions[0], mx.arange(size)
+        q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask = arrays
+        before, held, row = positions[0], positions[1], mx.arange(rows)
         heads = (batch, 1, -1, width) if rotation.dims else (batch, -1, 1, width)
-        q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(batch, -1, 1, v_buffer.shape[3])
+        q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(batch, -1, 1, v_width)
         if rotation.dims:
-            q, k = turn(q, k, positions[1 : 1 + batch], freqs)
-        before, here = (row < length)[:, None], (row == length)[:, None]
-        k_buffer = mx.where(before, k_buffer, mx.where(here, k, 0))
-        v_buffer = mx.where(before, v_buffer, mx.where(here, v, 0))
-        seen = row <= length
+            q, k = turn(q, k, positions[2 : 2 + batch], freqs)
+        kept, here = (row < held)[:, None], (row == held)[:, None]
+        k_tail = mx.where(kept, k_tail, mx.where(here, k, 0))
+        v_tail = mx.where(kept, v_tail, mx.where(here, v, 0))
+        k, v = mx.concatenate([k_cache, k_tail], 2), mx.concatenate([v_cache, v_tail], 2)
+        seen = mx.concatenate([mx.arange(size) < before, row <= held])
         if mask is not None:
-            seen = seen & mask[..., :size]
-        (out,) = attend(q, k_buffer, v_buffer, seen, None)
-        return [out.reshape(batch, 1, -1), k_buffer, v_buffer]
+            last = mask.shape[3] - 1
+            columns = [mx.minimum(mx.arange(size), last), mx.minimum(before + row, last)]
+            seen = seen & mask[..., mx.concatenate(columns)]
+        (out,) = attend(q, k, v, seen, None)
+        return [out.reshape(batch, 1, -1), k_tail, v_tail]
 
     return run

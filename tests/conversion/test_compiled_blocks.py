@@ -68,10 +68,11 @@ def test_rotary_embeddings_by_what_can_be_compared():
 
 def test_positions():
     assert compiled_blocks.position(7) is compiled_blocks.position(7)
-    assert compiled_blocks.positions(7, 2).tolist() == [7] * 8
-    assert compiled_blocks.positions(7, 11).tolist() == [7] * 12
-    own = compiled_blocks.positions_of(7, mx.array([3, 4])).tolist()
-    assert own[:3] == [7, 3, 4] and len(own) >= 8
+    assert compiled_blocks.positions(4, 3, 2).tolist() == [4, 3, *[7] * 8]
+    assert compiled_blocks.positions(4, 3, 11).tolist() == [4, 3, *[7] * 11]
+    own = compiled_blocks.positions_of(4, 3, mx.array([5, 6]))
+    assert own[:4].tolist() == [4, 3, 5, 6] and own.size >= 8
+    assert (own + compiled_blocks.one_token(own.size))[:4].tolist() == [4, 4, 6, 7]
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5)])

@@ -318,8 +318,8 @@ def test_several_matrices_at_once_go_by_what_won(path):
 
 def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():
     question = (mx.bfloat16, 1, 28, 4, 1024, 128, 128)
-    assert configure("attention_step", "cuda", *question) == Step(16, 4)
-    config = keep("attention_step", question, Step(8, 2, 4))
+    assert configure("attention_step", "cuda", *question) == Step(1, 8, 1, 16, 8)
+    config = keep("attention_step", question, Step(1, 4, 1, 32, 4))
     assert configure("attention_step", "cuda", *question) == config
     q, buffer = mx.zeros((1, 1, 3584), mx.bfloat16), mx.zeros((1, 4, 768, 128))
     assert configure("attention_step", "cuda", *asked_of_step(q, buffer, 128)) == config

@@ -47,7 +47,8 @@ class Step:
     batch: int
     heads: tuple[int, int]
     size: int
-    length: float
+    rows: int
+    filled: tuple[float, float]
     width: int
     v_width: int
     masked: bool
@@ -67,7 +68,8 @@ class Step:
         st.sampled_from([1, 1, 2, 3, 9]),
         HEADS,
         st.sampled_from([1, 2, 7, 33, 64, 256, 1030]),
-        st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+        st.sampled_from([1, 2, 9, 64, 256]),
+        st.tuples(*[st.sampled_from([0.0, 0.3, 0.7, 1.0])] * 2),
         st.sampled_from([8, 32, 40, 64, 128, 256]),
         st.sampled_from([8, 32, 40, 64, 128, 256]),
         st.booleans(),
@@ -76,31 +78,35 @@ class Step:
         st.sampled_from([None, 1.5, 500.0, 10000.0, 1e6]),
         st.sampled_from([1.0, 0.25, 4.0]),
         DTYPES,
-        st.tuples(*[LAYOUTS] * 6),
+        st.tuples(*[LAYOUTS] * 8),
         BACKENDS,
     )
 )
 def test_attention_step(case: Step) -> None:
     rng, dtype = np.random.default_rng(case.seed), dtype_of(case.dtype)
     heads, kv_heads = case.heads
-    width, v_width, size = case.width, case.v_width, case.size
+    width, v_width = case.width, case.v_width
     dims = min(case.dims, width)
-    length = min(size - 1, int(case.length * size))
+    before, held = (
+        int(f * n) for f, n in zip(case.filled, (case.size, case.rows - 1), strict=True)
+    )
     q = random(rng, (case.batch, 1, heads * width), dtype)
     k, v = (random(rng, (case.batch, 1, kv_heads * n), dtype) for n in (width, v_width))
-    buffers = [random(rng, (case.batch, kv_heads, size, n), dtype) for n in (width, v_width)]
+    sizes = [(count, n) for count in (case.size, case.rows) for n in (width, v_width)]
+    buffers = [random(rng, (case.batch, kv_heads, *size), dtype) for size in sizes]
     freqs = random(rng, (dims // 2,)) if case.base is None else None
     freqs = None if freqs is None else mx.abs(freqs) * 50 + 1
     *arrays, freqs = (
         laid_out(a, layout)
         for a, layout in zip((q, k, v, *buffers, freqs), case.layouts, strict=True)
     )
-    places = [length, *rng.integers(0, 3000, case.batch).tolist()]
+    places = [before, held, *rng.integers(0, 3000, case.batch).tolist()]
     positions = mx.array([*places, *[-1] * 8], mx.int32)
     mask = None
     if case.masked:
-        shown = (rng.random((case.batch, 1, 1, size + 1)) < 0.7) | (np.arange(size + 1) == length)
-        mask = mx.array(shown)
+        columns = np.arange(case.size + case.rows)
+        shown = rng.random((case.batch, 1, 1, columns.size)) < 0.7
+        mask = mx.array(shown | (columns == before + held))
     rotation = Rotation(dims, case.traditional, case.base, case.rope_scale)
     with running(case.backend):
         out, *made = attention_step(
@@ -112,7 +118,7 @@ def test_attention_step(case: Step) -> None:
     # MLX's own rotary embedding computes angles in float32.
     by_stock = case.backend in ("ops", "auto") and dims > 0
     roundings = ROUNDINGS[dtype] * IN_FLOAT32[dtype]
-    angle = roundings + 4 * max(places[1:]) * case.rope_scale
+    angle = roundings + 4 * max(places[2:]) * case.rope_scale
     turned = angle * by_stock * (np.abs(to64(arrays[1])).max() + np.abs(to64(arrays[0])).max())
     of_out = exact[3] * (1 + turned)
     results = zip([out, *made], exact[:3], rough[:3], [of_out, turned, 0.0], strict=True)
@@ -133,9 +139,9 @@ def _stepped(
 ) -> tuple[Any, ...]:
     from tests.ops.test_rotary import turned
 
-    q, k, v, k_buffer, v_buffer = (to64(a).astype(dtype) for a in arrays)
-    batch, kv_heads, _, width = k_buffer.shape
-    length, at = places[0], places[1:]
+    q, k, v, *buffers = (to64(a).astype(dtype) for a in arrays)
+    batch, kv_heads, _, _ = buffers[0].shape
+    before, held, *at = places
     parts = [
         x.reshape(batch, 1, n, -1)
         for x, n in zip((q, k, v), (case.heads[0], kv_heads, kv_heads), strict=True)
@@ -146,22 +152,23 @@ def _stepped(
              if rotation.dims else x.swapaxes(1, 2) for x in parts[:2]]  # fmt: skip
     if precision is not None:
         heads = [to64(round_to(x, precision)).astype(dtype) for x in heads]
-    buffers = []
-    for buffer, new in ((k_buffer, heads[1]), (v_buffer, parts[2].swapaxes(1, 2))):
-        made = np.zeros_like(buffer)
-        made[:, :, :length], made[:, :, length : length + 1] = buffer[:, :, :length], new
-        buffers.append(made)
-    seen = None if mask is None else np.array(mask)[..., : length + 1]
-    keys, values = (b[:, :, : length + 1] for b in buffers)
+    tails, whole = [], []
+    new = heads[1], parts[2].swapaxes(1, 2)
+    for cache, tail, row in zip(buffers[:2], buffers[2:], new, strict=True):
+        made = np.zeros_like(tail)
+        made[:, :, :held], made[:, :, held : held + 1] = tail[:, :, :held], row
+        tails.append(made)
+        whole.append(np.concatenate([cache[:, :, :before], made[:, :, : held + 1]], axis=2))
+    seen = None if mask is None else np.array(mask)[..., : before + held + 1]
     # Rotated rows are rounded, as unpacked ones are.
     found, terms = oracles.attention(
-        heads[0], keys, values, width**-0.5, seen, dtype=dtype, units=units(arrays[0].dtype, True)
+        heads[0], *whole, case.width**-0.5, seen, dtype=dtype, units=units(arrays[0].dtype, True)
     )
-    return found["out"].reshape(batch, 1, -1), *buffers, terms.get("out", np.zeros(1)).max()
+    return found["out"].reshape(batch, 1, -1), *tails, terms.get("out", np.zeros(1)).max()
 
 
-STEP_NAMES = ["q", "k", "v", "k_buffer", "v_buffer", "positions", "scale", "rotation", "freqs"]
-STEP_NAMES += ["mask"]
+STEP_NAMES = ["q", "k", "v", "k_cache", "v_cache", "k_tail", "v_tail", "positions", "scale"]
+STEP_NAMES += ["rotation", "freqs", "mask"]
 
 
 @fuzz(st.builds(Spoilt, st.just(1), st.booleans(), changes(STEP_NAMES)), examples=60)
@@ -171,10 +178,12 @@ def test_attention_step_refuses(case: Spoilt) -> None:
         "q": x,
         "k": x,
         "v": x,
-        "k_buffer": buffer,
-        "v_buffer": buffer,
+        "k_cache": buffer,
+        "v_cache": buffer,
+        "k_tail": buffer,
+        "v_tail": buffer,
         "scale": 1.0,
-        "positions": mx.array([7, 7, 0, 0, 0, 0, 0, 0]),
+        "positions": mx.array([7, 7, 14, 0, 0, 0, 0, 0]),
         "mask": None,
         "freqs": mx.ones((16,)) if case.packed else None,
         "rotation": Rotation(32, base=None if case.packed else 10000.0),

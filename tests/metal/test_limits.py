@@ -141,11 +141,17 @@ def test_attention_of_few_queries(device):
 
 
 def test_attention_step(device):
+    masks = None, Spec((1, 1, 1, 4352), mx.bool_)
     for dtype, (d, dv), size in itertools.product(DTYPES, HEADS, (256, 4096)):
-        rows = (Spec((1, 1, n), dtype) for n in (8 * d, 2 * d, 2 * dv))
-        buffers = (Spec((1, 2, size, width), dtype) for width in (d, dv))
-        arrays = *rows, *buffers, Spec((8,), mx.int32), None, None
-        attention_step(arrays, 0.1, Rotation(d), step.configure(device, dtype, size))
+        for share, mask in zip((1, 7, 9, 64), masks * 2, strict=True):
+            if device == "metal" and not step.fits_few_registers(dtype, share, d, dv):
+                assert max(d, dv) > (128 if dtype.size == 2 else 64)
+                continue
+            rows = (Spec((1, 1, n), dtype) for n in (2 * share * d, 2 * d, 2 * dv))
+            buffers = (Spec((1, 2, n, width), dtype) for n in (size, 256) for width in (d, dv))
+            arrays = *rows, *buffers, Spec((8,), mx.int32), None, mask
+            config = step.configure(device, dtype, share, size, d, dv)
+            attention_step(arrays, 0.1, Rotation(d), config)
 
 
 def experts(fmt, dtype, transpose):

@@ -1,4 +1,4 @@
-"""A step of decoding against float64: rotation, new rows of the buffers, attention."""
+"""A step of decoding against float64: rotation, the new tail, attention to both."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tests import oracles
 from tests.gpus import GPUS
 from tests.numerics import assert_accurate, assert_same_sums, random, round_to, to64
 
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 FREQS = mx.array(np.random.default_rng(9).uniform(1, 100, 16).astype(np.float32))
-# B, H, Hkv, S, D, Dv, keys in the buffer, the first axes of a mask, the rotation.
+# B, H, Hkv, S, R, D, Dv, keys in the cache and in the tail, first axes of a mask, the rotation.
 CASES = [
-    (1, 4, 2, 40, 64, 64, 17, None, Rotation(64)),
-    (2, 7, 1, 64, 128, 128, 0, (2, 1), Rotation(128, traditional=True)),
-    (1, 3, 3, 34, 40, 72, 33, (1, 3), Rotation(32, base=None)),
-    (1, 2, 1, 2100, 192, 128, 2000, None, Rotation(0)),
-    (3, 2, 2, 2050, 32, 256, 300, (3, 1), Rotation(24, scale=0.25)),
-    (9, 5, 1, 2, 8, 16, 1, None, Rotation(8, base=500.0)),
+    (1, 4, 2, 40, 17, 64, 64, 17, 9, None, Rotation(64)),
+    (2, 7, 1, 64, 16, 128, 128, 0, 0, (2, 1), Rotation(128, traditional=True)),
+    (1, 3, 3, 34, 5, 40, 72, 34, 4, (1, 3), Rotation(32, base=None)),
+    (1, 2, 1, 2100, 256, 192, 128, 1900, 180, None, Rotation(0)),
+    (3, 18, 2, 700, 30, 32, 256, 300, 29, (3, 1), Rotation(24, scale=0.25)),
+    (9, 5, 1, 2, 1, 8, 16, 1, 0, None, Rotation(8, base=500.0)),
 ]
 
 
@@ -35,19 +36,22 @@ def path(request):
 
 
 def make(case, dtype, path="ops"):
-    """Random arrays and options; what a buffer does not hold is NaN where the kernel reads it."""
-    batch, heads, kv_heads, size, width, v_width, length, axes, rotation = case
-    rng = np.random.default_rng(width + length)
+    """Random arrays and options; where nothing is held there is NaN, if the kernel reads it."""
+    batch, heads, kv_heads, size, rows, width, v_width, before, held, axes, rotation = case
+    rng, length = np.random.default_rng(width + before), before + held
     q = random(rng, (batch, 1, heads * width), dtype)
     k, v = (random(rng, (batch, 1, kv_heads * n), dtype) for n in (width, v_width))
-    buffers = [random(rng, (batch, kv_heads, size, n), dtype) for n in (width, v_width)]
-    if path != "ops":
-        for buffer in buffers:
-            buffer[:, :, length:] = float("nan")
-    positions = [length, *(length + 3 * i for i in range(batch))]
+    buffers = []
+    for count, counted in ((size, before), (rows, held)):
+        for n in (width, v_width):
+            buffers.append(random(rng, (batch, kv_heads, count, n), dtype))
+            if path != "ops":
+                buffers[-1][:, :, counted:] = float("nan")
+    positions = [before, held, *(length + 3 * i for i in range(batch))]
     mask = None
     if axes is not None:
-        mask = mx.array((rng.random((*axes, 1, size + 1)) < 0.7) | (np.arange(size + 1) == length))
+        columns = np.arange(size + rows)
+        mask = mx.array((rng.random((*axes, 1, columns.size)) < 0.7) | (columns == length))
     options = {"scale": width**-0.5, "rotation": rotation, "mask": mask}
     options["freqs"] = FREQS if rotation.base is None else None
     return [q, k, v, *buffers, mx.array(positions + [-1] * 7, mx.int32)], options
@@ -75,65 +79,65 @@ def turned(x, positions, rotation, dtype):
 
 
 def expected(arrays, options, dtype, precision):
-    """Output, its terms, and buffers; rotated rows are rounded to ``precision``, if any."""
-    q, k, v, k_buffer, v_buffer, positions = (to64(a).astype(dtype) for a in arrays)
-    batch, kv_heads, _, width = k_buffer.shape
-    length = int(positions[0])
+    """Output, its terms, and tails; rotated rows are rounded to ``precision``, if any."""
+    q, k, v, *buffers, positions = (to64(a).astype(dtype) for a in arrays)
+    batch, kv_heads, _, width = buffers[0].shape
+    before, held = (int(n) for n in positions[:2])
     counts = (q.shape[2] // width, kv_heads, kv_heads)
     heads = [x.reshape(batch, n, 1, -1) for x, n in zip((q, k, v), counts, strict=True)]
-    rotate = [turned(x, positions[1 : 1 + batch], options["rotation"], dtype) for x in heads[:2]]
+    rotate = [turned(x, positions[2 : 2 + batch], options["rotation"], dtype) for x in heads[:2]]
     if precision is not None:
         rotate = [to64(round_to(x, precision)).astype(dtype) for x in rotate]
     q, k = rotate
-    buffers = []
-    for buffer, new in ((k_buffer, k), (v_buffer, heads[2])):
-        made = np.zeros_like(buffer)
-        made[:, :, :length], made[:, :, length : length + 1] = buffer[:, :, :length], new
-        buffers.append(made)
+    whole, tails = [], []
+    for cache, tail, new in zip(buffers[:2], buffers[2:], (k, heads[2]), strict=True):
+        tails.append(np.zeros_like(tail))
+        tails[-1][:, :, :held], tails[-1][:, :, held : held + 1] = tail[:, :, :held], new
+        whole.append(np.concatenate([cache[:, :, :before], tail[:, :, :held], new], axis=2))
     mask = options["mask"]
-    mask = None if mask is None else to64(mask).astype(bool)[..., : length + 1]
-    actual, terms = oracles.attention(
-        q, *(b[:, :, : length + 1] for b in buffers), options["scale"], mask, dtype=dtype
-    )
-    return actual["out"].reshape(batch, 1, -1), terms.get("out"), buffers
+    mask = None if mask is None else to64(mask).astype(bool)[..., : before + held + 1]
+    actual, terms = oracles.attention(q, *whole, options["scale"], mask, dtype=dtype)
+    return actual["out"].reshape(batch, 1, -1), terms.get("out"), tails
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[:7]))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[:9]))
 def test_against_float64(case, dtype, path):
-    if path == "checked" and case[3] > 100 and dtype != mx.float16:
+    which = CASES.index(case)
+    some = which % 3 if path == "checked" or which > 1 else None
+    if path in ("host", "checked") and some not in (None, DTYPES.index(dtype)):
         return
     arrays, options = make(case, dtype, path)
     with trace() as launches:
-        out, *buffers = attention_step(*arrays, **options)
-    assert len(launches) == (0 if path == "ops" else 1 if case[3] <= 1024 else 2)
+        out, *tails = attention_step(*arrays, **options)
+    assert len(launches) == (0 if path == "ops" else 1 if case[3] <= 256 else 2)
     truth, terms, exact = expected(arrays, options, np.float64, None)
     rough, _, rows = expected(arrays, options, np.float32, dtype)
     assert out.dtype == dtype and out.shape == truth.shape
     assert_accurate(out, truth, round_to(rough, dtype), terms=terms, what="out")
-    for made, wanted, row in zip(buffers, exact, rows, strict=True):
+    for made, wanted, row in zip(tails, exact, rows, strict=True):
         assert made.dtype == dtype
-        assert_accurate(made, wanted, round_to(row, dtype), what="buffer")
-    held = slice(case[6])
-    for made, buffer in zip(buffers, arrays[3:5], strict=True):
-        assert mx.array_equal(made[:, :, held], buffer[:, :, held])
+        assert_accurate(made, wanted, round_to(row, dtype), what="tail")
+    held = slice(case[8])
+    for made, tail in zip(tails, arrays[5:7], strict=True):
+        assert mx.array_equal(made[:, :, held], tail[:, :, held])
 
 
 def test_gradients_are_the_references():
     arrays, options = make(CASES[2], mx.float32)
-    floats, positions = arrays[:5], arrays[5]
+    floats, positions = arrays[:7], arrays[7]
 
     def loss(*given):
-        actual = attention_step(*given[:5], positions, **options | {"freqs": given[5]})
+        actual = attention_step(*given[:7], positions, **options | {"freqs": given[7]})
         return sum((y * y[..., ::-1]).sum() for y in actual)
 
-    actual = mx.grad(loss, list(range(6)))(*floats, FREQS)
+    actual = mx.grad(loss, list(range(8)))(*floats, FREQS)
     with use_backend("ops"):
-        wanted = mx.grad(loss, list(range(6)))(*floats, FREQS)
-    for ours, theirs in zip(actual[:5], wanted, strict=False):
+        wanted = mx.grad(loss, list(range(8)))(*floats, FREQS)
+    for ours, theirs in zip(actual[:7], wanted, strict=False):
         assert mx.abs(theirs).max() > 0
         assert_same_sums(ours, theirs)
-    assert not actual[5].any() and not wanted[5].any()
+    assert not actual[7].any() and not wanted[7].any()
 
 
 def test_one_graph_for_every_length(path):
@@ -143,8 +147,8 @@ def test_one_graph_for_every_length(path):
     arrays, options = make(CASES[0], mx.float32)
     compiled = mx.compile(lambda *a: attention_step(*a, **options)[0])
     explain(reset=True)
-    for length in (0, 1, 17, 39):
-        arrays[5] = mx.array([length] * 8, mx.int32)
+    for before, held in ((0, 0), (1, 0), (17, 3), (40, 16)):
+        arrays[7] = mx.array([before, held] + [before + held] * 6, mx.int32)
         truth, terms, _ = expected(arrays, options, np.float64, None)
         rough = expected(arrays, options, np.float32, mx.float32)[0]
         assert_accurate(compiled(*arrays), truth, rough, terms=terms)
@@ -155,8 +159,8 @@ def test_a_batch_gives_each_member_what_a_batch_of_one_gives(path):
     arrays, options = make(CASES[4], mx.float16, path)
     together = attention_step(*arrays, **options)
     for i in range(3):
-        one = [a[i : i + 1] for a in arrays[:5]]
-        positions = mx.array([arrays[5][j].item() for j in (0, 1 + i)] + [0] * 6, mx.int32)
+        one = [a[i : i + 1] for a in arrays[:7]]
+        positions = mx.array([arrays[7][j].item() for j in (0, 1, 2 + i)] + [0] * 5, mx.int32)
         mask = options["mask"][i : i + 1]
         actual = attention_step(*one, positions, **options | {"mask": mask})
         assert path == "ops" or all(
@@ -165,10 +169,12 @@ def test_a_batch_gives_each_member_what_a_batch_of_one_gives(path):
 
 
 def test_says_where_it_is_not_worth_while():
-    assert why_not((1, 4, 256, 68), 64, Rotation(68)) == "no kernel for these shapes"
-    assert why_not((1, 4, 0, 64), 64, Rotation(64)) == "no kernel for these shapes"
+    assert why_not(mx.float32, 1, (1, 4, 256, 68), 64) == "no kernel for these shapes"
+    assert why_not(mx.float32, 1, (1, 4, 0, 64), 64) == "no kernel for these shapes"
     with use_backend("ops"):
-        assert why_not((1, 4, 256, 64), 64, Rotation(64)) == "it was not measured on ops"
+        assert why_not(mx.float32, 1, (1, 4, 256, 64), 64) == "asked for"
+    with use_backend("host"):
+        assert why_not(mx.float32, 1, (1, 4, 1 << 20, 64), 64) is None
 
 
 @pytest.mark.parametrize(
@@ -178,16 +184,19 @@ def test_says_where_it_is_not_worth_while():
         ({0: mx.zeros((1, 1, 256), mx.int32)}, "q must be .* not mlx.core.int32"),
         ({0: mx.zeros((1, 1, 200))}, "q must have a multiple of 2 heads of 64"),
         ({0: mx.zeros((1, 1, 0))}, "q must have a multiple of 2 heads of 64"),
-        ({4: mx.zeros(())}, r"v_buffer must be \(B, Hkv, S, Dv\), not \(\)"),
-        ({4: mx.zeros((1, 2, 40, 0)), 2: mx.zeros((1, 1, 0))}, "v_buffer must be"),
+        ({4: mx.zeros(())}, r"v_cache must be \(B, Hkv, S, Dv\), not \(\)"),
+        ({4: mx.zeros((1, 2, 40, 0)), 2: mx.zeros((1, 1, 0))}, "v_cache must be"),
         ({"scale": 2**200}, "scale must be a finite number, not 160693"),
         ({"rotation": 64}, "rotation must be a Rotation, not 64"),
         ({1: mx.zeros((1, 1, 64))}, r"k must be .*\(1, 1, 128\), not .*\(1, 1, 64\)"),
         ({2: mx.zeros((1, 1, 128), mx.float16)}, "v must be .*float32.* not .*float16"),
-        ({3: mx.zeros((2, 2, 40, 64))}, r"k_buffer must be \(1, Hkv, S, D\)"),
-        ({4: mx.zeros((1, 3, 40, 64))}, r"v_buffer must be .*\(1, 2, 40, 64\), not"),
-        ({5: mx.zeros((7,), mx.int32)}, r"positions must be int32 and 8 or more, not .*\(7,\)"),
-        ({5: mx.zeros((8,))}, "positions must be int32"),
+        ({3: mx.zeros((2, 2, 40, 64))}, r"k_cache must be \(1, Hkv, S, D\)"),
+        ({4: mx.zeros((1, 3, 40, 64))}, r"v_cache must be .*\(1, 2, 40, 64\), not"),
+        ({5: mx.zeros((1, 2, 0, 64))}, r"k_tail must be \(B, Hkv, R, D\), not \(1, 2, 0, 64\)"),
+        ({5: mx.zeros((1, 2, 17, 32))}, r"k_tail must be .*\(1, 2, 17, 64\), not"),
+        ({6: mx.zeros((1, 2, 16, 64))}, r"v_tail must be .*\(1, 2, 17, 64\), not"),
+        ({7: mx.zeros((7,), mx.int32)}, r"positions must be int32 and 8 or more, not .*\(7,\)"),
+        ({7: mx.zeros((8,))}, "positions must be int32"),
         ({"mask": mx.ones((1, 1, 1, 40))}, "mask must be bool"),
         ({"mask": mx.ones((1, 1, 1, 39), mx.bool_)}, r"mask must be bool \(1, 4, 1, 40\), not"),
         ({"rotation": Rotation(7)}, "dims must be even and at most 64, not 7"),

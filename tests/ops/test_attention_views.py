@@ -104,12 +104,14 @@ def test_queries_that_see_no_key(view):
 def test_a_step_of_decoding(view):
     rng, (q, k, v), _ = make(5, (2, 4, 2, 1, 40, 32, 32), mx.float16)
     new = [random(rng, (2, 1, 64), mx.float16) for _ in range(2)]
-    positions = mx.array([17, 17, 20, 17, 17, 17, 17, 17], mx.int32)
+    tails = [random(rng, (2, 2, 20, 32), mx.float16) for _ in range(2)]
+    positions = mx.array([17, 5, 22, 25, 17, 17, 17, 17], mx.int32)
     freqs = mx.array(rng.uniform(1, 100, 16).astype("float32"))
     mask = mx.array(rng.random((2, 4, 1, 41)) < 0.7)
 
-    def run(q, k, v, k_buffer, v_buffer, positions, freqs, mask):
+    def run(*arrays):
+        *arrays, freqs, mask = arrays
         options = {"scale": 0.2, "rotation": Rotation(32, base=None), "freqs": freqs, "mask": mask}
-        return attention_step(q, k, v, k_buffer, v_buffer, positions, **options)
+        return attention_step(*arrays, **options)
 
-    same(run, [q.reshape(2, 1, 128), *new, k, v, positions, freqs, mask], view)
+    same(run, [q.reshape(2, 1, 128), *new, k, v, *tails, positions, freqs, mask], view)

@@ -87,7 +87,7 @@ METAL_FUNC void add_scores(
     for (int g = 0; g < simds; g++) {
       state.top[t] = max(state.top[t], reduced[4 * (g * columns + t) + fragment_col(lane) / 2]);
     }
-    float2 fade = fast::exp2(before - state.top[t]);
+    float2 fade = powers_of_2<T>(before - state.top[t]);
     state.sum[t] *= fade;
 #pragma unroll
     for (int n = 0; n < fragments; n++) {
@@ -96,8 +96,8 @@ METAL_FUNC void add_scores(
     }
 #pragma unroll
     for (int b = 0; b < blocks; b++) {
-      s[b][t].part[0] = fast::exp2(s[b][t].part[0] - state.top[t]);
-      s[b][t].part[1] = fast::exp2(s[b][t].part[1] - state.top[t]);
+      s[b][t].part[0] = powers_of_2<T>(s[b][t].part[0] - state.top[t]);
+      s[b][t].part[1] = powers_of_2<T>(s[b][t].part[1] - state.top[t]);
       state.sum[t] += s[b][t].part[0] + s[b][t].part[1];
       store_sum<T>(s[b][t], p_tile + 16 * b * p_step + 8 * t, p_step, lane);
     }

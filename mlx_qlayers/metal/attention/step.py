@@ -1,4 +1,4 @@
-"""Launches a step of decoding: rotary embedding, new rows of the cache's buffers, attention."""
+"""Launches a step of decoding: rotary embedding, attention to a cache and its tail, a new tail."""
 
 from __future__ import annotations
 
@@ -12,25 +12,38 @@ from typing import Any
 import mlx.core as mx
 
 from ...options import Rotation
-from ...runtime.kernel import Kernel
+from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 from ...runtime.launch import TemplateValue
+from ...runtime.limits import most_threads
 from ...runtime.spec import Spec
 from ..rotary.launch import rates, two_floats
+from . import decode
 from .decode import attention_combine
 from .layout import rounded
 
-_INPUTS = ("q", "k", "v", "k_buffer", "v_buffer", "positions", "mask", "freqs", "options")
-# Keys of a buffer that one threadgroup takes, and among how many more are divided.
-_UNSPLIT_KEYS, _SPLITS = 1024, 4
+_INPUTS = (
+    *("q", "k", "v", "k_cache", "v_cache", "k_tail", "v_tail"),
+    *("positions", "mask", "freqs", "options"),
+)
+# Keys that one threadgroup takes; of more, those of a split, and how many splits there are: they
+# write and attention_combine reads less than a hundredth of a 7B model's weights.
+_UNSPLIT_KEYS, _SPLIT_KEYS, _SPLITS = 256, 512, (8, 22)
+# Threadgroups at least that copy the tail of a key head.
+_COPYING = 8
 
 
-def _memory(*, T: mx.Dtype, D: int, Dv: int, simds: int, **_: object) -> int:
-    return 2 * D * T.size + 4 * simds * (Dv + 2)
+def _memory(*, T: mx.Dtype, D: int, columns: int, simds: int, blocks: int, **_: object) -> int:
+    """The bytes of threadgroup memory: rows of q, a key and p with their padding, and sums."""
+    width = -(-D * T.size // 64) * 64 // T.size
+    queries = (8 * columns + 1) * (width + 16 // T.size)
+    weights = 16 * blocks * simds * (8 * columns + (8 if columns % 2 == 0 else 0))
+    return (queries + weights) * T.size + 32 * simds * columns + 32 * columns
 
 
-def _registers(*, T: mx.Dtype, ahead: int, **_: object) -> int:
-    """Words of the arrays of a thread: keys and values on their way, scores, query and sums."""
-    return ahead * (4 * T.size + 1) + 8 + 8 + 10
+def _registers(*, T: mx.Dtype, masked: bool, **values: Any) -> int:
+    """Words of the arrays of a thread: those of decoding over a plain cache."""
+    seen = decode._BOOLEAN if masked else decode._ALL
+    return decode._registers(T=T, bits=0, seen=seen, run=16 // T.size, **values)
 
 
 @cache
@@ -45,8 +58,8 @@ def _kernel(masked: bool, listed: bool) -> Kernel:
         omitted=omitted,
         outputs=("out", "k_out", "v_out"),
         template=(
-            *("T", "D", "Dv", "share", "masked", "dims", "traditional", "listed"),
-            *("simds", "ahead", "P", "split"),
+            *("T", "D", "Dv", "masked", "dims", "traditional", "listed"),
+            *("columns", "simds", "blocks", "slice", "P", "split", "RESIDENT"),
         ),
         threadgroup_memory=_memory,
         registers=_registers,
@@ -59,28 +72,69 @@ class Step:
     """How a step is spread over threads.
 
     Attributes:
-        simds: SIMD groups of a threadgroup, which divide the keys.
-        ahead: keys that a lane reads at once.
-        splits: threadgroups among which the keys of a head are divided.
+        columns: eights of the queries that share a key head in a threadgroup.
+        simds: SIMD groups of a threadgroup; each adds up its slice of the values.
+        blocks: blocks of 16 keys that a SIMD group takes at once.
+        slice: the width of a slice: 16, 32 or 64.
+        splits: threadgroups among which the keys of a cache are divided, beside those that take
+            the tail; 0 if one takes both.
+        tail_splits: threadgroups among which those of the tail are.
+        resident: threadgroups that a multiprocessor of CUDA's should have registers for; 0 leaves
+            it to the compiler.
     """
 
+    columns: int
     simds: int
-    ahead: int
-    splits: int = 1
+    blocks: int
+    slice: int
+    splits: int = 0
+    tail_splits: int = 1
+    resident: int = 0
+
+    @property
+    def tile(self) -> int:
+        """Keys that a threadgroup takes at once."""
+        return 16 * self.blocks * self.simds
 
 
-def configure(device: str, dtype: mx.Dtype, size: int) -> Step:
-    """The configuration for buffers of so many keys, on ``"metal"``, ``"cuda"`` or ``"host"``."""
-    # Four keys of float32 ahead take more registers than M1 and M2 have for 16 SIMD groups.
-    ahead = 2 if device == "metal" and dtype == mx.float32 else 4
-    return Step(16, ahead, 1 if size <= _UNSPLIT_KEYS else _SPLITS)
+def configure(
+    device: str, dtype: mx.Dtype, share: int, size: int, width: int, v_width: int
+) -> Step:
+    """The configuration for so many queries of a key head and a cache of so many keys.
+
+    It is for ``"metal"``, ``"cuda"`` or ``"host"``.
+    """
+    slice = 16 if v_width <= 128 else 32
+    least, most = (0, 0) if size <= _UNSPLIT_KEYS else _SPLITS
+    splits = min(max(size // _SPLIT_KEYS, least), most)
+
+    def spread(columns: int) -> Step:
+        return Step(columns, -(-v_width // slice), 1, slice, splits)
+
+    def fits(config: Step) -> bool:
+        sizes = {"columns": config.columns, "simds": config.simds, "blocks": config.blocks}
+        memory = _memory(T=dtype, D=width, **sizes)
+        if config.columns * slice > 128 or memory > MAX_THREADGROUP_MEMORY:
+            return False
+        return device == "cuda" or _fits(config, dtype, width)
+
+    return next(filter(fits, map(spread, range(min(-(-share // 8), 8), 1, -1))), spread(1))
 
 
-def question(
-    q: Spec, k_buffer: Spec, v_width: int
-) -> tuple[mx.Dtype, int, int, int, int, int, int]:
+def fits_few_registers(dtype: mx.Dtype, share: int, width: int, v_width: int) -> bool:
+    """Whether M1 and M2 have registers for such heads: not for wide ones."""
+    return _fits(configure("metal", dtype, share, 1, width, v_width), dtype, width)
+
+
+def _fits(config: Step, dtype: mx.Dtype, width: int) -> bool:
+    """Whether they have them for a configuration, with a mask."""
+    spread = {name: getattr(config, name) for name in ("columns", "simds", "blocks", "slice")}
+    return 32 * config.simds <= most_threads(_registers(T=dtype, D=width, masked=True, **spread))
+
+
+def question(q: Spec, k_cache: Spec, v_width: int) -> tuple[mx.Dtype, int, int, int, int, int, int]:
     """What is asked about a call: dtype, B, H, Hkv, S, D, Dv."""
-    batch, kv_heads, size, width = k_buffer.shape
+    batch, kv_heads, size, width = k_cache.shape
     return q.dtype, batch, q.shape[2] // width, kv_heads, rounded(size), width, v_width
 
 
@@ -90,51 +144,57 @@ def attention_step(
     """A step of decoding, in one launch or two.
 
     Args:
-        arrays: specs of q, k, v, k_buffer, v_buffer, positions, freqs and mask, as the operation of
-            this name takes them; D and Dv multiples of 8 up to 256.
+        arrays: specs of q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs and mask, as
+            the operation of this name takes them; D and Dv multiples of 8 up to 256.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned.
         config: how to spread the work.
 
     Returns:
-        A function of these arrays, which gives (B, 1, H * Dv), and the buffers with the token's key
+        A function of these arrays, which gives (B, 1, H * Dv), and the tails with the token's key
         and value, and zeros behind them.
     """
     *always, freqs, mask = arrays
-    q, _, _, k_buffer, v_buffer, _ = always
-    batch, kv_heads, size, width = k_buffer.shape
-    heads, v_width = q.shape[2] // width, v_buffer.shape[3]
-    steps = (0, 0)
+    q, _, _, k_cache, _, k_tail, v_tail, _ = always
+    batch, kv_heads, size, width = k_cache.shape
+    heads, v_width = q.shape[2] // width, v_tail.shape[3]
+    share, steps = heads // kv_heads, (0, 0)
     if mask is not None:
         of_head, of_sequence = mask.shape[3], mask.shape[1] * mask.shape[3]
         steps = (of_sequence * (mask.shape[0] > 1), of_head * (mask.shape[1] > 1))
     turning = *two_floats(rotation.scale), 0.0, 0.0, *rates(rotation)
     bits = unpack(f"{1 + len(turning)}i", pack(f"{1 + len(turning)}f", scale * log2(e), *turning))
-    options = mx.array([size, bits[0], *steps, *bits[1:]], mx.int32)
-    kernel, split = _kernel(mask is not None, freqs is not None), config.splits > 1
-    values: tuple[TemplateValue, ...] = (
-        *(q.dtype, width, v_width, heads // kv_heads, mask is not None, rotation.dims),
-        *(rotation.traditional, freqs is not None, config.simds, config.ahead),
-        *(mx.float32 if split else q.dtype, split),
+    split = config.splits > 0
+    tail_splits, splits = (
+        (config.tail_splits, config.splits + config.tail_splits) if split else (1, 1)
     )
-    shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, config.splits, v_width + 2)
+    sizes = size, k_tail.shape[2], tail_splits, splits, share
+    options = mx.array([*sizes, bits[0], *steps, *bits[1:]], mx.int32)
+    kernel = _kernel(mask is not None, freqs is not None)
+    values: tuple[TemplateValue, ...] = (
+        *(q.dtype, width, v_width, mask is not None, rotation.dims, rotation.traditional),
+        *(freqs is not None, config.columns, config.simds, config.blocks, config.slice),
+        *(mx.float32 if split else q.dtype, split, config.resident),
+    )
+    shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, splits, v_width + 2)
     optional = [] if mask is None else [mask]
     optional += [] if freqs is None else [Spec(freqs.shape, mx.float32)]
+    threads, blocks = 32 * config.simds, -(-share // (8 * config.columns))
     launch = kernel.bind(
         [*always, *optional, Spec.of(options)],
         template=dict(zip(kernel.template, values, strict=True)),
-        grid=(32 * config.simds * config.splits, heads, batch),
-        threadgroup=(32 * config.simds, 1, 1),
-        output_shapes=[parts if split else shape, k_buffer.shape, v_buffer.shape],
+        grid=(threads * max(splits, _COPYING), kv_heads * blocks, batch),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[parts if split else shape, k_tail.shape, v_tail.shape],
     )
     combine = attention_combine(parts, q.dtype, None, shape) if split else None
 
     def run(*arrays: mx.array) -> list[mx.array]:
-        given = list(arrays[:6])
+        given = list(arrays[:8])
         if mask is not None:
-            given.append(arrays[7])
+            given.append(arrays[9])
         if freqs is not None:
-            given.append(arrays[6].astype(mx.float32))
+            given.append(arrays[8].astype(mx.float32))
         given.append(options)
         outputs = launch(given)
         if combine is not None:

@@ -8,3 +8,7 @@ template <typename T>
 METAL_FUNC float power_of_2(float x) {
   return sizeof(T) == 4 ? precise::exp2(x) : fast::exp2(x);
 }
+template <typename T>
+METAL_FUNC float2 powers_of_2(float2 x) {
+  return sizeof(T) == 4 ? precise::exp2(x) : fast::exp2(x);
+}

@@ -19,15 +19,14 @@ from ...metal.attention.step import Step
 from ...options import AttentionCall, Rotation, Scores
 from ...reference import attention as reference
 from ...reference import attention_step as step_reference
-from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, moves_of, normal
 from ..moves import Buffer, Group, GroupTop, Local, Tile, Unroll, Upcast
 
 # Elements of a group of packed keys and values.
 _GROUP = 64
-# Positions that a step takes at least.
-_POSITIONS = 8
+# Positions that a step takes at least, and rows of its tail.
+_POSITIONS, _TAIL = 8, 256
 # Beyond these a thread's operands and sums leave no room for addresses.
 _MOST_REGISTERS = 160
 
@@ -94,23 +93,26 @@ class AttentionDecodeFamily(Family[AttentionDecodeProblem, Any]):
 
 
 class AttentionStepFamily(Family[AttentionStepProblem, Step]):
-    """One token of each sequence, which attends to a buffer that is full but for its own row."""
+    """One token of each sequence, which attends to a full cache and half a tail."""
 
     problem = AttentionStepProblem
     moves = moves_of(
         problem,
-        simds=Group,
-        ahead=Unroll,
         splits=GroupTop,
+        tail_splits=Local,
+        slice=Group,
+        blocks=Unroll,
+        columns=Upcast,
     )
 
     def inputs(self, problem: AttentionStepProblem) -> Inputs:
         batch, kv_heads, size = problem.batch, problem.kv_heads, problem.size
         width, v_width = problem.width, problem.v_width
         rows = problem.heads * width, kv_heads * width, kv_heads * v_width
-        buffers = [(batch, kv_heads, size, n) for n in (width, v_width)]
+        buffers = [(batch, kv_heads, s, n) for s in (size, _TAIL) for n in (width, v_width)]
         arrays = normal(problem.dtype, *((batch, 1, n) for n in rows), *buffers)
-        return [*arrays, mx.full((max(_POSITIONS, 1 + batch),), size - 1, mx.int32)]
+        positions = [size, _TAIL // 2, *[size + _TAIL // 2] * max(_POSITIONS, batch)]
+        return [*arrays, mx.array(positions, mx.int32)]
 
     def bind(self, inputs: Inputs, problem: AttentionStepProblem, config: Step) -> Path:
         launch = step.attention_step(*_step(inputs, problem), config)
@@ -119,10 +121,6 @@ class AttentionStepFamily(Family[AttentionStepProblem, Step]):
     def stock(self, inputs: Inputs, problem: AttentionStepProblem) -> mx.array:
         stock = step_reference.attention_step(*_step(inputs, problem))
         return stock(*inputs, None, None)[0]
-
-
-def _too_much(used: int) -> str | None:
-    return f"{used} bytes of threadgroup memory" if used > MAX_THREADGROUP_MEMORY else None
 
 
 def _call(inputs: Inputs, scores: Scores) -> AttentionCall:

@@ -1,0 +1,374 @@
+"""The tail beside a cache's buffers: no copies, and a cache that shows the truth all the time."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+import sys
+import threading
+from contextvars import copy_context
+from itertools import chain
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from architectures import VOCABULARY
+from converted import pair
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.models import qwen2
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+from numerics import assert_same_model, assert_same_states
+
+from mlx_qlayers import convert_model
+from mlx_qlayers.conversion import compiled, decoder_loop
+from mlx_qlayers.runtime import metal as metal_backend
+from mlx_qlayers.runtime import use_backend
+from mlx_qlayers.runtime.backend import Mode, mode
+from mlx_qlayers.runtime.spec import Spec
+
+TOKENS = mx.random.randint(0, VOCABULARY, (3, 40), key=mx.random.key(1))
+
+
+@pytest.fixture
+def tail(gpu_path, monkeypatch):
+    """Layers run together on a CPU too, with a tail of four tokens."""
+    monkeypatch.setattr(decoder_loop, "why_not", lambda *args: None)
+    monkeypatch.setattr(decoder_loop, "_TAIL", 4)
+
+
+def begun(model: nn.Module, kind: str = "own", batch: int = 1, prompt: int = 5) -> list:
+    cache = make_prompt_cache(model)
+    if kind == "batch":
+        cache = [BatchKVCache([(2 * i) % 5 for i in range(batch)]) for _ in cache]
+    model(TOKENS[:batch, :prompt], cache=cache)
+    return cache
+
+
+def seen(cache: list) -> list[list[np.ndarray]]:
+    """What the caches say that they hold."""
+    return [[np.array(a, np.float32) for a in c.keys_and_values()] for c in cache]
+
+
+def agree(run, what: str) -> None:
+    """Run on both models a function of a model, which gives logits and a cache."""
+    stock, model = pair()
+    (logits, cache), (truth, wanted) = run(model), run(stock)
+    assert_same_model(logits, truth, bits=None, what=what)
+    for ours, theirs in zip(cache, wanted, strict=True):
+        assert type(ours) is type(theirs) and vars(ours).keys() == vars(theirs).keys()
+        assert mx.array_equal(mx.array(ours.offset), mx.array(theirs.offset))
+        assert ours.nbytes == theirs.nbytes and ours.size() == theirs.size()
+        for a, b in zip(ours.state[:2], theirs.state[:2], strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            counted = slice(ours.size())  # behind it anything may lie
+            assert_same_states(a[:, :, counted], b[:, :, counted], bits=None, what=what)
+
+
+def stepped(model: nn.Module, cache: list, steps: range, batch: int = 1) -> list[mx.array]:
+    return [model(TOKENS[:batch, i : i + 1], cache=cache) for i in steps]
+
+
+LOOKS = {
+    "state": lambda cache: [c.state for c in cache],
+    "keys": lambda cache: mx.eval([c.keys for c in cache]),
+    "one layer": lambda cache: np.array(cache[1].values),
+    "copy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "bytes": lambda cache: [c.nbytes for c in cache],
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("batch", 3)])
+def test_whoever_looks_sees_what_stock_shows(look, kind, batch, tail):
+    def run(model):
+        cache, logits = begun(model, kind, batch), []
+        for i in range(5, 15):
+            logits += stepped(model, cache, range(i, i + 1), batch)
+            LOOKS[look](cache)
+        return mx.concatenate(logits, axis=1), cache
+
+    agree(run, look)
+
+
+def test_each_token_is_there_at_once(tail):
+    stock, model = pair()
+    found = []
+    for m in (stock, model):
+        cache = begun(m)
+        found.append([seen(cache) for i in range(5, 15) if stepped(m, cache, range(i, i + 1))])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        for a, b in zip(chain(*ours), chain(*theirs), strict=True):
+            assert a.shape == b.shape
+            assert_same_states(mx.array(a), mx.array(b), bits=None, what="a token")
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 6, 11])
+def test_trimmed_in_the_midst_of_a_tail(cut, tail):
+    """Within the tail, to its start, and to what the buffers hold."""
+
+    def run(model):
+        cache, logits = begun(model), []
+        for _ in range(3):
+            logits += stepped(model, cache, range(5, 12))
+            trim_prompt_cache(cache, cut)
+        logits += stepped(model, cache, range(20, 30))
+        return mx.concatenate(logits, axis=1), cache
+
+    agree(run, f"cut by {cut}")
+
+
+def test_prompts_between_tokens(tail):
+    def run(model):
+        cache = begun(model)
+        logits = stepped(model, cache, range(5, 11))
+        logits.append(model(TOKENS[:1, 11:14], cache=cache))
+        logits += stepped(model, cache, range(14, 20))
+        return mx.concatenate(logits, axis=1), cache
+
+    agree(run, "prompts")
+
+
+def test_saved_and_loaded(tail, tmp_path):
+    def run(model):
+        cache = begun(model)
+        logits = stepped(model, cache, range(5, 12))
+        save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+        loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+        logits += stepped(model, loaded, range(12, 20))
+        logits += stepped(model, cache, range(12, 20))
+        return mx.concatenate(logits, axis=1), loaded
+
+    agree(run, "loaded")
+
+
+def test_batches_that_are_merged_filtered_and_extracted(tail):
+    def run(model):
+        ones = [begun(model, prompt=n) for n in (3, 5)]
+        logits = [x for c in ones for x in stepped(model, c, range(5, 11))]
+        merged = [a.merge([a, b]) for a, b in zip(*ones, strict=True)]
+        logits += stepped(model, merged, range(11, 18), 2)
+        third = begun(model, "batch", 1)
+        logits += stepped(model, third, range(5, 8))
+        for a, b in zip(merged, third, strict=True):
+            a.extend(b)
+        logits += stepped(model, merged, range(18, 24), 3)
+        for c in merged:
+            c.filter(mx.array([0, 2]))
+        logits += stepped(model, merged, range(24, 27), 2)
+        one = [c.extract(1) for c in merged]
+        logits += stepped(model, one, range(27, 33))
+        return mx.concatenate([x.reshape(-1, x.shape[-1]) for x in logits])[None], merged
+
+    agree(run, "batches")
+
+
+def test_speculative_decoding(tail):
+    stock, model = pair()
+    _, draft = pair(num_hidden_layers=1)
+    prompt, found = TOKENS[0, :7], []
+    for m, d in ((stock, stock), (model, draft), (model, model)):
+        steps = speculative_generate_step(prompt, m, d, max_tokens=16, num_draft_tokens=3)
+        found.append([token for token, *_ in steps])
+    alone = [token for token, _ in generate_step(prompt, model, max_tokens=16)]
+    assert found == [found[0]] * 3 == [alone] * 3 and len(alone) == 16
+
+
+def test_generation_in_batches_takes_and_gives_caches(tail):
+    stock, model = pair()
+    found = []
+    for m in (stock, model):
+        generator, tokens = BatchGenerator(m, completion_batch_size=2), {}
+        generator.insert([[1, 2, 3, 4], [5, 6]], [5, 11], caches=[begun(m), begun(m)])
+        while responses := generator.next_generated():
+            for response in responses:
+                tokens.setdefault(response.uid, []).append(response.token)
+                if response.prompt_cache is not None:
+                    tokens[f"{response.uid} cache"] = [c.offset for c in response.prompt_cache]
+        generator.close()
+        found.append(tokens)
+    assert found[0] == found[1]
+
+
+def test_interrupted_anywhere_all_layers_hold_the_token_or_none(tail, gpu_path):
+    """An exception at every line that runs, as Ctrl-C raises it."""
+    if gpu_path == "kernels":  # nothing of it depends on how a launch runs
+        return
+    stock, model = pair()
+    truth = begun(stock)
+    wanted = mx.concatenate(stepped(stock, truth, range(5, 9)), axis=1)
+    cache = begun(model)
+    stepped(model, cache, range(5, 6))
+    files, left, lines = {decoder_loop.__file__, sys.modules[__name__].__file__}, 0, 0
+
+    def at_line(frame, event, arg):
+        nonlocal left
+        if event == "line" and frame.f_code.co_filename in files:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return at_line
+
+    interrupted = True
+    while interrupted:
+        lines, left, interrupted = lines + 1, lines + 1, False
+        one = copy.deepcopy(cache) if lines % 2 else cache
+        logits, before = [], one[0].offset
+        sys.settrace(at_line)
+        try:
+            logits = stepped(model, one, range(6, 7))
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        offsets = {c.offset for c in one}
+        assert len(offsets) == 1
+        if offsets == {before}:
+            logits = stepped(model, one, range(6, 7))
+        logits += stepped(model, one, range(7, 9))
+        if len(logits) == 3:
+            assert_same_model(mx.concatenate(logits, 1), wanted[:, 1:], bits=None, what=str(lines))
+        trim_prompt_cache(one, 3)
+    assert lines > 40
+
+
+def test_threads_with_caches_of_their_own(tail):
+    _, model = pair()
+    wanted = mx.concatenate(stepped(model, begun(model), range(5, 20)), axis=1)
+    mx.eval(wanted)
+    found = {}
+
+    def run(number: int) -> None:
+        cache = begun(model)
+        logits = stepped(model, cache, range(5, 20))
+        found[number] = mx.concatenate(logits, axis=1)
+        mx.eval(found[number], [c.state for c in cache])
+
+    threads = [threading.Thread(target=copy_context().run, args=(run, i)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for logits in found.values():
+        assert_same_model(logits, wanted, bits=None, what="in a thread")
+    assert len(found) == 3
+
+
+def test_nobody_computes_what_a_cache_shows(tail):
+    """As long as nobody looks: the buffers stay those that the prompt left."""
+    _, model = pair()
+    cache = begun(model)
+    stepped(model, cache, range(5, 7))
+    plan = decoder_loop._plans[cache[0]]
+    buffers = [*plan.tail.buffers]
+    mx.eval(stepped(model, cache, range(7, 8)))
+    assert all(a is b for a, b in zip(plan.tail.buffers, buffers, strict=True))
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *(c.keys for c in cache), *(c.values for c in cache))
+    assert len(re.findall("DynamicSliceUpdate", graph.getvalue())) == 2 * len(cache)
+    mx.eval([c.state for c in cache])
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *(c.keys for c in cache))
+    assert "SliceUpdate" not in graph.getvalue()
+
+
+def test_tails_start_where_buffers_have_room():
+    """Also in buffers smaller than a tail; they grow when they are full, as the caches do."""
+    _, model = pair()
+    with mode(Mode.INFERENCE):
+        cache = begun(model)
+        plan = decoder_loop._Plan(list(model.layers))
+        for rows, length, start, shown in (
+            (256, 5, 0, 256),
+            (512, 300, 256, 512),
+            (512, 100, 100, 512),
+            (20, 7, 0, 20),
+            (9, 9, 9, 265),
+            (512, 512, 512, 768),
+        ):
+            for c in cache:
+                c.keys, c.values = (mx.ones((1, 2, rows, 32)) for _ in range(2))
+            tail = plan.tail_of(cache, length)
+            assert (tail.start, tail.buffers[0].shape[2]) == (start, shown)
+            assert tail.tails[0].shape[2] == min(256, shown)
+            assert tail.start <= length < tail.start + tail.tails[0].shape[2]
+
+
+@pytest.fixture
+def metal(monkeypatch):
+    """Where Metal is available, as far as MLX records graphs; also what is launched."""
+    launches, bind = [], metal_backend.bind
+
+    def counted(launch):
+        run = bind(launch)
+        return lambda arrays: launches.append(launch) or run(arrays)
+
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(metal_backend, "bind", counted)
+    monkeypatch.setattr(compiled, "context", lambda: "metal")
+    with use_backend("metal"), mode(Mode.INFERENCE):
+        yield launches
+
+
+def test_the_graph_that_metal_gets(metal, tmp_path):
+    """What MLX records there: the kernels that the host build runs, and no copy of a cache."""
+    with use_backend("ops"):
+        _, model = pair()
+        cache = begun(model)
+        mx.eval([c.state for c in cache])
+    path = tmp_path / "token.mlxfn"
+    mx.export_function(str(path), lambda token: model(token, cache=cache), TOKENS[:1, 5:6])
+    data = path.read_bytes()
+    launched = re.findall(rb"CustomKernel.{8}custom_kernel_([a-z_]*)", data, re.DOTALL)
+    assert launched == [b"qmv_", b"attention_step__float_", *[b"qmv_"] * 3] * 2 + [b"qmv_"]
+    assert b"SliceUpdate" not in data
+
+
+def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
+    """Of all launches: the weights once, the cache once, and one percent."""
+    config = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
+    config |= {"num_key_value_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
+    model = qwen2.Model(qwen2.ModelArgs("qwen2", rms_norm_eps=1e-6, **config))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model)
+    model.eval()
+    with use_backend("ops"):
+        convert_model(model, verify=False)
+    (cache,) = caches = make_prompt_cache(model)
+    for rows in (4352, 16640, 33024):
+        cache.keys, cache.values = (mx.zeros((1, 4, rows, 128), mx.bfloat16) for _ in "kv")
+        cache.offset = rows - 100
+        plan = decoder_loop._Plan(model.layers)
+        tail = plan.tail_of(caches, cache.offset)
+        arrays = [*plan.arrays[0], *tail.buffers, *tail.tails]
+        weights = len(plan.arrays[0])
+
+        def step(x, positions, *arrays, plan=plan, tail=tail, weights=weights):
+            plan.arrays, buffers = [[*arrays[:weights]]], arrays[weights:]
+            given = tail._replace(buffers=[*buffers[:2]], tails=[*buffers[2:]])
+            return plan.run("metal", x, None, [positions], given)[0]
+
+        x, positions = mx.zeros((1, 1, 3584), mx.bfloat16), mx.zeros(8, mx.int32)
+        metal.clear()
+        mx.export_function(str(tmp_path / "layer.mlxfn"), step, x, positions, *arrays)
+        # Traced by mx.compile, and into the file.
+        names, half = [launch.program.name for launch in metal], len(metal) // 2
+        assert names[:half] == names[half:] and len(set(names)) > 3
+        assert names[1:3] == ["attention_step", "attention_combine"] and half == 6
+        moved = 0
+        for launch in metal[:half]:
+            outputs = map(Spec, launch.output_shapes, launch.output_dtypes)
+            moved += sum(s.size * s.dtype.size for s in (*launch.inputs, *outputs))
+        # What the tail holds is not read in the buffers. A merge reads and writes these.
+        held, whole = (sum(a.nbytes for a in given) for given in (tail.tails, tail.buffers))
+        necessary = sum(a.nbytes for a in arrays[:weights]) + whole
+        assert necessary < moved - held + 2 * whole / decoder_loop._TAIL <= 1.01 * necessary
