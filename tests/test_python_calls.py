@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from bench_python_calls import calls, on, operations, token
 
 OPERATION = 8
-TOKEN = {"host": 3000, "gpu": 400}
+TOKEN = {"host": 3000, "gpu": 150}
 CASES = [(path, name) for path in TOKEN for name in operations(path)]
 
 

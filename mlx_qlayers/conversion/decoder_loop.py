@@ -2,23 +2,17 @@
 
 A model runs its layers in a loop, ``for layer, c in zip(layers, cache): h = layer(h, mask, c)``.
 Ahead of it they are offered to :func:`_first_layers`, which runs as many of them as it can and
-leaves the others to the loop.
-
-A kernel cannot write into the buffers of a cache, and to copy them for each token takes longer the
-more they hold. So a token's keys and values go to a small tail, beside which the buffers are only
-read, and every 256 tokens both become new buffers. What a cache shows meanwhile are arrays that
-MLX computes out of both as soon as somebody evaluates them, and of which nobody else knows.
+leaves the others to the loop. :mod:`.cache_tail` has what the caches hold meanwhile.
 """
 
 from __future__ import annotations
 
 import ast
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
 from operator import is_
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -29,6 +23,7 @@ from ..ops.quantized_route import is_qmv
 from ..runtime.transformed import is_transformed
 from . import compiled
 from .attention_patch import is_patched
+from .cache_tail import Tail, advance, kind_of, shown_by, tail_of
 from .compiled_blocks import (
     BLOCK_PARTS,
     Operands,
@@ -48,8 +43,6 @@ from .matcher import Mismatch, find_statement, parse
 from .rewriter import rewritten, statement
 
 _FIRST_LAYERS, _LEFT = "_first_layers", "_layers_left"
-# Tokens that wait beside a cache's buffers, as many as a cache grows by.
-_TAIL = 256
 # Layers of one graph. Alike ones share it: to trace more takes longer, and saves less and less.
 _TOGETHER = 4
 
@@ -115,7 +108,7 @@ def _first_layers(
     caches = caches[: plan.count]
     if not caches or plan.why_not(caches[0], length):
         return x, pairs
-    tail = plan.tail_of(caches, length)
+    tail = tail_of(plan.tail, caches, length)
     rows = tail.buffers[0].shape[2]
     if mask is not None:
         mask = mx.pad(mask, [(0, 0)] * 3 + [(0, rows - 1 - length)])
@@ -123,22 +116,6 @@ def _first_layers(
     x, tail = plan.run(where, x, mask, at, tail)
     plan.advance(caches, length, at, tail)
     return x, pairs[plan.count :]
-
-
-class _Tail(NamedTuple):
-    """The keys and values of all layers, in turn, of a cache that grows by a token at a time.
-
-    Attributes:
-        buffers: (B, Hkv, S, D) or Dv, of which the first ``start`` rows count.
-        tails: (B, Hkv, R, D) or Dv: the rows behind them.
-        start: it is at most S - R.
-        shown: the buffers with the tails in them, as the caches have them.
-    """
-
-    buffers: list[mx.array]
-    tails: list[mx.array]
-    start: int
-    shown: list[mx.array]
 
 
 class _Plan:
@@ -166,7 +143,7 @@ class _Plan:
         # The weight of the norm that follows each part, if a part follows.
         self.next_weights = [operands[i][0].arrays[0] for i in starts[1:]] + [None]
         self.functions: dict[Any, list[Callable[..., list[mx.array]]]] = {}
-        self.tail: _Tail | None = None
+        self.tail: Tail | None = None
         # Start, length and batch for which the positions that follow are at hand, and those.
         self.following: tuple[tuple[int, int, int], mx.array] | None = None
         self.offset: int | mx.array = 0
@@ -179,35 +156,10 @@ class _Plan:
 
     def why_not(self, cache: Any, length: int) -> str | None:
         """Why such a cache, with room for one key more, should be left to the loop, if so."""
-        batch, heads, rows, width = cache.keys.shape
+        (keys, values), (count, kv_heads) = shown_by([cache]), self.static[0][0][1]
+        batch, heads, rows, width = keys.shape
         rows += cache.step if length == rows else 0
-        count, kv_heads = self.static[0][0][1]
-        shape, v_width = (batch, heads, rows, width), cache.values.shape[3]
-        return why_not(cache.keys.dtype, count // kv_heads, shape, v_width)
-
-    def tail_of(self, caches: list[Any], length: int) -> _Tail:
-        """The tail of caches of such a length, with room for a token: the last, or a new one."""
-        tail, step = self.tail, caches[0].step
-        shown = [buffer for c in caches for buffer in (c.keys, c.values)]
-        rows, is_own = (
-            shown[0].shape[2],
-            tail is not None and [*map(id, tail.shown)] == [*map(id, shown)],
-        )
-        if tail and is_own and tail.start <= length < tail.start + tail.tails[0].shape[2]:
-            return tail
-        if length == rows:
-            # They grow as the caches do it themselves, here by one copy.
-            parts = [[buffer] for buffer in shown]
-            if tail and is_own and tail.start + tail.tails[0].shape[2] == rows:
-                pairs = zip(tail.buffers, tail.tails, strict=True)
-                parts = [[buffer[:, :, : tail.start], t] for buffer, t in pairs]
-            for part in parts:
-                batch, heads, _, width = part[0].shape
-                part.append(mx.zeros((batch, heads, step, width), part[0].dtype))
-            shown, rows = [mx.concatenate(part, axis=2) for part in parts], rows + step
-        size = min(_TAIL, rows)
-        start = min(length, rows - size)
-        return _Tail(shown, [buffer[:, :, start : start + size] for buffer in shown], start, shown)
+        return why_not(keys.dtype, count // kv_heads, (batch, heads, rows, width), values.shape[3])
 
     def positions(self, caches: list[Any], start: int, length: int) -> list[mx.array]:
         """What :func:`attention_step` takes: one array, or one for each layer.
@@ -215,7 +167,7 @@ class _Plan:
         After the first token it follows from the one before: what the host writes anew, a GPU with
         memory of its own has to fetch.
         """
-        batch, offset, held = len(caches[0].keys), caches[0].offset, length - start
+        batch, offset, held = len(shown_by(caches[:1])[0]), caches[0].offset, length - start
         if (
             self.following is not None
             and self.following[0] == (start, length, batch)
@@ -230,20 +182,17 @@ class _Plan:
             offsets = offsets if self.differ else offsets[:1]
         return [positions_of(start, held, each) for each in offsets]
 
-    def advance(self, caches: list[Any], length: int, at: list[mx.array], tail: _Tail) -> None:
+    def advance(self, caches: list[Any], length: int, at: list[mx.array], tail: Tail) -> None:
         """Count the token that the tails of all caches hold now."""
-        batch, is_plain = len(caches[0].keys), isinstance(caches[0].offset, int)
+        batch, is_plain = len(tail.shown[0]), isinstance(caches[0].offset, int)
         later = [each + one_token(each.size) for each in at]
         following = ((tail.start, length + 1, batch), later[0]) if len(later) == 1 else None
         offsets = [length + 1 if is_plain else each[2 : 2 + batch] for each in later]
-        counts = {} if is_plain else {"_idx": length + 1}
-        pairs = enumerate(zip(tail.shown[::2], tail.shown[1::2], strict=True))
-        new = [
-            {"keys": k, "values": v, "offset": offsets[i % len(offsets)], **counts}
-            for i, (k, v) in pairs
+        counts = [
+            {"offset": each} if is_plain else {"offset": each, "_idx": length + 1}
+            for each in offsets
         ]
-        # In one call that no signal interrupts: all layers hold the token, or none.
-        deque(map(dict.update, map(vars, caches), new), maxlen=0)
+        advance(caches, tail, [counts[i % len(counts)] for i in range(len(caches))])
         self.tail, self.following, self.offset = tail, following, offsets[0]
 
     def run(
@@ -252,8 +201,8 @@ class _Plan:
         x: mx.array,
         mask: mx.array | None,
         at: list[mx.array],
-        tail: _Tail,
-    ) -> tuple[mx.array, _Tail]:
+        tail: Tail,
+    ) -> tuple[mx.array, Tail]:
         """What the layers give, and the tail with the token in it."""
         key = where, tail.buffers[0].shape[2], len(at)
         if (functions := self.functions.get(key)) is None:
@@ -311,10 +260,10 @@ def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
 
     if not caches or x.ndim != 3 or x.shape[1] != 1 or not is_qmv(x):
         return None
-    kind, buffer = type(caches[0]), getattr(caches[0], "keys", None)
-    if kind not in (KVCache, BatchKVCache) or buffer is None or buffer.dtype != x.dtype:
+    kind = kind_of(caches[0])
+    if kind not in (KVCache, BatchKVCache) or (first := vars(caches[0]))["keys"] is None:
         return None
-    length: int = caches[0].offset if kind is KVCache else caches[0]._idx
+    length: int = first["offset" if kind is KVCache else "_idx"]
     if mask is not None and not (
         isinstance(mask, mx.array)
         and mask.ndim == 4
@@ -322,10 +271,12 @@ def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
         and mask.shape[2:] == (1, length + 1)
     ):
         return None
-    shapes = buffer.shape, caches[0].values.shape
+    shapes = first["keys"].shape, first["values"].shape
     for c in caches:
-        if type(c) is not kind or c.keys is None or (c.keys.shape, c.values.shape) != shapes:
+        if kind_of(c) is not kind or (own := vars(c))["keys"] is None:
             return None
-        if (c.offset if kind is KVCache else c._idx) != length:
+        if (own["keys"].shape, own["values"].shape) != shapes or own["keys"].dtype != x.dtype:
             return None
-    return length if length <= buffer.shape[2] else None
+        if own["offset" if kind is KVCache else "_idx"] != length:
+            return None
+    return length if length <= shapes[0][2] else None

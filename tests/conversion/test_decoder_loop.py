@@ -72,7 +72,7 @@ def same(model: nn.Module, stock: nn.Module, what: str, *args) -> None:
     (found, ours), (truth, theirs) = decoded(model, *args), decoded(stock, *args)
     assert_same_model(found, truth, bits=None, what=what)
     for a, b in zip(ours, theirs, strict=True):
-        assert type(a) is type(b) and mx.array_equal(mx.array(a.offset), mx.array(b.offset))
+        assert isinstance(a, type(b)) and mx.array_equal(mx.array(a.offset), mx.array(b.offset))
         for x, y in zip(a.state[:2], b.state[:2], strict=True):
             assert x.dtype == y.dtype
             assert_same_states(x, y, bits=None, what=f"{what}: caches")

@@ -29,7 +29,7 @@ from mlx_lm.models.cache import (
 from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.conversion import compiled, decoder_loop
+from mlx_qlayers.conversion import cache_tail, compiled, decoder_loop
 from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.backend import Mode, mode
@@ -42,7 +42,7 @@ TOKENS = mx.random.randint(0, VOCABULARY, (3, 40), key=mx.random.key(1))
 def tail(gpu_path, monkeypatch):
     """Layers run together on a CPU too, with a tail of four tokens."""
     monkeypatch.setattr(decoder_loop, "why_not", lambda *args: None)
-    monkeypatch.setattr(decoder_loop, "_TAIL", 4)
+    monkeypatch.setattr(cache_tail, "_ROWS", 4)
 
 
 def begun(model: nn.Module, kind: str = "own", batch: int = 1, prompt: int = 5) -> list:
@@ -64,7 +64,7 @@ def agree(run, what: str) -> None:
     (logits, cache), (truth, wanted) = run(model), run(stock)
     assert_same_model(logits, truth, bits=None, what=what)
     for ours, theirs in zip(cache, wanted, strict=True):
-        assert type(ours) is type(theirs) and vars(ours).keys() == vars(theirs).keys()
+        assert isinstance(ours, type(theirs)) and vars(ours).keys() == vars(theirs).keys()
         assert mx.array_equal(mx.array(ours.offset), mx.array(theirs.offset))
         assert ours.nbytes == theirs.nbytes and ours.size() == theirs.size()
         for a, b in zip(ours.state[:2], theirs.state[:2], strict=True):
@@ -127,15 +127,48 @@ def test_trimmed_in_the_midst_of_a_tail(cut, tail):
     agree(run, f"cut by {cut}")
 
 
-def test_prompts_between_tokens(tail):
+@pytest.mark.parametrize("rows", [4, 256])
+def test_prompts_and_cuts_between_tokens(rows, tail, monkeypatch):
+    """As in speculative decoding: mlx-lm writes a prompt's keys into the arrays of a cache."""
+    monkeypatch.setattr(cache_tail, "_ROWS", rows)
+
     def run(model):
         cache = begun(model)
         logits = stepped(model, cache, range(5, 11))
-        logits.append(model(TOKENS[:1, 11:14], cache=cache))
-        logits += stepped(model, cache, range(14, 20))
+        for start in (11, 18, 25):
+            trim_prompt_cache(cache, 2)
+            logits.append(model(TOKENS[:1, start : start + 3], cache=cache))
+            trim_prompt_cache(cache, 1)
+            logits += stepped(model, cache, range(start + 3, start + 6))
         return mx.concatenate(logits, axis=1), cache
 
     agree(run, "prompts")
+
+
+def test_arrays_that_somebody_writes_into(tail):
+    def run(model):
+        cache = begun(model)
+        logits = stepped(model, cache, range(5, 8))
+        cache[1].keys[:, :, 6] = 0.5
+        cache[0].values = cache[0].values * 2
+        logits += stepped(model, cache, range(8, 14))
+        return mx.concatenate(logits, axis=1), cache
+
+    agree(run, "written")
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("batch", 2)])
+def test_a_cache_is_what_it_was(kind, batch, tail):
+    """Its kind, and what does not have to be computed."""
+    _, model = pair()
+    cache = begun(model, kind, batch)
+    nbytes, stock = cache[0].nbytes, type(cache[0])
+    stepped(model, cache, range(5, 7), batch)
+    for c in cache:
+        assert isinstance(c, stock) and type(c).__name__ == stock.__name__
+        assert not c.empty() and c.nbytes == nbytes and c.is_trimmable()
+        assert type(c) is not stock and type(copy.copy(c)) is type(copy.deepcopy(c)) is stock
+        assert c.keys is vars(c)["keys"] and type(c) is stock
 
 
 def test_saved_and_loaded(tail, tmp_path):
@@ -208,7 +241,11 @@ def test_interrupted_anywhere_all_layers_hold_the_token_or_none(tail, gpu_path):
     wanted = mx.concatenate(stepped(stock, truth, range(5, 9)), axis=1)
     cache = begun(model)
     stepped(model, cache, range(5, 6))
-    files, left, lines = {decoder_loop.__file__, sys.modules[__name__].__file__}, 0, 0
+    files, left, lines = (
+        {decoder_loop.__file__, cache_tail.__file__, sys.modules[__name__].__file__},
+        0,
+        0,
+    )
 
     def at_line(frame, event, arg):
         nonlocal left
@@ -286,7 +323,6 @@ def test_tails_start_where_buffers_have_room():
     _, model = pair()
     with mode(Mode.INFERENCE):
         cache = begun(model)
-        plan = decoder_loop._Plan(list(model.layers))
         for rows, length, start, shown in (
             (256, 5, 0, 256),
             (512, 300, 256, 512),
@@ -297,7 +333,7 @@ def test_tails_start_where_buffers_have_room():
         ):
             for c in cache:
                 c.keys, c.values = (mx.ones((1, 2, rows, 32)) for _ in range(2))
-            tail = plan.tail_of(cache, length)
+            tail = cache_tail.tail_of(None, cache, length)
             assert (tail.start, tail.buffers[0].shape[2]) == (start, shown)
             assert tail.tails[0].shape[2] == min(256, shown)
             assert tail.start <= length < tail.start + tail.tails[0].shape[2]
@@ -348,7 +384,7 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
         cache.keys, cache.values = (mx.zeros((1, 4, rows, 128), mx.bfloat16) for _ in "kv")
         cache.offset = rows - 100
         plan = decoder_loop._Plan(model.layers)
-        tail = plan.tail_of(caches, cache.offset)
+        tail = cache_tail.tail_of(None, caches, cache.offset)
         arrays = [*plan.arrays[0], *tail.buffers, *tail.tails]
         weights = len(plan.arrays[0])
 
@@ -371,4 +407,4 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
         # What the tail holds is not read in the buffers. A merge reads and writes these.
         held, whole = (sum(a.nbytes for a in given) for given in (tail.tails, tail.buffers))
         necessary = sum(a.nbytes for a in arrays[:weights]) + whole
-        assert necessary < moved - held + 2 * whole / decoder_loop._TAIL <= 1.01 * necessary
+        assert necessary < moved - held + 2 * whole / cache_tail._ROWS <= 1.01 * necessary

@@ -1,0 +1,110 @@
+"""Keys and values that came since a cache's buffers were written, beside them.
+
+A kernel cannot write into the buffers of a cache, and to copy them for each token takes longer the
+more they hold. So a token's keys and values go to a small tail, beside which the buffers are only
+read, and every 256 tokens both become new buffers. What a cache has meanwhile are arrays that MLX
+computes out of both as soon as somebody evaluates them. Whoever takes these arrays may write into
+them, as ``update_and_fetch`` does: a cache of which they were taken begins a new tail.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+# Rows of a tail, as many as a cache grows by.
+_ROWS = 256
+
+
+class Tail(NamedTuple):
+    """The keys and values of all layers, in turn, of a cache that grows by a token at a time.
+
+    Attributes:
+        buffers: (B, Hkv, S, D) or Dv, of which the first ``start`` rows count.
+        tails: (B, Hkv, R, D) or Dv: the rows behind them.
+        start: it is at most S - R.
+        shown: the buffers with the tails in them, as the caches have them.
+    """
+
+    buffers: list[mx.array]
+    tails: list[mx.array]
+    start: int
+    shown: list[mx.array]
+
+
+def tail_of(last: Tail | None, caches: Sequence[Any], length: int) -> Tail:
+    """The tail of caches that hold so many keys, with room for a token: the last, or a new one."""
+    shown, step = shown_by(caches), caches[0].step
+    rows, is_last = shown[0].shape[2], last is not None and _untouched(last, caches, shown)
+    if last and is_last and last.start <= length < last.start + last.tails[0].shape[2]:
+        return last
+    if length == rows:
+        # They grow as the caches do it themselves, here by one copy.
+        parts = [[buffer] for buffer in shown]
+        if last and is_last and last.start + last.tails[0].shape[2] == rows:
+            pairs = zip(last.buffers, last.tails, strict=True)
+            parts = [[buffer[:, :, : last.start], tail] for buffer, tail in pairs]
+        for part in parts:
+            batch, heads, _, width = part[0].shape
+            part.append(mx.zeros((batch, heads, step, width), part[0].dtype))
+        shown, rows = [mx.concatenate(part, axis=2) for part in parts], rows + step
+    size = min(_ROWS, rows)
+    start = min(length, rows - size)
+    return Tail(shown, [buffer[:, :, start : start + size] for buffer in shown], start, shown)
+
+
+def shown_by(caches: Sequence[Any]) -> list[mx.array]:
+    """Keys and values of caches in turn, for those who only read them."""
+    return [vars(c)[name] for c in caches for name in ("keys", "values")]
+
+
+def advance(caches: Sequence[Any], tail: Tail, counts: Sequence[dict[str, Any]]) -> None:
+    """Let caches show a tail, and set their counts, so that no signal sees some of them changed."""
+    pairs = zip(tail.shown[::2], tail.shown[1::2], counts, strict=True)
+    new = [{"keys": keys, "values": values, **count} for keys, values, count in pairs]
+    deque(map(dict.update, map(vars, caches), new), maxlen=0)
+    deque(map(setattr, caches, repeat("__class__"), repeat(_watched(kind_of(caches[0])))), maxlen=0)
+
+
+def kind_of(cache: Any) -> type:
+    """The class of mlx-lm's that a cache is of."""
+    return vars(type(cache)).get("_kind", type(cache))
+
+
+def _untouched(tail: Tail, caches: Sequence[Any], shown: list[mx.array]) -> bool:
+    """Whether nobody took keys or values of these caches since they show this tail."""
+    watched = _watched(kind_of(caches[0]))
+    return {*map(type, caches)} == {watched} and [*map(id, shown)] == [*map(id, tail.shown)]
+
+
+@cache
+def _watched(kind: type) -> type:
+    """The class of caches whose keys and values nobody took since a token; else ``kind``."""
+
+    def released(cache: Any) -> Any:
+        cache.__class__ = kind
+        return cache
+
+    def attribute(name: str) -> property:
+        def put(self: Any, value: Any) -> None:
+            setattr(released(self), name, value)
+
+        return property(lambda self: getattr(released(self), name), put)
+
+    body = {
+        "_kind": kind,
+        "keys": attribute("keys"),
+        "values": attribute("values"),
+        "empty": lambda self: False,
+        "nbytes": property(lambda self: sum(array.nbytes for array in shown_by([self]))),
+        "__reduce_ex__": lambda self, protocol: released(self).__reduce_ex__(protocol),
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    return type(kind.__name__, (kind,), body)
