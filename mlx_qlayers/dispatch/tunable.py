@@ -6,7 +6,7 @@ belong to, and under which key a result is stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -62,6 +62,11 @@ class RowSumProblem(Problem):
         return (self.m, self.k), ""
 
 
+def _slices(problem: AttentionDecodeProblem | AttentionStepProblem) -> list[int]:
+    """Into how many slices the values may be cut: a SIMD group takes each."""
+    return [-(-problem.v_width // width) for width in problem.values["slice"]]
+
+
 @dataclass(frozen=True)
 class AttentionDecodeProblem(Problem):
     """One query for each of so many rows over the keys of so many caches.
@@ -94,6 +99,9 @@ class AttentionDecodeProblem(Problem):
     def heuristic(self, device: str) -> decode.Decode | decode.Serial:
         widths = self.width, self.v_width
         return decode.configure(device, self.dtype, self.rows, *widths, self.bits, self.keys)
+
+    def admits(self, name: str) -> Sequence[int]:
+        return _slices(self) if name == "simds" else super().admits(name)
 
     def completed(self, config: decode.Decode | decode.Serial) -> decode.Decode | decode.Serial:
         if isinstance(config, decode.Serial):
@@ -150,6 +158,9 @@ class AttentionStepProblem(Problem):
     def heuristic(self, device: str) -> step.Step:
         share, widths = self.heads // self.kv_heads, (self.width, self.v_width)
         return step.configure(device, self.dtype, share, self.size, *widths)
+
+    def admits(self, name: str) -> Sequence[int]:
+        return _slices(self) if name == "simds" else super().admits(name)
 
     def completed(self, config: step.Step) -> step.Step:
         return replace(config, simds=-(-self.v_width // config.slice))

@@ -337,14 +337,14 @@ def test_a_stored_configuration_that_an_m1_has_no_registers_for(machine, monkeyp
 
     monkeypatch.setattr("mlx_qlayers.runtime.metal.bind", bind)
     question = (mx.float32, 1, 8, 2, 256, 64, 64)
-    keep("attention_step", question, Step(16, 8))
-    assert configure("attention_step", "metal", *question) == Step(16, 8)
+    config = keep("attention_step", question, Step(1, 4, 2, 16))
+    assert configure("attention_step", "metal", *question) == config
     rows = [mx.zeros((1, 1, n * 64)) for n in (8, 2, 2)]
-    buffers = [mx.zeros((1, 2, 256, 64))] * 2
+    buffers = [mx.zeros((1, 2, 256, 64))] * 4
     positions = mx.zeros(8, mx.int32)
     explain(reset=True)
     attention_step(*rows, *buffers, positions, scale=1.0, rotation=Rotation(64))
-    assert [each["ahead"] for each in launched] == [2]
+    assert [each["blocks"] for each in launched] == [1]
     assert "M1 and M2 have registers for 0" in str(explain())
 
 
