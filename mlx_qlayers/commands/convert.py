@@ -1,4 +1,4 @@
-"""Quantize a checkpoint into an mlx-lm directory, which appears whole or not at all."""
+"""Quantize a checkpoint, or undo that: an mlx-lm directory, which appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "--hf-path", required=False)
     option = parser.add_argument
     option("--gguf", metavar="FILE", help="a GGUF file in place of --hf-path; its codes are kept")
+    option(
+        *("-d", "--dequantize"),
+        action="store_true",
+        help="write a quantized checkpoint without its quantization",
+    )
     option("--mlx-path", required=True, metavar="PATH", help="the directory to write")
     option("--mode", "--q-mode", default="affine", help="affine, mxfp4, nvfp4 or mxfp8")
     option("--group-size", "--q-group-size", type=int, help="weights to a scale; the mode's own")
@@ -30,15 +35,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..conversion.quantize import convert_gguf, quantize_checkpoint
+    from ..conversion.quantize import convert_gguf, dequantize_checkpoint, quantize_checkpoint
 
     if (args.hf_path is None) == (args.gguf is None):
         raise ValueError("convert takes either --hf-path or --gguf")
+    chosen = (args.bits, args.group_size, args.quant_predicate)
+    quantizes = any(value is not None for value in chosen) or args.mode != "affine"
     if args.gguf is not None:
-        chosen = (args.bits, args.group_size, args.quant_predicate, args.revision)
-        if any(value is not None for value in chosen) or args.mode != "affine":
+        if quantizes or args.revision is not None or args.dequantize:
             raise ValueError("--gguf keeps the file's quantization: no option can change it")
         written = convert_gguf(args.gguf, args.mlx_path, dtype=args.dtype)
+    elif args.dequantize:
+        if quantizes:
+            raise ValueError("--dequantize takes no option of a quantization")
+        written = dequantize_checkpoint(
+            args.hf_path,
+            args.mlx_path,
+            dtype=args.dtype,
+            revision=args.revision,
+            trust_remote_code=args.trust_remote_code,
+        )
     else:
         written = quantize_checkpoint(
             args.hf_path,

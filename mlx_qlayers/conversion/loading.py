@@ -112,6 +112,8 @@ def find_model(
 ) -> Path:
     """The directory of a model, downloaded first where it names a repository of the Hub.
 
+    ``"OWNER/REPO/FILE.gguf"`` names a GGUF file of a repository, of which there are often many.
+
     Raises:
         FileNotFoundError: there is neither such a directory nor such a repository within reach.
     """
@@ -130,13 +132,18 @@ def find_model(
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{"disable": None} | options)
 
+    repository, file = name, ""
+    if name.endswith(".gguf") and name.count("/") > 1:
+        owner, repository, file = name.split("/", 2)
+        repository = f"{owner}/{repository}"
     try:
-        validate_repo_id(name)
+        validate_repo_id(repository)
     except HFValidationError as error:
         raise FileNotFoundError(f"{name}: no such directory") from error
-    options: Any = {"allow_patterns": [*PATTERNS, *["*.py"] * trust_remote_code]}
+    patterns = [file] if file else [*PATTERNS, *["*.py"] * trust_remote_code]
+    options: Any = {"allow_patterns": patterns, "revision": revision, "tqdm_class": Bar}
     try:
-        return Path(snapshot_download(name, revision=revision, tqdm_class=Bar, **options))
+        return Path(snapshot_download(repository, **options)) / file
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"{name}: no such directory, and no repository of the Hugging Face Hub within reach: "

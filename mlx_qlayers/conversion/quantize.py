@@ -23,7 +23,7 @@ from .loading import find_model, load_stock
 
 @dataclass(frozen=True)
 class Written:
-    """What :func:`quantize_checkpoint` wrote."""
+    """What :func:`quantize_checkpoint` and its like wrote."""
 
     path: Path
     layers: int
@@ -107,13 +107,57 @@ def quantize_checkpoint(
     return _write(target, source, model, tokenizer, config, origin)
 
 
+def dequantize_checkpoint(
+    path_or_hf_repo: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Written:
+    """Write a quantized checkpoint without its quantization, as for tools that have none.
+
+    Args:
+        path_or_hf_repo: a quantized model: a directory, or a repository of the Hub.
+        target: as in :func:`quantize_checkpoint`.
+        dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``; by default that of the scales, and
+            bfloat16 where they are no numbers.
+        revision: a branch, tag or commit of the repository.
+        trust_remote_code: run Python code that the model brings along.
+
+    Raises:
+        FileExistsError: there is something at ``target``.
+        FileNotFoundError: the model, or a file of it, is missing.
+        OSError: the disk has not enough room.
+        ValueError: the model is not quantized, or a file is damaged.
+
+    Example:
+        >>> print(dequantize_checkpoint("Qwen/Qwen2-7B-Instruct-MLX", "qwen2-7b"))
+        qwen2-7b: 0 quantized layers, ... bits per weight, ... MB
+    """
+    from mlx_lm.utils import dequantize_model
+
+    target = Path(target).expanduser()
+    check_free(target)
+    source = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
+    if check_directory(source).get("quantization") is None:
+        raise ValueError(f"{source}: not quantized")
+    model, tokenizer, config, _ = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
+    model = dequantize_model(model)
+    _cast(model, dtype)
+    config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
+    origin = None if os.path.exists(path_or_hf_repo) else os.fspath(path_or_hf_repo)
+    return _write(target, source, model, tokenizer, config, origin)
+
+
 def convert_gguf(
     file: str | os.PathLike[str], target: str | os.PathLike[str], *, dtype: str | None = None
 ) -> Written:
     """Write the model of a GGUF file into a directory that mlx-lm loads, its codes as they are.
 
     Args:
-        file: see :func:`mlx_qlayers.conversion.gguf.read_gguf`.
+        file: see :func:`mlx_qlayers.conversion.gguf.read_gguf`; or ``"OWNER/REPO/FILE.gguf"``, a
+            file of a repository of the Hub.
         target: as in :func:`quantize_checkpoint`.
         dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``, of what is not packed; by default
             float16, and bfloat16 for Gemma.
@@ -137,7 +181,7 @@ def convert_gguf(
     with TemporaryDirectory() as name:
         folder = Path(name)
         kind = None if dtype is None else getattr(mx, dtype)
-        model, config = read_gguf(Path(file).expanduser(), folder, dtype=kind)
+        model, config = read_gguf(find_model(file), folder, dtype=kind)
         tokenizer = load_tokenizer(folder, eos_token_ids=config["eos_token_id"])
         return _write(target, folder, model, tokenizer, config)
 
@@ -150,7 +194,7 @@ def _write(
     config: dict[str, Any],
     origin: str | None = None,
 ) -> Written:
-    """Write a quantized model; ``origin`` is the repository that its card names."""
+    """Write a model; ``origin`` is the repository that its card names."""
     from huggingface_hub import ModelCard
     from mlx_lm.utils import compute_bits_per_weight
     from tqdm import tqdm
@@ -164,7 +208,7 @@ def _write(
             needs = f"the model takes {nbytes / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
             raise OSError(f"{staging.parent}: {needs}")
         # One weight after the other: the bar moves, and no two unquantized ones are held.
-        for weight in tqdm(weights, desc="quantizing", unit="tensor", disable=None):
+        for weight in tqdm(weights, desc="converting", unit="tensor", disable=None):
             mx.eval(weight)
         _save(staging, source, model, tokenizer, config)
         if origin is not None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
 import termios
 from pathlib import Path
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 from command_line import COMMAND, complaints
 from mlx_lm.convert import QUANT_RECIPES, convert
 
 from mlx_qlayers.cli import main
+from mlx_qlayers.conversion.quantize import quantize_checkpoint
 
 
 def test_progress_on_a_terminal_only(plain_model: Path, tmp_path: Path) -> None:
@@ -35,7 +38,7 @@ def test_progress_on_a_terminal_only(plain_model: Path, tmp_path: Path) -> None:
             pass
         assert process.wait(60) == 0
     os.close(primary)
-    assert b"quantizing: 100%" in shown
+    assert b"converting: 100%" in shown
 
 
 @pytest.mark.parametrize("recipe", QUANT_RECIPES)
@@ -51,6 +54,28 @@ def test_recipes_are_those_of_mlx_lm(recipe: str, plain_model: Path, tmp_path: P
         model, _ = mlx_lm.load(str(tmp_path / name))
         bits.append({path: m.bits for path, m in model.named_modules() if hasattr(m, "bits")})
     assert bits[0] == bits[1] and len(set(bits[0].values())) == 2
+
+
+def test_without_its_quantization_as_mlx_lm_writes_it(
+    plain_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed, ours, theirs = (str(tmp_path / name) for name in ("packed", "ours", "theirs"))
+    quantize_checkpoint(plain_model, packed, mode="nvfp4")
+    assert main(["convert", "-d", "--hf-path", packed, "--mlx-path", ours]) == 0
+    assert "0 quantized layers, 16.00 bits per weight" in capsys.readouterr().out
+    convert(packed, theirs, dequantize=True)
+    arrays = [mx.load(f"{folder}/model.safetensors") for folder in (ours, theirs)]
+    assert arrays[0].keys() == arrays[1].keys()
+    assert all(mx.array_equal(a, arrays[1][name]) for name, a in arrays[0].items())
+    config = json.loads((Path(ours) / "config.json").read_text())
+    assert not {"quantization", "quantization_config"} & config.keys()
+    for source, option, message in (
+        (ours, [], "not quantized"),
+        (packed, ["--bits", "4"], "no option of a quantization"),
+    ):
+        arguments = ["--hf-path", source, "--mlx-path", str(tmp_path / "no"), *option]
+        assert main(["convert", "--dequantize", *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_recipe_leaves_no_choice_of_bits(

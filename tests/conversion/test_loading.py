@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
+from gguf_files import save_qwen2
 from mlx_lm.utils import quantize_model, save
 
 from mlx_qlayers import QLinear, load
@@ -90,6 +91,25 @@ def test_downloads_through_the_hub(
     for file in (io.StringIO(), Terminal()):
         asked[0][1]["tqdm_class"](total=3, desc="Fetching", file=file).close()
         assert ("Fetching" in file.getvalue()) == file.isatty()
+
+
+def test_a_gguf_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone is downloaded."""
+    save_qwen2(tmp_path / "model-q4_0.gguf")
+    asked = []
+
+    def download(repo: str, **options: Any) -> str:
+        asked.append((repo, options["allow_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    model, _ = load("owner/name-GGUF/model-q4_0.gguf")
+    assert model.layers and asked == [("owner/name-GGUF", ["model-q4_0.gguf"])]
+    with pytest.raises(FileNotFoundError, match=r"other\.gguf"):
+        load("owner/name-GGUF/other.gguf")
+    for name in ("/nowhere/a/b.gguf", "./a/b.gguf"):
+        with pytest.raises(FileNotFoundError, match="no such"):
+            find_model(name)
 
 
 def test_offline_takes_the_cache(
