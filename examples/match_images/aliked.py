@@ -1,0 +1,221 @@
+"""ALIKED: keypoints and descriptors of an image, in MLX.
+
+Zhao et al., ALIKED: A Lighter Keypoint and Descriptor Extraction Network via Deformable
+Transformation (https://arxiv.org/abs/2304.03608). A convolutional encoder, deformable in its
+deeper half, gives features and scores; keypoints are the maxima of the scores, moved by a soft
+argmax, and a descriptor gathers samples of the features around its keypoint.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_qlayers import DeformConv2d, affine_grid, grid_sample
+
+# The published model "n16": channels of the four blocks, of descriptors, and samples of each.
+CHANNELS, DIMS, SAMPLES = (16, 32, 64, 128), 128, 16
+RADIUS, TEMPERATURE = 2, 0.1
+_ALPHA, _LAMBDA = 1.6732632423543772, 1.0507009873554805
+
+
+class Keypoints(NamedTuple):
+    """What ALIKED finds in an image.
+
+    Attributes:
+        points: (N, 2) as (x, y), in pixels from the centre of the first.
+        descriptors: (N, 128), of length one.
+        scores: (N,), between 0 and 1.
+    """
+
+    points: mx.array
+    descriptors: mx.array
+    scores: mx.array
+
+
+def selu(x: mx.array) -> mx.array:
+    """SELU with all digits of its constants."""
+    return mx.where(x > 0, _LAMBDA * x, _LAMBDA * _ALPHA * (mx.exp(mx.minimum(x, 0)) - 1))
+
+
+class DeformableConv(nn.Module):
+    """A convolution whose taps another convolution moves, by at most a quarter of the image."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.offset_conv = nn.Conv2d(inputs, 18, 3, padding=1)
+        self.regular_conv = DeformConv2d(inputs, outputs, 3, padding=1, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        most = max(x.shape[1:3]) / 4
+        return self.regular_conv(x, mx.clip(self.offset_conv(x), -most, most))
+
+
+class Block(nn.Module):
+    """Two convolutions with batch norm, and a residual but in the first block."""
+
+    def __init__(self, inputs: int, outputs: int, deformable: bool, residual: bool) -> None:
+        super().__init__()
+        conv = DeformableConv if deformable else _conv
+        self.conv1, self.bn1 = conv(inputs, outputs), nn.BatchNorm(outputs)
+        self.conv2, self.bn2 = conv(outputs, outputs), nn.BatchNorm(outputs)
+        if residual:
+            self.downsample = nn.Conv2d(inputs, outputs, 1)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.bn2(self.conv2(selu(self.bn1(self.conv1(x)))))
+        return selu(y + self.downsample(x) if "downsample" in self else y)
+
+
+def _conv(inputs: int, outputs: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+
+
+class Descriptors(nn.Module):
+    """For each keypoint, samples of the features at learned offsets, summed by matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = 2 * SAMPLES
+        self.offset_conv = [nn.Conv2d(DIMS, numbers, 3), selu, nn.Conv2d(numbers, numbers, 1)]
+        self.sf_conv = nn.Conv2d(DIMS, DIMS, 1, bias=False)
+        self.agg_weights = mx.zeros((SAMPLES, DIMS, DIMS))
+
+    def __call__(self, features: mx.array, points: mx.array) -> mx.array:
+        height, width, _ = features.shape
+        last = mx.array([width - 1, height - 1], mx.float32)
+        corner = mx.clip(points.astype(mx.int32) - 1, 0, last.astype(mx.int32) - 3)
+        steps = mx.arange(3)
+        rows = corner[:, 1, None, None] + steps[:, None]
+        patches = features[rows, corner[:, 0, None, None] + steps]
+        offsets = patches
+        for layer in self.offset_conv:
+            offsets = layer(offsets)
+        most = max(height, width) / 4
+        offsets = mx.clip(offsets, -most, most).reshape(-1, 2, SAMPLES).swapaxes(1, 2)
+        grid = 2 * (points[:, None] + offsets) / last - 1
+        sampled = grid_sample(features[None], grid[None], align_corners=True)
+        sampled = selu(self.sf_conv(sampled)).reshape(-1, SAMPLES * DIMS)
+        return _normalized(sampled @ self.agg_weights.reshape(SAMPLES * DIMS, DIMS))
+
+
+class ALIKED(nn.Module):
+    """The whole extractor; its parameters have the names of the original's.
+
+    Args:
+        most: keypoints of an image at most, those with the highest scores.
+        threshold: the least score of a keypoint.
+    """
+
+    def __init__(self, most: int = 1024, threshold: float = 0.2) -> None:
+        super().__init__()
+        self.most, self.threshold = most, threshold
+        c1, c2, c3, c4 = CHANNELS
+        self.block1 = Block(3, c1, False, False)
+        self.block2 = Block(c1, c2, False, True)
+        self.block3 = Block(c2, c3, True, True)
+        self.block4 = Block(c3, c4, True, True)
+        part = DIMS // 4
+        self.conv1, self.conv2, self.conv3, self.conv4 = (
+            nn.Conv2d(channels, part, 1, bias=False) for channels in CHANNELS
+        )
+        self.score_head = [nn.Conv2d(DIMS, 8, 1, bias=False)]
+        for inputs, outputs in ((8, 4), (4, 4), (4, 1)):
+            self.score_head += [selu, _conv(inputs, outputs)]
+        self.desc_head = Descriptors()
+
+    def __call__(self, images: mx.array) -> list[Keypoints]:
+        """Find keypoints in images (B, H, W, 3) with values from 0 to 1."""
+        features, scores = self.maps(images)
+        maxima = _maxima(scores)
+        found = []
+        for image, kept in enumerate(np.array(maxima)):  # their number is needed: this waits
+            found.append(self._describe(features[image], scores[image], kept))
+        return found
+
+    def maps(self, images: mx.array) -> tuple[mx.array, mx.array]:
+        """Features (B, H, W, 128) of length one, and scores (B, H, W), for each pixel."""
+        height, width = images.shape[1:3]
+        above, left = (-height % 32) // 2, (-width % 32) // 2
+        x = mx.pad(
+            images,
+            [(0, 0), (above, -height % 32 - above), (left, -width % 32 - left), (0, 0)],
+            mode="edge",
+        )
+        pool2, pool4 = nn.AvgPool2d(2), nn.AvgPool2d(4)
+        x1 = self.block1(x)
+        x2 = self.block2(pool2(x1))
+        x3 = self.block3(pool4(x2))
+        x4 = self.block4(pool4(x3))
+        levels = [selu(conv(y)) for conv, y in zip(self._laterals(), (x1, x2, x3, x4), strict=True)]
+        size = x.shape[1:3]
+        features = mx.concatenate([levels[0], *(_upsampled(y, size) for y in levels[1:])], axis=-1)
+        scores = features
+        for layer in self.score_head:
+            scores = layer(scores)
+        inner = slice(above, above + height), slice(left, left + width)
+        return _normalized(features)[:, *inner], mx.sigmoid(scores)[:, *inner, 0]
+
+    def _laterals(self) -> tuple[nn.Conv2d, ...]:
+        return self.conv1, self.conv2, self.conv3, self.conv4
+
+    def _describe(self, features: mx.array, scores: mx.array, maxima: np.ndarray) -> Keypoints:
+        """The keypoints at the maxima of one image."""
+        flat = maxima.reshape(-1)
+        kept = np.flatnonzero(flat > self.threshold)
+        if len(kept) == 0:
+            kept = np.flatnonzero(flat > flat.mean())
+        if len(kept) > self.most:
+            kept = kept[np.argsort(-flat[kept], kind="stable")[: self.most]]
+        y, x = np.divmod(kept, maxima.shape[1])
+        steps = np.arange(-RADIUS, RADIUS + 1)
+        around = np.stack(np.meshgrid(steps, steps), -1).reshape(-1, 2)
+        pixels = mx.array(np.stack([x, y], -1)[:, None] + around)
+        patches = scores[pixels[..., 1], pixels[..., 0]]
+        shares = mx.softmax(patches / TEMPERATURE, axis=-1)
+        points = mx.array(np.stack([x, y], -1)) + shares @ mx.array(around, mx.float32)
+        last = mx.array([maxima.shape[1] - 1, maxima.shape[0] - 1], mx.float32)
+        grid = 2 * points[None, None] / last - 1
+        found = grid_sample(scores[None, ..., None], grid, align_corners=True).reshape(-1)
+        return Keypoints(points, self.desc_head(features, points), found)
+
+
+def _upsampled(x: mx.array, size: tuple[int, int]) -> mx.array:
+    """Bilinear, from corner to corner."""
+    same = mx.broadcast_to(mx.eye(2, 3), (len(x), 2, 3))
+    grid = affine_grid(same, (len(x), *size, 1), align_corners=True)
+    return grid_sample(x, grid, align_corners=True)
+
+
+def _normalized(x: mx.array) -> mx.array:
+    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+def _maxima(scores: mx.array) -> mx.array:
+    """Scores (B, H, W) where they are the largest of 5 x 5, else zeros, as at the borders."""
+    found = scores == _pooled(scores)
+    for _ in range(2):
+        near = _pooled(found.astype(mx.float32)) > 0
+        rest = mx.where(near, 0, scores)
+        found = found | ((rest == _pooled(rest)) & ~near)
+    inner = (slice(None), *[slice(RADIUS, -RADIUS)] * 2)
+    kept = mx.where(found, scores, 0)[inner]
+    return mx.pad(kept, [(0, 0), (RADIUS, RADIUS), (RADIUS, RADIUS)])
+
+
+def _pooled(x: mx.array) -> mx.array:
+    """The largest of 5 x 5 around each pixel; nothing is negative."""
+    for axis in (1, 2):
+        pads = [(0, 0)] * 3
+        pads[axis] = (RADIUS, RADIUS)
+        padded, size = mx.pad(x, pads), x.shape[axis]
+        shifted = [
+            padded[(slice(None),) * axis + (slice(k, k + size),)] for k in range(2 * RADIUS + 1)
+        ]
+        x = shifted[0]
+        for other in shifted[1:]:
+            x = mx.maximum(x, other)
+    return x

@@ -1,0 +1,197 @@
+"""LightGlue: matches the keypoints of two images, in MLX.
+
+Lindenberger et al., LightGlue: Local Feature Matching at Light Speed
+(https://arxiv.org/abs/2306.13643). Layers of self-attention within an image, with rotary positions,
+and cross-attention between the two refine descriptors; it stops after a layer at which most points
+are sure, and leaves out points of which it is sure that they have no match.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_qlayers import attention
+
+DIMS, HEADS, LAYERS, INPUTS = 256, 4, 9, 128
+# Shares of points that are sure, at which it stops; of matches, below which points are left out.
+DEPTH, WIDTH, LEAST = 0.95, 0.99, 0.1
+
+
+class Matches(NamedTuple):
+    """Pairs of keypoints.
+
+    Attributes:
+        pairs: (M, 2), the numbers of keypoints in either image.
+        scores: (M,), between 0 and 1.
+        layers: how many were computed.
+    """
+
+    pairs: np.ndarray
+    scores: np.ndarray
+    layers: int
+
+
+class FeedForward(nn.Module):
+    """What a message adds to the points that it came for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = [
+            nn.Linear(2 * DIMS, 2 * DIMS),
+            nn.LayerNorm(2 * DIMS),
+            nn.gelu,
+            nn.Linear(2 * DIMS, DIMS),
+        ]
+
+    def add(self, x: mx.array, message: mx.array) -> mx.array:
+        y = mx.concatenate([x, message], axis=-1)
+        for layer in self.ffn:
+            y = layer(y)
+        return x + y
+
+
+class SelfAttention(FeedForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.Wqkv = nn.Linear(DIMS, 3 * DIMS)
+        self.out_proj = nn.Linear(DIMS, DIMS)
+
+    def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
+        q, k, v = map(_heads, mx.split(self.Wqkv(x), 3, axis=-1))
+        context = attention(_turned(q, turns), _turned(k, turns), v, scale=q.shape[-1] ** -0.5)
+        return self.add(x, self.out_proj(_joined(context)))
+
+
+class CrossAttention(FeedForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_qk, self.to_v, self.to_out = (nn.Linear(DIMS, DIMS) for _ in range(3))
+
+    def __call__(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
+        (qk0, v0), (qk1, v1) = (
+            (_heads(self.to_qk(each)), _heads(self.to_v(each))) for each in (x, y)
+        )
+        scale = qk0.shape[-1] ** -0.5
+        to_x = attention(qk0, qk1, v1, scale=scale)
+        to_y = attention(qk1, qk0, v0, scale=scale)
+        return (
+            self.add(x, self.to_out(_joined(to_x))),
+            self.add(y, self.to_out(_joined(to_y))),
+        )
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.cross_attn = SelfAttention(), CrossAttention()
+
+
+class Assignment(nn.Module):
+    """Scores of all pairs: how alike they are, and whether either has a match at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matchability, self.final_proj = nn.Linear(DIMS, 1), nn.Linear(DIMS, DIMS)
+
+    def __call__(self, x: mx.array, y: mx.array) -> mx.array:
+        a, b = (self.final_proj(each) / DIMS**0.25 for each in (x, y))
+        alike = a @ b.swapaxes(1, 2)
+        rows = nn.log_softmax(alike, axis=2) + nn.log_sigmoid(self.matchability(x))
+        columns = nn.log_softmax(alike, axis=1)
+        return rows + columns + nn.log_sigmoid(self.matchability(y)).swapaxes(1, 2)
+
+
+class Encoding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.Wr = nn.Linear(2, DIMS // HEADS // 2, bias=False)
+
+
+class Confidence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = [nn.Linear(DIMS, 1)]
+
+
+class LightGlue(nn.Module):
+    """The whole matcher; its parameters have the names of the original's.
+
+    Args:
+        prune_above: images with more points than this lose points that have no match; what that
+            saves must be more than the wait for their number. None for no images.
+    """
+
+    def __init__(self, prune_above: int | None = None) -> None:
+        super().__init__()
+        self.prune_above = prune_above
+        self.input_proj, self.posenc = nn.Linear(INPUTS, DIMS), Encoding()
+        self.transformers = [Layer() for _ in range(LAYERS)]
+        self.log_assignment = [Assignment() for _ in range(LAYERS)]
+        self.token_confidence = [Confidence() for _ in range(LAYERS - 1)]
+
+    def __call__(
+        self, points: list[mx.array], descriptors: list[mx.array], size: tuple[int, int]
+    ) -> Matches:
+        """Match the points (N, 2) and descriptors (N, 128) of two images of a width and height."""
+        if not all(map(len, points)):
+            return Matches(np.zeros((0, 2), int), np.zeros(0), 0)
+        states = [self.input_proj(d)[None] for d in descriptors]
+        turns = [self._turns(p, size) for p in points]
+        kept, total = [np.arange(len(p)) for p in points], sum(map(len, points))
+        for number, layer in enumerate(self.transformers):
+            x, y = (layer.self_attn(s, t) for s, t in zip(states, turns, strict=True))
+            states = list(layer.cross_attn(x, y))
+            if number == LAYERS - 1:
+                break
+            least = min(1.0, 0.8 + 0.1 * math.exp(-4.0 * number / LAYERS))
+            (token,) = self.token_confidence[number].token
+            sure = [mx.sigmoid(token(s)).reshape(-1) for s in states]
+            unsure = sum((s < least).sum() for s in sure)
+            if 1 - unsure.item() / total > DEPTH:
+                break
+            for i, confidence in enumerate(sure):
+                if self.prune_above is None or len(kept[i]) <= self.prune_above:
+                    continue
+                likely = mx.sigmoid(self.log_assignment[number].matchability(states[i])).reshape(-1)
+                chosen = np.flatnonzero(np.array((likely > 1 - WIDTH) | (confidence <= least)))
+                kept[i], rows = kept[i][chosen], mx.array(chosen)
+                states[i] = states[i][:, rows]
+                turns[i] = turns[i][0][rows], turns[i][1][rows]
+        pairs, scores = _mutual(self.log_assignment[number](*states)[0])
+        pairs = np.stack([kept[i][pairs[:, i]] for i in range(2)], -1)
+        return Matches(pairs, scores, number + 1)
+
+    def _turns(self, points: mx.array, size: tuple[int, int]) -> tuple[mx.array, mx.array]:
+        """Cosines and sines of what positions turn each pair of channels by."""
+        centred = (points - mx.array(size) / 2) / (max(size) / 2)
+        angles = self.posenc.Wr(centred)
+        return mx.cos(angles), mx.sin(angles)
+
+
+def _heads(x: mx.array) -> mx.array:
+    return x.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2)
+
+
+def _joined(x: mx.array) -> mx.array:
+    return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+def _turned(x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
+    cos, sin = turns
+    a, b = x[..., ::2], x[..., 1::2]
+    return mx.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+
+
+def _mutual(scores: mx.array) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs that are each other's best, and how sure they are."""
+    right, left, best = (
+        np.array(a) for a in (scores.argmax(1), scores.argmax(0), mx.exp(scores.max(1)))
+    )
+    rows = np.arange(len(right))
+    rows = rows[(left[right] == rows) & (best > LEAST)]
+    return np.stack([rows, right[rows]], -1), best[rows]

