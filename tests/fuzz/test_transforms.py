@@ -115,13 +115,14 @@ def _packed_attention(case: Transformed, rng: np.random.Generator) -> Call:
 
 
 def _attention_step(case: Transformed, rng: np.random.Generator) -> Call:
-    positions = mx.array([2, 2, *[-1] * 8], mx.int32)
+    positions = mx.array([case.rows, 2, case.rows + 2, *[-1] * 8], mx.int32)
     rotation = Rotation(32, case.seed % 2 == 1)
 
     def run(*arrays: mx.array) -> list[mx.array]:
         return attention_step(*arrays, positions, scale=0.2, rotation=rotation)
 
-    shapes = [(1, 1, 64), *[(1, 1, 32)] * 2, *[(1, 1, 2 + case.rows, 32)] * 2]
+    buffers = [*[(1, 1, case.rows + 1, 32)] * 2, *[(1, 1, 4, 32)] * 2]
+    shapes = [(1, 1, 64), *[(1, 1, 32)] * 2, *buffers]
     return run, [random(rng, shape) for shape in shapes]
 
 
