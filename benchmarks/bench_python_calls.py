@@ -31,6 +31,7 @@ from mlx_qlayers import (
     QLinear,
     attention,
     convert_model,
+    deform_conv2d,
     deformable_attention,
     grid_sample,
     quantized_matmul,
@@ -153,6 +154,13 @@ def operations(path: str) -> dict[str, Call]:
             attention, mx.repeat(q, 40, axis=2), keys, keys, scale=0.125, mask="causal"
         ),
         "grid_sample": partial(grid_sample, image, grid),
+        "deform_conv2d": partial(
+            deform_conv2d,
+            image,
+            mx.zeros((1, 8, 8, 18)),
+            mx.ones((2, 3, 3, 4), mx.bfloat16),
+            padding=1,
+        ),
         "deformable_attention": partial(
             deformable_attention,
             image.reshape(1, 64, 1, 4),

@@ -54,10 +54,14 @@ def _on_gpu() -> bool:
     return mx.default_device().type == mx.gpu
 
 
-def right(found: list[aliked.Keypoints], matches: lightglue.Matches) -> float:
+def right(
+    found: list[aliked.Keypoints],
+    matches: lightglue.Matches,
+    homography: np.ndarray = pictures.HOMOGRAPHY,
+) -> float:
     """The share of the matches within 3 pixels of where the homography puts them."""
     first, second = (np.array(k.points)[matches.pairs[:, i]] for i, k in enumerate(found))
-    distance = np.linalg.norm(pictures.moved(first, pictures.HOMOGRAPHY) - second, axis=1)
+    distance = np.linalg.norm(pictures.moved(first, homography) - second, axis=1)
     return float((distance <= NEAR).mean())
 
 

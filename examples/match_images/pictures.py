@@ -9,6 +9,10 @@ WIDTH, HEIGHT = 640, 480
 HOMOGRAPHY = np.array([[0.84, -0.17, 92.0], [0.12, 0.80, 18.0], [-1.1e-4, -1.6e-4, 1.0]])
 
 
+# From pixels of a picture to those of its half.
+HALF = np.array([[0.5, 0, -0.25], [0, 0.5, -0.25], [0, 0, 1]])
+
+
 def pair() -> tuple[np.ndarray, np.ndarray]:
     """Both pictures, (480, 640, 3) of bytes."""
     from sklearn.datasets import load_sample_image
@@ -17,6 +21,12 @@ def pair() -> tuple[np.ndarray, np.ndarray]:
     larger = np.diag([china.shape[1] / WIDTH, china.shape[0] / HEIGHT, 1.0])
     first = warped(china, larger)
     return first, warped(first.astype(np.float64), np.linalg.inv(HOMOGRAPHY))
+
+
+def halved(picture: np.ndarray) -> np.ndarray:
+    """Of every 2 x 2 pixels the mean."""
+    parts = picture.reshape(HEIGHT // 2, 2, WIDTH // 2, 2, 3)
+    return np.rint(parts.mean((1, 3))).astype(np.uint8)
 
 
 def warped(picture: np.ndarray, back: np.ndarray) -> np.ndarray:

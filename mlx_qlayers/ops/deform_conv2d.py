@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ..dispatch import Operation, Plan, dispatch
 from .checks import check_floats
-from .deformable_attention import sample_pixels
+from .deformable_attention import DEFORMABLE_ATTENTION
 
 Pair = int | tuple[int, int]
 
@@ -54,37 +56,56 @@ def deform_conv2d(
         ``torchvision.ops.deform_conv2d``, with channels last; Deformable ConvNets v1 and v2
         (https://arxiv.org/abs/1811.11168).
     """
-    arrays = {"x": x, "offset": offset, "weight": weight, "bias": bias, "mask": mask}
-    steps = [_pair(*each) for each in (("stride", stride), ("dilation", dilation))]
+    y: mx.array = dispatch(
+        _DEFORM_CONV2D, (x, offset, weight, bias, mask), (stride, padding, dilation)
+    )
+    return y
+
+
+def _plan(arrays: Sequence[Any], stride: Any, padding: Any, dilation: Any) -> Plan:
+    steps, gaps = _pair("stride", stride), _pair("dilation", dilation)
     margin = _pair("padding", padding, least=0)
-    _check(arrays, steps[0], steps[1], margin)
+    names = ("x", "offset", "weight", "bias", "mask")
+    _check(dict(zip(names, arrays, strict=True)), steps, gaps, margin)
+    x, offset, weight, *_ = arrays
     (batch, height, width, channels), (outputs, kh, kw, depth) = x.shape, weight.shape
     _, down, across, _ = offset.shape
-    taps, (stride_, dilation_) = kh * kw, steps
+    taps, parts = kh * kw, channels // depth
     groups = offset.shape[3] // (2 * taps)
+    samples, split = (
+        (batch, down * across * taps, groups, 1, 1),
+        (batch, down, across, groups, taps),
+    )
     rows, columns = (
         mx.arange(n)[:, None] * s - p + mx.arange(k) * d
-        for n, k, s, p, d in zip((down, across), (kh, kw), stride_, margin, dilation_, strict=True)
+        for n, k, s, p, d in zip((down, across), (kh, kw), steps, margin, gaps, strict=True)
     )
-    x_y = mx.broadcast_arrays(columns[:, None], rows[:, None, :, None])
-    fixed = mx.stack(list(x_y), -1).reshape(down, across, taps, 1, 2)
-    moved = offset.reshape(batch, down, across, groups, taps, 2).swapaxes(3, 4)
-    samples = batch, down * across * taps, groups, 1, 1
-    locations = (moved[..., ::-1].astype(mx.float32) + fixed).reshape(*samples, 2)
-    if mask is None:
-        shares = mx.ones(samples, x.dtype)
-    else:
-        split = batch, down, across, groups, taps
-        shares = mask.reshape(split).swapaxes(3, 4).reshape(samples)
-    values = x.reshape(batch, height * width, groups, channels // groups)
-    sampled = sample_pixels(values, (height, width), locations, shares)
-    parts = channels // depth
-    # A product for each group of channels: (groups, N * Ho * Wo, taps * C / groups).
-    sampled = sampled.reshape(-1, taps, parts, depth).transpose(2, 0, 1, 3)
-    kernels = weight.reshape(parts, outputs // parts, taps * depth).swapaxes(1, 2)
-    product = sampled.reshape(parts, -1, taps * depth) @ kernels
-    y = product.swapaxes(0, 1).reshape(batch, down, across, outputs)
-    return y if bias is None else y + bias
+
+    def run(x: mx.array, offset: mx.array, weight: mx.array, bias: Any, mask: Any) -> mx.array:
+        x_y = mx.broadcast_arrays(columns[:, None], rows[:, None, :, None])
+        fixed = mx.stack(list(x_y), -1).reshape(down, across, taps, 1, 2)
+        moved = offset.reshape(*split, 2).swapaxes(3, 4)[..., ::-1]
+        locations = (moved.astype(mx.float32) + fixed).reshape(*samples, 2)
+        if mask is None:
+            shares = mx.ones(samples, x.dtype)
+        else:
+            shares = mask.reshape(split).swapaxes(3, 4).reshape(samples)
+        values = x.reshape(batch, height * width, groups, channels // groups)
+        # One level, whose locations count pixels.
+        options = "zeros", True, height, width
+        sampled = dispatch(DEFORMABLE_ATTENTION, (values, locations, shares), options)
+        # A product for each group of channels: (groups, N * Ho * Wo, taps * C / groups).
+        sampled = sampled.reshape(-1, taps, parts, depth).transpose(2, 0, 1, 3)
+        kernels = weight.reshape(parts, outputs // parts, taps * depth).swapaxes(1, 2)
+        product = sampled.reshape(parts, -1, taps * depth) @ kernels
+        y = product.swapaxes(0, 1).reshape(batch, down, across, outputs)
+        return y if bias is None else y + bias
+
+    # Which path samples take is said by deformable_attention.
+    return Plan(None, run)
+
+
+_DEFORM_CONV2D = Operation("deform_conv2d", _plan, compiled=True)
 
 
 def _pair(name: str, given: Any, least: int = 1) -> tuple[int, int]:

@@ -62,16 +62,7 @@ def deformable_attention(
         Hugging Face transformers.
     """
     static = padding_mode, False, *_extents(shapes)
-    y: mx.array = dispatch(_DEFORMABLE_ATTENTION, (values, locations, weights), static)
-    return y
-
-
-def sample_pixels(
-    values: mx.array, shape: tuple[int, int], locations: mx.array, weights: mx.array
-) -> mx.array:
-    """The same with one level, whose locations count the centres of pixels from 0."""
-    arrays = values, locations, weights
-    y: mx.array = dispatch(_DEFORMABLE_ATTENTION, arrays, ("zeros", True, *shape))
+    y: mx.array = dispatch(DEFORMABLE_ATTENTION, (values, locations, weights), static)
     return y
 
 
@@ -115,7 +106,8 @@ def _plan(arrays: Sequence[Any], padding_mode: str, pixels: bool, *extents: Any)
     return Plan(choice, run, (Gradient((0, 1, 2), gradient),), composed)
 
 
-_DEFORMABLE_ATTENTION = Operation("deformable_attention", _plan, compiled=True)
+# Its static arguments: the padding, whether locations count pixels, and the levels' extents.
+DEFORMABLE_ATTENTION = Operation("deformable_attention", _plan, compiled=True)
 
 
 def _check(values: Any, locations: Any, weights: Any, options: Deformable) -> None:

