@@ -8,6 +8,7 @@ call the differentiable functions ``quantized_matmul``, ``grid_sample``, ``defor
 ``explain`` tells which path each operation took, and why.
 """
 
+from .conversion.gptq import quantize_model
 from .conversion.registry import register_counterpart
 from .conversion.report import ConversionReport
 from .convert import convert_model, load, revert_model
@@ -40,6 +41,7 @@ __all__ = [
     "explain",
     "grid_sample",
     "load",
+    "quantize_model",
     "quantized_matmul",
     "register_counterpart",
     "revert_model",

@@ -10,11 +10,33 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
-from .commands import bench, borrowed, convert, demo, doctor, generate, info, tune
+from .commands import (
+    bench,
+    borrowed,
+    convert,
+    demo,
+    doctor,
+    generate,
+    info,
+    perplexity,
+    quantize,
+    tune,
+)
 from .commands.arguments import Parser
 from .conversion.report import printable
 
-_COMMANDS = (generate, borrowed, convert, tune, bench, info, doctor, demo)
+_COMMANDS = (
+    generate,
+    borrowed,
+    convert,
+    quantize,
+    perplexity,
+    tune,
+    bench,
+    info,
+    doctor,
+    demo,
+)
 _ERROR, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 _LONGEST = 600  # characters of an error message
 

@@ -20,6 +20,7 @@ NAMES = [
     "load",
     "register_counterpart",
     "ConversionReport",
+    "quantize_model",
     "quantized_matmul",
     "grid_sample",
     "affine_grid",

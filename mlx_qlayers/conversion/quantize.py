@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -148,6 +150,56 @@ def dequantize_checkpoint(
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
     origin = None if os.path.exists(path_or_hf_repo) else os.fspath(path_or_hf_repo)
     return _write(target, source, model, tokenizer, config, origin)
+
+
+def quantize_calibrated(
+    path_or_hf_repo: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    text: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Written:
+    """Quantize a checkpoint with :func:`~mlx_qlayers.conversion.gptq.quantize_model`.
+
+    Finished layers are kept beside ``target`` until it is written: whenever this is stopped, the
+    same call goes on where it was.
+
+    Args:
+        path_or_hf_repo: see :func:`quantize_checkpoint`.
+        target: likewise.
+        text: a file in UTF-8 to calibrate with.
+        trust_remote_code: run Python code that the model brings along.
+        options: ``method``, ``bits`` and others of ``quantize_model``.
+
+    Raises:
+        FileExistsError: there is something at ``target``.
+        FileNotFoundError: the model, a file of it or the text is missing.
+        OSError: the disk has not enough room.
+        ValueError: the arguments do not fit together or the model, or a file is damaged.
+
+    Example:
+        >>> print(quantize_calibrated("Qwen/Qwen2-0.5B-Instruct", "qwen2-rtn", method="rtn"))
+        qwen2-rtn: ... quantized layers, ... bits per weight, ... MB
+    """
+    from .gptq import quantize_model
+
+    target = Path(target).expanduser()
+    check_free(target)
+    words = None if text is None else Path(text).expanduser().read_text(encoding="utf-8")
+    source = find_model(path_or_hf_repo, trust_remote_code=trust_remote_code)
+    model, tokenizer, config, _ = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
+    if any(hasattr(module, "scales") for module in model.modules()):
+        raise ValueError(f"{source}: already quantized; `convert --dequantize` undoes that")
+    files = sorted(source.glob("*.safetensors"))
+    facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    name = sha256(json.dumps([str(source.resolve()), facts]).encode()).hexdigest()[:12]
+    folder = target.with_name(f".{target.name}.gptq-{name}")
+    config["quantization"] = quantize_model(model, tokenizer, text=words, folder=folder, **options)
+    origin = None if os.path.exists(path_or_hf_repo) else os.fspath(path_or_hf_repo)
+    written = _write(target, source, model, tokenizer, config, origin)
+    shutil.rmtree(folder, ignore_errors=True)
+    return written
 
 
 def convert_gguf(

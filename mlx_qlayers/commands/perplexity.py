@@ -1,0 +1,55 @@
+"""Print the perplexity of a model, stock and converted, and its distance from another one."""
+
+from __future__ import annotations
+
+import argparse
+
+from .arguments import add_model, positive
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "--model")
+    option = parser.add_argument
+    option("--text", metavar="FILE", help="to predict; the last 5%% of the repository's texts")
+    option("--reference", metavar="PATH", help="the unquantized model, to compare with")
+    option("--samples", type=positive, default=16, help="sequences of the text")
+    option("--sequence-length", type=positive, default=512, help="tokens of each")
+    option("--converted", action="store_true", help="leave the stock model out")
+
+
+def run(args: argparse.Namespace) -> None:
+    import copy
+    from pathlib import Path
+
+    from ..conversion.gptq import shipped_text, windows
+    from ..conversion.loading import load_stock
+    from ..conversion.perplexity import perplexities
+    from ..convert import convert_model
+    from .demo import table
+
+    stock, tokenizer, _, quantization = load_stock(
+        args.model, trust_remote_code=args.trust_remote_code
+    )
+    text = shipped_text("test") if args.text is None else Path(args.text).read_text("utf-8")
+    tokens = windows(tokenizer.encode(text), args.samples, args.sequence_length)
+    converted = copy.deepcopy(stock)  # the arrays are shared
+    if hasattr(next((m for m in stock.modules() if hasattr(m, "scales")), None), "scales"):
+        convert_model(converted, config=quantization)
+    contenders = {} if args.converted else {"stock": stock}
+    contenders["converted"] = converted
+    reference = None
+    if args.reference is not None:
+        reference = load_stock(args.reference, trust_remote_code=args.trust_remote_code).model
+        contenders["reference"] = reference
+    found = perplexities([*contenders.values()], tokens, reference)
+    rows = [
+        (
+            name,
+            f"{p.value:.3f}",
+            f"{p.error:.3f}",
+            "" if p.divergence is None else f"{p.divergence:.5f}",
+        )
+        for name, p in zip(contenders, found, strict=True)
+    ]
+    print(f"{found[0].tokens} tokens")
+    print(table(("model", "perplexity", "+-", "KL, nats"), rows))

@@ -1,0 +1,226 @@
+"""A model run one decoder layer after the other, with what its linear layers are given.
+
+No more than one layer of a model that was loaded lazily and the activations of the calibration text
+are in memory: what a layer returned is what the next one is given, as changed by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..ops.linalg import subtract_product
+from ..reference.cores import on_core, parts
+
+# The sums of x^T x of the linear layers of a decoder layer, by path; for experts one each.
+Hessians = dict[str, mx.array]
+
+
+class Stage(NamedTuple):
+    """A decoder layer, or the head behind the last one.
+
+    Attributes:
+        number: from 0.
+        modules: its linear layers and experts, by path in the model.
+        hessians: computes what they are given.
+    """
+
+    number: int
+    modules: dict[str, nn.Module]
+    hessians: Callable[[], Hessians]
+
+
+def stages(model: nn.Module, batches: Sequence[mx.array]) -> Iterator[Stage]:
+    """The decoder layers of a model in order, and its head; each may be changed when it is yielded.
+
+    Args:
+        model: one of mlx-lm's, with a list ``layers``.
+        batches: tokens (B, L), all of one shape.
+
+    Raises:
+        ValueError: the model has no list of layers, or its layers are not called one by one.
+    """
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    layers = layers_of(model)
+    paths = {
+        id(module): path
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.Linear, SwitchLinear))
+    }
+
+    def linear(part: nn.Module) -> dict[str, nn.Module]:
+        return {paths[id(m)]: m for _, m in part.named_modules() if id(m) in paths}
+
+    states = [_call_of(model, layers, 0, batch).args[0] for batch in batches]
+    for number, layer in enumerate(layers):
+        call = _call_of(model, layers, number, batches[0])
+        run = partial(_run, layer, call)
+        modules = linear(layer)
+        yield Stage(number, modules, partial(_hessians, modules, run, states))
+        for share in _shares(states):
+            for core, i in enumerate(share):
+                with on_core(core):
+                    states[i] = run(states[i])
+            mx.eval([states[i] for i in share])
+    inside = {path for layer in layers for path in linear(layer)}
+    head = {path: m for path, m in linear(model).items() if path not in inside}
+    if head:
+        behind = partial(_behind, model, layers, batches[0])
+        yield Stage(len(layers), head, partial(_hessians, head, behind, states))
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The list in which a model holds its layers; ``model.layers`` may be a copy of it.
+
+    Raises:
+        ValueError: it has none.
+    """
+    shown = getattr(model, "layers", None)
+    for module in model.modules():
+        for value in module.values():
+            if shown and isinstance(value, list) and value and value[0] is shown[0]:
+                return value
+    raise ValueError(f"{type(model).__name__} has no list of layers to calibrate one by one")
+
+
+class _Call(Exception):
+    """How a model calls one of its layers, thrown out of the model."""
+
+    def __init__(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.args, self.options = args, options
+
+
+class _Replaced:
+    """What stands at the place of a layer: a function of its arguments, with its attributes."""
+
+    def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
+        self._layer, self._call = layer, call
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._call(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+@contextmanager
+def _replaced(layers: list[Any], calls: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
+    stock = list(layers)
+    for i, call in calls.items():
+        layers[i] = _Replaced(stock[i], call)
+    try:
+        yield
+    finally:
+        layers[:] = stock
+
+
+def _call_of(model: nn.Module, layers: list[Any], number: int, batch: mx.array) -> _Call:
+    def stop(*args: Any, **options: Any) -> None:
+        raise _Call(args, options)
+
+    passed = dict.fromkeys(range(number), lambda x, *_, **__: x)
+    with _replaced(layers, {**passed, number: stop}):
+        try:
+            model(batch)
+        except _Call as call:
+            return call
+    raise ValueError(f"{type(model).__name__} does not call its layers one by one")
+
+
+def _run(layer: Callable[..., Any], call: _Call, state: mx.array) -> mx.array:
+    found: mx.array = layer(state, *call.args[1:], **call.options)
+    return found
+
+
+def _behind(model: nn.Module, layers: list[Any], batch: mx.array, state: mx.array) -> mx.array:
+    """The model from behind its last layer on."""
+    with _replaced(layers, dict.fromkeys(range(len(layers)), lambda *_, **__: state)):
+        found: mx.array = model(batch)
+    return found
+
+
+def _hessians(
+    modules: Mapping[str, nn.Module],
+    run: Callable[[mx.array], mx.array],
+    states: Sequence[mx.array],
+) -> Hessians:
+    sums: Hessians = {}
+    leaders: dict[str, str] = {}
+    inputs: dict[str, tuple[mx.array, ...]] = {}
+
+    def see(path: str, x: mx.array, *rest: Any) -> None:
+        # Projections of one input share its sum.
+        shared = (p for p, other in inputs.items() if other[0] is x and not rest)
+        leaders[path] = leader = next(shared, path)
+        if leader == path:
+            inputs[path] = (x, *rest)
+
+    with _watched(modules, see):
+        for share in _shares(states):
+            seen = []
+            for core, i in enumerate(share):
+                inputs.clear()
+                with on_core(core):
+                    run(states[i])
+                seen.append(dict(inputs))
+            mx.eval(seen)
+            for path in set(leaders.values()):
+                for given in seen:
+                    if path in given:
+                        sums[path] = _added(sums.get(path), modules[path], *given[path])
+            mx.eval(sums)
+    return {path: sums[leader] for path, leader in leaders.items()}
+
+
+def _shares(states: Sequence[mx.array]) -> Iterator[range]:
+    """The states that are computed side by side, one on each core of a CPU."""
+    cores = 1 if mx.default_device().type == mx.gpu else len(parts(len(states), 1 << 30))
+    for first in range(0, len(states), cores):
+        yield range(first, min(first + cores, len(states)))
+
+
+def _added(
+    total: mx.array | None, module: nn.Module, x: mx.array, indices: mx.array | None = None, *_: Any
+) -> mx.array:
+    k = x.shape[-1]
+    if indices is None:
+        rows = x.reshape(-1, k).astype(mx.float32)
+        before = mx.zeros((k, k)) if total is None else total
+        return subtract_product(before, -rows.T, rows)
+    # Experts have the rows that chose them.
+    rows = mx.broadcast_to(x.squeeze(-2), (*indices.shape, k)).reshape(-1, k).astype(mx.float32)
+    chosen = indices.flatten()
+    order = mx.argsort(chosen)
+    count = module["weight"].shape[0]
+    ends = mx.cumsum((chosen[:, None] == mx.arange(count)).sum(axis=0)).astype(mx.uint32)
+    starts = mx.concatenate([mx.zeros(1, mx.uint32), ends[:-1]])
+    rows = rows[order]
+    found = mx.segmented_mm(rows.T, rows, mx.stack([starts, ends], axis=1))
+    return found if total is None else total + found
+
+
+@contextmanager
+def _watched(modules: Mapping[str, nn.Module], see: Callable[..., None]) -> Iterator[None]:
+    """Tell ``see`` what the modules are called with, by a subclass of their own."""
+    classes = {path: type(module) for path, module in modules.items()}
+
+    def of(path: str, cls: type[Any]) -> type[Any]:
+        def call(self: Any, x: mx.array, *args: Any, **options: Any) -> Any:
+            see(path, x, *args)
+            return cls.__call__(self, x, *args, **options)
+
+        return type(cls.__name__, (cls,), {"__call__": call})
+
+    try:
+        for path, module in modules.items():
+            module.__class__ = of(path, classes[path])
+        yield
+    finally:
+        for path, module in modules.items():
+            module.__class__ = classes[path]

@@ -1,0 +1,1 @@
+"""Quantization of columns one after the other, with their errors passed on (GPTQ)."""

@@ -1,0 +1,73 @@
+"""Launches the kernels of ``gptq.metal``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from ...runtime.kernel import Kernel
+from ...runtime.launch import Size
+from ...runtime.spec import Spec
+
+BLOCK = 128
+SEARCH = 24
+_FILE = "gptq/gptq.metal"
+_BLOCK = Kernel(
+    "gptq_block",
+    _FILE,
+    inputs=("w", "u", "rows"),
+    outputs=("codes", "errors", "scales", "biases"),
+    template=("T", "BITS", "GROUP", "SEARCH"),
+    large=True,
+)
+_FIXED = Kernel(
+    "gptq_fixed_block",
+    _FILE,
+    inputs=("w", "u", "scales", "biases", "rows"),
+    outputs=("codes", "errors"),
+    template=("BITS",),
+    large=True,
+)
+
+
+def gptq_block(
+    w: Spec, group_size: int, bits: int, dtype: mx.Dtype
+) -> Callable[[mx.array, mx.array], list[mx.array]]:
+    """From W (batch, N, 128) and U (batch, 128, 128), float32, to codes (batch, N, 128) uint8,
+    errors alike in float32, scales and biases (batch, N, 128 / group_size) in ``dtype``.
+    """
+    batch, n, _ = w.shape
+    rows, groups = mx.array(n), (batch, n, BLOCK // group_size)
+    launch = _BLOCK.bind(
+        [w, Spec((batch, BLOCK, BLOCK), mx.float32), rows],
+        template={"T": dtype, "BITS": bits, "GROUP": group_size, "SEARCH": SEARCH},
+        output_shapes=[w.shape, w.shape, groups, groups],
+        output_dtypes=[mx.uint8, mx.float32, dtype, dtype],
+        grid=_grid(w),
+        threadgroup=_threadgroup(w),
+    )
+    return lambda w, u: launch([w, u, rows])
+
+
+def gptq_fixed_block(w: Spec, bits: int) -> Callable[..., list[mx.array]]:
+    """The same with scales and biases (batch, N, 128) in float32 as further arguments."""
+    batch, n, _ = w.shape
+    rows = mx.array(n)
+    launch = _FIXED.bind(
+        [w, Spec((batch, BLOCK, BLOCK), mx.float32), w, w, rows],
+        template={"BITS": bits},
+        output_shapes=[w.shape, w.shape],
+        output_dtypes=[mx.uint8, mx.float32],
+        grid=_grid(w),
+        threadgroup=_threadgroup(w),
+    )
+    return lambda w, u, scales, biases: launch([w, u, scales, biases, rows])
+
+
+def _grid(w: Spec) -> Size:
+    return 32 * w.shape[0] * w.shape[1], 1, 1
+
+
+def _threadgroup(w: Spec) -> Size:
+    return 32 if w.shape[0] * w.shape[1] % 4 else 128, 1, 1

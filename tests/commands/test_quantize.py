@@ -1,0 +1,31 @@
+"""The commands quantize and perplexity, one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_model import TEXT
+
+from mlx_qlayers.cli import main
+
+
+def test_quantize_and_perplexity(
+    plain_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, target = tmp_path / "text.txt", tmp_path / "model"
+    text.write_text(TEXT * 4)
+    common = ["--text", str(text), "--samples", "4", "--sequence-length", "32"]
+    made = ["quantize", "--model", str(plain_model), "--mlx-path", str(target), "--bits", "4"]
+    assert main([*made, *common]) == 0
+    assert capsys.readouterr().out.startswith(f"{target}: 15 quantized layers")
+    asked = ["perplexity", "--model", str(target), "--reference", str(plain_model)]
+    assert main([*asked, *common]) == 0
+    tokens, header, *rows = capsys.readouterr().out.splitlines()
+    assert tokens == "124 tokens" and header.split() == ["model", "perplexity", "+-", "KL,", "nats"]
+    found = {row.split()[0]: [float(x) for x in row.split()[1:]] for row in rows}
+    assert [*found] == ["stock", "converted", "reference"]
+    assert found["reference"][2] == 0 < found["stock"][2]
+    assert found["stock"][0] == pytest.approx(found["converted"][0], rel=0.01)
+    assert main([*made, *common]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
