@@ -22,6 +22,8 @@ from mlx_qlayers.layers.grid_sample import GridSample
 from mlx_qlayers.layers.qlinear import QEmbedding
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 from mlx_qlayers.ops.attention_step import attention_step
+from mlx_qlayers.ops.deform_conv2d import deform_conv2d
+from mlx_qlayers.ops.deformable_attention import deformable_attention
 from mlx_qlayers.ops.exp import exp
 from mlx_qlayers.ops.fused_products import fused_products
 from mlx_qlayers.ops.gather_qmm import gather_qmm
@@ -143,6 +145,30 @@ def _grid_sample(case: Transformed, rng: np.random.Generator) -> Call:
     ]
 
 
+def _deformable_attention(case: Transformed, rng: np.random.Generator) -> Call:
+    padding, samples = ("zeros", "border")[case.seed % 2], (1, case.rows, 2, 2, 2)
+    shapes = [(5, 3), (2, 4)]
+    sizes = np.array(shapes)[:, None, ::-1]
+    inside = rng.integers(0, sizes, (*samples, 2)) + rng.uniform(0.2, 0.8, (*samples, 2))
+
+    def run(values: mx.array, locations: mx.array, weights: mx.array) -> list[mx.array]:
+        return [deformable_attention(values, shapes, locations, weights, padding_mode=padding)]
+
+    locations = mx.array((inside + 0.5) / sizes, mx.float32)
+    return run, [random(rng, (1, 23, 2, 8)), locations, random(rng, samples)]
+
+
+def _deform_conv2d(case: Transformed, rng: np.random.Generator) -> Call:
+    moved = rng.integers(-1, 2, (1, 4, 3, 8)) + rng.uniform(0.2, 0.8, (1, 4, 3, 8))
+
+    def run(x: mx.array, offset: mx.array, weight: mx.array, mask: mx.array) -> list[mx.array]:
+        return [deform_conv2d(x, offset, weight, None, mask)]
+
+    shapes = (1, 5, 4, 4), (3, 2, 2, 4), (1, 4, 3, 4)
+    x, weight, mask = (random(rng, shape) for shape in shapes)
+    return run, [x, mx.array(moved, mx.float32), weight, mask]
+
+
 def _filled(case: Transformed, rng: np.random.Generator, layer: Any, *lead: int) -> Any:
     """A layer with the parameters of a random matrix."""
     n = layer.weight.shape[-2]
@@ -189,6 +215,8 @@ OPERATIONS: dict[str, Callable[[Transformed, np.random.Generator], Call]] = {
         _attention_step,
         _rotary_embedding,
         _grid_sample,
+        _deformable_attention,
+        _deform_conv2d,
         _qlinear,
         _qembedding,
         _qswitch_linear,
