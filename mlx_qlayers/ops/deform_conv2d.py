@@ -134,7 +134,7 @@ def _check(
             raise ValueError(f"{name} must have the dtype of x, {x.dtype}, not {there[name].dtype}")
     outputs, kh, kw, depth = weight.shape
     channels = x.shape[3]
-    if 0 in weight.shape or channels % depth or outputs % (channels // depth):
+    if 0 in (*weight.shape, channels) or channels % depth or outputs % (channels // depth):
         raise ValueError(
             f"weight must be (Cout, kh, kw, C / groups) for x {x.shape}, with groups that divide "
             f"Cout, but its shape is {weight.shape}"

@@ -78,6 +78,12 @@ def test_without_offsets_it_is_the_module_of_mlx():
         DeformConv2d(4, 6, 3, groups=3)
 
 
+def test_no_images():
+    with use_backend("auto"):
+        y = deform_conv2d(mx.ones((0, 5, 6, 4)), mx.zeros((0, 3, 4, 18)), mx.ones((2, 3, 3, 4)))
+    assert y.shape == (0, 3, 4, 2)
+
+
 X, OFFSET, WEIGHT = mx.zeros((2, 5, 6, 4)), mx.zeros((2, 3, 4, 36)), mx.zeros((6, 3, 3, 4))
 
 
@@ -93,6 +99,7 @@ X, OFFSET, WEIGHT = mx.zeros((2, 5, 6, 4)), mx.zeros((2, 3, 4, 36)), mx.zeros((6
         ),
         ({"offset": OFFSET[..., :17]}, "offset must be"),
         ({"offset": mx.zeros((2, 3, 4, 54))}, "offset must be"),
+        ({"x": X[..., :0]}, r"weight must be .* for x \(2, 5, 6, 0\)"),
         ({"weight": WEIGHT[..., :3]}, r"weight must be .*\(6, 3, 3, 3\)"),
         ({"weight": mx.zeros((6, 9, 3, 4))}, "x .* is too small for weight"),
         ({"weight": WEIGHT.astype(mx.float16)}, "weight must have the dtype of x"),
