@@ -12,6 +12,8 @@ from .checks import check_floats
 from .deformable_attention import DEFORMABLE_ATTENTION
 
 Pair = int | tuple[int, int]
+# Float32 holds every whole position below.
+_MOST = 2**24
 
 
 def deform_conv2d(
@@ -110,8 +112,11 @@ _DEFORM_CONV2D = Operation("deform_conv2d", _plan, compiled=True)
 
 def _pair(name: str, given: Any, least: int = 1) -> tuple[int, int]:
     pair = tuple(given) if isinstance(given, (list, tuple)) else (given, given)
-    if len(pair) != 2 or not all(type(n) is int and n >= least for n in pair):
-        raise ValueError(f"{name} must be one or two integers of at least {least}, not {given!r}")
+    if len(pair) != 2 or not all(type(n) is int and least <= n < _MOST for n in pair):
+        raise ValueError(
+            f"{name} must be one or two integers of at least {least} and below {_MOST}, "
+            f"not {given!r}"
+        )
     return pair
 
 

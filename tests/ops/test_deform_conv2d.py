@@ -105,8 +105,12 @@ X, OFFSET, WEIGHT = mx.zeros((2, 5, 6, 4)), mx.zeros((2, 3, 4, 36)), mx.zeros((6
         ({"weight": WEIGHT.astype(mx.float16)}, "weight must have the dtype of x"),
         ({"bias": mx.zeros(5)}, r"bias must be \(6,\)"),
         ({"mask": mx.zeros((2, 3, 4, 36))}, r"mask must be \(2, 3, 4, 18\)"),
-        ({"stride": 0}, "stride must be one or two integers of at least 1, not 0"),
+        (
+            {"stride": 0},
+            "stride must be one or two integers of at least 1 and below 16777216, not 0",
+        ),
         ({"padding": (1, 2, 3)}, "padding must be one or two integers"),
+        ({"dilation": 2**70}, "dilation must be one or two integers"),
         ({"dilation": 1.5}, "dilation must be one or two integers"),
     ],
 )
