@@ -106,6 +106,8 @@ class Weights:
         # The mean is made of an output, rounded like weights, or of the weights themselves.
         of_mean = ((d_out * out) ** 2).sum(-1, keepdims=True)
         of_mean = self.units.operands**2 * (of_mean + ((p * d_p) ** 2).sum(-1, keepdims=True))
+        # Kernels make the weights anew by the norm that is stored: these need not add up to one.
+        of_mean += (slack[..., :-1] * d_p**2).sum(-1, keepdims=True)
         # 1 - tanh**2 cancels where it is small.
         curved = 1 + 4 * self.tanh**2
         if self.softcap is not None:
@@ -113,7 +115,7 @@ class Weights:
         d_scores = p * lever[..., :-1] * bend
         rounded = (p * lever[..., :-1] * curved) ** 2 * (self.softcap is not None)
         rounded = rounded + (self.units.operands * d_scores) ** 2
-        before = behind[..., :-1] * bend**2 + rounded
+        before = (behind[..., :-1] + of_mean * p**2) * bend**2 + rounded
         own = (slack * lever**2)[..., :-1] * bend**2 + rounded
         own += (self.units.unpacked * d_scores) ** 2 + (p * bend * d_p_lost) ** 2
         of_q = _root(own @ self.k**2) + _root(shared) * np.abs(d_scores @ self.k)

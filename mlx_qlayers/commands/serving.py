@@ -9,6 +9,7 @@ import argparse
 import io
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping
 from threading import Event, Thread
@@ -36,6 +37,11 @@ _TYPES: Mapping[str, type] = {
     "chat_template_kwargs": dict,
     "logit_bias": dict,
 }
+# Python counts true and false among the numbers, and so does mlx-lm; MLX does not.
+_NUMBERS = re.compile(
+    r"seed|temperature|(top|min)_[pk]|top_logprobs|num_draft_tokens|max_(completion_)?tokens"
+    r"|(repetition|presence|frequency)_(penalty|context_size)|xtc_(probability|threshold)"
+)
 _NAMES: Mapping[type, str] = {str: "a string", list: "a list", dict: "an object"}
 
 
@@ -166,9 +172,11 @@ def check_body(body: Any) -> None:
     for name, value in body.items():
         if (kind := _TYPES.get(name)) and not isinstance(value, kind | None):
             raise ValueError(f"{name} must be {_NAMES[kind]}")
+        if isinstance(value, bool) and _NUMBERS.fullmatch(name):
+            raise ValueError(f"{name} must be a number, not {str(value).lower()}")
         _check_number(name, value)
     for token, bias in (body.get("logit_bias") or {}).items():
-        if not isinstance(bias, int | float):
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise ValueError(f"logit_bias of {token} must be a number")
         _check_number(f"logit_bias of {token}", bias)
     if body.get("prompt") == "":

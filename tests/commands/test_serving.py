@@ -98,6 +98,7 @@ BAD: list[tuple[str, Any, str]] = [
     (COMPLETE, {"prompt": "a", "top_k": 10**9, "temperature": 1}, "top_k"),
     (COMPLETE, {"prompt": "a", "seed": -1}, "seed"),
     (COMPLETE, {"prompt": "a", "seed": 1.5}, "seed"),
+    (COMPLETE, {"prompt": "a", "temperature": 1, "top_k": True}, "top_k must be a number"),
     (COMPLETE, {"prompt": "a", "model": 5}, "model must be a string"),
     (COMPLETE, {"prompt": "a", "draft_model": [5]}, "draft_model must be a string"),
     (COMPLETE, {"prompt": "a", "stream_options": {}, "stream": 1}, "stream"),

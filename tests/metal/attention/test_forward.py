@@ -120,6 +120,12 @@ def test_a_query_that_sees_almost_one_key():
     check(attention, (1, 1, 1, 1, 65, 32, 32), mx.float16, "padded", {"scale": 1.0})
 
 
+def test_the_only_key_has_a_gradient_of_zero():
+    """What is left of it is by how much the weight that is made anew is not one."""
+    for seed in range(3):
+        check(attention, (1, 1, 1, 1, 1, 32, 32), mx.float16, "none", {"scale": 30.0}, seed)
+
+
 def test_finite_differences():
     for extra in ({}, ALL):
         for kind in ("causal", "additive"):
