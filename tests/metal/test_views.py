@@ -44,8 +44,8 @@ def by(launch, *others, **options):
 
 
 def step(*arrays):
-    """A step of decoding, the third key of two heads."""
-    positions = mx.array([2, 2, -1, -1, -1, -1, -1, -1], mx.int32)
+    """A step of decoding: keys of a cache, of a tail, and the token's own."""
+    positions = mx.array([9, 2, 11, -1, -1, -1, -1, -1], mx.int32)
     return attention_step(*arrays, positions, scale=0.1, rotation=Rotation(64))
 
 
@@ -100,8 +100,8 @@ def cases():
     q = rows(1, 4, 40, 64)
     yield "attention_forward", partial(attention, scale=0.1), q, k, k
     yield "attention_backward", partial(with_gradients, partial(attention, scale=0.1)), q, k, k
-    token, buffer = rows(1, 1, 128), rows(1, 2, 16, 64)
-    yield "attention_step", step, rows(1, 1, 256), token, token, buffer, buffer
+    token, cache, tail = rows(1, 1, 128), rows(1, 2, 16, 64), rows(1, 2, 8, 64)
+    yield "attention_step", step, rows(1, 1, 256), token, token, cache, cache, tail, tail
     turn = partial(rotary_embedding, dims=64, traditional=False, base=10000.0, scale=1.0)
     x = rows(1, 5, 2, 64)
     yield "rotary", lambda q, k: turn(q, k, mx.array(3)), x, x

@@ -127,6 +127,7 @@ METAL_FUNC void query_gradients(
     key_reader.fetch(keys, thread_index);
     value_reader.fetch(values, thread_index);
   }
+  const device M* mask_now = mask_from<false>(rule, first);
   for (int key = first; key < last; key += TILE) {
     if (!DIRECT) {
       // Behind this nobody uses the last tiles any more.
@@ -187,7 +188,7 @@ METAL_FUNC void query_gradients(
     for (int b = 0; b < BLOCKS; b++) {
       sum_fragment bends[COUNT];
       make_scores<MASK, SOFTCAP, false, COUNT>(
-          scores[0][b], bends, own + 16 * b, key, rule, lane);
+          scores[0][b], bends, own + 16 * b, key, mask_now, rule, lane);
       if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
         hide_unseen<false, COUNT>(scores[0][b], own + 16 * b, key, rule, lane);
       }
@@ -211,6 +212,7 @@ METAL_FUNC void query_gradients(
         scores[0][b][n].part[p] = SOFTCAP && !OF_MASK ? d_score * bends[n].part[p] : d_score;
       }
     }
+    mask_now += mask_step<false>(rule, TILE);
     if (!TWICE) {
       key_reader.skip(TILE);
     }

@@ -42,9 +42,10 @@ METAL_FUNC void make_weights_of_keys(
     const threadgroup float2* statistics,
     int key,
     int query,
+    const device M* mask,
     thread const score_rule<M>& rule,
     uint lane) {
-  make_scores<MASK, SOFTCAP, true, COUNT>(scores, bends, key, query, rule, lane);
+  make_scores<MASK, SOFTCAP, true, COUNT>(scores, bends, key, query, mask, rule, lane);
   if (!all_seen(rule, query, 8 * COUNT, key, 16)) {
     hide_unseen<true, COUNT>(scores, key, query, rule, lane);
   }
@@ -176,6 +177,7 @@ template <
       reader.fetch(tile, thread_index);
       d_reader.fetch(tile + OTHER, thread_index);
     }
+    const device M* mask_now = mask_from<true>(rule, first);
     for (int query = first; query < last; query += TILE) {
       // Behind this nobody uses the last tiles any more.
       if (!TWICE) {
@@ -235,9 +237,10 @@ template <
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
           make_weights_of_keys<T, MASK, SOFTCAP, COUNT>(
-              scores[0][b], bent[b], statistics_now, own + 16 * b, query, rule, lane);
+              scores[0][b], bent[b], statistics_now, own + 16 * b, query, mask_now, rule, lane);
         }
       }
+      mask_now += mask_step<true>(rule, TILE);
       if (ROLES == 2) {
         threadgroup float2* place = shared + (block * 2 * BLOCKS * COUNT * 32 + lane);
         // All slices have the same; one passes it on.

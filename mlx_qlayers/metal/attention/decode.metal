@@ -143,6 +143,8 @@ template <
   }
 
   attended_rows<columns, slice / 16> state = nothing_attended<columns, slice / 16>();
+  int64_t mask_step = seen >= BOOLEAN ? mask_strides[4] : 0;
+  int64_t mask_from = (start + own) * mask_step, mask_end = last * mask_step;
   for (int base = start; base < stop; base += tile) {
     cache_run<S, words_v> value_runs[simds * blocks * 4 * steps_v];
     read_tile<bits, group, simds * blocks, 4, steps_v, 8 * run_v, limit_v>(
@@ -157,8 +159,9 @@ template <
     }
 
     score_tile<seen, windowed, capped, blocks, columns>(
-        s, &reduced[simd][0][0], own_rows, scale, cap, seen >= BOOLEAN ? mask_strides[4] : 0,
+        s, &reduced[simd][0][0], own_rows, scale, cap, mask_step, mask_from, mask_end,
         base + own, stop, window, lane);
+    mask_from += tile * mask_step;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     add_scores<T, simds, blocks, columns>(
         state, s, &reduced[0][0][0], p_tile + (own - near) * p_step, p_step, lane);

@@ -154,6 +154,7 @@ template <
   key_reader.template put<DIRECT>(keys, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
+  const device M* mask_now = mask_from<false>(rule, first);
   for (int key = first; key < last; key += TILE) {
     if (EARLY) {
       value_reader.fetch(values, thread_index);
@@ -176,7 +177,7 @@ template <
     for (int b = 0; b < BLOCKS; b++) {
       sum_fragment bends[TILE / 8];
       make_scores<MASK, SOFTCAP, false, TILE / 8>(
-          scores[b], bends, own + 16 * b, key, rule, lane);
+          scores[b], bends, own + 16 * b, key, mask_now, rule, lane);
       if (!all_seen(rule, own + 16 * b, 16, key, TILE)) {
         hide_unseen<false, TILE / 8>(scores[b], own + 16 * b, key, rule, lane);
       }
@@ -217,6 +218,7 @@ template <
     key_reader.put(keys, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     value_reader.skip(TILE);
+    mask_now += mask_step<false>(rule, TILE);
     if (DIRECT) {
       value_reader.fetch(values, thread_index);
     }

@@ -16,7 +16,8 @@ struct lane_rows {
 };
 
 // Scores of a tile out of products, and the largest of each row, for all SIMD groups. The lane's
-// keys are every eighth from `first` on.
+// keys are every eighth from `first` on; the mask of that key is mask_from elements behind a row's
+// start, and of the last key mask_end.
 template <int seen, bool windowed, bool capped, int blocks, int columns, typename M>
 METAL_FUNC void score_tile(
     thread sum_fragment (*s)[columns],
@@ -25,6 +26,8 @@ METAL_FUNC void score_tile(
     float scale,
     float cap,
     int64_t mask_step,
+    int64_t mask_from,
+    int64_t mask_end,
     int first,
     int stop,
     int window,
@@ -37,7 +40,7 @@ METAL_FUNC void score_tile(
       int key = first + 8 * (i / 2), c = i % 2;
       float x = score<seen, windowed, capped>(
           s[i / 4][t].part[i / 2 % 2][c], scale, cap, rows.mask[t][c],
-          min(key, stop - 1) * mask_step, key - rows.position[t][c], window);
+          key < stop ? mask_from + i / 2 * 8 * mask_step : mask_end, key - rows.position[t][c], window);
       x = key < stop ? x : -INFINITY;
       s[i / 4][t].part[i / 2 % 2][c] = x;
       largest[c] = max(largest[c], x);

@@ -293,7 +293,8 @@ template <
       }
 
       score_tile<masked ? BOOLEAN : ALL, false, false, blocks, columns>(
-          s, &reduced[simd][0][0], own_rows, scale, 0.0f, 1, base + own, stop, 0, lane);
+          s, &reduced[simd][0][0], own_rows, scale, 0.0f, 1, base + own, last, base + own, stop, 0,
+          lane);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       add_scores<T, simds, blocks, columns>(
           state, s, &reduced[0][0][0], p_tile + (own - near) * p_step, p_step, lane);

@@ -237,6 +237,17 @@ METAL_FUNC right_fragment<T> multiply_elements(right_fragment<T> a, right_fragme
   return a;
 }
 
+// The sums of the columns of `count` right operands, in every row.
+template <int count, typename T>
+METAL_FUNC void sum_columns(thread sum_fragment& sum, const thread right_fragment<T>* f) {
+  float2 all = float2(f[0].part[0]) + float2(f[0].part[1]);
+#pragma unroll
+  for (ushort k = 1; k < count; k++) {
+    all += float2(f[k].part[0]) + float2(f[k].part[1]);
+  }
+  sum.part[0] = sum.part[1] = fragment_column_sum(all);
+}
+
 // Sums of squares of the elements of a right operand's columns, however the lanes share them;
 // store_squares gives those of column c to p[c].
 struct square_sums {

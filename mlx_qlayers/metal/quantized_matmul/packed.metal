@@ -60,6 +60,43 @@ METAL_FUNC float decoded_scale(S scale) {
   return as_type<float>(code == 0 ? 0x00400000u : code << 23);
 }
 
+// The same code as a number. Masked where it lies, it is part of the mantissa of that power of two of
+// which its lowest bit is one: only halves of words are shifted, which on Apple GPUs costs most.
+template <int bits>
+METAL_FUNC float code_number(const thread uint* words, int i) {
+  int word = i * bits / 32, shift = i * bits % 32;
+  uint from = words[word];
+  if (shift + bits > 23) {
+    from >>= 16;
+    if (shift + bits > 32) {
+      from |= words[word + 1] << 16;
+    }
+    shift -= 16;
+  }
+  uint unit = uint(150 - shift) << 23;
+  return as_type<float>((from & ((1u << bits) - 1) << shift) | unit) - as_type<float>(unit);
+}
+
+// `count` codes as numbers, to which scale and bias are left to be applied.
+template <int mode, int bits, int count>
+METAL_FUNC void decode_codes(thread float* to, const thread uint* words) {
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    to[i] = mode == AFFINE ? code_number<bits>(words, i) : decoded<mode>(packed_code<bits>(words, i));
+  }
+}
+
+// Four neighbours of an array that may begin at any of them.
+METAL_FUNC float4 four_floats(const device half* from) {
+  return float4(half4(*reinterpret_cast<const device packed_half4*>(from)));
+}
+METAL_FUNC float4 four_floats(const device bfloat* from) {
+  return float4(bfloat4(*reinterpret_cast<const device packed_bfloat4*>(from)));
+}
+METAL_FUNC float4 four_floats(const device float* from) {
+  return float4(*reinterpret_cast<const device packed_float4*>(from));
+}
+
 // `count` elements of one group, from word `at` of w on, as numbers.
 template <int mode, int bits, int count>
 METAL_FUNC void dequantize(

@@ -90,6 +90,8 @@ template <
   int depth = first < N ? K : 0;
   for (int k = lane * run; k < depth; k += lanes * run) {
     alignas(64) float weights[outputs][run];
+    alignas(16) uint codes[outputs][run * bits / 32];
+    float scale[outputs], offset[outputs];
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)
     for (int n = 0; n < outputs; n++) {
@@ -98,20 +100,38 @@ template <
       const device S* scales_of = second ? scales1 : matrix.scales;
       const device S* biases_of = second ? biases1 : matrix.biases;
       size_t row = min(first + n % height, N - 1), at = row * groups + k / group;
-      float scale = decoded_scale<mode>(scales_of[at]);
-      float offset = mode == AFFINE ? float(biases_of[at]) : 0.0f;
-      dequantize<mode, bits, run>(
-          weights[n], from, row * words + size_t(k) * bits / 32, scale, offset);
+      scale[n] = decoded_scale<mode>(scales_of[at]);
+      offset[n] = mode == AFFINE ? float(biases_of[at]) : 0.0f;
+      at = row * words + size_t(k) * bits / 32;
+      if (lanes > 1) {
+        load_words<run * bits / 32>(codes[n], from, at);
+        if (rows > 1) {
+          decode_codes<mode, bits, run>(weights[n], codes[n]);
+        }
+      } else {
+        dequantize<mode, bits, run>(weights[n], from, at, scale[n], offset[n]);
+      }
     }
 #pragma unroll(lanes > 1 ? rows : 1)
     for (int m = 0; m < rows; m++) {
       if (rows > 1 && m >= M) {
         continue;
       }
-      float values[run];
+      float values[run], all = 0;
+      if (lanes > 1) {
 #pragma unroll
-      for (int i = 0; i < run; i++) {
-        values[i] = float(x[size_t(m) * K + k + i]);
+        for (int i = 0; i < run; i += 4) {
+          float4 four = four_floats(x + size_t(m) * K + k + i);
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            values[i + j] = four[j];
+          }
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < run; i++) {
+          values[i] = float(x[size_t(m) * K + k + i]);
+        }
       }
       if (normed) {
 #pragma unroll
@@ -120,10 +140,27 @@ template <
           values[i] *= norm_weight ? float(norm_weight[k + i]) : 1.0f;
         }
       }
+      if (lanes > 1 && mode == AFFINE) {
+#pragma unroll
+        for (int i = 0; i < run; i++) {
+          all += values[i];
+        }
+      }
 #pragma unroll(lanes > 1 ? outputs : 1)
 #pragma clang loop vectorize(disable)
       for (int n = 0; n < outputs; n++) {
-        accumulate<run, ways>(sums[m][n], weights[n], values);
+        if (lanes > 1) {
+          // Those of a single row are used as they are unpacked, lest all of them take registers.
+          if (rows == 1) {
+            decode_codes<mode, bits, run>(weights[n], codes[n]);
+          }
+          float sum = weights[n][0] * values[0];
+          accumulate<run - 1, 1>(&sum, weights[n] + 1, values + 1);
+          sum = fma(scale[n], sum, sums[m][n][0]);
+          sums[m][n][0] = mode == AFFINE ? fma(offset[n], all, sum) : sum;
+        } else {
+          accumulate<run, ways>(sums[m][n], weights[n], values);
+        }
       }
     }
   }

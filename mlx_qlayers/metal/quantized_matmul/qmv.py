@@ -135,7 +135,8 @@ def qmv_config(
 
 def _any_units(device: str, rows: int, fmt: Format) -> QmvConfig:
     """For every GPU and dtype: sums and unpacked weights stay in registers."""
-    run = 32 if fmt.bits % 2 else 16
+    longer = device == "metal" and rows == 1 and fmt.group_size > 16
+    run = 32 if fmt.bits % 2 or longer else 16
     rows = next(n for n in (1, 2, 4, 8, MAX_QMV_ROWS) if n >= rows)
     outputs = 4 if rows * run <= (64 if device == "cuda" or run == 16 else 32) else 2
     return QmvConfig(rows, outputs, run, lanes=32, ways=1, threads=64)

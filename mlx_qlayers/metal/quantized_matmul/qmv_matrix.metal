@@ -130,11 +130,6 @@ template <
   const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
   const int row = column % per - column;
   const int filled = column / per == depth / (step / slots) ? M - row : 0;
-  left_fragment<T> ones;
-#pragma unroll
-  for (ushort p = 0; p < 4; p++) {
-    ones.part[p] = metal::vec<T, 2>(T(1.0f), T(1.0f));
-  }
   square_sums squared[fragments] = {};
 
   // Short runs of x are loaded a step ahead; long ones would take too many registers.
@@ -185,9 +180,11 @@ template <
         if (!early) {
           take_rows<bits>(values, squared, rows, normed, norm_weight);
         }
+        // The sums of x over a group, for the biases.
         sum_fragment added[fragments];
-        if (mode == AFFINE) {
-          sum_rows<fragments, run>(added, ones, values);
+#pragma unroll
+        for (int f = 0; f < (mode == AFFINE ? fragments : 0); f++) {
+          sum_columns<run / 4>(added[f], values + f * (run / 4));
         }
 #pragma unroll
         for (int r = 0; r < tiles; r++) {

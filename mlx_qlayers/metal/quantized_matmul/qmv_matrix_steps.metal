@@ -105,20 +105,6 @@ METAL_FUNC void take_rows(
   }
 }
 
-// The sums of x over a group, for the biases.
-template <int fragments, int run, typename T>
-METAL_FUNC void sum_rows(
-    thread sum_fragment* added, left_fragment<T> ones, const thread right_fragment<T>* values) {
-#pragma unroll
-  for (int f = 0; f < fragments; f++) {
-    multiply(added[f], ones, values[f * (run / 4)]);
-#pragma unroll
-    for (int j = 1; j < run / 4; j++) {
-      multiply_accumulate(added[f], ones, values[f * (run / 4) + j]);
-    }
-  }
-}
-
 // totals += scale * sums + bias * added, without the offset of the codes; lane `from` of each row
 // holds the numbers.
 template <typename T, int fragments, int mode, bool handed, typename S, int bits, int run, int ahead, int count>

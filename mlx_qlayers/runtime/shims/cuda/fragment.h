@@ -274,6 +274,19 @@ right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
   return a;
 }
 
+// A product with ones is one instruction where sums and shuffles would be many.
+template <int count, typename T>
+void sum_columns(sum_fragment& sum, const right_fragment<T>* f) {
+  left_fragment<T> ones;
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    ones.part[k] = vec<T, 2>(T(1.0f), T(1.0f));
+  sum.part[0] = sum.part[1] = float2(0.0f);
+#pragma unroll
+  for (int k = 0; k < count; k++)
+    tensor_core_16(sum.part, ones.part, f[k].part);
+}
+
 // A right operand is a left one transposed, lane by lane: on the diagonals are squares. Both halves
 // of the depth fill the rows of one left operand, so that no register is copied.
 struct square_sums {

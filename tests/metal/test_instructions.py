@@ -1,0 +1,70 @@
+"""As few instructions as MLX's own kernels; the summary of the test run prints the table."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from instructions import cells, few_rows, main_loop, many_queries, single_rows
+
+
+def _note(record, *rows):
+    for row in rows:
+        record(
+            "table: instructions (float, integer, memory, simd, matrix, all, 64-bit, cycles)",
+            cells(row),
+        )
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_one_row_takes_no_more_than_stock(bits, record_property):
+    stock, own = single_rows(bits)
+    _note(record_property, stock, own)
+    assert own.total <= stock.total
+    assert own.each("cycles") < 0.75 * stock.each("cycles")
+
+
+def test_one_row_of_bytes_takes_no_more_cycles_than_stock(record_property):
+    stock, own = single_rows(8)
+    _note(record_property, stock, own)
+    assert own.each("cycles") <= stock.each("cycles")
+
+
+@pytest.mark.parametrize("rows", [4, 8, 16])
+@pytest.mark.parametrize(("bits", "dtype"), [(4, mx.bfloat16), (8, mx.float16)], ids=str)
+def test_few_rows_take_the_matrix_products_of_the_result(rows, bits, dtype, record_property):
+    row = few_rows(rows, bits, dtype)
+    _note(record_property, row)
+    assert 0 < row.counted["matrix"] <= row.needed * 9 / 8
+
+
+@pytest.mark.parametrize("mask", ["no", "additive"])
+def test_masks_take_no_products_of_64_bits(mask, record_property):
+    stock, own = many_queries(mask)
+    _note(record_property, stock, own)
+    assert own.counted["wide"] == 0
+    assert own.total <= stock.total
+
+
+def test_loops_are_counted_without_those_inside():
+    text = """
+    kernel void sums(const device float* x, const device int* n, device float* y,
+                     uint i [[thread_position_in_grid]]) {
+      float sum = 0;
+      for (int j = 0; j < n[0]; j++) {
+        float part = 0;
+    #pragma clang loop unroll(disable)
+        for (int k = 0; k < n[1]; k++) part += x[j + k];
+        for (int k = 0; k < 4; k++) sum += part * x[j + k];
+      }
+      y[i] = sum;
+    }
+    """
+    counted = main_loop(text, "sums")
+    # Multiplications and additions in one.
+    assert counted["float"] == 4
+    assert counted["matrix"] == counted["simd"] == counted["wide"] == 0
