@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..formats import Format
-from ..ops.gptq import gptq
+from ..ops.gptq import gptq, nearest
 from ..runtime.staging import replace_file
 from .layer_stream import layers_of, stages
 
@@ -54,7 +54,7 @@ def quantize_model(
     calibration: Calibration = Calibration(),
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Quantize the linear layers of a model in place, and its embeddings by rounding.
+    """Quantize the linear layers of a model in place, and round its embeddings.
 
     Args:
         model: one of mlx-lm's, unquantized; best loaded lazily.
@@ -198,8 +198,13 @@ def _gptq(
                     bits=fmt.bits,
                 )
                 done[path] = packed
+    modules = dict(model.named_modules())
+    for path, fmt in formats.items():  # embeddings, and what nothing in the text has reached
+        if path not in done:
+            weight, scales, biases = nearest(modules[path]["weight"], fmt)
+            done[path] = {"weight": weight, "scales": scales, "biases": biases}
     for path, packed in done.items():
-        module = dict(model.named_modules())[path]
+        module = modules[path]
         layer = module.to_quantized(**formats[path]._asdict())
         layer.update(packed)
         model.update_modules(tree_unflatten([(path, layer)]))

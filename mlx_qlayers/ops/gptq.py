@@ -75,6 +75,28 @@ def gptq(
     return tuple(x.reshape(*lead, n, -1) for x in found)  # type: ignore[return-value]
 
 
+def nearest(w: mx.array, fmt: Format) -> tuple[mx.array, mx.array, mx.array]:
+    """Round weights to the nearest, each group in the range that leaves the least squared error.
+
+    Args:
+        w: (..., N, K), of which scales and biases get the dtype.
+        fmt: an affine format.
+
+    Returns:
+        Packed weights, scales and biases, as ``mx.quantize`` gives them.
+
+    Example:
+        >>> packed, scales, biases = nearest(mx.random.normal((16, 128)), Format(64, 4))
+        >>> packed.shape, scales.shape
+        ((16, 16), (16, 2))
+    """
+    groups = w.astype(mx.float32).reshape(*w.shape[:-1], -1, fmt.group_size)
+    scales, biases = reference.fit(groups, mx.array(1.0), fmt.bits, w.dtype)
+    steps, starts = (x.astype(mx.float32)[..., None] for x in (scales, biases))
+    codes = mx.clip(mx.round((groups - starts) / steps), 0, 2**fmt.bits - 1)
+    return pack(codes.reshape(w.shape), fmt.bits), scales, biases
+
+
 def _inverse_factor(h: mx.array, damping: float) -> mx.array:
     """U of H^-1 = U^T U: the inverse of R, where H = R R^T backwards; padded to whole blocks."""
     k = h.shape[-1]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.gptq import gptq, pack
+from mlx_qlayers.ops.gptq import gptq, nearest, pack
 from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.tracing import trace
@@ -83,6 +83,14 @@ def test_less_is_lost_than_by_rounding(backend):
         found = gptq(w, h, fmt)
         assert [x.shape for x in found] == [x.shape for x in mx.quantize(w, *fmt)]
         assert loss(w, h, found, fmt) < 0.5 * loss(w, h, mx.quantize(w, *fmt), fmt)
+
+
+def test_ranges_that_leave_less_than_all_that_weights_span():
+    w, fmt = problem(24, 256, (2,))[0], Format(64, 3)
+    searched, plain = nearest(w, fmt), mx.quantize(w, *fmt)
+    assert [x.shape for x in searched] == [x.shape for x in plain]
+    identity = mx.broadcast_to(mx.eye(256), (2, 256, 256))
+    assert loss(w, identity, searched, fmt) < 0.95 * loss(w, identity, plain, fmt)
 
 
 def test_inputs_that_never_came():
