@@ -19,6 +19,9 @@ from .family import Family
 
 # Tokens of prompts whose kernels are compiled first; 0 stands for one token after the other.
 _PROMPTS = (0, 8, 512)
+# Rows of buffers, rounded, behind prompts of 4,096, 16,384 and 32,768 tokens: on them depends among
+# how many threadgroups a step of decoding is divided.
+_BUFFERS = (8192, 32768, 65536)
 
 
 class Target(NamedTuple):
@@ -48,7 +51,7 @@ def problems_of_model(
         batch: sequences side by side.
 
     Returns:
-        The problems of decoding, then those of the prefill, as they come up.
+        The problems of decoding, also with longer caches, then those of the prefill.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -60,7 +63,13 @@ def problems_of_model(
     with questions() as decoding:
         for _ in range(steps):
             model(mx.zeros((batch, 1), mx.int32), cache=cache)
-    return problems_of([*decoding, *prefill])
+    longer = [
+        (family, (*given[:4], size, *given[5:]))
+        for family, given in decoding
+        for size in _BUFFERS
+        if family == "attention_step" and backend() != "host"
+    ]
+    return problems_of([*decoding, *longer, *prefill])
 
 
 def asked_by(model: nn.Module, prompt: int = 0) -> bool:

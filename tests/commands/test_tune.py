@@ -20,6 +20,7 @@ from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.conversion.loading import load_stock
 from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.entries import device_name
+from mlx_qlayers.dispatch.measurements import found
 from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import problems, store, tune
@@ -52,6 +53,21 @@ def test_the_shapes_are_those_that_the_model_has(monkeypatch):
     decoding = [f"{few}{shape} {form}{kind}" for shape, kind in shapes.items()]
     decoding.insert(1, "attention_decode 2x3x32x64x64 bfloat16 bits-0")
     assert keys[: len(decoding)] == decoding and len(set(keys)) == len(keys)
+
+
+def test_steps_of_decoding_are_tuned_with_long_caches_too(monkeypatch):
+    monkeypatch.setattr(problems, "backend", lambda: "metal")
+
+    class Model:
+        def make_cache(self):
+            return []
+
+        def __call__(self, tokens, cache):
+            found("attention_step", mx.bfloat16, 1, 28, 4, 1024, 128, 128)
+
+    keys = [target.key for target in problems_of_model(Model(), prompt=0)]
+    sizes = 1024, 8192, 32768, 65536
+    assert keys == [f"attention_step 1x28x4x{size}x128x128 bfloat16" for size in sizes]
 
 
 def test_problems_that_share_results_count_once_and_others_not_at_all(monkeypatch):

@@ -318,11 +318,22 @@ def test_several_matrices_at_once_go_by_what_won(path):
 
 def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():
     question = (mx.bfloat16, 1, 28, 4, 1024, 128, 128)
-    assert configure("attention_step", "cuda", *question) == Step(1, 8, 1, 16, 8)
-    config = keep("attention_step", question, Step(1, 4, 1, 32, 4))
+    assert configure("attention_step", "cuda", *question) == Step(1, 4, 1, 32, 8)
+    config = keep("attention_step", question, Step(1, 8, 1, 16, 4))
     assert configure("attention_step", "cuda", *question) == config
     q, buffer = mx.zeros((1, 1, 3584), mx.bfloat16), mx.zeros((1, 4, 768, 128))
     assert configure("attention_step", "cuda", *asked_of_step(q, buffer, 128)) == config
+
+
+@pytest.mark.parametrize(
+    ("size", "splits", "blocks"), [(256, 0, 1), (512, 8, 1), (4096, 16, 1), (65536, 22, 2)]
+)
+def test_more_keys_are_divided_among_more_threads(size, splits, blocks):
+    """A result for other buffers decides nothing."""
+    keep("attention_step", (mx.bfloat16, 1, 28, 4, 1024, 128, 128), Step(1, 8, 1, 16, 4))
+    question = (mx.bfloat16, 1, 28, 4, size, 128, 128)
+    assert configure("attention_step", "cuda", *question) == Step(1, 4, blocks, 32, splits)
+    assert configure("attention_step", "metal", *question) == Step(1, 8, 1, 16, splits)
 
 
 def test_a_stored_configuration_that_an_m1_has_no_registers_for(machine, monkeypatch):

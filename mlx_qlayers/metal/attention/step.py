@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import e, log2
 from struct import pack, unpack
@@ -25,9 +25,12 @@ _INPUTS = (
     *("q", "k", "v", "k_cache", "v_cache", "k_tail", "v_tail"),
     *("positions", "mask", "freqs", "options"),
 )
-# Keys that one threadgroup takes; of more, those of a split, and how many splits there are: they
-# write and attention_combine reads less than a hundredth of a 7B model's weights.
-_UNSPLIT_KEYS, _SPLIT_KEYS, _SPLITS = 256, 512, (8, 22)
+# Keys that one threadgroup takes; of more, those of a split, and how many splits there are, of long
+# caches most: they write and attention_combine reads less than a hundredth of a 7B model's weights.
+_UNSPLIT_KEYS, _SPLIT_KEYS, _SPLITS = 256, 128, (8, 16, 22)
+# Keys of a long cache: so few splits fill an H200 with threads only where each reads two blocks at
+# once, for which the words of its arrays may be so many.
+_LONG, _MOST_WORDS = 8192, 176
 # Threadgroups at least that copy the tail of a key head.
 _COPYING = 8
 
@@ -104,9 +107,11 @@ def configure(
 
     It is for ``"metal"``, ``"cuda"`` or ``"host"``.
     """
-    slice = 16 if v_width <= 128 else 32
-    least, most = (0, 0) if size <= _UNSPLIT_KEYS else _SPLITS
-    splits = min(max(size // _SPLIT_KEYS, least), most)
+    slice = 16 if v_width < 96 or (device != "cuda" and v_width <= 128) else 32
+    least, many, most = _SPLITS
+    splits = min(max(size // _SPLIT_KEYS, least), many if size <= _LONG else most)
+    if size <= _UNSPLIT_KEYS:
+        splits = 0
 
     def spread(columns: int) -> Step:
         return Step(columns, -(-v_width // slice), 1, slice, splits)
@@ -118,7 +123,11 @@ def configure(
             return False
         return device == "cuda" or _fits(config, dtype, width)
 
-    return next(filter(fits, map(spread, range(min(-(-share // 8), 8), 1, -1))), spread(1))
+    of_rows = [spread(columns) for columns in range(min(-(-share // 8), 8), 1, -1)]
+    config = next(filter(fits, of_rows), spread(1))
+    long = replace(config, blocks=2)
+    is_long = device == "cuda" and size >= _LONG
+    return long if is_long and _words(long, dtype, width) <= _MOST_WORDS and fits(long) else config
 
 
 def fits_few_registers(dtype: mx.Dtype, share: int, width: int, v_width: int) -> bool:
@@ -128,8 +137,13 @@ def fits_few_registers(dtype: mx.Dtype, share: int, width: int, v_width: int) ->
 
 def _fits(config: Step, dtype: mx.Dtype, width: int) -> bool:
     """Whether they have them for a configuration, with a mask."""
+    return 32 * config.simds <= most_threads(_words(config, dtype, width))
+
+
+def _words(config: Step, dtype: mx.Dtype, width: int) -> int:
+    """Words of the arrays of a thread, with a mask."""
     spread = {name: getattr(config, name) for name in ("columns", "simds", "blocks", "slice")}
-    return 32 * config.simds <= most_threads(_registers(T=dtype, D=width, masked=True, **spread))
+    return _registers(T=dtype, D=width, masked=True, **spread)
 
 
 def question(q: Spec, k_cache: Spec, v_width: int) -> tuple[mx.Dtype, int, int, int, int, int, int]:
