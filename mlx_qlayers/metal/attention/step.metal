@@ -7,10 +7,10 @@
 // cache's keys or the tail's for 8 * columns rows, by tiles as attention_decode does; what starts the
 // softmax of the tail's first split is the token's own key. Without a split one threadgroup takes all.
 //
-// All threadgroups that x counts copy the tail, and those beyond the splits do nothing else: rows
-// behind the token's become zeros. In threadgroup memory lie q and the token's key, turned, p, and a
-// number a row and SIMD group. Without a split the result is written; else o without its divisor, m
-// and sum, all float, which attention_combine adds up.
+// The threadgroups that x counts beyond the splits copy the tail, so that nobody who attends waits
+// for it: rows behind the token's become zeros. In threadgroup memory lie q and the token's key,
+// turned, p, and a number a row and SIMD group. Without a split the result is written; else o
+// without its divisor, m and sum, all float, which attention_combine adds up.
 //
 // Grid (32 * simds * x, Hkv * row blocks, B), threadgroup (32 * simds, 1, 1).
 
@@ -186,13 +186,14 @@ template <
   v_tail += kv_head * options[TAIL_ROWS] * Dv;
   k_out += kv_head * options[TAIL_ROWS] * D;
   v_out += kv_head * options[TAIL_ROWS] * Dv;
-  if (first_row == 0) {
-    int sharer = int(group.x) * 32 * simds + int(thread_index), sharers = int(groups.x) * 32 * simds;
-    copy_tail<D>(k_out, k_tail, held, options[TAIL_ROWS], sharer, sharers);
-    copy_tail<Dv>(v_out, v_tail, held, options[TAIL_ROWS], sharer, sharers);
-  }
   int splits = options[SPLITS], tail_splits = options[TAIL_SPLITS];
   if (int(group.x) >= splits) {
+    if (first_row == 0) {
+      int sharer = (int(group.x) - splits) * 32 * simds + int(thread_index);
+      int sharers = (int(groups.x) - splits) * 32 * simds;
+      copy_tail<D>(k_out, k_tail, held, options[TAIL_ROWS], sharer, sharers);
+      copy_tail<Dv>(v_out, v_tail, held, options[TAIL_ROWS], sharer, sharers);
+    }
     return;
   }
 

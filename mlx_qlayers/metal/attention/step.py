@@ -31,8 +31,8 @@ _UNSPLIT_KEYS, _SPLIT_KEYS, _SPLITS = 256, 128, (8, 16, 22)
 # Keys of a long cache: so few splits fill an H200 with threads only where each reads two blocks at
 # once, for which the words of its arrays may be so many.
 _LONG, _MOST_WORDS = 8192, 176
-# Threadgroups at least that copy the tail of a key head.
-_COPYING = 8
+# Threadgroups that copy the tail of a key head.
+_COPYING = 16
 
 
 def _memory(*, T: mx.Dtype, D: int, columns: int, simds: int, blocks: int, **_: object) -> int:
@@ -197,7 +197,7 @@ def attention_step(
     launch = kernel.bind(
         [*always, *optional, Spec.of(options)],
         template=dict(zip(kernel.template, values, strict=True)),
-        grid=(threads * max(splits, _COPYING), kv_heads * blocks, batch),
+        grid=(threads * (splits + _COPYING), kv_heads * blocks, batch),
         threadgroup=(threads, 1, 1),
         output_shapes=[parts if split else shape, k_tail.shape, v_tail.shape],
     )
