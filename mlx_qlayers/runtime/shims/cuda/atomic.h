@@ -38,7 +38,7 @@ atomic<T>* as_atomic(T* values) {
 }
 
 template <typename T>
-using same = typename cuda::std::common_type<T>::type;
+using same = type_identity_t<T>;
 
 template <typename T>
 T atomic_load_explicit(const atomic<T>* object, memory_order) {
@@ -56,7 +56,7 @@ template <typename T>
 bool atomic_compare_exchange_weak_explicit(
     atomic<T>* object, T* expected, same<T> desired, memory_order, memory_order) {
   // By bits, so that a NaN equals itself.
-  using Bits = cuda::std::conditional_t<sizeof(T) == 8, unsigned long long, uint>;
+  using Bits = conditional_t<sizeof(T) == 8, unsigned long long, uint>;
   Bits wanted = as_type<Bits>(*expected);
   Bits before = atomicCAS(reinterpret_cast<Bits*>(object), wanted, as_type<Bits>(T(desired)));
   *expected = as_type<T>(before);

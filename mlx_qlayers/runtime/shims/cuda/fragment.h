@@ -253,7 +253,7 @@ float scale_left() {
 // A code is a number of either type with a smaller exponent: 2^14 or 2^126 times too small.
 template <typename T>
 vec<T, 2> scaled_e2m1_pair(uint codes, int i, float scale) {
-  constexpr bool wide = cuda::std::is_same_v<T, bfloat>;
+  constexpr bool wide = is_same_v<T, bfloat>;
   constexpr int place = wide ? 6 : 9;
   int from = 4 * i;
   uint magnitude = place > from ? codes << (place - from) : codes >> (from - place);
@@ -266,7 +266,7 @@ vec<T, 2> scaled_e2m1_pair(uint codes, int i, float scale) {
 }
 template <typename T>
 right_fragment<T> multiply_elements(right_fragment<T> a, right_fragment<T> b) {
-  using pair = cuda::std::conditional_t<cuda::std::is_same_v<T, half>, __half2, __nv_bfloat162>;
+  using pair = conditional_t<is_same_v<T, half>, __half2, __nv_bfloat162>;
 #pragma unroll
   for (int k = 0; k < 2; k++)
     a.part[k] = as_type<vec<T, 2>>(

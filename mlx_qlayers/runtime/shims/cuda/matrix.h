@@ -75,7 +75,7 @@ void simdgroup_multiply_accumulate(
     simdgroup_matrix<A, 8, 8> a,
     simdgroup_matrix<B, 8, 8> b,
     simdgroup_matrix<C, 8, 8> c) {
-  using T = cuda::std::conditional_t<cuda::std::is_same_v<A, B>, A, float>;
+  using T = conditional_t<is_same_v<A, B>, A, float>;
   vec<T, 2> left[2] = {vec<T, 2>(a.elements), vec<T, 2>(0)};
   vec<T, 2> right = transposed(vec<T, 2>(b.elements));
   float2 sum[2] = {float2(c.elements), float2(0)};

@@ -1,8 +1,7 @@
 // Scalars, vectors, half and bfloat as the Metal Shading Language has them.
 #pragma once
 
-#include <cuda/std/limits>
-#include <cuda/std/type_traits>
+#include "traits.h"
 
 namespace mlx::core::cu {
 
@@ -12,38 +11,10 @@ using uint = unsigned int;
 // MLX passes int64_t, which is long long here and long on Metal: cuda.translate spells it so.
 using ulong = uint64_t;
 
-using cuda::std::conditional;
-using cuda::std::conditional_t;
-using cuda::std::declval;
-using cuda::std::enable_if;
-using cuda::std::enable_if_t;
-using cuda::std::false_type;
-using cuda::std::integral_constant;
-using cuda::std::is_convertible;
-using cuda::std::is_convertible_v;
-using cuda::std::is_integral;
-using cuda::std::is_integral_v;
-using cuda::std::is_pointer;
-using cuda::std::is_pointer_v;
-using cuda::std::is_same;
-using cuda::std::is_same_v;
-using cuda::std::is_signed;
-using cuda::std::is_signed_v;
-using cuda::std::is_unsigned;
-using cuda::std::is_unsigned_v;
-using cuda::std::make_signed_t;
-using cuda::std::make_unsigned_t;
-using cuda::std::remove_cv;
-using cuda::std::remove_cv_t;
-using cuda::std::remove_pointer_t;
-using cuda::std::remove_reference;
-using cuda::std::remove_reference_t;
-using cuda::std::true_type;
-
 template <bool condition>
-using when = cuda::std::enable_if_t<condition, int>;
+using when = enable_if_t<condition, int>;
 template <typename T>
-constexpr bool is_builtin = cuda::std::is_arithmetic_v<T>;
+constexpr bool is_builtin = is_integral_v<T> || is_builtin_float<T>;
 
 // half (N = __half) and bfloat (N = __nv_bfloat16). Both widen to float by themselves; a float
 // becomes a half by itself too, but a bfloat only by a cast. float op either is float.
@@ -53,18 +24,18 @@ struct narrow {
 
   narrow() = default;
   constexpr narrow(N n) : native(n) {}
-  template <typename U, when<cuda::std::is_integral_v<U>> = 0>
+  template <typename U, when<is_integral_v<U>> = 0>
   narrow(U x) : native(static_cast<N>(x)) {}
   template <
       typename U,
-      when<cuda::std::is_floating_point_v<U> && cuda::std::is_same_v<N, __half>> = 0>
+      when<is_builtin_float<U> && is_same_v<N, __half>> = 0>
   narrow(U x) : native(static_cast<float>(x)) {}
   template <
       typename U,
-      when<cuda::std::is_floating_point_v<U> && !cuda::std::is_same_v<N, __half>> = 0,
+      when<is_builtin_float<U> && !is_same_v<N, __half>> = 0,
       int = 0>
   explicit narrow(U x) : native(static_cast<float>(x)) {}
-  template <typename M, when<!cuda::std::is_same_v<M, N>> = 0>
+  template <typename M, when<!is_same_v<M, N>> = 0>
   explicit narrow(narrow<M> x) : native(static_cast<float>(x)) {}
 
   operator float() const {
@@ -90,13 +61,13 @@ constexpr bool is_narrow<narrow<N>> = true;
 template <typename T>
 constexpr bool is_scalar_v = is_builtin<T> || is_narrow<T>;
 template <typename T>
-constexpr bool is_floating_point_v = cuda::std::is_floating_point_v<T> || is_narrow<T>;
+constexpr bool is_floating_point_v = is_builtin_float<T> || is_narrow<T>;
 template <typename T>
-struct is_floating_point : cuda::std::bool_constant<is_floating_point_v<T>> {};
+struct is_floating_point : bool_constant<is_floating_point_v<T>> {};
 template <typename T>
 constexpr bool is_arithmetic_v = is_scalar_v<T>;
 template <typename T>
-struct is_arithmetic : cuda::std::bool_constant<is_scalar_v<T>> {};
+struct is_arithmetic : bool_constant<is_scalar_v<T>> {};
 
 // The _rn forms are never fused into a multiply-add: half arithmetic rounds after every step.
 template <typename N>
@@ -119,14 +90,14 @@ narrow<N> operator/(narrow<N> a, narrow<N> b) {
 #define MSL_NARROW_ARITHMETIC(op)                                     \
   template <typename N, typename U, when<is_builtin<U>> = 0>          \
   auto operator op(narrow<N> a, U b) {                                \
-    if constexpr (cuda::std::is_integral_v<U>)                        \
+    if constexpr (is_integral_v<U>)                        \
       return a op narrow<N>(b);                                       \
     else                                                              \
       return static_cast<float>(a) op static_cast<float>(b);          \
   }                                                                   \
   template <typename N, typename U, when<is_builtin<U>> = 0>          \
   auto operator op(U a, narrow<N> b) {                                \
-    if constexpr (cuda::std::is_integral_v<U>)                        \
+    if constexpr (is_integral_v<U>)                        \
       return narrow<N>(a) op b;                                       \
     else                                                              \
       return static_cast<float>(a) op static_cast<float>(b);          \
@@ -135,7 +106,7 @@ narrow<N> operator/(narrow<N> a, narrow<N> b) {
   narrow<N>& operator op##=(narrow<N>& a, U b) {                      \
     decltype(a op b) result = a op b;                                 \
     static_assert(                                                    \
-        cuda::std::is_convertible_v<decltype(result), narrow<N>>,     \
+        is_convertible_v<decltype(result), narrow<N>>,     \
         "a float becomes a bfloat only by a cast");                   \
     return a = result;                                                \
   }
@@ -174,11 +145,9 @@ To as_type(From from) {
   return to;
 }
 
-template <typename T>
-struct numeric_limits : cuda::std::numeric_limits<T> {};
 template <typename N>
-struct numeric_limits<narrow<N>> : cuda::std::numeric_limits<N> {
-  using native_limits = cuda::std::numeric_limits<N>;
+struct numeric_limits<narrow<N>> {
+  using native_limits = numeric_limits<N>;
   static narrow<N> min() {
     return native_limits::min();
   }
@@ -205,8 +174,8 @@ struct numeric_limits<narrow<N>> : cuda::std::numeric_limits<N> {
 // What MLX's own Metal preamble offers under this name; keywords.h renames it.
 template <typename T>
 struct MetalLimits {
-  static constexpr T max = cuda::std::numeric_limits<T>::max();
-  static constexpr T min = cuda::std::numeric_limits<T>::min();
+  static constexpr T max = numeric_limits<T>::max();
+  static constexpr T min = numeric_limits<T>::min();
   static constexpr T finite_max = max;
   static constexpr T finite_min = min;
 };
@@ -217,8 +186,8 @@ struct MetalLimits<bool> {
 };
 template <>
 struct MetalLimits<float> {
-  static constexpr float max = cuda::std::numeric_limits<float>::infinity();
-  static constexpr float min = -cuda::std::numeric_limits<float>::infinity();
+  static constexpr float max = numeric_limits<float>::infinity();
+  static constexpr float min = -numeric_limits<float>::infinity();
   static constexpr float finite_max = 3.402823466e+38f;
   static constexpr float finite_min = -3.402823466e+38f;
 };

@@ -70,7 +70,7 @@ struct components {
     vec(U s) {                                                                   \
       _Pragma("unroll") for (int i = 0; i < N; i++) (&x)[i] = static_cast<T>(s); \
     }                                                                            \
-    template <typename U, when<!cuda::std::is_same_v<U, T>> = 0>                 \
+    template <typename U, when<!is_same_v<U, T>> = 0>                 \
     explicit vec(vec<U, N> v) {                                                  \
       fill_components(&x, v);                                                    \
     }                                                                            \
