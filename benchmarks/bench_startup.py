@@ -1,6 +1,7 @@
 """What a user waits for: conversion, first token, first long prompt, calibration.
 
     python benchmarks/bench_startup.py
+    python benchmarks/bench_startup.py --start-ups-only
     python benchmarks/bench_startup.py --tiny
 
 Two processes one after the other, of which the first finds empty caches; in them a model of
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,9 +31,10 @@ import mlx.core as mx
 from bench_decode import QWEN2_7B, TINY, build, decode, prefill
 from common import Table, add_output, output, print_facts
 
-from mlx_qlayers import convert_model
+from mlx_qlayers import convert, convert_model, explain
 from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.dispatch import entries
+from mlx_qlayers.runtime import cuda_ahead
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning.calibrate import calibrate
 from mlx_qlayers.tuning.timing import Sample
@@ -54,15 +57,56 @@ def tell(what: str, value: float, unit: str = "s") -> None:
     print(f"result\t{what}\t{value}\t{unit}", flush=True)
 
 
-def start_up(shape: dict[str, int]) -> None:
+def phase(what: str, run: Callable[[], Any]) -> None:
+    """Tell how long a call takes, and what was compiled meanwhile."""
+    here, own = set(cuda_ahead.seconds), compiled_by_mlx()
+    tell(what, seconds(run))
+    if found := {name: s for name, s in cuda_ahead.seconds.items() if name not in here}:
+        tell(f"  {len(found)} kernels compiled ahead, longest", max(found.values()))
+    if more := compiled_by_mlx() - own:
+        tell("  kernels that MLX compiled and kept", len(more), "")
+
+
+def compiled_by_mlx() -> set[str]:
+    """Kernels in MLX's folder that it has put there itself, with their text."""
+    folder = os.environ.get("MLX_PTX_CACHE_DIR")
+    return {path.name for path in Path(folder).rglob("*.cu")} if folder else set()
+
+
+def conversion(model: Any) -> None:
+    """Each part of a conversion by itself, as :func:`convert_model` goes through them."""
+    parts = {
+        name: getattr(convert, name) for name in ("verify_steps", "compile_kernels", "measure")
+    }
+
+    def timed(name: str, *given: Any) -> Any:
+        found: list[Any] = []
+        phase(f"  {name}", lambda: found.append(parts[name](*given)))
+        return found[0]
+
+    with ExitStack() as patched:
+        for name in parts:
+            patched.enter_context(mock.patch.object(convert, name, partial(timed, name)))
+        report = convert_model(model)
+    print(report.calibration or "nothing was measured", flush=True)
+
+
+def start_up(shape: dict[str, int], begun: float) -> None:
     """Conversion, the first token of a short prompt, and then a long prompt, from the start."""
-    model = build(shape, 64, 4)
+    tell("start of Python and MLX", time.time() - begun)
+    models: list[Any] = []
+    phase("stock model", lambda: models.append(build(shape, 64, 4)))
+    model = models[0]
     # MLX compiles what a process does first: without that, it would count as ours.
-    mx.eval(mx.random.randint(0, 9, (4,)).argmax())
-    tell("conversion", seconds(partial(convert_model, model, calibrate=False)))
-    tell(f"first token of {_SHORT}", seconds(partial(decode, model, [[1] * _SHORT], 1)))
-    tell(f"prompt of {_LONG}", seconds(partial(prefill, model, mx.zeros((_LONG,), mx.int32))))
-    tell("20 tokens after that", seconds(partial(decode, model, [[1] * _SHORT], 20)))
+    phase("a random number", lambda: mx.eval(mx.random.randint(0, 9, (4,)).argmax()))
+    phase("conversion", partial(conversion, model))
+    phase(f"first token of {_SHORT}", partial(decode, model, [[1] * _SHORT], 1))
+    phase("20 tokens after that", partial(decode, model, [[1] * _SHORT], 20))
+    phase(f"prompt of {_LONG}", partial(prefill, model, mx.zeros((_LONG,), mx.int32)))
+    for each in explain():
+        if each.path == "left to MLX":
+            print(each, flush=True)
+    print("slowest kernels:", *sorted(cuda_ahead.seconds.items(), key=lambda kv: -kv[1])[:4])
 
 
 def calibrated(shape: dict[str, int], tokens: int) -> None:
@@ -84,7 +128,7 @@ def calibrated(shape: dict[str, int], tokens: int) -> None:
         advance_epoch()
         for batch in BATCHES:
             tell(f"neither, batch {batch}", speed(model, batch, tokens), "tokens/s")
-        tell("calibration", seconds(lambda: print(calibrate(model), flush=True)))
+        tell("calibration", seconds(lambda: print(calibrate(model, 10.0), flush=True)))
         for batch, before in shipped.items():
             found = speed(model, batch, tokens)
             tell(f"calibrated, batch {batch}", found, "tokens/s")
@@ -105,13 +149,18 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
     parser.add_argument("--tokens", type=positive, default=64, help="to decode at a time")
     parser.add_argument("--layers", type=positive, default=4, help="of the first two processes")
-    parser.add_argument("--limit", type=positive, default=25, help="seconds of a start-up process")
+    parser.add_argument("--limit", type=positive, default=45, help="seconds of a start-up process")
+    parser.add_argument(
+        "--start-ups-only", action="store_true", help="without the process that decodes"
+    )
+    parser.add_argument("--total", type=positive, default=95, help="seconds of all processes")
+    parser.add_argument("--begun", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=("start-up", "calibrated"), help=argparse.SUPPRESS)
     add_output(parser)
     args = parser.parse_args()
     shape = dict(TINY if args.tiny else QWEN2_7B)
     if args.part == "start-up":
-        start_up(shape | {"num_hidden_layers": args.layers})
+        start_up(shape | {"num_hidden_layers": args.layers}, args.begun)
     elif args.part == "calibrated":
         calibrated(shape, args.tokens)
     else:
@@ -128,15 +177,17 @@ def measure_all(args: argparse.Namespace) -> None:
         ("first process", "start-up", args.limit),
         ("second process", "start-up", args.limit),
         ("calibration", "calibrated", 2 * args.limit),
-    )
+    )[: 2 if args.start_ups_only else 3]
     command = [sys.executable, __file__, "--layers", str(args.layers), "--tokens", str(args.tokens)]
     command += ["--tiny"] * args.tiny
     with TemporaryDirectory() as folder:
         names = "MLX_PTX_CACHE_DIR", "MLX_QLAYERS_CACHE_DIR", "CUDA_CACHE_PATH"
         caches = {name: str(Path(folder) / name) for name in names}
+        ends = time.perf_counter() + args.total
         for process, part, limit in parts:
-            start = time.perf_counter()
-            run([*command, "--part", part], caches, limit, table, process)
+            start, now = time.perf_counter(), str(time.time())
+            limit = min(limit, max(1.0, ends - start))
+            run([*command, "--part", part, "--begun", now], caches, limit, table, process)
             table.add(process=process, what="in all", found=time.perf_counter() - start, unit="s")
 
 

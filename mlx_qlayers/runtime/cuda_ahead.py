@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -55,7 +56,11 @@ _PATIENCE = 60
 _SEED = 0xC70F6907
 
 _jobs: dict[str, Future[None]] = {}
-_waiting: list[Future[None]] | None = None
+# What is to be compiled in a ``with`` block, nothing at all, or None: what is bound is waited for.
+_asked: list[Future[None]] | None = None
+_idle = False
+# Seconds that compilers took, and the kernels that they compiled here.
+seconds: dict[str, float] = {}
 
 
 def mlx_text(
@@ -89,7 +94,7 @@ def begin(
     inputs: Sequence[tuple[str, Spec]],
     outputs: Sequence[tuple[str, mx.Dtype]],
 ) -> None:
-    """Compile a kernel that will be launched; at once, or inside :func:`together` meanwhile.
+    """Compile a kernel that will be launched; at once, or in a ``with`` block meanwhile.
 
     Args:
         name: of ``mx.fast.cuda_kernel``, as are ``header`` and ``source``.
@@ -97,29 +102,46 @@ def begin(
         outputs: names and dtypes.
     """
     complex_ones = any(x.dtype == mx.complex64 for _, x in inputs)
-    if complex_ones or not mx.cuda.is_available() or (folder := _folder()) is None:
+    if _idle or complex_ones or not mx.cuda.is_available() or (folder := _folder()) is None:
         return
     text = mlx_text(name, header, source, inputs, outputs)
     module = f"custom_kernel_{name}_{string_hash(text):x}"
-    if module in _jobs or (folder / f"{module}.ptx").exists():
-        return
-    _jobs[module] = job = _pool().submit(_compile, folder / module, name, text)
-    if _waiting is None:
-        job.exception()
+    if module not in _jobs:
+        if (folder / f"{module}.ptx").exists():
+            return
+        _jobs[module] = _pool().submit(_compile, folder / module, name, text)
+    if _asked is None:
+        _jobs[module].exception()
     else:
-        _waiting.append(job)
+        _asked.append(_jobs[module])
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Compile all kernels that are bound in a ``with`` block side by side, and wait for them."""
-    global _waiting
-    before, _waiting = _waiting, []
+def together(waits: bool = True) -> Iterator[None]:
+    """Compile all kernels that are bound in a ``with`` block side by side.
+
+    Args:
+        waits: for all of them at the end. Else whoever binds one of them again waits for that one.
+    """
+    global _asked
+    before, _asked = _asked, []
     try:
         yield
     finally:
-        jobs, _waiting = _waiting, before
-        wait(jobs)
+        jobs, _asked = _asked, before
+        if waits:
+            wait(jobs)
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Inside a ``with`` block, what is bound will not be launched, and is not compiled."""
+    global _idle
+    before, _idle = _idle, True
+    try:
+        yield
+    finally:
+        _idle = before
 
 
 def _compile(target: Path, name: str, text: str) -> None:
@@ -131,6 +153,7 @@ def _compile(target: Path, name: str, text: str) -> None:
     options += [f"--include-path={path}" for path in _includes()]
     own = _OWN + text.removeprefix(_MLX)
     job = {"library": _library(), "text": own, "name": function, "options": options}
+    start = time.perf_counter()
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", str(_WORKER)],
@@ -143,6 +166,7 @@ def _compile(target: Path, name: str, text: str) -> None:
         # MLX takes the code for whole as soon as it is there.
         _write(target.with_name(target.name + ".txt"), function.encode() + b"\t" + mangled + b"\n")
         _write(target.with_name(target.name + ".ptx"), code)
+        seconds[name] = time.perf_counter() - start
     except subprocess.CalledProcessError as error:
         why = error.stderr.decode(errors="replace").strip()[-500:]
         note(f"kernel {name}", "left to MLX", f"not compiled ahead: {why}")

@@ -10,12 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import copy_context
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -37,11 +34,11 @@ from ..dispatch.tunable import (
 )
 from ..formats import Format
 from ..runtime.backend import backend, epoch, requested
+from ..runtime.cuda_ahead import nothing_compiled
 from ..runtime.explain import note, recording
-from .evaluator import Evaluator
+from .measuring import results
 from .problems import Target, asked_by, problems_of
-from .store import entry_of, exclusive, save
-from .timing import Sample
+from .store import exclusive, save
 
 # Set to 0 it leaves calibration out.
 _ENVIRONMENT = "MLX_QLAYERS_CALIBRATE"
@@ -51,10 +48,6 @@ BUDGET = 5.0
 _ROWS = dict(zip(CALIBRATED_ROWS, (1.0, 0.2, 0.25, 0.3, 0.2), strict=True))
 _PROMPTS = dict(zip(CALIBRATED_PROMPTS, (0.15, 0.3, 0.2), strict=True))
 _KEYS = dict(zip(CALIBRATED_KEYS, (0.5, 1.0, 0.5, 0.2), strict=True))
-# A kernel has to be so much faster than the stock operator.
-_MARGIN = 0.97
-# Of a matrix with more elements a CPU, on which all columns take the same, multiplies with a part.
-_PART = 1 << 20
 # On CUDA MLX compiles its own products of more rows for half a minute.
 _STOCK_ROWS_ON_CUDA = 4
 # Keys of the token whose time is reported, and sequences that attend to no more.
@@ -117,7 +110,8 @@ def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
 
     Args:
         model: a converted model.
-        budget_s: seconds after which no other measurement begins.
+        budget_s: seconds after which no other measurement begins. On CUDA nothing is waited for
+            after that either: what is still being compiled is measured at the next conversion.
 
     Returns:
         What is known now. Nothing is measured where a backend was forced, where there are no
@@ -131,10 +125,11 @@ def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
     name = None if requested() != "auto" or epoch.debug else file_of(backend())
     if name is None or os.environ.get(_ENVIRONMENT) == "0":
         return Calibration()
-    run = _Run(name, start + budget_s)
+    notes: list[tuple[str, str]] = []
     with recording(), _same_random_state():  # what is measured is no call of the user's
         values = _valued(model)
         missing = [target for target in values if lookup(target.problem, name) is None]
+        missing = [] if _is_shipped(values, name) else missing
         left = 0
         if missing:
             with exclusive(name, budget_s) as alone:
@@ -142,9 +137,9 @@ def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
                 missing = [t for t in missing if lookup(t.problem, name) is None]
                 left = len(missing)
                 if alone:
-                    left -= run.measure(missing)
+                    left -= _measure(name, missing, start + budget_s, notes)
         known = {target: lookup(target.problem, name) for target in values}
-    for path, reason in run.notes:
+    for path, reason in notes:
         note("calibration", path, reason)
     measured = tuple(
         Measured(target.problem, values[target][1], best.path, seconds)
@@ -154,6 +149,44 @@ def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
         and best.path in (seconds := best.evidence.seconds or {})
     )
     return Calibration(measured, left, time.monotonic() - start if missing else 0.0)
+
+
+def _measure(
+    name: str, missing: list[Target], deadline: float, notes: list[tuple[str, str]]
+) -> int:
+    """Measure problems until the deadline, and store what comes; of how many something did."""
+    from tqdm import tqdm
+
+    done: dict[str, Entry] = {}
+    count, saved, measured = 0, time.monotonic(), results(missing, deadline)
+    bar = tqdm(total=len(missing), desc="measuring here", delay=1, disable=None, leave=False)
+    try:
+        for key, entry, said, lost in measured:
+            notes += [said] if said else []
+            if entry is not None:
+                done[key] = entry
+            count += bool(key)
+            bar.update()
+            if lost:
+                raise RuntimeError(
+                    f"{key}: {lost}; with MLX_QLAYERS_CALIBRATE=0 nothing is "
+                    "measured, and the next conversion leaves this kernel out"
+                )
+            if time.monotonic() > saved + _SAVE and done:
+                save(name, done)
+                done, saved = {}, time.monotonic()
+    finally:
+        bar.close()
+        if done:
+            save(name, done)
+    return count
+
+
+def _is_shipped(values: Iterable[Target], name: str) -> bool:
+    """Whether this model was tuned on such a device for the package: all products of a token."""
+    token = [t.problem for t in values if isinstance(t.problem, QmvProblem) and t.problem.rows == 1]
+    found = [lookup(problem, name) for problem in token]
+    return bool(found) and all(b and b.evidence.source == "shipped result" for b in found)
 
 
 def _valued(model: nn.Module) -> dict[Target, tuple[float, int]]:
@@ -172,7 +205,7 @@ def _valued(model: nn.Module) -> dict[Target, tuple[float, int]]:
 
 def _problems(model: nn.Module) -> Iterator[Target]:
     """The problems of decoding and of prompts, at the sizes that are measured."""
-    with questions() as asked:
+    with questions() as asked, nothing_compiled():
         if not asked_by(model):
             asked |= dict.fromkeys(_products(model))
         elif backend() != "host":  # which computes a prompt as rows, sixteen after sixteen
@@ -269,121 +302,6 @@ def _is_of_token(problem: Problem) -> bool:
         case AttentionDecodeProblem():
             return problem.keys == _SHORT
     return False
-
-
-class _Run:
-    """One calibration: within its budget, kernels are compiled ahead while others are measured."""
-
-    def __init__(self, name: str, deadline: float) -> None:
-        self.name, self.deadline = name, deadline
-        self.done: dict[str, Entry] = {}
-        self.notes: list[tuple[str, str]] = []
-        self.saved = time.monotonic()
-
-    def measure(self, targets: list[Target]) -> int:
-        """Measure these one after the other; how many the budget allowed."""
-        from tqdm import tqdm
-
-        # Only a CPU's compiler runs side by side: MLX compiles for a GPU behind a lock.
-        workers = (os.cpu_count() or 1) if backend() == "host" else 0
-        count, rest = 0, iter(targets)
-        pool = ThreadPoolExecutor(workers or 1, "calibrate")
-        ahead: list[tuple[Target, Evaluator[Any, Any] | None, Future[None] | None]] = []
-        bar = tqdm(total=len(targets), desc="measuring here", delay=1, disable=None, leave=False)
-        try:
-            while self._left() > 0:
-                while len(ahead) <= workers and (target := next(rest, None)) is not None:
-                    ahead.append((target, *self._begun(target, pool if workers else None)))
-                if not ahead:
-                    break
-                target, rates, compiled = ahead.pop(0)
-                if compiled is not None and not _waits(compiled, self._left()):
-                    break
-                self._keep(target, rates)
-                count += 1
-                bar.update()
-                if rates is not None and rates.lost:
-                    raise RuntimeError(
-                        f"{target.key}: {rates.lost}; with MLX_QLAYERS_CALIBRATE=0 nothing is "
-                        "measured, and the next conversion leaves this kernel out"
-                    )
-        finally:
-            bar.close()
-            pool.shutdown(wait=False, cancel_futures=True)
-            self._save()
-        return count
-
-    def _left(self) -> float:
-        return self.deadline - time.monotonic()
-
-    def _begun(
-        self, target: Target, pool: ThreadPoolExecutor | None
-    ) -> tuple[Evaluator[Any, Any] | None, Future[None] | None]:
-        """What rates a problem, and its kernel being compiled if there are threads for that."""
-        problem = _part(target.problem) if backend() == "host" else target.problem
-        try:
-            rates: Evaluator[Any, Any] = Evaluator(target.family, problem, checked=False)
-        except Exception as error:  # whatever stock does not take stays with the rules
-            self.notes.append(("left out", f"{target.key}: {type(error).__name__}: {error}"))
-            return None, None
-        if pool is None:
-            return rates, None
-        return rates, pool.submit(copy_context().run, _launch, rates)
-
-    def _keep(self, target: Target, rates: Evaluator[Any, Any] | None) -> None:
-        """The verdict on a problem."""
-        if rates is None:
-            return
-        whole, part = target.problem, rates.problem
-        config = whole.heuristic(rates.device)
-        scale = whole.n / part.n if isinstance(whole, QmvProblem) else 1.0
-        trial = rates.attempt(config, rated=False)
-        if trial.problem:
-            self.notes.append(("stock", f"{target.key}: {trial.problem}"))
-            times = {"stock": Sample(rates.truth_seconds, 0.0, inf, 1)}
-            path = "stock"
-        else:
-            times = rates.beside_stock(config, _is_sure)
-            path = "kernel" if _is_faster(times["kernel"], times["stock"]) else "stock"
-        paths = {way: sample.median * scale for way, sample in times.items()}
-        self.done[target.key] = entry_of(whole, config, path, paths)
-        if time.monotonic() > self.saved + _SAVE:
-            self._save()
-
-    def _save(self) -> None:
-        if self.done:
-            save(self.name, self.done)
-            self.done, self.saved = {}, time.monotonic()
-
-
-def _part(problem: Problem) -> Problem:
-    """The same product with so few columns that a CPU multiplies with them in milliseconds."""
-    if not isinstance(problem, QmvProblem) or problem.n * problem.k <= _PART:
-        return problem
-    return replace(problem, n=max(1, _PART // problem.k // 48) * 48)
-
-
-def _launch(rates: Evaluator[Any, Any]) -> None:
-    with recording():
-        rates.launch(rates.problem.heuristic(rates.device))
-
-
-def _waits(compiled: Future[None], seconds: float) -> bool:
-    """Whether a kernel is there in time. What is wrong with it will show where it is verified."""
-    try:
-        compiled.exception(timeout=max(0.0, seconds))
-    except TimeoutError:
-        return False
-    return True
-
-
-def _is_faster(kernel: Sample, stock: Sample) -> bool:
-    """Whether there is no doubt that the kernel is faster by the margin."""
-    return kernel.high < _MARGIN * stock.low
-
-
-def _is_sure(kernel: Sample, stock: Sample) -> bool:
-    return _is_faster(kernel, stock) or kernel.low > _MARGIN * stock.high
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from ..dispatch.entries import file_of
 from ..runtime.backend import backend
+from ..runtime.cuda_ahead import together
 from ..runtime.host import checks
 from ..runtime.wait import KernelTimeout, wait_for
 from .family import Family, Inputs, P, Path
@@ -102,6 +103,11 @@ class Evaluator(Generic[P, C]):
     def launch(self, config: C) -> None:
         """Run a configuration once, which compiles it."""
         mx.eval(self._path(config)(self.inputs))
+
+    def prepare(self, config: C) -> None:
+        """Have a configuration compiled meanwhile, on CUDA: nothing is run or waited for."""
+        with together(waits=False):
+            self._path(config)(self.inputs)
 
     def attempt(self, config: C, rated: bool = True) -> Trial[C]:
         """Build a configuration, verify it and, unless that is left out, rate it."""

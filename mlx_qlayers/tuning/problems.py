@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from ..dispatch.measurements import Question, questions
 from ..dispatch.problem import Problem
-from ..runtime.backend import backend
+from ..runtime.backend import advance_epoch, backend
 from ..runtime.cuda_ahead import together
 from ..runtime.explain import note, recording
 from ..runtime.transformed import has_values
@@ -102,15 +102,16 @@ def asked_by(model: nn.Module, prompt: int = 0) -> bool:
 
 
 def compile_kernels(model: nn.Module) -> None:
-    """Compile what a converted model launches first, side by side, where that takes long: on CUDA.
+    """Compile what a converted model launches first, where that takes long: on CUDA.
 
-    For a token, a short and a long prompt.
+    For a token, a short and a long prompt; side by side, while the caller goes on.
     """
     if backend() != "cuda":
         return
-    with together(), recording():
+    with together(waits=False), recording():
         for prompt in _PROMPTS:
             asked_by(model, prompt)
+    advance_epoch()  # so that whoever launches one of them binds it, and waits for it
 
 
 def problems_of(asked: Iterable[Question], searched: bool = True) -> list[Target]:

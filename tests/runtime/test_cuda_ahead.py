@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from threading import Event, Timer
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import pytest
 from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.runtime import backend, cuda_ahead
 from mlx_qlayers.runtime.backend import advance_epoch
-from mlx_qlayers.runtime.cuda_ahead import mlx_text, string_hash, together
+from mlx_qlayers.runtime.cuda_ahead import mlx_text, nothing_compiled, string_hash, together
 from mlx_qlayers.runtime.nvrtc_worker import compiled
 from mlx_qlayers.runtime.spec import Spec
 
@@ -86,6 +87,28 @@ def test_the_texts_are_those_that_mlx_generates(machine, monkeypatch):
     advance_epoch()
     product(1)
     assert len(machine.given) == count
+
+
+def test_what_is_being_compiled_is_waited_for_by_whoever_launches_it(machine, monkeypatch):
+    may_end, ended = Event(), []
+
+    def compile_one(command, **_):
+        may_end.wait()
+        ended.append(command)
+        return SimpleNamespace(stdout=b"mangled\ncode")
+
+    monkeypatch.setattr(subprocess, "run", compile_one)
+    with nothing_compiled():
+        product(1)
+    assert not cuda_ahead._jobs
+    advance_epoch()
+    with together(waits=False):
+        product(1)
+    assert cuda_ahead._jobs and not ended
+    advance_epoch()
+    Timer(0.1, may_end.set).start()
+    product(1)
+    assert len(ended) == len(cuda_ahead._jobs) and len(cuda_ahead.seconds) >= len(ended)
 
 
 def test_what_does_not_compile_is_left_to_mlx(machine, monkeypatch):

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import time
 from math import inf
 from types import SimpleNamespace
 
@@ -17,9 +18,10 @@ from mlx_qlayers.dispatch.products import QmvProblem
 from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import calibrate as module
-from mlx_qlayers.tuning.calibrate import Calibration, _Run, calibrate
+from mlx_qlayers.tuning import measuring
+from mlx_qlayers.tuning.calibrate import Calibration, calibrate
 from mlx_qlayers.tuning.search import Trial
-from mlx_qlayers.tuning.store import listed
+from mlx_qlayers.tuning.store import clear, listed
 from mlx_qlayers.tuning.timing import Sample
 
 FMT = Format(64, 4)
@@ -76,7 +78,7 @@ class Timed:
 def timed(monkeypatch):
     """Ratings as a test sets them."""
     rates = type("Rates", (Timed,), {})
-    monkeypatch.setattr(module, "Evaluator", rates)
+    monkeypatch.setattr(measuring, "Evaluator", rates)
     return rates
 
 
@@ -108,7 +110,7 @@ def test_a_conversion_measures_the_models_shapes_and_uses_and_tells_what_it_foun
 def test_what_was_measured_is_not_measured_again(model, timed, monkeypatch):
     first = calibrate(model)
     assert first.measured and first.left == 0 and timed.asked == len(first.measured)
-    monkeypatch.setattr(_Run, "measure", None)
+    monkeypatch.setattr(module, "results", None)
     again = calibrate(model)
     assert again.measured == first.measured and not again.seconds
     assert "; measured for" in str(first) and "; measured for" not in str(again)
@@ -201,16 +203,47 @@ def test_a_model_of_another_kind_is_measured_by_its_matrices(timed):
     assert set(stored()) == wanted
 
 
+def test_what_the_package_has_results_of_is_not_measured(model, timed, monkeypatch):
+    calibrate(model)
+    token = {key: each for key, each in stored().items() if key.startswith("qmv 1x")}
+    clear()
+    read = entries.read
+
+    def with_results(folder, device):
+        return {**read(folder, device), **(token if folder == entries.SHIPPED else {})}
+
+    monkeypatch.setattr(entries, "read", with_results)
+    advance_epoch()
+    timed.asked = 0
+    assert calibrate(model) == Calibration() and not timed.asked
+    token.popitem()
+    advance_epoch()
+    assert calibrate(model).measured and timed.asked
+
+
+def test_another_process_measures_until_the_deadline_and_no_longer(tmp_path):
+    problems = [QmvProblem(rows, 64, 64, mx.float32, FMT) for rows in (1, 2)]
+    start = time.monotonic()
+    assert not list(measuring._of_process(problems, start + 0.1))
+    assert time.monotonic() - start < 1
+    found = list(measuring._of_process(problems, time.monotonic() + 60))
+    assert [each.key for each in found] == [problem.key for problem in problems]
+    assert all(set(each.entry.paths) == {"kernel", "stock"} for each in found)
+    assert not any(each.note or each.lost for each in found)
+    (failed,) = measuring._of_process([SimpleNamespace(family="none")], time.monotonic() + 60)
+    assert failed.entry is None and "KeyError: 'none'" in failed.note[1]
+
+
 SHAPES = ((96, 64), (32, 96))
 
 
 def test_rows_between_two_that_were_measured_go_by_the_larger(timed):
     timed.kernel = Sample(3.0, 3.0, 3.0, 3)
-    fmt, run = Format(64, 4), _Run("cpu", inf)
+    fmt = Format(64, 4)
     problem = QmvProblem(4, 64, 64, mx.float32, fmt)
     target = SimpleNamespace(family=None, problem=problem, key=problem.key)
     assert found("qmv", 3, 64, 64, mx.float32, fmt, device="host") is None
-    assert run.measure([target]) == 1
+    assert module._measure("cpu", [target], inf, []) == 1
     best = found("qmv", 3, 64, 64, mx.float32, fmt, device="host")
     assert best is not None and best.path == "stock"
     assert best.config == QmvProblem(3, 64, 64, mx.float32, fmt).heuristic("host")
@@ -227,7 +260,7 @@ def test_rows_between_two_that_were_measured_go_by_the_larger(timed):
 
 def test_a_cpu_measures_large_products_in_part():
     whole = QmvProblem(8, 37888, 3584, mx.bfloat16, FMT, "norm-gate")
-    part = module._part(whole)
+    part = measuring._part(whole)
     assert part.n % 48 == 0 and part.n * part.k <= 1 << 20 < 2 * part.n * part.k
     small = QmvProblem(8, 128, 64, mx.bfloat16, FMT)
-    assert module._part(small) is small
+    assert measuring._part(small) is small
