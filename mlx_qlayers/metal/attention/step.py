@@ -27,7 +27,7 @@ _INPUTS = (
 )
 # Keys that one threadgroup takes; of more, those of a split, and how many splits there are, of long
 # caches most: they write and attention_combine reads less than a hundredth of a 7B model's weights.
-_UNSPLIT_KEYS, _SPLIT_KEYS, _SPLITS = 256, 128, (8, 16, 22)
+_UNSPLIT_KEYS, _SPLIT_KEYS, _SPLITS = 512, 128, (8, 16, 22)
 # Keys of a long cache: so few splits fill an H200 with threads only where each reads two blocks at
 # once, for which the words of its arrays may be so many.
 _LONG, _MOST_WORDS = 8192, 176
