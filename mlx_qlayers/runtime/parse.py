@@ -125,6 +125,8 @@ def _template(item: Item, where: str) -> tuple[tuple[str, str], ...]:
     texts = [token.text for token in item.tokens if token.kind != "newline"]
     if texts[0] != "template":
         return ()
+    if ">" not in texts:
+        raise SourceError(f"{where}: its template has no end")
     found = []
     for part in " ".join(texts[2 : texts.index(">")]).split(" , "):
         kind, _, name = part.partition(" ")
@@ -139,6 +141,8 @@ def _template(item: Item, where: str) -> tuple[tuple[str, str], ...]:
 def _parameters(tokens: tuple[Token, ...], function: str, where: str) -> list[Parameter]:
     """The parameters between the function's parentheses."""
     texts = [token.text for token in tokens if token.kind != "newline"]
+    if function not in texts:
+        raise SourceError(f"{where}: cannot read its parameters")
     start = texts.index(function) + 2
     parts: list[list[str]] = [[]]
     depth = 0

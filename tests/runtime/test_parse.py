@@ -135,6 +135,23 @@ def test_signatures_that_mlx_cannot_generate(tmp_path, signature, message):
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "template void k(device int* y, uint i [[thread_position_in_grid]]) { y[i] = 0; }",
+            "its template has no end",
+        ),
+        ("template <typename {T> void k(device T* y) {} void f() ) {}", "read its parameters"),
+    ],
+)
+def test_templates_that_do_not_end(tmp_path, text, message):
+    path = tmp_path / "bad.metal"
+    path.write_text(text.replace("void k", "[[kernel]] void k"))
+    with pytest.raises(SourceError, match=message):
+        parse(path, "k", "k")
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         ("y[i] = max_shape;", None),
