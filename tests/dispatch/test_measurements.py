@@ -326,7 +326,7 @@ def test_a_step_of_decoding_takes_what_was_found_for_its_buffers():
 
 
 @pytest.mark.parametrize(
-    ("size", "splits", "blocks"), [(256, 0, 1), (512, 8, 1), (4096, 16, 1), (65536, 22, 2)]
+    ("size", "splits", "blocks"), [(512, 0, 1), (2048, 16, 1), (4096, 16, 1), (65536, 22, 2)]
 )
 def test_more_keys_are_divided_among_more_threads(size, splits, blocks):
     """A result for other buffers decides nothing."""
