@@ -85,7 +85,7 @@ def attention(
     sink = np.broadcast_to(np.asarray(sink, dtype).reshape(-1, 1, 1), (*raw.shape[:3], 1))
     scores = np.concatenate([np.maximum(capped + added, np.finfo(dtype).min), sink], -1)
     exponentials = np.exp(scores - scores.max(-1, keepdims=True))
-    weights = exponentials / exponentials.sum(-1, keepdims=True)
+    weights = exponentials / product(exponentials, np.ones((exponentials.shape[-1], 1), dtype))
     p = weights[..., :-1]
     out = product(p, vv)
     found, terms, exact = {"out": out}, {}, dtype == np.float64

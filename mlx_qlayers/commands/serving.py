@@ -179,6 +179,9 @@ def check_body(body: Any) -> None:
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise ValueError(f"logit_bias of {token} must be a number")
         _check_number(f"logit_bias of {token}", bias)
+    threshold = body.get("xtc_threshold")
+    if isinstance(threshold, int | float) and threshold > 0.5:  # mlx-lm's check takes up to 1
+        raise ValueError(f"xtc_threshold must be at most 0.5, not {threshold}")
     if body.get("prompt") == "":
         raise ValueError("prompt is empty")
     if (seed := body.get("seed")) is not None and not (isinstance(seed, int) and seed >= 0):

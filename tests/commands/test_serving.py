@@ -99,6 +99,7 @@ BAD: list[tuple[str, Any, str]] = [
     (COMPLETE, {"prompt": "a", "seed": -1}, "seed"),
     (COMPLETE, {"prompt": "a", "seed": 1.5}, "seed"),
     (COMPLETE, {"prompt": "a", "temperature": 1, "top_k": True}, "top_k must be a number"),
+    (COMPLETE, {"prompt": "a", "temperature": 1, "xtc_threshold": 0.9}, "at most 0.5"),
     (COMPLETE, {"prompt": "a", "model": 5}, "model must be a string"),
     (COMPLETE, {"prompt": "a", "draft_model": [5]}, "draft_model must be a string"),
     (COMPLETE, {"prompt": "a", "stream_options": {}, "stream": 1}, "stream"),
