@@ -11,6 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
+# A rounding is spread evenly over its unit: half a unit is sqrt(3) standard deviations, and the
+# policy's factor of 2 makes it 6 of them, so that none of 1e9 elements is beyond by chance.
+_SPREAD = 3**0.5
+
 
 @dataclass(frozen=True)
 class Units:
@@ -77,13 +81,13 @@ class Weights:
         moved = own @ self.v**2 - 2 * out * (own @ self.v)
         moved += out**2 * self.slack.sum(-1, keepdims=True)
         rounded = self.units.operands**2 + self.units.unpacked**2
-        return _root(moved) + _root(rounded * p**2 @ self.v**2)
+        return _SPREAD * (_root(moved) + _root(rounded * p**2 @ self.v**2))
 
     def of_weights(self) -> np.ndarray:
         """Squares of the roundings of the weights: (B, H, L, S)."""
         p, own = self.p[..., :-1], self.slack[..., :-1]
         moved = (1 - 2 * p) * own + p**2 * self.slack.sum(-1, keepdims=True)
-        return np.maximum(moved, 0) + (self.units.operands * p) ** 2
+        return _SPREAD**2 * (np.maximum(moved, 0) + (self.units.operands * p) ** 2)
 
     def of_scores(
         self, d_out: np.ndarray, out: np.ndarray, d_p: np.ndarray
@@ -121,7 +125,7 @@ class Weights:
         of_q = _root(own @ self.k**2) + _root(shared) * np.abs(d_scores @ self.k)
         of_q += _root(tilts + of_mean) * np.abs((p * bend) @ self.k)
         behind[..., :-1] += of_mean * p**2
-        return behind, before, np.abs(self.scale) * of_q
+        return _SPREAD**2 * behind, _SPREAD**2 * before, _SPREAD * np.abs(self.scale) * of_q
 
 
 def _root(squares: np.ndarray) -> np.ndarray:
