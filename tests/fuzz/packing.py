@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 
 from mlx_qlayers.formats import Format
-from tests.fuzz.arrays import filled
+from tests.fuzz.arrays import changes, filled
 from tests.packed import FORMATS
 
 FORMAT = st.sampled_from(FORMATS)
@@ -37,11 +37,8 @@ def packed(
     return mx.array(words), mx.array(rng.integers(least, most, groups, np.uint8)), None
 
 
-@dataclass(frozen=True)
-class Spoilt:
-    """A sound call in which arguments are replaced."""
-
-    fmt: Format
-    rows: tuple[int, ...]
-    transpose: bool
-    changes: dict[str, str]
+def spoilt_products(names: list[str]) -> st.SearchStrategy[SimpleNamespace]:
+    """Sound calls of a product in which arguments of these names are replaced."""
+    return st.builds(
+        SimpleNamespace, fmt=FORMAT, rows=ROWS, transpose=st.booleans(), changes=changes(names)
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,77 +14,39 @@ from mlx_qlayers import attention
 from mlx_qlayers.metal.attention.decode import BITS
 from tests import oracles
 from tests.attention_cases import MASKS, make_mask, units
-from tests.fuzz.arrays import (
-    BACKENDS,
-    DTYPES,
-    HEADS,
-    LAYOUTS,
-    NORMAL,
-    SEEDS,
-    changes,
-    dtype_of,
-    filled,
-    laid_out,
-    running,
-    same_answers,
-    spoilt,
-)
+from tests.fuzz import arrays
 from tests.fuzz.target import fuzz
 from tests.numerics import assert_accurate, random, round_to, to64
 
 WIDTHS = st.sampled_from([1, 7, 8, 32, 40, 64, 64, 72, 128, 256])
 
 
-@dataclass(frozen=True)
-class Attention:
-    """A call of attention."""
-
-    seed: int
-    batch: int
-    heads: tuple[int, int]
-    queries: int
-    keys: int
-    width: int
-    v_width: int
-    dtype: str
-    mask: str
-    window: int | None
-    softcap: float | None
-    sinks: bool
-    scale: float
-    packing: tuple[int, int] | None
-    values: str
-    layouts: tuple[str, ...]
-    backend: str
-    gradient: bool
-
-
 ATTENTION = st.builds(
-    Attention,
-    SEEDS,
-    st.sampled_from([1, 1, 1, 2, 3, 0]),
-    HEADS,
-    st.one_of(st.sampled_from([1, 1, 2, 8, 9]), st.integers(0, 70)),
-    st.one_of(st.sampled_from([1, 2, 31, 33, 64, 300]), st.integers(1, 130)),
-    WIDTHS,
-    WIDTHS,
-    DTYPES,
-    st.sampled_from(MASKS),
-    st.one_of(st.none(), st.none(), st.sampled_from([1, 2, 5, 64, 10**6, 2**31, 2**40])),
-    st.sampled_from([None, None, 1e-3, 2.0, 30.0, 1e6]),
-    st.booleans(),
-    st.sampled_from([0.125, 0.125, 1.0, 0.0, -0.5, 1e-8, 30.0]),
-    st.one_of(
+    SimpleNamespace,
+    seed=arrays.SEEDS,
+    batch=st.sampled_from([1, 1, 1, 2, 3, 0]),
+    heads=arrays.HEADS,
+    queries=st.one_of(st.sampled_from([1, 1, 2, 8, 9]), st.integers(0, 70)),
+    keys=st.one_of(st.sampled_from([1, 2, 31, 33, 64, 300]), st.integers(1, 130)),
+    width=WIDTHS,
+    v_width=WIDTHS,
+    dtype=arrays.DTYPES,
+    mask=st.sampled_from(MASKS),
+    window=st.one_of(st.none(), st.none(), st.sampled_from([1, 2, 5, 64, 10**6, 2**31, 2**40])),
+    softcap=st.sampled_from([None, None, 1e-3, 2.0, 30.0, 1e6]),
+    sinks=st.booleans(),
+    scale=st.sampled_from([0.125, 0.125, 1.0, 0.0, -0.5, 1e-8, 30.0]),
+    packing=st.one_of(
         st.none(), st.none(), st.tuples(st.sampled_from([32, 64]), st.sampled_from([2, 4, 8]))
     ),
-    st.sampled_from(["normal", "normal", "normal", "zeros", "tiny", "special"]),
-    st.tuples(*[LAYOUTS] * 5),
-    BACKENDS,
-    st.booleans(),
+    values=st.sampled_from(["normal", "normal", "normal", "zeros", "tiny", "special"]),
+    layouts=st.tuples(*[arrays.LAYOUTS] * 5),
+    backend=arrays.BACKENDS,
+    gradient=st.booleans(),
 )
 
 
-def _covered(case: Attention) -> bool:
+def _covered(case: SimpleNamespace) -> bool:
     """Whether a kernel takes such a call, so that ``host`` may be forced."""
     widths = case.width, case.v_width
     small = min(case.queries, case.batch) > 0
@@ -96,8 +58,8 @@ def _covered(case: Attention) -> bool:
 
 
 @fuzz(ATTENTION)
-def test_attention(case: Attention) -> None:
-    rng, dtype = np.random.default_rng(case.seed), dtype_of(case.dtype)
+def test_attention(case: SimpleNamespace) -> None:
+    rng, dtype = np.random.default_rng(case.seed), arrays.dtype_of(case.dtype)
     backend = case.backend if case.backend in ("ops", "auto") or _covered(case) else "auto"
     (q, k, v), keys, options = _arguments(case, rng, dtype)
     if 0 in q.shape and case.packing:
@@ -108,12 +70,12 @@ def test_attention(case: Attention) -> None:
     names += ["mask"] * (isinstance(mask, mx.array) and mask.dtype != mx.bool_)
     inputs = [{"q": q, **keys, **options}[name] for name in names]
 
-    def run(*arrays: mx.array) -> list[mx.array]:
-        return [attention(**{**keys, **options, **dict(zip(names, arrays, strict=True))})]
+    def run(*operands: mx.array) -> list[mx.array]:
+        return [attention(**{**keys, **options, **dict(zip(names, operands, strict=True))})]
 
     cotangent = random(rng, (*q.shape[:3], v.shape[3]), dtype)
     gradient = case.gradient and case.values == "normal" and not case.packing
-    with running(backend):
+    with arrays.running(backend):
         if gradient:
             (out,), gradients = mx.vjp(run, inputs, [cotangent])
         else:
@@ -126,22 +88,22 @@ def test_attention(case: Attention) -> None:
 
 
 def _arguments(
-    case: Attention, rng: np.random.Generator, dtype: mx.Dtype
+    case: SimpleNamespace, rng: np.random.Generator, dtype: mx.Dtype
 ) -> tuple[list[mx.array], dict[str, Any], dict[str, Any]]:
     """q, k and v as numbers, keys and values as they are passed, and the options."""
     (heads, kv_heads), (size, bits) = case.heads, case.packing or (1, 0)
     width, v_width = (-(-w // size) * size for w in (case.width, case.v_width))
-    q = filled(rng, (case.batch, heads, case.queries, width), dtype, case.values)
+    q = arrays.filled(rng, (case.batch, heads, case.queries, width), dtype, case.values)
     # The queries of which NaN or infinities are part are not compared.
     values = "normal" if case.values == "special" else case.values
-    k = filled(rng, (case.batch, kv_heads, case.keys, width), dtype, values)
-    v = filled(rng, (case.batch, kv_heads, case.keys, v_width), dtype, values)
+    k = arrays.filled(rng, (case.batch, kv_heads, case.keys, width), dtype, values)
+    v = arrays.filled(rng, (case.batch, kv_heads, case.keys, v_width), dtype, values)
     mask = make_mask(case.mask, rng, case.batch, heads, case.queries, case.keys, dtype)
     sinks = random(rng, (heads,), dtype) if case.sinks else None
-    arrays = zip((q, k, v, sinks), case.layouts, strict=False)
-    q, k, v, sinks = (laid_out(a, layout) for a, layout in arrays)
+    operands = zip((q, k, v, sinks), case.layouts, strict=False)
+    q, k, v, sinks = (arrays.laid_out(a, layout) for a, layout in operands)
     if isinstance(mask, mx.array):
-        mask = laid_out(mask, case.layouts[4])
+        mask = arrays.laid_out(mask, case.layouts[4])
     options = {
         "scale": case.scale,
         "window": case.window,
@@ -152,7 +114,7 @@ def _arguments(
     keys: dict[str, Any] = {"k": k, "v": v}
     if bits and q.size:
         packed = {
-            name: tuple(laid_out(a, layout) for a in mx.quantize(keys[name], size, bits))
+            name: tuple(arrays.laid_out(a, layout) for a in mx.quantize(keys[name], size, bits))
             for name, layout in zip("kv", case.layouts[1:], strict=False)
         }
         k, v = (
@@ -164,7 +126,7 @@ def _arguments(
 
 
 def _compare(
-    case: Attention,
+    case: SimpleNamespace,
     found: dict[str, mx.array],
     given: list[mx.array],
     options: dict[str, Any],
@@ -174,37 +136,36 @@ def _compare(
     plain = {n: to64(a) if isinstance(a, mx.array) else a for n, a in options.items()}
     if isinstance(mask, mx.array) and mask.dtype == mx.bool_:
         plain["mask"] = plain["mask"].astype(bool)
-    arrays, dy = [to64(a) for a in given], None if cotangent is None else to64(cotangent)
+    operands, dy = [to64(a) for a in given], None if cotangent is None else to64(cotangent)
     with np.errstate(all="ignore"):
         of_kernel = units(dtype, case.packing is not None)
-        truth, terms = oracles.attention(*arrays, **plain, cotangent=dy, units=of_kernel)
-        rough, _ = oracles.attention(*arrays, **plain, cotangent=dy, dtype=np.float32)
-    rows = (np.isfinite(arrays[0]) & (np.abs(arrays[0]) < 1e3)).all(-1, keepdims=True)
+        truth, terms = oracles.attention(*operands, **plain, cotangent=dy, units=of_kernel)
+        rough, _ = oracles.attention(*operands, **plain, cotangent=dy, dtype=np.float32)
+    rows = (np.isfinite(operands[0]) & (np.abs(operands[0]) < 1e3)).all(-1, keepdims=True)
     for name, actual in found.items():
         assert actual.shape == truth[name].shape and actual.dtype == dtype
         sure = np.broadcast_to(rows if name == "out" else True, actual.shape)
         chosen = mx.array(to64(actual)[sure].astype(np.float32)).astype(dtype)
         exact, base = truth[name][sure], round_to(rough[name][sure], dtype)
         # What is below the normal numbers may be flushed to zero.
-        if (np.abs(to64(chosen) - exact) > NORMAL[dtype]).any():
+        if (np.abs(to64(chosen) - exact) > arrays.NORMAL[dtype]).any():
             most = terms[name][sure].max()
             assert_accurate(chosen, exact, base, terms=most, what=f"{name} of {case}")
-
-
-@dataclass(frozen=True)
-class Spoilt:
-    """A sound call in which arguments are replaced."""
-
-    queries: int
-    packed: bool
-    changes: dict[str, str]
 
 
 NAMES = ["q", "k", "v", "scale", "mask", "window", "softcap", "sinks"]
 
 
-@fuzz(st.builds(Spoilt, st.sampled_from([1, 3, 20]), st.booleans(), changes(NAMES)), examples=60)
-def test_attention_refuses(case: Spoilt) -> None:
+@fuzz(
+    st.builds(
+        SimpleNamespace,
+        queries=st.sampled_from([1, 3, 20]),
+        packed=st.booleans(),
+        changes=arrays.changes(NAMES),
+    ),
+    examples=60,
+)
+def test_attention_refuses(case: SimpleNamespace) -> None:
     q, k = mx.ones((1, 4, case.queries, 64)), mx.ones((1, 2, 5, 64))
     keys: Any = tuple(mx.quantize(k, group_size=32, bits=4)) if case.packed else k
     arguments = {
@@ -217,4 +178,4 @@ def test_attention_refuses(case: Spoilt) -> None:
         "mask": mx.ones((1, 1, case.queries, 5), mx.bool_),
         "sinks": mx.ones((4,)),
     }
-    same_answers(partial(attention, **spoilt(arguments, case.changes)))
+    arrays.same_answers(partial(attention, **arrays.spoilt(arguments, case.changes)))

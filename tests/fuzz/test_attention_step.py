@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -13,77 +13,34 @@ from hypothesis import strategies as st
 from mlx_qlayers.ops.attention_step import Rotation, attention_step
 from tests import oracles
 from tests.attention_cases import units
-from tests.fuzz.arrays import (
-    BACKENDS,
-    DTYPES,
-    HEADS,
-    LAYOUTS,
-    SEEDS,
-    changes,
-    dtype_of,
-    laid_out,
-    running,
-    same_answers,
-    spoilt,
-)
+from tests.fuzz import arrays
 from tests.fuzz.target import fuzz
 from tests.numerics import IN_FLOAT32, ROUNDINGS, assert_accurate, random, round_to, to64
 
 
-@dataclass(frozen=True)
-class Spoilt:
-    """A sound call in which arguments are replaced."""
-
-    queries: int
-    packed: bool
-    changes: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A call of attention_step."""
-
-    seed: int
-    batch: int
-    heads: tuple[int, int]
-    size: int
-    rows: int
-    filled: tuple[float, float]
-    width: int
-    v_width: int
-    masked: bool
-    dims: int
-    traditional: bool
-    base: float | None
-    rope_scale: float
-    dtype: str
-    layouts: tuple[str, ...]
-    backend: str
-
-
 @fuzz(
     st.builds(
-        Step,
-        SEEDS,
-        st.sampled_from([1, 1, 2, 3, 9]),
-        HEADS,
-        st.sampled_from([1, 2, 7, 33, 64, 256, 1030]),
-        st.sampled_from([1, 2, 9, 64, 256]),
-        st.tuples(*[st.sampled_from([0.0, 0.3, 0.7, 1.0])] * 2),
-        st.sampled_from([8, 32, 40, 64, 128, 256]),
-        st.sampled_from([8, 32, 40, 64, 128, 256]),
-        st.booleans(),
-        st.integers(0, 128).map(lambda n: 2 * n),
-        st.booleans(),
-        st.sampled_from([None, 1.5, 500.0, 10000.0, 1e6]),
-        st.sampled_from([1.0, 0.25, 4.0]),
-        DTYPES,
-        st.tuples(*[LAYOUTS] * 8),
-        BACKENDS,
+        SimpleNamespace,
+        seed=arrays.SEEDS,
+        batch=st.sampled_from([1, 1, 2, 3, 9]),
+        heads=arrays.HEADS,
+        size=st.sampled_from([1, 2, 7, 33, 64, 256, 1030]),
+        rows=st.sampled_from([1, 2, 9, 64, 256]),
+        filled=st.tuples(*[st.sampled_from([0.0, 0.3, 0.7, 1.0])] * 2),
+        width=st.sampled_from([8, 32, 40, 64, 128, 256]),
+        v_width=st.sampled_from([8, 32, 40, 64, 128, 256]),
+        masked=st.booleans(),
+        dims=st.integers(0, 128).map(lambda n: 2 * n),
+        traditional=st.booleans(),
+        base=st.sampled_from([None, 1.5, 500.0, 10000.0, 1e6]),
+        rope_scale=st.sampled_from([1.0, 0.25, 4.0]),
+        dtype=arrays.DTYPES,
+        layouts=st.tuples(*[arrays.LAYOUTS] * 8),
+        backend=arrays.BACKENDS,
     )
 )
-def test_attention_step(case: Step) -> None:
-    rng, dtype = np.random.default_rng(case.seed), dtype_of(case.dtype)
+def test_attention_step(case: SimpleNamespace) -> None:
+    rng, dtype = np.random.default_rng(case.seed), arrays.dtype_of(case.dtype)
     heads, kv_heads = case.heads
     width, v_width = case.width, case.v_width
     dims = min(case.dims, width)
@@ -96,8 +53,8 @@ def test_attention_step(case: Step) -> None:
     buffers = [random(rng, (case.batch, kv_heads, *size), dtype) for size in sizes]
     freqs = random(rng, (dims // 2,)) if case.base is None else None
     freqs = None if freqs is None else mx.abs(freqs) * 50 + 1
-    *arrays, freqs = (
-        laid_out(a, layout)
+    *operands, freqs = (
+        arrays.laid_out(a, layout)
         for a, layout in zip((q, k, v, *buffers, freqs), case.layouts, strict=True)
     )
     places = [before, held, *rng.integers(0, 3000, case.batch).tolist()]
@@ -108,18 +65,18 @@ def test_attention_step(case: Step) -> None:
         shown = rng.random((case.batch, 1, 1, columns.size)) < 0.7
         mask = mx.array(shown | (columns == before + held))
     rotation = Rotation(dims, case.traditional, case.base, case.rope_scale)
-    with running(case.backend):
+    with arrays.running(case.backend):
         out, *made = attention_step(
-            *arrays, positions, scale=width**-0.5, rotation=rotation, freqs=freqs, mask=mask
+            *operands, positions, scale=width**-0.5, rotation=rotation, freqs=freqs, mask=mask
         )
         mx.eval(out, made)
-    exact = _stepped(case, arrays, places, rotation, freqs, mask, np.float64, None)
-    rough = _stepped(case, arrays, places, rotation, freqs, mask, np.float32, dtype)
+    exact = _stepped(case, operands, places, rotation, freqs, mask, np.float64, None)
+    rough = _stepped(case, operands, places, rotation, freqs, mask, np.float32, dtype)
     # MLX's own rotary embedding computes angles in float32.
     by_stock = case.backend in ("ops", "auto") and dims > 0
     roundings = ROUNDINGS[dtype] * IN_FLOAT32[dtype]
     angle = roundings + 4 * max(places[2:]) * case.rope_scale
-    turned = angle * by_stock * (np.abs(to64(arrays[1])).max() + np.abs(to64(arrays[0])).max())
+    turned = angle * by_stock * (np.abs(to64(operands[1])).max() + np.abs(to64(operands[0])).max())
     of_out = exact[3] * (1 + turned)
     results = zip([out, *made], exact[:3], rough[:3], [of_out, turned, 0.0], strict=True)
     for number, (actual, truth, base, terms) in enumerate(results):
@@ -128,8 +85,8 @@ def test_attention_step(case: Step) -> None:
 
 
 def _stepped(
-    case: Step,
-    arrays: list[mx.array],
+    case: SimpleNamespace,
+    operands: list[mx.array],
     places: list[int],
     rotation: Rotation,
     freqs: mx.array | None,
@@ -139,7 +96,7 @@ def _stepped(
 ) -> tuple[Any, ...]:
     from tests.ops.test_rotary import turned
 
-    q, k, v, *buffers = (to64(a).astype(dtype) for a in arrays)
+    q, k, v, *buffers = (to64(a).astype(dtype) for a in operands)
     batch, kv_heads, _, _ = buffers[0].shape
     before, held, *at = places
     parts = [
@@ -162,7 +119,7 @@ def _stepped(
     seen = None if mask is None else np.array(mask)[..., : before + held + 1]
     # Rotated rows are rounded, as unpacked ones are.
     found, terms = oracles.attention(
-        heads[0], *whole, case.width**-0.5, seen, dtype=dtype, units=units(arrays[0].dtype, True)
+        heads[0], *whole, case.width**-0.5, seen, dtype=dtype, units=units(operands[0].dtype, True)
     )
     return found["out"].reshape(batch, 1, -1), *tails, terms.get("out", np.zeros(1)).max()
 
@@ -171,8 +128,16 @@ STEP_NAMES = ["q", "k", "v", "k_cache", "v_cache", "k_tail", "v_tail", "position
 STEP_NAMES += ["rotation", "freqs", "mask"]
 
 
-@fuzz(st.builds(Spoilt, st.just(1), st.booleans(), changes(STEP_NAMES)), examples=60)
-def test_attention_step_refuses(case: Spoilt) -> None:
+@fuzz(
+    st.builds(
+        SimpleNamespace,
+        queries=st.just(1),
+        packed=st.booleans(),
+        changes=arrays.changes(STEP_NAMES),
+    ),
+    examples=60,
+)
+def test_attention_step_refuses(case: SimpleNamespace) -> None:
     x, buffer = mx.ones((1, 1, 64)), mx.zeros((1, 2, 16, 32))
     arguments = {
         "q": x,
@@ -188,4 +153,4 @@ def test_attention_step_refuses(case: Spoilt) -> None:
         "freqs": mx.ones((16,)) if case.packed else None,
         "rotation": Rotation(32, base=None if case.packed else 10000.0),
     }
-    same_answers(partial(attention_step, **spoilt(arguments, case.changes)))
+    arrays.same_answers(partial(attention_step, **arrays.spoilt(arguments, case.changes)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -11,56 +11,28 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mlx_qlayers import deform_conv2d, deformable_attention
-from tests.fuzz.arrays import (
-    BACKENDS,
-    DTYPES,
-    LAYOUTS,
-    SEEDS,
-    changes,
-    dtype_of,
-    laid_out,
-    running,
-    same_answers,
-    spoilt,
-)
+from tests.fuzz import arrays
 from tests.fuzz.target import fuzz
 from tests.numerics import assert_accurate, random, round_to, to64
 
-
-@dataclass(frozen=True)
-class Attend:
-    """A call of deformable_attention."""
-
-    seed: int
-    shapes: tuple[tuple[int, int], ...]
-    rows: tuple[int, int, int]
-    width: int
-    points: int
-    padding_mode: str
-    dtypes: tuple[str, str, str]
-    reach: float
-    layouts: tuple[str, str, str]
-    backend: str
-
-
 EXTENT = st.integers(1, 9)
 CALLS = st.builds(
-    Attend,
-    SEEDS,
-    st.lists(st.tuples(EXTENT, EXTENT), min_size=1, max_size=4).map(tuple),
-    st.tuples(st.integers(0, 3), st.integers(0, 17), st.integers(1, 3)),
-    st.sampled_from([1, 8, 33]),
-    st.sampled_from([1, 2, 3]),
-    st.sampled_from(["zeros", "border"]),
-    st.tuples(DTYPES, DTYPES, DTYPES),
-    st.sampled_from([0.6, 2.0, 50.0]),
-    st.tuples(LAYOUTS, LAYOUTS, LAYOUTS),
-    BACKENDS,
+    SimpleNamespace,
+    seed=arrays.SEEDS,
+    shapes=st.lists(st.tuples(EXTENT, EXTENT), min_size=1, max_size=4).map(tuple),
+    rows=st.tuples(st.integers(0, 3), st.integers(0, 17), st.integers(1, 3)),
+    width=st.sampled_from([1, 8, 33]),
+    points=st.sampled_from([1, 2, 3]),
+    padding_mode=st.sampled_from(["zeros", "border"]),
+    dtypes=st.tuples(arrays.DTYPES, arrays.DTYPES, arrays.DTYPES),
+    reach=st.sampled_from([0.6, 2.0, 50.0]),
+    layouts=st.tuples(arrays.LAYOUTS, arrays.LAYOUTS, arrays.LAYOUTS),
+    backend=arrays.BACKENDS,
 )
 
 
 def expected(
-    values: np.ndarray, locations: np.ndarray, weights: np.ndarray, case: Attend
+    values: np.ndarray, locations: np.ndarray, weights: np.ndarray, case: SimpleNamespace
 ) -> tuple[np.ndarray, np.ndarray]:
     """The sums in float64 from positions in float32, and the absolute terms."""
     batch, queries, heads = weights.shape[:3]
@@ -88,32 +60,34 @@ def expected(
 
 
 @fuzz(CALLS)
-def test_deformable_attention(case: Attend) -> None:
-    rng, dtypes = np.random.default_rng(case.seed), list(map(dtype_of, case.dtypes))
+def test_deformable_attention(case: SimpleNamespace) -> None:
+    rng, dtypes = np.random.default_rng(case.seed), list(map(arrays.dtype_of, case.dtypes))
     batch, _, heads = case.rows
     pixels, samples = (
         sum(h * w for h, w in case.shapes),
         (*case.rows, len(case.shapes), case.points),
     )
-    arrays = [
+    operands = [
         random(rng, (batch, pixels, heads, case.width), dtypes[0]),
         round_to(rng.uniform(0.5 - case.reach, 0.5 + case.reach, (*samples, 2)), dtypes[1]),
         random(rng, samples, dtypes[2]),
     ]
-    arrays = [laid_out(a, layout) for a, layout in zip(arrays, case.layouts, strict=True)]
+    operands = [
+        arrays.laid_out(a, layout) for a, layout in zip(operands, case.layouts, strict=True)
+    ]
 
     def run(values: mx.array, *others: mx.array) -> list[mx.array]:
         options: Any = {"padding_mode": case.padding_mode}
         return [deformable_attention(values, case.shapes, *others, **options)]
 
     dy = mx.ones((*case.rows[:2], heads * case.width), dtypes[0])
-    with running(case.backend):
-        (y,), gradients = mx.vjp(run, arrays, [dy])
+    with arrays.running(case.backend):
+        (y,), gradients = mx.vjp(run, operands, [dy])
         mx.eval(y, gradients)
     assert y.shape == dy.shape and y.dtype == dtypes[0]
-    assert [g.shape for g in gradients] == [a.shape for a in arrays]
+    assert [g.shape for g in gradients] == [a.shape for a in operands]
     if y.size:
-        truth, terms = expected(*map(to64, arrays), case)
+        truth, terms = expected(*map(to64, operands), case)
         # Far away a float32 has few digits for the part between two pixels.
         unit = case.reach * 9 * 8
         rounded = round_to(truth, dtypes[0])
@@ -124,7 +98,7 @@ ATTEND = ["values", "shapes", "locations", "weights", "padding_mode"]
 CONVOLVE = ["x", "offset", "weight", "bias", "mask", "stride", "padding", "dilation"]
 
 
-@fuzz(changes(ATTEND), examples=40)
+@fuzz(arrays.changes(ATTEND), examples=40)
 def test_deformable_attention_refuses(changed: dict[str, str]) -> None:
     arguments = {
         "values": mx.ones((2, 26, 3, 4)),
@@ -133,10 +107,10 @@ def test_deformable_attention_refuses(changed: dict[str, str]) -> None:
         "weights": mx.ones((2, 5, 3, 2, 2)),
         "padding_mode": "zeros",
     }
-    same_answers(partial(deformable_attention, **spoilt(arguments, changed)))
+    arrays.same_answers(partial(deformable_attention, **arrays.spoilt(arguments, changed)))
 
 
-@fuzz(changes(CONVOLVE), examples=40)
+@fuzz(arrays.changes(CONVOLVE), examples=40)
 def test_deform_conv2d_refuses(changed: dict[str, str]) -> None:
     arguments = {
         "x": mx.ones((2, 5, 6, 4)),
@@ -148,4 +122,4 @@ def test_deform_conv2d_refuses(changed: dict[str, str]) -> None:
         "padding": 1,
         "dilation": 1,
     }
-    same_answers(partial(deform_conv2d, **spoilt(arguments, changed)))
+    arrays.same_answers(partial(deform_conv2d, **arrays.spoilt(arguments, changed)))

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 
-from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
 from mlx_qlayers.ops.fused_products import fused_products
-from tests.fuzz.arrays import (
-    BACKENDS,
-    DTYPES,
-    LAYOUTS,
-    SEEDS,
-    changes,
-    compare,
-    dtype_of,
-    laid_out,
-    running,
-    same_answers,
-    spoilt,
-)
-from tests.fuzz.packing import FORMAT, ROWS, Spoilt, packed
+from tests.fuzz import arrays
+from tests.fuzz.packing import FORMAT, ROWS, packed, spoilt_products
 from tests.fuzz.target import fuzz
 from tests.numerics import IN_FLOAT32, ROUNDINGS, random, round_to, to64
 from tests.ops.test_fused_products import ACTIVATIONS
@@ -34,56 +21,37 @@ from tests.oracles import product
 from tests.packed import dequantize64, terms64
 
 
-@dataclass(frozen=True)
-class Fused:
-    """A call of fused_products."""
-
-    seed: int
-    fmt: Format
-    rows: tuple[int, ...]
-    widths: tuple[int, ...]
-    groups: int
-    dtype: str
-    norm: str
-    gate: str | None
-    residual: bool
-    next: bool
-    bias: tuple[bool, bool, bool]
-    layouts: tuple[str, ...]
-    backend: str
-
-
 @fuzz(
     st.builds(
-        Fused,
-        SEEDS,
-        FORMAT,
-        ROWS,
-        st.lists(st.sampled_from([1, 8, 9, 41, 64]), min_size=1, max_size=4).map(tuple),
-        st.integers(1, 5),
-        DTYPES,
-        st.sampled_from(["", "plain", "weighted"]),
-        st.sampled_from([None, None, "silu", "gelu", "gelu_approx"]),
-        st.booleans(),
-        st.booleans(),
-        st.tuples(*[st.booleans()] * 3),
-        st.tuples(*[LAYOUTS] * 4),
-        BACKENDS,
+        SimpleNamespace,
+        seed=arrays.SEEDS,
+        fmt=FORMAT,
+        rows=ROWS,
+        widths=st.lists(st.sampled_from([1, 8, 9, 41, 64]), min_size=1, max_size=4).map(tuple),
+        groups=st.integers(1, 5),
+        dtype=arrays.DTYPES,
+        norm=st.sampled_from(["", "plain", "weighted"]),
+        gate=st.sampled_from([None, None, "silu", "gelu", "gelu_approx"]),
+        residual=st.booleans(),
+        next=st.booleans(),
+        bias=st.tuples(*[st.booleans()] * 3),
+        layouts=st.tuples(*[arrays.LAYOUTS] * 4),
+        backend=arrays.BACKENDS,
     )
 )
-def test_fused_products(case: Fused) -> None:
-    rng, fmt, dtype = np.random.default_rng(case.seed), case.fmt, dtype_of(case.dtype)
+def test_fused_products(case: SimpleNamespace) -> None:
+    rng, fmt, dtype = np.random.default_rng(case.seed), case.fmt, arrays.dtype_of(case.dtype)
     k = case.groups * fmt.group_size
     widths = case.widths[:1] * 2 if case.gate else case.widths
     alone = len(widths) == 1
-    x = laid_out(random(rng, (*case.rows, k), dtype), case.layouts[0])
+    x = arrays.laid_out(random(rng, (*case.rows, k), dtype), case.layouts[0])
     matrices = []
     for n, biased in zip(widths, (*case.bias, False), strict=False):
-        arrays = *packed(rng, (n, k), fmt, dtype), random(rng, (n,), dtype) if biased else None
-        matrices.append(PackedMatrix(*(laid_out(a, case.layouts[2]) for a in arrays)))
+        operands = *packed(rng, (n, k), fmt, dtype), random(rng, (n,), dtype) if biased else None
+        matrices.append(PackedMatrix(*(arrays.laid_out(a, case.layouts[2]) for a in operands)))
     weight = random(rng, (k,), dtype) if case.norm == "weighted" else None
-    weight = laid_out(weight, case.layouts[3])
-    residual = laid_out(random(rng, (*case.rows, widths[0]), dtype), case.layouts[1])
+    weight = arrays.laid_out(weight, case.layouts[3])
+    residual = arrays.laid_out(random(rng, (*case.rows, widths[0]), dtype), case.layouts[1])
     options: dict[str, Any] = {
         "norm": (weight, 1e-5) if case.norm else None,
         "gate": case.gate,
@@ -92,7 +60,7 @@ def test_fused_products(case: Fused) -> None:
     }
     # No kernel takes so many matrices, or no row.
     backend = "ops" if len(widths) > 3 or not x.size else case.backend
-    with running(backend):
+    with arrays.running(backend):
         found = fused_products(x, matrices, **fmt._asdict(), **options)
         mx.eval(found)
     if not x.size:
@@ -104,11 +72,11 @@ def test_fused_products(case: Fused) -> None:
     assert len(found) == len(truths) + 2 * (options["next_weight"] is not None)
     for y, truth, rough, large in zip(found, truths, roughs, larges, strict=False):
         assert y.dtype == dtype
-        compare(y, truth, rough, large, f"{case}")
+        arrays.compare(y, truth, rough, large, f"{case}")
 
 
 def _expected(
-    case: Fused,
+    case: SimpleNamespace,
     x: mx.array,
     matrices: list[PackedMatrix],
     weight: mx.array | None,
@@ -144,7 +112,7 @@ def _expected(
         given = to64(residual).reshape(len(rows), -1)
         products, terms = [rounded(products[0]) + given], [terms[0] + np.abs(given)]
     found = [
-        [a.reshape(*x.shape[:-1], a.shape[-1]) for a in arrays] for arrays in (products, terms)
+        [a.reshape(*x.shape[:-1], a.shape[-1]) for a in operands] for operands in (products, terms)
     ]
     return found[0], found[1]
 
@@ -153,8 +121,11 @@ FUSED_NAMES = ["x", "matrices", "group_size", "bits", "mode", "norm", "gate", "r
 FUSED_NAMES += ["tile_squares", "next_weight"]
 
 
-@fuzz(st.builds(Spoilt, FORMAT, ROWS, st.booleans(), changes(FUSED_NAMES)), examples=40)
-def test_fused_products_refuses(case: Spoilt) -> None:
+@fuzz(
+    spoilt_products(FUSED_NAMES),
+    examples=40,
+)
+def test_fused_products_refuses(case: SimpleNamespace) -> None:
     k = 2 * case.fmt.group_size
     m = PackedMatrix(*packed(np.random.default_rng(0), (8, k), case.fmt, mx.float32), None)
     arguments = {
@@ -169,4 +140,4 @@ def test_fused_products_refuses(case: Spoilt) -> None:
     }
     if case.transpose:
         arguments |= {"matrices": [m, m], "gate": "silu", "next_weight": None}
-    same_answers(partial(fused_products, **spoilt(arguments, case.changes)))
+    arrays.same_answers(partial(fused_products, **arrays.spoilt(arguments, case.changes)))

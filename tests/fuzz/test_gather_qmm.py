@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 
-from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from tests.fuzz import arrays
-from tests.fuzz.packing import FORMAT, Spoilt, packed
+from tests.fuzz.packing import FORMAT, packed, spoilt_products
 from tests.fuzz.target import fuzz
 from tests.numerics import assert_accurate, random, round_to, to64
 from tests.oracles import product, sums
 from tests.packed import dequantize64, terms64
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """A call of gather_qmm."""
-
-    seed: int
-    fmt: Format
-    shapes: tuple[tuple[int, ...], tuple[int, ...], Any, Any]
-    m: int
-    n: int
-    groups: int
-    transpose: bool
-    dtype: str
-    index: str
-    sorted: bool
-    layouts: tuple[str, ...]
-    backend: str
-    gradient: bool
-
 
 # Leading dimensions of x and of the matrices, and the shapes of both indices.
 GATHERED = [
@@ -59,23 +38,23 @@ GATHERED = [
 
 @fuzz(
     st.builds(
-        Gathered,
-        arrays.SEEDS,
-        FORMAT,
-        st.sampled_from(GATHERED),
-        st.sampled_from([1, 1, 1, 2, 5]),
-        st.sampled_from([1, 8, 33, 64]),
-        st.integers(1, 4),
-        st.booleans(),
-        arrays.DTYPES,
-        st.sampled_from(["int32", "uint32", "int64", "uint8"]),
-        st.booleans(),
-        st.tuples(*[arrays.LAYOUTS] * 6),
-        arrays.BACKENDS,
-        st.booleans(),
+        SimpleNamespace,
+        seed=arrays.SEEDS,
+        fmt=FORMAT,
+        shapes=st.sampled_from(GATHERED),
+        m=st.sampled_from([1, 1, 1, 2, 5]),
+        n=st.sampled_from([1, 8, 33, 64]),
+        groups=st.integers(1, 4),
+        transpose=st.booleans(),
+        dtype=arrays.DTYPES,
+        index=st.sampled_from(["int32", "uint32", "int64", "uint8"]),
+        sorted=st.booleans(),
+        layouts=st.tuples(*[arrays.LAYOUTS] * 6),
+        backend=arrays.BACKENDS,
+        gradient=st.booleans(),
     )
 )
-def test_gather_qmm(case: Gathered) -> None:
+def test_gather_qmm(case: SimpleNamespace) -> None:
     rng, fmt, dtype = np.random.default_rng(case.seed), case.fmt, arrays.dtype_of(case.dtype)
     lead, batch, left_shape, right_shape = case.shapes
     wide = case.groups * fmt.group_size
@@ -141,9 +120,10 @@ GATHER_NAMES += ["group_size", "bits", "mode", "global_scale", "sorted_indices"]
 
 
 @fuzz(
-    st.builds(Spoilt, FORMAT, st.just(()), st.booleans(), arrays.changes(GATHER_NAMES)), examples=60
+    spoilt_products(GATHER_NAMES),
+    examples=60,
 )
-def test_gather_qmm_refuses(case: Spoilt) -> None:
+def test_gather_qmm_refuses(case: SimpleNamespace) -> None:
     wide = 2 * case.fmt.group_size
     w, scales, biases = packed(np.random.default_rng(0), (3, 8, wide), case.fmt, mx.float32)
     arguments = {

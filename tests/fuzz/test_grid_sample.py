@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -12,19 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mlx_qlayers import GridSample, affine_grid, grid_sample
-from tests.fuzz.arrays import (
-    BACKENDS,
-    DTYPES,
-    LAYOUTS,
-    SEEDS,
-    changes,
-    dtype_of,
-    filled,
-    laid_out,
-    running,
-    same_answers,
-    spoilt,
-)
+from tests.fuzz import arrays
 from tests.fuzz.target import fuzz
 from tests.numerics import assert_accurate, random, round_to, to64
 
@@ -33,47 +21,25 @@ PADDING = st.sampled_from(["zeros", "border", "reflection"])
 EXTENT = st.one_of(st.sampled_from([1, 2, 3, 17]), st.integers(1, 9))
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A call of grid_sample."""
-
-    seed: int
-    batch: int
-    size: tuple[int, ...]
-    out: tuple[int, ...]
-    channels: int
-    mode: str
-    padding_mode: str
-    align_corners: bool
-    deterministic: bool
-    dtypes: tuple[str, str]
-    far: bool
-    values: str
-    layouts: tuple[str, str]
-    layer: bool
-    backend: str
-    gradient: bool
-
-
 SAMPLES = st.integers(2, 3).flatmap(
     lambda ndim: st.builds(
-        Sample,
-        SEEDS,
-        st.sampled_from([1, 2, 3, 0]),
-        st.tuples(*[EXTENT] * ndim),
-        st.tuples(*[st.integers(0, 6)] * ndim),
-        st.sampled_from([1, 2, 3, 4, 8, 17, 64, 0]),
-        MODES if ndim == 2 else st.sampled_from(["bilinear", "nearest"]),
-        PADDING,
-        st.booleans(),
-        st.booleans(),
-        st.tuples(DTYPES, DTYPES),
-        st.booleans(),
-        st.sampled_from(["normal", "normal", "zeros", "tiny", "special"]),
-        st.tuples(LAYOUTS, LAYOUTS),
-        st.booleans(),
-        BACKENDS,
-        st.booleans(),
+        SimpleNamespace,
+        seed=arrays.SEEDS,
+        batch=st.sampled_from([1, 2, 3, 0]),
+        size=st.tuples(*[EXTENT] * ndim),
+        out=st.tuples(*[st.integers(0, 6)] * ndim),
+        channels=st.sampled_from([1, 2, 3, 4, 8, 17, 64, 0]),
+        mode=MODES if ndim == 2 else st.sampled_from(["bilinear", "nearest"]),
+        padding_mode=PADDING,
+        align_corners=st.booleans(),
+        deterministic=st.booleans(),
+        dtypes=st.tuples(arrays.DTYPES, arrays.DTYPES),
+        far=st.booleans(),
+        values=st.sampled_from(["normal", "normal", "zeros", "tiny", "special"]),
+        layouts=st.tuples(arrays.LAYOUTS, arrays.LAYOUTS),
+        layer=st.booleans(),
+        backend=arrays.BACKENDS,
+        gradient=st.booleans(),
     )
 )
 
@@ -100,7 +66,9 @@ def cubic(t: np.ndarray) -> np.ndarray:
     return np.where(t <= 1, near, ((a * t - 5 * a) * t + 8 * a) * t - 4 * a)
 
 
-def axis_taps(g: np.ndarray, size: int, case: Sample) -> list[tuple[np.ndarray, np.ndarray]]:
+def axis_taps(
+    g: np.ndarray, size: int, case: SimpleNamespace
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Positions, -1 where outside, and weights along one axis; positions are float32's."""
     f = np.float32
     pixel = (g.astype(f) + f(1)) * f((size - 1 if case.align_corners else size) / 2)
@@ -125,7 +93,9 @@ def axis_taps(g: np.ndarray, size: int, case: Sample) -> list[tuple[np.ndarray, 
     return found
 
 
-def sampled(x: np.ndarray, grid: np.ndarray, case: Sample) -> tuple[np.ndarray, np.ndarray, Any]:
+def sampled(
+    x: np.ndarray, grid: np.ndarray, case: SimpleNamespace
+) -> tuple[np.ndarray, np.ndarray, Any]:
     """The samples in float64, their absolute terms, and each tap's pixels and weights."""
     size = x.shape[1:-1]
     axes = [axis_taps(grid[..., i], n, case) for i, n in enumerate(reversed(size))][::-1]
@@ -146,19 +116,21 @@ def sampled(x: np.ndarray, grid: np.ndarray, case: Sample) -> tuple[np.ndarray, 
 
 
 @fuzz(SAMPLES)
-def test_grid_sample(case: Sample) -> None:
-    rng, (dtype, of_grid) = np.random.default_rng(case.seed), map(dtype_of, case.dtypes)
-    x = filled(rng, (case.batch, *case.size, case.channels), dtype, case.values)
+def test_grid_sample(case: SimpleNamespace) -> None:
+    rng, (dtype, of_grid) = np.random.default_rng(case.seed), map(arrays.dtype_of, case.dtypes)
+    x = arrays.filled(rng, (case.batch, *case.size, case.channels), dtype, case.values)
     points = rng.uniform(-1.3, 1.3, (case.batch, *case.out, len(case.size)))
     if case.far:
         points *= rng.choice([1, 1, 50, 1000], points.shape)
     grid = round_to(points, of_grid)
-    x, grid = (laid_out(a, layout) for a, layout in zip((x, grid), case.layouts, strict=True))
+    x, grid = (
+        arrays.laid_out(a, layout) for a, layout in zip((x, grid), case.layouts, strict=True)
+    )
     options: Any = {"mode": case.mode, "padding_mode": case.padding_mode}
     options |= {"align_corners": case.align_corners, "deterministic": case.deterministic}
     function: Any = GridSample(**options) if case.layer else partial(grid_sample, **options)
     dy = random(rng, (*grid.shape[:-1], case.channels), dtype)
-    with running(case.backend):
+    with arrays.running(case.backend):
         if case.gradient and case.values == "normal":
             (y,), gradients = mx.vjp(lambda *a: [function(*a)], [x, grid], [dy])
         else:
@@ -189,19 +161,18 @@ def test_grid_sample(case: Sample) -> None:
         assert np.isfinite(to64(gradients[1])).all()
 
 
-@dataclass(frozen=True)
-class Spoilt:
-    """A sound call in which arguments are replaced."""
-
-    volume: bool
-    changes: dict[str, str]
-
-
 NAMES = ["x", "grid", "mode", "padding_mode", "align_corners", "deterministic"]
 
 
-@fuzz(st.builds(Spoilt, st.booleans(), changes(NAMES)), examples=60)
-def test_grid_sample_refuses(case: Spoilt) -> None:
+@fuzz(
+    st.builds(
+        SimpleNamespace,
+        volume=st.booleans(),
+        changes=arrays.changes(NAMES),
+    ),
+    examples=60,
+)
+def test_grid_sample_refuses(case: SimpleNamespace) -> None:
     size = (3, 4, 5) if case.volume else (4, 5)
     arguments = {
         "x": mx.ones((2, *size, 3)),
@@ -211,19 +182,7 @@ def test_grid_sample_refuses(case: Spoilt) -> None:
         "align_corners": False,
         "deterministic": False,
     }
-    same_answers(partial(grid_sample, **spoilt(arguments, case.changes)))
-
-
-@dataclass(frozen=True)
-class Affine:
-    """A call of affine_grid."""
-
-    seed: int
-    size: tuple[int, ...]
-    align_corners: bool
-    dtype: str
-    layout: str
-    changes: dict[str, str]
+    arrays.same_answers(partial(grid_sample, **arrays.spoilt(arguments, case.changes)))
 
 
 SIZES = st.one_of(st.tuples(*[st.integers(0, 9)] * 4), st.tuples(*[st.integers(0, 6)] * 5))
@@ -231,22 +190,26 @@ SIZES = st.one_of(st.tuples(*[st.integers(0, 9)] * 4), st.tuples(*[st.integers(0
 
 @fuzz(
     st.builds(
-        Affine,
-        SEEDS,
-        SIZES,
-        st.booleans(),
-        DTYPES,
-        LAYOUTS,
-        st.one_of(st.just({}), changes(["theta", "size", "align_corners"])),
+        SimpleNamespace,
+        seed=arrays.SEEDS,
+        size=SIZES,
+        align_corners=st.booleans(),
+        dtype=arrays.DTYPES,
+        layout=arrays.LAYOUTS,
+        changes=st.one_of(st.just({}), arrays.changes(["theta", "size", "align_corners"])),
     ),
     examples=60,
 )
-def test_affine_grid(case: Affine) -> None:
-    rng, n, dtype = np.random.default_rng(case.seed), len(case.size) - 2, dtype_of(case.dtype)
-    theta = laid_out(random(rng, (case.size[0], n, n + 1), dtype), case.layout)
+def test_affine_grid(case: SimpleNamespace) -> None:
+    rng, n, dtype = (
+        np.random.default_rng(case.seed),
+        len(case.size) - 2,
+        arrays.dtype_of(case.dtype),
+    )
+    theta = arrays.laid_out(random(rng, (case.size[0], n, n + 1), dtype), case.layout)
     arguments = {"theta": theta, "size": case.size, "align_corners": case.align_corners}
-    call = partial(affine_grid, **spoilt(arguments, case.changes))
-    same_answers(call)
+    call = partial(affine_grid, **arrays.spoilt(arguments, case.changes))
+    arrays.same_answers(call)
     if case.changes or 0 in case.size[1:-1]:
         return
     steps = [np.linspace(-1, 1, e) if e > 1 else np.zeros(1) for e in case.size[1:-1]]

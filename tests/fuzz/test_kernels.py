@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -31,15 +31,6 @@ _WORDS = [
 ]
 
 
-@dataclass(frozen=True)
-class Text:
-    """The text of a kernel with words put in, taken out and exchanged."""
-
-    name: str
-    edits: tuple[tuple[float, str, str], ...]
-    compiled: bool
-
-
 _KINDS = st.sampled_from(["insert", "delete", "replace", "cut"])
 _EDIT = st.tuples(st.floats(0, 1), _KINDS, st.sampled_from(_WORDS))
 
@@ -57,15 +48,15 @@ def _edited(text: str, edits: tuple[tuple[float, str, str], ...]) -> str:
 
 @fuzz(
     st.builds(
-        Text,
-        st.sampled_from(sorted(_NAMES)),
-        st.lists(_EDIT, max_size=4).map(tuple),
-        st.sampled_from([True] + [False] * 19),
+        SimpleNamespace,
+        name=st.sampled_from(sorted(_NAMES)),
+        edits=st.lists(_EDIT, max_size=4).map(tuple),
+        compiled=st.sampled_from([True] + [False] * 19),
     ),
     examples=30,
     seconds=3,
 )
-def test_kernel_texts(case: Text) -> None:
+def test_kernel_texts(case: SimpleNamespace) -> None:
     text = _edited(_NAMES[case.name].read_text(), case.edits) + "\n{}"[: 1 if case.edits else 0]
     options: dict[str, Any] = {"inputs": ("x",), "outputs": ("y",), "template": ("T",)}
     if case.name == "exp_gradient":
@@ -96,14 +87,6 @@ def _compile(kernel: Kernel) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Called:
-    """A launch in which arguments are replaced."""
-
-    changes: dict[str, str]
-    sizes: dict[str, str]
-
-
 ARGUMENTS = ["grid", "threadgroup", "output_shapes", "template", "output_dtypes", "init_value"]
 _PARTS = ["x", "T", "grid", "threadgroup", "shape"]
 _KERNEL = Kernel("exp_forward", _EXP, ("x",), ("y",), template=("T",))
@@ -111,13 +94,13 @@ _KERNEL = Kernel("exp_forward", _EXP, ("x",), ("y",), template=("T",))
 
 @fuzz(
     st.builds(
-        Called,
-        st.one_of(st.just({}), changes(["inputs", *ARGUMENTS])),
-        st.dictionaries(st.sampled_from(_PARTS), JUNK, max_size=2),
+        SimpleNamespace,
+        changes=st.one_of(st.just({}), changes(["inputs", *ARGUMENTS])),
+        sizes=st.dictionaries(st.sampled_from(_PARTS), JUNK, max_size=2),
     ),
     examples=80,
 )
-def test_launches(case: Called) -> None:
+def test_launches(case: SimpleNamespace) -> None:
     sizes = {"x": mx.ones(64), "T": mx.float32, "grid": 64, "threadgroup": 32, "shape": 64}
     sizes = spoilt(sizes, case.sizes)
     arguments = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -11,76 +11,45 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mlx_qlayers import quantized_matmul
-from mlx_qlayers.formats import GLOBAL_UNIT, Format
+from mlx_qlayers.formats import GLOBAL_UNIT
 from mlx_qlayers.metal.quantized_matmul.qmv import PackedMatrix
-from tests.fuzz.arrays import (
-    BACKENDS,
-    DTYPES,
-    LAYOUTS,
-    SEEDS,
-    VALUES,
-    changes,
-    compare,
-    dtype_of,
-    filled,
-    laid_out,
-    running,
-    same_answers,
-    spoilt,
-)
-from tests.fuzz.packing import FORMAT, ROWS, Spoilt, packed
+from tests.fuzz import arrays
+from tests.fuzz.packing import FORMAT, ROWS, packed, spoilt_products
 from tests.fuzz.target import fuzz
 from tests.launchers import dequantize
 from tests.numerics import IN_FLOAT32, assert_accurate, random, round_to, to64
 from tests.oracles import product, sums
 from tests.packed import codes, dequantize64, terms64
 
-LAID_OUT = st.tuples(*[LAYOUTS] * 5)
-
-
-@dataclass(frozen=True)
-class Product:
-    """A call of quantized_matmul."""
-
-    seed: int
-    fmt: Format
-    rows: tuple[int, ...]
-    n: int
-    groups: int
-    batch: tuple[int, ...]
-    transpose: bool
-    dtypes: tuple[str, str, str]
-    bias: bool
-    scaled: bool
-    values: str
-    layouts: tuple[str, ...]
-    backend: str
-    gradient: bool
+LAID_OUT = st.tuples(*[arrays.LAYOUTS] * 5)
 
 
 PRODUCTS = st.builds(
-    Product,
-    SEEDS,
-    FORMAT,
-    ROWS,
-    st.sampled_from([1, 2, 7, 8, 9, 33, 41, 64, 130]),
-    st.integers(1, 5),
-    st.sampled_from([()] * 6 + [(1,), (2,)]),
-    st.booleans(),
-    st.one_of(DTYPES.map(lambda d: (d, d, d)), st.tuples(DTYPES, DTYPES, DTYPES)),
-    st.booleans(),
-    st.booleans(),
-    VALUES,
-    LAID_OUT,
-    BACKENDS,
-    st.booleans(),
+    SimpleNamespace,
+    seed=arrays.SEEDS,
+    fmt=FORMAT,
+    rows=ROWS,
+    n=st.sampled_from([1, 2, 7, 8, 9, 33, 41, 64, 130]),
+    groups=st.integers(1, 5),
+    batch=st.sampled_from([()] * 6 + [(1,), (2,)]),
+    transpose=st.booleans(),
+    dtypes=st.one_of(
+        arrays.DTYPES.map(lambda d: (d, d, d)),
+        st.tuples(arrays.DTYPES, arrays.DTYPES, arrays.DTYPES),
+    ),
+    bias=st.booleans(),
+    scaled=st.booleans(),
+    values=arrays.VALUES,
+    layouts=LAID_OUT,
+    backend=arrays.BACKENDS,
+    gradient=st.booleans(),
 )
 
 
 @fuzz(PRODUCTS)
-def test_quantized_matmul(case: Product) -> None:
+def test_quantized_matmul(case: SimpleNamespace) -> None:
     rng, fmt = np.random.default_rng(case.seed), case.fmt
-    x_dtype, packed_dtype, bias_dtype = map(dtype_of, case.dtypes)
+    x_dtype, packed_dtype, bias_dtype = map(arrays.dtype_of, case.dtypes)
     wide = case.groups * fmt.group_size
     shape = case.n, wide
     inner, outer = (wide, case.n) if case.transpose else (case.n, wide)
@@ -88,13 +57,13 @@ def test_quantized_matmul(case: Product) -> None:
     if batch and case.rows[:-1][-1:] not in (batch, (1,)):
         batch = (1,)
     w, scales, biases = packed(rng, (*batch, *shape), fmt, packed_dtype, case.values)
-    x = filled(rng, (*case.rows, inner), x_dtype, case.values)
+    x = arrays.filled(rng, (*case.rows, inner), x_dtype, case.values)
     bias = random(rng, (outer,), bias_dtype) if case.bias else None
-    arrays = [
-        laid_out(a, layout)
+    operands = [
+        arrays.laid_out(a, layout)
         for a, layout in zip((x, w, scales, biases, bias), case.layouts, strict=True)
     ]
-    x, w, scales, biases, bias = arrays
+    x, w, scales, biases, bias = operands
     factor = None
     # It is applied to sums, which hold no more without it.
     scaled = case.scaled and case.values not in ("huge", "special")
@@ -129,26 +98,26 @@ def test_quantized_matmul(case: Product) -> None:
 
     # No kernel takes several matrices, or no row.
     backend = "auto" if batch or not x.size else case.backend
-    with running(backend):
+    with arrays.running(backend):
         y = call(x, scales, biases, bias)
         mx.eval(y)
     out = np.broadcast_shapes(case.rows[:-1], batch) + case.rows[-1:]
     expected = (truth, rough, terms)
     most = float(mx.finfo(out_dtype).max) * (1 - 2.0**-6) - float(np.max(np.abs(added)))
-    compare(y, *(np.reshape(a, (*out, outer)) for a in expected), f"y of {case}", most)
+    arrays.compare(y, *(np.reshape(a, (*out, outer)) for a in expected), f"y of {case}", most)
     if case.gradient and not batch and case.values == "normal" and x.size:
-        _check_gradients(case, rng, call, arrays, dense, parts)
+        _check_gradients(case, rng, call, operands, dense, parts)
 
 
 def _check_gradients(
-    case: Product,
+    case: SimpleNamespace,
     rng: np.random.Generator,
     call: Any,
-    arrays: list[Any],
+    operands: list[Any],
     dense: np.ndarray,
     parts: np.ndarray,
 ) -> None:
-    x, _, scales, biases, bias = arrays
+    x, _, scales, biases, bias = operands
     given = [x, scales, biases] if biases is not None else [x]
     names = ["x", "scales", "biases"][: len(given)]
     if bias is not None:
@@ -159,15 +128,15 @@ def _check_gradients(
         by_name |= dict(zip(names, varied, strict=True))
         return [call(**by_name)]
 
-    with running(case.backend):
+    with arrays.running(case.backend):
         (y,), _ = mx.vjp(run, given, [mx.zeros(run(*given)[0].shape, run(*given)[0].dtype)])
         dy = random(rng, y.shape, y.dtype)
         _, found = mx.vjp(run, given, [dy])
         mx.eval(found)
     sides = to64(dy).reshape(-1, dense.shape[1]), to64(x).reshape(-1, dense.shape[0])
-    exact = _gradients(case, arrays, *sides, dense)
-    rough = _gradients(case, arrays, *(a.astype(np.float32) for a in (*sides, dense)))
-    large = _gradients(case, arrays, *map(np.abs, sides), parts)
+    exact = _gradients(case, operands, *sides, dense)
+    rough = _gradients(case, operands, *(a.astype(np.float32) for a in (*sides, dense)))
+    large = _gradients(case, operands, *map(np.abs, sides), parts)
     large["x"] = sums(sides[0], dense.T, parts.T)
     for name, gradient, array in zip(names, found, given, strict=True):
         truth, base, terms = (a[name].reshape(array.shape) for a in (exact, rough, large))
@@ -180,10 +149,10 @@ def _check_gradients(
 
 
 def _gradients(
-    case: Product, arrays: list[Any], up: np.ndarray, rows: np.ndarray, dense: np.ndarray
+    case: SimpleNamespace, operands: list[Any], up: np.ndarray, rows: np.ndarray, dense: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Those of x, scales, biases and bias, in the dtype of what is given."""
-    _, w, scales, biases, _ = arrays
+    _, w, scales, biases, _ = operands
     found = {"x": product(up, dense.T), "bias": up.sum(0)}
     if biases is not None:
         d_w = product(rows.T, up).T if case.transpose else product(rows.T, up)
@@ -202,8 +171,11 @@ NAMES = ["x", "w", "scales", "biases", "transpose", "group_size", "bits", "mode"
 NAMES += ["global_scale"]
 
 
-@fuzz(st.builds(Spoilt, FORMAT, ROWS, st.booleans(), changes(NAMES)), examples=60)
-def test_quantized_matmul_refuses(case: Spoilt) -> None:
+@fuzz(
+    spoilt_products(NAMES),
+    examples=60,
+)
+def test_quantized_matmul_refuses(case: SimpleNamespace) -> None:
     wide = 2 * case.fmt.group_size
     inner, outer = (wide, 8) if case.transpose else (8, wide)
     w, scales, biases = packed(np.random.default_rng(0), (8, wide), case.fmt, mx.float32)
@@ -217,42 +189,34 @@ def test_quantized_matmul_refuses(case: Spoilt) -> None:
         "bias": mx.ones((outer,)),
         "global_scale": mx.array(1.0) if case.fmt.mode == "nvfp4" else None,
     }
-    same_answers(partial(quantized_matmul, **spoilt(arguments, case.changes)))
-
-
-@dataclass(frozen=True)
-class Unpacked:
-    """A launch that dequantizes matrices."""
-
-    seed: int
-    fmt: Format
-    heights: tuple[int, ...]
-    groups: int
-    dtypes: tuple[str, str]
-    layout: str
-    checked: bool
+    arrays.same_answers(partial(quantized_matmul, **arrays.spoilt(arguments, case.changes)))
 
 
 @fuzz(
     st.builds(
-        Unpacked,
-        SEEDS,
-        FORMAT,
-        st.lists(st.sampled_from([1, 2, 7, 8, 41]), min_size=1, max_size=3).map(tuple),
-        st.integers(1, 7),
-        st.tuples(DTYPES, DTYPES),
-        LAYOUTS.filter(lambda name: name.startswith(("dense", "behind"))),
-        st.booleans(),
+        SimpleNamespace,
+        seed=arrays.SEEDS,
+        fmt=FORMAT,
+        heights=st.lists(st.sampled_from([1, 2, 7, 8, 41]), min_size=1, max_size=3).map(tuple),
+        groups=st.integers(1, 7),
+        dtypes=st.tuples(arrays.DTYPES, arrays.DTYPES),
+        layout=arrays.LAYOUTS.filter(lambda name: name.startswith(("dense", "behind"))),
+        checked=st.booleans(),
     ),
     examples=10,
 )
-def test_dequantize(case: Unpacked) -> None:
-    rng, fmt, (dtype, kind) = np.random.default_rng(case.seed), case.fmt, map(dtype_of, case.dtypes)
+def test_dequantize(case: SimpleNamespace) -> None:
+    rng, fmt, (dtype, kind) = (
+        np.random.default_rng(case.seed),
+        case.fmt,
+        map(arrays.dtype_of, case.dtypes),
+    )
     wide = case.groups * fmt.group_size
     matrices = [
-        [laid_out(a, case.layout) for a in packed(rng, (n, wide), fmt, kind)] for n in case.heights
+        [arrays.laid_out(a, case.layout) for a in packed(rng, (n, wide), fmt, kind)]
+        for n in case.heights
     ]
-    with running("checked" if case.checked else "host"):
+    with arrays.running("checked" if case.checked else "host"):
         y = dequantize([PackedMatrix(*m) for m in matrices], fmt, dtype)
     dense = np.concatenate([dequantize64(*m, fmt) for m in matrices])
     terms = max(terms64(*m, fmt).max() for m in matrices)

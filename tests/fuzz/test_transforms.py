@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +16,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mlx_qlayers import QLinear, attention, quantized_matmul, use_backend
-from mlx_qlayers.formats import Format
 from mlx_qlayers.layers.fused_attention import FusedAttention
 from mlx_qlayers.layers.grid_sample import GridSample
 from mlx_qlayers.layers.qlinear import QEmbedding
@@ -41,23 +40,11 @@ _LACKING = re.compile(r"jvp|vmap|vjp", re.IGNORECASE)
 Call = tuple[Callable[..., list[mx.array]], list[mx.array]]
 
 
-@dataclass(frozen=True)
-class Transformed:
-    """A call of an operation under a transformation."""
-
-    seed: int
-    operation: str
-    transformation: str
-    fmt: Format
-    rows: int
-    backend: str
-
-
-def _exp(case: Transformed, rng: np.random.Generator) -> Call:
+def _exp(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     return lambda x: [exp(x)], [random(rng, (case.rows, 5))]
 
 
-def _matrix(case: Transformed, rng: np.random.Generator, n: int, *lead: int) -> list[Any]:
+def _matrix(case: SimpleNamespace, rng: np.random.Generator, n: int, *lead: int) -> list[Any]:
     """w, scales and biases of matrices (*lead, n, 2 groups); scales of moderate size."""
     w, scales, biases = packed(rng, (*lead, n, 2 * case.fmt.group_size), case.fmt, mx.float32)
     if biases is None and case.fmt.mode != "nvfp4":
@@ -65,7 +52,7 @@ def _matrix(case: Transformed, rng: np.random.Generator, n: int, *lead: int) -> 
     return [w, scales, biases]
 
 
-def _quantized_matmul(case: Transformed, rng: np.random.Generator) -> Call:
+def _quantized_matmul(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     w, scales, biases = _matrix(case, rng, 9)
     factor = mx.array(1.5) if case.fmt.mode == "nvfp4" else None
     options: Any = {**case.fmt._asdict(), "global_scale": factor}
@@ -77,7 +64,7 @@ def _quantized_matmul(case: Transformed, rng: np.random.Generator) -> Call:
     return run, [random(rng, (case.rows, 2 * case.fmt.group_size)), *floats]
 
 
-def _gather_qmm(case: Transformed, rng: np.random.Generator) -> Call:
+def _gather_qmm(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     w, scales, biases = _matrix(case, rng, 8, 3)
     right = mx.array(rng.integers(0, 3, (case.rows,)))
     factors = random(rng, (3,)) + 2 if case.fmt.mode == "nvfp4" else None
@@ -90,7 +77,7 @@ def _gather_qmm(case: Transformed, rng: np.random.Generator) -> Call:
     return run, [random(rng, (case.rows, 1, 2 * case.fmt.group_size)), *floats]
 
 
-def _fused_products(case: Transformed, rng: np.random.Generator) -> Call:
+def _fused_products(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     m = [PackedMatrix(*_matrix(case, rng, 8), None) for _ in range(2)]
     k, gate = 2 * case.fmt.group_size, "silu" if case.seed % 2 else None
 
@@ -100,7 +87,7 @@ def _fused_products(case: Transformed, rng: np.random.Generator) -> Call:
     return run, [random(rng, (case.rows, k)), random(rng, (k,))]
 
 
-def _attention(case: Transformed, rng: np.random.Generator) -> Call:
+def _attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     def run(q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
         return [attention(q, k, v, scale=0.2, mask="causal", softcap=30.0)]
 
@@ -108,7 +95,7 @@ def _attention(case: Transformed, rng: np.random.Generator) -> Call:
     return run, [random(rng, shape) for shape in shapes]
 
 
-def _packed_attention(case: Transformed, rng: np.random.Generator) -> Call:
+def _packed_attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     k, v = (mx.quantize(random(rng, (1, 1, case.rows + 3, 64)), 32, 8) for _ in range(2))
     return (
         lambda q: [attention(q, k, v, scale=0.2, mask="causal")],
@@ -116,7 +103,7 @@ def _packed_attention(case: Transformed, rng: np.random.Generator) -> Call:
     )
 
 
-def _attention_step(case: Transformed, rng: np.random.Generator) -> Call:
+def _attention_step(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     positions = mx.array([case.rows, 2, case.rows + 2, *[-1] * 8], mx.int32)
     rotation = Rotation(32, case.seed % 2 == 1)
 
@@ -128,14 +115,14 @@ def _attention_step(case: Transformed, rng: np.random.Generator) -> Call:
     return run, [random(rng, shape) for shape in shapes]
 
 
-def _rotary_embedding(case: Transformed, rng: np.random.Generator) -> Call:
+def _rotary_embedding(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     return (
         lambda q, k: list(rotary_embedding(q, k, mx.array(7), dims=16)),
         [random(rng, (1, case.rows, n, 32)) for n in (2, 1)],
     )
 
 
-def _grid_sample(case: Transformed, rng: np.random.Generator) -> Call:
+def _grid_sample(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     layer = GridSample(padding_mode=("zeros", "border", "reflection")[case.seed % 3])
     # Between pixels: on one, a derivative is that of either side.
     grid = rng.integers(0, 4, (1, case.rows, 3, 2)) + rng.uniform(0.2, 0.8, (1, case.rows, 3, 2))
@@ -145,7 +132,7 @@ def _grid_sample(case: Transformed, rng: np.random.Generator) -> Call:
     ]
 
 
-def _deformable_attention(case: Transformed, rng: np.random.Generator) -> Call:
+def _deformable_attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     padding, samples = ("zeros", "border")[case.seed % 2], (1, case.rows, 2, 2, 2)
     shapes = [(5, 3), (2, 4)]
     sizes = np.array(shapes)[:, None, ::-1]
@@ -158,7 +145,7 @@ def _deformable_attention(case: Transformed, rng: np.random.Generator) -> Call:
     return run, [random(rng, (1, 23, 2, 8)), locations, random(rng, samples)]
 
 
-def _deform_conv2d(case: Transformed, rng: np.random.Generator) -> Call:
+def _deform_conv2d(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     moved = rng.integers(-1, 2, (1, 4, 3, 8)) + rng.uniform(0.2, 0.8, (1, 4, 3, 8))
 
     def run(x: mx.array, offset: mx.array, weight: mx.array, mask: mx.array) -> list[mx.array]:
@@ -169,7 +156,7 @@ def _deform_conv2d(case: Transformed, rng: np.random.Generator) -> Call:
     return run, [x, mx.array(moved, mx.float32), weight, mask]
 
 
-def _filled(case: Transformed, rng: np.random.Generator, layer: Any, *lead: int) -> Any:
+def _filled(case: SimpleNamespace, rng: np.random.Generator, layer: Any, *lead: int) -> Any:
     """A layer with the parameters of a random matrix."""
     n = layer.weight.shape[-2]
     layer.weight, layer.scales, biases = _matrix(case, rng, n, *lead)
@@ -178,32 +165,32 @@ def _filled(case: Transformed, rng: np.random.Generator, layer: Any, *lead: int)
     return layer
 
 
-def _qlinear(case: Transformed, rng: np.random.Generator) -> Call:
+def _qlinear(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     k = 2 * case.fmt.group_size
     layer = _filled(case, rng, QLinear(k, 8, True, *case.fmt))
     return lambda x: [layer(x)], [random(rng, (case.rows, k))]
 
 
-def _qembedding(case: Transformed, rng: np.random.Generator) -> Call:
+def _qembedding(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     k = 2 * case.fmt.group_size
     layer = _filled(case, rng, QEmbedding(8, k, *case.fmt))
     return lambda x: [layer.as_linear(x)], [random(rng, (case.rows, k))]
 
 
-def _qswitch_linear(case: Transformed, rng: np.random.Generator) -> Call:
+def _qswitch_linear(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     k = 2 * case.fmt.group_size
     layer = _filled(case, rng, QSwitchLinear(k, 8, 3, True, *case.fmt), 3)
     right = mx.array(rng.integers(0, 3, (case.rows, 2)))
     return lambda x: [layer(x, right)], [random(rng, (case.rows, 1, 1, k))]
 
 
-def _fused_attention(case: Transformed, rng: np.random.Generator) -> Call:
+def _fused_attention(case: SimpleNamespace, rng: np.random.Generator) -> Call:
     mx.random.seed(case.seed)
     layer = FusedAttention(64, 2, 1)
     return lambda x: [layer(x, mask="causal")], [random(rng, (1, case.rows, 64))]
 
 
-OPERATIONS: dict[str, Callable[[Transformed, np.random.Generator], Call]] = {
+OPERATIONS: dict[str, Callable[[SimpleNamespace, np.random.Generator], Call]] = {
     make.__name__.removeprefix("_"): make
     for make in (
         _exp,
@@ -306,18 +293,18 @@ TRANSFORMATIONS: dict[str, Callable[[Any, Arrays, np.random.Generator], Any]] = 
 
 @fuzz(
     st.builds(
-        Transformed,
-        SEEDS,
-        st.sampled_from(sorted(OPERATIONS)),
-        st.sampled_from(sorted(TRANSFORMATIONS)),
-        FORMAT,
-        st.sampled_from([1, 2, 5, 17]),
-        st.sampled_from(["host", "ops", "auto"]),
+        SimpleNamespace,
+        seed=SEEDS,
+        operation=st.sampled_from(sorted(OPERATIONS)),
+        transformation=st.sampled_from(sorted(TRANSFORMATIONS)),
+        fmt=FORMAT,
+        rows=st.sampled_from([1, 2, 5, 17]),
+        backend=st.sampled_from(["host", "ops", "auto"]),
     ),
     examples=60,
     seconds=3.0,
 )
-def test_transformations(case: Transformed) -> None:
+def test_transformations(case: SimpleNamespace) -> None:
     rng = np.random.default_rng(case.seed)
     run, given = OPERATIONS[case.operation](case, rng)
     try:
