@@ -39,8 +39,9 @@ def run(args: argparse.Namespace) -> None:
 
     if (args.hf_path is None) == (args.gguf is None):
         raise ValueError("convert takes either --hf-path or --gguf")
-    chosen = (args.bits, args.group_size, args.quant_predicate)
-    quantizes = any(value is not None for value in chosen) or args.mode != "affine"
+    chosen = {"group_size": args.group_size, "bits": args.bits, "recipe": args.quant_predicate}
+    quantizes = any(value is not None for value in chosen.values()) or args.mode != "affine"
+    common = {name: getattr(args, name) for name in ("dtype", "revision", "trust_remote_code")}
     if args.gguf is not None:
         if quantizes or args.revision is not None or args.dequantize:
             raise ValueError("--gguf keeps the file's quantization: no option can change it")
@@ -48,24 +49,10 @@ def run(args: argparse.Namespace) -> None:
     elif args.dequantize:
         if quantizes:
             raise ValueError("--dequantize takes no option of a quantization")
-        written = dequantize_checkpoint(
-            args.hf_path,
-            args.mlx_path,
-            dtype=args.dtype,
-            revision=args.revision,
-            trust_remote_code=args.trust_remote_code,
-        )
+        written = dequantize_checkpoint(args.hf_path, args.mlx_path, **common)
     else:
         written = quantize_checkpoint(
-            args.hf_path,
-            args.mlx_path,
-            group_size=args.group_size,
-            bits=args.bits,
-            mode=args.mode,
-            recipe=args.quant_predicate,
-            dtype=args.dtype,
-            revision=args.revision,
-            trust_remote_code=args.trust_remote_code,
+            args.hf_path, args.mlx_path, mode=args.mode, **chosen, **common
         )
     print(written)
     if args.upload_repo is not None:

@@ -83,9 +83,7 @@ def quantize_checkpoint(
     if recipe is not None and (bits is not None or mode != "affine"):
         raise ValueError(f"recipe {recipe!r} says bits and is affine; mode={mode!r}, bits={bits!r}")
     group_size, bits, mode = Format.checked(group_size, bits, mode)
-    target = Path(target).expanduser()
-    check_free(target)
-    source = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
+    target, source = _find(path_or_hf_repo, target, revision, trust_remote_code)
     if (quantized := check_directory(source).get("quantization")) is not None:
         raise ValueError(f"{source}: already quantized: {quantized}")
     model, tokenizer, config, _ = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
@@ -105,8 +103,7 @@ def quantize_checkpoint(
         )
     if not any(hasattr(module, "scales") for module in model.modules()):
         raise ValueError(f"{source}: no layer has a width that is a multiple of {group_size}")
-    origin = None if os.path.exists(path_or_hf_repo) else os.fspath(path_or_hf_repo)
-    return _write(target, source, model, tokenizer, config, origin)
+    return _write(target, source, model, tokenizer, config, path_or_hf_repo)
 
 
 def dequantize_checkpoint(
@@ -124,13 +121,10 @@ def dequantize_checkpoint(
         target: as in :func:`quantize_checkpoint`.
         dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``; by default that of the scales, and
             bfloat16 where they are no numbers.
-        revision: a branch, tag or commit of the repository.
-        trust_remote_code: run Python code that the model brings along.
+        revision, trust_remote_code: likewise.
 
     Raises:
-        FileExistsError: there is something at ``target``.
-        FileNotFoundError: the model, or a file of it, is missing.
-        OSError: the disk has not enough room.
+        OSError: as in :func:`quantize_checkpoint`.
         ValueError: the model is not quantized, or a file is damaged.
 
     Example:
@@ -139,17 +133,14 @@ def dequantize_checkpoint(
     """
     from mlx_lm.utils import dequantize_model
 
-    target = Path(target).expanduser()
-    check_free(target)
-    source = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
+    target, source = _find(path_or_hf_repo, target, revision, trust_remote_code)
     if check_directory(source).get("quantization") is None:
         raise ValueError(f"{source}: not quantized")
     model, tokenizer, config, _ = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
     model = dequantize_model(model)
     _cast(model, dtype)
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
-    origin = None if os.path.exists(path_or_hf_repo) else os.fspath(path_or_hf_repo)
-    return _write(target, source, model, tokenizer, config, origin)
+    return _write(target, source, model, tokenizer, config, path_or_hf_repo)
 
 
 def quantize_calibrated(
@@ -184,10 +175,8 @@ def quantize_calibrated(
     """
     from .gptq import quantize_model
 
-    target = Path(target).expanduser()
-    check_free(target)
+    target, source = _find(path_or_hf_repo, target, None, trust_remote_code)
     words = None if text is None else Path(text).expanduser().read_text(encoding="utf-8")
-    source = find_model(path_or_hf_repo, trust_remote_code=trust_remote_code)
     model, tokenizer, config, _ = load_stock(source, lazy=True, trust_remote_code=trust_remote_code)
     if any(hasattr(module, "scales") for module in model.modules()):
         raise ValueError(f"{source}: already quantized; `convert --dequantize` undoes that")
@@ -196,8 +185,7 @@ def quantize_calibrated(
     name = sha256(json.dumps([str(source.resolve()), facts]).encode()).hexdigest()[:12]
     folder = target.with_name(f".{target.name}.gptq-{name}")
     config["quantization"] = quantize_model(model, tokenizer, text=words, folder=folder, **options)
-    origin = None if os.path.exists(path_or_hf_repo) else os.fspath(path_or_hf_repo)
-    written = _write(target, source, model, tokenizer, config, origin)
+    written = _write(target, source, model, tokenizer, config, path_or_hf_repo)
     shutil.rmtree(folder, ignore_errors=True)
     return written
 
@@ -228,14 +216,27 @@ def convert_gguf(
 
     from .gguf import read_gguf
 
-    target = Path(target).expanduser()
-    check_free(target)
+    target, source = _find(file, target, None, False)
     with TemporaryDirectory() as name:
         folder = Path(name)
         kind = None if dtype is None else getattr(mx, dtype)
-        model, config = read_gguf(find_model(file), folder, dtype=kind)
+        model, config = read_gguf(source, folder, dtype=kind)
         tokenizer = load_tokenizer(folder, eos_token_ids=config["eos_token_id"])
         return _write(target, folder, model, tokenizer, config)
+
+
+def _find(
+    path_or_hf_repo: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    revision: str | None,
+    trust_remote_code: bool,
+) -> tuple[Path, Path]:
+    """The directory to write, where there is nothing yet, and that of the model."""
+    target = Path(target).expanduser()
+    check_free(target)
+    return target, find_model(
+        path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code
+    )
 
 
 def _write(
@@ -244,9 +245,9 @@ def _write(
     model: nn.Module,
     tokenizer: Any,
     config: dict[str, Any],
-    origin: str | None = None,
+    origin: str | os.PathLike[str] = "",
 ) -> Written:
-    """Write a model; ``origin`` is the repository that its card names."""
+    """Write a model; where ``origin`` is a repository, its card names that."""
     from huggingface_hub import ModelCard
     from mlx_lm.utils import compute_bits_per_weight
     from tqdm import tqdm
@@ -263,9 +264,9 @@ def _write(
         for weight in tqdm(weights, desc="converting", unit="tensor", disable=None):
             mx.eval(weight)
         _save(staging, source, model, tokenizer, config)
-        if origin is not None:
+        if origin and not os.path.exists(origin):
             card = ModelCard.load(staging / "README.md")
-            card.data.base_model = origin
+            card.data.base_model = os.fspath(origin)
             card.save(staging / "README.md")
         check_directory(staging)
     return written

@@ -213,35 +213,27 @@ def heuristics_only() -> AbstractContextManager[bool]:
     return _within(_heuristics_only, True)
 
 
-@contextmanager
-def unasked() -> Iterator[None]:
+def unasked() -> AbstractContextManager[None]:
     """Inside a ``with`` block, questions are not collected: they are about what would not run."""
-    token = _questions.set(None)
-    try:
-        yield
-    finally:
-        _questions.reset(token)
+    return _within(_questions, None, keeps_plans=True)
 
 
-@contextmanager
-def untuned() -> Iterator[None]:
+def untuned() -> AbstractContextManager[bool]:
     """The same for a plan that is being made, which is kept as if it were tuned."""
-    token = _heuristics_only.set(True)
-    try:
-        yield
-    finally:
-        _heuristics_only.reset(token)
+    return _within(_heuristics_only, True, keeps_plans=True)
 
 
 @contextmanager
-def _within(variable: ContextVar[Any], value: T) -> Iterator[T]:
+def _within(variable: ContextVar[Any], value: T, *, keeps_plans: bool = False) -> Iterator[T]:
     token = variable.set(value)
-    advance_epoch()
     try:
+        if not keeps_plans:
+            advance_epoch()
         yield value
     finally:
         variable.reset(token)
-        advance_epoch()
+        if not keeps_plans:
+            advance_epoch()
 
 
 @lru_cache(maxsize=_REMEMBERED)

@@ -73,17 +73,18 @@ def mlx_text(
     """The text that MLX 0.32 generates for a launch of a kernel without template arguments."""
     parameters = []
     for key, x in inputs:
-        parameters.append(f"    const {_type_name(x.dtype)}* {key}")
+        parameters.append(f"    const {type_name(x.dtype)}* {key}")
         for suffix, kind in (("_shape", "Shape"), ("_strides", "Strides"), ("_ndim", "int")):
             if x.ndim > 0 and key + suffix in source:
                 parameters.append(f"    const __grid_constant__ {kind} {key}{suffix}")
-    parameters += [f"    {_type_name(dtype)}* {key}" for key, dtype in outputs]
+    parameters += [f"    {type_name(dtype)}* {key}" for key, dtype in outputs]
     text = f"{_MLX}{header}namespace mlx::core::cu {{\n\nnamespace cg = cooperative_groups;\n\n"
     text += f"__global__ void custom_kernel_{name}(\n" + ",\n".join(parameters) + ") {\n"
     return f"{text}{source}\n}}\n\n}} // namespace mlx::core::cu\n"
 
 
-def _type_name(dtype: mx.Dtype) -> str:
+def type_name(dtype: mx.Dtype) -> str:
+    """How MLX spells a dtype in CUDA C++."""
     return _TYPES.get(dtype) or str(dtype).removeprefix("mlx.core.") + "_t"
 
 

@@ -7,8 +7,6 @@ import io
 import pickle
 import re
 import sys
-import threading
-from contextvars import copy_context
 from itertools import chain
 
 import mlx.core as mx
@@ -34,6 +32,7 @@ from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.backend import Mode, mode
 from mlx_qlayers.runtime.spec import Spec
+from tests.threads import in_threads
 
 TOKENS = mx.random.randint(0, VOCABULARY, (3, 40), key=mx.random.key(1))
 
@@ -282,22 +281,15 @@ def test_threads_with_caches_of_their_own(tail):
     _, model = pair()
     wanted = mx.concatenate(stepped(model, begun(model), range(5, 20)), axis=1)
     mx.eval(wanted)
-    found = {}
 
-    def run(number: int) -> None:
+    def run(_: int) -> mx.array:
         cache = begun(model)
-        logits = stepped(model, cache, range(5, 20))
-        found[number] = mx.concatenate(logits, axis=1)
-        mx.eval(found[number], [c.state for c in cache])
+        logits = mx.concatenate(stepped(model, cache, range(5, 20)), axis=1)
+        mx.eval(logits, [c.state for c in cache])
+        return logits
 
-    threads = [threading.Thread(target=copy_context().run, args=(run, i)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for logits in found.values():
+    for logits in in_threads(run, 3, same_context=True):
         assert_same_model(logits, wanted, bits=None, what="in a thread")
-    assert len(found) == 3
 
 
 def test_nobody_computes_what_a_cache_shows(tail):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
-from contextvars import copy_context
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +18,7 @@ from mlx_qlayers import convert_model, revert_model
 from mlx_qlayers.conversion import compiled_blocks, decoder_loop
 from mlx_qlayers.conversion.decoder_loop import with_layers_ahead
 from mlx_qlayers.conversion.report import FUSED, LEFT
+from tests.threads import in_threads
 
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
 # Loops over layers with one mask, and with one for each kind of layer.
@@ -261,22 +260,15 @@ def test_threads(runs):
     _, model = pair()
     expected, _ = decoded(model)
     mx.eval(expected)
-    found, errors = {}, []
 
-    def run(number: int) -> None:
-        try:
-            found[number], _ = decoded(model)
-            mx.eval(found[number])
-        except Exception as error:
-            errors.append(error)
+    def run(_: int) -> mx.array:
+        logits, _ = decoded(model)
+        mx.eval(logits)
+        return logits
 
-    threads = [threading.Thread(target=copy_context().run, args=(run, i)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and len(runs) == 16
-    for logits in found.values():
+    found = in_threads(run, 3, same_context=True)
+    assert len(runs) == 16
+    for logits in found:
         assert_same_model(logits, expected, bits=None, what="in a thread")
 
 

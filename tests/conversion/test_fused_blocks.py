@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 import weakref
-from contextvars import copy_context
 
 import mlx.core as mx
 import pytest
@@ -25,6 +23,7 @@ from mlx_qlayers.dispatch import Choice
 from mlx_qlayers.ops import fused_products as ops
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.backend import advance_epoch
+from tests.threads import in_threads
 
 NAMES = ["qwen2", "qwen3", "gemma", "qwen3_moe", "granite", "phimoe", "deepseek_v2"]
 
@@ -171,23 +170,15 @@ def test_compile_of_the_whole_model():
 def test_threads(gpu_path):
     """Several threads decode with one model: each sees its own numbers."""
     _, model = pair()
-    expected, found, errors = decoded(model), {}, []
-
-    def run(number: int) -> None:
-        try:
-            found[number] = decoded(model)
-            mx.eval(found[number])
-        except Exception as error:
-            errors.append(error)
-
+    expected = decoded(model)
     mx.eval(expected)
-    threads = [threading.Thread(target=copy_context().run, args=(run, i)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    for logits in found.values():
+
+    def run(_: int) -> mx.array:
+        logits = decoded(model)
+        mx.eval(logits)
+        return logits
+
+    for logits in in_threads(run, 4, same_context=True):
         assert_same_model(logits, expected, bits=None, what="in a thread")
 
 

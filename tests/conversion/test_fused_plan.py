@@ -52,12 +52,14 @@ def test_report():
     assert_same_model(decoded(mixed), decoded(stock), bits=None, what="mixed formats")
 
 
-def test_what_is_not_recognised_is_left_and_said():
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.QuantizedLinear(64, 64), nn.QuantizedLinear(64, 64)
+class TwoProducts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.QuantizedLinear(64, 64), nn.QuantizedLinear(64, 64)
 
+
+def test_what_is_not_recognised_is_left_and_said():
+    class Chain(TwoProducts):
         def __call__(self, x):
             return self.b(self.a(x))
 
@@ -66,11 +68,7 @@ def test_what_is_not_recognised_is_left_and_said():
 
 
 def test_the_code_that_is_not_recognised_is_named():
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.QuantizedLinear(64, 64), nn.QuantizedLinear(64, 64)
-
+    class Pair(TwoProducts):
         def __call__(self, x):
             y = self.a(x)
             return y * self.b(x + 1)

@@ -14,6 +14,7 @@ from mlx_qlayers import explain, quantized_matmul, use_backend
 from mlx_qlayers.dispatch import Choice, Operation, Plan, dispatch, dispatcher
 from mlx_qlayers.runtime.backend import Mode, advance_epoch, current, mode
 from tests.numerics import assert_same_sums, random
+from tests.threads import in_threads
 
 
 @pytest.fixture
@@ -150,22 +151,16 @@ def test_other_dtypes_of_the_same_shapes(on_a_gpu):
 def test_threads_have_plans_of_their_own(on_a_gpu):
     x, packed = problem(5)
     mx.eval(x, packed)  # streams belong to threads, and so does what was not evaluated
-    results = []
 
-    def work():
+    def work(_):
         with use_backend("ops"), mx.stream(mx.new_stream(mx.cpu)):
             for _ in range(20):
                 y = quantized_matmul(x, *packed)
                 mx.eval(y)
-            results.append(y)
+        return y
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
     expected = mx.quantized_matmul(x, *packed)
-    assert len(results) == 4 and all(mx.array_equal(y, expected) for y in results)
+    assert all(mx.array_equal(y, expected) for y in in_threads(work, 4))
 
 
 def test_tasks_have_backends_of_their_own():

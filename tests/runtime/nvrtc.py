@@ -14,21 +14,10 @@ from unittest import mock
 
 import mlx.core as mx
 
-_TYPES = {
-    mx.float16: "__half",
-    mx.bfloat16: "__nv_bfloat16",
-    mx.float32: "float",
-    mx.bool_: "bool",
-    mx.complex64: "mlx::core::cu::complex64_t",
-}
-# How it spells them in a kernel's name.
+from mlx_qlayers.runtime import cuda_ahead
+
+# How MLX spells these in a kernel's name.
 _SUFFIXES = {mx.float32: "float", mx.bool_: "bool"}
-_PREFIX = '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
-
-
-def type_name(dtype: mx.Dtype) -> str:
-    """How MLX spells a dtype in CUDA C++."""
-    return _TYPES.get(dtype) or str(dtype).removeprefix("mlx.core.") + "_t"
 
 
 def mlx_text(
@@ -40,29 +29,21 @@ def mlx_text(
     template: Sequence[tuple[str, Any]] = (),
 ) -> tuple[str, str]:
     """The kernel's qualified name and the text that MLX 0.32 generates and compiles."""
-    parameters = []
-    for key, x in inputs:
-        parameters.append(f"    const {type_name(x.dtype)}* {key}")
-        for suffix, kind in (("_shape", "Shape"), ("_strides", "Strides"), ("_ndim", "int")):
-            if x.ndim > 0 and key + suffix in source:
-                parameters.append(f"    const __grid_constant__ {kind} {key}{suffix}")
-    parameters += [f"    {type_name(dtype)}* {key}" for key, dtype in outputs]
-    function = f"custom_kernel_{name}"
     constants = ""
     for key, value in template:
         if isinstance(value, bool):
             constants += f"  constexpr bool {key} = {str(value).lower()};\n"
-            function += "_t" if value else "_f"
+            name += "_t" if value else "_f"
         elif isinstance(value, int):
             constants += f"  constexpr int {key} = {value};\n"
-            function += f"_{value}"
+            name += f"_{value}"
         else:
-            constants += f"  using {key} = {type_name(value)};\n"
-            function += "_" + _SUFFIXES.get(value, str(value).removeprefix("mlx.core.") + "_t")
-    text = f"{_PREFIX}{header}namespace mlx::core::cu {{\n\nnamespace cg = cooperative_groups;\n\n"
-    text += f"__global__ void {function}(\n" + ",\n".join(parameters) + ") {\n"
-    text += constants + ("\n" if template else "") + source
-    return f"mlx::core::cu::{function}", text + "\n}\n\n} // namespace mlx::core::cu\n"
+            constants += f"  using {key} = {cuda_ahead.type_name(value)};\n"
+            name += "_" + _SUFFIXES.get(value, str(value).removeprefix("mlx.core.") + "_t")
+    body = constants + ("\n" if template else "") + source
+    return f"mlx::core::cu::custom_kernel_{name}", cuda_ahead.mlx_text(
+        name, header, body, inputs, outputs
+    )
 
 
 def compile_text(name: str, text: str, *, ptx: bool = False) -> bytes:

@@ -10,26 +10,7 @@ import pytest
 from mlx_qlayers.dispatch import Choice, Operation, Plan, dispatch
 from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.explain import Decision, count, explain, note, recording, row
-
-
-def in_threads(work, number=8):
-    """Run a function in threads that start together; raise what they raise."""
-    errors, begin = [], threading.Barrier(number)
-
-    def run():
-        begin.wait()
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+from tests.threads import in_threads
 
 
 def test_notes_of_ones_own():
@@ -91,11 +72,11 @@ def test_no_call_of_a_thread_is_lost(reset):
     x = mx.ones(1)
     mx.eval(x)
 
-    def work():
+    def work(_):
         for _ in range(10_000):
             dispatch(twice, (x,))
 
-    thread = threading.Thread(target=in_threads, args=(work,))
+    thread = threading.Thread(target=in_threads, args=(work, 8))
     thread.start()
     found = 0
     while reset and thread.is_alive():
@@ -112,11 +93,11 @@ def test_explaining_beside_running_operations_raises_nothing():
     """New rows appear all the time."""
     over = threading.Event()
 
-    def read():
+    def read(_):
         while not over.is_set():
             explain()
 
-    def work():
+    def work(_):
         for i in range(2000):
             note(f"op {i}", "ops", str(threading.get_ident()))
 

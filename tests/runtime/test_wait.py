@@ -14,6 +14,7 @@ from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.host.array_memory import locate
 from mlx_qlayers.runtime.tracing import trace
 from mlx_qlayers.runtime.wait import KernelTimeout, wait_for
+from tests.threads import in_threads
 
 from .kernels import GATHER, SPIN
 
@@ -33,17 +34,10 @@ def test_a_function_is_called_with_inputs_that_are_not_evaluated_yet():
 
 
 def test_from_threads_at_once():
-    found = {}
-
     def work(n):
-        found[n] = wait_for(lambda x: x * n, 5, mx.arange(3.0) + n).tolist()
+        return wait_for(lambda x: x * n, 5, mx.arange(3.0) + n).tolist()
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {n: [n * (i + n) for i in range(3)] for n in range(4)}
+    assert in_threads(work, 4) == [[n * (i + n) for i in range(3)] for n in range(4)]
 
 
 def test_the_function_runs_in_the_context_of_the_caller():

@@ -36,13 +36,7 @@ class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
 
     problem = AttentionForwardProblem
     moves = moves_of(
-        problem,
-        blocks=Upcast,
-        simds=Local,
-        slices=Group,
-        tile=Tile,
-        alternate=Buffer,
-        ahead=Buffer,
+        problem, blocks=Upcast, simds=Local, slices=Group, tile=Tile, alternate=Buffer, ahead=Buffer
     )
 
     def inputs(self, problem: AttentionForwardProblem) -> Inputs:
@@ -97,12 +91,7 @@ class AttentionStepFamily(Family[AttentionStepProblem, Step]):
 
     problem = AttentionStepProblem
     moves = moves_of(
-        problem,
-        splits=GroupTop,
-        tail_splits=Local,
-        slice=Group,
-        blocks=Unroll,
-        columns=Upcast,
+        problem, splits=GroupTop, tail_splits=Local, slice=Group, blocks=Unroll, columns=Upcast
     )
 
     def inputs(self, problem: AttentionStepProblem) -> Inputs:

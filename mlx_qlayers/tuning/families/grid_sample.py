@@ -19,13 +19,7 @@ class GridSampleFamily(Family[Problem, GridSampleConfig]):
     """Samples of four images at points without order, as many as the images have pixels."""
 
     problem = Problem
-    moves = moves_of(
-        problem,
-        lanes=Local,
-        pack=Unroll,
-        run=Upcast,
-        threads=Local,
-    )
+    moves = moves_of(problem, lanes=Local, pack=Unroll, run=Upcast, threads=Local)
 
     def inputs(self, problem: Problem) -> Inputs:
         side = round(_PIXELS ** (1 / problem.dims))

@@ -39,15 +39,7 @@ def _layouts(dtype: mx.Dtype) -> Case:
         "multiply": first,
         "diagonal, store transposed": 2 * first.T,
     }
-    return Case(
-        f"matrix_layouts[{dtype_name(dtype)}]",
-        kernel(_FILE, "matrix_layouts", "a b", template="T"),
-        [mx.array(a).astype(dtype), mx.array(b).astype(dtype)],
-        [rows],
-        grid=(32, 1, 1),
-        threadgroup=(32, 1, 1),
-        template={"T": dtype},
-    )
+    return _one("matrix_layouts", dtype, a, b, rows)
 
 
 def _loads(dtype: mx.Dtype) -> Case:
