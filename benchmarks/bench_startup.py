@@ -1,14 +1,15 @@
 """What a user waits for: conversion, first token, first long prompt, calibration.
 
     python benchmarks/bench_startup.py
-    python benchmarks/bench_startup.py --start-ups-only
+    python benchmarks/bench_startup.py --only start-up
+    python benchmarks/bench_startup.py --only calibrated
     python benchmarks/bench_startup.py --tiny
 
 Two processes one after the other, of which the first finds empty caches; in them a model of
 Qwen2-7B's shape has few layers, as what is compiled depends on their kinds, not on their number.
-A third one decodes with all layers: by the results that ship with the package, then with
-those of tuning left out and calibrated here instead. The weights are random. A process that takes
-too long is ended, and what it measured counts.
+A third one calibrates all layers, with the results of tuning that ship with the package left out
+and empty caches, and decodes with what that found, then with what ships, then with neither. The
+weights are random. A process that takes too long is ended, and what it measured counts.
 """
 
 from __future__ import annotations
@@ -110,30 +111,40 @@ def start_up(shape: dict[str, int], begun: float) -> None:
 
 
 def calibrated(shape: dict[str, int], tokens: int) -> None:
-    """Decoding by shipped results, and by those of calibration in place of tuned ones."""
+    """Decoding by calibration in place of shipped results, by those, and by neither."""
     model = build(shape, 64, 4)
-    convert_model(model, verify=False, calibrate=False)
-    shipped = {batch: speed(model, batch, tokens) for batch in BATCHES}
-    for batch, found in shipped.items():
-        tell(f"shipped results, batch {batch}", found, "tokens/s")
+    found: dict[str, dict[int, float]] = {}
     read = entries.read
 
-    def thresholds(folder: Path, device: str) -> dict[str, Any]:
-        found = read(folder, device)
-        if folder != entries.SHIPPED:
-            return found
-        return {key: e for key, e in found.items() if isinstance(e, entries.Values)}
+    def without(*sources: str) -> Callable[..., dict[str, Any]]:
+        """Results of such sources left out, but for the thresholds that belong to heuristics."""
 
-    with mock.patch.object(entries, "read", thresholds):
-        advance_epoch()
-        for batch in BATCHES:
-            tell(f"neither, batch {batch}", speed(model, batch, tokens), "tokens/s")
-        tell("calibration", seconds(lambda: print(calibrate(model, 10.0), flush=True)))
-        for batch, before in shipped.items():
-            found = speed(model, batch, tokens)
-            tell(f"calibrated, batch {batch}", found, "tokens/s")
-            tell(f"calibrated over shipped, batch {batch}", found / before, "x")
-        tell("calibration once more", seconds(partial(calibrate, model)))
+        def some(folder: Path, device: str) -> dict[str, Any]:
+            source = "shipped" if folder == entries.SHIPPED else "calibrated"
+            entry = read(folder, device)
+            if source not in sources:
+                return entry
+            return {key: e for key, e in entry.items() if isinstance(e, entries.Values)}
+
+        return some
+
+    ways = {
+        "calibrated": without("shipped"),
+        "shipped": without("calibrated"),
+        "neither": without("shipped", "calibrated"),
+    }
+    for name, some in ways.items():
+        with mock.patch.object(entries, "read", some):
+            advance_epoch()
+            if name == "calibrated":
+                convert_model(model, verify=False, calibrate=False)
+                tell("calibration", seconds(lambda: print(calibrate(model, 10.0), flush=True)))
+            found[name] = {batch: speed(model, batch, tokens) for batch in BATCHES}
+            for batch, value in found[name].items():
+                tell(f"{name}, batch {batch}", value, "tokens/s")
+                ratio = value / found["calibrated"][batch]
+                if name != "calibrated":
+                    tell(f"calibrated over {name}, batch {batch}", 1 / ratio, "x")
 
 
 def speed(model: Any, batch: int, tokens: int) -> float:
@@ -150,9 +161,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=positive, default=64, help="to decode at a time")
     parser.add_argument("--layers", type=positive, default=4, help="of the first two processes")
     parser.add_argument("--limit", type=positive, default=45, help="seconds of a start-up process")
-    parser.add_argument(
-        "--start-ups-only", action="store_true", help="without the process that decodes"
-    )
+    parser.add_argument("--only", choices=("start-up", "calibrated"), help="processes to run")
     parser.add_argument("--total", type=positive, default=95, help="seconds of all processes")
     parser.add_argument("--begun", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=("start-up", "calibrated"), help=argparse.SUPPRESS)
@@ -177,14 +186,14 @@ def measure_all(args: argparse.Namespace) -> None:
         ("first process", "start-up", args.limit),
         ("second process", "start-up", args.limit),
         ("calibration", "calibrated", 2 * args.limit),
-    )[: 2 if args.start_ups_only else 3]
+    )
     command = [sys.executable, __file__, "--layers", str(args.layers), "--tokens", str(args.tokens)]
     command += ["--tiny"] * args.tiny
     with TemporaryDirectory() as folder:
         names = "MLX_PTX_CACHE_DIR", "MLX_QLAYERS_CACHE_DIR", "CUDA_CACHE_PATH"
         caches = {name: str(Path(folder) / name) for name in names}
         ends = time.perf_counter() + args.total
-        for process, part, limit in parts:
+        for process, part, limit in (p for p in parts if args.only in (None, p[1])):
             start, now = time.perf_counter(), str(time.time())
             limit = min(limit, max(1.0, ends - start))
             run([*command, "--part", part, "--begun", now], caches, limit, table, process)
