@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, cached_property
 from math import inf
 from operator import itemgetter
@@ -104,10 +104,12 @@ class Evaluator(Generic[P, C]):
         """Run a configuration once, which compiles it."""
         mx.eval(self._path(config)(self.inputs))
 
-    def prepare(self, config: C) -> None:
-        """Have a configuration compiled meanwhile, on CUDA: nothing is run or waited for."""
-        with together(waits=False):
-            self._path(config)(self.inputs)
+    def prepare(self, configs: Sequence[C], waits: bool = True) -> None:
+        """Have configurations compiled side by side on CUDA; nothing is run."""
+        with together(waits):
+            for config in configs if self.device == "cuda" else ():
+                with suppress(Exception):  # what is wrong with it will be found where it is tried
+                    self._path(config)(self.inputs)
 
     def attempt(self, config: C, rated: bool = True) -> Trial[C]:
         """Build a configuration, verify it and, unless that is left out, rate it."""

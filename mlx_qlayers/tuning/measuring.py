@@ -106,7 +106,7 @@ def _begun(
     try:
         rates: Evaluator[Any, Any] = Evaluator(target.family, problem, checked=False)
         if backend() == "cuda":
-            rates.prepare(problem.heuristic(rates.device))
+            rates.prepare([problem.heuristic(rates.device)], waits=False)
     except Exception as error:  # whatever stock does not take stays with the rules
         why = f"{target.key}: {type(error).__name__}: {error}"
         return Result(target.key, None, ("left out", why)), None

@@ -1,17 +1,21 @@
 """Timing what a device takes, not what it takes to hand the work over.
 
 A launch of a few microseconds takes MLX longer to submit than a GPU to run. So the GPU is kept busy
-by products of matrices until all that is to be measured is queued behind them.
+by products of matrices until all that is to be measured is queued behind them. On CUDA the GPU's
+clock is read between the two; elsewhere the time of the products is part of what is measured.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from math import ceil
 
 import mlx.core as mx
 
+from ..runtime.cuda_ahead import begin
+from ..runtime.spec import Spec
 from .timing import Sample, turns
 
 # What is queued takes an array and must not start before that is there.
@@ -19,6 +23,12 @@ Queued = Callable[[mx.array], list[mx.array]]
 # Seconds of one product at least, of all of them at first, and at most.
 _PRODUCT, _BUSY, _MOST = 1.5e-4, 2e-3, 3e-2
 _SMALLEST, _LARGEST = 512, 8192
+# Gives the nanoseconds of an NVIDIA GPU's clock when it begins.
+_CLOCK = """
+uint64_t now;
+asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+time[0] = now;
+"""
 
 
 class QueueTimer:
@@ -34,6 +44,7 @@ class QueueTimer:
 
     def __init__(self, busy: bool = True) -> None:
         self._busy, self._product, self._products = busy, 0.0, 0
+        self._start = mx.zeros((1,))
         size = _SMALLEST
         while True:
             self._matrix = (mx.random.normal((size, size)) * size**-0.5).astype(mx.bfloat16)
@@ -88,12 +99,38 @@ class QueueTimer:
         return min(once() for _ in range(4))
 
     def _once(self, run: Queued) -> tuple[float, float]:
-        """Seconds until all is done, and until all was queued."""
+        """Seconds of the device, if it tells, or until all is done; and until all was queued."""
         start = time.perf_counter()
         work = self._work(self._products)
         mx.async_eval(work)
+        before = self._time()
         result = run(work)
         mx.async_eval(result)
+        after = self._time()
         queued = time.perf_counter() - start
         mx.eval(work, result)
-        return time.perf_counter() - start, queued
+        took = time.perf_counter() - start
+        if before is not None and after is not None:
+            took = 1e-9 * (int(after.item()) - int(before.item()))
+        return took, queued
+
+    def _time(self) -> mx.array | None:
+        """The device's clock behind what is queued, which MLX runs in order; None off CUDA."""
+        if not (self._busy and mx.cuda.is_available()):
+            return None
+        (now,) = _clock()(
+            inputs=[self._start],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.uint64],
+        )
+        mx.async_eval(now)
+        return now
+
+
+@cache
+def _clock() -> Callable[..., list[mx.array]]:
+    given = Spec((1,), mx.float32)
+    begin("device_clock", "", _CLOCK, [("start", given)], [("time", mx.uint64)])
+    return mx.fast.cuda_kernel("device_clock", ["start"], ["time"], _CLOCK)

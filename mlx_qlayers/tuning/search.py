@@ -40,6 +40,7 @@ def beam_search(
     *,
     width: int = 4,
     noise: float = 0.01,
+    prepare: Callable[[Sequence[C]], object] = lambda configs: None,
 ) -> list[Trial[C]]:
     """Keep the best few configurations, try their neighbours, and repeat while that gains.
 
@@ -56,6 +57,7 @@ def beam_search(
         width: how many are kept.
         noise: the least gain of a round, as a fraction, that counts. A first round without one may
             be a plateau; after a second one the search ends.
+        prepare: called with configurations that are likely to be tried next.
 
     Returns:
         All that was tried, the fastest first; those that do not work last.
@@ -76,13 +78,21 @@ def beam_search(
         if (trial := attempt(config)) is not None:
             seen[config] = trial
 
+    def expectation(start: Trial[C], config: C) -> float:
+        return start.seconds * gains.ratio(start.config, config)
+
+    def is_far(seconds: float) -> bool:
+        return seconds > ranked()[0].seconds * _FAR
+
     def attempt_near(beam: Sequence[C]) -> None:
         pairs = [(seen[start], config) for start in beam for config in near(start)]
         left = [pair for pair in pairs if pair[1] not in seen]
+        hopeful = [c for start, c in left if not is_far(expectation(start, c))]
+        prepare([*dict.fromkeys(hopeful)])
         while left:
-            expected = [start.seconds * gains.ratio(start.config, c) for start, c in left]
+            expected = [expectation(*pair) for pair in left]
             best = min(range(len(left)), key=expected.__getitem__)
-            if expected[best] > ranked()[0].seconds * _FAR:
+            if is_far(expected[best]):
                 return
             config = left[best][1]
             attempt_one(config)
@@ -91,9 +101,10 @@ def beam_search(
             left = [pair for pair in left if pair[1] != config]
 
     try:
-        for config in dict.fromkeys(starts):
-            if config not in seen:
-                attempt_one(config)
+        first = [config for config in dict.fromkeys(starts) if config not in seen]
+        prepare(first)
+        for config in first:
+            attempt_one(config)
         idle = 0
         while idle < 2:
             kept = [trial.config for trial in ranked()[:width] if not trial.problem]

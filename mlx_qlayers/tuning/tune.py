@@ -163,6 +163,7 @@ def _search(
         attempt,
         width=beam,
         noise=max(NOISE, rates.noise),
+        prepare=rates.prepare,
     )
 
 

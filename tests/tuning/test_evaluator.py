@@ -105,6 +105,23 @@ def test_contenders_alternate_and_work_that_is_too_short_grows(monkeypatch):
     assert timer.length == pytest.approx(7e-3)
 
 
+def test_where_the_device_tells_the_time_the_work_before_is_no_part_of_it(monkeypatch):
+    times, asked = iter([2_000, 5_000]), []
+    timer = QueueTimer(busy=False)
+    monkeypatch.setattr(timer, "_work", lambda products: asked.append("work") or mx.zeros(1))
+    monkeypatch.setattr(timer, "_time", lambda: asked.append("time") or mx.array(next(times)))
+    took, queued = timer._once(lambda y: asked.append("run") or [y])
+    assert took == pytest.approx(3e-6) and 0 < queued < 1
+    assert asked == ["work", "time", "run", "time"]
+
+
+@pytest.mark.cuda
+def test_the_clock_of_the_device_counts_nanoseconds():
+    timer, chain = QueueTimer(), lambda y: [y @ timer._matrix for _ in range(8)]
+    found = timer.seconds({"none": lambda y: [y], "chain": chain})
+    assert found["none"].median < 1e-4 and found["chain"].median > 4 * timer._product
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_every_launch_has_a_set_of_its_own_and_waits_for_the_last(measured, ordered):
     assert len(measured.sets) > 2

@@ -44,6 +44,18 @@ def test_does_not_try_again_what_is_known():
     assert trials[0].config == Point(3, 5) and known[0] in trials
 
 
+def test_what_is_tried_was_prepared_and_what_is_far_was_not():
+    prepared = [[]]
+
+    def attempt(p):
+        assert p in [*EVERYTHING[:1], *(q for some in prepared for q in some)]
+        return bowl(p)
+
+    trials = beam_search([bowl(Point())], [], near, attempt, prepare=prepared.append)
+    assert trials[0].config == Point(3, 5)
+    assert prepared[2] == near(Point())
+
+
 def test_tries_nothing_twice():
     tried = []
 
