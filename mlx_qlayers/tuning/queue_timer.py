@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from math import ceil
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -111,7 +112,7 @@ class QueueTimer:
         mx.eval(work, result)
         took = time.perf_counter() - start
         if before is not None and after is not None:
-            took = 1e-9 * (int(after.item()) - int(before.item()))
+            took = 1e-9 * float((after - before).item())  # type: ignore[arg-type]
         return took, queued
 
     def _time(self) -> mx.array | None:
@@ -133,4 +134,5 @@ class QueueTimer:
 def _clock() -> Callable[..., list[mx.array]]:
     given = Spec((1,), mx.float32)
     begin("device_clock", "", _CLOCK, [("start", given)], [("time", mx.uint64)])
-    return mx.fast.cuda_kernel("device_clock", ["start"], ["time"], _CLOCK)
+    kernel: Any = mx.fast.cuda_kernel("device_clock", ["start"], ["time"], _CLOCK)
+    return cast(Callable[..., list[mx.array]], kernel)
