@@ -34,7 +34,7 @@ from quantized_many import (
 
 from mlx_qlayers import backend, explain, quantized_matmul, use_backend
 from mlx_qlayers.formats import MODES, Format
-from mlx_qlayers.metal.quantized_matmul.qmv import MAX_QMV_ROWS
+from mlx_qlayers.metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from mlx_qlayers.reference import quantized_matmul as reference
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}

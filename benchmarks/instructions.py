@@ -22,7 +22,8 @@ from mlx_qlayers import attention, use_backend
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import forward
 from mlx_qlayers.metal.attention.layout import layout
-from mlx_qlayers.metal.quantized_matmul.qmv import QmvConfig, qmv_config, single_qmv
+from mlx_qlayers.metal.quantized_matmul.qmv import single_qmv
+from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvConfig, qmv_config
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime.host import bound_launch, compiler, toolchain
 from mlx_qlayers.runtime.host import llvm_ir as ir

@@ -11,12 +11,18 @@ import mlx.core as mx
 from ..formats import Format
 from ..metal.attention.layout import rounded
 from ..metal.quantized_matmul import qmm, qmv
+from ..metal.quantized_matmul.qmv_config import (
+    QmvConfig,
+    QmvMatrixConfig,
+    qmv_config,
+    threadgroup_memory,
+)
 from ..runtime.kernel import Kernel
 from .problem import CALIBRATED_PROMPTS, CALIBRATED_ROWS, Problem, form_of, too_much, with_more
 
 # Beyond these a thread's sums and weights cannot stay in registers.
 _MOST_SUMS, _MOST_PRODUCTS = 32, 128
-QmvAny = qmv.QmvConfig | qmv.QmvMatrixConfig
+QmvAny = QmvConfig | QmvMatrixConfig
 
 
 class QmvKind(NamedTuple):
@@ -53,7 +59,7 @@ class QmvProblem(Problem):
     dtype: mx.Dtype
     fmt: Format
     kind: str = ""
-    family, configs = "qmv", (qmv.QmvMatrixConfig, qmv.QmvConfig)
+    family, configs = "qmv", (QmvMatrixConfig, QmvConfig)
     values: ClassVar = {
         "simds": (1, 2, 4, 8, 16),
         "tiles": (1, 2, 4),
@@ -66,7 +72,7 @@ class QmvProblem(Problem):
 
     def heuristic(self, device: str) -> QmvAny:
         shape = self.rows, self.n, self.k
-        return qmv.qmv_config(device, *shape, self.dtype, self.fmt, self.kind)
+        return qmv_config(device, *shape, self.dtype, self.fmt, self.kind)
 
     def starts(self, device: str) -> tuple[QmvAny, ...]:
         # Which kernel is faster depends on what the matrix units of a GPU are worth: ten times the
@@ -80,7 +86,7 @@ class QmvProblem(Problem):
         return first, replace(self, dtype=mx.bfloat16, kind="").heuristic("cuda"), threads
 
     def completed(self, config: QmvAny) -> QmvAny:
-        if isinstance(config, qmv.QmvConfig):
+        if isinstance(config, QmvConfig):
             return config
         fragments = -(-self.rows * self._slots(config) // 8)
         # A gate joins tiles in pairs.
@@ -90,7 +96,7 @@ class QmvProblem(Problem):
     def why_not(self, config: QmvAny) -> str | None:
         if config.threads > 1024:
             return f"{config.threads} threads"
-        if isinstance(config, qmv.QmvMatrixConfig):
+        if isinstance(config, QmvMatrixConfig):
             return self._why_not_units(config)
         if QmvKind.of(self.kind).gate and config.outputs % 2:
             return "a gate joins outputs in pairs"
@@ -103,10 +109,10 @@ class QmvProblem(Problem):
             return f"{sums} sums, {products} products"
         return None
 
-    def _slots(self, config: qmv.QmvMatrixConfig) -> int:
+    def _slots(self, config: QmvMatrixConfig) -> int:
         return 1 if self.fmt.mode == "nvfp4" else 4 * config.run // self.fmt.group_size
 
-    def _why_not_units(self, config: qmv.QmvMatrixConfig) -> str | None:
+    def _why_not_units(self, config: QmvMatrixConfig) -> str | None:
         group, bits, mode = self.fmt
         if mode == "nvfp4":
             if config.run != (16 if self.k % 32 else 32) or config.ahead > 1:
@@ -117,7 +123,7 @@ class QmvProblem(Problem):
                 return f"runs of {config.run} in groups of {group}"
         if not config.takes(self.k):
             return f"rows of {self.k}"
-        if why := too_much(qmv._threadgroup_memory(**asdict(config))):
+        if why := too_much(threadgroup_memory(**asdict(config))):
             return why
         sums = config.tiles * config.fragments
         words = config.tiles * config.ahead * config.run * bits // 16

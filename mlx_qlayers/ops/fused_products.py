@@ -14,14 +14,8 @@ from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import configure, decided, found, measured_gain, source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
-from ..metal.quantized_matmul.qmv import (
-    MAX_MATRICES,
-    MAX_QMV_ROWS,
-    Gate,
-    QmvArrays,
-    qmv,
-    takes_deferred_norm,
-)
+from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
+from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..options import PackedMatrix
 from ..runtime.backend import backend
 from ..runtime.spec import Spec

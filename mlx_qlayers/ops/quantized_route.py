@@ -20,7 +20,8 @@ from ..dispatch.measurements import (
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import WAVE, qmm
-from ..metal.quantized_matmul.qmv import MAX_QMV_ROWS, single_qmv
+from ..metal.quantized_matmul.qmv import single_qmv
+from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..metal.quantized_matmul.qvm import qvm, qvm_config
 from ..options import MatmulCall
 from ..reference import quantized_matmul as reference

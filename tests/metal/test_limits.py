@@ -25,7 +25,8 @@ from mlx_qlayers.metal.linalg.qr import q_of, qr
 from mlx_qlayers.metal.quantized_matmul.dequantize import dequantize
 from mlx_qlayers.metal.quantized_matmul.gradients import scales_and_biases_gradient
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm, qmm_config
-from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays, QmvMatrixConfig, qmv, qmv_config
+from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays, qmv
+from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvMatrixConfig, qmv_config
 from mlx_qlayers.metal.rotary.launch import rotary_embedding
 from mlx_qlayers.options import (
     AttentionCall,

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import itertools
 import re
 from contextlib import nullcontext
-from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -17,13 +14,13 @@ import pytest
 from mlx_qlayers.runtime import host
 from mlx_qlayers.runtime import kernel as kernel_module
 from mlx_qlayers.runtime import metal as metal_backend
-from mlx_qlayers.runtime.backend import BackendError, advance_epoch, use_backend
-from mlx_qlayers.runtime.kernel import _KEPT, Kernel, KernelError, Multiple, _kept
+from mlx_qlayers.runtime.backend import advance_epoch, use_backend
+from mlx_qlayers.runtime.kernel import _KEPT, Kernel, KernelError, _kept
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.tracing import trace
 
 from . import kernels
-from .kernels import AFFINE, FILE, GATHER, HISTOGRAM, ROOTS, ROW_SUMS
+from .kernels import AFFINE, FILE, GATHER, ROOTS, ROW_SUMS
 from .mlx_text import record
 
 X = mx.arange(40, dtype=mx.float32)
@@ -220,60 +217,6 @@ def test_what_was_checked_is_remembered_and_forgotten(metal):
     assert _kept.cache_info().currsize <= _KEPT
 
 
-@pytest.mark.parametrize(
-    ("fields", "call", "message"),
-    [
-        ({}, {"grid": (33, 1, 1)}, "grid (33, 1, 1) must be whole threadgroups (32, 1, 1)"),
-        ({}, {"threadgroup": (64, 1, 1)}, "must be whole threadgroups"),
-        ({"multiples": (Multiple("x", 2, 8),)}, {}, "input x (32,) has no axis 2"),
-        ({}, {"x": X}, "axis -1 of input x must be a multiple of 32, not 40"),
-        ({"max_threads": 2048}, {}, "max_threads is 2048, Metal has 1024"),
-        ({"max_threads": 16}, {}, "has 32 threads, at most 16"),
-        ({"threadgroup_memory": 32769}, {}, "needs 32769 bytes of threadgroup memory"),
-        ({"inputs": ("y",)}, {}, "inputs declared as ('y',)"),
-        ({"outputs": ("sums", "more")}, {}, "outputs declared as ('sums', 'more')"),
-        ({"template": ("T",)}, {}, "template declared as ('T',)"),
-        ({"atomic_outputs": True}, {}, "atomic_outputs declared as True"),
-        ({"function": "no_such"}, {}, "has no kernel 'no_such'"),
-        ({"file": "no_such.metal"}, {}, "No such file"),
-    ],
-)
-def test_declarations_and_limits(metal, fields, call, message):
-    kernel = dataclasses.replace(ROW_SUMS, **fields)
-    with pytest.raises(KernelError, match=re.escape(message)) as caught:
-        row_sums(kernel, **call)
-    assert str(caught.value).startswith("kernel row_sums: ")
-    assert not metal.called
-
-
-def test_threadgroup_memory_may_depend_on_the_template(metal):
-    kernel = dataclasses.replace(AFFINE, threadgroup_memory=lambda T, N, NEGATE: N * T.size)
-    sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(40,)]}
-    fits, exceeds = ({"T": mx.float32, "N": n, "NEGATE": True} for n in (8192, 8193))
-    kernel([X, SCALAR, BIAS], template=fits, **sizes)
-    with pytest.raises(KernelError, match="needs 32772 bytes"):
-        kernel([X, SCALAR, BIAS], template=exceeds, **sizes)
-
-
-def test_a_multiple_may_be_a_template_value(metal):
-    kernel = dataclasses.replace(AFFINE, multiples=(Multiple("x", 0, "N"),))
-    sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(40,)]}
-    template = {"T": mx.float32, "N": 5, "NEGATE": True}
-    kernel([X, SCALAR, BIAS], template=template, **sizes)
-    with pytest.raises(KernelError, match=re.escape("a multiple of N = 7, not 40")):
-        kernel([X, SCALAR, BIAS], template=template | {"N": 7}, **sizes)
-
-
-def test_arrays_of_2_to_the_31_elements_need_a_kernel_that_says_so(metal):
-    # Broadcast, so that it takes no memory.
-    big = mx.broadcast_to(mx.array(0, mx.uint8), (2**16, 2**15))
-    call = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(16,)]}
-    with pytest.raises(KernelError, match=r"input x .* needs 64-bit offsets"):
-        HISTOGRAM([big], **call)
-    dataclasses.replace(HISTOGRAM, large=True)([big], **call)
-    assert metal.called[0]["inputs"][0].shape == big.shape
-
-
 def test_a_0d_input_has_no_shape_to_read(metal):
     with pytest.raises(KernelError, match="reads the shape of input x, which has no axis"):
         gather(mx.array(1.0))
@@ -347,51 +290,6 @@ def test_every_test_kernel_agrees_with_its_declaration():
         assert kernel.file == FILE
 
 
-LARGE_MEMORY = dataclasses.replace(GATHER, threadgroup_memory=40_000)
-BACKENDS = ("host", "metal", "cuda")
-
-
-@pytest.fixture
-def every_backend(monkeypatch, metal):
-    """Stand-ins for MLX's functions, and the host backend as it is."""
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(mx.fast, "cuda_kernel", type(metal)())
-
-
-@pytest.mark.parametrize("order", [*itertools.permutations(BACKENDS)], ids="-".join)
-def test_what_is_checked_for_one_backend_is_not_used_on_another(every_backend, order):
-    """CUDA has 48 KiB of threadgroup memory for a kernel, the others have 32."""
-    kernel, x = dataclasses.replace(LARGE_MEMORY), mx.zeros(8)
-    call = {"grid": (8, 1, 1), "threadgroup": (4, 1, 1), "output_shapes": [(8,)]}
-    for name in (*order, *order):
-        with use_backend(name):
-            for run in (kernel, kernel.bind):
-                if name == "cuda":
-                    run([x], template={"T": mx.float32}, **call)
-                    continue
-                with pytest.raises(KernelError, match=r"needs 40000 bytes .* there are 32768"):
-                    run([x], template={"T": mx.float32}, **call)
-
-
-def test_more_threadgroups_than_the_host_can_number():
-    """2^32 of them would be none in 32 bits: nothing would run, and the output hold anything."""
-    sizes = {"grid": (2**31 - 1, 3, 1), "threadgroup": (1, 1, 1), "output_shapes": [(16,)]}
-    x = mx.zeros(16, mx.uint8)
-    with use_backend("host"):
-        for checked in (True, False):
-            with (
-                host.checks(checked),
-                pytest.raises(BackendError, match=r"6442450941 threadgroups .* fewer than 2\^32"),
-            ):
-                HISTOGRAM([x], init_value=0, **sizes)
-        with pytest.raises(BackendError, match="4294967296 threadgroups"):
-            HISTOGRAM.bind([x], init_value=0, **sizes | {"grid": (2**16, 2**16, 1)})
-    source = "kernel void k(device int* y [[buffer(0)]], uint i [[thread_position_in_grid]]) {}"
-    kernel = host.compile_source(source, "k", checked=False)
-    with pytest.raises(BackendError, match=r"kernel k: grid .* fewer than"):
-        kernel.run({0: bytearray(4)}, (2**16, 2**16, 1), (1, 1, 1), writes=[0])
-
-
 def test_what_is_bound_while_a_debug_mode_changes_is_not_kept(metal):
     """A trace that another thread opens meanwhile must see the next launch, and no later one."""
     opened = trace()
@@ -414,74 +312,3 @@ def test_what_is_bound_while_a_debug_mode_changes_is_not_kept(metal):
         assert len(launches) == int(inside)
     with patch.object(kernel_module, "record", side_effect=AssertionError):
         kernel([mx.zeros(8)], template={"T": mx.float32}, **call)
-
-
-COPY = """[[kernel]] void copy(
-    const device float* x, device float* y, uint i [[thread_position_in_grid]]) {
-  y[i] = x[i + OFFSET];
-}
-"""
-
-
-def copy(kernel, x):
-    sizes = {"grid": (x.size, 1, 1), "threadgroup": (x.size, 1, 1), "output_shapes": [x.shape]}
-    with use_backend("host"), host.checks():
-        return kernel([x], **sizes)[0]
-
-
-def test_a_kernel_may_be_given_as_text():
-    kernel = Kernel("copy", COPY.replace("OFFSET", "0"), ("x",), ("y",))
-    assert mx.array_equal(copy(kernel, X), X)
-    short = "kernel void one(device int* y, uint i [[thread_position_in_grid]]) { y[i] = 1; }"
-    assert Kernel("one", short, (), ("y",)).program.source.endswith("\ny[i]=1;")
-    with pytest.raises(KernelError, match=r"kernel other: other\.metal has no kernel 'other'"):
-        Kernel("other", short, (), ("y",)).program  # noqa: B018
-
-
-def test_a_file_is_beside_the_one_that_declares_the_kernel(tmp_path, monkeypatch):
-    """Or in the working directory; a plain name is one of the package's own first."""
-    folder, cwd = tmp_path / "module", tmp_path / "cwd"
-    for each, text in ((folder, COPY.replace("OFFSET", "0")), (cwd, COPY)):
-        each.mkdir()
-        (each / "copy.metal").write_text(text)
-        (each / "exp").mkdir()
-        (each / "exp/exp.metal").write_text(COPY)
-    (cwd / "there.metal").write_text(COPY)
-    (folder / "mine.py").write_text(
-        "from pathlib import Path\n"
-        "from mlx_qlayers.runtime import Kernel\n"
-        "def declare(name, file):\n"
-        "    return Kernel(name, file, ('x',), ('y',))\n"
-    )
-    monkeypatch.chdir(cwd)
-    monkeypatch.syspath_prepend(folder)
-    declare = importlib.import_module("mine").declare
-    for file in ("copy.metal", Path("copy.metal"), folder / "copy.metal"):
-        assert declare("copy", file).program.source.endswith("y[i]=x[i+0];")
-    replaced = dataclasses.replace(declare("copy", "copy.metal"), name="copy")
-    assert replaced.program.source.endswith("[i+0];")
-    for file in ("there.metal", Path("there.metal")):
-        assert "OFFSET" in declare("copy", file).program.source
-    assert declare("copy", Path("exp/exp.metal")).program
-    with pytest.raises(KernelError, match=r"exp.metal has no kernel 'copy', only exp_forward"):
-        declare("copy", "exp/exp.metal").program  # noqa: B018
-    given = Kernel("copy", "copy.metal", ("x",), ("y",), folder=cwd)
-    assert "OFFSET" in given.program.source
-    with pytest.raises(KernelError, match=r"No such file: no.metal, looked up in .*module.*cwd"):
-        declare("copy", Path("no.metal")).program  # noqa: B018
-
-
-def test_faults_and_errors_of_the_compiler_cite_the_file(tmp_path):
-    text = "// What it does.\n\n#include <metal_stdlib>\n/* and\nmore */\n" + COPY
-    (tmp_path / "copy.metal").write_text(text.replace("OFFSET", "1"))
-    kernel = Kernel("copy", tmp_path / "copy.metal", ("x",), ("y",))
-    with pytest.raises(host.OutOfBounds, match=r"\(kernel copy, .* at copy\.metal:8\)") as caught:
-        copy(kernel, X)
-    assert caught.value.place.line == "copy.metal:8"
-    (tmp_path / "copy.metal").write_text(text.replace("OFFSET", "nowhere"))
-    kernel = Kernel("copy", tmp_path / "copy.metal", ("x",), ("y",))
-    with pytest.raises(host.CompileError, match=r"^kernel copy: copy\.metal:8: error: .*'nowhere'"):
-        copy(kernel, X)
-    kernel = Kernel("copy", text.replace("OFFSET", "double(1)"), ("x",), ("y",))
-    with pytest.raises(host.CompileError, match=r"copy\.metal:8: double does not exist in Metal"):
-        copy(kernel, X)

@@ -13,7 +13,7 @@ from ...options import MatmulCall
 from ...runtime.kernel import MAX_THREADS, Kernel
 from ...runtime.spec import Spec
 from ..quantized_matmul.qmm import QmmConfig, registers, threadgroup_memory
-from ..quantized_matmul.qmv import packed_template
+from ..quantized_matmul.qmv_config import packed_template
 from .gather_qmv import Pairs, Products
 
 _LIST = Kernel(

@@ -14,7 +14,7 @@ from ...formats import GLOBAL_UNIT, Format
 from ...options import MatmulCall
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
-from ..quantized_matmul.qmv import QmvConfig, packed_template, registers
+from ..quantized_matmul.qmv_config import QmvConfig, packed_template, registers
 
 _kernel: Callable[..., Kernel] = partial(
     Kernel,

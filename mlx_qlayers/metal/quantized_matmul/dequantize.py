@@ -10,7 +10,8 @@ import mlx.core as mx
 from ...formats import Format
 from ...options import PackedMatrix
 from ...runtime.kernel import Kernel
-from .qmv import MAX_MATRICES, packed_template
+from .qmv import MAX_MATRICES
+from .qmv_config import packed_template
 
 # Rows of a thread: enough to have several words on their way from memory.
 _COUNT = 4

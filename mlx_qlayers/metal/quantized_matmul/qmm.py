@@ -12,7 +12,7 @@ from ...options import MatmulCall
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Size, TemplateValue
 from ...runtime.spec import Spec
-from .qmv import packed_template
+from .qmv_config import packed_template
 
 # What kernels of one product take, and how their templates begin.
 PRODUCT_INPUTS = ("x", "w", "scales", "biases", "bias", "shape")

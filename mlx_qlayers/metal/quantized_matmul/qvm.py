@@ -11,7 +11,7 @@ from ...formats import Format
 from ...options import MatmulCall
 from ...runtime.kernel import Kernel
 from .qmm import PRODUCT_INPUTS, PRODUCT_TEMPLATE, split_k
-from .qmv import MAX_QMV_ROWS
+from .qmv_config import MAX_QMV_ROWS
 
 
 def _threadgroup_memory(run: int, columns: int, shares: int, **_: object) -> int:

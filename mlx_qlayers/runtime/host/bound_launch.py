@@ -171,6 +171,7 @@ class _Frame:
     """What a launch fills in, used again by the next one that differs only in its arrays."""
 
     def __init__(self, compiled: _Compiled, launch: Launch) -> None:
+        self.kernel = compiled.kernel
         self.addresses = (ctypes.c_uint64 * compiled.kernel.slots)()
         self.raw = compiled.kernel.raw(launch.grid, launch.threadgroup)
         self.raw.buffers = ctypes.addressof(self.addresses)
@@ -198,6 +199,15 @@ class _Frame:
                 filled = partial(mx.full, shape, start, stream=mx.cpu)
                 self.outputs.append((slot, None, b"", filled))
 
+    def take_strided(self, array: mx.array, slot: int, strides: _Strides) -> None:
+        """Fill in the address and the strides of an array that is not row-contiguous."""
+        memory.get_buffer(array, self.view_address, memory.STRIDED)
+        self.addresses[slot], steps = self.view.buf or 0, self.view.strides
+        for axis in strides.axes:
+            strides.own[axis] = steps[axis] // strides.itemsize
+        memory.release_buffer(self.view_address)
+        self.addresses[strides.slot] = strides.own_address
+
 
 def bind(launch: Launch) -> Bound:
     """What runs a launch and returns its outputs, one for each of ``launch.output_shapes``.
@@ -209,19 +219,17 @@ def bind(launch: Launch) -> Bound:
         BackendError: the grid has too many threadgroups.
     """
     check_grid(launch.program.name, launch.grid, launch.threadgroup)
-    frames: list[_Frame] = []  # each serves one thread at a time
-    contiguous = launch.program.ensure_row_contiguous
-    view, address_of, evaluate, array = memory.view, ctypes.addressof, mx.eval, mx.array
-    get_buffer, release_buffer = memory.get_buffer, memory.release_buffer
-    fill, report_of = ctypes.memset, _report.get
-    rows = launch.rows("host")
-    ticks = rows[0].ticks
-    compiled: _Compiled | None = None
+    return _runner(launch, launch.rows("host"), launch.program.ensure_row_contiguous)
 
-    # Every launch of a kernel on a CPU comes through here: calls of Python functions are its cost.
-    # The list of inputs keeps them where they are.
+
+# Every launch of a kernel on a CPU comes through here: calls of Python functions are its cost.
+# The list of inputs keeps them where they are.
+def _runner(launch: Launch, rows: Any, contiguous: bool) -> Bound:
+    frames: list[_Frame] = []  # each serves one thread at a time
+    view, address_of, evaluate, array = memory.view, ctypes.addressof, mx.eval, mx.array
+    fill, report_of, ticks = ctypes.memset, _report.get, rows[0].ticks
+
     def run(inputs: list[mx.array]) -> list[mx.array]:
-        nonlocal compiled
         try:
             evaluate(*inputs)
         except ValueError as error:
@@ -229,29 +237,21 @@ def bind(launch: Launch) -> Bound:
         if (report := report_of()) is not None:
             count(rows)
             return _run_checked(launch, inputs, report)
-        if compiled is None:
-            compiled = _compiled(launch.program, launch.function, launch.text, False)
+        try:
+            frame = frames.pop()
+        except IndexError:
+            frame = _Frame(_compiled(launch.program, launch.function, launch.text, False), launch)
         if collectors:
             count(rows)
         else:
             next(ticks)
-        try:
-            frame = frames.pop()
-        except IndexError:
-            frame = _Frame(compiled, launch)
         addresses, made = frame.addresses, []
         for slot, i, strides in frame.inputs:
             try:
                 addresses[slot] = address_of(view(inputs[i]))
             except (TypeError, ValueError):
                 if strides is not None and not contiguous:
-                    raw = frame.view
-                    get_buffer(inputs[i], frame.view_address, memory.STRIDED)
-                    addresses[slot], steps = raw.buf or 0, raw.strides
-                    for axis in strides.axes:
-                        strides.own[axis] = steps[axis] // strides.itemsize
-                    release_buffer(frame.view_address)
-                    addresses[strides.slot] = strides.own_address
+                    frame.take_strided(inputs[i], slot, strides)
                     continue
                 inputs[i] = memory.readable(inputs[i], contiguous)
                 addresses[slot] = memory.locate(inputs[i])
@@ -273,8 +273,8 @@ def bind(launch: Launch) -> Bound:
             else:
                 made.append(filled())
                 addresses[slot] = memory.locate(made[-1])
-        if compiled.kernel.launch(frame.raw_address):
-            compiled.kernel.fail(frame.raw)
+        if frame.kernel.launch(frame.raw_address):
+            frame.kernel.fail(frame.raw)
         for i, (_, small, _, _) in enumerate(frame.outputs):
             if small is not None:
                 block, made[i] = made[i], array(capsule(small.tensor_address, b"dltensor", None))

@@ -10,7 +10,8 @@ from ...formats import Format
 from ...metal.quantized_matmul import qmm, qmv
 from ...metal.quantized_matmul.dequantize import dequantize
 from ...metal.quantized_matmul.qmm import QmmConfig
-from ...metal.quantized_matmul.qmv import QmvArrays, QmvConfig, QmvMatrixConfig
+from ...metal.quantized_matmul.qmv import QmvArrays
+from ...metal.quantized_matmul.qmv_config import QmvConfig, QmvMatrixConfig
 from ...options import MatmulCall, PackedMatrix
 from ...reference import quantized_matmul as reference
 from ...runtime.spec import Spec

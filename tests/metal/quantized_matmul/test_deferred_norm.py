@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.metal.quantized_matmul.qmv import QmvMatrixConfig, qmv_config
+from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvMatrixConfig, qmv_config
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import on_gpus

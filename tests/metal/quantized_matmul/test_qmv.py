@@ -12,7 +12,7 @@ from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.qmv import QmvMatrixConfig, qmv_config
+from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvMatrixConfig, qmv_config
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks

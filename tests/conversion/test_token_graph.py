@@ -1,0 +1,91 @@
+"""What a GPU is given for a token: kernels, copies and bytes of the graph that MLX records."""
+
+from __future__ import annotations
+
+import re
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from converted import pair
+from mlx_lm.models import qwen2
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_qlayers import convert_model
+from mlx_qlayers.conversion import cache_tail, compiled, decoder_loop
+from mlx_qlayers.runtime import metal as metal_backend
+from mlx_qlayers.runtime import use_backend
+from mlx_qlayers.runtime.backend import Mode, mode
+from mlx_qlayers.runtime.spec import Spec
+from tests.conversion.test_cache_tail import TOKENS, begun
+
+
+@pytest.fixture
+def metal(monkeypatch):
+    """Where Metal is available, as far as MLX records graphs; also what is launched."""
+    launches, bind = [], metal_backend.bind
+
+    def counted(launch):
+        run = bind(launch)
+        return lambda arrays: launches.append(launch) or run(arrays)
+
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(metal_backend, "bind", counted)
+    monkeypatch.setattr(compiled, "context", lambda: "metal")
+    with use_backend("metal"), mode(Mode.INFERENCE):
+        yield launches
+
+
+def test_the_graph_that_metal_gets(metal, tmp_path):
+    """What MLX records there: the kernels that the host build runs, and no copy of a cache."""
+    with use_backend("ops"):
+        _, model = pair()
+        cache = begun(model)
+        mx.eval([c.state for c in cache])
+    path = tmp_path / "token.mlxfn"
+    mx.export_function(str(path), lambda token: model(token, cache=cache), TOKENS[:1, 5:6])
+    data = path.read_bytes()
+    launched = re.findall(rb"CustomKernel.{8}custom_kernel_([a-z_]*)", data, re.DOTALL)
+    assert launched == [b"qmv_", b"attention_step__float_", *[b"qmv_"] * 3] * 2 + [b"qmv_"]
+    assert b"SliceUpdate" not in data
+
+
+def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
+    """Of all launches: the weights once, the cache once, and one percent."""
+    config = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
+    config |= {"num_key_value_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
+    model = qwen2.Model(qwen2.ModelArgs("qwen2", rms_norm_eps=1e-6, **config))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model)
+    model.eval()
+    with use_backend("ops"):
+        convert_model(model, verify=False)
+    (cache,) = caches = make_prompt_cache(model)
+    for rows in (4352, 16640, 33024):
+        cache.keys, cache.values = (mx.zeros((1, 4, rows, 128), mx.bfloat16) for _ in "kv")
+        cache.offset = rows - 100
+        plan = decoder_loop._Plan(model.layers)
+        tail = cache_tail.tail_of(None, caches, cache.offset)
+        arrays = [*plan.arrays[0], *tail.buffers, *tail.tails]
+        weights = len(plan.arrays[0])
+
+        def step(x, positions, *arrays, plan=plan, tail=tail, weights=weights):
+            plan.arrays, buffers = [[*arrays[:weights]]], arrays[weights:]
+            given = tail._replace(buffers=[*buffers[:2]], tails=[*buffers[2:]])
+            return plan.run("metal", x, None, [positions], given)[0]
+
+        x, positions = mx.zeros((1, 1, 3584), mx.bfloat16), mx.zeros(8, mx.int32)
+        metal.clear()
+        mx.export_function(str(tmp_path / "layer.mlxfn"), step, x, positions, *arrays)
+        # Traced by mx.compile, and into the file.
+        names, half = [launch.program.name for launch in metal], len(metal) // 2
+        assert names[:half] == names[half:] and len(set(names)) > 3
+        assert names[1:3] == ["attention_step", "attention_combine"] and half == 6
+        moved = 0
+        for launch in metal[:half]:
+            outputs = map(Spec, launch.output_shapes, launch.output_dtypes)
+            moved += sum(s.size * s.dtype.size for s in (*launch.inputs, *outputs))
+        # What the tail holds is not read in the buffers. A merge reads and writes these.
+        held, whole = (sum(a.nbytes for a in given) for given in (tail.tails, tail.buffers))
+        necessary = sum(a.nbytes for a in arrays[:weights]) + whole
+        assert necessary < moved - held + 2 * whole / cache_tail._ROWS <= 1.01 * necessary
