@@ -35,7 +35,7 @@ _COPY = re.compile(
 )
 _MEETING = re.compile(
     r"call .*@(?:qk_simd_sync|qk_threadgroup_barrier|qk_simdgroup_barrier|qk_inactive_lane|"
-    r"qk_threadgroup_memory|__ubsan_handle_\w+)\("
+    r"qk_threadgroup_memory|qk_tensor_\w+|__ubsan_handle_\w+)\("
 )
 _BORROWED = re.compile(r"(%[\w.]+) = addrspacecast ptr addrspace\([123]\) .* to ptr(?:,|$)", re.M)
 _DERIVED = re.compile(r"(%[\w.]+) = (?:getelementptr|phi ptr|select|bitcast)\b(?! addrspace)(.*)")

@@ -39,10 +39,12 @@ class Report:
         launches: the kernel's name and its counters, in order.
         budget: the loop turns that each launch may take.
         flush_subnormals: whether matrix products take subnormal halves for zero.
+        tensor_layout: how cooperative tensors are spread over lanes.
     """
 
     budget: int = DEFAULT_BUDGET
     flush_subnormals: bool = False
+    tensor_layout: str = "random"
     launches: MutableSequence[tuple[str, Counters]] = field(default_factory=list)
 
     def total(self, name: str, kernel: str | None = None) -> int:
@@ -58,7 +60,11 @@ _report: ContextVar[Report | None] = ContextVar(
 
 @contextmanager
 def checks(
-    enabled: bool = True, *, budget: int = DEFAULT_BUDGET, flush_subnormals: bool = False
+    enabled: bool = True,
+    *,
+    budget: int = DEFAULT_BUDGET,
+    flush_subnormals: bool = False,
+    tensor_layout: str = "random",
 ) -> Iterator[Report]:
     """Run the launches of a ``with`` block on the checked build (or, with False, on the fast one).
 
@@ -70,6 +76,8 @@ def checks(
         budget: the loop turns after which a launch counts as hanging.
         flush_subnormals: whether matrix products take subnormal halves for zero, as those of some
             GPUs may.
+        tensor_layout: how the elements of cooperative tensors are spread over lanes: as an
+            ``"m5"``, in ``"strips"`` of neighbours, or at ``"random"``, anew in each launch.
 
     Raises:
         KernelFault: in the block, at the launch that did something wrong.
@@ -81,7 +89,7 @@ def checks(
         >>> report.total("bytes_read")
         64
     """
-    report = Report(budget, flush_subnormals)
+    report = Report(budget, flush_subnormals, tensor_layout)
     token = _report.set(report if enabled else None)
     try:
         yield report
@@ -132,6 +140,7 @@ def _compiled(program: Program, function: str, text: str, checked: bool) -> _Com
         kernel = compile_source(
             *(_PREAMBLE + text, function),
             checked=checked,
+            language=400 if "MetalPerformancePrimitives" in text else 320,
             name=program.name,
             cite=cite,
             first=first,
@@ -316,6 +325,7 @@ def _run_checked(launch: Launch, inputs: list[mx.array], report: Report) -> list
         launch.threadgroup,
         budget=report.budget,
         flush_subnormals=report.flush_subnormals,
+        tensor_layout=report.tensor_layout,
     )
     assert counters is not None
     report.launches.append((launch.program.name, counters))

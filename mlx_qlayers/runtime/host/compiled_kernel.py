@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import threading
@@ -23,6 +24,9 @@ _FAULTS: list[type[KernelFault] | None] = [
     getattr(errors, name, None) for name in re.findall(r"^  k(\w+),$", HEADER, re.M)
 ]
 DEFAULT_BUDGET = 300_000_000
+# In the order of ``enum qk_layout``.
+LAYOUTS = ("m5", "strips", "random")
+_seeds = itertools.count(1)
 _checked_lock = threading.Lock()
 
 
@@ -107,6 +111,7 @@ class HostKernel:
         budget: int = DEFAULT_BUDGET,
         tolerate: Sequence[type[KernelFault]] = (),
         flush_subnormals: bool = False,
+        tensor_layout: str = "random",
     ) -> Counters | None:
         """Run the kernel once.
 
@@ -121,6 +126,8 @@ class HostKernel:
             tolerate: :class:`Race` or :class:`Uninitialised`, to let pass.
             flush_subnormals: whether the matrix products of a checked launch take subnormal halves
                 for zero, as those of some GPUs may.
+            tensor_layout: how a checked launch spreads cooperative tensors over lanes: as an
+                ``"m5"``, in ``"strips"`` of neighbours, or at ``"random"``, anew in each launch.
 
         Returns:
             The counters of a checked launch, else None.
@@ -138,6 +145,8 @@ class HostKernel:
         }
         raw = self.raw(grid, threadgroup, threadgroup_bytes)
         raw.budget, raw.flush = budget, flush_subnormals
+        if self.checked:
+            raw.layout, raw.layout_seed = LAYOUTS.index(tensor_layout), next(_seeds)
         raw.tolerated = sum(1 << _FAULTS.index(fault) for fault in tolerate)
         addresses = (ctypes.c_uint64 * max(self.slots, 1))()
         raw.buffers = ctypes.addressof(addresses)

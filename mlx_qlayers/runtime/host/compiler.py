@@ -36,7 +36,7 @@ _WARNINGS = (
 # bfloat widens by itself and never narrows: what clang only warns about, Metal refuses.
 _NARROWING = re.compile(r"^.*loses floating-point precision: .* to 'bfloat'.*$", re.M)
 _FIBERS = re.compile(
-    r"@qk_(?:simd_sync|threadgroup_barrier|simdgroup_barrier|threadgroup_memory)\("
+    r"@qk_(?:simd_sync|threadgroup_barrier|simdgroup_barrier|threadgroup_memory|tensor_\w+)\("
 )
 
 _LINE_MARKER = re.compile(r"^# \d+ .*\n", re.M)

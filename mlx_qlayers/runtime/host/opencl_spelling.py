@@ -30,6 +30,8 @@ _THREAD_REFERENCE = re.compile(r"\b__qk_thread__\s+([A-Za-z_]\w*)\s*&(?!&)")
 _CONSTANT = re.compile(r"(?<!const )\b__constant\b(?!\s+const\b)")
 _OPERATOR = re.compile(r"\boperator\s*$")
 _OPENS = re.compile(r"\s*\(")
+# One value in braces fills a whole vector.
+_FILLED = re.compile(r"\s+\w+\s*(\{([^{},;]+)\})\s*;")
 
 
 def _qualifies(text: str, start: int, marks: str) -> bool:
@@ -142,6 +144,9 @@ def _constructors(text: str) -> str:
         end = angle(text, m.end() - 1)
         if end > 0 and not declares(m) and _OPENS.match(text, end):
             edits.append((*m.span(), "metal::qk_make<"))
+        elif end > 0 and (filled := _FILLED.match(text, end)):
+            made = f" = metal::qk_make<{text[m.end() : end]}({filled[2]})"
+            edits.append((*filled.span(1), made))
     return edit(text, edits)
 
 

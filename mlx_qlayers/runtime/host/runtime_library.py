@@ -13,7 +13,10 @@ from typing import Any
 from ..backend import ToolchainError
 from . import cache, toolchain
 
-_SOURCES = ("fiber", "scheduler", "thread_pool", "checks", "accesses", "matrix", "half_conversions")
+_SOURCES = (
+    *("fiber", "scheduler", "thread_pool", "checks", "accesses", "matrix", "tensor"),
+    *("tensor_layout", "half_conversions"),
+)
 # What Python and the library tell each other; without comments.
 HEADER = re.sub(r"//.*", "", (toolchain.SHIMS / "launch.h").read_text())
 _KINDS: dict[str, Any] = {

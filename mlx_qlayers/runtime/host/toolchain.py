@@ -80,7 +80,7 @@ def _surroundings() -> str:
     """Everything but the kernel that decides what the compiler makes of it."""
     digest = sha256()
     makers = [Path(__file__).with_name(f"{name}.py") for name in _MAKERS]
-    for path in [*makers, *sorted(p for p in SHIMS.iterdir() if p.is_file())]:
+    for path in [*makers, *sorted(p for p in SHIMS.rglob("*") if p.is_file())]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     versions = [metadata.version(name) for name in ("mlx", "ziglang")]
     return f"{versions} {target()} {_processor()} {digest.hexdigest()}"

@@ -19,6 +19,9 @@ HEADERS = {
     "fp": ("utils", "steel/gemm/gemm", "quantized_utils", "fp_quantized"),
     "sdpa": ("utils", "sdpa_vector"),
     "attention": ("utils", "steel/attn/kernels/steel_attention"),
+    "attention_nax": ("utils", "steel/attn/kernels/steel_attention_nax"),
+    "affine_nax": ("utils", "steel/gemm/gemm", "steel/gemm/nax", "quantized_nax"),
+    "fp_nax": ("utils", "steel/gemm/gemm", "quantized_utils", "steel/gemm/nax", "fp_quantized_nax"),
     "gemm": ("utils", "steel/gemm/gemm", "steel/gemm/kernels/steel_gemm_fused"),
     "softmax": ("utils", "softmax"),
     "logsumexp": ("utils", "logsumexp"),
@@ -74,7 +77,11 @@ def load(
     family: str, function: str, *, checked: bool, constants: Mapping[int, object] | None = None
 ) -> HostKernel:
     """One instantiation of one of MLX's kernels."""
-    return compile_source(source(family), function, checked=checked, constants=constants)
+    # Kernels for the M5 exist where Metal 4 does.
+    language = 400 if family.endswith("nax") else 320
+    return compile_source(
+        source(family), function, checked=checked, constants=constants, language=language
+    )
 
 
 def i32(*values: int) -> Any:
@@ -94,6 +101,7 @@ def run(
     threadgroups: Sequence[int],
     threads: tuple[int, int, int],
     tolerate: Sequence[type[KernelFault]] = (),
+    tensor_layout: str = "m5",
 ) -> Counters | None:
     """Run on arguments by name; ``outputs`` are filled with NaN or ones first, then written."""
     for array in outputs.values():
@@ -102,7 +110,13 @@ def run(
     buffers = {i: given[p.name] for i, p in kernel.signature.buffers.items() if p.name in given}
     written = [i for i, p in kernel.signature.buffers.items() if p.name in outputs]
     x, y, z = (g * t for g, t in zip(threadgroups, threads, strict=True))
-    return kernel.run(buffers, (x, y, z), threads, writes=written, fresh=written, tolerate=tolerate)
+    return kernel.run(
+        *(buffers, (x, y, z), threads),
+        writes=written,
+        fresh=written,
+        tolerate=tolerate,
+        tensor_layout=tensor_layout,
+    )
 
 
 def empty(shape: Sequence[int], dtype: mx.Dtype) -> np.ndarray:

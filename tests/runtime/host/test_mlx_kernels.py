@@ -25,7 +25,7 @@ from . import mlx_kernels as mk
 Record = Callable[[str, Any], None]
 
 
-def _note(
+def note(
     record: Record, kernel: str, case: str, error: float, dtype: mx.Dtype, checked: bool = True
 ) -> None:
     build = "checked" if checked else "fast"
@@ -33,7 +33,7 @@ def _note(
     assert error <= ROUNDINGS[dtype], f"{kernel} {case}: {error} roundings off"
 
 
-def _quantized(
+def quantized(
     kernel: str, bits: int, group: int, dtype: mx.Dtype, shape: tuple[int, int, int]
 ) -> Any:
     """Arguments and truth of one affine product; rows of w are groups along K, or along N."""
@@ -64,7 +64,7 @@ def _affine(kernel: str, bits: int, group: int, dtype: mx.Dtype, checked: bool) 
         "qmm_n": (37, 128, 96),
     }[kernel]
     k = max(k, group)
-    arguments, truth = _quantized(kernel, bits, group, dtype, (m, n, k))
+    arguments, truth = quantized(kernel, bits, group, dtype, (m, n, k))
     t = mk.METAL_NAMES[dtype]
     tail, groups, threads = {
         "qmv_fast": ("false", (m, n // 8, 1), (32, 2, 1)),
@@ -90,7 +90,7 @@ def _check_affine(
 ) -> None:
     case = f"{bits} bits, groups of {group}, {mk.METAL_NAMES[dtype]}"
     error = _affine(kernel, bits, group, dtype, checked)
-    _note(record, f"affine_{kernel}", case, error, dtype, checked)
+    note(record, f"affine_{kernel}", case, error, dtype, checked)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_fp(kernel: str, mode: str, group: int, bits: int, record_property: Reco
     y = mk.empty((m, n), mx.float16)
     mk.run(loaded, arguments, {"y": y}, groups, (32, 2, 1))
     error = mk.error(mk.float64(y, mx.float16), truth, mx.float16)
-    _note(record_property, kernel, mode, error, mx.float16)
+    note(record_property, kernel, mode, error, mx.float16)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
@@ -154,7 +154,7 @@ def test_softmax(dtype: mx.Dtype, looped: bool, record_property: Record) -> None
         (1024 if looped else 256, 1, 1),
     )
     error = mk.error(mk.float64(out, dtype), truth, dtype)
-    _note(record_property, name, mk.METAL_NAMES[dtype], error, dtype)
+    note(record_property, name, mk.METAL_NAMES[dtype], error, dtype)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
@@ -169,7 +169,7 @@ def test_rms_norm(dtype: mx.Dtype, record_property: Record) -> None:
     mk.run(loaded, arguments, {"out": out}, (rows, 1, 1), (256, 1, 1))
     truth = mk.float64(mx.fast.rms_norm(x.astype(mx.float32), w.astype(mx.float32), 1e-5), dtype)
     error = mk.error(mk.float64(out, dtype), truth, dtype)
-    _note(record_property, "rms_norm", mk.METAL_NAMES[dtype], error, dtype)
+    note(record_property, "rms_norm", mk.METAL_NAMES[dtype], error, dtype)
 
 
 def test_logsumexp(record_property: Record) -> None:
@@ -181,10 +181,10 @@ def test_logsumexp(record_property: Record) -> None:
     error = mk.error(
         out.astype(np.float64), mk.float64(mx.logsumexp(x, -1), mx.float32), mx.float32
     )
-    _note(record_property, "logsumexp", "float", error, mx.float32)
+    note(record_property, "logsumexp", "float", error, mx.float32)
 
 
-def _attention_inputs(
+def attention_inputs(
     dtype: mx.Dtype, heads: tuple[int, int], lengths: tuple[int, int], d: int, causal: bool
 ) -> tuple[mx.array, mx.array, mx.array, np.ndarray]:
     mx.random.seed(sum(heads) + sum(lengths) + d)
@@ -209,7 +209,7 @@ _PLAIN = {20: False, 21: False, 23: False, 24: False, 25: False}
 @pytest.mark.parametrize("causal", [False, True])
 def test_sdpa_vector(causal: bool, checked: bool, record_property: Record) -> None:
     h, hk, length, keys, d = 4, 2, 3, 139, 64
-    q, k, v, truth = _attention_inputs(mx.float16, (h, hk), (length, keys), d, causal)
+    q, k, v, truth = attention_inputs(mx.float16, (h, hk), (length, keys), d, causal)
     loaded = mk.load(
         "sdpa", "sdpa_vector<half, 64, 64>", checked=checked, constants={**_PLAIN, 22: causal}
     )
@@ -221,12 +221,12 @@ def test_sdpa_vector(causal: bool, checked: bool, record_property: Record) -> No
     mk.run(loaded, arguments, {"out": out}, (h, length, 1), (1024, 1, 1))
     error = mk.error(mk.float64(out, mx.float16), truth, mx.float16)
     case = "causal" if causal else "no mask"
-    _note(record_property, "sdpa_vector", case, error, mx.float16, checked)
+    note(record_property, "sdpa_vector", case, error, mx.float16, checked)
 
 
 def test_sdpa_vector_2pass(record_property: Record) -> None:
     h, hk, length, keys, d, blocks = 4, 2, 2, 333, 64, 32
-    q, k, v, truth = _attention_inputs(mx.float16, (h, hk), (length, keys), d, True)
+    q, k, v, truth = attention_inputs(mx.float16, (h, hk), (length, keys), d, True)
     constants = {**_PLAIN, 22: True, 26: blocks}
     first = mk.load("sdpa", "sdpa_vector_2pass_1<half, 64, 64>", checked=True, constants=constants)
     partials = mk.empty((1, h, length, blocks, d), mx.float16)
@@ -242,14 +242,14 @@ def test_sdpa_vector_2pass(record_property: Record) -> None:
     arguments = {"partials": partials, "sums": sums, "maxs": maxs, "blocks": mk.i32(blocks)}
     mk.run(second, arguments, {"out": out}, (h, length, 1), (1024, 1, 1))
     error = mk.error(mk.float64(out, mx.float16), truth, mx.float16)
-    _note(record_property, "sdpa_vector_2pass", "causal", error, mx.float16)
+    note(record_property, "sdpa_vector_2pass", "causal", error, mx.float16)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 @pytest.mark.parametrize("causal", [False, True])
 def test_steel_attention(causal: bool, dtype: mx.Dtype, record_property: Record) -> None:
     h, hk, length, keys, d, bq, bk = 4, 2, 45, 77, 64, 32, 32
-    q, k, v, truth = _attention_inputs(dtype, (h, hk), (length, keys), d, causal)
+    q, k, v, truth = attention_inputs(dtype, (h, hk), (length, keys), d, causal)
     constants = {200: False, 201: False, 300: False, 301: causal, 302: False, 303: False}
     t = mk.METAL_NAMES[dtype]
     loaded = mk.load(
@@ -276,7 +276,7 @@ def test_steel_attention(causal: bool, dtype: mx.Dtype, record_property: Record)
     )
     error = mk.error(mk.float64(out, dtype), truth, dtype)
     case = f"{t}, {'causal' if causal else 'no mask'}"
-    _note(record_property, "steel_attention", case, error, dtype)
+    note(record_property, "steel_attention", case, error, dtype)
 
 
 @pytest.mark.parametrize(("ta", "tb"), [(False, False), (False, True), (True, False)])
@@ -303,7 +303,7 @@ def test_steel_gemm(ta: bool, tb: bool, record_property: Record) -> None:
         (32, 2, 2),
     )
     error = mk.error(mk.float64(out, mx.float16), truth, mx.float16)
-    _note(record_property, "steel_gemm_fused", f"half, {flags}", error, mx.float16)
+    note(record_property, "steel_gemm_fused", f"half, {flags}", error, mx.float16)
 
 
 @pytest.mark.parametrize("argsort", [False, True])
@@ -319,7 +319,7 @@ def test_sort(argsort: bool, record_property: Record) -> None:
     mk.run(loaded, arguments, {"out": out}, (1, rows, 1), (256, 1, 1))
     wanted = mx.argsort(mx.array(x)) if argsort else mx.sort(mx.array(x))
     assert np.array_equal(out, np.array(wanted))
-    _note(record_property, "block_sort", "arg sort" if argsort else "sort", 0.0, mx.float32)
+    note(record_property, "block_sort", "arg sort" if argsort else "sort", 0.0, mx.float32)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -335,7 +335,7 @@ def test_scan(reverse: bool, record_property: Record) -> None:
     mk.run(loaded, arguments, {"out": out}, (1, rows, 1), (128, 1, 1), tolerate)
     assert np.array_equal(out, np.array(mx.cumsum(mx.array(x), -1, reverse=reverse)))
     case = "reverse" if reverse else "sum"
-    _note(record_property, "contiguous_scan", case, 0.0, mx.float32)
+    note(record_property, "contiguous_scan", case, 0.0, mx.float32)
 
 
 @pytest.mark.slow
@@ -343,7 +343,7 @@ def test_scan(reverse: bool, record_property: Record) -> None:
 def test_fast_enough_to_test_with(checked: bool, seconds: float) -> None:
     """The bars leave room for a busy machine: 0.1 s with checks and 3 ms without were measured."""
     n = 3584
-    arguments, truth = _quantized("qmv_fast", 4, 64, mx.float16, (1, n, n))
+    arguments, truth = quantized("qmv_fast", 4, 64, mx.float16, (1, n, n))
     loaded = mk.load("affine", "affine_qmv_fast<half, 64, 4, false>", checked=checked)
     y = mk.empty((1, n), mx.float16)
     begin = time.perf_counter()

@@ -35,6 +35,37 @@ enum qk_operation { QK_SIMD_SHUFFLE, QK_SIMD_REDUCE, QK_QUAD, QK_MATRIX };
 #define QK_MATRIX_ROW(lane) ((((lane) / 4) & 4) + ((lane) / 2) % 4)
 #define QK_MATRIX_COLUMN(lane) ((((lane) / 4) & 2) * 2 + ((lane) % 2) * 2)
 
+// Tensors (metal_tensor, tensor.cpp). Element types, in the order of MLX's tensors and packed codes.
+enum qk_element {
+  QK_HALF, QK_BFLOAT, QK_FLOAT, QK_INT8, QK_UINT8, QK_INT32, QK_INT4, QK_UINT4
+};
+enum qk_role { QK_LEFT, QK_RIGHT, QK_DESTINATION, QK_ROW_VALUES, QK_COLUMN_VALUES };
+// How the elements of a cooperative tensor are spread over lanes.
+enum qk_layout { QK_LAYOUT_M5, QK_LAYOUT_STRIPS, QK_LAYOUT_RANDOM };
+
+// Rows and columns that the lanes of `simds` SIMD groups hold between them.
+typedef struct qk_tile {
+  qk_uint role, rows, columns, simds;
+} qk_tile;
+
+// A cooperative tensor, as one lane holds it, or a tensor in memory.
+typedef struct qk_tensor_operand {
+  unsigned long address;  // of the lane's elements, or of the first in memory
+  qk_uint element;
+  qk_uint cooperative;
+  qk_tile tile;       // of a cooperative one
+  int columns, rows;  // of one in memory: extents, which are clipped where they are not `fixed`,
+  int fixed;
+  int columns_left, rows_left;  // what there is of the tensor that it was cut from,
+  long stride;                  // and the elements from row to row
+} qk_tensor_operand;
+
+typedef struct qk_tensor_product {
+  int m, n, k;  // k < 0: as many as there are
+  int transpose_left, transpose_right, relaxed, accumulate;
+  qk_uint simds;
+} qk_tensor_product;
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -45,6 +76,16 @@ void qk_threadgroup_barrier(qk_uint flags);
 void qk_simdgroup_barrier(qk_uint flags);
 void qk_matrix_product(qk_row* row);  // results = left * right, from (left, left, right, right)
 float qk_half_operand(float x);       // of a checked launch: what a matrix product makes of a half
+qk_uint qk_tensor_capacity(const qk_tile* tile);
+unsigned long qk_tensor_at(const qk_tile* tile, qk_uint i);  // column, row << 16, and 1 << 32 if valid
+qk_uint qk_tensor_map(const qk_tile* from, qk_uint i, const qk_tile* to);
+void qk_tensor_fresh(void* elements, qk_uint element, qk_uint count);
+void qk_tensor_run(const qk_tensor_product*, const qk_tensor_operand* left, const qk_tensor_operand* right, const qk_tensor_operand* to);
+void qk_tensor_convert(const qk_tensor_operand* from, const qk_tensor_operand* to);
+void qk_tensor_reduce(const qk_tensor_operand* from, const qk_tensor_operand* to, qk_uint operation, float identity);
+void qk_tensor_meet(qk_uint simds);
+void qk_tensor_wrong(qk_uint what);       // 0: the first stride is not 1
+void qk_tensor_memory(const qk_tensor_operand* memory);  // a tile is read from it, or written
 void* qk_threadgroup_memory(qk_uint slot, qk_uint bytes, qk_uint alignment);
 #ifdef __cplusplus
 }

@@ -118,8 +118,8 @@ void checks_threadgroup(Checks* c) {
   c->counters->threads += c->worker->live;
 }
 
-void checks_barrier(Checks* c, uint32_t flags) {
-  c->counters->threadgroup_barriers++;
+void checks_barrier(Checks* c, uint32_t operation, uint32_t flags) {
+  (operation == kTensor ? c->counters->matrix_operations : c->counters->threadgroup_barriers)++;
   if (flags & 1) c->device_epoch++;
   if (flags & 2) c->threadgroup_epoch++;
   for (uint32_t s = 0; s < c->worker->simd_count; s++) settle_banks(c, s);

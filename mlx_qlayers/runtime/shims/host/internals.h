@@ -48,6 +48,7 @@
 #define __metal_frexp(x, e) metal::frexp(x, *(e))
 #define __metal_ldexp(x, k, mode) metal::ldexp(x, k)
 #define __metal_get_simdgroup_size(x) ((ushort)32)
+#define __metal_get_thread_index_in_simdgroup(x) ((ushort)qk_self()->lane)
 #define __metal_simd_broadcast metal::simd_broadcast
 #define __metal_simd_shuffle metal::simd_shuffle
 #define __metal_simd_shuffle_xor metal::simd_shuffle_xor

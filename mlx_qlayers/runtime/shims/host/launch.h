@@ -59,6 +59,7 @@ struct Launch {
   uint32_t granule;  // bytes of the smallest store: what one cell of the race detector stands for
   uint64_t budget;     // steps of a checked launch
   uint32_t tolerated;  // a bit for each Fault that is let pass
+  uint32_t layout, layout_seed;  // of cooperative tensors (enum qk_layout)
   uint32_t flush;      // whether matrix products take subnormal halves for zero
   Counters* counters;
   uint64_t work;  // in: nanoseconds that the last such launch took in all threads, or 0; out: this one

@@ -16,6 +16,7 @@ static void end_worker(void* p) {
   Worker* w = (Worker*)p;
   w->stacks.release();
   if (w->arena) munmap(w->arena, kArenaBytes);
+  if (w->tensors) tensors_end(w->tensors);
   free(w->fibers);
   free(w->simds);
   free(w);
@@ -61,8 +62,9 @@ void Worker::fail(Fault fault, const char* format, ...) {
 
 static const char* waits_for(const Fiber& f) {
   static const char* const names[] = {"a SIMD shuffle",   "a SIMD reduction", "a quad function",
-                                      "a matrix function", "simdgroup_barrier", "threadgroup_barrier"};
-  return names[f.operation < 6 ? f.operation : 5];
+                                      "a matrix function", "simdgroup_barrier", "threadgroup_barrier",
+                                      "a tensor operation"};
+  return names[f.operation < 7 ? f.operation : 5];
 }
 
 // Nothing can run: some threads wait where the others never come.
@@ -112,8 +114,10 @@ static void release_barrier(Worker* w) {
     w->simds[i].runnable = w->simds[i].waiting;
     w->simds[i].waiting = 0;
   }
+  w->came = w->waiting;
   w->waiting = 0;
-  if (w->checks) checks_barrier(w->checks, w->barrier_flags);
+  w->tensor_ready = false;
+  if (w->checks) checks_barrier(w->checks, w->current->operation, w->barrier_flags);
 }
 
 // In a checked launch, lanes that meet must come from the same place in the program.
@@ -126,7 +130,7 @@ static void compare_sites(Worker* w, Simd* s, Fiber* f, uint32_t others) {
   }
 }
 
-static uint32_t meet(uint32_t operation, const void* site) {
+uint32_t meet_lanes(uint32_t operation, const void* site) {
   Worker* w = tls_worker;
   if (w->checks) checks_settle(w->checks);
   Fiber* f = w->current;
@@ -148,22 +152,22 @@ static uint32_t meet(uint32_t operation, const void* site) {
 }
 
 extern "C" uint32_t qk_simd_sync(uint32_t operation) {
-  return meet(operation, __builtin_return_address(0));
+  return meet_lanes(operation, __builtin_return_address(0));
 }
 
 extern "C" void qk_simdgroup_barrier(uint32_t flags) {
   ((Simd*)tls_worker->current->thread.simd)->flags = flags;
-  meet(kSimdBarrier, __builtin_return_address(0));
+  meet_lanes(kSimdBarrier, __builtin_return_address(0));
 }
 
-extern "C" void qk_threadgroup_barrier(uint32_t flags) {
+void meet_threads(uint32_t operation, uint32_t flags, const void* site) {
   Worker* w = tls_worker;
   if (w->checks) checks_settle(w->checks);
   Fiber* f = w->current;
   Simd* s = (Simd*)f->thread.simd;
   uint32_t bit = 1u << f->thread.lane;
-  f->site = __builtin_return_address(0);
-  f->operation = kThreadgroupBarrier;
+  f->site = site;
+  f->operation = operation;
   if (w->checks && w->waiting) {
     for (uint32_t i = 0; i < w->simd_count; i++) {
       if (!w->simds[i].waiting) continue;
@@ -185,6 +189,10 @@ extern "C" void qk_threadgroup_barrier(uint32_t flags) {
   Fiber* next = next_fiber(w);
   if (!next) diverged(w);
   go(w, next);
+}
+
+extern "C" void qk_threadgroup_barrier(uint32_t flags) {
+  meet_threads(kThreadgroupBarrier, flags, __builtin_return_address(0));
 }
 
 extern "C" void qk_inactive_lane(uint32_t lane) {
@@ -258,7 +266,8 @@ bool Worker::prepare(Launch* l) {
     fibers = (Fiber*)calloc(1024, sizeof(Fiber));
     simds = (Simd*)aligned_alloc(64, 32 * sizeof(Simd));
     arena = (char*)mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (!fibers || !simds || arena == MAP_FAILED) return false;
+    tensors = tensors_begin();
+    if (!fibers || !simds || !tensors || arena == MAP_FAILED) return false;
   }
   if (l->fibers && !stacks.reserve((threads + 63) & ~63u)) return false;
   memset(slots, 0, sizeof slots);

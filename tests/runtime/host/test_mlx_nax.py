@@ -1,0 +1,106 @@
+"""The yardstick of tensor operations: MLX's kernels for the M5 agree with float64 on its layout.
+
+They assume that layout, as MLX runs them on nothing else: under another one they are wrong, which
+is what the other layouts are for.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers.runtime.host import Uninitialised
+from tests.numerics import ROUNDINGS
+
+from . import mlx_kernels as mk
+from .test_mlx_kernels import Record, attention_inputs, note, quantized
+
+M, N, K, TILE = 70, 75, 128, 64
+ALIGNED = {200: False, 201: False, 202: False}
+
+
+def _affine(bits: int, group: int, dtype: mx.Dtype, plain: bool, layout: str) -> float:
+    name = "qmm_n" if plain else "qmm_t"
+    n = 128 if plain else N
+    arguments, truth = quantized(name, bits, group, dtype, (M, n, K))
+    flags = "false" if plain else "false, false"
+    t = mk.METAL_NAMES[dtype]
+    loaded = mk.load(
+        *("affine_nax", f"affine_{name}_nax<{t}, {group}, {bits}, {flags}>"),
+        checked=True,
+        constants=ALIGNED,
+    )
+    y = mk.empty((M, n), dtype)
+    groups = (-(-n // TILE), -(-M // TILE), 1)
+    mk.run(loaded, arguments, {"y": y}, groups, (32, 2, 2), tensor_layout=layout)
+    return mk.error(mk.float64(y, dtype), truth, dtype)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype", "plain"),
+    [
+        (4, 64, mx.float16, False),
+        (3, 32, mx.bfloat16, True),
+    ],
+)
+def test_affine(
+    bits: int, group: int, dtype: mx.Dtype, plain: bool, record_property: Record
+) -> None:
+    error = _affine(bits, group, dtype, plain, "m5")
+    case = f"{bits} bits, groups of {group}, {mk.METAL_NAMES[dtype]}"
+    note(record_property, f"affine_qmm_{'n' if plain else 't'}_nax", case, error, dtype)
+
+
+def test_another_layout_shows() -> None:
+    assert _affine(4, 64, mx.float16, False, "strips") > 20 * ROUNDINGS[mx.float16]
+    with pytest.raises(Uninitialised, match="the left operand is read in row"):
+        _affine(4, 64, mx.float16, False, "random")
+
+
+@pytest.mark.parametrize(("mode", "group", "bits"), [("mxfp8", 32, 8), ("nvfp4", 16, 4)])
+def test_fp(mode: str, group: int, bits: int, record_property: Record) -> None:
+    mx.random.seed(bits + group)
+    wq, scales = mx.quantize(mx.random.normal((N, K)), group, bits, mode=mode)
+    x = mx.random.normal((M, K)).astype(mx.float16)
+    weights = mx.dequantize(wq, scales, None, group, bits, mode, dtype=mx.float32)
+    truth = mk.float64(x, mx.float16) @ mk.float64(weights, mx.float32).T
+    arguments = {"w": wq, "scales": scales, "x": x, "global_scale": mx.ones(1), **mk.UNBATCHED}
+    arguments |= {"K": mk.i32(K), "N": mk.i32(N), "M": mk.i32(M)}
+    function = f"fp_qmm_t_nax<half, {group}, {bits}, false, false>"
+    loaded = mk.load("fp_nax", function, checked=True, constants=ALIGNED)
+    y = mk.empty((M, N), mx.float16)
+    mk.run(loaded, arguments, {"y": y}, (-(-N // TILE), -(-M // TILE), 1), (32, 2, 2))
+    error = mk.error(mk.float64(y, mx.float16), truth, mx.float16)
+    note(record_property, "fp_qmm_t_nax", mode, error, mx.float16)
+
+
+@pytest.mark.parametrize(
+    ("d", "causal", "dtype"),
+    [(64, True, mx.bfloat16), pytest.param(256, False, mx.float16, marks=pytest.mark.thorough)],
+)
+def test_attention(d: int, causal: bool, dtype: mx.Dtype, record_property: Record) -> None:
+    h, hk, length, keys, bq, bk = 2, 1, 75, 101, 64, 32
+    q, k, v, truth = attention_inputs(dtype, (h, hk), (length, keys), d, causal)
+    constants = {200: False, 201: False, 300: False, 301: causal, 302: False, 303: False}
+    t, split = mk.METAL_NAMES[dtype], d == 256
+    # A wide head is split over two SIMD groups.
+    name = f"attention_nax{'_dsplit' if split else ''}<{t}, {bq}, {bk}, {d}"
+    name += f", 4, 2, {t}, float>" if split else f", {d}, 4, 1, {t}, float>"
+    loaded = mk.load("attention_nax", name, checked=True, constants=constants)
+    nq, nk = -(-length // bq), -(-keys // bk)
+    strides = [(a * b * d, b * d, d) for a, b in ((h, length), (hk, keys), (hk, keys), (h, length))]
+    params = struct.pack(
+        "6if7i12q",
+        *(1, h, d, length, keys, h // hk, d**-0.5),
+        *(nq, nk, length // bq, keys // bk, length % bq, keys % bk, keys - length),
+        *(s for row in strides for s in row),
+    )
+    out = mk.empty((1, h, length, d), dtype)
+    threads = (32, 4, 2 if split else 1)
+    mk.run(loaded, {"Q": q, "K": k, "V": v, "params": params}, {"O": out}, (nq, h, 1), threads)
+    error = mk.error(mk.float64(out, dtype), truth, dtype)
+    assert np.isfinite(error)
+    note(record_property, "attention_nax", f"{t}, D = {d}", error, dtype)
