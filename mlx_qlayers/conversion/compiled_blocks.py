@@ -395,3 +395,20 @@ class Snapshot:
             return [*map(type, self.parts)] == self.types and self.contents == self.before
         except Exception:
             return False
+
+    def difference(self) -> str:
+        """What was replaced, as the class of a module and the name of an attribute."""
+        return ", ".join(
+            {
+                f"{name} of {type(part).__name__}"
+                for part, before in zip(self.contents, self.before, strict=True)
+                for name in part.keys() | before.keys()
+                if part.get(name) is not before.get(name)
+            }
+        )
+
+    def restore(self) -> None:
+        """Put back what was replaced."""
+        for part, before in zip(self.contents, self.before, strict=True):
+            dict.clear(part)
+            dict.update(part, before)

@@ -42,6 +42,7 @@ from .compiled_blocks import (
     tail,
     together,
 )
+from .compiled_step import STEP
 from .decoder_loop import with_layers_ahead
 from .grouping import Grouped, grouped
 from .matcher import Match, Mismatch, recognise
@@ -70,7 +71,7 @@ def groups_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], ...]:
 def input_width(module: Any) -> int | None:
     """The last axis of the input of a fused module; None where that does not follow from it."""
     match = match_of(type(module))
-    if match is None or match.pattern in (GROUPED, LOOP):
+    if match is None or match.pattern in (GROUPED, LOOP, STEP):
         return None
     if match.kind == "block":
         return input_width(module[match.names["attention"]])
@@ -152,7 +153,7 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     if cache is not None:
         k, v = cache.update_and_fetch(k, v)
     if plan.is_patched:
-        out = attention_patch.attention(q, k, v, scale=plan.scale, mask=mask)
+        out = attention_patch.patched_attention(q, k, v, cache, plan.scale, mask)
     else:
         out = plan.stock(q, k, v, cache=cache, scale=plan.scale, mask=mask)
     return after(x, out, *plan.arrays)

@@ -13,6 +13,7 @@ from ..layers.qlinear import QLinear
 from ..metal.quantized_matmul.qmv import MAX_MATRICES
 from .attention_patch import stock_class
 from .compiled_blocks import BLOCK_PARTS, GATES, match_of, rotation_of, split_rope
+from .compiled_step import STEP, step_class, why_not
 from .fused_blocks import GROUPED, LOOP, fused_class, groups_of, is_fused, unfused_class
 from .matcher import Match, Mismatch, recognise
 from .plan import Predicate, Step
@@ -54,12 +55,17 @@ class FusionPlanner:
             if step is not None and step.row.action != LEFT:
                 self._remember(module, matches[path])
                 self.changes += [step] if step.cls else []
+        for path, module in modules:
+            if not path:
+                found[path] = step = self._whole(module) or found[path]
+                self.changes += [step] if step is not None and step.cls else []
         self.rows = tuple(step.row for step in found.values() if step is not None)
 
     def _step(self, path: str, module: nn.Module, match: Match | Mismatch) -> Step | None:
         kind, code = match.kind, "" if match else str(match)
         if is_fused(module):
-            kind = "stack" if match_of(type(module)) == Match(LOOP, {}) else kind
+            made = match_of(type(module))
+            kind = {LOOP: "stack", STEP: "step"}.get(made.pattern, kind) if made else kind
             return Step(module, FusionReport(path, kind, ALREADY, ""))
         layers = [name for name, child in module.items() if self._is_packed(child)]
         if not match and len(layers) < 2:
@@ -87,6 +93,20 @@ class FusionPlanner:
         what = f"{count} layers in one trace where a GPU decodes a token of each sequence"
         step = Step(module, FusionReport(path, "stack", FUSED, what), cls)
         return step if self.predicate(path, module) else step.left(_REFUSED)
+
+    def _whole(self, model: nn.Module) -> Step | None:
+        """Of a model whose layers do not run in a loop of this package."""
+        layers = getattr(model, "layers", None) or ()
+        if is_fused(model) or (self.in_loops and len(self.in_loops) == len(layers)):
+            return None
+        cls = step_class(self._class(model))
+        if not isinstance(cls, type):
+            return None
+        what = "all of it in one graph where a GPU decodes a token of each sequence"
+        step = Step(model, FusionReport("", "step", FUSED, what), cls)
+        if reason := why_not(model):
+            return step.left(reason)
+        return step if self.predicate("", model) else step.left(_REFUSED)
 
     def _remember(self, module: nn.Module, match: Match | Mismatch) -> None:
         """Keep that a block can fold its norm into ``module``, or that a loop can take it in."""

@@ -1,0 +1,277 @@
+"""Decoding and prompts of several architectures, stock mlx-lm beside the converted model.
+
+    python benchmarks/bench_architectures.py
+    python benchmarks/bench_architectures.py --models qwen3_moe gpt_oss --what 1 8
+    python benchmarks/bench_architectures.py --all
+
+The models have the shapes of well-known ones, few layers and random weights, in bfloat16 and 4 bits
+in groups of 64. Stock and converted model share the weights and take turns in one process. A step
+is queued behind the one before, as mlx-lm's ``generate_step`` does it. ``--all`` takes a small
+model of each architecture that the tests know, one token at a time. ``error`` is how far the
+converted model's logits are from stock's in the same steps, as a fraction of their size: both are
+rounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from common import Sample, Table, add_output, output, print_facts, turns
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_qlayers import convert_model
+from mlx_qlayers.commands.arguments import positive
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 4,
+    "head_dim": 128,
+}
+_EXPERTS: dict[str, Any] = {
+    "hidden_size": 2048,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+_LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+# By name: the module of mlx-lm, and what its configuration has beside what all have.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 3 8B": ("llama", {**_LLAMA, "intermediate_size": 14336}),
+    "Qwen3 8B": ("qwen3", {**_LLAMA, "intermediate_size": 12288}),
+    "Phi 3 mini": (
+        "phi3",
+        {
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+        },
+    ),
+    "Gemma 3 4B": (
+        "gemma3_text",
+        {
+            "hidden_size": 2560,
+            "num_hidden_layers": 6,
+            "intermediate_size": 10240,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 1024,
+            "sliding_window_pattern": 6,
+        },
+    ),
+    "gpt-oss 20B": (
+        "gpt_oss",
+        {
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+        },
+    ),
+    "Qwen3 30B-A3B": (
+        "qwen3_moe",
+        {
+            **_EXPERTS,
+            "intermediate_size": 6144,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+    ),
+    "Qwen3-Next": (
+        "qwen3_next",
+        {
+            **_EXPERTS,
+            "intermediate_size": 5120,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "linear_num_value_heads": 32,
+            "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+}
+# What is measured: steps of one and of eight sequences, and a prompt of so many tokens.
+WHATS = ("1", "8", "2048")
+# Tokens ahead of what is timed.
+_CONTEXT = 64
+
+
+def build(name: str) -> nn.Module:
+    """A random quantized model of one of :data:`SHAPES`."""
+    module_name, config = SHAPES[name]
+    module = importlib.import_module(f"mlx_lm.models.{module_name}")
+    mx.random.seed(0)
+    model = module.Model(
+        module.ModelArgs.from_dict({"model_type": module_name, **_COMMON, **config})
+    )
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, 64, 4)
+    model.eval()
+    for layer in model.layers:  # one by one, so that the dense weights do not exist together
+        mx.eval(layer.parameters())
+    mx.eval(model.parameters())
+    return model
+
+
+def small(name: str) -> nn.Module:
+    """The small model of an architecture with which the tests compare."""
+    tests = str(Path(__file__).parents[1] / "tests")
+    if tests not in sys.path:
+        sys.path.append(tests)
+    architectures = importlib.import_module("architectures")
+    table = importlib.import_module("architecture_table").ARCHITECTURES
+    model: nn.Module = architectures.build(name, table[name], mx.bfloat16)
+    return model
+
+
+def begun(model: nn.Module, tokens: mx.array) -> list[Any]:
+    """Caches that hold a context, and a few steps behind it."""
+    cache = make_prompt_cache(model)
+    mx.eval(model(tokens[:, :-4], cache=cache))
+    for i in range(4):
+        mx.eval(model(tokens[:, tokens.shape[1] - 4 + i :][:, :1], cache=cache))
+    return cache
+
+
+def decode(model: nn.Module, tokens: mx.array, steps: int) -> float:
+    """Seconds a step behind a context, each queued behind the one before."""
+    cache, y = begun(model, tokens), tokens[:, :1]
+    mx.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        y = model(y, cache=cache)[:, -1:].argmax(-1)
+        mx.async_eval(y)
+    mx.eval(y)
+    return (time.perf_counter() - start) / steps
+
+
+def prompt(model: nn.Module, tokens: mx.array) -> float:
+    """Seconds for a prompt."""
+    cache = make_prompt_cache(model)
+    start = time.perf_counter()
+    mx.eval(model(tokens, cache=cache)[:, -1])
+    mx.synchronize()
+    return time.perf_counter() - start
+
+
+def error(stock: nn.Module, ours: nn.Module, tokens: mx.array) -> float:
+    """How far the logits of a step are from stock's, as a fraction of their size."""
+    results = []
+    for model in (stock, ours):
+        cache = begun(model, tokens)
+        results.append(model(tokens[:, :1], cache=cache).astype(mx.float32))
+    difference = (results[0] - results[1]).square().mean() / results[0].square().mean()
+    return float(difference.sqrt())
+
+
+def converted(stock: nn.Module) -> dict[str, nn.Module]:
+    """A model as it is, and a converted one that shares its arrays."""
+    ours = copy.deepcopy(stock)
+    convert_model(ours, verify=False, calibrate=False)
+    return {"stock": stock, "ours": ours}
+
+
+def measured(
+    name: str,
+    models: dict[str, nn.Module],
+    whats: Iterable[str],
+    args: argparse.Namespace,
+    vocabulary: int,
+) -> Iterator[dict[str, Any]]:
+    """Rows of a model."""
+    for what in whats:
+        times: dict[str, list[float]] = {key: [] for key in models}
+        if what == "2048":
+            tokens = mx.random.randint(0, vocabulary, (1, 2048), key=mx.random.key(1))
+            far = None
+        else:
+            shape = (int(what), min(_CONTEXT, args.context) + 4)
+            tokens = mx.random.randint(0, vocabulary, shape, key=mx.random.key(1))
+            far = error(*models.values(), tokens)
+        for model in models.values():  # compiled and paged in, not timed
+            prompt(model, tokens) if what == "2048" else decode(model, tokens, 2)
+        for key in turns(models, args.repeats):
+            model = models[key]
+            seconds = prompt(model, tokens) if what == "2048" else decode(model, tokens, args.steps)
+            times[key].append(seconds)
+        found = {key: Sample.of(each).scaled(1e3) for key, each in times.items()}
+        speedup = found["stock"].median / found["ours"].median
+        yield {"model": name, "what": what, **found, "x": speedup, "error": far}
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="*", help="names, or parts of them")
+    parser.add_argument("--what", nargs="*", choices=WHATS, default=list(WHATS))
+    parser.add_argument("--all", action="store_true", help="a small model of each architecture")
+    parser.add_argument("--steps", type=positive, default=32)
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--context", type=positive, default=_CONTEXT)
+    parser.add_argument("--layers", type=positive, help="of each model")
+    add_output(parser)
+    args = parser.parse_args()
+    if args.layers:
+        _COMMON["num_hidden_layers"] = args.layers
+    print_facts()
+    table = Table({"model": 20, "what": 5, "stock": 14, "ours": 14, "x": 6, "error": 8})
+    print("milliseconds a step of 1 or 8 sequences, or for a prompt of 2,048 tokens")
+    table.print_header()
+    with output(args, "architectures"):
+        if args.all:
+            _small_models(table, args)
+            return
+        names = [n for n in SHAPES if not args.models or any(m in n for m in args.models)]
+        models = {name: converted(build(name)) for name in names}
+        for what in args.what:  # what takes MLX longest to compile comes last
+            for name in names:
+                for row in measured(name, models[name], [what], args, _COMMON["vocab_size"]):
+                    table.add(**row)
+
+
+def _small_models(table: Table, args: argparse.Namespace) -> None:
+    small("llama")
+    names = importlib.import_module("architecture_table").ARCHITECTURES
+    args.context = min(args.context, 16)
+    for name in names:
+        if args.models and name not in args.models:
+            continue
+        try:
+            for row in measured(name, converted(small(name)), ["1"], args, 128):
+                table.add(**row)
+        except Exception as problem:
+            print(f"{name}: {type(problem).__name__}: {problem}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

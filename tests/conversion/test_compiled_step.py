@@ -1,0 +1,140 @@
+"""Steps of decoding as one graph compute what the model does, and leave the same caches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import VOCABULARY, build
+from decoding import KINDS, logits
+from mlx_lm.models.cache import make_prompt_cache
+from numerics import assert_same_model
+
+from mlx_qlayers import convert_model, revert_model, use_backend
+from mlx_qlayers.conversion import compiled, compiled_step
+from mlx_qlayers.conversion.compiled_step import why_not
+from mlx_qlayers.conversion.report import LEFT
+
+# What no graph can hold, and the beginning of the reason.
+LEFT_TO_THE_MODEL = {
+    "dbrx": "dbrx.py:163: for xt, st, it in zip(x, scores, inds.tolist()):",
+    "deepseek_v32": "deepseek_v32.py:104: cache.values = mx.zeros_like(cache.keys)",
+    "deepseek_v41": "a cache is a LayerCache",
+    "gemma3n": "the model changes weight of Linear in a call",
+    "glm_moe_dsa": "deepseek_v32.py:104: cache.values = mx.zeros_like(cache.keys)",
+    "gpt_bigcode": "gpt_bigcode.py:150: position_ids = mx.array(np.arange(",
+    "llama4": "llama4.py:232: start = cache[0].start_position",
+    "minimax_m3_vl": "minimax_m3_vl.py:347: index_kv = [cache[1].keys, cache[1].values]",
+}
+# One of each kind of block: norms on both sides, experts, states, latent keys, sinks, rings.
+NAMES = [
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "phi3",
+    "qwen3_moe",
+    "qwen3_next",
+    "deepseek_v3",
+    "cohere2",
+    "mamba2",
+    "baichuan_m1",
+]
+DECODED = [kind for kind in KINDS if kind not in ("none", "quantized")]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """Every call of a graph; as on a GPU, but that MLX compiles nothing, which takes minutes."""
+    calls: list[object] = []
+    run = compiled_step._Graph.__call__
+
+    def counted(self, *args):
+        calls.append(self)
+        return run(self, *args)
+
+    monkeypatch.setattr(compiled_step._Graph, "__call__", counted)
+    context = "ops", threading.get_ident()
+    with use_backend("ops"):
+        mx.disable_compile()
+        monkeypatch.setattr(compiled, "context", lambda: context)
+        yield calls
+        mx.enable_compile()
+
+
+def pair(name: str) -> tuple[nn.Module, nn.Module]:
+    """The stock model, and the same one whose steps are graphs."""
+    stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))
+    convert_model(model, verify=False)
+    if not isinstance(model, compiled_step.step_class(type(stock))):  # its layers run together
+        model.__class__ = compiled_step.step_class(type(model))
+    return stock, model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(name: str, graphs: list[object]) -> None:
+    models = [*pair(name)]
+    for i, kind in enumerate(kind for kind in DECODED if kind not in ARCHITECTURES[name].without):
+        graphs.clear()
+        steps = zip(*logits(models, kind, (1, 3)[i % 2], VOCABULARY), strict=True)
+        for number, (stock, found) in enumerate(steps):
+            what = f"{name}, cache {kind}, step {number}"
+            assert_same_model(found, stock, bits=None, what=what)
+        assert len(graphs) >= 3, compiled_step._plans[id(models[1])].stopped
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_a_cache_that_grows_and_one_that_is_trimmed(name: str, graphs: list[object]) -> None:
+    """Past the rows that a cache begins with, and over the rows of tokens that were taken back."""
+    results = []
+    tokens = mx.random.randint(0, VOCABULARY, (1, 270), key=mx.random.key(1))
+    for model in pair(name):
+        cache = make_prompt_cache(model)
+        parts = [model(tokens[:, :250], cache=cache)]
+        parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(250, 260)]
+        if all(c.is_trimmable() for c in cache):
+            assert [c.trim(6) for c in cache] == [6] * len(cache)
+        parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(260, 270)]
+        results.append(mx.concatenate(parts, axis=1)[0])
+    assert len(graphs) == 23
+    assert_same_model(*reversed(results), bits=None, what=name)
+
+
+def test_a_replaced_weight_is_seen(graphs: list[object]) -> None:
+    stock, model = pair("phi3")
+    results = []
+    for each in (stock, model):
+        cache = make_prompt_cache(each)
+        each(mx.array([[1, 2, 3]]), cache=cache)
+        each(mx.array([[4]]), cache=cache)
+        each.model.norm.weight = each.model.norm.weight * 2
+        results.append(each(mx.array([[5]]), cache=cache)[0])
+    assert_same_model(*reversed(results), bits=None, what="after it")
+    revert_model(model)
+    assert type(model) is type(stock)
+
+
+def test_the_report_names_the_line_that_stops_a_graph() -> None:
+    for name, reason in LEFT_TO_THE_MODEL.items():
+        report = convert_model(build(name, ARCHITECTURES[name]), dry_run=True)
+        (row,) = [row for row in report.fusions if row.kind == "step"]
+        assert row.action == LEFT and row.reason.startswith(reason), (name, row.reason)
+
+
+def test_what_a_trial_changes_in_a_model_is_put_back() -> None:
+    model = build("plamo3", ARCHITECTURES["plamo3"])
+    norms = [module for module in model.modules() if "_scale" in vars(module)]
+    before = [dict(vars(module)) for module in norms]
+    assert norms and not why_not(model)
+    assert [vars(module) for module in norms] == before
+
+
+def test_a_model_that_looks_at_the_size_of_a_cache_is_left(graphs: list[object]) -> None:
+    stock, model = pair("afm7")
+    steps = zip(*logits([stock, model], "own", 1, VOCABULARY), strict=True)
+    for found, expected in steps:
+        assert_same_model(expected, found, bits=None, what="afm7")
+    assert "rows a cache has" in compiled_step._plans[id(model)].stopped
