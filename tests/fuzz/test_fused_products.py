@@ -91,7 +91,8 @@ def _expected(
 
     rows = to64(x).astype(precision).reshape(-1, k)
     if case.norm:
-        rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + precision(1e-5))
+        squares = product(rows**2, np.ones((k, 1), precision))
+        rows = rows / np.sqrt(squares / precision(k) + precision(1e-5))
         rows = rounded(rows * (1 if weight is None else to64(weight).astype(precision)))
     products, terms = [], []
     for m in matrices:
