@@ -3,31 +3,28 @@
 Run ``python benchmarks/bench_deformable.py``. Every result is first compared with the operators'
 own. ``operators`` is what users write: of each level four neighbours are gathered, masked and
 weighted. ``torch`` is the reference function of Hugging Face transformers, ``grid_sample`` for each
-level, where PyTorch is installed.
+level, where PyTorch is installed. ``first s`` is the first call, with all that it compiles.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from bench_grid_sample import can_run, on_backend, with_gradients
-from common import Sample, Table, add_output, measure, print_facts, write_output
+from common import Sample, Table, measure, write_output
+from sampling import TASKS, arguments, contenders, verified
 
 from mlx_qlayers.metal.deformable import launch as kernels
 from mlx_qlayers.ops.deformable_attention import deformable_attention
 from mlx_qlayers.options import Deformable
 from mlx_qlayers.runtime.spec import Spec
 
-Run = Callable[[], list[mx.array]]
-COLUMNS = {"task": 44, "path": 10, "ms": 14, "ratio": 8}
+COLUMNS = {"task": 44, "path": 10, "ms": 14, "ratio": 8, "first s": 8}
 SHAPES = ((80, 80), (40, 40), (20, 20))
 HEADS, WIDTH, POINTS = 8, 32, 4
 
@@ -93,33 +90,6 @@ def operators(values: mx.array, locations: mx.array, weights: mx.array) -> mx.ar
     return total.reshape(batch, queries, -1).astype(values.dtype)
 
 
-def contenders(case: Case, paths: list[str], inputs: list[mx.array]) -> dict[str, list[Run]]:
-    """By path: forward, and forward with all gradients."""
-    ours = lambda values, *others: deformable_attention(values, SHAPES, *others)  # noqa: E731
-    runs: dict[str, list[Run]] = {
-        "operators": [
-            lambda: [operators(*inputs[:3])],
-            lambda: with_gradients(operators, *inputs),
-        ]
-    }
-    for path in paths:
-        tasks: list[Run] = [lambda: [ours(*inputs[:3])], lambda: with_gradients(ours, *inputs)]
-        runs["reference" if path == "ops" else path] = [on_backend(path, run) for run in tasks]
-    return runs
-
-
-def verify(runs: dict[str, list[Run]], dtype: mx.Dtype) -> None:
-    tolerance = 1e-4 if dtype == mx.float32 else 3e-2
-    expected = runs["operators"][1]()
-    for path, (_, run) in runs.items():
-        for mine, theirs in zip(run(), expected, strict=True):
-            theirs = theirs.astype(mx.float32)
-            error = mx.abs(mine.astype(mx.float32) - theirs) / mx.abs(theirs).max()
-            # A location on a pixel's centre has either side's gradient, by its last bit.
-            wrong = (error > tolerance).mean().item()
-            assert wrong < 1e-4, f"{path}: {wrong:.1%} differ, by up to {error.max().item()}"
-
-
 class Torch:
     """The function of transformers on the same arrays, timed by PyTorch's own clock."""
 
@@ -172,17 +142,26 @@ class Torch:
 
 def compare(case: Case, paths: list[str], repeats: int, table: Table, gpu: bool) -> None:
     inputs = case.inputs()
-    runs = contenders(case, paths, inputs)
-    verify(runs, case.dtype)
+    ours = lambda values, *others: deformable_attention(values, SHAPES, *others)  # noqa: E731
+    runs = contenders(operators, ours, inputs, paths)
     torch = Torch(inputs, gpu) if importlib.util.find_spec("torch") else None
-    for task, name in enumerate(("forward", "with gradients")):
-        times = measure({path: run[task] for path, run in runs.items()}, repeats=repeats)
+    for task, name in enumerate(TASKS):
+        now = {path: both[task] for path, both in runs.items()}
+        # A location on a pixel's centre has either side's gradient, by its last bit.
+        first = verified(now, 1e-4 if case.dtype == mx.float32 else 3e-2, wrong=1e-4)
+        times = measure(now, repeats=repeats)
         if torch is not None:
             times["torch"] = torch.times(task, repeats)
         for path, time_ in times.items():
-            ratio = f"{times['operators'].median / time_.median:.2f}x"
-            title = f"{case}, {name}" if path == "operators" else ""
-            table.add(task=title, path=path, ms=time_.scaled(1e3), ratio=ratio)
+            table.add(
+                **{
+                    "task": f"{case}, {name}" if path == "operators" else "",
+                    "path": path,
+                    "ms": time_.scaled(1e3),
+                    "ratio": f"{times['operators'].median / time_.median:.2f}x",
+                    "first s": first.get(path, ""),
+                }
+            )
 
 
 # Configurations beside the heuristic's: what a GPU's forward pass could use instead.
@@ -206,22 +185,16 @@ def sweep(case: Case, path: str, table: Table) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--paths", nargs="*", help="ops, metal, cuda, host; by default what fits")
+    parser, gpu = arguments(__doc__.splitlines()[0])
     parser.add_argument("--sweep", action="store_true", help="other configurations of the kernels")
-    add_output(parser)
     args = parser.parse_args()
-    print_facts()
-    gpu = mx.default_device() == mx.Device(mx.gpu)
-    paths = args.paths or list(filter(can_run, ["ops", *(["metal", "cuda"] if gpu else ["host"])]))
     table = Table(COLUMNS)
     table.print_header()
     for case in GPU if gpu else CPU:
         if args.sweep:
-            sweep(case, paths[-1], table)
+            sweep(case, args.paths[-1], table)
         else:
-            compare(case, paths, args.repeats, table, gpu)
+            compare(case, args.paths, args.repeats, table, gpu)
     write_output(args, "deformable", [table])
 
 

@@ -8,20 +8,19 @@ the peak above inputs and results.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
-from common import Table, add_output, arrays, measure, print_facts, write_output
+from common import Table, arrays, measure, write_output
+from sampling import TASKS, arguments, contenders, verified
 
 from mlx_qlayers.ops.grid_sample import affine_grid, grid_sample
 from mlx_qlayers.options import Sampling
 from mlx_qlayers.reference.grid_sample import taps
-from mlx_qlayers.runtime.backend import BackendError, use_backend
 
-Run = Callable[[], list[mx.array]]
 COLUMNS = {"task": 58, "path": 10, "ms": 14, "ratio": 7, "GB/s": 7, "of copy": 8, "MB": 7}
 
 
@@ -117,53 +116,7 @@ CPU = [
 ]
 
 
-def with_gradients(sample: Callable[..., mx.array], *inputs: mx.array) -> list[mx.array]:
-    *primals, cotangent = inputs
-    outputs, gradients = mx.vjp(lambda *args: [sample(*args)], primals, [cotangent])
-    return [*outputs, *gradients]
-
-
-def can_run(name: str) -> bool:
-    try:
-        with use_backend(name):
-            return True
-    except BackendError:
-        return False
-
-
-def on_backend(name: str, run: Run) -> Run:
-    def forced() -> list[mx.array]:
-        with use_backend(name):
-            return run()
-
-    return forced
-
-
-def contenders(case: Case, paths: list[str], inputs: tuple[mx.array, ...]) -> dict[str, list[Run]]:
-    """By path: forward, and forward with both gradients."""
-    stock = partial(operators, mode=case.mode)
-    ours = partial(grid_sample, mode=case.mode)
-    x, grid, _ = inputs
-    runs: dict[str, list[Run]] = {
-        "operators": [lambda: [stock(x, grid)], lambda: with_gradients(stock, *inputs)]
-    }
-    for path in paths:
-        tasks: list[Run] = [lambda: [ours(x, grid)], lambda: with_gradients(ours, *inputs)]
-        runs["reference" if path == "ops" else path] = [on_backend(path, run) for run in tasks]
-    return runs
-
-
-def verify(runs: dict[str, list[Run]], dtype: mx.Dtype) -> None:
-    tolerance = 1e-4 if dtype == mx.float32 else 2e-2
-    expected = runs["operators"][1]()
-    for path, (_, run) in runs.items():
-        for mine, theirs in zip(run(), expected, strict=True):
-            error = mx.abs(mine.astype(mx.float32) - theirs.astype(mx.float32)).max()
-            error = (error / mx.abs(theirs).max()).item()
-            assert error < tolerance, f"{path}: results differ by {error}"
-
-
-def peak(run: Run) -> float:
+def peak(run: Callable[[], Any]) -> float:
     """Megabytes alive at the worst moment besides what was there before and the results."""
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -175,12 +128,12 @@ def peak(run: Run) -> float:
 
 def compare(case: Case, paths: list[str], copy: float, repeats: int, table: Table) -> None:
     inputs = case.inputs()
-    runs = contenders(case, paths, inputs)
-    verify(runs, case.dtype)
-    for task, (name, moved) in enumerate(
-        zip(("forward", "with gradients"), case.bytes_moved(*inputs), strict=True)
-    ):
-        times = measure({path: run[task] for path, run in runs.items()}, repeats=repeats)
+    stock, ours = (partial(f, mode=case.mode) for f in (operators, grid_sample))
+    runs = contenders(stock, ours, inputs, paths)
+    for task, (name, moved) in enumerate(zip(TASKS, case.bytes_moved(*inputs), strict=True)):
+        now = {path: both[task] for path, both in runs.items()}
+        verified(now, 1e-4 if case.dtype == mx.float32 else 2e-2)
+        times = measure(now, repeats=repeats)
         for path, time in times.items():
             rate = moved / time.median
             table.add(
@@ -191,7 +144,7 @@ def compare(case: Case, paths: list[str], copy: float, repeats: int, table: Tabl
                     "ratio": f"{times['operators'].median / time.median:.2f}x",
                     "GB/s": rate / 1e9,
                     "of copy": f"{rate / copy:.0%}",
-                    "MB": peak(runs[path][task]),
+                    "MB": peak(now[path]),
                 }
             )
 
@@ -203,20 +156,14 @@ def copy_bandwidth(gpu: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--paths", nargs="*", help="ops, metal, cuda, host; by default what fits")
-    add_output(parser)
+    parser, gpu = arguments(__doc__.splitlines()[0])
     args = parser.parse_args()
-    print_facts()
-    gpu = mx.default_device() == mx.Device(mx.gpu)
-    paths = args.paths or list(filter(can_run, ["ops", *(["metal", "cuda"] if gpu else ["host"])]))
     table = Table(COLUMNS)
     copy = copy_bandwidth(gpu)
     print(f"copy {copy / 1e9:.0f} GB/s\n")
     table.print_header()
     for case in GPU if gpu else CPU:
-        compare(case, paths, copy, args.repeats, table)
+        compare(case, args.paths, copy, args.repeats, table)
     write_output(args, "grid_sample", [table])
 
 
