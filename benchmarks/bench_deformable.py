@@ -79,12 +79,13 @@ def operators(values: mx.array, locations: mx.array, weights: mx.array) -> mx.ar
         x = locations[:, :, :, level, :, 0].astype(mx.float32) * width - 0.5
         y = locations[:, :, :, level, :, 1].astype(mx.float32) * height - 0.5
         left, top = (mx.floor(mx.stop_gradient(a)).astype(mx.int32) for a in (x, y))
+        right, below = x - left, y - top
         for column, row in ((0, 0), (1, 0), (0, 1), (1, 1)):
             at_x, at_y = left + column, top + row
             inside = (at_x >= 0) & (at_x < width) & (at_y >= 0) & (at_y < height)
             at = mx.clip(at_y, 0, height - 1) * width + mx.clip(at_x, 0, width - 1)
-            share = (1 - mx.abs(x - at_x)) * (1 - mx.abs(y - at_y)) * inside
-            share = share * weights[:, :, :, level]
+            share = (right if column else 1 - right) * (below if row else 1 - below)
+            share = share * inside * weights[:, :, :, level]
             total = total + (pixels[image, at, head] * share[..., None]).sum(axis=3)
         start += height * width
     return total.reshape(batch, queries, -1).astype(values.dtype)

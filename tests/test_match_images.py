@@ -87,7 +87,7 @@ def test_no_points_no_matches():
 def test_other_sizes_are_padded_and_cut():
     model = match_images.aliked.ALIKED()
     model.eval()
-    features, scores = model.maps(mx.random.uniform(0, 1, (1, 35, 70, 3)))
+    features, scores, _ = model.maps(mx.random.uniform(0, 1, (1, 35, 70, 3)))
     assert features.shape == (1, 35, 70, 128) and scores.shape == (1, 35, 70)
     (found,) = model(mx.random.uniform(0, 1, (1, 35, 70, 3)))
     assert found.descriptors.shape == (len(found.points), 128)

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from products import Conv2d, compiled, matmul, normalized, selu
 
 from mlx_qlayers import DeformConv2d, affine_grid, grid_sample
 
 # The published model "n16": channels of the four blocks, of descriptors, and samples of each.
 CHANNELS, DIMS, SAMPLES = (16, 32, 64, 128), 128, 16
 RADIUS, TEMPERATURE = 2, 0.1
-_ALPHA, _LAMBDA = 1.6732632423543772, 1.0507009873554805
 
 
 class Keypoints(NamedTuple):
@@ -36,17 +36,12 @@ class Keypoints(NamedTuple):
     scores: mx.array
 
 
-def selu(x: mx.array) -> mx.array:
-    """SELU with all digits of its constants."""
-    return mx.where(x > 0, _LAMBDA * x, _LAMBDA * _ALPHA * (mx.exp(mx.minimum(x, 0)) - 1))
-
-
 class DeformableConv(nn.Module):
     """A convolution whose taps another convolution moves, by at most a quarter of the image."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.offset_conv = nn.Conv2d(inputs, 18, 3, padding=1)
+        self.offset_conv = Conv2d(inputs, 18, 3, padding=1)
         self.regular_conv = DeformConv2d(inputs, outputs, 3, padding=1, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -63,15 +58,15 @@ class Block(nn.Module):
         self.conv1, self.bn1 = conv(inputs, outputs), nn.BatchNorm(outputs)
         self.conv2, self.bn2 = conv(outputs, outputs), nn.BatchNorm(outputs)
         if residual:
-            self.downsample = nn.Conv2d(inputs, outputs, 1)
+            self.downsample = Conv2d(inputs, outputs, 1)
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.bn2(self.conv2(selu(self.bn1(self.conv1(x)))))
         return selu(y + self.downsample(x) if "downsample" in self else y)
 
 
-def _conv(inputs: int, outputs: int) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+def _conv(inputs: int, outputs: int) -> Conv2d:
+    return Conv2d(inputs, outputs, 3, padding=1, bias=False)
 
 
 class Descriptors(nn.Module):
@@ -80,8 +75,8 @@ class Descriptors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         numbers = 2 * SAMPLES
-        self.offset_conv = [nn.Conv2d(DIMS, numbers, 3), selu, nn.Conv2d(numbers, numbers, 1)]
-        self.sf_conv = nn.Conv2d(DIMS, DIMS, 1, bias=False)
+        self.offset_conv = [Conv2d(DIMS, numbers, 3), selu, Conv2d(numbers, numbers, 1)]
+        self.sf_conv = Conv2d(DIMS, DIMS, 1, bias=False)
         self.agg_weights = mx.zeros((SAMPLES, DIMS, DIMS))
 
     def __call__(self, features: mx.array, points: mx.array) -> mx.array:
@@ -99,7 +94,8 @@ class Descriptors(nn.Module):
         grid = 2 * (points[:, None] + offsets) / last - 1
         sampled = grid_sample(features[None], grid[None], align_corners=True)
         sampled = selu(self.sf_conv(sampled)).reshape(-1, SAMPLES * DIMS)
-        return _normalized(sampled @ self.agg_weights.reshape(SAMPLES * DIMS, DIMS))
+        weights = self.agg_weights.reshape(1, SAMPLES * DIMS, DIMS)
+        return normalized(matmul(sampled[None], weights)[0])
 
 
 class ALIKED(nn.Module):
@@ -120,24 +116,25 @@ class ALIKED(nn.Module):
         self.block4 = Block(c3, c4, True, True)
         part = DIMS // 4
         self.conv1, self.conv2, self.conv3, self.conv4 = (
-            nn.Conv2d(channels, part, 1, bias=False) for channels in CHANNELS
+            Conv2d(channels, part, 1, bias=False) for channels in CHANNELS
         )
-        self.score_head = [nn.Conv2d(DIMS, 8, 1, bias=False)]
+        self.score_head = [Conv2d(DIMS, 8, 1, bias=False)]
         for inputs, outputs in ((8, 4), (4, 4), (4, 1)):
             self.score_head += [selu, _conv(inputs, outputs)]
         self.desc_head = Descriptors()
+        self._find, self._describe = (compiled(f, self) for f in (self.maps, self.describe))
 
     def __call__(self, images: mx.array) -> list[Keypoints]:
         """Find keypoints in images (B, H, W, 3) with values from 0 to 1."""
-        features, scores = self.maps(images)
-        maxima = _maxima(scores)
+        features, scores, maxima = self._find(images)
         found = []
-        for image, kept in enumerate(np.array(maxima)):  # their number is needed: this waits
-            found.append(self._describe(features[image], scores[image], kept))
+        for image, each in enumerate(np.array(maxima)):  # their number is needed: this waits
+            pixels = mx.array(self._chosen(each), mx.int32)
+            found.append(Keypoints(*self._describe(features[image], scores[image], pixels)))
         return found
 
-    def maps(self, images: mx.array) -> tuple[mx.array, mx.array]:
-        """Features (B, H, W, 128) of length one, and scores (B, H, W), for each pixel."""
+    def maps(self, images: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Features (B, H, W, 128) of length one, and scores and their maxima (B, H, W)."""
         height, width = images.shape[1:3]
         above, left = (-height % 32) // 2, (-width % 32) // 2
         x = mx.pad(
@@ -157,27 +154,30 @@ class ALIKED(nn.Module):
         for layer in self.score_head:
             scores = layer(scores)
         inner = slice(above, above + height), slice(left, left + width)
-        return _normalized(features)[:, *inner], mx.sigmoid(scores)[:, *inner, 0]
+        scores = mx.sigmoid(scores)[:, *inner, 0]
+        return normalized(features)[:, *inner], scores, _maxima(scores)
 
-    def _laterals(self) -> tuple[nn.Conv2d, ...]:
+    def _laterals(self) -> tuple[Conv2d, ...]:
         return self.conv1, self.conv2, self.conv3, self.conv4
 
-    def _describe(self, features: mx.array, scores: mx.array, maxima: np.ndarray) -> Keypoints:
-        """The keypoints at the maxima of one image."""
+    def _chosen(self, maxima: np.ndarray) -> np.ndarray:
+        """The maxima that become keypoints, (N, 2) as (x, y)."""
         flat = maxima.reshape(-1)
         kept = np.flatnonzero(flat > self.threshold)
         if len(kept) == 0:
             kept = np.flatnonzero(flat > flat.mean())
         if len(kept) > self.most:
             kept = kept[np.argsort(-flat[kept], kind="stable")[: self.most]]
-        y, x = np.divmod(kept, maxima.shape[1])
-        steps = np.arange(-RADIUS, RADIUS + 1)
-        around = np.stack(np.meshgrid(steps, steps), -1).reshape(-1, 2)
-        pixels = mx.array(np.stack([x, y], -1)[:, None] + around)
-        patches = scores[pixels[..., 1], pixels[..., 0]]
-        shares = mx.softmax(patches / TEMPERATURE, axis=-1)
-        points = mx.array(np.stack([x, y], -1)) + shares @ mx.array(around, mx.float32)
-        last = mx.array([maxima.shape[1] - 1, maxima.shape[0] - 1], mx.float32)
+        return np.stack(np.divmod(kept, maxima.shape[1])[::-1], -1)
+
+    def describe(self, features: mx.array, scores: mx.array, pixels: mx.array) -> Keypoints:
+        """The keypoints near pixels (N, 2) of one image."""
+        steps = mx.arange(-RADIUS, RADIUS + 1)
+        around = mx.stack(mx.meshgrid(steps, steps, indexing="xy"), -1).reshape(-1, 2)
+        near = pixels[:, None] + around
+        shares = mx.softmax(scores[near[..., 1], near[..., 0]] / TEMPERATURE, axis=-1)
+        points = pixels + (shares[..., None] * around).sum(axis=1)
+        last = mx.array([scores.shape[1] - 1, scores.shape[0] - 1], mx.float32)
         grid = 2 * points[None, None] / last - 1
         found = grid_sample(scores[None, ..., None], grid, align_corners=True).reshape(-1)
         return Keypoints(points, self.desc_head(features, points), found)
@@ -188,10 +188,6 @@ def _upsampled(x: mx.array, size: tuple[int, int]) -> mx.array:
     same = mx.broadcast_to(mx.eye(2, 3), (len(x), 2, 3))
     grid = affine_grid(same, (len(x), *size, 1), align_corners=True)
     return grid_sample(x, grid, align_corners=True)
-
-
-def _normalized(x: mx.array) -> mx.array:
-    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
 def _maxima(scores: mx.array) -> mx.array:

@@ -9,13 +9,13 @@ are sure, and leaves out points of which it is sure that they have no match.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-
-from mlx_qlayers import attention
+from products import Linear, attention, compiled, matmul
 
 DIMS, HEADS, LAYERS, INPUTS = 256, 4, 9, 128
 # Shares of points that are sure, at which it stops; of matches, below which points are left out.
@@ -42,10 +42,10 @@ class FeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.ffn = [
-            nn.Linear(2 * DIMS, 2 * DIMS),
+            Linear(2 * DIMS, 2 * DIMS),
             nn.LayerNorm(2 * DIMS),
             nn.gelu,
-            nn.Linear(2 * DIMS, DIMS),
+            Linear(2 * DIMS, DIMS),
         ]
 
     def add(self, x: mx.array, message: mx.array) -> mx.array:
@@ -58,8 +58,8 @@ class FeedForward(nn.Module):
 class SelfAttention(FeedForward):
     def __init__(self) -> None:
         super().__init__()
-        self.Wqkv = nn.Linear(DIMS, 3 * DIMS)
-        self.out_proj = nn.Linear(DIMS, DIMS)
+        self.Wqkv = Linear(DIMS, 3 * DIMS)
+        self.out_proj = Linear(DIMS, DIMS)
 
     def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
         q, k, v = map(_heads, mx.split(self.Wqkv(x), 3, axis=-1))
@@ -70,7 +70,7 @@ class SelfAttention(FeedForward):
 class CrossAttention(FeedForward):
     def __init__(self) -> None:
         super().__init__()
-        self.to_qk, self.to_v, self.to_out = (nn.Linear(DIMS, DIMS) for _ in range(3))
+        self.to_qk, self.to_v, self.to_out = (Linear(DIMS, DIMS) for _ in range(3))
 
     def __call__(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
         (qk0, v0), (qk1, v1) = (
@@ -96,11 +96,11 @@ class Assignment(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.matchability, self.final_proj = nn.Linear(DIMS, 1), nn.Linear(DIMS, DIMS)
+        self.matchability, self.final_proj = Linear(DIMS, 1), Linear(DIMS, DIMS)
 
     def __call__(self, x: mx.array, y: mx.array) -> mx.array:
         a, b = (self.final_proj(each) / DIMS**0.25 for each in (x, y))
-        alike = a @ b.swapaxes(1, 2)
+        alike = matmul(a, b.swapaxes(1, 2))
         rows = nn.log_softmax(alike, axis=2) + nn.log_sigmoid(self.matchability(x))
         columns = nn.log_softmax(alike, axis=1)
         return rows + columns + nn.log_sigmoid(self.matchability(y)).swapaxes(1, 2)
@@ -109,13 +109,13 @@ class Assignment(nn.Module):
 class Encoding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.Wr = nn.Linear(2, DIMS // HEADS // 2, bias=False)
+        self.Wr = Linear(2, DIMS // HEADS // 2, bias=False)
 
 
 class Confidence(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.token = [nn.Linear(DIMS, 1)]
+        self.token = [Linear(DIMS, 1)]
 
 
 class LightGlue(nn.Module):
@@ -129,10 +129,14 @@ class LightGlue(nn.Module):
     def __init__(self, prune_above: int | None = None) -> None:
         super().__init__()
         self.prune_above = prune_above
-        self.input_proj, self.posenc = nn.Linear(INPUTS, DIMS), Encoding()
+        self.input_proj, self.posenc = Linear(INPUTS, DIMS), Encoding()
         self.transformers = [Layer() for _ in range(LAYERS)]
         self.log_assignment = [Assignment() for _ in range(LAYERS)]
         self.token_confidence = [Confidence() for _ in range(LAYERS - 1)]
+        self._steps, self._assign = (
+            [compiled(partial(f, number), self) for number in range(LAYERS)]
+            for f in (self.step, self.assign)
+        )
 
     def __call__(
         self, points: list[mx.array], descriptors: list[mx.array], size: tuple[int, int]
@@ -143,28 +147,41 @@ class LightGlue(nn.Module):
         states = [self.input_proj(d)[None] for d in descriptors]
         turns = [self._turns(p, size) for p in points]
         kept, total = [np.arange(len(p)) for p in points], sum(map(len, points))
-        for number, layer in enumerate(self.transformers):
-            x, y = (layer.self_attn(s, t) for s, t in zip(states, turns, strict=True))
-            states = list(layer.cross_attn(x, y))
-            if number == LAYERS - 1:
-                break
-            least = min(1.0, 0.8 + 0.1 * math.exp(-4.0 * number / LAYERS))
-            (token,) = self.token_confidence[number].token
-            sure = [mx.sigmoid(token(s)).reshape(-1) for s in states]
-            unsure = sum((s < least).sum() for s in sure)
-            if 1 - unsure.item() / total > DEPTH:
+        for number, step in enumerate(self._steps):
+            states, sure, unsure = step(states, turns)
+            if number == LAYERS - 1 or 1 - unsure.item() / total > DEPTH:
                 break
             for i, confidence in enumerate(sure):
                 if self.prune_above is None or len(kept[i]) <= self.prune_above:
                     continue
                 likely = mx.sigmoid(self.log_assignment[number].matchability(states[i])).reshape(-1)
-                chosen = np.flatnonzero(np.array((likely > 1 - WIDTH) | (confidence <= least)))
+                chosen = np.flatnonzero(
+                    np.array((likely > 1 - WIDTH) | (confidence <= _least(number)))
+                )
                 kept[i], rows = kept[i][chosen], mx.array(chosen)
                 states[i] = states[i][:, rows]
                 turns[i] = turns[i][0][rows], turns[i][1][rows]
-        pairs, scores = _mutual(self.log_assignment[number](*states)[0])
+        pairs, scores = _mutual(*map(np.array, self._assign[number](*states)))
         pairs = np.stack([kept[i][pairs[:, i]] for i in range(2)], -1)
         return Matches(pairs, scores, number + 1)
+
+    def step(
+        self, number: int, states: list[mx.array], turns: list[tuple[mx.array, mx.array]]
+    ) -> tuple[list[mx.array], list[mx.array], mx.array]:
+        """The states of both images after a layer, how sure each point is, and how many are not."""
+        layer = self.transformers[number]
+        x, y = (layer.self_attn(s, t) for s, t in zip(states, turns, strict=True))
+        states = list(layer.cross_attn(x, y))
+        if number == LAYERS - 1:
+            return states, [], mx.array(0)
+        (token,) = self.token_confidence[number].token
+        sure = [mx.sigmoid(token(s)).reshape(-1) for s in states]
+        return states, sure, sum((s < _least(number)).sum() for s in sure)
+
+    def assign(self, number: int, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Each point's best match in the other image, and how sure those of the first image are."""
+        scores = self.log_assignment[number](x, y)[0]
+        return scores.argmax(1), scores.argmax(0), mx.exp(scores.max(1))
 
     def _turns(self, points: mx.array, size: tuple[int, int]) -> tuple[mx.array, mx.array]:
         """Cosines and sines of what positions turn each pair of channels by."""
@@ -187,11 +204,13 @@ def _turned(x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
     return mx.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
 
 
-def _mutual(scores: mx.array) -> tuple[np.ndarray, np.ndarray]:
+def _least(number: int) -> float:
+    """How sure a point must be after a layer."""
+    return min(1.0, 0.8 + 0.1 * math.exp(-4.0 * number / LAYERS))
+
+
+def _mutual(right: np.ndarray, left: np.ndarray, best: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pairs that are each other's best, and how sure they are."""
-    right, left, best = (
-        np.array(a) for a in (scores.argmax(1), scores.argmax(0), mx.exp(scores.max(1)))
-    )
     rows = np.arange(len(right))
     rows = rows[(left[right] == rows) & (best > LEAST)]
     return np.stack([rows, right[rows]], -1), best[rows]
