@@ -14,12 +14,17 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from numerics import assert_same_sums
+
+from mlx_qlayers import use_backend
+from mlx_qlayers.runtime.host import checks
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
 sys.path.insert(0, str(ROOT / "examples" / "match_images"))
 import match_images  # noqa: E402
 import pictures  # noqa: E402
+import products  # noqa: E402
 import weights  # noqa: E402
 
 
@@ -107,6 +112,30 @@ def test_processes_share_one_download(tmp_path, monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: weights.load(), range(4)))
     assert len(fetched) == 1 and all(set(each) == set(weights.FILES) for each in found)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_kernels_of_cpus_are_what_mlx_computes(checked):
+    mx.random.seed(2)
+    x, layer = mx.random.normal((2, 5, 11, 3)), products.Conv2d(3, 2, 3, padding=(0, 1))
+    pixels, weights = mx.random.normal((4, 3, 3, 3)), mx.random.normal((2, 5, 6))
+    patches = products.Conv2d(3, 2, 3, bias=False)
+    rows, linear = mx.random.normal((2, 9, 5)), products.Linear(5, 2)
+    calls = [
+        lambda: layer(x),
+        lambda: patches(pixels),
+        lambda: linear(rows),
+        lambda: products.matmul(rows, weights),
+        lambda: products.selu(20 * rows),
+        lambda: products.normalized(mx.random.normal((70, 32), key=mx.random.key(3))),
+    ]
+    for call in calls:
+        with use_backend("ops"):
+            expected = call()
+        with use_backend("host"), checks(checked):
+            found = call()
+            mx.eval(found)
+        assert_same_sums(found, expected)
 
 
 def test_no_points_no_matches():
