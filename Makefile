@@ -32,6 +32,10 @@ test: setup
 test-fast: setup
 	$(PYTEST) -n auto --dist worksteal -m 'not slow and not thorough and not metal and not cuda'
 
+# Tensor operations in every format, beyond the selection that is in `make test`.
+test-tensors: setup
+	$(PYTEST) -n auto --dist worksteal -m tensors
+
 # Every kernel on the GPU, against the same oracles.
 test-metal: setup
 	$(PYTEST) -m metal

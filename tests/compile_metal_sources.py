@@ -73,6 +73,11 @@ def installed(version: str) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+def knows(version: str, text: Path) -> bool:
+    """Whether a version of the language has what a text includes: tensors came with 4.0."""
+    return version >= "4.0" or "MetalPerformancePrimitives" not in text.read_text()
+
+
 def pipeline_limits(device: Any, library: Path, function: str) -> tuple[int, int]:
     """The threads that a pipeline admits and its static memory; RuntimeError if there is none."""
     from Foundation import NSURL
@@ -121,8 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not installed(version):
             print(f"Metal {version}: not installed")
             continue
+        taken = [entry for entry in entries if knows(version, folder / entry["file"])]
         with ThreadPoolExecutor() as pool:
-            results += pool.map(partial(build, folder, limits, version), entries)
+            results += pool.map(partial(build, folder, limits, version), taken)
     for each in results:
         print(f"{each.version}  {each.max_threads:5}  {each.memory:6}  {each.function[:120]}")
     table = json.dumps([asdict(each) for each in results], indent=1)

@@ -19,8 +19,10 @@ pytest_plugins = ["machine", "tables"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked with the name of a GPU that is not here; slow files go first."""
+    """Leave out what is marked for a GPU that is not here or as a sweep; slow files go first."""
     missing = [name for name in gpus.NAMES if not gpus.available(name)]
+    if "tensors" not in str(config.getoption("markexpr")):
+        missing.append("tensors")
     without = [item for item in items if any(map(item.get_closest_marker, missing))]
     config.hook.pytest_deselected(items=without)
     # Files with slow tests come first: what runs last is short, and ends in all workers at once.

@@ -9,6 +9,7 @@ from mlx_qlayers.metal.attention import decode as _decode
 from mlx_qlayers.metal.quantized_matmul import dequantize as _dequantize
 from mlx_qlayers.metal.quantized_matmul import gradients as _gradients
 from mlx_qlayers.metal.quantized_matmul import qmm as _qmm
+from mlx_qlayers.metal.quantized_matmul import qmm_tensor as _qmm_tensor
 from mlx_qlayers.metal.quantized_matmul import qmv as _qmv
 from mlx_qlayers.metal.quantized_matmul import qvm as _qvm
 from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays
@@ -44,6 +45,10 @@ def qmv(
 
 def qmm(x, w, scales, biases, bias, *options):
     return _product(_qmm.qmm, x, PackedMatrix(w, scales, biases, bias), *options)
+
+
+def qmm_tensor(x, w, scales, biases, bias, *options):
+    return _product(_qmm_tensor.qmm_tensor, x, PackedMatrix(w, scales, biases, bias), *options)
 
 
 def qvm(x, w, scales, biases, bias, *options):

@@ -40,13 +40,13 @@ def run(args: argparse.Namespace) -> None:
 
     from ..runtime.backend import backend
     from ..runtime.explain import aligned
-    from .doctor_checks import checks
+    from .doctor_checks import checks, families
 
     rows = versions() | device() | _gpu() | backends() | {"results": _stored()}
     print("\n".join(aligned([(name, value) for name, value in rows.items()])), end="\n\n")
     path, end = backend(), time.monotonic() + args.budget
     made = [check for check in checks() if not args.only or check.family in args.only]
-    if args.only and (unknown := {*args.only} - {check.family for check in made} - {"model"}):
+    if args.only and (unknown := {*args.only} - families() - {"model"}):
         raise ValueError(f"there is no check {', '.join(sorted(unknown))}")
     outcomes, hangs = list[_Outcome](), False
     for check in tqdm([] if path == "ops" else made, disable=None, leave=False):

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..formats import Format
+from ..metal.gather_qmm.gather_qmm import gather_qmm_sorted
+from ..metal.gather_qmm.gather_qmv import Pairs
+from ..metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
 from ..ops.attention import attention
 from ..ops.attention_step import attention_step
 from ..ops.deformable_attention import deformable_attention
@@ -20,7 +23,10 @@ from ..ops.grid_sample import grid_sample
 from ..ops.linalg import cholesky, qr, solve_triangular
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
-from ..options import PackedMatrix, Rotation
+from ..options import MatmulCall, PackedMatrix, Rotation
+from ..runtime import tensor_ops
+from ..runtime.backend import requested
+from ..runtime.spec import Spec
 
 Run = Callable[..., list[mx.array]]
 
@@ -48,6 +54,11 @@ class Check(NamedTuple):
     def name(self) -> str:
         """For the page."""
         return f"{self.family}, {self.what}"
+
+
+def families() -> set[str]:
+    """The names of the families that there are checks of."""
+    return {*_FAMILIES}
 
 
 def checks() -> Iterator[Check]:
@@ -124,6 +135,35 @@ def _gather_qmm() -> Iterator[Check]:
             return [run(x, *arrays[:3], None, arrays[3])]
 
         yield Check("", what, products, [x, *matrix, chosen.astype(mx.uint32)], 512)
+
+
+def _tensor_ops() -> Iterator[Check]:
+    """The kernels that only a measurement chooses, where they run at all."""
+    fmt, chosen = Format(64, 4), mx.arange(100, dtype=mx.uint32) * 4 // 100
+    for transpose in () if tensor_ops.missing() else (True, False):
+        x, packed = _normal((100, 128)), _packed((128, 128), mx.float16, *fmt)
+        experts = _packed((4, 128, 128), mx.float16, *fmt)
+        run = partial(_by_tensors, transpose, fmt)
+        how = "" if transpose else ", not transposed"
+        yield Check("", f"product{how}", run, [x, *packed], 128)
+        yield Check("", f"experts{how}", run, [x[:, None], *experts, chosen], 128)
+
+
+def _by_tensors(transpose: bool, fmt: Format, *arrays: Any) -> list[mx.array]:
+    """A product of rows, or of rows that chose experts, or the same by stock operators."""
+    x, *packed = map(Spec.of, arrays[:4])
+    chosen = arrays[4] if len(arrays) > 4 else None
+    call = MatmulCall(x, PackedMatrix(*packed), transpose, fmt)
+    config = tensor_config(x.shape[0], x.shape[-1], x.dtype, fmt, transpose)
+    if chosen is None:
+        if requested() == "ops":
+            return [_quantized(quantized_matmul, fmt, transpose=transpose)(*arrays)]
+        return [qmm_tensor(call, config)(*arrays)]
+    if requested() == "ops":
+        run = _quantized(gather_qmm, fmt, transpose=transpose, sorted_indices=True)
+        return [run(*arrays[:4], None, chosen)]
+    launch = gather_qmm_sorted(call, Pairs(chosen.shape, 1, True), config)
+    return [launch(*arrays[:4], None, chosen, None)]
 
 
 def _attention() -> Iterator[Check]:
@@ -216,6 +256,7 @@ _FAMILIES: dict[str, Callable[[], Iterator[Check]]] = {
     "quantized_matmul": _quantized_matmul,
     "fused_products": _fused_products,
     "gather_qmm": _gather_qmm,
+    "tensor_ops": _tensor_ops,
     "attention_step": _attention_step,
     "attention": _attention,
 }

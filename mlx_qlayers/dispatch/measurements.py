@@ -61,8 +61,8 @@ class Found(NamedTuple):
     """What was found for a problem.
 
     Attributes:
-        path: ``"kernel"``; the path that was faster, ``"stock"`` or ``"dequantized"``; or
-            ``"uncompared"`` where the kernel alone was timed.
+        path: ``"kernel"``; the path that was faster, ``"stock"``, ``"dequantized"`` or
+            ``"tensor"``; or ``"uncompared"`` where the kernel alone was timed.
         config: the kernel's fastest configuration.
         evidence: where that comes from.
     """

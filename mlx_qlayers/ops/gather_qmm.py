@@ -10,13 +10,16 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
-from ..dispatch.measurements import gain, source_of, threshold
+from ..dispatch.measurements import found, gain, source_of, threshold
 from ..formats import GLOBAL_UNIT, Format
 from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Pairs, Products, configuration, gather_qmv
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
+from ..metal.quantized_matmul.qmm import QmmConfig
+from ..metal.quantized_matmul.qmm_tensor import TensorConfig, tensor_config
 from ..options import MatmulCall, PackedMatrix
 from ..reference.gather_qmm import gather_qmm as reference
+from ..runtime import tensor_ops
 from ..runtime.backend import Context, backend, requested
 from ..runtime.spec import Spec
 from .checks import check_floats, check_packed
@@ -186,7 +189,11 @@ def _launch(path: str, call: MatmulCall, pairs: Pairs, scaled: bool = False) -> 
     (x, (w, *_), transpose, fmt), per_pair = call, call.x.shape[-2]
     rows, matrices = prod(pairs.shape) * per_pair, prod(w.shape[:-2])
     if pairs.in_order and path != "host" and rows >= matrices:
-        cut = gather_qmm_config(rows, matrices, x.dtype, fmt)
+        cut: QmmConfig | TensorConfig = gather_qmm_config(rows, matrices, x.dtype, fmt)
+        n, k = w.shape[-2] if transpose else fmt.dims(w), x.shape[-1]
+        best = found("qmm", rows, n, k, x.dtype, fmt, transpose) if path == "metal" else None
+        if best is not None and best.path == "tensor" and tensor_ops.missing() is None:
+            cut = tensor_config(rows // matrices, k, x.dtype, fmt, transpose)
         return gather_qmm_sorted(call, pairs, cut, scaled)
     config = configuration(path, per_pair, pairs.in_order, transpose, fmt)
     return gather_qmv(call, pairs, config, scaled)

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..dispatch import Choice, choose
 from ..dispatch.measurements import (
+    Found,
     configure,
     decided,
     found,
@@ -20,15 +21,20 @@ from ..dispatch.measurements import (
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import WAVE, qmm
+from ..metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
 from ..metal.quantized_matmul.qmv import single_qmv
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..metal.quantized_matmul.qvm import qvm, qvm_config
 from ..options import MatmulCall
 from ..reference import quantized_matmul as reference
+from ..runtime import tensor_ops
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
 
 QMV, QVM, QMM, DENSE = "qmv", "qvm", "qmm", "dequantize and matmul"
+TENSOR = "tensor operations"
+# The kernels that are measured beside a family's own, by the paths' names.
+_MEASURED = {"dequantized": DENSE, "tensor": TENSOR}
 
 # A product of x, w, scales, biases and bias; the last two may be None.
 Product = Callable[..., mx.array]
@@ -73,22 +79,34 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
     if w.ndim > 2 or 0 in (rows, *w.shape):
         return Route(choose(op, (), unless="the kernels take one matrix, and nothing empty"))
     kernel, unless, evidence = _by_rule(call)
-    best = None
+    best: Found | None = None
     on_host = backend() == "host"
     if transpose and (rows <= MAX_QMV_ROWS or on_host):
         # There more rows are sixteen after sixteen.
         best = found("qmv", min(rows, MAX_QMV_ROWS), n, k, x.dtype, fmt)
     elif not on_host:
         best = found("qmm", rows, n, k, x.dtype, fmt, transpose)
-    if best is not None and best.path == "dequantized":
-        kernel, unless = DENSE, None
-        by, evidence = f"{DENSE}, {best.evidence}", best.evidence.source
+    if best is not None and best.path == "tensor" and tensor_ops.missing():
+        best = None  # measured before the system or the compiler changed
+    if best is not None and best.path in _MEASURED:
+        kernel, unless = _MEASURED[best.path], None
+        by, evidence = f"{kernel}, {best.evidence}", best.evidence.source
     else:
         by, unless, evidence = decided(best, kernel, unless, evidence)
+        if kernel == QMM and backend() == "metal":
+            by += f"; {without_tensors(best)}"
     if single and not unless and kernel == QMV and (unless := _call_is_too_long(call)):
         evidence = source_of("qmv_call")
     times = measured_gain(best, host_gain(rows, fmt, transpose))
     return Route(choose(op, unless=unless, host_gain=times, by=by, evidence=evidence), kernel)
+
+
+def without_tensors(best: Found | None) -> str:
+    """Why a product on an Apple GPU does without tensor operations."""
+    if why := tensor_ops.missing():
+        return f"no {TENSOR}: {why}"
+    slower = best is not None and "tensor" in (best.evidence.seconds or {})
+    return f"{TENSOR} were slower" if slower else f"{TENSOR} were not measured"
 
 
 def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
@@ -194,6 +212,8 @@ def product(to: Route, call: MatmulCall) -> Product:
         return qvm(call, qvm_config(path, rows, n, k, fmt))
     if kernel == QMM:
         return qmm(call, configure("qmm", path, rows, n, k, dtype, fmt, transpose))
+    if kernel == TENSOR:
+        return qmm_tensor(call, tensor_config(rows, k, dtype, fmt, transpose))
     unpack = dequantize([matrix], fmt, dtype)
 
     def dense_product(x: mx.array, *given: mx.array | None) -> mx.array:

@@ -21,6 +21,9 @@ METAL = Path(__file__).parent.parent / "metal"
 # Both stand in front of every kernel that MLX compiles.
 _IN_PREAMBLE = ("<metal_stdlib>", "<metal_atomic>", "<metal_simdgroup>", "<metal_simdgroup_matrix>")
 
+# Metal 4's tensor operations, whose names begin with mpp; only what uses them is sent with them.
+TENSOR_OPS = "<MetalPerformancePrimitives/MetalPerformancePrimitives.h>"
+
 _TOKEN = re.compile(
     r"""(?P<comment>//[^\n]*|/\*.*?\*/)
       | (?P<directive>^[ \t]*\#(?:\\\n|//[^\n]*|/\*.*?\*/|[^\n])*)
@@ -176,6 +179,8 @@ def _read(path: Path, text: str, seen: frozenset[Path]) -> list[Item]:
         elif first.text.startswith("#define "):
             name = re.split(r"\W", first.text.removeprefix("#define "))[0]
             items.append(Item(frozenset([name]), tuple(tokens), path.name))
+        elif first.text == f"#include {TENSOR_OPS}":
+            items.append(Item(frozenset(["mpp"]), (first,), path.name))
         elif first.text.startswith("#include "):
             found = _included(first, path)
             if found is not None and found not in seen | {path}:

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_qlayers.cli import main
 from mlx_qlayers.commands import doctor_checks
-from mlx_qlayers.runtime import Kernel
+from mlx_qlayers.runtime import Kernel, tensor_ops
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.source import METAL
 from tests.gpus import HERE, on_gpus
@@ -22,6 +22,7 @@ ON_CPUS = {"attention_serial", "quantized_gradients_groups", "qvm", "grid_sample
 NOT_LAUNCHED = {"row_sum"}
 # On Apple GPUs the depth of a product is not divided without tuning.
 ON_CUDA = {"qmm_sum"}
+TENSORS = {"qmm_tensor", "gather_qmm_tensor"}
 
 
 def test_the_page_of_some_kernels(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +51,9 @@ def test_on_gpus(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^(\d+) of \1 checks were right$", capsys.readouterr().out, re.M)
 
 
-@pytest.mark.parametrize(("device", "other"), [("metal", ON_CPUS | ON_CUDA), ("cuda", ON_CPUS)])
+@pytest.mark.parametrize(
+    ("device", "other"), [("metal", ON_CPUS | ON_CUDA), ("cuda", ON_CPUS | TENSORS)]
+)
 def test_every_kernel_is_launched(
     device: str,
     other: set[str],
@@ -73,6 +76,8 @@ def test_every_kernel_is_launched(
     machine(device)
     original = Kernel.bind
     monkeypatch.setattr(Kernel, "bind", bind)
+    why = None if device == "metal" else "there is no Apple GPU"
+    monkeypatch.setattr(tensor_ops, "missing", lambda: why)
     monkeypatch.setattr(import_module(f"mlx_qlayers.runtime.{device}"), "bind", zeros)
     assert main(["doctor", "--only", *doctor_checks._FAMILIES]) == 1
     out, _ = capsys.readouterr()

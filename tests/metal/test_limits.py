@@ -25,6 +25,7 @@ from mlx_qlayers.metal.linalg.qr import q_of, qr
 from mlx_qlayers.metal.quantized_matmul.dequantize import dequantize
 from mlx_qlayers.metal.quantized_matmul.gradients import scales_and_biases_gradient
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm, qmm_config
+from mlx_qlayers.metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
 from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays, qmv
 from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvMatrixConfig, qmv_config
 from mlx_qlayers.metal.rotary.launch import rotary_embedding
@@ -92,7 +93,9 @@ def test_qmm(fmt, device):
         if (config, dtype, transpose) not in bound:
             bound.add((config, dtype, transpose))
             matrix = packed(fmt, *((n, k) if transpose else (k, n)), dtype)
-            qmm(MatmulCall(Spec((m, k), dtype), matrix, transpose, fmt), config)
+            call = MatmulCall(Spec((m, k), dtype), matrix, transpose, fmt)
+            qmm(call, config)
+            qmm_tensor(call, tensor_config(m, k, dtype, fmt, transpose))
 
 
 def test_attention_of_many_queries(device):
@@ -170,6 +173,7 @@ def test_gather_qmm(fmt, device):
         call = MatmulCall(Spec((64, rows, 512), dtype), matrix, transpose, fmt)
         gather_qmv(call, pairs, configuration(device, rows, in_order, transpose, fmt))
         gather_qmm_sorted(call, pairs, gather_qmm_config(64 * rows, 8, dtype, fmt))
+        gather_qmm_sorted(call, pairs, tensor_config(8 * rows, 512, dtype, fmt, transpose))
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

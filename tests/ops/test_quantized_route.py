@@ -8,10 +8,20 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import quantized_matmul, use_backend
+from mlx_qlayers.dispatch.measurements import Evidence, Found
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.quantized_route import DENSE, QMM, QMV, dense_is_worse, is_dense, route
+from mlx_qlayers.ops import quantized_route
+from mlx_qlayers.ops.quantized_route import (
+    DENSE,
+    QMM,
+    QMV,
+    TENSOR,
+    dense_is_worse,
+    is_dense,
+    route,
+)
 from mlx_qlayers.options import MatmulCall, PackedMatrix
-from mlx_qlayers.runtime import backend
+from mlx_qlayers.runtime import backend, tensor_ops
 from mlx_qlayers.runtime.spec import Spec
 
 AFFINE = Format(64, 4)
@@ -89,3 +99,24 @@ def time_of(product):
     start = time.perf_counter()
     mx.eval(product())
     return time.perf_counter() - start
+
+
+@pytest.mark.parametrize(
+    ("path", "missing", "kernel", "said"),
+    [
+        ("tensor", None, TENSOR, "tensor operations, measured here: tensor 41 us"),
+        ("tensor", "an M4", QMM, "the kernel was not measured"),
+        ("kernel", None, QMM, "tensor operations were slower"),
+        ("kernel", "an M4", QMM, "no tensor operations: an M4"),
+    ],
+)
+def test_tensor_operations(path, missing, kernel, said, machine, monkeypatch):
+    """Taken where they run and were measured to be fastest; the reason is there to be read."""
+    machine("metal")
+    seconds = {"tensor": 41e-6, "kernel": 63e-6}
+    best = Found(path, None, Evidence("measured here", "M5", seconds=seconds))
+    monkeypatch.setattr(quantized_route, "found", lambda *_: best)
+    monkeypatch.setattr(tensor_ops, "missing", lambda: missing)
+    to = planned(512, 3584, 3584)
+    assert to.kernel == kernel
+    assert said in to.choice.reason

@@ -12,7 +12,9 @@ from ...formats import GLOBAL_UNIT, Format
 from ...options import MatmulCall
 from ...runtime.kernel import MAX_THREADS, Kernel
 from ...runtime.spec import Spec
+from ..quantized_matmul import qmm_tensor
 from ..quantized_matmul.qmm import QmmConfig, registers, threadgroup_memory
+from ..quantized_matmul.qmm_tensor import TENSOR_TILING, TensorConfig
 from ..quantized_matmul.qmv_config import packed_template
 from .gather_qmv import Pairs, Products
 
@@ -25,14 +27,26 @@ _LIST = Kernel(
     threadgroup_memory=lambda threads: 4 * threads,
 )
 _CUT = ("tile_m", "tile_n", "tile_k", "simds_m", "simds_n", "run", "stages", "ahead")
+_INPUTS = ("x", "w", "scales", "biases", "factors", "list", "shape")
+_TEMPLATE = ("T", "S", "mode", "group", "bits", "transposed")
 _TILES = Kernel(
     "gather_qmm_tiles",
     "gather_qmm/gather_qmm.metal",
-    inputs=("x", "w", "scales", "biases", "factors", "list", "shape"),
+    inputs=_INPUTS,
     outputs=("y",),
-    template=("T", "S", "mode", "group", "bits", "transposed", *_CUT, "aligned", "scaled"),
+    template=(*_TEMPLATE, *_CUT, "aligned", "scaled"),
     threadgroup_memory=threadgroup_memory,
     registers=registers,
+    large=True,
+)
+_TENSORS = Kernel(
+    "gather_qmm_tensor",
+    "gather_qmm/gather_qmm_tensor.metal",
+    inputs=_INPUTS,
+    outputs=("y",),
+    template=(*_TEMPLATE, *TENSOR_TILING, "scaled"),
+    threadgroup_memory=qmm_tensor.threadgroup_memory,
+    registers=qmm_tensor.registers,
     large=True,
 )
 
@@ -48,7 +62,7 @@ def gather_qmm_config(rows: int, matrices: int, dtype: mx.Dtype, fmt: Format) ->
 
 
 def gather_qmm_sorted(
-    call: MatmulCall, pairs: Pairs, config: QmmConfig, scaled: bool = False
+    call: MatmulCall, pairs: Pairs, config: QmmConfig | TensorConfig, scaled: bool = False
 ) -> Products:
     """The launches of :func:`gather_qmv` for many rows, whose matrices do not decrease.
 
@@ -71,11 +85,13 @@ def gather_qmm_sorted(
     threads, cut, one = config.threads(x.dtype), asdict(config), mx.ones((1,))
     sizes, factors = mx.array([n, k], mx.int32), Spec((matrices,), mx.float32) if scaled else one
     listed = Spec((tiles, 3), mx.uint32)
-    launch = _TILES.bind(
+    by_tensors = isinstance(config, TensorConfig)
+    aligned = {"aligned": k * x.dtype.size % 16 == 0}
+    cut = cut if by_tensors else {name: cut[name] for name in _CUT} | aligned
+    launch = (_TENSORS if by_tensors else _TILES).bind(
         [Spec((products, m, k), x.dtype), w, scales, scales, factors, listed, sizes],
         template=packed_template(fmt, x.dtype, scales.dtype)
-        | {name: cut[name] for name in _CUT}
-        | {"transposed": transpose, "aligned": k * x.dtype.size % 16 == 0, "scaled": scaled},
+        | {"transposed": transpose, **cut, "scaled": scaled},
         grid=(tiles * threads, -(-n // config.tile_n), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(*pairs.shape, m, n)],

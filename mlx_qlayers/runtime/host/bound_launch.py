@@ -20,6 +20,7 @@ from ..backend import BackendError
 from ..explain import collectors, count
 from ..launch import Bound, Launch
 from ..program import Program
+from ..source import TENSOR_OPS
 from ..spec import Spec
 from . import array_memory as memory
 from .compiled_kernel import DEFAULT_BUDGET, Counters, HostKernel, check_grid, compile_source
@@ -140,7 +141,7 @@ def _compiled(program: Program, function: str, text: str, checked: bool) -> _Com
         kernel = compile_source(
             *(_PREAMBLE + text, function),
             checked=checked,
-            language=400 if "MetalPerformancePrimitives" in text else 320,
+            language=400 if TENSOR_OPS in text else 320,
             name=program.name,
             cite=cite,
             first=first,

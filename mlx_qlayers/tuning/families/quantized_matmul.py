@@ -10,10 +10,13 @@ from ...formats import Format
 from ...metal.quantized_matmul import qmm, qmv
 from ...metal.quantized_matmul.dequantize import dequantize
 from ...metal.quantized_matmul.qmm import QmmConfig
+from ...metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
 from ...metal.quantized_matmul.qmv import QmvArrays
 from ...metal.quantized_matmul.qmv_config import QmvConfig, QmvMatrixConfig
 from ...options import MatmulCall, PackedMatrix
 from ...reference import quantized_matmul as reference
+from ...runtime import tensor_ops
+from ...runtime.backend import backend
 from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, moves_of, normal
 from ..moves import Buffer, Group, GroupTop, Local, Tile, Unroll, Upcast
@@ -55,8 +58,11 @@ class QmmFamily(Family[QmmProblem, QmmConfig]):
         return _product(inputs[0], PackedMatrix(*inputs[1:]), problem.transpose, problem.fmt)
 
     def paths(self, inputs: Inputs, problem: QmmProblem) -> dict[str, Path]:
-        dense = _dense(inputs, problem.transpose, problem.fmt)
-        return super().paths(inputs, problem) | {"dequantized": dense}
+        found = super().paths(inputs, problem)
+        found["dequantized"] = _dense(inputs, problem.transpose, problem.fmt)
+        if backend() == "metal" and tensor_ops.missing() is None:
+            found["tensor"] = _by_tensors(inputs, problem)
+        return found
 
 
 class QmvFamily(Family[QmvProblem, Config]):
@@ -152,6 +158,14 @@ def _product(x: mx.array, matrix: PackedMatrix, transpose: bool, fmt: Format) ->
     order = "transposed" if transpose else "plain"
     dense_rows = threshold("reference_dense_rows", fmt.mode, fmt.bits, order, device="host")
     return reference.quantized_matmul(x, *matrix[:3], transpose, fmt, dense_rows)
+
+
+def _by_tensors(inputs: Inputs, problem: QmmProblem) -> Path:
+    x, *packed = map(Spec.of, inputs)
+    call = MatmulCall(x, PackedMatrix(*packed), problem.transpose, problem.fmt)
+    config = tensor_config(problem.m, problem.k, problem.dtype, problem.fmt, problem.transpose)
+    launch = qmm_tensor(call, config)
+    return lambda inputs: launch(inputs[0], *PackedMatrix(*inputs[1:]))
 
 
 def _dense(inputs: Inputs, transpose: bool, fmt: Format) -> Path:

@@ -11,6 +11,7 @@ import pytest
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs
+from mlx_qlayers.metal.quantized_matmul.qmm_tensor import tensor_config
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
@@ -26,9 +27,13 @@ E = 6
 RIGHT = [0] * 3 + [2] * 37 + [3] + [5] * 9
 
 
-def by_kernel(x, packed, right, fmt, transpose, backend="host", factors=None, **changes):
+def by_kernel(
+    x, packed, right, fmt, transpose, backend="host", factors=None, tensors=False, **changes
+):
     config = gather_qmm_config(len(right) * x.shape[1], packed[0].shape[0], x.dtype, fmt)
     config, pairs = replace(config, **changes), Pairs((len(right),), 1, True)
+    if tensors:
+        config = tensor_config(40, x.shape[2], x.dtype, fmt, transpose)
     call = MatmulCall(x, PackedMatrix(*packed[:2]), transpose, fmt)
     with use_backend(backend):
         scaled = factors is not None
@@ -48,6 +53,23 @@ def check_all(fmt, dtype, transpose, rows=72, groups=3, each=1, right=RIGHT, **o
 @every_format
 def test_every_format(fmt, dtype, transpose):
     check_all(fmt, dtype, transpose)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "transpose"),
+    [(SMALL, mx.float16, True), (Format(16, 4, "nvfp4"), mx.bfloat16, False)],
+    ids=str,
+)
+def test_tensor_operations(fmt, dtype, transpose):
+    with checks():
+        check_all(fmt, dtype, transpose, tensors=True)
+
+
+@pytest.mark.tensors
+@every_format
+def test_tensor_operations_in_every_format(fmt, dtype, transpose):
+    with checks():
+        check_all(fmt, dtype, transpose, tensors=True)
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
@@ -77,12 +99,13 @@ def test_list_of_any_number_of_matrices(matrices):
     assert [launch.kernel for launch in launches] == ["gather_qmm_list", "gather_qmm_tiles"]
 
 
-def test_global_scale():
+@pytest.mark.parametrize("tensors", [False, True])
+def test_global_scale(tensors):
     fmt = Format(16, 4, "nvfp4")
     rng = np.random.default_rng(2)
     packed, x = random_experts(rng, (E,), 40, 64, fmt), random(rng, (len(RIGHT), 1, 64))
     factors = mx.abs(random(rng, (E,))) * 2688
-    y = by_kernel(x, packed, RIGHT, fmt, True, factors=factors)
+    y = by_kernel(x, packed, RIGHT, fmt, True, factors=factors, tensors=tensors)
     check_gathered(y, x, packed, fmt, None, mx.array(RIGHT), factors=factors)
 
 

@@ -1,0 +1,107 @@
+"""The product by tensor operations against float64, in every layout of lanes, and what it reads."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from runtime.host import mlx_kernels as mk
+
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.quantized_matmul.qmm_tensor import registers, tensor_config
+from mlx_qlayers.runtime import use_backend
+from mlx_qlayers.runtime.host import checks
+from mlx_qlayers.runtime.host.compiled_kernel import LAYOUTS
+from tests.launchers import qmm_tensor
+from tests.numerics import random
+from tests.packed import DTYPES, FORMATS, check_product, every_format, random_packed
+
+AFFINE = Format(64, 4)
+
+
+def _product(rng, rows, outer, inner, fmt, dtype, transpose=True, biased=False, tall=0):
+    packed = random_packed(rng, outer, inner, fmt, dtype)
+    x = random(rng, (rows, inner if transpose else outer), dtype)
+    bias = random(rng, (outer if transpose else inner,), dtype) if biased else None
+    config = tensor_config(tall or rows, x.shape[1], dtype, fmt, transpose)
+    with use_backend("host"):
+        y = qmm_tensor(x, *packed, bias, transpose, fmt, config)
+    check_product(y, x, packed, fmt, transpose, bias)
+
+
+@pytest.mark.tensors
+@every_format
+def test_every_format(fmt, dtype, transpose):
+    _check_layouts(fmt, dtype, transpose)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "transpose"),
+    [
+        (Format(32, 3), mx.float32, False),
+        (Format(128, 5), mx.bfloat16, True),
+        (Format(64, 2), mx.float16, True),
+        (Format(32, 4, "mxfp4"), mx.float16, False),
+        (Format(32, 8, "mxfp8"), mx.bfloat16, True),
+        (Format(16, 4, "nvfp4"), mx.float16, True),
+    ],
+    ids=str,
+)
+def test_some_formats(fmt, dtype, transpose):
+    _check_layouts(fmt, dtype, transpose)
+
+
+def _check_layouts(fmt, dtype, transpose):
+    """One kernel; a number of rows for each layout."""
+    rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size)
+    inner = max(3 * fmt.group_size, 64) + (16 if fmt.mode == "nvfp4" else 0)
+    for layout, rows in zip(cycle(LAYOUTS), (65, 100, 1), strict=False):
+        with checks(tensor_layout=layout):
+            _product(rng, rows, 41, inner, fmt, dtype, transpose, tall=200)
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+def test_every_number_of_rows(transpose):
+    rng = np.random.default_rng(0)
+    for rows in (1, 7, 16, 17, 32, 33, 64, 129, 200):
+        with checks():
+            _product(rng, rows, 64, 64, AFFINE, mx.float16, transpose)
+
+
+def test_bias_is_added_before_rounding():
+    for outer in (1, 33, 150):
+        with checks():
+            _product(np.random.default_rng(1), 19, outer, 64, AFFINE, mx.bfloat16, biased=True)
+
+
+def test_registers():
+    """What a thread holds leaves room: 128 words are what every Apple GPU has."""
+    for m in (1, 20, 40, 100):
+        for dtype in DTYPES:
+            for fmt in FORMATS:
+                for k in (64, 48, 41):
+                    for transpose in (True, False):
+                        config = tensor_config(m, k, dtype, fmt, transpose)
+                        assert registers(dtype, config.rows, config.tile_k, config.ragged) < 128
+
+
+def test_moves_no_more_than_stock():
+    """Device memory at 128 rows, beside MLX's kernel for the M5 at the same shape."""
+    m, n, k = 128, 128, 256
+    rng = np.random.default_rng(9)
+    x, packed = random(rng, (m, k), mx.float16), random_packed(rng, n, k, AFFINE, mx.float16)
+    stock = mk.load(
+        *("affine_nax", "affine_qmm_t_nax<half, 64, 4, true, false>"),
+        checked=True,
+        constants={200: False, 201: False, 202: False},
+    )
+    sizes = {name: mk.i32(value) for name, value in (("M", m), ("N", n), ("K", k))}
+    given = dict(zip(("w", "scales", "biases"), packed, strict=True)) | {"x": x} | sizes
+    y = {"y": mk.empty((m, n), x.dtype)}
+    theirs = mk.run(stock, given | mk.UNBATCHED, y, (n // 64, m // 64, 1), (32, 2, 2))
+    with use_backend("host"), checks() as report:
+        qmm_tensor(x, *packed, None, True, AFFINE, tensor_config(m, k, x.dtype, AFFINE, True))
+    moved = report.total("bytes_read") + report.total("bytes_written")
+    assert moved <= theirs.bytes_read + theirs.bytes_written
