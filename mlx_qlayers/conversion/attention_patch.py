@@ -19,7 +19,7 @@ from ..layers.fused_attention import FusedAttention
 from ..ops.attention import attention
 from .matcher import Mismatch, names_used
 from .rewriter import rebound
-from .step_caches import current_step
+from .step_slots import current_step
 
 
 def patched_attention(
@@ -32,9 +32,10 @@ def patched_attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """Stands in for ``mlx_lm.models.base.scaled_dot_product_attention``."""
-    step = current_step.get()
-    if step is not None and (slot := step.found.get(id(keys))) is not None:
-        mask = slot.visible(mask)
+    if (step := current_step.get()) is not None:
+        out, mask = step.attended(queries, keys, values, scale, mask, sinks)
+        if out is not None:
+            return out
     return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+
+from ..ops.attention_step import MIN_POSITIONS
 
 # Rows of a tail, as many as a cache grows by.
 _ROWS = 256
@@ -35,6 +37,23 @@ class Tail(NamedTuple):
     tails: list[mx.array]
     start: int
     shown: list[mx.array]
+
+
+@lru_cache(maxsize=64)
+def positions(before: int, held: int, batch: int) -> mx.array:
+    """What :func:`attention_step` takes where all sequences have the same length."""
+    return mx.array([before, held, *[before + held] * max(MIN_POSITIONS, batch)])
+
+
+def positions_of(before: int, held: int, offsets: mx.array) -> mx.array:
+    """What :func:`attention_step` takes where sequences have positions of their own."""
+    return mx.concatenate([positions(before, held, 0)[:2], offsets, positions(0, 0, 0)])
+
+
+@lru_cache(maxsize=64)
+def one_token(size: int) -> mx.array:
+    """What a token adds to so many positions."""
+    return mx.array([0] + [1] * (size - 1))
 
 
 def tail_of(last: Tail | None, caches: Sequence[Any], length: int) -> Tail:
@@ -68,7 +87,14 @@ def advance(caches: Sequence[Any], tail: Tail, counts: Sequence[dict[str, Any]])
     pairs = zip(tail.shown[::2], tail.shown[1::2], counts, strict=True)
     new = [{"keys": keys, "values": values, **count} for keys, values, count in pairs]
     deque(map(dict.update, map(vars, caches), new), maxlen=0)
-    deque(map(setattr, caches, repeat("__class__"), repeat(_watched(kind_of(caches[0])))), maxlen=0)
+    watch(caches)
+
+
+def watch(caches: Sequence[Any]) -> None:
+    """Notice who takes keys or values of caches that show a tail."""
+    if caches:
+        kind = _watched(kind_of(caches[0]))
+        deque(map(setattr, caches, repeat("__class__"), repeat(kind)), maxlen=0)
 
 
 def kind_of(cache: Any) -> type:

@@ -19,11 +19,12 @@ from ..dispatch import dispatch
 from ..formats import Format
 from ..layers.qlinear import QLinear
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate
-from ..ops.attention_step import MIN_POSITIONS, Rotation, attention_step
+from ..ops.attention_step import Rotation, attention_step
 from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
 from ..ops.rotary import rotary_embedding
 from .compiled import operation
 from .matcher import Match
+from .step_slots import current_step
 
 Static = tuple[Any, ...]
 Packing = tuple[Format, tuple[int, ...]]  # with the shape of the packed weight
@@ -49,23 +50,6 @@ BLOCK_PARTS = ("attention", "mlp", "first_norm", "second_norm")
 def position(offset: int) -> mx.array:
     """A position as an array, one for all layers."""
     return mx.array(offset)
-
-
-@lru_cache(maxsize=64)
-def positions(before: int, held: int, batch: int) -> mx.array:
-    """What :func:`attention_step` takes where all sequences have the same length."""
-    return mx.array([before, held, *[before + held] * max(MIN_POSITIONS, batch)])
-
-
-def positions_of(before: int, held: int, offsets: mx.array) -> mx.array:
-    """What :func:`attention_step` takes where sequences have positions of their own."""
-    return mx.concatenate([positions(before, held, 0)[:2], offsets, positions(0, 0, 0)])
-
-
-@lru_cache(maxsize=64)
-def one_token(size: int) -> mx.array:
-    """What a token adds to so many positions."""
-    return mx.array([0] + [1] * (size - 1))
 
 
 @cache
@@ -199,8 +183,12 @@ def heads(
         q, k, v = projection(packed, x, weight)
         q, k = _in_heads(q, n, q_weight, norm_eps[0]), _in_heads(k, kv, k_weight, norm_eps[1])
         v = _in_heads(v, kv)
-        if turn is not None:
-            return [*rotary_embedding(q, k, position, **turn, freqs=freqs), _heads_first(v)]
+        if rotation is not None and turn is not None:
+            turned = rotary_embedding(q, k, position, **turn, freqs=freqs)
+            if (step := current_step.get()) is not None:
+                for y, x in zip(turned, (q, k), strict=True):
+                    step.turn(y, x, rotation, freqs, position)
+            return [*turned, _heads_first(v)]
         q, k, v = map(_heads_first, (q, k, v))
         if rope is not None:
             rotate: Any = _join_rope(rope, freqs)
@@ -372,43 +360,3 @@ def of_tail(out: Operands | None, feed: Operands | None, residual: bool) -> Oper
     weight, *packed = feed.arrays if feed else [None]
     static = out and out.static[0], feed and feed.static, residual
     return Operands(static, [weight, *(out.arrays if out else []), *packed])
-
-
-class Snapshot:
-    """What is in modules, to see later whether it still is.
-
-    Args:
-        parts: the modules.
-        others: more dictionaries to look at.
-    """
-
-    def __init__(self, parts: list[nn.Module], *others: dict[str, Any]) -> None:
-        # The settings of a QLinear go with its arrays.
-        settings = [vars(part) for part in parts if type(part) is not QLinear]
-        self.parts, self.types = parts, [*map(type, parts)]
-        self.contents = [*parts, *settings, *others]
-        self.before = [dict(each) for each in self.contents]
-
-    def holds(self) -> bool:
-        """Whether nothing in them was replaced."""
-        try:  # dicts compare what is not identical, and arrays have no truth value
-            return [*map(type, self.parts)] == self.types and self.contents == self.before
-        except Exception:
-            return False
-
-    def difference(self) -> str:
-        """What was replaced, as the class of a module and the name of an attribute."""
-        return ", ".join(
-            {
-                f"{name} of {type(part).__name__}"
-                for part, before in zip(self.contents, self.before, strict=True)
-                for name in part.keys() | before.keys()
-                if part.get(name) is not before.get(name)
-            }
-        )
-
-    def restore(self) -> None:
-        """Put back what was replaced."""
-        for part, before in zip(self.contents, self.before, strict=True):
-            dict.clear(part)
-            dict.update(part, before)

@@ -14,6 +14,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from functools import cache
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -23,21 +24,11 @@ import mlx.nn as nn
 from ..runtime.backend import Mode, mode, use_backend
 from . import compiled
 from .attention_patch import made_class, stock_class
-from .compiled_blocks import Snapshot
+from .cache_tail import Tail, kind_of
 from .matcher import Match, Mismatch
-from .step_caches import (
-    Inputs,
-    Nested,
-    Position,
-    Rows,
-    Static,
-    Step,
-    Unsupported,
-    current_step,
-    put,
-    reason_against,
-    taken,
-)
+from .snapshot import Snapshot
+from .step_caches import Inputs, leaves, put, reason_against, taken, with_tail
+from .step_slots import Nested, Rows, Static, Step, Unsupported, watched
 
 # Sequences at most: for more the products are those of a prompt.
 _MAX_BATCH = 64
@@ -98,50 +89,84 @@ class _Plan:
 
     Attributes:
         stopped: the line of code that no graph can hold, and why; empty if there is none.
+        by_step: the caches that can have a tail, by the kinds of all, once that is known.
+        following: arrays of positions that a step leaves for the next one.
+        offsets: of a batch, as its caches have them since then.
     """
 
     def __init__(self, model: Any, function: Callable[..., Any]) -> None:
         self.model, self.function = weakref.ref(model), function
         self.snapshot = Snapshot([*model.modules()])
         self.stopped = ""
+        self.by_step: dict[tuple[type, ...], frozenset[int]] = {}
         self.graphs: dict[Any, _Graph] = {}
-        self.following: dict[Position, mx.array] = {}
+        self.following: dict[Any, mx.array] = {}
+        self.offsets: list[Any] = []
+        self.tail: Tail | None = None
 
     def run(self, where: Any, tokens: mx.array, caches: list[Any]) -> Any:
-        inputs = taken(caches)
-        key = where, tokens.shape, inputs.static
+        """The logits, and the caches with the token; None if it cannot be."""
         try:
+            kinds = tuple(map(kind_of, leaves(caches)))
+            if kinds not in self.by_step:
+                self.by_step[kinds] = self._checked(tokens, caches)
+            inputs = taken(caches, *self._tailed(caches, self.by_step[kinds]))
+            key = where, tokens.shape, inputs.static
             if (graph := self.graphs.get(key)) is None:
-                graph = self._made(inputs, tokens)
-                self.graphs = dict([*self.graphs.items()][1 - _MAX_GRAPHS :]) | {key: graph}
+                self.graphs = dict([*self.graphs.items()][1 - _MAX_GRAPHS :])
+                graph = self.graphs[key] = _Graph(self.model, self.function, inputs.static)
             at = [
-                _array(each) if (array := self.following.get(each)) is None else array
-                for each in inputs.positions
+                group.make() if (array := self.following.get(group.at)) is None else array
+                for group in inputs.groups
             ]
-            logits, following, outputs = graph(tokens, at, inputs.arrays)
+            logits, following, tails, outputs = graph(tokens, at, inputs.arrays)
         except Exception as error:
             self.stopped = stopping_line(error)
             return None
-        later = [(a + 1, b + 1, c + 1) for a, b, c in inputs.positions]
+        later = [group.later for group in inputs.groups]
         self.following = dict(zip(later, following, strict=True))
-        put(caches, outputs)
+        put(caches, outputs, inputs.tailed)
+        own = [vars(each) for each in leaves(caches)]
+        self.offsets = [own[i]["offset"] for i in inputs.tailed]
+        if inputs.tail is not None:
+            shown = [own[i][name] for i in inputs.tailed for name in ("keys", "values")]
+            self.tail = inputs.tail._replace(tails=tails, shown=shown)
         return logits
 
-    def _made(self, inputs: Inputs, tokens: mx.array) -> _Graph:
+    def _checked(self, tokens: mx.array, caches: list[Any]) -> frozenset[int]:
         model = self.model()
         assert model is not None
-        if not self.graphs:
-            check(model, self.function, inputs, tokens)
-            if not self.snapshot.holds():
-                raise Unsupported(f"the model changes {self.snapshot.difference()} in a call")
         mx.eval([a for part in model.modules() for a in _arrays_of(part)])
-        return _Graph(self.model, self.function, inputs.static)
+        graph = check(model, self.function, taken(caches), tokens)
+        if not self.snapshot.holds():
+            raise Unsupported(f"the model changes {self.snapshot.difference()} in a call")
+        return graph.by_step
+
+    def _tailed(
+        self, caches: list[Any], by_step: frozenset[int]
+    ) -> tuple[tuple[int, ...], Tail | None, mx.array | None]:
+        """The caches that have a tail, that, and the positions that the caches of a batch share."""
+        own = [vars(each) for each in leaves(caches)]
+        tailed = with_tail(caches, by_step)
+        offsets = [own[i]["offset"] for i in tailed]
+        if not offsets or isinstance(offsets[0], int):
+            return tailed, self.tail, None
+        if len(offsets) != len(self.offsets) or not all(map(is_, offsets, self.offsets)):
+            self.following = {}
+            paddings = mx.stack([own[i]["left_padding"] for i in tailed])
+            differ = (mx.stack(offsets) != offsets[0]) | (paddings != paddings[0])
+            if differ.any().item():
+                return (), None, None
+        return tailed, self.tail, offsets[0]
 
 
-def check(model: nn.Module, function: Callable[..., Any], inputs: Inputs, tokens: mx.array) -> None:
-    """Raise unless a graph depends on nothing but the rows of a cache that count.
+def check(
+    model: nn.Module, function: Callable[..., Any], inputs: Inputs, tokens: mx.array
+) -> _Graph:
+    """A graph for small caches, that ran.
 
-    Nobody knows what a model does with keys outside of attention. So it is tried out, with small
+    Raises unless what it gives depends on nothing but the rows of a cache that count. Nobody knows
+    what a model does with keys outside of attention. So it is tried out, with small
     caches: other numbers in the rows that do not count must not change a bit, and more of those
     rows no more than rounding does.
     """
@@ -150,13 +175,14 @@ def check(model: nn.Module, function: Callable[..., Any], inputs: Inputs, tokens
         static = tuple(_with_rows(each, rows) for each in inputs.static)
         graph = _Graph(weakref.ref(model), function, static)
         arrays = [a for each in static for a in _examples(each, filling)]
-        at = [_array((3, 3, 3))] * len(inputs.positions)
+        at = [mx.array([3, 3, 3])] * len(inputs.groups)
         results.append(graph(mx.zeros_like(tokens), at, arrays)[0])
     one, other, larger = (each.astype(mx.float32) for each in results)
     if not mx.array_equal(one, other, equal_nan=True).item():
         raise Unsupported("the model looks at rows of a cache that are not written yet")
     if not ((one - larger).square().mean() <= 0.01 * one.square().mean()).item():
         raise Unsupported("the model looks at how many rows a cache has")
+    return graph
 
 
 def _with_rows(static: Static, rows: int) -> Static:
@@ -202,7 +228,7 @@ def why_not(model: Any) -> str:
         if reason := reason_against(caches):
             raise Unsupported(reason)
         inputs, seen = taken(caches), Snapshot([*model.modules()])
-        at = [token.flatten() + mx.array([*each]) for each in inputs.positions]
+        at = [token.flatten() + group.make() for group in inputs.groups]
         logits = function(model, token, cache=Step(inputs.static, at, inputs.arrays).caches)
         if not seen.holds():
             raise Unsupported(f"the model changes {seen.difference()} in a call")
@@ -227,32 +253,30 @@ class _Graph:
     ) -> None:
         self.model, self.function, self.static = model, function, static
         self.pattern: list[list[bool]] = []
+        self.by_step, self.tails = frozenset[int](), 0
         self.compiled = mx.compile(self._run)
 
     def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[mx.array]) -> list[mx.array]:
         inside = Step(self.static, at, arrays)
-        before = current_step.set(inside)
-        try:
-            with mode(Mode.INFERENCE):
-                logits = self.function(self.model(), tokens, cache=inside.caches)
-        finally:
-            current_step.reset(before)
+        with watched(inside), mode(Mode.INFERENCE):
+            logits = self.function(self.model(), tokens, cache=inside.caches)
         if not isinstance(logits, mx.array):
             raise Unsupported("the model gives more than logits")
         outputs = inside.outputs()
-        self.pattern = [[a is not None for a in each] for each in outputs]
-        following = [each + 1 for each in at]
-        return [logits, *following, *(a for each in outputs for a in each if a is not None)]
+        self.pattern, self.by_step = (
+            [[a is not None for a in each] for each in outputs],
+            inside.by_step(),
+        )
+        changed = [a for each in outputs for a in each if a is not None]
+        self.tails = len(inside.tails())
+        return [logits, *inside.following(), *inside.tails(), *changed]
 
     def __call__(self, tokens: mx.array, at: list[mx.array], arrays: list[mx.array]) -> Any:
         logits, *rest = self.compiled(tokens, at, arrays)
-        following, flat = rest[: len(at)], iter(rest[len(at) :])
+        following, tails = rest[: len(at)], rest[len(at) :][: self.tails]
+        flat = iter(rest[len(at) + self.tails :])
         outputs = [[next(flat) if there else None for there in each] for each in self.pattern]
-        return logits, following, outputs
-
-
-def _array(at: Position) -> mx.array:
-    return mx.array([*at, *[0] * 5], mx.int32)
+        return logits, following, tails, outputs
 
 
 def _arrays_of(part: nn.Module) -> list[mx.array]:

@@ -23,24 +23,30 @@ from ..ops.quantized_route import is_qmv
 from ..runtime.transformed import is_transformed
 from . import compiled
 from .attention_patch import is_patched
-from .cache_tail import Tail, advance, kind_of, shown_by, tail_of
+from .cache_tail import (
+    Tail,
+    advance,
+    kind_of,
+    one_token,
+    positions,
+    positions_of,
+    shown_by,
+    tail_of,
+)
 from .compiled_blocks import (
     BLOCK_PARTS,
     Operands,
-    Snapshot,
     layers_in_turn,
     match_of,
     of_feed_forward,
     of_heads,
     of_layers,
     of_tail,
-    one_token,
-    positions,
-    positions_of,
     rotation_of,
 )
 from .matcher import Mismatch, find_statement, parse
 from .rewriter import rewritten, statement
+from .snapshot import Snapshot
 
 _FIRST_LAYERS, _LEFT = "_first_layers", "_layers_left"
 # Layers of one graph. Alike ones share it: to trace more takes longer, and saves less and less.

@@ -30,7 +30,6 @@ from .attention_patch import is_patched, made_class, stock_class
 from .compiled_blocks import (
     BLOCK_PARTS,
     Operands,
-    Snapshot,
     heads,
     joined,
     match_of,
@@ -46,6 +45,7 @@ from .compiled_step import STEP
 from .decoder_loop import with_layers_ahead
 from .grouping import Grouped, grouped
 from .matcher import Match, Mismatch, recognise
+from .snapshot import Snapshot
 
 # The name of what a module is of which only products of one input are gathered.
 GROUPED = "grouped"

@@ -1,66 +1,19 @@
-"""Caches as a model's code sees them inside the compiled graph of a step, for one token a sequence.
-
-A step writes its keys and values into buffers of a fixed size, at a position that is an array, so
-that one graph serves until a cache grows. What is not written yet, a mask hides. Recurrent states
-are arrays that go in and come out.
-"""
+"""What a compiled graph of a step takes of a model's caches, and what they hold after it."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .cache_tail import kind_of
+from .cache_tail import Tail, kind_of, positions, positions_of, shown_by, tail_of, watch
+from .step_slots import Nested, Rows, States, Static, Unsupported
 
 # What a stand-in keeps of the cache that it stands for: what no token changes.
 _SETTINGS = ("max_size", "keep", "chunk_size")
-
-
-class Unsupported(Exception):
-    """Why a step is left to the model."""
-
-
-class Rows(NamedTuple):
-    """What a graph is made for, of a cache of keys and values.
-
-    Attributes:
-        kind: its class.
-        shapes: of keys and values: (B, Hkv, S, D) and (B, Hkv, S, Dv).
-        dtype: of both.
-        group: caches of one group are at the same positions.
-        full: all rows count.
-        rotated: a batch of which each sequence loses a token for a new one.
-        settings: attributes that no token changes.
-    """
-
-    kind: type
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtype: mx.Dtype
-    group: int
-    full: bool
-    rotated: bool
-    settings: tuple[tuple[str, Any], ...]
-
-
-class States(NamedTuple):
-    """What a graph is made for, of a cache of arrays: which of them there are, and their shapes."""
-
-    kind: type
-    shapes: tuple[Any, ...]
-
-
-class Nested(NamedTuple):
-    """What a graph is made for, of a list of caches."""
-
-    parts: tuple[Any, ...]
-
-
-Static = Rows | States | Nested | None
 # Where the next token is written, the last row that counts then, and its position.
 Position = tuple[int, int, int]
 
@@ -157,216 +110,132 @@ def _grow(c: Any, rows: int) -> None:
         setattr(c, name, mx.concatenate([array, more], axis=2))
 
 
+class Group(NamedTuple):
+    """Caches at the same positions.
+
+    Attributes:
+        at: where they are: a position; with a tail, where that starts, how many rows it holds, and
+            how many sequences there are.
+        later: the same after the token.
+        make: makes the array of it that a graph takes.
+    """
+
+    at: tuple[Any, ...]
+    later: tuple[Any, ...]
+    make: Callable[[], mx.array]
+
+
 class Inputs(NamedTuple):
     """Caches as a graph takes them.
 
     Attributes:
         static: what it is made for.
-        positions: of each group.
+        groups: of the caches of keys and values.
         arrays: of all caches.
+        tail: of those that have one.
+        tailed: which caches these are.
     """
 
     static: tuple[Static, ...]
-    positions: list[Position]
+    groups: list[Group]
     arrays: list[mx.array]
+    tail: Tail | None = None
+    tailed: tuple[int, ...] = ()
 
 
-def taken(caches: Sequence[Any]) -> Inputs:
-    """Make room for a token, and take the caches' arrays."""
-    groups: dict[Any, int] = {}
-    arrays: list[mx.array] = []
+def taken(
+    caches: Sequence[Any],
+    tailed: tuple[int, ...] = (),
+    last: Tail | None = None,
+    offsets: mx.array | None = None,
+) -> Inputs:
+    """Make room for a token, and take the caches' arrays.
+
+    Args:
+        caches: those of a model.
+        tailed: which of them have a tail: of one kind, and with as many keys.
+        last: their tail after the last step.
+        offsets: the positions of a batch in these caches.
+    """
+    own, groups = [*leaves(caches)], dict[Any, int]()
+    inputs = Inputs((), [], [])
+    if tailed:
+        some = [own[i] for i in tailed]
+        length = _length(some[0])
+        inputs = inputs._replace(tail=tail_of(last, some, length), tailed=tailed)
+    count = iter(range(len(own)))
 
     def of(c: Any) -> Static:
-        from mlx_lm.models.cache import ArraysCache, CacheList
-
         if c is None:
             return None
-        if type(c) is CacheList:
-            return Nested(tuple(map(of, c.caches)))
-        kind = kind_of(c)
-        if kind is ArraysCache:
-            own = [*c.cache, c.left_padding, c.lengths]
-            arrays.extend(a for a in own if a is not None)
-            return States(kind, tuple(a if a is None else (a.shape, a.dtype) for a in own))
+        if (parts := getattr(c, "caches", None)) is not None:
+            return Nested(tuple(map(of, parts)))
+        kind, number = kind_of(c), next(count)
+        if isinstance(getattr(c, "cache", None), list):
+            states = [*c.cache, c.left_padding, c.lengths]
+            inputs.arrays.extend(a for a in states if a is not None)
+            return States(kind, tuple(a if a is None else (a.shape, a.dtype) for a in states))
         if c.empty():  # one that no layer uses
             return States(kind, ())
-        at = _kinds()[kind](c)
-        arrays.extend((c.keys, c.values))
-        is_batch, rotated = hasattr(c, "left_padding"), getattr(c, "rotated", False)
-        if is_batch:
-            arrays.extend((c.offset, c.left_padding))
-        rows = c.keys.shape[2]
-        full = hasattr(c, "max_size") and not is_batch and at[1] >= rows - 1
         settings = tuple((name, vars(c)[name]) for name in _SETTINGS if name in vars(c))
-        key = kind, at, rows, full
-        shapes = c.keys.shape, c.values.shape
-        group = groups.setdefault(key, len(groups))
-        return Rows(kind, shapes, c.keys.dtype, group, full, rotated, settings)
-
-    static = tuple(map(of, caches))
-    return Inputs(static, [key[1] for key in groups], arrays)
-
-
-class Step:
-    """Stand-ins for caches inside a graph, made of its inputs.
-
-    Attributes:
-        caches: what the model's code is called with.
-    """
-
-    def __init__(
-        self, static: Sequence[Static], at: Sequence[mx.array], arrays: Sequence[mx.array]
-    ) -> None:
-        self.at, self.given = at, iter(arrays)
-        self.slots: list[Any] = []
-        self.found: dict[int, Slot] = {}
-        self.masks: dict[Any, mx.array] = {}
-        self.caches = [self._stand_in(each) for each in static]
-
-    def _stand_in(self, static: Static) -> Any:
-        from mlx_lm.models.cache import CacheList
-
-        if static is None:
-            return None
-        if isinstance(static, Nested):
-            return CacheList(*map(self._stand_in, static.parts))
-        if isinstance(static, States):
-            kind: Any = static.kind
-            new = kind.__new__(kind)
-            new.before = [shape and next(self.given) for shape in static.shapes]
-            if new.before:
-                *new.cache, new.left_padding, new.lengths = new.before
-            else:
-                new.keys = None
+        is_batch, full, rows = hasattr(c, "left_padding"), False, 0
+        if inputs.tail is not None and number in tailed:
+            i = 2 * tailed.index(number)
+            buffers = inputs.tail.buffers[i : i + 2]
+            inputs.arrays.extend((*buffers, *inputs.tail.tails[i : i + 2]))
+            inputs.arrays.extend([c.left_padding] if is_batch else [])
+            rows = inputs.tail.tails[0].shape[2]
+            group = _tail_group(inputs.tail.start, _length(c), len(buffers[0]), offsets)
         else:
-            new = _slot_class(static.kind)(self, static, self.given)
-        self.slots.append(new)
-        return new
+            group = _group(_kinds()[kind](c))
+            buffers = [c.keys, c.values]
+            inputs.arrays.extend(buffers)
+            inputs.arrays.extend([c.offset, c.left_padding] if is_batch else [])
+            full = hasattr(c, "max_size") and not is_batch and group.at[1] >= c.keys.shape[2] - 1
+        key = group.at, buffers[0].shape[2], full
+        if key not in groups:
+            groups[key] = len(inputs.groups)
+            inputs.groups.append(group)
+        shapes = buffers[0].shape, buffers[1].shape
+        rotated = getattr(c, "rotated", False)
+        return Rows(kind, shapes, buffers[0].dtype, groups[key], full, rotated, settings, rows)
 
-    def outputs(self) -> list[list[mx.array | None]]:
-        """The arrays of each cache, None where they are what they were."""
-        return [_changed(slot) for slot in self.slots]
-
-
-def _changed(slot: Any) -> list[mx.array | None]:
-    if isinstance(slot, Slot):
-        return list(slot.outputs())
-    if not slot.before:
-        if not slot.empty():
-            raise Unsupported("a cache was empty")
-        return []
-    after = [*slot.cache, slot.left_padding, slot.lengths]
-    return [new if new is not old else None for new, old in zip(after, slot.before, strict=True)]
+    return inputs._replace(static=tuple(map(of, caches)))
 
 
-class Slot:
-    """A cache of keys and values for a token, as mlx-lm's caches are."""
-
-    def __init__(self, step: Step, static: Rows, given: Iterator[mx.array]) -> None:
-        self.owner, self.static = step, static
-        vars(self).update(static.settings)
-        self.buffers = next(given), next(given)
-        self.padding: mx.array | None = None
-        self.updated = False
-        at = step.at[static.group]
-        self.offset = at[2]
-        if hasattr(static.kind, "finalize"):  # of a batch
-            self.offset, self.padding = next(given), next(given)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the token's keys and values; gives all rows, those that do not count too."""
-        if self.updated:
-            raise Unsupported("a cache is updated twice in a step")
-        if keys.shape[2] != 1:
-            raise Unsupported("more than a token is written into a cache")
-        self.updated, start = True, self.owner.at[self.static.group][:1]
-        new = (keys, values)
-        self.buffers = tuple(
-            mx.slice_update(buffer, each.astype(buffer.dtype), start, (2,))
-            for buffer, each in zip(self.buffers, new, strict=True)
-        )  # type: ignore[assignment]
-        self.offset = self.offset + 1
-        self.owner.found[id(self.buffers[0])] = self
-        return self.buffers
-
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | None:
-        """Which rows the token sees, (B or 1, 1, 1, S); None for all of them."""
-        if N != 1:
-            raise Unsupported("a mask for more than a token")
-        return self.mask(window_size)
-
-    def mask(self, window: int | None = None) -> mx.array | None:
-        """That of :meth:`make_mask`."""
-        static, masks = self.static, self.owner.masks
-        size = dict(static.settings).get("max_size")
-        if window is not None and size is not None and window >= size:
-            window = None
-        if static.full and window is None:
-            return None
-        key = (static.group, window) if self.padding is None else (id(self), window)
-        if key not in masks:
-            masks[key] = self._mask(window)
-        return masks[key]
-
-    def _mask(self, window: int | None) -> mx.array:
-        static, at = self.static, self.owner.at[self.static.group]
-        rows = static.shapes[0][2]
-        row = mx.arange(rows)
-        # How many tokens came before that of a row: behind the token's row is the oldest.
-        first = (row + (rows - 1) - at[0]) % rows
-        if static.rotated and self.padding is not None:
-            return first >= (self.padding - 1)[:, None, None, None]
-        seen = (row <= at[1])[None, None, None]
-        if window is not None:
-            settings = dict(static.settings)
-            if settings.get("keep"):
-                raise Unsupported("a window is smaller than its cache, which keeps its first rows")
-            ring = "max_size" in settings
-            seen = seen & ((first if ring else row + (rows - 1) - at[1]) >= rows - window)
-        if self.padding is not None:
-            seen = seen & (row >= self.padding[:, None, None, None])
-        return seen
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """All rows, those that do not count too."""
-        return self.buffers
-
-    def maybe_trim_front(self) -> None:
-        """That was done ahead of the graph."""
-
-    def visible(self, mask: Any) -> mx.array | None:
-        """A mask that the model's code gave, and this one's."""
-        own = self.mask()
-        if mask is None or own is None or any(mask is each for each in self.owner.masks.values()):
-            return own if mask is None else mask
-        if mask.dtype == mx.bool_:
-            return mask & own
-        return mx.where(own, mask, mx.array(-mx.inf, mask.dtype))
-
-    def outputs(self) -> Iterator[mx.array | None]:
-        """What changed: keys, values; of a batch offset and padding."""
-        yield from self.buffers if self.updated else (None, None)
-        if self.padding is not None:
-            yield self.offset if self.updated else None
-            yield self.padding - 1 if self.updated and self.static.rotated else None
-
-    def empty(self) -> bool:
-        """Whether nothing was written: it is not for an empty one that a graph is made."""
-        return False
+def _length(c: Any) -> int:
+    """How many keys a cache holds whose keys lie in the order of their tokens."""
+    length: int = vars(c)["_idx" if "_idx" in vars(c) else "offset"]
+    return length
 
 
-@cache
-def _slot_class(kind: type) -> type:
-    return type(kind.__name__, (Slot, kind), {})
+def _group(at: Position) -> Group:
+    later = tuple(each + 1 for each in at)
+    return Group(at, later, lambda: mx.array(at, mx.int32))
 
 
-# The graph whose model code runs now.
-current_step: ContextVar[Step | None] = ContextVar("current_step", default=None)
+def _tail_group(start: int, length: int, batch: int, offsets: mx.array | None) -> Group:
+    held, later = length - start, ("tail", start, length - start + 1, batch)
+    if offsets is None:
+        make: Callable[[], mx.array] = partial(positions, start, held, batch)
+    else:
+        make = partial(positions_of, start, held, offsets)
+    return Group(("tail", start, held, batch), later, make)
 
 
-def put(caches: Sequence[Any], outputs: Sequence[Sequence[mx.array | None]]) -> None:
+def with_tail(caches: Sequence[Any], by_step: frozenset[int]) -> tuple[int, ...]:
+    """Which of some caches can have a tail together: of one kind, and with as many keys."""
+    own = [*leaves(caches)]
+    tailed = tuple(i for i in sorted(by_step) if not own[i].empty())
+    alike = {(kind_of(own[i]), _length(own[i]), shown_by([own[i]])[0].shape[2]) for i in tailed}
+    return tailed if len(alike) == 1 else ()
+
+
+def put(
+    caches: Sequence[Any],
+    outputs: Sequence[Sequence[mx.array | None]],
+    tailed: Sequence[int] = (),
+) -> None:
     """Let caches hold what a graph gave, so that no signal sees some of them changed."""
     items: list[dict[str, Any]] = []
     own = [*leaves(caches)]
@@ -378,6 +247,7 @@ def put(caches: Sequence[Any], outputs: Sequence[Sequence[mx.array | None]]) -> 
         *states, left, lengths = [b if a is None else a for a, b in zip(new, old, strict=True)]
         items.append({"cache": states, "left_padding": left, "lengths": lengths})
     deque(map(dict.update, map(vars, own), items), maxlen=0)
+    watch([own[i] for i in tailed])
 
 
 def _counted(c: Any, new: Sequence[mx.array | None]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from numerics import assert_same_model
 
 from mlx_qlayers import QLinear
-from mlx_qlayers.conversion import compiled_blocks
+from mlx_qlayers.conversion import cache_tail, compiled_blocks
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.attention_step import Rotation
 
@@ -68,11 +68,11 @@ def test_rotary_embeddings_by_what_can_be_compared():
 
 def test_positions():
     assert compiled_blocks.position(7) is compiled_blocks.position(7)
-    assert compiled_blocks.positions(4, 3, 2).tolist() == [4, 3, *[7] * 8]
-    assert compiled_blocks.positions(4, 3, 11).tolist() == [4, 3, *[7] * 11]
-    own = compiled_blocks.positions_of(4, 3, mx.array([5, 6]))
+    assert cache_tail.positions(4, 3, 2).tolist() == [4, 3, *[7] * 8]
+    assert cache_tail.positions(4, 3, 11).tolist() == [4, 3, *[7] * 11]
+    own = cache_tail.positions_of(4, 3, mx.array([5, 6]))
     assert own[:4].tolist() == [4, 3, 5, 6] and own.size >= 8
-    assert (own + compiled_blocks.one_token(own.size))[:4].tolist() == [4, 4, 6, 7]
+    assert (own + cache_tail.one_token(own.size))[:4].tolist() == [4, 4, 6, 7]
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5)])

@@ -15,9 +15,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from numerics import assert_same_model
 
 from mlx_qlayers import convert_model, revert_model, use_backend
-from mlx_qlayers.conversion import compiled, compiled_step
+from mlx_qlayers.conversion import compiled, compiled_step, step_slots
 from mlx_qlayers.conversion.compiled_step import why_not
 from mlx_qlayers.conversion.report import LEFT
+from mlx_qlayers.ops import attention_step
 
 # What no graph can hold, and the beginning of the reason.
 LEFT_TO_THE_MODEL = {
@@ -57,10 +58,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
         return run(self, *args)
 
     monkeypatch.setattr(compiled_step._Graph, "__call__", counted)
+    # As where attention has a kernel.
+    covered = attention_step._covers
+    monkeypatch.setattr(step_slots, "why_not", lambda *args: None if covered(*args) else "none")
     context = "ops", threading.get_ident()
     with use_backend("ops"):
         mx.disable_compile()
-        monkeypatch.setattr(compiled, "context", lambda: context)
+        monkeypatch.setattr(
+            compiled, "context", lambda: None if step_slots.current_step.get() else context
+        )
         yield calls
         mx.enable_compile()
 
@@ -138,3 +144,27 @@ def test_a_model_that_looks_at_the_size_of_a_cache_is_left(graphs: list[object])
     for found, expected in steps:
         assert_same_model(expected, found, bits=None, what="afm7")
     assert "rows a cache has" in compiled_step._plans[id(model)].stopped
+
+
+@pytest.mark.parametrize(("name", "calls"), [("phi3", 2), ("qwen3_moe", 2), ("cohere2", 2)])
+def test_attention_turns_and_writes_a_tail(
+    name: str, calls: int, graphs: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layers whose caches keep all tokens; the other two of cohere2 slide, without positions."""
+    turned: list[int] = []
+    step = step_slots.attention_step
+
+    def counted(*args, rotation, **options):
+        turned.append(rotation.dims)
+        return step(*args, rotation=rotation, **options)
+
+    monkeypatch.setattr(step_slots, "attention_step", counted)
+    _, model = pair(name)
+    cache = make_prompt_cache(model)
+    model(mx.array([[1, 2, 3]]), cache=cache)
+    buffers = []
+    for _ in range(3):
+        model(mx.array([[4]]), cache=cache)
+        buffers.append(list(map(id, compiled_step._plans[id(model)].tail.buffers)))
+    assert turned == [0 if name == "cohere2" else 32] * calls * 3
+    assert buffers[0] == buffers[1] == buffers[2] and len(buffers[0]) == 2 * calls

@@ -1,0 +1,49 @@
+"""What is in modules, to see later whether it still is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.nn as nn
+
+from ..layers.qlinear import QLinear
+
+
+class Snapshot:
+    """What is in modules, to see later whether it still is.
+
+    Args:
+        parts: the modules.
+        others: more dictionaries to look at.
+    """
+
+    def __init__(self, parts: list[nn.Module], *others: dict[str, Any]) -> None:
+        # The settings of a QLinear go with its arrays.
+        settings = [vars(part) for part in parts if type(part) is not QLinear]
+        self.parts, self.types = parts, [*map(type, parts)]
+        self.contents = [*parts, *settings, *others]
+        self.before = [dict(each) for each in self.contents]
+
+    def holds(self) -> bool:
+        """Whether nothing in them was replaced."""
+        try:  # dicts compare what is not identical, and arrays have no truth value
+            return [*map(type, self.parts)] == self.types and self.contents == self.before
+        except Exception:
+            return False
+
+    def difference(self) -> str:
+        """What was replaced, as the class of a module and the name of an attribute."""
+        return ", ".join(
+            {
+                f"{name} of {type(part).__name__}"
+                for part, before in zip(self.contents, self.before, strict=True)
+                for name in part.keys() | before.keys()
+                if part.get(name) is not before.get(name)
+            }
+        )
+
+    def restore(self) -> None:
+        """Put back what was replaced."""
+        for part, before in zip(self.contents, self.before, strict=True):
+            dict.clear(part)
+            dict.update(part, before)

@@ -1,0 +1,378 @@
+"""Caches as a model's code sees them inside the compiled graph of a step, for one token a sequence.
+
+A step writes its keys and values into buffers of a fixed size, at a position that is an array, so
+that one graph serves until a cache grows. What is not written yet, a mask hides. Where attention
+goes by :func:`~mlx_qlayers.ops.attention_step.attention_step`, buffers are only read, and what is
+written is the tail of :mod:`.cache_tail`. Recurrent states are arrays that go in and come out.
+
+What nobody uses in a graph is not computed: so keys are turned, and rows written, whether or not
+attention then does it itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..ops.attention_step import attention_step, why_not
+from ..options import Rotation
+from .cache_tail import one_token
+
+
+class Unsupported(Exception):
+    """Why a step is left to the model."""
+
+
+class Rows(NamedTuple):
+    """What a graph is made for, of a cache of keys and values.
+
+    Attributes:
+        kind: its class.
+        shapes: of keys and values: (B, Hkv, S, D) and (B, Hkv, S, Dv).
+        dtype: of both.
+        group: caches of one group are at the same positions.
+        full: all rows count.
+        rotated: a batch of which each sequence loses a token for a new one.
+        settings: attributes that no token changes.
+        tail: rows of its tail; 0 where there is none.
+    """
+
+    kind: type
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: mx.Dtype
+    group: int
+    full: bool
+    rotated: bool
+    settings: tuple[tuple[str, Any], ...]
+    tail: int = 0
+
+
+class States(NamedTuple):
+    """What a graph is made for, of a cache of arrays: which of them there are, and their shapes."""
+
+    kind: type
+    shapes: tuple[Any, ...]
+
+
+class Nested(NamedTuple):
+    """What a graph is made for, of a list of caches."""
+
+    parts: tuple[Any, ...]
+
+
+Static = Rows | States | Nested | None
+# Caches whose keys lie in the order of their tokens.
+_STEPPED = ("KVCache", "BatchKVCache")
+
+
+class Turned(NamedTuple):
+    """What a rotary embedding gave, of what, and how."""
+
+    y: mx.array
+    x: mx.array
+    how: tuple[Rotation, mx.array | None]
+    offset: Any
+
+
+def _same(one: Turned, other: Turned) -> bool:
+    return one.how[0] == other.how[0] and one.how[1] is other.how[1]
+
+
+class Step:
+    """Stand-ins for caches inside a graph, made of its inputs.
+
+    Attributes:
+        caches: what the model's code is called with.
+    """
+
+    def __init__(
+        self, static: Sequence[Static], at: Sequence[mx.array], arrays: Sequence[mx.array]
+    ) -> None:
+        self.at, self.given = at, iter(arrays)
+        self.slots: list[Any] = []
+        self.found: dict[int, Slot] = {}
+        self.masks: dict[Any, mx.array] = {}
+        self.turned: dict[int, Turned] = {}
+        self.caches = [self._stand_in(each) for each in static]
+
+    def _stand_in(self, static: Static) -> Any:
+        from mlx_lm.models.cache import CacheList
+
+        if static is None:
+            return None
+        if isinstance(static, Nested):
+            return CacheList(*map(self._stand_in, static.parts))
+        if isinstance(static, States):
+            kind: Any = static.kind
+            new = kind.__new__(kind)
+            new.before = [shape and next(self.given) for shape in static.shapes]
+            if new.before:
+                *new.cache, new.left_padding, new.lengths = new.before
+            else:
+                new.keys = None
+        else:
+            new = _slot_class(static.kind, static.tail > 0)(self, static, self.given)
+        self.slots.append(new)
+        return new
+
+    def turn(self, y: mx.array, x: mx.array, how: Rotation, freqs: Any, offset: Any) -> None:
+        """Keep what a rotary embedding did, for attention that turns queries and keys itself."""
+        self.turned[id(y)] = Turned(y, x, (how, freqs), offset)
+
+    def attended(
+        self, q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any, sinks: Any
+    ) -> tuple[mx.array | None, Any]:
+        """Attention to what a cache gave, or None and the mask for it."""
+        slot = self.found.get(id(k))
+        if slot is None:
+            return None, mask
+        plain = sinks is None and v is slot.buffers[1]
+        out = slot.by_step(q, scale, mask) if plain and slot.could_step(q, mask) else None
+        slot.steps = slot.steps is not False and plain and slot.could_step(q, mask)
+        return out, mask if out is not None else slot.visible(mask)
+
+    def outputs(self) -> list[list[mx.array | None]]:
+        """The arrays of each cache, None where they are what they were."""
+        return [_changed(slot) for slot in self.slots]
+
+    def following(self) -> list[mx.array]:
+        """The positions of the next token."""
+        tails = {s.static.group for s in self.slots if isinstance(s, TailSlot)}
+        return [a + one_token(a.size) if i in tails else a + 1 for i, a in enumerate(self.at)]
+
+    def tails(self) -> list[mx.array]:
+        """The tails with the token in them."""
+        return [tail for s in self.slots if isinstance(s, TailSlot) for tail in s.tails]
+
+    def by_step(self) -> frozenset[int]:
+        """Which caches nothing but :func:`attention_step` would look at."""
+        slots = enumerate(self.slots)
+        return frozenset(i for i, s in slots if isinstance(s, Slot) and s.updated and s.steps)
+
+
+def _changed(slot: Any) -> list[mx.array | None]:
+    if isinstance(slot, Slot):
+        return list(slot.outputs())
+    if not slot.before:
+        if not slot.empty():
+            raise Unsupported("a cache was empty")
+        return []
+    after = [*slot.cache, slot.left_padding, slot.lengths]
+    return [new if new is not old else None for new, old in zip(after, slot.before, strict=True)]
+
+
+class Slot:
+    """A cache of keys and values for a token, as mlx-lm's caches are."""
+
+    def __init__(self, step: Step, static: Rows, given: Iterator[mx.array]) -> None:
+        self.owner, self.static = step, static
+        vars(self).update(static.settings)
+        self.buffers: Sequence[mx.array] = (next(given), next(given))
+        self.padding: mx.array | None = None
+        self.updated = False
+        self.steps: bool | None = None  # not known before attention
+        self.first = self.offset = step.at[static.group][2]
+        if hasattr(static.kind, "finalize"):  # of a batch
+            self.first = self.offset = next(given)
+            self.padding = next(given)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
+        """Write the token's keys and values; gives all rows, those that do not count too."""
+        if self.updated:
+            raise Unsupported("a cache is updated twice in a step")
+        if keys.shape[2] != 1:
+            raise Unsupported("more than a token is written into a cache")
+        self.updated, self.token = True, (keys, values)
+        self.buffers = self.written(*(a.astype(self.static.dtype) for a in (keys, values)))
+        self.offset = self.offset + 1
+        self.owner.found[id(self.buffers[0])] = self
+        return self.buffers
+
+    def written(self, *token: mx.array) -> tuple[mx.array, ...]:
+        """The buffers with the token's rows in them."""
+        return self.placed(self.buffers, token, self.owner.at[self.static.group][:1])
+
+    def placed(
+        self, buffers: Sequence[mx.array], rows: Sequence[mx.array], start: mx.array
+    ) -> tuple[mx.array, ...]:
+        """Buffers with rows in them, from one on."""
+        pairs = zip(buffers, rows, strict=True)
+        return tuple(mx.slice_update(buffer, new, start, (2,)) for buffer, new in pairs)
+
+    def could_step(self, q: mx.array, mask: Any) -> bool:
+        """Whether :func:`attention_step` takes the place of attention to these rows."""
+        kinds, shapes = {q.dtype, *(a.dtype for a in self.token)}, self.static.shapes
+        if type(self).__name__ not in _STEPPED or kinds != {self.static.dtype} or q.shape[2] != 1:
+            return False
+        if mask is not None and not any(mask is each for each in self.owner.masks.values()):
+            return False
+        (_, heads, _, width), (*_, v_width) = shapes
+        if q.shape[1] % heads or q.shape[3] != width:
+            return False
+        return why_not(q.dtype, q.shape[1] // heads, shapes[0], v_width) is None
+
+    def by_step(self, q: mx.array, scale: float, mask: Any) -> mx.array | None:
+        """Attention by it, (B, H, 1, Dv); None without a tail."""
+        return None
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | None:
+        """Which rows the token sees, (B or 1, 1, 1, S); None for all of them."""
+        if N != 1:
+            raise Unsupported("a mask for more than a token")
+        return self.mask(window_size)
+
+    def mask(self, window: int | None = None) -> mx.array | None:
+        """That of :meth:`make_mask`."""
+        static, masks = self.static, self.owner.masks
+        size = dict(static.settings).get("max_size")
+        if window is not None and size is not None and window >= size:
+            window = None
+        if static.full and window is None:
+            return None
+        alike = self.padding is None or static.tail
+        key = static.group if alike else id(self), window
+        if key not in masks:
+            masks[key] = self._mask(window)
+        return masks[key]
+
+    def _mask(self, window: int | None) -> mx.array:
+        static, (at, last) = self.static, self.rows()
+        rows = static.shapes[0][2]
+        row = mx.arange(rows)
+        # How many tokens came before that of a row: behind the token's row is the oldest.
+        first = (row + (rows - 1) - at) % rows
+        if static.rotated and self.padding is not None:
+            return first >= (self.padding - 1)[:, None, None, None]
+        seen = (row <= last)[None, None, None]
+        if window is not None:
+            settings = dict(static.settings)
+            if settings.get("keep"):
+                raise Unsupported("a window is smaller than its cache, which keeps its first rows")
+            ring = "max_size" in settings
+            seen = seen & ((first if ring else row + (rows - 1) - last) >= rows - window)
+        if self.padding is not None:
+            seen = seen & (row >= self.padding[:, None, None, None])
+        return seen
+
+    def rows(self) -> tuple[mx.array, mx.array]:
+        """The row that is written, and the last one that counts."""
+        at = self.owner.at[self.static.group]
+        return at[0], at[1]
+
+    def keys_and_values(self) -> Sequence[mx.array]:
+        """All rows, those that do not count too."""
+        return self.buffers
+
+    def maybe_trim_front(self) -> None:
+        """That was done ahead of the graph."""
+
+    def visible(self, mask: Any) -> mx.array | None:
+        """A mask that the model's code gave, and this one's."""
+        own = self.mask()
+        if mask is None or own is None or any(mask is each for each in self.owner.masks.values()):
+            return own if mask is None else mask
+        if mask.dtype == mx.bool_:
+            return mask & own
+        return mx.where(own, mask, mx.array(-mx.inf, mask.dtype))
+
+    def outputs(self) -> Iterator[mx.array | None]:
+        """What changed: keys, values; of a batch offset and padding."""
+        yield from self.buffers if self.updated else (None, None)
+        if self.padding is not None:
+            yield self.offset if self.updated else None
+            yield self.padding - 1 if self.updated and self.static.rotated else None
+
+    def empty(self) -> bool:
+        """Whether nothing was written: it is not for an empty one that a graph is made."""
+        return False
+
+
+class TailSlot(Slot):
+    """One whose buffers are only read, with a tail."""
+
+    def __init__(self, step: Step, static: Rows, given: Iterator[mx.array]) -> None:
+        self.owner, self.static = step, static
+        vars(self).update(static.settings)
+        self.buffers = next(given), next(given)
+        self.read, self.given_tails = self.buffers, (next(given), next(given))
+        self.tails: Sequence[mx.array] = self.given_tails
+        self.updated, self.steps = False, None
+        at, batch = step.at[static.group], static.shapes[0][0]
+        is_batch = hasattr(static.kind, "finalize")
+        self.padding = next(given) if is_batch else None
+        self.first = self.offset = at[2 : 2 + batch] if is_batch else at[2]
+
+    def rows(self) -> tuple[mx.array, mx.array]:
+        """The same row twice."""
+        at = self.owner.at[self.static.group]
+        return at[0] + at[1], at[0] + at[1]
+
+    def written(self, *token: mx.array) -> tuple[mx.array, ...]:
+        """The buffers with the tail in them, and the token's row in that."""
+        at = self.owner.at[self.static.group]
+        self.tails = self.placed(self.given_tails, token, at[1:2])
+        return self.placed(self.read, self.tails, at[:1])
+
+    def by_step(self, q: mx.array, scale: float, mask: Any) -> mx.array | None:
+        """Attention that turns the token's query and key, if they are turned as it can."""
+        (k, v), at = self.token, self.owner.at[self.static.group]
+        rotation, freqs, q_heads = Rotation(0), None, q.shape[1]
+        of_q, of_k = (self.owner.turned.get(id(each)) for each in (q, k))
+        if of_q and of_k and _same(of_q, of_k) and of_q.offset is of_k.offset is self.first:
+            q, k, (rotation, freqs) = of_q.x, of_k.x, of_q.how
+        rows = [each.reshape(len(each), 1, -1) for each in (q, k, v)]
+        if mask is None and self.padding is not None:
+            mask = self.mask()
+        options: dict[str, Any] = {"scale": scale, "rotation": rotation, "freqs": freqs}
+        given = *rows, *self.read, *self.given_tails, at
+        out, *self.tails = attention_step(*given, **options, mask=mask)
+        return out.reshape(len(out), q_heads, 1, -1)
+
+    def outputs(self) -> Iterator[mx.array | None]:
+        """What changed: keys and values as the cache shows them."""
+        at = self.owner.at[self.static.group]
+        yield from self.placed(self.read, self.tails, at[:1])
+        if self.padding is not None:
+            yield from (self.offset, None)
+
+
+@cache
+def _slot_class(kind: type, tail: bool) -> type:
+    return type(kind.__name__, (TailSlot if tail else Slot, kind), {})
+
+
+# The graph whose model code runs now.
+current_step: ContextVar[Step | None] = ContextVar("current_step", default=None)
+
+_ahead = threading.RLock()
+
+
+@contextmanager
+def watched(step: Step) -> Iterator[None]:
+    """Let a graph see what ``mx.fast.rope`` turns in this thread; it does what it did."""
+    rope = mx.fast.rope
+
+    def turn(x: mx.array, dims: int, *args: Any, **options: Any) -> mx.array:
+        y: mx.array = rope(x, dims, *args, **options)
+        if current_step.get() is step and not args and x.ndim == 4:
+            how = {"scale": 1.0, "freqs": None, **options}
+            offset, freqs = how.pop("offset", None), how.pop("freqs")
+            step.turn(y, x, Rotation(dims, **how), freqs, offset)
+        return y
+
+    with _ahead:
+        before = current_step.set(step)
+        mx.fast.rope = turn  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            mx.fast.rope = rope
+            current_step.reset(before)
