@@ -12,6 +12,7 @@ from numerics import assert_same_model
 
 from mlx_qlayers import QLinear
 from mlx_qlayers.conversion import cache_tail, compiled_blocks
+from mlx_qlayers.conversion.snapshot import Snapshot
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.attention_step import Rotation
 
@@ -134,7 +135,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_snapshot_sees(change):
     model, more = nn.Sequential(QLinear(64, 64), nn.RMSNorm(64)), {"key": 1}
-    snapshot = compiled_blocks.Snapshot(model.modules(), more)
+    snapshot = Snapshot(model.modules(), more)
     assert snapshot.holds()
     CHANGES[change](model)
     assert not snapshot.holds()
@@ -142,6 +143,6 @@ def test_a_snapshot_sees(change):
 
 def test_a_snapshot_sees_other_dictionaries():
     more = {"key": 1}
-    snapshot = compiled_blocks.Snapshot([], more)
+    snapshot = Snapshot([], more)
     more["key"] = 2
     assert not snapshot.holds()
