@@ -160,6 +160,10 @@ TABLES = [
     Table("grid_sample_cuda", "grid_sample.py", SAMPLING, {"{task}": "ms"},
         "(8x1024x1024x64 float32 bilinear random|16x512x512x3 float16 .* rotation),.*",
         ("operators", "cuda"), "path"),
+    Table("deformable_cuda", "deformable.py", SAMPLING, {"{task}": "ms"},
+        sides=("operators", "cuda"), by="path"),
+    Table("deformable_cuda", "deformable.py", ("milliseconds", "PyTorch", "kernel"),
+        {"{task}": "ms"}, ".* float32,.*", ("torch", "cuda"), "path"),
 ]
 
 # The one table of README.md: a label with its unit, and the row of a table above.
