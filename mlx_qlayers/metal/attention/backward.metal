@@ -31,6 +31,7 @@
 // With ALTERNATE keys are put in place a second time for the last product. Where GPUs copy beside
 // registers, a tile is fetched when its place is free, or, AHEAD, one turn early to another place.
 
+#include "score_output.metal"
 #include "score_tile.metal"
 
 // What the two kernels over queries share: sums of d_q, or the gradient of the scores.

@@ -31,6 +31,7 @@
 // are put in place a second time for the last product. If AVERAGE, `average` is added to each d_v:
 // the part that each key has in the queries that see none.
 
+#include "score_output.metal"
 #include "score_tile.metal"
 
 // Scores of BLOCKS x 16 keys and a tile of queries become weights; `bends` those with the softcap's

@@ -30,6 +30,7 @@
 // total begins with. A query that sees no key gets `mean` and the norms BLANK and 1 if
 // AVERAGE.
 
+#include "score_output.metal"
 #include "score_tile.metal"
 
 // Takes one more tile into what a row's scores are lowered by and its total; scores become weights.
