@@ -21,7 +21,12 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 every_format_and_dtype = pytest.mark.parametrize(
     ("fmt", "dtype", "transpose"), pairwise(FORMATS, DTYPES, (True, False)), ids=str
 )
-# qmv and dequantize unpack every format in every dtype; other kernels unpack as they do.
+# In these each number of bits, and each group size, meets every dtype.
+FORMATS_IN_TURN = [
+    pytest.param(fmt, DTYPES[(n // len(MODES[fmt.mode][1]) + n) % len(DTYPES)])
+    for n, fmt in enumerate(FORMATS)
+]
+# dequantize unpacks every format in every dtype; other kernels unpack as it does.
 every_format = pytest.mark.parametrize(
     ("fmt", "transpose", "dtype"), in_turn(pairwise(FORMATS, (True, False)), DTYPES), ids=str
 )

@@ -19,7 +19,7 @@ from mlx_qlayers.commands.demo import shipped_model
 from mlx_qlayers.runtime import trace
 from tests.numerics import assert_same_losses
 
-STEPS, SEQUENCES = 16, 4
+STEPS, SEQUENCES = 8, 2
 LAYERS = 42  # linear ones; the tied output is one more product
 
 
@@ -85,7 +85,7 @@ def test_the_loss_curve_by_kernels(
 @pytest.mark.slow
 def test_the_loss_curve_of_all_parameters(tmp_path: Path, launch_by_launch: None) -> None:
     """Attention and its gradient by kernels in a dense model, of which every weight learns."""
-    steps, sequences, losses = 8, 2, []
+    losses = []
     for convert in (False, True):
         model, tokenizer = load(str(shipped_model()))
         dequantize_model(model)
@@ -94,7 +94,7 @@ def test_the_loss_curve_of_all_parameters(tmp_path: Path, launch_by_launch: None
             rows = convert_model(model, linear=False).rows
             assert sum(r.kind == "attention" and r.action == "swapped" for r in rows) == 6
         with trace() as launches:
-            losses.append(curve(model, tokenizer, tmp_path, steps, sequences))
-    assert_learned(losses[0], sequences, 0.7)
+            losses.append(curve(model, tokenizer, tmp_path, STEPS, SEQUENCES))
+    assert_learned(losses[0], SEQUENCES, 0.7)
     assert_same_losses(*losses)
-    assert min(kernels(launches, *ATTENTION)) >= 6 * steps
+    assert min(kernels(launches, *ATTENTION)) >= 6 * STEPS

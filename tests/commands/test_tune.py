@@ -129,7 +129,7 @@ def test_a_kernel_that_hangs_ends_the_process_with_what_was_found(monkeypatch, c
 
 @pytest.mark.slow
 def test_two_commands_at_once_and_one_that_is_killed(tmp_path):
-    command = [sys.executable, "-m", "mlx_qlayers", *ARGUMENTS, "--budget", "3"]
+    command = [sys.executable, "-m", "mlx_qlayers", *ARGUMENTS, "--budget", "1"]
     environment = os.environ | {"MLX_QLAYERS_CACHE_DIR": str(tmp_path)}
     others = [command, [*command, "--batch", "2"], [*command, "--batch", "3"]]
     processes = [subprocess.Popen(c, env=environment, stdout=subprocess.DEVNULL) for c in others]

@@ -41,14 +41,15 @@ from network import fake_quantize  # noqa: E402
 from settings import SMOKE  # noqa: E402
 from train import Trainer  # noqa: E402
 
-SETTINGS = replace(SMOKE, steps=24)
+SETTINGS = replace(SMOKE, steps=12, eval_every=8)
 # On a CPU runs repeat bit for bit; elsewhere sums may be rounded in another order.
 TOLERANCE = 0.0 if mx.default_device() == mx.Device(mx.cpu) else TRAINING
 
 
 def command(folder: Path, *options: str) -> list[str]:
     script = [sys.executable, str(MODELS / "train.py"), "--smoke", "--out", str(folder / "model")]
-    return [*script, "--checkpoints", str(folder / "checkpoints"), "--steps", "24", *options]
+    steps = ["--steps", str(SETTINGS.steps), "--eval-every", str(SETTINGS.eval_every)]
+    return [*script, "--checkpoints", str(folder / "checkpoints"), *steps, *options]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a smoke run in it that was killed half-way and then finished."""
     folder = tmp_path_factory.mktemp("killed")
     path = folder / "checkpoints" / "checkpoint.safetensors"
-    run = subprocess.Popen(command(folder, "--checkpoint-every", "5"), stderr=subprocess.DEVNULL)
+    run = subprocess.Popen(command(folder, "--checkpoint-every", "3"), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not path.exists() and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -80,7 +81,7 @@ class Recording(Trainer):
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of an uninterrupted run, half-way and at its end."""
     folder = tmp_path_factory.mktemp("whole")
-    Recording(SETTINGS, folder).train(checkpoint_every=12)
+    Recording(SETTINGS, folder).train(checkpoint_every=6)
     return folder
 
 
@@ -93,7 +94,7 @@ def largest_difference(path: Path, other: Path) -> float:
 
 def resumed_difference(whole: Path, folder: Path, **changed: Any) -> float:
     """Resume half-way from a checkpoint with changed parts; compare the end with the real one."""
-    arrays, progress = checkpoint.load(whole / "12.safetensors")
+    arrays, progress = checkpoint.load(whole / "6.safetensors")
     parts = {"arrays": arrays, "progress": progress}
     for part, change in changed.items():
         parts[part] = parts[part] | change
@@ -102,17 +103,17 @@ def resumed_difference(whole: Path, folder: Path, **changed: Any) -> float:
     trainer = Trainer(SETTINGS, folder)
     assert trainer.resume()
     trainer.train(checkpoint_every=100)
-    return largest_difference(path, whole / "24.safetensors")
+    return largest_difference(path, whole / "12.safetensors")
 
 
 def test_killed_run_ends_like_an_uninterrupted_one(smoke: Path, whole: Path) -> None:
     gap = largest_difference(
-        smoke / "checkpoints" / "checkpoint.safetensors", whole / "24.safetensors"
+        smoke / "checkpoints" / "checkpoint.safetensors", whole / "12.safetensors"
     )
     assert gap <= TOLERANCE
     rows = json.loads((smoke / "model" / "training.json").read_text())["history"]
-    _, progress = checkpoint.load(whole / "24.safetensors")
-    assert [row["step"] for row in rows] == [20, 24]
+    _, progress = checkpoint.load(whole / "12.safetensors")
+    assert [row["step"] for row in rows] == [8, 12]
     for row, other in zip(rows, progress["history"], strict=True):
         assert row == pytest.approx(other, abs=TRAINING)
 
@@ -123,7 +124,7 @@ def test_resuming_is_exact_only_with_the_whole_state(
     assert resumed_difference(whole, tmp_path) <= TOLERANCE
 
     # What a checkpoint could get wrong is seen: the step, the moments, the random state.
-    arrays, progress = checkpoint.load(whole / "12.safetensors")
+    arrays, progress = checkpoint.load(whole / "6.safetensors")
     behind = resumed_difference(whole, tmp_path, progress={"step": progress["step"] - 1})
     fresh = tree_map(lambda a: mx.zeros_like(a) if a.ndim else a, arrays["optimizer"])
     forgetful = resumed_difference(whole, tmp_path, arrays={"optimizer": fresh})

@@ -73,11 +73,11 @@ LENGTHS = [((1, 7, 1, 1, 257), "none"), ((1, 4, 2, 3, 130), "causal")]
 
 
 @pytest.mark.parametrize(
-    ("widths", "device", "dtype", "length"),
-    in_turn(pairwise(WIDTHS, ("cuda", "host")), DTYPES, LENGTHS),
+    ("widths", "dtype", "length", "device"),
+    in_turn(pairwise(WIDTHS), DTYPES, LENGTHS, ("cuda", "host")),
     ids=str,
 )
-def test_every_head_size(widths, dtype, device, length):
+def test_every_head_size(widths, dtype, length, device):
     arrays, options = make(1, length[0], widths, dtype, length[1])
     check(by_kernel(arrays, options, device), arrays, options)
 

@@ -19,7 +19,8 @@ from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
 from tests.numerics import assert_same_sums, random
-from tests.packed import every_format, every_format_and_dtype
+from tests.packed import DTYPES, FORMATS, every_format_and_dtype
+from tests.pairwise import in_turn, pairwise
 
 SMALL = Format(32, 4)
 E = 6
@@ -50,8 +51,10 @@ def check_all(fmt, dtype, transpose, rows=72, groups=3, each=1, right=RIGHT, **o
     check_gathered(y, x, packed, fmt, None, mx.array(right), transpose)
 
 
-@every_format
-def test_every_format(fmt, dtype, transpose):
+@pytest.mark.parametrize(
+    ("fmt", "transpose", "dtype"), in_turn(pairwise(FORMATS), (True, False), DTYPES), ids=str
+)
+def test_every_format(fmt, transpose, dtype):
     check_all(fmt, dtype, transpose)
 
 

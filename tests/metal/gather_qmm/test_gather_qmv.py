@@ -53,7 +53,7 @@ def check_all(fmt, dtype, transpose, shapes=SHAPES, cases=tuple(CASES), **others
 
 @pytest.mark.parametrize(
     ("fmt", "transpose", "dtype", "case", "device"),
-    in_turn(pairwise(FORMATS, (True, False)), DTYPES, tuple(CASES), ("host", "metal")),
+    in_turn(pairwise(FORMATS), (True, False), DTYPES, tuple(CASES), ("host", "metal")),
     ids=str,
 )
 def test_every_format(fmt, dtype, transpose, case, device):

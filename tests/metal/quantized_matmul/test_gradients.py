@@ -63,7 +63,7 @@ def check_all(fmt, dtype, shapes=SHAPES, **options):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "device", "dtype"), in_turn(pairwise(AFFINE, ("host", "metal")), DTYPES), ids=str
+    ("fmt", "device", "dtype"), in_turn(pairwise(AFFINE), ("host", "metal"), DTYPES), ids=str
 )
 def test_every_format_and_dtype(fmt, device, dtype):
     check_all(fmt, dtype, device=device)
