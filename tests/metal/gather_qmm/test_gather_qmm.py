@@ -19,7 +19,7 @@ from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, random_experts
 from tests.gpus import on_gpus
 from tests.numerics import assert_same_sums, random
-from tests.packed import DTYPES, FORMATS, every_format_and_dtype
+from tests.packed import DTYPES, FORMATS, every_format, every_format_and_dtype
 from tests.pairwise import in_turn, pairwise
 
 SMALL = Format(32, 4)
