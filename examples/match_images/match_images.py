@@ -14,6 +14,7 @@ import lightglue
 import mlx.core as mx
 import numpy as np
 import pictures
+import products
 import weights
 
 from mlx_qlayers import backend
@@ -99,6 +100,7 @@ def main() -> None:
     if len(args.pictures) not in (0, 2):
         parser.error("give two pictures, or none for the sample")
     shown = tuple(map(_read, args.pictures)) if args.pictures else pictures.pair()
+    products.keep_memory()
     try:
         matcher = Matcher(args.weights)
     except (ConnectionError, FileNotFoundError) as error:
