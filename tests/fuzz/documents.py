@@ -43,16 +43,9 @@ class Edit:
     value: Any
 
 
-EDITS = st.lists(
-    st.builds(
-        Edit,
-        st.integers(0, 400),
-        st.sampled_from(["set", "set", "set", "delete", "rename", "near", "copy"]),
-        _VALUES,
-    ),
-    min_size=1,
-    max_size=3,
-).map(tuple)
+_KINDS = st.sampled_from(["set", "set", "set", "delete", "rename", "near", "copy"])
+_EDIT = st.builds(Edit, st.integers(0, 400), _KINDS, _VALUES)
+EDITS = st.lists(_EDIT, min_size=1, max_size=3).map(tuple)
 
 
 @dataclass(frozen=True)
@@ -70,19 +63,12 @@ class Cut:
     insert: bytes
 
 
-CUTS = st.lists(
-    st.builds(
-        Cut,
-        st.floats(0, 1),
-        st.sampled_from([0, 1, 2, 8, 100, 10**9]),
-        st.one_of(
-            st.binary(max_size=8),
-            st.sampled_from([b"", b'"', b"{", b"[" * 3000, b"\xff", b"\x00" * 9, b"1e999"]),
-        ),
-    ),
-    min_size=1,
-    max_size=2,
-).map(tuple)
+_BYTES = st.one_of(
+    st.binary(max_size=8),
+    st.sampled_from([b"", b'"', b"{", b"[" * 3000, b"\xff", b"\x00" * 9, b"1e999"]),
+)
+_CUT = st.builds(Cut, st.floats(0, 1), st.sampled_from([0, 1, 2, 8, 100, 10**9]), _BYTES)
+CUTS = st.lists(_CUT, min_size=1, max_size=2).map(tuple)
 
 
 def spoilt_bytes(data: bytes, cuts: tuple[Cut, ...]) -> bytes:

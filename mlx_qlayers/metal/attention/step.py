@@ -82,8 +82,7 @@ class Step:
         splits: threadgroups among which the keys of a cache are divided, beside those that take
             the tail; 0 if one takes both.
         tail_splits: threadgroups among which those of the tail are.
-        resident: threadgroups that a multiprocessor of CUDA's should have registers for; 0 leaves
-            it to the compiler.
+        resident: as in :class:`~.decode.Decode`.
     """
 
     columns: int

@@ -147,3 +147,15 @@ UNBATCHED = {"x_batch_ndims": i32(0), "w_batch_ndims": i32(0)} | {
     name: i64(0)
     for name in ("x_shape", "x_strides", "w_shape", "w_strides", "s_strides", "b_strides")
 }
+
+
+def fp_product(
+    m: int, n: int, k: int, mode: str, group: int, bits: int
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Arguments of a kernel for x (m, k) and a matrix (n, k) in half precision, and the product."""
+    mx.random.seed(bits + group)
+    wq, scales = mx.quantize(mx.random.normal((n, k)), group, bits, mode=mode)
+    x = mx.random.normal((m, k)).astype(mx.float16)
+    weights = mx.dequantize(wq, scales, None, group, bits, mode, dtype=mx.float32)
+    truth = float64(x, mx.float16) @ float64(weights, mx.float32).T
+    return {"w": wq, "scales": scales, "x": x, "global_scale": mx.ones(1), **UNBATCHED}, truth

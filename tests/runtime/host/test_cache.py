@@ -159,9 +159,13 @@ def test_an_entry_is_on_the_disk_before_it_has_its_name(
     assert after == [str(entry.parent)]
 
 
-@pytest.fixture
-def foreign(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Gives a file to another user, or pretends so."""
+@pytest.fixture(params=["writable", "foreign"])
+def of_others(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Callable[[Path], None], str]:
+    """Lets others write a file, or pretends that it is another user's; and what is said of that."""
+    if request.param == "writable":
+        return lambda path: path.chmod(0o777), "can be written by other users"
     given: set[str] = set()
     stat = os.stat
 
@@ -170,24 +174,15 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
         return os.stat_result((*info[:4], 54321, *info[5:])) if str(path) in given else info
 
     monkeypatch.setattr(os, "stat", pretend)
-    return lambda path: given.add(str(path))
+    return lambda path: given.add(str(path)), "belongs to user 54321"
 
 
 @pytest.mark.parametrize("member", ["", "one", "checksums"])
-@pytest.mark.parametrize("how", ["writable", "foreign"])
 def test_an_entry_that_others_could_have_written_is_not_taken(
-    member: str,
-    how: str,
-    folder: Path,
-    foreign: Callable[[Path], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    member: str, of_others: tuple, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    entry = cache.entry("dd55", build)
-    if how == "writable":
-        (entry / member).chmod(0o777)
-    else:
-        foreign(entry / member)
+    entry, (give, why) = cache.entry("dd55", build), of_others
+    give(entry / member)
     built = []
 
     def again(folder: Path) -> None:
@@ -197,29 +192,20 @@ def test_an_entry_that_others_could_have_written_is_not_taken(
         build(folder)
 
     assert cache.entry("dd55", again) == entry and len(built) == 1
-    why = {"writable": "can be written by other users", "foreign": "belongs to user 54321"}[how]
     assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["", "host"])
-@pytest.mark.parametrize("how", ["writable", "foreign"])
 def test_a_cache_that_others_can_write_is_not_used(
-    where: str,
-    how: str,
-    folder: Path,
-    foreign: Callable[[Path], None],
-    capsys: pytest.CaptureFixture[str],
+    where: str, folder: Path, of_others: tuple, capsys: pytest.CaptureFixture
 ) -> None:
     cache.entry("dd66", build)
     cache._opened.cache_clear()
-    if how == "writable":
-        (folder / where).chmod(0o777)
-    else:
-        foreign(folder / where)
+    give, why = of_others
+    give(folder / where)
     for name in ("dd66", "dd67", "dd66"):
         assert cache.entry(name, build).is_relative_to(folder / "scratch")
     said = capsys.readouterr().err
-    why = {"writable": "can be written by other users", "foreign": "belongs to user 54321"}[how]
     assert said.count("mlx-qlayers: kernels are not kept: ") == 1 and why in said
     folder.chmod(0o700)
 

@@ -117,12 +117,7 @@ def test_affine_in_the_fast_build(kernel: str, record_property: Record) -> None:
 )
 def test_fp(kernel: str, mode: str, group: int, bits: int, record_property: Record) -> None:
     n, k, m = (24, 1024, 1) if kernel == "fp_qmv_fast" else (21, 384, 3)
-    mx.random.seed(bits + group)
-    wq, scales = mx.quantize(mx.random.normal((n, k)), group, bits, mode=mode)
-    x = mx.random.normal((m, k)).astype(mx.float16)
-    weights = mx.dequantize(wq, scales, None, group, bits, mode, dtype=mx.float32)
-    truth = mk.float64(x, mx.float16) @ mk.float64(weights, mx.float32).T
-    arguments = {"w": wq, "scales": scales, "x": x, "global_scale": mx.ones(1), **mk.UNBATCHED}
+    arguments, truth = mk.fp_product(m, n, k, mode, group, bits)
     arguments |= {"in_vec_size": mk.i32(k), "out_vec_size": mk.i32(n), "M": mk.i32(m)}
     tail, groups = "false", (m, -(-n // 8), 1)
     if kernel == "fp_qmv_wide":

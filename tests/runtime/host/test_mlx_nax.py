@@ -62,12 +62,7 @@ def test_another_layout_shows() -> None:
 
 @pytest.mark.parametrize(("mode", "group", "bits"), [("mxfp8", 32, 8), ("nvfp4", 16, 4)])
 def test_fp(mode: str, group: int, bits: int, record_property: Record) -> None:
-    mx.random.seed(bits + group)
-    wq, scales = mx.quantize(mx.random.normal((N, K)), group, bits, mode=mode)
-    x = mx.random.normal((M, K)).astype(mx.float16)
-    weights = mx.dequantize(wq, scales, None, group, bits, mode, dtype=mx.float32)
-    truth = mk.float64(x, mx.float16) @ mk.float64(weights, mx.float32).T
-    arguments = {"w": wq, "scales": scales, "x": x, "global_scale": mx.ones(1), **mk.UNBATCHED}
+    arguments, truth = mk.fp_product(M, N, K, mode, group, bits)
     arguments |= {"K": mk.i32(K), "N": mk.i32(N), "M": mk.i32(M)}
     function = f"fp_qmm_t_nax<half, {group}, {bits}, false, false>"
     loaded = mk.load("fp_nax", function, checked=True, constants=ALIGNED)
