@@ -90,18 +90,18 @@ def _quantized_matmul() -> Iterator[Check]:
         (1, (32, 4, "mxfp4"), mx.bfloat16),
         (40, (64, 4, "affine"), mx.bfloat16),
     ):
-        width = 1024 if rows > 16 else 512  # so that on CUDA two parts are added up
-        x, matrix = _normal((rows, width), dtype), _packed((72, width), dtype, *fmt)
+        x, matrix = _normal((rows, 512), dtype), _packed((72, 512), dtype, *fmt)
         run = _quantized(quantized_matmul, fmt)
         what = f"{rows} rows, {fmt[1]} bits, {fmt[2]}, {_of(dtype)}"
-        yield Check("", what, lambda *a, run=run: [run(*a)], [x, *matrix], width)
+        yield Check("", what, lambda *a, run=run: [run(*a)], [x, *matrix], 512)
     fmt = 64, 4, "affine"
     for transpose in (True, False):
-        shape = (128, 512) if transpose else (512, 128)
+        # So deep that on CUDA two parts are added up.
+        shape = (128, 1024) if transpose else (1024, 128)
         run = _quantized(quantized_matmul, fmt, transpose=transpose)
-        given = [_normal((24, 512)), *_packed(shape, mx.float16, *fmt)]
+        given = [_normal((24, 1024)), *_packed(shape, mx.float16, *fmt)]
         what = "gradients" if transpose else "gradients, not transposed"
-        yield Check("", what, _with_gradients(run, 0, 2, 3), given, 512)
+        yield Check("", what, _with_gradients(run, 0, 2, 3), given, 1024)
 
 
 def _fused_products() -> Iterator[Check]:
@@ -114,7 +114,7 @@ def _fused_products() -> Iterator[Check]:
         given = {"group_size": 64, "bits": 4, "norm": (weight, 1e-5), "gate": "silu"}
         return fused_products(x, both, **given)  # type: ignore[arg-type]
 
-    for rows in (1, 8, 200):
+    for rows in (1, 8, 40, 200):
         given = [_normal((rows, 512), mx.bfloat16), weight, *matrices[0], *matrices[1]]
         yield Check("", f"norm and gate, {rows} rows", gated, given, 512)
 

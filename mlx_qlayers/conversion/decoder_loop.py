@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..ops.attention_step import why_not
-from ..ops.quantized_route import is_qmv
+from ..ops.quantized_route import in_one_launch
 from ..runtime.transformed import is_transformed
 from . import compiled
 from .attention_patch import is_patched
@@ -264,7 +264,7 @@ def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
     """How many keys each cache holds, if their buffers are alike and hold as many."""
     from mlx_lm.models.cache import BatchKVCache, KVCache
 
-    if not caches or x.ndim != 3 or x.shape[1] != 1 or not is_qmv(x):
+    if not caches or x.ndim != 3 or x.shape[1] != 1 or not in_one_launch(x):
         return None
     kind = kind_of(caches[0])
     if kind not in (KVCache, BatchKVCache) or (first := vars(caches[0]))["keys"] is None:

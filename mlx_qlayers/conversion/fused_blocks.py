@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from ..ops.quantized_route import is_dense, is_qmv
+from ..ops.quantized_route import in_one_launch, is_dense
 from . import attention_patch, compiled
 from .attention_patch import is_patched, made_class, stock_class
 from .compiled_blocks import (
@@ -112,8 +112,8 @@ def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module]
 
 
 def _is_fused_for(module: nn.Module, x: mx.array) -> bool:
-    """Whether products of ``x`` go together: up to 16 rows, or many where no gradient is due."""
-    return is_qmv(x) or (not module.training and is_dense(x))
+    """Whether products of ``x`` go together: where one launch takes all, or no gradient is due."""
+    return in_one_launch(x) or (not module.training and is_dense(x))
 
 
 def _together(x: mx.array, *layers: Any) -> list[mx.array]:
@@ -270,6 +270,6 @@ def _planned(module: Any, x: mx.array) -> _Plan | None:
         plan = _plans[id(module)] = _Plan(module, match)
     useful = x.ndim == 3 if plan.heads else plan.feed is not None
     # For many rows it depends on more than the shape whether they are fused.
-    plan.shape = x.shape if useful and is_qmv(x) else ()
+    plan.shape = x.shape if useful and in_one_launch(x) else ()
     plan.bound.clear()
     return plan if useful else None

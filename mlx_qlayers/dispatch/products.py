@@ -132,7 +132,7 @@ class QmvProblem(Problem):
         return None
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return qmv._kernel(True, ()), qmv._kernel(False, ())
+        return tuple(qmv._kernel(kind, ()) for kind in self.configs)
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         form = form_of(self.fmt, True) + ("-" + self.kind if self.kind else "")

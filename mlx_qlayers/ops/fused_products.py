@@ -14,6 +14,7 @@ from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import configure, decided, found, measured_gain, source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
+from ..metal.quantized_matmul.qmm_skinny import skinny_config
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..options import PackedMatrix
@@ -21,7 +22,16 @@ from ..runtime.backend import backend
 from ..runtime.spec import Spec
 from .checks import check_floats
 from .quantized_matmul import quantized_matmul
-from .quantized_route import DENSE, QMV, dense_is_worse, host_gain, is_qmv, stock_is_better
+from .quantized_route import (
+    DENSE,
+    QMV,
+    SKINNY,
+    dense_is_worse,
+    host_gain,
+    in_one_launch,
+    is_skinny,
+    stock_is_better,
+)
 
 Norm = tuple[mx.array | None, float]
 
@@ -101,7 +111,8 @@ def defers_norm(x: mx.array | Spec) -> bool:
 
     Where they take one otherwise. In float16 a number times a weight may be out of range.
     """
-    return bool(threshold("defers_norm", device=backend())) and is_qmv(x) and x.dtype == mx.bfloat16
+    defers = bool(threshold("defers_norm", device=backend()))
+    return defers and in_one_launch(x) and x.dtype == mx.bfloat16
 
 
 def _plan(
@@ -119,13 +130,16 @@ def _plan(
     composed = _composed(_one_by_one(fmt), epsilon, gate)
     rows, n, k = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices), x.shape[-1]
     lacking = _lacking(x, rows, matrices, [weight, residual, next_weight])
-    # More rows than qmv takes are one dense product.
-    dense = rows > MAX_QMV_ROWS
+    skinny = is_skinny(rows, x.dtype, matrices)
+    # More rows are one dense product.
+    dense = rows > MAX_QMV_ROWS and not skinny
     kind = _kind(matrices, epsilon is not None and tile_squares is None, gate, residual)
-    by, unless, evidence = DENSE if dense else QMV, lacking, "rule"
-    gain = None if lacking or dense else host_gain(rows, fmt)
+    by, unless, evidence = DENSE if dense else SKINNY if skinny else QMV, lacking, "rule"
+    gain = None if lacking or dense or skinny else host_gain(rows, fmt)
     if dense and not lacking:
         unless, evidence = dense_is_worse(rows, n, x, fmt)
+    elif skinny and not lacking:
+        unless, evidence = stock_is_better(x.dtype), source_of("qmm_max_rows")
     elif not lacking:
         best = found("qmv", rows, n, k, x.dtype, fmt, kind)
         by, unless, evidence = decided(best, QMV, stock_is_better(x.dtype), source_of("qmv_gain"))
@@ -143,7 +157,10 @@ def _plan(
     if dense:
         run = _composed(_dense(x, matrices, fmt), epsilon, gate)
     else:
-        config = configure("qmv", choice.path, rows, n, k, x.dtype, fmt, kind)
+        if skinny:
+            config = skinny_config(choice.path, rows, n, k, x.dtype, fmt)
+        else:
+            config = configure("qmv", choice.path, rows, n, k, x.dtype, fmt, kind)
         run = _vector(QmvArrays(*arrays), fmt, config, epsilon, gate, choice.path)
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -21,21 +21,24 @@ from ..dispatch.measurements import (
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import WAVE, qmm
+from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
 from ..metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
 from ..metal.quantized_matmul.qmv import single_qmv
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..metal.quantized_matmul.qvm import qvm, qvm_config
-from ..options import MatmulCall
+from ..options import MatmulCall, PackedMatrix
 from ..reference import quantized_matmul as reference
 from ..runtime import tensor_ops
 from ..runtime.backend import backend
+from ..runtime.program import CONSTANT_BELOW
 from ..runtime.spec import Spec
 
-QMV, QVM, QMM, DENSE = "qmv", "qvm", "qmm", "dequantize and matmul"
+QMV, QVM, QMM, SKINNY, DENSE = "qmv", "qvm", "qmm", "qmm_skinny", "dequantize and matmul"
 TENSOR = "tensor operations"
 # The kernels that are measured beside a family's own, by the paths' names.
 _MEASURED = {"dequantized": DENSE, "tensor": TENSOR}
 
+_HALVES = (mx.float16, mx.bfloat16)
 # A product of x, w, scales, biases and bias; the last two may be None.
 Product = Callable[..., mx.array]
 
@@ -55,6 +58,21 @@ class Route(NamedTuple):
 def is_qmv(x: Spec | mx.array) -> bool:
     """Whether qmv takes an input: 1 to 16 rows."""
     return x.ndim > 1 and 0 < x.size <= MAX_QMV_ROWS * x.shape[-1]
+
+
+def in_one_launch(x: Spec | mx.array) -> bool:
+    """Whether products of an input take one launch: as qmv does, or qmm_skinny on CUDA."""
+    if is_qmv(x):
+        return True
+    few = x.ndim > 1 and 0 < x.size <= MAX_SKINNY_ROWS * x.shape[-1]
+    return few and x.dtype in _HALVES and backend() == "cuda"
+
+
+def is_skinny(rows: int, dtype: mx.Dtype, matrices: Sequence[PackedMatrix]) -> bool:
+    """Whether qmm_skinny takes so many rows of these matrices, as they are."""
+    fits = MAX_QMV_ROWS < rows <= MAX_SKINNY_ROWS and dtype in _HALVES
+    # It reads their shapes, which tiny ones do not come with.
+    return fits and all(m.w.size >= CONSTANT_BELOW for m in matrices)
 
 
 def is_dense(x: Spec | mx.array) -> bool:
@@ -160,6 +178,8 @@ def _many_rows_on_cuda(call: MatmulCall) -> tuple[str, str | None]:
     until = _max_rows("whole" if cut.count(rows, n) >= WAVE else "split")
     # MLX multiplies dense float32 matrices in TF32, which the kernels must not be.
     kernel = QMM if x.dtype == mx.float32 or rows <= until else DENSE
+    if transpose and is_skinny(rows, x.dtype, [call.matrix]):
+        kernel = SKINNY
     if fmt.mode == "affine" and fmt.bits == 1:
         return kernel, None  # there is no stock operator
     return kernel, _too_small(rows, n * k, x.dtype)
@@ -208,6 +228,8 @@ def product(to: Route, call: MatmulCall) -> Product:
         return _in_blocks(to, call)
     if kernel == QMV:
         return single_qmv(call, configure("qmv", path, rows, n, k, dtype, fmt))
+    if kernel == SKINNY:
+        return single_qmv(call, skinny_config(path, rows, n, k, dtype, fmt))
     if kernel == QVM:
         return qvm(call, qvm_config(path, rows, n, k, fmt))
     if kernel == QMM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import mlx.core as mx
@@ -240,19 +241,28 @@ def test_two_sequences_that_share_a_prompt(runs):
     assert_same_model(found[1], found[0], bits=None, what="shared prompt")
 
 
-def test_generation_of_several_sequences(runs):
-    """mlx-lm pads their prompts, and lets go of those that have ended."""
-    stock, model = pair()
-    prompts, found = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]], []
-    for m in (stock, model):
-        generator, tokens = BatchGenerator(m, completion_batch_size=3), {}
-        generator.insert(prompts, [4, 9, 7])
-        while responses := generator.next_generated():
-            for response in responses:
+@pytest.mark.parametrize(
+    ("gpu_path", "count"), [("compiled", 3), ("kernels", 19)], indirect=["gpu_path"]
+)
+def test_generation_of_several_sequences(count, runs, monkeypatch):
+    """mlx-lm pads their prompts, lets go of those that have ended, and takes others meanwhile."""
+    monkeypatch.setattr(decoder_loop, "in_one_launch", lambda x: x.size <= 128 * x.shape[-1])
+    prompts = [[1 + (3 * i + j) % 20 for j in range(1 + i % 5)] for i in range(count)]
+    wanted, later, found = [4 + i % 6 for i in range(count)], [7, 3], []
+    for m in pair():
+        generator, tokens = BatchGenerator(m, completion_batch_size=count + 2), {}
+        generator.insert(prompts, wanted)
+        for step in itertools.count():
+            for response in (responses := generator.next_generated()):
                 tokens.setdefault(response.uid, []).append(response.token)
+            if not responses:
+                break
+            if step == 2:
+                generator.insert([[5, 6, 7], [8]], later)
         generator.close()
-        found.append(list(tokens.values()))
-    assert found[1] == found[0] and [len(t) for t in found[0]] == [4, 9, 7]
+        found.append([tokens[uid] for uid in sorted(tokens)])
+    assert found[1] == found[0]
+    assert [len(t) for t in found[0]] == wanted + later
     assert len(runs) >= 9 and set(runs) == {2}
 
 

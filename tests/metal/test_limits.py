@@ -25,6 +25,7 @@ from mlx_qlayers.metal.linalg.qr import q_of, qr
 from mlx_qlayers.metal.quantized_matmul.dequantize import dequantize
 from mlx_qlayers.metal.quantized_matmul.gradients import scales_and_biases_gradient
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm, qmm_config
+from mlx_qlayers.metal.quantized_matmul.qmm_skinny import skinny_config
 from mlx_qlayers.metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
 from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays, qmv
 from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvMatrixConfig, qmv_config
@@ -82,6 +83,19 @@ def test_qmv(fmt, device):
             matrices = (*matrix, *(matrix if gate else ()))
             specs = QmvArrays(Spec((rows, k), dtype), weight, None, None, None, *matrices)
             qmv(specs, fmt, config, gate=gate, epsilon=1e-6 if norm else None)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_qmm_skinny(fmt, device):
+    bound = set()
+    for rows, n, k, dtype in itertools.product(range(17, 129), WIDTHS, DEPTHS, DTYPES[1:]):
+        config = skinny_config(device, rows, n, k, dtype, fmt)
+        for gate in () if config in bound else (None, "silu"):
+            matrix = packed(fmt, n, k, dtype)
+            matrices = (*matrix, *(matrix if gate else ()))
+            specs = QmvArrays(Spec((rows, k), dtype), None, None, None, None, *matrices)
+            qmv(specs, fmt, config, gate=gate)
+        bound.add(config)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

@@ -15,8 +15,10 @@ from mlx_qlayers.ops.quantized_route import (
     DENSE,
     QMM,
     QMV,
+    SKINNY,
     TENSOR,
     dense_is_worse,
+    in_one_launch,
     is_dense,
     route,
 )
@@ -58,9 +60,10 @@ def test_qmv_called_one_by_one(on_cuda):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_many_rows(on_cuda, dtype):
-    """qmm while the rows are few; a dense product of a dequantized matrix above."""
-    for rows, kernel in ((17, QMM), (128, QMM), (129, DENSE), (2048, DENSE)):
+    """qmm_skinny up to 128 rows; a dense product of a dequantized matrix above."""
+    for rows, kernel in ((17, SKINNY), (128, SKINNY), (129, DENSE), (2048, DENSE)):
         assert chosen(rows, 37888, 3584, dtype) == ("cuda", kernel)
+        assert in_one_launch(mx.zeros((rows, 64), dtype)) == (kernel == SKINNY)
         assert is_dense(mx.zeros((rows, 64), dtype)) == (kernel == DENSE)
     for rows, kernel in ((1, QMM), (64, QMM), (65, DENSE)):
         assert chosen(rows, 37888, 3584, dtype, transpose=False) == ("cuda", kernel)

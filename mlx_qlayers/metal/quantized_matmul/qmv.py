@@ -1,7 +1,8 @@
-"""Launches qmv: up to 16 rows times quantized matrices, transposed.
+"""Launches qmv: up to 16 rows times quantized matrices, transposed; up to 128 by qmm_skinny.
 
-There are two kernels. One takes any dtype and any processor: a SIMD group, or one thread, computes
-some columns of the result. The other takes rows in half precision to the matrix units.
+There are two kernels of qmv. One takes any dtype and any processor: a SIMD group, or one thread,
+computes some columns of the result. The other takes rows in half precision to the matrix units, as
+qmm_skinny does with more of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.program import CONSTANT_BELOW
+from .qmm_skinny import SkinnyConfig, skinny_memory, skinny_registers
 from .qmv_config import (
     QmvConfig,
     QmvMatrixConfig,
@@ -41,7 +43,7 @@ class QmvArrays(NamedTuple):
     """What a launch is given, in the order of the kernels' inputs; None for what there is not.
 
     Attributes:
-        x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16.
+        x: (..., K) in float32, float16 or bfloat16; M rows, 1 to 16, or 128 with SkinnyConfig.
         norm_weight: (K,) in the dtype of ``x``: the weight of an RMS norm that ``x`` goes through.
         tile_squares: (M, ceil(K / 16)) float32, if ``x`` was multiplied by the norm's weight
             already: sums of squares of 16 columns of what it was before (a deferred norm).
@@ -75,6 +77,7 @@ class QmvArrays(NamedTuple):
         return [matrix for matrix in found if matrix.w is not None]
 
 
+QmvAnyConfig = QmvConfig | QmvMatrixConfig | SkinnyConfig
 # Of arrays in the order of :class:`QmvArrays`.
 Launch = Callable[..., list[mx.array]]
 
@@ -82,7 +85,7 @@ Launch = Callable[..., list[mx.array]]
 def qmv(
     specs: QmvArrays,
     fmt: Format,
-    config: QmvConfig | QmvMatrixConfig,
+    config: QmvAnyConfig,
     *,
     epsilon: float | None = None,
     gate: Gate | None = None,
@@ -107,7 +110,7 @@ def qmv(
     """
     x, config = specs.x, _fitting(config, specs, fmt, gate)
     by_threads = isinstance(config, QmvConfig) and config.lanes == 1
-    norm_first |= x.dtype == mx.float16 or by_threads
+    norm_first |= x.dtype == mx.float16 or by_threads or isinstance(config, SkinnyConfig)
     if epsilon is not None and specs.tile_squares is None and norm_first:
         # Times the weight but not yet divided by its norm, x may exceed float16; and a processor
         # whose threads share nothing would norm it in each of them.
@@ -120,7 +123,7 @@ def qmv(
     return lambda *arrays: launch([*given(arrays), *shape])
 
 
-def single_qmv(call: MatmulCall, config: QmvConfig | QmvMatrixConfig) -> Callable[..., mx.array]:
+def single_qmv(call: MatmulCall, config: QmvAnyConfig) -> Callable[..., mx.array]:
     """The launch of :func:`qmv` for one matrix.
 
     Returns:
@@ -134,55 +137,62 @@ def single_qmv(call: MatmulCall, config: QmvConfig | QmvMatrixConfig) -> Callabl
 
 
 def _fitting(
-    config: QmvConfig | QmvMatrixConfig, specs: QmvArrays, fmt: Format, gate: Gate | None
-) -> QmvConfig | QmvMatrixConfig:
+    config: QmvAnyConfig, specs: QmvArrays, fmt: Format, gate: Gate | None
+) -> QmvAnyConfig:
     """The configuration as these arrays admit it."""
     k = specs.x.shape[-1]
     if isinstance(config, QmvConfig):
         return config
-    if not config.takes(k):
+    if k % config.run:
         raise ValueError(f"{config} does not take rows of {k} elements")
     if not takes_deferred_norm(config, specs.matrices):
         # That kernel reads the shape of w, which so arrives as it is: in constant memory.
         return any_units(backend(), specs.x.size // k, fmt)
+    if isinstance(config, SkinnyConfig):
+        return config.paired() if gate else config
     if not gate or config.tiles % 2 == 0:
         return config
     # With a gate tiles in pairs, one of each matrix that it joins.
     return within_memory(replace(config, tiles=config.tiles + 1))
 
 
-def takes_deferred_norm(
-    config: QmvConfig | QmvMatrixConfig, matrices: Sequence[PackedMatrix]
-) -> bool:
+def takes_deferred_norm(config: QmvAnyConfig, matrices: Sequence[PackedMatrix]) -> bool:
     """Whether a launch can take part of a norm from the launch before, and leave it to the next."""
-    return isinstance(config, QmvMatrixConfig) and all(m.w.size >= CONSTANT_BELOW for m in matrices)
+    return not isinstance(config, QmvConfig) and all(m.w.size >= CONSTANT_BELOW for m in matrices)
 
 
 _INPUTS = (*QmvArrays._fields, "shape")
 _OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
-# What only the kernel on the matrix units has.
+# What only the kernels on the matrix units have.
 _DEFERRED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
 _GATES = (None, "silu", "gelu", "gelu_approx")
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate", "normed", "epsilon")
 
 
+# The kernel of each configuration, what it lacks, its threadgroup memory and registers. Those on
+# the matrix units read the shapes of their arrays.
+_KERNELS: dict[type, tuple[str, tuple[str, ...], Any, Any]] = {
+    QmvConfig: ("qmv", _DEFERRED, 0, registers),
+    QmvMatrixConfig: ("qmv_matrix", ("shape",), threadgroup_memory, matrix_registers),
+    SkinnyConfig: ("qmm_skinny", ("norm_weight", "shape"), skinny_memory, skinny_registers),
+}
+
+
 @lru_cache(maxsize=256)
-def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
-    """One of the two kernels, without some of its inputs and outputs."""
+def _kernel(kind: Any, omitted: tuple[str, ...]) -> Kernel:
+    """A kernel without some of its inputs and outputs."""
     letters = "".join("01"[name in omitted] for name in _INPUTS + _OUTPUTS)
-    function = "qmv_matrix" if units else "qmv"
-    # That with the matrix units reads the shapes of its arrays.
-    lacking = omitted + (("shape",) if units else _DEFERRED)
+    function, absent, memory, held = _KERNELS[kind]
     return Kernel(
         f"{function}_{int(letters, 2):x}",
         f"quantized_matmul/{function}.metal",
         function=function,
-        inputs=tuple(name for name in _INPUTS if name not in lacking),
-        outputs=tuple(name for name in _OUTPUTS if name not in lacking),
+        inputs=tuple(name for name in _INPUTS if name not in omitted + absent),
+        outputs=tuple(name for name in _OUTPUTS if name not in omitted + absent),
         omitted=omitted,
-        template=_TEMPLATE + (QmvMatrixConfig if units else QmvConfig).template,
-        threadgroup_memory=threadgroup_memory if units else 0,
-        registers=matrix_registers if units else registers,
+        template=_TEMPLATE + kind.template,
+        threadgroup_memory=memory,
+        registers=held,
         large=True,
     )
 
@@ -190,7 +200,7 @@ def _kernel(units: bool, omitted: tuple[str, ...]) -> Kernel:
 def _bind(
     specs: QmvArrays,
     fmt: Format,
-    config: QmvConfig | QmvMatrixConfig,
+    config: QmvAnyConfig,
     epsilon: float | None,
     gate: Gate | None,
 ) -> tuple[Bound, list[mx.array]]:
@@ -204,16 +214,21 @@ def _bind(
     omitted += [f"w{i}_shape" for i in range(len(matrices), MAX_MATRICES)]
     if specs.next_weight is not None:
         shapes += [*shapes, (rows, -(-sizes[0] // 16))]
-    units, threads = isinstance(config, QmvMatrixConfig), config.threads
-    shape = [] if units else [mx.array([rows, k, *sizes], mx.int32)]
+    kind: Any = type(config)
+    threads = config.threads
+    shape = [] if kind is not QmvConfig else [mx.array([rows, k, *sizes], mx.int32)]
     template = packed_template(fmt, specs.x.dtype, matrices[0].scales.dtype)
     template["gate"] = _GATES.index(gate)
     template["normed"] = epsilon is not None and specs.tile_squares is None
     template["epsilon"] = unpack("i", pack("f", epsilon or 0.0))[0]
-    launch = _kernel(units, tuple(omitted)).bind(
+    groups = config.threadgroups(tuple(sizes), gate is not None)
+    grid = groups * threads, 1, 1
+    if isinstance(config, SkinnyConfig):
+        grid = -(-rows // (8 * config.fragments)) * threads, groups, 1
+    launch = _kernel(kind, tuple(omitted)).bind(
         [*(spec for spec in specs if spec is not None), *shape],
         template=template | {name: getattr(config, name.lower()) for name in config.template},
-        grid=(config.threadgroups(tuple(sizes), gate is not None) * threads, 1, 1),
+        grid=grid,
         threadgroup=(threads, 1, 1),
         output_shapes=shapes,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -19,9 +21,7 @@ GIVEN = [(200, None), (24, QmvMatrixConfig(2, 16, tiles=4, simds=1))]
 TAKEN = [([41, 8, 24], None), ([41, 41], "silu")]
 
 
-def gives_squares(
-    rows: int, n: int, config: QmvMatrixConfig | None, dtype: mx.Dtype = mx.bfloat16
-) -> None:
+def gives_squares(rows: int, n: int, config: Any, dtype: mx.Dtype = mx.bfloat16) -> None:
     """The result is that of a launch without; times the weight and its squares are right."""
     rng = np.random.default_rng(rows)
     x, residual = random(rng, (rows, 128), dtype), random(rng, (rows, n), dtype)
@@ -38,7 +38,11 @@ def gives_squares(
 
 
 def takes_squares(
-    rows: int, sizes: list[int], gate: str | None, dtype: mx.Dtype = mx.bfloat16
+    rows: int,
+    sizes: list[int],
+    gate: str | None,
+    dtype: mx.Dtype = mx.bfloat16,
+    config: Any = None,
 ) -> None:
     """Products of normed rows, from the rows times the weight and the squares of tiles."""
     rng, k = np.random.default_rng(rows), 192
@@ -46,7 +50,7 @@ def takes_squares(
     scaled = (before.astype(mx.float32) * weight.astype(mx.float32)).astype(dtype)
     squares = mx.array((to64(before) ** 2).reshape(rows, -1, 16).sum(-1).astype(np.float32))
     matrices = packed_matrices(rng, sizes, k, dtype)
-    config = qmv_config("cuda", rows, sum(sizes), k, dtype, AFFINE)
+    config = config or qmv_config("cuda", rows, sum(sizes), k, dtype, AFFINE)
     options = {"norm": (None, 1e-3), "tile_squares": squares, "gate": gate}
     found = qmv(scaled, matrices, AFFINE, config, **options)
     normed = to64(scaled) / np.sqrt((to64(before) ** 2).mean(-1, keepdims=True) + 1e-3)

@@ -1,0 +1,130 @@
+"""The product of 17 to 128 rows against float64, what stands around it, and what it reads."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.quantized_matmul.qmm_skinny import SkinnyConfig, skinny_config
+from mlx_qlayers.options import PackedMatrix
+from mlx_qlayers.runtime import use_backend
+from mlx_qlayers.runtime.host import checks
+from tests.gpus import HERE, on_gpus
+from tests.launchers import qmv
+from tests.metal.quantized_matmul.test_deferred_norm import gives_squares, takes_squares
+from tests.metal.quantized_matmul.test_qmv import AFFINE, fused_in, packed_matrices
+from tests.numerics import assert_accurate, behind_one, random, round_to
+from tests.packed import FORMATS, check_product, random_packed
+from tests.pairwise import in_turn, pairwise
+
+HALVES = (mx.float16, mx.bfloat16)
+# Every way to unpack: words, three and five of them, codes in two parts, small floats.
+KINDS = [Format(32, 3), Format(32, 5), Format(64, 8), *FORMATS[-3:]]
+# Shares of K of which some have no window, tiles of which some lie beyond the matrix, both stages.
+SMALL = SkinnyConfig(3, 16, tiles=1, sides=2, shares=4, stages=1)
+WIDE = SkinnyConfig(4, 32, tiles=2, sides=3, shares=1)
+
+
+def by_kernel(x, packed, fmt, config=None, device="cuda", bias=None):
+    config = config or skinny_config(device, len(x), packed[0].shape[0], x.shape[1], x.dtype, fmt)
+    with use_backend(HERE):
+        return qmv(x, [PackedMatrix(*packed, bias)], fmt, config)[0]
+
+
+def sample(fmt, dtype, rows, n=41, k=192):
+    rng = np.random.default_rng(rows)
+    return random(rng, (rows, k), dtype), random_packed(rng, n, k, fmt, dtype)
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), in_turn(pairwise(KINDS), HALVES), ids=str)
+def test_formats(fmt, dtype):
+    x, packed = sample(fmt, dtype, 19)
+    with checks():
+        check_product(by_kernel(x, packed, fmt), x, packed, fmt)
+
+
+@pytest.mark.parametrize("config", [SMALL, WIDE], ids=str)
+def test_configurations(config):
+    """No whole window at the end of K, an odd number of them, rows and columns at edges."""
+    for rows, n, k in ((17, 8, 64), (24, 130, 320)):
+        x, packed = sample(AFFINE, mx.bfloat16, rows, n, k)
+        bias = random(np.random.default_rng(k), (n,), x.dtype)
+        with checks():
+            y = by_kernel(x, packed, AFFINE, config, bias=bias)
+        check_product(y, x, packed, AFFINE, bias=bias)
+
+
+def test_rows_of_several_threadgroups():
+    x, packed = sample(AFFINE, mx.bfloat16, 57)
+    with use_backend("host"), checks():
+        check_product(by_kernel(x, packed, AFFINE, WIDE), x, packed, AFFINE)
+        gives_squares(57, 200, WIDE)
+
+
+@on_gpus
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_on_gpus(gpu, fmt, dtype):
+    for rows, n, k in ((17, 41, 384), (64, 520, 2048), (97, 8, 128)):
+        x, packed = sample(fmt, dtype, rows, n, k)
+        check_product(by_kernel(x, packed, fmt, device=gpu), x, packed, fmt)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [([33, 8, 41], {}), ([41, 41], {"gate": "silu"}), ([41], {"residual": True})],
+    ids=str,
+)
+def test_fused(sizes, options):
+    """Three matrices, a gate with tiles in pairs, a residual."""
+    rng, rows, k = np.random.default_rng(len(sizes)), 21, 192
+    x, matrices = random(rng, (rows, k), mx.bfloat16), packed_matrices(rng, sizes, k, mx.bfloat16)
+    if "residual" in options:
+        options = {"residual": random(rng, (rows, sizes[0]), mx.bfloat16)}
+    with use_backend("host"), checks():
+        found = qmv(x, matrices, AFFINE, WIDE, **options)
+    exact, once = (fused_in(t, x, matrices, AFFINE, **options) for t in (np.float64, np.float32))
+    for y, true, rounded in zip(found, exact, once, strict=True):
+        terms = np.abs(true).max() * k**0.5
+        assert_accurate(y, true, round_to(rounded, x.dtype), terms=terms)
+
+
+def test_deferred_norms():
+    with use_backend("host"), checks():
+        takes_squares(37, [41, 41], "silu", config=WIDE)
+
+
+@on_gpus
+def test_deferred_norms_on_gpus(gpu):
+    with use_backend(gpu):
+        gives_squares(64, 200, skinny_config(gpu, 64, 200, 128, mx.bfloat16, AFFINE))
+        takes_squares(
+            33, [41, 8, 24], None, config=skinny_config(gpu, 33, 73, 192, HALVES[1], AFFINE)
+        )
+
+
+def test_reads_the_matrix_once():
+    x, packed = sample(AFFINE, mx.bfloat16, 32, 192, 512)
+    with checks() as report:
+        y = by_kernel(x, packed, AFFINE, WIDE)
+    w, scales, biases = (a.nbytes for a in packed)
+    # A scale is read by both lanes that have a part of its group, at once.
+    of_matrix = w + 2 * (scales + biases)
+    assert report.total("bytes_read") == of_matrix + 192 // 96 * x.nbytes
+    assert report.total("bytes_written") == y.nbytes
+
+
+def test_arrays_may_begin_anywhere():
+    x, packed = sample(AFFINE, mx.bfloat16, 24)
+    with checks():
+        y = by_kernel(behind_one(x), [behind_one(a) for a in packed], AFFINE, WIDE)
+        assert mx.array_equal(y, by_kernel(x, packed, AFFINE, WIDE))
+
+
+def test_a_row_does_not_depend_on_the_others():
+    x, packed = sample(AFFINE, mx.bfloat16, 24)
+    with checks():
+        whole = by_kernel(x, packed, AFFINE, WIDE)
+        assert mx.array_equal(by_kernel(x[:17], packed, AFFINE, WIDE), whole[:17])
