@@ -28,6 +28,8 @@ from .attention_checks import checked
 _MAX_SCALE = 1e7
 # Queries that would leave most of a tile empty.
 _FEW_QUERIES = 8
+# Scores that stock operators may keep in memory, where they do.
+_MOST_SCORES = 1 << 25
 # Heads of which the stock operator takes many queries in one kernel on Apple GPUs.
 _STOCK_ON_APPLE = (64, 72, 80, 96, 128, 192, 256)
 # The most operations of one launch, where a longer one would hold up the screen: about a second of
@@ -98,11 +100,17 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     if any(dtype != common for dtype in call.dtypes):
         return Plan(None, _with_casts(static, common))
     decoding = _takes_decode(call)
+    many = call.packing[1] > 0 and call.q.shape[2] > _FEW_QUERIES
+    if many and backend() in ("metal", "cuda") and requested() != "ops":
+        # Dense keys of one layer are little; stock operators would keep all scores in memory.
+        return Plan(None, _unpacked(call, _ATTENTION, ((0, 0), *static[1:])))
     choice = _choose_decode(call) if decoding else _choose_forward(call)
     if 0 in (shape := (*call.q.shape[:3], call.v_width)):
         return Plan(choice, lambda *_: [mx.zeros(shape, common)])
     composed = reference.attention(call)
     if choice.path == "ops":
+        if _is_too_much(call):
+            return Plan(choice, _in_turn(call, static))
         # The masks of windows are other than the reference's, which somebody asked for.
         takes_stock = call.scores.window is None or requested() == "auto"
         run = (takes_stock and reference.stock(call)) or composed
@@ -140,6 +148,43 @@ def _unpacked(call: AttentionCall, operation: Operation, static: tuple[Hashable,
         k, v = dequantize(*rest[:3]), dequantize(*rest[3:6])
         outputs: list[mx.array] = dispatch(operation, (q, k, v, *rest[6:]), static)
         return outputs
+
+    return run
+
+
+def _is_too_much(call: AttentionCall) -> bool:
+    """Whether stock operators would keep more scores in memory than there need be at a time."""
+    (*_, queries, width), keys, scores = call.q.shape, call.k[0].shape[2], call.scores
+    if backend() not in ("metal", "cuda") or requested() == "ops" or call.packing[1]:
+        return False
+    on_apple = width == call.v_width and width in _STOCK_ON_APPLE
+    widest = threshold("attention_forward_widest", device="cuda")
+    fused = on_apple if backend() == "metal" else max(width, call.v_width) <= widest
+    if (fused and scores.softcap is None) or queries <= _FEW_QUERIES or queries > keys:
+        return False
+    # A window is counted from the last key, of which a mask has as many as there are.
+    counted = scores.window is None or call.mask is None
+    return counted and prod(call.q.shape[:3]) * keys > _MOST_SCORES
+
+
+def _in_turn(call: AttentionCall, static: tuple[Any, ...]) -> Run:
+    """Some queries after the others, each with the keys that they may see."""
+    (batch, heads, queries, _), keys, scores = call.q.shape, call.k[0].shape[2], call.scores
+    rows, bounded = _MOST_SCORES // (batch * heads * keys) or 1, scores.causal or scores.window
+
+    def run(q: mx.array, k: mx.array, v: mx.array, mask: Any, sinks: Any) -> list[mx.array]:
+        parts = []
+        for first in range(0, queries, rows):
+            last = min(first + rows, queries)
+            end = keys - queries + last if bounded else keys
+            seen = (
+                mask
+                if mask is None or mask.ndim < 2 or mask.shape[-2] == 1
+                else mask[..., first:last, :]
+            )
+            arrays = q[:, :, first:last], k[:, :, :end], v[:, :, :end], seen, sinks
+            parts += dispatch(_ATTENTION, arrays, static)
+        return [mx.concatenate(parts, axis=2)]
 
     return run
 
@@ -259,6 +304,7 @@ def _why_not_forward(call: AttentionCall) -> str | None:
     sizes, keys = (q.shape[3], call.v_width), call.k[0].shape[2]
     if max(sizes) > threshold("attention_forward_widest"):
         measured = sizes in threshold("attention_forward_wide_heads")
+        measured |= prod(q.shape[:3]) * keys > _MOST_SCORES  # which stock would keep
         return None if measured else "heads of these sizes were not measured on CUDA"
     pairs = prod(q.shape[:3]) * keys
     better = scores.window is not None and 2 * scores.window <= keys

@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from attention_cases import expect, make
 from numerics import assert_accurate, assert_same_sums, random, to64
@@ -133,6 +134,41 @@ def test_on_an_apple_gpu_kernels_compute_the_gradient_of_the_stock_operator(
     mx.eval(gradients)
     assert launched[0].startswith("attention_forward") and len(launched) == 3
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+def test_many_queries_of_packed_keys_are_of_dense_ones_on_a_gpu(device, on, monkeypatch):
+    """No product with packed keys, which has all scores for its result."""
+    on(device)
+    monkeypatch.delattr(mx, "quantized_matmul")
+    q, k = (random(np.random.default_rng(1), (1, n, 16, 64)) for n in (4, 2))
+    packed = mx.quantize(k, 64, 8)
+    dense, options = mx.dequantize(*packed, 64, 8), {"scale": 0.125, "mask": "causal"}
+    expected = attention(q, dense, dense, **options)
+    assert mx.array_equal(attention(q, packed, packed, **options), expected)
+
+
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mask": "causal"}, {"window": 5}, {"mask": SEEN[..., :1]}, {"softcap": 2.0}],
+    ids=str,
+)
+def test_wide_heads_do_not_keep_all_scores(options, device, on, monkeypatch):
+    rng = np.random.default_rng(2)
+    q, k, v = (random(rng, (1, h, n, d)) for h, n, d in ((4, 19, 576), (1, 33, 576), (1, 33, 512)))
+    options, given = {"scale": 0.05, **options}, []
+    if isinstance(options.get("mask"), mx.array):
+        options["mask"] = mx.arange(33) % 4 < mx.arange(1, 20)[:, None]
+    with use_backend("ops"):
+        expected = attention(q, k, v, **options)
+    on(device)
+    advance_epoch()
+    monkeypatch.setattr(ops, "_MOST_SCORES", 4 * 33 * 6)
+    plan = ops._in_turn
+    monkeypatch.setattr(ops, "_in_turn", lambda *a: given.append(a) or plan(*a))
+    assert_same_sums(attention(q, k, v, **options), expected)
+    assert len(given) == 1
 
 
 def test_few_queries_on_a_gpu(on):
