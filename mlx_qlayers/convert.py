@@ -18,6 +18,7 @@ from .conversion.fused_plan import FusionPlanner
 from .conversion.loading import load_stock
 from .conversion.plan import Planner, Predicate, Step, hold, kind_of, modules, row_of, stock_of
 from .conversion.report import QUANTIZED, REVERTED, ConversionReport
+from .conversion.sharding import sharding_class, stock_model_class
 from .conversion.verify import verify_steps
 from .tuning.calibrate import calibrate as measure
 from .tuning.problems import compile_kernels
@@ -103,6 +104,8 @@ def convert_model(
     mx.eval([step.packed.parameters() for step in changes if step.packed is not None])
     if verify:
         verify_steps(model, changes)
+    if hasattr(model, "shard") and stock_model_class(type(model)) is type(model):
+        changes = [*changes, Step(model, None, sharding_class(_class_after(model, changes)))]
     _make(changes)
     compile_kernels(model)
     if not calibrate:
@@ -199,7 +202,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
         {'reverted': 49}
     """
     _check_module(model)
-    changes, fused = [], []
+    changes, fused = [], [Step(model, None, stock_model_class(type(model)))]
     for path, module in modules(model):
         if (stock := stock_of(module)) is not None:
             row = row_of(path, kind_of(module) or "linear", module, REVERTED)
@@ -208,7 +211,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
             row = row_of(path, "attention", module, REVERTED)
             changes.append(Step(module, row, stock_class(type(module))))
         elif is_fused(module):
-            fused.append(Step(module, None, unfused_class(type(module))))
+            fused.append(Step(module, None, unfused_class(stock_model_class(type(module)))))
     _make(changes + fused)
     return ConversionReport(tuple(step.row for step in changes))
 
@@ -222,6 +225,11 @@ def _check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         what = f"{type(model).__name__}: {reprlib.repr(model)}"
         raise ValueError(f"model must be an mlx.nn.Module, not {what}")
+
+
+def _class_after(model: nn.Module, steps: Sequence[Step]) -> type[nn.Module]:
+    """Of which class a model is after some steps."""
+    return next((s.cls for s in steps if s.module is model and s.cls), type(model))
 
 
 def _make(steps: Sequence[Step]) -> None:

@@ -14,20 +14,21 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import sum_gradients
 
 from ..dispatch import dispatch
 from ..formats import Format
-from ..layers.qlinear import QLinear
+from ..layers.sharded import LINEARS, QShardedToAllLinear
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate
 from ..ops.attention_step import Rotation, attention_step
 from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
 from ..ops.rotary import rotary_embedding
+from ..runtime.backend import current
 from .compiled import operation
 from .matcher import Match
 from .step_slots import current_step
 
 Static = tuple[Any, ...]
-Packing = tuple[Format, tuple[int, ...]]  # with the shape of the packed weight
 Arrays = Sequence[mx.array | None]
 
 # Rotary embeddings that take their offset as an array, and compute with nothing else that changes.
@@ -44,6 +45,22 @@ GATES: dict[str, Gate] = {
 
 # The names of a block's parts in :mod:`.patterns`.
 BLOCK_PARTS = ("attention", "mlp", "first_norm", "second_norm")
+
+
+class Packing(NamedTuple):
+    """What is static of a quantized matrix.
+
+    Attributes:
+        fmt: its format.
+        shape: of the packed weight, of this rank's part where it is sharded.
+        spread: the group of which each rank has some rows of it.
+        summed: the group of which each rank has some columns of it.
+    """
+
+    fmt: Format
+    shape: tuple[int, ...]
+    spread: mx.distributed.Group | None = None
+    summed: mx.distributed.Group | None = None
 
 
 @lru_cache(maxsize=64)
@@ -110,9 +127,12 @@ def _projection(
     formats: Sequence[Packing], eps: float | None = None, gate: Gate | None = None
 ) -> Callable[..., list[mx.array]]:
     """Products of one input; those of one format together, as many as a launch takes."""
+    if (group := formats[0].summed) is not None:
+        return _summed((*formats[0].fmt, eps, gate), group)
     launches: list[tuple[Static, list[int]]] = []
-    for fmt in dict.fromkeys(fmt for fmt, _ in formats):
-        alike = [i for i, (other, _) in enumerate(formats) if other == fmt]
+    across = next((sum_gradients(each.spread) for each in formats if each.spread), None)
+    for fmt in dict.fromkeys(each.fmt for each in formats):
+        alike = [i for i, other in enumerate(formats) if other.fmt == fmt]
         for start in range(0, len(alike), MAX_MATRICES):
             launches.append(((*fmt, eps, gate), alike[start : start + MAX_MATRICES]))
 
@@ -124,6 +144,8 @@ def _projection(
         residual: mx.array | None = None,
         next_weight: mx.array | None = None,
     ) -> list[mx.array]:
+        if across is not None and current.get().mode.differentiable:
+            x, weight = across(x), None if weight is None else across(weight)
         rows = x, weight, tile_squares, residual, next_weight
         if len(launches) == 1:
             return dispatch(FUSED_PRODUCTS, (*rows, *packed), launches[0][0])
@@ -132,6 +154,26 @@ def _projection(
             some = [array for i in indices for array in packed[4 * i : 4 * i + 4]]
             products |= zip(indices, dispatch(FUSED_PRODUCTS, (*rows, *some), static), strict=True)
         return [products[i] for i in range(len(formats))]
+
+    return run
+
+
+def _summed(static: Static, group: mx.distributed.Group) -> Callable[..., list[mx.array]]:
+    """The product with a matrix of which each rank has some columns; the rest after the sum."""
+
+    def run(
+        packed: Arrays,
+        x: mx.array,
+        weight: mx.array | None = None,
+        tile_squares: mx.array | None = None,
+        residual: mx.array | None = None,
+        next_weight: mx.array | None = None,
+    ) -> list[mx.array]:
+        *matrix, bias = packed
+        (y,) = dispatch(FUSED_PRODUCTS, (x, weight, None, None, None, *matrix, None), static)
+        y = mx.distributed.all_sum(y, group=group)
+        y = y if bias is None else y + bias
+        return [y if residual is None else residual + y]
 
     return run
 
@@ -216,10 +258,12 @@ def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callabl
     """What :func:`tail` computes, and what the norm of the next layer needs."""
     projection = _projection([out]) if out else None
     up, down, gate, eps = feed or (None, None, None, None)
+    # What is added over the ranks comes out of its launch unfinished.
+    defers = projection is not None and not out.summed and not (down and down.summed)
     gated, back = (_projection([up, up], eps, gate), _projection([down])) if feed else (None, None)
 
     def run(x: mx.array, attended: mx.array, next_weight: Any, weight: Any, *packed: Any) -> Stream:
-        h, deferred = Stream(x), weight if projection and defers_norm(x) else None
+        h, deferred = Stream(x), weight if defers and defers_norm(x) else None
         if projection:
             h = Stream(*projection(packed[:4], joined(attended), None, None, x, deferred))
             packed = packed[4:]
@@ -314,9 +358,11 @@ def of_layers(*layers: Any) -> Operands | None:
     """Formats and arrays of quantized layers; None if one is of another class."""
     packings, arrays = [], []
     for layer in layers:
-        if type(layer) is not QLinear:
+        if type(layer) not in LINEARS:
             return None
-        packings.append((Format(layer.group_size, layer.bits, layer.mode), layer["weight"].shape))
+        fmt, group = Format(layer.group_size, layer.bits, layer.mode), getattr(layer, "group", None)
+        groups = (None, group) if type(layer) is QShardedToAllLinear else (group, None)
+        packings.append(Packing(fmt, layer["weight"].shape, *groups))
         arrays += [layer.get(name) for name in ("weight", "scales", "biases", "bias")]
     return Operands(tuple(packings), arrays)
 

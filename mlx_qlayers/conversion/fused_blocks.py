@@ -119,7 +119,7 @@ def _is_fused_for(module: nn.Module, x: mx.array) -> bool:
 def _together(x: mx.array, *layers: Any) -> list[mx.array]:
     """The products of one input with several layers."""
     packed = of_layers(*layers) if _is_fused_for(layers[0], x) else None
-    if packed is None:
+    if packed is None or any(each.summed for each in packed.static):
         return [layer(x) for layer in layers]
     return together(compiled.context(), *packed.static)(x, *packed.arrays)
 
@@ -221,7 +221,7 @@ class _Plan:
             before = heads(where, *self.heads.static)
             before = compiled.ready(before, x, at, *self.heads.arrays)
         if self.heads and self.out:
-            (fmt, (*_, words)), (count, _) = self.out.static[0], self.heads.static[1]
+            (fmt, (*_, words), *_), (count, _) = self.out.static[0], self.heads.static[1]
             batch, length, _ = x.shape
             shape = batch, count, length, words * 32 // fmt.bits // count
             attended = mx.zeros(shape, x.dtype)

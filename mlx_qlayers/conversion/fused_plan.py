@@ -9,7 +9,7 @@ from dataclasses import replace
 import mlx.nn as nn
 
 from ..formats import Format
-from ..layers.qlinear import QLinear
+from ..layers.sharded import LINEARS
 from ..metal.quantized_matmul.qmv import MAX_MATRICES
 from .attention_patch import stock_class
 from .compiled_blocks import BLOCK_PARTS, GATES, match_of, rotation_of, split_rope
@@ -182,7 +182,7 @@ class FusionPlanner:
         return type(module) if step is None or step.cls is None else step.cls
 
     def _is_packed(self, child: object) -> bool:
-        return isinstance(child, nn.Module) and self._class(child) is QLinear
+        return isinstance(child, nn.Module) and self._class(child) in LINEARS
 
 
 def _match(module: nn.Module) -> Match | Mismatch:

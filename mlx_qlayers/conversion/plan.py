@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from ..layers.qlinear import COUNTERPARTS, Counterpart, QLinear
+from ..layers.qlinear import Counterpart, QLinear
+from ..layers.sharded import COUNTERPARTS, QAllToShardedLinear, QShardedToAllLinear
 from .attention_patch import is_patched, patched_class
 from .config import QuantizationConfig
 from .registry import registered_as, registered_for
@@ -69,6 +72,7 @@ class Planner:
         self.has_registered = any(kind_of(module) == "module" for _, module in self.modules)
         self.has_quantized = any(_is_packed(module) for _, module in self.modules)
         self.keys: set[str] = set()
+        self.shares = dict(_shares(self.modules))
 
     def steps(self) -> list[Step]:
         """A step for every module that a conversion concerns."""
@@ -82,7 +86,8 @@ class Planner:
         kind = kind_of(module)
         if kind is None:
             return None
-        step = Step(module, row_of(path, kind, module, SWAPPED))
+        row = row_of(path, kind, module, SWAPPED)
+        step = Step(module, replace(row, reason=self.shares.get(id(module), "")))
         if kind == "module":
             return self._registered(path, step)
         if kind == "attention":
@@ -174,6 +179,30 @@ class Planner:
             if problem:
                 raise ValueError(f"{path}: {problem}")
         self.config.check(path, key, said, live)
+
+
+def _shares(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[int, str]]:
+    """Of layers by their identity what part of them this rank has, and who adds the parts."""
+    for path, module in modules:
+        group = getattr(module, "group", getattr(module, "sharding_group", None))
+        if not isinstance(group, mx.distributed.Group) or group.size() == 1:
+            continue
+        whose = f"rank {group.rank()} of {group.size()}"
+        if isinstance(module, QAllToShardedLinear.stock):
+            yield id(module), f"rows of {whose}"
+        elif isinstance(module, QShardedToAllLinear.stock):
+            yield id(module), f"columns of {whose}, added up"
+        else:  # of which layers it has a part is known to mlx-lm's code alone
+            parts = (part for part in module.modules() if _is_packed(part))
+            yield from ((id(part), f"{whose}, added up in {path}") for part in parts)
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares its arrays, and its groups of ranks, which nothing copies."""
+    inside = (value for part in module.modules() for value in vars(part).values())
+    groups = [value for value in inside if isinstance(value, mx.distributed.Group)]
+    twin: nn.Module = copy.deepcopy(module, {id(group): group for group in groups})
+    return twin
 
 
 def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

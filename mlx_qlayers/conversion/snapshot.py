@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..layers.qlinear import QLinear
+from ..layers.sharded import LINEARS
 
 
 class Snapshot:
@@ -18,8 +18,8 @@ class Snapshot:
     """
 
     def __init__(self, parts: list[nn.Module], *others: dict[str, Any]) -> None:
-        # The settings of a QLinear go with its arrays.
-        settings = [vars(part) for part in parts if type(part) is not QLinear]
+        # The settings of a quantized layer go with its arrays.
+        settings = [vars(part) for part in parts if type(part) not in LINEARS]
         self.parts, self.types = parts, [*map(type, parts)]
         self.contents = [*parts, *settings, *others]
         self.before = [dict(each) for each in self.contents]

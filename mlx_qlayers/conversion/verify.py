@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from ..runtime.transformed import has_values
 from .attention_patch import patched_attention, stock_class
 from .compiled_blocks import match_of
 from .fused_blocks import input_width, unfused_class
-from .plan import Step, stock_of
+from .plan import Step, copied, stock_of
 from .registry import registered_as
 
 # What is compared, the result, the stock layer's, terms of its sums and steps one after the other.
@@ -73,7 +72,7 @@ def _check_fused(path: str, fused: nn.Module, cls: type[nn.Module], dtype: mx.Dt
     width, match = input_width(fused), match_of(cls)
     if width is None or match is None:
         return
-    stock = copy.deepcopy(fused)
+    stock = copied(fused)
     for part in stock.modules():
         part.__class__ = stock_of(part) or stock_class(unfused_class(type(part)))
     stock.set_dtype(mx.float32)
@@ -94,7 +93,7 @@ def _check_registered(
     if registration is None or registration.example is None:
         return
     given = list(registration.example(module))
-    ours, stock = copy.deepcopy(module), copy.deepcopy(module)
+    ours, stock = copied(module), copied(module)
     ours.__class__ = cls
     stock.set_dtype(mx.float32)
     actual, expected = _arrays(ours(*given)), _arrays(stock(*tree_map(_exact, given)))
@@ -116,7 +115,7 @@ def _exact(value: Any) -> Any:
 def _check_product(
     path: str, module: nn.Module, cls: type[Counterpart], dtype: mx.Dtype
 ) -> Results:
-    ours, stock, scales = cls.from_quantized(module), copy.deepcopy(module), module["scales"]
+    ours, stock, scales = cls.from_quantized(module), copied(module), module["scales"]
     stock.set_dtype(mx.float32)
     # The stock operator takes no global scale on a CPU.
     factors, bias = (
@@ -212,7 +211,7 @@ def _random(shape: tuple[int, ...], key: int) -> mx.array:
 
 def _converted(module: nn.Module, steps: Mapping[int, Step]) -> nn.Module:
     """A copy of a module that shares its arrays, converted with all that is in it."""
-    twin = copy.deepcopy(module)
+    twin = copied(module)
     originals = dict(module.named_modules())
     for path, part in twin.named_modules():
         if (step := steps.get(id(originals[path]))) is not None:

@@ -37,10 +37,11 @@ class Counterpart(nn.Module):
         twin._no_grad = set(layer._no_grad)
         return twin
 
-    def _product(self, x: mx.array) -> mx.array:
+    def _product(self, x: mx.array, with_bias: bool = True) -> mx.array:
         """``x @ dequantize(weight).T + bias``: (..., K) to (..., N)."""
         # The operation itself: a decoded token makes a hundred of these calls.
-        arrays = x, self["weight"], self["scales"], self.get("biases"), self.get("bias"), None
+        bias = self.get("bias") if with_bias else None
+        arrays = x, self["weight"], self["scales"], self.get("biases"), bias, None
         y: mx.array = dispatch(
             QUANTIZED_MATMUL, arrays, (True, self.group_size, self.bits, self.mode)
         )
@@ -144,8 +145,3 @@ class QEmbedding(Counterpart, nn.QuantizedEmbedding):
     stock = nn.QuantizedEmbedding
 
     as_linear = Counterpart._product
-
-
-COUNTERPARTS: dict[type[nn.Module], type[Counterpart]] = {
-    cls.stock: cls for cls in (QLinear, QEmbedding)
-}

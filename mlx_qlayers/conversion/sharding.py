@@ -1,0 +1,230 @@
+"""Tensor parallel models: mlx-lm's own ``model.shard``, for converted models and uneven shares.
+
+What a number of ranks does not divide is made even first, by zeros: heads that add nothing to the
+output projection, and columns that add nothing behind an activation. Keys and values of fewer heads
+than ranks are repeated. Nothing is changed where a layer cannot be split.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..formats import Format
+from ..layers.qlinear import Counterpart
+from ..runtime.explain import note
+from .attention_patch import made_class, stock_class
+from .fused_blocks import unfused_class
+from .matcher import Match, recognise
+from .plan import copied, counterpart_of, modules
+
+# What a class that was made of another one keeps.
+_MARKS = ("_fuses", "_match", "_groups", "_patches")
+
+
+def shard_model(model: nn.Module, group: mx.distributed.Group, *, experts: bool = False) -> None:
+    """Leave each rank of a group its share of the layers that mlx-lm's ``model.shard`` splits.
+
+    Args:
+        model: of mlx-lm, with stock layers or converted ones, which stay what they are.
+        group: of the ranks. Each of them makes this call.
+        experts: whether each rank has some experts of a mixture, whole, rather than a part of each.
+
+    Raises:
+        ValueError: mlx-lm cannot shard such a model, or a layer cannot be split among so many
+            ranks; the message names it, and nothing was changed.
+    """
+    if group.size() == 1:
+        return
+    if not hasattr(model, "shard"):
+        raise ValueError(f"mlx-lm has no tensor parallel layers for {type(model).__module__}")
+    _shard(copied(model), group, experts)  # where an error changes nothing that counts
+    _shard(model, group, experts)
+
+
+@cache
+def sharding_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of converted models whose ``shard`` leaves their layers converted."""
+    marks = {name: vars(cls)[name] for name in _MARKS if name in vars(cls)}
+
+    def shard(self: nn.Module, group: mx.distributed.Group | None = None) -> None:
+        shard_model(self, group or mx.distributed.init())
+
+    body = marks | {"shard": shard, "_shards": cls}
+    made = made_class(stock_class(cls), (cls,), body, sharding_class)
+    made.__name__ = cls.__name__
+    return made
+
+
+def stock_model_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that :func:`sharding_class` was made from; any other class itself."""
+    return cls.__dict__.get("_shards", cls)
+
+
+def _shard(model: Any, group: mx.distributed.Group, experts: bool) -> None:
+    ranks, before = group.size(), dict(modules(model))
+    converted = {path for path, module in before.items() if isinstance(module, Counterpart)}
+    heads = dict(_heads(model))
+    for path, module in before.items():
+        match = recognise(stock_class(unfused_class(type(module))))
+        if isinstance(match, Match) and match.kind in ("attention", "mlp"):
+            even = _even_heads if match.kind == "attention" else _even_width
+            even(path, module, match.names, ranks)
+    mixtures = _mixtures(before) if experts else []
+    for _, mixture, names in mixtures:
+        mixture.update_modules({name: nn.Module() for name in names})
+    try:
+        stock_model_class(type(model)).shard(model, group)  # type: ignore[attr-defined]
+    except (ValueError, AttributeError, AssertionError) as error:
+        raise ValueError(_blame(model, error, ranks)) from error
+    for path, mixture, names in mixtures:
+        owner = dict(modules(model))[path.rpartition(".")[0]]
+        if getattr(owner, "sharding_group", None) is None:
+            raise ValueError(f"{path}: nothing adds the experts of the ranks up")
+        mixture.update_modules({name: before[f"{path}.{name}"] for name in names})
+        _own_experts(mixture, names, group)
+    for path, module in modules(model):
+        cls = counterpart_of(type(module))
+        if path in converted and cls is not None:
+            module.__class__ = cls
+    for (path, name), count in dict(_heads(model)).items():
+        if count * ranks < heads[path, name]:
+            raise ValueError(
+                f"{path}: {heads[path, name]} {name} cannot be split among {ranks} ranks"
+            )
+
+
+def _heads(model: nn.Module) -> Iterator[tuple[tuple[str, str], int]]:
+    """The numbers of heads of all modules."""
+    for path, module in modules(model):
+        for name, value in vars(module).items():
+            if name.endswith("heads") and type(value) is int:
+                yield (path, name), value
+
+
+def _even_heads(path: str, attention: Any, names: dict[str, str], ranks: int) -> None:
+    """Let the number of ranks divide that of the heads, for keys and values too."""
+    q, k, v, o = (attention[names[key]] for key in "qkvo")
+    count, kv = (getattr(attention, names[key]) for key in ("heads", "kv_heads"))
+    if kv % ranks == 0:
+        return
+    each = count // kv
+    if ranks % kv == 0 and each % (ranks // kv) == 0:
+        total = ranks
+        for layer in (k, v):
+            layer.update(
+                {
+                    name: mx.repeat(array.reshape(kv, -1, *array.shape[1:]), ranks // kv, 0).reshape(
+                        -1, *array.shape[1:]
+                    )
+                    for name, array in layer.parameters().items()
+                }
+            )
+    else:
+        total = -(-kv // ranks) * ranks
+        for layer, had in ((q, count), (k, kv), (v, kv)):
+            _grow(path, layer, had, had * total // kv)
+        _grow(path, o, count, each * total, columns=True)
+        count = each * total
+    setattr(attention, names["heads"], count)
+    setattr(attention, names["kv_heads"], total)
+    note("sharding", "uneven", f"{path}: {kv} heads of keys, as {total}")
+
+
+def _even_width(path: str, mlp: Any, names: dict[str, str], ranks: int) -> None:
+    """Let the number of ranks divide the groups of the product behind an activation."""
+    gate, up, down = (mlp[names[key]] for key in ("gate", "up", "down"))
+    width, unit = gate["weight"].shape[0], ranks * getattr(down, "group_size", 1)
+    total = -(-width // unit) * unit
+    if width == total:
+        return
+    for layer, columns in ((gate, False), (up, False), (down, True)):
+        _grow(path, layer, width, total, columns)
+    note("sharding", "uneven", f"{path}: a width of {width}, as {total}")
+
+
+def _grow(path: str, layer: nn.Module, count: int, total: int, columns: bool = False) -> None:
+    """Add rows or columns of zeros to a layer, from ``count`` equal parts to ``total``."""
+    grown = {}
+    for name, array in layer.parameters().items():
+        if name == "bias" and columns:
+            continue
+        axis = array.ndim - 1 if columns or name == "bias" else array.ndim - 2
+        more, rest = divmod(array.shape[axis] * (total - count), count)
+        if rest:
+            raise ValueError(
+                f"{path}: {count} parts of {_told(layer)} cannot be made {total}: a group of its "
+                "quantized weight belongs to two of them"
+            )
+        grown[name] = mx.pad(array, [(0, more if i == axis else 0) for i in range(array.ndim)])
+    layer.update(grown)
+
+
+def _mixtures(parts: dict[str, nn.Module]) -> list[tuple[str, Any, list[str]]]:
+    """The mixtures of experts with the names of the layers that have an expert in each matrix."""
+    from mlx_lm.models.switch_layers import SwitchGLU
+
+    found = []
+    for path, module in parts.items():
+        if isinstance(module, SwitchGLU):
+            names = [name for name, layer in module.children().items() if "weight" in layer]
+            found.append((path, module, names))
+    if not found:
+        raise ValueError("the model has no mixture of experts")
+    return found
+
+
+def _own_experts(mixture: Any, names: list[str], group: mx.distributed.Group) -> None:
+    """Leave a mixture the experts of this rank: the first ranks have one more if they are uneven."""
+    total = len(mixture[names[0]]["weight"])
+    base, extra = divmod(total, group.size())
+    first = group.rank() * base + min(group.rank(), extra)
+    own = range(first, first + base + (group.rank() < extra))
+    if total < group.size():
+        raise ValueError(f"{total} experts cannot be split among {group.size()} ranks")
+    for name in names:
+        layer = mixture[name]
+        layer.update({key: array[own.start : own.stop] for key, array in layer.parameters().items()})
+    mixture.own_experts = own
+    mixture.__class__ = _experts_class(type(mixture))
+
+
+@cache
+def _experts_class(cls: Any) -> type[nn.Module]:
+    """The class of mixtures that have some of the experts: what others have to give is zero."""
+
+    def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
+        experts = self.own_experts
+        own = (indices >= experts.start) & (indices < experts.stop)
+        y: mx.array = cls.__call__(self, x, mx.where(own, indices - experts.start, 0))
+        return mx.where(own[..., None], y, 0)
+
+    return made_class(cls, (cls,), {"__call__": call}, _experts_class)
+
+
+def _blame(model: nn.Module, error: BaseException, ranks: int) -> str:
+    """Which layer could not be split, by what mlx-lm's code was at."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        layer = frame.f_locals.get("module")
+        if isinstance(layer, nn.Module) and id(layer) in paths:
+            return (
+                f"{paths[id(layer)]}: {_told(layer)} cannot be split among {ranks} ranks, which "
+                f"takes whole rows and whole groups of columns: {error}"
+            )
+    return f"the model cannot be split among {ranks} ranks: {error}"
+
+
+def _told(layer: Any) -> str:
+    """A layer's matrix in words."""
+    *rows, columns = layer["weight"].shape
+    if "scales" not in layer:
+        return "x".join(map(str, (*rows, columns)))
+    fmt = Format(layer.group_size, layer.bits, layer.mode)
+    shape = "x".join(map(str, (*rows, fmt.dims(layer["weight"]))))
+    return f"{shape} in groups of {fmt.group_size}"

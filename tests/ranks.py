@@ -1,0 +1,97 @@
+"""Runs a function on ranks that talk over MLX's ring, as ``mlx.launch`` would start them.
+
+One process imports everything and forks the ranks, which saves the imports of all but one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def hostfile(ranks: int) -> str:
+    """Where so many ranks find each other on this machine, for ``MLX_HOSTFILE``."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(ranks)]
+    hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
+    for each in sockets:
+        each.close()
+    return json.dumps(hosts)
+
+
+def environment(rank: int, file: str) -> dict[str, str]:
+    """What makes a process a rank."""
+    return {"MLX_RANK": str(rank), "MLX_HOSTFILE": file, "MLX_QLAYERS_CALIBRATE": "0"}
+
+
+def run(module: str, name: str, ranks: int, *arguments: object, timeout: float = 120) -> list[Any]:
+    """What a function of a test module returns on each rank; an error of one is the error.
+
+    Args:
+        module: its file, by the name below the root, such as ``tests/test_sharding.py``.
+        name: of the function.
+        ranks: how many.
+        arguments: for it, as JSON.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, module, name, str(ranks), folder]
+        done = subprocess.run(
+            [*command, json.dumps(arguments)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        files = [Path(folder) / str(rank) for rank in range(ranks)]
+        said = done.stdout + done.stderr
+        assert not done.returncode, said
+        return [json.loads(file.read_text()) for file in files]
+
+
+def _fork(function: Callable[..., Any], ranks: int, folder: Path, arguments: list[Any]) -> int:
+    """Run the function on each rank, and wait; how many failed."""
+    file = folder / "hosts"
+    file.write_text(hostfile(ranks))
+    children = []
+    for rank in range(ranks):
+        if (child := os.fork()) == 0:
+            os.environ |= environment(rank, str(file))
+            code = 1
+            try:
+                result = function(*arguments)
+                (folder / str(rank)).write_text(json.dumps(result))
+                code = 0
+            except BaseException:
+                print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            os._exit(code)
+        children.append(child)
+    failed = 0
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            failed += 1
+            for other in children:
+                os.kill(other, 9)
+    return failed
+
+
+if __name__ == "__main__":
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    module, name, ranks, folder, given = sys.argv[1:]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    spec = spec_from_file_location(Path(module).stem, ROOT / module)
+    assert spec and spec.loader
+    loaded = module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    sys.exit(_fork(getattr(loaded, name), int(ranks), Path(folder), json.loads(given)))
