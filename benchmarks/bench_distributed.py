@@ -1,0 +1,212 @@
+"""A model of Llama 70B's shape on one device and sharded among ranks: stock and converted.
+
+    python benchmarks/bench_distributed.py
+    python benchmarks/bench_distributed.py --ranks 4 --csv
+    python benchmarks/bench_distributed.py --tiny
+
+The command starts the ranks itself: over NCCL on NVIDIA GPUs, one each, else over MLX's ring on
+this machine. Weights are random and made on each rank. Rank 0 also measures the whole model, while
+the others wait. Verified first: the logits of the sharded model differ no more from those of the
+whole one than those differ between stock and converted layers, which round elsewhere.
+
+Sums over the ranks are timed too, in a chain as in a model, for the plan in docs/distributed.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.ranks
+
+import mlx.core as mx
+import mlx.nn as nn
+from bench_decode import TINY, decode, prefill
+from common import Sample, Table, add_output, output, print_facts
+from mlx_lm.models import llama
+from quantized_many import Case, compile_stock
+
+from mlx_qlayers import convert_model
+from mlx_qlayers.commands.arguments import positive
+from mlx_qlayers.conversion.plan import copied
+from mlx_qlayers.conversion.sharding import shard_model
+from tests.ranks import environment, hostfile
+
+LLAMA_70B = {
+    "hidden_size": 8192,
+    "num_hidden_layers": 20,  # of 80
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+BATCHES = (1, 16)
+# Sums in a chain, and rows of the numbers that are added up.
+_CHAIN, _ROWS = 64, (1, 16, 512, 2048)
+
+
+def build(shape: dict[str, int]) -> nn.Module:
+    """A random Llama in bfloat16, quantized to 4 bits, with a head of its own."""
+    args = llama.ModelArgs("llama", rms_norm_eps=1e-5, tie_word_embeddings=False, **shape)
+    mx.random.seed(0)
+    model = llama.Model(args)
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, 64, 4)
+    model.eval()
+    for layer in model.layers:  # one by one, so that the dense weights do not exist together
+        mx.eval(layer.parameters())
+    mx.eval(model.parameters())
+    return model
+
+
+def converted(model: nn.Module) -> nn.Module:
+    """A converted copy; the arrays are shared."""
+    model = copied(model)
+    convert_model(model, calibrate=False)
+    return model
+
+
+def verify(models: dict[tuple[str, int], nn.Module], rank: int, ranks: int) -> None:
+    """Hold the logits of the sharded model against those of the whole one.
+
+    Raises:
+        SystemExit: they differ more than rounding explains.
+    """
+    tokens = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+    found = models["converted", ranks](tokens)
+    mx.eval(found)
+    if rank == 0:
+        whole, stock = (models[name, 1](tokens) for name in ("converted", "stock"))
+        error, allowed = (float(mx.abs(whole - other).mean()) for other in (found, stock))
+        print(f"verified: mean error {error:.2e}, by rounding elsewhere {allowed:.2e}", flush=True)
+        if not error <= 2 * allowed:
+            raise SystemExit("the sharded model is not accurate")
+
+
+def sums(group: mx.distributed.Group, width: int, table: Table) -> None:
+    """Time sums over the ranks, each of what the one before gave."""
+    for rows in _ROWS:
+        x = mx.zeros((rows, width), mx.bfloat16)
+
+        def chain(x: mx.array = x) -> mx.array:
+            for _ in range(_CHAIN):
+                x = mx.distributed.all_sum(x * 0.5, group=group)
+            return x
+
+        seconds = _repeated(group, lambda run=chain: _seconds(lambda: mx.eval(run())), 5)
+        table.add(
+            what=f"sum of {rows} x {width}", ranks=group.size(), ms=seconds.scaled(1e3 / _CHAIN)
+        )
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _repeated(group: mx.distributed.Group, run: Callable[[], float], repeats: int) -> Sample:
+    """Times after one that is not counted; all ranks begin together."""
+    times = []
+    for _ in range(repeats + 1):
+        mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))
+        times.append(run())
+    return Sample.of(times[1:])
+
+
+def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
+    """Run on one rank; rank 0 prints and writes."""
+    rank, ranks, start = group.rank(), group.size(), time.perf_counter()
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        args.csv = args.json = None
+    shape = TINY if args.tiny else LLAMA_70B
+    print_facts()
+    futures = compile_stock([Case((512, 512), n) for n in (16, 64)]) if rank == 0 else {}
+    whole = build(shape)
+    share = copied(whole)
+    shard_model(share, group)
+    mx.eval(share.parameters())
+    models: dict[tuple[str, int], nn.Module] = {("stock", 1): whole, ("stock", ranks): share}
+    if rank:
+        del models["stock", 1], whole
+    for (_, count), model in list(models.items()):
+        models["converted", count] = converted(model)
+        print(f"{time.perf_counter() - start:.0f} s: {count} ranks are ready", flush=True)
+    verify(models, rank, ranks)
+    mx.random.seed(1)
+    works: list[tuple[str, int, Callable[[nn.Module], float]]] = []
+    for batch in args.batches:
+        prompts = mx.random.randint(0, shape["vocab_size"], (batch, 64)).tolist()
+        run = lambda m, p=prompts: decode(m, p, args.tokens)  # noqa: E731
+        works.append((f"decode, batch {batch}", batch * args.tokens, run))
+    tokens = mx.random.randint(0, shape["vocab_size"], (args.prompt_tokens,))
+    works.insert(1, (f"prompt of {len(tokens)}", len(tokens), lambda m: prefill(m, tokens)))
+    table = Table({"what": 20, "layers": 10, "ranks": 5, "tokens/s": 14, "ms": 12, "x": 6})
+    table.print_header()
+    with output(args, "distributed"):
+        for name in ("converted", "stock"):
+            if name == "stock":
+                sums(group, shape["hidden_size"], table)
+                for future in futures.values():
+                    future.result()
+            for what, count, run in works:
+                one = 0.0
+                for size in (1, ranks):
+                    model = models.get((name, size))  # the whole one on rank 0 alone
+                    seconds = _repeated(
+                        group, lambda m=model, r=run: 0.0 if m is None else r(m), args.repeats
+                    )
+                    if rank == 0:
+                        one = one or seconds.median
+                        figures = {"tokens/s": seconds.per(count), "ms": seconds.scaled(1e3)}
+                        x = one / seconds.median
+                        table.add(what=what, layers=name, ranks=size, **figures, x=x)
+    print(f"\npeak memory {mx.get_peak_memory() / 1e9:.1f} GB, {time.perf_counter() - start:.0f} s")
+
+
+def start_ranks(ranks: int, command: list[str]) -> int:
+    """Run the command once for each rank, and end all where one fails; the exit code."""
+    folder = Path(os.environ.get("TMPDIR", "/tmp"))
+    hosts = folder / f"hosts-{os.getpid()}.json"
+    hosts.write_text(hostfile(ranks))
+    nccl = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": "12345", "MLX_WORLD_SIZE": str(ranks)}
+    children = []
+    for rank in range(ranks):
+        own = environment(rank, str(hosts))
+        if mx.cuda.is_available():
+            own |= nccl | {"CUDA_VISIBLE_DEVICES": str(rank)}
+        children.append(subprocess.Popen(command, env=os.environ | own))
+    codes = [child.poll() for child in children]
+    while None in codes and not any(codes):
+        time.sleep(0.2)
+        codes = [child.poll() for child in children]
+    for child in children:
+        child.terminate()
+    hosts.unlink()
+    return max(abs(child.wait()) for child in children)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--batches", type=positive, nargs="*", default=BATCHES)
+    parser.add_argument("--prompt-tokens", type=positive, default=2048)
+    parser.add_argument("--tokens", type=positive, default=64, help="tokens a sequence")
+    parser.add_argument("--repeats", type=positive, default=3)
+    add_output(parser)
+    args = parser.parse_args()
+    if "MLX_RANK" not in os.environ:
+        sys.exit(start_ranks(args.ranks, [sys.executable, *sys.argv]))
+    measure(args, mx.distributed.init(strict=True))
+
+
+if __name__ == "__main__":
+    main()
