@@ -16,7 +16,17 @@ from .conversion.config import QuantizationConfig
 from .conversion.fused_blocks import is_fused, unfused_class
 from .conversion.fused_plan import FusionPlanner
 from .conversion.loading import load_stock
-from .conversion.plan import Planner, Predicate, Step, hold, kind_of, modules, row_of, stock_of
+from .conversion.plan import (
+    Planner,
+    Predicate,
+    Step,
+    group_of,
+    hold,
+    kind_of,
+    modules,
+    row_of,
+    stock_of,
+)
 from .conversion.report import QUANTIZED, REVERTED, ConversionReport
 from .conversion.sharding import sharding_class, stock_model_class
 from .conversion.verify import verify_steps
@@ -110,7 +120,7 @@ def convert_model(
     compile_kernels(model)
     if not calibrate:
         return report
-    return replace(report, calibration=str(measure(model)))
+    return replace(report, calibration=str(measure(model, group=group_of(model))))
 
 
 def load(
@@ -128,6 +138,8 @@ def load(
     predicate: Predicate | None = None,
     verify: bool = True,
     calibrate: bool = True,
+    group: mx.distributed.Group | None = None,
+    parallel: str = "tensor",
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a model with mlx-lm and convert it: ``mlx_lm.load`` followed by ``convert_model``.
 
@@ -145,14 +157,19 @@ def load(
         trust_remote_code: run Python code that the model brings along.
         linear: as in ``convert_model``, as are ``attention``, ``fuse``, ``predicate``,
             ``verify`` and ``calibrate``.
+        group: ranks that share the model, ``mx.distributed.init()`` where ``mlx.launch`` started
+            them. All of them make this call, and each reads its share alone.
+        parallel: how they share it: ``"tensor"``, a part of each layer, ``"pipeline"``, some of
+            the layers, ``"experts"``, as tensor but with experts whole, or ``"data"``, all of it.
 
     Returns:
         The converted model and its tokenizer.
 
     Raises:
         FileNotFoundError: no such directory or repository, or a file of the model is missing.
-        ValueError: a file is damaged, the model contradicts its configuration, or it wants to
-            run code of its own and ``trust_remote_code`` is false.
+        ValueError: a file is damaged, the model contradicts its configuration, it wants to
+            run code of its own and ``trust_remote_code`` is false, or the ranks' files or
+            versions differ, which each of them says then; or they cannot share the model so.
 
     Example:
         >>> from mlx_lm import generate
@@ -167,6 +184,8 @@ def load(
         model_config=model_config,
         adapter_path=adapter_path,
         trust_remote_code=trust_remote_code,
+        group=group,
+        parallel=parallel,
     )
     convert_model(
         loaded.model,

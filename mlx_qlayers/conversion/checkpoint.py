@@ -12,6 +12,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ _WEIGHTS = "model*.safetensors"  # the files that mlx-lm reads
 PATTERNS = ("*.json", _WEIGHTS, "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "*.jsonl")
 _SIZES = "hidden_size|num_hidden_layers|num_attention_heads|vocab_size"
+_BLOCKS, _BLOCK = 64, 4096  # of which digests are made
 _HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors library
 
 
@@ -63,6 +66,28 @@ def check_directory(path: Path) -> dict[str, Any]:
             )
     _check_tokenizer(path)
     return config
+
+
+def digests(path: Path) -> dict[str, str]:
+    """What tells models apart, of a directory or a GGUF file that was checked, and the versions.
+
+    Of weights the headers are looked at, and blocks of 4 KB all over the files.
+    """
+    weights, files = sha256(), [path] if path.is_file() else sorted(path.glob(_WEIGHTS))
+    for file in files:
+        size = file.stat().st_size
+        weights.update(f"{file.name if path.is_dir() else ''} {size}".encode())
+        with file.open("rb") as data:
+            header = 0 if file.suffix == ".gguf" else 8 + int.from_bytes(data.read(8), "little")
+            starts = {header + (size - header) * i // _BLOCKS for i in range(_BLOCKS)}
+            for start, length in ((0, header), *((at, _BLOCK) for at in sorted(starts))):
+                data.seek(start)
+                weights.update(data.read(length))
+    found = {"weights": weights.hexdigest()[:16]}
+    if path.is_dir():
+        config = json.dumps(read_json(path / "config.json"), sort_keys=True)
+        found["config.json"] = sha256(config.encode()).hexdigest()[:16]
+    return found | {name: version(name) for name in ("mlx", "mlx-lm", "mlx-qlayers")}
 
 
 def check_adapter(path: Path) -> None:

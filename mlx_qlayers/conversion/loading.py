@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..formats import Format
-from .checkpoint import PATTERNS, check_adapter, check_directory
+from ..runtime.ranks import check_same, stopping_together
+from .checkpoint import PATTERNS, check_adapter, check_directory, digests
 from .config import QuantizationConfig
 from .gguf_file import read_header
 from .plan import modules
 from .report import printable
+from .shares import PARALLEL, Tensor, take_share, tensors_of
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -49,11 +52,48 @@ def load_stock(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    group: mx.distributed.Group | None = None,
+    parallel: str = "tensor",
 ) -> Loaded:
-    """The model with its stock layers, after its files were checked; else as ``mlx_lm.load``."""
+    """The model with its stock layers, after its files were checked; else as ``mlx_lm.load``.
+
+    With a group all of its ranks make this call and have a share of the model each, see
+    :func:`.shares.take_share`, or the whole one where ``parallel`` is ``"data"``. They stop
+    together where their files differ or one has an error.
+    """
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if group is None or group.size() == 1:
+        path = find_model(path_or_hf_repo, **options)
+        return _load(path, tokenizer_config, model_config, adapter_path, lazy, trust_remote_code)
+    if parallel not in (*PARALLEL, "data"):
+        raise ValueError(f"parallel must be one of {', '.join(PARALLEL)}, not {parallel!r}")
+    if adapter_path is not None and parallel != "data":
+        raise ValueError(f"{adapter_path}: adapters are not sharded; fuse them into the model")
+    with stopping_together(group):
+        path = find_model(path_or_hf_repo, **options)
+        check_model(path, trust_remote_code=trust_remote_code)
+        facts = digests(path)
+    check_same(group, facts)
+    share = (group, parallel) if parallel != "data" else None
+    with stopping_together(group):
+        return _load(
+            path, tokenizer_config, model_config, adapter_path, lazy, trust_remote_code, share
+        )
+
+
+def _load(
+    path: Path,
+    tokenizer_config: dict[str, Any] | None,
+    model_config: dict[str, Any] | None,
+    adapter_path: str | None,
+    lazy: bool,
+    trust_remote_code: bool,
+    share: tuple[mx.distributed.Group, str] | None = None,
+) -> Loaded:
     from mlx_lm.utils import load_adapters, load_model
 
-    path = find_model(path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code)
+    read: dict[str, mx.array] = {}
+    sources: dict[str, Tensor] = {}
     options = {"trust_remote_code": trust_remote_code} | (tokenizer_config or {})
     # Lazily: no weight is read before everything else is in order.
     if path.suffix == ".gguf":
@@ -71,10 +111,18 @@ def load_stock(
                 path,
                 lazy=True,
                 model_config=model_config,
-                get_model_classes=partial(_checked_classes, quantization),
+                get_model_classes=partial(_checked_classes, quantization, read),
                 trust_remote_code=trust_remote_code,
             )
         tokenizer = _tokenizer(path, config, options)
+        if share is not None:
+            names = {id(array): name for name, array in read.items()}
+            found, held = tensors_of(path), tree_flatten(model.parameters())
+            sources = {at: found[names[id(a)]] for at, a in held if id(a) in names}
+    read.clear()
+    if share is not None:
+        with _blame(path, "its share cannot be read"):
+            take_share(model, *share, sources)
     if adapter_path is not None:
         check_adapter(Path(adapter_path))
         with _blame(adapter_path, "the adapters cannot be applied"):
@@ -151,8 +199,13 @@ def find_model(
         ) from error
 
 
-def _checked_classes(quantization: QuantizationConfig, config: dict[str, Any]) -> tuple[Any, Any]:
-    """mlx-lm's classes of a model, which compares the weights that it loads with its own."""
+def _checked_classes(
+    quantization: QuantizationConfig, read: dict[str, mx.array], config: dict[str, Any]
+) -> tuple[Any, Any]:
+    """mlx-lm's classes of a model, which compares the weights that it loads with its own.
+
+    ``read`` gets them as they are in the files.
+    """
     from mlx_lm.utils import _get_classes
 
     cls, arguments = _get_classes(config)
@@ -163,6 +216,7 @@ def _checked_classes(quantization: QuantizationConfig, config: dict[str, Any]) -
 
         def checked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
             del model.sanitize
+            read.update(weights)
             weights = sanitize(weights)
             for path, module in modules(model):
                 if "weight" in module and f"{path}.scales" in weights:

@@ -184,8 +184,7 @@ class Planner:
 def _shares(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[int, str]]:
     """Of layers by their identity what part of them this rank has, and who adds the parts."""
     for path, module in modules:
-        group = getattr(module, "group", getattr(module, "sharding_group", None))
-        if not isinstance(group, mx.distributed.Group) or group.size() == 1:
+        if (group := _group(module)) is None:
             continue
         whose = f"rank {group.rank()} of {group.size()}"
         if isinstance(module, QAllToShardedLinear.stock):
@@ -195,6 +194,19 @@ def _shares(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[int, str
         else:  # of which layers it has a part is known to mlx-lm's code alone
             parts = (part for part in module.modules() if _is_packed(part))
             yield from ((id(part), f"{whose}, added up in {path}") for part in parts)
+
+
+def _group(module: nn.Module) -> mx.distributed.Group | None:
+    """The ranks that share a module, if they are more than one."""
+    group = getattr(module, "group", getattr(module, "sharding_group", None))
+    return group if isinstance(group, mx.distributed.Group) and group.size() > 1 else None
+
+
+def group_of(model: nn.Module) -> mx.distributed.Group | None:
+    """The ranks that share a model; None where it is whole."""
+    if getattr(getattr(model, "model", None), "pipeline_size", 1) > 1:
+        return mx.distributed.init()  # as mlx-lm's own code does
+    return next(filter(None, map(_group, model.modules())), None)
 
 
 def copied(module: nn.Module) -> nn.Module:

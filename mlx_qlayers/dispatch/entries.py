@@ -106,18 +106,15 @@ def user_folder() -> Path:
 
 # Results of this process that could not be written, by device.
 unsaved: dict[str, dict[str, Entry]] = {}
+# Those of rank 0 in the place of the user's own, by device, in the other ranks of a group.
+adopted: dict[str, dict[str, Entry | Values]] = {}
 
 
 @lru_cache(maxsize=64)
 def entries(device: str, at: int) -> Mapping[str, tuple[Entry | Values, bool]]:
     """All that is stored for a device as of an epoch, by key, and whether the package holds it."""
     found = {key: (entry, True) for key, entry in read(SHIPPED, device).items()}
-    try:
-        own: Mapping[str, Entry | Values] = read(user_folder(), device)
-    except OSError as error:
-        note("tuning", "ignored", str(error))
-        own = {}
-    for key, entry in {**own, **unsaved.get(device, {})}.items():
+    for key, entry in own_entries(device).items():
         before = found.get(key)
         # Rules count on values of the kind that they were written for.
         if isinstance(entry, Values) and not (before and _is_like(entry, before[0])):
@@ -125,6 +122,18 @@ def entries(device: str, at: int) -> Mapping[str, tuple[Entry | Values, bool]]:
         else:
             found[key] = entry, False
     return found
+
+
+def own_entries(device: str) -> Mapping[str, Entry | Values]:
+    """The user's results for a device, or rank 0's."""
+    if device in adopted:
+        return adopted[device]
+    try:
+        own = read(user_folder(), device)
+    except OSError as error:
+        note("tuning", "ignored", str(error))
+        own = {}
+    return {**own, **unsaved.get(device, {})}
 
 
 def read(folder: Path, device: str) -> dict[str, Entry | Values]:

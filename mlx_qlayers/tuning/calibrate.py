@@ -7,18 +7,19 @@ results are the tuner's: stored in its file, and used at once.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch.entries import Entry, file_of
+from ..dispatch.entries import Entry, adopted, file_of, own_entries, parsed
 from ..dispatch.measurements import Question, lookup, questions
 from ..dispatch.problem import (
     CALIBRATED_KEYS,
@@ -33,9 +34,10 @@ from ..dispatch.tunable import (
     AttentionStepProblem,
 )
 from ..formats import Format
-from ..runtime.backend import backend, epoch, requested
+from ..runtime.backend import advance_epoch, backend, epoch, requested
 from ..runtime.cuda_ahead import nothing_compiled
 from ..runtime.explain import note, recording
+from ..runtime.ranks import gathered
 from .measuring import results
 from .problems import Target, asked_by, problems_of
 from .store import exclusive, save
@@ -102,7 +104,9 @@ class Calibration:
         return text + (f"; {self.left} left to the next conversion" if self.left else "")
 
 
-def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
+def calibrate(
+    model: nn.Module, budget_s: float = BUDGET, group: mx.distributed.Group | None = None
+) -> Calibration:
     """Measure what a converted model asks of kernels here and nobody has measured yet.
 
     Every kernel is verified before its time counts. It is taken where it is at least 3% faster than
@@ -112,6 +116,8 @@ def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
         model: a converted model.
         budget_s: seconds after which no other measurement begins. On CUDA nothing is waited for
             after that either: what is still being compiled is measured at the next conversion.
+        group: ranks that share the model and all make this call. Rank 0 measures, and the others
+            take all of its results in the place of their own.
 
     Returns:
         What is known now. Nothing is measured where a backend was forced, where there are no
@@ -123,13 +129,14 @@ def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
     """
     start = time.monotonic()
     name = None if requested() != "auto" or epoch.debug else file_of(backend())
-    if name is None or os.environ.get(_ENVIRONMENT) == "0":
+    off = name is None or os.environ.get(_ENVIRONMENT) == "0"
+    if (group and any(gathered(group, "off" if off else ""))) or off or name is None:
         return Calibration()
     notes: list[tuple[str, str]] = []
     with recording(), _same_random_state():  # what is measured is no call of the user's
         values = _valued(model)
         missing = [target for target in values if lookup(target.problem, name) is None]
-        missing = [] if _is_shipped(values, name) else missing
+        missing = [] if _is_shipped(values, name) or (group and group.rank()) else missing
         left = 0
         if missing:
             with exclusive(name, budget_s) as alone:
@@ -138,6 +145,8 @@ def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
                 left = len(missing)
                 if alone:
                     left -= _measure(name, missing, start + budget_s, notes)
+        if group is not None:
+            _adopt(name, group)
         known = {target: lookup(target.problem, name) for target in values}
     for path, reason in notes:
         note("calibration", path, reason)
@@ -149,6 +158,16 @@ def calibrate(model: nn.Module, budget_s: float = BUDGET) -> Calibration:
         and best.path in (seconds := best.evidence.seconds or {})
     )
     return Calibration(measured, left, time.monotonic() - start if missing else 0.0)
+
+
+def _adopt(name: str, group: mx.distributed.Group) -> None:
+    """Take rank 0's results for a device, so that all ranks run the same kernels."""
+    rank = group.rank()
+    own = {} if rank else {key: asdict(entry) for key, entry in own_entries(name).items()}
+    results = json.loads(gathered(group, json.dumps(own))[0])
+    if rank:
+        adopted[name] = {key: parsed(value) for key, value in results.items()}
+        advance_epoch()
 
 
 def _measure(

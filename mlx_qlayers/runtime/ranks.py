@@ -1,0 +1,73 @@
+"""What the ranks of a distributed group tell each other besides arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import mlx.core as mx
+
+Group = mx.distributed.Group
+
+
+class RanksError(ValueError):
+    """An error that all ranks of a group raise, with the same message."""
+
+
+def gathered(group: Group, text: str) -> list[str]:
+    """What each rank says, in their order. All ranks make this call.
+
+    Args:
+        group: of the ranks.
+        text: what this one says.
+
+    Example:
+        >>> gathered(mx.distributed.init(), "ready")
+        ['ready']
+    """
+    data = text.encode()
+    sizes: list[int] = mx.distributed.all_gather(mx.array([len(data)]), group=group).tolist()
+    width = max(*sizes, 1)
+    padded = mx.array([*data, *bytes(width - len(data))], mx.uint8)
+    rows = mx.distributed.all_gather(padded, group=group).reshape(-1, width).tolist()
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+@contextmanager
+def stopping_together(group: Group) -> Iterator[None]:
+    """Let an error of one rank inside be that of all: at the end each learns of the others.
+
+    Raises:
+        RanksError: some rank had an error; the message names the first that had.
+    """
+    if group.size() == 1:
+        yield
+        return
+    own: Exception | None = None
+    try:
+        yield
+    except RanksError:
+        raise
+    except Exception as error:
+        own = error
+    said = "" if own is None else f"{type(own).__name__}: {own}"
+    for rank, error_text in enumerate(gathered(group, said)):
+        if error_text:
+            raise RanksError(f"rank {rank}: {error_text}") from own
+
+
+def check_same(group: Group, facts: Mapping[str, str]) -> None:
+    """Refuse what is not the same on all ranks.
+
+    Args:
+        group: of the ranks.
+        facts: what is to be the same, by names for the message.
+
+    Raises:
+        RanksError: on every rank: which rank has another value than rank 0, and of what.
+    """
+    names, values = list(facts), gathered(group, "\n".join(facts.values()))
+    for rank, value in enumerate(values):
+        pairs = zip(names, value.split("\n"), values[0].split("\n"), strict=True)
+        if other := [f"{name} ({ours}, not {first})" for name, ours, first in pairs if ours != first]:
+            raise RanksError(f"rank {rank} differs from rank 0: {', '.join(other)}")
