@@ -128,7 +128,8 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
         args.csv = args.json = None
     shape = TINY if args.tiny else LLAMA_70B
     print_facts()
-    futures = compile_stock([Case((512, 512), n) for n in (16, 64)]) if rank == 0 else {}
+    cases = [Case((512, 512), n) for n in (16, 64)] if rank == 0 and "stock" in args.layers else []
+    futures = compile_stock(cases)
     whole = build(shape)
     share = copied(whole)
     shard_model(share, group)
@@ -146,14 +147,15 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
         prompts = mx.random.randint(0, shape["vocab_size"], (batch, 64)).tolist()
         run = lambda m, p=prompts: decode(m, p, args.tokens)  # noqa: E731
         works.append((f"decode, batch {batch}", batch * args.tokens, run))
-    tokens = mx.random.randint(0, shape["vocab_size"], (args.prompt_tokens,))
-    works.insert(1, (f"prompt of {len(tokens)}", len(tokens), lambda m: prefill(m, tokens)))
+    if args.prompt_tokens:
+        tokens = mx.random.randint(0, shape["vocab_size"], (args.prompt_tokens,))
+        works.insert(1, (f"prompt of {len(tokens)}", len(tokens), lambda m: prefill(m, tokens)))
     table = Table({"what": 20, "layers": 10, "ranks": 5, "tokens/s": 14, "ms": 12, "x": 6})
     table.print_header()
     with output(args, "distributed"):
-        for name in ("converted", "stock"):
+        sums(group, shape["hidden_size"], table)
+        for name in args.layers:
             if name == "stock":
-                sums(group, shape["hidden_size"], table)
                 for future in futures.values():
                     future.result()
             for what, count, run in works:
@@ -198,7 +200,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--batches", type=positive, nargs="*", default=BATCHES)
-    parser.add_argument("--prompt-tokens", type=positive, default=2048)
+    parser.add_argument("--layers", nargs="*", default=("converted", "stock"))
+    parser.add_argument("--prompt-tokens", type=int, default=2048, help="0 leaves it out")
     parser.add_argument("--tokens", type=positive, default=64, help="tokens a sequence")
     parser.add_argument("--repeats", type=positive, default=3)
     add_output(parser)

@@ -28,10 +28,18 @@ def curve(
     model: nn.Module, tokenizer: object, directory: Path, steps: int, sequences: int
 ) -> list[float]:
     """The loss of every step, over and over on so many sequences."""
-    text = tokenizer.encode(TEXT.read_text()[20_000:22_000])
+    return losses(
+        model, tokenizer.encode(TEXT.read_text()[20_000:22_000]), directory, steps, sequences
+    )
+
+
+def losses(
+    model: nn.Module, text: list[int], directory: Path, steps: int, sequences: int, batch: int = 1
+) -> list[float]:
+    """The same on a text in tokens, with so many sequences a batch, of all ranks together."""
     starts = range(0, (TOKENS + 1) * sequences, TOKENS + 1)
     args = TrainingArgs(
-        batch_size=1,
+        batch_size=batch,
         iters=steps,
         steps_per_report=1,
         steps_per_save=steps + 1,

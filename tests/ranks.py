@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PATIENCE = 10.0  # seconds in which all ranks are to end after one
 ROOT = Path(__file__).parents[1]
 
 
@@ -33,7 +36,7 @@ def environment(rank: int, file: str) -> dict[str, str]:
     return {"MLX_RANK": str(rank), "MLX_HOSTFILE": file, "MLX_QLAYERS_CALIBRATE": "0"}
 
 
-def run(module: str, name: str, ranks: int, *arguments: object, timeout: float = 120) -> list[Any]:
+def run(module: str, name: str, ranks: int, *arguments: object, said: bool = False) -> Any:
     """What a function of a test module returns on each rank; an error of one is the error.
 
     Args:
@@ -41,6 +44,10 @@ def run(module: str, name: str, ranks: int, *arguments: object, timeout: float =
         name: of the function.
         ranks: how many.
         arguments: for it, as JSON.
+        said: give what they printed as well.
+
+    Raises:
+        AssertionError: a rank failed, with what they all printed.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, module, name, str(ranks), folder]
@@ -49,12 +56,13 @@ def run(module: str, name: str, ranks: int, *arguments: object, timeout: float =
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=300,
         )
         files = [Path(folder) / str(rank) for rank in range(ranks)]
-        said = done.stdout + done.stderr
-        assert not done.returncode, said
-        return [json.loads(file.read_text()) for file in files]
+        text = done.stdout + done.stderr
+        assert not done.returncode, text
+        results = [json.loads(file.read_text()) for file in files]
+        return (results, text) if said else results
 
 
 def _fork(function: Callable[..., Any], ranks: int, folder: Path, arguments: list[Any]) -> int:
@@ -74,14 +82,20 @@ def _fork(function: Callable[..., Any], ranks: int, folder: Path, arguments: lis
                 print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             os._exit(code)
         children.append(child)
-    failed = 0
+    failed, until = 0, float("inf")
     while children:
-        child, status = os.wait()
-        children.remove(child)
-        if status:
-            failed += 1
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            children.remove(child)
+            failed += bool(status)
+            until = min(until, time.monotonic() + PATIENCE) if status else until
+        elif time.monotonic() > until:
+            print(f"{len(children)} ranks go on without another", file=sys.stderr)
             for other in children:
-                os.kill(other, 9)
+                os.kill(other, signal.SIGKILL)
+            until = float("inf")
+        else:
+            time.sleep(0.02)
     return failed
 
 

@@ -7,6 +7,7 @@ import math
 from typing import NoReturn
 
 from ..conversion.report import printable
+from ..conversion.shares import PARALLEL
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,6 +48,9 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
     option("--no-fuse", action="store_true", help="one launch for each product")
     option("--stock", action="store_true", help="leave the model's layers as they are")
     option("--no-calibrate", action="store_true", help="measure nothing on this device")
+    option(
+        "--parallel", choices=PARALLEL, default="tensor", help="how ranks of mlx.launch share it"
+    )
     option("--report", action="store_true", help="list what was done to each layer, and why")
 
 

@@ -43,17 +43,29 @@ def run_main(args: argparse.Namespace, command_line: Sequence[str], **replaced: 
     """
     module = import_module(f"mlx_lm.{args.command}")
 
+    import mlx.core as mx
+
     from ..runtime.backend import default_backend
+    from .ranks import together
 
     one_line = SimpleNamespace(**vars(argparse) | {"ArgumentParser": Parser})
-    replaced = {"load": _loading(args), "argparse": one_line} | replaced
+    group = mx.distributed.init()
+    # Ranks that train have the whole model each.
+    parallel = args.parallel if args.command == "generate" else "data"
+    replaced = {"load": _loading(args, group, parallel), "argparse": one_line} | replaced
     if hasattr(module, "sharded_load"):
-        replaced["sharded_load"] = _converting(args, module.sharded_load)
+        replaced["sharded_load"] = _loading_shares(args)
     # mlx-lm's server generates in a thread of its own.
     backend = default_backend(args.backend) if args.backend else nullcontext()
     surroundings = _SURROUNDINGS.get(args.command, nullcontext)
     argv = [f"mlx-qlayers {args.command}", *command_line]
-    with _holding(sys, argv=argv), _holding(module, **replaced), backend, surroundings(module):
+    with (
+        together(group),
+        _holding(sys, argv=argv),
+        _holding(module, **replaced),
+        backend,
+        surroundings(module),
+    ):
         module.main()
 
 
@@ -70,27 +82,26 @@ class _Help(argparse.Action):
             import_module(f"mlx_lm.{parser.prog.rpartition(' ')[2]}").main()
 
 
-def _loading(args: argparse.Namespace) -> Callable[..., tuple[Any, ...]]:
+def _loading(args: argparse.Namespace, group: Any, parallel: str) -> Callable[..., Any]:
     """``mlx_lm.load``, which checks the files first, reads GGUF too, and converts the model."""
     from ..conversion.loading import load_stock
 
     def load(*inputs: Any, return_config: bool = False, **options: Any) -> tuple[Any, ...]:
-        loaded = load_stock(*inputs, **options)
+        loaded = load_stock(*inputs, **options, group=group, parallel=parallel)
         _convert(args, loaded.model, loaded.quantization)
         return loaded[:3] if return_config else loaded[:2]
 
     return load
 
 
-def _converting(
-    args: argparse.Namespace, load: Callable[..., tuple[Any, ...]]
-) -> Callable[..., tuple[Any, ...]]:
-    def loading(*inputs: Any, **options: Any) -> tuple[Any, ...]:
-        loaded = load(*inputs, **options)
-        _convert(args, loaded[0])
-        return loaded
+def _loading_shares(args: argparse.Namespace) -> Callable[..., Any]:
+    """``mlx_lm.utils.sharded_load``, by which mlx-lm's commands load where there are ranks."""
 
-    return loading
+    def load(name: str, pipeline_group: Any, tensor_group: Any, **options: Any) -> Any:
+        parallel = args.parallel if pipeline_group is None else "pipeline"
+        return _loading(args, pipeline_group or tensor_group, parallel)(name, **options)
+
+    return load
 
 
 def _convert(args: argparse.Namespace, model: Any, config: Any = None) -> None:

@@ -259,7 +259,7 @@ def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callabl
     projection = _projection([out]) if out else None
     up, down, gate, eps = feed or (None, None, None, None)
     # What is added over the ranks comes out of its launch unfinished.
-    defers = projection is not None and not out.summed and not (down and down.summed)
+    defers = out is not None and not out.summed and not (down and down.summed)
     gated, back = (_projection([up, up], eps, gate), _projection([down])) if feed else (None, None)
 
     def run(x: mx.array, attended: mx.array, next_weight: Any, weight: Any, *packed: Any) -> Stream:

@@ -117,7 +117,8 @@ def _load(
         tokenizer = _tokenizer(path, config, options)
         if share is not None:
             names = {id(array): name for name, array in read.items()}
-            found, held = tensors_of(path), tree_flatten(model.parameters())
+            found = tensors_of(path)
+            held: Any = tree_flatten(model.parameters())
             sources = {at: found[names[id(a)]] for at, a in held if id(a) in names}
     read.clear()
     if share is not None:

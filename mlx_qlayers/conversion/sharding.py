@@ -119,9 +119,9 @@ def _even_heads(path: str, attention: Any, names: dict[str, str], ranks: int) ->
         for layer in (k, v):
             layer.update(
                 {
-                    name: mx.repeat(array.reshape(kv, -1, *array.shape[1:]), ranks // kv, 0).reshape(
-                        -1, *array.shape[1:]
-                    )
+                    name: mx.repeat(
+                        array.reshape(kv, -1, *array.shape[1:]), ranks // kv, 0
+                    ).reshape(-1, *array.shape[1:])
                     for name, array in layer.parameters().items()
                 }
             )
@@ -180,7 +180,7 @@ def _mixtures(parts: dict[str, nn.Module]) -> list[tuple[str, Any, list[str]]]:
 
 
 def _own_experts(mixture: Any, names: list[str], group: mx.distributed.Group) -> None:
-    """Leave a mixture the experts of this rank: the first ranks have one more if they are uneven."""
+    """Leave a mixture the experts of this rank; the first ranks may have one more."""
     total = len(mixture[names[0]]["weight"])
     base, extra = divmod(total, group.size())
     first = group.rank() * base + min(group.rank(), extra)
@@ -189,19 +189,24 @@ def _own_experts(mixture: Any, names: list[str], group: mx.distributed.Group) ->
         raise ValueError(f"{total} experts cannot be split among {group.size()} ranks")
     for name in names:
         layer = mixture[name]
-        layer.update({key: array[own.start : own.stop] for key, array in layer.parameters().items()})
+        layer.update(
+            {key: array[own.start : own.stop] for key, array in layer.parameters().items()}
+        )
     mixture.own_experts = own
-    mixture.__class__ = _experts_class(type(mixture))
+    cls: Any = type(mixture)
+    mixture.__class__ = _experts_class(cls)
 
 
 @cache
-def _experts_class(cls: Any) -> type[nn.Module]:
+def _experts_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of mixtures that have some of the experts: what others have to give is zero."""
+
+    stock: Any = cls.__call__
 
     def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
         experts = self.own_experts
         own = (indices >= experts.start) & (indices < experts.stop)
-        y: mx.array = cls.__call__(self, x, mx.where(own, indices - experts.start, 0))
+        y: mx.array = stock(self, x, mx.where(own, indices - experts.start, 0))
         return mx.where(own[..., None], y, 0)
 
     return made_class(cls, (cls,), {"__call__": call}, _experts_class)
@@ -209,15 +214,18 @@ def _experts_class(cls: Any) -> type[nn.Module]:
 
 def _blame(model: nn.Module, error: BaseException, ranks: int) -> str:
     """Which layer could not be split, by what mlx-lm's code was at."""
-    paths = {id(module): path for path, module in model.named_modules()}
+    parts, at = dict(model.named_modules()), ""
+    paths = {id(module): path for path, module in parts.items()}
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        layer = frame.f_locals.get("module")
-        if isinstance(layer, nn.Module) and id(layer) in paths:
-            return (
-                f"{paths[id(layer)]}: {_told(layer)} cannot be split among {ranks} ranks, which "
-                f"takes whole rows and whole groups of columns: {error}"
-            )
-    return f"the model cannot be split among {ranks} ranks: {error}"
+        at = paths.get(id(frame.f_locals.get("module")), at)
+        inner = frame.f_locals.get("path", "") if frame.f_code.co_name == "_shard_fn" else ""
+        at = ".".join(filter(None, (at, inner.rpartition(".")[0])))
+    if "weight" not in parts.get(at, ()):
+        return f"the model cannot be split among {ranks} ranks: {error}"
+    return (
+        f"{at}: {_told(parts[at])} cannot be split among {ranks} ranks, which takes whole rows and "
+        f"whole groups of columns: {error}"
+    )
 
 
 def _told(layer: Any) -> str:

@@ -77,7 +77,7 @@ def take_share(
         positions = _positions(model, group, parallel == "experts", sources)
         shard_model(model, group, experts=parallel == "experts")
     parts: dict[Any, Part | None] = {}
-    for path, array in tree_flatten(model.parameters()):
+    for path, array in _flat(model):
         if path in positions:
             source, key = sources[path], (re.sub(r"\d+", "#", path), sources[path].shape)
             if key not in parts:
@@ -96,22 +96,28 @@ def _positions(
 ) -> dict[str, mx.array]:
     """By the paths of parameters that are split which elements of a file's tensor are left."""
     twin = copied(model)
-    parameters = dict(tree_flatten(twin.parameters()))
-    whole = {path: _numbered(array) for path, array in parameters.items() if path in sources}
+    whole = {path: _numbered(array) for path, array in _flat(twin) if path in sources}
     twin.update(tree_unflatten(list(whole.items())))
     shard_model(twin, group, experts=experts)
-    left = tree_flatten(twin.parameters())
+    left = _flat(twin)
     return {path: array for path, array in left if path in whole and array is not whole[path]}
+
+
+def _flat(model: nn.Module) -> list[tuple[str, mx.array]]:
+    """The parameters with their paths."""
+    parameters: Any = tree_flatten(model.parameters())
+    return list(parameters)
 
 
 def _numbered(array: mx.array) -> mx.array:
     """The positions of an array's elements, from 1 on: what is 0 afterwards has been added."""
-    return mx.arange(1, array.size + 1, dtype=mx.int64).reshape(array.shape)
+    dtype = mx.int32 if array.size < 2**31 - 1 else mx.int64
+    return mx.arange(1, array.size + 1, dtype=dtype).reshape(array.shape)
 
 
 def _part(positions: mx.array, whole: tuple[int, ...]) -> Part | None:
     """Which part of an array has been left of its positions, if it is one of a single axis."""
-    if positions.dtype != mx.int64 or positions.ndim != len(whole):
+    if positions.dtype not in (mx.int32, mx.int64) or positions.ndim != len(whole):
         return None
     changed = [i for i, (a, b) in enumerate(zip(positions.shape, whole, strict=True)) if a != b]
     if len(changed) != 1:
@@ -126,7 +132,8 @@ def _part(positions: mx.array, whole: tuple[int, ...]) -> Part | None:
     if not mx.array_equal(expected, positions).item():
         return None
     runs: list[range] = []
-    for i in indices.tolist():
+    wanted: Any = indices.tolist()
+    for i in wanted:
         if runs and i == runs[-1].stop:
             runs[-1] = range(runs[-1].start, i + 1)
         else:

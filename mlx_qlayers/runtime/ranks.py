@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 
@@ -26,10 +27,10 @@ def gathered(group: Group, text: str) -> list[str]:
         ['ready']
     """
     data = text.encode()
-    sizes: list[int] = mx.distributed.all_gather(mx.array([len(data)]), group=group).tolist()
+    sizes: Any = mx.distributed.all_gather(mx.array([len(data)]), group=group).tolist()
     width = max(*sizes, 1)
     padded = mx.array([*data, *bytes(width - len(data))], mx.uint8)
-    rows = mx.distributed.all_gather(padded, group=group).reshape(-1, width).tolist()
+    rows: Any = mx.distributed.all_gather(padded, group=group).reshape(-1, width).tolist()
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -69,5 +70,7 @@ def check_same(group: Group, facts: Mapping[str, str]) -> None:
     names, values = list(facts), gathered(group, "\n".join(facts.values()))
     for rank, value in enumerate(values):
         pairs = zip(names, value.split("\n"), values[0].split("\n"), strict=True)
-        if other := [f"{name} ({ours}, not {first})" for name, ours, first in pairs if ours != first]:
+        if other := [
+            f"{name} ({ours}, not {first})" for name, ours, first in pairs if ours != first
+        ]:
             raise RanksError(f"rank {rank} differs from rank 0: {', '.join(other)}")
