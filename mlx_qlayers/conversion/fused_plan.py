@@ -16,7 +16,7 @@ from .compiled_blocks import BLOCK_PARTS, GATES, match_of, rotation_of, split_ro
 from .compiled_step import STEP, step_class, why_not
 from .fused_blocks import GROUPED, LOOP, fused_class, groups_of, is_fused, unfused_class
 from .matcher import Match, Mismatch, recognise
-from .plan import Predicate, Step
+from .plan import Predicate, Step, is_stage
 from .report import ALREADY, FUSED, LEFT, FusionReport
 
 _REFUSED = "the predicate says so"
@@ -104,7 +104,7 @@ class FusionPlanner:
             return None
         what = "all of it in one graph where a GPU decodes a token of each sequence"
         step = Step(model, FusionReport("", "step", FUSED, what), cls)
-        if reason := why_not(model):
+        if reason := "other ranks have the other layers" if is_stage(model) else why_not(model):
             return step.left(reason)
         return step if self.predicate("", model) else step.left(_REFUSED)
 

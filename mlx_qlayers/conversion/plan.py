@@ -204,9 +204,14 @@ def _group(module: nn.Module) -> mx.distributed.Group | None:
 
 def group_of(model: nn.Module) -> mx.distributed.Group | None:
     """The ranks that share a model; None where it is whole."""
-    if getattr(getattr(model, "model", None), "pipeline_size", 1) > 1:
+    if is_stage(model):
         return mx.distributed.init()  # as mlx-lm's own code does
     return next(filter(None, map(_group, model.modules())), None)
+
+
+def is_stage(model: nn.Module) -> bool:
+    """Whether this rank has some of a model's layers."""
+    return getattr(getattr(model, "model", None), "pipeline_size", 1) > 1
 
 
 def copied(module: nn.Module) -> nn.Module:
