@@ -36,7 +36,7 @@ def environment(rank: int, file: str) -> dict[str, str]:
     return {"MLX_RANK": str(rank), "MLX_HOSTFILE": file, "MLX_QLAYERS_CALIBRATE": "0"}
 
 
-def run(module: str, name: str, ranks: int, *arguments: object, said: bool = False) -> Any:
+def run(module: str, name: str, ranks: int, *arguments: object) -> list[Any]:
     """What a function of a test module returns on each rank; an error of one is the error.
 
     Args:
@@ -44,7 +44,6 @@ def run(module: str, name: str, ranks: int, *arguments: object, said: bool = Fal
         name: of the function.
         ranks: how many.
         arguments: for it, as JSON.
-        said: give what they printed as well.
 
     Raises:
         AssertionError: a rank failed, with what they all printed.
@@ -59,10 +58,8 @@ def run(module: str, name: str, ranks: int, *arguments: object, said: bool = Fal
             timeout=300,
         )
         files = [Path(folder) / str(rank) for rank in range(ranks)]
-        text = done.stdout + done.stderr
-        assert not done.returncode, text
-        results = [json.loads(file.read_text()) for file in files]
-        return (results, text) if said else results
+        assert not done.returncode, done.stdout + done.stderr
+        return [json.loads(file.read_text()) for file in files]
 
 
 def _fork(function: Callable[..., Any], ranks: int, folder: Path, arguments: list[Any]) -> int:

@@ -1,0 +1,208 @@
+"""One token of a model that ranks share, simulated: where the time goes, and when ranks pay.
+
+    python benchmarks/simulate_distributed.py
+    python benchmarks/simulate_distributed.py --check benchmarks/results/distributed_cuda.csv
+
+Each rank has a clock. A block of a layer takes the time in which its share of the weights is read;
+tensor parallel ranks then wait for each other and add up, stages of a pipeline hand the rows on.
+The embeddings' rows and the head are on every rank, as mlx-lm's Llama has them. With ``--check`` the
+rate of the device and the times of sums come from what ``bench_distributed.py`` measured, and its
+tokens of sharded models are predicted from those of the whole one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench_distributed import LLAMA_70B
+from common import Table
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model in 4 bits with groups of 64; of experts, some are read for a token."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    vocab: int
+    experts: int = 1
+    active: int = 1
+
+    def attention(self) -> float:
+        """Bytes of a layer's projections."""
+        return _packed(2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim)
+
+    def feed(self, experts: int) -> float:
+        """Bytes of the matrices of so many experts of a layer."""
+        return _packed(3 * self.hidden * self.width * experts)
+
+    def head(self) -> float:
+        return _packed(self.hidden * self.vocab)
+
+    def held(self, ranks: int) -> float:
+        """Bytes on a rank: its share, embeddings and head."""
+        layer = self.attention() + self.feed(self.experts)
+        return self.layers * layer / ranks + 2 * self.head()
+
+
+def _packed(weights: float) -> float:
+    return weights * (4 + 32 / 64) / 8
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects ranks: seconds until a message begins to arrive, and bytes a second from then.
+
+    A mesh sends to all at once; around a ring a sum takes twice as many steps as there are others.
+    """
+
+    name: str
+    latency: float
+    rate: float
+    ring: bool = False
+    source: str = ""
+
+    def sum(self, ranks: int, size: float) -> float:
+        """Seconds to add up ``size`` bytes of each rank."""
+        if ranks == 1:
+            return 0.0
+        if self.ring:
+            return 2 * (ranks - 1) * (self.latency + size / ranks / self.rate)
+        return self.latency + (ranks - 1) * size / self.rate
+
+
+LLAMA = Shape("Llama 70B", 8192, 80, 64, 8, 128, 28672, 128256)
+EXPERTS = Shape("480B, 8 of 160 experts", 6144, 62, 96, 8, 128, 2560, 151936, 160, 8)
+# Bytes a second that decoding reaches, and of memory.
+DEVICES = {"M3 Ultra": (0.75 * 819e9, 512e9), "H200": (2.9e12, 141e9)}
+LINKS = {
+    "M3 Ultra": (
+        Link(
+            "Thunderbolt 5, JACCL", 15e-6, 6.5e9, source="ml-explore/mlx pull requests 2808, 3094"
+        ),
+        Link("Thunderbolt 5, ring", 300e-6, 4e9, ring=True, source="ml-explore/mlx 2808"),
+        Link("10 GbE, ring", 150e-6, 1.1e9, ring=True, source="TCP on a switched network"),
+    ),
+    "H200": (Link("NVLink, NCCL", 54e-6, 250e9, source="bench_distributed.py"),),
+}
+RANKS = (1, 2, 4, 8, 16)
+
+
+def token(shape: Shape, ranks: int, rate: float, link: Link, how: str, batch: int = 1) -> float:
+    """Seconds for a token of each of ``batch`` sequences.
+
+    Args:
+        shape: of the model.
+        ranks: that share it.
+        rate: bytes a second that a device reads.
+        link: between them.
+        how: ``"tensor"`` or ``"pipeline"``.
+        batch: sequences; each may want experts of its own.
+    """
+    clocks = [0.0] * ranks
+    wanted = min(shape.experts, shape.active * batch)
+    rows = 2 * shape.hidden * batch
+    for layer in range(shape.layers):
+        for size in (shape.attention(), shape.feed(wanted)):
+            if how == "tensor":
+                clocks = [clock + size / ranks / rate for clock in clocks]
+                clocks = [max(clocks) + link.sum(ranks, rows)] * ranks
+            else:
+                clocks[layer * ranks // shape.layers] += size / rate
+    if how == "pipeline":  # the stages take turns; the last one tells all
+        clocks = [sum(clocks) + ranks * (link.latency + rows / link.rate) * (ranks > 1)] * ranks
+    return max(clocks) + shape.head() / rate
+
+
+def pays_until(shape: Shape, rate: float, link: Link) -> int:
+    """The ranks of which twice as many would be less than a tenth faster."""
+    times = [token(shape, n, rate, link, "tensor") for n in RANKS]
+    pairs = zip(RANKS, times, times[1:], strict=False)
+    return next((n for n, one, two in pairs if two > one / 1.1), RANKS[-1])
+
+
+def plan() -> None:
+    """Print what to expect of two models on the links there are."""
+    table = Table(
+        {"model": 22, "link": 21, "ranks": 5, "GB a rank": 9, "tensor": 8, "pipeline": 8, "pays": 4}
+    )
+    table.print_header()
+    for device, links in LINKS.items():
+        rate, memory = DEVICES[device]
+        for shape in (LLAMA, EXPERTS):
+            for link in links:
+                for ranks in RANKS:
+                    speeds = {how: 1 / token(shape, ranks, rate, link, how) for how in HOWS}
+                    fits = shape.held(ranks) < 0.75 * memory
+                    row = {how: f"{speed:.1f}" + "" * fits for how, speed in speeds.items()}
+                    pays = "yes" if ranks <= pays_until(shape, rate, link) else "no"
+                    held = f"{shape.held(ranks) / 1e9:.0f}" + ("" if fits else " (!)")
+                    table.add(
+                        model=shape.name,
+                        link=link.name,
+                        ranks=ranks,
+                        pays=pays,
+                        **row,
+                        **{"GB a rank": held},
+                    )
+    print("\ntokens/s of one sequence, without attention to a context; (!) does not fit a", end=" ")
+    print(", ".join(f"{name} of {size / 1e9:.0f} GB" for name, (_, size) in DEVICES.items()))
+    for links in LINKS.values():
+        for link in links:
+            rate = f"{link.latency * 1e6:.0f} us, {link.rate / 1e9:.1f} GB/s"
+            print(f"{link.name}: {rate} ({link.source})")
+
+
+def check(path: Path) -> dict[str, float]:
+    """Predicted over measured times of decoding, by what was decoded, for converted layers."""
+    with path.open() as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    small = LLAMA_70B["num_hidden_layers"]
+    shape = replace(LLAMA, layers=small)
+    sums = {
+        int(row["what"].split()[2]): float(row["ms"]) * 1e-3
+        for row in rows
+        if row["what"].startswith("sum")
+    }
+    found = {}
+    for row in rows:
+        what, ranks = row["what"], int(row["ranks"])
+        if not what.startswith("decode") or row["layers"] != "converted":
+            continue
+        batch = int(what.split()[-1])
+        seconds = batch / float(row["tokens/s"])
+        if ranks == 1:
+            rate = token(shape, 1, 1.0, LINKS["H200"][0], "tensor", batch) / seconds
+            continue
+        link = Link("measured", sums[batch], float("inf"))
+        found[what] = token(shape, ranks, rate, link, "tensor", batch) / seconds
+        print(
+            f"{what}, {ranks} ranks: measured {seconds * 1e3:.2f} ms a token, "
+            f"simulated {found[what] * seconds * 1e3:.2f} ms"
+        )
+    return found
+
+
+HOWS = ("tensor", "pipeline")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", type=Path, metavar="CSV", help="of bench_distributed.py")
+    args = parser.parse_args()
+    if args.check:
+        check(args.check)
+    else:
+        plan()
+
+
+if __name__ == "__main__":
+    main()
