@@ -77,7 +77,11 @@ def build(shape: dict[str, int], group_size: int, bits: int) -> nn.Module:
     """A random quantized Qwen2 in bfloat16, with a head of its own as the 7B model has."""
     args = qwen2.ModelArgs("qwen2", rms_norm_eps=1e-6, tie_word_embeddings=False, **shape)
     mx.random.seed(0)
-    model = qwen2.Model(args)
+    return quantized(qwen2.Model(args), group_size, bits)
+
+
+def quantized(model: nn.Module, group_size: int, bits: int) -> nn.Module:
+    """A model of random numbers in bfloat16, quantized and evaluated."""
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, group_size, bits)
     model.eval()

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.ranks
 
 import mlx.core as mx
 import mlx.nn as nn
-from bench_decode import TINY, decode, prefill
+from bench_decode import TINY, decode, prefill, quantized
 from common import Sample, Table, add_output, output, print_facts
 from mlx_lm.models import llama
 from quantized_many import Case, compile_stock
@@ -55,14 +55,7 @@ def build(shape: dict[str, int]) -> nn.Module:
     """A random Llama in bfloat16, quantized to 4 bits, with a head of its own."""
     args = llama.ModelArgs("llama", rms_norm_eps=1e-5, tie_word_embeddings=False, **shape)
     mx.random.seed(0)
-    model = llama.Model(args)
-    model.set_dtype(mx.bfloat16)
-    nn.quantize(model, 64, 4)
-    model.eval()
-    for layer in model.layers:  # one by one, so that the dense weights do not exist together
-        mx.eval(layer.parameters())
-    mx.eval(model.parameters())
-    return model
+    return quantized(llama.Model(args), 64, 4)
 
 
 def converted(model: nn.Module) -> nn.Module:

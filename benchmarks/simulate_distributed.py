@@ -5,9 +5,9 @@
 
 Each rank has a clock. A block of a layer takes the time in which its share of the weights is read;
 tensor parallel ranks then wait for each other and add up, stages of a pipeline hand the rows on.
-The embeddings' rows and the head are on every rank, as mlx-lm's Llama has them. With ``--check`` the
-rate of the device and the times of sums come from what ``bench_distributed.py`` measured, and its
-tokens of sharded models are predicted from those of the whole one.
+Embeddings and head are on every rank, as mlx-lm's Llama has them. With ``--check`` the rate of the
+device and the times of sums come from what ``bench_distributed.py`` measured, and its tokens of
+sharded models are predicted from those of the whole one.
 """
 
 from __future__ import annotations

@@ -127,8 +127,7 @@ def _projection(
     formats: Sequence[Packing], eps: float | None = None, gate: Gate | None = None
 ) -> Callable[..., list[mx.array]]:
     """Products of one input; those of one format together, as many as a launch takes."""
-    if (group := formats[0].summed) is not None:
-        return _summed((*formats[0].fmt, eps, gate), group)
+    group = formats[0].summed
     launches: list[tuple[Static, list[int]]] = []
     across = next((sum_gradients(each.spread) for each in formats if each.spread), None)
     for fmt in dict.fromkeys(each.fmt for each in formats):
@@ -144,6 +143,8 @@ def _projection(
         residual: mx.array | None = None,
         next_weight: mx.array | None = None,
     ) -> list[mx.array]:
+        if group is not None:
+            return [_summed(launches[0][0], group, packed, residual, x, weight)]
         if across is not None and current.get().mode.differentiable:
             x, weight = across(x), None if weight is None else across(weight)
         rows = x, weight, tile_squares, residual, next_weight
@@ -158,24 +159,15 @@ def _projection(
     return run
 
 
-def _summed(static: Static, group: mx.distributed.Group) -> Callable[..., list[mx.array]]:
+def _summed(
+    static: Static, group: mx.distributed.Group, packed: Arrays, residual: mx.array | None, *x: Any
+) -> mx.array:
     """The product with a matrix of which each rank has some columns; the rest after the sum."""
-
-    def run(
-        packed: Arrays,
-        x: mx.array,
-        weight: mx.array | None = None,
-        tile_squares: mx.array | None = None,
-        residual: mx.array | None = None,
-        next_weight: mx.array | None = None,
-    ) -> list[mx.array]:
-        *matrix, bias = packed
-        (y,) = dispatch(FUSED_PRODUCTS, (x, weight, None, None, None, *matrix, None), static)
-        y = mx.distributed.all_sum(y, group=group)
-        y = y if bias is None else y + bias
-        return [y if residual is None else residual + y]
-
-    return run
+    *matrix, bias = packed
+    (y,) = dispatch(FUSED_PRODUCTS, (*x, None, None, None, *matrix, None), static)
+    y = mx.distributed.all_sum(y, group=group)
+    y = y if bias is None else y + bias
+    return y if residual is None else residual + y
 
 
 @operation

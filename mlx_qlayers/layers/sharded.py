@@ -1,6 +1,7 @@
 """Quantized linear layers of which each rank has a part, in place of MLX's own.
 
 A layer is sharded by ``mlx.nn.layers.distributed.shard_linear``, as mlx-lm's ``model.shard`` does.
+Constructors, parameters and frozen state are those of the stock layers.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from .qlinear import Counterpart, QEmbedding, QLinear
 
 class QAllToShardedLinear(Counterpart, distributed.QuantizedAllToShardedLinear):
     """A :class:`QLinear` of which each rank has some rows: the result is this rank's part.
-
-    Constructor, parameters and frozen state are those of the stock layer.
 
     Shape:
         input (..., K), output (..., N / ranks).
@@ -36,10 +35,7 @@ class QAllToShardedLinear(Counterpart, distributed.QuantizedAllToShardedLinear):
 class QShardedToAllLinear(Counterpart, distributed.QuantizedShardedToAllLinear):
     """A :class:`QLinear` of which each rank has some columns: products are added over the ranks.
 
-    Constructor, parameters and frozen state are those of the stock layer.
-
-    Shape:
-        input (..., K / ranks), output (..., N), the same on all ranks.
+    From (..., K / ranks) to (..., N), which all ranks have then; the bias comes after the sum.
 
     Example:
         >>> QShardedToAllLinear(128, 64, group=mx.distributed.init())(mx.ones((3, 128))).shape
