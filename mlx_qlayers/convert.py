@@ -30,6 +30,7 @@ from .conversion.plan import (
 from .conversion.report import QUANTIZED, REVERTED, ConversionReport
 from .conversion.sharding import sharding_class, stock_model_class
 from .conversion.verify import verify_steps
+from .layers.qlinear import Counterpart
 from .tuning.calibrate import calibrate as measure
 from .tuning.problems import compile_kernels
 
@@ -114,7 +115,8 @@ def convert_model(
     mx.eval([step.packed.parameters() for step in changes if step.packed is not None])
     if verify:
         verify_steps(model, changes)
-    if hasattr(model, "shard") and stock_model_class(type(model)) is type(model):
+    has_swapped = any(s.cls is not None and issubclass(s.cls, Counterpart) for s in changes)
+    if has_swapped and hasattr(model, "shard") and stock_model_class(type(model)) is type(model):
         changes = [*changes, Step(model, None, sharding_class(_class_after(model, changes)))]
     _make(changes)
     compile_kernels(model)

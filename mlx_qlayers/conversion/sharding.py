@@ -57,7 +57,7 @@ def sharding_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     body = marks | {"shard": shard, "_shards": cls}
     made = made_class(stock_class(cls), (cls,), body, sharding_class)
-    made.__name__ = cls.__name__
+    made.__name__ = made.__qualname__ = cls.__name__
     return made
 
 

@@ -36,12 +36,11 @@ class QShardedToAllLinear(Counterpart, distributed.QuantizedShardedToAllLinear):
     """A :class:`QLinear` of which each rank has some columns: products are added over the ranks.
 
     From (..., K / ranks) to (..., N), which all ranks have then; the bias comes after the sum.
+    Source: ``mlx.nn.QuantizedShardedToAllLinear``.
 
     Example:
         >>> QShardedToAllLinear(128, 64, group=mx.distributed.init())(mx.ones((3, 128))).shape
         (3, 64)
-
-    Source: ``mlx.nn.QuantizedShardedToAllLinear``.
     """
 
     stock = distributed.QuantizedShardedToAllLinear
