@@ -15,7 +15,7 @@ from numerics import assert_same_model, assert_same_sums
 from small_qwen import BASE, Q0, TOKENS, qwen, snapshot
 
 from mlx_qlayers import FusedAttention, QLinear, convert_model, explain, revert_model
-from mlx_qlayers.layers import qlinear
+from mlx_qlayers.layers import sharded
 from mlx_qlayers.layers.qlinear import QEmbedding
 
 
@@ -158,7 +158,7 @@ class TestRefusals:
 
         model = nn.Sequential(nn.Linear(64, 64), nn.QuantizedLinear(64, 64), Interrupting(64, 64))
         before = snapshot(model)
-        monkeypatch.setitem(qlinear.COUNTERPARTS, Interrupting, QLinear)
+        monkeypatch.setitem(sharded.COUNTERPARTS, Interrupting, QLinear)
         with pytest.raises(KeyboardInterrupt):
             convert_model(model, config={"quantization": BASE | {"layers.0": True}}, verify=False)
         assert snapshot(model) == before
