@@ -43,6 +43,7 @@ from .compiled_blocks import (
 )
 from .compiled_step import STEP
 from .decoder_loop import with_layers_ahead
+from .experts import EXPERTS
 from .grouping import Grouped, grouped
 from .matcher import Match, Mismatch, recognise
 from .snapshot import Snapshot
@@ -71,7 +72,7 @@ def groups_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], ...]:
 def input_width(module: Any) -> int | None:
     """The last axis of the input of a fused module; None where that does not follow from it."""
     match = match_of(type(module))
-    if match is None or match.pattern in (GROUPED, LOOP, STEP):
+    if match is None or match.pattern in (GROUPED, LOOP, STEP, EXPERTS):
         return None
     if match.kind == "block":
         return input_width(module[match.names["attention"]])

@@ -14,6 +14,7 @@ from ..metal.quantized_matmul.qmv import MAX_MATRICES
 from .attention_patch import stock_class
 from .compiled_blocks import BLOCK_PARTS, GATES, match_of, rotation_of, split_rope
 from .compiled_step import STEP, step_class, why_not
+from .experts import EXPERTS, PROJECTIONS, experts_class, is_experts
 from .fused_blocks import GROUPED, LOOP, fused_class, groups_of, is_fused, unfused_class
 from .matcher import Match, Mismatch, recognise
 from .plan import Predicate, Step, is_stage
@@ -67,13 +68,18 @@ class FusionPlanner:
             made = match_of(type(module))
             kind = {LOOP: "stack", STEP: "step"}.get(made.pattern, kind) if made else kind
             return Step(module, FusionReport(path, kind, ALREADY, ""))
+        if is_experts(type(module)):
+            return self._experts(path, module)
         layers = [name for name, child in module.items() if self._is_packed(child)]
-        if not match and len(layers) < 2:
+        has_experts = any(is_experts(type(child)) for child in module.values())
+        if not match and len(layers) < 2 and not has_experts:
             return self._loop(path, module)
         if not any(map(self._is_packed, module.modules())):
             return None
         cls = fused_class(self._class(module), frozenset() if match else frozenset(layers))
         row = FusionReport(path, kind, FUSED, "", code)
+        if not isinstance(cls, type) and len(layers) < 2:
+            return None
         if not isinstance(cls, type):
             why = f"no two of {', '.join(layers)} are seen to have the same input"
             return Step(module, row).left(why)
@@ -83,6 +89,15 @@ class FusionPlanner:
         if reason is not None:
             return Step(module, row).left(reason)
         return Step(module, replace(row, reason=self._launches(module, cls)), cls)
+
+    def _experts(self, path: str, module: nn.Module) -> Step | None:
+        """Of a mixture's experts, whose products go together inside a step's graph."""
+        if any(self._class(module[name]) is type(module[name]) for name in PROJECTIONS):
+            return None
+        what = "gate and up in one launch, down and the sum of a row in another, in a step's graph"
+        row = FusionReport(path, EXPERTS, FUSED, what)
+        step = Step(module, row, experts_class(self._class(module)))
+        return step if self.predicate(path, module) else step.left(_REFUSED)
 
     def _loop(self, path: str, module: nn.Module) -> Step | None:
         """Of a module that runs decoder layers in a loop, if it is one."""

@@ -1,4 +1,4 @@
-"""Products of one input at once, in modules of which no more is recognised.
+"""Products of one input at once, and sums of experts, in modules of which no more is recognised.
 
 In a run of assignments, calls of quantized layers with the same variable are gathered before the
 first of them: ``q = self.q_proj(x)``, ``k = self.k_proj(x)`` become two results of one call. That
@@ -13,7 +13,8 @@ from functools import cache
 from types import FunctionType
 from typing import NamedTuple
 
-from .matcher import Method, Mismatch, parse
+from .experts import CombinedSums
+from .matcher import Method, Mismatch, inlined, parse
 from .rewriter import replaced, rewritten, statement
 
 _TOGETHER = "_products_together"
@@ -48,9 +49,11 @@ def grouped(
             body = getattr(node, field, None)
             if isinstance(body, list):
                 body[:] = [s for run in _runs(body) for s in _gathered(run, method, layers, groups)]
-    if not groups:
+    sums = CombinedSums()
+    method.definition.body[:] = [sums.visit(each) for each in inlined(method.definition.body)]
+    if not groups and not sums.names:
         return Mismatch("no two of its quantized layers are seen to have the same input")
-    return Grouped(rewritten(method, **{_TOGETHER: together}), tuple(groups))
+    return Grouped(rewritten(method, **{_TOGETHER: together}, **sums.names), tuple(groups))
 
 
 def _gathered(

@@ -126,7 +126,7 @@ def recognise(cls: type[nn.Module]) -> Match | Mismatch:
     method = parse(inspect.getattr_static(cls, "__call__", None))
     if isinstance(method, Mismatch):
         return method
-    body = _inlined(method.definition.body)
+    body = inlined(method.definition.body)
     closest = Mismatch("there is no pattern", progress=-1)
     for pattern, wanted in _patterns(True):
         result = _compare(pattern, method, wanted, body)
@@ -172,7 +172,7 @@ def _patterns(of_methods: bool) -> list[tuple[Method, list[ast.stmt]]]:
             assert isinstance(pattern, Method), (function, pattern)
             if ("self" in pattern.parameters) == of_methods:
                 body = pattern.definition.body
-                parsed.append((pattern, _inlined(body) if of_methods else body))
+                parsed.append((pattern, inlined(body) if of_methods else body))
     return parsed
 
 
@@ -311,7 +311,7 @@ def _codes(text: str) -> list[CodeType]:
     return codes
 
 
-def _inlined(body: list[ast.stmt]) -> list[ast.stmt]:
+def inlined(body: list[ast.stmt]) -> list[ast.stmt]:
     """Put a value that only the next statement uses, once, in the place of its name."""
     first = body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):

@@ -12,7 +12,7 @@ attention then does it itself.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -80,6 +80,13 @@ class Turned(NamedTuple):
     offset: Any
 
 
+class Chosen(NamedTuple):
+    """What a product with experts gave, and how to give its sum by scores instead."""
+
+    y: mx.array
+    combine: Callable[[mx.array], mx.array]
+
+
 def _same(one: Turned, other: Turned) -> bool:
     return one.how[0] == other.how[0] and one.how[1] is other.how[1]
 
@@ -99,6 +106,7 @@ class Step:
         self.found: dict[int, Slot] = {}
         self.masks: dict[Any, mx.array] = {}
         self.turned: dict[int, Turned] = {}
+        self.chosen: dict[int, Chosen] = {}
         self.caches = [self._stand_in(each) for each in static]
 
     def _stand_in(self, static: Static) -> Any:

@@ -1,0 +1,139 @@
+"""Launches the kernels of a mixture of experts for few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+
+from ...formats import Format
+from ...options import PackedMatrix
+from ...runtime.kernel import Kernel
+from ..quantized_matmul.qmv_config import packed_template
+
+# Rows of both matrices, or of one, that a SIMD group takes.
+_OUTPUTS = 4
+_THREADS = 64
+_MATRIX = ("w", "scales", "biases", "bias")
+_INPUTS = ("x", "right", *_MATRIX, *(f"{name}1" for name in _MATRIX), "shape")
+_GATES = (None, "silu", "gelu", "gelu_approx")
+
+# Of the arrays that there are.
+Launch = Callable[[Sequence[mx.array]], list[mx.array]]
+
+
+@lru_cache(maxsize=64)
+def _products(omitted: tuple[str, ...]) -> Kernel:
+    letters = "".join("01"[name in omitted] for name in (*_INPUTS, "y1"))
+    return Kernel(
+        f"experts_products_{int(letters, 2):x}",
+        "gather_qmm/experts.metal",
+        function="experts_products",
+        inputs=tuple(name for name in _INPUTS if name not in omitted),
+        outputs=("y",) if "y1" in omitted else ("y", "y1"),
+        omitted=omitted,
+        template=("T", "S", "mode", "group", "bits", "gate", "rows", "outputs", "height", "run"),
+        registers=lambda rows, outputs, run, **_: (rows > 1) * outputs * run + 2 * run + rows * 7,
+        large=True,
+    )
+
+
+@lru_cache(maxsize=8)
+def _combined(omitted: tuple[str, ...]) -> Kernel:
+    names = ("x", "right", "scores", *_MATRIX, "shape")
+    letters = "".join("01"[name in omitted] for name in names)
+    return Kernel(
+        f"experts_combined_{int(letters, 2):x}",
+        "gather_qmm/experts.metal",
+        function="experts_combined",
+        inputs=tuple(name for name in names if name not in omitted),
+        outputs=("y",),
+        omitted=omitted,
+        template=("T", "S", "W", "mode", "group", "bits", "outputs", "run", "simds"),
+        threadgroup_memory=lambda outputs, simds, **_: 4 * outputs * simds,
+        registers=lambda outputs, run, **_: 2 * run + 4 * outputs,
+        large=True,
+    )
+
+
+def experts_products(
+    x: Any, right: Any, matrices: Sequence[PackedMatrix], fmt: Format, gate: str | None, share: int
+) -> Launch:
+    """The launch of products of rows with one or two matrices of the experts that they chose.
+
+    Args:
+        x: the spec of (R, K), the rows.
+        right: that of (P,) uint32, the experts; product p takes row p / ``share``.
+        matrices: (E, N, K) packed, one or two of one format, and biases (E, N) or None.
+        fmt: of the matrices.
+        gate: with two matrices, the activation of the first that the second is multiplied with.
+        share: products of a row.
+
+    Returns:
+        A function of the arrays that there are that gives (P, N) for each matrix, or the gated one.
+    """
+    names = dict(zip(_INPUTS, (x, right, *(a for m in matrices for a in m)), strict=False))
+    given = {name: spec for name, spec in names.items() if spec is not None}
+    pair = len(matrices) == 2
+    omitted = [name for name in _INPUTS[:-1] if name not in given]
+    omitted += ["y1"] * (gate is not None or not pair)
+    n, k, products = matrices[0].w.shape[1], x.shape[-1], prod(right.shape)
+    height = _OUTPUTS // 2 if pair else _OUTPUTS
+    sizes = mx.array([products, n, k, share], mx.int32)
+    tiles = -(-n // height)
+    launch = _products(tuple(omitted)).bind(
+        [*given.values(), sizes],
+        template=packed_template(fmt, x.dtype, matrices[0].scales.dtype)
+        | {
+            "gate": _GATES.index(gate),
+            # Only rows of several tokens share experts.
+            "rows": 1 if products == share else 4,
+            "outputs": _OUTPUTS,
+            "height": height,
+            "run": _run(fmt),
+        },
+        grid=(-(-tiles * 32 // _THREADS) * _THREADS, products, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(products, n)] * (2 if pair and gate is None else 1),
+    )
+    return lambda arrays: launch([*arrays, sizes])
+
+
+def experts_combined(
+    x: Any, right: Any, scores: Any, matrix: PackedMatrix, fmt: Format, share: int
+) -> Launch:
+    """The launch of sums, by scores, of products with the matrix of each expert of a row.
+
+    Args:
+        x: the spec of (P, K), a row for each product.
+        right: that of (P,) uint32, the experts.
+        scores: that of (P,), floating point.
+        matrix: (E, N, K) packed, and a bias (E, N) or None.
+        fmt: of the matrix.
+        share: products of a row.
+
+    Returns:
+        A function of the arrays that there are that gives (R, N).
+    """
+    names = dict(zip(("x", "right", "scores", *_MATRIX), (x, right, scores, *matrix), strict=True))
+    given = {name: spec for name, spec in names.items() if spec is not None}
+    rows, n = prod(right.shape) // share, matrix.w.shape[1]
+    sizes = mx.array([rows * share, n, x.shape[-1], share], mx.int32)
+    simds = next(count for count in (8, 4, 2, 1) if count <= share)
+    launch = _combined(tuple(name for name in names if name not in given)).bind(
+        [*given.values(), sizes],
+        template=packed_template(fmt, x.dtype, matrix.scales.dtype)
+        | {"W": scores.dtype, "outputs": _OUTPUTS, "run": _run(fmt), "simds": simds},
+        grid=(-(-n // _OUTPUTS) * 32 * simds, rows, 1),
+        threadgroup=(32 * simds, 1, 1),
+        output_shapes=[(rows, n)],
+    )
+    return lambda arrays: launch([*arrays, sizes])
+
+
+def _run(fmt: Format) -> int:
+    """Elements of a row that a lane takes at once: whole words."""
+    return 32 if fmt.bits % 2 else 16

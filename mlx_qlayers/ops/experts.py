@@ -1,0 +1,195 @@
+"""A mixture of experts for few rows: products with the matrices that rows chose, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
+from ..formats import Format
+from ..metal.gather_qmm import experts as kernels
+from ..options import PackedMatrix
+from ..runtime.backend import backend
+from ..runtime.spec import Spec
+from .checks import check_floats
+from .gather_qmm import gather_qmm
+
+_ACTIVATIONS = {"silu": nn.silu, "gelu": nn.gelu, "gelu_approx": nn.gelu_approx}
+
+
+def experts_products(
+    x: mx.array,
+    experts: mx.array,
+    matrices: Sequence[PackedMatrix],
+    *,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    gate: str | None = None,
+) -> list[mx.array]:
+    """Products of few rows with one or two matrices of each of the experts that they chose.
+
+    Args:
+        x: (R, K) in float32, float16 or bfloat16, or (R, J, K): a row for each choice.
+        experts: (R, J) integers: the J experts of each row. None may be out of range.
+        matrices: each ``(w, scales, biases, bias)``: (E, N, K) packed in one format, and (E, N).
+        group_size, bits, mode: the format, as of ``mx.gather_qmm``.
+        gate: with two matrices: give ``activation(first) * second`` alone; the activation is
+            ``"silu"``, ``"gelu"`` or ``"gelu_approx"``.
+
+    Returns:
+        (R, J, N) for each matrix, or one gated product; float32 sums rounded once.
+
+    Raises:
+        ValueError: an argument has a shape, dtype or value that does not fit; it is named.
+
+    Example:
+        >>> w = PackedMatrix(*mx.quantize(mx.random.normal((8, 128, 64))))
+        >>> [y.shape for y in experts_products(mx.ones((1, 64)), mx.array([[5, 2]]), [w])]
+        [(1, 2, 128)]
+
+    Source: ``mx.gather_qmm``.
+    """
+    flat = [array for matrix in matrices for array in PackedMatrix(*matrix)]
+    options = (group_size, bits, mode, gate)
+    outputs: list[mx.array] = dispatch(_PRODUCTS, (x, experts, *flat), options)
+    return outputs
+
+
+def experts_combined(
+    x: mx.array,
+    experts: mx.array,
+    scores: mx.array,
+    matrix: PackedMatrix,
+    *,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+) -> mx.array:
+    """The sum, by scores, of products with a matrix of each of the experts that rows chose.
+
+    Args:
+        x: (R, J, K) in float32, float16 or bfloat16: a row for each choice.
+        experts: (R, J) integers.
+        scores: (R, J), floating point.
+        matrix: ``(w, scales, biases, bias)``: (E, N, K) packed, and (E, N).
+        group_size, bits, mode: the format, as of ``mx.gather_qmm``.
+
+    Returns:
+        (R, N) in the dtype of ``x``, rounded once.
+
+    Raises:
+        ValueError: an argument has a shape, dtype or value that does not fit; it is named.
+
+    Example:
+        >>> w = PackedMatrix(*mx.quantize(mx.random.normal((8, 128, 64))))
+        >>> chosen, scores = mx.array([[5, 2]]), mx.array([[0.5, 0.5]])
+        >>> experts_combined(mx.ones((1, 2, 64)), chosen, scores, w).shape
+        (1, 128)
+
+    Source: ``mx.gather_qmm``.
+    """
+    arrays = (x, experts, scores, *PackedMatrix(*matrix))
+    (y,) = dispatch(_COMBINED, arrays, (group_size, bits, mode))
+    combined: mx.array = y
+    return combined
+
+
+def _plan_products(
+    arrays: Sequence[Any], group_size: Any, bits: Any, mode: str, gate: str | None
+) -> Plan:
+    fmt, (x, experts, *flat) = Format.checked(group_size, bits, mode), arrays
+    matrices = [PackedMatrix(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
+    _check(x, experts, matrices, fmt)
+    if gate is not None and (gate not in _ACTIVATIONS or len(matrices) != 2):
+        raise ValueError(f"gate must be one of {', '.join(_ACTIVATIONS)} with two matrices")
+    if len(matrices) > 2 or matrices[0].w.shape != matrices[-1].w.shape:
+        raise ValueError("matrices must be one or two of one shape")
+
+    def composed(*arrays: Any) -> list[mx.array]:
+        x, experts, *flat = arrays
+        products = [
+            _product(x, experts, PackedMatrix(*flat[i : i + 4]), fmt)
+            for i in range(0, len(flat), 4)
+        ]
+        return products if gate is None else [_ACTIVATIONS[gate](products[0]) * products[1]]
+
+    choice = _choice("experts_products", x, matrices)
+    if choice.path == "ops":
+        return Plan(choice, composed)
+    rows, (count, each) = Spec((x.size // x.shape[-1], x.shape[-1]), x.dtype), experts.shape
+    right, share = Spec((count * each,), mx.uint32), each if x.ndim == 2 else 1
+    launch = kernels.experts_products(rows, right, matrices, fmt, gate, share)
+
+    def run(*arrays: Any) -> list[mx.array]:
+        x, experts, *flat = arrays
+        given = [x.reshape(rows.shape), experts.astype(mx.uint32).reshape(-1)]
+        outputs = launch([*given, *(a for a in flat if a is not None)])
+        return [y.reshape(count, each, -1) for y in outputs]
+
+    return Plan(choice, run, gradient_of(composed, arrays), composed)
+
+
+def _plan_combined(arrays: Sequence[Any], group_size: Any, bits: Any, mode: str) -> Plan:
+    fmt, (x, experts, scores, *flat) = Format.checked(group_size, bits, mode), arrays
+    matrix = PackedMatrix(*flat)
+    _check(x, experts, [matrix], fmt)
+    check_floats("scores", scores)
+    if x.ndim != 3 or scores.shape != experts.shape:
+        what = f"{x.shape}, {experts.shape} and {scores.shape}"
+        raise ValueError(f"x, experts and scores must be (R, J, K), (R, J) and (R, J), not {what}")
+
+    def composed(*arrays: Any) -> list[mx.array]:
+        x, experts, scores, *flat = arrays
+        y = _product(x, experts, PackedMatrix(*flat), fmt)
+        return [(y * scores[..., None]).sum(axis=-2).astype(x.dtype)]
+
+    choice = _choice("experts_combined", x, [matrix])
+    if choice.path == "ops":
+        return Plan(choice, composed)
+    count, each = experts.shape
+    rows = Spec((count * each, x.shape[-1]), x.dtype)
+    right, weights = Spec((count * each,), mx.uint32), Spec((count * each,), scores.dtype)
+    launch = kernels.experts_combined(rows, right, weights, matrix, fmt, each)
+
+    def run(*arrays: Any) -> list[mx.array]:
+        x, experts, scores, *flat = arrays
+        given = [x.reshape(rows.shape), experts.astype(mx.uint32).reshape(-1), scores.reshape(-1)]
+        return launch([*given, *(a for a in flat if a is not None)])
+
+    return Plan(choice, run, gradient_of(composed, arrays), composed)
+
+
+_PRODUCTS = Operation("experts_products", _plan_products)
+_COMBINED = Operation("experts_combined", _plan_combined)
+
+
+def _product(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Format) -> mx.array:
+    rows = x[:, None, None] if x.ndim == 2 else x[:, :, None]
+    y = gather_qmm(rows, *matrix[:3], None, experts, True, *fmt).squeeze(-2)
+    return y if matrix.bias is None else y + matrix.bias[experts]
+
+
+def _choice(op: str, x: Any, matrices: Sequence[PackedMatrix]) -> Any:
+    arrays = [a for m in matrices for a in m[1:] if a is not None and a.dtype != mx.uint8]
+    lacking = 0 in (x.size, *matrices[0].w.shape) or {a.dtype for a in arrays} - {x.dtype}
+    unless = {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+    return choose(op, () if lacking else KERNELS, unless=unless)
+
+
+def _check(x: Any, experts: Any, matrices: Sequence[PackedMatrix], fmt: Format) -> None:
+    check_floats("x", x)
+    if experts.ndim != 2 or not mx.issubdtype(experts.dtype, mx.integer):
+        raise ValueError(f"experts must be integers (R, J), not {experts.dtype} {experts.shape}")
+    if x.ndim not in (2, 3) or x.shape[:-1] != experts.shape[: x.ndim - 1]:
+        raise ValueError(f"x of shape {x.shape} does not go with experts of shape {experts.shape}")
+    for w, scales, biases, bias in matrices:
+        if w.ndim != 3 or (problem := fmt.mismatch(w, scales, biases)):
+            raise ValueError(f"matrices: {problem if w.ndim == 3 else 'must be (E, N, K)'}")
+        if x.shape[-1] != fmt.dims(w):
+            raise ValueError(f"x of shape {x.shape} does not go with {fmt.dims(w)} columns")
+        if bias is not None and bias.shape != w.shape[:2]:
+            raise ValueError(f"bias must have shape {w.shape[:2]}, not {bias.shape}")
