@@ -16,6 +16,7 @@ from ..ops.attention import attention
 from ..ops.attention_step import attention_step
 from ..ops.deformable_attention import deformable_attention
 from ..ops.exp import exp
+from ..ops.experts import experts_combined, experts_products
 from ..ops.fused_products import fused_products
 from ..ops.gather_qmm import gather_qmm
 from ..ops.gptq import gptq
@@ -137,6 +138,21 @@ def _gather_qmm() -> Iterator[Check]:
         yield Check("", what, products, [x, *matrix, chosen.astype(mx.uint32)], 512)
 
 
+def _experts() -> Iterator[Check]:
+    packed = [_packed((4, 72, 512), mx.float16, 64, 4, "affine") for _ in range(2)]
+
+    def mixed(x: mx.array, chosen: mx.array, scores: mx.array, *arrays: mx.array) -> list[mx.array]:
+        both = [PackedMatrix(*arrays[:3]), PackedMatrix(*arrays[3:])]
+        rows = mx.broadcast_to(x[:, None], (*chosen.shape, 512))
+        products = experts_products(x, chosen, both, gate="silu")
+        return [*products, experts_combined(rows, chosen, scores, both[0])]
+
+    for rows in (1, 8):
+        chosen = mx.arange(rows * 2, dtype=mx.uint32).reshape(rows, 2) % 4
+        given = [_normal((rows, 512)), chosen, mx.ones((rows, 2)), *packed[0], *packed[1]]
+        yield Check("", f"{rows} rows", mixed, given, 512)
+
+
 def _tensor_ops() -> Iterator[Check]:
     """The kernels that only a measurement chooses, where they run at all."""
     fmt, chosen = Format(64, 4), mx.arange(100, dtype=mx.uint32) * 4 // 100
@@ -256,6 +272,7 @@ _FAMILIES: dict[str, Callable[[], Iterator[Check]]] = {
     "quantized_matmul": _quantized_matmul,
     "fused_products": _fused_products,
     "gather_qmm": _gather_qmm,
+    "experts": _experts,
     "tensor_ops": _tensor_ops,
     "attention_step": _attention_step,
     "attention": _attention,
