@@ -84,6 +84,12 @@ def step(model: Any, function: Callable[..., Any], tokens: mx.array, caches: lis
     return None if plan.stopped else plan.run(where, tokens, caches)
 
 
+def stopped(model: nn.Module) -> str | None:
+    """Why the steps of a model run without a graph since its last change; None if they do not."""
+    plan = _plans.get(id(model))
+    return "no step was run" if plan is None else plan.stopped or None
+
+
 class _Plan:
     """The graphs of a model, as it is now.
 
