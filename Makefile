@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest
 # The pages of the API reference; all else is internal.
 PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime tuning conversion)
 
-.PHONY: setup demo test test-fast test-metal test-cuda metal-sources test-floors stress fuzz bench plots docs notebooks lint clean
+.PHONY: setup demo test test-fast test-metal test-cuda metal-sources test-floors stress fuzz bench plots architectures docs notebooks lint clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -72,6 +72,10 @@ bench: setup
 plots: setup
 	$(BIN)/python -m mlx_qlayers bench --from benchmarks/results
 	$(BIN)/python benchmarks/readme.py
+
+# Converts a small model of each architecture, and writes the table in docs/models.md.
+architectures: setup
+	$(BIN)/python tests/architecture_rows.py
 
 # The API reference, from the docstrings, into build/docs.
 docs: setup

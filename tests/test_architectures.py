@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from architecture_rows import PAGE, agrees
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
 from decoding import BITS, KINDS, logits
@@ -87,10 +88,13 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ARCHITECTURES[name]
     other, model = (build(name, expected) for _ in range(2))
     before, held, stock = types(model), arrays(model), model(TOKENS)
+    mx.enable_compile()  # by which a model's code is tried out
     report = convert_model(model)
+    mx.disable_compile()
 
     assert [path for path, _ in types(model)] == [path for path, _ in before]
     assert arrays(model) == held
+    assert agrees(name, report, PAGE.read_text()), f"{name}: make architectures"
     rows = [row for row in report.rows if row.kind == "attention"]
     patched = [row.path for row in rows if row.action == "swapped"]
     left = {row.path: row.reason for row in rows if row.action == "left"}

@@ -13,10 +13,12 @@ import linecache
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from operator import is_
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +26,7 @@ import mlx.nn as nn
 from ..runtime.backend import Mode, mode, use_backend
 from . import compiled
 from .attention_patch import made_class, stock_class
-from .cache_tail import Tail, kind_of
+from .cache_tail import Tail, kind_of, shown_by
 from .matcher import Match, Mismatch
 from .snapshot import Snapshot
 from .step_caches import Inputs, leaves, put, reason_against, taken, with_tail
@@ -73,73 +75,91 @@ def step(model: Any, function: Callable[..., Any], tokens: mx.array, caches: lis
     """The logits of a token of each sequence, and the caches with it; None if not by a graph."""
     if tokens.ndim != 2 or tokens.shape[1] != 1 or tokens.shape[0] > _MAX_BATCH or model.training:
         return None
-    where = compiled.context()
-    if where is None or reason_against(caches):
+    own = [*leaves(caches)]
+    if (where := compiled.context()) is None or all(each.empty() for each in own):
         return None
     plan = _plans.get(id(model))
     if plan is None or not plan.snapshot.holds():
         if plan is None:
             weakref.finalize(model, _plans.pop, id(model), None).atexit = False
         plan = _plans[id(model)] = _Plan(model, function)
-    return None if plan.stopped else plan.run(where, tokens, caches)
+    return plan.run(where, tokens, caches, own)
 
 
 def stopped(model: nn.Module) -> str | None:
-    """Why the steps of a model run without a graph since its last change; None if they do not."""
+    """Why steps of a model run without a graph since its last change; None if they do not."""
     plan = _plans.get(id(model))
-    return "no step was run" if plan is None else plan.stopped or None
+    return "no step was run" if plan is None else "; ".join(plan.stopped.values()) or None
+
+
+@dataclass
+class _Progress:
+    """What a step leaves for the next one with the same caches.
+
+    Attributes:
+        following: arrays of positions.
+        offsets: of a batch, as its caches have them.
+        tail: of the caches that have one.
+    """
+
+    following: dict[Any, mx.array] = field(default_factory=dict)
+    offsets: list[Any] = field(default_factory=list)
+    tail: Tail | None = None
 
 
 class _Plan:
     """The graphs of a model, as it is now.
 
     Attributes:
-        stopped: the line of code that no graph can hold, and why; empty if there is none.
-        by_step: the caches that can have a tail, by the kinds of all, once that is known.
-        following: arrays of positions that a step leaves for the next one.
-        offsets: of a batch, as its caches have them since then.
+        stopped: the line of code that no graph can hold, and why, by the kinds of all caches.
+        by_step: likewise the caches that can have a tail.
     """
 
     def __init__(self, model: Any, function: Callable[..., Any]) -> None:
         self.model, self.function = weakref.ref(model), function
         self.snapshot = Snapshot([*model.modules()])
-        self.stopped = ""
+        self.stopped: dict[tuple[type, ...], str] = {}
         self.by_step: dict[tuple[type, ...], frozenset[int]] = {}
         self.graphs: dict[Any, _Graph] = {}
-        self.following: dict[Any, mx.array] = {}
-        self.offsets: list[Any] = []
-        self.tail: Tail | None = None
+        # As long as the first cache lives.
+        self.progress: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 
-    def run(self, where: Any, tokens: mx.array, caches: list[Any]) -> Any:
+    def run(self, where: Any, tokens: mx.array, caches: list[Any], own: list[Any]) -> Any:
         """The logits, and the caches with the token; None if it cannot be."""
+        kinds = tuple(map(kind_of, own))
+        if kinds in self.stopped:
+            return None
+        if (now := self.progress.get(own[0])) is None:
+            now = self.progress[own[0]] = _Progress()
         try:
-            kinds = tuple(map(kind_of, leaves(caches)))
             if kinds not in self.by_step:
-                self.by_step[kinds] = self._checked(tokens, caches)
-            inputs = taken(caches, *self._tailed(caches, self.by_step[kinds]))
+                self.by_step[kinds] = self._checked(tokens, caches, own)
+            tailed, offsets = _tailed(own, self.by_step[kinds], now)
+            inputs = taken(caches, tailed, now.tail, offsets)
             key = where, tokens.shape, inputs.static
             if (graph := self.graphs.get(key)) is None:
                 self.graphs = dict([*self.graphs.items()][1 - _MAX_GRAPHS :])
                 graph = self.graphs[key] = _Graph(self.model, self.function, inputs.static)
             at = [
-                group.make() if (array := self.following.get(group.at)) is None else array
+                group.make() if (array := now.following.get(group.at)) is None else array
                 for group in inputs.groups
             ]
             logits, following, tails, outputs = graph(tokens, at, inputs.arrays)
         except Exception as error:
-            self.stopped = stopping_line(error)
+            self.stopped[kinds] = stopping_line(error)
             return None
         later = [group.later for group in inputs.groups]
-        self.following = dict(zip(later, following, strict=True))
-        put(caches, outputs, inputs.tailed)
-        own = [vars(each) for each in leaves(caches)]
-        self.offsets = [own[i]["offset"] for i in inputs.tailed]
+        now.following = dict(zip(later, following, strict=True))
+        some = [own[i] for i in tailed]
+        put(own, outputs, some)
+        now.offsets = [vars(each)["offset"] for each in some]
         if inputs.tail is not None:
-            shown = [own[i][name] for i in inputs.tailed for name in ("keys", "values")]
-            self.tail = inputs.tail._replace(tails=tails, shown=shown)
+            now.tail = inputs.tail._replace(tails=tails, shown=shown_by(some))
         return logits
 
-    def _checked(self, tokens: mx.array, caches: list[Any]) -> frozenset[int]:
+    def _checked(self, tokens: mx.array, caches: list[Any], own: list[Any]) -> frozenset[int]:
+        if reason := reason_against(own):
+            raise Unsupported(reason)
         model = self.model()
         assert model is not None
         mx.eval([a for part in model.modules() for a in _arrays_of(part)])
@@ -148,22 +168,22 @@ class _Plan:
             raise Unsupported(f"the model changes {self.snapshot.difference()} in a call")
         return graph.by_step
 
-    def _tailed(
-        self, caches: list[Any], by_step: frozenset[int]
-    ) -> tuple[tuple[int, ...], Tail | None, mx.array | None]:
-        """The caches that have a tail, that, and the positions that the caches of a batch share."""
-        own = [vars(each) for each in leaves(caches)]
-        tailed = with_tail(caches, by_step)
-        offsets = [own[i]["offset"] for i in tailed]
-        if not offsets or isinstance(offsets[0], int):
-            return tailed, self.tail, None
-        if len(offsets) != len(self.offsets) or not all(map(is_, offsets, self.offsets)):
-            self.following = {}
-            paddings = mx.stack([own[i]["left_padding"] for i in tailed])
-            differ = (mx.stack(offsets) != offsets[0]) | (paddings != paddings[0])
-            if differ.any().item():
-                return (), None, None
-        return tailed, self.tail, offsets[0]
+
+def _tailed(
+    own: list[Any], by_step: frozenset[int], last: _Progress
+) -> tuple[tuple[int, ...], mx.array | None]:
+    """The caches that have a tail, and the positions that the caches of a batch share."""
+    tailed = with_tail(own, by_step)
+    offsets = [vars(own[i])["offset"] for i in tailed]
+    if not offsets or isinstance(offsets[0], int):
+        return tailed, None
+    if len(offsets) != len(last.offsets) or not all(map(is_, offsets, last.offsets)):
+        last.following = {}
+        paddings = mx.stack([vars(own[i])["left_padding"] for i in tailed])
+        differ = (mx.stack(offsets) != offsets[0]) | (paddings != paddings[0])
+        if differ.any().item():
+            return (), None
+    return tailed, offsets[0]
 
 
 def check(
@@ -231,7 +251,7 @@ def why_not(model: Any) -> str:
     def run(prompt: mx.array, token: mx.array) -> mx.array:
         caches = make_prompt_cache(model)
         function(model, prompt, cache=caches)
-        if reason := reason_against(caches):
+        if reason := reason_against([*leaves(caches)]):
             raise Unsupported(reason)
         inputs, seen = taken(caches), Snapshot([*model.modules()])
         at = [token.flatten() + group.make() for group in inputs.groups]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .cache_tail import Tail, kind_of, positions, positions_of, shown_by, tail_of, watch
+from .cache_tail import Tail, kind_of, positions, positions_of, tail_of, watch
 from .step_slots import Nested, Rows, States, Static, Unsupported
 
 # What a stand-in keeps of the cache that it stands for: what no token changes.
@@ -29,17 +29,12 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
             yield each
 
 
-def reason_against(caches: Sequence[Any]) -> str | None:
-    """Why such caches cannot be in a graph, if so; the caches stay as they are."""
+def reason_against(own: Sequence[Any]) -> str | None:
+    """Why such caches cannot be in a graph, if so."""
     from mlx_lm.models.cache import ArraysCache
 
-    empty = []
-    for each in leaves(caches):
-        kind = kind_of(each)
-        if kind is not ArraysCache and kind not in _kinds():
-            return f"a cache is a {kind.__name__}"
-        empty.append(each.empty())
-    return "the caches are empty" if all(empty) else None
+    strange = {kind_of(each) for each in own} - {ArraysCache, *_kinds()}
+    return "".join(f"a cache is a {kind.__name__}" for kind in list(strange)[:1]) or None
 
 
 @cache
@@ -133,14 +128,12 @@ class Inputs(NamedTuple):
         groups: of the caches of keys and values.
         arrays: of all caches.
         tail: of those that have one.
-        tailed: which caches these are.
     """
 
     static: tuple[Static, ...]
     groups: list[Group]
     arrays: list[mx.array]
     tail: Tail | None = None
-    tailed: tuple[int, ...] = ()
 
 
 def taken(
@@ -158,11 +151,10 @@ def taken(
         offsets: the positions of a batch in these caches.
     """
     own, groups = [*leaves(caches)], dict[Any, int]()
-    inputs = Inputs((), [], [])
+    inputs, numbers = Inputs((), [], []), {number: i for i, number in enumerate(tailed)}
     if tailed:
         some = [own[i] for i in tailed]
-        length = _length(some[0])
-        inputs = inputs._replace(tail=tail_of(last, some, length), tailed=tailed)
+        inputs = inputs._replace(tail=tail_of(last, some, _length(some[0])))
     count = iter(range(len(own)))
 
     def of(c: Any) -> Static:
@@ -179,8 +171,8 @@ def taken(
             return States(kind, ())
         settings = tuple((name, vars(c)[name]) for name in _SETTINGS if name in vars(c))
         is_batch, full, rows = hasattr(c, "left_padding"), False, 0
-        if inputs.tail is not None and number in tailed:
-            i = 2 * tailed.index(number)
+        if inputs.tail is not None and number in numbers:
+            i = 2 * numbers[number]
             buffers = inputs.tail.buffers[i : i + 2]
             inputs.arrays.extend((*buffers, *inputs.tail.tails[i : i + 2]))
             inputs.arrays.extend([c.left_padding] if is_batch else [])
@@ -223,22 +215,18 @@ def _tail_group(start: int, length: int, batch: int, offsets: mx.array | None) -
     return Group(("tail", start, held, batch), later, make)
 
 
-def with_tail(caches: Sequence[Any], by_step: frozenset[int]) -> tuple[int, ...]:
+def with_tail(own: Sequence[Any], by_step: frozenset[int]) -> tuple[int, ...]:
     """Which of some caches can have a tail together: of one kind, and with as many keys."""
-    own = [*leaves(caches)]
     tailed = tuple(i for i in sorted(by_step) if not own[i].empty())
-    alike = {(kind_of(own[i]), _length(own[i]), shown_by([own[i]])[0].shape[2]) for i in tailed}
+    alike = {(kind_of(own[i]), _length(own[i]), vars(own[i])["keys"].shape[2]) for i in tailed}
     return tailed if len(alike) == 1 else ()
 
 
 def put(
-    caches: Sequence[Any],
-    outputs: Sequence[Sequence[mx.array | None]],
-    tailed: Sequence[int] = (),
+    own: Sequence[Any], outputs: Sequence[Sequence[mx.array | None]], tailed: Sequence[Any]
 ) -> None:
     """Let caches hold what a graph gave, so that no signal sees some of them changed."""
     items: list[dict[str, Any]] = []
-    own = [*leaves(caches)]
     for each, new in zip(own, outputs, strict=True):
         if not isinstance(getattr(each, "cache", None), list):
             items.append(_counted(each, new))
@@ -247,7 +235,7 @@ def put(
         *states, left, lengths = [b if a is None else a for a, b in zip(new, old, strict=True)]
         items.append({"cache": states, "left_padding": left, "lengths": lengths})
     deque(map(dict.update, map(vars, own), items), maxlen=0)
-    watch([own[i] for i in tailed])
+    watch(tailed)
 
 
 def _counted(c: Any, new: Sequence[mx.array | None]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def test_logits(name: str, graphs: list[object]) -> None:
         for number, (stock, found) in enumerate(steps):
             what = f"{name}, cache {kind}, step {number}"
             assert_same_model(found, stock, bits=None, what=what)
-        assert len(graphs) >= 3, compiled_step._plans[id(models[1])].stopped
+        assert len(graphs) >= 3, compiled_step.stopped(models[1])
 
 
 @pytest.mark.parametrize("name", NAMES[:3])
@@ -143,7 +143,7 @@ def test_a_model_that_looks_at_the_size_of_a_cache_is_left(graphs: list[object])
     steps = zip(*logits([stock, model], "own", 1, VOCABULARY), strict=True)
     for found, expected in steps:
         assert_same_model(expected, found, bits=None, what="afm7")
-    assert "rows a cache has" in compiled_step._plans[id(model)].stopped
+    assert "rows a cache has" in (compiled_step.stopped(model) or "")
 
 
 @pytest.mark.parametrize(("name", "calls"), [("phi3", 2), ("qwen3_moe", 2), ("cohere2", 2)])
@@ -165,6 +165,7 @@ def test_attention_turns_and_writes_a_tail(
     buffers = []
     for _ in range(3):
         model(mx.array([[4]]), cache=cache)
-        buffers.append(list(map(id, compiled_step._plans[id(model)].tail.buffers)))
+        (now,) = compiled_step._plans[id(model)].progress.values()
+        buffers.append(list(map(id, now.tail.buffers)))
     assert turned == [0 if name == "cohere2" else 32] * calls * 3
     assert buffers[0] == buffers[1] == buffers[2] and len(buffers[0]) == 2 * calls

@@ -1,0 +1,93 @@
+"""Writes into docs/models.md how the architectures of mlx-lm decode once they are converted.
+
+    make architectures
+
+A row follows from the report of converting a small model; ``tests/test_architectures.py`` compares.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from architecture_table import ARCHITECTURES
+from architectures import VOCABULARY, build
+from decoding import logits
+
+from mlx_qlayers import convert_model, use_backend
+from mlx_qlayers.conversion import compiled, compiled_step
+from mlx_qlayers.conversion.report import FUSED, LEFT, ConversionReport
+from mlx_qlayers.conversion.step_slots import current_step
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- architectures -->\n", "<!-- end -->"
+# Of which the tests have no model, and why.
+WITHOUT = {
+    "bitnet": "Metal only",
+    "muse_spark": "Metal only",
+    "olmo": "needs a package that mlx-lm does not install",
+    "phi3small": "its vocabulary is large by construction",
+    "prism_hadamard_qwen35": "one checkpoint's own format",
+}
+_AT_FIRST = "left at the first step: "
+
+
+def row(name: str, report: ConversionReport, stopped: str | None = None) -> str:
+    """A line of the table."""
+    fused = {each.kind for each in report.fusions if each.action == FUSED}
+    blocks = ", ".join(sorted(fused - {"step", "stack"})) or "-"
+    left = [f.reason for f in report.fusions if f.kind == "step" and f.action == LEFT]
+    if "stack" in fused and "step" not in fused:
+        how = "layers in one graph"
+    elif stopped:
+        how = _AT_FIRST + stopped
+    elif "step" in fused:
+        how = "the step in one graph"
+    else:
+        how = "left: " + (left or ["its `__call__` takes no tokens and cache"])[0]
+    how = how.replace("|", r"\|").replace("_", r"\_")
+    return f"| {name} | {blocks} | {how} |"
+
+
+def agrees(name: str, report: ConversionReport, page: str) -> bool:
+    """Whether the page has the row, or one that says what only a step finds."""
+    return row(name, report) + "\n" in page or f"| {_AT_FIRST}" in next(
+        line for line in page.splitlines() if line.startswith(f"| {name} |")
+    )
+
+
+def main() -> None:
+    """Run from the command line."""
+    lines = ["| architecture | fused | a token of each sequence on a GPU |", "|---|---|---|"]
+    for name in sorted(ARCHITECTURES | dict.fromkeys(WITHOUT)):
+        if name in WITHOUT:
+            lines.append(f"| {name} | | not tested: {WITHOUT[name]} |")
+            continue
+        model = build(name, ARCHITECTURES[name])
+        report = convert_model(model, verify=False)
+        is_graph = any(f.kind == "step" and f.action == FUSED for f in report.fusions)
+        lines.append(row(name, report, _stopped(model) if is_graph else None))
+        print(lines[-1], flush=True)
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after)
+
+
+def _stopped(model: nn.Module) -> str | None:
+    """What stops the first step, where it begins as a graph."""
+    step_graphs = compiled.context
+    compiled.context = lambda: None if current_step.get() else ("table",)
+    mx.disable_compile()
+    try:
+        with use_backend("ops"):
+            logits([model], "own", 1, VOCABULARY)
+    finally:
+        compiled.context = step_graphs
+        mx.enable_compile()
+    return compiled_step.stopped(model)
+
+
+if __name__ == "__main__":
+    main()
