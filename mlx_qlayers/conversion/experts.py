@@ -57,13 +57,14 @@ def _call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
     )
     chosen = indices.reshape(-1, indices.shape[-1])
     activation = "silu" if type(self.activation).__qualname__ == "SwiGLU" else None
-    fmt = formats[0]._asdict()
-    products = experts_products(x.reshape(-1, width), chosen, [gate, up], **fmt, gate=activation)
+    products = experts_products(
+        x.reshape(-1, width), chosen, [gate, up], formats[0], gate=activation
+    )
     h = products[0] if activation else self.activation(products[1], products[0])
-    fmt = formats[2]._asdict()
-    (y,) = experts_products(h, chosen, [down], **fmt)
+    fmt = formats[2]
+    (y,) = experts_products(h, chosen, [down], fmt)
     y = y.reshape(*indices.shape, -1)
-    step.chosen[id(y)] = Chosen(y, lambda scores: experts_combined(h, chosen, scores, down, **fmt))
+    step.chosen[id(y)] = Chosen(y, lambda scores: experts_combined(h, chosen, scores, down, fmt))
     return y
 
 

@@ -17,6 +17,7 @@ from ..runtime.spec import Spec
 from .checks import check_floats
 from .gather_qmm import gather_qmm
 
+_FORMAT = Format(64, 4)
 _ACTIVATIONS = {"silu": nn.silu, "gelu": nn.gelu, "gelu_approx": nn.gelu_approx}
 
 
@@ -24,10 +25,7 @@ def experts_products(
     x: mx.array,
     experts: mx.array,
     matrices: Sequence[PackedMatrix],
-    *,
-    group_size: int | None = None,
-    bits: int | None = None,
-    mode: str = "affine",
+    fmt: Format = _FORMAT,
     gate: str | None = None,
 ) -> list[mx.array]:
     """Products of few rows with one or two matrices of each of the experts that they chose.
@@ -36,7 +34,7 @@ def experts_products(
         x: (R, K) in float32, float16 or bfloat16, or (R, J, K): a row for each choice.
         experts: (R, J) integers: the J experts of each row. None may be out of range.
         matrices: each ``(w, scales, biases, bias)``: (E, N, K) packed in one format, and (E, N).
-        group_size, bits, mode: the format, as of ``mx.gather_qmm``.
+        fmt: the format of the matrices.
         gate: with two matrices: give ``activation(first) * second`` alone; the activation is
             ``"silu"``, ``"gelu"`` or ``"gelu_approx"``.
 
@@ -54,8 +52,7 @@ def experts_products(
     Source: ``mx.gather_qmm``.
     """
     flat = [array for matrix in matrices for array in PackedMatrix(*matrix)]
-    options = (group_size, bits, mode, gate)
-    outputs: list[mx.array] = dispatch(_PRODUCTS, (x, experts, *flat), options)
+    outputs: list[mx.array] = dispatch(_PRODUCTS, (x, experts, *flat), (fmt, gate))
     return outputs
 
 
@@ -64,10 +61,7 @@ def experts_combined(
     experts: mx.array,
     scores: mx.array,
     matrix: PackedMatrix,
-    *,
-    group_size: int | None = None,
-    bits: int | None = None,
-    mode: str = "affine",
+    fmt: Format = _FORMAT,
 ) -> mx.array:
     """The sum, by scores, of products with a matrix of each of the experts that rows chose.
 
@@ -76,7 +70,7 @@ def experts_combined(
         experts: (R, J) integers.
         scores: (R, J), floating point.
         matrix: ``(w, scales, biases, bias)``: (E, N, K) packed, and (E, N).
-        group_size, bits, mode: the format, as of ``mx.gather_qmm``.
+        fmt: the format of the matrices.
 
     Returns:
         (R, N) in the dtype of ``x``, rounded once.
@@ -93,15 +87,13 @@ def experts_combined(
     Source: ``mx.gather_qmm``.
     """
     arrays = (x, experts, scores, *PackedMatrix(*matrix))
-    (y,) = dispatch(_COMBINED, arrays, (group_size, bits, mode))
+    (y,) = dispatch(_COMBINED, arrays, (fmt,))
     combined: mx.array = y
     return combined
 
 
-def _plan_products(
-    arrays: Sequence[Any], group_size: Any, bits: Any, mode: str, gate: str | None
-) -> Plan:
-    fmt, (x, experts, *flat) = Format.checked(group_size, bits, mode), arrays
+def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | None) -> Plan:
+    fmt, (x, experts, *flat) = Format.checked(*fmt), arrays
     matrices = [PackedMatrix(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
     _check(x, experts, matrices, fmt)
     if gate is not None and (gate not in _ACTIVATIONS or len(matrices) != 2):
@@ -133,8 +125,8 @@ def _plan_products(
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
 
-def _plan_combined(arrays: Sequence[Any], group_size: Any, bits: Any, mode: str) -> Plan:
-    fmt, (x, experts, scores, *flat) = Format.checked(group_size, bits, mode), arrays
+def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
+    fmt, (x, experts, scores, *flat) = Format.checked(*fmt), arrays
     matrix = PackedMatrix(*flat)
     _check(x, experts, [matrix], fmt)
     check_floats("scores", scores)

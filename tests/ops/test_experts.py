@@ -35,15 +35,14 @@ def given(fmt, dtype, rows, each):
 
 def check(fmt, dtype, rows, each):
     x, chosen, matrices = given(fmt, dtype, rows, each)
-    options = dict(zip(("group_size", "bits", "mode"), fmt, strict=True))
     biased = matrices[0]._replace(bias=random(np.random.default_rng(1), (E, N), dtype))
-    products = experts_products(x, chosen, matrices, **options)
+    products = experts_products(x, chosen, matrices, fmt)
     left = mx.broadcast_to(mx.arange(rows)[:, None], chosen.shape)
     for y, matrix in zip(products, matrices, strict=True):
         blocks = y.reshape(rows, each, 1, N)
         check_gathered(blocks, x[:, None], matrix[:3], fmt, left, chosen)
-    (gated,) = experts_products(x, chosen, matrices, **options, gate="silu")
-    (plain,) = experts_products(x, chosen, [biased], **options)
+    (gated,) = experts_products(x, chosen, matrices, fmt, gate="silu")
+    (plain,) = experts_products(x, chosen, [biased], fmt)
     a, b = map(to64, products)
     unit = 8 * EPSILON[dtype]
     assert np.abs(to64(gated) - a / (1 + np.exp(-a)) * b).max() <= unit * max(
@@ -54,8 +53,8 @@ def check(fmt, dtype, rows, each):
 
     rng = np.random.default_rng(2)
     h, scores = random(rng, (rows, each, K), dtype), random(rng, (rows, each), mx.float32)
-    y = experts_combined(h, chosen, scores, biased, **options)
-    (terms,) = experts_products(h, chosen, [biased], **options)
+    y = experts_combined(h, chosen, scores, biased, fmt)
+    (terms,) = experts_products(h, chosen, [biased], fmt)
     dense = gathered64(matrices[0][:3], fmt, chosen)
     exact = np.einsum("rjnk,rjk->rjn", dense, to64(h)) + to64(biased.bias)[np.array(chosen)]
     assert np.abs(to64(terms) - exact).max() <= unit * np.abs(exact).max()
