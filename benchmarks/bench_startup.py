@@ -66,6 +66,7 @@ def phase(what: str, run: Callable[[], Any]) -> None:
         tell(f"  {len(found)} kernels compiled ahead, longest", max(found.values()))
     if more := compiled_by_mlx() - own:
         tell("  kernels that MLX compiled and kept", len(more), "")
+        print("  ", *sorted(name[:60] for name in more), flush=True)
 
 
 def compiled_by_mlx() -> set[str]:

@@ -296,6 +296,7 @@ def layers_in_turn(
         tails: list[mx.array],
         deferred: list[mx.array],
         next_weight: mx.array | None,
+        tickets: mx.array,
     ) -> list[mx.array]:
         rest = iter(arrays)
         whole = iter([next(rest) if there else None for there in present])
@@ -305,7 +306,7 @@ def layers_in_turn(
         for i, ((step, follow), (before, after)) in enumerate(zip(steps, operands, strict=True)):
             own = slice(2 * i, 2 * i + 2)
             given = [*buffers[own], *tails[own], positions[i % len(positions)]]
-            out, *grown = step(stream, mask, given, *before)
+            out, *grown = step(stream, mask, given, tickets, *before)
             stream = follow(stream.x, out, weights[i + 1], *after)
             new += grown
         start = positions[0][:1]
@@ -321,7 +322,9 @@ def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
     projection, rotation = _projection(formats, eps), rotation_of(rope)
     assert rotation is not None
 
-    def run(stream: Stream, mask: Any, given: list[mx.array], *arrays: Any) -> list[mx.array]:
+    def run(
+        stream: Stream, mask: Any, given: list[mx.array], tickets: mx.array, *arrays: Any
+    ) -> list[mx.array]:
         weight, q_weight, k_weight, freqs, *packed = arrays
         q, k, v = projection(packed, *stream.through(weight))
         if q_weight is not None:
@@ -329,7 +332,8 @@ def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
         if k_weight is not None:
             k = _in_heads(k, kv, k_weight, norm_eps[1]).reshape(k.shape)
         options: dict[str, Any] = {"scale": scale, "rotation": rotation}
-        return attention_step(q, k, v, *given, **options, freqs=freqs, mask=mask)
+        options |= {"freqs": freqs, "mask": mask, "tickets": tickets}
+        return attention_step(q, k, v, *given, **options)
 
     return run
 

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.attention_step import why_not
+from ..ops.attention_step import MIN_TICKETS, why_not
 from ..ops.quantized_route import in_one_launch
 from ..runtime.transformed import is_transformed
 from . import compiled
@@ -154,6 +154,8 @@ class _Plan:
         self.following: tuple[tuple[int, int, int], mx.array] | None = None
         self.offset: int | mx.array = 0
         self.differ = False
+        # Of attention's launches, which run one behind the other.
+        self.tickets = mx.zeros((MIN_TICKETS,), mx.int32)
 
     def fits(self, modules: list[nn.Module]) -> bool:
         """Whether these are the layers, as they were."""
@@ -223,6 +225,8 @@ class _Plan:
                 )
                 for part, present in zip(self.parts, self.present, strict=True)
             ]
+        if self.tickets.size < (least := len(x) * self.static[0][0][1][0]):
+            self.tickets = mx.zeros((least,), mx.int32)
         tails: list[mx.array] = []
         shown: list[mx.array] = []
         deferred: list[mx.array] = []
@@ -230,7 +234,7 @@ class _Plan:
         for part, function, arrays, next_weight in parts:
             own, count = slice(2 * part.start, 2 * part.stop), 2 * (part.stop - part.start)
             given = at if len(at) == 1 else at[part], arrays, tail.buffers[own], tail.tails[own]
-            x, *rest = function(x, mask, *given, deferred, next_weight)
+            x, *rest = function(x, mask, *given, deferred, next_weight, self.tickets)
             deferred = rest[: -2 * count]
             tails += rest[-2 * count : -count]
             shown += rest[-count:]

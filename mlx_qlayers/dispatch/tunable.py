@@ -7,7 +7,7 @@ belong to, and under which key a result is stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -153,6 +153,7 @@ class AttentionStepProblem(Problem):
         "slice": (16, 32, 64),
         "blocks": (1, 2),
         "columns": (1, 2, 4),
+        "teams": (1, 2, 4),
     }
 
     def heuristic(self, device: str) -> step.Step:
@@ -174,8 +175,9 @@ class AttentionStepProblem(Problem):
             return f"{config.splits} splits of {self.size} keys"
         if config.splits == 0 and config.tail_splits > 1:
             return "one threadgroup takes the tail with the cache"
-        sizes: Any = {n: getattr(config, n) for n in ("columns", "simds", "blocks")}
-        return too_much(step._memory(T=self.dtype, D=self.width, **sizes))
+        if config.threads > 1024:
+            return f"{config.threads} threads"
+        return too_much(step._memory(T=self.dtype, D=self.width, joined=True, **asdict(config)))
 
     def kernels(self) -> tuple[Kernel, ...]:
         return step._kernel(False, False), decode._combine(False)

@@ -7,6 +7,7 @@ import mlx.nn as nn
 
 from ..dispatch import dispatch
 from ..formats import Format
+from ..ops.embedding import quantized_rows
 from ..ops.quantized_matmul import QUANTIZED_MATMUL
 
 
@@ -126,7 +127,7 @@ class QLinear(Counterpart, nn.QuantizedLinear):
 
 
 class QEmbedding(Counterpart, nn.QuantizedEmbedding):
-    """``nn.QuantizedEmbedding`` whose tied output, ``as_linear``, goes as a ``QLinear`` does.
+    """``nn.QuantizedEmbedding`` in one launch; its tied output, ``as_linear``, goes as ``QLinear``.
 
     Constructor, parameters and frozen state are those of the stock layer.
 
@@ -143,5 +144,9 @@ class QEmbedding(Counterpart, nn.QuantizedEmbedding):
     """
 
     stock = nn.QuantizedEmbedding
+
+    def __call__(self, x: mx.array) -> mx.array:
+        arrays = x, self["weight"], self["scales"], self.get("biases")
+        return quantized_rows(*arrays, group_size=self.group_size, bits=self.bits, mode=self.mode)
 
     as_linear = Counterpart._product

@@ -14,14 +14,17 @@ from ..options import Rotation
 from ..reference import attention_step as reference
 from ..runtime.backend import backend
 from ..runtime.limits import has_few_registers
+from ..runtime.spec import Spec
 from .attention_checks import check_rotation, check_scale
 from .checks import FLOATS
 
-__all__ = ["MIN_POSITIONS", "Rotation", "attention_step", "why_not"]
+__all__ = ["MIN_POSITIONS", "MIN_TICKETS", "Rotation", "attention_step", "why_not"]
 
 _MAX_WIDTH = 256
-# Elements of `positions` at least: MLX passes fewer in another address space.
-MIN_POSITIONS = 8
+# Where a threadgroup sees what others wrote.
+_ORDERED = ("cuda",)
+# Elements of `positions` and `tickets` at least: MLX passes fewer in another address space.
+MIN_POSITIONS = MIN_TICKETS = 8
 
 
 def attention_step(
@@ -38,6 +41,7 @@ def attention_step(
     rotation: Rotation,
     freqs: mx.array | None = None,
     mask: mx.array | None = None,
+    tickets: mx.array | None = None,
 ) -> list[mx.array]:
     """Rotary embedding and attention to a cache and its tail, for one token a sequence.
 
@@ -61,6 +65,8 @@ def attention_step(
         mask: booleans, true where a token sees a key; (B or 1, H or 1, 1, S or more), of which
             column j is that of key j: those of the cache that count, those of the tail, and the
             token's own. None hides nothing.
+        tickets: (max(8, B * H),) int32 zeros, with which a GPU needs one launch where it needs two
+            without. They are zeros again behind it: give them to no call that may run at once.
 
     Returns:
         (B, 1, H * Dv), the heads side by side; and both tails with the token's key and value as
@@ -77,14 +83,14 @@ def attention_step(
 
     Source: :func:`mlx_qlayers.ops.rotary.rotary_embedding` and :func:`mlx_qlayers.attention`.
     """
-    arrays = q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask
+    arrays = q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask, tickets
     outputs: list[mx.array] = dispatch(_STEP, arrays, (scale, rotation))
     return outputs
 
 
 def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation) -> Plan:
     _check(arrays)
-    q, _, _, k_cache, v_cache, *_, freqs, _ = arrays
+    q, _, _, k_cache, v_cache, _, _, _, freqs, *_ = arrays
     check_scale(scale)
     check_rotation(rotation, freqs, k_cache.shape[3])
     v_width, share = v_cache.shape[3], q.shape[2] // (k_cache.shape[1] * k_cache.shape[3])
@@ -95,7 +101,8 @@ def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation) -> Plan:
         return Plan(choice, composed)
     question = kernels.question(q, k_cache, v_width)
     config = configure("attention_step", choice.path, *question)
-    launch = kernels.attention_step(arrays, scale, rotation, config)
+    known = arrays if choice.path in _ORDERED else arrays[:10]
+    launch = kernels.attention_step(known, scale, rotation, config)
     return Plan(choice, launch, gradient_of(composed, arrays), composed)
 
 
@@ -127,7 +134,7 @@ def _covers(dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int)
 
 
 def _check(arrays: Sequence[Any]) -> None:
-    q, k, v, k_cache, v_cache, k_tail, v_tail, positions, _, mask = arrays
+    q, k, v, k_cache, v_cache, k_tail, v_tail, positions, _, mask, tickets = arrays
     if q.ndim != 3 or q.shape[1] != 1 or q.dtype not in FLOATS:
         what = f"{q.dtype} {q.shape}"
         raise ValueError(f"q must be (B, 1, H * D) in a floating-point type, not {what}")
@@ -155,6 +162,8 @@ def _check(arrays: Sequence[Any]) -> None:
     if positions.ndim != 1 or positions.size < least or kind != mx.int32:
         what = f"{kind} {positions.shape}"
         raise ValueError(f"positions must be int32 and {least} or more, not {what}")
+    if tickets is not None and (tickets.dtype != mx.int32 or tickets.ndim != 1):
+        raise ValueError(f"tickets must be int32 and have one axis, not {Spec.of(tickets)}")
     if mask is None:
         return
     broadcast = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)

@@ -17,7 +17,7 @@ def attention_step(
     arrays: Sequence[Any], scale: float, rotation: Rotation
 ) -> Callable[..., list[mx.array]]:
     """A function of arrays of these specs, those of :func:`.ops.attention_step.attention_step`."""
-    q, _, _, k_cache, v_cache, k_tail, _, _, _, mask = arrays
+    q, _, _, k_cache, v_cache, k_tail, _, _, _, mask, *_ = arrays
     batch, _, size, width = k_cache.shape
     rows, v_width = k_tail.shape[2], v_cache.shape[3]
     leading, keys = () if mask is None else mask.shape[:3], size + rows
@@ -27,7 +27,7 @@ def attention_step(
     attend, turn = attention(call), rotary_embedding(rotation)
 
     def run(*arrays: Any) -> list[mx.array]:
-        q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask = arrays
+        q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask, *_ = arrays
         before, held, row = positions[0], positions[1], mx.arange(rows)
         heads = (batch, 1, -1, width) if rotation.dims else (batch, -1, 1, width)
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(batch, -1, 1, v_width)

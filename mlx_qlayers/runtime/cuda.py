@@ -32,8 +32,8 @@ SHIM = Path(__file__).parent / "shims" / "cuda" / "msl.h"
 _LONG = 2048
 # What CUDA starts at most along y and z, where Metal knows no such limit.
 _MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
-# Its declarations, and those of the files that it includes, come from the shim instead.
-_SHIMMED = METAL / "common/tile.metal"
+# Their declarations, and those of the files that they include, come from the shim instead.
+_SHIMMED = METAL / "common/tile.metal", METAL / "common/arrival.metal"
 # The template parameter that says how many threadgroups a multiprocessor should hold.
 _RESIDENT = "RESIDENT"
 # The input that tells threads beyond the grid that they are surplus.
@@ -259,7 +259,7 @@ def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
 
 def _without_shimmed(header: str) -> str:
     """Leave out what the shim declares."""
-    for item in source.read(_SHIMMED):
+    for item in (item for path in _SHIMMED for item in source.read(path)):
         if item.tokens:
             header = header.replace(source.minify(item.tokens) + "\n", "")
     return header

@@ -6,9 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import mlx_qlayers.ops.attention_step as step
 from mlx_qlayers import explain, use_backend
+from mlx_qlayers.metal.attention.step import Step
 from mlx_qlayers.ops.attention_step import Rotation, attention_step, why_not
 from mlx_qlayers.runtime import trace
+from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.host import checks
 from tests import oracles
 from tests.gpus import GPUS
@@ -121,6 +124,29 @@ def test_against_float64(case, dtype, path):
     held = slice(case[8])
     for made, tail in zip(tails, arrays[5:7], strict=True):
         assert mx.array_equal(made[:, :, held], tail[:, :, held])
+
+
+@pytest.mark.parametrize(("teams", "splits", "dtype"), [(2, 3, mx.float16), (4, 0, mx.bfloat16)])
+def test_teams_of_a_threadgroup_and_the_last_one_that_adds_up(
+    teams, splits, dtype, path, monkeypatch
+):
+    """What a GPU does in one launch, where others' writes are seen; the checked build sees none."""
+    config = Step(1, 4, 1, 16, splits, teams=teams)
+    monkeypatch.setattr(step, "configure", lambda *_: config)
+    monkeypatch.setattr(step, "_ORDERED", ("cuda", "host") if path == "host" else ("cuda",))
+    advance_epoch()
+    arrays, options = make((1, 6, 2, 300, 40, 64, 64, 280, 33, None, Rotation(64)), dtype, path)
+    tickets = mx.zeros(8, mx.int32)
+    truth, terms, _ = expected(arrays, options, np.float64, None)
+    rough = expected(arrays, options, np.float32, dtype)[0]
+    for _ in range(2):
+        with trace() as launches:
+            out, *_ = attention_step(*arrays, **options, tickets=tickets)
+        assert_accurate(out, truth, round_to(rough, dtype), terms=terms, what="out")
+        assert not tickets.any().item()
+    counts = {"ops": 0, "checked": 1 + (splits > 0)}
+    assert len(launches) == counts.get(path, 1 if path in ("host", "cuda") else 1 + (splits > 0))
+    advance_epoch()
 
 
 def test_gradients_are_the_references():

@@ -6,14 +6,20 @@
 // The rows are the queries of the heads that share a key head. One threadgroup takes one split of the
 // cache's keys or the tail's for 8 * columns rows, by tiles as attention_decode does; what starts the
 // softmax of the tail's first split is the token's own key. Without a split one threadgroup takes all.
+// Its SIMD groups are `teams` of `simds`, each with tiles and a softmax of its own until the end.
 //
 // The threadgroups that x counts beyond the splits copy the tail, so that nobody who attends waits
 // for it: rows behind the token's become zeros. In threadgroup memory lie q and the token's key,
-// turned, p, and a number a row and SIMD group. Without a split the result is written; else o
-// without its divisor, m and sum, all float, which attention_combine adds up.
+// turned, p, and a number a row and SIMD group. Without a split the result is written; else o without
+// its divisor, m and sum, all float, which attention_combine adds up. Or, `joined`, the last of a row
+// block's threadgroups adds up o with its divisor in T, m and sum in float. For that others' writes
+// have to be seen, of which Metal 3.1 gives no promise: CUDA alone is launched so. `tickets`, one for
+// each of (B, Hkv, row blocks), are 0 and become 0 again, so that launches may share them that do not
+// run at once.
 //
-// Grid (32 * simds * x, Hkv * row blocks, B), threadgroup (32 * simds, 1, 1).
+// Grid (32 * simds * teams * x, Hkv * row blocks, B), threadgroup (32 * simds * teams, 1, 1).
 
+#include "common/arrival.metal"
 #include "key_tiles.metal"
 #include "rotary/rotary_rate.metal"
 
@@ -22,6 +28,8 @@ using namespace metal;
 
 // What the entries of `options` are; what turn_rows takes comes behind.
 enum step_option { CACHE_ROWS, TAIL_ROWS, TAIL_SPLITS, SPLITS, HEADS_SHARING, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD, TURN };
+// More splits than these are not added up in one launch.
+#define MOST_JOINED 64
 
 // Where element d of a row lies among those that lanes meet in a key's runs.
 template <int run>
@@ -126,6 +134,65 @@ METAL_FUNC void own_scores(
   }
 }
 
+// The sum of all splits of some rows, by a whole threadgroup: parts (rows, splits, Dv) with their m
+// and sum to out (rows, Dv). A row's weights lie in threadgroup memory.
+template <typename T, int Dv, int most, int simds>
+METAL_FUNC void add_splits(
+    device T* out,
+    const device T* parts,
+    const device float2* sums,
+    threadgroup float* weights,
+    int rows,
+    int splits,
+    uint thread_index,
+    uint simd,
+    uint lane) {
+  for (int row = simd; row < rows; row += simds) {
+    float2 own[most / 32];
+    float top = LOWEST, total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < most / 32; i++) {
+      int at = 32 * i + lane;
+      own[i] = at < splits ? sums[row * splits + at] : float2(LOWEST, 0.0f);
+      top = max(top, own[i].x);
+    }
+    top = simd_max(top);
+#pragma unroll
+    for (int i = 0; i < most / 32; i++) {
+      own[i].y *= power_of_2<T>(own[i].x - top);
+      total += own[i].y;
+    }
+    total = simd_sum(total);
+#pragma unroll
+    for (int i = 0; i < most / 32; i++) {
+      weights[row * most + 32 * i + lane] = own[i].y / total;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const int words = 2 * sizeof(T);
+  for (int item = thread_index; item < rows * (Dv / 8); item += 32 * simds) {
+    int row = item / (Dv / 8);
+    int64_t first = int64_t(row) * splits * Dv + item % (Dv / 8) * 8;
+    float o[8] = {};
+#pragma unroll 8
+    for (int i = 0; i < splits; i++) {
+      alignas(16) uint pack[words];
+      load_packs<words>(pack, reinterpret_cast<const device uint*>(parts + first + i * Dv), false);
+      float weight = weights[row * most + i];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        metal::vec<T, 2> pair = plain_pair(pack, j, T(0));
+        o[2 * j] = fma(weight, float(pair.x), o[2 * j]);
+        o[2 * j + 1] = fma(weight, float(pair.y), o[2 * j + 1]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      out[int64_t(item) * 8 + j] = T(o[j]);
+    }
+  }
+}
+
 template <
     typename T,
     int D,
@@ -138,8 +205,10 @@ template <
     int simds,
     int blocks,
     int slice,
+    int teams,
     typename P,
     bool split,
+    bool joined,
     int RESIDENT>
 [[kernel]] void attention_step(
     const device T* q,
@@ -153,9 +222,11 @@ template <
     const device bool* mask,
     const device float* freqs,
     const device int* options,
+    const device int* tickets,
     device P* out,
     device T* k_out,
     device T* v_out,
+    device T* parts,
     uint3 group [[threadgroup_position_in_grid]],
     uint3 groups [[threadgroups_per_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
@@ -166,18 +237,24 @@ template <
   const int run_v = slice / 8 < run ? slice / 8 : run;
   const int words_v = run_v * sizeof(T) / 4, steps_v = slice / (8 * run_v);
   const int limit = D == padded ? 0 : D, limit_v = Dv == slice * simds ? 0 : Dv;
-  const int tile = 16 * blocks * simds, count = 8 * columns, parts = padded / 16;
+  const int own_tile = 16 * blocks * simds, tile = own_tile * teams, all = simds * teams;
+  const int count = 8 * columns, depths = padded / 16, sums = slice / 4 * columns;
   // Rows of 16 * odd bytes keep matrix loads free of bank conflicts.
   const int q_step = padded + 16 / sizeof(T), p_step = count + (columns % 2 == 0 ? 8 : 0);
   threadgroup T q_tile[(count + 1) * q_step];
-  threadgroup T p_tile[tile * p_step];
-  threadgroup float2 reduced[simds][columns][4];
-  threadgroup float own_tops[count];
+  threadgroup T p_tiles[tile * p_step];
+  threadgroup float2 reduced[all][columns][4], tops[teams][columns][4];
+  threadgroup float own_tops[count], taken[teams > 1 ? (teams - 1) * sums * 32 * simds : 1];
+  threadgroup float weights[joined ? count * MOST_JOINED : 1];
+  threadgroup int arrived;
+  int team = int(simd) / simds, member = int(simd) % simds;
+  threadgroup T* p_tile = p_tiles + team * own_tile * p_step;
 
   int before = positions[0], held = positions[1], rows = options[HEADS_SHARING];
   int row_blocks = (rows + count - 1) / count, heads = int(groups.y) / row_blocks;
   int head = int(group.y) % heads, first_row = int(group.y) / heads * count;
   int64_t kv_head = int64_t(group.z) * heads + head;
+  int64_t all_rows = int64_t(groups.z) * heads * rows;
   k += kv_head * D;
   v += kv_head * Dv;
   k_cache += kv_head * options[CACHE_ROWS] * D;
@@ -189,8 +266,8 @@ template <
   int splits = options[SPLITS], tail_splits = options[TAIL_SPLITS];
   if (int(group.x) >= splits) {
     if (first_row == 0) {
-      int sharer = (int(group.x) - splits) * 32 * simds + int(thread_index);
-      int sharers = (int(groups.x) - splits) * 32 * simds;
+      int sharer = (int(group.x) - splits) * 32 * all + int(thread_index);
+      int sharers = (int(groups.x) - splits) * 32 * all;
       copy_tail<D>(k_out, k_tail, held, options[TAIL_ROWS], sharer, sharers);
       copy_tail<Dv>(v_out, v_tail, held, options[TAIL_ROWS], sharer, sharers);
     }
@@ -199,7 +276,7 @@ template <
 
   // The first splits are the tail's, the others the cache's.
   bool of_tail = int(group.x) < tail_splits, is_first = group.x == 0;
-  turn_rows<T, D, dims, traditional, listed, run, q_step, padded, count, 32 * simds>(
+  turn_rows<T, D, dims, traditional, listed, run, q_step, padded, count, 32 * all>(
       q_tile, q + (kv_head * rows + first_row) * D, k, freqs, options + TURN,
       float(positions[2 + group.z]), rows - first_row, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -208,40 +285,40 @@ template <
     mask += int64_t(group.z) * options[MASK_OF_SEQUENCE] + head * rows * options[MASK_OF_HEAD];
   }
   if (is_first) {
-    own_scores<T, masked, padded, q_step, count, simds>(
+    own_scores<T, masked, padded, q_step, count, all>(
         own_tops, q_tile, scale, mask + (masked ? before + held : 0), first_row, rows,
         options[MASK_OF_HEAD], simd, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int d = thread_index; first_row == 0 && d < D; d += 32 * simds) {
+    for (int d = thread_index; first_row == 0 && d < D; d += 32 * all) {
       k_out[int64_t(held) * D + d] = q_tile[count * q_step + staged_at<run>(d)];
     }
-    for (int d = thread_index; first_row == 0 && d < Dv; d += 32 * simds) {
+    for (int d = thread_index; first_row == 0 && d < Dv; d += 32 * all) {
       v_out[int64_t(held) * Dv + d] = v[d];
     }
   }
 
   // This lane's row of 8, its run in a key, its pair of columns.
   int near = fragment_row(lane), quarter = fragment_col(lane) / 2;
-  int own = 16 * blocks * int(simd) + near;
-  const bool kept = columns * parts <= 16;
-  right_fragment<T> queries[kept ? columns * parts : 1];
+  int own = 16 * blocks * member + near;
+  const bool kept = columns * depths <= 16;
+  right_fragment<T> queries[kept ? columns * depths : 1];
   if (kept) {
 #pragma unroll
-    for (int i = 0; i < columns * parts; i++) {
+    for (int i = 0; i < columns * depths; i++) {
       load_right_transposed(
-          queries[kept ? i : 0], q_tile + i / parts * 8 * q_step + i % parts * 16, q_step, lane);
+          queries[kept ? i : 0], q_tile + i / depths * 8 * q_step + i % depths * 16, q_step, lane);
     }
   }
   attended_rows<columns, slice / 16> state = nothing_attended<columns, slice / 16>();
-  if (is_first) {
+  if (is_first && team == 0) {
 #pragma unroll
     for (int i = 0; i < 2 * columns; i++) {
       int t = i / 2, c = i % 2;
       state.top[t][c] = own_tops[8 * t + 2 * quarter + c];
-      state.sum[t][c] = simd == 0 && near == 0 ? 1.0f : 0.0f;
+      state.sum[t][c] = member == 0 && near == 0 ? 1.0f : 0.0f;
 #pragma unroll
       for (int n = 0; n < slice / 16; n++) {
-        int d = int(simd) * slice + n / (run_v / 2) * 8 * run_v + run_v * near + n % (run_v / 2) * 2;
+        int d = member * slice + n / (run_v / 2) * 8 * run_v + run_v * near + n % (run_v / 2) * 2;
         if (limit_v == 0 || d < Dv) {
           state.o[n][t].part[0][c] = float(v[d]);
           state.o[n][t].part[1][c] = float(v[d + 1]);
@@ -278,17 +355,18 @@ template <
     cache_run<T, 4> key_runs[blocks * 2 * steps];
     if (start < stop) {
       read_tile<0, 1, blocks, 2, steps, 4 * run, limit>(
-          key_runs, key_rows, start + own, last, run * quarter);
+          key_runs, key_rows, start + team * own_tile + own, last, run * quarter);
     }
-    for (int base = start; base < stop; base += tile) {
+    for (int whole = start; whole < stop; whole += tile) {
+      int base = whole + team * own_tile;
       cache_run<T, words_v> value_runs[simds * blocks * 4 * steps_v];
       read_tile<0, 1, simds * blocks, 4, steps_v, 8 * run_v, limit_v>(
-          value_runs, value_rows, base + 2 * quarter, last, int(simd) * slice + run_v * near);
+          value_runs, value_rows, base + 2 * quarter, last, member * slice + run_v * near);
 
       sum_fragment s[blocks][columns];
       multiply_keys<T, 0, run, steps, blocks, columns, kept>(
           s, key_runs, queries, q_tile, q_step, lane);
-      if (base + tile < stop) {
+      if (whole + tile < stop) {
         read_tile<0, 1, blocks, 2, steps, 4 * run, limit>(
             key_runs, key_rows, base + tile + own, last, run * quarter);
       }
@@ -298,7 +376,7 @@ template <
           lane);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       add_scores<T, simds, blocks, columns>(
-          state, s, &reduced[0][0][0], p_tile + (own - near) * p_step, p_step, lane);
+          state, s, &reduced[team * simds][0][0], p_tile + (own - near) * p_step, p_step, lane);
       threadgroup_barrier(mem_flags::mem_threadgroup);
 
       multiply_values<T, 0, run_v, steps_v, simds * blocks, columns>(
@@ -311,33 +389,93 @@ template <
     state.sum[t] = fragment_column_sum(state.sum[t]);
     if (near == 0) {
       reduced[simd][t][quarter] = state.sum[t];
+      tops[team][t][quarter] = state.top[t];
+    }
+  }
+  // The other teams' sums, for the first.
+  int of_team = member * 32 + int(lane);
+#pragma unroll
+  for (int i = 0; i < sums; i++) {
+    if (team > 0) {
+      taken[((team - 1) * sums + i) * 32 * simds + of_team] =
+          state.o[i / 4 / columns][i / 4 % columns].part[i / 2 % 2][i % 2];
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  int64_t first = kv_head * rows + first_row;
 #pragma unroll
   for (int i = 0; i < 2 * columns; i++) {
-    int t = i / 2, c = i % 2, row = first_row + 8 * t + 2 * quarter + c;
-    if (row >= rows) {
+    int t = i / 2, c = i % 2, row = 8 * t + 2 * quarter + c;
+    if (team > 0 || first_row + row >= rows) {
       continue;
     }
-    float total = 0.0f;
-    for (int g = 0; g < simds; g++) {
-      total += reduced[g][t][quarter][c];
-    }
-    float factor = split ? 1.0f : 1.0f / total;
-    int64_t at = kv_head * rows + row;
-    device P* to = split ? out + (at * splits + group.x) * (Dv + 2) : out + at * Dv;
+    float top = LOWEST, total = 0.0f, fades[teams];
 #pragma unroll
-    for (int n = 0; n < slice / 16; n++) {
-      int d = int(simd) * slice + n / (run_v / 2) * 8 * run_v + run_v * near + n % (run_v / 2) * 2;
-      if (limit_v == 0 || d < Dv) {
-        to[d] = P(state.o[n][t].part[0][c] * factor);
-        to[d + 1] = P(state.o[n][t].part[1][c] * factor);
+    for (int g = 0; g < teams; g++) {
+      top = max(top, tops[g][t][quarter][c]);
+    }
+#pragma unroll
+    for (int g = 0; g < teams; g++) {
+      fades[g] = teams == 1 ? 1.0f : power_of_2<T>(tops[g][t][quarter][c] - top);
+      for (int m = 0; m < simds; m++) {
+        total += fades[g] * reduced[g * simds + m][t][quarter][c];
       }
     }
-    if (split && simd == 0 && near == 0) {
-      to[Dv] = P(state.top[t][c]);
-      to[Dv + 1] = P(total);
+    // A split without a key has nothing to divide.
+    float factor = !split ? 1.0f / total : joined && total > 0.0f ? 1.0f / total : 1.0f;
+    int64_t at = first + row, of_split = at * splits + group.x;
+    device P* to = split && !joined ? out + of_split * (Dv + 2) : out + at * Dv;
+    device T* part_of = parts + (joined ? of_split * Dv : 0);
+#pragma unroll
+    for (int n = 0; n < slice / 16; n++) {
+      int d = member * slice + n / (run_v / 2) * 8 * run_v + run_v * near + n % (run_v / 2) * 2;
+      float pair[2];
+#pragma unroll
+      for (int part = 0; part < 2; part++) {
+        pair[part] = fades[0] * state.o[n][t].part[part][c];
+#pragma unroll
+        for (int g = 1; g < teams; g++) {
+          float other = taken[((g - 1) * sums + 4 * (n * columns + t) + 2 * part + c) * 32 * simds + of_team];
+          pair[part] += fades[g] > 0.0f ? fades[g] * other : 0.0f;
+        }
+        pair[part] *= factor;
+      }
+      if (limit_v == 0 || d < Dv) {
+        if (joined) {
+          part_of[d] = T(pair[0]);
+          part_of[d + 1] = T(pair[1]);
+        } else {
+          to[d] = P(pair[0]);
+          to[d + 1] = P(pair[1]);
+        }
+      }
+    }
+    if (split && member == 0 && near == 0) {
+      if (joined) {
+        device float2* sums_of = reinterpret_cast<device float2*>(parts + all_rows * splits * Dv);
+        sums_of[of_split] = float2(top, total);
+      } else {
+        to[Dv] = P(top);
+        to[Dv + 1] = P(total);
+      }
+    }
+  }
+  if (joined) {
+    device int* ticket = const_cast<device int*>(tickets) + int64_t(group.z) * groups.y + group.y;
+    threadgroup_barrier(mem_flags::mem_device);
+    if (thread_index == 0) {
+      arrived = arrive(ticket);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (arrived == splits - 1) {
+      const device float2* sums_of =
+          reinterpret_cast<const device float2*>(parts + all_rows * splits * Dv);
+      add_splits<T, Dv, MOST_JOINED, all>(
+          reinterpret_cast<device T*>(out) + first * Dv, parts + first * splits * Dv, sums_of + first * splits,
+          weights, min(rows - first_row, count), splits, thread_index, simd, lane);
+      if (thread_index == 0) {
+        *ticket = 0;
+      }
     }
   }
 }

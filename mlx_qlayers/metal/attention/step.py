@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from math import e, log2
 from struct import pack, unpack
@@ -23,24 +23,41 @@ from .layout import rounded
 
 _INPUTS = (
     *("q", "k", "v", "k_cache", "v_cache", "k_tail", "v_tail"),
-    *("positions", "mask", "freqs", "options"),
+    *("positions", "mask", "freqs", "options", "tickets"),
 )
+_OUTPUTS = ("out", "k_out", "v_out", "parts")
+# Splits and columns up to which the last threadgroup adds up what the others wrote.
+_MOST_JOINED, _MOST_COLUMNS = 64, 2
 # Keys that one threadgroup takes; of more, those of a split, and how many splits there are, of long
-# caches most: they write and attention_combine reads less than a hundredth of a 7B model's weights.
-_UNSPLIT_KEYS, _SPLIT_KEYS, _SPLITS = 512, 128, (8, 16, 22)
+# caches most: what they write and what is read of that is less than a hundredth of a 7B model's
+# weights. On CUDA half precision is written, and two teams fill a multiprocessor.
+_UNSPLIT_KEYS, _SPLIT_KEYS, _SPLITS, _SPLITS_ON_CUDA = 512, 128, (8, 16, 22), (8, 16, 32)
 # Keys of a long cache: so few splits fill an H200 with threads only where each reads two blocks at
 # once, for which the words of its arrays may be so many.
-_LONG, _MOST_WORDS = 8192, 176
+_LONG, _MOST_WORDS, _TEAMS = 8192, 176, 2
 # Threadgroups that copy the tail of a key head.
 _COPYING = 16
 
 
-def _memory(*, T: mx.Dtype, D: int, columns: int, simds: int, blocks: int, **_: object) -> int:
+def _memory(
+    *,
+    T: mx.Dtype,
+    D: int,
+    columns: int,
+    simds: int,
+    blocks: int,
+    slice: int,
+    teams: int = 1,
+    joined: bool = False,
+    **_: object,
+) -> int:
     """The bytes of threadgroup memory: rows of q, a key and p with their padding, and sums."""
-    width = -(-D * T.size // 64) * 64 // T.size
+    width, every = -(-D * T.size // 64) * 64 // T.size, simds * teams
     queries = (8 * columns + 1) * (width + 16 // T.size)
-    weights = 16 * blocks * simds * (8 * columns + (8 if columns % 2 == 0 else 0))
-    return (queries + weights) * T.size + 32 * simds * columns + 32 * columns
+    weights = 16 * blocks * every * (8 * columns + (8 if columns % 2 == 0 else 0))
+    taken = 32 * simds * slice * columns * (teams - 1) or 4
+    sums = 32 * (every + teams + 1) * columns
+    return (queries + weights) * T.size + sums + taken + (32 * columns * _MOST_JOINED * joined or 4)
 
 
 def _registers(*, T: mx.Dtype, masked: bool, **values: Any) -> int:
@@ -50,19 +67,19 @@ def _registers(*, T: mx.Dtype, masked: bool, **values: Any) -> int:
 
 
 @cache
-def _kernel(masked: bool, listed: bool) -> Kernel:
-    there = {"mask": masked, "freqs": listed}
+def _kernel(masked: bool, listed: bool, joined: bool = False) -> Kernel:
+    there = {"mask": masked, "freqs": listed, "tickets": joined, "parts": joined}
     omitted = tuple(name for name, given in there.items() if not given)
     return Kernel(
-        "attention_step" + "_masked" * masked + "_listed" * listed,
+        "attention_step" + "_masked" * masked + "_listed" * listed + "_joined" * joined,
         "attention/step.metal",
         function="attention_step",
         inputs=tuple(name for name in _INPUTS if name not in omitted),
         omitted=omitted,
-        outputs=("out", "k_out", "v_out"),
+        outputs=tuple(name for name in _OUTPUTS if name not in omitted),
         template=(
             *("T", "D", "Dv", "masked", "dims", "traditional", "listed"),
-            *("columns", "simds", "blocks", "slice", "P", "split", "RESIDENT"),
+            *("columns", "simds", "blocks", "slice", "teams", "P", "split", "joined", "RESIDENT"),
         ),
         threadgroup_memory=_memory,
         registers=_registers,
@@ -76,13 +93,14 @@ class Step:
 
     Attributes:
         columns: eights of the queries that share a key head in a threadgroup.
-        simds: SIMD groups of a threadgroup; each adds up its slice of the values.
+        simds: SIMD groups of a team; each adds up its slice of the values.
         blocks: blocks of 16 keys that a SIMD group takes at once.
         slice: the width of a slice: 16, 32 or 64.
         splits: threadgroups among which the keys of a cache are divided, beside those that take
             the tail; 0 if one takes both.
         tail_splits: threadgroups among which those of the tail are.
         resident: as in :class:`~.decode.Decode`.
+        teams: teams of a threadgroup, which share its keys.
     """
 
     columns: int
@@ -92,11 +110,17 @@ class Step:
     splits: int = 0
     tail_splits: int = 1
     resident: int = 0
+    teams: int = 1
 
     @property
     def tile(self) -> int:
         """Keys that a threadgroup takes at once."""
-        return 16 * self.blocks * self.simds
+        return 16 * self.blocks * self.simds * self.teams
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return 32 * self.simds * self.teams
 
 
 def configure(
@@ -107,7 +131,7 @@ def configure(
     It is for ``"metal"``, ``"cuda"`` or ``"host"``.
     """
     slice = 16 if v_width < 96 or (device != "cuda" and v_width <= 128) else 32
-    least, many, most = _SPLITS
+    least, many, most = _SPLITS_ON_CUDA if device == "cuda" else _SPLITS
     splits = min(max(size // _SPLIT_KEYS, least), many if size <= _LONG else most)
     if size <= _UNSPLIT_KEYS:
         splits = 0
@@ -116,15 +140,14 @@ def configure(
         return Step(columns, -(-v_width // slice), 1, slice, splits)
 
     def fits(config: Step) -> bool:
-        sizes = {"columns": config.columns, "simds": config.simds, "blocks": config.blocks}
-        memory = _memory(T=dtype, D=width, **sizes)
+        memory = _memory(T=dtype, D=width, joined=True, **asdict(config))
         if config.columns * slice > 128 or memory > MAX_THREADGROUP_MEMORY:
             return False
         return device == "cuda" or _fits(config, dtype, width)
 
     of_rows = [spread(columns) for columns in range(min(-(-share // 8), 8), 1, -1)]
     config = next(filter(fits, of_rows), spread(1))
-    long = replace(config, blocks=2)
+    long = replace(config, blocks=2, teams=_TEAMS if config.simds <= 4 else 1)
     is_long = device == "cuda" and size >= _LONG
     return long if is_long and _words(long, dtype, width) <= _MOST_WORDS and fits(long) else config
 
@@ -136,13 +159,12 @@ def fits_few_registers(dtype: mx.Dtype, share: int, width: int, v_width: int) ->
 
 def _fits(config: Step, dtype: mx.Dtype, width: int) -> bool:
     """Whether they have them for a configuration, with a mask."""
-    return 32 * config.simds <= most_threads(_words(config, dtype, width))
+    return config.threads <= most_threads(_words(config, dtype, width))
 
 
 def _words(config: Step, dtype: mx.Dtype, width: int) -> int:
     """Words of the arrays of a thread, with a mask."""
-    spread = {name: getattr(config, name) for name in ("columns", "simds", "blocks", "slice")}
-    return _registers(T=dtype, D=width, masked=True, **spread)
+    return _registers(T=dtype, D=width, masked=True, **asdict(config))
 
 
 def question(q: Spec, k_cache: Spec, v_width: int) -> tuple[mx.Dtype, int, int, int, int, int, int]:
@@ -157,8 +179,9 @@ def attention_step(
     """A step of decoding, in one launch or two.
 
     Args:
-        arrays: specs of q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs and mask, as
-            the operation of this name takes them; D and Dv multiples of 8 up to 256.
+        arrays: specs of q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask and
+            maybe tickets, as the operation of this name takes them; D and Dv multiples of 8 up to
+            256. With tickets, which are for CUDA, it is one launch, if that can be.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned.
         config: how to spread the work.
@@ -167,7 +190,8 @@ def attention_step(
         A function of these arrays, which gives (B, 1, H * Dv), and the tails with the token's key
         and value, and zeros behind them.
     """
-    *always, freqs, mask = arrays
+    always, freqs, mask = arrays[:8], arrays[8], arrays[9]
+    tickets = arrays[10] if len(arrays) > 10 else None
     q, _, _, k_cache, _, k_tail, v_tail, _ = always
     batch, kv_heads, size, width = k_cache.shape
     heads, v_width = q.shape[2] // width, v_tail.shape[3]
@@ -181,26 +205,34 @@ def attention_step(
     tail_splits, splits = (
         (config.tail_splits, config.splits + config.tail_splits) if split else (1, 1)
     )
+    threads, blocks = config.threads, -(-share // (8 * config.columns))
+    few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
+    joined = tickets is not None and split and few and tickets.size >= batch * kv_heads * blocks
     sizes = size, k_tail.shape[2], tail_splits, splits, share
     options = mx.array([*sizes, bits[0], *steps, *bits[1:]], mx.int32)
-    kernel = _kernel(mask is not None, freqs is not None)
+    kernel = _kernel(mask is not None, freqs is not None, joined)
     values: tuple[TemplateValue, ...] = (
         *(q.dtype, width, v_width, mask is not None, rotation.dims, rotation.traditional),
         *(freqs is not None, config.columns, config.simds, config.blocks, config.slice),
-        *(mx.float32 if split else q.dtype, split, config.resident),
+        *(config.teams, mx.float32 if split and not joined else q.dtype, split, joined),
+        config.resident,
     )
     shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, splits, v_width + 2)
     optional = [] if mask is None else [mask]
     optional += [] if freqs is None else [Spec(freqs.shape, mx.float32)]
-    threads, blocks = 32 * config.simds, -(-share // (8 * config.columns))
+    behind: list[Any] = [tickets] if joined else []
+    part_sizes = batch * heads * splits * (v_width + 8 // q.dtype.size)
     launch = kernel.bind(
-        [*always, *optional, Spec.of(options)],
+        [*always, *optional, Spec.of(options), *behind],
         template=dict(zip(kernel.template, values, strict=True)),
         grid=(threads * (splits + _COPYING), kv_heads * blocks, batch),
         threadgroup=(threads, 1, 1),
-        output_shapes=[parts if split else shape, k_tail.shape, v_tail.shape],
+        output_shapes=[
+            *(parts if split and not joined else shape, k_tail.shape, v_tail.shape),
+            *([(part_sizes,)] if joined else []),
+        ],
     )
-    combine = attention_combine(parts, q.dtype, None, shape) if split else None
+    combine = attention_combine(parts, q.dtype, None, shape) if split and not joined else None
 
     def run(*arrays: mx.array) -> list[mx.array]:
         given = list(arrays[:8])
@@ -208,8 +240,8 @@ def attention_step(
             given.append(arrays[9])
         if freqs is not None:
             given.append(arrays[8].astype(mx.float32))
-        given.append(options)
-        outputs = launch(given)
+        given += [options, *(arrays[10:11] if joined else ())]
+        outputs = launch(given)[:3]
         if combine is not None:
             outputs[:1] = combine(outputs[:1])
         return outputs

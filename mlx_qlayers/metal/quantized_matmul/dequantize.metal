@@ -71,3 +71,37 @@ template <typename T, typename S, int mode, int group, int bits, int run, int co
     }
   }
 }
+
+// Rows of one matrix by their numbers, as an embedding takes them: y (count, K). Numbers below 0 count
+// from the end. shape holds K and the rows of the matrix.
+//
+//   grid (threads * blocks of columns, count, 1), threadgroup (threads, 1, 1)
+template <typename T, typename S, int mode, int group, int bits, int run, int threads>
+[[kernel]] void dequantize_rows(
+    const device int* numbers,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    constant int* shape,
+    device T* y,
+    uint3 place [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
+  constexpr int length = run * bits / 32;
+  int columns = shape[0], row = numbers[place.y];
+  int column = (int(place.x) * threads + int(thread_index)) * run;
+  row += row < 0 ? shape[1] : 0;
+  if (column >= columns) {
+    return;
+  }
+  alignas(16) uint words[length];
+  float values[run];
+  size_t at = size_t(row) * (columns / group) + column / group;
+  load_words<length>(words, w, size_t(row) * (size_t(columns) * bits / 32) + column * bits / 32);
+  decode_run<T, mode, bits, run>(
+      values, words, decoded_scale<mode>(scales[at]), mode == AFFINE ? float(biases[at]) : 0.0f);
+  device T* to = y + size_t(place.y) * columns + column;
+#pragma unroll
+  for (int j = 0; j < run; j += 16 / sizeof(T)) {
+    *reinterpret_cast<device uint4*>(to + j) = rounded<T>(values + j);
+  }
+}

@@ -1,15 +1,17 @@
-"""Launches dequantize: quantized matrices to one dense matrix."""
+"""Launches dequantize: quantized matrices to one dense matrix, or some rows of one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 
 import mlx.core as mx
 
 from ...formats import Format
 from ...options import PackedMatrix
 from ...runtime.kernel import Kernel
+from ...runtime.spec import Spec
 from .qmv import MAX_MATRICES
 from .qmv_config import packed_template
 
@@ -69,6 +71,58 @@ def dequantize(
         output_shapes=[(sum(rows), columns)],
     )
     return lambda *arrays: launch([*arrays, shape])[0]
+
+
+@cache
+def _rows_kernel(affine: bool) -> Kernel:
+    return Kernel(
+        "dequantize_rows" + "_affine" * affine,
+        "quantized_matmul/dequantize.metal",
+        function="dequantize_rows",
+        inputs=("numbers", *(_ARRAYS if affine else _ARRAYS[:2]), "shape"),
+        outputs=("y",),
+        omitted=() if affine else _ARRAYS[2:],
+        template=("T", "S", "mode", "group", "bits", "run", "threads"),
+        registers=lambda bits, run, **_: run * bits // 32 + 2 + run,
+        large=True,
+    )
+
+
+def dequantize_rows(
+    numbers: Spec, matrix: PackedMatrix, fmt: Format, dtype: mx.Dtype
+) -> Callable[..., mx.array]:
+    """The launch that unpacks some rows of a matrix, computed in float32 and rounded once.
+
+    Args:
+        numbers: spec of (...) int32 or uint32, which rows; off CUDA 8 or more.
+        matrix: specs of its arrays; ``bias`` is not looked at.
+        fmt: group_size, bits and mode.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        A function of numbers, w, scales and (affine) biases that gives (..., K) in ``dtype``.
+    """
+    affine, count = matrix.biases is not None, prod(numbers.shape)
+    run, columns = _run(fmt.bits), fmt.dims(matrix.w)
+    threads = _threads(columns // run)
+    shape = mx.array([columns, matrix.w.shape[0]], mx.int32)
+    launch = _rows_kernel(affine).bind(
+        [
+            Spec((count,), mx.int32),
+            *(a for a in matrix[:3] if a is not None),
+            Spec.of(shape),
+        ],
+        template=packed_template(fmt, dtype, matrix.scales.dtype)
+        | {"run": run, "threads": threads},
+        grid=(-(-columns // (threads * run)) * threads, count, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(*numbers.shape, columns)],
+    )
+
+    def rows(numbers: mx.array, *arrays: mx.array) -> mx.array:
+        return launch([numbers.reshape(-1).view(mx.int32), *arrays, shape])[0]
+
+    return rows
 
 
 def _run(bits: int) -> int:

@@ -19,6 +19,7 @@ from ...metal.attention.step import Step
 from ...options import AttentionCall, Rotation, Scores
 from ...reference import attention as reference
 from ...reference import attention_step as step_reference
+from ...runtime.backend import backend
 from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, moves_of, normal
 from ..moves import Buffer, Group, GroupTop, Local, Tile, Unroll, Upcast
@@ -91,7 +92,13 @@ class AttentionStepFamily(Family[AttentionStepProblem, Step]):
 
     problem = AttentionStepProblem
     moves = moves_of(
-        problem, splits=GroupTop, tail_splits=Local, slice=Group, blocks=Unroll, columns=Upcast
+        problem,
+        splits=GroupTop,
+        tail_splits=Local,
+        slice=Group,
+        blocks=Unroll,
+        columns=Upcast,
+        teams=Local,
     )
 
     def inputs(self, problem: AttentionStepProblem) -> Inputs:
@@ -104,8 +111,13 @@ class AttentionStepFamily(Family[AttentionStepProblem, Step]):
         return [*arrays, mx.array(positions, mx.int32)]
 
     def bind(self, inputs: Inputs, problem: AttentionStepProblem, config: Step) -> Path:
-        launch = step.attention_step(*_step(inputs, problem), config)
-        return lambda inputs: launch(*inputs, None, None)[0]
+        optional: list[Any] = [None, None]
+        if backend() == "cuda":
+            optional.append(mx.zeros(max(_POSITIONS, problem.batch * problem.heads), mx.int32))
+        specs, scale, rotation = _step(inputs, problem)
+        specs = (*specs, *map(Spec.of, optional[2:]))
+        launch = step.attention_step(specs, scale, rotation, config)
+        return lambda inputs: launch(*inputs, *optional)[0]
 
     def stock(self, inputs: Inputs, problem: AttentionStepProblem) -> mx.array:
         stock = step_reference.attention_step(*_step(inputs, problem))

@@ -11,6 +11,7 @@
 #include "matrix.h"
 #include "fragment.h"
 #include "tile.h"
+#include "arrival.h"
 
 namespace metal = ::mlx::core::cu;
 

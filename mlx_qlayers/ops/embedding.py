@@ -1,0 +1,96 @@
+"""Rows of a quantized matrix, as an embedding takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..dispatch import Operation, Plan, choose, dispatch, gradient_of
+from ..formats import Format
+from ..metal.quantized_matmul.dequantize import dequantize_rows
+from ..options import PackedMatrix
+from ..runtime.backend import backend
+from .checks import FLOATS
+
+__all__ = ["quantized_rows"]
+
+
+def quantized_rows(
+    numbers: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    *,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+) -> mx.array:
+    """Some rows of a quantized matrix, unpacked.
+
+    On CUDA one launch, where stock operators are four, of which MLX compiles three for each type of
+    ``numbers`` when they are first met, for 3 s each.
+
+    Args:
+        numbers: (...) integers, which rows; those below 0 count from the end.
+        w: (N, K * bits / 32) packed in uint32.
+        scales: (N, K / group_size).
+        biases: like ``scales``; None in modes other than ``"affine"``.
+        group_size: elements that share a scale; None stands for the mode's default.
+        bits: bits an element; None stands for the mode's default.
+        mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+
+    Returns:
+        (..., K), in the dtype that ``mx.dequantize`` gives.
+
+    Raises:
+        ValueError: the arrays do not fit the format, or ``numbers`` are no integers.
+
+    Example:
+        >>> w = mx.quantize(mx.random.normal((8, 64)), group_size=64, bits=4)
+        >>> quantized_rows(mx.array([[2, 7]]), *w).shape
+        (1, 2, 64)
+
+    Source: ``mlx.nn.QuantizedEmbedding``.
+    """
+    arrays = numbers, w, scales, biases
+    rows: mx.array = dispatch(_ROWS, arrays, (group_size, bits, mode))
+    return rows
+
+
+def _plan(arrays: Sequence[Any], group_size: int | None, bits: int | None, mode: str) -> Plan:
+    fmt = Format.checked(group_size, bits, mode)
+    numbers, w, scales, biases = arrays
+    if problem := fmt.mismatch(w, scales, biases):
+        raise ValueError(problem)
+    if not mx.issubdtype(numbers.dtype, mx.integer):
+        raise ValueError(f"numbers must be integers, not {numbers.dtype}")
+    composed = _composed(fmt)
+    whole = w.ndim == 2 and 0 not in (*w.shape, *numbers.shape) and numbers.size < 2**16
+    covered = whole and numbers.dtype in (mx.int32, mx.uint32)
+    covered = covered and (biases is None or scales.dtype in FLOATS)
+    if backend() != "cuda" or not covered:  # elsewhere MLX's gathers are there at once
+        return Plan(None, composed)
+    choice = choose("quantized_rows")
+    if choice.path == "ops":
+        return Plan(choice, composed)
+    dtype = mx.bfloat16 if biases is None else scales.dtype
+    launch = dequantize_rows(numbers, PackedMatrix(w, scales, biases, None), fmt, dtype)
+
+    def run(*arrays: Any) -> mx.array:
+        return launch(*(a for a in arrays if a is not None))
+
+    return Plan(choice, run, gradient_of(composed, arrays), composed)
+
+
+_ROWS = Operation("quantized_rows", _plan)
+
+
+def _composed(fmt: Format) -> Callable[..., mx.array]:
+    def run(numbers: Any, w: Any, scales: Any, biases: Any) -> mx.array:
+        return mx.dequantize(
+            w[numbers], scales[numbers], None if biases is None else biases[numbers], *fmt
+        )
+
+    return run

@@ -1,0 +1,15 @@
+// The functions of metal/common/arrival.metal on NVIDIA GPUs; the contract is written there.
+#pragma once
+
+#include "types.h"
+
+namespace mlx::core::cu {
+
+inline int arrive(int* ticket) {
+  __threadfence();
+  int before = atomicAdd(ticket, 1);
+  __threadfence();
+  return before;
+}
+
+} // namespace mlx::core::cu
