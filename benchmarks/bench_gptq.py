@@ -2,9 +2,15 @@
 
     python benchmarks/bench_gptq.py           # the projections of a 7B model on a GPU
     python benchmarks/bench_gptq.py --host    # kernel against reference, which a CPU goes by
+    python benchmarks/bench_gptq.py --model   # a 7B model, from one and two of its layers
 
 The result is compared with rounding to the nearest. Stock mlx-lm factorises on the CPU, and its
 loop launches operators for each column: one column is timed, and the loop extrapolated from it.
+
+A model's time is that with one layer, embedding and head, and 27 times what a second layer adds:
+the sequences are run through them, sums of x^T x taken and all matrices quantized. mlx-lm's own is
+of one layer, times 28: a column of each matrix times its columns, and its three factorisations on
+the CPU, timed at 1,024 and scaled by the cube of the width.
 """
 
 from __future__ import annotations
@@ -12,11 +18,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 from common import Table, add_output, print_facts, write_output
+from mlx_lm.models import qwen2
 
 from mlx_qlayers import backend, linalg, use_backend
+from mlx_qlayers.conversion.gptq import Calibration, quantize_model
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.gptq import gptq
 from mlx_qlayers.ops.linalg import subtract_product
@@ -26,6 +36,11 @@ FMT = Format(64, 4)
 GPU = [(3584, 3584), (18944, 3584), (3584, 18944)]
 CPU = [(384, 384), (1024, 384), (384, 1024)]
 TOKENS = 4096
+
+# Qwen2-7B: its layers, and how many there are.
+HIDDEN, WIDE, HEADS, KV_HEADS, VOCABULARY, LAYERS = 3584, 18944, 28, 4, 152064, 28
+# What mlx-lm's factorisations are timed at.
+SMALL = 1024
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -66,12 +81,89 @@ def column(w: mx.array, h: mx.array) -> float:
     return min(seconds(step) for _ in range(5))
 
 
+def qwen2_7b(layers: int) -> nn.Module:
+    """A model with so many layers of that shape, of random weights."""
+    args = qwen2.ModelArgs(
+        model_type="qwen2",
+        hidden_size=HIDDEN,
+        num_hidden_layers=layers,
+        intermediate_size=WIDE,
+        num_attention_heads=HEADS,
+        rms_norm_eps=1e-6,
+        vocab_size=VOCABULARY,
+        num_key_value_heads=KV_HEADS,
+        tie_word_embeddings=False,
+    )
+    model = qwen2.Model(args)
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+def model_seconds(layers: int, samples: int, length: int) -> float:
+    """Seconds of quantizing such a model, on random tokens."""
+    count = samples * length
+    tokens = mx.random.randint(0, VOCABULARY, (count,)).tolist()
+    tokenizer = SimpleNamespace(encode=lambda text: tokens)
+    model = qwen2_7b(layers)
+    calibration = Calibration(samples=samples, length=length)
+
+    def quantize() -> object:
+        quantize_model(model, tokenizer, bits=4, text="", calibration=calibration)
+        return model.parameters()
+
+    return seconds(quantize)
+
+
+def stock_layer_seconds() -> float:
+    """Of mlx-lm's GPTQ of one layer, extrapolated, without its sums of x^T x."""
+    a = mx.eye(SMALL) * 2
+    mx.eval(a)
+
+    def factorise() -> mx.array:
+        with mx.stream(mx.cpu):
+            inverse = mx.linalg.cholesky_inv(mx.linalg.cholesky(a))
+            return mx.linalg.cholesky(inverse, upper=True)
+
+    unit = seconds(factorise) / SMALL**3
+    total = 0.0
+    keys = HIDDEN // HEADS * KV_HEADS
+    for n, k, count in (
+        (HIDDEN, HIDDEN, 2),
+        (keys, HIDDEN, 2),
+        (WIDE, HIDDEN, 2),
+        (HIDDEN, WIDE, 1),
+    ):
+        w = mx.zeros((n, k), mx.bfloat16)
+        total += count * (unit * k**3 + k * column(w, mx.eye(64)))
+    return total
+
+
+def whole_model(samples: int, length: int) -> Table:
+    table = Table(
+        {"sequences": 12, "1 layer s": 10, "2 layers s": 10, "28 layers s": 12, "mlx-lm s": 12}
+    )
+    table.print_header()
+    model_seconds(1, 4, length)  # compiles
+    one, two = (model_seconds(layers, samples, length) for layers in (1, 2))
+    row = {"1 layer s": one, "2 layers s": two, "28 layers s": one + (LAYERS - 1) * (two - one)}
+    row["mlx-lm s"] = LAYERS * stock_layer_seconds()
+    table.add(sequences=f"{samples} x {length}", **row)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--host", action="store_true", help="the kernel on the CPU")
+    parser.add_argument("--model", action="store_true", help="a 7B model, extrapolated")
+    parser.add_argument("--samples", type=int, default=128, help="sequences of it")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of each")
     add_output(parser)
     args = parser.parse_args()
     print_facts()
+    if args.model:
+        write_output(args, "gptq_model", [whole_model(args.samples, args.length)])
+        return
     on_cpu = args.host or backend() in ("host", "ops")
     table = Table(
         {"N x K": 14, "path": 6, "hessian s": 10, "inverse s": 10, "gptq s": 10}

@@ -125,13 +125,13 @@ def torch_seconds(function: Callable[[Any], Any], a: mx.array, repeats: int) -> 
     return float(np.median(times))
 
 
-def compare(cases: list[tuple[int, int]], repeats: int, stock: bool) -> Table:
+def compare(tasks: list[Task], cases: list[tuple[int, int]], repeats: int, stock: bool) -> Table:
     table = Table(
         {"task": 18, "batch x n": 12, "ms": 14, "stock ms": 14, "torch ms": 10}
         | {"x stock": 8, "x torch": 8, "error": 8}
     )
     table.print_header()
-    for task in TASKS:
+    for task in tasks:
         for batch, n in cases:
             if n > task.most:
                 continue
@@ -157,13 +157,16 @@ def compare(cases: list[tuple[int, int]], repeats: int, stock: bool) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--host", action="store_true", help="the kernels on the CPU")
+    parser.add_argument("--tasks", nargs="*", default=[task.name for task in TASKS])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--without-stock", action="store_true", help="MLX takes seconds")
     add_output(parser)
     args = parser.parse_args()
     print_facts()
     on_cpu = args.host or backend() in ("host", "ops")
     with use_backend("host" if args.host else "auto"):
-        table = compare(CPU if on_cpu else GPU, args.repeats, stock=True)
+        tasks = [task for task in TASKS if task.name in args.tasks]
+        table = compare(tasks, CPU if on_cpu else GPU, args.repeats, not args.without_stock)
     write_output(args, "linalg", [table])
 
 

@@ -47,9 +47,11 @@ def run(args: argparse.Namespace) -> None:
             name,
             f"{p.value:.3f}",
             f"{p.error:.3f}",
+            "" if p.rise is None else f"{p.rise:.4f}",
+            "" if p.rise_error is None else f"{p.rise_error:.4f}",
             "" if p.divergence is None else f"{p.divergence:.5f}",
         )
         for name, p in zip(contenders, found, strict=True)
     ]
     print(f"{found[0].tokens} tokens")
-    print(table(("model", "perplexity", "+-", "KL, nats"), rows))
+    print(table(("model", "perplexity", "+-", "rise of loss", "+-", "KL, nats"), rows))

@@ -192,6 +192,8 @@ def _added(
     if indices is None:
         rows = x.reshape(-1, k).astype(mx.float32)
         before = mx.zeros((k, k)) if total is None else total
+        if x.dtype != mx.float32 and mx.default_device().type == mx.gpu:
+            return mx.addmm(before, rows.T, rows)  # TF32 holds all bits of half precision
         return subtract_product(before, -rows.T, rows)
     # Experts have the rows that chose them.
     rows = mx.broadcast_to(x.squeeze(-2), (*indices.shape, k)).reshape(-1, k).astype(mx.float32)

@@ -16,14 +16,18 @@ class Perplexity(NamedTuple):
     Attributes:
         value: exp of the mean loss of a token.
         error: its standard error, to first order.
-        divergence: KL(reference || model) in nats a token; None without a reference.
         tokens: that were predicted.
+        divergence: KL(reference || model) in nats a token; None without a reference.
+        rise: of the mean loss of a token over the reference's; None without one.
+        rise_error: its standard error, of the differences token by token.
     """
 
     value: float
     error: float
-    divergence: float | None
     tokens: int
+    divergence: float | None = None
+    rise: float | None = None
+    rise_error: float | None = None
 
 
 def perplexities(
@@ -42,31 +46,42 @@ def perplexities(
     Example:
         >>> model, tokenizer = load("models/tales-qwen2")
         >>> perplexities([model], mx.array([tokenizer.encode("Once upon a time there was a king")]))
-        [Perplexity(value=..., error=..., divergence=None, tokens=...)]
+        [Perplexity(value=..., error=..., tokens=..., divergence=None, rise=None, rise_error=None)]
     """
     from tqdm import tqdm
 
     if tokens.shape[1] < 2:
         raise ValueError(f"sequences of shape {tokens.shape} have nothing to predict")
-    losses: list[list[mx.array]] = [[] for _ in models]
-    distances: list[list[mx.array]] = [[] for _ in models]
+    found: list[list[list[mx.array]]] = [[] for _ in models]
     for row in tqdm(mx.split(tokens, len(tokens)), "perplexity", unit="sequence", disable=None):
         truth = None if reference is None else _log_probabilities(reference, row)
         for i, model in enumerate(models):
-            found = _log_probabilities(model, row)
-            losses[i].append(-mx.take_along_axis(found, row[:, 1:, None], axis=-1).flatten())
+            given = _log_probabilities(model, row)
+            measured = [_losses(given, row)]
             if truth is not None:
-                distances[i].append((mx.exp(truth) * (truth - found)).sum(axis=-1).flatten())
-            mx.eval(losses[i], distances[i])
-    return [_of(*pair) for pair in zip(losses, distances, strict=True)]
+                divergences = (mx.exp(truth) * (truth - given)).sum(axis=-1).flatten()
+                measured += [divergences, measured[0] - _losses(truth, row)]
+            mx.eval(measured)
+            found[i].append(measured)
+    return [_of(*(mx.concatenate([*x]) for x in zip(*parts, strict=True))) for parts in found]
 
 
-def _of(losses: list[mx.array], distances: list[mx.array]) -> Perplexity:
-    loss = mx.concatenate(losses)
-    mean, variance = _number(loss.mean()), _number(mx.var(loss))
-    value = math.exp(mean)
-    divergence = _number(mx.concatenate(distances).mean()) if distances else None
-    return Perplexity(value, value * math.sqrt(variance / loss.size), divergence, loss.size)
+def _losses(log_probabilities: mx.array, row: mx.array) -> mx.array:
+    return -mx.take_along_axis(log_probabilities, row[:, 1:, None], axis=-1).flatten()
+
+
+def _of(loss: mx.array, *compared: mx.array) -> Perplexity:
+    value = math.exp(_number(loss.mean()))
+    found = Perplexity(value, value * _error(loss), loss.size)
+    if not compared:
+        return found
+    divergence, rise = (_number(x.mean()) for x in compared)
+    return found._replace(divergence=divergence, rise=rise, rise_error=_error(compared[1]))
+
+
+def _error(x: mx.array) -> float:
+    """The standard error of the mean."""
+    return math.sqrt(_number(mx.var(x)) / x.size)
 
 
 def _number(x: mx.array) -> float:

@@ -14,6 +14,7 @@ from mlx_qlayers import cli
 from tests.fuzz.target import fuzz
 
 _COMMANDS = ["generate", "chat", "server", "lora", "convert", "tune", "bench", "info", "demo"]
+_COMMANDS += ["quantize", "perplexity"]
 _OPTIONS = [
     "--model",
     "--prompt",
@@ -45,6 +46,12 @@ _OPTIONS = [
     "--trust-remote-code",
     "--prompt-tokens",
     "--batch",
+    "--method",
+    "--bits-per-weight",
+    "--samples",
+    "--sequence-length",
+    "--damping",
+    "--reference",
     "--",
     "-",
 ]

@@ -17,9 +17,13 @@ from ...runtime.spec import Spec
 _FILE = "linalg/linalg.metal"
 _TILE = 32
 _TILE_BYTES = 4 * 32 * 36
-# Columns of a threadgroup. A thread of products owns two on GPUs: each value that it reads from
-# threadgroup memory goes into two sums.
-_COLUMNS, _EACH = 128, 2
+# Columns of a threadgroup.
+_COLUMNS = 128
+# A product's threads, those across a block of rows, and the columns of each. Each value that a
+# thread of a GPU reads from threadgroup memory goes into sums of more than one column.
+_HOST, _GPU, _CUDA = (128, 128, 1), (64, 64, 2), (128, 32, 4)
+# Threadgroups of a product that fill a GPU, and the depth that each should have at least.
+_GROUPS, _DEPTH = 256, 128
 
 # Words of a thread's arrays for each column: 32 rows of it, and four of a tile.
 _REGISTERS = 36
@@ -27,11 +31,11 @@ _REGISTERS = 36
 _CHOLESKY = Kernel(
     "cholesky_block",
     _FILE,
-    inputs=("w",),
+    inputs=("w", "before", "first"),
     outputs=("r", "info"),
     template=("THREADS",),
-    threadgroup_memory=2 * _TILE_BYTES + 132,
-    registers=_REGISTERS,
+    threadgroup_memory=lambda THREADS: _TILE_BYTES + 8 * THREADS + 4,
+    registers=2 * _REGISTERS,
     large=True,
     ensure_row_contiguous=False,
 )
@@ -41,8 +45,8 @@ _SOLVE = Kernel(
     inputs=("l", "b"),
     outputs=("x",),
     template=("THREADS",),
-    threadgroup_memory=_TILE_BYTES + 128,
-    registers=_REGISTERS,
+    threadgroup_memory=_TILE_BYTES + 256,
+    registers=2 * _REGISTERS,
     large=True,
     ensure_row_contiguous=False,
 )
@@ -51,8 +55,8 @@ _SUBTRACT = Kernel(
     _FILE,
     inputs=("b", "a", "x"),
     outputs=("y",),
-    template=("THREADS", "EACH", "UPPER"),
-    threadgroup_memory=_TILE_BYTES,
+    template=("THREADS", "ACROSS", "EACH", "UPPER"),
+    threadgroup_memory=lambda THREADS, ACROSS, **_: THREADS // ACROSS * _TILE_BYTES,
     registers=lambda EACH, **_: EACH * _REGISTERS,
     large=True,
     ensure_row_contiguous=False,
@@ -70,7 +74,7 @@ def cholesky(w: Spec, block: int) -> Callable[[mx.array], tuple[mx.array, mx.arr
         order of the first leading minor that is not positive, from whose row on R is NaN.
     """
     batch, n, _ = w.shape
-    steps = []
+    none, steps = mx.zeros(batch, mx.int32), []
     for first in range(0, n, block):
         size = min(block, n - first)
         rest = n - first - size
@@ -79,24 +83,22 @@ def cholesky(w: Spec, block: int) -> Callable[[mx.array], tuple[mx.array, mx.arr
         solve = _solve(diagonal, right) if rest else None
         left = Spec((batch, rest, size), w.dtype)
         update = subtract_product(below, left, right, upper=True) if rest else None
-        steps.append((first, size, _factor(diagonal), solve, update))
+        steps.append((first, size, _factor(diagonal, first), solve, update))
 
     def run(w: mx.array) -> tuple[mx.array, mx.array]:
         if len(steps) == 1:
-            r, info = steps[0][2]([w])
-            return r, info
-        rows, minors = [], []
+            return steps[0][2](w, none)
+        # Each slice is written in place: nothing else has the array.
+        whole, info = mx.zeros((batch, n, n), mx.float32), none
         for first, size, factor, solve, update in steps:
-            r, info = factor([w[:, :size, :size]])
-            row = [mx.zeros((batch, size, first), w.dtype), r]
-            minors.append(mx.where(info > 0, info + first, 0))
+            end = first + size
+            r, info = factor(w[:, :size, :size], info)
+            whole[:, first:end, first:end] = r
             if solve is not None and update is not None:
                 (right,) = solve([r.swapaxes(1, 2), w[:, :size, size:]])
                 (w,) = update([w[:, size:, size:], right.swapaxes(1, 2), right])
-                row.append(right)
-            rows.append(mx.concatenate(row, axis=2))
-        # Behind a minor that fails all pivots are NaN, which do not fail.
-        return mx.concatenate(rows, axis=1), mx.stack(minors).max(axis=0)
+                whole[:, first:end, end:] = right
+        return whole, info
 
     return run
 
@@ -128,7 +130,9 @@ def solve_lower(a: Spec, b: Spec, block: int) -> Callable[[mx.array, mx.array], 
     return run
 
 
-def subtract_product(b: Spec, a: Spec, x: Spec, upper: bool = False) -> Bound:
+def subtract_product(
+    b: Spec, a: Spec, x: Spec, upper: bool = False, parts: int | None = None
+) -> Bound:
     """The launch that computes ``[B - A X]`` from ``[B, A, X]``.
 
     Args:
@@ -136,30 +140,59 @@ def subtract_product(b: Spec, a: Spec, x: Spec, upper: bool = False) -> Bound:
         a: (batch, n, k).
         x: (batch, k, m).
         upper: leave out what is well below the diagonal.
+        parts: share k out among so many; the result is the sum of (parts, batch, n, m).
     """
-    batch, n, m = b.shape
-    each = 1 if backend() == "host" else _EACH
-    threads = _COLUMNS // each
+    (batch, n, m), name = b.shape, backend()
+    threads, across, each = _HOST if name == "host" else _GPU
+    if name == "cuda" and n > _TILE:
+        threads, across, each = _CUDA
     return _SUBTRACT.bind(
         [b, a, x],
-        template={"THREADS": threads, "EACH": each, "UPPER": upper},
-        grid=(batch * _whole(m, _COLUMNS) // each, -(-n // _TILE), 1),
+        template={"THREADS": threads, "ACROSS": across, "EACH": each, "UPPER": upper},
+        grid=(
+            batch * threads * -(-m // (across * each)),
+            -(-n // (_TILE * threads // across)),
+            parts or 1,
+        ),
         threadgroup=(threads, 1, 1),
-        output_shapes=[b.shape],
+        output_shapes=[b.shape if parts is None else (parts, *b.shape)],
     )
 
 
-def _factor(w: Spec) -> Bound:
+def product(batch: int, n: int, k: int, m: int) -> Callable[[mx.array, mx.array], mx.array]:
+    """-A X of (batch, n, k) and (batch, k, m); a long k is shared out where little else is."""
+    shapes = ((batch, n, m), (batch, n, k), (batch, k, m))
+    b, a, x = (Spec(shape, mx.float32) for shape in shapes)
+    groups = batch * -(-n // _TILE) * -(-m // _COLUMNS)
+    parts = 1 if backend() == "host" else max(1, min(_GROUPS // groups, k // _DEPTH))
+    launch = subtract_product(b, a, x, parts=parts)
+    zeros = mx.broadcast_to(mx.zeros((1, 1, 1)), b.shape)  # of which one is read
+
+    def run(a: mx.array, x: mx.array) -> mx.array:
+        (y,) = launch([zeros, a, x])
+        return y[0] if parts == 1 else y.sum(axis=0)
+
+    return run
+
+
+def _factor(w: Spec, first: int) -> Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]:
     batch, n, _ = w.shape
     threads = max(_TILE, 1 << (n - 1).bit_length())  # few programs for all sizes
-    return _CHOLESKY.bind(
-        [w],
+    before, offset = Spec((batch,), mx.int32), mx.array(first)
+    launch = _CHOLESKY.bind(
+        [w, before, Spec.of(offset)],
         template={"THREADS": threads},
         grid=(threads * batch, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[w.shape, (batch,)],
         output_dtypes=[mx.float32, mx.int32],
     )
+
+    def run(w: mx.array, before: mx.array) -> tuple[mx.array, mx.array]:
+        r, info = launch([w, before, offset])
+        return r, info
+
+    return run
 
 
 def _solve(a: Spec, b: Spec) -> Bound:

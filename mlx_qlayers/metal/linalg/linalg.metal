@@ -6,14 +6,19 @@
 // Every matrix is padded with the identity to whole blocks.
 //
 // cholesky_block     R of W = R^T R, from the upper triangle of W (batch, n, n): one threadgroup a
-//                    matrix, one thread a column, n at most THREADS. info: 0, or the order of the
-//                    first leading minor that is not positive; from there on R is NaN.
-//                    Grid (THREADS * batch, 1, 1), 9 KiB.
+//                    matrix, one thread a column, n at most THREADS. info: what it was before or,
+//                    if that is 0, the order of the first leading minor that is not positive, plus
+//                    `first`; from there on R is NaN. Grid (THREADS * batch, 1, 1),
+//                    5 KiB + 8 * THREADS bytes.
 // solve_lower        X of L X = B, from the lower triangle of L (batch, n, n), B (batch, n, m).
 //                    Grid (batch * m in whole THREADS, 1, 1), 5 KiB.
-// subtract_product   B - A X, A (batch, n, k), X (batch, k, m); with UPPER only blocks of 32 x
-//                    EACH * THREADS that reach above the diagonal, else 0. A thread owns EACH
-//                    columns. Grid (batch * m / EACH in whole THREADS, n / 32, 1), 5 KiB.
+// subtract_product   B - A X, A (batch, n, k), X (batch, k, m); with UPPER only what blocks that
+//                    reach above the diagonal hold, else 0. ACROSS threads with EACH columns a
+//                    thread compute 32 rows, a threadgroup 32 * THREADS / ACROSS. Of more than one
+//                    group along z each takes its part of k, and B is subtracted from in the first;
+//                    their sum is the result, y (groups, batch, n, m).
+//                    Grid (batch * m in whole blocks, n in whole blocks, parts),
+//                    5 KiB * THREADS / ACROSS.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -35,11 +40,20 @@ METAL_FUNC void subtract_row(
   }
 }
 
-// x[k] -= tile[p][k] * y[p * stride] for 32 p.
-METAL_FUNC void subtract_tile(
-    thread float* x, const threadgroup float* tile, const device float* y, int64_t stride) {
+// y[p] of 32 rows above, all read before one is used.
+METAL_FUNC void load_column(thread float* y, const device float* from, int64_t stride, bool inside) {
+#pragma unroll
   for (int p = 0; p < 32; p++) {
-    subtract_row(x, tile + p * TILE_STRIDE, y[p * stride]);
+    y[p] = inside ? from[p * stride] : 0.0f;
+  }
+}
+
+// x[k] -= tile[p][k] * y[p] for 32 p.
+METAL_FUNC void subtract_tile(
+    thread float* x, const threadgroup float* tile, thread const float* y) {
+#pragma unroll
+  for (int p = 0; p < 32; p++) {
+    subtract_row(x, tile + p * TILE_STRIDE, y[p]);
   }
 }
 
@@ -63,12 +77,27 @@ METAL_FUNC void load_tile(
   }
 }
 
+// x / pivot, from about 1 / pivot: rounded once.
+METAL_FUNC float quotient(float x, float pivot, float inverse) {
+  float found = x * inverse;
+  return fma(fma(-found, pivot, x), inverse, found);
+}
+
+// The same where it may overflow, or the inverse is 0, which says that it cannot be used.
+METAL_FUNC float divided(float x, float pivot, float inverse) {
+  float found = quotient(x, pivot, inverse);
+  return inverse != 0 && abs(found) < INFINITY ? found : x / pivot;
+}
+
 // x = L^-1 x, for L in a tile but for its diagonal.
 METAL_FUNC void solve_tile(
-    thread float* x, const threadgroup float* tile, const threadgroup float* pivots) {
+    thread float* x,
+    const threadgroup float* tile,
+    const threadgroup float* pivots,
+    const threadgroup float* inverses) {
 #pragma unroll
   for (int j = 0; j < 32; j++) {
-    x[j] /= pivots[j];
+    x[j] = divided(x[j], pivots[j], inverses[j]);
     subtract_row(x, tile + j * TILE_STRIDE, x[j], (j + 1) / 4);
   }
 }
@@ -78,17 +107,18 @@ template <int THREADS>
     const device float* w,
     const constant int* w_shape,
     const constant int64_t* w_strides,
+    const device int* before,
+    constant int& first,
     device float* r,
     device int* info,
     uint batch [[threadgroup_position_in_grid]],
     uint column [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float4 tile_memory[8 * TILE_STRIDE], diagonal_memory[8 * TILE_STRIDE];
-  threadgroup float pivots[32];
+  threadgroup float4 tile_memory[8 * TILE_STRIDE], row_memory[THREADS / 2];
   threadgroup int minor;
   threadgroup float* tile = reinterpret_cast<threadgroup float*>(tile_memory);
-  threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(diagonal_memory);
+  threadgroup float* pivot_rows = reinterpret_cast<threadgroup float*>(row_memory) + 64 * simd;
   int n = w_shape[1], c = column;
   device float* out = r + size_t(batch) * n * n;
   if (column == 0) {
@@ -104,33 +134,46 @@ template <int THREADS>
                     : float(j + k == c);
     }
     for (int p = 0; p < j; p += 32) {
+      float above[32];
+      load_column(above, out + size_t(p) * n + c, n, c >= j && c < n);
       threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
       load_tile<THREADS>(tile, out + size_t(p) * n + j, 1, n, rows, 32, -32, column);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (c >= j && c < n) {
-        subtract_tile(x, tile, out + size_t(p) * n + c, n);
+        subtract_tile(x, tile, above);
       }
     }
+    // Every SIMD group factorises the block on the diagonal beside its own columns.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
     if (int(simd) == j / 32) {
 #pragma unroll
-      for (int i = 0; i < 32; i++) {
-        float pivot = simd_shuffle(x[i], ushort(i));
-        if (pivot <= 0 && lane == 0) {
-          minor = j + i + 1;  // all later pivots are NaN
-        }
-        float root = pivot > 0 ? precise::sqrt(pivot) : NAN;
-        x[i] = int(lane) == i ? root : x[i] / root;
-        diagonal[i * TILE_STRIDE + lane] = int(lane) > i ? x[i] : 0.0f;
-        if (int(lane) == i) {
-          pivots[i] = root;
-        }
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        subtract_row(x, diagonal + i * TILE_STRIDE, x[i], (i + 1) / 4);
+      for (int k = 0; k < 32; k++) {
+        tile[k * TILE_STRIDE + lane] = x[k];
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (c >= j + 32) {
-      solve_tile(x, diagonal, pivots);
+    if (int(simd) >= j / 32) {
+      float d[32];
+#pragma unroll
+      for (int k = 0; k < 32; k++) {
+        d[k] = tile[k * TILE_STRIDE + lane];
+      }
+#pragma unroll
+      for (int i = 0; i < 32; i++) {
+        float pivot = simd_shuffle(d[i], ushort(i));
+        if (pivot <= 0 && column == uint(j)) {
+          minor = first + j + i + 1;  // all later pivots are NaN
+        }
+        float inverse = pivot > 0 ? precise::rsqrt(pivot) : NAN, root = pivot * inverse;
+        root = fma(0.5f * inverse, fma(-root, root, pivot), root);
+        d[i] = quotient(d[i], root, inverse);
+        x[i] = int(simd) == j / 32 && int(lane) == i ? root : quotient(x[i], root, inverse);
+        threadgroup float* row = pivot_rows + i % 2 * 32;
+        row[lane] = int(lane) > i ? d[i] : 0.0f;
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        subtract_row(d, row, d[i], (i + 1) / 4);
+        subtract_row(x, row, x[i], (i + 1) / 4);
+      }
     }
     if (c < n) {
 #pragma unroll
@@ -141,8 +184,9 @@ template <int THREADS>
       }
     }
   }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   if (column == 0) {
-    info[batch] = minor;
+    info[batch] = before[batch] > 0 ? before[batch] : minor;
   }
 }
 
@@ -158,7 +202,7 @@ template <int THREADS>
     uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float4 tile_memory[8 * TILE_STRIDE];
-  threadgroup float pivots[32];
+  threadgroup float pivots[32], inverses[32];
   threadgroup float* tile = reinterpret_cast<threadgroup float*>(tile_memory);
   int n = l_shape[1], m = b_shape[2], groups = (m + THREADS - 1) / THREADS;
   int batch = group / groups, c = group % groups * THREADS + thread_index;
@@ -175,19 +219,25 @@ template <int THREADS>
     }
     int64_t left = batch * l_strides[0] + j * row;
     for (int p = 0; p <= j; p += 32) {
+      float above[32];
+      load_column(above, out + size_t(p) * m, m, p < j && c < m);
       int least = p == j ? 1 : -32;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       load_tile<THREADS>(tile, l + (left + p * col), row, col, rows, n - p, least, thread_index);
       if (p == j && thread_index < 32) {
         bool inside = int(thread_index) < rows;
-        pivots[thread_index] = inside ? l[left + j * col + thread_index * (row + col)] : 1.0f;
+        float pivot = inside ? l[left + j * col + thread_index * (row + col)] : 1.0f;
+        // Denormal inverses may be flushed to 0, those of denormal numbers are infinite.
+        bool usable = abs(pivot) > 0x1p-60f && abs(pivot) < 0x1p60f;
+        pivots[thread_index] = pivot;
+        inverses[thread_index] = usable ? 1.0f / pivot : 0.0f;
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (p < j && c < m) {
-        subtract_tile(own, tile, out + size_t(p) * m, m);
+        subtract_tile(own, tile, above);
       }
     }
-    solve_tile(own, tile, pivots);
+    solve_tile(own, tile, pivots, inverses);
 #pragma unroll
     for (int k = 0; k < 32; k++) {
       if (k < rows && c < m) {
@@ -197,7 +247,7 @@ template <int THREADS>
   }
 }
 
-template <int THREADS, int EACH, bool UPPER>
+template <int THREADS, int ACROSS, int EACH, bool UPPER>
 [[kernel]] void subtract_product(
     const device float* b,
     const constant int64_t* b_strides,
@@ -209,49 +259,67 @@ template <int THREADS, int EACH, bool UPPER>
     const constant int64_t* x_strides,
     device float* y,
     uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float4 tile_memory[8 * TILE_STRIDE];
-  threadgroup float* tile = reinterpret_cast<threadgroup float*>(tile_memory);
+  constexpr int DOWN = THREADS / ACROSS, AHEAD = 4;
+  threadgroup float4 tile_memory[DOWN * 8 * TILE_STRIDE];
+  int lane = thread_index % ACROSS, down = thread_index / ACROSS;
+  threadgroup float* tile =
+      reinterpret_cast<threadgroup float*>(tile_memory) + down * 32 * TILE_STRIDE;
   int n = a_shape[1], depth = a_shape[2], m = x_shape[2];
-  int groups = (m + EACH * THREADS - 1) / (EACH * THREADS), batch = group.x / groups;
-  int i = group.y * 32, first = group.x % groups * EACH * THREADS, rows = min(32, n - i);
-  bool wanted = !UPPER || first + EACH * THREADS > i;
+  int blocks = (m + EACH * ACROSS - 1) / (EACH * ACROSS), batch = group.x / blocks;
+  int first = group.x % blocks * EACH * ACROSS, top = group.y * 32 * DOWN;
+  int i = top + 32 * down, rows = min(32, n - i);
+  int part = (depth + 32 * groups.z - 1) / (32 * groups.z) * 32;
+  int end = min(depth, int(group.z + 1) * part);
+  bool wanted = !UPPER || first + EACH * ACROSS > top;
   float sums[EACH][32];
   int64_t right[EACH];
 #pragma unroll
   for (int u = 0; u < EACH; u++) {
-    int c = first + u * THREADS + thread_index;
+    int c = first + u * ACROSS + lane;
     // Threads beyond the last column compute that again.
     right[u] = batch * x_strides[0] + min(c, m - 1) * x_strides[2];
 #pragma unroll
     for (int k = 0; k < 32; k++) {
-      sums[u][k] = wanted && k < rows && c < m
+      sums[u][k] = wanted && group.z == 0 && k < rows && c < m
           ? b[batch * b_strides[0] + (i + k) * b_strides[1] + c * b_strides[2]]
           : 0.0f;
     }
   }
   int64_t left = batch * a_strides[0] + i * a_strides[1];
-  for (int p = 0; wanted && p < depth; p += 32) {
-    int count = min(32, depth - p);
+  for (int p = group.z * part; wanted && p < end; p += 32) {
+    int count = min(32, end - p);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_tile<THREADS>(
-        tile, a + (left + p * a_strides[2]), a_strides[1], a_strides[2], rows, count, -32,
-        thread_index);
+    load_tile<ACROSS>(
+        tile, a + (left + p * a_strides[2]), a_strides[1], a_strides[2], rows, count, -32, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int q = 0; q < count; q++) {
+    for (int q = 0; q < count; q += AHEAD) {
+      float factors[AHEAD][EACH];
 #pragma unroll
-      for (int u = 0; u < EACH; u++) {
-        subtract_row(sums[u], tile + q * TILE_STRIDE, x[right[u] + (p + q) * x_strides[1]]);
+      for (int h = 0; h < AHEAD; h++) {
+#pragma unroll
+        for (int u = 0; u < EACH; u++) {
+          factors[h][u] = q + h < count ? x[right[u] + (p + q + h) * x_strides[1]] : 0.0f;
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < AHEAD; h++) {
+#pragma unroll
+        for (int u = 0; u < EACH; u++) {
+          subtract_row(sums[u], tile + (q + h) * TILE_STRIDE, factors[h][u]);
+        }
       }
     }
   }
+  size_t to = (size_t(group.z) * (groups.x / blocks) + batch) * n;
 #pragma unroll
   for (int u = 0; u < EACH; u++) {
-    int c = first + u * THREADS + thread_index;
+    int c = first + u * ACROSS + lane;
 #pragma unroll
     for (int k = 0; k < 32; k++) {
       if (k < rows && c < m) {
-        y[(size_t(batch) * n + i + k) * m + c] = sums[u][k];
+        y[(to + i + k) * m + c] = sums[u][k];
       }
     }
   }

@@ -2,27 +2,45 @@
 //
 // qr_panel     H and tau of A (batch, m, b), read by its strides, as LAPACK's geqrf has them: R in
 //              the upper triangle of H, below it the reflections v but for their leading 1, and
-//              tau of I - tau v v^T. One threadgroup a matrix: a lane owns a column, a SIMD group
-//              every SIMDS-th row. Grid (32 * SIMDS * batch, 1, 1), 128 * (SIMDS + 1) bytes.
+//              tau of I - tau v v^T. V (batch, m, min(m, b)) has the reflections whole, and the
+//              product of them all is I + V S^-1 V^T with the upper triangle S. One threadgroup a
+//              matrix: a lane owns a column, a SIMD group every SIMDS-th row.
+//              Grid (32 * SIMDS * batch, 1, 1), 128 * (SIMDS + 1) bytes.
 //
 // A pass over the rows applies reflection j and adds up what reflection j + 1 needs, the products of
-// column j + 1 with all others: each element is read and written once for each column.
+// column j + 1 with all others: each element is read and written once for each column. Those with
+// the reflections before it are S but for its diagonal, -1 / tau.
 
 #include <metal_stdlib>
 using namespace metal;
 
-template <int SIMDS>
+// Rows of a SIMD group that are read before one is written.
+constant int AHEAD = 8;
+
+// A row below the pivot after reflection j; `leading` is its element of the next column.
+METAL_FUNC float reflected(
+    float x, int column, int j, float scale, float weight, thread float& leading) {
+  float below_pivot = simd_shuffle(x, ushort(j)) * scale;
+  x = column == j ? below_pivot : x - below_pivot * weight;
+  leading = simd_shuffle(x, ushort((j + 1) % 32));
+  return x;
+}
+
+// FULL: b is 32.
+template <int SIMDS, bool FULL>
 [[kernel]] void qr_panel(
     const device float* a,
     const constant int* a_shape,
     const constant int64_t* a_strides,
     device float* h,
     device float* tau,
+    device float* v,
+    device float* s,
     uint batch [[threadgroup_position_in_grid]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float parts[32 * SIMDS], pivot_row[32];
-  int m = a_shape[1], b = a_shape[2], steps = min(m, b), column = lane;
+  int m = a_shape[1], b = FULL ? 32 : a_shape[2], steps = min(m, b), column = lane;
   device float* out = h + size_t(batch) * m * b;
   float sum = 0;
   for (int i = simd; i < m; i += SIMDS) {
@@ -57,28 +75,56 @@ template <int SIMDS>
     }
     float weight = column > j ? t * (row + scale * products) : 0.0f;
     sum = 0;
-    int first = j - int(simd);
-    first = first <= 0 ? int(simd) : int(simd) + (first + SIMDS - 1) / SIMDS * SIMDS;
-    for (int i = first; i < m; i += SIMDS) {
-      float x = column < b ? out[size_t(i) * b + column] : 0.0f;
-      float v = simd_shuffle(x, ushort(j)) * scale;
-      if (i == j) {
-        x = column == j ? beta : x - weight;
-      } else {
-        x = column == j ? v : x - v * weight;
+    bool inside = FULL || column < b;
+    float leading;
+    if (int(simd) == j % SIMDS && inside) {
+      out[j * b + column] = column == j ? beta : out[j * b + column] - weight;
+    }
+    if (int(simd) == (j + 1) % SIMDS && j + 1 < m) {
+      float x = inside ? out[(j + 1) * b + column] : 0.0f;
+      x = reflected(x, column, j, scale, weight, leading);
+      pivot_row[lane] = x;
+      if (inside) {
+        out[(j + 1) * b + column] = x;
       }
-      float leading = simd_shuffle(x, ushort((j + 1) % 32));
-      if (i == j + 1) {
-        pivot_row[lane] = x;
-      } else if (i > j + 1) {
+    }
+    // The first row from j + 2 on that this SIMD group has.
+    int i = int(simd) + (j + 2 - int(simd) + SIMDS - 1) / SIMDS * SIMDS;
+    i = j + 2 > int(simd) ? i : int(simd);
+    for (; i + (AHEAD - 1) * SIMDS < m; i += AHEAD * SIMDS) {
+      device float* from = out + i * b + column;
+      float own[AHEAD];
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++) {
+        own[k] = inside ? from[k * SIMDS * b] : 0.0f;
+      }
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++) {
+        float x = reflected(own[k], column, j, scale, weight, leading);
         sum += leading * x;
-      }
-      if (column < b) {
-        out[size_t(i) * b + column] = x;
+        if (inside) {
+          from[k * SIMDS * b] = x;
+        }
       }
     }
-    if (simd == 0 && lane == 0) {
-      tau[batch * steps + j] = t;
+    for (; i < m; i += SIMDS) {
+      float x = inside ? out[i * b + column] : 0.0f;
+      x = reflected(x, column, j, scale, weight, leading);
+      sum += leading * x;
+      if (inside) {
+        out[i * b + column] = x;
+      }
     }
+    if (simd == 0 && column < steps) {
+      float product = column < j ? row + scale * products : 0.0f;
+      s[(size_t(batch) * steps + column) * steps + j] = -(column == j ? 1.0f / t : product);
+      if (column == j) {
+        tau[batch * steps + j] = t;
+      }
+    }
+  }
+  for (int i = simd; i < m && column < steps; i += SIMDS) {
+    float below = i > column ? out[size_t(i) * b + column] : float(i == column);
+    v[(size_t(batch) * m + i) * steps + column] = below;
   }
 }

@@ -1,7 +1,8 @@
 """Blocked QR: panels by ``qr.metal``, their reflections applied as products (compact WY).
 
 The product of a panel's reflections is I - V T V^T (Schreiber and Van Loan, 1989), and T^-1 is the
-upper triangle of V^T V with 1 / tau on its diagonal, so that T is applied by a solve.
+upper triangle of V^T V with 1 / tau on its diagonal, so that T is applied by a solve. Kernels give
+and take S = -T^-1, and products their negatives, so that no sign takes a launch.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ import mlx.core as mx
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
-from .launch import solve_lower, subtract_product
+from .launch import product, solve_lower, subtract_product
 
 _PANEL = Kernel(
     "qr_panel",
     "linalg/qr.metal",
     inputs=("a",),
-    outputs=("h", "tau"),
-    template=("SIMDS",),
-    threadgroup_memory=lambda SIMDS: 128 * (SIMDS + 1),
+    outputs=("h", "tau", "v", "s"),
+    template=("SIMDS", "FULL"),
+    threadgroup_memory=lambda SIMDS, **_: 128 * (SIMDS + 1),
     large=True,
     ensure_row_contiguous=False,
 )
 _WIDTH = 32
 # Rows of a panel for each SIMD group of its threadgroup, and the most that there are.
 _ROWS, _SIMDS = 16, 32
-# V and T^-1 of a panel.
+# V and S of a panel.
 Reflections = tuple[mx.array, mx.array]
 
 
@@ -45,19 +46,13 @@ def qr(a: Spec) -> Callable[[mx.array], tuple[mx.array, mx.array, list[Reflectio
         rows, width = m - first, min(_WIDTH, n - first)
         count, rest = min(rows, width), n - first - width
         apply = _apply(Spec((batch, rows, rest), a.dtype), count, True) if rest else None
-        gram = _product(batch, count, rows, count)
-        panels.append((width, _panel(Spec((batch, rows, width), a.dtype)), gram, apply))
+        panels.append((width, _panel(Spec((batch, rows, width), a.dtype)), apply))
 
     def run(a: mx.array) -> tuple[mx.array, mx.array, list[Reflections]]:
         done, taus, reflections = [], [], []
         above: mx.array = mx.zeros((batch, 0, n), a.dtype)
-        for width, panel, gram, apply in panels:
-            h, tau = panel([a[:, :, :width]])
-            count = tau.shape[1]
-            v = mx.tril(h[:, :, :count], -1) + mx.eye(h.shape[1], count)
-            # Where tau is 0 its inverse is infinite, and what the solve divides by it is 0.
-            inverse = mx.triu(-gram(v.swapaxes(1, 2), v), 1)
-            inverse = mx.where(mx.eye(count, dtype=mx.bool_), 1 / tau[:, None], inverse)
+        for width, panel, apply in panels:
+            h, tau, v, inverse = panel([a[:, :, :width]])
             rest = a[:, :, width:]
             rest = apply(rest, v, inverse) if apply is not None else rest
             done.append(mx.concatenate([above[:, :, :width], h], axis=1))
@@ -84,13 +79,13 @@ def q_of(a: Spec) -> Callable[[list[Reflections]], mx.array]:
     def run(reflections: list[Reflections]) -> mx.array:
         size = k - (len(steps) - 1) * _WIDTH
         q = mx.broadcast_to(mx.eye(reflections[-1][0].shape[1], size), (batch, m - k + size, size))
+        corner = mx.eye(_WIDTH)
         for i, (apply, (v, inverse)) in reversed(
             [*enumerate(zip(steps, reflections, strict=True))]
         ):
             if i < len(steps) - 1:
-                corner = mx.zeros((batch, _WIDTH, q.shape[2]))
-                left = mx.broadcast_to(mx.eye(v.shape[1], _WIDTH), (batch, v.shape[1], _WIDTH))
-                q = mx.concatenate([left, mx.concatenate([corner, q], axis=1)], axis=2)
+                q = mx.pad(q, [(0, 0), (_WIDTH, 0), (_WIDTH, 0)])
+                q[:, :_WIDTH, :_WIDTH] = corner
             q = apply(q, v, inverse)
         return q
 
@@ -99,23 +94,16 @@ def q_of(a: Spec) -> Callable[[list[Reflections]], mx.array]:
 
 def _panel(a: Spec) -> Bound:
     batch, rows, width = a.shape
+    count = min(rows, width)
     simds = min(_SIMDS, max(1, 1 << (-(-rows // _ROWS) - 1).bit_length()))
     return _PANEL.bind(
         [a],
-        template={"SIMDS": simds},
+        template={"SIMDS": simds, "FULL": width == _WIDTH},
         grid=(32 * simds * batch, 1, 1),
         threadgroup=(32 * simds, 1, 1),
-        output_shapes=[a.shape, (batch, min(rows, width))],
-        output_dtypes=[mx.float32, mx.float32],
+        output_shapes=[a.shape, (batch, count), (batch, rows, count), (batch, count, count)],
+        output_dtypes=[mx.float32] * 4,
     )
-
-
-def _product(batch: int, n: int, k: int, m: int) -> Callable[[mx.array, mx.array], mx.array]:
-    """-A X; nothing is read for the zeros that it is subtracted from."""
-    shapes = ((batch, n, m), (batch, n, k), (batch, k, m))
-    b, a, x = (Spec(shape, mx.float32) for shape in shapes)
-    launch = subtract_product(b, a, x)
-    return lambda a, x: launch([mx.broadcast_to(mx.zeros((1, 1, 1)), b.shape), a, x])[0]
 
 
 def _apply(
@@ -123,7 +111,7 @@ def _apply(
 ) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     """C - V T V^T C, or with T^T, for ``count`` reflections."""
     batch, rows, m = c.shape
-    inner = _product(batch, count, rows, m)
+    inner = product(batch, count, rows, m)
     small = Spec((batch, count, m), c.dtype)
     solve = solve_lower(Spec((batch, count, count), c.dtype), small, count)
     update = subtract_product(c, Spec((batch, rows, count), c.dtype), small)
@@ -134,6 +122,6 @@ def _apply(
             w = solve(inverse.swapaxes(1, 2), w)
         else:  # backwards, an upper triangle is a lower one
             w = solve(inverse[:, ::-1, ::-1], w[:, ::-1])[:, ::-1]
-        return update([c, -v, w])[0]
+        return update([c, v, w])[0]
 
     return run
