@@ -339,6 +339,8 @@ class TailSlot(Slot):
         rows = [each.reshape(len(each), 1, -1) for each in (q, k, v)]
         if mask is None and self.padding is not None:
             mask = self.mask()
+        elif self.padding is None and mask is self.owner.masks.get((self.static.group, None)):
+            mask = None  # it hides what does not count yet, and nothing else
         options: dict[str, Any] = {"scale": scale, "rotation": rotation, "freqs": freqs}
         given = *rows, *self.read, *self.given_tails, at
         out, *self.tails = attention_step(*given, **options, mask=mask)

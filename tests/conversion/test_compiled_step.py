@@ -152,10 +152,12 @@ def test_attention_turns_and_writes_a_tail(
 ) -> None:
     """Of layers whose caches keep all tokens; the other two of cohere2 slide, without positions."""
     turned: list[int] = []
+    masks: list[object] = []
     step = step_slots.attention_step
 
     def counted(*args, rotation, **options):
         turned.append(rotation.dims)
+        masks.append(options["mask"])
         return step(*args, rotation=rotation, **options)
 
     monkeypatch.setattr(step_slots, "attention_step", counted)
@@ -168,4 +170,5 @@ def test_attention_turns_and_writes_a_tail(
         (now,) = compiled_step._plans[id(model)].progress.values()
         buffers.append(list(map(id, now.tail.buffers)))
     assert turned == [0 if name == "cohere2" else 32] * calls * 3
+    assert set(map(type, masks)) == {type(None)}
     assert buffers[0] == buffers[1] == buffers[2] and len(buffers[0]) == 2 * calls
