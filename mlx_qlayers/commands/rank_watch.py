@@ -76,9 +76,12 @@ class Watch:
         ]
         for line in lines:
             self.send(line)
+        if not text and self.rank == 0:
+            print(f"mlx-qlayers: error: {lines[0][2:]}", file=sys.stderr, flush=True)
+        if text and lines[0] != "bye":  # it prints its error and ends, if MLX lets it
+            time.sleep(GRACE)
+            self.end(int(lines[0].partition(" ")[0]), "")
         if lines[-1] == "bye" or not text:
-            if not text and self.rank == 0:
-                print(f"mlx-qlayers: error: {lines[0][2:]}", file=sys.stderr, flush=True)
             sys.exit()
 
     def from_peer(self, peer: socket.socket, rank: int) -> None:

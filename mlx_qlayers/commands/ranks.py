@@ -46,8 +46,12 @@ def together(group: mx.distributed.Group) -> Iterator[None]:
         told = f"{FAILED} rank {group.rank()}: {type(error).__name__}: {text}\n"
         raise
     finally:
-        with suppress(OSError, subprocess.TimeoutExpired):
-            watch.communicate(f"{told}bye\n", timeout=rank_watch.GRACE)
+        assert watch.stdin is not None
+        with suppress(OSError):
+            watch.stdin.write(f"{told}bye\n")
+            watch.stdin.close()
+        if told and group.rank():  # MLX may wait for the others at the end, or abort
+            os._exit(int(told.split()[0]))
 
 
 def _watch(group: mx.distributed.Group) -> subprocess.Popen[str]:

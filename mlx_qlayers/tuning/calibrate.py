@@ -105,7 +105,7 @@ class Calibration:
 
 
 def calibrate(
-    model: nn.Module, budget_s: float = BUDGET, group: mx.distributed.Group | None = None
+    model: nn.Module, budget_s: float = BUDGET, *, group: mx.distributed.Group | None = None
 ) -> Calibration:
     """Measure what a converted model asks of kernels here and nobody has measured yet.
 
