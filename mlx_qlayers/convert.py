@@ -15,6 +15,7 @@ from .conversion.attention_patch import is_patched, stock_class
 from .conversion.config import QuantizationConfig
 from .conversion.fused_blocks import is_fused, unfused_class
 from .conversion.fused_plan import FusionPlanner
+from .conversion.int8_prompts import join_int8, leave_int8
 from .conversion.loading import load_stock
 from .conversion.plan import (
     Planner,
@@ -49,6 +50,7 @@ def convert_model(
     dry_run: bool = False,
     verify: bool = True,
     calibrate: bool = True,
+    activations: str | None = None,
 ) -> ConversionReport:
     """Swap this package's layers into a model, in place.
 
@@ -76,6 +78,9 @@ def convert_model(
         verify: run each kind of layer once on random input, and compare with the stock layer.
         calibrate: where nobody has measured them on this device, spend up to 5 seconds to measure
             kernels beside stock operators at the model's shapes. The results are kept.
+        activations: ``"int8"`` lets the linear layers of decoder layers multiply prompts of
+            more than 128 tokens in 8-bit integers: rows are rounded as they come, and each
+            matrix has a copy of a byte a weight. Results are no longer those of the stock layers.
 
     Returns:
         The report: a row for each module with what happened to it and why. Print it.
@@ -96,6 +101,8 @@ def convert_model(
         49 swapped
     """
     _check_module(model)
+    if activations not in (None, "int8"):
+        raise ValueError(f"activations must be 'int8' or None, not {activations!r}")
     wanted = QuantizationConfig() if config is None else QuantizationConfig.read(config)
     planner = Planner(model, wanted, linear, attention, predicate)
     steps = planner.steps()
@@ -120,9 +127,11 @@ def convert_model(
         changes = [*changes, Step(model, None, sharding_class(_class_after(model, changes)))]
     _make(changes)
     compile_kernels(model)
-    if not calibrate:
-        return report
-    return replace(report, calibration=str(measure(model, group=group_of(model))))
+    if calibrate:
+        report = replace(report, calibration=str(measure(model, group=group_of(model))))
+    if activations == "int8":
+        join_int8(model)
+    return report
 
 
 def load(
@@ -140,6 +149,7 @@ def load(
     predicate: Predicate | None = None,
     verify: bool = True,
     calibrate: bool = True,
+    activations: str | None = None,
     group: mx.distributed.Group | None = None,
     parallel: str = "tensor",
 ) -> tuple[nn.Module, TokenizerWrapper]:
@@ -158,7 +168,7 @@ def load(
         adapter_path: a directory with LoRA adapters to apply before converting.
         trust_remote_code: run Python code that the model brings along.
         linear: as in ``convert_model``, as are ``attention``, ``fuse``, ``predicate``,
-            ``verify`` and ``calibrate``.
+            ``verify``, ``calibrate`` and ``activations``.
         group: ranks that share the model, ``mx.distributed.init()`` where ``mlx.launch`` started
             them. All of them make this call, and each reads its share alone.
         parallel: how they share it: ``"tensor"``, a part of each layer, ``"pipeline"``, some of
@@ -198,6 +208,7 @@ def load(
         predicate=predicate,
         verify=verify,
         calibrate=calibrate,
+        activations=activations,
     )
     return loaded.model, loaded.tokenizer
 
@@ -223,6 +234,7 @@ def revert_model(model: nn.Module) -> ConversionReport:
         {'reverted': 49}
     """
     _check_module(model)
+    leave_int8(model)
     changes, fused = [], [Step(model, None, stock_model_class(type(model)))]
     for path, module in modules(model):
         if (stock := stock_of(module)) is not None:

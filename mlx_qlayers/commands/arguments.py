@@ -46,12 +46,20 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--backend", metavar="NAME", help="run kernels on metal, cuda, host or ops (none); auto")
     option("--no-fuse", action="store_true", help="one launch for each product")
+    add_activations(parser)
     option("--stock", action="store_true", help="leave the model's layers as they are")
     option("--no-calibrate", action="store_true", help="measure nothing on this device")
     option(
         "--parallel", choices=PARALLEL, default="tensor", help="how ranks of mlx.launch share it"
     )
     option("--report", action="store_true", help="list what was done to each layer, and why")
+
+
+def add_activations(parser: argparse.ArgumentParser) -> None:
+    """In what prompts are multiplied."""
+    parser.add_argument(
+        "--activations", choices=("int8",), help="multiply prompts in 8-bit integers; faster"
+    )
 
 
 def positive(text: str) -> int:

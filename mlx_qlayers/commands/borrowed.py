@@ -117,6 +117,7 @@ def _convert(args: argparse.Namespace, model: Any, config: Any = None) -> None:
         config=config,
         linear=linear,
         fuse=not args.no_fuse,
+        activations=args.activations,
         calibrate=not args.no_calibrate,
     )
     if args.report or args.command != "generate":

@@ -21,6 +21,7 @@ from ..ops.fused_products import fused_products
 from ..ops.gather_qmm import gather_qmm
 from ..ops.gptq import gptq
 from ..ops.grid_sample import grid_sample
+from ..ops.int8_matmul import int8_matmul
 from ..ops.linalg import cholesky, qr, solve_triangular
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
@@ -153,6 +154,12 @@ def _experts() -> Iterator[Check]:
         yield Check("", f"{rows} rows", mixed, given, 512)
 
 
+def _int8_matmul() -> Iterator[Check]:
+    x, w = _normal((70, 272), mx.bfloat16), mx.random.randint(-127, 128, (150, 272))
+    given = [x, w.astype(mx.int8), mx.random.uniform(0.01, 0.02, (150,))]
+    yield Check("", "70 rows", lambda *given: [int8_matmul(*given)], given, 272)
+
+
 def _tensor_ops() -> Iterator[Check]:
     """The kernels that only a measurement chooses, where they run at all."""
     fmt, chosen = Format(64, 4), mx.arange(100, dtype=mx.uint32) * 4 // 100
@@ -273,6 +280,7 @@ _FAMILIES: dict[str, Callable[[], Iterator[Check]]] = {
     "fused_products": _fused_products,
     "gather_qmm": _gather_qmm,
     "experts": _experts,
+    "int8_matmul": _int8_matmul,
     "tensor_ops": _tensor_ops,
     "attention_step": _attention_step,
     "attention": _attention,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .arguments import add_model, positive
+from .arguments import add_activations, add_model, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--reference", metavar="PATH", help="the unquantized model, to compare with")
     option("--samples", type=positive, default=16, help="sequences of the text")
     option("--sequence-length", type=positive, default=512, help="tokens of each")
+    add_activations(parser)
     option("--converted", action="store_true", help="leave the stock model out")
 
 
@@ -37,6 +38,10 @@ def run(args: argparse.Namespace) -> None:
         convert_model(converted, config=quantization)
     contenders = {} if args.converted else {"stock": stock}
     contenders["converted"] = converted
+    if args.activations is not None:
+        rounded = copy.deepcopy(stock)
+        convert_model(rounded, config=quantization, activations=args.activations)
+        contenders[args.activations] = rounded
     reference = None
     if args.reference is not None:
         reference = load_stock(args.reference, trust_remote_code=args.trust_remote_code).model

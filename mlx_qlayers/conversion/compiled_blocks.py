@@ -354,7 +354,7 @@ def of_layers(*layers: Any) -> Operands | None:
     """Formats and arrays of quantized layers; None if one is of another class."""
     packings, arrays = [], []
     for layer in layers:
-        if type(layer) not in LINEARS:
+        if not isinstance(layer, LINEARS):
             return None
         fmt, group = Format(layer.group_size, layer.bits, layer.mode), getattr(layer, "group", None)
         groups = (None, group) if type(layer) is QShardedToAllLinear else (group, None)

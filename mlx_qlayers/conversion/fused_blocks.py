@@ -45,6 +45,7 @@ from .compiled_step import STEP
 from .decoder_loop import with_layers_ahead
 from .experts import EXPERTS
 from .grouping import Grouped, grouped
+from .int8_prompts import INT8_PROMPTS
 from .matcher import Match, Mismatch, recognise
 from .snapshot import Snapshot
 
@@ -114,7 +115,9 @@ def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module]
 
 def _is_fused_for(module: nn.Module, x: mx.array) -> bool:
     """Whether products of ``x`` go together: where one launch takes all, or no gradient is due."""
-    return in_one_launch(x) or (not module.training and is_dense(x))
+    if in_one_launch(x):
+        return True
+    return not module.training and INT8_PROMPTS not in vars(module) and is_dense(x)
 
 
 def _together(x: mx.array, *layers: Any) -> list[mx.array]:

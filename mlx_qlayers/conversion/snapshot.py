@@ -19,7 +19,7 @@ class Snapshot:
 
     def __init__(self, parts: list[nn.Module], *others: dict[str, Any]) -> None:
         # The settings of a quantized layer go with its arrays.
-        settings = [vars(part) for part in parts if type(part) not in LINEARS]
+        settings = [vars(part) for part in parts if not isinstance(part, LINEARS)]
         self.parts, self.types = parts, [*map(type, parts)]
         self.contents = [*parts, *settings, *others]
         self.before = [dict(each) for each in self.contents]

@@ -23,7 +23,7 @@ from .cuda_ahead import begin, device_architecture, shims_digest
 from .generated_source import ATTRIBUTES, shape_words
 from .launch import Bound, Launch, Size, TemplateValue, added_to_graph
 from .program import Program
-from .source import METAL, Token
+from .source import METAL, TENSOR_OPS, Token
 from .spec import Spec
 from .staging import replace_file
 
@@ -36,6 +36,8 @@ _MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
 _SHIMMED = METAL / "common/tile.metal", METAL / "common/arrival.metal"
 # The template parameter that says how many threadgroups a multiprocessor should hold.
 _RESIDENT = "RESIDENT"
+# And the one that says how many bytes of dynamic shared memory the kernel takes.
+_SHARED = "SHARED"
 # The input that tells threads beyond the grid that they are surplus.
 _LIMIT = "msl_grid_limit"
 
@@ -107,6 +109,7 @@ def _kernel(
         source=body,
         header=header,
         ensure_row_contiguous=program.ensure_row_contiguous,
+        shared_memory=cast(int, dict(template).get(_SHARED, 0)),
     )
 
 
@@ -258,7 +261,8 @@ def _attributes(text: str, threadgroup: Size, surplus: bool) -> list[str]:
 
 
 def _without_shimmed(header: str) -> str:
-    """Leave out what the shim declares."""
+    """Leave out what the shim declares, and Apple's header."""
+    header = header.replace(f"#include {TENSOR_OPS}\n", "")
     for item in (item for path in _SHIMMED for item in source.read(path)):
         if item.tokens:
             header = header.replace(source.minify(item.tokens) + "\n", "")

@@ -12,6 +12,7 @@
 #include "fragment.h"
 #include "tile.h"
 #include "arrival.h"
+#include "tensor.h"
 
 namespace metal = ::mlx::core::cu;
 

@@ -1,0 +1,57 @@
+"""A quantized linear layer that multiplies prompts in 8-bit integers."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..ops.int8_matmul import int8_matmul
+from ..reference.int8_matmul import MOST
+from .qlinear import QLinear
+
+# From so many rows on; fewer are read in the layer's own format, which is smaller.
+PROMPT_ROWS = 129
+
+
+class Int8Linear(QLinear):
+    """A :class:`QLinear` that holds its matrix in int8 too, and multiplies prompts with that.
+
+    Prompts are inputs of more than 128 rows in half precision, outside training. The copy has a
+    scale for each row of the matrix, takes a byte a weight, and is no parameter: it is not saved.
+
+    Example:
+        >>> layer = QLinear(256, 128)
+        >>> layer.eval()
+        >>> layer = Int8Linear.joining(layer)
+        >>> layer(mx.ones((129, 256), mx.bfloat16)).shape
+        (129, 128)
+    """
+
+    @classmethod
+    def joining(cls, layer: QLinear) -> Int8Linear:
+        """Make a layer one of this class, in place."""
+        packed = layer["weight"], layer["scales"], layer.get("biases")
+        dense = mx.dequantize(*packed, layer.group_size, layer.bits, layer.mode).astype(mx.float32)
+        scales = mx.abs(dense).max(axis=1) / MOST
+        codes = mx.round(dense / mx.maximum(scales, 1e-30)[:, None]).astype(mx.int8)
+        mx.eval(codes, scales)
+        # A name that begins so is no parameter of an nn.Module.
+        layer._int8, layer._int8_scales = codes, scales
+        layer.__class__ = cls
+        assert isinstance(layer, Int8Linear)
+        return layer
+
+    def leave(self) -> None:
+        """Be a :class:`QLinear` again, without the copy."""
+        layer: QLinear = self
+        layer.__class__ = QLinear
+        for name in ("_int8", "_int8_scales"):
+            dict.pop(self, name, None)
+
+    def __call__(self, x: mx.array, with_bias: bool = True) -> mx.array:
+        """(..., K) to (..., N)."""
+        bias, alike = self.get("bias") if with_bias else None, (x.dtype, mx.uint8)
+        same = self["scales"].dtype in alike and (bias is None or bias.dtype == x.dtype)
+        many = x.size >= PROMPT_ROWS * x.shape[-1] and x.dtype != mx.float32
+        if self.training or not (same and many):
+            return self._product(x, with_bias)
+        return int8_matmul(x, self["_int8"], self["_int8_scales"], bias)

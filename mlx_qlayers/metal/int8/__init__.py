@@ -1,0 +1,1 @@
+"""Products in 8-bit integers, with rows that are rounded as they come."""

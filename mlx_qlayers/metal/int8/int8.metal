@@ -1,0 +1,153 @@
+// Products in 8-bit integers: rows of x are rounded to int8 as they come, w was at conversion.
+//
+// int8_rows     q (M, K) = round(x (M, K) / scale), scale (M,) = the largest |x| of a row / 127.
+//               One threadgroup a row: grid (threads * M, 1, 1), threadgroup (threads, 1, 1).
+// int8_product  y (M, N) = row_scales * (q (M, K) * w (N, K)^T) * column_scales + bias, by Metal 4's
+//               tensor operations: sums of int32 over all of the depth in a cooperative destination
+//               of tile_m x tile_n, spread over 8 SIMD groups. Grid (ceil(M / tile_m) * 256,
+//               ceil(N / tile_n), 1), threadgroup (256, 1, 1). SHARED is the shared memory that the
+//               operation takes where it is made of loads and products: on CUDA; 0 elsewhere.
+//
+// K is a multiple of 16. Needs Metal 4, macOS 26.2; int8_product was never run on an M5.
+
+#include "common/load.metal"
+
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+#include <metal_stdlib>
+using namespace metal;
+
+#define INT8_SIMDS 8
+// Elements that a thread reads and writes at once.
+#define INT8_RUN 8
+
+// Neighbours of a row as numbers.
+template <typename T>
+METAL_FUNC void read_run(thread float* to, const device T* x, size_t at) {
+  alignas(16) uint words[INT8_RUN * sizeof(T) / 4];
+  load_words<INT8_RUN * sizeof(T) / 4>(words, x, at);
+  const thread T* values = reinterpret_cast<const thread T*>(words);
+#pragma unroll
+  for (int i = 0; i < INT8_RUN; i++) {
+    to[i] = float(values[i]);
+  }
+}
+
+template <typename T, int threads>
+[[kernel]] void int8_rows(
+    const device T* x,
+    constant int* shape,
+    device int8_t* q,
+    device float* scales,
+    uint3 place [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint simd [[simdgroup_index_in_threadgroup]]) {
+  threadgroup float most_of[threads / 32];
+  int K = shape[0];
+  size_t row = size_t(place.x) * K;
+  float most = 0.0f, values[INT8_RUN];
+  for (int k = thread_index * INT8_RUN; k < K; k += threads * INT8_RUN) {
+    read_run(values, x, row + k);
+#pragma unroll
+    for (int i = 0; i < INT8_RUN; i++) {
+      // Not max(), which would lose a NaN: the row's scale has to show it.
+      float size = abs(values[i]);
+      most = size > most || isnan(size) ? size : most;
+    }
+  }
+  // A NaN is the largest, whichever lane has it.
+  float whole = simd_max(most);
+  whole = simd_any(isnan(most)) ? NAN : whole;
+  if (lane == 0) {
+    most_of[simd] = whole;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  whole = most_of[0];
+  for (int i = 1; i < threads / 32; i++) {
+    whole = most_of[i] > whole || isnan(most_of[i]) ? most_of[i] : whole;
+  }
+  float inverse = whole > 0 && whole < INFINITY ? 127.0f / whole : 0.0f;
+  if (thread_index == 0) {
+    scales[place.x] = whole / 127.0f;
+  }
+  for (int k = thread_index * INT8_RUN; k < K; k += threads * INT8_RUN) {
+    read_run(values, x, row + k);
+    alignas(8) int8_t codes[INT8_RUN];
+#pragma unroll
+    for (int i = 0; i < INT8_RUN; i++) {
+      codes[i] = inverse == 0 ? 0 : int8_t(int(rint(values[i] * inverse)));
+    }
+    *reinterpret_cast<device uint2*>(q + row + k) = *reinterpret_cast<thread uint2*>(codes);
+  }
+}
+
+// Whether the element one slot further, or one before, is that one column further, or before.
+template <typename C>
+METAL_FUNC bool has_neighbour(thread C& sums, ushort i, int step, int column, int row) {
+  ushort other = ushort(int(i) + step);
+  if (other >= sums.get_capacity() || !sums.is_valid_element(other)) {
+    return false;
+  }
+  auto index = sums.get_multidimensional_index(other);
+  return index[0] == column + step && index[1] == row;
+}
+
+// Element i of a tile at (m, n) to y (M, N), with the next one where that is its neighbour; nothing
+// where it was written as one.
+template <typename T, typename C>
+METAL_FUNC void write_element(thread C& sums, ushort i, device T* y, int m, int M, int n, int N) {
+  if (!sums.is_valid_element(i)) {
+    return;
+  }
+  auto index = sums.get_multidimensional_index(i);
+  int r = m + index[1], c = n + index[0];
+  bool pairs = N % 2 == 0 && reinterpret_cast<ulong>(y) % (2 * sizeof(T)) == 0;
+  bool first = pairs && c % 2 == 0 && has_neighbour(sums, i, 1, index[0], index[1]);
+  bool second = pairs && c % 2 == 1 && i > 0 && has_neighbour(sums, i, -1, index[0], index[1]);
+  if (r >= M || c >= N || second) {
+    return;
+  }
+  device T* to = y + size_t(r) * N + c;
+  if (first) {
+    float2 both = float2(as_type<float>(sums[i]), as_type<float>(sums[i + 1]));
+    *reinterpret_cast<device metal::vec<T, 2>*>(to) = metal::vec<T, 2>(both);
+  } else {
+    to[0] = T(as_type<float>(sums[i]));
+  }
+}
+
+template <typename T, int tile_m, int tile_n, bool biased, int SHARED>
+[[kernel]] void int8_product(
+    const device int8_t* x,
+    const device int8_t* w,
+    const device float* row_scales,
+    const device float* column_scales,
+    const device T* bias,
+    constant int* shape,
+    device T* y,
+    uint3 place [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
+  constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
+      tile_m, tile_n, int(metal::dynamic_extent), false, true);
+  mpp::tensor_ops::matmul2d<descriptor, metal::execution_simdgroups<INT8_SIMDS>> product;
+  using operand = metal::tensor<device int8_t, metal::dextents<int, 2>, metal::tensor_inline>;
+  int M = shape[0], N = shape[1], K = shape[2], m = place.x * tile_m, n = place.y * tile_n;
+  operand left((device int8_t*)x + size_t(m) * K, metal::dextents<int, 2>(K, M - m));
+  operand right((device int8_t*)w + size_t(n) * K, metal::dextents<int, 2>(K, N - n));
+  auto sums = product.template get_destination_cooperative_tensor<operand, operand, int>();
+  product.run(left, right, sums);
+  // Scales first, writing after: so that each scale is read once.
+#pragma unroll
+  for (ushort i = 0; i < sums.get_capacity(); i++) {
+    if (sums.is_valid_element(i)) {
+      auto index = sums.get_multidimensional_index(i);
+      int r = min(m + index[1], M - 1), c = min(n + index[0], N - 1);
+      float scaled = float(sums[i]) * row_scales[r] * column_scales[c];
+      sums[i] = as_type<int>(biased ? scaled + float(bias[c]) : scaled);
+    }
+  }
+#pragma unroll
+  for (ushort i = 0; i < sums.get_capacity(); i++) {
+    write_element(sums, i, y, m, M, n, N);
+  }
+}

@@ -1,0 +1,88 @@
+"""Launches the rounding of rows to 8 bits and their product with a matrix of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import mlx.core as mx
+
+from ...runtime.backend import backend
+from ...runtime.kernel import Kernel
+from ...runtime.spec import Spec
+
+# What K is a multiple of: integers that are copied at once.
+DEPTH = 16
+_THREADS = 256
+
+_ROWS = Kernel(
+    "int8_rows",
+    "int8/int8.metal",
+    inputs=("x", "shape"),
+    outputs=("q", "scales"),
+    template=("T", "threads"),
+    threadgroup_memory=lambda threads, **_: threads // 8,
+    large=True,
+)
+
+
+def registers(tile_m: int, tile_n: int, **_: object) -> int:
+    """Words of the sums of a thread."""
+    return tile_m * tile_n // _THREADS
+
+
+_PRODUCT = Kernel(
+    "int8_product",
+    "int8/int8.metal",
+    inputs=("x", "w", "row_scales", "column_scales", "bias", "shape"),
+    outputs=("y",),
+    template=("T", "tile_m", "tile_n", "biased", "SHARED"),
+    registers=registers,
+    large=True,
+)
+
+
+def int8_product(x: Spec, n: int, biased: bool) -> Callable[..., mx.array]:
+    """The launches of a product of many rows in 8-bit integers.
+
+    Args:
+        x: (..., K), K a multiple of :data:`DEPTH`.
+        n: columns of the result.
+        biased: whether a bias is added.
+
+    Returns:
+        A function of x, w (N, K) int8, its scales (N,) float32 and bias (N,) that gives (..., N)
+        in the dtype of ``x``.
+    """
+    (*leading, k), m = x.shape, prod(x.shape[:-1])
+    tile_m, tile_n, stages = (128, 256, 4) if backend() == "cuda" else (128, 128, 0)
+    depth, sizes = mx.array([k], mx.int32), mx.array([m, n, k], mx.int32)
+    rows = _ROWS.bind(
+        [x, depth],
+        template={"T": x.dtype, "threads": _THREADS},
+        grid=(m * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(m, k), (m,)],
+        output_dtypes=[mx.int8, mx.float32],
+    )
+    bias, scales = Spec((n,), x.dtype), (Spec((m,), mx.float32), Spec((n,), mx.float32))
+    product = _PRODUCT.bind(
+        [Spec((m, k), mx.int8), Spec((n, k), mx.int8), *scales, bias if biased else x, sizes],
+        template={
+            "T": x.dtype,
+            "tile_m": tile_m,
+            "tile_n": tile_n,
+            "biased": biased,
+            "SHARED": stages * (tile_m + tile_n) * 128,
+        },
+        grid=(-(-m // tile_m) * _THREADS, -(-n // tile_n), 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(*leading, n)],
+        output_dtypes=[x.dtype],
+    )
+
+    def run(x: mx.array, w: mx.array, scales: mx.array, bias: mx.array | None) -> mx.array:
+        q, row_scales = rows([x, depth])
+        return product([q, w, row_scales, scales, x if bias is None else bias, sizes])[0]
+
+    return run

@@ -1,0 +1,140 @@
+"""Products in 8-bit integers: exact sums of rounded rows, and prompts of a converted model."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_qlayers import QLinear, convert_model, revert_model, use_backend
+from mlx_qlayers.layers.int8_linear import Int8Linear
+from mlx_qlayers.ops.int8_matmul import int8_matmul
+from mlx_qlayers.runtime.host import checks
+from mlx_qlayers.runtime.host.compiled_kernel import LAYOUTS
+from tests.gpus import GPUS
+from tests.numerics import assert_accurate, round_to, to64
+
+HALVES = (mx.float16, mx.bfloat16)
+
+
+def logits_of(model: nn.Module, length: int) -> np.ndarray:
+    return to64(model(mx.arange(length)[None] % 90))
+
+
+def _sample(m, n, k, dtype, biased=True):
+    rng = np.random.default_rng(m + n)
+    x = mx.array(rng.normal(size=(m, k)).astype(np.float32)).astype(dtype)
+    w = mx.array(rng.integers(-127, 128, (n, k)).astype(np.int8))
+    scales = mx.array(rng.uniform(0.01, 0.02, n).astype(np.float32))
+    bias = mx.array(rng.normal(size=n).astype(np.float32)).astype(dtype) if biased else None
+    return x, w, scales, bias
+
+
+def _check(y, x, w, scales, bias):
+    """Exact but for the rounding of rows, which is the same here, and the last one."""
+    rows = to64(x)
+    own = (np.abs(rows).max(1, keepdims=True).astype(np.float32) / np.float32(127)).astype(float)
+    inverse = (np.float32(127) / np.abs(rows).max(1, keepdims=True).astype(np.float32)).astype(
+        float
+    )
+    codes = np.rint((rows * inverse).astype(np.float32))
+    truth = codes @ to64(w).T * own * to64(scales)
+    terms = np.abs(truth) + (0 if bias is None else np.abs(to64(bias)))
+    truth = truth if bias is None else truth + to64(bias)
+    assert_accurate(y, truth, round_to(truth, y.dtype), terms=2 * terms.max())
+
+
+@pytest.mark.parametrize("path", ["host", *GPUS])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_exact_sums(dtype, path):
+    for layout, (m, n, k) in zip(LAYOUTS, ((1, 41, 64), (130, 150, 272), (17, 1, 16)), strict=True):
+        given = _sample(m, n, k, dtype, biased=n > 1)
+        with use_backend(path), checks(tensor_layout=layout):
+            _check(int8_matmul(*given), *given)
+
+
+def test_the_reference_is_the_same():
+    given = _sample(7, 40, 128, mx.bfloat16)
+    with use_backend("ops"):
+        _check(int8_matmul(*given), *given)
+
+
+def test_rows_that_are_not_finite_are_nan_and_zeros_are_bias():
+    x, w, scales, bias = _sample(4, 8, 32, mx.float16)
+    x[0, 3], x[2, 9], x[3] = float("nan"), float("inf"), 0
+    with use_backend("host"), checks():
+        y = to64(int8_matmul(x, w, scales, bias))
+    assert np.isnan(y[[0, 2]]).all() and np.isfinite(y[1]).all()
+    np.testing.assert_array_equal(y[3], to64(bias))
+
+
+def test_gradient_is_that_without_rounding():
+    x, w, scales, _ = _sample(5, 24, 32, mx.bfloat16)
+    expected = to64(scales) @ to64(w)
+    for path in ("host", "ops"):
+        with use_backend(path):
+            found = mx.grad(lambda x: int8_matmul(x, w, scales).sum())(x)
+        truth = np.broadcast_to(expected, x.shape)
+        assert_accurate(found, truth, round_to(truth, x.dtype), terms=np.abs(truth).max())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"x": mx.zeros((3, 32), mx.int32)}, "x must be float32"),
+        ({"w": mx.zeros((8, 16), mx.int8)}, "w must be int8"),
+        ({"w": mx.zeros((8, 32))}, "w must be int8"),
+        ({"scales": mx.zeros((8,), mx.float16)}, "scales must be float32"),
+        ({"bias": mx.zeros((7,))}, "bias must be"),
+    ],
+)
+def test_arguments(change, said):
+    given = {"x": mx.zeros((3, 32)), "w": mx.zeros((8, 32), mx.int8), "scales": mx.zeros(8)}
+    with pytest.raises(ValueError, match=said):
+        int8_matmul(**given | change)
+
+
+def test_a_layer_and_back():
+    layer = QLinear(96, 40, bias=True, group_size=32)
+    layer.eval()
+    layer.set_dtype(mx.bfloat16)
+    names, x = sorted(layer.parameters()), mx.random.normal((129, 96)).astype(mx.bfloat16)
+    few, many = layer(x[:128]), layer(x)
+    joined = Int8Linear.joining(layer)
+    assert joined is layer and sorted(layer.parameters()) == names
+    assert mx.array_equal(layer(x[:128]), few)
+    rounded = layer(x)
+    assert not mx.array_equal(rounded, many)
+    # A row and the matrix lose half of 1/127 of their largest each, in sums of 96 random terms.
+    assert np.abs(to64(rounded) - to64(many)).max() < np.abs(to64(many)).max() / 32
+    layer.train()
+    assert mx.array_equal(layer(x), many)
+    layer.eval()
+    layer.bias = layer.bias.astype(mx.float32)
+    assert layer(x).dtype == mx.float32
+    layer.leave()
+    assert type(layer) is QLinear and "_int8" not in layer
+
+
+def test_prompts_of_a_model(tiny_model):
+    from mlx_lm import load
+
+    model, _ = load(str(tiny_model))
+    model.set_dtype(mx.bfloat16)
+    before = logits_of(model, 130)
+    convert_model(model, activations="int8", calibrate=False)
+    layers = [m for m in model.modules() if isinstance(m, Int8Linear)]
+    assert len(layers) == 7 * len(model.layers)
+    found = logits_of(model, 130)
+    assert not np.array_equal(found, before)
+    assert np.abs(found - before).max() < np.abs(before).max() / 8
+    revert_model(model)
+    assert not any(isinstance(m, QLinear) for m in model.modules())
+    assert all(type(m) is not Int8Linear for m in model.modules())
+    np.testing.assert_array_equal(logits_of(model, 130), before)
+
+
+def test_activations_of_another_name():
+    with pytest.raises(ValueError, match="activations must be 'int8'"):
+        convert_model(nn.Linear(8, 8), activations="int4")
