@@ -3,6 +3,7 @@
     python benchmarks/bench_decode.py
     python benchmarks/bench_decode.py --tiny
     python benchmarks/bench_decode.py --contexts 16 4096 16384 32768
+    python benchmarks/bench_decode.py --kv-bits 8 4 --prefill 16384 32768
 
 The weights are random and need no download. Stock mlx-lm and the converted model, with and without
 fused launches, share them and run in mlx-lm's own loops: ``generate_step`` for one sequence,
@@ -13,6 +14,9 @@ CUDA, MLX compiles its products of several rows for most of a minute, here besid
 A token's time is then taken apart. Python builds its graph, MLX hands the graph to the device, the
 device computes; in the loops the three overlap. What a part of the model costs is found by leaving
 the part out, and on an NVIDIA GPU with PyTorch installed, kernel by kernel with its profiler.
+
+With ``--kv-bits`` one sequence is read and decoded with quantized caches, and with one in bfloat16:
+the converted model alone, as stock has no product with packed keys of most lengths on CUDA.
 
 With ``--contexts`` only one sequence is decoded, behind so many random keys and values: as many
 tokens as a cache grows by, so that what happens once in so many is part of the time.
@@ -266,6 +270,34 @@ def contexts(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterator
         yield table
 
 
+def quantized_caches(model: nn.Module, args: argparse.Namespace) -> Iterator[Table]:
+    """What a prompt and a token behind it take, by the bits of the cache; given as it grows."""
+    names = ("prompt ms", "peak MB", "cache MB", "tokens/s")
+    table = Table({"prompt": 6, "bits": 4, **dict.fromkeys(names, 14)})
+    table.print_header()
+    for length, bits in itertools.product(args.prefill, (None, *args.kv_bits)):
+        prompt = mx.random.randint(0, model.args.vocab_size, (length,), key=mx.random.key(length))
+        times: list[float] = []
+        for _ in range(2):  # compiled and paged in the first time
+            cache, start = make_prompt_cache(model), time.perf_counter()
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            options = {"kv_bits": bits, "kv_group_size": args.group_size, "quantized_kv_start": 0}
+            options["prompt_cache"] = cache
+            steps = generate_step(prompt, model, max_tokens=args.tokens + 1, **options)
+            next(steps)
+            times = [time.perf_counter() - start]
+            peak = mx.get_peak_memory() - before
+            start = time.perf_counter()
+            for _ in steps:
+                pass
+            times.append(time.perf_counter() - start)
+        figures = times[0] * 1e3, peak / 1e6, sum(c.nbytes for c in cache) / 1e6
+        row = dict(zip(names, (*figures, args.tokens / times[1]), strict=True))
+        table.add(prompt=length, bits=bits or 16, **row)
+        yield table
+
+
 def _add(table: Table, what: str, done: dict[str, Sample], tokens: int, steps: int) -> None:
     """Add rows; those of stock, which come last, show how many times as long it takes."""
     for name, times in done.items():
@@ -359,6 +391,7 @@ def main() -> None:
     parser.add_argument("--speeds-only", action="store_true", help="without where the time goes")
     parser.add_argument("--batches", type=positive, nargs="*", default=BATCHES)
     parser.add_argument("--contexts", type=positive, nargs="*", help="decode behind so many keys")
+    parser.add_argument("--kv-bits", type=positive, nargs="*", help="of quantized caches")
     parser.add_argument("--group-size", type=positive, default=64)
     parser.add_argument("--bits", type=positive, default=4)
     parser.add_argument("--prompt-tokens", type=positive, default=256)
@@ -374,7 +407,7 @@ def main() -> None:
     stock = build(config, args.group_size, args.bits)
     models = {"stock": stock}
     kinds = {"converted, not fused": False, "converted": True}
-    if args.fused_only or args.contexts:
+    if args.fused_only or args.contexts or args.kv_bits:
         del kinds["converted, not fused"]
     for name, fuse in kinds.items():
         models[name] = copy.deepcopy(stock)  # the arrays are shared
@@ -385,8 +418,11 @@ def main() -> None:
     shape = (
         "/".join(map(str, config.values())) + f", {args.bits} bits in groups of {args.group_size}"
     )
-    parts = [contexts(models, args) if args.contexts else speeds(models, args)]
-    if not (args.speeds_only or args.contexts):
+    if args.kv_bits:
+        parts = [quantized_caches(models["converted"], args)]
+    else:
+        parts = [contexts(models, args) if args.contexts else speeds(models, args)]
+    if not (args.speeds_only or args.contexts or args.kv_bits):
         parts.append(breakdown(models, args))
         if can_run():
             parts.append(kernels(models["converted"], args))
