@@ -83,6 +83,36 @@ METAL_FUNC void place_operands(
   }
 }
 
+// What an RMS norm multiplies each row of K elements with, from the squares of its tiles. Four rows at
+// a time, so that a SIMD group waits for memory once for all of them.
+template <int simds>
+METAL_FUNC void row_factors(
+    threadgroup float* factors,
+    const device float* squares,
+    int M,
+    int K,
+    float epsilon,
+    int simd,
+    uint lane) {
+  const int tiles = (K + 15) / 16;
+  for (int m = simd; m < M; m += 4 * simds) {
+    float totals[4] = {0, 0, 0, 0};
+    for (int j = lane; j < tiles; j += 32) {
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        totals[r] += squares[min(m + r * simds, M - 1) * tiles + j];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      float factor = metal::precise::rsqrt(simd_sum(totals[r]) / float(K) + epsilon);
+      if (lane == 0 && m + r * simds < M) {
+        factors[m + r * simds] = factor;
+      }
+    }
+  }
+}
+
 // The words of a window, a step before they are multiplied.
 template <typename S, int bits, int run, int ahead, int count>
 METAL_FUNC void load_window(
@@ -238,13 +268,8 @@ template <
   loaded_run<T, run / 4> held[units];
   fetch_operands<sides, bits, T, fragments, run>(held, x, share * step, side, M, K, lane);
   if (tile_squares) {
-    const int of_row = (K + 15) / 16;
-    for (int m = simd; m < M; m += simds) {
-      float factor = norm_factor(tile_squares + (above + m) * of_row, of_row, K, as_type<float>(epsilon), lane);
-      if (lane == 0) {
-        factors[m] = factor;
-      }
-    }
+    row_factors<simds>(
+        factors, tile_squares + size_t(above) * ((K + 15) / 16), M, K, as_type<float>(epsilon), simd, lane);
   }
   place_operands<sides, bits, T, fragments, run>(own, held, side, lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
