@@ -19,7 +19,8 @@ With ``--kv-bits`` one sequence is read and decoded with quantized caches, and w
 the converted model alone, as stock has no product with packed keys of most lengths on CUDA.
 
 With ``--contexts`` only one sequence is decoded, behind so many random keys and values: as many
-tokens as a cache grows by, so that what happens once in so many is part of the time.
+tokens as a cache grows by, so that what happens once in so many is part of the time. Kernel times
+follow.
 """
 
 from __future__ import annotations
@@ -363,11 +364,15 @@ def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterato
 
 
 def kernels(model: nn.Module, args: argparse.Namespace) -> Iterator[Table]:
-    """What each kernel of a step takes on the device, for each batch size; given as it grows."""
-    table = Table({"kernel": 60, "batch": 5, "a step": 7, "us each": 8, "us a step": 9})
-    for batch in args.batches:
-        prompts = mx.random.randint(0, model.args.vocab_size, (batch, args.prompt_tokens))
-        y, cache = begun(model, prompts)
+    """What each kernel of a step takes on the device, by batch or context; given as it grows."""
+    what, sizes = ("context", args.contexts) if args.contexts else ("batch", args.batches)
+    table = Table({"kernel": 60, what: 7, "a step": 7, "us each": 8, "us a step": 9})
+    for size in sizes:
+        if args.contexts:
+            y, cache = mx.array([[1]]), filled(model, size)
+        else:
+            prompts = mx.random.randint(0, model.args.vocab_size, (size, args.prompt_tokens))
+            y, cache = begun(model, prompts)
 
         def step(y: mx.array = y, cache: list[Any] = cache) -> None:
             logits = model(y, cache=cache)
@@ -377,7 +382,7 @@ def kernels(model: nn.Module, args: argparse.Namespace) -> Iterator[Table]:
         table.print_header()
         for name, count, seconds in found:
             figures = {"us each": seconds / count * 1e6, "us a step": seconds * 1e6}
-            table.add(kernel=name, batch=batch, **{"a step": count}, **figures)
+            table.add(kernel=name, **{what: size, "a step": count}, **figures)
         busy = sum(seconds for *_, seconds in found)
         print(f"{busy * 1e3:.3f} ms a step\n", flush=True)
         yield table
