@@ -142,7 +142,7 @@ def plan() -> None:
                 for ranks in RANKS:
                     speeds = {how: 1 / token(shape, ranks, rate, link, how) for how in HOWS}
                     fits = shape.held(ranks) < 0.75 * memory
-                    row = {how: f"{speed:.1f}" + "" * fits for how, speed in speeds.items()}
+                    row = {how: f"{speed:.1f}" for how, speed in speeds.items()}
                     pays = "yes" if ranks <= pays_until(shape, rate, link) else "no"
                     held = f"{shape.held(ranks) / 1e9:.0f}" + ("" if fits else " (!)")
                     table.add(

@@ -15,6 +15,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
+import simulate_distributed  # noqa: E402
 from common import Sample, Table, add_output, measure, output, significant, turns  # noqa: E402
 
 
@@ -115,6 +116,12 @@ def test_generation_benchmark(tiny_model: Path, tmp_path: Path) -> None:
     assert all(row["decode tok/s"] > 0 and row["prefill tok/s count"] == 2 for row in rows)
     lines = [line for line in (tmp_path / "out.csv").open() if not line.startswith("#")]
     assert [row["layers"] for row in csv.DictReader(lines)] == [row["layers"] for row in rows]
+
+
+def test_simulated_ranks_take_the_time_that_was_measured() -> None:
+    found = simulate_distributed.check(BENCHMARKS / "results" / "distributed_cuda.csv")
+    assert {*found} == {"decode, batch 1", "decode, batch 16"}
+    assert all(0.8 < ratio < 1.25 for ratio in found.values()), found
 
 
 def test_decoding_benchmark(tmp_path: Path) -> None:
