@@ -222,7 +222,7 @@ def _qmv(rows: int, bits: int, dtype: mx.Dtype) -> tuple[object, Counter[str]]:
     return config, main_loop(*launched(lambda: mx.eval(launch(*arrays))))
 
 
-def few_rows(rows: int, bits: int, dtype: mx.Dtype) -> Row:
+def qmv_rows(rows: int, bits: int, dtype: mx.Dtype) -> Row:
     """A few rows on the matrix units."""
     config, counted = _qmv(rows, bits, dtype)
     weights = config.tiles * 16 * 4 * config.run * config.ahead
@@ -253,7 +253,7 @@ def rows() -> Iterator[Row]:
         yield from single_rows(bits)
     for m in (4, 8, 16):
         for bits, dtype in ((4, mx.bfloat16), (8, mx.float16)):
-            yield few_rows(m, bits, dtype)
+            yield qmv_rows(m, bits, dtype)
     for mask in ("no", "additive"):
         yield from many_queries(mask)
 

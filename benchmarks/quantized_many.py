@@ -1,7 +1,7 @@
 """Many rows times a quantized matrix on a GPU: the ways to compute it, side by side.
 
 Part of ``bench_quantized_matmul.py``. A time is that of one product in a chain of some that
-``mx.compile`` traced, on matrices that take turns, with a second chain queued behind the first: the
+``mx.compile`` traced, on a new matrix each time, with a second chain queued behind the first: the
 cost of Python and of launches is hidden, as in a model. ``calls`` is what plain calls take, which
 Python holds up where the product is small.
 

@@ -41,6 +41,12 @@ def test_parts_run_each_case_once() -> None:
     )
 
 
+def test_the_conformance_set_is_compared_with_numpy() -> None:
+    with checks():
+        part = run_cases(["conformance"], "host", 0, 40)
+    assert part["cases"] and part["launches"] and not part["wrong"]
+
+
 def test_what_a_clean_tool_says() -> None:
     report = summary("memcheck", [f"note\n{PRINTED}\n", PRINTED], [CLEAN, CLEAN])
     assert report.clean

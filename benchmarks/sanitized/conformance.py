@@ -17,5 +17,5 @@ def cases() -> Cases:
 
 
 def run(case: conformance.Case) -> None:
-    wrong = [str(part) for part in case.judge(case.run(backend())) if not part.passed]
+    wrong = [str(part) for part in case.compare(case.run(backend())) if not part.passed]
     assert not wrong, "; ".join(wrong)

@@ -125,12 +125,6 @@ def _convert(args: argparse.Namespace, model: Any, config: Any = None) -> None:
 
 
 @contextmanager
-def _chat(module: Any) -> Iterator[None]:
-    with suppress(EOFError):  # Ctrl-D leaves a chat as its command q does
-        yield
-
-
-@contextmanager
 def _lora(module: Any) -> Iterator[None]:
     import mlx.core as mx
 
@@ -170,8 +164,11 @@ def _server(module: Any) -> AbstractContextManager[None]:
     )
 
 
-_SURROUNDINGS: dict[str, Callable[[Any], AbstractContextManager[None]]]
-_SURROUNDINGS = {"chat": _chat, "lora": _lora, "server": _server}
+_SURROUNDINGS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+    "chat": lambda module: suppress(EOFError),  # Ctrl-D leaves a chat as its command q does
+    "lora": _lora,
+    "server": _server,
+}
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def _outcome(check: Check, path: str, end: float) -> _Outcome:
     """Run a check as asked for, beside the reference on the CPU, and see what auto would take."""
     import mlx.core as mx
 
-    from ..conversion.verify import rounding_error
+    from ..conversion.verify import in_float32, rounding_error
     from ..runtime.backend import use_backend
     from ..runtime.wait import KernelTimeout, wait_for
 
@@ -112,7 +112,7 @@ def _outcome(check: Check, path: str, end: float) -> _Outcome:
                 mx.eval(check.run(*check.arrays))
                 times.append(time.perf_counter() - start)
         with use_backend("ops"), mx.stream(mx.cpu), _uncompiled():
-            expected = check.run(*map(_single, check.arrays))
+            expected = check.run(*map(in_float32, check.arrays))
             mx.eval(expected)
             errors = [
                 rounding_error(*pair, check.terms, check.steps)
@@ -142,13 +142,6 @@ def _uncompiled() -> Iterator[None]:
         yield
     finally:
         mx.enable_compile()
-
-
-def _single(array: Any) -> Any:
-    """In float32, if it is of a shorter type."""
-    import mlx.core as mx
-
-    return array.astype(mx.float32) if array.dtype in (mx.float16, mx.bfloat16) else array
 
 
 def _taken(check: Check) -> str:

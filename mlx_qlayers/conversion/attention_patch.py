@@ -85,8 +85,7 @@ def _reduce(module: Any, protocol: int) -> tuple[Any, ...]:
 def _new(cls: Any, *makers: Any) -> nn.Module:
     for make, *arguments in makers:
         cls = make(cls, *arguments)
-    new: nn.Module = cls.__new__(cls)
-    return new
+    return cls.__new__(cls)
 
 
 def _patched(function: FunctionType, namespaces: dict[int, dict[str, Any]]) -> FunctionType:

@@ -80,7 +80,9 @@ class _Graph:
             if len(self.seen) == MAX_SHAPES:
                 return self.function
             with mode(Mode.INFERENCE):
-                self.graph(*tree_map(_empty, (x, *rest)))
+                self.graph(
+                    *tree_map(lambda a: a if a is None else mx.zeros(a.shape, a.dtype), (x, *rest))
+                )
             self.seen.add(key)
         return self.graph
 
@@ -91,7 +93,3 @@ class _Graph:
 def ready(function: Callable[..., Any], *arrays: Any) -> Callable[..., Any]:
     """A bound operation for arrays of such shapes: one call of Python less."""
     return function.ready(*arrays) if isinstance(function, _Graph) else function
-
-
-def _empty(array: mx.array | None) -> mx.array | None:
-    return None if array is None else mx.zeros(array.shape, array.dtype)

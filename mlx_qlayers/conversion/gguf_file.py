@@ -121,11 +121,9 @@ class _Reader:
                     self.take(8 * count, key)
                 return [self.text(key) for _ in range(count)]
             letter = self._letter(key, kind)
-            return list(struct.unpack(f"<{count}{letter}", self._array(key, count, letter)))
+            data = self.raw(count * struct.calcsize("<" + letter), key)
+            return list(struct.unpack(f"<{count}{letter}", data))
         return self.scalar(self._letter(key, kind))
-
-    def _array(self, key: str, count: int, letter: str) -> bytes:
-        return self.raw(count * struct.calcsize("<" + letter), key)
 
     def _letter(self, key: str, kind: int) -> str:
         if kind not in _SCALARS:

@@ -134,8 +134,7 @@ def _call_of(model: nn.Module, layers: list[Any], number: int, batch: mx.array) 
 
 
 def _run(layer: Callable[..., Any], call: _Call, state: mx.array) -> mx.array:
-    found: mx.array = layer(state, *call.args[1:], **call.options)
-    return found
+    return layer(state, *call.args[1:], **call.options)
 
 
 def _behind(model: nn.Module, layers: list[Any], batch: mx.array, state: mx.array) -> mx.array:

@@ -213,7 +213,9 @@ class _Comparison:
         if self.of_methods and _calls_own(p) in _OPTIONAL and not _calls_own(n):
             p = p.args[0]
         if ANYTHING in (getattr(p, "id", ""), getattr(p, "attr", "")):
-            agree = _is_path(n) and not (isinstance(p, ast.Attribute) and isinstance(n, ast.Name))
+            agree = isinstance(_root(n), ast.Name) and not (
+                isinstance(p, ast.Attribute) and isinstance(n, ast.Name)
+            )
             if isinstance(p, ast.Attribute):
                 inner = [(p.value, _root(n))]
         elif type(p) is not type(n):
@@ -261,10 +263,6 @@ def _bound(table: dict[str, str], wanted: str, name: str, one_to_one: bool) -> b
     if wanted not in table and one_to_one and name in table.values():
         return False
     return table.setdefault(wanted, name) == name
-
-
-def _is_path(node: ast.AST) -> bool:
-    return isinstance(_root(node), ast.Name)
 
 
 def _root(node: ast.AST) -> ast.AST:

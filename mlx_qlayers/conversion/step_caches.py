@@ -197,8 +197,7 @@ def taken(
 
 def _length(c: Any) -> int:
     """How many keys a cache holds whose keys lie in the order of their tokens."""
-    length: int = vars(c)["_idx" if "_idx" in vars(c) else "offset"]
-    return length
+    return vars(c)["_idx" if "_idx" in vars(c) else "offset"]
 
 
 def _group(at: Position) -> Group:

@@ -96,7 +96,7 @@ def _check_registered(
     ours, stock = copied(module), copied(module)
     ours.__class__ = cls
     stock.set_dtype(mx.float32)
-    actual, expected = _arrays(ours(*given)), _arrays(stock(*tree_map(_exact, given)))
+    actual, expected = _arrays(ours(*given)), _arrays(stock(*tree_map(in_float32, given)))
     shapes = (a.shape for a in _arrays([given, module.parameters()]))
     terms = max((n for shape in shapes for n in shape), default=1)
     for mine, theirs in zip(actual, expected, strict=True):
@@ -108,7 +108,8 @@ def _arrays(tree: Any) -> list[mx.array]:
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
-def _exact(value: Any) -> Any:
+def in_float32(value: Any) -> Any:
+    """An array in float32, if it is of a shorter type; anything else as it is."""
     return value.astype(mx.float32) if getattr(value, "dtype", None) in _FLOATS else value
 
 

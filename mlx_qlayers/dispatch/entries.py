@@ -117,7 +117,7 @@ def entries(device: str, at: int) -> Mapping[str, tuple[Entry | Values, bool]]:
     for key, entry in own_entries(device).items():
         before = found.get(key)
         # Rules count on values of the kind that they were written for.
-        if isinstance(entry, Values) and not (before and _is_like(entry, before[0])):
+        if isinstance(entry, Values) and not (before and _kinds(entry) == _kinds(before[0])):
             note("tuning", "ignored", f"{device}: {key} has other values than the package's")
         else:
             found[key] = entry, False
@@ -189,16 +189,11 @@ def parsed(value: Any) -> Entry | Values:
             raise ValueError(f"has no {each.name}")
         if each.name in value and not _FITS[each.name](value[each.name]):
             raise ValueError(f"{each.name} is {value[each.name]!r}")
-    entry: Entry | Values = kind(**{f.name: value[f.name] for f in fields(kind) if f.name in value})
-    return entry
+    return kind(**{f.name: value[f.name] for f in fields(kind) if f.name in value})
 
 
 def _is_seconds(value: Any) -> bool:
     return type(value) in (int, float) and isfinite(value) and value > 0
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _is_value(value: Any) -> bool:
@@ -212,7 +207,9 @@ def _is_mapping(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _FITS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("path", "source", "mlx", "date", "command", "note"), _is_text),
+    **dict.fromkeys(
+        ("path", "source", "mlx", "date", "command", "note"), lambda value: isinstance(value, str)
+    ),
     **dict.fromkeys(("seconds", "heuristic"), _is_seconds),
     "config": _is_mapping(lambda value: isinstance(value, (int, str))),
     "paths": _is_mapping(_is_seconds),
@@ -221,12 +218,10 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _is_like(entry: Values, shipped: Entry | Values) -> bool:
-    """Whether values are of the kinds of the package's, key by key."""
-    return isinstance(shipped, Values) and _kinds(entry.values) == _kinds(shipped.values)
-
-
 def _kinds(value: Any) -> Any:
+    """Of values, of what types they are, key by key."""
+    if isinstance(value, Values):
+        return _kinds(value.values)
     if isinstance(value, dict):
         return {key: _kinds(each) for key, each in value.items()}
     if isinstance(value, list):

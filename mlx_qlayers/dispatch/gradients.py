@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple, NoReturn, cast
 
 import mlx.core as mx
@@ -148,7 +148,7 @@ def _at_once(
             together = _computed_once(compute, given)
             for nth, i in enumerate(positions):
                 identity: Any = mx.custom_function(lambda a: a)
-                identity.vjp(partial(_nth, together, nth))
+                identity.vjp(lambda *_, all=together, nth=nth: all()[nth])
                 held[i] = identity(arrays[i])
         return cast(Outputs, node(*held))
 
@@ -163,10 +163,6 @@ def _computed_once(
         return without_derivative(lambda: list(compute(*given)), arrays)
 
     return cache(once)
-
-
-def _nth(gradients: Callable[[], Sequence[mx.array]], nth: int, *_: Any) -> mx.array:
-    return gradients()[nth]
 
 
 def _no_gradient(op: str, arrays: list[mx.array]) -> list[mx.array]:

@@ -84,14 +84,12 @@ def attention(
     seen, rule = (mask, None) if isinstance(mask, mx.array) else (None, mask)
     if type(k) is type(v) is mx.array:
         static = (0, 0), scale, rule, window, softcap
-        out: mx.array = dispatch(_ATTENTION, (q, k, v, seen, sinks), static)[0]
-        return out
+        return dispatch(_ATTENTION, (q, k, v, seen, sinks), static)[0]
     many = tuple, list
     of_k: Any = k if isinstance(k, many) and k else (k,)
     of_v: Any = v if isinstance(v, many) and v else (v,)
     static = (len(of_k) * (of_k is k), len(of_v) * (of_v is v)), scale, rule, window, softcap
-    out = dispatch(_ATTENTION, (q, *of_k, *of_v, seen, sinks), static)[0]
-    return out
+    return dispatch(_ATTENTION, (q, *of_k, *of_v, seen, sinks), static)[0]
 
 
 def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
@@ -133,8 +131,7 @@ def _with_casts(static: tuple[Any, ...], common: mx.Dtype) -> Run:
     def run(*arrays: mx.array) -> list[mx.array]:
         *parts, mask, sinks = arrays
         cast = [a if a.dtype == mx.uint32 else a.astype(common) for a in parts]
-        outputs: list[mx.array] = dispatch(_ATTENTION, (*cast, mask, sinks), static)
-        return outputs
+        return dispatch(_ATTENTION, (*cast, mask, sinks), static)
 
     return run
 
@@ -146,8 +143,7 @@ def _unpacked(call: AttentionCall, operation: Operation, static: tuple[Hashable,
 
     def run(q: mx.array, *rest: Any) -> list[mx.array]:
         k, v = dequantize(*rest[:3]), dequantize(*rest[3:6])
-        outputs: list[mx.array] = dispatch(operation, (q, k, v, *rest[6:]), static)
-        return outputs
+        return dispatch(operation, (q, k, v, *rest[6:]), static)
 
     return run
 

@@ -58,10 +58,7 @@ def deform_conv2d(
         ``torchvision.ops.deform_conv2d``, with channels last; Deformable ConvNets v1 and v2
         (https://arxiv.org/abs/1811.11168).
     """
-    y: mx.array = dispatch(
-        _DEFORM_CONV2D, (x, offset, weight, bias, mask), (stride, padding, dilation)
-    )
-    return y
+    return dispatch(_DEFORM_CONV2D, (x, offset, weight, bias, mask), (stride, padding, dilation))
 
 
 def _plan(arrays: Sequence[Any], stride: Any, padding: Any, dilation: Any) -> Plan:

@@ -62,8 +62,7 @@ def deformable_attention(
         Hugging Face transformers.
     """
     static = padding_mode, False, *_extents(shapes)
-    y: mx.array = dispatch(DEFORMABLE_ATTENTION, (values, locations, weights), static)
-    return y
+    return dispatch(DEFORMABLE_ATTENTION, (values, locations, weights), static)
 
 
 def _extents(shapes: Any) -> tuple[Any, ...]:

@@ -36,8 +36,7 @@ def exp(x: mx.array, *, strided: bool = False) -> mx.array:
 
     Source: the first example of "Custom Metal Kernels" in MLX's documentation.
     """
-    y: mx.array = dispatch(_EXP, (x,), (strided,))
-    return y
+    return dispatch(_EXP, (x,), (strided,))
 
 
 def _plan(arrays: Sequence[Spec], strided: bool) -> Plan:

@@ -100,10 +100,7 @@ def fused_products(
     if len(flat) != 4 * len(matrices):
         flat = [array for matrix in matrices for array in PackedMatrix(*matrix)]
     arrays = (x, weight, tile_squares, residual, next_weight, *flat)
-    outputs: list[mx.array] = dispatch(
-        FUSED_PRODUCTS, arrays, (group_size, bits, mode, epsilon, gate)
-    )
-    return outputs
+    return dispatch(FUSED_PRODUCTS, arrays, (group_size, bits, mode, epsilon, gate))
 
 
 def defers_norm(x: mx.array | Spec) -> bool:

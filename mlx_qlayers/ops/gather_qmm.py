@@ -84,8 +84,7 @@ def gather_qmm(
     Source: ``mx.gather_qmm``.
     """
     arrays = x, w, scales, biases, lhs_indices, rhs_indices, global_scale
-    y: mx.array = dispatch(_GATHER_QMM, arrays, (transpose, group_size, bits, mode, sorted_indices))
-    return y
+    return dispatch(_GATHER_QMM, arrays, (transpose, group_size, bits, mode, sorted_indices))
 
 
 def _plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -126,10 +126,7 @@ def _in_order(
     k = w.shape[-1]
 
     def quantize(block: mx.array, diagonal: mx.array, _: int) -> list[mx.array]:
-        found: list[mx.array] = dispatch(
-            _BLOCK, (block, diagonal), (fmt.group_size, fmt.bits, dtype)
-        )
-        return found
+        return dispatch(_BLOCK, (block, diagonal), (fmt.group_size, fmt.bits, dtype))
 
     codes, scales, biases = _columns(w, u, quantize)
     groups = k // fmt.group_size
@@ -159,8 +156,7 @@ def _by_size(
 
     def quantize(block: mx.array, diagonal: mx.array, first: int) -> list[mx.array]:
         fixed = [x[..., first : first + BLOCK] for x in wide]
-        found: list[mx.array] = dispatch(_FIXED, (block, diagonal, *fixed), (fmt.bits,))
-        return found
+        return dispatch(_FIXED, (block, diagonal, *fixed), (fmt.bits,))
 
     (codes,) = _columns(mx.take_along_axis(w, order[:, None], axis=2), u, quantize)
     back = mx.argsort(order, axis=1)[:, None]
@@ -215,23 +211,18 @@ def pack(codes: mx.array, bits: int) -> mx.array:
 
 def _plan_block(arrays: Sequence[Spec], group_size: int, bits: int, dtype: mx.Dtype) -> Plan:
     run = partial(reference.gptq_block, group_size=group_size, bits=bits, dtype=dtype)
-    choice = _choose()
-    if choice.path == "ops":
-        return Plan(choice, run)
-    return Plan(choice, launch.gptq_block(arrays[0], group_size, bits, dtype), (), run)
+    return _plan(run, lambda: launch.gptq_block(arrays[0], group_size, bits, dtype))
 
 
 def _plan_fixed(arrays: Sequence[Spec], bits: int) -> Plan:
     run = partial(reference.gptq_fixed_block, bits=bits)
-    choice = _choose()
-    if choice.path == "ops":
-        return Plan(choice, run)
-    return Plan(choice, launch.gptq_fixed_block(arrays[0], bits), (), run)
+    return _plan(run, lambda: launch.gptq_fixed_block(arrays[0], bits))
 
 
-def _choose() -> Any:
+def _plan(run: Any, bind: Callable[[], Any]) -> Plan:
     faster, evidence = threshold("gptq_gain", device="host"), source_of("gptq_gain")
-    return choose("gptq", host_gain=faster, evidence=evidence)
+    choice = choose("gptq", host_gain=faster, evidence=evidence)
+    return Plan(choice, run) if choice.path == "ops" else Plan(choice, bind(), (), run)
 
 
 _BLOCK = Operation("gptq_block", _plan_block)

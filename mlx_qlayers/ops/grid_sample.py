@@ -68,8 +68,7 @@ def grid_sample(
         ``torch.nn.functional.grid_sample``, with channels last.
     """
     static = mode, padding_mode, align_corners, deterministic
-    y: mx.array = dispatch(_GRID_SAMPLE, (x, grid), static)
-    return y
+    return dispatch(_GRID_SAMPLE, (x, grid), static)
 
 
 def _plan(

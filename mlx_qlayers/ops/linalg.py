@@ -81,8 +81,7 @@ def solve_triangular(
     """
     if getattr(b, "ndim", 0) == 1:
         return solve_triangular(a, b[:, None], upper=upper, transpose=transpose)[..., 0]
-    x: mx.array = dispatch(_SOLVE, (a, b), (upper, transpose))
-    return x
+    return dispatch(_SOLVE, (a, b), (upper, transpose))
 
 
 def cho_solve(l: mx.array, b: mx.array, *, upper: bool = False) -> mx.array:  # noqa: E741
@@ -178,8 +177,7 @@ def subtract_product(b: mx.array, a: mx.array, x: mx.array) -> mx.array:
         array([[0, 1],
                [1, 0]], dtype=float32)
     """
-    y: mx.array = dispatch(_SUBTRACT, (b, a, x))
-    return y
+    return dispatch(_SUBTRACT, (b, a, x))
 
 
 def _multiply(a: mx.array, x: mx.array) -> mx.array:

@@ -70,8 +70,7 @@ def quantized_matmul(
     Source: ``mx.quantized_matmul``.
     """
     arrays = x, w, scales, biases, bias, global_scale
-    y: mx.array = dispatch(QUANTIZED_MATMUL, arrays, (transpose, group_size, bits, mode))
-    return y
+    return dispatch(QUANTIZED_MATMUL, arrays, (transpose, group_size, bits, mode))
 
 
 def _plan(
@@ -144,8 +143,7 @@ def _gradients(transpose: bool, fmt: Format, affine: bool, biased: bool) -> list
     ) -> list[mx.array]:
         x, *packed = arrays[:4]
         given = x, *cotangents, *packed
-        found: list[mx.array] = dispatch(SCALES_AND_BIASES_GRADIENT, given, (transpose, fmt))
-        return found
+        return dispatch(SCALES_AND_BIASES_GRADIENT, given, (transpose, fmt))
 
     def of_bias(_: Arrays, cotangents: list[mx.array], __: object) -> list[mx.array]:
         (dy,) = cotangents

@@ -63,8 +63,7 @@ def rotary_embedding(
     Source: ``mx.fast.rope``; arXiv 2104.09864.
     """
     rotation = Rotation(dims, traditional, base, scale)
-    outputs: list[mx.array] = dispatch(_ROTARY, (q, k, offset, freqs), rotation)
-    return outputs
+    return dispatch(_ROTARY, (q, k, offset, freqs), rotation)
 
 
 def _plan(arrays: Sequence[Any], *options: Any) -> Plan:

@@ -8,7 +8,7 @@ import mlx.core as mx
 def cholesky(w: mx.array) -> tuple[mx.array, mx.array]:
     """R and info, as :func:`mlx_qlayers.metal.linalg.launch.cholesky` has them.
 
-    LAPACK's code is not handed on by MLX, but it stops at a pivot and leaves it on the diagonal.
+    MLX does not give LAPACK's code, but it stops at a pivot and leaves it on the diagonal.
     """
     n = w.shape[1]
     with mx.stream(mx.cpu):

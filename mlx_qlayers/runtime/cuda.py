@@ -19,7 +19,7 @@ import mlx.core as mx
 from . import source
 from .backend import BackendError
 from .cache_folder import own_folder
-from .cuda_ahead import begin, device_architecture, shims_digest
+from .cuda_ahead import begin, device_architecture, shims_digest, type_name
 from .generated_source import ATTRIBUTES, shape_words
 from .launch import Bound, Launch, Size, TemplateValue, added_to_graph
 from .program import Program
@@ -40,15 +40,6 @@ _RESIDENT = "RESIDENT"
 _SHARED = "SHARED"
 # The input that tells threads beyond the grid that they are surplus.
 _LIMIT = "msl_grid_limit"
-
-# How MLX spells dtypes in CUDA C++, where it is not `name_t`.
-_CUDA_TYPES = {
-    mx.float16: "__half",
-    mx.bfloat16: "__nv_bfloat16",
-    mx.float32: "float",
-    mx.bool_: "bool",
-    mx.complex64: "complex64_t",
-}
 
 _DECIMAL = re.compile(r"(?!0[xX])(?=.*[.eE])([\d.]+(?:[eE][+-]?\d+)?)(f|F|h|H|bf|BF)?$")
 # In Metal these are one type with int64_t and uint64_t; in CUDA they are others of that size.
@@ -139,7 +130,7 @@ def _text(
 
 def _constant(name: str, value: TemplateValue) -> str:
     if isinstance(value, mx.Dtype):
-        kind = _CUDA_TYPES.get(value) or str(value).removeprefix("mlx.core.") + "_t"
+        kind = type_name(value)
         return f"using {name}={kind};\n"
     kind = "bool" if isinstance(value, bool) else "int"
     return f"constexpr {kind} {name}={str(value).lower()};\n"

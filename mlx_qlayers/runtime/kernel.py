@@ -15,7 +15,7 @@ from .backend import BackendError, Outdated, backend, current, epoch, up_to_date
 from .declaration import Declaration, KernelError, Multiple
 from .explain import note
 from .health import WORDS, check_report
-from .launch import Bound, Launch, LaunchOptions, Size
+from .launch import Bound, Launch, LaunchOptions
 from .launch_checks import checked_launch
 from .limits import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY, MAX_THREADS
 from .spec import Spec
@@ -135,7 +135,9 @@ class Kernel(Declaration):
         run: Bound = import_module(f".{name}", __package__).bind(launch)
         if "trace" in epoch.debug:
             run = _recorded(name, launch, run)
-        return run if launch.program is self.program else self._reporting(launch.grid, run)
+        if launch.program is self.program:
+            return run
+        return lambda arrays: check_report(self.name, self.errors, launch.grid, run(arrays))
 
     def _with_health(self, launch: Launch) -> Launch:
         """The launch with a health buffer, which like all outputs is zero at first."""
@@ -149,9 +151,6 @@ class Kernel(Declaration):
             output_dtypes=[*launch.output_dtypes, mx.uint32],
             init_value=0.0,
         )
-
-    def _reporting(self, grid: Size, run: Bound) -> Bound:
-        return lambda arrays: check_report(self.name, self.errors, grid, run(arrays))
 
 
 @lru_cache(maxsize=_KEPT)

@@ -36,10 +36,8 @@ class Target(NamedTuple):
         return self.problem.key
 
 
-def problems_of_model(
-    model: nn.Module, *, prompt: int = 512, steps: int = 2, batch: int = 1
-) -> list[Target]:
-    """Run one prefill and some decode steps, and collect what could be tuned.
+def problems_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) -> list[Target]:
+    """Run one prefill and two decode steps, and collect what could be tuned.
 
     On a GPU nothing is evaluated, so that no kernel is built. The prefill goes without the head, of
     which mlx-lm evaluates one row alone.
@@ -47,7 +45,6 @@ def problems_of_model(
     Args:
         model: a converted language model of mlx-lm.
         prompt: tokens of the prefill; 0 leaves it out.
-        steps: tokens that are decoded after it.
         batch: sequences side by side.
 
     Returns:
@@ -61,7 +58,7 @@ def problems_of_model(
         if prompt:
             body(mx.zeros((batch, prompt), mx.int32), cache=cache)
     with questions() as decoding:
-        for _ in range(steps):
+        for _ in range(2):
             model(mx.zeros((batch, 1), mx.int32), cache=cache)
     longer = [
         (family, (*given[:4], size, *given[5:]))

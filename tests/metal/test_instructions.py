@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from instructions import cells, few_rows, main_loop, many_queries, single_rows
+from instructions import cells, main_loop, many_queries, qmv_rows, single_rows
 
 
 def _note(record, *rows):
@@ -37,7 +37,7 @@ def test_one_row_of_bytes_takes_no_more_cycles_than_stock(record_property):
 @pytest.mark.parametrize("rows", [4, 8, 16])
 @pytest.mark.parametrize(("bits", "dtype"), [(4, mx.bfloat16), (8, mx.float16)], ids=str)
 def test_few_rows_take_the_matrix_products_of_the_result(rows, bits, dtype, record_property):
-    row = few_rows(rows, bits, dtype)
+    row = qmv_rows(rows, bits, dtype)
     _note(record_property, row)
     assert 0 < row.counted["matrix"] <= row.needed * 9 / 8
 

@@ -119,7 +119,7 @@ def test_bias_is_added_before_rounding(dtype):
 
 @pytest.mark.parametrize("columns", [41, 36, 40])
 def test_rows_that_wide_loads_cannot_take(columns):
-    """Untransposed, rows of x need not be multiples of 16 bytes."""
+    """Not transposed, rows of x need not be multiples of 16 bytes."""
     rng = np.random.default_rng(columns)
     for dtype in (mx.float32, mx.bfloat16):
         x, packed = sample(rng, 18, columns, 1, AFFINE, dtype, transpose=False)
