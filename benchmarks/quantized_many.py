@@ -26,7 +26,7 @@ from common import Table, measure
 from mlx_qlayers import backend, explain, quantized_matmul
 from mlx_qlayers.dispatch import Choice
 from mlx_qlayers.formats import MODES, Format
-from mlx_qlayers.ops.quantized_route import DENSE, QMM, Route, product
+from mlx_qlayers.ops.quantized_route import DENSE, QMM, SKINNY, Route, is_skinny, product
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime.spec import Spec
 
@@ -112,7 +112,7 @@ def _compare(cases: list[Case], repeats: int) -> list[Table]:
     print("calls: plain calls of `auto`; MB: the most memory one takes beside arguments and result")
     table = Table(
         {"product": 21, "format": 8, "group": 5, "dtype": 8, "rows": 4}
-        | dict.fromkeys(("stock", "dense", "ours", "tiles", "unpacked"), 11)
+        | dict.fromkeys(("stock", "dense", "ours", "tiles", "skinny", "unpacked"), 11)
         | {"by": 8, "ratio": 5, "TFLOP/s": 7, "stock calls": 11, "calls": 11, "MB": 5, "error": 7}
     )
     table.print_header()
@@ -196,7 +196,11 @@ def _ours(case: Case) -> dict[str, Product]:
 
     # A dense product of float32 is one of TF32 in MLX.
     ways = {} if case.dtype == mx.float32 else {"unpacked": by(DENSE)}
-    return ways if ways and case.rows > _TILES_UNTIL else ways | {"tiles": by(QMM)}
+    if ways and case.rows > _TILES_UNTIL:
+        return ways
+    if ways and case.transpose and is_skinny(case.rows, case.dtype, [matrix]):
+        ways["skinny"] = by(SKINNY)
+    return ways | {"tiles": by(QMM)}
 
 
 def _theirs(case: Case) -> dict[str, Product]:
@@ -316,4 +320,6 @@ def _taken(auto: Product, x: mx.array, packed: Packed) -> tuple[str, float]:
     decision = next(d for d in explain() if d.op == "quantized_matmul")
     if decision.path == "ops":
         return "stock", peak
-    return "unpacked" if DENSE in decision.reason else "tiles", peak
+    names = {DENSE: "unpacked", SKINNY: "skinny"}
+    taken = (name for kernel, name in names.items() if kernel in decision.reason)
+    return next(taken, "tiles"), peak

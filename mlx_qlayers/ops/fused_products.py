@@ -136,7 +136,7 @@ def _plan(
     if dense and not lacking:
         unless, evidence = dense_is_worse(rows, n, x, fmt)
     elif skinny and not lacking:
-        unless, evidence = stock_is_better(x.dtype), source_of("qmm_max_rows")
+        unless, evidence = stock_is_better(x.dtype), source_of("qmm_skinny_max_rows")
     elif not lacking:
         best = found("qmv", rows, n, k, x.dtype, fmt, kind)
         by, unless, evidence = decided(best, QMV, stock_is_better(x.dtype), source_of("qmv_gain"))

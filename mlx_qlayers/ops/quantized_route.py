@@ -70,7 +70,8 @@ def in_one_launch(x: Spec | mx.array) -> bool:
 
 def is_skinny(rows: int, dtype: mx.Dtype, matrices: Sequence[PackedMatrix]) -> bool:
     """Whether qmm_skinny takes so many rows of these matrices, as they are."""
-    fits = MAX_QMV_ROWS < rows <= MAX_SKINNY_ROWS and dtype in _HALVES
+    most = threshold("qmm_skinny_max_rows", device="cuda")
+    fits = MAX_QMV_ROWS < rows <= most and dtype in _HALVES
     # It reads their shapes, which tiny ones do not come with.
     return fits and all(m.w.size >= CONSTANT_BELOW for m in matrices)
 
@@ -136,7 +137,9 @@ def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
     if vector == QMV and call.shape[0] <= MAX_QMV_ROWS:
         return QMV, stock_is_better(call.x.dtype), "rule"
     if device == "cuda":
-        return *_many_rows_on_cuda(call), source_of("qmm_max_rows")
+        kernel, unless = _many_rows_on_cuda(call)
+        by = "qmm_skinny_max_rows" if kernel == SKINNY else "qmm_max_rows"
+        return kernel, unless, source_of(by)
     return QMM, "the kernel was not measured on an Apple GPU", "rule"
 
 
