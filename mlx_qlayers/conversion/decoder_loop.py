@@ -225,8 +225,9 @@ class _Plan:
                 )
                 for part, present in zip(self.parts, self.present, strict=True)
             ]
-        if self.tickets.size < (least := len(x) * self.static[0][0][1][0]):
-            self.tickets = mx.zeros((least,), mx.int32)
+        # As many for all batches of a size, which share graphs.
+        if self.tickets.size != (size := max(MIN_TICKETS, len(x) * self.static[0][0][1][0])):
+            self.tickets = mx.zeros((size,), mx.int32)
         tails: list[mx.array] = []
         shown: list[mx.array] = []
         deferred: list[mx.array] = []
