@@ -29,6 +29,7 @@ from numerics import TRAINED, assert_same_model, assert_same_sums
 
 from mlx_qlayers import FusedAttention, QLinear, convert_model, revert_model
 from mlx_qlayers.layers.qlinear import QEmbedding
+from mlx_qlayers.layers.sharded import LINEARS
 
 QWEN = Architecture(2, {"tie_word_embeddings": True}, format=(64, 4, "affine"))
 CONFIG: dict[str, Any] = tiny_model.CONFIG | {
@@ -306,12 +307,9 @@ class TestTransformations:
         for m in (model, stock):
             m.shard(mx.distributed.init())
         assert_same(model, stock, "sharded")
-        left = [row for row in convert_model(stock).rows if row.action == "left"]
-        assert len(left) == 14
-        assert {row.reason.split()[-1] for row in left} == {
-            "QuantizedAllToShardedLinear",
-            "QuantizedShardedToAllLinear",
-        }
+        assert "left" not in convert_model(stock).counts
+        sharded = [m for m in stock.modules() if type(m) in LINEARS[1:]]
+        assert len(sharded) == 14 and len({*map(type, sharded)}) == 2
         assert_same(model, stock, "sharded, then converted")
 
     def test_deepcopy(self, model, stock):
