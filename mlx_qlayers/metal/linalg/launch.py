@@ -165,12 +165,12 @@ def product(batch: int, n: int, k: int, m: int) -> Callable[[mx.array, mx.array]
     b, a, x = (Spec(shape, mx.float32) for shape in shapes)
     groups = batch * -(-n // _TILE) * -(-m // _COLUMNS)
     parts = 1 if backend() == "host" else max(1, min(_GROUPS // groups, k // _DEPTH))
-    launch = subtract_product(b, a, x, parts=parts)
+    launch = subtract_product(b, a, x, parts=None if parts == 1 else parts)
     zeros = mx.broadcast_to(mx.zeros((1, 1, 1)), b.shape)  # of which one is read
 
     def run(a: mx.array, x: mx.array) -> mx.array:
         (y,) = launch([zeros, a, x])
-        return y[0] if parts == 1 else y.sum(axis=0)
+        return y if parts == 1 else y.sum(axis=0)
 
     return run
 
