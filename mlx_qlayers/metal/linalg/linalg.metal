@@ -8,8 +8,7 @@
 // cholesky_block     R of W = R^T R, from the upper triangle of W (batch, n, n): one threadgroup a
 //                    matrix, one thread a column, n at most THREADS. info: what it was before or,
 //                    if that is 0, the order of the first leading minor that is not positive, plus
-//                    `first`; from there on R is NaN. Grid (THREADS * batch, 1, 1),
-//                    5 KiB + 8 * THREADS bytes.
+//                    `first`; from there on R is NaN. Grid (THREADS * batch, 1, 1), 9 KiB.
 // solve_lower        X of L X = B, from the lower triangle of L (batch, n, n), B (batch, n, m).
 //                    Grid (batch * m in whole THREADS, 1, 1), 5 KiB.
 // subtract_product   B - A X, A (batch, n, k), X (batch, k, m); with UPPER only what blocks that
@@ -115,10 +114,11 @@ template <int THREADS>
     uint column [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float4 tile_memory[8 * TILE_STRIDE], row_memory[THREADS / 2];
+  threadgroup float4 tile_memory[8 * TILE_STRIDE], diagonal_memory[8 * TILE_STRIDE];
+  threadgroup float pivots[32], inverses[32];
   threadgroup int minor;
   threadgroup float* tile = reinterpret_cast<threadgroup float*>(tile_memory);
-  threadgroup float* pivot_rows = reinterpret_cast<threadgroup float*>(row_memory) + 64 * simd;
+  threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(diagonal_memory);
   int n = w_shape[1], c = column;
   device float* out = r + size_t(batch) * n * n;
   if (column == 0) {
@@ -143,37 +143,28 @@ template <int THREADS>
         subtract_tile(x, tile, above);
       }
     }
-    // Every SIMD group factorises the block on the diagonal beside its own columns.
-    threadgroup_barrier(mem_flags::mem_threadgroup);
     if (int(simd) == j / 32) {
 #pragma unroll
-      for (int k = 0; k < 32; k++) {
-        tile[k * TILE_STRIDE + lane] = x[k];
-      }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (int(simd) >= j / 32) {
-      float d[32];
-#pragma unroll
-      for (int k = 0; k < 32; k++) {
-        d[k] = tile[k * TILE_STRIDE + lane];
-      }
-#pragma unroll
       for (int i = 0; i < 32; i++) {
-        float pivot = simd_shuffle(d[i], ushort(i));
-        if (pivot <= 0 && column == uint(j)) {
+        float pivot = simd_shuffle(x[i], ushort(i));
+        if (pivot <= 0 && lane == 0) {
           minor = first + j + i + 1;  // all later pivots are NaN
         }
         float inverse = pivot > 0 ? precise::rsqrt(pivot) : NAN, root = pivot * inverse;
         root = fma(0.5f * inverse, fma(-root, root, pivot), root);
-        d[i] = quotient(d[i], root, inverse);
-        x[i] = int(simd) == j / 32 && int(lane) == i ? root : quotient(x[i], root, inverse);
-        threadgroup float* row = pivot_rows + i % 2 * 32;
-        row[lane] = int(lane) > i ? d[i] : 0.0f;
+        x[i] = int(lane) == i ? root : quotient(x[i], root, inverse);
+        diagonal[i * TILE_STRIDE + lane] = int(lane) > i ? x[i] : 0.0f;
+        if (int(lane) == i) {
+          pivots[i] = root;
+          inverses[i] = inverse;
+        }
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        subtract_row(d, row, d[i], (i + 1) / 4);
-        subtract_row(x, row, x[i], (i + 1) / 4);
+        subtract_row(x, diagonal + i * TILE_STRIDE, x[i], (i + 1) / 4);
       }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (c >= j + 32) {
+      solve_tile(x, diagonal, pivots, inverses);
     }
     if (c < n) {
 #pragma unroll
@@ -184,7 +175,6 @@ template <int THREADS>
       }
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   if (column == 0) {
     info[batch] = before[batch] > 0 ? before[batch] : minor;
   }
