@@ -33,7 +33,7 @@ from .step_caches import Inputs, leaves, put, reason_against, taken, with_tail
 from .step_slots import Nested, Rows, Static, Step, Unsupported, watched
 
 # Sequences at most: for more the products are those of a prompt.
-_MAX_BATCH = 64
+_MAX_BATCH = 128
 # Graphs of one model: a cache that grows takes new ones.
 _MAX_GRAPHS = 8
 # The name of what a whole model is.

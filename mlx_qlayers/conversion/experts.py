@@ -43,7 +43,7 @@ def experts_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
-    step, width = current_step.get(), x.shape[-1]
+    step = current_step.get()
     layers = [self[name] for name in PROJECTIONS]
     formats = [Format(each.group_size, each.bits, each.mode) for each in layers]
     plain = not any("global_scale" in each or each.training for each in layers)
@@ -55,16 +55,13 @@ def _call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
         PackedMatrix(*(each.get(name) for name in ("weight", "scales", "biases", "bias")))
         for each in layers
     )
-    chosen = indices.reshape(-1, indices.shape[-1])
     activation = "silu" if type(self.activation).__qualname__ == "SwiGLU" else None
-    products = experts_products(
-        x.reshape(-1, width), chosen, [gate, up], formats[0], gate=activation
-    )
+    products = experts_products(x, indices, [gate, up], formats[0], gate=activation)
     h = products[0] if activation else self.activation(products[1], products[0])
-    fmt = formats[2]
-    (y,) = experts_products(h, chosen, [down], fmt)
-    y = y.reshape(*indices.shape, -1)
-    step.chosen[id(y)] = Chosen(y, lambda scores: experts_combined(h, chosen, scores, down, fmt))
+    (y,) = experts_products(h, indices, [down], formats[2])
+    step.chosen[id(y)] = Chosen(
+        y, lambda scores: experts_combined(h, indices, scores, down, formats[2])
+    )
     return y
 
 
@@ -76,7 +73,7 @@ def combined(y: mx.array, scores: mx.array, cast: bool = False) -> mx.array:
     if found is None or scores.shape != y.shape[:-1] or scores.size != scores.shape[-1]:
         total = (y * scores[..., None]).sum(axis=-2)
         return total.astype(y.dtype) if cast else total
-    total = found.combine(scores.reshape(-1, scores.shape[-1])).reshape(*y.shape[:-2], -1)
+    total = found.combine(scores)
     return total if cast else total.astype(mx.result_type(y.dtype, scores.dtype))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from .checks import check_floats
 from .gather_qmm import gather_qmm
 
 _FORMAT = Format(64, 4)
+_INDICES = partial(Spec, dtype=mx.uint32)
 _ACTIVATIONS = {"silu": nn.silu, "gelu": nn.gelu, "gelu_approx": nn.gelu_approx}
 
 
@@ -31,15 +33,15 @@ def experts_products(
     """Products of few rows with one or two matrices of each of the experts that they chose.
 
     Args:
-        x: (R, K) in float32, float16 or bfloat16, or (R, J, K): a row for each choice.
-        experts: (R, J) integers: the J experts of each row. None may be out of range.
+        x: (..., K) in float32, float16 or bfloat16, or (..., J, K): a row for each choice.
+        experts: (..., J) integers: the J experts of each row. None may be out of range.
         matrices: each ``(w, scales, biases, bias)``: (E, N, K) packed in one format, and (E, N).
         fmt: the format of the matrices.
         gate: with two matrices: give ``activation(first) * second`` alone; the activation is
             ``"silu"``, ``"gelu"`` or ``"gelu_approx"``.
 
     Returns:
-        (R, J, N) for each matrix, or one gated product; float32 sums rounded once.
+        (..., J, N) for each matrix, or one gated product; float32 sums rounded once.
 
     Raises:
         ValueError: an argument has a shape, dtype or value that does not fit; it is named.
@@ -66,14 +68,14 @@ def experts_combined(
     """The sum, by scores, of products with a matrix of each of the experts that rows chose.
 
     Args:
-        x: (R, J, K) in float32, float16 or bfloat16: a row for each choice.
-        experts: (R, J) integers.
-        scores: (R, J), floating point.
+        x: (..., J, K) in float32, float16 or bfloat16: a row for each choice.
+        experts: (..., J) integers.
+        scores: (..., J), floating point.
         matrix: ``(w, scales, biases, bias)``: (E, N, K) packed, and (E, N).
         fmt: the format of the matrices.
 
     Returns:
-        (R, N) in the dtype of ``x``, rounded once.
+        (..., N) in the dtype of ``x``, rounded once.
 
     Raises:
         ValueError: an argument has a shape, dtype or value that does not fit; it is named.
@@ -112,15 +114,12 @@ def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | None) -> Plan
     choice = _choice("experts_products", x, matrices)
     if choice.path == "ops":
         return Plan(choice, composed)
-    rows, (count, each) = Spec((x.size // x.shape[-1], x.shape[-1]), x.dtype), experts.shape
-    right, share = Spec((count * each,), mx.uint32), each if x.ndim == 2 else 1
-    launch = kernels.experts_products(rows, right, matrices, fmt, gate, share)
+    share = 1 if x.ndim > experts.ndim else experts.shape[-1]
+    launch = kernels.experts_products(x, _INDICES(experts.shape), matrices, fmt, gate, share)
 
     def run(*arrays: Any) -> list[mx.array]:
         x, experts, *flat = arrays
-        given = [x.reshape(rows.shape), experts.astype(mx.uint32).reshape(-1)]
-        outputs = launch([*given, *(a for a in flat if a is not None)])
-        return [y.reshape(count, each, -1) for y in outputs]
+        return launch([x, experts.astype(mx.uint32), *(a for a in flat if a is not None)])
 
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
@@ -130,9 +129,9 @@ def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
     matrix = PackedMatrix(*flat)
     _check(x, experts, [matrix], fmt)
     check_floats("scores", scores)
-    if x.ndim != 3 or scores.shape != experts.shape:
+    if x.ndim == experts.ndim or scores.shape != experts.shape:
         what = f"{x.shape}, {experts.shape} and {scores.shape}"
-        raise ValueError(f"x, experts and scores must be (R, J, K), (R, J) and (R, J), not {what}")
+        raise ValueError(f"x, experts and scores must be (..., J, K), (..., J) twice, not {what}")
 
     def composed(*arrays: Any) -> list[mx.array]:
         x, experts, scores, *flat = arrays
@@ -142,15 +141,11 @@ def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
     choice = _choice("experts_combined", x, [matrix])
     if choice.path == "ops":
         return Plan(choice, composed)
-    count, each = experts.shape
-    rows = Spec((count * each, x.shape[-1]), x.dtype)
-    right, weights = Spec((count * each,), mx.uint32), Spec((count * each,), scores.dtype)
-    launch = kernels.experts_combined(rows, right, weights, matrix, fmt, each)
+    launch = kernels.experts_combined(x, _INDICES(experts.shape), scores, matrix, fmt)
 
     def run(*arrays: Any) -> list[mx.array]:
         x, experts, scores, *flat = arrays
-        given = [x.reshape(rows.shape), experts.astype(mx.uint32).reshape(-1), scores.reshape(-1)]
-        return launch([*given, *(a for a in flat if a is not None)])
+        return launch([x, experts.astype(mx.uint32), scores, *(a for a in flat if a is not None)])
 
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
@@ -160,7 +155,7 @@ _COMBINED = Operation("experts_combined", _plan_combined)
 
 
 def _product(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Format) -> mx.array:
-    rows = x[:, None, None] if x.ndim == 2 else x[:, :, None]
+    rows = x[..., None, None, :] if x.ndim == experts.ndim else x[..., None, :]
     y = gather_qmm(rows, *matrix[:3], None, experts, True, *fmt).squeeze(-2)
     return y if matrix.bias is None else y + matrix.bias[experts]
 
@@ -174,9 +169,9 @@ def _choice(op: str, x: Any, matrices: Sequence[PackedMatrix]) -> Any:
 
 def _check(x: Any, experts: Any, matrices: Sequence[PackedMatrix], fmt: Format) -> None:
     check_floats("x", x)
-    if experts.ndim != 2 or not mx.issubdtype(experts.dtype, mx.integer):
-        raise ValueError(f"experts must be integers (R, J), not {experts.dtype} {experts.shape}")
-    if x.ndim not in (2, 3) or x.shape[:-1] != experts.shape[: x.ndim - 1]:
+    if not experts.ndim or not mx.issubdtype(experts.dtype, mx.integer):
+        raise ValueError(f"experts must be integers (..., J), not {experts.dtype} {experts.shape}")
+    if x.ndim < experts.ndim or x.shape[:-1] not in (experts.shape, experts.shape[:-1]):
         raise ValueError(f"x of shape {x.shape} does not go with experts of shape {experts.shape}")
     for w, scales, biases, bias in matrices:
         if w.ndim != 3 or (problem := fmt.mismatch(w, scales, biases)):

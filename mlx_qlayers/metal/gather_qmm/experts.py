@@ -65,15 +65,15 @@ def experts_products(
     """The launch of products of rows with one or two matrices of the experts that they chose.
 
     Args:
-        x: the spec of (R, K), the rows.
-        right: that of (P,) uint32, the experts; product p takes row p / ``share``.
+        x: the spec of (..., K), the rows.
+        right: that of (...) uint32, P experts; product p takes row p / ``share``.
         matrices: (E, N, K) packed, one or two of one format, and biases (E, N) or None.
         fmt: of the matrices.
         gate: with two matrices, the activation of the first that the second is multiplied with.
         share: products of a row.
 
     Returns:
-        A function of the arrays that there are that gives (P, N) for each matrix, or the gated one.
+        A function of the arrays there are that gives (..., N) for each matrix, or the gated one.
     """
     names = dict(zip(_INPUTS, (x, right, *(a for m in matrices for a in m)), strict=False))
     given = {name: spec for name, spec in names.items() if spec is not None}
@@ -97,30 +97,28 @@ def experts_products(
         },
         grid=(-(-tiles * 32 // _THREADS) * _THREADS, products, 1),
         threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(products, n)] * (2 if pair and gate is None else 1),
+        output_shapes=[(*right.shape, n)] * (2 if pair and gate is None else 1),
     )
     return lambda arrays: launch([*arrays, sizes])
 
 
-def experts_combined(
-    x: Any, right: Any, scores: Any, matrix: PackedMatrix, fmt: Format, share: int
-) -> Launch:
+def experts_combined(x: Any, right: Any, scores: Any, matrix: PackedMatrix, fmt: Format) -> Launch:
     """The launch of sums, by scores, of products with the matrix of each expert of a row.
 
     Args:
-        x: the spec of (P, K), a row for each product.
-        right: that of (P,) uint32, the experts.
-        scores: that of (P,), floating point.
+        x: the spec of (..., J, K), a row for each product.
+        right: that of (..., J) uint32, the experts.
+        scores: that of (..., J), floating point.
         matrix: (E, N, K) packed, and a bias (E, N) or None.
         fmt: of the matrix.
-        share: products of a row.
 
     Returns:
-        A function of the arrays that there are that gives (R, N).
+        A function of the arrays that there are that gives (..., N).
     """
     names = dict(zip(("x", "right", "scores", *_MATRIX), (x, right, scores, *matrix), strict=True))
     given = {name: spec for name, spec in names.items() if spec is not None}
-    rows, n = prod(right.shape) // share, matrix.w.shape[1]
+    (*leading, share), n = right.shape, matrix.w.shape[1]
+    rows = prod(leading)
     sizes = mx.array([rows * share, n, x.shape[-1], share], mx.int32)
     simds = next(count for count in (8, 4, 2, 1) if count <= share)
     launch = _combined(tuple(name for name in names if name not in given)).bind(
@@ -129,7 +127,7 @@ def experts_combined(
         | {"W": scores.dtype, "outputs": _OUTPUTS, "run": _run(fmt), "simds": simds},
         grid=(-(-n // _OUTPUTS) * 32 * simds, rows, 1),
         threadgroup=(32 * simds, 1, 1),
-        output_shapes=[(rows, n)],
+        output_shapes=[(*leading, n)],
     )
     return lambda arrays: launch([*arrays, sizes])
 
