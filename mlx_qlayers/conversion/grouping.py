@@ -8,6 +8,7 @@ is the same computation whatever stands around it, since the layers depend on no
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import FunctionType
@@ -49,11 +50,13 @@ def grouped(
             body = getattr(node, field, None)
             if isinstance(body, list):
                 body[:] = [s for run in _runs(body) for s in _gathered(run, method, layers, groups)]
-    sums = CombinedSums()
-    method.definition.body[:] = [sums.visit(each) for each in inlined(method.definition.body)]
-    if not groups and not sums.names:
+    sums, names = CombinedSums(), dict[str, object]({_TOGETHER: together})
+    body = [sums.visit(each) for each in inlined(copy.deepcopy(method.definition.body))]
+    if sums.found:
+        method.definition.body, names = body, names | sums.names
+    elif not groups:
         return Mismatch("no two of its quantized layers are seen to have the same input")
-    return Grouped(rewritten(method, **{_TOGETHER: together}, **sums.names), tuple(groups))
+    return Grouped(rewritten(method, **names), tuple(groups))
 
 
 def _gathered(

@@ -81,10 +81,11 @@ class Turned(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What a product with experts gave, and how to give its sum by scores instead."""
+    """What a product with experts gave, and how to give a sum by scores instead."""
 
     y: mx.array
-    combine: Callable[[mx.array], mx.array]
+    indices: mx.array
+    combine: Callable[[mx.array, mx.array], mx.array]
 
 
 def _same(one: Turned, other: Turned) -> bool:
@@ -107,6 +108,7 @@ class Step:
         self.masks: dict[Any, mx.array] = {}
         self.turned: dict[int, Turned] = {}
         self.chosen: dict[int, Chosen] = {}
+        self.routes: dict[int, Any] = {}
         self.caches = [self._stand_in(each) for each in static]
 
     def _stand_in(self, static: Static) -> Any:

@@ -20,6 +20,9 @@ from .gather_qmm import gather_qmm
 
 _FORMAT = Format(64, 4)
 _INDICES = partial(Spec, dtype=mx.uint32)
+# Experts that a SIMD group chooses for a row, and chooses from.
+_MAX_CHOSEN, _MAX_EXPERTS = 32, 1024
+_NOT_ON_METAL = {"metal": "the kernel was not measured on an Apple GPU"}
 _ACTIVATIONS = {"silu": nn.silu, "gelu": nn.gelu, "gelu_approx": nn.gelu_approx}
 
 
@@ -94,6 +97,55 @@ def experts_combined(
     return combined
 
 
+def experts_chosen(
+    logits: mx.array, count: int, *, normed: bool, dtype: mx.Dtype
+) -> list[mx.array]:
+    """The experts with the largest logits, the largest first, and their shares in a softmax.
+
+    Args:
+        logits: (..., E) in float32, float16 or bfloat16.
+        count: how many experts a row takes, J.
+        normed: whether the shares add up to 1, as in a softmax of the chosen logits.
+        dtype: of the shares.
+
+    Returns:
+        Experts, uint32, and shares, (..., J).
+
+    Raises:
+        ValueError: there are not so many experts, or ``logits`` are no floating-point numbers.
+
+    Example:
+        >>> logits = mx.array([[0.0, 2.0, 1.0]])
+        >>> experts_chosen(logits, 2, normed=True, dtype=mx.float32)[0].tolist()
+        [[1, 2]]
+
+    Source: ``mx.softmax`` and ``mx.argpartition``, as mlx-lm's routers use them.
+    """
+    outputs: list[mx.array] = dispatch(_CHOSEN, (logits,), (count, normed, dtype))
+    return outputs
+
+
+def _plan_chosen(arrays: Sequence[Any], count: int, normed: bool, dtype: mx.Dtype) -> Plan:
+    (logits,) = arrays
+    check_floats("logits", logits)
+    if not logits.ndim or not 0 < count <= logits.shape[-1]:
+        raise ValueError(f"count must be 1 to the number of experts, not {count}, {logits.shape}")
+
+    def composed(logits: mx.array) -> list[mx.array]:
+        exact = logits.astype(mx.float32)
+        chosen = mx.argsort(-exact, axis=-1)[..., :count]
+        shares = mx.take_along_axis(exact if normed else mx.softmax(exact, axis=-1), chosen, -1)
+        shares = mx.softmax(shares, axis=-1) if normed else shares
+        return [chosen.astype(mx.uint32), shares.astype(dtype)]
+
+    fits = count <= _MAX_CHOSEN and logits.size and logits.shape[-1] <= _MAX_EXPERTS
+    choice = choose("experts_chosen", KERNELS if fits else (), unless=_NOT_ON_METAL.get(backend()))
+    if choice.path == "ops":
+        return Plan(choice, composed)
+    launch = kernels.experts_chosen(logits, count, normed, dtype)
+    return Plan(choice, lambda logits: launch([logits]), gradient_of(composed, arrays), composed)
+
+
 def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | None) -> Plan:
     fmt, (x, experts, *flat) = Format.checked(*fmt), arrays
     matrices = [PackedMatrix(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
@@ -151,6 +203,7 @@ def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
 
 
 _PRODUCTS = Operation("experts_products", _plan_products)
+_CHOSEN = Operation("experts_chosen", _plan_chosen)
 _COMBINED = Operation("experts_combined", _plan_combined)
 
 
@@ -163,8 +216,7 @@ def _product(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Format) 
 def _choice(op: str, x: Any, matrices: Sequence[PackedMatrix]) -> Any:
     arrays = [a for m in matrices for a in m[1:] if a is not None and a.dtype != mx.uint8]
     lacking = 0 in (x.size, *matrices[0].w.shape) or {a.dtype for a in arrays} - {x.dtype}
-    unless = {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
-    return choose(op, () if lacking else KERNELS, unless=unless)
+    return choose(op, () if lacking else KERNELS, unless=_NOT_ON_METAL.get(backend()))
 
 
 def _check(x: Any, experts: Any, matrices: Sequence[PackedMatrix], fmt: Format) -> None:

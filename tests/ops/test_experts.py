@@ -8,7 +8,7 @@ import pytest
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.formats import Format
-from mlx_qlayers.ops.experts import experts_combined, experts_products
+from mlx_qlayers.ops.experts import experts_chosen, experts_combined, experts_products
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
@@ -75,6 +75,28 @@ def test_on_the_checked_build(case):
 def test_on_gpus(gpu, case):
     with use_backend(gpu):
         check(*case)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "count", "normed"), [(1, 40, 3, True), (7, 512, 10, False), (2, 9, 9, True)]
+)
+def test_chosen_are_the_largest(rows, experts, count, normed):
+    logits = random(np.random.default_rng(experts), (rows, 1, experts), mx.float32)
+    with use_backend("host"), checks():
+        chosen, found = experts_chosen(logits, count, normed=normed, dtype=mx.float32)
+        mx.eval(chosen, found)
+    numbers = np.exp(to64(logits))
+    expected = np.argsort(-numbers, axis=-1)[..., :count]
+    assert (np.array(chosen) == expected).all()
+    exact = np.take_along_axis(numbers, expected, -1)
+    exact /= (exact if normed else numbers).sum(-1, keepdims=True)
+    assert np.abs(to64(found) - exact).max() <= 4 * EPSILON[mx.float32]
+
+
+def test_numbers_that_are_none_choose_an_expert_that_there_is():
+    with use_backend("host"), checks():
+        chosen, _ = experts_chosen(mx.full((1, 40), mx.nan), 3, normed=True, dtype=mx.float32)
+        assert mx.all(chosen < 40).item()
 
 
 def test_rows_share_the_matrices_that_they_chose():

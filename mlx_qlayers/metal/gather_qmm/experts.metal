@@ -239,3 +239,58 @@ template <
     y[size_t(token) * N + first + n] = T(total);
   }
 }
+
+// experts_chosen   right and weights (R, J): the experts with the J largest of E logits of a row, and
+//                  their shares in the softmax of all logits, or of the J where `normed`.
+//                  A SIMD group takes a row; a lane every 32nd logit, `per` of them.
+//                  Grid (32, R, 1), threadgroup (32, 1, 1).
+template <typename T, typename W, int per, int J, bool normed>
+[[kernel]] void experts_chosen(
+    const device T* logits,
+    const constant int* logits_shape,
+    const constant int& logits_ndim,
+    device uint* right,
+    device W* weights,
+    uint3 group_index [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const int E = logits_shape[logits_ndim - 1];
+  const size_t row = group_index.y;
+  float values[per], top = -INFINITY, total = 0, sum = 0, own = 0;
+  uint own_expert = 0;
+#pragma unroll
+  for (int i = 0; i < per; i++) {
+    int e = i * 32 + lane;
+    values[i] = e < E ? float(logits[row * E + e]) : -INFINITY;
+    top = max(top, values[i]);
+  }
+  top = simd_max(top);
+#pragma unroll
+  for (int i = 0; i < per; i++) {
+    total += metal::precise::exp(values[i] - top);
+  }
+  total = simd_sum(total);
+  for (int j = 0; j < J; j++) {
+    float best = values[0];
+    uint at = lane;
+#pragma unroll
+    for (int i = 1; i < per; i++) {
+      at = values[i] > best ? i * 32 + lane : at;
+      best = max(best, values[i]);
+    }
+    float largest = simd_max(best);
+    // Of equal ones the first; without any, as among numbers that are none, the last.
+    uint expert = min(simd_min(best == largest ? at : uint(E)), uint(E - 1));
+#pragma unroll
+    for (int i = 0; i < per; i++) {
+      values[i] = uint(i * 32) + lane == expert ? -INFINITY : values[i];
+    }
+    float share = metal::precise::exp(largest - top);
+    sum += share;
+    own = int(lane) == j ? share : own;
+    own_expert = int(lane) == j ? expert : own_expert;
+  }
+  if (int(lane) < J) {
+    right[row * J + lane] = own_expert;
+    weights[row * J + lane] = W(own / (normed ? sum : total));
+  }
+}

@@ -132,6 +132,47 @@ def experts_combined(x: Any, right: Any, scores: Any, matrix: PackedMatrix, fmt:
     return lambda arrays: launch([*arrays, sizes])
 
 
+_CHOSEN = Kernel(
+    "experts_chosen",
+    "gather_qmm/experts.metal",
+    inputs=("logits",),
+    outputs=("right", "weights"),
+    template=("T", "W", "per", "J", "normed"),
+    registers=lambda per, **_: per + 8,
+    large=True,
+)
+
+
+def experts_chosen(logits: Any, count: int, normed: bool, dtype: mx.Dtype) -> Launch:
+    """The launch that chooses experts.
+
+    Args:
+        logits: the spec of (..., E).
+        count: experts of a row, J, up to 32.
+        normed: whether their weights add up to 1.
+        dtype: of the weights.
+
+    Returns:
+        A function of the logits that gives experts and weights, (..., J).
+    """
+    *leading, experts = logits.shape
+    launch = _CHOSEN.bind(
+        [logits],
+        template={
+            "T": logits.dtype,
+            "W": dtype,
+            "per": -(-experts // 32),
+            "J": count,
+            "normed": normed,
+        },
+        grid=(32, prod(leading), 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(*leading, count)] * 2,
+        output_dtypes=[mx.uint32, dtype],
+    )
+    return lambda arrays: launch([*arrays])
+
+
 def _run(fmt: Format) -> int:
     """Elements of a row that a lane takes at once: whole words."""
     return 32 if fmt.bits % 2 else 16
