@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..formats import Format
+from ..metal.attention.backward import attention_backward
+from ..metal.attention.forward import Launcher
+from ..metal.attention.tensor import attention_tensor
 from ..metal.gather_qmm.gather_qmm import gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Pairs
 from ..metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
@@ -25,7 +28,7 @@ from ..ops.int8_matmul import int8_matmul
 from ..ops.linalg import cholesky, qr, solve_triangular
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
-from ..options import MatmulCall, PackedMatrix, Rotation
+from ..options import AttentionCall, MatmulCall, PackedMatrix, Rotation, Scores
 from ..runtime import tensor_ops
 from ..runtime.backend import requested
 from ..runtime.spec import Spec
@@ -170,6 +173,22 @@ def _tensor_ops() -> Iterator[Check]:
         how = "" if transpose else ", not transposed"
         yield Check("", f"product{how}", run, [x, *packed], 128)
         yield Check("", f"experts{how}", run, [x[:, None], *experts, chosen], 128)
+    if not tensor_ops.missing():
+        given = [_normal((1, n, 70, 64)) for n in (4, 2, 2)]
+        yield Check("", "attention", _attention_by_tensors, given, 70, 16)
+
+
+def _attention_by_tensors(*arrays: mx.array) -> list[mx.array]:
+    """Causal attention with the gradients of the sum of its squares."""
+    q, k, v = map(Spec.of, arrays)
+    if requested() == "ops":
+        run = partial(attention, scale=0.125, mask="causal")
+        y, gradients = mx.vjp(lambda *given: [run(*given)], [*arrays], [run(*arrays)])
+        return [*y, *gradients]
+    at = Launcher(AttentionCall(q, (k,), (v,), Scores(0.125, True)))
+    outputs = attention_tensor(at)(*arrays, None, None)
+    of_all, _ = attention_backward(at, tensors=True)
+    return [outputs[0], *of_all([*arrays, None, None], outputs[:1], outputs)]
 
 
 def _by_tensors(transpose: bool, fmt: Format, *arrays: Any) -> list[mx.array]:

@@ -17,12 +17,14 @@ from ..metal.attention import decode
 from ..metal.attention.backward import attention_backward
 from ..metal.attention.forward import FAR, Launcher, attention_forward
 from ..metal.attention.layout import WIDEST
+from ..metal.attention.tensor import attention_tensor, why_no_tensors
 from ..options import AttentionCall, Scores
 from ..reference import attention as reference
 from ..reference.attention import Run
 from ..runtime.backend import backend, current, requested
 from ..runtime.limits import has_few_registers
 from .attention_checks import checked
+from .tensor_choice import TENSOR, as_it_runs, by_tensors, without_tensors
 
 # The exponent of a hidden score must be finite: see LOWEST in score_tile.metal.
 _MAX_SCALE = 1e7
@@ -250,8 +252,13 @@ def _choose_forward(call: AttentionCall) -> Choice:
     unless = lacking or _why_not_forward(call)
     evidence = source_of("attention_forward_gain", "attention_forward_widest")
     if backend() == "metal" and not lacking:
-        best = found("attention_forward", *Launcher(call).question())
-        by, unless, evidence = decided(best, "many queries", unless)
+        best = as_it_runs(found("attention_forward", *Launcher(call).question()))
+        if by_tensors(best):
+            assert best is not None
+            by, unless, evidence = f"{TENSOR}, {best.evidence}", None, best.evidence.source
+        else:
+            by, unless, evidence = decided(best, "many queries", unless)
+            by += f"; {without_tensors(best)}"
     return choose(
         "attention",
         () if lacking else KERNELS,
@@ -331,11 +338,15 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
         if call.k[0].shape[axis] > 1:
             return Plan(choice, _in_halves(call, axis))
     at = Launcher(call)
-    chosen = configure("attention_forward", at.device, *at.question())
-    of_all, of_mask = attention_backward(at)
+    best = found("attention_forward", *at.question()) if at.device == "metal" else None
+    tensors = by_tensors(best) and why_no_tensors(at) is None
+    of_all, of_mask = attention_backward(at, tensors)
     gradients = [Gradient((0, 1, 2) if call.sinks is None else (0, 1, 2, 4), of_all)]
     if call.mask is not None and call.mask.dtype != mx.bool_:
         gradients.append(Gradient((3,), of_mask))
+    if tensors:
+        return Plan(choice, attention_tensor(at), gradients)
+    chosen = configure("attention_forward", at.device, *at.question())
     return Plan(choice, attention_forward(at, chosen), gradients)
 
 

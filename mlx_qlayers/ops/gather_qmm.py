@@ -19,10 +19,10 @@ from ..metal.quantized_matmul.qmm import QmmConfig
 from ..metal.quantized_matmul.qmm_tensor import TensorConfig, tensor_config
 from ..options import MatmulCall, PackedMatrix
 from ..reference.gather_qmm import gather_qmm as reference
-from ..runtime import tensor_ops
 from ..runtime.backend import Context, backend, requested
 from ..runtime.spec import Spec
 from .checks import check_floats, check_packed
+from .tensor_choice import by_tensors
 
 # x, w, scales, biases, lhs_indices, rhs_indices and global_scale, or their specs.
 _Arrays = Sequence[Any]
@@ -191,7 +191,7 @@ def _launch(path: str, call: MatmulCall, pairs: Pairs, scaled: bool = False) -> 
         cut: QmmConfig | TensorConfig = gather_qmm_config(rows, matrices, x.dtype, fmt)
         n, k = w.shape[-2] if transpose else fmt.dims(w), x.shape[-1]
         best = found("qmm", rows, n, k, x.dtype, fmt, transpose) if path == "metal" else None
-        if best is not None and best.path == "tensor" and tensor_ops.missing() is None:
+        if by_tensors(best):
             cut = tensor_config(rows // matrices, k, x.dtype, fmt, transpose)
         return gather_qmm_sorted(call, pairs, cut, scaled)
     config = configuration(path, per_pair, pairs.in_order, transpose, fmt)

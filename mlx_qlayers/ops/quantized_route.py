@@ -28,15 +28,14 @@ from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..metal.quantized_matmul.qvm import qvm, qvm_config
 from ..options import MatmulCall, PackedMatrix
 from ..reference import quantized_matmul as reference
-from ..runtime import tensor_ops
 from ..runtime.backend import backend
 from ..runtime.program import CONSTANT_BELOW
 from ..runtime.spec import Spec
+from .tensor_choice import PATH, TENSOR, as_it_runs, without_tensors
 
 QMV, QVM, QMM, SKINNY, DENSE = "qmv", "qvm", "qmm", "qmm_skinny", "dequantize and matmul"
-TENSOR = "tensor operations"
 # The kernels that are measured beside a family's own, by the paths' names.
-_MEASURED = {"dequantized": DENSE, "tensor": TENSOR}
+_MEASURED = {"dequantized": DENSE, PATH: TENSOR}
 
 _HALVES = (mx.float16, mx.bfloat16)
 # A product of x, w, scales, biases and bias; the last two may be None.
@@ -105,8 +104,7 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
         best = found("qmv", min(rows, MAX_QMV_ROWS), n, k, x.dtype, fmt)
     elif not on_host:
         best = found("qmm", rows, n, k, x.dtype, fmt, transpose)
-    if best is not None and best.path == "tensor" and tensor_ops.missing():
-        best = None  # measured before the system or the compiler changed
+    best = as_it_runs(best)
     if best is not None and best.path in _MEASURED:
         kernel, unless = _MEASURED[best.path], None
         by, evidence = f"{kernel}, {best.evidence}", best.evidence.source
@@ -118,14 +116,6 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
         evidence = source_of("qmv_call")
     times = measured_gain(best, host_gain(rows, fmt, transpose))
     return Route(choose(op, unless=unless, host_gain=times, by=by, evidence=evidence), kernel)
-
-
-def without_tensors(best: Found | None) -> str:
-    """Why a product on an Apple GPU does without tensor operations."""
-    if why := tensor_ops.missing():
-        return f"no {TENSOR}: {why}"
-    slower = best is not None and "tensor" in (best.evidence.seconds or {})
-    return f"{TENSOR} were slower" if slower else f"{TENSOR} were not measured"
 
 
 def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:

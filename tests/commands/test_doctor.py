@@ -22,7 +22,9 @@ ON_CPUS = {"attention_serial", "quantized_gradients_groups", "qvm", "grid_sample
 NOT_LAUNCHED = {"row_sum"}
 # On Apple GPUs the depth of a product is not divided without tuning.
 ON_CUDA = {"qmm_sum"}
-TENSORS = {"qmm_tensor", "gather_qmm_tensor"}
+TENSORS = {"qmm_tensor", "gather_qmm_tensor", "attention_tensor"} | {
+    f"attention_tensor_{of}" for of in ("queries", "keys")
+}
 
 
 def test_the_page_of_some_kernels(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import backward, decode, step
 from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
 from mlx_qlayers.metal.attention.step import attention_step
+from mlx_qlayers.metal.attention.tensor import attention_tensor, tensor_gradients
 from mlx_qlayers.metal.deformable import launch as deformable
 from mlx_qlayers.metal.exp.launch import exp, exp_gradient
 from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
@@ -112,7 +113,7 @@ def test_qmm(fmt, device):
             qmm_tensor(call, tensor_config(m, k, dtype, fmt, transpose))
 
 
-def test_attention_of_many_queries(device):
+def test_attention_of_many_queries(device, monkeypatch):
     """Forward and backward, which is bound where it is asked for."""
     mask = Spec((8, 1, 2, 40, 70), mx.bool_)
     for dtype, (d, dv) in itertools.product(DTYPES, HEADS):
@@ -130,6 +131,11 @@ def test_attention_of_many_queries(device):
         per_query = (out, out, rows), at.layout("queries"), (40, 2)
         at.bind(backward._QUERIES, *per_query, [q.shape, delta.shape])
         at.bind(backward._MASK, *per_query, [(1, 2, 40, 70)], init_value=0)
+        with monkeypatch.context() as on:
+            # No M1 or M2 runs them.
+            on.setattr(launch_checks, "has_few_registers", lambda: False)
+            attention_tensor(at)
+            tensor_gradients(at, per_query[0], average)
 
 
 def test_attention_of_few_queries(device):

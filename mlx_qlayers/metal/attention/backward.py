@@ -13,6 +13,7 @@ from ...runtime.launch import Bound
 from ...runtime.spec import Spec
 from .forward import LOG2E, Launcher, absent
 from .layout import PARAMETERS, memory, registers
+from .tensor import KEYS_INPUTS, QUERIES_INPUTS, tensor_gradients
 
 # What lowers the scores of a query that sees no key, as score_tile.metal has it.
 _BLANK = 1e38
@@ -22,7 +23,7 @@ _QUERIES, _MASK = (
     Kernel(
         name,
         "attention/backward.metal",
-        inputs=("q", "k", "v", "mask", "out", "d_out", "norms", "sizes", "factors"),
+        inputs=QUERIES_INPUTS,
         outputs=outputs,
         template=(*_RULE, *PARAMETERS),
         threadgroup_memory=lambda **values: memory("queries", values),
@@ -38,7 +39,7 @@ _QUERIES, _MASK = (
 _KEYS = Kernel(
     "attention_backward_keys",
     "attention/backward_keys.metal",
-    inputs=("q", "k", "v", "mask", "d_out", "norms", "delta", "average", "sizes", "factors"),
+    inputs=KEYS_INPUTS,
     outputs=("d_k", "d_v"),
     template=(*_RULE, "AVERAGE", "ROLES", *PARAMETERS),
     threadgroup_memory=lambda **values: memory("keys", values),
@@ -52,8 +53,12 @@ _KEYS = Kernel(
 Compute = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], list[mx.array]]
 
 
-def attention_backward(at: Launcher) -> tuple[Compute, Compute]:
+def attention_backward(at: Launcher, tensors: bool = False) -> tuple[Compute, Compute]:
     """The gradients of attention for arrays of some shapes; launches are bound at first use.
+
+    Args:
+        at: the shapes.
+        tensors: whether by tensor operations, but for the gradient of the mask.
 
     Returns:
         Those of q, k, v and, if there are any, of the sinks; and that of the mask.
@@ -65,6 +70,8 @@ def attention_backward(at: Launcher) -> tuple[Compute, Compute]:
     @cache
     def launches() -> tuple[Bound, Bound]:
         average = (at.batch, at.kv_heads, at.v_width) if at.average else blank.shape
+        if tensors:
+            return tensor_gradients(at, per_query[0], Spec(average, mx.float32))
         others = out, norms, Spec(rows, mx.float32), Spec(average, mx.float32)
         chosen, of_key = at.layout("keys"), (at.batch, at.keys, at.kv_heads)
         shapes = [(*of_key, at.width), (*of_key, at.v_width)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import e, log2
+from typing import Any
 
 import mlx.core as mx
 
 from ...options import AttentionCall
 from ...runtime.backend import backend, use_backend
 from ...runtime.kernel import Kernel
-from ...runtime.launch import Bound, TemplateValue
+from ...runtime.launch import Bound, Size, TemplateValue
 from ...runtime.spec import Spec
 from .layout import PARAMETERS, Layout, layout, memory, registers, rounded
 
@@ -20,10 +21,11 @@ FAR = 2**28
 LOG2E = log2(e)
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
+FORWARD_INPUTS = ("q", "k", "v", "mask", "sinks", "mean", "sizes", "factors")
 _FORWARD = Kernel(
     "attention_forward",
     "attention/forward.metal",
-    inputs=("q", "k", "v", "mask", "sinks", "mean", "sizes", "factors"),
+    inputs=FORWARD_INPUTS,
     outputs=("out", "norms"),
     template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", *PARAMETERS),
     threadgroup_memory=lambda **values: memory("forward", values),
@@ -87,14 +89,28 @@ class Launcher:
 
         Its arrays are q, k, v, the broadcast mask, ``others``, sizes and factors.
         """
-        groups = -(-rows[0] // chosen.rows)
+        grid = chosen.threads * -(-rows[0] // chosen.rows), rows[1], self.batch
+        threads, values = (chosen.threads, 1, 1), chosen.template() | values
+        return self.bound(kernel, others, grid, threads, output_shapes, init_value, **values)
+
+    def bound(
+        self,
+        kernel: Kernel,
+        others: Sequence[Spec],
+        grid: Size,
+        threadgroup: Size,
+        output_shapes: Sequence[Sequence[int]],
+        init_value: float | None = None,
+        **values: TemplateValue,
+    ) -> Bound:
+        """The launch of a grid, likewise."""
         # Gradients are bound later, maybe where another backend was asked for.
         with use_backend(self.device):
             return kernel.bind(
                 [*self._inputs, *others, *map(Spec.of, self.ends)],
-                template={**self._template, **chosen.template(), **values},
-                grid=(chosen.threads * groups, rows[1], self.batch),
-                threadgroup=(chosen.threads, 1, 1),
+                template={**self._template, **values},
+                grid=grid,
+                threadgroup=threadgroup,
                 output_shapes=output_shapes,
                 init_value=init_value,
             )
@@ -123,8 +139,7 @@ def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..
         (B, H, L, 2) float32, for each query the largest score in units of log2, and the sum of 2 to
         the scores less that.
     """
-    blank, average, mask_shape, ends = absent(), at.average, at.mask_shape, at.ends
-    nothing = Spec.of(blank)
+    average, nothing = at.average, Spec.of(absent())
     sinks = nothing if at.sinks is None else at.sinks
     launch = at.bind(
         _FORWARD,
@@ -137,17 +152,21 @@ def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..
         AVERAGE=average,
     )
 
-    def run(
-        q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None, sinks: mx.array | None
-    ) -> list[mx.array]:
-        # The kernel takes the strides of the others; sinks and mean have to be dense.
-        seen = blank if mask is None else mx.broadcast_to(mask, mask_shape)
-        sunk = blank if sinks is None else mx.contiguous(sinks)
-        mean = mx.contiguous(v.astype(mx.float32).mean(axis=2)) if average else blank
-        out, norms = launch([q, k, v, seen, sunk, mean, *ends])
+    def run(*arrays: mx.array | None) -> list[mx.array]:
+        out, norms = launch(forward_inputs(at, *arrays))
         return [out.swapaxes(1, 2), norms]
 
     return run
+
+
+def forward_inputs(at: Launcher, q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> list[mx.array]:
+    """What the kernels of the forward pass take of a call's arrays."""
+    blank = absent()
+    # They take the strides of the others; sinks and mean have to be dense.
+    seen = blank if mask is None else mx.broadcast_to(mask, at.mask_shape)
+    sunk = blank if sinks is None else mx.contiguous(sinks)
+    mean = mx.contiguous(v.astype(mx.float32).mean(axis=2)) if at.average else blank
+    return [q, k, v, seen, sunk, mean, *at.ends]
 
 
 @cache

@@ -16,9 +16,11 @@ from ...metal.attention.decode import Decode, Serial
 from ...metal.attention.forward import Launcher
 from ...metal.attention.layout import Layout
 from ...metal.attention.step import Step
+from ...metal.attention.tensor import attention_tensor, why_no_tensors
 from ...options import AttentionCall, Rotation, Scores
 from ...reference import attention as reference
 from ...reference import attention_step as step_reference
+from ...runtime import tensor_ops
 from ...runtime.backend import backend
 from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, moves_of, normal
@@ -52,6 +54,15 @@ class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
 
     def stock(self, inputs: Inputs, problem: AttentionForwardProblem) -> mx.array:
         return _stock(inputs, Scores(problem.shape[5] ** -0.5, problem.causal))
+
+    def paths(self, inputs: Inputs, problem: AttentionForwardProblem) -> dict[str, Path]:
+        found = super().paths(inputs, problem)
+        if backend() == "metal" and tensor_ops.missing() is None:
+            at = Launcher(_call(inputs, Scores(problem.shape[5] ** -0.5, problem.causal)))
+            if why_no_tensors(at) is None:
+                launch = attention_tensor(at)
+                found["tensor"] = lambda inputs: launch(*inputs, None, None)[0]
+        return found
 
 
 class AttentionDecodeFamily(Family[AttentionDecodeProblem, Any]):

@@ -1,0 +1,159 @@
+"""Launches attention of many queries by Metal 4's tensor operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ...runtime.kernel import Kernel
+from ...runtime.launch import Bound, Size
+from ...runtime.spec import Spec
+from .forward import FORWARD_INPUTS, Launcher, absent, forward_inputs
+
+QUERIES_INPUTS = ("q", "k", "v", "mask", "out", "d_out", "norms", "sizes", "factors")
+KEYS_INPUTS = (
+    *("q", "k", "v", "mask", "d_out"),
+    *("norms", "delta", "average", "sizes", "factors"),
+)
+
+# Keys that a turn takes, and queries that a SIMD group owns.
+TILE, ROWS = 32, 16
+_SIMDS = 4
+_THREADS = 32 * _SIMDS, 1, 1
+# Columns of the result that leave room in registers.
+_WIDEST = 128
+
+
+def _registers(DV: int, SPLIT: int, **_: object) -> int:
+    """Words of the tensors of a thread: scores and weights, sums, statistics of rows."""
+    return 2 * ROWS * TILE // 32 + ROWS * DV // SPLIT // 32 + 4 * ROWS // 8
+
+
+_FORWARD = Kernel(
+    "attention_tensor",
+    "attention/tensor_forward.metal",
+    inputs=FORWARD_INPUTS,
+    outputs=("out", "norms"),
+    template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", "SIMDS", "SPLIT"),
+    registers=_registers,
+    large=True,
+    ensure_row_contiguous=False,
+)
+
+
+def _of_gradients(tiles: int, statistics: int, width: str) -> Callable[..., int]:
+    """Likewise in the kernels of gradients, whose results have the columns of D or DV."""
+
+    def registers(SPLIT: int, **values: Any) -> int:
+        columns = values["DV" if values.get("VALUES") else width]
+        return tiles * ROWS * TILE // 32 + ROWS * columns // SPLIT // 32 + statistics * ROWS // 8
+
+    return registers
+
+
+_RULE = ("T", "M", "D", "DV", "MASK", "SOFTCAP")
+_QUERIES = Kernel(
+    "attention_tensor_queries",
+    "attention/tensor_backward.metal",
+    inputs=QUERIES_INPUTS,
+    outputs=("d_q", "delta"),
+    template=(*_RULE, "SIMDS", "SPLIT"),
+    registers=_of_gradients(3, 5, "D"),
+    large=True,
+    ensure_row_contiguous=False,
+)
+_KEYS = Kernel(
+    "attention_tensor_keys",
+    "attention/tensor_backward.metal",
+    inputs=KEYS_INPUTS,
+    outputs=("gradient",),
+    template=(*_RULE, "AVERAGE", "VALUES", "SIMDS", "SPLIT"),
+    registers=_of_gradients(3, 0, "D"),
+    large=True,
+    ensure_row_contiguous=False,
+)
+
+
+def why_no_tensors(at: Launcher) -> str | None:
+    """Why tensor operations do not take these shapes, if they do not."""
+    fewest = min(at.keys, at.queries)
+    return f"{fewest} queries or keys, fewer than {TILE}" if fewest < TILE else None
+
+
+def _parts(width: int) -> int:
+    return -(-width // _WIDEST)
+
+
+def _grid(at: Launcher, rows: int, heads: int) -> Size:
+    return -(-rows // (ROWS * _SIMDS)) * 32 * _SIMDS, heads, at.batch
+
+
+def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:
+    """The launch of :func:`~.forward.attention_forward` by tensor operations."""
+    split = _parts(at.v_width)
+    nothing, average = Spec.of(absent()), (at.batch, at.kv_heads, at.v_width)
+    sinks = nothing if at.sinks is None else at.sinks
+    launch = at.bound(
+        _FORWARD,
+        [sinks, Spec(average, mx.float32) if at.average else nothing],
+        _grid(at, at.queries, at.heads * split),
+        _THREADS,
+        [(at.batch, at.queries, at.heads, at.v_width), (at.batch, at.heads, at.queries, 2)],
+        N=sinks.dtype,
+        SINKS=at.sinks is not None,
+        AVERAGE=at.average,
+        SIMDS=_SIMDS,
+        SPLIT=split,
+    )
+
+    def run(
+        q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None, sinks: mx.array | None
+    ) -> list[mx.array]:
+        # Rows may lie anywhere, but the columns of a tensor are neighbours.
+        q, k, v = map(mx.contiguous, (q, k, v))
+        out, norms = launch(forward_inputs(at, q, k, v, mask, sinks))
+        return [out.swapaxes(1, 2), norms]
+
+    return run
+
+
+def tensor_gradients(at: Launcher, others: Sequence[Spec], average: Spec) -> tuple[Bound, Bound]:
+    """The launches of the gradients, as those of backward.py.
+
+    Args:
+        at: the shapes.
+        others: out, its cotangent and the norms.
+        average: what each value gets of queries that see no key, if there are any.
+
+    Returns:
+        Functions of lists: one gives d_q (B, L, H, D) and delta, the other d_k (B, S, Hkv, D) and
+        d_v (B, S, Hkv, Dv).
+    """
+    rows, split = (at.batch, at.heads, at.queries), _parts(at.width)
+    shapes = [(at.batch, at.queries, at.heads, at.width), rows]
+    grid = _grid(at, at.queries, at.heads * split)
+    of_queries = at.bound(_QUERIES, others, grid, _THREADS, shapes, SIMDS=_SIMDS, SPLIT=split)
+    more = [*others[1:], Spec(rows, mx.float32), average]
+
+    def of(width: int, values: bool) -> Bound:
+        split = _parts(width)
+        grid = _grid(at, at.keys, at.kv_heads * split)
+        shape = at.batch, at.keys, at.kv_heads, width
+        told = {"AVERAGE": at.average, "VALUES": values, "SIMDS": _SIMDS, "SPLIT": split}
+        return at.bound(_KEYS, more, grid, _THREADS, [shape], **told)
+
+    of_k, of_v = of(at.width, False), of(at.v_width, True)
+
+    def queries(arrays: list[mx.array]) -> list[mx.array]:
+        q, k, v, mask, out, d_out, *rest = arrays
+        dense = map(mx.contiguous, (q, k, v))
+        return of_queries([*dense, mask, out, mx.contiguous(d_out), *rest])
+
+    def keys(arrays: list[mx.array]) -> list[mx.array]:
+        q, k, v, mask, d_out, *rest = arrays
+        given = [*map(mx.contiguous, (q, k, v)), mask, mx.contiguous(d_out), *rest]
+        return [of_k(given)[0], of_v(given)[0]]
+
+    return queries, keys

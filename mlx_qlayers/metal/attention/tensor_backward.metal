@@ -1,0 +1,250 @@
+// The gradients of attention by Metal 4's tensor operations, from the norms of the forward pass, as in
+// backward.metal and backward_keys.metal. A SIMD group owns 16 rows, and of the columns of its result
+// one of SPLIT parts; there is no threadgroup memory and no barrier. The last turn of each loop takes
+// the last 32 rows of the other side, and hides those that were there before.
+//
+// attention_tensor_queries  d_q and delta: grid (32 * SIMDS * ceil(L / (16 * SIMDS)), H * SPLIT, B)
+//
+//   weights = exp2(q * keys^T - top) / total, d_weights = d_out * values^T
+//   delta += reduce_rows(weights * d_weights)
+//   d_q += (weights * (d_weights - dot) * bend) * keys,   dot = sum of d_out * out
+//
+// attention_tensor_keys     d_v (VALUES) or d_k: grid (32 * SIMDS * ceil(S / (16 * SIMDS)),
+//                           Hkv * SPLIT, B); a loop over the heads that share the keys, and queries
+//
+//   weights^T = exp2(keys * q^T - top) / total, d_weights^T = values * d_out^T
+//   d_v += weights^T * d_out, or d_k += (weights * (d_weights - delta) * bend)^T * q
+//
+// Needs 32 keys and 32 queries; never run on an M5.
+
+#include "tensor_score.metal"
+
+template <
+    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, int SIMDS, int SPLIT>
+[[kernel]] void attention_tensor_queries(
+    const device T* q,
+    const constant int64_t* q_strides,
+    const device T* k,
+    const constant int64_t* k_strides,
+    const device T* v,
+    const constant int64_t* v_strides,
+    const device M* mask,
+    const constant int64_t* mask_strides,
+    const device T* out,
+    const constant int64_t* out_strides,
+    const device T* d_out,
+    const constant int64_t* d_out_strides,
+    const device float* norms,
+    constant int* sizes,
+    constant float* factors,
+    device T* d_q,
+    device float* delta,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
+    uint simd_group [[simdgroup_index_in_threadgroup]]) {
+  constexpr int COLUMNS = rounded_up((D + SPLIT - 1) / SPLIT, 8);
+  constexpr auto of_keys = mpp::tensor_ops::matmul2d_descriptor(
+      TENSOR_ROWS, TENSOR_TILE, int(metal::dynamic_extent), false, true, sizeof(T) == 2);
+  constexpr auto of_sums = mpp::tensor_ops::matmul2d_descriptor(
+      TENSOR_ROWS, COLUMNS, TENSOR_TILE, false, false, sizeof(T) == 2,
+      mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
+  mpp::tensor_ops::matmul2d<of_keys, metal::execution_simdgroup> by_keys;
+  mpp::tensor_ops::matmul2d<of_sums, metal::execution_simdgroup> add;
+
+  uint head = group.y / SPLIT, batch = group.z, kv_head = head / sizes[SHARE];
+  int own = (int(groups.x - 1 - group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
+  int column = int(group.y) % SPLIT * COLUMNS;
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
+  if (own >= rule.queries) {
+    return;
+  }
+  head_rows<T> out_rows = rows_of(out, out_strides, batch, head, rule.queries);
+  head_rows<T> d_rows = rows_of(d_out, d_out_strides, batch, head, rule.queries);
+  tensor_of<T> rows = rows_as_tensor(rows_of(q, q_strides, batch, head, rule.queries), D, own);
+  tensor_of<T> d_tensor = rows_as_tensor(d_rows, DV, own);
+  tensor_of<T> keys = rows_as_tensor(rows_of(k, k_strides, batch, kv_head, rule.keys), D, 0);
+  tensor_of<T> values = rows_as_tensor(rows_of(v, v_strides, batch, kv_head, rule.keys), DV, 0);
+  ulong place = (ulong(batch) * sizes[HEADS] + head) * rule.queries;
+
+  auto scores = by_keys.template get_destination_cooperative_tensor<
+      tensor_of<T>, tensor_of<T>, float>();
+  auto d_weights = scores, products = scores;
+  auto top = by_keys.template get_row_reduction_destination_cooperative_tensor<
+      tensor_of<T>, tensor_of<T>, float>();
+  auto factor = top, dot = top, exact = top, part = top;
+  using weights = decltype(add.template get_left_input_cooperative_tensor<float, T, float>());
+  auto sums = add.template get_destination_cooperative_tensor<
+      metal::remove_addrspace_t<weights>, tensor_of<T>, float>();
+  for (ushort i = 0; i < sums.get_capacity(); i++) {
+    sums[i] = 0.0f;
+  }
+  for (ushort i = 0; i < top.get_capacity(); i++) {
+    dot[i] = exact[i] = 0.0f;
+    if (top.is_valid_element(i)) {
+      auto index = top.get_multidimensional_index(i);
+      int query = own + index[0];
+      float2 norm = norm_of<T>(norms + 2 * place, query, rule.queries);
+      top[i] = norm.x;
+      factor[i] = norm.y;
+      for (int c = 0; c < DV && query < rule.queries; c++) {
+        dot[i] += float(out_rows.at[query * out_rows.row + c * out_rows.column]) *
+            float(d_rows.at[query * d_rows.row + c * d_rows.column]);
+      }
+    }
+  }
+
+  int last = min(rule.keys, min(own + TENSOR_ROWS, rule.queries) + rule.reach);
+  int first = max(0, own + rule.reach - rule.window + 1) / TENSOR_TILE * TENSOR_TILE;
+  for (int key = first; key < last; key += TENSOR_TILE) {
+    int at = min(key, rule.keys - TENSOR_TILE);
+    auto some_keys = keys.slice(0, at);
+    auto some_values = values.slice(0, at);
+    by_keys.run(rows, some_keys, scores);
+    by_keys.run(d_tensor, some_values, d_weights);
+    for (auto each = scores.begin(); each != scores.end(); each++) {
+      if (each.is_valid_element()) {
+        auto index = each.get_multidimensional_index();
+        float2 score = score_and_slope<MASK, SOFTCAP>(
+            *each, own + index[1], at + index[0], rule);
+        float weight = power_of_2<T>(score.x - *top.map_iterator(each)) *
+            *factor.map_iterator(each);
+        weight = at + index[0] < key || score.x == LOWEST ? 0.0f : weight;
+        int i = each - scores.begin();
+        products[i] = weight * d_weights[i];
+        *each = weight * score.y;
+      }
+    }
+    mpp::tensor_ops::reduce_rows(
+        products, part, mpp::tensor_ops::reduction_operation::sum, 0.0f);
+    bool single = first + TENSOR_TILE >= last;
+    for (ushort i = 0; i < exact.get_capacity(); i++) {
+      if (exact.is_valid_element(i)) {
+        exact[i] += part[i];
+        dot[i] = single ? exact[i] : dot[i];
+      }
+    }
+    for (auto each = scores.begin(); each != scores.end(); each++) {
+      if (each.is_valid_element()) {
+        *each *= d_weights[each - scores.begin()] - *dot.map_iterator(each);
+      }
+    }
+    auto left = add.template get_left_input_cooperative_tensor<float, T, float>(scores);
+    auto right = keys.slice(column, at);
+    add.run(left, right, sums);
+  }
+
+  for (auto each = sums.begin(); each != sums.end(); each++) {
+    if (each.is_valid_element()) {
+      auto index = each.get_multidimensional_index();
+      int query = own + index[1], c = column + index[0];
+      if (query < rule.queries && c < D) {
+        d_q[((ulong(batch) * rule.queries + query) * sizes[HEADS] + head) * D + c] =
+            T(*each * factors[SLOPE]);
+        if (c == 0) {
+          delta[place + query] = *exact.map_iterator(each);
+        }
+      }
+    }
+  }
+}
+
+template <
+    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, bool AVERAGE, bool VALUES,
+    int SIMDS, int SPLIT>
+[[kernel]] void attention_tensor_keys(
+    const device T* q,
+    const constant int64_t* q_strides,
+    const device T* k,
+    const constant int64_t* k_strides,
+    const device T* v,
+    const constant int64_t* v_strides,
+    const device M* mask,
+    const constant int64_t* mask_strides,
+    const device T* d_out,
+    const constant int64_t* d_out_strides,
+    const device float* norms,
+    const device float* delta,
+    const device float* average,
+    constant int* sizes,
+    constant float* factors,
+    device T* gradient,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint simd_group [[simdgroup_index_in_threadgroup]]) {
+  constexpr int WIDTH = VALUES ? DV : D;
+  constexpr int COLUMNS = rounded_up((WIDTH + SPLIT - 1) / SPLIT, 8);
+  constexpr auto of_queries = mpp::tensor_ops::matmul2d_descriptor(
+      TENSOR_ROWS, TENSOR_TILE, int(metal::dynamic_extent), false, true, sizeof(T) == 2);
+  constexpr auto of_sums = mpp::tensor_ops::matmul2d_descriptor(
+      TENSOR_ROWS, COLUMNS, TENSOR_TILE, false, false, sizeof(T) == 2,
+      mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
+  mpp::tensor_ops::matmul2d<of_queries, metal::execution_simdgroup> by_queries;
+  mpp::tensor_ops::matmul2d<of_sums, metal::execution_simdgroup> add;
+
+  int share = sizes[SHARE], kv_heads = sizes[HEADS] / share;
+  int own = (int(group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
+  int column = int(group.y) % SPLIT * COLUMNS;
+  uint kv_head = group.y / SPLIT, batch = group.z;
+  if (own >= sizes[KEYS]) {
+    return;
+  }
+  tensor_of<T> rows = rows_as_tensor(rows_of(k, k_strides, batch, kv_head, sizes[KEYS]), D, own);
+  tensor_of<T> v_rows =
+      rows_as_tensor(rows_of(v, v_strides, batch, kv_head, sizes[KEYS]), DV, own);
+  auto scores = by_queries.template get_destination_cooperative_tensor<
+      tensor_of<T>, tensor_of<T>, float>();
+  auto d_weights = scores;
+  using weights = decltype(add.template get_left_input_cooperative_tensor<float, T, float>());
+  auto sums = add.template get_destination_cooperative_tensor<
+      metal::remove_addrspace_t<weights>, tensor_of<T>, float>();
+  for (ushort i = 0; i < sums.get_capacity(); i++) {
+    sums[i] = 0.0f;
+  }
+
+  for (uint head = kv_head * share; head < (kv_head + 1) * share; head++) {
+    score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
+    ulong place = (ulong(batch) * sizes[HEADS] + head) * rule.queries;
+    tensor_of<T> queries =
+        rows_as_tensor(rows_of(q, q_strides, batch, head, rule.queries), D, 0);
+    tensor_of<T> d_rows =
+        rows_as_tensor(rows_of(d_out, d_out_strides, batch, head, rule.queries), DV, 0);
+    int last = min(rule.queries, own + TENSOR_ROWS - 1 + rule.window - rule.reach);
+    int first = max(0, own - rule.reach) / TENSOR_TILE * TENSOR_TILE;
+    for (int query = first; query < last; query += TENSOR_TILE) {
+      int at = min(query, rule.queries - TENSOR_TILE);
+      auto some_queries = queries.slice(0, at);
+      by_queries.run(rows, some_queries, scores);
+      if (!VALUES) {
+        auto some = d_rows.slice(0, at);
+        by_queries.run(v_rows, some, d_weights);
+      }
+      for (ushort i = 0; i < scores.get_capacity(); i++) {
+        if (scores.is_valid_element(i)) {
+          auto index = scores.get_multidimensional_index(i);
+          int other = at + index[0];
+          float2 score = score_and_slope<MASK, SOFTCAP>(scores[i], other, own + index[1], rule);
+          float2 norm = norm_of<T>(norms + 2 * place, other, rule.queries);
+          float weight = power_of_2<T>(score.x - norm.x) * norm.y;
+          weight = other < query || score.x == LOWEST ? 0.0f : weight;
+          scores[i] = VALUES ? weight : weight * (d_weights[i] - delta[place + other]) * score.y;
+        }
+      }
+      auto left = add.template get_left_input_cooperative_tensor<float, T, float>(scores);
+      auto right = VALUES ? d_rows.slice(column, at) : queries.slice(column, at);
+      add.run(left, right, sums);
+    }
+  }
+
+  for (auto each = sums.begin(); each != sums.end(); each++) {
+    if (each.is_valid_element()) {
+      auto index = each.get_multidimensional_index();
+      int key = own + index[1], c = column + index[0];
+      if (key < sizes[KEYS] && c < WIDTH) {
+        float sum = VALUES ? *each : *each * factors[SLOPE];
+        if (AVERAGE && VALUES) {
+          sum += average[(ulong(batch) * kv_heads + kv_head) * DV + c];
+        }
+        gradient[((ulong(batch) * sizes[KEYS] + key) * kv_heads + kv_head) * WIDTH + c] = T(sum);
+      }
+    }
+  }
+}

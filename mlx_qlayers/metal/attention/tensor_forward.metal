@@ -1,0 +1,158 @@
+// Attention of many queries by Metal 4's tensor operations: out = softmax(q k^T scale) v.
+//
+// A SIMD group computes 16 queries of one head, and of the columns of its values one of SPLIT parts:
+//
+//   grid (32 * SIMDS * ceil(L / (16 * SIMDS)), H * SPLIT, B), threadgroup (32 * SIMDS, 1, 1)
+//
+//   scores         16 x 32, a cooperative destination; then the weights
+//   sums           16 x DV / SPLIT, a cooperative destination
+//   top, total     statistics of the rows of scores
+//
+//   for each 32 keys that one of the queries may see:
+//     scores = q * keys^T, from inline tensors; softcap, mask, by index
+//     highest = reduce_rows(scores), top' = max(top, highest), shrink = exp2(top - top')
+//     scores = exp2(scores - top'), total = total * shrink + reduce_rows(scores), sums *= shrink
+//     sums += weights * values, the weights handed over as the left input
+//
+// There is no threadgroup memory and no barrier. The last turn takes the last 32 keys: those that
+// were there before are hidden. Needs 32 keys, Metal 4 and macOS 26.2; never run on an M5.
+
+#include "tensor_score.metal"
+
+template <
+    typename T,
+    typename M,
+    typename N,
+    int D,
+    int DV,
+    int MASK,
+    bool SOFTCAP,
+    bool SINKS,
+    bool AVERAGE,
+    int SIMDS,
+    int SPLIT>
+[[kernel]] void attention_tensor(
+    const device T* q,
+    const constant int64_t* q_strides,
+    const device T* k,
+    const constant int64_t* k_strides,
+    const device T* v,
+    const constant int64_t* v_strides,
+    const device M* mask,
+    const constant int64_t* mask_strides,
+    const device N* sinks,
+    const device float* mean,
+    constant int* sizes,
+    constant float* factors,
+    device T* out,
+    device float* norms,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
+    uint simd_group [[simdgroup_index_in_threadgroup]]) {
+  constexpr int COLUMNS = rounded_up((DV + SPLIT - 1) / SPLIT, 8);
+  constexpr auto of_values = mpp::tensor_ops::matmul2d_descriptor(
+      TENSOR_ROWS, COLUMNS, TENSOR_TILE, false, false, sizeof(T) == 2,
+      mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
+  constexpr auto of_keys = mpp::tensor_ops::matmul2d_descriptor(
+      TENSOR_ROWS, TENSOR_TILE, int(metal::dynamic_extent), false, true, sizeof(T) == 2);
+  mpp::tensor_ops::matmul2d<of_keys, metal::execution_simdgroup> by_keys;
+  mpp::tensor_ops::matmul2d<of_values, metal::execution_simdgroup> by_values;
+
+  uint head = group.y / SPLIT, batch = group.z, kv_head = head / sizes[SHARE];
+  int own = (int(groups.x - 1 - group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
+  int column = int(group.y) % SPLIT * COLUMNS;
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
+  if (own >= rule.queries) {
+    return;
+  }
+  tensor_of<T> rows =
+      rows_as_tensor(rows_of(q, q_strides, batch, head, rule.queries), D, own);
+  tensor_of<T> keys = rows_as_tensor(rows_of(k, k_strides, batch, kv_head, rule.keys), D, 0);
+  tensor_of<T> values = rows_as_tensor(rows_of(v, v_strides, batch, kv_head, rule.keys), DV, 0);
+
+  auto scores = by_keys.template get_destination_cooperative_tensor<
+      tensor_of<T>, tensor_of<T>, float>();
+  auto top = by_keys.template get_row_reduction_destination_cooperative_tensor<
+      tensor_of<T>, tensor_of<T>, float>();
+  auto total = top, highest = top, shrink = top;
+  using weights = decltype(by_values.template get_left_input_cooperative_tensor<float, T, float>());
+  auto sums = by_values.template get_destination_cooperative_tensor<
+      metal::remove_addrspace_t<weights>, tensor_of<T>, float>();
+  float sink = SINKS ? max(float(sinks[head]) * LOG2E, LOWEST) : LOWEST;
+  for (ushort i = 0; i < sums.get_capacity(); i++) {
+    sums[i] = 0.0f;
+  }
+  for (ushort i = 0; i < top.get_capacity(); i++) {
+    top[i] = sink;
+    total[i] = SINKS ? 1.0f : 0.0f;
+  }
+
+  int last = min(rule.keys, min(own + TENSOR_ROWS, rule.queries) + rule.reach);
+  int first = max(0, own + rule.reach - rule.window + 1) / TENSOR_TILE * TENSOR_TILE;
+  for (int key = first; key < last; key += TENSOR_TILE) {
+    int at = min(key, rule.keys - TENSOR_TILE);
+    auto some_keys = keys.slice(0, at);
+    by_keys.run(rows, some_keys, scores);
+    for (ushort i = 0; i < scores.get_capacity(); i++) {
+      if (scores.is_valid_element(i)) {
+        auto index = scores.get_multidimensional_index(i);
+        float score = score_and_slope<MASK, SOFTCAP>(
+            scores[i], own + index[1], at + index[0], rule).x;
+        scores[i] = at + index[0] < key ? LOWEST : score;
+      }
+    }
+    mpp::tensor_ops::reduce_rows(
+        scores, highest, mpp::tensor_ops::reduction_operation::max, -INFINITY);
+    for (ushort i = 0; i < top.get_capacity(); i++) {
+      if (top.is_valid_element(i)) {
+        float before = top[i];
+        top[i] = max(before, highest[i]);
+        // As long as no key was seen, weights are 0.
+        shrink[i] = power_of_2<T>(before - (top[i] == LOWEST ? 0.0f : top[i]));
+      }
+    }
+    for (auto each = scores.begin(); each != scores.end(); each++) {
+      if (each.is_valid_element()) {
+        float lowered = *top.map_iterator(each);
+        *each = power_of_2<T>(*each - (lowered == LOWEST ? 0.0f : lowered));
+      }
+    }
+    mpp::tensor_ops::reduce_rows(
+        scores, highest, mpp::tensor_ops::reduction_operation::sum, 0.0f);
+    for (ushort i = 0; i < total.get_capacity(); i++) {
+      if (total.is_valid_element(i)) {
+        total[i] = fma(total[i], shrink[i], highest[i]);
+      }
+    }
+    for (auto each = sums.begin(); each != sums.end(); each++) {
+      if (each.is_valid_element()) {
+        *each *= *shrink.map_iterator(each);
+      }
+    }
+    auto left = by_values.template get_left_input_cooperative_tensor<float, T, float>(scores);
+    auto some_values = values.slice(column, at);
+    by_values.run(left, some_values, sums);
+  }
+
+  ulong kv = ulong(batch) * (sizes[HEADS] / sizes[SHARE]) + kv_head;
+  for (auto each = sums.begin(); each != sums.end(); each++) {
+    if (!each.is_valid_element()) {
+      continue;
+    }
+    auto index = each.get_multidimensional_index();
+    int query = own + index[1], c = column + index[0];
+    if (query >= rule.queries || c >= DV) {
+      continue;
+    }
+    float lowered = *top.map_iterator(each), whole = *total.map_iterator(each);
+    bool blank = AVERAGE && lowered == LOWEST && whole == whole;
+    out[((ulong(batch) * rule.queries + query) * sizes[HEADS] + head) * DV + c] =
+        T(blank ? mean[kv * DV + c] : *each / whole);
+    if (c == 0) {
+      device float* norm =
+          norms + 2 * ((ulong(batch) * sizes[HEADS] + head) * rule.queries + query);
+      norm[0] = blank ? BLANK : lowered;
+      norm[1] = blank ? 1.0f : whole;
+    }
+  }
+}

@@ -1,0 +1,132 @@
+"""Attention by tensor operations, and its gradients, against float64 in every layout of lanes."""
+
+from __future__ import annotations
+
+import struct
+from itertools import cycle
+
+import mlx.core as mx
+import pytest
+from attention_cases import DTYPES, EXTRAS, MASKS, check, make
+from pairwise import pairwise
+from runtime.host import mlx_kernels as mk
+
+from mlx_qlayers.dispatch.measurements import Evidence, Found
+from mlx_qlayers.metal.attention import tensor
+from mlx_qlayers.metal.attention.backward import attention_backward
+from mlx_qlayers.metal.attention.forward import Launcher
+from mlx_qlayers.ops import attention as ops
+from mlx_qlayers.options import AttentionCall, Scores
+from mlx_qlayers.runtime import tensor_ops, use_backend
+from mlx_qlayers.runtime.host import checks
+from mlx_qlayers.runtime.host.compiled_kernel import LAYOUTS
+from mlx_qlayers.runtime.spec import Spec
+
+# B, H, Hkv, L, S.
+SHAPES = [(1, 1, 1, 32, 32), (1, 4, 2, 33, 65), (2, 3, 1, 49, 37), (1, 2, 2, 100, 33)]
+WIDTHS = [(64, 64), (40, 72), (136, 256), (128, 128), (256, 80)]
+layouts = cycle(LAYOUTS)
+
+
+def by_tensors(q, k, v, *, scale, mask=None, window=None, softcap=None, sinks=None):
+    """As the operation, whose gradients take the kernels of tensor operations too."""
+    rule, seen = (mask, None) if isinstance(mask, str) else (None, mask)
+    arrays = [q, k, v, seen, sinks]
+    specs = [None if a is None else Spec.of(a) for a in arrays]
+    scores = Scores(scale, rule == "causal", window, softcap)
+    at = Launcher(AttentionCall(specs[0], (specs[1],), (specs[2],), scores, *specs[3:]))
+    assert tensor.why_no_tensors(at) is None
+    run, (of_all, of_mask) = tensor.attention_tensor(at), attention_backward(at, tensors=True)
+    there = [i for i, a in enumerate(arrays) if a is not None]
+
+    @mx.custom_function
+    def node(*given):
+        full = dict(zip(there, given, strict=True))
+        return run(*(full.get(i) for i in range(5)))[0]
+
+    @node.vjp
+    def _(given, cotangent, out):
+        full = dict(zip(there, given, strict=True))
+        arrays = [full.get(i) for i in range(5)]
+        outputs = run(*arrays)
+        found = dict(zip((0, 1, 2, 4), of_all(arrays, [cotangent, None], outputs), strict=False))
+        if seen is not None and seen.dtype != mx.bool_:
+            found |= {3: of_mask(arrays, [cotangent, None], outputs)[0]}
+        return [found[i] if i in found else mx.zeros_like(full[i]) for i in there]
+
+    return node(*(arrays[i] for i in there))
+
+
+def hold(shape, dtype, kind, extra):
+    with use_backend("host"), checks(tensor_layout=next(layouts)) as report:
+        check(by_tensors, shape, dtype, kind, extra)
+    mine = [c for name, c in report.launches if name.startswith("attention_tensor")]
+    assert mine and not any(c.threadgroup_memory or c.threadgroup_barriers for c in mine)
+
+
+@pytest.mark.parametrize(
+    ("shape", "widths", "dtype", "kind", "extra"),
+    [
+        (SHAPES[0], (64, 64), mx.float16, "causal", {}),
+        (SHAPES[1], (40, 72), mx.bfloat16, "hidden", {"window": 9, "softcap": 30.0}),
+        (SHAPES[2], (136, 128), mx.bfloat16, "biased", {"sinks": True}),
+        (SHAPES[3], (64, 256), mx.float32, "boolean", {"window": 5}),
+    ],
+    ids=str,
+)
+def test_some_shapes(shape, widths, dtype, kind, extra):
+    hold((*shape, *widths), dtype, kind, extra)
+
+
+@pytest.mark.tensors
+@pytest.mark.parametrize(
+    ("shape", "widths", "kind", "extra", "dtype"),
+    [p.values for p in pairwise(SHAPES, WIDTHS, [*MASKS, "hidden"], EXTRAS, DTYPES)],
+    ids=str,
+)
+def test_every_mask_and_dtype(shape, widths, kind, extra, dtype):
+    hold((*shape, *widths), dtype, kind, extra)
+
+
+def test_registers():
+    for width in range(32, 257, 8):
+        split = -(-width // 128)
+        values = {"D": width, "DV": width, "SPLIT": split}
+        kernels = tensor._FORWARD, tensor._QUERIES, tensor._KEYS
+        assert max(kernel.registers(**values) for kernel in kernels) < 128
+
+
+def test_moves_no_more_than_stock():
+    """Device memory, beside MLX's kernel for the M5."""
+    h, length, d, bq, bk = 1, 128, 64, 64, 32
+    _, (q, k, v), _ = make(0, (1, h, h, length, length, d, d), mx.float16)
+    constants = {200: True, 201: True, 300: False, 301: False, 302: False, 303: False}
+    name = f"attention_nax<half, {bq}, {bk}, {d}, {d}, 4, 1, half, float>"
+    stock = mk.load("attention_nax", name, checked=True, constants=constants)
+    blocks = length // bq, length // bk
+    strides = (h * length * d, length * d, d) * 4
+    params = struct.pack(
+        "6if7i12q", 1, h, d, length, length, 1, d**-0.5, *blocks, *blocks, 0, 0, 0, *strides
+    )
+    out = {"O": mk.empty((1, h, length, d), mx.float16)}
+    given = {"Q": q, "K": k, "V": v, "params": params}
+    theirs = mk.run(stock, given, out, (blocks[0], h, 1), (32, 4, 1))
+    with use_backend("host"), checks() as report:
+        by_tensors(q, k, v, scale=d**-0.5)
+    norms = 8 * h * length  # which MLX's kernel was not asked for
+    moved = report.total("bytes_read") + report.total("bytes_written") - norms
+    assert moved <= theirs.bytes_read + theirs.bytes_written
+
+
+def test_taken_where_they_were_fastest(monkeypatch, machine):
+    """On a stand-in for an M5: the plan is made, and not run."""
+    best = Found("tensor", None, Evidence("measured here", "M5", seconds={"tensor": 41e-6}))
+    monkeypatch.setattr(ops, "found", lambda *_, **__: best)
+    x = Spec((1, 2, 64, 64), mx.float16)
+    call = AttentionCall(x, (x,), (x,), Scores(0.125))
+    for why, said in ((None, "tensor operations, measured here"), ("an M4", "an M4")):
+        machine("metal")
+        monkeypatch.setattr(tensor_ops, "missing", lambda why=why: why)
+        with use_backend("metal"):
+            assert ops._choose_forward(call).reason.startswith("asked for")
+            assert said in ops._choose_forward(call).reason
