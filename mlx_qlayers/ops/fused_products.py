@@ -127,18 +127,20 @@ def _plan(
     composed = _composed(_one_by_one(fmt), epsilon, gate)
     rows, n, k = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices), x.shape[-1]
     lacking = _lacking(x, rows, matrices, [weight, residual, next_weight])
-    skinny = is_skinny(rows, x.dtype, matrices)
+    kind = _kind(matrices, epsilon is not None and tile_squares is None, gate, residual)
+    best = None
+    if rows <= MAX_QMV_ROWS and not lacking:
+        best = found("qmv", rows, n, k, x.dtype, fmt, kind)
+    skinny = best is None and is_skinny(rows, x.dtype, matrices)
     # More rows are one dense product.
     dense = rows > MAX_QMV_ROWS and not skinny
-    kind = _kind(matrices, epsilon is not None and tile_squares is None, gate, residual)
     by, unless, evidence = DENSE if dense else SKINNY if skinny else QMV, lacking, "rule"
     gain = None if lacking or dense or skinny else host_gain(rows, fmt)
     if dense and not lacking:
         unless, evidence = dense_is_worse(rows, n, x, fmt)
     elif skinny and not lacking:
-        unless, evidence = stock_is_better(x.dtype), source_of("qmm_skinny_max_rows")
+        unless, evidence = stock_is_better(x.dtype), source_of("qmm_skinny_rows")
     elif not lacking:
-        best = found("qmv", rows, n, k, x.dtype, fmt, kind)
         by, unless, evidence = decided(best, QMV, stock_is_better(x.dtype), source_of("qmv_gain"))
         gain = measured_gain(best, gain)
     choice = choose(

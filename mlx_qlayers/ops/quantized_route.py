@@ -69,8 +69,8 @@ def in_one_launch(x: Spec | mx.array) -> bool:
 
 def is_skinny(rows: int, dtype: mx.Dtype, matrices: Sequence[PackedMatrix]) -> bool:
     """Whether qmm_skinny takes so many rows of these matrices, as they are."""
-    most = threshold("qmm_skinny_max_rows", device="cuda")
-    fits = MAX_QMV_ROWS < rows <= most and dtype in _HALVES
+    least, most = threshold("qmm_skinny_rows") or (MAX_QMV_ROWS + 1, MAX_SKINNY_ROWS)
+    fits = least <= rows <= most and dtype in _HALVES
     # It reads their shapes, which tiny ones do not come with.
     return fits and all(m.w.size >= CONSTANT_BELOW for m in matrices)
 
@@ -128,7 +128,7 @@ def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
         return QMV, stock_is_better(call.x.dtype), "rule"
     if device == "cuda":
         kernel, unless = _many_rows_on_cuda(call)
-        by = "qmm_skinny_max_rows" if kernel == SKINNY else "qmm_max_rows"
+        by = "qmm_skinny_rows" if kernel == SKINNY else "qmm_max_rows"
         return kernel, unless, source_of(by)
     return QMM, "the kernel was not measured on an Apple GPU", "rule"
 

@@ -89,7 +89,7 @@ def test_qmv(fmt, device):
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_qmm_skinny(fmt, device):
     bound = set()
-    for rows, n, k, dtype in itertools.product(range(17, 129), WIDTHS, DEPTHS, DTYPES[1:]):
+    for rows, n, k, dtype in itertools.product(range(9, 129), WIDTHS, DEPTHS, DTYPES[1:]):
         config = skinny_config(device, rows, n, k, dtype, fmt)
         for gate in () if config in bound else (None, "silu"):
             matrix = packed(fmt, n, k, dtype)

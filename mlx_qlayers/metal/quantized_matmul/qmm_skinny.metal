@@ -1,4 +1,4 @@
-// qmm_skinny: 17 to 128 rows times up to three quantized matrices, each read once for all rows:
+// qmm_skinny: 9 to 128 rows times up to three quantized matrices, each read once for all rows:
 //
 //   y_i (M, N_i) = x (M, K) * w_i^T + bias_i,   or   gate(y_0) * y_1,   or   y_0 + residual
 //

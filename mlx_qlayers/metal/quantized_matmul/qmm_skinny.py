@@ -1,4 +1,4 @@
-"""How qmm_skinny, 17 to 128 rows times quantized matrices, is spread over threads."""
+"""How qmm_skinny, 9 to 128 rows times quantized matrices, is spread over threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...runtime.limits import CUDA_THREADGROUP_MEMORY
 
 MAX_SKINNY_ROWS = 128
 # Operands of 8 rows that the kernel is compiled for: each takes its time.
-_FRAGMENTS = (3, 4, 6, 8)
+_FRAGMENTS = (2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def skinny_config(
 
     Args:
         device: where it runs.
-        rows: of x, 17 to 128.
+        rows: of x, 9 to 128.
         n: columns of the result, of all matrices.
         k: columns of x.
         dtype: of x, float16 or bfloat16.
@@ -79,7 +79,7 @@ def skinny_config(
     if n <= 8192:
         spread = (1, 4, 2, 1, 2) if fragments <= 4 else (2, 2, 2, 1, 1)
     elif fragments <= 4:
-        spread = (2, 4 if fragments == 3 else 6, 1, 2, 2)
+        spread = (2, 6, 1, 2, 2) if fragments == 4 else (2, 4, 1, 2, 5 - fragments)
     else:
         spread = (2, 8, 1, 2, 1) if fragments == 6 else (2, 4, 1, 1, 2)
     config = SkinnyConfig(fragments, run, *spread)
