@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 PATIENCE = 10.0  # seconds in which all ranks are to end after one
 ROOT = Path(__file__).parents[1]
 
@@ -70,6 +72,7 @@ def _fork(function: Callable[..., Any], ranks: int, folder: Path, arguments: lis
     for rank in range(ranks):
         if (child := os.fork()) == 0:
             os.environ |= environment(rank, str(file))
+            mx.set_default_device(mx.cpu)
             code = 1
             try:
                 result = function(*arguments)

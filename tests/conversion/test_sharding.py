@@ -50,15 +50,16 @@ def check(name: str, how: str, group: mx.distributed.Group, **config: object) ->
     """The converted model, after its logits were held against those of the whole stock one."""
     stock, model = (built(name, **config) for _ in range(2))
     if how == "before":
-        convert_model(model)
+        convert_model(model, verify=False)
         model.shard(group)
     elif how == "after":  # by mlx-lm itself
         model.shard(group)
         convert_model(model)
     else:
         shard_model(model, group, experts=how == "experts")
-        convert_model(model)
-    assert_same_model(decoded(model), decoded(stock), bits=None, what=f"{name} {how} {config}")
+        convert_model(model, verify=False)
+    found, expected = (decoded(each, steps=2) for each in (model, stock))
+    assert_same_model(found, expected, bits=None, what=f"{name} {how} {config}")
     return model
 
 
@@ -162,7 +163,7 @@ def check_gpu_path(group: mx.distributed.Group) -> None:
             mx.disable_compile()
         with use_backend(backend):
             check("llama", "after", group)
-    assert runs == [2] * 8
+    assert runs == [2] * 4
 
 
 def check_files(folder: Path, group: mx.distributed.Group) -> None:
@@ -177,7 +178,7 @@ def check_files(folder: Path, group: mx.distributed.Group) -> None:
     gathered(group, "written")
     tokens = mx.array([[3, 1, 4, 1, 5]])
     for path, parallel in ((paths[0], "tensor"), (paths[0], "pipeline"), (paths[1], "tensor")):
-        whole, _ = mlx_qlayers.load(path, calibrate=False)
+        whole, _ = mlx_qlayers.load(path, calibrate=False, verify=False)
         layer = sum(array.nbytes for _, array in tree_flatten(whole.layers[0].parameters()))
         before = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -225,9 +226,10 @@ def check_more(group: mx.distributed.Group) -> None:
     check("qwen3_5", "before", group, **HYBRID, **WIDE)
     model, stock = (built("qwen3_moe", num_hidden_layers=5) for _ in range(2))
     model.model.pipeline(group)
-    convert_model(model)
+    convert_model(model, verify=False)
     assert len(model.layers) == (2 if group.rank() == 0 else 1)
-    assert_same_model(decoded(model), decoded(stock), bits=None, what="pipeline")
+    found, expected = (decoded(each, steps=1) for each in (model, stock))
+    assert_same_model(found, expected, bits=None, what="pipeline")
     assert isinstance(model, qwen3_moe.Model)
 
 
@@ -239,7 +241,7 @@ def test_heads_that_share_a_group() -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    with use_backend("ops"):
+    with use_backend("ops"), mx.stream(mx.cpu):
         one = lora(tmp_path)
     assert len(one) == STEPS and one[-1] != one[0]
     for rank in run(FILE, "two_ranks", 2, str(tmp_path)):
