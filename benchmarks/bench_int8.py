@@ -18,7 +18,7 @@ from bench_decode import QWEN2_7B, build, prefill
 from common import print_facts
 
 from mlx_qlayers import convert_model, quantized_matmul, revert_model
-from mlx_qlayers.metal.int8.launch import int8_product
+from mlx_qlayers.metal.int8.launch import int8_products
 from mlx_qlayers.runtime.spec import Spec
 
 ROWS = 2048
@@ -26,7 +26,9 @@ SHAPES = ((3584, 3584), (512, 3584), (18944, 3584), (3584, 18944))
 PROMPTS = (512, 2048)
 
 
-def seconds(run: Callable[[], mx.array], repeats: int = 7, inner: int = 10) -> float:
+def seconds(
+    run: Callable[[], mx.array | list[mx.array]], repeats: int = 7, inner: int = 10
+) -> float:
     """The median time of a call, of several that are evaluated together."""
     mx.eval(run())
     times = []
@@ -43,7 +45,7 @@ def verify(m: int, n: int, k: int) -> float:
     x = mx.array(rng.normal(size=(m, k)).astype(np.float32)).astype(mx.bfloat16)
     w = mx.array(rng.integers(-127, 128, (n, k)).astype(np.int8))
     scales = mx.array(rng.uniform(0.01, 0.02, n).astype(np.float32))
-    y = int8_product(Spec.of(x), n, False)(x, w, scales, None)
+    (y,) = int8_products(Spec.of(x), [(n, False)])(x, w, scales, None)
     exact = np.array(x.astype(mx.float32)).astype(np.float64)
     own = np.abs(exact).max(1, keepdims=True) / 127
     truth = np.rint(exact / own) @ np.array(w).astype(np.float64).T * own * np.array(scales)
@@ -62,7 +64,7 @@ def products() -> None:
         packed, scales = mx.quantize(dense), mx.ones((n,))
         mx.eval(x, w, dense, packed)
         paths = {
-            "int8": partial(int8_product(Spec.of(x), n, False), x, w, scales, None),
+            "int8": partial(int8_products(Spec.of(x), [(n, False)]), x, w, scales, None),
             "present": partial(quantized_matmul, x, *packed),
             "dense": partial(mx.matmul, x, dense.T),
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -18,10 +18,12 @@ from mlx.nn.layers.distributed import sum_gradients
 
 from ..dispatch import dispatch
 from ..formats import Format
+from ..layers.int8_linear import Int8Linear
 from ..layers.sharded import LINEARS, QShardedToAllLinear
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate
 from ..ops.attention_step import Rotation, attention_step
-from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
+from ..ops.fused_products import ACTIVATIONS, FUSED_PRODUCTS, defers_norm
+from ..ops.int8_matmul import int8_products
 from ..ops.rotary import rotary_embedding
 from ..runtime.backend import current
 from .compiled import operation
@@ -43,6 +45,8 @@ GATES: dict[str, Gate] = {
     "mlp_gelu_approx": "gelu_approx",
 }
 
+# Stands for the format of a matrix of 8-bit integers, whose rows are as wide as the words of 32.
+INT8 = Format(1, 32, "int8")
 # The names of a block's parts in :mod:`.patterns`.
 BLOCK_PARTS = ("attention", "mlp", "first_norm", "second_norm")
 
@@ -127,6 +131,8 @@ def _projection(
     formats: Sequence[Packing], eps: float | None = None, gate: Gate | None = None
 ) -> Callable[..., list[mx.array]]:
     """Products of one input; those of one format together, as many as a launch takes."""
+    if formats[0].fmt == INT8:
+        return _in_int8(len(formats), eps, gate)
     group = formats[0].summed
     launches: list[tuple[Static, list[int]]] = []
     across = next((sum_gradients(each.spread) for each in formats if each.spread), None)
@@ -155,6 +161,28 @@ def _projection(
             some = [array for i in indices for array in packed[4 * i : 4 * i + 4]]
             products |= zip(indices, dispatch(FUSED_PRODUCTS, (*rows, *some), static), strict=True)
         return [products[i] for i in range(len(formats))]
+
+    return run
+
+
+def _in_int8(count: int, eps: float | None, gate: Gate | None) -> Callable[..., list[mx.array]]:
+    """The same of many rows in 8-bit integers, where nothing is deferred."""
+
+    def run(
+        packed: Arrays,
+        x: mx.array,
+        weight: mx.array | None = None,
+        tile_squares: None = None,
+        residual: mx.array | None = None,
+        next_weight: None = None,
+    ) -> list[mx.array]:
+        rows = x if eps is None else mx.fast.rms_norm(x, weight, eps)
+        # Of each matrix its codes, scales, no biases of groups, and its bias.
+        flat = [a for i in range(count) for a in (*packed[4 * i : 4 * i + 2], packed[4 * i + 3])]
+        products = int8_products(rows, *flat)
+        if gate is not None:
+            products = [ACTIVATIONS[gate](products[0]) * products[1]]
+        return products if residual is None else [products[0] + residual]
 
     return run
 
@@ -350,8 +378,15 @@ def match_of(cls: type[nn.Module]) -> Match | None:
     return cls.__dict__.get("_match")
 
 
-def of_layers(*layers: Any) -> Operands | None:
-    """Formats and arrays of quantized layers; None if one is of another class."""
+def of_layers(*layers: Any, int8: mx.Dtype | None = None) -> Operands | None:
+    """Formats and arrays of quantized layers; None if one is of another class.
+
+    Args:
+        layers: the layers.
+        int8: the dtype of rows that are multiplied in 8-bit integers, if they are.
+    """
+    if int8 is not None:
+        return _of_int8(layers, int8)
     packings, arrays = [], []
     for layer in layers:
         if not isinstance(layer, LINEARS):
@@ -363,25 +398,33 @@ def of_layers(*layers: Any) -> Operands | None:
     return Operands(tuple(packings), arrays)
 
 
-def of_feed_forward(mlp: Any, norm: Any) -> Operands | None:
+def _of_int8(layers: Sequence[Any], dtype: mx.Dtype) -> Operands | None:
+    if not all(isinstance(each, Int8Linear) and each.goes_with(dtype) for each in layers):
+        return None
+    packings = tuple(Packing(INT8, each["_int8"].shape) for each in layers)
+    arrays = [(each["_int8"], each["_int8_scales"], None, each.get("bias")) for each in layers]
+    return Operands(packings, [*chain.from_iterable(arrays)])
+
+
+def of_feed_forward(mlp: Any, norm: Any, int8: mx.Dtype | None = None) -> Operands | None:
     """Those of a feed-forward module and the norm ahead of it, which may be None."""
     match = match_of(type(mlp))
     if match is None or match.kind != "mlp" or type(norm) not in (nn.RMSNorm, type(None)):
         return None
-    packed = of_layers(*(mlp[match.names[key]] for key in ("gate", "up", "down")))
+    packed = of_layers(*(mlp[match.names[key]] for key in ("gate", "up", "down")), int8=int8)
     if packed is None or packed.static[0] != packed.static[1]:
         return None
     weight, eps = _of_norm(norm)
     return Operands((*packed.static[1:], GATES[match.pattern], eps), [weight, *packed.arrays])
 
 
-def of_heads(attention: Any, norm: Any) -> Operands | None:
+def of_heads(attention: Any, norm: Any, int8: mx.Dtype | None = None) -> Operands | None:
     """Those of :func:`heads`, whose norm is ``norm`` if that is an RMS norm."""
     match = match_of(type(attention))
     if match is None or match.kind != "attention":
         return None
     names = match.names
-    packed = of_layers(*(attention[names[key]] for key in "qkv"))
+    packed = of_layers(*(attention[names[key]] for key in "qkv"), int8=int8)
     inner = [attention[names[key]] if key in names else None for key in ("q_norm", "k_norm")]
     if packed is None or not all(type(each) in (nn.RMSNorm, type(None)) for each in inner):
         return None

@@ -24,6 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
+from ..layers.int8_linear import takes_int8
 from ..ops.quantized_route import in_one_launch, is_dense
 from . import attention_patch, compiled
 from .attention_patch import is_patched, made_class, stock_class
@@ -115,14 +116,20 @@ def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module]
 
 def _is_fused_for(module: nn.Module, x: mx.array) -> bool:
     """Whether products of ``x`` go together: where one launch takes all, or no gradient is due."""
-    if in_one_launch(x):
-        return True
-    return not module.training and INT8_PROMPTS not in vars(module) and is_dense(x)
+    return (
+        in_one_launch(x) or _int8_of(module, x) is not None or (not module.training and is_dense(x))
+    )
+
+
+def _int8_of(module: nn.Module, x: mx.array) -> mx.Dtype | None:
+    """The dtype of rows that the layers of a module multiply in 8-bit integers; None elsewhere."""
+    return x.dtype if INT8_PROMPTS in vars(module) and takes_int8(module, x) else None
 
 
 def _together(x: mx.array, *layers: Any) -> list[mx.array]:
     """The products of one input with several layers."""
-    packed = of_layers(*layers) if _is_fused_for(layers[0], x) else None
+    int8 = _int8_of(layers[0], x)
+    packed = of_layers(*layers, int8=int8) if _is_fused_for(layers[0], x) else None
     if packed is None or any(each.summed for each in packed.static):
         return [layer(x) for layer in layers]
     return together(compiled.context(), *packed.static)(x, *packed.arrays)
@@ -173,12 +180,13 @@ class _Plan:
         norm: ahead of them, where that is no RMS norm.
         rope: behind them, where that cannot be compiled.
         arrays: those that follow the rows, or attention and the rows, in the second function.
+        int8: the dtype of rows that are multiplied in 8-bit integers, or None.
         bound: by context, the function ahead of the cache, and the one behind attention, for rows
             of the last shape.
     """
 
-    def __init__(self, module: Any, match: Match) -> None:
-        kind, names = match.kind, match.names
+    def __init__(self, module: Any, match: Match, int8: mx.Dtype | None) -> None:
+        kind, names, self.int8 = match.kind, match.names, int8
         self.is_block, self.by_name = kind == "block", match.pattern == "block_by_keywords"
         attention: Any = module if kind == "attention" else None
         mlp: Any = module if kind == "mlp" else None
@@ -186,16 +194,17 @@ class _Plan:
         if self.is_block:
             attention, mlp, first, second = (module[names[key]] for key in BLOCK_PARTS)
             self.attention, self.mlp, self.first, self.second = attention, mlp, first, second
-        self.feed = None if mlp is None else of_feed_forward(mlp, second)
+        self.feed = None if mlp is None else of_feed_forward(mlp, second, int8)
         inner = match_of(type(attention))
-        self.heads: Any = None if inner is None else of_heads(attention, first)
+        self.heads: Any = None if inner is None else of_heads(attention, first, int8)
         self.norm = None if first is None or type(first) is nn.RMSNorm else first
         self.out: Operands | None = None
         if inner and self.heads:
             from mlx_lm.models.base import scaled_dot_product_attention
 
             names, self.stock = inner.names, scaled_dot_product_attention
-            self.out, self.o = of_layers(attention[names["o"]]), attention[names["o"]]
+            self.o = attention[names["o"]]
+            self.out = of_layers(self.o, int8=int8)
             self.scale, self.is_patched = getattr(attention, names["scale"]), is_patched(attention)
             self.rope = None if self.heads.static[-1] else attention[names["rope"]]
         self.tail = of_tail(self.out if self.is_block else None, self.feed, self.is_block)
@@ -270,8 +279,10 @@ def _planned(module: Any, x: mx.array) -> _Plan | None:
         weakref.finalize(module, _plans.pop, id(module), None).atexit = False
     else:
         plan.shape = x.shape
-    if plan is None or not plan.fits(module, x):
-        plan = _plans[id(module)] = _Plan(module, match)
+    int8 = _int8_of(module, x)
+    # A Dtype does not compare with None.
+    if plan is None or str(plan.int8) != str(int8) or not plan.fits(module, x):
+        plan = _plans[id(module)] = _Plan(module, match, int8)
     useful = x.ndim == 3 if plan.heads else plan.feed is not None
     # For many rows it depends on more than the shape whether they are fused.
     plan.shape = x.shape if useful and in_one_launch(x) else ()

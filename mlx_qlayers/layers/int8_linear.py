@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..ops.int8_matmul import int8_matmul
 from ..reference.int8_matmul import MOST
@@ -49,9 +50,19 @@ class Int8Linear(QLinear):
 
     def __call__(self, x: mx.array, with_bias: bool = True) -> mx.array:
         """(..., K) to (..., N)."""
-        bias, alike = self.get("bias") if with_bias else None, (x.dtype, mx.uint8)
-        same = self["scales"].dtype in alike and (bias is None or bias.dtype == x.dtype)
-        many = x.size >= PROMPT_ROWS * x.shape[-1] and x.dtype != mx.float32
-        if self.training or not (same and many):
+        if not takes_int8(self, x) or not self.goes_with(x.dtype):
             return self._product(x, with_bias)
+        bias = self.get("bias") if with_bias else None
         return int8_matmul(x, self["_int8"], self["_int8_scales"], bias)
+
+    def goes_with(self, dtype: mx.Dtype) -> bool:
+        """Whether the layer's result is in the dtype of its rows."""
+        bias = self.get("bias")
+        of_scales = self["scales"].dtype in (dtype, mx.uint8)
+        return of_scales and (bias is None or bias.dtype == dtype)
+
+
+def takes_int8(module: nn.Module, x: mx.array) -> bool:
+    """Whether rows are multiplied in 8-bit integers by a module whose layers can do that."""
+    many = x.size >= PROMPT_ROWS * x.shape[-1] and x.dtype != mx.float32
+    return many and not module.training

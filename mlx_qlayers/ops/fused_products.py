@@ -38,7 +38,7 @@ Norm = tuple[mx.array | None, float]
 _Run = Callable[..., list[mx.array]]
 # Of rows, the residual or None, and the arrays of all matrices.
 _Multiply = Callable[[mx.array, mx.array | None, list[Any]], list[mx.array]]
-_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
+ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "silu": nn.silu,
     "gelu": nn.gelu,
     "gelu_approx": nn.gelu_approx,
@@ -188,7 +188,7 @@ def _composed(multiply: _Multiply, epsilon: float | None, gate: Gate | None) -> 
         rows = x if epsilon is None else _normed(x, weight, epsilon, tile_squares)
         products = multiply(rows, residual, flat)
         if gate is not None:
-            products = [_ACTIVATIONS[gate](products[0]) * products[1]]
+            products = [ACTIVATIONS[gate](products[0]) * products[1]]
         return products if next_weight is None else _with_deferred_norm(products[0], next_weight)
 
     return run
@@ -316,8 +316,8 @@ def _check(
     single, n = gate is None and len(matrices) == 1, shapes[0][0]
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"norm must have a weight of shape {x.shape[-1:]}, not {weight.shape}")
-    if gate is not None and gate not in _ACTIVATIONS:
-        raise ValueError(f"gate must be one of {', '.join(_ACTIVATIONS)}, not {gate!r}")
+    if gate is not None and gate not in ACTIVATIONS:
+        raise ValueError(f"gate must be one of {', '.join(ACTIVATIONS)}, not {gate!r}")
     if gate is not None and (len(shapes) != 2 or shapes[0] != shapes[1]):
         raise ValueError(f"gate needs two matrices of one shape, not shapes {shapes}")
     if residual is not None and not (single and residual.shape == (*x.shape[:-1], n)):

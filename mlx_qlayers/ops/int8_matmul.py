@@ -7,8 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import Gradient, Operation, Plan, choose, dispatch
-from ..metal.int8.launch import DEPTH, int8_product
+from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
+from ..metal.int8.launch import DEPTH
+from ..metal.int8.launch import int8_products as launches
 from ..reference.int8_matmul import int8_matmul as reference
 from ..runtime import tensor_ops
 from ..runtime.backend import backend
@@ -43,40 +44,72 @@ def int8_matmul(
 
     Source: LLM.int8() (Dettmers et al. 2022), without its outliers.
     """
-    y: mx.array = dispatch(_INT8_MATMUL, (x, w, scales, bias))
+    y: mx.array = int8_products(x, w, scales, bias)[0]
     return y
 
 
+def int8_products(x: mx.array, *flat: mx.array | None) -> list[mx.array]:
+    """The products of one input with several matrices, which is rounded once.
+
+    Args:
+        x: as for :func:`int8_matmul`.
+        flat: w, scales and bias or None of each matrix.
+
+    Raises:
+        ValueError: as :func:`int8_matmul`.
+
+    Example:
+        >>> w = mx.ones((8, 64), mx.int8), mx.ones(8), None
+        >>> [y.shape for y in int8_products(mx.ones((3, 64), mx.float16), *w, *w)]
+        [(3, 8), (3, 8)]
+    """
+    products: list[mx.array] = dispatch(_INT8_PRODUCTS, (x, *flat))
+    return products
+
+
 def _plan(arrays: Sequence[Any]) -> Plan:
-    x, w, scales, bias = arrays
+    x, *flat = arrays
     check_floats("x", x)
+    matrices = [flat[i : i + 3] for i in range(0, len(flat), 3)]
+    for matrix in matrices:
+        _check(x, *matrix)
+    lacking = _lacking(x, min(w.shape[0] for w, *_ in matrices))
+    choice = choose("int8_matmul", () if lacking else KERNELS, unless=lacking)
+
+    def of_x(arrays: Any, cotangents: list[mx.array], _: object) -> list[mx.array]:
+        x, *flat = arrays
+        pairs = zip(cotangents, flat[::3], flat[1::3], strict=True)
+        return [sum((dy * s) @ w.astype(mx.float32) for dy, w, s in pairs).astype(x.dtype)]
+
+    run = _composed
+    if choice.path != "ops":
+        run = launches(x, [(w.shape[0], bias is not None) for w, _, bias in matrices])
+    return Plan(choice, run, (Gradient((0,), of_x),), _composed)
+
+
+def _composed(x: mx.array, *flat: Any) -> list[mx.array]:
+    return [reference(x, *flat[i : i + 3]) for i in range(0, len(flat), 3)]
+
+
+def _check(x: Any, w: Any, scales: Any, bias: Any) -> None:
     if w.dtype != mx.int8 or w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
             f"w must be int8 (N, K) with the K of x {x.shape}, not {w.dtype} {w.shape}"
         )
-    n, k = w.shape
+    n = w.shape[0]
     if scales.dtype != mx.float32 or scales.shape != (n,):
         raise ValueError(f"scales must be float32 ({n},), not {scales.dtype} {scales.shape}")
     if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype):
         raise ValueError(f"bias must be {x.dtype} ({n},), not {bias.dtype} {bias.shape}")
-    lacking = _lacking(x, n, k)
-    choice = choose("int8_matmul", () if lacking else ("metal", "cuda", "host"), unless=lacking)
-
-    def of_x(arrays: Any, cotangents: list[mx.array], _: object) -> list[mx.array]:
-        (dy,), (x, w, scales, *_) = cotangents, arrays
-        return [((dy * scales) @ w.astype(mx.float32)).astype(x.dtype)]
-
-    run = reference if choice.path == "ops" else int8_product(x, n, bias is not None)
-    return Plan(choice, run, (Gradient((0,), of_x),), reference)
 
 
-def _lacking(x: Any, n: int, k: int) -> str | None:
+def _lacking(x: Any, n: int) -> str | None:
     """Why no kernel takes these arguments, if none does."""
     if x.dtype == mx.float32:
         return "float32 rows keep their digits"
     if not x.size or not n:
         return "the product is empty"
-    if k % DEPTH:
+    if (k := x.shape[-1]) % DEPTH:
         return f"its depth {k} is no multiple of {DEPTH}"
     if backend() == "metal" and (why := tensor_ops.missing()):
         return why
@@ -86,4 +119,4 @@ def _lacking(x: Any, n: int, k: int) -> str | None:
     return None
 
 
-_INT8_MATMUL = Operation("int8_matmul", _plan)
+_INT8_PRODUCTS = Operation("int8_matmul", _plan)

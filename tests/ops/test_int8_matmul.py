@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_qlayers import QLinear, convert_model, revert_model, use_backend
+from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
 from mlx_qlayers.layers.int8_linear import Int8Linear
 from mlx_qlayers.ops.int8_matmul import int8_matmul
 from mlx_qlayers.runtime.host import checks
@@ -126,7 +126,13 @@ def test_prompts_of_a_model(tiny_model):
     convert_model(model, activations="int8", calibrate=False)
     layers = [m for m in model.modules() if isinstance(m, Int8Linear)]
     assert len(layers) == 7 * len(model.layers)
+    few = logits_of(model, 3)
+    explain(reset=True)
     found = logits_of(model, 130)
+    # One input is rounded once: of q, k and v, of the output, of gate and up, and of down.
+    calls = {decision.op: decision.calls for decision in explain()}
+    assert calls["int8_matmul"] == 4 * len(model.layers)
+    np.testing.assert_array_equal(logits_of(model, 3), few)
     assert not np.array_equal(found, before)
     assert np.abs(found - before).max() < np.abs(before).max() / 8
     revert_model(model)

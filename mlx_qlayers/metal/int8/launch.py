@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
 from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
+from ...runtime.launch import Bound
 from ...runtime.spec import Spec
 
 # What K is a multiple of: integers that are copied at once.
@@ -42,21 +44,20 @@ _PRODUCT = Kernel(
 )
 
 
-def int8_product(x: Spec, n: int, biased: bool) -> Callable[..., mx.array]:
-    """The launches of a product of many rows in 8-bit integers.
+def int8_products(x: Spec, matrices: Sequence[tuple[int, bool]]) -> Callable[..., list[mx.array]]:
+    """The launches of products of many rows in 8-bit integers, the rows rounded once.
 
     Args:
         x: (..., K), K a multiple of :data:`DEPTH`.
-        n: columns of the result.
-        biased: whether a bias is added.
+        matrices: of each the columns of its result, and whether a bias is added.
 
     Returns:
-        A function of x, w (N, K) int8, its scales (N,) float32 and bias (N,) that gives (..., N)
-        in the dtype of ``x``.
+        A function of x, and of each matrix w (N, K) int8, its scales (N,) float32 and bias (N,) or
+        None, that gives (..., N) for each in the dtype of ``x``.
     """
     (*leading, k), m = x.shape, prod(x.shape[:-1])
     tile_m, tile_n, stages = (128, 256, 4) if backend() == "cuda" else (128, 128, 0)
-    depth, sizes = mx.array([k], mx.int32), mx.array([m, n, k], mx.int32)
+    depth = mx.array([k], mx.int32)
     rows = _ROWS.bind(
         [x, depth],
         template={"T": x.dtype, "threads": _THREADS},
@@ -65,24 +66,34 @@ def int8_product(x: Spec, n: int, biased: bool) -> Callable[..., mx.array]:
         output_shapes=[(m, k), (m,)],
         output_dtypes=[mx.int8, mx.float32],
     )
-    bias, scales = Spec((n,), x.dtype), (Spec((m,), mx.float32), Spec((n,), mx.float32))
-    product = _PRODUCT.bind(
-        [Spec((m, k), mx.int8), Spec((n, k), mx.int8), *scales, bias if biased else x, sizes],
-        template={
-            "T": x.dtype,
-            "tile_m": tile_m,
-            "tile_n": tile_n,
-            "biased": biased,
-            "SHARED": stages * (tile_m + tile_n) * 128,
-        },
-        grid=(-(-m // tile_m) * _THREADS, -(-n // tile_n), 1),
-        threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(*leading, n)],
-        output_dtypes=[x.dtype],
-    )
 
-    def run(x: mx.array, w: mx.array, scales: mx.array, bias: mx.array | None) -> mx.array:
+    def product_of(n: int, biased: bool) -> tuple[Bound, mx.array]:
+        sizes = mx.array([m, n, k], mx.int32)
+        bias, scales = Spec((n,), x.dtype), (Spec((m,), mx.float32), Spec((n,), mx.float32))
+        given = [Spec((m, k), mx.int8), Spec((n, k), mx.int8), *scales, bias if biased else x]
+        return _PRODUCT.bind(
+            [*given, sizes],
+            template={
+                "T": x.dtype,
+                "tile_m": tile_m,
+                "tile_n": tile_n,
+                "biased": biased,
+                "SHARED": stages * (tile_m + tile_n) * 128,
+            },
+            grid=(-(-m // tile_m) * _THREADS, -(-n // tile_n), 1),
+            threadgroup=(_THREADS, 1, 1),
+            output_shapes=[(*leading, n)],
+            output_dtypes=[x.dtype],
+        ), sizes
+
+    launches = [product_of(*matrix) for matrix in matrices]
+
+    def run(x: mx.array, *flat: Any) -> list[mx.array]:
         q, row_scales = rows([x, depth])
-        return product([q, w, row_scales, scales, x if bias is None else bias, sizes])[0]
+        products = []
+        for i, (product, sizes) in enumerate(launches):
+            w, scales, bias = flat[3 * i : 3 * i + 3]
+            products += product([q, w, row_scales, scales, x if bias is None else bias, sizes])
+        return products
 
     return run
