@@ -154,42 +154,45 @@ def taken(
     inputs, numbers = Inputs((), [], []), {number: i for i, number in enumerate(tailed)}
     if tailed:
         some = [own[i] for i in tailed]
-        inputs = inputs._replace(tail=tail_of(last, some, _length(some[0])))
+        length = _length(some[0])
+        inputs = inputs._replace(tail=(tail := tail_of(last, some, length)))
+        together = _tail_group(tail.start, length, len(tail.buffers[0]), offsets)
     count = iter(range(len(own)))
 
     def of(c: Any) -> Static:
         if c is None:
             return None
-        if (parts := getattr(c, "caches", None)) is not None:
-            return Nested(tuple(map(of, parts)))
+        attributes = vars(c)
+        if "caches" in attributes:
+            return Nested(tuple(map(of, c.caches)))
         kind, number = kind_of(c), next(count)
-        if isinstance(getattr(c, "cache", None), list):
+        if "cache" in attributes:
             states = [*c.cache, c.left_padding, c.lengths]
             inputs.arrays.extend(a for a in states if a is not None)
             return States(kind, tuple(a if a is None else (a.shape, a.dtype) for a in states))
         if c.empty():  # one that no layer uses
             return States(kind, ())
-        settings = tuple((name, vars(c)[name]) for name in _SETTINGS if name in vars(c))
-        is_batch, full, rows = hasattr(c, "left_padding"), False, 0
+        settings = tuple((name, attributes[name]) for name in _SETTINGS if name in attributes)
+        is_batch, full, rows = "left_padding" in attributes, False, 0
         if inputs.tail is not None and number in numbers:
             i = 2 * numbers[number]
             buffers = inputs.tail.buffers[i : i + 2]
             inputs.arrays.extend((*buffers, *inputs.tail.tails[i : i + 2]))
             inputs.arrays.extend([c.left_padding] if is_batch else [])
-            rows = inputs.tail.tails[0].shape[2]
-            group = _tail_group(inputs.tail.start, _length(c), len(buffers[0]), offsets)
+            rows, group = inputs.tail.tails[0].shape[2], together
         else:
             group = _group(_kinds()[kind](c))
             buffers = [c.keys, c.values]
             inputs.arrays.extend(buffers)
             inputs.arrays.extend([c.offset, c.left_padding] if is_batch else [])
-            full = hasattr(c, "max_size") and not is_batch and group.at[1] >= c.keys.shape[2] - 1
+            full = "max_size" in attributes and not is_batch
+            full = full and group.at[1] >= c.keys.shape[2] - 1
         key = group.at, buffers[0].shape[2], full
         if key not in groups:
             groups[key] = len(inputs.groups)
             inputs.groups.append(group)
         shapes = buffers[0].shape, buffers[1].shape
-        rotated = getattr(c, "rotated", False)
+        rotated = attributes.get("rotated", False)
         return Rows(kind, shapes, buffers[0].dtype, groups[key], full, rotated, settings, rows)
 
     return inputs._replace(static=tuple(map(of, caches)))
