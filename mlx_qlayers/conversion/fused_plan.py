@@ -115,7 +115,9 @@ class FusionPlanner:
         if is_fused(model) or (self.in_loops and len(self.in_loops) == len(layers)):
             return None
         cls = step_class(self._class(model))
-        if not isinstance(cls, type):
+        # A model without a layer of this package stays as it is.
+        ours = self.steps or any(map(self._is_packed, model.modules()))
+        if not isinstance(cls, type) or not ours:
             return None
         what = "all of it in one graph where a GPU decodes a token of each sequence"
         step = Step(model, FusionReport("", "step", FUSED, what), cls)
