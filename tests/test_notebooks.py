@@ -40,7 +40,7 @@ def texts(output: nbformat.NotebookNode) -> list[str]:
 
 def test_notebooks_are_numbered() -> None:
     numbers = [int(path.name.split("_")[0]) for path in NOTEBOOKS]
-    assert numbers == sorted(set(numbers)) and len(numbers) == 8
+    assert numbers == sorted(set(numbers)) and len(numbers) == 9
 
 
 @every_notebook

@@ -25,6 +25,7 @@ from ..ops.attention_step import Rotation, attention_step
 from ..ops.fused_products import ACTIVATIONS, FUSED_PRODUCTS, defers_norm
 from ..ops.int8_matmul import int8_products
 from ..ops.rotary import rotary_embedding
+from ..reference.int8_matmul import block_of
 from ..runtime.backend import current
 from .compiled import operation
 from .matcher import Match
@@ -179,7 +180,7 @@ def _in_int8(count: int, eps: float | None, gate: Gate | None) -> Callable[..., 
         rows = x if eps is None else mx.fast.rms_norm(x, weight, eps)
         # Of each matrix its codes, scales, no biases of groups, and its bias.
         flat = [a for i in range(count) for a in (*packed[4 * i : 4 * i + 2], packed[4 * i + 3])]
-        products = int8_products(rows, *flat)
+        products = int8_products(rows, *flat, block=block_of(rows.shape[-1]))
         if gate is not None:
             products = [ACTIVATIONS[gate](products[0]) * products[1]]
         return products if residual is None else [products[0] + residual]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops.int8_matmul import int8_matmul
-from ..reference.int8_matmul import MOST
+from ..ops.int8_matmul import int8_products
+from ..reference.int8_matmul import MOST, block_of, rotated
 from .qlinear import QLinear
 
 # From so many rows on; fewer are read in the layer's own format, which is smaller.
@@ -18,6 +18,7 @@ class Int8Linear(QLinear):
 
     Prompts are inputs of more than 128 rows in half precision, outside training. The copy has a
     scale for each row of the matrix, takes a byte a weight, and is no parameter: it is not saved.
+    Its columns, and those of rows, are mixed in blocks, which spreads what is large in few of them.
 
     Example:
         >>> layer = QLinear(256, 128)
@@ -25,6 +26,9 @@ class Int8Linear(QLinear):
         >>> layer = Int8Linear.joining(layer)
         >>> layer(mx.ones((129, 256), mx.bfloat16)).shape
         (129, 128)
+
+    Source: rows rounded one by one as in LLM.int8() (Dettmers et al. 2022); columns mixed as in
+    QuaRot (Ashkboos et al. 2024), block by block.
     """
 
     @classmethod
@@ -32,6 +36,8 @@ class Int8Linear(QLinear):
         """Make a layer one of this class, in place."""
         packed = layer["weight"], layer["scales"], layer.get("biases")
         dense = mx.dequantize(*packed, layer.group_size, layer.bits, layer.mode).astype(mx.float32)
+        block = block_of(dense.shape[1])
+        dense = rotated(dense, block) * (64 / block if block else 1)
         scales = mx.abs(dense).max(axis=1) / MOST
         codes = mx.round(dense / mx.maximum(scales, 1e-30)[:, None]).astype(mx.int8)
         mx.eval(codes, scales)
@@ -53,7 +59,8 @@ class Int8Linear(QLinear):
         if not takes_int8(self, x) or not self.goes_with(x.dtype):
             return self._product(x, with_bias)
         bias = self.get("bias") if with_bias else None
-        return int8_matmul(x, self["_int8"], self["_int8_scales"], bias)
+        given = x, self["_int8"], self["_int8_scales"], bias
+        return int8_products(*given, block=block_of(x.shape[-1]))[0]
 
     def goes_with(self, dtype: mx.Dtype) -> bool:
         """Whether the layer's result is in the dtype of its rows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..metal.int8.launch import DEPTH
 from ..metal.int8.launch import int8_products as launches
 from ..reference.int8_matmul import int8_matmul as reference
+from ..reference.int8_matmul import rotated
 from ..runtime import tensor_ops
 from ..runtime.backend import backend
 from ..runtime.cuda_ahead import device_architecture
@@ -48,12 +49,14 @@ def int8_matmul(
     return y
 
 
-def int8_products(x: mx.array, *flat: mx.array | None) -> list[mx.array]:
+def int8_products(x: mx.array, *flat: mx.array | None, block: int = 0) -> list[mx.array]:
     """The products of one input with several matrices, which is rounded once.
 
     Args:
         x: as for :func:`int8_matmul`.
         flat: w, scales and bias or None of each matrix.
+        block: columns of ``x`` that are mixed first, as those of the matrices were
+            (:func:`~mlx_qlayers.reference.int8_matmul.rotated`); 0 for none.
 
     Raises:
         ValueError: as :func:`int8_matmul`.
@@ -63,11 +66,11 @@ def int8_products(x: mx.array, *flat: mx.array | None) -> list[mx.array]:
         >>> [y.shape for y in int8_products(mx.ones((3, 64), mx.float16), *w, *w)]
         [(3, 8), (3, 8)]
     """
-    products: list[mx.array] = dispatch(_INT8_PRODUCTS, (x, *flat))
+    products: list[mx.array] = dispatch(_INT8_PRODUCTS, (x, *flat), (block,))
     return products
 
 
-def _plan(arrays: Sequence[Any]) -> Plan:
+def _plan(arrays: Sequence[Any], block: int) -> Plan:
     x, *flat = arrays
     check_floats("x", x)
     matrices = [flat[i : i + 3] for i in range(0, len(flat), 3)]
@@ -79,12 +82,17 @@ def _plan(arrays: Sequence[Any]) -> Plan:
     def of_x(arrays: Any, cotangents: list[mx.array], _: object) -> list[mx.array]:
         x, *flat = arrays
         pairs = zip(cotangents, flat[::3], flat[1::3], strict=True)
-        return [sum((dy * s) @ w.astype(mx.float32) for dy, w, s in pairs).astype(x.dtype)]
+        dx = sum((dy * s) @ w.astype(mx.float32) for dy, w, s in pairs)
+        return [rotated(dx, block).astype(x.dtype)]
 
-    run = _composed
+    products = _composed
     if choice.path != "ops":
-        run = launches(x, [(w.shape[0], bias is not None) for w, _, bias in matrices])
-    return Plan(choice, run, (Gradient((0,), of_x),), _composed)
+        products = launches(x, [(w.shape[0], bias is not None) for w, _, bias in matrices])
+
+    def mixed(run: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
+        return (lambda x, *flat: run(rotated(x, block), *flat)) if block else run
+
+    return Plan(choice, mixed(products), (Gradient((0,), of_x),), mixed(_composed))
 
 
 def _composed(x: mx.array, *flat: Any) -> list[mx.array]:

@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import mlx.core as mx
 
 # The largest code; -128 is left out, so that codes are symmetric.
 MOST = 127
+
+
+@cache
+def _hadamard(block: int, dtype: mx.Dtype) -> mx.array:
+    """The Hadamard matrix of a power of two, an eighth of its ones: exact in every dtype."""
+    matrix = mx.array([[1.0]])
+    while len(matrix) < block:
+        upper, lower = (mx.concatenate([matrix, part], axis=1) for part in (matrix, -matrix))
+        matrix = mx.concatenate([upper, lower])
+    matrix = (matrix / 8).astype(dtype)
+    mx.eval(matrix)
+    return matrix
+
+
+def rotated(x: mx.array, block: int) -> mx.array:
+    """Each ``block`` columns mixed by a Hadamard matrix, so that none is much larger than others.
+
+    What is mixed twice is what it was times ``block / 64``; 0 leaves it as it is.
+    """
+    if not block:
+        return x
+    return (x.reshape(*x.shape[:-1], -1, block) @ _hadamard(block, x.dtype)).reshape(x.shape)
+
+
+def block_of(columns: int) -> int:
+    """Columns that are mixed, the largest power of two up to 128 that divides them; 0 for few."""
+    block = min(columns & -columns, 128)
+    return block if block >= 16 else 0
 
 
 def int8_rows(x: mx.array) -> tuple[mx.array, mx.array]:
