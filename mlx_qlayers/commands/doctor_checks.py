@@ -19,7 +19,7 @@ from ..ops.attention import attention
 from ..ops.attention_step import attention_step
 from ..ops.deformable_attention import deformable_attention
 from ..ops.exp import exp
-from ..ops.experts import experts_combined, experts_products
+from ..ops.experts import experts_chosen, experts_combined, experts_products
 from ..ops.fused_products import fused_products
 from ..ops.gather_qmm import gather_qmm
 from ..ops.gptq import gptq
@@ -149,7 +149,8 @@ def _experts() -> Iterator[Check]:
         both = [PackedMatrix(*arrays[:3]), PackedMatrix(*arrays[3:])]
         rows = mx.broadcast_to(x[:, None], (*chosen.shape, 512))
         products = experts_products(x, chosen, both, gate="silu")
-        return [*products, experts_combined(rows, chosen, scores, both[0])]
+        _, shares = experts_chosen(x[:, :40], 2, normed=True, dtype=mx.float32)
+        return [*products, shares, experts_combined(rows, chosen, scores, both[0])]
 
     for rows in (1, 8):
         chosen = mx.arange(rows * 2, dtype=mx.uint32).reshape(rows, 2) % 4
