@@ -22,8 +22,7 @@ class Int8Linear(QLinear):
 
     Example:
         >>> layer = QLinear(256, 128)
-        >>> layer.eval()
-        >>> layer = Int8Linear.joining(layer)
+        >>> layer = Int8Linear.joining(layer.eval())
         >>> layer(mx.ones((129, 256), mx.bfloat16)).shape
         (129, 128)
 

@@ -117,6 +117,24 @@ def test_a_layer_and_back():
     assert type(layer) is QLinear and "_int8" not in layer
 
 
+def test_columns_that_are_large_do_not_take_the_digits_of_others():
+    """Mixed with 127 others, such a column leaves at most half of the error."""
+    rng = np.random.default_rng(3)
+    layer = QLinear(256, 64, bias=False)
+    layer.eval()
+    layer.set_dtype(mx.bfloat16)
+    x = rng.normal(size=(129, 256)).astype(np.float32)
+    x[:, 5] *= 300
+    x = mx.array(x).astype(mx.bfloat16)
+    dense = mx.dequantize(layer.weight, layer.scales, layer.biases).astype(mx.float32)
+    truth = to64(x) @ to64(dense).T
+    scales = mx.abs(dense).max(axis=1) / 127
+    plain = int8_matmul(x, mx.round(dense / scales[:, None]).astype(mx.int8), scales)
+    mixed = Int8Linear.joining(layer)(x)
+    lost = [np.sqrt(((to64(y) - truth) ** 2).mean()) for y in (plain, mixed)]
+    assert lost[1] < lost[0] / 2
+
+
 def test_prompts_of_a_model(tiny_model):
     from mlx_lm import load
 
