@@ -18,6 +18,7 @@ from ..metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
 from ..ops.attention import attention
 from ..ops.attention_step import attention_step
 from ..ops.deformable_attention import deformable_attention
+from ..ops.embedding import quantized_rows
 from ..ops.exp import exp
 from ..ops.experts import experts_chosen, experts_combined, experts_products
 from ..ops.fused_products import fused_products
@@ -30,7 +31,7 @@ from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
 from ..options import AttentionCall, MatmulCall, PackedMatrix, Rotation, Scores
 from ..runtime import tensor_ops
-from ..runtime.backend import requested
+from ..runtime.backend import backend, requested
 from ..runtime.spec import Spec
 
 Run = Callable[..., list[mx.array]]
@@ -100,6 +101,10 @@ def _quantized_matmul() -> Iterator[Check]:
         what = f"{rows} rows, {fmt[1]} bits, {fmt[2]}, {_of(dtype)}"
         yield Check("", what, lambda *a, run=run: [run(*a)], [x, *matrix], 512)
     fmt = 64, 4, "affine"
+    rows, matrix = _quantized(quantized_rows, fmt), _packed((72, 512), mx.bfloat16, *fmt)
+    if backend() == "cuda":  # elsewhere MLX's operators take rows
+        given = [mx.array([[2, 70]]), *matrix]
+        yield Check("", "some rows unpacked", lambda *a: [rows(*a)], given)
     for transpose in (True, False):
         # So deep that on CUDA two parts are added up.
         shape = (128, 1024) if transpose else (1024, 128)
