@@ -20,7 +20,7 @@ from tests.gpus import HERE, on_gpus
 # Where threads run one by one, and what no operation launches.
 ON_CPUS = {"attention_serial", "quantized_gradients_groups", "qvm", "grid_sample_gradient_x_bands"}
 NOT_LAUNCHED = {"row_sum"}
-# On Apple GPUs the depth of a product is not divided without tuning, and MLX has its gathers at once.
+# On Apple GPUs the depth of a product is not divided without tuning, and stock operators take rows.
 ON_CUDA = {"qmm_sum", "dequantize_rows"}
 TENSORS = {"qmm_tensor", "gather_qmm_tensor", "attention_tensor"} | {
     f"attention_tensor_{of}" for of in ("queries", "keys")
