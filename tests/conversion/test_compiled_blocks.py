@@ -89,7 +89,8 @@ def test_heads_in_front_and_side_by_side(shape):
 def test_layers_of_one_class_only():
     a, b = QLinear(64, 32), QLinear(64, 32, bias=False, group_size=32, bits=8)
     packed = compiled_blocks.of_layers(a, b)
-    assert packed.static == ((Format(64, 4), (32, 8)), (Format(32, 8), (32, 16)))
+    shapes = (Format(64, 4), (32, 8)), (Format(32, 8), (32, 16))
+    assert packed.static == tuple(compiled_blocks.Packing(*each) for each in shapes)
     wanted = (a.weight, a.scales, a.biases, a.bias, b.weight, b.scales, b.biases, None)
     assert all(given is array for given, array in zip(packed.arrays, wanted, strict=True))
     assert compiled_blocks.of_layers(a, nn.QuantizedLinear(64, 32)) is None
