@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from common import Sample, Table, measure, write_output
-from sampling import TASKS, arguments, contenders, verified
+from sampling_contenders import TASKS, arguments, contenders, verified
 
 from mlx_qlayers.metal.deformable import launch as kernels
 from mlx_qlayers.ops.deformable_attention import deformable_attention

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 from common import Table, arrays, measure, write_output
-from sampling import TASKS, arguments, contenders, verified
+from sampling_contenders import TASKS, arguments, contenders, verified
 
 from mlx_qlayers.ops.grid_sample import affine_grid, grid_sample
 from mlx_qlayers.options import Sampling

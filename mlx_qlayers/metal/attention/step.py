@@ -152,6 +152,7 @@ def configure(
     return long if is_long and _words(long, dtype, width) <= _MOST_WORDS and fits(long) else config
 
 
+@cache  # asked for every token
 def fits_few_registers(dtype: mx.Dtype, share: int, width: int, v_width: int) -> bool:
     """Whether M1 and M2 have registers for such heads: not for wide ones."""
     return _fits(configure("metal", dtype, share, 1, width, v_width), dtype, width)

@@ -1,0 +1,176 @@
+// The parts of a step of decoding: q and k turned by their positions, the tail copied, the score of
+// the token's own key, and the sum of the splits.
+
+#include "common/arrival.metal"
+#include "key_tiles.metal"
+#include "rotary/rotary_rate.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// What the entries of `options` are; what turn_rows takes comes behind.
+enum step_option { CACHE_ROWS, TAIL_ROWS, TAIL_SPLITS, SPLITS, HEADS_SHARING, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD, TURN };
+// More splits than these are not added up in one launch.
+#define MOST_JOINED 64
+
+// Where element d of a row lies among those that lanes meet in a key's runs.
+template <int run>
+METAL_FUNC int staged_at(int d) {
+  int rest = d % (4 * run), element = rest % run;
+  return (d / (4 * run) * (run / 4) + element / 4) * 16 + element / 2 % 2 * 8 + rest / run * 2 + element % 2;
+}
+
+// The tail's rows but the token's, eight numbers at a time: this thread's share of them.
+template <int width, typename T>
+METAL_FUNC void copy_tail(
+    device T* to, const device T* from, int held, int rows, int sharer, int sharers) {
+  const int words = 2 * sizeof(T);
+  for (int i = sharer; i < rows * (width / 8); i += sharers) {
+    int row = i / (width / 8);
+    alignas(16) uint pack[words] = {};
+    if (row < held) {
+      load_words<words>(pack, from, int64_t(i) * 8);
+    }
+    if (row != held) {
+#pragma unroll
+      for (int j = 0; j < words; j += 4) {
+        *(reinterpret_cast<device uint4*>(to + int64_t(i) * 8) + j / 4) =
+            uint4(pack[j], pack[j + 1], pack[j + 2], pack[j + 3]);
+      }
+    }
+  }
+}
+
+// Rows of q, the last of them again where there are no more, and behind `count` of those k, turned
+// and staged. `rates`, bits of two floats each: the scale of positions, one that is not used, and the
+// rate of each pair. Each pair's angle is computed by as many threads as there are to share its rows.
+template <
+    typename T,
+    int D,
+    int dims,
+    bool traditional,
+    bool listed,
+    int run,
+    int step,
+    int padded,
+    int count,
+    int threads>
+METAL_FUNC void turn_rows(
+    threadgroup T* to,
+    const device T* q,
+    const device T* k,
+    const device float* freqs,
+    const device int* rates,
+    float position,
+    int rows,
+    uint thread_index) {
+  const int items = D - dims / 2, teams = threads > items ? threads / items : 1;
+  for (int index = thread_index; index < items * teams; index += threads) {
+    int i = index % items, first = i + dims / 2, second = first;
+    float2 cosine_sine = float2(1.0f, 0.0f);
+    if (i < dims / 2) {
+      int at = listed ? 0 : 4 + 2 * i;
+      float2 number = float2(as_type<float>(rates[at]), as_type<float>(rates[at + 1]));
+      cosine_sine = rotation_at(position, listed ? listed_rate(freqs[i], number) : number);
+      first = traditional ? 2 * i : i;
+      second = traditional ? first + 1 : i + dims / 2;
+    }
+    for (int row = index / items; row <= count; row += teams) {
+      const device T* from = row == count ? k : q + int64_t(min(row, rows - 1)) * D;
+      threadgroup T* staged = to + row * step;
+      float a = float(from[first]), b = float(from[second]), c = cosine_sine.x, s = cosine_sine.y;
+      staged[staged_at<run>(first)] = i < dims / 2 ? T(a * c - b * s) : from[first];
+      if (i < dims / 2) {
+        staged[staged_at<run>(second)] = T(a * s + b * c);
+      }
+    }
+  }
+  for (int i = thread_index; i < (padded - D) * (count + 1); i += threads) {
+    to[i % (count + 1) * step + staged_at<run>(D + i / (count + 1))] = T(0);
+  }
+}
+
+// The scores of the token's own key, a row to a SIMD group.
+template <typename T, bool masked, int padded, int step, int count, int simds>
+METAL_FUNC void own_scores(
+    threadgroup float* scores,
+    const threadgroup T* staged,
+    float scale,
+    const device bool* mask,
+    int first_row,
+    int rows,
+    int mask_step,
+    uint simd,
+    uint lane) {
+  const threadgroup T* k = staged + count * step;
+  for (int row = simd; row < count; row += simds) {
+    float s = 0.0f;
+    for (int i = lane; i < padded; i += 32) {
+      s = fma(float(staged[row * step + i]), float(k[i]), s);
+    }
+    s = simd_sum(s) * scale;
+    if (lane == 0) {
+      bool seen = !masked || mask[min(first_row + row, rows - 1) * mask_step];
+      scores[row] = seen ? s : LOWEST;
+    }
+  }
+}
+
+// The sum of all splits of some rows, by a whole threadgroup: parts (rows, splits, Dv) with their m
+// and sum to out (rows, Dv). A row's weights lie in threadgroup memory.
+template <typename T, int Dv, int most, int simds>
+METAL_FUNC void add_splits(
+    device T* out,
+    const device T* parts,
+    const device float2* sums,
+    threadgroup float* weights,
+    int rows,
+    int splits,
+    uint thread_index,
+    uint simd,
+    uint lane) {
+  for (int row = simd; row < rows; row += simds) {
+    float2 own[most / 32];
+    float top = LOWEST, total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < most / 32; i++) {
+      int at = 32 * i + lane;
+      own[i] = at < splits ? sums[row * splits + at] : float2(LOWEST, 0.0f);
+      top = max(top, own[i].x);
+    }
+    top = simd_max(top);
+#pragma unroll
+    for (int i = 0; i < most / 32; i++) {
+      own[i].y *= power_of_2<T>(own[i].x - top);
+      total += own[i].y;
+    }
+    total = simd_sum(total);
+#pragma unroll
+    for (int i = 0; i < most / 32; i++) {
+      weights[row * most + 32 * i + lane] = own[i].y / total;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const int words = 2 * sizeof(T);
+  for (int item = thread_index; item < rows * (Dv / 8); item += 32 * simds) {
+    int row = item / (Dv / 8);
+    int64_t first = int64_t(row) * splits * Dv + item % (Dv / 8) * 8;
+    float o[8] = {};
+#pragma unroll 8
+    for (int i = 0; i < splits; i++) {
+      alignas(16) uint pack[words];
+      load_packs<words>(pack, reinterpret_cast<const device uint*>(parts + first + i * Dv), false);
+      float weight = weights[row * most + i];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        metal::vec<T, 2> pair = plain_pair(pack, j, T(0));
+        o[2 * j] = fma(weight, float(pair.x), o[2 * j]);
+        o[2 * j + 1] = fma(weight, float(pair.y), o[2 * j + 1]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      out[int64_t(item) * 8 + j] = T(o[j]);
+    }
+  }
+}
