@@ -33,18 +33,9 @@ from .cache_tail import (
     shown_by,
     tail_of,
 )
-from .compiled_blocks import (
-    BLOCK_PARTS,
-    Operands,
-    layers_in_turn,
-    match_of,
-    of_feed_forward,
-    of_heads,
-    of_layers,
-    of_tail,
-    rotation_of,
-)
+from .compiled_blocks import layers_in_turn, rotation_of
 from .matcher import Mismatch, find_statement, parse
+from .operands import BLOCK_PARTS, Operands, match_of, of_feed_forward, of_heads, of_layers, of_tail
 from .rewriter import rewritten, statement
 from .snapshot import Snapshot
 

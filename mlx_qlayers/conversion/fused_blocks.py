@@ -28,26 +28,14 @@ from ..layers.int8_linear import takes_int8
 from ..ops.quantized_route import in_one_launch, is_dense
 from . import attention_patch, compiled
 from .attention_patch import is_patched, made_class, stock_class
-from .compiled_blocks import (
-    BLOCK_PARTS,
-    Operands,
-    heads,
-    joined,
-    match_of,
-    of_feed_forward,
-    of_heads,
-    of_layers,
-    of_tail,
-    position,
-    tail,
-    together,
-)
+from .compiled_blocks import heads, joined, position, tail, together
 from .compiled_step import STEP
 from .decoder_loop import with_layers_ahead
 from .experts import EXPERTS
 from .grouping import Grouped, grouped
 from .int8_prompts import INT8_PROMPTS
 from .matcher import Match, Mismatch, recognise
+from .operands import BLOCK_PARTS, Operands, match_of, of_feed_forward, of_heads, of_layers, of_tail
 from .snapshot import Snapshot
 
 # The name of what a module is of which only products of one input are gathered.

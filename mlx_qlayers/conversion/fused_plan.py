@@ -12,11 +12,12 @@ from ..formats import Format
 from ..layers.sharded import LINEARS
 from ..metal.quantized_matmul.qmv import MAX_MATRICES
 from .attention_patch import stock_class
-from .compiled_blocks import BLOCK_PARTS, GATES, match_of, rotation_of, split_rope
+from .compiled_blocks import rotation_of, split_rope
 from .compiled_step import STEP, step_class, why_not
 from .experts import EXPERTS, PROJECTIONS, experts_class, is_experts
 from .fused_blocks import GROUPED, LOOP, fused_class, groups_of, is_fused, unfused_class
 from .matcher import Match, Mismatch, recognise
+from .operands import BLOCK_PARTS, GATES, match_of
 from .plan import Predicate, Step, is_stage
 from .report import ALREADY, FUSED, LEFT, FusionReport
 

@@ -18,8 +18,8 @@ from ..runtime.backend import backend
 from ..runtime.cuda_ahead import together
 from ..runtime.transformed import has_values
 from .attention_patch import patched_attention, stock_class
-from .compiled_blocks import match_of
 from .fused_blocks import input_width, unfused_class
+from .operands import match_of
 from .plan import Step, copied, stock_of
 from .registry import registered_as
 

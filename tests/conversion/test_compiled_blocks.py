@@ -11,7 +11,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from numerics import assert_same_model
 
 from mlx_qlayers import QLinear
-from mlx_qlayers.conversion import cache_tail, compiled_blocks
+from mlx_qlayers.conversion import cache_tail, compiled_blocks, operands
 from mlx_qlayers.conversion.snapshot import Snapshot
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.attention_step import Rotation
@@ -88,12 +88,12 @@ def test_heads_in_front_and_side_by_side(shape):
 
 def test_layers_of_one_class_only():
     a, b = QLinear(64, 32), QLinear(64, 32, bias=False, group_size=32, bits=8)
-    packed = compiled_blocks.of_layers(a, b)
+    packed = operands.of_layers(a, b)
     shapes = (Format(64, 4), (32, 8)), (Format(32, 8), (32, 16))
     assert packed.static == tuple(compiled_blocks.Packing(*each) for each in shapes)
     wanted = (a.weight, a.scales, a.biases, a.bias, b.weight, b.scales, b.biases, None)
     assert all(given is array for given, array in zip(packed.arrays, wanted, strict=True))
-    assert compiled_blocks.of_layers(a, nn.QuantizedLinear(64, 32)) is None
+    assert operands.of_layers(a, nn.QuantizedLinear(64, 32)) is None
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
@@ -101,25 +101,25 @@ def test_operands_of_a_block(name):
     block = pair(name)[1].layers[0]
     norm = block.input_layernorm
     heads, feed = (
-        compiled_blocks.of_heads(block.self_attn, norm),
-        compiled_blocks.of_feed_forward(block.mlp, norm),
+        operands.of_heads(block.self_attn, norm),
+        operands.of_feed_forward(block.mlp, norm),
     )
     assert len(heads.arrays) == 4 + 3 * 4 and heads.arrays[0] is norm.weight
     assert (heads.static[3] == (None, None)) == (heads.arrays[1] is None) == (name == "qwen2")
     assert feed.static[2:] == ("silu", norm.eps) and len(feed.arrays) == 1 + 3 * 4
-    out = compiled_blocks.of_layers(block.self_attn.o_proj)
-    tail = compiled_blocks.of_tail(out, feed, True)
+    out = operands.of_layers(block.self_attn.o_proj)
+    tail = operands.of_tail(out, feed, True)
     assert tail.static == (out.static[0], feed.static, True) and len(tail.arrays) == 1 + 4 * 4
-    assert compiled_blocks.of_tail(None, None, True).arrays == [None]
-    assert compiled_blocks.of_heads(block.self_attn, nn.LayerNorm(128)).arrays[0] is None
-    assert compiled_blocks.of_feed_forward(block.mlp, nn.LayerNorm(128)) is None
+    assert operands.of_tail(None, None, True).arrays == [None]
+    assert operands.of_heads(block.self_attn, nn.LayerNorm(128)).arrays[0] is None
+    assert operands.of_feed_forward(block.mlp, nn.LayerNorm(128)) is None
 
 
 def test_modules_that_were_not_converted_have_none():
     block = build("qwen2", PLAIN).layers[0]
     assert (
-        compiled_blocks.of_heads(block.self_attn, None) is None
-        and compiled_blocks.of_feed_forward(block.mlp, None) is None
+        operands.of_heads(block.self_attn, None) is None
+        and operands.of_feed_forward(block.mlp, None) is None
     )
 
 
