@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
-from ..layers.switch_linear import QSwitchLinear
 from ..ops.experts import experts_chosen, experts_combined, experts_products
 from ..ops.quantized_route import is_qmv
 from ..options import PackedMatrix
@@ -45,8 +44,8 @@ def experts_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
     step = current_step.get()
     layers = [self[name] for name in PROJECTIONS]
-    # Adapters stand in the place of layers.
-    packed = step is not None and all(isinstance(each, QSwitchLinear) for each in layers)
+    # Adapters stand in the place of layers, and have no scales.
+    packed = step is not None and all("scales" in each for each in layers)
     plain = packed and not any("global_scale" in each or each.training for each in layers)
     few = is_qmv(x) and indices.shape[:-1] == x.shape[:-1]
     formats = [Format(each.group_size, each.bits, each.mode) for each in layers] if plain else []
