@@ -15,7 +15,11 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import backward, decode, step
 from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
 from mlx_qlayers.metal.attention.step import attention_step
-from mlx_qlayers.metal.attention.tensor import attention_tensor, tensor_gradients
+from mlx_qlayers.metal.attention.tensor import (
+    attention_tensor,
+    tensor_gradients,
+    tensor_mask_gradient,
+)
 from mlx_qlayers.metal.deformable import launch as deformable
 from mlx_qlayers.metal.exp.launch import exp, exp_gradient
 from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
@@ -136,6 +140,7 @@ def test_attention_of_many_queries(device, monkeypatch):
             on.setattr(launch_checks, "has_few_registers", lambda: False)
             attention_tensor(at)
             tensor_gradients(at, per_query[0], average)
+            tensor_mask_gradient(at, per_query[0])
 
 
 def test_attention_of_few_queries(device):

@@ -13,7 +13,7 @@ from ...runtime.launch import Bound
 from ...runtime.spec import Spec
 from .forward import LOG2E, Launcher, absent
 from .layout import PARAMETERS, memory, registers
-from .tensor import KEYS_INPUTS, QUERIES_INPUTS, tensor_gradients
+from .tensor import KEYS_INPUTS, QUERIES_INPUTS, tensor_gradients, tensor_mask_gradient
 
 # What lowers the scores of a query that sees no key, as score_tile.metal has it.
 _BLANK = 1e38
@@ -58,7 +58,7 @@ def attention_backward(at: Launcher, tensors: bool = False) -> tuple[Compute, Co
 
     Args:
         at: the shapes.
-        tensors: whether by tensor operations, but for the gradient of the mask.
+        tensors: whether by tensor operations.
 
     Returns:
         Those of q, k, v and, if there are any, of the sinks; and that of the mask.
@@ -82,6 +82,8 @@ def attention_backward(at: Launcher, tensors: bool = False) -> tuple[Compute, Co
 
     @cache
     def launch_of_mask() -> Bound:
+        if tensors:
+            return tensor_mask_gradient(at, per_query[0])
         return at.bind(_MASK, *per_query, [(*rows, at.keys)], init_value=0)
 
     def inputs(arrays: Sequence[Any]) -> list[mx.array]:

@@ -54,15 +54,23 @@ def _of_gradients(tiles: int, statistics: int, width: str) -> Callable[..., int]
 
 
 _RULE = ("T", "M", "D", "DV", "MASK", "SOFTCAP")
-_QUERIES = Kernel(
-    "attention_tensor_queries",
-    "attention/tensor_backward.metal",
-    inputs=QUERIES_INPUTS,
-    outputs=("d_q", "delta"),
-    template=(*_RULE, "SIMDS", "SPLIT"),
-    registers=_of_gradients(3, 5, "D"),
-    large=True,
-    ensure_row_contiguous=False,
+_QUERIES, _MASK = (
+    Kernel(
+        name,
+        "attention/tensor_backward.metal",
+        function="attention_tensor_queries",
+        inputs=QUERIES_INPUTS,
+        outputs=outputs,
+        omitted=omitted,
+        template=(*_RULE, "SIMDS", "SPLIT"),
+        registers=registers,
+        large=True,
+        ensure_row_contiguous=False,
+    )
+    for name, outputs, omitted, registers in (
+        ("attention_tensor_queries", ("d_q", "delta"), ("d_scores",), _of_gradients(3, 5, "D")),
+        ("attention_tensor_mask", ("d_scores",), ("d_q", "delta"), 3 * ROWS * TILE // 32 + 10),
+    )
 )
 _KEYS = Kernel(
     "attention_tensor_keys",
@@ -119,6 +127,24 @@ def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:
     return run
 
 
+def tensor_mask_gradient(at: Launcher, others: Sequence[Spec]) -> Bound:
+    """The launch of the gradient of an additive mask: (B, H, L, S) float32, zero where not seen.
+
+    Args:
+        at: the shapes.
+        others: out, its cotangent and the norms.
+    """
+    grid, shape = _grid(at, at.queries, at.heads), (at.batch, at.heads, at.queries, at.keys)
+    launch = at.bound(_MASK, others, grid, _THREADS, [shape], init_value=0, SIMDS=_SIMDS, SPLIT=1)
+    return lambda arrays: launch(_dense(arrays))
+
+
+def _dense(arrays: list[mx.array]) -> list[mx.array]:
+    """With q, k, v and d_out such that their columns are neighbours."""
+    q, k, v, mask, out, d_out, *rest = arrays
+    return [*map(mx.contiguous, (q, k, v)), mask, out, mx.contiguous(d_out), *rest]
+
+
 def tensor_gradients(at: Launcher, others: Sequence[Spec], average: Spec) -> tuple[Bound, Bound]:
     """The launches of the gradients, as those of backward.py.
 
@@ -146,14 +172,9 @@ def tensor_gradients(at: Launcher, others: Sequence[Spec], average: Spec) -> tup
 
     of_k, of_v = of(at.width, False), of(at.v_width, True)
 
-    def queries(arrays: list[mx.array]) -> list[mx.array]:
-        q, k, v, mask, out, d_out, *rest = arrays
-        dense = map(mx.contiguous, (q, k, v))
-        return of_queries([*dense, mask, out, mx.contiguous(d_out), *rest])
-
     def keys(arrays: list[mx.array]) -> list[mx.array]:
         q, k, v, mask, d_out, *rest = arrays
         given = [*map(mx.contiguous, (q, k, v)), mask, mx.contiguous(d_out), *rest]
         return [of_k(given)[0], of_v(given)[0]]
 
-    return queries, keys
+    return lambda arrays: of_queries(_dense(arrays)), keys

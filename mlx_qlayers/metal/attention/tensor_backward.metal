@@ -9,6 +9,9 @@
 //   delta += reduce_rows(weights * d_weights)
 //   d_q += (weights * (d_weights - dot) * bend) * keys,   dot = sum of d_out * out
 //
+//   or, where the gradient of an additive mask is asked for, d_scores = weights * (d_weights - dot)
+//   alone, (B, H, L, S), without `bend`
+//
 // attention_tensor_keys     d_v (VALUES) or d_k: grid (32 * SIMDS * ceil(S / (16 * SIMDS)),
 //                           Hkv * SPLIT, B); a loop over the heads that share the keys, and queries
 //
@@ -39,6 +42,7 @@ template <
     constant float* factors,
     device T* d_q,
     device float* delta,
+    device float* d_scores,
     uint3 group [[threadgroup_position_in_grid]],
     uint3 groups [[threadgroups_per_grid]],
     uint simd_group [[simdgroup_index_in_threadgroup]]) {
@@ -111,7 +115,7 @@ template <
         weight = at + index[0] < key || score.x == LOWEST ? 0.0f : weight;
         int i = each - scores.begin();
         products[i] = weight * d_weights[i];
-        *each = weight * score.y;
+        *each = d_scores ? weight : weight * score.y;
       }
     }
     mpp::tensor_ops::reduce_rows(
@@ -126,14 +130,22 @@ template <
     for (auto each = scores.begin(); each != scores.end(); each++) {
       if (each.is_valid_element()) {
         *each *= d_weights[each - scores.begin()] - *dot.map_iterator(each);
+        auto index = each.get_multidimensional_index();
+        int query = own + index[1], other = at + index[0];
+        if (d_scores && other >= key && query < rule.queries) {
+          d_scores[(place + query) * rule.keys + other] = *each;
+        }
       }
+    }
+    if (d_scores) {
+      continue;
     }
     auto left = add.template get_left_input_cooperative_tensor<float, T, float>(scores);
     auto right = keys.slice(column, at);
     add.run(left, right, sums);
   }
 
-  for (auto each = sums.begin(); each != sums.end(); each++) {
+  for (auto each = sums.begin(); !d_scores && each != sums.end(); each++) {
     if (each.is_valid_element()) {
       auto index = each.get_multidimensional_index();
       int query = own + index[1], c = column + index[0];
