@@ -8,7 +8,8 @@ the standard library is imported.
 
 Without a port it listens, and prints on which. All that connect know the token. On its standard
 input the rank says why it ends, ``CODE TEXT``, and that it did, ``bye``. What the programs tell
-each other is the same.
+each other is the same. ``?CODE TEXT`` is an error that the end of another rank may have caused: the
+program waits whether it hears of one, and closes its standard output when it has not.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import time
 from collections.abc import Iterator
 
 TOKEN = "MLX_QLAYERS_RANKS"
-# Seconds between two signs of life, without one until a rank counts as lost, and to end by oneself.
-EACH, SILENCE, GRACE = 1.0, 8.0, 3.0
+# Seconds between two signs of life, without one until a rank counts as lost, to end by oneself, and
+# to hear of another rank's end (twice that for rank 0, which hears from all).
+EACH, SILENCE, GRACE, DOUBT = 1.0, 8.0, 3.0, 1.5
 FAILED, INTERRUPTED = 2, 130
 
 
@@ -35,7 +37,9 @@ class Watch:
     def __init__(self, rank: int, peers: dict[socket.socket, int]) -> None:
         self.rank, self.peers, self.parent = rank, peers, os.getppid()
         self.heard = dict.fromkeys(peers, time.monotonic())
+        self.rest: dict[socket.socket, str] = {}  # of lines that have not come whole
         self.until, self.at_the_end = float("inf"), (0, "")
+        self.doubted_until, self.doubted = float("inf"), ""
         signal.signal(signal.SIGINT, self.interrupted)
 
     def interrupted(self, *_: object) -> None:
@@ -45,7 +49,8 @@ class Watch:
     def end_after(self, seconds: float, code: int, text: str) -> None:
         """End the rank then, if it has not ended."""
         if self.until == float("inf"):
-            self.until, self.at_the_end = time.monotonic() + seconds, (code, text)
+            self.rest: dict[socket.socket, str] = {}  # of lines that have not come whole
+        self.until, self.at_the_end = time.monotonic() + seconds, (code, text)
 
     def send(self, line: str) -> None:
         for peer in self.peers:
@@ -55,7 +60,8 @@ class Watch:
     def run(self) -> None:
         """Until the rank has ended."""
         while True:
-            ready, _, _ = select.select([sys.stdin, *self.peers], [], [], EACH)
+            own = [] if self.doubted else [sys.stdin]
+            ready, _, _ = select.select([*own, *self.peers], [], [], EACH)
             now = time.monotonic()
             if now > self.until:
                 self.end(*self.at_the_end)
@@ -67,22 +73,34 @@ class Watch:
                     self.from_peer(peer, rank)
                 elif now > self.heard[peer] + SILENCE:
                     self.end(FAILED, f"rank {rank} has not been heard of for {SILENCE:.0f} s")
+            if now > self.doubted_until:
+                self.failed([self.doubted])
             self.send("")
 
     def from_rank(self, text: str) -> None:
         """What the own rank says; nothing where it is gone."""
-        lines = text.splitlines() or [
-            f"{FAILED} rank {self.rank} is gone: it was killed or crashed"
-        ]
+        lines = text.splitlines()
+        if not lines:
+            lines = [f"{FAILED} rank {self.rank} is gone: it was killed or crashed"]
+            if self.rank == 0:
+                print(f"mlx-qlayers: error: {lines[0][2:]}", file=sys.stderr, flush=True)
+        elif lines[0].startswith("?"):
+            self.doubted = lines[0][1:]
+            self.doubted_until = time.monotonic() + (DOUBT if self.rank else 2 * DOUBT)
+            return
+        elif lines[0] != "bye":
+            self.failed(lines)
         for line in lines:
             self.send(line)
-        if not text and self.rank == 0:
-            print(f"mlx-qlayers: error: {lines[0][2:]}", file=sys.stderr, flush=True)
-        if text and lines[0] != "bye":  # it prints its error and ends, if MLX lets it
-            time.sleep(GRACE)
-            self.end(int(lines[0].partition(" ")[0]), "")
-        if lines[-1] == "bye" or not text:
-            sys.exit()
+        sys.exit()
+
+    def failed(self, lines: list[str]) -> None:
+        """The own rank prints its error and ends, if MLX lets it."""
+        for line in lines:
+            self.send(line)
+        sys.stdout.close()
+        time.sleep(GRACE)
+        self.end(int(lines[0].partition(" ")[0]), "")
 
     def from_peer(self, peer: socket.socket, rank: int) -> None:
         """What another rank's program says."""
@@ -92,7 +110,8 @@ class Watch:
             text = ""
         if not text:
             self.end(FAILED, f"rank {rank} is gone, with the program beside it")
-        for line in filter(None, text.splitlines()):
+        *lines, self.rest[peer] = (self.rest.get(peer, "") + text).split("\n")
+        for line in filter(None, lines):
             if line == "bye":
                 del self.peers[peer]
                 if rank == 0:  # which has done what there was to do
@@ -124,7 +143,9 @@ def accepted(
         while count:
             peer, _ = listener.accept()
             peer.settimeout(SILENCE)
-            rank, _, given = peer.makefile().readline().strip().partition(" ")
+            # Unbuffered: what comes after this line is read from the socket.
+            line = peer.makefile("rb", buffering=0).readline().decode(errors="replace")
+            rank, _, given = line.strip().partition(" ")
             if hmac.compare_digest(given, token):
                 count -= 1
                 yield peer, int(rank)

@@ -18,6 +18,8 @@ from ..runtime.ranks import RanksError, gathered
 from . import rank_watch
 from .rank_watch import FAILED, INTERRUPTED
 
+_LONGEST = 2000  # characters of an error: a pipe takes that in one piece
+
 
 @contextmanager
 def together(group: mx.distributed.Group) -> Iterator[None]:
@@ -34,6 +36,7 @@ def together(group: mx.distributed.Group) -> Iterator[None]:
     if group.rank():
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     told = ""
+    doubted = False
     try:
         yield
     except RanksError:
@@ -42,14 +45,18 @@ def together(group: mx.distributed.Group) -> Iterator[None]:
         told = f"{INTERRUPTED} rank {group.rank()} was interrupted\n"
         raise
     except Exception as error:
-        text = " ".join(str(error).split())
+        # MLX raises this where a connection is lost: then another rank has ended.
+        doubted = isinstance(error, RuntimeError)
+        text = " ".join(str(error).split())[:_LONGEST]
         told = f"{FAILED} rank {group.rank()}: {type(error).__name__}: {text}\n"
         raise
     finally:
-        assert watch.stdin is not None
+        assert watch.stdin is not None and watch.stdout is not None
         with suppress(OSError):
-            watch.stdin.write(f"{told}bye\n")
+            watch.stdin.write(f"{'?' * doubted}{told}bye\n")
             watch.stdin.close()
+        if doubted:
+            watch.stdout.read()  # until it knows of no other, or it ends this process
         if told and group.rank():  # MLX may wait for the others at the end, or abort
             os._exit(int(told.split()[0]))
 
@@ -58,16 +65,16 @@ def _watch(group: mx.distributed.Group) -> subprocess.Popen[str]:
     """The program beside this rank, connected with those of the others."""
     rank, size = str(group.rank()), str(group.size())
     command = [sys.executable, "-I", rank_watch.__file__, rank, size]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     if group.rank() == 0:
         token = secrets.token_hex()
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         watch = subprocess.Popen(command, text=True, env=_with(token), **pipes)
         assert watch.stdout is not None
         gathered(group, f"{watch.stdout.readline().strip()} {token}")
         return watch
     port, token = gathered(group, "")[0].split()
     command += [port, *_hosts_of_first()]
-    return subprocess.Popen(command, text=True, env=_with(token), stdin=subprocess.PIPE)
+    return subprocess.Popen(command, text=True, env=_with(token), **pipes)
 
 
 def _with(token: str) -> dict[str, str]:

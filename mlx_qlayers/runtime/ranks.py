@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,12 +27,23 @@ def gathered(group: Group, text: str) -> list[str]:
         >>> gathered(mx.distributed.init(), "ready")
         ['ready']
     """
+    _finish_generation()
     data = text.encode()
     sizes: Any = mx.distributed.all_gather(mx.array([len(data)]), group=group).tolist()
     width = max(*sizes, 1)
     padded = mx.array([*data, *bytes(width - len(data))], mx.uint8)
     rows: Any = mx.distributed.all_gather(padded, group=group).reshape(-1, width).tolist()
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _finish_generation() -> None:
+    """Wait for the step that mlx-lm computes ahead and leaves running when a text ends.
+
+    It has sums over the ranks of its own, on another stream. What two streams send over a ring at
+    once mixes differently on each rank.
+    """
+    if generate := sys.modules.get("mlx_lm.generate"):
+        mx.synchronize(generate.generation_stream)
 
 
 @contextmanager

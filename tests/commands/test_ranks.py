@@ -1,19 +1,24 @@
-"""Commands on two ranks, of which one comes to an end before the other."""
+"""Commands on two ranks, of which one comes to an end before the other, and what they tell then."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 
 import mlx.core as mx
 import mlx_lm.generate
 import pytest
+from mlx_lm.generate import generation_stream
 from ranks import run
 from tiny_model import save_tiny_model
 
 from mlx_qlayers import cli
+from mlx_qlayers.commands import rank_watch
+from mlx_qlayers.runtime.ranks import gathered
 
 
 def generate(path: str, number: int) -> None:
@@ -50,3 +55,53 @@ def test_all_end_with_one(model: str, number: int, what: str) -> None:
     assert said.count("text: 9 tokens") == 1
     assert said.count("mlx-qlayers: error") == 1 and what in said
     assert "go on without" not in said
+
+
+def steps_ahead() -> None:
+    """A text has ended, and sums of the step after it are under way."""
+    group = mx.distributed.init()
+    for _ in range(5):
+        with mx.stream(generation_stream):
+            x = mx.ones(1 << 18)
+            for _ in range(8):
+                x = mx.distributed.all_sum(x, group=group) / 2
+        mx.async_eval(x)
+        assert gathered(group, f"this is {group.rank()}") == ["this is 0", "this is 1"]
+        assert mx.all(x == 1)
+
+
+def test_a_step_ahead_does_not_mix_with_what_ranks_tell() -> None:
+    run("tests/commands/test_ranks.py", "steps_ahead", 2)
+
+
+@pytest.mark.parametrize("of_other", ["", "2 rank 1 is gone: it was killed or crashed"])
+def test_a_lost_connection_is_not_the_cause_where_a_rank_ended(of_other: str) -> None:
+    # The process between stands for rank 0: its watch may end it. It waits less than usual.
+    watch = "from mlx_qlayers.commands import rank_watch as w; w.DOUBT = w.GRACE = 0.5; w.main()"
+    program = f"import subprocess; subprocess.run({[sys.executable, '-c', watch, '0', '2']})"
+    rank = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, rank_watch.TOKEN: "secret"},
+    )
+    assert rank.stdin and rank.stdout
+    port = int(rank.stdout.readline())
+    with socket.create_connection(("127.0.0.1", port)) as other:
+        other.sendall(b"1 secret\n")
+        rank.stdin.write("?2 rank 0: RuntimeError: connection lost\nbye\n")
+        rank.stdin.flush()
+        if of_other:
+            other.sendall(f"{of_other}\n".encode())
+        assert rank.stdout.read() == ""  # closed: the rank may go on
+        said = "".join(iter(lambda: other.recv(1 << 12).decode(), "")).strip()
+    _, printed = rank.communicate()
+    if of_other:
+        assert (
+            said == of_other and printed == f"mlx-qlayers: error: {of_other[2:]}; all ranks end\n"
+        )
+        assert rank.returncode == -signal.SIGTERM
+    else:
+        assert said == "2 rank 0: RuntimeError: connection lost" and not printed
