@@ -20,6 +20,7 @@ from ..metal.grid_sample import launch as grid_sample
 from ..runtime.kernel import Kernel
 from .problem import CALIBRATED_KEYS, Problem, too_much, with_more
 from .products import QmmProblem, QmvProblem
+from .thresholds import threshold
 
 # Beyond these a thread's operands, sums and weights leave no room for addresses.
 _MOST_REGISTERS = 160
@@ -97,8 +98,9 @@ class AttentionDecodeProblem(Problem):
     }
 
     def heuristic(self, device: str) -> decode.Decode | decode.Serial:
-        widths = self.width, self.v_width
-        return decode.configure(device, self.dtype, self.rows, *widths, self.bits, self.keys)
+        splits = threshold("attention_decode_splits", device=device)
+        size = self.rows, (self.width, self.v_width), self.bits, self.keys
+        return decode.configure(device, self.dtype, *size, splits)
 
     def admits(self, name: str) -> Sequence[int]:
         return _slices(self) if name == "simds" else super().admits(name)
@@ -157,8 +159,9 @@ class AttentionStepProblem(Problem):
     }
 
     def heuristic(self, device: str) -> step.Step:
-        share, widths = self.heads // self.kv_heads, (self.width, self.v_width)
-        return step.configure(device, self.dtype, share, self.size, *widths)
+        splits = threshold("attention_step_splits", device=device)
+        size = self.heads // self.kv_heads, self.size, (self.width, self.v_width)
+        return step.configure(device, self.dtype, *size, splits)
 
     def admits(self, name: str) -> Sequence[int]:
         return _slices(self) if name == "simds" else super().admits(name)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..dispatch.thresholds import threshold
 from ..ops.int8_matmul import int8_products
 from ..reference.int8_matmul import MOST, block_of, rotated
 from .qlinear import QLinear
-
-# From so many rows on; fewer are read in the layer's own format, which is smaller.
-PROMPT_ROWS = 129
 
 
 class Int8Linear(QLinear):
@@ -70,5 +68,8 @@ class Int8Linear(QLinear):
 
 def takes_int8(module: nn.Module, x: mx.array) -> bool:
     """Whether rows are multiplied in 8-bit integers by a module whose layers can do that."""
-    many = x.size >= PROMPT_ROWS * x.shape[-1] and x.dtype != mx.float32
-    return many and not module.training
+    if x.dtype == mx.float32 or module.training:
+        return False
+    # The same for all devices, as results are others with it.
+    least: int = threshold("int8_min_rows", device="cuda")
+    return x.size >= least * x.shape[-1]

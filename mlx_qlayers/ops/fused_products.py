@@ -11,7 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
-from ..dispatch.measurements import configure, decided, found, measured_gain, source_of, threshold
+from ..dispatch.measurements import configure, decided, found, measured_gain
+from ..dispatch.thresholds import source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm_skinny import skinny_config

@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
-from ..dispatch.measurements import found, gain, source_of, threshold
+from ..dispatch.measurements import found
+from ..dispatch.thresholds import gain, source_of, threshold
 from ..formats import GLOBAL_UNIT, Format
 from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Pairs, Products, configuration, gather_qmv

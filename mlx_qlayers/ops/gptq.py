@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import Operation, Plan, choose, dispatch
-from ..dispatch.measurements import source_of, threshold
+from ..dispatch.thresholds import source_of, threshold
 from ..formats import Format
 from ..metal.gptq import launch
 from ..metal.gptq.launch import BLOCK

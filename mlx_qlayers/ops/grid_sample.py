@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
-from ..dispatch.measurements import configure, source_of, threshold
+from ..dispatch.measurements import configure
+from ..dispatch.thresholds import source_of, threshold
 from ..metal.grid_sample import launch as kernels
 from ..options import Sampling
 from ..reference import grid_sample as reference

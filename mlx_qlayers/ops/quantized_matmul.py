@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
-from ..dispatch.measurements import source_of, threshold
+from ..dispatch.thresholds import source_of, threshold
 from ..formats import GLOBAL_UNIT, Format
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
 from ..options import MatmulCall, PackedMatrix

@@ -8,16 +8,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..dispatch import Choice, choose
-from ..dispatch.measurements import (
-    Found,
-    configure,
-    decided,
-    found,
-    gain,
-    measured_gain,
-    source_of,
-    threshold,
-)
+from ..dispatch.measurements import Found, configure, decided, found, measured_gain
+from ..dispatch.thresholds import gain, source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import WAVE, qmm

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
-from ..dispatch.measurements import source_of, threshold
+from ..dispatch.thresholds import source_of, threshold
 from ..metal.rotary import launch as kernels
 from ..options import Rotation
 from ..reference import rotary as reference

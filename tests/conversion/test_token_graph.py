@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_qlayers import convert_model
 from mlx_qlayers.conversion import cache_tail, compiled, decoder_loop
-from mlx_qlayers.metal.attention.step import configure
+from mlx_qlayers.dispatch.tunable import AttentionStepProblem
 from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.backend import Mode, mode
@@ -93,6 +93,7 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
         assert 0 < extra <= 0.01 * necessary
         # In one launch, as on CUDA, splits write and read half precision and two floats a row.
         parts = metal[1].output_shapes[0]
-        splits = configure("cuda", mx.bfloat16, 7, rows, 128, 128).splits + 1
+        problem = AttentionStepProblem(mx.bfloat16, 1, 28, 4, rows, 128, 128)
+        splits = problem.heuristic("cuda").splits + 1
         extra += 2 * 28 * (splits * (2 * 128 + 8) - 4 * parts[3] * parts[4])
         assert 0 < extra <= 0.01 * necessary

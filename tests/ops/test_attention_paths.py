@@ -14,6 +14,7 @@ from attention_cases import expect, make
 from numerics import assert_accurate, assert_same_sums, random, to64
 
 from mlx_qlayers import attention, explain, use_backend
+from mlx_qlayers.dispatch.tunable import AttentionDecodeProblem
 from mlx_qlayers.metal.attention import decode
 from mlx_qlayers.ops import attention as ops
 from mlx_qlayers.options import AttentionCall, Scores
@@ -376,7 +377,7 @@ def test_a_call_like_one_before_is_eight_calls_of_python_functions(case, path):
 def test_a_split_of_the_keys_makes_two_launches_of_one_function():
     """Besides attention and what dispatches it, which are four functions on a CPU."""
     q, k = Spec.of(Q), (Spec((1, 2, 512, 64), mx.float32),)
-    config = decode.configure("cuda", mx.float32, 2, 64, 64, 0, 512)
+    config = AttentionDecodeProblem(mx.float32, 2, 64, 64, 0, 1, 512).heuristic("cuda")
     assert config.splits(512) > 1
     keys = mx.ones(k[0].shape)
     with use_backend("host"):

@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import quantized_matmul, use_backend
-from mlx_qlayers.dispatch.measurements import Evidence, Found
+from mlx_qlayers.dispatch.measurements import Found
+from mlx_qlayers.dispatch.thresholds import Evidence
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops import quantized_route
 from mlx_qlayers.ops.quantized_route import (

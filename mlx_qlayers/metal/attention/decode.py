@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from math import e, log2
 from struct import pack, unpack
@@ -169,27 +170,43 @@ def question(call: AttentionCall) -> tuple[mx.Dtype, int, int, int, int, int, in
     return call.q.dtype, rows, width, call.v_width, call.packing[1], caches, rounded(keys)
 
 
-# Into how many splits keys are cut, of plain and of packed ones: fewer up to so many keys, then as
-# many as make an H200 busy with the four key heads of a common model at once.
-_SPLITS = ((64, 99, 65536), (66, 132, 16384))
-# Keys up to which a second launch costs more than it brings.
-_UNSPLIT_KEYS = 256
-
-
 def configure(
-    device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int, keys: int
+    device: str,
+    dtype: mx.Dtype,
+    rows: int,
+    widths: tuple[int, int],
+    bits: int,
+    keys: int,
+    measured: Mapping[str, Sequence[int]],
 ) -> Decode | Serial:
-    """The configuration for a backend; it does not depend on the batch."""
+    """The configuration for a backend; it does not depend on the batch.
+
+    Args:
+        device: ``"metal"``, ``"cuda"`` or ``"host"``.
+        dtype: of the queries.
+        rows: queries of a key head.
+        widths: D and Dv.
+        bits: of packed keys; 0 for plain ones.
+        keys: rows of a cache.
+        measured: the threshold ``attention_decode_splits``.
+    """
     if device == "host":
         # A power of two, so that one kernel serves many shapes, in a stack of 128 KB.
-        return Serial(min(1 << (rows - 1).bit_length(), 4096 // max(width, v_width, 64)))
+        return Serial(min(1 << (rows - 1).bit_length(), 4096 // max(*widths, 64)))
+    kind = "packed" if bits else "plain"
+    most = measured[kind][bisect_left(measured[f"{kind}_keys"], keys)]
+    return replace(_unsplit(device, dtype, rows, *widths, bits), max_splits=most)
+
+
+def _unsplit(
+    device: str, dtype: mx.Dtype, rows: int, width: int, v_width: int, bits: int
+) -> Decode:
+    """The configuration where a threadgroup takes all keys of a head."""
     slice = 64 if bits else 32 if v_width >= 96 else 16
     simds, run = -(-v_width // slice), 16 if bits else 16 // dtype.size
-    few, many, long = _SPLITS[bits > 0]
-    splits = 1 if keys <= _UNSPLIT_KEYS else few if keys <= long else many
 
     def spread(columns: int, blocks: int = 1) -> Decode:
-        return Decode(columns, simds, blocks, slice, run, min_keys=64, max_splits=splits)
+        return Decode(columns, simds, blocks, slice, run, min_keys=64, max_splits=1)
 
     def fits(config: Decode) -> bool:
         columns = config.columns
@@ -207,9 +224,9 @@ def configure(
 
 def fits_few_registers(call: AttentionCall) -> bool:
     """Whether M1 and M2 have registers for a call: not with wide heads."""
-    dtype, rows, width, v_width, bits, _, keys = question(call)
-    config = configure("metal", dtype, rows, width, v_width, bits, keys)
-    return isinstance(config, Decode) and _fits(config, dtype, width, bits)
+    dtype, rows, width, v_width, bits, *_ = question(call)
+    config = _unsplit("metal", dtype, rows, width, v_width, bits)
+    return _fits(config, dtype, width, bits)
 
 
 def _fits(config: Decode, dtype: mx.Dtype, width: int, bits: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from math import e, log2
@@ -28,13 +28,8 @@ _INPUTS = (
 _OUTPUTS = ("out", "k_out", "v_out", "parts")
 # Splits and columns up to which the last threadgroup adds up what the others wrote.
 _MOST_JOINED, _MOST_COLUMNS = 64, 2
-# Keys that one threadgroup takes; of more, those of a split, and how many splits there are, of long
-# caches most: what they write and what is read of that is less than a hundredth of a 7B model's
-# weights. On CUDA half precision is written, and two teams fill a multiprocessor.
-_UNSPLIT_KEYS, _SPLIT_KEYS, _SPLITS, _SPLITS_ON_CUDA = 512, 128, (8, 16, 22), (8, 16, 32)
-# Keys of a long cache: so few splits fill an H200 with threads only where each reads two blocks at
-# once, for which the words of its arrays may be so many.
-_LONG, _MOST_WORDS, _TEAMS = 8192, 176, 2
+# Words of the arrays of a thread, up to which it may read two blocks at once.
+_MOST_WORDS = 176
 # Threadgroups that copy the tail of a key head.
 _COPYING = 16
 
@@ -124,41 +119,60 @@ class Step:
 
 
 def configure(
-    device: str, dtype: mx.Dtype, share: int, size: int, width: int, v_width: int
+    device: str,
+    dtype: mx.Dtype,
+    share: int,
+    size: int,
+    widths: tuple[int, int],
+    measured: Mapping[str, int],
 ) -> Step:
     """The configuration for so many queries of a key head and a cache of so many keys.
 
-    It is for ``"metal"``, ``"cuda"`` or ``"host"``.
+    Args:
+        device: ``"metal"``, ``"cuda"`` or ``"host"``.
+        dtype: of the queries.
+        share: queries of a key head.
+        size: rows of the cache.
+        widths: D and Dv.
+        measured: the threshold ``attention_step_splits``.
     """
+    config = _unsplit(device, dtype, share, *widths)
+    if size <= measured["unsplit_keys"]:
+        return config
+    # What splits write and what is read of that is less than a hundredth of a 7B model's weights.
+    most = measured["most" if size <= measured["long_keys"] else "most_long"]
+    splits = min(max(size // measured["split_keys"], measured["least"]), most)
+    config = replace(config, splits=splits)
+    # So few splits fill an H200 with threads only where each reads two blocks at once.
+    teams = measured["long_teams"] if config.simds <= 4 else 1
+    long = replace(config, blocks=measured["long_blocks"], teams=teams)
+    is_long = size >= measured["long_keys"] and _words(long, dtype, widths[0]) <= _MOST_WORDS
+    return long if is_long and _fits(device, long, dtype, widths[0]) else config
+
+
+def _unsplit(device: str, dtype: mx.Dtype, share: int, width: int, v_width: int) -> Step:
+    """The configuration where a threadgroup takes all keys of a head."""
     slice = 16 if v_width < 96 or (device != "cuda" and v_width <= 128) else 32
-    least, many, most = _SPLITS_ON_CUDA if device == "cuda" else _SPLITS
-    splits = min(max(size // _SPLIT_KEYS, least), many if size <= _LONG else most)
-    if size <= _UNSPLIT_KEYS:
-        splits = 0
+    most = max(1, min(-(-share // 8), 8))
+    spread = [Step(columns, -(-v_width // slice), 1, slice) for columns in range(most, 0, -1)]
+    return next((c for c in spread if _fits(device, c, dtype, width)), spread[-1])
 
-    def spread(columns: int) -> Step:
-        return Step(columns, -(-v_width // slice), 1, slice, splits)
 
-    def fits(config: Step) -> bool:
-        memory = _memory(T=dtype, D=width, joined=True, **asdict(config))
-        if config.columns * slice > 128 or memory > MAX_THREADGROUP_MEMORY:
-            return False
-        return device == "cuda" or _fits(config, dtype, width)
-
-    of_rows = [spread(columns) for columns in range(min(-(-share // 8), 8), 1, -1)]
-    config = next(filter(fits, of_rows), spread(1))
-    long = replace(config, blocks=2, teams=_TEAMS if config.simds <= 4 else 1)
-    is_long = device == "cuda" and size >= _LONG
-    return long if is_long and _words(long, dtype, width) <= _MOST_WORDS and fits(long) else config
+def _fits(device: str, config: Step, dtype: mx.Dtype, width: int) -> bool:
+    """Whether sums stay in registers, and rows in threadgroup memory."""
+    memory = _memory(T=dtype, D=width, joined=True, **asdict(config))
+    if config.columns * config.slice > 128 or memory > MAX_THREADGROUP_MEMORY:
+        return False
+    return device == "cuda" or _has_registers(config, dtype, width)
 
 
 @cache  # asked for every token
 def fits_few_registers(dtype: mx.Dtype, share: int, width: int, v_width: int) -> bool:
     """Whether M1 and M2 have registers for such heads: not for wide ones."""
-    return _fits(configure("metal", dtype, share, 1, width, v_width), dtype, width)
+    return _has_registers(_unsplit("metal", dtype, share, width, v_width), dtype, width)
 
 
-def _fits(config: Step, dtype: mx.Dtype, width: int) -> bool:
+def _has_registers(config: Step, dtype: mx.Dtype, width: int) -> bool:
     """Whether they have them for a configuration, with a mask."""
     return config.threads <= most_threads(_words(config, dtype, width))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ...dispatch.measurements import threshold
 from ...dispatch.products import QmmProblem, QmvKind, QmvProblem
+from ...dispatch.thresholds import threshold
 from ...formats import Format
 from ...metal.quantized_matmul import qmm, qmv
 from ...metal.quantized_matmul.dequantize import dequantize

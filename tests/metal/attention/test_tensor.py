@@ -11,7 +11,8 @@ from attention_cases import DTYPES, EXTRAS, MASKS, check, make
 from pairwise import pairwise
 from runtime.host import mlx_kernels as mk
 
-from mlx_qlayers.dispatch.measurements import Evidence, Found
+from mlx_qlayers.dispatch.measurements import Found
+from mlx_qlayers.dispatch.thresholds import Evidence
 from mlx_qlayers.metal.attention import tensor
 from mlx_qlayers.metal.attention.backward import attention_backward
 from mlx_qlayers.metal.attention.forward import Launcher
