@@ -49,7 +49,6 @@ class Watch:
     def end_after(self, seconds: float, code: int, text: str) -> None:
         """End the rank then, if it has not ended."""
         if self.until == float("inf"):
-            self.rest: dict[socket.socket, str] = {}  # of lines that have not come whole
         self.until, self.at_the_end = time.monotonic() + seconds, (code, text)
 
     def send(self, line: str) -> None:
