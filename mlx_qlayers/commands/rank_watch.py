@@ -49,7 +49,7 @@ class Watch:
     def end_after(self, seconds: float, code: int, text: str) -> None:
         """End the rank then, if it has not ended."""
         if self.until == float("inf"):
-        self.until, self.at_the_end = time.monotonic() + seconds, (code, text)
+            self.until, self.at_the_end = time.monotonic() + seconds, (code, text)
 
     def send(self, line: str) -> None:
         for peer in self.peers:
