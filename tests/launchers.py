@@ -47,8 +47,15 @@ def qmm(x, w, scales, biases, bias, *options):
     return _product(_qmm.qmm, x, PackedMatrix(w, scales, biases, bias), *options)
 
 
-def qmm_tensor(x, w, scales, biases, bias, *options):
-    return _product(_qmm_tensor.qmm_tensor, x, PackedMatrix(w, scales, biases, bias), *options)
+def qmm_tensor(
+    x, w, scales, biases, bias, transpose, fmt, config, *, residual=None, other=None, gate=None
+):
+    """``other`` is a :class:`PackedMatrix`."""
+    matrix = PackedMatrix(w, scales, biases, bias)
+    call, nothing = MatmulCall(specs(x), specs(matrix), transpose, fmt), PackedMatrix(None, None)
+    added = None if residual is None else specs(residual)
+    launch = _qmm_tensor.qmm_tensor(call, config, added, specs(other or nothing), gate)
+    return launch(x, *matrix, residual, *(other or nothing))
 
 
 def qvm(x, w, scales, biases, bias, *options):

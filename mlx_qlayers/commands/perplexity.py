@@ -11,7 +11,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "--model")
     option = parser.add_argument
     option("--text", metavar="FILE", help="to predict; the last 5%% of the repository's texts")
-    option("--reference", metavar="PATH", help="the unquantized model, to compare with")
+    option(
+        "--reference", metavar="PATH", help="the unquantized model; with activations the converted"
+    )
     option("--samples", type=positive, default=16, help="sequences of the text")
     option("--sequence-length", type=positive, default=512, help="tokens of each")
     add_activations(parser)
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
         rounded = copy.deepcopy(stock)
         convert_model(rounded, config=quantization, activations=args.activations)
         contenders[args.activations] = rounded
-    reference = None
+    reference = None if args.activations is None else converted
     if args.reference is not None:
         reference = load_stock(args.reference, trust_remote_code=args.trust_remote_code).model
         contenders["reference"] = reference

@@ -26,6 +26,7 @@ import mlx.nn as nn
 from ..formats import Format
 from ..layers.int8_linear import takes_int8
 from ..ops.quantized_route import in_one_launch, is_dense
+from ..ops.tensor_choice import takes_tensors
 from . import attention_patch, compiled
 from .attention_patch import is_patched, made_class, stock_class
 from .compiled_blocks import heads, joined, position, tail, together
@@ -104,9 +105,9 @@ def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module]
 
 def _is_fused_for(module: nn.Module, x: mx.array) -> bool:
     """Whether products of ``x`` go together: where one launch takes all, or no gradient is due."""
-    return (
-        in_one_launch(x) or _int8_of(module, x) is not None or (not module.training and is_dense(x))
-    )
+    if in_one_launch(x) or _int8_of(module, x) is not None:
+        return True
+    return not module.training and (is_dense(x) or takes_tensors(x))
 
 
 def _int8_of(module: nn.Module, x: mx.array) -> mx.Dtype | None:

@@ -10,15 +10,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch import KERNELS, Choice, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import configure, decided, found, measured_gain
 from ..dispatch.thresholds import source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm_skinny import skinny_config
+from ..metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
-from ..options import PackedMatrix
+from ..options import MatmulCall, PackedMatrix
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
 from .checks import check_floats
@@ -33,6 +34,7 @@ from .quantized_route import (
     is_skinny,
     stock_is_better,
 )
+from .tensor_choice import TENSOR, by_tensors, takes_tensors
 
 Norm = tuple[mx.array | None, float]
 
@@ -128,6 +130,11 @@ def _plan(
     composed = _composed(_one_by_one(fmt), epsilon, gate)
     rows, n, k = prod(x.shape[:-1]), sum(m.w.shape[0] for m in matrices), x.shape[-1]
     lacking = _lacking(x, rows, matrices, [weight, residual, next_weight])
+    made = None if lacking else _by_tensors(x, matrices, residual, fmt, gate)
+    if made is not None:
+        choice, multiply = made
+        run = _composed(multiply, epsilon, None)
+        return Plan(choice, run, gradient_of(composed, arrays), composed)
     kind = _kind(matrices, epsilon is not None and tile_squares is None, gate, residual)
     best = None
     if rows <= MAX_QMV_ROWS and not lacking:
@@ -206,6 +213,31 @@ def _one_by_one(fmt: Format) -> _Multiply:
         return products if residual is None else [residual + products[0]]
 
     return multiply
+
+
+def _by_tensors(
+    x: Spec, matrices: list[PackedMatrix], residual: Spec | None, fmt: Format, gate: Gate | None
+) -> tuple[Choice, _Multiply] | None:
+    """Many rows by tensor operations with what follows, where those were measured to be fastest.
+
+    Without a gate or a residual there is nothing that follows: each product has its own route.
+    """
+    if not takes_tensors(x) or (gate is None and residual is None):
+        return None
+    call = MatmulCall(x, matrices[0], True, fmt)
+    best = found("qmm", *call.shape, x.dtype, fmt, True)
+    if best is None or not by_tensors(best):
+        return None
+    by = f"{TENSOR}, {best.evidence}"
+    choice = choose("fused_products", by=by, evidence=best.evidence.source)
+    rows, _, k = call.shape
+    config = tensor_config(rows, k, x.dtype, fmt, True, gate is not None)
+    launch = qmm_tensor(call, config, residual, None if gate is None else matrices[1], gate)
+
+    def multiply(x: mx.array, residual: mx.array | None, flat: list[Any]) -> list[mx.array]:
+        return [launch(x, *flat[:4], residual, *flat[4:])]
+
+    return choice, multiply
 
 
 def _vector(

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import explain, use_backend
+from mlx_qlayers.dispatch.measurements import Evidence, Found
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.fused_products import fused_products
 from mlx_qlayers.options import PackedMatrix
-from mlx_qlayers.runtime import BackendError, trace
+from mlx_qlayers.runtime import BackendError, host, metal, tensor_ops, trace
 from tests.numerics import (
     assert_accurate,
     assert_gradient,
@@ -95,6 +96,29 @@ def test_against_float64(path, fmt, gate, rows):
         pair = matrices(rng, (41, 41), k, fmt, mx.float32, (False, False))
         options = {"gate": gate, "norm": (None, EPS)}
         check(run(x, pair, **options), x, pair, fmt, **options)
+
+
+@pytest.mark.parametrize("fastest", ["tensor", "kernel"])
+def test_many_rows_by_tensor_operations(fastest, machine, monkeypatch):
+    """On a stand-in for an M5, where they were measured: what follows a product is part of it."""
+    rng, fmt, best = np.random.default_rng(2), Format(64, 4), Evidence("measured here", "M5")
+    machine("metal"), explain(reset=True)
+    monkeypatch.setattr(metal, "bind", host.bind)
+    monkeypatch.setattr(tensor_ops, "missing", lambda: None)
+    monkeypatch.setattr(
+        "mlx_qlayers.ops.fused_products.found", lambda *_: Found(fastest, None, best)
+    )
+    x, weight, residual = (random(rng, s, mx.float16) for s in ((2, 9, 64), (64,), (2, 9, 41)))
+    pair = matrices(rng, (41, 41), 64, fmt, mx.float16, (False, True))
+    gated, added = {"gate": "silu", "norm": (weight, EPS)}, {"residual": residual}
+    for packed, options in ((pair, gated), (pair[1:], added)):
+        with trace() as launches:
+            found = fused_products(x, packed, **options)
+            check(found, x, packed, fmt, **options)
+        kernels = [launch.kernel for launch in launches]
+        assert (len(kernels) == 1 and "qmm_tensor" in kernels[0]) == (fastest == "tensor")
+    said = next(d for d in explain() if d.op == "fused_products").reason
+    assert ("tensor operations, measured here" in said) == (fastest == "tensor")
 
 
 @pytest.mark.parametrize("path", ["ops", "host"])

@@ -12,6 +12,7 @@ import mlx.core as mx
 from ...formats import Format
 from ...options import PackedMatrix
 from ...runtime.kernel import Kernel
+from ..quantized_matmul.qmv import GATES
 from ..quantized_matmul.qmv_config import packed_template
 
 # Rows of both matrices, or of one, that a SIMD group takes.
@@ -19,7 +20,6 @@ _OUTPUTS = 4
 _THREADS = 64
 _MATRIX = ("w", "scales", "biases", "bias")
 _INPUTS = ("x", "right", *_MATRIX, *(f"{name}1" for name in _MATRIX), "shape")
-_GATES = (None, "silu", "gelu", "gelu_approx")
 
 # Of the arrays that there are.
 Launch = Callable[[Sequence[mx.array]], list[mx.array]]
@@ -88,7 +88,7 @@ def experts_products(
         [*given.values(), sizes],
         template=packed_template(fmt, x.dtype, matrices[0].scales.dtype)
         | {
-            "gate": _GATES.index(gate),
+            "gate": GATES.index(gate),
             # Only rows of several tokens share experts.
             "rows": 1 if products == share else 4,
             "outputs": _OUTPUTS,

@@ -30,9 +30,10 @@ template <
     return;
   }
   size_t w_rows = size_t(matrix) * (transposed ? N : K), groups = w_rows * (w_columns / group);
-  multiply_tensors<
-      T, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, false>(
-      words, factors_of_part, offsets, x, w + w_rows * (size_t(w_columns) * bits / 32),
-      scales + groups, biases + groups, x, scaled ? factors[matrix] : 1.0f, y, m, M,
-      place.y * TENSOR_COLUMNS * simds_n, N, K, thread_index);
+  packed_matrix<S> chosen = {
+      w + w_rows * (size_t(w_columns) * bits / 32), scales + groups, biases + groups};
+  multiply_tensors<T, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, 0>(
+      words, factors_of_part, offsets, x, chosen, chosen, nullptr, nullptr, nullptr,
+      scaled ? factors[matrix] : 1.0f, y, m, M, place.y * TENSOR_COLUMNS * simds_n, N, K,
+      thread_index);
 }

@@ -1,11 +1,14 @@
 // Product of many rows with a quantized matrix by Metal 4's tensor operations:
-// y (M, N) = x (M, K) * w + bias. packed.metal says how w is packed, transposed (N, K) or not (K, N).
+//
+//   y (M, N) = x (M, K) * w + bias,   or   gate(x * w + bias) * (x * w1 + bias1),   or   + residual
+//
+// packed.metal says how w is packed, transposed (N, K) or not (K, N).
 //
 // A threadgroup computes rows * simds_m x 32 * simds_n of y, each SIMD group rows x 32. Per step of
 // tile_k the threadgroup brings packed words and scales of w into threadgroup memory; each SIMD group
 // decodes them into its cooperative right input, rounded to T, and multiplies with rows of x in device
-// memory. Sums stay in a cooperative destination. Which lane holds which element is asked of the
-// tensors, never assumed.
+// memory. Sums stay in a cooperative destination; with a gate its two matrices take turns, and have one
+// each. Which lane holds which element is asked of the tensors, never assumed.
 //
 //   grid (ceil(M / (rows * simds_m)) * threads, ceil(N / (32 * simds_n)), 1), threadgroup (threads, 1, 1)
 //   with threads = 32 * simds_m * simds_n; threadgroup memory 2 * (words, scales and biases of a step).
@@ -13,6 +16,7 @@
 // tile_k divides K, or else the product is `ragged`: then x too comes through a cooperative input.
 // Needs Metal 4, macOS 26.2; never run on the hardware that it is for.
 
+#include "epilogue.metal"
 #include "packed.metal"
 
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
@@ -107,19 +111,86 @@ struct tensor_rows<T, true> {
   }
 };
 
+// sums += x * w for a step: its part of w is brought, decoded and multiplied.
+template <
+    typename T, int mode, int group, int bits, bool transposed, int tile_k, int simds_m, int simds_n,
+    typename S, typename P, typename L, typename R, typename C>
+METAL_FUNC void add_step(
+    thread const P& product,
+    thread L& left,
+    thread R& right,
+    thread C& sums,
+    threadgroup uint* words,
+    threadgroup float* factors,
+    threadgroup float* offsets,
+    thread const packed_matrix<S>& from,
+    int n,
+    int k,
+    int N,
+    int K,
+    bool any,
+    int thread_index) {
+  int column = thread_index / 32 % simds_n * TENSOR_COLUMNS;
+  bring_part<
+      mode, group, bits, PART_ROWS, PART_WORDS, PART_GROUPS, 32 * simds_m * simds_n>(
+      words, factors, offsets, from.w, from.scales, from.biases, transposed ? n : k,
+      transposed ? k : n, transposed ? N : K, transposed ? K : N, thread_index);
+  // What was brought two steps before was read before the barrier of the last step.
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (any) {
+    for (ushort i = 0; i < right.get_capacity(); i++) {
+      if (right.is_valid_element(i)) {
+        auto index = right.get_multidimensional_index(i);
+        right[i] = T(part_element<mode, group, bits, PART_WORDS, PART_GROUPS>(
+            words, factors, offsets, index[1] + (transposed ? column : 0),
+            index[0] + (transposed ? 0 : column)));
+      }
+    }
+    product.run(left, right, sums);
+  }
+}
+
+// What becomes of sums, from (m, n) of y on; of a gate's other matrix too.
+template <int gate, typename T, typename C>
+METAL_FUNC void write_tensor(
+    thread C& sums,
+    thread C& others,
+    float factor,
+    const device T* bias,
+    const device T* other_bias,
+    const device T* residual,
+    device T* y,
+    int m,
+    int M,
+    int n,
+    int N) {
+  for (ushort i = 0; i < sums.get_capacity(); i++) {
+    if (sums.is_valid_element(i)) {
+      auto index = sums.get_multidimensional_index(i);
+      int r = m + index[1], c = n + index[0];
+      if (r < M && c < N) {
+        size_t at = size_t(r) * N + c;
+        y[at] = finished<T, gate>(
+            sums[i] * factor, gate ? others[i] : 0.0f, c, at, bias, other_bias, residual);
+      }
+    }
+  }
+}
+
 // y from (m, n) on for a threadgroup; x, y and M are those of one matrix.
 template <
     typename T, typename S, int mode, int group, int bits, bool transposed, int rows, int tile_k,
-    int simds_m, int simds_n, bool ragged, bool biased>
+    int simds_m, int simds_n, bool ragged, int gate>
 METAL_FUNC void multiply_tensors(
     threadgroup uint* words,
     threadgroup float* factors,
     threadgroup float* offsets,
     const device T* x,
-    const device uint* w,
-    const device S* scales,
-    const device S* biases,
+    packed_matrix<S> matrix,
+    packed_matrix<S> other,
     const device T* bias,
+    const device T* other_bias,
+    const device T* residual,
     float factor,
     device T* y,
     int m,
@@ -132,12 +203,9 @@ METAL_FUNC void multiply_tensors(
       rows, TENSOR_COLUMNS, tile_k, false, transposed, sizeof(T) == 2,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
   mpp::tensor_ops::matmul2d<descriptor, metal::execution_simdgroup> product;
-  constexpr int threads = 32 * simds_m * simds_n, count = PART_ROWS * PART_WORDS;
-  constexpr int scaled = PART_ROWS * PART_GROUPS;
-  int simd = thread_index / 32, column = simd % simds_n * TENSOR_COLUMNS;
-  int first = n, stage = 0, w_rows = transposed ? N : K, w_columns = transposed ? K : N;
+  constexpr int count = PART_ROWS * PART_WORDS, scaled = PART_ROWS * PART_GROUPS;
+  int simd = thread_index / 32, stage = 0;
   m += simd / simds_n * rows;
-  n += column;
   x += size_t(m) * K;
   bool any = m < M;
 
@@ -148,38 +216,23 @@ METAL_FUNC void multiply_tensors(
   for (ushort i = 0; i < sums.get_capacity(); i++) {
     sums[i] = 0.0f;
   }
+  auto others = sums;
   for (int k = 0; k < K; k += tile_k) {
-    threadgroup uint* held = words + stage * count;
-    threadgroup float* scale = factors + stage * scaled;
-    threadgroup float* offset = offsets + stage * scaled;
-    bring_part<mode, group, bits, PART_ROWS, PART_WORDS, PART_GROUPS, threads>(
-        held, scale, offset, w, scales, biases, transposed ? first : k, transposed ? k : first,
-        w_rows, w_columns, thread_index);
-    // What was brought two steps before was read before the barrier of the last step.
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    auto of_x = tensor_rows<T, ragged>::at(product, x, k, K, max(M - m, 0));
+    add_step<T, mode, group, bits, transposed, tile_k, simds_m, simds_n>(
+        product, of_x, right, sums, words + stage * count, factors + stage * scaled,
+        offsets + stage * scaled, matrix, n, k, N, K, any, thread_index);
     stage = 1 - stage;
-    if (any) {
-      for (ushort i = 0; i < right.get_capacity(); i++) {
-        if (right.is_valid_element(i)) {
-          auto index = right.get_multidimensional_index(i);
-          right[i] = T(part_element<mode, group, bits, PART_WORDS, PART_GROUPS>(
-              held, scale, offset, index[1] + (transposed ? column : 0),
-              index[0] + (transposed ? 0 : column)));
-        }
-      }
-      auto of_x = tensor_rows<T, ragged>::at(product, x, k, K, M - m);
-      product.run(of_x, right, sums);
+    if (gate) {
+      add_step<T, mode, group, bits, transposed, tile_k, simds_m, simds_n>(
+          product, of_x, right, others, words + stage * count, factors + stage * scaled,
+          offsets + stage * scaled, other, n, k, N, K, any, thread_index);
+      stage = 1 - stage;
     }
   }
-  for (ushort i = 0; any && i < sums.get_capacity(); i++) {
-    if (sums.is_valid_element(i)) {
-      auto index = sums.get_multidimensional_index(i);
-      int r = m + index[1], c = n + index[0];
-      if (r < M && c < N) {
-        y[size_t(r) * N + c] = T(fma(sums[i], factor, biased ? float(bias[c]) : 0.0f));
-      }
-    }
-  }
+  write_tensor<gate>(
+      sums, others, factor, bias, other_bias, residual, y, m, M, n + simd % simds_n * TENSOR_COLUMNS,
+      N);
 }
 
 #define TENSOR_MEMORY                                        \
@@ -189,20 +242,27 @@ METAL_FUNC void multiply_tensors(
 
 template <
     typename T, typename S, int mode, int group, int bits, bool transposed, int rows, int tile_k,
-    int simds_m, int simds_n, bool ragged, bool biased>
+    int simds_m, int simds_n, bool ragged, int gate>
 [[kernel]] void qmm_tensor(
     const device T* x,
     const device uint* w,
     const device S* scales,
     const device S* biases,
     const device T* bias,
+    const device T* residual,
+    const device uint* w1,
+    const device S* scales1,
+    const device S* biases1,
+    const device T* bias1,
     constant int* shape,
     device T* y,
     uint3 place [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
   TENSOR_MEMORY
+  packed_matrix<S> matrix = {w, scales, biases}, other = {w1, scales1, biases1};
   multiply_tensors<
-      T, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, biased>(
-      words, factors_of_part, offsets, x, w, scales, biases, bias, 1.0f, y, place.x * rows * simds_m,
-      shape[0], place.y * TENSOR_COLUMNS * simds_n, shape[1], shape[2], thread_index);
+      T, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, gate>(
+      words, factors_of_part, offsets, x, matrix, other, bias, bias1, residual, 1.0f, y,
+      place.x * rows * simds_m, shape[0], place.y * TENSOR_COLUMNS * simds_n, shape[1], shape[2],
+      thread_index);
 }

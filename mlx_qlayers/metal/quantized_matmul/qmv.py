@@ -37,6 +37,8 @@ from .qmv_config import (
 MAX_MATRICES = 3
 
 Gate = Literal["silu", "gelu", "gelu_approx"]
+# By their numbers in epilogue.metal.
+GATES = (None, "silu", "gelu", "gelu_approx")
 
 
 class QmvArrays(NamedTuple):
@@ -165,7 +167,6 @@ _INPUTS = (*QmvArrays._fields, "shape")
 _OUTPUTS = ("y", "y1", "y2", "scaled", "scaled_squares")
 # What only the kernels on the matrix units have.
 _DEFERRED = ("tile_squares", "next_weight", "scaled", "scaled_squares")
-_GATES = (None, "silu", "gelu", "gelu_approx")
 _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate", "normed", "epsilon")
 
 
@@ -218,7 +219,7 @@ def _bind(
     threads = config.threads
     shape = [] if kind is not QmvConfig else [mx.array([rows, k, *sizes], mx.int32)]
     template = packed_template(fmt, specs.x.dtype, matrices[0].scales.dtype)
-    template["gate"] = _GATES.index(gate)
+    template["gate"] = GATES.index(gate)
     template["normed"] = epsilon is not None and specs.tile_squares is None
     template["epsilon"] = unpack("i", pack("f", epsilon or 0.0))[0]
     groups = config.threadgroups(tuple(sizes), gate is not None)

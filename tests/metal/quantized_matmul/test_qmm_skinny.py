@@ -14,8 +14,8 @@ from mlx_qlayers.runtime.host import checks
 from tests.gpus import HERE, on_gpus
 from tests.launchers import qmv
 from tests.metal.quantized_matmul.test_deferred_norm import gives_squares, takes_squares
-from tests.metal.quantized_matmul.test_qmv import AFFINE, fused_in, packed_matrices
-from tests.numerics import assert_accurate, behind_one, random, round_to
+from tests.metal.quantized_matmul.test_qmv import AFFINE, check_fused, packed_matrices
+from tests.numerics import behind_one, random
 from tests.packed import FORMATS, check_product, random_packed
 from tests.pairwise import in_turn, pairwise
 
@@ -85,10 +85,7 @@ def test_fused(sizes, options):
         options = {"residual": random(rng, (rows, sizes[0]), mx.bfloat16)}
     with use_backend("host"), checks():
         found = qmv(x, matrices, AFFINE, WIDE, **options)
-    exact, once = (fused_in(t, x, matrices, AFFINE, **options) for t in (np.float64, np.float32))
-    for y, true, rounded in zip(found, exact, once, strict=True):
-        terms = np.abs(true).max() * k**0.5
-        assert_accurate(y, true, round_to(rounded, x.dtype), terms=terms)
+    check_fused(found, x, matrices, AFFINE, **options)
 
 
 def test_deferred_norms():

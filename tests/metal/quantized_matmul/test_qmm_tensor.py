@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import cycle
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.host.compiled_kernel import LAYOUTS
 from tests.launchers import qmm_tensor
+from tests.metal.quantized_matmul.test_qmv import check_fused, packed_matrices
 from tests.numerics import random
 from tests.packed import DTYPES, FORMATS, check_product, every_format, random_packed
 
@@ -76,6 +78,24 @@ def test_bias_is_added_before_rounding():
             _product(np.random.default_rng(1), 19, outer, 64, AFFINE, mx.bfloat16, biased=True)
 
 
+@pytest.mark.parametrize("gate", ["silu", "gelu", "gelu_approx", None])
+def test_epilogues(gate):
+    """Of a gate the second matrix has a bias; without one a residual is added behind the bias."""
+    dtype, layout = {"silu": (mx.bfloat16, "m5"), "gelu": (mx.float32, "strips")}.get(
+        gate, (mx.float16, "random")
+    )
+    rng, rows, n, k = np.random.default_rng(3), 37, 41, 80 if gate == "gelu_approx" else 64
+    fmt = Format(16, 4, "nvfp4") if k % 32 else AFFINE
+    x, both = random(rng, (rows, k), dtype), packed_matrices(rng, [n, n], k, dtype, fmt)
+    matrices, options = (both, {"gate": gate}) if gate else (both[1:], {})
+    residual = None if gate else random(rng, (rows, n), dtype)
+    config = tensor_config(rows, k, dtype, fmt, True, gate is not None)
+    with use_backend("host"), checks(tensor_layout=layout):
+        more = {"residual": residual, "other": both[1]} if gate else {"residual": residual}
+        y = qmm_tensor(x, *matrices[0], True, fmt, config, **options, **more)
+    check_fused([y], x, matrices, fmt, **options, residual=residual)
+
+
 def test_registers():
     """What a thread holds leaves room: 128 words are what every Apple GPU has."""
     for m in (1, 20, 40, 100):
@@ -83,8 +103,9 @@ def test_registers():
             for fmt in FORMATS:
                 for k in (64, 48, 41):
                     for transpose in (True, False):
-                        config = tensor_config(m, k, dtype, fmt, transpose)
-                        assert registers(dtype, config.rows, config.tile_k, config.ragged) < 128
+                        for gate in (0, 1):
+                            config = tensor_config(m, k, dtype, fmt, transpose, gate > 0)
+                            assert registers(dtype, **asdict(config), gate=gate) < 128
 
 
 def test_moves_no_more_than_stock():
