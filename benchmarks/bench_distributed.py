@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.ranks
 
 import mlx.core as mx
 import mlx.nn as nn
-from bench_decode import TINY, decode, prefill, quantized
 from common import Sample, Table, add_output, output, print_facts
+from decoding_model import TINY, decode, prefill, quantized
 from mlx_lm.models import llama
 from quantized_many import Case, compile_stock
 

@@ -14,8 +14,8 @@ from functools import partial
 
 import mlx.core as mx
 import numpy as np
-from bench_decode import QWEN2_7B, build, prefill
 from common import print_facts
+from decoding_model import QWEN2_7B, build, prefill
 
 from mlx_qlayers import convert_model, quantized_matmul, revert_model
 from mlx_qlayers.metal.int8.launch import int8_products

@@ -29,8 +29,8 @@ from typing import Any
 from unittest import mock
 
 import mlx.core as mx
-from bench_decode import QWEN2_7B, TINY, build, decode, prefill
 from common import Table, add_output, output, print_facts
+from decoding_model import QWEN2_7B, TINY, build, decode, prefill
 
 from mlx_qlayers import convert, convert_model, explain
 from mlx_qlayers.commands.arguments import positive

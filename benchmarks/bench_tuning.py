@@ -106,7 +106,7 @@ def _shown(start: float, target: Target, gain: float) -> None:
 
 def decoded(stock: Any, model: Any, tokens: int, repeats: int) -> None:
     """Tokens a second of the stock model, and of the converted one before and after tuning."""
-    from bench_decode import decode
+    from decoding_model import decode
 
     again = copy.deepcopy(stock)
     convert_model(again, verify=False)
@@ -238,7 +238,7 @@ def main() -> None:
 
 def measure_all(args: argparse.Namespace) -> None:
     """What the arguments ask for."""
-    from bench_decode import QWEN2_7B, TINY, build
+    from decoding_model import QWEN2_7B, TINY, build
 
     if args.tune or args.decode:
         stock = build(TINY if args.tiny else QWEN2_7B, 64, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -14,8 +13,6 @@ from attention_cases import expect, make
 from numerics import assert_accurate, assert_same_sums, random, to64
 
 from mlx_qlayers import attention, explain, use_backend
-from mlx_qlayers.dispatch.tunable import AttentionDecodeProblem
-from mlx_qlayers.metal.attention import decode
 from mlx_qlayers.ops import attention as ops
 from mlx_qlayers.options import AttentionCall, Scores
 from mlx_qlayers.reference import attention as reference
@@ -292,102 +289,6 @@ def test_masks_of_windows_are_shared_and_bounded(on):
     assert info.maxsize * reference._MASK_BYTES <= 32 << 20
     mask = reference._window_mask(16, 24, 3, mx.float32)
     assert reference._window_mask.cache_info().misses == 1 and mask.shape == (16, 24)
-
-
-def test_a_call_is_checked_once_for_all_that_are_alike(monkeypatch):
-    made, checked = [], ops.checked
-    monkeypatch.setattr(ops, "checked", lambda *a: made.append(a) or checked(*a))
-    advance_epoch()
-    for scale in (1.0, 1.0, 2.0):
-        attention(Q, K, K, scale=scale)
-        attention(Q + 1, K + 1, K, scale=scale)
-        attention(Q, PACKED, PACKED, scale=scale, mask=SEEN)
-    assert len(made) == 4
-    attention(Q.astype(mx.float16), K, K, scale=1.0)  # twice: in one dtype then
-    attention(Q, K[:, :, 1:], K[:, :, 1:], scale=1.0)
-    attention(Q, K, K, scale=1.0, sinks=mx.zeros(4))
-    with mode(Mode.INFERENCE):
-        attention(Q, K, K, scale=1.0)
-    with use_backend("ops"):
-        attention(Q, K, K, scale=1.0)
-    assert len(made) == 9
-    advance_epoch()  # What was measured has changed.
-    attention(Q, K, K, scale=1.0)
-    assert len(made) == 10
-
-
-def test_numbers_of_other_types_are_checked_again():
-    attention(Q, K, K, scale=1.0, window=2)
-    with pytest.raises(ValueError, match=r"window must be .* or None, not 2\.0"):
-        attention(Q, K, K, scale=1.0, window=2.0)
-
-
-def test_the_parts_of_packed_keys_may_be_lists():
-    expected = attention(Q, PACKED, PACKED, scale=1.0)
-    for k, v in ((list(PACKED), list(PACKED)), (list(PACKED), PACKED)):
-        assert mx.array_equal(attention(Q, k, v, scale=1.0), expected)
-
-
-def test_no_array_is_kept():
-    keys = mx.zeros((1, 2, 4096, 64))
-    mx.eval(attention(Q, keys, keys, scale=1.0))
-    before = mx.get_active_memory()
-    size = keys.nbytes
-    del keys
-    assert before - mx.get_active_memory() >= size
-
-
-def test_every_call_is_explained():
-    explain(reset=True)
-    for _ in range(3):
-        attention(Q, K, K, scale=1.0)
-    with use_backend("host"):
-        attention(Q, K, K, scale=1.0)
-    rows = [(d.op, d.path, d.calls) for d in explain()]
-    assert ("attention", "host", 1) in rows and ("kernel attention_serial", "host", 1) in rows
-    assert sum(calls for op, _, calls in rows if op == "attention") == 4
-
-
-KEYS = mx.ones((1, 2, 64, 64))
-CACHE = mx.ones((1, 2, 256, 64))[:, :, :64]
-CALLS = {
-    "decode": ((Q, KEYS, KEYS), {}),
-    "decode from a cache": ((Q, CACHE, CACHE), {}),
-    "decode with a mask": ((Q, KEYS, KEYS), {"mask": mx.ones((1, 1, 1, 64), mx.bool_)}),
-    "decode of packed keys": ((Q, *[tuple(mx.quantize(KEYS, 64, 8))] * 2), {}),
-    "prefill": ((mx.ones((1, 4, 16, 64)), KEYS, KEYS), {"mask": "causal"}),
-    "prefill with sinks": ((mx.ones((1, 4, 16, 64)), KEYS, KEYS), {"sinks": mx.ones(4)}),
-}
-
-
-@pytest.mark.parametrize("path", ["host", "ops"])
-@pytest.mark.parametrize("case", CALLS)
-def test_a_call_like_one_before_is_eight_calls_of_python_functions(case, path):
-    arrays, options = CALLS[case]
-    with use_backend(path):
-        for _ in range(2):
-            mx.eval(attention(*arrays, scale=0.1, **options))
-        frames = []
-        sys.setprofile(lambda frame, event, _: event == "call" and frames.append(frame.f_code))
-        attention(*arrays, scale=0.1, **options)
-        sys.setprofile(None)
-    assert len(frames) <= 8, [f"{code.co_filename}:{code.co_name}" for code in frames]
-
-
-def test_a_split_of_the_keys_makes_two_launches_of_one_function():
-    """Besides attention and what dispatches it, which are four functions on a CPU."""
-    q, k = Spec.of(Q), (Spec((1, 2, 512, 64), mx.float32),)
-    config = AttentionDecodeProblem(mx.float32, 2, 64, 64, 0, 1, 512).heuristic("cuda")
-    assert config.splits(512) > 1
-    keys = mx.ones(k[0].shape)
-    with use_backend("host"):
-        run = decode.attention_decode(AttentionCall(q, k, k, Scores(0.1)), config)
-        run(Q, keys, keys, None, None)
-        frames = []
-        sys.setprofile(lambda frame, event, _: event == "call" and frames.append(frame.f_code))
-        run(Q, keys, keys, None, None)
-        sys.setprofile(None)
-    assert len(frames) <= 8 - 4
 
 
 @pytest.mark.cuda
