@@ -1,0 +1,129 @@
+"""What MLX is given on an NVIDIA GPU, on machines without one: the same graphs, never computed.
+
+Kernels are chosen, bound and added to graphs as for an H200, but each is a ``Depends`` of MLX's: a
+primitive of the same inputs that gives zeros. So a model decodes zeros, at the cost of its graph.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+from unittest import mock
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from mlx_qlayers import use_backend
+from mlx_qlayers.conversion import compiled
+from mlx_qlayers.runtime import backend, cuda_ahead
+from mlx_qlayers.runtime.backend import Mode
+
+# Primitives that only describe an array anew and start nothing.
+_VIEWS = re.compile(
+    r"Reshape|Transpose|Broadcast$|Slice$|ExpandDims|Squeeze|Flatten|Unflatten|AsStrided|Split|"
+    r"StopGradient|CustomTransforms"
+)
+KERNEL = "Depends"
+
+
+class Recorded(NamedTuple):
+    """One launch of a kernel.
+
+    Attributes:
+        name: the kernel's, without its hash.
+        text: how many characters MLX hashes for each launch.
+        inputs: the elements of each input.
+        outputs: how many arrays it gives.
+    """
+
+    name: str
+    text: int
+    inputs: tuple[int, ...]
+    outputs: int
+
+
+@contextmanager
+def recorded_gpu() -> Iterator[list[Recorded]]:
+    """Inside, the backend is ``cuda`` as on an H200; the list gets each launch that is added."""
+    seen: list[Recorded] = []
+
+    def cuda_kernel(**declaration: Any) -> Callable[..., list[mx.array]]:
+        name = declaration["name"].rpartition("_")[0]
+        size = len(declaration["header"]) + len(declaration["source"])
+
+        def launch(
+            *,
+            inputs: list[mx.array],
+            output_shapes: list[tuple[int, ...]],
+            output_dtypes: list[mx.Dtype],
+            **_: Any,
+        ) -> list[mx.array]:
+            seen.append(Recorded(name, size, tuple(x.size for x in inputs), len(output_shapes)))
+            shapes = zip(output_shapes, output_dtypes, strict=True)
+            return mx.depends([zeros(tuple(shape), dtype) for shape, dtype in shapes], inputs)
+
+        return launch
+
+    def like(x: mx.array, *others: Any, **_: Any) -> mx.array:
+        (y,) = mx.depends([zeros(x.shape, x.dtype)], [x, *others])
+        return y
+
+    def norm(x: mx.array, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
+        return like(x, *([] if weight is None else [weight]))
+
+    def context() -> Any:
+        state = backend.current.get()
+        return ("gpu", state, backend.epoch.number) if state.mode is Mode.EAGER else None
+
+    facts = {"architecture": "sm_90", "device_name": "NVIDIA H200"}
+    with (
+        mock.patch.object(mx.fast, "cuda_kernel", cuda_kernel),
+        mock.patch.object(mx.fast, "rms_norm", norm),
+        mock.patch.object(mx, "device_info", lambda *_: facts),
+        mock.patch.dict(backend.missing, {"cuda": lambda: None}),
+        mock.patch.object(compiled, "context", context),
+        cuda_ahead.nothing_compiled(),
+        use_backend("cuda"),
+    ):
+        yield seen
+
+
+@lru_cache(maxsize=64)
+def zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Zeros, evaluated."""
+    array = mx.zeros(shape, dtype)
+    mx.eval(array)
+    return array
+
+
+def without_numbers(model: nn.Module, group_size: int = 64, bits: int = 4) -> nn.Module:
+    """A quantized model in bfloat16 of zeros that take no memory."""
+
+    def empty(x: mx.array) -> mx.array:
+        return mx.broadcast_to(zeros((), x.dtype), x.shape)
+
+    model.set_dtype(mx.bfloat16)
+    model.update(tree_map(empty, model.parameters()))
+    nn.quantize(model, group_size, bits)
+    model.eval()
+    model.update(tree_map(empty, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def primitives(*outputs: mx.array) -> Counter[str]:
+    """Those of a graph by name; kernels are :data:`KERNEL`."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *outputs)
+    return Counter(re.findall(r'label ="([^"]+)", shape=rectangle', text.getvalue()))
+
+
+def starting(found: Counter[str]) -> int:
+    """How many primitives of those start work on a device."""
+    return sum(count for name, count in found.items() if not _VIEWS.match(name))

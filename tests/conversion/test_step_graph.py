@@ -1,0 +1,51 @@
+"""What MLX is given for a token on an NVIDIA GPU: as many primitives a layer as there are kernels.
+
+The graphs of the benchmark, of models as wide as 7B with few layers, without a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from bench_step_graph import begun, build, commits, launches, token
+from recorded_gpu import Recorded, primitives, recorded_gpu, starting
+
+
+def of_token(name: str, layers: int, rows: int) -> tuple[Counter[str], list[Recorded]]:
+    """The primitives of a token, and its kernels."""
+    with recorded_gpu() as seen:
+        model = build(name, num_hidden_layers=layers)
+        cache = begun(model, rows)
+        return primitives(token(model, cache)), launches(model, cache, seen)
+
+
+def sizes(kernels: list[Recorded]) -> tuple[int, int]:
+    """The inputs and the outputs of kernels."""
+    return sum(len(each.inputs) for each in kernels), sum(each.outputs for each in kernels)
+
+
+# Attention of long caches takes tickets, and gives what its threadgroups write for each other.
+@pytest.mark.parametrize(("rows", "arrays"), [(512, (43, 13)), (4352, (44, 14))])
+def test_a_layer_of_qwen2_is_five_kernels_and_nothing_else(
+    rows: int, arrays: tuple[int, int]
+) -> None:
+    few, more = (of_token("qwen2", layers, rows) for layers in (5, 9))
+    assert more[0].total() - few[0].total() == 4 * 5
+    assert len(more[1]) - len(few[1]) == 4 * 5
+    assert few[0].total() <= 5 * 5 + 17 and starting(few[0]) <= 5 * 5 + 6
+    # What MLX looks at for each of them: their inputs, and what they give.
+    pairs = zip(*(sizes(kernels) for _, kernels in (few, more)), strict=True)
+    assert [b - a for a, b in pairs] == [4 * each for each in arrays]
+    # It also hashes their text.
+    assert max(kernel.text for kernel in more[1]) < 1400
+
+
+def test_commits_are_by_operations_or_elements() -> None:
+    kernel = Recorded("", 0, (1 << 20,), 1)
+    assert commits([kernel] * 100, 0) == 1 and commits([kernel] * 101, 0) == 2
+    assert commits([kernel._replace(inputs=(600 << 20, 600 << 20))], 0) == 2
