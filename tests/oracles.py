@@ -54,6 +54,33 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return total
 
 
+def _weights(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    mask: Any,
+    window: int | None,
+    softcap: float | None,
+    sinks: np.ndarray | None,
+    units: Units,
+) -> Weights:
+    """Scores and weights, in the dtype of ``q``."""
+    dtype, (heads, queries), share = q.dtype.type, q.shape[1:3], q.shape[1] // k.shape[1]
+    kk, vv = np.repeat(k, share, axis=1), np.repeat(v, share, axis=1)
+    added = attention_mask(mask, window, queries, k.shape[2]).astype(dtype)
+    raw = product(q * dtype(scale), kk.swapaxes(-1, -2))
+    tanh = np.zeros_like(raw) if softcap is None else np.tanh(raw / dtype(softcap))
+    capped = raw if softcap is None else dtype(softcap) * tanh
+    # A row without any key averages the values, or gives all to its sink, a key without a value.
+    sink = np.full(heads, -np.inf) if sinks is None else sinks
+    sink = np.broadcast_to(np.asarray(sink, dtype).reshape(-1, 1, 1), (*raw.shape[:3], 1))
+    scores = np.concatenate([np.maximum(capped + added, np.finfo(dtype).min), sink], -1)
+    exponentials = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = exponentials / product(exponentials, np.ones((exponentials.shape[-1], 1), dtype))
+    return Weights(q, kk, vv, scale, softcap, raw, tanh, capped, added, scores, weights, units)
+
+
 def attention(
     q: np.ndarray,
     k: np.ndarray,
@@ -73,32 +100,20 @@ def attention(
     absolute terms from which each is made, and what the roundings on the way make of it.
     """
     q, k, v = (np.asarray(a, dtype) for a in (q, k, v))
-    batch, heads, queries, _ = q.shape
-    share = heads // k.shape[1]
-    kk, vv = np.repeat(k, share, axis=1), np.repeat(v, share, axis=1)
-    added = attention_mask(mask, window, queries, k.shape[2]).astype(dtype)
-    raw = product(q * dtype(scale), kk.swapaxes(-1, -2))
-    tanh = np.zeros_like(raw) if softcap is None else np.tanh(raw / dtype(softcap))
-    bend, capped = 1 - tanh**2, raw if softcap is None else dtype(softcap) * tanh
-    # A row without any key averages the values, or gives all to its sink, a key without a value.
-    sink = np.full(heads, -np.inf) if sinks is None else sinks
-    sink = np.broadcast_to(np.asarray(sink, dtype).reshape(-1, 1, 1), (*raw.shape[:3], 1))
-    scores = np.concatenate([np.maximum(capped + added, np.finfo(dtype).min), sink], -1)
-    exponentials = np.exp(scores - scores.max(-1, keepdims=True))
-    weights = exponentials / product(exponentials, np.ones((exponentials.shape[-1], 1), dtype))
-    p = weights[..., :-1]
+    (batch, heads, *_), share, exact = q.shape, q.shape[1] // k.shape[1], dtype == np.float64
+    moved = _weights(q, k, v, scale, mask, window, softcap, sinks, units)
+    p, kk, vv = moved.p[..., :-1], moved.k, moved.v
     out = product(p, vv)
-    found, terms, exact = {"out": out}, {}, dtype == np.float64
+    found, terms = {"out": out}, {}
     if exact:
-        moved = Weights(q, kk, vv, scale, softcap, raw, tanh, capped, added, scores, weights, units)
         terms["out"] = p @ np.abs(vv) + moved.of_out(out)
     if cotangent is None:
         return found, terms
     d_out = np.asarray(cotangent, dtype)
     d_p = product(d_out, vv.swapaxes(-1, -2))
     mean = (p * d_p).sum(-1, keepdims=True)
-    d_added = np.where(np.isinf(added), dtype(0), p * (d_p - mean))
-    d_scores = d_added * bend * dtype(scale)
+    d_added = np.where(np.isinf(moved.added), dtype(0), p * (d_p - mean))
+    d_scores = d_added * (1 - moved.tanh**2) * dtype(scale)
 
     def grouped(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """``a.T @ b`` over the queries of all heads that share a key head."""
@@ -109,7 +124,7 @@ def attention(
         "q": product(d_scores, kk),
         "k": grouped(d_scores, q),
         "v": grouped(p, d_out),
-        "sinks": (-weights[..., -1:] * mean).sum((0, 2, 3)),
+        "sinks": (-moved.p[..., -1:] * mean).sum((0, 2, 3)),
     }
     additive = isinstance(mask, np.ndarray) and mask.dtype != bool
     if additive:
@@ -124,7 +139,7 @@ def attention(
         "q": large * np.abs(scale) @ np.abs(kk) + of_q,
         "k": grouped(large, np.abs(q)) + np.sqrt(grouped(before, q**2)),
         "v": grouped(p, np.abs(d_out)) + np.sqrt(grouped(moved.of_weights(), d_out**2)),
-        "sinks": (weights[..., -1:] * large_mean).sum((0, 2, 3)),
+        "sinks": (moved.p[..., -1:] * large_mean).sum((0, 2, 3)),
     }
     terms["k"] *= np.abs(scale)
     terms["sinks"] += np.sqrt(behind[..., -1].sum((0, 2)))

@@ -67,57 +67,67 @@ def beam_search(
         >>> beam_search([], [3], near, lambda n: Trial(n, abs(n - 7) + 1.0))[0].config
         7
     """
-    seen = {trial.config: trial for trial in known}
+    search = _Search({trial.config: trial for trial in known}, attempt)
     expanded: set[C] = set()
-    gains = _Gains()
-
-    def ranked() -> list[Trial[C]]:
-        return sorted(seen.values(), key=lambda trial: trial.seconds)
-
-    def attempt_one(config: C) -> None:
-        if (trial := attempt(config)) is not None:
-            seen[config] = trial
-
-    def expectation(start: Trial[C], config: C) -> float:
-        return start.seconds * gains.ratio(start.config, config)
-
-    def is_far(seconds: float) -> bool:
-        return seconds > ranked()[0].seconds * _FAR
-
-    def attempt_near(beam: Sequence[C]) -> None:
-        pairs = [(seen[start], config) for start in beam for config in near(start)]
-        left = [pair for pair in pairs if pair[1] not in seen]
-        hopeful = [c for start, c in left if not is_far(expectation(start, c))]
-        prepare([*dict.fromkeys(hopeful)])
-        while left:
-            expected = [expectation(*pair) for pair in left]
-            best = min(range(len(left)), key=expected.__getitem__)
-            if is_far(expected[best]):
-                return
-            config = left[best][1]
-            attempt_one(config)
-            for before in (before for before, other in left if other == config):
-                gains.learn(before, seen.get(config))
-            left = [pair for pair in left if pair[1] != config]
-
     try:
-        first = [config for config in dict.fromkeys(starts) if config not in seen]
+        first = [config for config in dict.fromkeys(starts) if config not in search.seen]
         prepare(first)
         for config in first:
-            attempt_one(config)
+            search.attempt_one(config)
         idle = 0
         while idle < 2:
-            kept = [trial.config for trial in ranked()[:width] if not trial.problem]
+            kept = [trial.config for trial in search.ranked()[:width] if not trial.problem]
             beam = [config for config in kept if config not in expanded]
             if not beam:
                 break
-            best = ranked()[0].seconds
+            best = search.ranked()[0].seconds
             expanded.update(beam)
-            attempt_near(beam)
-            idle = 0 if ranked()[0].seconds < best * (1 - noise) else idle + 1
+            search.attempt_near(
+                [(start, config) for start in beam for config in near(start)], prepare
+            )
+            idle = 0 if search.ranked()[0].seconds < best * (1 - noise) else idle + 1
     except Stopped:
         pass
-    return ranked()
+    return search.ranked()
+
+
+class _Search(Generic[C]):
+    """What was tried, and what the changes gained."""
+
+    def __init__(self, seen: dict[C, Trial[C]], attempt: Callable[[C], Trial[C] | None]) -> None:
+        self.seen, self.attempt, self.gains = seen, attempt, _Gains()
+
+    def ranked(self) -> list[Trial[C]]:
+        return sorted(self.seen.values(), key=lambda trial: trial.seconds)
+
+    def attempt_one(self, config: C) -> None:
+        if (trial := self.attempt(config)) is not None:
+            self.seen[config] = trial
+
+    def attempt_near(
+        self, pairs: Sequence[tuple[C, C]], prepare: Callable[[Sequence[C]], object]
+    ) -> None:
+        """Try what lies one move from a start, while any of it is hopeful."""
+        left = [(start, config) for start, config in pairs if config not in self.seen]
+        prepare(
+            [*dict.fromkeys(c for start, c in left if not self._is_far(self._expected(start, c)))]
+        )
+        while left:
+            expected = [self._expected(*pair) for pair in left]
+            best = min(range(len(left)), key=expected.__getitem__)
+            if self._is_far(expected[best]):
+                return
+            config = left[best][1]
+            self.attempt_one(config)
+            for start in (start for start, other in left if other == config):
+                self.gains.learn(self.seen[start], self.seen.get(config))
+            left = [pair for pair in left if pair[1] != config]
+
+    def _expected(self, start: C, config: C) -> float:
+        return self.seen[start].seconds * self.gains.ratio(start, config)
+
+    def _is_far(self, seconds: float) -> bool:
+        return seconds > self.ranked()[0].seconds * _FAR
 
 
 class _Gains:

@@ -185,10 +185,14 @@ def _others() -> Iterator[Case]:
             "sum z": sums + 64,
         },
     )
-    # Twelve threads: one SIMD group that is not full, in each of two threadgroups.
+    yield _short()
+
+
+def _short() -> Case:
+    """Twelve threads: one SIMD group that is not full, in each of two threadgroups."""
     x = np.arange(24, dtype=np.float32)
     first = x < 12
-    yield Case(
+    return Case(
         "short_simdgroup",
         kernel(_FILE, "short_simdgroup", "x"),
         [mx.array(x)],
