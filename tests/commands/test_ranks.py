@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 
 import mlx.core as mx
 import mlx_lm.generate
@@ -55,6 +59,46 @@ def test_all_end_with_one(model: str, number: int, what: str) -> None:
     assert said.count("text: 9 tokens") == 1
     assert said.count("mlx-qlayers: error") == 1 and what in said
     assert "go on without" not in said
+
+
+def chat_and_serve(path: str, port: int) -> tuple[str, list[str], int]:
+    """What a chat of two questions prints, answers to two requests at once, and how Ctrl-C ends."""
+    arguments = ["--model", path, "--max-tokens", "5", "--backend", "ops"]
+    sys.stdin, sys.stdout = io.StringIO("Once\nr\nA cat\nq\n"), io.StringIO()
+    printed, answers = sys.stdout, []
+    assert cli.main(["chat", *arguments]) == 0
+
+    def ask(prompt: str) -> None:
+        body = json.dumps({"prompt": prompt}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
+        with urllib.request.urlopen(request) as answer:
+            answers.append(json.load(answer)["choices"][0]["finish_reason"])
+
+    def ask_both() -> None:
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            time.sleep(0.1)
+        threads = [threading.Thread(target=ask, args=(p,)) for p in ("Once upon a time", "A cat")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if mx.distributed.init().rank() == 0:
+        threading.Thread(target=ask_both).start()
+    code = cli.main(["server", *arguments, "--port", str(port)])
+    return printed.getvalue(), answers, code
+
+
+def test_chat_and_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first, second = run(
+        "tests/commands/test_ranks.py", "chat_and_serve", 2, "models/tales-qwen2", port
+    )
+    printed, answers, code = first
+    assert printed.count("5 tokens") == 2 and "bye" in printed
+    assert answers == ["length", "length"] and (code, second) == (0, ["", [], 0])
 
 
 def steps_ahead() -> None:
