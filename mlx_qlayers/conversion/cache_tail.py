@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..ops.attention_step import MIN_POSITIONS
+from ..ops.attention_step import MIN_POSITIONS, MIN_TICKETS
 
 # Rows of a tail, as many as a cache grows by.
 _ROWS = 256
@@ -31,12 +31,14 @@ class Tail(NamedTuple):
         tails: (B, Hkv, R, D) or Dv: the rows behind them.
         start: it is at most S - R.
         shown: the buffers with the tails in them, as the caches have them.
+        tickets: of each cache what :func:`attention_step` takes for one launch; none if not asked.
     """
 
     buffers: list[mx.array]
     tails: list[mx.array]
     start: int
     shown: list[mx.array]
+    tickets: Sequence[mx.array] = ()
 
 
 @lru_cache(maxsize=64)
@@ -75,6 +77,16 @@ def tail_of(last: Tail | None, caches: Sequence[Any], length: int) -> Tail:
     size = min(_ROWS, rows)
     start = min(length, rows - size)
     return Tail(shown, [buffer[:, :, start : start + size] for buffer in shown], start, shown)
+
+
+def with_tickets(tail: Tail) -> Tail:
+    """The tail with tickets, which no two caches share: their attention may run at once."""
+    if tail.tickets:
+        return tail
+    keys = tail.buffers[::2]
+    # Attention takes at most one of a key head and 8 of its queries.
+    size = max(MIN_TICKETS, *(8 * len(k) * k.shape[1] for k in keys))
+    return tail._replace(tickets=mx.split(mx.zeros((len(keys) * size,), mx.int32), len(keys)))
 
 
 def shown_by(caches: Sequence[Any]) -> list[mx.array]:

@@ -211,6 +211,8 @@ def joined(out: mx.array) -> mx.array:
     """The heads of attention side by side, if they are not: (B, H, L, D) to (B, L, H * D)."""
     if out.ndim == 3:  # as attention_step gives them
         return out
+    if (step := current_step.get()) is not None and out.shape[2] == 1:
+        return step.rows(out)
     batch, _, length, _ = out.shape
     return (out if length == 1 else out.transpose(0, 2, 1, 3)).reshape(batch, length, -1)
 
@@ -230,16 +232,20 @@ def heads(
 
     def run(x: mx.array, position: Any, *arrays: Any) -> list[mx.array]:
         weight, q_weight, k_weight, freqs, *packed = arrays
-        q, k, v = projection(packed, x, weight)
-        q, k = _in_heads(q, n, q_weight, norm_eps[0]), _in_heads(k, kv, k_weight, norm_eps[1])
-        v = _in_heads(v, kv)
+        rows = projection(packed, x, weight)
+        q = _in_heads(rows[0], n, q_weight, norm_eps[0])
+        k = _in_heads(rows[1], kv, k_weight, norm_eps[1])
+        v = _heads_first(_in_heads(rows[2], kv))
         if rotation is not None and turn is not None:
             turned = rotary_embedding(q, k, position, **turn, freqs=freqs)
             if (step := current_step.get()) is not None:
                 for y, x in zip(turned, (q, k), strict=True):
                     step.turn(y, x, rotation, freqs, position)
-            return [*turned, _heads_first(v)]
-        q, k, v = map(_heads_first, (q, k, v))
+                for y, row, changed in zip((q, k, v), rows, (*norm_eps, None), strict=True):
+                    if changed is None:
+                        step.keep_rows(y, row)
+            return [*turned, v]
+        q, k = map(_heads_first, (q, k))
         if rope is not None:
             rotate: Any = _join_rope(rope, freqs)
             q, k = rotate(q, offset=position), rotate(k, offset=position)

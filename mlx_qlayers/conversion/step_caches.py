@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .cache_tail import Tail, kind_of, positions, positions_of, tail_of, watch
+from .cache_tail import Tail, kind_of, positions, positions_of, tail_of, watch, with_tickets
 from .step_slots import Nested, Rows, States, Static, Unsupported
 
 # What a stand-in keeps of the cache that it stands for: what no token changes.
@@ -155,7 +155,7 @@ def taken(
     if tailed:
         some = [own[i] for i in tailed]
         length = _length(some[0])
-        inputs = inputs._replace(tail=(tail := tail_of(last, some, length)))
+        inputs = inputs._replace(tail=(tail := with_tickets(tail_of(last, some, length))))
         together = _tail_group(tail.start, length, len(tail.buffers[0]), offsets)
     count = iter(range(len(own)))
 
@@ -178,6 +178,7 @@ def taken(
             i = 2 * numbers[number]
             buffers = inputs.tail.buffers[i : i + 2]
             inputs.arrays.extend((*buffers, *inputs.tail.tails[i : i + 2]))
+            inputs.arrays.append(inputs.tail.tickets[numbers[number]])
             inputs.arrays.extend([c.left_padding] if is_batch else [])
             rows, group = inputs.tail.tails[0].shape[2], together
         else:

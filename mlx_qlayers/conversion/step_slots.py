@@ -109,6 +109,7 @@ class Step:
         self.turned: dict[int, Turned] = {}
         self.chosen: dict[int, Chosen] = {}
         self.routes: dict[int, Any] = {}
+        self.flat: dict[int, tuple[mx.array, mx.array]] = {}
         self.caches = [self._stand_in(each) for each in static]
 
     def _stand_in(self, static: Static) -> Any:
@@ -134,6 +135,16 @@ class Step:
     def turn(self, y: mx.array, x: mx.array, how: Rotation, freqs: Any, offset: Any) -> None:
         """Keep what a rotary embedding did, for attention that turns queries and keys itself."""
         self.turned[id(y)] = Turned(y, x, (how, freqs), offset)
+
+    def keep_rows(self, x: mx.array, rows: mx.array) -> mx.array:
+        """Keep that ``x`` has its elements as rows (B, 1, K) did: to go back is no reshape then."""
+        self.flat[id(x)] = x, rows
+        return x
+
+    def rows(self, x: mx.array) -> mx.array:
+        """Heads side by side: (B, 1, H, D) or (B, H, 1, D) to (B, 1, H * D)."""
+        _, rows = self.flat.get(id(x), (x, None))
+        return x.reshape(len(x), 1, -1) if rows is None else rows
 
     def attended(
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any, sinks: Any
@@ -313,6 +324,7 @@ class TailSlot(Slot):
         vars(self).update(static.settings)
         self.buffers = next(given), next(given)
         self.read, self.given_tails = self.buffers, (next(given), next(given))
+        self.tickets = next(given)
         self.tails: Sequence[mx.array] = self.given_tails
         self.updated, self.steps = False, None
         at, batch = step.at[static.group], static.shapes[0][0]
@@ -338,15 +350,15 @@ class TailSlot(Slot):
         of_q, of_k = (self.owner.turned.get(id(each)) for each in (q, k))
         if of_q and of_k and _same(of_q, of_k) and of_q.offset is of_k.offset is self.first:
             q, k, (rotation, freqs) = of_q.x, of_k.x, of_q.how
-        rows = [each.reshape(len(each), 1, -1) for each in (q, k, v)]
+        rows = map(self.owner.rows, (q, k, v))
         if mask is None and self.padding is not None:
             mask = self.mask()
         elif self.padding is None and mask is self.owner.masks.get((self.static.group, None)):
             mask = None  # it hides what does not count yet, and nothing else
         options: dict[str, Any] = {"scale": scale, "rotation": rotation, "freqs": freqs}
         given = *rows, *self.read, *self.given_tails, at
-        out, *self.tails = attention_step(*given, **options, mask=mask)
-        return out.reshape(len(out), q_heads, 1, -1)
+        out, *self.tails = attention_step(*given, **options, mask=mask, tickets=self.tickets)
+        return self.owner.keep_rows(out.reshape(len(out), q_heads, 1, -1), out)
 
     def outputs(self) -> Iterator[mx.array | None]:
         """What changed: keys and values as the cache shows them."""
