@@ -86,7 +86,7 @@ def with_tickets(tail: Tail) -> Tail:
     keys = tail.buffers[::2]
     # Attention takes at most one of a key head and 8 of its queries.
     size = max(MIN_TICKETS, *(8 * len(k) * k.shape[1] for k in keys))
-    return tail._replace(tickets=mx.split(mx.zeros((len(keys) * size,), mx.int32), len(keys)))
+    return tail._replace(tickets=[*mx.split(mx.zeros(len(keys) * size, mx.int32), len(keys))])
 
 
 def shown_by(caches: Sequence[Any]) -> list[mx.array]:

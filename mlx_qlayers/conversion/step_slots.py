@@ -322,9 +322,8 @@ class TailSlot(Slot):
     def __init__(self, step: Step, static: Rows, given: Iterator[mx.array]) -> None:
         self.owner, self.static = step, static
         vars(self).update(static.settings)
-        self.buffers = next(given), next(given)
-        self.read, self.given_tails = self.buffers, (next(given), next(given))
-        self.tickets = next(given)
+        self.buffers = self.read = next(given), next(given)
+        self.given_tails, self.tickets = (next(given), next(given)), next(given)
         self.tails: Sequence[mx.array] = self.given_tails
         self.updated, self.steps = False, None
         at, batch = step.at[static.group], static.shapes[0][0]
@@ -350,13 +349,12 @@ class TailSlot(Slot):
         of_q, of_k = (self.owner.turned.get(id(each)) for each in (q, k))
         if of_q and of_k and _same(of_q, of_k) and of_q.offset is of_k.offset is self.first:
             q, k, (rotation, freqs) = of_q.x, of_k.x, of_q.how
-        rows = map(self.owner.rows, (q, k, v))
         if mask is None and self.padding is not None:
             mask = self.mask()
         elif self.padding is None and mask is self.owner.masks.get((self.static.group, None)):
             mask = None  # it hides what does not count yet, and nothing else
         options: dict[str, Any] = {"scale": scale, "rotation": rotation, "freqs": freqs}
-        given = *rows, *self.read, *self.given_tails, at
+        given = *map(self.owner.rows, (q, k, v)), *self.read, *self.given_tails, at
         out, *self.tails = attention_step(*given, **options, mask=mask, tickets=self.tickets)
         return self.owner.keep_rows(out.reshape(len(out), q_heads, 1, -1), out)
 
