@@ -61,23 +61,22 @@ def threshold(name: str, *key: Hashable, device: str | None = None) -> Any:
     return values.get(" ".join(map(str, key))) if key and isinstance(values, Mapping) else values
 
 
-def gain(name: str, size: int, *key: Hashable, device: str = "host") -> float | None:
-    """How many times as fast as the reference a kernel is, at the next smaller size measured.
+def gain(name: str, size: int, *key: Hashable) -> float | None:
+    """How many times as fast as the reference a kernel is on a CPU: at the next smaller size.
 
     Args:
         name: of an entry whose values have a list of ``sizes``, and lists of gains at them.
         size: of the problem, as rows; below the first that was measured, that one counts.
         key: which list.
-        device: see :func:`threshold`.
 
     Example:
         >>> gain("qmv_gain", 3, "affine", 4) == gain("qmv_gain", 2, "affine", 4)
         True
     """
-    gains = threshold(name, *key, device=device)
+    gains = threshold(name, *key, device="host")
     if gains is None:
         return None
-    at = bisect_right(threshold(name, "sizes", device=device), size) - 1
+    at = bisect_right(threshold(name, "sizes", device="host"), size) - 1
     return float(gains[max(0, at)])
 
 

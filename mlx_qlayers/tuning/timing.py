@@ -75,8 +75,8 @@ def turns(names: Iterable[T], repeats: int) -> Iterable[T]:
         order.reverse()
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits, and none in powers of ten."""
-    if value == 0 or abs(value) >= 10 ** (digits - 1):
+def significant(value: float) -> str:
+    """A number with three significant digits, and none in powers of ten."""
+    if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:#.{digits}g}" if abs(value) >= 1e-4 else f"{value:.{digits - 1}e}"
+    return f"{value:#.3g}" if abs(value) >= 1e-4 else f"{value:.2e}"

@@ -30,8 +30,6 @@ from ..moves import Buffer, Group, GroupTop, Local, Tile, Unroll, Upcast
 _GROUP = 64
 # Positions that a step takes at least, and rows of its tail.
 _POSITIONS, _TAIL = 8, 256
-# Beyond these a thread's operands and sums leave no room for addresses.
-_MOST_REGISTERS = 160
 
 
 class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):

@@ -22,8 +22,6 @@ from ..family import Family, Inputs, Path, moves_of, normal
 from ..moves import Buffer, Group, GroupTop, Local, Tile, Unroll, Upcast
 
 Config = QmvConfig | QmvMatrixConfig
-# Beyond these a thread's sums and weights cannot stay in registers.
-_MOST_SUMS, _MOST_PRODUCTS = 32, 128
 _EPSILON = 1e-6
 
 
