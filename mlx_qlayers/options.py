@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -139,6 +140,59 @@ class AttentionCall(NamedTuple):
     def dtypes(self) -> list[mx.Dtype]:
         """Those of q, k and v; of packed ones those of scales and biases."""
         return [a.dtype for a in (self.q, *self.k, *self.v) if a.dtype != mx.uint32]
+
+
+class StepCall(NamedTuple):
+    """The arrays of :func:`.ops.attention_step.attention_step`, or their specs.
+
+    Attributes:
+        q, k, v: the products of a token.
+        k_cache, v_cache: (B, Hkv, S, D) or Dv, or packed, scales and biases.
+        k_tail, v_tail: what came since, in rows of numbers or of :func:`row_words`.
+        positions, freqs, mask, tickets: as there.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    k_cache: tuple[Any, ...]
+    v_cache: tuple[Any, ...]
+    k_tail: Any
+    v_tail: Any
+    positions: Any
+    freqs: Any = None
+    mask: Any = None
+    tickets: Any = None
+
+    @classmethod
+    def of(cls, arrays: Sequence[Any]) -> StepCall:
+        """That of arrays in turn, of caches each of one array or of three."""
+        each = 3 if arrays[3].dtype == mx.uint32 else 1
+        k, v, rest = arrays[3 : 3 + each], arrays[3 + each : 3 + 2 * each], arrays[3 + 2 * each :]
+        q, key, value = arrays[:3]
+        return cls(q, key, value, tuple(k), tuple(v), *rest)
+
+    @property
+    def width(self) -> int:
+        """The width of a key."""
+        return int(self.k.shape[2]) // int(self.k_cache[0].shape[1])
+
+    @property
+    def v_width(self) -> int:
+        """The width of a value."""
+        return int(self.v.shape[2]) // int(self.v_cache[0].shape[1])
+
+    @property
+    def packing(self) -> tuple[int, int]:
+        """Group size and bits of the caches; zeros where they are not packed."""
+        return packing(self.k_cache, self.width) if len(self.k_cache) > 1 else (0, 0)
+
+
+def row_words(packed: Sequence[Any]) -> int:
+    """The words of a row of packed numbers, its scales and its biases, filled up to eights."""
+    words, scales, _ = packed
+    used = words.shape[-1] + 2 * scales.shape[-1] * scales.dtype.size // words.dtype.size
+    return int(-(-used // 8) * 8)
 
 
 def packing(k: tuple[Any, ...], width: int) -> tuple[int, int]:

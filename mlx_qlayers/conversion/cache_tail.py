@@ -1,5 +1,7 @@
 """Keys and values that came since a cache's buffers were written, beside them.
 
+Those of a quantized cache are packed, in rows of :func:`~.ops.attention_step.packed_rows`.
+
 A kernel cannot write into the buffers of a cache, and to copy them for each token takes longer the
 more they hold. So a token's keys and values go to a small tail, beside which the buffers are only
 read, and every 256 tokens both become new buffers. What a cache has meanwhile are arrays that MLX
@@ -17,27 +19,31 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..ops.attention_step import MIN_POSITIONS, MIN_TICKETS
+from ..ops.attention_step import MIN_POSITIONS, MIN_TICKETS, packed_rows, parts_of_rows
 
 # Rows of a tail, as many as a cache grows by.
 _ROWS = 256
+
+
+Buffer = mx.array | tuple[mx.array, ...]
 
 
 class Tail(NamedTuple):
     """The keys and values of all layers, in turn, of a cache that grows by a token at a time.
 
     Attributes:
-        buffers: (B, Hkv, S, D) or Dv, of which the first ``start`` rows count.
+        buffers: (B, Hkv, S, D) or Dv, of which the first ``start`` rows count; or packed, scales
+            and biases.
         tails: (B, Hkv, R, D) or Dv: the rows behind them.
         start: it is at most S - R.
         shown: the buffers with the tails in them, as the caches have them.
         tickets: of each cache what :func:`attention_step` takes for one launch; none if not asked.
     """
 
-    buffers: list[mx.array]
+    buffers: list[Buffer]
     tails: list[mx.array]
     start: int
-    shown: list[mx.array]
+    shown: list[Buffer]
     tickets: Sequence[mx.array] = ()
 
 
@@ -61,35 +67,105 @@ def one_token(size: int) -> mx.array:
 def tail_of(last: Tail | None, caches: Sequence[Any], length: int) -> Tail:
     """The tail of caches that hold so many keys, with room for a token: the last, or a new one."""
     shown, step = shown_by(caches), caches[0].step
-    rows, is_last = shown[0].shape[2], last is not None and _untouched(last, caches, shown)
+    rows, is_last = rows_of(shown[0]), last is not None and _untouched(last, caches, shown)
     if last and is_last and last.start <= length < last.start + last.tails[0].shape[2]:
         return last
     if length == rows:
         # They grow as the caches do it themselves, here by one copy.
-        parts = [[buffer] for buffer in shown]
-        if last and is_last and last.start + last.tails[0].shape[2] == rows:
+        whole = last and is_last and last.start + last.tails[0].shape[2] == rows
+        if last and whole:
             pairs = zip(last.buffers, last.tails, strict=True)
-            parts = [[buffer[:, :, : last.start], tail] for buffer, tail in pairs]
-        for part in parts:
-            batch, heads, _, width = part[0].shape
-            part.append(mx.zeros((batch, heads, step, width), part[0].dtype))
-        shown, rows = [mx.concatenate(part, axis=2) for part in parts], rows + step
+            shown = [grown(buffer, step, tail, last.start) for buffer, tail in pairs]
+        else:
+            shown = [grown(buffer, step) for buffer in shown]
+        rows += step
     size = min(_ROWS, rows)
     start = min(length, rows - size)
-    return Tail(shown, [buffer[:, :, start : start + size] for buffer in shown], start, shown)
+    return Tail(shown, [_cut(buffer, start, size) for buffer in shown], start, shown)
 
 
 def with_tickets(tail: Tail) -> Tail:
     """The tail with tickets, which no two caches share: their attention may run at once."""
     if tail.tickets:
         return tail
-    keys = tail.buffers[::2]
+    keys = [arrays_of(buffer)[0] for buffer in tail.buffers[::2]]
     # Attention takes at most one of a key head and 8 of its queries.
     size = max(MIN_TICKETS, *(8 * len(k) * k.shape[1] for k in keys))
     return tail._replace(tickets=[*mx.split(mx.zeros(len(keys) * size, mx.int32), len(keys))])
 
 
-def shown_by(caches: Sequence[Any]) -> list[mx.array]:
+class Layout(NamedTuple):
+    """How a cache has its keys (B, Hkv, S, D) and values (B, Hkv, S, Dv).
+
+    Attributes:
+        dtype: of them, or of their scales.
+        bits: of packed ones, else 0.
+        keys, values: their shapes.
+        group_size: of packed ones, else 0.
+    """
+
+    dtype: mx.Dtype
+    bits: int
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    group_size: int = 0
+
+
+def layout(cache: Any) -> Layout:
+    """That of a cache of keys and values that is not empty."""
+    return layout_of(shown_by([cache]), vars(cache))
+
+
+def layout_of(buffers: Sequence[Buffer], attributes: dict[str, Any]) -> Layout:
+    """That of keys and values, packed as the attributes of their cache say."""
+    keys, values = buffers
+    if isinstance(keys, mx.array) and isinstance(values, mx.array):
+        return Layout(keys.dtype, 0, keys.shape, values.shape)
+    bits: int = attributes["bits"]
+    of_k, of_v = ((*a[0].shape[:3], a[0].shape[3] * 32 // bits) for a in (keys, values))
+    return Layout(keys[1].dtype, bits, of_k, of_v, attributes["group_size"])
+
+
+def rows_of(buffer: Buffer) -> int:
+    """S of a buffer."""
+    return arrays_of(buffer)[0].shape[2]
+
+
+def arrays_of(buffer: Buffer) -> Sequence[mx.array]:
+    """The array of a buffer, or all three."""
+    return (buffer,) if isinstance(buffer, mx.array) else buffer
+
+
+def merged(buffer: Buffer, tail: mx.array, start: mx.array) -> Buffer:
+    """A buffer with its tail in it."""
+    if isinstance(buffer, mx.array):
+        return mx.slice_update(buffer, tail, start, (2,))
+    parts = parts_of_rows(tail, buffer)
+    pairs = zip(buffer, parts, strict=True)
+    return tuple(mx.slice_update(each, part, start, (2,)) for each, part in pairs)
+
+
+def grown(buffer: Buffer, step: int, tail: mx.array | None = None, start: int = 0) -> Buffer:
+    """A buffer with so many more rows; with a tail, that instead of what it has from ``start``."""
+    arrays, tails = arrays_of(buffer), list[list[mx.array]]()
+    if tail is not None:
+        parts = (tail,) if len(arrays) == 1 else parts_of_rows(tail, arrays)
+        arrays, tails = [array[:, :, :start] for array in arrays], [[part] for part in parts]
+    new = []
+    for array, behind in zip(arrays, tails or [[]] * len(arrays), strict=True):
+        batch, heads, _, width = array.shape
+        more = mx.zeros((batch, heads, step, width), array.dtype)
+        new.append(mx.concatenate([array, *behind, more], axis=2))
+    return new[0] if isinstance(buffer, mx.array) else tuple(new)
+
+
+def _cut(buffer: Buffer, start: int, size: int) -> mx.array:
+    """Rows of a buffer as a tail has them."""
+    parts = [array[:, :, start : start + size] for array in arrays_of(buffer)]
+    return parts[0] if isinstance(buffer, mx.array) else packed_rows(parts)
+
+
+def shown_by(caches: Sequence[Any]) -> list[Buffer]:
     """Keys and values of caches in turn, for those who only read them."""
     return [vars(c)[name] for c in caches for name in ("keys", "values")]
 
@@ -114,7 +190,7 @@ def kind_of(cache: Any) -> type:
     return vars(type(cache)).get("_kind", type(cache))
 
 
-def _untouched(tail: Tail, caches: Sequence[Any], shown: list[mx.array]) -> bool:
+def _untouched(tail: Tail, caches: Sequence[Any], shown: list[Buffer]) -> bool:
     """Whether nobody took keys or values of these caches since they show this tail."""
     watched = _watched(kind_of(caches[0]))
     return {*map(type, caches)} == {watched} and [*map(id, shown)] == [*map(id, tail.shown)]
@@ -139,7 +215,9 @@ def _watched(kind: type) -> type:
         "keys": attribute("keys"),
         "values": attribute("values"),
         "empty": lambda self: False,
-        "nbytes": property(lambda self: sum(array.nbytes for array in shown_by([self]))),
+        "nbytes": property(
+            lambda self: sum(a.nbytes for each in shown_by([self]) for a in arrays_of(each))
+        ),
         "__reduce_ex__": lambda self, protocol: released(self).__reduce_ex__(protocol),
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,

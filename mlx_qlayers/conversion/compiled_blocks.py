@@ -25,6 +25,7 @@ from ..ops.int8_matmul import int8_products
 from ..ops.rotary import rotary_embedding
 from ..reference.int8_matmul import block_of
 from ..runtime.backend import current
+from .cache_tail import Buffer, merged
 from .compiled import operation
 from .step_slots import current_step
 
@@ -293,7 +294,7 @@ def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callabl
 @operation
 def layers_in_turn(
     each: tuple[tuple[Static, float, Static], ...], present: tuple[bool, ...], *_: object
-) -> Callable[..., list[mx.array]]:
+) -> Callable[..., list[Buffer]]:
     """Decoder layers in turn, for a token of each sequence.
 
     Args:
@@ -314,12 +315,12 @@ def layers_in_turn(
         mask: mx.array | None,
         positions: list[mx.array],
         arrays: list[mx.array],
-        buffers: list[mx.array],
+        buffers: list[Buffer],
         tails: list[mx.array],
         deferred: list[mx.array],
         next_weight: mx.array | None,
         tickets: mx.array,
-    ) -> list[mx.array]:
+    ) -> list[Buffer]:
         rest = iter(arrays)
         whole = iter([next(rest) if there else None for there in present])
         operands = [[[*islice(whole, n)] for n in sizes] for _ in each]
@@ -332,8 +333,8 @@ def layers_in_turn(
             stream = follow(stream.x, out, weights[i + 1], *after)
             new += grown
         start = positions[0][:1]
-        shown = [mx.slice_update(b, t, start, (2,)) for b, t in zip(buffers, new, strict=True)]
-        return [part for part in stream if part is not None] + new + shown
+        shown = [merged(b, t, start) for b, t in zip(buffers, new, strict=True)]
+        return [*(part for part in stream if part is not None), *new, *shown]
 
     return run
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from operator import is_
@@ -23,6 +25,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..options import Rotation
 from ..runtime.backend import Mode, mode, use_backend
 from . import compiled
 from .attention_patch import made_class, stock_class
@@ -30,7 +33,7 @@ from .cache_tail import Tail, kind_of, shown_by
 from .matcher import Match, Mismatch
 from .snapshot import Snapshot
 from .step_caches import Inputs, leaves, put, reason_against, taken, with_tail
-from .step_slots import Nested, Rows, Static, Step, Unsupported, watched
+from .step_slots import Nested, Rows, Static, Step, Unsupported, current_step
 
 # Sequences at most: for more the products are those of a prompt.
 _MAX_BATCH = 128
@@ -226,11 +229,17 @@ def _examples(static: Static, filling: float) -> list[mx.array]:
     """Arrays of a cache whose first three rows count."""
     key = mx.random.key(0)
     if isinstance(static, Rows):
-        arrays, batch = [], static.shapes[0][0]
+        arrays, batch = list[Any](), static.shapes[0][0]
+        settings = dict(static.settings)
         for b, h, rows, width in static.shapes:
             written = mx.random.normal((b, h, 3, width), key=key)
             rest = mx.full((b, h, rows - 3, width), filling)
-            arrays.append(mx.concatenate([written, rest], axis=2).astype(static.dtype))
+            buffer = mx.concatenate([written, rest], axis=2).astype(static.dtype)
+            if "bits" in settings:
+                packed = mx.quantize(buffer, settings["group_size"], settings["bits"])
+                arrays.append(tuple(packed))
+            else:
+                arrays.append(buffer)
         positions = [mx.full((batch,), 3), mx.zeros((batch,), mx.int32)]
         return arrays + positions * hasattr(static.kind, "finalize")
     if isinstance(static, Nested):
@@ -282,9 +291,9 @@ class _Graph:
         self.by_step, self.tails = frozenset[int](), 0
         self.compiled = mx.compile(self._run)
 
-    def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[mx.array]) -> list[mx.array]:
+    def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
         inside = Step(self.static, at, arrays)
-        with watched(inside), mode(Mode.INFERENCE):
+        with _watched(inside), mode(Mode.INFERENCE):
             logits = self.function(self.model(), tokens, cache=inside.caches)
         if not isinstance(logits, mx.array):
             raise Unsupported("the model gives more than logits")
@@ -297,12 +306,35 @@ class _Graph:
         self.tails = len(inside.tails())
         return [logits, *inside.following(), *inside.tails(), *changed]
 
-    def __call__(self, tokens: mx.array, at: list[mx.array], arrays: list[mx.array]) -> Any:
+    def __call__(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> Any:
         logits, *rest = self.compiled(tokens, at, arrays)
         following, tails = rest[: len(at)], rest[len(at) :][: self.tails]
         flat = iter(rest[len(at) + self.tails :])
         outputs = [[next(flat) if there else None for there in each] for each in self.pattern]
         return logits, following, tails, outputs
+
+
+@contextmanager
+def _watched(step: Step) -> Iterator[None]:
+    """Let a graph see what ``mx.fast.rope`` turns in this thread; it does what it did."""
+    rope = mx.fast.rope
+
+    def turn(x: mx.array, dims: int, *args: Any, **options: Any) -> mx.array:
+        y: mx.array = rope(x, dims, *args, **options)
+        if current_step.get() is step and not args and x.ndim == 4:
+            how = {"scale": 1.0, "freqs": None, **options}
+            offset, freqs = how.pop("offset", None), how.pop("freqs")
+            step.turn(y, x, Rotation(dims, **how), freqs, offset)
+        return y
+
+    with _turning:
+        before = current_step.set(step)
+        mx.fast.rope = turn  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            mx.fast.rope = rope
+            current_step.reset(before)
 
 
 def _arrays_of(part: nn.Module) -> list[mx.array]:
@@ -325,3 +357,5 @@ def stopping_line(error: Exception) -> str:
 
 # By the identity of models, which are dicts and cannot be keys.
 _plans: dict[int, _Plan] = {}
+# While a graph is made, ``mx.fast.rope`` is not MLX's own.
+_turning = threading.RLock()

@@ -24,13 +24,16 @@ from ..runtime.transformed import is_transformed
 from . import compiled
 from .attention_patch import is_patched
 from .cache_tail import (
+    Buffer,
     Tail,
     advance,
+    arrays_of,
     kind_of,
+    layout,
     one_token,
     positions,
     positions_of,
-    shown_by,
+    rows_of,
     tail_of,
 )
 from .compiled_blocks import layers_in_turn, rotation_of
@@ -106,7 +109,7 @@ def _first_layers(
     if not caches or plan.why_not(caches[0], length):
         return x, pairs
     tail = tail_of(plan.tail, caches, length)
-    rows = tail.buffers[0].shape[2]
+    rows = rows_of(tail.buffers[0])
     if mask is not None:
         mask = mx.pad(mask, [(0, 0)] * 3 + [(0, rows - 1 - length)])
     at = plan.positions(caches, tail.start, length)
@@ -155,10 +158,10 @@ class _Plan:
 
     def why_not(self, cache: Any, length: int) -> str | None:
         """Why such a cache, with room for one key more, should be left to the loop, if so."""
-        (keys, values), (count, kv_heads) = shown_by([cache]), self.static[0][0][1]
-        batch, heads, rows, width = keys.shape
+        (dtype, bits, keys, values, _), (count, kv_heads) = layout(cache), self.static[0][0][1]
+        batch, heads, rows, width = keys
         rows += cache.step if length == rows else 0
-        return why_not(keys.dtype, count // kv_heads, (batch, heads, rows, width), values.shape[3])
+        return why_not(dtype, count // kv_heads, (batch, heads, rows, width), values[3], bits)
 
     def positions(self, caches: list[Any], start: int, length: int) -> list[mx.array]:
         """What :func:`attention_step` takes: one array, or one for each layer.
@@ -166,7 +169,7 @@ class _Plan:
         After the first token it follows from the one before: what the host writes anew, a GPU with
         memory of its own has to fetch.
         """
-        batch, offset, held = len(shown_by(caches[:1])[0]), caches[0].offset, length - start
+        batch, offset, held = layout(caches[0]).keys[0], caches[0].offset, length - start
         if (
             self.following is not None
             and self.following[0] == (start, length, batch)
@@ -203,7 +206,7 @@ class _Plan:
         tail: Tail,
     ) -> tuple[mx.array, Tail]:
         """What the layers give, and the tail with the token in it."""
-        key = where, tail.buffers[0].shape[2], len(at)
+        key = where, tuple(a.shape[2:] for a in arrays_of(tail.buffers[0])), len(at)
         if (functions := self.functions.get(key)) is None:
             functions = self.functions[key] = [
                 layers_in_turn(
@@ -220,7 +223,7 @@ class _Plan:
         if self.tickets.size != (size := max(MIN_TICKETS, len(x) * self.static[0][0][1][0])):
             self.tickets = mx.zeros((size,), mx.int32)
         tails: list[mx.array] = []
-        shown: list[mx.array] = []
+        shown: list[Buffer] = []
         deferred: list[mx.array] = []
         parts = zip(self.parts, functions, self.arrays, self.next_weights, strict=True)
         for part, function, arrays, next_weight in parts:
@@ -258,14 +261,16 @@ def _of_block(block: Any) -> tuple[Operands, float, Operands] | None:
 
 def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
     """How many keys each cache holds, if their buffers are alike and hold as many."""
-    from mlx_lm.models.cache import BatchKVCache, KVCache
+    from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
     if not caches or x.ndim != 3 or x.shape[1] != 1 or not in_one_launch(x):
         return None
     kind = kind_of(caches[0])
-    if kind not in (KVCache, BatchKVCache) or (first := vars(caches[0]))["keys"] is None:
+    kinds = KVCache, BatchKVCache, QuantizedKVCache
+    if kind not in kinds or (first := vars(caches[0]))["keys"] is None:
         return None
-    length: int = first["offset" if kind is KVCache else "_idx"]
+    counted = "_idx" if kind is BatchKVCache else "offset"
+    length: int = first[counted]
     if mask is not None and not (
         isinstance(mask, mx.array)
         and mask.ndim == 4
@@ -273,12 +278,16 @@ def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
         and mask.shape[2:] == (1, length + 1)
     ):
         return None
-    shapes = first["keys"].shape, first["values"].shape
+    alike = layout(caches[0])
+    if alike.dtype != x.dtype:
+        return None
+    plain = None if alike.bits else (alike.keys, alike.values, alike.dtype)
     for c in caches:
         if kind_of(c) is not kind or (own := vars(c))["keys"] is None:
             return None
-        if (own["keys"].shape, own["values"].shape) != shapes or own["keys"].dtype != x.dtype:
+        keys = own["keys"]
+        if (keys.shape, own["values"].shape, keys.dtype) != plain if plain else layout(c) != alike:
             return None
-        if own["offset" if kind is KVCache else "_idx"] != length:
+        if own[counted] != length:
             return None
-    return length if length <= shapes[0][2] else None
+    return length if length <= alike.keys[2] else None

@@ -9,11 +9,24 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .cache_tail import Tail, kind_of, positions, positions_of, tail_of, watch, with_tickets
+from .cache_tail import (
+    Buffer,
+    Tail,
+    grown,
+    kind_of,
+    layout,
+    layout_of,
+    positions,
+    positions_of,
+    rows_of,
+    tail_of,
+    watch,
+    with_tickets,
+)
 from .step_slots import Nested, Rows, States, Static, Unsupported
 
 # What a stand-in keeps of the cache that it stands for: what no token changes.
-_SETTINGS = ("max_size", "keep", "chunk_size")
+_SETTINGS = ("max_size", "keep", "chunk_size", "group_size", "bits")
 # Where the next token is written, the last row that counts then, and its position.
 Position = tuple[int, int, int]
 
@@ -43,6 +56,7 @@ def _kinds() -> dict[type, Callable[[Any], Position]]:
 
     return {
         kinds.KVCache: _plain,
+        kinds.QuantizedKVCache: _plain,
         kinds.ChunkedKVCache: _chunked,
         kinds.RotatingKVCache: _ring,
         kinds.BatchKVCache: _batch,
@@ -51,7 +65,7 @@ def _kinds() -> dict[type, Callable[[Any], Position]]:
 
 
 def _plain(c: Any) -> Position:
-    if c.offset == c.keys.shape[2]:
+    if c.offset == rows_of(c.keys):
         _grow(c, c.step)
     return c.offset, c.offset, c.offset
 
@@ -99,10 +113,7 @@ def _in_ring(c: Any, offset: int) -> Position:
 
 def _grow(c: Any, rows: int) -> None:
     for name in ("keys", "values"):
-        array = getattr(c, name)
-        batch, heads, _, width = array.shape
-        more = mx.zeros((batch, heads, rows, width), array.dtype)
-        setattr(c, name, mx.concatenate([array, more], axis=2))
+        setattr(c, name, grown(getattr(c, name), rows))
 
 
 class Group(NamedTuple):
@@ -132,7 +143,7 @@ class Inputs(NamedTuple):
 
     static: tuple[Static, ...]
     groups: list[Group]
-    arrays: list[mx.array]
+    arrays: list[Buffer]
     tail: Tail | None = None
 
 
@@ -188,13 +199,13 @@ def taken(
             inputs.arrays.extend([c.offset, c.left_padding] if is_batch else [])
             full = "max_size" in attributes and not is_batch
             full = full and group.at[1] >= c.keys.shape[2] - 1
-        key = group.at, buffers[0].shape[2], full
+        key = group.at, rows_of(buffers[0]), full
         if key not in groups:
             groups[key] = len(inputs.groups)
             inputs.groups.append(group)
-        shapes = buffers[0].shape, buffers[1].shape
-        rotated = attributes.get("rotated", False)
-        return Rows(kind, shapes, buffers[0].dtype, groups[key], full, rotated, settings, rows)
+        whole = layout_of(buffers, attributes)
+        rotated, shapes = attributes.get("rotated", False), (whole.keys, whole.values)
+        return Rows(kind, shapes, whole.dtype, groups[key], full, rotated, settings, rows)
 
     return inputs._replace(static=tuple(map(of, caches)))
 
@@ -221,12 +232,17 @@ def _tail_group(start: int, length: int, batch: int, offsets: mx.array | None) -
 def with_tail(own: Sequence[Any], by_step: frozenset[int]) -> tuple[int, ...]:
     """Which of some caches can have a tail together: of one kind, and with as many keys."""
     tailed = tuple(i for i in sorted(by_step) if not own[i].empty())
-    alike = {(kind_of(own[i]), _length(own[i]), vars(own[i])["keys"].shape[2]) for i in tailed}
+    alike = {(kind_of(own[i]), _length(own[i]), _rows_and_packing(own[i])) for i in tailed}
     return tailed if len(alike) == 1 else ()
 
 
+def _rows_and_packing(c: Any) -> tuple[int, int, int]:
+    whole = layout(c)
+    return whole.keys[2], whole.group_size, whole.bits
+
+
 def put(
-    own: Sequence[Any], outputs: Sequence[Sequence[mx.array | None]], tailed: Sequence[Any]
+    own: Sequence[Any], outputs: Sequence[Sequence[Buffer | None]], tailed: Sequence[Any]
 ) -> None:
     """Let caches hold what a graph gave, so that no signal sees some of them changed."""
     items: list[dict[str, Any]] = []
@@ -241,7 +257,7 @@ def put(
     watch(tailed)
 
 
-def _counted(c: Any, new: Sequence[mx.array | None]) -> dict[str, Any]:
+def _counted(c: Any, new: Sequence[Buffer | None]) -> dict[str, Any]:
     """The attributes of a cache of keys and values one token later."""
     if not new or new[0] is None:
         return {}

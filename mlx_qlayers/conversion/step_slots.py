@@ -11,18 +11,16 @@ attention then does it itself.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..ops.attention_step import attention_step, why_not
+from ..ops.attention_step import attention_step, packed_rows, why_not
 from ..options import Rotation
-from .cache_tail import one_token
+from .cache_tail import Buffer, merged, one_token
 
 
 class Unsupported(Exception):
@@ -68,7 +66,7 @@ class Nested(NamedTuple):
 
 Static = Rows | States | Nested | None
 # Caches whose keys lie in the order of their tokens.
-_STEPPED = ("KVCache", "BatchKVCache")
+_STEPPED = ("KVCache", "BatchKVCache", "QuantizedKVCache")
 
 
 class Turned(NamedTuple):
@@ -100,7 +98,7 @@ class Step:
     """
 
     def __init__(
-        self, static: Sequence[Static], at: Sequence[mx.array], arrays: Sequence[mx.array]
+        self, static: Sequence[Static], at: Sequence[mx.array], arrays: Sequence[Buffer]
     ) -> None:
         self.at, self.given = at, iter(arrays)
         self.slots: list[Any] = []
@@ -158,7 +156,7 @@ class Step:
         slot.steps = slot.steps is not False and plain and slot.could_step(q, mask)
         return out, mask if out is not None else slot.visible(mask)
 
-    def outputs(self) -> list[list[mx.array | None]]:
+    def outputs(self) -> list[list[Buffer | None]]:
         """The arrays of each cache, None where they are what they were."""
         return [_changed(slot) for slot in self.slots]
 
@@ -177,7 +175,7 @@ class Step:
         return frozenset(i for i, s in slots if isinstance(s, Slot) and s.updated and s.steps)
 
 
-def _changed(slot: Any) -> list[mx.array | None]:
+def _changed(slot: Any) -> list[Buffer | None]:
     if isinstance(slot, Slot):
         return list(slot.outputs())
     if not slot.before:
@@ -194,7 +192,7 @@ class Slot:
     def __init__(self, step: Step, static: Rows, given: Iterator[mx.array]) -> None:
         self.owner, self.static = step, static
         vars(self).update(static.settings)
-        self.buffers: Sequence[mx.array] = (next(given), next(given))
+        self.buffers: Sequence[Any] = (next(given), next(given))
         self.padding: mx.array | None = None
         self.updated = False
         self.steps: bool | None = None  # not known before attention
@@ -203,28 +201,35 @@ class Slot:
             self.first = self.offset = next(given)
             self.padding = next(given)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Sequence[Any]:
         """Write the token's keys and values; gives all rows, those that do not count too."""
         if self.updated:
             raise Unsupported("a cache is updated twice in a step")
         if keys.shape[2] != 1:
             raise Unsupported("more than a token is written into a cache")
         self.updated, self.token = True, (keys, values)
-        self.buffers = self.written(*(a.astype(self.static.dtype) for a in (keys, values)))
+        self.buffers = self.written(*map(self.stored, (keys, values)))
         self.offset = self.offset + 1
         self.owner.found[id(self.buffers[0])] = self
         return self.buffers
 
-    def written(self, *token: mx.array) -> tuple[mx.array, ...]:
+    def stored(self, rows: mx.array) -> mx.array:
+        """Rows as a tail has them."""
+        rows, settings = rows.astype(self.static.dtype), dict(self.static.settings)
+        if "bits" not in settings:
+            return rows
+        return packed_rows(mx.quantize(rows, settings["group_size"], settings["bits"]))
+
+    def written(self, *token: mx.array) -> tuple[Buffer, ...]:
         """The buffers with the token's rows in them."""
         return self.placed(self.buffers, token, self.owner.at[self.static.group][:1])
 
     def placed(
-        self, buffers: Sequence[mx.array], rows: Sequence[mx.array], start: mx.array
-    ) -> tuple[mx.array, ...]:
+        self, buffers: Sequence[Any], rows: Sequence[mx.array], start: mx.array
+    ) -> tuple[Any, ...]:
         """Buffers with rows in them, from one on."""
         pairs = zip(buffers, rows, strict=True)
-        return tuple(mx.slice_update(buffer, new, start, (2,)) for buffer, new in pairs)
+        return tuple(merged(buffer, new, start) for buffer, new in pairs)
 
     def could_step(self, q: mx.array, mask: Any) -> bool:
         """Whether :func:`attention_step` takes the place of attention to these rows."""
@@ -236,7 +241,8 @@ class Slot:
         (_, heads, _, width), (*_, v_width) = shapes
         if q.shape[1] % heads or q.shape[3] != width:
             return False
-        return why_not(q.dtype, q.shape[1] // heads, shapes[0], v_width) is None
+        bits = getattr(self, "bits", 0)
+        return why_not(q.dtype, q.shape[1] // heads, shapes[0], v_width, bits) is None
 
     def by_step(self, q: mx.array, scale: float, mask: Any) -> mx.array | None:
         """Attention by it, (B, H, 1, Dv); None without a tail."""
@@ -288,7 +294,7 @@ class Slot:
         at = self.owner.at[self.static.group]
         return at[0], at[1]
 
-    def keys_and_values(self) -> Sequence[mx.array]:
+    def keys_and_values(self) -> Sequence[Any]:
         """All rows, those that do not count too."""
         return self.buffers
 
@@ -304,7 +310,7 @@ class Slot:
             return mask & own
         return mx.where(own, mask, mx.array(-mx.inf, mask.dtype))
 
-    def outputs(self) -> Iterator[mx.array | None]:
+    def outputs(self) -> Iterator[Buffer | None]:
         """What changed: keys, values; of a batch offset and padding."""
         yield from self.buffers if self.updated else (None, None)
         if self.padding is not None:
@@ -336,7 +342,7 @@ class TailSlot(Slot):
         at = self.owner.at[self.static.group]
         return at[0] + at[1], at[0] + at[1]
 
-    def written(self, *token: mx.array) -> tuple[mx.array, ...]:
+    def written(self, *token: mx.array) -> tuple[Buffer, ...]:
         """The buffers with the tail in them, and the token's row in that."""
         at = self.owner.at[self.static.group]
         self.tails = self.placed(self.given_tails, token, at[1:2])
@@ -358,7 +364,7 @@ class TailSlot(Slot):
         out, *self.tails = attention_step(*given, **options, mask=mask, tickets=self.tickets)
         return self.owner.keep_rows(out.reshape(len(out), q_heads, 1, -1), out)
 
-    def outputs(self) -> Iterator[mx.array | None]:
+    def outputs(self) -> Iterator[Buffer | None]:
         """What changed: keys and values as the cache shows them."""
         at = self.owner.at[self.static.group]
         yield from self.placed(self.read, self.tails, at[:1])
@@ -373,28 +379,3 @@ def _slot_class(kind: type, tail: bool) -> type:
 
 # The graph whose model code runs now.
 current_step: ContextVar[Step | None] = ContextVar("current_step", default=None)
-
-_ahead = threading.RLock()
-
-
-@contextmanager
-def watched(step: Step) -> Iterator[None]:
-    """Let a graph see what ``mx.fast.rope`` turns in this thread; it does what it did."""
-    rope = mx.fast.rope
-
-    def turn(x: mx.array, dims: int, *args: Any, **options: Any) -> mx.array:
-        y: mx.array = rope(x, dims, *args, **options)
-        if current_step.get() is step and not args and x.ndim == 4:
-            how = {"scale": 1.0, "freqs": None, **options}
-            offset, freqs = how.pop("offset", None), how.pop("freqs")
-            step.turn(y, x, Rotation(dims, **how), freqs, offset)
-        return y
-
-    with _ahead:
-        before = current_step.set(step)
-        mx.fast.rope = turn  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            mx.fast.rope = rope
-            current_step.reset(before)

@@ -180,10 +180,11 @@ class AttentionStepProblem(Problem):
             return "one threadgroup takes the tail with the cache"
         if config.threads > 1024:
             return f"{config.threads} threads"
-        return too_much(step._memory(T=self.dtype, D=self.width, joined=True, **asdict(config)))
+        sizes: dict[str, Any] = {"T": self.dtype, "D": self.width, "Dv": self.v_width, "bits": 0}
+        return too_much(step._memory(**sizes, joined=True, **asdict(config)))
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return step._kernel(False, False), decode._combine(False)
+        return step._kernel(False, False, False), decode._combine(False)
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         heads = self.batch, self.heads, self.kv_heads

@@ -39,8 +39,8 @@ def checked(
         if not all(counts):
             kinds = ["tuple" if count else "array" for count in counts]
             raise ValueError(f"k and v must both be packed or not, not {' and '.join(kinds)}")
-        _check_packed("k", k, width)
-        _check_packed("v", v, None, packing(k, width))
+        check_packed("k", k, width)
+        check_packed("v", v, None, packing(k, width))
         k_shape, v_shape = (*k[0].shape[:3], width), v[0].shape
     else:
         for name, array in (("k", k[0]), ("v", v[0])):
@@ -80,9 +80,10 @@ def _is_packed(parts: Sequence[Any]) -> bool:
     )
 
 
-def _check_packed(
+def check_packed(
     name: str, parts: Sequence[Any], width: int | None, wanted: tuple[int, int] | None = None
 ) -> None:
+    """Raise a ``ValueError`` for what is not packed, in rows of ``width`` or as ``wanted``."""
     if not _is_packed(parts):
         raise ValueError(f"{name} must be (packed, scales, biases) of 4 axes as mx.quantize gives")
     check_floats(f"the scales of {name}", parts[1])

@@ -9,16 +9,27 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import configure
+from ..dispatch.thresholds import threshold
 from ..metal.attention import step as kernels
-from ..options import Rotation
+from ..metal.attention.decode import BITS
+from ..options import Rotation, StepCall, row_words
 from ..reference import attention_step as reference
+from ..reference.attention_step import packed_rows, parts_of_rows
 from ..runtime.backend import backend
 from ..runtime.limits import has_few_registers
 from ..runtime.spec import Spec
-from .attention_checks import check_rotation, check_scale
+from .attention_checks import check_packed, check_rotation, check_scale
 from .checks import FLOATS
 
-__all__ = ["MIN_POSITIONS", "MIN_TICKETS", "Rotation", "attention_step", "why_not"]
+__all__ = [
+    "MIN_POSITIONS",
+    "MIN_TICKETS",
+    "Rotation",
+    "attention_step",
+    "packed_rows",
+    "parts_of_rows",
+    "why_not",
+]
 
 _MAX_WIDTH = 256
 # Where a threadgroup sees what others wrote.
@@ -31,8 +42,8 @@ def attention_step(
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    k_cache: mx.array,
-    v_cache: mx.array,
+    k_cache: mx.array | tuple[mx.array, mx.array, mx.array],
+    v_cache: mx.array | tuple[mx.array, mx.array, mx.array],
     k_tail: mx.array,
     v_tail: mx.array,
     positions: mx.array,
@@ -53,10 +64,12 @@ def attention_step(
         q: (B, 1, H * D) in float32, float16 or bfloat16: the product, before its rotation.
         k: (B, 1, Hkv * D) in the dtype of ``q``.
         v: (B, 1, Hkv * Dv).
-        k_cache: (B, Hkv, S, D).
-        v_cache: (B, Hkv, S, Dv).
-        k_tail: (B, Hkv, R, D).
-        v_tail: (B, Hkv, R, Dv).
+        k_cache: (B, Hkv, S, D); or what ``mx.quantize`` gives of it, (packed, scales, biases),
+            with scales in the dtype of ``q``. Then keys and values of the token are packed like
+            it, and attended to as they are then.
+        v_cache: (B, Hkv, S, Dv), or packed with the group size and bits of ``k_cache``.
+        k_tail: (B, Hkv, R, D); of packed keys what :func:`packed_rows` gives.
+        v_tail: (B, Hkv, R, Dv), likewise.
         positions: (8 or more,) int32: how many keys of the cache count, from 0 to S; how many of
             the tail, from 0 to R - 1; the position of each sequence's token; then anything.
         scale: what the products of queries and keys are multiplied by.
@@ -83,33 +96,51 @@ def attention_step(
 
     Source: :func:`mlx_qlayers.ops.rotary.rotary_embedding` and :func:`mlx_qlayers.attention`.
     """
-    arrays = q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask, tickets
-    outputs: list[mx.array] = dispatch(_STEP, arrays, (scale, rotation))
+    many = tuple, list
+    of_k = k_cache if isinstance(k_cache, many) else (k_cache,)
+    of_v = v_cache if isinstance(v_cache, many) else (v_cache,)
+    arrays = q, k, v, *of_k, *of_v, k_tail, v_tail, positions, freqs, mask, tickets
+    outputs: list[mx.array] = dispatch(_STEP, arrays, (scale, rotation, len(of_k), len(of_v)))
     return outputs
 
 
-def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation) -> Plan:
-    _check(arrays)
-    q, _, _, k_cache, v_cache, _, _, _, freqs, *_ = arrays
+def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation, *parts: int) -> Plan:
+    if parts not in ((1, 1), (3, 3)):
+        what = f"{parts[0]} and {parts[1]} arrays"
+        raise ValueError(f"k_cache and v_cache must be packed in 3 arrays each, or 1, not {what}")
+    if arrays[0].ndim == 3 and (arrays[3].dtype == mx.uint32) != (parts == (3, 3)):
+        raise ValueError(f"k_cache must be {arrays[0].dtype}, or packed, not {arrays[3].dtype}")
+    call = _checked(arrays)
+    q, (batch, kv_heads, size, _) = call.q, call.k_cache[0].shape
+    width, v_width, bits = call.width, call.v_width, call.packing[1]
     check_scale(scale)
-    check_rotation(rotation, freqs, k_cache.shape[3])
-    v_width, share = v_cache.shape[3], q.shape[2] // (k_cache.shape[1] * k_cache.shape[3])
-    covered = _covers(q.dtype, share, k_cache.shape, v_width)
+    check_rotation(rotation, call.freqs, width)
+    share, shape = q.shape[2] // (kv_heads * width), (batch, kv_heads, size, width)
+    covered = _covers(q.dtype, share, shape, v_width, bits)
     choice = choose("attention_step", KERNELS if covered else ())
     composed = reference.attention_step(arrays, scale, rotation)
     if choice.path == "ops":
         return Plan(choice, composed)
-    question = kernels.question(q, k_cache, v_width)
-    config = configure("attention_step", choice.path, *question)
-    known = arrays if choice.path in _ORDERED else arrays[:10]
+    if bits:  # nothing was measured of packed caches
+        measured = threshold("attention_step_splits", device=choice.path)
+        widths = width, v_width
+        config = kernels.configure(choice.path, q.dtype, share, size, widths, measured, bits)
+    else:
+        question = kernels.question(q, Spec(shape, q.dtype), v_width)
+        config = configure("attention_step", choice.path, *question)
+    known = arrays if choice.path in _ORDERED else arrays[:-1]
     launch = kernels.attention_step(known, scale, rotation, config)
+    if bits:
+        return Plan(choice, launch, reference=composed)
     return Plan(choice, launch, gradient_of(composed, arrays), composed)
 
 
 _STEP = Operation("attention_step", _plan)
 
 
-def why_not(dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int) -> str | None:
+def why_not(
+    dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int, bits: int = 0
+) -> str | None:
     """Why the kernel should not be used on this machine for such a cache, if so.
 
     Args:
@@ -117,27 +148,39 @@ def why_not(dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int)
         share: queries of a key head.
         k_shape: (B, Hkv, S, D).
         v_width: Dv.
+        bits: of packed keys and values.
     """
-    if not _covers(dtype, share, k_shape, v_width):
+    if not _covers(dtype, share, k_shape, v_width, bits):
         return "no kernel for these shapes"
     choice = choose("attention_step")
     return choice.reason if choice.path == "ops" else None
 
 
-def _covers(dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int) -> bool:
+def _covers(
+    dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int, bits: int = 0
+) -> bool:
     width = k_shape[3]
+    if bits not in (0, *BITS):
+        return False
     if width % 8 or v_width % 8 or max(width, v_width) > _MAX_WIDTH or not min(*k_shape, v_width):
         return False
     if backend() != "metal" or not has_few_registers():
         return True
-    return kernels.fits_few_registers(dtype, share, width, v_width)
+    return kernels.fits_few_registers(dtype, share, width, v_width, bits)
 
 
-def _check(arrays: Sequence[Any]) -> None:
-    q, k, v, k_cache, v_cache, k_tail, v_tail, positions, _, mask, tickets = arrays
+def _checked(arrays: Sequence[Any]) -> StepCall:
+    """The arguments by their names, after a check."""
+    q, k, v, *_ = arrays
     if q.ndim != 3 or q.shape[1] != 1 or q.dtype not in FLOATS:
         what = f"{q.dtype} {q.shape}"
         raise ValueError(f"q must be (B, 1, H * D) in a floating-point type, not {what}")
+    call = StepCall.of(arrays)
+    (k_cache, *k_groups), (v_cache, *v_groups) = call.k_cache, call.v_cache
+    k_tail, v_tail, positions, mask, tickets = (
+        *(call.k_tail, call.v_tail, call.positions),
+        *(call.mask, call.tickets),
+    )
     if k_cache.ndim != 4 or k_cache.shape[0] != q.shape[0]:
         raise ValueError(f"k_cache must be ({q.shape[0]}, Hkv, S, D), not {k_cache.shape}")
     if v_cache.ndim != 4 or not v_cache.shape[3]:
@@ -145,19 +188,30 @@ def _check(arrays: Sequence[Any]) -> None:
     if k_tail.ndim != 4 or not k_tail.shape[2]:
         raise ValueError(f"k_tail must be (B, Hkv, R, D), not {k_tail.shape}")
     batch, kv_heads, size, width = k_cache.shape
+    v_width, rows, kind, tails = v_cache.shape[3], k_tail.shape[2], q.dtype, None
+    if k_groups:
+        if k.ndim != 3 or v.ndim != 3 or not kv_heads:
+            raise ValueError(f"k and v must be (B, 1, Hkv * D), not {k.shape} and {v.shape}")
+        width, v_width = call.width, call.v_width
+        check_packed("k_cache", call.k_cache, width)
+        check_packed("v_cache", call.v_cache, None, call.packing)
+        kind, tails = mx.uint32, [row_words(each) for each in (call.k_cache, call.v_cache)]
     if 0 in (kv_heads, width, q.shape[2]) or q.shape[2] % (kv_heads * width):
         raise ValueError(f"q must have a multiple of {kv_heads} heads of {width}, not {q.shape}")
-    heads, v_width, rows = q.shape[2] // width, v_cache.shape[-1], k_tail.shape[2]
-    for name, array, shape in (
-        ("v_cache", v_cache, (batch, kv_heads, size, v_width)),
-        ("k", k, (batch, 1, kv_heads * width)),
-        ("v", v, (batch, 1, kv_heads * v_width)),
-        ("k_cache", k_cache, k_cache.shape),
-        ("k_tail", k_tail, (batch, kv_heads, rows, width)),
-        ("v_tail", v_tail, (batch, kv_heads, rows, v_width)),
+    heads = q.shape[2] // width
+    of_k, of_v = tails or (width, v_width)
+    for name, array, shape, dtype in (
+        *(("the scales of k_cache", a, a.shape, q.dtype) for a in k_groups),
+        *(("the scales of v_cache", a, a.shape, q.dtype) for a in v_groups),
+        ("v_cache", v_cache, (batch, kv_heads, size, v_cache.shape[3]), kind),
+        ("k", k, (batch, 1, kv_heads * width), q.dtype),
+        ("v", v, (batch, 1, kv_heads * v_width), q.dtype),
+        ("k_cache", k_cache, k_cache.shape, kind),
+        ("k_tail", k_tail, (batch, kv_heads, rows, of_k), kind),
+        ("v_tail", v_tail, (batch, kv_heads, rows, of_v), kind),
     ):
-        if array.shape != shape or array.dtype != q.dtype:
-            raise ValueError(f"{name} must be {q.dtype} {shape}, not {array.dtype} {array.shape}")
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype} {shape}, not {array.dtype} {array.shape}")
     least, kind = max(MIN_POSITIONS, 2 + batch), positions.dtype
     if positions.ndim != 1 or positions.size < least or kind != mx.int32:
         what = f"{kind} {positions.shape}"
@@ -165,8 +219,9 @@ def _check(arrays: Sequence[Any]) -> None:
     if tickets is not None and (tickets.dtype != mx.int32 or tickets.ndim != 1):
         raise ValueError(f"tickets must be int32 and have one axis, not {Spec.of(tickets)}")
     if mask is None:
-        return
+        return call
     broadcast = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
     if mask.dtype != mx.bool_ or not broadcast or mask.shape[2] != 1 or mask.shape[3] < size:
         wanted, what = (batch, heads, 1, size), f"{mask.dtype} {mask.shape}"
         raise ValueError(f"mask must be bool {wanted}, not {what}")
+    return call

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..options import AttentionCall, Rotation, Scores
+from ..options import AttentionCall, Rotation, Scores, StepCall, row_words
 from ..runtime.spec import Spec
 from .attention import attention
 from .rotary import rotary_embedding
@@ -17,32 +17,63 @@ def attention_step(
     arrays: Sequence[Any], scale: float, rotation: Rotation
 ) -> Callable[..., list[mx.array]]:
     """A function of arrays of these specs, those of :func:`.ops.attention_step.attention_step`."""
-    q, _, _, k_cache, v_cache, k_tail, _, _, _, mask, *_ = arrays
-    batch, _, size, width = k_cache.shape
-    rows, v_width = k_tail.shape[2], v_cache.shape[3]
+    call = StepCall.of(arrays)
+    q, mask, rows, width, v_width = (
+        call.q,
+        call.mask,
+        call.k_tail.shape[2],
+        call.width,
+        call.v_width,
+    )
+    (batch, _, size, _), (group_size, bits) = call.k_cache[0].shape, call.packing
     leading, keys = () if mask is None else mask.shape[:3], size + rows
     queries, seen = (batch, q.shape[2] // width, 1, width), Spec((*leading, keys), mx.bool_)
-    k, v = (Spec((*a.shape[:2], keys, a.shape[3]), a.dtype) for a in (k_cache, v_cache))
-    call = AttentionCall(Spec(queries, q.dtype), (k,), (v,), Scores(scale), seen)
-    attend, turn = attention(call), rotary_embedding(rotation)
+    k, v = (
+        tuple(Spec((*a.shape[:2], keys, a.shape[3]), a.dtype) for a in parts)
+        for parts in (call.k_cache, call.v_cache)
+    )
+    attend = attention(AttentionCall(Spec(queries, q.dtype), k, v, Scores(scale), seen))
+    turn = rotary_embedding(rotation)
 
     def run(*arrays: Any) -> list[mx.array]:
-        q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask, *_ = arrays
+        q, k, v, k_cache, v_cache, *rest = StepCall.of(arrays)
+        k_tail, v_tail, positions, freqs, mask, *_ = rest
         before, held, row = positions[0], positions[1], mx.arange(rows)
         heads = (batch, 1, -1, width) if rotation.dims else (batch, -1, 1, width)
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(batch, -1, 1, v_width)
         if rotation.dims:
             q, k = turn(q, k, positions[2 : 2 + batch], freqs)
+        if bits:
+            k, v = (packed_rows(mx.quantize(a, group_size, bits)) for a in (k, v))
         kept, here = (row < held)[:, None], (row == held)[:, None]
         k_tail = mx.where(kept, k_tail, mx.where(here, k, 0))
         v_tail = mx.where(kept, v_tail, mx.where(here, v, 0))
-        k, v = mx.concatenate([k_cache, k_tail], 2), mx.concatenate([v_cache, v_tail], 2)
+        k, v = _joined(k_cache, k_tail), _joined(v_cache, v_tail)
         seen = mx.concatenate([mx.arange(size) < before, row <= held])
         if mask is not None:
             last = mask.shape[3] - 1
             columns = [mx.minimum(mx.arange(size), last), mx.minimum(before + row, last)]
             seen = seen & mask[..., mx.concatenate(columns)]
-        (out,) = attend(q, k, v, seen, None)
+        (out,) = attend(q, *k, *v, seen, None)
         return [out.reshape(batch, 1, -1), k_tail, v_tail]
 
     return run
+
+
+def packed_rows(parts: Sequence[mx.array]) -> mx.array:
+    """Packed numbers, scales and biases in one array of words, (..., row_words), a row in a row."""
+    words = mx.concatenate([parts[0], mx.concatenate([*parts[1:]], -1).view(mx.uint32)], axis=-1)
+    return mx.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, row_words(parts) - words.shape[-1])])
+
+
+def parts_of_rows(rows: mx.array, like: Sequence[Any]) -> tuple[mx.array, ...]:
+    """What :func:`packed_rows` was given, of the widths and dtypes of ``like``."""
+    words, scales, _ = like
+    first, groups = words.shape[-1], scales.shape[-1]
+    behind = rows[..., first : first + 2 * groups * scales.dtype.size // 4].view(scales.dtype)
+    return rows[..., :first], behind[..., :groups], behind[..., groups:]
+
+
+def _joined(cache: tuple[mx.array, ...], tail: mx.array) -> list[mx.array]:
+    tails = (tail,) if len(cache) == 1 else parts_of_rows(tail, cache)
+    return [mx.concatenate([*pair], axis=2) for pair in zip(cache, tails, strict=True)]

@@ -8,6 +8,7 @@ import pickle
 import re
 import sys
 from itertools import chain
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,27 +45,38 @@ def begun(model: nn.Module, kind: str = "own", batch: int = 1, prompt: int = 5) 
     if kind == "batch":
         cache = [BatchKVCache([(2 * i) % 5 for i in range(batch)]) for _ in cache]
     model(TOKENS[:batch, :prompt], cache=cache)
+    if kind.startswith("bits"):
+        return [c.to_quantized(32, int(kind.split()[1])) for c in cache]
     return cache
+
+
+def dequantized(cache: Any, parts: Any) -> mx.array:
+    """Keys or values of a cache, those of a quantized one as numbers."""
+    bits = getattr(cache, "bits", None)
+    return mx.dequantize(*parts, cache.group_size, bits) if bits else parts
 
 
 def seen(cache: list) -> list[list[np.ndarray]]:
     """What the caches say that they hold."""
-    return [[np.array(a, np.float32) for a in c.keys_and_values()] for c in cache]
+    return [[np.array(dequantized(c, a), np.float32) for a in c.keys_and_values()] for c in cache]
 
 
 def agree(run, what: str) -> None:
     """Run on both models a function of a model, which gives logits and a cache."""
     stock, model = pair()
     (logits, cache), (truth, wanted) = run(model), run(stock)
-    assert_same_model(logits, truth, bits=None, what=what)
+    bits = getattr(wanted[0], "bits", None)
+    assert_same_model(logits, truth, bits=bits, what=what)
     for ours, theirs in zip(cache, wanted, strict=True):
         assert isinstance(ours, type(theirs)) and vars(ours).keys() == vars(theirs).keys()
         assert mx.array_equal(mx.array(ours.offset), mx.array(theirs.offset))
         assert ours.nbytes == theirs.nbytes and ours.size() == theirs.size()
+        assert bits is None or ours.state[2:] == theirs.state[2:]
         for a, b in zip(ours.state[:2], theirs.state[:2], strict=True):
+            a, b = dequantized(ours, a), dequantized(theirs, b)
             assert a.dtype == b.dtype and a.shape == b.shape
-            counted = slice(ours.size())  # behind it anything may lie
-            assert_same_states(a[:, :, counted], b[:, :, counted], bits=None, what=what)
+            counted = slice(ours.size() or ours.offset)  # behind it anything may lie
+            assert_same_states(a[:, :, counted], b[:, :, counted], bits=bits, what=what)
 
 
 def stepped(model: nn.Module, cache: list, steps: range, batch: int = 1) -> list[mx.array]:
@@ -74,7 +86,7 @@ def stepped(model: nn.Module, cache: list, steps: range, batch: int = 1) -> list
 LOOKS = {
     "state": lambda cache: [c.state for c in cache],
     "keys": lambda cache: mx.eval([c.keys for c in cache]),
-    "one layer": lambda cache: np.array(cache[1].values),
+    "one layer": lambda cache: mx.eval(cache[1].values),
     "copy": copy.deepcopy,
     "pickle": pickle.dumps,
     "bytes": lambda cache: [c.nbytes for c in cache],
@@ -82,7 +94,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("batch", 3)])
+@pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("batch", 3), ("bits 8", 2)])
 def test_whoever_looks_sees_what_stock_shows(look, kind, batch, tail):
     def run(model):
         cache, logits = begun(model, kind, batch), []
@@ -94,24 +106,28 @@ def test_whoever_looks_sees_what_stock_shows(look, kind, batch, tail):
     agree(run, look)
 
 
-def test_each_token_is_there_at_once(tail):
+@pytest.mark.parametrize(("kind", "bits"), [("own", None), ("bits 4", 4)])
+def test_each_token_is_there_at_once(kind, bits, tail):
     stock, model = pair()
     found = []
     for m in (stock, model):
-        cache = begun(m)
+        cache = begun(m, kind)
         found.append([seen(cache) for i in range(5, 15) if stepped(m, cache, range(i, i + 1))])
     for ours, theirs in zip(found[1], found[0], strict=True):
         for a, b in zip(chain(*ours), chain(*theirs), strict=True):
             assert a.shape == b.shape
-            assert_same_states(mx.array(a), mx.array(b), bits=None, what="a token")
+            assert_same_states(mx.array(a), mx.array(b), bits=bits, what="a token")
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 6, 11])
-def test_trimmed_in_the_midst_of_a_tail(cut, tail):
+@pytest.mark.parametrize(
+    ("cut", "kind"),
+    [*((n, "own") for n in (1, 2, 3, 6, 11)), *((n, "bits 4") for n in (2, 6))],
+)
+def test_trimmed_in_the_midst_of_a_tail(cut, kind, tail):
     """Within the tail, to its start, and to what the buffers hold."""
 
     def run(model):
-        cache, logits = begun(model), []
+        cache, logits = begun(model, kind), []
         for _ in range(3):
             logits += stepped(model, cache, range(5, 12))
             trim_prompt_cache(cache, cut)
@@ -151,7 +167,7 @@ def test_arrays_that_somebody_writes_into(tail):
     agree(run, "written")
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("batch", 2)])
+@pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("batch", 2), ("bits 4", 1)])
 def test_a_cache_is_what_it_was(kind, batch, tail):
     """Its kind, and what does not have to be computed."""
     _, model = pair()

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
-from decoding import KINDS, logits
+from decoding import BITS, KINDS, logits
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from numerics import assert_same_model
@@ -45,7 +45,7 @@ NAMES = [
     "mamba2",
     "baichuan_m1",
 ]
-DECODED = [kind for kind in KINDS if kind not in ("none", "quantized")]
+DECODED = [kind for kind in KINDS if kind != "none"]
 
 
 @pytest.fixture
@@ -89,7 +89,8 @@ def test_logits(name: str, graphs: list[object]) -> None:
         steps = zip(*logits(models, kind, (1, 3)[i % 2], VOCABULARY), strict=True)
         for number, (stock, found) in enumerate(steps):
             what = f"{name}, cache {kind}, step {number}"
-            assert_same_model(found, stock, bits=None, what=what)
+            bits = BITS if kind == "quantized" else None
+            assert_same_model(found, stock, bits=bits, what=what)
         assert len(graphs) >= 3, compiled_step.stopped(models[1])
 
 
@@ -147,9 +148,12 @@ def test_a_model_that_looks_at_the_size_of_a_cache_is_left(graphs: list[object])
     assert "rows a cache has" in (compiled_step.stopped(model) or "")
 
 
-@pytest.mark.parametrize(("name", "calls"), [("phi3", 2), ("qwen3_moe", 2), ("cohere2", 2)])
+@pytest.mark.parametrize(
+    ("name", "calls", "bits"),
+    [("phi3", 2, 0), ("qwen3_moe", 2, 0), ("cohere2", 2, 0), ("phi3", 2, 4)],
+)
 def test_attention_turns_and_writes_a_tail(
-    name: str, calls: int, graphs: list[object], monkeypatch: pytest.MonkeyPatch
+    name: str, calls: int, bits: int, graphs: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of layers whose caches keep all tokens; the other two of cohere2 slide, without positions."""
     turned: list[int] = []
@@ -165,6 +169,7 @@ def test_attention_turns_and_writes_a_tail(
     _, model = pair(name)
     cache = make_prompt_cache(model)
     model(mx.array([[1, 2, 3]]), cache=cache)
+    cache = [c.to_quantized(32, bits) for c in cache] if bits else cache
     buffers = []
     for _ in range(3):
         model(mx.array([[4]]), cache=cache)

@@ -47,7 +47,7 @@ def test_the_graph_that_metal_gets(metal, tmp_path):
     mx.export_function(str(path), lambda token: model(token, cache=cache), TOKENS[:1, 5:6])
     data = path.read_bytes()
     launched = re.findall(rb"CustomKernel.{8}custom_kernel_([a-z_]*)", data, re.DOTALL)
-    assert launched == [b"qmv_", b"attention_step__float_", *[b"qmv_"] * 3] * 2 + [b"qmv_"]
+    assert launched == [b"qmv_", b"attention_step__float_float_", *[b"qmv_"] * 3] * 2 + [b"qmv_"]
     assert b"SliceUpdate" not in data
 
 
@@ -61,33 +61,36 @@ def test_bytes_of_a_token_of_a_layer_as_wide_as_7b(metal, tmp_path):
     model.eval()
     with use_backend("ops"):
         convert_model(model, verify=False)
-    (cache,) = caches = make_prompt_cache(model)
-    for rows in (4352, 16640, 33024):
+    for rows, bits in ((4352, 0), (16640, 0), (33024, 0), (4352, 4), (33024, 4), (33024, 8)):
+        (cache,) = caches = make_prompt_cache(model)
         cache.keys, cache.values = (mx.zeros((1, 4, rows, 128), mx.bfloat16) for _ in "kv")
         cache.offset = rows - 100
+        caches = [cache.to_quantized(64, bits)] if bits else caches
         plan = decoder_loop._Plan(model.layers)
         tail = cache_tail.tail_of(None, caches, cache.offset)
-        arrays = [*plan.arrays[0], *tail.buffers, *tail.tails]
-        weights = len(plan.arrays[0])
+        parts = [a for buffer in tail.buffers for a in cache_tail.arrays_of(buffer)]
+        arrays, weights = [*plan.arrays[0], *parts, *tail.tails], len(plan.arrays[0])
 
-        def step(x, positions, *arrays, plan=plan, tail=tail, weights=weights):
-            plan.arrays, buffers = [[*arrays[:weights]]], arrays[weights:]
-            given = tail._replace(buffers=[*buffers[:2]], tails=[*buffers[2:]])
+        def layer(x, positions, *arrays, plan=plan, tail=tail, weights=weights):
+            plan.arrays, (*parts, k_tail, v_tail) = [[*arrays[:weights]]], arrays[weights:]
+            buffers = [tuple(parts[:3]), tuple(parts[3:])] if len(parts) > 2 else parts
+            given = tail._replace(buffers=buffers, tails=[k_tail, v_tail])
             return plan.run("metal", x, None, [positions], given)[0]
 
         x, positions = mx.zeros((1, 1, 3584), mx.bfloat16), mx.zeros(8, mx.int32)
         metal.clear()
-        mx.export_function(str(tmp_path / "layer.mlxfn"), step, x, positions, *arrays)
+        mx.export_function(str(tmp_path / "layer.mlxfn"), layer, x, positions, *arrays)
         # Traced by mx.compile, and into the file.
         names, half = [launch.program.name for launch in metal], len(metal) // 2
         assert names[:half] == names[half:] and len(set(names)) > 3
-        assert names[1:3] == ["attention_step", "attention_combine"] and half == 6
+        step = "attention_step" + "_packed" * (bits > 0)
+        assert names[1:3] == [step, "attention_combine"] and half == 6
         moved = 0
         for launch in metal[:half]:
             outputs = map(Spec, launch.output_shapes, launch.output_dtypes)
             moved += sum(s.size * s.dtype.size for s in (*launch.inputs, *outputs))
         # What the tail holds is not read in the buffers. A merge reads and writes these.
-        held, whole = (sum(a.nbytes for a in given) for given in (tail.tails, tail.buffers))
+        held, whole = (sum(a.nbytes for a in given) for given in (tail.tails, parts))
         necessary = sum(a.nbytes for a in arrays[:weights]) + whole
         extra = moved - held + 2 * whole / cache_tail._ROWS - necessary
         assert 0 < extra <= 0.01 * necessary

@@ -9,7 +9,7 @@ import pytest
 import mlx_qlayers.ops.attention_step as step
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.metal.attention.step import Step
-from mlx_qlayers.ops.attention_step import Rotation, attention_step, why_not
+from mlx_qlayers.ops.attention_step import Rotation, attention_step, packed_rows, why_not
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.host import checks
@@ -126,6 +126,48 @@ def test_against_float64(case, dtype, path):
         assert mx.array_equal(made[:, :, held], tail[:, :, held])
 
 
+@pytest.mark.parametrize(
+    ("case", "group_size", "bits", "dtype"),
+    [
+        ((1, 7, 1, 300, 16, 128, 128, 280, 9, None, Rotation(0)), 64, 4, mx.float32),
+        ((2, 4, 2, 40, 16, 64, 32, 17, 0, (2, 1), Rotation(0)), 32, 8, mx.bfloat16),
+        ((1, 4, 2, 600, 16, 96, 64, 590, 15, None, Rotation(0)), 32, 4, mx.float16),
+        ((1, 18, 1, 520, 8, 256, 128, 9, 3, None, Rotation(0)), 128, 8, mx.float16),
+    ],
+    ids=lambda value: str(value[:9]) if isinstance(value, tuple) else str(value),
+)
+def test_packed_caches(case, group_size, bits, dtype, path):
+    """The token's row is packed as by mx.quantize, and attended to as it is then."""
+    if path == "checked" and dtype == mx.float16:
+        return
+    arrays, options = make(case, dtype)
+    packed = [mx.quantize(a, group_size, bits) for a in arrays[3:7]]
+    token = [mx.quantize(a, group_size, bits) for a in arrays[1:3]]
+    tails = [*map(packed_rows, packed[2:])]
+    given = *arrays[:3], *map(tuple, packed[:2]), *tails, arrays[7]
+    out, *made = attention_step(*given, **options)
+    held = case[8]
+    for new, tail, own in zip(made, tails, token, strict=True):
+        row = packed_rows([a.reshape(case[0], case[2], 1, -1) for a in own])
+        whole = mx.concatenate([tail[:, :, :held], row], axis=2)
+        if path not in GPUS:
+            assert mx.array_equal(new[:, :, : held + 1], whole)
+        assert not new[:, :, held + 1 :].any()
+
+    def numbers(parts, kind):
+        w, *groups = parts
+        of_float = [a.astype(mx.float32) for a in groups]
+        return mx.dequantize(w, *of_float, group_size, bits).astype(kind)
+
+    def plain(kind):
+        whole = [numbers(parts, kind) for parts in (*token, *packed)]
+        return [arrays[0], *whole, arrays[7]]
+
+    truth, terms, _ = expected(plain(mx.float32), options, np.float64, None)
+    rough = expected(plain(dtype), options, np.float32, dtype)[0]
+    assert_accurate(out, truth, round_to(rough, dtype), terms=terms, what="out")
+
+
 @pytest.mark.parametrize(("teams", "splits", "dtype"), [(2, 3, mx.float16), (4, 0, mx.bfloat16)])
 def test_teams_of_a_threadgroup_and_the_last_one_that_adds_up(
     teams, splits, dtype, path, monkeypatch
@@ -202,6 +244,10 @@ def test_says_where_it_is_not_worth_while(path):
         assert why == ("asked for" if path == "ops" else None)
 
 
+PACKED = mx.quantize(mx.zeros((1, 2, 40, 64)), 64, 4)
+HALF = mx.quantize(mx.zeros((1, 2, 40, 64), mx.float16), 64, 4)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -220,6 +266,14 @@ def test_says_where_it_is_not_worth_while(path):
         ({5: mx.zeros((1, 2, 0, 64))}, r"k_tail must be \(B, Hkv, R, D\), not \(1, 2, 0, 64\)"),
         ({5: mx.zeros((1, 2, 17, 32))}, r"k_tail must be .*\(1, 2, 17, 64\), not"),
         ({6: mx.zeros((1, 2, 16, 64))}, r"v_tail must be .*\(1, 2, 17, 64\), not"),
+        (
+            {3: mx.zeros((1, 2, 40, 8), mx.uint32)},
+            "k_cache must be .*float32, or packed, not .*uint",
+        ),
+        ({3: PACKED}, "must be packed in 3 arrays each, or 1, not 3 and 1"),
+        ({3: PACKED, 4: PACKED}, r"k_tail must be .*uint32 \(1, 2, 17, 16\), not .*float32"),
+        ({3: PACKED, 4: PACKED[::-1]}, r"v_cache must be \(packed, scales, biases\)"),
+        ({3: HALF, 4: HALF}, "the scales of k_cache must be .*float32.* not .*float16"),
         ({7: mx.zeros((7,), mx.int32)}, r"positions must be int32 and 8 or more, not .*\(7,\)"),
         ({7: mx.zeros((8,))}, "positions must be int32"),
         ({"mask": mx.ones((1, 1, 1, 40))}, "mask must be bool"),
@@ -233,7 +287,7 @@ def test_says_where_it_is_not_worth_while(path):
             r"freqs must have shape \(32,\), not \(16,\)",
         ),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_bad_input(change, message):
     arrays, options = make(CASES[0], mx.float32)

@@ -1,7 +1,9 @@
 // One step of decoding, from the products of a token to its attention: q and k are turned by their
 // positions, and every head attends to the keys of a cache, to those of its tail (what came since the
 // cache was written) and to the token's own. The cache is only read; k and v become a row of a new
-// tail. How many keys there are is an input, so that one launch serves until the cache grows.
+// tail. How many keys there are is an input, so that one launch serves until the cache grows. Keys and
+// values may be packed as mx.quantize does it (`bits` > 0): then k and v are packed too before anybody
+// attends to them, and a row of the tail is words, scales and biases, and words that nobody reads.
 //
 // The rows are the queries of the heads that share a key head. One threadgroup takes one split of the
 // cache's keys or the tail's for 8 * columns rows, by tiles as attention_decode does; what starts the
@@ -26,8 +28,11 @@ using namespace metal;
 
 template <
     typename T,
+    typename K,
     int D,
     int Dv,
+    int group_size,
+    int bits,
     bool masked,
     int dims,
     bool traditional,
@@ -45,18 +50,22 @@ template <
     const device T* q,
     const device T* k,
     const device T* v,
-    const device T* k_cache,
-    const device T* v_cache,
-    const device T* k_tail,
-    const device T* v_tail,
+    const device K* k_cache,
+    const device T* k_scales,
+    const device T* k_biases,
+    const device K* v_cache,
+    const device T* v_scales,
+    const device T* v_biases,
+    const device K* k_tail,
+    const device K* v_tail,
     const device int* positions,
     const device bool* mask,
     const device float* freqs,
     const device int* options,
     const device int* tickets,
     device P* out,
-    device T* k_out,
-    device T* v_out,
+    device K* k_out,
+    device K* v_out,
     device T* parts,
     uint3 group [[threadgroup_position_in_grid]],
     uint3 groups [[threadgroups_per_grid]],
@@ -64,18 +73,25 @@ template <
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   // A lane reads `run` in every 4 * run numbers of a key, and run_v in every 8 * run_v of a value.
-  const int run = 16 / sizeof(T), steps = (D + 4 * run - 1) / (4 * run), padded = 4 * run * steps;
-  const int run_v = slice / 8 < run ? slice / 8 : run;
-  const int words_v = run_v * sizeof(T) / 4, steps_v = slice / (8 * run_v);
+  const int run = bits > 0 ? 16 : 16 / sizeof(T), steps = (D + 4 * run - 1) / (4 * run);
+  const int padded = 4 * run * steps, widest = bits > 0 ? 8 : run, width = bits > 0 ? bits : 8 * sizeof(T);
+  const int run_v = slice / 8 < widest ? slice / 8 : widest, words = run * width / 32;
+  const int words_v = run_v * width / 32, steps_v = slice / (8 * run_v);
   const int limit = D == padded ? 0 : D, limit_v = Dv == slice * simds ? 0 : Dv;
   const int own_tile = 16 * blocks * simds, tile = own_tile * teams, all = simds * teams;
   const int count = 8 * columns, depths = padded / 16, sums = slice / 4 * columns;
   // Rows of 16 * odd bytes keep matrix loads free of bank conflicts.
   const int q_step = padded + 16 / sizeof(T), p_step = count + (columns % 2 == 0 ? 8 : 0);
+  // Elements of a row in the cache; in the tail, of eight numbers or words at a time.
+  const int count_k = bits > 0 ? D * bits / 32 : D, count_v = bits > 0 ? Dv * bits / 32 : Dv;
+  const int groups_k = D / group_size, groups_v = Dv / group_size, half_size = sizeof(T) / 2;
+  const int whole_k = bits > 0 ? (count_k + groups_k * half_size + 7) / 8 * 8 : D;
+  const int whole_v = bits > 0 ? (count_v + groups_v * half_size + 7) / 8 * 8 : Dv;
   threadgroup T q_tile[(count + 1) * q_step];
   threadgroup T p_tiles[tile * p_step];
   threadgroup float2 reduced[all][columns][4], tops[teams][columns][4];
   threadgroup float own_tops[count], taken[teams > 1 ? (teams - 1) * sums * 32 * simds : 1];
+  threadgroup T own_value[bits > 0 ? Dv : 1];
   threadgroup float weights[joined ? count * MOST_JOINED : 1];
   threadgroup int arrived;
   int team = int(simd) / simds, member = int(simd) % simds;
@@ -88,26 +104,32 @@ template <
   int64_t all_rows = int64_t(groups.z) * heads * rows;
   k += kv_head * D;
   v += kv_head * Dv;
-  k_cache += kv_head * options[CACHE_ROWS] * D;
-  v_cache += kv_head * options[CACHE_ROWS] * Dv;
-  k_tail += kv_head * options[TAIL_ROWS] * D;
-  v_tail += kv_head * options[TAIL_ROWS] * Dv;
-  k_out += kv_head * options[TAIL_ROWS] * D;
-  v_out += kv_head * options[TAIL_ROWS] * Dv;
+  k_cache += kv_head * options[CACHE_ROWS] * count_k;
+  v_cache += kv_head * options[CACHE_ROWS] * count_v;
+  k_tail += kv_head * options[TAIL_ROWS] * whole_k;
+  v_tail += kv_head * options[TAIL_ROWS] * whole_v;
+  k_out += kv_head * options[TAIL_ROWS] * whole_k;
+  v_out += kv_head * options[TAIL_ROWS] * whole_v;
+  if (bits > 0) {
+    k_scales += kv_head * options[CACHE_ROWS] * groups_k;
+    k_biases += kv_head * options[CACHE_ROWS] * groups_k;
+    v_scales += kv_head * options[CACHE_ROWS] * groups_v;
+    v_biases += kv_head * options[CACHE_ROWS] * groups_v;
+  }
   int splits = options[SPLITS], tail_splits = options[TAIL_SPLITS];
   if (int(group.x) >= splits) {
     if (first_row == 0) {
       int sharer = (int(group.x) - splits) * 32 * all + int(thread_index);
       int sharers = (int(groups.x) - splits) * 32 * all;
-      copy_tail<D>(k_out, k_tail, held, options[TAIL_ROWS], sharer, sharers);
-      copy_tail<Dv>(v_out, v_tail, held, options[TAIL_ROWS], sharer, sharers);
+      copy_tail<whole_k>(k_out, k_tail, held, options[TAIL_ROWS], sharer, sharers);
+      copy_tail<whole_v>(v_out, v_tail, held, options[TAIL_ROWS], sharer, sharers);
     }
     return;
   }
 
   // The first splits are the tail's, the others the cache's.
   bool of_tail = int(group.x) < tail_splits, is_first = group.x == 0;
-  turn_rows<T, D, dims, traditional, listed, run, q_step, padded, count, 32 * all>(
+  turn_rows<T, D, bits, dims, traditional, listed, run, q_step, padded, count, 32 * all>(
       q_tile, q + (kv_head * rows + first_row) * D, k, freqs, options + TURN,
       float(positions[2 + group.z]), rows - first_row, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -115,15 +137,27 @@ template <
   if (masked) {
     mask += int64_t(group.z) * options[MASK_OF_SEQUENCE] + head * rows * options[MASK_OF_HEAD];
   }
+  if (is_first && bits > 0) {
+    for (int d = thread_index; d < Dv; d += 32 * all) {
+      own_value[bits > 0 ? d : 0] = v[d];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float least = as_type<float>(options[LEAST_OF_GROUP]);
+    pack_row<D, group_size, bits, whole_k, run, true, all>(
+        k_out + int64_t(held) * whole_k, q_tile + count * q_step, first_row == 0, least, simd, lane);
+    pack_row<Dv, group_size, bits, whole_v, run, false, all>(
+        v_out + int64_t(held) * whole_v, own_value, first_row == 0, least, simd, lane);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
   if (is_first) {
     own_scores<T, masked, padded, q_step, count, all>(
         own_tops, q_tile, scale, mask + (masked ? before + held : 0), first_row, rows,
         options[MASK_OF_HEAD], simd, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int d = thread_index; first_row == 0 && d < D; d += 32 * all) {
-      k_out[int64_t(held) * D + d] = q_tile[count * q_step + staged_at<run>(d)];
+    for (int d = thread_index; bits == 0 && first_row == 0 && d < D; d += 32 * all) {
+      k_out[int64_t(held) * D + d] = q_tile[count * q_step + staged_at<run, bits>(d)];
     }
-    for (int d = thread_index; first_row == 0 && d < Dv; d += 32 * all) {
+    for (int d = thread_index; bits == 0 && first_row == 0 && d < Dv; d += 32 * all) {
       v_out[int64_t(held) * Dv + d] = v[d];
     }
   }
@@ -149,10 +183,13 @@ template <
       state.sum[t][c] = member == 0 && near == 0 ? 1.0f : 0.0f;
 #pragma unroll
       for (int n = 0; n < slice / 16; n++) {
-        int d = member * slice + n / (run_v / 2) * 8 * run_v + run_v * near + n % (run_v / 2) * 2;
+        int f = n % (run_v / 2), d = member * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
         if (limit_v == 0 || d < Dv) {
-          state.o[n][t].part[0][c] = float(v[d]);
-          state.o[n][t].part[1][c] = float(v[d + 1]);
+#pragma unroll
+          for (int part = 0; part < 2; part++) {
+            int at = d + pair_element<bits>(f, part);
+            state.o[n][t].part[part][c] = float(bits > 0 ? own_value[bits > 0 ? at : 0] : v[at]);
+          }
         }
       }
     }
@@ -164,11 +201,15 @@ template <
     int split_keys = ((keys + sharing - 1) / sharing + tile - 1) / tile * tile;
     int start = (int(group.x) - (split && part == 0 ? tail_splits : 0)) * split_keys;
     int stop = min(start + split_keys, keys), last = stop - 1;
-    cache_rows<T, T> key_rows, value_rows;
+    cache_rows<K, T> key_rows, value_rows;
     key_rows.elements = part == 0 ? k_cache : k_tail;
     value_rows.elements = part == 0 ? v_cache : v_tail;
-    key_rows.step = D;
-    value_rows.step = Dv;
+    key_rows.step = part == 0 ? count_k : whole_k;
+    value_rows.step = part == 0 ? count_v : whole_v;
+    if (bits > 0) {
+      set_groups(key_rows, k_scales, k_biases, count_k, groups_k, part == 1);
+      set_groups(value_rows, v_scales, v_biases, count_v, groups_v, part == 1);
+    }
     key_rows.span = value_rows.span = 1;
     key_rows.aligned = reinterpret_cast<size_t>(key_rows.elements) % 16 == 0;
     value_rows.aligned = reinterpret_cast<size_t>(value_rows.elements) % 16 == 0;
@@ -183,22 +224,22 @@ template <
       }
     }
 
-    cache_run<T, 4> key_runs[blocks * 2 * steps];
+    cache_run<T, words> key_runs[blocks * 2 * steps];
     if (start < stop) {
-      read_tile<0, 1, blocks, 2, steps, 4 * run, limit>(
+      read_tile<bits, group_size, blocks, 2, steps, 4 * run, limit>(
           key_runs, key_rows, start + team * own_tile + own, last, run * quarter);
     }
     for (int whole = start; whole < stop; whole += tile) {
       int base = whole + team * own_tile;
       cache_run<T, words_v> value_runs[simds * blocks * 4 * steps_v];
-      read_tile<0, 1, simds * blocks, 4, steps_v, 8 * run_v, limit_v>(
+      read_tile<bits, group_size, simds * blocks, 4, steps_v, 8 * run_v, limit_v>(
           value_runs, value_rows, base + 2 * quarter, last, member * slice + run_v * near);
 
       sum_fragment s[blocks][columns];
-      multiply_keys<T, 0, run, steps, blocks, columns, kept>(
+      multiply_keys<T, bits, run, steps, blocks, columns, kept>(
           s, key_runs, queries, q_tile, q_step, lane);
       if (whole + tile < stop) {
-        read_tile<0, 1, blocks, 2, steps, 4 * run, limit>(
+        read_tile<bits, group_size, blocks, 2, steps, 4 * run, limit>(
             key_runs, key_rows, base + tile + own, last, run * quarter);
       }
 
@@ -210,7 +251,7 @@ template <
           state, s, &reduced[team * simds][0][0], p_tile + (own - near) * p_step, p_step, lane);
       threadgroup_barrier(mem_flags::mem_threadgroup);
 
-      multiply_values<T, 0, run_v, steps_v, simds * blocks, columns>(
+      multiply_values<T, bits, run_v, steps_v, simds * blocks, columns>(
           state.o, value_runs, p_tile, p_step, lane);
     }
   }
@@ -259,7 +300,8 @@ template <
     device T* part_of = parts + (joined ? of_split * Dv : 0);
 #pragma unroll
     for (int n = 0; n < slice / 16; n++) {
-      int d = member * slice + n / (run_v / 2) * 8 * run_v + run_v * near + n % (run_v / 2) * 2;
+      int f = n % (run_v / 2), d = member * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
+      int low = d + pair_element<bits>(f, 0), high = d + pair_element<bits>(f, 1);
       float pair[2];
 #pragma unroll
       for (int part = 0; part < 2; part++) {
@@ -273,11 +315,11 @@ template <
       }
       if (limit_v == 0 || d < Dv) {
         if (joined) {
-          part_of[d] = T(pair[0]);
-          part_of[d + 1] = T(pair[1]);
+          part_of[low] = T(pair[0]);
+          part_of[high] = T(pair[1]);
         } else {
-          to[d] = P(pair[0]);
-          to[d + 1] = P(pair[1]);
+          to[low] = P(pair[0]);
+          to[high] = P(pair[1]);
         }
       }
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...options import Rotation
+from ...options import Rotation, StepCall
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.limits import most_threads
@@ -22,8 +22,8 @@ from .decode import attention_combine
 from .layout import rounded
 
 _INPUTS = (
-    *("q", "k", "v", "k_cache", "v_cache", "k_tail", "v_tail"),
-    *("positions", "mask", "freqs", "options", "tickets"),
+    *("q", "k", "v", "k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases"),
+    *("k_tail", "v_tail", "positions", "mask", "freqs", "options", "tickets"),
 )
 _OUTPUTS = ("out", "k_out", "v_out", "parts")
 # Splits and columns up to which the last threadgroup adds up what the others wrote.
@@ -38,6 +38,8 @@ def _memory(
     *,
     T: mx.Dtype,
     D: int,
+    Dv: int,
+    bits: int,
     columns: int,
     simds: int,
     blocks: int,
@@ -47,33 +49,49 @@ def _memory(
     **_: object,
 ) -> int:
     """The bytes of threadgroup memory: rows of q, a key and p with their padding, and sums."""
-    width, every = -(-D * T.size // 64) * 64 // T.size, simds * teams
+    chunk, every = 4 * _run(T, bits), simds * teams
+    width = -(-D // chunk) * chunk
     queries = (8 * columns + 1) * (width + 16 // T.size)
     weights = 16 * blocks * every * (8 * columns + (8 if columns % 2 == 0 else 0))
     taken = 32 * simds * slice * columns * (teams - 1) or 4
     sums = 32 * (every + teams + 1) * columns
-    return (queries + weights) * T.size + sums + taken + (32 * columns * _MOST_JOINED * joined or 4)
+    return (
+        (queries + weights + (Dv if bits else 1)) * T.size
+        + sums
+        + taken
+        + (32 * columns * _MOST_JOINED * joined or 4)
+    )
 
 
-def _registers(*, T: mx.Dtype, masked: bool, **values: Any) -> int:
-    """Words of the arrays of a thread: those of decoding over a plain cache."""
+def _run(dtype: mx.Dtype, bits: int) -> int:
+    """Neighbouring elements of a key that a lane reads at once."""
+    return 16 if bits else 16 // dtype.size
+
+
+def _registers(*, T: mx.Dtype, bits: int, masked: bool, **values: Any) -> int:
+    """Words of the arrays of a thread: those of decoding over such a cache."""
     seen = decode._BOOLEAN if masked else decode._ALL
-    return decode._registers(T=T, bits=0, seen=seen, run=16 // T.size, **values)
+    return decode._registers(T=T, bits=bits, seen=seen, run=_run(T, bits), **values)
 
 
 @cache
-def _kernel(masked: bool, listed: bool, joined: bool = False) -> Kernel:
+def _kernel(packed: bool, masked: bool, listed: bool, joined: bool = False) -> Kernel:
     there = {"mask": masked, "freqs": listed, "tickets": joined, "parts": joined}
+    there |= dict.fromkeys(("k_scales", "k_biases", "v_scales", "v_biases"), packed)
     omitted = tuple(name for name, given in there.items() if not given)
     return Kernel(
-        "attention_step" + "_masked" * masked + "_listed" * listed + "_joined" * joined,
+        "attention_step"
+        + "_packed" * packed
+        + "_masked" * masked
+        + "_listed" * listed
+        + "_joined" * joined,
         "attention/step.metal",
         function="attention_step",
         inputs=tuple(name for name in _INPUTS if name not in omitted),
         omitted=omitted,
         outputs=tuple(name for name in _OUTPUTS if name not in omitted),
         template=(
-            *("T", "D", "Dv", "masked", "dims", "traditional", "listed"),
+            *("T", "K", "D", "Dv", "group_size", "bits", "masked", "dims", "traditional", "listed"),
             *("columns", "simds", "blocks", "slice", "teams", "P", "split", "joined", "RESIDENT"),
         ),
         threadgroup_memory=_memory,
@@ -125,6 +143,7 @@ def configure(
     size: int,
     widths: tuple[int, int],
     measured: Mapping[str, int],
+    bits: int = 0,
 ) -> Step:
     """The configuration for so many queries of a key head and a cache of so many keys.
 
@@ -135,8 +154,9 @@ def configure(
         size: rows of the cache.
         widths: D and Dv.
         measured: the threshold ``attention_step_splits``.
+        bits: of packed keys and values, else 0.
     """
-    config = _unsplit(device, dtype, share, *widths)
+    config = _unsplit(device, dtype, share, *widths, bits)
     if size <= measured["unsplit_keys"]:
         return config
     # What splits write and what is read of that is less than a hundredth of a 7B model's weights.
@@ -146,46 +166,56 @@ def configure(
     # So few splits fill an H200 with threads only where each reads two blocks at once.
     teams = measured["long_teams"] if config.simds <= 4 else 1
     long = replace(config, blocks=measured["long_blocks"], teams=teams)
-    is_long = size >= measured["long_keys"] and _words(long, dtype, widths[0]) <= _MOST_WORDS
-    return long if is_long and _fits(device, long, dtype, widths[0]) else config
+    is_long = size >= measured["long_keys"] and _words(long, dtype, widths[0], bits) <= _MOST_WORDS
+    return long if is_long and _fits(device, long, dtype, *widths, bits) else config
 
 
-def _unsplit(device: str, dtype: mx.Dtype, share: int, width: int, v_width: int) -> Step:
+def _unsplit(device: str, dtype: mx.Dtype, share: int, width: int, v_width: int, bits: int) -> Step:
     """The configuration where a threadgroup takes all keys of a head."""
     slice = 16 if v_width < 96 or (device != "cuda" and v_width <= 128) else 32
+    slice = 64 if bits else slice
     most = max(1, min(-(-share // 8), 8))
     spread = [Step(columns, -(-v_width // slice), 1, slice) for columns in range(most, 0, -1)]
-    return next((c for c in spread if _fits(device, c, dtype, width)), spread[-1])
+    fitting = (c for c in spread if _fits(device, c, dtype, width, v_width, bits))
+    return next(fitting, spread[-1])
 
 
-def _fits(device: str, config: Step, dtype: mx.Dtype, width: int) -> bool:
+def _fits(device: str, config: Step, dtype: mx.Dtype, width: int, v_width: int, bits: int) -> bool:
     """Whether sums stay in registers, and rows in threadgroup memory."""
-    memory = _memory(T=dtype, D=width, joined=True, **asdict(config))
+    memory = _memory(T=dtype, D=width, Dv=v_width, bits=bits, joined=True, **asdict(config))
     if config.columns * config.slice > 128 or memory > MAX_THREADGROUP_MEMORY:
         return False
-    return device == "cuda" or _has_registers(config, dtype, width)
+    return device == "cuda" or _has_registers(config, dtype, width, bits)
 
 
 @cache  # asked for every token
-def fits_few_registers(dtype: mx.Dtype, share: int, width: int, v_width: int) -> bool:
+def fits_few_registers(
+    dtype: mx.Dtype, share: int, width: int, v_width: int, bits: int = 0
+) -> bool:
     """Whether M1 and M2 have registers for such heads: not for wide ones."""
-    return _has_registers(_unsplit("metal", dtype, share, width, v_width), dtype, width)
+    config = _unsplit("metal", dtype, share, width, v_width, bits)
+    return _has_registers(config, dtype, width, bits)
 
 
-def _has_registers(config: Step, dtype: mx.Dtype, width: int) -> bool:
+def _has_registers(config: Step, dtype: mx.Dtype, width: int, bits: int) -> bool:
     """Whether they have them for a configuration, with a mask."""
-    return config.threads <= most_threads(_words(config, dtype, width))
+    return config.threads <= most_threads(_words(config, dtype, width, bits))
 
 
-def _words(config: Step, dtype: mx.Dtype, width: int) -> int:
+def _words(config: Step, dtype: mx.Dtype, width: int, bits: int) -> int:
     """Words of the arrays of a thread, with a mask."""
-    return _registers(T=dtype, D=width, masked=True, **asdict(config))
+    return _registers(T=dtype, D=width, bits=bits, masked=True, **asdict(config))
 
 
 def question(q: Spec, k_cache: Spec, v_width: int) -> tuple[mx.Dtype, int, int, int, int, int, int]:
     """What is asked about a call: dtype, B, H, Hkv, S, D, Dv."""
     batch, kv_heads, size, width = k_cache.shape
     return q.dtype, batch, q.shape[2] // width, kv_heads, rounded(size), width, v_width
+
+
+def _least_of_group() -> float:
+    """What mx.quantize begins with for the largest number of a group: on GPUs with 0."""
+    return 0.0 if mx.default_device().type == mx.gpu else -float(mx.finfo(mx.float32).max)
 
 
 def attention_step(
@@ -195,7 +225,7 @@ def attention_step(
 
     Args:
         arrays: specs of q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask and
-            maybe tickets, as the operation of this name takes them; D and Dv multiples of 8 up to
+            maybe tickets, as :class:`StepCall` takes them in turn; D and Dv multiples of 8 up to
             256. With tickets, which are for CUDA, it is one launch, if that can be.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned.
@@ -205,17 +235,22 @@ def attention_step(
         A function of these arrays, which gives (B, 1, H * Dv), and the tails with the token's key
         and value, and zeros behind them.
     """
-    always, freqs, mask = arrays[:8], arrays[8], arrays[9]
-    tickets = arrays[10] if len(arrays) > 10 else None
-    q, _, _, k_cache, _, k_tail, v_tail, _ = always
-    batch, kv_heads, size, width = k_cache.shape
-    heads, v_width = q.shape[2] // width, v_tail.shape[3]
+    call, (group_size, bits) = StepCall.of(arrays), StepCall.of(arrays).packing
+    q, k_tail, v_tail, freqs, mask, tickets = (
+        *(call.q, call.k_tail, call.v_tail),
+        *(call.freqs, call.mask, call.tickets),
+    )
+    count = 8 + 4 * (bits > 0)  # arrays that there always are
+    batch, kv_heads, size, _ = call.k_cache[0].shape
+    width, v_width = call.width, call.v_width
+    heads = q.shape[2] // width
     share, steps = heads // kv_heads, (0, 0)
     if mask is not None:
         of_head, of_sequence = mask.shape[3], mask.shape[1] * mask.shape[3]
         steps = (of_sequence * (mask.shape[0] > 1), of_head * (mask.shape[1] > 1))
     turning = *two_floats(rotation.scale), 0.0, 0.0, *rates(rotation)
-    bits = unpack(f"{1 + len(turning)}i", pack(f"{1 + len(turning)}f", scale * log2(e), *turning))
+    floats = scale * log2(e), _least_of_group(), *turning
+    words = unpack(f"{len(floats)}i", pack(f"{len(floats)}f", *floats))
     split = config.splits > 0
     tail_splits, splits = (
         (config.tail_splits, config.splits + config.tail_splits) if split else (1, 1)
@@ -224,10 +259,11 @@ def attention_step(
     few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
     joined = tickets is not None and split and few and tickets.size >= batch * kv_heads * blocks
     sizes = size, k_tail.shape[2], tail_splits, splits, share
-    options = mx.array([*sizes, bits[0], *steps, *bits[1:]], mx.int32)
-    kernel = _kernel(mask is not None, freqs is not None, joined)
+    options = mx.array([*sizes, words[0], *steps, *words[1:]], mx.int32)
+    kernel = _kernel(bits > 0, mask is not None, freqs is not None, joined)
     values: tuple[TemplateValue, ...] = (
-        *(q.dtype, width, v_width, mask is not None, rotation.dims, rotation.traditional),
+        *(q.dtype, k_tail.dtype, width, v_width, group_size or 1, bits),
+        *(mask is not None, rotation.dims, rotation.traditional),
         *(freqs is not None, config.columns, config.simds, config.blocks, config.slice),
         *(config.teams, mx.float32 if split and not joined else q.dtype, split, joined),
         config.resident,
@@ -238,7 +274,7 @@ def attention_step(
     behind: list[Any] = [tickets] if joined else []
     part_sizes = batch * heads * splits * (v_width + 8 // q.dtype.size)
     launch = kernel.bind(
-        [*always, *optional, Spec.of(options), *behind],
+        [*arrays[:count], *optional, Spec.of(options), *behind],
         template=dict(zip(kernel.template, values, strict=True)),
         grid=(threads * (splits + _COPYING), kv_heads * blocks, batch),
         threadgroup=(threads, 1, 1),
@@ -250,12 +286,12 @@ def attention_step(
     combine = attention_combine(parts, q.dtype, None, shape) if split and not joined else None
 
     def run(*arrays: mx.array) -> list[mx.array]:
-        given = list(arrays[:8])
+        given = list(arrays[:count])
         if mask is not None:
-            given.append(arrays[9])
+            given.append(arrays[count + 1])
         if freqs is not None:
-            given.append(arrays[8].astype(mx.float32))
-        given += [options, *(arrays[10:11] if joined else ())]
+            given.append(arrays[count].astype(mx.float32))
+        given += [options, *(arrays[count + 2 : count + 3] if joined else ())]
         outputs = launch(given)[:3]
         if combine is not None:
             outputs[:1] = combine(outputs[:1])

@@ -9,15 +9,89 @@
 using namespace metal;
 
 // What the entries of `options` are; what turn_rows takes comes behind.
-enum step_option { CACHE_ROWS, TAIL_ROWS, TAIL_SPLITS, SPLITS, HEADS_SHARING, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD, TURN };
+enum step_option { CACHE_ROWS, TAIL_ROWS, TAIL_SPLITS, SPLITS, HEADS_SHARING, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD, LEAST_OF_GROUP, TURN };
 // More splits than these are not added up in one launch.
 #define MOST_JOINED 64
 
 // Where element d of a row lies among those that lanes meet in a key's runs.
-template <int run>
+template <int run, int bits>
 METAL_FUNC int staged_at(int d) {
+  const int half_word = bits == 0 ? 1 : 16 / bits;
   int rest = d % (4 * run), element = rest % run;
-  return (d / (4 * run) * (run / 4) + element / 4) * 16 + element / 2 % 2 * 8 + rest / run * 2 + element % 2;
+  int pair = element / (2 * half_word) * half_word + element % half_word;
+  return (d / (4 * run) * (run / 4) + pair / 2) * 16 + pair % 2 * 8 + rest / run * 2 + element / half_word % 2;
+}
+
+// Where the scales and biases of packed rows lie: in arrays of their own, or (no arrays) in the rows.
+template <typename K, typename T>
+METAL_FUNC void set_groups(
+    thread cache_rows<K, T>& rows, const device T* scales, const device T* biases, int words, int groups, bool inside) {
+  const device T* behind = reinterpret_cast<const device T*>(rows.elements + words);
+  rows.scales = inside ? behind : scales;
+  rows.biases = inside ? behind + groups : biases;
+  rows.scale_step = rows.bias_step = inside ? rows.step * int(sizeof(K) / sizeof(T)) : groups;
+  rows.scale_span = rows.bias_span = 1;
+}
+
+// The nearest integer, of two the even one as MLX has it on a CPU, or the one away from 0 as on GPUs.
+METAL_FUNC float nearest(float x, bool even) {
+  return even ? rint(x) : round(x);
+}
+
+// Packs a row as mx.quantize does, and leaves in its place what the packed one says. A SIMD group
+// takes a quantization group; the largest of its numbers is at least `least`.
+template <int D, int group_size, int bits, int whole, int run, bool staged, int simds, typename K, typename T>
+METAL_FUNC void pack_row(
+    device K* out, threadgroup T* row, bool writes, float least, uint simd, uint lane) {
+  const int each = bits > 0 ? group_size / 32 : 1;
+  const int sharing = bits > 0 ? 32 / bits / each : 1;
+  const int words = D * bits / 32, groups = D / group_size, used = words + groups * int(sizeof(T)) / 2;
+  const float levels = float((1 << bits) - 1);
+  bool even = least < 0.0f;
+  device uint* to = reinterpret_cast<device uint*>(out);
+  device T* scales = reinterpret_cast<device T*>(to + words);
+  for (int g = simd; g < groups; g += simds) {
+    float x[each], low = INFINITY, high = least;
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+      int d = g * group_size + int(lane) * each + i;
+      x[i] = float(row[staged ? staged_at<run, bits>(d) : d]);
+      low = min(low, x[i]);
+      high = max(high, x[i]);
+    }
+    low = simd_min(low);
+    high = simd_max(high);
+    float scale = max((high - low) / levels, 1e-7f);
+    bool below = abs(low) > abs(high);
+    scale = below ? scale : -scale;
+    float edge = below ? low : high, steps = nearest(edge / scale, even);
+    scale = steps == 0.0f ? scale : edge / steps;
+    float bias = steps == 0.0f ? 0.0f : edge;
+    uint word = 0;
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+      int d = g * group_size + int(lane) * each + i;
+      float code = clamp(nearest((x[i] - bias) / scale, even), 0.0f, levels);
+      word |= uint(code) << (bits * (d % (32 / max(bits, 1))));
+      T number = fused_pair(
+          metal::vec<T, 2>(T(code), T(0)), metal::vec<T, 2>(T(scale), T(0)), metal::vec<T, 2>(T(bias), T(0))).x;
+      row[staged ? staged_at<run, bits>(d) : d] = number;
+    }
+#pragma unroll
+    for (int i = 1; i < sharing; i *= 2) {
+      word |= simd_shuffle_xor(word, ushort(i));
+    }
+    if (writes && int(lane) % sharing == 0) {
+      to[(g * group_size + int(lane) * each) * bits / 32] = word;
+    }
+    if (writes && lane == 0) {
+      scales[g] = T(scale);
+      scales[groups + g] = T(bias);
+    }
+  }
+  for (int i = used + int(simd * 32 + lane); writes && i < whole; i += 32 * simds) {
+    to[i] = 0;
+  }
 }
 
 // The tail's rows but the token's, eight numbers at a time: this thread's share of them.
@@ -47,6 +121,7 @@ METAL_FUNC void copy_tail(
 template <
     typename T,
     int D,
+    int bits,
     int dims,
     bool traditional,
     bool listed,
@@ -79,14 +154,14 @@ METAL_FUNC void turn_rows(
       const device T* from = row == count ? k : q + int64_t(min(row, rows - 1)) * D;
       threadgroup T* staged = to + row * step;
       float a = float(from[first]), b = float(from[second]), c = cosine_sine.x, s = cosine_sine.y;
-      staged[staged_at<run>(first)] = i < dims / 2 ? T(a * c - b * s) : from[first];
+      staged[staged_at<run, bits>(first)] = i < dims / 2 ? T(a * c - b * s) : from[first];
       if (i < dims / 2) {
-        staged[staged_at<run>(second)] = T(a * s + b * c);
+        staged[staged_at<run, bits>(second)] = T(a * s + b * c);
       }
     }
   }
   for (int i = thread_index; i < (padded - D) * (count + 1); i += threads) {
-    to[i % (count + 1) * step + staged_at<run>(D + i / (count + 1))] = T(0);
+    to[i % (count + 1) * step + staged_at<run, bits>(D + i / (count + 1))] = T(0);
   }
 }
 
