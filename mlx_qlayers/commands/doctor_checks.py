@@ -14,7 +14,7 @@ from ..metal.attention.forward import Launcher
 from ..metal.attention.tensor import attention_tensor
 from ..metal.gather_qmm.gather_qmm import gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Pairs
-from ..metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
+from ..metal.quantized_matmul.qmm_tensor import tensor_config
 from ..ops.attention import attention
 from ..ops.attention_step import attention_step
 from ..ops.deformable_attention import deformable_attention
@@ -29,6 +29,7 @@ from ..ops.int8_matmul import int8_matmul
 from ..ops.linalg import cholesky, qr, solve_triangular
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
+from ..ops.tensor_choice import CODES, TENSOR, tensor_product
 from ..options import AttentionCall, MatmulCall, PackedMatrix, Rotation, Scores
 from ..runtime import tensor_ops
 from ..runtime.backend import backend, requested
@@ -179,6 +180,9 @@ def _tensor_ops() -> Iterator[Check]:
         how = "" if transpose else ", not transposed"
         yield Check("", f"product{how}", run, [x, *packed], 128)
         yield Check("", f"experts{how}", run, [x[:, None], *experts, chosen], 128)
+        if transpose and not tensor_ops.missing_codes():
+            run = partial(_by_tensors, transpose, fmt, codes=True)
+            yield Check("", "product of packed codes", run, [x, *packed], 128)
     if not tensor_ops.missing():
         given = [_normal((1, n, 70, 64)) for n in (4, 2, 2)]
         yield Check("", "attention", _attention_by_tensors, given, 70, 16)
@@ -197,7 +201,7 @@ def _attention_by_tensors(*arrays: mx.array) -> list[mx.array]:
     return [outputs[0], *of_all([*arrays, None, None], outputs[:1], outputs)]
 
 
-def _by_tensors(transpose: bool, fmt: Format, *arrays: Any) -> list[mx.array]:
+def _by_tensors(transpose: bool, fmt: Format, *arrays: Any, codes: bool = False) -> list[mx.array]:
     """A product of rows, or of rows that chose experts, or the same by stock operators."""
     x, *packed = map(Spec.of, arrays[:4])
     chosen = arrays[4] if len(arrays) > 4 else None
@@ -206,7 +210,7 @@ def _by_tensors(transpose: bool, fmt: Format, *arrays: Any) -> list[mx.array]:
     if chosen is None:
         if requested() == "ops":
             return [_quantized(quantized_matmul, fmt, transpose=transpose)(*arrays)]
-        return [qmm_tensor(call, config)(*arrays)]
+        return [tensor_product(CODES if codes else TENSOR, call)(*arrays, None)]
     if requested() == "ops":
         run = _quantized(gather_qmm, fmt, transpose=transpose, sorted_indices=True)
         return [run(*arrays[:4], None, chosen)]

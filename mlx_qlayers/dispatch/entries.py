@@ -30,8 +30,8 @@ class Entry:
 
     Attributes:
         config: the fields of the kernel's fastest configuration.
-        path: the fastest path: ``"kernel"``, ``"stock"``, ``"dequantized"`` or
-            ``"tensor"``; or ``"uncompared"`` where the kernel alone was timed.
+        path: the fastest path: ``"kernel"``, ``"stock"``, ``"dequantized"``,
+            ``"tensor"`` or ``"codes"``; or ``"uncompared"`` where the kernel alone was timed.
         seconds: what that path takes.
         heuristic: what the kernel takes with the configuration that it has without tuning.
         tried: how many configurations were tried.

@@ -34,8 +34,8 @@ class Found(NamedTuple):
     """What was found for a problem.
 
     Attributes:
-        path: ``"kernel"``; the path that was faster, ``"stock"``, ``"dequantized"`` or
-            ``"tensor"``; or ``"uncompared"`` where the kernel alone was timed.
+        path: ``"kernel"``; the path that was faster, ``"stock"``, ``"dequantized"``,
+            ``"tensor"`` or ``"codes"``; or ``"uncompared"`` where the kernel alone was timed.
         config: the kernel's fastest configuration.
         evidence: where that comes from.
     """

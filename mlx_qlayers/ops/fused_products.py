@@ -16,7 +16,6 @@ from ..dispatch.thresholds import source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm_skinny import skinny_config
-from ..metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..options import MatmulCall, PackedMatrix
@@ -34,7 +33,7 @@ from .quantized_route import (
     is_skinny,
     stock_is_better,
 )
-from .tensor_choice import TENSOR, by_tensors, takes_tensors
+from .tensor_choice import PATHS, by_tensors, takes_tensors, tensor_product
 
 Norm = tuple[mx.array | None, float]
 
@@ -228,11 +227,10 @@ def _by_tensors(
     best = found("qmm", *call.shape, x.dtype, fmt, True)
     if best is None or not by_tensors(best):
         return None
-    by = f"{TENSOR}, {best.evidence}"
-    choice = choose("fused_products", by=by, evidence=best.evidence.source)
-    rows, _, k = call.shape
-    config = tensor_config(rows, k, x.dtype, fmt, True, gate is not None)
-    launch = qmm_tensor(call, config, residual, None if gate is None else matrices[1], gate)
+    kernel = PATHS[best.path]
+    by, evidence = f"{kernel}, {best.evidence}", best.evidence.source
+    choice = choose("fused_products", by=by, evidence=evidence)
+    launch = tensor_product(kernel, call, residual, None if gate is None else matrices[1], gate)
 
     def multiply(x: mx.array, residual: mx.array | None, flat: list[Any]) -> list[mx.array]:
         return [launch(x, *flat[:4], residual, *flat[4:])]

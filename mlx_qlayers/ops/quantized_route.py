@@ -14,7 +14,6 @@ from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import WAVE, qmm
 from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
-from ..metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
 from ..metal.quantized_matmul.qmv import single_qmv
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..metal.quantized_matmul.qvm import qvm, qvm_config
@@ -23,11 +22,11 @@ from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend
 from ..runtime.program import CONSTANT_BELOW
 from ..runtime.spec import Spec
-from .tensor_choice import PATH, TENSOR, as_it_runs, without_tensors
+from .tensor_choice import PATHS, as_it_runs, tensor_product, without_tensors
 
 QMV, QVM, QMM, SKINNY, DENSE = "qmv", "qvm", "qmm", "qmm_skinny", "dequantize and matmul"
 # The kernels that are measured beside a family's own, by the paths' names.
-_MEASURED = {"dequantized": DENSE, PATH: TENSOR}
+_MEASURED = {"dequantized": DENSE, **PATHS}
 
 _HALVES = (mx.float16, mx.bfloat16)
 # A product of x, w, scales, biases and bias; the last two may be None.
@@ -219,8 +218,8 @@ def product(to: Route, call: MatmulCall) -> Product:
         return qvm(call, qvm_config(path, rows, n, k, fmt))
     if kernel == QMM:
         return qmm(call, configure("qmm", path, rows, n, k, dtype, fmt, transpose))
-    if kernel == TENSOR:
-        return qmm_tensor(call, tensor_config(rows, k, dtype, fmt, transpose))
+    if kernel in PATHS.values():
+        return tensor_product(kernel, call)
     unpack = dequantize([matrix], fmt, dtype)
 
     def dense_product(x: mx.array, *given: mx.array | None) -> mx.array:

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 
 from ..dispatch.measurements import Found
+from ..metal.quantized_matmul.qmm_tensor import codes_config, qmm_tensor, tensor_config
+from ..metal.quantized_matmul.qmv import Gate
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
+from ..options import MatmulCall, PackedMatrix
 from ..runtime import tensor_ops
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
 
-TENSOR = "tensor operations"
-# The path by which a family measures them.
-PATH = "tensor"
+TENSOR, CODES = "tensor operations", "tensor operations on packed codes"
+# The kernels by the paths by which a family measures them.
+PATHS = {"tensor": TENSOR, "codes": CODES}
 
 
 def by_tensors(best: Found | None) -> bool:
     """Whether they were measured to be fastest, and still run here."""
-    return best is not None and best.path == PATH and tensor_ops.missing() is None
+    if best is None or best.path not in PATHS:
+        return False
+    codes = PATHS[best.path] == CODES
+    return (tensor_ops.missing_codes() if codes else tensor_ops.missing()) is None
+
+
+def tensor_product(
+    kernel: str,
+    call: MatmulCall,
+    residual: Any = None,
+    other: PackedMatrix | None = None,
+    gate: Gate | None = None,
+) -> Callable[..., mx.array]:
+    """The launch of :func:`~.qmm_tensor.qmm_tensor` by one of these kernels."""
+    (rows, _, k), x = call.shape, call.x
+    cut: Any = codes_config(rows)
+    if kernel != CODES:
+        cut = tensor_config(rows, k, x.dtype, call.fmt, call.transpose, gate is not None)
+    return qmm_tensor(call, cut, residual, other, gate)
 
 
 def takes_tensors(x: Spec | mx.array) -> bool:
@@ -29,12 +53,13 @@ def takes_tensors(x: Spec | mx.array) -> bool:
 
 def as_it_runs(best: Found | None) -> Found | None:
     """What was measured; None where that was before the system or the compiler changed."""
-    return None if best is not None and best.path == PATH and not by_tensors(best) else best
+    lost = best is not None and best.path in PATHS and not by_tensors(best)
+    return None if lost else best
 
 
 def without_tensors(best: Found | None) -> str:
     """Why a call on an Apple GPU does without them."""
     if why := tensor_ops.missing():
         return f"no {TENSOR}: {why}"
-    slower = best is not None and PATH in (best.evidence.seconds or {})
+    slower = best is not None and not PATHS.keys().isdisjoint(best.evidence.seconds or {})
     return f"{TENSOR} were slower" if slower else f"{TENSOR} were not measured"

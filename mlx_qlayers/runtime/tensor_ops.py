@@ -13,8 +13,8 @@ from .source import TENSOR_OPS
 
 # As MLX asks: from here on operations run on matrix units of their own, on phones one later.
 _GENERATION, _OF_PHONES = 17, 18
-# Cooperative inputs and bfloat.
-_SYSTEM = (26, 2)
+# Cooperative inputs and bfloat; packed codes as operands.
+_SYSTEM, _SYSTEM_OF_CODES = (26, 2), (26, 4)
 
 
 @cache
@@ -32,21 +32,41 @@ def missing() -> str | None:
     least = _OF_PHONES if found and found[2] else _GENERATION
     if found is None or int(found[1]) < least:
         return f"the GPU is {name}, and matrix units come with generation {least}"
+    if why := _too_old(_SYSTEM):
+        return why
+    return None if _defines("__HAVE_TENSOR__") else f"Metal's compiler here has no {TENSOR_OPS}"
+
+
+def missing_codes() -> str | None:
+    """Why packed codes of 4 bits are no operands of them here, or None where they are.
+
+    Example:
+        >>> missing_codes() is None or isinstance(missing_codes(), str)
+        True
+    """
+    if why := missing() or _too_old(_SYSTEM_OF_CODES):
+        return why
+    has = _defines("__HAVE_INT4B_FORMAT_TYPE__")
+    return None if has else "Metal's compiler here has no uint4b_format"
+
+
+def _too_old(least: tuple[int, int]) -> str | None:
     version = platform.mac_ver()[0]
-    if tuple(map(int, version.split(".")[:2])) < _SYSTEM:
-        return f"macOS is {version}, not 26.2"
-    return None if _has_header() else f"Metal's compiler here has no {TENSOR_OPS}"
+    if tuple(map(int, version.split(".")[:2])) >= least:
+        return None
+    return f"macOS is {version}, not {'.'.join(map(str, least))}"
 
 
-def _has_header() -> bool:
-    """Whether the compiler has the header, with tensors in it; asked by a kernel of one thread."""
+@cache
+def _defines(macro: str) -> bool:
+    """Whether the compiler has the header, and defines this; asked by a kernel of one thread."""
     kernel: Any = mx.fast.metal_kernel(
-        name="has_tensor_ops",
+        name=f"defines{macro.lower()}",
         input_names=["x"],
         output_names=["y"],
         source="y[thread_position_in_grid.x] = HAS_TENSOR_OPS * x[0];",
         header=f"""
-#if __METAL_VERSION__ >= 400 && defined(__HAVE_TENSOR__) && __has_include({TENSOR_OPS})
+#if __METAL_VERSION__ >= 400 && defined({macro}) && __has_include({TENSOR_OPS})
 #define HAS_TENSOR_OPS 1
 #else
 #define HAS_TENSOR_OPS 0

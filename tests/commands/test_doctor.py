@@ -22,7 +22,7 @@ ON_CPUS = {"attention_serial", "quantized_gradients_groups", "qvm", "grid_sample
 NOT_LAUNCHED = {"row_sum"}
 # On Apple GPUs the depth of a product is not divided without tuning, and stock operators take rows.
 ON_CUDA = {"qmm_sum", "dequantize_rows"}
-TENSORS = {"qmm_tensor", "gather_qmm_tensor", "attention_tensor"} | {
+TENSORS = {"qmm_tensor", "group_sums", "qmm_codes", "gather_qmm_tensor", "attention_tensor"} | {
     f"attention_tensor_{of}" for of in ("queries", "keys")
 }
 
@@ -80,6 +80,7 @@ def test_every_kernel_is_launched(
     monkeypatch.setattr(Kernel, "bind", bind)
     why = None if device == "metal" else "there is no Apple GPU"
     monkeypatch.setattr(tensor_ops, "missing", lambda: why)
+    monkeypatch.setattr(tensor_ops, "missing_codes", lambda: why)
     monkeypatch.setattr(import_module(f"mlx_qlayers.runtime.{device}"), "bind", zeros)
     assert main(["doctor", "--only", *doctor_checks._FAMILIES]) == 1
     out, _ = capsys.readouterr()

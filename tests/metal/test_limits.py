@@ -32,7 +32,12 @@ from mlx_qlayers.metal.quantized_matmul.dequantize import dequantize
 from mlx_qlayers.metal.quantized_matmul.gradients import scales_and_biases_gradient
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm, qmm_config
 from mlx_qlayers.metal.quantized_matmul.qmm_skinny import skinny_config
-from mlx_qlayers.metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
+from mlx_qlayers.metal.quantized_matmul.qmm_tensor import (
+    codes_config,
+    qmm_tensor,
+    tensor_config,
+    why_no_codes,
+)
 from mlx_qlayers.metal.quantized_matmul.qmv import QmvArrays, qmv
 from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvMatrixConfig, qmv_config
 from mlx_qlayers.metal.rotary.launch import rotary_embedding
@@ -116,6 +121,8 @@ def test_qmm(fmt, device):
             call = MatmulCall(Spec((m, k), dtype), matrix, transpose, fmt)
             qmm(call, config)
             qmm_tensor(call, tensor_config(m, k, dtype, fmt, transpose))
+            if why_no_codes(call) is None:
+                qmm_tensor(call, codes_config(m), None, matrix, "silu")
 
 
 def test_attention_of_many_queries(device, monkeypatch):

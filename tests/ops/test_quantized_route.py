@@ -17,12 +17,12 @@ from mlx_qlayers.ops.quantized_route import (
     QMM,
     QMV,
     SKINNY,
-    TENSOR,
     dense_is_worse,
     in_one_launch,
     is_dense,
     route,
 )
+from mlx_qlayers.ops.tensor_choice import CODES, TENSOR
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime import backend, tensor_ops
 from mlx_qlayers.runtime.spec import Spec
@@ -110,6 +110,8 @@ def time_of(product):
     [
         ("tensor", None, TENSOR, "tensor operations, measured here: tensor 41 us"),
         ("tensor", "an M4", QMM, "the kernel was not measured"),
+        ("codes", None, CODES, "on packed codes, measured here: tensor 41 us"),
+        ("codes", "macOS 26.2", QMM, "the kernel was not measured"),
         ("kernel", None, QMM, "tensor operations were slower"),
         ("kernel", "an M4", QMM, "no tensor operations: an M4"),
     ],
@@ -120,7 +122,10 @@ def test_tensor_operations(path, missing, kernel, said, machine, monkeypatch):
     seconds = {"tensor": 41e-6, "kernel": 63e-6}
     best = Found(path, None, Evidence("measured here", "M5", seconds=seconds))
     monkeypatch.setattr(quantized_route, "found", lambda *_: best)
-    monkeypatch.setattr(tensor_ops, "missing", lambda: missing)
+    without = "missing_codes" if path == "codes" else "missing"
+    for function in ("missing", "missing_codes"):
+        why = missing if function == without else None
+        monkeypatch.setattr(tensor_ops, function, lambda why=why: why)
     to = planned(512, 3584, 3584)
     assert to.kernel == kernel
     assert said in to.choice.reason

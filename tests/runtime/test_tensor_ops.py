@@ -19,29 +19,38 @@ def asked_anew() -> Iterator[None]:
     tensor_ops.missing.cache_clear()
 
 
+TENSOR, CODES = "__HAVE_TENSOR__", "__HAVE_INT4B_FORMAT_TYPE__"
+
+
 @pytest.mark.parametrize(
-    ("gpu", "system", "header", "why"),
+    ("gpu", "system", "macros", "why", "no_codes"),
     [
-        ("applegpu_g17s", "26.2", True, None),
-        ("applegpu_g18p", "27.0.1", True, None),
-        ("applegpu_g17p", "26.2", True, "applegpu_g17p.*generation 18"),
-        ("applegpu_g16s", "26.4", True, "applegpu_g16s.*generation 17"),
-        ("AMD", "26.4", True, "the GPU is AMD"),
-        ("applegpu_g17g", "26.1", True, "macOS is 26.1"),
-        ("applegpu_g17g", "26.2", False, "has no <MetalPerformancePrimitives"),
+        ("applegpu_g17s", "26.2", [TENSOR], None, "macOS is 26.2, not 26.4"),
+        ("applegpu_g17s", "26.4", [TENSOR], None, "no uint4b_format"),
+        ("applegpu_g18p", "27.0.1", [TENSOR, CODES], None, None),
+        ("applegpu_g17p", "26.2", [TENSOR], "applegpu_g17p.*generation 18", "generation 18"),
+        ("applegpu_g16s", "26.4", [TENSOR, CODES], "applegpu_g16s.*generation 17", "generation 17"),
+        ("AMD", "26.4", [TENSOR], "the GPU is AMD", "the GPU is AMD"),
+        ("applegpu_g17g", "26.1", [TENSOR], "macOS is 26.1", "macOS is 26.1, not 26.2"),
+        ("applegpu_g17g", "26.4", [], "has no <MetalPerformancePrimitives", "has no <Metal"),
     ],
 )
 def test_gates(
-    gpu: str, system: str, header: bool, why: str | None, monkeypatch: pytest.MonkeyPatch
+    gpu: str,
+    system: str,
+    macros: list[str],
+    why: str | None,
+    no_codes: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: {"architecture": gpu})
     monkeypatch.setattr(platform, "mac_ver", lambda: (system, (), ""))
-    monkeypatch.setattr(tensor_ops, "_has_header", lambda: header)
-    found = tensor_ops.missing()
-    assert (found is None) == (why is None)
-    if why is not None:
-        assert re.search(why, str(found))
+    monkeypatch.setattr(tensor_ops, "_defines", lambda macro: macro in macros)
+    for expected, found in ((why, tensor_ops.missing()), (no_codes, tensor_ops.missing_codes())):
+        assert (found is None) == (expected is None)
+        if expected is not None:
+            assert re.search(expected, str(found))
 
 
 def test_no_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from numerics import FACTOR
 from mlx_qlayers import use_backend
 from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
+from mlx_qlayers.runtime import host, metal, tensor_ops
 from mlx_qlayers.tuning.families import FAMILIES, grid_sample
 from mlx_qlayers.tuning.tune import tune
 
@@ -63,6 +64,23 @@ def test_a_family_agrees_with_itself(name):
             allowed = FACTOR * family.tolerance(problem) * mx.abs(truth).max()
             assert mx.abs(found - truth).max() <= allowed
     assert "stock" in paths
+
+
+@pytest.mark.parametrize("missing", [None, "macOS is 26.2"])
+def test_tensor_operations_are_paths(missing, machine, monkeypatch):
+    """On a stand-in for an M5; packed codes where the system has them."""
+    machine("metal")
+    monkeypatch.setattr(metal, "bind", host.bind)
+    monkeypatch.setattr(tensor_ops, "missing", lambda: None)
+    monkeypatch.setattr(tensor_ops, "missing_codes", lambda: missing)
+    family, problem = FAMILIES["qmm"], PROBLEMS["qmm"](*ASKED["qmm"][0])
+    inputs = family.inputs(problem)
+    paths, truth = family.paths(inputs, problem), family.reference(inputs, problem)
+    allowed = FACTOR * family.tolerance(problem) * mx.abs(truth).max()
+    taken = {"tensor"} if missing else {"tensor", "codes"}
+    assert {"tensor", "codes"} & paths.keys() == taken
+    for path in taken:
+        assert mx.abs(paths[path](inputs).astype(mx.float32) - truth).max() <= allowed
 
 
 @pytest.mark.parametrize("name", ["row_sum", "qmv", "grid_sample"])

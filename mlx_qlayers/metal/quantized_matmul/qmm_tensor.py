@@ -13,11 +13,14 @@ import mlx.core as mx
 from ...formats import Format
 from ...options import MatmulCall, PackedMatrix
 from ...runtime.kernel import Kernel
+from ...runtime.spec import Spec
 from .qmv import GATES, Gate
 from .qmv_config import packed_template
 
 # Columns of the result that a SIMD group computes.
 COLUMNS = 32
+# Groups whose scales packed codes take at once, as qmm_codes.metal has it.
+_AT_ONCE = 4
 TENSOR_TILING = ("rows", "tile_k", "simds_m", "simds_n", "ragged")
 
 
@@ -54,6 +57,35 @@ class TensorConfig:
         return 32 * self.simds_m * self.simds_n
 
 
+@dataclass(frozen=True)
+class CodesConfig:
+    """How a product is cut whose 4-bit codes are operands as they are packed.
+
+    Attributes:
+        rows: of the result that a threadgroup computes; a multiple of 16.
+        columns: of the result that it computes.
+        simds: its SIMD groups, which share each operation.
+    """
+
+    rows: int
+    columns: int
+    simds: int = 4
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of the result that a threadgroup computes."""
+        return self.rows
+
+    @property
+    def tile_n(self) -> int:
+        """Columns of the result that it computes."""
+        return self.columns
+
+    def threads(self, dtype: mx.Dtype) -> int:
+        """The threads of a threadgroup."""
+        return 32 * self.simds
+
+
 def tensor_config(
     m: int, k: int, dtype: mx.Dtype, fmt: Format, transpose: bool, gated: bool = False
 ) -> TensorConfig:
@@ -64,6 +96,23 @@ def tensor_config(
     narrow = transpose and k % 32 and fmt.group_size == 16
     tile_k = 16 if narrow else 32
     return TensorConfig(rows, tile_k, *((2, 2) if m > rows else (1, 4)), bool(k % tile_k))
+
+
+def codes_config(m: int) -> CodesConfig:
+    """The configuration of packed codes for so many rows."""
+    rows = next(size for size in (16, 32, 64) if size >= min(m, 64))
+    # The sums of a gate's two matrices, and the products of a group, take a thread 96 words.
+    return CodesConfig(rows, 64 if rows == 64 else 128)
+
+
+def why_no_codes(call: MatmulCall) -> str | None:
+    """Why codes are no operands as they are packed, if they are not."""
+    fmt = call.fmt
+    if fmt.mode != "affine" or fmt.bits != 4 or fmt.group_size % 32:
+        return f"{fmt} is not of 4 bits in groups of 32 and more"
+    if not call.transpose:
+        return "scales differ from row to row of a matrix that is not transposed"
+    return "rows are of float32" if call.x.dtype == mx.float32 else None
 
 
 def _part(
@@ -90,33 +139,61 @@ def registers(T: mx.Dtype, rows: int, tile_k: int, ragged: bool, gate: int = 0, 
     return sums + (COLUMNS + rows * ragged) * tile_k * T.size // 128
 
 
+def codes_registers(rows: int, columns: int, simds: int, gate: int, **_: object) -> int:
+    """Words of the tensors of a thread: the sums and the products of a group."""
+    return (3 if gate else 2) * rows * columns // (32 * simds)
+
+
 _INPUTS = (
     *("x", "w", "scales", "biases", "bias"),
     *("residual", "w1", "scales1", "biases1", "bias1"),
 )
+# The kernel of each configuration, its further inputs, template, threadgroup memory and registers.
+_KERNELS: dict[type, tuple[str, tuple[str, ...], tuple[str, ...], Any, Any]] = {
+    TensorConfig: (
+        *("qmm_tensor", ()),
+        ("T", "S", "mode", "group", "bits", "transposed", *TENSOR_TILING, "gate"),
+        *(threadgroup_memory, registers),
+    ),
+    CodesConfig: (
+        *("qmm_codes", ("x_sums",)),
+        ("T", "S", "group", "rows", "columns", "simds", "gate"),
+        lambda rows, columns, **_: 4 * columns * (rows + 2 * _AT_ONCE),
+        codes_registers,
+    ),
+}
+_GROUP_SUMS = Kernel(
+    "group_sums",
+    "quantized_matmul/qmm_codes.metal",
+    inputs=("x", "shape"),
+    outputs=("sums",),
+    template=("T", "group"),
+    large=True,
+)
 
 
 @cache
-def _kernel(omitted: tuple[str, ...]) -> Kernel:
-    """The kernel without some of its inputs."""
+def _kernel(kind: type, omitted: tuple[str, ...]) -> Kernel:
+    """A kernel without some of its inputs."""
     letters = "".join("01"[name in omitted] for name in _INPUTS)
+    function, more, template, memory, held = _KERNELS[kind]
     return Kernel(
-        f"qmm_tensor_{int(letters, 2):x}",
-        "quantized_matmul/qmm_tensor.metal",
-        function="qmm_tensor",
-        inputs=(*(name for name in _INPUTS if name not in omitted), "shape"),
+        f"{function}_{int(letters, 2):x}",
+        f"quantized_matmul/{function}.metal",
+        function=function,
+        inputs=(*(name for name in _INPUTS if name not in omitted), *more, "shape"),
         outputs=("y",),
         omitted=omitted,
-        template=("T", "S", "mode", "group", "bits", "transposed", *TENSOR_TILING, "gate"),
-        threadgroup_memory=threadgroup_memory,
-        registers=registers,
+        template=template,
+        threadgroup_memory=memory,
+        registers=held,
         large=True,
     )
 
 
 def qmm_tensor(
     call: MatmulCall,
-    config: TensorConfig,
+    config: TensorConfig | CodesConfig,
     residual: Any = None,
     other: PackedMatrix | None = None,
     gate: Gate | None = None,
@@ -125,27 +202,49 @@ def qmm_tensor(
 
     Args:
         call: the product.
-        config: how it is cut.
+        config: how it is cut, and so whether codes are operands as they are packed.
         residual: the spec of what is added to it, (..., N) in the dtype of ``x``, or None.
         other: with a gate, the specs of another matrix of the same shape.
         gate: give ``activation(product) * product with the other``.
 
     Returns:
         A function of x, w, scales, biases, bias, the residual, and the four arrays of the other
-        matrix, that gives (..., N) in the dtype of ``x``; weights rounded to it, float32 sums
-        rounded once. What has no spec may be None; further arguments are not looked at.
+        matrix, that gives (..., N) in the dtype of ``x``; weights rounded to it (or not, as packed
+        codes), float32 sums rounded once. What has no spec may be None; further arguments are not
+        looked at.
+
+    Raises:
+        ValueError: the configuration is for packed codes, and they are not such.
     """
     (x, matrix, transpose, fmt), (m, n, k) = call, call.shape
     sizes, threads = mx.array([m, n, k], mx.int32), config.threads(x.dtype)
     specs = [x, *matrix, residual, *(other or PackedMatrix(None, None))]
     omitted = (name for name, spec in zip(_INPUTS, specs, strict=True) if spec is None)
-    launch = _kernel(tuple(omitted)).bind(
-        [*(spec for spec in specs if spec is not None), sizes],
-        template=packed_template(fmt, x.dtype, matrix.scales.dtype)
-        | {"transposed": transpose, **asdict(config), "gate": GATES.index(gate)},
+    kind: Any = type(config)
+    kernel, sums, more = _kernel(kind, tuple(omitted)), None, list[Spec]()
+    values = packed_template(fmt, x.dtype, matrix.scales.dtype) | asdict(config)
+    values |= {"transposed": transpose, "gate": GATES.index(gate)}
+    if isinstance(config, CodesConfig):
+        if why := why_no_codes(call):
+            raise ValueError(f"{config} does not take this product: {why}")
+        groups, more = k // fmt.group_size, [Spec((m, 2 * k // fmt.group_size), mx.bfloat16)]
+        sums = _GROUP_SUMS.bind(
+            [x, sizes[::2]],
+            template={"T": x.dtype, "group": fmt.group_size},
+            grid=(m * groups, 1, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[more[0].shape],
+            output_dtypes=[mx.bfloat16],
+        )
+    launch = kernel.bind(
+        [*(spec for spec in specs if spec is not None), *more, sizes],
+        template={name: values[name] for name in kernel.template},
         grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(*x.shape[:-1], n)],
     )
     given = itemgetter(*(i for i, spec in enumerate(specs) if spec is not None))
-    return lambda *arrays: launch([*given(arrays), sizes])[0]
+    if sums is None:
+        return lambda *arrays: launch([*given(arrays), sizes])[0]
+    rows_and_depth = sizes[::2]
+    return lambda *arrays: launch([*given(arrays), *sums([arrays[0], rows_and_depth]), sizes])[0]

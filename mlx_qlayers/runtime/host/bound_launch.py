@@ -98,6 +98,10 @@ def checks(
         _report.reset(token)
 
 
+# Packed codes are operands from macOS 26.4 on; other tensor operations come with 26.2.
+_CODES = {"__ENVIRONMENT_OS_VERSION_MIN_REQUIRED__": "260400"}
+
+
 class _Compiled(NamedTuple):
     """A kernel compiled for one set of types, and where its buffers come from: pairs of the indices
     of a buffer and of an input, with what makes a shape or rank; strides by inputs; outputs.
@@ -142,6 +146,7 @@ def _compiled(program: Program, function: str, text: str, checked: bool) -> _Com
             *(_PREAMBLE + text, function),
             checked=checked,
             language=400 if TENSOR_OPS in text else 320,
+            defines=_CODES if "int4b_format" in text else None,
             name=program.name,
             cite=cite,
             first=first,

@@ -10,9 +10,10 @@ from ...formats import Format
 from ...metal.quantized_matmul import qmm, qmv
 from ...metal.quantized_matmul.dequantize import dequantize
 from ...metal.quantized_matmul.qmm import QmmConfig
-from ...metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
+from ...metal.quantized_matmul.qmm_tensor import why_no_codes
 from ...metal.quantized_matmul.qmv import QmvArrays
 from ...metal.quantized_matmul.qmv_config import QmvConfig, QmvMatrixConfig
+from ...ops.tensor_choice import CODES, PATHS, tensor_product
 from ...options import MatmulCall, PackedMatrix
 from ...reference import quantized_matmul as reference
 from ...runtime import tensor_ops
@@ -59,7 +60,12 @@ class QmmFamily(Family[QmmProblem, QmmConfig]):
         found = super().paths(inputs, problem)
         found["dequantized"] = _dense(inputs, problem.transpose, problem.fmt)
         if backend() == "metal" and tensor_ops.missing() is None:
-            found["tensor"] = _by_tensors(inputs, problem)
+            x, *packed = map(Spec.of, inputs)
+            call = MatmulCall(x, PackedMatrix(*packed), problem.transpose, problem.fmt)
+            codes = tensor_ops.missing_codes() is None and why_no_codes(call) is None
+            for path, kernel in PATHS.items():
+                if kernel != CODES or codes:
+                    found[path] = _by_tensors(kernel, call)
         return found
 
 
@@ -158,11 +164,8 @@ def _product(x: mx.array, matrix: PackedMatrix, transpose: bool, fmt: Format) ->
     return reference.quantized_matmul(x, *matrix[:3], transpose, fmt, dense_rows)
 
 
-def _by_tensors(inputs: Inputs, problem: QmmProblem) -> Path:
-    x, *packed = map(Spec.of, inputs)
-    call = MatmulCall(x, PackedMatrix(*packed), problem.transpose, problem.fmt)
-    config = tensor_config(problem.m, problem.k, problem.dtype, problem.fmt, problem.transpose)
-    launch = qmm_tensor(call, config)
+def _by_tensors(kernel: str, call: MatmulCall) -> Path:
+    launch = tensor_product(kernel, call)
     return lambda inputs: launch(inputs[0], *PackedMatrix(*inputs[1:]))
 
 
