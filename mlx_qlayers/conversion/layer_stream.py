@@ -202,6 +202,7 @@ def _added(
     ends = mx.cumsum((chosen[:, None] == mx.arange(count)).sum(axis=0)).astype(mx.uint32)
     starts = mx.concatenate([mx.zeros(1, mx.uint32), ends[:-1]])
     rows = rows[order]
+    # On CUDA float32 is rounded to TF32: the sum is then that of inputs of 11 bits.
     found = mx.segmented_mm(rows.T, rows, mx.stack([starts, ends], axis=1))
     return found if total is None else total + found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from numerics import assert_accurate, assert_same_sums, random, to64
+from numerics import assert_accurate, assert_same_sums, in_tf32, random, to64
 
 from mlx_qlayers import DeformConv2d, deform_conv2d, use_backend
 from tests.gpus import GPUS
@@ -44,10 +44,19 @@ def test_golden(name):
     cotangent = mx.array(given["cotangent"])
     out, gradients = mx.vjp(run, list(arrays.values()), [cotangent])
     # Sums over all outputs.
+    size = {key: np.abs(given[key]).max() for key in ("x", "weight")}
     total = np.abs(to64(cotangent)).reshape(-1, cotangent.shape[3]).sum(0).max()
-    terms_of = {"d_bias": total, "d_weight": total * np.abs(given["x"]).max()}
-    for key, found in zip(["out", *(f"d_{key}" for key in arrays)], out + gradients, strict=True):
+    terms_of = {"d_bias": total, "d_weight": total * size["x"]}
+    # Sums of the product's absolute terms; samples change with offsets by twice the largest pixel.
+    sizes = [a if key == "offset" else mx.abs(a) for key, a in arrays.items()]
+    y, found = mx.vjp(run, sizes, [mx.abs(cotangent)])
+    dense = dict(zip(["out", *(f"d_{key}" for key in arrays)], y + found, strict=True))
+    depth, largest = given["weight"].shape[3], np.abs(to64(cotangent)).sum(-1).max()
+    dense["d_offset"] = 2 * size["x"] * size["weight"] * depth * largest
+    for key, found in zip(dense, out + gradients, strict=True):
         terms = terms_of.get(key, 0.0)
+        if key != "d_bias":  # the one that is no product
+            terms += in_tf32(np.max(to64(dense[key])))
         assert_accurate(found, given[key], given[key + "32"], terms=terms, what=f"{name} {key}")
 
 

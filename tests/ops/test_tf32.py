@@ -1,0 +1,64 @@
+"""Which operations multiply float32 by MLX's dense products, which on GPUs round it to TF32."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_qlayers import (
+    deform_conv2d,
+    deformable_attention,
+    grid_sample,
+    linalg,
+    quantized_matmul,
+    use_backend,
+)
+from tests import default_gpu
+
+
+def zeros(*shape):
+    return mx.array(np.zeros(shape, np.float32))  # a value, as nothing can be evaluated
+
+
+def quantized(x):
+    packed = mx.array(np.zeros((256, 64), np.uint32))
+    return quantized_matmul(x, packed, zeros(256, 8), zeros(256, 8))
+
+
+CALLS = {
+    "quantized_matmul, 1 row": (quantized, (1, 512)),
+    "quantized_matmul, 600 rows": (quantized, (600, 512)),
+    "grid_sample": (lambda x: grid_sample(x, zeros(1, 3, 3, 2)), (1, 9, 9, 4)),
+    "deformable_attention": (
+        lambda x: deformable_attention(x, [(4, 6)], zeros(1, 5, 2, 1, 4, 2), zeros(1, 5, 2, 1, 4)),
+        (1, 24, 2, 8),
+    ),
+    "cholesky": (lambda a: linalg.cholesky(a, check=False), (200, 200)),
+    "solve_triangular": (lambda a: linalg.solve_triangular(a, a), (200, 200)),
+    "qr": (lambda a: mx.concatenate(linalg.qr(a), axis=1), (100, 200)),
+    # As exact as mx.conv2d, which it says.
+    "deform_conv2d": (
+        lambda x: deform_conv2d(x, zeros(1, 8, 8, 18), zeros(6, 3, 3, 4), padding=1),
+        (1, 8, 8, 4),
+    ),
+}
+
+
+def print_dense():
+    """The calls whose graphs on CUDA, with gradients, have a dense product of MLX's."""
+    default_gpu.launch_nothing()
+    with use_backend("cuda"):
+        for name, (call, shape) in CALLS.items():
+            graph = io.StringIO()
+            loss = mx.value_and_grad(lambda x, call=call: call(x).sum())
+            mx.export_to_dot(graph, *loss(zeros(*shape)))
+            if re.search(r'"(Matmul|AddMM|\w*MM|\w*Matmul|Convolution)', graph.getvalue()):
+                print(name)
+
+
+def test_float32_that_must_stay_so(tmp_path):
+    code = "from tests.ops.test_tf32 import print_dense\nprint_dense()"
+    assert default_gpu.run(code, tmp_path).split() == ["deform_conv2d"]
