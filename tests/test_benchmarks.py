@@ -138,3 +138,10 @@ def test_decoding_benchmark(tmp_path: Path) -> None:
     speeds = [row for row in rows if "what" in row]
     what = {"decode, batch 1", "decode, batch 4", "decode, batch 8", "prefill 20"}
     assert {row["what"] for row in speeds} == what and len(speeds) == 3 * len(what)
+
+
+def test_settings_of_decoding_have_processes_of_their_own() -> None:
+    options = ["--tiny", "--tokens", "2", "--repeats", "1", "--contexts", "4"]
+    printed = run("bench_decode_settings.py", *options, "--settings", "", "MLX_BFS_MAX_WIDTH=10")
+    rows = [line for line in printed.splitlines() if line.split()[0] == "4"]
+    assert [row.partition("  (")[0].split()[-1] for row in rows] == ["own", "MLX_BFS_MAX_WIDTH=10"]

@@ -9,11 +9,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
+
+from mlx_qlayers.conversion import compiled_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from bench_step_graph import begun, build, commits, launches, token
-from recorded_gpu import Recorded, primitives, recorded_gpu, starting
+from recorded_gpu import Recorded, primitives, recorded_gpu, starting, zeros
+from verified_model import cache_of
 
 
 def of_token(name: str, layers: int, rows: int) -> tuple[Counter[str], list[Recorded]]:
@@ -51,6 +55,32 @@ def test_a_layer_by_a_models_own_code(name: str, views: int, others: int) -> Non
     (few, _), (more, _) = (of_token(name, layers, 4352) for layers in (1, 2))
     found = more - few
     assert (found.total() - starting(found), starting(found)) == (views, others)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"), [("qwen2", 1), ("qwen2", 2), ("phi3", 1), ("qwen3_moe", 2)]
+)
+def test_tokens_need_no_result_of_those_before(name: str, batch: int) -> None:
+    """Else MLX could not run behind while the next token's graph is built: a trace has none.
+
+    Over the growth of a cache, and the new tail that comes with it.
+    """
+    with recorded_gpu():
+        model = build(name, num_hidden_layers=2)
+        cache = cache_of(model, batch)
+        for each in cache:
+            each.update_and_fetch(*[zeros((batch, 4, 508, 128), mx.bfloat16)] * 2)
+        for _ in range(2):
+            y = model(zeros((batch, 1), mx.int32), cache=cache).argmax(-1)
+        mx.eval(y, [c.state for c in cache])
+
+        def tokens(y: mx.array) -> list[mx.array]:
+            parts = [y := model(y, cache=cache).argmax(-1) for _ in range(6)]
+            return [*parts, cache[0].keys]
+
+        *_, keys = mx.compile(tokens)(y)
+        assert compiled_step.stopped(model) in (None, "no step was run")
+        assert keys.shape == (batch, 4, 768, 128)
 
 
 def test_commits_are_by_operations_or_elements() -> None:
