@@ -303,8 +303,10 @@ class _Graph:
             inside.by_step(),
         )
         changed = [a for each in outputs for a in each if a is not None]
-        self.tails = len(inside.tails())
-        return [logits, *inside.following(), *inside.tails(), *changed]
+        following, tails = inside.following(), inside.tails()
+        self.tails = len(tails)
+        inside.close()
+        return [logits, *following, *tails, *changed]
 
     def __call__(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> Any:
         logits, *rest = self.compiled(tokens, at, arrays)

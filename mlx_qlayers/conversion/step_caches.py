@@ -12,6 +12,7 @@ import mlx.core as mx
 from .cache_tail import (
     Buffer,
     Tail,
+    arrays_of,
     grown,
     kind_of,
     layout,
@@ -161,53 +162,74 @@ def taken(
         last: their tail after the last step.
         offsets: the positions of a batch in these caches.
     """
-    own, groups = [*leaves(caches)], dict[Any, int]()
-    inputs, numbers = Inputs((), [], []), {number: i for i, number in enumerate(tailed)}
-    if tailed:
-        some = [own[i] for i in tailed]
-        length = _length(some[0])
-        inputs = inputs._replace(tail=(tail := with_tickets(tail_of(last, some, length))))
-        together = _tail_group(tail.start, length, len(tail.buffers[0]), offsets)
-    count = iter(range(len(own)))
+    return _Taking([*leaves(caches)], tailed, last, offsets).all(caches)
 
-    def of(c: Any) -> Static:
+
+class _Taking:
+    """What of some caches was taken so far.
+
+    Nobody may hold their arrays longer than a call: MLX writes a token into those that nobody else
+    has, and copies others. A function that calls itself would.
+    """
+
+    def __init__(
+        self,
+        own: list[Any],
+        tailed: tuple[int, ...],
+        last: Tail | None,
+        offsets: mx.array | None,
+    ) -> None:
+        self.keys = dict[Any, int]()
+        self.groups, self.arrays = list[Group](), list[Buffer]()
+        self.numbers = {number: i for i, number in enumerate(tailed)}
+        self.count, self.tail = iter(range(len(own))), None
+        if tailed:
+            some = [own[i] for i in tailed]
+            length = _length(some[0])
+            self.tail = tail = with_tickets(tail_of(last, some, length))
+            batch = len(arrays_of(tail.buffers[0])[0])
+            self.together = _tail_group(tail.start, length, batch, offsets)
+
+    def all(self, caches: Sequence[Any]) -> Inputs:
+        """All of them."""
+        return Inputs(tuple(map(self.of, caches)), self.groups, self.arrays, self.tail)
+
+    def of(self, c: Any) -> Static:
+        """What a graph is made for of a cache, whose arrays are taken."""
         if c is None:
             return None
         attributes = vars(c)
         if "caches" in attributes:
-            return Nested(tuple(map(of, c.caches)))
-        kind, number = kind_of(c), next(count)
+            return Nested(tuple(map(self.of, c.caches)))
+        kind, number = kind_of(c), next(self.count)
         if "cache" in attributes:
             states = [*c.cache, c.left_padding, c.lengths]
-            inputs.arrays.extend(a for a in states if a is not None)
+            self.arrays.extend(a for a in states if a is not None)
             return States(kind, tuple(a if a is None else (a.shape, a.dtype) for a in states))
         if c.empty():  # one that no layer uses
             return States(kind, ())
         settings = tuple((name, attributes[name]) for name in _SETTINGS if name in attributes)
         is_batch, full, rows = "left_padding" in attributes, False, 0
-        if inputs.tail is not None and number in numbers:
-            i = 2 * numbers[number]
-            buffers = inputs.tail.buffers[i : i + 2]
-            inputs.arrays.extend((*buffers, *inputs.tail.tails[i : i + 2]))
-            inputs.arrays.append(inputs.tail.tickets[numbers[number]])
-            inputs.arrays.extend([c.left_padding] if is_batch else [])
-            rows, group = inputs.tail.tails[0].shape[2], together
+        if self.tail is not None and number in self.numbers:
+            at = self.numbers[number]
+            buffers, tails = (a[2 * at : 2 * at + 2] for a in (self.tail.buffers, self.tail.tails))
+            self.arrays.extend((*buffers, *tails, self.tail.tickets[at]))
+            self.arrays.extend([c.left_padding] if is_batch else [])
+            rows, group = rows_of(tails[0]), self.together
         else:
             group = _group(_kinds()[kind](c))
             buffers = [c.keys, c.values]
-            inputs.arrays.extend(buffers)
-            inputs.arrays.extend([c.offset, c.left_padding] if is_batch else [])
+            self.arrays.extend(buffers)
+            self.arrays.extend([c.offset, c.left_padding] if is_batch else [])
             full = "max_size" in attributes and not is_batch
-            full = full and group.at[1] >= c.keys.shape[2] - 1
+            full = full and group.at[1] >= rows_of(buffers[0]) - 1
         key = group.at, rows_of(buffers[0]), full
-        if key not in groups:
-            groups[key] = len(inputs.groups)
-            inputs.groups.append(group)
+        if key not in self.keys:
+            self.keys[key] = len(self.groups)
+            self.groups.append(group)
         whole = layout_of(buffers, attributes)
         rotated, shapes = attributes.get("rotated", False), (whole.keys, whole.values)
-        return Rows(kind, shapes, whole.dtype, groups[key], full, rotated, settings, rows)
-
-    return inputs._replace(static=tuple(map(of, caches)))
+        return Rows(kind, shapes, whole.dtype, self.keys[key], full, rotated, settings, rows)
 
 
 def _length(c: Any) -> int:

@@ -169,6 +169,11 @@ class Step:
         """The tails with the token in them."""
         return [tail for s in self.slots if isinstance(s, TailSlot) for tail in s.tails]
 
+    def close(self) -> None:
+        """Let go of the caches, which hold this too: nobody else shall hold their arrays."""
+        for each in (self.caches, self.slots, self.found):
+            each.clear()
+
     def by_step(self) -> frozenset[int]:
         """Which caches nothing but :func:`attention_step` would look at."""
         slots = enumerate(self.slots)

@@ -11,9 +11,16 @@ import pytest
 from architecture_table import ARCHITECTURES
 from architectures import VOCABULARY, build
 from decoding import BITS, KINDS, logits
+from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
-from mlx_lm.models.cache import KVCache, make_prompt_cache
-from numerics import assert_same_model
+from mlx_lm.models.cache import (
+    BatchRotatingKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers import convert_model, revert_model, use_backend
 from mlx_qlayers.conversion import compiled, compiled_step, step_slots
@@ -178,6 +185,72 @@ def test_attention_turns_and_writes_a_tail(
     assert turned == [0 if name == "cohere2" else 32] * calls * 3
     assert set(map(type, masks)) == {type(None)}
     assert buffers[0] == buffers[1] == buffers[2] and len(buffers[0]) == 2 * calls
+
+
+# Prompt, largest size of the cache, tokens that it keeps.
+RINGS = [(5, 8, 4), (11, 8, 0), (8, 8, 2), (3, 300, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ring"), [*(("phi3", ring) for ring in RINGS), ("gemma3_text", RINGS[1])], ids=str
+)
+def test_rings(name: str, ring: tuple[int, int, int], graphs: list[object]) -> None:
+    """More than twice around, behind prompts that are longer, and trimmed while they can be."""
+    prompt, size, keep = ring
+    results, tokens = [], mx.random.randint(0, VOCABULARY, (1, 60), key=mx.random.key(1))
+    for model in pair(name):
+        cache = [RotatingKVCache(size, keep) for _ in make_prompt_cache(model)]
+        parts = [model(tokens[:, :prompt], cache=cache)]
+        for i in range(prompt, prompt + 20):
+            parts.append(model(tokens[:, i : i + 1], cache=cache))
+            if i == prompt + 1 and all(c.is_trimmable() for c in cache):
+                assert [c.trim(2) for c in cache] == [2] * len(cache)
+        parts.append(model(tokens[:, 40:43], cache=cache))
+        parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(43, 46)]
+        results.append((mx.concatenate(parts, axis=1)[0], cache))
+    assert len(graphs) == 23 + 3  # and three that are tried out
+    (stock, wanted), (found, held) = results
+    assert_same_model(found, stock, bits=None, what=f"{name} {ring}")
+    for ours, theirs in zip(held, wanted, strict=True):
+        assert ours.state[2:] == theirs.state[2:]
+        for a, b in zip(ours.state[:2], theirs.state[:2], strict=True):
+            assert_same_states(a, b, bits=None, what="keys and values")
+
+
+@pytest.mark.parametrize("kind", ["ring", "batch of rings", "plain", "bits"])
+def test_a_token_is_written_into_the_arrays_of_a_cache(
+    kind: str, graphs: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which MLX makes no copy, as it does if anybody else has them."""
+    monkeypatch.setattr(step_slots, "_STEPPED", ())  # no tail
+    _, model = pair("phi3")
+    rows, batch = 1 << 14, 1 + (kind == "batch of rings")
+    caches = {
+        "ring": lambda: RotatingKVCache(rows),
+        "batch of rings": lambda: BatchRotatingKVCache(rows, [0, 1]),
+        "plain": KVCache,
+        "bits": lambda: QuantizedKVCache(32, 8),
+    }
+    cache = [caches[kind]() for _ in make_prompt_cache(model)]
+    tokens = mx.ones((batch, 1), mx.int32)
+    model(mx.broadcast_to(tokens, (batch, 3)), cache=cache)
+    for c in cache:
+        length = rows - 100
+        for name in ("keys", "values"):
+            parts = tree_map(lambda a: mx.tile(a[:, :, :1], (1, 1, rows, 1)), getattr(c, name))
+            setattr(c, name, parts)
+        if "ring" in kind:
+            length = rows + 500
+            c._idx = 500
+        c.offset = mx.array([length, length - 1]) if batch > 1 else length
+        if batch > 1:
+            c._offset, c.rotated = length, True
+    mx.eval(model(tokens, cache=cache), [c.state[:2] for c in cache])
+    for _ in range(2):
+        logits, before = model(tokens, cache=cache), mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(logits, [c.state[:2] for c in cache])
+        assert mx.get_peak_memory() - before < 0.6 * cache[0].nbytes / 2
 
 
 @pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3_text"])
