@@ -1,8 +1,11 @@
 """What the tests share."""
 
+import contextlib
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +18,21 @@ import gpus
 import pytest
 from tiny_model import save_tiny_model
 
+from mlx_qlayers.runtime.cache_folder import own_folder
+
 pytest_plugins = ["machine", "tables"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Nor on what was measured before: a cache that has this user's kernels, and nothing else."""
+    if hasattr(config, "workerinput"):
+        return  # has the folder of pytest-xdist's controller
+    folder = tempfile.mkdtemp(prefix="mlx-qlayers-tests-")
+    with contextlib.suppress(OSError):
+        for name in ("host", "cuda", "match_images"):
+            os.symlink(own_folder(name), os.path.join(folder, name))
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    os.environ["MLX_QLAYERS_CACHE_DIR"] = folder
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

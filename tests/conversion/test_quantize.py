@@ -66,48 +66,45 @@ def test_a_quantization_of_null_is_none(plain_model: Path, tmp_path: Path) -> No
     assert written == {"group_size": 64, "bits": 4, "mode": "affine"}
 
 
-# Kills itself at the given event among those that touch the target's directory.
+# Processes that kill themselves at an event among those that touch the target's directory: one at
+# none, then in the middle and at the last two. All are forks of one that has imported everything.
 KILLED = """
-import os, signal, sys
-folder, last = sys.argv[2], int(sys.argv[3])
-seen = 0
-def hook(event, args):
-    global seen
-    if event in {"open", "os.rename", "os.mkdir", "os.rmdir", "os.listdir", "shutil.rmtree"}:
-        if folder in str(args[0]):
-            seen += 1
-            if seen == last:
-                os.kill(os.getpid(), signal.SIGKILL)
+import json, os, signal, sys
 from mlx_qlayers.conversion.quantize import quantize_checkpoint
 import mlx_lm
-sys.addaudithook(hook)
-quantize_checkpoint(sys.argv[1], os.path.join(folder, "out"))
-print(seen)
+EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.listdir", "shutil.rmtree"}
+def ended(name, last=0):
+    folder, (out, into) = os.path.join(sys.argv[2], name), os.pipe()
+    os.mkdir(folder)
+    if not (child := os.fork()):
+        seen = 0
+        def hook(event, args):
+            nonlocal seen
+            if event in EVENTS and folder in str(args[0]):
+                seen += 1
+                if seen == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(hook)
+        quantize_checkpoint(sys.argv[1], os.path.join(folder, "out"))
+        os.write(into, str(seen).encode())
+        os._exit(0)
+    os.close(into)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), os.read(out, 99).decode()
+code, events = ended("whole")
+last = int(events)
+print(json.dumps([code, *(ended(str(n), n)[0] for n in (last // 2, last - 1, last))]))
 """
-
-
-def run_killed(model: Path, folder: Path, event: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", KILLED, str(model), str(folder), str(event)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.slow
 def test_whole_or_absent_when_killed(plain_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    done = run_killed(plain_model, tmp_path / "whole", 0)
+    command = [sys.executable, "-c", KILLED, str(plain_model), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    events = int(done.stdout)
+    assert json.loads(done.stdout) == [0, *[-signal.SIGKILL] * 3], done.stderr
     files = sorted(os.listdir(tmp_path / "whole" / "out"))
     outcomes = []
-    for event in (events // 2, events - 1, events):
-        folder = tmp_path / str(event)
-        folder.mkdir()
-        done = run_killed(plain_model, folder, event)
-        assert done.returncode == -signal.SIGKILL, done.stderr
+    for folder in sorted(tmp_path.glob("[0-9]*"), key=lambda path: int(path.name)):
         outcomes.append((folder / "out").exists())
         if outcomes[-1]:
             assert sorted(os.listdir(folder / "out")) == files
