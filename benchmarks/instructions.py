@@ -23,7 +23,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import forward
 from mlx_qlayers.metal.attention.layout import layout
 from mlx_qlayers.metal.quantized_matmul.qmv import single_qmv
-from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvConfig, qmv_config
+from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvConfig, QmvMatrixConfig, qmv_config
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime.host import bound_launch, compiler, toolchain
 from mlx_qlayers.runtime.host import llvm_ir as ir
@@ -32,6 +32,18 @@ from mlx_qlayers.runtime.host.alu_cycles import cycles
 from mlx_qlayers.runtime.spec import Spec
 
 PAGE = Path(__file__).parents[1] / "docs" / "instructions.md"
+SINGLE = (
+    *(Format(64, bits) for bits in (2, 3, 4, 5, 6, 8)),
+    *(Format(32, 4, "mxfp4"), Format(32, 8, "mxfp8"), Format(16, 4, "nvfp4")),
+)
+# On the matrix units: whole words, bytes in bfloat16, and runs that begin within words.
+FEW = (
+    (Format(64, 4), mx.bfloat16),
+    (Format(64, 8), mx.float16),
+    (Format(64, 8), mx.bfloat16),
+    (Format(64, 3), mx.bfloat16),
+    (Format(32, 5), mx.float16),
+)
 CLASSES = ("float", "integer", "memory", "simd", "matrix")
 _KINDS = {
     "float": "fadd fsub fmul fdiv frem fneg fcmp fpext fptrunc sitofp uitofp fptosi fptoui",
@@ -196,37 +208,50 @@ def _mlx(family: str, *headers: str) -> str:
     return "".join(f'#include "mlx/backend/metal/kernels/{name}.h"\n' for name in names)
 
 
-_QUANTIZED = _mlx("affine", "steel/gemm/gemm", "quantized_utils", "quantized")
+_QUANTIZED = {
+    "affine": _mlx("affine", "steel/gemm/gemm", "quantized_utils", "quantized"),
+    "fp": _mlx("fp", "steel/gemm/gemm", "quantized_utils", "fp_quantized"),
+}
 _ATTENTION = _mlx("attention", "steel/attn/kernels/steel_attention")
 
 
-def single_rows(bits: int) -> tuple[Row, Row]:
+def single_rows(fmt: Format) -> tuple[Row, Row]:
     """One row of float16 times a matrix: MLX's qmv_fast and qmv."""
-    taken = {2: 16, 4: 16, 8: 8}[bits]
-    stock = main_loop(_QUANTIZED, f"affine_qmv_fast<half, 64, {bits}, false>")
-    config, counted = _qmv(1, bits, mx.float16)
+    group, bits, mode = fmt
+    taken, family = 8 if bits in (6, 8) else 16, "affine" if mode == "affine" else "fp"
+    function = f"{family}_qmv_fast<half, {group}, {bits}, false>"
+    stock = main_loop(_QUANTIZED[family], function)
+    config, counted = _qmv(1, fmt, mx.float16)
     assert isinstance(config, QmvConfig)
-    case = f"{bits} bits, M = 1"
+    case = f"{_name(fmt)}, M = 1"
     return (
         Row("MLX qmv_fast", case, "weight", stock, 4 * taken),
         Row("qmv", case, "weight", counted, config.outputs * config.run),
     )
 
 
-def _qmv(rows: int, bits: int, dtype: mx.Dtype) -> tuple[object, Counter[str]]:
-    fmt, n, k = Format(64, bits), 4608, 256
-    arrays = mx.zeros((rows, k), dtype), *mx.quantize(mx.zeros((n, k), dtype), 64, bits)
+def _name(fmt: Format) -> str:
+    if fmt.mode != "affine":
+        return fmt.mode
+    return f"{fmt.bits} bits" + f" in groups of {fmt.group_size}" * (fmt.group_size != 64)
+
+
+def _qmv(rows: int, fmt: Format, dtype: mx.Dtype) -> tuple[object, Counter[str]]:
+    n, k = 4608, 256
+    packed = mx.quantize(mx.zeros((n, k), dtype), **fmt._asdict())
+    arrays = mx.zeros((rows, k), dtype), *packed
     x, *matrix = map(Spec.of, arrays)
     config = qmv_config("metal", rows, n, k, dtype, fmt)
     launch = single_qmv(MatmulCall(x, PackedMatrix(*matrix), True, fmt), config)
     return config, main_loop(*launched(lambda: mx.eval(launch(*arrays))))
 
 
-def qmv_rows(rows: int, bits: int, dtype: mx.Dtype) -> Row:
+def qmv_rows(rows: int, fmt: Format, dtype: mx.Dtype) -> Row:
     """A few rows on the matrix units."""
-    config, counted = _qmv(rows, bits, dtype)
+    config, counted = _qmv(rows, fmt, dtype)
+    assert isinstance(config, QmvMatrixConfig)
     weights = config.tiles * 16 * 4 * config.run * config.ahead
-    case = f"{bits} bits, {str(dtype).removeprefix('mlx.core.')}, M = {rows}"
+    case = f"{_name(fmt)}, {str(dtype).removeprefix('mlx.core.')}, M = {rows}"
     return Row("qmv_matrix", case, "weight", counted, weights / 32, weights / 64 * -(-rows // 8))
 
 
@@ -249,11 +274,11 @@ def many_queries(mask: str) -> tuple[Row, Row]:
 
 def rows() -> Iterator[Row]:
     """All that the page shows."""
-    for bits in (2, 4, 8):
-        yield from single_rows(bits)
+    for fmt in SINGLE:
+        yield from single_rows(fmt)
     for m in (4, 8, 16):
-        for bits, dtype in ((4, mx.bfloat16), (8, mx.float16)):
-            yield qmv_rows(m, bits, dtype)
+        for fmt, dtype in FEW:
+            yield qmv_rows(m, fmt, dtype)
     for mask in ("no", "additive"):
         yield from many_queries(mask)
 

@@ -118,8 +118,7 @@ class QmvProblem(Problem):
             if config.run != (16 if self.k % 32 else 32) or config.ahead > 1:
                 return f"{config} in nvfp4"
         else:
-            least = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
-            if not least <= config.run <= group or self._slots(config) > 8:
+            if not max(group // 4, 8) <= config.run <= group or self._slots(config) > 8:
                 return f"runs of {config.run} in groups of {group}"
         if not config.takes(self.k):
             return f"rows of {self.k}"

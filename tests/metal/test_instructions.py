@@ -9,7 +9,9 @@ import mlx.core as mx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from instructions import cells, main_loop, many_queries, qmv_rows, single_rows
+from instructions import FEW, SINGLE, cells, main_loop, many_queries, qmv_rows, single_rows
+
+from mlx_qlayers.formats import Format
 
 
 def _note(record, *rows):
@@ -20,24 +22,27 @@ def _note(record, *rows):
         )
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_one_row_takes_no_more_than_stock(bits, record_property):
-    stock, own = single_rows(bits)
+@pytest.mark.parametrize("fmt", SINGLE, ids=str)
+def test_one_row_takes_no_more_than_stock(fmt, record_property):
+    stock, own = single_rows(fmt)
     _note(record_property, stock, own)
     assert own.total <= stock.total
     assert own.each("cycles") < 0.75 * stock.each("cycles")
 
 
-def test_one_row_of_bytes_takes_no_more_cycles_than_stock(record_property):
-    stock, own = single_rows(8)
-    _note(record_property, stock, own)
-    assert own.each("cycles") <= stock.each("cycles")
-
-
-@pytest.mark.parametrize("rows", [4, 8, 16])
-@pytest.mark.parametrize(("bits", "dtype"), [(4, mx.bfloat16), (8, mx.float16)], ids=str)
-def test_few_rows_take_the_matrix_products_of_the_result(rows, bits, dtype, record_property):
-    row = qmv_rows(rows, bits, dtype)
+@pytest.mark.parametrize(
+    ("rows", "fmt", "dtype"),
+    [
+        *((4, *FEW[i]) for i in (0, 4)),
+        *((8, *few) for few in FEW),
+        *((16, *FEW[i]) for i in (1, 3)),
+        (8, Format(32, 2), mx.bfloat16),
+        (12, Format(32, 6), mx.bfloat16),
+    ],
+    ids=str,
+)
+def test_few_rows_take_the_matrix_products_of_the_result(rows, fmt, dtype, record_property):
+    row = qmv_rows(rows, fmt, dtype)
     _note(record_property, row)
     assert 0 < row.counted["matrix"] <= row.needed * 9 / 8
 

@@ -201,6 +201,10 @@ METAL_FUNC void load_bits(thread uint& to, const device S* from, bool inside) {
   }
 }
 
+// Operands in which bfloat holds codes of 8 bits: one, for which they are converted, or two of four
+// bits each, where products cost less than that.
+#define BYTE_PARTS 1
+
 // (x & mask) | bits, one instruction on NVIDIA GPUs.
 METAL_FUNC uint masked_or(uint x, uint mask, uint bits) {
   return (x & mask) | bits;

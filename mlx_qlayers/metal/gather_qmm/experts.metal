@@ -54,7 +54,7 @@ METAL_FUNC void add_products(
     alignas(64) float weights[rows > 1 ? outputs : 1][run];
 #pragma unroll
     for (int n = 0; n < (rows > 1 ? outputs : 0); n++) {
-      decode_codes<mode, bits, run>(weights[n], codes[n]);
+      decode_codes<T, mode, bits, run>(weights[n], codes[n]);
     }
 #pragma unroll
     for (int m = 0; m < rows; m++) {
@@ -74,13 +74,14 @@ METAL_FUNC void add_products(
 #pragma unroll
       for (int n = 0; n < outputs; n++) {
         if (rows == 1) {
-          decode_codes<mode, bits, run>(weights[0], codes[n]);
+          decode_codes<T, mode, bits, run>(weights[0], codes[n]);
         }
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < run; i++) {
           sum = fma(weights[rows > 1 ? n : 0][i], values[i], sum);
         }
+        sum *= code_factor<T, mode, bits>();
         sums[m * outputs + n] = fma(scale[n], sum, sums[m * outputs + n]);
         if (mode == AFFINE) {
           sums[m * outputs + n] = fma(offset[n], all, sums[m * outputs + n]);

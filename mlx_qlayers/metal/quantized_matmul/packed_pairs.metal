@@ -2,7 +2,8 @@
 //
 // `span` words are one stream of 2 * span halves; half i and half i + span are put side by side, so
 // that a shift and a mask take element i and element i + pairs out of them at once. Widths that do
-// not divide a word take as many words as begin and end with an element.
+// not divide a word take as many words as begin and end with an element. Runs too short for that
+// begin within a word: their lanes read the words around them, and shift.
 
 #include "common/fragment.metal"
 #include "packed.metal"
@@ -11,7 +12,19 @@
 using namespace metal;
 
 #define SPAN(bits) ((bits) == 5 ? 5 : (bits) % 3 == 0 ? 3 : 1)
-#define PAIRS(bits) (16 * SPAN(bits) / (bits))
+#define WHOLE(bits, run) ((run) * (bits) % 32 == 0)
+// What a lane reads for a run; the distance of the elements of a pair, and the halves of a stream.
+#define RUN_WORDS(bits, run) \
+  (WHOLE(bits, run) ? (run) * (bits) / 32 : ((run) * (bits) + ((run) * (bits) % 16 ? 55 : 47)) / 32)
+#define PAIRS(bits, run) (WHOLE(bits, run) ? 16 * SPAN(bits) / (bits) : (run) / 2)
+#define RUN_SPAN(bits, run) (WHOLE(bits, run) ? SPAN(bits) : ((run) / 2 * (bits) + 15) / 16)
+
+// Of the four runs of a step the one of a lane: the word at which it reads, from the first one on.
+template <int bits, int run>
+METAL_FUNC int first_word(int quarter) {
+  return WHOLE(bits, run) ? quarter * (run * bits / 32)
+                          : min(quarter * run * bits / 32, run * bits / 8 - RUN_WORDS(bits, run));
+}
 
 template <int span>
 METAL_FUNC void pair_halves(thread uint* to, const thread uint* words) {
@@ -19,6 +32,33 @@ METAL_FUNC void pair_halves(thread uint* to, const thread uint* words) {
   for (int i = 0; i < span; i++) {
     uint low = words[i / 2], high = words[(i + span) / 2];
     to[i] = span == 1 ? low : i % 2 == 0 ? (low & 0xffff) | (high & 0xffff0000) : low >> 16 | high << 16;
+  }
+}
+
+// 16 bits of words, from bit `at` on; what lies above them may be anything.
+METAL_FUNC uint half_at(const thread uint* words, int at) {
+  uint low = words[at / 32] >> at % 32;
+  return at % 32 > 16 ? low | words[at / 32 + 1] << (32 - at % 32) : low;
+}
+// The same of a run that begins within a word.
+template <int bits, int run>
+METAL_FUNC void pair_short_run(thread uint* to, const thread uint* read, int quarter) {
+  const int count = RUN_WORDS(bits, run), whole = (run * bits + 31) / 32;
+  int shift = quarter * run * bits - 32 * first_word<bits, run>(quarter);
+  uint words[whole];
+#pragma unroll
+  for (int i = 0; i < whole; i++) {
+    uint low = read[i], high = i + 1 < count ? read[i + 1] : 0;
+    if (run * bits % 16 == 0) {
+      words[i] = shift ? low >> 16 | high << 16 : low;
+    } else {
+      low = shift < 32 ? low : high;
+      words[i] = low >> shift % 32 | high << 1 << (31 - shift % 32);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < RUN_SPAN(bits, run); i++) {
+    to[i] = (half_at(words, 16 * i) & 0xffff) | half_at(words, run / 2 * bits + 16 * i) << 16;
   }
 }
 
@@ -39,27 +79,26 @@ METAL_FUNC uint code_pair(const thread uint* halves, int first, int place, uint 
   return masked_or(shifted_down(halves[at], from - place), part << place, offset);
 }
 
-// Two E4M3 codes shifted into halves: 2^8 times too small.
-METAL_FUNC half2 e4m3_pair(uint halves, int i) {
-  uint codes = halves >> 8 * i & 0x00ff00ffu, magnitude = codes & 0x007f007fu;
-  uint nan = (magnitude + 0x00010001u) & 0x00800080u;
-  return as_type<half2>((codes & 0x00800080u) << 8 | magnitude << 7 | nan << 7);
-}
-
-// bfloat holds a code of 8 bits in two parts.
-#define PARTS(T, mode, bits) (mode == AFFINE && bits == 8 && is_same_v<T, bfloat> ? 2 : 1)
+// bfloat holds a code of 8 bits, but not with an offset: as a number, or in two parts.
+#define BFLOAT_BYTES(T, mode, bits) (mode == AFFINE && bits == 8 && is_same_v<T, bfloat>)
+#define PARTS(T, mode, bits) (BFLOAT_BYTES(T, mode, bits) ? BYTE_PARTS : 1)
 
 // Two weights of a row, as they are multiplied: 2^7 (bfloat) or 2^10 (half) over the place of the
 // lowest bit is left in a code.
 template <typename T, int bits>
 METAL_FUNC float code_offset() {
   if (is_same_v<T, bfloat>) {
-    return bits == 8 ? 2176.0f : 128.0f;
+    return bits != 8 ? 128.0f : BYTE_PARTS == 2 ? 2176.0f : 0.0f;
   }
   return bits == 8 ? 256.0f : 64.0f;
 }
 template <typename T, int mode, int bits>
 METAL_FUNC metal::vec<T, 2> weight_pair(const thread uint* halves, int i, int part, float scale) {
+  if (BFLOAT_BYTES(T, mode, bits) && BYTE_PARTS == 1) {
+    // The low halves of these floats are zero.
+    float2 pair = float2(byte_pair(halves[0], i));
+    return as_type<metal::vec<T, 2>>(as_type<uint>(pair.x) >> 16 | as_type<uint>(pair.y));
+  }
   if (mode == AFFINE) {
     uint code;
     if (is_same_v<T, bfloat>) {
@@ -76,6 +115,11 @@ METAL_FUNC metal::vec<T, 2> weight_pair(const thread uint* halves, int i, int pa
   }
   half2 pair = scaled_up<8>(e4m3_pair(halves[0], i));
   return is_same_v<T, half> ? as_type<metal::vec<T, 2>>(pair) : metal::vec<T, 2>(float2(pair));
+}
+// What those of codes lack beside their offset.
+template <typename T, int mode, int bits>
+METAL_FUNC float byte_factor() {
+  return BFLOAT_BYTES(T, mode, bits) && BYTE_PARTS == 1 ? pair_factor<mode>() : 1.0f;
 }
 // What the sums of weights of weight_pair lack.
 template <int mode>

@@ -2,7 +2,7 @@
 
 #include "epilogue.metal"
 #include "common/fragment.metal"
-#include "packed.metal"
+#include "packed_pairs.metal"
 
 #include <metal_stdlib>
 using namespace metal;
@@ -14,7 +14,7 @@ template <typename S, int bits, int run, int ahead, int count>
 struct packed_tile {
   packed_matrix<S> matrix;
   uint words_at[2], numbers_at[2];
-  alignas(16) uint words[ahead][2][run * bits / 32];
+  alignas(16) uint words[ahead][2][RUN_WORDS(bits, run)];
   uint numbers[2][count], next_scales[2][count], next_biases[2][count];
 };
 
@@ -28,8 +28,9 @@ METAL_FUNC void load_words_of(
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     if (inside) {
-      load_packs<run * bits / 32, READ_ONCE>(
-          tile.words[d][i], tile.matrix.w + (tile.words_at[i] + step * (run * bits / 8)), odd);
+      load_packs<RUN_WORDS(bits, run), READ_ONCE>(
+          tile.words[d][i], tile.matrix.w + (tile.words_at[i] + step * (run * bits / 8)),
+          odd || !WHOLE(bits, run));
     }
   }
 }

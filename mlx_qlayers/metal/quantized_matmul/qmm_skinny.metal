@@ -37,12 +37,12 @@ METAL_FUNC metal::vec<T, 2> dequantized_pair(
     return metal::vec<T, 2>(float2(weight_pair<T, mode, bits>(halves, i, 0, 1.0f)) * factor);
   }
   // What is added and taken away here leaves integers up to 255, which are exact.
-  T offset = T(-code_offset<T, bits>()), one = T(1.0f);
+  T offset = T(-code_offset<T, bits>()), factor = T(byte_factor<T, mode, bits>());
   metal::vec<T, 2> code = metal::vec<T, 2>(offset, offset);
 #pragma unroll
   for (int part = PARTS(T, mode, bits) - 1; part >= 0; part--) {
     metal::vec<T, 2> next = weight_pair<T, mode, bits>(halves, i, part, 1.0f);
-    code = fused_pair(next, metal::vec<T, 2>(one, one), code);
+    code = fused_pair(next, metal::vec<T, 2>(factor, factor), code);
   }
   T times = T(scale), added = T(bias);
   return fused_pair(code, metal::vec<T, 2>(times, times), metal::vec<T, 2>(added, added));
@@ -57,7 +57,7 @@ METAL_FUNC void fetch_operands(
   for (int u = 0; u < (fragments + sides - 1) / sides; u++) {
     int f = side + u * sides;
     if (f < fragments) {
-      load_run<PAIRS(bits)>(
+      load_run<PAIRS(bits, run)>(
           held[u], x, 8 * f * K + k, K, run, k + depth < K ? max(M - 8 * f, 0) : 0, lane);
     }
   }
@@ -70,7 +70,7 @@ METAL_FUNC void place_operands(
     int f = side + u * sides;
     if (f < fragments) {
       right_fragment<T> values[run / 4];
-      weave<PAIRS(bits)>(values, held[u]);
+      weave<PAIRS(bits, run)>(values, held[u]);
 #pragma unroll
       for (int t = 0; t < run / 8; t++) {
         stage[(f * (run / 8) + t) * 32 + lane] = uint4(
@@ -133,7 +133,7 @@ METAL_FUNC void multiply_window(
     int d,
     const threadgroup uint4* stage,
     uint lane) {
-  const int span = SPAN(bits), pairs = PAIRS(bits);
+  const int span = SPAN(bits), pairs = PAIRS(bits, run);
 #pragma unroll
   for (int t = 0; t < run / 4; t += 2) {
     left_fragment<T> left[2][tiles];

@@ -106,7 +106,7 @@ template <
       if (lanes > 1) {
         load_words<run * bits / 32>(codes[n], from, at);
         if (rows > 1) {
-          decode_codes<mode, bits, run>(weights[n], codes[n]);
+          decode_codes<T, mode, bits, run>(weights[n], codes[n]);
         }
       } else {
         dequantize<mode, bits, run>(weights[n], from, at, scale[n], offset[n]);
@@ -152,11 +152,11 @@ template <
         if (lanes > 1) {
           // Those of a single row are used as they are unpacked, lest all of them take registers.
           if (rows == 1) {
-            decode_codes<mode, bits, run>(weights[n], codes[n]);
+            decode_codes<T, mode, bits, run>(weights[n], codes[n]);
           }
           float sum = weights[n][0] * values[0];
           accumulate<run - 1, 1>(&sum, weights[n] + 1, values + 1);
-          sum = fma(scale[n], sum, sums[m][n][0]);
+          sum = fma(scale[n], code_factor<T, mode, bits>() * sum, sums[m][n][0]);
           sums[m][n][0] = mode == AFFINE ? fma(offset[n], all, sum) : sum;
         } else {
           accumulate<run, ways>(sums[m][n], weights[n], values);

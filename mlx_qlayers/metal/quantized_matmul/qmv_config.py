@@ -112,7 +112,7 @@ def qmv_config(
         return QmvConfig(rows, outputs=4, run=fmt.group_size, lanes=1, ways=16, threads=8)
     # Apple's matrix units multiply no faster than its other units: an estimate.
     if dtype != mx.float32 and (device == "cuda" or rows > 3):
-        config = _matrix_units(rows, n, k, fmt, "norm" in kind)
+        config = _matrix_units(device, rows, n, k, fmt, "norm" in kind)
         smaller = config if device == "cuda" else _within_registers(config, dtype, fmt)
         if smaller is not None:
             return smaller
@@ -143,7 +143,9 @@ def _within_registers(
     return None
 
 
-def _matrix_units(rows: int, n: int, k: int, fmt: Format, normed: bool) -> QmvMatrixConfig:
+def _matrix_units(
+    device: str, rows: int, n: int, k: int, fmt: Format, normed: bool
+) -> QmvMatrixConfig:
     """Measured on an H200; for other GPUs an estimate."""
     group, bits, mode = fmt
     # Not many more tiles than an H200 runs threadgroups of 16 SIMD groups.
@@ -153,9 +155,11 @@ def _matrix_units(rows: int, n: int, k: int, fmt: Format, normed: bool) -> QmvMa
     else:
         # As many neighbours as are 32 bytes at most (in 6 bits 48, two or three of 16), but no more
         # columns than one operand has, down to one group at a time and to the words that begin and
-        # end with a code. Those of a normed x take twice the registers.
-        least = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
-        run = max(least, min(group, 64 if not normed else 16 if small else 32))
+        # end with a code; on Apple's GPUs further, since a product of two operands costs twice as
+        # much there. Those of a normed x take twice the registers.
+        whole = max(group // 4, {2: 16, 4: 8, 6: 16, 8: 4}.get(bits, 32))
+        least = group // 4 if device == "metal" else whole
+        run = max(whole, min(group, 64 if not normed else 16 if small else 32))
         most = 384 if bits == 6 else 256
         while run > least and (run * bits > most or 4 * run // group * rows > 8):
             run //= 2
@@ -227,7 +231,9 @@ def matrix_registers(
     """The same on the matrix units: packed words and numbers of the tiles, x, and sums."""
     affine = mode == list(MODES).index("affine")
     numbers = (6 if affine else 4) * (run // 16 if group == 16 else 1)
-    of_tile = 2 * ahead * run * bits // 32 + numbers + 4 + 4 * fragments
+    # Runs that begin within a word take more than they have.
+    words = -(-run * bits // 32) + (run * bits % 16 > 0)
+    of_tile = 2 * ahead * words + numbers + 4 + 4 * fragments
     # Short runs of x are loaded a step ahead.
     operands = fragments * run * T.size // 4 * (2 if run <= 16 else 1)
     sums = 4 * fragments * (2 if affine else 1) + 2 * fragments * normed

@@ -115,7 +115,7 @@ template <
     for (int i = 0; i < 2; i++) {
       // At the edge of a matrix its last row stands in.
       uint row = min(place.first + fragment_row(lane) + 8 * i, size - 1);
-      tile[r].words_at[i] = row * (K / 16 * bits / 2) + quarter * (run * bits / 32);
+      tile[r].words_at[i] = row * (K / 16 * bits / 2) + first_word<bits, run>(quarter);
       tile[r].numbers_at[i] = row * groups;
     }
 #pragma unroll
@@ -189,10 +189,10 @@ template <
 #pragma unroll
         for (int r = 0; r < tiles; r++) {
           if (mode == NVFP4) {
-            multiply_tile<T, fragments, mode>(totals[r], tile[r], d, values);
+            multiply_tile<T, fragments, mode>(totals[r], tile[r], d, values, quarter);
           } else {
             sum_fragment sums[fragments];
-            multiply_tile<T, fragments, mode>(sums, tile[r], d, values);
+            multiply_tile<T, fragments, mode>(sums, tile[r], d, values, quarter);
             int from = now % held * slots + quarter * slots / 4;
             add_scaled<T, fragments, mode, (slots < 4)>(totals[r], sums, added, tile[r], from, lane);
           }

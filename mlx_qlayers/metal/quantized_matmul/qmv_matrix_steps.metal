@@ -14,15 +14,20 @@ METAL_FUNC void multiply_tile(
     thread sum_fragment* sums,
     thread packed_tile<S, bits, run, ahead, count>& tile,
     int d,
-    const thread right_fragment<T>* x) {
-  const int span = SPAN(bits), pairs = PAIRS(bits);
+    const thread right_fragment<T>* x,
+    int quarter) {
+  const int span = RUN_SPAN(bits, run), pairs = PAIRS(bits, run);
 #pragma unroll
   for (int s = 0; s < run / (2 * pairs); s++) {
     uint halves[2][span];
     float scales[2] = {1.0f, 1.0f};
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      pair_halves<span>(halves[i], tile.words[d][i] + s * span);
+      if (WHOLE(bits, run)) {
+        pair_halves<span>(halves[i], tile.words[d][i] + s * span);
+      } else {
+        pair_short_run<bits, run>(halves[i], tile.words[d][i], quarter);
+      }
       if (mode == NVFP4) {
         uint number = tile.numbers[i][s * 2 * pairs / 16];
         scales[i] = decoded_scale<mode>(as_type<number_parts<S>>(number).x);
@@ -69,11 +74,11 @@ METAL_FUNC void load_rows(
     uint lane) {
 #pragma unroll
   for (int f = 0; f < fragments; f++) {
-    load_run<PAIRS(bits)>(
+    load_run<PAIRS(bits, run)>(
         rows.x[f], x, (row + f * per) * K + k, K, run, max(filled - f * per, 0), lane);
   }
   if (norm_weight) {
-    load_run<PAIRS(bits)>(rows.weight, norm_weight, k, 0, run, max(filled, 0), lane);
+    load_run<PAIRS(bits, run)>(rows.weight, norm_weight, k, 0, run, max(filled, 0), lane);
   }
 }
 // What was loaded as operands, times the norm's weight; the squares of x are added up.
@@ -87,7 +92,7 @@ METAL_FUNC void take_rows(
   const int count = run / 4;
 #pragma unroll
   for (int f = 0; f < fragments; f++) {
-    weave<PAIRS(bits)>(values + f * count, rows.x[f]);
+    weave<PAIRS(bits, run)>(values + f * count, rows.x[f]);
   }
   if (normed) {
 #pragma unroll
@@ -97,7 +102,7 @@ METAL_FUNC void take_rows(
   }
   if (weighted) {
     right_fragment<T> weight[count];
-    weave<PAIRS(bits)>(weight, rows.weight);
+    weave<PAIRS(bits, run)>(weight, rows.weight);
 #pragma unroll
     for (int j = 0; j < fragments * count; j++) {
       values[j] = multiply_elements(values[j], weight[j % count]);
@@ -126,7 +131,8 @@ METAL_FUNC void add_scaled(
     float bias = fma(-code_offset<T, bits>(), scale, float(number.y));
 #pragma unroll
     for (int f = 0; f < fragments; f++) {
-      totals[f].part[i] = fma(float2(scale), sums[f].part[i], totals[f].part[i]);
+      float2 sum = sums[f].part[i] * byte_factor<T, mode, bits>();
+      totals[f].part[i] = fma(float2(scale), sum, totals[f].part[i]);
       if (mode == AFFINE) {
         totals[f].part[i] = fma(float2(bias), added[f].part[i], totals[f].part[i]);
       }

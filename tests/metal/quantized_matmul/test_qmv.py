@@ -106,6 +106,22 @@ def test_a_configuration_must_go_with_the_rows():
         by_kernel(x, packed, AFFINE, device="cuda", run=128)
 
 
+# For Apple's GPUs: runs of 16 to 80 bits, and bytes in one operand.
+SHORT_RUNS = [(32, 2), (32, 3), (64, 3), (32, 5), (64, 5), (32, 6), (64, 8)]
+
+
+@pytest.mark.parametrize("fmt", [Format(*fmt) for fmt in SHORT_RUNS], ids=str)
+def test_matrix_units_with_runs_within_words(fmt):
+    with checks():
+        check_all(fmt, mx.bfloat16, 8, [(41, 1), (9, 3)], device="metal")
+
+
+def test_matrix_units_with_runs_within_words_of_two_groups():
+    config = QmvMatrixConfig(fragments=1, run=16, tiles=1, simds=2)
+    with checks():
+        check_all(Format(32, 3), mx.float16, 4, [(9, 3)], device="metal", **asdict(config))
+
+
 @pytest.mark.parametrize("ahead", [2, 4])
 @pytest.mark.parametrize(("run", "fragments"), [(16, 1), (32, 2)])
 def test_matrix_units_with_runs_ahead(run, fragments, ahead):
@@ -141,6 +157,21 @@ def test_configuration_of_gpus(fmt):
     """The threads of a SIMD group share the columns; some have nothing to do."""
     for rows in (1, 3, 16):
         check_all(fmt, mx.float32, rows, device="metal")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [
+        (Format(64, 8), mx.float16),
+        (Format(64, 8), mx.bfloat16),
+        (Format(32, 4, "mxfp4"), mx.float16),
+        (Format(32, 8, "mxfp8"), mx.bfloat16),
+        (Format(32, 8, "mxfp8"), mx.float32),
+    ],
+    ids=str,
+)
+def test_configuration_of_gpus_with_pairs_of_codes(fmt, dtype):
+    check_all(fmt, dtype, 1, [(41, 3)], device="metal")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])

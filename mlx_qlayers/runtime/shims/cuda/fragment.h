@@ -230,6 +230,7 @@ void load_bits(uint& to, const S* from, bool inside) {
     asm("{.reg .pred p;setp.ne.u32 p,%2,0;@!p mov.u32 %0,0;@p ld.global.nc.u8 %0,[%1];}"
         : "+r"(to) : "l"(from), "r"(uint(inside)));
 }
+#define BYTE_PARTS 2
 inline uint masked_or(uint x, uint mask, uint bits) {
   uint r;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
