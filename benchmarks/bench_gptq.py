@@ -117,8 +117,9 @@ def model_seconds(layers: int, samples: int, length: int) -> float:
 
 def stock_layer_seconds() -> float:
     """Of mlx-lm's GPTQ of one layer, extrapolated, without its sums of x^T x."""
-    a = mx.eye(SMALL) * 2
-    mx.eval(a)
+    with mx.stream(mx.cpu):  # an array of the GPU would be moved first
+        a = mx.eye(SMALL) * 2
+        mx.eval(a)
 
     def factorise() -> mx.array:
         with mx.stream(mx.cpu):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -11,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers.cli import main
-from mlx_qlayers.commands import doctor_checks
+from mlx_qlayers.commands import doctor_checks, doctor_run
 from mlx_qlayers.runtime import Kernel, tensor_ops
 from mlx_qlayers.runtime.launch import Launch
 from mlx_qlayers.runtime.source import METAL
@@ -82,7 +84,7 @@ def test_every_kernel_is_launched(
     monkeypatch.setattr(tensor_ops, "missing", lambda: why)
     monkeypatch.setattr(tensor_ops, "missing_codes", lambda: why)
     monkeypatch.setattr(import_module(f"mlx_qlayers.runtime.{device}"), "bind", zeros)
-    assert main(["doctor", "--only", *doctor_checks._FAMILIES]) == 1
+    assert main(["doctor", "--one-process", "--only", *doctor_checks._FAMILIES]) == 1
     out, _ = capsys.readouterr()
     assert not re.search(r" right ", out) and re.search(r"^0 of \d+ checks were right$", out, re.M)
     texts = (path.read_text() for path in METAL.rglob("*.metal"))
@@ -104,10 +106,35 @@ def test_a_kernel_that_fails(
 
     check = doctor_checks.Check("", "broken", fails, [mx.zeros(8)])
     monkeypatch.setitem(doctor_checks._FAMILIES, "exp", lambda: iter([check]))
-    assert main(["doctor", "--only", "exp", "rotary_embedding"]) == 1
+    assert main(["doctor", "--one-process", "--only", "exp", "rotary_embedding"]) == 1
     out, _ = capsys.readouterr()
     assert "exp, broken: RuntimeError: the compiler refused it\n" in out
     assert out.endswith("2 of 3 checks were right\n")
+
+
+def work_that_crashes(*given: Any) -> None:
+    """What the other process does, with a kernel among those of exp that ends it."""
+
+    def crashes(x: mx.array) -> list[mx.array]:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return [x]
+
+    first, *others = doctor_checks._exp()
+    planted = doctor_checks.Check("", "planted", crashes, [mx.zeros(8)])
+    doctor_checks._FAMILIES["exp"] = lambda: iter([first, planted, *others])
+    doctor_run.work(*given)  # of a process where no test has replaced it
+
+
+def test_a_kernel_that_crashes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is a line of the page, and all others are checked."""
+    monkeypatch.setattr(doctor_run, "work", work_that_crashes)
+    assert main(["doctor", "--only", "exp", "rotary_embedding"]) == 1
+    out, _ = capsys.readouterr()
+    assert re.search(r"^exp, planted +crashes", out, re.MULTILINE)
+    assert "exp, planted: its process ended with SIGSEGV\n" in out
+    assert out.endswith("5 of 6 checks were right\n")
 
 
 def test_a_check_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:

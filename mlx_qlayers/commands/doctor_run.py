@@ -1,0 +1,204 @@
+"""Runs the checks of ``doctor``, in a process of their own, since a kernel may end its process."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from math import inf
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .doctor_checks import Check
+
+# Longer than any check takes to compile; one that is not back by then hangs.
+_PATIENCE = 60.0
+_REPEATS = 3
+# How long a process that is done may take to end.
+_ENDING = 5.0
+# After the checks.
+MODEL = "model"
+
+
+class Outcome(NamedTuple):
+    """What a check showed: a row of the page, and the message of what was wrong."""
+
+    row: tuple[str, ...]
+    wrong: str = ""
+
+
+# Family, check and what came of it: None when it begins, text of the model.
+_Message = tuple[str, str, Outcome | str | None]
+
+
+def outcomes(
+    families: Sequence[str], path: str, end: float, one_process: bool = False
+) -> Iterator[Outcome | str]:
+    """What comes of the checks of some families, and what is said of the model.
+
+    A check that ends its process is an outcome, and the next one runs in another process.
+
+    Args:
+        families: their names, and ``"model"``.
+        path: the backend.
+        end: the time by :func:`time.monotonic` from which no check begins.
+        one_process: run them in this process.
+    """
+    if one_process:
+        yield from (got for *_, got in _messages(families, 0, path, end) if got is not None)
+        return
+    left, done = [*families], 0
+    while left:
+        doing, crash = "", ""
+        for message in _received(left, done, path, end):
+            if isinstance(message, str):
+                crash = message
+                break
+            family, doing, got = message
+            if family != left[0]:
+                left, done = left[left.index(family) :], 0
+            if got is not None:
+                yield got
+                doing, done = "", done + 1
+                end = 0.0 if _hangs(got) else end
+        if not crash:
+            return
+        yield _without_result(doing or left[0], "crashes", crash)
+        # Without the check that did, or without the family where none had begun.
+        left, done = (left, done + 1) if doing else (left[1:], 0)
+
+
+def _received(families: list[str], skip: int, path: str, end: float) -> Iterator[_Message | str]:
+    """The messages of another process, and how it ended where it did so before it was done."""
+    context = get_context("spawn")  # a process that holds a GPU cannot be forked
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(theirs, families, skip, path, end))
+    process.start()
+    theirs.close()
+    try:
+        while (message := ours.recv()) is not None:
+            yield message
+        process.join(_ENDING)
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        yield f"its process ended with {how}"
+    finally:
+        process.kill()  # a kernel that hangs keeps it from ending
+
+
+def work(connection: Connection, families: list[str], skip: int, path: str, end: float) -> None:
+    """Send the messages of the checks, and None behind them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
+    faulthandler.enable()
+    for message in _messages(families, skip, path, end):
+        connection.send(message)
+    connection.send(None)
+
+
+def _messages(families: Sequence[str], skip: int, path: str, end: float) -> Iterator[_Message]:
+    from .doctor_checks import checks
+
+    hangs = False
+    for family in families:
+        yield family, "", None
+        if family == MODEL:
+            if not hangs:
+                yield family, MODEL, None
+                yield family, MODEL, _model()
+            continue
+        for check in islice(checks(family), skip, None):
+            yield family, check.name, None
+            outcome = _outcome(check, path, 0.0 if hangs else end)
+            hangs = hangs or _hangs(outcome)
+            yield family, check.name, outcome
+        skip = 0
+
+
+def _hangs(outcome: Outcome | str) -> bool:
+    return isinstance(outcome, Outcome) and outcome.row[2] == "hangs"
+
+
+def _without_result(name: str, what: str, wrong: str = "") -> Outcome:
+    return Outcome((name, "", what, "", "", "", ""), wrong)
+
+
+def _outcome(check: Check, path: str, end: float) -> Outcome:
+    """Run a check as asked for, beside the reference on the CPU, and see what auto would take."""
+    import mlx.core as mx
+
+    from ..conversion.verify import in_float32, rounding_error
+    from ..runtime.backend import use_backend
+    from ..runtime.wait import KernelTimeout, wait_for
+
+    if time.monotonic() > end:
+        return _without_result(check.name, "not run")
+    try:
+        with use_backend(path):
+            start = time.perf_counter()
+            actual: list[Any] = wait_for(check.run, _PATIENCE, *check.arrays)
+            first, times = time.perf_counter() - start, list[float]()
+            for _ in range(_REPEATS):
+                start = time.perf_counter()
+                mx.eval(check.run(*check.arrays))
+                times.append(time.perf_counter() - start)
+        # MLX 0.32.4 may crash where two CPU threads are the first to read an array of a GPU.
+        read: list[Any] = [memoryview(in_float32(a)) for a in check.arrays]
+        with use_backend("ops"), mx.stream(mx.cpu), _uncompiled():
+            expected = check.run(*map(mx.array, read))
+            mx.eval(expected)
+            errors = [
+                rounding_error(*pair, check.terms, check.steps)
+                for pair in zip(actual, expected, strict=True)
+            ]
+        # NaN is further than any number.
+        error, allowed = max(errors, key=lambda e: e[0] / (e[1] or 1) if e[0] <= e[1] else inf)
+        taken = _taken(check)
+    except Exception as failure:  # whatever is wrong with one kernel, the others are checked
+        what = "hangs" if isinstance(failure, KernelTimeout) else "fails"
+        return _without_result(check.name, what, f"{type(failure).__name__}: {failure}")
+    is_right = error <= allowed
+    shown = f"{first:.2f} s", "right" if is_right else "WRONG", f"{error:.1e}", f"{allowed:.1e}"
+    wrong = "" if is_right else f"wrong by {error:.3g}, where rounding explains {allowed:.3g}"
+    return Outcome((check.name, *shown, f"{1e6 * min(times):.0f} us", taken), wrong)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Without ``mx.compile``, which on a CPU needs a C++ compiler: many Macs have none."""
+    import mlx.core as mx
+
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
+
+
+def _taken(check: Check) -> str:
+    """What auto takes for such arrays, and why."""
+    from ..runtime.backend import use_backend
+    from ..runtime.explain import recording
+
+    with use_backend("auto"), recording() as rows:
+        check.run(*check.arrays)
+    keys = [row.key for row in rows if not row.key[0].startswith(("kernel ", "tuning"))]
+    return f"{keys[0][1]}: {keys[0][2]}" if keys else ""
+
+
+def _model() -> str:
+    """Convert the model that ships, which measures its shapes here, and say what is taken."""
+    from ..conversion.loading import load_stock
+    from ..convert import convert_model
+    from .demo import shipped_model
+
+    loaded = load_stock(shipped_model())
+    start = time.perf_counter()
+    report = convert_model(loaded.model, config=loaded.quantization)
+    return f"{report.summary()}\nconverted in {time.perf_counter() - start:.1f} s"
