@@ -228,17 +228,18 @@ def test_positions_that_differ_between_layers(runs):
 
 def test_two_sequences_that_share_a_prompt(runs):
     """Nothing is written into buffers that somebody else has."""
-    stock, model = pair()
     tokens = mx.array([[1, 2, 3, 4]])
-    found = []
-    for m in (stock, model):
-        first = make_prompt_cache(m)
-        m(tokens, cache=first)
+
+    def both(model):
+        first = make_prompt_cache(model)
+        model(tokens, cache=first)
         second = copy.deepcopy(first)
-        one = [m(tokens[:, i : i + 1], cache=first) for i in (0, 1)]
-        two = [m(tokens[:, i : i + 1], cache=second) for i in (2, 3)]
-        found.append(mx.concatenate(one + two, axis=1))
-    assert_same_model(found[1], found[0], bits=None, what="shared prompt")
+        one = [model(tokens[:, i : i + 1], cache=first) for i in (0, 1)]
+        two = [model(tokens[:, i : i + 1], cache=second) for i in (2, 3)]
+        return mx.concatenate(one + two, axis=1)
+
+    expected, found = map(both, pair())
+    assert_same_model(found, expected, bits=None, what="shared prompt")
 
 
 @pytest.mark.parametrize(

@@ -253,19 +253,23 @@ def a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "host").write_text("a file where the folder should be")
 
 
-UNUSABLE = {
-    "MLX_QLAYERS_CACHE_DIR": no_home,
-    "No space left on device": full,
-    "noexec": noexec,
-    "File exists": a_file,
-}
-
-
-@pytest.mark.parametrize("why", UNUSABLE)
+@pytest.mark.parametrize(
+    ("plant", "why"),
+    [
+        (no_home, "MLX_QLAYERS_CACHE_DIR"),
+        (full, "No space left on device"),
+        (noexec, "noexec"),
+        (a_file, "File exists"),
+    ],
+)
 def test_a_cache_that_cannot_be_used(
-    why: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plant: Callable[..., None],
+    why: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    UNUSABLE[why](folder, monkeypatch)
+    plant(folder, monkeypatch)
     built = []
 
     def counted(folder: Path) -> None:
