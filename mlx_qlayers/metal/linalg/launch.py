@@ -63,11 +63,19 @@ _SUBTRACT = Kernel(
 )
 
 
-def cholesky(w: Spec, block: int) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
+def cholesky(
+    w: Spec, block: int, ahead: bool = False
+) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
     """From W (batch, n, n), of which the upper triangle is read, to R of W = R^T R and info.
 
     Each launch of one threadgroup a matrix factorises ``block`` rows, a second one solves for the
     rest of these rows, a third subtracts their product from what is below.
+
+    Args:
+        w: (batch, n, n).
+        block: rows of a launch.
+        ahead: subtract from the next rows in a launch of their own, so that a GPU may run the rest
+            beside their factorisation.
 
     Returns:
         A function of W that gives R (batch, n, n), upper triangular, and (batch,) int32: 0, or the
@@ -79,10 +87,8 @@ def cholesky(w: Spec, block: int) -> Callable[[mx.array], tuple[mx.array, mx.arr
         size = min(block, n - first)
         rest = n - first - size
         diagonal, right = (Spec((batch, size, k), w.dtype) for k in (size, rest))
-        below = Spec((batch, rest, rest), w.dtype)
         solve = _solve(diagonal, right) if rest else None
-        left = Spec((batch, rest, size), w.dtype)
-        update = subtract_product(below, left, right, upper=True) if rest else None
+        update = _update(right, block, ahead) if rest else None
         steps.append((first, size, _factor(diagonal, first), solve, update))
 
     def run(w: mx.array) -> tuple[mx.array, mx.array]:
@@ -90,17 +96,48 @@ def cholesky(w: Spec, block: int) -> Callable[[mx.array], tuple[mx.array, mx.arr
             return steps[0][2](w, none)
         # Each slice is written in place: nothing else has the array.
         whole, info = mx.zeros((batch, n, n), mx.float32), none
+        rows, below = w[:, :block], w[:, block:, block:]
         for first, size, factor, solve, update in steps:
             end = first + size
-            r, info = factor(w[:, :size, :size], info)
+            r, info = factor(rows[:, :, :size], info)
             whole[:, first:end, first:end] = r
             if solve is not None and update is not None:
-                (right,) = solve([r.swapaxes(1, 2), w[:, :size, size:]])
-                (w,) = update([w[:, size:, size:], right.swapaxes(1, 2), right])
+                (right,) = solve([r.swapaxes(1, 2), rows[:, :, size:]])
+                rows, below = update(below, right)
                 whole[:, first:end, end:] = right
         return whole, info
 
     return run
+
+
+def _update(
+    right: Spec, block: int, ahead: bool
+) -> Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]:
+    """What is below minus R^T R: its next ``block`` rows, and what is below these."""
+    batch, depth, n = right.shape
+
+    def launch(first: int, end: int) -> Bound:
+        rows, across = Spec((batch, end - first, depth), right.dtype), n - first
+        result, x = (Spec((batch, k, across), right.dtype) for k in (end - first, depth))
+        return subtract_product(result, rows, x, upper=True)
+
+    if not ahead or n <= block:
+        whole = launch(0, n)
+
+        def run(below: mx.array, right: mx.array) -> tuple[mx.array, mx.array]:
+            (w,) = whole([below, right.swapaxes(1, 2), right])
+            return w[:, :block], w[:, block:, block:]
+
+        return run
+    upper, lower = launch(0, block), launch(block, n)
+
+    def run_ahead(below: mx.array, right: mx.array) -> tuple[mx.array, mx.array]:
+        left, rest = right.swapaxes(1, 2), right[:, :, block:]
+        (rows,) = upper([below[:, :block], left[:, :block], right])
+        (below,) = lower([below[:, block:, block:], left[:, block:], rest])
+        return rows, below
+
+    return run_ahead
 
 
 def solve_lower(a: Spec, b: Spec, block: int) -> Callable[[mx.array, mx.array], mx.array]:
