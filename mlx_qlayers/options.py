@@ -52,6 +52,47 @@ class Rotation(NamedTuple):
     scale: float = 1.0
 
 
+# Numbers of logits that experts are chosen by.
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logits")
+
+
+class Router(NamedTuple):
+    """How a row chooses experts by its logits.
+
+    Experts have scores, and numbers to be chosen by: the scores and a bias.
+
+    Attributes:
+        top_k: experts of a row, J: those with the largest numbers.
+        score: one of ``SCORES``, of all logits of a row. ``"logits"`` are chosen from as they are,
+            and the shares are a softmax of the chosen ones.
+        groups: the experts are so many groups of the same size, one after the other.
+        dropped: so many groups, the lowest, have the number ``fill`` instead.
+        pairs: a group is as high as the sum of its two largest numbers, else as its largest.
+        fill: see above.
+        masked: ``fill`` takes the place of scores too.
+        last: of equal numbers the last is chosen, else the first.
+        normed: scores are divided by the sum of the chosen ones.
+        epsilon: that sum is larger by this.
+        floor: and at least this.
+        scale: of the result.
+        dtype: of the result.
+    """
+
+    top_k: int
+    score: str = "softmax"
+    groups: int = 1
+    dropped: int = 0
+    pairs: bool = True
+    fill: float = 0.0
+    masked: bool = False
+    last: bool = False
+    normed: bool = True
+    epsilon: float = 0.0
+    floor: float = 0.0
+    scale: float = 1.0
+    dtype: mx.Dtype = mx.float32
+
+
 class PackedMatrix(NamedTuple):
     """A quantized matrix that rows are multiplied with, and what is added to the product.
 

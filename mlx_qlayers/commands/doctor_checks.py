@@ -30,7 +30,7 @@ from ..ops.linalg import cholesky, qr, solve_triangular
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
 from ..ops.tensor_choice import CODES, TENSOR, tensor_product
-from ..options import AttentionCall, MatmulCall, PackedMatrix, Rotation, Scores
+from ..options import AttentionCall, MatmulCall, PackedMatrix, Rotation, Router, Scores
 from ..runtime import tensor_ops
 from ..runtime.backend import backend, requested
 from ..runtime.spec import Spec
@@ -154,7 +154,7 @@ def _experts() -> Iterator[Check]:
         both = [PackedMatrix(*arrays[:3]), PackedMatrix(*arrays[3:])]
         rows = mx.broadcast_to(x[:, None], (*chosen.shape, 512))
         products = experts_products(x, chosen, both, gate="silu")
-        _, shares = experts_chosen(x[:, :40], 2, normed=True, dtype=mx.float32)
+        _, shares = experts_chosen(x[:, :40], Router(2, groups=4, dropped=2), x[0, :40])
         return [*products, shares, experts_combined(rows, chosen, scores, both[0])]
 
     for rows in (1, 8):

@@ -30,7 +30,9 @@ from ..runtime.backend import Mode, mode, use_backend
 from . import compiled
 from .attention_patch import made_class, stock_class
 from .cache_tail import Tail, kind_of, shown_by
+from .experts import RULES
 from .matcher import Match, Mismatch
+from .recorder import Recorder, recording
 from .snapshot import Snapshot
 from .step_caches import Inputs, leaves, put, reason_against, taken, with_tail
 from .step_slots import Nested, Rows, Static, Step, Unsupported, current_step
@@ -293,7 +295,7 @@ class _Graph:
 
     def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
         inside = Step(self.static, at, arrays)
-        with _watched(inside), mode(Mode.INFERENCE):
+        with _watched(inside), recording(Recorder(RULES)), mode(Mode.INFERENCE):
             logits = self.function(self.model(), tokens, cache=inside.caches)
         if not isinstance(logits, mx.array):
             raise Unsupported("the model gives more than logits")

@@ -3,13 +3,15 @@
 mlx-lm computes them in ``SwitchGLU``: two gathered products, an activation and a third product. In
 a graph of :mod:`.compiled_step` the first two and the activation are one launch, and the third is
 another. For a single row that one also adds up the products by their scores, which the model's own
-code does behind it, as ``(y * scores[..., None]).sum(axis=-2)``: there that expression asks here.
+code does behind it, as ``(y * scores[..., None]).sum(axis=-2)``: :mod:`.recorder` sees that. Where
+:mod:`.routers` recognises how the experts and scores came about, one launch does that too.
 """
 
 from __future__ import annotations
 
-import ast
-from functools import cache
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -19,233 +21,171 @@ from ..formats import Format
 from ..ops.experts import experts_chosen, experts_combined, experts_products
 from ..ops.quantized_route import is_qmv
 from ..options import PackedMatrix
+from ..runtime.backend import use_backend
 from .attention_patch import made_class, stock_class
-from .matcher import Match
-from .step_slots import Chosen, current_step
+from .matcher import Match, Mismatch
+from .recorder import Node, Recorder, Rule, chooses, current, recorded, recording
+from .routers import argument, plain, recognise_router
 
 # The name of what such a module is.
 EXPERTS = "experts"
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# The layers of mlx-lm's classes of experts.
+_LAYERS = {"SwitchGLU": ("gate_proj", "up_proj", "down_proj"), "SwitchMLP": ("fc1", "fc2")}
+
+
+class Chosen(NamedTuple):
+    """Products with experts, and how to give their sum by scores for the same or other experts."""
+
+    y: mx.array
+    indices: mx.array
+    combine: Callable[[mx.array, mx.array], mx.array]
+
+
+class Total(NamedTuple):
+    """A sum by scores, and the same in the dtype of the products."""
+
+    y: mx.array
+    in_dtype: mx.array
 
 
 def is_experts(cls: type) -> bool:
-    """Whether a class is mlx-lm's of gated experts."""
+    """Whether a class is one of mlx-lm's of experts."""
     stock = stock_class(cls)
-    return (stock.__module__, stock.__name__) == ("mlx_lm.models.switch_layers", "SwitchGLU")
+    return stock.__module__ == "mlx_lm.models.switch_layers" and stock.__name__ in _LAYERS
+
+
+def layers_of(experts: Any) -> list[Any]:
+    """The layers of such a module."""
+    return [experts[name] for name in _LAYERS["SwitchMLP" if "fc1" in experts else "SwitchGLU"]]
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module's code chooses experts for a part, or adds up what one gives."""
+    children = [child for child in module.values() if isinstance(child, nn.Module)]
+    holders = [any(is_experts(type(part)) for part in child.values()) for child in children]
+    routers = [chooses(inspect.getattr_static(type(child), "__call__", None)) for child in children]
+    beside = any(routes and not holds for routes, holds in zip(routers, holders, strict=True))
+    return any(is_experts(type(child)) for child in children) or (any(holders) and beside)
+
+
+def how_chosen(module: nn.Module) -> str:
+    """How the code of a module chooses experts, for a reader, or why that is not recognised."""
+    recorder = Recorder(RULES, on_module=_seen)
+    call = recorded(type(module).__call__)
+    if isinstance(call, Mismatch):
+        return f"{call}"
+    for width in dict.fromkeys(filter(None, map(_width, module.modules()))):
+        try:
+            with use_backend("ops"), recording(recorder):
+                mx.compile(partial(call, module))(mx.zeros((1, 1, width)))
+        except Exception:  # this is not the width of its input, or it takes more
+            continue
+        break
+    what = [f"chosen in one launch: {each}" if each else f"{each}" for each in recorder.reports]
+    return "; ".join(dict.fromkeys(what))
+
+
+def _width(layer: Any) -> int | None:
+    w = layer.get("weight")
+    if not isinstance(w, mx.array) or w.ndim < 2:
+        return None
+    packed = "scales" in layer
+    return Format(layer.group_size, layer.bits, layer.mode).dims(w) if packed else w.shape[-1]
+
+
+def _seen(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], y: Any) -> None:
+    """Keep what experts gave, of a class that is not this package's yet."""
+    if is_experts(type(module)) and len(args) == 2:
+        sums = Chosen(y, args[1], lambda _, scores: (y * scores[..., None]).sum(axis=-2))
+        recorder.notes[id(y)] = sums
 
 
 @cache
 def experts_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that stands in for mlx-lm's of gated experts."""
+    """The class that stands in for one of mlx-lm's of experts."""
     body = {"__call__": _call, "_fuses": cls, "_match": Match(EXPERTS, {})}
     return made_class(stock_class(cls), (cls,), body, experts_class)
 
 
 def _call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
-    step = current_step.get()
-    layers = [self[name] for name in PROJECTIONS]
+    recorder, layers = current.get(), layers_of(self)
     # Adapters stand in the place of layers, and have no scales.
-    packed = step is not None and all("scales" in each for each in layers)
+    packed = recorder is not None and all("scales" in each for each in layers)
     plain = packed and not any("global_scale" in each or each.training for each in layers)
     few = is_qmv(x) and indices.shape[:-1] == x.shape[:-1]
     formats = [Format(each.group_size, each.bits, each.mode) for each in layers] if plain else []
-    if step is None or not few or not formats or formats[0] != formats[1]:
+    if recorder is None or not few or not formats or formats[0] != formats[-2]:
         y: mx.array = type(self)._fuses.__call__(self, x, indices)
         return y
-    gate, up, down = (
+    *ahead, down = (
         PackedMatrix(*(each.get(name) for name in ("weight", "scales", "biases", "bias")))
         for each in layers
     )
     activation = "silu" if type(self.activation).__qualname__ == "SwiGLU" else None
-    products = experts_products(x, indices, [gate, up], formats[0], gate=activation)
-    h = products[0] if activation else self.activation(products[1], products[0])
-    (y,) = experts_products(h, indices, [down], formats[2])
 
-    def combine(chosen: mx.array, scores: mx.array) -> mx.array:
-        """Their sum by scores, for experts in any order."""
-        if chosen is not indices:
-            return combined(_call(self, x, chosen), scores, True)
+    def between(experts: mx.array) -> mx.array:
+        products = experts_products(x, experts, ahead, formats[0], gate=activation)
+        h: mx.array = products[0] if activation else self.activation(*products[::-1])
+        return h
+
+    def combine(experts: mx.array, scores: mx.array) -> mx.array:
+        h = between(experts)
         if scores.size == scores.shape[-1]:
-            return experts_combined(h, indices, scores, down, formats[2])
+            return experts_combined(h, experts, scores, down, formats[-1])
         # Sequences may share experts, whose matrices are read once by the product alone.
+        (y,) = experts_products(h, experts, [down], formats[-1])
         return (y * scores[..., None]).sum(axis=-2).astype(y.dtype)
 
-    step.chosen[id(y)] = Chosen(y, indices, combine)
+    (y,) = experts_products(between(indices), indices, [down], formats[-1])
+    recorder.notes[id(y)] = Chosen(y, indices, combine)
     return y
 
 
-def combined(y: mx.array, scores: mx.array, cast: bool = False) -> mx.array:
-    """``(y * scores[..., None]).sum(axis=-2)``, and cast to the dtype of ``y`` if so."""
-    found = _seen("chosen", y)
-    if found is None or scores.shape != y.shape[:-1]:
-        total = (y * scores[..., None]).sum(axis=-2)
-        return total.astype(y.dtype) if cast else total
-    route = _seen("routes", scores)
-    if route is not None and route.chosen is found.indices and not route.raw:
-        count, normed = scores.shape[-1], route.normed
-        chosen, scores = experts_chosen(route.logits, count, normed=normed, dtype=scores.dtype)
-        total = found.combine(chosen, scores)
-    else:
-        total = found.combine(found.indices, scores)
-    return total if cast else total.astype(mx.result_type(y.dtype, scores.dtype))
-
-
-class Shares(NamedTuple):
-    """Numbers of a softmax, for all experts or those that were chosen by it.
-
-    Attributes:
-        y: the numbers.
-        logits: what the softmax was taken of.
-        chosen: the experts, where the numbers are of some; these are also kept as ``y`` themselves.
-        normed: whether the numbers add up to 1.
-        raw: the numbers are the logits themselves.
-    """
-
-    y: mx.array
-    logits: mx.array
-    chosen: mx.array | None = None
-    normed: bool = False
-    raw: bool = False
-
-
-def _seen(table: str, array: mx.array) -> Any:
-    """What a graph knows of an array."""
-    step = current_step.get()
-    return None if step is None else getattr(step, table).get(id(array))
-
-
-def _keep(shares: Shares) -> mx.array:
-    """Let the graph know of an array."""
-    if (step := current_step.get()) is not None:
-        step.routes[id(shares.y)] = shares
-    return shares.y
-
-
-def softmax(x: mx.array, **options: Any) -> mx.array:
-    """``mx.softmax`` over the last axis."""
-    y, route = mx.softmax(x, **options), _seen("routes", x)
-    if route is not None and route.raw:
-        return _keep(Shares(y, route.logits, route.chosen, normed=True))
-    return _keep(Shares(y, x))
-
-
-def largest(x: mx.array, count: int) -> mx.array:
-    """``mx.argpartition(x, kth=-count, axis=-1)[..., -count:]``."""
-    chosen, route = mx.argpartition(x, kth=-count, axis=-1)[..., -count:], _seen("routes", x)
-    return _keep((route or Shares(x, x))._replace(y=chosen, chosen=chosen))
-
-
-def unchanged(x: mx.array) -> mx.array:
-    """``mx.stop_gradient``, which is nothing where no gradient is taken."""
-    return mx.stop_gradient(x) if _seen("routes", x) is None else x
-
-
-def taken(x: mx.array, indices: mx.array) -> mx.array:
-    """``mx.take_along_axis(x, indices, axis=-1)``."""
-    y, route = mx.take_along_axis(x, indices, axis=-1), _seen("routes", indices)
-    of = _seen("routes", x) or Shares(x, x, raw=True)
-    if route is None or route.chosen is not indices or of.chosen is not None:
-        return y
-    return _keep(route._replace(y=y, raw=of.raw)) if of.logits is route.logits else y
-
-
-def shares(x: mx.array) -> mx.array:
-    """``x / mx.sum(x, axis=-1, keepdims=True)``."""
-    y, route = x / mx.sum(x, axis=-1, keepdims=True), _seen("routes", x)
-    known = route is not None and route.chosen is not None and not route.raw
-    return y if not known else _keep(route._replace(y=y, normed=True))
-
-
-_REWRITTEN = {f"_{f.__name__}": f for f in (combined, softmax, largest, unchanged, taken, shares)}
-
-
-def _asked(name: str, *args: ast.expr, **options: ast.expr) -> ast.Call:
-    keywords = [ast.keyword(key, value) for key, value in options.items()]
-    return ast.Call(ast.Name(f"_{name}", ast.Load()), list(args), keywords)
-
-
-class CombinedSums(ast.NodeTransformer):
-    """Let sums of products by scores, and what routers are made of, ask this file's functions.
-
-    Attributes:
-        found: whether there is such a sum.
-        names: those functions.
-    """
-
-    def __init__(self) -> None:
-        self.found, self.names = False, dict[str, object](_REWRITTEN)
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        """A sum of products by scores, one cast to the products' dtype, and mx's functions."""
-        self.generic_visit(node)
-        match node:
-            case ast.Call(ast.Attribute(ast.BinOp(y, ast.Mult(), by), "sum")):
-                if _text(node) == "axis=-2" and (scores := _unexpanded(by)) is not None:
-                    self.found = True
-                    return _asked("combined", y, scores)
-            case ast.Call(
-                ast.Attribute(ast.Call(ast.Name("_combined"), [y, scores]), "astype"),
-                [ast.Attribute(of, "dtype")],
-            ) if ast.unparse(of) == ast.unparse(y):
-                return _asked("combined", y, scores, ast.Constant(True))
-            case ast.Call(ast.Attribute(ast.Name("mx"), "softmax"), [x], keywords):
-                if "axis=-1" in map(ast.unparse, keywords):
-                    return ast.Call(ast.Name("_softmax", ast.Load()), [x], keywords)
-            case ast.Call(ast.Attribute(ast.Name("mx"), "stop_gradient"), [x], []):
-                return _asked("unchanged", x)
-            case ast.Call(ast.Attribute(ast.Name("mx"), "take_along_axis"), [x, indices], [_]):
-                if ast.unparse(node.keywords[0]) == "axis=-1":
-                    return _asked("taken", x, indices)
-        return node
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        """The last of what ``mx.argpartition`` gives, or the first of the negated."""
-        self.generic_visit(node)
-        match node.value:
-            case ast.Call(ast.Attribute(ast.Name("mx"), "argpartition"), [x]):
-                options = {k.arg: ast.unparse(k.value) for k in node.value.keywords}
-                at, kth = ast.unparse(node.slice), options.get("kth", "")
-                if options.keys() != {"kth", "axis"} or options["axis"] != "-1":
-                    return node
-                count = kth.removeprefix("-") if kth.startswith("-") else kth.removesuffix(" - 1")
-                wanted = f"(..., -{count}:)" if kth.startswith("-") else f"(..., :{count})"
-                negated = isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub)
-                if at not in (wanted, wanted[1:-1]) or negated == kth.startswith("-"):
-                    return node
-                number = ast.parse(count, mode="eval").body
-                return _asked("largest", x.operand if isinstance(x, ast.UnaryOp) else x, number)
-        return node
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        """Numbers by their sum."""
-        self.generic_visit(node)
-        by = isinstance(node.op, ast.Div) and _is_sum(node.right, ast.unparse(node.left))
-        return _asked("shares", node.left) if by else node
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
-        """The same in place."""
-        self.generic_visit(node)
-        if isinstance(node.op, ast.Div) and _is_sum(node.value, ast.unparse(node.target)):
-            read = ast.parse(ast.unparse(node.target), mode="eval").body
-            return ast.copy_location(ast.Assign([node.target], _asked("shares", read)), node)
-        return node
-
-
-def _is_sum(node: ast.expr, of: str) -> bool:
-    """Whether a node is the sum of the last axis of an array, by the array's code."""
-    text = ast.unparse(node)
-    return text in (f"mx.sum({of}, axis=-1, keepdims=True)", f"{of}.sum(axis=-1, keepdims=True)")
-
-
-def _text(call: ast.Call) -> str:
-    return ", ".join(ast.unparse(each) for each in (*call.args, *call.keywords))
-
-
-def _unexpanded(node: ast.expr) -> ast.expr | None:
-    """``scores`` of ``scores[..., None]`` or ``mx.expand_dims(scores, axis=-1)``."""
-    match node:
-        case ast.Subscript(scores, ast.Tuple([ast.Constant(a), ast.Constant(b)])):
-            return scores if a is ... and b is None else None
-        case ast.Call(ast.Attribute(ast.Name("mx"), "expand_dims"), [scores, *_]):
-            return scores if _text(node).removeprefix(ast.unparse(scores)) == ", axis=-1" else None
+def _summed(recorder: Recorder, node: Node) -> mx.array | None:
+    """For ``(y * scores[..., None]).sum(axis=-2)`` the sum by scores at once."""
+    product = recorder.node(node.args[0])
+    if product is None or product.op != "mul" or argument(node, 2, "keepdims"):
+        return None
+    for y, by in (product.args, product.args[::-1]):
+        y, scores = plain(recorder, y), _unexpanded(recorder, by)
+        chosen = recorder.notes.get(id(y))
+        if not isinstance(chosen, Chosen) or scores is None or scores.shape != y.shape[:-1]:
+            continue
+        if argument(node, 1, "axis") in (-2, y.ndim - 2):
+            return _combined(recorder, chosen, scores, node)
     return None
+
+
+def _combined(recorder: Recorder, chosen: Chosen, scores: mx.array, node: Node) -> mx.array:
+    router = recognise_router(recorder, chosen.indices, scores, node.line)
+    recorder.reports.append(router)
+    if router and router.logits.shape[:-1] == scores.shape[:-1]:
+        total = chosen.combine(*experts_chosen(*router))
+    else:
+        total = chosen.combine(chosen.indices, scores)
+    made = Total(total.astype(node.y.dtype), total)
+    recorder.notes[id(made.y)] = made
+    return made.y
+
+
+def _cast(recorder: Recorder, node: Node) -> mx.array | None:
+    """A sum by scores in the dtype of the products, which it was cast from."""
+    total = recorder.notes.get(id(node.args[0]))
+    if not isinstance(total, Total) or total.in_dtype.dtype != argument(node, 1, "dtype"):
+        return None
+    return total.in_dtype
+
+
+def _unexpanded(recorder: Recorder, array: Any) -> mx.array | None:
+    """``scores`` of ``scores[..., None]`` or ``mx.expand_dims(scores, axis=-1)``."""
+    node = recorder.node(plain(recorder, array))
+    if node is None:
+        return None
+    if node.op == "getitem":
+        return node.args[0] if node.args[1] == (..., None) else None
+    last = node.op == "expand_dims" and argument(node, 1, "axis") == -1
+    return node.args[0] if last else None
+
+
+# What a graph of a step takes the place of.
+RULES: dict[str, Rule] = {"sum": _summed, "astype": _cast}

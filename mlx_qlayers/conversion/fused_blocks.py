@@ -72,7 +72,9 @@ def input_width(module: Any) -> int | None:
 
 
 @cache
-def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module] | Mismatch:
+def fused_class(
+    cls: type[nn.Module], layers: frozenset[str], recorded: bool = False
+) -> type[nn.Module] | Mismatch:
     """The class that stands in for ``cls``, stock or patched, or why nothing in it can be fused.
 
     Args:
@@ -80,6 +82,7 @@ def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module]
         layers: the names of the quantized layers that the module holds: where no more of its code
             is recognised, their products of one input are gathered. None for one that runs layers
             in a loop.
+        recorded: of a module with experts, which are to be seen to be chosen and added up.
     """
     stock, body = stock_class(cls), dict[str, Any]()
     match = recognise(stock)
@@ -87,11 +90,12 @@ def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module]
         rewritten = inspect.getattr_static(cls, "__call__", None)
         if not isinstance(rewritten, FunctionType):
             return Mismatch("its __call__ is no plain method")
-        gathered = grouped(rewritten, layers, _together) if layers else None
+        groups = layers or recorded
+        gathered = grouped(rewritten, layers, _together, recorded) if groups else None
         call: Any = with_layers_ahead(rewritten) if gathered is None else gathered
         if isinstance(call, Mismatch):
             return call
-        match = Match(GROUPED if layers else LOOP, {})
+        match = Match(GROUPED if groups else LOOP, {})
         if isinstance(call, Grouped):
             body = {"_groups": call.groups}
             call = call.function
@@ -100,7 +104,7 @@ def fused_class(cls: type[nn.Module], layers: frozenset[str]) -> type[nn.Module]
     body |= {"__call__": call, "_fuses": cls, "_match": match}
     if cls is not stock:
         body |= {"_patches": stock}
-    return made_class(stock, (cls,), body, fused_class, layers)
+    return made_class(stock, (cls,), body, fused_class, layers, recorded)
 
 
 def _is_fused_for(module: nn.Module, x: mx.array) -> bool:

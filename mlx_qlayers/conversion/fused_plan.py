@@ -14,7 +14,7 @@ from ..metal.quantized_matmul.qmv import MAX_MATRICES
 from .attention_patch import stock_class
 from .compiled_blocks import rotation_of, split_rope
 from .compiled_step import STEP, step_class, why_not
-from .experts import EXPERTS, PROJECTIONS, experts_class, is_experts
+from .experts import EXPERTS, experts_class, holds_experts, how_chosen, is_experts, layers_of
 from .fused_blocks import GROUPED, LOOP, fused_class, groups_of, is_fused, unfused_class
 from .matcher import Match, Mismatch, recognise
 from .operands import BLOCK_PARTS, GATES, match_of
@@ -72,16 +72,19 @@ class FusionPlanner:
         if is_experts(type(module)):
             return self._experts(path, module)
         layers = [name for name, child in module.items() if self._is_packed(child)]
-        has_experts = any(is_experts(type(child)) for child in module.values())
+        has_experts = not match and holds_experts(module)
         if not match and len(layers) < 2 and not has_experts:
             return self._loop(path, module)
         if not any(map(self._is_packed, module.modules())):
             return None
-        cls = fused_class(self._class(module), frozenset() if match else frozenset(layers))
-        row = FusionReport(path, kind, FUSED, "", code)
+        cls = fused_class(
+            self._class(module), frozenset() if match else frozenset(layers), has_experts
+        )
+        row = FusionReport(path, kind, FUSED, how_chosen(module) if has_experts else "", code)
         if not isinstance(cls, type) and len(layers) < 2:
             return None
         if not isinstance(cls, type):
+            row = replace(row, reason="")
             why = f"no two of {', '.join(layers)} are seen to have the same input"
             return Step(module, row).left(why)
         reason = self._obstacle(module, match) if isinstance(match, Match) else None
@@ -89,13 +92,15 @@ class FusionPlanner:
             reason = _REFUSED
         if reason is not None:
             return Step(module, row).left(reason)
-        return Step(module, replace(row, reason=self._launches(module, cls)), cls)
+        what = "; ".join(filter(None, (self._launches(module, cls), row.reason)))
+        return Step(module, replace(row, reason=what), cls)
 
     def _experts(self, path: str, module: nn.Module) -> Step | None:
         """Of a mixture's experts, whose products go together inside a step's graph."""
-        if any(self._class(module[name]) is type(module[name]) for name in PROJECTIONS):
+        if any(self._class(each) is type(each) for each in layers_of(module)):
             return None
-        what = "gate and up in one launch, down and the sum of a row in another, in a step's graph"
+        first = "gate and up" if len(layers_of(module)) > 2 else "the first product"
+        what = f"{first} in one launch, down and the sum of a row in another, in a step's graph"
         row = FusionReport(path, EXPERTS, FUSED, what)
         step = Step(module, row, experts_class(self._class(module)))
         return step if self.predicate(path, module) else step.left(_REFUSED)

@@ -1,4 +1,4 @@
-"""Products of one input at once, and sums of experts, in modules of which no more is recognised.
+"""Products of one input at once in modules of which no more is recognised.
 
 In a run of assignments, calls of quantized layers with the same variable are gathered before the
 first of them: ``q = self.q_proj(x)``, ``k = self.k_proj(x)`` become two results of one call. That
@@ -8,14 +8,13 @@ is the same computation whatever stands around it, since the layers depend on no
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import FunctionType
 from typing import NamedTuple
 
-from .experts import CombinedSums
-from .matcher import Method, Mismatch, inlined, parse
+from .matcher import Method, Mismatch, parse
+from .recorder import current, recorded_method
 from .rewriter import replaced, rewritten, statement
 
 _TOGETHER = "_products_together"
@@ -32,7 +31,10 @@ class Grouped(NamedTuple):
 
 @cache
 def grouped(
-    function: FunctionType, layers: frozenset[str], together: Callable[..., object]
+    function: FunctionType,
+    layers: frozenset[str],
+    together: Callable[..., object],
+    recorded: bool = False,
 ) -> Grouped | Mismatch:
     """The method with products of one input gathered, or why there are none.
 
@@ -40,6 +42,7 @@ def grouped(
         function: a method.
         layers: the names of attributes that are quantized layers.
         together: called with the input and the layers; returns their products in a sequence.
+        recorded: keep what it does where a graph is made of it.
     """
     method = parse(function)
     if isinstance(method, Mismatch):
@@ -50,13 +53,21 @@ def grouped(
             body = getattr(node, field, None)
             if isinstance(body, list):
                 body[:] = [s for run in _runs(body) for s in _gathered(run, method, layers, groups)]
-    sums, names = CombinedSums(), dict[str, object]({_TOGETHER: together})
-    body = [sums.visit(each) for each in inlined(copy.deepcopy(method.definition.body))]
-    if sums.found:
-        method.definition.body, names = body, names | sums.names
-    elif not groups:
+    if not groups and not recorded:
         return Mismatch("no two of its quantized layers are seen to have the same input")
-    return Grouped(rewritten(method, **names), tuple(groups))
+    names = dict[str, object]({_TOGETHER: together})
+    inside = recorded_method(method, **names) if recorded else None
+    plain = rewritten(method, **names) if groups else function
+    return Grouped(_in_graphs(plain, inside) if inside else plain, tuple(groups))
+
+
+def _in_graphs(plain: FunctionType, inside: FunctionType) -> FunctionType:
+    """A method that is another one where a graph is made of it."""
+
+    def call(self: object, *args: object, **options: object) -> object:
+        return (plain if current.get() is None else inside)(self, *args, **options)
+
+    return call  # type: ignore[return-value]
 
 
 def _gathered(

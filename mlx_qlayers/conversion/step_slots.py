@@ -11,7 +11,7 @@ attention then does it itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
@@ -78,14 +78,6 @@ class Turned(NamedTuple):
     offset: Any
 
 
-class Chosen(NamedTuple):
-    """What a product with experts gave, and how to give a sum by scores instead."""
-
-    y: mx.array
-    indices: mx.array
-    combine: Callable[[mx.array, mx.array], mx.array]
-
-
 def _same(one: Turned, other: Turned) -> bool:
     return one.how[0] == other.how[0] and one.how[1] is other.how[1]
 
@@ -105,8 +97,6 @@ class Step:
         self.found: dict[int, Slot] = {}
         self.masks: dict[Any, mx.array] = {}
         self.turned: dict[int, Turned] = {}
-        self.chosen: dict[int, Chosen] = {}
-        self.routes: dict[int, Any] = {}
         self.flat: dict[int, tuple[mx.array, mx.array]] = {}
         self.caches = [self._stand_in(each) for each in static]
 

@@ -12,7 +12,8 @@ import mlx.nn as nn
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..formats import Format
 from ..metal.gather_qmm import experts as kernels
-from ..options import PackedMatrix
+from ..options import SCORES, PackedMatrix, Router
+from ..reference import experts as reference
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
 from .checks import check_floats
@@ -98,52 +99,76 @@ def experts_combined(
 
 
 def experts_chosen(
-    logits: mx.array, count: int, *, normed: bool, dtype: mx.Dtype
+    logits: mx.array,
+    router: Router,
+    bias: mx.array | None = None,
+    factors: mx.array | None = None,
 ) -> list[mx.array]:
-    """The experts with the largest logits, the largest first, and their shares in a softmax.
+    """The experts that rows choose by their logits, the largest first, and their shares.
+
+    Equal numbers are chosen from as ``mx.argpartition`` does it on GPUs, where it sorts. Those that
+    are not a number are chosen last, or first where ``router.last``.
 
     Args:
         logits: (..., E) in float32, float16 or bfloat16.
-        count: how many experts a row takes, J.
-        normed: whether the shares add up to 1, as in a softmax of the chosen logits.
-        dtype: of the shares.
+        router: how they are chosen, and what their shares are.
+        bias: (E,), floating point: what is added to scores for the choice alone.
+        factors: (E,), floating point: what the share of an expert is multiplied with.
 
     Returns:
         Experts, uint32, and shares, (..., J).
 
     Raises:
-        ValueError: there are not so many experts, or ``logits`` are no floating-point numbers.
+        ValueError: an argument has a shape, dtype or value that does not fit; it is named.
 
     Example:
         >>> logits = mx.array([[0.0, 2.0, 1.0]])
-        >>> experts_chosen(logits, 2, normed=True, dtype=mx.float32)[0].tolist()
+        >>> experts_chosen(logits, Router(top_k=2))[0].tolist()
         [[1, 2]]
 
-    Source: ``mx.softmax`` and ``mx.argpartition``, as mlx-lm's routers use them.
+    Source: the routers of mlx-lm's models; of groups, DeepSeek-V3 (https://arxiv.org/abs/2412.19437).
     """
-    outputs: list[mx.array] = dispatch(_CHOSEN, (logits,), (count, normed, dtype))
+    outputs: list[mx.array] = dispatch(_CHOSEN, (logits, bias, factors), (router,))
     return outputs
 
 
-def _plan_chosen(arrays: Sequence[Any], count: int, normed: bool, dtype: mx.Dtype) -> Plan:
-    (logits,) = arrays
+def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
+    logits, bias, factors = arrays
     check_floats("logits", logits)
-    if not logits.ndim or not 0 < count <= logits.shape[-1]:
-        raise ValueError(f"count must be 1 to the number of experts, not {count}, {logits.shape}")
-
-    def composed(logits: mx.array) -> list[mx.array]:
-        exact = logits.astype(mx.float32)
-        chosen = mx.argsort(-exact, axis=-1)[..., :count]
-        shares = mx.take_along_axis(exact if normed else mx.softmax(exact, axis=-1), chosen, -1)
-        shares = mx.softmax(shares, axis=-1) if normed else shares
-        return [chosen.astype(mx.uint32), shares.astype(dtype)]
-
-    fits = count <= _MAX_CHOSEN and logits.size and logits.shape[-1] <= _MAX_EXPERTS
+    experts = logits.shape[-1] if logits.ndim else 0
+    _check_router(router, experts)
+    if router.score == "logits" and bias is not None:
+        raise ValueError('bias goes with scores, not with score "logits"')
+    for name, each in (("bias", bias), ("factors", factors)):
+        if each is not None and each.shape != (experts,):
+            raise ValueError(f"{name} must have shape {(experts,)}, not {each.shape}")
+        if each is not None:
+            check_floats(name, each)
+    composed = partial(reference.experts_chosen, router=router)
+    few = router.top_k <= _MAX_CHOSEN and router.groups <= _MAX_CHOSEN
+    fits = few and logits.size and experts <= _MAX_EXPERTS
     choice = choose("experts_chosen", KERNELS if fits else (), unless=_NOT_ON_METAL.get(backend()))
     if choice.path == "ops":
         return Plan(choice, composed)
-    launch = kernels.experts_chosen(logits, count, normed, dtype)
-    return Plan(choice, lambda logits: launch([logits]), gradient_of(composed, arrays), composed)
+    launch = kernels.experts_chosen(logits, bias, factors, router)
+
+    def run(*arrays: Any) -> list[mx.array]:
+        return launch([a for a in arrays if a is not None])
+
+    return Plan(choice, run, gradient_of(composed, arrays), composed)
+
+
+def _check_router(router: Router, experts: int) -> None:
+    if not 0 < router.top_k <= experts:
+        raise ValueError(f"top_k must be 1 to the {experts} experts, not {router.top_k}")
+    if router.score not in SCORES:
+        raise ValueError(f"score must be one of {', '.join(SCORES)}, not {router.score!r}")
+    if router.score == "logits" and not (router.normed and router.groups == 1):
+        raise ValueError('score "logits" must be normed, and without groups')
+    if router.groups < 1 or experts % router.groups:
+        raise ValueError(f"groups must divide the {experts} experts, not {router.groups}")
+    if not 0 <= router.dropped < router.groups:
+        raise ValueError(f"dropped must be below the {router.groups} groups, not {router.dropped}")
 
 
 def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | None) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from mlx_qlayers import use_backend
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.experts import experts_chosen, experts_combined, experts_products
-from mlx_qlayers.options import PackedMatrix
+from mlx_qlayers.options import PackedMatrix, Router
+from mlx_qlayers.reference import experts as reference
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
 from tests.experts import check_gathered, gathered64, random_experts
@@ -77,26 +80,109 @@ def test_on_gpus(gpu, case):
         check(*case)
 
 
+# What a router is, how many experts there are, and whether there is a bias and a factor of each.
+ROUTERS = [
+    (Router(3), 40, False),
+    (Router(10, normed=False), 512, False),
+    (Router(9, last=True, dtype=mx.bfloat16), 9, False),
+    (Router(6, "sigmoid", 8, 4, scale=2.5, epsilon=1e-20), 256, True),
+    (Router(4, "sigmoid", 4, 1, last=True, fill=-float("inf"), floor=1e-12), 40, True),
+    (Router(3, "softmax", 4, 2, False, masked=True, normed=False, scale=16.0), 64, False),
+    (Router(4, "logits", last=True), 32, False),
+    (Router(4, "logits"), 32, False),
+    (Router(2, "sqrtsoftplus", last=True, epsilon=1e-6), 33, True),
+]
+
+
+def chosen64(logits, router, bias, factors):
+    """What a stable sort chooses, and the shares."""
+    with np.errstate(invalid="ignore"):
+        exact = np.exp(logits - logits.max(-1, keepdims=True))
+        scores = {
+            "softmax": exact / exact.sum(-1, keepdims=True),
+            "sigmoid": 1 / (1 + np.exp(-logits)),
+            "logits": logits,
+            "sqrtsoftplus": np.sqrt(np.logaddexp(0, logits)),
+        }[router.score]
+    numbers = (scores + bias).reshape(len(logits), router.groups, -1)
+    largest = np.sort(numbers, -1)[..., -2 if router.pairs else -1 :].sum(-1)
+    lowest = np.argsort(largest, -1, kind="stable")[:, : router.dropped]
+    np.put_along_axis(numbers, lowest[..., None], router.fill, axis=1)
+    numbers = numbers.reshape(logits.shape)
+    order = np.argsort(numbers if router.last else -numbers, -1, kind="stable")
+    chosen = order[:, -router.top_k :] if router.last else order[:, : router.top_k]
+    shares = np.take_along_axis(numbers if router.masked else scores, chosen, -1)
+    if router.score == "logits":
+        shares = np.exp(shares) / np.exp(shares).sum(-1, keepdims=True)
+    elif router.normed:
+        shares = shares / np.maximum(shares.sum(-1, keepdims=True) + router.epsilon, router.floor)
+    return chosen, shares * router.scale * factors[chosen]
+
+
+def check_router(router, experts, extra):
+    """Rows of different numbers, of many equal ones, and with some that are none."""
+    rng = np.random.default_rng(experts)
+    rows = [rng.permutation(experts) / experts * 8 - 4, rng.integers(-2, 2, experts)]
+    rows += [rows[0].copy(), np.full(experts, np.nan)]
+    rows[2][rng.permutation(experts)[:2]] = np.nan
+    logits = np.stack(rows).astype(np.float32)
+    bias = rng.integers(-2, 3, experts) / 4 * extra
+    factors = 1 + rng.integers(0, 3, experts) / 4 * extra
+    more = [mx.array(a.astype(np.float32)) for a in (bias, factors)] if extra else [None, None]
+    chosen, shares = experts_chosen(mx.array(logits)[:, None], router, *more)
+    wanted, exact = chosen64(logits.astype(np.float64), router, bias, factors)
+    at, places = np.argsort(np.array(chosen)[:, 0], -1), np.argsort(wanted, -1)
+    assert (np.take_along_axis(np.array(chosen)[:, 0], at, -1) == np.sort(wanted, -1)).all()
+    error = np.abs(
+        np.take_along_axis(to64(shares)[:, 0], at, -1) - np.take_along_axis(exact, places, -1)
+    )
+    least = 8 * EPSILON[router.dtype] * np.abs(exact).max(-1, keepdims=True, initial=1e-30)
+    assert ((error <= least) | np.isnan(error) & np.isnan(exact)).all()
+
+
+@pytest.mark.parametrize("case", ROUTERS, ids=str)
+def test_chosen_are_the_largest(case):
+    with use_backend("host"), checks():
+        check_router(*case)
+
+
+@on_gpus
+@pytest.mark.parametrize("case", ROUTERS, ids=str)
+def test_chosen_on_gpus(gpu, case):
+    with use_backend(gpu):
+        check_router(*case)
+
+
+def test_the_gradient_of_shares():
+    """With respect to logits, bias (none) and factors, beside that of the stock operators."""
+    router = Router(3, "sigmoid", 2, 1, epsilon=1e-20, scale=2.5)
+    rng = np.random.default_rng(0)
+    given = [random(rng, shape, mx.float32) for shape in ((4, 8), (8,), (8,))]
+    weights = random(rng, (4, 3), mx.float32)
+
+    def gradients(chosen):
+        return mx.grad(lambda *arrays: (chosen(*arrays)[1] * weights).sum(), (0, 1, 2))(*given)
+
+    with use_backend("host"):
+        found = gradients(lambda x, *more: experts_chosen(x, router, *more))
+    wanted = gradients(partial(reference.experts_chosen, router=router))
+    assert np.abs(to64(wanted[0])).max() > 0.01
+    for one, other in zip(found, wanted, strict=True):
+        assert np.abs(to64(one) - to64(other)).max() <= 1e-6
+
+
 @pytest.mark.parametrize(
-    ("rows", "experts", "count", "normed"), [(1, 40, 3, True), (7, 512, 10, False), (2, 9, 9, True)]
+    ("change", "named"),
+    [
+        ({"top_k": 9}, "top_k"),
+        ({"score": "tanh"}, "score"),
+        ({"groups": 3}, "groups"),
+        ({"dropped": 1}, "dropped"),
+    ],
 )
-def test_chosen_are_the_largest(rows, experts, count, normed):
-    logits = random(np.random.default_rng(experts), (rows, 1, experts), mx.float32)
-    with use_backend("host"), checks():
-        chosen, found = experts_chosen(logits, count, normed=normed, dtype=mx.float32)
-        mx.eval(chosen, found)
-    numbers = np.exp(to64(logits))
-    expected = np.argsort(-numbers, axis=-1)[..., :count]
-    assert (np.array(chosen) == expected).all()
-    exact = np.take_along_axis(numbers, expected, -1)
-    exact /= (exact if normed else numbers).sum(-1, keepdims=True)
-    assert np.abs(to64(found) - exact).max() <= 4 * EPSILON[mx.float32]
-
-
-def test_numbers_that_are_none_choose_an_expert_that_there_is():
-    with use_backend("host"), checks():
-        chosen, _ = experts_chosen(mx.full((1, 40), mx.nan), 3, normed=True, dtype=mx.float32)
-        assert mx.all(chosen < 40).item()
+def test_what_is_wrong_with_a_router_is_named(change, named):
+    with pytest.raises(ValueError, match=named):
+        experts_chosen(mx.ones((1, 8)), Router(2)._replace(**change))
 
 
 def test_rows_share_the_matrices_that_they_chose():

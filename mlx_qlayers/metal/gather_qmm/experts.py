@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...formats import Format
-from ...options import PackedMatrix
+from ...options import SCORES, PackedMatrix, Router
 from ...runtime.kernel import Kernel
 from ..quantized_matmul.qmv import GATES
 from ..quantized_matmul.qmv_config import packed_template
@@ -90,7 +90,7 @@ def experts_products(
         | {
             "gate": GATES.index(gate),
             # Only rows of several tokens share experts.
-            "rows": 1 if products == share else 4,
+            "rows": 1 if products == right.shape[-1] else 4,
             "outputs": _OUTPUTS,
             "height": height,
             "run": _run(fmt),
@@ -132,45 +132,63 @@ def experts_combined(x: Any, right: Any, scores: Any, matrix: PackedMatrix, fmt:
     return lambda arrays: launch([*arrays, sizes])
 
 
-_CHOSEN = Kernel(
-    "experts_chosen",
-    "gather_qmm/experts.metal",
-    inputs=("logits",),
-    outputs=("right", "weights"),
-    template=("T", "W", "per", "J", "normed"),
-    registers=lambda per, **_: per + 8,
-    large=True,
-)
+@lru_cache(maxsize=8)
+def _chosen(omitted: tuple[str, ...]) -> Kernel:
+    return Kernel(
+        f"experts_chosen_{len(omitted)}{omitted[0] if omitted else ''}",
+        "gather_qmm/experts.metal",
+        function="experts_chosen",
+        inputs=tuple(n for n in ("logits", "bias", "factors", "numbers") if n not in omitted),
+        outputs=("right", "weights"),
+        omitted=omitted,
+        template=(
+            *("T", "B", "F", "W", "per", "J", "score"),
+            *("groups", "dropped", "pairs", "masked", "last", "normed"),
+        ),
+        registers=lambda per, groups, **_: (2 + (groups > 1)) * per + 12,
+        large=True,
+    )
 
 
-def experts_chosen(logits: Any, count: int, normed: bool, dtype: mx.Dtype) -> Launch:
+def experts_chosen(logits: Any, bias: Any, factors: Any, router: Router) -> Launch:
     """The launch that chooses experts.
 
     Args:
         logits: the spec of (..., E).
-        count: experts of a row, J, up to 32.
-        normed: whether their weights add up to 1.
-        dtype: of the weights.
+        bias: that of (E,), or None.
+        factors: likewise.
+        router: how; up to 32 experts of a row, and as many groups.
 
     Returns:
-        A function of the logits that gives experts and weights, (..., J).
+        A function of the arrays there are that gives experts and weights, (..., J).
     """
     *leading, experts = logits.shape
-    launch = _CHOSEN.bind(
-        [logits],
+    given = {"logits": logits, "bias": bias, "factors": factors}
+    numbers = mx.array([router.fill, router.epsilon, router.floor, router.scale], mx.float32)
+    grouped = router.groups > 1 and router.dropped > 0
+    launch = _chosen(tuple(name for name, spec in given.items() if spec is None)).bind(
+        [*(spec for spec in given.values() if spec is not None), numbers],
         template={
             "T": logits.dtype,
-            "W": dtype,
+            "B": logits.dtype if bias is None else bias.dtype,
+            "F": logits.dtype if factors is None else factors.dtype,
+            "W": router.dtype,
             "per": -(-experts // 32),
-            "J": count,
-            "normed": normed,
+            "J": router.top_k,
+            "score": SCORES.index(router.score),
+            "groups": router.groups if grouped else 1,
+            "dropped": router.dropped if grouped else 0,
+            "pairs": router.pairs and grouped,
+            "masked": router.masked and grouped,
+            "last": router.last,
+            "normed": router.normed,
         },
         grid=(32, prod(leading), 1),
         threadgroup=(32, 1, 1),
-        output_shapes=[(*leading, count)] * 2,
-        output_dtypes=[mx.uint32, dtype],
+        output_shapes=[(*leading, router.top_k)] * 2,
+        output_dtypes=[mx.uint32, router.dtype],
     )
-    return lambda arrays: launch([*arrays])
+    return lambda arrays: launch([*arrays, numbers])
 
 
 def _run(fmt: Format) -> int:
