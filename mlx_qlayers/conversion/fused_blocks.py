@@ -73,7 +73,7 @@ def input_width(module: Any) -> int | None:
 
 @cache
 def fused_class(
-    cls: type[nn.Module], layers: frozenset[str], recorded: bool = False
+    cls: type[nn.Module], layers: frozenset[str], recorded: bool
 ) -> type[nn.Module] | Mismatch:
     """The class that stands in for ``cls``, stock or patched, or why nothing in it can be fused.
 

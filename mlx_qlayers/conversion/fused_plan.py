@@ -108,7 +108,7 @@ class FusionPlanner:
     def _loop(self, path: str, module: nn.Module) -> Step | None:
         """Of a module that runs decoder layers in a loop, if it is one."""
         count = sum(id(part) in self.in_loops for part in module.modules())
-        cls = fused_class(self._class(module), frozenset()) if count else None
+        cls = fused_class(self._class(module), frozenset(), False) if count else None
         if not isinstance(cls, type) or id(module) in self.in_loops:
             return None
         what = f"{count} layers in one trace where a GPU decodes a token of each sequence"
