@@ -190,7 +190,7 @@ class StepCall(NamedTuple):
         q, k, v: the products of a token.
         k_cache, v_cache: (B, Hkv, S, D) or Dv, or packed, scales and biases.
         k_tail, v_tail: what came since, in rows of numbers or of :func:`row_words`.
-        positions, freqs, mask, tickets: as there.
+        positions, freqs, mask, sinks, tickets: as there.
     """
 
     q: Any
@@ -203,6 +203,7 @@ class StepCall(NamedTuple):
     positions: Any
     freqs: Any = None
     mask: Any = None
+    sinks: Any = None
     tickets: Any = None
 
     @classmethod

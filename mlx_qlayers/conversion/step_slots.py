@@ -141,9 +141,9 @@ class Step:
         slot = self.found.get(id(k))
         if slot is None:
             return None, mask
-        plain = sinks is None and v is slot.buffers[1]
-        out = slot.by_step(q, scale, mask) if plain and slot.could_step(q, mask) else None
-        slot.steps = slot.steps is not False and plain and slot.could_step(q, mask)
+        could = v is slot.buffers[1] and slot.could_step(q, mask)
+        out = slot.by_step(q, scale, mask, sinks) if could else None
+        slot.steps = slot.steps is not False and could
         return out, mask if out is not None else slot.visible(mask)
 
     def outputs(self) -> list[list[Buffer | None]]:
@@ -239,7 +239,7 @@ class Slot:
         bits = getattr(self, "bits", 0)
         return why_not(q.dtype, q.shape[1] // heads, shapes[0], v_width, bits) is None
 
-    def by_step(self, q: mx.array, scale: float, mask: Any) -> mx.array | None:
+    def by_step(self, q: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array | None:
         """Attention by it, (B, H, 1, Dv); None without a tail."""
         return None
 
@@ -343,7 +343,7 @@ class TailSlot(Slot):
         self.tails = self.placed(self.given_tails, token, at[1:2])
         return self.placed(self.read, self.tails, at[:1])
 
-    def by_step(self, q: mx.array, scale: float, mask: Any) -> mx.array | None:
+    def by_step(self, q: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array | None:
         """Attention that turns the token's query and key, if they are turned as it can."""
         (k, v), at = self.token, self.owner.at[self.static.group]
         rotation, freqs, q_heads = Rotation(0), None, q.shape[1]
@@ -355,8 +355,9 @@ class TailSlot(Slot):
         elif self.padding is None and mask is self.owner.masks.get((self.static.group, None)):
             mask = None  # it hides what does not count yet, and nothing else
         options: dict[str, Any] = {"scale": scale, "rotation": rotation, "freqs": freqs}
+        options |= {"mask": mask, "sinks": sinks, "tickets": self.tickets}
         given = *map(self.owner.rows, (q, k, v)), *self.read, *self.given_tails, at
-        out, *self.tails = attention_step(*given, **options, mask=mask, tickets=self.tickets)
+        out, *self.tails = attention_step(*given, **options)
         return self.owner.keep_rows(out.reshape(len(out), q_heads, 1, -1), out)
 
     def outputs(self) -> Iterator[Buffer | None]:

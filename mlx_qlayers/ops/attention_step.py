@@ -19,7 +19,7 @@ from ..runtime.backend import backend
 from ..runtime.limits import has_few_registers
 from ..runtime.spec import Spec
 from .attention_checks import check_packed, check_rotation, check_scale
-from .checks import FLOATS
+from .checks import FLOATS, check_floats
 
 __all__ = [
     "MIN_POSITIONS",
@@ -52,6 +52,7 @@ def attention_step(
     rotation: Rotation,
     freqs: mx.array | None = None,
     mask: mx.array | None = None,
+    sinks: mx.array | None = None,
     tickets: mx.array | None = None,
 ) -> list[mx.array]:
     """Rotary embedding and attention to a cache and its tail, for one token a sequence.
@@ -78,6 +79,7 @@ def attention_step(
         mask: booleans, true where a token sees a key; (B or 1, H or 1, 1, S or more), of which
             column j is that of key j: those of the cache that count, those of the tail, and the
             token's own. None hides nothing.
+        sinks: (H,) scores of keys without a value, one a head, in the dtype of ``q`` or cast to it.
         tickets: (max(8, B * H),) int32 zeros, with which a GPU needs one launch where it needs two
             without. They are zeros again behind it: give them to no call that may run at once.
 
@@ -99,7 +101,7 @@ def attention_step(
     many = tuple, list
     of_k = k_cache if isinstance(k_cache, many) else (k_cache,)
     of_v = v_cache if isinstance(v_cache, many) else (v_cache,)
-    arrays = q, k, v, *of_k, *of_v, k_tail, v_tail, positions, freqs, mask, tickets
+    arrays = q, k, v, *of_k, *of_v, k_tail, v_tail, positions, freqs, mask, sinks, tickets
     outputs: list[mx.array] = dispatch(_STEP, arrays, (scale, rotation, len(of_k), len(of_v)))
     return outputs
 
@@ -218,6 +220,10 @@ def _checked(arrays: Sequence[Any]) -> StepCall:
         raise ValueError(f"positions must be int32 and {least} or more, not {what}")
     if tickets is not None and (tickets.dtype != mx.int32 or tickets.ndim != 1):
         raise ValueError(f"tickets must be int32 and have one axis, not {Spec.of(tickets)}")
+    if call.sinks is not None and call.sinks.shape != (heads,):
+        raise ValueError(f"sinks must be ({heads},), one a head, not {call.sinks.shape}")
+    if call.sinks is not None:
+        check_floats("sinks", call.sinks)
     if mask is None:
         return call
     broadcast = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)

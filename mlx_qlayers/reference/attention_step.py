@@ -32,12 +32,12 @@ def attention_step(
         tuple(Spec((*a.shape[:2], keys, a.shape[3]), a.dtype) for a in parts)
         for parts in (call.k_cache, call.v_cache)
     )
-    attend = attention(AttentionCall(Spec(queries, q.dtype), k, v, Scores(scale), seen))
+    attend = attention(AttentionCall(Spec(queries, q.dtype), k, v, Scores(scale), seen, call.sinks))
     turn = rotary_embedding(rotation)
 
     def run(*arrays: Any) -> list[mx.array]:
         q, k, v, k_cache, v_cache, *rest = StepCall.of(arrays)
-        k_tail, v_tail, positions, freqs, mask, *_ = rest
+        k_tail, v_tail, positions, freqs, mask, sinks, _ = rest
         before, held, row = positions[0], positions[1], mx.arange(rows)
         heads = (batch, 1, -1, width) if rotation.dims else (batch, -1, 1, width)
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(batch, -1, 1, v_width)
@@ -54,7 +54,7 @@ def attention_step(
             last = mask.shape[3] - 1
             columns = [mx.minimum(mx.arange(size), last), mx.minimum(before + row, last)]
             seen = seen & mask[..., mx.concatenate(columns)]
-        (out,) = attend(q, *k, *v, seen, None)
+        (out,) = attend(q, *k, *v, seen, sinks)
         return [out.reshape(batch, 1, -1), k_tail, v_tail]
 
     return run

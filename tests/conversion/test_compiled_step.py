@@ -162,7 +162,7 @@ def test_a_model_that_looks_at_the_size_of_a_cache_is_left(graphs: list[object])
 def test_attention_turns_and_writes_a_tail(
     name: str, calls: int, bits: int, graphs: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of layers whose caches keep all tokens; the other two of cohere2 slide, without positions."""
+    """Of layers whose caches keep all tokens; others of cohere2 and gpt_oss slide."""
     turned: list[int] = []
     masks: list[object] = []
     step = step_slots.attention_step

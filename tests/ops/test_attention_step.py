@@ -99,7 +99,9 @@ def expected(arrays, options, dtype, precision):
         whole.append(np.concatenate([cache[:, :, :before], tail[:, :, :held], new], axis=2))
     mask = options["mask"]
     mask = None if mask is None else to64(mask).astype(bool)[..., : before + held + 1]
-    actual, terms = oracles.attention(q, *whole, options["scale"], mask, dtype=dtype)
+    sinks = options.get("sinks")
+    sinks = None if sinks is None else to64(sinks).astype(dtype)
+    actual, terms = oracles.attention(q, *whole, options["scale"], mask, sinks=sinks, dtype=dtype)
     return actual["out"].reshape(batch, 1, -1), terms.get("out"), tails
 
 
@@ -165,6 +167,23 @@ def test_packed_caches(case, group_size, bits, dtype, path):
 
     truth, terms, _ = expected(plain(mx.float32), options, np.float64, None)
     rough = expected(plain(dtype), options, np.float32, dtype)[0]
+    assert_accurate(out, truth, round_to(rough, dtype), terms=terms, what="out")
+
+
+@pytest.mark.parametrize(("which", "dtype"), [(2, mx.float32), (4, mx.bfloat16)])
+def test_sinks(which, dtype, path):
+    """One launch and two; heads without one, with one above all scores, and with one below."""
+    arrays, options = make(CASES[which], dtype, path)
+    heads = CASES[which][1]
+    sinks = random(np.random.default_rng(3), (heads,), dtype)
+    sinks[0], sinks[1], sinks[2] = float("-inf"), 9.0, -9.0
+    # Every other of an array: as the others are, they are read where they lie, or copied.
+    options["sinks"] = mx.repeat(sinks, 2)[::2]
+    if path == "checked" and dtype == mx.bfloat16:
+        return
+    out, *_ = attention_step(*arrays, **options)
+    truth, terms, _ = expected(arrays, options, np.float64, None)
+    rough, _, _ = expected(arrays, options, np.float32, dtype)
     assert_accurate(out, truth, round_to(rough, dtype), terms=terms, what="out")
 
 
@@ -278,6 +297,7 @@ HALF = mx.quantize(mx.zeros((1, 2, 40, 64), mx.float16), 64, 4)
         ({7: mx.zeros((8,))}, "positions must be int32"),
         ({"mask": mx.ones((1, 1, 1, 40))}, "mask must be bool"),
         ({"mask": mx.ones((1, 1, 1, 39), mx.bool_)}, r"mask must be bool \(1, 4, 1, 40\), not"),
+        ({"sinks": mx.ones((3,))}, r"sinks must be \(4,\), one a head, not \(3,\)"),
         ({"rotation": Rotation(7)}, "dims must be even and at most 64, not 7"),
         ({"rotation": Rotation(66)}, "dims must be even and at most 64, not 66"),
         ({"rotation": Rotation(64, base=None)}, "one of base and freqs must be given"),

@@ -4,6 +4,7 @@
 // tail. How many keys there are is an input, so that one launch serves until the cache grows. Keys and
 // values may be packed as mx.quantize does it (`bits` > 0): then k and v are packed too before anybody
 // attends to them, and a row of the tail is words, scales and biases, and words that nobody reads.
+// With `sinking`, sinks (H,) are scores of keys without a value.
 //
 // The rows are the queries of the heads that share a key head. One threadgroup takes one split of the
 // cache's keys or the tail's for 8 * columns rows, by tiles as attention_decode does; what starts the
@@ -37,6 +38,7 @@ template <
     int dims,
     bool traditional,
     bool listed,
+    bool sinking,
     int columns,
     int simds,
     int blocks,
@@ -61,6 +63,7 @@ template <
     const device int* positions,
     const device bool* mask,
     const device float* freqs,
+    const device T* sinks,
     const device int* options,
     const device int* tickets,
     device P* out,
@@ -179,8 +182,17 @@ template <
 #pragma unroll
     for (int i = 0; i < 2 * columns; i++) {
       int t = i / 2, c = i % 2;
-      state.top[t][c] = own_tops[8 * t + 2 * quarter + c];
-      state.sum[t][c] = member == 0 && near == 0 ? 1.0f : 0.0f;
+      float top = own_tops[8 * t + 2 * quarter + c], share = 1.0f, sunk = 0.0f;
+      if (sinking) {
+        // A score without a value. Its softmax begins with it and the token's own.
+        int row = min(first_row + 8 * t + 2 * quarter + c, rows - 1);
+        float own_top = top, sink = float(sinks[head * rows + row]) * LOG2_E;
+        top = max(max(own_top, sink), LOWEST);
+        share = power_of_2<T>(own_top - top);
+        sunk = power_of_2<T>(sink - top);
+      }
+      state.top[t][c] = top;
+      state.sum[t][c] = member == 0 && near == 0 ? share + sunk : 0.0f;
 #pragma unroll
       for (int n = 0; n < slice / 16; n++) {
         int f = n % (run_v / 2), d = member * slice + n / (run_v / 2) * 8 * run_v + run_v * near;
@@ -188,7 +200,8 @@ template <
 #pragma unroll
           for (int part = 0; part < 2; part++) {
             int at = d + pair_element<bits>(f, part);
-            state.o[n][t].part[part][c] = float(bits > 0 ? own_value[bits > 0 ? at : 0] : v[at]);
+            float value = float(bits > 0 ? own_value[bits > 0 ? at : 0] : v[at]);
+            state.o[n][t].part[part][c] = sinking ? share * value : value;
           }
         }
       }

@@ -23,7 +23,7 @@ from .layout import rounded
 
 _INPUTS = (
     *("q", "k", "v", "k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases"),
-    *("k_tail", "v_tail", "positions", "mask", "freqs", "options", "tickets"),
+    *("k_tail", "v_tail", "positions", "mask", "freqs", "sinks", "options", "tickets"),
 )
 _OUTPUTS = ("out", "k_out", "v_out", "parts")
 # Splits and columns up to which the last threadgroup adds up what the others wrote.
@@ -75,8 +75,11 @@ def _registers(*, T: mx.Dtype, bits: int, masked: bool, **values: Any) -> int:
 
 
 @cache
-def _kernel(packed: bool, masked: bool, listed: bool, joined: bool = False) -> Kernel:
-    there = {"mask": masked, "freqs": listed, "tickets": joined, "parts": joined}
+def _kernel(
+    packed: bool, masked: bool, listed: bool, sinking: bool = False, joined: bool = False
+) -> Kernel:
+    there = {"mask": masked, "freqs": listed, "sinks": sinking}
+    there |= {"tickets": joined, "parts": joined}
     there |= dict.fromkeys(("k_scales", "k_biases", "v_scales", "v_biases"), packed)
     omitted = tuple(name for name, given in there.items() if not given)
     return Kernel(
@@ -84,6 +87,7 @@ def _kernel(packed: bool, masked: bool, listed: bool, joined: bool = False) -> K
         + "_packed" * packed
         + "_masked" * masked
         + "_listed" * listed
+        + "_sinks" * sinking
         + "_joined" * joined,
         "attention/step.metal",
         function="attention_step",
@@ -92,7 +96,18 @@ def _kernel(packed: bool, masked: bool, listed: bool, joined: bool = False) -> K
         outputs=tuple(name for name in _OUTPUTS if name not in omitted),
         template=(
             *("T", "K", "D", "Dv", "group_size", "bits", "masked", "dims", "traditional", "listed"),
-            *("columns", "simds", "blocks", "slice", "teams", "P", "split", "joined", "RESIDENT"),
+            *(
+                "sinking",
+                "columns",
+                "simds",
+                "blocks",
+                "slice",
+                "teams",
+                "P",
+                "split",
+                "joined",
+                "RESIDENT",
+            ),
         ),
         threadgroup_memory=_memory,
         registers=_registers,
@@ -224,8 +239,8 @@ def attention_step(
     """A step of decoding, in one launch or two.
 
     Args:
-        arrays: specs of q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask and
-            maybe tickets, as :class:`StepCall` takes them in turn; D and Dv multiples of 8 up to
+        arrays: specs of q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask,
+            sinks and maybe tickets, as :class:`StepCall` takes them in turn; D and Dv multiples of 8 up to
             256. With tickets, which are for CUDA, it is one launch, if that can be.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned.
@@ -236,9 +251,9 @@ def attention_step(
         and value, and zeros behind them.
     """
     call, (group_size, bits) = StepCall.of(arrays), StepCall.of(arrays).packing
-    q, k_tail, v_tail, freqs, mask, tickets = (
+    q, k_tail, v_tail, freqs, mask, sinks, tickets = (
         *(call.q, call.k_tail, call.v_tail),
-        *(call.freqs, call.mask, call.tickets),
+        *(call.freqs, call.mask, call.sinks, call.tickets),
     )
     count = 8 + 4 * (bits > 0)  # arrays that there always are
     batch, kv_heads, size, _ = call.k_cache[0].shape
@@ -260,17 +275,25 @@ def attention_step(
     joined = tickets is not None and split and few and tickets.size >= batch * kv_heads * blocks
     sizes = size, k_tail.shape[2], tail_splits, splits, share
     options = mx.array([*sizes, words[0], *steps, *words[1:]], mx.int32)
-    kernel = _kernel(bits > 0, mask is not None, freqs is not None, joined)
+    kernel = _kernel(bits > 0, mask is not None, freqs is not None, sinks is not None, joined)
     values: tuple[TemplateValue, ...] = (
         *(q.dtype, k_tail.dtype, width, v_width, group_size or 1, bits),
         *(mask is not None, rotation.dims, rotation.traditional),
-        *(freqs is not None, config.columns, config.simds, config.blocks, config.slice),
+        *(
+            freqs is not None,
+            sinks is not None,
+            config.columns,
+            config.simds,
+            config.blocks,
+            config.slice,
+        ),
         *(config.teams, mx.float32 if split and not joined else q.dtype, split, joined),
         config.resident,
     )
     shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, splits, v_width + 2)
     optional = [] if mask is None else [mask]
     optional += [] if freqs is None else [Spec(freqs.shape, mx.float32)]
+    optional += [] if sinks is None else [Spec(sinks.shape, q.dtype)]
     behind: list[Any] = [tickets] if joined else []
     part_sizes = batch * heads * splits * (v_width + 8 // q.dtype.size)
     launch = kernel.bind(
@@ -291,7 +314,9 @@ def attention_step(
             given.append(arrays[count + 1])
         if freqs is not None:
             given.append(arrays[count].astype(mx.float32))
-        given += [options, *(arrays[count + 2 : count + 3] if joined else ())]
+        if sinks is not None:
+            given.append(arrays[count + 2].astype(q.dtype))
+        given += [options, *(arrays[count + 3 : count + 4] if joined else ())]
         outputs = launch(given)[:3]
         if combine is not None:
             outputs[:1] = combine(outputs[:1])
