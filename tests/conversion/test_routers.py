@@ -51,54 +51,42 @@ def top_and_softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
     return indices, mx.softmax(values, axis=-1, precise=True)
 
 
-# By name: what chooses, with what beside logits, and what it is to be recognised as.
+# By name: what chooses, with what beside logits.
 CASES = {
-    "deepseek_v3": (
-        deepseek_v3.group_expert_select,
-        (BIAS, 3, 4, 2, 2.5, True),
-        "3 of 16 experts by sigmoid and bias, in 2 of 4 groups, shares of their sum, times 2.5",
-    ),
-    "bailing_moe": (
-        bailing_moe.group_expert_select,
-        (None, 3, 4, 1, 1.0, False, "softmax"),
-        "3 of 16 experts by softmax, in 1 of 4 groups",
-    ),
-    "bailing_moe_v3": (
-        bailing_moe_v3._group_expert_select,
-        (BIAS, 2, 8, 4, 1.0),
-        "2 of 16 experts by sigmoid and bias, in 4 of 8 groups, shares of their sum",
-    ),
-    "dots1": (
-        dots1.group_expert_select,
-        (BIAS, 3, 4, 4, 2.0, False),
-        "3 of 16 experts by sigmoid and bias, times 2",
-    ),
-    "kimi_linear": (
-        kimi_linear._group_expert_select,
-        (BIAS, 3, 2, 1, 1.5, True, "softmax"),
-        "3 of 16 experts by softmax and bias, in 1 of 2 groups, shares of their sum, times 1.5",
-    ),
-    "mistral4": (
-        mistral4.mistral4_expert_select,
-        (3, 4, 2, 1.0, True),
-        "3 of 16 experts by softmax, in 2 of 4 groups, shares of their sum",
-    ),
-    "deepseek_v2": (gate_of_v2, (), "3 of 16 experts by softmax, in 2 of 4 groups, times 16"),
-    "gpt_oss": (top_and_softmax, (), "4 of 16 experts by logits, shares of their sum"),
+    "deepseek_v3": (deepseek_v3.group_expert_select, (BIAS, 3, 4, 2, 2.5, True)),
+    "bailing_moe_v3": (bailing_moe_v3._group_expert_select, (BIAS, 2, 8, 4, 1.0)),
+    "bailing_moe": (bailing_moe.group_expert_select, (None, 3, 4, 1, 1.0, False, "softmax")),
+    "kimi_linear": (kimi_linear._group_expert_select, (BIAS, 3, 2, 1, 1.5, True, "softmax")),
+    "dots1": (dots1.group_expert_select, (BIAS, 3, 4, 4, 2.0, False)),
+    "mistral4": (mistral4.mistral4_expert_select, (3, 4, 2, 1.0, True)),
+    "deepseek_v2": (gate_of_v2, ()),
+    "gpt_oss": (top_and_softmax, ()),
+}
+RECOGNISED = {
+    "deepseek_v3": "3 of 16 experts by sigmoid and bias, in 2 of 4 groups, shares of their sum, "
+    "times 2.5",
+    "bailing_moe_v3": "2 of 16 experts by sigmoid and bias, in 4 of 8 groups, shares of their sum",
+    "bailing_moe": "3 of 16 experts by softmax, in 1 of 4 groups",
+    "kimi_linear": "3 of 16 experts by softmax and bias, in 1 of 2 groups, shares of their sum, "
+    "times 1.5",
+    "dots1": "3 of 16 experts by sigmoid and bias, times 2",
+    "mistral4": "3 of 16 experts by softmax, in 2 of 4 groups, shares of their sum",
+    "deepseek_v2": "3 of 16 experts by softmax, in 2 of 4 groups, times 16",
+    "gpt_oss": "4 of 16 experts by logits, shares of their sum",
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_recognised_as_what_it_gives(name: str, dtype: mx.Dtype) -> None:
-    choose, more, description = CASES[name]
+    choose, more = CASES[name]
     # The last row is one that is no number.
     logits = mx.random.normal((5, 1, E), key=mx.random.key(3)).astype(dtype)
     logits[4, 0, 7] = mx.nan
     with recording(Recorder({})) as recorder, use_backend("ops"):
         indices, shares = called(choose, logits, *more)
         router = recognise_router(recorder, indices, shares, "")
-        assert str(router) == description
+        assert str(router) == RECOGNISED[name]
         chosen, found = experts_chosen(*router)
     assert found.dtype == shares.dtype
     places, others = (np.argsort(np.array(a), -1) for a in (indices, chosen))

@@ -67,19 +67,6 @@ def check(fmt, dtype, rows, each):
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_on_the_checked_build(case):
-    with use_backend("host"), checks():
-        check(*case)
-
-
-@on_gpus
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_on_gpus(gpu, case):
-    with use_backend(gpu):
-        check(*case)
-
-
 # What a router is, how many experts there are, and whether there is a bias and a factor of each.
 ROUTERS = [
     (Router(3), 40, False),
@@ -140,17 +127,24 @@ def check_router(router, experts, extra):
     assert ((error <= least) | np.isnan(error) & np.isnan(exact)).all()
 
 
-@pytest.mark.parametrize("case", ROUTERS, ids=str)
-def test_chosen_are_the_largest(case):
+CHECKS = [*((check, case) for case in CASES), *((check_router, case) for case in ROUTERS)]
+
+
+@pytest.mark.parametrize(
+    ("checked", "case"), CHECKS, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_on_the_checked_build(checked, case):
     with use_backend("host"), checks():
-        check_router(*case)
+        checked(*case)
 
 
 @on_gpus
-@pytest.mark.parametrize("case", ROUTERS, ids=str)
-def test_chosen_on_gpus(gpu, case):
+@pytest.mark.parametrize(
+    ("checked", "case"), CHECKS, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_on_gpus(gpu, checked, case):
     with use_backend(gpu):
-        check_router(*case)
+        checked(*case)
 
 
 def test_the_gradient_of_shares():

@@ -240,8 +240,8 @@ def attention_step(
 
     Args:
         arrays: specs of q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask,
-            sinks and maybe tickets, as :class:`StepCall` takes them in turn; D and Dv multiples of 8 up to
-            256. With tickets, which are for CUDA, it is one launch, if that can be.
+            sinks and maybe tickets, as :class:`StepCall` takes them in turn; D and Dv multiples of
+            8 up to 256. With tickets, which are for CUDA, it is one launch, if that can be.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned.
         config: how to spread the work.
