@@ -16,7 +16,6 @@ os.environ.setdefault("MLX_QLAYERS_CALIBRATE", "0")
 
 import gpus
 import pytest
-from tiny_model import save_tiny_model
 
 from mlx_qlayers.runtime.cache_folder import own_folder
 
@@ -56,12 +55,16 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantized Qwen2 checkpoint with random weights; not to be changed."""
+    from tiny_model import save_tiny_model  # whose imports take seconds
+
     return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="session")
 def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same without quantization."""
+    from tiny_model import save_tiny_model
+
     return save_tiny_model(tmp_path_factory.mktemp("plain") / "model", quantized=False)
 
 
