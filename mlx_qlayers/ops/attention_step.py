@@ -119,7 +119,8 @@ def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation, *parts: int) 
     check_rotation(rotation, call.freqs, width)
     share, shape = q.shape[2] // (kv_heads * width), (batch, kv_heads, size, width)
     covered = _covers(q.dtype, share, shape, v_width, bits)
-    choice = choose("attention_step", KERNELS if covered else ())
+    by = f"attention_step_packed, {bits} bits" if bits else ""
+    choice = choose("attention_step", KERNELS if covered else (), by=by)
     composed = reference.attention_step(arrays, scale, rotation)
     if choice.path == "ops":
         return Plan(choice, composed)

@@ -253,6 +253,22 @@ def test_a_token_is_written_into_the_arrays_of_a_cache(
         assert mx.get_peak_memory() - before < 0.6 * cache[0].nbytes / 2
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_sequences_of_one_length_with_quantized_caches(
+    bits: int, graphs: list[object]
+) -> None:
+    """As many as a launch has no room for in the fewest positions; mlx-lm has no ragged ones."""
+    results, tokens = [], mx.random.randint(0, VOCABULARY, (11, 9), key=mx.random.key(1))
+    for model in pair("phi3"):
+        cache = make_prompt_cache(model)
+        model(tokens[:, :5], cache=cache)
+        cache = [c.to_quantized(32, bits) for c in cache]
+        parts = [model(tokens[:, i : i + 1], cache=cache) for i in range(5, 9)]
+        results.append(mx.concatenate(parts, axis=1))
+    assert len(graphs) == 3 + 4, compiled_step.stopped(model)
+    assert_same_states(*reversed(results), bits=bits, what="11 sequences")
+
+
 @pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3_text"])
 def test_tokens_are_the_same_alone_in_a_batch_and_by_speculation(
     name: str, graphs: list[object]

@@ -147,7 +147,10 @@ def test_packed_caches(case, group_size, bits, dtype, path):
     token = [mx.quantize(a, group_size, bits) for a in arrays[1:3]]
     tails = [*map(packed_rows, packed[2:])]
     given = *arrays[:3], *map(tuple, packed[:2]), *tails, arrays[7]
+    explain(reset=True)
     out, *made = attention_step(*given, **options)
+    (decision,) = (d for d in explain() if d.op == "attention_step")
+    assert path == "ops" or f"attention_step_packed, {bits} bits" in decision.reason
     held = case[8]
     for new, tail, own in zip(made, tails, token, strict=True):
         row = packed_rows([a.reshape(case[0], case[2], 1, -1) for a in own])
