@@ -93,6 +93,14 @@ class Router(NamedTuple):
     dtype: mx.Dtype = mx.float32
 
 
+class Clipped(NamedTuple):
+    """``(clip(up, -limit, limit) + shift) * g * sigmoid(alpha * g)``, g = ``min(gate, limit)``."""
+
+    limit: float = float("inf")
+    alpha: float = 1.0
+    shift: float = 0.0
+
+
 class PackedMatrix(NamedTuple):
     """A quantized matrix that rows are multiplied with, and what is added to the product.
 

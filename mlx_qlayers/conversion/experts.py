@@ -22,6 +22,7 @@ from ..ops.experts import experts_chosen, experts_combined, experts_products
 from ..ops.quantized_route import is_qmv
 from ..options import PackedMatrix
 from ..runtime.backend import use_backend
+from .activations import recognise_activation
 from .attention_patch import made_class, stock_class
 from .matcher import Match, Mismatch
 from .recorder import Node, Recorder, Rule, chooses, current, recorded, recording
@@ -121,11 +122,11 @@ def _call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
         PackedMatrix(*(each.get(name) for name in ("weight", "scales", "biases", "bias")))
         for each in layers
     )
-    activation = "silu" if type(self.activation).__qualname__ == "SwiGLU" else None
+    gate = recognise_activation(self.activation) if len(ahead) > 1 else None
 
     def between(experts: mx.array) -> mx.array:
-        products = experts_products(x, experts, ahead, formats[0], gate=activation)
-        h: mx.array = products[0] if activation else self.activation(*products[::-1])
+        products = experts_products(x, experts, ahead, formats[0], gate=gate)
+        h: mx.array = products[0] if gate else self.activation(*products[::-1])
         return h
 
     def combine(experts: mx.array, scores: mx.array) -> mx.array:

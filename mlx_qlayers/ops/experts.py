@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
 from ..formats import Format
 from ..metal.gather_qmm import experts as kernels
-from ..options import SCORES, PackedMatrix, Router
+from ..options import SCORES, Clipped, PackedMatrix, Router
 from ..reference import experts as reference
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
@@ -32,7 +32,7 @@ def experts_products(
     experts: mx.array,
     matrices: Sequence[PackedMatrix],
     fmt: Format = _FORMAT,
-    gate: str | None = None,
+    gate: str | Clipped | None = None,
 ) -> list[mx.array]:
     """Products of few rows with one or two matrices of each of the experts that they chose.
 
@@ -42,7 +42,7 @@ def experts_products(
         matrices: each ``(w, scales, biases, bias)``: (E, N, K) packed in one format, and (E, N).
         fmt: the format of the matrices.
         gate: with two matrices: give ``activation(first) * second`` alone; the activation is
-            ``"silu"``, ``"gelu"`` or ``"gelu_approx"``.
+            ``"silu"``, ``"gelu"`` or ``"gelu_approx"``. Or what is made of both, ``Clipped``.
 
     Returns:
         (..., J, N) for each matrix, or one gated product; float32 sums rounded once.
@@ -171,12 +171,14 @@ def _check_router(router: Router, experts: int) -> None:
         raise ValueError(f"dropped must be below the {router.groups} groups, not {router.dropped}")
 
 
-def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | None) -> Plan:
+def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | Clipped | None) -> Plan:
     fmt, (x, experts, *flat) = Format.checked(*fmt), arrays
     matrices = [PackedMatrix(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
     _check(x, experts, matrices, fmt)
-    if gate is not None and (gate not in _ACTIVATIONS or len(matrices) != 2):
-        raise ValueError(f"gate must be one of {', '.join(_ACTIVATIONS)} with two matrices")
+    is_one = isinstance(gate, Clipped) or gate in _ACTIVATIONS
+    if gate is not None and (not is_one or len(matrices) != 2):
+        names = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"gate must be one of {names} or Clipped, with two matrices")
     if len(matrices) > 2 or matrices[0].w.shape != matrices[-1].w.shape:
         raise ValueError("matrices must be one or two of one shape")
 
@@ -186,7 +188,7 @@ def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | None) -> Plan
             _product(x, experts, PackedMatrix(*flat[i : i + 4]), fmt)
             for i in range(0, len(flat), 4)
         ]
-        return products if gate is None else [_ACTIVATIONS[gate](products[0]) * products[1]]
+        return products if gate is None else [gated(gate, *products)]
 
     choice = _choice("experts_products", x, matrices)
     if choice.path == "ops":
@@ -225,6 +227,14 @@ def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
         return launch([x, experts.astype(mx.uint32), scores, *(a for a in flat if a is not None)])
 
     return Plan(choice, run, gradient_of(composed, arrays), composed)
+
+
+def gated(gate: str | Clipped, y: mx.array, up: mx.array) -> mx.array:
+    """What is made of the products with two matrices."""
+    if isinstance(gate, str):
+        return _ACTIVATIONS[gate](y) * up
+    y, up = mx.minimum(y, gate.limit), mx.clip(up, -gate.limit, gate.limit)
+    return (up + gate.shift) * (y * mx.sigmoid(gate.alpha * y))
 
 
 _PRODUCTS = Operation("experts_products", _plan_products)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import FunctionType
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from architecture_table import ARCHITECTURES
@@ -17,16 +18,22 @@ from mlx_lm.models import (
     deepseek_v2,
     deepseek_v3,
     dots1,
+    gemma4_text,
     gpt_oss,
     kimi_linear,
     mistral4,
 )
+from mlx_lm.models.activations import SwigluOAI
+from mlx_lm.models.deepseek_v41 import DeepseekV41SwiGLU
+from mlx_lm.models.switch_layers import SwiGLU
 
 from mlx_qlayers import convert_model, use_backend
 from mlx_qlayers.conversion import experts
+from mlx_qlayers.conversion.activations import recognise_activation
 from mlx_qlayers.conversion.recorder import Recorder, called, recording
 from mlx_qlayers.conversion.routers import recognise_router
-from mlx_qlayers.ops.experts import experts_chosen
+from mlx_qlayers.ops.experts import experts_chosen, gated
+from mlx_qlayers.options import Clipped
 from mlx_qlayers.runtime import launch_checks
 from mlx_qlayers.runtime.backend import Mode, mode
 
@@ -163,7 +170,7 @@ def test_a_block_is_what_it_was_in_few_launches(
     stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))
     convert_model(model, verify=False)
     path = next(path for path, part in stock.named_modules() if experts.holds_experts(part))
-    block, other = (dict(each.named_modules())[path] for each in (model, stock))
+    block, of_stock = (dict(each.named_modules())[path] for each in (model, stock))
 
     def run(x: mx.array) -> mx.array:
         with recording(Recorder(experts.RULES)) as recorder:
@@ -173,7 +180,7 @@ def test_a_block_is_what_it_was_in_few_launches(
 
     x = mx.random.normal((rows, 1, 128), key=mx.random.key(rows))
     with use_backend("host"):
-        found, expected = run(x), other(x)
+        found, expected = run(x), of_stock(x)
     assert mx.abs(found - expected).max().item() <= 1e-4 * mx.abs(expected).max().item()
 
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
@@ -183,5 +190,37 @@ def test_a_block_is_what_it_was_in_few_launches(
     data = (tmp_path / "block.mlxfn").read_bytes()
     kernels = re.findall(rb"CustomKernel.{8}custom_kernel_([a-z]*_[a-z]*)", data, re.DOTALL)
     assert len(kernels) == launched and kernels.count(b"experts_chosen") == 1, kernels
-    for sorting in (b"ArgPartition", b"ArgSort", b"Softmax", b"GatherAxis", b"ScatterAxis"):
-        assert sorting not in data, sorting
+    others = b"ArgPartition", b"ArgSort", b"Softmax", b"GatherAxis", b"ScatterAxis", b"Sigmoid"
+    for other in others:
+        assert other not in data, other
+
+
+class Doubled(SwiGLU):
+    def __call__(self, x, gate):
+        return 2 * super().__call__(x, gate)
+
+
+class OfItself(nn.Module):
+    def __call__(self, x, gate):
+        return nn.silu(x) * x
+
+
+@pytest.mark.parametrize(
+    ("module", "gate"),
+    [
+        (SwiGLU(), "silu"),
+        (gemma4_text.GeGLU(), "gelu_approx"),
+        (SwigluOAI(limit=5.0), Clipped(5.0, 1.702, 1.0)),
+        (DeepseekV41SwiGLU(7.0), Clipped(7.0)),
+        (DeepseekV41SwiGLU(0), "silu"),
+        (Doubled(), None),
+        (OfItself(), None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_activations(module: nn.Module, gate: object) -> None:
+    assert recognise_activation(module) == gate
+    if gate is None:
+        return
+    up, y = (mx.random.normal((64,), scale=6, key=mx.random.key(i)) for i in (0, 1))
+    np.testing.assert_allclose(gated(gate, y, up), module(up, y), rtol=1e-5, atol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 from mlx_qlayers import use_backend
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.experts import experts_chosen, experts_combined, experts_products
-from mlx_qlayers.options import PackedMatrix, Router
+from mlx_qlayers.options import Clipped, PackedMatrix, Router
 from mlx_qlayers.reference import experts as reference
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
@@ -51,6 +51,13 @@ def check(fmt, dtype, rows, each):
     assert np.abs(to64(gated) - a / (1 + np.exp(-a)) * b).max() <= unit * max(
         1, np.abs(a * b).max()
     )
+    for rule in (Clipped(0.7, 1.702, 1.0), Clipped(shift=0.5)):
+        both = [biased, matrices[1]]
+        (clipped,) = experts_products(x, chosen, both, fmt, gate=rule)
+        (first,) = experts_products(x, chosen, both[:1], fmt)
+        g, up = np.minimum(to64(first), rule.limit), np.clip(b, -rule.limit, rule.limit)
+        exact = (up + rule.shift) * g / (1 + np.exp(-rule.alpha * g))
+        assert np.abs(to64(clipped) - exact).max() <= unit * max(1, np.abs(exact).max())
     expected = a + to64(biased.bias)[np.array(chosen)]
     assert np.abs(to64(plain) - expected).max() <= unit * np.abs(expected).max()
 

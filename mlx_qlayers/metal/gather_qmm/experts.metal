@@ -4,7 +4,8 @@
 // `group` elements of a row share a scale. shape is P, N, K, share. Sums are float32.
 //
 // experts_products   y (P, N) and y1 = x * w^T + bias and the same with w1, or with a gate
-//                    activation(y) * y1 alone, or y without w1. A SIMD group takes `outputs` rows of
+//                    activation(y) * y1 alone, or y without w1. Of GATE_CLIPPED shape has the bits
+//                    of three floats behind. A SIMD group takes `outputs` rows of
 //                    the matrices, or half as many of both, for the products of an expert, `rows` at
 //                    a time: the first product that chose it does it for all, the others nothing.
 //                    Grid (32 * tiles of N, P, 1), threadgroup any multiple of 32.
@@ -19,7 +20,17 @@
 #include <metal_stdlib>
 using namespace metal;
 
-enum { PRODUCTS, OUTPUTS, DEPTH, SHARE };
+enum { PRODUCTS, OUTPUTS, DEPTH, SHARE, LIMIT, ALPHA, SHIFT };
+#define GATE_CLIPPED 4
+
+// (clip(up) + shift) * gate * sigmoid(alpha * gate), gate clipped from above; what is no number stays.
+METAL_FUNC float clipped_product(float gate, float up, const constant int* shape) {
+  const float limit = as_type<float>(shape[LIMIT]);
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  const float turned = 1 + precise::exp(-as_type<float>(shape[ALPHA]) * gate);
+  return (up + as_type<float>(shape[SHIFT])) * (gate / turned);
+}
 
 // This lane's part of rows of x, `count` of them at `at`, times rows of two matrices, from `row` on,
 // of which each has `height` up to `last`: sums[m * outputs + n].
@@ -167,6 +178,12 @@ template <
           float sum = sums[m * outputs + n], second = sums[m * outputs + outputs - height + n];
           const device T* own = bias ? bias + size_t(expert) * N : bias;
           const device T* others = bias1 ? bias1 + size_t(expert) * N : bias1;
+          if (gate == GATE_CLIPPED) {
+            sum += own ? float(own[first + n]) : 0.0f;
+            second += others ? float(others[first + n]) : 0.0f;
+            y[to] = T(clipped_product(sum, second, shape));
+            continue;
+          }
           y[to] = finished<T, gate>(sum, second, first + n, to, own, others, nullptr);
           if (y1) {
             y1[to] = finished<T, 0>(second, 0.0f, first + n, to, others, nullptr, nullptr);

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
+from struct import pack, unpack
 from typing import Any
 
 import mlx.core as mx
 
 from ...formats import Format
-from ...options import SCORES, PackedMatrix, Router
+from ...options import SCORES, Clipped, PackedMatrix, Router
 from ...runtime.kernel import Kernel
 from ..quantized_matmul.qmv import GATES
 from ..quantized_matmul.qmv_config import packed_template
@@ -60,7 +61,12 @@ def _combined(omitted: tuple[str, ...]) -> Kernel:
 
 
 def experts_products(
-    x: Any, right: Any, matrices: Sequence[PackedMatrix], fmt: Format, gate: str | None, share: int
+    x: Any,
+    right: Any,
+    matrices: Sequence[PackedMatrix],
+    fmt: Format,
+    gate: str | Clipped | None,
+    share: int,
 ) -> Launch:
     """The launch of products of rows with one or two matrices of the experts that they chose.
 
@@ -69,7 +75,8 @@ def experts_products(
         right: that of (...) uint32, P experts; product p takes row p / ``share``.
         matrices: (E, N, K) packed, one or two of one format, and biases (E, N) or None.
         fmt: of the matrices.
-        gate: with two matrices, the activation of the first that the second is multiplied with.
+        gate: with two matrices, the activation of the first that the second is multiplied with, or
+            what is made of both.
         share: products of a row.
 
     Returns:
@@ -82,13 +89,14 @@ def experts_products(
     omitted += ["y1"] * (gate is not None or not pair)
     n, k, products = matrices[0].w.shape[1], x.shape[-1], prod(right.shape)
     height = _OUTPUTS // 2 if pair else _OUTPUTS
-    sizes = mx.array([products, n, k, share], mx.int32)
+    words = unpack("3i", pack("3f", *gate)) if isinstance(gate, Clipped) else ()
+    sizes = mx.array([products, n, k, share, *words], mx.int32)
     tiles = -(-n // height)
     launch = _products(tuple(omitted)).bind(
         [*given.values(), sizes],
         template=packed_template(fmt, x.dtype, matrices[0].scales.dtype)
         | {
-            "gate": GATES.index(gate),
+            "gate": len(GATES) if isinstance(gate, Clipped) else GATES.index(gate),
             # Only rows of several tokens share experts.
             "rows": 1 if products == right.shape[-1] else 4,
             "outputs": _OUTPUTS,
