@@ -137,12 +137,11 @@ def attention(
     behind, before, of_q = moved.of_scores(d_out, out, d_p)
     terms |= {
         "q": large * np.abs(scale) @ np.abs(kk) + of_q,
-        "k": grouped(large, np.abs(q)) + np.sqrt(grouped(before, q**2)),
+        "k": np.abs(scale) * (grouped(large, np.abs(q)) + np.sqrt(grouped(before, q**2))),
         "v": grouped(p, np.abs(d_out)) + np.sqrt(grouped(moved.of_weights(), d_out**2)),
-        "sinks": (moved.p[..., -1:] * large_mean).sum((0, 2, 3)),
+        "sinks": (moved.p[..., -1:] * large_mean).sum((0, 2, 3))
+        + np.sqrt(behind[..., -1].sum((0, 2))),
     }
-    terms["k"] *= np.abs(scale)
-    terms["sinks"] += np.sqrt(behind[..., -1].sum((0, 2)))
     if additive:
         squares = _summed_to(behind[..., :-1], mask.shape)
         terms["mask"] = _summed_to(large, mask.shape) + np.sqrt(squares)

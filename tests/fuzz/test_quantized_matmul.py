@@ -51,12 +51,11 @@ def test_quantized_matmul(case: SimpleNamespace) -> None:
     rng, fmt = np.random.default_rng(case.seed), case.fmt
     x_dtype, packed_dtype, bias_dtype = map(arrays.dtype_of, case.dtypes)
     wide = case.groups * fmt.group_size
-    shape = case.n, wide
     inner, outer = (wide, case.n) if case.transpose else (case.n, wide)
     batch = case.batch if len(case.rows) > 1 or not case.batch else ()
     if batch and case.rows[:-1][-1:] not in (batch, (1,)):
         batch = (1,)
-    w, scales, biases = packed(rng, (*batch, *shape), fmt, packed_dtype, case.values)
+    w, scales, biases = packed(rng, (*batch, case.n, wide), fmt, packed_dtype, case.values)
     x = arrays.filled(rng, (*case.rows, inner), x_dtype, case.values)
     bias = random(rng, (outer,), bias_dtype) if case.bias else None
     operands = [

@@ -233,6 +233,35 @@ def _least_of_group() -> float:
     return 0.0 if mx.default_device().type == mx.gpu else -float(mx.finfo(mx.float32).max)
 
 
+def _options(
+    sizes: tuple[int, ...], mask: Spec | None, scale: float, rotation: Rotation
+) -> mx.array:
+    """Sizes, the steps of a mask from one sequence and head to the next, and floats as words."""
+    steps = 0, 0
+    if mask is not None:
+        of_head, of_sequence = mask.shape[3], mask.shape[1] * mask.shape[3]
+        steps = (of_sequence * (mask.shape[0] > 1), of_head * (mask.shape[1] > 1))
+    turning = *two_floats(rotation.scale), 0.0, 0.0, *rates(rotation)
+    floats = scale * log2(e), _least_of_group(), *turning
+    words = unpack(f"{len(floats)}i", pack(f"{len(floats)}f", *floats))
+    return mx.array([*sizes, words[0], *steps, *words[1:]], mx.int32)
+
+
+def _values(
+    call: StepCall, rotation: Rotation, config: Step, split: bool, joined: bool
+) -> tuple[TemplateValue, ...]:
+    """Those of the template's parameters, in turn."""
+    dtype, (group_size, bits) = call.q.dtype, call.packing
+    there = call.mask is not None, call.freqs is not None, call.sinks is not None
+    return (
+        *(dtype, call.k_tail.dtype, call.width, call.v_width, group_size or 1, bits),
+        *(there[0], rotation.dims, rotation.traditional, *there[1:]),
+        *(config.columns, config.simds, config.blocks, config.slice),
+        *(config.teams, mx.float32 if split and not joined else dtype, split, joined),
+        config.resident,
+    )
+
+
 def attention_step(
     arrays: Sequence[Any], scale: float, rotation: Rotation, config: Step
 ) -> Callable[..., list[mx.array]]:
@@ -250,22 +279,17 @@ def attention_step(
         A function of these arrays, which gives (B, 1, H * Dv), and the tails with the token's key
         and value, and zeros behind them.
     """
-    call, (group_size, bits) = StepCall.of(arrays), StepCall.of(arrays).packing
+    call = StepCall.of(arrays)
+    packed = call.packing[1] > 0
     q, k_tail, v_tail, freqs, mask, sinks, tickets = (
         *(call.q, call.k_tail, call.v_tail),
         *(call.freqs, call.mask, call.sinks, call.tickets),
     )
-    count = 8 + 4 * (bits > 0)  # arrays that there always are
+    count = 8 + 4 * packed  # arrays that there always are
     batch, kv_heads, size, _ = call.k_cache[0].shape
     width, v_width = call.width, call.v_width
     heads = q.shape[2] // width
-    share, steps = heads // kv_heads, (0, 0)
-    if mask is not None:
-        of_head, of_sequence = mask.shape[3], mask.shape[1] * mask.shape[3]
-        steps = (of_sequence * (mask.shape[0] > 1), of_head * (mask.shape[1] > 1))
-    turning = *two_floats(rotation.scale), 0.0, 0.0, *rates(rotation)
-    floats = scale * log2(e), _least_of_group(), *turning
-    words = unpack(f"{len(floats)}i", pack(f"{len(floats)}f", *floats))
+    share = heads // kv_heads
     split = config.splits > 0
     tail_splits, splits = (
         (config.tail_splits, config.splits + config.tail_splits) if split else (1, 1)
@@ -274,22 +298,9 @@ def attention_step(
     few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
     joined = tickets is not None and split and few and tickets.size >= batch * kv_heads * blocks
     sizes = size, k_tail.shape[2], tail_splits, splits, share
-    options = mx.array([*sizes, words[0], *steps, *words[1:]], mx.int32)
-    kernel = _kernel(bits > 0, mask is not None, freqs is not None, sinks is not None, joined)
-    values: tuple[TemplateValue, ...] = (
-        *(q.dtype, k_tail.dtype, width, v_width, group_size or 1, bits),
-        *(mask is not None, rotation.dims, rotation.traditional),
-        *(
-            freqs is not None,
-            sinks is not None,
-            config.columns,
-            config.simds,
-            config.blocks,
-            config.slice,
-        ),
-        *(config.teams, mx.float32 if split and not joined else q.dtype, split, joined),
-        config.resident,
-    )
+    options = _options(sizes, mask, scale, rotation)
+    kernel = _kernel(packed, mask is not None, freqs is not None, sinks is not None, joined)
+    values = _values(call, rotation, config, split, joined)
     shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, splits, v_width + 2)
     optional = [] if mask is None else [mask]
     optional += [] if freqs is None else [Spec(freqs.shape, mx.float32)]
