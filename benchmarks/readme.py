@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 TESTING = ROOT / "docs" / "testing-without-a-mac.md"
+MODELS = ROOT / "docs" / "models.md"
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,18 @@ def checked() -> str:
     )
 
 
+def quantization() -> str:
+    """What quantization costs each model, as the benchmark printed it, under its command."""
+    parts = []
+    for path in sorted(RESULTS.glob("quantization_*.txt")):
+        command, *lines = path.read_text().splitlines()
+        first = next(i for i, line in enumerate(lines) if line.startswith("---")) - 1
+        table = [line.rstrip() for line in lines[first:] if line.strip()]
+        block = "\n".join(["```text", *table, "```"])
+        parts.append(f"`{command}` ({_link('file', path, MODELS)}):\n\n{block}")
+    return "\n\n".join(parts)
+
+
 def pages() -> dict[Path, dict[str, str]]:
     """The generated parts of each page, by the name of their place."""
     tables: dict[str, list[str]] = {}
@@ -273,6 +286,7 @@ def pages() -> dict[Path, dict[str, str]]:
         README: {"summary": summary()},
         BENCHMARKS: {"plots": plots(), "tuning": tuning(), **parts},
         TESTING: {"checked": checked()},
+        MODELS: {"quantization": quantization()},
     }
 
 
