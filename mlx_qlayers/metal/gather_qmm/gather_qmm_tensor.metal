@@ -22,7 +22,9 @@ template <
     device T* y,
     uint3 place [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-  TENSOR_MEMORY
+  threadgroup uint words[2 * PART_ROWS * PART_WORDS];
+  threadgroup float factors_of_part[2 * PART_ROWS * PART_GROUPS];
+  threadgroup float offsets[mode == AFFINE ? 2 * PART_ROWS * PART_GROUPS : 1];
   int N = shape[0], K = shape[1], w_columns = transposed ? K : N;
   uint matrix = list[3 * place.x];
   int m = list[3 * place.x + 1], M = list[3 * place.x + 2];

@@ -235,11 +235,6 @@ METAL_FUNC void multiply_tensors(
       N);
 }
 
-#define TENSOR_MEMORY                                        \
-  threadgroup uint words[2 * PART_ROWS * PART_WORDS];        \
-  threadgroup float factors_of_part[2 * PART_ROWS * PART_GROUPS]; \
-  threadgroup float offsets[mode == AFFINE ? 2 * PART_ROWS * PART_GROUPS : 1];
-
 template <
     typename T, typename S, int mode, int group, int bits, bool transposed, int rows, int tile_k,
     int simds_m, int simds_n, bool ragged, int gate>
@@ -258,7 +253,9 @@ template <
     device T* y,
     uint3 place [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-  TENSOR_MEMORY
+  threadgroup uint words[2 * PART_ROWS * PART_WORDS];
+  threadgroup float factors_of_part[2 * PART_ROWS * PART_GROUPS];
+  threadgroup float offsets[mode == AFFINE ? 2 * PART_ROWS * PART_GROUPS : 1];
   packed_matrix<S> matrix = {w, scales, biases}, other = {w1, scales1, biases1};
   multiply_tensors<
       T, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, gate>(

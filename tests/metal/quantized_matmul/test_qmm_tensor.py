@@ -79,6 +79,21 @@ def test_every_number_of_rows(transpose):
             _product(rng, rows, 64, 64, AFFINE, mx.float16, transpose)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("fmt", [AFFINE, Format(32, 3), *FORMATS[-3:]], ids=str)
+def test_on_cuda(fmt, dtype):
+    """Where no operation takes it: the same source on other matrix units."""
+    rng = np.random.default_rng(2)
+    for rows, outer, inner, transpose in ((70, 41, 192, True), (200, 192, 128, False)):
+        packed = random_packed(rng, outer, inner, fmt, dtype)
+        x = random(rng, (rows, inner if transpose else outer), dtype)
+        config = tensor_config(rows, x.shape[1], dtype, fmt, transpose)
+        with use_backend("cuda"):
+            y = qmm_tensor(x, *packed, None, transpose, fmt, config)
+        check_product(y, x, packed, fmt, transpose)
+
+
 def test_bias_is_added_before_rounding():
     for outer in (1, 33, 150):
         with checks():

@@ -13,6 +13,7 @@
 #include "tile.h"
 #include "arrival.h"
 #include "tensor.h"
+#include "warp_tensor.h"
 
 namespace metal = ::mlx::core::cu;
 

@@ -1,4 +1,5 @@
-// Metal 4's tensors on NVIDIA GPUs: what metal/int8 uses of them. An operand in device memory of 8-bit
+// Metal 4's tensors on NVIDIA GPUs: what metal/int8 uses of them, and in warp_tensor.h what
+// quantized_matmul/qmm_tensor.metal does. An operand of metal/int8 in device memory of 8-bit
 // integers goes by asynchronous copies through shared memory, four steps of 128 bytes deep at a time,
 // to products of four warps at once, which keep 64 x 256 sums in registers.
 //
@@ -30,26 +31,44 @@ struct tensor {
   using element = T;
   T* p;
   E extents;
-  tensor(T* from, E given) : p(from), extents(given) {}
+  uint64_t stride;
+  tensor(T* from, E given) : p(from), extents(given), stride(given.values[0]) {}
+  tensor slice(int column, int row) const {
+    tensor part = *this;
+    part.p += column + row * stride;
+    part.extents.values[0] -= column;
+    part.extents.values[1] -= row;
+    return part;
+  }
 };
 template <int N>
 struct execution_simdgroups {
   static constexpr int COUNT = N;
 };
 
+using execution_simdgroup = execution_simdgroups<1>;
+template <typename T>
+using remove_addrspace_t = T;
+
 // Eight warps, 128 x 256: of the first four the upper half.
+struct sums_of_bytes {
+  static constexpr int COUNT = 128;
+  static index_array<int, 2> at(int i) {
+    int thread = threadIdx.x, lane = thread % 32;
+    return {{i / 4 * 8 + lane % 4 * 2 + i % 2, thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8}};
+  }
+};
 template <typename T, typename LAYOUT>
 struct cooperative_tensor {
-  T elements[128];
-  ushort get_capacity() const {
-    return 128;
+  T elements[LAYOUT::COUNT];
+  constexpr ushort get_capacity() const {
+    return LAYOUT::COUNT;
   }
-  bool is_valid_element(int) const {
+  constexpr bool is_valid_element(int) const {
     return true;
   }
   index_array<int, 2> get_multidimensional_index(int i) const {
-    int thread = threadIdx.x, lane = thread % 32;
-    return {{i / 4 * 8 + lane % 4 * 2 + i % 2, thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8}};
+    return LAYOUT::at(i);
   }
   T& operator[](int i) {
     return elements[i];
@@ -140,25 +159,28 @@ namespace mpp::tensor_ops {
 struct matmul2d_descriptor {
   enum class mode { multiply, multiply_accumulate };
   int m, n, k;
-  bool transpose_left, transpose_right;
+  bool transpose_left, transpose_right, accumulate;
   constexpr matmul2d_descriptor(
       int m, int n, int k = -1, bool left = false, bool right = false, bool relaxed = false,
       mode how = mode::multiply)
-      : m(m), n(n), k(k), transpose_left(left), transpose_right(right) {}
+      : m(m), n(n), k(k), transpose_left(left), transpose_right(right),
+        accumulate(how == mode::multiply_accumulate) {}
+  // The depth is 0 where it is that of the operands.
   constexpr operator uint64_t() const {
-    bool bytes = k == -1 && !transpose_left && transpose_right;
-    return uint64_t(m) | uint64_t(n) << 16 | uint64_t(bytes) << 32;
+    return uint64_t(m) | uint64_t(n) << 16 | uint64_t(k < 0 ? 0 : k) << 32 |
+        uint64_t(transpose_left) << 48 | uint64_t(transpose_right) << 49 |
+        uint64_t(accumulate) << 50;
   }
 };
 
 template <uint64_t D, typename SCOPE>
 struct matmul2d {
   template <typename L, typename R, typename C>
-  cooperative_tensor<C, SCOPE> get_destination_cooperative_tensor() const {
+  cooperative_tensor<C, sums_of_bytes> get_destination_cooperative_tensor() const {
     static_assert(
         is_same_v<typename L::element, int8_t> && is_same_v<typename R::element, int8_t> &&
-            is_same_v<C, int> && D == (128 | 256 << 16 | 1ull << 32) && SCOPE::COUNT == 8,
-        "on CUDA: 8-bit integers, 128 x 256 of any depth, the right operand transposed");
+            is_same_v<C, int> && D == (128 | 256 << 16 | 1ull << 49) && SCOPE::COUNT == 8,
+        "on CUDA: 8-bit integers, 128 x 256 of any depth, the right operand transposed, or one warp");
     return {};
   }
   template <typename L, typename R, typename C>

@@ -1,0 +1,43 @@
+"""Kernels that no operation takes on CUDA compile for an H200; tensors stay in registers."""
+
+from __future__ import annotations
+
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.quantized_matmul.qmm_tensor import tensor_config
+from mlx_qlayers.options import PackedMatrix
+from mlx_qlayers.runtime import use_backend
+from tests.launchers import qmm_tensor
+from tests.packed import random_packed
+
+from .nvrtc import compile_only, compile_text
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "transpose", "gate", "k"),
+    [
+        (Format(64, 4), mx.bfloat16, True, "silu", 128),
+        (Format(16, 4, "nvfp4"), mx.float16, False, None, 80),
+        (Format(32, 8, "mxfp8"), mx.bfloat16, True, None, 96),
+    ],
+)
+def test_products_by_tensor_operations(fmt, dtype, transpose, gate, k):
+    n, rng = 64, np.random.default_rng(0)
+    packed = random_packed(rng, *((n, k) if transpose else (k, n)), fmt, dtype)
+    config = tensor_config(70, k, dtype, fmt, transpose, gate is not None)
+    other = PackedMatrix(*packed) if gate else None
+    with compile_only() as seen, use_backend("cuda"):
+        x = mx.ones((70, k), dtype)
+        mx.eval(qmm_tensor(x, *packed, None, transpose, fmt, config, other=other, gate=gate))
+    ((text, problem),) = seen.items()
+    assert not problem
+    (name,) = re.findall(r"void (custom_kernel_\w+)", text)
+    ptx = compile_text(f"mlx::core::cu::{name}", text, ptx=True).decode()
+    products = config.rows // 16 * (32 // 8) * (config.tile_k // 16) * (2 if gate else 1)
+    assert ptx.count("mma.sync") == products and ".local" not in ptx
