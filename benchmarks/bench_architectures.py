@@ -102,6 +102,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 768,
         },
     ),
+    "Moonlight 16B-A3B": (
+        "deepseek_v3",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 11264,
+            "moe_intermediate_size": 1408,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.446,
+            "q_lora_rank": None,
+        },
+    ),
     "Qwen3-Next": (
         "qwen3_next",
         {

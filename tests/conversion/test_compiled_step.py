@@ -51,6 +51,8 @@ NAMES = [
     "cohere2",
     "mamba2",
     "baichuan_m1",
+    "gemma4_text",
+    "nemotron_h",
 ]
 DECODED = [kind for kind in KINDS if kind != "none"]
 
