@@ -190,6 +190,20 @@ def kind_of(cache: Any) -> type:
     return vars(type(cache)).get("_kind", type(cache))
 
 
+def given_by(tail: Tail) -> list[Any]:
+    """What a graph takes of each cache in turn: keys, values, their tails, tickets."""
+    pairs = [slice(i, i + 2) for i in range(0, len(tail.buffers), 2)]
+    of_each = zip(pairs, tail.tickets, strict=True)
+    return [a for i, each in of_each for a in (*tail.buffers[i], *tail.tails[i], each)]
+
+
+def goes_on(tail: Tail, caches: Sequence[Any], length: int) -> bool:
+    """Whether caches with positions of their own still hold so many keys, and one more has room."""
+    held = [vars(c)["offset"] for c in caches]
+    has_room = tail.start <= length < tail.start + tail.tails[0].shape[2]
+    return has_room and held == [length] * len(held) and _untouched(tail, caches, shown_by(caches))
+
+
 def _untouched(tail: Tail, caches: Sequence[Any], shown: list[Buffer]) -> bool:
     """Whether nobody took keys or values of these caches since they show this tail."""
     watched = _watched(kind_of(caches[0]))

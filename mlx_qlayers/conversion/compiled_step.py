@@ -15,7 +15,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from operator import is_
 from types import FunctionType
@@ -29,12 +28,13 @@ from ..options import Rotation
 from ..runtime.backend import Mode, mode, use_backend
 from . import compiled
 from .attention_patch import made_class, stock_class
-from .cache_tail import Tail, kind_of, shown_by
+from .cache_tail import kind_of, shown_by
 from .experts import RULES
 from .matcher import Match, Mismatch
 from .recorder import Recorder, recording
 from .snapshot import Snapshot
 from .step_caches import Inputs, leaves, put, reason_against, taken, with_tail
+from .step_progress import Again, Progress
 from .step_slots import Nested, Rows, Static, Step, Unsupported, current_step
 
 # Sequences at most: for more the products are those of a prompt.
@@ -97,21 +97,6 @@ def stopped(model: nn.Module) -> str | None:
     return "no step was run" if plan is None else "; ".join(plan.stopped.values()) or None
 
 
-@dataclass
-class _Progress:
-    """What a step leaves for the next one with the same caches.
-
-    Attributes:
-        following: arrays of positions.
-        offsets: of a batch, as its caches have them.
-        tail: of the caches that have one.
-    """
-
-    following: dict[Any, mx.array] = field(default_factory=dict)
-    offsets: list[Any] = field(default_factory=list)
-    tail: Tail | None = None
-
-
 class _Plan:
     """The graphs of a model, as it is now.
 
@@ -127,16 +112,18 @@ class _Plan:
         self.by_step: dict[tuple[type, ...], frozenset[int]] = {}
         self.graphs: dict[Any, _Graph] = {}
         # As long as the first cache lives.
-        self.progress: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
+        self.progress: WeakKeyDictionary[Any, Progress] = WeakKeyDictionary()
 
     def run(self, where: Any, tokens: mx.array, caches: list[Any], own: list[Any]) -> Any:
         """The logits, and the caches with the token; None if it cannot be."""
-        kinds = tuple(map(kind_of, own))
-        if kinds in self.stopped:
-            return None
         if (now := self.progress.get(own[0])) is None:
-            now = self.progress[own[0]] = _Progress()
+            now = self.progress[own[0]] = Progress()
         try:
+            again = now.again and now.again.run((where, tokens.shape), tokens, own, now)
+            if again is not None:
+                return again
+            if (kinds := tuple(map(kind_of, own))) in self.stopped:
+                return None
             if kinds not in self.by_step:
                 self.by_step[kinds] = self._checked(tokens, caches, own)
             tailed, offsets = _tailed(own, self.by_step[kinds], now)
@@ -151,7 +138,7 @@ class _Plan:
             ]
             logits, following, tails, outputs = graph(tokens, at, inputs.arrays)
         except Exception as error:
-            self.stopped[kinds] = stopping_line(error)
+            self.stopped[tuple(map(kind_of, own))] = stopping_line(error)
             return None
         later = [group.later for group in inputs.groups]
         now.following = dict(zip(later, following, strict=True))
@@ -160,6 +147,10 @@ class _Plan:
         now.offsets = [vars(each)["offset"] for each in some]
         if inputs.tail is not None:
             now.tail = inputs.tail._replace(tails=tails, shown=shown_by(some))
+        now.again = None
+        if offsets is None and len(some) == len(own) and kinds[0].__name__ == "KVCache":
+            group, length = inputs.groups[0].after(), vars(own[0])["offset"]
+            now.again = Again((where, tokens.shape), graph.computed, group, length)
         return logits
 
     def _checked(self, tokens: mx.array, caches: list[Any], own: list[Any]) -> frozenset[int]:
@@ -175,7 +166,7 @@ class _Plan:
 
 
 def _tailed(
-    own: list[Any], by_step: frozenset[int], last: _Progress
+    own: list[Any], by_step: frozenset[int], last: Progress
 ) -> tuple[tuple[int, ...], mx.array | None]:
     """The caches that have a tail, and the positions that the caches of a batch share."""
     tailed = with_tail(own, by_step)
@@ -310,8 +301,13 @@ class _Graph:
         inside.close()
         return [logits, *following, *tails, *changed]
 
+    def computed(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
+        """Logits, positions, tails, and what changed of each cache."""
+        found: list[Any] = self.compiled(tokens, at, arrays)
+        return found
+
     def __call__(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> Any:
-        logits, *rest = self.compiled(tokens, at, arrays)
+        logits, *rest = self.computed(tokens, at, arrays)
         following, tails = rest[: len(at)], rest[len(at) :][: self.tails]
         flat = iter(rest[len(at) + self.tails :])
         outputs = [[next(flat) if there else None for there in each] for each in self.pattern]
@@ -349,9 +345,7 @@ def stopping_line(error: Exception) -> str:
     """The line of the model's code at which a graph stopped, and why."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f"/{_PACKAGE}/" not in f.filename and "/mlx/" not in f.filename]
-    reason = (
-        f"{type(error).__name__}: {error}" if not isinstance(error, Unsupported) else str(error)
-    )
+    reason = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
     reason = " ".join(reason.split())[:200]
     if not own:
         return reason

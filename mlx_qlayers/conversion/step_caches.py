@@ -131,6 +131,11 @@ class Group(NamedTuple):
     later: tuple[Any, ...]
     make: Callable[[], mx.array]
 
+    def after(self) -> Group:
+        """The same caches a token later, where they have a tail."""
+        kind, start, held, batch = self.later
+        return self._replace(at=self.later, later=(kind, start, held + 1, batch))
+
 
 class Inputs(NamedTuple):
     """Caches as a graph takes them.

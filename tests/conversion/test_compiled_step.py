@@ -61,13 +61,13 @@ DECODED = [kind for kind in KINDS if kind != "none"]
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Every call of a graph; as on a GPU, but that MLX compiles nothing, which takes minutes."""
     calls: list[object] = []
-    run = compiled_step._Graph.__call__
+    run = compiled_step._Graph.computed
 
     def counted(self, *args):
         calls.append(self)
         return run(self, *args)
 
-    monkeypatch.setattr(compiled_step._Graph, "__call__", counted)
+    monkeypatch.setattr(compiled_step._Graph, "computed", counted)
     # As where attention has a kernel.
     covered = attention_step._covers
     monkeypatch.setattr(step_slots, "why_not", lambda *args: None if covered(*args) else "none")
@@ -118,6 +118,24 @@ def test_a_cache_that_grows_and_one_that_is_trimmed(name: str, graphs: list[obje
         results.append(mx.concatenate(parts, axis=1)[0])
     assert len(graphs) == 23
     assert_same_model(*reversed(results), bits=None, what=name)
+
+
+def test_caches_that_are_looked_at_and_cut_between_tokens(graphs: list[object]) -> None:
+    """And of one layer alone; else a token goes on where the one before it ended."""
+    results = []
+    for model in pair("phi3"):
+        cache = make_prompt_cache(model)
+        parts = [model(mx.array([[1, 2, 3]]), cache=cache)]
+        for i in range(24):
+            parts.append(model(mx.array([[4 + i]]), cache=cache))
+            if i % 5 == 2:
+                mx.eval(cache[1].state)
+            if i % 7 == 3:
+                assert [c.trim(2) for c in cache] == [2] * len(cache)
+            if i % 7 == 6:
+                cache[-1].keys = cache[-1].keys * 2
+        results.append(mx.concatenate(parts, axis=1)[0])
+    assert_same_model(*reversed(results), bits=None, what="after it")
 
 
 def test_a_replaced_weight_is_seen(graphs: list[object]) -> None:

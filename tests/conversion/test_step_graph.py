@@ -15,6 +15,7 @@ import pytest
 from mlx_qlayers.conversion import compiled_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from bench_python_calls import calls
 from bench_step_graph import begun, build, commits, launches, token
 from recorded_gpu import Recorded, primitives, recorded_gpu, starting, zeros
 from verified_model import cache_of
@@ -55,6 +56,18 @@ def test_a_layer_by_a_models_own_code(name: str, views: int, others: int) -> Non
     (few, _), (more, _) = (of_token(name, layers, 4352) for layers in (1, 2))
     found = more - few
     assert (found.total() - starting(found), starting(found)) == (views, others)
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3_moe"])
+def test_a_token_behind_another_takes_python_few_calls(name: str) -> None:
+    """As many for all layers, but for one that goes through their caches."""
+    found = []
+    for layers in (2, 4):
+        with recorded_gpu():
+            model = build(name, num_hidden_layers=layers)
+            cache = begun(model, 4352)
+            found.append(calls(lambda model=model, cache=cache: token(model, cache)))
+    assert found[1] - found[0] <= 2 and found[0] <= 40
 
 
 @pytest.mark.parametrize(
