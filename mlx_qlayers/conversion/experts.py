@@ -83,7 +83,8 @@ def how_chosen(module: nn.Module) -> str:
             continue
         break
     what = [f"chosen in one launch: {each}" if each else f"{each}" for each in recorder.reports]
-    return "; ".join(dict.fromkeys(what))
+    # What takes more than rows is seen where all of the model runs.
+    return "; ".join(dict.fromkeys(what)) or "how experts are chosen is seen in a step's graph"
 
 
 def _width(layer: Any) -> int | None:

@@ -75,7 +75,8 @@ class FusionPlanner:
         has_experts = not match and holds_experts(module)
         if not match and len(layers) < 2 and not has_experts:
             return self._loop(path, module)
-        if not any(map(self._is_packed, module.modules())):
+        swapped = any(self._class(part) is not type(part) for part in module.modules())
+        if not (has_experts and swapped) and not any(map(self._is_packed, module.modules())):
             return None
         cls = fused_class(
             self._class(module), frozenset() if match else frozenset(layers), has_experts

@@ -224,3 +224,22 @@ def test_activations(module: nn.Module, gate: object) -> None:
         return
     up, y = (mx.random.normal((64,), scale=6, key=mx.random.key(i)) for i in (0, 1))
     np.testing.assert_allclose(gated(gate, y, up), module(up, y), rtol=1e-5, atol=1e-6)
+
+
+def test_a_router_beside_its_experts() -> None:
+    """Gemma 4's: its decoder layer calls both, and each expert has a factor."""
+    config = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}
+    table = ARCHITECTURES["gemma4_text"]
+    stock, model = (
+        build("gemma4_text", table._replace(config=table.config | config)) for _ in range(2)
+    )
+    for each in (stock, model):
+        each.layers[0].router.per_expert_scale = mx.arange(8) / 8 + 0.5
+    report = convert_model(model, verify=False)
+    assert {"model.layers.0.experts", "model.layers.0"} <= {row.path for row in report.fusions}
+    x = mx.random.normal((1, 1, 128), key=mx.random.key(0))
+    with use_backend("ops"), recording(Recorder(experts.RULES)) as recorder:
+        found, *_ = model.layers[0](x, None, None)
+    expected, *_ = stock.layers[0](x, None, None)
+    assert "2 of 8 experts by logits" in str(recorder.reports[0]) and recorder.reports[0]
+    assert mx.abs(found - expected).max().item() <= 1e-5 * mx.abs(expected).max().item()
