@@ -15,6 +15,7 @@ from ..metal.gather_qmm import experts as kernels
 from ..options import SCORES, Clipped, PackedMatrix, Router
 from ..reference import experts as reference
 from ..runtime.backend import backend
+from ..runtime.limits import has_few_registers
 from ..runtime.spec import Spec
 from .checks import check_floats
 from .gather_qmm import gather_qmm
@@ -194,7 +195,8 @@ def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | Clipped | Non
     if choice.path == "ops":
         return Plan(choice, composed)
     share = 1 if x.ndim > experts.ndim else experts.shape[-1]
-    launch = kernels.experts_products(x, _INDICES(experts.shape), matrices, fmt, gate, share)
+    few = backend() == "metal" and has_few_registers()
+    launch = kernels.experts_products(x, _INDICES(experts.shape), matrices, fmt, gate, share, few)
 
     def run(*arrays: Any) -> list[mx.array]:
         x, experts, *flat = arrays

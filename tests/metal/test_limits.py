@@ -23,6 +23,7 @@ from mlx_qlayers.metal.attention.tensor import (
 )
 from mlx_qlayers.metal.deformable import launch as deformable
 from mlx_qlayers.metal.exp.launch import exp, exp_gradient
+from mlx_qlayers.metal.gather_qmm.experts import experts_combined, experts_products
 from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs, configuration, gather_qmv
 from mlx_qlayers.metal.grid_sample import launch as grid_sample
@@ -43,6 +44,7 @@ from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvMatrixConfig, qmv_c
 from mlx_qlayers.metal.rotary.launch import rotary_embedding
 from mlx_qlayers.options import (
     AttentionCall,
+    Clipped,
     Deformable,
     MatmulCall,
     PackedMatrix,
@@ -205,6 +207,15 @@ def test_gather_qmm(fmt, device):
         gather_qmv(call, pairs, configuration(device, rows, in_order, transpose, fmt))
         gather_qmm_sorted(call, pairs, gather_qmm_config(64 * rows, 8, dtype, fmt))
         gather_qmm_sorted(call, pairs, tensor_config(8 * rows, 512, dtype, fmt, transpose))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_experts(fmt, device):
+    for dtype, rows, gate in itertools.product(DTYPES, (1, 8), (None, "silu", Clipped())):
+        matrices = [experts(fmt, dtype, True)] * (2 if gate else 1)
+        x, right = Spec((rows, 512), dtype), Spec((rows, 4), mx.uint32)
+        experts_products(x, right, matrices, fmt, gate, 4, device == "metal")
+        experts_combined(Spec((rows, 4, 512), dtype), right, right, matrices[0], fmt)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

@@ -10,6 +10,7 @@ import pytest
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.gather_qmm import experts as kernels
 from mlx_qlayers.ops.experts import experts_chosen, experts_combined, experts_products
 from mlx_qlayers.options import Clipped, PackedMatrix, Router
 from mlx_qlayers.reference import experts as reference
@@ -36,14 +37,20 @@ def given(fmt, dtype, rows, each):
     return random(rng, (rows, K), dtype), mx.array(chosen.astype(np.int32)), matrices
 
 
+def check_products(x, chosen, matrices, fmt):
+    """Those of both matrices."""
+    products = experts_products(x, chosen, matrices, fmt)
+    left = mx.broadcast_to(mx.arange(len(chosen))[:, None], chosen.shape)
+    for y, matrix in zip(products, matrices, strict=True):
+        blocks = y.reshape(*chosen.shape, 1, N)
+        check_gathered(blocks, x[:, None], matrix[:3], fmt, left, chosen)
+    return products
+
+
 def check(fmt, dtype, rows, each):
     x, chosen, matrices = given(fmt, dtype, rows, each)
     biased = matrices[0]._replace(bias=random(np.random.default_rng(1), (E, N), dtype))
-    products = experts_products(x, chosen, matrices, fmt)
-    left = mx.broadcast_to(mx.arange(rows)[:, None], chosen.shape)
-    for y, matrix in zip(products, matrices, strict=True):
-        blocks = y.reshape(rows, each, 1, N)
-        check_gathered(blocks, x[:, None], matrix[:3], fmt, left, chosen)
+    products = check_products(x, chosen, matrices, fmt)
     (gated,) = experts_products(x, chosen, matrices, fmt, gate="silu")
     (plain,) = experts_products(x, chosen, [biased], fmt)
     a, b = map(to64, products)
@@ -152,6 +159,15 @@ def test_on_the_checked_build(checked, case):
 def test_on_gpus(gpu, checked, case):
     with use_backend(gpu):
         checked(*case)
+
+
+@pytest.mark.parametrize("fmt", [Format(64, 4), Format(32, 3)], ids=str)
+def test_fewer_rows_at_once_where_registers_are_few(fmt, monkeypatch):
+    launch = kernels.experts_products
+    monkeypatch.setattr(kernels, "experts_products", lambda *given: launch(*given[:-1], True))
+    x, chosen, matrices = given(fmt, mx.float16, 6, 3)
+    with use_backend("host"), checks():
+        check_products(x, chosen, matrices, fmt)
 
 
 def test_the_gradient_of_shares():

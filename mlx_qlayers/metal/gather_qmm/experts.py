@@ -13,17 +13,24 @@ import mlx.core as mx
 from ...formats import Format
 from ...options import SCORES, Clipped, PackedMatrix, Router
 from ...runtime.kernel import Kernel
+from ...runtime.limits import most_threads
 from ..quantized_matmul.qmv import GATES
 from ..quantized_matmul.qmv_config import packed_template
 
 # Rows of both matrices, or of one, that a SIMD group takes.
 _OUTPUTS = 4
+# Products of an expert that it takes at once, and those rows: the first that registers suffice for.
+_TAKEN = (4, _OUTPUTS), (4, _OUTPUTS // 2), (1, _OUTPUTS)
 _THREADS = 64
 _MATRIX = ("w", "scales", "biases", "bias")
 _INPUTS = ("x", "right", *_MATRIX, *(f"{name}1" for name in _MATRIX), "shape")
 
 # Of the arrays that there are.
 Launch = Callable[[Sequence[mx.array]], list[mx.array]]
+
+
+def _registers(*, rows: int, outputs: int, run: int, **_: Any) -> int:
+    return (rows > 1) * outputs * run + 2 * run + rows * 7
 
 
 @lru_cache(maxsize=64)
@@ -37,7 +44,7 @@ def _products(omitted: tuple[str, ...]) -> Kernel:
         outputs=("y",) if "y1" in omitted else ("y", "y1"),
         omitted=omitted,
         template=("T", "S", "mode", "group", "bits", "gate", "rows", "outputs", "height", "run"),
-        registers=lambda rows, outputs, run, **_: (rows > 1) * outputs * run + 2 * run + rows * 7,
+        registers=_registers,
         large=True,
     )
 
@@ -67,6 +74,7 @@ def experts_products(
     fmt: Format,
     gate: str | Clipped | None,
     share: int,
+    few_registers: bool,
 ) -> Launch:
     """The launch of products of rows with one or two matrices of the experts that they chose.
 
@@ -78,6 +86,7 @@ def experts_products(
         gate: with two matrices, the activation of the first that the second is multiplied with, or
             what is made of both.
         share: products of a row.
+        few_registers: whether it runs on an M1 or M2.
 
     Returns:
         A function of the arrays there are that gives (..., N) for each matrix, or the gated one.
@@ -88,7 +97,15 @@ def experts_products(
     omitted = [name for name in _INPUTS[:-1] if name not in given]
     omitted += ["y1"] * (gate is not None or not pair)
     n, k, products = matrices[0].w.shape[1], x.shape[-1], prod(right.shape)
-    height = _OUTPUTS // 2 if pair else _OUTPUTS
+    # Only rows of several tokens share experts.
+    taken = _TAKEN[2 if products == right.shape[-1] else 0 :]
+    rows, outputs = next(
+        (rows, outputs)
+        for rows, outputs in taken
+        if not few_registers
+        or most_threads(_registers(rows=rows, outputs=outputs, run=_run(fmt))) >= _THREADS
+    )
+    height = outputs // 2 if pair else outputs
     words = unpack("3i", pack("3f", *gate)) if isinstance(gate, Clipped) else ()
     sizes = mx.array([products, n, k, share, *words], mx.int32)
     tiles = -(-n // height)
@@ -97,9 +114,8 @@ def experts_products(
         template=packed_template(fmt, x.dtype, matrices[0].scales.dtype)
         | {
             "gate": len(GATES) if isinstance(gate, Clipped) else GATES.index(gate),
-            # Only rows of several tokens share experts.
-            "rows": 1 if products == right.shape[-1] else 4,
-            "outputs": _OUTPUTS,
+            "rows": rows,
+            "outputs": outputs,
             "height": height,
             "run": _run(fmt),
         },
