@@ -315,7 +315,7 @@ for turn in range(int(sys.argv[1])):
     if status != (0, 0, -signal.SIGINT)[turn % 3]:
         bad.append((turn % 3, status))
 else:
-    print(bad)
+    print(bad, flush=True)
     os._exit(0)
 def work(times):
     with use_backend("host"):
