@@ -195,8 +195,10 @@ def test_deform_conv2d(case: SimpleNamespace) -> None:
         truth, terms = truth + to64(bias), terms + np.abs(to64(bias))
     # Samples and products are rounded to the dtype on the way.
     unit = mx.finfo(dtypes[0]).eps / mx.finfo(mx.float32).eps
+    # Equal terms, added one after the other, lose more: the squares of all sums up to the last.
+    grown = max(1.0, (weight[0].size / 3) ** 0.5)
     rounded = round_to(truth, dtypes[0])
-    assert_accurate(y, truth, rounded, terms=2 * unit * terms.max(), what=f"{case}")
+    assert_accurate(y, truth, rounded, terms=2 * unit * grown * terms.max(), what=f"{case}")
 
 
 ATTEND = ["values", "shapes", "locations", "weights", "padding_mode"]

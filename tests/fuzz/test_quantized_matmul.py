@@ -84,7 +84,11 @@ def test_quantized_matmul(case: SimpleNamespace) -> None:
             once = mx.full(scales.shape, 0x38 if fmt.mode == "nvfp4" else 127, mx.uint8)
             codes_of = terms64(w, once, None, fmt)
             behind = np.abs(rows) @ (codes_of.swapaxes(-1, -2) if case.transpose else codes_of)
-            terms = np.where(behind < 1e37, terms, np.inf)
+            # Or x by the scale, as stock operators do it, whatever the code is then.
+            units = mx.full(w.shape, 0x22222222 if fmt.bits == 4 else 0x38383838, mx.uint32)
+            scale_of = terms64(units, scales, None, fmt)
+            ahead = np.abs(rows) @ (scale_of.swapaxes(-1, -2) if case.transpose else scale_of)
+            terms = np.where((behind < 1e37) & (ahead < 1e37), terms, np.inf)
         # Kernels may unpack the weights, which float32 has to hold then.
         terms = np.where((parts < 1e37).all(axis=-2, keepdims=True), terms, np.inf)
         rough = product(rows.astype(np.float32), dense.astype(np.float32))
