@@ -160,7 +160,7 @@ def experts_combined(x: Any, right: Any, scores: Any, matrix: PackedMatrix, fmt:
 def _chosen(omitted: tuple[str, ...]) -> Kernel:
     return Kernel(
         f"experts_chosen_{len(omitted)}{omitted[0] if omitted else ''}",
-        "gather_qmm/experts.metal",
+        "gather_qmm/experts_chosen.metal",
         function="experts_chosen",
         inputs=tuple(n for n in ("logits", "bias", "factors", "numbers") if n not in omitted),
         outputs=("right", "weights"),

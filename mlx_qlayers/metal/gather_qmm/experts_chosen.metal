@@ -1,0 +1,170 @@
+// Chooses the experts of rows by their logits.
+//
+// experts_chosen   right and weights (R, J): the experts with the J largest of E numbers of a row, and
+//                  their shares. The numbers are scores of logits, plus a bias, or logits, whose
+//                  shares are a softmax of the chosen. Of `groups` of them
+//                  the `dropped` lowest, by their largest or by the sum of two, count as FILL. Shares
+//                  are scores, FILL too where `masked`; `normed` by their sum plus EPSILON, at least
+//                  FLOOR; times FACTOR, times the expert's of `factors`.
+//                  A SIMD group takes a row; a lane every 32nd logit, `per` of them.
+//                  Grid (32, R, 1), threadgroup (32, 1, 1).
+
+#include <metal_stdlib>
+using namespace metal;
+
+enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS, LOGITS };
+enum { FILL, EPSILON, FLOOR, FACTOR };
+
+// A number as an unsigned one of the same order; one that is none comes last, or first of all.
+METAL_FUNC uint ordered(float x, bool none_is_last) {
+  if (isnan(x)) {
+    return none_is_last ? 0xFFFFFFFFu : 1u;
+  }
+  const uint bits = as_type<uint>(x == 0 ? 0.0f : x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+METAL_FUNC float unordered(uint key) {
+  return as_type<float>(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
+}
+
+// What of a row's largest is left: the next one's key, and its place in `at`; 0 where none is. Of
+// equal ones the first or the last.
+template <int per, bool last>
+METAL_FUNC uint taken_largest(thread uint* keys, thread uint& at, uint lane) {
+  uint best = keys[0], place = lane;
+#pragma unroll
+  for (int i = 1; i < per; i++) {
+    bool more = last ? keys[i] >= best : keys[i] > best;
+    place = more ? i * 32 + lane : place;
+    best = more ? keys[i] : best;
+  }
+  const uint largest = simd_max(best);
+  at = last ? simd_max(best == largest ? place : 0u) : simd_min(best == largest ? place : ~0u);
+#pragma unroll
+  for (int i = 0; i < per; i++) {
+    keys[i] = i * 32 + lane == at ? 0u : keys[i];
+  }
+  return largest;
+}
+
+template <
+    typename T,
+    typename B,
+    typename F,
+    typename W,
+    int per,
+    int J,
+    int score,
+    int groups,
+    int dropped,
+    bool pairs,
+    bool masked,
+    bool last,
+    bool normed>
+[[kernel]] void experts_chosen(
+    const device T* logits,
+    const device B* bias,
+    const device F* factors,
+    constant float* numbers,
+    const constant int* logits_shape,
+    const constant int& logits_ndim,
+    device uint* right,
+    device W* weights,
+    uint3 group_index [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const int E = logits_shape[logits_ndim - 1];
+  const size_t row = group_index.y;
+  float values[per], top = -INFINITY, total = 0, sum = 0, own = 0;
+  uint keys[per], own_expert = 0;
+#pragma unroll
+  for (int i = 0; i < per; i++) {
+    int e = i * 32 + lane;
+    values[i] = e < E ? float(logits[row * E + e]) : -INFINITY;
+    top = max(top, values[i]);
+    // A softmax has the order of its logits.
+    keys[i] = e < E ? ordered(values[i], last) : 0u;
+  }
+  top = simd_max(top);
+#pragma unroll
+  for (int i = 0; i < per; i++) {
+    if (score == SOFTMAX || score == LOGITS) {
+      values[i] = metal::precise::exp(values[i] - top);
+      total += values[i];
+    } else if (score == SIGMOID) {
+      float small = 1 / (1 + metal::precise::exp(abs(values[i])));
+      values[i] = values[i] < 0 ? small : 1 - small;
+    } else {
+      // log(1 + least), to the last bit for small ones too.
+      const float least = metal::precise::exp(-abs(values[i])), more = 1 + least;
+      const float rest = more == 1 ? least : metal::precise::log(more) * (least / (more - 1));
+      values[i] = metal::precise::sqrt((values[i] > 0 ? values[i] : 0.0f) + rest);
+    }
+  }
+  // Those of the chosen logits alone are shared by `normed`.
+  total = score == LOGITS ? 1.0f : simd_sum(total);
+  if (score != LOGITS && (score != SOFTMAX || bias || groups > 1 || isnan(total))) {
+#pragma unroll
+    for (int i = 0; i < per; i++) {
+      int e = i * 32 + lane;
+      values[i] = score == SOFTMAX ? values[i] / total : values[i];
+      keys[i] = e < E ? ordered(values[i] + (bias ? float(bias[e]) : 0.0f), last) : 0u;
+    }
+    total = 1;
+  }
+  if (groups > 1 && dropped > 0) {
+    const int size = E / groups;
+    uint rank = ~0u, out = 0;
+    for (int g = 0; g < groups; g++) {
+      uint inside[per], at;
+#pragma unroll
+      for (int i = 0; i < per; i++) {
+        int e = i * 32 + lane;
+        bool none = keys[i] == ordered(NAN, last);
+        inside[i] = e / size != g || e >= E ? 0u : none ? ~0u : keys[i];
+      }
+      float of_group = unordered(taken_largest<per, false>(inside, at, lane));
+      if (pairs && size > 1) {
+        of_group += unordered(taken_largest<per, false>(inside, at, lane));
+      }
+      rank = int(lane) == g ? ordered(of_group, true) : rank;
+    }
+    for (int j = 0; j < dropped; j++) {
+      uint left = int(lane) < groups && !(out >> lane & 1) ? rank : ~0u;
+      uint least = simd_min(left);
+      bool mine = left == least && int(lane) < groups && !(out >> lane & 1);
+      out |= 1u << simd_min(mine ? lane : 31u);
+    }
+#pragma unroll
+    for (int i = 0; i < per; i++) {
+      int e = i * 32 + lane;
+      if (e < E && (out >> (e / size) & 1)) {
+        keys[i] = ordered(numbers[FILL], last);
+        values[i] = masked ? numbers[FILL] : values[i];
+      }
+    }
+  }
+  for (int j = 0; j < J; j++) {
+    uint expert;
+    taken_largest<per, last>(keys, expert, lane);
+    float share = 0;
+#pragma unroll
+    for (int i = 0; i < per; i++) {
+      share = uint(i * 32) + lane == expert ? values[i] : share;
+    }
+    share = simd_shuffle(share, ushort(expert % 32));
+    sum += share;
+    own = int(lane) == j ? share : own;
+    own_expert = int(lane) == j ? expert : own_expert;
+  }
+  if (int(lane) < J) {
+    if (normed) {
+      total = max(sum + numbers[EPSILON] * total, numbers[FLOOR] * total);
+      // As stock's maximum, a number that is none stays.
+      total = isnan(sum) ? sum : total;
+    }
+    float factor = factors ? float(factors[own_expert]) : 1.0f;
+    right[row * J + lane] = own_expert;
+    weights[row * J + lane] = W(own / total * (numbers[FACTOR] * factor));
+  }
+}
