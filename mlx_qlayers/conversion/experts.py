@@ -113,9 +113,9 @@ def _call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
     recorder, layers = current.get(), layers_of(self)
     # Adapters stand in the place of layers, and have no scales.
     packed = recorder is not None and all("scales" in each for each in layers)
-    plain = packed and not any("global_scale" in each or each.training for each in layers)
+    taken = packed and not any("global_scale" in each or each.training for each in layers)
     few = is_qmv(x) and indices.shape[:-1] == x.shape[:-1]
-    formats = [Format(each.group_size, each.bits, each.mode) for each in layers] if plain else []
+    formats = [Format(each.group_size, each.bits, each.mode) for each in layers] if taken else []
     if recorder is None or not few or not formats or formats[0] != formats[-2]:
         y: mx.array = type(self)._fuses.__call__(self, x, indices)
         return y

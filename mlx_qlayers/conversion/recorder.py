@@ -58,6 +58,7 @@ class Recorder:
     Attributes:
         nodes: by the identity of arrays.
         rules: what may take the place of a result, by the name of the function.
+        on_module: called with the recorder, a module, its arguments and what it gave.
         notes: what rules keep, by the identity of arrays.
         reports: what rules recognised, or why not.
     """

@@ -221,10 +221,10 @@ def _checked(arrays: Sequence[Any]) -> StepCall:
         raise ValueError(f"positions must be int32 and {least} or more, not {what}")
     if tickets is not None and (tickets.dtype != mx.int32 or tickets.ndim != 1):
         raise ValueError(f"tickets must be int32 and have one axis, not {Spec.of(tickets)}")
-    if call.sinks is not None and call.sinks.shape != (heads,):
-        raise ValueError(f"sinks must be ({heads},), one a head, not {call.sinks.shape}")
     if call.sinks is not None:
         check_floats("sinks", call.sinks)
+        if call.sinks.shape != (heads,):
+            raise ValueError(f"sinks must be ({heads},), one a head, not {call.sinks.shape}")
     if mask is None:
         return call
     broadcast = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
