@@ -81,9 +81,9 @@ def conversion(model: Any) -> None:
         name: getattr(convert, name) for name in ("verify_steps", "compile_kernels", "measure")
     }
 
-    def timed(name: str, *given: Any) -> Any:
+    def timed(name: str, *given: Any, **options: Any) -> Any:
         found: list[Any] = []
-        phase(f"  {name}", lambda: found.append(parts[name](*given)))
+        phase(f"  {name}", lambda: found.append(parts[name](*given, **options)))
         return found[0]
 
     with ExitStack() as patched:

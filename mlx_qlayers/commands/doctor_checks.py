@@ -286,8 +286,11 @@ def _linalg() -> Iterator[Check]:
 
 def _gptq() -> Iterator[Check]:
     fmt = Format(64, 4)
-    # Weights that the format holds: of others, one code rounded otherwise changes all that follow.
-    w = mx.dequantize(*mx.quantize(mx.random.normal((24, 192)), *fmt[:2]), *fmt[:2])
+    # Weights that the format holds, with both ends of the range in each group, from which it is
+    # found again: of others, one code rounded otherwise changes all that follow.
+    codes = mx.random.randint(0, 16, (24, 3, fmt.group_size))
+    codes[..., 5], codes[..., 40] = 0, 15
+    w = ((codes - 7) * mx.random.uniform(0.1, 0.2, (24, 3, 1))).reshape(24, -1)
     x = mx.random.normal((512, 192))
     for act_order in (False, True):
 
@@ -316,11 +319,14 @@ _FAMILIES: dict[str, Callable[[], Iterator[Check]]] = {
 
 
 def _with_gradients(function: Callable[..., mx.array], *of: int) -> Run:
-    """The result, and gradients for a cotangent that every dtype holds exactly."""
+    """The result, and gradients for a cotangent that every dtype holds exactly.
+
+    It adds up to zero over no group: of a gradient that cancels only its rounding is left.
+    """
 
     def loss(*arrays: mx.array) -> mx.array:
         y = function(*arrays).astype(mx.float32)
-        return (y * (mx.arange(y.size).reshape(y.shape) % 4 - 1.5)).sum()
+        return (y * (mx.arange(y.size).reshape(y.shape) % 5 - 1.75)).sum()
 
     def run(*arrays: mx.array) -> list[mx.array]:
         return [function(*arrays), *mx.grad(loss, argnums=list(of))(*arrays)]
