@@ -18,8 +18,7 @@ from common import print_facts
 from decoding_model import QWEN2_7B, build, prefill
 
 from mlx_qlayers import convert_model, quantized_matmul, revert_model
-from mlx_qlayers.metal.int8.launch import int8_products
-from mlx_qlayers.runtime.spec import Spec
+from mlx_qlayers.ops.int8_matmul import int8_matmul
 
 ROWS = 2048
 SHAPES = ((3584, 3584), (512, 3584), (18944, 3584), (3584, 18944))
@@ -45,7 +44,7 @@ def verify(m: int, n: int, k: int) -> float:
     x = mx.array(rng.normal(size=(m, k)).astype(np.float32)).astype(mx.bfloat16)
     w = mx.array(rng.integers(-127, 128, (n, k)).astype(np.int8))
     scales = mx.array(rng.uniform(0.01, 0.02, n).astype(np.float32))
-    (y,) = int8_products(Spec.of(x), [(n, False)])(x, w, scales, None)
+    y = int8_matmul(x, w, scales)
     exact = np.array(x.astype(mx.float32)).astype(np.float64)
     own = np.abs(exact).max(1, keepdims=True) / 127
     truth = np.rint(exact / own) @ np.array(w).astype(np.float64).T * own * np.array(scales)
@@ -64,7 +63,7 @@ def products() -> None:
         packed, scales = mx.quantize(dense), mx.ones((n,))
         mx.eval(x, w, dense, packed)
         paths = {
-            "int8": partial(int8_products(Spec.of(x), [(n, False)]), x, w, scales, None),
+            "int8": partial(int8_matmul, x, w, scales),
             "present": partial(quantized_matmul, x, *packed),
             "dense": partial(mx.matmul, x, dense.T),
         }

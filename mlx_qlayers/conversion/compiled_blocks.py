@@ -20,7 +20,7 @@ from ..dispatch import dispatch
 from ..formats import Format
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate
 from ..ops.attention_step import Rotation, attention_step
-from ..ops.fused_products import ACTIVATIONS, FUSED_PRODUCTS, defers_norm
+from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
 from ..ops.int8_matmul import int8_products
 from ..ops.rotary import rotary_embedding
 from ..reference.int8_matmul import block_of
@@ -121,7 +121,7 @@ def _projection(
 ) -> Callable[..., list[mx.array]]:
     """Products of one input; those of one format together, as many as a launch takes."""
     if formats[0].fmt == INT8:
-        return _in_int8(len(formats), eps, gate)
+        return _in_int8(len(formats), eps, None)
     group = formats[0].summed
     launches: list[tuple[Static, list[int]]] = []
     across = next((sum_gradients(each.spread) for each in formats if each.spread), None)
@@ -155,7 +155,10 @@ def _projection(
 
 
 def _in_int8(count: int, eps: float | None, gate: Gate | None) -> Callable[..., list[mx.array]]:
-    """The same of many rows in 8-bit integers, where nothing is deferred."""
+    """The same of many rows in 8-bit integers, where nothing is deferred.
+
+    A gate is ahead of these products: of the rows and ``weight``, the products of its matrices.
+    """
 
     def run(
         packed: Arrays,
@@ -165,12 +168,12 @@ def _in_int8(count: int, eps: float | None, gate: Gate | None) -> Callable[..., 
         residual: mx.array | None = None,
         next_weight: None = None,
     ) -> list[mx.array]:
-        rows = x if eps is None else mx.fast.rms_norm(x, weight, eps)
+        ahead: dict[str, Any] = {"other": weight, "eps": eps, "gate": gate}
+        if eps is not None and weight is not None and weight.dtype != x.dtype:
+            x, ahead = mx.fast.rms_norm(x, weight, eps), {}
         # Of each matrix its codes, scales, no biases of groups, and its bias.
         flat = [a for i in range(count) for a in (*packed[4 * i : 4 * i + 2], packed[4 * i + 3])]
-        products = int8_products(rows, *flat, block=block_of(rows.shape[-1]))
-        if gate is not None:
-            products = [ACTIVATIONS[gate](products[0]) * products[1]]
+        products = int8_products(x, *flat, block=block_of(x.shape[-1]), **ahead)
         return products if residual is None else [products[0] + residual]
 
     return run
@@ -275,7 +278,11 @@ def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callabl
     up, down, gate, eps = feed or (None, None, None, None)
     # What is added over the ranks comes out of its launch unfinished.
     defers = out is not None and not out.summed and not (down and down.summed)
-    gated, back = (_projection([up, up], eps, gate), _projection([down])) if feed else (None, None)
+    gated = back = None
+    if up and down and up.fmt == INT8:
+        gated, back = _in_int8(2, eps, None), _in_int8(1, None, gate)
+    elif up and down:
+        gated, back = _projection([up, up], eps, gate), _projection([down])
 
     def run(x: mx.array, attended: mx.array, next_weight: Any, weight: Any, *packed: Any) -> Stream:
         h, deferred = Stream(x), weight if defers and defers_norm(x) else None
@@ -284,9 +291,9 @@ def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callabl
             packed = packed[4:]
         if gated is None or back is None:
             return h
-        (y,) = gated(packed[:8], *h.through(weight))
+        y, other = (*gated(packed[:8], *h.through(weight)), None)[:2]
         following = None if deferred is None else next_weight
-        return Stream(*back(packed[8:], y, None, None, h.x if residual else None, following))
+        return Stream(*back(packed[8:], y, other, None, h.x if residual else None, following))
 
     return run
 

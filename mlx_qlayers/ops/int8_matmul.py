@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
-from ..metal.int8.launch import DEPTH
+from ..metal.int8.launch import DEPTH, int8_rows
 from ..metal.int8.launch import int8_products as launches
+from ..metal.quantized_matmul.qmv import Gate
 from ..reference.int8_matmul import int8_matmul as reference
 from ..reference.int8_matmul import rotated
 from ..runtime import tensor_ops
 from ..runtime.backend import backend
 from ..runtime.cuda_ahead import device_architecture
 from .checks import check_floats
+from .fused_products import ACTIVATIONS
 
 
 def int8_matmul(
@@ -49,14 +51,25 @@ def int8_matmul(
     return y
 
 
-def int8_products(x: mx.array, *flat: mx.array | None, block: int = 0) -> list[mx.array]:
+def int8_products(
+    x: mx.array,
+    *flat: mx.array | None,
+    other: mx.array | None = None,
+    block: int = 0,
+    eps: float | None = None,
+    gate: Gate | None = None,
+) -> list[mx.array]:
     """The products of one input with several matrices, which is rounded once.
 
     Args:
         x: as for :func:`int8_matmul`.
         flat: w, scales and bias or None of each matrix.
-        block: columns of ``x`` that are mixed first, as those of the matrices were
+        other: in the dtype of ``x``: with a gate what its activation is multiplied by, in the shape
+            of ``x``; with ``eps`` the weight (K,) of the norm, or None.
+        block: columns of what is rounded that are mixed first, as those of the matrices were
             (:func:`~mlx_qlayers.reference.int8_matmul.rotated`); 0 for none.
+        eps: of an RMS norm that ``x`` goes through first; None for no norm.
+        gate: the activation of ``x`` where ``activation(x) * other`` is multiplied.
 
     Raises:
         ValueError: as :func:`int8_matmul`.
@@ -66,37 +79,45 @@ def int8_products(x: mx.array, *flat: mx.array | None, block: int = 0) -> list[m
         >>> [y.shape for y in int8_products(mx.ones((3, 64), mx.float16), *w, *w)]
         [(3, 8), (3, 8)]
     """
-    products: list[mx.array] = dispatch(_INT8_PRODUCTS, (x, *flat), (block,))
+    products: list[mx.array] = dispatch(_INT8_PRODUCTS, (x, other, *flat), (block, eps, gate))
     return products
 
 
-def _plan(arrays: Sequence[Any], block: int) -> Plan:
-    x, *flat = arrays
+def _plan(arrays: Sequence[Any], block: int, eps: float | None, gate: Gate | None) -> Plan:
+    x, other, *flat = arrays
     check_floats("x", x)
+    if other is not None and (other.dtype, other.shape[-1:]) != (x.dtype, x.shape[-1:]):
+        raise ValueError(
+            f"other must be {x.dtype} (..., {x.shape[-1]}), not {other.dtype} {other.shape}"
+        )
     matrices = [flat[i : i + 3] for i in range(0, len(flat), 3)]
     for matrix in matrices:
         _check(x, *matrix)
     lacking = _lacking(x, min(w.shape[0] for w, *_ in matrices))
     choice = choose("int8_matmul", () if lacking else KERNELS, unless=lacking)
 
-    def of_x(arrays: Any, cotangents: list[mx.array], _: object) -> list[mx.array]:
-        x, *flat = arrays
+    def prepared(x: mx.array, other: Any = None) -> mx.array:
+        if gate is not None:
+            x = ACTIVATIONS[gate](x) * other
+        return rotated(x if eps is None else mx.fast.rms_norm(x, other, eps), block)
+
+    def composed(x: mx.array, other: mx.array | None, *flat: Any) -> list[mx.array]:
+        x = prepared(x, other)
+        return [reference(x, *flat[i : i + 3]) for i in range(0, len(flat), 3)]
+
+    def of_rows(arrays: Any, cotangents: list[mx.array], _: object) -> Sequence[mx.array]:
+        x, other, *flat = arrays
         pairs = zip(cotangents, flat[::3], flat[1::3], strict=True)
-        dx = sum((dy * s) @ w.astype(mx.float32) for dy, w, s in pairs)
-        return [rotated(dx, block).astype(x.dtype)]
+        dx: Any = sum((dy * s) @ w.astype(mx.float32) for dy, w, s in pairs)
+        given = [x] if other is None else [x, other]
+        return mx.vjp(prepared, given, [dx.astype(x.dtype)])[1]
 
-    products = _composed
+    products = composed
     if choice.path != "ops":
-        products = launches(x, [(w.shape[0], bias is not None) for w, _, bias in matrices])
-
-    def mixed(run: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
-        return (lambda x, *flat: run(rotated(x, block), *flat)) if block else run
-
-    return Plan(choice, mixed(products), (Gradient((0,), of_x),), mixed(_composed))
-
-
-def _composed(x: mx.array, *flat: Any) -> list[mx.array]:
-    return [reference(x, *flat[i : i + 3]) for i in range(0, len(flat), 3)]
+        rows = int8_rows(x, other, block, eps, gate)
+        products = launches(rows, x, [(w.shape[0], bias is not None) for w, _, bias in matrices])
+    of = (0,) if other is None else (0, 1)
+    return Plan(choice, products, (Gradient(of, of_rows),), composed)
 
 
 def _check(x: Any, w: Any, scales: Any, bias: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -9,11 +11,13 @@ import pytest
 
 from mlx_qlayers import QLinear, convert_model, explain, revert_model, use_backend
 from mlx_qlayers.layers.int8_linear import Int8Linear
-from mlx_qlayers.ops.int8_matmul import int8_matmul
+from mlx_qlayers.metal.int8.launch import int8_rows
+from mlx_qlayers.ops.int8_matmul import int8_matmul, int8_products
 from mlx_qlayers.runtime.host import checks
 from mlx_qlayers.runtime.host.compiled_kernel import LAYOUTS
+from mlx_qlayers.runtime.spec import Spec
 from tests.gpus import GPUS
-from tests.numerics import assert_accurate, round_to, to64
+from tests.numerics import EPSILON, ROUNDINGS, assert_accurate, random, round_to, to64
 
 HALVES = (mx.float16, mx.bfloat16)
 
@@ -58,6 +62,64 @@ def test_the_reference_is_the_same():
     given = _sample(7, 40, 128, mx.bfloat16)
     with use_backend("ops"):
         _check(int8_matmul(*given), *given)
+
+
+def _ahead(x, other, eps, gate, block):
+    """In float64, what is rounded."""
+    x, other = to64(x), 1 if other is None else to64(other)
+    if gate == "silu":
+        x = x / (1 + np.exp(-x)) * other
+    if eps is not None:
+        x = x / np.sqrt((x**2).mean(1, keepdims=True) + eps) * other
+    for _ in range(block.bit_length() - 1):  # a perfect shuffle of columns, and a butterfly
+        halves = x.reshape(len(x), -1, block // 2, 2)
+        both = halves[..., 0] + halves[..., 1], halves[..., 0] - halves[..., 1]
+        x = np.concatenate(both, axis=-1).reshape(x.shape)
+    return x / 8 if block else x
+
+
+@pytest.mark.parametrize("path", ["host", *GPUS])
+@pytest.mark.parametrize(
+    ("k", "block", "eps", "gate"),
+    [(272, 16, None, None), (640, 128, 1e-6, None), (96, 32, 1e-3, None), (1408, 64, None, "silu")],
+)
+def test_what_is_ahead_of_rows_is_in_their_launch(k, block, eps, gate, path):
+    """Norm, gate and mixed columns; no code is further from it than half of one."""
+    rng = np.random.default_rng(k)
+    dtype = HALVES[block % 3 - 1]
+    x = random(rng, (3, k), dtype, 3.0)
+    other = None if k in (96, 272) else random(rng, (3, k) if gate else (k,), dtype)
+    with use_backend(path), checks() if path == "host" else nullcontext():
+        given = Spec.of(x), None if other is None else Spec.of(other)
+        codes, scales = int8_rows(*given, block, eps, gate)(x, other)
+        mx.eval(codes, scales)
+    truth, unit = _ahead(x, other, eps, gate, block), to64(scales)[:, None]
+    assert (np.abs(to64(codes)).max(1) == 127).all()
+    off = np.abs(to64(codes) * unit - truth) - 0.5 * unit
+    assert off.max() <= ROUNDINGS[mx.float32] * EPSILON[mx.float32] * np.abs(truth).max()
+
+
+def test_gradients_of_what_is_ahead():
+    """Those of the same without rounding to 8 bits."""
+    rng = np.random.default_rng(7)
+    w, scales = _sample(1, 24, 64, mx.bfloat16)[1:3]
+    for shape, ahead in (((64,), {"eps": 1e-5}), ((5, 64), {"gate": "silu"})):
+        given = [random(rng, (5, 64), mx.bfloat16), random(rng, shape, mx.bfloat16)]
+
+        def unrounded(x, other, ahead=ahead):
+            rows = nn.silu(x) * other if "gate" in ahead else mx.fast.rms_norm(x, other, 1e-5)
+            return (rows @ (w * scales[:, None]).astype(x.dtype).T).sum()
+
+        def rounded(x, other, ahead=ahead):
+            return int8_products(x, w, scales, None, other=other, **ahead)[0].sum()
+
+        wide = [each.astype(mx.float32) for each in given]
+        truth, base = (mx.grad(unrounded, argnums=(0, 1))(*arrays) for arrays in (wide, given))
+        for path in ("host", "ops"):
+            with use_backend(path):
+                found = mx.grad(rounded, argnums=(0, 1))(*given)
+            for one, true, other in zip(found, truth, base, strict=True):
+                assert_accurate(one, to64(true), other)
 
 
 def test_rows_that_are_not_finite_are_nan_and_zeros_are_bias():

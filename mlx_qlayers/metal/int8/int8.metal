@@ -1,7 +1,12 @@
 // Products in 8-bit integers: rows of x are rounded to int8 as they come, w was at conversion.
 //
-// int8_rows     q (M, K) = round(x (M, K) / scale), scale (M,) = the largest |x| of a row / 127.
-//               One threadgroup a row: grid (threads * M, 1, 1), threadgroup (threads, 1, 1).
+// int8_rows     q (M, K) = round(r (M, K) / scale), scale (M,) = the largest |r| of a row / 127, where
+//               r is x (M, K), or activation(x) * other (M, K) with a gate, or with normed the RMS
+//               norm of x, of which the weight is other (K,) if normed is 2; of r each `block`
+//               columns (0 or 16 to 128) are mixed by an eighth of a Hadamard matrix before. One
+//               threadgroup a row, `runs` times 8 neighbours a thread, with K at most 8 * threads *
+//               runs; shape: K, and the bits of epsilon. Grid (threads * M, 1, 1), threadgroup
+//               (threads, 1, 1).
 // int8_product  y (M, N) = row_scales * (q (M, K) * w (N, K)^T) * column_scales + bias, by Metal 4's
 //               tensor operations: sums of int32 over all of the depth in a cooperative destination
 //               of tile_m x tile_n, spread over 8 SIMD groups. Grid (ceil(M / tile_m) * 256,
@@ -11,6 +16,7 @@
 // K is a multiple of 16. Needs Metal 4, macOS 26.2; int8_product was never run on an M5.
 
 #include "common/load.metal"
+#include "quantized_matmul/epilogue.metal"
 
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 #include <metal_stdlib>
@@ -32,9 +38,44 @@ METAL_FUNC void read_run(thread float* to, const device T* x, size_t at) {
   }
 }
 
-template <typename T, int threads>
+// Columns of a block times a Hadamard matrix, 8 of them in each of block / 8 lanes.
+template <int block>
+METAL_FUNC void mix_run(thread float* values, uint lane) {
+#pragma unroll
+  for (int step = 1; step < INT8_RUN; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < INT8_RUN; i++) {
+      if ((i & step) == 0) {
+        float low = values[i], high = values[i + step];
+        values[i] = low + high;
+        values[i + step] = low - high;
+      }
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < block / INT8_RUN; step *= 2) {
+    float sign = (lane & step) ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < INT8_RUN; i++) {
+      values[i] = fma(sign, values[i], simd_shuffle_xor(values[i], ushort(step)));
+    }
+  }
+}
+
+// activation() by the hardware's exponential and quotient: 8 bits keep less digits than these.
+template <int gate>
+METAL_FUNC float quick_activation(float x) {
+  if (gate == GATE_GELU) {
+    return activation<gate>(x);
+  }
+  float u = gate == GATE_SILU ? x : 1.59576912f * fma(0.044715f * x * x, x, x);
+  return fast::divide(x, 1 + fast::exp(-u));
+}
+
+template <typename T, int threads, int runs, int block, int gate, int normed>
 [[kernel]] void int8_rows(
     const device T* x,
+    const device T* other,
     constant int* shape,
     device int8_t* q,
     device float* scales,
@@ -42,42 +83,88 @@ template <typename T, int threads>
     uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]],
     uint simd [[simdgroup_index_in_threadgroup]]) {
-  threadgroup float most_of[threads / 32];
-  int K = shape[0];
+  threadgroup float squares_of[threads / 32];
+  threadgroup uint most_of[threads / 32];
+  int K = shape[0], first = thread_index * INT8_RUN;
   size_t row = size_t(place.x) * K;
-  float most = 0.0f, values[INT8_RUN];
-  for (int k = thread_index * INT8_RUN; k < K; k += threads * INT8_RUN) {
-    read_run(values, x, row + k);
+  float values[runs][INT8_RUN], squares = 0.0f;
+#pragma unroll
+  for (int r = 0; r < runs; r++) {
+    int k = first + r * threads * INT8_RUN;
+    float others[INT8_RUN];
+    if (k < K) {
+      read_run(values[r], x, row + k);
+      if (gate) {
+        read_run(others, other, row + k);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < INT8_RUN; i++) {
-      // Not max(), which would lose a NaN: the row's scale has to show it.
-      float size = abs(values[i]);
-      most = size > most || isnan(size) ? size : most;
+      values[r][i] = k < K ? values[r][i] : 0.0f;
+      if (gate && k < K) {
+        values[r][i] = quick_activation<gate>(values[r][i]) * others[i];
+      }
+      squares += values[r][i] * values[r][i];
     }
   }
-  // A NaN is the largest, whichever lane has it.
-  float whole = simd_max(most);
-  whole = simd_any(isnan(most)) ? NAN : whole;
+  float factor = block ? 0.125f : 1.0f;
+  if (normed) {
+    float sum = simd_sum(squares);
+    if (lane == 0) {
+      squares_of[simd] = sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    sum = 0.0f;
+    for (int i = 0; i < threads / 32; i++) {
+      sum += squares_of[i];
+    }
+    factor *= precise::rsqrt(sum / K + as_type<float>(shape[1]));
+  }
+  // Bits of numbers without a sign are in their order, and a NaN is the largest.
+  uint most = 0;
+#pragma unroll
+  for (int r = 0; r < runs; r++) {
+    int k = first + r * threads * INT8_RUN;
+    float weights[INT8_RUN];
+    if (normed == 2 && k < K) {
+      read_run(weights, other, k);
+    }
+#pragma unroll
+    for (int i = 0; i < INT8_RUN; i++) {
+      values[r][i] *= normed == 2 ? (k < K ? factor * weights[i] : 0.0f) : factor;
+    }
+    if (block) {
+      mix_run<block>(values[r], lane);
+    }
+#pragma unroll
+    for (int i = 0; i < INT8_RUN; i++) {
+      most = max(most, as_type<uint>(abs(values[r][i])));
+    }
+  }
+  most = simd_max(most);
   if (lane == 0) {
-    most_of[simd] = whole;
+    most_of[simd] = most;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  whole = most_of[0];
-  for (int i = 1; i < threads / 32; i++) {
-    whole = most_of[i] > whole || isnan(most_of[i]) ? most_of[i] : whole;
+  for (int i = 0; i < threads / 32; i++) {
+    most = max(most, most_of[i]);
   }
+  float whole = as_type<float>(most);
   float inverse = whole > 0 && whole < INFINITY ? 127.0f / whole : 0.0f;
   if (thread_index == 0) {
     scales[place.x] = whole / 127.0f;
   }
-  for (int k = thread_index * INT8_RUN; k < K; k += threads * INT8_RUN) {
-    read_run(values, x, row + k);
+#pragma unroll
+  for (int r = 0; r < runs; r++) {
+    int k = first + r * threads * INT8_RUN;
     alignas(8) int8_t codes[INT8_RUN];
 #pragma unroll
     for (int i = 0; i < INT8_RUN; i++) {
-      codes[i] = inverse == 0 ? 0 : int8_t(int(rint(values[i] * inverse)));
+      codes[i] = inverse == 0 ? 0 : int8_t(int(rint(values[r][i] * inverse)));
     }
-    *reinterpret_cast<device uint2*>(q + row + k) = *reinterpret_cast<thread uint2*>(codes);
+    if (k < K) {
+      *reinterpret_cast<device uint2*>(q + row + k) = *reinterpret_cast<thread uint2*>(codes);
+    }
   }
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from struct import pack, unpack
 from typing import Any
 
 import mlx.core as mx
@@ -12,18 +13,22 @@ from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
+from ..quantized_matmul.qmv import GATES, Gate
 
 # What K is a multiple of: integers that are copied at once.
 DEPTH = 16
 _THREADS = 256
+# Neighbours that a thread of int8_rows reads at once, and how often it should do so at most.
+_RUN, _MOST_RUNS = 8, 5
 
 _ROWS = Kernel(
     "int8_rows",
     "int8/int8.metal",
-    inputs=("x", "shape"),
+    inputs=("x", "other", "shape"),
     outputs=("q", "scales"),
-    template=("T", "threads"),
-    threadgroup_memory=lambda threads, **_: threads // 8,
+    template=("T", "threads", "runs", "block", "gate", "normed"),
+    threadgroup_memory=lambda threads, **_: threads // 4,
+    registers=lambda runs, **_: (runs + 1) * _RUN,
     large=True,
 )
 
@@ -44,28 +49,68 @@ _PRODUCT = Kernel(
 )
 
 
-def int8_products(x: Spec, matrices: Sequence[tuple[int, bool]]) -> Callable[..., list[mx.array]]:
+def int8_rows(
+    x: Spec,
+    other: Spec | None = None,
+    block: int = 0,
+    eps: float | None = None,
+    gate: Gate | None = None,
+) -> Callable[[mx.array, mx.array | None], list[mx.array]]:
+    """The launch that rounds rows to 8 bits.
+
+    Args:
+        x: (..., K), K a multiple of :data:`DEPTH`.
+        other: with a gate what its activation is multiplied by, as ``x``; with ``eps`` the norm's
+            weight (K,) or None. In the dtype of ``x``.
+        block: columns that are mixed, 16 to 128 or 0 for none.
+        eps: of the RMS norm that rows go through first, or None.
+        gate: the activation that they go through.
+
+    Returns:
+        A function of both arrays that gives codes (M, K) int8 and scales (M,) float32.
+    """
+    k, m = x.shape[-1], prod(x.shape[:-1])
+    count, threads = -(-k // _RUN), 32
+    while threads < 1024 and threads * _MOST_RUNS < count:
+        threads *= 2
+    (bits,) = unpack("i", pack("f", eps or 0.0))
+    shape = mx.array([k, bits], mx.int32)
+    launch = _ROWS.bind(
+        [x, other or x, shape],
+        template={
+            "T": x.dtype,
+            "threads": threads,
+            "runs": -(-count // threads),
+            "block": block,
+            "gate": GATES.index(gate),
+            "normed": 0 if eps is None else 1 if other is None else 2,
+        },
+        grid=(m * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(m, k), (m,)],
+        output_dtypes=[mx.int8, mx.float32],
+    )
+    return lambda x, other: launch([x, x if other is None else other, shape])
+
+
+def int8_products(
+    rows: Callable[[mx.array, mx.array | None], list[mx.array]],
+    x: Spec,
+    matrices: Sequence[tuple[int, bool]],
+) -> Callable[..., list[mx.array]]:
     """The launches of products of many rows in 8-bit integers, the rows rounded once.
 
     Args:
+        rows: what :func:`int8_rows` gave for ``x``.
         x: (..., K), K a multiple of :data:`DEPTH`.
         matrices: of each the columns of its result, and whether a bias is added.
 
     Returns:
-        A function of x, and of each matrix w (N, K) int8, its scales (N,) float32 and bias (N,) or
-        None, that gives (..., N) for each in the dtype of ``x``.
+        A function of the arrays of ``rows``, and of each matrix w (N, K) int8, its scales (N,)
+        float32 and bias (N,) or None, that gives (..., N) for each in the dtype of ``x``.
     """
     (*leading, k), m = x.shape, prod(x.shape[:-1])
     tile_m, tile_n, stages = (128, 256, 4) if backend() == "cuda" else (128, 128, 0)
-    depth = mx.array([k], mx.int32)
-    rows = _ROWS.bind(
-        [x, depth],
-        template={"T": x.dtype, "threads": _THREADS},
-        grid=(m * _THREADS, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(m, k), (m,)],
-        output_dtypes=[mx.int8, mx.float32],
-    )
 
     def product_of(n: int, biased: bool) -> tuple[Bound, mx.array]:
         sizes = mx.array([m, n, k], mx.int32)
@@ -88,8 +133,8 @@ def int8_products(x: Spec, matrices: Sequence[tuple[int, bool]]) -> Callable[...
 
     launches = [product_of(*matrix) for matrix in matrices]
 
-    def run(x: mx.array, *flat: Any) -> list[mx.array]:
-        q, row_scales = rows([x, depth])
+    def run(x: mx.array, other: mx.array | None, *flat: Any) -> list[mx.array]:
+        q, row_scales = rows(x, other)
         products = []
         for i, (product, sizes) in enumerate(launches):
             w, scales, bias = flat[3 * i : 3 * i + 3]
