@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numerics import assert_same_sums
 
-from mlx_qlayers import use_backend
+from mlx_qlayers import DeformConv2d, use_backend
 from mlx_qlayers.runtime.host import checks
 
 ROOT = Path(__file__).parents[1]
@@ -121,12 +121,18 @@ def test_kernels_of_cpus_are_what_mlx_computes(checked):
     pixels, weights = mx.random.normal((4, 3, 3, 3)), mx.random.normal((2, 5, 6))
     patches = products.Conv2d(3, 2, 3, bias=False)
     rows, linear = mx.random.normal((2, 9, 5)), products.Linear(5, 2)
+    wide, deformed = products.Conv2d(3, 34, 1), DeformConv2d(3, 2, 3, padding=1)
+    rest, offsets = mx.random.normal((2, 5, 11, 2)), mx.random.normal((2, 5, 11, 18))
+    heads = [mx.random.normal((1, 2, n, 32)) for n in (9, 35, 35)]
     calls = [
         lambda: layer(x),
         lambda: patches(pixels),
         lambda: linear(rows),
         lambda: products.matmul(rows, weights),
-        lambda: products.selu(20 * rows),
+        lambda: wide(20 * x, selu=True),
+        lambda: products.deform_conv2d(deformed, x, offsets, rest, True),
+        lambda: products.attention(*heads, scale=0.5),
+        lambda: products.gelu(3 * rows),
         lambda: products.normalized(mx.random.normal((70, 32), key=mx.random.key(3))),
     ]
     for call in calls:

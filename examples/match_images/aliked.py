@@ -8,12 +8,13 @@ argmax, and a descriptor gathers samples of the features around its keypoint.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from products import Conv2d, compiled, matmul, normalized, selu
+from products import Conv2d, compiled, deform_conv2d, matmul, normalized
 
 from mlx_qlayers import DeformConv2d, affine_grid, grid_sample
 
@@ -42,31 +43,27 @@ class DeformableConv(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.offset_conv = Conv2d(inputs, 18, 3, padding=1)
-        self.regular_conv = DeformConv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.regular_conv = DeformConv2d(inputs, outputs, 3, padding=1)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, rest: mx.array | None = None, selu: bool = False) -> mx.array:
         most = max(x.shape[1:3]) / 4
-        return self.regular_conv(x, mx.clip(self.offset_conv(x), -most, most))
+        offsets = mx.clip(self.offset_conv(x), -most, most)
+        return deform_conv2d(self.regular_conv, x, offsets, rest, selu)
 
 
 class Block(nn.Module):
-    """Two convolutions with batch norm, and a residual but in the first block."""
+    """Two convolutions, into which weights.py folds their batch norms, and a residual, if any."""
 
     def __init__(self, inputs: int, outputs: int, deformable: bool, residual: bool) -> None:
         super().__init__()
-        conv = DeformableConv if deformable else _conv
-        self.conv1, self.bn1 = conv(inputs, outputs), nn.BatchNorm(outputs)
-        self.conv2, self.bn2 = conv(outputs, outputs), nn.BatchNorm(outputs)
+        conv = DeformableConv if deformable else partial(Conv2d, kernel_size=3, padding=1)
+        self.conv1, self.conv2 = conv(inputs, outputs), conv(outputs, outputs)
         if residual:
             self.downsample = Conv2d(inputs, outputs, 1)
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self.bn2(self.conv2(selu(self.bn1(self.conv1(x)))))
-        return selu(y + self.downsample(x) if "downsample" in self else y)
-
-
-def _conv(inputs: int, outputs: int) -> Conv2d:
-    return Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        rest = self.downsample(x) if "downsample" in self else None
+        return self.conv2(self.conv1(x, selu=True), rest, selu=True)
 
 
 class Descriptors(nn.Module):
@@ -75,7 +72,8 @@ class Descriptors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         numbers = 2 * SAMPLES
-        self.offset_conv = [Conv2d(DIMS, numbers, 3), selu, Conv2d(numbers, numbers, 1)]
+        # The second is SELU, which is part of the first here.
+        self.offset_conv = [Conv2d(DIMS, numbers, 3), None, Conv2d(numbers, numbers, 1)]
         self.sf_conv = Conv2d(DIMS, DIMS, 1, bias=False)
         self.agg_weights = mx.zeros((SAMPLES, DIMS, DIMS))
 
@@ -86,14 +84,13 @@ class Descriptors(nn.Module):
         steps = mx.arange(3)
         rows = corner[:, 1, None, None] + steps[:, None]
         patches = features[rows, corner[:, 0, None, None] + steps]
-        offsets = patches
-        for layer in self.offset_conv:
-            offsets = layer(offsets)
+        first, _, second = self.offset_conv
+        offsets = second(first(patches, selu=True))
         most = max(height, width) / 4
         offsets = mx.clip(offsets, -most, most).reshape(-1, 2, SAMPLES).swapaxes(1, 2)
         grid = 2 * (points[:, None] + offsets) / last - 1
         sampled = grid_sample(features[None], grid[None], align_corners=True)
-        sampled = selu(self.sf_conv(sampled)).reshape(-1, SAMPLES * DIMS)
+        sampled = self.sf_conv(sampled, selu=True).reshape(-1, SAMPLES * DIMS)
         weights = self.agg_weights.reshape(1, SAMPLES * DIMS, DIMS)
         return normalized(matmul(sampled[None], weights)[0])
 
@@ -120,7 +117,7 @@ class ALIKED(nn.Module):
         )
         self.score_head = [Conv2d(DIMS, 8, 1, bias=False)]
         for inputs, outputs in ((8, 4), (4, 4), (4, 1)):
-            self.score_head += [selu, _conv(inputs, outputs)]
+            self.score_head += [None, Conv2d(inputs, outputs, 3, padding=1, bias=False)]
         self.desc_head = Descriptors()
         self._find, self._describe = (compiled(f, self) for f in (self.maps, self.describe))
 
@@ -147,18 +144,16 @@ class ALIKED(nn.Module):
         x2 = self.block2(pool2(x1))
         x3 = self.block3(pool4(x2))
         x4 = self.block4(pool4(x3))
-        levels = [selu(conv(y)) for conv, y in zip(self._laterals(), (x1, x2, x3, x4), strict=True)]
+        laterals = self.conv1, self.conv2, self.conv3, self.conv4
+        levels = [conv(y, selu=True) for conv, y in zip(laterals, (x1, x2, x3, x4), strict=True)]
         size = x.shape[1:3]
         features = mx.concatenate([levels[0], *(_upsampled(y, size) for y in levels[1:])], axis=-1)
         scores = features
-        for layer in self.score_head:
-            scores = layer(scores)
+        for layer in self.score_head[::2]:
+            scores = layer(scores, selu=layer is not self.score_head[-1])
         inner = slice(above, above + height), slice(left, left + width)
         scores = mx.sigmoid(scores)[:, *inner, 0]
         return normalized(features)[:, *inner], scores, _maxima(scores)
-
-    def _laterals(self) -> tuple[Conv2d, ...]:
-        return self.conv1, self.conv2, self.conv3, self.conv4
 
     def _chosen(self, maxima: np.ndarray) -> np.ndarray:
         """The maxima that become keypoints, (N, 2) as (x, y)."""

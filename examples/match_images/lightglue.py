@@ -15,7 +15,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from products import Linear, attention, compiled, matmul
+from products import Linear, attention, compiled, gelu, matmul
 
 DIMS, HEADS, LAYERS, INPUTS = 256, 4, 9, 128
 # Shares of points that are sure, at which it stops; of matches, below which points are left out.
@@ -44,7 +44,7 @@ class FeedForward(nn.Module):
         self.ffn = [
             Linear(2 * DIMS, 2 * DIMS),
             nn.LayerNorm(2 * DIMS),
-            nn.gelu,
+            gelu,
             Linear(2 * DIMS, DIMS),
         ]
 

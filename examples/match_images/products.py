@@ -1,4 +1,4 @@
-"""What both models are made of, fast on CPUs by the kernels of ``products.metal``.
+"""What both models are made of, with the kernels of ``products.metal``.
 
 MLX's wheel for Linux computes products with the reference BLAS, at a twentieth of what a core can
 do. The host backend runs Metal kernels there instead; everywhere else MLX's own operators do.
@@ -7,7 +7,6 @@ do. The host backend runs Metal kernels there instead; everywhere else MLX's own
 from __future__ import annotations
 
 import ctypes
-import math
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -16,59 +15,101 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_qlayers import DeformConv2d, backend, grid_sample
 from mlx_qlayers import attention as fused_attention
-from mlx_qlayers import backend
 from mlx_qlayers.runtime.kernel import Kernel
 
+_FILE = Path("products.metal")
 _PRODUCT = Kernel(
     "match_images_product",
-    Path("products.metal"),
-    inputs=("x", "weight", "bias", "sizes"),
+    _FILE,
+    inputs=("x", "weight", "bias", "rest", "zeros", "sizes"),
     outputs=("y",),
     template=("P", "V"),
     function="product",
     large=True,
 )
-_SELU, _NORMALIZED = (
+_ATTENTION = Kernel(
+    "match_images_attention",
+    _FILE,
+    inputs=("q", "keys", "values", "sizes"),
+    outputs=("y",),
+    template=("P", "V", "D"),
+    function="attention",
+)
+_SELU = Kernel(
+    "match_images_selu",
+    _FILE,
+    inputs=("x", "bias", "rest"),
+    outputs=("y",),
+    template=("C", "MORE"),
+    function="selu",
+)
+_GELU, _NORMALIZED = (
     Kernel(
         f"match_images_{name}",
-        Path("products.metal"),
+        _FILE,
         inputs=("x", size),
         outputs=("y",),
         template=template,
         function=name,
     )
     for name, size, template in (
-        ("selu", "size", ("COUNT",)),
+        ("gelu", "size", ("COUNT",)),
         ("normalized", "rows", ("COUNT", "C")),
     )
 )
-_ALPHA, _LAMBDA = 1.6732632423543772, 1.0507009873554805
 # Pixels and channels that a thread computes, in sixteen registers of AVX-512.
 PIXELS, STRIP = 8, 32
 
 
-def product(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
-    """Convolve without padding.
+def packed(weight: mx.array) -> mx.array:
+    """Strips of the last axis, (..., kh, kw, C, O) to (..., strips, kh, kw, C, V)."""
+    strip = _strip(weight.shape[-1])
+    weight = mx.pad(weight, [(0, 0)] * (weight.ndim - 1) + [(0, -weight.shape[-1] % strip)])
+    return mx.contiguous(mx.moveaxis(mx.unflatten(weight, -1, (-1, strip)), -2, -5))
+
+
+def _strip(outputs: int) -> int:
+    return min(STRIP, 1 << (outputs - 1).bit_length())
+
+
+def product(
+    x: mx.array,
+    weight: mx.array,
+    outputs: int,
+    bias: mx.array | None = None,
+    padding: tuple[int, int] = (0, 0),
+    rest: mx.array | None = None,
+    selu: bool = False,
+) -> mx.array:
+    """Convolve.
 
     Args:
         x: (B, H, W, C) of float32.
-        weight: (1, kh, kw, C, O), or (B, kh, kw, C, O) with a weight for each image.
+        weight: (1 or B, strips, kh, kw, C, V) as ``packed`` has it, for all images or each.
+        outputs: O, the channels of the result.
         bias: (O,), or None.
+        padding: zeros above and below, left and right.
+        rest: what is added, as the result, or None.
+        selu: whether the result is the SELU of that.
 
     Returns:
-        (B, H - kh + 1, W - kw + 1, O).
+        (B, H - kh + 1, W - kw + 1, O), and the padding more.
     """
-    (images, height, width, channels), (each, kh, kw, _, outputs) = x.shape, weight.shape
-    height, width, strip = height - kh + 1, width - kw + 1, math.gcd(outputs, STRIP)
-    sizes = height, width, channels, outputs, kh, kw, int(each > 1)
-    bias = mx.zeros(outputs) if bias is None else bias
+    (images, height, width, channels), (each, strips, kh, kw, _, strip) = x.shape, weight.shape
+    above, left = padding
+    down, across = height + 2 * above - kh + 1, width + 2 * left - kw + 1
+    sizes = [height, width, down, across, channels, outputs, kh, kw, above, left]
+    sizes += each > 1, rest is not None, selu
+    zeros = mx.zeros(max(channels, strips * strip))
+    bias = zeros if bias is None else mx.pad(bias, (0, strips * strip - outputs))
     (y,) = _PRODUCT(
-        [x, weight, bias, mx.array(sizes)],
+        [x, weight, bias, zeros if rest is None else rest, zeros, mx.array(sizes, mx.int32)],
         template={"P": PIXELS, "V": strip},
-        grid=(-(-width // PIXELS) * (outputs // strip), images * height, 1),
+        grid=(-(-across // PIXELS) * strips, images * down, 1),
         threadgroup=(1, 1, 1),
-        output_shapes=[(images, height, width, outputs)],
+        output_shapes=[(images, down, across, outputs)],
     )
     return y
 
@@ -79,44 +120,113 @@ class Linear(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
         if backend() != "host":
             return super().__call__(x)
-        weight = _turned(self, lambda w: w.T[None, None, None])
-        y = product(x.reshape(1, 1, -1, x.shape[-1]), weight, self.get("bias"))
-        return y.reshape(*x.shape[:-1], -1)
+        weight = _packed(self, lambda w: w.T[None, None, None])
+        rows = x.reshape(1, 1, -1, x.shape[-1])
+        return product(rows, weight, len(self.weight), self.get("bias")).reshape(*x.shape[:-1], -1)
 
 
 class Conv2d(nn.Conv2d):
-    """``nn.Conv2d`` without strides, faster on CPUs."""
+    """``nn.Conv2d`` without strides, to which it may add a rest and apply SELU."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        if backend() != "host":
-            return super().__call__(x)
-        weight = _turned(self, lambda w: w.transpose(1, 2, 3, 0)[None])
+    def __call__(self, x: mx.array, rest: mx.array | None = None, selu: bool = False) -> mx.array:
         y_x = (self.padding, self.padding) if isinstance(self.padding, int) else self.padding
-        x = mx.pad(x, [(0, 0), *((n, n) for n in y_x), (0, 0)])
-        if x.shape[1:3] == weight.shape[1:3]:  # one pixel each: rows of a matrix
-            x, weight = x.reshape(1, 1, len(x), -1), weight.reshape(1, 1, 1, -1, weight.shape[-1])
-            return product(x, weight, self.get("bias")).reshape(x.shape[2], 1, 1, -1)
-        return product(x, weight, self.get("bias"))
+        if backend() != "host":
+            y = mx.conv2d(x, self.weight, padding=y_x)
+            return added(y, self.get("bias"), rest, selu)
+        weight = _packed(self, _turned)
+        if x.shape[1:3] == self.weight.shape[1:3] and y_x == (0, 0):
+            # One pixel each: rows of a matrix.
+            x, weight = (
+                x.reshape(1, 1, len(x), -1),
+                weight.reshape(1, -1, 1, 1, x[0].size, weight.shape[-1]),
+            )
+            y = product(x, weight, len(self.weight), self.get("bias"), selu=selu)
+            return y.reshape(x.shape[2], 1, 1, -1)
+        return product(x, weight, len(self.weight), self.get("bias"), y_x, rest, selu)
+
+
+def deform_conv2d(
+    layer: DeformConv2d, x: mx.array, offset: mx.array, rest: mx.array | None, selu: bool
+) -> mx.array:
+    """A deformable convolution of 3 x 3, to which a rest may be added and SELU applied."""
+    if backend() != "host":
+        return added(layer(x, offset), None, rest, selu)
+    images, height, width, _ = x.shape
+    steps = mx.arange(3) - 1
+    rows = mx.broadcast_to(
+        (mx.arange(height)[:, None] + steps)[:, None, :, None], (height, width, 3, 3)
+    )
+    columns = mx.broadcast_to((mx.arange(width)[:, None] + steps)[None, :, None], rows.shape)
+    taps = mx.stack([columns, rows], -1) + offset.reshape(images, *rows.shape, 2)[..., ::-1]
+    grid = 2 * taps / mx.array([width - 1, height - 1]) - 1
+    found = grid_sample(x, grid.reshape(images, height, -1, 2), align_corners=True)
+    weight = _packed(layer, lambda w: _turned(w).reshape(1, 1, 1, -1, len(w)))
+    outputs = len(layer.weight)
+    rest = None if rest is None else rest.reshape(1, 1, -1, outputs)
+    y = product(
+        found.reshape(1, 1, images * height * width, -1),
+        weight,
+        outputs,
+        layer.get("bias"),
+        rest=rest,
+        selu=selu,
+    )
+    return y.reshape(images, height, width, outputs)
 
 
 def matmul(a: mx.array, b: mx.array) -> mx.array:
     """(B, M, K) times (B, K, N)."""
-    return a @ b if backend() != "host" else product(a[:, None], b[:, None, None])[:, 0]
+    if backend() != "host":
+        return a @ b
+    return product(a[:, None], packed(b[:, None, None]), b.shape[-1])[:, 0]
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
     """Attention of one image's heads, (1, heads, N, D) each."""
     if backend() != "host":
         return fused_attention(q, k, v, scale=scale)
-    scores = matmul(scale * q[0], k[0].swapaxes(1, 2))
-    return matmul(mx.softmax(scores, axis=-1), v[0])[None]
+    _, heads, count, width = k.shape
+    keys, values = (
+        mx.unflatten(mx.pad(x[0], [(0, 0), (0, -count % STRIP), (0, 0)]), 1, (-1, STRIP))
+        for x in (k, v)
+    )
+    (y,) = _ATTENTION(
+        [scale * q[0], keys.swapaxes(2, 3), values, mx.array([q.shape[2], count])],
+        template={"P": PIXELS, "V": STRIP, "D": width},
+        grid=(-(-q.shape[2] // PIXELS), heads, 1),
+        threadgroup=(1, 1, 1),
+        output_shapes=[q.shape[1:]],
+    )
+    return y[None]
 
 
-def selu(x: mx.array) -> mx.array:
-    """SELU with all digits of its constants."""
+def added(
+    x: mx.array, bias: mx.array | None, rest: mx.array | None = None, selu: bool = False
+) -> mx.array:
+    """x (..., C) and what there is of a bias (C,) and a rest, and SELU of their sum."""
+    if selu and backend() != "ops" and x.dtype == mx.float32:
+        none = mx.zeros(x.shape[-1])
+        (y,) = _SELU(
+            [x, none if bias is None else bias, none if rest is None else rest],
+            template={"C": x.shape[-1], "MORE": rest is not None},
+            grid=(x.size, 1, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[x.shape],
+        )
+        return y
+    for other in (bias, rest):
+        x = x if other is None else x + other
+    if not selu:
+        return x
+    scale, alpha = 1.0507009873554805, 1.6732632423543772
+    return scale * mx.where(x > 0, x, alpha * (mx.exp(mx.minimum(x, 0)) - 1))
+
+
+def gelu(x: mx.array) -> mx.array:
+    """GELU by the error function."""
     if backend() == "host":
-        return _rows(_SELU, x, x.size, COUNT=4096)
-    return mx.where(x > 0, _LAMBDA * x, _LAMBDA * _ALPHA * (mx.exp(mx.minimum(x, 0)) - 1))
+        return _rows(_GELU, x, x.size, COUNT=4096)
+    return nn.gelu(x)
 
 
 def normalized(x: mx.array) -> mx.array:
@@ -159,9 +269,14 @@ def keep_memory() -> None:
             libc.mallopt(option, 2**30)
 
 
-def _turned(layer: nn.Module, turn: Callable[[mx.array], mx.array]) -> mx.array:
+def _turned(weight: mx.array) -> mx.array:
+    """A convolution's, with its outputs last."""
+    return weight.transpose(1, 2, 3, 0)[None]
+
+
+def _packed(layer: nn.Module, turn: Callable[[mx.array], mx.array]) -> mx.array:
     """The weight in the kernel's layout, kept as long as it is the same."""
     kept = layer.get("_kept")
     if kept is None or kept[0] is not layer.weight:
-        layer._kept = kept = layer.weight, mx.contiguous(turn(layer.weight))
+        layer._kept = kept = layer.weight, packed(turn(layer.weight))
     return kept[1]

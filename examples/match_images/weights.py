@@ -49,7 +49,27 @@ def load(folder: Path | None = None) -> dict[str, dict[str, mx.array]]:
                     path = Path(made) / paths[name].name
                     mx.save_safetensors(str(path), converted(read_pth(found / file)))
                     path.replace(paths[name])
-    return {name: mx.load(str(path)) for name, path in paths.items()}
+    return {name: folded(mx.load(str(path))) for name, path in paths.items()}
+
+
+def folded(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Batch norms as part of the convolutions before them, which have no bias."""
+    found = dict(weights)
+    for name in weights:
+        if not name.endswith(".running_var"):
+            continue
+        norm = name.removesuffix(".running_var")
+        shift, scale, mean, variance = (
+            found.pop(f"{norm}.{part}")
+            for part in ("bias", "weight", "running_mean", "running_var")
+        )
+        conv = norm.replace(".bn", ".conv")
+        if f"{conv}.regular_conv.weight" in weights:
+            conv += ".regular_conv"
+        scale = scale * mx.rsqrt(variance + 1e-5)
+        found[f"{conv}.weight"] = weights[f"{conv}.weight"] * scale[:, None, None, None]
+        found[f"{conv}.bias"] = shift - mean * scale
+    return found
 
 
 def download(folder: Path) -> Path:
