@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -95,6 +95,34 @@ def check(
         truth, rounded, terms = expected[name]
         what = f"{name} of {shape} {kind} {extra}"
         assert_accurate(actual, truth, rounded, terms=terms, what=what)
+
+
+def check_output(
+    out: mx.array,
+    arrays: Sequence[Any],
+    options: dict[str, Any],
+    what: str = "",
+    *,
+    packed: bool = False,
+) -> None:
+    """Hold a result against float64, and against float32 sums rounded once.
+
+    Args:
+        out: the result.
+        arrays: q, k and v; of packed ones (the numbers,) in float64.
+        options: those of the call.
+        what: for the message.
+        packed: whether k and v were, and a kernel rounds what they stand for.
+    """
+    plain = {n: to64(o) if isinstance(o, mx.array) else o for n, o in options.items()}
+    if isinstance(options["mask"], mx.array) and options["mask"].dtype == mx.bool_:
+        plain["mask"] = plain["mask"].astype(bool)
+    dense = [to64(a) if isinstance(a, mx.array) else a[0] for a in arrays]
+    truth, terms = oracles.attention(*dense, **plain, units=units(out.dtype, packed))
+    rough, _ = oracles.attention(*dense, **plain, dtype=np.float32)
+    assert out.dtype == arrays[0].dtype, what
+    rounded = round_to(rough["out"], out.dtype)
+    assert_accurate(out, truth["out"], rounded, terms=terms["out"], what=what)
 
 
 def check_compiled(attention: Callable[..., mx.array], extra: dict[str, Any]) -> None:

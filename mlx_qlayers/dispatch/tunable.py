@@ -197,11 +197,13 @@ class AttentionForwardProblem(Problem):
 
     Attributes:
         shape: (B, H, Hkv, L, S, D, Dv).
+        bits: of packed keys and values; 0 for plain ones.
     """
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
     causal: bool
+    bits: int = 0
     family, configs = "attention_forward", (Layout,)
     values: ClassVar = {
         "blocks": (1, 2),
@@ -213,7 +215,8 @@ class AttentionForwardProblem(Problem):
     }
 
     def heuristic(self, device: str) -> Layout:
-        return layout("forward", device, self.dtype, max(self.shape[5:]))
+        kernel = "packed" if self.bits else "forward"
+        return layout(kernel, device, self.dtype, max(self.shape[5:]))
 
     def why_not(self, config: Layout) -> str | None:
         if config.threads > 1024:
@@ -225,11 +228,12 @@ class AttentionForwardProblem(Problem):
         return too_much(memory("forward", values))
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return (forward._FORWARD,)
+        return (forward._PACKED if self.bits else forward._FORWARD,)
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
-        lengths = map(rounded, self.shape[3:5])
-        return (*self.shape[:3], *lengths, *self.shape[5:]), "causal" if self.causal else "full"
+        lengths, packed = map(rounded, self.shape[3:5]), f"-bits-{self.bits}" if self.bits else ""
+        kind = "causal" if self.causal else "full"
+        return (*self.shape[:3], *lengths, *self.shape[5:]), kind + packed
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ..reference import attention as reference
 from ..reference.attention import Run
 from ..runtime.backend import backend, current, requested
 from ..runtime.limits import has_few_registers
+from ..runtime.program import CONSTANT_BELOW
 from .attention_checks import checked
 from .tensor_choice import TENSOR, as_it_runs, by_tensors, without_tensors
 
@@ -33,6 +34,8 @@ _MAX_SCALE = 1e7
 _FEW_QUERIES = 8
 # Scores that stock operators may keep in memory, where they do.
 _MOST_SCORES = 1 << 25
+# Bytes of dense keys and values of one layer that may be made of packed ones.
+_MOST_DENSE = 128 << 20
 # Heads of which the stock operator takes many queries in one kernel on Apple GPUs.
 _STOCK_ON_APPLE = (64, 72, 80, 96, 128, 192, 256)
 # The most operations of one launch, where a longer one would hold up the screen: about a second of
@@ -103,8 +106,8 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     decoding = _takes_decode(call)
     many = call.packing[1] > 0 and call.q.shape[2] > _FEW_QUERIES
     if many and backend() in ("metal", "cuda") and requested() != "ops":
-        # Dense keys of one layer are little; stock operators would keep all scores in memory.
-        return Plan(None, _unpacked(call, _ATTENTION, ((0, 0), *static[1:])))
+        # Never stock operators, which would keep all scores in memory.
+        return _plan_packed(call, static)
     choice = _choose_decode(call) if decoding else _choose_forward(call)
     if 0 in (shape := (*call.q.shape[:3], call.v_width)):
         return Plan(choice, lambda *_: [mx.zeros(shape, common)])
@@ -124,8 +127,40 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
         launch = decode.attention_decode(call, config)
         return Plan(choice, launch, autodiff(_decode_composed(call), arrays), composed)
     if call.packing[1]:
-        return Plan(None, _unpacked(call, _ATTENTION, ((0, 0), *static[1:])))
+        return _plan_packed(call, static)
     return _by_forward(choice, call)._replace(reference=composed)
+
+
+def _plan_packed(call: AttentionCall, static: tuple[Any, ...]) -> Plan:
+    """Packed keys and values as they are, or dense ones of this layer."""
+    by, unless, evidence = "many queries of packed keys", _why_dense(call), "rule"
+    if (lacking := _lacks_packed(call)) is None and requested() == "auto":
+        best = found("attention_forward", *Launcher(call).question())
+        by, unless, evidence = decided(best, by, unless)
+    if lacking or unless:
+        return Plan(None, _unpacked(call, _ATTENTION, ((0, 0), *static[1:])))
+    gain = threshold("attention_forward_gain", device="host")
+    return _by_forward(choose("attention", host_gain=gain, by=by, evidence=evidence), call)
+
+
+def _lacks_packed(call: AttentionCall) -> str | None:
+    """Why the kernel of many queries does not take these packed keys, if it does not."""
+    bits, groups = call.packing[1], min(parts[1].size for parts in (call.k, call.v))
+    if bits not in decode.BITS or groups < CONSTANT_BELOW:
+        return f"{bits} bits, {groups} groups"
+    return _lacking(call)
+
+
+def _why_dense(call: AttentionCall) -> str | None:
+    """Why ``auto`` makes dense keys and values of packed ones, unless that was measured slower.
+
+    Each tile of queries would unpack them anew: beside products of many queries, dense ones of a
+    layer cost little time. What they cost in memory is bounded.
+    """
+    size = prod(call.k[0].shape[:3]) * (call.q.shape[3] + call.v_width) * call.q.dtype.size
+    if requested() != "auto" or size > _MOST_DENSE:
+        return None
+    return "dense keys and values of a layer are little"
 
 
 def _with_casts(static: tuple[Any, ...], common: mx.Dtype) -> Run:
@@ -325,8 +360,9 @@ def _why_not_forward(call: AttentionCall) -> str | None:
 
 
 def _plan_forward(arrays: Sequence[Any], *scores: Any) -> Plan:
-    q, k, v, mask, sinks = arrays
-    return _by_forward(None, AttentionCall(q, (k,), (v,), Scores(*scores), mask, sinks))
+    q, *caches, mask, sinks = arrays
+    k, v = caches[: len(caches) // 2], caches[len(caches) // 2 :]
+    return _by_forward(None, AttentionCall(q, tuple(k), tuple(v), Scores(*scores), mask, sinks))
 
 
 def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
@@ -339,6 +375,11 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
         if call.k[0].shape[axis] > 1:
             return Plan(choice, _in_halves(call, axis))
     at = Launcher(call)
+    chosen = configure("attention_forward", at.device, *at.question())
+    if call.packing[1]:
+        arrays = call.q, *call.k, *call.v, call.mask, call.sinks
+        dense = autodiff(_unpacked(call, _FORWARD, call.scores), arrays)
+        return Plan(choice, attention_forward(at, chosen), dense)
     best = found("attention_forward", *at.question()) if at.device == "metal" else None
     tensors = by_tensors(best) and why_no_tensors(at) is None
     of_all, of_mask = attention_backward(at, tensors)
@@ -347,7 +388,6 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
         gradients.append(Gradient((3,), of_mask))
     if tensors:
         return Plan(choice, attention_tensor(at), gradients)
-    chosen = configure("attention_forward", at.device, *at.question())
     return Plan(choice, attention_forward(at, chosen), gradients)
 
 
@@ -367,10 +407,11 @@ def _in_halves(call: AttentionCall, axis: int) -> Run:
             return a, a  # it is shared
         return a.split((whole // 2 * a.shape[at] // whole,), at)
 
-    def run(q: mx.array, k: mx.array, v: mx.array, mask: Any, sinks: Any) -> list[mx.array]:
+    def run(*arrays: Any) -> list[mx.array]:
+        *inputs, mask, sinks = arrays
         of_mask = halves(mask, axis - 4 + (0 if mask is None else mask.ndim))
         of_sinks = halves(sinks, axis - 1)
-        parts = zip(halves(q), halves(k), halves(v), of_mask, of_sinks, strict=True)
+        parts = zip(*map(halves, inputs), of_mask, of_sinks, strict=True)
         made = [dispatch(_FORWARD, each, call.scores) for each in parts]
         return [mx.concatenate(list(pair), axis) for pair in zip(*made, strict=True)]
 

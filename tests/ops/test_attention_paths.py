@@ -148,6 +148,23 @@ def test_many_queries_of_packed_keys_are_of_dense_ones_on_a_gpu(device, on, monk
 
 @pytest.mark.parametrize("device", ["metal", "cuda"])
 @pytest.mark.parametrize(
+    "most, bits, kernel", [(0, 8, True), (0, 4, True), (0, 2, False), (1 << 20, 8, False)]
+)
+def test_packed_keys_that_would_be_much_memory_stay_packed(
+    device, most, bits, kernel, on, monkeypatch
+):
+    on(device)
+    monkeypatch.setattr(ops, "_MOST_DENSE", most)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: None)
+    packed = [Spec.of(a) for a in mx.quantize(K, 64, bits)] * 2
+    arrays = Spec((1, 4, 9, 64), mx.float32), *packed, None, None
+    plan = ops._plan(arrays, (3, 3), 0.1, "causal", None, None)
+    assert kernel == (plan.choice is not None and plan.choice.path == device)
+    assert not kernel or ("packed keys" in plan.choice.reason and plan.gradients)
+
+
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+@pytest.mark.parametrize(
     "options",
     [{}, {"mask": "causal"}, {"window": 5}, {"mask": SEEN[..., :1]}, {"softcap": 2.0}],
     ids=str,

@@ -56,9 +56,10 @@ def test_few_queries(kind, view):
     same(run, [*arrays, mask, sinks], view)
 
 
+@pytest.mark.parametrize("queries", [2, 20])
 @pytest.mark.parametrize("view", VIEWS)
-def test_packed_keys_and_values(view):
-    _, (q, k, v), options = make(2, (2, 4, 2, 2, 9, 128, 64), mx.float16)
+def test_packed_keys_and_values(view, queries):
+    _, (q, k, v), options = make(2, (2, 4, 2, queries, 9, 128, 64), mx.float16)
 
     def run(q, *parts):
         return [attention(q, parts[:3], parts[3:], **options)]

@@ -28,6 +28,7 @@ ASKED = {
         "1x4x2x32x64x64x64 float16 causal",
     ),
 }
+PACKED = (*ASKED["attention_forward"][0], 8), "1x4x2x32x64x64x64 float16 causal-bits-8"
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +42,10 @@ def test_every_problem_has_a_family():
     assert all(FAMILIES[name].problem is PROBLEMS[name] for name in ASKED)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_agrees_with_itself(name):
+@pytest.mark.parametrize("name, asked", [*ASKED.items(), ("attention_forward", PACKED)])
+def test_a_family_agrees_with_itself(name, asked):
     """Its heuristic is legal and right, a question gives its problem, and stock is a path."""
-    family, (question, key) = FAMILIES[name], ASKED[name]
+    family, (question, key) = FAMILIES[name], asked
     problem = PROBLEMS[name](*question)
     assert problem.key == f"{name} {key}" and isinstance(problem.heuristic("cuda"), problem.configs)
     for device in ("metal", "cuda"):

@@ -11,7 +11,8 @@
 //                 readers      a thread's packs of the next tile, on the way
 //   threadgroup   keys, values TILE rows each, T; in the same place if ALTERNATE
 //                 exchange     partial scores, float, if SLICES > 1
-//   device        q, k, v, mask are read where they lie; each key and value once a threadgroup
+//   device        q, k, v, mask are read where they lie; each key and value once a threadgroup,
+//                 plain or packed (BITS > 0), and then with scales and biases of groups
 //
 //   for each tile of keys that one of the queries may see:
 //     start reading the tile's values
@@ -30,6 +31,7 @@
 // total begins with. A query that sees no key gets `mean` and the norms BLANK and 1 if
 // AVERAGE.
 
+#include "packed_tiles.metal"
 #include "score_output.metal"
 #include "score_tile.metal"
 
@@ -64,10 +66,13 @@ METAL_FUNC float make_weights(
 
 template <
     typename T,
+    typename K,
     typename M,
     typename N,
     int D,
     int DV,
+    int BITS,
+    int GROUP,
     int MASK,
     bool SOFTCAP,
     bool SINKS,
@@ -82,10 +87,18 @@ template <
 [[kernel]] void attention_forward(
     const device T* q,
     const constant int64_t* q_strides,
-    const device T* k,
+    const device K* k,
     const constant int64_t* k_strides,
-    const device T* v,
+    const device T* k_scales,
+    const constant int64_t* k_scales_strides,
+    const device T* k_biases,
+    const constant int64_t* k_biases_strides,
+    const device K* v,
     const constant int64_t* v_strides,
+    const device T* v_scales,
+    const constant int64_t* v_scales_strides,
+    const device T* v_biases,
+    const constant int64_t* v_biases_strides,
     const device M* mask,
     const constant int64_t* mask_strides,
     const device N* sinks,
@@ -103,7 +116,7 @@ template <
   constexpr int WIDTH = rounded_up(D, 16 * SLICES), WIDTH_V = rounded_up(DV, 8 * SLICES);
   constexpr int STEPS = WIDTH / SLICES / 16, COLUMNS = WIDTH_V / SLICES / 8;
   constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, D, DV);
-  constexpr bool DIRECT = TOGETHER && !ALTERNATE;
+  constexpr bool DIRECT = TOGETHER && !ALTERNATE && BITS == 0;
   constexpr bool EARLY = AHEAD && !DIRECT, LATE = !AHEAD && !DIRECT;
   constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, WIDTH);
   constexpr int PLACE_V = ALTERNATE ? 0 : SIZE;
@@ -123,11 +136,21 @@ template <
 
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
-  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT> key_reader;
-  tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT> value_reader;
+  metal::conditional_t<
+      BITS == 0,
+      tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, DIRECT>,
+      packed_reader<T, BITS, GROUP, TILE, D, WIDTH, THREADS, TOGETHER>> key_reader;
+  metal::conditional_t<
+      BITS == 0,
+      tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, DIRECT>,
+      packed_reader<T, BITS, GROUP, TILE, DV, WIDTH_V, THREADS, TOGETHER>> value_reader;
   // Nothing is read behind the last key that one of the queries sees.
-  key_reader.rows = rows_of(k, k_strides, batch, head / sizes[SHARE], last);
-  value_reader.rows = rows_of(v, v_strides, batch, head / sizes[SHARE], last);
+  key_reader.rows = cache_rows_of<BITS>(
+      k, k_strides, k_scales, k_scales_strides, k_biases, k_biases_strides, batch,
+      head / sizes[SHARE], last);
+  value_reader.rows = cache_rows_of<BITS>(
+      v, v_strides, v_scales, v_scales_strides, v_biases, v_biases_strides, batch,
+      head / sizes[SHARE], last);
   key_reader.skip(first);
   value_reader.skip(first);
   key_reader.fetch(keys, thread_index);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import e, log2
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -22,16 +22,36 @@ LOG2E = log2(e)
 _NO_MASK, _BOOLEAN, _ADDED = range(3)
 
 FORWARD_INPUTS = ("q", "k", "v", "mask", "sinks", "mean", "sizes", "factors")
-_FORWARD = Kernel(
-    "attention_forward",
-    "attention/forward.metal",
-    inputs=FORWARD_INPUTS,
-    outputs=("out", "norms"),
-    template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", *PARAMETERS),
-    threadgroup_memory=lambda **values: memory("forward", values),
-    registers=lambda **values: registers("forward", values),
-    large=True,
-    ensure_row_contiguous=False,
+_GROUPS = ("k_scales", "k_biases", "v_scales", "v_biases")
+_FORWARD, _PACKED = (
+    Kernel(
+        name,
+        "attention/forward.metal",
+        function="attention_forward",
+        inputs=inputs,
+        outputs=("out", "norms"),
+        omitted=omitted,
+        template=(
+            *("T", "K", "M", "N", "D", "DV", "BITS", "GROUP"),
+            *("MASK", "SOFTCAP", "SINKS", "AVERAGE", *PARAMETERS),
+        ),
+        threadgroup_memory=lambda **values: memory("forward", values),
+        registers=lambda **values: registers("forward", values),
+        large=True,
+        ensure_row_contiguous=False,
+    )
+    for name, inputs, omitted in (
+        (
+            "attention_forward",
+            FORWARD_INPUTS,
+            (*_GROUPS, *(f"{name}_strides" for name in _GROUPS)),
+        ),
+        (
+            "attention_forward_packed",
+            ("q", "k", *_GROUPS[:2], "v", *_GROUPS[2:], *FORWARD_INPUTS[3:]),
+            (),
+        ),
+    )
 )
 
 
@@ -39,7 +59,7 @@ class Launcher:
     """Binds the kernels of attention of many queries to the shapes of one call.
 
     Args:
-        call: specs of the arrays; keys and values are not packed.
+        call: specs of the arrays; keys and values are packed for :func:`attention_forward` alone.
 
     Attributes:
         average: whether a query may see no key; it gets the mean of the values.
@@ -49,10 +69,11 @@ class Launcher:
     """
 
     def __init__(self, call: AttentionCall) -> None:
-        q, (k,), (v,), scores, mask, sinks = call
+        q, k, v, scores, mask, sinks = call
         self.q, self.sinks, self.causal, self.device = q, sinks, scores.causal, backend()
         self.batch, self.heads, self.queries, self.width = q.shape
-        _, self.kv_heads, self.keys, self.v_width = v.shape
+        _, self.kv_heads, self.keys, _ = v[0].shape
+        self.v_width, self.packing = call.v_width, call.packing
         bounded = scores.causal or scores.window is not None
         self.average = sinks is None and (
             mask is not None or (bounded and self.queries > self.keys)
@@ -65,7 +86,7 @@ class Launcher:
         self.ends = mx.array(sizes, mx.int32), mx.array([*factors, scale], mx.float32)
         self.mask_shape = (8, self.batch, self.heads, self.queries, self.keys)
         seen = Spec.of(absent()) if mask is None else Spec(self.mask_shape, mask.dtype)
-        self._inputs = [q, k, v, seen]
+        self._inputs = [q, *k, *v, seen]
         self._template: dict[str, TemplateValue] = {
             "T": q.dtype,
             "M": seen.dtype,
@@ -119,11 +140,11 @@ class Launcher:
         """How a kernel spreads the work, as the table says."""
         return layout(kernel, self.device, self.q.dtype, max(self.width, self.v_width))
 
-    def question(self) -> tuple[tuple[int, ...], mx.Dtype, bool]:
-        """What is asked about the forward kernel: shape, dtype, whether it is causal."""
+    def question(self) -> tuple[tuple[int, ...], mx.Dtype, bool, int]:
+        """What is asked about the forward kernel: shape, dtype, whether it is causal, bits."""
         lengths = rounded(self.queries), rounded(self.keys)
         shape = (self.batch, self.heads, self.kv_heads, *lengths, self.width, self.v_width)
-        return shape, self.q.dtype, self.causal
+        return shape, self.q.dtype, self.causal, self.packing[1]
 
 
 def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..., list[mx.array]]:
@@ -134,20 +155,24 @@ def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..
         chosen: how to spread the work, if not as the table says.
 
     Returns:
-        A function of q, k, v, mask and sinks, which gives two arrays: (B, H, L, Dv) in the dtype of
-        ``q``, heads side by side in memory as the projection that comes next wants them; and
-        (B, H, L, 2) float32, for each query the largest score in units of log2, and the sum of 2 to
-        the scores less that.
+        A function of q, k, v (or the three arrays of each), mask and sinks, which gives two arrays:
+        (B, H, L, Dv) in the dtype of ``q``, heads side by side in memory as the projection that
+        comes next wants them; and (B, H, L, 2) float32, for each query the largest score in units
+        of log2, and the sum of 2 to the scores less that.
     """
     average, nothing = at.average, Spec.of(absent())
     sinks = nothing if at.sinks is None else at.sinks
+    group_size, bits = at.packing
     launch = at.bind(
-        _FORWARD,
+        _PACKED if bits else _FORWARD,
         [sinks, Spec((at.batch, at.kv_heads, at.v_width), mx.float32) if average else nothing],
-        chosen or at.layout("forward"),
+        chosen or at.layout("packed" if bits else "forward"),
         (at.queries, at.heads),
         [(at.batch, at.queries, at.heads, at.v_width), (at.batch, at.heads, at.queries, 2)],
+        K=mx.uint32 if bits else at.q.dtype,
         N=sinks.dtype,
+        BITS=bits,
+        GROUP=group_size,
         SINKS=at.sinks is not None,
         AVERAGE=average,
     )
@@ -159,14 +184,18 @@ def attention_forward(at: Launcher, chosen: Layout | None = None) -> Callable[..
     return run
 
 
-def forward_inputs(at: Launcher, q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> list[mx.array]:
+def forward_inputs(at: Launcher, q: Any, *others: Any) -> list[mx.array]:
     """What the kernels of the forward pass take of a call's arrays."""
-    blank = absent()
+    *caches, mask, sinks = others
+    v, blank = caches[len(caches) // 2 :], absent()
     # They take the strides of the others; sinks and mean have to be dense.
     seen = blank if mask is None else mx.broadcast_to(mask, at.mask_shape)
     sunk = blank if sinks is None else mx.contiguous(sinks)
-    mean = mx.contiguous(v.astype(mx.float32).mean(axis=2)) if at.average else blank
-    return [q, k, v, seen, sunk, mean, *at.ends]
+    mean, (group_size, bits), dequantize = blank, at.packing, cast(Any, mx.dequantize)
+    if at.average:
+        values = dequantize(*v, group_size, bits) if bits else v[0]
+        mean = mx.contiguous(values.astype(mx.float32).mean(axis=2))
+    return [q, *caches, seen, sunk, mean, *at.ends]
 
 
 @cache

@@ -57,6 +57,25 @@ METAL_FUNC head_rows<T> rows_of(
   return rows;
 }
 
+// A thread's shares of a tile have EACH elements of a row. If the threads cover whole rows at once, they
+// lie THREADS / (shares of a row) rows apart. The row and the column of share i:
+template <int PADDED, int EACH, int THREADS>
+METAL_FUNC uint2 share_place(int i, uint thread_index) {
+  constexpr int SHARES = PADDED / EACH, STEP = THREADS / SHARES;
+  constexpr bool WHOLE = THREADS % SHARES == 0;
+  uint index = WHOLE ? thread_index : thread_index + i * THREADS;
+  return uint2(index / SHARES + (WHOLE ? i * STEP : 0), index % SHARES * EACH);
+}
+// Where its element `from`, the first of a pack, lies in a tile: eight rows on is as far everywhere.
+template <typename T, int ROWS, int PADDED, int EACH, int THREADS, bool TOGETHER>
+METAL_FUNC int share_offset(int i, int from, uint thread_index) {
+  constexpr int SHARES = PADDED / EACH, STEP = THREADS / SHARES;
+  constexpr bool REGULAR = THREADS % SHARES == 0 && STEP % 8 == 0;
+  uint2 place = share_place<PADDED, EACH, THREADS>(REGULAR ? 0 : i, thread_index);
+  int jump = REGULAR ? i * place_in_tile<T, ROWS, PADDED, TOGETHER>(STEP, 0) : 0;
+  return place_in_tile<T, ROWS, PADDED, TOGETHER>(place.x, place.y + from) + jump;
+}
+
 // Reads tile after tile of ROWS rows, WIDTH columns of which are there, from device memory to
 // threadgroup memory; what is outside is zero. A thread's share goes in packs of 16 bytes through
 // registers or, DIRECT, beside them into a tile that nobody uses any more. Where packs are not
@@ -66,31 +85,17 @@ struct tile_reader {
   head_rows<T> rows;
   uint4 held[DIRECT ? 1 : packs_per_thread(ROWS, PADDED, sizeof(T), THREADS)];
 
-  // A row has PACKS of V elements. If the threads cover WHOLE rows at once, a thread's packs lie STEP
-  // rows apart; if the tile is EVEN, all threads have as many.
   enum { PACKS = PADDED * sizeof(T) / 16, V = 16 / sizeof(T), STEP = THREADS / PACKS };
   enum { WHOLE = THREADS % PACKS == 0, EVEN = ROWS * PACKS % THREADS == 0 };
 
-  // The row and the column of pack i, and where it lies in a tile: eight rows on is as far everywhere.
-  METAL_FUNC uint2 place_of(int i, uint thread_index) {
-    uint index = WHOLE ? thread_index : thread_index + i * THREADS;
-    return uint2(index / PACKS + (WHOLE ? i * STEP : 0), index % PACKS * V);
-  }
-  METAL_FUNC int offset_of(int i, uint thread_index) {
-    bool regular = WHOLE && STEP % 8 == 0;
-    uint2 place = place_of(regular ? 0 : i, thread_index);
-    int jump = regular ? i * place_in_tile<T, ROWS, PADDED, TOGETHER>(STEP, 0) : 0;
-    return place_in_tile<T, ROWS, PADDED, TOGETHER>(place.x, place.y) + jump;
-  }
-
   // Starts to read the tile that `rows` begin with.
   METAL_FUNC void fetch(threadgroup T* tile, uint thread_index) {
-    uint2 own = place_of(0, thread_index);
+    uint2 own = share_place<PADDED, V, THREADS>(0, thread_index);
     int left = rows.packed ? rows.count - int(own.x) : 0;
     const device T* at = rows.at + (int(own.x) * int(rows.row) + int(own.y));
 #pragma unroll
     for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-      uint2 place = place_of(i, thread_index);
+      uint2 place = share_place<PADDED, V, THREADS>(i, thread_index);
       bool inside = (WHOLE ? i * STEP < left : rows.packed && int(place.x) < rows.count) &&
           (WIDTH == PADDED || place.y < WIDTH);
       if (!WHOLE) {
@@ -102,7 +107,8 @@ struct tile_reader {
           held[i] = *reinterpret_cast<const device uint4*>(at);
         }
       } else if (EVEN || place.x < ROWS) {
-        copy_pack(tile + offset_of(i, thread_index), at, inside);
+        int to = share_offset<T, ROWS, PADDED, V, THREADS, TOGETHER>(i, 0, thread_index);
+        copy_pack(tile + to, at, inside);
       }
       at += STEP * rows.row;
     }
@@ -120,8 +126,9 @@ struct tile_reader {
     if (!DIRECT && rows.packed) {
 #pragma unroll
       for (int i = 0; i < packs_per_thread(ROWS, PADDED, sizeof(T), THREADS); i++) {
-        if (EVEN || place_of(i, thread_index).x < ROWS) {
-          *reinterpret_cast<threadgroup uint4*>(tile + offset_of(i, thread_index)) = held[i];
+        if (EVEN || share_place<PADDED, V, THREADS>(i, thread_index).x < ROWS) {
+          int to = share_offset<T, ROWS, PADDED, V, THREADS, TOGETHER>(i, 0, thread_index);
+          *reinterpret_cast<threadgroup uint4*>(tile + to) = held[i];
         }
       }
     }

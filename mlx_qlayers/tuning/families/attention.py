@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -42,8 +43,8 @@ class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
 
     def inputs(self, problem: AttentionForwardProblem) -> Inputs:
         batch, heads, kv_heads, queries, keys, width, v_width = problem.shape
-        q, kv = (batch, heads, queries, width), (batch, kv_heads, keys)
-        return normal(problem.dtype, q, (*kv, width), (*kv, v_width))
+        shapes = (heads, queries, width), (kv_heads, keys, width), (kv_heads, keys, v_width)
+        return _packed(normal(problem.dtype, *((batch, *shape) for shape in shapes)), problem.bits)
 
     def bind(self, inputs: Inputs, problem: AttentionForwardProblem, config: Layout) -> Path:
         call = _call(inputs, Scores(problem.shape[5] ** -0.5, problem.causal))
@@ -51,11 +52,15 @@ class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
         return lambda inputs: launch(*inputs, None, None)[0]
 
     def stock(self, inputs: Inputs, problem: AttentionForwardProblem) -> mx.array:
-        return _stock(inputs, Scores(problem.shape[5] ** -0.5, problem.causal))
+        q, *caches = inputs
+        if problem.bits:  # no operator of MLX takes them without all scores in memory
+            dequantize: Any = partial(mx.dequantize, group_size=_GROUP, bits=problem.bits)
+            caches = [dequantize(*parts) for parts in (caches[:3], caches[3:])]
+        return _stock([q, *caches], Scores(problem.shape[5] ** -0.5, problem.causal))
 
     def paths(self, inputs: Inputs, problem: AttentionForwardProblem) -> dict[str, Path]:
         found = super().paths(inputs, problem)
-        if backend() == "metal" and tensor_ops.missing() is None:
+        if backend() == "metal" and tensor_ops.missing() is None and not problem.bits:
             at = Launcher(_call(inputs, Scores(problem.shape[5] ** -0.5, problem.causal)))
             if why_no_tensors(at) is None:
                 launch = attention_tensor(at)
@@ -83,10 +88,7 @@ class AttentionDecodeFamily(Family[AttentionDecodeProblem, Any]):
     def inputs(self, problem: AttentionDecodeProblem) -> Inputs:
         heads, keys = (1, problem.caches * problem.rows, 1), (1, problem.caches, problem.keys)
         shapes = (*heads, problem.width), (*keys, problem.width), (*keys, problem.v_width)
-        q, k, v = normal(problem.dtype, *shapes)
-        if not problem.bits:
-            return [q, k, v]
-        return [q, *mx.quantize(k, _GROUP, problem.bits), *mx.quantize(v, _GROUP, problem.bits)]
+        return _packed(normal(problem.dtype, *shapes), problem.bits)
 
     def bind(self, inputs: Inputs, problem: AttentionDecodeProblem, config: Decode) -> Path:
         launch = decode.attention_decode(_call(inputs, Scores(problem.width**-0.5)), config)
@@ -131,6 +133,12 @@ class AttentionStepFamily(Family[AttentionStepProblem, Step]):
     def stock(self, inputs: Inputs, problem: AttentionStepProblem) -> mx.array:
         stock = step_reference.attention_step(*_step(inputs, problem))
         return stock(*inputs, None, None)[0]
+
+
+def _packed(inputs: Inputs, bits: int) -> Inputs:
+    """Queries, keys and values, the latter packed if there are bits."""
+    q, *caches = inputs
+    return [q, *(a for x in caches for a in (mx.quantize(x, _GROUP, bits) if bits else (x,)))]
 
 
 def _call(inputs: Inputs, scores: Scores) -> AttentionCall:

@@ -13,11 +13,12 @@ from mlx_qlayers import attention
 from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
-from tests import attention_cases, oracles
+from tests import attention_cases
 from tests.attention_cases import DTYPES
+from tests.attention_cases import check_output as check
 from tests.gpus import on_gpus
 from tests.launchers import attention_decode, decode_config
-from tests.numerics import assert_accurate, assert_same_sums, round_to, to64
+from tests.numerics import assert_same_sums, to64
 from tests.packed import dequantize64
 from tests.pairwise import in_turn, pairwise
 
@@ -41,20 +42,6 @@ def by_kernel(arrays, options, device="cuda", **changes):
         out = attention_decode(*arrays, **options, config=config)
         mx.eval(out)
     return out
-
-
-def check(out, arrays, options, what=""):
-    """Hold a result against float64, and against float32 sums rounded once."""
-    plain = {n: to64(o) if isinstance(o, mx.array) else o for n, o in options.items()}
-    if isinstance(options["mask"], mx.array) and options["mask"].dtype == mx.bool_:
-        plain["mask"] = plain["mask"].astype(bool)
-    dense = [to64(a) if isinstance(a, mx.array) else a[0] for a in arrays]
-    units = attention_cases.units(out.dtype)
-    truth, terms = oracles.attention(*dense, **plain, units=units)
-    rough, _ = oracles.attention(*dense, **plain, dtype=np.float32)
-    assert out.dtype == arrays[0].dtype, what
-    rounded = round_to(rough["out"], out.dtype)
-    assert_accurate(out, truth["out"], rounded, terms=terms["out"], what=what)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+// Tiles of keys and values that are packed (mode affine), as mlx-lm's quantized caches keep them.
+//
+// A cache is a view of three larger buffers: words, scales and biases, each with strides of its own.
+// A tile gets the numbers, rounded to T, so that products with it are those with plain rows.
+
+#include "quantized_matmul/packed.metal"
+#include "score_tile.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+template <typename T>
+struct packed_rows {
+  head_rows<uint> words;
+  head_rows<T> scales, biases;
+};
+
+template <typename T>
+METAL_FUNC bool short_steps(head_rows<T> rows) {
+  return rows.row < 1 << 23 && rows.row > -(1 << 23) && rows.column == 1;
+}
+
+// The rows of one head; of plain ones there are no scales and biases.
+template <int BITS, typename T>
+METAL_FUNC head_rows<T> cache_rows_of(
+    const device T* x,
+    const constant int64_t* strides,
+    const device T*,
+    const constant int64_t*,
+    const device T*,
+    const constant int64_t*,
+    uint batch,
+    uint head,
+    int count) {
+  return rows_of(x, strides, batch, head, count);
+}
+template <int BITS, typename T>
+METAL_FUNC packed_rows<T> cache_rows_of(
+    const device uint* words,
+    const constant int64_t* strides,
+    const device T* scales,
+    const constant int64_t* scales_strides,
+    const device T* biases,
+    const constant int64_t* biases_strides,
+    uint batch,
+    uint head,
+    int count) {
+  packed_rows<T> rows;
+  rows.words = rows_of(words, strides, batch, head, count);
+  rows.scales = rows_of(scales, scales_strides, batch, head, count);
+  rows.biases = rows_of(biases, biases_strides, batch, head, count);
+  rows.words.packed = rows.words.packed && short_steps(rows.scales) && short_steps(rows.biases);
+  return rows;
+}
+
+// What tile_reader is for plain rows. A thread's shares wait as words, and become numbers as they
+// are put in their place.
+template <
+    typename T,
+    int BITS,
+    int GROUP,
+    int ROWS,
+    int WIDTH,
+    int PADDED,
+    int THREADS,
+    bool TOGETHER>
+struct packed_reader {
+  enum { EACH = ROWS * PADDED % (16 * THREADS) == 0 ? 16 : 8, WORDS = EACH * BITS / 32 };
+  enum { SHARES = (ROWS * PADDED / EACH + THREADS - 1) / THREADS, V = 16 / sizeof(T) };
+  enum { EVEN = ROWS * PADDED / EACH % THREADS == 0 };
+
+  packed_rows<T> rows;
+  alignas(16) uint held[SHARES][WORDS];
+  T scales[SHARES], biases[SHARES];
+
+  METAL_FUNC void fetch(threadgroup T*, uint thread_index) {
+#pragma unroll
+    for (int i = 0; i < SHARES; i++) {
+      uint2 place = share_place<PADDED, EACH, THREADS>(i, thread_index);
+      int row = int(place.x), column = int(place.y);
+      bool inside = rows.words.packed && row < rows.words.count && (EVEN || row < ROWS) &&
+          (WIDTH == PADDED || column < WIDTH);
+#pragma unroll
+      for (int j = 0; j < WORDS; j++) {
+        held[i][j] = 0;
+      }
+      scales[i] = biases[i] = T(0.0f);
+      if (inside) {
+        int at = row * int(rows.words.row) + column * BITS / 32, group = column / GROUP;
+        load_packs<WORDS>(held[i], rows.words.at + at, false);
+        scales[i] = rows.scales.at[row * int(rows.scales.row) + group];
+        biases[i] = rows.biases.at[row * int(rows.biases.row) + group];
+      }
+    }
+  }
+
+  template <int LATER = 0>
+  METAL_FUNC void put(threadgroup T* tile, uint thread_index) {
+    if (rows.words.packed) {
+#pragma unroll
+      for (int i = 0; i < SHARES; i++) {
+        if (EVEN || share_place<PADDED, EACH, THREADS>(i, thread_index).x < ROWS) {
+          float values[EACH];
+          decode_run<T, AFFINE, BITS, EACH>(values, held[i], float(scales[i]), float(biases[i]));
+#pragma unroll
+          for (int j = 0; j < EACH; j += V) {
+            int to = share_offset<T, ROWS, PADDED, EACH, THREADS, TOGETHER>(i, j, thread_index);
+            *reinterpret_cast<threadgroup uint4*>(tile + to) = rounded<T>(values + j);
+          }
+        }
+      }
+    } else {
+#pragma clang loop unroll(disable)
+      for (uint index = thread_index; index < ROWS * PADDED; index += THREADS) {
+        uint row = index / PADDED, column = index % PADDED;
+        tile[place_in_tile<T, ROWS, PADDED, TOGETHER>(row, column)] = number_at(row, column);
+      }
+    }
+    if (TOGETHER) {
+      show_to_products();
+    }
+  }
+
+  // One number of rows whose words cannot be read several at once.
+  METAL_FUNC T number_at(uint row, uint column) {
+    if (int(row) >= rows.words.count || column >= WIDTH) {
+      return T(0.0f);
+    }
+    uint first = column * BITS, group = column / GROUP;
+    uint code = rows.words.at[row * rows.words.row + first / 32 * rows.words.column] >> first % 32;
+    float scale = float(rows.scales.at[row * rows.scales.row + group * rows.scales.column]);
+    float bias = float(rows.biases.at[row * rows.biases.row + group * rows.biases.column]);
+    float value;
+    decode_run<T, AFFINE, BITS, 1>(&value, &code, scale, bias);
+    return T(value);
+  }
+
+  METAL_FUNC void skip(int count) {
+    rows.words.at += count * rows.words.row;
+    rows.scales.at += count * rows.scales.row;
+    rows.biases.at += count * rows.biases.row;
+    rows.words.count -= count;
+  }
+};
