@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -24,18 +22,18 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..options import Rotation
-from ..runtime.backend import Mode, mode, use_backend
+from ..runtime.backend import use_backend
 from . import compiled
 from .attention_patch import made_class, stock_class
 from .cache_tail import kind_of, shown_by
-from .experts import RULES
 from .matcher import Match, Mismatch
-from .recorder import Recorder, recording
 from .snapshot import Snapshot
 from .step_caches import Inputs, leaves, put, reason_against, taken, with_tail
+from .step_kinds import Static, Unsupported, rows_of_all, with_rows
 from .step_progress import Again, Progress
-from .step_slots import Nested, Rows, Static, Step, Unsupported, current_step
+from .step_slots import Step
+from .step_trial import TRIAL_ROWS, examples, trial
+from .step_watch import Learned, Positions, learn, watched
 
 # Sequences at most: for more the products are those of a prompt.
 _MAX_BATCH = 128
@@ -84,7 +82,7 @@ def step(model: Any, function: Callable[..., Any], tokens: mx.array, caches: lis
     if (where := compiled.context()) is None or all(each.empty() for each in own):
         return None
     plan = _plans.get(id(model))
-    if plan is None or not plan.snapshot.holds():
+    if plan is None or not plan.is_of_now():
         if plan is None:
             weakref.finalize(model, _plans.pop, id(model), None).atexit = False
         plan = _plans[id(model)] = _Plan(model, function)
@@ -102,17 +100,27 @@ class _Plan:
 
     Attributes:
         stopped: the line of code that no graph can hold, and why, by the kinds of all caches.
-        by_step: likewise the caches that can have a tail.
+        tried: likewise a graph that was tried out; also by rows, if the code looks at keys itself.
+        replaces: whether a call of the model puts arrays into it that are equal to those there.
     """
 
     def __init__(self, model: Any, function: Callable[..., Any]) -> None:
         self.model, self.function = weakref.ref(model), function
         self.snapshot = Snapshot([*model.modules()])
         self.stopped: dict[tuple[type, ...], str] = {}
-        self.by_step: dict[tuple[type, ...], frozenset[int]] = {}
+        self.tried: dict[Any, _Graph] = {}
         self.graphs: dict[Any, _Graph] = {}
+        self.replaces = False
         # As long as the first cache lives.
         self.progress: WeakKeyDictionary[Any, Progress] = WeakKeyDictionary()
+
+    def is_of_now(self) -> bool:
+        """Whether the model is still as it was."""
+        if self.snapshot.holds():
+            return True
+        if equal := self.replaces and self.snapshot.equal():
+            self.snapshot.restore()
+        return equal
 
     def run(self, where: Any, tokens: mx.array, caches: list[Any], own: list[Any]) -> Any:
         """The logits, and the caches with the token; None if it cannot be."""
@@ -124,14 +132,14 @@ class _Plan:
                 return again
             if (kinds := tuple(map(kind_of, own))) in self.stopped:
                 return None
-            if kinds not in self.by_step:
-                self.by_step[kinds] = self._checked(tokens, caches, own)
-            tailed, offsets = _tailed(own, self.by_step[kinds], now)
+            tried = self._tried(kinds, tokens, caches, own)
+            tailed, offsets = _tailed(own, tried.by_step, now)
             inputs = taken(caches, tailed, now.tail, offsets)
             key = where, tokens.shape, inputs.static
             if (graph := self.graphs.get(key)) is None:
                 self.graphs = dict([*self.graphs.items()][1 - _MAX_GRAPHS :])
-                graph = self.graphs[key] = _Graph(self.model, self.function, inputs.static)
+                graph = _Graph(self.model, self.function, inputs.static, tried.learned)
+                self.graphs[key] = graph
             at = [
                 group.make() if (array := now.following.get(group.at)) is None else array
                 for group in inputs.groups
@@ -153,16 +161,40 @@ class _Plan:
             now.again = Again((where, tokens.shape), graph.computed, group, length)
         return logits
 
-    def _checked(self, tokens: mx.array, caches: list[Any], own: list[Any]) -> frozenset[int]:
-        if reason := reason_against(own):
-            raise Unsupported(reason)
-        model = self.model()
+    def _tried(
+        self, kinds: tuple[type, ...], tokens: mx.array, caches: list[Any], own: list[Any]
+    ) -> _Graph:
+        """A graph that was tried out, with caches as these are."""
+        if (tried := self.tried.get(kinds)) is None:
+            if reason := reason_against(own):
+                raise Unsupported(reason)
+            model = self.model()
+            assert model is not None
+            mx.eval([a for part in model.modules() for a in _arrays_of(part)])
+            tried = self.tried[kinds] = self._checked(tokens, caches, TRIAL_ROWS)
+        if not tried.reads_keys:
+            return tried
+        # By how many there are, its code may take another branch.
+        rows = max(rows_of_all(taken(caches).static))
+        if (kinds, rows) not in self.tried:
+            self.tried[kinds, rows] = self._checked(tokens, caches, rows)
+        return self.tried[kinds, rows]
+
+    def _checked(self, tokens: mx.array, caches: list[Any], rows: int) -> _Graph:
+        """A graph for caches of so many rows, which computes what the model does."""
+        model, static = self.model(), taken(caches).static
         assert model is not None
-        mx.eval([a for part in model.modules() for a in _arrays_of(part)])
-        graph = check(model, self.function, taken(caches), tokens)
-        if not self.snapshot.holds():
-            raise Unsupported(f"the model changes {self.snapshot.difference()} in a call")
-        return graph.by_step
+        graph = check(model, self.function, taken(caches), tokens, rows)
+        if graph.changes:
+            # Arrays of the same numbers do not count.
+            step = trial(static, rows)
+            with watched(step, graph.learned):
+                self.function(model, tokens, cache=step.caches)
+            self.replaces = self.snapshot.equal()
+            self.snapshot.restore()
+            if not self.replaces:
+                raise Unsupported(f"the model changes {graph.changes} in a call")
+        return graph
 
 
 def _tailed(
@@ -183,20 +215,43 @@ def _tailed(
 
 
 def check(
-    model: nn.Module, function: Callable[..., Any], inputs: Inputs, tokens: mx.array
+    model: nn.Module, function: Callable[..., Any], inputs: Inputs, tokens: mx.array, rows: int
 ) -> _Graph:
-    """A graph for small caches, that ran.
+    """A graph for other caches of the same kinds, that ran.
 
     Raises unless what it gives depends on nothing but the rows of a cache that count. Nobody knows
-    what a model does with keys outside of attention. So it is tried out, with small
-    caches: other numbers in the rows that do not count must not change a bit, and more of those
-    rows no more than rounding does.
+    what a model does with keys outside of attention. So it is tried out, with caches of so many
+    rows: other numbers in those that do not count must not change a bit, and more of them no more
+    than rounding does.
     """
+    given, call = partial(trial, inputs.static, rows), partial(function, model, tokens)
+    tried = partial(_tried, model, function, inputs, tokens)
+    for more in (64, -1):
+        try:
+            return tried((rows, rows + more), None)
+        except Positions:  # they are learned
+            pass
+        try:
+            learned = learn(given, lambda step: call(cache=step.caches), more)
+            return tried((rows, rows + more), learned)
+        except Positions as problem:  # with so many rows more it takes another branch
+            error = problem
+    raise error
+
+
+def _tried(
+    model: nn.Module,
+    function: Callable[..., Any],
+    inputs: Inputs,
+    tokens: mx.array,
+    rows: tuple[int, int],
+    learned: Learned | None,
+) -> _Graph:
     results = []
-    for rows, filling in ((16, 0.25), (16, -40.0), (80, 0.25)):
-        static = tuple(_with_rows(each, rows) for each in inputs.static)
-        graph = _Graph(weakref.ref(model), function, static)
-        arrays = [a for each in static for a in _examples(each, filling)]
+    for size, filling in ((rows[0], 0.25), (rows[0], -40.0), (rows[1], 0.25)):
+        static = tuple(with_rows(each, size) for each in inputs.static)
+        graph = _Graph(weakref.ref(model), function, static, learned)
+        arrays = [a for each in static for a in examples(each, filling)]
         at = [mx.array([3, 3, 3])] * len(inputs.groups)
         results.append(graph(mx.zeros_like(tokens), at, arrays)[0])
     one, other, larger = (each.astype(mx.float32) for each in results)
@@ -205,40 +260,6 @@ def check(
     if not ((one - larger).square().mean() <= 0.01 * one.square().mean()).item():
         raise Unsupported("the model looks at how many rows a cache has")
     return graph
-
-
-def _with_rows(static: Static, rows: int) -> Static:
-    """The same with buffers of so many rows."""
-    if isinstance(static, Rows):
-        keys, values = ((b, h, rows, d) for b, h, _, d in static.shapes)
-        settings = tuple((n, rows if n == "max_size" else v) for n, v in static.settings)
-        return static._replace(shapes=(keys, values), full=False, rotated=False, settings=settings)
-    if isinstance(static, Nested):
-        return Nested(tuple(_with_rows(part, rows) for part in static.parts))
-    return static
-
-
-def _examples(static: Static, filling: float) -> list[mx.array]:
-    """Arrays of a cache whose first three rows count."""
-    key = mx.random.key(0)
-    if isinstance(static, Rows):
-        arrays, batch = list[Any](), static.shapes[0][0]
-        settings = dict(static.settings)
-        for b, h, rows, width in static.shapes:
-            written = mx.random.normal((b, h, 3, width), key=key)
-            rest = mx.full((b, h, rows - 3, width), filling)
-            buffer = mx.concatenate([written, rest], axis=2).astype(static.dtype)
-            if "bits" in settings:
-                packed = mx.quantize(buffer, settings["group_size"], settings["bits"])
-                arrays.append(tuple(packed))
-            else:
-                arrays.append(buffer)
-        positions = [mx.full((batch,), 3), mx.zeros((batch,), mx.int32)]
-        return arrays + positions * hasattr(static.kind, "finalize")
-    if isinstance(static, Nested):
-        return [a for part in static.parts for a in _examples(part, filling)]
-    shapes = [each for each in static.shapes if each is not None] if static else []
-    return [(0.1 * mx.random.normal(s, key=key)).astype(dtype) for s, dtype in shapes]
 
 
 def why_not(model: Any) -> str:
@@ -250,22 +271,33 @@ def why_not(model: Any) -> str:
 
     function = inspect.getattr_static(type(model), "__call__")
 
-    def run(prompt: mx.array, token: mx.array) -> mx.array:
+    def begun(prompt: mx.array) -> Inputs:
         caches = make_prompt_cache(model)
         function(model, prompt, cache=caches)
         if reason := reason_against([*leaves(caches)]):
             raise Unsupported(reason)
-        inputs, seen = taken(caches), Snapshot([*model.modules()])
+        return taken(caches)
+
+    def run(prompt: mx.array, token: mx.array) -> mx.array:
+        inputs, seen = begun(prompt), Snapshot([*model.modules()])
         at = [token.flatten() + group.make() for group in inputs.groups]
-        logits = function(model, token, cache=Step(inputs.static, at, inputs.arrays).caches)
-        if not seen.holds():
+        step = Step(inputs.static, at, inputs.arrays)
+        with watched(step, learned):
+            logits = function(model, token, cache=step.caches)
+        if not seen.alike():
             raise Unsupported(f"the model changes {seen.difference()} in a call")
         return logits
 
-    before = Snapshot([*model.modules()])
+    before, learned = Snapshot([*model.modules()]), None
+    prompt, token = mx.zeros((1, 2), mx.int32), mx.zeros((1, 1), mx.int32)
     try:
         with use_backend("ops"):
-            mx.compile(run)(mx.zeros((1, 2), mx.int32), mx.zeros((1, 1), mx.int32))
+            try:
+                mx.compile(run)(prompt, token)
+            except Positions:
+                given = partial(trial, begun(prompt).static, TRIAL_ROWS)
+                learned = learn(given, lambda step: function(model, token, cache=step.caches), 64)
+                mx.compile(run)(prompt, token)
     except Exception as error:
         return stopping_line(error)
     finally:
@@ -277,24 +309,34 @@ class _Graph:
     """A step as a compiled function, and what of its results goes where."""
 
     def __init__(
-        self, model: Any, function: Callable[..., Any], static: tuple[Static, ...]
+        self,
+        model: Any,
+        function: Callable[..., Any],
+        static: tuple[Static, ...],
+        learned: Learned | None,
     ) -> None:
         self.model, self.function, self.static = model, function, static
+        self.learned, self.changes, self.reads_keys = learned, "", False
         self.pattern: list[list[bool]] = []
         self.by_step, self.tails = frozenset[int](), 0
         self.compiled = mx.compile(self._run)
 
     def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
-        inside = Step(self.static, at, arrays)
-        with _watched(inside), recording(Recorder(RULES)), mode(Mode.INFERENCE):
-            logits = self.function(self.model(), tokens, cache=inside.caches)
+        inside, model = Step(self.static, at, arrays), self.model()
+        before = Snapshot([*model.modules()])
+        with watched(inside, self.learned):
+            logits = self.function(model, tokens, cache=inside.caches)
+        if not before.holds():
+            self.changes = before.difference()
+            before.restore()
         if not isinstance(logits, mx.array):
             raise Unsupported("the model gives more than logits")
         outputs = inside.outputs()
-        self.pattern, self.by_step = (
-            [[a is not None for a in each] for each in outputs],
-            inside.by_step(),
-        )
+        self.pattern = [[a is not None for a in each] for each in outputs]
+        # Rows are counted in caches that are alike.
+        counted = any(begin and begin.shift is not None for begin in self.learned or ())
+        self.by_step = frozenset() if counted else inside.by_step()
+        self.reads_keys = inside.reads_keys()
         changed = [a for each in outputs for a in each if a is not None]
         following, tails = inside.following(), inside.tails()
         self.tails = len(tails)
@@ -312,29 +354,6 @@ class _Graph:
         flat = iter(rest[len(at) + self.tails :])
         outputs = [[next(flat) if there else None for there in each] for each in self.pattern]
         return logits, following, tails, outputs
-
-
-@contextmanager
-def _watched(step: Step) -> Iterator[None]:
-    """Let a graph see what ``mx.fast.rope`` turns in this thread; it does what it did."""
-    rope = mx.fast.rope
-
-    def turn(x: mx.array, dims: int, *args: Any, **options: Any) -> mx.array:
-        y: mx.array = rope(x, dims, *args, **options)
-        if current_step.get() is step and not args and x.ndim == 4:
-            how = {"scale": 1.0, "freqs": None, **options}
-            offset, freqs = how.pop("offset", None), how.pop("freqs")
-            step.turn(y, x, Rotation(dims, **how), freqs, offset)
-        return y
-
-    with _turning:
-        before = current_step.set(step)
-        mx.fast.rope = turn  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            mx.fast.rope = rope
-            current_step.reset(before)
 
 
 def _arrays_of(part: nn.Module) -> list[mx.array]:
@@ -355,5 +374,3 @@ def stopping_line(error: Exception) -> str:
 
 # By the identity of models, which are dicts and cannot be keys.
 _plans: dict[int, _Plan] = {}
-# While a graph is made, ``mx.fast.rope`` is not MLX's own.
-_turning = threading.RLock()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ..layers.sharded import LINEARS
@@ -33,14 +35,28 @@ class Snapshot:
 
     def difference(self) -> str:
         """What was replaced, as the class of a module and the name of an attribute."""
-        return ", ".join(
-            {
-                f"{name} of {type(part).__name__}"
-                for part, before in zip(self.contents, self.before, strict=True)
-                for name in part.keys() | before.keys()
-                if part.get(name) is not before.get(name)
-            }
+        return ", ".join({f"{name} of {kind}" for kind, name, *_ in self._replaced()})
+
+    def alike(self) -> bool:
+        """Whether nothing was replaced but arrays, by ones of the same shape and dtype."""
+        return all(
+            isinstance(one, mx.array)
+            and isinstance(other, mx.array)
+            and (one.shape, one.dtype) == (other.shape, other.dtype)
+            for *_, one, other in self._replaced()
         )
+
+    def equal(self) -> bool:
+        """Whether nothing was replaced but arrays, by ones of the same numbers."""
+        pairs = [(one, other) for *_, one, other in self._replaced()]
+        return self.alike() and all(mx.array_equal(*pair).item() for pair in pairs)
+
+    def _replaced(self) -> Iterator[tuple[str, str, Any, Any]]:
+        """Class, name, what was there and what is there now."""
+        for part, before in zip(self.contents, self.before, strict=True):
+            for name in part.keys() | before.keys():
+                if part.get(name) is not before.get(name):
+                    yield type(part).__name__, name, before.get(name), part.get(name)
 
     def restore(self) -> None:
         """Put back what was replaced."""

@@ -24,7 +24,7 @@ from .cache_tail import (
     watch,
     with_tickets,
 )
-from .step_slots import Nested, Rows, States, Static, Unsupported
+from .step_kinds import Nested, Rows, States, Static, Unsupported
 
 # What a stand-in keeps of the cache that it stands for: what no token changes.
 _SETTINGS = ("max_size", "keep", "chunk_size", "group_size", "bits")

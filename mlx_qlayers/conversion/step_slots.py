@@ -20,51 +20,9 @@ import mlx.core as mx
 
 from ..ops.attention_step import attention_step, packed_rows, why_not
 from ..options import Rotation
-from .cache_tail import Buffer, merged, one_token
+from .cache_tail import Buffer, layout_of, merged, one_token
+from .step_kinds import Nested, Rows, States, Static, Unsupported
 
-
-class Unsupported(Exception):
-    """Why a step is left to the model."""
-
-
-class Rows(NamedTuple):
-    """What a graph is made for, of a cache of keys and values.
-
-    Attributes:
-        kind: its class.
-        shapes: of keys and values: (B, Hkv, S, D) and (B, Hkv, S, Dv).
-        dtype: of both.
-        group: caches of one group are at the same positions.
-        full: all rows count.
-        rotated: a batch of which each sequence loses a token for a new one.
-        settings: attributes that no token changes.
-        tail: rows of its tail; 0 where there is none.
-    """
-
-    kind: type
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtype: mx.Dtype
-    group: int
-    full: bool
-    rotated: bool
-    settings: tuple[tuple[str, Any], ...]
-    tail: int = 0
-
-
-class States(NamedTuple):
-    """What a graph is made for, of a cache of arrays: which of them there are, and their shapes."""
-
-    kind: type
-    shapes: tuple[Any, ...]
-
-
-class Nested(NamedTuple):
-    """What a graph is made for, of a list of caches."""
-
-    parts: tuple[Any, ...]
-
-
-Static = Rows | States | Nested | None
 # Caches whose keys lie in the order of their tokens.
 _STEPPED = ("KVCache", "BatchKVCache", "QuantizedKVCache")
 
@@ -159,6 +117,17 @@ class Step:
         """The tails with the token in them."""
         return [tail for s in self.slots if isinstance(s, TailSlot) for tail in s.tails]
 
+    def reads_keys(self) -> bool:
+        """Whether attention looks at keys of some caches, and the model's code at others."""
+        return len({s.steps is None for s in self.slots if isinstance(s, Slot) and s.updated}) > 1
+
+    def counted(self) -> mx.array:
+        """How many rows of a cache count with the token, as many in all of them."""
+        slots = [slot for slot in self.slots if isinstance(slot, Slot)]
+        if len({slot.static.group for slot in slots}) != 1:
+            raise Unsupported("caches hold different numbers of tokens")
+        return mx.minimum(slots[0].rows()[1] + 1, slots[0].static.shapes[0][2])
+
     def close(self) -> None:
         """Let go of the caches, which hold this too: nobody else shall hold their arrays."""
         for each in (self.caches, self.slots, self.found):
@@ -167,7 +136,9 @@ class Step:
     def by_step(self) -> frozenset[int]:
         """Which caches nothing but :func:`attention_step` would look at."""
         slots = enumerate(self.slots)
-        return frozenset(i for i, s in slots if isinstance(s, Slot) and s.updated and s.steps)
+        return frozenset(
+            i for i, s in slots if isinstance(s, Slot) and s.updated and s.steps and not s.replaced
+        )
 
 
 def _changed(slot: Any) -> list[Buffer | None]:
@@ -189,7 +160,7 @@ class Slot:
         vars(self).update(static.settings)
         self.buffers: Sequence[Any] = (next(given), next(given))
         self.padding: mx.array | None = None
-        self.updated = False
+        self.updated = self.replaced = False
         self.steps: bool | None = None  # not known before attention
         self.first = self.offset = step.at[static.group][2]
         if hasattr(static.kind, "finalize"):  # of a batch
@@ -207,6 +178,36 @@ class Slot:
         self.offset = self.offset + 1
         self.owner.found[id(self.buffers[0])] = self
         return self.buffers
+
+    @property
+    def keys(self) -> Buffer:
+        """All rows, those that do not count too."""
+        return self.buffers[0]
+
+    @keys.setter
+    def keys(self, value: Buffer) -> None:
+        self._replace(value, self.buffers[1])
+
+    @property
+    def values(self) -> Buffer:
+        """All rows, those that do not count too."""
+        return self.buffers[1]
+
+    @values.setter
+    def values(self, value: Buffer) -> None:
+        self._replace(self.buffers[0], value)
+
+    def _replace(self, *buffers: Buffer) -> None:
+        alike = layout_of(buffers, vars(self)) == layout_of(self.buffers, vars(self))
+        if not self.updated or not alike:
+            raise Unsupported("the model changes what a cache holds")
+        self.buffers, self.replaced = buffers, True
+
+    @property
+    def start_position(self) -> mx.array:
+        """That of the first row, of a cache that lets go of others."""
+        _, _, position = self.owner.at[self.static.group]
+        return position - self.rows()[0]
 
     def stored(self, rows: mx.array) -> mx.array:
         """Rows as a tail has them."""
@@ -326,7 +327,7 @@ class TailSlot(Slot):
         self.buffers = self.read = next(given), next(given)
         self.given_tails, self.tickets = (next(given), next(given)), next(given)
         self.tails: Sequence[mx.array] = self.given_tails
-        self.updated, self.steps = False, None
+        self.updated, self.replaced, self.steps = False, False, None
         at, batch = step.at[static.group], static.shapes[0][0]
         is_batch = hasattr(static.kind, "finalize")
         self.padding = next(given) if is_batch else None

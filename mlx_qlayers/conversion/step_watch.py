@@ -1,0 +1,212 @@
+"""What a graph of a step sees and changes of MLX's functions while a model's code runs for it.
+
+Code computes positions from what a cache holds: ranges between two of them, the number of its keys.
+In a graph positions are arrays, and keys have rows that do not count. So where a range or a rotary
+embedding begins is learned from two steps with other caches: what changes as the rows of a cache do
+is counted in them, what changes as its tokens do is a position.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..options import Rotation
+from ..runtime.backend import Mode, mode
+from .experts import RULES
+from .recorder import Recorder, recording
+from .step_kinds import Unsupported
+from .step_slots import Slot, Step, current_step
+
+
+class Positions(Unsupported):
+    """Positions that have to be learned first."""
+
+
+class Begin(NamedTuple):
+    """Where a range or a rotary embedding begins.
+
+    Attributes:
+        shift: what is added to the rows of a cache that count; None: it begins as it is called.
+        length: of a range; None for one that is as long as the buffer of a cache.
+        cache: which.
+    """
+
+    shift: int | None
+    length: int | None
+    cache: int = 0
+
+
+# What becomes of each call in turn; None where it stays as it is.
+Learned = Sequence[Begin | None]
+
+
+class _Calls:
+    """Ranges and rotary embeddings of a step in turn."""
+
+    def __init__(self, step: Step, learned: Learned | None, seen: list[Any] | None) -> None:
+        self.step, self.learned, self.seen = step, learned, seen
+        self.count = 0
+
+    def begin(self, start: Any, stop: Any) -> Begin | None:
+        """What becomes of the next one."""
+        if self.learned is None:
+            raise Positions("a range between positions")
+        self.count += 1
+        begin = self.learned[self.count - 1] if self.count <= len(self.learned) else None
+        if self.seen is None:
+            return begin
+        self.seen.append((start, stop))
+        # Only these change a shape.
+        return begin if begin is not None and begin.length is None else None
+
+    def ranged(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of ``mx.arange`` or NumPy's."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            if current_step.get() is not self.step or len(args) != 2:
+                return plain(*args, **options)
+            if (begin := self.begin(*args)) is None:
+                in_arrays = self.seen is not None and any(isinstance(a, mx.array) for a in args)
+                return plain(*map(int, args) if in_arrays else args, **options)
+            start, length = args[0], begin.length
+            if begin.shift is not None:
+                start = self.step.counted() + begin.shift
+            if length is None:
+                length = self.step.slots[begin.cache].static.shapes[0][2]
+            return start + mx.arange(length)
+
+        return call
+
+    def turning(self, plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """In the place of ``mx.fast.rope``, whose result may go into attention."""
+
+        def call(x: mx.array, dims: int, *args: Any, **options: Any) -> mx.array:
+            inside, offset = current_step.get() is self.step, options.get("offset")
+            if inside and isinstance(offset, int):
+                begin = self.begin(offset, offset)
+                if begin is not None and begin.shift is not None:
+                    options["offset"] = self.step.counted() + begin.shift
+            y = plain(x, dims, *args, **options)
+            if inside and not args and x.ndim == 4:
+                how = {"scale": 1.0, "freqs": None, **options}
+                offset, freqs = how.pop("offset", None), how.pop("freqs")
+                self.step.turn(y, x, Rotation(dims, **how), freqs, offset)
+            return y
+
+        return call
+
+    def norming(self, plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """In the place of norms: a weight made of parameters, such as 1 + w, is computed once."""
+
+        def call(x: mx.array, weight: Any, *args: Any, **options: Any) -> mx.array:
+            if current_step.get() is self.step and isinstance(weight, mx.array):
+                with suppress(ValueError):  # one that is made of an input of the graph
+                    mx.async_eval(weight)
+            return plain(x, weight, *args, **options)
+
+        return call
+
+
+@contextmanager
+def watched(
+    step: Step, learned: Learned | None = None, seen: list[Any] | None = None
+) -> Iterator[None]:
+    """Run a model's code for a graph, in this thread.
+
+    Args:
+        step: the graph's.
+        learned: by :func:`learn`.
+        seen: gets where each range and rotary embedding begins and ends.
+    """
+    calls = _Calls(step, learned, seen)
+    replaced = [
+        (mx.fast, "rope", calls.turning),
+        (mx.fast, "rms_norm", calls.norming),
+        (mx.fast, "layer_norm", calls.norming),
+        (mx, "arange", calls.ranged),
+        (np, "arange", calls.ranged),
+    ]
+    with _replacing, recording(Recorder(RULES)), mode(Mode.INFERENCE):
+        own = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+        before = current_step.set(step)
+        try:
+            for (module, name, made), (*_, plain) in zip(replaced, own, strict=True):
+                setattr(module, name, made(plain))
+            yield
+        finally:
+            for module, name, plain in own:
+                setattr(module, name, plain)
+            current_step.reset(before)
+    if seen is None and learned is not None and calls.count != len(learned):
+        raise Positions("other ranges than with fewer rows")
+
+
+def learn(trial: Callable[..., Step], run: Callable[[Step], Any], more: int) -> Learned:
+    """What becomes of each range and rotary embedding of a model's code.
+
+    Args:
+        trial: makes a step whose caches have so many more rows, and so many more tokens each.
+        run: the model's code, of which nothing is computed but where those begin and end.
+        more: rows of the second of two steps.
+
+    Raises:
+        Positions: with more rows the code takes another branch.
+    """
+    learned: Learned = []
+    while True:
+        one, two = (_seen(trial(*each), learned, run) for each in ((0,), (more, lambda i: 1 + i)))
+        pairs, before = zip(one.ends, two.ends, strict=False), len(learned)
+        learned = [_begin(*pair, one, two) for pair in pairs]
+        error = one.error or two.error
+        if error is None and len(one.ends) == len(two.ends):
+            return learned
+        if len(learned) == before:
+            raise error or Positions("its code depends on how many rows a cache has")
+
+
+class _Seen(NamedTuple):
+    """What a step showed: where ranges begin and end, the rows of caches that count, all rows."""
+
+    ends: list[Any]
+    counted: dict[int, int]
+    rows: int
+    error: Exception | None
+
+
+def _seen(step: Step, learned: Learned, run: Callable[[Step], Any]) -> _Seen:
+    slots = {i: slot for i, slot in enumerate(step.slots) if isinstance(slot, Slot)}
+    counted = {i: int(slot.rows()[1]) + 1 for i, slot in slots.items()}
+    rows = max((slot.static.shapes[0][2] for slot in slots.values()), default=0)
+    seen, error = list[Any](), None
+    try:
+        with watched(step, learned, seen):
+            run(step)
+    except Exception as problem:
+        error = problem
+    return _Seen(seen, counted, rows, error)
+
+
+def _begin(ends: Any, others: Any, one: _Seen, two: _Seen) -> Begin | None:
+    (start, stop), (start_2, stop_2) = ([int(end) for end in each] for each in (ends, others))
+    length, longer = stop - start, (stop_2 - start_2) - (stop - start)
+    if any(isinstance(end, mx.array) for end in ends):
+        if not longer:
+            return Begin(None, length)
+        for cache, count in one.counted.items():
+            if (length, longer) == (count, two.counted[cache] - count):
+                return Begin(None, None, cache)
+    elif start == start_2:
+        return None  # if it changes, then as the buffers
+    elif not longer and start_2 - start == two.rows - one.rows:
+        return Begin(start - one.rows, length)
+    raise Unsupported("a range that is neither of positions nor of rows")
+
+
+# While a graph is made, these functions are not MLX's own.
+_replacing = threading.RLock()
