@@ -19,7 +19,7 @@ import pytest
 
 from mlx_qlayers.runtime.cache_folder import own_folder
 
-pytest_plugins = ["machine", "tables"]
+pytest_plugins = ["machine", "mlx_header", "tables"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
