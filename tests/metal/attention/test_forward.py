@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from attention_cases import DTYPES, EXTRAS, MASKS, check, check_compiled, expect, make
 from numerics import assert_accurate, assert_gradient, random
-from pairwise import in_turn, pairwise
+from pairwise import pairwise
 from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers.dispatch import tunable
@@ -39,6 +40,7 @@ SHAPES = [
 MEMORY = {"metal": MAX_THREADGROUP_MEMORY, "cuda": CUDA_THREADGROUP_MEMORY}
 ALL = {"window": 9, "softcap": 30.0, "sinks": True}
 DEVICES, KINDS = ("metal", "cuda"), ("none", "causal")
+KERNELS = ("forward", "queries", "keys")
 # The head sizes of keys and of values.
 WIDTHS = [(width, width) for width in range(32, 257, 8)] + [(192, 128), (40, 72)]
 
@@ -82,28 +84,28 @@ def test_every_mask_and_dtype(shape, kind, extra, dtype):
 
 
 def head_sizes():
-    """One of those alike, and one more for each layout that a device and a dtype take besides.
+    """Rows in which each kernel runs in each of its layouts, for either device.
 
-    Alike are those of one layout whose last 16 columns are all there, or are not: kernels of a
-    larger one loop longer. On GPUs all run.
+    Each layout has columns whose last 16 are all there and columns whose are not, where heads of
+    it have both: kernels of a larger one loop longer. The types of two bytes, which share their
+    layouts, and the kinds of masks take turns. On GPUs all run.
     """
-    alike: dict[object, tuple] = {}
-    for values in (row.values for row in in_turn(pairwise(WIDTHS), DTYPES, DEVICES, KINDS)):
-        remainders = [width % 16 for width in values[0]]
-        alike.setdefault((layouts(*values[:3]), *remainders, len({*values[0]})), values)
-    rows = [*alike.values()]
-    seen = {layouts(*row[:3]) for row in rows}
+    rows: dict[tuple, set] = {}
     for widths, dtype, device in product(WIDTHS, DTYPES, DEVICES):
-        if (key := layouts(widths, dtype, device)) not in seen:
-            seen.add(key)
-            rows.append((widths, dtype, device, KINDS[len(rows) % 2]))
-    return rows
-
-
-def layouts(widths, dtype, device):
-    """What tells kernels of other head sizes apart."""
-    kernels = ("forward", "queries", "keys")
-    return dtype, device, *(layout(kernel, device, dtype, max(widths)) for kernel in kernels)
+        runs = {
+            (kernel, dtype.size, layout(kernel, device, dtype, max(widths))) for kernel in KERNELS
+        }
+        rows[widths, dtype, device] = {(run, widths[0] % 16) for run in runs}
+        if widths[0] != widths[1]:
+            rows[widths, dtype, device].add(widths)
+    missing, used, found = set().union(*rows.values()), Counter(), []
+    while missing:
+        # Of those that add most, the row whose type and device were used least.
+        row = max(rows, key=lambda r: (len(missing & rows[r]), -used[r[1:]]))
+        missing -= rows[row]
+        used[row[1:]] += 1
+        found.append((*row, KINDS[len(found) % 2]))
+    return found
 
 
 @pytest.mark.parametrize(("widths", "dtype", "device", "kind"), head_sizes(), ids=str)
@@ -112,7 +114,7 @@ def test_every_head_size(widths, dtype, device, kind):
         check(attention, (1, 2, 1, 21, 37, *widths), dtype, kind)
 
 
-@pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("device", ["metal", "cuda"])
 def test_threadgroup_memory_of_every_head_size(kernel, device):
     for dtype in DTYPES:
@@ -156,7 +158,7 @@ def test_scores_beyond_float16():
         assert_accurate(attention(*arrays, **options), truth, rounded, terms=terms)
 
 
-@pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("device, most", [("metal", 104), ("cuda", 224)])
 def test_registers_up_to_heads_of_128(kernel, device, most):
     """What must be kept leaves room for addresses: of 128 on Apple GPUs, of 255 on NVIDIA's."""
