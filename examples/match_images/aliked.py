@@ -14,7 +14,16 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from products import Conv2d, compiled, deform_conv2d, matmul, normalized
+from products import (
+    Conv2d,
+    added,
+    compiled,
+    deform_conv2d,
+    matmul,
+    maxima,
+    normalized,
+    pointwise,
+)
 
 from mlx_qlayers import DeformConv2d, affine_grid, grid_sample
 
@@ -134,10 +143,11 @@ class ALIKED(nn.Module):
         """Features (B, H, W, 128) of length one, and scores and their maxima (B, H, W)."""
         height, width = images.shape[1:3]
         above, left = (-height % 32) // 2, (-width % 32) // 2
-        x = mx.pad(
-            images,
-            [(0, 0), (above, -height % 32 - above), (left, -width % 32 - left), (0, 0)],
-            mode="edge",
+        margins = (above, -height % 32 - above), (left, -width % 32 - left)
+        x = (
+            mx.pad(images, [(0, 0), *margins, (0, 0)], mode="edge")
+            if sum(sum(margins, ()))
+            else images
         )
         pool2, pool4 = nn.AvgPool2d(2), nn.AvgPool2d(4)
         x1 = self.block1(x)
@@ -146,14 +156,25 @@ class ALIKED(nn.Module):
         x4 = self.block4(pool4(x3))
         laterals = self.conv1, self.conv2, self.conv3, self.conv4
         levels = [conv(y, selu=True) for conv, y in zip(laterals, (x1, x2, x3, x4), strict=True)]
-        size = x.shape[1:3]
-        features = mx.concatenate([levels[0], *(_upsampled(y, size) for y in levels[1:])], axis=-1)
-        scores = features
-        for layer in self.score_head[::2]:
-            scores = layer(scores, selu=layer is not self.score_head[-1])
+        same = mx.broadcast_to(mx.eye(2, 3), (len(x), 2, 3))
+        grid = affine_grid(same, x.shape, align_corners=True)
+
+        def raised(level: mx.array) -> mx.array:
+            return grid_sample(level, grid, align_corners=True)
+
+        # The first layer of the scores sums over levels, which are cheaper to raise afterwards.
+        first, *others = self.score_head[::2]
+        parts = [
+            pointwise(y, part)
+            for y, part in zip(levels, mx.split(first.weight, 4, -1), strict=True)
+        ]
+        scores = added(parts[0], sum(map(raised, parts[1:])), selu=True)
+        for layer in others:
+            scores = layer(scores, selu=layer is not others[-1])
+        features = normalized(mx.concatenate([levels[0], *map(raised, levels[1:])], axis=-1))
         inner = slice(above, above + height), slice(left, left + width)
         scores = mx.sigmoid(scores)[:, *inner, 0]
-        return normalized(features)[:, *inner], scores, _maxima(scores)
+        return features[:, *inner], scores, maxima(scores, RADIUS)
 
     def _chosen(self, maxima: np.ndarray) -> np.ndarray:
         """The maxima that become keypoints, (N, 2) as (x, y)."""
@@ -176,37 +197,3 @@ class ALIKED(nn.Module):
         grid = 2 * points[None, None] / last - 1
         found = grid_sample(scores[None, ..., None], grid, align_corners=True).reshape(-1)
         return Keypoints(points, self.desc_head(features, points), found)
-
-
-def _upsampled(x: mx.array, size: tuple[int, int]) -> mx.array:
-    """Bilinear, from corner to corner."""
-    same = mx.broadcast_to(mx.eye(2, 3), (len(x), 2, 3))
-    grid = affine_grid(same, (len(x), *size, 1), align_corners=True)
-    return grid_sample(x, grid, align_corners=True)
-
-
-def _maxima(scores: mx.array) -> mx.array:
-    """Scores (B, H, W) where they are the largest of 5 x 5, else zeros, as at the borders."""
-    found = scores == _pooled(scores)
-    for _ in range(2):
-        near = _pooled(found.astype(mx.float32)) > 0
-        rest = mx.where(near, 0, scores)
-        found = found | ((rest == _pooled(rest)) & ~near)
-    inner = (slice(None), *[slice(RADIUS, -RADIUS)] * 2)
-    kept = mx.where(found, scores, 0)[inner]
-    return mx.pad(kept, [(0, 0), (RADIUS, RADIUS), (RADIUS, RADIUS)])
-
-
-def _pooled(x: mx.array) -> mx.array:
-    """The largest of 5 x 5 around each pixel; nothing is negative."""
-    for axis in (1, 2):
-        pads = [(0, 0)] * 3
-        pads[axis] = (RADIUS, RADIUS)
-        padded, size = mx.pad(x, pads), x.shape[axis]
-        shifted = [
-            padded[(slice(None),) * axis + (slice(k, k + size),)] for k in range(2 * RADIUS + 1)
-        ]
-        x = shifted[0]
-        for other in shifted[1:]:
-            x = mx.maximum(x, other)
-    return x

@@ -101,9 +101,11 @@ class Assignment(nn.Module):
     def __call__(self, x: mx.array, y: mx.array) -> mx.array:
         a, b = (self.final_proj(each) / DIMS**0.25 for each in (x, y))
         alike = matmul(a, b.swapaxes(1, 2))
-        rows = nn.log_softmax(alike, axis=2) + nn.log_sigmoid(self.matchability(x))
-        columns = nn.log_softmax(alike, axis=1)
-        return rows + columns + nn.log_sigmoid(self.matchability(y)).swapaxes(1, 2)
+        # Logarithms of the softmax of rows and of columns, and of both points' chances of a match.
+        totals = mx.logsumexp(alike, 2, keepdims=True) + mx.logsumexp(alike, 1, keepdims=True)
+        none = mx.array(0.0)
+        misses = [mx.logaddexp(none, -self.matchability(each)) for each in (x, y)]
+        return 2 * alike - totals - misses[0] - misses[1].swapaxes(1, 2)
 
 
 class Encoding(nn.Module):

@@ -7,9 +7,9 @@
 //             grid (ceil(Wo / P) * strips, B * Ho, 1).
 // attention   softmax(q k^T) v of P queries by one thread, V keys at a time: q and y (heads, N, D),
 //             keys (heads, strips, D, V), values (heads, strips, V, D); grid (ceil(N / P), heads, 1).
-// gelu, normalized: see there. None needs threadgroup memory.
-// selu        y = SELU(x + bias + rest) after the convolutions of a GPU: x (..., C), one thread an
-//             element.
+// peaks       where x is the largest around, of x (B, H, W) that is not negative; one thread takes
+//             COUNT pixels of a row, grid (ceil(W / COUNT), B * H, 1).
+// selu, gelu, normalized: see there. None needs threadgroup memory.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -243,19 +243,24 @@ template <int P, int V, int D>
   }
 }
 
-template <int C, bool MORE>
+// SELU of x + bias (C) and, if there is MORE, rest; one thread computes up to COUNT elements, as
+// below: grid (ceil(size / COUNT), 1, 1).
+template <int COUNT, int C, bool MORE>
 [[kernel]] void selu(
     const device float* x,
-    const device float* bias,
     const device float* rest,
+    const device float* bias,
+    constant int& size,
     device float* y,
     uint i [[thread_position_in_grid]]) {
-  float sum = x[i] + bias[i % C];
-  y[i] = selu_of(MORE ? sum + rest[i] : sum);
+  int first = int(i) * COUNT;
+  for (int k = first; k < min(first + COUNT, size); k++) {
+    float sum = x[k] + bias[k % C];
+    y[k] = selu_of(MORE ? sum + rest[k] : sum);
+  }
 }
 
-// GELU; one thread computes up to COUNT elements, grid (ceil(size / COUNT), 1, 1). The error
-// function is 7.1.26 of Abramowitz and Stegun, off by 1.5e-7 at most.
+// GELU; the error function is 7.1.26 of Abramowitz and Stegun, off by 1.5e-7 at most.
 template <int COUNT>
 [[kernel]] void gelu(
     const device float* x,
@@ -295,6 +300,52 @@ template <int COUNT, int C>
     float factor = 1.0f / max(precise::sqrt(sum), 1e-12f);
     for (int k = 0; k < C; k++) {
       y[ulong(row) * C + k] = factor * each.at[k];
+    }
+  }
+}
+
+// The largest of (2 RADIUS + 1)^2 pixels; beyond the borders are copies of those at them.
+template <int RADIUS, bool INSIDE>
+METAL_FUNC float largest(const device float* x, int row, int column, int height, int width) {
+  float most = 0;
+#pragma clang loop unroll(full)
+  for (int dy = -RADIUS; dy <= RADIUS; dy++) {
+    const device float* line = x + clamp(row + dy, 0, height - 1) * width;
+#pragma clang loop unroll(full)
+    for (int dx = -RADIUS; dx <= RADIUS; dx++) {
+      most = max(most, line[INSIDE ? column + dx : clamp(column + dx, 0, width - 1)]);
+    }
+  }
+  return most;
+}
+
+template <bool REST>
+METAL_FUNC float peak(float x, float most, float score, float found) {
+  return REST ? (most > 0 ? 0.0f : score) : (x > 0 && x == most ? 1.0f : found);
+}
+
+// 1 where x is the largest, else what was found before; or as REST the scores but 0 near any x.
+template <int COUNT, int RADIUS, bool REST>
+[[kernel]] void peaks(
+    const device float* x,
+    const device float* scores,
+    const device float* found,
+    constant int* sizes,
+    device float* y,
+    uint3 position [[thread_position_in_grid]]) {
+  int height = sizes[0], width = sizes[1], row = int(position.y) % height;
+  int first = int(position.x) * COUNT, last = min(first + COUNT, width);
+  ulong start = ulong(position.y) * width;
+  const device float* image = x + start - ulong(row) * width;
+  if (first >= RADIUS && last + RADIUS <= width) {
+    for (int k = first; k < last; k++) {
+      float most = largest<RADIUS, true>(image, row, k, height, width);
+      y[start + k] = peak<REST>(x[start + k], most, scores[start + k], found[start + k]);
+    }
+  } else {
+    for (int k = first; k < last; k++) {
+      float most = largest<RADIUS, false>(image, row, k, height, width);
+      y[start + k] = peak<REST>(x[start + k], most, scores[start + k], found[start + k]);
     }
   }
 }

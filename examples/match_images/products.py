@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ _ATTENTION = Kernel(
 _SELU = Kernel(
     "match_images_selu",
     _FILE,
-    inputs=("x", "bias", "rest"),
+    inputs=("x", "rest", "bias", "size"),
     outputs=("y",),
-    template=("C", "MORE"),
+    template=("COUNT", "C", "MORE"),
     function="selu",
 )
 _GELU, _NORMALIZED = (
@@ -58,6 +59,14 @@ _GELU, _NORMALIZED = (
         ("gelu", "size", ("COUNT",)),
         ("normalized", "rows", ("COUNT", "C")),
     )
+)
+_PEAKS = Kernel(
+    "match_images_peaks",
+    _FILE,
+    inputs=("x", "scores", "found", "sizes"),
+    outputs=("y",),
+    template=("COUNT", "RADIUS", "REST"),
+    function="peaks",
 )
 # Pixels and channels that a thread computes, in sixteen registers of AVX-512.
 PIXELS, STRIP = 8, 32
@@ -132,7 +141,7 @@ class Conv2d(nn.Conv2d):
         y_x = (self.padding, self.padding) if isinstance(self.padding, int) else self.padding
         if backend() != "host":
             y = mx.conv2d(x, self.weight, padding=y_x)
-            return added(y, self.get("bias"), rest, selu)
+            return added(y, rest, self.get("bias"), selu)
         weight = _packed(self, _turned)
         if x.shape[1:3] == self.weight.shape[1:3] and y_x == (0, 0):
             # One pixel each: rows of a matrix.
@@ -145,12 +154,19 @@ class Conv2d(nn.Conv2d):
         return product(x, weight, len(self.weight), self.get("bias"), y_x, rest, selu)
 
 
+def pointwise(x: mx.array, weight: mx.array) -> mx.array:
+    """A convolution of 1 x 1 with a weight (O, 1, 1, C)."""
+    if backend() != "host":
+        return x @ weight[:, 0, 0].T
+    return product(x, packed(_turned(weight)), len(weight))
+
+
 def deform_conv2d(
     layer: DeformConv2d, x: mx.array, offset: mx.array, rest: mx.array | None, selu: bool
 ) -> mx.array:
     """A deformable convolution of 3 x 3, to which a rest may be added and SELU applied."""
     if backend() != "host":
-        return added(layer(x, offset), None, rest, selu)
+        return added(layer(x, offset), rest, None, selu)
     images, height, width, _ = x.shape
     steps = mx.arange(3) - 1
     rows = mx.broadcast_to(
@@ -201,16 +217,16 @@ def attention(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
 
 
 def added(
-    x: mx.array, bias: mx.array | None, rest: mx.array | None = None, selu: bool = False
+    x: mx.array, rest: mx.array | None, bias: mx.array | None = None, selu: bool = False
 ) -> mx.array:
-    """x (..., C) and what there is of a bias (C,) and a rest, and SELU of their sum."""
-    if selu and backend() != "ops" and x.dtype == mx.float32:
-        none = mx.zeros(x.shape[-1])
+    """x (..., C) and what there is of a rest and a bias (C,), and SELU of their sum."""
+    if selu and backend() != "ops":
+        none, (count, threads) = mx.zeros(x.shape[-1]), _threads(4096)
         (y,) = _SELU(
-            [x, none if bias is None else bias, none if rest is None else rest],
-            template={"C": x.shape[-1], "MORE": rest is not None},
-            grid=(x.size, 1, 1),
-            threadgroup=(256, 1, 1),
+            [x, none if rest is None else rest, none if bias is None else bias, mx.array(x.size)],
+            template={"COUNT": count, "C": x.shape[-1], "MORE": rest is not None},
+            grid=(-(-x.size // count), 1, 1),
+            threadgroup=(threads, 1, 1),
             output_shapes=[x.shape],
         )
         return y
@@ -224,27 +240,84 @@ def added(
 
 def gelu(x: mx.array) -> mx.array:
     """GELU by the error function."""
-    if backend() == "host":
-        return _rows(_GELU, x, x.size, COUNT=4096)
-    return nn.gelu(x)
+    if backend() == "ops":
+        return nn.gelu(x)
+    count, threads = _threads(4096)
+    (y,) = _GELU(
+        [x, mx.array(x.size)],
+        template={"COUNT": count},
+        grid=(-(-x.size // count), 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[x.shape],
+    )
+    return y
 
 
 def normalized(x: mx.array) -> mx.array:
     """The last axis at length one."""
-    if backend() == "host":
-        return _rows(_NORMALIZED, x, x.size // x.shape[-1], COUNT=64, C=x.shape[-1])
-    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
-
-
-def _rows(kernel: Kernel, x: mx.array, rows: int, **template: int) -> mx.array:
-    (y,) = kernel(
+    if backend() != "host":
+        return mx.fast.rms_norm(x, mx.full(x.shape[-1], x.shape[-1] ** -0.5), 1e-24)
+    rows = x.size // x.shape[-1]
+    (y,) = _NORMALIZED(
         [x, mx.array(rows)],
-        template=template,
-        grid=(-(-rows // template["COUNT"]), 1, 1),
+        template={"COUNT": 64, "C": x.shape[-1]},
+        grid=(-(-rows // 64), 1, 1),
         threadgroup=(1, 1, 1),
         output_shapes=[x.shape],
     )
     return y
+
+
+def maxima(scores: mx.array, radius: int) -> mx.array:
+    """Positive scores (B, H, W) where they are the largest around, else zeros, as at the borders.
+
+    Around is a square of ``radius`` pixels to either side. Those that are near the largest are left
+    out, and among the rest the same is done twice more.
+    """
+    if backend() == "ops":
+        found = scores == _pooled(scores, radius)
+        for _ in range(2):
+            near = _pooled(found.astype(mx.float32), radius) > 0
+            rest = mx.where(near, 0, scores)
+            found = found | ((rest == _pooled(rest, radius)) & ~near)
+    else:
+        found = _peaks(scores, scores, mx.zeros_like(scores), radius, False)
+        for _ in range(2):
+            rest = _peaks(found, scores, found, radius, True)
+            found = _peaks(rest, scores, found, radius, False)
+    inner = (slice(None), *[slice(radius, -radius)] * 2)
+    return mx.pad((found * scores)[inner], [(0, 0), (radius, radius), (radius, radius)])
+
+
+def _peaks(x: mx.array, scores: mx.array, found: mx.array, radius: int, rest: bool) -> mx.array:
+    images, height, width = x.shape
+    count, threads = _threads(64)
+    (y,) = _PEAKS(
+        [x, scores, found, mx.array([height, width], mx.int32)],
+        template={"COUNT": count, "RADIUS": radius, "REST": rest},
+        grid=(-(-width // count), images * height, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[x.shape],
+    )
+    return y
+
+
+def _pooled(x: mx.array, radius: int) -> mx.array:
+    """The largest around each pixel; nothing is negative."""
+    for axis in (1, 2):
+        pads = [(0, 0)] * 3
+        pads[axis] = (radius, radius)
+        padded, size = mx.pad(x, pads), x.shape[axis]
+        shifted = [
+            padded[(slice(None),) * axis + (slice(k, k + size),)] for k in range(2 * radius + 1)
+        ]
+        x = reduce(mx.maximum, shifted)
+    return x
+
+
+def _threads(count: int) -> tuple[int, int]:
+    """Elements of a thread and threads of a threadgroup; a CPU's thread takes ``count``."""
+    return (count, 1) if backend() == "host" else (1, 256)
 
 
 def compiled(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
