@@ -3,7 +3,6 @@
     python benchmarks/bench_linalg.py           # the sizes of models on a GPU, small ones on a CPU
     python benchmarks/bench_linalg.py --host    # kernel against MLX's LAPACK, which a CPU goes by
     python benchmarks/bench_linalg.py --tasks qr --sizes 3584 --without-stock --repeats 3
-    python benchmarks/bench_linalg.py --blocks 64 128 256     # Cholesky of 3584, by turns
 
 Every result is compared with float64 before it is timed: the column error is the backward error in
 units of n eps ||A||. Stock MLX has these on the CPU only, and is left out where it takes seconds.
@@ -21,8 +20,6 @@ import numpy as np
 from common import Table, add_output, measure, print_facts, write_output
 
 from mlx_qlayers import backend, linalg, use_backend
-from mlx_qlayers.metal.linalg import launch
-from mlx_qlayers.runtime.spec import Spec
 
 try:
     import torch
@@ -162,34 +159,11 @@ def compare(tasks: list[Task], cases: list[tuple[int, int]], repeats: int, stock
     return table
 
 
-def blocks(sizes: list[int], n: int, repeats: int) -> Table:
-    """Cholesky by the rows of a launch, with the rest in one launch and beside the next rows."""
-    table = Table({"rows": 6, "ahead": 7, "ms": 14, "torch ms": 10, "x torch": 8, "error": 8})
-    a, contenders = definite(1, n), {}
-    task = next(task for task in TASKS if task.name == "cholesky")
-    for rows in sizes:
-        for ahead in (False, True):
-            run = launch.cholesky(Spec.of(a), rows, ahead)
-            contenders[rows, ahead] = lambda run=run: run(a)[0].swapaxes(1, 2)
-    errors = {key: backward_error(task, a, run()) for key, run in contenders.items()}
-    assert max(errors.values()) <= 1, errors
-    times = measure(contenders, repeats=repeats)
-    seconds = None if torch is None else torch_seconds(task.torch, a, repeats)
-    table.print_header()
-    for (rows, ahead), time_ in times.items():
-        row: dict[str, Any] = {"ms": time_.scaled(1e3), "error": errors[rows, ahead]}
-        if seconds is not None:
-            row |= {"torch ms": 1e3 * seconds, "x torch": seconds / time_.median}
-        table.add(rows=rows, ahead="yes" if ahead else "no", **row)
-    return table
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--host", action="store_true", help="the kernels on the CPU")
     parser.add_argument("--tasks", nargs="*", default=[task.name for task in TASKS])
     parser.add_argument("--sizes", type=int, nargs="*", help="only these")
-    parser.add_argument("--blocks", type=int, nargs="*", help="rows of a launch, for Cholesky only")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--without-stock", action="store_true", help="MLX takes seconds")
     add_output(parser)
@@ -197,10 +171,6 @@ def main() -> None:
     print_facts()
     on_cpu = args.host or backend() in ("host", "ops")
     with use_backend("host" if args.host else "auto"):
-        if args.blocks:
-            n = (args.sizes or [1024 if on_cpu else 3584])[0]
-            write_output(args, "linalg_blocks", [blocks(args.blocks, n, args.repeats)])
-            return
         cases = [
             case for case in (CPU if on_cpu else GPU) if not args.sizes or case[1] in args.sizes
         ]

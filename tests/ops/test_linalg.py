@@ -79,7 +79,6 @@ def test_blocks(condition):
         r, info = launch.cholesky(Spec.of(a), 32)(a)
         assert_factor(r, a, upper=True)
         assert info.tolist() == [0, 0]
-        assert mx.array_equal(launch.cholesky(Spec.of(a), 32, ahead=True)(a)[0], r)
         b = mx.random.normal((2, 75, 3), key=mx.random.key(0))
         lower = r.swapaxes(1, 2)
         x = launch.solve_lower(Spec.of(a), Spec.of(b), 32)(lower, b)

@@ -25,8 +25,11 @@ _HOST, _GPU, _CUDA = (128, 128, 1), (64, 64, 2), (128, 32, 4)
 # Threadgroups of a product that fill a GPU, and the depth that each should have at least.
 _GROUPS, _DEPTH = 256, 128
 
-# Words of a thread's arrays for each column: 32 rows of it, and four of a tile.
-_REGISTERS = 36
+
+def _registers(THREADS: int, **_: object) -> int:
+    """Words of a thread's arrays: 32 rows of its column twice, four of a tile, its share of one."""
+    return 2 * 36 + _TILE * _TILE // THREADS
+
 
 _CHOLESKY = Kernel(
     "cholesky_block",
@@ -35,7 +38,7 @@ _CHOLESKY = Kernel(
     outputs=("r", "info"),
     template=("THREADS",),
     threadgroup_memory=2 * _TILE_BYTES + 260,
-    registers=2 * _REGISTERS,
+    registers=_registers,
     large=True,
     ensure_row_contiguous=False,
 )
@@ -46,7 +49,7 @@ _SOLVE = Kernel(
     outputs=("x",),
     template=("THREADS",),
     threadgroup_memory=_TILE_BYTES + 256,
-    registers=2 * _REGISTERS,
+    registers=_registers,
     large=True,
     ensure_row_contiguous=False,
 )
@@ -57,25 +60,17 @@ _SUBTRACT = Kernel(
     outputs=("y",),
     template=("THREADS", "ACROSS", "EACH", "UPPER"),
     threadgroup_memory=lambda THREADS, ACROSS, **_: THREADS // ACROSS * _TILE_BYTES,
-    registers=lambda EACH, **_: EACH * _REGISTERS,
+    registers=lambda ACROSS, EACH, **_: EACH * (32 + 8) + _TILE * _TILE // ACROSS,
     large=True,
     ensure_row_contiguous=False,
 )
 
 
-def cholesky(
-    w: Spec, block: int, ahead: bool = False
-) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
+def cholesky(w: Spec, block: int) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
     """From W (batch, n, n), of which the upper triangle is read, to R of W = R^T R and info.
 
     Each launch of one threadgroup a matrix factorises ``block`` rows, a second one solves for the
     rest of these rows, a third subtracts their product from what is below.
-
-    Args:
-        w: (batch, n, n).
-        block: rows of a launch.
-        ahead: subtract from the next rows in a launch of their own, so that a GPU may run the rest
-            beside their factorisation.
 
     Returns:
         A function of W that gives R (batch, n, n), upper triangular, and (batch,) int32: 0, or the
@@ -86,9 +81,12 @@ def cholesky(
     for first in range(0, n, block):
         size = min(block, n - first)
         rest = n - first - size
-        diagonal, right = (Spec((batch, size, k), w.dtype) for k in (size, rest))
+        diagonal, right, below = (
+            Spec((batch, *shape), w.dtype) for shape in ((size, size), (size, rest), (rest, rest))
+        )
+        left = Spec((batch, rest, size), w.dtype)
         solve = _solve(diagonal, right) if rest else None
-        update = _update(right, block, ahead) if rest else None
+        update = subtract_product(below, left, right, upper=True) if rest else None
         steps.append((first, size, _factor(diagonal, first), solve, update))
 
     def run(w: mx.array) -> tuple[mx.array, mx.array]:
@@ -96,48 +94,17 @@ def cholesky(
             return steps[0][2](w, none)
         # Each slice is written in place: nothing else has the array.
         whole, info = mx.zeros((batch, n, n), mx.float32), none
-        rows, below = w[:, :block], w[:, block:, block:]
         for first, size, factor, solve, update in steps:
             end = first + size
-            r, info = factor(rows[:, :, :size], info)
+            r, info = factor(w[:, :size, :size], info)
             whole[:, first:end, first:end] = r
             if solve is not None and update is not None:
-                (right,) = solve([r.swapaxes(1, 2), rows[:, :, size:]])
-                rows, below = update(below, right)
+                (right,) = solve([r.swapaxes(1, 2), w[:, :size, size:]])
+                (w,) = update([w[:, size:, size:], right.swapaxes(1, 2), right])
                 whole[:, first:end, end:] = right
         return whole, info
 
     return run
-
-
-def _update(
-    right: Spec, block: int, ahead: bool
-) -> Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]:
-    """What is below minus R^T R: its next ``block`` rows, and what is below these."""
-    batch, depth, n = right.shape
-
-    def launch(first: int, end: int) -> Bound:
-        rows, across = Spec((batch, end - first, depth), right.dtype), n - first
-        result, x = (Spec((batch, k, across), right.dtype) for k in (end - first, depth))
-        return subtract_product(result, rows, x, upper=True)
-
-    if not ahead or n <= block:
-        whole = launch(0, n)
-
-        def run(below: mx.array, right: mx.array) -> tuple[mx.array, mx.array]:
-            (w,) = whole([below, right.swapaxes(1, 2), right])
-            return w[:, :block], w[:, block:, block:]
-
-        return run
-    upper, lower = launch(0, block), launch(block, n)
-
-    def run_ahead(below: mx.array, right: mx.array) -> tuple[mx.array, mx.array]:
-        left, rest = right.swapaxes(1, 2), right[:, :, block:]
-        (rows,) = upper([below[:, :block], left[:, :block], right])
-        (below,) = lower([below[:, block:, block:], left[:, block:], rest])
-        return rows, below
-
-    return run_ahead
 
 
 def solve_lower(a: Spec, b: Spec, block: int) -> Callable[[mx.array, mx.array], mx.array]:
@@ -233,7 +200,8 @@ def _factor(w: Spec, first: int) -> Callable[[mx.array, mx.array], tuple[mx.arra
 
 
 def _solve(a: Spec, b: Spec) -> Bound:
-    threads = _TILE if b.shape[2] <= _TILE else _COLUMNS
+    # SIMD groups of one threadgroup wait for each other's reads of threadgroup memory.
+    threads = _TILE if b.shape[2] <= _TILE or backend() == "cuda" else _COLUMNS
     return _SOLVE.bind(
         [a, b],
         template={"THREADS": threads},

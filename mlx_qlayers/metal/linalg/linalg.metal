@@ -25,12 +25,11 @@ using namespace metal;
 // Rows of tiles begin at multiples of 16 bytes, and neighbours of a column in different banks.
 constant int TILE_STRIDE = 36;
 
-// x[k] -= row[k] * factor from the quarter `first` on; rows lie at multiples of 16 bytes.
-METAL_FUNC void subtract_row(
-    thread float* x, const threadgroup float* row, float factor, int first = 0) {
+// x[k] -= row[k] * factor; rows lie at multiples of 16 bytes.
+METAL_FUNC void subtract_row(thread float* x, const threadgroup float* row, float factor) {
   const threadgroup float4* fours = reinterpret_cast<const threadgroup float4*>(row);
 #pragma unroll
-  for (int k = first; k < 8; k++) {
+  for (int k = 0; k < 8; k++) {
     float4 four = fours[k];
     x[4 * k] -= four.x * factor;
     x[4 * k + 1] -= four.y * factor;
@@ -43,7 +42,8 @@ METAL_FUNC void subtract_row(
 METAL_FUNC void load_column(thread float* y, const device float* from, int64_t stride, bool inside) {
 #pragma unroll
   for (int p = 0; p < 32; p++) {
-    y[p] = inside ? from[p * stride] : 0.0f;
+    y[p] = inside ? *from : 0.0f;
+    from += stride;
   }
 }
 
@@ -56,11 +56,11 @@ METAL_FUNC void subtract_tile(
   }
 }
 
-// tile[p][k] = a[k][p] of 32 x 32 by all threads of the group; 0 outside of rows x columns, and
-// where k - p is less than `least`.
+// What a thread holds of 32 x 32 elements a[k][p]: 0 beyond the columns, and where k - p is less than
+// `least`; what is below the rows is of no use. All are read before one is used, by write_tile.
 template <int THREADS, typename P>
-METAL_FUNC void load_tile(
-    threadgroup float* tile,
+METAL_FUNC void read_tile(
+    thread float* own,
     P a,
     int64_t row_stride,
     int64_t column_stride,
@@ -69,10 +69,34 @@ METAL_FUNC void load_tile(
     int least,
     uint thread_index) {
   bool along_rows = column_stride == 1;  // neighbouring threads read neighbours
-  for (int e = thread_index; e < 1024; e += THREADS) {
-    int k = along_rows ? e / 32 : e % 32, p = along_rows ? e % 32 : e / 32;
-    bool wanted = k < rows && p < columns && k - p >= least;
-    tile[p * TILE_STRIDE + k] = wanted ? a[k * row_stride + p * column_stride] : 0.0f;
+  int near = thread_index % 32, far = thread_index / 32;
+  int near_end = along_rows ? columns : rows, far_end = along_rows ? rows : columns;
+  int64_t far_stride = along_rows ? row_stride : column_stride;
+  // Loads without a condition, of the last element again where there is no further one.
+  a += min(near, near_end - 1) * (along_rows ? column_stride : row_stride);
+#pragma unroll
+  for (int u = 0; u < 1024 / THREADS; u++) {
+    float value = a[min(far, far_end - 1) * far_stride];
+    int k = along_rows ? far : near, p = along_rows ? near : far;
+    own[u] = p < columns && k - p >= least ? value : 0.0f;
+    far += THREADS / 32;
+  }
+}
+
+// tile[p][k] = a[k][p] by all threads of the group, of what read_tile gave them; [p][k - p] if skewed.
+template <int THREADS>
+METAL_FUNC void write_tile(
+    threadgroup float* tile,
+    thread const float* own,
+    int64_t column_stride,
+    bool skewed,
+    uint thread_index) {
+  bool along_rows = column_stride == 1;
+#pragma unroll
+  for (int u = 0; u < 1024 / THREADS; u++) {
+    int near = thread_index % 32, far = thread_index / 32 + u * (THREADS / 32);
+    int k = along_rows ? far : near, p = along_rows ? near : far;
+    tile[p * TILE_STRIDE + (skewed ? (k - p) & 31 : k)] = own[u];
   }
 }
 
@@ -88,16 +112,40 @@ METAL_FUNC float divided(float x, float pivot, float inverse) {
   return inverse != 0 && abs(found) < INFINITY ? found : x / pivot;
 }
 
-// x = L^-1 x, for L in a tile but for its diagonal.
+// One row of x = L^-1 x: of x[0], which is done, times a row of a skewed tile; the others move up, so
+// that a loop over rows is short, and its code in the cache.
+METAL_FUNC void move_up(thread float* x, const threadgroup float* row) {
+  const threadgroup float4* fours = reinterpret_cast<const threadgroup float4*>(row);
+  float done = x[0];
+#pragma unroll
+  for (int k = 0; k < 8; k++) {
+    float4 four = fours[k];
+    if (k > 0) {
+      x[4 * k - 1] = x[4 * k] - four.x * done;
+    }
+    x[4 * k] = x[4 * k + 1] - four.y * done;
+    x[4 * k + 1] = x[4 * k + 2] - four.z * done;
+    x[4 * k + 2] = x[4 * k + 3] - four.w * done;
+  }
+}
+
+// The first `rows` of x = L^-1 x to rows of `out`, for L in a skewed tile but for its diagonal.
 METAL_FUNC void solve_tile(
     thread float* x,
     const threadgroup float* tile,
     const threadgroup float* pivots,
-    const threadgroup float* inverses) {
-#pragma unroll
-  for (int j = 0; j < 32; j++) {
-    x[j] = divided(x[j], pivots[j], inverses[j]);
-    subtract_row(x, tile + j * TILE_STRIDE, x[j], (j + 1) / 4);
+    const threadgroup float* inverses,
+    int rows,
+    device float* out,
+    int64_t stride,
+    bool inside) {
+#pragma unroll 1
+  for (int i = 0; i < rows; i++) {
+    x[0] = divided(x[0], pivots[i], inverses[i]);
+    if (inside) {
+      out[i * stride] = x[0];
+    }
+    move_up(x, tile + i * TILE_STRIDE);
   }
 }
 
@@ -127,52 +175,53 @@ template <int THREADS>
   for (int j = 0; j < n; j += 32) {
     float x[32];
     int rows = min(32, n - j);
+    int64_t from = batch * w_strides[0] + min(c, n - 1) * w_strides[2];
 #pragma unroll
     for (int k = 0; k < 32; k++) {
-      bool inside = k < rows && c < n && j + k <= c;
-      x[k] = inside ? w[batch * w_strides[0] + (j + k) * w_strides[1] + c * w_strides[2]]
-                    : float(j + k == c);
+      float value = w[from + (j + min(k, rows - 1)) * w_strides[1]];
+      x[k] = k < rows && c < n && j + k <= c ? value : float(j + k == c);
     }
     for (int p = 0; p < j; p += 32) {
-      float above[32];
+      float above[32], own[1024 / THREADS];
       load_column(above, out + size_t(p) * n + c, n, c >= j && c < n);
       threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
-      load_tile<THREADS>(tile, out + size_t(p) * n + j, 1, n, rows, 32, -32, column);
+      read_tile<THREADS>(own, out + size_t(p) * n + j, 1, n, rows, 32, -32, column);
+      write_tile<THREADS>(tile, own, n, false, column);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (c >= j && c < n) {
         subtract_tile(x, tile, above);
       }
     }
+    device float* to = out + (size_t(j) * n + c);
     if (int(simd) == j / 32) {
-#pragma unroll
-      for (int i = 0; i < 32; i++) {
-        float pivot = simd_shuffle(x[i], ushort(i));
+#pragma unroll 1
+      for (int i = 0; i < rows; i++) {
+        float pivot = simd_shuffle(x[0], ushort(i));
         if (pivot <= 0 && lane == 0) {
           minor = first + j + i + 1;  // all later pivots are NaN
         }
         float inverse = pivot > 0 ? precise::rsqrt(pivot) : NAN, root = pivot * inverse;
         root = fma(0.5f * inverse, fma(-root, root, pivot), root);
-        x[i] = int(lane) == i ? root : quotient(x[i], root, inverse);
-        diagonal[i * TILE_STRIDE + lane] = int(lane) > i ? x[i] : 0.0f;
+        x[0] = int(lane) == i ? root : quotient(x[0], root, inverse);
+        float right = int(lane) > i ? x[0] : 0.0f;
+        diagonal[i * TILE_STRIDE + ((int(lane) - i) & 31)] = right;
         if (int(lane) == i) {
           pivots[i] = root;
           inverses[i] = inverse;
         }
+        if (c < n) {
+          to[size_t(i) * n] = int(lane) == i ? root : right;
+        }
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        subtract_row(x, diagonal + i * TILE_STRIDE, x[i], (i + 1) / 4);
+        move_up(x, diagonal + i * TILE_STRIDE);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (c >= j + 32) {
-      solve_tile(x, diagonal, pivots, inverses);
+      solve_tile(x, diagonal, pivots, inverses, rows, to, n, c < n);
     }
-    if (c < n) {
-#pragma unroll
-      for (int k = 0; k < 32; k++) {
-        if (k < rows) {
-          out[size_t(j + k) * n + c] = j + k <= c ? x[k] : 0.0f;
-        }
-      }
+    for (int i = 0; c < j && i < rows; i++) {
+      to[size_t(i) * n] = 0.0f;
     }
   }
   if (column == 0) {
@@ -201,19 +250,19 @@ template <int THREADS>
   for (int j = 0; j < n; j += 32) {
     float own[32];
     int rows = min(32, n - j);
+    int64_t from = batch * b_strides[0] + min(c, m - 1) * b_strides[2];
 #pragma unroll
     for (int k = 0; k < 32; k++) {
-      own[k] = k < rows && c < m
-          ? b[batch * b_strides[0] + (j + k) * b_strides[1] + c * b_strides[2]]
-          : 0.0f;
+      own[k] = b[from + (j + min(k, rows - 1)) * b_strides[1]];
     }
     int64_t left = batch * l_strides[0] + j * row;
     for (int p = 0; p <= j; p += 32) {
-      float above[32];
-      load_column(above, out + size_t(p) * m, m, p < j && c < m);
+      float above[32], part[1024 / THREADS];
       int least = p == j ? 1 : -32;
+      read_tile<THREADS>(part, l + (left + p * col), row, col, rows, n - p, least, thread_index);
+      load_column(above, out + size_t(p) * m, m, p < j && c < m);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      load_tile<THREADS>(tile, l + (left + p * col), row, col, rows, n - p, least, thread_index);
+      write_tile<THREADS>(tile, part, col, p == j, thread_index);
       if (p == j && thread_index < 32) {
         bool inside = int(thread_index) < rows;
         float pivot = inside ? l[left + j * col + thread_index * (row + col)] : 1.0f;
@@ -227,13 +276,7 @@ template <int THREADS>
         subtract_tile(own, tile, above);
       }
     }
-    solve_tile(own, tile, pivots, inverses);
-#pragma unroll
-    for (int k = 0; k < 32; k++) {
-      if (k < rows && c < m) {
-        out[size_t(j + k) * m] = own[k];
-      }
-    }
+    solve_tile(own, tile, pivots, inverses, rows, out + size_t(j) * m, m, c < m);
   }
 }
 
@@ -264,33 +307,50 @@ template <int THREADS, int ACROSS, int EACH, bool UPPER>
   int end = min(depth, int(group.z + 1) * part);
   bool wanted = !UPPER || first + EACH * ACROSS > top;
   float sums[EACH][32];
+  int start = group.z * part;
+  // Of the next row of x, which is not beyond the last: of the last column there may be more threads.
   int64_t right[EACH];
 #pragma unroll
   for (int u = 0; u < EACH; u++) {
-    int c = first + u * ACROSS + lane;
-    // Threads beyond the last column compute that again.
-    right[u] = batch * x_strides[0] + min(c, m - 1) * x_strides[2];
+    int c = min(first + u * ACROSS + lane, m - 1);
+    right[u] = batch * x_strides[0] + c * x_strides[2] + min(start, depth - 1) * x_strides[1];
+    int64_t from = batch * b_strides[0] + min(i, n - 1) * b_strides[1] + c * b_strides[2];
 #pragma unroll
     for (int k = 0; k < 32; k++) {
-      sums[u][k] = wanted && group.z == 0 && k < rows && c < m
-          ? b[batch * b_strides[0] + (i + k) * b_strides[1] + c * b_strides[2]]
-          : 0.0f;
+      sums[u][k] = wanted && group.z == 0 ? b[from] : 0.0f;
+      from += k + 1 < rows ? b_strides[1] : 0;
     }
   }
-  int64_t left = batch * a_strides[0] + i * a_strides[1];
-  for (int p = group.z * part; wanted && p < end; p += 32) {
+  int64_t left = batch * a_strides[0] + min(i, n - 1) * a_strides[1];
+  // Always AHEAD rows of x more than are used.
+  float factors[AHEAD][EACH];
+#pragma unroll
+  for (int h = 0; h < AHEAD; h++) {
+#pragma unroll
+    for (int u = 0; u < EACH; u++) {
+      float value = x[right[u]];
+      factors[h][u] = start + h < end ? value : 0.0f;
+      right[u] += start + h + 1 < end ? x_strides[1] : 0;
+    }
+  }
+  for (int p = start; wanted && p < end; p += 32) {
     int count = min(32, end - p);
+    float own[1024 / ACROSS];
+    read_tile<ACROSS>(
+        own, a + (left + p * a_strides[2]), a_strides[1], a_strides[2], max(rows, 1), count, -32, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_tile<ACROSS>(
-        tile, a + (left + p * a_strides[2]), a_strides[1], a_strides[2], rows, count, -32, lane);
+    write_tile<ACROSS>(tile, own, a_strides[2], false, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int q = 0; q < count; q += AHEAD) {
-      float factors[AHEAD][EACH];
+      float next[AHEAD][EACH];
 #pragma unroll
       for (int h = 0; h < AHEAD; h++) {
+        int row = p + q + AHEAD + h;
 #pragma unroll
         for (int u = 0; u < EACH; u++) {
-          factors[h][u] = q + h < count ? x[right[u] + (p + q + h) * x_strides[1]] : 0.0f;
+          float value = x[right[u]];
+          next[h][u] = row < end ? value : 0.0f;
+          right[u] += row + 1 < end ? x_strides[1] : 0;
         }
       }
 #pragma unroll
@@ -298,6 +358,7 @@ template <int THREADS, int ACROSS, int EACH, bool UPPER>
 #pragma unroll
         for (int u = 0; u < EACH; u++) {
           subtract_row(sums[u], tile + (q + h) * TILE_STRIDE, factors[h][u]);
+          factors[h][u] = next[h][u];
         }
       }
     }
