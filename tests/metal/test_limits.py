@@ -127,6 +127,22 @@ def test_qmm(fmt, device):
                 qmm_tensor(call, codes_config(m), None, matrix, "silu")
 
 
+def cached(rows, width, dtype, bits):
+    """Keys or values of a cache, packed if there are bits."""
+    if bits == 0:
+        return (Spec((*rows, width), dtype),)
+    groups = Spec((*rows, width // 32), dtype)
+    return Spec((*rows, width * bits // 32), mx.uint32), groups, groups
+
+
+def test_attention_of_many_queries_to_packed_keys(device):
+    for dtype, (d, dv), bits in itertools.product(DTYPES, HEADS, decode.BITS):
+        if min(d, dv) >= 32 and d % 32 == dv % 32 == 0:
+            k, v = (cached((1, 2, 70), width, dtype, bits) for width in (d, dv))
+            q = Spec((1, 2, 40, d), dtype)
+            attention_forward(Launcher(AttentionCall(q, k, v, Scores(0.1, True))))
+
+
 def test_attention_of_many_queries(device, monkeypatch):
     """Forward and backward, which is bound where it is asked for."""
     mask = Spec((8, 1, 2, 40, 70), mx.bool_)
@@ -157,15 +173,7 @@ def test_attention_of_few_queries(device):
     for dtype, (d, dv), bits in itertools.product(DTYPES, HEADS, (0, *decode.BITS)):
         if bits and (d % 32 or dv % 32):
             continue
-        cache = [
-            (Spec((2, 2, 4096, width), dtype),)
-            if bits == 0
-            else (
-                Spec((2, 2, 4096, width * bits // 32), mx.uint32),
-                *[Spec((2, 2, 4096, width // 32), dtype)] * 2,
-            )
-            for width in (d, dv)
-        ]
+        cache = [cached((2, 2, 4096), width, dtype, bits) for width in (d, dv)]
         for rows, mask in itertools.product((1, 4, 7, 9, 17, 64), (None, mx.float32)):
             mask = mask and Spec((8, 2, 2 * rows, 1, 4096), mask)
             q = Spec((2, 2 * rows, 1, d), dtype)
