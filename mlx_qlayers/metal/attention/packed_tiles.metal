@@ -100,8 +100,12 @@ struct packed_reader {
 #pragma unroll
       for (int i = 0; i < SHARES; i++) {
         if (EVEN || share_place<PADDED, EACH, THREADS>(i, thread_index).x < ROWS) {
-          float values[EACH];
-          decode_run<T, AFFINE, BITS, EACH>(values, held[i], float(scales[i]), float(biases[i]));
+          float values[EACH], scale = float(scales[i]) * code_factor<T, AFFINE, BITS>();
+          decode_codes<T, AFFINE, BITS, EACH>(values, held[i]);
+#pragma unroll
+          for (int j = 0; j < EACH; j++) {
+            values[j] = fma(scale, values[j], float(biases[i]));
+          }
 #pragma unroll
           for (int j = 0; j < EACH; j += V) {
             int to = share_offset<T, ROWS, PADDED, EACH, THREADS, TOGETHER>(i, j, thread_index);
@@ -130,9 +134,7 @@ struct packed_reader {
     uint code = rows.words.at[row * rows.words.row + first / 32 * rows.words.column] >> first % 32;
     float scale = float(rows.scales.at[row * rows.scales.row + group * rows.scales.column]);
     float bias = float(rows.biases.at[row * rows.biases.row + group * rows.biases.column]);
-    float value;
-    decode_run<T, AFFINE, BITS, 1>(&value, &code, scale, bias);
-    return T(value);
+    return T(fma(scale, float_from_integer(code & ((1u << BITS) - 1)), bias));
   }
 
   METAL_FUNC void skip(int count) {
