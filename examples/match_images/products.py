@@ -20,54 +20,25 @@ from mlx_qlayers import DeformConv2d, backend, grid_sample
 from mlx_qlayers import attention as fused_attention
 from mlx_qlayers.runtime.kernel import Kernel
 
-_FILE = Path("products.metal")
-_PRODUCT = Kernel(
-    "match_images_product",
-    _FILE,
-    inputs=("x", "weight", "bias", "rest", "zeros", "sizes"),
-    outputs=("y",),
-    template=("P", "V"),
-    function="product",
-    large=True,
-)
-_ATTENTION = Kernel(
-    "match_images_attention",
-    _FILE,
-    inputs=("q", "keys", "values", "sizes"),
-    outputs=("y",),
-    template=("P", "V", "D"),
-    function="attention",
-)
-_SELU = Kernel(
-    "match_images_selu",
-    _FILE,
-    inputs=("x", "rest", "bias", "size"),
-    outputs=("y",),
-    template=("COUNT", "C", "MORE"),
-    function="selu",
-)
-_GELU, _NORMALIZED = (
-    Kernel(
+
+def _kernel(name: str, inputs: str, template: str) -> Kernel:
+    return Kernel(
         f"match_images_{name}",
-        _FILE,
-        inputs=("x", size),
+        Path("products.metal"),
+        inputs=tuple(inputs.split()),
         outputs=("y",),
-        template=template,
+        template=tuple(template.split()),
         function=name,
+        large=name == "product",
     )
-    for name, size, template in (
-        ("gelu", "size", ("COUNT",)),
-        ("normalized", "rows", ("COUNT", "C")),
-    )
-)
-_PEAKS = Kernel(
-    "match_images_peaks",
-    _FILE,
-    inputs=("x", "scores", "found", "sizes"),
-    outputs=("y",),
-    template=("COUNT", "RADIUS", "REST"),
-    function="peaks",
-)
+
+
+_PRODUCT = _kernel("product", "x weight bias rest zeros sizes", "P V")
+_ATTENTION = _kernel("attention", "q keys values sizes", "P V D")
+_SELU = _kernel("selu", "x rest bias size", "COUNT C MORE")
+_GELU = _kernel("gelu", "x size", "COUNT")
+_NORMALIZED = _kernel("normalized", "x rows", "COUNT C")
+_PEAKS = _kernel("peaks", "x scores found sizes", "COUNT RADIUS REST")
 # Pixels and channels that a thread computes, in sixteen registers of AVX-512.
 PIXELS, STRIP = 8, 32
 
@@ -139,19 +110,24 @@ class Conv2d(nn.Conv2d):
 
     def __call__(self, x: mx.array, rest: mx.array | None = None, selu: bool = False) -> mx.array:
         y_x = (self.padding, self.padding) if isinstance(self.padding, int) else self.padding
-        if backend() != "host":
-            y = mx.conv2d(x, self.weight, padding=y_x)
-            return added(y, rest, self.get("bias"), selu)
-        weight = _packed(self, _turned)
-        if x.shape[1:3] == self.weight.shape[1:3] and y_x == (0, 0):
-            # One pixel each: rows of a matrix.
-            x, weight = (
-                x.reshape(1, 1, len(x), -1),
-                weight.reshape(1, -1, 1, 1, x[0].size, weight.shape[-1]),
-            )
-            y = product(x, weight, len(self.weight), self.get("bias"), selu=selu)
-            return y.reshape(x.shape[2], 1, 1, -1)
-        return product(x, weight, len(self.weight), self.get("bias"), y_x, rest, selu)
+        (outputs, *kernel, _), bias = self.weight.shape, self.get("bias")
+        # Over single pixels, and where it gives single ones, it is a matrix product.
+        rows = y_x == (0, 0) and kernel in ([1, 1], list(x.shape[1:3]))
+        shape = *x.shape[:3], outputs
+        if rows:
+            x = x.reshape(1, 1, -1, self.weight[0].size)
+            shape = shape if kernel == [1, 1] else (x.shape[2], 1, 1, outputs)
+            rest = None if rest is None else rest.reshape(1, 1, -1, outputs)
+        if backend() == "host":
+            weight = _packed(self, _turned)
+            if rows:
+                weight = weight.reshape(1, -1, 1, 1, x.shape[3], weight.shape[-1])
+            y = product(x, weight, outputs, bias, y_x, rest, selu)
+        elif rows:
+            y = added(x @ self.weight.reshape(outputs, -1).T, rest, bias, selu)
+        else:
+            y = added(mx.conv2d(x, self.weight, padding=y_x), rest, bias, selu)
+        return y.reshape(shape) if rows else y
 
 
 def pointwise(x: mx.array, weight: mx.array) -> mx.array:
