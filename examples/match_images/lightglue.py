@@ -62,8 +62,9 @@ class SelfAttention(FeedForward):
         self.out_proj = Linear(DIMS, DIMS)
 
     def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
-        q, k, v = map(_heads, mx.split(self.Wqkv(x), 3, axis=-1))
-        context = attention(_turned(q, turns), _turned(k, turns), v, scale=q.shape[-1] ** -0.5)
+        all_heads = self.Wqkv(x).reshape(*x.shape[:2], 3 * HEADS, -1).swapaxes(1, 2)
+        q, k = mx.split(_turned(all_heads[:, : 2 * HEADS], turns), 2, axis=1)
+        context = attention(q, k, all_heads[:, 2 * HEADS :], scale=q.shape[-1] ** -0.5)
         return self.add(x, self.out_proj(_joined(context)))
 
 
@@ -186,10 +187,11 @@ class LightGlue(nn.Module):
         return scores.argmax(1), scores.argmax(0), mx.exp(scores.max(1))
 
     def _turns(self, points: mx.array, size: tuple[int, int]) -> tuple[mx.array, mx.array]:
-        """Cosines and sines of what positions turn each pair of channels by."""
+        """What positions turn pairs of channels by: factors of a pair, and of it the other way."""
         centred = (points - mx.array(size) / 2) / (max(size) / 2)
-        angles = self.posenc.Wr(centred)
-        return mx.cos(angles), mx.sin(angles)
+        angles = self.posenc.Wr(centred)[..., None]
+        sines = mx.sin(angles)
+        return mx.cos(angles), mx.concatenate([-sines, sines], axis=-1)
 
 
 def _heads(x: mx.array) -> mx.array:
@@ -201,9 +203,8 @@ def _joined(x: mx.array) -> mx.array:
 
 
 def _turned(x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
-    cos, sin = turns
-    a, b = x[..., ::2], x[..., 1::2]
-    return mx.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+    pairs = mx.unflatten(x, -1, (-1, 2))
+    return mx.flatten(pairs * turns[0] + pairs[..., ::-1] * turns[1], -2)
 
 
 def _least(number: int) -> float:
