@@ -188,8 +188,8 @@ class ALIKED(nn.Module):
 
     def describe(self, features: mx.array, scores: mx.array, pixels: mx.array) -> Keypoints:
         """The keypoints near pixels (N, 2) of one image."""
-        steps = mx.arange(-RADIUS, RADIUS + 1)
-        around = mx.stack(mx.meshgrid(steps, steps, indexing="xy"), -1).reshape(-1, 2)
+        steps = range(-RADIUS, RADIUS + 1)
+        around = mx.array([(x, y) for y in steps for x in steps])
         near = pixels[:, None] + around
         shares = mx.softmax(scores[near[..., 1], near[..., 0]] / TEMPERATURE, axis=-1)
         points = pixels + (shares[..., None] * around).sum(axis=1)

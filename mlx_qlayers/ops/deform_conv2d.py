@@ -77,8 +77,9 @@ def _plan(arrays: Sequence[Any], stride: Any, padding: Any, dilation: Any) -> Pl
         (batch, down * across * taps, groups, 1, 1),
         (batch, down, across, groups, taps),
     )
+    # Values, not operations, which a graph would fuse to kernels that MLX compiles at run time.
     rows, columns = (
-        mx.arange(n)[:, None] * s - p + mx.arange(k) * d
+        mx.array([[i * s - p + j * d for j in range(k)] for i in range(n)], mx.float32)
         for n, k, s, p, d in zip((down, across), (kh, kw), steps, margin, gaps, strict=True)
     )
 
