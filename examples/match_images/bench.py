@@ -16,7 +16,7 @@ REPEATS = 7
 
 
 def compare(matcher: Any, shown: tuple[np.ndarray, np.ndarray], folder: Path | None) -> None:
-    """Print milliseconds from pictures to matches, the parts, and the original's.
+    """Print milliseconds from pictures to matches, of both parts, and the original's.
 
     Args:
         matcher: of match_images.py.
@@ -38,7 +38,10 @@ def compare(matcher: Any, shown: tuple[np.ndarray, np.ndarray], folder: Path | N
         device = "cuda" if torch.cuda.is_available() and _on_gpu() else "cpu"
         original = Original(folder and folder.parent, device)
         wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        theirs = original.keypoints(*shown)
         runs[f"PyTorch {torch.__version__}, {device}"] = lambda: (original(*shown), wait())
+        runs["  its keypoints"] = lambda: (original.keypoints(*shown), wait())
+        runs["  its matches"] = lambda: (original.matches(theirs), wait())
     except ImportError as error:
         print(f"without the original: {error}")
     times: dict[str, list[float]] = {name: [] for name in runs}

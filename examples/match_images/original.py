@@ -32,14 +32,25 @@ class Original:
 
     def __call__(self, first: np.ndarray, second: np.ndarray) -> tuple[list[Any], Any]:
         """Keypoints, descriptors and scores of either picture, and the matches."""
+        found = self.keypoints(first, second)
+        return found, self.matches(found)
+
+    def keypoints(self, *pictures: np.ndarray) -> list[Any]:
+        """Those of each picture, with descriptors and scores."""
         import torch
 
         found = []
-        for picture in (first, second):
+        for picture in pictures:
             image = torch.from_numpy(picture).to(self.device).permute(2, 0, 1).float() / 255
             found.append(self.extract.extract(image, resize=None))
+        return found
+
+    def matches(self, found: list[Any]) -> Any:
+        """Those of two pictures' keypoints."""
+        import torch
+
         with torch.no_grad():
-            return found, self.match({"image0": found[0], "image1": found[1]})
+            return self.match({"image0": found[0], "image1": found[1]})
 
 
 def _modules(folder: Path | None) -> tuple[ModuleType, ModuleType]:
