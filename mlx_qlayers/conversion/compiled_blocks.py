@@ -8,7 +8,7 @@ scales, biases and bias, of which the last two may be None.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from ..reference.int8_matmul import block_of
 from ..runtime.backend import current
 from .cache_tail import Buffer, merged
 from .compiled import operation
+from .step_products import Product
 from .step_slots import current_step
 
 Static = tuple[Any, ...]
@@ -142,16 +143,32 @@ def _projection(
             return [_summed(launches[0][0], group, packed, residual, x, weight)]
         if across is not None and current.get().mode.differentiable:
             x, weight = across(x), None if weight is None else across(weight)
+        step, own = current_step.get(), eps
+        if step is not None and eps is None and (norm := step.products.norms.get(id(x))):
+            _, x, tile_squares, own = norm
         rows = x, weight, tile_squares, residual, next_weight
         if len(launches) == 1:
-            return dispatch(FUSED_PRODUCTS, (*rows, *packed), launches[0][0])
+            static = (*launches[0][0][:3], own, gate)
+            y: list[mx.array] = dispatch(FUSED_PRODUCTS, (*rows, *packed), static)
+            if step is not None and len(formats) == 1 and residual is next_weight is None:
+                step.products.keep(Product(y[0], partial(_with, rows, packed, static), None))
+            return y
         products: dict[int, mx.array] = {}
-        for static, indices in launches:
+        for (*fmt, _, _), indices in launches:
             some = [array for i in indices for array in packed[4 * i : 4 * i + 4]]
-            products |= zip(indices, dispatch(FUSED_PRODUCTS, (*rows, *some), static), strict=True)
+            ys = dispatch(FUSED_PRODUCTS, (*rows, *some), (*fmt, own, gate))
+            products |= zip(indices, ys, strict=True)
         return [products[i] for i in range(len(formats))]
 
     return run
+
+
+def _with(
+    rows: Arrays, packed: Arrays, static: Static, residual: Any, next_weight: Any
+) -> list[mx.array]:
+    arrays = (*rows[:3], residual, next_weight, *packed)
+    products: list[mx.array] = dispatch(FUSED_PRODUCTS, arrays, static)
+    return products
 
 
 def _in_int8(count: int, eps: float | None, gate: Gate | None) -> Callable[..., list[mx.array]]:

@@ -27,6 +27,7 @@ from . import compiled
 from .attention_patch import made_class, stock_class
 from .cache_tail import kind_of, shown_by
 from .matcher import Match, Mismatch
+from .recorder import called
 from .snapshot import Snapshot
 from .step_caches import Inputs, leaves, put, reason_against, taken, with_tail
 from .step_kinds import Static, Unsupported, rows_of_all, with_rows
@@ -325,7 +326,7 @@ class _Graph:
         inside, model = Step(self.static, at, arrays), self.model()
         before = Snapshot([*model.modules()])
         with watched(inside, self.learned):
-            logits = self.function(model, tokens, cache=inside.caches)
+            logits = called(self.function, model, tokens, cache=inside.caches)
         if not before.holds():
             self.changes = before.difference()
             before.restore()

@@ -61,9 +61,17 @@ class Recorder:
         on_module: called with the recorder, a module, its arguments and what it gave.
         notes: what rules keep, by the identity of arrays.
         reports: what rules recognised, or why not.
+        latest: what takes the place of an array in later calls; with it modules are recorded that
+            choose no experts, too.
     """
 
-    def __init__(self, rules: dict[str, Rule], on_module: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        rules: dict[str, Rule],
+        on_module: Callable[..., Any] | None = None,
+        latest: Callable[[mx.array], mx.array] | None = None,
+    ) -> None:
+        self.latest = latest
         self.nodes: dict[int, Node] = {}
         self.rules, self.on_module = rules, on_module
         self.notes: dict[int, Any] = {}
@@ -138,6 +146,8 @@ def called(function: Any, *args: Any, **options: Any) -> Any:
     recorder = current.get()
     if recorder is None:
         return function(*args, **options)
+    if (latest := recorder.latest) is not None:
+        args = tuple(latest(a) if isinstance(a, mx.array) else a for a in args)
     if isinstance(function, nn.Module):
         return _of_module(recorder, function, *args, **options)
     own = function.__self__ if isinstance(function, MethodType) else None
@@ -157,7 +167,8 @@ def called(function: Any, *args: Any, **options: Any) -> Any:
 def _of_module(recorder: Recorder, module: Any, *args: Any, **options: Any) -> Any:
     call = type(module).__call__
     stock = "_made" not in vars(type(module)) and isinstance(call, FunctionType)
-    if stock and chooses(call) and not isinstance(twin := recorded(call), Mismatch):
+    seen = stock and _is_of_a_model(call) and (recorder.latest or chooses(call))
+    if seen and not isinstance(twin := recorded(call), Mismatch):
         return twin(module, *args, **options)
     y = module(*args, **options)
     if recorder.on_module is not None:

@@ -22,6 +22,7 @@ from ..ops.attention_step import attention_step, packed_rows, why_not
 from ..options import Rotation
 from .cache_tail import Buffer, layout_of, merged, one_token
 from .step_kinds import Nested, Rows, States, Static, Unsupported
+from .step_products import Products
 
 # Caches whose keys lie in the order of their tokens.
 _STEPPED = ("KVCache", "BatchKVCache", "QuantizedKVCache")
@@ -56,6 +57,7 @@ class Step:
         self.masks: dict[Any, mx.array] = {}
         self.turned: dict[int, Turned] = {}
         self.flat: dict[int, tuple[mx.array, mx.array]] = {}
+        self.products = Products()
         self.caches = [self._stand_in(each) for each in static]
 
     def _stand_in(self, static: Static) -> Any:

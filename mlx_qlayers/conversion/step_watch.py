@@ -16,9 +16,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..layers.qlinear import QLinear
+from ..ops.quantized_route import in_one_launch
 from ..options import Rotation
 from ..runtime.backend import Mode, mode
+from .compiled_blocks import together
 from .experts import RULES
+from .operands import of_layers
 from .recorder import Recorder, recording
 from .step_kinds import Unsupported
 from .step_slots import Slot, Step, current_step
@@ -105,10 +109,27 @@ class _Calls:
         """In the place of norms: a weight made of parameters, such as 1 + w, is computed once."""
 
         def call(x: mx.array, weight: Any, *args: Any, **options: Any) -> mx.array:
-            if current_step.get() is self.step and isinstance(weight, mx.array):
+            inside = current_step.get() is self.step
+            if inside and isinstance(weight, mx.array):
                 with suppress(ValueError):  # one that is made of an input of the graph
                     mx.async_eval(weight)
+            if inside and len(args) == 1 and not options:  # an RMS norm, by its epsilon
+                return self.step.products.normed(plain, x, weight, *args)
             return plain(x, weight, *args, **options)
+
+        return call
+
+    def multiplying(self, plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """In the place of quantized layers."""
+
+        def call(layer: Any, x: mx.array) -> mx.array:
+            inside = current_step.get() is self.step and type(layer) is QLinear
+            alike = layer.mode != "affine" or layer["scales"].dtype == x.dtype
+            packed = of_layers(layer) if inside and alike and in_one_launch(x) else None
+            if packed is None:
+                return plain(layer, x)
+            y: mx.array = together(None, *packed.static)(x, *packed.arrays)[0]
+            return y
 
         return call
 
@@ -131,8 +152,10 @@ def watched(
         (mx.fast, "layer_norm", calls.norming),
         (mx, "arange", calls.ranged),
         (np, "arange", calls.ranged),
+        (QLinear, "__call__", calls.multiplying),
     ]
-    with _replacing, recording(Recorder(RULES)), mode(Mode.INFERENCE):
+    rules = {**RULES, "add": step.products.added}
+    with _replacing, recording(Recorder(rules, latest=step.products.latest)), mode(Mode.INFERENCE):
         own = [(module, name, getattr(module, name)) for module, name, _ in replaced]
         before = current_step.set(step)
         try:

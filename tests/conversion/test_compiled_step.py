@@ -24,7 +24,13 @@ from mlx_lm.models.cache import (
 from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers import convert_model, revert_model, use_backend
-from mlx_qlayers.conversion import compiled, compiled_step, step_slots
+from mlx_qlayers.conversion import (
+    compiled,
+    compiled_blocks,
+    compiled_step,
+    step_products,
+    step_slots,
+)
 from mlx_qlayers.conversion.compiled_step import why_not
 from mlx_qlayers.conversion.report import LEFT
 from mlx_qlayers.ops import attention_step
@@ -225,6 +231,33 @@ def test_sparse_attention_begins_in_a_larger_cache(
         results.append(mx.concatenate(parts, axis=1)[0])
     assert len(graphs) > 14 + 3, compiled_step.stopped(model)
     assert_same_model(*reversed(results), bits=None, what=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "sums", "deferred"), [("phi3", 4, 4), ("minimax", 2, 2), ("cohere2", 12, 0)]
+)
+def test_sums_and_norms_are_in_the_launch_of_a_product(
+    name: str, sums: int, deferred: int, graphs: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of blocks whose code is in no pattern; as on an NVIDIA GPU. Of two sums one is made anew."""
+    monkeypatch.setattr(step_products, "defers_norm", lambda x: True)
+    found: list[tuple[bool, bool]] = []
+    plain = compiled_blocks.dispatch
+
+    def counted(operation, arrays, static):
+        if operation is compiled_blocks.FUSED_PRODUCTS:
+            found.append((arrays[3] is not None, arrays[4] is not None))
+        return plain(operation, arrays, static)
+
+    monkeypatch.setattr(compiled_blocks, "dispatch", counted)
+    models = models_of(name, ARCHITECTURES[name]._replace(format=(64, 4, "affine")))
+    steps = zip(*logits([*models], "own", 1, VOCABULARY), strict=True)
+    for number, (stock, ours) in enumerate(steps):
+        assert_same_model(ours, stock, bits=None, what=f"{name}, step {number}")
+    tokens = len(graphs)
+    assert tokens >= 3 + 3
+    assert found.count((True, False)) == sums * tokens
+    assert found.count((True, True)) == deferred * tokens
 
 
 @pytest.mark.parametrize(
