@@ -41,11 +41,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         missing.append("nvrtc")
     if "tensors" not in str(config.getoption("markexpr")):
         missing.append("tensors")
-    without = [item for item in items if any(map(item.get_closest_marker, missing))]
-    config.hook.pytest_deselected(items=without)
+    left_out = {item for item in items if any(map(item.get_closest_marker, missing))}
+    config.hook.pytest_deselected(items=left_out)
     # Files with slow tests come first: what runs last is short, and ends in all workers at once.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items[:] = [item for item in items if item not in without]
+    items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path not in slow)
 
 

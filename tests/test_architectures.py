@@ -9,6 +9,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,7 +24,13 @@ from mlx_lm import models
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from numerics import FACTOR, assert_same_model, to64
 
-from mlx_qlayers import FusedAttention, QLinear, convert_model, revert_model
+from mlx_qlayers import (
+    ConversionReport,
+    FusedAttention,
+    QLinear,
+    convert_model,
+    revert_model,
+)
 from mlx_qlayers.conversion import attention_patch
 from mlx_qlayers.layers.qlinear import QEmbedding
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
@@ -31,12 +38,8 @@ from mlx_qlayers.layers.switch_linear import QSwitchLinear
 NAMES = list(ARCHITECTURES)
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
 attention = attention_patch.attention
-# Each pair of architecture, kind of cache and batch.
-CASES = [
-    (name, kind, (1, 3)[(i + j) % 2])
-    for i, name in enumerate(NAMES)
-    for j, kind in enumerate(KINDS)
-]
+# Grouped by name, so that a worker makes an architecture's models once.
+every_architecture = pytest.mark.parametrize("name", NAMES, scope="module")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,12 +50,26 @@ def without_compilation() -> Iterator[None]:
     mx.enable_compile()
 
 
-@lru_cache(maxsize=2)
-def pair(name: str) -> tuple[nn.Module, nn.Module]:
-    """The stock model, and the same one converted."""
-    stock, converted = (build(name, ARCHITECTURES[name]) for _ in range(2))
-    convert_model(converted, verify=False)  # which test_conversion does
-    return stock, converted
+class Converted(NamedTuple):
+    """A converted model, the stock one, and what was seen of the former before its conversion."""
+
+    stock: nn.Module
+    model: nn.Module
+    report: ConversionReport
+    types: list[tuple[str, type]]
+    arrays: list[tuple[str, int]]
+    logits: mx.array
+
+
+@lru_cache(maxsize=1)
+def converted(name: str) -> Converted:
+    """The small models of an architecture."""
+    stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))
+    before = types(model), arrays(model), model(TOKENS)
+    mx.enable_compile()  # by which a model's code is tried out
+    report = convert_model(model)
+    mx.disable_compile()
+    return Converted(stock, model, report, *before)
 
 
 def types(model: nn.Module) -> list[tuple[str, type]]:
@@ -70,9 +87,11 @@ def described(model: nn.Module) -> str:
     return re.sub("|".join(rf"\b{name}" for name in ours), lambda m: ours[m[0]], repr(model))
 
 
-@pytest.mark.parametrize(("name", "kind", "batch"), CASES)
-def test_logits(name: str, kind: str, batch: int) -> None:
-    models = [*pair(name)]
+@every_architecture
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits(name: str, kind: str) -> None:
+    batch = (1, 3)[(NAMES.index(name) + KINDS.index(kind)) % 2]
+    models = [*converted(name)[:2]]
     if kind in ARCHITECTURES[name].without:  # mlx-lm fails too, or has no such cache
         with pytest.raises(Exception):  # noqa: B017
             logits(models[:1], kind, 3, VOCABULARY)
@@ -84,14 +103,11 @@ def test_logits(name: str, kind: str, batch: int) -> None:
         assert_same_model(found, stock, bits=bits, what=what)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_architecture
 def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ARCHITECTURES[name]
-    other, model = (build(name, expected) for _ in range(2))
-    before, held, stock = types(model), arrays(model), model(TOKENS)
-    mx.enable_compile()  # by which a model's code is tried out
-    report = convert_model(model)
-    mx.disable_compile()
+    other, model, report, before, held, stock = converted(name)
+    converted.cache_clear()  # reverted below
 
     assert [path for path, _ in types(model)] == [path for path, _ in before]
     assert arrays(model) == held
