@@ -16,6 +16,9 @@ PYTEST := $(BIN)/python -m pytest
 # The pages of the API reference; all else is internal.
 PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime tuning conversion)
 
+# Tests and notebooks start many processes: what one has compiled of the package the next one takes.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo test test-fast test-metal test-cuda metal-sources test-floors stress fuzz bench plots architectures docs notebooks lint clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
