@@ -49,17 +49,25 @@ METAL_FUNC void bring_part(
     int columns,
     int thread_index) {
   int row_words = columns * bits / 32, row_groups = columns / group;
-  for (int i = thread_index; i < part_rows * part_words; i += threads) {
-    int r = row + i / part_words, c = column * bits / 32 + i % part_words;
-    words[i] = r < rows && c < row_words ? w[size_t(r) * row_words + c] : 0;
+  const int count = part_rows * part_words, scaled = part_rows * part_groups;
+#pragma unroll
+  for (int first = 0; first < count; first += threads) {
+    int i = first + thread_index, r = row + i / part_words;
+    int c = column * bits / 32 + i % part_words;
+    if (i < count) {
+      words[i] = r < rows && c < row_words ? w[size_t(r) * row_words + c] : 0;
+    }
   }
-  for (int i = thread_index; i < part_rows * part_groups; i += threads) {
-    int r = row + i / part_groups, c = column / group + i % part_groups;
+#pragma unroll
+  for (int first = 0; first < scaled; first += threads) {
+    int i = first + thread_index, r = row + i / part_groups, c = column / group + i % part_groups;
     bool inside = r < rows && c < row_groups;
     size_t at = size_t(r) * row_groups + c;
-    factors[i] = inside ? decoded_scale<mode>(scales[at]) : 0.0f;
-    if (mode == AFFINE) {
-      offsets[i] = inside ? float(biases[at]) : 0.0f;
+    if (i < scaled) {
+      factors[i] = inside ? decoded_scale<mode>(scales[at]) : 0.0f;
+      if (mode == AFFINE) {
+        offsets[i] = inside ? float(biases[at]) : 0.0f;
+      }
     }
   }
 }
