@@ -5,8 +5,8 @@
 // packed.metal says how w is packed, transposed (N, K) or not (K, N).
 //
 // A threadgroup computes rows * simds_m x 32 * simds_n of y, each SIMD group rows x 32. Per step of
-// tile_k the threadgroup brings packed words and scales of w into threadgroup memory; each SIMD group
-// decodes them into its cooperative right input, rounded to T, and multiplies with rows of x in device
+// tile_k the threadgroup brings packed words and scales of w into threadgroup memory, which were read
+// during the step before; each SIMD group decodes them into its cooperative right input, rounded to T, and multiplies with rows of x in device
 // memory. Sums stay in a cooperative destination; with a gate its two matrices take turns, and have one
 // each. Which lane holds which element is asked of the tensors, never assumed.
 //
@@ -32,44 +32,70 @@ using namespace metal;
 #define PART_WORDS (PART_COLUMNS * bits / 32)
 #define PART_GROUPS (PART_COLUMNS > group ? PART_COLUMNS / group : 1)
 
-// Words, scales and biases of the part at (row, column) of a matrix (rows, columns); zeros beyond it.
+// What a thread brings of a part: words, scales and biases.
+template <int words_each, int scales_each>
+struct share_of_part {
+  uint words[words_each];
+  float factors[scales_each], offsets[scales_each];
+};
+
+// Reads it for the part at (row, column) of a matrix (rows, columns); zeros beyond it.
 template <
     int mode, int group, int bits, int part_rows, int part_words, int part_groups, int threads,
-    typename S>
-METAL_FUNC void bring_part(
-    threadgroup uint* words,
-    threadgroup float* factors,
-    threadgroup float* offsets,
-    const device uint* w,
-    const device S* scales,
-    const device S* biases,
+    typename S, typename H>
+METAL_FUNC void read_part(
+    thread H& share,
+    thread const packed_matrix<S>& from,
     int row,
     int column,
     int rows,
     int columns,
     int thread_index) {
-  int row_words = columns * bits / 32, row_groups = columns / group;
   const int count = part_rows * part_words, scaled = part_rows * part_groups;
+  int row_words = columns * bits / 32, row_groups = columns / group;
 #pragma unroll
   for (int first = 0; first < count; first += threads) {
     int i = first + thread_index, r = row + i / part_words;
     int c = column * bits / 32 + i % part_words;
-    if (i < count) {
-      words[i] = r < rows && c < row_words ? w[size_t(r) * row_words + c] : 0;
-    }
+    bool inside = i < count && r < rows && c < row_words;
+    share.words[first / threads] = inside ? from.w[size_t(r) * row_words + c] : 0;
   }
 #pragma unroll
   for (int first = 0; first < scaled; first += threads) {
     int i = first + thread_index, r = row + i / part_groups, c = column / group + i % part_groups;
-    bool inside = r < rows && c < row_groups;
+    bool inside = i < scaled && r < rows && c < row_groups;
     size_t at = size_t(r) * row_groups + c;
-    if (i < scaled) {
-      factors[i] = inside ? decoded_scale<mode>(scales[at]) : 0.0f;
+    share.factors[first / threads] = inside ? decoded_scale<mode>(from.scales[at]) : 0.0f;
+    if (mode == AFFINE) {
+      share.offsets[first / threads] = inside ? float(from.biases[at]) : 0.0f;
+    }
+  }
+}
+
+// Writes what was read, for all threads of the group to see behind a barrier.
+template <int mode, int count, int scaled, int threads, typename H>
+METAL_FUNC void write_part(
+    thread const H& share,
+    threadgroup uint* words,
+    threadgroup float* factors,
+    threadgroup float* offsets,
+    int thread_index) {
+#pragma unroll
+  for (int first = 0; first < count; first += threads) {
+    if (first + thread_index < count) {
+      words[first + thread_index] = share.words[first / threads];
+    }
+  }
+#pragma unroll
+  for (int first = 0; first < scaled; first += threads) {
+    if (first + thread_index < scaled) {
+      factors[first + thread_index] = share.factors[first / threads];
       if (mode == AFFINE) {
-        offsets[i] = inside ? float(biases[at]) : 0.0f;
+        offsets[first + thread_index] = share.offsets[first / threads];
       }
     }
   }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // One element of a part, decoded.
@@ -119,32 +145,35 @@ struct tensor_rows<T, true> {
   }
 };
 
-// sums += x * w for a step: its part of w is brought, decoded and multiplied.
+// sums += x * w for a step: its part of w, which was read before, is written, decoded and multiplied,
+// and that of the next one is read meanwhile.
 template <
     typename T, int mode, int group, int bits, bool transposed, int tile_k, int simds_m, int simds_n,
-    typename S, typename P, typename L, typename R, typename C>
+    typename S, typename P, typename L, typename R, typename C, typename H>
 METAL_FUNC void add_step(
     thread const P& product,
     thread L& left,
     thread R& right,
     thread C& sums,
+    thread H& share,
     threadgroup uint* words,
     threadgroup float* factors,
     threadgroup float* offsets,
-    thread const packed_matrix<S>& from,
+    thread const packed_matrix<S>& next,
     int n,
-    int k,
+    int next_k,
     int N,
     int K,
     bool any,
     int thread_index) {
+  constexpr int threads = 32 * simds_m * simds_n;
   int column = thread_index / 32 % simds_n * TENSOR_COLUMNS;
-  bring_part<
-      mode, group, bits, PART_ROWS, PART_WORDS, PART_GROUPS, 32 * simds_m * simds_n>(
-      words, factors, offsets, from.w, from.scales, from.biases, transposed ? n : k,
-      transposed ? k : n, transposed ? N : K, transposed ? K : N, thread_index);
-  // What was brought two steps before was read before the barrier of the last step.
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  // What was written two steps before was read before the barrier of the last step.
+  write_part<mode, PART_ROWS * PART_WORDS, PART_ROWS * PART_GROUPS, threads>(
+      share, words, factors, offsets, thread_index);
+  read_part<mode, group, bits, PART_ROWS, PART_WORDS, PART_GROUPS, threads>(
+      share, next, transposed ? n : next_k, transposed ? next_k : n, transposed ? N : K,
+      transposed ? K : N, thread_index);
   if (any) {
     for (ushort i = 0; i < right.get_capacity(); i++) {
       if (right.is_valid_element(i)) {
@@ -212,6 +241,7 @@ METAL_FUNC void multiply_tensors(
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
   mpp::tensor_ops::matmul2d<descriptor, metal::execution_simdgroup> product;
   constexpr int count = PART_ROWS * PART_WORDS, scaled = PART_ROWS * PART_GROUPS;
+  constexpr int threads = 32 * simds_m * simds_n;
   int simd = thread_index / 32, stage = 0;
   m += simd / simds_n * rows;
   x += size_t(m) * K;
@@ -225,16 +255,21 @@ METAL_FUNC void multiply_tensors(
     sums[i] = 0.0f;
   }
   auto others = sums;
+  share_of_part<(count + threads - 1) / threads, (scaled + threads - 1) / threads> share;
+  read_part<mode, group, bits, PART_ROWS, PART_WORDS, PART_GROUPS, threads>(
+      share, matrix, transposed ? n : 0, transposed ? 0 : n, transposed ? N : K, transposed ? K : N,
+      thread_index);
   for (int k = 0; k < K; k += tile_k) {
     auto of_x = tensor_rows<T, ragged>::at(product, x, k, K, max(M - m, 0));
     add_step<T, mode, group, bits, transposed, tile_k, simds_m, simds_n>(
-        product, of_x, right, sums, words + stage * count, factors + stage * scaled,
-        offsets + stage * scaled, matrix, n, k, N, K, any, thread_index);
+        product, of_x, right, sums, share, words + stage * count, factors + stage * scaled,
+        offsets + stage * scaled, gate ? other : matrix, n, gate ? k : k + tile_k, N, K, any,
+        thread_index);
     stage = 1 - stage;
     if (gate) {
       add_step<T, mode, group, bits, transposed, tile_k, simds_m, simds_n>(
-          product, of_x, right, others, words + stage * count, factors + stage * scaled,
-          offsets + stage * scaled, other, n, k, N, K, any, thread_index);
+          product, of_x, right, others, share, words + stage * count, factors + stage * scaled,
+          offsets + stage * scaled, matrix, n, k + tile_k, N, K, any, thread_index);
       stage = 1 - stage;
     }
   }

@@ -133,10 +133,13 @@ def threadgroup_memory(
     return 8 * rows * (words + groups * (1 + affine)) + (0 if affine else 4)
 
 
-def registers(T: mx.Dtype, rows: int, tile_k: int, ragged: bool, gate: int = 0, **_: object) -> int:
-    """Words of the tensors of a thread: the sums and the inputs."""
-    sums = rows * (1 + bool(gate))
-    return sums + (COLUMNS + rows * ragged) * tile_k * T.size // 128
+def registers(
+    T: mx.Dtype, rows: int, ragged: bool, simds_m: int, gate: int = 0, **part: Any
+) -> int:
+    """Words of a thread's tensors, the sums and the inputs, and of what it brings of a part."""
+    sums, threads = rows * (1 + bool(gate)), 32 * simds_m * part["simds_n"]
+    inputs = (COLUMNS + rows * ragged) * part["tile_k"] * T.size // 128
+    return sums + inputs + -(-threadgroup_memory(**part) // (8 * threads))
 
 
 def codes_registers(rows: int, columns: int, simds: int, gate: int, **_: object) -> int:

@@ -17,6 +17,7 @@ from mlx_qlayers.metal.quantized_matmul.qmm_tensor import (
     registers,
     tensor_config,
 )
+from mlx_qlayers.metal.quantized_matmul.qmv_config import packed_template
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import CompileError, bound_launch, checks
@@ -165,7 +166,9 @@ def test_registers():
                     for transpose in (True, False):
                         for gate in (0, 1):
                             config = tensor_config(m, k, dtype, fmt, transpose, gate > 0)
-                            assert registers(dtype, **asdict(config), gate=gate) < 128
+                            values = packed_template(fmt, dtype, dtype) | asdict(config)
+                            held = registers(**values, transposed=transpose, gate=gate)
+                            assert held < 128
         for gate in (0, 1):
             assert codes_registers(**asdict(codes_config(m)), gate=gate) < 128
 
