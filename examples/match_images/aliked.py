@@ -16,9 +16,9 @@ import mlx.nn as nn
 import numpy as np
 from products import (
     Conv2d,
-    added,
     compiled,
     deform_conv2d,
+    joined,
     matmul,
     maxima,
     normalized,
@@ -163,15 +163,14 @@ class ALIKED(nn.Module):
             return grid_sample(level, grid, align_corners=True)
 
         # The first layer of the scores sums over levels, which are cheaper to raise afterwards.
+        # The first layer of the scores sums over levels, which are cheaper to raise afterwards.
         first, *others = self.score_head[::2]
-        parts = [
-            pointwise(y, part)
-            for y, part in zip(levels, mx.split(first.weight, 4, -1), strict=True)
-        ]
-        scores = added(parts[0], sum(map(raised, parts[1:])), selu=True)
+        weights = mx.split(first.weight, 4, axis=-1)
+        rest = sum(raised(pointwise(y, w)) for y, w in zip(levels[1:], weights[1:], strict=True))
+        scores = pointwise(levels[0], weights[0], rest, selu=True)
         for layer in others:
             scores = layer(scores, selu=layer is not others[-1])
-        features = normalized(mx.concatenate([levels[0], *map(raised, levels[1:])], axis=-1))
+        features = joined([levels[0], *map(raised, levels[1:])])
         inner = slice(above, above + height), slice(left, left + width)
         scores = mx.sigmoid(scores)[:, *inner, 0]
         return features[:, *inner], scores, maxima(scores, RADIUS)

@@ -69,11 +69,9 @@ template <int P, int V>
   for (int p = 0; p < P; p++) {
     // Beyond the last pixel it is computed again.
     out[p] = (ulong(position.y) * across + min(first + p, across - 1)) * outputs + strip * V;
-    sum[p] = load<V>(bias + strip * V);
-    if (sizes[REST]) {
-      for (int v = 0; v < there; v++) {
-        sum[p].at[v] += rest[out[p] + v];
-      }
+#pragma clang loop unroll(full)
+    for (int v = 0; v < V; v++) {
+      sum[p].at[v] = 0;
     }
   }
   // Inside of the image the taps of a row are one run of numbers.
@@ -110,17 +108,25 @@ template <int P, int V>
   }
 #pragma clang loop unroll(full)
   for (int p = 0; p < P; p++) {
+    channels<V> made = sum[p], start = load<V>(bias + strip * V);
+    if (sizes[REST]) {
+      for (int v = 0; v < there; v++) {
+        start.at[v] += rest[out[p] + v];
+      }
+    }
+    for (int v = 0; v < V; v++) {
+      made.at[v] += start.at[v];
+    }
     if (sizes[SELU]) {
-#pragma clang loop unroll(full)
       for (int v = 0; v < V; v++) {
-        sum[p].at[v] = selu_of(sum[p].at[v]);
+        made.at[v] = selu_of(made.at[v]);
       }
     }
     if (there == V) {
-      *reinterpret_cast<device channels<V>*>(y + out[p]) = sum[p];
+      *reinterpret_cast<device channels<V>*>(y + out[p]) = made;
     } else {
       for (int v = 0; v < there; v++) {
-        y[out[p] + v] = sum[p].at[v];
+        y[out[p] + v] = made.at[v];
       }
     }
   }
@@ -150,12 +156,12 @@ template <int P, int V, int D>
     }
   }
   for (int strip = 0; strip < strips; strip++) {
-    channels<V> score[P];
+    channels<V> score[P], sum[P];
 #pragma clang loop unroll(full)
     for (int p = 0; p < P; p++) {
 #pragma clang loop unroll(full)
       for (int v = 0; v < V; v++) {
-        score[p].at[v] = 0;
+        sum[p].at[v] = 0;
       }
     }
     for (int d = 0; d < D; d++) {
@@ -165,9 +171,13 @@ template <int P, int V, int D>
         float x = from[p][d];
 #pragma clang loop unroll(full)
         for (int v = 0; v < V; v++) {
-          score[p].at[v] = fma(x, factors.at[v], score[p].at[v]);
+          sum[p].at[v] = fma(x, factors.at[v], sum[p].at[v]);
         }
       }
+    }
+#pragma clang loop unroll(full)
+    for (int p = 0; p < P; p++) {
+      score[p] = sum[p];
     }
     // Each row by its largest so far.
     for (int p = 0; p < P; p++) {
@@ -210,7 +220,7 @@ template <int P, int V, int D>
       for (int p = 0; p < P; p++) {
 #pragma clang loop unroll(full)
         for (int v = 0; v < V; v++) {
-          sum[p].at[v] = out[p].at[d + v];
+          sum[p].at[v] = 0;
         }
       }
       for (int k = 0; k < V; k++) {
@@ -228,7 +238,7 @@ template <int P, int V, int D>
       for (int p = 0; p < P; p++) {
 #pragma clang loop unroll(full)
         for (int v = 0; v < V; v++) {
-          out[p].at[d + v] = sum[p].at[v];
+          out[p].at[d + v] += sum[p].at[v];
         }
       }
     }
@@ -276,30 +286,35 @@ template <int COUNT>
   }
 }
 
-// Rows of C numbers at length one; one thread computes up to COUNT rows, grid likewise.
+// Four parts of C numbers each side by side, at length one; one thread computes up to COUNT rows.
 template <int COUNT, int C>
 [[kernel]] void normalized(
-    const device float* x,
+    const device float* a,
+    const device float* b,
+    const device float* c,
+    const device float* d,
     constant int& rows,
     device float* y,
     uint i [[thread_position_in_grid]]) {
   int first = int(i) * COUNT;
   for (int row = first; row < min(first + COUNT, rows); row++) {
-    channels<C> each = load<C>(x + ulong(row) * C);
-    float parts[16] = {};
-    for (int k = 0; k < C; k += 16) {
-#pragma clang loop unroll(full)
-      for (int v = 0; v < 16; v++) {
-        parts[v] += each.at[k + v] * each.at[k + v];
+    ulong at = ulong(row) * C;
+    channels<C> parts[4] = {load<C>(a + at), load<C>(b + at), load<C>(c + at), load<C>(d + at)};
+    channels<C> squares = {};
+    for (int part = 0; part < 4; part++) {
+      for (int k = 0; k < C; k++) {
+        squares.at[k] += parts[part].at[k] * parts[part].at[k];
       }
     }
     float sum = 0;
-    for (int v = 0; v < 16; v++) {
-      sum += parts[v];
+    for (int k = 0; k < C; k++) {
+      sum += squares.at[k];
     }
     float factor = 1.0f / max(precise::sqrt(sum), 1e-12f);
-    for (int k = 0; k < C; k++) {
-      y[ulong(row) * C + k] = factor * each.at[k];
+    for (int part = 0; part < 4; part++) {
+      for (int k = 0; k < C; k++) {
+        y[4 * at + part * C + k] = factor * parts[part].at[k];
+      }
     }
   }
 }

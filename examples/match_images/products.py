@@ -37,7 +37,7 @@ _PRODUCT = _kernel("product", "x weight bias rest zeros sizes", "P V")
 _ATTENTION = _kernel("attention", "q keys values sizes", "P V D")
 _SELU = _kernel("selu", "x rest bias size", "COUNT C MORE")
 _GELU = _kernel("gelu", "x size", "COUNT")
-_NORMALIZED = _kernel("normalized", "x rows", "COUNT C")
+_NORMALIZED = _kernel("normalized", "a b c d rows", "COUNT C")
 _PEAKS = _kernel("peaks", "x scores found sizes", "COUNT RADIUS REST")
 # Pixels and channels that a thread computes, in sixteen registers of AVX-512.
 PIXELS, STRIP = 8, 32
@@ -77,7 +77,9 @@ def product(
     Returns:
         (B, H - kh + 1, W - kw + 1, O), and the padding more.
     """
-    (images, height, width, channels), (each, strips, kh, kw, _, strip) = x.shape, weight.shape
+    (images, height, width, channels), (each, strips, kh, kw, depth, strip) = x.shape, weight.shape
+    if depth != channels or each not in (1, images):
+        raise ValueError(f"weight {weight.shape} does not fit x {x.shape}")
     above, left = padding
     down, across = height + 2 * above - kh + 1, width + 2 * left - kw + 1
     sizes = [height, width, down, across, channels, outputs, kh, kw, above, left]
@@ -130,11 +132,13 @@ class Conv2d(nn.Conv2d):
         return y.reshape(shape) if rows else y
 
 
-def pointwise(x: mx.array, weight: mx.array) -> mx.array:
+def pointwise(
+    x: mx.array, weight: mx.array, rest: mx.array | None = None, selu: bool = False
+) -> mx.array:
     """A convolution of 1 x 1 with a weight (O, 1, 1, C)."""
     if backend() != "host":
-        return x @ weight[:, 0, 0].T
-    return product(x, packed(_turned(weight)), len(weight))
+        return added(x @ weight[:, 0, 0].T, rest, None, selu)
+    return product(x, packed(_turned(weight)), len(weight), rest=rest, selu=selu)
 
 
 def deform_conv2d(
@@ -231,15 +235,21 @@ def gelu(x: mx.array) -> mx.array:
 
 def normalized(x: mx.array) -> mx.array:
     """The last axis at length one."""
+    return mx.fast.rms_norm(x, mx.full(x.shape[-1], x.shape[-1] ** -0.5), 1e-24)
+
+
+def joined(parts: list[mx.array]) -> mx.array:
+    """Four arrays (..., C) side by side, (..., 4 C) at length one."""
     if backend() != "host":
-        return mx.fast.rms_norm(x, mx.full(x.shape[-1], x.shape[-1] ** -0.5), 1e-24)
-    rows = x.size // x.shape[-1]
+        return normalized(mx.concatenate(parts, axis=-1))
+    *shape, channels = parts[0].shape
+    rows = parts[0].size // channels
     (y,) = _NORMALIZED(
-        [x, mx.array(rows)],
-        template={"COUNT": 64, "C": x.shape[-1]},
+        [*parts, mx.array(rows)],
+        template={"COUNT": 64, "C": channels},
         grid=(-(-rows // 64), 1, 1),
         threadgroup=(1, 1, 1),
-        output_shapes=[x.shape],
+        output_shapes=[(*shape, 4 * channels)],
     )
     return y
 
