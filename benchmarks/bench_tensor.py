@@ -1,11 +1,15 @@
 """The product by tensor operations beside the kernels that operations take on CUDA.
 
-``python benchmarks/bench_tensor.py``: bfloat16, 4 bits, groups of 64, each beside the kernel of
-tiles, whose results it must give. It is for the M5; here the bar is 1.3 times that kernel's time.
+``python benchmarks/bench_tensor.py [--all]``: bfloat16, 4 bits, groups of 64, each as it is cut
+best of some configurations, beside the kernel of tiles, whose results it must give and which was
+measured so too. It is for the M5; here the bar is 1.3 times that kernel's time.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, replace
 from functools import partial
 
 import mlx.core as mx
@@ -16,40 +20,92 @@ from mlx_qlayers import quantized_matmul, use_backend
 from mlx_qlayers.dispatch.measurements import configure
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm
-from mlx_qlayers.metal.quantized_matmul.qmm_tensor import qmm_tensor, tensor_config
+from mlx_qlayers.metal.quantized_matmul.qmm_tensor import TensorConfig, qmm_tensor
 from mlx_qlayers.options import MatmulCall, PackedMatrix
+from mlx_qlayers.runtime.cuda_ahead import together
 from mlx_qlayers.runtime.spec import Spec
 
 FMT = Format(64, 4)
+# Rows and columns of SIMD groups, the depth of a step, and threadgroups for each multiprocessor.
+CUTS = (
+    (64, (2, 2), 32, 3),
+    (64, (1, 4), 32, 3),
+    (64, (2, 4), 32, 2),
+    (64, (1, 4), 64, 2),
+    (32, (2, 4), 64, 2),
+    (32, (2, 2), 64, 4),
+)
+ROWS = (64, 512, 2048)
+CORES = 132
+
+_Launch = Callable[..., mx.array]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="the time of every configuration")
+    every = parser.parse_args().all
     print_facts()
     with use_backend("cuda"):
-        for rows in (64, 512, 2048):
-            for n, k in SHAPES:
-                print(row(rows, n, k), flush=True)
+        shapes = [(rows, n, k) for rows in ROWS for n, k in SHAPES]
+        with together():
+            launches = [prepared(*shape) for shape in shapes]
+        for shape, paths in zip(shapes, launches, strict=True):
+            print(row(*shape, *paths, every), flush=True)
 
 
-def row(rows: int, n: int, k: int) -> str:
-    """The times of one shape."""
+def configurations(rows: int, n: int, k: int) -> Iterator[TensorConfig]:
+    """Those to choose from, the depth shared where threadgroups are few."""
+    for height, (simds_m, simds_n), tile_k, resident in CUTS:
+        cut = TensorConfig(height, tile_k, simds_m, simds_n, False, 1, resident)
+        if cut.tile_m <= rows:
+            count = -(-rows // cut.tile_m) * -(-n // cut.tile_n)
+            for waves in (0, 1, 2):
+                parts = max(1, min(waves * CORES * resident // count, k // 512))
+                if waves == 0 or parts > 1:
+                    yield replace(cut, parts=parts)
+
+
+def prepared(rows: int, n: int, k: int) -> tuple[_Launch, dict[TensorConfig, _Launch]]:
+    """The launches of a shape: by tiles, and by tensor operations."""
+    groups = Spec((n, k // FMT.group_size), mx.bfloat16)
+    packed = PackedMatrix(Spec((n, k * FMT.bits // 32), mx.uint32), groups, groups)
+    call = MatmulCall(Spec((rows, k), mx.bfloat16), packed, True, FMT)
+    by_tiles = qmm(call, configure("qmm", "cuda", rows, n, k, mx.bfloat16, FMT, True))
+    cuts = dict.fromkeys(configurations(rows, n, k))
+    return by_tiles, {config: qmm_tensor(call, config) for config in cuts}
+
+
+def row(
+    rows: int,
+    n: int,
+    k: int,
+    by_tiles: _Launch,
+    by_tensors: dict[TensorConfig, _Launch],
+    every: bool,
+) -> str:
+    """The times of one shape, of tensor operations as they are cut best."""
     x = mx.random.normal((rows, k)).astype(mx.bfloat16)
     packed = mx.quantize(mx.random.normal((n, k)).astype(mx.bfloat16) * k**-0.5, *FMT)
     mx.eval(x, packed)
-    call = MatmulCall(Spec.of(x), PackedMatrix(*map(Spec.of, packed)), True, FMT)
-    by_tensors = qmm_tensor(call, tensor_config(rows, k, x.dtype, FMT, True))
-    by_tiles = qmm(call, configure("qmm", "cuda", rows, n, k, x.dtype, FMT, True))
-    paths = {
-        "tensor": partial(by_tensors, x, *packed, None),
-        "qmm": partial(by_tiles, x, *packed, None),
-        "taken": partial(quantized_matmul, x, *packed),
-    }
-    found, truth = paths["tensor"](), paths["qmm"]()
-    error = (mx.abs(found - truth).max() / mx.abs(truth).max()).item()
-    times = {name: seconds(run) * 1e6 for name, run in paths.items()}
-    most = times["tensor"] / times["qmm"]
-    text = ", ".join(f"{name} {us:.0f} us" for name, us in times.items())
-    return f"{rows} x {n} x {k}: {text}; {most:.2f} times qmm; off by {error:.1e}"
+    times: dict[str, float] = {}
+    text = f"{rows} x {n} x {k}:"
+    truth = by_tiles(x, *packed, None)
+    errors = dict[str, float]()
+    for config, run in by_tensors.items():
+        name = " ".join(map(str, astuple(config)))
+        difference = mx.abs(run(x, *packed, None) - truth).max() / mx.abs(truth).max()
+        errors[name] = difference.item()
+        times[name] = seconds(partial(run, x, *packed, None)) * 1e6
+        if every:
+            print(f"{text} {name}: {times[name]:.0f} us, off by {errors[name]:.1e}", flush=True)
+    best = min(times, key=times.__getitem__)
+    tiles = seconds(partial(by_tiles, x, *packed, None)) * 1e6
+    taken = seconds(partial(quantized_matmul, x, *packed)) * 1e6
+    return (
+        f"{text} tensor {times[best]:.0f} us ({best}), qmm {tiles:.0f} us, taken {taken:.0f} us; "
+        f"{times[best] / tiles:.2f} times qmm; off by {max(errors.values()):.1e}"
+    )
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ template <
   size_t w_rows = size_t(matrix) * (transposed ? N : K), groups = w_rows * (w_columns / group);
   packed_matrix<S> chosen = {
       w + w_rows * (size_t(w_columns) * bits / 32), scales + groups, biases + groups};
-  multiply_tensors<T, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, 0>(
+  multiply_tensors<T, T, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, 0>(
       words, factors_of_part, offsets, x, chosen, chosen, nullptr, nullptr, nullptr,
-      scaled ? factors[matrix] : 1.0f, y, m, M, place.y * TENSOR_COLUMNS * simds_n, N, K,
+      scaled ? factors[matrix] : 1.0f, y, m, M, place.y * TENSOR_COLUMNS * simds_n, N, 0, K, K,
       thread_index);
 }

@@ -5,13 +5,18 @@
 // packed.metal says how w is packed, transposed (N, K) or not (K, N).
 //
 // A threadgroup computes rows * simds_m x 32 * simds_n of y, each SIMD group rows x 32. Per step of
-// tile_k the threadgroup brings packed words and scales of w into threadgroup memory, which were read
-// during the step before; each SIMD group decodes them into its cooperative right input, rounded to T, and multiplies with rows of x in device
-// memory. Sums stay in a cooperative destination; with a gate its two matrices take turns, and have one
-// each. Which lane holds which element is asked of the tensors, never assumed.
+// tile_k the threadgroup brings packed words and scales of w into threadgroup memory, by way of
+// registers that are filled while the step before is multiplied; each SIMD group decodes them into its
+// cooperative right input, rounded to T, and multiplies with rows of x in device memory. Sums stay in a
+// cooperative destination; with a gate its two matrices take turns, and have one each. Which lane holds
+// which element is asked of the tensors, never assumed.
 //
-//   grid (ceil(M / (rows * simds_m)) * threads, ceil(N / (32 * simds_n)), 1), threadgroup (threads, 1, 1)
-//   with threads = 32 * simds_m * simds_n; threadgroup memory 2 * (words, scales and biases of a step).
+//   grid (ceil(M / (rows * simds_m)) * threads, ceil(N / (32 * simds_n)), parts), threadgroup
+//   (threads, 1, 1) with threads = 32 * simds_m * simds_n; threadgroup memory 2 * (words, scales and
+//   biases of a step).
+//
+// Where `parts` share K, part z takes `depth` elements of it from z * depth on, a multiple of tile_k,
+// and writes its sums to plane z of y, in float32, for qmm_sum to add.
 //
 // tile_k divides K, or else the product is `ragged`: then x too comes through a cooperative input.
 // Needs Metal 4, macOS 26.2; never run on the hardware that it is for.
@@ -32,19 +37,22 @@ using namespace metal;
 #define PART_WORDS (PART_COLUMNS * bits / 32)
 #define PART_GROUPS (PART_COLUMNS > group ? PART_COLUMNS / group : 1)
 
-// What a thread brings of a part: words, scales and biases.
-template <int words_each, int scales_each>
-struct share_of_part {
-  uint words[words_each];
-  float factors[scales_each], offsets[scales_each];
+// How many of `all` a thread takes, every threads-th.
+#define SHARE(all, threads) (((all) + (threads) - 1) / (threads))
+
+// A thread's share of words, scales and biases of a part.
+template <typename S, int words, int groups>
+struct held_part {
+  uint word[words];
+  S factor[groups], offset[groups];
 };
 
-// Reads it for the part at (row, column) of a matrix (rows, columns); zeros beyond it.
+// The part at (row, column) of a matrix (rows, columns); zeros beyond it.
 template <
     int mode, int group, int bits, int part_rows, int part_words, int part_groups, int threads,
     typename S, typename H>
-METAL_FUNC void read_part(
-    thread H& share,
+METAL_FUNC void fetch_part(
+    thread H& held,
     thread const packed_matrix<S>& from,
     int row,
     int column,
@@ -54,20 +62,49 @@ METAL_FUNC void read_part(
   const int count = part_rows * part_words, scaled = part_rows * part_groups;
   int row_words = columns * bits / 32, row_groups = columns / group;
 #pragma unroll
-  for (int first = 0; first < count; first += threads) {
-    int i = first + thread_index, r = row + i / part_words;
-    int c = column * bits / 32 + i % part_words;
-    bool inside = i < count && r < rows && c < row_words;
-    share.words[first / threads] = inside ? from.w[size_t(r) * row_words + c] : 0;
+  for (int j = 0; j < SHARE(part_rows * part_words, threads); j++) {
+    int i = thread_index + j * threads;
+    int r = row + i / part_words, c = column * bits / 32 + i % part_words;
+    bool inside = i < part_rows * part_words && r < rows && c < row_words;
+    held.word[j] = inside ? from.w[size_t(r) * row_words + c] : 0;
   }
 #pragma unroll
-  for (int first = 0; first < scaled; first += threads) {
-    int i = first + thread_index, r = row + i / part_groups, c = column / group + i % part_groups;
-    bool inside = i < scaled && r < rows && c < row_groups;
+  for (int j = 0; j < SHARE(part_rows * part_groups, threads); j++) {
+    int i = thread_index + j * threads;
+    int r = row + i / part_groups, c = column / group + i % part_groups;
+    bool inside = i < part_rows * part_groups && r < rows && c < row_groups;
     size_t at = size_t(r) * row_groups + c;
-    share.factors[first / threads] = inside ? decoded_scale<mode>(from.scales[at]) : 0.0f;
+    held.factor[j] = inside ? from.scales[at] : S(0);
     if (mode == AFFINE) {
-      share.offsets[first / threads] = inside ? float(from.biases[at]) : 0.0f;
+      held.offset[j] = inside ? from.biases[at] : S(0);
+    }
+  }
+}
+
+// What it holds goes to threadgroup memory; `moved` steps of the scale are taken off the offsets.
+template <int mode, int part_rows, int part_words, int part_groups, int threads, typename H>
+METAL_FUNC void place_part(
+    threadgroup uint* words,
+    threadgroup float* factors,
+    threadgroup float* offsets,
+    thread const H& held,
+    float moved,
+    int thread_index) {
+#pragma unroll
+  for (int j = 0; j < SHARE(part_rows * part_words, threads); j++) {
+    int i = thread_index + j * threads;
+    if (i < part_rows * part_words) {
+      words[i] = held.word[j];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < SHARE(part_rows * part_groups, threads); j++) {
+    int i = thread_index + j * threads;
+    if (i < part_rows * part_groups) {
+      factors[i] = decoded_scale<mode>(held.factor[j]);
+      if (mode == AFFINE) {
+        offsets[i] = fma(factors[i], moved, float(held.offset[j]));
+      }
     }
   }
 }
@@ -99,7 +136,7 @@ METAL_FUNC void write_part(
 }
 
 // One element of a part, decoded.
-template <int mode, int group, int bits, int part_words, int part_groups>
+template <int mode, int group, int bits, int part_words, int part_groups, bool in_mantissa>
 METAL_FUNC float part_element(
     const threadgroup uint* words,
     const threadgroup float* factors,
@@ -113,8 +150,10 @@ METAL_FUNC float part_element(
   }
   code &= (1u << bits) - 1;
   int of_group = row * part_groups + (part_groups > 1 ? column / group : 0);
-  return fma(
-      factors[of_group], decoded<mode>(code), mode == AFFINE ? offsets[of_group] : 0.0f);
+  float value = in_mantissa ? as_type<float>(code << (bits == 8 ? 15 : 16) |
+                                             (bits == 8 ? 0x43800000u : 0x43000000u))
+                            : decoded<mode>(code);
+  return fma(factors[of_group], value, mode == AFFINE ? offsets[of_group] : 0.0f);
 }
 
 // What a SIMD group multiplies with: x by rows from device memory, or an input that is filled here.
@@ -145,8 +184,8 @@ struct tensor_rows<T, true> {
   }
 };
 
-// sums += x * w for a step: its part of w, which was read before, is written, decoded and multiplied,
-// and that of the next one is read meanwhile.
+// sums += x * w for a step whose part of w is in the memory of `stage`. Meanwhile the part of `next` that
+// follows comes, from k on, into the other stage's, which was read before the barrier of the last step.
 template <
     typename T, int mode, int group, int bits, bool transposed, int tile_k, int simds_m, int simds_n,
     typename S, typename P, typename L, typename R, typename C, typename H>
@@ -159,36 +198,50 @@ METAL_FUNC void add_step(
     threadgroup uint* words,
     threadgroup float* factors,
     threadgroup float* offsets,
+    int stage,
     thread const packed_matrix<S>& next,
     int n,
-    int next_k,
+    int k,
+    int end,
     int N,
     int K,
     bool any,
     int thread_index) {
+  constexpr int count = PART_ROWS * PART_WORDS, scaled = PART_ROWS * PART_GROUPS;
   constexpr int threads = 32 * simds_m * simds_n;
-  int column = thread_index / 32 % simds_n * TENSOR_COLUMNS;
-  // What was written two steps before was read before the barrier of the last step.
-  write_part<mode, PART_ROWS * PART_WORDS, PART_ROWS * PART_GROUPS, threads>(
-      share, words, factors, offsets, thread_index);
-  read_part<mode, group, bits, PART_ROWS, PART_WORDS, PART_GROUPS, threads>(
-      share, next, transposed ? n : next_k, transposed ? next_k : n, transposed ? N : K,
-      transposed ? K : N, thread_index);
+  // As decode_run: half precision does not show what a code in a mantissa loses.
+  constexpr bool in_mantissa = mode == AFFINE && sizeof(T) == 2;
+  constexpr float moved = in_mantissa ? (bits == 8 ? -256.0f : -128.0f) : 0.0f;
+  held_part<S, SHARE(count, threads), SHARE(scaled, threads)> held;
+  if (k < end) {
+    fetch_part<mode, group, bits, PART_ROWS, PART_WORDS, PART_GROUPS, threads>(
+        held, next, transposed ? n : k, transposed ? k : n, transposed ? N : K, transposed ? K : N,
+        thread_index);
+  }
   if (any) {
+    int column = thread_index / 32 % simds_n * TENSOR_COLUMNS;
+#pragma unroll
     for (ushort i = 0; i < right.get_capacity(); i++) {
       if (right.is_valid_element(i)) {
         auto index = right.get_multidimensional_index(i);
-        right[i] = T(part_element<mode, group, bits, PART_WORDS, PART_GROUPS>(
-            words, factors, offsets, index[1] + (transposed ? column : 0),
-            index[0] + (transposed ? 0 : column)));
+        right[i] = T(part_element<mode, group, bits, PART_WORDS, PART_GROUPS, in_mantissa>(
+            words + stage * count, factors + stage * scaled, offsets + stage * scaled,
+            index[1] + (transposed ? column : 0), index[0] + (transposed ? 0 : column)));
       }
     }
     product.run(left, right, sums);
   }
+  if (k < end) {
+    stage = 1 - stage;
+    place_part<mode, PART_ROWS, PART_WORDS, PART_GROUPS, threads>(
+        words + stage * count, factors + stage * scaled, offsets + stage * scaled, held, moved,
+        thread_index);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // What becomes of sums, from (m, n) of y on; of a gate's other matrix too.
-template <int gate, typename T, typename C>
+template <int gate, typename T, typename O, typename C>
 METAL_FUNC void write_tensor(
     thread C& sums,
     thread C& others,
@@ -196,28 +249,34 @@ METAL_FUNC void write_tensor(
     const device T* bias,
     const device T* other_bias,
     const device T* residual,
-    device T* y,
+    device O* y,
     int m,
     int M,
     int n,
     int N) {
+#pragma unroll
   for (ushort i = 0; i < sums.get_capacity(); i++) {
     if (sums.is_valid_element(i)) {
       auto index = sums.get_multidimensional_index(i);
       int r = m + index[1], c = n + index[0];
       if (r < M && c < N) {
         size_t at = size_t(r) * N + c;
-        y[at] = finished<T, gate>(
-            sums[i] * factor, gate ? others[i] : 0.0f, c, at, bias, other_bias, residual);
+        // Where O is not T these are null.
+        y[at] = finished<O, gate>(
+            sums[i] * factor, gate ? others[i] : 0.0f, c, at,
+            reinterpret_cast<const device O*>(bias),
+            reinterpret_cast<const device O*>(other_bias),
+            reinterpret_cast<const device O*>(residual));
       }
     }
   }
 }
 
-// y from (m, n) on for a threadgroup; x, y and M are those of one matrix.
+// y from (m, n) on for a threadgroup, of `depth` elements of K from `first` on; x, y and M are those of
+// one matrix.
 template <
-    typename T, typename S, int mode, int group, int bits, bool transposed, int rows, int tile_k,
-    int simds_m, int simds_n, bool ragged, int gate>
+    typename T, typename O, typename S, int mode, int group, int bits, bool transposed, int rows,
+    int tile_k, int simds_m, int simds_n, bool ragged, int gate>
 METAL_FUNC void multiply_tensors(
     threadgroup uint* words,
     threadgroup float* factors,
@@ -229,20 +288,20 @@ METAL_FUNC void multiply_tensors(
     const device T* other_bias,
     const device T* residual,
     float factor,
-    device T* y,
+    device O* y,
     int m,
     int M,
     int n,
     int N,
+    int first,
+    int depth,
     int K,
     int thread_index) {
   constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
       rows, TENSOR_COLUMNS, tile_k, false, transposed, sizeof(T) == 2,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
   mpp::tensor_ops::matmul2d<descriptor, metal::execution_simdgroup> product;
-  constexpr int count = PART_ROWS * PART_WORDS, scaled = PART_ROWS * PART_GROUPS;
-  constexpr int threads = 32 * simds_m * simds_n;
-  int simd = thread_index / 32, stage = 0;
+  int simd = thread_index / 32, stage = 0, end = min(first + depth, K);
   m += simd / simds_n * rows;
   x += size_t(m) * K;
   bool any = m < M;
@@ -251,27 +310,25 @@ METAL_FUNC void multiply_tensors(
   using left = decltype(tensor_rows<T, ragged>::at(product, x, 0, K, 0));
   auto sums = product.template get_destination_cooperative_tensor<
       metal::remove_addrspace_t<left>, metal::remove_addrspace_t<decltype(right)>, float>();
+#pragma unroll
   for (ushort i = 0; i < sums.get_capacity(); i++) {
     sums[i] = 0.0f;
   }
   auto others = sums;
-  share_of_part<(count + threads - 1) / threads, (scaled + threads - 1) / threads> share;
-  read_part<mode, group, bits, PART_ROWS, PART_WORDS, PART_GROUPS, threads>(
-      share, matrix, transposed ? n : 0, transposed ? 0 : n, transposed ? N : K, transposed ? K : N,
-      thread_index);
-  for (int k = 0; k < K; k += tile_k) {
-    auto of_x = tensor_rows<T, ragged>::at(product, x, k, K, max(M - m, 0));
-    add_step<T, mode, group, bits, transposed, tile_k, simds_m, simds_n>(
-        product, of_x, right, sums, share, words + stage * count, factors + stage * scaled,
-        offsets + stage * scaled, gate ? other : matrix, n, gate ? k : k + tile_k, N, K, any,
-        thread_index);
-    stage = 1 - stage;
-    if (gate) {
+  // Of the step before the first one only what follows it.
+  for (int k = first - tile_k; k < end; k += tile_k) {
+    bool begun = k >= first;
+    auto of_x = tensor_rows<T, ragged>::at(product, x, k, K, begun ? max(M - m, 0) : 0);
+    if (gate && begun) {
       add_step<T, mode, group, bits, transposed, tile_k, simds_m, simds_n>(
-          product, of_x, right, others, share, words + stage * count, factors + stage * scaled,
-          offsets + stage * scaled, matrix, n, k + tile_k, N, K, any, thread_index);
+          product, of_x, right, sums, words, factors, offsets, stage, other, n, k, end, N, K, any,
+          thread_index);
       stage = 1 - stage;
     }
+    add_step<T, mode, group, bits, transposed, tile_k, simds_m, simds_n>(
+        product, of_x, right, gate ? others : sums, words, factors, offsets, stage, matrix, n,
+        k + tile_k, end, N, K, any && begun, thread_index);
+    stage = 1 - stage;
   }
   write_tensor<gate>(
       sums, others, factor, bias, other_bias, residual, y, m, M, n + simd % simds_n * TENSOR_COLUMNS,
@@ -279,8 +336,8 @@ METAL_FUNC void multiply_tensors(
 }
 
 template <
-    typename T, typename S, int mode, int group, int bits, bool transposed, int rows, int tile_k,
-    int simds_m, int simds_n, bool ragged, int gate>
+    typename T, typename O, typename S, int mode, int group, int bits, bool transposed, int rows,
+    int tile_k, int simds_m, int simds_n, bool ragged, int gate, int RESIDENT>
 [[kernel]] void qmm_tensor(
     const device T* x,
     const device uint* w,
@@ -293,16 +350,17 @@ template <
     const device S* biases1,
     const device T* bias1,
     constant int* shape,
-    device T* y,
+    device O* y,
     uint3 place [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup uint words[2 * PART_ROWS * PART_WORDS];
   threadgroup float factors_of_part[2 * PART_ROWS * PART_GROUPS];
   threadgroup float offsets[mode == AFFINE ? 2 * PART_ROWS * PART_GROUPS : 1];
   packed_matrix<S> matrix = {w, scales, biases}, other = {w1, scales1, biases1};
+  int M = shape[0], N = shape[1], depth = shape[3];
   multiply_tensors<
-      T, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, gate>(
-      words, factors_of_part, offsets, x, matrix, other, bias, bias1, residual, 1.0f, y,
-      place.x * rows * simds_m, shape[0], place.y * TENSOR_COLUMNS * simds_n, shape[1], shape[2],
-      thread_index);
+      T, O, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, gate>(
+      words, factors_of_part, offsets, x, matrix, other, bias, bias1, residual, 1.0f,
+      y + place.z * size_t(M) * N, place.x * rows * simds_m, M,
+      place.y * TENSOR_COLUMNS * simds_n, N, place.z * depth, depth, shape[2], thread_index);
 }

@@ -14,6 +14,7 @@ from ...formats import Format
 from ...options import MatmulCall, PackedMatrix
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
+from .qmm import sum_of_parts
 from .qmv import GATES, Gate
 from .qmv_config import packed_template
 
@@ -30,10 +31,12 @@ class TensorConfig:
 
     Attributes:
         rows: of the result that a SIMD group computes; a multiple of 16.
-        tile_k: depth of a step; 16 or 32.
+        tile_k: depth of a step; a multiple of 16.
         simds_m: SIMD groups along the rows.
         simds_n: SIMD groups along the columns, 32 each.
         ragged: whether ``tile_k`` does not divide the depth.
+        parts: threadgroups that share the depth; above 1 a second launch adds their sums.
+        resident: on CUDA, threadgroups that a multiprocessor must have registers for.
     """
 
     rows: int
@@ -41,6 +44,8 @@ class TensorConfig:
     simds_m: int
     simds_n: int
     ragged: bool
+    parts: int = 1
+    resident: int = 1
 
     @property
     def tile_m(self) -> int:
@@ -134,12 +139,25 @@ def threadgroup_memory(
 
 
 def registers(
-    T: mx.Dtype, rows: int, ragged: bool, simds_m: int, gate: int = 0, **part: Any
+    T: mx.Dtype,
+    mode: int,
+    group: int,
+    bits: int,
+    transposed: bool,
+    rows: int,
+    tile_k: int,
+    simds_m: int,
+    simds_n: int,
+    ragged: bool,
+    gate: int = 0,
+    **_: object,
 ) -> int:
-    """Words of a thread's tensors, the sums and the inputs, and of what it brings of a part."""
-    sums, threads = rows * (1 + bool(gate)), 32 * simds_m * part["simds_n"]
-    inputs = (COLUMNS + rows * ragged) * part["tile_k"] * T.size // 128
-    return sums + inputs + -(-threadgroup_memory(**part) // (8 * threads))
+    """Words of the tensors of a thread, sums and inputs, and of its share of the next step."""
+    sums = rows * (1 + bool(gate))
+    part_rows, words, groups = _part(bits, group, transposed, tile_k, simds_n)
+    threads = 32 * simds_m * simds_n
+    held = -(-part_rows * words // threads) + -(-part_rows * groups // threads) * (1 + (mode == 0))
+    return sums + (COLUMNS + rows * ragged) * tile_k * T.size // 128 + held
 
 
 def codes_registers(rows: int, columns: int, simds: int, gate: int, **_: object) -> int:
@@ -155,7 +173,7 @@ _INPUTS = (
 _KERNELS: dict[type, tuple[str, tuple[str, ...], tuple[str, ...], Any, Any]] = {
     TensorConfig: (
         *("qmm_tensor", ()),
-        ("T", "S", "mode", "group", "bits", "transposed", *TENSOR_TILING, "gate"),
+        ("T", "O", "S", "mode", "group", "bits", "transposed", *TENSOR_TILING, "gate", "RESIDENT"),
         *(threadgroup_memory, registers),
     ),
     CodesConfig: (
@@ -217,37 +235,52 @@ def qmm_tensor(
         looked at.
 
     Raises:
-        ValueError: the configuration is for packed codes, and they are not such.
+        ValueError: the configuration is for packed codes, and they are not such; or the depth is
+            shared, and a gate or a residual follows.
     """
     (x, matrix, transpose, fmt), (m, n, k) = call, call.shape
-    sizes, threads = mx.array([m, n, k], mx.int32), config.threads(x.dtype)
+    steps, parts = 1, 1
+    if isinstance(config, TensorConfig):
+        steps = -(-k // config.tile_k)
+        parts = min(config.parts, steps)
+    depth = -(-steps // parts) * getattr(config, "tile_k", k)
+    parts = -(-k // depth)
+    if parts > 1 and (residual is not None or gate is not None):
+        raise ValueError(f"{config} shares the depth, and nothing but a bias can follow")
+    sizes, threads = mx.array([m, n, k, depth], mx.int32), config.threads(x.dtype)
     specs = [x, *matrix, residual, *(other or PackedMatrix(None, None))]
-    omitted = (name for name, spec in zip(_INPUTS, specs, strict=True) if spec is None)
+    taken = [None if parts > 1 and spec is matrix.bias else spec for spec in specs]
+    omitted = (name for name, spec in zip(_INPUTS, taken, strict=True) if spec is None)
     kind: Any = type(config)
     kernel, sums, more = _kernel(kind, tuple(omitted)), None, list[Spec]()
     values = packed_template(fmt, x.dtype, matrix.scales.dtype) | asdict(config)
     values |= {"transposed": transpose, "gate": GATES.index(gate)}
+    values |= {"O": mx.float32 if parts > 1 else x.dtype, "RESIDENT": values.get("resident", 1)}
     if isinstance(config, CodesConfig):
         if why := why_no_codes(call):
             raise ValueError(f"{config} does not take this product: {why}")
         groups, more = k // fmt.group_size, [Spec((m, 2 * k // fmt.group_size), mx.bfloat16)]
         sums = _GROUP_SUMS.bind(
-            [x, sizes[::2]],
+            [x, sizes[:3:2]],
             template={"T": x.dtype, "group": fmt.group_size},
             grid=(m * groups, 1, 1),
             threadgroup=(256, 1, 1),
             output_shapes=[more[0].shape],
             output_dtypes=[mx.bfloat16],
         )
+    shape = (*x.shape[:-1], n)
     launch = kernel.bind(
-        [*(spec for spec in specs if spec is not None), *more, sizes],
+        [*(spec for spec in taken if spec is not None), *more, sizes],
         template={name: values[name] for name in kernel.template},
-        grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), 1),
+        grid=(-(-m // config.tile_m) * threads, -(-n // config.tile_n), parts),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(*x.shape[:-1], n)],
+        output_shapes=[(parts, m, n) if parts > 1 else shape],
     )
-    given = itemgetter(*(i for i, spec in enumerate(specs) if spec is not None))
+    given = itemgetter(*(i for i, spec in enumerate(taken) if spec is not None))
+    if parts > 1:
+        total = sum_of_parts((parts, m, n), x.dtype, shape, matrix.bias is not None)
+        return lambda *arrays: total(launch([*given(arrays), sizes])[0], arrays[4])
     if sums is None:
         return lambda *arrays: launch([*given(arrays), sizes])[0]
-    rows_and_depth = sizes[::2]
+    rows_and_depth = sizes[:3:2]
     return lambda *arrays: launch([*given(arrays), *sums([arrays[0], rows_and_depth]), sizes])[0]

@@ -9,75 +9,82 @@
 
 namespace mlx::core::cu {
 
-// Sums M x N: tiles of 16 x 8, along the columns first.
+// Where a lane's element i of a row or a column of an operand lies along the depth K: in runs of
+// neighbours, which are one load of a row of x and one word of 4-bit codes. Both operands name the
+// depth alike, so that any order gives the same sums.
+template <int K>
+struct warp_depth {
+  static constexpr int COUNT = K / 4, RUN = COUNT < 8 ? COUNT : 8;
+  static int at(int i) {
+    return i / RUN * (4 * RUN) + int(threadIdx.x % 4) * RUN + i % RUN;
+  }
+};
+
+// Sums M x N: of their transpose, tiles of 16 x 8, so that a run of a row of x is registers of one
+// operand as it was loaded, and decoded weights those of the other.
 template <int M, int N>
 struct warp_sums {
   static constexpr int COUNT = M * N / 32;
   static index_array<int, 2> at(int i) {
     int lane = threadIdx.x % 32, tile = i / 4;
-    return {{tile % (N / 8) * 8 + lane % 4 * 2 + i % 2,
-             tile / (N / 8) * 16 + lane / 4 + i / 2 % 2 * 8}};
+    return {{tile % (N / 16) * 16 + lane / 4 + i / 2 % 2 * 8,
+             tile / (N / 16) * 8 + lane % 4 * 2 + i % 2}};
   }
 };
-// A left operand M x K: tiles of 16 x 16, along the depth first.
+// A left operand M x K: of every eight rows one, along the depth.
 template <int M, int K>
 struct warp_left {
-  static constexpr int COUNT = M * K / 32;
+  static constexpr int COUNT = M * K / 32, DEPTH = warp_depth<K>::COUNT;
   static index_array<int, 2> at(int i) {
-    int lane = threadIdx.x % 32, tile = i / 8;
-    return {{lane % 4 * (K / 4) + tile % (K / 16) * 4 + i % 2 + i / 4 % 2 * 2,
-             tile / (K / 16) * 16 + lane / 4 + i / 2 % 2 * 8}};
+    return {{warp_depth<K>::at(i % DEPTH), i / DEPTH * 8 + int(threadIdx.x % 32) / 4}};
   }
 };
-// A right operand K x N: tiles of 16 x 8, along the columns first.
+// A right operand K x N: of every eight columns one, along the depth.
 template <int K, int N, bool TRANSPOSED>
 struct warp_right {
-  static constexpr int COUNT = K * N / 32;
+  static constexpr int COUNT = K * N / 32, DEPTH = warp_depth<K>::COUNT;
   static index_array<int, 2> at(int i) {
-    int lane = threadIdx.x % 32, tile = i / 4;
-    int k = lane % 4 * (K / 4) + tile / (N / 8) * 4 + i % 4;
-    int n = tile % (N / 8) * 8 + lane / 4;
+    int k = warp_depth<K>::at(i % DEPTH), n = i / DEPTH * 8 + int(threadIdx.x % 32) / 4;
     return {{TRANSPOSED ? k : n, TRANSPOSED ? n : k}};
   }
 };
 
-// The 16 rows from `row` on of a left operand: from memory, zeros below its rows.
+// Whether runs of a left operand's rows are one load each.
 template <int K, typename T, typename E, typename S>
-void left_rows(vec<T, 2> (*to)[4], const tensor<T, E, S>& from, int row) {
-  constexpr int RUN = K / 4;
-  struct alignas(2 * RUN) run {
-    T values[RUN];
-  };
-  int lane = threadIdx.x % 32;
-  bool whole = reinterpret_cast<uint64_t>(from.p) % sizeof(run) == 0 && from.stride % RUN == 0;
-#pragma unroll
-  for (int below = 0; below < 2; below++) {
-    int r = row + lane / 4 + below * 8;
-    bool inside = r < from.extents.values[1];
-    const T* at = from.p + (inside ? r * from.stride : 0) + lane % 4 * RUN;
-    run own;
-    if (whole) {
-      own = *reinterpret_cast<const run*>(at);
-    } else {
-#pragma unroll
-      for (int i = 0; i < RUN; i++) {
-        own.values[i] = at[i];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < RUN; i += 2) {
-      vec<T, 2> pair(own.values[i], own.values[i + 1]), none(T(0.0f), T(0.0f));
-      to[i / 4][below + i / 2 % 2 * 2] = inside ? pair : none;
-    }
-  }
+bool in_whole_loads(const tensor<T, E, S>& from) {
+  uint64_t bytes = reinterpret_cast<uint64_t>(from.p) | from.stride * sizeof(T);
+  return bytes % (warp_depth<K>::RUN * sizeof(T)) == 0;
 }
 template <int K, typename T, typename L>
-void left_rows(vec<T, 2> (*to)[4], const cooperative_tensor<T, L>& from, int row) {
+bool in_whole_loads(const cooperative_tensor<T, L>&) {
+  return true;
+}
+
+// A lane's pairs of eight rows of a left operand from `row` on: from memory. Rows beyond it are
+// its last one, whose products have no place in a result.
+template <int K, bool WHOLE, typename T, typename E, typename S>
+void left_pairs(vec<T, 2>* to, const tensor<T, E, S>& from, int row) {
+  constexpr int COUNT = warp_depth<K>::COUNT, RUN = warp_depth<K>::RUN;
+  uint r = ::min(row + int(threadIdx.x % 32) / 4, from.extents.values[1] - 1);
+  const T* first = from.p + uint64_t(r) * uint(from.stride);
 #pragma unroll
-  for (int part = 0; part < K / 4; part++) {
-    int i = row / 16 * (K / 2) + part * 2;
-    to[part / 4][part % 4] = vec<T, 2>(from.elements[i], from.elements[i + 1]);
+  for (int i = 0; i < COUNT; i += RUN) {
+    const T* at = first + warp_depth<K>::at(i);
+    if constexpr (WHOLE)
+      load_aligned<RUN / 2, READ_AHEAD>(
+          reinterpret_cast<uint*>(to + i / 2), reinterpret_cast<const uint*>(at));
+    else
+#pragma unroll
+      for (int j = 0; j < RUN; j += 2)
+        to[(i + j) / 2] = vec<T, 2>(at[j], at[j + 1]);
   }
+}
+template <int K, bool WHOLE, typename T, typename L>
+void left_pairs(vec<T, 2>* to, const cooperative_tensor<T, L>& from, int row) {
+  constexpr int COUNT = warp_depth<K>::COUNT;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 2)
+    to[i / 2] = vec<T, 2>(from.elements[row / 8 * COUNT + i], from.elements[row / 8 * COUNT + i + 1]);
 }
 
 namespace mpp::tensor_ops {
@@ -87,7 +94,7 @@ struct matmul2d<D, execution_simdgroups<1>> {
   static constexpr int M = D & 0xffff, N = D >> 16 & 0xffff, K = D >> 32 & 0xffff;
   static constexpr bool TRANSPOSED = D >> 49 & 1, ACCUMULATE = D >> 50 & 1;
   static_assert(
-      M % 16 == 0 && N % 8 == 0 && K % 16 == 0 && K > 0 && !(D >> 48 & 1),
+      M % 8 == 0 && N % 16 == 0 && K % 16 == 0 && K > 0 && !(D >> 48 & 1),
       "on CUDA: whole tiles of tensor cores, the left operand as it is");
   template <typename L, typename R, typename C>
   cooperative_tensor<L, warp_left<M, K>> get_left_input_cooperative_tensor() const {
@@ -106,28 +113,39 @@ struct matmul2d<D, execution_simdgroups<1>> {
       const L& left, const cooperative_tensor<T, warp_right<K, N, TRANSPOSED>>& right,
       cooperative_tensor<float, warp_sums<M, N>>& to) const {
     static_assert(sizeof(T) == 2, "on CUDA: half precision");
+    if (in_whole_loads<K>(left))
+      add<true>(left, right.elements, to.elements);
+    else
+      add<false>(left, right.elements, to.elements);
+  }
+  template <bool WHOLE, typename L, typename T>
+  static void add(const L& left, const T* right, float* to) {
+    constexpr int PAIRS = warp_depth<K>::COUNT / 2;
 #pragma unroll
-    for (int m = 0; m < M; m += 16) {
-      vec<T, 2> rows[K / 16][4];
-      left_rows<K>(rows, left, m);
+    for (int m = 0; m < M; m += 8) {
+      vec<T, 2> rows[PAIRS];
+      left_pairs<K, WHOLE>(rows, left, m);
 #pragma unroll
-      for (int k = 0; k < K; k += 16) {
+      for (int i = 0; i < PAIRS; i += 2)
 #pragma unroll
-        for (int n = 0; n < N; n += 8) {
-          const T* from = right.elements + (k / 16 * (N / 8) + n / 8) * 4;
-          vec<T, 2> columns[2] = {vec<T, 2>(from[0], from[1]), vec<T, 2>(from[2], from[3])};
-          float* sum = to.elements + (m / 16 * (N / 8) + n / 8) * 4;
-          bool fresh = !ACCUMULATE && k == 0;
+        for (int n = 0; n < N; n += 16) {
+          vec<T, 2> columns[4];
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            const T* from = right + (n / 8 + j % 2) * (2 * PAIRS) + 2 * (i + j / 2);
+            columns[j] = vec<T, 2>(from[0], from[1]);
+          }
+          float* sum = to + (m / 8 * (N / 16) + n / 16) * 4;
+          bool fresh = !ACCUMULATE && i == 0;
           float2 sums[2] = {
               fresh ? float2(0.0f) : float2(sum[0], sum[1]),
               fresh ? float2(0.0f) : float2(sum[2], sum[3])};
-          tensor_core_16(sums, rows[k / 16], columns);
+          tensor_core_16(sums, columns, rows + i);
           sum[0] = sums[0].x;
           sum[1] = sums[0].y;
           sum[2] = sums[1].x;
           sum[3] = sums[1].y;
         }
-      }
     }
   }
 };
