@@ -59,7 +59,6 @@ METAL_FUNC void fetch_part(
     int rows,
     int columns,
     int thread_index) {
-  const int count = part_rows * part_words, scaled = part_rows * part_groups;
   int row_words = columns * bits / 32, row_groups = columns / group;
 #pragma unroll
   for (int j = 0; j < SHARE(part_rows * part_words, threads); j++) {
@@ -107,32 +106,6 @@ METAL_FUNC void place_part(
       }
     }
   }
-}
-
-// Writes what was read, for all threads of the group to see behind a barrier.
-template <int mode, int count, int scaled, int threads, typename H>
-METAL_FUNC void write_part(
-    thread const H& share,
-    threadgroup uint* words,
-    threadgroup float* factors,
-    threadgroup float* offsets,
-    int thread_index) {
-#pragma unroll
-  for (int first = 0; first < count; first += threads) {
-    if (first + thread_index < count) {
-      words[first + thread_index] = share.words[first / threads];
-    }
-  }
-#pragma unroll
-  for (int first = 0; first < scaled; first += threads) {
-    if (first + thread_index < scaled) {
-      factors[first + thread_index] = share.factors[first / threads];
-      if (mode == AFFINE) {
-        offsets[first + thread_index] = share.offsets[first / threads];
-      }
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 // One element of a part, decoded.
@@ -188,13 +161,12 @@ struct tensor_rows<T, true> {
 // follows comes, from k on, into the other stage's, which was read before the barrier of the last step.
 template <
     typename T, int mode, int group, int bits, bool transposed, int tile_k, int simds_m, int simds_n,
-    typename S, typename P, typename L, typename R, typename C, typename H>
+    typename S, typename P, typename L, typename R, typename C>
 METAL_FUNC void add_step(
     thread const P& product,
     thread L& left,
     thread R& right,
     thread C& sums,
-    thread H& share,
     threadgroup uint* words,
     threadgroup float* factors,
     threadgroup float* offsets,

@@ -139,25 +139,12 @@ def threadgroup_memory(
 
 
 def registers(
-    T: mx.Dtype,
-    mode: int,
-    group: int,
-    bits: int,
-    transposed: bool,
-    rows: int,
-    tile_k: int,
-    simds_m: int,
-    simds_n: int,
-    ragged: bool,
-    gate: int = 0,
-    **_: object,
+    T: mx.Dtype, rows: int, ragged: bool, simds_m: int, gate: int = 0, **part: Any
 ) -> int:
-    """Words of the tensors of a thread, sums and inputs, and of its share of the next step."""
-    sums = rows * (1 + bool(gate))
-    part_rows, words, groups = _part(bits, group, transposed, tile_k, simds_n)
-    threads = 32 * simds_m * simds_n
-    held = -(-part_rows * words // threads) + -(-part_rows * groups // threads) * (1 + (mode == 0))
-    return sums + (COLUMNS + rows * ragged) * tile_k * T.size // 128 + held
+    """Words of a thread's tensors, the sums and the inputs, and of what it brings of a part."""
+    sums, threads = rows * (1 + bool(gate)), 32 * simds_m * part["simds_n"]
+    inputs = (COLUMNS + rows * ragged) * part["tile_k"] * T.size // 128
+    return sums + inputs + -(-threadgroup_memory(**part) // (8 * threads))
 
 
 def codes_registers(rows: int, columns: int, simds: int, gate: int, **_: object) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import cycle
 
 import mlx.core as mx
@@ -89,10 +89,29 @@ def test_on_cuda(fmt, dtype):
     for rows, outer, inner, transpose in ((70, 41, 192, True), (200, 192, 128, False)):
         packed = random_packed(rng, outer, inner, fmt, dtype)
         x = random(rng, (rows, inner if transpose else outer), dtype)
+        if not transpose:  # from an element on at which no load of several begins
+            x = mx.concatenate([x[0, :1], x.reshape(-1)])[1:].reshape(x.shape)
         config = tensor_config(rows, x.shape[1], dtype, fmt, transpose)
+        config = replace(config, parts=1 + transpose, resident=2)
         with use_backend("cuda"):
             y = qmm_tensor(x, *packed, None, transpose, fmt, config)
         check_product(y, x, packed, fmt, transpose)
+
+
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+def test_threadgroups_that_share_the_depth(transpose):
+    """The last one has less of it; sums and bias are rounded once."""
+    rng, fmt, dtype = np.random.default_rng(4), Format(16, 4, "nvfp4"), mx.bfloat16
+    k, n = 80, 48
+    packed = random_packed(rng, *((n, k) if transpose else (k, n)), fmt, dtype)
+    x, bias = random(rng, (20, k), dtype), random(rng, (n,), dtype)
+    config = replace(tensor_config(20, k, dtype, fmt, transpose), parts=2)
+    with use_backend("host"), checks(tensor_layout=next(layouts)):
+        check_product(
+            qmm_tensor(x, *packed, bias, transpose, fmt, config), x, packed, fmt, transpose, bias
+        )
+        with pytest.raises(ValueError, match="nothing but a bias"):
+            qmm_tensor(x, *packed, bias, transpose, fmt, config, residual=x)
 
 
 def test_bias_is_added_before_rounding():

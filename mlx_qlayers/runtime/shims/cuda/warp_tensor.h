@@ -1,7 +1,6 @@
 // matmul2d of one warp on NVIDIA GPUs, in half precision with float32 sums: what
 // quantized_matmul/qmm_tensor.metal uses. The right operand is a cooperative tensor, the left one too
-// or lies in device memory; their elements are where the tensor cores of mma.h want them, but for the
-// order of the depth, of which a lane has K / 4 neighbours: it is the same in both operands.
+// or lies in device memory; their elements are where the tensor cores of mma.h want them.
 #pragma once
 
 #include "mma.h"
