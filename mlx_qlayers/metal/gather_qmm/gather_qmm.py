@@ -87,7 +87,8 @@ def gather_qmm_sorted(
     listed = Spec((tiles, 3), mx.uint32)
     by_tensors = isinstance(config, TensorConfig)
     aligned = {"aligned": k * x.dtype.size % 16 == 0}
-    cut = cut if by_tensors else {name: cut[name] for name in _CUT} | aligned
+    cut = {name: cut[name] for name in (TENSOR_TILING if by_tensors else _CUT)}
+    cut |= {} if by_tensors else aligned
     launch = (_TENSORS if by_tensors else _TILES).bind(
         [Spec((products, m, k), x.dtype), w, scales, scales, factors, listed, sizes],
         template=packed_template(fmt, x.dtype, scales.dtype)
