@@ -20,12 +20,13 @@ from ..layers.qlinear import QLinear
 from ..ops.quantized_route import in_one_launch
 from ..options import Rotation
 from ..runtime.backend import Mode, mode
+from .cache_slots import Slot
 from .compiled_blocks import together
 from .experts import RULES
 from .operands import of_layers
 from .recorder import Recorder, recording
 from .step_kinds import Unsupported
-from .step_slots import Slot, Step, current_step
+from .step_slots import Step, current_step
 
 
 class Positions(Unsupported):
