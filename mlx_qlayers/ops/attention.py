@@ -16,28 +16,30 @@ from ..dispatch.measurements import configure, decided, found, measured_gain
 from ..dispatch.thresholds import source_of, threshold
 from ..metal.attention import decode
 from ..metal.attention.backward import attention_backward
-from ..metal.attention.forward import FAR, Launcher, attention_forward
-from ..metal.attention.layout import WIDEST
+from ..metal.attention.forward import Launcher, attention_forward
 from ..metal.attention.tensor import attention_tensor, why_no_tensors
 from ..options import AttentionCall, Scores
 from ..reference import attention as reference
 from ..reference.attention import Run
-from ..runtime.backend import backend, current, requested
+from ..runtime.backend import backend, requested
 from ..runtime.limits import has_few_registers
 from ..runtime.program import CONSTANT_BELOW
+from ..runtime.transformed import is_differentiated
 from .attention_checks import checked
+from .attention_choice import (
+    FEW_QUERIES,
+    MOST_SCORES,
+    STOCK_ON_APPLE,
+    decode_host_gain,
+    gradients_by_kernels,
+    why_no_kernel,
+    why_not_decode,
+    why_not_forward,
+)
 from .tensor_choice import TENSOR, as_it_runs, by_tensors, without_tensors
 
-# The exponent of a hidden score must be finite: see LOWEST in score_tile.metal.
-_MAX_SCALE = 1e7
-# Queries that would leave most of a tile empty.
-_FEW_QUERIES = 8
-# Scores that stock operators may keep in memory, where they do.
-_MOST_SCORES = 1 << 25
 # Bytes of dense keys and values of one layer that may be made of packed ones.
 _MOST_DENSE = 128 << 20
-# Heads of which the stock operator takes many queries in one kernel on Apple GPUs.
-_STOCK_ON_APPLE = (64, 72, 80, 96, 128, 192, 256)
 # The most operations of one launch, where a longer one would hold up the screen: about a second of
 # the GPU of an M1 with 7 cores, at half of its 2.3 TFLOPS.
 _LONGEST = {"metal": 1.2e12}
@@ -104,7 +106,7 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     if any(dtype != common for dtype in call.dtypes):
         return Plan(None, _with_casts(static, common))
     decoding = _takes_decode(call)
-    many = call.packing[1] > 0 and call.q.shape[2] > _FEW_QUERIES
+    many = call.packing[1] > 0 and call.q.shape[2] > FEW_QUERIES
     if many and backend() in ("metal", "cuda") and requested() != "ops":
         # Never stock operators, which would keep all scores in memory.
         return _plan_packed(call, static)
@@ -118,7 +120,9 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
         # The masks of windows are other than the reference's, which somebody asked for.
         takes_stock = call.scores.window is None or requested() == "auto"
         run = (takes_stock and reference.stock(call)) or composed
-        if backend() != "metal" or decoding or _lacking(call):
+        if not decoding and gradients_by_kernels(call):
+            return Plan(choice, _unless_differentiated(run, call))
+        if backend() != "metal" or decoding or why_no_kernel(call):
             return Plan(choice, run)
         # There stock's own gradient keeps all scores; the kernels' computes the forward pass again.
         return Plan(choice, run, autodiff(_by_kernels(call), arrays), composed)
@@ -148,7 +152,7 @@ def _lacks_packed(call: AttentionCall) -> str | None:
     bits, groups = call.packing[1], min(parts[1].size for parts in (call.k, call.v))
     if bits not in decode.BITS or groups < CONSTANT_BELOW:
         return f"{bits} bits, {groups} groups"
-    return _lacking(call)
+    return why_no_kernel(call)
 
 
 def _why_dense(call: AttentionCall) -> str | None:
@@ -191,20 +195,20 @@ def _is_too_much(call: AttentionCall) -> bool:
     (*_, queries, width), keys, scores = call.q.shape, call.k[0].shape[2], call.scores
     if backend() not in ("metal", "cuda") or requested() == "ops" or call.packing[1]:
         return False
-    on_apple = width == call.v_width and width in _STOCK_ON_APPLE
+    on_apple = width == call.v_width and width in STOCK_ON_APPLE
     widest = threshold("attention_forward_widest", device="cuda")
     fused = on_apple if backend() == "metal" else max(width, call.v_width) <= widest
-    if (fused and scores.softcap is None) or queries <= _FEW_QUERIES or queries > keys:
+    if (fused and scores.softcap is None) or queries <= FEW_QUERIES or queries > keys:
         return False
     # A window is counted from the last key, of which a mask has as many as there are.
     counted = scores.window is None or call.mask is None
-    return counted and prod(call.q.shape[:3]) * keys > _MOST_SCORES
+    return counted and prod(call.q.shape[:3]) * keys > MOST_SCORES
 
 
 def _in_turn(call: AttentionCall, static: tuple[Any, ...]) -> Run:
     """Some queries after the others, each with the keys that they may see."""
     (batch, heads, queries, _), keys, scores = call.q.shape, call.k[0].shape[2], call.scores
-    rows, bounded = _MOST_SCORES // (batch * heads * keys) or 1, scores.causal or scores.window
+    rows, bounded = MOST_SCORES // (batch * heads * keys) or 1, scores.causal or scores.window
 
     def run(q: mx.array, k: mx.array, v: mx.array, mask: Any, sinks: Any) -> list[mx.array]:
         parts = []
@@ -235,42 +239,16 @@ def _takes_decode(call: AttentionCall) -> bool:
 
 def _choose_decode(call: AttentionCall) -> Choice:
     best = found("attention_decode", *decode.question(call))
-    by, unless, evidence = decided(best, "few queries", _why_not_decode(call))
+    by, unless, evidence = decided(best, "few queries", why_not_decode(call))
     if best is None:
         by, evidence = "", source_of("attention_decode_cost", "attention_decode_min_elements")
-    gain = measured_gain(best, _decode_host_gain(call))
+    gain = measured_gain(best, decode_host_gain(call))
     return choose("attention", unless=unless, host_gain=gain, by=by, evidence=evidence)
-
-
-def _why_not_decode(call: AttentionCall) -> str | None:
-    """Why ``auto`` leaves the kernel of few queries for the stock operator on a GPU.
-
-    On CUDA the kernel was measured no slower from 256 keys to 131,072 in a compiled graph. Called
-    one by one, its launches take Python longer than one stock operator; with packed keys or an
-    array as mask stock makes more than one.
-    """
-    if backend() == "metal":
-        return "the kernel was not measured on an Apple GPU"
-    single = current.get().mode.single and len(call.k) == 1 and call.mask is None
-    if backend() != "cuda" or not single:
-        return None
-    if prod(call.k[0].shape) < threshold("attention_decode_min_elements"):
-        return "on CUDA the stock operator is launched faster, and the cache is short"
-    return None
-
-
-def _decode_host_gain(call: AttentionCall) -> float:
-    """How many times as fast as the reference the kernel is on a CPU: by launch and work."""
-    work = call.q.size * call.k[0].shape[2] * 2e-6
-    paths = "reference", "kernel"
-    costs = (threshold("attention_decode_cost", path, device="host") for path in paths)
-    stock, kernel = (launch + each * work for launch, each in costs)
-    return float(stock / kernel)
 
 
 def _decode_composed(call: AttentionCall) -> Run:
     """The same on the path that has a gradient: by kernels if those were asked for."""
-    if requested() == "auto" or _lacking(call):
+    if requested() == "auto" or why_no_kernel(call):
         return reference.attention(call)
     return _by_kernels(call)
 
@@ -284,8 +262,8 @@ def _by_kernels(call: AttentionCall) -> Run:
 
 
 def _choose_forward(call: AttentionCall) -> Choice:
-    lacking, by = _lacking(call), ""
-    unless = lacking or _why_not_forward(call)
+    lacking, by = why_no_kernel(call), ""
+    unless = lacking or why_not_forward(call)
     evidence = source_of("attention_forward_gain", "attention_forward_widest")
     if backend() == "metal" and not lacking:
         best = as_it_runs(found("attention_forward", *Launcher(call).question()))
@@ -305,58 +283,14 @@ def _choose_forward(call: AttentionCall) -> Choice:
     )
 
 
-def _lacking(call: AttentionCall) -> str | None:
-    """Why the kernels of many queries do not take these arguments, if they do not."""
-    (*_, queries, width), v_width, scale = call.q.shape, call.v_width, call.scores.scale
-    if call.q.size == 0 or v_width == 0:
-        return "there is nothing to compute"
-    if width % 8 or v_width % 8 or width < 32 or max(width, v_width) > WIDEST:
-        return f"heads of {width} and {v_width}; kernels take multiples of 8 from 32 to {WIDEST}"
-    if max(queries, call.k[0].shape[2]) >= FAR:
-        return f"{FAR} queries or keys, or more"
-    if not 0 < scale <= _MAX_SCALE:
-        return f"a scale of {scale}; kernels take positive ones up to {_MAX_SCALE:g}"
-    return None
+def _unless_differentiated(run: Run, call: AttentionCall) -> Run:
+    """``run``, or the kernels with their gradient: the forward pass leaves what that needs."""
+    by_kernels = _by_kernels(call)
 
+    def either(*arrays: mx.array) -> list[mx.array]:
+        return by_kernels(*arrays) if is_differentiated() else run(*arrays)
 
-def _why_not_forward(call: AttentionCall) -> str | None:
-    """Why ``auto`` leaves the kernels of many queries for the stock operator on a GPU.
-
-    On Apple GPUs it is taken wherever it is one kernel, until somebody measures there, and on CUDA
-    wherever the kernels were not measured to be no slower.
-    """
-    q, scores = call.q, call.scores
-    if q.shape[2] <= _FEW_QUERIES:
-        return f"{q.shape[2]} queries; tiles of them would be mostly empty"
-    if backend() == "metal":
-        sizes_fit = q.shape[3] == call.v_width in _STOCK_ON_APPLE
-        fused = sizes_fit and reference.stock(call) is not None
-        return (
-            "kernels were not measured on this Apple GPU; they compute gradients" if fused else None
-        )
-    if backend() != "cuda":
-        return None
-    if len(call.v) > 1 or call.mask is not None or call.sinks is not None:
-        return "on CUDA the stock operator is faster with these arrays, or nothing was measured"
-    if q.dtype == mx.float32:
-        return "on CUDA the stock operator is faster in float32, with gradients"
-    sizes, keys = (q.shape[3], call.v_width), call.k[0].shape[2]
-    if max(sizes) > threshold("attention_forward_widest"):
-        measured = sizes in threshold("attention_forward_wide_heads")
-        measured |= prod(q.shape[:3]) * keys > _MOST_SCORES  # which stock would keep
-        return None if measured else "heads of these sizes were not measured on CUDA"
-    pairs = prod(q.shape[:3]) * keys
-    better = scores.window is not None and 2 * scores.window <= keys
-    if current.get().mode.differentiable:
-        better = better and pairs >= threshold("attention_forward_min_scores")
-    else:
-        # Launches of a compiled graph, of which stock's take longer.
-        work = pairs // (1 + scores.causal) * sum(sizes)
-        short, little = (threshold("attention_forward_short", key) for key in ("keys", "work"))
-        better = better or (keys <= short and work <= little)
-    if better or scores.softcap is not None:
-        return None
-    return "on CUDA the stock operator was measured faster, with gradients too"
+    return either
 
 
 def _plan_forward(arrays: Sequence[Any], *scores: Any) -> Plan:

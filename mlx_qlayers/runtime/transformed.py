@@ -7,6 +7,7 @@ background: :func:`mx.async_eval` refuses a node of theirs that has not been eva
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NoReturn, cast
 
 import mlx.core as mx
@@ -34,6 +35,28 @@ def has_values(arrays: Sequence[mx.array]) -> bool:
             raise
         return False
     return True
+
+
+def is_differentiated() -> bool:
+    """Whether this thread is inside ``mx.grad``, ``mx.vjp`` or ``mx.jvp``, on CUDA.
+
+    MLX's attention has a second result there, for its gradient, which its kernel of few queries
+    cannot give: asked for that kernel, it refuses. Nothing is launched, and no array is looked at.
+    """
+    fused: Any = mx.fast.scaled_dot_product_attention
+    try:
+        fused(*_no_queries(), scale=1.0, force_fused=True)
+    except ValueError:
+        return True
+    return False
+
+
+@cache
+def _no_queries() -> tuple[mx.array, mx.array, mx.array]:
+    """Queries, keys and values of a call that cuDNN does not take, being float32."""
+    q, k = mx.zeros((1, 1, 0, 64)), mx.zeros((1, 1, 1, 64))
+    mx.eval(q, k)
+    return q, k, k
 
 
 def without_derivative(

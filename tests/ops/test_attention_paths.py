@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention_cases import expect, make
+from attention_cases import check, expect, make
 from numerics import assert_accurate, assert_same_sums, random, to64
 
 from mlx_qlayers import attention, explain, use_backend
@@ -17,6 +17,7 @@ from mlx_qlayers.ops import attention as ops
 from mlx_qlayers.options import AttentionCall, Scores
 from mlx_qlayers.reference import attention as reference
 from mlx_qlayers.runtime import backend as backends
+from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.backend import Mode, advance_epoch, mode
 from mlx_qlayers.runtime.spec import Spec
 
@@ -42,20 +43,29 @@ def on(monkeypatch):
     reference._window_mask.cache_clear()
 
 
-def unless(q, k, v, mask=None, sinks=None, **options):
-    """Why ``auto`` leaves the kernels for such a call, or None."""
+def record(q, k, v, mask=None, sinks=None, **options):
+    """A call's arguments, checked."""
     arrays = q, *k, *v, *(None if isinstance(a, str) else a for a in (mask, sinks))
     names = {"scale": 0.1, "mask": mask if isinstance(mask, str) else None, "window": None}
     names |= {"softcap": None, **options}
-    checked = ops.checked(arrays, (3, 3) if len(k) == 3 else (0, 0), **names)
+    return ops.checked(arrays, (3, 3) if len(k) == 3 else (0, 0), **names)
+
+
+def unless(*arrays, **options):
+    """Why ``auto`` leaves the kernels for such a call, or None."""
+    checked = record(*arrays, **options)
     few = ops._takes_decode(checked)
-    return ops._why_not_decode(checked) if few else ops._why_not_forward(checked)
+    return ops.why_not_decode(checked) if few else ops.why_not_forward(checked)
 
 
-def forward(*, keys=2048, length=2048, width=128, v_width=None, dtype=mx.bfloat16, **options):
+def given(*, keys=2048, length=2048, width=128, v_width=None, dtype=mx.bfloat16, **options):
     q = Spec((1, 4, length, width), dtype)
     k, v = (Spec((1, 2, keys, n), dtype) for n in (width, v_width or width))
-    return unless(q, (k,), (v,), **{"mask": "causal", **options})
+    return record(q, (k,), (v,), **{"mask": "causal", **options})
+
+
+def forward(**options):
+    return ops.why_not_forward(given(**options))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -90,6 +100,60 @@ def test_many_queries_on_cuda_by_kernel_only_where_measured(
     on("cuda")
     with GRAPH[compiled]():
         assert (forward(**options) is None) == (in_a_graph if compiled else kernel)
+
+
+@pytest.mark.parametrize(
+    "options, kernel",
+    [
+        ({"length": 4096, "keys": 4096}, True),
+        ({"length": 1024, "keys": 1024}, False),
+        # Stock's own gradient would keep all scores, or is none of these.
+        ({"length": 200, "keys": 256}, True),
+        ({"length": 256, "keys": 256, "sinks": Spec((4,), mx.bfloat16)}, True),
+        ({"length": 256, "keys": 256, "mask": Spec((256, 256), mx.bfloat16)}, True),
+        ({"length": 256, "keys": 256, "mask": Spec((256, 256), mx.bool_)}, False),
+        ({"length": 4096, "keys": 4096, "dtype": mx.float32}, False),
+        ({"length": 4096, "keys": 4096, "width": 160}, False),
+        ({"length": 8}, False),
+    ],
+)
+def test_gradients_on_cuda_by_kernels_where_stock_is_slower_or_has_none(
+    options, kernel, on, monkeypatch
+):
+    on("cuda")
+    call = given(**options)
+    with mode(Mode.INFERENCE):
+        assert not ops.gradients_by_kernels(call)
+    assert ops.gradients_by_kernels(call) == kernel
+    differentiated = [False]
+    monkeypatch.setattr(ops, "is_differentiated", lambda: differentiated[0])
+    monkeypatch.setattr(ops, "_by_kernels", lambda _: lambda *_: "by kernels")
+    either = ops._unless_differentiated(lambda *_: "by stock", call)
+    assert either() == "by stock"
+    differentiated[0] = True
+    assert either() == "by kernels"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "length, kind, extra",
+    [(200, "causal", {}), (256, "causal", {"sinks": True}), (256, "additive", {})],
+)
+def test_differentiated_calls_are_kernels_and_others_the_stock_operator(length, kind, extra):
+    """Stock keeps all scores, or raises where the gradient of sinks or mask is asked for."""
+    shape = 1, 4, 2, length, length, 64, 64
+    with trace() as launches:
+        check(attention, shape, mx.bfloat16, kind, extra)
+    assert len(launches) == 3 + (kind == "additive")
+    _, arrays, options = make(0, shape, mx.bfloat16, kind, extra)
+    run = partial(attention, **options)
+    with trace() as launches:
+        mx.eval(run(*arrays), mx.compile(run)(*arrays))
+    assert not launches
+    gradient = mx.compile(mx.grad(lambda *a: run(*a).sum()))
+    with trace() as launches:
+        mx.eval(gradient(*arrays))
+    assert len(launches) == 3
 
 
 def test_many_queries_on_an_apple_gpu_are_for_kernels_where_stock_has_none(on):
@@ -179,7 +243,7 @@ def test_wide_heads_do_not_keep_all_scores(options, device, on, monkeypatch):
         expected = attention(q, k, v, **options)
     on(device)
     advance_epoch()
-    monkeypatch.setattr(ops, "_MOST_SCORES", 4 * 33 * 6)
+    monkeypatch.setattr(ops, "MOST_SCORES", 4 * 33 * 6)
     plan = ops._in_turn
     monkeypatch.setattr(ops, "_in_turn", lambda *a: given.append(a) or plan(*a))
     assert_same_sums(attention(q, k, v, **options), expected)
@@ -214,7 +278,7 @@ def test_few_queries_on_a_gpu(on):
 def test_what_the_kernels_of_many_queries_lack(width, v_width, scale, why):
     q, v = Spec((1, 1, 9, width), mx.float32), Spec((1, 1, 9, v_width), mx.float32)
     checked = ops.checked((q, q, v, None, None), (0, 0), scale, None, None, None)
-    assert ops._lacking(checked) is None if why is None else why in ops._lacking(checked)
+    assert ops.why_no_kernel(checked) is None if why is None else why in ops.why_no_kernel(checked)
 
 
 # B, H, Hkv, L, S, D, Dv
@@ -254,7 +318,7 @@ def test_the_stock_operator_is_called_at_once(shape, kind, extra, device, on, mo
     with use_backend("ops"):
         expected, wanted = mx.vjp(lambda *a: [attention(*a, **options)], arrays, [arrays[0]])
     on(device)
-    for name in ("_why_not_forward", "_why_not_decode"):
+    for name in ("why_not_forward", "why_not_decode"):
         monkeypatch.setattr(ops, name, lambda _: "a reason")
     monkeypatch.setattr(reference, "attention", lambda call: None)
     plan, given = planned(arrays, options)

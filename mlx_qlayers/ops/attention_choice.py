@@ -1,0 +1,125 @@
+"""Which path attention takes: what kernels lack, and where stock operators were measured faster."""
+
+from __future__ import annotations
+
+from math import prod
+
+import mlx.core as mx
+
+from ..dispatch.thresholds import threshold
+from ..metal.attention.forward import FAR
+from ..metal.attention.layout import WIDEST
+from ..options import AttentionCall
+from ..reference import attention as reference
+from ..runtime.backend import backend, current, requested
+
+# The exponent of a hidden score must be finite: see LOWEST in score_tile.metal.
+_MAX_SCALE = 1e7
+# Queries that would leave most of a tile empty.
+FEW_QUERIES = 8
+# Scores that stock operators may keep in memory, where they do.
+MOST_SCORES = 1 << 25
+# Heads of which the stock operator takes many queries in one kernel on Apple GPUs.
+STOCK_ON_APPLE = (64, 72, 80, 96, 128, 192, 256)
+# Queries of which the stock operator's gradient on CUDA takes whole numbers.
+_STOCK_TILE = 128
+
+
+def why_not_decode(call: AttentionCall) -> str | None:
+    """Why ``auto`` leaves the kernel of few queries for the stock operator on a GPU.
+
+    On CUDA the kernel was measured no slower from 256 keys to 131,072 in a compiled graph. Called
+    one by one, its launches take Python longer than one stock operator; with packed keys or an
+    array as mask stock makes more than one.
+    """
+    if backend() == "metal":
+        return "the kernel was not measured on an Apple GPU"
+    single = current.get().mode.single and len(call.k) == 1 and call.mask is None
+    if backend() != "cuda" or not single:
+        return None
+    if prod(call.k[0].shape) < threshold("attention_decode_min_elements"):
+        return "on CUDA the stock operator is launched faster, and the cache is short"
+    return None
+
+
+def decode_host_gain(call: AttentionCall) -> float:
+    """How many times as fast as the reference the kernel is on a CPU: by launch and work."""
+    work = call.q.size * call.k[0].shape[2] * 2e-6
+    paths = "reference", "kernel"
+    costs = (threshold("attention_decode_cost", path, device="host") for path in paths)
+    stock, kernel = (launch + each * work for launch, each in costs)
+    return float(stock / kernel)
+
+
+def why_no_kernel(call: AttentionCall) -> str | None:
+    """Why the kernels of many queries do not take these arguments, if they do not."""
+    (*_, queries, width), v_width, scale = call.q.shape, call.v_width, call.scores.scale
+    if call.q.size == 0 or v_width == 0:
+        return "there is nothing to compute"
+    if width % 8 or v_width % 8 or width < 32 or max(width, v_width) > WIDEST:
+        return f"heads of {width} and {v_width}; kernels take multiples of 8 from 32 to {WIDEST}"
+    if max(queries, call.k[0].shape[2]) >= FAR:
+        return f"{FAR} queries or keys, or more"
+    if not 0 < scale <= _MAX_SCALE:
+        return f"a scale of {scale}; kernels take positive ones up to {_MAX_SCALE:g}"
+    return None
+
+
+def why_not_forward(call: AttentionCall) -> str | None:
+    """Why ``auto`` leaves the kernels of many queries for the stock operator on a GPU.
+
+    On Apple GPUs it is taken wherever it is one kernel, until somebody measures there, and on CUDA
+    wherever the kernels were not measured to be no slower.
+    """
+    q, scores = call.q, call.scores
+    if q.shape[2] <= FEW_QUERIES:
+        return f"{q.shape[2]} queries; tiles of them would be mostly empty"
+    if backend() == "metal":
+        sizes_fit = q.shape[3] == call.v_width in STOCK_ON_APPLE
+        fused = sizes_fit and reference.stock(call) is not None
+        return (
+            "kernels were not measured on this Apple GPU; they compute gradients" if fused else None
+        )
+    if backend() != "cuda":
+        return None
+    if len(call.v) > 1 or call.mask is not None or call.sinks is not None:
+        return "on CUDA the stock operator is faster with these arrays, or nothing was measured"
+    if q.dtype == mx.float32:
+        return "on CUDA the stock operator is faster in float32, with gradients"
+    sizes, keys = (q.shape[3], call.v_width), call.k[0].shape[2]
+    if max(sizes) > threshold("attention_forward_widest"):
+        measured = sizes in threshold("attention_forward_wide_heads")
+        measured |= prod(q.shape[:3]) * keys > MOST_SCORES  # which stock would keep
+        return None if measured else "heads of these sizes were not measured on CUDA"
+    pairs = prod(q.shape[:3]) * keys
+    better = scores.window is not None and 2 * scores.window <= keys
+    if current.get().mode.differentiable:
+        better = better and pairs >= threshold("attention_forward_min_scores")
+    else:
+        # Launches of a compiled graph, of which stock's take longer.
+        work = pairs // (1 + scores.causal) * sum(sizes)
+        short, little = (threshold("attention_forward_short", key) for key in ("keys", "work"))
+        better = better or (keys <= short and work <= little)
+    if better or scores.softcap is not None:
+        return None
+    return "on CUDA the stock operator was measured faster where nobody differentiates"
+
+
+def gradients_by_kernels(call: AttentionCall) -> bool:
+    """Whether ``auto`` leaves a call to the kernels on CUDA where it is differentiated.
+
+    There stock's own gradient keeps all scores unless the queries fill its tiles, is that of q, k
+    and v only, and was measured slower from some size on.
+    """
+    q, mask = call.q, call.mask
+    if backend() != "cuda" or requested() != "auto" or not current.get().mode.differentiable:
+        return False
+    too_wide = max(q.shape[3], call.v_width) > threshold("attention_forward_widest")
+    few = q.shape[2] <= FEW_QUERIES
+    if few or too_wide or q.dtype == mx.float32 or call.packing[1] or why_no_kernel(call):
+        return False
+    if q.shape[2] % _STOCK_TILE or call.sinks is not None:
+        return True
+    if mask is not None and mask.dtype != mx.bool_:
+        return True
+    return prod(q.shape[:3]) * call.k[0].shape[2] >= threshold("attention_gradient_min_scores")
