@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
@@ -12,11 +13,12 @@ from tests.metal import test_grid_sample as tests
 
 from . import Cases
 
-IMAGE, VOLUME = (2, 5, 7, 12), (1, 3, 2, 4, 5)
+IMAGE, VOLUME, LARGE = (2, 5, 7, 12), (1, 3, 2, 4, 5), (2, 16, 16, 3)
 # Mode, shape, dtype of x, dtype of the grid.
 INPUTS = (
     ("nearest", IMAGE, mx.float16, mx.float32),
     ("bilinear", IMAGE, mx.float32, mx.float32),
+    ("bilinear", LARGE, mx.float16, mx.float32),
     ("bicubic", IMAGE, mx.bfloat16, mx.bfloat16),
     ("nearest", VOLUME, mx.float32, mx.float16),
     ("bilinear", VOLUME, mx.bfloat16, mx.float32),
@@ -29,6 +31,7 @@ def cases() -> Cases:
         configs = {
             "atomics": heuristic(shape[-1], dtypes[0], "cuda"),
             "sorted": heuristic(shape[-1], dtypes[0], "cuda", True),
+            "neighbours": replace(heuristic(shape[-1], dtypes[0], "cuda"), near=True),
         }
         for name, config in configs.items():
             yield f"{mode} {shape} {dtypes} {name}", partial(run, mode, shape, *dtypes, config)

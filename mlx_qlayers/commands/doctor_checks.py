@@ -258,6 +258,8 @@ def _grid_sample() -> Iterator[Check]:
     for deterministic in (False, True):
         run = _with_gradients(partial(grid_sample, deterministic=deterministic), 0, 1)
         yield Check("", "deterministic" if deterministic else "bilinear", run, [x, grid], 64)
+    large, few = _normal((2, 20, 20, 8)), mx.random.uniform(-1, 1, (2, 3, 6, 2))
+    yield Check("", "few points", _with_gradients(grid_sample, 0, 1), [large, few], 64)
     bicubic = partial(grid_sample, mode="bicubic", padding_mode="reflection")
     yield Check("", "bicubic", lambda *a: [bicubic(*a)], [x, grid], 16)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import hypothesis
 import mlx.core as mx
@@ -80,6 +81,36 @@ def test_golden(backend, group):
             assert_accurate(actual, same_side(truth, rounded), rounded, terms=terms, what=what)
             if name == "out" and options.mode == "nearest":
                 np.testing.assert_array_equal(np.array(actual), rounded, err_msg=what)
+
+
+@pytest.mark.parametrize("dtype, channels", [(mx.float32, 3), (mx.float16, 3), (mx.bfloat16, 1)])
+def test_neighbours_that_are_read_together(backend, dtype, channels):
+    """Of rows that lie apart, pixels too, and at either end of what there is."""
+    config = replace(heuristic(channels, dtype, "cuda"), near=True)
+    x, grid, cotangent = inputs(2, (3, 5, 8, channels), dtype=dtype)
+    wide = mx.contiguous(mx.repeat(x, 2, axis=2))
+    edge = mx.array([-0.999, 0.999])
+    grid[:, 0, :2] = mx.stack([edge, edge], -1)
+    for pixels in (x, x[1:, 1:-1, 1:], wide[:, :, ::2], mx.broadcast_to(x[:1], x.shape)):
+        given = pixels, grid[: len(pixels)], cotangent[: len(pixels)]
+        check(run(*given, Sampling(), config), *given, Sampling())
+
+
+@pytest.mark.parametrize("dtype, channels", [(mx.float16, 12), (mx.bfloat16, 3)])
+def test_few_points_of_large_images_in_half_precision(backend, dtype, channels):
+    """Only pixels that points touch, some of them twice, have sums."""
+    x, grid, cotangent = inputs(4, (2, 16, 17, channels), (4, 8), dtype)
+    grid[:, 0] = grid[:, 1]
+    config = heuristic(channels, dtype, "cuda")
+    with trace() as launches:
+        found = run(x, grid, cotangent, Sampling(), config)
+        mx.eval(found)
+    check(found, x, grid, cotangent, Sampling())
+    assert [launch.kernel for launch in launches][1:4] == [
+        "grid_sample_find_rows",
+        "grid_sample_gradient_x_rows",
+        "grid_sample_gradient_x_spread",
+    ]
 
 
 @pytest.mark.parametrize("ndim", [2, 3])

@@ -7,12 +7,14 @@
 // Lanes shuffle, so that the grid must be whole threadgroups. Threads are counted through x, then y:
 // R runs take the grid (min(R * LANES, 2^30), as many as it takes, 1).
 //
+// With ONCE these threads have a pack for each channel; NEAR is for images of few channels, whose
+// lines hold both pixels of a row that a point lies between: see neighbours.metal.
+//
 // grid_sample_forward            out = the sample at each point; x is read where it lies.
 // grid_sample_gradient_grid      LANES threads add up d_grid of one point by shuffles.
-// grid_sample_gradient_x         adds a point's cotangent to its pixels' d_x by float32 atomics.
-//                                sorted_gradient.metal does the same without atomics.
+// The gradient of x: atomic_gradient.metal, and sorted_gradient.metal without atomics.
 
-#include "taps.metal"
+#include "neighbours.metal"
 
 template <typename T>
 bool is_aligned(const device T* data, int bytes) {
@@ -48,12 +50,22 @@ point_pixels<T, NDIM, TAPS> find_pixels(
   return pixels;
 }
 
-// V channels of each pixel of a point; zeros where it is outside.
-template <typename T, int NDIM, int TAPS, int V, int ALIGN>
+// V channels of each pixel of a point; zeros where it is outside. If NEAR, neighbours in a row are
+// read together where all four may be.
+template <typename T, int NDIM, int TAPS, int V, int ALIGN, bool NEAR>
 void load_pixels(
     thread const point_pixels<T, NDIM, TAPS>& pixels,
     long channel,
+    thread const image_rows<T>& rows,
     thread pack<T, V, ALIGN>* values) {
+  if (NEAR && has_neighbours<T, V>(rows, pixels.at)) {
+    neighbours<T, V> upper, lower;
+    upper.load(pixels.at[0]);
+    lower.load(pixels.at[2]);
+    upper.take(values);
+    lower.take(values + 2);
+    return;
+  }
 #pragma clang loop unroll(full)
   for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
     if (pixels.at[k] != nullptr) {
@@ -64,11 +76,12 @@ void load_pixels(
   }
 }
 
-template <typename T, int NDIM, int TAPS, int V, int ALIGN, int LANES>
+template <typename T, int NDIM, int TAPS, int V, int ALIGN, int LANES, bool ONCE, bool NEAR>
 void sample(
     const device T* image,
     const constant int64_t* strides,
     thread const point_taps<NDIM, TAPS>& taps,
+    thread const image_rows<T>& rows,
     device T* out,
     int channels,
     uint lane) {
@@ -79,9 +92,10 @@ void sample(
     // Where a coordinate is NaN or infinite, so are weights, and the zeros outside become NaN.
     weight[k] = weight_of(taps, k);
   }
-  for (int c = int(lane) * V; c < channels; c += LANES * V) {
+  for (int c = int(lane) * V; c < channels; c = ONCE ? channels : c + LANES * V) {
     pack<T, V, ALIGN> values[tap_count(NDIM, TAPS)];
-    load_pixels<T, NDIM, TAPS, V, ALIGN>(pixels, c * long(strides[NDIM + 1]), values);
+    load_pixels<T, NDIM, TAPS, V, ALIGN, NEAR>(
+        pixels, c * long(strides[NDIM + 1]), rows, values);
     float sum[V] = {};
 #pragma clang loop unroll(full)
     for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
@@ -99,7 +113,17 @@ void sample(
   }
 }
 
-template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANES, int RUN>
+template <
+    typename T,
+    typename G,
+    int NDIM,
+    int TAPS,
+    int V,
+    int ALIGN,
+    int LANES,
+    int RUN,
+    bool ONCE,
+    bool NEAR>
 [[kernel]] void grid_sample_forward(
     const device T* x,
     const constant int64_t* x_strides,
@@ -124,26 +148,30 @@ template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANE
         find_taps<G, NDIM, TAPS, LANES, false>(grid, uint(first + i), simd_lane, size, options);
   }
   bool packs = V == 1 || (has_packs<T, NDIM, ALIGN>(x, x_strides) && is_aligned(out, ALIGN));
+  image_rows<T> rows = rows_of_images<T, V>(x, x_strides, size, options);
 #pragma clang loop unroll(full)
   for (int i = 0; i < RUN && first + i < points; i++) {
     uint point = uint(first + i);
     const device T* image = x + (point / uint(options[POINTS_PER_IMAGE])) * long(x_strides[0]);
     device T* row = out + ulong(point) * channels;
     if (packs) {
-      sample<T, NDIM, TAPS, V, ALIGN, LANES>(image, x_strides, taps[i], row, channels, lane);
+      sample<T, NDIM, TAPS, V, ALIGN, LANES, ONCE, NEAR>(
+          image, x_strides, taps[i], rows, row, channels, lane);
     } else {
-      sample<T, NDIM, TAPS, 1, sizeof(T), LANES>(image, x_strides, taps[i], row, channels, lane);
+      sample<T, NDIM, TAPS, 1, sizeof(T), LANES, false, false>(
+          image, x_strides, taps[i], rows, row, channels, lane);
     }
   }
 }
 
 // A thread's part of the gradient of one point: along each axis the sample with slopes in place of
 // weights, times the cotangent.
-template <typename T, int NDIM, int TAPS, int V, int ALIGN, int LANES>
+template <typename T, int NDIM, int TAPS, int V, int ALIGN, int LANES, bool ONCE, bool NEAR>
 void add_slopes(
     const device T* image,
     const constant int64_t* strides,
     thread const point_taps<NDIM, TAPS>& taps,
+    thread const image_rows<T>& rows,
     const device T* cotangent,
     int channels,
     uint lane,
@@ -151,8 +179,9 @@ void add_slopes(
   point_pixels<T, NDIM, TAPS> pixels = find_pixels<T, NDIM, TAPS>(image, strides, taps);
   pack<T, V, ALIGN> values[tap_count(NDIM, TAPS)];
   float sums[NDIM][V] = {};
-  for (int c = int(lane) * V; c < channels; c += LANES * V) {
-    load_pixels<T, NDIM, TAPS, V, ALIGN>(pixels, c * long(strides[NDIM + 1]), values);
+  for (int c = int(lane) * V; c < channels; c = ONCE ? channels : c + LANES * V) {
+    load_pixels<T, NDIM, TAPS, V, ALIGN, NEAR>(
+        pixels, c * long(strides[NDIM + 1]), rows, values);
     pack<T, V, ALIGN> d_out = *reinterpret_cast<const device pack<T, V, ALIGN>*>(cotangent + c);
 #pragma clang loop unroll(full)
     for (int axis = 0; axis < NDIM; axis++) {
@@ -185,7 +214,17 @@ void add_slopes(
   }
 }
 
-template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANES, int RUN>
+template <
+    typename T,
+    typename G,
+    int NDIM,
+    int TAPS,
+    int V,
+    int ALIGN,
+    int LANES,
+    int RUN,
+    bool ONCE,
+    bool NEAR>
 [[kernel]] void grid_sample_gradient_grid(
     const device T* x,
     const constant int64_t* x_strides,
@@ -209,6 +248,7 @@ template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANE
     taps[i] = find_taps<G, NDIM, TAPS, LANES, true>(grid, point, simd_lane, size, options);
   }
   bool packs = V == 1 || (has_packs<T, NDIM, ALIGN>(x, x_strides) && is_aligned(cotangent, ALIGN));
+  image_rows<T> rows = rows_of_images<T, V>(x, x_strides, size, options);
 #pragma clang loop unroll(full)
   for (int i = 0; i < RUN; i++) {
     ulong point = min(first + i, last);
@@ -217,11 +257,11 @@ template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANE
     const device T* row = cotangent + point * channels;
     float d_point[NDIM] = {};
     if (packs) {
-      add_slopes<T, NDIM, TAPS, V, ALIGN, LANES>(
-          image, x_strides, taps[i], row, channels, lane, d_point);
+      add_slopes<T, NDIM, TAPS, V, ALIGN, LANES, ONCE, NEAR>(
+          image, x_strides, taps[i], rows, row, channels, lane, d_point);
     } else {
-      add_slopes<T, NDIM, TAPS, 1, sizeof(T), LANES>(
-          image, x_strides, taps[i], row, channels, lane, d_point);
+      add_slopes<T, NDIM, TAPS, 1, sizeof(T), LANES, false, false>(
+          image, x_strides, taps[i], rows, row, channels, lane, d_point);
     }
 #pragma clang loop unroll(full)
     for (int axis = 0; axis < NDIM; axis++) {
@@ -233,44 +273,6 @@ template <typename T, typename G, int NDIM, int TAPS, int V, int ALIGN, int LANE
       }
       if (lane == 0) {
         d_grid[point * NDIM + axis] = G(d_point[axis]);
-      }
-    }
-  }
-}
-
-// Lanes take neighbouring channels, so that one SIMD group's atomics fall into few cache lines.
-template <typename T, typename G, int NDIM, int TAPS, int LANES>
-[[kernel]] void grid_sample_gradient_x(
-    const device G* grid,
-    const device T* cotangent,
-    constant int* size,
-    constant int* options,
-    device atomic<float>* d_x,
-    uint3 position [[thread_position_in_grid]],
-    uint3 threads [[threads_per_grid]],
-    uint simd_lane [[thread_index_in_simdgroup]]) {
-  ulong index = position.x + ulong(position.y) * threads.x;
-  uint point = uint(index / LANES), lane = uint(index % LANES);
-  if (point >= uint(options[POINTS])) {
-    return;
-  }
-  int channels = options[CHANNELS];
-  uint image = point / uint(options[POINTS_PER_IMAGE]);
-  point_taps<NDIM, TAPS> taps =
-      find_taps<G, NDIM, TAPS, LANES, true>(grid, point, simd_lane, size, options);
-  long place[tap_count(NDIM, TAPS)];
-  float weight[tap_count(NDIM, TAPS)];
-#pragma clang loop unroll(full)
-  for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
-    place[k] = is_inside(taps, k) ? pixel_of(taps, k, image, size) * channels : -1;
-    weight[k] = weight_of(taps, k);
-  }
-  for (int c = int(lane); c < channels; c += LANES) {
-    float d_out = float(cotangent[ulong(point) * channels + c]);
-#pragma clang loop unroll(full)
-    for (int k = 0; k < tap_count(NDIM, TAPS); k++) {
-      if (place[k] >= 0) {
-        atomic_fetch_add_explicit(d_x + place[k] + c, d_out * weight[k], memory_order_relaxed);
       }
     }
   }

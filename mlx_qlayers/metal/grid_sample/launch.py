@@ -37,13 +37,18 @@ def _gradient_registers(*, T: mx.Dtype, NDIM: int, TAPS: int, V: int, RUN: int, 
     return pixels * (2 + words) + words + (NDIM + 1) * V + RUN * 3 * NDIM * TAPS
 
 
+def _scatter_registers(*, NDIM: int, TAPS: int, **_: object) -> int:
+    """Those of places of 64 bits, and weights."""
+    return 3 * TAPS**NDIM
+
+
 # Of x and grid, or of these and the cotangent.
 Sampled = Callable[..., mx.array]
 
 _sampling: Callable[..., Kernel] = partial(
     Kernel,
     file="grid_sample/grid_sample.metal",
-    template=("T", "G", "NDIM", "TAPS", "V", "ALIGN", "LANES", "RUN"),
+    template=("T", "G", "NDIM", "TAPS", "V", "ALIGN", "LANES", "RUN", "ONCE", "NEAR"),
     large=True,
     ensure_row_contiguous=False,
 )
@@ -59,20 +64,42 @@ _GRADIENT_GRID = _sampling(
     outputs=("d_grid",),
     registers=_gradient_registers,
 )
-_GRADIENT_X = Kernel(
-    "grid_sample_gradient_x",
-    "grid_sample/grid_sample.metal",
-    inputs=("grid", "cotangent", "size", "options"),
-    outputs=("d_x",),
-    template=("T", "G", "NDIM", "TAPS", "LANES"),
-    # Places of 64 bits, and weights.
-    registers=lambda NDIM, TAPS, **_: 3 * TAPS**NDIM,
+_by_atomics: Callable[..., Kernel] = partial(
+    Kernel,
+    file="grid_sample/atomic_gradient.metal",
     atomic_outputs=True,
     large=True,
 )
-
+_GRADIENT_X = _by_atomics(
+    "grid_sample_gradient_x",
+    registers=_scatter_registers,
+    inputs=("grid", "cotangent", "size", "options"),
+    outputs=("d_x",),
+    template=("T", "G", "NDIM", "TAPS", "LANES"),
+)
+_FIND_ROWS = _by_atomics(
+    "grid_sample_find_rows",
+    registers=_scatter_registers,
+    inputs=("grid", "size", "options"),
+    outputs=("row",),
+    template=("G", "NDIM", "TAPS"),
+)
+_GRADIENT_ROWS = _by_atomics(
+    "grid_sample_gradient_x_rows",
+    registers=_scatter_registers,
+    inputs=("row", "grid", "cotangent", "size", "options"),
+    outputs=("sums",),
+    template=("T", "G", "NDIM", "TAPS", "LANES"),
+)
 _by_shares: Callable[..., Kernel] = partial(
     Kernel, file="grid_sample/sorted_gradient.metal", large=True
+)
+_SPREAD_ROWS = _by_shares(
+    "grid_sample_gradient_x_spread",
+    file="grid_sample/atomic_gradient.metal",
+    inputs=("row", "sums", "options", "pixels"),
+    outputs=("d_x",),
+    template=("T", "V", "LANES"),
 )
 _LIST_SHARES = _by_shares(
     "grid_sample_list_shares",
@@ -114,6 +141,8 @@ class GridSampleConfig:
             ``"bands"``.
         bands: how many, for ``"bands"``.
         threads: of a threadgroup.
+        near: whether both pixels of a row that a point lies between are read together, in linear
+            samples of images with one pack.
     """
 
     pack: int = 1
@@ -124,6 +153,7 @@ class GridSampleConfig:
     scatter: str = "atomics"
     bands: int = 1
     threads: int = 256
+    near: bool = False
 
 
 def heuristic(
@@ -193,6 +223,16 @@ class _Job:
         self.values: dict[str, TemplateValue] = {"T": x.dtype, "G": grid.dtype, "I": self.index}
         self.values |= {"NDIM": dims, "TAPS": taps, "K": self.taps, "RUN": config.run}
         self.values |= {"V": config.pack, "ALIGN": config.align}
+        near = config.near and (dims, taps) == (2, 2) and config.pack == self.channels
+        self.values |= {"ONCE": config.pack * config.lanes >= self.channels, "NEAR": near}
+
+    def touches_few(self) -> bool:
+        """Whether sums of touched pixels, as if no two taps shared one, are less than of all.
+
+        They are rounded on the way, which takes as long as to write them.
+        """
+        rows = self.points * self.taps
+        return self.cotangent.dtype.size == 2 and 2 * rows <= self.pixels and rows < 2**31 - 1
 
     def bind(
         self,
@@ -257,6 +297,8 @@ def _reading_x(
 def gradient_x(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> Sampled:
     """The launches of the gradient for ``x``, whose values it does not read; likewise."""
     job, lanes = _Job(x, grid, options, config), config.scatter_lanes
+    if config.scatter == "atomics" and job.touches_few():
+        return _by_rows(job, lanes)
     if config.scatter == "atomics":
         given = [grid, job.cotangent]
         add = job.bind(_GRADIENT_X, given, x.shape, count=job.points, lanes=lanes, init_value=0)
@@ -283,3 +325,24 @@ def gradient_x(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig)
         return total(*given, *carries(*given))[0]
 
     return in_order
+
+
+def _by_rows(job: _Job, lanes: int) -> Sampled:
+    """The gradient for ``x`` by float32 sums of the pixels that points touch."""
+    size = math.gcd(job.channels, 8)
+    job.values["V"] = size
+    row, sums = (
+        Spec((job.pixels,), mx.int32),
+        Spec((job.points * job.taps, job.channels), mx.float32),
+    )
+    find = job.bind(_FIND_ROWS, [job.grid], row.shape, count=job.points, init_value=0)
+    given = [row, job.grid, job.cotangent]
+    add = job.bind(_GRADIENT_ROWS, given, sums.shape, count=job.points, lanes=lanes, init_value=0)
+    shape, packs = (job.pixels, job.channels), _lanes(job.channels // size)
+    spread = job.bind(_SPREAD_ROWS, [row, sums], shape, count=job.pixels, lanes=packs)
+
+    def run(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
+        (row,) = find(grid)
+        return spread(row, *add(row, grid, cotangent))[0].reshape(x.shape)
+
+    return run
