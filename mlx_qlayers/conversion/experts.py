@@ -30,6 +30,8 @@ from .routers import argument, plain, recognise_router
 
 # The name of what such a module is.
 EXPERTS = "experts"
+# The key of the notes under which is how experts were chosen last.
+CHOSEN = -1
 # The layers of mlx-lm's classes of experts.
 _LAYERS = {"SwitchGLU": ("gate_proj", "up_proj", "down_proj"), "SwitchMLP": ("fc1", "fc2")}
 
@@ -71,7 +73,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 def how_chosen(module: nn.Module) -> str:
     """How the code of a module chooses experts, for a reader, or why that is not recognised."""
-    recorder = Recorder(RULES, on_module=_seen)
+    recorder = Recorder(RULES, on_module=_seen, on_pair=chosen_at_once)
     call = recorded(type(module).__call__)
     if isinstance(call, Mismatch):
         return f"{call}"
@@ -160,7 +162,7 @@ def _summed(recorder: Recorder, node: Node) -> mx.array | None:
 
 def _combined(recorder: Recorder, chosen: Chosen, scores: mx.array, node: Node) -> mx.array:
     router = recognise_router(recorder, chosen.indices, scores, node.line)
-    recorder.reports.append(router)
+    recorder.reports.append(router or recorder.notes.get(CHOSEN, router))
     if router and router.logits.shape[:-1] == scores.shape[:-1]:
         total = chosen.combine(*experts_chosen(*router))
     else:
@@ -168,6 +170,17 @@ def _combined(recorder: Recorder, chosen: Chosen, scores: mx.array, node: Node) 
     made = Total(total.astype(node.y.dtype), total)
     recorder.notes[id(made.y)] = made
     return made.y
+
+
+def chosen_at_once(recorder: Recorder, indices: mx.array, shares: mx.array) -> Any:
+    """Experts and shares that a function gave in one launch, for code that changes them later."""
+    if indices.shape != shares.shape or not mx.issubdtype(indices.dtype, mx.integer):
+        return None
+    router = recognise_router(recorder, indices, shares, "")
+    if not router or router.logits.shape[:-1] != shares.shape[:-1]:
+        return None
+    recorder.notes[CHOSEN] = router
+    return tuple(experts_chosen(*router))
 
 
 def _cast(recorder: Recorder, node: Node) -> mx.array | None:

@@ -25,6 +25,8 @@ import mlx.nn as nn
 from .matcher import Method, Mismatch, names_used, parse
 from .rewriter import rewritten
 
+# What is another array computed otherwise.
+SAME = "same"
 _CALLED, _OPERATOR, _SLICE = "_called", "_operator", "_slice"
 _OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}
 
@@ -61,6 +63,7 @@ class Recorder:
         on_module: called with the recorder, a module, its arguments and what it gave.
         notes: what rules keep, by the identity of arrays.
         reports: what rules recognised, or why not.
+        on_pair: called with the recorder and two arrays that a function gave; gives others or None.
         latest: what takes the place of an array in later calls; with it modules are recorded that
             choose no experts, too.
     """
@@ -70,7 +73,9 @@ class Recorder:
         rules: dict[str, Rule],
         on_module: Callable[..., Any] | None = None,
         latest: Callable[[mx.array], mx.array] | None = None,
+        on_pair: Callable[..., Any] | None = None,
     ) -> None:
+        self.on_pair = on_pair
         self.latest = latest
         self.nodes: dict[int, Node] = {}
         self.rules, self.on_module = rules, on_module
@@ -154,7 +159,8 @@ def called(function: Any, *args: Any, **options: Any) -> Any:
     plain = uncompiled(function.__func__ if isinstance(function, MethodType) else function)
     of_a_model = isinstance(plain, FunctionType) and _is_of_a_model(plain)
     if of_a_model and not isinstance(twin := recorded(plain), Mismatch):
-        return twin(*args, **options) if own is None else twin(own, *args, **options)
+        args = args if own is None else (own, *args)
+        return _pair(recorder, twin(*args, **options))
     y = function(*args, **options)
     if not isinstance(y, mx.array):
         return y
@@ -169,13 +175,24 @@ def _of_module(recorder: Recorder, module: Any, *args: Any, **options: Any) -> A
     stock = "_made" not in vars(type(module)) and isinstance(call, FunctionType)
     seen = stock and _is_of_a_model(call) and (recorder.latest or chooses(call))
     if seen and not isinstance(twin := recorded(call), Mismatch):
-        return twin(module, *args, **options)
+        return _pair(recorder, twin(module, *args, **options))
     y = module(*args, **options)
     if recorder.on_module is not None:
         recorder.on_module(recorder, module, args, y)
     if isinstance(y, mx.array) and type(module) in (nn.Sigmoid, nn.Softmax):
         return _keep(recorder, type(module).__name__.lower(), args, {"axis": -1}, y)
     return y
+
+
+def _pair(recorder: Recorder, result: Any) -> Any:
+    """What a function gave; experts and their shares may come from elsewhere."""
+    is_pair = recorder.on_pair is not None and isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not all(isinstance(each, mx.array) for each in result):
+        return result
+    others = recorder.on_pair(recorder, *result) if recorder.on_pair else None
+    for y, other in zip(result, others or (), strict=False):
+        recorder.nodes[id(other)] = Node(SAME, (y,), {}, "", other)
+    return others or result
 
 
 def _keep(recorder: Recorder, op: str, args: Any, options: dict[str, Any], y: mx.array) -> mx.array:

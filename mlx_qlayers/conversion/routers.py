@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..options import Router
 from .matcher import Mismatch
-from .recorder import Node, Recorder
+from .recorder import SAME, Node, Recorder
 
 
 class Recognised(NamedTuple):
@@ -54,7 +54,7 @@ def recognise_router(recorder: Recorder, indices: mx.array, shares: mx.array, li
 
 def plain(recorder: Recorder, array: Any) -> Any:
     """An array before casts and ``mx.stop_gradient``."""
-    while (node := recorder.node(array)) and node.op in ("astype", "stop_gradient"):
+    while (node := recorder.node(array)) and node.op in ("astype", "stop_gradient", SAME):
         array = node.args[0]
     return array
 

@@ -22,7 +22,7 @@ from ..options import Rotation
 from ..runtime.backend import Mode, mode
 from .cache_slots import Slot
 from .compiled_blocks import together
-from .experts import RULES
+from .experts import RULES, chosen_at_once
 from .operands import of_layers
 from .recorder import Recorder, recording
 from .step_kinds import Unsupported
@@ -156,7 +156,8 @@ def watched(
         (QLinear, "__call__", calls.multiplying),
     ]
     rules = {**RULES, "add": step.products.added}
-    with _replacing, recording(Recorder(rules, latest=step.products.latest)), mode(Mode.INFERENCE):
+    recorder = Recorder(rules, latest=step.products.latest, on_pair=chosen_at_once)
+    with _replacing, recording(recorder), mode(Mode.INFERENCE):
         own = [(module, name, getattr(module, name)) for module, name, _ in replaced]
         before = current_step.set(step)
         try:
