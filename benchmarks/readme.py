@@ -161,6 +161,8 @@ TABLES = [
     Table("grid_sample_cuda", "grid_sample.py", SAMPLING, {"{task}": "ms"},
         "(8x1024x1024x64 float32 bilinear random|16x512x512x3 float16 .* rotation),.*",
         ("operators", "cuda"), "path"),
+    Table("deformable", "deformable.py", SAMPLING, {"{task}": "ms"},
+        sides=("operators", "host"), by="path"),
     Table("deformable_cuda", "deformable.py", SAMPLING, {"{task}": "ms"},
         sides=("operators", "cuda"), by="path"),
     Table("deformable_cuda", "deformable.py", ("milliseconds", "PyTorch", "kernel"),
