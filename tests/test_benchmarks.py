@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def test_rows_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:
 def test_short_calls_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_attention
 
+    gc.freeze()  # what is alive now would be looked through at each of 24 measurements
     monkeypatch.setattr(bench_attention, "LENGTHS", [(1, 8), (16, 16)])
     monkeypatch.setattr(bench_attention, "measure", partial(measure, least=1e-3))
     rows = bench_attention.short_calls(["small"], 1).flat()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_qlayers.runtime.host import compiler, runtime_library, toolchain
+from mlx_qlayers.runtime.host import cache, compiler, runtime_library, toolchain
 from mlx_qlayers.runtime.host import translate as source
 
 KERNEL = """
@@ -32,15 +32,20 @@ kernel void k(const device half* x [[buffer(0)]], device bfloat* y [[buffer(1)]]
     ],
 )
 def test_another_platform(
-    target: str, clang_cpu: str, zig_cpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, clang_cpu: str, zig_cpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, clang_cpu))
-    for checked, build in ((False, compiler.object_fast), (True, compiler.object_checked)):
+    def make(folder: Path) -> None:
+        monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, clang_cpu))
         text = compiler.preprocess(KERNEL, {}, 320)
         unit, _ = source.translate(text, "k", {})
-        build(compiler.strict(unit, checked=checked, debug=checked), tmp_path)
-        assert (tmp_path / "kernel.o").stat().st_size > 0
-    monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, zig_cpu))
-    objects = runtime_library.objects(tmp_path)
+        for checked, build in ((False, compiler.object_fast), (True, compiler.object_checked)):
+            build(compiler.strict(unit, checked=checked, debug=checked), folder)
+            (folder / "kernel.o").rename(folder / f"{checked}.o")
+        monkeypatch.setattr(toolchain, "target", lambda: ("-target", target, zig_cpu))
+        runtime_library.objects(folder)
+
+    # In the cache as other kernels: compiled anew where the compiler or the runtime has changed.
+    key = toolchain.key("another platform", target, clang_cpu, zig_cpu, KERNEL)
+    objects = [*cache.entry(key, make).glob("*.o")]
     magic = b"\xcf\xfa\xed\xfe" if "macos" in target else b"\x7fELF"
-    assert all(path.read_bytes()[:4] == magic for path in [*objects, tmp_path / "kernel.o"])
+    assert len(objects) > 2 and all(path.read_bytes()[:4] == magic for path in objects)
