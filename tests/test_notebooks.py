@@ -18,11 +18,17 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ABSOLUTE = re.compile(r"(?<![\w./:])(?:/\w[\w.-]*/\w|[A-Za-z]:\\)")
 LARGEST = 500_000
 
-# What takes long and shows nothing else: steps of training, repetitions, tokens.
+# What takes long and shows nothing else: steps of training, repetitions, tokens, lengths.
 SMALLER = {
     "02_grid_sample": {"(160, 25)": "(160, 3)", "repeats=15": "repeats=2"},
-    "04_convert_qwen2": {"(40, 192)": "(8, 48)"},
-    "05_fused_attention": {"(20, 16)": "(3, 16)"},
+    "04_convert_qwen2": {
+        "(40, 192)": "(8, 48)",
+        "(2, 3, 4, 6, 8)": "(2, 3)",
+        "range(len(dense.layers))": "range(2)",
+    },
+    "05_fused_attention": {"(20, 16)": "(3, 16)", "(64, 128, 256, 512)": "(16, 32, 64, 128)"},
+    "06_tuning": {"(4096, 64)": "(512, 64)", "(512, 4096)": "(64, 1024)"},
+    "10_warp_and_match": {"(20, 50,": "(20, 5,", "(8, 40,": "(8, 4,", "(3, 30,": "(3, 3,"},
 }
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

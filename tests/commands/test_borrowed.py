@@ -160,8 +160,8 @@ def test_lora_trains_what_stock_loads(
     talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--model", str(talker), "--train", "--data", str(texts(tmp_path / "data"))]
-    arguments += ["--iters", "6", "--batch-size", "2", "--num-layers", "2"]
-    arguments += ["--learning-rate", "1e-4", "--val-batches", "1"]
+    arguments += ["--iters", "3", "--batch-size", "2", "--num-layers", "2"]
+    arguments += ["--learning-rate", "2e-4", "--val-batches", "1"]
     for name, flags in (("ours", []), ("theirs", ["--stock"])):
         folder = ["--adapter-path", str(tmp_path / name)]
         assert main(["lora", *arguments, *folder, *flags]) == 0
