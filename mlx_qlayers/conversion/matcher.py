@@ -114,7 +114,7 @@ def parse(function: object) -> Method | Mismatch:
         return Mismatch("it is no plain method")
     definition.decorator_list = []
     a = definition.args
-    if a.posonlyargs or a.vararg or a.kwonlyargs or a.kwarg:
+    if a.posonlyargs or a.vararg or a.kwarg:
         return Mismatch("it takes other than plain parameters")
     inner = [n for n in ast.walk(definition) if isinstance(n, ast.Lambda | ast.FunctionDef)]
     if inner != [definition]:

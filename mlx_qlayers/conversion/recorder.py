@@ -28,6 +28,7 @@ from .rewriter import rewritten
 # What is another array computed otherwise.
 SAME = "same"
 _CALLED, _OPERATOR, _SLICE = "_called", "_operator", "_slice"
+_COMPARISONS = {ast.Gt: "gt", ast.GtE: "ge", ast.Lt: "lt", ast.LtE: "le"}
 _OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}
 
 
@@ -221,6 +222,11 @@ class _Calls(ast.NodeTransformer):
         self.generic_visit(node)
         name = _OPERATORS.get(type(node.op))
         return node if name is None else _call(node, _operator(name), node.left, node.right)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        name = _COMPARISONS.get(type(node.ops[0])) if len(node.ops) == 1 else None
+        return node if name is None else _call(node, _operator(name), node.left, *node.comparators)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         self.generic_visit(node)

@@ -7,6 +7,7 @@ and scaled. In which order and by which functions the code says so does not matt
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -80,6 +81,9 @@ class _Reader:
 
     def read(self, indices: mx.array, shares: mx.array) -> Recognised:
         """Raises where something is not as in a router."""
+        joined = self.recorder.node(plain(self.recorder, indices))
+        if joined is not None and joined.op == "concatenate":
+            return self.sparsemixer(joined, shares)
         numbers, options = self.chosen_from(indices)
         source, more, factors = self.shares(indices, shares)
         ungrouped, groups = self.groups(numbers)
@@ -99,6 +103,56 @@ class _Reader:
         options["score"] = score or node.op
         logits = plain(self.recorder, node.args[0])
         return Recognised(logits, Router(**options, dtype=shares.dtype), bias, factors)
+
+    def sparsemixer(self, joined: Node, shares: mx.array) -> Recognised:
+        """Experts and shares that are put together one by one."""
+        numbers, indices = self.made(shares, "concatenate").args[0], joined.args[0]
+        self.check(len(indices) == len(numbers), "other shares", shares)
+        lefts = [self.of_last_axis(at, "argmax").args[0] for at in indices]
+        for before, at, left in zip(lefts, indices, lefts[1:], strict=False):
+            put = self.made(left, "put_along_axis")
+            whole = axis_of(put, 3) == -1 and self.same(put.args[0], before)
+            alike = whole and self.same(put.args[1], at) and self.number(put.args[2]) == -inf
+            self.check(alike, "other logits left", left)
+        far = set()
+        for at, share, left in zip(indices, numbers, lefts, strict=True):
+            taken = self.made(share, "take_along_axis")
+            soft = self.made(taken.args[0], "softmax")
+            band = self.made(soft.args[0], "where")
+            alike = self.same(taken.args[1], at) and self.same(band.args[2], left)
+            self.check(alike and band.args[1] == -inf, "another softmax", band.y)
+            self.check(axis_of(soft) == -1 and axis_of(taken, 2) == -1, "another axis", soft.y)
+            far.add(self.distance(band.args[0], lefts[0], left))
+        self.check(len(far) == 1, "more than one distance", shares)
+        count, dtype = len(numbers), shares.dtype
+        router = Router(count, "sparsemixer", normed=False, epsilon=far.pop(), dtype=dtype)
+        return Recognised(lefts[0], router, None, None)
+
+    def distance(self, hidden: Any, logits: mx.array, left: mx.array) -> float:
+        """How far below the largest, relative to the larger size, logits are hidden."""
+        over = self.made(hidden, "gt")
+        ratio = self.made(over.args[0], "truediv")
+        apart, size = (
+            self.made(a, op) for a, op in zip(ratio.args, ("sub", "maximum"), strict=True)
+        )
+        top, absolute = apart.args[0], self.made(size.args[0], "abs")
+        self.check(self.same(self.of_last_axis(top, "max").args[0], left), "another top", top)
+        alike = self.same(size.args[1], top) and self.same(apart.args[1], logits)
+        self.check(alike and self.same(absolute.args[0], logits), "another distance", ratio.y)
+        number: float = over.args[1]
+        self.check(isinstance(number, int | float), "a distance of arrays", over.y)
+        return number
+
+    def number(self, array: Any) -> float:
+        """The number that an array was made of."""
+        return float(self.made(array, "array").args[0])
+
+    def of_last_axis(self, array: Any, op: str) -> Node:
+        """What gave the largest of the last axis, or its place."""
+        node = self.made(array, op)
+        keeps = argument(node, 2, "keepdims") and axis_of(node) == -1
+        self.check(bool(keeps), "another axis", node.y)
+        return node
 
     def chosen_from(self, indices: mx.array) -> tuple[mx.array, dict[str, Any]]:
         """What the largest were looked for in."""
@@ -192,8 +246,7 @@ class _Reader:
         before = self.made(inside, "unflatten", "reshape").args[0]
         split = (*before.shape[:-1], inside.shape[-2], before.shape[-1] // inside.shape[-2])
         self.check(inside.shape == split, "other groups", inside)
-        value = self.made(fill, "array").args[0]
-        options = {"groups": split[-2], "dropped": count, "fill": float(value)}
+        options = {"groups": split[-2], "dropped": count, "fill": self.number(fill)}
         return before, options | {"pairs": rank.op == "sum"} if count else {}
 
     def of_rows(self, node: Node, array: Any) -> None:

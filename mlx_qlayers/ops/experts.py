@@ -138,8 +138,8 @@ def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
     check_floats("logits", logits)
     experts = logits.shape[-1] if logits.ndim else 0
     _check_router(router, experts)
-    if router.score == "logits" and bias is not None:
-        raise ValueError('bias goes with scores, not with score "logits"')
+    if router.score in ("logits", "sparsemixer") and bias is not None:
+        raise ValueError(f'bias goes with scores, not with score "{router.score}"')
     for name, each in (("bias", bias), ("factors", factors)):
         if each is not None and each.shape != (experts,):
             raise ValueError(f"{name} must have shape {(experts,)}, not {each.shape}")
@@ -166,6 +166,8 @@ def _check_router(router: Router, experts: int) -> None:
         raise ValueError(f"score must be one of {', '.join(SCORES)}, not {router.score!r}")
     if router.score == "logits" and not (router.normed and router.groups == 1):
         raise ValueError('score "logits" must be normed, and without groups')
+    if router.score == "sparsemixer" and (router.normed or router.groups > 1):
+        raise ValueError('score "sparsemixer" must not be normed, and without groups')
     if router.groups < 1 or experts % router.groups:
         raise ValueError(f"groups must divide the {experts} experts, not {router.groups}")
     if not 0 <= router.dropped < router.groups:

@@ -12,6 +12,8 @@ def experts_chosen(
     logits: mx.array, bias: mx.array | None, factors: mx.array | None, *, router: Router
 ) -> list[mx.array]:
     """The experts of rows and their shares: see :func:`mlx_qlayers.ops.experts.experts_chosen`."""
+    if router.score == "sparsemixer":
+        return _sparsemixer(logits, factors, router)
     exact, count = logits.astype(mx.float32), router.top_k
     if router.score == "softmax":
         scores = mx.softmax(exact, axis=-1)
@@ -44,3 +46,21 @@ def experts_chosen(
     if factors is not None:
         shares = shares * factors[at]
     return [chosen, shares.astype(router.dtype)]
+
+
+def _sparsemixer(logits: mx.array, factors: mx.array | None, router: Router) -> list[mx.array]:
+    """Of each choice a softmax of what is left, in float32, compared in the dtype of the logits."""
+    left, chosen, shares = logits, [], []
+    for _ in range(router.top_k):
+        order = mx.argsort(left, axis=-1)[..., ::-1] if router.last else mx.argsort(-left, axis=-1)
+        at = mx.stop_gradient(order[..., :1])
+        top = mx.take_along_axis(left, at, axis=-1)
+        far = (top - logits) / mx.maximum(mx.abs(logits), top) > router.epsilon
+        band = mx.where(far, -mx.inf, left).astype(mx.float32)
+        shares.append(mx.take_along_axis(mx.softmax(band, axis=-1), at, axis=-1))
+        chosen.append(order[..., :1])
+        left = mx.put_along_axis(left, at, mx.array(-mx.inf, left.dtype), axis=-1)
+    share, at = mx.concatenate(shares, axis=-1) * router.scale, mx.concatenate(chosen, axis=-1)
+    if factors is not None:
+        share = share * factors[mx.stop_gradient(at)]
+    return [at, share.astype(router.dtype)]

@@ -22,6 +22,7 @@ from mlx_lm.models import (
     gpt_oss,
     kimi_linear,
     mistral4,
+    phimoe,
 )
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.deepseek_v41 import DeepseekV41SwiGLU
@@ -58,6 +59,12 @@ def top_and_softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
     return indices, mx.softmax(values, axis=-1, precise=True)
 
 
+def near_the_largest(logits: mx.array, top_k: int, jitter: float) -> tuple[mx.array, mx.array]:
+    # Numbers that are none are left out: stock gives the same for all experts then.
+    logits = mx.where(mx.isnan(logits), 0.25, logits)
+    return phimoe.sparsemixer(logits, top_k=top_k, jitter_eps=jitter)
+
+
 # By name: what chooses, with what beside logits.
 CASES = {
     "deepseek_v3": (deepseek_v3.group_expert_select, (BIAS, 3, 4, 2, 2.5, True)),
@@ -68,6 +75,7 @@ CASES = {
     "mistral4": (mistral4.mistral4_expert_select, (3, 4, 2, 1.0, True)),
     "deepseek_v2": (gate_of_v2, ()),
     "gpt_oss": (top_and_softmax, ()),
+    "phimoe": (near_the_largest, (3, 0.2)),
 }
 RECOGNISED = {
     "deepseek_v3": "3 of 16 experts by sigmoid and bias, in 2 of 4 groups, shares of their sum, "
@@ -80,6 +88,7 @@ RECOGNISED = {
     "mistral4": "3 of 16 experts by softmax, in 2 of 4 groups, shares of their sum",
     "deepseek_v2": "3 of 16 experts by softmax, in 2 of 4 groups, times 16",
     "gpt_oss": "4 of 16 experts by logits, shares of their sum",
+    "phimoe": "3 of 16 experts by sparsemixer",
 }
 
 
@@ -164,6 +173,7 @@ def test_what_is_no_router_is_named_with_its_line(choose: FunctionType, reason: 
         ("deepseek_v3", 1, 5),
         ("dots1", 8, 5),
         ("longcat_flash", 1, 4),
+        ("phimoe", 1, 4),
     ],
 )
 def test_a_block_is_what_it_was_in_few_launches(

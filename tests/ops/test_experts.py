@@ -92,7 +92,21 @@ ROUTERS = [
     (Router(4, "logits", last=True), 32, False),
     (Router(4, "logits"), 32, False),
     (Router(2, "sqrtsoftplus", last=True, epsilon=1e-6), 33, True),
+    (Router(3, "sparsemixer", normed=False, epsilon=0.25), 40, False),
 ]
+
+
+def sparsemixer64(logits, chosen, epsilon):
+    """Shares of a row's experts in turn: none where one that is left is no number."""
+    left, shares = logits.copy(), []
+    for at in chosen.T[..., None]:
+        top = np.take_along_axis(left, at, -1)
+        with np.errstate(invalid="ignore"):
+            far = (top - logits) / np.maximum(np.abs(logits), top) > epsilon
+        band = np.exp(np.where(far, -np.inf, left) - top)
+        shares.append(1 / band.sum(-1, keepdims=True))
+        np.put_along_axis(left, at, -np.inf, -1)
+    return np.concatenate(shares, -1)
 
 
 def chosen64(logits, router, bias, factors):
@@ -103,6 +117,7 @@ def chosen64(logits, router, bias, factors):
             "softmax": exact / exact.sum(-1, keepdims=True),
             "sigmoid": 1 / (1 + np.exp(-logits)),
             "logits": logits,
+            "sparsemixer": logits,
             "sqrtsoftplus": np.sqrt(np.logaddexp(0, logits)),
         }[router.score]
     numbers = (scores + bias).reshape(len(logits), router.groups, -1)
@@ -113,7 +128,9 @@ def chosen64(logits, router, bias, factors):
     order = np.argsort(numbers if router.last else -numbers, -1, kind="stable")
     chosen = order[:, -router.top_k :] if router.last else order[:, : router.top_k]
     shares = np.take_along_axis(numbers if router.masked else scores, chosen, -1)
-    if router.score == "logits":
+    if router.score == "sparsemixer":
+        shares = sparsemixer64(logits, chosen, router.epsilon)
+    elif router.score == "logits":
         shares = np.exp(shares) / np.exp(shares).sum(-1, keepdims=True)
     elif router.normed:
         shares = shares / np.maximum(shares.sum(-1, keepdims=True) + router.epsilon, router.floor)

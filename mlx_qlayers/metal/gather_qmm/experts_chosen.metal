@@ -5,14 +5,15 @@
 //                  shares are a softmax of the chosen. Of `groups` of them
 //                  the `dropped` lowest, by their largest or by the sum of two, count as FILL. Shares
 //                  are scores, FILL too where `masked`; `normed` by their sum plus EPSILON, at least
-//                  FLOOR; times FACTOR, times the expert's of `factors`.
+//                  FLOOR; times FACTOR, times the expert's of `factors`. Of SPARSEMIXER the share
+//                  of each is a softmax of the logits that are left and near it, by EPSILON.
 //                  A SIMD group takes a row; a lane every 32nd logit, `per` of them.
 //                  Grid (32, R, 1), threadgroup (32, 1, 1).
 
 #include <metal_stdlib>
 using namespace metal;
 
-enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS, LOGITS };
+enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS, LOGITS, SPARSEMIXER };
 enum { FILL, EPSILON, FLOOR, FACTOR };
 
 // A number as an unsigned one of the same order; one that is none comes last, or first of all.
@@ -94,7 +95,7 @@ template <
     } else if (score == SIGMOID) {
       float small = 1 / (1 + metal::precise::exp(abs(values[i])));
       values[i] = values[i] < 0 ? small : 1 - small;
-    } else {
+    } else if (score == SQRT_SOFTPLUS) {
       // log(1 + least), to the last bit for small ones too.
       const float least = metal::precise::exp(-abs(values[i])), more = 1 + least;
       const float rest = more == 1 ? least : metal::precise::log(more) * (least / (more - 1));
@@ -102,8 +103,8 @@ template <
     }
   }
   // Those of the chosen logits alone are shared by `normed`.
-  total = score == LOGITS ? 1.0f : simd_sum(total);
-  if (score != LOGITS && (score != SOFTMAX || bias || groups > 1 || isnan(total))) {
+  total = score == LOGITS || score == SPARSEMIXER ? 1.0f : simd_sum(total);
+  if (score < LOGITS && (score != SOFTMAX || bias || groups > 1 || isnan(total))) {
 #pragma unroll
     for (int i = 0; i < per; i++) {
       int e = i * 32 + lane;
@@ -146,13 +147,20 @@ template <
   }
   for (int j = 0; j < J; j++) {
     uint expert;
-    taken_largest<per, last>(keys, expert, lane);
+    const float largest = unordered(taken_largest<per, last>(keys, expert, lane));
     float share = 0;
 #pragma unroll
     for (int i = 0; i < per; i++) {
-      share = uint(i * 32) + lane == expert ? values[i] : share;
+      if (score == SPARSEMIXER) {
+        const float apart = T(T(largest - values[i]) / T(max(abs(values[i]), largest)));
+        const bool near = keys[i] != 0 && !(apart > float(T(numbers[EPSILON])));
+        share += near ? metal::precise::exp(values[i] - largest) : 0.0f;
+      } else {
+        share = uint(i * 32) + lane == expert ? values[i] : share;
+      }
     }
-    share = simd_shuffle(share, ushort(expert % 32));
+    share = score == SPARSEMIXER ? 1 / (1 + simd_sum(share))
+                                 : simd_shuffle(share, ushort(expert % 32));
     sum += share;
     own = int(lane) == j ? share : own;
     own_expert = int(lane) == j ? expert : own_expert;
