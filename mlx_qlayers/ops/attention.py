@@ -136,12 +136,19 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
 
 
 def _plan_packed(call: AttentionCall, static: tuple[Any, ...]) -> Plan:
-    """Packed keys and values as they are, or dense ones of this layer."""
-    by, unless, evidence = "many queries of packed keys", _why_dense(call), "rule"
+    """Packed keys and values as they are, or dense ones of this layer, or of some of its heads."""
+    batch, heads, keys, _ = call.k[0].shape
+    size = batch * heads * keys * (call.q.shape[3] + call.v_width) * call.q.dtype.size
+    large, many = size > _MOST_DENSE, max(batch, heads) > 1
+    by, unless, evidence = "many queries of packed keys", None, "rule"
     if (lacking := _lacks_packed(call)) is None and requested() == "auto":
+        # Each tile of queries unpacks keys anew: on an H200 that took 2.3 times as long.
+        why = "dense keys of a layer are faster" if many or not large else None
         best = found("attention_forward", *Launcher(call).question())
-        by, unless, evidence = decided(best, by, unless)
+        by, unless, evidence = decided(best, by, why)
     if lacking or unless:
+        if large and many:
+            return Plan(None, _in_halves(call, int(heads > 1), _ATTENTION, static))
         return Plan(None, _unpacked(call, _ATTENTION, ((0, 0), *static[1:])))
     gain = threshold("attention_forward_gain", device="host")
     return _by_forward(choose("attention", host_gain=gain, by=by, evidence=evidence), call)
@@ -153,18 +160,6 @@ def _lacks_packed(call: AttentionCall) -> str | None:
     if bits not in decode.BITS or groups < CONSTANT_BELOW:
         return f"{bits} bits, {groups} groups"
     return why_no_kernel(call)
-
-
-def _why_dense(call: AttentionCall) -> str | None:
-    """Why ``auto`` makes dense keys and values of packed ones, unless that was measured slower.
-
-    Each tile of queries would unpack them anew: beside products of many queries, dense ones of a
-    layer cost little time. What they cost in memory is bounded.
-    """
-    size = prod(call.k[0].shape[:3]) * (call.q.shape[3] + call.v_width) * call.q.dtype.size
-    if requested() != "auto" or size > _MOST_DENSE:
-        return None
-    return "dense keys and values of a layer are little"
 
 
 def _with_casts(static: tuple[Any, ...], common: mx.Dtype) -> Run:
@@ -307,7 +302,7 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
     if _operations(call) > _LONGEST.get(backend(), math.inf):
         axis = 1 if call.k[0].shape[1] > 1 else 0
         if call.k[0].shape[axis] > 1:
-            return Plan(choice, _in_halves(call, axis))
+            return Plan(choice, _in_halves(call, axis, _FORWARD, call.scores))
     at = Launcher(call)
     chosen = configure("attention_forward", at.device, *at.question())
     if call.packing[1]:
@@ -332,7 +327,9 @@ def _operations(call: AttentionCall) -> float:
     return 4.0 * prod(q.shape[:3]) * seen * (q.shape[3] + call.v_width)
 
 
-def _in_halves(call: AttentionCall, axis: int) -> Run:
+def _in_halves(
+    call: AttentionCall, axis: int, operation: Operation, static: tuple[Any, ...]
+) -> Run:
     """The same in two parts of the heads (axis 1) or of the batch (axis 0)."""
     whole = call.k[0].shape[axis]
 
@@ -346,7 +343,7 @@ def _in_halves(call: AttentionCall, axis: int) -> Run:
         of_mask = halves(mask, axis - 4 + (0 if mask is None else mask.ndim))
         of_sinks = halves(sinks, axis - 1)
         parts = zip(*map(halves, inputs), of_mask, of_sinks, strict=True)
-        made = [dispatch(_FORWARD, each, call.scores) for each in parts]
+        made = [dispatch(operation, each, static) for each in parts]
         return [mx.concatenate(list(pair), axis) for pair in zip(*made, strict=True)]
 
     return run

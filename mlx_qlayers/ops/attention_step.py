@@ -124,8 +124,9 @@ def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation, *parts: int) 
     composed = reference.attention_step(arrays, scale, rotation)
     if choice.path == "ops":
         return Plan(choice, composed)
-    if bits:  # nothing was measured of packed caches
-        measured = threshold("attention_step_splits", device=choice.path)
+    if bits:
+        names = "attention_step_packed_splits", "attention_step_splits"
+        measured = next(filter(None, (threshold(n, device=choice.path) for n in names)))
         widths = width, v_width
         config = kernels.configure(choice.path, q.dtype, share, size, widths, measured, bits)
     else:

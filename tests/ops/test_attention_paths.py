@@ -198,10 +198,12 @@ def test_on_an_apple_gpu_kernels_compute_the_gradient_of_the_stock_operator(
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
 
 
+@pytest.mark.parametrize("most", [1 << 14, 1 << 13], ids=["a layer", "a head"])
 @pytest.mark.parametrize("device", ["metal", "cuda"])
-def test_many_queries_of_packed_keys_are_of_dense_ones_on_a_gpu(device, on, monkeypatch):
+def test_many_queries_of_packed_keys_are_of_dense_ones_on_a_gpu(device, most, on, monkeypatch):
     """No product with packed keys, which has all scores for its result."""
     on(device)
+    monkeypatch.setattr(ops, "_MOST_DENSE", most)
     monkeypatch.delattr(mx, "quantized_matmul")
     q, k = (random(np.random.default_rng(1), (1, n, 16, 64)) for n in (4, 2))
     packed = mx.quantize(k, 64, 8)
@@ -212,15 +214,16 @@ def test_many_queries_of_packed_keys_are_of_dense_ones_on_a_gpu(device, on, monk
 
 @pytest.mark.parametrize("device", ["metal", "cuda"])
 @pytest.mark.parametrize(
-    "most, bits, kernel", [(0, 8, True), (0, 4, True), (0, 2, False), (1 << 20, 8, False)]
+    "most, heads, bits, kernel",
+    [(0, 1, 8, True), (0, 1, 4, True), (0, 1, 2, False), (0, 2, 8, False), (1 << 20, 1, 8, False)],
 )
-def test_packed_keys_that_would_be_much_memory_stay_packed(
-    device, most, bits, kernel, on, monkeypatch
+def test_packed_keys_of_a_head_that_would_be_much_memory_stay_packed(
+    device, most, heads, bits, kernel, on, monkeypatch
 ):
     on(device)
     monkeypatch.setattr(ops, "_MOST_DENSE", most)
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: lambda **_: None)
-    packed = [Spec.of(a) for a in mx.quantize(K, 64, bits)] * 2
+    packed = [Spec.of(a) for a in mx.quantize(K[:, :heads], 64, bits)] * 2
     arrays = Spec((1, 4, 9, 64), mx.float32), *packed, None, None
     plan = ops._plan(arrays, (3, 3), 0.1, "causal", None, None)
     assert kernel == (plan.choice is not None and plan.choice.path == device)

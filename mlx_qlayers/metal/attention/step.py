@@ -168,7 +168,7 @@ def configure(
         share: queries of a key head.
         size: rows of the cache.
         widths: D and Dv.
-        measured: the threshold ``attention_step_splits``.
+        measured: the threshold ``attention_step_splits``, or that of packed caches.
         bits: of packed keys and values, else 0.
     """
     config = _unsplit(device, dtype, share, *widths, bits)
