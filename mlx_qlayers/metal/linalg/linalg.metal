@@ -22,7 +22,8 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Rows of tiles begin at multiples of 16 bytes, and neighbours of a column in different banks.
+// Rows of tiles begin at multiples of 16 bytes, and neighbours of a column in different banks. Behind
+// a row there is place for its pivot and the inverse of that.
 constant int TILE_STRIDE = 36;
 
 // x[k] -= row[k] * factor; rows lie at multiples of 16 bytes.
@@ -129,23 +130,24 @@ METAL_FUNC void move_up(thread float* x, const threadgroup float* row) {
   }
 }
 
-// The first `rows` of x = L^-1 x to rows of `out`, for L in a skewed tile but for its diagonal.
+// The first `rows` of x = L^-1 x to rows of `out`, for L in a skewed tile with pivots.
 METAL_FUNC void solve_tile(
     thread float* x,
     const threadgroup float* tile,
-    const threadgroup float* pivots,
-    const threadgroup float* inverses,
     int rows,
     device float* out,
     int64_t stride,
     bool inside) {
 #pragma unroll 1
   for (int i = 0; i < rows; i++) {
-    x[0] = divided(x[0], pivots[i], inverses[i]);
+    float2 pivot = *reinterpret_cast<const threadgroup float2*>(tile + 32);
+    x[0] = divided(x[0], pivot.x, pivot.y);
     if (inside) {
-      out[i * stride] = x[0];
+      *out = x[0];
     }
-    move_up(x, tile + i * TILE_STRIDE);
+    move_up(x, tile);
+    out += stride;
+    tile += TILE_STRIDE;
   }
 }
 
@@ -163,7 +165,6 @@ template <int THREADS>
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float4 tile_memory[8 * TILE_STRIDE], diagonal_memory[8 * TILE_STRIDE];
-  threadgroup float pivots[32], inverses[32];
   threadgroup int minor;
   threadgroup float* tile = reinterpret_cast<threadgroup float*>(tile_memory);
   threadgroup float* diagonal = reinterpret_cast<threadgroup float*>(diagonal_memory);
@@ -194,31 +195,37 @@ template <int THREADS>
     }
     device float* to = out + (size_t(j) * n + c);
     if (int(simd) == j / 32) {
+      threadgroup float* row = diagonal;
+      device float* r_row = to;
+      float pivot = simd_shuffle(x[0], ushort(0));
+      int failed = 0;
 #pragma unroll 1
       for (int i = 0; i < rows; i++) {
-        float pivot = simd_shuffle(x[0], ushort(i));
-        if (pivot <= 0 && lane == 0) {
-          minor = first + j + i + 1;  // all later pivots are NaN
-        }
+        failed = pivot <= 0 ? i + 1 : failed;  // all later pivots are NaN
         float inverse = pivot > 0 ? precise::rsqrt(pivot) : NAN, root = pivot * inverse;
         root = fma(0.5f * inverse, fma(-root, root, pivot), root);
         x[0] = int(lane) == i ? root : quotient(x[0], root, inverse);
         float right = int(lane) > i ? x[0] : 0.0f;
-        diagonal[i * TILE_STRIDE + ((int(lane) - i) & 31)] = right;
+        row[(int(lane) - i) & 31] = right;
         if (int(lane) == i) {
-          pivots[i] = root;
-          inverses[i] = inverse;
-        }
-        if (c < n) {
-          to[size_t(i) * n] = int(lane) == i ? root : right;
+          *reinterpret_cast<threadgroup float2*>(row + 32) = float2(root, inverse);
         }
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        move_up(x, diagonal + i * TILE_STRIDE);
+        if (c < n) {
+          *r_row = int(lane) == i ? root : right;
+        }
+        move_up(x, row);
+        pivot = simd_shuffle(x[0], ushort((i + 1) & 31));
+        row += TILE_STRIDE;
+        r_row += n;
+      }
+      if (failed > 0 && lane == 0) {
+        minor = first + j + failed;
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (c >= j + 32) {
-      solve_tile(x, diagonal, pivots, inverses, rows, to, n, c < n);
+      solve_tile(x, diagonal, rows, to, n, c < n);
     }
     for (int i = 0; c < j && i < rows; i++) {
       to[size_t(i) * n] = 0.0f;
@@ -241,12 +248,13 @@ template <int THREADS>
     uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float4 tile_memory[8 * TILE_STRIDE];
-  threadgroup float pivots[32], inverses[32];
   threadgroup float* tile = reinterpret_cast<threadgroup float*>(tile_memory);
   int n = l_shape[1], m = b_shape[2], groups = (m + THREADS - 1) / THREADS;
   int batch = group / groups, c = group % groups * THREADS + thread_index;
-  int64_t row = l_strides[1], col = l_strides[2];
+  int64_t row = l_strides[1], col = l_strides[2], left = batch * l_strides[0];
   device float* out = x + size_t(batch) * n * m + c;
+  float part[1024 / THREADS];  // of the next tile, which is read while this one is multiplied
+  read_tile<THREADS>(part, l + left, row, col, min(32, n), n, 0, thread_index);
   for (int j = 0; j < n; j += 32) {
     float own[32];
     int rows = min(32, n - j);
@@ -255,28 +263,32 @@ template <int THREADS>
     for (int k = 0; k < 32; k++) {
       own[k] = b[from + (j + min(k, rows - 1)) * b_strides[1]];
     }
-    int64_t left = batch * l_strides[0] + j * row;
     for (int p = 0; p <= j; p += 32) {
-      float above[32], part[1024 / THREADS];
-      int least = p == j ? 1 : -32;
-      read_tile<THREADS>(part, l + (left + p * col), row, col, rows, n - p, least, thread_index);
+      float above[32];
       load_column(above, out + size_t(p) * m, m, p < j && c < m);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       write_tile<THREADS>(tile, part, col, p == j, thread_index);
-      if (p == j && thread_index < 32) {
-        bool inside = int(thread_index) < rows;
-        float pivot = inside ? l[left + j * col + thread_index * (row + col)] : 1.0f;
-        // Denormal inverses may be flushed to 0, those of denormal numbers are infinite.
-        bool usable = abs(pivot) > 0x1p-60f && abs(pivot) < 0x1p60f;
-        pivots[thread_index] = pivot;
-        inverses[thread_index] = usable ? 1.0f / pivot : 0.0f;
-      }
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      int next_j = p < j ? j : j + 32, next_p = p < j ? p + 32 : 0;
+      if (next_j < n) {
+        int least = next_p == next_j ? 0 : -32;
+        read_tile<THREADS>(
+            part, l + (left + next_j * row + next_p * col), row, col, min(32, n - next_j),
+            n - next_p, least, thread_index);
+      }
       if (p < j && c < m) {
         subtract_tile(own, tile, above);
       }
     }
-    solve_tile(own, tile, pivots, inverses, rows, out + size_t(j) * m, m, c < m);
+    if (thread_index < 32) {
+      float pivot = int(thread_index) < rows ? tile[thread_index * TILE_STRIDE] : 1.0f;
+      // Denormal inverses may be flushed to 0, those of denormal numbers are infinite.
+      bool usable = abs(pivot) > 0x1p-60f && abs(pivot) < 0x1p60f;
+      *reinterpret_cast<threadgroup float2*>(tile + thread_index * TILE_STRIDE + 32) =
+          float2(pivot, usable ? 1.0f / pivot : 0.0f);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    solve_tile(own, tile, rows, out + size_t(j) * m, m, c < m);
   }
 }
 
