@@ -16,13 +16,13 @@ import mlx.nn as nn
 import numpy as np
 from products import (
     Conv2d,
-    compiled,
     deform_conv2d,
     joined,
     matmul,
     maxima,
     normalized,
     pointwise,
+    pooled,
 )
 
 from mlx_qlayers import DeformConv2d, affine_grid, grid_sample
@@ -87,21 +87,21 @@ class Descriptors(nn.Module):
         self.agg_weights = mx.zeros((SAMPLES, DIMS, DIMS))
 
     def __call__(self, features: mx.array, points: mx.array) -> mx.array:
-        height, width, _ = features.shape
+        images, height, width, _ = features.shape
         last = mx.array([width - 1, height - 1], mx.float32)
         corner = mx.clip(points.astype(mx.int32) - 1, 0, last.astype(mx.int32) - 3)
-        steps = mx.arange(3)
-        rows = corner[:, 1, None, None] + steps[:, None]
-        patches = features[rows, corner[:, 0, None, None] + steps]
+        x, y = (corner[..., axis, None, None] for axis in (0, 1))
+        steps, image = mx.arange(3), mx.arange(images).reshape(-1, 1, 1, 1)
+        patches = features[image, y + steps[:, None], x + steps].reshape(-1, 3, 3, DIMS)
         first, _, second = self.offset_conv
         offsets = second(first(patches, selu=True))
         most = max(height, width) / 4
-        offsets = mx.clip(offsets, -most, most).reshape(-1, 2, SAMPLES).swapaxes(1, 2)
-        grid = 2 * (points[:, None] + offsets) / last - 1
-        sampled = grid_sample(features[None], grid[None], align_corners=True)
-        sampled = self.sf_conv(sampled, selu=True).reshape(-1, SAMPLES * DIMS)
+        offsets = mx.clip(offsets, -most, most).reshape(images, -1, 2, SAMPLES).swapaxes(2, 3)
+        grid = 2 * (points[:, :, None] + offsets) / last - 1
+        sampled = grid_sample(features, grid, align_corners=True)
+        sampled = self.sf_conv(sampled, selu=True).reshape(1, -1, SAMPLES * DIMS)
         weights = self.agg_weights.reshape(1, SAMPLES * DIMS, DIMS)
-        return normalized(matmul(sampled[None], weights)[0])
+        return normalized(matmul(sampled, weights)).reshape(images, -1, DIMS)
 
 
 class ALIKED(nn.Module):
@@ -128,16 +128,21 @@ class ALIKED(nn.Module):
         for inputs, outputs in ((8, 4), (4, 4), (4, 1)):
             self.score_head += [None, Conv2d(inputs, outputs, 3, padding=1, bias=False)]
         self.desc_head = Descriptors()
-        self._find, self._describe = (compiled(f, self) for f in (self.maps, self.describe))
 
     def __call__(self, images: mx.array) -> list[Keypoints]:
         """Find keypoints in images (B, H, W, 3) with values from 0 to 1."""
-        features, scores, maxima = self._find(images)
-        found = []
-        for image, each in enumerate(np.array(maxima)):  # their number is needed: this waits
-            pixels = mx.array(self._chosen(each), mx.int32)
-            found.append(Keypoints(*self._describe(features[image], scores[image], pixels)))
-        return found
+        features, scores, found = self.maps(images)
+        pixels = [
+            self._chosen(each) for each in np.array(found)
+        ]  # their number is needed: it waits
+        # In one batch, if all have as many.
+        step = len(images) if len({*map(len, pixels)}) == 1 else 1
+        keypoints: list[Keypoints] = []
+        for i in range(0, len(images), step):
+            batch = slice(i, i + step)
+            chosen = mx.array(np.stack(pixels[batch]), mx.int32)
+            keypoints += map(Keypoints, *self.describe(features[batch], scores[batch], chosen))
+        return keypoints
 
     def maps(self, images: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Features (B, H, W, 128) of length one, and scores and their maxima (B, H, W)."""
@@ -149,11 +154,10 @@ class ALIKED(nn.Module):
             if sum(sum(margins, ()))
             else images
         )
-        pool2, pool4 = nn.AvgPool2d(2), nn.AvgPool2d(4)
         x1 = self.block1(x)
-        x2 = self.block2(pool2(x1))
-        x3 = self.block3(pool4(x2))
-        x4 = self.block4(pool4(x3))
+        x2 = self.block2(pooled(x1, 2))
+        x3 = self.block3(pooled(x2, 4))
+        x4 = self.block4(pooled(x3, 4))
         laterals = self.conv1, self.conv2, self.conv3, self.conv4
         levels = [conv(y, selu=True) for conv, y in zip(laterals, (x1, x2, x3, x4), strict=True)]
         same = mx.broadcast_to(mx.eye(2, 3), (len(x), 2, 3))
@@ -185,14 +189,17 @@ class ALIKED(nn.Module):
             kept = kept[np.argsort(-flat[kept], kind="stable")[: self.most]]
         return np.stack(np.divmod(kept, maxima.shape[1])[::-1], -1)
 
-    def describe(self, features: mx.array, scores: mx.array, pixels: mx.array) -> Keypoints:
-        """The keypoints near pixels (N, 2) of one image."""
+    def describe(
+        self, features: mx.array, scores: mx.array, pixels: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """What Keypoints has of those near pixels (B, N, 2), as many in each image."""
         steps = range(-RADIUS, RADIUS + 1)
         around = mx.array([(x, y) for y in steps for x in steps])
-        near = pixels[:, None] + around
-        shares = mx.softmax(scores[near[..., 1], near[..., 0]] / TEMPERATURE, axis=-1)
-        points = pixels + (shares[..., None] * around).sum(axis=1)
-        last = mx.array([scores.shape[1] - 1, scores.shape[0] - 1], mx.float32)
-        grid = 2 * points[None, None] / last - 1
-        found = grid_sample(scores[None, ..., None], grid, align_corners=True).reshape(-1)
-        return Keypoints(points, self.desc_head(features, points), found)
+        near = pixels[:, :, None] + around
+        image = mx.arange(len(scores)).reshape(-1, 1, 1)
+        shares = mx.softmax(scores[image, near[..., 1], near[..., 0]] / TEMPERATURE, axis=-1)
+        points = pixels + (shares[..., None] * around).sum(axis=2)
+        last = mx.array([scores.shape[2] - 1, scores.shape[1] - 1], mx.float32)
+        grid = 2 * points[:, None] / last - 1
+        found = grid_sample(scores[..., None], grid, align_corners=True).reshape(pixels.shape[:2])
+        return points, self.desc_head(features, points), found

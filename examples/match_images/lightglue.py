@@ -9,13 +9,13 @@ are sure, and leaves out points of which it is sure that they have no match.
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from products import Linear, attention, compiled, gelu, matmul
+from products import Linear, attention, gelu, matmul
 
 DIMS, HEADS, LAYERS, INPUTS = 256, 4, 9, 128
 # Shares of points that are sure, at which it stops; of matches, below which points are left out.
@@ -61,7 +61,7 @@ class SelfAttention(FeedForward):
         self.Wqkv = Linear(DIMS, 3 * DIMS)
         self.out_proj = Linear(DIMS, DIMS)
 
-    def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
+    def __call__(self, x: mx.array, turns: Sequence[mx.array]) -> mx.array:
         all_heads = self.Wqkv(x).reshape(*x.shape[:2], 3 * HEADS, -1).swapaxes(1, 2)
         q, k = mx.split(_turned(all_heads[:, : 2 * HEADS], turns), 2, axis=1)
         context = attention(q, k, all_heads[:, 2 * HEADS :], scale=q.shape[-1] ** -0.5)
@@ -73,17 +73,17 @@ class CrossAttention(FeedForward):
         super().__init__()
         self.to_qk, self.to_v, self.to_out = (Linear(DIMS, DIMS) for _ in range(3))
 
-    def __call__(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
-        (qk0, v0), (qk1, v1) = (
-            (_heads(self.to_qk(each)), _heads(self.to_v(each))) for each in (x, y)
-        )
-        scale = qk0.shape[-1] ** -0.5
-        to_x = attention(qk0, qk1, v1, scale=scale)
-        to_y = attention(qk1, qk0, v0, scale=scale)
-        return (
-            self.add(x, self.to_out(_joined(to_x))),
-            self.add(y, self.to_out(_joined(to_y))),
-        )
+    def __call__(self, states: list[mx.array]) -> list[mx.array]:
+        parts = [(_heads(self.to_qk(x)), _heads(self.to_v(x))) for x in states]
+        # Of the other image, which in a batch of both is the other half.
+        others = parts[::-1]
+        if len(parts) == 1:
+            others = [tuple(mx.concatenate([x[1:], x[:1]]) for x in parts[0])]
+        found = []
+        for x, (qk, _), (other_qk, other_v) in zip(states, parts, others, strict=True):
+            context = attention(qk, other_qk, other_v, scale=qk.shape[-1] ** -0.5)
+            found.append(self.add(x, self.to_out(_joined(context))))
+        return found
 
 
 class Layer(nn.Module):
@@ -136,10 +136,6 @@ class LightGlue(nn.Module):
         self.transformers = [Layer() for _ in range(LAYERS)]
         self.log_assignment = [Assignment() for _ in range(LAYERS)]
         self.token_confidence = [Confidence() for _ in range(LAYERS - 1)]
-        self._steps, self._assign = (
-            [compiled(partial(f, number), self) for number in range(LAYERS)]
-            for f in (self.step, self.assign)
-        )
 
     def __call__(
         self, points: list[mx.array], descriptors: list[mx.array], size: tuple[int, int]
@@ -150,21 +146,20 @@ class LightGlue(nn.Module):
         states = [self.input_proj(d)[None] for d in descriptors]
         turns = [self._turns(p, size) for p in points]
         kept, total = [np.arange(len(p)) for p in points], sum(map(len, points))
-        for number, step in enumerate(self._steps):
-            states, sure, unsure = step(states, turns)
+        for number in range(LAYERS):
+            states, sure, unsure = self.step(number, states, turns)
             if number == LAYERS - 1 or 1 - unsure.item() / total > DEPTH:
                 break
             for i, confidence in enumerate(sure):
                 if self.prune_above is None or len(kept[i]) <= self.prune_above:
                     continue
                 likely = mx.sigmoid(self.log_assignment[number].matchability(states[i])).reshape(-1)
-                chosen = np.flatnonzero(
-                    np.array((likely > 1 - WIDTH) | (confidence <= _least(number)))
-                )
+                unsettled = confidence.reshape(-1) <= _least(number)
+                chosen = np.flatnonzero(np.array((likely > 1 - WIDTH) | unsettled))
                 kept[i], rows = kept[i][chosen], mx.array(chosen)
                 states[i] = states[i][:, rows]
-                turns[i] = turns[i][0][rows], turns[i][1][rows]
-        pairs, scores = _mutual(*map(np.array, self._assign[number](*states)))
+                turns[i] = turns[i][0][:, :, rows], turns[i][1][:, :, rows]
+        pairs, scores = _mutual(*map(np.array, self.assign(number, *states)))
         pairs = np.stack([kept[i][pairs[:, i]] for i in range(2)], -1)
         return Matches(pairs, scores, number + 1)
 
@@ -173,13 +168,16 @@ class LightGlue(nn.Module):
     ) -> tuple[list[mx.array], list[mx.array], mx.array]:
         """The states of both images after a layer, how sure each point is, and how many are not."""
         layer = self.transformers[number]
-        x, y = (layer.self_attn(s, t) for s, t in zip(states, turns, strict=True))
-        states = list(layer.cross_attn(x, y))
+        # In one batch, if both images have as many points.
+        batches = _together(states), *map(_together, zip(*turns, strict=True))
+        states = [layer.self_attn(s, t) for s, *t in zip(*batches, strict=True)]
+        states = layer.cross_attn(states)
         if number == LAYERS - 1:
-            return states, [], mx.array(0)
+            return _apart(states), [], mx.array(0)
         (token,) = self.token_confidence[number].token
-        sure = [mx.sigmoid(token(s)).reshape(-1) for s in states]
-        return states, sure, sum((s < _least(number)).sum() for s in sure)
+        sure = [mx.sigmoid(token(s)) for s in states]
+        unsure = [(s < _least(number)).sum() for s in sure]
+        return _apart(states), _apart(sure), unsure[0] + unsure[-1] * (len(unsure) - 1)
 
     def assign(self, number: int, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Each point's best match in the other image, and how sure those of the first image are."""
@@ -189,9 +187,18 @@ class LightGlue(nn.Module):
     def _turns(self, points: mx.array, size: tuple[int, int]) -> tuple[mx.array, mx.array]:
         """What positions turn pairs of channels by: factors of a pair, and of it the other way."""
         centred = (points - mx.array(size) / 2) / (max(size) / 2)
-        angles = self.posenc.Wr(centred)[..., None]
+        angles = self.posenc.Wr(centred)[None, None, ..., None]
         sines = mx.sin(angles)
         return mx.cos(angles), mx.concatenate([-sines, sines], axis=-1)
+
+
+def _together(arrays: Sequence[mx.array]) -> list[mx.array]:
+    one, other = arrays
+    return [mx.concatenate([one, other])] if one.shape == other.shape else [one, other]
+
+
+def _apart(arrays: list[mx.array]) -> list[mx.array]:
+    return list(mx.split(arrays[0], 2)) if len(arrays) == 1 else arrays
 
 
 def _heads(x: mx.array) -> mx.array:
@@ -202,7 +209,7 @@ def _joined(x: mx.array) -> mx.array:
     return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
 
 
-def _turned(x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
+def _turned(x: mx.array, turns: Sequence[mx.array]) -> mx.array:
     pairs = mx.unflatten(x, -1, (-1, 2))
     return mx.flatten(pairs * turns[0] + pairs[..., ::-1] * turns[1], -2)
 

@@ -253,20 +253,22 @@ template <int P, int V, int D>
   }
 }
 
-// SELU of x + bias (C) and, if there is MORE, rest; one thread computes up to COUNT elements, as
-// below: grid (ceil(size / COUNT), 1, 1).
-template <int COUNT, int C, bool MORE>
+// SELU of x + rest + bias; `sizes` are those of x and of its last axis, and whether there are a rest
+// and a bias. One thread computes up to COUNT elements, as below: grid (ceil(size / COUNT), 1, 1).
+template <int COUNT>
 [[kernel]] void selu(
     const device float* x,
     const device float* rest,
     const device float* bias,
-    constant int& size,
+    constant int* sizes,
     device float* y,
     uint i [[thread_position_in_grid]]) {
   int first = int(i) * COUNT;
-  for (int k = first; k < min(first + COUNT, size); k++) {
-    float sum = x[k] + bias[k % C];
-    y[k] = selu_of(MORE ? sum + rest[k] : sum);
+  for (int k = first; k < min(first + COUNT, sizes[0]); k++) {
+    float sum = x[k];
+    sum += sizes[2] ? rest[k] : 0.0f;
+    sum += sizes[3] ? bias[k % sizes[1]] : 0.0f;
+    y[k] = selu_of(sum);
   }
 }
 
