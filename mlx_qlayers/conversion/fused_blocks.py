@@ -37,6 +37,7 @@ from .grouping import Grouped, grouped
 from .int8_prompts import INT8_PROMPTS
 from .matcher import Match, Mismatch, recognise
 from .operands import BLOCK_PARTS, Operands, match_of, of_feed_forward, of_heads, of_layers, of_tail
+from .recorder import RECORDED
 from .snapshot import Snapshot
 
 # The name of what a module is of which only products of one input are gathered.
@@ -97,7 +98,7 @@ def fused_class(
             return call
         match = Match(GROUPED if groups else LOOP, {})
         if isinstance(call, Grouped):
-            body = {"_groups": call.groups}
+            body = {"_groups": call.groups, RECORDED: call.recorded}
             call = call.function
     else:
         call = _mlp_call if match.kind == "mlp" else _attention_call

@@ -23,10 +23,13 @@ _CONDITIONAL = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension, ast.Compar
 
 
 class Grouped(NamedTuple):
-    """A method whose products of one input are gathered, and the names of their layers."""
+    """A method whose products of one input are gathered, the names of their layers, and the method
+    that keeps what it does.
+    """
 
     function: FunctionType
     groups: tuple[tuple[str, ...], ...]
+    recorded: FunctionType
 
 
 @cache
@@ -56,9 +59,9 @@ def grouped(
     if not groups and not recorded:
         return Mismatch("no two of its quantized layers are seen to have the same input")
     names = dict[str, object]({_TOGETHER: together})
-    inside = recorded_method(method, **names) if recorded else None
+    inside = recorded_method(method, **names)
     plain = rewritten(method, **names) if groups else function
-    return Grouped(_in_graphs(plain, inside) if inside else plain, tuple(groups))
+    return Grouped(_in_graphs(plain, inside) if recorded else plain, tuple(groups), inside)
 
 
 def _in_graphs(plain: FunctionType, inside: FunctionType) -> FunctionType:

@@ -25,6 +25,8 @@ import mlx.nn as nn
 from .matcher import Method, Mismatch, names_used, parse
 from .rewriter import rewritten
 
+# The attribute of a class that is its recorded call.
+RECORDED = "_recorded"
 # What is another array computed otherwise.
 SAME = "same"
 _CALLED, _OPERATOR, _SLICE = "_called", "_operator", "_slice"
@@ -94,6 +96,22 @@ class Recorder:
         if other is None:
             self.nodes[id(node.y)] = node
         return node.y if other is None else other
+
+
+def keeps_order(node: Node) -> bool:
+    """Whether an array has the elements of another one in the same order."""
+    x, *more = node.args
+    if node.op in ("reshape", "flatten", "unflatten", "squeeze", "expand_dims"):
+        return True
+    axes = [*range(x.ndim)] if node.op in ("transpose", "swapaxes") else []
+    if node.op == "transpose":
+        given = more[0] if more and isinstance(more[0], tuple | list) else more
+        axes = [axis % x.ndim for axis in given]
+    elif node.op == "swapaxes" and len(more) == 2:
+        one, other = more
+        axes[one], axes[other] = axes[other], axes[one]
+    kept = [axis for axis in axes if x.shape[axis] != 1]
+    return bool(axes) and not node.options and kept == sorted(kept)
 
 
 # That of the graph that is being made in this context.
@@ -173,9 +191,10 @@ def called(function: Any, *args: Any, **options: Any) -> Any:
 
 def _of_module(recorder: Recorder, module: Any, *args: Any, **options: Any) -> Any:
     call = type(module).__call__
-    stock = "_made" not in vars(type(module)) and isinstance(call, FunctionType)
-    seen = stock and _is_of_a_model(call) and (recorder.latest or chooses(call))
-    if seen and not isinstance(twin := recorded(call), Mismatch):
+    # Classes of this package's have a call of a model, recorded otherwise, or one of their own.
+    own = vars(type(module)).get(RECORDED) if recorder.latest else None
+    seen = own or (_is_of_a_model(call) and (recorder.latest or chooses(call)))
+    if seen and not isinstance(twin := own or recorded(call), Mismatch):
         return _pair(recorder, twin(module, *args, **options))
     y = module(*args, **options)
     if recorder.on_module is not None:

@@ -8,7 +8,7 @@ attention then does it itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,6 +17,7 @@ import mlx.core as mx
 from ..options import Rotation
 from .cache_slots import STEPPED, Slot, TailSlot, Turned, slot_class
 from .cache_tail import Buffer, one_token
+from .recorder import Node, Recorder, current, keeps_order
 from .step_kinds import Nested, States, Static, Unsupported
 from .step_products import Products
 
@@ -71,8 +72,23 @@ class Step:
 
     def rows(self, x: mx.array) -> mx.array:
         """Heads side by side: (B, 1, H, D) or (B, H, 1, D) to (B, 1, H * D)."""
-        _, rows = self.flat.get(id(x), (x, None))
-        return x.reshape(len(x), 1, -1) if rows is None else rows
+        shape = len(x), 1, x.size // len(x)
+        return next((y for y in self._views(x) if y.shape == shape), x).reshape(shape)
+
+    def viewed(self, recorder: Recorder, node: Node) -> mx.array | None:
+        """For an array that describes another one anew: one before it that has its shape."""
+        if not keeps_order(node):
+            return None
+        return next((y for y in self._views(node.args[0]) if y.shape == node.y.shape), None)
+
+    def _views(self, x: mx.array) -> Iterator[mx.array]:
+        """Arrays of the same elements in the same order, of which ``x`` is a view."""
+        recorder, y = current.get(), x
+        while y is not None:
+            yield y
+            node = recorder.node(y) if recorder else None
+            before: Any = node.args[0] if node and keeps_order(node) else None
+            _, y = self.flat.get(id(y), (y, before))
 
     def attended(
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any, sinks: Any
@@ -117,8 +133,9 @@ class Step:
 
     def by_step(self) -> frozenset[int]:
         """Which caches nothing but :func:`attention_step` would look at."""
-        slots = [(i, s) for i, s in enumerate(self.slots) if type(s).__name__ in STEPPED]
-        return frozenset(i for i, s in slots if s.updated and s.steps and not s.replaced)
+        slots = [(i, s) for i, s in enumerate(self.slots) if isinstance(s, Slot) and s.updated]
+        in_order = [(i, s) for i, s in slots if type(s).__name__ in STEPPED]
+        return frozenset(i for i, s in in_order if s.steps and not s.replaced)
 
 
 def _changed(slot: Any) -> list[Buffer | None]:

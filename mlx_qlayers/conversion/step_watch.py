@@ -155,7 +155,8 @@ def watched(
         (np, "arange", calls.ranged),
         (QLinear, "__call__", calls.multiplying),
     ]
-    rules = {**RULES, "add": step.products.added}
+    views = dict.fromkeys(("reshape", "transpose", "swapaxes", "flatten"), step.viewed)
+    rules = {**RULES, **views, "add": step.products.added}
     recorder = Recorder(rules, latest=step.products.latest, on_pair=chosen_at_once)
     with _replacing, recording(recorder), mode(Mode.INFERENCE):
         own = [(module, name, getattr(module, name)) for module, name, _ in replaced]

@@ -55,6 +55,7 @@ NAMES = [
     "baichuan_m1",
     "gemma4_text",
     "nemotron_h",
+    "nemotron-nas",
     "deepseek_v32",
     "gemma3n",
     "gpt_bigcode",
