@@ -8,7 +8,7 @@ argmax, and a descriptor gathers samples of the features around its keypoint.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -160,8 +160,7 @@ class ALIKED(nn.Module):
         x4 = self.block4(pooled(x3, 4))
         laterals = self.conv1, self.conv2, self.conv3, self.conv4
         levels = [conv(y, selu=True) for conv, y in zip(laterals, (x1, x2, x3, x4), strict=True)]
-        same = mx.broadcast_to(mx.eye(2, 3), (len(x), 2, 3))
-        grid = affine_grid(same, x.shape, align_corners=True)
+        grid = _corner_to_corner(x.shape)
 
         def raised(level: mx.array) -> mx.array:
             return grid_sample(level, grid, align_corners=True)
@@ -203,3 +202,10 @@ class ALIKED(nn.Module):
         grid = 2 * points[:, None] / last - 1
         found = grid_sample(scores[..., None], grid, align_corners=True).reshape(pixels.shape[:2])
         return points, self.desc_head(features, points), found
+
+
+@lru_cache(4)
+def _corner_to_corner(shape: tuple[int, ...]) -> mx.array:
+    """The grid that samples images of any size at the pixels of a shape (B, H, W, C)."""
+    same = mx.broadcast_to(mx.eye(2, 3), (shape[0], 2, 3))
+    return affine_grid(same, shape, align_corners=True)
