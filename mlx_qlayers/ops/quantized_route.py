@@ -100,10 +100,13 @@ def route(op: str, call: MatmulCall, single: bool = False) -> Route:
         kernel, unless = _MEASURED[best.path], None
         by, evidence = f"{kernel}, {best.evidence}", best.evidence.source
     else:
+        if best is not None and kernel == SKINNY and rows <= MAX_QMV_ROWS:
+            kernel = QMV  # which was measured
         by, unless, evidence = decided(best, kernel, unless, evidence)
         if kernel == QMM and backend() == "metal":
             by += f"; {without_tensors(best)}"
-    if single and not unless and kernel == QMV and (unless := _call_is_too_long(call)):
+    few = transpose and rows <= MAX_QMV_ROWS
+    if single and few and not unless and (unless := _call_is_too_long(call)):
         evidence = source_of("qmv_call")
     times = measured_gain(best, host_gain(rows, fmt, transpose))
     return Route(choose(op, unless=unless, host_gain=times, by=by, evidence=evidence), kernel)
@@ -116,6 +119,8 @@ def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
         # Where threads do not run side by side, sixteen rows after sixteen are fastest.
         return vector, None, source_of(f"{vector}_gain")
     if vector == QMV and call.shape[0] <= MAX_QMV_ROWS:
+        if device == "cuda" and is_skinny(call.shape[0], call.x.dtype, [call.matrix]):
+            return SKINNY, None, source_of("qmm_skinny_rows")
         return QMV, stock_is_better(call.x.dtype), "rule"
     if device == "cuda":
         kernel, unless = _many_rows_on_cuda(call)

@@ -46,8 +46,9 @@ def chosen(*arguments, **options):
 
 
 def test_qmv_in_a_graph(on_cuda):
-    for rows in (1, 8, 16):
-        assert chosen(rows, 512, 512) == ("cuda", QMV)
+    for rows, kernel in ((1, QMV), (8, QMV), (9, SKINNY), (16, SKINNY)):
+        assert chosen(rows, 512, 512) == ("cuda", kernel)
+    assert chosen(16, 512, 512, mx.float32)[0] == "ops"
     assert chosen(1, 37888, 3584, mx.float32) == ("ops", "")
 
 
