@@ -83,7 +83,7 @@ _TABLE: dict[tuple[str, str, int], tuple[tuple[int, Layout], ...]] = {
     ),
     ("forward", "cuda", 2): (
         (56, Layout(tile=64, ahead=True)),
-        (64, Layout(tile=64, resident=4)),
+        (64, Layout(tile=128, resident=3)),
         (120, Layout(ahead=True)),
         (128, Layout(tile=64, resident=3)),
         (184, Layout(tile=16, ahead=True)),

@@ -8,7 +8,7 @@
 // grid_sample_find_rows          one thread a point: the last tap of a pixel is its row. `row` has 1
 //                                more than its number; 0 is a pixel that nothing touches.
 // grid_sample_gradient_x_rows    as grid_sample_gradient_x, into these rows.
-// grid_sample_gradient_x_spread  LANES threads round a pixel's row, or write zeros.
+// grid_sample_gradient_x_spread  LANES threads round the rows of PIXELS pixels, or write zeros.
 
 #include "taps.metal"
 
@@ -120,6 +120,9 @@ template <typename T, typename G, int NDIM, int TAPS, int LANES>
       simd_lane);
 }
 
+// Of as many pixels, whose rows are then looked up together.
+enum { PIXELS = 4 };
+
 template <typename T, int V, int LANES>
 [[kernel]] void grid_sample_gradient_x_spread(
     const device int* row,
@@ -130,21 +133,33 @@ template <typename T, int V, int LANES>
     uint3 position [[thread_position_in_grid]],
     uint3 threads [[threads_per_grid]]) {
   constexpr int ALIGN = V % 4 == 0 ? 4 : V % 2 == 0 ? 2 : 1;
-  ulong index = position.x + ulong(position.y) * threads.x, pixel = index / LANES;
-  if (pixel >= ulong(pixels)) {
-    return;
-  }
-  int channels = options[CHANNELS], number = row[pixel];
-  for (int c = int(index % LANES) * V; c < channels; c += LANES * V) {
-    pack<T, V, ALIGN * sizeof(T)> result = pack<T, V, ALIGN * sizeof(T)>();
-    if (number > 0) {
-      pack<float, V, ALIGN * 4> sum = *reinterpret_cast<const device pack<float, V, ALIGN * 4>*>(
-          sums + (ulong(number - 1) * channels + c));
+  ulong index = position.x + ulong(position.y) * threads.x, first = index / LANES * PIXELS;
+  int channels = options[CHANNELS], number[PIXELS];
 #pragma clang loop unroll(full)
-      for (int i = 0; i < V; i++) {
-        result.at[i] = T(sum.at[i]);
+  for (int i = 0; i < PIXELS; i++) {
+    number[i] = first + i < ulong(pixels) ? row[first + i] : -1;
+  }
+  for (int c = int(index % LANES) * V; c < channels; c += LANES * V) {
+    pack<float, V, ALIGN * 4> sum[PIXELS];
+#pragma clang loop unroll(full)
+    for (int i = 0; i < PIXELS; i++) {
+      sum[i] = pack<float, V, ALIGN * 4>();
+      if (number[i] > 0) {
+        sum[i] = *reinterpret_cast<const device pack<float, V, ALIGN * 4>*>(
+            sums + (ulong(number[i] - 1) * channels + c));
       }
     }
-    *reinterpret_cast<device pack<T, V, ALIGN * sizeof(T)>*>(d_x + (pixel * channels + c)) = result;
+#pragma clang loop unroll(full)
+    for (int i = 0; i < PIXELS; i++) {
+      pack<T, V, ALIGN * sizeof(T)> result;
+#pragma clang loop unroll(full)
+      for (int j = 0; j < V; j++) {
+        result.at[j] = T(sum[i].at[j]);
+      }
+      if (number[i] >= 0) {
+        *reinterpret_cast<device pack<T, V, ALIGN * sizeof(T)>*>(
+            d_x + ((first + i) * channels + c)) = result;
+      }
+    }
   }
 }

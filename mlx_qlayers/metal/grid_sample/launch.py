@@ -23,6 +23,8 @@ _PADDING = {"zeros": 0, "border": 1, "reflection": 2}
 # Threads along x before they go on along y, and sorted shares added up by one group of lanes.
 _ROW = 2**30
 _BLOCK = 256
+# Pixels that a group of threads writes: PIXELS in atomic_gradient.metal.
+_SPREAD = 4
 
 
 def _forward_registers(*, T: mx.Dtype, NDIM: int, TAPS: int, V: int, RUN: int, **_: object) -> int:
@@ -172,7 +174,12 @@ def heuristic(
     align = dtype.size * (pack & -pack)
     scatter = "sorted" if deterministic else "atomics"
     lanes, scatter_lanes = _lanes(channels // pack), _lanes(channels)
-    return GridSampleConfig(pack, align, lanes, 1, scatter_lanes, scatter)
+    # Random points of three channels took 146 us on an H200, not 256, in half 114, not 308.
+    near = backend == "cuda" and channels == 3
+    threads = 128 if near else 256
+    return GridSampleConfig(
+        pack, align, lanes, 1, scatter_lanes, scatter, threads=threads, near=near
+    )
 
 
 def within_registers(
@@ -339,7 +346,8 @@ def _by_rows(job: _Job, lanes: int) -> Sampled:
     given = [row, job.grid, job.cotangent]
     add = job.bind(_GRADIENT_ROWS, given, sums.shape, count=job.points, lanes=lanes, init_value=0)
     shape, packs = (job.pixels, job.channels), _lanes(job.channels // size)
-    spread = job.bind(_SPREAD_ROWS, [row, sums], shape, count=job.pixels, lanes=packs)
+    groups = -(-job.pixels // _SPREAD)
+    spread = job.bind(_SPREAD_ROWS, [row, sums], shape, count=groups, lanes=packs)
 
     def run(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
         (row,) = find(grid)
