@@ -31,6 +31,7 @@ from .attention_choice import (
     MOST_SCORES,
     STOCK_ON_APPLE,
     decode_host_gain,
+    gradient_parts,
     gradients_by_kernels,
     why_no_kernel,
     why_not_decode,
@@ -121,7 +122,9 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
         takes_stock = call.scores.window is None or requested() == "auto"
         run = (takes_stock and reference.stock(call)) or composed
         if not decoding and gradients_by_kernels(call):
-            return Plan(choice, _unless_differentiated(run, call))
+            return Plan(choice, _unless_differentiated(run, _by_kernels(call)))
+        if not decoding and (firsts := gradient_parts(call)):
+            return Plan(choice, _unless_differentiated(run, reference.in_parts(call, firsts)))
         if backend() != "metal" or decoding or why_no_kernel(call):
             return Plan(choice, run)
         # There stock's own gradient keeps all scores; the kernels' computes the forward pass again.
@@ -278,12 +281,11 @@ def _choose_forward(call: AttentionCall) -> Choice:
     )
 
 
-def _unless_differentiated(run: Run, call: AttentionCall) -> Run:
-    """``run``, or the kernels with their gradient: the forward pass leaves what that needs."""
-    by_kernels = _by_kernels(call)
+def _unless_differentiated(run: Run, with_gradients: Run) -> Run:
+    """``run``, or what computes the same faster with its gradient."""
 
     def either(*arrays: mx.array) -> list[mx.array]:
-        return by_kernels(*arrays) if is_differentiated() else run(*arrays)
+        return with_gradients(*arrays) if is_differentiated() else run(*arrays)
 
     return either
 

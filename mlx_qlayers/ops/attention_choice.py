@@ -108,18 +108,42 @@ def why_not_forward(call: AttentionCall) -> str | None:
 def gradients_by_kernels(call: AttentionCall) -> bool:
     """Whether ``auto`` leaves a call to the kernels on CUDA where it is differentiated.
 
-    There stock's own gradient keeps all scores unless the queries fill its tiles, is that of q, k
-    and v only, and was measured slower from some size on.
+    There stock's own gradient keeps all scores unless the queries fill its tiles, and is that of q,
+    k and v only.
     """
-    q, mask = call.q, call.mask
+    if not _differs_in_gradients(call) or why_no_kernel(call):
+        return False
+    mask = call.mask
+    additive = mask is not None and mask.dtype != mx.bool_
+    return bool(call.q.shape[2] % _STOCK_TILE) or call.sinks is not None or additive
+
+
+def gradient_parts(call: AttentionCall) -> list[int]:
+    """Where ``auto`` divides the queries of a call of the stock operator that is differentiated.
+
+    Of a causal mask its gradient on CUDA computes all scores; in n parts of the queries, each with
+    the keys that it sees, there are n + 1 of 2 n.
+
+    Returns:
+        The first queries of all parts but the first; empty where the call stays whole.
+    """
+    queries, keys, scores = call.q.shape[2], call.k[0].shape[2], call.scores
+    whole = call.mask is call.sinks is scores.softcap is None and queries <= keys
+    if not _differs_in_gradients(call) or not whole or not scores.causal:
+        return []
+    if queries % _STOCK_TILE or (scores.window or keys) < keys:
+        return []
+    rows, most = (threshold("attention_gradient_parts", key) for key in ("rows", "most"))
+    parts, tiles = min(most, queries // rows), queries // _STOCK_TILE
+    return [i * tiles // parts * _STOCK_TILE for i in range(1, parts)]
+
+
+def _differs_in_gradients(call: AttentionCall) -> bool:
+    """Whether a call that ``auto`` leaves to the stock operator, which is cuDNN, may be divided or
+    left to kernels if it is differentiated.
+    """
+    q = call.q
     if backend() != "cuda" or requested() != "auto" or not current.get().mode.differentiable:
         return False
-    too_wide = max(q.shape[3], call.v_width) > threshold("attention_forward_widest")
-    few = q.shape[2] <= FEW_QUERIES
-    if few or too_wide or q.dtype == mx.float32 or call.packing[1] or why_no_kernel(call):
-        return False
-    if q.shape[2] % _STOCK_TILE or call.sinks is not None:
-        return True
-    if mask is not None and mask.dtype != mx.bool_:
-        return True
-    return prod(q.shape[:3]) * call.k[0].shape[2] >= threshold("attention_gradient_min_scores")
+    fits = max(q.shape[3], call.v_width) <= threshold("attention_forward_widest")
+    return fits and q.dtype != mx.float32 and not call.packing[1] and q.shape[2] > FEW_QUERIES
