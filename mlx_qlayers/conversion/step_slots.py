@@ -79,7 +79,11 @@ class Step:
         """For an array that describes another one anew: one before it that has its shape."""
         if not keeps_order(node):
             return None
-        return next((y for y in self._views(node.args[0]) if y.shape == node.y.shape), None)
+        *ahead, first = self._views(node.args[0])
+        y = next((y for y in (*ahead, first) if y.shape == node.y.shape), None)
+        if y is None and ahead:
+            return self.keep_rows(first.reshape(node.y.shape), first)
+        return y
 
     def _views(self, x: mx.array) -> Iterator[mx.array]:
         """Arrays of the same elements in the same order, of which ``x`` is a view."""

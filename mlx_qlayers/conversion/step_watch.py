@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..formats import Format
 from ..layers.qlinear import QLinear
-from ..ops.quantized_route import in_one_launch
-from ..options import Rotation
-from ..runtime.backend import Mode, mode
+from ..ops.experts import experts_products
+from ..ops.quantized_route import in_one_launch, is_qmv
+from ..options import PackedMatrix, Rotation
+from ..runtime.backend import Mode, backend, mode
 from .cache_slots import Slot
 from .compiled_blocks import together
 from .experts import RULES, chosen_at_once
@@ -134,6 +136,24 @@ class _Calls:
 
         return call
 
+    def by_head(self, plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """In the place of layers with a matrix for each head: they are products with experts."""
+
+        def call(layer: Any, x: mx.array, transpose: bool = True) -> mx.array:
+            inside = current_step.get() is self.step and transpose and x.ndim == 4
+            if not inside or x.shape[2] != 1 or backend() == "metal" or not is_qmv(x[:, 0]):
+                return plain(layer, x, transpose)
+            batch, heads, _, width = x.shape
+            # A constant of the graph.
+            experts = mx.array([[*range(heads)]] * batch, mx.uint32)
+            names = ("weight", "scales", "biases", "bias")
+            matrix = PackedMatrix(*(layer.get(name) for name in names))
+            fmt, rows = Format(layer.group_size, layer.bits, layer.mode), (batch, heads, width)
+            (y,) = experts_products(x.reshape(rows), experts, [matrix], fmt)
+            return self.step.keep_rows(mx.expand_dims(y, 2), y)
+
+        return call
+
 
 @contextmanager
 def watched(
@@ -146,6 +166,8 @@ def watched(
         learned: by :func:`learn`.
         seen: gets where each range and rotary embedding begins and ends.
     """
+    from mlx_lm.models.mla import QuantizedMultiLinear
+
     calls = _Calls(step, learned, seen)
     replaced = [
         (mx.fast, "rope", calls.turning),
@@ -154,6 +176,7 @@ def watched(
         (mx, "arange", calls.ranged),
         (np, "arange", calls.ranged),
         (QLinear, "__call__", calls.multiplying),
+        (QuantizedMultiLinear, "__call__", calls.by_head),
     ]
     views = dict.fromkeys(("reshape", "transpose", "swapaxes", "flatten"), step.viewed)
     rules = {**RULES, **views, "add": step.products.added}

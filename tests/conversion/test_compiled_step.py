@@ -31,6 +31,7 @@ from mlx_qlayers.conversion import (
     compiled_step,
     step_products,
     step_slots,
+    step_watch,
 )
 from mlx_qlayers.conversion.compiled_step import why_not
 from mlx_qlayers.conversion.report import LEFT
@@ -292,6 +293,23 @@ def test_attention_turns_and_writes_a_tail(
     assert turned == [0] * 12 if name == "cohere2" else turned == [32] * calls * 3
     assert set(map(type, masks)) == {type(None)}
     assert buffers[0] == buffers[1] == buffers[2] and len(buffers[0]) == 2 * calls
+
+
+def test_matrices_of_heads_are_multiplied_as_experts(
+    graphs: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of latent attention: one ahead of it and one behind, in each of two layers."""
+    models, products = [*pair("glm4_moe_lite")], list[tuple[int, ...]]()
+    plain = step_watch.experts_products
+
+    def counted(x, experts, *args):
+        products.append(experts.shape)
+        return plain(x, experts, *args)
+
+    monkeypatch.setattr(step_watch, "experts_products", counted)
+    for stock, ours in zip(*logits(models, "own", 3, VOCABULARY), strict=True):
+        assert_same_model(ours, stock, bits=None, what="glm4_moe_lite")
+    assert products == [(3, 4)] * 4 * len(graphs)
 
 
 # Prompt, largest size of the cache, tokens that it keeps.
