@@ -80,6 +80,16 @@ def test_every_number_of_rows(transpose):
             _product(rng, rows, 64, 64, AFFINE, mx.float16, transpose)
 
 
+@pytest.mark.tensors
+@pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
+def test_all_numbers_of_rows(transpose):
+    """Each in one layout, all of them by turns; columns are no multiple of a tile."""
+    rng = np.random.default_rng(6)
+    for rows in range(1, 201):
+        with checks(tensor_layout=next(layouts)):
+            _product(rng, rows, 41 if transpose else 64, 64, AFFINE, mx.bfloat16, transpose)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("fmt", [AFFINE, Format(32, 3), *FORMATS[-3:]], ids=str)
