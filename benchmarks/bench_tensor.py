@@ -28,12 +28,15 @@ from mlx_qlayers.runtime.spec import Spec
 FMT = Format(64, 4)
 # Rows and columns of SIMD groups, the depth of a step, and threadgroups for each multiprocessor.
 CUTS = (
-    (64, (2, 2), 32, 3),
+    (64, (1, 2), 32, 6),
     (64, (1, 4), 32, 3),
+    (64, (2, 2), 32, 3),
     (64, (2, 4), 32, 2),
-    (64, (1, 4), 64, 2),
-    (32, (2, 4), 64, 2),
+    (96, (1, 4), 32, 3),
+    (128, (1, 4), 32, 2),
+    (128, (2, 2), 32, 2),
     (32, (2, 2), 64, 4),
+    (32, (2, 4), 64, 2),
 )
 ROWS = (64, 512, 2048)
 CORES = 132
@@ -60,10 +63,8 @@ def configurations(rows: int, n: int, k: int) -> Iterator[TensorConfig]:
         cut = TensorConfig(height, tile_k, simds_m, simds_n, False, 1, resident)
         if cut.tile_m <= rows:
             count = -(-rows // cut.tile_m) * -(-n // cut.tile_n)
-            for waves in (0, 1, 2):
-                parts = max(1, min(waves * CORES * resident // count, k // 512))
-                if waves == 0 or parts > 1:
-                    yield replace(cut, parts=parts)
+            parts = min(CORES * resident // count, k // 1024)
+            yield from (replace(cut, parts=n) for n in ((1, parts) if parts > 1 else (1,)))
 
 
 def prepared(rows: int, n: int, k: int) -> tuple[_Launch, dict[TensorConfig, _Launch]]:

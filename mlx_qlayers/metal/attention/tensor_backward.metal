@@ -79,9 +79,11 @@ template <
   using weights = decltype(add.template get_left_input_cooperative_tensor<float, T, float>());
   auto sums = add.template get_destination_cooperative_tensor<
       metal::remove_addrspace_t<weights>, tensor_of<T>, float>();
+#pragma unroll
   for (ushort i = 0; i < sums.get_capacity(); i++) {
     sums[i] = 0.0f;
   }
+#pragma unroll
   for (ushort i = 0; i < top.get_capacity(); i++) {
     dot[i] = exact[i] = 0.0f;
     if (top.is_valid_element(i)) {
@@ -105,6 +107,7 @@ template <
     auto some_values = values.slice(0, at);
     by_keys.run(rows, some_keys, scores);
     by_keys.run(d_tensor, some_values, d_weights);
+#pragma unroll
     for (auto each = scores.begin(); each != scores.end(); each++) {
       if (each.is_valid_element()) {
         auto index = each.get_multidimensional_index();
@@ -121,12 +124,14 @@ template <
     mpp::tensor_ops::reduce_rows(
         products, part, mpp::tensor_ops::reduction_operation::sum, 0.0f);
     bool single = first + TENSOR_TILE >= last;
+#pragma unroll
     for (ushort i = 0; i < exact.get_capacity(); i++) {
       if (exact.is_valid_element(i)) {
         exact[i] += part[i];
         dot[i] = single ? exact[i] : dot[i];
       }
     }
+#pragma unroll
     for (auto each = scores.begin(); each != scores.end(); each++) {
       if (each.is_valid_element()) {
         *each *= d_weights[each - scores.begin()] - *dot.map_iterator(each);
@@ -145,6 +150,7 @@ template <
     add.run(left, right, sums);
   }
 
+#pragma unroll
   for (auto each = sums.begin(); !d_scores && each != sums.end(); each++) {
     if (each.is_valid_element()) {
       auto index = each.get_multidimensional_index();
@@ -208,6 +214,7 @@ template <
   using weights = decltype(add.template get_left_input_cooperative_tensor<float, T, float>());
   auto sums = add.template get_destination_cooperative_tensor<
       metal::remove_addrspace_t<weights>, tensor_of<T>, float>();
+#pragma unroll
   for (ushort i = 0; i < sums.get_capacity(); i++) {
     sums[i] = 0.0f;
   }
@@ -229,6 +236,7 @@ template <
         auto some = d_rows.slice(0, at);
         by_queries.run(v_rows, some, d_weights);
       }
+#pragma unroll
       for (ushort i = 0; i < scores.get_capacity(); i++) {
         if (scores.is_valid_element(i)) {
           auto index = scores.get_multidimensional_index(i);
@@ -246,6 +254,7 @@ template <
     }
   }
 
+#pragma unroll
   for (auto each = sums.begin(); each != sums.end(); each++) {
     if (each.is_valid_element()) {
       auto index = each.get_multidimensional_index();

@@ -79,9 +79,11 @@ template <
   auto sums = by_values.template get_destination_cooperative_tensor<
       metal::remove_addrspace_t<weights>, tensor_of<T>, float>();
   float sink = SINKS ? max(float(sinks[head]) * LOG2E, LOWEST) : LOWEST;
+#pragma unroll
   for (ushort i = 0; i < sums.get_capacity(); i++) {
     sums[i] = 0.0f;
   }
+#pragma unroll
   for (ushort i = 0; i < top.get_capacity(); i++) {
     top[i] = sink;
     total[i] = SINKS ? 1.0f : 0.0f;
@@ -93,6 +95,7 @@ template <
     int at = min(key, rule.keys - TENSOR_TILE);
     auto some_keys = keys.slice(0, at);
     by_keys.run(rows, some_keys, scores);
+#pragma unroll
     for (ushort i = 0; i < scores.get_capacity(); i++) {
       if (scores.is_valid_element(i)) {
         auto index = scores.get_multidimensional_index(i);
@@ -103,6 +106,7 @@ template <
     }
     mpp::tensor_ops::reduce_rows(
         scores, highest, mpp::tensor_ops::reduction_operation::max, -INFINITY);
+#pragma unroll
     for (ushort i = 0; i < top.get_capacity(); i++) {
       if (top.is_valid_element(i)) {
         float before = top[i];
@@ -111,6 +115,7 @@ template <
         shrink[i] = power_of_2<T>(before - (top[i] == LOWEST ? 0.0f : top[i]));
       }
     }
+#pragma unroll
     for (auto each = scores.begin(); each != scores.end(); each++) {
       if (each.is_valid_element()) {
         float lowered = *top.map_iterator(each);
@@ -119,11 +124,13 @@ template <
     }
     mpp::tensor_ops::reduce_rows(
         scores, highest, mpp::tensor_ops::reduction_operation::sum, 0.0f);
+#pragma unroll
     for (ushort i = 0; i < total.get_capacity(); i++) {
       if (total.is_valid_element(i)) {
         total[i] = fma(total[i], shrink[i], highest[i]);
       }
     }
+#pragma unroll
     for (auto each = sums.begin(); each != sums.end(); each++) {
       if (each.is_valid_element()) {
         *each *= *shrink.map_iterator(each);
@@ -135,6 +142,7 @@ template <
   }
 
   ulong kv = ulong(batch) * (sizes[HEADS] / sizes[SHARE]) + kv_head;
+#pragma unroll
   for (auto each = sums.begin(); each != sums.end(); each++) {
     if (!each.is_valid_element()) {
       continue;

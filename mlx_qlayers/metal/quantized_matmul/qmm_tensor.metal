@@ -65,7 +65,10 @@ METAL_FUNC void fetch_part(
     int i = thread_index + j * threads;
     int r = row + i / part_words, c = column * bits / 32 + i % part_words;
     bool inside = i < part_rows * part_words && r < rows && c < row_words;
-    held.word[j] = inside ? from.w[size_t(r) * row_words + c] : 0;
+    held.word[j] = 0;
+    if (inside) {
+      load_packs<1, READ_AHEAD>(held.word + j, from.w + (size_t(r) * row_words + c), true);
+    }
   }
 #pragma unroll
   for (int j = 0; j < SHARE(part_rows * part_groups, threads); j++) {
@@ -73,9 +76,9 @@ METAL_FUNC void fetch_part(
     int r = row + i / part_groups, c = column / group + i % part_groups;
     bool inside = i < part_rows * part_groups && r < rows && c < row_groups;
     size_t at = size_t(r) * row_groups + c;
-    held.factor[j] = inside ? from.scales[at] : S(0);
+    held.factor[j] = inside ? load_ahead(from.scales + at) : S(0);
     if (mode == AFFINE) {
-      held.offset[j] = inside ? from.biases[at] : S(0);
+      held.offset[j] = inside ? load_ahead(from.biases + at) : S(0);
     }
   }
 }

@@ -20,6 +20,8 @@ struct index_array {
     return values[i];
   }
 };
+template <typename T, int N>
+using array = index_array<T, N>;
 template <typename I, int R>
 struct dextents {
   I values[R];
@@ -33,6 +35,8 @@ struct tensor {
   E extents;
   uint64_t stride;
   tensor(T* from, E given) : p(from), extents(given), stride(given.values[0]) {}
+  tensor(T* from, E given, index_array<int, 2> strides)
+      : p(from), extents(given), stride(strides.values[1]) {}
   tensor slice(int column, int row) const {
     tensor part = *this;
     part.p += column + row * stride;
@@ -59,8 +63,44 @@ struct sums_of_bytes {
   }
 };
 template <typename T, typename LAYOUT>
+struct cooperative_tensor;
+template <typename T, typename LAYOUT>
+struct element_iterator {
+  cooperative_tensor<T, LAYOUT>* of;
+  int i;
+  T& operator*() const {
+    return of->elements[i];
+  }
+  void operator++(int) {
+    i++;
+  }
+  bool operator!=(element_iterator other) const {
+    return i != other.i;
+  }
+  int operator-(element_iterator other) const {
+    return i - other.i;
+  }
+  constexpr bool is_valid_element() const {
+    return true;
+  }
+  index_array<int, 2> get_multidimensional_index() const {
+    return LAYOUT::at(i);
+  }
+};
+template <typename T, typename LAYOUT>
 struct cooperative_tensor {
   T elements[LAYOUT::COUNT];
+  element_iterator<T, LAYOUT> begin() {
+    return {this, 0};
+  }
+  element_iterator<T, LAYOUT> end() {
+    return {this, LAYOUT::COUNT};
+  }
+  // That of a row, from an iterator of a matrix.
+  template <typename E, typename OTHER>
+  element_iterator<T, LAYOUT> map_iterator(element_iterator<E, OTHER> other) {
+    return {this, OTHER::row(other.i)};
+  }
   constexpr ushort get_capacity() const {
     return LAYOUT::COUNT;
   }

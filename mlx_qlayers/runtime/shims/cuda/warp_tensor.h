@@ -1,6 +1,6 @@
 // matmul2d of one warp on NVIDIA GPUs, in half precision with float32 sums: what
-// quantized_matmul/qmm_tensor.metal uses. The right operand is a cooperative tensor, the left one too
-// or lies in device memory; their elements are where the tensor cores of mma.h want them.
+// quantized_matmul/qmm_tensor.metal and attention/tensor_*.metal use. Operands are cooperative tensors,
+// whose elements are where the tensor cores of mma.h want them, or lie in device memory.
 #pragma once
 
 #include "mma.h"
@@ -19,15 +19,36 @@ struct warp_depth {
   }
 };
 
+// Columns of a lane, one of every eight; where rows of the right operand run along them, neighbours.
+template <int N, bool TRANSPOSED>
+struct warp_columns {
+  static constexpr int COUNT = N / 8;
+  static constexpr int RUN = TRANSPOSED ? 1 : COUNT % 8 == 0 ? 8 : COUNT % 4 == 0 ? 4 : 2;
+  static int at(int i) {
+    return i / RUN * (8 * RUN) + int(threadIdx.x % 32) / 4 * RUN + i % RUN;
+  }
+};
+
 // Sums M x N: of their transpose, tiles of 16 x 8, so that a run of a row of x is registers of one
 // operand as it was loaded, and decoded weights those of the other.
-template <int M, int N>
+template <int M, int N, bool TRANSPOSED>
 struct warp_sums {
   static constexpr int COUNT = M * N / 32;
+  // Of a lane's rows the one of element i.
+  static int row(int i) {
+    return i / (N / 4) * 2 + i % 2;
+  }
   static index_array<int, 2> at(int i) {
-    int lane = threadIdx.x % 32, tile = i / 4;
-    return {{tile % (N / 16) * 16 + lane / 4 + i / 2 % 2 * 8,
-             tile / (N / 16) * 8 + lane % 4 * 2 + i % 2}};
+    return {{warp_columns<N, TRANSPOSED>::at(i / 4 % (N / 16) * 2 + i / 2 % 2),
+             i / (N / 4) * 8 + int(threadIdx.x % 4) * 2 + i % 2}};
+  }
+};
+// A number for each row of such sums.
+template <int M>
+struct warp_rows {
+  static constexpr int COUNT = M / 4;
+  static index_array<int, 2> at(int i) {
+    return {{i / 2 * 8 + int(threadIdx.x % 4) * 2 + i % 2, 0}};
   }
 };
 // A left operand M x K: of every eight rows one, along the depth.
@@ -43,9 +64,14 @@ template <int K, int N, bool TRANSPOSED>
 struct warp_right {
   static constexpr int COUNT = K * N / 32, DEPTH = warp_depth<K>::COUNT;
   static index_array<int, 2> at(int i) {
-    int k = warp_depth<K>::at(i % DEPTH), n = i / DEPTH * 8 + int(threadIdx.x % 32) / 4;
+    int k = warp_depth<K>::at(i % DEPTH), n = warp_columns<N, TRANSPOSED>::at(i / DEPTH);
     return {{TRANSPOSED ? k : n, TRANSPOSED ? n : k}};
   }
+};
+// A left operand M x K that was sums: a lane has of each 8 x 8 of them a pair along the depth.
+template <typename T, int M, int K>
+struct warp_weights {
+  vec<T, 2> pairs[M / 8][K / 8];
 };
 
 // Whether runs of a left operand's rows are one load each.
@@ -86,14 +112,142 @@ void left_pairs(vec<T, 2>* to, const cooperative_tensor<T, L>& from, int row) {
     to[i / 2] = vec<T, 2>(from.elements[row / 8 * COUNT + i], from.elements[row / 8 * COUNT + i + 1]);
 }
 
+// A run of a row from memory, of which `inside` columns exist: in one load, or zeros beyond them.
+template <int RUN, bool WHOLE, typename T>
+void row_run(vec<T, 2>* to, const T* at, int inside) {
+  if constexpr (WHOLE)
+    load_aligned<RUN / 2, CACHED>(reinterpret_cast<uint*>(to), reinterpret_cast<const uint*>(at));
+  else
+#pragma unroll
+    for (int i = 0; i < RUN; i += 2)
+      to[i / 2] = vec<T, 2>(i < inside ? at[i] : T(0.0f), i + 1 < inside ? at[i + 1] : T(0.0f));
+}
+
+// Tile t of the columns of sums, of all their rows: += the product of two columns and rows.
+template <int M, int N, typename T>
+void add_tile(float* to, int t, const vec<T, 2>* columns, const vec<T, 2>* rows, int stride) {
+#pragma unroll
+  for (int m = 0; m < M / 8; m++) {
+    float* sum = to + (m * (N / 16) + t) * 4;
+    float2 parts[2] = {float2(sum[0], sum[1]), float2(sum[2], sum[3])};
+    tensor_core_16(parts, columns, rows + m * stride);
+    sum[0] = parts[0].x;
+    sum[1] = parts[0].y;
+    sum[2] = parts[1].x;
+    sum[3] = parts[1].y;
+  }
+}
+
+// sums (M x N) += left * right^T, whose rows lie in memory, over all of their depth.
+template <int M, int N, bool WHOLE, typename T, typename E, typename S>
+void add_rows_by_rows(float* sums, const tensor<T, E, S>& left, const tensor<T, E, S>& right) {
+  int lane = threadIdx.x % 32, depth = left.extents.values[0];
+  auto fetch = [&](vec<T, 2>* to, const tensor<T, E, S>& from, int row, int k) {
+    int r = ::min(row + lane / 4, from.extents.values[1] - 1), at = k + lane % 4 * 8;
+    bool inside = at < depth;
+    const T* p = from.p + uint64_t(uint(r)) * uint(from.stride) + (inside ? at : 0);
+    row_run<8, WHOLE>(to, p, depth - at);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      to[i] = inside ? to[i] : vec<T, 2>(T(0.0f), T(0.0f));
+  };
+#pragma unroll
+  for (int k = 0; k < depth; k += 32) {
+    vec<T, 2> rows[M / 8][4], columns[N / 8][4];
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+      fetch(columns[n], right, n * 8, k);
+#pragma unroll
+    for (int m = 0; m < M / 8; m++)
+      fetch(rows[m], left, m * 8, k);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2)
+#pragma unroll
+      for (int t = 0; t < N / 16; t++) {
+        const vec<T, 2>*a = columns[2 * t] + i, *b = columns[2 * t + 1] + i;
+        vec<T, 2> both[4] = {a[0], b[0], a[1], b[1]};
+        add_tile<M, N>(sums, t, both, rows[0] + i, 4);
+      }
+  }
+}
+
+// sums (M x N) += weights (M x K) * rows (K x N) of memory: two rows at a time are put side by side.
+template <int M, int N, int K, bool WHOLE, typename T, typename E, typename S>
+void add_weighted(float* sums, const warp_weights<T, M, K>& weights, const tensor<T, E, S>& from) {
+  using columns = warp_columns<N, false>;
+  constexpr int RUN = columns::RUN;
+  int first = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int k = 0; k < K; k += 16)
+#pragma unroll
+    for (int n = 0; n < columns::COUNT; n += RUN) {
+      vec<T, 2> rows[4][RUN / 2];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        int r = ::min(k + first + i % 2 + i / 2 * 8, from.extents.values[1] - 1);
+        int column = columns::at(n);
+        row_run<RUN, WHOLE>(
+            rows[i], from.p + uint64_t(uint(r)) * uint(from.stride) + column,
+            from.extents.values[0] - column);
+      }
+#pragma unroll
+      for (int i = 0; i < RUN; i += 2) {
+        auto along = [&](int row, int side) {
+          uint low = as_type<uint>(rows[row][i / 2]), high = as_type<uint>(rows[row + 1][i / 2]);
+          return as_type<vec<T, 2>>(__byte_perm(low, high, side ? 0x7632 : 0x5410));
+        };
+        vec<T, 2> both[4] = {along(0, 0), along(0, 1), along(2, 0), along(2, 1)};
+        add_tile<M, N>(sums, (n + i) / 2, both, weights.pairs[0] + k / 8, K / 8);
+      }
+    }
+}
+
+// Sums as a left operand: each 8 x 8 of them rounded and transposed.
+template <typename T, int M, int K>
+warp_weights<T, M, K> weights_of_sums(const cooperative_tensor<float, warp_sums<M, K, true>>& from) {
+  warp_weights<T, M, K> to;
+#pragma unroll
+  for (int m = 0; m < M / 8; m++)
+#pragma unroll
+    for (int k = 0; k < K / 8; k++) {
+      const float* pair = from.elements + (m * (K / 16) + k / 2) * 4 + k % 2 * 2;
+      to.pairs[m][k] = transposed(vec<T, 2>(float2(pair[0], pair[1])));
+    }
+  return to;
+}
+
 namespace mpp::tensor_ops {
+
+enum class reduction_operation { sum, max, min };
+template <int M, int N>
+void reduce_rows(
+    const cooperative_tensor<float, warp_sums<M, N, true>>& from,
+    cooperative_tensor<float, warp_rows<M>>& to, reduction_operation how, float identity) {
+  auto both = [&](float a, float b) {
+    return how == reduction_operation::sum ? a + b
+        : how == reduction_operation::max  ? ::fmaxf(a, b)
+                                           : ::fminf(a, b);
+  };
+#pragma unroll
+  for (int row = 0; row < M / 4; row++) {
+    float whole = identity;
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+      whole = both(whole, from.elements[row / 2 * (N / 4) + n * 2 + row % 2]);
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2)
+      whole = both(whole, __shfl_xor_sync(0xffffffffu, whole, lanes));
+    to.elements[row] = whole;
+  }
+}
 
 template <uint64_t D>
 struct matmul2d<D, execution_simdgroups<1>> {
   static constexpr int M = D & 0xffff, N = D >> 16 & 0xffff, K = D >> 32 & 0xffff;
   static constexpr bool TRANSPOSED = D >> 49 & 1, ACCUMULATE = D >> 50 & 1;
+  using sums = warp_sums<M, N, TRANSPOSED>;
   static_assert(
-      M % 8 == 0 && N % 16 == 0 && K % 16 == 0 && K > 0 && !(D >> 48 & 1),
+      M % 8 == 0 && N % 16 == 0 && K % 16 == 0 && !(D >> 48 & 1),
       "on CUDA: whole tiles of tensor cores, the left operand as it is");
   template <typename L, typename R, typename C>
   cooperative_tensor<L, warp_left<M, K>> get_left_input_cooperative_tensor() const {
@@ -104,13 +258,47 @@ struct matmul2d<D, execution_simdgroups<1>> {
     return {};
   }
   template <typename L, typename R, typename C>
-  cooperative_tensor<C, warp_sums<M, N>> get_destination_cooperative_tensor() const {
+  cooperative_tensor<C, sums> get_destination_cooperative_tensor() const {
     return {};
+  }
+  template <typename L, typename T, typename C>
+  warp_weights<T, M, K> get_left_input_cooperative_tensor(
+      const cooperative_tensor<float, warp_sums<M, K, true>>& from) const {
+    return weights_of_sums<T>(from);
+  }
+  template <typename L, typename R, typename C>
+  cooperative_tensor<C, warp_rows<M>> get_row_reduction_destination_cooperative_tensor() const {
+    return {};
+  }
+  template <typename T, typename E, typename S>
+  void run(
+      const tensor<T, E, S>& left, const tensor<T, E, S>& right,
+      cooperative_tensor<float, sums>& to) const {
+    static_assert(TRANSPOSED && !ACCUMULATE && K == 0, "on CUDA: rows of memory by rows of memory");
+#pragma unroll
+    for (int i = 0; i < sums::COUNT; i++)
+      to.elements[i] = 0.0f;
+    if (in_whole_loads<32>(left) && in_whole_loads<32>(right))
+      add_rows_by_rows<M, N, true>(to.elements, left, right);
+    else
+      add_rows_by_rows<M, N, false>(to.elements, left, right);
+  }
+  template <typename T, typename E, typename S>
+  void run(
+      const warp_weights<T, M, K>& left, const tensor<T, E, S>& right,
+      cooperative_tensor<float, sums>& to) const {
+    static_assert(!TRANSPOSED && ACCUMULATE, "on CUDA: weights of rows, added");
+    uint64_t bytes = reinterpret_cast<uint64_t>(right.p) | right.stride * sizeof(T);
+    constexpr int RUN = warp_columns<N, false>::RUN;
+    if (bytes % (RUN * sizeof(T)) == 0 && right.extents.values[0] >= N)
+      add_weighted<M, N, K, true>(to.elements, left, right);
+    else
+      add_weighted<M, N, K, false>(to.elements, left, right);
   }
   template <typename L, typename T>
   void run(
       const L& left, const cooperative_tensor<T, warp_right<K, N, TRANSPOSED>>& right,
-      cooperative_tensor<float, warp_sums<M, N>>& to) const {
+      cooperative_tensor<float, sums>& to) const {
     static_assert(sizeof(T) == 2, "on CUDA: half precision");
     if (in_whole_loads<K>(left))
       add<true>(left, right.elements, to.elements);
