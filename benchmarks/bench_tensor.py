@@ -2,7 +2,7 @@
 
 ``python benchmarks/bench_tensor.py [--all]``: bfloat16, 4 bits, groups of 64, each as it is cut
 best of some configurations, beside the kernel of tiles, whose results it must give and which was
-measured so too. It is for the M5; here the bar is 1.3 times that kernel's time.
+measured so too; then attention. It is for the M5; here the bar is 1.3 times that kernel's time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from common import print_facts
 from mlx_qlayers import quantized_matmul, use_backend
 from mlx_qlayers.dispatch.measurements import configure
 from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
+from mlx_qlayers.metal.attention.tensor import attention_tensor
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm
 from mlx_qlayers.metal.quantized_matmul.qmm_tensor import TensorConfig, qmm_tensor
-from mlx_qlayers.options import MatmulCall, PackedMatrix
+from mlx_qlayers.options import AttentionCall, MatmulCall, PackedMatrix, Scores
 from mlx_qlayers.runtime.cuda_ahead import together
 from mlx_qlayers.runtime.spec import Spec
 
@@ -55,6 +57,8 @@ def main() -> None:
             launches = [prepared(*shape) for shape in shapes]
         for shape, paths in zip(shapes, launches, strict=True):
             print(row(*shape, *paths, every), flush=True)
+        for length in ROWS[1:]:
+            print(attention(length), flush=True)
 
 
 def configurations(rows: int, n: int, k: int) -> Iterator[TensorConfig]:
@@ -106,6 +110,23 @@ def row(
     return (
         f"{text} tensor {times[best]:.0f} us ({best}), qmm {tiles:.0f} us, taken {taken:.0f} us; "
         f"{times[best] / tiles:.2f} times qmm; off by {max(errors.values()):.1e}"
+    )
+
+
+def attention(length: int) -> str:
+    """The times of causal attention of the model's heads, of the forward pass."""
+    q, k, v = (mx.random.normal((1, h, length, 128)).astype(mx.bfloat16) for h in (28, 4, 4))
+    mx.eval(q, k, v)
+    call = AttentionCall(Spec.of(q), (Spec.of(k),), (Spec.of(v),), Scores(128**-0.5, True))
+    launches = attention_tensor(Launcher(call)), attention_forward(Launcher(call))
+    found, truth = (launch(q, k, v, None, None)[0] for launch in launches)
+    error = (mx.abs(found - truth).max() / mx.abs(truth).max()).item()
+    by_tensors, by_tiles = (
+        seconds(partial(launch, q, k, v, None, None)) * 1e6 for launch in launches
+    )
+    return (
+        f"attention {length}: tensor {by_tensors:.0f} us, forward {by_tiles:.0f} us; "
+        f"{by_tensors / by_tiles:.2f} times forward; off by {error:.1e}"
     )
 
 

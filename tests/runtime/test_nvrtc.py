@@ -9,13 +9,22 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.attention.backward import attention_backward
+from mlx_qlayers.metal.attention.forward import Launcher
+from mlx_qlayers.metal.attention.tensor import attention_tensor
 from mlx_qlayers.metal.quantized_matmul.qmm_tensor import tensor_config
-from mlx_qlayers.options import PackedMatrix
+from mlx_qlayers.options import AttentionCall, PackedMatrix, Scores
 from mlx_qlayers.runtime import use_backend
+from mlx_qlayers.runtime.spec import Spec
 from tests.launchers import qmm_tensor
 from tests.packed import random_packed
 
 from .nvrtc import compile_only, compile_text
+
+
+def ptx_of(text):
+    (name,) = re.findall(r"void (custom_kernel_\w+)", text)
+    return compile_text(f"mlx::core::cu::{name}", text, ptx=True).decode()
 
 
 @pytest.mark.nvrtc
@@ -37,9 +46,23 @@ def test_products_by_tensor_operations(fmt, dtype, transpose, gate, k):
         mx.eval(qmm_tensor(x, *packed, None, transpose, fmt, config, other=other, gate=gate))
     ((text, problem),) = seen.items()
     assert not problem
-    (name,) = re.findall(r"void (custom_kernel_\w+)", text)
-    ptx = compile_text(f"mlx::core::cu::{name}", text, ptx=True).decode()
+    ptx = ptx_of(text)
     # Once for rows of x that are read 16 bytes at a time, and once for those that begin anywhere.
     products = config.rows // 8 * (32 // 16) * (config.tile_k // 16) * (2 if gate else 1)
     products *= 1 if config.ragged else 2
     assert ptx.count("mma.sync") == products and ".local" not in ptx
+
+
+@pytest.mark.nvrtc
+def test_attention_by_tensor_operations():
+    """Forward, and the gradients of queries, keys and values."""
+    q, k = mx.ones((1, 4, 96, 64), mx.bfloat16), mx.ones((1, 2, 96, 64), mx.bfloat16)
+    with compile_only() as seen, use_backend("cuda"):
+        call = AttentionCall(Spec.of(q), (Spec.of(k),), (Spec.of(k),), Scores(0.125, True))
+        at = Launcher(call)
+        outputs = attention_tensor(at)(q, k, k, None, None)
+        of_all, _ = attention_backward(at, tensors=True)
+        mx.eval(of_all([q, k, k, None, None], [outputs[0], None], outputs))
+    assert not any(seen.values()) and len(seen) == 4
+    kernels = map(ptx_of, seen)
+    assert all("mma.sync" in ptx and ".local" not in ptx for ptx in kernels)

@@ -80,6 +80,22 @@ def test_some_shapes(shape, widths, dtype, kind, extra):
     hold((*shape, *widths), dtype, kind, extra)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("shape", "widths", "dtype", "kind", "extra"),
+    [
+        (SHAPES[1], (64, 80), mx.bfloat16, "hidden", {"window": 9, "softcap": 30.0}),
+        (SHAPES[2], (128, 128), mx.float16, "biased", {"sinks": True}),
+        (SHAPES[3], (80, 256), mx.bfloat16, "causal", {}),
+    ],
+    ids=str,
+)
+def test_on_cuda(shape, widths, dtype, kind, extra):
+    """Where no operation takes it: the same source on other matrix units."""
+    with use_backend("cuda"):
+        check(by_tensors, (*shape, *widths), dtype, kind, extra)
+
+
 @pytest.mark.tensors
 @pytest.mark.parametrize(
     ("shape", "widths", "kind", "extra", "dtype"),
