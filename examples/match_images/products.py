@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_qlayers import DeformConv2d, backend, grid_sample
+from mlx_qlayers import DeformConv2d, backend, deformable_attention
 from mlx_qlayers import attention as fused_attention
 from mlx_qlayers.runtime.kernel import Kernel
 
@@ -143,7 +143,10 @@ def pointwise(
 def deform_conv2d(
     layer: DeformConv2d, x: mx.array, offset: mx.array, rest: mx.array | None, selu: bool
 ) -> mx.array:
-    """A deformable convolution of 3 x 3, to which a rest may be added and SELU applied."""
+    """A deformable convolution of 3 x 3, to which a rest may be added and SELU applied.
+
+    On CPUs a product here follows the samples, each of one query with one point of one level.
+    """
     if backend() != "host":
         return added(layer(x, offset), rest, None, selu)
     images, height, width, _ = x.shape
@@ -153,8 +156,9 @@ def deform_conv2d(
     )
     columns = mx.broadcast_to((mx.arange(width)[:, None] + steps)[None, :, None], rows.shape)
     taps = mx.stack([columns, rows], -1) + offset.reshape(images, *rows.shape, 2)[..., ::-1]
-    grid = 2 * taps / mx.array([width - 1, height - 1]) - 1
-    found = grid_sample(x, grid.reshape(images, height, -1, 2), align_corners=True)
+    taps = ((taps + 0.5) / mx.array([width, height])).reshape(images, -1, 1, 1, 1, 2)
+    values, shares = x.reshape(images, -1, 1, x.shape[-1]), mx.ones(taps.shape[:-1])
+    found = deformable_attention(values, [(height, width)], taps, shares)
     weight = _packed(layer, lambda w: _turned(w).reshape(1, 1, 1, -1, len(w)))
     outputs = len(layer.weight)
     rest = None if rest is None else rest.reshape(1, 1, -1, outputs)
