@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import inspect
 import pkgutil
@@ -64,7 +65,8 @@ class Converted(NamedTuple):
 @lru_cache(maxsize=1)
 def converted(name: str) -> Converted:
     """The small models of an architecture."""
-    stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))
+    stock = build(name, ARCHITECTURES[name])
+    model = copy.deepcopy(stock)
     before = types(model), arrays(model), model(TOKENS)
     mx.enable_compile()  # by which a model's code is tried out
     report = convert_model(model)

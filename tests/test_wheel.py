@@ -59,7 +59,7 @@ def test_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     command = str(tmp_path / "env" / "bin" / "mlx-qlayers")
-    out = run([command, "demo", "--max-tokens", "10"], elsewhere)
+    out = run([command, "demo", "--max-tokens", "4"], elsewhere)
     assert "stock mlx-lm" in out and "Once upon a time" in out
     script = "from mlx_qlayers.commands.bench import scripts; print(scripts())"
     assert run([python, "-c", script], elsewhere).startswith(str(tmp_path / "env"))
