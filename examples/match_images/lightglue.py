@@ -159,7 +159,8 @@ class LightGlue(nn.Module):
                 kept[i], rows = kept[i][chosen], mx.array(chosen)
                 states[i] = states[i][:, rows]
                 turns[i] = turns[i][0][:, :, rows], turns[i][1][:, :, rows]
-        pairs, scores = _mutual(*map(np.array, self.assign(number, *states)))
+        mx.eval(best := self.assign(number, *states))
+        pairs, scores = _mutual(*map(np.array, best))
         pairs = np.stack([kept[i][pairs[:, i]] for i in range(2)], -1)
         return Matches(pairs, scores, number + 1)
 
