@@ -156,5 +156,9 @@ def test_other_sizes_are_padded_and_cut():
     model.eval()
     features, scores, _ = model.maps(mx.random.uniform(0, 1, (1, 35, 70, 3)))
     assert features.shape == (1, 35, 70, 128) and scores.shape == (1, 35, 70)
-    (found,) = model(mx.random.uniform(0, 1, (1, 35, 70, 3)))
-    assert found.descriptors.shape == (len(found.points), 128)
+    two = mx.random.uniform(0, 1, (2, 35, 70, 3), key=mx.random.key(1))
+    found = model(two)
+    assert len(found[0].points) != len(found[1].points)  # so that each is described for itself
+    for each, (one,) in zip(found, (model(image[None]) for image in two), strict=True):
+        assert each.descriptors.shape == (len(each.points), 128)
+        assert mx.allclose(each.descriptors, one.descriptors, atol=1e-5)
