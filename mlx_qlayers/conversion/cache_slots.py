@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..ops.attention_step import MIN_POSITIONS, MIN_TICKETS, attention_step, packed_rows, why_not
+from ..ops.attention_step import attention_step, packed_rows, why_not
 from ..options import Rotation
 from .cache_tail import Buffer, layout_of, merged
 from .step_kinds import Rows, Unsupported
 
 # Caches whose keys lie in the order of their tokens, and one that overwrites the oldest.
 STEPPED = ("KVCache", "BatchKVCache", "QuantizedKVCache")
-_RING = "RotatingKVCache"
+RING = "RotatingKVCache"
 
 
 class Turned(NamedTuple):
@@ -115,7 +115,7 @@ class Slot:
     def could_step(self, q: mx.array, mask: Any) -> bool:
         """Whether :func:`attention_step` takes the place of attention to these rows."""
         kinds, shapes = {q.dtype, *(a.dtype for a in self.token)}, self.static.shapes
-        in_order = type(self).__name__ in (*STEPPED, _RING)
+        in_order = type(self).__name__ in (*STEPPED, RING)
         if not in_order or kinds != {self.static.dtype} or q.shape[2] != 1:
             return False
         if mask is not None and not any(mask is each for each in self.owner.masks.values()):
@@ -261,58 +261,56 @@ class TailSlot(Slot):
             yield from (self.offset, None)
 
 
-class RingSlot(Slot):
-    """One that is read as it was before the token, which is a tail of one row."""
+class RingTailSlot(TailSlot):
+    """A ring that is only read, with a tail."""
 
-    read: Sequence[Any] = ()
+    def mask(self, window: int | None = None) -> mx.array:
+        """Which rows of the ring and the tail the token sees: those in order that are not gone."""
+        settings, masks = dict(self.static.settings), self.owner.masks
+        size, keep = settings["max_size"], settings.get("keep", 0)
+        window = size if window is None else min(window, size)
+        key = self.static.group, None if window == size else window
+        if key not in masks:
+            if keep and window < size:
+                raise Unsupported("a window is smaller than its cache, which keeps its first rows")
+            row = mx.arange(self.static.shapes[0][2] + self.static.tail)
+            held, order = self._order(row)
+            # How many tokens came since that of a row.
+            start = self.owner.at[self.static.group][0]
+            age = mx.where(row < start, size - keep - order + held, held - (row - start))
+            seen = (age < window - keep) | (row < keep)
+            masks[key] = seen[None, None, None]
+        return masks[key]
 
-    def written(self, *token: mx.array) -> tuple[Buffer, ...]:
-        """The buffers with the token's rows in them."""
-        self.read = self.buffers
-        return super().written(*token)
+    def _order(self, row: mx.array) -> tuple[mx.array, mx.array]:
+        """How many tokens the tail holds, and which of its rows overwrites one of the ring's."""
+        settings, at = dict(self.static.settings), self.owner.at[self.static.group]
+        size, keep = settings["max_size"], settings.get("keep", 0)
+        return at[1], (row - (at[-1] - at[1])) % (size - keep)
 
     def by_step(self, q: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array | None:
-        """Attention that turns the token's query and key, if nothing but the ring hides rows."""
-        group, masks = self.static.group, self.owner.masks
-        if not self.read or (mask is not None and mask is not masks.get((group, None))):
-            return None
-        tails, tickets = self._beside()
-        options = {"scale": scale, "mask": self._others(), "sinks": sinks, "tickets": tickets}
-        out, *new = self.stepped(q, (*self.read, *tails, self._positions()), options)
-        self.buffers, self.read = self.placed(self.read, new, self.owner.at[group][:1]), ()
-        self.owner.found[id(self.buffers[0])] = self
+        """Attention that turns the token's query and key, if they are turned as it can."""
+        # The mask may be that of another ring, whose tail holds more or fewer tokens.
+        windows = [key[1] for key, each in self.owner.masks.items() if each is mask]
+        arrays = *self.read, *self.given_tails, self.owner.at[self.static.group]
+        hides = self.static.full or windows not in ([], [None])
+        options = {"scale": scale, "mask": self.mask(*windows) if hides else None}
+        options |= {"sinks": sinks, "tickets": self.tickets}
+        out, *self.tails = self.stepped(q, arrays, options)
         return out
 
-    def _beside(self) -> tuple[list[mx.array], mx.array]:
-        """Tails of a row that does not count yet, and tickets: constants of the graph."""
-        batch, heads, *_ = self.static.shapes[0]
-        tails = [mx.zeros((*s[:2], 1, s[3]), self.static.dtype) for s in self.static.shapes]
-        tickets = mx.zeros(max(MIN_TICKETS, 8 * batch * heads), mx.int32)
-        mx.async_eval(tails, tickets)
-        return tails, tickets
-
-    def _others(self) -> mx.array | None:
-        """All rows but the one that is overwritten, and the token; None if that does not count."""
-        key, masks = (self.static.group, "others"), self.owner.masks
-        if self.static.full and key not in masks:
-            row, rows = self.owner.at[self.static.group][0], self.static.shapes[0][2]
-            masks[key] = (mx.arange(rows + 1) != row)[None, None, None]
-        return masks.get(key)
-
-    def _positions(self) -> mx.array:
-        """How many rows count before the token, none of the tail, and its position."""
-        key, masks = (self.static.group, "positions"), self.owner.masks
-        if key not in masks:
-            _, last, position = self.owner.at[self.static.group]
-            shape, static = self.static.shapes[0], self.static
-            size = max(MIN_POSITIONS, shape[0])
-            first, rest = mx.array([1] + [0] * (size + 1)), mx.array([0, 0] + [1] * size)
-            masks[key] = first * (shape[2] if static.full else last) + rest * position
-        return masks[key]
+    def outputs(self) -> Iterator[Buffer | None]:
+        """What changed: keys and values as the cache shows them."""
+        keep, row = dict(self.static.settings).get("keep", 0), mx.arange(self.static.shapes[0][2])
+        held, order = self._order(row)
+        new = ((order <= held) & (row >= keep))[:, None]
+        at = mx.minimum(order, self.static.tail - 1)
+        for ring, tail in zip(self.read, self.tails, strict=True):
+            yield mx.where(new, mx.take(tail, at, axis=2), ring)
 
 
 @cache
-def slot_class(kind: type, tail: bool) -> type:
+def slot_class(kind: type, tail: bool, is_ring: bool = False) -> type:
     """The class that stands in for a cache, which looks like one of its own."""
-    base = TailSlot if tail else RingSlot if kind.__name__ == _RING else Slot
+    base = (RingTailSlot if is_ring else TailSlot) if tail else Slot
     return type(kind.__name__, (base, kind), {})

@@ -181,7 +181,7 @@ def advance(caches: Sequence[Any], tail: Tail, counts: Sequence[dict[str, Any]])
 def watch(caches: Sequence[Any]) -> None:
     """Notice who takes keys or values of caches that show a tail."""
     if caches:
-        kind = _watched(kind_of(caches[0]))
+        kind = watched_kind(kind_of(caches[0]))
         deque(map(setattr, caches, repeat("__class__"), repeat(kind)), maxlen=0)
 
 
@@ -206,12 +206,12 @@ def goes_on(tail: Tail, caches: Sequence[Any], length: int) -> bool:
 
 def _untouched(tail: Tail, caches: Sequence[Any], shown: list[Buffer]) -> bool:
     """Whether nobody took keys or values of these caches since they show this tail."""
-    watched = _watched(kind_of(caches[0]))
+    watched = watched_kind(kind_of(caches[0]))
     return {*map(type, caches)} == {watched} and [*map(id, shown)] == [*map(id, tail.shown)]
 
 
 @cache
-def _watched(kind: type) -> type:
+def watched_kind(kind: type) -> type:
     """The class of caches whose keys and values nobody took since a token; else ``kind``."""
 
     def released(cache: Any) -> Any:

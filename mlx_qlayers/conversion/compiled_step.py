@@ -28,6 +28,7 @@ from .attention_patch import made_class, stock_class
 from .cache_tail import kind_of, shown_by
 from .matcher import Match, Mismatch
 from .recorder import called
+from .ring_tail import kept, ring_tail
 from .snapshot import Snapshot
 from .step_caches import Inputs, leaves, put, reason_against, taken, with_tail
 from .step_kinds import Static, Unsupported, rows_of_all, with_rows
@@ -135,7 +136,9 @@ class _Plan:
                 return None
             tried = self._tried(kinds, tokens, caches, own)
             tailed, offsets = _tailed(own, tried.by_step, now)
-            inputs = taken(caches, tailed, now.tail, offsets)
+            found = {i: ring_tail(now.rings.get(i), own[i]) for i in tried.rings}
+            rings = {i: tail for i, tail in found.items() if tail is not None}
+            inputs = taken(caches, tailed, now.tail, offsets, rings)
             key = where, tokens.shape, inputs.static
             if (graph := self.graphs.get(key)) is None:
                 self.graphs = dict([*self.graphs.items()][1 - _MAX_GRAPHS :])
@@ -154,8 +157,13 @@ class _Plan:
         some = [own[i] for i in tailed]
         put(own, outputs, some)
         now.offsets = [vars(each)["offset"] for each in some]
+        tails, of_rings = tails[: 2 * len(some)], tails[2 * len(some) :]
         if inputs.tail is not None:
             now.tail = inputs.tail._replace(tails=tails, shown=shown_by(some))
+        now.rings = {
+            number: kept(rings[number], of_rings[2 * i : 2 * i + 2], own[number])
+            for i, number in enumerate(sorted(rings))
+        }
         now.again = None
         if offsets is None and len(some) == len(own) and kinds[0].__name__ == "KVCache":
             group, length = inputs.groups[0].after(), vars(own[0])["offset"]
@@ -319,7 +327,7 @@ class _Graph:
         self.model, self.function, self.static = model, function, static
         self.learned, self.changes, self.reads_keys = learned, "", False
         self.pattern: list[list[bool]] = []
-        self.by_step, self.tails = frozenset[int](), 0
+        self.by_step, self.rings, self.tails = frozenset[int](), frozenset[int](), 0
         self.compiled = mx.compile(self._run)
 
     def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
@@ -337,6 +345,7 @@ class _Graph:
         # Rows are counted in caches that are alike.
         counted = any(begin and begin.shift is not None for begin in self.learned or ())
         self.by_step = frozenset() if counted else inside.by_step()
+        self.rings = frozenset() if counted else inside.rings()
         self.reads_keys = inside.reads_keys()
         changed = [a for each in outputs for a in each if a is not None]
         following, tails = inside.following(), inside.tails()

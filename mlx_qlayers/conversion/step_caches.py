@@ -24,6 +24,7 @@ from .cache_tail import (
     watch,
     with_tickets,
 )
+from .ring_tail import RingTail, ring_positions
 from .step_kinds import Nested, Rows, States, Static, Unsupported
 
 # What a stand-in keeps of the cache that it stands for: what no token changes.
@@ -158,6 +159,7 @@ def taken(
     tailed: tuple[int, ...] = (),
     last: Tail | None = None,
     offsets: mx.array | None = None,
+    rings: dict[int, RingTail] | None = None,
 ) -> Inputs:
     """Make room for a token, and take the caches' arrays.
 
@@ -166,8 +168,9 @@ def taken(
         tailed: which of them have a tail: of one kind, and with as many keys.
         last: their tail after the last step.
         offsets: the positions of a batch in these caches.
+        rings: tails of others, which are full rings.
     """
-    return _Taking([*leaves(caches)], tailed, last, offsets).all(caches)
+    return _Taking([*leaves(caches)], tailed, last, offsets, rings or {}).all(caches)
 
 
 class _Taking:
@@ -183,7 +186,9 @@ class _Taking:
         tailed: tuple[int, ...],
         last: Tail | None,
         offsets: mx.array | None,
+        rings: dict[int, RingTail],
     ) -> None:
+        self.rings = rings
         self.keys = dict[Any, int]()
         self.groups, self.arrays = list[Group](), list[Buffer]()
         self.numbers = {number: i for i, number in enumerate(tailed)}
@@ -215,12 +220,17 @@ class _Taking:
             return States(kind, ())
         settings = tuple((name, attributes[name]) for name in _SETTINGS if name in attributes)
         is_batch, full, rows = "left_padding" in attributes, False, 0
+        is_ring = number in self.rings
         if self.tail is not None and number in self.numbers:
             at = self.numbers[number]
             buffers, tails = (a[2 * at : 2 * at + 2] for a in (self.tail.buffers, self.tail.tails))
             self.arrays.extend((*buffers, *tails, self.tail.tickets[at]))
             self.arrays.extend([c.left_padding] if is_batch else [])
             rows, group = rows_of(tails[0]), self.together
+        elif (ring := self.rings.get(number)) is not None:
+            buffers, rows = [*ring.buffers], rows_of(ring.tails[0])
+            self.arrays.extend((*buffers, *ring.tails, ring.tickets))
+            group, full = _ring_group(ring, c), ring.offset >= attributes["max_size"]
         else:
             group = _group(_kinds()[kind](c))
             buffers = [c.keys, c.values]
@@ -234,7 +244,8 @@ class _Taking:
             self.groups.append(group)
         whole = layout_of(buffers, attributes)
         rotated, shapes = attributes.get("rotated", False), (whole.keys, whole.values)
-        return Rows(kind, shapes, whole.dtype, self.keys[key], full, rotated, settings, rows)
+        number = self.keys[key]
+        return Rows(kind, shapes, whole.dtype, number, full, rotated, settings, rows, is_ring)
 
 
 def _length(c: Any) -> int:
@@ -254,6 +265,13 @@ def _tail_group(start: int, length: int, batch: int, offsets: mx.array | None) -
     else:
         make = partial(positions_of, start, held, offsets)
     return Group(("tail", start, held, batch), later, make)
+
+
+def _ring_group(ring: RingTail, c: Any) -> Group:
+    own, batch = vars(c), len(ring.buffers[0])
+    at = "ring", ring.first, ring.offset, own["offset"], own["max_size"], batch
+    make = partial(ring_positions, ring, own["max_size"], own["offset"], batch)
+    return Group(at, (*at[:3], own["offset"] + 1, *at[4:]), make)
 
 
 def with_tail(own: Sequence[Any], by_step: frozenset[int]) -> tuple[int, ...]:
@@ -291,7 +309,8 @@ def _counted(c: Any, new: Sequence[Buffer | None]) -> dict[str, Any]:
     keys, values, *of_batch = new
     counts: dict[str, Any] = {"keys": keys, "values": values}
     if hasattr(c, "_idx"):
-        counts["_idx"] = c._idx + 1
+        begins = not of_batch and hasattr(c, "keep") and c._idx == c.max_size
+        counts["_idx"] = (c.keep if begins else c._idx) + 1
     if not of_batch:
         return counts | {"offset": c.offset + 1}
     if hasattr(c, "_offset"):

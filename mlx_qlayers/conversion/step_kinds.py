@@ -24,6 +24,7 @@ class Rows(NamedTuple):
         rotated: a batch of which each sequence loses a token for a new one.
         settings: attributes that no token changes.
         tail: rows of its tail; 0 where there is none.
+        is_ring: with a tail: of a rotating cache.
     """
 
     kind: type
@@ -34,6 +35,7 @@ class Rows(NamedTuple):
     rotated: bool
     settings: tuple[tuple[str, Any], ...]
     tail: int = 0
+    is_ring: bool = False
 
 
 class States(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .cache_tail import Tail, advance, given_by, goes_on
+from .ring_tail import RingTail
 from .step_caches import Group
 
 
@@ -20,12 +21,14 @@ class Progress:
         following: arrays of positions.
         offsets: of a batch, as its caches have them.
         tail: of the caches that have one.
+        rings: the tails of full rings, by the numbers of their caches.
         again: if all of them have it, what a token behind this one takes if nobody looks at them.
     """
 
     following: dict[Any, mx.array] = field(default_factory=dict)
     offsets: list[Any] = field(default_factory=list)
     tail: Tail | None = None
+    rings: dict[int, RingTail] = field(default_factory=dict)
     again: Again | None = None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..options import Rotation
-from .cache_slots import STEPPED, Slot, TailSlot, Turned, slot_class
+from .cache_slots import RING, STEPPED, Slot, TailSlot, Turned, slot_class
 from .cache_tail import Buffer, one_token
 from .recorder import Node, Recorder, current, keeps_order
 from .step_kinds import Nested, States, Static, Unsupported
@@ -57,7 +57,7 @@ class Step:
             else:
                 new.keys = None
         else:
-            new = slot_class(static.kind, static.tail > 0)(self, static, self.given)
+            new = slot_class(static.kind, static.tail > 0, static.is_ring)(self, static, self.given)
         self.slots.append(new)
         return new
 
@@ -116,8 +116,16 @@ class Step:
         return [a + one_token(a.size) if i in tails else a + 1 for i, a in enumerate(self.at)]
 
     def tails(self) -> list[mx.array]:
-        """The tails with the token in them."""
-        return [tail for s in self.slots if isinstance(s, TailSlot) for tail in s.tails]
+        """The tails with the token in them, those of rings behind the others."""
+        slots = [slot for slot in self.slots if isinstance(slot, TailSlot)]
+        slots.sort(key=lambda slot: slot.static.is_ring)
+        return [tail for slot in slots for tail in slot.tails]
+
+    def rings(self) -> frozenset[int]:
+        """Which rings nothing but :func:`attention_step` would look at."""
+        rings = [(i, s) for i, s in enumerate(self.slots) if type(s).__name__ == RING]
+        slots = [(i, s) for i, s in rings if isinstance(s, Slot) and s.updated]
+        return frozenset(i for i, s in slots if s.steps and not s.replaced)
 
     def reads_keys(self) -> bool:
         """Whether attention looks at keys of some caches, and the model's code at others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import groupby
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -340,6 +341,29 @@ def test_rings(name: str, ring: tuple[int, int, int], graphs: list[object]) -> N
         assert ours.state[2:] == theirs.state[2:]
         for a, b in zip(ours.state[:2], theirs.state[:2], strict=True):
             assert_same_states(a, b, bits=None, what="keys and values")
+
+
+@pytest.mark.parametrize(("name", "keep"), [("gemma3_text", 0), ("phi3", 2)])
+def test_a_full_ring_is_read_beside_a_tail(name: str, keep: int, graphs: list[object]) -> None:
+    """Until the tail is full, or somebody takes the ring's keys."""
+    results, buffers = [], list[int]()
+    tokens = mx.random.randint(0, VOCABULARY, (2, 60), key=mx.random.key(1))
+    for model in pair(name):
+        cache = make_prompt_cache(model)
+        if keep:
+            cache = [RotatingKVCache(8, keep) for _ in cache]
+        parts = [model(tokens[:, :11], cache=cache)]
+        for i in range(11, 36):
+            parts.append(model(tokens[:, i : i + 1], cache=cache))
+            if i == 30:
+                mx.eval(cache[0].state)
+            for plan in compiled_step._plans.values():
+                rings = [r for now in plan.progress.values() for r in now.rings.values()]
+                buffers += [id(rings[0].buffers[0])] if rings and plan.model() is model else []
+        results.append(mx.concatenate(parts, axis=1))
+    assert_same_states(*reversed(results), bits=None, what=name)
+    runs = [len([*run]) for _, run in groupby(buffers)]
+    assert runs == ([8, 8, 4, 5] if keep == 0 else [6, 6, 6, 2, 5])
 
 
 @pytest.mark.parametrize("kind", ["ring", "batch of rings", "plain", "bits"])
