@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from ..formats import Format
 from ..layers.qlinear import QLinear
@@ -166,6 +165,7 @@ def watched(
         learned: by :func:`learn`.
         seen: gets where each range and rotary embedding begins and ends.
     """
+    import numpy as np
     from mlx_lm.models.mla import QuantizedMultiLinear
 
     calls = _Calls(step, learned, seen)
