@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
 from ..ops.int8_matmul import int8_products
 from ..ops.rotary import rotary_embedding
 from ..reference.int8_matmul import block_of
-from ..runtime.backend import current
+from ..runtime.backend import backend, current
 from .cache_tail import Buffer, merged
 from .compiled import operation
 from .step_products import Product
@@ -151,7 +151,10 @@ def _projection(
             static = (*launches[0][0][:3], own, gate)
             y: list[mx.array] = dispatch(FUSED_PRODUCTS, (*rows, *packed), static)
             if step is not None and len(formats) == 1 and residual is next_weight is None:
-                step.products.keep(Product(y[0], partial(_with, rows, packed, static), None))
+                again, parts = partial(_with, rows, packed, static), None
+                if gate is None:
+                    parts = partial(_in_parts, rows, packed, static)
+                step.products.keep(Product(y[0], again, None, parts))
             return y
         products: dict[int, mx.array] = {}
         for (*fmt, _, _), indices in launches:
@@ -168,6 +171,19 @@ def _with(
 ) -> list[mx.array]:
     arrays = (*rows[:3], residual, next_weight, *packed)
     products: list[mx.array] = dispatch(FUSED_PRODUCTS, arrays, static)
+    return products
+
+
+def _in_parts(
+    rows: Arrays, packed: Arrays, static: Static, ends: Sequence[int], gate: Gate | None = None
+) -> list[mx.array]:
+    """Products with rows of a matrix, which are matrices of their own."""
+    spans = [slice(*span) for span in pairwise((0, *ends))]
+    parts = [None if a is None else a[span] for span in spans for a in packed]
+    if backend() != "ops":  # constants of a graph, which share the memory
+        mx.async_eval([part for part in parts if part is not None])
+    arrays = (*rows[:3], None, None, *parts)
+    products: list[mx.array] = dispatch(FUSED_PRODUCTS, arrays, (*static[:4], gate))
     return products
 
 

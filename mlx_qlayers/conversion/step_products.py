@@ -8,11 +8,12 @@ of the normalized rows take the norm in. What nobody needs any more is not compu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..ops.fused_products import defers_norm
+from ..metal.quantized_matmul.qmv import MAX_MATRICES
+from ..ops.fused_products import ACTIVATIONS, defers_norm
 from ..ops.quantized_route import in_one_launch
 from .recorder import Node, Recorder
 
@@ -27,11 +28,26 @@ class Normed(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product and its residual, and how it is computed with a residual and a weight behind it."""
+    """A product and its residual, and how it is computed otherwise.
+
+    Attributes:
+        again: with a residual and a weight behind it.
+        parts: where rows of its matrix end that are matrices of their own, and a gate of two.
+    """
 
     y: mx.array
     again: Callable[[mx.array | None, mx.array | None], list[mx.array]]
     residual: mx.array | None
+    parts: Callable[..., list[mx.array]] | None = None
+
+
+class Part(NamedTuple):
+    """What a product was split into: which of the parts, and those of all."""
+
+    y: mx.array
+    number: int
+    all: Callable[..., list[mx.array]]
+    ends: tuple[int, ...]
 
 
 class Products:
@@ -41,6 +57,7 @@ class Products:
         self.norms: dict[int, Normed] = {}
         self.made: dict[int, Product] = {}
         self.instead: dict[int, tuple[mx.array, mx.array]] = {}
+        self.split: dict[int, Part] = {}
 
     def keep(self, product: Product) -> None:
         """Keep how a product was made."""
@@ -67,6 +84,34 @@ class Products:
             (total,) = made.again(other, None)
             self.keep(Product(total, made.again, other))
             return total
+        return None
+
+    def splitted(self, x: Any, sections: Any, axis: int) -> list[mx.array] | None:
+        """For the parts of a product those with the rows of its matrix that give them."""
+        made = self.made.get(id(x))
+        if made is None or made.parts is None or axis not in (-1, x.ndim - 1):
+            return None
+        width = x.shape[-1]
+        if isinstance(sections, int):
+            sections = [width // sections * i for i in range(1, sections)]
+        ends = (*sections, width)
+        if len(ends) > MAX_MATRICES:
+            return None
+        parts = made.parts(ends)
+        self.split |= {id(y): Part(y, i, made.parts, ends) for i, y in enumerate(parts)}
+        return parts
+
+    def multiplied(self, recorder: Recorder, node: Node) -> mx.array | None:
+        """For a part of a product times the activation of the other one gated product."""
+        for y, up in (node.args, node.args[::-1]):
+            active, second = recorder.node(y), self.split.get(id(up))
+            first = self.split.get(id(active.args[0])) if active else None
+            if active is None or first is None or second is None or active.op not in ACTIVATIONS:
+                continue
+            of_one = first.all is second.all and first.ends[0] * 2 == first.ends[-1]
+            if of_one and (first.number, second.number) == (0, 1) and len(first.ends) == 2:
+                (product,) = first.all(first.ends, active.op)
+                return product
         return None
 
     def normed(

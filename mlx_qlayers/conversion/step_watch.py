@@ -135,6 +135,19 @@ class _Calls:
 
         return call
 
+    def splitting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of ``mx.split``."""
+
+        def call(*args: Any, axis: int = 0, **options: Any) -> Any:
+            parts = None
+            if current_step.get() is self.step and len(args) in (2, 3) and not options:
+                parts = self.step.products.splitted(*args[:2], *args[2:] or (axis,))
+            if parts is None:
+                parts = plain(*args, **({"axis": axis} if len(args) < 3 else {}), **options)
+            return parts
+
+        return call
+
     def by_head(self, plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
         """In the place of layers with a matrix for each head: they are products with experts."""
 
@@ -174,12 +187,13 @@ def watched(
         (mx.fast, "rms_norm", calls.norming),
         (mx.fast, "layer_norm", calls.norming),
         (mx, "arange", calls.ranged),
+        (mx, "split", calls.splitting),
         (np, "arange", calls.ranged),
         (QLinear, "__call__", calls.multiplying),
         (QuantizedMultiLinear, "__call__", calls.by_head),
     ]
     views = dict.fromkeys(("reshape", "transpose", "swapaxes", "flatten"), step.viewed)
-    rules = {**RULES, **views, "add": step.products.added}
+    rules = {**RULES, **views, "add": step.products.added, "mul": step.products.multiplied}
     recorder = Recorder(rules, latest=step.products.latest, on_pair=chosen_at_once)
     with _replacing, recording(recorder), mode(Mode.INFERENCE):
         own = [(module, name, getattr(module, name)) for module, name, _ in replaced]

@@ -238,19 +238,26 @@ def test_sparse_attention_begins_in_a_larger_cache(
 
 
 @pytest.mark.parametrize(
-    ("name", "sums", "deferred"), [("phi3", 4, 4), ("minimax", 2, 2), ("cohere2", 12, 0)]
+    ("name", "sums", "deferred", "gated"),
+    [("phi3", 4, 4, 2), ("minimax", 2, 2, 0), ("cohere2", 12, 0, 4)],
 )
 def test_sums_and_norms_are_in_the_launch_of_a_product(
-    name: str, sums: int, deferred: int, graphs: list[object], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    sums: int,
+    deferred: int,
+    gated: int,
+    graphs: list[object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of blocks whose code is in no pattern; as on an NVIDIA GPU. Of two sums one is made anew."""
     monkeypatch.setattr(step_products, "defers_norm", lambda x: True)
-    found: list[tuple[bool, bool]] = []
+    found, gates = list[tuple[bool, bool]](), list[object]()
     plain = compiled_blocks.dispatch
 
     def counted(operation, arrays, static):
         if operation is compiled_blocks.FUSED_PRODUCTS:
             found.append((arrays[3] is not None, arrays[4] is not None))
+            gates.append(static[-1])
         return plain(operation, arrays, static)
 
     monkeypatch.setattr(compiled_blocks, "dispatch", counted)
@@ -262,6 +269,7 @@ def test_sums_and_norms_are_in_the_launch_of_a_product(
     assert tokens >= 3 + 3
     assert found.count((True, False)) == sums * tokens
     assert found.count((True, True)) == deferred * tokens
+    assert gates.count("silu") >= gated * tokens  # in prompts of few tokens as well
 
 
 @pytest.mark.parametrize(
