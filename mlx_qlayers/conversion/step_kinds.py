@@ -58,7 +58,9 @@ def with_rows(static: Static, rows: int) -> Static:
     """What a graph is made for, with buffers of so many rows."""
     if isinstance(static, Rows):
         keys, values = ((b, h, rows, d) for b, h, _, d in static.shapes)
-        settings = tuple((n, rows if n == "max_size" else v) for n, v in static.settings)
+        # A ring of that size, whose window may be smaller.
+        changed = {"max_size": rows, "keep": 0}
+        settings = tuple((name, changed.get(name, v)) for name, v in static.settings)
         return static._replace(shapes=(keys, values), full=False, rotated=False, settings=settings)
     if isinstance(static, Nested):
         return Nested(tuple(with_rows(part, rows) for part in static.parts))

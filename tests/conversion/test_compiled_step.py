@@ -58,6 +58,7 @@ NAMES = [
     "gemma4_text",
     "nemotron_h",
     "nemotron-nas",
+    "mistral3",
     "deepseek_v32",
     "gemma3n",
     "gpt_bigcode",
