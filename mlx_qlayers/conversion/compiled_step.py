@@ -136,8 +136,8 @@ class _Plan:
                 return None
             tried = self._tried(kinds, tokens, caches, own)
             tailed, offsets = _tailed(own, tried.by_step, now)
-            found = {i: ring_tail(now.rings.get(i), own[i]) for i in tried.rings}
-            rings = {i: tail for i, tail in found.items() if tail is not None}
+            tails_of = {i: ring_tail(now.rings.get(i), own[i]) for i in tried.rings}
+            rings = {i: tail for i, tail in tails_of.items() if tail is not None}
             inputs = taken(caches, tailed, now.tail, offsets, rings)
             key = where, tokens.shape, inputs.static
             if (graph := self.graphs.get(key)) is None:
