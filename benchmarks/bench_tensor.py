@@ -45,6 +45,7 @@ ROWS = (64, 512, 2048)
 CORES = 132
 
 _Launch = Callable[..., mx.array]
+_Launches = Callable[..., list[mx.array]]
 
 
 def main() -> None:
@@ -56,10 +57,11 @@ def main() -> None:
         shapes = [(rows, n, k) for rows in ROWS for n, k in SHAPES]
         with together():
             launches = [prepared(*shape) for shape in shapes]
+            attentions = [prepared_attention(length) for length in ROWS[1:]]
         for shape, paths in zip(shapes, launches, strict=True):
             print(row(*shape, *paths, every), flush=True)
-        for length in ROWS[1:]:
-            print(attention(length), flush=True)
+        for length, pair in zip(ROWS[1:], attentions, strict=True):
+            print(attention(length, *pair), flush=True)
 
 
 def configurations(rows: int, n: int, k: int) -> Iterator[TensorConfig]:
@@ -114,20 +116,24 @@ def row(
     )
 
 
-def attention(length: int) -> str:
-    """The times of causal attention of the model's heads, of the forward pass."""
+def prepared_attention(length: int) -> tuple[_Launches, _Launches]:
+    """The launches of causal attention of the model's heads: by tensor operations, and by tiles."""
+    q, k = (Spec((1, heads, length, 128), mx.bfloat16) for heads in (28, 4))
+    at = Launcher(AttentionCall(q, (k,), (k,), Scores(128**-0.5, True)))
+    return attention_tensor(at), attention_forward(at)
+
+
+def attention(length: int, by_tensors: _Launches, by_tiles: _Launches) -> str:
+    """The times of the forward pass."""
     q, k, v = (mx.random.normal((1, h, length, 128)).astype(mx.bfloat16) for h in (28, 4, 4))
     mx.eval(q, k, v)
-    call = AttentionCall(Spec.of(q), (Spec.of(k),), (Spec.of(v),), Scores(128**-0.5, True))
-    launches = attention_tensor(Launcher(call)), attention_forward(Launcher(call))
-    found, truth = (launch(q, k, v, None, None)[0] for launch in launches)
+    runs = [partial(launch, q, k, v, None, None) for launch in (by_tensors, by_tiles)]
+    found, truth = (run()[0] for run in runs)
     error = (mx.abs(found - truth).max() / mx.abs(truth).max()).item()
-    by_tensors, by_tiles = (
-        seconds(partial(launch, q, k, v, None, None)) * 1e6 for launch in launches
-    )
+    times = [seconds(run) * 1e6 for run in runs]
     return (
-        f"attention {length}: tensor {by_tensors:.0f} us, forward {by_tiles:.0f} us; "
-        f"{by_tensors / by_tiles:.2f} times forward; off by {error:.1e}"
+        f"attention {length}: tensor {times[0]:.0f} us, forward {times[1]:.0f} us; "
+        f"{times[0] / times[1]:.2f} times forward; off by {error:.1e}"
     )
 
 

@@ -6,17 +6,17 @@
 //
 // A threadgroup computes rows * simds_m x 32 * simds_n of y, each SIMD group rows x 32. Per step of
 // tile_k the threadgroup brings packed words and scales of w into threadgroup memory, by way of
-// registers that are filled while the step before is multiplied; each SIMD group decodes them into its
-// cooperative right input, rounded to T, and multiplies with rows of x in device memory. Sums stay in a
-// cooperative destination; with a gate its two matrices take turns, and have one each. Which lane holds
-// which element is asked of the tensors, never assumed.
+// registers that are filled while the step before is multiplied; each SIMD group decodes them into
+// its cooperative right input, rounded to T, and multiplies with rows of x in device memory. Sums
+// stay in a cooperative destination; with a gate its two matrices take turns, and have one each.
+// Which lane holds which element is asked of the tensors, never assumed.
 //
 //   grid (ceil(M / (rows * simds_m)) * threads, ceil(N / (32 * simds_n)), parts), threadgroup
-//   (threads, 1, 1) with threads = 32 * simds_m * simds_n; threadgroup memory 2 * (words, scales and
-//   biases of a step).
+//   (threads, 1, 1) with threads = 32 * simds_m * simds_n; threadgroup memory 2 * (words, scales
+//   and biases of a step).
 //
-// Where `parts` share K, part z takes `depth` elements of it from z * depth on, a multiple of tile_k,
-// and writes its sums to plane z of y, in float32, for qmm_sum to add.
+// Where `parts` share K, part z takes `depth` elements of it from z * depth on, a multiple of
+// tile_k, and writes its sums to plane z of y, in float32, for qmm_sum to add.
 //
 // tile_k divides K, or else the product is `ragged`: then x too comes through a cooperative input.
 // Needs Metal 4, macOS 26.2; never run on the hardware that it is for.
@@ -160,8 +160,8 @@ struct tensor_rows<T, true> {
   }
 };
 
-// sums += x * w for a step whose part of w is in the memory of `stage`. Meanwhile the part of `next` that
-// follows comes, from k on, into the other stage's, which was read before the barrier of the last step.
+// sums += x * w for a step whose part of w is in the memory of `stage`. Meanwhile the part of `next`
+// from k on comes into the other stage's, which was read before the barrier of the last step.
 template <
     typename T, int mode, int group, int bits, bool transposed, int tile_k, int simds_m, int simds_n,
     typename S, typename P, typename L, typename R, typename C>
@@ -247,8 +247,8 @@ METAL_FUNC void write_tensor(
   }
 }
 
-// y from (m, n) on for a threadgroup, of `depth` elements of K from `first` on; x, y and M are those of
-// one matrix.
+// y from (m, n) on for a threadgroup, of `depth` elements of K from `first` on; x, y and M are those
+// of one matrix.
 template <
     typename T, typename O, typename S, int mode, int group, int bits, bool transposed, int rows,
     int tile_k, int simds_m, int simds_n, bool ragged, int gate>

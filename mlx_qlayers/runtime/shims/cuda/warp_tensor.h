@@ -1,6 +1,6 @@
 // matmul2d of one warp on NVIDIA GPUs, in half precision with float32 sums: what
-// quantized_matmul/qmm_tensor.metal and attention/tensor_*.metal use. Operands are cooperative tensors,
-// whose elements are where the tensor cores of mma.h want them, or lie in device memory.
+// quantized_matmul/qmm_tensor.metal and attention/tensor_*.metal use. Operands lie in device memory
+// or are cooperative tensors, whose elements are where the tensor cores of mma.h want them.
 #pragma once
 
 #include "mma.h"
@@ -20,7 +20,7 @@ struct warp_depth {
   }
 };
 
-// Columns of a lane, one of every eight; where rows of the right operand run along them, neighbours.
+// Columns of a lane, one of every eight; neighbours where rows of the right operand run along them.
 template <int N, bool TRANSPOSED>
 struct warp_columns {
   static constexpr int COUNT = N / 8;
@@ -110,24 +110,26 @@ void left_pairs(vec<T, 2>* to, const cooperative_tensor<T, L>& from, int row) {
   constexpr int COUNT = warp_depth<K>::COUNT;
 #pragma unroll
   for (int i = 0; i < COUNT; i += 2)
-    to[i / 2] = vec<T, 2>(from.elements[row / 8 * COUNT + i], from.elements[row / 8 * COUNT + i + 1]);
+    to[i / 2] = vec<T, 2>(
+        from.elements[row / 8 * COUNT + i], from.elements[row / 8 * COUNT + i + 1]);
 }
 
-// Rows of a step in shared memory, where each lane reads what it copied itself: no lane waits for others.
+// Rows of a step in shared memory. Each lane reads what it copied itself, and waits for no other.
 template <int M, int K, typename T>
 struct staged_rows {
-  static constexpr int COUNT = M / 8 * (K / 32);
   uint4* packs;
 };
 template <int M, int K, typename T, typename E, typename S>
 void copy_rows(const staged_rows<M, K, T>& to, const tensor<T, E, S>& from, const T* p) {
+  int row = threadIdx.x % 32 / 4, rows = from.extents.values[1];
+  p += uint64_t(uint(row)) * uint(from.stride);
 #pragma unroll
-  for (int i = 0; i < staged_rows<M, K, T>::COUNT; i++) {
-    int row = i / (K / 32) * 8 + int(threadIdx.x % 32) / 4;
-    uint r = ::min(row, from.extents.values[1] - 1);
-    const T* at = p + uint64_t(r) * uint(from.stride) + warp_depth<K>::at(i % (K / 32) * 8);
-    copy_pack(to.packs + i * 32, reinterpret_cast<const uint4*>(at), true);
-  }
+  for (int m = 0; m < M / 8; m++, row += 8, p += 8 * from.stride)
+#pragma unroll
+    for (int i = 0; i < K / 32; i++)
+      copy_pack(
+          to.packs + (m * (K / 32) + i) * 32,
+          reinterpret_cast<const uint4*>(p + warp_depth<K>::at(i * 8)), row < rows);
 }
 template <int K, bool WHOLE, int M, typename T>
 void left_pairs(vec<T, 2>* to, const staged_rows<M, K, T>& from, int row) {
@@ -195,7 +197,7 @@ void add_rows_by_rows(float* sums, const tensor<T, E, S>& left, const tensor<T, 
   }
 }
 
-// sums (M x N) += weights (M x K) * rows (K x N) of memory: two rows at a time are put side by side.
+// sums (M x N) += weights (M x K) * rows (K x N) of memory, of which two are put side by side.
 template <int M, int N, int K, bool WHOLE, typename T, typename E, typename S>
 void add_weighted(float* sums, const warp_weights<T, M, K>& weights, const tensor<T, E, S>& from) {
   using columns = warp_columns<N, false>;
@@ -228,7 +230,8 @@ void add_weighted(float* sums, const warp_weights<T, M, K>& weights, const tenso
 
 // Sums as a left operand: each 8 x 8 of them rounded and transposed.
 template <typename T, int M, int K>
-warp_weights<T, M, K> weights_of_sums(const cooperative_tensor<float, warp_sums<M, K, true>>& from) {
+warp_weights<T, M, K> weights_of_sums(
+    const cooperative_tensor<float, warp_sums<M, K, true>>& from) {
   warp_weights<T, M, K> to;
 #pragma unroll
   for (int m = 0; m < M / 8; m++)
