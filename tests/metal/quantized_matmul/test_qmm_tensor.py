@@ -108,6 +108,17 @@ def test_on_cuda(fmt, dtype):
         check_product(y, x, packed, fmt, transpose)
 
 
+@pytest.mark.cuda
+def test_gate_on_cuda():
+    """Both matrices are multiplied with rows that are there already."""
+    rng, n, k, dtype = np.random.default_rng(8), 41, 192, mx.bfloat16
+    x, both = random(rng, (70, k), dtype), packed_matrices(rng, [n, n], k, dtype, AFFINE)
+    config = tensor_config(70, k, dtype, AFFINE, True, True)
+    with use_backend("cuda"):
+        y = qmm_tensor(x, *both[0], True, AFFINE, config, other=both[1], gate="silu")
+    check_fused([y], x, both, AFFINE, gate="silu")
+
+
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
 def test_threadgroups_that_share_the_depth(transpose):
     """The last one has less of it; sums and bias are rounded once."""

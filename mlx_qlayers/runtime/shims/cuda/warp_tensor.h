@@ -343,7 +343,8 @@ struct matmul2d<D, execution_simdgroups<1>> {
   staged_rows<M, K, T> staged(const tensor<T, E, S>& left) const {
     __shared__ uint4 packs[2][WARPS][STAGE];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (left.p == coming)
+    // A gate's second matrix is multiplied with the same rows again.
+    if (left.p == coming && left.p != here)
       slot = 1 - slot;
     staged_rows<M, K, T> now = {packs[slot][warp] + lane}, next = {packs[1 - slot][warp] + lane};
     if (left.p != coming && left.p != here)
