@@ -30,16 +30,14 @@ from mlx_qlayers.runtime.spec import Spec
 FMT = Format(64, 4)
 # Rows and columns of SIMD groups, the depth of a step, and threadgroups for each multiprocessor.
 CUTS = (
+    (32, (2, 2), 64, 4),
     (64, (1, 2), 32, 6),
     (64, (1, 4), 32, 3),
     (64, (2, 2), 32, 3),
-    (64, (2, 2), 32, 4),
-    (64, (2, 4), 32, 2),
-    (96, (1, 2), 32, 6),
     (128, (1, 2), 32, 4),
     (128, (1, 4), 32, 2),
-    (32, (2, 2), 32, 5),
-    (32, (2, 2), 64, 4),
+    (128, (2, 2), 32, 2),
+    (128, (2, 2), 64, 2),
 )
 ROWS = (64, 512, 2048)
 CORES = 132
