@@ -17,6 +17,7 @@ from ..dispatch.thresholds import source_of, threshold
 from ..metal.attention import decode
 from ..metal.attention.backward import attention_backward
 from ..metal.attention.forward import Launcher, attention_forward
+from ..metal.attention.layout import WIDEST, WIDEST_FORWARD
 from ..metal.attention.tensor import attention_tensor, why_no_tensors
 from ..options import AttentionCall, Scores
 from ..reference import attention as reference
@@ -41,6 +42,8 @@ from .tensor_choice import TENSOR, as_it_runs, by_tensors, without_tensors
 
 # Bytes of dense keys and values of one layer that may be made of packed ones.
 _MOST_DENSE = 128 << 20
+# Scores from which an H200 had 1.4 GB of them at a time where queries came in turn.
+_MOST_IN_TURN = 1 << 30
 # The most operations of one launch, where a longer one would hold up the screen: about a second of
 # the GPU of an M1 with 7 cores, at half of its 2.3 TFLOPS.
 _LONGEST = {"metal": 1.2e12}
@@ -117,7 +120,7 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
     composed = reference.attention(call)
     if choice.path == "ops":
         if _is_too_much(call):
-            return Plan(choice, _in_turn(call, static))
+            return _plan_wide(call, static, choice)
         # The masks of windows are other than the reference's, which somebody asked for.
         takes_stock = call.scores.window is None or requested() == "auto"
         run = (takes_stock and reference.stock(call)) or composed
@@ -201,6 +204,18 @@ def _is_too_much(call: AttentionCall) -> bool:
     # A window is counted from the last key, of which a mask has as many as there are.
     counted = scores.window is None or call.mask is None
     return counted and prod(call.q.shape[:3]) * keys > MOST_SCORES
+
+
+def _plan_wide(call: AttentionCall, static: tuple[Any, ...], choice: Choice) -> Plan:
+    """The forward kernel on CUDA, where MLX would run ahead of what is in turn, and keep it all."""
+    turns, arrays = _in_turn(call, static), (call.q, *call.k, *call.v, call.mask, call.sinks)
+    wide = max(call.q.shape[3], call.v_width) > WIDEST and call.q.dtype.size == 2
+    many = prod(call.q.shape[:3]) * call.k[0].shape[2] >= _MOST_IN_TURN
+    if backend() != "cuda" or not (wide and many) or why_no_kernel(call, WIDEST_FORWARD):
+        return Plan(choice, turns)
+    launch = attention_forward(Launcher(call))
+    choice = choose("attention", by="many queries of wide heads")
+    return Plan(choice, lambda *given: launch(*given)[:1], autodiff(turns, arrays), turns)
 
 
 def _in_turn(call: AttentionCall, static: tuple[Any, ...]) -> Run:

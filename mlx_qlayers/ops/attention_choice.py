@@ -51,13 +51,18 @@ def decode_host_gain(call: AttentionCall) -> float:
     return float(stock / kernel)
 
 
-def why_no_kernel(call: AttentionCall) -> str | None:
-    """Why the kernels of many queries do not take these arguments, if they do not."""
+def why_no_kernel(call: AttentionCall, widest: int = WIDEST) -> str | None:
+    """Why the kernels of many queries do not take these arguments, if they do not.
+
+    Args:
+        call: specs of the arrays.
+        widest: the largest head; by default that of gradients too.
+    """
     (*_, queries, width), v_width, scale = call.q.shape, call.v_width, call.scores.scale
     if call.q.size == 0 or v_width == 0:
         return "there is nothing to compute"
-    if width % 8 or v_width % 8 or width < 32 or max(width, v_width) > WIDEST:
-        return f"heads of {width} and {v_width}; kernels take multiples of 8 from 32 to {WIDEST}"
+    if width % 8 or v_width % 8 or width < 32 or max(width, v_width) > widest:
+        return f"heads of {width} and {v_width}; kernels take multiples of 8 from 32 to {widest}"
     if max(queries, call.k[0].shape[2]) >= FAR:
         return f"{FAR} queries or keys, or more"
     if not 0 < scale <= _MAX_SCALE:

@@ -143,6 +143,12 @@ def test_attention_of_many_queries_to_packed_keys(device):
             attention_forward(Launcher(AttentionCall(q, k, v, Scores(0.1, True))))
 
 
+def test_attention_of_many_queries_of_wide_heads(device):
+    for d, dv in ((576, 512), (512, 512), (264, 576)):
+        q, k, v = (Spec((1, 2, 40, width), mx.bfloat16) for width in (d, d, dv))
+        attention_forward(Launcher(AttentionCall(q, (k,), (v,), Scores(0.1, True))))
+
+
 def test_attention_of_many_queries(device, monkeypatch):
     """Forward and backward, which is bound where it is asked for."""
     mask = Spec((8, 1, 2, 40, 70), mx.bool_)

@@ -289,6 +289,22 @@ def test_wide_heads_do_not_keep_all_scores(options, device, on, monkeypatch):
     assert len(given) == 1
 
 
+@pytest.mark.parametrize(
+    "width, dtype, kernel",
+    [(576, mx.bfloat16, True), (576, mx.float32, False), (584, mx.bfloat16, False)],
+)
+def test_wide_heads_are_for_the_forward_kernel_on_cuda(width, dtype, kernel, on, monkeypatch):
+    """What MLX is given there before the GPU is done stays in memory, one part after another."""
+    on("cuda")
+    monkeypatch.setattr(ops, "MOST_SCORES", 0)
+    monkeypatch.setattr(ops, "_MOST_IN_TURN", 4 * 19 * 33)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: lambda **_: None)
+    shapes = (4, 19, width), (1, 33, width), (1, 33, 512)
+    arrays = [Spec((1, *shape), dtype) for shape in shapes]
+    plan = ops._plan([*arrays, None, None], (0, 0), 0.1, "causal", None, None)
+    assert (plan.choice.path, len(plan.gradients)) == (("cuda", 1) if kernel else ("ops", 0))
+
+
 def test_few_queries_on_a_gpu(on):
     plain, packed = (Spec.of(K),), tuple(map(Spec.of, PACKED))
     long = (Spec((1, 4, 1 << 19, 64), mx.float32),)
