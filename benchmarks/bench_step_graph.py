@@ -31,6 +31,7 @@ from recorded_gpu import (
     primitives,
     recorded_gpu,
     starting,
+    used,
     without_numbers,
     zeros,
 )
@@ -87,13 +88,7 @@ def token(model: nn.Module, cache: list[Any]) -> mx.array:
 
 def launches(model: nn.Module, cache: list[Any], seen: list[Recorded]) -> list[Recorded]:
     """The kernels of a token, in turn."""
-    seen.clear()
-    mx.disable_compile()
-    try:
-        mx.eval(token(model, cache))
-    finally:
-        mx.enable_compile()
-    return [*seen]
+    return used(seen, token(model, cache))
 
 
 def commits(kernels: list[Recorded], others: int) -> int:

@@ -40,12 +40,14 @@ class Recorded(NamedTuple):
         text: how many characters MLX hashes for each launch.
         inputs: the elements of each input.
         outputs: how many arrays it gives.
+        marker: one input more, which tells it from others.
     """
 
     name: str
     text: int
     inputs: tuple[int, ...]
     outputs: int
+    marker: mx.array | None = None
 
 
 @contextmanager
@@ -64,9 +66,11 @@ def recorded_gpu() -> Iterator[list[Recorded]]:
             output_dtypes: list[mx.Dtype],
             **_: Any,
         ) -> list[mx.array]:
-            seen.append(Recorded(name, size, tuple(x.size for x in inputs), len(output_shapes)))
+            marker, elements = mx.array(len(seen)), tuple(x.size for x in inputs)
+            seen.append(Recorded(name, size, elements, len(output_shapes), marker))
             shapes = zip(output_shapes, output_dtypes, strict=True)
-            return mx.depends([zeros(tuple(shape), dtype) for shape, dtype in shapes], inputs)
+            outputs = [zeros(tuple(shape), dtype) for shape, dtype in shapes]
+            return mx.depends(outputs, [*inputs, marker])
 
         return launch
 
@@ -92,6 +96,16 @@ def recorded_gpu() -> Iterator[list[Recorded]]:
         use_backend("cuda"),
     ):
         yield seen
+
+
+def used(seen: list[Recorded], *outputs: mx.array) -> list[Recorded]:
+    """The launches in the list that a graph has, in turn."""
+    text, numbers = io.StringIO(), range(len(seen))
+    for start in numbers[::1000]:  # as many names as a call takes
+        names = {f"launch_{i}": seen[i].marker for i in numbers[start : start + 1000]}
+        mx.export_to_dot(text, *outputs, **names)
+    there = {*re.findall(r'"?launch_(\d+)"? ->', text.getvalue())}
+    return [seen[i] for i in numbers if str(i) in there]
 
 
 @lru_cache(maxsize=64)

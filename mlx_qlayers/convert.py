@@ -244,7 +244,8 @@ def revert_model(model: nn.Module) -> ConversionReport:
             row = row_of(path, "attention", module, REVERTED)
             changes.append(Step(module, row, stock_class(type(module))))
         elif is_fused(module):
-            fused.append(Step(module, None, unfused_class(stock_model_class(type(module)))))
+            inner = unfused_class(stock_model_class(type(module)))
+            fused.append(Step(module, None, stock_model_class(inner)))
     _make(changes + fused)
     return ConversionReport(tuple(step.row for step in changes))
 

@@ -161,6 +161,7 @@ class Slot:
         key = static.group if alike else id(self), window
         if key not in masks:
             masks[key] = self._mask(window)
+            self.owner.plain += [masks[key]] if window is None and self.padding is None else []
         return masks[key]
 
     def _mask(self, window: int | None) -> mx.array:
@@ -245,8 +246,6 @@ class TailSlot(Slot):
         """Attention that turns the token's query and key, if they are turned as it can."""
         if mask is None and self.padding is not None:
             mask = self.mask()
-        elif self.padding is None and mask is self.owner.masks.get((self.static.group, None)):
-            mask = None  # it hides what does not count yet, and nothing else
         at = self.owner.at[self.static.group]
         arrays = *self.read, *self.given_tails, at
         options = {"scale": scale, "mask": mask, "sinks": sinks, "tickets": self.tickets}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -190,24 +190,33 @@ def kind_of(cache: Any) -> type:
     return vars(type(cache)).get("_kind", type(cache))
 
 
-def given_by(tail: Tail) -> list[Any]:
-    """What a graph takes of each cache in turn: keys, values, their tails, tickets."""
-    pairs = [slice(i, i + 2) for i in range(0, len(tail.buffers), 2)]
-    of_each = zip(pairs, tail.tickets, strict=True)
-    return [a for i, each in of_each for a in (*tail.buffers[i], *tail.tails[i], each)]
+def given_by(tail: Tail, paddings: list[mx.array]) -> list[Any]:
+    """What a graph takes of each cache: keys, values, their tails, tickets; of a batch padding."""
+    keys_and_values = (part[i::2] for part in (tail.buffers, tail.tails) for i in (0, 1))
+    columns = [*keys_and_values, tail.tickets, *([paddings] if paddings else [])]
+    return [*chain(*zip(*columns, strict=True))]
 
 
-def goes_on(tail: Tail, caches: Sequence[Any], length: int) -> bool:
-    """Whether caches with positions of their own still hold so many keys, and one more has room."""
-    held = [vars(c)["offset"] for c in caches]
-    has_room = tail.start <= length < tail.start + tail.tails[0].shape[2]
-    return has_room and held == [length] * len(held) and _untouched(tail, caches, shown_by(caches))
+def held_by(caches: Sequence[Any]) -> list[dict[str, Any]]:
+    """What caches have, to see later whether they still do."""
+    return [*map(dict, map(vars, caches))]
+
+
+def as_left(caches: Sequence[Any], left: list[dict[str, Any]]) -> bool:
+    """Whether caches that show a tail have what they had, and nobody took keys or values."""
+    try:  # dicts compare what is not identical, and arrays have no truth value
+        return _are_watched(caches) and [*map(vars, caches)] == left
+    except Exception:
+        return False
 
 
 def _untouched(tail: Tail, caches: Sequence[Any], shown: list[Buffer]) -> bool:
     """Whether nobody took keys or values of these caches since they show this tail."""
-    watched = watched_kind(kind_of(caches[0]))
-    return {*map(type, caches)} == {watched} and [*map(id, shown)] == [*map(id, tail.shown)]
+    return _are_watched(caches) and [*map(id, shown)] == [*map(id, tail.shown)]
+
+
+def _are_watched(caches: Sequence[Any]) -> bool:
+    return {*map(type, caches)} == {watched_kind(kind_of(caches[0]))}
 
 
 @cache

@@ -25,7 +25,7 @@ import mlx.nn as nn
 from ..runtime.backend import use_backend
 from . import compiled
 from .attention_patch import made_class, stock_class
-from .cache_tail import kind_of, shown_by
+from .cache_tail import held_by, kind_of, shown_by
 from .matcher import Match, Mismatch
 from .recorder import called
 from .ring_tail import kept, ring_tail
@@ -40,7 +40,7 @@ from .step_watch import Learned, Positions, learn, watched
 # Sequences at most: for more the products are those of a prompt.
 _MAX_BATCH = 128
 # Graphs of one model: a cache that grows takes new ones.
-_MAX_GRAPHS = 8
+_MAX_GRAPHS = 32
 # The name of what a whole model is.
 STEP = "step"
 _PACKAGE = __name__.partition(".")[0]
@@ -140,10 +140,11 @@ class _Plan:
             rings = {i: tail for i, tail in tails_of.items() if tail is not None}
             inputs = taken(caches, tailed, now.tail, offsets, rings)
             key = where, tokens.shape, inputs.static
-            if (graph := self.graphs.get(key)) is None:
-                self.graphs = dict([*self.graphs.items()][1 - _MAX_GRAPHS :])
+            # The last to be used stays longest.
+            if (graph := self.graphs.pop(key, None)) is None:
                 graph = _Graph(self.model, self.function, inputs.static, tried.learned)
-                self.graphs[key] = graph
+                self.graphs = dict([*self.graphs.items()][1 - _MAX_GRAPHS :])
+            self.graphs[key] = graph
             at = [
                 group.make() if (array := now.following.get(group.at)) is None else array
                 for group in inputs.groups
@@ -165,9 +166,9 @@ class _Plan:
             for i, number in enumerate(sorted(rings))
         }
         now.again = None
-        if offsets is None and len(some) == len(own) and kinds[0].__name__ == "KVCache":
-            group, length = inputs.groups[0].after(), vars(own[0])["offset"]
-            now.again = Again((where, tokens.shape), graph.computed, group, length)
+        if len(some) == len(own):
+            group = inputs.groups[0].after()
+            now.again = Again((where, tokens.shape), graph.computed, group, held_by(own))
         return logits
 
     def _tried(

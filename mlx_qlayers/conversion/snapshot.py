@@ -59,7 +59,8 @@ class Snapshot:
                     yield type(part).__name__, name, before.get(name), part.get(name)
 
     def restore(self) -> None:
-        """Put back what was replaced."""
+        """Put back what was replaced. What was not stays there: other threads may look at it."""
         for part, before in zip(self.contents, self.before, strict=True):
-            dict.clear(part)
+            for name in part.keys() - before.keys():
+                dict.__delitem__(part, name)
             dict.update(part, before)

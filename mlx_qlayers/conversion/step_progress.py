@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .cache_tail import Tail, advance, given_by, goes_on
+from .cache_tail import Tail, advance, as_left, given_by, held_by
 from .ring_tail import RingTail
 from .step_caches import Group
 
@@ -22,7 +23,7 @@ class Progress:
         offsets: of a batch, as its caches have them.
         tail: of the caches that have one.
         rings: the tails of full rings, by the numbers of their caches.
-        again: if all of them have it, what a token behind this one takes if nobody looks at them.
+        again: if all caches have it, what a token behind this one takes if nobody looks at them.
     """
 
     following: dict[Any, mx.array] = field(default_factory=dict)
@@ -39,22 +40,32 @@ class Again(NamedTuple):
         key: of its graph, but for the caches.
         computed: what its graph gives.
         group: where the caches are.
-        length: keys that they hold.
+        left: what they have.
     """
 
     key: Any
     computed: Callable[..., list[Any]]
     group: Group
-    length: int
+    left: list[dict[str, Any]]
 
     def run(self, key: Any, tokens: mx.array, own: list[Any], now: Progress) -> Any:
         """The logits, and the caches with the token; None if it is another step."""
         tail, at = now.tail, now.following.get(self.group.at)
-        if key != self.key or tail is None or at is None or not goes_on(tail, own, self.length):
+        if key != self.key or tail is None or at is None:
             return None
-        logits, following, *rest = self.computed(tokens, [at], given_by(tail))
-        tail = tail._replace(tails=rest[: 2 * len(own)], shown=rest[2 * len(own) :])
-        length, now.following = self.length + 1, {self.group.later: following}
-        advance(own, tail, [{"offset": length}] * len(own))
-        now.tail, now.again = tail, self._replace(group=self.group.after(), length=length)
+        _, start, held, _ = self.group.at
+        if held == tail.tails[0].shape[2] or not as_left(own, self.left):
+            return None
+        paddings = [each["left_padding"] for each in self.left if "left_padding" in each]
+        logits, following, *rest = self.computed(tokens, [at], given_by(tail, paddings))
+        tails, changed, length = rest[: 2 * len(own)], rest[2 * len(own) :], start + held + 1
+        if paddings:
+            keys, values, now.offsets = changed[::3], changed[1::3], changed[2::3]
+            shown = [*chain(*zip(keys, values, strict=True))]
+            counts = [{"offset": each, "_idx": length} for each in now.offsets]
+        else:
+            shown, counts = changed, [{"offset": length}] * len(own)
+        tail, now.following = tail._replace(tails=tails, shown=shown), {self.group.later: following}
+        advance(own, tail, counts)
+        now.tail, now.again = tail, self._replace(group=self.group.after(), left=held_by(own))
         return logits

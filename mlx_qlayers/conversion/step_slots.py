@@ -36,6 +36,8 @@ class Step:
         self.slots: list[Any] = []
         self.found: dict[int, Slot] = {}
         self.masks: dict[Any, mx.array] = {}
+        # Of them those that hide nothing but what does not count yet.
+        self.plain: list[mx.array] = []
         self.turned: dict[int, Turned] = {}
         self.flat: dict[int, tuple[mx.array, mx.array]] = {}
         self.products = Products()
@@ -101,6 +103,8 @@ class Step:
         slot = self.found.get(id(k))
         if slot is None:
             return None, mask
+        if any(mask is each for each in self.plain):
+            mask = None  # as mlx-lm's caches give it
         could = v is slot.buffers[1] and slot.could_step(q, mask)
         out = slot.by_step(q, scale, mask, sinks) if could else None
         slot.steps = slot.steps is not False and could

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import groupby
@@ -36,6 +37,7 @@ from mlx_qlayers.conversion import (
 )
 from mlx_qlayers.conversion.compiled_step import why_not
 from mlx_qlayers.conversion.report import LEFT
+from mlx_qlayers.conversion.snapshot import Snapshot
 from mlx_qlayers.ops import attention_step
 
 # What no graph can hold, and the beginning of the reason.
@@ -155,6 +157,18 @@ def test_caches_that_are_looked_at_and_cut_between_tokens(graphs: list[object]) 
     assert_same_model(*reversed(results), bits=None, what="after it")
 
 
+def test_caches_that_hold_different_numbers_of_tokens(graphs: list[object]) -> None:
+    """The mask that a model makes of its first cache hides nothing of the others."""
+    results, tokens = [], mx.array([[1, 2, 3, 4]])
+    for model in pair("phi3"):
+        cache = make_prompt_cache(model)
+        model(tokens, cache=cache)
+        cache[1].trim(1)
+        results.append(model(tokens[:, :1], cache=cache))
+    assert graphs
+    assert_same_model(*reversed(results), bits=None, what="trimmed")
+
+
 def test_a_replaced_weight_is_seen(graphs: list[object]) -> None:
     stock, model = pair("phi3")
     results = []
@@ -167,6 +181,27 @@ def test_a_replaced_weight_is_seen(graphs: list[object]) -> None:
     assert_same_model(*reversed(results), bits=None, what="after it")
     revert_model(model)
     assert type(model) is type(stock)
+
+
+def test_a_model_that_was_converted_in_two_goes_is_reverted() -> None:
+    stock, model = (build("phi3", ARCHITECTURES["phi3"]) for _ in range(2))
+    convert_model(model, predicate=lambda path, module: path != "", verify=False)
+    convert_model(model, verify=False)
+    revert_model(model)
+    assert [*map(type, model.modules())] == [*map(type, stock.modules())]
+
+
+def test_what_was_not_replaced_stays_where_it_is_when_a_trial_ends() -> None:
+    """Other threads may compute with the model meanwhile."""
+    norm, calls = nn.RMSNorm(4), list[str]()
+    before = Snapshot([norm])
+    norm.weight, norm.eps, norm.new = mx.zeros(4), 2.0, 3
+    sys.setprofile(lambda frame, event, arg: calls.append(getattr(arg, "__name__", "")))
+    try:
+        before.restore()
+    finally:
+        sys.setprofile(None)
+    assert before.holds() and "update" in calls and "clear" not in calls
 
 
 def test_the_report_names_the_line_that_stops_a_graph() -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_qlayers.conversion import compiled_step
 
@@ -58,16 +60,24 @@ def test_a_layer_by_a_models_own_code(name: str, views: int, others: int) -> Non
     assert (found.total() - starting(found), starting(found)) == (views, others)
 
 
-@pytest.mark.parametrize("name", ["phi3", "qwen3_moe"])
-def test_a_token_behind_another_takes_python_few_calls(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "batch", "bits"),
+    [("phi3", 1, 0), ("qwen3_moe", 1, 0), ("phi3", 3, 0), ("phi3", 1, 8), ("phi3", 2, 8)],
+)
+def test_a_token_behind_another_takes_python_few_calls(name: str, batch: int, bits: int) -> None:
     """As many for all layers, but for one that goes through their caches."""
     found = []
     for layers in (2, 4):
         with recorded_gpu():
             model = build(name, num_hidden_layers=layers)
-            cache = begun(model, 4352)
-            found.append(calls(lambda model=model, cache=cache: token(model, cache)))
-    assert found[1] - found[0] <= 2 and found[0] <= 40
+            cache = make_prompt_cache(model) if bits else cache_of(model, batch)
+            for each in cache:
+                each.update_and_fetch(*[zeros((batch, 4, 300, 128), mx.bfloat16)] * 2)
+            cache = [each.to_quantized(64, bits) for each in cache] if bits else cache
+            mx.eval([each.state for each in cache])
+            step = partial(model, zeros((batch, 1), mx.int32), cache=cache)
+            found.append(calls(step))
+    assert found[1] - found[0] <= 3 and found[0] <= 42
 
 
 @pytest.mark.parametrize(
