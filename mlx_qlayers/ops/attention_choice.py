@@ -113,14 +113,19 @@ def why_not_forward(call: AttentionCall) -> str | None:
 def gradients_by_kernels(call: AttentionCall) -> bool:
     """Whether ``auto`` leaves a call to the kernels on CUDA where it is differentiated.
 
-    There stock's own gradient keeps all scores unless the queries fill its tiles, and is that of q,
-    k and v only.
+    There stock's own gradient keeps all scores unless the queries fill its tiles, is that of q, k
+    and v only, and was measured slower where a causal mask hides much.
     """
     if not _differs_in_gradients(call) or why_no_kernel(call):
         return False
-    mask = call.mask
+    (*heads, queries, _), mask = call.q.shape, call.mask
     additive = mask is not None and mask.dtype != mx.bool_
-    return bool(call.q.shape[2] % _STOCK_TILE) or call.sinks is not None or additive
+    if queries % _STOCK_TILE or call.sinks is not None or additive:
+        return True
+    if mask is not None or not call.scores.causal or gradient_parts(call):
+        return False
+    scores = prod(heads) * queries * call.k[0].shape[2]
+    return scores >= threshold("attention_gradient_min_scores")
 
 
 def gradient_parts(call: AttentionCall) -> list[int]:
@@ -138,8 +143,12 @@ def gradient_parts(call: AttentionCall) -> list[int]:
         return []
     if queries % _STOCK_TILE or (scores.window or keys) < keys:
         return []
-    rows, most = (threshold("attention_gradient_parts", key) for key in ("rows", "most"))
+    wider, rows, least, most = (
+        threshold("attention_gradient_parts", key) for key in ("wider", "rows", "least", "most")
+    )
     parts, tiles = min(most, queries // rows), queries // _STOCK_TILE
+    if parts < least or max(call.q.shape[3], call.v_width) <= wider:
+        return []
     return [i * tiles // parts * _STOCK_TILE for i in range(1, parts)]
 
 

@@ -106,8 +106,9 @@ def test_many_queries_on_cuda_by_kernel_only_where_measured(
     "options, kernel, parts",
     [
         ({"length": 4096, "keys": 4096}, False, [1024, 2048, 3072]),
-        ({"length": 2176, "keys": 4096}, False, [1024]),
-        ({"length": 1024, "keys": 1024}, False, []),
+        ({"length": 4224, "keys": 8192, "width": 96}, False, [1024, 2048, 3072]),
+        ({"length": 2048, "keys": 2048}, False, []),
+        ({"length": 8192, "keys": 8192, "width": 64}, True, []),
         # Stock's own gradient would keep all scores, or is none of these.
         ({"length": 4097, "keys": 4100}, True, []),
         ({"length": 256, "keys": 256, "sinks": Spec((4,), mx.bfloat16)}, True, []),
@@ -185,7 +186,7 @@ def test_differentiated_calls_are_kernels_and_others_the_stock_operator(length, 
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("shape", [(1, 2, 1, 2048, 2048, 64, 64), (2, 2, 2, 2048, 2304, 128, 64)])
+@pytest.mark.parametrize("shape", [(1, 2, 1, 4096, 4096, 128, 128), (1, 1, 1, 4096, 4224, 128, 64)])
 def test_gradients_of_long_prompts_are_those_of_stock_in_parts(shape):
     with trace() as launches:
         check(attention, shape, mx.bfloat16, "causal")
