@@ -95,7 +95,9 @@ class Products:
         if isinstance(sections, int):
             sections = [width // sections * i for i in range(1, sections)]
         ends = (*sections, width)
-        if len(ends) > MAX_MATRICES:
+        # Of several rows small parts are left to MLX, as in step_watch.
+        small = x.size > width and any(end % 128 for end in ends)
+        if len(ends) > MAX_MATRICES or small:
             return None
         parts = made.parts(ends)
         self.split |= {id(y): Part(y, i, made.parts, ends) for i, y in enumerate(parts)}
