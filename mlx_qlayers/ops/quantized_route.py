@@ -245,7 +245,10 @@ def by_reference(transpose: bool, fmt: Format) -> Product:
     def run(x: mx.array, w: mx.array, scales: mx.array, *rest: Any) -> mx.array:
         biases, bias, *_ = *rest, None
         y = reference.quantized_matmul(x, w, scales, biases, transpose, fmt, dense_rows)
-        return y if bias is None else y + bias
+        if bias is None:
+            return y
+        # Of one row nothing is broadcast: for that MLX compiles a kernel, on CUDA for seconds.
+        return y + (bias.reshape(y.shape) if y.size == bias.size else bias)
 
     return run
 
