@@ -21,9 +21,8 @@ from ..formats import Format
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate
 from ..ops.attention_step import Rotation, attention_step
 from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
-from ..ops.int8_matmul import int8_products
+from ..ops.int8_matmul import fused_int8
 from ..ops.rotary import rotary_embedding
-from ..reference.int8_matmul import block_of
 from ..runtime.backend import backend, current
 from .cache_tail import Buffer, merged
 from .compiled import operation
@@ -122,7 +121,7 @@ def _projection(
 ) -> Callable[..., list[mx.array]]:
     """Products of one input; those of one format together, as many as a launch takes."""
     if formats[0].fmt == INT8:
-        return _in_int8(len(formats), eps, None)
+        return fused_int8(len(formats), eps, None)
     group = formats[0].summed
     launches: list[tuple[Static, list[int]]] = []
     across = next((sum_gradients(each.spread) for each in formats if each.spread), None)
@@ -185,31 +184,6 @@ def _in_parts(
     arrays = (*rows[:3], None, None, *parts)
     products: list[mx.array] = dispatch(FUSED_PRODUCTS, arrays, (*static[:4], gate))
     return products
-
-
-def _in_int8(count: int, eps: float | None, gate: Gate | None) -> Callable[..., list[mx.array]]:
-    """The same of many rows in 8-bit integers, where nothing is deferred.
-
-    A gate is ahead of these products: of the rows and ``weight``, the products of its matrices.
-    """
-
-    def run(
-        packed: Arrays,
-        x: mx.array,
-        weight: mx.array | None = None,
-        tile_squares: None = None,
-        residual: mx.array | None = None,
-        next_weight: None = None,
-    ) -> list[mx.array]:
-        ahead: dict[str, Any] = {"other": weight, "eps": eps, "gate": gate}
-        if eps is not None and weight is not None and weight.dtype != x.dtype:
-            x, ahead = mx.fast.rms_norm(x, weight, eps), {}
-        # Of each matrix its codes, scales, no biases of groups, and its bias.
-        flat = [a for i in range(count) for a in (*packed[4 * i : 4 * i + 2], packed[4 * i + 3])]
-        products = int8_products(x, *flat, block=block_of(x.shape[-1]), **ahead)
-        return products if residual is None else [products[0] + residual]
-
-    return run
 
 
 def _summed(
@@ -313,7 +287,7 @@ def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callabl
     defers = out is not None and not out.summed and not (down and down.summed)
     gated = back = None
     if up and down and up.fmt == INT8:
-        gated, back = _in_int8(2, eps, None), _in_int8(1, None, gate)
+        gated, back = fused_int8(2, eps, None), fused_int8(1, None, gate)
     elif up and down:
         gated, back = _projection([up, up], eps, gate), _projection([down])
 

@@ -9,7 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import explain, use_backend
-from mlx_qlayers.conversion import compiled
+from mlx_qlayers.conversion import cache_slots, compiled, compiled_step, step_slots
+from mlx_qlayers.ops import attention_step
 
 
 @pytest.fixture(params=["compiled", "kernels"])
@@ -39,3 +40,27 @@ def gpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     assert {d.path for d in ours} <= {backend}
     kernels = {d.op for d in explain() if d.op.startswith("kernel ")}
     assert not kernels if backend == "ops" else kernels or not ours
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """Every call of a graph; as on a GPU, but that MLX compiles nothing, which takes minutes."""
+    calls: list[object] = []
+    run = compiled_step._Graph.computed
+
+    def counted(self, *args):
+        calls.append(self)
+        return run(self, *args)
+
+    monkeypatch.setattr(compiled_step._Graph, "computed", counted)
+    # As where attention has a kernel.
+    covered = attention_step._covers
+    monkeypatch.setattr(cache_slots, "why_not", lambda *args: None if covered(*args) else "none")
+    context = "ops", threading.get_ident()
+    with use_backend("ops"):
+        mx.disable_compile()
+        monkeypatch.setattr(
+            compiled, "context", lambda: None if step_slots.current_step.get() else context
+        )
+        yield calls
+        mx.enable_compile()

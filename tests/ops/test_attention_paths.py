@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from attention_cases import check, expect, make
 from numerics import assert_accurate, assert_same_sums, random, to64
@@ -16,31 +14,14 @@ from mlx_qlayers import attention, explain, use_backend
 from mlx_qlayers.ops import attention as ops
 from mlx_qlayers.options import AttentionCall, Scores
 from mlx_qlayers.reference import attention as reference
-from mlx_qlayers.runtime import backend as backends
 from mlx_qlayers.runtime import trace
-from mlx_qlayers.runtime.backend import Mode, advance_epoch, mode
+from mlx_qlayers.runtime.backend import Mode, mode
 from mlx_qlayers.runtime.spec import Spec
 
 Q, K = mx.ones((1, 4, 1, 64)), mx.ones((1, 2, 8, 64))
 PACKED = tuple(mx.quantize(K, 64, 8))
 SEEN = mx.ones((1, 1, 1, 8), mx.bool_)
 GRAPH = {True: lambda: mode(Mode.INFERENCE), False: nullcontext}
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """Let ``auto`` choose as on a GPU of a kind; what is computed is on this machine."""
-
-    def on(device):
-        monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
-        for name in ("metal", "cuda"):
-            why = None if name == device else "not in this test"
-            monkeypatch.setitem(backends.missing, name, lambda why=why: why)
-
-    reference._window_mask.cache_clear()
-    with use_backend("auto"):
-        yield on
-    reference._window_mask.cache_clear()
 
 
 def record(q, k, v, mask=None, sinks=None, **options):
@@ -233,77 +214,6 @@ def test_on_an_apple_gpu_kernels_compute_the_gradient_of_the_stock_operator(
     mx.eval(gradients)
     assert launched[0].startswith("attention_forward") and len(launched) == 3
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
-
-
-@pytest.mark.parametrize("most", [1 << 14, 1 << 13], ids=["a layer", "a head"])
-@pytest.mark.parametrize("device", ["metal", "cuda"])
-def test_many_queries_of_packed_keys_are_of_dense_ones_on_a_gpu(device, most, on, monkeypatch):
-    """No product with packed keys, which has all scores for its result."""
-    on(device)
-    monkeypatch.setattr(ops, "_MOST_DENSE", most)
-    monkeypatch.delattr(mx, "quantized_matmul")
-    q, k = (random(np.random.default_rng(1), (1, n, 16, 64)) for n in (4, 2))
-    packed = mx.quantize(k, 64, 8)
-    dense, options = mx.dequantize(*packed, 64, 8), {"scale": 0.125, "mask": "causal"}
-    expected = attention(q, dense, dense, **options)
-    assert mx.array_equal(attention(q, packed, packed, **options), expected)
-
-
-@pytest.mark.parametrize("device", ["metal", "cuda"])
-@pytest.mark.parametrize(
-    "most, heads, bits, kernel",
-    [(0, 1, 8, True), (0, 1, 4, True), (0, 1, 2, False), (0, 2, 8, False), (1 << 20, 1, 8, False)],
-)
-def test_packed_keys_of_a_head_that_would_be_much_memory_stay_packed(
-    device, most, heads, bits, kernel, on, monkeypatch
-):
-    on(device)
-    monkeypatch.setattr(ops, "_MOST_DENSE", most)
-    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: lambda **_: None)
-    packed = [Spec.of(a) for a in mx.quantize(K[:, :heads], 64, bits)] * 2
-    arrays = Spec((1, 4, 9, 64), mx.float32), *packed, None, None
-    plan = ops._plan(arrays, (3, 3), 0.1, "causal", None, None)
-    assert kernel == (plan.choice is not None and plan.choice.path == device)
-    assert not kernel or ("packed keys" in plan.choice.reason and plan.gradients)
-
-
-@pytest.mark.parametrize("device", ["metal", "cuda"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"mask": "causal"}, {"window": 5}, {"mask": SEEN[..., :1]}, {"softcap": 2.0}],
-    ids=str,
-)
-def test_wide_heads_do_not_keep_all_scores(options, device, on, monkeypatch):
-    rng = np.random.default_rng(2)
-    q, k, v = (random(rng, (1, h, n, d)) for h, n, d in ((4, 19, 576), (1, 33, 576), (1, 33, 512)))
-    options, given = {"scale": 0.05, **options}, []
-    if isinstance(options.get("mask"), mx.array):
-        options["mask"] = mx.arange(33) % 4 < mx.arange(1, 20)[:, None]
-    with use_backend("ops"):
-        expected = attention(q, k, v, **options)
-    on(device)
-    advance_epoch()
-    monkeypatch.setattr(ops, "MOST_SCORES", 4 * 33 * 6)
-    plan = ops._in_turn
-    monkeypatch.setattr(ops, "_in_turn", lambda *a: given.append(a) or plan(*a))
-    assert_same_sums(attention(q, k, v, **options), expected)
-    assert len(given) == 1
-
-
-@pytest.mark.parametrize(
-    "width, dtype, kernel",
-    [(576, mx.bfloat16, True), (576, mx.float32, False), (584, mx.bfloat16, False)],
-)
-def test_wide_heads_are_for_the_forward_kernel_on_cuda(width, dtype, kernel, on, monkeypatch):
-    """What MLX is given there before the GPU is done stays in memory, one part after another."""
-    on("cuda")
-    monkeypatch.setattr(ops, "MOST_SCORES", 0)
-    monkeypatch.setattr(ops, "_MOST_IN_TURN", 4 * 19 * 33)
-    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: lambda **_: None)
-    shapes = (4, 19, width), (1, 33, width), (1, 33, 512)
-    arrays = [Spec((1, *shape), dtype) for shape in shapes]
-    plan = ops._plan([*arrays, None, None], (0, 0), 0.1, "causal", None, None)
-    assert (plan.choice.path, len(plan.gradients)) == (("cuda", 1) if kernel else ("ops", 0))
 
 
 def test_few_queries_on_a_gpu(on):

@@ -1,0 +1,164 @@
+"""Steps of decoding as one graph with rotating, quantized and batched caches."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architectures import VOCABULARY
+from mlx.utils import tree_map
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.models.cache import (
+    BatchRotatingKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from numerics import assert_same_model, assert_same_states
+from step_models import pair
+
+from mlx_qlayers.conversion import (
+    cache_slots,
+    compiled_step,
+)
+
+# Prompt, largest size of the cache, tokens that it keeps.
+RINGS = [(5, 8, 4), (11, 8, 0), (8, 8, 2), (3, 300, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ring"), [*(("phi3", ring) for ring in RINGS), ("gemma3_text", RINGS[1])], ids=str
+)
+def test_rings(name: str, ring: tuple[int, int, int], graphs: list[object]) -> None:
+    """More than twice around, behind prompts that are longer, and trimmed while they can be."""
+    prompt, size, keep = ring
+    results, tokens = [], mx.random.randint(0, VOCABULARY, (1, 60), key=mx.random.key(1))
+    for model in pair(name):
+        cache = [RotatingKVCache(size, keep) for _ in make_prompt_cache(model)]
+        parts = [model(tokens[:, :prompt], cache=cache)]
+        for i in range(prompt, prompt + 20):
+            parts.append(model(tokens[:, i : i + 1], cache=cache))
+            if i == prompt + 1 and all(c.is_trimmable() for c in cache):
+                assert [c.trim(2) for c in cache] == [2] * len(cache)
+        parts.append(model(tokens[:, 40:43], cache=cache))
+        parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(43, 46)]
+        results.append((mx.concatenate(parts, axis=1)[0], cache))
+    assert len(graphs) == 23 + 3  # and three that are tried out
+    (stock, wanted), (found, held) = results
+    assert_same_model(found, stock, bits=None, what=f"{name} {ring}")
+    for ours, theirs in zip(held, wanted, strict=True):
+        assert ours.state[2:] == theirs.state[2:]
+        for a, b in zip(ours.state[:2], theirs.state[:2], strict=True):
+            assert_same_states(a, b, bits=None, what="keys and values")
+
+
+@pytest.mark.parametrize(("name", "keep"), [("gemma3_text", 0), ("phi3", 2)])
+def test_a_full_ring_is_read_beside_a_tail(name: str, keep: int, graphs: list[object]) -> None:
+    """Until the tail is full, or somebody takes the ring's keys."""
+    results, buffers = [], list[int]()
+    tokens = mx.random.randint(0, VOCABULARY, (2, 60), key=mx.random.key(1))
+    for model in pair(name):
+        cache = make_prompt_cache(model)
+        if keep:
+            cache = [RotatingKVCache(8, keep) for _ in cache]
+        parts = [model(tokens[:, :11], cache=cache)]
+        for i in range(11, 36):
+            parts.append(model(tokens[:, i : i + 1], cache=cache))
+            if i == 30:
+                mx.eval(cache[0].state)
+            for plan in compiled_step._plans.values():
+                rings = [r for now in plan.progress.values() for r in now.rings.values()]
+                buffers += [id(rings[0].buffers[0])] if rings and plan.model() is model else []
+        results.append(mx.concatenate(parts, axis=1))
+    assert_same_states(*reversed(results), bits=None, what=name)
+    runs = [len([*run]) for _, run in groupby(buffers)]
+    assert runs == ([8, 8, 4, 5] if keep == 0 else [6, 6, 6, 2, 5])
+
+
+@pytest.mark.parametrize("kind", ["ring", "batch of rings", "plain", "bits"])
+def test_a_token_is_written_into_the_arrays_of_a_cache(
+    kind: str, graphs: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which MLX makes no copy, as it does if anybody else has them."""
+    monkeypatch.setattr(cache_slots, "why_not", lambda *args: "attention has no kernel")
+    _, model = pair("phi3")
+    rows, batch = 1 << 14, 1 + (kind == "batch of rings")
+    caches = {
+        "ring": lambda: RotatingKVCache(rows),
+        "batch of rings": lambda: BatchRotatingKVCache(rows, [0, 1]),
+        "plain": KVCache,
+        "bits": lambda: QuantizedKVCache(32, 8),
+    }
+    cache = [caches[kind]() for _ in make_prompt_cache(model)]
+    tokens = mx.ones((batch, 1), mx.int32)
+    model(mx.broadcast_to(tokens, (batch, 3)), cache=cache)
+    for c in cache:
+        length = rows - 100
+        for name in ("keys", "values"):
+            parts = tree_map(lambda a: mx.tile(a[:, :, :1], (1, 1, rows, 1)), getattr(c, name))
+            setattr(c, name, parts)
+        if "ring" in kind:
+            length = rows + 500
+            c._idx = 500
+        c.offset = mx.array([length, length - 1]) if batch > 1 else length
+        if batch > 1:
+            c._offset, c.rotated = length, True
+    mx.eval(model(tokens, cache=cache), [c.state[:2] for c in cache])
+    for _ in range(2):
+        logits, before = model(tokens, cache=cache), mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(logits, [c.state[:2] for c in cache])
+        assert mx.get_peak_memory() - before < 0.6 * cache[0].nbytes / 2
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_sequences_of_one_length_with_quantized_caches(
+    bits: int, graphs: list[object]
+) -> None:
+    """As many as a launch has no room for in the fewest positions; mlx-lm has no ragged ones."""
+    results, tokens = [], mx.random.randint(0, VOCABULARY, (11, 9), key=mx.random.key(1))
+    for model in pair("phi3"):
+        cache = make_prompt_cache(model)
+        model(tokens[:, :5], cache=cache)
+        cache = [c.to_quantized(32, bits) for c in cache]
+        parts = [model(tokens[:, i : i + 1], cache=cache) for i in range(5, 9)]
+        results.append(mx.concatenate(parts, axis=1))
+    assert len(graphs) == 3 + 4, compiled_step.stopped(model)
+    assert_same_states(*reversed(results), bits=bits, what="11 sequences")
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3_text"])
+def test_tokens_are_the_same_alone_in_a_batch_and_by_speculation(
+    name: str, graphs: list[object]
+) -> None:
+    """Greedy tokens in float32, of the stock model and of the converted one."""
+    stock, model = pair(name)
+    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3]]
+
+    def tokens(model: nn.Module, prompt: list[int]) -> list[int]:
+        return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=12)]
+
+    greedy = [tokens(stock, prompt) for prompt in prompts]
+    graphs.clear()
+    assert [tokens(model, prompt) for prompt in prompts] == greedy
+    assert len(graphs) >= 3 * 10
+
+    generator = BatchGenerator(model, max_tokens=12)
+    found: dict[int, list[int]] = {uid: [] for uid in generator.insert(prompts)}
+    graphs.clear()
+    while responses := generator.next_generated():
+        for response in responses:
+            found[response.uid].append(response.token)
+    assert len(graphs) >= 10 and [*found.values()] == greedy
+
+    _, draft = pair(name)
+    draft.model.norm.weight = -draft.model.norm.weight  # so that it is wrong
+    steps = speculative_generate_step(
+        mx.array(prompts[0]), model, draft, num_draft_tokens=3, max_tokens=12
+    )
+    # mlx-lm itself cannot take tokens back from rotating caches that are full.
+    if {type(c) for c in make_prompt_cache(model)} == {KVCache}:
+        assert [int(token) for token, *_ in steps] == greedy[0]

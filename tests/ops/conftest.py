@@ -1,0 +1,28 @@
+"""What ``auto`` chooses on GPUs that are not there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers import use_backend
+from mlx_qlayers.reference import attention as reference
+from mlx_qlayers.runtime import backend as backends
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Let ``auto`` choose as on a GPU of a kind; what is computed is on this machine."""
+
+    def on(device):
+        monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
+        for name in ("metal", "cuda"):
+            why = None if name == device else "not in this test"
+            monkeypatch.setitem(backends.missing, name, lambda why=why: why)
+
+    reference._window_mask.cache_clear()
+    with use_backend("auto"):
+        yield on
+    reference._window_mask.cache_clear()
