@@ -80,15 +80,8 @@ def test_quantized_matmul(case: SimpleNamespace) -> None:
     with np.errstate(all="ignore"):
         truth = rows @ dense + added
         terms = sums(rows, dense, parts) + np.abs(added)
-        if fmt.mode != "affine":  # sums of a group may be multiplied by its scale behind
-            once = mx.full(scales.shape, 0x38 if fmt.mode == "nvfp4" else 127, mx.uint8)
-            codes_of = terms64(w, once, None, fmt)
-            behind = np.abs(rows) @ (codes_of.swapaxes(-1, -2) if case.transpose else codes_of)
-            # Or x by the scale, as stock operators do it, whatever the code is then.
-            units = mx.full(w.shape, 0x22222222 if fmt.bits == 4 else 0x38383838, mx.uint32)
-            scale_of = terms64(units, scales, None, fmt)
-            ahead = np.abs(rows) @ (scale_of.swapaxes(-1, -2) if case.transpose else scale_of)
-            terms = np.where((behind < 1e37) & (ahead < 1e37), terms, np.inf)
+        if fmt.mode != "affine":
+            terms = _where_float32_holds(terms, rows, w, scales, case)
         # Kernels may unpack the weights, which float32 has to hold then.
         terms = np.where((parts < 1e37).all(axis=-2, keepdims=True), terms, np.inf)
         rough = product(rows.astype(np.float32), dense.astype(np.float32))
@@ -110,6 +103,24 @@ def test_quantized_matmul(case: SimpleNamespace) -> None:
     arrays.compare(y, *(np.reshape(a, (*out, outer)) for a in expected), f"y of {case}", most)
     if case.gradient and not batch and case.values == "normal" and x.size:
         _check_gradients(case, rng, call, operands, dense, parts)
+
+
+def _where_float32_holds(
+    terms: np.ndarray, rows: np.ndarray, w: mx.array, scales: mx.array, case: SimpleNamespace
+) -> np.ndarray:
+    """The terms of sums of small floats; infinity where what some path multiplies first is."""
+    fmt = case.fmt
+
+    def magnitudes(w: mx.array, scales: mx.array) -> np.ndarray:
+        terms = terms64(w, scales, None, fmt)
+        return np.abs(rows) @ (terms.swapaxes(-1, -2) if case.transpose else terms)
+
+    # Sums of a group may be multiplied by its scale behind.
+    once = mx.full(scales.shape, 0x38 if fmt.mode == "nvfp4" else 127, mx.uint8)
+    # Or x by the scale, as stock operators do it, whatever the code is then.
+    units = mx.full(w.shape, 0x22222222 if fmt.bits == 4 else 0x38383838, mx.uint32)
+    holds = (magnitudes(w, once) < 1e37) & (magnitudes(units, scales) < 1e37)
+    return np.where(holds, terms, np.inf)
 
 
 def _check_gradients(
