@@ -44,6 +44,7 @@ from mlx_qlayers.runtime.backend import (
 from mlx_qlayers.runtime.explain import collectors, recording
 from tests.numerics import assert_function, assert_same_model, assert_same_sums
 from tests.small_qwen import BASE, TOKENS, qwen, snapshot
+from tests.threads import switching
 
 Check = Callable[[], object]
 
@@ -276,20 +277,18 @@ def conversion_in_use(rounds: int) -> None:
         while not over.is_set():
             assert_same_model(model(TOKENS), wanted, bits=None, what="in use")
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
     users = [threading.Thread(target=_noting(errors, use)) for _ in range(2)]
-    for user in users:
-        user.start()
-    for _ in range(rounds):
-        convert_model(model, verify=False)
-        revert_model(model)
-        if errors:
-            break
-    over.set()
-    for user in users:
-        user.join()
-    sys.setswitchinterval(interval)
+    with switching(1e-6):
+        for user in users:
+            user.start()
+        for _ in range(rounds):
+            convert_model(model, verify=False)
+            revert_model(model)
+            if errors:
+                break
+        over.set()
+        for user in users:
+            user.join()
     time.sleep(0.2)  # MLX frees what a thread compiled after its end, and needs Python for it
     assert not errors, errors
 

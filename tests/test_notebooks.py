@@ -27,7 +27,12 @@ SMALLER = {
         "range(len(dense.layers))": "range(2)",
     },
     "05_fused_attention": {"(20, 16)": "(3, 16)", "(64, 128, 256, 512)": "(16, 32, 64, 128)"},
-    "06_tuning": {"(4096, 64)": "(512, 64)", "(512, 4096)": "(64, 1024)"},
+    "06_tuning": {
+        "(4096, 64)": "(512, 64)",
+        "(512, 4096)": "(64, 1024)",
+        "width=2": "width=1",
+        "budget_s=20": "budget_s=2",
+    },
     "10_warp_and_match": {"(20, 50,": "(20, 5,", "(8, 40,": "(8, 4,", "(3, 30,": "(3, 3,"},
 }
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from typing import TypeVar
 
@@ -31,3 +33,14 @@ def in_threads(work: Callable[[int], T], number: int, *, same_context: bool = Fa
             for i in range(number)
         ]
         return [job.result() for job in jobs]
+
+
+@contextmanager
+def switching(seconds: float) -> Iterator[None]:
+    """Python goes from one busy thread to another as often as that."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 import mlx.core as mx
 import pytest
+from threads import switching
 
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.dispatch import entries, measurements
@@ -197,14 +198,15 @@ def test_threads_that_ask_while_results_change_get_one_of_them():
                 wrong.append(config)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(20):
-        keep(config=OTHER)
-        clear()
-    stop.set()
-    for thread in threads:
-        thread.join()
+    with switching(1e-5):
+        for thread in threads:
+            thread.start()
+        for _ in range(20):
+            keep(config=OTHER)
+            clear()
+        stop.set()
+        for thread in threads:
+            thread.join()
     assert not wrong
 
 

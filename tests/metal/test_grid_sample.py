@@ -315,7 +315,9 @@ def test_wide_loads_where_alignment_allows():
 @pytest.mark.parametrize(("mode", "padding_mode"), LONG_CASES[::2])
 def test_axis_of_more_pixels_than_a_float_counts(backend, mode, padding_mode, deterministic):
     config = heuristic(1, mx.float16, "cuda", deterministic)
-    found = run(*long_images(), Sampling(mode, padding_mode), config)
+    # The launch that rounds what atomics added up is the same in all modes: seconds with checks.
+    with checks(backend == "host" and (deterministic or mode == "nearest")):
+        found = run(*long_images(), Sampling(mode, padding_mode), config)
     check_long(found, mode, padding_mode)
 
 

@@ -14,8 +14,6 @@ from mlx.utils import tree_flatten
 from mlx_qlayers.ops.grid_sample import affine_grid, grid_sample
 from mlx_qlayers.runtime.backend import use_backend
 
-pytest.importorskip("sklearn")
-
 LIMIT = np.pi / 2
 
 

@@ -134,7 +134,7 @@ class _Hooks:
 
 def _borrowed(body: str) -> set[str]:
     """The ordinary pointers of a function that come from another address space: struct copies."""
-    names = set(_BORROWED.findall(body))
+    names = set(_BORROWED.findall(body)) if "addrspacecast" in body else set()
     if not names:
         return names
     uses: dict[str, list[str]] = {}
@@ -181,5 +181,5 @@ def instrument(ir: str, locate: Callable[[str], str]) -> Instrumented:
                 work = 0
         out.append(line)
     # A call inside a function with debug information would need a location of its own.
-    text = re.sub(r", !dbg !\d+| !dbg !\d+", "", "\n".join(out))
+    text = re.sub(r" !dbg !\d+", "", re.sub(r", !dbg !\d+", "", "\n".join(out)))
     return Instrumented(text + DECLARATIONS, list(lines), hooks.smallest_store)

@@ -18,8 +18,9 @@ _CAST = re.compile(
     r"(%[\w.]+) = addrspacecast ptr addrspace\(([123])\) \S+ to ptr(?: addrspace\(4\))?(?=[,\s]|$)"
 )
 _COPY = re.compile(r"call void @llvm\.mem(?:cpy|move)\.")
-_DEFINE = re.compile(r"^define .*?@([\w.$]+|\"[^\"]+\")\(", re.M)
-_CALL = re.compile(r"\bcall\b[^@\n]*@([\w.$]+|\"[^\"]+\")\(")
+# Patterns begin with what Python searches for fast: a word, and only then what is in front of it.
+_DEFINE = re.compile(r"define (?<=^define ).*?@([\w.$]+|\"[^\"]+\")\(", re.M)
+_CALL = re.compile(r"call (?<=\bcall )[^@\n]*@([\w.$]+|\"[^\"]+\")\(")
 _ALIGN = re.compile(r"\balign \d+")
 _ATOMIC = re.compile(r"\b(?:atomicrmw|cmpxchg|atomic)\b")
 _IDLE_CAST = re.compile(

@@ -43,10 +43,11 @@ void checks_settle(Checks* c) {
 }
 
 // Compares an access with those before it in its cells, and remembers it there.
-static void order(Checks* c, Cell* cell, uint64_t cells, const Access& now, Kind kind, const char* at, uint64_t bytes, Memory m) {
+static void order(Checks* c, Cells& cells, uint64_t offset, const Access& now, Kind kind, const char* at, uint64_t bytes, Memory m) {
   bool in_device = m.kind[0] == 'b';
-  for (uint64_t i = 0; i < cells; i++, cell++) {
-    Access& w = cell->write;
+  uint32_t granule = c->launch->granule;
+  for (uint64_t i = offset / granule; i <= (offset + bytes - 1) / granule; i++) {
+    Access& w = cells.writes[i];
     if (w.group && !ordered(w, now, in_device) && !(w.atomic && now.atomic)) {
       if (kind == kWrite && bytes <= sizeof c->pending.before) {
         c->pending = {c->worker->current, at, w, m, (uint32_t)bytes, c->worker->current->line, {}};
@@ -56,11 +57,14 @@ static void order(Checks* c, Cell* cell, uint64_t cells, const Access& now, Kind
       }
     }
     if (kind == kRead) {
-      remember(cell->reads, now);
+      remember(cells.reads[i], now);
+      cells.read = true;
       continue;
     }
-    for (const Access& r : cell->reads) {
-      if (r.group && !ordered(r, now, in_device) && !(r.atomic && now.atomic)) race(c, r, "read", kind, m);
+    if (cells.read) {
+      for (const Access& r : cells.reads[i]) {
+        if (r.group && !ordered(r, now, in_device) && !(r.atomic && now.atomic)) race(c, r, "read", kind, m);
+      }
     }
     w = now;
   }
@@ -113,9 +117,7 @@ static void device_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t b
     c->worker->fail(kUninitialised, "%s byte %llu of buffer %u, an output that nobody has written there",
                     kVerbs[kind], (unsigned long long)offset, i);
   }
-  uint64_t first = offset / l->granule;
-  order(c, s.cells + first, (offset + bytes - 1) / l->granule - first + 1, access_now(c, t, true, atomic), kind,
-        (const char*)at, bytes, {"buffer", i});
+  order(c, s.cells, offset, access_now(c, t, true, atomic), kind, (const char*)at, bytes, {"buffer", i});
   if (kind != kRead) mark(s.written, offset, bytes);
 }
 
@@ -172,9 +174,8 @@ static void arena_access(Checks* c, const qk_thread& t, uint64_t at, uint64_t by
     }
     if (kind != kRead) c->arena_written[i] = c->group;
   }
-  uint32_t granule = c->launch->granule, first = offset / granule;
-  order(c, c->arena_cells + first, (offset + bytes - 1) / granule - first + 1, access_now(c, t, false, atomic), kind,
-        (const char*)at, bytes, {"threadgroup array", (uint32_t)slot});
+  order(c, c->arena_cells, offset, access_now(c, t, false, atomic), kind, (const char*)at, bytes,
+        {"threadgroup array", (uint32_t)slot});
   (kind == kRead ? c->counters->threadgroup_read : c->counters->threadgroup_written) += bytes;
   issue(c, t, offset, bytes, line);
 }

@@ -32,6 +32,17 @@ static void* pages(uint64_t bytes) {
   return p == MAP_FAILED ? nullptr : p;
 }
 
+static bool cells_begin(Cells& cells, uint64_t count) {
+  cells.writes = (Access*)pages(count * sizeof *cells.writes);
+  cells.reads = (Access(*)[4])pages(count * sizeof *cells.reads);
+  return cells.writes && cells.reads;
+}
+
+static void cells_end(Cells& cells, uint64_t count) {
+  munmap(cells.writes, count * sizeof *cells.writes + 64);
+  munmap(cells.reads, count * sizeof *cells.reads + 64);
+}
+
 Checks* checks_begin(Launch* l, Worker* w) {
   Checks* c = (Checks*)calloc(1, sizeof(Checks));
   if (!c) return nullptr;
@@ -47,13 +58,12 @@ Checks* checks_begin(Launch* l, Worker* w) {
     ok = ok && s.read;
     if (!r.writable) continue;
     s.written = (uint8_t*)pages(r.bytes / 8 + 8);
-    s.cells = (Cell*)pages((r.bytes / l->granule + 2) * sizeof(Cell));
-    ok = ok && s.written && s.cells;
+    ok = cells_begin(s.cells, r.bytes / l->granule + 2) && ok && s.written;
   }
-  c->arena_cells = (Cell*)pages(kArenaBytes * sizeof(Cell));
+  ok = cells_begin(c->arena_cells, kArenaBytes) && ok;
   c->arena_written = (uint32_t*)pages(kArenaBytes * sizeof(uint32_t));
   c->banks = (Banks*)pages(32 * sizeof(Banks));
-  if (!ok || !c->arena_cells || !c->arena_written || !c->banks) return nullptr;
+  if (!ok || !c->arena_written || !c->banks) return nullptr;
   return c;
 }
 
@@ -83,11 +93,11 @@ void checks_end(Checks* c) {
                  (unsigned long long)first);
       }
       munmap(s.written, r.bytes / 8 + 8 + 64);
-      munmap(s.cells, (r.bytes / l->granule + 2) * sizeof(Cell) + 64);
+      cells_end(s.cells, r.bytes / l->granule + 2);
     }
     munmap(s.read, r.bytes / 8 + 8 + 64);
   }
-  munmap(c->arena_cells, kArenaBytes * sizeof(Cell) + 64);
+  cells_end(c->arena_cells, kArenaBytes);
   munmap(c->arena_written, kArenaBytes * sizeof(uint32_t) + 64);
   munmap(c->banks, 32 * sizeof(Banks) + 64);
   free(c);

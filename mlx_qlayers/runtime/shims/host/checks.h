@@ -14,10 +14,13 @@ struct Access {
   uint16_t atomic;
   uint32_t epoch, simd_epoch;
 };
-// The last write, and the last read: of all, by another thread than that, by another SIMD group,
-// by another threadgroup. A write that is ordered after these four is ordered after every read.
-struct Cell {
-  Access write, reads[4];
+// Of each granule the last write, and the last read: of all, by another thread than that, by another
+// SIMD group, by another threadgroup. A write that is ordered after these four is ordered after
+// every read. Where nothing was read nobody looks at the reads: they take no memory then.
+struct Cells {
+  Access* writes;
+  Access (*reads)[4];
+  bool read;
 };
 // The lanes' n-th accesses to threadgroup memory since they last met, as if issued together.
 struct Bucket {
@@ -32,7 +35,7 @@ struct Banks {
 struct Shadow {
   uint8_t* read;     // a bit for each byte
   uint8_t* written;  // a bit for each byte
-  Cell* cells;
+  Cells cells;
 };
 
 // Memory as messages name it: a buffer or a threadgroup array.
@@ -58,7 +61,7 @@ struct Checks {
   uint64_t budget;
   uint32_t group, device_epoch, threadgroup_epoch;
   Shadow shadows[kRanges];
-  Cell* arena_cells;
+  Cells arena_cells;
   uint32_t* arena_written;  // the threadgroup that wrote a byte last
   Banks* banks;
   int slot;  // the threadgroup array used last
