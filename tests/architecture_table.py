@@ -49,7 +49,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         2, {"num_hidden_layers": 4, "layer_group_size": 2, "group_norm_size": 2}, left=2
     ),
     "bailing_moe_v3": Architecture(
-        2, {"num_hidden_layers": 4, "layer_group_size": 2}, without=_QUANTIZED
+        4, {"num_hidden_layers": 4, "layer_group_size": 2}, without=_QUANTIZED
     ),
     "cohere": Architecture(2, {}),
     "cohere2": Architecture(4, {"num_hidden_layers": 4, "sliding_window_pattern": 2}),
@@ -152,13 +152,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "kimi_k25": Architecture(2, {}, without=_QUANTIZED),
     "kimi_k3": Architecture(
-        1, {"hidden_act": "situ", "activation_situ_beta": 1.0, "activation_situ_linear_beta": 1.0,
-        "linear_attn_config": _KDA, "num_experts_per_token": 2, "attn_res_block_size": 2}, left=1,
+        2, {"hidden_act": "situ", "activation_situ_beta": 1.0, "activation_situ_linear_beta": 1.0,
+        "linear_attn_config": _KDA, "num_experts_per_token": 2, "attn_res_block_size": 2},
         without=_QUANTIZED
     ),
     "kimi_linear": Architecture(
-        1, {"linear_attn_config": _KDA, "model_max_length": 512, "num_experts_per_token": 2},
-        left=1, without=_QUANTIZED
+        2, {"linear_attn_config": _KDA, "model_max_length": 512, "num_experts_per_token": 2},
+        without=_QUANTIZED
     ),
     "kimi_vl": Architecture(2, {}, without=_QUANTIZED),
     "Klear": Architecture(2, {}),
@@ -254,8 +254,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture(2, {}),
     "olmo3": Architecture(2, {"layer_types": _SLIDING}),
     "olmo_hybrid": Architecture(
-        1, {"linear_allow_neg_eigval": True, "layer_types": ["linear_attention",
-        "full_attention"]}, left=1
+        2, {"linear_allow_neg_eigval": True, "layer_types": ["linear_attention",
+        "full_attention"]}
     ),
     "olmoe": Architecture(2, {}),
     "openelm": Architecture(
@@ -281,10 +281,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": Architecture(2, {}),
     "qwen2_vl": Architecture(2, {}),
     "qwen3": Architecture(2, {}),
-    "qwen3_5": Architecture(1, {"full_attention_interval": 2, "rope_parameters": _MROPE}),
-    "qwen3_5_moe": Architecture(1, {"full_attention_interval": 2, "rope_parameters": _MROPE}),
+    "qwen3_5": Architecture(2, {"full_attention_interval": 2, "rope_parameters": _MROPE}),
+    "qwen3_5_moe": Architecture(2, {"full_attention_interval": 2, "rope_parameters": _MROPE}),
     "qwen3_moe": Architecture(2, {}),
-    "qwen3_next": Architecture(1, {"full_attention_interval": 2, "partial_rotary_factor": 0.5}),
+    "qwen3_next": Architecture(2, {"full_attention_interval": 2, "partial_rotary_factor": 0.5}),
     "qwen3_vl": Architecture(2, {}),
     "qwen3_vl_moe": Architecture(2, {}),
     "recurrent_gemma": Architecture(

@@ -38,7 +38,7 @@ from mlx_qlayers.layers.switch_linear import QSwitchLinear
 
 NAMES = list(ARCHITECTURES)
 TOKENS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5]])
-attention = attention_patch.attention
+attention, gated_delta = attention_patch.attention, attention_patch.gated_delta
 # Grouped by name, so that a worker makes an architecture's models once.
 every_architecture = pytest.mark.parametrize("name", NAMES, scope="module")
 
@@ -135,9 +135,12 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (cls is QuantizedSwitchLinear) == (type(modules[path]) is QSwitchLinear)
 
     calls = []
-    monkeypatch.setattr(
-        attention_patch, "attention", lambda *args, **kw: calls.append(kw) or attention(*args, **kw)
-    )
+    for name_of, ours in (("attention", attention), ("gated_delta", gated_delta)):
+        monkeypatch.setattr(
+            attention_patch,
+            name_of,
+            lambda *args, ours=ours, **kw: calls.append(kw) or ours(*args, **kw),
+        )
     assert_same_model(model(TOKENS), stock, bits=None, what=name)
     assert len(calls) >= expected.patched and bool(calls) == bool(expected.patched)
 
@@ -160,7 +163,7 @@ def test_coverage() -> None:
 
 def test_every_class_that_calls_the_shared_function_is_patched() -> None:
     """Of all files that mlx-lm ships, also those that the table leaves out."""
-    call = re.compile(r"(?<![\w.])scaled_dot_product_attention\(")
+    call = re.compile(r"(?<![\w.])(scaled_dot_product_attention|gated_delta_update)\(")
     callers = set()
     for info in pkgutil.iter_modules(models.__path__):
         if info.name == "olmo":  # exits where its package is missing

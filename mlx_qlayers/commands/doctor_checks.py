@@ -22,6 +22,7 @@ from ..ops.embedding import quantized_rows
 from ..ops.exp import exp
 from ..ops.experts import experts_chosen, experts_combined, experts_products
 from ..ops.fused_products import fused_products
+from ..ops.gated_delta import gated_delta
 from ..ops.gather_qmm import gather_qmm
 from ..ops.gptq import gptq
 from ..ops.grid_sample import grid_sample
@@ -86,6 +87,15 @@ def _rotary() -> Iterator[Check]:
     q, k = _normal((2, 3, 4, 64)), _normal((2, 3, 2, 64))
     for what, offset in (("one offset", mx.array(5)), ("offset for each", mx.array([5, 900]))):
         yield Check("", what, partial(rotary_embedding, dims=64), [q, k, offset], 2)
+
+
+def _gated_delta() -> Iterator[Check]:
+    for dtype, of, columns in ((mx.bfloat16, "heads", ()), (mx.float32, "columns", (64,))):
+        q, k = (_normal((2, 5, 2, 64), dtype) / 8 for _ in range(2))
+        gates = mx.random.uniform(0.5, 1, (2, 5, 4, *columns)), mx.full((2, 5, 4), 0.5, dtype)
+        state = _normal((2, 4, 32, 64), mx.float32)
+        given = [q, k, _normal((2, 5, 4, 32), dtype), *gates, state]
+        yield Check("", f"{_of(dtype)}, gates of {of}", gated_delta, given, 64, 5)
 
 
 def _quantized_matmul() -> Iterator[Check]:
@@ -305,6 +315,7 @@ def _gptq() -> Iterator[Check]:
 _FAMILIES: dict[str, Callable[[], Iterator[Check]]] = {
     "exp": _exp,
     "rotary_embedding": _rotary,
+    "gated_delta": _gated_delta,
     "grid_sample": _grid_sample,
     "deformable_attention": _deformable_attention,
     "linalg": _linalg,

@@ -1,9 +1,10 @@
-"""Lets somebody else's module compute attention with this package's operation.
+"""Lets somebody else's module compute attention with this package's operations.
 
-mlx-lm's architectures compute attention in a function that each of them imports by name. A module
-is patched by giving it a class of its own, made from its class, in which the methods that use that
-function are the same code over a private copy of their globals, where the name means ours. Neither
-the module's file nor its class changes, so other models in the process are untouched.
+mlx-lm's architectures compute attention in a function that each of them imports by name, and linear
+attention in another. A module is patched by giving it a class of its own, made from its class, in
+which the methods that use such a function are the same code over a private copy of their globals,
+where the name means ours. Neither the module's file nor its class changes, so other models in the
+process are untouched.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import mlx.nn as nn
 
 from ..layers.fused_attention import FusedAttention
 from ..ops.attention import attention
+from ..ops.gated_delta import gated_delta
 from .matcher import Mismatch, names_used
 from .rewriter import rebound
 from .step_slots import current_step
@@ -37,6 +39,12 @@ def patched_attention(
         if out is not None:
             return out
     return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def patched_gated_delta(*arrays: Any) -> tuple[mx.array, mx.array]:
+    """Stands in for ``mlx_lm.models.gated_delta.gated_delta_ops``, which runs beside Metal."""
+    out, state = gated_delta(*arrays)
+    return out, state
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -94,24 +102,27 @@ def _patched(function: FunctionType, namespaces: dict[int, dict[str, Any]]) -> F
     if id(scope) not in namespaces:
         namespaces[id(scope)] = namespace = {**scope}
         for name, value in scope.items():
-            if _is_shared(value):
-                namespace[name] = patched_attention
+            if (ours := _ours(value)) is not None:
+                namespace[name] = ours
             elif isinstance(value, FunctionType) and _uses_shared(value):
                 namespace[name] = _patched(value, namespaces)
     return rebound(function, namespaces[id(scope)], function.__code__)
 
 
 def _uses_shared(function: FunctionType, seen: frozenset[FunctionType] = frozenset()) -> bool:
-    """Whether ``function``, or a function that it calls by name, names the shared one."""
+    """Whether ``function``, or a function that it calls by name, names a shared one."""
     if function in seen:
         return False
     used = [function.__globals__.get(name) for name in names_used(function)]
-    return any(map(_is_shared, used)) or any(
+    return any(map(_ours, used)) or any(
         isinstance(value, FunctionType) and _uses_shared(value, seen | {function}) for value in used
     )
 
 
-def _is_shared(value: object) -> bool:
-    from mlx_lm.models import base
+def _ours(value: object) -> Any:
+    """What stands in for a function that mlx-lm's architectures share; None for other objects."""
+    from mlx_lm.models import base, gated_delta
 
-    return value is base.scaled_dot_product_attention
+    if value is base.scaled_dot_product_attention:
+        return patched_attention
+    return patched_gated_delta if value is gated_delta.gated_delta_ops else None

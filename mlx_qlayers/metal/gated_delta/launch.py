@@ -1,0 +1,72 @@
+"""Launches the gated delta rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+
+from ...runtime.kernel import Kernel
+from ...runtime.spec import Spec
+
+_INPUTS = ("q", "k", "v", "g", "beta", "state", "mask", "shape")
+# Elements of a row of the state that a lane has, tokens that it reads ahead, lanes of a row.
+_EACH, _AHEAD, _LANES = 16, 2, (1, 2, 4, 8, 16, 32)
+_THREADS = 64
+
+
+def takes(width: int) -> bool:
+    """Whether SIMD groups hold rows of states of so many key columns."""
+    return width % _EACH == 0 and width // _EACH in _LANES
+
+
+@lru_cache(maxsize=2)
+def _kernel(masked: bool) -> Kernel:
+    return Kernel(
+        "gated_delta_masked" if masked else "gated_delta",
+        "gated_delta/gated_delta.metal",
+        function="gated_delta",
+        inputs=tuple(name for name in _INPUTS if masked or name != "mask"),
+        outputs=("y", "state_out"),
+        omitted=() if masked else ("mask",),
+        template=("T", "G", "B", "columns", "lanes", "each", "ahead"),
+        registers=lambda T, columns, each, ahead, **_: (
+            4 * each + ahead * each * (T.size // 2 + columns)
+        ),
+        large=True,
+    )
+
+
+def gated_delta(arrays: Sequence[Any]) -> Callable[..., list[mx.array]]:
+    """The launch of the gated delta rule.
+
+    Args:
+        arrays: specs of what the operation of this name takes; the mask may be None.
+
+    Returns:
+        A function of the arrays that gives y and the state.
+    """
+    q, _, v, g, beta, state, mask = arrays
+    (_, length, key_heads, width), (*_, heads, values) = q.shape, v.shape
+    lanes, rows = width // _EACH, prod(state.shape[:-1])
+    sizes = mx.array([length, key_heads, heads, values, rows], mx.int32)
+    launch = _kernel(mask is not None).bind(
+        [*(a for a in arrays if a is not None), Spec.of(sizes)],
+        template={
+            "T": q.dtype,
+            "G": g.dtype,
+            "B": beta.dtype,
+            "columns": g.ndim == 4,
+            "lanes": lanes,
+            "each": _EACH,
+            "ahead": _AHEAD,
+        },
+        grid=(-(-rows * lanes // _THREADS) * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[v.shape, state.shape],
+        output_dtypes=[q.dtype, mx.float32],
+    )
+    return lambda *arrays: launch([*(a for a in arrays if a is not None), sizes])

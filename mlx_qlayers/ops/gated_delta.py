@@ -1,0 +1,102 @@
+"""The gated delta rule of linear attention: checks and the choice of a path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch.thresholds import source_of, threshold
+from ..metal.gated_delta import launch as kernels
+from ..reference import gated_delta as reference
+from ..runtime.backend import backend
+from .checks import FLOATS, check_floats
+
+_NOT_ON_METAL = {"metal": "mlx-lm has a kernel of its own on an Apple GPU"}
+
+
+def gated_delta(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    mask: mx.array | None = None,
+) -> list[mx.array]:
+    """Token after token: S = g S, then S += beta (v - S k) k^T, then y = S q, of each head.
+
+    Args:
+        q: (B, L, Hk, Dk) in float32, float16 or bfloat16, scaled as scores are to be.
+        k: the same, normalized.
+        v: (B, L, H, Dv) in the dtype of ``q``; Hk divides H.
+        g: (B, L, H), what a state keeps, or (B, L, H, Dk), that of each of its columns.
+        beta: (B, L, H), how much it learns.
+        state: (B, H, Dv, Dk) float32, S ahead of the first token.
+        mask: (B, L) booleans: tokens that leave the state as it was where it is False; or None.
+
+    Returns:
+        y, (B, L, H, Dv) in the dtype of ``q``, and the state behind the last token.
+
+    Raises:
+        ValueError: an argument has a shape or dtype that does not fit; it is named.
+
+    Example:
+        >>> q = v = mx.ones((1, 5, 2, 32)) / 8
+        >>> gate, state = mx.ones((1, 5, 2)), mx.zeros((1, 2, 32, 32))
+        >>> [y.shape for y in gated_delta(q, q, v, gate, gate, state)]
+        [(1, 5, 2, 32), (1, 2, 32, 32)]
+
+    Source: mlx-lm's ``gated_delta_ops``; arXiv 2412.06464.
+    """
+    outputs: list[mx.array] = dispatch(_GATED_DELTA, (q, k, v, g, beta, state, mask))
+    return outputs
+
+
+def _plan(arrays: Sequence[Any]) -> Plan:
+    _check(*arrays)
+    q, _, v, *_ = arrays
+    takes = v.size and kernels.takes(q.shape[-1])
+    choice = choose(
+        "gated_delta",
+        KERNELS if takes else (),
+        unless=_NOT_ON_METAL.get(backend()),
+        host_gain=threshold("gated_delta_gain", device="host"),
+        evidence=source_of("gated_delta_gain"),
+    )
+    if choice.path == "ops":
+        return Plan(choice, reference.gated_delta)
+    gradients = gradient_of(reference.gated_delta, arrays)
+    return Plan(choice, kernels.gated_delta(arrays), gradients, reference.gated_delta)
+
+
+_GATED_DELTA = Operation("gated_delta", _plan)
+
+
+def _check(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, mask: Any) -> None:
+    for name, each in (("g", g), ("beta", beta)):
+        check_floats(name, each)
+    if q.ndim != 4 or q.dtype not in FLOATS:
+        raise ValueError(
+            f"q must be (B, L, Hk, Dk) in a floating-point type, not {q.dtype} {q.shape}"
+        )
+    if (k.shape, k.dtype) != (q.shape, q.dtype):
+        raise ValueError(f"k must be as q, {q.dtype} {q.shape}, not {k.dtype} {k.shape}")
+    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.dtype != q.dtype:
+        raise ValueError(f"v must go with q, {q.dtype} {q.shape}, but is {v.dtype} {v.shape}")
+    (batch, length, heads, values), (*_, key_heads, width) = v.shape, q.shape
+    if not key_heads or heads % key_heads:
+        raise ValueError(f"the {key_heads} heads of q must divide the {heads} of v")
+    if g.shape not in ((batch, length, heads), (batch, length, heads, width)):
+        raise ValueError(
+            f"g must be {(batch, length, heads)} or have {width} columns, not {g.shape}"
+        )
+    if beta.shape != (batch, length, heads):
+        raise ValueError(f"beta must have shape {(batch, length, heads)}, not {beta.shape}")
+    if (state.shape, state.dtype) != ((batch, heads, values, width), mx.float32):
+        wanted = f"float32 {(batch, heads, values, width)}"
+        raise ValueError(f"state must be {wanted}, not {state.dtype} {state.shape}")
+    if mask is not None and (mask.shape, mask.dtype) != ((batch, length), mx.bool_):
+        raise ValueError(f"mask must be booleans {(batch, length)}, not {mask.dtype} {mask.shape}")

@@ -1,0 +1,147 @@
+"""gated_delta against float64: shapes of heads, gates of columns, masks, and the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers import explain, use_backend
+from mlx_qlayers.ops.gated_delta import gated_delta
+from mlx_qlayers.runtime import trace
+from mlx_qlayers.runtime.host import checks
+from tests.gpus import GPUS
+from tests.numerics import assert_accurate, assert_gradient, behind_one, random, round_to, to64
+
+
+@pytest.fixture(params=["ops", "checked", *GPUS], autouse=True)
+def path(request: pytest.FixtureRequest) -> Any:
+    """The reference, the checked build of the host backend, and GPUs."""
+    name = "host" if request.param == "checked" else request.param
+    with use_backend(name), checks(request.param == "checked"):
+        yield name
+
+
+def arrays(
+    shape: tuple[int, ...], dtype: mx.Dtype, columns: bool = False, masked: bool = False
+) -> list[Any]:
+    """Arguments by batch, tokens, heads of keys and of values, and their widths."""
+    batch, length, key_heads, heads, width, values = shape
+    rng = np.random.default_rng(length)
+    scale = width**-0.5
+    q, k = (random(rng, (batch, length, key_heads, width), dtype, scale) for _ in range(2))
+    gates = (batch, length, heads)
+    g = mx.array(rng.uniform(0.5, 1, (*gates, width) if columns else gates), mx.float32)
+    beta = round_to(rng.uniform(0, 1, gates), dtype)
+    mask = mx.array(rng.uniform(size=(batch, length)) > 0.3) if masked else None
+    v, state = random(rng, (*gates, values), dtype), random(rng, (batch, heads, values, width))
+    return [q, k, v, g, beta, state, mask]
+
+
+def by_numpy(dtype: Any, given: list[Any], absolute: bool = False) -> tuple[Any, Any]:
+    """Token after token; or what the absolute terms of its sums add up to."""
+    q, k, v, g, beta, S = (to64(a).astype(dtype) for a in given[:6])
+    q, k, v, S = (abs(a) if absolute else a for a in (q, k, v, S))
+    rows = []
+    for t in range(v.shape[1]):
+        key, query = (np.repeat(a[:, t], v.shape[2] // a.shape[2], 1)[..., None, :] for a in (k, q))
+        gate = g[:, t, :, None, None] if g.ndim == 3 else g[:, t, :, None]
+        left = -1 if not absolute else 1
+        change = v[:, t] + left * (S * gate * key).sum(-1)
+        new = S * gate + key * (beta[:, t, :, None] * change)[..., None]
+        rows.append((new * query).sum(-1))
+        shown = True if given[6] is None else np.array(given[6])[:, t, None, None, None]
+        S = np.where(shown, new, S)
+    return np.stack(rows, 1), S
+
+
+CASES = [
+    ((2, 5, 2, 4, 32, 24), mx.float32, False, True),
+    ((1, 4, 1, 2, 64, 3), mx.bfloat16, True, False),
+    ((2, 1, 1, 1, 16, 8), mx.float16, True, True),
+    ((1, 7, 2, 6, 128, 32), mx.bfloat16, False, False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case: Any, path: str) -> None:
+    given = arrays(*case)
+    with trace() as launches:
+        found = gated_delta(*given)
+    assert len(launches) == (path != "ops") and {run.backend for run in launches} <= {path}
+    truth, rounded, terms = (
+        by_numpy(np.float64, given),
+        by_numpy(np.float32, given),
+        by_numpy(np.float64, given, True),
+    )
+    for y, exact, near, sums in zip(found, truth, rounded, terms, strict=True):
+        assert_accurate(y, exact, round_to(near, y.dtype), terms=sums, what=path)
+    assert found[0].dtype == case[1] and found[1].dtype == mx.float32
+
+
+def test_views_and_a_token_after_the_other() -> None:
+    """As all at once, wherever the arrays begin."""
+    given = arrays((1, 4, 2, 4, 32, 24), mx.float32)
+    whole, last = gated_delta(*given)
+    rows, state = [], given[5]
+    for t in range(4):
+        token = [behind_one(a[:, t : t + 1]) for a in given[:5]]
+        y, state = gated_delta(*token, behind_one(state))
+        rows.append(y)
+    np.testing.assert_allclose(to64(mx.concatenate(rows, 1)), to64(whole), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(to64(state), to64(last), rtol=0, atol=1e-5)
+
+
+def test_gradient() -> None:
+    given = arrays((1, 3, 1, 2, 16, 4), mx.float32)
+    for number in (0, 1, 2, 3, 4, 5):
+
+        def run(x: mx.array, number: int = number) -> mx.array:
+            y, state = gated_delta(*given[:number], x, *given[number + 1 :])
+            return y.sum() + (state * state).sum()
+
+        assert_gradient(run, [given[number]], np.random.default_rng(number))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 1, 24, 8), (1, 0, 1, 1, 32, 8)], ids=str)
+def test_what_the_kernel_does_not_take(shape: tuple[int, ...], path: str) -> None:
+    if path != "ops":
+        return
+    with use_backend("auto"):
+        explain(reset=True)
+        given = arrays(shape, mx.float32)
+        y, state = gated_delta(*given)
+        assert y.shape == given[2].shape and state.shape == given[5].shape
+        assert explain()[0].path == "ops"
+
+
+@pytest.mark.parametrize(
+    ("number", "other", "message"),
+    [
+        (
+            0,
+            mx.zeros((1, 3, 32)),
+            r"q must be \(B, L, Hk, Dk\) .* not mlx.core.float32 \(1, 3, 32\)",
+        ),
+        (1, mx.zeros((1, 3, 1, 32), mx.float16), "k must be as q, .* not mlx.core.float16"),
+        (2, mx.zeros((1, 4, 2, 8)), "v must go with q, .* but is"),
+        (2, mx.zeros((1, 3, 2, 8), mx.float16), "v must go with q, .* but is mlx.core.float16"),
+        (3, mx.zeros((1, 3, 2, 16)), r"g must be \(1, 3, 2\) or have 32 columns, not"),
+        (4, mx.zeros((1, 3, 1)), r"beta must have shape \(1, 3, 2\), not \(1, 3, 1\)"),
+        (5, mx.zeros((1, 2, 8, 32), mx.float16), r"state must be float32 \(1, 2, 8, 32\), not"),
+        (6, mx.zeros((1, 3)), r"mask must be booleans \(1, 3\), not mlx.core.float32"),
+    ],
+)
+def test_messages(number: int, other: mx.array, message: str) -> None:
+    given = arrays((1, 3, 1, 2, 32, 8), mx.float32)
+    given[number] = other
+    with pytest.raises(ValueError, match=message):
+        gated_delta(*given)
+
+
+def test_heads_that_do_not_go_together() -> None:
+    q, (_, _, v, *rest) = mx.zeros((1, 3, 3, 32)), arrays((1, 3, 1, 2, 32, 8), mx.float32)
+    with pytest.raises(ValueError, match="the 3 heads of q must divide the 2 of v"):
+        gated_delta(q, q, v, *rest)
