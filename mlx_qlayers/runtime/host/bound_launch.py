@@ -137,8 +137,8 @@ def _compiled(program: Program, function: str, text: str, checked: bool) -> _Com
     def cite(message: str) -> str:
         return program.cite(message, text)
 
-    def first() -> None:
-        refuse(text)
+    def first(shared: str) -> None:
+        refuse(shared.removeprefix(_PREAMBLE))
         _say(program.name)
 
     try:

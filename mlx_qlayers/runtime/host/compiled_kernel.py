@@ -221,7 +221,7 @@ def compile_source(
     language: int = 320,
     name: str | None = None,
     cite: Callable[[str], str] = str,
-    first: Callable[[], None] | None = None,
+    first: Callable[[str], None] | None = None,
 ) -> HostKernel:
     """Compile one kernel of a complete Metal source for the CPU.
 
@@ -234,7 +234,8 @@ def compile_source(
         language: ``__METAL_VERSION__``.
         name: what errors call the kernel; its function's name by default.
         cite: makes of ``source.metal:12``, a line of ``text``, what faults cite.
-        first: called where it has to be compiled, before that.
+        first: called where it has to be compiled, before that: with the text, in which a word may
+            stand for the kernel's name and another for its template arguments.
 
     Raises:
         CompileError: the source is not Metal as this compiler takes it.

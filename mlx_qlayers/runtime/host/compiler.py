@@ -6,8 +6,10 @@ are translated and parsed once, into a precompiled header in the cache.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +44,8 @@ _FIBERS = re.compile(
 _LINE_MARKER = re.compile(r"^# \d+ .*\n", re.M)
 _OWN_LINE = re.compile(r'# \d+ "source\.metal"')
 _RETURN = re.compile(r'\A(# \d+ "source\.metal") 2')
+# What stands for the name of a kernel and its template arguments in a text that others share.
+_NAME, _ARGUMENTS = "qk_name", "qk_arguments"
 
 
 class Preamble(NamedTuple):
@@ -90,6 +94,27 @@ def split(unit: str) -> tuple[str, str]:
                 break
     # What returns from the last header begins a text here.
     return unit[:end], _RETURN.sub(r"\1", unit[end:], count=1)
+
+
+@functools.lru_cache(maxsize=64)
+def _expanded(text: str, defines: frozenset[tuple[str, str]], language: int) -> tuple[str, str]:
+    """The headers of a source and its own text, preprocessed."""
+    headers, own = split(preprocess(text, dict(defines), language))
+    return sys.intern(headers), own
+
+
+def _shared(text: str, function: str) -> tuple[str, Callable[[str], str]]:
+    """The text that instances of a kernel have in common, and what makes it this one's again."""
+    found = {*re.findall(rf"\b{function}<([^<>;]*)>", text)} if function.isidentifier() else set()
+    if len(found) != 1:
+        return text, str
+    (arguments,) = found
+    text = text.replace(f"{function}<{arguments}>", f"{function}<{_ARGUMENTS}>")
+
+    def own(text: str) -> str:
+        return text.replace(_ARGUMENTS, arguments).replace(_NAME, function)
+
+    return re.sub(rf"\b{function}\b", _NAME, text), own
 
 
 def precompile(headers: str, constants: Mapping[int, object], *, checked: bool) -> Preamble:
@@ -186,7 +211,7 @@ def build(
     constants: Mapping[int, object],
     defines: Mapping[str, str],
     language: int,
-    first: Callable[[], None] | None,
+    first: Callable[[str], None] | None,
 ) -> Compiled:
     """Compile one kernel of a Metal source, or take it from the cache.
 
@@ -196,11 +221,12 @@ def build(
         defines = {**defines, "QK_CHECKED": "1"}
 
     def make(folder: Path) -> None:
+        shared, back = _shared(text, function)
         if first:
-            first()
-        headers, own = split(preprocess(text, defines, language))
+            first(shared)
+        headers, own = _expanded(shared, frozenset(defines.items()), language)
         preamble = precompile(headers, constants, checked=checked)
-        unit, signature = source.translate(own, function, constants, preamble.declared)
+        unit, signature = source.translate(back(own), function, constants, preamble.declared)
         plain = strict(unit, checked=checked, debug=checked, preamble=preamble)
         _refuse(unit, plain, checked, preamble)
         granule, lines = (object_checked if checked else object_fast)(plain, folder)

@@ -6,6 +6,7 @@ right under all four. Clang sees to most of it; the rules here are those that it
 
 from __future__ import annotations
 
+import functools
 import re
 
 from .cpp_text import closing
@@ -121,6 +122,7 @@ def lint(text: str) -> list[str]:
     return [f"{line}: {why}" for line, why in lines]
 
 
+@functools.lru_cache(maxsize=64)
 def refuse(text: str) -> None:
     """Raise what :func:`lint` finds.
 
