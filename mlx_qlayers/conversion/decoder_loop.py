@@ -37,6 +37,7 @@ from .cache_tail import (
     tail_of,
 )
 from .compiled_blocks import layers_in_turn, rotation_of
+from .long_prompts import in_turn
 from .matcher import Mismatch, find_statement, parse
 from .operands import BLOCK_PARTS, Operands, match_of, of_feed_forward, of_heads, of_layers, of_tail
 from .rewriter import rewritten, statement
@@ -87,11 +88,13 @@ def _first_layers(
 
     Args:
         pairs: each layer and its cache.
-        x: (B, 1, K).
+        x: (B, L, K); only with L = 1 layers can run together.
         mask: of all layers, where ``mask_of`` does not say which one a layer has.
         mask_of: the mask of a layer.
     """
     pairs = list(pairs)
+    if x.ndim != 3 or x.shape[1] != 1:
+        return x, in_turn(pairs, x)
     caches = [cache for _, cache in pairs]
     if mask_of is not None:
         masks = [mask_of(layer) for layer, _ in pairs]
@@ -263,7 +266,7 @@ def _length(caches: list[Any], x: mx.array, mask: Any) -> int | None:
     """How many keys each cache holds, if their buffers are alike and hold as many."""
     from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
-    if not caches or x.ndim != 3 or x.shape[1] != 1 or not in_one_launch(x):
+    if not caches or not in_one_launch(x):
         return None
     kind = kind_of(caches[0])
     kinds = KVCache, BatchKVCache, QuantizedKVCache
