@@ -126,9 +126,8 @@ def _convert(args: argparse.Namespace, model: Any, config: Any = None) -> None:
 
 @contextmanager
 def _lora(module: Any) -> Iterator[None]:
-    import mlx.core as mx
-
     from ..runtime.backend import backend
+    from ..runtime.transformed import uncompiled
 
     theirs = module.load_dataset
 
@@ -142,15 +141,8 @@ def _lora(module: Any) -> Iterator[None]:
             ) from error
 
     # A compiled step traces its operations, and traced ones run no kernels on a CPU.
-    eager = backend() == "host"
-    with _holding(module, load_dataset=load_dataset):
-        if eager:
-            mx.disable_compile()
-        try:
-            yield
-        finally:
-            if eager:
-                mx.enable_compile()
+    with _holding(module, load_dataset=load_dataset), uncompiled(backend() == "host"):
+        yield
 
 
 def _server(module: Any) -> AbstractContextManager[None]:

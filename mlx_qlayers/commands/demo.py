@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -31,6 +30,7 @@ def run(args: argparse.Namespace) -> None:
     from ..conversion.loading import load_stock
     from ..convert import convert_model
     from ..runtime.backend import backend, use_backend
+    from ..runtime.explain import aligned
     from .text import check_prompt, stream
 
     check_prompt(args.prompt)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
             last = generate(model, echo)
         rows.append((name, f"{last.prompt_tps:.1f}", f"{last.generation_tps:.1f}"))
     print(f"\nTokens per second on {mx.default_device()}, backend {backend()}:")
-    print(table(("layers", "prompt", "text"), rows[::-1]))
+    print(*aligned([("layers", "prompt", "text"), *rows[::-1]], numbers=True), sep="\n")
 
 
 def shipped_model() -> Path:
@@ -74,16 +74,4 @@ def shipped_model() -> Path:
             return folder
     raise FileNotFoundError(
         f"{folders[0]}: the model is not part of this installation; use --model"
-    )
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (header, *rows)
     )

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     from .doctor_run import MODEL, Outcome, outcomes
 
     rows = versions() | device() | _gpu() | backends() | {"results": _stored()}
-    print("\n".join(aligned([(name, value) for name, value in rows.items()])), end="\n\n")
+    print("\n".join(aligned([*rows.items()])), end="\n\n")
     path, end = backend(), time.monotonic() + args.budget
     if unknown := {*args.only} - {*families(), MODEL}:
         raise ValueError(f"there is no check {', '.join(sorted(unknown))}")

@@ -43,25 +43,18 @@ class Check(NamedTuple):
     """A call that kernels compute and stock operators as well.
 
     Attributes:
-        family: the operation.
-        what: which of its kernels.
+        name: which of the operation's kernels; for the page, behind that operation's.
         run: takes the arrays and gives a list of arrays, by the current backend.
         arrays: what it takes.
         terms: how many a sum in it has.
         steps: how many roundings follow each other.
     """
 
-    family: str
-    what: str
+    name: str
     run: Run
     arrays: list[Any]
     terms: int = 1
     steps: int = 2
-
-    @property
-    def name(self) -> str:
-        """For the page."""
-        return f"{self.family}, {self.what}"
 
 
 def families() -> list[str]:
@@ -73,20 +66,20 @@ def checks(family: str) -> Iterator[Check]:
     """One check of a family after the other, with the same arrays each time."""
     mx.random.seed(0)
     for check in _FAMILIES[family]():
-        yield check._replace(family=family)
+        yield check._replace(name=f"{family}, {check.name}")
 
 
 def _exp() -> Iterator[Check]:
     for dtype in (mx.float16, mx.bfloat16):
-        yield Check("", f"{_of(dtype)}", _with_gradients(exp, 0), [_normal((7, 41), dtype)])
+        yield Check(_of(dtype), _with_gradients(exp, 0), [_normal((7, 41), dtype)])
     strided = partial(exp, strided=True)
-    yield Check("", "strided", lambda x: [strided(x.T)], [_normal((7, 41))])
+    yield Check("strided", lambda x: [strided(x.T)], [_normal((7, 41))])
 
 
 def _rotary() -> Iterator[Check]:
     q, k = _normal((2, 3, 4, 64)), _normal((2, 3, 2, 64))
     for what, offset in (("one offset", mx.array(5)), ("offset for each", mx.array([5, 900]))):
-        yield Check("", what, partial(rotary_embedding, dims=64), [q, k, offset], 2)
+        yield Check(what, partial(rotary_embedding, dims=64), [q, k, offset], 2)
 
 
 def _gated_delta() -> Iterator[Check]:
@@ -95,7 +88,7 @@ def _gated_delta() -> Iterator[Check]:
         gates = mx.random.uniform(0.5, 1, (2, 5, 4, *columns)), mx.full((2, 5, 4), 0.5, dtype)
         state = _normal((2, 4, 32, 64), mx.float32)
         given = [q, k, _normal((2, 5, 4, 32), dtype), *gates, state]
-        yield Check("", f"{_of(dtype)}, gates of {of}", gated_delta, given, 64, 5)
+        yield Check(f"{_of(dtype)}, gates of {of}", gated_delta, given, 64, 5)
 
 
 def _quantized_matmul() -> Iterator[Check]:
@@ -109,19 +102,19 @@ def _quantized_matmul() -> Iterator[Check]:
         x, matrix = _normal((rows, 512), dtype), _packed((72, 512), dtype, *fmt)
         run = _quantized(quantized_matmul, fmt)
         what = f"{rows} rows, {fmt[1]} bits, {fmt[2]}, {_of(dtype)}"
-        yield Check("", what, lambda *a, run=run: [run(*a)], [x, *matrix], 512)
+        yield Check(what, lambda *a, run=run: [run(*a)], [x, *matrix], 512)
     fmt = 64, 4, "affine"
     rows, matrix = _quantized(quantized_rows, fmt), _packed((72, 512), mx.bfloat16, *fmt)
     if backend() == "cuda":  # elsewhere MLX's operators take rows
         given = [mx.array([[2, 70]]), *matrix]
-        yield Check("", "some rows unpacked", lambda *a: [rows(*a)], given)
+        yield Check("some rows unpacked", lambda *a: [rows(*a)], given)
     for transpose in (True, False):
         # So deep that on CUDA two parts are added up.
         shape = (128, 1024) if transpose else (1024, 128)
         run = _quantized(quantized_matmul, fmt, transpose=transpose)
         given = [_normal((24, 1024)), *_packed(shape, mx.float16, *fmt)]
         what = "gradients" if transpose else "gradients, not transposed"
-        yield Check("", what, _with_gradients(run, 0, 2, 3), given, 1024)
+        yield Check(what, _with_gradients(run, 0, 2, 3), given, 1024)
 
 
 def _fused_products() -> Iterator[Check]:
@@ -136,7 +129,7 @@ def _fused_products() -> Iterator[Check]:
 
     for rows in (1, 8, 40, 200):
         given = [_normal((rows, 512), mx.bfloat16), weight, *matrices[0], *matrices[1]]
-        yield Check("", f"norm and gate, {rows} rows", gated, given, 512)
+        yield Check(f"norm and gate, {rows} rows", gated, given, 512)
 
 
 def _gather_qmm() -> Iterator[Check]:
@@ -154,7 +147,7 @@ def _gather_qmm() -> Iterator[Check]:
         def products(x: Any, *arrays: Any, run: Any = run) -> list[mx.array]:
             return [run(x, *arrays[:3], None, arrays[3])]
 
-        yield Check("", what, products, [x, *matrix, chosen.astype(mx.uint32)], 512)
+        yield Check(what, products, [x, *matrix, chosen.astype(mx.uint32)], 512)
 
 
 def _experts() -> Iterator[Check]:
@@ -170,13 +163,13 @@ def _experts() -> Iterator[Check]:
     for rows in (1, 8):
         chosen = mx.arange(rows * 2, dtype=mx.uint32).reshape(rows, 2) % 4
         given = [_normal((rows, 512)), chosen, mx.ones((rows, 2)), *packed[0], *packed[1]]
-        yield Check("", f"{rows} rows", mixed, given, 512)
+        yield Check(f"{rows} rows", mixed, given, 512)
 
 
 def _int8_matmul() -> Iterator[Check]:
     x, w = _normal((70, 272), mx.bfloat16), mx.random.randint(-127, 128, (150, 272))
     given = [x, w.astype(mx.int8), mx.random.uniform(0.01, 0.02, (150,))]
-    yield Check("", "70 rows", lambda *given: [int8_matmul(*given)], given, 272)
+    yield Check("70 rows", lambda *given: [int8_matmul(*given)], given, 272)
 
 
 def _tensor_ops() -> Iterator[Check]:
@@ -187,14 +180,14 @@ def _tensor_ops() -> Iterator[Check]:
         experts = _packed((4, 128, 128), mx.float16, *fmt)
         run = partial(_by_tensors, transpose, fmt)
         how = "" if transpose else ", not transposed"
-        yield Check("", f"product{how}", run, [x, *packed], 128)
-        yield Check("", f"experts{how}", run, [x[:, None], *experts, chosen], 128)
+        yield Check(f"product{how}", run, [x, *packed], 128)
+        yield Check(f"experts{how}", run, [x[:, None], *experts, chosen], 128)
         if transpose and not tensor_ops.missing_codes():
             run = partial(_by_tensors, transpose, fmt, codes=True)
-            yield Check("", "product of packed codes", run, [x, *packed], 128)
+            yield Check("product of packed codes", run, [x, *packed], 128)
     if not tensor_ops.missing():
         given = [_normal((1, n, 70, 64)) for n in (4, 2, 2)]
-        yield Check("", "attention", _attention_by_tensors, given, 70, 16)
+        yield Check("attention", _attention_by_tensors, given, 70, 16)
 
 
 def _attention_by_tensors(*arrays: mx.array) -> list[mx.array]:
@@ -231,15 +224,13 @@ def _attention() -> Iterator[Check]:
     for dtype, width in ((mx.float16, 64), (mx.float32, 64), (mx.bfloat16, 128)):
         run = partial(attention, scale=width**-0.5, mask="causal")
         given = [_normal((1, n, 70, width), dtype) for n in (4, 2, 2)]
-        yield Check(
-            "", f"{_of(dtype)}, heads of {width}", _with_gradients(run, 0, 1, 2), given, 70, 16
-        )
+        yield Check(f"{_of(dtype)}, heads of {width}", _with_gradients(run, 0, 1, 2), given, 70, 16)
     added = [*(_normal((1, n, 40, 64)) for n in (4, 2, 2)), _normal((4, 40, 40))]
 
     def masked(q: Any, k: Any, v: Any, mask: Any) -> mx.array:
         return attention(q, k, v, scale=0.125, mask=mask)
 
-    yield Check("", "additive mask", _with_gradients(masked, 0, 3), added, 40)
+    yield Check("additive mask", _with_gradients(masked, 0, 3), added, 40)
     for bits in (0, 4):
         q, k, v = _normal((1, 8, 1, 64)), _normal((1, 2, 700, 64)), _normal((1, 2, 700, 64))
         caches = [[k], [v]] if not bits else [mx.quantize(a, 64, bits) for a in (k, v)]
@@ -251,7 +242,7 @@ def _attention() -> Iterator[Check]:
             return [attention(q, k, v, scale=0.125)]
 
         what = "one query" + (f", {bits} bits" if bits else "")
-        yield Check("", what, few, [q, *caches[0], *caches[1]], 700)
+        yield Check(what, few, [q, *caches[0], *caches[1]], 700)
 
 
 def _attention_step() -> Iterator[Check]:
@@ -260,18 +251,18 @@ def _attention_step() -> Iterator[Check]:
         buffers = [_normal((1, 2, n, 64)) for n in (size, size, 16, 16)]
         positions = mx.array([200, 7, *[207] * 6], mx.int32)
         run = partial(attention_step, scale=0.125, rotation=Rotation(64))
-        yield Check("", f"{size} keys", run, [*rows, *buffers, positions], 208)
+        yield Check(f"{size} keys", run, [*rows, *buffers, positions], 208)
 
 
 def _grid_sample() -> Iterator[Check]:
     x, grid = _normal((2, 9, 13, 8)), mx.random.uniform(-1.1, 1.1, (2, 5, 6, 2))
     for deterministic in (False, True):
         run = _with_gradients(partial(grid_sample, deterministic=deterministic), 0, 1)
-        yield Check("", "deterministic" if deterministic else "bilinear", run, [x, grid], 64)
+        yield Check("deterministic" if deterministic else "bilinear", run, [x, grid], 64)
     large, few = _normal((2, 20, 20, 8)), mx.random.uniform(-1, 1, (2, 3, 6, 2))
-    yield Check("", "few points", _with_gradients(grid_sample, 0, 1), [large, few], 64)
+    yield Check("few points", _with_gradients(grid_sample, 0, 1), [large, few], 64)
     bicubic = partial(grid_sample, mode="bicubic", padding_mode="reflection")
-    yield Check("", "bicubic", lambda *a: [bicubic(*a)], [x, grid], 16)
+    yield Check("bicubic", lambda *a: [bicubic(*a)], [x, grid], 16)
 
 
 def _deformable_attention() -> Iterator[Check]:
@@ -283,17 +274,17 @@ def _deformable_attention() -> Iterator[Check]:
         return deformable_attention(values, shapes, locations, weights)
 
     given = [_normal((1, 60, 2, 32)), locations, weights]
-    yield Check("", "two levels", _with_gradients(run, 0, 1, 2), given, 64)
+    yield Check("two levels", _with_gradients(run, 0, 1, 2), given, 64)
 
 
 def _linalg() -> Iterator[Check]:
     n = 160  # more than a block
     a = mx.random.normal((n, n)) / n**0.5
     a = a @ a.T + mx.eye(n)
-    yield Check("", "cholesky", lambda a: [cholesky(a, check=False)], [a], n, 8)
+    yield Check("cholesky", lambda a: [cholesky(a, check=False)], [a], n, 8)
     b = mx.random.normal((n, 40))
-    yield Check("", "solve_triangular", lambda *ab: [solve_triangular(*ab)], [mx.tril(a), b], n, 8)
-    yield Check("", "qr", lambda a: [*qr(a)], [a[:, :100]], n, 8)
+    yield Check("solve_triangular", lambda *ab: [solve_triangular(*ab)], [mx.tril(a), b], n, 8)
+    yield Check("qr", lambda a: [*qr(a)], [a[:, :100]], n, 8)
 
 
 def _gptq() -> Iterator[Check]:
@@ -309,7 +300,7 @@ def _gptq() -> Iterator[Check]:
         def run(w: mx.array, h: mx.array, act_order: bool = act_order) -> list[mx.array]:
             return [mx.dequantize(*gptq(w, h, fmt, act_order=act_order), *fmt[:2])]
 
-        yield Check("", "largest first" if act_order else "in order", run, [w, x.T @ x], 192, 8)
+        yield Check("largest first" if act_order else "in order", run, [w, x.T @ x], 192, 8)
 
 
 _FAMILIES: dict[str, Callable[[], Iterator[Check]]] = {

@@ -6,7 +6,6 @@ import faulthandler
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from math import inf
 from multiprocessing import get_context
@@ -135,6 +134,7 @@ def _outcome(check: Check, path: str, end: float) -> Outcome:
 
     from ..conversion.verify import in_float32, rounding_error
     from ..runtime.backend import use_backend
+    from ..runtime.transformed import uncompiled
     from ..runtime.wait import KernelTimeout, wait_for
 
     if time.monotonic() > end:
@@ -150,7 +150,8 @@ def _outcome(check: Check, path: str, end: float) -> Outcome:
                 times.append(time.perf_counter() - start)
         # MLX 0.32.4 may crash where two CPU threads are the first to read an array of a GPU.
         read: list[Any] = [memoryview(in_float32(a)) for a in check.arrays]
-        with use_backend("ops"), mx.stream(mx.cpu), _uncompiled():
+        # To compile for a CPU needs a C++ compiler: many Macs have none.
+        with use_backend("ops"), mx.stream(mx.cpu), uncompiled():
             expected = check.run(*map(mx.array, read))
             mx.eval(expected)
             errors = [
@@ -167,18 +168,6 @@ def _outcome(check: Check, path: str, end: float) -> Outcome:
     shown = f"{first:.2f} s", "right" if is_right else "WRONG", f"{error:.1e}", f"{allowed:.1e}"
     wrong = "" if is_right else f"wrong by {error:.3g}, where rounding explains {allowed:.3g}"
     return Outcome((check.name, *shown, f"{1e6 * min(times):.0f} us", taken), wrong)
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Without ``mx.compile``, which on a CPU needs a C++ compiler: many Macs have none."""
-    import mlx.core as mx
-
-    mx.disable_compile()
-    try:
-        yield
-    finally:
-        mx.enable_compile()
 
 
 def _taken(check: Check) -> str:

@@ -17,10 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    rows = versions() | device() | backends()
-    width = max(map(len, rows))
-    for name, value in rows.items():
-        print(f"{name:<{width}}  {value}")
+    from ..runtime.explain import aligned
+
+    print(*aligned([*(versions() | device() | backends()).items()]), sep="\n")
     if args.model is not None:
         from ..conversion.loading import load_stock
         from ..convert import convert_model

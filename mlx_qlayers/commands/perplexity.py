@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     from ..conversion.loading import load_stock
     from ..conversion.perplexity import perplexities
     from ..convert import convert_model
-    from .demo import table
+    from ..runtime.explain import aligned
 
     stock, tokenizer, _, quantization = load_stock(
         args.model, trust_remote_code=args.trust_remote_code
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     text = shipped_text("test") if args.text is None else Path(args.text).read_text("utf-8")
     tokens = windows(tokenizer.encode(text), args.samples, args.sequence_length)
     converted = copy.deepcopy(stock)  # the arrays are shared
-    if hasattr(next((m for m in stock.modules() if hasattr(m, "scales")), None), "scales"):
+    if any(hasattr(module, "scales") for module in stock.modules()):
         convert_model(converted, config=quantization)
     contenders = {} if args.converted else {"stock": stock}
     contenders["converted"] = converted
@@ -61,4 +61,5 @@ def run(args: argparse.Namespace) -> None:
         for name, p in zip(contenders, found, strict=True)
     ]
     print(f"{found[0].tokens} tokens")
-    print(table(("model", "perplexity", "+-", "rise of loss", "+-", "KL, nats"), rows))
+    header = "model", "perplexity", "+-", "rise of loss", "+-", "KL, nats"
+    print(*aligned([header, *rows], numbers=True), sep="\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from .arguments import add_model, positive
@@ -37,8 +38,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _list() -> None:
+    from ..runtime.explain import aligned
     from ..tuning import store
-    from .demo import table
 
     stored = store.listed()
     for device, entries in stored.items():
@@ -47,12 +48,15 @@ def _list() -> None:
             for key, e in entries.items()
         ]
         print(device)
-        print(table(("kernel, shape", "path", "found", "gain", "tried"), rows), end="\n\n")
+        header = "kernel, shape", "path", "found", "gain", "tried"
+        print("\n".join(aligned([header, *rows], numbers=True)), end="\n\n")
     if not stored:
         print("nothing was tuned on this machine")
 
 
 def _tune(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
     from ..tuning.evaluator import IN_ORDER
     from ..tuning.tune import DeviceLost, tune_all
 
@@ -60,15 +64,19 @@ def _tune(args: argparse.Namespace) -> None:
     lost: DeviceLost | None = None
     done: list[tuple[Target, Tuned[Any]]] = []
     problems = _problems(args)
-    with _Bar(args.budget) as bar:
+    start, best, layout = time.monotonic(), 1.0, "{l_bar}{bar}| {n:.0f}/{total:.0f} s {postfix}"
+    with tqdm(total=args.budget, disable=None, bar_format=layout) as bar:
+
+        def show(target: Target, gain: float) -> None:
+            """The seconds that are spent, the gain of a problem so far, and the best of all."""
+            nonlocal best
+            best, bar.n = max(best, gain), min(args.budget, time.monotonic() - start)
+            bar.set_postfix_str(f"{target.key}: {gain:.2f}x, best {best:.2f}x")
+
         try:
-            for target, tuned in tune_all(
-                problems,
-                beam=args.beam,
-                budget_s=args.budget,
-                progress=bar.show,
-            ):
-                done.append((target, tuned))
+            found = tune_all(problems, beam=args.beam, budget_s=args.budget, progress=show)
+            for each in found:
+                done.append(each)  # what comes before an interrupt counts
         except KeyboardInterrupt:
             print("interrupted; what was found is kept", file=sys.stderr)
         except DeviceLost as error:
@@ -81,32 +89,6 @@ def _tune(args: argparse.Namespace) -> None:
         print(f"mlx-qlayers: {lost}; what was found is kept", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # a normal end would wait for the kernel that hangs
-
-
-class _Bar:
-    """The seconds of the budget that are spent, and the best gain so far."""
-
-    def __init__(self, budget: float) -> None:
-        import time
-
-        from tqdm import tqdm
-
-        self._now, self._start, self._budget = time.monotonic, time.monotonic(), budget
-        layout = "{l_bar}{bar}| {n:.0f}/{total:.0f} s {postfix}"
-        self._bar = tqdm(total=budget, disable=None, bar_format=layout)
-        self._best = 1.0
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def show(self, target: Target, gain: float) -> None:
-        """After each trial: the gain of its problem so far."""
-        self._best = max(self._best, gain)
-        self._bar.n = min(self._budget, self._now() - self._start)
-        self._bar.set_postfix_str(f"{target.key}: {gain:.2f}x, best {self._best:.2f}x")
 
 
 def _problems(args: argparse.Namespace) -> list[Target]:
@@ -124,7 +106,7 @@ def _problems(args: argparse.Namespace) -> list[Target]:
 def _report(done: list[tuple[Target, Tuned[Any]]]) -> None:
     from dataclasses import asdict
 
-    from .demo import table
+    from ..runtime.explain import aligned
 
     rows = [
         (
@@ -140,7 +122,7 @@ def _report(done: list[tuple[Target, Tuned[Any]]]) -> None:
         for target, tuned in done
     ]
     header = ("kernel", "shape", "heuristic", "found", "gain", "tried", "path", "configuration")
-    print(table(header, rows))
+    print(*aligned([header, *rows], numbers=True), sep="\n")
 
 
 def _fields(config: Any) -> str:

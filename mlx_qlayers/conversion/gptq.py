@@ -23,6 +23,7 @@ _WIDTHS = (2, 3, 4, 5, 6, 8)
 # Sequences of the calibration text, on a GPU and on a CPU.
 _SAMPLES, _SAMPLES_CPU = 128, 24
 _BATCH = 4
+_ARRAYS = "weight", "scales", "biases"
 
 
 @dataclass(frozen=True)
@@ -177,46 +178,30 @@ def _gptq(
             hessians, arrays = stage.hessians(), {}
             for path, module in modules.items():
                 if path in hessians:  # else nothing in the text has reached it
-                    options = calibration.act_order, calibration.damping
-                    found = _quantized(module, hessians[path], formats[path], *options)
-                    arrays |= {f"{path}.{name}": a for name, a in found.items()}
+                    found = gptq(
+                        *(module["weight"], hessians[path], formats[path]),
+                        act_order=calibration.act_order,
+                        damping=calibration.damping,
+                    )
+                    mx.eval(found)
+                    arrays |= {f"{path}.{name}": a for name, a in zip(_ARRAYS, found, strict=True)}
             store.save(stage.number, arrays)
         for path, module in modules.items():
-            packed = {
-                name: arrays[f"{path}.{name}"]
-                for name in ("weight", "scales", "biases")
-                if f"{path}.{name}" in arrays
-            }
-            if packed:
+            names = {name: f"{path}.{name}" for name in _ARRAYS}
+            if packed := {name: arrays[key] for name, key in names.items() if key in arrays}:
                 # The next layers see the rounded weights, in the form that is fast for many rows.
-                fmt = formats[path]
-                module.weight = mx.dequantize(
-                    packed["weight"],
-                    packed["scales"],
-                    packed["biases"],
-                    group_size=fmt.group_size,
-                    bits=fmt.bits,
-                )
+                weight, scales, biases = packed.values()
+                module.weight = mx.dequantize(weight, scales, biases, *formats[path][:2])
                 done[path] = packed
     modules = dict(model.named_modules())
     for path, fmt in formats.items():  # embeddings, and what nothing in the text has reached
         if path not in done:
-            weight, scales, biases = nearest(modules[path]["weight"], fmt)
-            done[path] = {"weight": weight, "scales": scales, "biases": biases}
+            done[path] = dict(zip(_ARRAYS, nearest(modules[path]["weight"], fmt), strict=True))
     for path, packed in done.items():
         module = modules[path]
         layer = module.to_quantized(**formats[path]._asdict())
         layer.update(packed)
         model.update_modules(tree_unflatten([(path, layer)]))
-
-
-def _quantized(
-    module: nn.Module, hessian: mx.array, fmt: Format, act_order: bool, damping: float
-) -> dict[str, mx.array]:
-    found = gptq(module["weight"], hessian, fmt, act_order=act_order, damping=damping)
-    arrays = dict(zip(("weight", "scales", "biases"), found, strict=True))
-    mx.eval(arrays)
-    return arrays
 
 
 def _losses(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
 from ..runtime.backend import backend
 from ..runtime.cuda_ahead import together
-from ..runtime.transformed import has_values
+from ..runtime.transformed import has_values, uncompiled
 from .attention_patch import patched_attention, stock_class
 from .fused_blocks import input_width, unfused_class
 from .operands import match_of
@@ -80,7 +79,8 @@ def _check_fused(path: str, fused: nn.Module, cls: type[nn.Module], dtype: mx.Dt
         x = _random((1, rows, width), rows).astype(dtype)
         masks = () if match.kind == "mlp" else ("causal",)
         actual = fused(x, *masks)
-        with _stock_as_written():
+        # On CUDA MLX takes seconds to compile what stock layers fuse, for one result.
+        with uncompiled(backend() == "cuda" and _traces()):
             expected = stock(x.astype(mx.float32), *masks)
         yield f"{path}: fused, {rows} rows", actual, expected, width, _DEPTH
 
@@ -186,19 +186,6 @@ def _traces() -> bool:
 
     mx.compile(watch)(mx.zeros(1))
     return traced[0]
-
-
-@contextmanager
-def _stock_as_written() -> Iterator[None]:
-    """Inside, ``mx.compile`` fuses nothing where that takes seconds for one result: on CUDA."""
-    if backend() != "cuda" or not _traces():
-        yield
-        return
-    mx.disable_compile()
-    try:
-        yield
-    finally:
-        mx.enable_compile()
 
 
 def _shapes(module: nn.Module) -> tuple[object, ...]:

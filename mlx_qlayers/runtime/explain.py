@@ -37,13 +37,18 @@ class Decision:
         return f"{self.op}: {self.path} ({self.reason}), {self.calls} calls"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose columns begin at the same place."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+def aligned(rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
+    """The lines of a table whose columns begin at the same place; of numbers all but the first end.
+
+    Example:
+        >>> aligned([("model", "loss"), ("stock", "2.5")], numbers=True)
+        ['model  loss', 'stock   2.5']
+    """
+    justified = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        justify = str.rjust if numbers and i else str.ljust
+        justified.append([justify(cell, max(map(len, column))) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*justified, strict=True)]
 
 
 class Decisions(list[Decision]):

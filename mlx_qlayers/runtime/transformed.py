@@ -6,7 +6,8 @@ background: :func:`mx.async_eval` refuses a node of theirs that has not been eva
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn, cast
 
@@ -35,6 +36,18 @@ def has_values(arrays: Sequence[mx.array]) -> bool:
             raise
         return False
     return True
+
+
+@contextmanager
+def uncompiled(when: bool = True) -> Iterator[None]:
+    """Have ``mx.compile`` run functions as they are in a ``with`` block, in all threads."""
+    if when:
+        mx.disable_compile()
+    try:
+        yield
+    finally:
+        if when:
+            mx.enable_compile()
 
 
 def is_differentiated() -> bool:

@@ -104,7 +104,7 @@ def test_a_kernel_that_fails(
     def fails(x: mx.array) -> list[mx.array]:
         raise RuntimeError("the compiler refused it")
 
-    check = doctor_checks.Check("", "broken", fails, [mx.zeros(8)])
+    check = doctor_checks.Check("broken", fails, [mx.zeros(8)])
     monkeypatch.setitem(doctor_checks._FAMILIES, "exp", lambda: iter([check]))
     assert main(["doctor", "--one-process", "--only", "exp", "rotary_embedding"]) == 1
     out, _ = capsys.readouterr()
@@ -120,7 +120,7 @@ def work_that_crashes(*given: Any) -> None:
         return [x]
 
     first, *others = doctor_checks._exp()
-    planted = doctor_checks.Check("", "planted", crashes, [mx.zeros(8)])
+    planted = doctor_checks.Check("planted", crashes, [mx.zeros(8)])
     doctor_checks._FAMILIES["exp"] = lambda: iter([first, planted, *others])
     doctor_run.work(*given)  # of a process where no test has replaced it
 

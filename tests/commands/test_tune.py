@@ -104,12 +104,12 @@ def test_it_prints_a_table_and_stores_and_lists_and_clears(capsys, monkeypatch):
 def test_an_interrupt_keeps_what_was_found(monkeypatch, capsys, folder):
     shown = []
 
-    def interrupt(self, target, gain):
-        shown.append(gain)
+    def interrupt(self, text):
+        shown.append(text)
         if len(shown) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlx_qlayers.commands.tune._Bar.show", interrupt)
+    monkeypatch.setattr("tqdm.tqdm.set_postfix_str", interrupt)
     assert main([*ARGUMENTS, "--budget", "600"]) == 0
     assert "interrupted" in capsys.readouterr().err
     (entry,) = json.loads((folder / f"{device_name()}.json").read_text())["entries"].values()
