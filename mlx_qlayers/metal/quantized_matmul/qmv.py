@@ -26,9 +26,11 @@ from .qmm_skinny import SkinnyConfig, skinny_memory, skinny_registers
 from .qmv_config import (
     QmvConfig,
     QmvMatrixConfig,
+    QmvPersistentConfig,
     any_units,
     matrix_registers,
     packed_template,
+    persistent_memory,
     registers,
     threadgroup_memory,
     within_memory,
@@ -79,7 +81,7 @@ class QmvArrays(NamedTuple):
         return [matrix for matrix in found if matrix.w is not None]
 
 
-QmvAnyConfig = QmvConfig | QmvMatrixConfig | SkinnyConfig
+QmvAnyConfig = QmvConfig | QmvPersistentConfig | SkinnyConfig
 # Of arrays in the order of :class:`QmvArrays`.
 Launch = Callable[..., list[mx.array]]
 
@@ -175,6 +177,7 @@ _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate", "normed", "epsilon")
 _KERNELS: dict[type, tuple[str, tuple[str, ...], Any, Any]] = {
     QmvConfig: ("qmv", _DEFERRED, 0, registers),
     QmvMatrixConfig: ("qmv_matrix", ("shape",), threadgroup_memory, matrix_registers),
+    QmvPersistentConfig: ("qmv_persistent", ("shape",), persistent_memory, matrix_registers),
     SkinnyConfig: ("qmm_skinny", ("norm_weight", "shape"), skinny_memory, skinny_registers),
 }
 

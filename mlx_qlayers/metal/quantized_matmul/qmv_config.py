@@ -53,8 +53,8 @@ class QmvConfig:
 
 
 @dataclass(frozen=True)
-class QmvMatrixConfig:
-    """How qmv is spread over SIMD groups that use the matrix units.
+class QmvPersistentConfig:
+    """How qmv is spread over threadgroups that stay, on the matrix units.
 
     Attributes:
         fragments: operands of 8 columns, which hold the rows times the groups that the four lanes
@@ -63,7 +63,6 @@ class QmvMatrixConfig:
         tiles: tiles of 16 rows of the matrix that a threadgroup computes.
         simds: SIMD groups of a threadgroup, which share K.
         ahead: runs that a lane has under way for each row, 1, 2 or 4.
-        stacks: SIMD groups that share a part of K, with tiles of their own.
         occupancy: SIMD groups that a core should have registers for at once, on CUDA; 0 leaves that
             to the compiler.
     """
@@ -73,10 +72,9 @@ class QmvMatrixConfig:
     tiles: int
     simds: int
     ahead: int = 1
-    stacks: int = 1
     occupancy: int = 0
 
-    template: ClassVar = ("fragments", "run", "tiles", "stacks", "simds", "ahead", "RESIDENT")
+    template: ClassVar[Any] = ("fragments", "run", "tiles", "simds", "ahead", "RESIDENT")
 
     def takes(self, k: int) -> bool:
         """Whether rows of so many elements are whole runs."""
@@ -85,16 +83,45 @@ class QmvMatrixConfig:
     @property
     def threads(self) -> int:
         """Threads of a threadgroup."""
-        return 32 * self.simds * self.stacks
+        return 32 * self.simds
 
     @property
     def resident(self) -> int:
         """Threadgroups that a core should hold at once."""
-        return self.occupancy // (self.simds * self.stacks)
+        return self.occupancy * 32 // self.threads
+
+    @property
+    def height(self) -> int:
+        """Tiles of a threadgroup."""
+        return self.tiles
 
     def threadgroups(self, sizes: tuple[int, ...], gated: bool) -> int:
         """As many as matrices of so many rows take."""
-        return -(-sum(-(-n // 16) for n in sizes) // (self.tiles * self.stacks))
+        return -(-sum(-(-n // 16) for n in sizes) // self.height)
+
+
+@dataclass(frozen=True)
+class QmvMatrixConfig(QmvPersistentConfig):
+    """How qmv is spread over SIMD groups that use the matrix units.
+
+    Attributes:
+        stacks: SIMD groups that share a part of K, each with ``tiles`` tiles of its own; the sums
+            of these are in registers.
+    """
+
+    stacks: int = 1
+
+    template = ("fragments", "run", "tiles", "stacks", "simds", "ahead", "RESIDENT")
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return 32 * self.simds * self.stacks
+
+    @property
+    def height(self) -> int:
+        """Tiles of a threadgroup."""
+        return self.tiles * self.stacks
 
 
 def qmv_config(
@@ -202,6 +229,14 @@ def _spread(rows: int, n: int, k: int, fmt: Format, light: bool) -> tuple[int, i
 def threadgroup_memory(*, simds: int, tiles: int, stacks: int, fragments: int, **_: object) -> int:
     """Bytes that the kernel on the matrix units takes."""
     return 4 * simds * fragments * 8 * stacks * (tiles * 16 + 1)
+
+
+def persistent_memory(
+    *, simds: int, tiles: int, fragments: int, mode: int, group: int, run: int, **_: object
+) -> int:
+    """The same where threadgroups stay."""
+    slots = 1 if mode == list(MODES).index("nvfp4") else 4 * run // group
+    return 4 * simds * fragments * 8 * (tiles * 16 // slots + 1)
 
 
 def registers(

@@ -1,0 +1,285 @@
+// qmv of few rows on the matrix units, as in qmv_matrix.metal, by threadgroups that stay:
+//
+//   y_i (M, N_i) = norm(x) (M, K) * w_i^T + bias_i,   or   gate(y_0) * y_1,   or   y_0 + residual
+//
+//   grid (32 * simds * ceil(tiles in all / tiles), 1, 1), threadgroup (32 * simds, 1, 1)
+//
+// A SIMD group makes operands of a step of x once, and multiplies with them that step of all
+// `tiles` tiles of its threadgroup, one after the other, so that `ahead` tiles are always under way
+// and nothing else is read between them. Steps go round the SIMD groups; their sums meet in
+// threadgroup memory at the end. The other parameters are those of qmv_matrix.
+
+#include "qmv_matrix_steps.metal"
+#include "common/fragment.metal"
+#include "packed_tile.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// Begins to load a step of the 16 rows `at` tiles behind the first of all matrices.
+template <int gate, int mode, int group, typename S, int bits, int run, int count>
+METAL_FUNC void fetch_tile(
+    thread packed_tile<S, bits, run, 1, count>& tile,
+    const thread packed_matrix<S>* matrices,
+    const thread int* sizes,
+    int at,
+    int step,
+    int K,
+    bool inside,
+    bool odd,
+    int quarter,
+    uint lane) {
+  tile_place place = place_of_tile<gate, 16>(at, sizes, matrices[1].w, matrices[2].w);
+  int m = place.matrix, size = m == 0 ? sizes[0] : m == 1 ? sizes[1] : sizes[2];
+  tile.matrix = m == 0 ? matrices[0] : m == 1 ? matrices[1] : matrices[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    // At the edge of a matrix its last row stands in.
+    uint row = min(place.first + fragment_row(lane) + 8 * i, size - 1);
+    tile.words_at[i] = row * (K / 16 * bits / 2) + first_word<bits, run>(quarter);
+    tile.numbers_at[i] = row * (K / group);
+  }
+  int first = step * (4 * run / group);
+  first += mode == NVFP4 ? quarter * (run / 16) : quarter % max(4 * run / group, 1);
+  load_words_of(tile, 0, step, inside && step * 4 * run + quarter * run < K, odd);
+  load_numbers_of<mode>(tile, first, inside && first < K / group);
+}
+
+// Adds up the columns of each row of x, of which there are M, and stores the sums, or adds them to
+// those of an earlier step: 16 floats for every row of x, `stride` apart.
+template <int slots, int fragments>
+METAL_FUNC void add_sums(
+    threadgroup float* to,
+    const thread sum_fragment* totals,
+    int stride,
+    int M,
+    bool more,
+    int quarter,
+    uint lane) {
+  const int per = 8 / slots;
+#pragma unroll
+  for (int f = 0; f < fragments; f++) {
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+      float2 sum = totals[f].part[p];
+      if (slots == 8) {
+        sum.x += sum.y;
+      }
+#pragma unroll
+      for (int apart = slots > 2 ? 1 : 2; apart < (slots > 1 ? 4 : 0); apart *= 2) {
+        sum.x += as_type<float>(from_row_lane(as_type<uint>(sum.x), quarter ^ apart, lane));
+        sum.y += as_type<float>(from_row_lane(as_type<uint>(sum.y), quarter ^ apart, lane));
+      }
+      int m = f * per + fragment_col(lane);
+#pragma unroll
+      for (int i = 0; i < min(per, 2); i++) {
+        if (fragment_col(lane) < per && m + i < M) {
+          threadgroup float* at = to + (m + i) * stride + fragment_row(lane) + 8 * p;
+          *at = (i == 0 ? sum.x : sum.y) + (more ? *at : 0.0f);
+        }
+      }
+    }
+  }
+}
+
+template <
+    typename T,
+    typename S,
+    int mode,
+    int group,
+    int bits,
+    int gate,
+    bool normed,
+    int epsilon,
+    int fragments,
+    int run,
+    int tiles,
+    int simds,
+    int ahead,
+    int RESIDENT>
+[[kernel]] void qmv_persistent(
+    const device T* x,
+    const constant int* x_shape,
+    const constant int& x_ndim,
+    const device T* norm_weight,
+    const device float* tile_squares,
+    const device T* residual,
+    const device T* next_weight,
+    const device uint* w,
+    const constant int* w_shape,
+    const device S* scales,
+    const device S* biases,
+    const device T* bias,
+    const device uint* w1,
+    const constant int* w1_shape,
+    const device S* scales1,
+    const device S* biases1,
+    const device T* bias1,
+    const device uint* w2,
+    const constant int* w2_shape,
+    const device S* scales2,
+    const device S* biases2,
+    const device T* bias2,
+    device T* y,
+    device T* y1,
+    device T* y2,
+    device T* scaled,
+    device float* scaled_squares,
+    uint threadgroup_index [[threadgroup_position_in_grid]],
+    uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const int slots = mode == NVFP4 ? 1 : 4 * run / group, per = 8 / slots, most = per * fragments;
+  const int step = 4 * run, count = mode == NVFP4 ? run / 16 : 1, columns = 8 * fragments;
+  // Shapes come with the launch, earlier than what is in memory.
+  const int K = w_shape[1] * 32 / bits, steps = (K + step - 1) / step;
+  int M = 1;
+#pragma clang loop unroll(disable)
+  for (int i = 0; i < x_ndim - 1; i++) {
+    M *= x_shape[i];
+  }
+  const int sizes[3] = {w_shape[0], w1 ? w1_shape[0] : 0, w2 ? w2_shape[0] : 0};
+  const packed_matrix<S> matrices[3] = {
+      {w, scales, biases}, {w1, scales1, biases1}, {w2, scales2, biases2}};
+  threadgroup float parts[tiles * most * simds * 16];
+  threadgroup float squares[simds * columns];
+
+  const int first = threadgroup_index * tiles, quarter = fragment_col(lane) / 2;
+  const int all = (sizes[0] + 15) / 16 + (sizes[1] + 15) / 16 + (sizes[2] + 15) / 16;
+  const int here = min(tiles, all - first), rounded = (here + ahead - 1) / ahead * ahead;
+  const int mine = (steps - int(simd) + simds - 1) / simds;
+  const bool odd = begins_odd(w) || begins_odd(w1) || begins_odd(w2);
+  packed_tile<S, bits, run, 1, count> tile[ahead] = {};
+#pragma unroll
+  for (int d = 0; d < ahead; d++) {
+    fetch_tile<gate, mode, group>(
+        tile[d], matrices, sizes, first + d, simd, K, d < here && mine > 0, odd, quarter, lane);
+  }
+  // Which of its columns a lane fills with x: those of the slot that its depths are in.
+  const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
+  const int row = column % per - column;
+  const int filled = column / per == depth / (step / slots) ? M - row : 0;
+  square_sums squared[fragments] = {};
+
+  // Factors of rows, while what was loaded first is on its way.
+  if (tile_squares) {
+    const int of_row = (K + 15) / 16;
+    for (int m = simd; m < M; m += simds) {
+      float factor = norm_factor(tile_squares + m * of_row, of_row, K, as_type<float>(epsilon), lane);
+      if (lane == 0) {
+        squares[m] = factor;
+      }
+    }
+  }
+  // Each way to read words has a loop of its own, of which one runs.
+#pragma unroll
+  for (int reading = 0; reading < READINGS; reading++) {
+    for (int i = 0; i < (reading == odd ? mine : 0); i++) {
+      const int now = simd + i * simds, k = now * step;
+      row_runs<T, fragments, run> rows;
+      load_rows<per, bits>(
+          rows, x, norm_weight, k, row, k + depth < K ? filled : 0, K, lane);
+      right_fragment<T> values[fragments * run / 4];
+      take_rows<bits>(values, squared, rows, normed, norm_weight);
+      // The sums of x over a group, for the biases.
+      sum_fragment added[fragments];
+#pragma unroll
+      for (int f = 0; f < (mode == AFFINE ? fragments : 0); f++) {
+        sum_columns<run / 4>(added[f], values + f * (run / 4));
+      }
+      for (int r = 0; r < rounded; r += ahead) {
+        const bool last = r + ahead >= rounded;
+        const int coming = last ? 0 : r + ahead, then = last ? now + simds : now;
+#pragma unroll
+        for (int d = 0; d < ahead; d++) {
+          sum_fragment totals[fragments] = {};
+          take_next_numbers(tile[d]);
+          if (mode == NVFP4) {
+            multiply_tile<T, fragments, mode>(totals, tile[d], 0, values, quarter);
+          } else {
+            sum_fragment sums[fragments];
+            multiply_tile<T, fragments, mode>(sums, tile[d], 0, values, quarter);
+            add_scaled<T, fragments, mode, (slots < 4)>(
+                totals, sums, added, tile[d], quarter * slots / 4, lane);
+          }
+          fetch_tile<gate, mode, group>(
+              tile[d],
+              matrices,
+              sizes,
+              first + coming + d,
+              then,
+              K,
+              coming + d < here && then < steps,
+              reading,
+              quarter,
+              lane);
+          threadgroup float* to = parts + (r + d) * (most * simds * 16) + simd * 16;
+          if (r + d < here) {
+            add_sums<slots, fragments>(to, totals, simds * 16, M, i > 0, quarter, lane);
+          }
+        }
+      }
+    }
+  }
+  if (normed) {
+#pragma unroll
+    for (int f = 0; f < fragments; f++) {
+      store_squares(squares + simd * columns + 8 * f, squared[f], lane);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  // A thread finishes an element: row n of the tiles, or of every other where two make one. Whole
+  // SIMD groups go through the loop where sixteen threads add up the squares of a tile.
+  const int joined = gate ? 2 : 1, height = here / joined * 16, elements = height * M;
+  const int sharing = min(simds, steps);
+  for (int i = simd * 32 + lane; i < (next_weight ? (elements + 31) / 32 * 32 : elements);
+       i += simds * 32) {
+    int n = i % height, m = min(i / height, M - 1), r = n / 16 * joined;
+    float factor = sum_factor<mode>(), sums[2] = {0, 0}, square = 0;
+    if (tile_squares) {
+      factor *= squares[m];
+    } else if (normed) {
+      float total = 0;
+      for (int j = 0; j < simds * slots; j++) {
+        total += squares[j / slots * columns + m / per * 8 + m % per + j % slots * per];
+      }
+      factor *= metal::precise::rsqrt(total / float(K) + as_type<float>(epsilon));
+    }
+#pragma unroll
+    for (int j = 0; j < joined; j++) {
+      for (int part = 0; part < sharing; part++) {
+        sums[j] += parts[(((r + j) * most + m) * simds + part) * 16 + n % 16];
+      }
+      sums[j] *= factor;
+    }
+    tile_place place = place_of_tile<gate, 16>(first + r, sizes, w1, w2);
+    int to = place.first + n % 16, which = place.matrix;
+    int N = which == 0 ? sizes[0] : which == 1 ? sizes[1] : sizes[2];
+    if (to < N && i < elements) {
+      device T* out = which == 0 ? y : which == 1 ? y1 : y2;
+      size_t at = size_t(m) * N + to;
+      T result = finished<T, gate>(
+          sums[0],
+          sums[1],
+          to,
+          at,
+          which == 0 ? bias : which == 1 ? bias1 : bias2,
+          bias1,
+          residual);
+      out[at] = result;
+      if (next_weight) {
+        scaled[at] = T(float(result) * float(next_weight[to]));
+        square = float(result) * float(result);
+      }
+    }
+    if (next_weight) {
+#pragma unroll
+      for (ushort apart = 8; apart > 0; apart /= 2) {
+        square += simd_shuffle_xor(square, apart);
+      }
+      if (n % 16 == 0 && place.first < N && i < elements) {
+        scaled_squares[m * ((N + 15) / 16) + place.first / 16] = square;
+      }
+    }
+  }
+}
