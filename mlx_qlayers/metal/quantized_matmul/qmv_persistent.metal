@@ -16,13 +16,15 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Begins to load a step of the 16 rows `at` tiles behind the first of all matrices.
+// Begins to load a step of the 16 rows `at` tiles behind the first of all matrices; of which matrix,
+// where that is known.
 template <int gate, int mode, int group, typename S, int bits, int run, int count>
 METAL_FUNC void fetch_tile(
     thread packed_tile<S, bits, run, 1, count>& tile,
     const thread packed_matrix<S>* matrices,
     const thread int* sizes,
     int at,
+    int known,
     int step,
     int K,
     bool inside,
@@ -30,7 +32,7 @@ METAL_FUNC void fetch_tile(
     int quarter,
     uint lane) {
   tile_place place = place_of_tile<gate, 16>(at, sizes, matrices[1].w, matrices[2].w);
-  int m = place.matrix, size = m == 0 ? sizes[0] : m == 1 ? sizes[1] : sizes[2];
+  int m = known < 0 ? place.matrix : known, size = m == 0 ? sizes[0] : m == 1 ? sizes[1] : sizes[2];
   tile.matrix = m == 0 ? matrices[0] : m == 1 ? matrices[1] : matrices[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -45,8 +47,13 @@ METAL_FUNC void fetch_tile(
   load_numbers_of<mode>(tile, first, inside && first < K / group);
 }
 
+METAL_FUNC float of_other_lane(float x, int pair, uint lane) {
+  return as_type<float>(from_row_lane(as_type<uint>(x), pair, lane));
+}
+
 // Adds up the columns of each row of x, of which there are M, and stores the sums, or adds them to
-// those of an earlier step: 16 floats for every row of x, `stride` apart.
+// those of an earlier step: 16 floats for every row of x, `stride` apart. Lanes share the sums out:
+// each gives away those of another row of the tile, then those of another row of x.
 template <int slots, int fragments>
 METAL_FUNC void add_sums(
     threadgroup float* to,
@@ -56,26 +63,34 @@ METAL_FUNC void add_sums(
     bool more,
     int quarter,
     uint lane) {
-  const int per = 8 / slots;
+  const bool high = quarter / 2, odd = quarter % 2;
 #pragma unroll
   for (int f = 0; f < fragments; f++) {
+    float2 sums[2] = {totals[f].part[0], totals[f].part[1]};
+    if (slots == 8) {
+      sums[0].x += sums[0].y;
+      sums[1].x += sums[1].y;
+    }
+    if (slots > 1) {
+      float2 given = high ? sums[0] : sums[1];
+      sums[0] = high ? sums[1] : sums[0];
+      sums[0].x += of_other_lane(given.x, quarter ^ 2, lane);
+      sums[0].y += slots == 8 ? 0 : of_other_lane(given.y, quarter ^ 2, lane);
+    }
+    if (slots > 2) {
+      bool second = slots == 4 && odd;
+      float given = slots == 8 || second ? sums[0].x : sums[0].y;
+      sums[0].x = (second ? sums[0].y : sums[0].x) + of_other_lane(given, quarter ^ 1, lane);
+    }
 #pragma unroll
-    for (int p = 0; p < 2; p++) {
-      float2 sum = totals[f].part[p];
-      if (slots == 8) {
-        sum.x += sum.y;
-      }
+    for (int p = 0; p < (slots > 1 ? 1 : 2); p++) {
 #pragma unroll
-      for (int apart = slots > 2 ? 1 : 2; apart < (slots > 1 ? 4 : 0); apart *= 2) {
-        sum.x += as_type<float>(from_row_lane(as_type<uint>(sum.x), quarter ^ apart, lane));
-        sum.y += as_type<float>(from_row_lane(as_type<uint>(sum.y), quarter ^ apart, lane));
-      }
-      int m = f * per + fragment_col(lane);
-#pragma unroll
-      for (int i = 0; i < min(per, 2); i++) {
-        if (fragment_col(lane) < per && m + i < M) {
-          threadgroup float* at = to + (m + i) * stride + fragment_row(lane) + 8 * p;
-          *at = (i == 0 ? sum.x : sum.y) + (more ? *at : 0.0f);
+      for (int i = 0; i < (slots > 2 ? 1 : 2); i++) {
+        int n = fragment_row(lane) + 8 * (slots > 1 ? int(high) : p);
+        int m = f * (8 / slots) + (slots > 2 ? int(odd) : fragment_col(lane) % (8 / slots) + i);
+        threadgroup float* at = to + m * stride + n;
+        if (m < M && !(slots == 8 && odd)) {
+          *at = (i == 0 ? sums[p].x : sums[p].y) + (more ? *at : 0.0f);
         }
       }
     }
@@ -148,11 +163,13 @@ template <
   const int here = min(tiles, all - first), rounded = (here + ahead - 1) / ahead * ahead;
   const int mine = (steps - int(simd) + simds - 1) / simds;
   const bool odd = begins_odd(w) || begins_odd(w1) || begins_odd(w2);
+  // Two matrices of a gate take turns, as tiles do.
+  const bool known = gate && ahead % 2 == 0;
   packed_tile<S, bits, run, 1, count> tile[ahead] = {};
 #pragma unroll
   for (int d = 0; d < ahead; d++) {
     fetch_tile<gate, mode, group>(
-        tile[d], matrices, sizes, first + d, simd, K, d < here && mine > 0, odd, quarter, lane);
+        tile[d], matrices, sizes, first + d, known ? d % 2 : -1, simd, K, d < here && mine > 0, odd, quarter, lane);
   }
   // Which of its columns a lane fills with x: those of the slot that its depths are in.
   const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
@@ -206,6 +223,7 @@ template <
               matrices,
               sizes,
               first + coming + d,
+              known ? d % 2 : -1,
               then,
               K,
               coming + d < here && then < steps,
