@@ -8,8 +8,18 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// sums += a tile's run d times x; without mode NVFP4, sums = their product.
-template <typename T, int fragments, int mode, typename S, int bits, int run, int ahead, int count>
+// sums += a tile's run d times x; without mode NVFP4, sums = their product. Of `chains` sums for each
+// fragment, which wait for each other less, all are to be added up.
+template <
+    typename T,
+    int fragments,
+    int mode,
+    int chains = 1,
+    typename S,
+    int bits,
+    int run,
+    int ahead,
+    int count>
 METAL_FUNC void multiply_tile(
     thread sum_fragment* sums,
     thread packed_tile<S, bits, run, ahead, count>& tile,
@@ -46,10 +56,11 @@ METAL_FUNC void multiply_tile(
 #pragma unroll
         for (int f = 0; f < fragments; f++) {
           right_fragment<T> right = x[f * (run / 4) + s * pairs / 2 + j];
-          if (mode != NVFP4 && s + j + part == 0) {
-            multiply(sums[f], left, right);
+          int chain = (s * pairs / 2 + j) % chains * fragments + f;
+          if (mode != NVFP4 && s * pairs / 2 + j < chains && part == 0) {
+            multiply(sums[chain], left, right);
           } else {
-            multiply_accumulate(sums[f], left, right);
+            multiply_accumulate(sums[chain], left, right);
           }
         }
       }

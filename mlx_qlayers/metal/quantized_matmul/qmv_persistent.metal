@@ -144,7 +144,7 @@ template <
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   const int slots = mode == NVFP4 ? 1 : 4 * run / group, per = 8 / slots, most = per * fragments;
-  const int step = 4 * run, count = mode == NVFP4 ? run / 16 : 1, columns = 8 * fragments;
+  const int step = 4 * run, count = mode == NVFP4 ? run / 16 : 1, columns = 8 * fragments, chains = 2;
   // Shapes come with the launch, earlier than what is in memory.
   const int K = w_shape[1] * 32 / bits, steps = (K + step - 1) / step;
   int M = 1;
@@ -213,8 +213,13 @@ template <
           if (mode == NVFP4) {
             multiply_tile<T, fragments, mode>(totals, tile[d], 0, values, quarter);
           } else {
-            sum_fragment sums[fragments];
-            multiply_tile<T, fragments, mode>(sums, tile[d], 0, values, quarter);
+            sum_fragment sums[chains * fragments];
+            multiply_tile<T, fragments, mode, chains>(sums, tile[d], 0, values, quarter);
+#pragma unroll
+            for (int f = 0; f < (chains - 1) * fragments; f++) {
+              sums[f % fragments].part[0] += sums[fragments + f].part[0];
+              sums[f % fragments].part[1] += sums[fragments + f].part[1];
+            }
             add_scaled<T, fragments, mode, (slots < 4)>(
                 totals, sums, added, tile[d], quarter * slots / 4, lane);
           }
