@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
@@ -14,15 +14,17 @@ from ..metal.quantized_matmul import qmm, qmv
 from ..metal.quantized_matmul.qmv_config import (
     QmvConfig,
     QmvMatrixConfig,
+    QmvPersistentConfig,
+    matrix_config,
     qmv_config,
-    threadgroup_memory,
+    units_memory,
 )
 from ..runtime.kernel import Kernel
 from .problem import CALIBRATED_PROMPTS, CALIBRATED_ROWS, Problem, form_of, too_much, with_more
 
 # Beyond these a thread's sums and weights cannot stay in registers.
 _MOST_SUMS, _MOST_PRODUCTS = 32, 128
-QmvAny = QmvConfig | QmvMatrixConfig
+QmvAny = QmvConfig | QmvPersistentConfig
 
 
 class QmvKind(NamedTuple):
@@ -59,7 +61,7 @@ class QmvProblem(Problem):
     dtype: mx.Dtype
     fmt: Format
     kind: str = ""
-    family, configs = "qmv", (QmvMatrixConfig, QmvConfig)
+    family, configs = "qmv", (QmvMatrixConfig, QmvPersistentConfig, QmvConfig)
     values: ClassVar = {
         "simds": (1, 2, 4, 8, 16),
         "tiles": (1, 2, 4),
@@ -78,6 +80,9 @@ class QmvProblem(Problem):
         # Which kernel is faster depends on what the matrix units of a GPU are worth: ten times the
         # other ones on CUDA.
         first = self.heuristic(device)
+        if type(first) is QmvPersistentConfig:
+            shape = self.rows, self.n, self.k
+            return first, matrix_config(device, *shape, self.fmt, QmvKind.of(self.kind).norm)
         if device != "metal":
             return (first,)
         threads = replace(self, dtype=mx.float32, kind="").heuristic("metal")
@@ -96,7 +101,7 @@ class QmvProblem(Problem):
     def why_not(self, config: QmvAny) -> str | None:
         if config.threads > 1024:
             return f"{config.threads} threads"
-        if isinstance(config, QmvMatrixConfig):
+        if isinstance(config, QmvPersistentConfig):
             return self._why_not_units(config)
         if QmvKind.of(self.kind).gate and config.outputs % 2:
             return "a gate joins outputs in pairs"
@@ -109,10 +114,10 @@ class QmvProblem(Problem):
             return f"{sums} sums, {products} products"
         return None
 
-    def _slots(self, config: QmvMatrixConfig) -> int:
+    def _slots(self, config: QmvPersistentConfig) -> int:
         return 1 if self.fmt.mode == "nvfp4" else 4 * config.run // self.fmt.group_size
 
-    def _why_not_units(self, config: QmvMatrixConfig) -> str | None:
+    def _why_not_units(self, config: QmvPersistentConfig) -> str | None:
         group, bits, mode = self.fmt
         if mode == "nvfp4":
             if config.run != (16 if self.k % 32 else 32) or config.ahead > 1:
@@ -122,10 +127,12 @@ class QmvProblem(Problem):
                 return f"runs of {config.run} in groups of {group}"
         if not config.takes(self.k):
             return f"rows of {self.k}"
-        if why := too_much(threadgroup_memory(**asdict(config))):
+        if why := too_much(units_memory(config, self.fmt)):
             return why
-        sums = config.tiles * config.fragments
-        words = config.tiles * config.ahead * config.run * bits // 16
+        # Of tiles whose threadgroup stays one at a time has sums in registers.
+        tiles = config.tiles if isinstance(config, QmvMatrixConfig) else 1
+        sums = tiles * config.fragments
+        words = tiles * config.ahead * config.run * bits // 16
         if sums > _MOST_SUMS or words > _MOST_PRODUCTS:
             return f"{sums} fragments and {words} words under way"
         return None

@@ -33,7 +33,7 @@ _LONG = 2048
 # What CUDA starts at most along y and z, where Metal knows no such limit.
 _MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
 # Their declarations, and those of the files that they include, come from the shim instead.
-_SHIMMED = METAL / "common/tile.metal", METAL / "common/arrival.metal"
+_SHIMMED = tuple(METAL / f"common/{name}.metal" for name in ("tile", "arrival", "prefetch"))
 # The template parameter that says how many threadgroups a multiprocessor should hold.
 _RESIDENT = "RESIDENT"
 # And the one that says how many bytes of dynamic shared memory the kernel takes.

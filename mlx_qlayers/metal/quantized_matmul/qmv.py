@@ -31,6 +31,7 @@ from .qmv_config import (
     matrix_registers,
     packed_template,
     persistent_memory,
+    persistent_registers,
     registers,
     threadgroup_memory,
     within_memory,
@@ -157,7 +158,7 @@ def _fitting(
     if not gate or config.tiles % 2 == 0:
         return config
     # With a gate tiles in pairs, one of each matrix that it joins.
-    return within_memory(replace(config, tiles=config.tiles + 1))
+    return within_memory(replace(config, tiles=config.tiles + 1), fmt)
 
 
 def takes_deferred_norm(config: QmvAnyConfig, matrices: Sequence[PackedMatrix]) -> bool:
@@ -177,7 +178,7 @@ _TEMPLATE = ("T", "S", "mode", "group", "bits", "gate", "normed", "epsilon")
 _KERNELS: dict[type, tuple[str, tuple[str, ...], Any, Any]] = {
     QmvConfig: ("qmv", _DEFERRED, 0, registers),
     QmvMatrixConfig: ("qmv_matrix", ("shape",), threadgroup_memory, matrix_registers),
-    QmvPersistentConfig: ("qmv_persistent", ("shape",), persistent_memory, matrix_registers),
+    QmvPersistentConfig: ("qmv_persistent", ("shape",), persistent_memory, persistent_registers),
     SkinnyConfig: ("qmm_skinny", ("norm_weight", "shape"), skinny_memory, skinny_registers),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
 
@@ -14,6 +14,7 @@ from ...runtime.launch import TemplateValue
 from ...runtime.limits import most_threads
 
 MAX_QMV_ROWS = 16
+_AFFINE, _NVFP4 = (list(MODES).index(mode) for mode in ("affine", "nvfp4"))
 
 
 def packed_template(fmt: Format, dtype: mx.Dtype, scales: mx.Dtype) -> dict[str, TemplateValue]:
@@ -124,9 +125,12 @@ class QmvMatrixConfig(QmvPersistentConfig):
         return self.tiles * self.stacks
 
 
+Units = TypeVar("Units", bound=QmvPersistentConfig)
+
+
 def qmv_config(
     device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format, kind: str = ""
-) -> QmvConfig | QmvMatrixConfig:
+) -> QmvConfig | QmvPersistentConfig:
     """The configuration for ``"metal"``, ``"cuda"`` or ``"host"``, of 1 to 16 rows.
 
     ``n`` counts the outputs of all matrices, and ``kind`` says what the launch does besides, for
@@ -139,7 +143,9 @@ def qmv_config(
         return QmvConfig(rows, outputs=4, run=fmt.group_size, lanes=1, ways=16, threads=8)
     # Apple's matrix units multiply no faster than its other units: an estimate.
     if dtype != mx.float32 and (device == "cuda" or rows > 3):
-        config = _matrix_units(device, rows, n, k, fmt, "norm" in kind)
+        if device == "cuda" and (stays := _persistent(rows, n, k, fmt, kind)):
+            return stays
+        config = matrix_config(device, rows, n, k, fmt, "norm" in kind)
         smaller = config if device == "cuda" else _within_registers(config, dtype, fmt)
         if smaller is not None:
             return smaller
@@ -170,7 +176,25 @@ def _within_registers(
     return None
 
 
-def _matrix_units(
+def _persistent(rows: int, n: int, k: int, fmt: Format, kind: str) -> QmvPersistentConfig | None:
+    """Where an H200 was measured to be faster so: operands of x that SIMD groups can hold.
+
+    Threadgroups are as many as its 132 multiprocessors; where that is not enough, twice as many at
+    once.
+    """
+    steps = -(-k // 256)
+    if fmt != Format(64, 4) or rows > 2 or steps > 16 or "norm" in kind or n < 16384:
+        return None
+    rounds = -(-n // (16 * 132 * 18))
+    tiles = -(-n // (16 * 132 * rounds))
+    simds = steps if rounds == 1 else -(-steps // 2)
+    config = QmvPersistentConfig(1, 64, tiles + tiles % 2, simds, ahead=2, occupancy=16)
+    while units_memory(config, fmt) > MAX_THREADGROUP_MEMORY:
+        config = replace(config, tiles=config.tiles - 2)
+    return config
+
+
+def matrix_config(
     device: str, rows: int, n: int, k: int, fmt: Format, normed: bool
 ) -> QmvMatrixConfig:
     """Measured on an H200; for other GPUs an estimate."""
@@ -200,11 +224,11 @@ def _matrix_units(
         tiles, simds, ahead, occupancy = _spread(rows, n, k, fmt, light)
         occupancy = 8 if fragments * run > 64 else occupancy
         config = QmvMatrixConfig(fragments, run, tiles, simds, ahead, occupancy=occupancy)
-    return within_memory(config)
+    return within_memory(config, fmt)
 
 
-def within_memory(config: QmvMatrixConfig) -> QmvMatrixConfig:
-    while threadgroup_memory(**asdict(config)) > MAX_THREADGROUP_MEMORY:
+def within_memory(config: Units, fmt: Format) -> Units:
+    while units_memory(config, fmt) > MAX_THREADGROUP_MEMORY:
         config = replace(config, simds=config.simds // 2)
     return config
 
@@ -235,8 +259,17 @@ def persistent_memory(
     *, simds: int, tiles: int, fragments: int, mode: int, group: int, run: int, **_: object
 ) -> int:
     """The same where threadgroups stay."""
-    slots = 1 if mode == list(MODES).index("nvfp4") else 4 * run // group
+    slots = 1 if mode == _NVFP4 else 4 * run // group
     return 4 * simds * fragments * 8 * (tiles * 16 // slots + 1)
+
+
+def units_memory(config: QmvPersistentConfig, fmt: Format) -> int:
+    """Bytes that the kernel of a configuration on the matrix units takes."""
+    if isinstance(config, QmvMatrixConfig):
+        return threadgroup_memory(**asdict(config))
+    return persistent_memory(
+        mode=list(MODES).index(fmt.mode), group=fmt.group_size, **asdict(config)
+    )
 
 
 def registers(
@@ -264,7 +297,7 @@ def matrix_registers(
     **_: object,
 ) -> int:
     """The same on the matrix units: packed words and numbers of the tiles, x, and sums."""
-    affine = mode == list(MODES).index("affine")
+    affine = mode == _AFFINE
     numbers = (6 if affine else 4) * (run // 16 if group == 16 else 1)
     # Runs that begin within a word take more than they have.
     words = -(-run * bits // 32) + (run * bits % 16 > 0)
@@ -273,3 +306,8 @@ def matrix_registers(
     operands = fragments * run * T.size // 4 * (2 if run <= 16 else 1)
     sums = 4 * fragments * (2 if affine else 1) + 2 * fragments * normed
     return tiles * of_tile + operands + sums + 2 * T.size
+
+
+def persistent_registers(*, ahead: int, **told: Any) -> int:
+    """The same where threadgroups stay: of their tiles `ahead` are in registers, a run of each."""
+    return matrix_registers(**told | {"tiles": ahead, "ahead": 1})

@@ -11,6 +11,7 @@
 
 #include "qmv_matrix_steps.metal"
 #include "common/fragment.metal"
+#include "common/prefetch.metal"
 #include "packed_tile.metal"
 
 #include <metal_stdlib>
@@ -171,6 +172,19 @@ template <
     fetch_tile<gate, mode, group>(
         tile[d], matrices, sizes, first + d, known ? d % 2 : -1, simd, K, d < here && mine > 0, odd, quarter, lane);
   }
+  // What results are finished with comes from memory too.
+  const int joined = gate ? 2 : 1;
+  for (int i = simd * 32 + lane; i < here / joined * 16; i += simds * 32) {
+    tile_place place = place_of_tile<gate, 16>(first + i / 16 * joined, sizes, w1, w2);
+    int to = place.first + i % 16, which = place.matrix;
+    const device T* added = which == 0 ? bias : which == 1 ? bias1 : bias2;
+    if (added) {
+      will_load(added + to);
+    }
+    if (next_weight) {
+      will_load(next_weight + to);
+    }
+  }
   // Which of its columns a lane fills with x: those of the slot that its depths are in.
   const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
   const int row = column % per - column;
@@ -253,7 +267,7 @@ template <
 
   // A thread finishes an element: row n of the tiles, or of every other where two make one. Whole
   // SIMD groups go through the loop where sixteen threads add up the squares of a tile.
-  const int joined = gate ? 2 : 1, height = here / joined * 16, elements = height * M;
+  const int height = here / joined * 16, elements = height * M;
   const int sharing = min(simds, steps);
   for (int i = simd * 32 + lane; i < (next_weight ? (elements + 31) / 32 * 32 : elements);
        i += simds * 32) {

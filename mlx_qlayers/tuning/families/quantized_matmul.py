@@ -12,7 +12,7 @@ from ...metal.quantized_matmul.dequantize import dequantize
 from ...metal.quantized_matmul.qmm import QmmConfig
 from ...metal.quantized_matmul.qmm_tensor import why_no_codes
 from ...metal.quantized_matmul.qmv import QmvArrays
-from ...metal.quantized_matmul.qmv_config import QmvConfig, QmvMatrixConfig
+from ...metal.quantized_matmul.qmv_config import QmvConfig, QmvPersistentConfig
 from ...ops.tensor_choice import CODES, PATHS, tensor_product
 from ...options import MatmulCall, PackedMatrix
 from ...reference import quantized_matmul as reference
@@ -22,7 +22,7 @@ from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, moves_of, normal
 from ..moves import Buffer, Group, GroupTop, Local, Tile, Unroll, Upcast
 
-Config = QmvConfig | QmvMatrixConfig
+Config = QmvConfig | QmvPersistentConfig
 _EPSILON = 1e-6
 
 

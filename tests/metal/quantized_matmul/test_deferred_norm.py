@@ -8,7 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvMatrixConfig, qmv_config
+from mlx_qlayers.metal.quantized_matmul.qmv_config import (
+    QmvMatrixConfig,
+    QmvPersistentConfig,
+    qmv_config,
+)
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import on_gpus
@@ -17,8 +21,17 @@ from tests.metal.quantized_matmul.test_qmv import AFFINE, fused_in, packed_matri
 from tests.numerics import assert_accurate, random, round_to, to64
 
 # Tiles at the edge of a matrix, whole threadgroups beyond it, more tiles of each.
-GIVEN = [(200, None), (24, QmvMatrixConfig(2, 16, tiles=4, simds=1))]
-TAKEN = [([41, 8, 24], None), ([41, 41], "silu")]
+GIVEN = [
+    (200, None),
+    (24, QmvMatrixConfig(2, 16, tiles=4, simds=1)),
+    (72, QmvPersistentConfig(2, 16, tiles=2, simds=3)),
+]
+TAKEN = [
+    ([41, 8, 24], None, None),
+    ([41, 41], "silu", None),
+    ([41, 8, 24], None, QmvPersistentConfig(2, 16, tiles=3, simds=2)),
+    ([41, 41], "silu", QmvPersistentConfig(2, 16, tiles=4, simds=2, ahead=2)),
+]
 
 
 def gives_squares(rows: int, n: int, config: Any, dtype: mx.Dtype = mx.bfloat16) -> None:
@@ -41,8 +54,8 @@ def takes_squares(
     rows: int,
     sizes: list[int],
     gate: str | None,
-    dtype: mx.Dtype = mx.bfloat16,
     config: Any = None,
+    dtype: mx.Dtype = mx.bfloat16,
 ) -> None:
     """Products of normed rows, from the rows times the weight and the squares of tiles."""
     rng, k = np.random.default_rng(rows), 192
@@ -67,17 +80,17 @@ def test_squares_of_tiles(rows, n, config):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16])
-@pytest.mark.parametrize(("sizes", "gate"), TAKEN)
-def test_products_of_deferred_norms(rows, sizes, gate):
+@pytest.mark.parametrize("taken", TAKEN, ids=str)
+def test_products_of_deferred_norms(rows, taken):
     with use_backend("host"), checks():
-        takes_squares(rows, sizes, gate)
+        takes_squares(rows, *taken)
 
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_in_float16(rows):
     with use_backend("host"), checks():
         gives_squares(rows, *GIVEN[0], mx.float16)
-        takes_squares(rows, *TAKEN[0], mx.float16)
+        takes_squares(rows, *TAKEN[0], dtype=mx.float16)
 
 
 @on_gpus

@@ -12,7 +12,11 @@ from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvMatrixConfig, qmv_config
+from mlx_qlayers.metal.quantized_matmul.qmv_config import (
+    QmvMatrixConfig,
+    QmvPersistentConfig,
+    qmv_config,
+)
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
@@ -45,8 +49,8 @@ def sample(rng, rows, n, groups, fmt, dtype):
     return random(rng, (rows, k), dtype), random_packed(rng, n, k, fmt, dtype)
 
 
-def by_kernel(x, packed, fmt, bias=None, device="host", **changes):
-    config = replace(config_for(device, x, packed, fmt), **changes)
+def by_kernel(x, packed, fmt, bias=None, device="host", config=None, **changes):
+    config = replace(config or config_for(device, x, packed, fmt), **changes)
     with use_backend("host"):
         return qmv(x, [PackedMatrix(*packed, bias)], fmt, config)[0]
 
@@ -92,12 +96,33 @@ def test_matrix_units(fmt, dtype, rows):
         QmvMatrixConfig(fragments=2, run=32, tiles=4, simds=1),
         QmvMatrixConfig(fragments=4, run=64, tiles=1, simds=2, stacks=2),
         QmvMatrixConfig(fragments=2, run=32, tiles=1, simds=8),
+        QmvPersistentConfig(fragments=4, run=64, tiles=2, simds=3, ahead=2),
+        QmvPersistentConfig(fragments=1, run=16, tiles=3, simds=2),
     ],
     ids=str,
 )
 def test_matrix_units_in_other_configurations(config):
     """SIMD groups without work, more tiles than there are, tails of K."""
-    check_all(AFFINE, mx.bfloat16, 7, [(41, 3), (8, 256)], device="cuda", **asdict(config))
+    with checks():
+        check_all(AFFINE, mx.bfloat16, 7, [(41, 3), (8, 256)], config=config)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "rows"),
+    [
+        (Format(32, 3), mx.float16, 1),
+        (Format(64, 8), mx.bfloat16, 16),
+        (Format(32, 4, "mxfp4"), mx.bfloat16, 1),
+        (Format(16, 4, "nvfp4"), mx.float16, 3),
+    ],
+    ids=str,
+)
+def test_threadgroups_that_stay(fmt, dtype, rows):
+    """Several formats, in more tiles than are under way at once."""
+    like = qmv_config("cuda", rows, 41, 256, dtype, fmt)
+    config = QmvPersistentConfig(like.fragments, like.run, tiles=3, simds=3, ahead=2)
+    with checks():
+        check_all(fmt, dtype, rows, [(41, 4), (100, 256)], config=config)
 
 
 def test_a_configuration_must_go_with_the_rows():
