@@ -126,7 +126,10 @@ def test_products_with_what_stands_around_them(kind):
 
 def test_a_search_begins_with_both_kernels_where_it_is_not_known_which_is_faster():
     problem = PROBLEMS["qmv"](1, 64, 128, mx.bfloat16, FMT)
-    assert {type(config) for config in problem.starts("metal")[1:]} == set(problem.configs)
-    assert len(problem.starts("cuda")) == 1
+    units, stays, threads = problem.configs
+    assert {type(config) for config in problem.starts("metal")[1:]} == {units, threads}
+    assert [type(config) for config in problem.starts("cuda")] == [units]
+    large = replace(problem, n=1 << 15)
+    assert [type(config) for config in large.starts("cuda")] == [stays, units]
     single = replace(problem, dtype=mx.float32)
     assert len(single.starts("metal")[1:]) == 1
