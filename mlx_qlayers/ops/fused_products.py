@@ -15,6 +15,7 @@ from ..dispatch.measurements import configure, decided, found, measured_gain
 from ..dispatch.thresholds import source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
+from ..metal.quantized_matmul.gated import RUN, gated_rows
 from ..metal.quantized_matmul.qmm_skinny import skinny_config
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
@@ -161,7 +162,7 @@ def _plan(
     if choice.path == "ops":
         return Plan(choice, composed)
     if dense:
-        run = _composed(_dense(x, matrices, fmt), epsilon, gate)
+        run = _composed(_dense(x, matrices, fmt, gate), epsilon, None)
     else:
         if skinny:
             config = skinny_config(choice.path, rows, n, k, x.dtype, fmt)
@@ -260,10 +261,13 @@ def _vector(
     return run
 
 
-def _dense(x: Spec, matrices: list[PackedMatrix], fmt: Format) -> _Multiply:
+def _dense(x: Spec, matrices: list[PackedMatrix], fmt: Format, gate: Gate | None) -> _Multiply:
     """Many rows: the matrices dequantized in one launch, for one dense product."""
     unpack, sizes = dequantize(matrices, fmt, x.dtype), [m.w.shape[0] for m in matrices]
     (*leading, k), begins = x.shape, list(accumulate(sizes))[:-1]
+    whole = len({m.bias is None for m in matrices}) == 1 and sizes[0] % RUN == 0
+    joined = Spec((prod(leading), sum(sizes)), x.dtype)
+    gated = gated_rows(joined, gate) if gate and whole else None
 
     def multiply(x: mx.array, residual: mx.array | None, flat: list[Any]) -> list[mx.array]:
         rows, biases = x.reshape(-1, k), flat[3::4]
@@ -275,10 +279,14 @@ def _dense(x: Spec, matrices: list[PackedMatrix], fmt: Format) -> _Multiply:
             y, biases = mx.addmm(whole, rows, dense.T), []
         else:
             y = rows @ dense.T
+        if gated is not None:
+            return [gated(y).reshape(*leading, -1)]
         products = mx.split(y, begins, axis=1) if begins else [y]
         for i, bias in enumerate(biases):
             if bias is not None:
                 products[i] += bias
+        if gate:
+            products = [ACTIVATIONS[gate](products[0]) * products[1]]
         return [y.reshape(*leading, -1) for y in products]
 
     return multiply

@@ -209,25 +209,34 @@ def test_what_no_kernel_takes_is_composed_and_explained():
             fused_products(rows, chosen)
 
 
-@pytest.mark.parametrize("biased", [(True, True), (True, False), (False, False)], ids=str)
+@pytest.mark.parametrize(
+    ("biased", "gate"),
+    [
+        ((True, True), "gelu"),
+        ((True, False), "silu"),
+        ((False, False), "gelu_approx"),
+        ((False, False), "silu"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("norm", [False, True])
-def test_many_rows_are_one_dense_product(norm, biased):
-    many_rows(65, norm, biased, "dequantize_{}_affine")
+def test_many_rows_are_one_dense_product(norm, biased, gate):
+    many_rows(65, norm, biased, "dequantize_{}_affine", gate, len({*biased}) == 1)
 
 
 def test_up_to_128_rows_are_one_launch():
-    many_rows(9, True, (True, False), "qmm_skinny_")
+    many_rows(9, True, (True, False), "qmm_skinny_", "silu", False)
 
 
-def many_rows(rows, norm, biased, kernel):
-    """All there is in one launch, with as many rows twice."""
+def many_rows(rows, norm, biased, kernel, gate, gated):
+    """All there is in one launch, with as many rows twice; or with one for the gate behind it."""
     rng, fmt = np.random.default_rng(8), Format(64, 4)
-    x, residual = (random(rng, (2, rows, n), mx.bfloat16) for n in (64, 8))
-    packed = matrices(rng, (8, 8), 64, fmt, mx.bfloat16, biased)
+    x, residual = (random(rng, (2, rows, n), mx.bfloat16) for n in (64, 24))
+    packed = matrices(rng, (24, 24), 64, fmt, mx.bfloat16, biased)
     options = {"norm": (random(rng, (64,), mx.bfloat16), EPS)} if norm else {}
     for chosen, more in (
         (packed, {}),
-        (packed, {"gate": "silu"}),
+        (packed, {"gate": gate}),
         (packed[:1], {"residual": residual}),
     ):
         with use_backend("host"), trace() as launches:
@@ -235,7 +244,9 @@ def many_rows(rows, norm, biased, kernel):
         with use_backend("ops"):
             single = fused_products(x, chosen, **options, **more)
         expected, terms = truth(x, chosen, fmt, **options, **more)
-        assert len(launches) == 1 and launches[0].kernel.startswith(kernel.format(len(chosen)))
+        first, *others = (launch.kernel for launch in launches)
+        assert first.startswith(kernel.format(len(chosen)))
+        assert others == ["gated_rows"] * (gated and "gate" in more)
         for y, other, exact, large in zip(found, single, expected, terms, strict=True):
             assert_accurate(y, exact, other, terms=large)
 
