@@ -103,6 +103,12 @@ class _Hooks:
 
     def before(self, line: str) -> list[str]:
         """The calls to put in front of one instruction."""
+        if " call " in line:
+            if m := _COPY.search(line):
+                return self._copy(m)
+            return ["  call void @qk_at(i32 @LINE@)"] if _MEETING.search(line) else []
+        if ", align " not in line:
+            return []
         for hook, pattern in (("qk_load", _LOAD), ("qk_store", _STORE)):
             if m := pattern.search(line):
                 atomic, kind, space, pointer, align = m.groups()
@@ -111,10 +117,6 @@ class _Hooks:
         if m := _UPDATE.search(line) or _EXCHANGE.search(line):
             space, pointer, kind, align = m.groups()
             return self.access("qk_atomic", space, pointer, size_of(kind), int(align), _ATOMIC)
-        if m := _COPY.search(line):
-            return self._copy(m)
-        if _MEETING.search(line):
-            return ["  call void @qk_at(i32 @LINE@)"]
         return []
 
     def _copy(self, m: re.Match[str]) -> list[str]:
@@ -165,8 +167,6 @@ def instrument(ir: str, locate: Callable[[str], str]) -> Instrumented:
     for line in ir.split("\n"):
         if line.startswith("define "):
             labels, hooks.borrowed, work = set(), _borrowed(next(bodies)), 0
-        elif m := _LABEL.match(line):
-            labels.add(m.group(1))
         elif line.startswith("  "):
             added = hooks.before(line)
             turns = line.startswith(("  br ", "  switch "))
@@ -179,6 +179,8 @@ def instrument(ir: str, locate: Callable[[str], str]) -> Instrumented:
             if work and _TERMINATOR.match(line):
                 out.append(f"  call void @qk_work(i32 {work})")
                 work = 0
+        elif m := _LABEL.match(line):
+            labels.add(m.group(1))
         out.append(line)
     # A call inside a function with debug information would need a location of its own.
     text = re.sub(r" !dbg !\d+", "", re.sub(r", !dbg !\d+", "", "\n".join(out)))

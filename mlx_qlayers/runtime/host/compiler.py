@@ -11,6 +11,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,25 +97,19 @@ def split(unit: str) -> tuple[str, str]:
     return unit[:end], _RETURN.sub(r"\1", unit[end:], count=1)
 
 
-@functools.lru_cache(maxsize=64)
-def _expanded(text: str, defines: frozenset[tuple[str, str]], language: int) -> tuple[str, str]:
-    """The headers of a source and its own text, preprocessed."""
-    headers, own = split(preprocess(text, dict(defines), language))
-    return sys.intern(headers), own
-
-
-def _shared(text: str, function: str) -> tuple[str, Callable[[str], str]]:
-    """The text that instances of a kernel have in common, and what makes it this one's again."""
+def _shared(text: str, function: str) -> tuple[str, str, Callable[[str], str]]:
+    """The text that instances of a kernel have in common, the kernel's name there, and what makes
+    of a text this instance's own."""
     found = {*re.findall(rf"\b{function}<([^<>;]*)>", text)} if function.isidentifier() else set()
     if len(found) != 1:
-        return text, str
+        return text, function, str
     (arguments,) = found
     text = text.replace(f"{function}<{arguments}>", f"{function}<{_ARGUMENTS}>")
 
     def own(text: str) -> str:
         return text.replace(_ARGUMENTS, arguments).replace(_NAME, function)
 
-    return re.sub(rf"\b{function}\b", _NAME, text), own
+    return re.sub(rf"\b{function}\b", _NAME, text), _NAME, own
 
 
 def precompile(headers: str, constants: Mapping[int, object], *, checked: bool) -> Preamble:
@@ -137,6 +132,22 @@ def precompile(headers: str, constants: Mapping[int, object], *, checked: bool) 
     used = sorted(constants.items()) if "function_constant" in headers else []
     folder = cache.entry(toolchain.key("headers", headers, used, checked), make)
     return Preamble(folder / "headers.pch", pickle.loads((folder / "declared").read_bytes()))
+
+
+@functools.lru_cache(maxsize=64)
+def _translated(
+    text: str,
+    function: str,
+    constants: frozenset[tuple[int, object]],
+    defines: frozenset[tuple[str, str]],
+    language: int,
+    checked: bool,
+) -> tuple[str, str, source.Signature]:
+    """The headers of a source as preprocessed, the unit behind them for clang, and its kernel."""
+    headers, own = split(preprocess(text, dict(defines), language))
+    values = dict(constants)
+    preamble = precompile(headers, values, checked=checked)
+    return sys.intern(headers), *source.translate(own, function, values, preamble.declared)
 
 
 def _parse(
@@ -221,12 +232,14 @@ def build(
         defines = {**defines, "QK_CHECKED": "1"}
 
     def make(folder: Path) -> None:
-        shared, back = _shared(text, function)
+        shared, name, own = _shared(text, function)
         if first:
             first(shared)
-        headers, own = _expanded(shared, frozenset(defines.items()), language)
+        given = frozenset(constants.items()), frozenset(defines.items()), language, checked
+        headers, unit, signature = _translated(shared, name, *given)
         preamble = precompile(headers, constants, checked=checked)
-        unit, signature = source.translate(back(own), function, constants, preamble.declared)
+        unit = own(unit)
+        signature = replace(signature, expression=own(signature.expression))
         plain = strict(unit, checked=checked, debug=checked, preamble=preamble)
         _refuse(unit, plain, checked, preamble)
         granule, lines = (object_checked if checked else object_fast)(plain, folder)
