@@ -21,7 +21,7 @@ from kernel_times import kernel_times
 from mlx_lm.models import qwen2
 from verified_model import filled
 
-from mlx_qlayers.conversion import attention_patch, compiled, compiled_blocks
+from mlx_qlayers.conversion import attention_patch, cache_slots, compiled
 
 # Primitives of MLX that only describe an array anew and start nothing.
 _VIEWS = re.compile(
@@ -82,7 +82,7 @@ def without_attention() -> Iterator[None]:
         mock.patch.object(qwen2, "scaled_dot_product_attention", left_out),
         mock.patch.object(attention_patch, "attention", left_out),
         mock.patch.object(
-            compiled_blocks, "attention_step", lambda q, k, v, *buffers, **_: [q, *buffers[2:4]]
+            cache_slots, "attention_step", lambda q, k, v, *buffers, **_: [q, *buffers[2:4]]
         ),
         # Graphs that were made with it must not be used.
         mock.patch.object(compiled, "context", lambda: (at := context()) and (*at, "without")),
@@ -123,7 +123,9 @@ def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterato
         ) -> float:
             return min(step_time(run, model, prompts, steps) for _ in range(args.repeats))
 
-        step, headless = least(model), least(lambda y, cache, m=model: m.model(y, cache))
+        step = least(model)
+        with mock.patch.object(model, "lm_head", nn.Identity()):
+            headless = least(model)
         with without_attention():
             blind = least(model)
         seconds = {

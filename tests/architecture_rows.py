@@ -36,11 +36,9 @@ _AT_FIRST = "left at the first step: "
 def row(name: str, report: ConversionReport, stopped: str | None = None) -> str:
     """A line of the table."""
     fused = {each.kind for each in report.fusions if each.action == FUSED}
-    blocks = ", ".join(sorted(fused - {"step", "stack"})) or "-"
+    blocks = ", ".join(sorted(fused - {"step"})) or "-"
     left = [f.reason for f in report.fusions if f.kind == "step" and f.action == LEFT]
-    if "stack" in fused and "step" not in fused:
-        how = "layers in one graph"
-    elif stopped:
+    if stopped:
         how = _AT_FIRST + stopped
     elif "step" in fused:
         how = "the step in one graph"

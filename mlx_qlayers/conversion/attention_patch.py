@@ -19,6 +19,7 @@ import mlx.nn as nn
 from ..layers.fused_attention import FusedAttention
 from ..ops.attention import attention
 from ..ops.gated_delta import gated_delta
+from .long_prompts import wait
 from .matcher import Mismatch, names_used
 from .rewriter import rebound
 from .step_slots import current_step
@@ -38,6 +39,7 @@ def patched_attention(
         out, mask = step.attended(queries, keys, values, scale, mask, sinks)
         if out is not None:
             return out
+    wait(queries)
     return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 

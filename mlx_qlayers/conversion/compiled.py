@@ -51,12 +51,12 @@ def operation(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable
     @lru_cache(maxsize=1024, typed=True)
     @wraps(make)
     def bind(where: Context | None, *static: Any) -> Callable[..., Any]:
-        return make(*static) if where is None else _Graph(make(*static))
+        return make(*static) if where is None else Graph(make(*static))
 
     return bind
 
 
-class _Graph:
+class Graph:
     """A function that is compiled before its first use, on arrays that are never evaluated.
 
     MLX calls it again where a gradient is taken: only then the nodes that carry gradients are
@@ -92,4 +92,4 @@ class _Graph:
 
 def ready(function: Callable[..., Any], *arrays: Any) -> Callable[..., Any]:
     """A bound operation for arrays of such shapes: one call of Python less."""
-    return function.ready(*arrays) if isinstance(function, _Graph) else function
+    return function.ready(*arrays) if isinstance(function, Graph) else function

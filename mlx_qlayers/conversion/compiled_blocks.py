@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -19,12 +19,11 @@ from mlx.nn.layers.distributed import sum_gradients
 from ..dispatch import dispatch
 from ..formats import Format
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate
-from ..ops.attention_step import Rotation, attention_step
+from ..ops.attention_step import Rotation
 from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
 from ..ops.int8_matmul import fused_int8
 from ..ops.rotary import rotary_embedding
 from ..runtime.backend import backend, current
-from .cache_tail import Buffer, merged
 from .compiled import operation
 from .step_products import Product
 from .step_slots import current_step
@@ -138,22 +137,27 @@ def _projection(
         residual: mx.array | None = None,
         next_weight: mx.array | None = None,
     ) -> list[mx.array]:
+        step, own = current_step.get(), eps
+        if step is not None:
+            x, residual = step.products.latest(x), step.products.latest(residual)
         if group is not None:
             return [_summed(launches[0][0], group, packed, residual, x, weight)]
         if across is not None and current.get().mode.differentiable:
             x, weight = across(x), None if weight is None else across(weight)
-        step, own = current_step.get(), eps
         if step is not None and eps is None and (norm := step.products.norms.get(id(x))):
             _, x, tile_squares, own = norm
+        elif step is not None and (parts := step.products.deferring(x, weight)):
+            _, x, tile_squares = parts
+            weight = None
         rows = x, weight, tile_squares, residual, next_weight
         if len(launches) == 1:
             static = (*launches[0][0][:3], own, gate)
             y: list[mx.array] = dispatch(FUSED_PRODUCTS, (*rows, *packed), static)
-            if step is not None and len(formats) == 1 and residual is next_weight is None:
-                again, parts = partial(_with, rows, packed, static), None
-                if gate is None:
-                    parts = partial(_in_parts, rows, packed, static)
-                step.products.keep(Product(y[0], again, None, parts))
+            if step is not None and len(formats) == 1 and next_weight is None:
+                again = partial(_with, rows, packed, static)
+                whole = gate is None and residual is None
+                split = partial(_in_parts, rows, packed, static) if whole else None
+                step.products.keep(Product(y[0], again, residual, split))
             return y
         products: dict[int, mx.array] = {}
         for (*fmt, _, _), indices in launches:
@@ -275,12 +279,6 @@ def tail(out: Packing | None, feed: Static | None, residual: bool) -> Callable[.
             and the epsilon of the norm ahead of it or None; None if that is no part of it.
         residual: whether the rows that go into it are added to what comes out.
     """
-    follow = _follow(out, feed, residual)
-    return lambda x, attended, *arrays: follow(x, attended, None, *arrays).x
-
-
-def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callable[..., Stream]:
-    """What :func:`tail` computes, and what the norm of the next layer needs."""
     projection = _projection([out]) if out else None
     up, down, gate, eps = feed or (None, None, None, None)
     # What is added over the ranks comes out of its launch unfinished.
@@ -291,85 +289,15 @@ def _follow(out: Packing | None, feed: Static | None, residual: bool) -> Callabl
     elif up and down:
         gated, back = _projection([up, up], eps, gate), _projection([down])
 
-    def run(x: mx.array, attended: mx.array, next_weight: Any, weight: Any, *packed: Any) -> Stream:
+    def run(x: mx.array, attended: mx.array, weight: Any, *packed: Any) -> mx.array:
         h, deferred = Stream(x), weight if defers and defers_norm(x) else None
         if projection:
             h = Stream(*projection(packed[:4], joined(attended), None, None, x, deferred))
             packed = packed[4:]
         if gated is None or back is None:
-            return h
+            return h.x
         y, other = (*gated(packed[:8], *h.through(weight)), None)[:2]
-        following = None if deferred is None else next_weight
-        return Stream(*back(packed[8:], y, other, None, h.x if residual else None, following))
-
-    return run
-
-
-@operation
-def layers_in_turn(
-    each: tuple[tuple[Static, float, Static], ...], present: tuple[bool, ...], *_: object
-) -> Callable[..., list[Buffer]]:
-    """Decoder layers in turn, for a token of each sequence.
-
-    Args:
-        each: of a layer what is static of its :func:`heads`, the scale of its scores, and what is
-            static of its :func:`tail`.
-        present: which of the arrays of each layer's :func:`heads` and :func:`tail` there are.
-
-    Returns:
-        A function that gives the sums of residuals; what the norm of the layer after them needs if
-        that is deferred; the tails; and the buffers with the tails in them. Nobody has to evaluate
-        the last, which are what a cache shows.
-    """
-    steps = [(_step(before, scale), _follow(*after)) for before, scale, after in each]
-    sizes = 4 + 4 * 3, 1 + 4 * 4  # arrays of heads and tail
-
-    def run(
-        x: mx.array,
-        mask: mx.array | None,
-        positions: list[mx.array],
-        arrays: list[mx.array],
-        buffers: list[Buffer],
-        tails: list[mx.array],
-        deferred: list[mx.array],
-        next_weight: mx.array | None,
-        tickets: mx.array,
-    ) -> list[Buffer]:
-        rest = iter(arrays)
-        whole = iter([next(rest) if there else None for there in present])
-        operands = [[[*islice(whole, n)] for n in sizes] for _ in each]
-        weights = [*(before[0] for before, _ in operands), next_weight]
-        stream, new = Stream(x, *deferred), list[mx.array]()
-        for i, ((step, follow), (before, after)) in enumerate(zip(steps, operands, strict=True)):
-            own = slice(2 * i, 2 * i + 2)
-            given = [*buffers[own], *tails[own], positions[i % len(positions)]]
-            out, *grown = step(stream, mask, given, tickets, *before)
-            stream = follow(stream.x, out, weights[i + 1], *after)
-            new += grown
-        start = positions[0][:1]
-        shown = [merged(b, t, start) for b, t in zip(buffers, new, strict=True)]
-        return [*(part for part in stream if part is not None), *new, *shown]
-
-    return run
-
-
-def _step(before: Static, scale: float) -> Callable[..., list[mx.array]]:
-    """What :func:`heads` computes, and attention with buffers and positions, for one token."""
-    formats, (n, kv), eps, norm_eps, rope = before
-    projection, rotation = _projection(formats, eps), rotation_of(rope)
-    assert rotation is not None
-
-    def run(
-        stream: Stream, mask: Any, given: list[mx.array], tickets: mx.array, *arrays: Any
-    ) -> list[mx.array]:
-        weight, q_weight, k_weight, freqs, *packed = arrays
-        q, k, v = projection(packed, *stream.through(weight))
-        if q_weight is not None:
-            q = _in_heads(q, n, q_weight, norm_eps[0]).reshape(q.shape)
-        if k_weight is not None:
-            k = _in_heads(k, kv, k_weight, norm_eps[1]).reshape(k.shape)
-        options: dict[str, Any] = {"scale": scale, "rotation": rotation}
-        options |= {"freqs": freqs, "mask": mask, "tickets": tickets}
-        return attention_step(q, k, v, *given, **options)
+        (x,) = back(packed[8:], y, other, None, h.x if residual else None)
+        return x
 
     return run

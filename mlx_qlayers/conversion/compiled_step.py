@@ -23,9 +23,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..runtime.backend import use_backend
+from ..runtime.transformed import is_transformed
 from . import compiled
 from .attention_patch import made_class, stock_class
 from .cache_tail import held_by, kind_of, shown_by
+from .long_prompts import in_turn
 from .matcher import Match, Mismatch
 from .recorder import called
 from .ring_tail import kept, ring_tail
@@ -71,7 +73,7 @@ def with_graph(function: FunctionType) -> FunctionType | Mismatch:
         plain = len(args) + len(options) == 2 and len(args) > 0
         if plain and caches and (logits := step(self, function, args[0], caches)) is not None:
             return logits
-        return function(self, *args, **options)
+        return in_turn(function, self, *args, **options)
 
     return call  # type: ignore[return-value]
 
@@ -128,8 +130,10 @@ class _Plan:
         """The logits, and the caches with the token; None if it cannot be."""
         if (now := self.progress.get(own[0])) is None:
             now = self.progress[own[0]] = Progress()
+        # MLX would make a graph anew for tokens of another dtype, and not as Graph does.
+        asked = where, tokens.shape, tokens.dtype
         try:
-            again = now.again and now.again.run((where, tokens.shape), tokens, own, now)
+            again = now.again and now.again.run(asked, tokens, own, now)
             if again is not None:
                 return again
             if (kinds := tuple(map(kind_of, own))) in self.stopped:
@@ -168,7 +172,7 @@ class _Plan:
         now.again = None
         if len(some) == len(own):
             group = inputs.groups[0].after()
-            now.again = Again((where, tokens.shape), graph.computed, group, held_by(own))
+            now.again = Again(asked, graph.computed, group, held_by(own))
         return logits
 
     def _tried(
@@ -180,7 +184,10 @@ class _Plan:
                 raise Unsupported(reason)
             model = self.model()
             assert model is not None
-            mx.eval([a for part in model.modules() for a in _arrays_of(part)])
+            arrays = [a for part in model.modules() for a in _arrays_of(part)]
+            if is_transformed(arrays):
+                raise Unsupported("a gradient of the model's arrays is taken")
+            mx.eval(arrays)
             tried = self.tried[kinds] = self._checked(tokens, caches, TRIAL_ROWS)
         if not tried.reads_keys:
             return tried
@@ -329,7 +336,7 @@ class _Graph:
         self.learned, self.changes, self.reads_keys = learned, "", False
         self.pattern: list[list[bool]] = []
         self.by_step, self.rings, self.tails = frozenset[int](), frozenset[int](), 0
-        self.compiled = mx.compile(self._run)
+        self.compiled = compiled.Graph(self._run)
 
     def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
         inside, model = Step(self.static, at, arrays), self.model()
@@ -356,10 +363,11 @@ class _Graph:
 
     def computed(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
         """Logits, positions, tails, and what changed of each cache."""
-        found: list[Any] = self.compiled(tokens, at, arrays)
+        found: list[Any] = self.compiled.graph(tokens, at, arrays)
         return found
 
     def __call__(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> Any:
+        self.compiled.ready(tokens, at, arrays)
         logits, *rest = self.computed(tokens, at, arrays)
         following, tails = rest[: len(at)], rest[len(at) :][: self.tails]
         flat = iter(rest[len(at) + self.tails :])

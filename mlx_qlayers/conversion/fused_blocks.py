@@ -8,7 +8,7 @@ had before. Its attributes stay what they are, so that it goes back by taking it
 A decoder layer then makes four launches of its own: norm and q, k, v; output projection and
 residual; norm, gate, up and activation; down and residual. On a GPU what is ahead of the cache and
 what follows attention are compiled, with the parameters as inputs: a token costs two such calls a
-layer. Where attention is by kernel there too, :mod:`.decoder_loop` compiles whole layers together.
+layer, where :mod:`.compiled_step` does not compile the whole model.
 """
 
 from __future__ import annotations
@@ -31,19 +31,17 @@ from . import attention_patch, compiled
 from .attention_patch import is_patched, made_class, stock_class
 from .compiled_blocks import heads, joined, position, tail, together
 from .compiled_step import STEP
-from .decoder_loop import with_layers_ahead
 from .experts import EXPERTS
-from .grouping import Grouped, grouped
+from .grouping import grouped
 from .int8_prompts import INT8_PROMPTS
 from .matcher import Match, Mismatch, recognise
 from .operands import BLOCK_PARTS, Operands, match_of, of_feed_forward, of_heads, of_layers, of_tail
 from .recorder import RECORDED
 from .snapshot import Snapshot
+from .step_slots import latest
 
 # The name of what a module is of which only products of one input are gathered.
 GROUPED = "grouped"
-# And of one that runs decoder layers in a loop.
-LOOP = "layer_loop"
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -64,7 +62,7 @@ def groups_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], ...]:
 def input_width(module: Any) -> int | None:
     """The last axis of the input of a fused module; None where that does not follow from it."""
     match = match_of(type(module))
-    if match is None or match.pattern in (GROUPED, LOOP, STEP, EXPERTS):
+    if match is None or match.pattern in (GROUPED, STEP, EXPERTS):
         return None
     if match.kind == "block":
         return input_width(module[match.names["attention"]])
@@ -81,8 +79,7 @@ def fused_class(
     Args:
         cls: the class of a module.
         layers: the names of the quantized layers that the module holds: where no more of its code
-            is recognised, their products of one input are gathered. None for one that runs layers
-            in a loop.
+            is recognised, their products of one input are gathered.
         recorded: of a module with experts, which are to be seen to be chosen and added up.
     """
     stock, body = stock_class(cls), dict[str, Any]()
@@ -91,15 +88,12 @@ def fused_class(
         rewritten = inspect.getattr_static(cls, "__call__", None)
         if not isinstance(rewritten, FunctionType):
             return Mismatch("its __call__ is no plain method")
-        groups = layers or recorded
-        gathered = grouped(rewritten, layers, _together, recorded) if groups else None
-        call: Any = with_layers_ahead(rewritten) if gathered is None else gathered
-        if isinstance(call, Mismatch):
-            return call
-        match = Match(GROUPED if groups else LOOP, {})
-        if isinstance(call, Grouped):
-            body = {"_groups": call.groups, RECORDED: call.recorded}
-            call = call.function
+        gathered = grouped(rewritten, layers, _together, recorded)
+        if isinstance(gathered, Mismatch):
+            return gathered
+        match = Match(GROUPED, {})
+        body = {"_groups": gathered.groups, RECORDED: gathered.recorded}
+        call: Callable[..., Any] = gathered.function
     else:
         call = _mlp_call if match.kind == "mlp" else _attention_call
     body |= {"__call__": call, "_fuses": cls, "_match": match}
@@ -247,16 +241,19 @@ class _Plan:
             if attended is not None and not self.out:
                 x = x + self.o(joined(attended))
             h: mx.array = run(x, attended, *arrays)
-            return h if self.feed else h + self.mlp(self.second(h))
+            if self.feed:
+                return h
+            y = self.mlp(self.second(h))
+            return latest(h) + y
 
         return behind
 
     def attended(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """The first half of a decoder layer whose attention runs as it was."""
         rows = self.first(x)
-        if self.by_name:
-            return x + self.attention(rows, mask=mask, cache=cache)
-        return x + self.attention(rows, mask, cache)
+        options = {"mask": mask, "cache": cache}
+        out = self.attention(rows, **options) if self.by_name else self.attention(rows, mask, cache)
+        return latest(x) + out
 
 
 # By the identity of modules, which are dicts and cannot be keys.

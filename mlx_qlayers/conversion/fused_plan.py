@@ -12,12 +12,11 @@ from ..formats import Format
 from ..layers.sharded import LINEARS
 from ..metal.quantized_matmul.qmv import MAX_MATRICES
 from .attention_patch import stock_class
-from .compiled_blocks import rotation_of, split_rope
 from .compiled_step import STEP, step_class, why_not
 from .experts import EXPERTS, experts_class, holds_experts, how_chosen, is_experts, layers_of
-from .fused_blocks import GROUPED, LOOP, fused_class, groups_of, is_fused, unfused_class
+from .fused_blocks import GROUPED, fused_class, groups_of, is_fused, unfused_class
 from .matcher import Match, Mismatch, recognise
-from .operands import BLOCK_PARTS, GATES, match_of
+from .operands import GATES, match_of
 from .plan import Predicate, Step, is_stage
 from .report import ALREADY, FUSED, LEFT, FusionReport
 
@@ -47,15 +46,13 @@ class FusionPlanner:
         self.predicate = predicate or (lambda path, module: True)
         self.changes: list[Step] = []
         self.fused: set[int] = set()
-        self.in_loops: set[int] = set()
         found: dict[str, Step | None] = dict.fromkeys(path for path, _ in modules)
         matches = {path: _match(module) for path, module in modules}
-        # A module is considered after its parts: a block after both, and last what may run blocks.
-        ranks = {"group": 2, "block": 1}
-        for path, module in sorted(modules, key=lambda item: ranks.get(matches[item[0]].kind, 0)):
+        # A block is considered after its parts.
+        for path, module in sorted(modules, key=lambda item: matches[item[0]].kind == "block"):
             found[path] = step = self._step(path, module, matches[path])
             if step is not None and step.row.action != LEFT:
-                self._remember(module, matches[path])
+                self.fused |= {id(module)} if matches[path] else set()
                 self.changes += [step] if step.cls else []
         for path, module in modules:
             if not path:
@@ -67,14 +64,14 @@ class FusionPlanner:
         kind, code = match.kind, "" if match else str(match)
         if is_fused(module):
             made = match_of(type(module))
-            kind = {LOOP: "stack", STEP: "step"}.get(made.pattern, kind) if made else kind
+            kind = "step" if made and made.pattern == STEP else kind
             return Step(module, FusionReport(path, kind, ALREADY, ""))
         if is_experts(type(module)):
             return self._experts(path, module)
         layers = [name for name, child in module.items() if self._is_packed(child)]
         has_experts = not match and holds_experts(module)
         if not match and len(layers) < 2 and not has_experts:
-            return self._loop(path, module)
+            return None
         swapped = any(self._class(part) is not type(part) for part in module.modules())
         if not (has_experts and swapped) and not any(map(self._is_packed, module.modules())):
             return None
@@ -106,20 +103,9 @@ class FusionPlanner:
         step = Step(module, row, experts_class(self._class(module)))
         return step if self.predicate(path, module) else step.left(_REFUSED)
 
-    def _loop(self, path: str, module: nn.Module) -> Step | None:
-        """Of a module that runs decoder layers in a loop, if it is one."""
-        count = sum(id(part) in self.in_loops for part in module.modules())
-        cls = fused_class(self._class(module), frozenset(), False) if count else None
-        if not isinstance(cls, type) or id(module) in self.in_loops:
-            return None
-        what = f"{count} layers in one trace where a GPU decodes a token of each sequence"
-        step = Step(module, FusionReport(path, "stack", FUSED, what), cls)
-        return step if self.predicate(path, module) else step.left(_REFUSED)
-
     def _whole(self, model: nn.Module) -> Step | None:
-        """Of a model whose layers do not run in a loop of this package."""
-        layers = getattr(model, "layers", None) or ()
-        if is_fused(model) or (self.in_loops and len(self.in_loops) == len(layers)):
+        """Of a model that is called with tokens and caches."""
+        if is_fused(model):
             return None
         cls = step_class(self._class(model))
         # A model without a layer of this package stays as it is.
@@ -131,26 +117,6 @@ class FusionPlanner:
         if reason := "other ranks have the other layers" if is_stage(model) else why_not(model):
             return step.left(reason)
         return step if self.predicate("", model) else step.left(_REFUSED)
-
-    def _remember(self, module: nn.Module, match: Match | Mismatch) -> None:
-        """Keep that a block can fold its norm into ``module``, or that a loop can take it in."""
-        if isinstance(match, Match):
-            self.fused.add(id(module))
-            if match.kind == "block" and self._fits_loop(module, match):
-                self.in_loops.add(id(module))
-
-    def _fits_loop(self, block: nn.Module, match: Match) -> bool:
-        """Whether a decoder layer will be one of those that run together."""
-        attention, mlp, *norms = (block[match.names[key]] for key in BLOCK_PARTS)
-        inner = _match(attention)
-        return (
-            isinstance(inner, Match)
-            and {id(attention), id(mlp)} <= self.fused
-            and all(type(norm) is nn.RMSNorm for norm in norms)
-            and self._is_packed(attention[inner.names["o"]])
-            and rotation_of(split_rope(attention[inner.names["rope"]])[0]) is not None
-            and stock_class(self._class(attention)) is not self._class(attention)
-        )
 
     def _obstacle(self, module: nn.Module, match: Match) -> str | None:
         """Why the module stays as it is, if it does."""

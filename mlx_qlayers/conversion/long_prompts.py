@@ -9,38 +9,39 @@ taken 15.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..ops.quantized_route import is_dense
 from ..runtime.transformed import is_transformed
 from . import compiled
 
-
-class _Layer:
-    """A layer whose input is evaluated, once the input of the layer before it is there."""
-
-    def __init__(self, layer: nn.Module, inputs: list[mx.array]) -> None:
-        self._layer, self._inputs = layer, inputs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __call__(self, x: mx.array, *args: Any, **options: Any) -> Any:
-        if not is_transformed([x]):  # else x is being evaluated now
-            mx.eval(self._inputs)
-            self._inputs[:] = [x]
-        return self._layer(x, *args, **options)
+# The queries of the last layer that was called, in a call of a model.
+_queries: ContextVar[list[mx.array] | None] = ContextVar("queries", default=None)
 
 
-def in_turn(pairs: list[tuple[Any, Any]], x: mx.array) -> list[tuple[Any, Any]]:
-    """Layers and caches of a loop, for rows ``x``: of a prompt on CUDA, layers that wait.
+def in_turn(call: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
+    """Call a model: what it gives. Of a prompt on CUDA layers wait."""
+    if compiled.context() is None:
+        return call(model, *args, **options)
+    token = _queries.set([])
+    try:
+        return call(model, *args, **options)
+    finally:
+        _queries.reset(token)
 
-    What the last one gives is not evaluated, as nobody may ask for it.
+
+def wait(queries: mx.array) -> None:
+    """Ahead of a layer's attention with such queries (B, H, L, D): for those of the layer before.
+
+    What the last layer gives is not evaluated, as nobody may ask for it.
     """
-    if not is_dense(x) or compiled.context() is None:
-        return pairs
-    inputs: list[mx.array] = []
-    return [(_Layer(layer, inputs), cache) for layer, cache in pairs]
+    before = _queries.get()
+    if before is None or not is_dense(queries[:, 0]):
+        return
+    if not is_transformed([queries]):  # else they are being evaluated now
+        mx.eval(before)
+        before[:] = [queries]

@@ -20,8 +20,6 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.nn as nn
 
-# The name that stands for any dotted path in a pattern, such as self.layers or layer.use_sliding.
-ANYTHING = "anything"
 # What need not be called in a method: its argument takes its place.
 _OPTIONAL = ("q_norm", "k_norm")
 
@@ -31,13 +29,11 @@ class Match(NamedTuple):
 
     Attributes:
         pattern: the name of the function in :mod:`.patterns`.
-        names: names of attributes and variables in the method, by their names in the pattern.
-        node: the statement of the method that matched, where the pattern is a statement.
+        names: names of attributes in the method, by their names in the pattern.
     """
 
     pattern: str
     names: dict[str, str]
-    node: ast.stmt | None = None
 
     @property
     def kind(self) -> str:
@@ -127,35 +123,18 @@ def parse(function: object) -> Method | Mismatch:
 
 @cache
 def recognise(cls: type[nn.Module]) -> Match | Mismatch:
-    """What an object of this class computes when it is called: a pattern with ``self``."""
+    """What an object of this class computes when it is called."""
     method = parse(inspect.getattr_static(cls, "__call__", None))
     if isinstance(method, Mismatch):
         return method
     body = inlined(method.definition.body)
     closest = Mismatch("there is no pattern", progress=-1)
-    for pattern, wanted in _patterns(True):
+    for pattern, wanted in _patterns():
         result = _compare(pattern, method, wanted, body)
         if isinstance(result, Match):
             return result
         closest = max(closest, result, key=lambda mismatch: mismatch.progress)
     return closest
-
-
-def find_statement(method: Method, *patterns: str) -> Match | Mismatch:
-    """The one statement of a method's body that matches one of some patterns without ``self``."""
-    matches: list[Match] = []
-    closest = method.mismatch(f"no statement is like {' or '.join(patterns)}")
-    for statement in method.definition.body:
-        for pattern, (wanted,) in _patterns(False):
-            if pattern.function.__name__ in patterns and type(statement) is type(wanted):
-                result = _compare(pattern, method, [wanted], [statement])
-                if isinstance(result, Match):
-                    matches.append(result._replace(node=statement))
-                elif result.progress > closest.progress:
-                    closest = result
-    if len(matches) > 1:
-        return method.mismatch(f"{len(matches)} statements are like {patterns[0]}", matches[1].node)
-    return matches[0] if matches else closest
 
 
 def names_used(function: FunctionType) -> Iterator[str]:
@@ -167,7 +146,7 @@ def names_used(function: FunctionType) -> Iterator[str]:
 
 
 @cache
-def _patterns(of_methods: bool) -> list[tuple[Method, list[ast.stmt]]]:
+def _patterns() -> list[tuple[Method, list[ast.stmt]]]:
     from . import patterns
 
     parsed = []
@@ -175,9 +154,7 @@ def _patterns(of_methods: bool) -> list[tuple[Method, list[ast.stmt]]]:
         if isinstance(function, FunctionType) and function.__module__ == patterns.__name__:
             pattern = parse(function)
             assert isinstance(pattern, Method), (function, pattern)
-            if ("self" in pattern.parameters) == of_methods:
-                body = pattern.definition.body
-                parsed.append((pattern, inlined(body) if of_methods else body))
+            parsed.append((pattern, inlined(pattern.definition.body)))
     return parsed
 
 
@@ -186,14 +163,13 @@ def _compare(
 ) -> Match | Mismatch:
     comparison, name = _Comparison(pattern, method), pattern.function.__name__
     try:
-        if comparison.of_methods:
-            comparison.same(pattern.definition.args, method.definition.args, method.definition)
+        comparison.same(pattern.definition.args, method.definition.args, method.definition)
         comparison.same(wanted, body, method.definition)
     except _Differs as stop:
         given, expected, node = stop.args
         reason = f"{given} where {name} has {expected}"
         return method.mismatch(reason, node, comparison.progress)
-    return Match(name, comparison.attributes if comparison.of_methods else comparison.variables)
+    return Match(name, comparison.attributes)
 
 
 class _Differs(Exception):
@@ -206,7 +182,6 @@ class _Comparison:
     def __init__(self, pattern: Method, method: Method) -> None:
         self.pattern, self.method = pattern, method
         self.locals = pattern.stored(), method.stored()
-        self.of_methods = "self" in pattern.parameters
         self.attributes: dict[str, str] = {}
         self.variables: dict[str, str] = {}
         self.progress = 0
@@ -215,30 +190,21 @@ class _Comparison:
         """Raise unless two trees are the same; ``at`` is what is around the second."""
         at = n if hasattr(n, "lineno") else at
         inner: list[tuple[Any, Any]] = []
-        if self.of_methods and _calls_own(p) in _OPTIONAL and not _calls_own(n):
+        if _calls_own(p) in _OPTIONAL and not _calls_own(n):
             p = p.args[0]
-        if ANYTHING in (getattr(p, "id", ""), getattr(p, "attr", "")):
-            agree = isinstance(_root(n), ast.Name) and not (
-                isinstance(p, ast.Attribute) and isinstance(n, ast.Name)
-            )
-            if isinstance(p, ast.Attribute):
-                inner = [(p.value, _root(n))]
-        elif type(p) is not type(n):
+        if type(p) is not type(n):
             agree = False
         elif isinstance(p, ast.Name):
             agree = self._means(p.id, n.id)
         elif isinstance(p, ast.arg):  # a caller may pass it by name
-            agree = p.arg == n.arg and _bound(self.variables, p.arg, n.arg, True)
+            agree = p.arg == n.arg and _bound(self.variables, p.arg, n.arg)
         elif isinstance(p, ast.Attribute):
-            own = self.of_methods and _owner(p) == _owner(n) == "self"
-            agree = _bound(self.attributes, p.attr, n.attr, True) if own else p.attr == n.attr
+            own = _owner(p) == _owner(n) == "self"
+            agree = _bound(self.attributes, p.attr, n.attr) if own else p.attr == n.attr
             inner = [] if own else [(p.value, n.value)]
         elif isinstance(p, ast.Call):
-            # In a statement, what the pattern passes by name may be passed by position.
-            more = 0 if self.of_methods else max(0, len(n.args) - len(p.args))
-            args = p.args + [keyword.value for keyword in p.keywords[:more]]
-            wanted, given = map(_by_name, (p.keywords[more:], n.keywords))
-            agree, inner = True, [(p.func, n.func), (args, n.args), (wanted, given)]
+            wanted, given = map(_by_name, (p.keywords, n.keywords))
+            agree, inner = True, [(p.func, n.func), (p.args, n.args), (wanted, given)]
         elif isinstance(p, ast.AST):
             fields = [name for name in p._fields if name not in ("type_comment", "kind")]
             agree, inner = True, [(getattr(p, f, None), getattr(n, f, None)) for f in fields]
@@ -258,21 +224,16 @@ class _Comparison:
         """Whether a name stands for what one in the pattern does."""
         of_pattern, of_method = self.locals
         if wanted in of_pattern:
-            return name in of_method and _bound(self.variables, wanted, name, self.of_methods)
+            return name in of_method and _bound(self.variables, wanted, name)
         meaning = self.pattern.meaning(wanted)
         return name not in of_method and self.method.meaning(name) is meaning is not None
 
 
-def _bound(table: dict[str, str], wanted: str, name: str, one_to_one: bool) -> bool:
+def _bound(table: dict[str, str], wanted: str, name: str) -> bool:
     """Whether a name can stand for ``wanted``, and from now on it does."""
-    if wanted not in table and one_to_one and name in table.values():
+    if wanted not in table and name in table.values():
         return False
     return table.setdefault(wanted, name) == name
-
-
-def _root(node: ast.AST) -> ast.AST:
-    """What a dotted path begins with."""
-    return _root(node.value) if isinstance(node, ast.Attribute) else node
 
 
 def _owner(node: ast.Attribute) -> str | None:

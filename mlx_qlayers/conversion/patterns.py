@@ -1,9 +1,8 @@
 """The code of mlx-lm's modules that is recognised, spelled as mlx-lm spells it.
 
-Only the code counts, see :mod:`.matcher`; nothing here is ever called. A function with ``self`` is
-the whole of a method; the names of its attributes are those that :mod:`.fused_blocks` knows them
-by; a call of ``self.q_norm`` or ``self.k_norm`` may be absent. A function without ``self`` is a
-statement of a method; ``anything`` stands for any dotted path in it.
+Only the code counts, see :mod:`.matcher`; nothing here is ever called. A function is the whole of a
+method; the names of its attributes are those that :mod:`.fused_blocks` knows them by; a call of
+``self.q_norm`` or ``self.k_norm`` may be absent.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -57,14 +56,3 @@ def block(self, x, mask=None, cache=None):
 def block_by_keywords(self, x, mask=None, cache=None):
     h = x + self.attention(self.first_norm(x), mask=mask, cache=cache)
     return h + self.mlp(self.second_norm(h))
-
-
-def layer_loop(anything, caches, x, mask):
-    for layer, c in zip(anything, caches):  # noqa: B905
-        x = layer(x, mask=mask, cache=c)
-
-
-def layer_loop_with_masks(anything, caches, x, one, other):
-    for layer, c in zip(anything, caches):  # noqa: B905
-        mask = one if layer.anything else other
-        x = layer(x, mask=mask, cache=c)

@@ -54,7 +54,7 @@ class FusionReport:
     Attributes:
         path: its path in the model.
         kind: ``"attention"``, ``"mlp"`` or ``"block"`` where its code is recognised; ``"group"``
-            where only products of one input are, ``"stack"`` for a loop over decoder layers.
+            where only products of one input are, ``"step"`` for a model as a whole.
         action: ``"fused"``, ``"already converted"``, ``"reverted"`` or ``"left"``.
         reason: what runs in one launch where rows are few, or why nothing does.
         code: the line of the module's code where it differs from the closest pattern, and how, if

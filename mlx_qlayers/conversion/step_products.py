@@ -8,7 +8,7 @@ of the normalized rows take the norm in. What nobody needs any more is not compu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -16,6 +16,8 @@ from ..metal.quantized_matmul.qmv import MAX_MATRICES
 from ..ops.fused_products import ACTIVATIONS, defers_norm
 from ..ops.quantized_route import in_one_launch
 from .recorder import Node, Recorder
+
+Latest = TypeVar("Latest", mx.array, mx.array | None)
 
 
 class Normed(NamedTuple):
@@ -64,9 +66,20 @@ class Products:
         if in_one_launch(product.y):
             self.made[id(product.y)] = product
 
-    def latest(self, x: mx.array) -> mx.array:
+    def latest(self, x: Latest) -> Latest:
         """What takes the place of a product, so that it is not computed twice."""
         return self.instead.get(id(x), (x, x))[1]
+
+    def deferring(self, x: mx.array, weight: mx.array | None) -> list[mx.array] | None:
+        """What takes the place of a sum, and what defers its norm; None where that is not done."""
+        made = self.made.get(id(x))
+        if made is None or made.residual is None or weight is None or id(x) in self.instead:
+            return None
+        if not defers_norm(x):
+            return None
+        parts = made.again(made.residual, weight)
+        self.instead[id(x)] = x, parts[0]
+        return parts
 
     def added(self, recorder: Recorder, node: Node) -> mx.array | None:
         """For a sum with a product that product with a residual."""
@@ -120,12 +133,9 @@ class Products:
         self, norm: Callable[..., mx.array], x: mx.array, weight: mx.array | None, eps: float
     ) -> mx.array:
         """The RMS norm of ``x``, computed by a function, which products may take in."""
-        made = self.made.get(id(x))
-        goes_on = made is not None and made.residual is not None and weight is not None
-        if made is None or not goes_on or id(x) in self.instead or not defers_norm(x):
+        if (parts := self.deferring(x, weight)) is None:
             return norm(self.latest(x), weight, eps)
-        y, rows, tile_squares = made.again(made.residual, weight)
-        self.instead[id(x)] = x, y
+        y, rows, tile_squares = parts
         normalized = norm(y, weight, eps)
         self.norms[id(normalized)] = Normed(normalized, rows, tile_squares, eps)
         return normalized

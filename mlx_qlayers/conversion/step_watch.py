@@ -20,7 +20,7 @@ from ..layers.qlinear import QLinear
 from ..ops.experts import experts_products
 from ..ops.quantized_route import in_one_launch
 from ..options import PackedMatrix, Rotation
-from ..runtime.backend import Mode, backend, mode
+from ..runtime.backend import Mode, backend, current, mode
 from .cache_slots import Slot
 from .compiled_blocks import together
 from .experts import RULES, chosen_at_once
@@ -196,7 +196,9 @@ def watched(
     views = dict.fromkeys(("reshape", "transpose", "swapaxes", "flatten"), step.viewed)
     rules = {**RULES, **views, "add": step.products.added, "mul": step.products.multiplied}
     recorder = Recorder(rules, latest=step.products.latest, on_pair=chosen_at_once)
-    with _replacing, recording(recorder), mode(Mode.INFERENCE):
+    differentiated = current.get().mode is Mode.TRANSFORMED
+    own_mode = mode(Mode.TRANSFORMED if differentiated else Mode.INFERENCE)
+    with _replacing, recording(recorder), own_mode:
         own = [(module, name, getattr(module, name)) for module, name, _ in replaced]
         before = current_step.set(step)
         try:

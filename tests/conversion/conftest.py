@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.conversion import cache_slots, compiled, compiled_step, step_slots
 from mlx_qlayers.ops import attention_step
+from mlx_qlayers.runtime.backend import Mode, current
 
 
 @pytest.fixture(params=["compiled", "kernels"])
@@ -23,7 +25,9 @@ def gpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """
     backend = {"compiled": "ops", "kernels": "host"}[request.param]
 
-    def context() -> tuple[str, int, str]:
+    def context() -> tuple[str, int, str] | None:
+        if current.get().mode is not Mode.EAGER:
+            return None
         stream = mx.default_stream(mx.default_device())
         return f"{backend} {request.node.name}", threading.get_ident(), repr(stream)
 
@@ -43,7 +47,14 @@ def gpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of a step is by attention_step wherever it has a kernel."""
+    covered = attention_step._covers
+    monkeypatch.setattr(cache_slots, "why_not", lambda *args: None if covered(*args) else "none")
+
+
+@pytest.fixture
+def graphs(by_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Every call of a graph; as on a GPU, but that MLX compiles nothing, which takes minutes."""
     calls: list[object] = []
     run = compiled_step._Graph.computed
@@ -53,9 +64,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
         return run(self, *args)
 
     monkeypatch.setattr(compiled_step._Graph, "computed", counted)
-    # As where attention has a kernel.
-    covered = attention_step._covers
-    monkeypatch.setattr(cache_slots, "why_not", lambda *args: None if covered(*args) else "none")
+    monkeypatch.setattr(compiled.Graph, "ready", lambda self, *args: self.graph)
     context = "ops", threading.get_ident()
     with use_backend("ops"):
         mx.disable_compile()
@@ -64,3 +73,18 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
         )
         yield calls
         mx.enable_compile()
+
+
+@pytest.fixture
+def steps(by_kernels: None, monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
+    """What each step gave that ran as a graph."""
+    found: list[mx.array] = []
+    run = compiled_step._Plan.run
+
+    def kept(self: compiled_step._Plan, *args: Any) -> mx.array | None:
+        logits: mx.array | None = run(self, *args)
+        found.extend([] if logits is None else [logits])
+        return logits
+
+    monkeypatch.setattr(compiled_step._Plan, "run", kept)
+    return found

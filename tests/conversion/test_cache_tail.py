@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
 )
 from numerics import assert_same_model, assert_same_states
 
-from mlx_qlayers.conversion import cache_tail, decoder_loop
+from mlx_qlayers.conversion import cache_tail, compiled_step, step_progress
 from mlx_qlayers.runtime.backend import Mode, mode
 from tests.threads import in_threads
 
@@ -34,9 +34,8 @@ TOKENS = mx.random.randint(0, VOCABULARY, (3, 40), key=mx.random.key(1))
 
 
 @pytest.fixture
-def tail(gpu_path, monkeypatch):
-    """Layers run together on a CPU too, with a tail of four tokens."""
-    monkeypatch.setattr(decoder_loop, "why_not", lambda *args: None)
+def tail(gpu_path, by_kernels, monkeypatch):
+    """Attention is by kernel on a CPU too, with a tail of four tokens."""
     monkeypatch.setattr(cache_tail, "_ROWS", 4)
 
 
@@ -252,7 +251,8 @@ def test_interrupted_anywhere_all_layers_hold_the_token_or_none(tail, gpu_path):
     cache = begun(model)
     stepped(model, cache, range(5, 6))
     files, left, lines = (
-        {decoder_loop.__file__, cache_tail.__file__, sys.modules[__name__].__file__},
+        {each.__file__ for each in (compiled_step, step_progress, cache_tail)}
+        | {sys.modules[__name__].__file__},
         0,
         0,
     )
@@ -308,10 +308,10 @@ def test_nobody_computes_what_a_cache_shows(tail):
     _, model = pair()
     cache = begun(model)
     stepped(model, cache, range(5, 7))
-    plan = decoder_loop._plans[cache[0]]
-    buffers = [*plan.tail.buffers]
+    now = compiled_step._plans[id(model)].progress[cache[0]]
+    buffers = [*now.tail.buffers]
     mx.eval(stepped(model, cache, range(7, 8)))
-    assert all(a is b for a, b in zip(plan.tail.buffers, buffers, strict=True))
+    assert all(a is b for a, b in zip(now.tail.buffers, buffers, strict=True))
     graph = io.StringIO()
     mx.export_to_dot(graph, *(c.keys for c in cache), *(c.values for c in cache))
     assert len(re.findall("DynamicSliceUpdate", graph.getvalue())) == 2 * len(cache)

@@ -20,7 +20,7 @@ TOKENS = mx.random.randint(0, VOCABULARY, (1, 40), key=mx.random.key(1))
 
 @pytest.fixture
 def evaluated(gpu_path: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each layer of a prompt, whether its input was evaluated ahead of it."""
+    """Of each layer of a prompt, whether what it was given is evaluated with it."""
     found: list[bool] = []
     is_transformed = long_prompts.is_transformed
 

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.activations import swiglu
 
-from mlx_qlayers.conversion.matcher import Match, find_statement, names_used, parse, recognise
+from mlx_qlayers.conversion.matcher import Match, names_used, recognise
 
 
 class Plain(nn.Module):
@@ -148,27 +148,6 @@ def loops(self, h, mask, cache, low, high):
         own = low if layer.self_attn.is_low else high
         h = layer(h, own, cache=cache)
     return h
-
-
-def two_loops(self, h, mask, cache):
-    for layer, c in zip(self.first, cache):  # noqa: B905
-        h = layer(h, mask=mask, cache=c)
-    for layer, c in zip(self.second, cache):  # noqa: B905
-        h = layer(h, mask, c)
-    return h
-
-
-def test_a_statement_is_found_in_a_method():
-    method = parse(loops)
-    match = find_statement(method, "layer_loop", "layer_loop_with_masks")
-    assert match.pattern == "layer_loop_with_masks" and match.node is method.definition.body[1]
-    names = {"layer": "layer", "c": "cache", "x": "h", "caches": "cache", "mask": "own"}
-    assert match.names == names | {"one": "low", "other": "high"}
-    mismatch = find_statement(method, "layer_loop")
-    assert not mismatch and mismatch.line.startswith("test_matcher.py:")
-    assert (
-        find_statement(parse(two_loops), "layer_loop").reason == "2 statements are like layer_loop"
-    )
 
 
 def test_names_that_a_function_uses():

@@ -26,9 +26,10 @@ from tiny_model import save_tiny_model
 
 import mlx_qlayers
 from mlx_qlayers import convert_model, revert_model, use_backend
-from mlx_qlayers.conversion import compiled, decoder_loop
+from mlx_qlayers.conversion import cache_slots, compiled, compiled_step
 from mlx_qlayers.conversion.loading import load_stock
 from mlx_qlayers.conversion.sharding import shard_model
+from mlx_qlayers.conversion.step_slots import current_step
 from mlx_qlayers.dispatch.entries import Entry, own_entries, unsaved
 from mlx_qlayers.layers.sharded import QAllToShardedLinear, QShardedToAllLinear
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
@@ -157,24 +158,24 @@ def check_refusals(group: mx.distributed.Group) -> None:
 
 
 def check_gpu_path(group: mx.distributed.Group) -> None:
-    """The loop of all layers, with sums over the ranks inside: compiled, then by kernels."""
+    """Steps as one graph, with sums over the ranks inside: compiled, then by kernels."""
     runs = []
-    run_loop = decoder_loop._Plan.run
+    run = compiled_step._Plan.run
 
     def counted(self, *args):
-        runs.append(self.count)
-        return run_loop(self, *args)
+        runs.append(run(self, *args))
+        return runs[-1]
 
-    decoder_loop._Plan.run = counted
-    decoder_loop.why_not = lambda *args: None
+    compiled_step._Plan.run = counted
+    cache_slots.why_not = lambda *args: None
     for backend in ("ops", "host"):
         key = backend, threading.get_ident(), repr(mx.default_stream(mx.default_device()))
-        compiled.context = lambda key=key: key
+        compiled.context = lambda key=key: None if current_step.get() else key
         if backend == "host":
             mx.disable_compile()
         with use_backend(backend):
             check("llama", "after", group)
-    assert runs == [2] * 4
+    assert len(runs) == 4 and all(isinstance(each, mx.array) for each in runs)
 
 
 def check_files(folder: Path, group: mx.distributed.Group) -> None:

@@ -80,6 +80,19 @@ def test_a_token_behind_another_takes_python_few_calls(name: str, batch: int, bi
     assert found[1] - found[0] <= 3 and found[0] <= 42
 
 
+def test_tokens_of_another_dtype_take_as_little() -> None:
+    """Their graph is made by itself: while tokens go on, it would hold nodes for gradients."""
+    found = []
+    with recorded_gpu():
+        model = build("qwen2", num_hidden_layers=2)
+        cache = begun(model, 512)
+        for dtype in (mx.int32, mx.uint32):
+            y = model(zeros((1, 1), dtype), cache=cache)
+            found.append(primitives(y))
+            mx.eval(y)
+    assert {*(found[1] - found[0])} <= {"View int32"}
+
+
 @pytest.mark.parametrize(
     ("name", "batch"), [("qwen2", 1), ("qwen2", 2), ("phi3", 1), ("qwen3_moe", 2)]
 )

@@ -1,4 +1,4 @@
-"""Decoder layers in one graph compute what the loop over them does, and leave the same caches."""
+"""Decoder layers in the graph of a step compute what they do without, and leave the same caches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from numerics import assert_same_model, assert_same_states
 
-from mlx_qlayers import convert_model, revert_model
-from mlx_qlayers.conversion import compiled_blocks, decoder_loop
-from mlx_qlayers.conversion.decoder_loop import with_layers_ahead
+from mlx_qlayers import convert_model, explain, revert_model
+from mlx_qlayers.conversion import compiled_blocks, compiled_step, step_products
 from mlx_qlayers.conversion.report import FUSED, LEFT
 from tests.threads import in_threads
 
@@ -26,24 +25,7 @@ PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
 NAMES = ["qwen2", "qwen3", "llama"]
 
 
-@pytest.fixture(autouse=True)
-def by_kernels(gpu_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let layers run together on a CPU too."""
-    monkeypatch.setattr(decoder_loop, "why_not", lambda *args: None)
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers each call ran together."""
-    found: list[int] = []
-    run = decoder_loop._Plan.run
-
-    def counted(self, *args):
-        found.append(self.count)
-        return run(self, *args)
-
-    monkeypatch.setattr(decoder_loop._Plan, "run", counted)
-    return found
+pytestmark = pytest.mark.usefixtures("gpu_path")
 
 
 def pair(name: str = "qwen2", **config) -> tuple[nn.Module, nn.Module]:
@@ -80,16 +62,15 @@ def same(model: nn.Module, stock: nn.Module, what: str, *args) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("kind", "batch"), [("own", 1), ("own", 3), ("batch", 3)])
-def test_layers_in_one_trace_compute_the_same(name, kind, batch, runs):
+def test_a_step_computes_the_same(name, kind, batch, steps):
     stock, model = pair(name)
     same(model, stock, f"{name} {kind}", kind, batch)
-    assert runs == [2] * 4
+    assert len(steps) == 4
 
 
-@pytest.mark.parametrize("together", [1, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_norms_deferred_from_product_to_product(name, together, runs, gpu_path, monkeypatch):
-    """As on CUDA in bfloat16, from graph to graph too: only the first norm is an operation."""
+def test_norms_deferred_from_product_to_product(name, steps, monkeypatch):
+    """As on CUDA in bfloat16, from layer to layer too: only the first norm is an operation."""
     deferred, products = [], compiled_blocks.dispatch
 
     def counted(operation, arrays, static):
@@ -100,28 +81,28 @@ def test_norms_deferred_from_product_to_product(name, together, runs, gpu_path, 
         return products(operation, arrays, static)
 
     stock, model = pair(name)
-    monkeypatch.setattr(decoder_loop, "_TOGETHER", together)
-    monkeypatch.setattr(compiled_blocks, "defers_norm", lambda x: x.shape[1] == 1)
+    for module in (compiled_blocks, step_products):
+        monkeypatch.setattr(module, "defers_norm", lambda x: x.shape[1] == 1)
     monkeypatch.setattr(compiled_blocks, "dispatch", counted)
     same(model, stock, f"{name}, deferred", "own", 3)
-    assert runs == [2] * 4 and deferred.count(True) == 3 * deferred.count(False) > 0
-    assert deferred == [False, True, True, True] or gpu_path == "kernels"
+    assert len(steps) == 4
+    graphs = "".join("FT"[each] for each in deferred).split("F")[1:]
+    assert {*graphs} <= {"TTT", "TTTT"} and graphs  # the model's head may be fused, too
 
 
-def test_buffers_that_grow(runs):
+def test_buffers_that_grow(steps):
     stock, model = pair()
     same(model, stock, "growing", "own", 1, 254, 5)
-    assert runs == [2] * 5
+    assert len(steps) == 5 and len(compiled_step._plans[id(model)].graphs) == 2
 
 
-@pytest.mark.parametrize("kind", ["rotating"])
-def test_other_caches_are_left_to_the_loop(kind, runs):
+def test_rotating_caches(steps):
     stock, model = pair()
-    same(model, stock, kind, kind)
-    assert runs == []
+    same(model, stock, "rotating", "rotating")
+    assert len(steps) == 4
 
 
-def test_caches_that_differ_are_left_to_the_loop(runs):
+def test_caches_that_differ(steps):
     stock, model = pair()
     tokens = mx.array([[1, 2, 3, 4]])
     found = []
@@ -131,18 +112,18 @@ def test_caches_that_differ_are_left_to_the_loop(runs):
         cache[1].trim(1)
         found.append(m(tokens[:, :1], cache=cache))
     assert_same_model(found[1], found[0], bits=None, what="trimmed")
-    assert runs == []
+    assert len(steps) == 1
 
 
-def test_layers_with_adapters_and_those_behind_them_are_left_to_the_loop(runs):
+def test_layers_with_adapters(steps):
     stock, model = pair(num_hidden_layers=4)
     for m in (stock, model):
         add_adapters(m, 2)
     same(model, stock, "adapters")
-    assert runs == [2] * 4
+    assert len(steps) == 4
 
 
-def test_changes_between_tokens_are_seen(runs):
+def test_changes_between_tokens_are_seen(steps):
     stock, model = pair()
     tokens, found = mx.array([[1, 2, 3, 4, 5, 6, 7, 8]]), []
     for m in (stock, model):
@@ -166,11 +147,12 @@ def test_changes_between_tokens_are_seen(runs):
             logits.append(m(tokens[:, :1], cache=cache))
         found.append(mx.concatenate(logits, axis=1))
     assert_same_model(found[1], found[0], bits=None, what="changes")
-    assert runs == [2] * 7
+    assert len(steps) == 7
     assert len({float(found[0][0, i].sum()) for i in range(7)}) == 7
 
 
-def test_gradient_through_a_step(runs):
+def test_gradient_through_steps(steps):
+    """By keys and values of a prompt, and by an embedding, which no graph of a step takes."""
     stock, model = pair()
     x = mx.random.normal((1, 1, 128), key=mx.random.key(0))
     gradients = []
@@ -178,17 +160,38 @@ def test_gradient_through_a_step(runs):
         cache = make_prompt_cache(m)
         m(mx.array([[1, 2, 3]]), cache=cache)
 
-        def loss(x, m=m, cache=cache):
-            return (m(mx.array([[1]]), input_embeddings=x, cache=copy.deepcopy(cache)) ** 2).mean()
+        def loss(x, keys, m=m, cache=cache):
+            own = copy.deepcopy(cache)
+            own[0].keys = keys
+            logits = [m(mx.array([[i]]), cache=own) for i in (4, 5)]
+            return ((m(mx.array([[1]]), input_embeddings=x, cache=own) + sum(logits)) ** 2).mean()
 
-        loss(x)
-        gradients.append(mx.grad(loss)(x))
-    assert_same_states(gradients[1], gradients[0], bits=None, what="gradient")
-    assert runs
+        loss(x, cache[0].keys)
+        gradients.append(mx.grad(loss, argnums=(0, 1))(x, cache[0].keys))
+    for found, expected in zip(*reversed(gradients), strict=True):
+        assert_same_states(found, expected, bits=None, what="gradient")
+    assert len(steps) == 4 and "gradient" not in f"{compiled_step.stopped(model)}"
+
+
+def test_a_gradient_by_parameters_takes_no_graph(steps):
+    stock, model = pair()
+    gradients = []
+    for m in (stock, model):
+        cache = make_prompt_cache(m)
+        m(mx.array([[1, 2, 3]]), cache=cache)
+        norm = m.model.norm.weight
+
+        def loss(weight, m=m, cache=cache):
+            m.model.norm.weight = weight
+            return (m(mx.array([[4]]), cache=copy.deepcopy(cache)) ** 2).mean()
+
+        gradients.append(mx.grad(loss)(norm))
+    assert_same_states(*reversed(gradients), bits=None, what="gradient")
+    assert steps == [] and "gradient" in compiled_step.stopped(model)
 
 
 @pytest.mark.parametrize("kind", ["own", "batch"])
-def test_caches_that_are_cut_between_tokens(kind, runs):
+def test_caches_that_are_cut_between_tokens(kind, steps):
     stock, model = pair()
     tokens = mx.random.randint(0, VOCABULARY, (3, 12), key=mx.random.key(3))
     found = []
@@ -207,10 +210,10 @@ def test_caches_that_are_cut_between_tokens(kind, runs):
             logits.append(m(rows[:, i : i + 1], cache=cache))
         found.append(mx.concatenate(logits, axis=0))
     assert_same_model(found[1], found[0], bits=None, what=f"cut {kind}")
-    assert runs == [2] * 6
+    assert len(steps) == 6
 
 
-def test_positions_that_differ_between_layers(runs):
+def test_positions_that_differ_between_layers(steps):
     """No cache does that by itself, but nothing forbids it."""
     stock, model = pair()
     found = []
@@ -223,10 +226,10 @@ def test_positions_that_differ_between_layers(runs):
         )
         assert cache[1].offset.tolist() == [8, 5]
     assert_same_model(found[1], found[0], bits=None, what="positions")
-    assert runs == [2] * 3
+    assert len(steps) == 3
 
 
-def test_two_sequences_that_share_a_prompt(runs):
+def test_two_sequences_that_share_a_prompt(steps):
     """Nothing is written into buffers that somebody else has."""
     tokens = mx.array([[1, 2, 3, 4]])
 
@@ -245,9 +248,8 @@ def test_two_sequences_that_share_a_prompt(runs):
 @pytest.mark.parametrize(
     ("gpu_path", "count"), [("compiled", 3), ("kernels", 19)], indirect=["gpu_path"]
 )
-def test_generation_of_several_sequences(count, runs, monkeypatch):
+def test_generation_of_several_sequences(count, steps):
     """mlx-lm pads their prompts, lets go of those that have ended, and takes others meanwhile."""
-    monkeypatch.setattr(decoder_loop, "in_one_launch", lambda x: x.size <= 128 * x.shape[-1])
     prompts = [[1 + (3 * i + j) % 20 for j in range(1 + i % 5)] for i in range(count)]
     wanted, later, found = [4 + i % 6 for i in range(count)], [7, 3], []
     for m in pair():
@@ -264,10 +266,10 @@ def test_generation_of_several_sequences(count, runs, monkeypatch):
         found.append([tokens[uid] for uid in sorted(tokens)])
     assert found[1] == found[0]
     assert [len(t) for t in found[0]] == wanted + later
-    assert len(runs) >= 9 and set(runs) == {2}
+    assert len(steps) >= 9
 
 
-def test_threads(runs):
+def test_threads(steps):
     _, model = pair()
     expected, _ = decoded(model)
     mx.eval(expected)
@@ -278,30 +280,28 @@ def test_threads(runs):
         return logits
 
     found = in_threads(run, 3, same_context=True)
-    assert len(runs) == 16
+    assert len(steps) == 16
     for logits in found:
         assert_same_model(logits, expected, bits=None, what="in a thread")
 
 
-def test_arrays_are_let_go_with_the_cache():
+def test_what_a_step_leaves_is_let_go_with_the_cache():
     _, model = pair()
-    before = len(decoder_loop._plans)
     _, cache = decoded(model)
-    assert len(decoder_loop._plans) == before + 1
+    assert len(compiled_step._plans[id(model)].progress) == 1
     del cache
-    assert len(decoder_loop._plans) == before
+    assert len(compiled_step._plans[id(model)].progress) == 0
 
 
 def test_report_switches_copies_and_back():
     model = build("qwen2", PLAIN)
-    report = convert_model(model, predicate=lambda path, module: path != "model")
+    report = convert_model(model, predicate=lambda path, module: path != "")
     rows = {row.path: (row.kind, row.action, row.reason) for row in report.fusions}
-    assert rows["model"] == ("stack", LEFT, "the predicate says so")
+    assert rows[""] == ("step", LEFT, "the predicate says so") and "model" not in rows
     rows = {row.path: row for row in convert_model(model).fusions}
-    assert rows["model"].action == FUSED and rows["model"].reason.startswith(
-        "2 layers in one trace"
-    )
-    assert {row.kind for row in convert_model(model).fusions if row.path == "model"} == {"stack"}
+    assert rows[""].action == FUSED and rows[""].reason.startswith("all of it in one graph")
+    assert {row.kind for row in convert_model(model).fusions if not row.path} == {"step"}
+    explain(reset=True)  # of the reference path, on which a step is tried out
     expected, _ = decoded(model)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
@@ -309,39 +309,3 @@ def test_report_switches_copies_and_back():
     revert_model(model)
     stock = build("qwen2", PLAIN)
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
-
-
-def test_loops():
-    class Plain(nn.Module):
-        def __call__(self, h, mask, cache):
-            for layer, c in zip(self.layers, cache):  # noqa: B905
-                h = layer(h, mask, c)
-            return h
-
-    class Used(nn.Module):
-        def __call__(self, h, mask, cache):
-            for layer, c in zip(self.layers, cache):  # noqa: B905
-                h = layer(h, mask, c)
-            return h, c
-
-    class Other(nn.Module):
-        def __call__(self, h, mask, cache):
-            for layer, c in zip(self.layers, cache):  # noqa: B905
-                mask = layer.mask(h)
-                h = layer(h, mask, c)
-            return h
-
-    for cls, line, reason in (
-        (Used, "return h, c", "c is used after the loop"),
-        (Other, "mask = layer.mask(h)", "layer.mask where layer_loop has layer"),
-        (nn.Linear, "", "no statement is like layer_loop"),
-    ):
-        mismatch = with_layers_ahead(cls.__call__)
-        assert not mismatch and line in mismatch.line and reason in mismatch.reason
-    twin, x = Plain(), mx.array([1.0])
-    twin.layers = [lambda h, mask, c: h + mask + c, lambda h, mask, c: h * c]
-    assert (
-        with_layers_ahead(Plain.__call__)(twin, x, 2, [3, 4]).item()
-        == twin(x, 2, [3, 4]).item()
-        == 24
-    )
