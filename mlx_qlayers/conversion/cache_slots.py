@@ -38,7 +38,14 @@ def _same(one: Turned, other: Turned) -> bool:
 
 
 class Slot:
-    """A cache of keys and values for a token, as mlx-lm's caches are."""
+    """A cache of keys and values for a token, as mlx-lm's caches are.
+
+    Attributes:
+        looked: whether code looked at keys or values but for what ``update_and_fetch`` gives.
+        is_fused: whether a fused module took that.
+    """
+
+    looked = is_fused = False
 
     def __init__(self, step: Any, static: Rows, given: Iterator[mx.array]) -> None:
         self.owner, self.static = step, static
@@ -67,6 +74,7 @@ class Slot:
     @property
     def keys(self) -> Buffer:
         """All rows, those that do not count too."""
+        self.looked = True
         return self.buffers[0]
 
     @keys.setter
@@ -76,6 +84,7 @@ class Slot:
     @property
     def values(self) -> Buffer:
         """All rows, those that do not count too."""
+        self.looked = True
         return self.buffers[1]
 
     @values.setter
@@ -190,6 +199,7 @@ class Slot:
 
     def keys_and_values(self) -> Sequence[Any]:
         """All rows, those that do not count too."""
+        self.looked = True
         return self.buffers
 
     def maybe_trim_front(self) -> None:

@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from ..runtime.backend import Mode, current, epoch, mode
+from ..runtime.cuda_ahead import together
 
 # Of one graph: MLX looks through them one by one, and prompts have any number of tokens.
 MAX_SHAPES = 256
@@ -79,7 +80,7 @@ class Graph:
         if key not in self.seen:
             if len(self.seen) == MAX_SHAPES:
                 return self.function
-            with mode(Mode.INFERENCE):
+            with mode(Mode.INFERENCE), together():
                 self.graph(
                     *tree_map(lambda a: a if a is None else mx.zeros(a.shape, a.dtype), (x, *rest))
                 )

@@ -26,6 +26,7 @@ from ..runtime.backend import use_backend
 from ..runtime.transformed import is_transformed
 from . import compiled
 from .attention_patch import made_class, stock_class
+from .cache_slots import STEPPED
 from .cache_tail import held_by, kind_of, shown_by
 from .long_prompts import in_turn
 from .matcher import Match, Mismatch
@@ -138,7 +139,14 @@ class _Plan:
                 return again
             if (kinds := tuple(map(kind_of, own))) in self.stopped:
                 return None
-            tried = self._tried(kinds, tokens, caches, own)
+            if (tried := self.tried.get(kinds)) is None:
+                tried = self.tried[kinds] = self._first(where, tokens, caches, own)
+            if tried.reads_keys:
+                # By how many there are, its code may take another branch.
+                rows = max(rows_of_all(taken(caches).static))
+                if (kinds, rows) not in self.tried:
+                    self.tried[kinds, rows] = self._checked(tokens, caches, rows)
+                tried = self.tried[kinds, rows]
             tailed, offsets = _tailed(own, tried.by_step, now)
             tails_of = {i: ring_tail(now.rings.get(i), own[i]) for i in tried.rings}
             rings = {i: tail for i, tail in tails_of.items() if tail is not None}
@@ -175,27 +183,39 @@ class _Plan:
             now.again = Again(asked, graph.computed, group, held_by(own))
         return logits
 
-    def _tried(
-        self, kinds: tuple[type, ...], tokens: mx.array, caches: list[Any], own: list[Any]
-    ) -> _Graph:
-        """A graph that was tried out, with caches as these are."""
-        if (tried := self.tried.get(kinds)) is None:
-            if reason := reason_against(own):
-                raise Unsupported(reason)
-            model = self.model()
-            assert model is not None
-            arrays = [a for part in model.modules() for a in _arrays_of(part)]
-            if is_transformed(arrays):
-                raise Unsupported("a gradient of the model's arrays is taken")
-            mx.eval(arrays)
-            tried = self.tried[kinds] = self._checked(tokens, caches, TRIAL_ROWS)
-        if not tried.reads_keys:
-            return tried
-        # By how many there are, its code may take another branch.
-        rows = max(rows_of_all(taken(caches).static))
-        if (kinds, rows) not in self.tried:
-            self.tried[kinds, rows] = self._checked(tokens, caches, rows)
-        return self.tried[kinds, rows]
+    def _first(self, where: Any, tokens: mx.array, caches: list[Any], own: list[Any]) -> _Graph:
+        """A graph with caches of these kinds: what it shows holds for others."""
+        if reason := reason_against(own):
+            raise Unsupported(reason)
+        model = self.model()
+        assert model is not None
+        arrays = [a for part in model.modules() for a in _arrays_of(part)]
+        if is_transformed(arrays):
+            raise Unsupported("a gradient of the model's arrays is taken")
+        mx.eval(arrays)
+        recognised = self._recognised(where, tokens, caches, own)
+        return recognised or self._checked(tokens, caches, TRIAL_ROWS)
+
+    def _recognised(
+        self, where: Any, tokens: mx.array, caches: list[Any], own: list[Any]
+    ) -> _Graph | None:
+        """A graph that needs no trial: only this package's own code looks at keys and values."""
+        if {kind_of(each).__name__ for each in own} - {*STEPPED}:
+            return None
+        now = self.progress[own[0]]
+        tailed, offsets = _tailed(own, frozenset(range(len(own))), now)
+        if len(tailed) < len(own):
+            return None
+        inputs = taken(caches, tailed, now.tail, offsets)
+        graph = _Graph(self.model, self.function, inputs.static, None)
+        try:
+            graph.compiled.ready(tokens, [group.make() for group in inputs.groups], inputs.arrays)
+        except Positions:
+            return None
+        if not graph.is_own or graph.changes:
+            return None
+        self.graphs[where, tokens.shape, inputs.static] = graph
+        return graph
 
     def _checked(self, tokens: mx.array, caches: list[Any], rows: int) -> _Graph:
         """A graph for caches of so many rows, which computes what the model does."""
@@ -334,6 +354,8 @@ class _Graph:
     ) -> None:
         self.model, self.function, self.static = model, function, static
         self.learned, self.changes, self.reads_keys = learned, "", False
+        # Whether no code but this package's looks at what caches hold.
+        self.is_own = False
         self.pattern: list[list[bool]] = []
         self.by_step, self.rings, self.tails = frozenset[int](), frozenset[int](), 0
         self.compiled = compiled.Graph(self._run)
@@ -354,7 +376,7 @@ class _Graph:
         counted = any(begin and begin.shift is not None for begin in self.learned or ())
         self.by_step = frozenset() if counted else inside.by_step()
         self.rings = frozenset() if counted else inside.rings()
-        self.reads_keys = inside.reads_keys()
+        self.reads_keys, self.is_own = inside.reads_keys(), inside.is_own()
         changed = [a for each in outputs for a in each if a is not None]
         following, tails = inside.following(), inside.tails()
         self.tails = len(tails)

@@ -38,7 +38,7 @@ from .matcher import Match, Mismatch, recognise
 from .operands import BLOCK_PARTS, Operands, match_of, of_feed_forward, of_heads, of_layers, of_tail
 from .recorder import RECORDED
 from .snapshot import Snapshot
-from .step_slots import latest
+from .step_slots import current_step, latest
 
 # The name of what a module is of which only products of one input are gathered.
 GROUPED = "grouped"
@@ -151,6 +151,8 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
         q, k = plan.rope(q, **options), plan.rope(k, **options)
     if cache is not None:
         k, v = cache.update_and_fetch(k, v)
+        if (step := current_step.get()) is not None:
+            step.attending(k)
     if plan.is_patched:
         out = attention_patch.patched_attention(q, k, v, cache, plan.scale, mask)
     else:

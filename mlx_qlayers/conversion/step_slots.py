@@ -96,6 +96,11 @@ class Step:
             before: Any = node.args[0] if node and keeps_order(node) else None
             _, y = self.flat.get(id(y), (y, before))
 
+    def attending(self, k: Buffer) -> None:
+        """Note that a fused module took a cache's keys, for attention and nothing else."""
+        if (slot := self.found.get(id(k))) is not None:
+            slot.is_fused = True
+
     def attended(
         self, q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any, sinks: Any
     ) -> tuple[mx.array | None, Any]:
@@ -134,6 +139,12 @@ class Step:
     def reads_keys(self) -> bool:
         """Whether attention looks at keys of some caches, and the model's code at others."""
         return len({s.steps is None for s in self.slots if isinstance(s, Slot) and s.updated}) > 1
+
+    def is_own(self) -> bool:
+        """Whether all caches are read by :func:`attention_step`, asked by a fused module."""
+        slots = [slot for slot in self.slots if isinstance(slot, Slot)]
+        looked = any(s.looked or s.replaced or not (s.is_fused and s.steps) for s in slots)
+        return len(slots) == len(self.slots) and not looked
 
     def counted(self) -> mx.array:
         """How many rows of a cache count with the token, as many in all of them."""

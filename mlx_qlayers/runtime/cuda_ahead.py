@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -56,8 +57,8 @@ _PATIENCE = 60
 _SEED = 0xC70F6907
 
 _jobs: dict[str, Future[None]] = {}
-# What is to be compiled in a ``with`` block, nothing at all, or None: what is bound is waited for.
-_asked: list[Future[None]] | None = None
+# What is to be compiled in a ``with`` block; None: what is bound is waited for.
+_asked: ContextVar[list[Future[None]] | None] = ContextVar("asked", default=None)
 _idle = False
 # Seconds that compilers took, and the kernels that they compiled here.
 seconds: dict[str, float] = {}
@@ -111,10 +112,10 @@ def begin(
         if (folder / f"{module}.ptx").exists():
             return
         _jobs[module] = _pool().submit(_compile, folder / module, name, text)
-    if _asked is None:
+    if (asked := _asked.get()) is None:
         _jobs[module].exception()
     else:
-        _asked.append(_jobs[module])
+        asked.append(_jobs[module])
 
 
 @contextmanager
@@ -122,14 +123,18 @@ def together(waits: bool = True) -> Iterator[None]:
     """Compile all kernels that are bound in a ``with`` block side by side.
 
     Args:
-        waits: for all of them at the end. Else whoever binds one of them again waits for that one.
+        waits: for all of them at the end, if it is no part of another such block. Else whoever
+            binds one of them again waits for that one.
     """
-    global _asked
-    before, _asked = _asked, []
+    jobs: list[Future[None]] = []
+    if _asked.get() is not None:
+        yield
+        return
+    token = _asked.set(jobs)
     try:
         yield
     finally:
-        jobs, _asked = _asked, before
+        _asked.reset(token)
         if waits:
             wait(jobs)
 

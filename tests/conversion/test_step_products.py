@@ -12,6 +12,7 @@ import pytest
 from architectures import VOCABULARY, Architecture, build
 from converted import add_adapters
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models import qwen2
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from numerics import assert_same_model, assert_same_states
 
@@ -88,6 +89,30 @@ def test_norms_deferred_from_product_to_product(name, steps, monkeypatch):
     assert len(steps) == 4
     graphs = "".join("FT"[each] for each in deferred).split("F")[1:]
     assert {*graphs} <= {"TTT", "TTTT"} and graphs  # the model's head may be fused, too
+
+
+@pytest.mark.parametrize(("kind", "tried"), [("own", 0), ("batch", 0), ("rotating", 1)])
+def test_a_model_whose_fused_modules_look_at_keys_alone_is_not_tried_out(
+    kind, tried, steps, monkeypatch
+):
+    """A trial computes: it takes kernels that no token needs."""
+    trials, check = [], compiled_step.check
+    monkeypatch.setattr(compiled_step, "check", lambda *args: trials.append(args) or check(*args))
+    stock, model = pair()
+    same(model, stock, kind, kind, 1)
+    assert len(steps) == 4 and len(trials) == tried
+
+
+def test_a_model_that_looks_at_keys_itself_is_tried_out(steps):
+    class Sized(qwen2.Model):
+        def __call__(self, inputs, cache=None):
+            logits = qwen2.Model.__call__(self, inputs, cache)
+            return logits * (1 if cache[0].empty() else cache[0].keys.shape[2])
+
+    stock, model = pair()
+    stock.__class__, model.__class__ = Sized, compiled_step.step_class(Sized)
+    same(model, stock, "sized")
+    assert not steps and "rows a cache has" in compiled_step.stopped(model)
 
 
 def test_buffers_that_grow(steps):
