@@ -263,9 +263,8 @@ class TailSlot(Slot):
         return out
 
     def outputs(self) -> Iterator[Buffer | None]:
-        """What changed: keys and values as the cache shows them."""
-        at = self.owner.at[self.static.group]
-        yield from self.placed(self.read, self.tails, at[:1])
+        """What changed: the positions of a batch."""
+        yield from (None, None)
         if self.padding is not None:
             yield from (self.offset, None)
 

@@ -4,9 +4,9 @@ Those of a quantized cache are packed, in rows of :func:`~.ops.attention_step.pa
 
 A kernel cannot write into the buffers of a cache, and to copy them for each token takes longer the
 more they hold. So a token's keys and values go to a small tail, beside which the buffers are only
-read, and every 256 tokens both become new buffers. What a cache has meanwhile are arrays that MLX
-computes out of both as soon as somebody evaluates them. Whoever takes these arrays may write into
-them, as ``update_and_fetch`` does: a cache of which they were taken begins a new tail.
+read, and every 256 tokens both become new buffers. Whoever asks a cache for its keys or values
+meanwhile gets arrays that MLX computes out of both as soon as somebody evaluates them. They may be
+written into, as ``update_and_fetch`` does: a cache of which they were taken begins a new tail.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import chain, repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -24,8 +25,9 @@ from ..ops.attention_step import MIN_POSITIONS, MIN_TICKETS, packed_rows, parts_
 # Rows of a tail, as many as a cache grows by.
 _ROWS = 256
 
-
 Buffer = mx.array | tuple[mx.array, ...]
+# What a cache has in the place of keys or values: a buffer, its tail, and the rows ahead of that.
+Held = tuple[Buffer, mx.array, int]
 
 
 class Tail(NamedTuple):
@@ -36,14 +38,14 @@ class Tail(NamedTuple):
             and biases.
         tails: (B, Hkv, R, D) or Dv: the rows behind them.
         start: it is at most S - R.
-        shown: the buffers with the tails in them, as the caches have them.
+        held: what the caches have of it in turn, once they have.
         tickets: of each cache what :func:`attention_step` takes for one launch; none if not asked.
     """
 
     buffers: list[Buffer]
     tails: list[mx.array]
     start: int
-    shown: list[Buffer]
+    held: Sequence[Held] = ()
     tickets: Sequence[mx.array] = ()
 
 
@@ -66,22 +68,21 @@ def one_token(size: int) -> mx.array:
 
 def tail_of(last: Tail | None, caches: Sequence[Any], length: int) -> Tail:
     """The tail of caches that hold so many keys, with room for a token: the last, or a new one."""
-    shown, step = shown_by(caches), caches[0].step
-    rows, is_last = rows_of(shown[0]), last is not None and _untouched(last, caches, shown)
-    if last and is_last and last.start <= length < last.start + last.tails[0].shape[2]:
+    last = last if last is not None and _untouched(last, caches) else None
+    if last and last.start <= length < last.start + last.tails[0].shape[2]:
         return last
-    if length == rows:
+    rows, step = layout(caches[0]).keys[2], caches[0].step
+    if last and length == rows == last.start + last.tails[0].shape[2]:
         # They grow as the caches do it themselves, here by one copy.
-        whole = last and is_last and last.start + last.tails[0].shape[2] == rows
-        if last and whole:
-            pairs = zip(last.buffers, last.tails, strict=True)
-            shown = [grown(buffer, step, tail, last.start) for buffer, tail in pairs]
-        else:
-            shown = [grown(buffer, step) for buffer in shown]
-        rows += step
+        pairs = zip(last.buffers, last.tails, strict=True)
+        buffers = [grown(buffer, step, tail, last.start) for buffer, tail in pairs]
+    else:
+        buffers = [each for c in caches for each in (c.keys, c.values)]
+        buffers = [grown(buffer, step) for buffer in buffers] if length == rows else buffers
+    rows = rows_of(buffers[0])
     size = min(_ROWS, rows)
     start = min(length, rows - size)
-    return Tail(shown, [_cut(buffer, start, size) for buffer in shown], start, shown)
+    return Tail(buffers, [_cut(buffer, start, size) for buffer in buffers], start)
 
 
 def with_tickets(tail: Tail) -> Tail:
@@ -113,7 +114,7 @@ class Layout(NamedTuple):
 
 def layout(cache: Any) -> Layout:
     """That of a cache of keys and values that is not empty."""
-    return layout_of(shown_by([cache]), vars(cache))
+    return layout_of(_buffers(cache), vars(cache))
 
 
 def layout_of(buffers: Sequence[Buffer], attributes: dict[str, Any]) -> Layout:
@@ -165,21 +166,32 @@ def _cut(buffer: Buffer, start: int, size: int) -> mx.array:
     return parts[0] if isinstance(buffer, mx.array) else packed_rows(parts)
 
 
-def shown_by(caches: Sequence[Any]) -> list[Buffer]:
-    """Keys and values of caches in turn, for those who only read them."""
-    return [vars(c)[name] for c in caches for name in ("keys", "values")]
+def _buffers(cache: Any) -> list[Buffer]:
+    """Keys and values, without a tail."""
+    own = vars(cache)
+    return [each[0] if _is_held(each) else each for each in (own["keys"], own["values"])]
+
+
+def _is_held(x: Any) -> bool:
+    return isinstance(x, tuple) and isinstance(x[-1], int)
+
+
+def following(tail: Tail, tails: list[mx.array]) -> Tail:
+    """A tail with the next token in it."""
+    held = [*zip(tail.buffers, tails, repeat(tail.start))]
+    return tail._replace(tails=tails, held=held)
 
 
 def advance(caches: Sequence[Any], tail: Tail, counts: Sequence[dict[str, Any]]) -> None:
-    """Let caches show a tail, and set their counts, so that no signal sees some of them changed."""
-    pairs = zip(tail.shown[::2], tail.shown[1::2], counts, strict=True)
+    """Let caches have a tail, and set their counts, so that no signal sees some of them changed."""
+    pairs = zip(tail.held[::2], tail.held[1::2], counts, strict=True)
     new = [{"keys": keys, "values": values, **count} for keys, values, count in pairs]
-    deque(map(dict.update, map(vars, caches), new), maxlen=0)
     watch(caches)
+    deque(map(dict.update, map(vars, caches), new), maxlen=0)
 
 
 def watch(caches: Sequence[Any]) -> None:
-    """Notice who takes keys or values of caches that show a tail."""
+    """Notice who takes keys or values of caches."""
     if caches:
         kind = watched_kind(kind_of(caches[0]))
         deque(map(setattr, caches, repeat("__class__"), repeat(kind)), maxlen=0)
@@ -203,16 +215,24 @@ def held_by(caches: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def as_left(caches: Sequence[Any], left: list[dict[str, Any]]) -> bool:
-    """Whether caches that show a tail have what they had, and nobody took keys or values."""
+    """Whether caches have what they had, and nobody took keys or values."""
     try:  # dicts compare what is not identical, and arrays have no truth value
         return _are_watched(caches) and [*map(vars, caches)] == left
     except Exception:
         return False
 
 
-def _untouched(tail: Tail, caches: Sequence[Any], shown: list[Buffer]) -> bool:
-    """Whether nobody took keys or values of these caches since they show this tail."""
-    return _are_watched(caches) and [*map(id, shown)] == [*map(id, tail.shown)]
+def _merged(held: Held) -> Buffer:
+    buffer, tail, start = held
+    return merged(buffer, tail, mx.array([start]))
+
+
+def _untouched(tail: Tail, caches: Sequence[Any]) -> bool:
+    """Whether nobody took keys or values of these caches since they have this tail."""
+    if not _are_watched(caches):
+        return False
+    held = [vars(c)[name] for c in caches for name in ("keys", "values")]
+    return len(held) == len(tail.held) and all(map(is_, held, tail.held))
 
 
 def _are_watched(caches: Sequence[Any]) -> bool:
@@ -224,6 +244,9 @@ def watched_kind(kind: type) -> type:
     """The class of caches whose keys and values nobody took since a token; else ``kind``."""
 
     def released(cache: Any) -> Any:
+        own = vars(cache)
+        new = {name: _merged(own[name]) for name in ("keys", "values") if _is_held(own[name])}
+        own.update(new)
         cache.__class__ = kind
         return cache
 
@@ -239,7 +262,7 @@ def watched_kind(kind: type) -> type:
         "values": attribute("values"),
         "empty": lambda self: False,
         "nbytes": property(
-            lambda self: sum(a.nbytes for each in shown_by([self]) for a in arrays_of(each))
+            lambda self: sum(a.nbytes for each in _buffers(self) for a in arrays_of(each))
         ),
         "__reduce_ex__": lambda self, protocol: released(self).__reduce_ex__(protocol),
         "__doc__": kind.__doc__,

@@ -27,7 +27,7 @@ from ..runtime.transformed import is_transformed
 from . import compiled
 from .attention_patch import made_class, stock_class
 from .cache_slots import STEPPED
-from .cache_tail import held_by, kind_of, shown_by
+from .cache_tail import following, held_by, kind_of
 from .long_prompts import in_turn
 from .matcher import Match, Mismatch
 from .recorder import called
@@ -161,24 +161,22 @@ class _Plan:
                 group.make() if (array := now.following.get(group.at)) is None else array
                 for group in inputs.groups
             ]
-            logits, following, tails, outputs = graph(tokens, at, inputs.arrays)
+            logits, later, tails, outputs = graph(tokens, at, inputs.arrays)
         except Exception as error:
             self.stopped[tuple(map(kind_of, own))] = stopping_line(error)
             return None
-        later = [group.later for group in inputs.groups]
-        now.following = dict(zip(later, following, strict=True))
-        some = [own[i] for i in tailed]
-        put(own, outputs, some)
-        now.offsets = [vars(each)["offset"] for each in some]
-        tails, of_rings = tails[: 2 * len(some)], tails[2 * len(some) :]
+        now.following = {g.later: array for g, array in zip(inputs.groups, later, strict=True)}
+        tails, of_rings = tails[: 2 * len(tailed)], tails[2 * len(tailed) :]
         if inputs.tail is not None:
-            now.tail = inputs.tail._replace(tails=tails, shown=shown_by(some))
+            now.tail = following(inputs.tail, tails)
+        put(own, outputs, tailed, now.tail.held if now.tail else ())
+        now.offsets = [vars(own[i])["offset"] for i in tailed]
         now.rings = {
             number: kept(rings[number], of_rings[2 * i : 2 * i + 2], own[number])
             for i, number in enumerate(sorted(rings))
         }
         now.again = None
-        if len(some) == len(own):
+        if len(tailed) == len(own):
             group = inputs.groups[0].after()
             now.again = Again(asked, graph.computed, group, held_by(own))
         return logits

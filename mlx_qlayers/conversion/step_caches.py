@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from .cache_tail import (
     Buffer,
+    Held,
     Tail,
     arrays_of,
     grown,
@@ -287,10 +288,23 @@ def _rows_and_packing(c: Any) -> tuple[int, int, int]:
 
 
 def put(
-    own: Sequence[Any], outputs: Sequence[Sequence[Buffer | None]], tailed: Sequence[Any]
+    own: Sequence[Any],
+    outputs: Sequence[Sequence[Any]],
+    tailed: Sequence[int],
+    held: Sequence[Held],
 ) -> None:
-    """Let caches hold what a graph gave, so that no signal sees some of them changed."""
+    """Let caches hold what a graph gave, so that no signal sees some of them changed.
+
+    Args:
+        own: the caches.
+        outputs: what changed of each.
+        tailed: which of them have a tail.
+        held: what these have of it in turn.
+    """
     items: list[dict[str, Any]] = []
+    outputs = [*outputs]
+    for i, number in enumerate(tailed):
+        outputs[number] = [*held[2 * i : 2 * i + 2], *outputs[number][2:]]
     for each, new in zip(own, outputs, strict=True):
         if not isinstance(getattr(each, "cache", None), list):
             items.append(_counted(each, new))
@@ -298,11 +312,11 @@ def put(
         old = [*each.cache, each.left_padding, each.lengths]
         *states, left, lengths = [b if a is None else a for a, b in zip(new, old, strict=True)]
         items.append({"cache": states, "left_padding": left, "lengths": lengths})
+    watch([own[i] for i in tailed])
     deque(map(dict.update, map(vars, own), items), maxlen=0)
-    watch(tailed)
 
 
-def _counted(c: Any, new: Sequence[Buffer | None]) -> dict[str, Any]:
+def _counted(c: Any, new: Sequence[Any]) -> dict[str, Any]:
     """The attributes of a cache of keys and values one token later."""
     if not new or new[0] is None:
         return {}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .cache_tail import Tail, advance, as_left, given_by, held_by
+from .cache_tail import Tail, advance, as_left, following, given_by, held_by
 from .ring_tail import RingTail
 from .step_caches import Group
 
@@ -57,15 +56,12 @@ class Again(NamedTuple):
         if held == tail.tails[0].shape[2] or not as_left(own, self.left):
             return None
         paddings = [each["left_padding"] for each in self.left if "left_padding" in each]
-        logits, following, *rest = self.computed(tokens, [at], given_by(tail, paddings))
-        tails, changed, length = rest[: 2 * len(own)], rest[2 * len(own) :], start + held + 1
+        logits, later, *rest = self.computed(tokens, [at], given_by(tail, paddings))
+        tails, now.offsets, length = rest[: 2 * len(own)], rest[2 * len(own) :], start + held + 1
+        counts: list[dict[str, Any]] = [{"offset": length}] * len(own)
         if paddings:
-            keys, values, now.offsets = changed[::3], changed[1::3], changed[2::3]
-            shown = [*chain(*zip(keys, values, strict=True))]
             counts = [{"offset": each, "_idx": length} for each in now.offsets]
-        else:
-            shown, counts = changed, [{"offset": length}] * len(own)
-        tail, now.following = tail._replace(tails=tails, shown=shown), {self.group.later: following}
+        tail, now.following = following(tail, tails), {self.group.later: later}
         advance(own, tail, counts)
         now.tail, now.again = tail, self._replace(group=self.group.after(), left=held_by(own))
         return logits
