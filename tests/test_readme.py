@@ -131,7 +131,7 @@ def test_excerpts_are_in_the_files_that_they_name() -> None:
             assert part.rstrip() in source, part
 
 
-def test_rooms_and_files_that_are_named_exist() -> None:
+def test_packages_and_files_that_are_named_exist() -> None:
     design = (ROOT / "docs" / "design.md").read_text()
     named = re.findall(r"^\| ((?:`[\w./]+`(?:, )?)+) \|", design, re.MULTILINE)
     names = [name for cell in named for name in re.findall(r"`([\w./]+)`", cell)]
