@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...runtime.kernel import Kernel
-from ...runtime.launch import Bound, Size
+from ...runtime.launch import Bound, Size, TemplateValue
 from ...runtime.spec import Spec
 from .forward import FORWARD_INPUTS, Launcher, absent, forward_inputs
 
@@ -36,7 +36,7 @@ _FORWARD = Kernel(
     "attention/tensor_forward.metal",
     inputs=FORWARD_INPUTS,
     outputs=("out", "norms"),
-    template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", "SIMDS", "SPLIT"),
+    template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", "SIMDS", "SPLIT", "TURN", "RESIDENT"),
     registers=_registers,
     large=True,
     ensure_row_contiguous=False,
@@ -62,7 +62,7 @@ _QUERIES, _MASK = (
         inputs=QUERIES_INPUTS,
         outputs=outputs,
         omitted=omitted,
-        template=(*_RULE, "SIMDS", "SPLIT"),
+        template=(*_RULE, "SIMDS", "SPLIT", "TURN"),
         registers=registers,
         large=True,
         ensure_row_contiguous=False,
@@ -77,7 +77,7 @@ _KEYS = Kernel(
     "attention/tensor_backward.metal",
     inputs=KEYS_INPUTS,
     outputs=("gradient",),
-    template=(*_RULE, "AVERAGE", "VALUES", "SIMDS", "SPLIT"),
+    template=(*_RULE, "AVERAGE", "VALUES", "SIMDS", "SPLIT", "TURN"),
     registers=_of_gradients(3, 0, "D"),
     large=True,
     ensure_row_contiguous=False,
@@ -98,6 +98,12 @@ def _grid(at: Launcher, rows: int, heads: int) -> Size:
     return -(-rows // (ROWS * _SIMDS)) * 32 * _SIMDS, heads, at.batch
 
 
+def _shares(at: Launcher, split: int) -> dict[str, TemplateValue]:
+    """How SIMD groups share the work; on CUDA they read the same rows together, in the same turns."""
+    turn = ROWS * (_SIMDS if at.device == "cuda" else 1)
+    return {"SIMDS": _SIMDS, "SPLIT": split, "TURN": turn}
+
+
 def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:
     """The launch of :func:`~.forward.attention_forward` by tensor operations."""
     split = _parts(at.v_width)
@@ -112,8 +118,8 @@ def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:
         N=sinks.dtype,
         SINKS=at.sinks is not None,
         AVERAGE=at.average,
-        SIMDS=_SIMDS,
-        SPLIT=split,
+        **_shares(at, split),
+        RESIDENT=3,
     )
 
     def run(
@@ -135,7 +141,7 @@ def tensor_mask_gradient(at: Launcher, others: Sequence[Spec]) -> Bound:
         others: out, its cotangent and the norms.
     """
     grid, shape = _grid(at, at.queries, at.heads), (at.batch, at.heads, at.queries, at.keys)
-    launch = at.bound(_MASK, others, grid, _THREADS, [shape], init_value=0, SIMDS=_SIMDS, SPLIT=1)
+    launch = at.bound(_MASK, others, grid, _THREADS, [shape], init_value=0, **_shares(at, 1))
     return lambda arrays: launch(_dense(arrays))
 
 
@@ -160,14 +166,14 @@ def tensor_gradients(at: Launcher, others: Sequence[Spec], average: Spec) -> tup
     rows, split = (at.batch, at.heads, at.queries), _parts(at.width)
     shapes = [(at.batch, at.queries, at.heads, at.width), rows]
     grid = _grid(at, at.queries, at.heads * split)
-    of_queries = at.bound(_QUERIES, others, grid, _THREADS, shapes, SIMDS=_SIMDS, SPLIT=split)
+    of_queries = at.bound(_QUERIES, others, grid, _THREADS, shapes, **_shares(at, split))
     more = [*others[1:], Spec(rows, mx.float32), average]
 
     def of(width: int, values: bool) -> Bound:
         split = _parts(width)
         grid = _grid(at, at.keys, at.kv_heads * split)
         shape = at.batch, at.keys, at.kv_heads, width
-        told = {"AVERAGE": at.average, "VALUES": values, "SIMDS": _SIMDS, "SPLIT": split}
+        told = {"AVERAGE": at.average, "VALUES": values} | _shares(at, split)
         return at.bound(_KEYS, more, grid, _THREADS, [shape], **told)
 
     of_k, of_v = of(at.width, False), of(at.v_width, True)

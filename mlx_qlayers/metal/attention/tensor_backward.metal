@@ -23,7 +23,7 @@
 #include "tensor_score.metal"
 
 template <
-    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, int SIMDS, int SPLIT>
+    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, int SIMDS, int SPLIT, int TURN>
 [[kernel]] void attention_tensor_queries(
     const device T* q,
     const constant int64_t* q_strides,
@@ -53,13 +53,15 @@ template <
       TENSOR_ROWS, COLUMNS, TENSOR_TILE, false, false, sizeof(T) == 2,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
   mpp::tensor_ops::matmul2d<of_keys, metal::execution_simdgroup> by_keys;
+  mpp::tensor_ops::matmul2d<of_keys, metal::execution_simdgroup> by_values;
   mpp::tensor_ops::matmul2d<of_sums, metal::execution_simdgroup> add;
 
   uint head = group.y / SPLIT, batch = group.z, kv_head = head / sizes[SHARE];
   int own = (int(groups.x - 1 - group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
   int column = int(group.y) % SPLIT * COLUMNS;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
-  if (own >= rule.queries) {
+  int begin = own / TURN * TURN;
+  if (begin >= rule.queries) {
     return;
   }
   head_rows<T> out_rows = rows_of(out, out_strides, batch, head, rule.queries);
@@ -99,14 +101,14 @@ template <
     }
   }
 
-  int last = min(rule.keys, min(own + TENSOR_ROWS, rule.queries) + rule.reach);
-  int first = max(0, own + rule.reach - rule.window + 1) / TENSOR_TILE * TENSOR_TILE;
+  int last = min(rule.keys, min(begin + TURN, rule.queries) + rule.reach);
+  int first = max(0, begin + rule.reach - rule.window + 1) / TENSOR_TILE * TENSOR_TILE;
   for (int key = first; key < last; key += TENSOR_TILE) {
     int at = min(key, rule.keys - TENSOR_TILE);
     auto some_keys = keys.slice(0, at);
     auto some_values = values.slice(0, at);
     by_keys.run(rows, some_keys, scores);
-    by_keys.run(d_tensor, some_values, d_weights);
+    by_values.run(d_tensor, some_values, d_weights);
 #pragma unroll
     for (auto each = scores.begin(); each != scores.end(); each++) {
       if (each.is_valid_element()) {
@@ -168,7 +170,7 @@ template <
 
 template <
     typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, bool AVERAGE, bool VALUES,
-    int SIMDS, int SPLIT>
+    int SIMDS, int SPLIT, int TURN>
 [[kernel]] void attention_tensor_keys(
     const device T* q,
     const constant int64_t* q_strides,
@@ -196,13 +198,15 @@ template <
       TENSOR_ROWS, COLUMNS, TENSOR_TILE, false, false, sizeof(T) == 2,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
   mpp::tensor_ops::matmul2d<of_queries, metal::execution_simdgroup> by_queries;
+  mpp::tensor_ops::matmul2d<of_queries, metal::execution_simdgroup> by_d_out;
   mpp::tensor_ops::matmul2d<of_sums, metal::execution_simdgroup> add;
 
   int share = sizes[SHARE], kv_heads = sizes[HEADS] / share;
   int own = (int(group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
   int column = int(group.y) % SPLIT * COLUMNS;
   uint kv_head = group.y / SPLIT, batch = group.z;
-  if (own >= sizes[KEYS]) {
+  int begin = own / TURN * TURN;
+  if (begin >= sizes[KEYS]) {
     return;
   }
   tensor_of<T> rows = rows_as_tensor(rows_of(k, k_strides, batch, kv_head, sizes[KEYS]), D, own);
@@ -226,15 +230,15 @@ template <
         rows_as_tensor(rows_of(q, q_strides, batch, head, rule.queries), D, 0);
     tensor_of<T> d_rows =
         rows_as_tensor(rows_of(d_out, d_out_strides, batch, head, rule.queries), DV, 0);
-    int last = min(rule.queries, own + TENSOR_ROWS - 1 + rule.window - rule.reach);
-    int first = max(0, own - rule.reach) / TENSOR_TILE * TENSOR_TILE;
+    int last = min(rule.queries, begin + TURN - 1 + rule.window - rule.reach);
+    int first = max(0, begin - rule.reach) / TENSOR_TILE * TENSOR_TILE;
     for (int query = first; query < last; query += TENSOR_TILE) {
       int at = min(query, rule.queries - TENSOR_TILE);
       auto some_queries = queries.slice(0, at);
       by_queries.run(rows, some_queries, scores);
       if (!VALUES) {
         auto some = d_rows.slice(0, at);
-        by_queries.run(v_rows, some, d_weights);
+        by_d_out.run(v_rows, some, d_weights);
       }
 #pragma unroll
       for (ushort i = 0; i < scores.get_capacity(); i++) {

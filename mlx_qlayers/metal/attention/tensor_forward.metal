@@ -30,7 +30,9 @@ template <
     bool SINKS,
     bool AVERAGE,
     int SIMDS,
-    int SPLIT>
+    int SPLIT,
+    int TURN,
+    int RESIDENT>
 [[kernel]] void attention_tensor(
     const device T* q,
     const constant int64_t* q_strides,
@@ -62,7 +64,8 @@ template <
   int own = (int(groups.x - 1 - group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
   int column = int(group.y) % SPLIT * COLUMNS;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
-  if (own >= rule.queries) {
+  int begin = own / TURN * TURN;
+  if (begin >= rule.queries) {
     return;
   }
   tensor_of<T> rows =
@@ -89,8 +92,8 @@ template <
     total[i] = SINKS ? 1.0f : 0.0f;
   }
 
-  int last = min(rule.keys, min(own + TENSOR_ROWS, rule.queries) + rule.reach);
-  int first = max(0, own + rule.reach - rule.window + 1) / TENSOR_TILE * TENSOR_TILE;
+  int last = min(rule.keys, min(begin + TURN, rule.queries) + rule.reach);
+  int first = max(0, begin + rule.reach - rule.window + 1) / TENSOR_TILE * TENSOR_TILE;
   for (int key = first; key < last; key += TENSOR_TILE) {
     int at = min(key, rule.keys - TENSOR_TILE);
     auto some_keys = keys.slice(0, at);

@@ -10,6 +10,9 @@
 #define METAL_FUNC __forceinline__
 #define MLX_MTL_CONST static constexpr const
 
+// Another type in each line that names it, so that no two operations share their shared memory.
+#define execution_simdgroup execution_simdgroups<1, __LINE__>
+
 // MLX writes the signature and the template's types with CUDA's names.
 #define __half half
 #define __nv_bfloat16 bfloat

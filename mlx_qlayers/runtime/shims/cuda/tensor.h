@@ -45,12 +45,11 @@ struct tensor {
     return part;
   }
 };
-template <int N>
+// Of an operation of one warp PLACE says where the text names its scope: see keywords.h.
+template <int N, int PLACE = 0>
 struct execution_simdgroups {
   static constexpr int COUNT = N;
 };
-
-using execution_simdgroup = execution_simdgroups<1>;
 template <typename T>
 using remove_addrspace_t = T;
 

@@ -198,7 +198,7 @@ void add_weighted_rows(
   if constexpr (TOGETHER) {
     // Of another size than the products that made the weights: where they are as many and as
     // large, ptxas 13.0 gives the left operands of both the same registers.
-    constexpr int WHOLE = COUNT % 16 == 0 ? 16 : 8, PART = DEPTH == 8 * COUNT ? WHOLE / 2 : WHOLE;
+    constexpr int WHOLE = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : 4, PART = DEPTH == 8 * COUNT ? WHOLE / 2 : WHOLE;
     ulong first = tile_operand(tile + column * DEPTH, DEPTH * 128);
     begin_products<COUNT>(sums);
 #pragma unroll

@@ -3,9 +3,7 @@
 // or are cooperative tensors, whose elements are where the tensor cores of mma.h want them.
 #pragma once
 
-#include "mma.h"
-#include "tensor.h"
-#include "tile.h"
+#include "shared_tensor.h"
 
 namespace mlx::core::cu {
 
@@ -44,14 +42,6 @@ struct warp_sums {
              i / (N / 4) * 8 + int(threadIdx.x % 4) * 2 + i % 2}};
   }
 };
-// A number for each row of such sums.
-template <int M>
-struct warp_rows {
-  static constexpr int COUNT = M / 4;
-  static index_array<int, 2> at(int i) {
-    return {{i / 2 * 8 + int(threadIdx.x % 4) * 2 + i % 2, 0}};
-  }
-};
 // A left operand M x K: of every eight rows one, along the depth.
 template <int M, int K>
 struct warp_left {
@@ -69,12 +59,6 @@ struct warp_right {
     return {{TRANSPOSED ? k : n, TRANSPOSED ? n : k}};
   }
 };
-// A left operand M x K that was sums: a lane has of each 8 x 8 of them a pair along the depth.
-template <typename T, int M, int K>
-struct warp_weights {
-  vec<T, 2> pairs[M / 8][K / 8];
-};
-
 // Whether runs of a left operand's rows are one load each.
 template <int K, typename T, typename E, typename S>
 bool in_whole_loads(const tensor<T, E, S>& from) {
@@ -138,138 +122,31 @@ void left_pairs(vec<T, 2>* to, const staged_rows<M, K, T>& from, int row) {
     *reinterpret_cast<uint4*>(to + i * 4) = from.packs[(row / 8 * (K / 32) + i) * 32];
 }
 
-// A run of a row from memory, of which `inside` columns exist: in one load, or zeros beyond them.
-template <int RUN, bool WHOLE, typename T>
-void row_run(vec<T, 2>* to, const T* at, int inside) {
-  if constexpr (WHOLE)
-    load_aligned<RUN / 2, CACHED>(reinterpret_cast<uint*>(to), reinterpret_cast<const uint*>(at));
-  else
-#pragma unroll
-    for (int i = 0; i < RUN; i += 2)
-      to[i / 2] = vec<T, 2>(i < inside ? at[i] : T(0.0f), i + 1 < inside ? at[i + 1] : T(0.0f));
-}
-
-// Tile t of the columns of sums, of all their rows: += the product of two columns and rows.
-template <int M, int N, typename T>
-void add_tile(float* to, int t, const vec<T, 2>* columns, const vec<T, 2>* rows, int stride) {
-#pragma unroll
-  for (int m = 0; m < M / 8; m++) {
-    float* sum = to + (m * (N / 16) + t) * 4;
-    float2 parts[2] = {float2(sum[0], sum[1]), float2(sum[2], sum[3])};
-    tensor_core_16(parts, columns, rows + m * stride);
-    sum[0] = parts[0].x;
-    sum[1] = parts[0].y;
-    sum[2] = parts[1].x;
-    sum[3] = parts[1].y;
-  }
-}
-
-// sums (M x N) += left * right^T, whose rows lie in memory, over all of their depth.
-template <int M, int N, bool WHOLE, typename T, typename E, typename S>
-void add_rows_by_rows(float* sums, const tensor<T, E, S>& left, const tensor<T, E, S>& right) {
-  int lane = threadIdx.x % 32, depth = left.extents.values[0];
-  auto fetch = [&](vec<T, 2>* to, const tensor<T, E, S>& from, int row, int k) {
-    int r = ::min(row + lane / 4, from.extents.values[1] - 1), at = k + lane % 4 * 8;
-    bool inside = at < depth;
-    const T* p = from.p + uint64_t(uint(r)) * uint(from.stride) + (inside ? at : 0);
-    row_run<8, WHOLE>(to, p, depth - at);
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      to[i] = inside ? to[i] : vec<T, 2>(T(0.0f), T(0.0f));
-  };
-#pragma unroll
-  for (int k = 0; k < depth; k += 32) {
-    vec<T, 2> rows[M / 8][4], columns[N / 8][4];
-#pragma unroll
-    for (int n = 0; n < N / 8; n++)
-      fetch(columns[n], right, n * 8, k);
-#pragma unroll
-    for (int m = 0; m < M / 8; m++)
-      fetch(rows[m], left, m * 8, k);
-#pragma unroll
-    for (int i = 0; i < 4; i += 2)
-#pragma unroll
-      for (int t = 0; t < N / 16; t++) {
-        const vec<T, 2>*a = columns[2 * t] + i, *b = columns[2 * t + 1] + i;
-        vec<T, 2> both[4] = {a[0], b[0], a[1], b[1]};
-        add_tile<M, N>(sums, t, both, rows[0] + i, 4);
-      }
-  }
-}
-
-// sums (M x N) += weights (M x K) * rows (K x N) of memory, of which two are put side by side.
-template <int M, int N, int K, bool WHOLE, typename T, typename E, typename S>
-void add_weighted(float* sums, const warp_weights<T, M, K>& weights, const tensor<T, E, S>& from) {
-  using columns = warp_columns<N, false>;
-  constexpr int RUN = columns::RUN;
-  int first = threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int k = 0; k < K; k += 16)
-#pragma unroll
-    for (int n = 0; n < columns::COUNT; n += RUN) {
-      vec<T, 2> rows[4][RUN / 2];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        int r = ::min(k + first + i % 2 + i / 2 * 8, from.extents.values[1] - 1);
-        int column = columns::at(n);
-        row_run<RUN, WHOLE>(
-            rows[i], from.p + uint64_t(uint(r)) * uint(from.stride) + column,
-            from.extents.values[0] - column);
-      }
-#pragma unroll
-      for (int i = 0; i < RUN; i += 2) {
-        auto along = [&](int row, int side) {
-          uint low = as_type<uint>(rows[row][i / 2]), high = as_type<uint>(rows[row + 1][i / 2]);
-          return as_type<vec<T, 2>>(__byte_perm(low, high, side ? 0x7632 : 0x5410));
-        };
-        vec<T, 2> both[4] = {along(0, 0), along(0, 1), along(2, 0), along(2, 1)};
-        add_tile<M, N>(sums, (n + i) / 2, both, weights.pairs[0] + k / 8, K / 8);
-      }
-    }
-}
-
-// Sums as a left operand: each 8 x 8 of them rounded and transposed.
-template <typename T, int M, int K>
-warp_weights<T, M, K> weights_of_sums(
-    const cooperative_tensor<float, warp_sums<M, K, true>>& from) {
-  warp_weights<T, M, K> to;
-#pragma unroll
-  for (int m = 0; m < M / 8; m++)
-#pragma unroll
-    for (int k = 0; k < K / 8; k++) {
-      const float* pair = from.elements + (m * (K / 16) + k / 2) * 4 + k % 2 * 2;
-      to.pairs[m][k] = transposed(vec<T, 2>(float2(pair[0], pair[1])));
-    }
-  return to;
-}
-
 namespace mpp::tensor_ops {
 
 enum class reduction_operation { sum, max, min };
-template <int M, int N>
+template <int N>
 void reduce_rows(
-    const cooperative_tensor<float, warp_sums<M, N, true>>& from,
-    cooperative_tensor<float, warp_rows<M>>& to, reduction_operation how, float identity) {
+    const cooperative_tensor<float, row_sums<N>>& from,
+    cooperative_tensor<float, row_statistics>& to, reduction_operation how, float identity) {
   auto both = [&](float a, float b) {
     return how == reduction_operation::sum ? a + b
         : how == reduction_operation::max  ? ::fmaxf(a, b)
                                            : ::fminf(a, b);
   };
 #pragma unroll
-  for (int row = 0; row < M / 4; row++) {
+  for (int row = 0; row < 2; row++) {
     float whole = identity;
 #pragma unroll
-    for (int n = 0; n < N / 8; n++)
-      whole = both(whole, from.elements[row / 2 * (N / 4) + n * 2 + row % 2]);
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2)
-      whole = both(whole, __shfl_xor_sync(0xffffffffu, whole, lanes));
-    to.elements[row] = whole;
+    for (int i = 2 * row; i < N / 2; i += 4)
+      whole = both(whole, both(from.elements[i], from.elements[i + 1]));
+    whole = both(whole, __shfl_xor_sync(0xffffffffu, whole, 1));
+    to.elements[row] = both(whole, __shfl_xor_sync(0xffffffffu, whole, 2));
   }
 }
 
-template <uint64_t D>
-struct matmul2d<D, execution_simdgroups<1>> {
+template <uint64_t D, int PLACE>
+struct matmul2d<D, execution_simdgroups<1, PLACE>> {
   static constexpr int M = D & 0xffff, N = D >> 16 & 0xffff, K = D >> 32 & 0xffff;
   static constexpr bool TRANSPOSED = D >> 49 & 1, ACCUMULATE = D >> 50 & 1;
   using sums = warp_sums<M, N, TRANSPOSED>;
@@ -285,42 +162,31 @@ struct matmul2d<D, execution_simdgroups<1>> {
     return {};
   }
   template <typename L, typename R, typename C>
-  cooperative_tensor<C, sums> get_destination_cooperative_tensor() const {
+  auto get_destination_cooperative_tensor() const {
+    if constexpr (is_tensor<R>)
+      return cooperative_tensor<C, row_sums<N>>{};
+    else
+      return cooperative_tensor<C, sums>{};
+  }
+  template <typename L, typename R, typename C>
+  cooperative_tensor<C, row_statistics> get_row_reduction_destination_cooperative_tensor() const {
     return {};
   }
   template <typename L, typename T, typename C>
-  warp_weights<T, M, K> get_left_input_cooperative_tensor(
-      const cooperative_tensor<float, warp_sums<M, K, true>>& from) const {
-    return weights_of_sums<T>(from);
+  cooperative_tensor<float, row_sums<K>> get_left_input_cooperative_tensor(
+      const cooperative_tensor<float, row_sums<K>>& from) const {
+    return from;
   }
-  template <typename L, typename R, typename C>
-  cooperative_tensor<C, warp_rows<M>> get_row_reduction_destination_cooperative_tensor() const {
-    return {};
-  }
-  template <typename T, typename E, typename S>
+  // With rows of memory: of memory too, or weights that were sums.
+  shared_operand<D, PLACE> shared;
+  template <typename L, typename T, typename E, typename S>
   void run(
-      const tensor<T, E, S>& left, const tensor<T, E, S>& right,
-      cooperative_tensor<float, sums>& to) const {
-    static_assert(TRANSPOSED && !ACCUMULATE && K == 0, "on CUDA: rows of memory by rows of memory");
-#pragma unroll
-    for (int i = 0; i < sums::COUNT; i++)
-      to.elements[i] = 0.0f;
-    if (in_whole_loads<32>(left) && in_whole_loads<32>(right))
-      add_rows_by_rows<M, N, true>(to.elements, left, right);
+      const L& left, const tensor<T, E, S>& right,
+      cooperative_tensor<float, row_sums<N>>& to) const {
+    if constexpr (is_tensor<L>)
+      shared.multiply_rows(left, right, to.elements);
     else
-      add_rows_by_rows<M, N, false>(to.elements, left, right);
-  }
-  template <typename T, typename E, typename S>
-  void run(
-      const warp_weights<T, M, K>& left, const tensor<T, E, S>& right,
-      cooperative_tensor<float, sums>& to) const {
-    static_assert(!TRANSPOSED && ACCUMULATE, "on CUDA: weights of rows, added");
-    uint64_t bytes = reinterpret_cast<uint64_t>(right.p) | right.stride * sizeof(T);
-    constexpr int RUN = warp_columns<N, false>::RUN;
-    if (bytes % (RUN * sizeof(T)) == 0 && right.extents.values[0] >= N)
-      add_weighted<M, N, K, true>(to.elements, left, right);
-    else
-      add_weighted<M, N, K, false>(to.elements, left, right);
+      shared.add_weighted(left, right, to.elements);
   }
   template <typename L, typename T>
   void run(
