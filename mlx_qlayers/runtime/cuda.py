@@ -34,8 +34,9 @@ _LONG = 2048
 _MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
 # Their declarations, and those of the files that they include, come from the shim instead.
 _SHIMMED = tuple(METAL / f"common/{name}.metal" for name in ("tile", "arrival", "prefetch"))
-# The template parameter that says how many threadgroups a multiprocessor should hold.
-_RESIDENT = "RESIDENT"
+# The template parameters that say how many threadgroups a multiprocessor should hold, and whether
+# SIMD groups run tensor operations together; and what holds without them.
+_TOLD = ("RESIDENT", 1), ("TOGETHER", False)
 # And the one that says how many bytes of dynamic shared memory the kernel takes.
 _SHARED = "SHARED"
 # The input that tells threads beyond the grid that they are surplus.
@@ -116,8 +117,8 @@ def _text(
     template: tuple[tuple[str, TemplateValue], ...],
 ) -> tuple[str, str, str]:
     """Name, header and source of that kernel."""
-    resident = cast(int, dict(template).get(_RESIDENT, 1))
-    header, body = cuda_source(program, threadgroup, surplus, resident)
+    resident, together = (cast(int, dict(template).get(n, d)) for n, d in _TOLD)
+    header, body = cuda_source(program, threadgroup, surplus, resident, bool(together))
     # MLX looks for these words in the text to know which parameters to add.
     words = " ".join(w.split()[-1] for p in program.inputs for w in shape_words(body, p.name))
     constants = "".join(_constant(name, value) for name, value in template)
@@ -165,7 +166,11 @@ def whole_threadgroups(grid: Size, threadgroup: Size) -> Size:
 
 
 def cuda_source(
-    program: Program, threadgroup: Size, surplus: bool, resident: int = 1
+    program: Program,
+    threadgroup: Size,
+    surplus: bool,
+    resident: int = 1,
+    together: bool = False,
 ) -> tuple[str, str]:
     """A kernel's ``header`` and ``source`` for ``mx.fast.cuda_kernel``.
 
@@ -174,10 +179,12 @@ def cuda_source(
         threadgroup: the threads of one threadgroup; the text is made for this size.
         surplus: whether threads beyond the grid are started and must return at once.
         resident: threadgroups that a multiprocessor must have registers for at once.
+        together: whether all SIMD groups run each tensor operation at the same time, with the same
+            operands in device memory.
     """
     helpers = translate(_without_shimmed(program.header))
     header = f"#define MSL_GROUP_SIZE {prod(threadgroup)}\n#define MSL_RESIDENT {resident}\n"
-    header += f'#include "{SHIM}"\n'
+    header += f'#define MSL_TOGETHER {int(together)}\n#include "{SHIM}"\n'
     if helpers:
         # MLX puts the kernel into this namespace too; the shim's names hide CUDA's there.
         header += f"namespace mlx::core::cu {{\n{helpers}\n}}\n"

@@ -36,7 +36,7 @@ _FORWARD = Kernel(
     "attention/tensor_forward.metal",
     inputs=FORWARD_INPUTS,
     outputs=("out", "norms"),
-    template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", "SIMDS", "SPLIT", "TURN", "RESIDENT"),
+    template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", "SIMDS", "SPLIT", "TOGETHER", "RESIDENT"),
     registers=_registers,
     large=True,
     ensure_row_contiguous=False,
@@ -62,7 +62,7 @@ _QUERIES, _MASK = (
         inputs=QUERIES_INPUTS,
         outputs=outputs,
         omitted=omitted,
-        template=(*_RULE, "SIMDS", "SPLIT", "TURN"),
+        template=(*_RULE, "SIMDS", "SPLIT", "TOGETHER"),
         registers=registers,
         large=True,
         ensure_row_contiguous=False,
@@ -77,7 +77,7 @@ _KEYS = Kernel(
     "attention/tensor_backward.metal",
     inputs=KEYS_INPUTS,
     outputs=("gradient",),
-    template=(*_RULE, "AVERAGE", "VALUES", "SIMDS", "SPLIT", "TURN"),
+    template=(*_RULE, "AVERAGE", "VALUES", "SIMDS", "SPLIT", "TOGETHER"),
     registers=_of_gradients(3, 0, "D"),
     large=True,
     ensure_row_contiguous=False,
@@ -100,8 +100,7 @@ def _grid(at: Launcher, rows: int, heads: int) -> Size:
 
 def _shares(at: Launcher, split: int) -> dict[str, TemplateValue]:
     """How SIMD groups share the work; on CUDA they read the same rows together, in the same turns."""
-    turn = ROWS * (_SIMDS if at.device == "cuda" else 1)
-    return {"SIMDS": _SIMDS, "SPLIT": split, "TURN": turn}
+    return {"SIMDS": _SIMDS, "SPLIT": split, "TOGETHER": at.device == "cuda"}
 
 
 def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:

@@ -23,7 +23,7 @@
 #include "tensor_score.metal"
 
 template <
-    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, int SIMDS, int SPLIT, int TURN>
+    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, int SIMDS, int SPLIT, bool TOGETHER>
 [[kernel]] void attention_tensor_queries(
     const device T* q,
     const constant int64_t* q_strides,
@@ -60,7 +60,7 @@ template <
   int own = (int(groups.x - 1 - group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
   int column = int(group.y) % SPLIT * COLUMNS;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
-  int begin = own / TURN * TURN;
+  int begin = own / TURN_ROWS * TURN_ROWS;
   if (begin >= rule.queries) {
     return;
   }
@@ -101,7 +101,7 @@ template <
     }
   }
 
-  int last = min(rule.keys, min(begin + TURN, rule.queries) + rule.reach);
+  int last = min(rule.keys, min(begin + TURN_ROWS, rule.queries) + rule.reach);
   int first = max(0, begin + rule.reach - rule.window + 1) / TENSOR_TILE * TENSOR_TILE;
   for (int key = first; key < last; key += TENSOR_TILE) {
     int at = min(key, rule.keys - TENSOR_TILE);
@@ -170,7 +170,7 @@ template <
 
 template <
     typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, bool AVERAGE, bool VALUES,
-    int SIMDS, int SPLIT, int TURN>
+    int SIMDS, int SPLIT, bool TOGETHER>
 [[kernel]] void attention_tensor_keys(
     const device T* q,
     const constant int64_t* q_strides,
@@ -205,7 +205,7 @@ template <
   int own = (int(group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
   int column = int(group.y) % SPLIT * COLUMNS;
   uint kv_head = group.y / SPLIT, batch = group.z;
-  int begin = own / TURN * TURN;
+  int begin = own / TURN_ROWS * TURN_ROWS;
   if (begin >= sizes[KEYS]) {
     return;
   }
@@ -230,7 +230,7 @@ template <
         rows_as_tensor(rows_of(q, q_strides, batch, head, rule.queries), D, 0);
     tensor_of<T> d_rows =
         rows_as_tensor(rows_of(d_out, d_out_strides, batch, head, rule.queries), DV, 0);
-    int last = min(rule.queries, begin + TURN - 1 + rule.window - rule.reach);
+    int last = min(rule.queries, begin + TURN_ROWS - 1 + rule.window - rule.reach);
     int first = max(0, begin - rule.reach) / TENSOR_TILE * TENSOR_TILE;
     for (int query = first; query < last; query += TENSOR_TILE) {
       int at = min(query, rule.queries - TENSOR_TILE);

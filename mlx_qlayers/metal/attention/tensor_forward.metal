@@ -31,7 +31,7 @@ template <
     bool AVERAGE,
     int SIMDS,
     int SPLIT,
-    int TURN,
+    bool TOGETHER,
     int RESIDENT>
 [[kernel]] void attention_tensor(
     const device T* q,
@@ -64,7 +64,7 @@ template <
   int own = (int(groups.x - 1 - group.x) * SIMDS + int(simd_group)) * TENSOR_ROWS;
   int column = int(group.y) % SPLIT * COLUMNS;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
-  int begin = own / TURN * TURN;
+  int begin = own / TURN_ROWS * TURN_ROWS;
   if (begin >= rule.queries) {
     return;
   }
@@ -92,7 +92,7 @@ template <
     total[i] = SINKS ? 1.0f : 0.0f;
   }
 
-  int last = min(rule.keys, min(begin + TURN, rule.queries) + rule.reach);
+  int last = min(rule.keys, min(begin + TURN_ROWS, rule.queries) + rule.reach);
   int first = max(0, begin + rule.reach - rule.window + 1) / TENSOR_TILE * TENSOR_TILE;
   for (int key = first; key < last; key += TENSOR_TILE) {
     int at = min(key, rule.keys - TENSOR_TILE);

@@ -11,6 +11,10 @@ using namespace metal;
 // Rows of a SIMD group, and rows of the other side that a turn of its loop takes.
 #define TENSOR_ROWS 16
 #define TENSOR_TILE 32
+// Rows whose SIMD groups take the same turns, each its own or TOGETHER.
+#define TURN_ROWS (TOGETHER ? SIMDS * TENSOR_ROWS : TENSOR_ROWS)
+// Rows whose SIMD groups take the same turns, each its own or TOGETHER.
+#define TURN_ROWS (TOGETHER ? SIMDS * TENSOR_ROWS : TENSOR_ROWS)
 
 // Rows from `first` on, of which columns are neighbours.
 template <typename T>

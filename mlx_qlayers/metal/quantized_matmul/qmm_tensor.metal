@@ -312,7 +312,7 @@ METAL_FUNC void multiply_tensors(
 
 template <
     typename T, typename O, typename S, int mode, int group, int bits, bool transposed, int rows,
-    int tile_k, int simds_m, int simds_n, bool ragged, int gate, int RESIDENT>
+    int tile_k, int simds_m, int simds_n, bool ragged, int gate, int RESIDENT, bool TOGETHER>
 [[kernel]] void qmm_tensor(
     const device T* x,
     const device uint* w,

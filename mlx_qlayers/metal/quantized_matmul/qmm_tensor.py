@@ -160,7 +160,7 @@ _INPUTS = (
 _KERNELS: dict[type, tuple[str, tuple[str, ...], tuple[str, ...], Any, Any]] = {
     TensorConfig: (
         *("qmm_tensor", ()),
-        ("T", "O", "S", "mode", "group", "bits", "transposed", *TENSOR_TILING, "gate", "RESIDENT"),
+        ("T", "O", "S", "mode", "group", "bits", "transposed", *TENSOR_TILING, "gate", "RESIDENT", "TOGETHER"),
         *(threadgroup_memory, registers),
     ),
     CodesConfig: (
@@ -243,6 +243,7 @@ def qmm_tensor(
     values = packed_template(fmt, x.dtype, matrix.scales.dtype) | asdict(config)
     values |= {"transposed": transpose, "gate": GATES.index(gate)}
     values |= {"O": mx.float32 if parts > 1 else x.dtype, "RESIDENT": values.get("resident", 1)}
+    values["TOGETHER"] = values.get("simds_m") == 1 and not values["ragged"]
     if isinstance(config, CodesConfig):
         if why := why_no_codes(call):
             raise ValueError(f"{config} does not take this product: {why}")

@@ -2,7 +2,7 @@
 // a threadgroup take the same rows at the same time, so that they copy them to shared memory together,
 // the next ones while these are multiplied, by the products of tile.h.
 //
-// All warps take part in each product, and a kernel has two or more of them by turns.
+// All warps take part in each product, and such a kernel has two or more of them by turns.
 #pragma once
 
 #include "tensor.h"
@@ -66,15 +66,16 @@ struct shared_operand {
   static constexpr bool TRANSPOSED = D >> 49 & 1, ACCUMULATE = D >> 50 & 1;
   // Widest rows of the left operand.
   static constexpr int WIDEST = 256;
-  mutable const void *coming = nullptr, *kept = nullptr;
-  mutable int slot = 0;
+  mutable const void *here = nullptr, *coming = nullptr, *kept = nullptr;
+  mutable int slot = 1;
   mutable uint left[WIDEST / 16][4];
 
-  template <typename T, int ROWS, int WIDTH>
+  // A tile, twice where that leaves room for others.
+  template <typename T, int ROWS, int WIDTH, int MOST>
   struct slots {
     static constexpr bool TOGETHER = products_together<T>(MSL_GROUP_SIZE / 32, 1, WIDTH, WIDTH);
     static constexpr int PACKS = tile_elements<T, TOGETHER>(ROWS, WIDTH) * sizeof(T) / 16;
-    static constexpr int SLOTS = PACKS > 512 ? 1 : 2;
+    static constexpr int SLOTS = PACKS > MOST / 32 ? 1 : 2;
     static T* at(int slot) {
       __shared__ tile_packs<PACKS> packs[SLOTS];
       return reinterpret_cast<T*>(packs[slot % SLOTS].pack);
@@ -84,9 +85,14 @@ struct shared_operand {
     }
   };
 
-  // Waits until these rows are there, for all warps.
-  template <typename TILE, typename T, typename E, typename S>
-  T* wait_for(const tensor<T, E, S>& from) const {
+  // These rows for all warps, when they are there; the `next` begin to come, if any of them exist.
+  // Of the products that take turns OTHERS may have copies under way, begun later.
+  template <typename TILE, int OTHERS, typename T, typename E, typename S>
+  const T* arrived(const tensor<T, E, S>& from, const T* next, int rows, int columns) const {
+    // A gate's second matrix is multiplied with the same rows again.
+    if (from.p == here)
+      return TILE::at(slot);
+    slot = 1 - slot;
     if (from.p != coming) {
       wait_for_copies<0>();
       __syncthreads();
@@ -94,26 +100,28 @@ struct shared_operand {
       end_copies();
       wait_for_copies<0>();
     } else {
-      // The other product's copies may still be under way.
-      wait_for_copies<1>();
+      wait_for_copies<OTHERS>();
     }
     show_to_products();
     __syncthreads();
-    return TILE::at(slot);
-  }
-  // The rows behind these begin to come, where nobody reads any more.
-  template <typename TILE, int ROWS, typename T, typename E, typename S>
-  void begin_next(const tensor<T, E, S>& from) const {
-    if constexpr (TILE::SLOTS == 1)
-      __syncthreads();
-    slot = 1 - slot;
-    coming = nullptr;
-    if (from.extents.values[1] > ROWS) {
-      const T* next = from.p + ROWS * from.stride;
-      TILE::copy(slot, next, from.stride, from.extents.values[1] - ROWS, from.extents.values[0]);
-      coming = next;
+    here = from.p;
+    coming = next;
+    if constexpr (TILE::SLOTS > 1) {
+      if (rows > 0 && columns > 0)
+        TILE::copy(1 - slot, next, from.stride, rows, columns);
+      else
+        coming = nullptr;
+    } else {
+      here = coming = nullptr;
     }
     end_copies();
+    return TILE::at(slot);
+  }
+  template <typename TILE, int ROWS, typename T, typename E, typename S>
+  const T* arrived_rows(const tensor<T, E, S>& from) const {
+    const auto& extents = from.extents.values;
+    return arrived<TILE, 1>(
+        from, from.p + ROWS * from.stride, extents[1] - ROWS, extents[0]);
   }
 
   // Rows of memory that all products have on their left, in registers.
@@ -136,10 +144,10 @@ struct shared_operand {
 
   template <int WIDTH, typename T, typename E, typename S>
   void by_rows(const tensor<T, E, S>& rows, const tensor<T, E, S>& right, float* to) const {
-    using tile = slots<T, N, WIDTH>;
+    using tile = slots<T, N, WIDTH, 16384>;
     if (rows.p != kept)
       keep<WIDTH>(rows);
-    const T* at = wait_for<tile>(right);
+    const T* at = arrived_rows<tile, N>(right);
     left_fragment<T> operand[WIDTH / 16];
 #pragma unroll
     for (int i = 0; i < WIDTH / 16; i++)
@@ -149,7 +157,6 @@ struct shared_operand {
     sum_fragment sums[N / 8];
     multiply_by_rows<T, WIDTH / 16, N / 8, WIDTH, tile::TOGETHER>(
         sums, operand, at, 0, threadIdx.x % 32);
-    begin_next<tile, N>(right);
     put_sums(to, sums);
   }
   template <int COUNT>
@@ -169,7 +176,7 @@ struct shared_operand {
   template <typename T, typename E, typename S>
   void multiply_rows(const tensor<T, E, S>& rows, const tensor<T, E, S>& right, float* to) const {
     static_assert(
-        TRANSPOSED && !ACCUMULATE && K == 0 && M == 16 && sizeof(T) == 2,
+        MSL_TOGETHER && TRANSPOSED && !ACCUMULATE && K == 0 && M == 16 && sizeof(T) == 2,
         "on CUDA: 16 rows of half precision by rows, or weights of rows that are added");
     int depth = rows.extents.values[0];
     if (depth <= 64)
@@ -186,17 +193,46 @@ struct shared_operand {
   // to (16 x N) += weights (16 x K) * right.
   template <typename W, typename T, typename E, typename S>
   void add_weighted(const W& weights, const tensor<T, E, S>& right, float* to) const {
-    static_assert(!TRANSPOSED && ACCUMULATE && M == 16 && sizeof(T) == 2, "on CUDA: added");
+    static_assert(MSL_TOGETHER && !TRANSPOSED && ACCUMULATE && M == 16 && sizeof(T) == 2, "on CUDA: added");
     constexpr int WIDTH = (N + 63) / 64 * 64;
-    using tile = slots<T, K, WIDTH>;
-    const T* at = wait_for<tile>(right);
+    using tile = slots<T, K, WIDTH, 16384>;
+    const T* at = arrived_rows<tile, K>(right);
     sum_fragment of_weights[K / 8], sums[N / 8];
     take_sums(of_weights, weights.elements);
     take_sums(sums, to);
     add_weighted_rows<T, K, N / 8, WIDTH, tile::TOGETHER>(
         sums, of_weights, at, 0, threadIdx.x % 32);
-    begin_next<tile, K>(right);
     put_sums(to, sums);
+  }
+
+  // Sums of their transpose, to (M x N) += rows (M x K) * decoded weights.
+  template <typename T, typename E, typename S>
+  void add_decoded(const tensor<T, E, S>& rows, const T* weights, float* to) const {
+    using tile = slots<T, M, K, 32768>;
+    const auto& extents = rows.extents.values;
+    const T* at = arrived<tile, 0>(rows, rows.p + K, extents[1], extents[0] - K);
+    left_fragment<T> operand[N / 16][K / 16];
+#pragma unroll
+    for (int i = 0; i < N * K / 64; i++) {
+      int t = i / (K / 4), part = i % (K / 4);
+      const T* pair = weights + (2 * t + part % 2) * (K / 4) + part / 4 * 4 + part / 2 % 2 * 2;
+      uint both = as_type<uint>(vec<T, 2>(pair[0], pair[1]));
+      // Decoded before products begin, which would wait for each other otherwise.
+      asm volatile("" : "+r"(both));
+      operand[t][part / 4].part[part % 4] = as_type<vec<T, 2>>(both);
+    }
+#pragma unroll
+    for (int t = 0; t < N / 16; t++) {
+      sum_fragment sums[M / 8];
+#pragma unroll
+      for (int i = 0; i < M / 2; i++)
+        sums[i / 4].part[i / 2 % 2][i % 2] = to[(i / 4 * (N / 16) + t) * 4 + i % 4];
+      multiply_by_rows<T, K / 16, M / 8, K, tile::TOGETHER, true>(
+          sums, operand[t], at, 0, threadIdx.x % 32);
+#pragma unroll
+      for (int i = 0; i < M / 2; i++)
+        to[(i / 4 * (N / 16) + t) * 4 + i % 4] = sums[i / 4].part[i / 2 % 2][i % 2];
+    }
   }
 };
 

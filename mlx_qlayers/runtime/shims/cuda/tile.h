@@ -144,7 +144,7 @@ void end_products(sum_fragment* sum) {
 }
 #undef MSL_SUM
 
-template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER>
+template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER, bool ADD = false>
 void multiply_by_rows(
     sum_fragment* products,
     const left_fragment<T>* left,
@@ -164,12 +164,12 @@ void multiply_by_rows(
             products + n,
             left[i],
             first + ((i / 4 * COUNT + n) * 8 * 64 + i % 4 * 16) / 8,
-            i > 0);
+            ADD || i > 0);
     end_products<COUNT>(products);
   } else {
     constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
 #pragma unroll
-    for (int n = 0; n < COUNT; n++)
+    for (int n = 0; n < COUNT && !ADD; n++)
       products[n].part[0] = products[n].part[1] = float2(0.0f);
 #pragma unroll
     for (int i = 0; i < STEPS; i++)

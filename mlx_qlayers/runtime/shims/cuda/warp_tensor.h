@@ -7,12 +7,16 @@
 
 namespace mlx::core::cu {
 
+// Whether warps share the rows of such a step: tensor cores read them from shared memory.
+template <int K>
+constexpr bool SHARES_ROWS = MSL_TOGETHER && HAS_WARPGROUPS && MSL_GROUP_SIZE % 128 == 0 && K % 64 == 0;
+
 // Where a lane's element i of a row or a column of an operand lies along the depth K: in runs of
 // neighbours, which are one load of a row of x and one word of 4-bit codes. Both operands name the
 // depth alike, so that any order gives the same sums.
 template <int K>
 struct warp_depth {
-  static constexpr int COUNT = K / 4, RUN = COUNT < 8 ? COUNT : 8;
+  static constexpr int COUNT = K / 4, RUN = SHARES_ROWS<K> ? 2 : COUNT < 8 ? COUNT : 8;
   static int at(int i) {
     return i / RUN * (4 * RUN) + int(threadIdx.x % 4) * RUN + i % RUN;
   }
@@ -193,7 +197,9 @@ struct matmul2d<D, execution_simdgroups<1, PLACE>> {
       const L& left, const cooperative_tensor<T, warp_right<K, N, TRANSPOSED>>& right,
       cooperative_tensor<float, sums>& to) const {
     static_assert(sizeof(T) == 2, "on CUDA: half precision");
-    if (!in_whole_loads<K>(left))
+    if constexpr (SHARES_ROWS<K> && is_tensor<L>)
+      return shared.add_decoded(left, right.elements, to.elements);
+    else if (!in_whole_loads<K>(left))
       add<false>(left, right.elements, to.elements);
     else if constexpr (STAGED && !is_same_v<L, cooperative_tensor<T, warp_left<M, K>>>)
       add<true>(staged(left), right.elements, to.elements);
