@@ -26,7 +26,7 @@ _THREADS = 32 * _SIMDS, 1, 1
 _WIDEST = 128
 
 
-def _registers(DV: int, SPLIT: int, **_: object) -> int:
+def _registers(DV: int, SPLIT: int, TILE: int = TILE, **_: object) -> int:
     """Words of the tensors of a thread: scores and weights, sums, statistics of rows."""
     return 2 * ROWS * TILE // 32 + ROWS * DV // SPLIT // 32 + 4 * ROWS // 8
 
@@ -36,7 +36,22 @@ _FORWARD = Kernel(
     "attention/tensor_forward.metal",
     inputs=FORWARD_INPUTS,
     outputs=("out", "norms"),
-    template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", "SIMDS", "SPLIT", "TOGETHER", "RESIDENT"),
+    template=(
+        "T",
+        "M",
+        "N",
+        "D",
+        "DV",
+        "MASK",
+        "SOFTCAP",
+        "SINKS",
+        "AVERAGE",
+        "SIMDS",
+        "SPLIT",
+        "TILE",
+        "TOGETHER",
+        "RESIDENT",
+    ),
     registers=_registers,
     large=True,
     ensure_row_contiguous=False,
@@ -99,8 +114,12 @@ def _grid(at: Launcher, rows: int, heads: int) -> Size:
 
 
 def _shares(at: Launcher, split: int) -> dict[str, TemplateValue]:
-    """How SIMD groups share the work; on CUDA they read the same rows together, in the same turns."""
-    return {"SIMDS": _SIMDS, "SPLIT": split, "TOGETHER": at.device == "cuda"}
+    return {"SIMDS": _SIMDS, "SPLIT": split, "TOGETHER": _together(at)}
+
+
+def _together(at: Launcher) -> bool:
+    """Whether SIMD groups take the same turns: on CUDA they share what they read."""
+    return at.device == "cuda"
 
 
 def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:
@@ -118,6 +137,7 @@ def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:
         SINKS=at.sinks is not None,
         AVERAGE=at.average,
         **_shares(at, split),
+        TILE=2 * TILE if _together(at) and at.keys >= 2 * TILE else TILE,
         RESIDENT=3,
     )
 

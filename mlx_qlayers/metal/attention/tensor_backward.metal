@@ -75,6 +75,7 @@ template <
   auto scores = by_keys.template get_destination_cooperative_tensor<
       tensor_of<T>, tensor_of<T>, float>();
   auto d_weights = scores, products = scores;
+  float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
   auto top = by_keys.template get_row_reduction_destination_cooperative_tensor<
       tensor_of<T>, tensor_of<T>, float>();
   auto factor = top, dot = top, exact = top, part = top;
@@ -113,11 +114,11 @@ template <
     for (auto each = scores.begin(); each != scores.end(); each++) {
       if (each.is_valid_element()) {
         auto index = each.get_multidimensional_index();
-        float2 score = score_and_slope<MASK, SOFTCAP>(
-            *each, own + index[1], at + index[0], rule);
-        float weight = power_of_2<T>(score.x - *top.map_iterator(each)) *
+        int query = own + index[1], other = at + index[0];
+        float2 score = score_and_slope<MASK, SOFTCAP>(*each, query, other, rule);
+        float weight = power_of_2<T>(fma(score.x, unit, -*top.map_iterator(each))) *
             *factor.map_iterator(each);
-        weight = at + index[0] < key || score.x == LOWEST ? 0.0f : weight;
+        weight = !is_seen(rule, query, other, key) || (MASK != NO_MASK && score.x == LOWEST) ? 0.0f : weight;
         int i = each - scores.begin();
         products[i] = weight * d_weights[i];
         *each = d_scores ? weight : weight * score.y;
@@ -225,6 +226,7 @@ template <
 
   for (uint head = kv_head * share; head < (kv_head + 1) * share; head++) {
     score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
+    float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
     ulong place = (ulong(batch) * sizes[HEADS] + head) * rule.queries;
     tensor_of<T> queries =
         rows_as_tensor(rows_of(q, q_strides, batch, head, rule.queries), D, 0);
@@ -244,11 +246,11 @@ template <
       for (ushort i = 0; i < scores.get_capacity(); i++) {
         if (scores.is_valid_element(i)) {
           auto index = scores.get_multidimensional_index(i);
-          int other = at + index[0];
-          float2 score = score_and_slope<MASK, SOFTCAP>(scores[i], other, own + index[1], rule);
+          int other = at + index[0], key = own + index[1];
+          float2 score = score_and_slope<MASK, SOFTCAP>(scores[i], other, key, rule);
           float2 norm = norm_of<T>(norms + 2 * place, other, rule.queries);
-          float weight = power_of_2<T>(score.x - norm.x) * norm.y;
-          weight = other < query || score.x == LOWEST ? 0.0f : weight;
+          float weight = power_of_2<T>(fma(score.x, unit, -norm.x)) * norm.y;
+          weight = !sees(rule, other, key, query) || (MASK != NO_MASK && score.x == LOWEST) ? 0.0f : weight;
           scores[i] = VALUES ? weight : weight * (d_weights[i] - delta[place + other]) * score.y;
         }
       }

@@ -4,18 +4,18 @@
 //
 //   grid (32 * SIMDS * ceil(L / (16 * SIMDS)), H * SPLIT, B), threadgroup (32 * SIMDS, 1, 1)
 //
-//   scores         16 x 32, a cooperative destination; then the weights
+//   scores         16 x TILE, a cooperative destination; then the weights
 //   sums           16 x DV / SPLIT, a cooperative destination
 //   top, total     statistics of the rows of scores
 //
-//   for each 32 keys that one of the queries may see:
+//   for each TILE keys that one of the queries may see:
 //     scores = q * keys^T, from inline tensors; softcap, mask, by index
 //     highest = reduce_rows(scores), top' = max(top, highest), shrink = exp2(top - top')
 //     scores = exp2(scores - top'), total = total * shrink + reduce_rows(scores), sums *= shrink
 //     sums += weights * values, the weights handed over as the left input
 //
-// There is no threadgroup memory and no barrier. The last turn takes the last 32 keys: those that
-// were there before are hidden. Needs 32 keys, Metal 4 and macOS 26.2; never run on an M5.
+// There is no threadgroup memory and no barrier. The last turn takes the last TILE keys: those that
+// were there before are hidden. Needs TILE keys, Metal 4 and macOS 26.2; never run on an M5.
 
 #include "tensor_score.metal"
 
@@ -31,6 +31,7 @@ template <
     bool AVERAGE,
     int SIMDS,
     int SPLIT,
+    int TILE,
     bool TOGETHER,
     int RESIDENT>
 [[kernel]] void attention_tensor(
@@ -53,10 +54,10 @@ template <
     uint simd_group [[simdgroup_index_in_threadgroup]]) {
   constexpr int COLUMNS = rounded_up((DV + SPLIT - 1) / SPLIT, 8);
   constexpr auto of_values = mpp::tensor_ops::matmul2d_descriptor(
-      TENSOR_ROWS, COLUMNS, TENSOR_TILE, false, false, sizeof(T) == 2,
+      TENSOR_ROWS, COLUMNS, TILE, false, false, sizeof(T) == 2,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
   constexpr auto of_keys = mpp::tensor_ops::matmul2d_descriptor(
-      TENSOR_ROWS, TENSOR_TILE, int(metal::dynamic_extent), false, true, sizeof(T) == 2);
+      TENSOR_ROWS, TILE, int(metal::dynamic_extent), false, true, sizeof(T) == 2);
   mpp::tensor_ops::matmul2d<of_keys, metal::execution_simdgroup> by_keys;
   mpp::tensor_ops::matmul2d<of_values, metal::execution_simdgroup> by_values;
 
@@ -81,6 +82,8 @@ template <
   using weights = decltype(by_values.template get_left_input_cooperative_tensor<float, T, float>());
   auto sums = by_values.template get_destination_cooperative_tensor<
       metal::remove_addrspace_t<weights>, tensor_of<T>, float>();
+  constexpr bool RAW = is_raw(MASK, SOFTCAP);
+  float unit = RAW ? rule.scale : 1.0f;
   float sink = SINKS ? max(float(sinks[head]) * LOG2E, LOWEST) : LOWEST;
 #pragma unroll
   for (ushort i = 0; i < sums.get_capacity(); i++) {
@@ -93,18 +96,19 @@ template <
   }
 
   int last = min(rule.keys, min(begin + TURN_ROWS, rule.queries) + rule.reach);
-  int first = max(0, begin + rule.reach - rule.window + 1) / TENSOR_TILE * TENSOR_TILE;
-  for (int key = first; key < last; key += TENSOR_TILE) {
-    int at = min(key, rule.keys - TENSOR_TILE);
+  int first = max(0, begin + rule.reach - rule.window + 1) / TILE * TILE;
+  for (int key = first; key < last; key += TILE) {
+    int at = min(key, rule.keys - TILE);
     auto some_keys = keys.slice(0, at);
     by_keys.run(rows, some_keys, scores);
+    bool whole = at == key && all_seen(rule, own, TENSOR_ROWS, at, TILE);
 #pragma unroll
-    for (ushort i = 0; i < scores.get_capacity(); i++) {
+    for (ushort i = 0; i < scores.get_capacity() && !(RAW && whole); i++) {
       if (scores.is_valid_element(i)) {
         auto index = scores.get_multidimensional_index(i);
-        float score = score_and_slope<MASK, SOFTCAP>(
-            scores[i], own + index[1], at + index[0], rule).x;
-        scores[i] = at + index[0] < key ? LOWEST : score;
+        int query = own + index[1], other = at + index[0];
+        float score = score_and_slope<MASK, SOFTCAP>(scores[i], query, other, rule).x;
+        scores[i] = is_seen(rule, query, other, key) ? score : LOWEST;
       }
     }
     mpp::tensor_ops::reduce_rows(
@@ -113,7 +117,7 @@ template <
     for (ushort i = 0; i < top.get_capacity(); i++) {
       if (top.is_valid_element(i)) {
         float before = top[i];
-        top[i] = max(before, highest[i]);
+        top[i] = max(before, highest[i] == LOWEST ? LOWEST : highest[i] * unit);
         // As long as no key was seen, weights are 0.
         shrink[i] = power_of_2<T>(before - (top[i] == LOWEST ? 0.0f : top[i]));
       }
@@ -122,21 +126,26 @@ template <
     for (auto each = scores.begin(); each != scores.end(); each++) {
       if (each.is_valid_element()) {
         float lowered = *top.map_iterator(each);
-        *each = power_of_2<T>(*each - (lowered == LOWEST ? 0.0f : lowered));
+        *each = power_of_2<T>(fma(*each, unit, lowered == LOWEST ? 0.0f : -lowered));
       }
     }
     mpp::tensor_ops::reduce_rows(
         scores, highest, mpp::tensor_ops::reduction_operation::sum, 0.0f);
+    bool shrinks = false;
 #pragma unroll
     for (ushort i = 0; i < total.get_capacity(); i++) {
       if (total.is_valid_element(i)) {
         total[i] = fma(total[i], shrink[i], highest[i]);
+        shrinks = shrinks || shrink[i] != 1.0f;
       }
     }
+    // After a few turns the largest scores seldom change.
+    if (simd_any(shrinks)) {
 #pragma unroll
-    for (auto each = sums.begin(); each != sums.end(); each++) {
-      if (each.is_valid_element()) {
-        *each *= *shrink.map_iterator(each);
+      for (auto each = sums.begin(); each != sums.end(); each++) {
+        if (each.is_valid_element()) {
+          *each *= *shrink.map_iterator(each);
+        }
       }
     }
     auto left = by_values.template get_left_input_cooperative_tensor<float, T, float>(scores);

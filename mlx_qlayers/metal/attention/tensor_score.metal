@@ -27,18 +27,17 @@ METAL_FUNC tensor_of<T> rows_as_tensor(head_rows<T> rows, int width, int first) 
       metal::array<int, 2>{1, int(rows.row)});
 }
 
-// The score of a query and a key, in units of log2, and the slope of the softcap.
+// The score of a query and a key, in units of log2 where it is not raw, and the slope of the softcap.
 template <int MASK, bool SOFTCAP, typename M>
 METAL_FUNC float2 score_and_slope(
     float product, int query, int key, thread const score_rule<M>& rule) {
-  float score = product * rule.scale, slope = 1.0f;
+  float score = is_raw(MASK, SOFTCAP) ? product : product * rule.scale, slope = 1.0f;
   if (SOFTCAP) {
     float bent = precise::tanh(score);
     score = bent * rule.cap;
     slope = 1.0f - bent * bent;
   }
-  bool inside = query < rule.queries && key < rule.keys;
-  if (MASK != NO_MASK && inside) {
+  if (MASK != NO_MASK && query < rule.queries && key < rule.keys) {
     M value = rule.mask[query * rule.mask_query + key * rule.mask_key];
     if (MASK == BOOLEAN) {
       score = bool(value) ? score : LOWEST;
@@ -47,6 +46,18 @@ METAL_FUNC float2 score_and_slope(
       score = score < LOWEST ? LOWEST : score;
     }
   }
-  bool seen = inside && key <= query + rule.reach && key > query + rule.reach - rule.window;
-  return float2(seen ? score : LOWEST, slope);
+  return float2(score, slope);
+}
+
+// Whether positions let a query see a key, of those from `first` on.
+template <typename M>
+METAL_FUNC bool is_seen(thread const score_rule<M>& rule, int query, int key, int first) {
+  int low = max(first, query + rule.reach - rule.window + 1);
+  return uint(key - low) < uint(max(0, min(rule.keys, query + rule.reach + 1) - low));
+}
+// The same, of the queries from `first` on.
+template <typename M>
+METAL_FUNC bool sees(thread const score_rule<M>& rule, int query, int key, int first) {
+  int low = max(first, key - rule.reach);
+  return uint(query - low) < uint(max(0, min(rule.queries, key - rule.reach + rule.window) - low));
 }

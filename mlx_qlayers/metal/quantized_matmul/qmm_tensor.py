@@ -160,7 +160,19 @@ _INPUTS = (
 _KERNELS: dict[type, tuple[str, tuple[str, ...], tuple[str, ...], Any, Any]] = {
     TensorConfig: (
         *("qmm_tensor", ()),
-        ("T", "O", "S", "mode", "group", "bits", "transposed", *TENSOR_TILING, "gate", "RESIDENT", "TOGETHER"),
+        (
+            "T",
+            "O",
+            "S",
+            "mode",
+            "group",
+            "bits",
+            "transposed",
+            *TENSOR_TILING,
+            "gate",
+            "RESIDENT",
+            "TOGETHER",
+        ),
         *(threadgroup_memory, registers),
     ),
     CodesConfig: (

@@ -80,12 +80,20 @@ def test_some_shapes(shape, widths, dtype, kind, extra):
     hold((*shape, *widths), dtype, kind, extra)
 
 
+def test_turns_of_all_simd_groups(monkeypatch):
+    """As on CUDA: of the last threadgroup some SIMD groups have no queries."""
+    monkeypatch.setattr(tensor, "_together", lambda at: True)
+    hold((1, 2, 1, 85, 90, 64, 64), mx.float16, "causal", {"window": 50})
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     ("shape", "widths", "dtype", "kind", "extra"),
     [
         (SHAPES[1], (64, 80), mx.bfloat16, "hidden", {"window": 9, "softcap": 30.0}),
         (SHAPES[2], (128, 128), mx.float16, "biased", {"sinks": True}),
+        ((1, 4, 2, 200, 230), (128, 128), mx.bfloat16, "causal", {"window": 90}),
+        ((1, 2, 1, 90, 100), (192, 128), mx.float16, "boolean", {}),
         (SHAPES[3], (80, 256), mx.bfloat16, "causal", {}),
     ],
     ids=str,

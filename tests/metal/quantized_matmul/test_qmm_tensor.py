@@ -102,10 +102,13 @@ def test_on_cuda(fmt, dtype):
         if not transpose:  # from an element on at which no load of several begins
             x = mx.concatenate([x[0, :1], x.reshape(-1)])[1:].reshape(x.shape)
         config = tensor_config(rows, x.shape[1], dtype, fmt, transpose)
-        config = replace(config, parts=1 + transpose, resident=2)
-        with use_backend("cuda"):
-            y = qmm_tensor(x, *packed, None, transpose, fmt, config)
-        check_product(y, x, packed, fmt, transpose)
+        # By itself, and together: warps that share rows of x.
+        for tile_k, simds in ((32, (2, 2)), (64, (1, 4))):
+            tiling = {"tile_k": tile_k, "simds_m": simds[0], "simds_n": simds[1]}
+            config = replace(config, parts=1 + transpose, resident=2, **tiling)
+            with use_backend("cuda"):
+                y = qmm_tensor(x, *packed, None, transpose, fmt, config)
+            check_product(y, x, packed, fmt, transpose)
 
 
 @pytest.mark.cuda
@@ -113,10 +116,11 @@ def test_gate_on_cuda():
     """Both matrices are multiplied with rows that are there already."""
     rng, n, k, dtype = np.random.default_rng(8), 41, 192, mx.bfloat16
     x, both = random(rng, (70, k), dtype), packed_matrices(rng, [n, n], k, dtype, AFFINE)
-    config = tensor_config(70, k, dtype, AFFINE, True, True)
-    with use_backend("cuda"):
-        y = qmm_tensor(x, *both[0], True, AFFINE, config, other=both[1], gate="silu")
-    check_fused([y], x, both, AFFINE, gate="silu")
+    alone = tensor_config(70, k, dtype, AFFINE, True, True)
+    for config in (alone, replace(alone, tile_k=64, simds_m=1, simds_n=4)):
+        with use_backend("cuda"):
+            y = qmm_tensor(x, *both[0], True, AFFINE, config, other=both[1], gate="silu")
+        check_fused([y], x, both, AFFINE, gate="silu")
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])

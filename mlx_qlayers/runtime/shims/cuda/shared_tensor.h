@@ -105,23 +105,32 @@ struct shared_operand {
     show_to_products();
     __syncthreads();
     here = from.p;
-    coming = next;
-    if constexpr (TILE::SLOTS > 1) {
-      if (rows > 0 && columns > 0)
-        TILE::copy(1 - slot, next, from.stride, rows, columns);
-      else
-        coming = nullptr;
-    } else {
-      here = coming = nullptr;
-    }
-    end_copies();
+    if constexpr (TILE::SLOTS > 1)
+      begin<TILE>(from, next, rows, columns);
     return TILE::at(slot);
+  }
+  template <typename TILE, typename T, typename E, typename S>
+  void begin(const tensor<T, E, S>& from, const T* next, int rows, int columns) const {
+    coming = rows > 0 && columns > 0 ? next : nullptr;
+    if (coming)
+      TILE::copy(1 - slot, next, from.stride, rows, columns);
+    end_copies();
   }
   template <typename TILE, int ROWS, typename T, typename E, typename S>
   const T* arrived_rows(const tensor<T, E, S>& from) const {
     const auto& extents = from.extents.values;
     return arrived<TILE, 1>(
         from, from.p + ROWS * from.stride, extents[1] - ROWS, extents[0]);
+  }
+  // Behind the product, where all rows share one place.
+  template <typename TILE, int ROWS, typename T, typename E, typename S>
+  void multiplied(const tensor<T, E, S>& from) const {
+    const auto& extents = from.extents.values;
+    if constexpr (TILE::SLOTS == 1) {
+      __syncthreads();
+      here = nullptr;
+      begin<TILE>(from, from.p + ROWS * from.stride, extents[1] - ROWS, extents[0]);
+    }
   }
 
   // Rows of memory that all products have on their left, in registers.
@@ -157,6 +166,7 @@ struct shared_operand {
     sum_fragment sums[N / 8];
     multiply_by_rows<T, WIDTH / 16, N / 8, WIDTH, tile::TOGETHER>(
         sums, operand, at, 0, threadIdx.x % 32);
+    multiplied<tile, N>(right);
     put_sums(to, sums);
   }
   template <int COUNT>
@@ -202,6 +212,7 @@ struct shared_operand {
     take_sums(sums, to);
     add_weighted_rows<T, K, N / 8, WIDTH, tile::TOGETHER>(
         sums, of_weights, at, 0, threadIdx.x % 32);
+    multiplied<tile, K>(right);
     put_sums(to, sums);
   }
 
