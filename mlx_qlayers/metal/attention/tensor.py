@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...runtime.kernel import Kernel
-from ...runtime.launch import Bound, Size, TemplateValue
+from ...runtime.launch import Bound, Size
 from ...runtime.spec import Spec
 from .forward import FORWARD_INPUTS, Launcher, absent, forward_inputs
 
@@ -113,7 +113,7 @@ def _grid(at: Launcher, rows: int, heads: int) -> Size:
     return -(-rows // (ROWS * _SIMDS)) * 32 * _SIMDS, heads, at.batch
 
 
-def _shares(at: Launcher, split: int) -> dict[str, TemplateValue]:
+def _shares(at: Launcher, split: int) -> dict[str, Any]:
     return {"SIMDS": _SIMDS, "SPLIT": split, "TOGETHER": _together(at)}
 
 
