@@ -89,9 +89,6 @@ struct shared_operand {
   // Of the products that take turns OTHERS may have copies under way, begun later.
   template <typename TILE, int OTHERS, typename T, typename E, typename S>
   const T* arrived(const tensor<T, E, S>& from, const T* next, int rows, int columns) const {
-    // A gate's second matrix is multiplied with the same rows again.
-    if (from.p == here)
-      return TILE::at(slot);
     slot = 1 - slot;
     if (from.p != coming) {
       wait_for_copies<0>();
@@ -104,7 +101,6 @@ struct shared_operand {
     }
     show_to_products();
     __syncthreads();
-    here = from.p;
     if constexpr (TILE::SLOTS > 1)
       begin<TILE>(from, next, rows, columns);
     return TILE::at(slot);
@@ -128,7 +124,6 @@ struct shared_operand {
     const auto& extents = from.extents.values;
     if constexpr (TILE::SLOTS == 1) {
       __syncthreads();
-      here = nullptr;
       begin<TILE>(from, from.p + ROWS * from.stride, extents[1] - ROWS, extents[0]);
     }
   }
@@ -221,7 +216,11 @@ struct shared_operand {
   void add_decoded(const tensor<T, E, S>& rows, const T* weights, float* to) const {
     using tile = slots<T, M, K, 32768>;
     const auto& extents = rows.extents.values;
-    const T* at = arrived<tile, 0>(rows, rows.p + K, extents[1], extents[0] - K);
+    // A gate's second matrix is multiplied with the same rows again.
+    if (rows.p != here)
+      arrived<tile, 0>(rows, rows.p + K, extents[1], extents[0] - K);
+    here = rows.p;
+    const T* at = tile::at(slot);
     left_fragment<T> operand[N / 16][K / 16];
 #pragma unroll
     for (int i = 0; i < N * K / 64; i++) {
