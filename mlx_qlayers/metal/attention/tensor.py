@@ -31,27 +31,15 @@ def _registers(DV: int, SPLIT: int, TILE: int = TILE, **_: object) -> int:
     return 2 * ROWS * TILE // 32 + ROWS * DV // SPLIT // 32 + 4 * ROWS // 8
 
 
+# What is asked, and how SIMD groups share the work.
+_RULE = ("T", "M", "D", "DV", "MASK", "SOFTCAP")
+_SHARES = ("SIMDS", "SPLIT", "TILE", "TOGETHER")
 _FORWARD = Kernel(
     "attention_tensor",
     "attention/tensor_forward.metal",
     inputs=FORWARD_INPUTS,
     outputs=("out", "norms"),
-    template=(
-        "T",
-        "M",
-        "N",
-        "D",
-        "DV",
-        "MASK",
-        "SOFTCAP",
-        "SINKS",
-        "AVERAGE",
-        "SIMDS",
-        "SPLIT",
-        "TILE",
-        "TOGETHER",
-        "RESIDENT",
-    ),
+    template=(*_RULE[:2], "N", *_RULE[2:], "SINKS", "AVERAGE", *_SHARES, "RESIDENT"),
     registers=_registers,
     large=True,
     ensure_row_contiguous=False,
@@ -68,7 +56,6 @@ def _of_gradients(tiles: int, statistics: int, width: str) -> Callable[..., int]
     return registers
 
 
-_RULE = ("T", "M", "D", "DV", "MASK", "SOFTCAP")
 _QUERIES, _MASK = (
     Kernel(
         name,
@@ -77,7 +64,7 @@ _QUERIES, _MASK = (
         inputs=QUERIES_INPUTS,
         outputs=outputs,
         omitted=omitted,
-        template=(*_RULE, "SIMDS", "SPLIT", "TOGETHER"),
+        template=(*_RULE, *_SHARES),
         registers=registers,
         large=True,
         ensure_row_contiguous=False,
@@ -92,7 +79,7 @@ _KEYS = Kernel(
     "attention/tensor_backward.metal",
     inputs=KEYS_INPUTS,
     outputs=("gradient",),
-    template=(*_RULE, "AVERAGE", "VALUES", "SIMDS", "SPLIT", "TOGETHER"),
+    template=(*_RULE, "AVERAGE", "VALUES", *_SHARES),
     registers=_of_gradients(3, 0, "D"),
     large=True,
     ensure_row_contiguous=False,
@@ -113,8 +100,11 @@ def _grid(at: Launcher, rows: int, heads: int) -> Size:
     return -(-rows // (ROWS * _SIMDS)) * 32 * _SIMDS, heads, at.batch
 
 
-def _shares(at: Launcher, split: int) -> dict[str, Any]:
-    return {"SIMDS": _SIMDS, "SPLIT": split, "TOGETHER": _together(at)}
+def _shares(at: Launcher, split: int, others: int = 0) -> dict[str, Any]:
+    """How SIMD groups share the work; together they take more of `others` at once."""
+    together = _together(at)
+    tile = 2 * TILE if together and others >= 2 * TILE else TILE
+    return {"SIMDS": _SIMDS, "SPLIT": split, "TILE": tile, "TOGETHER": together}
 
 
 def _together(at: Launcher) -> bool:
@@ -136,8 +126,7 @@ def attention_tensor(at: Launcher) -> Callable[..., list[mx.array]]:
         N=sinks.dtype,
         SINKS=at.sinks is not None,
         AVERAGE=at.average,
-        **_shares(at, split),
-        TILE=2 * TILE if _together(at) and at.keys >= 2 * TILE else TILE,
+        **_shares(at, split, at.keys),
         RESIDENT=3,
     )
 
@@ -192,7 +181,8 @@ def tensor_gradients(at: Launcher, others: Sequence[Spec], average: Spec) -> tup
         split = _parts(width)
         grid = _grid(at, at.keys, at.kv_heads * split)
         shape = at.batch, at.keys, at.kv_heads, width
-        told = {"AVERAGE": at.average, "VALUES": values} | _shares(at, split)
+        told = {"AVERAGE": at.average, "VALUES": values}
+        told |= _shares(at, split, at.queries if values else 0)
         return at.bound(_KEYS, more, grid, _THREADS, [shape], **told)
 
     of_k, of_v = of(at.width, False), of(at.v_width, True)

@@ -1,7 +1,7 @@
 // The gradients of attention by Metal 4's tensor operations, from the norms of the forward pass, as in
 // backward.metal and backward_keys.metal. A SIMD group owns 16 rows, and of the columns of its result
 // one of SPLIT parts; there is no threadgroup memory and no barrier. The last turn of each loop takes
-// the last 32 rows of the other side, and hides those that were there before.
+// the last TILE rows of the other side, and hides those that were there before.
 //
 // attention_tensor_queries  d_q and delta: grid (32 * SIMDS * ceil(L / (16 * SIMDS)), H * SPLIT, B)
 //
@@ -18,12 +18,12 @@
 //   weights^T = exp2(keys * q^T - top) / total, d_weights^T = values * d_out^T
 //   d_v += weights^T * d_out, or d_k += (weights * (d_weights - delta) * bend)^T * q
 //
-// Needs 32 keys and 32 queries; never run on an M5.
+// Needs TILE keys and queries; never run on an M5.
 
 #include "tensor_score.metal"
 
 template <
-    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, int SIMDS, int SPLIT, bool TOGETHER>
+    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, int SIMDS, int SPLIT, int TILE, bool TOGETHER>
 [[kernel]] void attention_tensor_queries(
     const device T* q,
     const constant int64_t* q_strides,
@@ -48,12 +48,12 @@ template <
     uint simd_group [[simdgroup_index_in_threadgroup]]) {
   constexpr int COLUMNS = rounded_up((D + SPLIT - 1) / SPLIT, 8);
   constexpr auto of_keys = mpp::tensor_ops::matmul2d_descriptor(
-      TENSOR_ROWS, TENSOR_TILE, int(metal::dynamic_extent), false, true, sizeof(T) == 2);
+      TENSOR_ROWS, TILE, int(metal::dynamic_extent), false, true, sizeof(T) == 2);
   constexpr auto of_sums = mpp::tensor_ops::matmul2d_descriptor(
-      TENSOR_ROWS, COLUMNS, TENSOR_TILE, false, false, sizeof(T) == 2,
+      TENSOR_ROWS, COLUMNS, TILE, false, false, sizeof(T) == 2,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
-  mpp::tensor_ops::matmul2d<of_keys, metal::execution_simdgroup> by_keys;
   mpp::tensor_ops::matmul2d<of_keys, metal::execution_simdgroup> by_values;
+  mpp::tensor_ops::matmul2d<of_keys, metal::execution_simdgroup> by_keys;
   mpp::tensor_ops::matmul2d<of_sums, metal::execution_simdgroup> add;
 
   uint head = group.y / SPLIT, batch = group.z, kv_head = head / sizes[SHARE];
@@ -103,9 +103,9 @@ template <
   }
 
   int last = min(rule.keys, min(begin + TURN_ROWS, rule.queries) + rule.reach);
-  int first = max(0, begin + rule.reach - rule.window + 1) / TENSOR_TILE * TENSOR_TILE;
-  for (int key = first; key < last; key += TENSOR_TILE) {
-    int at = min(key, rule.keys - TENSOR_TILE);
+  int first = max(0, begin + rule.reach - rule.window + 1) / TILE * TILE;
+  for (int key = first; key < last; key += TILE) {
+    int at = min(key, rule.keys - TILE);
     auto some_keys = keys.slice(0, at);
     auto some_values = values.slice(0, at);
     by_keys.run(rows, some_keys, scores);
@@ -126,7 +126,7 @@ template <
     }
     mpp::tensor_ops::reduce_rows(
         products, part, mpp::tensor_ops::reduction_operation::sum, 0.0f);
-    bool single = first + TENSOR_TILE >= last;
+    bool single = first + TILE >= last;
 #pragma unroll
     for (ushort i = 0; i < exact.get_capacity(); i++) {
       if (exact.is_valid_element(i)) {
@@ -149,8 +149,12 @@ template <
       continue;
     }
     auto left = add.template get_left_input_cooperative_tensor<float, T, float>(scores);
-    auto right = keys.slice(column, at);
-    add.run(left, right, sums);
+    if (SPLIT == 1) {
+      add.run(left, some_keys, sums);
+    } else {
+      auto right = keys.slice(column, at);
+      add.run(left, right, sums);
+    }
   }
 
 #pragma unroll
@@ -171,7 +175,7 @@ template <
 
 template <
     typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, bool AVERAGE, bool VALUES,
-    int SIMDS, int SPLIT, bool TOGETHER>
+    int SIMDS, int SPLIT, int TILE, bool TOGETHER>
 [[kernel]] void attention_tensor_keys(
     const device T* q,
     const constant int64_t* q_strides,
@@ -194,12 +198,12 @@ template <
   constexpr int WIDTH = VALUES ? DV : D;
   constexpr int COLUMNS = rounded_up((WIDTH + SPLIT - 1) / SPLIT, 8);
   constexpr auto of_queries = mpp::tensor_ops::matmul2d_descriptor(
-      TENSOR_ROWS, TENSOR_TILE, int(metal::dynamic_extent), false, true, sizeof(T) == 2);
+      TENSOR_ROWS, TILE, int(metal::dynamic_extent), false, true, sizeof(T) == 2);
   constexpr auto of_sums = mpp::tensor_ops::matmul2d_descriptor(
-      TENSOR_ROWS, COLUMNS, TENSOR_TILE, false, false, sizeof(T) == 2,
+      TENSOR_ROWS, COLUMNS, TILE, false, false, sizeof(T) == 2,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
-  mpp::tensor_ops::matmul2d<of_queries, metal::execution_simdgroup> by_queries;
   mpp::tensor_ops::matmul2d<of_queries, metal::execution_simdgroup> by_d_out;
+  mpp::tensor_ops::matmul2d<of_queries, metal::execution_simdgroup> by_queries;
   mpp::tensor_ops::matmul2d<of_sums, metal::execution_simdgroup> add;
 
   int share = sizes[SHARE], kv_heads = sizes[HEADS] / share;
@@ -233,9 +237,9 @@ template <
     tensor_of<T> d_rows =
         rows_as_tensor(rows_of(d_out, d_out_strides, batch, head, rule.queries), DV, 0);
     int last = min(rule.queries, begin + TURN_ROWS - 1 + rule.window - rule.reach);
-    int first = max(0, begin - rule.reach) / TENSOR_TILE * TENSOR_TILE;
-    for (int query = first; query < last; query += TENSOR_TILE) {
-      int at = min(query, rule.queries - TENSOR_TILE);
+    int first = max(0, begin - rule.reach) / TILE * TILE;
+    for (int query = first; query < last; query += TILE) {
+      int at = min(query, rule.queries - TILE);
       auto some_queries = queries.slice(0, at);
       by_queries.run(rows, some_queries, scores);
       if (!VALUES) {
@@ -255,8 +259,12 @@ template <
         }
       }
       auto left = add.template get_left_input_cooperative_tensor<float, T, float>(scores);
-      auto right = VALUES ? d_rows.slice(column, at) : queries.slice(column, at);
-      add.run(left, right, sums);
+      if (!VALUES && SPLIT == 1) {
+        add.run(left, some_queries, sums);
+      } else {
+        auto right = VALUES ? d_rows.slice(column, at) : queries.slice(column, at);
+        add.run(left, right, sums);
+      }
     }
   }
 

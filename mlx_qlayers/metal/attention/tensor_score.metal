@@ -8,9 +8,8 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Rows of a SIMD group, and rows of the other side that a turn of its loop takes.
+// Rows of a SIMD group; a turn of its loop takes TILE rows of the other side.
 #define TENSOR_ROWS 16
-#define TENSOR_TILE 32
 // Rows whose SIMD groups take the same turns, each its own or TOGETHER.
 #define TURN_ROWS (TOGETHER ? SIMDS * TENSOR_ROWS : TENSOR_ROWS)
 // Rows whose SIMD groups take the same turns, each its own or TOGETHER.

@@ -45,10 +45,13 @@ void copy_tile(T* to, const T* p, uint stride, int rows, int columns) {
     bool even = STEP % 8 == 0;
     T* at = to + place(row, column);
     const T* from = p + uint64_t(row * stride) + column;
+    bool all = rows >= ROWS && columns == WIDTH;
     rows = column < columns ? rows - row : 0;
 #pragma unroll
     for (int i = 0; i < ROWS; i += STEP, from += STEP * stride)
-      copy_pack(even ? at + place(i, 0) : to + place(row + i, column), i < rows ? from : p, i < rows);
+      copy_pack(
+          even ? at + place(i, 0) : to + place(row + i, column), all || i < rows ? from : p,
+          all || i < rows);
   } else {
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROWS * WIDTH; i += MSL_GROUP_SIZE) {
@@ -159,9 +162,16 @@ struct shared_operand {
       for (int k = 0; k < 4; k++)
         operand[i].part[k] = as_type<vec<T, 2>>(left[i][k]);
     sum_fragment sums[N / 8];
-    multiply_by_rows<T, WIDTH / 16, N / 8, WIDTH, tile::TOGETHER>(
+    // Two such products of one size would get the same registers for their left operands from
+    // ptxas 13.0: those named in adjacent lines differ.
+    constexpr int MOST = PLACE % 2 ? 16 : 2;
+    multiply_by_rows<T, WIDTH / 16, N / 8, WIDTH, tile::TOGETHER, false, MOST>(
         sums, operand, at, 0, threadIdx.x % 32);
     multiplied<tile, N>(right);
+    if (tile::SLOTS > 1) {
+      right.tile = at;
+      right.tile_width = WIDTH;
+    }
     put_sums(to, sums);
   }
   template <int COUNT>
@@ -201,13 +211,16 @@ struct shared_operand {
     static_assert(MSL_TOGETHER && !TRANSPOSED && ACCUMULATE && M == 16 && sizeof(T) == 2, "on CUDA: added");
     constexpr int WIDTH = (N + 63) / 64 * 64;
     using tile = slots<T, K, WIDTH, 16384>;
-    const T* at = arrived_rows<tile, K>(right);
+    // Rows that another operation was given are there still.
+    bool there = right.tile_width == WIDTH;
+    const T* at = there ? right.tile : arrived_rows<tile, K>(right);
     sum_fragment of_weights[K / 8], sums[N / 8];
     take_sums(of_weights, weights.elements);
     take_sums(sums, to);
     add_weighted_rows<T, K, N / 8, WIDTH, tile::TOGETHER>(
         sums, of_weights, at, 0, threadIdx.x % 32);
-    multiplied<tile, K>(right);
+    if (!there)
+      multiplied<tile, K>(right);
     put_sums(to, sums);
   }
 

@@ -34,6 +34,9 @@ struct tensor {
   T* p;
   E extents;
   uint64_t stride;
+  // These rows in shared memory, where an operation left them, and how wide they are there.
+  mutable const T* tile = nullptr;
+  mutable int tile_width = 0;
   tensor(T* from, E given) : p(from), extents(given), stride(given.values[0]) {}
   tensor(T* from, E given, index_array<int, 2> strides)
       : p(from), extents(given), stride(strides.values[1]) {}
@@ -42,6 +45,7 @@ struct tensor {
     part.p += column + row * stride;
     part.extents.values[0] -= column;
     part.extents.values[1] -= row;
+    part.tile_width = 0;
     return part;
   }
 };

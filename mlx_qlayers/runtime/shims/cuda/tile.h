@@ -144,7 +144,7 @@ void end_products(sum_fragment* sum) {
 }
 #undef MSL_SUM
 
-template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER, bool ADD = false>
+template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER, bool ADD = false, int MOST = 16>
 void multiply_by_rows(
     sum_fragment* products,
     const left_fragment<T>* left,
@@ -152,7 +152,8 @@ void multiply_by_rows(
     int column,
     uint lane) {
   if constexpr (TOGETHER) {
-    constexpr int PART = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : COUNT % 4 == 0 ? 4 : 2;
+    constexpr int WHOLE = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : COUNT % 4 == 0 ? 4 : 2;
+    constexpr int PART = WHOLE < MOST ? WHOLE : MOST;
     // What is added to an operand counts packs of 16 bytes.
     ulong first = tile_operand(tile + column * 8 * COUNT, 0);
     begin_products<COUNT>(products);
@@ -198,7 +199,7 @@ void add_weighted_rows(
   if constexpr (TOGETHER) {
     // Of another size than the products that made the weights: where they are as many and as
     // large, ptxas 13.0 gives the left operands of both the same registers.
-    constexpr int WHOLE = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : 4, PART = DEPTH == 8 * COUNT ? WHOLE / 2 : WHOLE;
+    constexpr int WHOLE = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : COUNT % 4 == 0 ? 4 : 2, PART = DEPTH == 8 * COUNT ? WHOLE / 2 : WHOLE;
     ulong first = tile_operand(tile + column * DEPTH, DEPTH * 128);
     begin_products<COUNT>(sums);
 #pragma unroll
