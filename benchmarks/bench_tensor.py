@@ -2,7 +2,8 @@
 
 ``python benchmarks/bench_tensor.py [--all]``: bfloat16, 4 bits, groups of 64, each as it is cut
 best of some configurations, beside the kernel of tiles, whose results it must give and which was
-measured so too; then attention. It is for the M5; here the bar is 1.3 times that kernel's time.
+measured so too; then attention and its gradients. It is for the M5; here the bar is 1.3 times that
+kernel's time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from common import print_facts
 from mlx_qlayers import quantized_matmul, use_backend
 from mlx_qlayers.dispatch.measurements import configure
 from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.attention.backward import attention_backward
 from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
 from mlx_qlayers.metal.attention.tensor import attention_tensor
 from mlx_qlayers.metal.quantized_matmul.qmm import qmm
@@ -30,14 +32,13 @@ from mlx_qlayers.runtime.spec import Spec
 FMT = Format(64, 4)
 # Rows and columns of SIMD groups, the depth of a step, and threadgroups for each multiprocessor.
 CUTS = (
+    (64, (1, 4), 64, 3),
+    (64, (1, 4), 64, 2),
+    (128, (1, 4), 64, 2),
+    (32, (1, 4), 64, 4),
     (32, (2, 2), 64, 4),
     (64, (1, 2), 32, 6),
-    (64, (1, 4), 32, 3),
-    (64, (2, 2), 32, 3),
-    (128, (1, 2), 32, 4),
     (128, (1, 4), 32, 2),
-    (128, (2, 2), 32, 2),
-    (128, (2, 2), 64, 2),
 )
 ROWS = (64, 512, 2048)
 CORES = 132
@@ -59,7 +60,8 @@ def main() -> None:
         for shape, paths in zip(shapes, launches, strict=True):
             print(row(*shape, *paths, every), flush=True)
         for length, pair in zip(ROWS[1:], attentions, strict=True):
-            print(attention(length, *pair), flush=True)
+            for text in attention(length, *pair):
+                print(text, flush=True)
 
 
 def configurations(rows: int, n: int, k: int) -> Iterator[TensorConfig]:
@@ -114,25 +116,44 @@ def row(
     )
 
 
-def prepared_attention(length: int) -> tuple[_Launches, _Launches]:
-    """The launches of causal attention of the model's heads: by tensor operations, and by tiles."""
+def prepared_attention(length: int) -> list[tuple[_Launches, _Launches]]:
+    """The launches of causal attention of the model's heads: by tensor operations, and by tiles.
+
+    Each with those of the gradients, which are compiled at their first run.
+    """
     q, k = (Spec((1, heads, length, 128), mx.bfloat16) for heads in (28, 4))
     at = Launcher(AttentionCall(q, (k,), (k,), Scores(128**-0.5, True)))
-    return attention_tensor(at), attention_forward(at)
+    launches = attention_tensor(at), attention_forward(at)
+    return [(run, attention_backward(at, run is launches[0])[0]) for run in launches]
 
 
-def attention(length: int, by_tensors: _Launches, by_tiles: _Launches) -> str:
-    """The times of the forward pass."""
-    q, k, v = (mx.random.normal((1, h, length, 128)).astype(mx.bfloat16) for h in (28, 4, 4))
-    mx.eval(q, k, v)
-    runs = [partial(launch, q, k, v, None, None) for launch in (by_tensors, by_tiles)]
-    found, truth = (run()[0] for run in runs)
-    error = (mx.abs(found - truth).max() / mx.abs(truth).max()).item()
-    times = [seconds(run) * 1e6 for run in runs]
-    return (
-        f"attention {length}: tensor {times[0]:.0f} us, forward {times[1]:.0f} us; "
-        f"{times[0] / times[1]:.2f} times forward; off by {error:.1e}"
+def attention(
+    length: int, by_tensors: tuple[_Launches, _Launches], by_tiles: tuple[_Launches, _Launches]
+) -> Iterator[str]:
+    """The times of the forward pass, and of the gradients of q, k and v."""
+    q, k, v, d_out = (
+        mx.random.normal((1, heads, length, 128)).astype(mx.bfloat16) for heads in (28, 4, 4, 28)
     )
+    given = [q, k, v, None, None]
+    outputs = by_tiles[0](*given)
+    mx.eval(d_out, outputs)
+    passes = {
+        "attention": [partial(run, *given) for run, _ in (by_tensors, by_tiles)],
+        "gradients": [
+            partial(run, given, [d_out, None], outputs) for _, run in (by_tensors, by_tiles)
+        ],
+    }
+    for name, runs in passes.items():
+        results = [run()[: 1 if name == "attention" else 3] for run in runs]
+        error = max(
+            (mx.abs(found - truth).max() / mx.abs(truth).max()).item()
+            for found, truth in zip(*results, strict=True)
+        )
+        times = [seconds(run) * 1e6 for run in runs]
+        yield (
+            f"{name} {length}: tensor {times[0]:.0f} us, present {times[1]:.0f} us; "
+            f"{times[0] / times[1]:.2f} times; off by {error:.1e}"
+        )
 
 
 if __name__ == "__main__":
