@@ -252,7 +252,7 @@ template <
           auto index = scores.get_multidimensional_index(i);
           int other = at + index[0], key = own + index[1];
           float2 score = score_and_slope<MASK, SOFTCAP>(scores[i], other, key, rule);
-          float2 norm = norm_of<T>(norms + 2 * place, other, rule.queries);
+          float2 norm = norm_of<T>(norms + 2 * place, other, other + 1);
           float weight = power_of_2<T>(fma(score.x, unit, -norm.x)) * norm.y;
           weight = !sees(rule, other, key, query) || (MASK != NO_MASK && score.x == LOWEST) ? 0.0f : weight;
           scores[i] = VALUES ? weight : weight * (d_weights[i] - delta[place + other]) * score.y;

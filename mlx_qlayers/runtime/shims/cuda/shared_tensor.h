@@ -49,9 +49,7 @@ void copy_tile(T* to, const T* p, uint stride, int rows, int columns) {
     rows = column < columns ? rows - row : 0;
 #pragma unroll
     for (int i = 0; i < ROWS; i += STEP, from += STEP * stride)
-      copy_pack(
-          even ? at + place(i, 0) : to + place(row + i, column), all || i < rows ? from : p,
-          all || i < rows);
+      copy_pack(even ? at + place(i, 0) : to + place(row + i, column), from, all || i < rows);
   } else {
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROWS * WIDTH; i += MSL_GROUP_SIZE) {
@@ -81,7 +79,9 @@ struct shared_operand {
     static constexpr int SLOTS = PACKS > MOST / 32 ? 1 : 2;
     static T* at(int slot) {
       __shared__ tile_packs<PACKS> packs[SLOTS];
-      return reinterpret_cast<T*>(packs[slot % SLOTS].pack);
+      // All lanes have the same: said so, addresses are computed once a warp.
+      return reinterpret_cast<T*>(
+          packs[SLOTS == 1 ? 0 : __shfl_sync(0xffffffffu, slot, 0)].pack);
     }
     static void copy(int slot, const T* p, uint64_t stride, int rows, int columns) {
       copy_tile<ROWS, WIDTH, TOGETHER>(at(slot), p, stride, rows, columns);
