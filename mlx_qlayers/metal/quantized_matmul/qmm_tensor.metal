@@ -60,10 +60,14 @@ METAL_FUNC void fetch_part(
     int columns,
     int thread_index) {
   int row_words = columns * bits / 32, row_groups = columns / group;
+  // Where threads take whole rows of words, a thread's are of one column.
+  constexpr bool even = threads % part_words == 0;
+  int first_row = thread_index / part_words, first_word = thread_index % part_words;
 #pragma unroll
   for (int j = 0; j < SHARE(part_rows * part_words, threads); j++) {
     int i = thread_index + j * threads;
-    int r = row + i / part_words, c = column * bits / 32 + i % part_words;
+    int r = row + (even ? first_row + j * (threads / part_words) : i / part_words);
+    int c = column * bits / 32 + (even ? first_word : i % part_words);
     bool inside = i < part_rows * part_words && r < rows && c < row_words;
     held.word[j] = 0;
     if (inside) {
