@@ -95,9 +95,27 @@ template <
       float2 norm = norm_of<T>(norms + 2 * place, query, rule.queries);
       top[i] = norm.x;
       factor[i] = norm.y;
-      for (int c = 0; c < DV && query < rule.queries; c++) {
-        dot[i] += float(out_rows.at[query * out_rows.row + c * out_rows.column]) *
-            float(d_rows.at[query * d_rows.row + c * d_rows.column]);
+    }
+  }
+  for (int c = 0; c < DV; c += TILE) {
+#pragma unroll
+    for (ushort i = 0; i < products.get_capacity(); i++) {
+      products[i] = 0.0f;
+      if (products.is_valid_element(i)) {
+        auto index = products.get_multidimensional_index(i);
+        int query = own + index[1], column = c + index[0];
+        if (query < rule.queries && column < DV) {
+          products[i] = float(out_rows.at[query * out_rows.row + column * out_rows.column]) *
+              float(d_rows.at[query * d_rows.row + column * d_rows.column]);
+        }
+      }
+    }
+    mpp::tensor_ops::reduce_rows(
+        products, part, mpp::tensor_ops::reduction_operation::sum, 0.0f);
+#pragma unroll
+    for (ushort i = 0; i < dot.get_capacity(); i++) {
+      if (dot.is_valid_element(i)) {
+        dot[i] += part[i];
       }
     }
   }
@@ -157,14 +175,16 @@ template <
     }
   }
 
+  int heads = sizes[HEADS];
+  float slope = factors[SLOPE];
+  device T* to = d_q + (ulong(batch) * rule.queries * heads + head) * D;
 #pragma unroll
   for (auto each = sums.begin(); !d_scores && each != sums.end(); each++) {
     if (each.is_valid_element()) {
       auto index = each.get_multidimensional_index();
       int query = own + index[1], c = column + index[0];
       if (query < rule.queries && c < D) {
-        d_q[((ulong(batch) * rule.queries + query) * sizes[HEADS] + head) * D + c] =
-            T(*each * factors[SLOPE]);
+        to[long(query) * (heads * D) + c] = T(*each * slope);
         if (c == 0) {
           delta[place + query] = *exact.map_iterator(each);
         }
@@ -268,17 +288,20 @@ template <
     }
   }
 
+  int keys = sizes[KEYS];
+  float slope = VALUES ? 1.0f : factors[SLOPE];
+  device T* to = gradient + (ulong(batch) * keys * kv_heads + kv_head) * WIDTH;
 #pragma unroll
   for (auto each = sums.begin(); each != sums.end(); each++) {
     if (each.is_valid_element()) {
       auto index = each.get_multidimensional_index();
       int key = own + index[1], c = column + index[0];
-      if (key < sizes[KEYS] && c < WIDTH) {
-        float sum = VALUES ? *each : *each * factors[SLOPE];
+      if (key < keys && c < WIDTH) {
+        float sum = *each * slope;
         if (AVERAGE && VALUES) {
           sum += average[(ulong(batch) * kv_heads + kv_head) * DV + c];
         }
-        gradient[((ulong(batch) * sizes[KEYS] + key) * kv_heads + kv_head) * WIDTH + c] = T(sum);
+        to[long(key) * (kv_heads * WIDTH) + c] = T(sum);
       }
     }
   }

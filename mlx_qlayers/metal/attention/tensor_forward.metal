@@ -153,7 +153,14 @@ template <
     by_values.run(left, some_values, sums);
   }
 
-  ulong kv = ulong(batch) * (sizes[HEADS] / sizes[SHARE]) + kv_head;
+  int heads = sizes[HEADS];
+  ulong kv = ulong(batch) * (heads / sizes[SHARE]) + kv_head;
+  device T* to = out + (ulong(batch) * rule.queries * heads + head) * DV;
+  device float* norm = norms + 2 * (ulong(batch) * heads + head) * rule.queries;
+#pragma unroll
+  for (ushort i = 0; i < total.get_capacity(); i++) {
+    shrink[i] = 1.0f / total[i];
+  }
 #pragma unroll
   for (auto each = sums.begin(); each != sums.end(); each++) {
     if (!each.is_valid_element()) {
@@ -165,14 +172,12 @@ template <
       continue;
     }
     float lowered = *top.map_iterator(each), whole = *total.map_iterator(each);
+    float value = sizeof(T) == 4 ? *each / whole : *each * *shrink.map_iterator(each);
     bool blank = AVERAGE && lowered == LOWEST && whole == whole;
-    out[((ulong(batch) * rule.queries + query) * sizes[HEADS] + head) * DV + c] =
-        T(blank ? mean[kv * DV + c] : *each / whole);
+    to[long(query) * (heads * DV) + c] = T(blank ? mean[kv * DV + c] : value);
     if (c == 0) {
-      device float* norm =
-          norms + 2 * ((ulong(batch) * sizes[HEADS] + head) * rule.queries + query);
-      norm[0] = blank ? BLANK : lowered;
-      norm[1] = blank ? 1.0f : whole;
+      norm[2 * query] = blank ? BLANK : lowered;
+      norm[2 * query + 1] = blank ? 1.0f : whole;
     }
   }
 }
