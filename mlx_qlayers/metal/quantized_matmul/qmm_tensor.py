@@ -255,6 +255,7 @@ def qmm_tensor(
     values = packed_template(fmt, x.dtype, matrix.scales.dtype) | asdict(config)
     values |= {"transposed": transpose, "gate": GATES.index(gate)}
     values |= {"O": mx.float32 if parts > 1 else x.dtype, "RESIDENT": values.get("resident", 1)}
+    # On CUDA SIMD groups that have the same rows of x read them together.
     values["TOGETHER"] = values.get("simds_m") == 1 and not values["ragged"]
     if isinstance(config, CodesConfig):
         if why := why_no_codes(call):
