@@ -71,18 +71,24 @@ def tail_of(last: Tail | None, caches: Sequence[Any], length: int) -> Tail:
     last = last if last is not None and _untouched(last, caches) else None
     if last and last.start <= length < last.start + last.tails[0].shape[2]:
         return last
-    rows, step = layout(caches[0]).keys[2], caches[0].step
+    rows, more = layout(caches[0]).keys[2], more_rows(caches[0])
     if last and length == rows == last.start + last.tails[0].shape[2]:
         # They grow as the caches do it themselves, here by one copy.
         pairs = zip(last.buffers, last.tails, strict=True)
-        buffers = [grown(buffer, step, tail, last.start) for buffer, tail in pairs]
+        buffers = [grown(buffer, more, tail, last.start) for buffer, tail in pairs]
     else:
         buffers = [each for c in caches for each in (c.keys, c.values)]
-        buffers = [grown(buffer, step) for buffer in buffers] if length == rows else buffers
+        buffers = [grown(buffer, more) for buffer in buffers] if length == rows else buffers
     rows = rows_of(buffers[0])
     size = min(_ROWS, rows)
     start = min(length, rows - size)
     return Tail(buffers, [_cut(buffer, start, size) for buffer in buffers], start)
+
+
+def more_rows(cache: Any) -> int:
+    """How many rows its buffers grow by: as mlx-lm's, or a quarter. Each size takes a graph."""
+    step: int = cache.step
+    return max(step, layout(cache).keys[2] // 4 // step * step)
 
 
 def with_tickets(tail: Tail) -> Tail:

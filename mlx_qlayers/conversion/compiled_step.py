@@ -110,8 +110,10 @@ class _Plan:
     """
 
     def __init__(self, model: Any, function: Callable[..., Any]) -> None:
+        # The model itself is not held, with which this is let go.
         self.model, self.function = weakref.ref(model), function
-        self.snapshot = Snapshot([*model.modules()])
+        inside = [part for part in model.modules() if part is not model]
+        self.items, self.snapshot = dict(model), Snapshot(inside, vars(model))
         self.stopped: dict[tuple[type, ...], str] = {}
         self.tried: dict[Any, _Graph] = {}
         self.graphs: dict[Any, _Graph] = {}
@@ -121,9 +123,13 @@ class _Plan:
 
     def is_of_now(self) -> bool:
         """Whether the model is still as it was."""
-        if self.snapshot.holds():
+        try:  # as in Snapshot.holds
+            same = bool(self.model() == self.items)
+        except Exception:
+            return False
+        if same and self.snapshot.holds():
             return True
-        if equal := self.replaces and self.snapshot.equal():
+        if equal := same and self.replaces and self.snapshot.equal():
             self.snapshot.restore()
         return equal
 

@@ -18,6 +18,7 @@ from .cache_tail import (
     kind_of,
     layout,
     layout_of,
+    more_rows,
     positions,
     positions_of,
     rows_of,
@@ -69,7 +70,7 @@ def _kinds() -> dict[type, Callable[[Any], Position]]:
 
 def _plain(c: Any) -> Position:
     if c.offset == rows_of(c.keys):
-        _grow(c, c.step)
+        _grow(c, more_rows(c))
     return c.offset, c.offset, c.offset
 
 
@@ -77,13 +78,13 @@ def _chunked(c: Any) -> Position:
     c.maybe_trim_front()
     at = c.offset - c.start_position
     if at == c.keys.shape[2]:
-        _grow(c, c.step)
+        _grow(c, more_rows(c))
     return at, at, c.offset
 
 
 def _batch(c: Any) -> Position:
     if c._idx == c.keys.shape[2]:
-        _grow(c, c.step)
+        _grow(c, more_rows(c))
     return c._idx, c._idx, 0
 
 

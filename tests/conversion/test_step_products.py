@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
+import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -310,12 +312,16 @@ def test_threads(steps):
         assert_same_model(logits, expected, bits=None, what="in a thread")
 
 
-def test_what_a_step_leaves_is_let_go_with_the_cache():
+def test_what_a_step_leaves_is_let_go_with_the_cache_and_the_model():
     _, model = pair()
     _, cache = decoded(model)
     assert len(compiled_step._plans[id(model)].progress) == 1
     del cache
     assert len(compiled_step._plans[id(model)].progress) == 0
+    key, seen = id(model), weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None and key not in compiled_step._plans
 
 
 def test_report_switches_copies_and_back():
