@@ -148,7 +148,7 @@ def _fitting(
     k = specs.x.shape[-1]
     if isinstance(config, QmvConfig):
         return config
-    if k % config.run:
+    if k % config.run or (isinstance(config, QmvPersistentConfig) and not config.takes(k)):
         raise ValueError(f"{config} does not take rows of {k} elements")
     if not takes_deferred_norm(config, specs.matrices):
         # That kernel reads the shape of w, which so arrives as it is: in constant memory.

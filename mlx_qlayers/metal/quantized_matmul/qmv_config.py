@@ -57,6 +57,8 @@ class QmvConfig:
 class QmvPersistentConfig:
     """How qmv is spread over threadgroups that stay, on the matrix units.
 
+    A SIMD group takes four runs of each row: 4 * run * simds elements are a row or more.
+
     Attributes:
         fragments: operands of 8 columns, which hold the rows times the groups that the four lanes
             of a row of the matrix take side by side (4 * run / group_size, in NVFP4 one).
@@ -78,8 +80,8 @@ class QmvPersistentConfig:
     template: ClassVar[Any] = ("fragments", "run", "tiles", "simds", "ahead", "RESIDENT")
 
     def takes(self, k: int) -> bool:
-        """Whether rows of so many elements are whole runs."""
-        return k % self.run == 0
+        """Whether rows of so many elements are whole runs, and enough."""
+        return k % self.run == 0 and k <= 4 * self.run * self.simds
 
     @property
     def threads(self) -> int:
@@ -113,6 +115,10 @@ class QmvMatrixConfig(QmvPersistentConfig):
     stacks: int = 1
 
     template = ("fragments", "run", "tiles", "stacks", "simds", "ahead", "RESIDENT")
+
+    def takes(self, k: int) -> bool:
+        """Whether rows of so many elements are whole runs."""
+        return k % self.run == 0
 
     @property
     def threads(self) -> int:
@@ -177,21 +183,16 @@ def _within_registers(
 
 
 def _persistent(rows: int, n: int, k: int, fmt: Format, kind: str) -> QmvPersistentConfig | None:
-    """Where an H200 was measured to be faster so: operands of x that SIMD groups can hold.
+    """Where an H200 was measured to be faster so: a threadgroup to each of 132 multiprocessors.
 
-    Threadgroups are as many as its 132 multiprocessors; where that is not enough, twice as many at
-    once.
+    Where that would take too much memory, twice or more times as many.
     """
-    steps = -(-k // 256)
-    if fmt != Format(64, 4) or rows > 2 or steps > 16 or "norm" in kind or n < 16384:
+    simds = -(-k // 256)
+    if fmt != Format(64, 4) or rows > 2 or simds > 16 or "norm" in kind or n < 16384:
         return None
     rounds = -(-n // (16 * 132 * 18))
     tiles = -(-n // (16 * 132 * rounds))
-    simds = steps if rounds == 1 else -(-steps // 2)
-    config = QmvPersistentConfig(1, 64, tiles + tiles % 2, simds, ahead=2, occupancy=16)
-    while units_memory(config, fmt) > MAX_THREADGROUP_MEMORY:
-        config = replace(config, tiles=config.tiles - 2)
-    return config
+    return QmvPersistentConfig(1, 64, tiles + tiles % 2, simds, ahead=2, occupancy=16)
 
 
 def matrix_config(
@@ -228,8 +229,14 @@ def matrix_config(
 
 
 def within_memory(config: Units, fmt: Format) -> Units:
+    """The configuration, with fewer SIMD groups, or tiles where those are as many as steps."""
     while units_memory(config, fmt) > MAX_THREADGROUP_MEMORY:
-        config = replace(config, simds=config.simds // 2)
+        if isinstance(config, QmvMatrixConfig):
+            config = replace(config, simds=config.simds // 2)
+        elif config.tiles > 2:
+            config = replace(config, tiles=config.tiles - 2)
+        else:
+            break
     return config
 
 

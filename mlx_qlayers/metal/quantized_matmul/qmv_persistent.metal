@@ -4,14 +4,13 @@
 //
 //   grid (32 * simds * ceil(tiles in all / tiles), 1, 1), threadgroup (32 * simds, 1, 1)
 //
-// A SIMD group makes operands of a step of x once, and multiplies with them that step of all
-// `tiles` tiles of its threadgroup, one after the other, so that `ahead` tiles are always under way
-// and nothing else is read between them. Steps go round the SIMD groups; their sums meet in
+// A SIMD group makes operands of one step of x, and multiplies with them that step of all `tiles`
+// tiles of its threadgroup, one after the other, so that `ahead` tiles are always under way and
+// nothing else is read between them. So there are as many SIMD groups as steps; their sums meet in
 // threadgroup memory at the end. The other parameters are those of qmv_matrix.
 
 #include "qmv_matrix_steps.metal"
 #include "common/fragment.metal"
-#include "common/prefetch.metal"
 #include "packed_tile.metal"
 
 #include <metal_stdlib>
@@ -52,16 +51,15 @@ METAL_FUNC float of_other_lane(float x, int pair, uint lane) {
   return as_type<float>(from_row_lane(as_type<uint>(x), pair, lane));
 }
 
-// Adds up the columns of each row of x, of which there are M, and stores the sums, or adds them to
-// those of an earlier step: 16 floats for every row of x, `stride` apart. Lanes share the sums out:
-// each gives away those of another row of the tile, then those of another row of x.
+// Adds up the columns of each row of x, of which there are M, and stores the sums: 16 floats for every
+// row of x, `stride` apart. Lanes share the sums out: each gives away those of another row of the
+// tile, then those of another row of x.
 template <int slots, int fragments>
-METAL_FUNC void add_sums(
+METAL_FUNC void store_sums(
     threadgroup float* to,
     const thread sum_fragment* totals,
     int stride,
     int M,
-    bool more,
     int quarter,
     uint lane) {
   const bool high = quarter / 2, odd = quarter % 2;
@@ -89,9 +87,8 @@ METAL_FUNC void add_sums(
       for (int i = 0; i < (slots > 2 ? 1 : 2); i++) {
         int n = fragment_row(lane) + 8 * (slots > 1 ? int(high) : p);
         int m = f * (8 / slots) + (slots > 2 ? int(odd) : fragment_col(lane) % (8 / slots) + i);
-        threadgroup float* at = to + m * stride + n;
         if (m < M && !(slots == 8 && odd)) {
-          *at = (i == 0 ? sums[p].x : sums[p].y) + (more ? *at : 0.0f);
+          to[m * stride + n] = i == 0 ? sums[p].x : sums[p].y;
         }
       }
     }
@@ -161,34 +158,24 @@ template <
 
   const int first = threadgroup_index * tiles, quarter = fragment_col(lane) / 2;
   const int all = (sizes[0] + 15) / 16 + (sizes[1] + 15) / 16 + (sizes[2] + 15) / 16;
-  const int here = min(tiles, all - first), rounded = (here + ahead - 1) / ahead * ahead;
-  const int mine = (steps - int(simd) + simds - 1) / simds;
+  const int here = min(tiles, all - first);
   const bool odd = begins_odd(w) || begins_odd(w1) || begins_odd(w2);
+  // Which of its columns a lane fills with x: those of the slot that its depths are in.
+  const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
+  const int row = column % per - column;
+  const int filled = column / per == depth / (step / slots) ? M - row : 0;
+  // x is few bytes for all, and would wait behind those of the matrix.
+  row_runs<T, fragments, run> rows;
+  load_rows<per, bits>(
+      rows, x, norm_weight, simd * step, row, simd * step + depth < K ? filled : 0, K, lane);
   // Two matrices of a gate take turns, as tiles do.
   const bool known = gate && ahead % 2 == 0;
   packed_tile<S, bits, run, 1, count> tile[ahead] = {};
 #pragma unroll
   for (int d = 0; d < ahead; d++) {
     fetch_tile<gate, mode, group>(
-        tile[d], matrices, sizes, first + d, known ? d % 2 : -1, simd, K, d < here && mine > 0, odd, quarter, lane);
+        tile[d], matrices, sizes, first + d, known ? d % 2 : -1, simd, K, d < here && int(simd) < steps, odd, quarter, lane);
   }
-  // What results are finished with comes from memory too.
-  const int joined = gate ? 2 : 1;
-  for (int i = simd * 32 + lane; i < here / joined * 16; i += simds * 32) {
-    tile_place place = place_of_tile<gate, 16>(first + i / 16 * joined, sizes, w1, w2);
-    int to = place.first + i % 16, which = place.matrix;
-    const device T* added = which == 0 ? bias : which == 1 ? bias1 : bias2;
-    if (added) {
-      will_load(added + to);
-    }
-    if (next_weight) {
-      will_load(next_weight + to);
-    }
-  }
-  // Which of its columns a lane fills with x: those of the slot that its depths are in.
-  const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
-  const int row = column % per - column;
-  const int filled = column / per == depth / (step / slots) ? M - row : 0;
   square_sums squared[fragments] = {};
 
   // Factors of rows, while what was loaded first is on its way.
@@ -201,58 +188,42 @@ template <
       }
     }
   }
+  right_fragment<T> values[fragments * run / 4];
+  take_rows<bits>(values, squared, rows, normed, norm_weight);
+  // The sums of x over a group, for the biases.
+  sum_fragment added[fragments];
+#pragma unroll
+  for (int f = 0; f < (mode == AFFINE ? fragments : 0); f++) {
+    sum_columns<run / 4>(added[f], values + f * (run / 4));
+  }
   // Each way to read words has a loop of its own, of which one runs.
 #pragma unroll
   for (int reading = 0; reading < READINGS; reading++) {
-    for (int i = 0; i < (reading == odd ? mine : 0); i++) {
-      const int now = simd + i * simds, k = now * step;
-      row_runs<T, fragments, run> rows;
-      load_rows<per, bits>(
-          rows, x, norm_weight, k, row, k + depth < K ? filled : 0, K, lane);
-      right_fragment<T> values[fragments * run / 4];
-      take_rows<bits>(values, squared, rows, normed, norm_weight);
-      // The sums of x over a group, for the biases.
-      sum_fragment added[fragments];
+    for (int r = 0; r < (reading == odd ? here : 0); r += ahead) {
 #pragma unroll
-      for (int f = 0; f < (mode == AFFINE ? fragments : 0); f++) {
-        sum_columns<run / 4>(added[f], values + f * (run / 4));
-      }
-      for (int r = 0; r < rounded; r += ahead) {
-        const bool last = r + ahead >= rounded;
-        const int coming = last ? 0 : r + ahead, then = last ? now + simds : now;
+      for (int d = 0; d < ahead; d++) {
+        sum_fragment totals[fragments] = {};
+        take_next_numbers(tile[d]);
+        if (mode == NVFP4) {
+          multiply_tile<T, fragments, mode>(totals, tile[d], 0, values, quarter);
+        } else {
+          sum_fragment sums[chains * fragments];
+          multiply_tile<T, fragments, mode, chains>(sums, tile[d], 0, values, quarter);
 #pragma unroll
-        for (int d = 0; d < ahead; d++) {
-          sum_fragment totals[fragments] = {};
-          take_next_numbers(tile[d]);
-          if (mode == NVFP4) {
-            multiply_tile<T, fragments, mode>(totals, tile[d], 0, values, quarter);
-          } else {
-            sum_fragment sums[chains * fragments];
-            multiply_tile<T, fragments, mode, chains>(sums, tile[d], 0, values, quarter);
-#pragma unroll
-            for (int f = 0; f < (chains - 1) * fragments; f++) {
-              sums[f % fragments].part[0] += sums[fragments + f].part[0];
-              sums[f % fragments].part[1] += sums[fragments + f].part[1];
-            }
-            add_scaled<T, fragments, mode, (slots < 4)>(
-                totals, sums, added, tile[d], quarter * slots / 4, lane);
+          for (int f = 0; f < (chains - 1) * fragments; f++) {
+            sums[f % fragments].part[0] += sums[fragments + f].part[0];
+            sums[f % fragments].part[1] += sums[fragments + f].part[1];
           }
-          fetch_tile<gate, mode, group>(
-              tile[d],
-              matrices,
-              sizes,
-              first + coming + d,
-              known ? d % 2 : -1,
-              then,
-              K,
-              coming + d < here && then < steps,
-              reading,
-              quarter,
-              lane);
-          threadgroup float* to = parts + (r + d) * (most * simds * 16) + simd * 16;
-          if (r + d < here) {
-            add_sums<slots, fragments>(to, totals, simds * 16, M, i > 0, quarter, lane);
-          }
+          add_scaled<T, fragments, mode, (slots < 4)>(
+              totals, sums, added, tile[d], quarter * slots / 4, lane);
+        }
+        const int coming = r + d + ahead;
+        const bool inside = coming < here && int(simd) < steps;
+        fetch_tile<gate, mode, group>(
+            tile[d], matrices, sizes, first + coming, known ? d % 2 : -1, simd, K, inside, reading, quarter, lane);
+        if (r + d < here) {
+          threadgroup float* to = parts + ((r + d) * most * simds + simd) * 16;
+          store_sums<slots, fragments>(to, totals, simds * 16, M, quarter, lane);
         }
       }
     }
@@ -267,7 +238,7 @@ template <
 
   // A thread finishes an element: row n of the tiles, or of every other where two make one. Whole
   // SIMD groups go through the loop where sixteen threads add up the squares of a tile.
-  const int height = here / joined * 16, elements = height * M;
+  const int joined = gate ? 2 : 1, height = here / joined * 16, elements = height * M;
   const int sharing = min(simds, steps);
   for (int i = simd * 32 + lane; i < (next_weight ? (elements + 31) / 32 * 32 : elements);
        i += simds * 32) {

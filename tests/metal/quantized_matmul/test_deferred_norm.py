@@ -29,8 +29,8 @@ GIVEN = [
 TAKEN = [
     ([41, 8, 24], None, None),
     ([41, 41], "silu", None),
-    ([41, 8, 24], None, QmvPersistentConfig(2, 16, tiles=3, simds=2)),
-    ([41, 41], "silu", QmvPersistentConfig(2, 16, tiles=4, simds=2, ahead=2)),
+    ([41, 8, 24], None, QmvPersistentConfig(2, 16, tiles=3, simds=3)),
+    ([41, 41], "silu", QmvPersistentConfig(2, 16, tiles=4, simds=3, ahead=2)),
 ]
 
 

@@ -96,8 +96,8 @@ def test_matrix_units(fmt, dtype, rows):
         QmvMatrixConfig(fragments=2, run=32, tiles=4, simds=1),
         QmvMatrixConfig(fragments=4, run=64, tiles=1, simds=2, stacks=2),
         QmvMatrixConfig(fragments=2, run=32, tiles=1, simds=8),
-        QmvPersistentConfig(fragments=4, run=64, tiles=2, simds=3, ahead=2),
-        QmvPersistentConfig(fragments=1, run=16, tiles=3, simds=2),
+        QmvPersistentConfig(fragments=4, run=64, tiles=2, simds=2, ahead=2),
+        QmvPersistentConfig(fragments=1, run=16, tiles=3, simds=4),
     ],
     ids=str,
 )
@@ -120,7 +120,7 @@ def test_matrix_units_in_other_configurations(config):
 def test_threadgroups_that_stay(fmt, dtype, rows):
     """Several formats, in more tiles than are under way at once."""
     like = qmv_config("cuda", rows, 41, 256, dtype, fmt)
-    config = QmvPersistentConfig(like.fragments, like.run, tiles=3, simds=3, ahead=2)
+    config = QmvPersistentConfig(like.fragments, like.run, tiles=3, simds=8, ahead=2)
     with checks():
         check_all(fmt, dtype, rows, [(41, 4), (100, 256)], config=config)
 
@@ -129,6 +129,8 @@ def test_a_configuration_must_go_with_the_rows():
     x, packed = sample(np.random.default_rng(0), 1, 8, 3, AFFINE, mx.bfloat16)
     with pytest.raises(ValueError, match="does not take rows of 192 elements"):
         by_kernel(x, packed, AFFINE, device="cuda", run=128)
+    with pytest.raises(ValueError, match="does not take rows of 192 elements"):
+        by_kernel(x, packed, AFFINE, config=QmvPersistentConfig(1, 16, tiles=2, simds=2))
 
 
 # For Apple's GPUs: runs of 16 to 80 bits, and bytes in one operand.

@@ -1,5 +1,4 @@
-// The declarations of metal/common/load.metal and prefetch.metal on NVIDIA GPUs; the contract is
-// written there.
+// The declarations of metal/common/load.metal on NVIDIA GPUs; the contract is written there.
 #pragma once
 
 #include "types.h"
@@ -82,11 +81,6 @@ T load_ahead(const T* p) {
     load_aligned<1, READ_AHEAD>(&bits, reinterpret_cast<const uint*>(p));
     return as_type<T>(bits);
   }
-}
-
-template <typename T>
-void will_load(const T* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
 } // namespace mlx::core::cu
