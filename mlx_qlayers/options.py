@@ -149,12 +149,14 @@ class Scores(NamedTuple):
         causal: whether a query sees no key that comes after it.
         window: how many keys a query sees, itself included, or None.
         softcap: the bound of the scores, or None.
+        deterministic: whether gradients are bit-identical from run to run.
     """
 
     scale: float
     causal: bool = False
     window: int | None = None
     softcap: float | None = None
+    deterministic: bool = False
 
 
 class AttentionCall(NamedTuple):

@@ -26,6 +26,7 @@ class FusedAttention(nn.Module):
         window: sliding window, see :func:`mlx_qlayers.attention`.
         softcap: bound of the scores, see :func:`mlx_qlayers.attention`.
         qk_norm: normalize queries and keys per head before the rotary embedding, as Qwen3 does.
+        deterministic: gradients are the same in each run, see :func:`mlx_qlayers.attention`.
 
     Raises:
         ValueError: a size or a count does not fit; it says which.
@@ -50,6 +51,7 @@ class FusedAttention(nn.Module):
         window: int | None = None,
         softcap: float | None = None,
         qk_norm: bool = False,
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -68,12 +70,13 @@ class FusedAttention(nn.Module):
             _check_positive("window", window)
         if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
             raise ValueError(f"softcap must be a positive number or None, not {softcap!r}")
-        for name, flag in (("bias", bias), ("qk_norm", qk_norm)):
+        flags = {"bias": bias, "qk_norm": qk_norm, "deterministic": deterministic}
+        for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise ValueError(f"{name} must be True or False, not {flag!r}")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.scale = head_dim**-0.5
-        self.window, self.softcap = window, softcap
+        self.window, self.softcap, self.deterministic = window, softcap, deterministic
         self.q_proj = nn.Linear(dims, num_heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(dims, num_kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(dims, num_kv_heads * head_dim, bias=bias)
@@ -127,7 +130,8 @@ class FusedAttention(nn.Module):
             if hasattr(cache, "max_size"):  # Its keys are in no order that positions follow from.
                 window = None
             k, v = cache.update_and_fetch(k, v)
-        out = attention(q, k, v, scale=self.scale, mask=mask, window=window, softcap=self.softcap)
+        rule: dict[str, Any] = {"softcap": self.softcap, "deterministic": self.deterministic}
+        out = attention(q, k, v, scale=self.scale, mask=mask, window=window, **rule)
         return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
 
 

@@ -17,6 +17,7 @@ from ..dispatch.thresholds import source_of, threshold
 from ..metal.attention import decode
 from ..metal.attention.backward import attention_backward
 from ..metal.attention.forward import Launcher, attention_forward
+from ..metal.attention.hopper import cut, forward_ahead
 from ..metal.attention.layout import WIDEST, WIDEST_FORWARD
 from ..metal.attention.tensor import attention_tensor, why_no_tensors
 from ..options import AttentionCall, Scores
@@ -32,7 +33,6 @@ from .attention_choice import (
     MOST_SCORES,
     STOCK_ON_APPLE,
     decode_host_gain,
-    gradient_parts,
     gradients_by_kernels,
     why_no_kernel,
     why_not_decode,
@@ -59,6 +59,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    deterministic: bool = False,
 ) -> mx.array:
     """``softmax(q @ k.T * scale) @ v`` for every head, with a float32 softmax.
 
@@ -75,6 +76,8 @@ def attention(
             ``i - window < j <= i``, of those that ``mask`` lets it see.
         softcap: a score s becomes ``softcap * tanh(s / softcap)``, before the mask.
         sinks: (H,) scores of keys without a value, one a head, outside mask and softcap.
+        deterministic: make the gradients bit-identical from run to run. Only on NVIDIA GPUs can
+            they differ otherwise, where long ones are added up by atomics.
 
     Returns:
         (B, H, L, Dv) in the dtype that those of ``q``, ``k`` and ``v`` promote to. A query that
@@ -95,12 +98,13 @@ def attention(
     """
     seen, rule = (mask, None) if isinstance(mask, mx.array) else (None, mask)
     if type(k) is type(v) is mx.array:
-        static = (0, 0), scale, rule, window, softcap
+        static = (0, 0), scale, rule, window, softcap, deterministic
         return dispatch(_ATTENTION, (q, k, v, seen, sinks), static)[0]
     many = tuple, list
     of_k: Any = k if isinstance(k, many) and k else (k,)
     of_v: Any = v if isinstance(v, many) and v else (v,)
-    static = (len(of_k) * (of_k is k), len(of_v) * (of_v is v)), scale, rule, window, softcap
+    counts = len(of_k) * (of_k is k), len(of_v) * (of_v is v)
+    static = counts, scale, rule, window, softcap, deterministic
     return dispatch(_ATTENTION, (q, *of_k, *of_v, seen, sinks), static)[0]
 
 
@@ -126,8 +130,6 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
         run = (takes_stock and reference.stock(call)) or composed
         if not decoding and gradients_by_kernels(call):
             return Plan(choice, _unless_differentiated(run, _by_kernels(call)))
-        if not decoding and (firsts := gradient_parts(call)):
-            return Plan(choice, _unless_differentiated(run, reference.in_parts(call, firsts)))
         if backend() != "metal" or decoding or why_no_kernel(call):
             return Plan(choice, run)
         # There stock's own gradient keeps all scores; the kernels' computes the forward pass again.
@@ -334,12 +336,14 @@ def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:
         gradients.append(Gradient((3,), of_mask))
     if tensors:
         return Plan(choice, attention_tensor(at), gradients)
-    return Plan(choice, attention_forward(at, chosen), gradients)
+    best_cut = cut("forward", at)
+    forward = forward_ahead(at, best_cut) if best_cut else attention_forward(at, chosen)
+    return Plan(choice, forward, gradients)
 
 
 def _operations(call: AttentionCall) -> float:
     """Of the longest launch, that of the gradients of keys and values: four products."""
-    q, keys, (_, causal, window, _) = call.q, call.k[0].shape[2], call.scores
+    q, keys, (_, causal, window, *_) = call.q, call.k[0].shape[2], call.scores
     seen = min(keys, window or keys) / (2 if causal and window is None else 1)
     return 4.0 * prod(q.shape[:3]) * seen * (q.shape[3] + call.v_width)
 

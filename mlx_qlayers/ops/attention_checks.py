@@ -17,14 +17,21 @@ _PACKED = 3  # packed, scales, biases
 
 
 def checked(
-    arrays: Sequence[Any], counts: tuple[int, int], scale: Any, mask: Any, window: Any, softcap: Any
+    arrays: Sequence[Any],
+    counts: tuple[int, int],
+    scale: Any,
+    mask: Any,
+    window: Any,
+    softcap: Any,
+    deterministic: Any = False,
 ) -> AttentionCall:
     """Check the arguments of a call.
 
     Args:
         arrays: q, k, v, the mask if it is an array, and sinks, as specs.
         counts: of how many arrays k and v are tuples; 0 for what is no tuple.
-        scale, mask, window, softcap: see :func:`mlx_qlayers.attention`; ``mask`` if it is no array.
+        scale, mask, window, softcap, deterministic: see :func:`mlx_qlayers.attention`; ``mask`` if
+            it is no array.
 
     Raises:
         ValueError: something does not fit; it is named.
@@ -66,7 +73,8 @@ def checked(
             raise ValueError(f"sinks must be ({heads},), one a head, not {sinks.shape}")
     # A window wider than all keys hides none; kernels and operators count it in 32 bits.
     window = window and min(window, k_shape[2])
-    scores = Scores(float(scale), mask is not None, window, softcap and float(softcap))
+    cap = softcap and float(softcap)
+    scores = Scores(float(scale), mask is not None, window, cap, bool(deterministic))
     return AttentionCall(q, k, v, scores, of_mask, sinks)
 
 

@@ -120,41 +120,17 @@ def gradients_by_kernels(call: AttentionCall) -> bool:
         return False
     (*heads, queries, _), mask = call.q.shape, call.mask
     additive = mask is not None and mask.dtype != mx.bool_
-    if queries % _STOCK_TILE or call.sinks is not None or additive:
+    if queries % _STOCK_TILE or call.sinks is not None or additive or call.scores.deterministic:
         return True
-    if mask is not None or not call.scores.causal or gradient_parts(call):
+    if mask is not None or not call.scores.causal:
         return False
     scores = prod(heads) * queries * call.k[0].shape[2]
     return scores >= threshold("attention_gradient_min_scores")
 
 
-def gradient_parts(call: AttentionCall) -> list[int]:
-    """Where ``auto`` divides the queries of a call of the stock operator that is differentiated.
-
-    Of a causal mask its gradient on CUDA computes all scores; in n parts of the queries, each with
-    the keys that it sees, there are n + 1 of 2 n.
-
-    Returns:
-        The first queries of all parts but the first; empty where the call stays whole.
-    """
-    queries, keys, scores = call.q.shape[2], call.k[0].shape[2], call.scores
-    whole = call.mask is call.sinks is scores.softcap is None and queries <= keys
-    if not _differs_in_gradients(call) or not whole or not scores.causal:
-        return []
-    if queries % _STOCK_TILE or (scores.window or keys) < keys:
-        return []
-    wider, rows, least, most = (
-        threshold("attention_gradient_parts", key) for key in ("wider", "rows", "least", "most")
-    )
-    parts, tiles = min(most, queries // rows), queries // _STOCK_TILE
-    if parts < least or max(call.q.shape[3], call.v_width) <= wider:
-        return []
-    return [i * tiles // parts * _STOCK_TILE for i in range(1, parts)]
-
-
 def _differs_in_gradients(call: AttentionCall) -> bool:
-    """Whether a call that ``auto`` leaves to the stock operator, which is cuDNN, may be divided or
-    left to kernels if it is differentiated.
+    """Whether a call that ``auto`` leaves to the stock operator, which is cuDNN, may be left to
+    kernels if it is differentiated.
     """
     q = call.q
     if backend() != "cuda" or requested() != "auto" or not current.get().mode.differentiable:

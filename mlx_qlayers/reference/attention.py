@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
@@ -32,7 +31,7 @@ def attention(call: AttentionCall) -> Run:
     Returns:
         A function of q, the arrays of k, those of v, mask and sinks, which gives one array.
     """
-    q, k, _, (scale, causal, window, softcap), mask, _ = call
+    q, k, _, (scale, causal, window, softcap, _), mask, _ = call
     queries, keys, dtype = q.shape[2], k[0].shape[2], mx.result_type(*call.dtypes)
     on_cpu = mx.default_device().type == mx.cpu
     work = mx.float32 if on_cpu or softcap is not None else dtype
@@ -78,7 +77,7 @@ def stock(call: AttentionCall) -> Run | None:
     Returns:
         A function of q, k, v, mask and sinks; None where there is more to do.
     """
-    q, (k, *packed), (v, *_), (scale, causal, window, softcap), mask, sinks = call
+    q, (k, *packed), (v, *_), (scale, causal, window, softcap, _), mask, sinks = call
     queries, keys, on_gpu = q.shape[2], k.shape[2], mx.default_device().type == mx.gpu
     if packed or softcap is not None:
         return None
@@ -113,55 +112,6 @@ def stock(call: AttentionCall) -> Run | None:
         return [product(q, k, v, **given, sinks=sinks)]
 
     return run
-
-
-def in_parts(call: AttentionCall, firsts: list[int]) -> Run:
-    """The stock operator on causal queries part by part, each with the keys that it sees.
-
-    Args:
-        call: with plain keys and values, as :func:`stock` takes them.
-        firsts: the first queries of all parts but the first.
-    """
-    product: Any = mx.fast.scaled_dot_product_attention
-    behind = call.k[0].shape[2] - call.q.shape[2]
-    prefixes = _prefixes([first + behind for first in firsts])
-
-    def run(q: mx.array, k: mx.array, v: mx.array, *_: None) -> list[mx.array]:
-        parts = zip(mx.split(q, firsts, axis=2), prefixes(k), prefixes(v), strict=True)
-        outputs = [product(*part, scale=call.scores.scale, mask="causal") for part in parts]
-        # Heads lie side by side, as the projection that comes next wants them.
-        return [mx.concatenate([out.swapaxes(1, 2) for out in outputs], axis=1).swapaxes(1, 2)]
-
-    return run
-
-
-def _prefixes(ends: list[int]) -> Callable[[mx.array], list[mx.array]]:
-    """The keys up to each of some ends, and all; their gradients are added up in float32."""
-
-    def cut(a: mx.array) -> list[mx.array]:
-        return [*(a[:, :, :end] for end in ends), a]
-
-    node: Any = mx.custom_function(cut)
-    node.jvp(lambda _, tangent: cut(tangent))
-
-    @node.vjp
-    def _(_: mx.array, cotangents: list[mx.array], __: list[mx.array]) -> mx.array:
-        sums = []
-        for nth, (start, end) in enumerate(pairwise([0, *ends, cotangents[-1].shape[2]])):
-            parts = [a[:, :, start:end] for a in cotangents[nth:]]
-            sums.append(_sum(parts) if len(parts) > 1 else parts[0])
-        return mx.concatenate(sums, axis=2)
-
-    return cast(Callable[[mx.array], list[mx.array]], node)
-
-
-@mx.compile
-def _sum(parts: list[mx.array]) -> mx.array:
-    """Arrays of a shape and dtype, added up in float32."""
-    total = parts[0].astype(mx.float32)
-    for part in parts[1:]:
-        total = total + part.astype(mx.float32)
-    return total.astype(parts[0].dtype)
 
 
 @lru_cache(_MASKS)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.attention import hopper
 from mlx_qlayers.metal.attention.backward import attention_backward
 from mlx_qlayers.metal.attention.forward import Launcher
 from mlx_qlayers.metal.attention.tensor import attention_tensor
@@ -66,3 +67,20 @@ def test_attention_by_tensor_operations():
     assert not any(seen.values()) and len(seen) == 4
     kernels = map(ptx_of, seen)
     assert all("mma.sync" in ptx and ".local" not in ptx for ptx in kernels)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("width", [64, 96])
+def test_attention_on_hopper_gpus(width, monkeypatch):
+    """Products of warpgroups go on beside the warps."""
+    monkeypatch.setattr(hopper, "device_architecture", lambda: "sm_90")
+    monkeypatch.setitem(hopper._LEAST, "backward", 0)
+    q, k = mx.ones((1, 2, 512, width), mx.bfloat16), mx.ones((1, 1, 512, width), mx.bfloat16)
+    with compile_only() as seen, use_backend("cuda"):
+        at = Launcher(AttentionCall(Spec.of(q), (Spec.of(k),), (Spec.of(k),), Scores(0.125, True)))
+        out, norms = hopper.forward_ahead(at, hopper.cut("forward", at))(q, k, k, None, None)
+        of_all, _ = attention_backward(at)
+        mx.eval(of_all([q, k, k, None, None], [out], [out, norms]))
+    assert not any(seen.values()) and len(seen) == 3
+    products = ["wgmma.wait_group.sync.aligned 1" in ptx for ptx in map(ptx_of, seen)]
+    assert sorted(products) == [False, True, True]

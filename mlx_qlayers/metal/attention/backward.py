@@ -12,6 +12,7 @@ from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.spec import Spec
 from .forward import LOG2E, Launcher, absent
+from .hopper import backward_once, cut
 from .layout import PARAMETERS, memory, registers
 from .tensor import KEYS_INPUTS, QUERIES_INPUTS, tensor_gradients, tensor_mask_gradient
 
@@ -86,6 +87,11 @@ def attention_backward(at: Launcher, tensors: bool = False) -> tuple[Compute, Co
             return tensor_mask_gradient(at, per_query[0])
         return at.bind(_MASK, *per_query, [(*rows, at.keys)], init_value=0)
 
+    @cache
+    def once() -> Callable[..., list[mx.array]] | None:
+        best = None if tensors else cut("backward", at)
+        return backward_once(at, best) if best else None
+
     def inputs(arrays: Sequence[Any]) -> list[mx.array]:
         q, k, v, mask, _ = arrays
         return [q, k, v, blank if mask is None else mx.broadcast_to(mask, at.mask_shape)]
@@ -94,10 +100,13 @@ def attention_backward(at: Launcher, tensors: bool = False) -> tuple[Compute, Co
         arrays: Sequence[Any], cotangents: Sequence[Any], outputs: Sequence[Any]
     ) -> list[mx.array]:
         sinks, (out, norms), d_out = arrays[4], outputs, cotangents[0]
-        given, (queries, keys) = inputs(arrays), launches()
-        d_q, delta = queries([*given, out, d_out, norms, *at.ends])
-        average = _average(at, norms, d_out) if at.average else blank
-        d_k, d_v = keys([*given, d_out, norms, delta, average, *at.ends])
+        given, average = inputs(arrays), _average(at, norms, d_out) if at.average else blank
+        if run := once():
+            d_q, d_k, d_v, delta = run(given, out, d_out, norms, average)
+        else:
+            queries, keys = launches()
+            d_q, delta = queries([*given, out, d_out, norms, *at.ends])
+            d_k, d_v = keys([*given, d_out, norms, delta, average, *at.ends])
         gradients = [a.swapaxes(1, 2) for a in (d_q, d_k, d_v)]
         return gradients if sinks is None else [*gradients, _of_sinks(sinks, norms, delta)]
 

@@ -31,50 +31,8 @@
 // are put in place a second time for the last product. If AVERAGE, `average` is added to each d_v:
 // the part that each key has in the queries that see none.
 
+#include "key_scores.metal"
 #include "score_output.metal"
-#include "score_tile.metal"
-
-// Scores of BLOCKS x 16 keys and a tile of queries become weights; `bends` those with the softcap's
-// slope. `statistics` are TILE numbers of each kind: what lowers scores, deltas, factors.
-template <typename T, int MASK, bool SOFTCAP, int COUNT, typename M>
-METAL_FUNC void make_weights_of_keys(
-    thread sum_fragment* scores,
-    thread sum_fragment* bends,
-    const threadgroup float2* statistics,
-    int key,
-    int query,
-    const device M* mask,
-    thread const score_rule<M>& rule,
-    uint lane) {
-  make_scores<MASK, SOFTCAP, true, COUNT>(scores, bends, key, query, mask, rule, lane);
-  if (!all_seen(rule, query, 8 * COUNT, key, 16)) {
-    hide_unseen<true, COUNT>(scores, key, query, rule, lane);
-  }
-  float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
-#pragma unroll
-  for (int i = 0; i < 2 * COUNT; i++) {
-    int n = i / 2, p = i % 2, at = (8 * n + fragment_col(lane)) / 2;
-    float2 factor = sizeof(T) == 4 ? statistics[8 * COUNT + at] : float2(1.0f);
-    float2 weight = weights_of<T>(scores[n].part[p], unit, statistics[at], factor);
-    scores[n].part[p] = weight;
-    bends[n].part[p] = SOFTCAP ? weight * bends[n].part[p] : weight;
-  }
-}
-
-// d_weights become d_scores.
-template <int COUNT>
-METAL_FUNC void make_d_scores(
-    thread sum_fragment* d_weights,
-    thread const sum_fragment* weights,
-    const threadgroup float2* statistics,
-    uint lane) {
-#pragma unroll
-  for (int i = 0; i < 2 * COUNT; i++) {
-    int n = i / 2, p = i % 2;
-    float2 delta = statistics[4 * COUNT + (8 * n + fragment_col(lane)) / 2];
-    d_weights[n].part[p] = weights[n].part[p] * (d_weights[n].part[p] - delta);
-  }
-}
 
 template <
     typename T,

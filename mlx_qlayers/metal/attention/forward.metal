@@ -32,37 +32,7 @@
 // AVERAGE.
 
 #include "packed_tiles.metal"
-#include "score_output.metal"
-#include "score_tile.metal"
-
-// Takes one more tile into what a row's scores are lowered by and its total; scores become weights.
-// Returns the factor for what was added up before: both lie on the grid of rounded numbers that the
-// exponents are measured from, so that weights of all tiles have one scale.
-template <typename T, int COUNT>
-METAL_FUNC float make_weights(
-    thread sum_fragment* scores, int part, float unit, thread float& top, thread float& total) {
-  float highest = LOWEST;
-#pragma unroll
-  for (int n = 0; n < COUNT; n++) {
-    highest = max(highest, max(scores[n].part[part].x, scores[n].part[part].y));
-  }
-  highest = fragment_row_max(highest);
-  float before = top;
-  top = max(top, highest == LOWEST ? LOWEST : highest * unit);
-  // As long as no key was seen, weights are 0.
-  float base = top == LOWEST ? 0.0f : top, sum = 0.0f;
-  float shrink = power_of_2<T>(before - base);
-#pragma unroll
-  for (int n = 0; n < COUNT; n++) {
-    float2 weight = float2(
-        power_of_2<T>(fma(scores[n].part[part].x, unit, -base)),
-        power_of_2<T>(fma(scores[n].part[part].y, unit, -base)));
-    scores[n].part[part] = weight;
-    sum += weight.x + weight.y;
-  }
-  total = fma(total, shrink, sum);
-  return shrink;
-}
+#include "query_scores.metal"
 
 template <
     typename T,
@@ -251,37 +221,17 @@ template <
   ulong kv_head = ulong(batch) * (sizes[HEADS] / sizes[SHARE]) + head / sizes[SHARE];
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
-#pragma unroll
-    for (int p = 0; p < 2; p++) {
-      int query = own + 16 * b + fragment_row(lane) + 8 * p;
-      float whole = fragment_row_sum(total[b][p]), inverse = 1.0f / whole;
-      bool blank = AVERAGE && top[b][p] == LOWEST && whole == whole;
-#pragma unroll
-      for (int c = 0; c < COLUMNS; c++) {
-        int column = (slice * COLUMNS + c) * 8 + fragment_col(lane);
-        float2 sum = sums[b][c].part[p];
-        sums[b][c].part[p] = sizeof(T) == 4 ? sum / whole : sum * inverse;
-        if (blank && column < DV) {
-          const device float* average = mean + kv_head * DV + column;
-          sums[b][c].part[p] = float2(average[0], average[1]);
-        }
-      }
-      if (slice == 0 && fragment_col(lane) == 0 && query < rule.queries) {
-        device float* norm =
-            norms + 2 * ((ulong(batch) * sizes[HEADS] + head) * rule.queries + query);
-        norm[0] = blank ? BLANK : top[b][p];
-        norm[1] = blank ? 1.0f : whole;
-      }
-    }
-    store_rows<T, COLUMNS>(
+    store_output<T, COLUMNS, DV, AVERAGE>(
         sums[b],
+        top[b],
+        total[b],
+        mean + kv_head * DV,
         out + (ulong(batch) * rule.queries * sizes[HEADS] + head) * DV,
+        norms + 2 * (ulong(batch) * sizes[HEADS] + head) * rule.queries,
         ulong(sizes[HEADS]) * DV,
         own + 16 * b,
         rule.queries,
         slice * COLUMNS * 8,
-        DV,
-        1.0f,
         lane);
   }
 }

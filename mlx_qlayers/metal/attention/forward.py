@@ -71,6 +71,7 @@ class Launcher:
     def __init__(self, call: AttentionCall) -> None:
         q, k, v, scores, mask, sinks = call
         self.q, self.sinks, self.causal, self.device = q, sinks, scores.causal, backend()
+        self.deterministic = scores.deterministic
         self.batch, self.heads, self.queries, self.width = q.shape
         _, self.kv_heads, self.keys, _ = v[0].shape
         self.v_width, self.packing = call.v_width, call.packing

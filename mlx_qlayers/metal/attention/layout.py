@@ -177,6 +177,11 @@ def _stride(width: int, size: int) -> int:
     return (width * size // 16 | 1) * 16 // size
 
 
+def tile_bytes(rows: int, width: int, size: int) -> int:
+    """Bytes of a tile of so many rows."""
+    return size * rows * _stride(width, size)
+
+
 def _rounded_widths(kernel: str, values: Mapping[str, Any]) -> list[int]:
     """The head sizes of keys and values, in whole steps of every slice."""
     widths = [values["D"], values["DV"]]

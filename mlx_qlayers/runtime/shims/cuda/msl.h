@@ -11,6 +11,7 @@
 #include "matrix.h"
 #include "fragment.h"
 #include "tile.h"
+#include "tile_products.h"
 #include "arrival.h"
 #include "tensor.h"
 #include "warp_tensor.h"

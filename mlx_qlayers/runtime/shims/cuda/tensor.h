@@ -7,7 +7,7 @@
 // neighbours of a row, then those eight rows below.
 #pragma once
 
-#include "tile.h"
+#include "tile_products.h"
 
 namespace mlx::core::cu {
 
@@ -142,8 +142,6 @@ inline void pin_integers(int* sum) {
   asm volatile("" : MSL_INTS_64(0), MSL_INTS_64(64) :: "memory");
 }
 #undef MSL_INT
-
-extern __shared__ __align__(1024) unsigned char msl_dynamic_memory[];
 
 // A step of 128 bytes of `rows` rows, as panels whose packs of 16 bytes are swizzled; zeros where
 // there is nothing.

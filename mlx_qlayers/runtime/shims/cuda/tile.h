@@ -136,24 +136,25 @@ void begin_products(sum_fragment* sum) {
   pin<COUNT>(sum);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-template <int COUNT>
-void end_products(sum_fragment* sum) {
-  asm volatile(
-      "wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  pin<COUNT>(sum);
+inline void go_on() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-#undef MSL_SUM
+template <int LATER, int COUNT>
+void finish_products(sum_fragment* sums) {
+  if constexpr (HAS_WARPGROUPS)
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LATER) : "memory");
+  pin<COUNT>(sums);
+}
+template <int COUNT>
+constexpr int product_size() {
+  return COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : COUNT % 4 == 0 ? 4 : 2;
+}
 
 template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER, bool ADD = false, int MOST = 16>
-void multiply_by_rows(
-    sum_fragment* products,
-    const left_fragment<T>* left,
-    const T* tile,
-    int column,
-    uint lane) {
+void begin_by_rows(
+    sum_fragment* products, const left_fragment<T>* left, const T* tile, int column, uint lane) {
   if constexpr (TOGETHER) {
-    constexpr int WHOLE = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : COUNT % 4 == 0 ? 4 : 2;
-    constexpr int PART = WHOLE < MOST ? WHOLE : MOST;
+    constexpr int PART = product_size<COUNT>() < MOST ? product_size<COUNT>() : MOST;
     // What is added to an operand counts packs of 16 bytes.
     ulong first = tile_operand(tile + column * 8 * COUNT, 0);
     begin_products<COUNT>(products);
@@ -166,7 +167,7 @@ void multiply_by_rows(
             left[i],
             first + ((i / 4 * COUNT + n) * 8 * 64 + i % 4 * 16) / 8,
             ADD || i > 0);
-    end_products<COUNT>(products);
+    go_on();
   } else {
     constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
 #pragma unroll
@@ -184,7 +185,56 @@ void multiply_by_rows(
       }
   }
 }
+template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER, bool ADD = false, int MOST = 16>
+void multiply_by_rows(
+    sum_fragment* products,
+    const left_fragment<T>* left,
+    const T* tile,
+    int column,
+    uint lane) {
+  begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER, ADD, MOST>(products, left, tile, column, lane);
+  if constexpr (TOGETHER)
+    finish_products<0, COUNT>(products);
+}
 
+template <int STRIDE, int DEPTH, int COUNT, typename T, typename F>
+void add_rows_by(sum_fragment* sums, F&& left, const T* tile, uint lane) {
+#pragma unroll
+  for (int i = 0; i < DEPTH / 16; i++) {
+    const T* at = tile + 16 * i * STRIDE;
+    left_fragment<T> rows = left(i);
+    right_fragment<T> right[2];
+#pragma unroll
+    for (int n = 0; n < COUNT / 2 * 2; n += 2) {
+      load_right_pair(right, at + 8 * n, STRIDE, lane);
+      multiply_accumulate(sums[n], rows, right[0]);
+      multiply_accumulate(sums[n + 1], rows, right[1]);
+    }
+    if constexpr (COUNT % 2) {
+      load_right(right[0], at + 8 * (COUNT - 1), STRIDE, lane);
+      multiply_accumulate(sums[COUNT - 1], rows, right[0]);
+    }
+  }
+}
+template <
+    typename T, int DEPTH, int COUNT, int WIDTH, bool TOGETHER, int PART = product_size<COUNT>()>
+void begin_weighted_rows(
+    sum_fragment* sums, const left_fragment<T>* weights, const T* tile, int column, uint lane) {
+  if constexpr (TOGETHER) {
+    ulong first = tile_operand(tile + column * DEPTH, DEPTH * 128);
+    begin_products<COUNT>(sums);
+#pragma unroll
+    for (int i = 0; i < DEPTH / 16; i++)
+#pragma unroll
+      for (int n = 0; n < COUNT; n += PART)
+        tile_product<PART, true>(
+            sums + n, weights[i], first + ((n / 8 * DEPTH + 16 * i) * 64 + n % 8 * 8) / 8, 1);
+    go_on();
+  } else {
+    add_rows_by<tile_stride(WIDTH, sizeof(T)), DEPTH, COUNT>(
+        sums, [&](int i) { return weights[i]; }, tile + column, lane);
+  }
+}
 template <typename T, int DEPTH, int COUNT, int WIDTH, bool TOGETHER>
 void add_weighted_rows(
     sum_fragment* sums,
@@ -196,37 +246,12 @@ void add_weighted_rows(
 #pragma unroll
   for (int i = 0; i < DEPTH / 16; i++)
     left_from_sums(left[i], weights[2 * i], weights[2 * i + 1]);
-  if constexpr (TOGETHER) {
-    // Of another size than the products that made the weights: where they are as many and as
-    // large, ptxas 13.0 gives the left operands of both the same registers.
-    constexpr int WHOLE = COUNT % 16 == 0 ? 16 : COUNT % 8 == 0 ? 8 : COUNT % 4 == 0 ? 4 : 2, PART = DEPTH == 8 * COUNT ? WHOLE / 2 : WHOLE;
-    ulong first = tile_operand(tile + column * DEPTH, DEPTH * 128);
-    begin_products<COUNT>(sums);
-#pragma unroll
-    for (int i = 0; i < DEPTH / 16; i++)
-#pragma unroll
-      for (int n = 0; n < COUNT; n += PART)
-        tile_product<PART, true>(
-            sums + n, left[i], first + ((n / 8 * DEPTH + 16 * i) * 64 + n % 8 * 8) / 8, 1);
-    end_products<COUNT>(sums);
-  } else {
-    constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
-#pragma unroll
-    for (int i = 0; i < DEPTH / 16; i++) {
-      const T* at = tile + (16 * i * STRIDE + column);
-      right_fragment<T> right[2];
-#pragma unroll
-      for (int n = 0; n < COUNT / 2 * 2; n += 2) {
-        load_right_pair(right, at + 8 * n, STRIDE, lane);
-        multiply_accumulate(sums[n], left[i], right[0]);
-        multiply_accumulate(sums[n + 1], left[i], right[1]);
-      }
-      if constexpr (COUNT % 2) {
-        load_right(right[0], at + 8 * (COUNT - 1), STRIDE, lane);
-        multiply_accumulate(sums[COUNT - 1], left[i], right[0]);
-      }
-    }
-  }
+  // Of another size than the products that made the weights: where they are as many and as
+  // large, ptxas 13.0 gives the left operands of both the same registers.
+  constexpr int WHOLE = product_size<COUNT>(), PART = DEPTH == 8 * COUNT ? WHOLE / 2 : WHOLE;
+  begin_weighted_rows<T, DEPTH, COUNT, WIDTH, TOGETHER, PART>(sums, left, tile, column, lane);
+  if constexpr (TOGETHER)
+    finish_products<0, COUNT>(sums);
 }
 
 } // namespace mlx::core::cu

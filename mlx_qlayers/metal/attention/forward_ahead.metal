@@ -1,0 +1,151 @@
+// Attention of many queries as in forward.metal, where the scores of the next tile are computed beside
+// the products of the last one with the values. Names as there. Keys have two places, values three:
+//
+//   scores = q * keys^T of the first tile
+//   for each tile of keys:
+//     put the next keys and these values in their places | barrier | start reading the ones after
+//     weights and shrink from the scores
+//     finish the last sums, sums *= shrink
+//     begin scores of the next tile, sums += weights * values
+//     finish scores
+//
+// SIMDS * 16 queries a threadgroup: grid (32 * SIMDS * ceil(L / ROWS), H, B).
+
+#include "common/tile_products.metal"
+#include "query_scores.metal"
+
+template <
+    typename T,
+    typename M,
+    typename N,
+    int D,
+    int DV,
+    int MASK,
+    bool SOFTCAP,
+    bool SINKS,
+    bool AVERAGE,
+    int SIMDS,
+    int TILE,
+    int RESIDENT,
+    int SHARED>
+[[kernel]] void attention_forward_ahead(
+    const device T* q,
+    const constant int64_t* q_strides,
+    const device T* k,
+    const constant int64_t* k_strides,
+    const device T* v,
+    const constant int64_t* v_strides,
+    const device M* mask,
+    const constant int64_t* mask_strides,
+    const device N* sinks,
+    const device float* mean,
+    constant int* sizes,
+    constant float* factors,
+    device T* out,
+    device float* norms,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simd_group [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int THREADS = 32 * SIMDS, ROWS = 16 * SIMDS, COUNT = TILE / 8;
+  constexpr int WIDTH = rounded_up(D, product_columns());
+  constexpr int WIDTH_V = rounded_up(DV, product_columns());
+  constexpr int STEPS = WIDTH / 16, COLUMNS = WIDTH_V / 8;
+  constexpr bool TOGETHER = products_together<T>(SIMDS, 1, WIDTH, WIDTH_V);
+  constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, WIDTH);
+  constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, WIDTH_V);
+  constexpr int ELEMENTS = 2 * SIZE + 3 * SIZE_V;
+  threadgroup tile_packs<declared_packs(ELEMENTS * sizeof(T) / 16)> tiles;
+  threadgroup T* keys = reinterpret_cast<threadgroup T*>(all_packs(tiles));
+  threadgroup T* values = keys + 2 * SIZE;
+
+  uint head = group.y, batch = group.z, kv_head = head / sizes[SHARE];
+  int row = int(groups.x - 1 - group.x) * ROWS, own = row + 16 * int(simd_group);
+  score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
+  int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
+  int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
+  tile_reader<T, TILE, D, WIDTH, THREADS, TOGETHER, TOGETHER> key_reader;
+  tile_reader<T, TILE, DV, WIDTH_V, THREADS, TOGETHER, TOGETHER> value_reader;
+  // Nothing is read behind the last key that one of the queries sees.
+  key_reader.rows = rows_of(k, k_strides, batch, kv_head, last);
+  value_reader.rows = rows_of(v, v_strides, batch, kv_head, last);
+  key_reader.skip(first);
+  value_reader.skip(first);
+  key_reader.fetch(keys, thread_index);
+
+  left_fragment<T> left[STEPS], weights[TILE / 16];
+  sum_fragment sums[COLUMNS], scores[COUNT];
+  float unit = is_raw(MASK, SOFTCAP) ? rule.scale : 1.0f;
+  float sink = SINKS ? max(float(sinks[head]) * LOG2E, LOWEST) : LOWEST;
+  // Of the lanes that share a row, one begins with the sink.
+  float begun = SINKS && fragment_col(lane) == 0 ? 1.0f : 0.0f;
+  float top[2] = {sink, sink}, total[2] = {begun, begun};
+  load_left_rows<T, STEPS>(
+      left, rows_of(q, q_strides, batch, head, rule.queries), D, own, 0, lane);
+  clear<COLUMNS>(sums);
+  key_reader.put(keys, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  key_reader.skip(TILE);
+  key_reader.fetch(keys + SIZE, thread_index);
+  value_reader.fetch(values, thread_index);
+  begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(scores, left, keys, 0, lane);
+  finish_products<0, COUNT>(scores);
+
+  const device M* mask_now = mask_from<false>(rule, first);
+  int turn = 0, place = 0;
+  for (int key = first; key < last; key += TILE) {
+    threadgroup T *next_keys = keys + (1 - turn) * SIZE, *values_now = values + place * SIZE_V;
+    key_reader.put(next_keys, thread_index);
+    value_reader.put(values_now, thread_index);
+    // Behind this nobody uses the last keys any more, nor the values before the last ones.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    place = place == 2 ? 0 : place + 1;
+    key_reader.skip(TILE);
+    value_reader.skip(TILE);
+    key_reader.fetch(keys + turn * SIZE, thread_index);
+    value_reader.fetch(values + place * SIZE_V, thread_index);
+    turn = 1 - turn;
+
+    sum_fragment bends[COUNT];
+    make_scores<MASK, SOFTCAP, false, COUNT>(scores, bends, own, key, mask_now, rule, lane);
+    if (!all_seen(rule, own, 16, key, TILE)) {
+      hide_unseen<false, COUNT>(scores, own, key, rule, lane);
+    }
+    mask_now += mask_step<false>(rule, TILE);
+    float2 shrink;
+    shrink.x = make_weights<T, COUNT>(scores, 0, unit, top[0], total[0]);
+    shrink.y = make_weights<T, COUNT>(scores, 1, unit, top[1], total[1]);
+    complete(min(total[0], total[1]));
+    finish_products<0, COLUMNS>(sums);
+    release_operands<T, TILE / 16>(weights);
+    // After a few tiles the largest scores seldom change.
+    if (simd_any(shrink.x != 1.0f || shrink.y != 1.0f)) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) {
+        sums[c].part[0] *= shrink.x;
+        sums[c].part[1] *= shrink.y;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < TILE / 16; i++) {
+      left_from_sums(weights[i], scores[2 * i], scores[2 * i + 1]);
+    }
+    begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(scores, left, next_keys, 0, lane);
+    begin_weighted_rows<T, TILE, COLUMNS, WIDTH_V, TOGETHER>(sums, weights, values_now, 0, lane);
+    finish_products<1, COUNT>(scores);
+  }
+  finish_products<0, COLUMNS>(sums);
+  store_output<T, COLUMNS, DV, AVERAGE>(
+      sums,
+      top,
+      total,
+      mean + (ulong(batch) * (sizes[HEADS] / sizes[SHARE]) + kv_head) * DV,
+      out + (ulong(batch) * rule.queries * sizes[HEADS] + head) * DV,
+      norms + 2 * (ulong(batch) * sizes[HEADS] + head) * rule.queries,
+      ulong(sizes[HEADS]) * DV,
+      own,
+      rule.queries,
+      0,
+      lane);
+}

@@ -1,0 +1,139 @@
+// Products that go on beside the SIMD group where the GPU can do that, and sums of many threadgroups.
+//
+// Between the beginning of a product and finish_products nobody may touch its sums, nor change what
+// it reads. On NVIDIA GPUs the functions of this file come from the CUDA shim.
+
+#include "tile.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// Of how many columns the products of a tile are made; there may be zeros behind the last.
+constexpr int product_columns() {
+  return 16;
+}
+
+// Packs that a kernel declares, and where all of them are: CUDA has more than can be declared.
+constexpr int declared_packs(int count) {
+  return count;
+}
+template <int COUNT>
+METAL_FUNC threadgroup uint4* all_packs(threadgroup tile_packs<COUNT>& tiles) {
+  return tiles.pack;
+}
+
+// products = left * tile^T: 16 rows by COUNT * 8 rows, over STEPS * 16 columns from this one on.
+template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER>
+METAL_FUNC void begin_by_rows(
+    thread sum_fragment* products,
+    thread const left_fragment<T>* left,
+    const threadgroup T* tile,
+    int column,
+    uint lane) {
+  multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(products, left, tile, column, lane);
+}
+
+// The same over all columns, of rows `row` to `row` + 15 of a tile of ROWS rows. Those of four SIMD groups TOGETHER
+// follow each other.
+template <typename T, int STEPS, int COUNT, int ROWS, int WIDTH, bool TOGETHER>
+METAL_FUNC void begin_rows_by_rows(
+    thread sum_fragment* products,
+    const threadgroup T* left,
+    int row,
+    const threadgroup T* tile,
+    uint lane) {
+  left_fragment<T> rows[STEPS];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
+    load_left(rows[i], left + (row * STRIDE + 16 * i), STRIDE, lane);
+  }
+  multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(products, rows, tile, 0, lane);
+}
+
+// sums += weights * tile: 16 rows by COUNT * 8 columns from this one on, over the tile's DEPTH rows.
+template <typename T, int DEPTH, int COUNT, int WIDTH, bool TOGETHER>
+METAL_FUNC void begin_weighted_rows(
+    thread sum_fragment* sums,
+    thread const left_fragment<T>* weights,
+    const threadgroup T* tile,
+    int column,
+    uint lane) {
+  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
+#pragma unroll
+  for (int i = 0; i < DEPTH / 16; i++) {
+#pragma unroll
+    for (int n = 0; n < COUNT; n += 2) {
+      right_fragment<T> right[2];
+      load_right_pair(right, tile + (16 * i * STRIDE + column + 8 * n), STRIDE, lane);
+      multiply_accumulate(sums[n], weights[i], right[0]);
+      multiply_accumulate(sums[n + 1], weights[i], right[1]);
+    }
+  }
+}
+
+// products = left^T * tile: columns `from` to `from` + 15 of a tile of LEFT columns by COUNT * 8 columns
+// from this column on, over the DEPTH rows of both. `held` gets the DEPTH / 16 left operands.
+template <typename T, int DEPTH, int COUNT, int LEFT, int WIDTH, bool TOGETHER>
+METAL_FUNC void begin_columns_by_tile(
+    thread sum_fragment* products,
+    thread left_fragment<T>* held,
+    const threadgroup T* left,
+    int from,
+    const threadgroup T* tile,
+    int column,
+    uint lane) {
+  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
+  constexpr int LEFT_STRIDE = tile_stride(LEFT, sizeof(T));
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    products[n].part[0] = products[n].part[1] = float2(0.0f);
+  }
+#pragma unroll
+  for (int i = 0; i < DEPTH / 16; i++) {
+    load_left_transposed(held[i], left + (16 * i * LEFT_STRIDE + from), LEFT_STRIDE, lane);
+#pragma unroll
+    for (int n = 0; n < COUNT; n += 2) {
+      right_fragment<T> right[2];
+      load_right_pair(right, tile + (16 * i * STRIDE + column + 8 * n), STRIDE, lane);
+      multiply_accumulate(products[n], held[i], right[0]);
+      multiply_accumulate(products[n + 1], held[i], right[1]);
+    }
+  }
+}
+
+// Waits for all products that were begun but the LATER last ones; these sums are there.
+template <int LATER, int COUNT>
+METAL_FUNC void finish_products(thread sum_fragment* sums) {}
+// What comes next comes behind the computation of x, which is not negative.
+METAL_FUNC void complete(float x) {}
+// Their left operands may change from here on.
+template <typename T, int COUNT>
+METAL_FUNC void release_operands(thread left_fragment<T>* operands) {}
+
+// 16 x 16 numbers to a tile of ROWS rows.
+template <typename T, int ROWS, int WIDTH, bool TOGETHER>
+METAL_FUNC void store_left(
+    left_fragment<T> f, threadgroup T* tile, uint row, uint column, uint lane) {
+#pragma unroll
+  for (int p = 0; p < 4; p++) {
+    uint r = row + fragment_row(lane) + p % 2 * 8, c = column + fragment_col(lane) + p / 2 * 8;
+    *reinterpret_cast<threadgroup metal::vec<T, 2>*>(
+        tile + place_in_tile<T, ROWS, WIDTH, TOGETHER>(r, c)) = f.part[p];
+  }
+}
+
+// Adds half p of the pairs of sums, 8 columns apart, to what other threadgroups add to; `to` is that
+// of this lane's first pair. Those from `columns` on are left out.
+template <int COUNT>
+METAL_FUNC void add_pairs(
+    device atomic<float>* to, thread const sum_fragment* sums, int p, float factor, int columns) {
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    if (8 * n < columns) {
+      float2 pair = sums[n].part[p] * factor;
+      atomic_fetch_add_explicit(to + 8 * n, pair.x, memory_order_relaxed);
+      atomic_fetch_add_explicit(to + (8 * n + 1), pair.y, memory_order_relaxed);
+    }
+  }
+}
