@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -122,27 +121,36 @@ def quantized_caches(model: nn.Module, args: argparse.Namespace) -> Iterator[Tab
     names = ("prompt ms", "peak MB", "cache MB", "tokens/s")
     table = Table({"prompt": 6, "bits": 4, **dict.fromkeys(names, 14)})
     table.print_header()
-    for length, bits in itertools.product(args.prefill, (None, *args.kv_bits)):
+    for length in args.prefill:
         prompt = mx.random.randint(0, model.args.vocab_size, (length,), key=mx.random.key(length))
-        times: list[float] = []
-        for _ in range(2):  # compiled and paged in the first time
-            cache, start = make_prompt_cache(model), time.perf_counter()
-            before = mx.get_active_memory()
-            mx.reset_peak_memory()
-            options = {"kv_bits": bits, "kv_group_size": args.group_size, "quantized_kv_start": 0}
-            options["prompt_cache"] = cache
-            steps = generate_step(prompt, model, max_tokens=args.tokens + 1, **options)
-            next(steps)
-            times = [time.perf_counter() - start]
-            peak = mx.get_peak_memory() - before
-            start = time.perf_counter()
-            for _ in steps:
-                pass
-            times.append(time.perf_counter() - start)
-        figures = times[0] * 1e3, peak / 1e6, sum(c.nbytes for c in cache) / 1e6
-        row = dict(zip(names, (*figures, args.tokens / times[1]), strict=True))
-        table.add(prompt=length, bits=bits or 16, **row)
+        found: dict[int | None, list[tuple[float, ...]]] = {b: [] for b in (None, *args.kv_bits)}
+        for bits in found:
+            _behind_prompt(model, prompt, bits, args)  # compiled and paged in, not timed
+        for bits in turns(found, args.repeats):
+            found[bits].append(_behind_prompt(model, prompt, bits, args))
+        for bits, figures in found.items():
+            columns = [Sample.of(values) for values in zip(*figures, strict=True)]
+            table.add(prompt=length, bits=bits or 16, **dict(zip(names, columns, strict=True)))
         yield table
+
+
+def _behind_prompt(
+    model: nn.Module, prompt: mx.array, bits: int | None, args: argparse.Namespace
+) -> tuple[float, ...]:
+    """Milliseconds of a prompt, megabytes at most beside weights, those of its cache, tokens/s."""
+    mx.synchronize()
+    mx.clear_cache()
+    cache, before = make_prompt_cache(model), mx.get_active_memory()
+    mx.reset_peak_memory()
+    options = {"kv_bits": bits, "kv_group_size": args.group_size, "quantized_kv_start": 0}
+    start = time.perf_counter()
+    steps = generate_step(prompt, model, max_tokens=args.tokens + 1, prompt_cache=cache, **options)
+    next(steps)
+    first, peak = time.perf_counter(), mx.get_peak_memory() - before
+    for _ in steps:
+        pass
+    speed = args.tokens / (time.perf_counter() - first)
+    return (first - start) * 1e3, peak / 1e6, sum(c.nbytes for c in cache) / 1e6, speed
 
 
 def _add(table: Table, what: str, done: dict[str, Sample], tokens: int, steps: int) -> None:
