@@ -40,6 +40,8 @@ from .recorder import RECORDED
 from .snapshot import Snapshot
 from .step_slots import current_step, latest
 
+# Rows that caches of mlx-lm's grow by.
+_GROWTH = 256
 # The name of what a module is of which only products of one input are gathered.
 GROUPED = "grouped"
 
@@ -150,6 +152,9 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
         options = {} if cache is None else {"offset": offset}
         q, k = plan.rope(q, **options), plan.rope(k, **options)
     if cache is not None:
+        if x.shape[1] % _GROWTH == 0 and getattr(cache, "keys", x) is None:
+            # A cache keeps what fills it as it is: views of the products of all three matrices.
+            k, v = mx.contiguous(k), mx.contiguous(v)
         k, v = cache.update_and_fetch(k, v)
         if (step := current_step.get()) is not None:
             step.attending(k)

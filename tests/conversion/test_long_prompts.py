@@ -12,9 +12,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.conversion import long_prompts
+from mlx_qlayers.conversion import fused_blocks, long_prompts
 
-pytestmark = pytest.mark.parametrize("gpu_path", ["compiled"], indirect=True)
+compiled = pytest.mark.parametrize("gpu_path", ["compiled"], indirect=True)
 TOKENS = mx.random.randint(0, VOCABULARY, (1, 40), key=mx.random.key(1))
 
 
@@ -29,7 +29,8 @@ def evaluated(gpu_path: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(not transformed)
         return transformed
 
-    monkeypatch.setattr(long_prompts, "is_dense", lambda x: x.shape[1] > 16)
+    for module in (fused_blocks, long_prompts):
+        monkeypatch.setattr(module, "is_dense", lambda x: x.shape[1] > 16)
     monkeypatch.setattr(long_prompts, "is_transformed", seen)
     return found
 
@@ -41,6 +42,7 @@ def pair(name: str) -> tuple[nn.Module, nn.Module]:
     return stock, model
 
 
+@compiled
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_prompts_and_tokens(name, evaluated):
     stock, model = pair(name)
@@ -55,6 +57,7 @@ def test_prompts_and_tokens(name, evaluated):
     assert evaluated == [True] * 6
 
 
+@compiled
 def test_a_prompt_with_a_gradient(evaluated):
     stock, model = pair("qwen2")
     for m in (stock, model):
@@ -69,3 +72,16 @@ def test_a_prompt_with_a_gradient(evaluated):
     for (name, a), (_, b) in zip(tree_flatten(found), tree_flatten(truth), strict=True):
         assert_same_states(a, b, bits=None, what=name)
     assert len(evaluated) == 3 and not evaluated[-1]
+
+
+@pytest.mark.parametrize("gpu_path", ["kernels"], indirect=True)
+def test_a_cache_that_a_prompt_fills_keeps_nothing_else(evaluated):
+    _, model = pair("qwen2")
+    tokens = mx.zeros((1, 256), mx.int32)
+    caches, held = [make_prompt_cache(model) for _ in range(2)], 0
+    for cache in caches:  # what is kept for all calls is there after the first
+        before = mx.get_active_memory()
+        model(tokens, cache=cache)
+        mx.eval([c.state for c in cache])
+        held = mx.get_active_memory() - before
+    assert 0 < held < 1.1 * sum(c.nbytes for c in caches[1])
