@@ -139,6 +139,11 @@ def together(waits: bool = True) -> Iterator[None]:
             wait(jobs)
 
 
+def finish() -> None:
+    """Wait for all that is being compiled: what is launched now, MLX would compile one by one."""
+    wait(list(_jobs.values()))
+
+
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
     """Inside a ``with`` block, what is bound will not be launched, and is not compiled."""

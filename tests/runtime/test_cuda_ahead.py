@@ -104,10 +104,13 @@ def test_what_is_being_compiled_is_waited_for_by_whoever_launches_it(machine, mo
     advance_epoch()
     with together(waits=False):
         product(1)
+        with together():  # the block around it does not wait
+            product(7)
     assert cuda_ahead._jobs and not ended
     advance_epoch()
     Timer(0.1, may_end.set).start()
     product(1)
+    cuda_ahead.finish()
     assert len(ended) == len(cuda_ahead._jobs) and len(cuda_ahead.seconds) >= len(ended)
 
 
