@@ -16,7 +16,6 @@ from ..dispatch.thresholds import source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.gated import RUN, gated_rows
-from ..metal.quantized_matmul.qmm_skinny import skinny_config
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate, QmvArrays, qmv, takes_deferred_norm
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..options import MatmulCall, PackedMatrix
@@ -32,6 +31,7 @@ from .quantized_route import (
     host_gain,
     in_one_launch,
     is_skinny,
+    skinny_spread,
     stock_is_better,
 )
 from .tensor_choice import PATHS, by_tensors, takes_tensors, tensor_product
@@ -139,7 +139,7 @@ def _plan(
     best = None
     if rows <= MAX_QMV_ROWS and not lacking:
         best = found("qmv", rows, n, k, x.dtype, fmt, kind)
-    skinny = best is None and is_skinny(rows, x.dtype, matrices)
+    skinny = best is None and is_skinny(x, matrices, fmt)
     # More rows are one dense product.
     dense = rows > MAX_QMV_ROWS and not skinny
     by, unless, evidence = DENSE if dense else SKINNY if skinny else QMV, lacking, "rule"
@@ -165,7 +165,7 @@ def _plan(
         run = _composed(_dense(x, matrices, fmt, gate), epsilon, None)
     else:
         if skinny:
-            config = skinny_config(choice.path, rows, n, k, x.dtype, fmt)
+            config = skinny_spread(choice.path, rows, n, k, fmt)
         else:
             config = configure("qmv", choice.path, rows, n, k, x.dtype, fmt, kind)
         run = _vector(QmvArrays(*arrays), fmt, config, epsilon, gate, choice.path)

@@ -13,7 +13,7 @@ from ..dispatch.thresholds import gain, source_of, threshold
 from ..formats import Format
 from ..metal.quantized_matmul.dequantize import dequantize
 from ..metal.quantized_matmul.qmm import WAVE, qmm
-from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, skinny_config
+from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
 from ..metal.quantized_matmul.qmv import single_qmv
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from ..metal.quantized_matmul.qvm import qvm, qvm_config
@@ -58,12 +58,31 @@ def in_one_launch(x: Spec | mx.array) -> bool:
     return few and x.dtype in _HALVES and backend() == "cuda"
 
 
-def is_skinny(rows: int, dtype: mx.Dtype, matrices: Sequence[PackedMatrix]) -> bool:
-    """Whether qmm_skinny takes so many rows of these matrices, as they are."""
+def is_skinny(x: Spec, matrices: Sequence[PackedMatrix], fmt: Format) -> bool:
+    """Whether qmm_skinny takes the rows of x, times these matrices as they are."""
+    k, n = x.shape[-1], sum(m.w.shape[0] for m in matrices)
+    rows = x.size // k
     least, most = threshold("qmm_skinny_rows") or (MAX_QMV_ROWS + 1, MAX_SKINNY_ROWS)
-    fits = least <= rows <= most and dtype in _HALVES
+    fits = least <= rows <= most and x.dtype in _HALVES
     # It reads their shapes, which tiny ones do not come with.
-    return fits and all(m.w.size >= CONSTANT_BELOW for m in matrices)
+    if not fits or any(m.w.size < CONSTANT_BELOW for m in matrices):
+        return False
+    return rows > MAX_QMV_ROWS or _spread(rows, n, k, fmt) != QMV
+
+
+def _spread(rows: int, n: int, k: int, fmt: Format) -> Any:
+    """What was measured: the values of a configuration, ``"qmv"``, or nothing."""
+    up_to = next(count for count in (16, 24, 32, 64, MAX_SKINNY_ROWS) if rows <= count)
+    form = fmt.mode, fmt.group_size, fmt.bits
+    return threshold("qmm_skinny_spread", up_to, f"{n}x{k}", *form)
+
+
+def skinny_spread(path: str, rows: int, n: int, k: int, fmt: Format) -> SkinnyConfig:
+    """The configuration of qmm_skinny that was measured to be fastest, or that of its rule."""
+    measured = _spread(rows, n, k, fmt) if path == "cuda" else None
+    if measured is None or measured == QMV:
+        return skinny_config(path, rows, n, k, fmt)
+    return SkinnyConfig(*measured)
 
 
 def is_dense(x: Spec | mx.array) -> bool:
@@ -119,7 +138,7 @@ def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
         # Where threads do not run side by side, sixteen rows after sixteen are fastest.
         return vector, None, source_of(f"{vector}_gain")
     if vector == QMV and call.shape[0] <= MAX_QMV_ROWS:
-        if device == "cuda" and is_skinny(call.shape[0], call.x.dtype, [call.matrix]):
+        if device == "cuda" and is_skinny(call.x, [call.matrix], call.fmt):
             return SKINNY, None, source_of("qmm_skinny_rows")
         return QMV, stock_is_better(call.x.dtype), "rule"
     if device == "cuda":
@@ -167,7 +186,7 @@ def _many_rows_on_cuda(call: MatmulCall) -> tuple[str, str | None]:
     until = _max_rows("whole" if cut.count(rows, n) >= WAVE else "split")
     # MLX multiplies dense float32 matrices in TF32, which the kernels must not be.
     kernel = QMM if x.dtype == mx.float32 or rows <= until else DENSE
-    if transpose and is_skinny(rows, x.dtype, [call.matrix]):
+    if transpose and is_skinny(x, [call.matrix], call.fmt):
         kernel = SKINNY
     if fmt.mode == "affine" and fmt.bits == 1:
         return kernel, None  # there is no stock operator
@@ -218,7 +237,7 @@ def product(to: Route, call: MatmulCall) -> Product:
     if kernel == QMV:
         return single_qmv(call, configure("qmv", path, rows, n, k, dtype, fmt))
     if kernel == SKINNY:
-        return single_qmv(call, skinny_config(path, rows, n, k, dtype, fmt))
+        return single_qmv(call, skinny_spread(path, rows, n, k, fmt))
     if kernel == QVM:
         return qvm(call, qvm_config(path, rows, n, k, fmt))
     if kernel == QMM:

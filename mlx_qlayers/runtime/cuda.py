@@ -33,7 +33,9 @@ _LONG = 2048
 # What CUDA starts at most along y and z, where Metal knows no such limit.
 _MOST_GROUPS, _MOST_DEEP = 2**16 - 1, 64
 # Their declarations, and those of the files that they include, come from the shim instead.
-_SHIMMED = tuple(METAL / f"common/{name}.metal" for name in ("tile", "tile_products", "arrival"))
+_SHIMMED = tuple(
+    METAL / f"common/{name}.metal" for name in ("operands", "tile_products", "arrival")
+)
 # The template parameters that say how many threadgroups a multiprocessor should hold, and whether
 # SIMD groups run tensor operations together; and what holds without them.
 _TOLD = ("RESIDENT", 1), ("TOGETHER", False)

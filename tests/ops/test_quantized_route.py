@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 import mlx.core as mx
 import pytest
 
 from mlx_qlayers import quantized_matmul, use_backend
+from mlx_qlayers.dispatch.entries import entries
 from mlx_qlayers.dispatch.measurements import Found
 from mlx_qlayers.dispatch.thresholds import Evidence
 from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.quantized_matmul.qmm_skinny import (
+    SkinnyConfig,
+    skinny_config,
+    skinny_memory,
+)
 from mlx_qlayers.ops import quantized_route
 from mlx_qlayers.ops.quantized_route import (
     DENSE,
@@ -21,10 +28,12 @@ from mlx_qlayers.ops.quantized_route import (
     in_one_launch,
     is_dense,
     route,
+    skinny_spread,
 )
 from mlx_qlayers.ops.tensor_choice import CODES, TENSOR
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime import backend, tensor_ops
+from mlx_qlayers.runtime.limits import CUDA_THREADGROUP_MEMORY
 from mlx_qlayers.runtime.spec import Spec
 
 AFFINE = Format(64, 4)
@@ -130,3 +139,26 @@ def test_tensor_operations(path, missing, kernel, said, machine, monkeypatch):
     to = planned(512, 3584, 3584)
     assert to.kernel == kernel
     assert said in to.choice.reason
+
+
+def test_measured_spreads_are_configurations(on_cuda):
+    """Each that is stored fits into threadgroup memory and runs of its K; a rule takes the rest."""
+    stored = entries("sm_90", 0)["qmm_skinny_spread"][0].values
+    for key, values in stored.items():
+        k, form = int(key.split()[1].split("x")[1]), key.split()[2:]
+        if values != "qmv":
+            config = SkinnyConfig(*values)
+            assert skinny_memory(**asdict(config)) <= CUDA_THREADGROUP_MEMORY
+            assert k % config.run == 0 and config.cover in (1, int(form[1]) // config.run)
+    with use_backend("cuda"):
+        check_spread(stored)
+
+
+def check_spread(stored):
+    rows, size = next((k.split()[:2] for k, v in stored.items() if v != "qmv"))
+    n, k = map(int, size.split("x"))
+    found = skinny_spread("cuda", int(rows), n, k, AFFINE)
+    assert found == SkinnyConfig(*stored[f"{rows} {size} affine 64 4"])
+    assert skinny_spread("cuda", int(rows), n + 16, k, AFFINE) == skinny_config(
+        "cuda", int(rows), n + 16, k, AFFINE
+    )

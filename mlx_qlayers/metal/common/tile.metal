@@ -49,8 +49,8 @@ METAL_FUNC void wait_for_copies() {}
 // What this thread copied or wrote is there for products made together, behind the next barrier.
 METAL_FUNC void show_to_products() {}
 
-// products = left * tile^T: 16 rows by the tile's COUNT * 8 rows, from this column on.
-template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER>
+// products = left * tile^T, or += if ADD: 16 rows by the tile's COUNT * 8 rows, from this column on.
+template <typename T, int STEPS, int COUNT, int WIDTH, bool TOGETHER, bool ADD = false>
 METAL_FUNC void multiply_by_rows(
     thread sum_fragment* products,
     thread const left_fragment<T>* left,
@@ -59,7 +59,7 @@ METAL_FUNC void multiply_by_rows(
     uint lane) {
   constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
 #pragma unroll
-  for (int n = 0; n < COUNT; n++) {
+  for (int n = 0; n < (ADD ? 0 : COUNT); n++) {
     products[n].part[0] = products[n].part[1] = float2(0.0f);
   }
 #pragma unroll

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
-import mlx.core as mx
-
 from ...formats import Format
 from ...runtime.limits import CUDA_THREADGROUP_MEMORY
 
 MAX_SKINNY_ROWS = 128
 # Operands of 8 rows that the kernel is compiled for: each takes its time.
 _FRAGMENTS = (2, 3, 4, 6, 8)
+# Of an H200 or H100.
+_PROCESSORS = 132
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,12 @@ class SkinnyConfig:
         stages: windows of x in threadgroup memory, 1 or 2. With 2 one is filled while the other is
             multiplied.
         resident: threadgroups that a core should have registers for at once, on CUDA.
+        turns: windows in the text of the kernel's loop, 1 or 2: with 2 no words are moved, but GPUs
+            hold only so much text where they read instructions from.
+        together: whether four SIMD groups multiply at once, on Hopper GPUs: ``sides`` is a multiple
+            of 4, ``fragments`` a power of two.
+        chunk: fragments of which sums are added at a time, at least.
+        cover: windows whose numbers are read at once: ``group_size / run``, or 1.
     """
 
     fragments: int
@@ -38,8 +44,15 @@ class SkinnyConfig:
     shares: int
     stages: int = 2
     resident: int = 1
+    turns: int = 2
+    together: bool = False
+    chunk: int = 1
+    cover: int = 1
 
-    template: ClassVar = ("fragments", "run", "tiles", "sides", "shares", "stages", "RESIDENT")
+    template: ClassVar = (
+        *("fragments", "run", "tiles", "sides", "shares", "stages"),
+        *("turns", "chunk", "cover", "together", "RESIDENT"),
+    )
 
     @property
     def threads(self) -> int:
@@ -56,17 +69,14 @@ class SkinnyConfig:
         return replace(self, sides=self.sides + 1) if odd else self
 
 
-def skinny_config(
-    device: str, rows: int, n: int, k: int, dtype: mx.Dtype, fmt: Format
-) -> SkinnyConfig:
-    """The configuration for ``"metal"``, ``"cuda"`` or ``"host"``.
+def skinny_config(device: str, rows: int, n: int, k: int, fmt: Format) -> SkinnyConfig:
+    """The configuration for ``"metal"``, ``"cuda"`` or ``"host"``, in half precision.
 
     Args:
         device: where it runs.
         rows: of x, 9 to 128.
         n: columns of the result, of all matrices.
         k: columns of x.
-        dtype: of x, float16 or bfloat16.
         fmt: of the matrices.
     """
     fragments = next((f for f in _FRAGMENTS if 8 * f >= rows), _FRAGMENTS[-1])
@@ -74,27 +84,51 @@ def skinny_config(
     if device != "cuda":
         # M1 and M2 have registers for so many sums.
         return SkinnyConfig(min(fragments, 6 if odd else 8), 32 if odd else 16, 1, 4, 1, 1)
-    run = 32 if odd or (fmt.bits < 8 and k % 32 == 0) else 16
-    # The best of some twenty that were measured on an H200, in bfloat16 and 4 bits.
-    if n <= 8192:
-        spread = (1, 4, 2, 1, 2) if fragments <= 4 else (2, 2, 2, 1, 1)
-    elif fragments <= 4:
-        spread = (2, 6, 1, 2, 2) if fragments == 4 else (2, 4, 1, 2, 5 - fragments)
-    else:
-        spread = (2, 8, 1, 2, 1) if fragments == 6 else (2, 4, 1, 1, 2)
-    config = SkinnyConfig(fragments, run, *spread)
+    # Four SIMD groups at once pay where there are many rows. A small matrix is read twice rather
+    # than by half of the GPU.
+    together, tiles_in_all = rows > 32, -(-n // 16)
+    small = tiles_in_all <= 512
+    if together:
+        fragments = 4 if small else 8
+    elif small:
+        fragments = 2
+    run = 32 if odd or (not together and fmt.bits < 8 and k % 32 == 0) else 16
+    # All multiprocessors are busy to the end: as many tiles for each, in as few rounds as there are
+    # registers for.
+    work, most = tiles_in_all * -(-rows // (8 * fragments)), 20 if together else 18
+    each = -(-work // (_PROCESSORS * -(-work // (_PROCESSORS * most))))
+    tiles = 2 if each > 3 and not together else 1
+    sides = -(-each // 4) * 4 if together else -(-each // tiles)
+    shares = max(1, (16 if tiles == 1 else 9) // sides)
+    config = SkinnyConfig(
+        *(fragments, run, tiles, sides, shares),
+        stages=2 if together or shares == 1 else 1,
+        together=together,
+        chunk=min(fragments, 4),
+        cover=1 if fmt.mode == "nvfp4" else max(1, fmt.group_size // run),
+    )
     while skinny_memory(**asdict(config)) > CUDA_THREADGROUP_MEMORY:
-        smaller = {"stages": 1} if config.stages > 1 else {"shares": config.shares // 2}
-        config = replace(config, **smaller)
+        if config.chunk > 1:
+            config = replace(config, chunk=config.chunk - 1)
+        else:
+            config = replace(config, shares=config.shares - 1)
     return config
 
 
 def skinny_memory(
-    *, fragments: int, run: int, tiles: int, sides: int, shares: int, stages: int, **_: object
+    *,
+    fragments: int,
+    run: int,
+    tiles: int,
+    sides: int,
+    shares: int,
+    stages: int,
+    chunk: int,
+    **_: object,
 ) -> int:
     """Bytes of threadgroup memory, by the values of the kernel's template."""
-    x, sums = 4 * shares * stages * fragments * run, shares * 16 * tiles * sides * 10 // 4
-    return 16 * max(x, sums) + 32 * fragments
+    x, sums = 4 * shares * stages * fragments * run, shares * 4 * tiles * sides * (8 * chunk + 2)
+    return -(-max(x, sums) // 64) * 1024 + 32 * fragments
 
 
 def skinny_registers(

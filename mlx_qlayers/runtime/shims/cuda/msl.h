@@ -12,6 +12,7 @@
 #include "fragment.h"
 #include "tile.h"
 #include "tile_products.h"
+#include "operands.h"
 #include "arrival.h"
 #include "tensor.h"
 #include "warp_tensor.h"

@@ -1,0 +1,50 @@
+// Windows of rows, read from device memory and laid into threadgroup memory as right operands.
+//
+// A window is 8 rows of 4 * run elements; `run` and `pairs` are those of load_run. A SIMD group reads it
+// and, when its memory is free, places it: operands 2 t and 2 t + 1 of a lane lie at t * 32 + lane, in
+// the order of their parts. If TOGETHER it becomes 8 of the ROWS rows of a tile (see tile.metal).
+
+#include "tile.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+template <typename T, int run>
+struct row_window {
+  loaded_run<T, run / 4> rows;
+};
+
+// Elements k to k + 4 * run of `count` rows of K; beyond K they are zero, beyond the rows anything.
+template <int pairs, typename T, int run>
+METAL_FUNC void load_row_window(
+    thread row_window<T, run>& window, const device T* x, int k, int K, int count, uint lane) {
+  int depth = right_depth(lane, 0) % 8 / 2 * run;
+  load_run<pairs>(window.rows, x, k, K, run, k + depth < K ? max(count, 0) : 0, lane);
+}
+
+// The window from row `first` on.
+template <int pairs, int ROWS, bool TOGETHER, typename T, int run>
+METAL_FUNC void place_row_window(
+    threadgroup uint4* to, int first, thread row_window<T, run>& window, uint lane) {
+  right_fragment<T> values[run / 4];
+  weave<pairs>(values, window.rows);
+#pragma unroll
+  for (int t = 0; t < run / 8; t++) {
+    to[(first / 8 * (run / 8) + t) * 32 + lane] = uint4(
+        as_type<uint>(values[2 * t].part[0]),
+        as_type<uint>(values[2 * t].part[1]),
+        as_type<uint>(values[2 * t + 1].part[0]),
+        as_type<uint>(values[2 * t + 1].part[1]));
+  }
+}
+
+// A barrier of the threadgroup's memory for SIMD groups simds * part to simds * (part + 1). All parts
+// must come to it as often: most GPUs know barriers of one SIMD group or of all.
+template <int simds>
+METAL_FUNC void barrier_of_some(int part) {
+  if (simds == 1) {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  } else {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}

@@ -1,0 +1,202 @@
+// The steps of qmm_skinny: rows of x become operands in threadgroup memory, windows of packed tiles are
+// loaded, unpacked and multiplied with them.
+
+#include "common/operands.metal"
+#include "qmv_matrix_steps.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// Two weights of a row, rounded to T once.
+template <typename T, int mode, int bits>
+METAL_FUNC metal::vec<T, 2> dequantized_pair(
+    const thread uint* halves, int i, float scale, float bias) {
+  if (mode != AFFINE) {
+    float factor = sum_factor<mode>() * scale;
+    return metal::vec<T, 2>(float2(weight_pair<T, mode, bits>(halves, i, 0, 1.0f)) * factor);
+  }
+  // What is added and taken away here leaves integers up to 255, which are exact.
+  T offset = T(-code_offset<T, bits>()), factor = T(byte_factor<T, mode, bits>());
+  metal::vec<T, 2> code = metal::vec<T, 2>(offset, offset);
+#pragma unroll
+  for (int part = PARTS(T, mode, bits) - 1; part >= 0; part--) {
+    metal::vec<T, 2> next = weight_pair<T, mode, bits>(halves, i, part, 1.0f);
+    code = fused_pair(next, metal::vec<T, 2>(factor, factor), code);
+  }
+  T times = T(scale), added = T(bias);
+  return fused_pair(code, metal::vec<T, 2>(times, times), metal::vec<T, 2>(added, added));
+}
+
+// Every sides-th operand of a window of x, from element k of its rows on.
+template <int sides, int bits, typename T, int fragments, int run>
+METAL_FUNC void fetch_operands(
+    thread row_window<T, run>* held, const device T* x, int k, int side, int M, int K, uint lane) {
+#pragma unroll
+  for (int u = 0; u < (fragments + sides - 1) / sides; u++) {
+    int f = side + u * sides;
+    if (f < fragments) {
+      load_row_window<PAIRS(bits, run)>(held[u], x + 8 * f * K, k, K, M - 8 * f, lane);
+    }
+  }
+}
+template <int sides, int bits, bool joint, typename T, int fragments, int run>
+METAL_FUNC void place_operands(
+    threadgroup uint4* stage, thread row_window<T, run>* held, int side, uint lane) {
+#pragma unroll
+  for (int u = 0; u < (fragments + sides - 1) / sides; u++) {
+    int f = side + u * sides;
+    if (f < fragments) {
+      place_row_window<PAIRS(bits, run), 8 * fragments, joint>(stage, 8 * f, held[u], lane);
+    }
+  }
+  if (joint) {
+    show_to_products();
+  }
+}
+
+// What an RMS norm multiplies each row of K elements with, from the squares of its tiles. Four rows at
+// a time, so that a SIMD group waits for memory once for all of them.
+template <int simds>
+METAL_FUNC void row_factors(
+    threadgroup float* factors,
+    const device float* squares,
+    int M,
+    int K,
+    float epsilon,
+    int simd,
+    uint lane) {
+  const int tiles = (K + 15) / 16;
+  for (int m = simd; m < M; m += 4 * simds) {
+    float totals[4] = {0, 0, 0, 0};
+#pragma clang loop unroll(disable)
+    for (int j = lane; j < tiles; j += 4 * 32) {
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        int r = i % 4, at = j + i / 4 * 32;
+        totals[r] += at < tiles ? squares[min(m + r * simds, M - 1) * tiles + at] : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      float factor = metal::precise::rsqrt(simd_sum(totals[r]) / float(K) + epsilon);
+      if (lane == 0 && m + r * simds < M) {
+        factors[m + r * simds] = factor;
+      }
+    }
+  }
+}
+
+// The words of a window, a step before it is multiplied.
+template <typename S, int bits, int run, int ahead, int count>
+METAL_FUNC void load_window(
+    thread packed_tile<S, bits, run, ahead, count>& tile, int d, int window, bool inside, bool odd) {
+  if (odd) {
+    load_words_of(tile, d, window, inside, true);
+  } else {
+    load_words_of(tile, d, window, inside, false);
+  }
+}
+
+template <typename S, int bits, int run, int count>
+METAL_FUNC void take_next_words(thread packed_tile<S, bits, run, 2, count>& tile) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int word = 0; word < RUN_WORDS(bits, run); word++) {
+      tile.words[0][i][word] = tile.words[1][i][word];
+    }
+  }
+}
+
+// Operands t and t + 1 of window d of a tile, whose numbers lane `from` of each row holds if `handed`.
+template <typename T, int mode, bool handed, typename S, int bits, int run, int ahead, int count>
+METAL_FUNC void unpack_operands(
+    thread left_fragment<T>* left,
+    thread packed_tile<S, bits, run, ahead, count>& tile,
+    int d,
+    int t,
+    int from,
+    uint lane) {
+  const int span = SPAN(bits), pairs = PAIRS(bits, run);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    // The numbers of the run, in NVFP4 of 16 elements of it.
+    uint number = tile.numbers[i][mode == NVFP4 ? t / 4 : 0];
+    if (handed) {
+      number = from_row_lane(number, from, lane);
+    }
+    number_parts<S> parts = as_type<number_parts<S>>(number);
+    float scale = decoded_scale<mode>(parts.x), bias = mode == AFFINE ? float(parts.y) : 0.0f;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      uint halves[span];
+      pair_halves<span>(halves, tile.words[d][i] + (t + e) / (pairs / 2) * span);
+#pragma unroll
+      for (int p = 0; p < 2; p++) {
+        left[e].part[2 * p + i] =
+            dequantized_pair<T, mode, bits>(halves, (t + e) % (pairs / 2) * 2 + p, scale, bias);
+      }
+    }
+  }
+}
+
+// totals += window d of the tiles, times x.
+template <
+    typename T,
+    int fragments,
+    int mode,
+    int tiles,
+    bool handed,
+    bool joint,
+    typename S,
+    int bits,
+    int run,
+    int ahead,
+    int count>
+METAL_FUNC void multiply_window(
+    thread sum_fragment (&totals)[tiles][fragments],
+    thread packed_tile<S, bits, run, ahead, count> (&tile)[tiles],
+    int d,
+    int from,
+    const threadgroup uint4* stage,
+    uint lane) {
+  if (joint) {
+#pragma unroll
+    for (int r = 0; r < tiles; r++) {
+      // A panel of the tile at a time, lest all operands are held at once.
+#pragma unroll
+      for (int t = 0; t < run / 4; t += 4) {
+        left_fragment<T> left[4];
+        unpack_operands<T, mode, handed>(left, tile[r], d, t, from, lane);
+        unpack_operands<T, mode, handed>(left + 2, tile[r], d, t + 2, from, lane);
+        multiply_by_rows<T, 4, fragments, 4 * run, joint, true>(
+            totals[r], left, reinterpret_cast<const threadgroup T*>(stage), 16 * t, lane);
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int t = 0; t < run / 4; t += 2) {
+    left_fragment<T> left[tiles][2];
+#pragma unroll
+    for (int r = 0; r < tiles; r++) {
+      unpack_operands<T, mode, handed>(left[r], tile[r], d, t, from, lane);
+    }
+#pragma unroll
+    for (int f = 0; f < fragments; f++) {
+      uint4 both = stage[(f * (run / 8) + t / 2) * 32 + lane];
+      right_fragment<T> right[2];
+      right[0].part[0] = as_type<metal::vec<T, 2>>(both.x);
+      right[0].part[1] = as_type<metal::vec<T, 2>>(both.y);
+      right[1].part[0] = as_type<metal::vec<T, 2>>(both.z);
+      right[1].part[1] = as_type<metal::vec<T, 2>>(both.w);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+#pragma unroll
+        for (int r = 0; r < tiles; r++) {
+          multiply_accumulate(totals[r][f], left[r][e], right[e]);
+        }
+      }
+    }
+  }
+}

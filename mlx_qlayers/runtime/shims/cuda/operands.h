@@ -1,0 +1,106 @@
+// The declarations of metal/common/operands.metal on tensor cores; the contract is written there. What
+// differs: where the elements of two operands are neighbours, lanes read 16 bytes of them each, side by
+// side, instead of each its own run. The cache looks up a line of 128 bytes in a cycle.
+#pragma once
+
+#include "tile.h"
+
+namespace mlx::core::cu {
+
+template <typename T, int run>
+struct row_window {
+  loaded_run<T, run / 4> rows;
+};
+
+// Piece u of a lane: 8 elements of a row, in a run, of which they are the t-th 8.
+template <int run>
+struct window_piece {
+  int row, quarter, t;
+  window_piece(int u, uint lane) {
+    constexpr int pieces = run / 8, rows = 8 / pieces;
+    row = u * rows + lane / 4 % rows;
+    quarter = lane % 4;
+    t = lane / (4 * rows);
+  }
+};
+
+template <int pairs, typename T, int run>
+void load_row_window(
+    row_window<T, run>& window, const T* x, int k, int K, int count, uint lane) {
+  static_assert(run % 16 == 0, "rows of eight pieces at most");
+  if constexpr (pairs > 4) {
+    load_run<pairs>(window.rows, x, k, K, run, k + int(lane % 4) * run < K ? ::max(count, 0) : 0, lane);
+  } else {
+    window.rows = {};
+    if (k + int(lane % 4) * run >= K)
+      return;
+    const bool whole = reinterpret_cast<size_t>(x) % 16 == 0;
+#pragma unroll
+    for (int u = 0; u < run / 8; u++) {
+      window_piece<run> piece(u, lane);
+      // Of rows that are not there nobody takes the products: the last one stands in.
+      const T* at = x + (::min(piece.row, count - 1) * K + k + piece.quarter * run + piece.t * 8);
+      uint* to = window.rows.words + 4 * u;
+      if (whole) {
+        load_aligned<4, CACHED>(to, reinterpret_cast<const uint*>(at));
+      } else {
+        const uint16_t* from = reinterpret_cast<const uint16_t*>(at);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          to[i] = from[2 * i] | uint(from[2 * i + 1]) << 16;
+      }
+    }
+  }
+}
+
+template <int ROWS, bool TOGETHER, int run, typename T>
+void place_operand_pair(
+    uint4* to, int first, int row, int quarter, int t, const right_fragment<T>* values) {
+  if constexpr (TOGETHER) {
+    // The packs of neighbouring columns lie where their numbers differ.
+    uint* words = reinterpret_cast<uint*>(to);
+    int at = place_in_tile<T, ROWS, 4 * run, true>(first + row, 32 * t + 2 * quarter) / 2;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      words[at ^ 4 * i] = as_type<uint>(values[i / 2].part[i % 2]);
+  } else {
+    to[(first / 8 * (run / 8) + t) * 32 + row * 4 + quarter] = uint4(
+        as_type<uint>(values[0].part[0]),
+        as_type<uint>(values[0].part[1]),
+        as_type<uint>(values[1].part[0]),
+        as_type<uint>(values[1].part[1]));
+  }
+}
+template <int pairs, int ROWS, bool TOGETHER, typename T, int run>
+void place_row_window(uint4* to, int first, row_window<T, run>& window, uint lane) {
+  if constexpr (pairs > 4) {
+    right_fragment<T> values[run / 4];
+    weave<pairs>(values, window.rows);
+#pragma unroll
+    for (int t = 0; t < run / 8; t++)
+      place_operand_pair<ROWS, TOGETHER, run>(to, first, lane / 4, lane % 4, t, values + 2 * t);
+  } else {
+#pragma unroll
+    for (int u = 0; u < run / 8; u++) {
+      window_piece<run> piece(u, lane);
+      loaded_run<T, 2> words;
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        words.words[i] = window.rows.words[4 * u + i];
+      right_fragment<T> values[2];
+      weave<pairs>(values, words);
+      place_operand_pair<ROWS, TOGETHER, run>(to, first, piece.row, piece.quarter, piece.t, values);
+    }
+  }
+}
+
+// There are 16 barriers, of which the first is that of all threads.
+template <int simds>
+void barrier_of_some(int part) {
+  if constexpr (simds == 1)
+    __syncwarp();
+  else
+    asm volatile("bar.sync %0, %1;" :: "r"(part + 1), "n"(32 * simds) : "memory");
+}
+
+} // namespace mlx::core::cu
