@@ -2,9 +2,10 @@
 
 mlx-lm computes them in ``SwitchGLU``: two gathered products, an activation and a third product. In
 a graph of :mod:`.compiled_step` the first two and the activation are one launch, and the third is
-another. For a single row that one also adds up the products by their scores, which the model's own
-code does behind it, as ``(y * scores[..., None]).sum(axis=-2)``: :mod:`.recorder` sees that. Where
-:mod:`.routers` recognises how the experts and scores came about, one launch does that too.
+another. Where rows seldom share experts, that one also adds up the products by their scores, which
+the model's own code does behind it, as ``(y * scores[..., None]).sum(axis=-2)``: :mod:`.recorder`
+sees that. Where :mod:`.routers` recognises how the experts and scores came about, one launch does
+that too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats import Format
+from ..metal.gather_qmm.experts import share_experts
 from ..ops.experts import experts_chosen, experts_combined, experts_products
 from ..ops.quantized_route import is_qmv
 from ..options import PackedMatrix
@@ -134,9 +136,9 @@ def _call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
 
     def combine(experts: mx.array, scores: mx.array) -> mx.array:
         h = between(experts)
-        if scores.size == scores.shape[-1]:
+        if not share_experts(scores.shape, len(down.w)):
             return experts_combined(h, experts, scores, down, formats[-1])
-        # Sequences may share experts, whose matrices are read once by the product alone.
+        # Only the product reads matrices once for all sequences.
         (y,) = experts_products(h, experts, [down], formats[-1])
         return (y * scores[..., None]).sum(axis=-2).astype(y.dtype)
 

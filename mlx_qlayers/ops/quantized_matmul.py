@@ -84,6 +84,12 @@ def _plan(
         if problem := fmt.mismatch_of_global(global_scale, 1):
             raise ValueError(problem)
         return Plan(None, _with_global_scale(static, Spec(x.shape, x.dtype)))
+    if x.ndim == 1 and requested() != "ops":  # of which MLX has no product on CUDA
+
+        def run(x: mx.array, *rest: mx.array | None) -> Any:
+            return dispatch(QUANTIZED_MATMUL, (x[None], *rest), static)[0]
+
+        return Plan(None, run)
     call = MatmulCall(x, PackedMatrix(w, scales, biases, bias), transpose, fmt)
     to = route("quantized_matmul", call, current.get().mode.single)
     composed = by_reference(transpose, fmt)

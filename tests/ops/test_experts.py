@@ -220,10 +220,10 @@ def test_what_is_wrong_with_a_router_is_named(change, named):
 
 
 def test_rows_share_the_matrices_that_they_chose():
-    """Four rows read a matrix of each expert, and one where all chose the same."""
+    """Eight rows read a matrix of each expert, and one where all chose the same."""
     read = []
-    x, _, matrices = given(Format(64, 4), mx.bfloat16, 4, 1)
-    for chosen in ([[0], [1], [2], [3]], [[3], [3], [3], [3]]):
+    x, _, matrices = given(Format(64, 4), mx.bfloat16, 8, 1)
+    for chosen in ([[0], [1], [2], [3]] * 2, [[3]] * 8):
         with use_backend("host"), checks() as report, trace() as calls:
             mx.eval(experts_products(x, mx.array(chosen), matrices, gate="silu"))
         assert len(calls) == 1

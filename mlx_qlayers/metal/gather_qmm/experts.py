@@ -21,6 +21,10 @@ from ..quantized_matmul.qmv_config import packed_template
 _OUTPUTS = 4
 # Products of an expert that it takes at once, and those rows: the first that registers suffice for.
 _TAKEN = (4, _OUTPUTS), (4, _OUTPUTS // 2), (1, _OUTPUTS)
+# Products for each expert from which its matrix is read for all that chose it, not for each.
+_SHARED = 1.5
+# The most SIMD groups that share the products of a row.
+_SIMDS = 8
 _THREADS = 64
 _MATRIX = ("w", "scales", "biases", "bias")
 _INPUTS = ("x", "right", *_MATRIX, *(f"{name}1" for name in _MATRIX), "shape")
@@ -67,6 +71,11 @@ def _combined(omitted: tuple[str, ...]) -> Kernel:
     )
 
 
+def share_experts(right: Sequence[int], experts: int) -> bool:
+    """Whether products of rows that chose experts, (..., J), share matrices often enough."""
+    return prod(right) > right[-1] and prod(right) >= _SHARED * experts
+
+
 def experts_products(
     x: Any,
     right: Any,
@@ -97,8 +106,8 @@ def experts_products(
     omitted = [name for name in _INPUTS[:-1] if name not in given]
     omitted += ["y1"] * (gate is not None or not pair)
     n, k, products = matrices[0].w.shape[1], x.shape[-1], prod(right.shape)
-    # Only rows of several tokens share experts.
-    taken = _TAKEN[2 if products == right.shape[-1] else 0 :]
+    shares = share_experts(right.shape, matrices[0].w.shape[0])
+    taken = _TAKEN[0 if shares else 2 :]
     rows, outputs = next(
         (rows, outputs)
         for rows, outputs in taken
@@ -144,7 +153,7 @@ def experts_combined(x: Any, right: Any, scores: Any, matrix: PackedMatrix, fmt:
     (*leading, share), n = right.shape, matrix.w.shape[1]
     rows = prod(leading)
     sizes = mx.array([rows * share, n, x.shape[-1], share], mx.int32)
-    simds = next(count for count in (8, 4, 2, 1) if count <= share)
+    simds = -(-share // -(-share // _SIMDS))
     launch = _combined(tuple(name for name in names if name not in given)).bind(
         [*given.values(), sizes],
         template=packed_template(fmt, x.dtype, matrix.scales.dtype)
