@@ -27,6 +27,7 @@ from ..ops.gather_qmm import gather_qmm
 from ..ops.gptq import gptq
 from ..ops.grid_sample import grid_sample
 from ..ops.int8_matmul import int8_matmul
+from ..ops.latent_attention import latent_attention
 from ..ops.linalg import cholesky, qr, solve_triangular
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.rotary import rotary_embedding
@@ -89,6 +90,15 @@ def _gated_delta() -> Iterator[Check]:
         state = _normal((2, 4, 32, 64), mx.float32)
         given = [q, k, _normal((2, 5, 4, 32), dtype), *gates, state]
         yield Check(f"{_of(dtype)}, gates of {of}", gated_delta, given, 64, 5)
+
+
+def _latent_attention() -> Iterator[Check]:
+    q, r = (_normal((2, 6, 1, width), mx.bfloat16) for width in (128, 64))
+    for rows in (40, 200):
+        beside = [_normal((2, 1, rows, width), mx.bfloat16) for width in (128, 64)]
+        given = [q, r, *beside, mx.array(rows - 3)]
+        attend = partial(latent_attention, scale=0.07)
+        yield Check("", f"{rows} rows", lambda *a, run=attend: [run(*a)], given, 192, 4)
 
 
 def _quantized_matmul() -> Iterator[Check]:
@@ -318,6 +328,7 @@ _FAMILIES: dict[str, Callable[[], Iterator[Check]]] = {
     "int8_matmul": _int8_matmul,
     "tensor_ops": _tensor_ops,
     "attention_step": _attention_step,
+    "latent_attention": _latent_attention,
     "attention": _attention,
 }
 

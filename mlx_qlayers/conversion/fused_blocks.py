@@ -14,6 +14,7 @@ layer, where :mod:`.compiled_step` does not compile the whole model.
 from __future__ import annotations
 
 import inspect
+import operator
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -36,7 +37,7 @@ from .grouping import grouped
 from .int8_prompts import INT8_PROMPTS
 from .matcher import Match, Mismatch, recognise
 from .operands import BLOCK_PARTS, Operands, match_of, of_feed_forward, of_heads, of_layers, of_tail
-from .recorder import RECORDED
+from .recorder import RECORDED, called
 from .snapshot import Snapshot
 from .step_slots import current_step, latest
 
@@ -257,10 +258,11 @@ class _Plan:
 
     def attended(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """The first half of a decoder layer whose attention runs as it was."""
-        rows = self.first(x)
-        options = {"mask": mask, "cache": cache}
-        out = self.attention(rows, **options) if self.by_name else self.attention(rows, mask, cache)
-        return latest(x) + out
+        given = {"mask": mask, "cache": cache}
+        rest = () if self.by_name else tuple(given.values())
+        y = called(self.attention, self.first(x), *rest, **given if self.by_name else {})
+        h: mx.array = called(operator.add, x, y)
+        return h
 
 
 # By the identity of modules, which are dicts and cannot be keys.

@@ -31,7 +31,13 @@ RECORDED = "_recorded"
 SAME = "same"
 _CALLED, _OPERATOR, _SLICE = "_called", "_operator", "_slice"
 _COMPARISONS = {ast.Gt: "gt", ast.GtE: "ge", ast.Lt: "lt", ast.LtE: "le"}
-_OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}
+_OPERATORS = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "truediv",
+    ast.MatMult: "matmul",
+}
 
 
 class Node(NamedTuple):

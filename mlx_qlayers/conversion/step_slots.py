@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..ops.latent_attention import latent_attention, takes_latent
 from ..options import Rotation
 from .cache_slots import RING, STEPPED, Slot, TailSlot, Turned, slot_class
 from .cache_tail import Buffer, one_token
@@ -110,10 +111,38 @@ class Step:
             return None, mask
         if any(mask is each for each in self.plain):
             mask = None  # as mlx-lm's caches give it
+        elif v is k and sinks is None and (out := self._latent(slot, q, scale, mask)) is not None:
+            slot.steps = False
+            return out, None
         could = v is slot.buffers[1] and slot.could_step(q, mask)
         out = slot.by_step(q, scale, mask, sinks) if could else None
         slot.steps = slot.steps is not False and could
         return out, mask if out is not None else slot.visible(mask)
+
+    def _latent(self, slot: Slot, q: mx.array, scale: float, mask: Any) -> mx.array | None:
+        """Attention whose mask is scores of keys beside its own: that is latent attention."""
+        recorder, shown = current.get(), None
+        node = recorder.node(mask) if recorder else None
+        if recorder is None or node is None:
+            return None
+        if node.op == "where":
+            shown, scores, _ = node.args
+            node = recorder.node(scores)
+        factors = (
+            [recorder.node(each) for each in node.args] if node and node.op == "matmul" else []
+        )
+        if [each and each.op for each in factors] != ["mul", "swapaxes"]:
+            return None
+        (r, factor), (beside, *axes) = (each.args for each in factors if each)
+        plain = shown is None or any(shown is each for each in self.plain)
+        known = plain or any(shown is each for each in self.masks.values())
+        if beside is not slot.buffers[1] or {*axes} != {-1, -2} or factor != scale or not known:
+            return None
+        c, p = slot.buffers
+        if type(slot).__name__ not in STEPPED or not takes_latent(q, r, c, p):
+            return None
+        _, last = slot.rows()
+        return latent_attention(q, r, c, p, last, scale=scale, mask=None if plain else shown)
 
     def outputs(self) -> list[list[Buffer | None]]:
         """The arrays of each cache, None where they are what they were."""

@@ -17,12 +17,13 @@ from mlx_lm.models.cache import (
 from numerics import assert_same_model
 from step_models import models_of, pair
 
-from mlx_qlayers import convert_model, revert_model
+from mlx_qlayers import convert_model, revert_model, use_backend
 from mlx_qlayers.conversion import (
     cache_slots,
     compiled_blocks,
     compiled_step,
     step_products,
+    step_slots,
     step_watch,
 )
 from mlx_qlayers.conversion.compiled_step import why_not
@@ -306,3 +307,22 @@ def test_matrices_of_heads_are_multiplied_as_experts(
     for stock, ours in zip(*logits(models, "own", 1, VOCABULARY), strict=True):
         assert_same_model(ours, stock, bits=None, what="glm4_moe_lite")
     assert products == [(1, 4)] * 4 * len(graphs)
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("own", 2), ("padded left", 3)])
+def test_latent_attention_is_one_operation(
+    kind: str, batch: int, graphs: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a layer with experts and of one without, whose other half is a fused block's."""
+    models, masked = [*pair("deepseek_v3")], list[bool]()
+    plain = step_slots.latent_attention
+
+    def counted(*arrays, mask, **options):
+        masked.append(mask is not None)
+        return plain(*arrays, mask=mask, **options)
+
+    monkeypatch.setattr(step_slots, "latent_attention", counted)
+    with use_backend("host"):
+        for stock, ours in zip(*logits(models, kind, batch, VOCABULARY), strict=True):
+            assert_same_model(ours, stock, bits=None, what=kind)
+    assert masked == [kind != "own"] * 2 * len(graphs)

@@ -1,0 +1,93 @@
+"""Launches attention of a token to latent rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from math import e, log2
+from struct import pack, unpack
+from typing import Any
+
+import mlx.core as mx
+
+from ...runtime.kernel import Kernel
+from ...runtime.program import CONSTANT_BELOW
+from ...runtime.spec import Spec
+from .decode import attention_combine
+
+# Rows of a cache for which a threadgroup is started, and the most that share the rows of a head.
+_MIN_ROWS, _MAX_SPLITS = 64, 64
+# SIMD groups that add up the splits of a row.
+_COMBINE = 8
+# The widest latent rows: of those a thread holds its part of four queries.
+_MAX_WIDTH = 512
+
+
+def takes(q: Spec, r: Spec, rows: int) -> bool:
+    """Whether the kernel takes queries (B, H, 1, D) and (B, H, 1, R) of so many rows."""
+    width, turned = q.shape[3], r.shape[3]
+    fits = width % 32 == turned % 32 == 0 and 0 < width <= _MAX_WIDTH and 0 < turned <= width
+    return fits and q.size > 0 and rows >= CONSTANT_BELOW
+
+
+@lru_cache(maxsize=2)
+def _kernel(masked: bool) -> Kernel:
+    names = ("q", "r", "c", "p", "last", "mask", "options")
+    return Kernel(
+        "latent_step" + "_masked" * masked,
+        "attention/latent.metal",
+        function="latent_step",
+        inputs=tuple(name for name in names if masked or name != "mask"),
+        omitted=() if masked else ("mask",),
+        outputs=("out",),
+        template=("T", "O", "D", "R", "heads", "masked"),
+        threadgroup_memory=lambda heads, **_: 4 * 33 * heads,
+        registers=lambda D, R, heads, **_: (heads + 2) * (D + R) // 32 + D // 32 + heads,
+        large=True,
+        ensure_row_contiguous=False,
+    )
+
+
+def latent_step(
+    q: Spec, r: Spec, c: Spec, mask: Spec | None, scale: float
+) -> Callable[..., list[mx.array]]:
+    """The launches of attention to latent rows.
+
+    Args:
+        q, r, c, mask: specs of what the operation of this name takes.
+        scale: of the scores.
+
+    Returns:
+        A function of the arrays there are that gives (B, H, 1, D).
+    """
+    (batch, heads, _, width), rows = q.shape, c.shape[2]
+    each = next(n for n in (4, 2, 1) if width % (32 * n) == 0)
+    splits = max(1, min(rows // _MIN_ROWS, _MAX_SPLITS))
+    (bits,) = unpack("i", pack("f", scale * log2(e)))
+    per_batch = mask is not None and mask.shape[0] > 1
+    options = mx.array([bits, splits, heads, rows, per_batch], mx.int32)
+    parts = batch, 1, heads, splits, width + 2
+    launch = _kernel(mask is not None).bind(
+        [q, r, c, Spec((*c.shape[:3], r.shape[3]), c.dtype), Spec((), mx.int32)]
+        + ([] if mask is None else [mask])
+        + [Spec.of(options)],
+        template={
+            "T": q.dtype,
+            "O": q.dtype if splits == 1 else mx.float32,
+            "D": width,
+            "R": r.shape[3],
+            "heads": each,
+            "masked": mask is not None,
+        },
+        grid=(32 * each * splits, -(-heads // each), batch),
+        threadgroup=(32 * each, 1, 1),
+        output_shapes=[q.shape if splits == 1 else parts],
+        output_dtypes=[q.dtype if splits == 1 else mx.float32],
+    )
+    combine = attention_combine(parts, q.dtype, None, q.shape, _COMBINE) if splits > 1 else None
+
+    def run(*arrays: Any) -> list[mx.array]:
+        outputs = launch([*(a for a in arrays if a is not None), options])
+        return outputs if combine is None else combine(outputs)
+
+    return run

@@ -1,0 +1,106 @@
+"""Attention of a token to latent rows, as DeepSeek-V3 decodes: checks and the choice of a path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..dispatch import KERNELS, Choice, Operation, Plan, choose, dispatch, gradient_of
+from ..metal.attention import latent as kernels
+from ..reference import latent_attention as reference
+from ..runtime.backend import backend, requested
+from .checks import FLOATS
+
+_NOT_ON_METAL = {"metal": "the kernel was not measured on an Apple GPU"}
+
+
+def latent_attention(
+    q: mx.array,
+    r: mx.array,
+    c: mx.array,
+    p: mx.array,
+    last: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | None = None,
+) -> mx.array:
+    """The values that latent rows are, by scores of them and of what was turned by positions.
+
+    Args:
+        q: (B, H, 1, D), queries of latent rows, in float32, float16 or bfloat16.
+        r: (B, H, 1, R), queries of the rows beside them, in the dtype of ``q``.
+        c: (B, 1, S, D), latent rows, keys and values at once.
+        p: (B, 1, S, R), the rows beside them.
+        last: 0-d int32, the last row that counts.
+        scale: of the scores ``q c^T + r p^T``.
+        mask: (B or 1, 1, 1, S) booleans: rows that are seen; or None.
+
+    Returns:
+        (B, H, 1, D) in the dtype of ``q``. A query that sees no row is undefined.
+
+    Raises:
+        ValueError: an argument has a shape or dtype that does not fit; it is named.
+
+    Example:
+        >>> q, r = mx.ones((1, 4, 1, 64)), mx.ones((1, 4, 1, 32))
+        >>> rows = mx.ones((1, 1, 9, 64)), mx.ones((1, 1, 9, 32))
+        >>> latent_attention(q, r, *rows, mx.array(5), scale=0.1).shape
+        (1, 4, 1, 64)
+
+    Source: multi-head latent attention, arXiv 2405.04434; mlx-lm's ``deepseek_v3``.
+    """
+    y: mx.array = dispatch(_LATENT, (q, r, c, p, last, mask), (scale,))[0]
+    return y
+
+
+def takes_latent(q: Any, r: Any, c: Any, p: Any) -> bool:
+    """Whether a kernel computes it for such arrays, on this machine."""
+    alike = isinstance(c, mx.array) and len({a.dtype for a in (q, r, c, p)}) == 1
+    return alike and requested() != "ops" and _choose(q, r, c).path != "ops"
+
+
+def _choose(q: Any, r: Any, c: Any) -> Choice:
+    takes = kernels.takes(q, r, c.shape[2]) and c.shape[1] == 1
+    unless = _NOT_ON_METAL.get(backend())
+    return choose("latent_attention", KERNELS if takes else (), unless=unless)
+
+
+def _plan(arrays: Sequence[Any], scale: float) -> Plan:
+    _check(*arrays)
+    q, r, c, _, _, mask = arrays
+    choice = _choose(q, r, c)
+    composed = reference.latent_attention(scale)
+    if choice.path == "ops":
+        return Plan(choice, composed)
+    launch = kernels.latent_step(q, r, c, mask, scale)
+    return Plan(choice, launch, gradient_of(composed, arrays), composed)
+
+
+_LATENT = Operation("latent_attention", _plan)
+
+
+def _check(q: Any, r: Any, c: Any, p: Any, last: Any, mask: Any) -> None:
+    if q.ndim != 4 or q.shape[2] != 1 or q.dtype not in FLOATS:
+        raise ValueError(
+            f"q must be (B, H, 1, D) in a floating-point type, not {q.dtype} {q.shape}"
+        )
+    if r.ndim != 4 or r.shape[:3] != q.shape[:3]:
+        raise ValueError(f"r must be (B, H, 1, R) as q is {q.shape}, not {r.shape}")
+    batch, rows = q.shape[0], c.shape[2] if c.ndim == 4 else 0
+    for name, each, width in (("c", c, q.shape[3]), ("p", p, r.shape[3])):
+        if each.shape != (batch, 1, rows, width):
+            raise ValueError(f"{name} must be {(batch, 1, 'S', width)}, not {each.shape}")
+    if len({a.dtype for a in (q, r, c, p)}) > 1:
+        raise ValueError(
+            f"q, r, c and p must have one dtype, not {q.dtype}, {r.dtype}, {c.dtype}, {p.dtype}"
+        )
+    if (last.shape, last.dtype) != ((), mx.int32):
+        raise ValueError(f"last must be one int32, not {last.dtype} {last.shape}")
+    if mask is not None and (
+        mask.dtype != mx.bool_ or mask.shape not in ((batch, 1, 1, rows), (1, 1, 1, rows))
+    ):
+        raise ValueError(
+            f"mask must be booleans (B or 1, 1, 1, {rows}), not {mask.dtype} {mask.shape}"
+        )

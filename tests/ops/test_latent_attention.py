@@ -1,0 +1,117 @@
+"""latent_attention against float64: rows that do not count, masks, splits, strides of queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_qlayers import explain, use_backend
+from mlx_qlayers.ops.latent_attention import latent_attention
+from mlx_qlayers.runtime import trace
+from mlx_qlayers.runtime.host import checks
+from tests.gpus import GPUS
+from tests.numerics import EPSILON, assert_accurate, assert_gradient, random, round_to, to64
+
+
+@pytest.fixture(params=["ops", "checked", *GPUS], autouse=True)
+def path(request: pytest.FixtureRequest) -> Any:
+    """The reference, the checked build of the host backend, and GPUs."""
+    name = "host" if request.param == "checked" else request.param
+    with use_backend(name), checks(request.param == "checked"):
+        yield name
+
+
+def arrays(shape: tuple[int, ...], dtype: mx.Dtype, masked: bool = False) -> list[Any]:
+    """q, r, c, p and a mask, by batch, heads, rows and both widths; queries are parts of one."""
+    batch, heads, rows, width, turned = shape
+    rng = np.random.default_rng(rows)
+    q, r = mx.split(random(rng, (batch, heads, 1, width + turned), dtype), [width], axis=-1)
+    c, p = (random(rng, (batch, 1, rows, n), dtype) for n in (width, turned))
+    mask = np.array(rng.uniform(size=(batch, 1, 1, rows)) > 0.4)
+    mask[..., 0] = True
+    return [q, r, c, p, mx.array(mask) if masked else None]
+
+
+def by_numpy(dtype: Any, given: list[Any], last: int, scale: float) -> Any:
+    q, r, c, p = (to64(a).astype(dtype) for a in given[:4])
+    scores = (q @ c.swapaxes(-1, -2) + r @ p.swapaxes(-1, -2)) * dtype(scale)
+    shown = np.arange(c.shape[2]) <= last
+    scores = np.where(shown if given[4] is None else shown & np.array(given[4]), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ c
+
+
+CASES = [
+    ((1, 4, 20, 64, 32), mx.float32, 13, False),
+    ((2, 3, 140, 64, 32), mx.bfloat16, 130, True),
+    ((1, 6, 256, 128, 64), mx.float16, 40, False),
+    ((2, 2, 9, 32, 32), mx.float32, 8, True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case: Any, path: str) -> None:
+    shape, dtype, last, masked = case
+    given, scale = arrays(shape, dtype, masked), sum(shape[3:]) ** -0.5
+    with trace() as launches:
+        *four, mask = given
+        y = latent_attention(*four, mx.array(last), scale=scale, mask=mask)
+    assert len(launches) == (path != "ops") * (1 + (shape[2] >= 128))
+    assert {run.backend for run in launches} <= {path} and y.dtype == dtype
+    truth, rounded = (by_numpy(kind, given, last, scale) for kind in (np.float64, np.float32))
+    # A weight is as exact as its score, of some units; the reference rounds both to the dtype.
+    unit = EPSILON[dtype] / EPSILON[mx.float32] if path == "ops" else 1
+    terms = 8 * np.abs(to64(given[2])).max() * unit
+    assert_accurate(y, truth, round_to(rounded, dtype), terms=terms, what=path)
+
+
+def test_gradient() -> None:
+    given = arrays((1, 2, 9, 32, 32), mx.float32)[:4]
+    for number in range(4):
+
+        def run(x: mx.array, number: int = number) -> mx.array:
+            four = [*given[:number], x, *given[number + 1 :]]
+            return latent_attention(*four, mx.array(6), scale=0.2)
+
+        assert_gradient(run, [given[number]], np.random.default_rng(number))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 9, 40, 32), (1, 2, 5, 32, 32), (1, 2, 9, 544, 32)], ids=str
+)
+def test_what_the_kernel_does_not_take(shape: tuple[int, ...], path: str) -> None:
+    if path != "ops":
+        return
+    with use_backend("auto"):
+        explain(reset=True)
+        *four, _ = arrays(shape, mx.float32)
+        assert latent_attention(*four, mx.array(3), scale=0.1).shape == four[0].shape
+        assert explain()[0].path == "ops"
+
+
+@pytest.mark.parametrize(
+    ("number", "other", "message"),
+    [
+        (0, mx.zeros((1, 2, 3, 32)), r"q must be \(B, H, 1, D\) .* not mlx.core.float32"),
+        (1, mx.zeros((1, 3, 1, 32)), r"r must be \(B, H, 1, R\) as q is \(1, 2, 1, 32\), not"),
+        (2, mx.zeros((1, 1, 9, 64)), r"c must be \(1, 1, 'S', 32\), not \(1, 1, 9, 64\)"),
+        (3, mx.zeros((1, 1, 8, 32)), r"p must be \(1, 1, 'S', 32\), not \(1, 1, 8, 32\)"),
+        (3, mx.zeros((1, 1, 9, 32), mx.float16), "q, r, c and p must have one dtype, not"),
+    ],
+)
+def test_messages(number: int, other: mx.array, message: str) -> None:
+    four = arrays((1, 2, 9, 32, 32), mx.float32)[:4]
+    four[number] = other
+    with pytest.raises(ValueError, match=message):
+        latent_attention(*four, mx.array(3), scale=0.1)
+
+
+def test_messages_of_what_hides_rows() -> None:
+    four = arrays((1, 2, 9, 32, 32), mx.float32)[:4]
+    with pytest.raises(ValueError, match="last must be one int32, not"):
+        latent_attention(*four, mx.array([3]), scale=0.1)
+    with pytest.raises(ValueError, match=r"mask must be booleans \(B or 1, 1, 1, 9\), not"):
+        latent_attention(*four, mx.array(3), scale=0.1, mask=mx.ones((1, 1, 1, 9)))
