@@ -98,7 +98,7 @@ def _latent_attention() -> Iterator[Check]:
         beside = [_normal((2, 1, rows, width), mx.bfloat16) for width in (128, 64)]
         given = [q, r, *beside, mx.array(rows - 3)]
         attend = partial(latent_attention, scale=0.07)
-        yield Check("", f"{rows} rows", lambda *a, run=attend: [run(*a)], given, 192, 4)
+        yield Check(f"{rows} rows", lambda *a, run=attend: [run(*a)], given, 192, 4)
 
 
 def _quantized_matmul() -> Iterator[Check]:

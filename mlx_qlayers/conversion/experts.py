@@ -29,6 +29,8 @@ from .attention_patch import made_class, stock_class
 from .matcher import Match, Mismatch
 from .recorder import Node, Recorder, Rule, chooses, current, recorded, recording
 from .routers import argument, plain, recognise_router
+from .step_products import Product
+from .step_slots import current_step
 
 # The name of what such a module is.
 EXPERTS = "experts"
@@ -39,11 +41,14 @@ _LAYERS = {"SwitchGLU": ("gate_proj", "up_proj", "down_proj"), "SwitchMLP": ("fc
 
 
 class Chosen(NamedTuple):
-    """Products with experts, and how to give their sum by scores for the same or other experts."""
+    """Products with experts, and how to give their sum by scores for the same or other experts.
+
+    That may have a residual.
+    """
 
     y: mx.array
     indices: mx.array
-    combine: Callable[[mx.array, mx.array], mx.array]
+    combine: Callable[..., mx.array]
 
 
 class Total(NamedTuple):
@@ -134,13 +139,14 @@ def _call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
         h: mx.array = products[0] if gate else self.activation(*products[::-1])
         return h
 
-    def combine(experts: mx.array, scores: mx.array) -> mx.array:
+    def combine(experts: mx.array, scores: mx.array, residual: mx.array | None = None) -> mx.array:
         h = between(experts)
         if not share_experts(scores.shape, len(down.w)):
-            return experts_combined(h, experts, scores, down, formats[-1])
+            return experts_combined(h, experts, scores, down, formats[-1], residual)
         # Only the product reads matrices once for all sequences.
         (y,) = experts_products(h, experts, [down], formats[-1])
-        return (y * scores[..., None]).sum(axis=-2).astype(y.dtype)
+        total = (y * scores[..., None]).sum(axis=-2).astype(y.dtype)
+        return total if residual is None else residual + total
 
     (y,) = experts_products(between(indices), indices, [down], formats[-1])
     recorder.notes[id(y)] = Chosen(y, indices, combine)
@@ -165,10 +171,15 @@ def _summed(recorder: Recorder, node: Node) -> mx.array | None:
 def _combined(recorder: Recorder, chosen: Chosen, scores: mx.array, node: Node) -> mx.array:
     router = recognise_router(recorder, chosen.indices, scores, node.line)
     recorder.reports.append(router or recorder.notes.get(CHOSEN, router))
+    experts = chosen.indices
     if router and router.logits.shape[:-1] == scores.shape[:-1]:
-        total = chosen.combine(*experts_chosen(*router))
-    else:
-        total = chosen.combine(chosen.indices, scores)
+        experts, scores = experts_chosen(*router)
+    total = chosen.combine(experts, scores)
+    if (step := current_step.get()) is not None:
+        again = partial(chosen.combine, experts, scores)
+        step.products.keep(
+            Product(total, lambda residual, _: [again(residual)], None, defers=False)
+        )
     made = Total(total.astype(node.y.dtype), total)
     recorder.notes[id(made.y)] = made
     return made.y

@@ -39,7 +39,7 @@ from .matcher import Match, Mismatch, recognise
 from .operands import BLOCK_PARTS, Operands, match_of, of_feed_forward, of_heads, of_layers, of_tail
 from .recorder import RECORDED, called
 from .snapshot import Snapshot
-from .step_slots import current_step, latest
+from .step_slots import current_step
 
 # Rows that caches of mlx-lm's grow by.
 _GROWTH = 256
@@ -249,10 +249,9 @@ class _Plan:
             if attended is not None and not self.out:
                 x = x + self.o(joined(attended))
             h: mx.array = run(x, attended, *arrays)
-            if self.feed:
-                return h
-            y = self.mlp(self.second(h))
-            return latest(h) + y
+            if not self.feed:
+                h = called(operator.add, h, self.mlp(self.second(h)))
+            return h
 
         return behind
 

@@ -35,12 +35,14 @@ class Product(NamedTuple):
     Attributes:
         again: with a residual and a weight behind it.
         parts: where rows of its matrix end that are matrices of their own, and a gate of two.
+        defers: whether it takes the weight of a norm behind it.
     """
 
     y: mx.array
     again: Callable[[mx.array | None, mx.array | None], list[mx.array]]
     residual: mx.array | None
     parts: Callable[..., list[mx.array]] | None = None
+    defers: bool = True
 
 
 class Part(NamedTuple):
@@ -83,8 +85,9 @@ class Products:
 
     def added(self, recorder: Recorder, node: Node) -> mx.array | None:
         """For a sum with a product that product with a residual."""
-        for y, other in (node.args, node.args[::-1]):
-            made = self.made.get(id(y))
+        pairs = [(self.made.get(id(y)), y, other) for y, other in (node.args, node.args[::-1])]
+        # Rather a residual of the one that a norm can follow.
+        for made, y, other in sorted(pairs, key=lambda pair: not (pair[0] and pair[0].defers)):
             if made is None or not isinstance(other, mx.array) or id(y) in self.instead:
                 continue
             inner = self.made.get(id(made.residual))
@@ -95,7 +98,8 @@ class Products:
             elif made.residual is not None:
                 continue
             (total,) = made.again(other, None)
-            self.keep(Product(total, made.again, other))
+            if made.defers:
+                self.keep(Product(total, made.again, other))
             return total
         return None
 

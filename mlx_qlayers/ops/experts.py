@@ -69,6 +69,7 @@ def experts_combined(
     scores: mx.array,
     matrix: PackedMatrix,
     fmt: Format = _FORMAT,
+    residual: mx.array | None = None,
 ) -> mx.array:
     """The sum, by scores, of products with a matrix of each of the experts that rows chose.
 
@@ -78,6 +79,7 @@ def experts_combined(
         scores: (..., J), floating point.
         matrix: ``(w, scales, biases, bias)``: (E, N, K) packed, and (E, N).
         fmt: the format of the matrices.
+        residual: (..., N) in the dtype of ``x``, added to the sum; or None.
 
     Returns:
         (..., N) in the dtype of ``x``, rounded once.
@@ -93,7 +95,7 @@ def experts_combined(
 
     Source: ``mx.gather_qmm``.
     """
-    arrays = (x, experts, scores, *PackedMatrix(*matrix))
+    arrays = (x, experts, scores, *PackedMatrix(*matrix), residual)
     (y,) = dispatch(_COMBINED, arrays, (fmt,))
     combined: mx.array = y
     return combined
@@ -208,23 +210,28 @@ def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | Clipped | Non
 
 
 def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
-    fmt, (x, experts, scores, *flat) = Format.checked(*fmt), arrays
+    fmt, (x, experts, scores, *flat, residual) = Format.checked(*fmt), arrays
     matrix = PackedMatrix(*flat)
     _check(x, experts, [matrix], fmt)
     check_floats("scores", scores)
     if x.ndim == experts.ndim or scores.shape != experts.shape:
         what = f"{x.shape}, {experts.shape} and {scores.shape}"
         raise ValueError(f"x, experts and scores must be (..., J, K), (..., J) twice, not {what}")
+    wanted = (*experts.shape[:-1], matrix.w.shape[1]), x.dtype
+    if residual is not None and (residual.shape, residual.dtype) != wanted:
+        what = f"{residual.dtype} {residual.shape}"
+        raise ValueError(f"residual must be {wanted[1]} {wanted[0]}, not {what}")
 
     def composed(*arrays: Any) -> list[mx.array]:
-        x, experts, scores, *flat = arrays
+        x, experts, scores, *flat, residual = arrays
         y = _product(x, experts, PackedMatrix(*flat), fmt)
-        return [(y * scores[..., None]).sum(axis=-2).astype(x.dtype)]
+        total = (y * scores[..., None]).sum(axis=-2).astype(x.dtype)
+        return [total if residual is None else residual + total]
 
     choice = _choice("experts_combined", x, [matrix])
     if choice.path == "ops":
         return Plan(choice, composed)
-    launch = kernels.experts_combined(x, _INDICES(experts.shape), scores, matrix, fmt)
+    launch = kernels.experts_combined(x, _INDICES(experts.shape), scores, matrix, residual, fmt)
 
     def run(*arrays: Any) -> list[mx.array]:
         x, experts, scores, *flat = arrays

@@ -76,9 +76,10 @@ def check(fmt, dtype, rows, each):
     exact = np.einsum("rjnk,rjk->rjn", dense, to64(h)) + to64(biased.bias)[np.array(chosen)]
     assert np.abs(to64(terms) - exact).max() <= unit * np.abs(exact).max()
     total = (exact * to64(scores)[..., None]).sum(1)
-    assert (
-        np.abs(to64(y) - total).max() <= unit * np.abs(exact * to64(scores)[..., None]).sum(1).max()
-    )
+    allowed = unit * np.abs(exact * to64(scores)[..., None]).sum(1).max()
+    assert np.abs(to64(y) - total).max() <= allowed
+    y = experts_combined(h, chosen, scores, biased, fmt, residual=y)
+    assert np.abs(to64(y) - 2 * total).max() <= 3 * allowed
 
 
 # What a router is, how many experts there are, and whether there is a bias and a factor of each.

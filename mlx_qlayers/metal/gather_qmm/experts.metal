@@ -9,7 +9,8 @@
 //                    the matrices, or half as many of both, for the products of an expert, `rows` at
 //                    a time: the first product that chose it does it for all, the others nothing.
 //                    Grid (32 * tiles of N, P, 1), threadgroup any multiple of 32.
-// experts_combined   y (R, N): the sum over a row's products p of scores[p] * (x[p] * w^T + bias).
+// experts_combined   y (R, N): the sum over a row's products p of scores[p] * (x[p] * w^T + bias), and
+//                    the residual (R, N).
 //                    The `simds` SIMD groups of a threadgroup share the products of a row.
 //                    Grid (32 * simds * tiles of N, R, 1), threadgroup (32 * simds, 1, 1); in
 //                    threadgroup memory a float for each output and SIMD group.
@@ -215,6 +216,7 @@ template <
     const device S* scales,
     const device S* biases,
     const device T* bias,
+    const device T* residual,
     constant int* shape,
     device T* y,
     uint3 group_index [[threadgroup_position_in_grid]],
@@ -254,6 +256,7 @@ template <
     for (int i = 0; i < simds; i++) {
       total += parts[i * outputs + n];
     }
-    y[size_t(token) * N + first + n] = T(total);
+    const size_t to = size_t(token) * N + first + n;
+    y[to] = T(residual ? total + float(residual[to]) : total);
   }
 }

@@ -55,7 +55,7 @@ def _products(omitted: tuple[str, ...]) -> Kernel:
 
 @lru_cache(maxsize=8)
 def _combined(omitted: tuple[str, ...]) -> Kernel:
-    names = ("x", "right", "scores", *_MATRIX, "shape")
+    names = ("x", "right", "scores", *_MATRIX, "residual", "shape")
     letters = "".join("01"[name in omitted] for name in names)
     return Kernel(
         f"experts_combined_{int(letters, 2):x}",
@@ -135,7 +135,9 @@ def experts_products(
     return lambda arrays: launch([*arrays, sizes])
 
 
-def experts_combined(x: Any, right: Any, scores: Any, matrix: PackedMatrix, fmt: Format) -> Launch:
+def experts_combined(
+    x: Any, right: Any, scores: Any, matrix: PackedMatrix, residual: Any, fmt: Format
+) -> Launch:
     """The launch of sums, by scores, of products with the matrix of each expert of a row.
 
     Args:
@@ -143,12 +145,14 @@ def experts_combined(x: Any, right: Any, scores: Any, matrix: PackedMatrix, fmt:
         right: that of (..., J) uint32, the experts.
         scores: that of (..., J), floating point.
         matrix: (E, N, K) packed, and a bias (E, N) or None.
+        residual: that of (..., N), or None.
         fmt: of the matrix.
 
     Returns:
         A function of the arrays that there are that gives (..., N).
     """
-    names = dict(zip(("x", "right", "scores", *_MATRIX), (x, right, scores, *matrix), strict=True))
+    arrays = x, right, scores, *matrix, residual
+    names = dict(zip(("x", "right", "scores", *_MATRIX, "residual"), arrays, strict=True))
     given = {name: spec for name, spec in names.items() if spec is not None}
     (*leading, share), n = right.shape, matrix.w.shape[1]
     rows = prod(leading)
