@@ -22,6 +22,7 @@ from architectures import VOCABULARY, build
 from decoding import BITS, KINDS, logits
 from mlx.utils import tree_flatten
 from mlx_lm import models
+from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from numerics import FACTOR, assert_same_model, to64
 
@@ -33,6 +34,7 @@ from mlx_qlayers import (
     revert_model,
 )
 from mlx_qlayers.conversion import attention_patch
+from mlx_qlayers.layers.multi_linear import QMultiLinear
 from mlx_qlayers.layers.qlinear import QEmbedding
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 
@@ -84,7 +86,7 @@ def arrays(model: nn.Module) -> list[tuple[str, int]]:
 
 def described(model: nn.Module) -> str:
     """What a model prints as, by the names of the stock layers."""
-    kinds = ("Linear", "Embedding", "SwitchLinear")
+    kinds = ("Linear", "Embedding", "SwitchLinear", "MultiLinear")
     ours = {"Fused": ""} | {f"Q{kind}": f"Quantized{kind}" for kind in kinds}
     return re.sub("|".join(rf"\b{name}" for name in ours), lambda m: ours[m[0]], repr(model))
 
@@ -133,6 +135,7 @@ def test_conversion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (cls is nn.QuantizedLinear) == (type(modules[path]) is QLinear)
         assert (cls is nn.QuantizedEmbedding) == (type(modules[path]) is QEmbedding)
         assert (cls is QuantizedSwitchLinear) == (type(modules[path]) is QSwitchLinear)
+        assert (cls is QuantizedMultiLinear) == (type(modules[path]) is QMultiLinear)
 
     calls = []
     for name_of, ours in (("attention", attention), ("gated_delta", gated_delta)):

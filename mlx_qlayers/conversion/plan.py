@@ -277,6 +277,10 @@ def counterpart_of(cls: type[nn.Module]) -> type[Counterpart] | None:
         from ..layers.switch_linear import QSwitchLinear
 
         return QSwitchLinear if cls is QSwitchLinear.stock else None
+    if cls.__module__ == "mlx_lm.models.mla":
+        from ..layers.multi_linear import QMultiLinear
+
+        return QMultiLinear if cls is QMultiLinear.stock else None
     return COUNTERPARTS.get(cls)
 
 

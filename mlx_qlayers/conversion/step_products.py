@@ -112,9 +112,7 @@ class Products:
         if isinstance(sections, int):
             sections = [width // sections * i for i in range(1, sections)]
         ends = (*sections, width)
-        # Of several rows small parts are left to MLX, as in step_watch.
-        small = x.size > width and any(end % 128 for end in ends)
-        if len(ends) > MAX_MATRICES or small:
+        if len(ends) > MAX_MATRICES:
             return None
         parts = made.parts(ends)
         self.split |= {id(y): Part(y, i, made.parts, ends) for i, y in enumerate(parts)}

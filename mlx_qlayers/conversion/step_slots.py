@@ -205,11 +205,5 @@ def _changed(slot: Any) -> list[Buffer | None]:
     return [new if new is not old else None for new, old in zip(after, slot.before, strict=True)]
 
 
-def latest(x: mx.array) -> mx.array:
-    """What takes the place of ``x`` in the graph whose model code runs now, if one does."""
-    step = current_step.get()
-    return x if step is None else step.products.latest(x)
-
-
 # The graph whose model code runs now.
 current_step: ContextVar[Step | None] = ContextVar("current_step", default=None)

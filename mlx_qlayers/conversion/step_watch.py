@@ -18,7 +18,7 @@ import mlx.core as mx
 from ..formats import Format
 from ..layers.qlinear import QLinear
 from ..ops.experts import experts_products
-from ..ops.quantized_route import in_one_launch
+from ..ops.quantized_route import in_one_launch, is_qmv
 from ..options import PackedMatrix, Rotation
 from ..runtime.backend import Mode, backend, current, mode
 from .cache_slots import Slot
@@ -153,8 +153,7 @@ class _Calls:
 
         def call(layer: Any, x: mx.array, transpose: bool = True) -> mx.array:
             inside = current_step.get() is self.step and transpose and x.ndim == 4
-            # Of several rows a GPU gave wrong sums with these, or with small parts of a split.
-            if not inside or x.shape[2] != 1 or backend() == "metal" or len(x) != 1:
+            if not inside or x.shape[2] != 1 or backend() == "metal" or not is_qmv(x[:, 0]):
                 return plain(layer, x, transpose)
             batch, heads, _, width = x.shape
             # A constant of the graph.
@@ -180,7 +179,8 @@ def watched(
         seen: gets where each range and rotary embedding begins and ends.
     """
     import numpy as np
-    from mlx_lm.models.mla import QuantizedMultiLinear
+
+    from ..layers.multi_linear import QMultiLinear
 
     calls = _Calls(step, learned, seen)
     replaced = [
@@ -191,7 +191,7 @@ def watched(
         (mx, "split", calls.splitting),
         (np, "arange", calls.ranged),
         (QLinear, "__call__", calls.multiplying),
-        (QuantizedMultiLinear, "__call__", calls.by_head),
+        (QMultiLinear, "__call__", calls.by_head),
     ]
     views = dict.fromkeys(("reshape", "transpose", "swapaxes", "flatten"), step.viewed)
     rules = {**RULES, **views, "add": step.products.added, "mul": step.products.multiplied}

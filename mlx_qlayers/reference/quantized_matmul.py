@@ -40,6 +40,8 @@ def quantized_matmul(
         n = w.shape[-2] if transpose else fmt.dims(w)
         return mx.zeros((*batch, *x.shape[:-1][-1:], n), out)
     if mx.default_device().type == mx.gpu:
+        if w.ndim == 3 and x.ndim > 3 and mx.cuda.is_available():
+            return by_matrix(x, w, scales, biases, transpose, fmt)
         return mx.quantized_matmul(x, w, scales, biases, transpose, *fmt)
     if w.ndim > 2:
         wide = x.astype(mx.float32)
@@ -66,6 +68,26 @@ def quantized_matmul(
     else:
         y = mx.concatenate(products, 0).T if dense else mx.concatenate(products, 1)
     return y.astype(out).reshape(*x.shape[:-1], -1)
+
+
+def by_matrix(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    transpose: bool,
+    fmt: Format,
+) -> mx.array:
+    """The product of (..., H, M, K) with H matrices, of which none is broadcast.
+
+    Of matrices that are, MLX's product on CUDA takes the first for all.
+    """
+    *batch, heads, rows, width = x.shape
+    x = x.reshape(-1, heads, rows, width).swapaxes(0, 1)
+    flat = x.reshape(heads, -1, width)
+    y = mx.quantized_matmul(flat, w, scales, biases, transpose, *fmt)
+    y = y.reshape(len(y), -1, rows, y.shape[-1]).swapaxes(0, 1)
+    return y.reshape(*batch, *y.shape[1:])
 
 
 def dequantize(w: mx.array, scales: mx.array, biases: mx.array | None, fmt: Format) -> mx.array:

@@ -304,9 +304,9 @@ def test_matrices_of_heads_are_multiplied_as_experts(
         return plain(x, experts, *args)
 
     monkeypatch.setattr(step_watch, "experts_products", counted)
-    for stock, ours in zip(*logits(models, "own", 1, VOCABULARY), strict=True):
+    for stock, ours in zip(*logits(models, "own", 3, VOCABULARY), strict=True):
         assert_same_model(ours, stock, bits=None, what="glm4_moe_lite")
-    assert products == [(1, 4)] * 4 * len(graphs)
+    assert products == [(3, 4)] * 4 * len(graphs)
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("own", 2), ("padded left", 3)])

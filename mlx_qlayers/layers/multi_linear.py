@@ -1,0 +1,48 @@
+"""The quantized projection with a matrix for each head.
+
+Imports mlx-lm, which takes a while: this file is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models.mla import QuantizedMultiLinear
+
+from ..formats import Format
+from ..reference.quantized_matmul import quantized_matmul
+from .qlinear import Counterpart
+
+
+class QMultiLinear(Counterpart, QuantizedMultiLinear):
+    """``y = x @ dequantize(weight).T`` for each head, in place of mlx-lm's QuantizedMultiLinear.
+
+    On CUDA MLX multiplies the heads of a batch with the first one's matrix; this layer does not.
+
+    Args:
+        input_dims: size of the last axis of the input, K.
+        output_dims: size of the last axis of the output, N.
+        num_heads: how many matrices there are, H.
+        group_size: elements of a row that share a scale.
+        bits: bits an element.
+        mode: ``"affine"``, ``"mxfp4"``, ``"mxfp8"`` or ``"nvfp4"``.
+
+    Raises:
+        ValueError: the format does not exist, or an input does not fit.
+
+    Shape:
+        input (B, H, M, K), output (B, H, M, N); with ``transpose=False`` the other way around.
+
+    Example:
+        >>> layer = QMultiLinear(64, 128, 4, group_size=64, bits=4, mode="affine")
+        >>> layer(mx.ones((3, 4, 1, 64))).shape
+        (3, 4, 1, 128)
+
+    Source: ``mlx_lm.models.mla.QuantizedMultiLinear``.
+    """
+
+    stock = QuantizedMultiLinear
+
+    def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
+        packed = self["weight"], self["scales"], self.get("biases")
+        fmt = Format(self.group_size, self.bits, self.mode)
+        return quantized_matmul(x, *packed, transpose, fmt)
