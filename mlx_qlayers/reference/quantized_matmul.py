@@ -8,6 +8,7 @@ and every stock CPU operator runs on one core.
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 import mlx.core as mx
 
@@ -41,7 +42,7 @@ def quantized_matmul(
         return mx.zeros((*batch, *x.shape[:-1][-1:], n), out)
     if mx.default_device().type == mx.gpu:
         if w.ndim == 3 and x.ndim > 3 and mx.cuda.is_available():
-            return by_matrix(x, w, scales, biases, transpose, fmt)
+            return by_matrix(x, w, scales, biases, transpose=transpose, fmt=fmt)
         return mx.quantized_matmul(x, w, scales, biases, transpose, *fmt)
     if w.ndim > 2:
         wide = x.astype(mx.float32)
@@ -70,22 +71,15 @@ def quantized_matmul(
     return y.astype(out).reshape(*x.shape[:-1], -1)
 
 
-def by_matrix(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    transpose: bool,
-    fmt: Format,
-) -> mx.array:
+def by_matrix(x: mx.array, *packed: Any, transpose: bool, fmt: Format) -> mx.array:
     """The product of (..., H, M, K) with H matrices, of which none is broadcast.
 
     Of matrices that are, MLX's product on CUDA takes the first for all.
     """
     *batch, heads, rows, width = x.shape
     x = x.reshape(-1, heads, rows, width).swapaxes(0, 1)
-    flat = x.reshape(heads, -1, width)
-    y = mx.quantized_matmul(flat, w, scales, biases, transpose, *fmt)
+    multiply: Any = mx.quantized_matmul
+    y = multiply(x.reshape(heads, -1, width), *packed, transpose, *fmt)
     y = y.reshape(len(y), -1, rows, y.shape[-1]).swapaxes(0, 1)
     return y.reshape(*batch, *y.shape[1:])
 

@@ -49,7 +49,7 @@ def test_without_broadcasting(shape: tuple[int, ...]) -> None:
     """As on CUDA."""
     ours, x = layer(), mx.random.normal((*shape, 64))
     packed = ours.weight, ours.scales, ours.biases
-    y = by_matrix(x, *packed, True, Format(32, 4))
+    y = by_matrix(x, *packed, transpose=True, fmt=Format(32, 4))
     assert_same_sums(y, by_dense(ours, x, True))
 
 
