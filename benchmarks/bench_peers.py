@@ -1,6 +1,6 @@
 """Attention, grid sampling and small 4-bit products beside stock MLX and PyTorch, in one process.
 
-``python benchmarks/bench_peers.py [--attention] [--sampling] [--products]`` needs an NVIDIA GPU and
+``python benchmarks/bench_peers.py [--attention] [--products] [--sampling]`` needs an NVIDIA GPU and
 PyTorch. Results of the same inputs are compared first, but for products: PyTorch packs weights in
 another way. A row has microseconds a call, with so many calls in flight: the best of three
 measurements in which the contenders took turns.
@@ -44,7 +44,6 @@ SAMPLING = [(*case, half) for case in IMAGES for half in (False, True)]
 # Rows and columns of a weight, and products of a chain.
 PRODUCTS = [(3584, 3584, 20), (3584, 18944, 6)]
 BATCHES = 1, 2, 4, 8, 16
-ROUNDS = 3
 
 Run = Callable[[], Any]
 
@@ -54,7 +53,7 @@ def best(runs: Mapping[str, Run], calls: int) -> dict[str, float]:
     times = dict.fromkeys(runs, float("inf"))
     for run in runs.values():
         finish([run(), run()])
-    for _ in range(ROUNDS):
+    for _ in range(3):
         for name, run in runs.items():
             start = time.perf_counter()
             finish([run() for _ in range(calls)])
@@ -216,8 +215,8 @@ def replay(graph: Any) -> list[Any]:
 # The first columns, the contenders, what they do besides, a function that adds rows, and its cases.
 PARTS: dict[str, tuple[dict[str, int], str, str, Callable[..., None], Sequence[Any]]] = {
     "attention": ({"causal": 16, "calls": 5}, "stock ours cuDNN", "grad", attention_row, ATTENTION),
-    "sampling": ({"points": 27, "calls": 5}, "ours torch last", "grad", sampling_row, SAMPLING),
     "products": ({"4 bits": 11, "M": 3}, "ours eager graph", "one", product_rows, PRODUCTS),
+    "sampling": ({"points": 27, "calls": 5}, "ours torch last", "grad", sampling_row, SAMPLING),
 }
 
 
@@ -230,7 +229,7 @@ def main() -> None:
     if not (mx.cuda.is_available() and torch.cuda.is_available()):
         raise SystemExit("bench_peers.py needs an NVIDIA GPU that both MLX and PyTorch can use")
     print_facts()
-    print(f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, microseconds\n")
+    print(f"PyTorch {torch.__version__}, microseconds\n", flush=True)
     with output(args, "peers"):
         for part in [part for part in PARTS if getattr(args, part)] or PARTS:
             first, contenders, more, add_rows, cases = PARTS[part]
