@@ -4,6 +4,8 @@
 //
 //   grid (32 * simds * ceil(tiles in all / tiles), 1, 1), threadgroup (32 * simds, 1, 1)
 //
+// Threadgroups take tiles, or where a gate joins two of them pairs, by turns: what all of them read
+// at a time lies together.
 // A SIMD group makes operands of one step of x, and multiplies with them that step of all `tiles`
 // tiles of its threadgroup, one after the other, so that `ahead` tiles are always under way and
 // nothing else is read between them. So there are as many SIMD groups as steps; their sums meet in
@@ -156,9 +158,10 @@ template <
   threadgroup float parts[tiles * most * simds * 16];
   threadgroup float squares[simds * columns];
 
-  const int first = threadgroup_index * tiles, quarter = fragment_col(lane) / 2;
+  const int quarter = fragment_col(lane) / 2, joined = gate ? 2 : 1;
   const int all = (sizes[0] + 15) / 16 + (sizes[1] + 15) / 16 + (sizes[2] + 15) / 16;
-  const int here = min(tiles, all - first);
+  const int begin = threadgroup_index * joined, between = (all + tiles - 1) / tiles * joined;
+  const int here = (all - begin + between - 1) / between * joined;
   const bool odd = begins_odd(w) || begins_odd(w1) || begins_odd(w2);
   // Which of its columns a lane fills with x: those of the slot that its depths are in.
   const int depth = right_depth(lane, 0) % 8 / 2 * run, column = right_column(lane, 0);
@@ -174,7 +177,17 @@ template <
 #pragma unroll
   for (int d = 0; d < ahead; d++) {
     fetch_tile<gate, mode, group>(
-        tile[d], matrices, sizes, first + d, known ? d % 2 : -1, simd, K, d < here && int(simd) < steps, odd, quarter, lane);
+        tile[d],
+        matrices,
+        sizes,
+        begin + d / joined * between + d % joined,
+        known ? d % 2 : -1,
+        simd,
+        K,
+        d < here && int(simd) < steps,
+        odd,
+        quarter,
+        lane);
   }
   square_sums squared[fragments] = {};
 
@@ -220,7 +233,17 @@ template <
         const int coming = r + d + ahead;
         const bool inside = coming < here && int(simd) < steps;
         fetch_tile<gate, mode, group>(
-            tile[d], matrices, sizes, first + coming, known ? d % 2 : -1, simd, K, inside, reading, quarter, lane);
+            tile[d],
+            matrices,
+            sizes,
+            begin + coming / joined * between + coming % joined,
+            known ? d % 2 : -1,
+            simd,
+            K,
+            inside,
+            reading,
+            quarter,
+            lane);
         if (r + d < here) {
           threadgroup float* to = parts + ((r + d) * most * simds + simd) * 16;
           store_sums<slots, fragments>(to, totals, simds * 16, M, quarter, lane);
@@ -238,7 +261,7 @@ template <
 
   // A thread finishes an element: row n of the tiles, or of every other where two make one. Whole
   // SIMD groups go through the loop where sixteen threads add up the squares of a tile.
-  const int joined = gate ? 2 : 1, height = here / joined * 16, elements = height * M;
+  const int height = here / joined * 16, elements = height * M;
   const int sharing = min(simds, steps);
   for (int i = simd * 32 + lane; i < (next_weight ? (elements + 31) / 32 * 32 : elements);
        i += simds * 32) {
@@ -260,7 +283,7 @@ template <
       }
       sums[j] *= factor;
     }
-    tile_place place = place_of_tile<gate, 16>(first + r, sizes, w1, w2);
+    tile_place place = place_of_tile<gate, 16>(begin + r / joined * between, sizes, w1, w2);
     int to = place.first + n % 16, which = place.matrix;
     int N = which == 0 ? sizes[0] : which == 1 ? sizes[1] : sizes[2];
     if (to < N && i < elements) {
