@@ -10,7 +10,8 @@ import mlx.core as mx
 
 from ..formats import Format
 from ..metal.attention.backward import attention_backward
-from ..metal.attention.forward import Launcher
+from ..metal.attention.forward import Launcher, absent
+from ..metal.attention.hopper import Cut, backward_once, forward_ahead
 from ..metal.attention.tensor import attention_tensor
 from ..metal.gather_qmm.gather_qmm import gather_qmm_sorted
 from ..metal.gather_qmm.gather_qmv import Pairs
@@ -35,6 +36,7 @@ from ..ops.tensor_choice import CODES, TENSOR, tensor_product
 from ..options import AttentionCall, MatmulCall, PackedMatrix, Rotation, Router, Scores
 from ..runtime import tensor_ops
 from ..runtime.backend import backend, requested
+from ..runtime.cuda_ahead import device_architecture
 from ..runtime.spec import Spec
 
 Run = Callable[..., list[mx.array]]
@@ -197,17 +199,24 @@ def _tensor_ops() -> Iterator[Check]:
             yield Check("product of packed codes", run, [x, *packed], 128)
     if not tensor_ops.missing():
         given = [_normal((1, n, 70, 64)) for n in (4, 2, 2)]
-        yield Check("attention", _attention_by_tensors, given, 70, 16)
+        yield Check("attention", partial(_attention_by, True), given, 70, 16)
 
 
-def _attention_by_tensors(*arrays: mx.array) -> list[mx.array]:
-    """Causal attention with the gradients of the sum of its squares."""
+def _attention_by(tensors: bool, *arrays: mx.array) -> list[mx.array]:
+    """Causal attention with the gradients of half the sum of its squares, by tensor operations or
+    the kernels of Hopper GPUs.
+    """
     q, k, v = map(Spec.of, arrays)
     if requested() == "ops":
         run = partial(attention, scale=0.125, mask="causal")
         y, gradients = mx.vjp(lambda *given: [run(*given)], [*arrays], [run(*arrays)])
         return [*y, *gradients]
     at = Launcher(AttentionCall(q, (k,), (v,), Scores(0.125, True)))
+    if not tensors:
+        out, norms = forward_ahead(at, Cut(4))(*arrays, None, None)
+        given = [*arrays, absent()]
+        *sums, _ = backward_once(at, Cut())(given, out, out, norms, absent())
+        return [out, *(a.swapaxes(1, 2) for a in sums)]
     outputs = attention_tensor(at)(*arrays, None, None)
     of_all, _ = attention_backward(at, tensors=True)
     return [outputs[0], *of_all([*arrays, None, None], outputs[:1], outputs)]
@@ -235,6 +244,9 @@ def _attention() -> Iterator[Check]:
         run = partial(attention, scale=width**-0.5, mask="causal")
         given = [_normal((1, n, 70, width), dtype) for n in (4, 2, 2)]
         yield Check(f"{_of(dtype)}, heads of {width}", _with_gradients(run, 0, 1, 2), given, 70, 16)
+    if device_architecture() == "sm_90":
+        given = [_normal((1, n, 70, 64), mx.bfloat16) for n in (4, 2, 2)]
+        yield Check("Hopper GPUs", partial(_attention_by, False), given, 70, 16)
     added = [*(_normal((1, n, 40, 64)) for n in (4, 2, 2)), _normal((4, 40, 40))]
 
     def masked(q: Any, k: Any, v: Any, mask: Any) -> mx.array:

@@ -23,7 +23,9 @@ from tests.gpus import HERE, on_gpus
 ON_CPUS = {"attention_serial", "quantized_gradients_groups", "qvm", "grid_sample_gradient_x_bands"}
 NOT_LAUNCHED = {"row_sum"}
 # On Apple GPUs the depth of a product is not divided without tuning, and stock operators take rows.
-ON_CUDA = {"qmm_sum", "dequantize_rows"}
+ON_CUDA = {"qmm_sum", "dequantize_rows", "attention_forward_ahead"} | {
+    f"attention_backward_{name}" for name in ("once", "statistics")
+}
 TENSORS = {"qmm_tensor", "group_sums", "qmm_codes", "gather_qmm_tensor", "attention_tensor"} | {
     f"attention_tensor_{of}" for of in ("queries", "keys")
 }
@@ -78,6 +80,9 @@ def test_every_kernel_is_launched(
         return original(kernel, *given, **options)
 
     machine(device)
+    monkeypatch.setattr(
+        doctor_checks, "device_architecture", lambda: "sm_90" if device == "cuda" else ""
+    )
     original = Kernel.bind
     monkeypatch.setattr(Kernel, "bind", bind)
     why = None if device == "metal" else "there is no Apple GPU"
