@@ -27,14 +27,8 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Threadgroup memory in units of 16 bytes: of x, and of the sums of so many fragments.
-#define SKINNY_X(fragments, run, shares, stages) ((shares) * (stages) * (fragments) * (run) * 4)
+// Threadgroup memory in units of 16 bytes of the sums of so many fragments.
 #define SKINNY_SUMS(rows, shares, chunk) (((shares) * (rows) * (8 * (chunk) + 2) + 3) / 4)
-
-// Window i of a share, and the group of its numbers that a lane takes there, if i begins a block.
-#define SKINNY_WINDOW(i) ((((i) / cover * shares) + share) * cover + (i) % cover)
-#define SKINNY_GROUP(i) \
-  (cover > 1 ? ((i) / cover * shares + share) * 4 + quarter : (SKINNY_WINDOW(i) * step + offset) / group)
 
 template <
     typename T,
@@ -52,6 +46,7 @@ template <
     int shares,
     int stages,
     int turns,
+    int deep,
     int chunk,
     int cover,
     bool together,
@@ -87,8 +82,9 @@ template <
     uint simd [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int step = 4 * run, all = sides * tiles, simds = sides * shares, threads = 32 * simds;
-  constexpr int count = mode == NVFP4 ? run / 16 : 1, units = (fragments + sides - 1) / sides;
-  constexpr int stage_size = SKINNY_X(fragments, run, 1, 1), x_size = shares * stages * stage_size;
+  constexpr int count = mode == NVFP4 ? run / 16 : 1, units = (deep * fragments + sides - 1) / sides;
+  constexpr int window_size = fragments * run * 4, stage_size = deep * window_size;
+  constexpr int x_size = shares * stages * stage_size;
   constexpr int least = SKINNY_SUMS(16 * all, shares, chunk), size = x_size > least ? x_size : least;
   const int K = w_shape[1] * 32 / bits, groups = K / group;
   const int threadgroup_index = threadgroup_place.y, above = threadgroup_place.x * 8 * fragments;
@@ -128,20 +124,23 @@ template <
       tile[r].words_at[i] = row * (K / 16 * bits / 2) + quarter * (run * bits / 32);
       tile[r].numbers_at[i] = row * groups;
     }
-    load_window(tile[r], 0, SKINNY_WINDOW(0), SKINNY_WINDOW(0) * step + offset < K, odd);
-    load_numbers_of<mode>(tile[r], SKINNY_GROUP(0), SKINNY_GROUP(0) < groups);
+    int window = window_of<cover, shares>(0, share);
+    int group_at = first_group<cover, shares, 4 * run, group>(0, share, quarter);
+    load_window(tile[r], 0, window, window * step + offset < K, odd);
+    load_numbers_of<mode>(tile[r], group_at, group_at < groups);
   }
   row_window<T, run> held[units];
-  fetch_operands<sides, bits, T, fragments>(held, x, SKINNY_WINDOW(0) * step, side, M, K, lane);
+  fetch_operands<sides, bits, deep, cover, shares, T, fragments>(held, x, 0, share, side, M, K, lane);
   if (tile_squares) {
     row_factors<simds>(
         factors, tile_squares + size_t(above) * ((K + 15) / 16), M, K, as_type<float>(epsilon), simd, lane);
   }
-  place_operands<sides, bits, joint, T, fragments>(own, held, side, lane);
+  place_operands<sides, bits, deep, joint, T, fragments>(own, held, side, lane);
   // What is placed a step early is fetched two steps early.
   constexpr int early = stages == 2 ? 2 : 1;
   if (early == 2) {
-    fetch_operands<sides, bits, T, fragments>(held, x, SKINNY_WINDOW(1) * step, side, M, K, lane);
+    fetch_operands<sides, bits, deep, cover, shares, T, fragments>(
+        held, x, deep, share, side, M, K, lane);
   }
   barrier_of_some<sides>(share);
 
@@ -149,39 +148,45 @@ template <
   for (int begin = 0; begin < steps; begin += turns) {
 #pragma unroll
     for (int d = 0; d < turns; d++) {
-      int i = begin + d, next = SKINNY_WINDOW(i + 1);
+      int i = begin + d, next = window_of<cover, shares>(i + 1, share);
       if (i >= steps) {
         break;
       }
       // Ahead of the loads where what shows them to products waits for all that are under way.
-      threadgroup uint4* other = own + (i + 1) % stages * stage_size;
-      if (stages == 2 && joint) {
-        place_operands<sides, bits, joint, T, fragments>(other, held, side, lane);
+      threadgroup uint4* other = own + (i / deep + 1) % stages * stage_size;
+      const bool begins = i % deep == 0;
+      if (stages == 2 && joint && begins) {
+        place_operands<sides, bits, deep, joint, T, fragments>(other, held, side, lane);
       }
 #pragma unroll
       for (int r = 0; r < tiles; r++) {
         if (i % cover == 0) {
           take_next_numbers(tile[r]);
-          int first = SKINNY_GROUP(i + cover);
+          int first = first_group<cover, shares, 4 * run, group>(i + cover, share, quarter);
           load_numbers_of<mode>(tile[r], first, first < groups);
         }
         load_window(tile[r], 1 - d, next, next * step + offset < K, odd);
       }
-      if (stages == 2 && !joint) {
-        place_operands<sides, bits, joint, T, fragments>(other, held, side, lane);
+      if (stages == 2 && !joint && begins) {
+        place_operands<sides, bits, deep, joint, T, fragments>(other, held, side, lane);
       }
-      fetch_operands<sides, bits, T, fragments>(
-          held, x, SKINNY_WINDOW(i + early) * step, side, M, K, lane);
+      if (begins) {
+        fetch_operands<sides, bits, deep, cover, shares, T, fragments>(
+            held, x, i + early * deep, share, side, M, K, lane);
+      }
       multiply_window<T, fragments, mode, tiles, (cover > 1), joint>(
           totals,
           tile,
           d,
           (i % cover * 4 + quarter) / cover,
-          own + i % stages * stage_size,
+          own + i / deep % stages * stage_size + i % deep * window_size,
           lane);
-      barrier_of_some<sides>(share);
-      if (stages == 1) {
-        place_operands<sides, bits, joint, T, fragments>(own, held, side, lane);
+      const bool ends = i % deep == deep - 1;
+      if (ends) {
+        barrier_of_some<sides>(share);
+      }
+      if (stages == 1 && ends) {
+        place_operands<sides, bits, deep, joint, T, fragments>(own, held, side, lane);
         barrier_of_some<sides>(share);
       }
       if (turns == 1) {

@@ -35,6 +35,7 @@ class SkinnyConfig:
             of 4, ``fragments`` a power of two.
         chunk: fragments of which sums are added at a time, at least.
         cover: windows whose numbers are read at once: ``group_size / run``, or 1.
+        deep: windows of x in a stage, for which SIMD groups wait once.
     """
 
     fragments: int
@@ -48,10 +49,11 @@ class SkinnyConfig:
     together: bool = False
     chunk: int = 1
     cover: int = 1
+    deep: int = 1
 
     template: ClassVar = (
         *("fragments", "run", "tiles", "sides", "shares", "stages"),
-        *("turns", "chunk", "cover", "together", "RESIDENT"),
+        *("turns", "deep", "chunk", "cover", "together", "RESIDENT"),
     )
 
     @property
@@ -124,17 +126,26 @@ def skinny_memory(
     shares: int,
     stages: int,
     chunk: int,
+    deep: int,
     **_: object,
 ) -> int:
     """Bytes of threadgroup memory, by the values of the kernel's template."""
-    x, sums = 4 * shares * stages * fragments * run, shares * 4 * tiles * sides * (8 * chunk + 2)
-    return -(-max(x, sums) // 64) * 1024 + 32 * fragments
+    x = 4 * shares * stages * deep * fragments * run
+    return -(-max(x, shares * 4 * tiles * sides * (8 * chunk + 2)) // 64) * 1024 + 32 * fragments
 
 
 def skinny_registers(
-    *, group: int, bits: int, fragments: int, run: int, tiles: int, sides: int, **_: object
+    *,
+    group: int,
+    bits: int,
+    fragments: int,
+    run: int,
+    tiles: int,
+    sides: int,
+    deep: int,
+    **_: object,
 ) -> int:
     """Words of the arrays of a thread: sums, packed words and numbers, x, and operands."""
     numbers = 6 * (run // 16 if group == 16 else 1)
     of_tile = 4 * fragments + 4 * run * bits // 32 + numbers + 4 + 8
-    return tiles * of_tile + -(-fragments // sides) * run // 2 + 4
+    return tiles * of_tile + -(-deep * fragments // sides) * run // 2 + 4

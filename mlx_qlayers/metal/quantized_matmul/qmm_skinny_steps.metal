@@ -27,26 +27,48 @@ METAL_FUNC metal::vec<T, 2> dequantized_pair(
   return fused_pair(code, metal::vec<T, 2>(times, times), metal::vec<T, 2>(added, added));
 }
 
-// Every sides-th operand of a window of x, from element k of its rows on.
-template <int sides, int bits, typename T, int fragments, int run>
+// Window i of a share: shares take blocks of `cover` windows in turns.
+template <int cover, int shares>
+METAL_FUNC int window_of(int i, int share) {
+  return (i / cover * shares + share) * cover + i % cover;
+}
+
+// The group whose numbers a lane loads for the block that begins with window i.
+template <int cover, int shares, int step, int group>
+METAL_FUNC int first_group(int i, int share, int quarter) {
+  int window = window_of<cover, shares>(i, share);
+  return cover > 1 ? window / cover * 4 + quarter : (window * step + quarter * (step / 4)) / group;
+}
+
+// Every sides-th operand of x in `deep` windows of a share, from window i on.
+template <int sides, int bits, int deep, int cover, int shares, typename T, int fragments, int run>
 METAL_FUNC void fetch_operands(
-    thread row_window<T, run>* held, const device T* x, int k, int side, int M, int K, uint lane) {
+    thread row_window<T, run>* held,
+    const device T* x,
+    int i,
+    int share,
+    int side,
+    int M,
+    int K,
+    uint lane) {
 #pragma unroll
-  for (int u = 0; u < (fragments + sides - 1) / sides; u++) {
-    int f = side + u * sides;
-    if (f < fragments) {
+  for (int u = 0; u < (deep * fragments + sides - 1) / sides; u++) {
+    int at = side + u * sides, f = at % fragments;
+    if (at < deep * fragments) {
+      int k = window_of<cover, shares>(i + at / fragments, share) * 4 * run;
       load_row_window<PAIRS(bits, run)>(held[u], x + 8 * f * K, k, K, M - 8 * f, lane);
     }
   }
 }
-template <int sides, int bits, bool joint, typename T, int fragments, int run>
+template <int sides, int bits, int deep, bool joint, typename T, int fragments, int run>
 METAL_FUNC void place_operands(
     threadgroup uint4* stage, thread row_window<T, run>* held, int side, uint lane) {
 #pragma unroll
-  for (int u = 0; u < (fragments + sides - 1) / sides; u++) {
-    int f = side + u * sides;
-    if (f < fragments) {
-      place_row_window<PAIRS(bits, run), 8 * fragments, joint>(stage, 8 * f, held[u], lane);
+  for (int u = 0; u < (deep * fragments + sides - 1) / sides; u++) {
+    int at = side + u * sides, f = at % fragments;
+    if (at < deep * fragments) {
+      place_row_window<PAIRS(bits, run), 8 * fragments, joint>(
+          stage + at / fragments * (fragments * run * 4), 8 * f, held[u], lane);
     }
   }
   if (joint) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ HALVES = (mx.float16, mx.bfloat16)
 # Every way to unpack: words, three and five of them, codes in two parts, small floats.
 KINDS = [Format(32, 3), Format(32, 5), Format(64, 8), *FORMATS[-3:]]
 # Shares of K of which some have no window, tiles of which some lie beyond the matrix, both stages.
-SMALL = SkinnyConfig(3, 16, tiles=1, sides=2, shares=4, stages=1)
+SMALL = SkinnyConfig(3, 16, tiles=1, sides=2, shares=4, stages=1, deep=2)
 WIDE = SkinnyConfig(4, 32, tiles=2, sides=3, shares=1, turns=1, chunk=2, cover=2)
 
 
@@ -45,7 +47,7 @@ def test_formats(fmt, dtype):
         check_product(by_kernel(x, packed, fmt), x, packed, fmt)
 
 
-@pytest.mark.parametrize("config", [SMALL, WIDE], ids=str)
+@pytest.mark.parametrize("config", [SMALL, WIDE, replace(WIDE, fragments=3, deep=2)], ids=str)
 def test_configurations(config):
     """No whole window at the end of K, an odd number of them, rows and columns at edges."""
     for rows, n, k in ((17, 8, 64), (24, 130, 320)):
