@@ -104,16 +104,17 @@ def _latent_attention() -> Iterator[Check]:
 
 
 def _quantized_matmul() -> Iterator[Check]:
-    for rows, fmt, dtype in (
-        (1, (64, 4, "affine"), mx.bfloat16),
-        (7, (64, 4, "affine"), mx.float16),
-        (2, (32, 3, "affine"), mx.float32),
-        (1, (32, 4, "mxfp4"), mx.bfloat16),
-        (40, (64, 4, "affine"), mx.bfloat16),
+    for rows, n, fmt, dtype in (
+        (1, 72, (64, 4, "affine"), mx.bfloat16),
+        (2, 1 << 14, (64, 4, "affine"), mx.bfloat16),
+        (7, 72, (64, 4, "affine"), mx.float16),
+        (2, 72, (32, 3, "affine"), mx.float32),
+        (1, 72, (32, 4, "mxfp4"), mx.bfloat16),
+        (40, 72, (64, 4, "affine"), mx.bfloat16),
     ):
-        x, matrix = _normal((rows, 512), dtype), _packed((72, 512), dtype, *fmt)
+        x, matrix = _normal((rows, 512), dtype), _packed((n, 512), dtype, *fmt)
         run = _quantized(quantized_matmul, fmt)
-        what = f"{rows} rows, {fmt[1]} bits, {fmt[2]}, {_of(dtype)}"
+        what = f"{rows} rows, {n} columns, {fmt[1]} bits, {fmt[2]}, {_of(dtype)}"
         yield Check(what, lambda *a, run=run: [run(*a)], [x, *matrix], 512)
     fmt = 64, 4, "affine"
     rows, matrix = _quantized(quantized_rows, fmt), _packed((72, 512), mx.bfloat16, *fmt)
