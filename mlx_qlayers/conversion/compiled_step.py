@@ -23,7 +23,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..runtime.backend import use_backend
-from ..runtime.cuda_ahead import finish
 from ..runtime.transformed import is_transformed
 from . import compiled
 from .attention_patch import made_class, stock_class
@@ -31,14 +30,14 @@ from .cache_slots import STEPPED
 from .cache_tail import following, held_by, kind_of
 from .long_prompts import in_turn
 from .matcher import Match, Mismatch
-from .recorder import called
 from .ring_tail import kept, ring_tail
 from .snapshot import Snapshot
 from .step_caches import Inputs, leaves, put, reason_against, taken, with_tail
-from .step_kinds import Static, Unsupported, rows_of_all, with_rows
+from .step_graph import StepGraph, check, inside_of
+from .step_kinds import Static, Unsupported, rows_of_all
 from .step_progress import Again, Progress
 from .step_slots import Step
-from .step_trial import TRIAL_ROWS, examples, trial
+from .step_trial import TRIAL_ROWS, trial
 from .step_watch import Learned, Positions, learn, watched
 
 # Sequences at most: for more the products are those of a prompt.
@@ -113,11 +112,10 @@ class _Plan:
     def __init__(self, model: Any, function: Callable[..., Any]) -> None:
         # The model itself is not held, with which this is let go.
         self.model, self.function = weakref.ref(model), function
-        inside = [part for part in model.modules() if part is not model]
-        self.items, self.snapshot = dict(model), Snapshot(inside, vars(model))
+        self.items, self.snapshot = dict(model), Snapshot(inside_of(model), vars(model))
         self.stopped: dict[tuple[type, ...], str] = {}
-        self.tried: dict[Any, _Graph] = {}
-        self.graphs: dict[Any, _Graph] = {}
+        self.tried: dict[Any, StepGraph] = {}
+        self.graphs: dict[Any, StepGraph] = {}
         self.replaces = False
         # As long as the first cache lives.
         self.progress: WeakKeyDictionary[Any, Progress] = WeakKeyDictionary()
@@ -161,7 +159,7 @@ class _Plan:
             key = where, tokens.shape, inputs.static
             # The last to be used stays longest.
             if (graph := self.graphs.pop(key, None)) is None:
-                graph = _Graph(self.model, self.function, inputs.static, tried.learned)
+                graph = self._graph(inputs.static, tried.learned)
                 self.graphs = dict([*self.graphs.items()][1 - _MAX_GRAPHS :])
             self.graphs[key] = graph
             at = [
@@ -188,7 +186,10 @@ class _Plan:
             now.again = Again(asked, graph.computed, group, held_by(own))
         return logits
 
-    def _first(self, where: Any, tokens: mx.array, caches: list[Any], own: list[Any]) -> _Graph:
+    def _graph(self, static: tuple[Static, ...], learned: Learned | None = None) -> StepGraph:
+        return StepGraph(self.model, self.snapshot.parts, self.function, static, learned)
+
+    def _first(self, where: Any, tokens: mx.array, caches: list[Any], own: list[Any]) -> StepGraph:
         """A graph with caches of these kinds: what it shows holds for others."""
         if reason := reason_against(own):
             raise Unsupported(reason)
@@ -203,7 +204,7 @@ class _Plan:
 
     def _recognised(
         self, where: Any, tokens: mx.array, caches: list[Any], own: list[Any]
-    ) -> _Graph | None:
+    ) -> StepGraph | None:
         """A graph that needs no trial: only this package's own code looks at keys and values."""
         if {kind_of(each).__name__ for each in own} - {*STEPPED}:
             return None
@@ -212,7 +213,7 @@ class _Plan:
         if len(tailed) < len(own):
             return None
         inputs = taken(caches, tailed, now.tail, offsets)
-        graph = _Graph(self.model, self.function, inputs.static, None)
+        graph = self._graph(inputs.static)
         try:
             graph.compiled.ready(tokens, [group.make() for group in inputs.groups], inputs.arrays)
         except Positions:
@@ -222,7 +223,7 @@ class _Plan:
         self.graphs[where, tokens.shape, inputs.static] = graph
         return graph
 
-    def _checked(self, tokens: mx.array, caches: list[Any], rows: int) -> _Graph:
+    def _checked(self, tokens: mx.array, caches: list[Any], rows: int) -> StepGraph:
         """A graph for caches of so many rows, which computes what the model does."""
         model, static = self.model(), taken(caches).static
         assert model is not None
@@ -254,56 +255,6 @@ def _tailed(
         if differ.any().item():
             return (), None
     return tailed, offsets[0]
-
-
-def check(
-    model: nn.Module, function: Callable[..., Any], inputs: Inputs, tokens: mx.array, rows: int
-) -> _Graph:
-    """A graph for other caches of the same kinds, that ran.
-
-    Raises unless what it gives depends on nothing but the rows of a cache that count. Nobody knows
-    what a model does with keys outside of attention. So it is tried out, with caches of so many
-    rows: other numbers in those that do not count must not change a bit, and more of them no more
-    than rounding does.
-    """
-    given, call = partial(trial, inputs.static, rows), partial(function, model, tokens)
-    tried = partial(_tried, model, function, inputs, tokens)
-    for more in (64, -1):
-        try:
-            return tried((rows, rows + more), None)
-        except Positions:  # they are learned
-            pass
-        try:
-            learned = learn(given, lambda step: call(cache=step.caches), more)
-            return tried((rows, rows + more), learned)
-        except Positions as problem:  # with so many rows more it takes another branch
-            error = problem
-    raise error
-
-
-def _tried(
-    model: nn.Module,
-    function: Callable[..., Any],
-    inputs: Inputs,
-    tokens: mx.array,
-    rows: tuple[int, int],
-    learned: Learned | None,
-) -> _Graph:
-    results = []
-    for size, fillings in ((rows[0], (0.25, -40.0)), (rows[1], (0.25,))):
-        static = tuple(with_rows(each, size) for each in inputs.static)
-        graph = _Graph(weakref.ref(model), function, static, learned)
-        at = [mx.array([3, 3, 3])] * len(inputs.groups)
-        for filling in fillings:
-            arrays = [a for each in static for a in examples(each, filling)]
-            results.append(graph(mx.zeros_like(tokens), at, arrays)[0])
-    finish()
-    one, other, larger = (each.astype(mx.float32) for each in results)
-    if not mx.array_equal(one, other, equal_nan=True).item():
-        raise Unsupported("the model looks at rows of a cache that are not written yet")
-    if not ((one - larger).square().mean() <= 0.01 * one.square().mean()).item():
-        raise Unsupported("the model looks at how many rows a cache has")
-    return graph
 
 
 def why_not(model: Any) -> str:
@@ -347,61 +298,6 @@ def why_not(model: Any) -> str:
     finally:
         before.restore()
     return ""
-
-
-class _Graph:
-    """A step as a compiled function, and what of its results goes where."""
-
-    def __init__(
-        self,
-        model: Any,
-        function: Callable[..., Any],
-        static: tuple[Static, ...],
-        learned: Learned | None,
-    ) -> None:
-        self.model, self.function, self.static = model, function, static
-        self.learned, self.changes, self.reads_keys = learned, "", False
-        # Whether no code but this package's looks at what caches hold.
-        self.is_own = False
-        self.pattern: list[list[bool]] = []
-        self.by_step, self.rings, self.tails = frozenset[int](), frozenset[int](), 0
-        self.compiled = compiled.Graph(self._run)
-
-    def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
-        inside, model = Step(self.static, at, arrays), self.model()
-        before = Snapshot([*model.modules()])
-        with watched(inside, self.learned):
-            logits = called(self.function, model, tokens, cache=inside.caches)
-        if not before.holds():
-            self.changes = before.difference()
-            before.restore()
-        if not isinstance(logits, mx.array):
-            raise Unsupported("the model gives more than logits")
-        outputs = inside.outputs()
-        self.pattern = [[a is not None for a in each] for each in outputs]
-        # Rows are counted in caches that are alike.
-        counted = any(begin and begin.shift is not None for begin in self.learned or ())
-        self.by_step = frozenset() if counted else inside.by_step()
-        self.rings = frozenset() if counted else inside.rings()
-        self.reads_keys, self.is_own = inside.reads_keys(), inside.is_own()
-        changed = [a for each in outputs for a in each if a is not None]
-        following, tails = inside.following(), inside.tails()
-        self.tails = len(tails)
-        inside.close()
-        return [logits, *following, *tails, *changed]
-
-    def computed(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
-        """Logits, positions, tails, and what changed of each cache."""
-        found: list[Any] = self.compiled.graph(tokens, at, arrays)
-        return found
-
-    def __call__(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> Any:
-        self.compiled.ready(tokens, at, arrays)
-        logits, *rest = self.computed(tokens, at, arrays)
-        following, tails = rest[: len(at)], rest[len(at) :][: self.tails]
-        flat = iter(rest[len(at) + self.tails :])
-        outputs = [[next(flat) if there else None for there in each] for each in self.pattern]
-        return logits, following, tails, outputs
 
 
 def _arrays_of(part: nn.Module) -> list[mx.array]:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_qlayers import explain, use_backend
-from mlx_qlayers.conversion import cache_slots, compiled, compiled_step, step_slots
+from mlx_qlayers.conversion import cache_slots, compiled, compiled_step, step_graph, step_slots
 from mlx_qlayers.ops import attention_step
 from mlx_qlayers.runtime.backend import Mode, current
 
@@ -57,13 +57,13 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def graphs(by_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Every call of a graph; as on a GPU, but that MLX compiles nothing, which takes minutes."""
     calls: list[object] = []
-    run = compiled_step._Graph.computed
+    run = step_graph.StepGraph.computed
 
     def counted(self, *args):
         calls.append(self)
         return run(self, *args)
 
-    monkeypatch.setattr(compiled_step._Graph, "computed", counted)
+    monkeypatch.setattr(step_graph.StepGraph, "computed", counted)
     monkeypatch.setattr(compiled.Graph, "ready", lambda self, *args: self.graph)
     context = "ops", threading.get_ident()
     with use_backend("ops"):
