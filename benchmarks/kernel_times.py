@@ -13,7 +13,7 @@ from mlx_qlayers.metal.quantized_matmul import qmv as quantized_matmul
 
 # What says nothing in a kernel's name: where it is, its hash and its arguments.
 _NOISE = re.compile(r"mlx::core::|cu::|custom_kernel_|_[0-9a-f]{16}(?=\()|void |\(.*|<.*")
-_PRODUCT = re.compile(r"(?:qmv|qmv_matrix|qmm_skinny)_([0-9a-f]+)")
+_PRODUCT = re.compile(r"(?:qmv|qmv_matrix|qmv_persistent|qmm_skinny)_([0-9a-f]+)")
 
 
 def can_run() -> bool:
