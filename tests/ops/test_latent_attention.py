@@ -13,7 +13,15 @@ from mlx_qlayers.ops.latent_attention import latent_attention
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
 from tests.gpus import GPUS
-from tests.numerics import EPSILON, assert_accurate, assert_gradient, random, round_to, to64
+from tests.numerics import (
+    EPSILON,
+    assert_accurate,
+    assert_gradient,
+    behind_one,
+    random,
+    round_to,
+    to64,
+)
 
 
 @pytest.fixture(params=["ops", "checked", *GPUS], autouse=True)
@@ -66,6 +74,16 @@ def test_against_float64(case: Any, path: str) -> None:
     unit = EPSILON[dtype] / EPSILON[mx.float32] if path == "ops" else 1
     terms = 8 * np.abs(to64(given[2])).max() * unit
     assert_accurate(y, truth, round_to(rounded, dtype), terms=terms, what=path)
+
+
+def test_any_layout() -> None:
+    """Of an array: heads and rows may lie in another order, and begin anywhere."""
+    *four, _ = arrays((2, 4, 20, 64, 32), mx.bfloat16)
+    expected = latent_attention(*four, mx.array(17), scale=0.1)
+    turned = [mx.contiguous(a.swapaxes(0, 2)).swapaxes(0, 2) for a in four]
+    assert mx.array_equal(latent_attention(*turned, mx.array(17), scale=0.1), expected)
+    behind = [behind_one(a) for a in four]
+    assert mx.array_equal(latent_attention(*behind, mx.array(17), scale=0.1), expected)
 
 
 def test_gradient() -> None:

@@ -86,8 +86,10 @@ def latent_step(
     )
     combine = attention_combine(parts, q.dtype, None, q.shape, _COMBINE) if splits > 1 else None
 
-    def run(*arrays: Any) -> list[mx.array]:
-        outputs = launch([*(a for a in arrays if a is not None), options])
+    def run(q: Any, r: Any, *rest: Any) -> list[mx.array]:
+        # Queries have any strides; a cache seldom needs a copy.
+        dense = [mx.contiguous(a) for a in rest if a is not None and a.ndim]
+        outputs = launch([q, r, *dense[:2], rest[2], *dense[2:], options])
         return outputs if combine is None else combine(outputs)
 
     return run
