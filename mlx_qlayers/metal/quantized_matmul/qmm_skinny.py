@@ -109,12 +109,22 @@ def skinny_config(device: str, rows: int, n: int, k: int, fmt: Format) -> Skinny
         chunk=min(fragments, 4),
         cover=1 if fmt.mode == "nvfp4" else max(1, fmt.group_size // run),
     )
-    while skinny_memory(**asdict(config)) > CUDA_THREADGROUP_MEMORY:
+    while not _fits(config):
         if config.chunk > 1:
             config = replace(config, chunk=config.chunk - 1)
         else:
             config = replace(config, shares=config.shares - 1)
+    # As many windows at a time as each SIMD group can fetch an operand of.
+    while shares == 1 and 2 * config.deep * fragments <= sides:
+        deeper = replace(config, deep=2 * config.deep)
+        if not _fits(deeper):
+            break
+        config = deeper
     return config
+
+
+def _fits(config: SkinnyConfig) -> bool:
+    return skinny_memory(**asdict(config)) <= CUDA_THREADGROUP_MEMORY
 
 
 def skinny_memory(
