@@ -33,7 +33,7 @@ def _registers(DV: int, SPLIT: int, TILE: int = TILE, **_: object) -> int:
 
 # What is asked, and how SIMD groups share the work.
 _RULE = ("T", "M", "D", "DV", "MASK", "SOFTCAP")
-_SHARES = ("SIMDS", "SPLIT", "TILE", "TOGETHER")
+_SHARES = ("SIMDS", "SPLIT", "TILE", "TOGETHER", "SHARED")
 _FORWARD = Kernel(
     "attention_tensor",
     "attention/tensor_forward.metal",
@@ -104,7 +104,10 @@ def _shares(at: Launcher, split: int, others: int = 0) -> dict[str, Any]:
     """How SIMD groups share the work; together they take more of `others` at once."""
     together = _together(at)
     tile = 2 * TILE if together and others >= 2 * TILE else TILE
-    return {"SIMDS": _SIMDS, "SPLIT": split, "TILE": tile, "TOGETHER": together}
+    # Of 64 rows two tiles of each operand, in dynamic shared memory.
+    shared = 65536 if tile > TILE else 0
+    values = {"SIMDS": _SIMDS, "SPLIT": split, "TILE": tile}
+    return {**values, "TOGETHER": together, "SHARED": shared}
 
 
 def _together(at: Launcher) -> bool:

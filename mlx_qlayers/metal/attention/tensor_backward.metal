@@ -1,7 +1,8 @@
 // The gradients of attention by Metal 4's tensor operations, from the norms of the forward pass, as in
 // backward.metal and backward_keys.metal. A SIMD group owns 16 rows, and of the columns of its result
-// one of SPLIT parts; there is no threadgroup memory and no barrier. The last turn of each loop takes
-// the last TILE rows of the other side, and hides those that were there before.
+// one of SPLIT parts; there is no threadgroup memory, and no barrier but where SIMD groups read
+// TOGETHER, as in tensor_forward.metal. The last turn of each loop takes the last TILE rows of the other
+// side, and hides those that were there before.
 //
 // attention_tensor_queries  d_q and delta: grid (32 * SIMDS * ceil(L / (16 * SIMDS)), H * SPLIT, B)
 //
@@ -23,7 +24,7 @@
 #include "tensor_score.metal"
 
 template <
-    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, int SIMDS, int SPLIT, int TILE, bool TOGETHER>
+    typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, int SIMDS, int SPLIT, int TILE, bool TOGETHER, int SHARED>
 [[kernel]] void attention_tensor_queries(
     const device T* q,
     const constant int64_t* q_strides,
@@ -163,15 +164,17 @@ template <
         }
       }
     }
-    if (d_scores) {
-      continue;
-    }
     auto left = add.template get_left_input_cooperative_tensor<float, T, float>(scores);
-    if (SPLIT == 1) {
+    if (d_scores) {
+      // No sums.
+    } else if (SPLIT == 1) {
       add.run(left, some_keys, sums);
     } else {
       auto right = keys.slice(column, at);
       add.run(left, right, sums);
+    }
+    if (TOGETHER) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
   }
 
@@ -195,7 +198,7 @@ template <
 
 template <
     typename T, typename M, int D, int DV, int MASK, bool SOFTCAP, bool AVERAGE, bool VALUES,
-    int SIMDS, int SPLIT, int TILE, bool TOGETHER>
+    int SIMDS, int SPLIT, int TILE, bool TOGETHER, int SHARED>
 [[kernel]] void attention_tensor_keys(
     const device T* q,
     const constant int64_t* q_strides,
@@ -279,11 +282,17 @@ template <
         }
       }
       auto left = add.template get_left_input_cooperative_tensor<float, T, float>(scores);
+      if (TOGETHER && VALUES) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
       if (!VALUES && SPLIT == 1) {
         add.run(left, some_queries, sums);
       } else {
         auto right = VALUES ? d_rows.slice(column, at) : queries.slice(column, at);
         add.run(left, right, sums);
+      }
+      if (TOGETHER && !VALUES) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
       }
     }
   }

@@ -14,7 +14,7 @@
 //     scores = exp2(scores - top'), total = total * shrink + reduce_rows(scores), sums *= shrink
 //     sums += weights * values, the weights handed over as the left input
 //
-// There is no threadgroup memory and no barrier. The last turn takes the last TILE keys: those that
+// There is no threadgroup memory, and no barrier but where SIMD groups read TOGETHER. The last turn takes the last TILE keys: those that
 // were there before are hidden. Needs TILE keys, Metal 4 and macOS 26.2; never run on an M5.
 
 #include "tensor_score.metal"
@@ -33,6 +33,7 @@ template <
     int SPLIT,
     int TILE,
     bool TOGETHER,
+    int SHARED,
     int RESIDENT>
 [[kernel]] void attention_tensor(
     const device T* q,
@@ -149,6 +150,9 @@ template <
       }
     }
     auto left = by_values.template get_left_input_cooperative_tensor<float, T, float>(scores);
+    if (TOGETHER) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
     auto some_values = values.slice(column, at);
     by_values.run(left, some_values, sums);
   }

@@ -1,8 +1,10 @@
-// Products of one warp with rows of device memory, as attention/tensor_*.metal has them. The warps of
-// a threadgroup take the same rows at the same time, so that they copy them to shared memory together,
-// the next ones while these are multiplied, by the products of tile.h.
+// Products of one warp with rows of device memory, as attention/tensor_*.metal and qmm_tensor.metal
+// have them. The warps of a threadgroup take the same rows at the same time, so that they copy them to
+// shared memory together, the next ones while these are multiplied, by the products of tile.h.
 //
-// All warps take part in each product, and such a kernel has two or more of them by turns.
+// All warps take part in each product. Between two products of an operation the kernel has a barrier,
+// behind which copies have arrived (simd.h) and what was multiplied before it may be overwritten; the
+// left operand of rows by rows is that of the first one.
 #pragma once
 
 #include "tensor.h"
@@ -67,30 +69,37 @@ struct shared_operand {
   static constexpr bool TRANSPOSED = D >> 49 & 1, ACCUMULATE = D >> 50 & 1;
   // Widest rows of the left operand.
   static constexpr int WIDEST = 256;
-  mutable const void *here = nullptr, *coming = nullptr, *kept = nullptr;
+  mutable const void *here = nullptr, *coming = nullptr;
+  mutable bool kept = false;
   mutable int slot = 1;
   mutable uint left[WIDEST / 16][4];
 
-  // A tile, twice where that leaves room for others.
-  template <typename T, int ROWS, int WIDTH, int MOST>
+  // A tile, twice where that leaves room for others: of 64 rows in dynamic memory, at `PACK`.
+  template <typename T, int ROWS, int WIDTH, int MOST, int PACK = -1>
   struct slots {
     static constexpr bool TOGETHER = products_together<T>(MSL_GROUP_SIZE / 32, 1, WIDTH, WIDTH);
     static constexpr int PACKS = tile_elements<T, TOGETHER>(ROWS, WIDTH) * sizeof(T) / 16;
-    static constexpr int SLOTS = PACKS > MOST / 32 ? 1 : 2;
+    static constexpr int SLOTS = PACKS > MOST / 16 ? 1 : 2;
     static T* at(int slot) {
-      __shared__ tile_packs<PACKS> packs[SLOTS];
       // All lanes have the same: said so, addresses are computed once a warp.
-      return reinterpret_cast<T*>(
-          packs[SLOTS == 1 ? 0 : __shfl_sync(0xffffffffu, slot, 0)].pack);
+      int place = SLOTS == 1 ? 0 : __shfl_sync(0xffffffffu, slot, 0);
+      if constexpr (PACK >= 0) {
+        static_assert(PACKS * SLOTS <= 2048, "half of the dynamic memory");
+        uint4* packs = reinterpret_cast<uint4*>(msl_dynamic_memory);
+        return reinterpret_cast<T*>(packs + PACK + place * PACKS);
+      } else {
+        __shared__ tile_packs<PACKS> packs[SLOTS];
+        return reinterpret_cast<T*>(packs[place].pack);
+      }
     }
     static void copy(int slot, const T* p, uint64_t stride, int rows, int columns) {
       copy_tile<ROWS, WIDTH, TOGETHER>(at(slot), p, stride, rows, columns);
     }
   };
 
-  // These rows for all warps, when they are there; the `next` begin to come, if any of them exist.
-  // Of the products that take turns OTHERS may have copies under way, begun later.
-  template <typename TILE, int OTHERS, typename T, typename E, typename S>
+  // These rows for all warps. The `next` begin to come, if any of them exist: they are there behind
+  // the next barrier of the kernel.
+  template <typename TILE, typename T, typename E, typename S>
   const T* arrived(const tensor<T, E, S>& from, const T* next, int rows, int columns) const {
     slot = 1 - slot;
     if (from.p != coming) {
@@ -99,43 +108,27 @@ struct shared_operand {
       TILE::copy(slot, from.p, from.stride, from.extents.values[1], from.extents.values[0]);
       end_copies();
       wait_for_copies<0>();
-    } else {
-      wait_for_copies<OTHERS>();
+      show_to_products();
+      __syncthreads();
     }
-    show_to_products();
-    __syncthreads();
-    if constexpr (TILE::SLOTS > 1)
-      begin<TILE>(from, next, rows, columns);
-    return TILE::at(slot);
-  }
-  template <typename TILE, typename T, typename E, typename S>
-  void begin(const tensor<T, E, S>& from, const T* next, int rows, int columns) const {
-    coming = rows > 0 && columns > 0 ? next : nullptr;
-    if (coming)
+    coming = nullptr;
+    if (TILE::SLOTS > 1 && rows > 0 && columns > 0) {
       TILE::copy(1 - slot, next, from.stride, rows, columns);
-    end_copies();
+      coming = next;
+    }
+    return TILE::at(slot);
   }
   template <typename TILE, int ROWS, typename T, typename E, typename S>
   const T* arrived_rows(const tensor<T, E, S>& from) const {
     const auto& extents = from.extents.values;
-    return arrived<TILE, 1>(
-        from, from.p + ROWS * from.stride, extents[1] - ROWS, extents[0]);
-  }
-  // Behind the product, where all rows share one place.
-  template <typename TILE, int ROWS, typename T, typename E, typename S>
-  void multiplied(const tensor<T, E, S>& from) const {
-    const auto& extents = from.extents.values;
-    if constexpr (TILE::SLOTS == 1) {
-      __syncthreads();
-      begin<TILE>(from, from.p + ROWS * from.stride, extents[1] - ROWS, extents[0]);
-    }
+    return arrived<TILE>(from, from.p + ROWS * from.stride, extents[1] - ROWS, extents[0]);
   }
 
   // Rows of memory that all products have on their left, in registers.
   template <int WIDTH, typename T, typename E, typename S>
   void keep(const tensor<T, E, S>& from) const {
     int lane = threadIdx.x % 32, depth = from.extents.values[0];
-    kept = from.p;
+    kept = true;
 #pragma unroll
     for (int i = 0; i < WIDTH / 16; i++)
 #pragma unroll
@@ -151,8 +144,8 @@ struct shared_operand {
 
   template <int WIDTH, typename T, typename E, typename S>
   void by_rows(const tensor<T, E, S>& rows, const tensor<T, E, S>& right, float* to) const {
-    using tile = slots<T, N, WIDTH, 16384>;
-    if (rows.p != kept)
+    using tile = slots<T, N, WIDTH, N == 64 ? 16384 : 8192, N == 64 ? 2048 : -1>;
+    if (!kept)
       keep<WIDTH>(rows);
     const T* at = arrived_rows<tile, N>(right);
     left_fragment<T> operand[WIDTH / 16];
@@ -167,7 +160,6 @@ struct shared_operand {
     constexpr int MOST = PLACE % 2 ? 16 : 2;
     multiply_by_rows<T, WIDTH / 16, N / 8, WIDTH, tile::TOGETHER, false, MOST>(
         sums, operand, at, 0, threadIdx.x % 32);
-    multiplied<tile, N>(right);
     if (tile::SLOTS > 1) {
       right.tile = at;
       right.tile_width = WIDTH;
@@ -210,7 +202,7 @@ struct shared_operand {
   void add_weighted(const W& weights, const tensor<T, E, S>& right, float* to) const {
     static_assert(MSL_TOGETHER && !TRANSPOSED && ACCUMULATE && M == 16 && sizeof(T) == 2, "on CUDA: added");
     constexpr int WIDTH = (N + 63) / 64 * 64;
-    using tile = slots<T, K, WIDTH, 16384>;
+    using tile = slots<T, K, WIDTH, 16384, K == 64 ? 0 : -1>;
     // Rows that another operation was given are there still.
     bool there = right.tile_width == WIDTH;
     const T* at = there ? right.tile : arrived_rows<tile, K>(right);
@@ -219,19 +211,17 @@ struct shared_operand {
     take_sums(sums, to);
     add_weighted_rows<T, K, N / 8, WIDTH, tile::TOGETHER>(
         sums, of_weights, at, 0, threadIdx.x % 32);
-    if (!there)
-      multiplied<tile, K>(right);
     put_sums(to, sums);
   }
 
   // Sums of their transpose, to (M x N) += rows (M x K) * decoded weights.
   template <typename T, typename E, typename S>
   void add_decoded(const tensor<T, E, S>& rows, const T* weights, float* to) const {
-    using tile = slots<T, M, K, 32768>;
+    using tile = slots<T, M, K, 16384>;
     const auto& extents = rows.extents.values;
     // A gate's second matrix is multiplied with the same rows again.
     if (rows.p != here)
-      arrived<tile, 0>(rows, rows.p + K, extents[1], extents[0] - K);
+      arrived<tile>(rows, rows.p + K, extents[1], extents[0] - K);
     here = rows.p;
     const T* at = tile::at(slot);
     left_fragment<T> operand[N / 16][K / 16];

@@ -280,6 +280,10 @@ inline constexpr mem_flags operator|(mem_flags a, mem_flags b) {
   return static_cast<mem_flags>(static_cast<int>(a) | static_cast<int>(b));
 }
 inline void threadgroup_barrier(mem_flags) {
+#if MSL_TOGETHER
+  // What shared_tensor.h copies has arrived, for tensor cores too.
+  asm volatile("cp.async.wait_all;\n fence.proxy.async.shared::cta;" ::: "memory");
+#endif
   __syncthreads();
 }
 inline void simdgroup_barrier(mem_flags) {

@@ -33,7 +33,7 @@ struct tensor {
   using element = T;
   T* p;
   E extents;
-  uint64_t stride;
+  int stride;
   // These rows in shared memory, where an operation left them, and how wide they are there.
   mutable const T* tile = nullptr;
   mutable int tile_width = 0;
@@ -42,7 +42,7 @@ struct tensor {
       : p(from), extents(given), stride(strides.values[1]) {}
   tensor slice(int column, int row) const {
     tensor part = *this;
-    part.p += column + row * stride;
+    part.p += int64_t(row) * stride + column;
     part.extents.values[0] -= column;
     part.extents.values[1] -= row;
     part.tile_width = 0;
