@@ -124,29 +124,34 @@ struct shared_operand {
     return arrived<TILE>(from, from.p + ROWS * from.stride, extents[1] - ROWS, extents[0]);
   }
 
-  // Rows of memory that all products have on their left, in registers.
-  template <int WIDTH, typename T, typename E, typename S>
+  // Rows of memory that all products have on their left, in registers: by whole words if they can be.
+  template <int WIDTH, bool WORDS, typename T, typename E, typename S>
   void keep(const tensor<T, E, S>& from) const {
     int lane = threadIdx.x % 32, depth = from.extents.values[0];
     kept = true;
 #pragma unroll
-    for (int i = 0; i < WIDTH / 16; i++)
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        int row = lane / 4 + k % 2 * 8, column = i * 16 + lane % 4 * 2 + k / 2 * 8;
-        const T* p = from.p + row * from.stride + column;
-        bool there = row < from.extents.values[1];
-        left[i][k] = as_type<uint>(vec<T, 2>(
-            there && column < depth ? p[0] : T(0.0f),
-            there && column + 1 < depth ? p[1] : T(0.0f)));
-      }
+    for (int i = 0; i < WIDTH / 4; i++) {
+      int row = lane / 4 + i % 2 * 8, column = lane % 4 * 2 + i / 2 * 8;
+      const T* p = from.p + int64_t(row) * from.stride + column;
+      bool there = row < from.extents.values[1] && column < depth, both = column + 1 < depth;
+      if constexpr (WORDS)
+        left[i / 4][i % 4] = there ? *reinterpret_cast<const uint*>(p) : 0;
+      else
+        left[i / 4][i % 4] = as_type<uint>(
+            vec<T, 2>(there ? p[0] : T(0.0f), there && both ? p[1] : T(0.0f)));
+    }
   }
 
   template <int WIDTH, typename T, typename E, typename S>
   void by_rows(const tensor<T, E, S>& rows, const tensor<T, E, S>& right, float* to) const {
     using tile = slots<T, N, WIDTH, N == 64 ? 16384 : 8192, N == 64 ? 2048 : -1>;
-    if (!kept)
-      keep<WIDTH>(rows);
+    if (!kept) {
+      uint64_t bytes = reinterpret_cast<uint64_t>(rows.p) | uint(rows.stride * 2);
+      if (bytes % 4 == 0 && rows.extents.values[0] % 2 == 0)
+        keep<WIDTH, true>(rows);
+      else
+        keep<WIDTH, false>(rows);
+    }
     const T* at = arrived_rows<tile, N>(right);
     left_fragment<T> operand[WIDTH / 16];
 #pragma unroll

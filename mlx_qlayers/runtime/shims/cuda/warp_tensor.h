@@ -102,30 +102,6 @@ void left_pairs(vec<T, 2>* to, const cooperative_tensor<T, L>& from, int row) {
         from.elements[row / 8 * COUNT + i], from.elements[row / 8 * COUNT + i + 1]);
 }
 
-// Rows of a step in shared memory. Each lane reads what it copied itself, and waits for no other.
-template <int M, int K, typename T>
-struct staged_rows {
-  uint4* packs;
-};
-template <int M, int K, typename T, typename E, typename S>
-void copy_rows(const staged_rows<M, K, T>& to, const tensor<T, E, S>& from, const T* p) {
-  int row = threadIdx.x % 32 / 4, rows = from.extents.values[1];
-  p += uint64_t(uint(row)) * uint(from.stride);
-#pragma unroll
-  for (int m = 0; m < M / 8; m++, row += 8, p += 8 * from.stride)
-#pragma unroll
-    for (int i = 0; i < K / 32; i++)
-      copy_pack(
-          to.packs + (m * (K / 32) + i) * 32,
-          reinterpret_cast<const uint4*>(p + warp_depth<K>::at(i * 8)), row < rows);
-}
-template <int K, bool WHOLE, int M, typename T>
-void left_pairs(vec<T, 2>* to, const staged_rows<M, K, T>& from, int row) {
-#pragma unroll
-  for (int i = 0; i < K / 32; i++)
-    *reinterpret_cast<uint4*>(to + i * 4) = from.packs[(row / 8 * (K / 32) + i) * 32];
-}
-
 namespace mpp::tensor_ops {
 
 enum class reduction_operation { sum, max, min };
@@ -201,35 +177,8 @@ struct matmul2d<D, execution_simdgroups<1, PLACE>> {
       return shared.add_decoded(left, right.elements, to.elements);
     else if (!in_whole_loads<K>(left))
       add<false>(left, right.elements, to.elements);
-    else if constexpr (STAGED && !is_same_v<L, cooperative_tensor<T, warp_left<M, K>>>)
-      add<true>(staged(left), right.elements, to.elements);
     else
       add<true>(left, right.elements, to.elements);
-  }
-  // These rows, which came while the step before was multiplied; those that follow begin to come.
-  static constexpr int STAGE = M * K / 8, WARPS = MSL_GROUP_SIZE / 32;
-  static constexpr bool STAGED = K >= 32 && 2 * STAGE * WARPS * 16 <= 40960;
-  mutable const void *here = nullptr, *coming = nullptr;
-  mutable int slot = 0;
-  template <typename T, typename E, typename S>
-  staged_rows<M, K, T> staged(const tensor<T, E, S>& left) const {
-    __shared__ uint4 packs[2][WARPS][STAGE];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // A gate's second matrix is multiplied with the same rows again.
-    if (left.p == coming && left.p != here)
-      slot = 1 - slot;
-    staged_rows<M, K, T> now = {packs[slot][warp] + lane}, next = {packs[1 - slot][warp] + lane};
-    if (left.p != coming && left.p != here)
-      copy_rows(now, left, left.p);
-    end_copies();
-    here = left.p;
-    if (left.extents.values[0] > K && coming != left.p + K) {
-      copy_rows(next, left, left.p + K);
-      coming = left.p + K;
-    }
-    end_copies();
-    wait_for_copies<1>();
-    return now;
   }
   template <bool WHOLE, typename L, typename T>
   static void add(const L& left, const T* right, float* to) {
