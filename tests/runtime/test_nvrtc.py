@@ -66,7 +66,7 @@ def test_attention_by_tensor_operations():
         mx.eval(of_all([q, k, k, None, None], [outputs[0], None], outputs))
     assert not any(seen.values()) and len(seen) == 4
     kernels = map(ptx_of, seen)
-    assert all("mma.sync" in ptx and ".local" not in ptx for ptx in kernels)
+    assert all("wgmma.mma_async" in ptx and ".local" not in ptx for ptx in kernels)
 
 
 @pytest.mark.nvrtc
