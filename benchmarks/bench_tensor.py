@@ -153,7 +153,7 @@ def attention(
         )
         times = [several(partial(step, run), x) * 1e6 for run in runs]
         yield (
-            f"{name} {length}: tensor {times[0]:.0f} us, present {times[1]:.0f} us; "
+            f"{name} {length}: tensor {times[0]:.0f} us, by tiles {times[1]:.0f} us; "
             f"{times[0] / times[1]:.2f} times; off by {error:.1e}"
         )
 
