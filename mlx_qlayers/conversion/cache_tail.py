@@ -24,6 +24,8 @@ from ..ops.attention_step import MIN_POSITIONS, MIN_TICKETS, packed_rows, parts_
 
 # Rows of a tail, as many as a cache grows by.
 _ROWS = 256
+# Rows that a long cache grows by at most.
+_MOST_ROWS = 2048
 
 Buffer = mx.array | tuple[mx.array, ...]
 # What a cache has in the place of keys or values: a buffer, its tail, and the rows ahead of that.
@@ -88,7 +90,7 @@ def tail_of(last: Tail | None, caches: Sequence[Any], length: int) -> Tail:
 def more_rows(cache: Any) -> int:
     """How many rows its buffers grow by: as mlx-lm's, or a quarter. Each size takes a graph."""
     step: int = cache.step
-    return max(step, layout(cache).keys[2] // 4 // step * step)
+    return max(step, min(layout(cache).keys[2] // 4, _MOST_ROWS) // step * step)
 
 
 def with_tickets(tail: Tail) -> Tail:

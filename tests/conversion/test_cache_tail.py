@@ -334,6 +334,7 @@ def test_tails_start_where_buffers_have_room():
             (9, 9, 9, 265),
             (512, 512, 512, 768),
             (2560, 2560, 2560, 3072),
+            (16384, 16384, 16384, 18432),
         ):
             for c in cache:
                 c.keys, c.values = (mx.ones((1, 2, rows, 32)) for _ in range(2))
