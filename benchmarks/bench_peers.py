@@ -30,14 +30,9 @@ from mlx_qlayers import attention, grid_sample, quantized_matmul
 from mlx_qlayers.runtime.cuda_ahead import together
 
 # Heads, key heads, width of a head, length; causal, bfloat16, batch 1.
-ATTENTION = [
-    (32, 32, 64, 4096),
-    (28, 4, 128, 4096),
-    (8, 8, 256, 4096),
-    (28, 4, 128, 16384),
-    (32, 32, 64, 1024),
-    (32, 8, 128, 2048),
-]
+HEADS = ((32, 32, 64), (28, 4, 128), (8, 8, 256))
+ATTENTION = [(*heads, 4096) for heads in HEADS]
+ATTENTION += [(28, 4, 128, 16384), (32, 32, 64, 1024), (32, 8, 128, 2048)]
 # Images, points along an axis, and whether in half precision.
 IMAGES = ((16, 512, 512, 3), 512), ((8, 1024, 1024, 64), 256), ((16, 512, 512, 1), 512)
 SAMPLING = [(*case, half) for case in IMAGES for half in (False, True)]

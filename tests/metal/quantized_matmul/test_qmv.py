@@ -12,11 +12,7 @@ from runtime.host import mlx_kernels as mk
 
 from mlx_qlayers import quantized_matmul
 from mlx_qlayers.formats import Format
-from mlx_qlayers.metal.quantized_matmul.qmv_config import (
-    QmvMatrixConfig,
-    QmvPersistentConfig,
-    qmv_config,
-)
+from mlx_qlayers.metal.quantized_matmul import qmv_config as configs
 from mlx_qlayers.options import PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
 from mlx_qlayers.runtime.host import checks
@@ -56,7 +52,7 @@ def by_kernel(x, packed, fmt, bias=None, device="host", config=None, **changes):
 
 
 def config_for(device, x, packed, fmt):
-    return qmv_config(device, *x.shape[:1], packed[0].shape[0], x.shape[1], x.dtype, fmt)
+    return configs.qmv_config(device, *x.shape[:1], packed[0].shape[0], x.shape[1], x.dtype, fmt)
 
 
 def check_all(fmt, dtype, rows, shapes=SHAPES, **options):
@@ -92,12 +88,12 @@ def test_matrix_units(fmt, dtype, rows):
 @pytest.mark.parametrize(
     "config",
     [
-        QmvMatrixConfig(fragments=1, run=16, tiles=2, simds=3),
-        QmvMatrixConfig(fragments=2, run=32, tiles=4, simds=1),
-        QmvMatrixConfig(fragments=4, run=64, tiles=1, simds=2, stacks=2),
-        QmvMatrixConfig(fragments=2, run=32, tiles=1, simds=8),
-        QmvPersistentConfig(fragments=4, run=64, tiles=2, simds=2, ahead=2),
-        QmvPersistentConfig(fragments=1, run=16, tiles=3, simds=4),
+        configs.QmvMatrixConfig(fragments=1, run=16, tiles=2, simds=3),
+        configs.QmvMatrixConfig(fragments=2, run=32, tiles=4, simds=1),
+        configs.QmvMatrixConfig(fragments=4, run=64, tiles=1, simds=2, stacks=2),
+        configs.QmvMatrixConfig(fragments=2, run=32, tiles=1, simds=8),
+        configs.QmvPersistentConfig(fragments=4, run=64, tiles=2, simds=2, ahead=2),
+        configs.QmvPersistentConfig(fragments=1, run=16, tiles=3, simds=4),
     ],
     ids=str,
 )
@@ -119,8 +115,8 @@ def test_matrix_units_in_other_configurations(config):
 )
 def test_threadgroups_that_stay(fmt, dtype, rows):
     """Several formats, in more tiles than are under way at once."""
-    like = qmv_config("cuda", rows, 41, 256, dtype, fmt)
-    config = QmvPersistentConfig(like.fragments, like.run, tiles=3, simds=8, ahead=2)
+    like = configs.qmv_config("cuda", rows, 41, 256, dtype, fmt)
+    config = configs.QmvPersistentConfig(like.fragments, like.run, tiles=3, simds=8, ahead=2)
     with checks():
         check_all(fmt, dtype, rows, [(41, 4), (100, 256)], config=config)
 
@@ -130,7 +126,7 @@ def test_a_configuration_must_go_with_the_rows():
     with pytest.raises(ValueError, match="does not take rows of 192 elements"):
         by_kernel(x, packed, AFFINE, device="cuda", run=128)
     with pytest.raises(ValueError, match="does not take rows of 192 elements"):
-        by_kernel(x, packed, AFFINE, config=QmvPersistentConfig(1, 16, tiles=2, simds=2))
+        by_kernel(x, packed, AFFINE, config=configs.QmvPersistentConfig(1, 16, tiles=2, simds=2))
 
 
 # For Apple's GPUs: runs of 16 to 80 bits, and bytes in one operand.
@@ -144,7 +140,7 @@ def test_matrix_units_with_runs_within_words(fmt):
 
 
 def test_matrix_units_with_runs_within_words_of_two_groups():
-    config = QmvMatrixConfig(fragments=1, run=16, tiles=1, simds=2)
+    config = configs.QmvMatrixConfig(fragments=1, run=16, tiles=1, simds=2)
     with checks():
         check_all(Format(32, 3), mx.float16, 4, [(9, 3)], device="metal", **asdict(config))
 
@@ -153,7 +149,7 @@ def test_matrix_units_with_runs_within_words_of_two_groups():
 @pytest.mark.parametrize(("run", "fragments"), [(16, 1), (32, 2)])
 def test_matrix_units_with_runs_ahead(run, fragments, ahead):
     """SIMD groups with whole blocks of runs, with a part of one, or with none."""
-    config = QmvMatrixConfig(fragments, run, tiles=2, simds=3, ahead=ahead)
+    config = configs.QmvMatrixConfig(fragments, run, tiles=2, simds=3, ahead=ahead)
     for k in (192, 4 * run * ahead * 4):
         rng = np.random.default_rng(k)
         x, packed = random(rng, (7, k), mx.bfloat16), random_packed(rng, 41, k, AFFINE, mx.bfloat16)
@@ -265,7 +261,7 @@ def fused(rng, dtype, rows, sizes, k, fmt, **options):
     if "norm" in options:
         options["norm"] = (random(rng, (k,), dtype) if options["norm"] else None, 1e-3)
     for device in ("host", "metal", "cuda"):
-        config = qmv_config(device, rows, sum(sizes), k, dtype, fmt)
+        config = configs.qmv_config(device, rows, sum(sizes), k, dtype, fmt)
         with use_backend("host"), checks():
             found = qmv(x, matrices, fmt, config, **options)
         check_fused(found, x, matrices, fmt, **options)
