@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,26 +18,23 @@ from .forward import FORWARD_INPUTS, Launcher, absent, forward_inputs
 from .layout import tile_bytes
 
 _CUT = ("SIMDS", "TILE", "RESIDENT", "SHARED")
-_AHEAD = Kernel(
+_kernel = partial(Kernel, large=True, ensure_row_contiguous=False)
+_AHEAD = _kernel(
     "attention_forward_ahead",
     "attention/forward_ahead.metal",
     inputs=FORWARD_INPUTS,
     outputs=("out", "norms"),
     template=("T", "M", "N", "D", "DV", "MASK", "SOFTCAP", "SINKS", "AVERAGE", *_CUT),
     threadgroup_memory=lambda **values: _declared("forward", values),
-    large=True,
-    ensure_row_contiguous=False,
 )
-_STATISTICS = Kernel(
+_STATISTICS = _kernel(
     "attention_backward_statistics",
     "attention/backward_once.metal",
     inputs=("out", "d_out", "norms"),
     outputs=("statistics",),
     template=("T", "DV"),
-    large=True,
-    ensure_row_contiguous=False,
 )
-_ONCE = Kernel(
+_ONCE = _kernel(
     "attention_backward_once",
     "attention/backward_once.metal",
     inputs=("q", "k", "v", "mask", "d_out", "statistics", "average", "sizes", "factors"),
@@ -44,8 +42,6 @@ _ONCE = Kernel(
     template=("T", "M", "D", "DV", "MASK", "SOFTCAP", "AVERAGE", "GROUPED", "SLICES", *_CUT),
     atomic_outputs=True,
     threadgroup_memory=lambda **values: _declared("backward", values),
-    large=True,
-    ensure_row_contiguous=False,
 )
 
 
@@ -77,7 +73,7 @@ class Cut:
 
 
 # By kernel and the widest head. On an H200 gradients of 32 heads of 64, 4,096 queries, took 684 us
-# by the kernels without atomics and 739 by this one, those of 28 of 128 1,133 and 1,022.
+# by the kernels without atomics and 739 by this one, those of 28 of 128 1,133 and 1,070.
 _TABLE: dict[str, dict[int, Cut | None]] = {
     "forward": {64: Cut(4, resident=3), 128: Cut(4, resident=2)},
     "backward": {64: None, 128: Cut()},
