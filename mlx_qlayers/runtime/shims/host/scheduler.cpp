@@ -130,14 +130,20 @@ static void compare_sites(Worker* w, Simd* s, Fiber* f, uint32_t others) {
   }
 }
 
-uint32_t meet_lanes(uint32_t operation, const void* site) {
-  Worker* w = tls_worker;
+// The thread that runs, which meets others at `site`.
+static Fiber* arrive(Worker* w, uint32_t operation, const void* site) {
   if (w->checks) checks_settle(w->checks);
   Fiber* f = w->current;
-  Simd* s = (Simd*)f->thread.simd;
-  uint32_t bit = 1u << f->thread.lane;
   f->site = site;
   f->operation = operation;
+  return f;
+}
+
+uint32_t meet_lanes(uint32_t operation, const void* site) {
+  Worker* w = tls_worker;
+  Fiber* f = arrive(w, operation, site);
+  Simd* s = (Simd*)f->thread.simd;
+  uint32_t bit = 1u << f->thread.lane;
   compare_sites(w, s, f, s->meeting);
   s->meeting |= bit;
   s->runnable &= ~bit;
@@ -162,12 +168,9 @@ extern "C" void qk_simdgroup_barrier(uint32_t flags) {
 
 void meet_threads(uint32_t operation, uint32_t flags, const void* site) {
   Worker* w = tls_worker;
-  if (w->checks) checks_settle(w->checks);
-  Fiber* f = w->current;
+  Fiber* f = arrive(w, operation, site);
   Simd* s = (Simd*)f->thread.simd;
   uint32_t bit = 1u << f->thread.lane;
-  f->site = site;
-  f->operation = operation;
   if (w->checks && w->waiting) {
     for (uint32_t i = 0; i < w->simd_count; i++) {
       if (!w->simds[i].waiting) continue;
