@@ -251,9 +251,9 @@ def checked() -> str:
     tests, sanitized = (RESULTS / f"{name}_cuda.txt" for name in ("tests", "sanitize_kernels"))
     text = tests.read_text()
     passed = re.search(r"^(\d+) tests, all passed", text, re.MULTILINE)
-    day = re.search(r"^date +(\S+)", text, re.MULTILINE)
-    if not passed or not day:
-        raise ValueError(f"{tests}: no date, or not all tests passed")
+    days = passed and re.findall(r"^date +(\S+)", text[: passed.start()], re.MULTILINE)
+    if not passed or not days:
+        raise ValueError(f"{tests}: no run in which all tests passed, or no date of it")
     rows: dict[tuple[str, ...], list[str]] = {}
     for families, *lines in (run.splitlines() for run in sanitized.read_text().split("families: ")):
         for tool, *numbers in (match.groups() for line in lines if (match := _TOOL.match(line))):
@@ -261,7 +261,7 @@ def checked() -> str:
     heads = ("tools", "families", "errors", "launches", "kernels", "cases", "wrong results")
     table = _table(heads, ((", ".join(tools), *row) for row, tools in rows.items()), texts=2)
     return (
-        f"NVIDIA H200, {day[1]}: all {passed[1]} tests passed ({_link('list', tests, TESTING)}). "
+        f"NVIDIA H200, {days[-1]}: all {passed[1]} tests passed ({_link('list', tests, TESTING)}). "
         f"Under `compute-sanitizer` ({_link('log', sanitized, TESTING)}):\n\n{table}"
     )
 

@@ -53,9 +53,11 @@ Check = Callable[[], object]
 def interrupts() -> Iterator[Callable[[Callable[[], object], float], None]]:
     """What interrupts a function that is called again and again, after so many seconds.
 
-    It raises where the interrupt does not arrive as a KeyboardInterrupt. Callbacks of the garbage
-    collector are left out: Python prints what they raise, and hypothesis has such a callback.
+    It raises where the interrupt does not arrive as a KeyboardInterrupt. The garbage collector
+    waits until the end: what its callbacks raise, and finalizers of models that earlier tests left,
+    Python only prints.
     """
+    dropped: list[str] = []
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -68,16 +70,20 @@ def interrupts() -> Iterator[Callable[[Callable[[], object], float], None]]:
                 function()
         except KeyboardInterrupt:
             return
-        raise AssertionError("an interrupt was lost")
+        raise AssertionError(f"an interrupt was lost; Python dropped {dropped}")
 
-    callbacks, gc.callbacks[:] = gc.callbacks[:], []
+    gc.collect()
+    gc.disable()
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda it: dropped.append(f"{it.exc_value!r} in {it.object!r}")
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         yield run
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        gc.callbacks[:] = callbacks
+        sys.unraisablehook = hook
+        gc.enable()
 
 
 def interrupted(rounds: int, function: Callable[[], object], check: Check) -> None:
