@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..formats import Format
-from ..runtime.staging import check_free, staged_directory
+from ..runtime.staging import check_free, remove_tree, staged_directory
 from .checkpoint import check_directory
 from .loading import find_model, load_stock
 
@@ -186,7 +186,7 @@ def quantize_calibrated(
     folder = target.with_name(f".{target.name}.gptq-{name}")
     config["quantization"] = quantize_model(model, tokenizer, text=words, folder=folder, **options)
     written = _write(target, source, model, tokenizer, config, path_or_hf_repo)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder, ignore_errors=True)
     return written
 
 

@@ -51,7 +51,7 @@ def staged_directory(target: Path, permissions: int | None = None) -> Iterator[P
         staging.rename(target)
         _sync(target.parent)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_tree(staging, ignore_errors=True)
         os.close(lock)
 
 
@@ -103,9 +103,23 @@ def remove_leftovers(folder: Path, pattern: str) -> None:
 def remove(path: Path) -> None:
     """Delete a file, or a directory with all that is in it."""
     if path.is_dir():
-        shutil.rmtree(path)
+        remove_tree(path)
     else:
         path.unlink()
+
+
+def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
+    """``shutil.rmtree``, but an interrupt is never lost.
+
+    Where one comes right after it closed a folder, it closes that once more: what this raises takes
+    the place of the KeyboardInterrupt, and whoever lets an OSError pass would go on.
+    """
+    try:
+        shutil.rmtree(folder, ignore_errors=ignore_errors)
+    except OSError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
 
 
 def locked_directory(prefix: str, parent: Path) -> tuple[Path, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_qlayers.runtime.staging import staged_directory
+from mlx_qlayers.runtime.staging import remove_leftovers, staged_directory
 
 
 def test_appears_when_the_block_ends(tmp_path: Path) -> None:
@@ -71,3 +71,18 @@ def test_leftovers_go_and_work_in_progress_stays(tmp_path: Path) -> None:
             (target / "file").touch()
         (target / "file").unlink()
     assert target.is_dir() and not first.exists() and all(other.exists() for other in others)
+
+
+def test_an_interrupt_while_leftovers_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes right after a folder is closed, where shutil.rmtree closes it once more."""
+    (tmp_path / ".leftover").mkdir()
+    close = os.close
+
+    def interrupted(handle: int) -> None:
+        monkeypatch.setattr(os, "close", close)
+        close(handle)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        monkeypatch.setattr(os, "close", interrupted)
+        remove_leftovers(tmp_path, ".*")
