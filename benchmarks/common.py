@@ -27,7 +27,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_qlayers.commands.info import backends, device, versions
-from mlx_qlayers.tuning.timing import Sample, significant, turns
+from mlx_qlayers.runtime.explain import significant
+from mlx_qlayers.tuning.timing import Sample, turns
 
 __all__ = [
     "RESULTS",

@@ -15,6 +15,7 @@ from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
 from ..runtime.backend import backend
 from ..runtime.cuda_ahead import together
+from ..runtime.explain import recording
 from ..runtime.transformed import has_values, uncompiled
 from .attention_patch import patched_attention, stock_class
 from .fused_blocks import input_width, unfused_class
@@ -47,7 +48,7 @@ def verify_steps(model: nn.Module, steps: Sequence[Step]) -> None:
     by_module, seen = {id(step.module): step for step in steps}, set[tuple[object, ...]]()
     results: list[Result] = []
     # All kernels are asked for before the first one runs: CUDA's are compiled side by side.
-    with together():
+    with recording(), together():  # what is verified is no call of the user's
         for step in steps:
             assert step.cls is not None
             path, module, kind = step.row.path, step.packed or step.module, tuple[object, ...]()

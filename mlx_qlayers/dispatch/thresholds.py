@@ -13,6 +13,7 @@ from typing import Any
 
 from ..runtime.backend import backend
 from ..runtime.backend import epoch as current
+from ..runtime.explain import significant
 from . import entries as stored
 from .entries import Values
 
@@ -41,7 +42,8 @@ class Evidence:
     def __str__(self) -> str:
         where = "" if self.source == "measured here" else f" of {self.device}"
         when = f", {self.date}" if where and self.date else ""
-        times = ", ".join(f"{name} {1e6 * s:.3g} us" for name, s in (self.seconds or {}).items())
+        seconds = (self.seconds or {}).items()
+        times = ", ".join(f"{name} {significant(1e6 * s)} us" for name, s in seconds)
         return f"{self.source}{where}{when}" + (f": {times}" if times else "")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .backend import undone
 
-_FIGURE = re.compile(r"\d+(\.\d+)?")
+_FIGURE = re.compile(r"\d[\d,]*(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,13 @@ def aligned(rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
         justify = str.rjust if numbers and i else str.ljust
         justified.append([justify(cell, max(map(len, column))) for cell in column])
     return ["  ".join(row).rstrip() for row in zip(*justified, strict=True)]
+
+
+def significant(value: float) -> str:
+    """A number with three significant digits, and none in powers of ten."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}" if abs(value) >= 1e-4 else f"{value:.2e}"
 
 
 class Decisions(list[Decision]):

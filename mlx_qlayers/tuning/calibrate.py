@@ -36,7 +36,7 @@ from ..dispatch.tunable import (
 from ..formats import Format
 from ..runtime.backend import advance_epoch, backend, epoch, requested
 from ..runtime.cuda_ahead import nothing_compiled
-from ..runtime.explain import note, recording
+from ..runtime.explain import note, recording, significant
 from ..runtime.ranks import gathered
 from .measuring import results
 from .problems import Target, asked_by, problems_of
@@ -99,7 +99,8 @@ class Calibration:
         taken = 1e3 * sum(m.count * m.seconds[m.path] for m in token)
         text = f"measured here: kernels for {kernels} of {total} shapes"
         if token:
-            text += f", which take {taken:.3g} ms of a token in place of {stock:.3g} ms"
+            text += f", which take {significant(taken)} ms of a token"
+            text += f" in place of {significant(stock)} ms"
         text += f"; measured for {self.seconds:.1f} s" if self.seconds else ""
         return text + (f"; {self.left} left to the next conversion" if self.left else "")
 

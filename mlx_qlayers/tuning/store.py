@@ -48,7 +48,8 @@ def save(device: str, found: Mapping[str, Entry], folder: Path | None = None) ->
         kept = True
     except OSError as error:
         note("tuning", "not kept", str(error))
-        print(f"mlx-qlayers: tuning results are not kept: {error}", file=sys.stderr)
+        if device not in unsaved:  # a calibration saves each second
+            print(f"mlx-qlayers: measurements are not kept: {error}", file=sys.stderr)
         unsaved.setdefault(device, {}).update(found)
         kept = False
     advance_epoch()

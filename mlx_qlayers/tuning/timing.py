@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import hypot
 from typing import TypeVar
 
+from ..runtime.explain import significant
+
 T = TypeVar("T")
 
 
@@ -73,10 +75,3 @@ def turns(names: Iterable[T], repeats: int) -> Iterable[T]:
     for _ in range(repeats):
         yield from order
         order.reverse()
-
-
-def significant(value: float) -> str:
-    """A number with three significant digits, and none in powers of ten."""
-    if value == 0 or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:#.3g}" if abs(value) >= 1e-4 else f"{value:.2e}"

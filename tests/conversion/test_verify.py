@@ -9,7 +9,7 @@ from architectures import build
 from converted import PLAIN
 from small_qwen import qwen, snapshot
 
-from mlx_qlayers import convert_model
+from mlx_qlayers import convert_model, explain
 from mlx_qlayers.conversion import compiled_blocks, verify
 from mlx_qlayers.layers import qlinear
 
@@ -34,13 +34,14 @@ def test_a_layer_that_disagrees(monkeypatch, what):
     assert convert_model(model, verify=False).counts == {"swapped": 17}
 
 
-def test_verification_does_not_use_the_random_state():
+def test_verification_uses_no_random_state_and_counts_no_calls():
+    explain(reset=True)
     mx.random.seed(3)
     expected = mx.random.normal((4,))
     model = qwen()
     mx.random.seed(3)
     convert_model(model)
-    assert mx.array_equal(mx.random.normal((4,)), expected)
+    assert mx.array_equal(mx.random.normal((4,)), expected) and not explain()
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_heuristic_gives_way_to_what_was_found():
 def test_evidence_says_what_was_measured_where():
     keep(config=OTHER, date="2026-11-22", command="mlx-qlayers tune")
     evidence = found("qmv", *QUESTION).evidence
-    assert str(evidence) == "measured here: kernel 41 us, stock 63 us"
+    assert str(evidence) == "measured here: kernel 41.0 us, stock 63.0 us"
     assert (evidence.device, evidence.date) == ("some_gpu", "2026-11-22")
     shipped = measurements.lookup(PROBLEMS["qmv"](1, 4608, 3584, mx.bfloat16, FMT, "3"), "sm_90")
     text = "shipped result of sm_90, 2026-11-21: kernel 8.82 us, stock 25.4 us"
@@ -83,7 +83,7 @@ def test_evidence_says_what_was_measured_where():
 def test_results_without_the_times_of_both_sides_still_count():
     """As the first versions wrote them."""
     keep(config=OTHER, paths={}, path="stock")
-    assert str(found("qmv", *QUESTION).evidence) == "measured here: stock 41 us"
+    assert str(found("qmv", *QUESTION).evidence) == "measured here: stock 41.0 us"
 
 
 @pytest.mark.parametrize(
@@ -239,13 +239,13 @@ def test_ops_take_the_kernel_where_it_won_and_say_so(monkeypatch):
     keep()
     (_, path, reason, evidence), kernel = chosen(monkeypatch)
     assert (path, kernel, evidence) == ("cuda", QMV, "measured here")
-    assert "by qmv, measured here: kernel 41 us, stock 63 us" in reason
+    assert "by qmv, measured here: kernel 41.0 us, stock 63.0 us" in reason
 
 
 def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
     keep(path="stock")
     choice, _ = chosen(monkeypatch)
-    assert choice[1:] == ("ops", "measured here: kernel 41 us, stock 63 us", "measured here")
+    assert choice[1:] == ("ops", "measured here: kernel 41.0 us, stock 63.0 us", "measured here")
 
 
 def test_ops_take_the_dense_product_where_it_won(monkeypatch):

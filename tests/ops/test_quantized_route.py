@@ -118,9 +118,9 @@ def time_of(product):
 @pytest.mark.parametrize(
     ("path", "missing", "kernel", "said"),
     [
-        ("tensor", None, TENSOR, "tensor operations, measured here: tensor 41 us"),
+        ("tensor", None, TENSOR, "tensor operations, measured here: tensor 41.0 us"),
         ("tensor", "an M4", QMM, "the kernel was not measured"),
-        ("codes", None, CODES, "on packed codes, measured here: tensor 41 us"),
+        ("codes", None, CODES, "on packed codes, measured here: tensor 41.0 us"),
         ("codes", "macOS 26.2", QMM, "the kernel was not measured"),
         ("kernel", None, QMM, "tensor operations were slower"),
         ("kernel", "an M4", QMM, "no tensor operations: an M4"),

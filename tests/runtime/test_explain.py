@@ -31,15 +31,15 @@ def test_a_decision_is_listed_once_for_each_reason_and_evidence():
 
 
 def test_decisions_print_as_a_table_in_which_figures_do_not_count():
-    for speed, calls in (("0.7", 2), ("0.71", 3), ("12", 1)):
+    for speed, calls in (("0.7", 2), ("0.71", 3), ("12", 1), ("1,200", 1)):
         for _ in range(calls):
             note("some name", "ops", f"on a CPU the kernel has {speed} times the speed")
     note("own", "host", "asked for", "asked for")
-    assert len(explain()) == 4
+    assert len(explain()) == 5
     assert str(explain()) == repr(explain())
     assert str(explain()).splitlines() == [
         "operation  path  calls  evidence   reason",
-        "some name  ops   6      rule       on a CPU the kernel has 0.71 times the speed",
+        "some name  ops   7      rule       on a CPU the kernel has 0.71 times the speed",
         "own        host  1      asked for  asked for",
     ]
 

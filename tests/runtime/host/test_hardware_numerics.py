@@ -10,8 +10,9 @@ import pytest
 
 from mlx_qlayers.runtime import Kernel, use_backend
 from mlx_qlayers.runtime.host import checks
-from mlx_qlayers.runtime.source import METAL
+from mlx_qlayers.runtime.source import METAL, head, read
 
+PATHS = sorted(METAL.rglob("*.metal"))
 TEXT = """
 #include <metal_stdlib>
 using namespace metal;
@@ -68,10 +69,24 @@ def test_errors_are_the_documented_ones(name, function, ulps, absolute):
     assert (np.abs(rough(name, False) - truth) <= 1.5 * unit).all()
 
 
-@pytest.mark.parametrize("path", sorted(METAL.rglob("*.metal")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_kernels_name_the_precision(path):
     text = re.sub(r"//[^\n]*", "", path.read_text())
     assert TWO_PRECISIONS.findall(text) == []
+
+
+# With all helpers inline, 3D and bicubic sampling compile for a minute.
+SAMPLING = ("grid_sample", "deformable")
+INLINE = [path for path in PATHS if path.parent.name not in SAMPLING]
+
+
+@pytest.mark.parametrize("path", INLINE, ids=lambda path: path.stem)
+def test_helpers_with_arrays_are_forced_inline(path):
+    """Else Apple's compiler may keep the arrays on the stack."""
+    helpers = [item for item in read(path) if not item.kernel and "(" in head(item.tokens)]
+    texts = ({token.text for token in item.tokens} for item in helpers)
+    held = [words for words in texts if words & {"thread", "["} and "constexpr" not in words]
+    assert all("METAL_FUNC" in words or "struct" in words for words in held)
 
 
 PRODUCT = """
