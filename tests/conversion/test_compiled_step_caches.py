@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import groupby
 
 import mlx.core as mx
@@ -10,7 +11,9 @@ import pytest
 from architectures import VOCABULARY
 from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.models import cache as caches_of_mlx_lm
 from mlx_lm.models.cache import (
+    BatchKVCache,
     BatchRotatingKVCache,
     KVCache,
     QuantizedKVCache,
@@ -130,8 +133,19 @@ def test_many_sequences_of_one_length_with_quantized_caches(
     assert_same_states(*reversed(results), bits=bits, what="11 sequences")
 
 
+def test_mlx_lm_has_quantized_caches_of_one_kind() -> None:
+    """Neither rotating nor batched ones, which would have to be decoded with here."""
+    named = vars(caches_of_mlx_lm).values()
+    classes = [c for c in named if isinstance(c, type) and hasattr(c, "update_and_fetch")]
+    assert [c for c in classes if "bits" in inspect.signature(c).parameters] == [QuantizedKVCache]
+    for cache in (RotatingKVCache(8), BatchRotatingKVCache(8, [0])):
+        with pytest.raises(NotImplementedError):
+            cache.to_quantized()
+    assert not hasattr(BatchKVCache, "to_quantized")
+
+
 @pytest.mark.parametrize("name", ["phi3", "qwen3_moe", "gemma3_text"])
-def test_tokens_are_the_same_alone_in_a_batch_and_by_speculation(
+def test_tokens_are_the_same_alone_in_a_batch_behind_a_trimmed_cache_and_by_speculation(
     name: str, graphs: list[object]
 ) -> None:
     """Greedy tokens in float32, of the stock model and of the converted one."""
@@ -145,6 +159,21 @@ def test_tokens_are_the_same_alone_in_a_batch_and_by_speculation(
     graphs.clear()
     assert [tokens(model, prompt) for prompt in prompts] == greedy
     assert len(graphs) >= 3 * 10
+
+    # Once more with a cache of which tokens are taken back: wrong ones, then the text's own.
+    cache, text = make_prompt_cache(model), [*prompts[0], *greedy[0]]
+    model(mx.array([text[:4]]), cache=cache)
+    for wrong in (90, 91, 92):
+        model(mx.array([[wrong]]), cache=cache)
+    graphs.clear()
+    for kept in (4, 9):
+        if all(c.is_trimmable() for c in cache):
+            assert {c.trim(c.offset - kept) > 0 for c in cache} == {True}
+            steps = generate_step(
+                mx.array(text[kept : kept + 1]), model, max_tokens=12, prompt_cache=cache
+            )
+            assert [int(token) for token, _ in steps][: len(text) - kept - 1] == text[kept + 1 :]
+    assert len(graphs) >= 10
 
     generator = BatchGenerator(model, max_tokens=12)
     found: dict[int, list[int]] = {uid: [] for uid in generator.insert(prompts)}

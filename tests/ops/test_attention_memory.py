@@ -84,3 +84,20 @@ def test_wide_heads_are_for_the_forward_kernel_on_cuda(width, dtype, kernel, on,
     arrays = [Spec((1, *shape), dtype) for shape in shapes]
     plan = ops._plan([*arrays, None, None], (0, 0), 0.1, "causal", None, None)
     assert (plan.choice.path, len(plan.gradients)) == (("cuda", 1) if kernel else ("ops", 0))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("widths", [(192, 192), (256, 256), (512, 512), (576, 512)], ids=str)
+def test_memory_of_wide_heads_grows_with_the_queries(widths):
+    """Twice the queries and keys take twice the memory, and not that of scores."""
+    taken = []
+    for length in (4096, 8192):
+        q, v = (mx.zeros((1, 4, length, d), mx.bfloat16) for d in widths)
+        for _ in range(2):  # what is kept for all calls is there after the first
+            mx.eval(q, v)
+            mx.synchronize()
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            mx.eval(attention(q, q[:, :1], v[:, :1], scale=0.05, mask="causal"))
+        taken.append(mx.get_peak_memory() - before)
+    assert taken[1] < min(2.2 * taken[0], 4 * 8192 * 8192)
