@@ -202,7 +202,7 @@ class StepCall(NamedTuple):
         q, k, v: the products of a token.
         k_cache, v_cache: (B, Hkv, S, D) or Dv, or packed, scales and biases.
         k_tail, v_tail: what came since, in rows of numbers or of :func:`row_words`.
-        positions, freqs, mask, sinks, tickets: as there.
+        positions, freqs, mask, sinks, q_norm, k_norm, tickets: as there.
     """
 
     q: Any
@@ -216,6 +216,8 @@ class StepCall(NamedTuple):
     freqs: Any = None
     mask: Any = None
     sinks: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
     tickets: Any = None
 
     @classmethod

@@ -33,6 +33,18 @@ class Turned(NamedTuple):
     offset: Any
 
 
+def entry(at: mx.array, i: int) -> mx.array:
+    """One of the positions, as a view: to gather it would be a launch."""
+    return at[i : i + 1].reshape(())
+
+
+def counting(rows: int) -> mx.array:
+    """The numbers of rows: a constant of a graph."""
+    row = mx.arange(rows)
+    mx.eval(row)
+    return row
+
+
 def _same(one: Turned, other: Turned) -> bool:
     return one.how[0] == other.how[0] and one.how[1] is other.how[1]
 
@@ -54,7 +66,7 @@ class Slot:
         self.padding: mx.array | None = None
         self.updated = self.replaced = False
         self.steps: bool | None = None  # not known before attention
-        self.first = self.offset = step.at[static.group][2]
+        self.first = self.offset = entry(step.at[static.group], 2)
         if hasattr(static.kind, "finalize"):  # of a batch
             self.first = self.offset = next(given)
             self.padding = next(given)
@@ -100,8 +112,7 @@ class Slot:
     @property
     def start_position(self) -> mx.array:
         """That of the first row, of a cache that lets go of others."""
-        _, _, position = self.owner.at[self.static.group]
-        return position - self.rows()[0]
+        return entry(self.owner.at[self.static.group], 2) - self.rows()[0]
 
     def stored(self, rows: mx.array) -> mx.array:
         """Rows as a tail has them."""
@@ -147,6 +158,10 @@ class Slot:
         if of_q and of_k and _same(of_q, of_k) and of_q.offset is of_k.offset is self.first:
             q, k = of_q.x, of_k.x
             options["rotation"], options["freqs"] = of_q.how
+        of_q, of_k = (self.owner.normed(each) for each in (q, k))
+        if of_q and of_k and of_q.eps == of_k.eps:
+            q, k = of_q.x, of_k.x
+            options |= {"norms": (of_q.weight, of_k.weight), "epsilon": of_q.eps}
         out, *tails = attention_step(*map(self.owner.rows, (q, k, v)), *arrays, **options)
         return [self.owner.keep_rows(out.reshape(len(out), q_heads, 1, -1), out), *tails]
 
@@ -176,7 +191,7 @@ class Slot:
     def _mask(self, window: int | None) -> mx.array:
         static, (at, last) = self.static, self.rows()
         rows = static.shapes[0][2]
-        row = mx.arange(rows)
+        row = counting(rows)
         # How many tokens came before that of a row: behind the token's row is the oldest.
         first = (row + (rows - 1) - at) % rows
         if static.rotated and self.padding is not None:
@@ -195,7 +210,7 @@ class Slot:
     def rows(self) -> tuple[mx.array, mx.array]:
         """The row that is written, and the last one that counts."""
         at = self.owner.at[self.static.group]
-        return at[0], at[1]
+        return entry(at, 0), entry(at, 1)
 
     def keys_and_values(self) -> Sequence[Any]:
         """All rows, those that do not count too."""
@@ -239,12 +254,13 @@ class TailSlot(Slot):
         at, batch = step.at[static.group], static.shapes[0][0]
         is_batch = hasattr(static.kind, "finalize")
         self.padding = next(given) if is_batch else None
-        self.first = self.offset = at[2 : 2 + batch] if is_batch else at[2]
+        self.first = self.offset = at[2 : 2 + batch] if is_batch else entry(at, 2)
 
     def rows(self) -> tuple[mx.array, mx.array]:
         """The same row twice."""
         at = self.owner.at[self.static.group]
-        return at[0] + at[1], at[0] + at[1]
+        row = entry(at, 0) + entry(at, 1)
+        return row, row
 
     def written(self, *token: mx.array) -> tuple[Buffer, ...]:
         """The buffers with the tail in them, and the token's row in that."""
@@ -281,10 +297,10 @@ class RingTailSlot(TailSlot):
         if key not in masks:
             if keep and window < size:
                 raise Unsupported("a window is smaller than its cache, which keeps its first rows")
-            row = mx.arange(self.static.shapes[0][2] + self.static.tail)
+            row = counting(self.static.shapes[0][2] + self.static.tail)
             held, order = self._order(row)
             # How many tokens came since that of a row.
-            start = self.owner.at[self.static.group][0]
+            start = entry(self.owner.at[self.static.group], 0)
             age = mx.where(row < start, size - keep - order + held, held - (row - start))
             seen = (age < window - keep) | (row < keep)
             masks[key] = seen[None, None, None]
@@ -294,7 +310,8 @@ class RingTailSlot(TailSlot):
         """How many tokens the tail holds, and which of its rows overwrites one of the ring's."""
         settings, at = dict(self.static.settings), self.owner.at[self.static.group]
         size, keep = settings["max_size"], settings.get("keep", 0)
-        return at[1], (row - (at[-1] - at[1])) % (size - keep)
+        held = entry(at, 1)
+        return held, (row - entry(at, at.size - 1) + held) % (size - keep)
 
     def by_step(self, q: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array | None:
         """Attention that turns the token's query and key, if they are turned as it can."""
@@ -309,7 +326,7 @@ class RingTailSlot(TailSlot):
 
     def outputs(self) -> Iterator[Buffer | None]:
         """What changed: keys and values as the cache shows them."""
-        keep, row = dict(self.static.settings).get("keep", 0), mx.arange(self.static.shapes[0][2])
+        keep, row = dict(self.static.settings).get("keep", 0), counting(self.static.shapes[0][2])
         held, order = self._order(row)
         new = ((order <= held) & (row >= keep))[:, None]
         at = mx.minimum(order, self.static.tail - 1)

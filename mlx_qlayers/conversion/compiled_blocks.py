@@ -212,7 +212,9 @@ def _in_heads(
     x: mx.array, count: int, weight: mx.array | None = None, eps: float | None = None
 ) -> mx.array:
     """(B, L, H * D) to (B, L, H, D), each head normalized where there is an epsilon."""
-    x = x.reshape(*x.shape[:-1], count, -1)
+    rows, x = x, x.reshape(*x.shape[:-1], count, -1)
+    if (step := current_step.get()) is not None and x.shape[1] == 1:
+        step.keep_rows(x, rows)
     return x if eps is None else mx.fast.rms_norm(x, weight, eps)
 
 
@@ -256,9 +258,7 @@ def heads(
             if (step := current_step.get()) is not None:
                 for y, x in zip(turned, (q, k), strict=True):
                     step.turn(y, x, rotation, freqs, position)
-                for y, row, changed in zip((q, k, v), rows, (*norm_eps, None), strict=True):
-                    if changed is None:
-                        step.keep_rows(y, row)
+                step.keep_rows(v, rows[2])
             return [*turned, v]
         q, k = map(_heads_first, (q, k))
         if rope is not None:

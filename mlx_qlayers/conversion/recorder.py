@@ -107,7 +107,7 @@ class Recorder:
 def keeps_order(node: Node) -> bool:
     """Whether an array has the elements of another one in the same order."""
     x, *more = node.args
-    if node.op in ("reshape", "flatten", "unflatten", "squeeze", "expand_dims"):
+    if node.op in ("reshape", "flatten", "unflatten", "squeeze", "expand_dims", "contiguous"):
         return True
     axes = [*range(x.ndim)] if node.op in ("transpose", "swapaxes") else []
     if node.op == "transpose":

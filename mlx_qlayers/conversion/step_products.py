@@ -29,6 +29,15 @@ class Normed(NamedTuple):
     eps: float
 
 
+class HeadNorm(NamedTuple):
+    """What an RMS norm of heads gave, of what, and how."""
+
+    y: mx.array
+    x: mx.array
+    weight: mx.array
+    eps: float
+
+
 class Product(NamedTuple):
     """A product and its residual, and how it is computed otherwise.
 
@@ -62,6 +71,7 @@ class Products:
         self.made: dict[int, Product] = {}
         self.instead: dict[int, tuple[mx.array, mx.array]] = {}
         self.split: dict[int, Part] = {}
+        self.of_heads: dict[int, HeadNorm] = {}
 
     def keep(self, product: Product) -> None:
         """Keep how a product was made."""
@@ -136,7 +146,10 @@ class Products:
     ) -> mx.array:
         """The RMS norm of ``x``, computed by a function, which products may take in."""
         if (parts := self.deferring(x, weight)) is None:
-            return norm(self.latest(x), weight, eps)
+            y = norm(self.latest(x), weight, eps)
+            if x.ndim == 4 and weight is not None and weight.dtype == x.dtype == y.dtype:
+                self.of_heads[id(y)] = HeadNorm(y, x, weight, eps)
+            return y
         y, rows, tile_squares = parts
         normalized = norm(y, weight, eps)
         self.norms[id(normalized)] = Normed(normalized, rows, tile_squares, eps)

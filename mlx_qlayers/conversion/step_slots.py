@@ -20,7 +20,7 @@ from .cache_slots import RING, STEPPED, Slot, TailSlot, Turned, slot_class
 from .cache_tail import Buffer, one_token
 from .recorder import Node, Recorder, current, keeps_order
 from .step_kinds import Nested, States, Static, Unsupported
-from .step_products import Products
+from .step_products import HeadNorm, Products
 
 
 class Step:
@@ -83,6 +83,8 @@ class Step:
         if not keeps_order(node):
             return None
         *ahead, first = self._views(node.args[0])
+        if node.op == "contiguous" and not ahead:
+            return None  # of a part of another array, which it lets go of
         y = next((y for y in (*ahead, first) if y.shape == node.y.shape), None)
         if y is None and ahead:
             return self.keep_rows(first.reshape(node.y.shape), first)
@@ -96,6 +98,12 @@ class Step:
             node = recorder.node(y) if recorder else None
             before: Any = node.args[0] if node and keeps_order(node) else None
             _, y = self.flat.get(id(y), (y, before))
+
+    def normed(self, heads: mx.array) -> HeadNorm | None:
+        """The RMS norm of each head, of which (B, H, 1, D) or (B, 1, H, D) is a view; or None."""
+        norms = self.products.of_heads
+        found = next((norms[id(y)] for y in self._views(heads) if id(y) in norms), None)
+        return found if found and found.weight.shape == heads.shape[-1:] else None
 
     def attending(self, k: Buffer) -> None:
         """Note that a fused module took a cache's keys, for attention and nothing else."""

@@ -193,7 +193,9 @@ def watched(
         (QLinear, "__call__", calls.multiplying),
         (QMultiLinear, "__call__", calls.by_head),
     ]
-    views = dict.fromkeys(("reshape", "transpose", "swapaxes", "flatten"), step.viewed)
+    views = dict.fromkeys(
+        ("reshape", "transpose", "swapaxes", "flatten", "contiguous"), step.viewed
+    )
     rules = {**RULES, **views, "add": step.products.added, "mul": step.products.multiplied}
     recorder = Recorder(rules, latest=step.products.latest, on_pair=chosen_at_once)
     differentiated = current.get().mode is Mode.TRANSFORMED

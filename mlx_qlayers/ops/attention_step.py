@@ -53,6 +53,8 @@ def attention_step(
     freqs: mx.array | None = None,
     mask: mx.array | None = None,
     sinks: mx.array | None = None,
+    norms: tuple[mx.array, mx.array] | None = None,
+    epsilon: float = 1e-5,
     tickets: mx.array | None = None,
 ) -> list[mx.array]:
     """Rotary embedding and attention to a cache and its tail, for one token a sequence.
@@ -80,6 +82,9 @@ def attention_step(
             column j is that of key j: those of the cache that count, those of the tail, and the
             token's own. None hides nothing.
         sinks: (H,) scores of keys without a value, one a head, in the dtype of ``q`` or cast to it.
+        norms: (D,) each, in the dtype of ``q`` or cast to it: the weights of RMS norms that each
+            head of queries and keys goes through first. None normalizes nothing.
+        epsilon: of these norms.
         tickets: (max(8, B * H),) int32 zeros, with which a GPU needs one launch where it needs two
             without. They are zeros again behind it: give them to no call that may run at once.
 
@@ -101,12 +106,17 @@ def attention_step(
     many = tuple, list
     of_k = k_cache if isinstance(k_cache, many) else (k_cache,)
     of_v = v_cache if isinstance(v_cache, many) else (v_cache,)
-    arrays = q, k, v, *of_k, *of_v, k_tail, v_tail, positions, freqs, mask, sinks, tickets
-    outputs: list[mx.array] = dispatch(_STEP, arrays, (scale, rotation, len(of_k), len(of_v)))
+    weights = norms or (None, None)
+    rest = positions, freqs, mask, sinks, *weights, tickets
+    arrays = q, k, v, *of_k, *of_v, k_tail, v_tail, *rest
+    static = scale, rotation, epsilon if norms else 0.0, len(of_k), len(of_v)
+    outputs: list[mx.array] = dispatch(_STEP, arrays, static)
     return outputs
 
 
-def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation, *parts: int) -> Plan:
+def _plan(
+    arrays: Sequence[Any], scale: float, rotation: Rotation, epsilon: float, *parts: int
+) -> Plan:
     if parts not in ((1, 1), (3, 3)):
         what = f"{parts[0]} and {parts[1]} arrays"
         raise ValueError(f"k_cache and v_cache must be packed in 3 arrays each, or 1, not {what}")
@@ -121,7 +131,7 @@ def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation, *parts: int) 
     covered = _covers(q.dtype, share, shape, v_width, bits)
     by = f"attention_step_packed, {bits} bits" if bits else ""
     choice = choose("attention_step", KERNELS if covered else (), by=by)
-    composed = reference.attention_step(arrays, scale, rotation)
+    composed = reference.attention_step(arrays, scale, rotation, epsilon)
     if choice.path == "ops":
         return Plan(choice, composed)
     if bits:
@@ -133,7 +143,7 @@ def _plan(arrays: Sequence[Any], scale: float, rotation: Rotation, *parts: int) 
         question = kernels.question(q, Spec(shape, q.dtype), v_width)
         config = configure("attention_step", choice.path, *question)
     known = arrays if choice.path in _ORDERED else arrays[:-1]
-    launch = kernels.attention_step(known, scale, rotation, config)
+    launch = kernels.attention_step(known, scale, rotation, config, epsilon)
     if bits:
         return Plan(choice, launch, reference=composed)
     return Plan(choice, launch, gradient_of(composed, arrays), composed)
@@ -226,6 +236,11 @@ def _checked(arrays: Sequence[Any]) -> StepCall:
         check_floats("sinks", call.sinks)
         if call.sinks.shape != (heads,):
             raise ValueError(f"sinks must be ({heads},), one a head, not {call.sinks.shape}")
+    for name, weight in (("q_norm", call.q_norm), ("k_norm", call.k_norm)):
+        if weight is not None:
+            check_floats(name, weight)
+            if weight.shape != (width,):
+                raise ValueError(f"{name} must be ({width},), as wide as a key, not {weight.shape}")
     if mask is None:
         return call
     broadcast = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)

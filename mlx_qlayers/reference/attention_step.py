@@ -14,7 +14,7 @@ from .rotary import rotary_embedding
 
 
 def attention_step(
-    arrays: Sequence[Any], scale: float, rotation: Rotation
+    arrays: Sequence[Any], scale: float, rotation: Rotation, epsilon: float = 0.0
 ) -> Callable[..., list[mx.array]]:
     """A function of arrays of these specs, those of :func:`.ops.attention_step.attention_step`."""
     call = StepCall.of(arrays)
@@ -37,11 +37,16 @@ def attention_step(
 
     def run(*arrays: Any) -> list[mx.array]:
         q, k, v, k_cache, v_cache, *rest = StepCall.of(arrays)
-        k_tail, v_tail, positions, freqs, mask, sinks, _ = rest
+        k_tail, v_tail, positions, freqs, mask, sinks, q_norm, k_norm, _ = rest
         # By a number MLX gathers, with a kernel that it compiles for seconds on CUDA.
         before, held, row = positions[:1], positions[1:2], mx.arange(rows)
         heads = (batch, 1, -1, width) if rotation.dims else (batch, -1, 1, width)
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(batch, -1, 1, v_width)
+        if q_norm is not None:
+            q, k = (
+                mx.fast.rms_norm(x, weight.astype(x.dtype), epsilon)
+                for x, weight in ((q, q_norm), (k, k_norm))
+            )
         if rotation.dims:
             q, k = turn(q, k, positions[2 : 2 + batch], freqs)
         if bits:

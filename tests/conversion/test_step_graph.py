@@ -10,10 +10,13 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import architectures
 import mlx.core as mx
 import pytest
+from architecture_table import ARCHITECTURES
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_qlayers import convert_model
 from mlx_qlayers.conversion import compiled_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -52,12 +55,25 @@ def test_a_layer_of_qwen2_is_five_kernels_and_nothing_else(
     assert max(kernel.text for kernel in more[1]) < 1400
 
 
-@pytest.mark.parametrize(("name", "views", "others"), [("phi3", 0, 5), ("qwen3_moe", 4, 11)])
-def test_a_layer_by_a_models_own_code(name: str, views: int, others: int) -> None:
-    """Views where the model itself normalizes each head, and nowhere else."""
+@pytest.mark.parametrize(("name", "others"), [("phi3", 5), ("qwen3_moe", 9)])
+def test_a_layer_by_a_models_own_code(name: str, others: int) -> None:
+    """No views, and norms of heads are part of attention."""
     (few, _), (more, _) = (of_token(name, layers, 4352) for layers in (1, 2))
     found = more - few
-    assert (found.total() - starting(found), starting(found)) == (views, others)
+    assert (found.total(), starting(found)) == (others, others)
+
+
+@pytest.mark.parametrize(("name", "others"), [("exaone4", 25), ("spark2_5", 24)])
+def test_a_window_that_is_full(name: str, others: int) -> None:
+    """Its mask is one launch: positions are no gathers. Queries and keys are no copies."""
+    with recorded_gpu():
+        model = architectures.build(name, ARCHITECTURES[name], mx.bfloat16)
+        convert_model(model, verify=False, calibrate=False)
+        cache = make_prompt_cache(model)
+        for _ in range(12):
+            mx.eval(token(model, cache))
+        found = primitives(token(model, cache))
+    assert starting(found) == others and not found.keys() & {"Gather", "Arange", "Contiguous"}
 
 
 @pytest.mark.parametrize(

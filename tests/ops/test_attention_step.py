@@ -190,6 +190,37 @@ def test_sinks(which, dtype, path):
     assert_accurate(out, truth, round_to(rough, dtype), terms=terms, what="out")
 
 
+def normed(x, weight, kind):
+    """Rows of heads behind an RMS norm of each, with every number in ``kind``."""
+    heads, weight = to64(x).astype(kind).reshape(*x.shape[:-1], -1, weight.size), to64(weight)
+    size = np.sqrt((heads * heads).mean(-1, keepdims=True) + kind(1e-3))
+    return (heads / size * weight.astype(kind)).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("which", "dtype"), [(0, mx.float32), (3, mx.float16), (4, mx.bfloat16)], ids=str
+)
+def test_norms_of_heads(which, dtype, path):
+    """Ahead of their rotation and without one, of more queries than a tile has."""
+    if path == "checked" and which != 4:
+        return
+    arrays, options = make(CASES[which], dtype, path)
+    rng, width = np.random.default_rng(4), CASES[which][5]
+    arrays[:2] = [0.01 * arrays[0], 30 * arrays[1]]
+    norms = tuple(random(rng, (width,), dtype) for _ in range(2))
+    out, k_tail, _ = attention_step(*arrays, **options, norms=norms, epsilon=1e-3)
+
+    def behind(kind, precision):
+        rows = [normed(x, w, kind) for x, w in zip(arrays[:2], norms, strict=True)]
+        rows = rows if precision is None else [round_to(x, precision) for x in rows]
+        return expected([*rows, *arrays[2:]], options, kind, precision)
+
+    truth, terms, (key, _) = behind(np.float64, None)
+    rough, _, (row, _) = behind(np.float32, dtype)
+    assert_accurate(out, truth, round_to(rough, dtype), terms=terms, what="out")
+    assert_accurate(k_tail, key, round_to(row, dtype), what="tail")
+
+
 @pytest.mark.parametrize(("teams", "splits", "dtype"), [(2, 3, mx.float16), (4, 0, mx.bfloat16)])
 def test_teams_of_a_threadgroup_and_the_last_one_that_adds_up(
     teams, splits, dtype, path, monkeypatch
@@ -301,6 +332,8 @@ HALF = mx.quantize(mx.zeros((1, 2, 40, 64), mx.float16), 64, 4)
         ({"mask": mx.ones((1, 1, 1, 40))}, "mask must be bool"),
         ({"mask": mx.ones((1, 1, 1, 39), mx.bool_)}, r"mask must be bool \(1, 4, 1, 40\), not"),
         ({"sinks": mx.ones((3,))}, r"sinks must be \(4,\), one a head, not \(3,\)"),
+        ({"norms": (FREQS, FREQS)}, r"q_norm must be \(64,\), as wide as a key, not \(16,\)"),
+        ({"norms": (mx.ones(64), 1.0)}, "k_norm must be an mx.array, not float"),
         ({"rotation": Rotation(7)}, "dims must be even and at most 64, not 7"),
         ({"rotation": Rotation(66)}, "dims must be even and at most 64, not 66"),
         ({"rotation": Rotation(64, base=None)}, "one of base and freqs must be given"),

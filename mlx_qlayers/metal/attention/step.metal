@@ -4,7 +4,8 @@
 // tail. How many keys there are is an input, so that one launch serves until the cache grows. Keys and
 // values may be packed as mx.quantize does it (`bits` > 0): then k and v are packed too before anybody
 // attends to them, and a row of the tail is words, scales and biases, and words that nobody reads.
-// With `sinking`, sinks (H,) are scores of keys without a value.
+// With `sinking`, sinks (H,) are scores of keys without a value. With `normed`, each head of q and k
+// goes through an RMS norm first, of which q_norm and k_norm (D,) are the weights.
 //
 // The rows are the queries of the heads that share a key head. One threadgroup takes one split of the
 // cache's keys or the tail's for 8 * columns rows, by tiles as attention_decode does; what starts the
@@ -39,6 +40,7 @@ template <
     bool traditional,
     bool listed,
     bool sinking,
+    bool normed,
     int columns,
     int simds,
     int blocks,
@@ -64,6 +66,8 @@ template <
     const device bool* mask,
     const device float* freqs,
     const device T* sinks,
+    const device T* q_norm,
+    const device T* k_norm,
     const device int* options,
     const device int* tickets,
     device P* out,
@@ -93,6 +97,7 @@ template <
   threadgroup T q_tile[(count + 1) * q_step];
   threadgroup T p_tiles[tile * p_step];
   threadgroup float2 reduced[all][columns][4], tops[teams][columns][4];
+  threadgroup float factors[normed ? count + 1 : 1];
   threadgroup float own_tops[count], taken[teams > 1 ? (teams - 1) * sums * 32 * simds : 1];
   threadgroup T own_value[bits > 0 ? Dv : 1];
   threadgroup float weights[joined ? count * MOST_JOINED : 1];
@@ -132,8 +137,14 @@ template <
 
   // The first splits are the tail's, the others the cache's.
   bool of_tail = int(group.x) < tail_splits, is_first = group.x == 0;
-  turn_rows<T, D, bits, dims, traditional, listed, run, q_step, padded, count, 32 * all>(
-      q_tile, q + (kv_head * rows + first_row) * D, k, freqs, options + TURN,
+  q += (kv_head * rows + first_row) * D;
+  if (normed) {
+    norm_rows<T, D, count, all>(
+        factors, q, k, as_type<float>(options[NORM_EPSILON]), rows - first_row, simd, lane);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  turn_rows<T, D, bits, dims, traditional, listed, normed, run, q_step, padded, count, 32 * all>(
+      q_tile, q, k, factors, q_norm, k_norm, freqs, options + TURN,
       float(positions[2 + group.z]), rows - first_row, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   float scale = as_type<float>(options[SCALE]);

@@ -23,7 +23,8 @@ from .layout import rounded
 
 _INPUTS = (
     *("q", "k", "v", "k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases"),
-    *("k_tail", "v_tail", "positions", "mask", "freqs", "sinks", "options", "tickets"),
+    *("k_tail", "v_tail", "positions", "mask", "freqs", "sinks", "q_norm", "k_norm"),
+    *("options", "tickets"),
 )
 _OUTPUTS = ("out", "k_out", "v_out", "parts")
 # Splits and columns up to which the last threadgroup adds up what the others wrote.
@@ -46,6 +47,7 @@ def _memory(
     slice: int,
     teams: int = 1,
     joined: bool = False,
+    normed: bool = True,
     **_: object,
 ) -> int:
     """The bytes of threadgroup memory: rows of q, a key and p with their padding, and sums."""
@@ -60,6 +62,7 @@ def _memory(
         + sums
         + taken
         + (32 * columns * _MOST_JOINED * joined or 4)
+        + 4 * (8 * columns * normed + 1)
     )
 
 
@@ -76,10 +79,15 @@ def _registers(*, T: mx.Dtype, bits: int, masked: bool, **values: Any) -> int:
 
 @cache
 def _kernel(
-    packed: bool, masked: bool, listed: bool, sinking: bool = False, joined: bool = False
+    packed: bool,
+    masked: bool,
+    listed: bool,
+    sinking: bool = False,
+    normed: bool = False,
+    joined: bool = False,
 ) -> Kernel:
     there = {"mask": masked, "freqs": listed, "sinks": sinking}
-    there |= {"tickets": joined, "parts": joined}
+    there |= {"q_norm": normed, "k_norm": normed, "tickets": joined, "parts": joined}
     there |= dict.fromkeys(("k_scales", "k_biases", "v_scales", "v_biases"), packed)
     omitted = tuple(name for name, given in there.items() if not given)
     return Kernel(
@@ -88,6 +96,7 @@ def _kernel(
         + "_masked" * masked
         + "_listed" * listed
         + "_sinks" * sinking
+        + "_normed" * normed
         + "_joined" * joined,
         "attention/step.metal",
         function="attention_step",
@@ -98,6 +107,7 @@ def _kernel(
             *("T", "K", "D", "Dv", "group_size", "bits", "masked", "dims", "traditional", "listed"),
             *(
                 "sinking",
+                "normed",
                 "columns",
                 "simds",
                 "blocks",
@@ -234,7 +244,7 @@ def _least_of_group() -> float:
 
 
 def _options(
-    sizes: tuple[int, ...], mask: Spec | None, scale: float, rotation: Rotation
+    sizes: tuple[int, ...], mask: Spec | None, scale: float, rotation: Rotation, epsilon: float
 ) -> mx.array:
     """Sizes, the steps of a mask from one sequence and head to the next, and floats as words."""
     steps = 0, 0
@@ -242,7 +252,7 @@ def _options(
         of_head, of_sequence = mask.shape[3], mask.shape[1] * mask.shape[3]
         steps = (of_sequence * (mask.shape[0] > 1), of_head * (mask.shape[1] > 1))
     turning = *two_floats(rotation.scale), 0.0, 0.0, *rates(rotation)
-    floats = scale * log2(e), _least_of_group(), *turning
+    floats = scale * log2(e), _least_of_group(), epsilon, *turning
     words = unpack(f"{len(floats)}i", pack(f"{len(floats)}f", *floats))
     return mx.array([*sizes, words[0], *steps, *words[1:]], mx.int32)
 
@@ -252,7 +262,7 @@ def _values(
 ) -> tuple[TemplateValue, ...]:
     """Those of the template's parameters, in turn."""
     dtype, (group_size, bits) = call.q.dtype, call.packing
-    there = call.mask is not None, call.freqs is not None, call.sinks is not None
+    there = [a is not None for a in (call.mask, call.freqs, call.sinks, call.q_norm)]
     return (
         *(dtype, call.k_tail.dtype, call.width, call.v_width, group_size or 1, bits),
         *(there[0], rotation.dims, rotation.traditional, *there[1:]),
@@ -263,17 +273,19 @@ def _values(
 
 
 def attention_step(
-    arrays: Sequence[Any], scale: float, rotation: Rotation, config: Step
+    arrays: Sequence[Any], scale: float, rotation: Rotation, config: Step, epsilon: float = 0.0
 ) -> Callable[..., list[mx.array]]:
     """A step of decoding, in one launch or two.
 
     Args:
         arrays: specs of q, k, v, k_cache, v_cache, k_tail, v_tail, positions, freqs, mask,
-            sinks and maybe tickets, as :class:`StepCall` takes them in turn; D and Dv multiples of
-            8 up to 256. With tickets, which are for CUDA, it is one launch, if that can be.
+            sinks, q_norm, k_norm and maybe tickets, as :class:`StepCall` takes them in turn; D and
+            Dv multiples of 8 up to 256. With tickets, which are for CUDA, it is one launch, if that
+            can be.
         scale: what the products of queries and keys are multiplied by.
         rotation: how queries and keys are turned.
         config: how to spread the work.
+        epsilon: of the norms of queries and keys.
 
     Returns:
         A function of these arrays, which gives (B, 1, H * Dv), and the tails with the token's key
@@ -298,13 +310,15 @@ def attention_step(
     few = splits <= _MOST_JOINED and config.columns <= _MOST_COLUMNS
     joined = tickets is not None and split and few and tickets.size >= batch * kv_heads * blocks
     sizes = size, k_tail.shape[2], tail_splits, splits, share
-    options = _options(sizes, mask, scale, rotation)
-    kernel = _kernel(packed, mask is not None, freqs is not None, sinks is not None, joined)
+    options = _options(sizes, mask, scale, rotation, epsilon)
+    there = [each is not None for each in (mask, freqs, sinks, call.q_norm)]
+    kernel = _kernel(packed, *there, joined)
     values = _values(call, rotation, config, split, joined)
     shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, splits, v_width + 2)
     optional = [] if mask is None else [mask]
     optional += [] if freqs is None else [Spec(freqs.shape, mx.float32)]
     optional += [] if sinks is None else [Spec(sinks.shape, q.dtype)]
+    optional += [] if call.q_norm is None else [Spec(call.q_norm.shape, q.dtype)] * 2
     behind: list[Any] = [tickets] if joined else []
     part_sizes = batch * heads * splits * (v_width + 8 // q.dtype.size)
     launch = kernel.bind(
@@ -327,7 +341,9 @@ def attention_step(
             given.append(arrays[count].astype(mx.float32))
         if sinks is not None:
             given.append(arrays[count + 2].astype(q.dtype))
-        given += [options, *(arrays[count + 3 : count + 4] if joined else ())]
+        if call.q_norm is not None:
+            given += [each.astype(q.dtype) for each in arrays[count + 3 : count + 5]]
+        given += [options, *(arrays[count + 5 : count + 6] if joined else ())]
         outputs = launch(given)[:3]
         if combine is not None:
             outputs[:1] = combine(outputs[:1])

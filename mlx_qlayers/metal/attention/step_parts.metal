@@ -9,7 +9,7 @@
 using namespace metal;
 
 // What the entries of `options` are; what turn_rows takes comes behind.
-enum step_option { CACHE_ROWS, TAIL_ROWS, TAIL_SPLITS, SPLITS, HEADS_SHARING, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD, LEAST_OF_GROUP, TURN };
+enum step_option { CACHE_ROWS, TAIL_ROWS, TAIL_SPLITS, SPLITS, HEADS_SHARING, SCALE, MASK_OF_SEQUENCE, MASK_OF_HEAD, LEAST_OF_GROUP, NORM_EPSILON, TURN };
 // More splits than these are not added up in one launch.
 #define MOST_JOINED 64
 
@@ -115,8 +115,32 @@ METAL_FUNC void copy_tail(
   }
 }
 
+// What an RMS norm multiplies rows by: `rows` of q, at most `count`, and behind `count` of those k.
+template <typename T, int D, int count, int simds>
+METAL_FUNC void norm_rows(
+    threadgroup float* factors,
+    const device T* q,
+    const device T* k,
+    float epsilon,
+    int rows,
+    uint simd,
+    uint lane) {
+  int own = min(rows, count);
+  for (int row = simd; row <= own; row += simds) {
+    const device T* from = row == own ? k : q + int64_t(row) * D;
+    float square = 0.0f;
+    for (int d = lane; d < D; d += 32) {
+      square = fma(float(from[d]), float(from[d]), square);
+    }
+    square = simd_sum(square);
+    if (lane == 0) {
+      factors[row == own ? count : row] = rsqrt(square / D + epsilon);
+    }
+  }
+}
+
 // Rows of q, the last of them again where there are no more, and behind `count` of those k, turned
-// and staged. `rates`, bits of two floats each: the scale of positions, one that is not used, and the
+// and staged; if `normed`, times factors and the weights of norms first. `rates`, bits of two floats each: the scale of positions, one that is not used, and the
 // rate of each pair. Each pair's angle is computed by as many threads as there are to share its rows.
 template <
     typename T,
@@ -125,6 +149,7 @@ template <
     int dims,
     bool traditional,
     bool listed,
+    bool normed,
     int run,
     int step,
     int padded,
@@ -134,6 +159,9 @@ METAL_FUNC void turn_rows(
     threadgroup T* to,
     const device T* q,
     const device T* k,
+    const threadgroup float* factors,
+    const device T* q_norm,
+    const device T* k_norm,
     const device float* freqs,
     const device int* rates,
     float position,
@@ -151,10 +179,17 @@ METAL_FUNC void turn_rows(
       second = traditional ? first + 1 : i + dims / 2;
     }
     for (int row = index / items; row <= count; row += teams) {
-      const device T* from = row == count ? k : q + int64_t(min(row, rows - 1)) * D;
+      int own = row == count ? count : min(row, rows - 1);
+      const device T* from = row == count ? k : q + int64_t(own) * D;
       threadgroup T* staged = to + row * step;
-      float a = float(from[first]), b = float(from[second]), c = cosine_sine.x, s = cosine_sine.y;
-      staged[staged_at<run, bits>(first)] = i < dims / 2 ? T(a * c - b * s) : from[first];
+      T one = from[first], other = from[second];
+      if (normed) {
+        const device T* weight = row == count ? k_norm : q_norm;
+        one = T(float(one) * factors[own] * float(weight[first]));
+        other = T(float(other) * factors[own] * float(weight[second]));
+      }
+      float a = float(one), b = float(other), c = cosine_sine.x, s = cosine_sine.y;
+      staged[staged_at<run, bits>(first)] = i < dims / 2 ? T(a * c - b * s) : one;
       if (i < dims / 2) {
         staged[staged_at<run, bits>(second)] = T(a * s + b * c);
       }

@@ -122,17 +122,17 @@ class AttentionStepFamily(Family[AttentionStepProblem, Step]):
         return [*arrays, mx.array(positions, mx.int32)]
 
     def bind(self, inputs: Inputs, problem: AttentionStepProblem, config: Step) -> Path:
-        optional: list[Any] = [None, None]
+        optional: list[Any] = [None] * 5
         if backend() == "cuda":
             optional.append(mx.zeros(max(_POSITIONS, problem.batch * problem.heads), mx.int32))
         specs, scale, rotation = _step(inputs, problem)
-        specs = (*specs, *map(Spec.of, optional[2:]))
+        specs = (*specs, *map(Spec.of, optional[5:]))
         launch = step.attention_step(specs, scale, rotation, config)
         return lambda inputs: launch(*inputs, *optional)[0]
 
     def stock(self, inputs: Inputs, problem: AttentionStepProblem) -> mx.array:
         stock = step_reference.attention_step(*_step(inputs, problem))
-        return stock(*inputs, None, None)[0]
+        return stock(*inputs)[0]
 
 
 def _packed(inputs: Inputs, bits: int) -> Inputs:
@@ -158,4 +158,5 @@ def _step(
     inputs: Inputs, problem: AttentionStepProblem
 ) -> tuple[tuple[Spec | None, ...], float, Rotation]:
     """The arrays' specs, the scale and the rotation."""
-    return (*map(Spec.of, inputs), None, None), problem.width**-0.5, Rotation(problem.width)
+    specs = (*map(Spec.of, inputs), *[None] * 5)
+    return specs, problem.width**-0.5, Rotation(problem.width)
