@@ -17,10 +17,10 @@ import mlx.core as mx
 
 from ..formats import Format
 from ..layers.qlinear import QLinear
-from ..ops.experts import experts_products
+from ..ops.experts import experts_products, leaves_experts
 from ..ops.quantized_route import in_one_launch, is_qmv
 from ..options import PackedMatrix, Rotation
-from ..runtime.backend import Mode, backend, current, mode
+from ..runtime.backend import Mode, current, mode
 from .cache_slots import Slot
 from .compiled_blocks import together
 from .experts import RULES, chosen_at_once
@@ -153,15 +153,18 @@ class _Calls:
 
         def call(layer: Any, x: mx.array, transpose: bool = True) -> mx.array:
             inside = current_step.get() is self.step and transpose and x.ndim == 4
-            if not inside or x.shape[2] != 1 or backend() == "metal" or not is_qmv(x[:, 0]):
+            if not inside or x.shape[2] != 1 or not is_qmv(x[:, 0]):
                 return plain(layer, x, transpose)
             batch, heads, _, width = x.shape
             # A constant of the graph.
             experts = mx.array([[*range(heads)]] * batch, mx.uint32)
             names = ("weight", "scales", "biases", "bias")
             matrix = PackedMatrix(*(layer.get(name) for name in names))
-            fmt, rows = Format(layer.group_size, layer.bits, layer.mode), (batch, heads, width)
-            (y,) = experts_products(x.reshape(rows), experts, [matrix], fmt)
+            fmt = Format(layer.group_size, layer.bits, layer.mode)
+            rows = x.reshape(batch, heads, width)
+            if leaves_experts(rows, experts, matrix, fmt):
+                return plain(layer, x, transpose)
+            (y,) = experts_products(rows, experts, [matrix], fmt)
             return self.step.keep_rows(mx.expand_dims(y, 2), y)
 
         return call

@@ -6,7 +6,7 @@ Answers are kept for an epoch: until results are saved or cleared, or a mode beg
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
@@ -18,6 +18,7 @@ from ..runtime.backend import advance_epoch, backend
 from ..runtime.backend import epoch as current
 from ..runtime.explain import note
 from . import entries as stored
+from .choice import Choice, choose
 from .entries import Entry
 from .problem import Problem, source_hash
 from .thresholds import Evidence
@@ -110,6 +111,26 @@ def decided(
     if best.path == "kernel":
         return f"{kernel}, {told}", None, source
     return kernel, told, source
+
+
+def choose_measured(
+    op: str, kernels: Sequence[str], unless: str | None, family: str, *question: Hashable
+) -> Choice:
+    """As :func:`.choice.choose`, by what was measured of an operation's only kernel.
+
+    Args:
+        op: the operation's name.
+        kernels: the backends that have a kernel for the arguments.
+        unless: why ``auto`` leaves it for the reference where nothing was measured.
+        family: of the question.
+        question: the arguments of its problem.
+    """
+    best = found(family, *question) if kernels else None
+    by, unless, evidence = decided(best, "its kernel", unless)
+    gain = measured_gain(best, None)
+    return choose(
+        op, kernels, unless=unless, host_gain=gain, by=by if best else "", evidence=evidence
+    )
 
 
 def measured_gain(best: Found | None, otherwise: float | None) -> float | None:

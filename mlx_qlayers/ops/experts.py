@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, gradient_of
+from ..dispatch.measurements import choose_measured
 from ..formats import Format
 from ..metal.gather_qmm import experts as kernels
 from ..options import SCORES, Clipped, PackedMatrix, Router
 from ..reference import experts as reference
-from ..runtime.backend import backend
+from ..runtime.backend import backend, requested
 from ..runtime.limits import has_few_registers
 from ..runtime.spec import Spec
 from .checks import check_floats
@@ -150,7 +152,12 @@ def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
     composed = partial(reference.experts_chosen, router=router)
     few = router.top_k <= _MAX_CHOSEN and router.groups <= _MAX_CHOSEN
     fits = few and logits.size and experts <= _MAX_EXPERTS
-    choice = choose("experts_chosen", KERNELS if fits else (), unless=_NOT_ON_METAL.get(backend()))
+    sizes, form = (
+        (logits.size // experts, experts),
+        (router, bias is not None, factors is not None),
+    )
+    unless, question = _NOT_ON_METAL.get(backend()), (sizes, logits.dtype, form)
+    choice = choose_measured("experts_chosen", KERNELS if fits else (), unless, "router", *question)
     if choice.path == "ops":
         return Plan(choice, composed)
     launch = kernels.experts_chosen(logits, bias, factors, router)
@@ -195,7 +202,9 @@ def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | Clipped | Non
         ]
         return products if gate is None else [gated(gate, *products)]
 
-    choice = _choice("experts_products", x, matrices)
+    kind = "gate" if gate else "pair" if len(matrices) > 1 else "one"
+    kind = "each" if x.ndim > experts.ndim else kind
+    choice = _choice("experts_products", x, experts, matrices, fmt, kind)
     if choice.path == "ops":
         return Plan(choice, composed)
     share = 1 if x.ndim > experts.ndim else experts.shape[-1]
@@ -228,7 +237,7 @@ def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
         total = (y * scores[..., None]).sum(axis=-2).astype(x.dtype)
         return [total if residual is None else residual + total]
 
-    choice = _choice("experts_combined", x, [matrix])
+    choice = _choice("experts_combined", x, experts, [matrix], fmt, "sum")
     if choice.path == "ops":
         return Plan(choice, composed)
     launch = kernels.experts_combined(x, _INDICES(experts.shape), scores, matrix, residual, fmt)
@@ -259,10 +268,22 @@ def _product(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Format) 
     return y if matrix.bias is None else y + matrix.bias[experts]
 
 
-def _choice(op: str, x: Any, matrices: Sequence[PackedMatrix]) -> Any:
+def _choice(
+    op: str, x: Any, experts: Any, matrices: Sequence[PackedMatrix], fmt: Format, kind: str
+) -> Choice:
     arrays = [a for m in matrices for a in m[1:] if a is not None and a.dtype != mx.uint8]
+    (count, n, _), each = matrices[0].w.shape, experts.shape[-1]
     lacking = 0 in (x.size, *matrices[0].w.shape) or {a.dtype for a in arrays} - {x.dtype}
-    return choose(op, () if lacking else KERNELS, unless=_NOT_ON_METAL.get(backend()))
+    sizes = prod(experts.shape[:-1]), count, each, n, x.shape[-1]
+    question = "experts", sizes, x.dtype, (fmt.mode, fmt.group_size, fmt.bits, kind)
+    kernels = () if lacking else KERNELS
+    return choose_measured(op, kernels, _NOT_ON_METAL.get(backend()), *question)
+
+
+def leaves_experts(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Format) -> bool:
+    """Whether ``auto`` leaves products of a row for each expert to stock operators."""
+    choice = _choice("experts_products", x, experts, [matrix], fmt, "each")
+    return requested() == "auto" and choice.path == "ops"
 
 
 def _check(x: Any, experts: Any, matrices: Sequence[PackedMatrix], fmt: Format) -> None:

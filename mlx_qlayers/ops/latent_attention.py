@@ -7,7 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Choice, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, gradient_of
+from ..dispatch.measurements import choose_measured
 from ..metal.attention import latent as kernels
 from ..reference import latent_attention as reference
 from ..runtime.backend import backend, requested
@@ -62,9 +63,11 @@ def takes_latent(q: Any, r: Any, c: Any, p: Any) -> bool:
 
 
 def _choose(q: Any, r: Any, c: Any) -> Choice:
-    takes = kernels.takes(q, r, c.shape[2]) and c.shape[1] == 1
-    unless = _NOT_ON_METAL.get(backend())
-    return choose("latent_attention", KERNELS if takes else (), unless=unless)
+    (batch, heads, _, width), rows = q.shape, c.shape[2]
+    takes = kernels.takes(q, r, rows) and c.shape[1] == 1
+    question = (rows, batch, heads, width, r.shape[3]), q.dtype, ()
+    unless, family = _NOT_ON_METAL.get(backend()), "latent_attention"
+    return choose_measured(family, KERNELS if takes else (), unless, family, *question)
 
 
 def _plan(arrays: Sequence[Any], scale: float) -> Plan:

@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..dispatch.calls import CallProblem, ExpertsProblem, RouterProblem
 from ..dispatch.entries import Entry, adopted, file_of, own_entries, parsed
 from ..dispatch.measurements import Question, lookup, questions
 from ..dispatch.problem import (
@@ -38,6 +39,7 @@ from ..runtime.backend import advance_epoch, backend, epoch, requested
 from ..runtime.cuda_ahead import nothing_compiled
 from ..runtime.explain import note, recording, significant
 from ..runtime.ranks import gathered
+from .families import FAMILIES
 from .measuring import results
 from .problems import Target, asked_by, problems_of
 from .store import exclusive, save
@@ -54,6 +56,8 @@ _KEYS = dict(zip(CALIBRATED_KEYS, (0.5, 1.0, 0.5, 0.2), strict=True))
 _STOCK_ROWS_ON_CUDA = 4
 # Keys of the token whose time is reported, and sequences that attend to no more.
 _SHORT, _BATCH = 1024, 8
+# Bytes of a problem that is measured: a conversion has little more memory than the model.
+_LARGEST = 1 << 30
 # Seconds between two writes of what was measured, and the share of the budget for the last one.
 _SAVE, _STORING = 1.0, 0.03
 
@@ -254,10 +258,16 @@ def _at_sizes(family: str, given: tuple[Any, ...]) -> Iterator[Question]:
             shape, *rest = given
             for tokens in CALIBRATED_PROMPTS:
                 yield family, ((*shape[:3], tokens, tokens, *shape[5:]), *rest)
+        case "experts" | "router" | "latent_attention":
+            problem = FAMILIES[family].problem(*given)
+            for size in problem.calibrated:
+                yield family, (problem.at(size).sizes, *given[1:])
 
 
 def _is_measurable(problem: Problem) -> bool:
     """Whether the stock operator can be timed beside it within seconds."""
+    if _bytes(problem) > _LARGEST:
+        return False
     if backend() != "cuda":
         return True
     if isinstance(problem, QmvProblem):
@@ -294,6 +304,8 @@ def _weight(problem: Problem) -> float:
             return _KEYS.get(problem.size, 0.0) / problem.batch
         case AttentionForwardProblem():
             return _PROMPTS.get(problem.shape[3], 0.0)
+        case CallProblem() if problem.is_launched:
+            return (_ROWS | _KEYS).get(problem.sizes[0], 0.0)
     return 0.0
 
 
@@ -312,6 +324,8 @@ def _bytes(problem: Problem) -> float:
         case AttentionForwardProblem():
             batch, _, kv_heads, _, keys, width, v_width = problem.shape
             return batch * kv_heads * keys * (width + v_width) * problem.dtype.size
+        case CallProblem():
+            return problem.bytes()
     return 0.0
 
 
@@ -322,6 +336,8 @@ def _is_of_token(problem: Problem) -> bool:
             return problem.rows == 1
         case AttentionDecodeProblem():
             return problem.keys == _SHORT
+        case ExpertsProblem() | RouterProblem():
+            return problem.sizes[0] == 1
     return False
 
 

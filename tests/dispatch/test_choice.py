@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from machine import ALL
 
+import mlx_qlayers
 from mlx_qlayers.dispatch import Choice, choose
 from mlx_qlayers.runtime.backend import BackendError, use_backend
+
+CONVERSION = Path(mlx_qlayers.__file__).parent / "conversion"
 
 
 def test_paths_and_reasons(machine):
@@ -52,3 +58,10 @@ def test_auto_runs_on_a_cpu_only_what_is_faster_there(machine, gain, expected, r
 def test_on_metal_the_gain_on_a_cpu_does_not_matter(machine):
     machine("metal", "host")
     assert choose("op", ALL, host_gain=0.5).path == "metal"
+
+
+def test_the_graphs_of_steps_name_no_backend():
+    """What differs between GPUs is the dispatcher's to know."""
+    files = [*CONVERSION.glob("step_*.py"), *CONVERSION.glob("compiled*.py")]
+    assert len(files) > 8
+    assert not [path.name for path in files if re.search(r'"(metal|cuda)"', path.read_text())]

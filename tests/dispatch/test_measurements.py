@@ -12,7 +12,13 @@ from threads import switching
 from mlx_qlayers import explain, use_backend
 from mlx_qlayers.dispatch import entries, measurements
 from mlx_qlayers.dispatch.entries import Entry
-from mlx_qlayers.dispatch.measurements import configure, found, heuristics_only, questions
+from mlx_qlayers.dispatch.measurements import (
+    choose_measured,
+    configure,
+    found,
+    heuristics_only,
+    questions,
+)
 from mlx_qlayers.dispatch.problem import source_hash
 from mlx_qlayers.dispatch.thresholds import threshold
 from mlx_qlayers.dispatch.tunable import PROBLEMS
@@ -28,6 +34,7 @@ from mlx_qlayers.runtime.spec import Spec
 from mlx_qlayers.tuning.store import clear, save
 
 FMT = Format(64, 4)
+TIMES = "kernel 41.0 us, stock 63.0 us"
 QUESTION = (1, 3584, 3584, mx.bfloat16, FMT)
 
 
@@ -73,7 +80,7 @@ def test_a_heuristic_gives_way_to_what_was_found():
 def test_evidence_says_what_was_measured_where():
     keep(config=OTHER, date="2026-11-22", command="mlx-qlayers tune")
     evidence = found("qmv", *QUESTION).evidence
-    assert str(evidence) == "measured here: kernel 41.0 us, stock 63.0 us"
+    assert str(evidence) == f"measured here: {TIMES}"
     assert (evidence.device, evidence.date) == ("some_gpu", "2026-11-22")
     shipped = measurements.lookup(PROBLEMS["qmv"](1, 4608, 3584, mx.bfloat16, FMT, "3"), "sm_90")
     text = "shipped result of sm_90, 2026-11-21: kernel 8.82 us, stock 25.4 us"
@@ -239,13 +246,32 @@ def test_ops_take_the_kernel_where_it_won_and_say_so(monkeypatch):
     keep()
     (_, path, reason, evidence), kernel = chosen(monkeypatch)
     assert (path, kernel, evidence) == ("cuda", QMV, "measured here")
-    assert "by qmv, measured here: kernel 41.0 us, stock 63.0 us" in reason
+    assert f"by qmv, measured here: {TIMES}" in reason
 
 
 def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
     keep(path="stock")
     choice, _ = chosen(monkeypatch)
-    assert choice[1:] == ("ops", "measured here: kernel 41.0 us, stock 63.0 us", "measured here")
+    assert choice[1:] == ("ops", f"measured here: {TIMES}", "measured here")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("", ("ops", "not measured", "rule")),
+        ("stock", ("ops", f"measured here: {TIMES}", "measured here")),
+        ("kernel", ("cuda", f"auto, by its kernel, measured here: {TIMES}", "measured here")),
+    ],
+)
+def test_an_operation_of_one_kernel_goes_by_what_won(path, expected, monkeypatch):
+    monkeypatch.setitem(backends.missing, "cuda", lambda: None)
+    monkeypatch.setattr(measurements, "backend", backends.backend)
+    question = (256, 1, 4, 64, 32), mx.float16, ()
+    if path:
+        keep("latent_attention", question, path=path)
+    asked = "latent_attention", (100, *question[0][1:]), *question[1:]
+    assert choose_measured("op", ("cuda",), "not measured", *asked)[1:] == expected
+    assert choose_measured("op", (), "not measured", *asked).path == "ops"
 
 
 def test_ops_take_the_dense_product_where_it_won(monkeypatch):

@@ -9,13 +9,18 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from architecture_table import ARCHITECTURES
+from architectures import build
 from mlx_lm import load as load_stock
 
 from mlx_qlayers import convert_model, explain, quantized_matmul, use_backend
+from mlx_qlayers.conversion import compiled
+from mlx_qlayers.conversion.step_slots import current_step
 from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.measurements import found, lookup
 from mlx_qlayers.dispatch.products import QmvProblem
 from mlx_qlayers.formats import Format
+from mlx_qlayers.runtime import launch_checks, metal
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.tuning import calibrate as module
 from mlx_qlayers.tuning import measuring
@@ -152,6 +157,32 @@ def test_a_kernel_that_hangs_ends_it_and_is_never_tried_again(model, timed):
     with pytest.raises(RuntimeError, match="MLX_QLAYERS_CALIBRATE=0"):
         calibrate(model)
     assert len(stored()) == 1
+
+
+def test_experts_and_latent_rows_are_measured_too(machine, monkeypatch):
+    """On an Apple GPU, for which nothing ships; here one whose kernels give zeros."""
+
+    def zeros(launch):
+        outputs = [*zip(launch.output_shapes, launch.output_dtypes, strict=True)]
+        return lambda arrays: [mx.zeros(*each) for each in outputs]
+
+    model = build("deepseek_v3", ARCHITECTURES["deepseek_v3"], mx.bfloat16)
+    with use_backend("ops"):
+        convert_model(model, verify=False, calibrate=False)
+    machine("metal")
+    monkeypatch.setattr(metal, "bind", zeros)
+    monkeypatch.setattr(launch_checks, "has_few_registers", lambda: False)
+    monkeypatch.setattr(compiled, "context", lambda: None if current_step.get() else "metal")
+    with use_backend("metal"):
+        keys = [target.key for target in module._valued(model)]
+    for rows in (1, 2, 4, 8, 16):
+        # Rows that share experts often are added up behind the launch.
+        kinds = "gate", "sum" if rows < 4 else "each"
+        wanted = [f"experts {rows}x4x2x{n}x{k}" for n, k in ((64, 128), (128, 64))]
+        for name, kind in zip(wanted, kinds, strict=True):
+            assert f"{name} bfloat16 mxfp4-32-4-{kind}" in keys
+        assert any(key.startswith(f"router {rows}x4 bfloat16 top_k=2") for key in keys)
+    assert {f"latent_attention {n}x1x4x64x32 bfloat16" for n in (256, 1024, 4096)} < {*keys}
 
 
 def test_an_interrupt_loses_nothing(model, timed, monkeypatch):

@@ -12,6 +12,7 @@ from mlx_qlayers import use_backend
 from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import layout
+from mlx_qlayers.options import Router
 from mlx_qlayers.runtime import host, metal, tensor_ops
 from mlx_qlayers.tuning.families import FAMILIES, grid_sample
 from mlx_qlayers.tuning.tune import tune
@@ -29,8 +30,26 @@ ASKED = {
         ((1, 4, 2, 32, 60, 64, 64), mx.float16, True),
         "1x4x2x32x64x64x64 float16 causal",
     ),
+    "experts": (
+        ((2, 9, 3, 40, 128), mx.float16, ("affine", 64, 4, "sum")),
+        "2x9x3x40x128 float16 affine-64-4-sum",
+    ),
+    "router": (
+        ((2, 40), mx.float32, (Router(3, "sigmoid", scale=2.5), True, False)),
+        "2x40 float32 top_k=3-score=sigmoid-scale=2.5-bias",
+    ),
+    "latent_attention": (((200, 2, 3, 64, 32), mx.float16, ()), "200x2x3x64x32 float16"),
 }
 PACKED = (*ASKED["attention_forward"][0], 8), "1x4x2x32x64x64x64 float16 causal-bits-8"
+EXPERTS = [
+    (((rows, 9, 3, 40, 128), mx.float16, ("mxfp4", 32, 4, kind)), key)
+    for rows, kind, key in (
+        (1, "one", "1x9x3x40x128 float16 mxfp4-32-4-one"),
+        (1, "pair", "1x9x3x40x128 float16 mxfp4-32-4-pair"),
+        (5, "gate", "5x9x3x40x128 float16 mxfp4-32-4-gate"),
+        (5, "each", "5x9x3x40x128 float16 mxfp4-32-4-each"),
+    )
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +63,10 @@ def test_every_problem_has_a_family():
     assert all(FAMILIES[name].problem is PROBLEMS[name] for name in ASKED)
 
 
-@pytest.mark.parametrize("name, asked", [*ASKED.items(), ("attention_forward", PACKED)])
+@pytest.mark.parametrize(
+    "name, asked",
+    [*ASKED.items(), ("attention_forward", PACKED), *(("experts", each) for each in EXPERTS)],
+)
 def test_a_family_agrees_with_itself(name, asked):
     """Its heuristic is legal and right, a question gives its problem, and stock is a path."""
     family, (question, key) = FAMILIES[name], asked
@@ -57,7 +79,8 @@ def test_a_family_agrees_with_itself(name, asked):
             assert family.why_not(config, problem) is None
             assert problem.completed(config) == config
             near = family.near(config, problem)
-            assert near and set(near) < set(family.all(problem, config))
+            assert set(near) < set(family.all(problem, config))
+            assert bool(near) != family.is_fixed(config)
     tuned = tune(family, problem, budget_s=0, keep=False, evaluator=Counted)
     assert tuned.config == problem.heuristic("metal") and not tuned.trials[0].problem
     inputs = family.inputs(problem)

@@ -4,12 +4,15 @@ from typing import Any
 
 from ..family import Family
 from .attention import AttentionDecodeFamily, AttentionForwardFamily, AttentionStepFamily
+from .calls import ExpertsFamily, LatentFamily, RouterFamily
 from .grid_sample import GridSampleFamily
 from .quantized_matmul import QmmFamily, QmvFamily
 from .row_sum import RowSumFamily
 
 _QUANTIZED = QmvFamily(), QmmFamily()
 _ATTENTION = AttentionDecodeFamily(), AttentionStepFamily(), AttentionForwardFamily()
+_FIXED = ExpertsFamily(), RouterFamily(), LatentFamily()
 FAMILIES: dict[str, Family[Any, Any]] = {
-    family.name: family for family in (RowSumFamily(), *_QUANTIZED, *_ATTENTION, GridSampleFamily())
+    family.name: family
+    for family in (RowSumFamily(), *_QUANTIZED, *_ATTENTION, GridSampleFamily(), *_FIXED)
 }

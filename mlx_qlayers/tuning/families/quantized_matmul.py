@@ -45,7 +45,7 @@ class QmmFamily(Family[QmmProblem, QmmConfig]):
     def inputs(self, problem: QmmProblem) -> Inputs:
         m, n, k = problem.m, problem.n, problem.k
         shape = (n, k) if problem.transpose else (k, n)
-        return [*normal(problem.dtype, (m, k)), *_packed(shape, problem.dtype, problem.fmt)]
+        return [*normal(problem.dtype, (m, k)), *packed(shape, problem.dtype, problem.fmt)]
 
     def bind(self, inputs: Inputs, problem: QmmProblem, config: QmmConfig) -> Path:
         x, *packed = map(Spec.of, inputs)
@@ -95,7 +95,7 @@ class QmvFamily(Family[QmvProblem, Config]):
         residual, weight = [(problem.rows, n)] * kind.residual, [(k,)] * kind.norm
         found = normal(dtype, (problem.rows, k), *weight, *residual)
         for _ in range(kind.matrices):
-            found += _packed((n, k), dtype, problem.fmt)
+            found += packed((n, k), dtype, problem.fmt)
         return found
 
     def bind(self, inputs: Inputs, problem: QmvProblem, config: Config) -> Path:
@@ -145,7 +145,7 @@ def _arrays(inputs: Inputs, kind: QmvKind) -> QmvArrays:
     return QmvArrays(x, weight, None, residual, None, *packed)
 
 
-def _packed(shape: tuple[int, int], dtype: mx.Dtype, fmt: Format) -> Inputs:
+def packed(shape: tuple[int, int], dtype: mx.Dtype, fmt: Format) -> Inputs:
     """A random matrix: w, scales and, in mode affine, biases."""
     (n, k), (group, bits, mode) = shape, fmt
     w = mx.random.randint(0, 2**32 - 1, (n, k * bits // 32), mx.uint32)

@@ -1,0 +1,115 @@
+"""Operations with one kernel that has no options: a device is calibrated by them, none is tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from ..metal.attention import latent
+from ..metal.gather_qmm import experts
+from ..options import Router
+from ..runtime.kernel import Kernel
+from .problem import CALIBRATED_KEYS, CALIBRATED_ROWS, Problem
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A configuration without a choice."""
+
+
+@dataclass(frozen=True)
+class CallProblem(Problem):
+    """A call of such an operation.
+
+    Attributes:
+        sizes: of its arrays; the first, its rows or keys, is one of ``calibrated``.
+        dtype: of its input.
+        form: all else that matters.
+    """
+
+    sizes: tuple[int, ...]
+    dtype: mx.Dtype
+    form: tuple[Any, ...]
+    configs, values = (Fixed,), {}
+    calibrated: ClassVar[tuple[int, ...]] = CALIBRATED_ROWS
+
+    def heuristic(self, device: str) -> Fixed:
+        return Fixed()
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        return self.sizes, "-".join(map(str, self.form))
+
+    def at(self, size: int) -> CallProblem:
+        """The same with so many rows or keys."""
+        return replace(self, sizes=(size, *self.sizes[1:]))
+
+    def larger(self) -> Iterator[Problem]:
+        return (self.at(size) for size in self.calibrated if size > self.sizes[0])
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether models that ask for it launch it."""
+        return True
+
+    def bytes(self) -> float:
+        """What it reads at least."""
+        return float(prod(self.sizes) * self.dtype.size)
+
+
+class ExpertsProblem(CallProblem):
+    """Products with experts: of rows, experts, experts of a row, N, K; a format and a kind.
+
+    Of one matrix (``one``), of two (``pair``), of these gated (``gate``), of a row for each expert
+    (``each``), or of such rows, added up by scores (``sum``).
+    """
+
+    family = "experts"
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return ((experts._combined if self.form[-1] == "sum" else experts._products)(()),)
+
+    @property
+    def is_launched(self) -> bool:
+        # Where rows seldom share experts sums take the place of the products.
+        (rows, count, each, *_), kind = self.sizes, self.form[-1]
+        shared = experts.share_experts((rows, each), count)
+        return kind not in ("each", "sum") or shared == (kind == "each")
+
+    def bytes(self) -> float:
+        (rows, count, each, n, k), (_, group, bits, kind) = self.sizes, self.form
+        matrices = min(rows * each, count) * (1 + (kind in ("pair", "gate")))
+        return float(matrices * n * k * (bits + 32 / group) / 8)
+
+
+class RouterProblem(CallProblem):
+    """The choice of experts: of rows, experts; a router, and whether there are bias and factors."""
+
+    family = "router"
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        router, bias, factors = self.form
+        defaults = Router._field_defaults
+        changed = (item for item in router._asdict().items() if item[1] != defaults.get(item[0]))
+        words = [f"{name}={value}".replace("mlx.core.", "") for name, value in changed]
+        return self.sizes, "-".join([*words, *["bias"] * bias, *["factors"] * factors])
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (experts._chosen(()),)
+
+
+class LatentProblem(CallProblem):
+    """Attention to latent rows: of rows, batch, heads and both widths; nothing else."""
+
+    family = "latent_attention"
+    calibrated = CALIBRATED_KEYS
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (latent._kernel(False),)
+
+    def bytes(self) -> float:
+        rows, batch, _, width, turned = self.sizes
+        return float(rows * batch * (width + turned) * self.dtype.size)
