@@ -16,6 +16,7 @@ from .compiled_step import STEP, step_class, why_not
 from .experts import EXPERTS, experts_class, holds_experts, how_chosen, is_experts, layers_of
 from .fused_blocks import GROUPED, fused_class, groups_of, is_fused, unfused_class
 from .matcher import Match, Mismatch, recognise
+from .module_graph import graph_class
 from .operands import GATES, match_of
 from .plan import Predicate, Step, is_stage
 from .report import ALREADY, FUSED, LEFT, FusionReport
@@ -58,6 +59,8 @@ class FusionPlanner:
             if not path:
                 found[path] = step = self._whole(module) or found[path]
                 self.changes += [step] if step is not None and step.cls else []
+                if step is not None and step.row.kind == STEP and step.row.action == LEFT:
+                    self._parts(found, modules)
         self.rows = tuple(step.row for step in found.values() if step is not None)
 
     def _step(self, path: str, module: nn.Module, match: Match | Mismatch) -> Step | None:
@@ -117,6 +120,19 @@ class FusionPlanner:
         if reason := "other ranks have the other layers" if is_stage(model) else why_not(model):
             return step.left(reason)
         return step if self.predicate("", model) else step.left(_REFUSED)
+
+    def _parts(
+        self, found: dict[str, Step | None], modules: Iterable[tuple[str, nn.Module]]
+    ) -> None:
+        """Of a model whose step is left to it: what is in it that is a graph by itself."""
+        for path, module in modules:
+            if found[path] or module.children() or not module or id(module) in self.steps:
+                continue
+            cls = graph_class(type(module))
+            if isinstance(cls, type) and not is_fused(module) and self.predicate(path, module):
+                what = "in one graph where a GPU decodes"
+                found[path] = step = Step(module, FusionReport(path, "graph", FUSED, what), cls)
+                self.changes.append(step)
 
     def _obstacle(self, module: nn.Module, match: Match) -> str | None:
         """Why the module stays as it is, if it does."""
