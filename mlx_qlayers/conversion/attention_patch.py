@@ -43,9 +43,13 @@ def patched_attention(
     return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
-def patched_gated_delta(*arrays: Any) -> tuple[mx.array, mx.array]:
+def patched_gated_delta(
+    q: mx.array, k: mx.array, *arrays: Any, **options: Any
+) -> tuple[mx.array, mx.array]:
     """Stands in for ``mlx_lm.models.gated_delta.gated_delta_ops``, which runs beside Metal."""
-    out, state = gated_delta(*arrays)
+    if (step := current_step.get()) is not None:
+        q, k, options["norms"] = step.delta_heads(q, k)
+    out, state = gated_delta(q, k, *arrays, **options)
     return out, state
 
 

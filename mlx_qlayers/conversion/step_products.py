@@ -34,7 +34,7 @@ class HeadNorm(NamedTuple):
 
     y: mx.array
     x: mx.array
-    weight: mx.array
+    weight: mx.array | None
     eps: float
 
 
@@ -147,7 +147,7 @@ class Products:
         """The RMS norm of ``x``, computed by a function, which products may take in."""
         if (parts := self.deferring(x, weight)) is None:
             y = norm(self.latest(x), weight, eps)
-            if x.ndim == 4 and weight is not None and weight.dtype == x.dtype == y.dtype:
+            if x.ndim == 4 and (weight is None or weight.dtype == x.dtype == y.dtype):
                 self.of_heads[id(y)] = HeadNorm(y, x, weight, eps)
             return y
         y, rows, tile_squares = parts

@@ -103,7 +103,25 @@ class Step:
         """The RMS norm of each head, of which (B, H, 1, D) or (B, 1, H, D) is a view; or None."""
         norms = self.products.of_heads
         found = next((norms[id(y)] for y in self._views(heads) if id(y) in norms), None)
-        return found if found and found.weight.shape == heads.shape[-1:] else None
+        if found is None or found.x.shape[-1] != heads.shape[-1]:
+            return None
+        if found.weight is None:  # a constant of the graph
+            mx.eval(ones := mx.ones(heads.shape[-1:], heads.dtype))
+            found = found._replace(weight=ones)
+        return found
+
+    def delta_heads(self, q: mx.array, k: mx.array) -> tuple[mx.array, mx.array, Any]:
+        """Heads for the gated delta rule, before norms and factors, and these if there are any."""
+        recorder = current.get()
+        nodes = [recorder.node(each) if recorder else None for each in (q, k)]
+        pairs = [node.args if node and node.op == "mul" else (None, None) for node in nodes]
+        factors = [factor for factor, _ in pairs if isinstance(factor, float)]
+        of_q, of_k = (self.products.of_heads.get(id(y)) for _, y in pairs)
+        if len(factors) < 2 or of_q is None or of_k is None or of_q.eps != of_k.eps:
+            return q, k, None
+        if of_q.weight is not None or of_k.weight is not None:
+            return q, k, None
+        return of_q.x, of_k.x, (of_q.eps, *factors)
 
     def attending(self, k: Buffer) -> None:
         """Note that a fused module took a cache's keys, for attention and nothing else."""

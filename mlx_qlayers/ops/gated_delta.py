@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ def gated_delta(
     beta: mx.array,
     state: mx.array,
     mask: mx.array | None = None,
+    norms: tuple[float, float, float] | None = None,
 ) -> list[mx.array]:
     """Token after token: S = g S, then S += beta (v - S k) k^T, then y = S q, of each head.
 
@@ -36,6 +38,8 @@ def gated_delta(
         beta: (B, L, H), how much it learns.
         state: (B, H, Dv, Dk) float32, S ahead of the first token.
         mask: (B, L) booleans: tokens that leave the state as it was where it is False; or None.
+        norms: an epsilon, and what ``q`` and ``k`` are multiplied by behind RMS norms without a
+            weight, which they go through first; None if they are as they are to be.
 
     Returns:
         y, (B, L, H, Dv) in the dtype of ``q``, and the state behind the last token.
@@ -51,11 +55,12 @@ def gated_delta(
 
     Source: mlx-lm's ``gated_delta_ops``; arXiv 2412.06464.
     """
-    outputs: list[mx.array] = dispatch(_GATED_DELTA, (q, k, v, g, beta, state, mask))
+    arrays = q, k, v, g, beta, state, mask
+    outputs: list[mx.array] = dispatch(_GATED_DELTA, arrays, norms or ())
     return outputs
 
 
-def _plan(arrays: Sequence[Any]) -> Plan:
+def _plan(arrays: Sequence[Any], *norms: float) -> Plan:
     _check(*arrays)
     q, _, v, *_ = arrays
     takes = v.size and kernels.takes(q.shape[-1])
@@ -66,10 +71,12 @@ def _plan(arrays: Sequence[Any]) -> Plan:
         host_gain=threshold("gated_delta_gain", device="host"),
         evidence=source_of("gated_delta_gain"),
     )
+    composed = partial(reference.gated_delta, norms=norms)
     if choice.path == "ops":
-        return Plan(choice, reference.gated_delta)
-    gradients = gradient_of(reference.gated_delta, arrays)
-    return Plan(choice, kernels.gated_delta(arrays), gradients, reference.gated_delta)
+        return Plan(choice, composed)
+    return Plan(
+        choice, kernels.gated_delta(arrays, *norms), gradient_of(composed, arrays), composed
+    )
 
 
 _GATED_DELTA = Operation("gated_delta", _plan)

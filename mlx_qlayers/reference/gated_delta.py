@@ -7,9 +7,13 @@ from typing import Any
 import mlx.core as mx
 
 
-def gated_delta(*arrays: Any) -> list[mx.array]:
+def gated_delta(*arrays: Any, norms: tuple[float, ...] = ()) -> list[mx.array]:
     """As :func:`.ops.gated_delta.gated_delta`, which describes the arrays; a mask may be None."""
     q, k, v, g, beta, state, mask = arrays
+    if norms:
+        epsilon, of_queries, of_keys = norms
+        q = of_queries * mx.fast.rms_norm(q, None, epsilon)
+        k = of_keys * mx.fast.rms_norm(k, None, epsilon)
     shared = v.shape[2] // q.shape[2]
     q, k = (mx.repeat(x, shared, axis=2).astype(mx.float32) for x in (q, k))
     g, beta, rows = g.astype(mx.float32), beta.astype(mx.float32), []

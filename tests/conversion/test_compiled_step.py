@@ -57,6 +57,7 @@ NAMES = [
     "llama4",
     "minimax_m3_vl",
     "afm7",
+    "spark2_5",
 ]
 DECODED = [kind for kind in KINDS if kind != "none"]
 

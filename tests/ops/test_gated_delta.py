@@ -81,6 +81,29 @@ def test_against_float64(case: Any, path: str) -> None:
     assert found[0].dtype == case[1] and found[1].dtype == mx.float32
 
 
+@pytest.mark.parametrize(("case", "size"), [(CASES[0], 1.0), (CASES[3], 30.0)], ids=str)
+def test_norms_of_queries_and_keys(case: Any, size: float, path: str) -> None:
+    """Rows of any size, and small ones to which the epsilon counts."""
+    given, norms = arrays(*case), (1e-3, 0.25, 0.5)
+    given[0], given[1] = size * given[0], given[1] / size
+
+    def normed(kind: Any) -> list[Any]:
+        rows = [to64(x).astype(kind) for x in given[:2]]
+        pairs = zip(rows, norms[1:], strict=True)
+        means = [np.sqrt((x * x).mean(-1, keepdims=True) + kind(norms[0])) for x in rows]
+        rows = [x / m * kind(f) for (x, f), m in zip(pairs, means, strict=True)]
+        return [*rows, *given[2:]]
+
+    found = gated_delta(*given, norms=norms)
+    truth, rounded, terms = (
+        by_numpy(np.float64, normed(np.float64)),
+        by_numpy(np.float32, [round_to(x, case[1]) for x in normed(np.float32)[:2]] + given[2:]),
+        by_numpy(np.float64, normed(np.float64), True),
+    )
+    for y, exact, near, sums in zip(found, truth, rounded, terms, strict=True):
+        assert_accurate(y, exact, round_to(near, y.dtype), terms=sums, what=path)
+
+
 def test_views_and_a_token_after_the_other() -> None:
     """As all at once, wherever the arrays begin."""
     given = arrays((1, 4, 2, 4, 32, 24), mx.float32)

@@ -2,21 +2,22 @@
 //
 // For each token S = g S, then S += beta (v - S k) k^T, then y = S q. q and k are (B, L, Hk, Dk), v is
 // (B, L, H, Dv), beta (B, L, H), g (B, L, H) or for each key column (B, L, H, Dk); heads share those of
-// q and k in order. A token that `mask` (B, L) hides leaves the state as it was.
+// q and k in order. A token that `mask` (B, L) hides leaves the state as it was. If `normed`, q and k are
+// divided by the root of the mean of their squares and an epsilon, and times a number each, first.
 //
 // gated_delta   y (B, L, H, Dv) and state_out (B, H, Dv, Dk), float32. Rows of a state do not depend on
 //               each other: `lanes` lanes have a row, `each` elements each, in registers from the first
 //               token to the last. The inputs of a token are read `ahead` tokens before.
 //               Grid B * H * Dv * lanes threads, rounded up to threadgroups of whole SIMD groups.
 //               No threadgroup memory.
-//               shape is L, Hk, H, Dv, rows.
+//               shape is L, Hk, H, Dv, rows, and the bits of epsilon and of the numbers of q and k.
 
 #include "common/load.metal"
 
 #include <metal_stdlib>
 using namespace metal;
 
-enum { LENGTH, KEY_HEADS, HEADS, VALUES, ROWS };
+enum { LENGTH, KEY_HEADS, HEADS, VALUES, ROWS, EPSILON, OF_QUERIES, OF_KEYS };
 
 template <typename T>
 METAL_FUNC float element(const thread uint* words, int i) {
@@ -60,6 +61,7 @@ template <
     typename G,
     typename B,
     bool columns,
+    bool normed,
     int lanes,
     int each,
     int ahead>
@@ -71,7 +73,7 @@ template <
     const device B* beta,
     const device float* state,
     const device bool* mask,
-    constant int* shape,
+    const device int* shape,
     device T* y,
     device float* state_out,
     uint3 id [[thread_position_in_grid]]) {
@@ -114,24 +116,39 @@ template <
       load_token<T, G, B, columns, each>(
           inputs[a], q, k, v, g, beta, first_key + next * key_heads * Dk, at, at * Dv + row % Dv, at * Dk + column);
       // y = S q is that of the state that forgot, plus what it learned: one round of sums for all.
-      float given = 0, answer = 0, both = 0;
+      float given = 0, answer = 0, both = 0, of_keys = 0, of_queries = 0;
 #pragma unroll
       for (int i = 0; i < each; i++) {
         given = fma(forgot[i], keys[i], given);
         answer = fma(forgot[i], queries[i], answer);
         both = fma(keys[i], queries[i], both);
+        of_keys = normed ? fma(keys[i], keys[i], of_keys) : 0;
+        of_queries = normed ? fma(queries[i], queries[i], of_queries) : 0;
       }
 #pragma unroll
       for (int apart = 1; apart < lanes; apart *= 2) {
         given += simd_shuffle_xor(given, ushort(apart));
         answer += simd_shuffle_xor(answer, ushort(apart));
         both += simd_shuffle_xor(both, ushort(apart));
+        if (normed) {
+          of_keys += simd_shuffle_xor(of_keys, ushort(apart));
+          of_queries += simd_shuffle_xor(of_queries, ushort(apart));
+        }
+      }
+      // Norms are factors of the sums.
+      float key_factor = 1;
+      if (normed) {
+        const float epsilon = as_type<float>(shape[EPSILON]);
+        key_factor = as_type<float>(shape[OF_KEYS]) * rsqrt(of_keys / Dk + epsilon);
+        answer *= as_type<float>(shape[OF_QUERIES]) * rsqrt(of_queries / Dk + epsilon);
+        both *= as_type<float>(shape[OF_QUERIES]) * rsqrt(of_queries / Dk + epsilon) * key_factor;
+        given *= key_factor;
       }
       const float change = (value - given) * learned;
       const bool hidden = mask && !mask[size_t(batch) * L + t];
 #pragma unroll
       for (int i = 0; i < each; i++) {
-        S[i] = hidden ? S[i] : fma(keys[i], change, forgot[i]);
+        S[i] = hidden ? S[i] : fma(keys[i], key_factor * change, forgot[i]);
       }
       if (column == 0 && writes) {
         y[(first + size_t(t) * H) * Dv + row % Dv] = T(fma(both, change, answer));

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
+from struct import pack, unpack
 from typing import Any
 
 import mlx.core as mx
@@ -32,7 +33,7 @@ def _kernel(masked: bool) -> Kernel:
         inputs=tuple(name for name in _INPUTS if masked or name != "mask"),
         outputs=("y", "state_out"),
         omitted=() if masked else ("mask",),
-        template=("T", "G", "B", "columns", "lanes", "each", "ahead"),
+        template=("T", "G", "B", "columns", "normed", "lanes", "each", "ahead"),
         registers=lambda T, columns, each, ahead, **_: (
             4 * each + ahead * each * (T.size // 2 + columns)
         ),
@@ -40,11 +41,12 @@ def _kernel(masked: bool) -> Kernel:
     )
 
 
-def gated_delta(arrays: Sequence[Any]) -> Callable[..., list[mx.array]]:
+def gated_delta(arrays: Sequence[Any], *norms: float) -> Callable[..., list[mx.array]]:
     """The launch of the gated delta rule.
 
     Args:
         arrays: specs of what the operation of this name takes; the mask may be None.
+        norms: what it takes of that name, if any.
 
     Returns:
         A function of the arrays that gives y and the state.
@@ -52,7 +54,8 @@ def gated_delta(arrays: Sequence[Any]) -> Callable[..., list[mx.array]]:
     q, _, v, g, beta, state, mask = arrays
     (_, length, key_heads, width), (*_, heads, values) = q.shape, v.shape
     lanes, rows = width // _EACH, prod(state.shape[:-1])
-    sizes = mx.array([length, key_heads, heads, values, rows], mx.int32)
+    words = unpack("3i", pack("3f", *(norms or (0, 1, 1))))
+    sizes = mx.array([length, key_heads, heads, values, rows, *words], mx.int32)
     launch = _kernel(mask is not None).bind(
         [*(a for a in arrays if a is not None), Spec.of(sizes)],
         template={
@@ -60,6 +63,7 @@ def gated_delta(arrays: Sequence[Any]) -> Callable[..., list[mx.array]]:
             "G": g.dtype,
             "B": beta.dtype,
             "columns": g.ndim == 4,
+            "normed": len(norms) > 0,
             "lanes": lanes,
             "each": _EACH,
             "ahead": _AHEAD,
