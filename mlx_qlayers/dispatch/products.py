@@ -165,7 +165,6 @@ class QmmProblem(Problem):
         "tile_k": (32, 64, 128),
         "simds_m": (1, 2, 4),
         "simds_n": (1, 2, 4),
-        "run": (16, 32),
         "stages": (1, 2),
         "ahead": (False, True),
         "parts": (1, 2, 4, 8),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
@@ -22,16 +22,22 @@ class Family(ABC, Generic[P, C]):
 
     Attributes:
         problem: the class of its problems.
-        moves: those that a configuration admits.
+        kinds: of its moves, by the fields that they change, where they are told apart.
     """
 
     problem: type[P]
-    moves: ClassVar[tuple[Move, ...]]
+    kinds: ClassVar[Mapping[str, type[Move]]] = {}
 
     @property
     def name(self) -> str:
         """The family's name, unique in the package."""
         return self.problem.family
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """One for each field that configurations may differ in, to the values that it may have."""
+        values = self.problem.values.items()
+        return tuple(self.kinds.get(field, Move)(field, given) for field, given in values)
 
     def is_fixed(self, config: Any) -> bool:
         """Whether no move leads from a configuration to another."""
@@ -81,11 +87,6 @@ class Family(ABC, Generic[P, C]):
     def _legal(self, configs: Iterable[C], problem: P) -> list[C]:
         unique = dict.fromkeys(problem.completed(config) for config in configs)
         return [config for config in unique if self.why_not(config, problem) is None]
-
-
-def moves_of(problem: type[Problem], **kinds: type[Move]) -> tuple[Move, ...]:
-    """A move for each of these fields, to the values that the problem's configurations may have."""
-    return tuple(kind(field, problem.values[field]) for field, kind in kinds.items())
 
 
 def normal(dtype: mx.Dtype, *shapes: tuple[int, ...]) -> Inputs:

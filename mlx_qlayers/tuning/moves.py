@@ -100,12 +100,3 @@ class PadTo(Move):
         for k in range(4 * lane, K, 128):       for k in range(4 * lane, ceil(K / 128) * 128, 128):
             sum += x0[k] + ...                      sum += (x0[k] if k < K else 0) + ...
     """
-
-
-class Tile(Move):
-    """Rows or columns of the part of a matrix that a threadgroup keeps in threadgroup memory: a
-    larger one is read less often from device memory, and leaves room for fewer threadgroups."""
-
-
-class Buffer(Move):
-    """Parts of a matrix under way at a time: while one is worked on, the next ones are read."""

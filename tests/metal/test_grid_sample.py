@@ -23,6 +23,7 @@ from sampling import (
     same_side,
 )
 
+from mlx_qlayers.metal.common import lanes
 from mlx_qlayers.metal.grid_sample import launch as kernels
 from mlx_qlayers.metal.grid_sample.launch import GridSampleConfig, heuristic
 from mlx_qlayers.options import Sampling
@@ -248,7 +249,7 @@ def test_nothing_outside_x_is_read(mode, gpu):
 
 
 def test_threads_in_several_rows(backend, monkeypatch):
-    monkeypatch.setattr(kernels, "_ROW", 128)
+    monkeypatch.setattr(lanes, "_ROW", 128)
     arrays = inputs(5, (2, 5, 7, 12), (9, 11))
     check(run(*arrays, Sampling(), CONFIGS[0]), *arrays, Sampling())
     check(run(*arrays, Sampling(), CONFIGS[1]), *arrays, Sampling())

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 
@@ -13,6 +14,7 @@ from ...options import Deformable
 from ...runtime.kernel import Kernel
 from ...runtime.launch import TemplateValue
 from ...runtime.spec import Spec
+from ..common.lanes import bind_groups, lanes_for
 
 _FILE = "deformable/deformable.metal"
 _FORWARD = Kernel(
@@ -37,8 +39,6 @@ _GRADIENT = Kernel(
     registers=lambda V, **index: 8 + index["I"].size + V,
     large=True,
 )
-# Threads along x before they go on along y.
-_ROW = 2**30
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,8 @@ def heuristic(width: int, points: int, dtype: mx.Dtype, backend: str) -> Deforma
     # M1 and M2 lack the registers for four.
     steps = (2, 1) if backend == "metal" else (4, 3, 2, 1)
     step = next(step for step in steps if points % step == 0)
-    lanes, scatter_lanes = _lanes(width // pack), _lanes(width)
+    lanes, scatter_lanes = lanes_for(width // pack), lanes_for(width)
     return DeformableConfig(pack, dtype.size * pack, lanes, step, 1, scatter_lanes=scatter_lanes)
-
-
-def _lanes(parts: int) -> int:
-    """The threads for so many parts: the power of two that covers them, at most a SIMD group."""
-    return min(32, 1 << max(0, parts - 1).bit_length())
 
 
 def covers(values: Spec, locations: Spec) -> bool:
@@ -132,27 +127,17 @@ class _Job:
         self,
         kernel: Kernel,
         specs: Sequence[Spec],
-        shapes: Sequence[tuple[int, ...]],
+        shapes: Any,
         run: int,
         pack: int,
-        lanes: int,
-        init_value: float | None = None,
+        **options: Any,
     ) -> Callable[..., list[mx.array]]:
-        """The launch, a function of the arrays of ``specs``."""
-        groups, threads = self.batch * self.heads * -(-self.queries // run), self.config.threads
-        width = min(_ROW, -(-groups * lanes // threads) * threads)
+        """As :func:`bind_groups`: a group for each head of ``run`` queries."""
+        groups = self.batch * self.heads * -(-self.queries // run)
         facts = groups, run, self.queries, self.heads, self.width, self.levels, self.pixels
-        constants = [self.sizes, mx.array(facts, mx.int32)]
-        values = self.values | {"V": pack, "LANES": lanes}
-        launch = kernel.bind(
-            [*specs, *map(Spec.of, constants)],
-            template={name: values[name] for name in kernel.template},
-            grid=(width, -(-groups * lanes // width), 1),
-            threadgroup=(threads, 1, 1),
-            output_shapes=shapes,
-            init_value=init_value,
-        )
-        return lambda *arrays: launch([*arrays, *constants])
+        constants, values = [self.sizes, mx.array(facts, mx.int32)], self.values | {"V": pack}
+        options |= {"count": groups, "threads": self.config.threads}
+        return bind_groups(kernel, specs, constants, values, shapes, **options)
 
 
 def forward(
@@ -160,7 +145,8 @@ def forward(
 ) -> Callable[..., mx.array]:
     """The launch of the sums, a function of values, locations and weights."""
     job, run = _Job(arrays, options, config), min(config.run, arrays[1].shape[1])
-    launch = job.bind(_FORWARD, job.arrays, [job.out.shape], run, config.pack, config.lanes)
+    shapes, lanes = [job.out.shape], config.lanes
+    launch = job.bind(_FORWARD, job.arrays, shapes, run, config.pack, lanes=lanes)
     return lambda *arrays: launch(*arrays)[0]
 
 
@@ -175,7 +161,7 @@ def gradient(
         [a.shape for a in arrays],
         1 if config.atomic else job.queries,
         config.scatter_pack,
-        config.scatter_lanes,
+        lanes=config.scatter_lanes,
         init_value=0,
     )
 

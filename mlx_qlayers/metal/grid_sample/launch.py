@@ -17,11 +17,11 @@ from ...runtime.launch import TemplateValue
 from ...runtime.limits import most_threads
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
+from ..common.lanes import bind_groups, lanes_for
 
 _TAPS = {"nearest": 1, "bilinear": 2, "bicubic": 4}
 _PADDING = {"zeros": 0, "border": 1, "reflection": 2}
-# Threads along x before they go on along y, and sorted shares added up by one group of lanes.
-_ROW = 2**30
+# Sorted shares that one group of lanes adds up.
 _BLOCK = 256
 # Pixels that a group of threads writes: PIXELS in atomic_gradient.metal.
 _SPREAD = 4
@@ -173,7 +173,7 @@ def heuristic(
     pack = channels if channels <= 4 else math.gcd(channels, 16 // dtype.size)
     align = dtype.size * (pack & -pack)
     scatter = "sorted" if deterministic else "atomics"
-    lanes, scatter_lanes = _lanes(channels // pack), _lanes(channels)
+    lanes, scatter_lanes = lanes_for(channels // pack), lanes_for(channels)
     # Random points of three channels took 146 us on an H200, not 256, in half 114, not 308.
     near = backend == "cuda" and channels == 3
     threads = 128 if near else 256
@@ -194,13 +194,8 @@ def within_registers(
             break
     if pack == config.pack:
         return config
-    lanes = _lanes(x.shape[-1] // pack)
+    lanes = lanes_for(x.shape[-1] // pack)
     return replace(config, pack=pack, align=x.dtype.size * (pack & -pack), lanes=lanes)
-
-
-def _lanes(parts: int) -> int:
-    """The threads for so many parts: the power of two that covers them, at most a SIMD group."""
-    return min(32, 1 << max(0, parts - 1).bit_length())
 
 
 def covers(grid: Spec, options: Sampling) -> bool:
@@ -246,28 +241,14 @@ class _Job:
         kernel: Kernel,
         specs: Sequence[Spec],
         *shapes: tuple[int, ...],
-        count: int,
         lanes: int = 1,
         threads: int | None = None,
-        init_value: float | None = None,
+        **options: Any,
     ) -> Callable[..., list[mx.array]]:
-        """The launch for ``count`` times ``lanes`` threads: whole threadgroups, in rows.
-
-        Returns:
-            A function of the arrays of ``specs``; constants follow them in each kernel's inputs.
-        """
-        values, group = self.values | {"LANES": lanes}, threads or self.config.threads
-        width = min(_ROW, -(-count * lanes // group) * group)
+        """As :func:`bind_groups`, with the constants that the kernel takes."""
         constants = [self.constants[name] for name in kernel.inputs if name in self.constants]
-        launch = kernel.bind(
-            [*specs, *constants],
-            template={name: values[name] for name in kernel.template},
-            grid=(width, -(-count * lanes // width), 1),
-            threadgroup=(group, 1, 1),
-            output_shapes=shapes,
-            init_value=init_value,
-        )
-        return lambda *arrays: launch([*arrays, *constants])
+        given = kernel, specs, constants, self.values, shapes
+        return bind_groups(*given, lanes=lanes, threads=threads or self.config.threads, **options)
 
 
 def grid_sample(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig) -> Sampled:
@@ -345,7 +326,7 @@ def _by_rows(job: _Job, lanes: int) -> Sampled:
     find = job.bind(_FIND_ROWS, [job.grid], row.shape, count=job.points, init_value=0)
     given = [row, job.grid, job.cotangent]
     add = job.bind(_GRADIENT_ROWS, given, sums.shape, count=job.points, lanes=lanes, init_value=0)
-    shape, packs = (job.pixels, job.channels), _lanes(job.channels // size)
+    shape, packs = (job.pixels, job.channels), lanes_for(job.channels // size)
     groups = -(-job.pixels // _SPREAD)
     spread = job.bind(_SPREAD_ROWS, [row, sums], shape, count=groups, lanes=packs)
 

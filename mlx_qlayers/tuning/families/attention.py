@@ -24,8 +24,7 @@ from ...reference import attention_step as step_reference
 from ...runtime import tensor_ops
 from ...runtime.backend import backend
 from ...runtime.spec import Spec
-from ..family import Family, Inputs, Path, moves_of, normal
-from ..moves import Buffer, Group, GroupTop, Local, Tile, Unroll, Upcast
+from ..family import Family, Inputs, Path, normal
 
 # Elements of a group of packed keys and values.
 _GROUP = 64
@@ -37,9 +36,6 @@ class AttentionForwardFamily(Family[AttentionForwardProblem, Layout]):
     """Attention of many queries without a mask but the causal one."""
 
     problem = AttentionForwardProblem
-    moves = moves_of(
-        problem, blocks=Upcast, simds=Local, slices=Group, tile=Tile, alternate=Buffer, ahead=Buffer
-    )
 
     def inputs(self, problem: AttentionForwardProblem) -> Inputs:
         batch, heads, kv_heads, queries, keys, width, v_width = problem.shape
@@ -72,15 +68,6 @@ class AttentionDecodeFamily(Family[AttentionDecodeProblem, Any]):
     """One query for each of so many rows over the keys of so many caches."""
 
     problem = AttentionDecodeProblem
-    moves = moves_of(
-        problem,
-        min_keys=GroupTop,
-        max_splits=GroupTop,
-        slice=Group,
-        blocks=Unroll,
-        columns=Upcast,
-        combine=Local,
-    )
 
     def is_fixed(self, config: Any) -> bool:
         return isinstance(config, Serial)
@@ -102,15 +89,6 @@ class AttentionStepFamily(Family[AttentionStepProblem, Step]):
     """One token of each sequence, which attends to a full cache and half a tail."""
 
     problem = AttentionStepProblem
-    moves = moves_of(
-        problem,
-        splits=GroupTop,
-        tail_splits=Local,
-        slice=Group,
-        blocks=Unroll,
-        columns=Upcast,
-        teams=Local,
-    )
 
     def inputs(self, problem: AttentionStepProblem) -> Inputs:
         batch, kv_heads, size = problem.batch, problem.kv_heads, problem.size

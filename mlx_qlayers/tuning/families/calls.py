@@ -20,8 +20,6 @@ from .quantized_matmul import packed
 class CallFamily(Family[CallProblem, Fixed]):
     """The operation itself, by its kernel and by stock operators."""
 
-    moves = ()
-
     def is_fixed(self, config: Any) -> bool:
         return True
 

@@ -9,8 +9,7 @@ from ...metal.grid_sample.launch import GridSampleConfig, grid_sample
 from ...options import Sampling
 from ...reference import grid_sample as reference
 from ...runtime.spec import Spec
-from ..family import Family, Inputs, Path, moves_of, normal
-from ..moves import Local, Unroll, Upcast
+from ..family import Family, Inputs, Path, normal
 
 _IMAGES, _PIXELS = 4, 1 << 16
 
@@ -19,7 +18,6 @@ class GridSampleFamily(Family[Problem, GridSampleConfig]):
     """Samples of four images at points without order, as many as the images have pixels."""
 
     problem = Problem
-    moves = moves_of(problem, lanes=Local, pack=Unroll, run=Upcast, threads=Local)
 
     def inputs(self, problem: Problem) -> Inputs:
         side = round(_PIXELS ** (1 / problem.dims))

@@ -19,8 +19,7 @@ from ...reference import quantized_matmul as reference
 from ...runtime import tensor_ops
 from ...runtime.backend import backend
 from ...runtime.spec import Spec
-from ..family import Family, Inputs, Path, moves_of, normal
-from ..moves import Buffer, Group, GroupTop, Local, Tile, Unroll, Upcast
+from ..family import Family, Inputs, Path, normal
 
 Config = QmvConfig | QmvPersistentConfig
 _EPSILON = 1e-6
@@ -30,17 +29,6 @@ class QmmFamily(Family[QmmProblem, QmmConfig]):
     """y (M, N) = x (M, K) with a packed matrix, M of 17 and more."""
 
     problem = QmmProblem
-    moves = moves_of(
-        problem,
-        tile_m=Tile,
-        tile_n=Tile,
-        tile_k=Tile,
-        simds_m=Local,
-        simds_n=Local,
-        stages=Buffer,
-        ahead=Buffer,
-        parts=GroupTop,
-    )
 
     def inputs(self, problem: QmmProblem) -> Inputs:
         m, n, k = problem.m, problem.n, problem.k
@@ -77,16 +65,6 @@ class QmvFamily(Family[QmvProblem, Config]):
     """
 
     problem = QmvProblem
-    moves = moves_of(
-        problem,
-        simds=Group,
-        tiles=Upcast,
-        outputs=Upcast,
-        run=Unroll,
-        ahead=Buffer,
-        stacks=Local,
-        threads=Local,
-    )
 
     def inputs(self, problem: QmvProblem) -> Inputs:
         """The rows, the norm's weight and the residual if there are any, and each matrix."""

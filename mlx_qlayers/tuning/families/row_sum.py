@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import mlx.core as mx
 
 from ...dispatch.tunable import RowSumProblem as Problem
 from ...metal.common.row_sum import RowSum, row_sum
 from ...runtime.spec import Spec
-from ..family import Family, Inputs, Path, moves_of, normal
+from ..family import Family, Inputs, Path, normal
 from ..moves import Group, GroupTop, Local, PadTo, Unroll, Upcast
 
 
@@ -15,15 +17,14 @@ class RowSumFamily(Family[Problem, RowSum]):
     """Sums of the rows of x (M, K)."""
 
     problem = Problem
-    moves = moves_of(
-        problem,
-        upcast=Upcast,
-        unroll=Unroll,
-        local=Local,
-        group=Group,
-        blocked=GroupTop,
-        padded=PadTo,
-    )
+    kinds: ClassVar = {
+        "upcast": Upcast,
+        "unroll": Unroll,
+        "local": Local,
+        "group": Group,
+        "blocked": GroupTop,
+        "padded": PadTo,
+    }
 
     def inputs(self, problem: Problem) -> Inputs:
         return normal(problem.dtype, (problem.m, problem.k))
