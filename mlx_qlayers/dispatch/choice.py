@@ -25,6 +25,12 @@ class Choice(NamedTuple):
 
 
 KERNELS = ("metal", "cuda", "host")
+UNMEASURED = "the kernel was not measured on an Apple GPU"
+
+
+def unmeasured() -> str | None:
+    """Why ``auto`` leaves a kernel that nobody has measured for the reference: on Apple GPUs."""
+    return UNMEASURED if backend() == "metal" else None
 
 
 def choose(

@@ -42,8 +42,6 @@ MAX_PLANS = 4096
 # Of one operation, by shapes, in front of that cache.
 MAX_RECENT = 64
 
-Specs = Sequence[Spec | None]
-
 
 class Plan(NamedTuple):
     """What an operation makes of a key.

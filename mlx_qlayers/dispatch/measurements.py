@@ -18,7 +18,7 @@ from ..runtime.backend import advance_epoch, backend
 from ..runtime.backend import epoch as current
 from ..runtime.explain import note
 from . import entries as stored
-from .choice import Choice, choose
+from .choice import Choice, choose, unmeasured
 from .entries import Entry
 from .problem import Problem, source_hash
 from .thresholds import Evidence
@@ -113,20 +113,17 @@ def decided(
     return kernel, told, source
 
 
-def choose_measured(
-    op: str, kernels: Sequence[str], unless: str | None, family: str, *question: Hashable
-) -> Choice:
+def choose_measured(op: str, kernels: Sequence[str], family: str, *question: Hashable) -> Choice:
     """As :func:`.choice.choose`, by what was measured of an operation's only kernel.
 
     Args:
         op: the operation's name.
         kernels: the backends that have a kernel for the arguments.
-        unless: why ``auto`` leaves it for the reference where nothing was measured.
         family: of the question.
         question: the arguments of its problem.
     """
     best = found(family, *question) if kernels else None
-    by, unless, evidence = decided(best, "its kernel", unless)
+    by, unless, evidence = decided(best, "its kernel", unmeasured())
     gain = measured_gain(best, None)
     return choose(
         op, kernels, unless=unless, host_gain=gain, by=by if best else "", evidence=evidence

@@ -6,6 +6,7 @@ from math import prod
 
 import mlx.core as mx
 
+from ..dispatch.choice import UNMEASURED
 from ..dispatch.thresholds import threshold
 from ..metal.attention.forward import FAR
 from ..metal.attention.layout import WIDEST
@@ -33,7 +34,7 @@ def why_not_decode(call: AttentionCall) -> str | None:
     array as mask stock makes more than one.
     """
     if backend() == "metal":
-        return "the kernel was not measured on an Apple GPU"
+        return UNMEASURED
     single = current.get().mode.single and len(call.k) == 1 and call.mask is None
     if backend() != "cuda" or not single:
         return None

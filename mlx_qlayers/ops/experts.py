@@ -26,7 +26,6 @@ _FORMAT = Format(64, 4)
 _INDICES = partial(Spec, dtype=mx.uint32)
 # Experts that a SIMD group chooses for a row, and chooses from.
 _MAX_CHOSEN, _MAX_EXPERTS = 32, 1024
-_NOT_ON_METAL = {"metal": "the kernel was not measured on an Apple GPU"}
 _ACTIVATIONS = {"silu": nn.silu, "gelu": nn.gelu, "gelu_approx": nn.gelu_approx}
 
 
@@ -156,8 +155,8 @@ def _plan_chosen(arrays: Sequence[Any], router: Router) -> Plan:
         (logits.size // experts, experts),
         (router, bias is not None, factors is not None),
     )
-    unless, question = _NOT_ON_METAL.get(backend()), (sizes, logits.dtype, form)
-    choice = choose_measured("experts_chosen", KERNELS if fits else (), unless, "router", *question)
+    question = "router", sizes, logits.dtype, form
+    choice = choose_measured("experts_chosen", KERNELS if fits else (), *question)
     if choice.path == "ops":
         return Plan(choice, composed)
     launch = kernels.experts_chosen(logits, bias, factors, router)
@@ -276,8 +275,7 @@ def _choice(
     lacking = 0 in (x.size, *matrices[0].w.shape) or {a.dtype for a in arrays} - {x.dtype}
     sizes = prod(experts.shape[:-1]), count, each, n, x.shape[-1]
     question = "experts", sizes, x.dtype, (fmt.mode, fmt.group_size, fmt.bits, kind)
-    kernels = () if lacking else KERNELS
-    return choose_measured(op, kernels, _NOT_ON_METAL.get(backend()), *question)
+    return choose_measured(op, () if lacking else KERNELS, *question)
 
 
 def leaves_experts(x: mx.array, experts: mx.array, matrix: PackedMatrix, fmt: Format) -> bool:

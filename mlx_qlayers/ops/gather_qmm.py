@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
+from ..dispatch.choice import unmeasured
 from ..dispatch.measurements import found
 from ..dispatch.thresholds import gain, source_of, threshold
 from ..formats import GLOBAL_UNIT, Format
@@ -146,7 +147,7 @@ def _stock_is_better(rows: int, matrices: int, in_order: bool) -> str | None:
     least = threshold("gather_qmm_rows_per_matrix", device="cuda") * matrices
     if backend() == "cuda" and rows < least:
         return "the stock operator and its call are as fast with so few rows for each matrix"
-    return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+    return unmeasured()
 
 
 def _untested(dtype: mx.Dtype, transpose: bool, fmt: Format) -> str | None:

@@ -11,10 +11,8 @@ from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, gradient_of
 from ..dispatch.measurements import choose_measured
 from ..metal.attention import latent as kernels
 from ..reference import latent_attention as reference
-from ..runtime.backend import backend, requested
+from ..runtime.backend import requested
 from .checks import FLOATS
-
-_NOT_ON_METAL = {"metal": "the kernel was not measured on an Apple GPU"}
 
 
 def latent_attention(
@@ -66,8 +64,8 @@ def _choose(q: Any, r: Any, c: Any) -> Choice:
     (batch, heads, _, width), rows = q.shape, c.shape[2]
     takes = kernels.takes(q, r, rows) and c.shape[1] == 1
     question = (rows, batch, heads, width, r.shape[3]), q.dtype, ()
-    unless, family = _NOT_ON_METAL.get(backend()), "latent_attention"
-    return choose_measured(family, KERNELS if takes else (), unless, family, *question)
+    name = "latent_attention"  # of the family too
+    return choose_measured(name, KERNELS if takes else (), name, *question)
 
 
 def _plan(arrays: Sequence[Any], scale: float) -> Plan:

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Arrays, Gradient, Operation, Plan, choose, dispatch
+from ..dispatch.choice import UNMEASURED
 from ..dispatch.thresholds import source_of, threshold
 from ..formats import GLOBAL_UNIT, Format
 from ..metal.quantized_matmul.gradients import scales_and_biases_gradient
@@ -204,7 +205,7 @@ def _plan_scales_and_biases(arrays: Sequence[Any], transpose: bool, fmt: Format)
 def _left_to_stock(rows: int, dtype: mx.Dtype) -> str | None:
     """Why ``auto`` leaves the kernel of these gradients for the stock operators on a GPU."""
     if backend() == "metal":
-        return "the kernel was not measured on an Apple GPU"
+        return UNMEASURED
     # In float32 the stock operators multiply in TF32, which is not exact enough.
     most = threshold("scales_gradient_max_rows", device="cuda")
     if backend() == "cuda" and rows > most and dtype != mx.float32:

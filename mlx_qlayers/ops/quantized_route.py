@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..dispatch import Choice, choose
+from ..dispatch.choice import UNMEASURED, unmeasured
 from ..dispatch.measurements import Found, configure, decided, found, measured_gain
 from ..dispatch.thresholds import gain, source_of, threshold
 from ..formats import Format
@@ -145,16 +146,14 @@ def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
         kernel, unless = _many_rows_on_cuda(call)
         by = "qmm_skinny_rows" if kernel == SKINNY else "qmm_max_rows"
         return kernel, unless, source_of(by)
-    return QMM, "the kernel was not measured on an Apple GPU", "rule"
+    return QMM, UNMEASURED, "rule"
 
 
 def stock_is_better(dtype: mx.Dtype) -> str | None:
     """Why ``auto`` leaves qmv for the stock operator on a GPU."""
-    if backend() == "cuda":
-        if dtype == mx.float32:
-            return "the stock operator is faster in float32, which the matrix units do not take"
-        return None
-    return {"metal": "the kernel was not measured on an Apple GPU"}.get(backend())
+    if backend() == "cuda" and dtype == mx.float32:
+        return "the stock operator is faster in float32, which the matrix units do not take"
+    return unmeasured()
 
 
 def _call_is_too_long(call: MatmulCall) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch.choice import UNMEASURED
 from ..dispatch.thresholds import source_of, threshold
 from ..metal.rotary import launch as kernels
 from ..options import Rotation
@@ -21,7 +22,7 @@ _SHARE = 4
 # Why ``auto`` leaves the kernel for the stock operator on a GPU.
 _STOCK = {
     "cuda": "two launches of the stock operator are as fast: 10 to 15 us a pair in a chain",
-    "metal": "the kernel was not measured on an Apple GPU",
+    "metal": UNMEASURED,
 }
 
 

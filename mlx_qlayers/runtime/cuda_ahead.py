@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from hashlib import sha256
@@ -29,6 +29,7 @@ import mlx.core as mx
 from .cache_folder import check_owner, make_folder
 from .explain import note
 from .spec import Spec
+from .staging import replace_file
 
 _WORKER = Path(__file__).with_name("nvrtc_worker.py")
 # What MLX writes in front of a kernel, and as much of that as kernels here need.
@@ -175,26 +176,15 @@ def _compile(target: Path, name: str, text: str) -> None:
         )
         mangled, _, code = done.stdout.partition(b"\n")
         # MLX takes the code for whole as soon as it is there.
-        _write(target.with_name(target.name + ".txt"), function.encode() + b"\t" + mangled + b"\n")
-        _write(target.with_name(target.name + ".ptx"), code)
+        names = function.encode() + b"\t" + mangled + b"\n"
+        replace_file(target.with_name(target.name + ".txt"), names)
+        replace_file(target.with_name(target.name + ".ptx"), code)
         seconds[name] = time.perf_counter() - start
     except subprocess.CalledProcessError as error:
         why = error.stderr.decode(errors="replace").strip()[-500:]
         note(f"kernel {name}", "left to MLX", f"not compiled ahead: {why}")
     except (OSError, subprocess.TimeoutExpired) as error:
         note(f"kernel {name}", "left to MLX", f"not compiled ahead: {error}")
-
-
-def _write(path: Path, content: bytes) -> None:
-    handle, draft = tempfile.mkstemp(prefix=f".{path.stem[:80]}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(draft, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(draft)
-        raise
 
 
 @cache

@@ -64,15 +64,15 @@ def check_free(target: Path) -> None:
         raise FileExistsError(f"{target}: exists and is not a directory")
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file that holds all of the new text or, where the process is killed, what it held."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file that holds all of what is new or, where the process is killed, what it held."""
     remove_leftovers(path.parent, ".*.tmp")
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", suffix=".tmp", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "wb") as file:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(text)
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
             os.replace(name, path)

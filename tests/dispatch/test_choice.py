@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from machine import ALL
 
 import mlx_qlayers
 from mlx_qlayers.dispatch import Choice, choose
+from mlx_qlayers.dispatch.measurements import choose_measured
 from mlx_qlayers.runtime.backend import BackendError, use_backend
 
 CONVERSION = Path(mlx_qlayers.__file__).parent / "conversion"
@@ -58,6 +60,13 @@ def test_auto_runs_on_a_cpu_only_what_is_faster_there(machine, gain, expected, r
 def test_on_metal_the_gain_on_a_cpu_does_not_matter(machine):
     machine("metal", "host")
     assert choose("op", ALL, host_gain=0.5).path == "metal"
+
+
+def test_on_metal_what_nobody_measured_is_left(machine):
+    machine("metal")
+    assert choose_measured("op", ALL, "latent_attention", (256, 1, 4, 64, 32), mx.float16, ()) == (
+        Choice("op", "ops", "the kernel was not measured on an Apple GPU")
+    )
 
 
 def test_the_graphs_of_steps_name_no_backend():

@@ -258,7 +258,7 @@ def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("", ("ops", "not measured", "rule")),
+        ("", ("cuda", "auto", "rule")),
         ("stock", ("ops", f"measured here: {TIMES}", "measured here")),
         ("kernel", ("cuda", f"auto, by its kernel, measured here: {TIMES}", "measured here")),
     ],
@@ -270,8 +270,8 @@ def test_an_operation_of_one_kernel_goes_by_what_won(path, expected, monkeypatch
     if path:
         keep("latent_attention", question, path=path)
     asked = "latent_attention", (100, *question[0][1:]), *question[1:]
-    assert choose_measured("op", ("cuda",), "not measured", *asked)[1:] == expected
-    assert choose_measured("op", (), "not measured", *asked).path == "ops"
+    assert choose_measured("op", ("cuda",), *asked)[1:] == expected
+    assert choose_measured("op", (), *asked).path == "ops"
 
 
 def test_ops_take_the_dense_product_where_it_won(monkeypatch):
