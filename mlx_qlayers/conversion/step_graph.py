@@ -11,7 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..runtime.cuda_ahead import finish
+from ..runtime.windows import windows
 from . import compiled
+from .cache_tail import arrays_of
 from .recorder import called
 from .snapshot import Snapshot
 from .step_caches import Inputs
@@ -43,7 +45,11 @@ class StepGraph:
     def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
         inside, model = Step(self.static, at, arrays), self.model()
         before = Snapshot([model, *self.inside])
-        with watched(inside, self.learned):
+        # What goes out as it came in are arrays of their own.
+        with (
+            watched(inside, self.learned),
+            windows([x for each in arrays for x in arrays_of(each)]),
+        ):
             logits = called(self.function, model, tokens, cache=inside.caches)
         if not before.holds():
             self.changes = before.difference()

@@ -76,7 +76,8 @@ class Step:
     def rows(self, x: mx.array) -> mx.array:
         """Heads side by side: (B, 1, H, D) or (B, H, 1, D) to (B, 1, H * D)."""
         shape = len(x), 1, x.size // len(x)
-        return next((y for y in self._views(x) if y.shape == shape), x).reshape(shape)
+        y = next((y for y in self._views(x) if y.shape == shape), None)
+        return x.reshape(shape) if y is None else y
 
     def viewed(self, recorder: Recorder, node: Node) -> mx.array | None:
         """For an array that describes another one anew: one before it that has its shape."""

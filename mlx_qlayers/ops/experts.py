@@ -212,7 +212,7 @@ def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | Clipped | Non
 
     def run(*arrays: Any) -> list[mx.array]:
         x, experts, *flat = arrays
-        return launch([x, experts.astype(mx.uint32), *(a for a in flat if a is not None)])
+        return launch([x, _words(experts), *(a for a in flat if a is not None)])
 
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 
@@ -243,9 +243,14 @@ def _plan_combined(arrays: Sequence[Any], fmt: Format) -> Plan:
 
     def run(*arrays: Any) -> list[mx.array]:
         x, experts, scores, *flat = arrays
-        return launch([x, experts.astype(mx.uint32), scores, *(a for a in flat if a is not None)])
+        return launch([x, _words(experts), scores, *(a for a in flat if a is not None)])
 
     return Plan(choice, run, gradient_of(composed, arrays), composed)
+
+
+def _words(experts: mx.array) -> mx.array:
+    """Indices as the kernels take them; those that are so keep their identity."""
+    return experts if experts.dtype == mx.uint32 else experts.astype(mx.uint32)
 
 
 def gated(gate: str | Clipped, y: mx.array, up: mx.array) -> mx.array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
-from .backend import BackendError, Outdated, backend, current, epoch, up_to_date
+from .backend import BackendError, Mode, Outdated, backend, current, epoch, up_to_date
 from .declaration import Declaration, KernelError, Multiple
 from .explain import note
 from .health import WORDS, check_report
@@ -21,6 +21,7 @@ from .limits import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY, MAX_THREADS
 from .spec import Spec
 from .tracing import record
 from .transformed import is_transformed, without_derivative
+from .windows import SHARING, sharing
 
 __all__ = [
     "CUDA_THREADGROUP_MEMORY",
@@ -132,7 +133,9 @@ class Kernel(Declaration):
         launch = checked_launch(self, name, inputs, **options)
         if "health" in epoch.debug:
             launch = self._with_health(launch)
-        run: Bound = import_module(f".{name}", __package__).bind(launch)
+        bind: Callable[[Launch], Bound] = import_module(f".{name}", __package__).bind
+        shares = name in SHARING and current.get().mode is Mode.INFERENCE
+        run = sharing(launch, bind) if shares else bind(launch)
         if "trace" in epoch.debug:
             run = _recorded(name, launch, run)
         if launch.program is self.program:

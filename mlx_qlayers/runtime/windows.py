@@ -1,0 +1,212 @@
+"""Arrays of a graph that lie in a larger one: kernels read and write them there.
+
+For every array that a launch gives, MLX makes nodes, memory and a record of who uses it: that takes
+about a microsecond, and most of the time of a launch that gives three or four. So in a graph that
+is only evaluated a launch gives one array, and later ones take that and know where in it their
+inputs are. Whoever else uses such an array gets it as a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .generated_source import TYPES, shape_words
+from .launch import Bound, Launch
+from .program import Parameter, Program
+from .spec import Spec
+
+# Backends whose launches may share arrays.
+SHARING = ("cuda",)
+# Bytes to a multiple of which arrays begin: more than any load of a kernel takes at once.
+_ALIGNMENT = 128
+
+
+class Window(NamedTuple):
+    """An array that lies in another one.
+
+    Attributes:
+        y: the array, which keeps its identity for as long as this lives.
+        whole: what it lies in, with one axis.
+        start: the byte at which it begins.
+    """
+
+    y: mx.array
+    whole: mx.array
+    start: int
+
+
+class Windows:
+    """Those of a graph, by the identity of their arrays.
+
+    Args:
+        apart: launches give arrays of such shapes and dtypes as they are: they leave the graph.
+    """
+
+    def __init__(self, apart: Sequence[mx.array]) -> None:
+        self.apart = {Spec.of(each) for each in apart}
+        self.found: dict[int, Window] = {}
+
+    def keep(self, whole: mx.array, start: int, spec: Spec) -> mx.array:
+        """The array that lies there in another one."""
+        flat = whole if whole.dtype == spec.dtype else whole.view(spec.dtype)
+        y = mx.as_strided(flat, spec.shape, _strides(spec.shape), start // spec.dtype.size)
+        self.found[id(y)] = Window(y, whole, start)
+        return y
+
+
+class _Layout(NamedTuple):
+    """Where arrays of a launch lie in larger ones.
+
+    Attributes:
+        inputs: of each the number of the larger array, the byte, and the shape if the kernel asks
+            for it; None where it is one itself.
+        wholes: the dtypes of those larger arrays.
+        outputs: the numbers of those that are in one array, and their bytes.
+        made: that array.
+    """
+
+    inputs: tuple[tuple[int, int, tuple[int, ...]] | None, ...]
+    wholes: tuple[mx.Dtype, ...]
+    outputs: tuple[tuple[int, int], ...]
+    made: Spec
+
+
+# Those of the graph that is being made, if launches may share arrays in it.
+current: ContextVar[Windows | None] = ContextVar("windows", default=None)
+
+
+@contextmanager
+def windows(apart: Sequence[mx.array]) -> Iterator[None]:
+    """Let each launch of a ``with`` block give one array, where the backend can."""
+    token = current.set(Windows(apart))
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+def sharing(launch: Launch, bind: Callable[[Launch], Bound]) -> Bound:
+    """A launch whose inputs and outputs may lie in larger arrays, inside :func:`windows`."""
+    program, specs = launch.program, [*map(Spec, launch.output_shapes, launch.output_dtypes)]
+    words = [shape_words(program.source, p.name) for p in program.inputs]
+    # Where launches share arrays, `constant` is no other memory.
+    takes = [not p.reference for p in program.inputs]
+    gives = launch.init_value is None and not program.atomic_outputs
+
+    @cache
+    def bound(layout: _Layout | None) -> Bound:
+        return bind(launch if layout is None else _within(launch, layout))
+
+    def run(arrays: list[mx.array]) -> list[mx.array]:
+        if (those := current.get()) is None:
+            return bound(None)(arrays)
+        pairs = zip(arrays, takes, strict=True)
+        found = [those.found.get(id(x)) if able else None for x, able in pairs]
+        wholes = {id(each.whole): each.whole for each in found if each}
+        inside = [i for i, each in enumerate(specs) if each not in those.apart]
+        inside = inside if gives and len(inside) > 1 else []
+        if not wholes and not inside:
+            return bound(None)(arrays)
+        numbers = {key: number for number, key in enumerate(wholes)}
+        *starts, size = accumulate((_bytes(specs[i]) for i in inside), initial=0)
+        # The first one is what others than kernels take, by one node less then.
+        kind = specs[inside[0]].dtype if inside else mx.uint8
+        layout = _Layout(
+            tuple(
+                each and (numbers[id(each.whole)], each.start, each.y.shape * bool(w))
+                for each, w in zip(found, words, strict=True)
+            ),
+            tuple(whole.dtype for whole in wholes.values()),
+            tuple(zip(inside, starts, strict=True)),
+            Spec((size // kind.size,), kind),
+        )
+        alone = [x for x, each in zip(arrays, found, strict=True) if each is None]
+        made = bound(layout)([*alone, *wholes.values()])
+        if not inside:
+            return made
+        *outputs, whole = made
+        for i, start in layout.outputs:  # in turn, so that each is put where it belongs
+            outputs.insert(i, those.keep(whole, start, specs[i]))
+        return outputs
+
+    return run
+
+
+def _bytes(spec: Spec) -> int:
+    return -(-spec.size * spec.dtype.size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _within(launch: Launch, layout: _Layout) -> Launch:
+    """A launch of which some arrays lie in larger ones."""
+    inside = dict(layout.outputs)
+    inputs = [x for x, at in zip(launch.inputs, layout.inputs, strict=True) if at is None]
+    made = [*map(Spec, launch.output_shapes, launch.output_dtypes)]
+    outputs = [each for i, each in enumerate(made) if i not in inside]
+    outputs += [layout.made] if inside else []
+    return replace(
+        launch,
+        program=_program(launch.program, layout),
+        inputs=[*inputs, *(Spec((_ALIGNMENT,), dtype) for dtype in layout.wholes)],
+        output_shapes=[each.shape for each in outputs],
+        output_dtypes=[each.dtype for each in outputs],
+    )
+
+
+@lru_cache(maxsize=512)
+def _program(program: Program, layout: _Layout) -> Program:
+    """A kernel that finds some of its arrays in larger ones."""
+    inside, lines = dict(layout.outputs), list[str]()
+    for parameter, at in zip(program.inputs, layout.inputs, strict=True):
+        if at is not None:
+            number, start, shape = at
+            lines.append(_pointer(parameter, "const device", f"within_{number}", start))
+            lines += _words(program, parameter.name, shape)
+    for i, start in layout.outputs:
+        lines.append(_pointer(program.outputs[i], "device", "within_out", start))
+    inputs = [p for p, at in zip(program.inputs, layout.inputs, strict=True) if at is None]
+    inputs += [
+        Parameter(f"within_{number}", TYPES[dtype], "device")
+        for number, dtype in enumerate(layout.wholes)
+    ]
+    outputs = [p for i, p in enumerate(program.outputs) if i not in inside]
+    made = Parameter("within_out", TYPES[layout.made.dtype], "device", writable=True)
+    outputs += [made] if inside else []
+    return replace(
+        program,
+        source="".join(lines) + program.source,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        input_names=tuple(p.name for p in inputs),
+        output_names=tuple(p.name for p in outputs),
+    )
+
+
+def _words(program: Program, name: str, shape: tuple[int, ...]) -> Iterator[str]:
+    """What MLX would tell the kernel about the shape of an input."""
+    values: dict[str, Sequence[int]] = {"_shape": shape, "_strides": _strides(shape)}
+    for word in shape_words(program.source, name):
+        kind, declared = word.split()
+        if declared == f"{name}_ndim":
+            yield f"constexpr int {declared}={len(shape)};"
+        else:
+            numbers = ",".join(map(str, values[declared.removeprefix(name)]))
+            yield f"const {kind.rstrip('*')} {declared}[]={{{numbers}}};"
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    steps = [*accumulate(reversed(shape), int.__mul__, initial=1)]
+    return steps[-2::-1]
+
+
+def _pointer(parameter: Parameter, space: str, whole: str, start: int) -> str:
+    kind, byte = f"{space} {parameter.type}*", f"{space} uint8_t*"
+    address = f"reinterpret_cast<{byte}>({whole})+{start}"
+    return f"{kind} {parameter.name}=reinterpret_cast<{kind}>({address});"

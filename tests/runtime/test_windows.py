@@ -1,0 +1,67 @@
+"""Launches of a graph give one array, and take what lies in one, with the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_qlayers.runtime import kernel as kernel_module
+from mlx_qlayers.runtime import windows as windows_module
+from mlx_qlayers.runtime.backend import Mode, mode, use_backend
+from mlx_qlayers.runtime.spec import Spec
+from mlx_qlayers.runtime.windows import windows
+
+from .kernels import AFFINE, GATHER, ROOTS
+
+X = mx.arange(40, dtype=mx.float32)
+SCALAR, BIAS = mx.array(2.0), mx.array([1.0, 2.0, 3.0])
+
+
+@pytest.fixture
+def layouts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The host backend as one whose launches share arrays, and how those lie."""
+    seen, within = [], windows_module._within
+
+    def noted(launch: Any, layout: Any) -> Any:
+        seen.append(layout)
+        return within(launch, layout)
+
+    monkeypatch.setattr(kernel_module, "SHARING", ("host",))
+    monkeypatch.setattr(windows_module, "_within", noted)
+    return seen
+
+
+def chain() -> list[mx.array]:
+    """Two outputs, of which the first goes into another kernel."""
+    sizes = {"grid": (40, 1, 1), "threadgroup": (8, 1, 1)}
+    root, exact = ROOTS([X], output_shapes=[(5, 8)] * 2, **sizes)
+    values = {"T": mx.float32, "N": 3, "NEGATE": False}
+    (y,) = AFFINE([root, SCALAR, BIAS], template=values, output_shapes=[(40,)], **sizes)
+    return [root, exact, y]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_arrays_in_one_hold_the_same_numbers(layouts: list[Any], apart: bool) -> None:
+    with use_backend("host"):
+        plain = chain()
+        with mode(Mode.INFERENCE), windows([mx.zeros((5, 8), mx.bool_)] * apart):
+            shared = chain()
+    assert len(layouts) == (0 if apart else 2)
+    for one, other in zip(plain, shared, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype) and mx.array_equal(one, other)
+
+
+def test_nothing_is_shared_where_a_derivative_may_be_taken(layouts: list[Any]) -> None:
+    with use_backend("host"), windows([]):
+        chain()
+    assert not layouts
+
+
+def test_a_kernel_is_told_the_shape_of_an_array(layouts: list[Any]) -> None:
+    layout = windows_module._Layout(((0, 128, (5, 8)),), (mx.uint8,), (), Spec((0,), mx.uint8))
+    program = windows_module._program(GATHER.program, layout)
+    assert program.input_names == ("within_0",) and program.output_names == ("y",)
+    told = "const int x_shape[]={5,8};const int64_t x_strides[]={8,1};constexpr int x_ndim=2;"
+    assert f"(within_0)+128);{told}" in program.source
