@@ -12,7 +12,7 @@
 // The maps differ between GPUs: ask these functions, never compute them. On NVIDIA GPUs the
 // functions of this file come from the CUDA shim, one tensor core instruction to a product.
 // Every lane must take part. Rows in threadgroup memory begin at multiples of 16 bytes, rows in
-// device memory at multiples of two elements; interleaved rows and steps at multiples of four.
+// device memory at multiples of two elements.
 
 #include "load.metal"
 
@@ -126,33 +126,6 @@ METAL_FUNC void load_right_transposed_pair(
     thread right_fragment<T>* f, P p, uint stride, uint lane) {
   load_right_transposed(f[0], p, stride, lane);
   load_right_transposed(f[1], p + 8 * stride, stride, lane);
-}
-
-// The 16 depths in another order, the same for both operands, so that a lane of the left operand
-// (and on CUDA of both) reads four neighbours: depth d is element d % 8 / 2 * step + d / 8 * 2 + d % 2
-// of its row or column. With step 4 that is 16 depths in a row; with step 16 a lane's four
-// neighbours are one quarter of its 16, and four fragments at p, p + 4, p + 8, p + 12 take 64.
-template <typename T, typename P>
-METAL_FUNC void load_left_interleaved(
-    thread left_fragment<T>& f, P p, uint stride, uint step, uint lane) {
-  p += fragment_row(lane) * stride + fragment_col(lane) / 2 * step;
-#pragma unroll
-  for (ushort k = 0; k < 2; k++) {
-    P at = p + 8 * k * stride;
-    f.part[k] = metal::vec<T, 2>(at[0], at[1]);
-    f.part[k + 2] = metal::vec<T, 2>(at[2], at[3]);
-  }
-}
-template <typename T, typename P>
-METAL_FUNC void load_right_interleaved(
-    thread right_fragment<T>& f, P p, uint stride, uint step, uint lane) {
-  ushort depth = fragment_row(lane);
-  p += fragment_col(lane) * stride + depth / 2 * step + depth % 2;
-#pragma unroll
-  for (ushort k = 0; k < 2; k++) {
-    P at = p + 2 * k;
-    f.part[k] = metal::vec<T, 2>(at[0], at[stride]);
-  }
 }
 
 // `count` operands from 4 * count neighbours of each column, 2 * pairs by 2 * pairs of them: depth d

@@ -128,37 +128,6 @@ template <typename T>
   }
 }
 
-// The same product of 64 depths in order and interleaved; a is 16 x 64, b is 8 x 64.
-template <typename T>
-[[kernel]] void fragment_interleaved(
-    const device T* a, const device T* b, device float* out,
-    uint lane [[thread_index_in_simdgroup]]) {
-  left_fragment<T> left;
-  right_fragment<T> right;
-  sum_fragment plain, close, apart;
-#pragma unroll
-  for (ushort p = 0; p < 2; p++) {
-    plain.part[p] = 0.0f;
-    close.part[p] = 0.0f;
-    apart.part[p] = 0.0f;
-  }
-#pragma unroll
-  for (ushort k = 0; k < 4; k++) {
-    load_left(left, a + 16 * k, 64, lane);
-    load_right_transposed(right, b + 16 * k, 64, lane);
-    multiply_accumulate(plain, left, right);
-    load_left_interleaved(left, a + 16 * k, 64, 4, lane);
-    load_right_interleaved(right, b + 16 * k, 64, 4, lane);
-    multiply_accumulate(close, left, right);
-    load_left_interleaved(left, a + 4 * k, 64, 16, lane);
-    load_right_interleaved(right, b + 4 * k, 64, 16, lane);
-    multiply_accumulate(apart, left, right);
-  }
-  store_sum<float>(plain, out, 8, lane);
-  store_sum<float>(close, out + 128, 8, lane);
-  store_sum<float>(apart, out + 256, 8, lane);
-}
-
 // Infinities and NaN stay in their row and column.
 template <typename T>
 [[kernel]] void fragment_special(

@@ -19,7 +19,6 @@ def cases() -> Iterator[Case]:
         yield _loads(dtype)
         yield _products(dtype, exact=True)
         yield _products(dtype, exact=False)
-        yield _interleaved(dtype)
         yield _special(dtype)
 
 
@@ -113,12 +112,6 @@ def _one(name: str, dtype: mx.Dtype, a: np.ndarray, b: np.ndarray, rows: Rows) -
         threadgroup=(32, 1, 1),
         template={"T": dtype},
     )
-
-
-def _interleaved(dtype: mx.Dtype) -> Case:
-    a, b = _matrix(dtype, (16, 64), 36), _matrix(dtype, (8, 64), 37)
-    rows = dict.fromkeys(("in order", "interleaved by 4", "interleaved by 16"), a @ b.T)
-    return _one("fragment_interleaved", dtype, a, b, rows)
 
 
 def _special(dtype: mx.Dtype) -> Case:

@@ -148,29 +148,6 @@ void load_right_transposed_pair(right_fragment<T>* f, const T* p, uint stride, u
   load_right_transposed(f[1], p + 8 * stride, stride, lane);
 }
 
-// Four neighbours for each lane.
-template <typename T>
-struct alignas(4 * sizeof(T)) four {
-  vec<T, 2> low, high;
-};
-template <typename T>
-void load_left_interleaved(left_fragment<T>& f, const T* p, uint stride, uint step, uint lane) {
-  p += fragment_row(lane) * stride + fragment_col(lane) / 2 * step;
-#pragma unroll
-  for (int k = 0; k < 2; k++) {
-    four<T> values = *reinterpret_cast<const four<T>*>(p + 8 * k * stride);
-    f.part[k] = values.low;
-    f.part[k + 2] = values.high;
-  }
-}
-template <typename T>
-void load_right_interleaved(right_fragment<T>& f, const T* p, uint stride, uint step, uint lane) {
-  p += fragment_row(lane) * stride + fragment_col(lane) / 2 * step;
-  four<T> values = *reinterpret_cast<const four<T>*>(p);
-  f.part[0] = values.low;
-  f.part[1] = values.high;
-}
-
 template <typename T, int count>
 struct loaded_run {
   alignas(16) uint words[2 * count];
