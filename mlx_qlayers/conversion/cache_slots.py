@@ -154,9 +154,10 @@ class Slot:
         """Attention that turns the token's query and key, if they are turned as it can; tails."""
         (k, v), q_heads = self.token, q.shape[1]
         options |= {"rotation": Rotation(0), "freqs": None}
-        of_q, of_k = (self.owner.turned.get(id(each)) for each in (q, k))
+        turned, factor = self.owner.without_factor(q)
+        of_q, of_k = (self.owner.turned.get(id(each)) for each in (turned, k))
         if of_q and of_k and _same(of_q, of_k) and of_q.offset is of_k.offset is self.first:
-            q, k = of_q.x, of_k.x
+            q, k = of_q.x if factor is None else of_q.x * factor, of_k.x
             options["rotation"], options["freqs"] = of_q.how
         of_q, of_k = (self.owner.normed(each) for each in (q, k))
         if of_q and of_k and of_q.eps == of_k.eps:

@@ -109,6 +109,8 @@ def keeps_order(node: Node) -> bool:
     x, *more = node.args
     if node.op in ("reshape", "flatten", "unflatten", "squeeze", "expand_dims", "contiguous"):
         return True
+    if node.op == "astype":
+        return bool(x.dtype == node.y.dtype)
     axes = [*range(x.ndim)] if node.op in ("transpose", "swapaxes") else []
     if node.op == "transpose":
         given = more[0] if more and isinstance(more[0], tuple | list) else more

@@ -68,6 +68,15 @@ class Step:
         """Keep what a rotary embedding did, for attention that turns queries and keys itself."""
         self.turned[id(y)] = Turned(y, x, (how, freqs), offset)
 
+    def without_factor(self, q: mx.array) -> tuple[mx.array, mx.array | None]:
+        """What a rotary embedding gave and a number that it was multiplied with, or ``q``, None."""
+        recorder = current.get()
+        node = recorder.node(q) if recorder else None
+        for y, factor in (node.args, node.args[::-1]) if node and node.op == "mul" else ():
+            if id(y) in self.turned and isinstance(factor, mx.array) and factor.size == 1:
+                return y, factor
+        return q, None
+
     def keep_rows(self, x: mx.array, rows: mx.array) -> mx.array:
         """Keep that ``x`` has its elements as rows (B, 1, K) did: to go back is no reshape then."""
         self.flat[id(x)] = x, rows

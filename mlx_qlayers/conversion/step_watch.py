@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -25,7 +26,7 @@ from .cache_slots import Slot
 from .compiled_blocks import together
 from .experts import RULES, chosen_at_once
 from .operands import of_layers
-from .recorder import Recorder, recording
+from .recorder import Node, Recorder, recording
 from .step_kinds import Unsupported
 from .step_slots import Step, current_step
 
@@ -196,9 +197,8 @@ def watched(
         (QLinear, "__call__", calls.multiplying),
         (QMultiLinear, "__call__", calls.by_head),
     ]
-    views = dict.fromkeys(
-        ("reshape", "transpose", "swapaxes", "flatten", "contiguous"), step.viewed
-    )
+    views = dict.fromkeys(("reshape", "transpose", "swapaxes", "flatten"), step.viewed)
+    views |= {"contiguous": step.viewed, "astype": partial(_cast, step)}
     rules = {**RULES, **views, "add": step.products.added, "mul": step.products.multiplied}
     recorder = Recorder(rules, latest=step.products.latest, on_pair=chosen_at_once)
     differentiated = current.get().mode is Mode.TRANSFORMED
@@ -216,6 +216,12 @@ def watched(
             current_step.reset(before)
     if seen is None and learned is not None and calls.count != len(learned):
         raise Positions("other ranges than with fewer rows")
+
+
+def _cast(step: Step, recorder: Recorder, node: Node) -> mx.array | None:
+    """For an array that is cast, maybe to the dtype that it has: what takes its place."""
+    y = RULES["astype"](recorder, node)
+    return step.viewed(recorder, node) if y is None else y
 
 
 def learn(trial: Callable[..., Step], run: Callable[[Step], Any], more: int) -> Learned:

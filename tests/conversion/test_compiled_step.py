@@ -288,7 +288,7 @@ def test_attention_turns_and_writes_a_tail(
         model(mx.array([[4]]), cache=cache)
         (now,) = compiled_step._plans[id(model)].progress.values()
         buffers.append(list(map(id, now.tail.buffers)))
-    assert turned == [0] * 12 if name == "cohere2" else turned == [32] * calls * 3
+    assert turned == ([32, 0] * 6 if name == "cohere2" else [32] * calls * 3)
     assert set(map(type, masks)) == {type(None)}
     assert buffers[0] == buffers[1] == buffers[2] and len(buffers[0]) == 2 * calls
 
