@@ -149,6 +149,25 @@ class _Calls:
 
         return call
 
+    def convolving(self, plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """In the place of ``mx.conv1d``: a row of a depthwise one is a sum of as many products."""
+
+        def call(x: mx.array, weight: mx.array, *args: Any, **options: Any) -> mx.array:
+            names = "stride", "padding", "dilation", "groups"
+            how = {"padding": 0, "dilation": 1, **dict(zip(names, args, strict=False)), **options}
+            plainly = (how.pop("groups", 1), how["padding"], how["dilation"]) == (x.shape[2], 0, 1)
+            one = plainly and weight.shape == (x.shape[2], x.shape[1], 1)
+            if current_step.get() is not self.step or not one:
+                return plain(x, weight, *args, **options)
+            columns = [mx.contiguous(weight[:, i, 0]) for i in range(x.shape[1])]
+            with suppress(ValueError):  # as of norms
+                mx.async_eval(columns)
+            rows = (x[:, i : i + 1].astype(mx.float32) for i in range(x.shape[1]))
+            y = sum((a * b for a, b in zip(rows, columns, strict=True)), start=mx.array(0.0))
+            return y.astype(x.dtype)
+
+        return call
+
     def by_head(self, plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
         """In the place of layers with a matrix for each head: they are products with experts."""
 
@@ -193,6 +212,7 @@ def watched(
         (mx.fast, "layer_norm", calls.norming),
         (mx, "arange", calls.ranged),
         (mx, "split", calls.splitting),
+        (mx, "conv1d", calls.convolving),
         (np, "arange", calls.ranged),
         (QLinear, "__call__", calls.multiplying),
         (QMultiLinear, "__call__", calls.by_head),

@@ -113,7 +113,9 @@ def decided(
     return kernel, told, source
 
 
-def choose_measured(op: str, kernels: Sequence[str], family: str, *question: Hashable) -> Choice:
+def choose_measured(
+    op: str, kernels: Sequence[str], family: str, *question: Hashable, unless: str | None = None
+) -> Choice:
     """As :func:`.choice.choose`, by what was measured of an operation's only kernel.
 
     Args:
@@ -121,9 +123,10 @@ def choose_measured(op: str, kernels: Sequence[str], family: str, *question: Has
         kernels: the backends that have a kernel for the arguments.
         family: of the question.
         question: the arguments of its problem.
+        unless: why ``auto`` leaves the kernel for the reference where nothing was measured here.
     """
     best = found(family, *question) if kernels else None
-    by, unless, evidence = decided(best, "its kernel", unmeasured())
+    by, unless, evidence = decided(best, "its kernel", unless or unmeasured())
     gain = measured_gain(best, None)
     return choose(
         op, kernels, unless=unless, host_gain=gain, by=by if best else "", evidence=evidence

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Choice, Operation, Plan, dispatch, gradient_of
 from ..dispatch.measurements import choose_measured
+from ..dispatch.thresholds import threshold
 from ..metal.attention import latent as kernels
 from ..reference import latent_attention as reference
 from ..runtime.backend import requested
@@ -64,8 +65,11 @@ def _choose(q: Any, r: Any, c: Any) -> Choice:
     (batch, heads, _, width), rows = q.shape, c.shape[2]
     takes = kernels.takes(q, r, rows) and c.shape[1] == 1
     question = (rows, batch, heads, width, r.shape[3]), q.dtype, ()
-    name = "latent_attention"  # of the family too
-    return choose_measured(name, KERNELS if takes else (), name, *question)
+    name, unless = "latent_attention", None  # of the family too
+    most = threshold("latent_attention_rows")
+    if most is not None and rows > most * batch:
+        unless = f"{rows} rows, more than {most} for each of {batch} sequences"
+    return choose_measured(name, KERNELS if takes else (), name, *question, unless=unless)
 
 
 def _plan(arrays: Sequence[Any], scale: float) -> Plan:

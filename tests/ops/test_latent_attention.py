@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import explain, use_backend
+from mlx_qlayers.ops import latent_attention as latent
 from mlx_qlayers.ops.latent_attention import latent_attention
 from mlx_qlayers.runtime import trace
 from mlx_qlayers.runtime.host import checks
@@ -108,6 +109,18 @@ def test_what_the_kernel_does_not_take(shape: tuple[int, ...], path: str) -> Non
         *four, _ = arrays(shape, mx.float32)
         assert latent_attention(*four, mx.array(3), scale=0.1).shape == four[0].shape
         assert explain()[0].path == "ops"
+
+
+def test_long_caches_go_by_what_was_measured(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """So many rows for each sequence, on a GPU; on request the kernel takes more."""
+    if path != "ops":
+        return
+    monkeypatch.setattr(latent, "threshold", lambda name: 8)
+    with use_backend("auto"):
+        for batch, rows, faster in ((1, 8, True), (1, 9, False), (3, 24, True), (3, 25, False)):
+            q, r, c, _, _ = arrays((batch, 2, rows, 64, 32), mx.float32)
+            reason = latent._choose(q, r, c).reason
+            assert ("rows, more than 8 for each" not in reason) == faster, reason
 
 
 @pytest.mark.parametrize(
