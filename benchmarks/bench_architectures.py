@@ -9,7 +9,7 @@ in groups of 64. Stock and converted model share the weights and take turns in o
 is queued behind the one before, as mlx-lm's ``generate_step`` does it. ``--all`` takes a small
 model of each architecture that the tests know, one token at a time. ``error`` is how far the
 converted model's logits are from stock's in the same steps, as a fraction of their size: both are
-rounded.
+rounded. With ``--float32`` it is also said how far both are from the same model in float32.
 """
 
 from __future__ import annotations
@@ -142,6 +142,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # What is measured: steps of one and of eight sequences, and a prompt of so many tokens.
 WHATS = ("1", "8", "2048")
+# Ahead of the names of columns.
+_OF = "from float32: "
 # Tokens ahead of what is timed.
 _CONTEXT = 16
 
@@ -208,18 +210,28 @@ def prompt(model: nn.Module, tokens: mx.array) -> float:
     return time.perf_counter() - start
 
 
-def error(stock: nn.Module, ours: nn.Module, tokens: mx.array) -> float:
-    """How far the logits of a step are from stock's, as a fraction of their size.
+def errors(models: dict[str, nn.Module], tokens: mx.array, float32: bool) -> dict[str, float]:
+    """How far the logits of a step are from others, as fractions of their size.
 
     Stock takes a sequence after the other: with several, MLX on CUDA multiplies the heads of latent
     attention with the first one's matrix.
     """
-    results = []
-    for model, parts in ((stock, tokens[:, None]), (ours, tokens[None])):
+
+    def logits(model: nn.Module, parts: mx.array) -> mx.array:
         steps = [model(each[:, :1], cache=begun(model, each)) for each in parts]
-        results.append(mx.concatenate(steps).astype(mx.float32))
-    difference = (results[0] - results[1]).square().mean() / results[0].square().mean()
-    return float(difference.sqrt())
+        return mx.concatenate(steps).astype(mx.float32)
+
+    def error(y: mx.array, wanted: mx.array) -> float:
+        return float(((y - wanted).square().mean() / wanted.square().mean()).sqrt())
+
+    stock, ours = logits(models["stock"], tokens[:, None]), logits(models["ours"], tokens[None])
+    found = {"error": error(ours, stock)}
+    if float32:
+        exact = copy.deepcopy(models["stock"])
+        exact.set_dtype(mx.float32)
+        wanted = logits(exact, tokens[:, None])
+        found |= {f"{_OF}stock": error(stock, wanted), f"{_OF}ours": error(ours, wanted)}
+    return found
 
 
 def converted(stock: nn.Module) -> dict[str, nn.Module]:
@@ -255,11 +267,11 @@ def measured(
         times: dict[str, list[float]] = {key: [] for key in models}
         if what == "2048":
             tokens = mx.random.randint(0, vocabulary, (1, 2048), key=mx.random.key(1))
-            far = None
+            far = {}
         else:
             shape = int(what), args.context
             tokens = mx.random.randint(0, vocabulary, shape, key=mx.random.key(1))
-            far = error(*models.values(), tokens) if "stock" in models else None
+            far = errors(models, tokens, args.float32) if "stock" in models else {}
         for model in models.values():  # compiled and paged in, not timed
             prompt(model, tokens) if what == "2048" else decode(model, tokens, 2)
         for key in turns(models, args.repeats):
@@ -269,7 +281,7 @@ def measured(
         found = {key: Sample.of(each).scaled(1e3) for key, each in times.items()}
         speedup = found["stock"].median / found["ours"].median if "stock" in found else None
         reason = stopped(models["ours"]) if what != "2048" else None
-        row = {"model": name, "what": what, **found, "x": speedup, "error": far}
+        row = {"model": name, "what": what, **found, "x": speedup, "error": None, **far}
         yield row | {"left to the model": reason or ""}
 
 
@@ -283,6 +295,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--context", type=positive, default=_CONTEXT)
     parser.add_argument("--layers", type=positive, help="of each model")
+    parser.add_argument("--float32", action="store_true", help="errors from float32, too")
     add_output(parser)
     args = parser.parse_args()
     if args.layers:
@@ -296,6 +309,7 @@ def main() -> None:
             "ours": 14,
             "x": 6,
             "error": 8,
+            **dict.fromkeys([_OF + "stock", _OF + "ours"] if args.float32 else [], 19),
             "left to the model": 0,
         }
     )
