@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from ..metal.attention import latent
-from ..metal.gather_qmm import experts
+from ..metal.attention.layout import rounded
+from ..metal.gather_qmm import experts, gather_qmm
 from ..options import Router
 from ..runtime.kernel import Kernel
-from .problem import CALIBRATED_KEYS, CALIBRATED_ROWS, Problem
+from .problem import CALIBRATED_KEYS, CALIBRATED_PROMPTS, CALIBRATED_ROWS, Problem
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,32 @@ class ExpertsProblem(CallProblem):
         (rows, count, each, n, k), (_, group, bits, kind) = self.sizes, self.form
         matrices = min(rows * each, count) * (1 + (kind in ("pair", "gate")))
         return float(matrices * n * k * (bits + 32 / group) / 8)
+
+
+class GatherProblem(CallProblem):
+    """Products of rows sorted by expert, as of a prompt: of rows, experts, N, K; a format."""
+
+    family = "gather_qmm"
+    calibrated = CALIBRATED_PROMPTS
+
+    def at(self, size: int) -> CallProblem:
+        """Of a prompt of so many tokens, where this is of the longest."""
+        rows = self.sizes[0] * size // CALIBRATED_PROMPTS[-1]
+        return replace(self, sizes=(rows, *self.sizes[1:]))
+
+    def larger(self) -> Iterator[Problem]:
+        return (replace(self, sizes=(self.sizes[0] * n, *self.sizes[1:])) for n in (2, 4, 8))
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return gather_qmm._LIST, gather_qmm._TILES, gather_qmm._TENSORS
+
+    def bucket(self) -> tuple[tuple[int, ...], str]:
+        rows, *others = self.sizes
+        return (rounded(rows), *others), "-".join(map(str, self.form))
+
+    def bytes(self) -> float:
+        (rows, count, n, k), (_, group, bits) = self.sizes, self.form
+        return float(min(rows, count) * n * k * (bits + 32 / group) / 8)
 
 
 class RouterProblem(CallProblem):

@@ -18,7 +18,7 @@ from ..metal.common import row_sum
 from ..metal.common.row_sum import RowSum
 from ..metal.grid_sample import launch as grid_sample
 from ..runtime.kernel import Kernel
-from .calls import ExpertsProblem, LatentProblem, RouterProblem
+from .calls import ExpertsProblem, GatherProblem, LatentProblem, RouterProblem
 from .problem import CALIBRATED_KEYS, Problem, too_much, with_more
 from .products import QmmProblem, QmvProblem
 from .thresholds import threshold
@@ -285,6 +285,7 @@ PROBLEMS: dict[str, type[Problem]] = {
         AttentionForwardProblem,
         GridSampleProblem,
         ExpertsProblem,
+        GatherProblem,
         RouterProblem,
         LatentProblem,
     )

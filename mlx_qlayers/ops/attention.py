@@ -38,7 +38,7 @@ from .attention_choice import (
     why_not_decode,
     why_not_forward,
 )
-from .tensor_choice import TENSOR, as_it_runs, by_tensors, without_tensors
+from .tensor_choice import by_tensors, decided_by
 
 # Bytes of dense keys and values of one layer that may be made of packed ones.
 _MOST_DENSE = 128 << 20
@@ -281,13 +281,8 @@ def _choose_forward(call: AttentionCall) -> Choice:
     unless = lacking or why_not_forward(call)
     evidence = source_of("attention_forward_gain", "attention_forward_widest")
     if backend() == "metal" and not lacking:
-        best = as_it_runs(found("attention_forward", *Launcher(call).question()))
-        if by_tensors(best):
-            assert best is not None
-            by, unless, evidence = f"{TENSOR}, {best.evidence}", None, best.evidence.source
-        else:
-            by, unless, evidence = decided(best, "many queries", unless)
-            by += f"; {without_tensors(best)}"
+        best = found("attention_forward", *Launcher(call).question())
+        by, unless, evidence = decided_by(best, "many queries", unless)
     return choose(
         "attention",
         () if lacking else KERNELS,

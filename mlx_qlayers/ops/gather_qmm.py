@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..dispatch import KERNELS, Gradient, Operation, Plan, choose, dispatch
 from ..dispatch.choice import unmeasured
-from ..dispatch.measurements import found
+from ..dispatch.measurements import Found, found
 from ..dispatch.thresholds import gain, source_of, threshold
 from ..formats import GLOBAL_UNIT, Format
 from ..metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
@@ -24,7 +24,7 @@ from ..reference.gather_qmm import gather_qmm as reference
 from ..runtime.backend import Context, backend, requested
 from ..runtime.spec import Spec
 from .checks import check_floats, check_packed
-from .tensor_choice import by_tensors
+from .tensor_choice import by_tensors, decided_by
 
 # x, w, scales, biases, lhs_indices, rhs_indices and global_scale, or their specs.
 _Arrays = Sequence[Any]
@@ -108,14 +108,18 @@ def _plan(
     stock = reference(call, leading, sorted_indices)
     rows, matrices = prod(leading) * x.shape[-2], prod(w.shape[:-2])
     empty = None if 0 not in (*leading, *x.shape, *w.shape) else "the product is empty"
+    by, evidence = "", source_of("gather_qmm_gain", "gather_qmm_rows_per_matrix")
+    unless = empty or _stock_is_better(rows, matrices, sorted_indices)
+    unless = unless or _untested(out, transpose, fmt)
+    if sorted_indices and not empty and backend() == "metal":
+        by, unless, evidence = decided_by(_measured(call, rows), "sorted rows", unless, evidence)
     choice = choose(
         "gather_qmm",
         () if empty else KERNELS,
-        unless=empty
-        or _stock_is_better(rows, matrices, sorted_indices)
-        or _untested(out, transpose, fmt),
+        unless=unless,
         host_gain=gain("gather_qmm_gain", rows, fmt.mode, fmt.bits, _KINDS[transpose]),
-        evidence=source_of("gather_qmm_gain", "gather_qmm_rows_per_matrix"),
+        by=by,
+        evidence=evidence,
     )
     if empty:  # MLX's operator divides by zero
         columns = w.shape[-2] if transpose else fmt.dims(w)
@@ -137,7 +141,18 @@ def leaves_to_stock(context: Context, epoch: int, rows: int, matrices: int, in_o
     For layers: a token takes a product of few rows from each, and to dispatch one takes Python
     longer than to call stock. Answers are kept for a context and an epoch.
     """
-    return requested() == "auto" and _stock_is_better(rows, matrices, in_order) is not None
+    if requested() != "auto" or (in_order and backend() == "metal"):  # which may be measured
+        return False
+    return _stock_is_better(rows, matrices, in_order) is not None
+
+
+def _measured(call: MatmulCall, rows: int) -> Found | None:
+    """What was measured of so many sorted rows."""
+    x, (w, *_), transpose, (group, bits, mode) = call
+    if not transpose:
+        return None
+    sizes = rows, prod(w.shape[:-2]), w.shape[-2], x.shape[-1]
+    return found("gather_qmm", sizes, x.dtype, (mode, group, bits))
 
 
 def _stock_is_better(rows: int, matrices: int, in_order: bool) -> str | None:
@@ -191,10 +206,8 @@ def _launch(path: str, call: MatmulCall, pairs: Pairs, scaled: bool = False) -> 
     rows, matrices = prod(pairs.shape) * per_pair, prod(w.shape[:-2])
     if pairs.in_order and path != "host" and rows >= matrices:
         cut: QmmConfig | TensorConfig = gather_qmm_config(rows, matrices, x.dtype, fmt)
-        n, k = w.shape[-2] if transpose else fmt.dims(w), x.shape[-1]
-        best = found("qmm", rows, n, k, x.dtype, fmt, transpose) if path == "metal" else None
-        if by_tensors(best):
-            cut = tensor_config(rows // matrices, k, x.dtype, fmt, transpose)
+        if path == "metal" and by_tensors(_measured(call, rows)):
+            cut = tensor_config(rows // matrices, x.shape[-1], x.dtype, fmt, transpose)
         return gather_qmm_sorted(call, pairs, cut, scaled)
     config = configuration(path, per_pair, pairs.in_order, transpose, fmt)
     return gather_qmv(call, pairs, config, scaled)

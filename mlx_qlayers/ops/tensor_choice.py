@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch.measurements import Found
+from ..dispatch.measurements import Found, decided
 from ..metal.quantized_matmul.qmm_tensor import codes_config, qmm_tensor, tensor_config
 from ..metal.quantized_matmul.qmv import Gate
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
@@ -55,6 +55,17 @@ def as_it_runs(best: Found | None) -> Found | None:
     """What was measured; None where that was before the system or the compiler changed."""
     lost = best is not None and best.path in PATHS and not by_tensors(best)
     return None if lost else best
+
+
+def decided_by(
+    best: Found | None, kernel: str, unless: str | None, evidence: str = "rule"
+) -> tuple[str, str | None, str]:
+    """As :func:`~mlx_qlayers.dispatch.measurements.decided`, where they may have been fastest."""
+    best = as_it_runs(best)
+    if best is not None and by_tensors(best):
+        return f"{TENSOR}, {best.evidence}", None, best.evidence.source
+    by, unless, evidence = decided(best, kernel, unless, evidence)
+    return f"{by}; {without_tensors(best)}", unless, evidence
 
 
 def without_tensors(best: Found | None) -> str:

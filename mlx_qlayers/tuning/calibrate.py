@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch.calls import CallProblem, ExpertsProblem, RouterProblem
+from ..dispatch.calls import CallProblem, ExpertsProblem, GatherProblem, RouterProblem
 from ..dispatch.entries import Entry, adopted, file_of, own_entries, parsed
 from ..dispatch.measurements import Question, lookup, questions
 from ..dispatch.problem import (
@@ -69,7 +69,7 @@ class Measured:
     Attributes:
         problem: what the kernel is asked for.
         count: how often it is, for one token.
-        path: ``"kernel"`` or ``"stock"``, the one that is taken.
+        path: the one that is taken: ``"kernel"``, ``"stock"``, or another kernel's.
         seconds: of each.
     """
 
@@ -97,7 +97,7 @@ class Calibration:
         """One line for reports: what was measured, what is taken, and what that gains a token."""
         if not self.measured:
             return ""
-        total, kernels = len(self.measured), sum(m.path == "kernel" for m in self.measured)
+        total, kernels = len(self.measured), sum(m.path != "stock" for m in self.measured)
         token = [m for m in self.measured if _is_of_token(m.problem) and len(m.seconds) > 1]
         stock = 1e3 * sum(m.count * m.seconds["stock"] for m in token)
         taken = 1e3 * sum(m.count * m.seconds[m.path] for m in token)
@@ -258,7 +258,7 @@ def _at_sizes(family: str, given: tuple[Any, ...]) -> Iterator[Question]:
             shape, *rest = given
             for tokens in CALIBRATED_PROMPTS:
                 yield family, ((*shape[:3], tokens, tokens, *shape[5:]), *rest)
-        case "experts" | "router" | "latent_attention":
+        case "experts" | "gather_qmm" | "router" | "latent_attention":
             problem = FAMILIES[family].problem(*given)
             for size in problem.calibrated:
                 yield family, (problem.at(size).sizes, *given[1:])
@@ -304,6 +304,8 @@ def _weight(problem: Problem) -> float:
             return _KEYS.get(problem.size, 0.0) / problem.batch
         case AttentionForwardProblem():
             return _PROMPTS.get(problem.shape[3], 0.0)
+        case GatherProblem():
+            return _PROMPTS[CALIBRATED_PROMPTS[-1]]
         case CallProblem() if problem.is_launched:
             return (_ROWS | _KEYS).get(problem.sizes[0], 0.0)
     return 0.0

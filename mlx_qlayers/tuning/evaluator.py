@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import inf
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -113,19 +113,44 @@ class Evaluator(Generic[P, C]):
 
     def attempt(self, config: C, rated: bool = True) -> Trial[C]:
         """Build a configuration, verify it and, unless that is left out, rate it."""
+        seconds = inf
+
+        def run() -> str | None:
+            nonlocal seconds
+            if not (error := self._verified(self._path(config))) and rated:
+                seconds = self.rate(config)
+            return error
+
+        problem = self._problem(run)
+        return Trial(config, seconds, problem)
+
+    def _verified(self, path: Path) -> str | None:
+        """Why the result of a path is wrong, if it is."""
+        with checks() if self._checked else nullcontext():
+            y = wait_for(path(self.inputs), PATIENCE)
+        return self._error(y)
+
+    def _problem(self, run: Callable[[], str | None]) -> str:
+        """What a function says is wrong, or what it raises; whatever that is, others are tried."""
         try:
-            with checks() if self._checked else nullcontext():
-                y = wait_for(self._path(config)(self.inputs), PATIENCE)
-            if error := self._error(y):
-                return Trial(config, problem=error)
-            return Trial(config, self.rate(config) if rated else inf)
+            return run() or ""
         except KernelTimeout as hang:
             self.lost = str(hang)
-            return Trial(config, problem=str(hang))
-        except Exception as error:  # whatever is wrong with it, the search goes on
+            return self.lost
+        except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             self.lost = "" if _works() else f"the device runs nothing any more: {problem}"
-            return Trial(config, problem=problem)
+            return problem
+
+    def _paths(self, *but: str) -> dict[str, Path]:
+        """The other paths but some, and but those that are wrong here; stock is the truth."""
+        found = self.family.paths(self.inputs, self.problem).items()
+        kept = {name: path for name, path in found if name not in but}
+        return {
+            name: path
+            for name, path in kept.items()
+            if name == "stock" or not self._problem(partial(self._verified, path))
+        }
 
     def rate(self, config: C) -> float:
         """Seconds of one launch."""
@@ -137,27 +162,30 @@ class Evaluator(Generic[P, C]):
         return found.median
 
     def beside_stock(self, config: C, until: Callable[[Sample, Sample], bool]) -> dict[str, Sample]:
-        """Seconds of a configuration and of the stock operator, side by side.
+        """Seconds of a configuration, of other kernels and of the stock operator, side by side.
 
         Args:
             config: which has been verified.
-            until: whether the times of both are sure enough; else they are taken once more, from
-                more repeats.
+            until: whether the times of the fastest kernel and of stock are sure enough; else all
+                are taken once more, from more repeats.
+
+        Returns:
+            By path; nothing where one of them has lost the device.
         """
-        own = {"kernel": self._path(config)}
-        stock = {"stock": self.family.paths(self.inputs, self.problem)["stock"]}
+        every = {"kernel": self._path(config)} | self._paths("dequantized")
+        if self.lost:
+            return {}
         # On a CPU arithmetic counts, not memory.
         sets = [self.inputs] if self.device == "host" else self.sets
         for repeats in (3, 7, 15):
-            found = self._times(own | stock, sets, repeats)
-            if until(found["kernel"], found["stock"]):
+            found = self._times(every, sets, repeats)
+            if until(found[fastest_kernel(found)], found["stock"]):
                 break
         return found
 
     def others(self) -> float:
         """Seconds of the fastest other path but the stock operator, roughly; infinity without."""
-        paths = dict(self.family.paths(self.inputs, self.problem))
-        paths.pop("stock")  # which CUDA may take a minute to build
+        paths = self._paths("stock")  # which CUDA may take a minute to build
         found = self._times(paths, self.sets, 3)
         return min((sample.median for sample in found.values()), default=inf)
 
@@ -166,7 +194,7 @@ class Evaluator(Generic[P, C]):
     ) -> tuple[list[Times], dict[str, Times]]:
         """Configurations side by side, and the other paths."""
         own = {str(i): self._path(config) for i, config in enumerate(configs)}
-        every = own | (self.family.paths(self.inputs, self.problem) if paths else {})
+        every = own | (self._paths() if paths else {})
         cold = self._times(every, self.sets, 7)
         warm = self._times(every, self.sets[:1], 5)
         times = {name: Times(cold[name], warm[name]) for name in cold}
@@ -216,6 +244,11 @@ class Evaluator(Generic[P, C]):
     def _linked(self, x: mx.array, y: mx.array) -> mx.array:
         """x, but not before y is there."""
         return mx.where(self._true, x, y[(0,) * y.ndim].astype(x.dtype))
+
+
+def fastest_kernel(times: Mapping[str, Sample]) -> str:
+    """The path that takes least of those that are not the stock operator."""
+    return min((name for name in times if name != "stock"), key=lambda name: times[name].median)
 
 
 def _works() -> bool:

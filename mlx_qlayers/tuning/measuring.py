@@ -32,7 +32,7 @@ from ..dispatch.problem import Problem
 from ..dispatch.products import QmvProblem
 from ..runtime.backend import backend
 from ..runtime.explain import recording
-from .evaluator import IN_ORDER, Evaluator
+from .evaluator import IN_ORDER, Evaluator, fastest_kernel
 from .families import FAMILIES
 from .problems import Target
 from .store import entry_of
@@ -120,14 +120,13 @@ def _rated(target: Target, rates: Evaluator[Any, Any]) -> Result:
     whole, part, note = target.problem, rates.problem, None
     config = whole.heuristic(rates.device)
     scale = whole.n / part.n if isinstance(whole, QmvProblem) else 1.0
-    trial = rates.attempt(config, rated=False)
-    if trial.problem:
-        note = "stock", f"{target.key}: {trial.problem}"
+    trial, path = rates.attempt(config, rated=False), "stock"
+    times = {} if trial.problem else rates.beside_stock(config, _is_sure)
+    if not times:
+        note = "stock", f"{target.key}: {trial.problem or rates.lost}"
         times = {"stock": Sample(rates.truth_seconds, 0.0, inf, 1)}
-        path = "stock"
-    else:
-        times = rates.beside_stock(config, _is_sure)
-        path = "kernel" if _is_faster(times["kernel"], times["stock"]) else "stock"
+    elif _is_faster(times[kernel := fastest_kernel(times)], times["stock"]):
+        path = kernel
     paths = {way: sample.median * scale for way, sample in times.items()}
     return Result(target.key, entry_of(whole, config, path, paths), note, rates.lost)
 

@@ -18,9 +18,7 @@ from mlx_qlayers import convert_model, revert_model, use_backend
 from mlx_qlayers.conversion.plan import counterpart_of, stock_of
 from mlx_qlayers.layers import switch_linear
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
-from mlx_qlayers.ops import gather_qmm
 from mlx_qlayers.runtime import trace
-from mlx_qlayers.runtime.backend import advance_epoch
 from tests.numerics import assert_same_sums, random
 
 FORMATS = [{}, {"group_size": 32, "bits": 3}, {"group_size": 32, "mode": "mxfp4"}]
@@ -75,22 +73,20 @@ def test_counterparts():
         QSwitchLinear.from_quantized(nn.Linear(4, 4))
 
 
-def test_tokens_on_a_gpu_go_to_the_stock_layer_undispatched(monkeypatch):
+def test_tokens_on_a_gpu_go_to_the_stock_layer_undispatched(machine, monkeypatch):
     """Where ``auto`` would take the stock operator, a token does not wait for the dispatcher."""
     layer, x, chosen = QSwitchLinear(64, 8, 2, False), mx.ones((1, 64)), mx.array([0, 0, 1, 1])
     calls = []
     monkeypatch.setattr(switch_linear, "gather_qmm", lambda *a, **k: calls.append(k) or a[0])
     for found, in_order, ours in (("metal", False, 0), ("cuda", False, 0), ("cuda", True, 1)):
-        monkeypatch.setattr(gather_qmm, "backend", lambda found=found: found)
-        advance_epoch()
+        machine(found)
         calls.clear()
         layer(x, chosen, in_order)
         assert len(calls) == ours
+    machine("host")
     with use_backend("host"):
         layer(x, chosen)
     assert len(calls) == 2
-    monkeypatch.undo()
-    advance_epoch()
 
 
 @pytest.mark.parametrize("tokens", [3, 40])

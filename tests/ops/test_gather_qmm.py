@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from mlx_qlayers import explain, use_backend
+from mlx_qlayers.dispatch.measurements import Found
+from mlx_qlayers.dispatch.thresholds import Evidence
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops import gather_qmm as operation
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.reference import cores
-from mlx_qlayers.runtime import BackendError, trace
-from mlx_qlayers.runtime.backend import backend
+from mlx_qlayers.runtime import BackendError, launch_checks, metal, tensor_ops, trace
+from mlx_qlayers.runtime.backend import backend, current, epoch
 from tests.experts import check_gathered, gathered64, random_experts
 from tests.numerics import (
     EPSILON,
@@ -303,13 +305,42 @@ def test_explains_its_path():
         ("cuda", True, 512, mx.bfloat16, SMALL, None),
     ],
 )
-def test_when_auto_leaves_a_gpu_to_stock(monkeypatch, device, in_order, tokens, dtype, fmt, reason):
-    monkeypatch.setattr(operation, "backend", lambda: device)
+def test_when_auto_leaves_a_gpu_to_stock(machine, device, in_order, tokens, dtype, fmt, reason):
+    machine(device)
     found = operation._stock_is_better(tokens, E, in_order) or operation._untested(dtype, True, fmt)
     assert reason in (found or [None])
     if reason is None:  # plain products in 4 bits alone
         assert operation._untested(dtype, False, SMALL) is None
         assert operation._untested(dtype, False, Format(32, 8)) is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "taken", "said"),
+    [
+        ("kernel", "metal", "auto, by sorted rows, measured here"),
+        ("tensor", "metal", "auto, by tensor operations, measured here"),
+        ("stock", "ops", "measured here"),
+        (None, "ops", "the kernel was not measured on an Apple GPU"),
+    ],
+)
+def test_sorted_rows_on_an_apple_gpu_go_by_what_was_measured(
+    path, taken, said, machine, monkeypatch
+):
+    machine("metal")
+    names = []
+    monkeypatch.setattr(metal, "bind", lambda launch: names.append(launch.program.name))
+    monkeypatch.setattr(launch_checks, "has_few_registers", lambda: False)
+    monkeypatch.setattr(tensor_ops, "missing", lambda: None)
+    best = path and Found(path, None, Evidence("measured here", "M5", seconds={path: 41e-6}))
+    monkeypatch.setattr(operation, "found", lambda *_: best)
+    packed = random_experts(np.random.default_rng(19), (E,), N, K, SMALL, mx.float16)
+    arrays = mx.ones((64, 1, K), mx.float16), *packed, None, mx.arange(64) * E // 64, None
+    plan = operation._plan(arrays, True, SMALL.group_size, SMALL.bits, SMALL.mode, True)
+    assert plan.choice.path == taken and plan.choice.reason.startswith(said)
+    assert ("gather_qmm_tensor" in names) == (path == "tensor")
+    for in_order in (True, False):  # a token's are stock's, without a question
+        given = current.get(), epoch.number, 64, E, in_order
+        assert operation.leaves_to_stock(*given) is not in_order
 
 
 def test_sorted_choices_that_are_repeated_as_a_whole_are_not_sorted():

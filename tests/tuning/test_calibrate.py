@@ -145,6 +145,19 @@ def test_a_kernel_is_taken_where_it_is_surely_faster(model, timed, kernel, path)
     assert {entry.path for entry in stored().values()} == {path}
 
 
+def test_the_fastest_of_the_kernels_is_taken(model, timed, monkeypatch):
+    """As those of tensor operations, on an M5."""
+    times = {"kernel": timed.kernel, "tensor": Sample(0.5, 0.5, 0.5, 3), "stock": timed.stock}
+    monkeypatch.setattr(timed, "beside_stock", lambda *_: times)
+    found = calibrate(model)
+    count = len(found.measured)
+    assert {each.path for each in found.measured} == {"tensor"}
+    assert f"kernels for {count} of {count} shapes" in str(found)
+    monkeypatch.setattr(timed, "beside_stock", lambda *_: {})  # where one of them hangs
+    clear()
+    assert {each.path for each in calibrate(model).measured} == {"stock"}
+
+
 def test_a_wrong_kernel_is_left_for_good(model, timed):
     timed.problem_with = "wrong by 1"
     assert {each.path for each in calibrate(model).measured} == {"stock"}
@@ -182,6 +195,9 @@ def test_experts_and_latent_rows_are_measured_too(machine, monkeypatch):
         for name, kind in zip(wanted, kinds, strict=True):
             assert f"{name} bfloat16 mxfp4-32-4-{kind}" in keys
         assert any(key.startswith(f"router {rows}x4 bfloat16 top_k=2") for key in keys)
+    # Of prompts whose rows choose two of four experts.
+    rows = [key.split("x")[0] for key in keys if key.startswith("gather_qmm ")]
+    assert {*rows} == {f"gather_qmm {2 * tokens}" for tokens in (64, 512, 2048)}
     assert {f"latent_attention {n}x1x4x64x32 bfloat16" for n in (256, 1024, 4096)} < {*keys}
 
 

@@ -156,15 +156,20 @@ def test_a_chain_runs_its_rounds_one_after_the_other():
 def test_paths_besides_stock_tell_whether_a_search_is_worth_it(measured, monkeypatch):
     ran = []
 
-    def path(name):
-        return lambda inputs: ran.append(name) or inputs[0]
+    def path(name, more=0):
+        return lambda inputs: ran.append(name) or measured.family.stock(inputs, PROBLEM) + more
 
-    paths = {name: path(name) for name in ("stock", "another")}
+    # As a kernel may be that nobody could run on such a device.
+    paths = {"stock": path("stock"), "another": path("another"), "wrong": path("wrong", 1)}
     monkeypatch.setattr(measured.family, "paths", lambda *_: paths, raising=False)
     # CUDA may take a minute to build the stock operator.
-    assert 0 < measured.others() < 1 and set(ran) == {"another"}
+    assert 0 < measured.others() < 1 and set(ran) == {"another", "wrong"}
+    ran.clear()
     (_,), found = measured.compared([measured.problem.heuristic("cuda")])
     assert set(found) == {"another", "stock"} <= {*ran, "another"}
+    paths["dequantized"] = path("dequantized")  # which CUDA compiles for seconds
+    times = measured.beside_stock(measured.problem.heuristic("cuda"), lambda *_: True)
+    assert set(times) == {"kernel", "another", "stock"}
 
 
 def test_a_cpu_runs_its_launches_one_by_one_without_other_work():

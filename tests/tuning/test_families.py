@@ -34,6 +34,10 @@ ASKED = {
         ((2, 9, 3, 40, 128), mx.float16, ("affine", 64, 4, "sum")),
         "2x9x3x40x128 float16 affine-64-4-sum",
     ),
+    "gather_qmm": (
+        ((60, 9, 40, 128), mx.float16, ("affine", 64, 4)),
+        "64x9x40x128 float16 affine-64-4",
+    ),
     "router": (
         ((2, 40), mx.float32, (Router(3, "sigmoid", scale=2.5), True, False)),
         "2x40 float32 top_k=3-score=sigmoid-scale=2.5-bias",
@@ -94,18 +98,24 @@ def test_a_family_agrees_with_itself(name, asked):
     assert "stock" in paths
 
 
-@pytest.mark.parametrize("missing", [None, "macOS is 26.2"])
-def test_tensor_operations_are_paths(missing, machine, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "missing", "taken"),
+    [
+        ("qmm", None, {"tensor", "codes"}),
+        ("qmm", "macOS is 26.2", {"tensor"}),
+        ("gather_qmm", None, {"tensor"}),
+    ],
+)
+def test_tensor_operations_are_paths(name, missing, taken, machine, monkeypatch):
     """On a stand-in for an M5; packed codes where the system has them."""
     machine("metal")
     monkeypatch.setattr(metal, "bind", host.bind)
     monkeypatch.setattr(tensor_ops, "missing", lambda: None)
     monkeypatch.setattr(tensor_ops, "missing_codes", lambda: missing)
-    family, problem = FAMILIES["qmm"], PROBLEMS["qmm"](*ASKED["qmm"][0])
+    family, problem = FAMILIES[name], PROBLEMS[name](*ASKED[name][0])
     inputs = family.inputs(problem)
     paths, truth = family.paths(inputs, problem), family.reference(inputs, problem)
     allowed = FACTOR * family.tolerance(problem) * mx.abs(truth).max()
-    taken = {"tensor"} if missing else {"tensor", "codes"}
     assert {"tensor", "codes"} & paths.keys() == taken
     for path in taken:
         assert mx.abs(paths[path](inputs).astype(mx.float32) - truth).max() <= allowed

@@ -7,12 +7,25 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...dispatch.calls import CallProblem, ExpertsProblem, Fixed, LatentProblem, RouterProblem
+from ...dispatch.calls import (
+    CallProblem,
+    ExpertsProblem,
+    Fixed,
+    GatherProblem,
+    LatentProblem,
+    RouterProblem,
+)
 from ...formats import Format
+from ...metal.gather_qmm.gather_qmm import gather_qmm_sorted
+from ...metal.gather_qmm.gather_qmv import Pairs
+from ...metal.quantized_matmul.qmm_tensor import tensor_config
 from ...ops.experts import experts_chosen, experts_combined, experts_products
+from ...ops.gather_qmm import gather_qmm
 from ...ops.latent_attention import latent_attention
-from ...options import PackedMatrix
+from ...options import MatmulCall, PackedMatrix
+from ...runtime import tensor_ops
 from ...runtime.backend import backend, use_backend
+from ...runtime.spec import Spec
 from ..family import Family, Inputs, Path, normal
 from .quantized_matmul import packed
 
@@ -70,6 +83,40 @@ class ExpertsFamily(CallFamily):
         gate = "silu" if kind == "gate" else None
         *others, y = experts_products(x, chosen, matrices, fmt, gate)
         return mx.depends(y, others) if others else y
+
+
+class GatherFamily(CallFamily):
+    """Products of rows sorted by expert, each of which as many chose."""
+
+    problem = GatherProblem
+
+    def inputs(self, problem: CallProblem) -> Inputs:
+        (rows, count, n, k), (mode, group, bits) = problem.sizes, problem.form
+        parts = packed((count * n, k), problem.dtype, Format(group, bits, mode))
+        chosen = mx.arange(rows) * count // rows
+        x, matrix = normal(problem.dtype, (rows, 1, k)), (a.reshape(count, n, -1) for a in parts)
+        return [*x, chosen.astype(mx.uint32), *matrix]
+
+    def call(self, inputs: Inputs, problem: CallProblem) -> mx.array:
+        (x, chosen, w, scales, *biases), (mode, group, bits) = inputs, problem.form
+        matrix = w, scales, biases[0] if biases else None
+        return gather_qmm(x, *matrix, None, chosen, True, group, bits, mode, sorted_indices=True)
+
+    def paths(self, inputs: Inputs, problem: CallProblem) -> dict[str, Path]:
+        found = super().paths(inputs, problem)
+        if backend() == "metal" and tensor_ops.missing() is None:
+            (rows, count, _, k), (mode, group, bits) = problem.sizes, problem.form
+            x, _, *matrix = map(Spec.of, inputs)
+            call = MatmulCall(x, PackedMatrix(*matrix), True, Format(group, bits, mode))
+            config = tensor_config(rows // count, k, problem.dtype, call.fmt, True)
+            launch = gather_qmm_sorted(call, Pairs((rows,), 1, True), config)
+
+            def by_tensors(inputs: Inputs) -> mx.array:
+                x, chosen, w, scales, *biases = inputs
+                return launch(x, w, scales, biases[0] if biases else None, None, chosen, None)
+
+            found["tensor"] = by_tensors
+        return found
 
 
 class RouterFamily(CallFamily):
