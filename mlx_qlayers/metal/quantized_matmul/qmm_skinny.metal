@@ -10,9 +10,11 @@
 // numbers of such a block, and hand them to each other. The words of the next window are under way:
 // with two `turns` in the registers that this one does not use, with one they move on. x is read from
 // threadgroup memory, where it lies as operands: each lane reads what that lane of another SIMD group
-// wrote. With two `stages` one is filled while the other is multiplied. In the end shares are added,
-// in as many columns at a time as the same memory takes, 8 * chunk at least. Where the GPU multiplies
-// with four SIMD groups at once (see tile.metal), and `together` asks for it, x lies as a tile instead.
+// wrote. With two `stages` one is filled while the other is multiplied. Without any all of x, `deep`
+// windows, is laid there once: SIMD groups then wait for nobody, and have `turns` windows under way. In
+// the end shares are added, in as many columns at a time as the same memory takes, 8 * chunk at least.
+// Where the GPU multiplies with four SIMD groups at once (see tile.metal), and `together` asks for it, x
+// lies as a tile instead.
 //
 //   grid (threads * ceil(M / (8 * fragments)), ceil(tiles in all / (tiles * sides)), 1),
 //   threadgroup (threads, 1, 1) where threads = 32 * sides * shares
@@ -23,6 +25,7 @@
 // memory once.
 
 #include "qmm_skinny_steps.metal"
+#include "common/tile_products.metal"
 
 #include <metal_stdlib>
 using namespace metal;
@@ -50,7 +53,8 @@ template <
     int chunk,
     int cover,
     bool together,
-    int RESIDENT>
+    int RESIDENT,
+    int SHARED>
 [[kernel]] void qmm_skinny(
     const device T* x,
     const constant int* x_shape,
@@ -84,7 +88,9 @@ template <
   constexpr int step = 4 * run, all = sides * tiles, simds = sides * shares, threads = 32 * simds;
   constexpr int count = mode == NVFP4 ? run / 16 : 1, units = (deep * fragments + sides - 1) / sides;
   constexpr int window_size = fragments * run * 4, stage_size = deep * window_size;
-  constexpr int x_size = shares * stages * stage_size;
+  constexpr bool stays = stages == 0;
+  constexpr int places = stays ? 1 : stages, slots = stays ? turns : 2;
+  constexpr int x_size = stays ? stage_size : shares * stages * stage_size;
   constexpr int least = SKINNY_SUMS(16 * all, shares, chunk), size = x_size > least ? x_size : least;
   const int K = w_shape[1] * 32 / bits, groups = K / group;
   const int threadgroup_index = threadgroup_place.y, above = threadgroup_place.x * 8 * fragments;
@@ -98,8 +104,8 @@ template <
   const int sizes[3] = {w_shape[0], w1 ? w1_shape[0] : 0, w2 ? w2_shape[0] : 0};
   // Windows must be whole panels of a tile.
   constexpr bool joint = together && products_together<T>(sides, 1, step, step);
-  threadgroup tile_packs<size> packs;
-  threadgroup uint4* memory = packs.pack;
+  threadgroup tile_packs<stays ? declared_packs(size) : size> packs;
+  threadgroup uint4* memory = stays ? all_packs(packs) : packs.pack;
   threadgroup float factors[8 * fragments];
 
   const int side = simd % sides, share = simd / sides, quarter = fragment_col(lane) / 2;
@@ -107,8 +113,13 @@ template <
   const int steps = (blocks + shares - 1) / shares * cover;
   const bool odd = begins_odd(w) || begins_odd(w1) || begins_odd(w2);
   threadgroup uint4* own = memory + share * stages * stage_size;
-  packed_tile<S, bits, run, 2, count> tile[tiles] = {};
+  packed_tile<S, bits, run, slots, count> tile[tiles] = {};
   sum_fragment totals[tiles][fragments] = {};
+  row_window<T, run> held[stays ? 4 : units];
+  if (stays) {
+    // Ahead of words of w, behind which it would wait for memory.
+    fetch_four<simds, bits, deep, T, fragments>(held, x, simd, M, K, lane);
+  }
 #pragma unroll
   for (int r = 0; r < tiles; r++) {
     tile_place place =
@@ -124,75 +135,115 @@ template <
       tile[r].words_at[i] = row * (K / 16 * bits / 2) + quarter * (run * bits / 32);
       tile[r].numbers_at[i] = row * groups;
     }
-    int window = window_of<cover, shares>(0, share);
     int group_at = first_group<cover, shares, 4 * run, group>(0, share, quarter);
-    load_window(tile[r], 0, window, window * step + offset < K, odd);
+#pragma unroll
+    for (int d = 0; d < (stays ? turns : 1); d++) {
+      int window = window_of<cover, shares>(d, share);
+      load_window(tile[r], d, window, window * step + offset < K, odd);
+    }
     load_numbers_of<mode>(tile[r], group_at, group_at < groups);
   }
-  row_window<T, run> held[units];
-  fetch_operands<sides, bits, deep, cover, shares, T, fragments>(held, x, 0, share, side, M, K, lane);
+  if (!stays) {
+    fetch_operands<sides, bits, deep, cover, shares, T, fragments>(held, x, 0, share, side, M, K, lane);
+  }
   if (tile_squares) {
     row_factors<simds>(
         factors, tile_squares + size_t(above) * ((K + 15) / 16), M, K, as_type<float>(epsilon), simd, lane);
   }
-  place_operands<sides, bits, deep, joint, T, fragments>(own, held, side, lane);
-  // What is placed a step early is fetched two steps early.
-  constexpr int early = stages == 2 ? 2 : 1;
-  if (early == 2) {
-    fetch_operands<sides, bits, deep, cover, shares, T, fragments>(
-        held, x, deep, share, side, M, K, lane);
-  }
-  barrier_of_some<sides>(share);
-
+  if (stays) {
 #pragma clang loop unroll(disable)
-  for (int begin = 0; begin < steps; begin += turns) {
-#pragma unroll
-    for (int d = 0; d < turns; d++) {
-      int i = begin + d, next = window_of<cover, shares>(i + 1, share);
-      if (i >= steps) {
-        break;
+    for (int first = simd; first < deep * fragments; first += 4 * simds) {
+      if (first >= 4 * simds) {
+        fetch_four<simds, bits, deep, T, fragments>(held, x, first, M, K, lane);
       }
-      // Ahead of the loads where what shows them to products waits for all that are under way.
-      threadgroup uint4* other = own + (i / deep + 1) % stages * stage_size;
-      const bool begins = i % deep == 0;
-      if (stages == 2 && joint && begins) {
-        place_operands<sides, bits, deep, joint, T, fragments>(other, held, side, lane);
-      }
+      place_four<simds, bits, deep, joint, T, fragments>(memory, held, first, lane);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma clang loop unroll(disable)
+    for (int begin = 0; begin < steps; begin += turns) {
 #pragma unroll
-      for (int r = 0; r < tiles; r++) {
-        if (i % cover == 0) {
-          take_next_numbers(tile[r]);
-          int first = first_group<cover, shares, 4 * run, group>(i + cover, share, quarter);
-          load_numbers_of<mode>(tile[r], first, first < groups);
+      for (int d = 0; d < turns; d++) {
+        int i = begin + d, window = window_of<cover, shares>(i, share);
+        if (window >= deep) {
+          break;
         }
-        load_window(tile[r], 1 - d, next, next * step + offset < K, odd);
-      }
-      if (stages == 2 && !joint && begins) {
-        place_operands<sides, bits, deep, joint, T, fragments>(other, held, side, lane);
-      }
-      if (begins) {
-        fetch_operands<sides, bits, deep, cover, shares, T, fragments>(
-            held, x, i + early * deep, share, side, M, K, lane);
-      }
-      multiply_window<T, fragments, mode, tiles, (cover > 1), joint>(
-          totals,
-          tile,
-          d,
-          (i % cover * 4 + quarter) / cover,
-          own + i / deep % stages * stage_size + i % deep * window_size,
-          lane);
-      const bool ends = i % deep == deep - 1;
-      if (ends) {
-        barrier_of_some<sides>(share);
-      }
-      if (stages == 1 && ends) {
-        place_operands<sides, bits, deep, joint, T, fragments>(own, held, side, lane);
-        barrier_of_some<sides>(share);
-      }
-      if (turns == 1) {
 #pragma unroll
         for (int r = 0; r < tiles; r++) {
-          take_next_words(tile[r]);
+          if (i % cover == 0) {
+            take_next_numbers(tile[r]);
+            int first = first_group<cover, shares, 4 * run, group>(i + cover, share, quarter);
+            load_numbers_of<mode>(tile[r], first, first < groups);
+          }
+        }
+        multiply_window<T, fragments, mode, tiles, (cover > 1), joint>(
+            totals, tile, d, (i % cover * 4 + quarter) / cover, memory + window * window_size, lane);
+        int next = window_of<cover, shares>(i + turns, share);
+#pragma unroll
+        for (int r = 0; r < tiles; r++) {
+          load_window(tile[r], d, next, next * step + offset < K, odd);
+        }
+      }
+    }
+  } else {
+    place_operands<sides, bits, deep, joint, T, fragments>(own, held, side, lane);
+    // What is placed a step early is fetched two steps early.
+    constexpr int early = stages == 2 ? 2 : 1;
+    if (early == 2) {
+      fetch_operands<sides, bits, deep, cover, shares, T, fragments>(
+          held, x, deep, share, side, M, K, lane);
+    }
+    barrier_of_some<sides>(share);
+
+#pragma clang loop unroll(disable)
+    for (int begin = 0; begin < steps; begin += turns) {
+#pragma unroll
+      for (int d = 0; d < turns; d++) {
+        int i = begin + d, next = window_of<cover, shares>(i + 1, share);
+        if (i >= steps) {
+          break;
+        }
+        // Ahead of the loads where what shows them to products waits for all that are under way.
+        threadgroup uint4* other = own + (i / deep + 1) % places * stage_size;
+        const bool begins = i % deep == 0;
+        if (stages == 2 && joint && begins) {
+          place_operands<sides, bits, deep, joint, T, fragments>(other, held, side, lane);
+        }
+#pragma unroll
+        for (int r = 0; r < tiles; r++) {
+          if (i % cover == 0) {
+            take_next_numbers(tile[r]);
+            int first = first_group<cover, shares, 4 * run, group>(i + cover, share, quarter);
+            load_numbers_of<mode>(tile[r], first, first < groups);
+          }
+          load_window(tile[r], 1 - d, next, next * step + offset < K, odd);
+        }
+        if (stages == 2 && !joint && begins) {
+          place_operands<sides, bits, deep, joint, T, fragments>(other, held, side, lane);
+        }
+        if (begins) {
+          fetch_operands<sides, bits, deep, cover, shares, T, fragments>(
+              held, x, i + early * deep, share, side, M, K, lane);
+        }
+        multiply_window<T, fragments, mode, tiles, (cover > 1), joint>(
+            totals,
+            tile,
+            d,
+            (i % cover * 4 + quarter) / cover,
+            own + i / deep % places * stage_size + i % deep * window_size,
+            lane);
+        const bool ends = i % deep == deep - 1;
+        if (ends) {
+          barrier_of_some<sides>(share);
+        }
+        if (stages == 1 && ends) {
+          place_operands<sides, bits, deep, joint, T, fragments>(own, held, side, lane);
+          barrier_of_some<sides>(share);
+        }
+        if (turns == 1) {
+#pragma unroll
+          for (int r = 0; r < tiles; r++) {
+            take_next_words(tile[r]);
+          }
         }
       }
     }

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 from ...formats import Format
+from ...runtime.backend import backend
 from ...runtime.limits import CUDA_THREADGROUP_MEMORY
 
 MAX_SKINNY_ROWS = 128
@@ -27,10 +28,11 @@ class SkinnyConfig:
         sides: SIMD groups side by side, which share x.
         shares: such groups of them, which share K.
         stages: windows of x in threadgroup memory, 1 or 2. With 2 one is filled while the other is
-            multiplied.
+            multiplied; with 0 all of x stays there, ``deep`` windows.
         resident: threadgroups that a core should have registers for at once, on CUDA.
         turns: windows in the text of the kernel's loop, 1 or 2: with 2 no words are moved, but GPUs
-            hold only so much text where they read instructions from.
+            hold only so much text where they read instructions from. Where x stays, so many are
+            under way.
         together: whether four SIMD groups multiply at once, on Hopper GPUs: ``sides`` is a multiple
             of 4, ``fragments`` a power of two.
         chunk: fragments of which sums are added at a time, at least.
@@ -53,13 +55,19 @@ class SkinnyConfig:
 
     template: ClassVar = (
         *("fragments", "run", "tiles", "sides", "shares", "stages"),
-        *("turns", "deep", "chunk", "cover", "together", "RESIDENT"),
+        *("turns", "deep", "chunk", "cover", "together", "RESIDENT", "SHARED"),
     )
 
     @property
     def threads(self) -> int:
         """Threads of a threadgroup."""
         return 32 * self.sides * self.shares
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory, on CUDA."""
+        stays = self.stages == 0 and backend() == "cuda"
+        return _memory(**asdict(self)) if stays else 0
 
     def threadgroups(self, sizes: tuple[int, ...], gated: bool) -> int:
         """As many as matrices of so many rows take."""
@@ -127,7 +135,12 @@ def _fits(config: SkinnyConfig) -> bool:
     return skinny_memory(**asdict(config)) <= CUDA_THREADGROUP_MEMORY
 
 
-def skinny_memory(
+def skinny_memory(*, SHARED: int = 0, fragments: int, **told: int) -> int:
+    """Bytes of threadgroup memory that are declared, by the values of the kernel's template."""
+    return 32 * fragments + (0 if SHARED else _memory(fragments=fragments, **told))
+
+
+def _memory(
     *,
     fragments: int,
     run: int,
@@ -139,9 +152,9 @@ def skinny_memory(
     deep: int,
     **_: object,
 ) -> int:
-    """Bytes of threadgroup memory, by the values of the kernel's template."""
-    x = 4 * shares * stages * deep * fragments * run
-    return -(-max(x, shares * 4 * tiles * sides * (8 * chunk + 2)) // 64) * 1024 + 32 * fragments
+    """Bytes of windows of x, and later of sums."""
+    x = 4 * (shares * stages or 1) * deep * fragments * run
+    return -(-max(x, shares * 4 * tiles * sides * (8 * chunk + 2)) // 64) * 1024
 
 
 def skinny_registers(

@@ -76,6 +76,35 @@ METAL_FUNC void place_operands(
   }
 }
 
+// Where all `deep` windows stay: four operands of a SIMD group, every simds-th from `first` on.
+template <int simds, int bits, int deep, typename T, int fragments, int run>
+METAL_FUNC void fetch_four(
+    thread row_window<T, run>* held, const device T* x, int first, int M, int K, uint lane) {
+#pragma unroll
+  for (int u = 0; u < 4; u++) {
+    int at = first + u * simds, f = at % fragments;
+    if (at < deep * fragments) {
+      int k = at / fragments * 4 * run;
+      load_row_window<PAIRS(bits, run)>(held[u], x + 8 * f * K, k, K, M - 8 * f, lane);
+    }
+  }
+}
+template <int simds, int bits, int deep, bool joint, typename T, int fragments, int run>
+METAL_FUNC void place_four(
+    threadgroup uint4* memory, thread row_window<T, run>* held, int first, uint lane) {
+#pragma unroll
+  for (int u = 0; u < 4; u++) {
+    int at = first + u * simds, f = at % fragments;
+    if (at < deep * fragments) {
+      place_row_window<PAIRS(bits, run), 8 * fragments, joint>(
+          memory + at / fragments * (fragments * run * 4), 8 * f, held[u], lane);
+    }
+  }
+  if (joint) {
+    show_to_products();
+  }
+}
+
 // What an RMS norm multiplies each row of K elements with, from the squares of its tiles. Four rows at
 // a time, so that a SIMD group waits for memory once for all of them.
 template <int simds>
@@ -119,13 +148,13 @@ METAL_FUNC void load_window(
   }
 }
 
-template <typename S, int bits, int run, int count>
-METAL_FUNC void take_next_words(thread packed_tile<S, bits, run, 2, count>& tile) {
+template <typename S, int bits, int run, int ahead, int count>
+METAL_FUNC void take_next_words(thread packed_tile<S, bits, run, ahead, count>& tile) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
 #pragma unroll
     for (int word = 0; word < RUN_WORDS(bits, run); word++) {
-      tile.words[0][i][word] = tile.words[1][i][word];
+      tile.words[0][i][word] = tile.words[ahead - 1][i][word];
     }
   }
 }
