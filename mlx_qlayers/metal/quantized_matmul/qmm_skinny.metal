@@ -10,13 +10,14 @@
 // numbers of such a block, and hand them to each other. The words of the next window are under way:
 // with two `turns` in the registers that this one does not use, with one they move on. x is read from
 // threadgroup memory, where it lies as operands: each lane reads what that lane of another SIMD group
-// wrote. With two `stages` one is filled while the other is multiplied. Without any all of x, `deep`
-// windows, is laid there once: SIMD groups then wait for nobody, and have `turns` windows under way. In
+// wrote. With two `stages` one is filled while the other is multiplied. Without any `deep` windows of x
+// are laid there once: SIMD groups then wait for nobody, and have `turns` windows under way; where K has
+// more, threadgroups along z share it and write float32 planes of one product, for qmm_skinny_sum. In
 // the end shares are added, in as many columns at a time as the same memory takes, 8 * chunk at least.
 // Where the GPU multiplies with four SIMD groups at once (see tile.metal), and `together` asks for it, x
 // lies as a tile instead.
 //
-//   grid (threads * ceil(M / (8 * fragments)), ceil(tiles in all / (tiles * sides)), 1),
+//   grid (threads * ceil(M / (8 * fragments)), ceil(tiles in all / (tiles * sides)), parts of K),
 //   threadgroup (threads, 1, 1) where threads = 32 * sides * shares
 //
 // The four lanes that share a row of w take `run` elements each of a window, which divides K and the
@@ -54,7 +55,8 @@ template <
     int cover,
     bool together,
     int RESIDENT,
-    int SHARED>
+    int SHARED,
+    typename O>
 [[kernel]] void qmm_skinny(
     const device T* x,
     const constant int* x_shape,
@@ -77,7 +79,7 @@ template <
     const device S* scales2,
     const device S* biases2,
     const device T* bias2,
-    device T* y,
+    device O* y,
     device T* y1,
     device T* y2,
     device T* scaled,
@@ -92,13 +94,16 @@ template <
   constexpr int places = stays ? 1 : stages, slots = stays ? turns : 2;
   constexpr int x_size = stays ? stage_size : shares * stages * stage_size;
   constexpr int least = SKINNY_SUMS(16 * all, shares, chunk), size = x_size > least ? x_size : least;
-  const int K = w_shape[1] * 32 / bits, groups = K / group;
+  constexpr bool split = !is_same_v<O, T>;
+  const int K = w_shape[1] * 32 / bits, from = stays ? threadgroup_place.z * deep * step : 0;
+  const int groups = (K - from) / group;
   const int threadgroup_index = threadgroup_place.y, above = threadgroup_place.x * 8 * fragments;
   int M = 1;
 #pragma clang loop unroll(disable)
   for (int i = 0; i < x_ndim - 1; i++) {
     M *= x_shape[i];
   }
+  const size_t plane = size_t(threadgroup_place.z) * M;
   M = min(M - above, 8 * fragments);
   x += size_t(above) * K;
   const int sizes[3] = {w_shape[0], w1 ? w1_shape[0] : 0, w2 ? w2_shape[0] : 0};
@@ -118,7 +123,7 @@ template <
   row_window<T, run> held[stays ? 4 : units];
   if (stays) {
     // Ahead of words of w, behind which it would wait for memory.
-    fetch_four<simds, bits, deep, T, fragments>(held, x, simd, M, K, lane);
+    fetch_four<simds, bits, deep, T, fragments>(held, x, simd, from, M, K, lane);
   }
 #pragma unroll
   for (int r = 0; r < tiles; r++) {
@@ -132,14 +137,14 @@ template <
     for (int i = 0; i < 2; i++) {
       // At the edge of a matrix its last row stands in.
       uint row = min(place.first + fragment_row(lane) + 8 * i, rows - 1);
-      tile[r].words_at[i] = row * (K / 16 * bits / 2) + quarter * (run * bits / 32);
-      tile[r].numbers_at[i] = row * groups;
+      tile[r].words_at[i] = row * (K / 16 * bits / 2) + (from / run + quarter) * (run * bits / 32);
+      tile[r].numbers_at[i] = row * (K / group) + from / group;
     }
     int group_at = first_group<cover, shares, 4 * run, group>(0, share, quarter);
 #pragma unroll
     for (int d = 0; d < (stays ? turns : 1); d++) {
       int window = window_of<cover, shares>(d, share);
-      load_window(tile[r], d, window, window * step + offset < K, odd);
+      load_window(tile[r], d, window, from + window * step + offset < K, odd);
     }
     load_numbers_of<mode>(tile[r], group_at, group_at < groups);
   }
@@ -154,7 +159,7 @@ template <
 #pragma clang loop unroll(disable)
     for (int first = simd; first < deep * fragments; first += 4 * simds) {
       if (first >= 4 * simds) {
-        fetch_four<simds, bits, deep, T, fragments>(held, x, first, M, K, lane);
+        fetch_four<simds, bits, deep, T, fragments>(held, x, first, from, M, K, lane);
       }
       place_four<simds, bits, deep, joint, T, fragments>(memory, held, first, lane);
     }
@@ -180,7 +185,7 @@ template <
         int next = window_of<cover, shares>(i + turns, share);
 #pragma unroll
         for (int r = 0; r < tiles; r++) {
-          load_window(tile[r], d, next, next * step + offset < K, odd);
+          load_window(tile[r], d, next, from + next * step + offset < K, odd);
         }
       }
     }
@@ -305,9 +310,11 @@ template <
         tile_place place = place_of_tile<gate, 16>(threadgroup_index * all + r, sizes, w1, w2);
         int to = place.first + n % 16, which = place.matrix;
         int N = which == 0 ? sizes[0] : which == 1 ? sizes[1] : sizes[2];
-        if (to < N && i < elements) {
-          device T* out = which == 0 ? y : which == 1 ? y1 : y2;
-          size_t at = size_t(above + m) * N + to;
+        size_t at = size_t(above + m) * N + to;
+        if (split && to < N && i < elements) {
+          reinterpret_cast<device float*>(y)[plane * N + at] = sums[0];
+        } else if (to < N && i < elements) {
+          device T* out = which == 0 ? reinterpret_cast<device T*>(y) : which == 1 ? y1 : y2;
           const device T* bias_of = which == 0 ? bias : which == 1 ? bias1 : bias2;
           T result = finished<T, gate>(
               sums[0] + float(added[u]), sums[1], to, at, bias_of, bias1, nullptr);
@@ -329,5 +336,44 @@ template <
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+// y = the sum of planes (parts, M, N), finished as qmm_skinny would.
+//
+//   grid (ceil(N / 32) * 32, M, 1), threadgroup (32 * n, 1, 1)
+template <typename T>
+[[kernel]] void qmm_skinny_sum(
+    const device float* planes,
+    const constant int* planes_shape,
+    const device T* bias,
+    const device T* residual,
+    const device T* next_weight,
+    device T* y,
+    device T* scaled,
+    device float* scaled_squares,
+    uint3 id [[thread_position_in_grid]]) {
+  const int parts = planes_shape[0], M = planes_shape[1], N = planes_shape[2], n = id.x;
+  const size_t at = size_t(id.y) * N + n;
+  float sum = 0, square = 0;
+  if (n < N) {
+    for (int z = 0; z < parts; z++) {
+      sum += planes[size_t(z) * M * N + at];
+    }
+    T result = finished<T, 0>(sum, 0.0f, n, at, bias, nullptr, residual);
+    y[at] = result;
+    if (next_weight) {
+      scaled[at] = T(float(result) * float(next_weight[n]));
+      square = float(result) * float(result);
+    }
+  }
+  if (next_weight) {
+#pragma unroll
+    for (ushort apart = 8; apart > 0; apart /= 2) {
+      square += simd_shuffle_xor(square, apart);
+    }
+    if (n % 16 == 0 && n < N) {
+      scaled_squares[id.y * ((N + 15) / 16) + n / 16] = square;
+    }
   }
 }

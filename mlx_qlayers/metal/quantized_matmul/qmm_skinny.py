@@ -28,7 +28,7 @@ class SkinnyConfig:
         sides: SIMD groups side by side, which share x.
         shares: such groups of them, which share K.
         stages: windows of x in threadgroup memory, 1 or 2. With 2 one is filled while the other is
-            multiplied; with 0 all of x stays there, ``deep`` windows.
+            multiplied; with 0 ``deep`` windows of x stay there.
         resident: threadgroups that a core should have registers for at once, on CUDA.
         turns: windows in the text of the kernel's loop, 1 or 2: with 2 no words are moved, but GPUs
             hold only so much text where they read instructions from. Where x stays, so many are
@@ -37,7 +37,8 @@ class SkinnyConfig:
             of 4, ``fragments`` a power of two.
         chunk: fragments of which sums are added at a time, at least.
         cover: windows whose numbers are read at once: ``group_size / run``, or 1.
-        deep: windows of x in a stage, for which SIMD groups wait once.
+        deep: windows of x in a stage, for which SIMD groups wait once; with ``stages`` 0 whole
+            groups. Where K has more, threadgroups share it, and another launch adds their sums.
     """
 
     fragments: int
@@ -55,13 +56,17 @@ class SkinnyConfig:
 
     template: ClassVar = (
         *("fragments", "run", "tiles", "sides", "shares", "stages"),
-        *("turns", "deep", "chunk", "cover", "together", "RESIDENT", "SHARED"),
+        *("turns", "deep", "chunk", "cover", "together", "RESIDENT", "SHARED", "O"),
     )
 
     @property
     def threads(self) -> int:
         """Threads of a threadgroup."""
         return 32 * self.sides * self.shares
+
+    def parts(self, k: int) -> int:
+        """Threadgroups that share so many columns of x."""
+        return 1 if self.stages else -(-k // (4 * self.run * self.deep))
 
     @property
     def shared(self) -> int:

@@ -76,15 +76,22 @@ METAL_FUNC void place_operands(
   }
 }
 
-// Where all `deep` windows stay: four operands of a SIMD group, every simds-th from `first` on.
+// Where all `deep` windows stay: four operands of a SIMD group, every simds-th from `first` on,
+// of windows from element `from` on.
 template <int simds, int bits, int deep, typename T, int fragments, int run>
 METAL_FUNC void fetch_four(
-    thread row_window<T, run>* held, const device T* x, int first, int M, int K, uint lane) {
+    thread row_window<T, run>* held,
+    const device T* x,
+    int first,
+    int from,
+    int M,
+    int K,
+    uint lane) {
 #pragma unroll
   for (int u = 0; u < 4; u++) {
     int at = first + u * simds, f = at % fragments;
     if (at < deep * fragments) {
-      int k = at / fragments * 4 * run;
+      int k = from + at / fragments * 4 * run;
       load_row_window<PAIRS(bits, run)>(held[u], x + 8 * f * K, k, K, M - 8 * f, lane);
     }
   }

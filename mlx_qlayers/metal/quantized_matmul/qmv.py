@@ -22,6 +22,7 @@ from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound
 from ...runtime.program import CONSTANT_BELOW
+from ...runtime.spec import Spec
 from .qmm_skinny import SkinnyConfig, skinny_memory, skinny_registers
 from .qmv_config import (
     QmvConfig,
@@ -202,17 +203,72 @@ def _kernel(kind: Any, omitted: tuple[str, ...]) -> Kernel:
     )
 
 
+_SUM = ("planes", "bias", "residual", "next_weight")
+
+
+@lru_cache(maxsize=16)
+def _sum_kernel(omitted: tuple[str, ...]) -> Kernel:
+    """What adds up the planes of a product, without some of its inputs and outputs."""
+    outputs = "y", "scaled", "scaled_squares"
+    return Kernel(
+        "_".join(("qmm_skinny_sum", *(name for name in _SUM if name not in omitted))),
+        "quantized_matmul/qmm_skinny.metal",
+        function="qmm_skinny_sum",
+        inputs=tuple(name for name in _SUM if name not in omitted),
+        outputs=outputs[: 1 if "next_weight" in omitted else 3],
+        omitted=(*omitted, *(outputs[1:] if "next_weight" in omitted else ())),
+        template=("T",),
+        large=True,
+    )
+
+
+def _bind_parts(
+    specs: QmvArrays, fmt: Format, config: SkinnyConfig, epsilon: float | None, gate: Gate | None
+) -> tuple[Bound, list[mx.array]]:
+    """The launch of a product whose columns threadgroups share, and that which adds their sums."""
+    (*leading, k), (_, *others), n = specs.x.shape, specs.matrices, specs.w.shape[0]
+    if others:
+        raise ValueError(f"{config} takes no rows of {k} elements for several matrices")
+    finish = specs.bias, specs.residual, specs.next_weight
+    plain = specs._replace(bias=None, residual=None, next_weight=None)
+    planes = Spec((config.parts(k), specs.x.size // k, n), mx.float32)
+    launch, _ = _bind(plain, fmt, config, epsilon, gate, [planes.shape])
+    there = [each for each in finish if each is not None]
+    omitted = tuple(name for name, each in zip(_SUM[1:], finish, strict=True) if each is None)
+    shapes = [(*leading, n)] * (1 if specs.next_weight is None else 2)
+    rows = planes.shape[1]
+    total = _sum_kernel(omitted).bind(
+        [planes, *there],
+        template={"T": specs.x.dtype},
+        grid=(-(-n // 128) * 128, rows, 1),
+        threadgroup=(128, 1, 1),
+        output_shapes=[*shapes, *([(rows, -(-n // 16))] * (len(shapes) - 1))],
+    )
+    names = [name for name, spec in specs._asdict().items() if spec is not None]
+    of_product = [i for i, name in enumerate(names) if name not in _SUM]
+    of_sum = [names.index(name) for name in _SUM[1:] if name in names]
+
+    def run(arrays: list[mx.array]) -> list[mx.array]:
+        sums = launch([arrays[i] for i in of_product])
+        return total([*sums, *(arrays[i] for i in of_sum)])
+
+    return run, []
+
+
 def _bind(
     specs: QmvArrays,
     fmt: Format,
     config: QmvAnyConfig,
     epsilon: float | None,
     gate: Gate | None,
+    planes: Sequence[tuple[int, ...]] = (),
 ) -> tuple[Bound, list[mx.array]]:
-    """The launch, and what it takes after the arrays."""
+    """The launch, and what it takes after the arrays; it may write planes of a product."""
     (*leading, k), matrices = specs.x.shape, specs.matrices
     rows, sizes = specs.x.size // k, [matrix.w.shape[0] for matrix in matrices]
-    shapes = [(*leading, n) for n in (sizes[:1] if gate else sizes)]
+    if isinstance(config, SkinnyConfig) and config.parts(k) > 1 and not planes:
+        return _bind_parts(specs, fmt, config, epsilon, gate)
+    shapes = [*planes] or [(*leading, n) for n in (sizes[:1] if gate else sizes)]
     # What of the kernel's inputs and outputs the launch does without.
     omitted = [*_OUTPUTS[len(shapes) : 3], *_OUTPUTS[3:] * (specs.next_weight is None)]
     omitted += [name for name, spec in specs._asdict().items() if spec is None]
@@ -229,10 +285,12 @@ def _bind(
     groups = config.threadgroups(tuple(sizes), gate is not None)
     grid = groups * threads, 1, 1
     if isinstance(config, SkinnyConfig):
-        grid = -(-rows // (8 * config.fragments)) * threads, groups, 1
+        grid = -(-rows // (8 * config.fragments)) * threads, groups, config.parts(k)
+        template["O"] = mx.float32 if planes else specs.x.dtype
     launch = _kernel(kind, tuple(omitted)).bind(
         [*(spec for spec in specs if spec is not None), *shape],
-        template=template | {name: getattr(config, name.lower()) for name in config.template},
+        template=template
+        | {name: getattr(config, name.lower()) for name in config.template if name != "O"},
         grid=grid,
         threadgroup=(threads, 1, 1),
         output_shapes=shapes,
