@@ -121,9 +121,15 @@ template <
   packed_tile<S, bits, run, slots, count> tile[tiles] = {};
   sum_fragment totals[tiles][fragments] = {};
   row_window<T, run> held[stays ? 4 : units];
+  // Of all of K, where one threadgroup has it.
+  constexpr bool early_squares = stays && !split;
+  row_squares<simds, 8 * fragments, early_squares ? (deep * step / 16 + 31) / 32 : 1> squares;
   if (stays) {
-    // Ahead of words of w, behind which it would wait for memory.
+    // Ahead of words of w, behind which they would wait for memory.
     fetch_four<simds, bits, deep, T, fragments>(held, x, simd, from, M, K, lane);
+  }
+  if (early_squares && tile_squares) {
+    fetch_squares(squares, tile_squares + size_t(above) * ((K + 15) / 16), M, (K + 15) / 16, simd, lane);
   }
 #pragma unroll
   for (int r = 0; r < tiles; r++) {
@@ -151,7 +157,7 @@ template <
   if (!stays) {
     fetch_operands<sides, bits, deep, cover, shares, T, fragments>(held, x, 0, share, side, M, K, lane);
   }
-  if (tile_squares) {
+  if (!early_squares && tile_squares) {
     row_factors<simds>(
         factors, tile_squares + size_t(above) * ((K + 15) / 16), M, K, as_type<float>(epsilon), simd, lane);
   }
@@ -162,6 +168,9 @@ template <
         fetch_four<simds, bits, deep, T, fragments>(held, x, first, from, M, K, lane);
       }
       place_four<simds, bits, deep, joint, T, fragments>(memory, held, first, lane);
+    }
+    if (early_squares && tile_squares) {
+      factors_of_squares(factors, squares, M, K, as_type<float>(epsilon), simd, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma clang loop unroll(disable)

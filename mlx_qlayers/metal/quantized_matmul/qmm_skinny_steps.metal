@@ -144,6 +144,53 @@ METAL_FUNC void row_factors(
   }
 }
 
+// The same of rows whose `tiles` are at most 32 * count: asked for first, and added up when they are
+// there. Beyond the last tile they are zero.
+template <int simds, int rows, int count>
+struct row_squares {
+  float of[(rows + simds - 1) / simds][count];
+};
+template <int simds, int rows, int count>
+METAL_FUNC void fetch_squares(
+    thread row_squares<simds, rows, count>& held,
+    const device float* squares,
+    int M,
+    int tiles,
+    int simd,
+    uint lane) {
+#pragma unroll
+  for (int r = 0; r < (rows + simds - 1) / simds; r++) {
+    int m = simd + r * simds;
+#pragma unroll
+    for (int j = 0; j < count; j++) {
+      int at = lane + 32 * j;
+      held.of[r][j] = m < M && at < tiles ? squares[m * tiles + at] : 0.0f;
+    }
+  }
+}
+template <int simds, int rows, int count>
+METAL_FUNC void factors_of_squares(
+    threadgroup float* factors,
+    thread row_squares<simds, rows, count>& held,
+    int M,
+    int K,
+    float epsilon,
+    int simd,
+    uint lane) {
+#pragma unroll
+  for (int r = 0; r < (rows + simds - 1) / simds; r++) {
+    float total = 0;
+#pragma unroll
+    for (int j = 0; j < count; j++) {
+      total += held.of[r][j];
+    }
+    float factor = metal::precise::rsqrt(simd_sum(total) / float(K) + epsilon);
+    if (lane == 0 && simd + r * simds < M) {
+      factors[simd + r * simds] = factor;
+    }
+  }
+}
+
 // The words of a window, a step before it is multiplied.
 template <typename S, int bits, int run, int ahead, int count>
 METAL_FUNC void load_window(
