@@ -27,6 +27,9 @@ KINDS = [Format(32, 3), Format(32, 5), Format(64, 8), *FORMATS[-3:]]
 # Shares of K of which some have no window, tiles of which some lie beyond the matrix, both stages.
 SMALL = SkinnyConfig(3, 16, tiles=1, sides=2, shares=4, stages=1, deep=2)
 WIDE = SkinnyConfig(4, 32, tiles=2, sides=3, shares=1, turns=1, chunk=2, cover=2)
+# x stays in threadgroup memory: all of it, or what each of the threadgroups has that share K.
+STAYS = SkinnyConfig(3, 16, tiles=2, sides=3, shares=2, stages=0, turns=3, chunk=2, cover=4, deep=5)
+SHARED = SkinnyConfig(3, 16, tiles=1, sides=3, shares=2, stages=0, turns=1, deep=1)
 
 
 def by_kernel(x, packed, fmt, config=None, device="host", bias=None):
@@ -47,7 +50,9 @@ def test_formats(fmt, dtype):
         check_product(by_kernel(x, packed, fmt), x, packed, fmt)
 
 
-@pytest.mark.parametrize("config", [SMALL, WIDE, replace(WIDE, fragments=3, deep=2)], ids=str)
+@pytest.mark.parametrize(
+    "config", [SMALL, WIDE, replace(WIDE, fragments=3, deep=2), STAYS, SHARED], ids=str
+)
 def test_configurations(config):
     """No whole window at the end of K, an odd number of them, rows and columns at edges."""
     for rows, n, k in ((17, 8, 64), (24, 130, 320)):
@@ -93,6 +98,16 @@ def test_fused(sizes, options):
 def test_deferred_norms():
     with use_backend("host"), checks():
         takes_squares(37, [41, 41], "silu", config=WIDE)
+        takes_squares(23, [41, 41], "silu", config=STAYS)
+        takes_squares(23, [41], None, config=SHARED)
+        gives_squares(20, 200, SHARED)
+
+
+def test_threadgroups_share_k_of_one_matrix():
+    x, packed = sample(AFFINE, mx.bfloat16, 24)
+    matrix = PackedMatrix(*packed)
+    with use_backend("host"), pytest.raises(ValueError, match="takes no rows of 192 elements"):
+        qmv(x, [matrix, matrix], AFFINE, SHARED)
 
 
 @on_gpus
