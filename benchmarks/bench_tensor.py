@@ -1,30 +1,40 @@
 """The product by tensor operations beside the kernels that operations take on CUDA.
 
-``python benchmarks/bench_tensor.py [--all]``: bfloat16, 4 bits, groups of 64, each as it is cut
-best of some configurations, beside the kernel of tiles, whose results it must give and which was
-measured so too; then attention and its gradients. It is for the M5; here the bar is 1.3 times that
-kernel's time.
+``python benchmarks/bench_tensor.py [--all] [--store FILE]``: bfloat16, 4 bits, groups of 64, each
+as it is cut best of some configurations, beside the kernel of tiles, whose results it must give and
+which was measured so too; then attention and its gradients. It is for the M5; here the bar is 1.3
+times that kernel's time. ``--store`` tells a file of results where it is the fastest path.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
+from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
+from math import inf
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from bench_int8 import SHAPES, seconds
 from common import print_facts
 
 from mlx_qlayers import quantized_matmul, use_backend
-from mlx_qlayers.dispatch.measurements import configure
+from mlx_qlayers.dispatch.entries import Entry
+from mlx_qlayers.dispatch.measurements import configure, heuristics_only
+from mlx_qlayers.dispatch.problem import source_hash
+from mlx_qlayers.dispatch.products import QmmProblem
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention.backward import attention_backward
 from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
 from mlx_qlayers.metal.attention.tensor import attention_tensor
-from mlx_qlayers.metal.quantized_matmul.qmm import qmm
-from mlx_qlayers.metal.quantized_matmul.qmm_tensor import TensorConfig, qmm_tensor
+from mlx_qlayers.metal.quantized_matmul.qmm import QmmConfig, qmm
+from mlx_qlayers.metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS
+from mlx_qlayers.metal.quantized_matmul.qmm_tensor import TensorConfig, qmm_tensor, tensor_config
 from mlx_qlayers.options import AttentionCall, MatmulCall, PackedMatrix, Scores
 from mlx_qlayers.runtime.cuda_ahead import together
 from mlx_qlayers.runtime.spec import Spec
@@ -49,7 +59,9 @@ _Launches = Callable[..., list[mx.array]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="the time of every configuration")
-    every = parser.parse_args().all
+    parser.add_argument("--store", type=Path, help="a file of results, as in dispatch/data")
+    args = parser.parse_args()
+    every, entries = args.all, dict[str, Any]()
     print_facts()
     with use_backend("cuda"):
         shapes = [(rows, n, k) for rows in ROWS for n, k in SHAPES]
@@ -57,10 +69,30 @@ def main() -> None:
             launches = [prepared(*shape) for shape in shapes]
             attentions = [prepared_attention(length) for length in ROWS[1:]]
         for shape, paths in zip(shapes, launches, strict=True):
-            print(row(*shape, *paths, every), flush=True)
+            text, times = row(*shape, *paths, every)
+            print(text, flush=True)
+            if times["tensor"] == min(times.values()):
+                problem = QmmProblem(*shape, mx.bfloat16, FMT, True)
+                tuned = configure("qmm", "cuda", *shape, mx.bfloat16, FMT, True)
+                entries[problem.key] = entry(problem, tuned, times)
         for length, pair in zip(ROWS[1:], attentions, strict=True):
             for text in attention(length, *pair):
                 print(text, flush=True)
+    if args.store:
+        content = json.loads(args.store.read_text())
+        content["entries"] = dict(sorted((content["entries"] | entries).items()))
+        args.store.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def entry(problem: QmmProblem, tuned: QmmConfig, times: dict[str, float]) -> dict[str, Any]:
+    """What dispatch reads of a problem whose seconds by paths these are."""
+    found = Entry(
+        asdict(tuned),
+        *("tensor", times["tensor"], times["kernel"], 1),
+        *(source_hash(*problem.kernels()), version("mlx"), times),
+        *(f"{datetime.now(UTC):%Y-%m-%d}", "python benchmarks/bench_tensor.py"),
+    )
+    return asdict(found)
 
 
 def configurations(rows: int, n: int, k: int) -> Iterator[TensorConfig]:
@@ -90,8 +122,8 @@ def row(
     by_tiles: _Launch,
     by_tensors: dict[TensorConfig, _Launch],
     every: bool,
-) -> str:
-    """The times of one shape, of tensor operations as they are cut best."""
+) -> tuple[str, dict[str, float]]:
+    """The times of one shape, of tensor operations as they are cut best; seconds by paths."""
     x = mx.random.normal((rows, k)).astype(mx.bfloat16)
     packed = mx.quantize(mx.random.normal((n, k)).astype(mx.bfloat16) * k**-0.5, *FMT)
     mx.eval(x, packed)
@@ -108,11 +140,15 @@ def row(
             print(f"{text} {name}: {times[name]:.0f} us, off by {errors[name]:.1e}", flush=True)
     best = min(times, key=times.__getitem__)
     tiles = seconds(partial(by_tiles, x, *packed, None)) * 1e6
-    taken = seconds(partial(quantized_matmul, x, *packed)) * 1e6
+    with heuristics_only():
+        taken = seconds(partial(quantized_matmul, x, *packed)) * 1e6
+    cut = tensor_config(rows, k, x.dtype, FMT, True, device="cuda")
+    paths = {"kernel": tiles, "tensor": times.get(" ".join(map(str, astuple(cut))), inf)}
+    paths["dequantized" if rows > MAX_SKINNY_ROWS else "qmm_skinny"] = taken
     return (
         f"{text} tensor {times[best]:.0f} us ({best}), qmm {tiles:.0f} us, taken {taken:.0f} us; "
         f"{times[best] / tiles:.2f} times qmm; off by {max(errors.values()):.1e}"
-    )
+    ), {path: time / 1e6 for path, time in paths.items()}
 
 
 def prepared_attention(length: int) -> list[tuple[_Launches, _Launches]]:

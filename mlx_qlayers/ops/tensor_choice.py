@@ -26,6 +26,8 @@ def by_tensors(best: Found | None) -> bool:
     if best is None or best.path not in PATHS:
         return False
     codes = PATHS[best.path] == CODES
+    if backend() == "cuda":
+        return not codes  # the shim runs them
     return (tensor_ops.missing_codes() if codes else tensor_ops.missing()) is None
 
 
@@ -40,7 +42,8 @@ def tensor_product(
     (rows, _, k), x = call.shape, call.x
     cut: Any = codes_config(rows)
     if kernel != CODES:
-        cut = tensor_config(rows, k, x.dtype, call.fmt, call.transpose, gate is not None)
+        gated = gate is not None
+        cut = tensor_config(rows, k, x.dtype, call.fmt, call.transpose, gated, backend())
     return qmm_tensor(call, cut, residual, other, gate)
 
 

@@ -141,6 +141,15 @@ def test_tensor_operations(path, missing, kernel, said, machine, monkeypatch):
     assert said in to.choice.reason
 
 
+@pytest.mark.parametrize(("path", "kernel"), [("tensor", TENSOR), ("codes", DENSE)])
+def test_tensor_operations_on_cuda(path, kernel, machine, monkeypatch):
+    """The shim runs them, but not on packed codes."""
+    machine("cuda")
+    best = Found(path, None, Evidence("measured here", "sm_90"))
+    monkeypatch.setattr(quantized_route, "found", lambda *_: best)
+    assert planned(512, 37888, 3584).kernel == kernel
+
+
 def test_measured_spreads_are_configurations(on_cuda):
     """Each that is stored fits into threadgroup memory and runs of its K; a rule takes the rest."""
     stored = entries("sm_90", 0)["qmm_skinny_spread"][0].values
