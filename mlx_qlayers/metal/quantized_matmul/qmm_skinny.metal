@@ -120,13 +120,15 @@ template <
   threadgroup uint4* own = memory + share * stages * stage_size;
   packed_tile<S, bits, run, slots, count> tile[tiles] = {};
   sum_fragment totals[tiles][fragments] = {};
-  row_window<T, run> held[stays ? 4 : units];
+  // As many operands at a time as many SIMD groups have registers for.
+  constexpr int some_units = simds > 16 ? 2 : 4;
+  row_window<T, run> held[stays ? some_units : units];
   // Of all of K, where one threadgroup has it.
   constexpr bool early_squares = stays && !split;
   row_squares<simds, 8 * fragments, early_squares ? (deep * step / 16 + 31) / 32 : 1> squares;
   if (stays) {
     // Ahead of words of w, behind which they would wait for memory.
-    fetch_four<simds, bits, deep, T, fragments>(held, x, simd, from, M, K, lane);
+    fetch_some<some_units, simds, bits, deep, T, fragments>(held, x, simd, from, M, K, lane);
   }
   if (early_squares && tile_squares) {
     fetch_squares(squares, tile_squares + size_t(above) * ((K + 15) / 16), M, (K + 15) / 16, simd, lane);
@@ -163,11 +165,11 @@ template <
   }
   if (stays) {
 #pragma clang loop unroll(disable)
-    for (int first = simd; first < deep * fragments; first += 4 * simds) {
-      if (first >= 4 * simds) {
-        fetch_four<simds, bits, deep, T, fragments>(held, x, first, from, M, K, lane);
+    for (int first = simd; first < deep * fragments; first += some_units * simds) {
+      if (first >= some_units * simds) {
+        fetch_some<some_units, simds, bits, deep, T, fragments>(held, x, first, from, M, K, lane);
       }
-      place_four<simds, bits, deep, joint, T, fragments>(memory, held, first, lane);
+      place_some<some_units, simds, bits, deep, joint, T, fragments>(memory, held, first, lane);
     }
     if (early_squares && tile_squares) {
       factors_of_squares(factors, squares, M, K, as_type<float>(epsilon), simd, lane);

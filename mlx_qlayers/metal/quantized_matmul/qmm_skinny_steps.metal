@@ -76,10 +76,10 @@ METAL_FUNC void place_operands(
   }
 }
 
-// Where all `deep` windows stay: four operands of a SIMD group, every simds-th from `first` on,
+// Where `deep` windows stay: `some` operands of a SIMD group, every simds-th from `first` on,
 // of windows from element `from` on.
-template <int simds, int bits, int deep, typename T, int fragments, int run>
-METAL_FUNC void fetch_four(
+template <int some, int simds, int bits, int deep, typename T, int fragments, int run>
+METAL_FUNC void fetch_some(
     thread row_window<T, run>* held,
     const device T* x,
     int first,
@@ -88,7 +88,7 @@ METAL_FUNC void fetch_four(
     int K,
     uint lane) {
 #pragma unroll
-  for (int u = 0; u < 4; u++) {
+  for (int u = 0; u < some; u++) {
     int at = first + u * simds, f = at % fragments;
     if (at < deep * fragments) {
       int k = from + at / fragments * 4 * run;
@@ -96,11 +96,11 @@ METAL_FUNC void fetch_four(
     }
   }
 }
-template <int simds, int bits, int deep, bool joint, typename T, int fragments, int run>
-METAL_FUNC void place_four(
+template <int some, int simds, int bits, int deep, bool joint, typename T, int fragments, int run>
+METAL_FUNC void place_some(
     threadgroup uint4* memory, thread row_window<T, run>* held, int first, uint lane) {
 #pragma unroll
-  for (int u = 0; u < 4; u++) {
+  for (int u = 0; u < some; u++) {
     int at = first + u * simds, f = at % fragments;
     if (at < deep * fragments) {
       place_row_window<PAIRS(bits, run), 8 * fragments, joint>(
