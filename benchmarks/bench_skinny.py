@@ -15,13 +15,13 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from common import print_facts
+from common import print_facts, store
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmm_skinny import SkinnyConfig, skinny_memory
@@ -42,85 +42,95 @@ SHAPES = {
 }
 # By the rows that are measured, up to how many rows that counts.
 ROWS = {17: 24, 16: 16, 32: 32, 64: 64}
-# fragments, run, tiles, sides, shares, stages, resident, together, chunk, cover, deep
+# fragments, run, tiles, sides, shares, stages, resident, turns, together, chunk, cover, deep
 Values = tuple[int, ...]
+
+
+def staying(deep: int, *spreads: tuple[int, ...], run: int = 32) -> tuple[Values, ...]:
+    """Those in which windows of x stay: fragments, tiles, sides, shares, turns."""
+    return tuple((f, run, t, s, h, 0, 1, n, 0, 2, 64 // run, deep) for f, t, s, h, n in spreads)
+
+
 NARROW: dict[int, tuple[Values, ...]] = {
     16: (
-        *((2, 32, 1, 2, 8, 1, 1, 0, 2, 2, 1), (2, 32, 2, 1, 8, 1, 1, 0, 2, 2, 1)),
-        *((2, 32, 2, 1, 11, 1, 1, 0, 2, 2, 1), (2, 32, 1, 2, 4, 2, 1, 0, 2, 2, 1)),
-        *((2, 32, 2, 1, 5, 2, 1, 0, 2, 2, 1), (2, 32, 1, 2, 5, 1, 1, 0, 2, 2, 2)),
+        *((2, 32, 1, 2, 8, 1, 1, 2, 0, 2, 2, 1), (2, 32, 1, 2, 4, 2, 1, 2, 0, 2, 2, 1)),
+        *((2, 32, 2, 1, 5, 2, 1, 2, 0, 2, 2, 1), (2, 32, 1, 2, 5, 1, 1, 2, 0, 2, 2, 2)),
     ),
     17: (
-        *((2, 32, 2, 2, 4, 1, 1, 0, 2, 2, 1), (2, 32, 2, 2, 5, 1, 1, 0, 2, 2, 1)),
-        *((2, 32, 2, 2, 4, 1, 1, 0, 2, 2, 2), (2, 32, 2, 2, 4, 2, 1, 0, 2, 2, 1)),
-        *((2, 32, 1, 4, 4, 1, 1, 0, 2, 2, 1), (2, 32, 1, 4, 3, 1, 1, 0, 2, 2, 2)),
-        *((3, 32, 2, 1, 7, 1, 1, 0, 3, 2, 1), (2, 32, 1, 4, 3, 2, 1, 1, 2, 2, 1)),
+        *((2, 32, 2, 2, 4, 1, 1, 2, 0, 2, 2, 1), (2, 32, 2, 2, 4, 2, 1, 2, 0, 2, 2, 1)),
+        *((2, 32, 1, 4, 4, 1, 1, 2, 0, 2, 2, 1), (3, 32, 2, 1, 7, 1, 1, 2, 0, 3, 2, 1)),
     ),
     32: (
-        *((2, 32, 2, 2, 4, 1, 1, 0, 2, 2, 1), (2, 32, 2, 2, 5, 1, 1, 0, 2, 2, 1)),
-        *((2, 32, 2, 2, 4, 1, 1, 0, 2, 2, 2), (2, 32, 2, 2, 4, 2, 1, 0, 2, 2, 1)),
-        *((4, 32, 1, 2, 5, 1, 1, 0, 4, 2, 1), (2, 32, 1, 4, 4, 1, 1, 0, 2, 2, 1)),
+        *((2, 32, 2, 2, 4, 1, 1, 2, 0, 2, 2, 1), (2, 32, 2, 2, 4, 2, 1, 2, 0, 2, 2, 1)),
+        *((4, 32, 1, 2, 5, 1, 1, 2, 0, 4, 2, 1), (2, 32, 1, 4, 4, 1, 1, 2, 0, 2, 2, 1)),
     ),
     64: (
-        *((4, 16, 1, 4, 4, 2, 1, 1, 4, 4, 1), (4, 32, 1, 4, 2, 2, 2, 1, 4, 2, 1)),
-        *((4, 16, 1, 4, 4, 1, 1, 1, 4, 4, 2), (4, 16, 1, 4, 2, 2, 2, 1, 4, 4, 2)),
-        *((4, 32, 2, 2, 4, 1, 1, 0, 4, 2, 1), (4, 16, 1, 4, 3, 2, 1, 1, 4, 4, 1)),
+        *((4, 16, 1, 4, 4, 2, 1, 2, 1, 4, 4, 1), (4, 32, 1, 4, 2, 2, 2, 2, 1, 4, 2, 1)),
+        *((4, 16, 1, 4, 2, 2, 2, 2, 1, 4, 4, 2), (4, 16, 1, 4, 3, 2, 1, 2, 1, 4, 4, 1)),
     ),
 }
-THREE: dict[int, tuple[Values, ...]] = {
-    16: (
-        *((2, 32, 1, 3, 5, 1, 1, 0, 2, 2, 1), (2, 32, 3, 1, 8, 1, 1, 0, 2, 2, 1)),
-        *((2, 32, 2, 2, 4, 1, 1, 0, 2, 2, 1), (2, 32, 1, 3, 5, 1, 1, 0, 2, 2, 2)),
-    ),
+DOWN = {
+    16: (*NARROW[16][:1], *staying(30, (2, 1, 9, 2, 2)), *staying(37, (2, 2, 4, 4, 2))),
     17: (
-        *((3, 32, 1, 3, 5, 1, 1, 0, 2, 2, 1), (3, 32, 3, 1, 5, 1, 1, 0, 2, 2, 1)),
-        *((2, 32, 2, 3, 3, 1, 1, 0, 2, 2, 1), (2, 32, 2, 2, 4, 1, 1, 0, 2, 2, 1)),
+        *NARROW[17][-1:],
+        *staying(30, (3, 1, 9, 2, 2), (3, 1, 9, 2, 3), (3, 1, 9, 1, 4)),
+        *staying(37, (3, 1, 7, 2, 2), (3, 1, 7, 2, 4)),
     ),
     32: (
-        *((4, 32, 1, 3, 5, 1, 1, 0, 2, 2, 1), (4, 32, 3, 1, 5, 1, 1, 0, 2, 2, 1)),
-        *((2, 32, 2, 3, 3, 1, 1, 0, 2, 2, 1), (2, 32, 2, 2, 4, 1, 1, 0, 2, 2, 1)),
+        *NARROW[32][:1],
+        *staying(25, (4, 1, 11, 1, 2), (4, 1, 11, 1, 4)),
+        *staying(19, (4, 1, 14, 1, 2), (4, 1, 14, 1, 3), (4, 2, 7, 2, 2)),
+    ),
+    64: NARROW[64],
+}
+OUT = {
+    rows: (*each, *staying(28, *((f, 1, 2, 8, 2), (f, 1, 2, 7, 2), (f, 1, 2, 7, 4))))
+    for (rows, each), f in zip(NARROW.items(), (2, 3, 4, 8), strict=True)
+    if rows < 64
+} | {64: NARROW[64]}
+THREE: dict[int, tuple[Values, ...]] = {
+    16: (
+        *((2, 32, 1, 3, 5, 1, 1, 2, 0, 2, 2, 1), (2, 32, 1, 3, 5, 1, 1, 2, 0, 2, 2, 2)),
+        *staying(28, (2, 1, 3, 5, 3), (2, 1, 3, 7, 2), (2, 1, 3, 5, 2)),
+    ),
+    17: (
+        *((3, 32, 1, 3, 5, 1, 1, 2, 0, 2, 2, 1), (3, 32, 1, 3, 5, 1, 1, 2, 0, 3, 2, 1)),
+        *((2, 32, 2, 3, 3, 1, 1, 2, 0, 2, 2, 1), (2, 32, 2, 2, 4, 1, 1, 2, 0, 2, 2, 1)),
+    ),
+    32: (
+        *((4, 32, 1, 3, 5, 1, 1, 2, 0, 2, 2, 1), (4, 32, 3, 1, 5, 1, 1, 2, 0, 2, 2, 1)),
+        *((2, 32, 2, 3, 3, 1, 1, 2, 0, 2, 2, 1), (2, 32, 2, 2, 4, 1, 1, 2, 0, 2, 2, 1)),
     ),
     64: (
-        *((4, 32, 1, 8, 2, 1, 1, 1, 2, 2, 1), (4, 16, 1, 8, 2, 2, 1, 1, 4, 4, 1)),
-        *((4, 16, 1, 8, 2, 1, 1, 1, 4, 4, 2), (8, 16, 1, 4, 2, 2, 1, 1, 2, 4, 1)),
-        (4, 32, 1, 4, 2, 2, 2, 1, 4, 2, 1),
+        *((4, 32, 1, 8, 2, 1, 1, 2, 1, 2, 2, 1), (4, 16, 1, 8, 2, 2, 1, 2, 1, 4, 4, 1)),
+        *((4, 16, 1, 8, 2, 1, 1, 2, 1, 4, 4, 2), (8, 16, 1, 4, 2, 2, 1, 2, 1, 2, 4, 1)),
+        (4, 32, 1, 4, 2, 2, 2, 2, 1, 4, 2, 1),
     ),
 }
 WIDE: dict[int, tuple[Values, ...]] = {
-    16: (
-        *((2, 32, 2, 9, 1, 2, 1, 0, 2, 2, 4), (2, 32, 2, 9, 1, 2, 1, 0, 2, 2, 1)),
-        *((2, 32, 2, 4, 1, 2, 3, 0, 2, 2, 1), (2, 32, 2, 4, 1, 2, 3, 0, 2, 2, 2)),
-        *((2, 32, 2, 3, 1, 2, 3, 0, 2, 2, 1), (2, 32, 1, 18, 1, 2, 1, 0, 2, 2, 4)),
-        *((2, 32, 1, 20, 1, 2, 1, 1, 2, 2, 4), (2, 32, 3, 6, 1, 2, 1, 0, 2, 2, 2)),
-    ),
     **{
         rows: (
-            *((f, 32, 2, 9, 1, 2, 1, 0, f, 2, 2), (f, 32, 2, 9, 1, 2, 1, 0, f, 2, 1)),
-            *((f, 32, 2, 4, 1, 2, 2, 0, f, 2, 1), (f, 32, 1, 18, 1, 2, 1, 0, f, 2, 2)),
-            *((f, 32, 2, 3, 1, 2, 3, 0, f, 2, 1), (4, 32, 1, 20, 1, 2, 1, 1, 4, 2, 2)),
-            (4, 16, 1, 20, 1, 2, 1, 1, 4, 4, 4),
+            (f, 32, 2, 9, 1, 2, 1, 2, 0, f, 2, 8 // f),
+            *staying(28, (f, 1, 18, 1, 2), (f, 1, 18, 1, 4), (f, 2, 9, 1, 2)),
+            *staying(56, (f, 1, 18, 1, 4), run=16),
         )
-        for rows, f in ((17, 3), (32, 4))
+        for rows, f in ((16, 2), (17, 3), (32, 4))
     },
     64: (
-        *((8, 16, 1, 20, 1, 2, 1, 1, 4, 4, 2), (8, 16, 1, 20, 1, 2, 1, 1, 4, 4, 1)),
-        *((8, 32, 1, 20, 1, 2, 1, 1, 4, 2, 1), (8, 16, 1, 8, 1, 2, 2, 1, 4, 4, 2)),
-        (8, 32, 1, 12, 1, 2, 1, 1, 4, 2, 1),
+        *((8, 16, 1, 20, 1, 2, 1, 2, 1, 4, 4, 2), (8, 16, 1, 20, 1, 2, 1, 2, 1, 4, 4, 1)),
+        *((8, 32, 1, 20, 1, 2, 1, 2, 1, 4, 2, 1), (8, 16, 1, 8, 1, 2, 2, 2, 1, 4, 4, 2)),
+        (8, 32, 1, 12, 1, 2, 1, 2, 1, 4, 2, 1),
     ),
 }
-TABLES = {"down": NARROW, "out": NARROW, "qkv": THREE, "gate": WIDE, "head": WIDE}
+TABLES = {"down": DOWN, "out": OUT, "qkv": THREE, "gate": WIDE, "head": WIDE}
 
 
 def candidates(what: str, rows: int) -> Iterator[SkinnyConfig | QmvMatrixConfig]:
     """What is measured; qmv as it would be taken."""
-    for values in TABLES[what][rows]:
-        for turns in (2, 1):
-            *spread, joint, chunk, cover, deep = values
-            fragments, run, tiles, sides, shares, stages, resident = spread
-            sizes = fragments, run, tiles, sides, shares, stages, resident
-            config = SkinnyConfig(*sizes, turns, bool(joint), chunk, cover, deep)
-            if skinny_memory(**vars(config)) <= CUDA_THREADGROUP_MEMORY:
-                yield config
+    for *sizes, joint, chunk, cover, deep in TABLES[what][rows]:
+        config = SkinnyConfig(*sizes, bool(joint), chunk, cover, deep)
+        if config.shared or skinny_memory(**asdict(config)) <= CUDA_THREADGROUP_MEMORY:
+            yield config
     if rows <= 16:
         (*sizes,), k, *_ = SHAPES[what]
         config = qmv_config("cuda", rows, sum(sizes), k, DTYPE, FORMAT)
@@ -271,10 +281,9 @@ def main() -> None:
         values[f"{ROWS[rows]} {sum(sizes)}x{k} affine 64 4"] = spread
         print(f"best: {rows:3d} rows {what:5s} {took * 1e6:7.1f} us  {spread}")
     if args.store:
-        content = json.loads(args.store.read_text())
-        entry = content["entries"]["qmm_skinny_spread"]
-        entry |= {"values": entry["values"] | values, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
-        args.store.write_text(json.dumps(content, indent=1) + "\n")
+        entry = json.loads(args.store.read_text())["entries"]["qmm_skinny_spread"]
+        entry |= {"values": dict(sorted((entry["values"] | values).items()))}
+        store(args.store, {"qmm_skinny_spread": entry | {"date": f"{datetime.now(UTC):%Y-%m-%d}"}})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ times that kernel's time. ``--store`` tells a file of results where it is the fa
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, replace
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 from bench_int8 import SHAPES, seconds
-from common import print_facts
+from common import print_facts, store
 
 from mlx_qlayers import quantized_matmul, use_backend
 from mlx_qlayers.dispatch.entries import Entry
@@ -79,9 +78,7 @@ def main() -> None:
             for text in attention(length, *pair):
                 print(text, flush=True)
     if args.store:
-        content = json.loads(args.store.read_text())
-        content["entries"] = dict(sorted((content["entries"] | entries).items()))
-        args.store.write_text(json.dumps(content, indent=1) + "\n")
+        store(args.store, entries)
 
 
 def entry(problem: QmmProblem, tuned: QmmConfig, times: dict[str, float]) -> dict[str, Any]:

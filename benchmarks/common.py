@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -268,3 +269,14 @@ def _seconds(function: Callable[[], Any], calls: int) -> float:
     mx.eval(*arrays(function()))
     mx.synchronize()
     return (time.perf_counter() - start) / calls
+
+
+def store(path: Path, entries: dict[str, Any]) -> None:
+    """Put entries into a file of results, as in dispatch/data."""
+    content = json.loads(path.read_text())
+    content["entries"] = dict(sorted((content["entries"] | entries).items()))
+    text = json.dumps(content, indent=1)
+    # A list is a line, and so is one of lists of numbers.
+    for lists in (r"\[[^\[\]{}]*\]", r'\[[^{}":]*\]'):
+        text = re.sub(lists, lambda found: " ".join(found[0].split()), text)
+    path.write_text(text.replace("[ ", "[").replace(" ]", "]") + "\n")

@@ -165,7 +165,7 @@ def _plan(
         run = _composed(_dense(x, matrices, fmt, gate), epsilon, None)
     else:
         if skinny:
-            config = skinny_spread(choice.path, rows, n, k, fmt)
+            config = skinny_spread(choice.path, rows, n, k, fmt, len(matrices) == 1)
         else:
             config = configure("qmv", choice.path, rows, n, k, x.dtype, fmt, kind)
         run = _vector(QmvArrays(*arrays), fmt, config, epsilon, gate, choice.path)

@@ -78,12 +78,14 @@ def _spread(rows: int, n: int, k: int, fmt: Format) -> Any:
     return threshold("qmm_skinny_spread", up_to, f"{n}x{k}", *form)
 
 
-def skinny_spread(path: str, rows: int, n: int, k: int, fmt: Format) -> SkinnyConfig:
+def skinny_spread(
+    path: str, rows: int, n: int, k: int, fmt: Format, single: bool = True
+) -> SkinnyConfig:
     """The configuration of qmm_skinny that was measured to be fastest, or that of its rule."""
     measured = _spread(rows, n, k, fmt) if path == "cuda" else None
-    if measured is None or measured == QMV:
-        return skinny_config(path, rows, n, k, fmt)
-    return SkinnyConfig(*measured)
+    if measured not in (None, QMV) and (config := SkinnyConfig(*measured)).runs:
+        return config
+    return skinny_config(path, rows, n, k, fmt, single)
 
 
 def is_dense(x: Spec | mx.array) -> bool:

@@ -12,6 +12,8 @@ MAX_THREADS = 1024
 MAX_THREADGROUP_MEMORY = 32 * 1024
 # What a kernel may declare there; only layouts of CUDA's own need more than Metal has.
 CUDA_THREADGROUP_MEMORY = 48 * 1024
+# What it may ask for besides, in KiB, where that is not as on GeForce.
+_CUDA_SHARED = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
 
 # On M1 and M2: the largest threadgroup, by the 32-bit registers of a thread. A pipeline with 105
 # to 128 was seen to take 384 threads; the other steps are Mesa's (agx_occupancy).
@@ -32,6 +34,16 @@ def most_threads(registers: int) -> int:
     """
     steps = (most for limit, most in _THREADS.items() if registers + _OTHERS <= limit)
     return next(steps, 0)
+
+
+@cache
+def cuda_shared_memory() -> int:
+    """Bytes of shared memory of a threadgroup of this machine's NVIDIA GPU; else of an H200.
+
+    Source: CUDA C++ Programming Guide, technical specifications per compute capability.
+    """
+    name = str(mx.device_info().get("architecture")) if mx.cuda.is_available() else "sm_90"
+    return _CUDA_SHARED.get(name, 99) * 1024
 
 
 @cache

@@ -13,6 +13,7 @@ from mlx_qlayers.dispatch.entries import entries
 from mlx_qlayers.dispatch.measurements import Found
 from mlx_qlayers.dispatch.thresholds import Evidence
 from mlx_qlayers.formats import Format
+from mlx_qlayers.metal.quantized_matmul import qmm_skinny
 from mlx_qlayers.metal.quantized_matmul.qmm_skinny import (
     SkinnyConfig,
     skinny_config,
@@ -153,21 +154,39 @@ def test_tensor_operations_on_cuda(path, kernel, machine, monkeypatch):
 def test_measured_spreads_are_configurations(on_cuda):
     """Each that is stored fits into threadgroup memory and runs of its K; a rule takes the rest."""
     stored = entries("sm_90", 0)["qmm_skinny_spread"][0].values
+    with use_backend("cuda"):
+        check_stored(stored)
+
+
+def check_stored(stored):
     for key, values in stored.items():
         k, form = int(key.split()[1].split("x")[1]), key.split()[2:]
         if values != "qmv":
             config = SkinnyConfig(*values)
-            assert skinny_memory(**asdict(config)) <= CUDA_THREADGROUP_MEMORY
+            assert skinny_memory(**asdict(config), SHARED=config.shared) <= CUDA_THREADGROUP_MEMORY
+            assert config.runs
             assert k % config.run == 0 and config.cover in (1, int(form[1]) // config.run)
-    with use_backend("cuda"):
-        check_spread(stored)
-
-
-def check_spread(stored):
     rows, size = next((k.split()[:2] for k, v in stored.items() if v != "qmv"))
     n, k = map(int, size.split("x"))
     found = skinny_spread("cuda", int(rows), n, k, AFFINE)
     assert found == SkinnyConfig(*stored[f"{rows} {size} affine 64 4"])
     assert skinny_spread("cuda", int(rows), n + 16, k, AFFINE) == skinny_config(
-        "cuda", int(rows), n + 16, k, AFFINE
+        "cuda", int(rows), n + 16, k, AFFINE, True
     )
+
+
+def test_rows_stay_where_they_fit(on_cuda, monkeypatch):
+    """All of them, or parts of a single matrix; with as much shared memory as a GPU has."""
+    gate, down = (16, 28672, 4096, AFFINE), (32, 4096, 14336, AFFINE, True)
+    assert skinny_config("cuda", *gate).stages == 0
+    assert skinny_config("cuda", *gate).parts(4096) == 1
+    assert skinny_config("cuda", *down).parts(14336) > 1
+    assert skinny_config("cuda", *down[:-1]).stages > 0
+    with use_backend("cuda"):
+        assert skinny_config("cuda", *down).runs
+        monkeypatch.setattr(qmm_skinny, "cuda_shared_memory", lambda: 99 * 1024)
+        assert skinny_config("cuda", *gate).stages > 0
+        stored = entries("sm_90", 0)["qmm_skinny_spread"][0].values
+        for key in stored:
+            rows, (n, k) = int(key.split()[0]), map(int, key.split()[1].split("x"))
+            assert skinny_spread("cuda", rows, n, k, AFFINE).runs

@@ -113,9 +113,10 @@ template <
   threadgroup uint4* memory = stays ? all_packs(packs) : packs.pack;
   threadgroup float factors[8 * fragments];
 
+  constexpr bool even = deep % (cover * shares * turns) == 0;
   const int side = simd % sides, share = simd / sides, quarter = fragment_col(lane) / 2;
   const int offset = quarter * run, blocks = (K + cover * step - 1) / (cover * step);
-  const int steps = (blocks + shares - 1) / shares * cover;
+  const int steps = stays && even ? deep / shares : (blocks + shares - 1) / shares * cover;
   const bool odd = begins_odd(w) || begins_odd(w1) || begins_odd(w2);
   threadgroup uint4* own = memory + share * stages * stage_size;
   packed_tile<S, bits, run, slots, count> tile[tiles] = {};
@@ -175,28 +176,32 @@ template <
       factors_of_squares(factors, squares, M, K, as_type<float>(epsilon), simd, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    // Each way to read words has a loop of its own, of which one runs.
+#pragma unroll
+    for (int reading = 0; reading < READINGS; reading++) {
 #pragma clang loop unroll(disable)
-    for (int begin = 0; begin < steps; begin += turns) {
+      for (int begin = 0; begin < (reading == odd ? steps : 0); begin += turns) {
 #pragma unroll
-      for (int d = 0; d < turns; d++) {
-        int i = begin + d, window = window_of<cover, shares>(i, share);
-        if (window >= deep) {
-          break;
-        }
-#pragma unroll
-        for (int r = 0; r < tiles; r++) {
-          if (i % cover == 0) {
-            take_next_numbers(tile[r]);
-            int first = first_group<cover, shares, 4 * run, group>(i + cover, share, quarter);
-            load_numbers_of<mode>(tile[r], first, first < groups);
+        for (int d = 0; d < turns; d++) {
+          int i = begin + d, window = window_of<cover, shares>(i, share);
+          if (!even && window >= deep) {
+            break;
           }
-        }
-        multiply_window<T, fragments, mode, tiles, (cover > 1), joint>(
-            totals, tile, d, (i % cover * 4 + quarter) / cover, memory + window * window_size, lane);
-        int next = window_of<cover, shares>(i + turns, share);
 #pragma unroll
-        for (int r = 0; r < tiles; r++) {
-          load_window(tile[r], d, next, from + next * step + offset < K, odd);
+          for (int r = 0; r < tiles; r++) {
+            if (i % cover == 0) {
+              take_next_numbers(tile[r]);
+              int first = first_group<cover, shares, 4 * run, group>(i + cover, share, quarter);
+              load_numbers_of<mode>(tile[r], first, first < groups);
+            }
+          }
+          multiply_window<T, fragments, mode, tiles, (cover > 1), joint>(
+              totals, tile, d, (i % cover * 4 + quarter) / cover, memory + window * window_size, lane);
+          int next = window_of<cover, shares>(i + turns, share);
+#pragma unroll
+          for (int r = 0; r < tiles; r++) {
+            load_window(tile[r], d, next, from + next * step + offset < K, reading);
+          }
         }
       }
     }

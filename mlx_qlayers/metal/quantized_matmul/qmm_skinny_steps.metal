@@ -191,14 +191,17 @@ METAL_FUNC void factors_of_squares(
   }
 }
 
-// The words of a window, a step before it is multiplied.
+// The words of a window, before it is multiplied. What follows them in their rows is asked for with them:
+// rows are read in pieces of run * bits / 2 bytes, one of each row after the other.
 template <typename S, int bits, int run, int ahead, int count>
 METAL_FUNC void load_window(
     thread packed_tile<S, bits, run, ahead, count>& tile, int d, int window, bool inside, bool odd) {
-  if (odd) {
-    load_words_of(tile, d, window, inside, true);
-  } else {
-    load_words_of(tile, d, window, inside, false);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (inside) {
+      load_packs<RUN_WORDS(bits, run), READ_AHEAD>(
+          tile.words[d][i], tile.matrix.w + (tile.words_at[i] + window * (run * bits / 8)), odd);
+    }
   }
 }
 
