@@ -115,6 +115,18 @@ def test_deferred_norms_on_gpus(gpu):
     with use_backend(gpu):
         gives_squares(64, 200, skinny_config(gpu, 64, 200, 128, AFFINE))
         takes_squares(33, [41, 8, 24], None, config=skinny_config(gpu, 33, 73, 192, AFFINE))
+        takes_squares(23, [41, 41], "silu", config=STAYS)
+        gives_squares(20, 200, SHARED)
+
+
+@on_gpus
+def test_rows_that_stay_on_gpus(gpu):
+    """All of x in one threadgroup, and shared by some, as the rule has them."""
+    for rows, n, k in ((23, 37888, 512), (9, 3584, 18944)):
+        x, packed = sample(AFFINE, mx.bfloat16, rows, n, k)
+        config = skinny_config(gpu, rows, n, k, AFFINE, True)
+        assert (config.stages == 0) == (gpu == "cuda")
+        check_product(by_kernel(x, packed, AFFINE, config), x, packed, AFFINE)
 
 
 def test_reads_the_matrix_once():
