@@ -20,9 +20,10 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.conversion import compiled
+from mlx_qlayers.conversion import compiled, step_weights
 from mlx_qlayers.runtime import backend, cuda_ahead
 from mlx_qlayers.runtime.backend import Mode
+from mlx_qlayers.runtime.windows import beside
 
 # Primitives that only describe an array anew and start nothing.
 _VIEWS = re.compile(
@@ -92,6 +93,9 @@ def recorded_gpu() -> Iterator[list[Recorded]]:
         mock.patch.object(mx, "device_info", lambda *_: facts),
         mock.patch.dict(backend.missing, {"cuda": lambda: None}),
         mock.patch.object(compiled, "context", context),
+        mock.patch.object(
+            step_weights, "side_by_side", lambda x: beside(x, zeros((8,), mx.uint64))
+        ),
         cuda_ahead.nothing_compiled(),
         use_backend("cuda"),
     ):

@@ -12,7 +12,7 @@ import inspect
 import linecache
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from operator import is_
 from types import FunctionType
@@ -24,6 +24,7 @@ import mlx.nn as nn
 
 from ..runtime.backend import use_backend
 from ..runtime.transformed import is_transformed
+from ..runtime.windows import Window
 from . import compiled
 from .attention_patch import made_class, stock_class
 from .cache_slots import STEPPED
@@ -39,6 +40,7 @@ from .step_progress import Again, Progress
 from .step_slots import Step
 from .step_trial import TRIAL_ROWS, trial
 from .step_watch import Learned, Positions, learn, watched
+from .step_weights import arranged
 
 # Sequences at most: for more the products are those of a prompt.
 _MAX_BATCH = 128
@@ -106,6 +108,7 @@ class _Plan:
     Attributes:
         stopped: the line of code that no graph can hold, and why, by the kinds of all caches.
         tried: likewise a graph that was tried out; also by rows, if the code looks at keys itself.
+        weights: its arrays that lie side by side.
         replaces: whether a call of the model puts arrays into it that are equal to those there.
     """
 
@@ -117,6 +120,7 @@ class _Plan:
         self.tried: dict[Any, StepGraph] = {}
         self.graphs: dict[Any, StepGraph] = {}
         self.replaces = False
+        self.weights: Sequence[Window] = ()
         # As long as the first cache lives.
         self.progress: WeakKeyDictionary[Any, Progress] = WeakKeyDictionary()
 
@@ -187,7 +191,8 @@ class _Plan:
         return logits
 
     def _graph(self, static: tuple[Static, ...], learned: Learned | None = None) -> StepGraph:
-        return StepGraph(self.model, self.snapshot.parts, self.function, static, learned)
+        parts = self.snapshot.parts
+        return StepGraph(self.model, parts, self.function, static, learned, self.weights)
 
     def _first(self, where: Any, tokens: mx.array, caches: list[Any], own: list[Any]) -> StepGraph:
         """A graph with caches of these kinds: what it shows holds for others."""
@@ -199,6 +204,7 @@ class _Plan:
         if is_transformed(arrays):
             raise Unsupported("a gradient of the model's arrays is taken")
         mx.eval(arrays)
+        self.weights = self.weights or arranged(model)
         recognised = self._recognised(where, tokens, caches, own)
         return recognised or self._checked(tokens, caches, TRIAL_ROWS)
 
@@ -227,7 +233,7 @@ class _Plan:
         """A graph for caches of so many rows, which computes what the model does."""
         model, static = self.model(), taken(caches).static
         assert model is not None
-        graph = check(model, self.function, taken(caches), tokens, rows)
+        graph = check(model, self.function, taken(caches), tokens, rows, self.weights)
         if graph.changes:
             # Arrays of the same numbers do not count.
             step = trial(static, rows)

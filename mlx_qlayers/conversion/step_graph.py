@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..runtime.cuda_ahead import finish
-from ..runtime.windows import windows
+from ..runtime.windows import Window, windows
 from . import compiled
 from .cache_tail import arrays_of
 from .recorder import called
@@ -33,7 +33,9 @@ class StepGraph:
         function: Callable[..., Any],
         static: tuple[Static, ...],
         learned: Learned | None,
+        weights: Sequence[Window],
     ) -> None:
+        self.weights = weights
         self.model, self.inside, self.function, self.static = model, inside, function, static
         self.learned, self.changes, self.reads_keys = learned, "", False
         # Whether no code but this package's looks at what caches hold.
@@ -45,10 +47,11 @@ class StepGraph:
     def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
         inside, model = Step(self.static, at, arrays), self.model()
         before = Snapshot([model, *self.inside])
+        flat = [x for each in arrays for x in arrays_of(each)]
         # What goes out as it came in are arrays of their own.
         with (
             watched(inside, self.learned),
-            windows([x for each in arrays for x in arrays_of(each)]),
+            windows(flat, self.weights),
         ):
             logits = called(self.function, model, tokens, cache=inside.caches)
         if not before.holds():
@@ -89,7 +92,12 @@ def inside_of(model: nn.Module) -> list[nn.Module]:
 
 
 def check(
-    model: nn.Module, function: Callable[..., Any], inputs: Inputs, tokens: mx.array, rows: int
+    model: nn.Module,
+    function: Callable[..., Any],
+    inputs: Inputs,
+    tokens: mx.array,
+    rows: int,
+    weights: Sequence[Window],
 ) -> StepGraph:
     """A graph for other caches of the same kinds, that ran.
 
@@ -99,7 +107,7 @@ def check(
     than rounding does.
     """
     given, call = partial(trial, inputs.static, rows), partial(function, model, tokens)
-    tried = partial(_tried, model, function, inputs, tokens)
+    tried = partial(_tried, model, function, inputs, tokens, weights)
     for more in (64, -1):
         try:
             return tried((rows, rows + more), None)
@@ -118,13 +126,14 @@ def _tried(
     function: Callable[..., Any],
     inputs: Inputs,
     tokens: mx.array,
+    weights: Sequence[Window],
     rows: tuple[int, int],
     learned: Learned | None,
 ) -> StepGraph:
     results, inside = [], inside_of(model)
     for size, fillings in ((rows[0], (0.25, -40.0)), (rows[1], (0.25,))):
         static = tuple(with_rows(each, size) for each in inputs.static)
-        graph = StepGraph(weakref.ref(model), inside, function, static, learned)
+        graph = StepGraph(weakref.ref(model), inside, function, static, learned, weights)
         at = [mx.array([3, 3, 3])] * len(inputs.groups)
         for filling in fillings:
             arrays = [a for each in static for a in examples(each, filling)]

@@ -48,16 +48,16 @@ class Windows:
 
     Args:
         apart: launches give arrays of such shapes and dtypes as they are: they leave the graph.
+        given: arrays that lie in others from the start.
     """
 
-    def __init__(self, apart: Sequence[mx.array]) -> None:
+    def __init__(self, apart: Sequence[mx.array], given: Sequence[Window]) -> None:
         self.apart = {Spec.of(each) for each in apart}
-        self.found: dict[int, Window] = {}
+        self.found = {id(each.y): each for each in given}
 
     def keep(self, whole: mx.array, start: int, spec: Spec) -> mx.array:
         """The array that lies there in another one."""
-        flat = whole if whole.dtype == spec.dtype else whole.view(spec.dtype)
-        y = mx.as_strided(flat, spec.shape, _strides(spec.shape), start // spec.dtype.size)
+        y = _part(whole, start, spec)
         self.found[id(y)] = Window(y, whole, start)
         return y
 
@@ -84,13 +84,48 @@ current: ContextVar[Windows | None] = ContextVar("windows", default=None)
 
 
 @contextmanager
-def windows(apart: Sequence[mx.array]) -> Iterator[None]:
-    """Let each launch of a ``with`` block give one array, where the backend can."""
-    token = current.set(Windows(apart))
+def windows(apart: Sequence[mx.array], given: Sequence[Window] = ()) -> Iterator[None]:
+    """Let each launch of a ``with`` block give one array, where the backend can.
+
+    Args:
+        apart: what leaves the graph: launches give arrays of such shapes and dtypes as they are.
+        given: arrays that lie in others from the start.
+    """
+    token = current.set(Windows(apart, given))
     try:
         yield
     finally:
         current.reset(token)
+
+
+def side_by_side(arrays: Sequence[mx.array]) -> list[Window]:
+    """Put the numbers of arrays, of one axis or more, into one array, in which they lie then.
+
+    They stay the same objects: whoever has them sees no change.
+    """
+    specs, parts = [*map(Spec.of, arrays)], []
+    for x, spec in zip(arrays, specs, strict=True):
+        parts.append(x.flatten().view(mx.uint8))
+        parts.append(mx.zeros((_bytes(spec) - x.nbytes,), mx.uint8))
+    # As few elements as can be: by their number MLX begins another command buffer.
+    whole = mx.concatenate([each for each in parts if each.size]).view(mx.uint64)
+    windows = beside(arrays, whole)
+    views = [_part(whole, each.start, spec) for each, spec in zip(windows, specs, strict=True)]
+    mx.eval(whole, views)
+    for x, view in zip(arrays, views, strict=True):
+        x[:] = view
+    return windows
+
+
+def beside(arrays: Sequence[mx.array], whole: mx.array) -> list[Window]:
+    """Where arrays lie that are side by side in another one."""
+    starts = accumulate((_bytes(Spec.of(x)) for x in arrays), initial=0)
+    return [Window(x, whole, start) for x, start in zip(arrays, starts, strict=False)]
+
+
+def _part(whole: mx.array, start: int, spec: Spec) -> mx.array:
+    flat = whole if whole.dtype == spec.dtype else whole.view(spec.dtype)
+    return mx.as_strided(flat, spec.shape, _strides(spec.shape), start // spec.dtype.size)
 
 
 def sharing(launch: Launch, bind: Callable[[Launch], Bound]) -> Bound:

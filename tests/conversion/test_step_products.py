@@ -19,8 +19,17 @@ from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers import convert_model, explain, revert_model
-from mlx_qlayers.conversion import compiled_blocks, compiled_step, step_products
+from mlx_qlayers.conversion import (
+    compiled,
+    compiled_blocks,
+    compiled_step,
+    step_products,
+    step_weights,
+)
 from mlx_qlayers.conversion.report import FUSED, LEFT
+from mlx_qlayers.layers.qlinear import QLinear
+from mlx_qlayers.runtime import kernel
+from mlx_qlayers.runtime.backend import Mode, mode
 from tests.threads import in_threads
 
 PLAIN = Architecture(2, {}, format=(64, 4, "affine"))
@@ -340,3 +349,25 @@ def test_report_switches_copies_and_back():
     revert_model(model)
     stock = build("qwen2", PLAIN)
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
+
+
+@pytest.mark.parametrize("gpu_path", ["kernels"], indirect=True)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def test_launches_that_share_arrays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights side by side, and what launches give for each other: the numbers stay the same."""
+
+    def evaluated_only(graph: compiled.Graph, *arrays: object) -> object:
+        with mode(Mode.INFERENCE):
+            return graph.function(*arrays)
+
+    (_, model), (_, again) = pair(name), pair(name)
+    plain, _ = decoded(model)
+    for module in (kernel, step_weights):
+        monkeypatch.setattr(module, "SHARING", ("host",))
+    monkeypatch.setattr(compiled.Graph, "_transformed", evaluated_only)
+    weights = [each.weight for each in again.modules() if isinstance(each, QLinear)]
+    shared, _ = decoded(again)
+    assert mx.array_equal(shared, plain)
+    (plan,) = (p for p in compiled_step._plans.values() if p.model() is again)
+    assert {id(each) for each in weights} <= {id(each.y) for each in plan.weights}
+    assert not compiled_step.stopped(again)

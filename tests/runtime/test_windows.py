@@ -11,7 +11,7 @@ from mlx_qlayers.runtime import kernel as kernel_module
 from mlx_qlayers.runtime import windows as windows_module
 from mlx_qlayers.runtime.backend import Mode, mode, use_backend
 from mlx_qlayers.runtime.spec import Spec
-from mlx_qlayers.runtime.windows import windows
+from mlx_qlayers.runtime.windows import side_by_side, windows
 
 from .kernels import AFFINE, GATHER, ROOTS
 
@@ -33,10 +33,10 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def chain() -> list[mx.array]:
+def chain(x: mx.array = X) -> list[mx.array]:
     """Two outputs, of which the first goes into another kernel."""
     sizes = {"grid": (40, 1, 1), "threadgroup": (8, 1, 1)}
-    root, exact = ROOTS([X], output_shapes=[(5, 8)] * 2, **sizes)
+    root, exact = ROOTS([x], output_shapes=[(5, 8)] * 2, **sizes)
     values = {"T": mx.float32, "N": 3, "NEGATE": False}
     (y,) = AFFINE([root, SCALAR, BIAS], template=values, output_shapes=[(40,)], **sizes)
     return [root, exact, y]
@@ -51,6 +51,27 @@ def test_arrays_in_one_hold_the_same_numbers(layouts: list[Any], apart: bool) ->
     assert len(layouts) == (0 if apart else 2)
     for one, other in zip(plain, shared, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype) and mx.array_equal(one, other)
+
+
+def test_arrays_side_by_side_stay_what_they_are() -> None:
+    arrays = [mx.arange(7, dtype=mx.uint8), X.reshape(5, 8)[:, ::2], mx.array([3, 4], mx.int16)]
+    before, numbers = [*arrays], [each.tolist() for each in arrays]
+    found = side_by_side(arrays)
+    assert [each.start for each in found] == [0, 128, 256] and found[0].whole.nbytes == 384
+    for x, one, values, window in zip(arrays, before, numbers, found, strict=True):
+        assert x is one is window.y and x.tolist() == values
+        assert window.whole.view(mx.uint8)[window.start].item() == x.flatten().view(mx.uint8)[0]
+
+
+def test_a_kernel_finds_an_array_beside_another(layouts: list[Any]) -> None:
+    x = mx.array(X)
+    given = side_by_side([mx.ones(3), x])
+    with use_backend("host"):
+        plain = chain(x)
+        with mode(Mode.INFERENCE), windows([], given):
+            shared = chain(x)
+    assert layouts[0].inputs == ((0, 128, ()),)
+    assert all(mx.array_equal(*pair) for pair in zip(plain, shared, strict=True))
 
 
 def test_nothing_is_shared_where_a_derivative_may_be_taken(layouts: list[Any]) -> None:
