@@ -6,15 +6,20 @@ Launches are bound, not run: that checks threads, threadgroup memory, and regist
 from __future__ import annotations
 
 import itertools
+import re
+import sys
 from importlib import import_module
+from pkgutil import walk_packages
 
 import mlx.core as mx
 import pytest
 
+from mlx_qlayers import metal
 from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import backward, decode, step
 from mlx_qlayers.metal.attention.forward import Launcher, attention_forward
+from mlx_qlayers.metal.attention.latent import latent_step
 from mlx_qlayers.metal.attention.step import attention_step
 from mlx_qlayers.metal.attention.tensor import (
     attention_tensor,
@@ -23,10 +28,17 @@ from mlx_qlayers.metal.attention.tensor import (
 )
 from mlx_qlayers.metal.deformable import launch as deformable
 from mlx_qlayers.metal.exp.launch import exp, exp_gradient
-from mlx_qlayers.metal.gather_qmm.experts import experts_combined, experts_products
+from mlx_qlayers.metal.gated_delta import launch as gated_delta
+from mlx_qlayers.metal.gather_qmm.experts import (
+    experts_chosen,
+    experts_combined,
+    experts_products,
+)
 from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs, configuration, gather_qmv
+from mlx_qlayers.metal.gptq.launch import gptq_block, gptq_fixed_block
 from mlx_qlayers.metal.grid_sample import launch as grid_sample
+from mlx_qlayers.metal.int8.launch import int8_rows
 from mlx_qlayers.metal.linalg import launch as linalg
 from mlx_qlayers.metal.linalg.qr import q_of, qr
 from mlx_qlayers.metal.quantized_matmul.dequantize import dequantize
@@ -49,10 +61,11 @@ from mlx_qlayers.options import (
     MatmulCall,
     PackedMatrix,
     Rotation,
+    Router,
     Sampling,
     Scores,
 )
-from mlx_qlayers.runtime import KernelError, launch_checks, limits
+from mlx_qlayers.runtime import Kernel, KernelError, launch_checks, limits
 from mlx_qlayers.runtime.backend import use_backend
 from mlx_qlayers.runtime.spec import Spec
 from tests.packed import FORMATS
@@ -284,6 +297,49 @@ def test_linalg(device):
     for n in (1, 31, 32, 33, 100, 128, 129, 300):
         a, b = Spec((2, n, n), mx.float32), Spec((2, n, 140), mx.float32)
         linalg.cholesky(a, 128), linalg.solve_lower(a, b, 128), qr(a), q_of(b)
+
+
+def test_latent_rows(device):
+    sizes = ((512, 64), (256, 32), (32, 32), (96, 64)), (8, 300, 1 << 20)
+    for dtype, (width, turned), rows in itertools.product(DTYPES, *sizes):
+        q, r = (Spec((2, 16, 1, n), dtype) for n in (width, turned))
+        latent_step(q, r, Spec((2, 1, rows, width), dtype), None, 0.1)
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_what_no_m1_or_m2_runs(device):
+    """mlx-lm has a kernel of the gated delta rule there; products of 8 bits need an M5."""
+    for dtype, keys, values in itertools.product(DTYPES, (64, 128, 192, 256), (32, 128, 256)):
+        q, v = Spec((1, 3, 2, keys), dtype), Spec((1, 3, 4, values), dtype)
+        gates, state = Spec((1, 3, 4), dtype), Spec((1, 4, values, keys), mx.float32)
+        if gated_delta.takes(keys):
+            gated_delta.gated_delta((q, q, v, gates, gates, state, None))
+    for k, gate in itertools.product((16, 512, 18944, 32768), (None, "silu")):
+        int8_rows(Spec((40, k), mx.bfloat16), Spec((40, k), mx.bfloat16), 16, gate=gate)
+
+
+def test_gptq_and_routers(device):
+    w = Spec((2, 41, 128), mx.float32)
+    for bits, group in itertools.product(range(1, 9), (32, 64, 128)):
+        gptq_block(w, group, bits, mx.float16), gptq_fixed_block(w, bits)
+    for count, top_k, groups in itertools.product((8, 160, 1024), (1, 8), (1, 8)):
+        router = Router(top_k, "sigmoid", groups, groups // 2)
+        experts_chosen(Spec((4, count), mx.float32), None, None, router)
+
+
+NAME = f"{metal.__name__}."
+HOPPER = {"attention_forward_ahead", "attention_backward_once"}
+ARRAY = re.compile(r"(?:^|[;{}])(?!threadgroup|constant|return)[\w:]+(?:<[^;{}]*>)? \w+\[", re.M)
+
+
+def test_kernels_that_hold_arrays_say_how_many_words():
+    for module in walk_packages(metal.__path__, NAME):
+        import_module(module.name)
+    inside = (vars(module) for name, module in sys.modules.items() if name.startswith(NAME))
+    own = {k for values in inside for k in values.values() if isinstance(k, Kernel)}
+    assert len(own) > 30
+    silent = {k.name for k in own if not k.registers and ARRAY.search(k.program.source)}
+    assert silent == HOPPER
 
 
 def test_registers_of_every_launch_are_checked(machine, monkeypatch):

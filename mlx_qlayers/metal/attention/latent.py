@@ -10,7 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
+from ...runtime.limits import has_few_registers, most_threads
 from ...runtime.program import CONSTANT_BELOW
 from ...runtime.spec import Spec
 from .decode import attention_combine
@@ -30,6 +32,19 @@ def takes(q: Spec, r: Spec, rows: int) -> bool:
     return fits and q.size > 0 and rows >= CONSTANT_BELOW
 
 
+def _registers(D: int, R: int, heads: int, **_: object) -> int:
+    return (heads + 2) * (D + R) // 32 + D // 32 + heads
+
+
+def _heads(width: int, turned: int) -> int:
+    """Heads that a threadgroup takes: four, or as many as registers suffice for."""
+    few = backend() == "metal" and has_few_registers()
+    fitting = (n for n in (4, 2, 1) if width % (32 * n) == 0)
+    return next(
+        n for n in fitting if not few or most_threads(_registers(width, turned, n)) >= 32 * n
+    )
+
+
 @lru_cache(maxsize=2)
 def _kernel(masked: bool) -> Kernel:
     names = ("q", "r", "c", "p", "last", "mask", "options")
@@ -42,7 +57,7 @@ def _kernel(masked: bool) -> Kernel:
         outputs=("out",),
         template=("T", "O", "D", "R", "heads", "masked"),
         threadgroup_memory=lambda heads, **_: 4 * 33 * heads,
-        registers=lambda D, R, heads, **_: (heads + 2) * (D + R) // 32 + D // 32 + heads,
+        registers=_registers,
         large=True,
         ensure_row_contiguous=False,
     )
@@ -61,7 +76,7 @@ def latent_step(
         A function of the arrays there are that gives (B, H, 1, D).
     """
     (batch, heads, _, width), rows = q.shape, c.shape[2]
-    each = next(n for n in (4, 2, 1) if width % (32 * n) == 0)
+    each = _heads(width, r.shape[3])
     splits = max(1, min(rows // _MIN_ROWS, _MAX_SPLITS))
     (bits,) = unpack("i", pack("f", scale * log2(e)))
     per_batch = mask is not None and mask.shape[0] > 1

@@ -19,6 +19,7 @@ _BLOCK = Kernel(
     inputs=("w", "u", "rows"),
     outputs=("codes", "errors", "scales", "biases"),
     template=("T", "BITS", "GROUP", "SEARCH"),
+    registers=16,
     large=True,
 )
 _FIXED = Kernel(
@@ -27,6 +28,7 @@ _FIXED = Kernel(
     inputs=("w", "u", "scales", "biases", "rows"),
     outputs=("codes", "errors"),
     template=("BITS",),
+    registers=12,
     large=True,
 )
 

@@ -102,9 +102,11 @@ _SPREAD_ROWS = _by_shares(
     inputs=("row", "sums", "options", "pixels"),
     outputs=("d_x",),
     template=("T", "V", "LANES"),
+    registers=lambda V, **_: V,
 )
 _LIST_SHARES = _by_shares(
     "grid_sample_list_shares",
+    registers=_scatter_registers,
     inputs=("grid", "size", "options"),
     outputs=("pixel", "weight"),
     template=("G", "I", "NDIM", "TAPS"),

@@ -16,6 +16,8 @@ from ...runtime.launch import Bound
 from ...runtime.spec import Spec
 from .launch import product, solve_lower, subtract_product
 
+# Rows that a thread reads ahead of their use: AHEAD in qr.metal.
+_AHEAD = 8
 _PANEL = Kernel(
     "qr_panel",
     "linalg/qr.metal",
@@ -23,6 +25,7 @@ _PANEL = Kernel(
     outputs=("h", "tau", "v", "s"),
     template=("SIMDS", "FULL"),
     threadgroup_memory=lambda SIMDS, **_: 128 * (SIMDS + 1),
+    registers=_AHEAD,
     large=True,
     ensure_row_contiguous=False,
 )
