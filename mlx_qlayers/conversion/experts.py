@@ -180,7 +180,8 @@ def _combined(recorder: Recorder, chosen: Chosen, scores: mx.array, node: Node) 
         step.products.keep(
             Product(total, lambda residual, _: [again(residual)], None, defers=False)
         )
-    made = Total(total.astype(node.y.dtype), total)
+    dtype = node.y.dtype
+    made = Total(total if total.dtype == dtype else total.astype(dtype), total)
     recorder.notes[id(made.y)] = made
     return made.y
 

@@ -100,6 +100,9 @@ class Products:
         for made, y, other in sorted(pairs, key=lambda pair: not (pair[0] and pair[0].defers)):
             if made is None or not isinstance(other, mx.array) or id(y) in self.instead:
                 continue
+            before = recorder.node(other)
+            if not made.defers and before and before.op == "mul":
+                continue  # which MLX computes with this sum and the next in a launch
             inner = self.made.get(id(made.residual))
             if (other.shape, other.dtype) != (y.shape, y.dtype):
                 continue

@@ -70,11 +70,12 @@ def test_a_layer_by_a_models_own_code(name: str, views: int, others: int) -> Non
         ("exaone4", 25, {"Gather", "Arange"}),
         ("spark2_5", 24, {"Gather", "Arange", "Contiguous"}),
         ("qwen3_5", 40, {"CompiledBroadcastMultiply", "Convolution"}),
+        ("mixtral", 23, {"AsType"}),
     ],
 )
 def test_a_small_model(name: str, others: int, none: set[str]) -> None:
-    """The mask of a full window is one launch, copies of heads are none, and norms are part of
-    attention and of the gated delta rule."""
+    """The mask of a full window is one launch, copies of heads are none, norms are part of
+    attention and of the gated delta rule, and residuals of the sums of experts."""
     with recorded_gpu():
         model = architectures.build(name, ARCHITECTURES[name], mx.bfloat16)
         convert_model(model, verify=False, calibrate=False)
