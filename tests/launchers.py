@@ -58,12 +58,12 @@ def qmm_tensor(
     return launch(x, *matrix, residual, *(other or nothing))
 
 
-def qvm(x, w, scales, biases, bias, *options):
-    return _product(_qvm.qvm, x, PackedMatrix(w, scales, biases, bias), False, *options)
+def qvm(x, w, scales, biases, bias, fmt):
+    return _product(_qvm.qvm, x, PackedMatrix(w, scales, biases, bias), False, fmt)
 
 
-def _product(launcher, x, matrix, transpose, fmt, config):
-    return launcher(MatmulCall(specs(x), specs(matrix), transpose, fmt), config)(x, *matrix)
+def _product(launcher, x, matrix, transpose, fmt, *config):
+    return launcher(MatmulCall(specs(x), specs(matrix), transpose, fmt), *config)(x, *matrix)
 
 
 def dequantize(matrices, fmt, dtype):

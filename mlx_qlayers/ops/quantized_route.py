@@ -17,7 +17,7 @@ from ..metal.quantized_matmul.qmm import WAVE, qmm
 from ..metal.quantized_matmul.qmm_skinny import MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
 from ..metal.quantized_matmul.qmv import single_qmv
 from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
-from ..metal.quantized_matmul.qvm import qvm, qvm_config
+from ..metal.quantized_matmul.qvm import qvm
 from ..options import MatmulCall, PackedMatrix
 from ..reference import quantized_matmul as reference
 from ..runtime.backend import backend
@@ -240,7 +240,7 @@ def product(to: Route, call: MatmulCall) -> Product:
     if kernel == SKINNY:
         return single_qmv(call, skinny_spread(path, rows, n, k, fmt))
     if kernel == QVM:
-        return qvm(call, qvm_config(path, rows, n, k, fmt))
+        return qvm(call)
     if kernel == QMM:
         return qmm(call, configure("qmm", path, rows, n, k, dtype, fmt, transpose))
     if kernel in PATHS.values():

@@ -79,8 +79,8 @@ def cases():
             x = rows(33, 256 if transpose else 48)
             function = by(test_qmm.by_kernel, fmt, transpose, device=device)
             yield f"qmm {device} {transpose}", function, x, *packed
+    yield "qvm", by(test_qvm.by_kernel, fmt), rows(3, 48), *packed
     for device in ("host", "metal"):
-        yield f"qvm {device}", by(test_qvm.by_kernel, fmt, device=device), rows(3, 48), *packed
         for transpose in (True, False):
             x = rows(5, 1, 256 if transpose else 48)
             function = by(test_gather_qmv.by_kernel, RIGHT, fmt, transpose, device=device)
