@@ -118,7 +118,12 @@ def _quantized_matmul() -> Iterator[Check]:
         yield Check(what, lambda *a, run=run: [run(*a)], [x, *matrix], 512)
     fmt = 64, 4, "affine"
     rows, matrix = _quantized(quantized_rows, fmt), _packed((72, 512), mx.bfloat16, *fmt)
-    if backend() == "cuda":  # elsewhere MLX's operators take rows
+    if backend() == "cuda":
+        # So large that rows stay in shared memory, half of their depth at a time.
+        deep = [_normal((32, 4096), mx.bfloat16), *_packed((7680, 4096), mx.bfloat16, *fmt)]
+        run = _quantized(quantized_matmul, fmt)
+        yield Check("32 rows, 4096 deep", lambda *a, run=run: [run(*a)], deep, 4096)
+        # Elsewhere MLX's operators take rows.
         given = [mx.array([[2, 70]]), *matrix]
         yield Check("some rows unpacked", lambda *a: [rows(*a)], given)
     for transpose in (True, False):

@@ -23,9 +23,13 @@ from tests.gpus import HERE, on_gpus
 ON_CPUS = {"attention_serial", "quantized_gradients_groups", "qvm", "grid_sample_gradient_x_bands"}
 NOT_LAUNCHED = {"row_sum"}
 # On Apple GPUs the depth of a product is not divided without tuning, and stock operators take rows.
-ON_CUDA = {"qmm_sum", "dequantize_rows", "qmv_persistent", "attention_forward_ahead"} | {
-    f"attention_backward_{name}" for name in ("once", "statistics")
-}
+ON_CUDA = {
+    "qmm_sum",
+    "qmm_skinny_sum",
+    "dequantize_rows",
+    "qmv_persistent",
+    "attention_forward_ahead",
+} | {f"attention_backward_{name}" for name in ("once", "statistics")}
 TENSORS = {"qmm_tensor", "group_sums", "qmm_codes", "gather_qmm_tensor", "attention_tensor"} | {
     f"attention_tensor_{of}" for of in ("queries", "keys")
 }
