@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ..ops.attention_step import attention_step, packed_rows, why_not
 from ..options import Rotation
+from ..runtime.windows import halves
 from .cache_tail import Buffer, layout_of, merged
 from .step_kinds import Rows, Unsupported
 
@@ -249,7 +250,8 @@ class TailSlot(Slot):
         self.owner, self.static = step, static
         vars(self).update(static.settings)
         self.buffers = self.read = next(given), next(given)
-        self.given_tails, self.tickets = (next(given), next(given)), next(given)
+        self.given_tails = halves(next(given)) if static.joined else (next(given), next(given))
+        self.tickets = next(given)
         self.tails: Sequence[mx.array] = self.given_tails
         self.updated, self.replaced, self.steps = False, False, None
         at, batch = step.at[static.group], static.shapes[0][0]

@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from itertools import chain, repeat
+from itertools import chain, cycle, repeat
 from operator import is_
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..ops.attention_step import MIN_POSITIONS, MIN_TICKETS, packed_rows, parts_of_rows
+from ..runtime.windows import are_alike, halves, joined, share_arrays
 
 # Rows of a tail, as many as a cache grows by.
 _ROWS = 256
@@ -28,8 +29,9 @@ _ROWS = 256
 _MOST_ROWS = 2048
 
 Buffer = mx.array | tuple[mx.array, ...]
-# What a cache has in the place of keys or values: a buffer, its tail, and the rows ahead of that.
-Held = tuple[Buffer, mx.array, int]
+# What a cache has in the place of keys or values: a buffer, its tail, which half if it is one of
+# an array, and the rows ahead of it.
+Held = tuple[Any, ...]
 
 
 class Tail(NamedTuple):
@@ -38,7 +40,8 @@ class Tail(NamedTuple):
     Attributes:
         buffers: (B, Hkv, S, D) or Dv, of which the first ``start`` rows count; or packed, scales
             and biases.
-        tails: (B, Hkv, R, D) or Dv: the rows behind them.
+        tails: (B, Hkv, R, D) or Dv: the rows behind them; or where launches share arrays
+            (2 B, Hkv, R, D), those of both keys and values.
         start: it is at most S - R.
         held: what the caches have of it in turn, once they have.
         tickets: of each cache what :func:`attention_step` takes for one launch; none if not asked.
@@ -49,6 +52,16 @@ class Tail(NamedTuple):
     start: int
     held: Sequence[Held] = ()
     tickets: Sequence[mx.array] = ()
+
+    @property
+    def joined(self) -> bool:
+        """Whether keys and values are the halves of one array."""
+        return len(self.tails) < len(self.buffers)
+
+    def of_cache(self, number: int) -> Sequence[mx.array]:
+        """The arrays of a cache: one or two."""
+        count = 1 if self.joined else 2
+        return self.tails[count * number : count * number + count]
 
 
 @lru_cache(maxsize=64)
@@ -76,7 +89,8 @@ def tail_of(last: Tail | None, caches: Sequence[Any], length: int) -> Tail:
     rows, more = layout(caches[0]).keys[2], more_rows(caches[0])
     if last and length == rows == last.start + last.tails[0].shape[2]:
         # They grow as the caches do it themselves, here by one copy.
-        pairs = zip(last.buffers, last.tails, strict=True)
+        tails = [y for x in last.tails for y in halves(x)] if last.joined else last.tails
+        pairs = zip(last.buffers, tails, strict=True)
         buffers = [grown(buffer, more, tail, last.start) for buffer, tail in pairs]
     else:
         buffers = [each for c in caches for each in (c.keys, c.values)]
@@ -84,7 +98,11 @@ def tail_of(last: Tail | None, caches: Sequence[Any], length: int) -> Tail:
     rows = rows_of(buffers[0])
     size = min(_ROWS, rows)
     start = min(length, rows - size)
-    return Tail(buffers, [_cut(buffer, start, size) for buffer in buffers], start)
+    tails = [_cut(buffer, start, size) for buffer in buffers]
+    both = [*zip(tails[::2], tails[1::2], strict=True)]
+    if share_arrays() and all(are_alike(*each) for each in both):
+        tails = [joined(*each) for each in both]
+    return Tail(buffers, tails, start)
 
 
 def more_rows(cache: Any) -> int:
@@ -186,8 +204,11 @@ def _is_held(x: Any) -> bool:
 
 def following(tail: Tail, tails: list[mx.array]) -> Tail:
     """A tail with the next token in it."""
-    held = [*zip(tail.buffers, tails, repeat(tail.start))]
-    return tail._replace(tails=tails, held=held)
+    held: Any = zip(tail.buffers, tails, repeat(tail.start))
+    if tail.joined:
+        twice = chain.from_iterable(zip(tails, tails, strict=True))
+        held = zip(tail.buffers, twice, cycle((0, 1)), repeat(tail.start))
+    return tail._replace(tails=tails, held=[*held])
 
 
 def advance(caches: Sequence[Any], tail: Tail, counts: Sequence[dict[str, Any]]) -> None:
@@ -212,8 +233,10 @@ def kind_of(cache: Any) -> type:
 
 def given_by(tail: Tail, paddings: list[mx.array]) -> list[Any]:
     """What a graph takes of each cache: keys, values, their tails, tickets; of a batch padding."""
-    keys_and_values = (part[i::2] for part in (tail.buffers, tail.tails) for i in (0, 1))
-    columns = [*keys_and_values, tail.tickets, *([paddings] if paddings else [])]
+    in_twos: list[Sequence[Any]] = [tail.buffers, *([] if tail.joined else [tail.tails])]
+    columns = [part[i::2] for part in in_twos for i in (0, 1)]
+    columns += [tail.tails] if tail.joined else []
+    columns += [tail.tickets, *([paddings] if paddings else [])]
     return [*chain(*zip(*columns, strict=True))]
 
 
@@ -231,7 +254,9 @@ def as_left(caches: Sequence[Any], left: list[dict[str, Any]]) -> bool:
 
 
 def _merged(held: Held) -> Buffer:
-    buffer, tail, start = held
+    buffer, tail, *half, start = held
+    if half:
+        tail = halves(tail)[half[0]]
     return merged(buffer, tail, mx.array([start]))
 
 

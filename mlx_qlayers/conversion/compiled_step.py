@@ -175,7 +175,8 @@ class _Plan:
             self.stopped[tuple(map(kind_of, own))] = stopping_line(error)
             return None
         now.following = {g.later: array for g, array in zip(inputs.groups, later, strict=True)}
-        tails, of_rings = tails[: 2 * len(tailed)], tails[2 * len(tailed) :]
+        count = len(inputs.tail.tails) if inputs.tail else 0
+        tails, of_rings = tails[:count], tails[count:]
         if inputs.tail is not None:
             now.tail = following(inputs.tail, tails)
         put(own, outputs, tailed, now.tail.held if now.tail else ())

@@ -221,14 +221,14 @@ class _Taking:
         if c.empty():  # one that no layer uses
             return States(kind, ())
         settings = tuple((name, attributes[name]) for name in _SETTINGS if name in attributes)
-        is_batch, full, rows = "left_padding" in attributes, False, 0
+        is_batch, full, rows, joined = "left_padding" in attributes, False, 0, False
         is_ring = number in self.rings
         if self.tail is not None and number in self.numbers:
             at = self.numbers[number]
-            buffers, tails = (a[2 * at : 2 * at + 2] for a in (self.tail.buffers, self.tail.tails))
+            buffers, tails = self.tail.buffers[2 * at : 2 * at + 2], self.tail.of_cache(at)
             self.arrays.extend((*buffers, *tails, self.tail.tickets[at]))
             self.arrays.extend([c.left_padding] if is_batch else [])
-            rows, group = rows_of(tails[0]), self.together
+            rows, group, joined = rows_of(tails[0]), self.together, self.tail.joined
         elif (ring := self.rings.get(number)) is not None:
             buffers, rows = [*ring.buffers], rows_of(ring.tails[0])
             self.arrays.extend((*buffers, *ring.tails, ring.tickets))
@@ -246,8 +246,10 @@ class _Taking:
             self.groups.append(group)
         whole = layout_of(buffers, attributes)
         rotated, shapes = attributes.get("rotated", False), (whole.keys, whole.values)
-        number = self.keys[key]
-        return Rows(kind, shapes, whole.dtype, number, full, rotated, settings, rows, is_ring)
+        return Rows(
+            *(kind, shapes, whole.dtype, self.keys[key], full, rotated, settings, rows),
+            *(is_ring, joined),
+        )
 
 
 def _length(c: Any) -> int:

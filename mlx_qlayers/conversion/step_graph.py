@@ -45,14 +45,14 @@ class StepGraph:
         self.compiled = compiled.Graph(self._run)
 
     def _run(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
+        # What goes out as it came in are arrays of their own.
+        with windows([x for each in arrays for x in arrays_of(each)], self.weights):
+            return self._outputs(tokens, at, arrays)
+
+    def _outputs(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
         inside, model = Step(self.static, at, arrays), self.model()
         before = Snapshot([model, *self.inside])
-        flat = [x for each in arrays for x in arrays_of(each)]
-        # What goes out as it came in are arrays of their own.
-        with (
-            watched(inside, self.learned),
-            windows(flat, self.weights),
-        ):
+        with watched(inside, self.learned):
             logits = called(self.function, model, tokens, cache=inside.caches)
         if not before.holds():
             self.changes = before.difference()

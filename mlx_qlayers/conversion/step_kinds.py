@@ -25,6 +25,7 @@ class Rows(NamedTuple):
         settings: attributes that no token changes.
         tail: rows of its tail; 0 where there is none.
         is_ring: with a tail: of a rotating cache.
+        joined: with a tail: keys and values are the halves of one array.
     """
 
     kind: type
@@ -36,6 +37,7 @@ class Rows(NamedTuple):
     settings: tuple[tuple[str, Any], ...]
     tail: int = 0
     is_ring: bool = False
+    joined: bool = False
 
 
 class States(NamedTuple):

@@ -57,7 +57,8 @@ class Again(NamedTuple):
             return None
         paddings = [each["left_padding"] for each in self.left if "left_padding" in each]
         logits, later, *rest = self.computed(tokens, [at], given_by(tail, paddings))
-        tails, now.offsets, length = rest[: 2 * len(own)], rest[2 * len(own) :], start + held + 1
+        count, length = len(tail.tails), start + held + 1
+        tails, now.offsets = rest[:count], rest[count:]
         counts: list[dict[str, Any]] = [{"offset": length}] * len(own)
         if paddings:
             counts = [{"offset": each, "_idx": length} for each in now.offsets]

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ..ops.latent_attention import latent_attention, takes_latent
 from ..options import Rotation
+from ..runtime.windows import joined
 from .cache_slots import RING, STEPPED, Slot, TailSlot, Turned, slot_class
 from .cache_tail import Buffer, one_token
 from .recorder import Node, Recorder, current, keeps_order
@@ -193,7 +194,8 @@ class Step:
         """The tails with the token in them, those of rings behind the others."""
         slots = [slot for slot in self.slots if isinstance(slot, TailSlot)]
         slots.sort(key=lambda slot: slot.static.is_ring)
-        return [tail for slot in slots for tail in slot.tails]
+        pairs = ([joined(*s.tails)] if s.static.joined else s.tails for s in slots)
+        return [tail for tails in pairs for tail in tails]
 
     def rings(self) -> frozenset[int]:
         """Which rings nothing but :func:`attention_step` would look at."""

@@ -11,13 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..layers.sharded import LINEARS
-from ..runtime.backend import backend
-from ..runtime.windows import SHARING, Window, side_by_side
+from ..runtime.windows import Window, share_arrays, side_by_side
 
 
 def arranged(model: nn.Module) -> list[Window]:
     """Put the arrays of linear layers side by side, where launches can take them so."""
-    if backend() not in SHARING:
+    if not share_arrays():
         return []
     windows = list[Window]()
     for part in model.modules():

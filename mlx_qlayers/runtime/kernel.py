@@ -21,7 +21,7 @@ from .limits import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY, MAX_THREADS
 from .spec import Spec
 from .tracing import record
 from .transformed import is_transformed, without_derivative
-from .windows import SHARING, sharing
+from .windows import share_arrays, sharing
 
 __all__ = [
     "CUDA_THREADGROUP_MEMORY",
@@ -134,7 +134,7 @@ class Kernel(Declaration):
         if "health" in epoch.debug:
             launch = self._with_health(launch)
         bind: Callable[[Launch], Bound] = import_module(f".{name}", __package__).bind
-        shares = name in SHARING and current.get().mode is Mode.INFERENCE
+        shares = current.get().mode is Mode.INFERENCE and share_arrays()
         run = sharing(launch, bind) if shares else bind(launch)
         if "trace" in epoch.debug:
             run = _recorded(name, launch, run)

@@ -18,13 +18,14 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .backend import backend
 from .generated_source import TYPES, shape_words
 from .launch import Bound, Launch
 from .program import Parameter, Program
 from .spec import Spec
 
 # Backends whose launches may share arrays.
-SHARING = ("cuda",)
+_SHARING = ("cuda",)
 # Bytes to a multiple of which arrays begin: more than any load of a kernel takes at once.
 _ALIGNMENT = 128
 
@@ -54,6 +55,8 @@ class Windows:
     def __init__(self, apart: Sequence[mx.array], given: Sequence[Window]) -> None:
         self.apart = {Spec.of(each) for each in apart}
         self.found = {id(each.y): each for each in given}
+        # Arrays of these leave the graph in pairs.
+        self.pairs = set[Spec]()
 
     def keep(self, whole: mx.array, start: int, spec: Spec) -> mx.array:
         """The array that lies there in another one."""
@@ -69,14 +72,19 @@ class _Layout(NamedTuple):
         inputs: of each the number of the larger array, the byte, and the shape if the kernel asks
             for it; None where it is one itself.
         wholes: the dtypes of those larger arrays.
-        outputs: the numbers of those that are in one array, and their bytes.
-        made: that array.
+        outputs: of those that are in larger ones their number, that of the larger array, the byte.
+        made: those larger arrays.
     """
 
     inputs: tuple[tuple[int, int, tuple[int, ...]] | None, ...]
     wholes: tuple[mx.Dtype, ...]
-    outputs: tuple[tuple[int, int], ...]
-    made: Spec
+    outputs: tuple[tuple[int, int, int], ...]
+    made: tuple[Spec, ...]
+
+
+def share_arrays() -> bool:
+    """Whether launches on the current backend can."""
+    return backend() in _SHARING
 
 
 # Those of the graph that is being made, if launches may share arrays in it.
@@ -96,6 +104,31 @@ def windows(apart: Sequence[mx.array], given: Sequence[Window] = ()) -> Iterator
         yield
     finally:
         current.reset(token)
+
+
+def are_alike(x: mx.array, y: mx.array) -> bool:
+    """Whether two arrays can be halves of one."""
+    return Spec.of(x) == Spec.of(y) and x.nbytes % _ALIGNMENT == 0
+
+
+def halves(whole: mx.array) -> tuple[mx.array, mx.array]:
+    """The halves of an array, as arrays in it; two like them leave the graph in one, too."""
+    spec = Spec((len(whole) // 2, *whole.shape[1:]), whole.dtype)
+    if (those := current.get()) is None:
+        return whole[: len(whole) // 2], whole[len(whole) // 2 :]
+    those.pairs.add(spec)
+    return those.keep(whole, 0, spec), those.keep(whole, whole.nbytes // 2, spec)
+
+
+def joined(x: mx.array, y: mx.array) -> mx.array:
+    """An array of which two are the halves: that in which they lie, if they do."""
+    those = current.get()
+    found = [those.found.get(id(each)) for each in (x, y)] if those else []
+    if found and found[0] and found[1] and found[0].whole is found[1].whole:
+        whole = found[0].whole
+        if (found[0].start, found[1].start) == (0, x.nbytes) and whole.nbytes == 2 * x.nbytes:
+            return whole
+    return mx.concatenate([x, y])
 
 
 def side_by_side(arrays: Sequence[mx.array]) -> list[Window]:
@@ -146,33 +179,46 @@ def sharing(launch: Launch, bind: Callable[[Launch], Bound]) -> Bound:
         pairs = zip(arrays, takes, strict=True)
         found = [those.found.get(id(x)) if able else None for x, able in pairs]
         wholes = {id(each.whole): each.whole for each in found if each}
-        inside = [i for i, each in enumerate(specs) if each not in those.apart]
-        inside = inside if gives and len(inside) > 1 else []
-        if not wholes and not inside:
+        outputs, made = _laid(specs, those) if gives else ((), ())
+        if not wholes and not outputs:
             return bound(None)(arrays)
         numbers = {key: number for number, key in enumerate(wholes)}
-        *starts, size = accumulate((_bytes(specs[i]) for i in inside), initial=0)
-        # The first one is what others than kernels take, by one node less then.
-        kind = specs[inside[0]].dtype if inside else mx.uint8
         layout = _Layout(
             tuple(
                 each and (numbers[id(each.whole)], each.start, each.y.shape * bool(w))
                 for each, w in zip(found, words, strict=True)
             ),
             tuple(whole.dtype for whole in wholes.values()),
-            tuple(zip(inside, starts, strict=True)),
-            Spec((size // kind.size,), kind),
+            outputs,
+            made,
         )
         alone = [x for x, each in zip(arrays, found, strict=True) if each is None]
-        made = bound(layout)([*alone, *wholes.values()])
-        if not inside:
-            return made
-        *outputs, whole = made
-        for i, start in layout.outputs:  # in turn, so that each is put where it belongs
-            outputs.insert(i, those.keep(whole, start, specs[i]))
-        return outputs
+        ys = bound(layout)([*alone, *wholes.values()])
+        ys, larger = ys[: len(ys) - len(made)], ys[len(ys) - len(made) :]
+        for i, number, start in outputs:  # in turn, so that each is put where it belongs
+            ys.insert(i, those.keep(larger[number], start, specs[i]))
+        return ys
 
     return run
+
+
+def _laid(
+    specs: Sequence[Spec], those: Windows
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[Spec, ...]]:
+    """How outputs lie in larger arrays, of which one has what stays and one a pair that leaves."""
+    pair = [i for i, each in enumerate(specs) if each in those.pairs]
+    pair = pair if len(pair) == 2 else []
+    stays = [i for i, each in enumerate(specs) if each not in those.apart | those.pairs]
+    found, made = list[tuple[int, int, int]](), list[Spec]()
+    for inside in (stays, pair):
+        if len(inside) < 2:
+            continue
+        *starts, size = accumulate((_bytes(specs[i]) for i in inside), initial=0)
+        found += [(i, len(made), start) for i, start in zip(inside, starts, strict=True)]
+        # The first one is what others than kernels take, by one node less then.
+        (first, *rest), dtype = specs[inside[0]]
+        made.append(Spec((2 * first, *rest) if inside is pair else (size // dtype.size,), dtype))
+    return tuple(sorted(found)), tuple(made)
 
 
 def _bytes(spec: Spec) -> int:
@@ -181,11 +227,10 @@ def _bytes(spec: Spec) -> int:
 
 def _within(launch: Launch, layout: _Layout) -> Launch:
     """A launch of which some arrays lie in larger ones."""
-    inside = dict(layout.outputs)
+    inside = {i for i, *_ in layout.outputs}
     inputs = [x for x, at in zip(launch.inputs, layout.inputs, strict=True) if at is None]
     made = [*map(Spec, launch.output_shapes, launch.output_dtypes)]
-    outputs = [each for i, each in enumerate(made) if i not in inside]
-    outputs += [layout.made] if inside else []
+    outputs = [each for i, each in enumerate(made) if i not in inside] + [*layout.made]
     return replace(
         launch,
         program=_program(launch.program, layout),
@@ -198,22 +243,24 @@ def _within(launch: Launch, layout: _Layout) -> Launch:
 @lru_cache(maxsize=512)
 def _program(program: Program, layout: _Layout) -> Program:
     """A kernel that finds some of its arrays in larger ones."""
-    inside, lines = dict(layout.outputs), list[str]()
+    inside, lines = {i for i, *_ in layout.outputs}, list[str]()
     for parameter, at in zip(program.inputs, layout.inputs, strict=True):
         if at is not None:
             number, start, shape = at
             lines.append(_pointer(parameter, "const device", f"within_{number}", start))
             lines += _words(program, parameter.name, shape)
-    for i, start in layout.outputs:
-        lines.append(_pointer(program.outputs[i], "device", "within_out", start))
+    for i, number, start in layout.outputs:
+        lines.append(_pointer(program.outputs[i], "device", f"made_{number}", start))
     inputs = [p for p, at in zip(program.inputs, layout.inputs, strict=True) if at is None]
     inputs += [
         Parameter(f"within_{number}", TYPES[dtype], "device")
         for number, dtype in enumerate(layout.wholes)
     ]
     outputs = [p for i, p in enumerate(program.outputs) if i not in inside]
-    made = Parameter("within_out", TYPES[layout.made.dtype], "device", writable=True)
-    outputs += [made] if inside else []
+    outputs += [
+        Parameter(f"made_{number}", TYPES[each.dtype], "device", writable=True)
+        for number, each in enumerate(layout.made)
+    ]
     return replace(
         program,
         source="".join(lines) + program.source,

@@ -24,11 +24,10 @@ from mlx_qlayers.conversion import (
     compiled_blocks,
     compiled_step,
     step_products,
-    step_weights,
 )
 from mlx_qlayers.conversion.report import FUSED, LEFT
 from mlx_qlayers.layers.qlinear import QLinear
-from mlx_qlayers.runtime import kernel
+from mlx_qlayers.runtime import windows
 from mlx_qlayers.runtime.backend import Mode, mode
 from tests.threads import in_threads
 
@@ -354,20 +353,22 @@ def test_report_switches_copies_and_back():
 @pytest.mark.parametrize("gpu_path", ["kernels"], indirect=True)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 def test_launches_that_share_arrays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights side by side, and what launches give for each other: the numbers stay the same."""
+    """Weights side by side, tails too, and what launches give for each other: the same numbers."""
 
     def evaluated_only(graph: compiled.Graph, *arrays: object) -> object:
         with mode(Mode.INFERENCE):
             return graph.function(*arrays)
 
     (_, model), (_, again) = pair(name), pair(name)
-    plain, _ = decoded(model)
-    for module in (kernel, step_weights):
-        monkeypatch.setattr(module, "SHARING", ("host",))
+    plain, theirs = decoded(model)
+    monkeypatch.setattr(windows, "_SHARING", ("host",))
     monkeypatch.setattr(compiled.Graph, "_transformed", evaluated_only)
     weights = [each.weight for each in again.modules() if isinstance(each, QLinear)]
-    shared, _ = decoded(again)
+    shared, ours = decoded(again)
     assert mx.array_equal(shared, plain)
+    for one, other in zip(ours, theirs, strict=True):
+        assert len(vars(one)["keys"]) == 4 and len(vars(other)["keys"]) == 3
+        assert mx.array_equal(one.keys, other.keys) and mx.array_equal(one.values, other.values)
     (plan,) = (p for p in compiled_step._plans.values() if p.model() is again)
     assert {id(each) for each in weights} <= {id(each.y) for each in plan.weights}
     assert not compiled_step.stopped(again)

@@ -7,10 +7,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_qlayers.runtime import kernel as kernel_module
 from mlx_qlayers.runtime import windows as windows_module
 from mlx_qlayers.runtime.backend import Mode, mode, use_backend
-from mlx_qlayers.runtime.spec import Spec
 from mlx_qlayers.runtime.windows import side_by_side, windows
 
 from .kernels import AFFINE, GATHER, ROOTS
@@ -28,7 +26,7 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(layout)
         return within(launch, layout)
 
-    monkeypatch.setattr(kernel_module, "SHARING", ("host",))
+    monkeypatch.setattr(windows_module, "_SHARING", ("host",))
     monkeypatch.setattr(windows_module, "_within", noted)
     return seen
 
@@ -81,7 +79,7 @@ def test_nothing_is_shared_where_a_derivative_may_be_taken(layouts: list[Any]) -
 
 
 def test_a_kernel_is_told_the_shape_of_an_array(layouts: list[Any]) -> None:
-    layout = windows_module._Layout(((0, 128, (5, 8)),), (mx.uint8,), (), Spec((0,), mx.uint8))
+    layout = windows_module._Layout(((0, 128, (5, 8)),), (mx.uint8,), (), ())
     program = windows_module._program(GATHER.program, layout)
     assert program.input_names == ("within_0",) and program.output_names == ("y",)
     told = "const int x_shape[]={5,8};const int64_t x_strides[]={8,1};constexpr int x_ndim=2;"
