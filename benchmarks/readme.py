@@ -195,6 +195,8 @@ PLOTS = {
     "tokens_per_second_cuda": "Tokens a second of a model of Qwen2-7B's shape on an H200",
     "quantized_matmul_rows_cpu": "Quantized products by rows on a CPU",
     "quantized_matmul_rows_cuda": "Quantized products by rows on an H200",
+    "gather_qmm_cpu": "Products with experts on a CPU",
+    "gather_qmm_cuda": "Products with experts on an H200",
     "attention_memory_cuda": "Memory of attention by length on an H200",
     "attention_decode_cuda": "Attention of one query by length on an H200",
     "grid_sample_cpu": "Grid sampling on a CPU",

@@ -108,6 +108,12 @@ def test_a_table_whose_file_is_missing_says_so() -> None:
         readme.filled(TEXT, {"results absent": str(absent)})
 
 
+def test_every_stored_result_is_on_a_page() -> None:
+    linked = {Path(link).name for page in PAGES for link in LINK.findall(page.read_text())}
+    stored = {path.name for path in (ROOT / "benchmarks" / "results").rglob("*.*")}
+    assert stored <= linked
+
+
 @every_page
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     for link in LINK.findall(page.read_text()):
