@@ -8,11 +8,11 @@
 using namespace metal;
 
 // Two weights of a row, rounded to T once.
-template <typename T, int mode, int bits>
+template <typename T, int mode, int bits, typename S>
 METAL_FUNC metal::vec<T, 2> dequantized_pair(
-    const thread uint* halves, int i, float scale, float bias) {
+    const thread uint* halves, int i, number_parts<S> number) {
   if (mode != AFFINE) {
-    float factor = sum_factor<mode>() * scale;
+    float factor = sum_factor<mode>() * decoded_scale<mode>(number.x);
     return metal::vec<T, 2>(float2(weight_pair<T, mode, bits>(halves, i, 0, 1.0f)) * factor);
   }
   // What is added and taken away here leaves integers up to 255, which are exact.
@@ -23,7 +23,7 @@ METAL_FUNC metal::vec<T, 2> dequantized_pair(
     metal::vec<T, 2> next = weight_pair<T, mode, bits>(halves, i, part, 1.0f);
     code = fused_pair(next, metal::vec<T, 2>(factor, factor), code);
   }
-  T times = T(scale), added = T(bias);
+  T times = T(number.x), added = T(number.y);
   return fused_pair(code, metal::vec<T, 2>(times, times), metal::vec<T, 2>(added, added));
 }
 
@@ -216,25 +216,36 @@ METAL_FUNC void take_next_words(thread packed_tile<S, bits, run, ahead, count>& 
   }
 }
 
-// Operands t and t + 1 of window d of a tile, whose numbers lane `from` of each row holds if `handed`.
-template <typename T, int mode, bool handed, typename S, int bits, int run, int ahead, int count>
+// The numbers of a window, which lane `from` of each row holds if `handed`.
+template <bool handed, typename S, int bits, int run, int ahead, int count>
+METAL_FUNC void window_numbers(
+    thread uint* numbers,
+    thread packed_tile<S, bits, run, ahead, count>& tile,
+    int from,
+    uint lane) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int c = 0; c < count; c++) {
+      uint number = tile.numbers[i][c];
+      numbers[i * count + c] = handed ? from_row_lane(number, from, lane) : number;
+    }
+  }
+}
+
+// Operands t and t + 1 of window d of a tile.
+template <typename T, int mode, typename S, int bits, int run, int ahead, int count>
 METAL_FUNC void unpack_operands(
     thread left_fragment<T>* left,
     thread packed_tile<S, bits, run, ahead, count>& tile,
+    const thread uint* numbers,
     int d,
-    int t,
-    int from,
-    uint lane) {
+    int t) {
   const int span = SPAN(bits), pairs = PAIRS(bits, run);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     // The numbers of the run, in NVFP4 of 16 elements of it.
-    uint number = tile.numbers[i][mode == NVFP4 ? t / 4 : 0];
-    if (handed) {
-      number = from_row_lane(number, from, lane);
-    }
-    number_parts<S> parts = as_type<number_parts<S>>(number);
-    float scale = decoded_scale<mode>(parts.x), bias = mode == AFFINE ? float(parts.y) : 0.0f;
+    number_parts<S> number = as_type<number_parts<S>>(numbers[i * count + (mode == NVFP4 ? t / 4 : 0)]);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       uint halves[span];
@@ -242,7 +253,7 @@ METAL_FUNC void unpack_operands(
 #pragma unroll
       for (int p = 0; p < 2; p++) {
         left[e].part[2 * p + i] =
-            dequantized_pair<T, mode, bits>(halves, (t + e) % (pairs / 2) * 2 + p, scale, bias);
+            dequantized_pair<T, mode, bits, S>(halves, (t + e) % (pairs / 2) * 2 + p, number);
       }
     }
   }
@@ -268,6 +279,11 @@ METAL_FUNC void multiply_window(
     int from,
     const threadgroup uint4* stage,
     uint lane) {
+  uint numbers[tiles][2 * count];
+#pragma unroll
+  for (int r = 0; r < tiles; r++) {
+    window_numbers<handed>(numbers[r], tile[r], from, lane);
+  }
   if (joint) {
 #pragma unroll
     for (int r = 0; r < tiles; r++) {
@@ -275,8 +291,8 @@ METAL_FUNC void multiply_window(
 #pragma unroll
       for (int t = 0; t < run / 4; t += 4) {
         left_fragment<T> left[4];
-        unpack_operands<T, mode, handed>(left, tile[r], d, t, from, lane);
-        unpack_operands<T, mode, handed>(left + 2, tile[r], d, t + 2, from, lane);
+        unpack_operands<T, mode>(left, tile[r], numbers[r], d, t);
+        unpack_operands<T, mode>(left + 2, tile[r], numbers[r], d, t + 2);
         multiply_by_rows<T, 4, fragments, 4 * run, joint, true>(
             totals[r], left, reinterpret_cast<const threadgroup T*>(stage), 16 * t, lane);
       }
@@ -288,7 +304,7 @@ METAL_FUNC void multiply_window(
     left_fragment<T> left[tiles][2];
 #pragma unroll
     for (int r = 0; r < tiles; r++) {
-      unpack_operands<T, mode, handed>(left[r], tile[r], d, t, from, lane);
+      unpack_operands<T, mode>(left[r], tile[r], numbers[r], d, t);
     }
 #pragma unroll
     for (int f = 0; f < fragments; f++) {
