@@ -9,6 +9,9 @@
 #include <metal_stdlib>
 using namespace metal;
 
+// Whether numbers below the normal ones are multiplied exactly: Apple GPUs take some of them for zero.
+#define EXACT_BELOW_NORMAL false
+
 template <typename T, int run>
 struct row_window {
   loaded_run<T, run / 4> rows;

@@ -314,7 +314,10 @@ template <
         int n = (even ? thread_index : i) % height, column = min(i / height, columns - 1);
         int m = 8 * first + column;
         int r = n / 16 * joined;
-        float factor = tile_squares ? factors[m] : 1.0f, sums[2] = {0, 0}, square = 0;
+        float factor = left_of_weights<T, S, mode, bits>(), sums[2] = {0, 0}, square = 0;
+        if (tile_squares) {
+          factor *= factors[m];
+        }
 #pragma unroll
         for (int j = 0; j < joined; j++) {
 #pragma unroll

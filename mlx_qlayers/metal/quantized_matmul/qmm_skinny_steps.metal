@@ -7,6 +7,17 @@
 #include <metal_stdlib>
 using namespace metal;
 
+// Codes without an offset are bfloats below the normal ones, 2^133 times too small. Where these are exact,
+// scales make up for it but for 2^32, lest they overflow, and biases are as much smaller.
+template <typename T, typename S, int mode, int bits>
+constexpr bool codes_are_numbers() {
+  return EXACT_BELOW_NORMAL && mode == AFFINE && bits < 8 && is_same_v<T, bfloat> && is_same_v<S, T>;
+}
+template <typename T, typename S, int mode, int bits>
+METAL_FUNC float left_of_weights() {
+  return codes_are_numbers<T, S, mode, bits>() ? 4294967296.0f : 1.0f;
+}
+
 // Two weights of a row, rounded to T once.
 template <typename T, int mode, int bits, typename S>
 METAL_FUNC metal::vec<T, 2> dequantized_pair(
@@ -14,6 +25,11 @@ METAL_FUNC metal::vec<T, 2> dequantized_pair(
   if (mode != AFFINE) {
     float factor = sum_factor<mode>() * decoded_scale<mode>(number.x);
     return metal::vec<T, 2>(float2(weight_pair<T, mode, bits>(halves, i, 0, 1.0f)) * factor);
+  }
+  T times = T(number.x), added = T(number.y);
+  if (codes_are_numbers<T, S, mode, bits>()) {
+    metal::vec<T, 2> code = as_type<metal::vec<T, 2>>(code_pair<bits>(halves, bits * i, 0, 0));
+    return fused_pair(code, metal::vec<T, 2>(times, times), metal::vec<T, 2>(added, added));
   }
   // What is added and taken away here leaves integers up to 255, which are exact.
   T offset = T(-code_offset<T, bits>()), factor = T(byte_factor<T, mode, bits>());
@@ -23,7 +39,6 @@ METAL_FUNC metal::vec<T, 2> dequantized_pair(
     metal::vec<T, 2> next = weight_pair<T, mode, bits>(halves, i, part, 1.0f);
     code = fused_pair(next, metal::vec<T, 2>(factor, factor), code);
   }
-  T times = T(number.x), added = T(number.y);
   return fused_pair(code, metal::vec<T, 2>(times, times), metal::vec<T, 2>(added, added));
 }
 
@@ -217,7 +232,7 @@ METAL_FUNC void take_next_words(thread packed_tile<S, bits, run, ahead, count>& 
 }
 
 // The numbers of a window, which lane `from` of each row holds if `handed`.
-template <bool handed, typename S, int bits, int run, int ahead, int count>
+template <typename T, int mode, bool handed, typename S, int bits, int run, int ahead, int count>
 METAL_FUNC void window_numbers(
     thread uint* numbers,
     thread packed_tile<S, bits, run, ahead, count>& tile,
@@ -228,7 +243,13 @@ METAL_FUNC void window_numbers(
 #pragma unroll
     for (int c = 0; c < count; c++) {
       uint number = tile.numbers[i][c];
-      numbers[i * count + c] = handed ? from_row_lane(number, from, lane) : number;
+      number = handed ? from_row_lane(number, from, lane) : number;
+      if (codes_are_numbers<T, S, mode, bits>()) {
+        metal::vec<T, 2> factor = metal::vec<T, 2>(T(2.535301200456459e30f), T(2.3283064365386963e-10f));
+        number = as_type<uint>(
+            fused_pair(as_type<metal::vec<T, 2>>(number), factor, metal::vec<T, 2>(T(0), T(0))));
+      }
+      numbers[i * count + c] = number;
     }
   }
 }
@@ -282,7 +303,7 @@ METAL_FUNC void multiply_window(
   uint numbers[tiles][2 * count];
 #pragma unroll
   for (int r = 0; r < tiles; r++) {
-    window_numbers<handed>(numbers[r], tile[r], from, lane);
+    window_numbers<T, mode, handed>(numbers[r], tile[r], from, lane);
   }
   if (joint) {
 #pragma unroll

@@ -7,6 +7,8 @@
 
 namespace mlx::core::cu {
 
+#define EXACT_BELOW_NORMAL true
+
 template <typename T, int run>
 struct row_window {
   loaded_run<T, run / 4> rows;
