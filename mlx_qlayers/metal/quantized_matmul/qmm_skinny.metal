@@ -96,7 +96,7 @@ template <
   constexpr int least = SKINNY_SUMS(16 * all, shares, chunk), size = x_size > least ? x_size : least;
   constexpr bool split = !is_same_v<O, T>;
   const int K = w_shape[1] * 32 / bits, from = stays ? threadgroup_place.z * deep * step : 0;
-  const int groups = (K - from) / group;
+  const int groups = (K - from) / group, end = split ? min(K, from + deep * step) : K;
   const int threadgroup_index = threadgroup_place.y, above = threadgroup_place.x * 8 * fragments;
   int M = 1;
 #pragma clang loop unroll(disable)
@@ -153,7 +153,7 @@ template <
 #pragma unroll
     for (int d = 0; d < (stays ? turns : 1); d++) {
       int window = window_of<cover, shares>(d, share);
-      load_window(tile[r], d, window, from + window * step + offset < K, odd);
+      load_window(tile[r], d, window, from + window * step + offset < end, odd);
     }
     load_numbers_of<mode>(tile[r], group_at, group_at < groups);
   }
@@ -200,7 +200,7 @@ template <
           int next = window_of<cover, shares>(i + turns, share);
 #pragma unroll
           for (int r = 0; r < tiles; r++) {
-            load_window(tile[r], d, next, from + next * step + offset < K, reading);
+            load_window(tile[r], d, next, from + next * step + offset < end, reading);
           }
         }
       }
