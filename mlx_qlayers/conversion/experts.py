@@ -135,7 +135,10 @@ def _call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
     gate = recognise_activation(self.activation) if len(ahead) > 1 else None
 
     def between(experts: mx.array) -> mx.array:
-        products = experts_products(x, experts, ahead, formats[0], gate=gate)
+        step = current_step.get()
+        norm = step.products.norms.get(id(x)) if step is not None else None
+        rows, deferred = (norm.x, (norm.tile_squares, norm.eps)) if norm else (x, None)
+        products = experts_products(rows, experts, ahead, formats[0], gate, deferred)
         h: mx.array = products[0] if gate else self.activation(*products[::-1])
         return h
 

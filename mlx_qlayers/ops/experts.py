@@ -20,6 +20,7 @@ from ..runtime.backend import backend, requested
 from ..runtime.limits import has_few_registers
 from ..runtime.spec import Spec
 from .checks import check_floats
+from .fused_products import normed
 from .gather_qmm import gather_qmm
 
 _FORMAT = Format(64, 4)
@@ -35,6 +36,7 @@ def experts_products(
     matrices: Sequence[PackedMatrix],
     fmt: Format = _FORMAT,
     gate: str | Clipped | None = None,
+    norm: tuple[mx.array, float] | None = None,
 ) -> list[mx.array]:
     """Products of few rows with one or two matrices of each of the experts that they chose.
 
@@ -45,6 +47,9 @@ def experts_products(
         fmt: the format of the matrices.
         gate: with two matrices: give ``activation(first) * second`` alone; the activation is
             ``"silu"``, ``"gelu"`` or ``"gelu_approx"``. Or what is made of both, ``Clipped``.
+        norm: the ``tile_squares`` of rows ``x`` that were multiplied by the weight of an RMS norm,
+            as :func:`~mlx_qlayers.ops.fused_products.fused_products` takes them, and its epsilon;
+            None where ``x`` is as it is to be.
 
     Returns:
         (..., J, N) for each matrix, or one gated product; float32 sums rounded once.
@@ -60,7 +65,9 @@ def experts_products(
     Source: ``mx.gather_qmm``.
     """
     flat = [array for matrix in matrices for array in PackedMatrix(*matrix)]
-    outputs: list[mx.array] = dispatch(_PRODUCTS, (x, experts, *flat), (fmt, gate))
+    squares, epsilon = norm or (None, 0.0)
+    arrays = x, experts, squares, *flat
+    outputs: list[mx.array] = dispatch(_PRODUCTS, arrays, (fmt, gate, epsilon))
     return outputs
 
 
@@ -182,8 +189,10 @@ def _check_router(router: Router, experts: int) -> None:
         raise ValueError(f"dropped must be below the {router.groups} groups, not {router.dropped}")
 
 
-def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | Clipped | None) -> Plan:
-    fmt, (x, experts, *flat) = Format.checked(*fmt), arrays
+def _plan_products(
+    arrays: Sequence[Any], fmt: Format, gate: str | Clipped | None, epsilon: float
+) -> Plan:
+    fmt, (x, experts, squares, *flat) = Format.checked(*fmt), arrays
     matrices = [PackedMatrix(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
     _check(x, experts, matrices, fmt)
     is_one = isinstance(gate, Clipped) or gate in _ACTIVATIONS
@@ -192,9 +201,14 @@ def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | Clipped | Non
         raise ValueError(f"gate must be one of {names} or Clipped, with two matrices")
     if len(matrices) > 2 or matrices[0].w.shape != matrices[-1].w.shape:
         raise ValueError("matrices must be one or two of one shape")
+    tiles = Spec((prod(x.shape[:-1]), -(-x.shape[-1] // 16)), mx.float32)
+    if squares is not None and (squares != tiles or x.ndim > experts.ndim):
+        raise ValueError(f"norm must have tile_squares {tiles}, of rows {x.shape}, not {squares}")
 
     def composed(*arrays: Any) -> list[mx.array]:
-        x, experts, *flat = arrays
+        x, experts, squares, *flat = arrays
+        if squares is not None:
+            x = normed(x, None, epsilon, squares)
         products = [
             _product(x, experts, PackedMatrix(*flat[i : i + 4]), fmt)
             for i in range(0, len(flat), 4)
@@ -208,11 +222,12 @@ def _plan_products(arrays: Sequence[Any], fmt: Format, gate: str | Clipped | Non
         return Plan(choice, composed)
     share = 1 if x.ndim > experts.ndim else experts.shape[-1]
     few = backend() == "metal" and has_few_registers()
-    launch = kernels.experts_products(x, _INDICES(experts.shape), matrices, fmt, gate, share, few)
+    right = _INDICES(experts.shape)
+    launch = kernels.experts_products(x, right, matrices, fmt, gate, share, few, squares, epsilon)
 
     def run(*arrays: Any) -> list[mx.array]:
-        x, experts, *flat = arrays
-        return launch([x, _words(experts), *(a for a in flat if a is not None)])
+        x, experts, squares, *flat = arrays
+        return launch([x, _words(experts), *(a for a in (*flat, squares) if a is not None)])
 
     return Plan(choice, run, gradient_of(composed, arrays), composed)
 

@@ -193,7 +193,7 @@ def _composed(multiply: _Multiply, epsilon: float | None, gate: Gate | None) -> 
 
     def run(*arrays: Any) -> list[mx.array]:
         x, weight, tile_squares, residual, next_weight, *flat = arrays
-        rows = x if epsilon is None else _normed(x, weight, epsilon, tile_squares)
+        rows = x if epsilon is None else normed(x, weight, epsilon, tile_squares)
         products = multiply(rows, residual, flat)
         if gate is not None:
             products = [ACTIVATIONS[gate](products[0]) * products[1]]
@@ -254,7 +254,7 @@ def _vector(
     def run(*arrays: Any) -> list[mx.array]:
         x, weight, tile_squares, residual, next_weight, *flat = arrays
         if deferred:
-            x = _normed(x, None, epsilon or 0.0, tile_squares)
+            x = normed(x, None, epsilon or 0.0, tile_squares)
         products = launch(x, weight, None, residual, None, *flat)
         return products if next_weight is None else _with_deferred_norm(products[0], next_weight)
 
@@ -299,9 +299,10 @@ def _with_deferred_norm(y: mx.array, weight: mx.array) -> list[mx.array]:
     return [y, (rows * weight.astype(mx.float32)).astype(y.dtype), tiles.sum(-1)]
 
 
-def _normed(
+def normed(
     x: mx.array, weight: mx.array | None, eps: float, tile_squares: mx.array | None
 ) -> mx.array:
+    """Rows behind an RMS norm, by their own squares, or by those of what they were before."""
     if tile_squares is None:
         return mx.fast.rms_norm(x, weight, eps)
     scale = mx.rsqrt(tile_squares.sum(-1) / x.shape[-1] + eps).reshape(*x.shape[:-1], 1)

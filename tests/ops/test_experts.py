@@ -67,6 +67,11 @@ def check(fmt, dtype, rows, each):
         assert np.abs(to64(clipped) - exact).max() <= unit * max(1, np.abs(exact).max())
     expected = a + to64(biased.bias)[np.array(chosen)]
     assert np.abs(to64(plain) - expected).max() <= unit * np.abs(expected).max()
+    squares = mx.abs(random(np.random.default_rng(3), (rows, -(-K // 16)), mx.float32))
+    both = experts_products(x, chosen, matrices, fmt, norm=(squares, 0.5))
+    factors = 1 / np.sqrt(to64(squares).sum(-1) / K + 0.5)[:, None, None]
+    for y, z in zip(both, (a, b), strict=True):
+        assert np.abs(to64(y) - factors * z).max() <= unit * np.abs(factors * z).max()
 
     rng = np.random.default_rng(2)
     h, scores = random(rng, (rows, each, K), dtype), random(rng, (rows, each), mx.float32)
@@ -239,6 +244,7 @@ def test_rows_share_the_matrices_that_they_chose():
         ({"experts": mx.array([[0.5]])}, "experts"),
         ({"x": mx.ones((2, K))}, "x of shape"),
         ({"x": mx.ones((1, 64))}, "columns"),
+        ({"norm": (mx.ones((1, 2)), 0.1)}, "norm must have tile_squares"),
     ],
 )
 def test_what_does_not_fit_is_named(change, named):

@@ -5,7 +5,9 @@
 //
 // experts_products   y (P, N) and y1 = x * w^T + bias and the same with w1, or with a gate
 //                    activation(y) * y1 alone, or y without w1. Of GATE_CLIPPED shape has the bits
-//                    of three floats behind. A SIMD group takes `outputs` rows of
+//                    of three floats behind. With `squares` (R, ceil(K / 16)), those of 16 columns
+//                    of x as it was before it was multiplied by a norm's weight, products are
+//                    divided by the root of their mean and `epsilon`. A SIMD group takes `outputs` rows of
 //                    the matrices, or half as many of both, for the products of an expert, `rows` at
 //                    a time: the first product that chose it does it for all, the others nothing.
 //                    Grid (32 * tiles of N, P, 1), threadgroup any multiple of 32.
@@ -125,6 +127,8 @@ template <
     const device S* scales1,
     const device S* biases1,
     const device T* bias1,
+    const device float* squares,
+    constant float* epsilon,
     constant int* shape,
     device T* y,
     device T* y1,
@@ -168,9 +172,18 @@ template <
         sums, x, at, count, one, other, row, last, K, lane);
 #pragma unroll
     for (int m = 0; m < rows; m++) {
+      float factor = 1;
+      if (squares) {
+        const int tiles = (K + 15) / 16;
+        float square = 0;
+        for (int i = lane; i < tiles; i += 32) {
+          square += squares[size_t(product[m] / shape[SHARE]) * tiles + i];
+        }
+        factor = rsqrt(simd_sum(square) / K + epsilon[0]);
+      }
 #pragma unroll
       for (int n = 0; n < outputs; n++) {
-        sums[m * outputs + n] = simd_sum(sums[m * outputs + n]);
+        sums[m * outputs + n] = simd_sum(sums[m * outputs + n]) * factor;
       }
 #pragma unroll
       for (int n = 0; n < height; n++) {

@@ -14,6 +14,7 @@ from ...formats import Format
 from ...options import SCORES, Clipped, PackedMatrix, Router
 from ...runtime.kernel import Kernel
 from ...runtime.limits import most_threads
+from ...runtime.spec import Spec
 from ..quantized_matmul.qmv import GATES
 from ..quantized_matmul.qmv_config import packed_template
 
@@ -27,7 +28,8 @@ _SHARED = 1.5
 _SIMDS = 8
 _THREADS = 64
 _MATRIX = ("w", "scales", "biases", "bias")
-_INPUTS = ("x", "right", *_MATRIX, *(f"{name}1" for name in _MATRIX), "shape")
+_DEFERRED = "squares", "epsilon"
+_INPUTS = ("x", "right", *_MATRIX, *(f"{name}1" for name in _MATRIX), *_DEFERRED, "shape")
 
 # Of the arrays that there are.
 Launch = Callable[[Sequence[mx.array]], list[mx.array]]
@@ -84,6 +86,8 @@ def experts_products(
     gate: str | Clipped | None,
     share: int,
     few_registers: bool,
+    squares: Any = None,
+    epsilon: float = 0.0,
 ) -> Launch:
     """The launch of products of rows with one or two matrices of the experts that they chose.
 
@@ -96,11 +100,15 @@ def experts_products(
             what is made of both.
         share: products of a row.
         few_registers: whether it runs on an M1 or M2.
+        squares: the spec of (rows of x, ceil(K / 16)) float32, where x awaits an RMS norm.
+        epsilon: of that.
 
     Returns:
         A function of the arrays there are that gives (..., N) for each matrix, or the gated one.
     """
     names = dict(zip(_INPUTS, (x, right, *(a for m in matrices for a in m)), strict=False))
+    number = mx.array([epsilon], mx.float32)
+    names |= {} if squares is None else {"squares": squares, "epsilon": Spec.of(number)}
     given = {name: spec for name, spec in names.items() if spec is not None}
     pair = len(matrices) == 2
     omitted = [name for name in _INPUTS[:-1] if name not in given]
@@ -132,7 +140,8 @@ def experts_products(
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(*right.shape, n)] * (2 if pair and gate is None else 1),
     )
-    return lambda arrays: launch([*arrays, sizes])
+    behind = [sizes] if squares is None else [number, sizes]
+    return lambda arrays: launch([*arrays, *behind])
 
 
 def experts_combined(
