@@ -95,7 +95,11 @@ class Step:
             return None
         *ahead, first = self._views(node.args[0])
         if node.op == "contiguous" and not ahead:
-            return None  # of a part of another array, which it lets go of
+            part = recorder.node(first)
+            whole = part.args[0] if part and part.op == "getitem" else None
+            # Of a part of another array, which it lets go of: a copy, unless most of that is it.
+            keeps = isinstance(whole, mx.array) and 2 * first.size > whole.size
+            return first if keeps else None
         y = next((y for y in (*ahead, first) if y.shape == node.y.shape), None)
         if y is None and ahead:
             return self.keep_rows(first.reshape(node.y.shape), first)
