@@ -192,7 +192,9 @@ def _of_larger(problem: Problem, name: str, device: str) -> Found | None:
     """What was measured on this machine of the next larger of a family's problems."""
     for larger in problem.larger():
         if (best := lookup(larger, name)) is not None:
-            here = best.evidence.source == "measured here" and best.path in ("kernel", "stock")
+            # To unpack a matrix first may not pay for fewer rows.
+            compared = best.path not in ("dequantized", "uncompared")
+            here = compared and best.evidence.source == "measured here"
             return best._replace(config=problem.heuristic(device)) if here else None
     return None
 

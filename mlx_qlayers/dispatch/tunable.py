@@ -19,7 +19,7 @@ from ..metal.common.row_sum import RowSum
 from ..metal.grid_sample import launch as grid_sample
 from ..runtime.kernel import Kernel
 from .calls import ExpertsProblem, GatherProblem, LatentProblem, RouterProblem
-from .problem import CALIBRATED_KEYS, Problem, too_much, with_more
+from .problem import CALIBRATED_KEYS, CALIBRATED_PROMPTS, Problem, too_much, with_more
 from .products import QmmProblem, QmvProblem
 from .thresholds import threshold
 
@@ -191,6 +191,9 @@ class AttentionStepProblem(Problem):
         heads = self.batch, self.heads, self.kv_heads
         return (*heads, rounded(self.size), self.width, self.v_width), ""
 
+    def larger(self) -> Iterator[Problem]:
+        return with_more(self, "size", CALIBRATED_KEYS)
+
 
 @dataclass(frozen=True)
 class AttentionForwardProblem(Problem):
@@ -235,6 +238,11 @@ class AttentionForwardProblem(Problem):
         lengths, packed = map(rounded, self.shape[3:5]), f"-bits-{self.bits}" if self.bits else ""
         kind = "causal" if self.causal else "full"
         return (*self.shape[:3], *lengths, *self.shape[5:]), kind + packed
+
+    def larger(self) -> Iterator[Problem]:
+        *heads, queries, keys, width, v_width = self.shape
+        longer = (n for n in CALIBRATED_PROMPTS if n >= keys and n > queries)
+        return (replace(self, shape=(*heads, n, n, width, v_width)) for n in longer)
 
 
 @dataclass(frozen=True)

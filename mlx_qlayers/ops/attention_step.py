@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..dispatch import KERNELS, Operation, Plan, choose, dispatch, gradient_of
-from ..dispatch.measurements import configure
+from ..dispatch import Choice, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch.measurements import configure, decided, found
 from ..dispatch.thresholds import threshold
 from ..metal.attention import step as kernels
 from ..metal.attention.decode import BITS
@@ -128,9 +128,7 @@ def _plan(
     check_scale(scale)
     check_rotation(rotation, call.freqs, width)
     share, shape = q.shape[2] // (kv_heads * width), (batch, kv_heads, size, width)
-    covered = _covers(q.dtype, share, shape, v_width, bits)
-    by = f"attention_step_packed, {bits} bits" if bits else ""
-    choice = choose("attention_step", KERNELS if covered else (), by=by)
+    choice = _choose(q.dtype, share, shape, v_width, bits)
     composed = reference.attention_step(arrays, scale, rotation, epsilon)
     if choice.path == "ops":
         return Plan(choice, composed)
@@ -166,8 +164,22 @@ def why_not(
     """
     if not _covers(dtype, share, k_shape, v_width, bits):
         return "no kernel for these shapes"
-    choice = choose("attention_step")
+    choice = _choose(dtype, share, k_shape, v_width, bits)
     return choice.reason if choice.path == "ops" else None
+
+
+def _choose(
+    dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int, bits: int
+) -> Choice:
+    """The kernel, unless the stock operators were measured to be faster."""
+    if not _covers(dtype, share, k_shape, v_width, bits):
+        return choose("attention_step", ())
+    if bits:
+        return choose("attention_step", by=f"attention_step_packed, {bits} bits")
+    q = Spec((k_shape[0], 1, share * k_shape[1] * k_shape[3]), dtype)
+    best = found("attention_step", *kernels.question(q, Spec(k_shape, dtype), v_width))
+    by, unless, evidence = decided(best, "its kernel", None)
+    return choose("attention_step", unless=unless, by=by if best else "", evidence=evidence)
 
 
 def _covers(

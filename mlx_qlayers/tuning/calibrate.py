@@ -338,6 +338,8 @@ def _is_of_token(problem: Problem) -> bool:
             return problem.rows == 1
         case AttentionDecodeProblem():
             return problem.keys == _SHORT
+        case AttentionStepProblem():
+            return (problem.size, problem.batch) == (_SHORT, 1)
         case ExpertsProblem() | RouterProblem():
             return problem.sizes[0] == 1
     return False

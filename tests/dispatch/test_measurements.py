@@ -25,7 +25,7 @@ from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention.step import Step
 from mlx_qlayers.metal.attention.step import question as asked_of_step
-from mlx_qlayers.ops.attention_step import attention_step
+from mlx_qlayers.ops.attention_step import attention_step, why_not
 from mlx_qlayers.ops.quantized_route import DENSE, QMV, dense_is_worse, route
 from mlx_qlayers.options import MatmulCall, PackedMatrix, Rotation
 from mlx_qlayers.runtime import backend as backends
@@ -161,6 +161,48 @@ def test_rows_of_a_bucket_share_a_result():
     fewer = PROBLEMS["qmm"](256, *question[1:])
     assert found("qmm", 256, *question[1:])[:2] == ("kernel", fewer.heuristic("cuda"))
     assert found("qmm", 600, *question[1:]) is None
+
+
+HEADS = (1, 8, 2)
+PROMPT = (*HEADS, 2048, 2048, 64, 64), mx.bfloat16, True
+STEP = mx.bfloat16, *HEADS, 1024, 64, 64
+
+
+@pytest.mark.parametrize("path", ["kernel", "stock", "tensor", "codes"])
+def test_sizes_between_two_that_were_measured_go_by_the_larger(path):
+    shorter = ((*HEADS, 128, 1024, 64, 64), *PROMPT[1:]), ((*HEADS, 64, 4096, 64, 64), *PROMPT[1:])
+    cases = [
+        ("qmm", (512, 64, 64, mx.bfloat16, FMT, True), 0, (100, 600)),
+        ("attention_forward", PROMPT, None, shorter),
+        ("attention_step", STEP, 4, (512, 2048)),
+        ("attention_decode", (mx.bfloat16, 4, 64, 64, 0, 2, 4096), 6, (2048, 8192)),
+    ]
+    for family, question, at, sizes in cases:
+        keep(family, question, path=path)
+        answers = []
+        for size in sizes:
+            other = size if at is None else (*question[:at], size, *question[at + 1 :])
+            answers.append(found(family, *other))
+        assert answers[0].path == path and answers[1] is None, family
+
+
+@pytest.mark.parametrize("path", ["dequantized", "uncompared"])
+def test_but_not_by_what_depends_on_rows_or_was_not_compared(path):
+    question = (64, 64, mx.bfloat16, FMT, True)
+    keep("qmm", (512, *question), path=path)
+    assert found("qmm", 512, *question).path == path and found("qmm", 128, *question) is None
+
+
+def test_steps_go_to_stock_where_that_was_faster(monkeypatch):
+    monkeypatch.setitem(backends.missing, "cuda", lambda: None)
+    given = mx.bfloat16, 4, (1, 2, 1000, 64), 64
+    assert why_not(*given) is None
+    keep("attention_step", STEP)
+    assert why_not(*given) is None
+    keep("attention_step", STEP, path="stock")
+    assert why_not(*given) == f"measured here: {TIMES}"
+    with use_backend("cuda"):
+        assert why_not(*given) is None
 
 
 def test_a_second_look_takes_a_few_microseconds():
