@@ -134,7 +134,7 @@ METAL_FUNC void norm_rows(
     }
     square = simd_sum(square);
     if (lane == 0) {
-      factors[row == own ? count : row] = rsqrt(square / D + epsilon);
+      factors[row == own ? count : row] = precise::rsqrt(square / D + epsilon);
     }
   }
 }

@@ -139,9 +139,9 @@ template <
       float key_factor = 1;
       if (normed) {
         const float epsilon = as_type<float>(shape[EPSILON]);
-        key_factor = as_type<float>(shape[OF_KEYS]) * rsqrt(of_keys / Dk + epsilon);
-        answer *= as_type<float>(shape[OF_QUERIES]) * rsqrt(of_queries / Dk + epsilon);
-        both *= as_type<float>(shape[OF_QUERIES]) * rsqrt(of_queries / Dk + epsilon) * key_factor;
+        key_factor = as_type<float>(shape[OF_KEYS]) * precise::rsqrt(of_keys / Dk + epsilon);
+        answer *= as_type<float>(shape[OF_QUERIES]) * precise::rsqrt(of_queries / Dk + epsilon);
+        both *= as_type<float>(shape[OF_QUERIES]) * precise::rsqrt(of_queries / Dk + epsilon) * key_factor;
         given *= key_factor;
       }
       const float change = (value - given) * learned;

@@ -179,7 +179,7 @@ template <
         for (int i = lane; i < tiles; i += 32) {
           square += squares[size_t(product[m] / shape[SHARE]) * tiles + i];
         }
-        factor = rsqrt(simd_sum(square) / K + epsilon[0]);
+        factor = precise::rsqrt(simd_sum(square) / K + epsilon[0]);
       }
 #pragma unroll
       for (int n = 0; n < outputs; n++) {
