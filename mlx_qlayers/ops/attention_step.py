@@ -203,10 +203,7 @@ def _checked(arrays: Sequence[Any]) -> StepCall:
         raise ValueError(f"q must be (B, 1, H * D) in a floating-point type, not {what}")
     call = StepCall.of(arrays)
     (k_cache, *k_groups), (v_cache, *v_groups) = call.k_cache, call.v_cache
-    k_tail, v_tail, positions, mask, tickets = (
-        *(call.k_tail, call.v_tail, call.positions),
-        *(call.mask, call.tickets),
-    )
+    k_tail, v_tail = call.k_tail, call.v_tail
     if k_cache.ndim != 4 or k_cache.shape[0] != q.shape[0]:
         raise ValueError(f"k_cache must be ({q.shape[0]}, Hkv, S, D), not {k_cache.shape}")
     if v_cache.ndim != 4 or not v_cache.shape[3]:
@@ -238,6 +235,14 @@ def _checked(arrays: Sequence[Any]) -> StepCall:
     ):
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} {shape}, not {array.dtype} {array.shape}")
+    _check_rest(call, heads)
+    return call
+
+
+def _check_rest(call: StepCall, heads: int) -> None:
+    """Check what comes behind the caches and tails."""
+    (batch, _, size, _), width = call.k_cache[0].shape, call.width
+    positions, mask, tickets = call.positions, call.mask, call.tickets
     least, kind = max(MIN_POSITIONS, 2 + batch), positions.dtype
     if positions.ndim != 1 or positions.size < least or kind != mx.int32:
         what = f"{kind} {positions.shape}"
@@ -254,9 +259,8 @@ def _checked(arrays: Sequence[Any]) -> StepCall:
             if weight.shape != (width,):
                 raise ValueError(f"{name} must be ({width},), as wide as a key, not {weight.shape}")
     if mask is None:
-        return call
+        return
     broadcast = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
     if mask.dtype != mx.bool_ or not broadcast or mask.shape[2] != 1 or mask.shape[3] < size:
         wanted, what = (batch, heads, 1, size), f"{mask.dtype} {mask.shape}"
         raise ValueError(f"mask must be bool {wanted}, not {what}")
-    return call

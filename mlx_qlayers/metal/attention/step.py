@@ -272,6 +272,16 @@ def _values(
     )
 
 
+def _optional(
+    given: Sequence[Any], dtype: mx.Dtype, cast: Callable[[Any, mx.Dtype], Any]
+) -> list[Any]:
+    """Of frequencies, mask, sinks and norms those that there are, as the kernel takes them."""
+    freqs, mask, *others = given
+    wanted = [(freqs, mx.float32), *((each, dtype) for each in others)]
+    masks = [] if mask is None else [mask]
+    return masks + [cast(each, kind) for each, kind in wanted if each is not None]
+
+
 def attention_step(
     arrays: Sequence[Any], scale: float, rotation: Rotation, config: Step, epsilon: float = 0.0
 ) -> Callable[..., list[mx.array]]:
@@ -315,10 +325,7 @@ def attention_step(
     kernel = _kernel(packed, *there, joined)
     values = _values(call, rotation, config, split, joined)
     shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, splits, v_width + 2)
-    optional = [] if mask is None else [mask]
-    optional += [] if freqs is None else [Spec(freqs.shape, mx.float32)]
-    optional += [] if sinks is None else [Spec(sinks.shape, q.dtype)]
-    optional += [] if call.q_norm is None else [Spec(call.q_norm.shape, q.dtype)] * 2
+    optional = _optional(arrays[count : count + 5], q.dtype, lambda a, kind: Spec(a.shape, kind))
     behind: list[Any] = [tickets] if joined else []
     part_sizes = batch * heads * splits * (v_width + 8 // q.dtype.size)
     launch = kernel.bind(
@@ -334,16 +341,9 @@ def attention_step(
     combine = attention_combine(parts, q.dtype, None, shape) if split and not joined else None
 
     def run(*arrays: mx.array) -> list[mx.array]:
-        given = list(arrays[:count])
-        if mask is not None:
-            given.append(arrays[count + 1])
-        if freqs is not None:
-            given.append(arrays[count].astype(mx.float32))
-        if sinks is not None:
-            given.append(arrays[count + 2].astype(q.dtype))
-        if call.q_norm is not None:
-            given += [each.astype(q.dtype) for each in arrays[count + 3 : count + 5]]
-        given += [options, *(arrays[count + 5 : count + 6] if joined else ())]
+        optional = _optional(arrays[count : count + 5], q.dtype, mx.array.astype)
+        given = [*arrays[:count], *optional, options]
+        given += arrays[count + 5 : count + 6] if joined else ()
         outputs = launch(given)[:3]
         if combine is not None:
             outputs[:1] = combine(outputs[:1])
