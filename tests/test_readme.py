@@ -108,10 +108,11 @@ def test_a_table_whose_file_is_missing_says_so() -> None:
         readme.filled(TEXT, {"results absent": str(absent)})
 
 
-def test_every_stored_result_is_on_a_page() -> None:
-    linked = {Path(link).name for page in PAGES for link in LINK.findall(page.read_text())}
-    stored = {path.name for path in (ROOT / "benchmarks" / "results").rglob("*.*")}
-    assert stored <= linked
+def test_every_stored_result_and_document_is_on_a_page() -> None:
+    links = (link for page in PAGES for link in LINK.findall(page.read_text()))
+    linked = {Path(link.partition("#")[0]).name for link in links}
+    folders = ROOT / "benchmarks" / "results", ROOT / "docs"
+    assert {path.name for folder in folders for path in folder.rglob("*.*")} <= linked
 
 
 @every_page
