@@ -2,11 +2,10 @@
 
     python benchmarks/bench_skinny.py --store mlx_qlayers/dispatch/data/sm_90.json
 
-Every product waits for the one before, as in a model, but for heads, which fill the GPU: others
-would run side by side, which suits kernels that leave most of it idle. Times are of one product in
-a compiled chain of them, which includes some 4 us for its launch; matrices come from memory. Each
-result is compared with that of the dense product first. ``--store`` replaces what the entry
-``qmm_skinny_spread`` of a file of results says of these matrices.
+Times are those of kernels, by CUPTI (which needs PyTorch), each product by itself, as in a step of
+a model, where it waits for the one before; matrices come from memory, and a second launch counts
+1.5 us more. Each result is compared with that of the dense product first. ``--store`` replaces
+what the entry ``qmm_skinny_spread`` of a file of results says of these matrices.
 """
 
 from __future__ import annotations
@@ -17,11 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple
 from datetime import UTC, datetime
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from common import print_facts, store
+from kernel_times import kernel_times
 
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmm_skinny import SkinnyConfig, skinny_memory
@@ -32,14 +33,16 @@ from mlx_qlayers.runtime.limits import CUDA_THREADGROUP_MEMORY
 from mlx_qlayers.runtime.spec import Spec
 
 FORMAT, DTYPE, HIDDEN = Format(64, 4), mx.bfloat16, 3584
-# Rows of the matrices, their columns, copies that together exceed the cache, and rounds of a chain.
+# Rows of the matrices, their columns, and copies that together exceed the cache.
 SHAPES = {
-    "down": ((HIDDEN,), 18944, 6, 8),
-    "out": ((HIDDEN,), HIDDEN, 24, 4),
-    "gate": ((18944, 18944), HIDDEN, 3, 12),
-    "qkv": ((HIDDEN, 512, 512), HIDDEN, 24, 3),
-    "head": ((152064,), HIDDEN, 1, 16),
+    "down": ((HIDDEN,), 18944, 6),
+    "out": ((HIDDEN,), HIDDEN, 24),
+    "gate": ((18944, 18944), HIDDEN, 3),
+    "qkv": ((HIDDEN, 512, 512), HIDDEN, 24),
+    "head": ((152064,), HIDDEN, 1),
 }
+# Seconds between two launches of a graph of which one waits for the other.
+GAP = 1.5e-6
 # By the rows that are measured, up to how many rows that counts.
 ROWS = {17: 24, 16: 16, 32: 32, 64: 64}
 # fragments, run, tiles, sides, shares, stages, resident, turns, together, chunk, cover, deep
@@ -167,52 +170,12 @@ def made(what: str) -> list[Any]:
     return arrays
 
 
-def touched(squares: mx.array, y: mx.array) -> mx.array:
-    """The same squares, when y is there."""
-    kernel = mx.fast.cuda_kernel(
-        name="after_product",
-        input_names=["squares", "y"],
-        output_names=["same"],
-        source="""int i = blockIdx.x * blockDim.x + threadIdx.x;
-        if (i < int(squares_shape[0] * squares_shape[1]))
-          same[i] = squares[i] + (float(y[0]) == 1e30f ? 1.0f : 0.0f);""",
-    )
-    return kernel(
-        inputs=[squares, y],
-        grid=(squares.size, 1, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[squares.shape],
-        output_dtypes=[mx.float32],
-    )[0]
-
-
-def seconds(run: Callable[..., Any], *args: Any) -> float:
-    """The fastest of four calls."""
-    compiled, best = mx.compile(run), float("inf")
-    for turn in range(6):
-        mx.synchronize()
-        start = time.perf_counter()
-        mx.eval(compiled(*args))
-        best = min(best, time.perf_counter() - start) if turn > 1 else best
-    return best
-
-
-def chain(what: str, launch: Launch, given: QmvArrays, matrices: list[list[Any]]) -> float:
-    """Seconds of a product in a chain."""
-    rounds = SHAPES[what][3]
-    field = {"down": "residual", "out": "residual", "head": "x"}.get(what, "tile_squares")
-
-    def run(fed: mx.array) -> list[mx.array]:
-        y: list[mx.array] = []
-        for each in matrices * rounds:
-            y = launch(*of_matrices(given._replace(**{field: fed}), each))
-            if field == "residual":
-                fed = y[0]
-            elif field == "tile_squares":
-                fed = touched(fed, y[0])
-        return [*y, fed]
-
-    return seconds(run, getattr(given, field)) / (rounds * len(matrices))
+def spent(launch: Launch, given: QmvArrays, matrices: list[list[Any]]) -> float:
+    """Seconds of a product."""
+    turns = cycle(matrices)
+    kernels = kernel_times(lambda: mx.eval(launch(*of_matrices(given, next(turns)))), 6)
+    launches = sum(count for _, count, _ in kernels)
+    return sum(seconds for *_, seconds in kernels) + GAP * (launches - 1)
 
 
 def of_matrices(given: QmvArrays, matrices: list[Any]) -> QmvArrays:
@@ -250,8 +213,6 @@ def main() -> None:
     matrices = {what: [made(what) for _ in range(SHAPES[what][2])] for what in args.shapes}
     mx.eval([a for several in matrices.values() for m in several for a in m if a is not None])
     print(f"{len(jobs)} kernels after {time.perf_counter() - begun:.0f} s", flush=True)
-    after = mx.ones((32, HIDDEN // 16)), mx.zeros(4)
-    touch = seconds(lambda a, y: [a := touched(a, y) for _ in range(96)][-1], *after) / 96
     best: dict[tuple[int, str], tuple[float, Any]] = {}
     truth: dict[tuple[int, str], Any] = {}
     for rows, what, config, launch in jobs:
@@ -269,8 +230,7 @@ def main() -> None:
         error = mx.abs(launch(*given)[0].astype(mx.float32) - expected).max() / expected.max()
         if error.item() > 0.03:
             raise SystemExit(f"{rows} rows, {what}: {config} is wrong by {error.item():.3f}")
-        took = chain(what, launch, given, matrices[what])
-        took -= touch if given.tile_squares is not None else 0
+        took = spent(launch, given, matrices[what])
         best[key] = min(best.get(key, (took, config)), (took, config), key=lambda each: each[0])
         name = "qmv" if isinstance(config, QmvMatrixConfig) else f"{astuple(config)}"
         print(f"{rows:3d} rows {what:5s} {took * 1e6:7.1f} us  {name}", flush=True)
