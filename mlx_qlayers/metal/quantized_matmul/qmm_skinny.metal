@@ -113,10 +113,10 @@ template <
   threadgroup uint4* memory = stays ? all_packs(packs) : packs.pack;
   threadgroup float factors[8 * fragments];
 
-  constexpr bool even = deep % (cover * shares * turns) == 0;
+  constexpr bool even_steps = deep % (cover * shares * turns) == 0;
   const int side = simd % sides, share = simd / sides, quarter = fragment_col(lane) / 2;
   const int offset = quarter * run, blocks = (K + cover * step - 1) / (cover * step);
-  const int steps = stays && even ? deep / shares : (blocks + shares - 1) / shares * cover;
+  const int steps = stays && even_steps ? deep / shares : (blocks + shares - 1) / shares * cover;
   const bool odd = begins_odd(w) || begins_odd(w1) || begins_odd(w2);
   threadgroup uint4* own = memory + share * stages * stage_size;
   packed_tile<S, bits, run, slots, count> tile[tiles] = {};
@@ -184,7 +184,7 @@ template <
 #pragma unroll
         for (int d = 0; d < turns; d++) {
           int i = begin + d, window = window_of<cover, shares>(i, share);
-          if (!even && window >= deep) {
+          if (!even_steps && window >= deep) {
             break;
           }
 #pragma unroll
