@@ -83,8 +83,10 @@ def skinny_spread(
 ) -> SkinnyConfig:
     """The configuration of qmm_skinny that was measured to be fastest, or that of its rule."""
     measured = _spread(rows, n, k, fmt) if path == "cuda" else None
-    if measured not in (None, QMV) and (config := SkinnyConfig(*measured)).runs:
-        return config
+    if measured not in (None, QMV):
+        config = SkinnyConfig(*measured)
+        if config.runs and (single or config.parts(k) == 1):
+            return config
     return skinny_config(path, rows, n, k, fmt, single)
 
 

@@ -190,3 +190,9 @@ def test_rows_stay_where_they_fit(on_cuda, monkeypatch):
         for key in stored:
             rows, (n, k) = int(key.split()[0]), map(int, key.split()[1].split("x"))
             assert skinny_spread("cuda", rows, n, k, AFFINE).runs
+
+
+def test_several_matrices_have_no_parts(on_cuda):
+    with use_backend("cuda"):
+        assert skinny_spread("cuda", 24, 3584, 18944, AFFINE).parts(18944) > 1
+        assert skinny_spread("cuda", 24, 3584, 18944, AFFINE, single=False).parts(18944) == 1
