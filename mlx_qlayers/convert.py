@@ -30,6 +30,7 @@ from .conversion.plan import (
 )
 from .conversion.report import QUANTIZED, REVERTED, ConversionReport
 from .conversion.sharding import sharding_class, stock_model_class
+from .conversion.step_weights import arrange
 from .conversion.verify import verify_steps
 from .layers.qlinear import Counterpart
 from .tuning.calibrate import calibrate as measure
@@ -126,6 +127,8 @@ def convert_model(
     if has_swapped and hasattr(model, "shard") and stock_model_class(type(model)) is type(model):
         changes = [*changes, Step(model, None, sharding_class(_class_after(model, changes)))]
     _make(changes)
+    if fuse:
+        arrange(model)
     compile_kernels(model)
     if calibrate:
         report = replace(report, calibration=str(measure(model, group=group_of(model))))

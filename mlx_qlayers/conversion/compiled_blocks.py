@@ -24,6 +24,7 @@ from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
 from ..ops.int8_matmul import fused_int8
 from ..ops.rotary import rotary_embedding
 from ..runtime.backend import backend, current
+from ..runtime.windows import rows as part_rows
 from .compiled import operation
 from .step_products import Product
 from .step_slots import current_step
@@ -182,7 +183,7 @@ def _in_parts(
 ) -> list[mx.array]:
     """Products with rows of a matrix, which are matrices of their own."""
     spans = [slice(*span) for span in pairwise((0, *ends))]
-    parts = [None if a is None else a[span] for span in spans for a in packed]
+    parts = [None if a is None else part_rows(a, span) for span in spans for a in packed]
     if backend() != "ops":  # constants of a graph, which share the memory
         mx.async_eval([part for part in parts if part is not None])
     arrays = (*rows[:3], None, None, *parts)

@@ -40,7 +40,7 @@ from .step_progress import Again, Progress
 from .step_slots import Step
 from .step_trial import TRIAL_ROWS, trial
 from .step_watch import Learned, Positions, learn, watched
-from .step_weights import arranged
+from .step_weights import windows_of
 
 # Sequences at most: for more the products are those of a prompt.
 _MAX_BATCH = 128
@@ -205,7 +205,7 @@ class _Plan:
         if is_transformed(arrays):
             raise Unsupported("a gradient of the model's arrays is taken")
         mx.eval(arrays)
-        self.weights = self.weights or arranged(model)
+        self.weights = windows_of(model)
         recognised = self._recognised(where, tokens, caches, own)
         return recognised or self._checked(tokens, caches, TRIAL_ROWS)
 

@@ -7,27 +7,49 @@ are, of the same numbers, wherever somebody has them: what they lie in is all th
 
 from __future__ import annotations
 
+import weakref
+
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..layers.sharded import LINEARS
+from ..layers.qlinear import Counterpart, QEmbedding
 from ..runtime.windows import Window, share_arrays, side_by_side
 
 
-def arranged(model: nn.Module) -> list[Window]:
-    """Put the arrays of linear layers side by side, where launches can take them so."""
+def arrange(model: nn.Module) -> None:
+    """Put the arrays of a model's linear layers side by side, where launches can take them so.
+
+    What is computed later still holds the arrays as they were, and their memory.
+    """
     if not share_arrays():
-        return []
-    windows = list[Window]()
+        return
+    there, windows = {id(each.y): each for each in windows_of(model)}, list[Window]()
     for part in model.modules():
         if arrays := _arrays(part):
-            windows += side_by_side(arrays)
+            known = [there[id(a)] for a in arrays if id(a) in there]
+            windows += known if len(known) == len(arrays) else side_by_side(arrays)
             # What they lay in before is of no size that anybody asks for.
             mx.clear_cache()
+    if id(model) not in _windows:
+        weakref.finalize(model, _windows.pop, id(model), None).atexit = False
+    _windows[id(model)] = windows
+
+
+def windows_of(model: nn.Module) -> list[Window]:
+    """Where the arrays lie that a model still has."""
+    there = {id(a) for part in model.modules() for a in part.values()}
+    windows = [each for each in _windows.get(id(model), ()) if id(each.y) in there]
+    if id(model) in _windows:
+        _windows[id(model)] = windows
     return windows
 
 
 def _arrays(part: nn.Module) -> list[mx.array]:
-    linears = [each for each in part.values() if isinstance(each, LINEARS)]
+    layers = [each for each in part.values() if isinstance(each, Counterpart)]
+    linears = [each for each in layers if not isinstance(each, QEmbedding)]
     arrays = [a for each in linears for a in each.values() if isinstance(a, mx.array)]
     return [*{id(a): a for a in arrays if a.ndim and a.size}.values()]
+
+
+# By the identity of models, which are dicts and cannot be keys.
+_windows: dict[int, list[Window]] = {}
