@@ -182,6 +182,7 @@ def test_rows_stay_where_they_fit(on_cuda, monkeypatch):
     assert skinny_config("cuda", *gate).parts(4096) == 1
     assert skinny_config("cuda", *down).parts(14336) > 1
     assert skinny_config("cuda", *down[:-1]).stages > 0
+    assert skinny_config("cuda", 16, 4096, 14336, AFFINE, True).parts(14336) == 4
     with use_backend("cuda"):
         assert skinny_config("cuda", *down).runs
         monkeypatch.setattr(qmm_skinny, "cuda_shared_memory", lambda: 99 * 1024)

@@ -151,15 +151,19 @@ def skinny_config(
 def _staying(rows: int, n: int, k: int, fmt: Format, single: bool) -> SkinnyConfig | None:
     """Where an H200 was measured to be faster with rows that stay in shared memory.
 
-    Each multiprocessor reads them first, which pays where it has seven tiles and more.
+    Each multiprocessor reads them first, which pays where it has seven tiles and more. Long rows of
+    a single matrix that has fewer are divided until it has.
     """
     fragments, run = -(-rows // 8), 32 if fmt.bits < 8 else 16
     windows, of_window = -(-k // (4 * run)), 64 * run * fragments
     most = (cuda_shared_memory() - _DECLARED) // of_window
     parts = -(-windows // max(most, 1))
+    if parts > 1:
+        parts = max(parts, -(-6 * _PROCESSORS // -(-n // 16)))
     work = -(-n // 16) * parts
     each = -(-work // (_PROCESSORS * -(-work // (_PROCESSORS * 18))))
-    if fragments > 4 or k % run or each < 7 or (parts > 1 and not single):
+    divided = parts == 1 or (single and n < k and 2 * parts <= windows)
+    if fragments > 4 or k % run or each < 7 or not divided:
         return None
     whole = max(1, fmt.group_size // (4 * run))
     return SkinnyConfig(
