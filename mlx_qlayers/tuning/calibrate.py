@@ -119,8 +119,9 @@ def calibrate(
 
     Args:
         model: a converted model.
-        budget_s: seconds after which no other measurement begins. On CUDA nothing is waited for
-            after that either: what is still being compiled is measured at the next conversion.
+        budget_s: seconds in which all is done; no measurement begins that would take longer if it
+            took as long as the one before. On CUDA nothing is waited for after that either: what
+            is still being compiled is measured at the next conversion.
         group: ranks that share the model and all make this call. Rank 0 measures, and the others
             take all of its results in the place of their own.
 

@@ -70,7 +70,8 @@ def results(targets: Sequence[Target], deadline: float) -> Iterator[Result]:
 
     Args:
         targets: the problems.
-        deadline: by ``time.monotonic``; none is begun after it, and on CUDA none is waited for.
+        deadline: by ``time.monotonic``; none is begun that would end after it if it took as long as
+            the one before, and on CUDA none is waited for.
     """
     if backend() == "cuda":
         return _of_process([target.problem for target in targets], deadline)
@@ -82,9 +83,9 @@ def _measured(targets: Sequence[Target], deadline: float) -> Iterator[Result]:
     workers = {"host": os.cpu_count() or 1, "cuda": _AHEAD}.get(backend(), 0)
     pool = ThreadPoolExecutor(workers, "calibrate") if backend() == "host" else None
     ahead: list[tuple[Target, Evaluator[Any, Any] | Result, Future[None] | None]] = []
-    rest = iter(targets)
+    rest, took = iter(targets), 0.0
     try:
-        while (left := deadline - time.monotonic()) > 0:
+        while (left := deadline - time.monotonic()) > took:
             while len(ahead) <= workers and (target := next(rest, None)) is not None:
                 ahead.append((target, *_begun(target, pool)))
             if not ahead:
@@ -92,7 +93,11 @@ def _measured(targets: Sequence[Target], deadline: float) -> Iterator[Result]:
             target, rates, compiled = ahead.pop(0)
             if compiled is not None and not _waits(compiled, left):
                 return
-            yield rates if isinstance(rates, Result) else _rated(target, rates)
+            start = time.monotonic()
+            result = rates if isinstance(rates, Result) else _rated(target, rates)
+            # The next may take as long; a process of its own is not waited for.
+            took = time.monotonic() - start if backend() != "cuda" else 0.0
+            yield result
     finally:
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -284,6 +284,14 @@ def test_another_process_measures_until_the_deadline_and_no_longer(tmp_path):
     assert failed.entry is None and "KeyError: 'none'" in failed.note[1]
 
 
+def test_what_would_end_after_the_deadline_is_not_begun(monkeypatch):
+    monkeypatch.setattr(measuring, "_begun", lambda *_: (None, None))
+    monkeypatch.setattr(measuring, "_rated", lambda *_: time.sleep(0.1))
+    deadline = time.monotonic() + 0.35
+    assert len([*measuring._measured([*"abcdefg"], deadline)]) == 3
+    assert time.monotonic() < deadline
+
+
 SHAPES = ((96, 64), (32, 96))
 
 
