@@ -72,6 +72,26 @@ _by_atomics: Callable[..., Kernel] = partial(
     atomic_outputs=True,
     large=True,
 )
+_FIND_ROWS = _by_atomics(
+    "grid_sample_find_rows",
+    inputs=("pixel", "options"),
+    outputs=("row",),
+    template=("I", "K"),
+)
+_GRADIENT_ROWS = _by_atomics(
+    "grid_sample_gradient_x_rows",
+    inputs=("row", "pixel", "weight", "cotangent", "options"),
+    outputs=("sums",),
+    template=("T", "I", "K", "LANES"),
+)
+_SPREAD_ROWS = _by_atomics(
+    "grid_sample_gradient_x_spread",
+    atomic_outputs=False,
+    inputs=("row", "weight", "cotangent", "sums", "options", "pixels"),
+    outputs=("d_x",),
+    template=("T", "K", "V", "LANES"),
+    registers=lambda T, V, **_: _SPREAD * (2 + -(-V * T.size // 4)) + V,
+)
 _GRADIENT_X = _by_atomics(
     "grid_sample_gradient_x",
     registers=_scatter_registers,
@@ -79,30 +99,8 @@ _GRADIENT_X = _by_atomics(
     outputs=("d_x",),
     template=("T", "G", "NDIM", "TAPS", "LANES"),
 )
-_FIND_ROWS = _by_atomics(
-    "grid_sample_find_rows",
-    registers=_scatter_registers,
-    inputs=("grid", "size", "options"),
-    outputs=("row",),
-    template=("G", "NDIM", "TAPS"),
-)
-_GRADIENT_ROWS = _by_atomics(
-    "grid_sample_gradient_x_rows",
-    registers=_scatter_registers,
-    inputs=("row", "grid", "cotangent", "size", "options"),
-    outputs=("sums",),
-    template=("T", "G", "NDIM", "TAPS", "LANES"),
-)
 _by_shares: Callable[..., Kernel] = partial(
     Kernel, file="grid_sample/sorted_gradient.metal", large=True
-)
-_SPREAD_ROWS = _by_shares(
-    "grid_sample_gradient_x_spread",
-    file="grid_sample/atomic_gradient.metal",
-    inputs=("row", "sums", "options", "pixels"),
-    outputs=("d_x",),
-    template=("T", "V", "LANES"),
-    registers=lambda V, **_: V,
 )
 _LIST_SHARES = _by_shares(
     "grid_sample_list_shares",
@@ -176,9 +174,11 @@ def heuristic(
     align = dtype.size * (pack & -pack)
     scatter = "sorted" if deterministic else "atomics"
     lanes, scatter_lanes = lanes_for(channels // pack), lanes_for(channels)
-    # Random points of three channels took 146 us on an H200, not 256, in half 114, not 308.
-    near = backend == "cuda" and channels == 3
-    threads = 128 if near else 256
+    # Random points of three channels took 146 us on an H200, not 256, in half 114, not 308; the
+    # gradient of the grid of one in float32 109, not 195.
+    few = backend == "cuda" and channels in (1, 3)
+    near = few and (channels == 3 or dtype.size == 4)
+    threads = 128 if few else 256
     return GridSampleConfig(
         pack, align, lanes, 1, scatter_lanes, scatter, threads=threads, near=near
     )
@@ -233,10 +233,11 @@ class _Job:
     def touches_few(self) -> bool:
         """Whether sums of touched pixels, as if no two taps shared one, are less than of all.
 
-        They are rounded on the way, which takes as long as to write them.
+        They are rounded on the way, which takes as long as to write them; in float32 it would be
+        slower: 1,550 us on an H200, not 1,460.
         """
-        rows = self.points * self.taps
-        return self.cotangent.dtype.size == 2 and 2 * rows <= self.pixels and rows < 2**31 - 1
+        shares = self.points * self.taps
+        return self.cotangent.dtype.size == 2 and 2 * shares <= self.pixels and shares < 2**30 - 1
 
     def bind(
         self,
@@ -288,7 +289,7 @@ def gradient_x(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig)
     """The launches of the gradient for ``x``, whose values it does not read; likewise."""
     job, lanes = _Job(x, grid, options, config), config.scatter_lanes
     if config.scatter == "atomics" and job.touches_few():
-        return _by_rows(job, lanes)
+        return _by_rows(job)
     if config.scatter == "atomics":
         given = [grid, job.cotangent]
         add = job.bind(_GRADIENT_X, given, x.shape, count=job.points, lanes=lanes, init_value=0)
@@ -317,23 +318,23 @@ def gradient_x(x: Spec, grid: Spec, options: Sampling, config: GridSampleConfig)
     return in_order
 
 
-def _by_rows(job: _Job, lanes: int) -> Sampled:
-    """The gradient for ``x`` by float32 sums of the pixels that points touch."""
-    size = math.gcd(job.channels, 8)
-    job.values["V"] = size
-    row, sums = (
-        Spec((job.pixels,), mx.int32),
-        Spec((job.points * job.taps, job.channels), mx.float32),
-    )
-    find = job.bind(_FIND_ROWS, [job.grid], row.shape, count=job.points, init_value=0)
-    given = [row, job.grid, job.cotangent]
-    add = job.bind(_GRADIENT_ROWS, given, sums.shape, count=job.points, lanes=lanes, init_value=0)
-    shape, packs = (job.pixels, job.channels), lanes_for(job.channels // size)
-    groups = -(-job.pixels // _SPREAD)
-    spread = job.bind(_SPREAD_ROWS, [row, sums], shape, count=groups, lanes=packs)
+def _by_rows(job: _Job) -> Sampled:
+    """The gradient for ``x`` by float32 sums of the pixels that some points share."""
+    job.values["V"] = size = math.gcd(job.channels, 8)
+    shares, lanes = job.points * job.taps, lanes_for(job.channels // size)
+    pixel, weight = Spec((shares,), job.index), Spec((shares,), mx.float32)
+    row, sums = Spec((job.pixels,), mx.int32), Spec((shares, job.channels), mx.float32)
+    listing = job.bind(_LIST_SHARES, [job.grid], (shares,), (shares,), count=job.points)
+    find = job.bind(_FIND_ROWS, [pixel], row.shape, count=shares, init_value=0)
+    given = [row, pixel, weight, job.cotangent]
+    add = job.bind(_GRADIENT_ROWS, given, sums.shape, count=shares, lanes=lanes, init_value=0)
+    given, shape = [row, weight, job.cotangent, sums], (job.pixels, job.channels)
+    spread = job.bind(_SPREAD_ROWS, given, shape, count=-(-job.pixels // _SPREAD), lanes=lanes)
 
     def run(x: mx.array, grid: mx.array, cotangent: mx.array) -> mx.array:
-        (row,) = find(grid)
-        return spread(row, *add(row, grid, cotangent))[0].reshape(x.shape)
+        pixel, weight = listing(grid)
+        (row,) = find(pixel)
+        (sums,) = add(row, pixel, weight, cotangent)
+        return spread(row, weight, cotangent, sums)[0].reshape(x.shape)
 
     return run
