@@ -328,7 +328,11 @@ def test_gptq_and_routers(device):
 
 
 NAME = f"{metal.__name__}."
-HOPPER = {"attention_forward_ahead", "attention_backward_once"}
+HOPPER = {"attention_forward_ahead"} | {
+    f"attention_backward_{name}{groups}"
+    for name in ("once", "rows")
+    for groups in ("", "_of_groups")
+}
 ARRAY = re.compile(r"(?:^|[;{}])(?!threadgroup|constant|return)[\w:]+(?:<[^;{}]*>)? \w+\[", re.M)
 
 

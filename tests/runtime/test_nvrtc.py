@@ -70,7 +70,7 @@ def test_attention_by_tensor_operations():
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("width", [96, 128])
+@pytest.mark.parametrize("width", [64, 128])
 def test_attention_on_hopper_gpus(width, monkeypatch):
     """Products of warpgroups go on beside the warps."""
     monkeypatch.setattr(hopper, "device_architecture", lambda: "sm_90")
@@ -81,6 +81,6 @@ def test_attention_on_hopper_gpus(width, monkeypatch):
         out, norms = hopper.forward_ahead(at, hopper.cut("forward", at))(q, k, k, None, None)
         of_all, _ = attention_backward(at)
         mx.eval(of_all([q, k, k, None, None], [out], [out, norms]))
-    assert not any(seen.values()) and len(seen) == 3
+    assert not any(seen.values()) and len(seen) == 4
     products = ["wgmma.wait_group.sync.aligned 1" in ptx for ptx in map(ptx_of, seen)]
-    assert sorted(products) == [False, True, True]
+    assert sorted(products) == [False, False, True, True]

@@ -195,7 +195,7 @@ template <
       if (ROLES == 1 || role == 0) {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          make_weights_of_keys<T, MASK, SOFTCAP, COUNT>(
+          make_weights_of_keys<T, MASK, SOFTCAP, COUNT, TILE>(
               scores[0][b], bent[b], statistics_now, own + 16 * b, query, mask_now, rule, lane);
         }
       }
@@ -220,7 +220,7 @@ template <
       if (ROLES == 1 || role == 1) {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-          make_d_scores<COUNT>(scores[SIDES - 1][b], bent[b], statistics_now, lane);
+          make_d_scores<COUNT, TILE>(scores[SIDES - 1][b], bent[b], statistics_now, lane);
         }
       }
       if (EARLY) {

@@ -4,54 +4,45 @@
 // attention_backward_statistics  for each query what lowers its scores, and delta = sum of d_out * out:
 //                                four queries a SIMD group, grid (32 * ceil(B H L / 4), 1, 1)
 //
-// attention_backward_once        a threadgroup owns ROWS = 16 * SIMDS / SLICES keys of one query head: grid (32 *
-//                                SIMDS * ceil(S / ROWS), H, B), threadgroup (32 * SIMDS, 1, 1)
+// attention_backward_once        a threadgroup owns ROWS = 16 * SIMDS keys of one query head: grid (32 * SIMDS *
+//                                heads side by side, ceil(S / ROWS), B * (H / those heads)), threadgroup
+//                                (32 * SIMDS, 1, 1)
 //
-//   registers     d_keys, d_values  16 keys, a slice of the columns, float
+//   registers     d_keys, d_values  16 keys x all columns, float
 //                 scores, d_weights 16 keys x TILE queries, float
 //                 d_queries         16 queries x a part of the columns, float
 //   threadgroup   keys, values      ROWS rows, T
-//                 queries, d_out    TILE rows each, T; two or three where GPUs copy beside registers
-//                 d_scores          ROWS x TILE, T
-//                 statistics        of TILE queries, as often as those
+//                 queries, d_out    TILE rows each, T; three of them
+//                 d_scores          ROWS x TILE, T; two of them, as of the statistics of TILE queries
 //   device        k and v are read once, q, d_out and statistics once a threadgroup, and d_q is added to
 //
+//   begin scores = keys * queries^T, d_weights = values * d_out^T
 //   for each tile of queries that may see one of the keys:
-//     put queries, d_out and statistics in their places | barrier | start reading the next ones
-//     begin scores = keys * queries^T, d_weights = values * d_out^T
+//     start reading the next one
 //     weights = exp2(scores - lowered), begin d_values += weights * d_out
-//     d_scores = weights * bend * (d_weights - delta), to their place | barrier
+//     d_scores = weights * bend * (d_weights - delta), to their place
+//     put queries, d_out and statistics of the next tile in their places | barrier
 //     begin d_queries = d_scores^T * keys, d_keys += d_scores * queries
-//     add d_queries to d_q
+//     begin scores of the next tile, add d_queries to d_q, begin its d_weights
 //
-// d_q is float32. If GROUPED, heads that share keys add to d_k and d_v, float32 too; else these hold
-// numbers of T, two to a float.
+// attention_backward_rows        sums of 16 rows a SIMD group in q's dtype: grid (128 * ceil(rows / 64), heads of which
+//                                there are sums, B), threadgroup (128, 1, 1)
+//
+// Sums are float32, blocks of 16 rows in the order in which lanes hold them. If GROUPED, heads that share keys add to
+// those of the keys' gradients too; else d_k and d_v hold numbers of T, two to a float.
 
 #include "common/tile_products.metal"
 #include "key_scores.metal"
 #include "score_output.metal"
 
-// As store_rows, added to sums of other threadgroups; WHOLE if there are all columns.
-template <int COUNT, bool WHOLE>
-METAL_FUNC void add_rows(
-    thread const sum_fragment* sums,
-    device atomic<float>* out,
-    ulong stride,
-    int row,
-    int rows,
-    int column,
-    int width,
-    float factor,
-    uint lane) {
-  row += fragment_row(lane);
-  column += fragment_col(lane);
-#pragma unroll
-  for (int p = 0; p < 2; p++) {
-    if (row + 8 * p < rows) {
-      device atomic<float>* to = out + ((row + 8 * p) * stride + column);
-      add_pairs<COUNT>(to, sums, p, factor, WHOLE ? 8 * COUNT : width - column);
-    }
-  }
+// Rows of a head in the sums: whole tiles, whatever their size. Those of a batch: of all query heads, and GROUPED of
+// the key heads twice.
+METAL_FUNC ulong whole_tiles(int rows) {
+  return ulong(rows + 127) / 128 * 128;
+}
+METAL_FUNC ulong rows_of_sums(constant int* sizes, bool grouped) {
+  ulong of_keys = whole_tiles(sizes[KEYS]) * (sizes[HEADS] / sizes[SHARE]);
+  return whole_tiles(sizes[QUERIES]) * sizes[HEADS] + (grouped ? 2 * of_keys : 0);
 }
 
 // What lowers the scores of each of TILE queries, and behind that their deltas.
@@ -108,6 +99,46 @@ template <typename T, int DV>
   }
 }
 
+template <typename T, int D, int DV, int WIDTH, bool GROUPED>
+[[kernel]] void attention_backward_rows(
+    const device float* sums,
+    constant int* sizes,
+    device T* d_q,
+    device T* d_k,
+    device T* d_v,
+    uint3 group [[threadgroup_position_in_grid]],
+    uint simd_group [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  int row = 16 * int(4 * group.x + simd_group), head = int(group.y), heads = sizes[HEADS];
+  ulong before = group.z * rows_of_sums(sizes, GROUPED) + row;
+  device T* out = d_q;
+  int rows = sizes[QUERIES], width = D;
+  if (head < heads) {
+    before += whole_tiles(rows) * head;
+  } else {
+    before += whole_tiles(rows) * heads + whole_tiles(sizes[KEYS]) * (head - heads);
+    head -= heads;
+    heads /= sizes[SHARE];
+    rows = sizes[KEYS];
+    out = head < heads ? d_k : d_v;
+    width = head < heads ? D : DV;
+    head = head % heads;
+  }
+  if (row >= rows) {
+    return;
+  }
+  const device float4* from = reinterpret_cast<const device float4*>(sums + before * WIDTH);
+  sum_fragment own[WIDTH / 8];
+#pragma unroll
+  for (int n = 0; n < WIDTH / 8; n++) {
+    float4 four = from[32 * n + lane];
+    own[n].part[0] = four.xy;
+    own[n].part[1] = four.zw;
+  }
+  out += (ulong(group.z) * rows * heads + head) * width;
+  store_rows<T, WIDTH / 8>(own, out, ulong(heads) * width, row, rows, 0, width, 1.0f, lane);
+}
+
 template <
     typename T,
     typename M,
@@ -118,6 +149,7 @@ template <
     bool AVERAGE,
     bool GROUPED,
     int SLICES,
+    bool KEPT,
     int SIMDS,
     int TILE,
     int RESIDENT,
@@ -137,34 +169,39 @@ template <
     const device float* average,
     constant int* sizes,
     constant float* factors,
-    device atomic<float>* d_q,
+    device atomic<float>* sums,
     device atomic<float>* d_k,
     device atomic<float>* d_v,
     uint3 group [[threadgroup_position_in_grid]],
+    uint3 groups [[threadgroups_per_grid]],
     uint thread_index [[thread_index_in_threadgroup]],
     uint simd_group [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int THREADS = 32 * SIMDS, OWNERS = SIMDS / SLICES, ROWS = 16 * OWNERS;
   // A SIMD group has 16 queries of a tile and a part of their columns.
-  constexpr int PARTS = 16 * SIMDS / TILE, COUNT = TILE / 8;
-  constexpr int WIDTH = rounded_up(larger(D, DV), larger(product_columns() * SLICES, 16 * PARTS));
-  constexpr int STEPS = WIDTH / 16, COLUMNS = WIDTH / SLICES / 8, PART = WIDTH / PARTS / 8;
+  constexpr int PARTS = 16 * SIMDS / TILE, SEEN = TILE / SLICES, COUNT = SEEN / 8;
+  constexpr int WIDTH = rounded_up(larger(D, DV), SLICES * larger(product_columns(), 16 * PARTS));
+  constexpr int STEPS = WIDTH / 16, COLUMNS = WIDTH / SLICES / 8;
+  constexpr int PART = WIDTH / PARTS / SLICES / 8;
+  constexpr int PLACES = SLICES == 1 ? 3 : 2;
   constexpr bool TOGETHER = products_together<T>(OWNERS, SLICES, WIDTH, WIDTH);
-  constexpr int PLACES = TOGETHER ? (SLICES == 1 ? 3 : 2) : 1;
   constexpr int OWN = tile_elements<T, TOGETHER>(ROWS, WIDTH);
   constexpr int OTHER = tile_elements<T, TOGETHER>(TILE, WIDTH);
   constexpr int SCORES = tile_elements<T, TOGETHER>(ROWS, TILE);
-  constexpr int ELEMENTS = 2 * OWN + PLACES * 2 * OTHER + SCORES;
-  constexpr int BYTES = ELEMENTS * sizeof(T) + PLACES * 2 * TILE * sizeof(float);
+  constexpr int ELEMENTS = 2 * OWN + PLACES * 2 * OTHER + 2 * SCORES;
+  constexpr int BYTES = ELEMENTS * sizeof(T) + 4 * TILE * sizeof(float);
   threadgroup tile_packs<declared_packs(BYTES / 16)> tiles;
   threadgroup T* keys = reinterpret_cast<threadgroup T*>(all_packs(tiles));
   threadgroup T *values = keys + OWN, *first_tile = values + OWN;
   threadgroup T* d_scores = first_tile + PLACES * 2 * OTHER;
-  threadgroup float2* first_statistics = reinterpret_cast<threadgroup float2*>(d_scores + SCORES);
+  threadgroup float2* first_statistics =
+      reinterpret_cast<threadgroup float2*>(d_scores + 2 * SCORES);
 
-  uint head = group.y, batch = group.z, kv_head = head / sizes[SHARE];
-  int row = int(group.x) * ROWS, mine = int(simd_group) % OWNERS * 16, own = row + mine;
-  int column = int(simd_group) / OWNERS * COLUMNS * 8;
+  uint3 part = part_of(group, groups, sizes);
+  uint head = part.y, batch = part.z, kv_head = head / sizes[SHARE];
+  int row = int(part.x) * ROWS, slice = SLICES == 1 ? 0 : int(simd_group) / OWNERS;
+  int mine = (int(simd_group) - slice * OWNERS) * 16, own = row + mine;
+  int first_column = slice * COLUMNS * 8;
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
   int first = max(0, row - rule.reach) / TILE * TILE;
   int last = min(rule.queries, row + ROWS - 1 - rule.reach + rule.window);
@@ -176,160 +213,175 @@ template <
   d_reader.skip(first);
   ulong place = (ulong(batch) * sizes[HEADS] + head) * rule.queries;
   const device float2* of_queries = reinterpret_cast<const device float2*>(statistics) + place;
-  float2 held = float2(BLANK, 0.0f);
-  {
-    tile_reader<T, ROWS, D, WIDTH, THREADS, TOGETHER, TOGETHER> k_reader;
-    tile_reader<T, ROWS, DV, WIDTH, THREADS, TOGETHER, TOGETHER> v_reader;
-    k_reader.rows = rows_of(k, k_strides, batch, kv_head, rule.keys);
-    v_reader.rows = rows_of(v, v_strides, batch, kv_head, rule.keys);
-    k_reader.skip(row);
-    v_reader.skip(row);
-    k_reader.fetch(keys, thread_index);
-    v_reader.fetch(values, thread_index);
-    if (TOGETHER) {
-      reader.fetch(first_tile, thread_index);
-      d_reader.fetch(first_tile + OTHER, thread_index);
-      if (thread_index < TILE && first + int(thread_index) < last) {
-        held = of_queries[first + int(thread_index)];
-      }
-    }
-    k_reader.put(keys, thread_index);
-    v_reader.put(values, thread_index);
-  }
+  tile_reader<T, ROWS, D, WIDTH, THREADS, TOGETHER, TOGETHER> k_reader;
+  tile_reader<T, ROWS, DV, WIDTH, THREADS, TOGETHER, TOGETHER> v_reader;
+  k_reader.rows = rows_of(k, k_strides, batch, kv_head, rule.keys);
+  v_reader.rows = rows_of(v, v_strides, batch, kv_head, rule.keys);
+  k_reader.skip(row);
+  v_reader.skip(row);
+  k_reader.fetch(keys, thread_index);
+  reader.fetch(first_tile, thread_index);
+  v_reader.fetch(values, thread_index);
+  d_reader.fetch(first_tile + OTHER, thread_index);
+  bool counted = thread_index < TILE;
+  int i = first + int(thread_index);
+  float2 held = counted && i < last ? of_queries[i] : float2(BLANK, 0.0f);
+  // Scores need no values yet.
+  k_reader.template put<2, false>(keys, thread_index);
+  reader.template put<2>(first_tile, thread_index);
+  put_statistics<TILE>(first_statistics, held, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
 
   sum_fragment d_keys[COLUMNS], d_values[COLUMNS];
   sum_fragment scores[COUNT], d_weights[COUNT];
-  left_fragment<T> d_left[TILE / 16];
+  left_fragment<T> left[SEEN / 16], d_left[SEEN / 16];
   clear<COLUMNS>(d_keys);
   clear<COLUMNS>(d_values);
-  int from = int(simd_group) % (TILE / 16) * 16, part = int(simd_group) / (TILE / 16) * PART;
-  device atomic<float>* to = d_q + (ulong(batch) * rule.queries * sizes[HEADS] + head) * D;
-  const device M* mask_now = mask_from<true>(rule, first);
-  int turn = 0;
+  // They are there before the first product begins.
+  finish_products<0, COLUMNS>(d_keys);
+  finish_products<0, COLUMNS>(d_values);
+  left_fragment<T> own_keys[KEPT ? STEPS : 1], own_values[KEPT ? STEPS : 1];
+  if (KEPT) {
+    load_left_rows<T, STEPS>(
+        own_keys, rows_of(k, k_strides, batch, kv_head, rule.keys), D, own, 0, lane);
+    load_left_rows<T, STEPS>(
+        own_values, rows_of(v, v_strides, batch, kv_head, rule.keys), DV, own, 0, lane);
+  }
+  int seen_first = place_in_tile<T, TILE, WIDTH, TOGETHER>(slice * SEEN, 0);
+  if (KEPT) {
+    begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(scores, own_keys, first_tile + seen_first, 0, lane);
+  } else {
+    begin_rows_by_rows<T, STEPS, COUNT, ROWS, TILE, WIDTH, TOGETHER>(
+        scores, keys, mine, first_tile + seen_first, lane);
+  }
+  v_reader.template put<0, false>(values, thread_index);
+  d_reader.put(first_tile + OTHER, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  finish_products<0, COUNT>(scores);
+  int from = int(simd_group) % (TILE / 16) * 16, column = int(simd_group) / (TILE / 16) * SLICES * PART * 8;
+  ulong before = batch * rows_of_sums(sizes, GROUPED);
+  device atomic<float>* to = sums +
+      ((before + whole_tiles(rule.queries) * head + first + from) * WIDTH + 16 * column);
+  const device M* mask_now = mask_from<true>(rule, first + slice * SEEN);
+  int turn = 0, odd = 0;
   for (int query = first; query < last; query += TILE) {
-    threadgroup T* now = first_tile + turn * 2 * OTHER;
-    threadgroup float2* statistics_now = first_statistics + turn * TILE;
-    if (!TOGETHER) {
-      // Behind this nobody uses the last tiles any more.
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      reader.fetch(now, thread_index);
-      d_reader.fetch(now + OTHER, thread_index);
-      if (thread_index < TILE) {
-        int i = query + int(thread_index);
-        held = i < last ? of_queries[i] : float2(BLANK, 0.0f);
-      }
-    }
-    if (!TOGETHER || query == first) {
-      reader.put(now, thread_index);
-      d_reader.put(now + OTHER, thread_index);
-      put_statistics<TILE>(statistics_now, held, thread_index);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    threadgroup T *now = first_tile + turn * 2 * OTHER, *d_scores_now = d_scores + (SLICES == 1 ? odd : 1) * SCORES;
+    threadgroup float2* statistics_now = first_statistics + odd * TILE;
+    turn = turn == PLACES - 1 ? 0 : turn + 1;
+    odd = 1 - odd;
+    threadgroup T* next = first_tile + turn * 2 * OTHER;
     reader.skip(TILE);
     d_reader.skip(TILE);
-    if (TOGETHER) {
-      turn = turn == PLACES - 1 ? 0 : turn + 1;
-      reader.fetch(first_tile + turn * 2 * OTHER, thread_index);
-      d_reader.fetch(first_tile + (turn * 2 + 1) * OTHER, thread_index);
-      int i = query + TILE + int(thread_index);
-      held = thread_index < TILE && i < last ? of_queries[i] : float2(BLANK, 0.0f);
-    }
+    // Nobody uses what was there before any more.
+    reader.fetch(next, thread_index);
+    d_reader.fetch(next + OTHER, thread_index);
+    i += TILE;
+    held = counted && i < last ? of_queries[i] : float2(BLANK, 0.0f);
 
     sum_fragment bent[COUNT];
-    left_fragment<T> left[TILE / 16];
-    begin_rows_by_rows<T, STEPS, COUNT, ROWS, WIDTH, TOGETHER>(
-        scores, keys, mine, now, lane);
-    begin_rows_by_rows<T, STEPS, COUNT, ROWS, WIDTH, TOGETHER>(
-        d_weights, values, mine, now + OTHER, lane);
-    finish_products<1, COUNT>(scores);
-    finish_products<1, COLUMNS>(d_keys);
-    release_operands<T, TILE / 16>(d_left);
-    make_weights_of_keys<T, MASK, SOFTCAP, COUNT>(
-        scores, bent, statistics_now, own, query, mask_now, rule, lane);
+    if (KEPT) {
+      begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(d_weights, own_values, now + OTHER + seen_first, 0, lane);
+    } else {
+      begin_rows_by_rows<T, STEPS, COUNT, ROWS, TILE, WIDTH, TOGETHER>(
+          d_weights, values, mine, now + OTHER + seen_first, lane);
+    }
+    int seen_from = slice * SEEN;
+    make_weights_of_keys<T, MASK, SOFTCAP, COUNT, TILE>(
+        scores, bent, statistics_now + seen_from / 2, own, query + seen_from, mask_now, rule, lane);
     mask_now += mask_step<true>(rule, TILE);
 #pragma unroll
-    for (int i = 0; i < TILE / 16; i++) {
+    for (int i = 0; i < SEEN / 16; i++) {
       left_from_sums(left[i], scores[2 * i], scores[2 * i + 1]);
     }
-    begin_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(d_values, left, now + OTHER, column, lane);
-    finish_products<1, COUNT>(d_weights);
-    make_d_scores<COUNT>(d_weights, bent, statistics_now, lane);
-#pragma unroll
-    for (int i = 0; i < TILE / 16; i++) {
-      left_from_sums(d_left[i], d_weights[2 * i], d_weights[2 * i + 1]);
-      if (SLICES == 1 || column == 0) {
-        left_fragment<T> seen = d_left[i];
-#pragma unroll
-        for (int p = 0; p < 4; p++) {
-          // What keys that there are not would give may be infinite.
-          uint pair = as_type<uint>(seen.part[p]);
-          pair = own + fragment_row(lane) + p % 2 * 8 < rule.keys ? pair : 0u;
-          seen.part[p] = as_type<metal::vec<T, 2>>(pair);
-        }
-        store_left<T, ROWS, TILE, TOGETHER>(seen, d_scores, mine, 16 * i, lane);
-      }
+    if (SLICES == 1) {
+      begin_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(
+          d_values, left, now + OTHER, 0, lane);
     }
-    if (PLACES == 2) {
-      // Registers are short.
-      finish_products<0, COLUMNS>(d_values);
-      release_operands<T, TILE / 16>(left);
+    finish_products<SLICES == 1 ? 1 : 0, COUNT>(d_weights);
+    make_d_scores<COUNT, TILE>(d_weights, bent, statistics_now + seen_from / 2, lane);
+#pragma unroll
+    for (int i = 0; i < SEEN / 16; i++) {
+      left_from_sums(d_left[i], d_weights[2 * i], d_weights[2 * i + 1]);
+      int column = seen_from + 16 * i;
+      if (SLICES > 1) {
+        store_left<T, ROWS, TILE, TOGETHER>(left[i], d_scores, mine, column, lane);
+      }
+      left_fragment<T> seen = d_left[i];
+#pragma unroll
+      for (int p = 0; p < 4; p++) {
+        // What keys that there are not would give may be infinite.
+        uint pair = as_type<uint>(seen.part[p]);
+        pair = own + fragment_row(lane) + p % 2 * 8 < rule.keys ? pair : 0u;
+        seen.part[p] = as_type<metal::vec<T, 2>>(pair);
+      }
+      store_left<T, ROWS, TILE, TOGETHER>(seen, d_scores_now, mine, column, lane);
+    }
+    // One barrier for these scores and the next tile.
+    reader.template put<0, false>(next, thread_index);
+    d_reader.put(next + OTHER, thread_index);
+    put_statistics<TILE>(first_statistics + odd * TILE, held, thread_index);
+    if (SLICES == 1) {
+      begin_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(d_keys, d_left, now, 0, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     sum_fragment d_queries[PART];
-    left_fragment<T> of_queries_left[ROWS / 16];
-    begin_columns_by_tile<T, ROWS, PART, TILE, WIDTH, TOGETHER>(
-        d_queries, of_queries_left, d_scores, from, keys, 8 * part, lane);
-    begin_weighted_rows<T, TILE, COLUMNS, WIDTH, TOGETHER>(d_keys, d_left, now, column, lane);
-    if (TOGETHER) {
-      // Ahead of the additions, for which this would wait.
-      reader.put(first_tile + turn * 2 * OTHER, thread_index);
-      d_reader.put(first_tile + (turn * 2 + 1) * OTHER, thread_index);
-      put_statistics<TILE>(first_statistics + turn * TILE, held, thread_index);
-    }
-    finish_products<1, PART>(d_queries);
-    if (PLACES != 2) {
+    begin_by_tile<T, ROWS, PART, TILE, WIDTH, TOGETHER, true>(
+        d_queries, d_scores_now, from, keys, column, lane);
+    if (SLICES == 1) {
       finish_products<1, COLUMNS>(d_values);
-      release_operands<T, TILE / 16>(left);
+      finish_products<1, COLUMNS>(d_keys);
+      release_operands<T, SEEN / 16>(left);
+      release_operands<T, SEEN / 16>(d_left);
+    } else {
+      begin_by_tile<T, TILE, COLUMNS, ROWS, WIDTH, TOGETHER, false>(
+          d_values, d_scores, mine, now + OTHER, first_column, lane);
+      finish_products<1, PART>(d_queries);
+      add_block<PART>(to, d_queries, factors[SLOPE], lane);
+      begin_by_tile<T, ROWS, PART, TILE, WIDTH, TOGETHER, true>(
+          d_queries, d_scores_now, from, keys, column + 8 * PART, lane);
+      begin_by_tile<T, TILE, COLUMNS, ROWS, WIDTH, TOGETHER, false>(
+          d_keys, d_scores_now, mine, now, first_column, lane);
+      finish_products<1, COLUMNS>(d_values);
     }
-    release_operands<T, ROWS / 16>(of_queries_left);
-    add_rows<PART, WIDTH == D>(
-        d_queries,
-        to,
-        ulong(sizes[HEADS]) * D,
-        query + from,
-        rule.queries,
-        8 * part,
-        D,
-        factors[SLOPE],
-        lane);
-    if (PLACES == 2) {
-      finish_products<0, COLUMNS>(d_keys);
+    // Behind the last tile there are zeros.
+    if (KEPT) {
+      begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(
+          scores, own_keys, next + seen_first, 0, lane);
+    } else {
+      begin_rows_by_rows<T, STEPS, COUNT, ROWS, TILE, WIDTH, TOGETHER>(
+          scores, keys, mine, next + seen_first, lane);
     }
-  }
-  if (PLACES == 3 && first < last) {
-    finish_products<0, COLUMNS>(d_keys);
+    finish_products<SLICES, PART>(d_queries);
+    add_block<PART>(to + (SLICES - 1) * PART * 128, d_queries, factors[SLOPE], lane);
+    to += TILE * WIDTH;
+    if (SLICES > 1) {
+      finish_products<1, COLUMNS>(d_keys);
+      // Behind this nobody uses this tile and its scores any more.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    finish_products<0, COUNT>(scores);
   }
 
   int kv_heads = sizes[HEADS] / sizes[SHARE];
 #pragma unroll
   for (int i = 0; i < (AVERAGE ? 2 * COLUMNS : 0); i++) {
-    int c = column + i / 2 * 8 + fragment_col(lane);
+    int c = first_column + i / 2 * 8 + fragment_col(lane);
     if (c < DV && head % sizes[SHARE] == 0) {
       const device float* more = average + (ulong(batch) * kv_heads + kv_head) * DV + c;
       d_values[i / 2].part[i % 2] += float2(more[0], more[1]);
     }
   }
-  ulong at = ulong(batch) * rule.keys * kv_heads + kv_head, k_row = ulong(kv_heads) * D;
-  ulong v_row = ulong(kv_heads) * DV;
   if (GROUPED) {
-    add_rows<COLUMNS, WIDTH == D>(
-        d_keys, d_k + at * D, k_row, own, rule.keys, column, D, factors[SLOPE], lane);
-    add_rows<COLUMNS, WIDTH == DV>(
-        d_values, d_v + at * DV, v_row, own, rule.keys, column, DV, 1.0f, lane);
+    before += whole_tiles(rule.queries) * sizes[HEADS] + whole_tiles(rule.keys) * kv_head + own;
+    device atomic<float>* to = sums + (before * WIDTH + 16 * first_column);
+    add_block<COLUMNS>(to, d_keys, factors[SLOPE], lane);
+    add_block<COLUMNS>(to + whole_tiles(rule.keys) * kv_heads * WIDTH, d_values, 1.0f, lane);
   } else {
+    ulong at = ulong(batch) * rule.keys * kv_heads + kv_head, stride = kv_heads;
     device T* k_out = reinterpret_cast<device T*>(d_k) + at * D;
     device T* v_out = reinterpret_cast<device T*>(d_v) + at * DV;
-    store_rows<T, COLUMNS>(d_keys, k_out, k_row, own, rule.keys, column, D, factors[SLOPE], lane);
-    store_rows<T, COLUMNS>(d_values, v_out, v_row, own, rule.keys, column, DV, 1.0f, lane);
+    int first = first_column, rows = rule.keys;
+    store_rows<T, COLUMNS>(d_keys, k_out, stride * D, own, rows, first, D, factors[SLOPE], lane);
+    store_rows<T, COLUMNS>(d_values, v_out, stride * DV, own, rows, first, DV, 1.0f, lane);
   }
 }

@@ -1,15 +1,18 @@
 // Attention of many queries as in forward.metal, where the scores of the next tile are computed beside
-// the products of the last one with the values. Names as there. Keys have two places, values three:
+// the products of the last one with the values. Names as there.
 //
 //   scores = q * keys^T of the first tile
 //   for each tile of keys:
-//     put the next keys and these values in their places | barrier | start reading the ones after
+//     put the next keys and these values in their places, arrive
 //     weights and shrink from the scores
+//     wait for the others | start reading the keys and values AHEAD of these
 //     finish the last sums, sums *= shrink
 //     begin scores of the next tile, sums += weights * values
 //     finish scores
 //
-// SIMDS * 16 queries a threadgroup: grid (32 * SIMDS * ceil(L / ROWS), H, B).
+// From arriving to waiting others may multiply: SIMD groups take turns with their products and weights.
+//
+// SIMDS * 16 queries a threadgroup: grid (32 * SIMDS * heads side by side, ceil(L / ROWS), B * (H / those heads)).
 
 #include "common/tile_products.metal"
 #include "query_scores.metal"
@@ -55,13 +58,17 @@ template <
   constexpr bool TOGETHER = products_together<T>(SIMDS, 1, WIDTH, WIDTH_V);
   constexpr int SIZE = tile_elements<T, TOGETHER>(TILE, WIDTH);
   constexpr int SIZE_V = tile_elements<T, TOGETHER>(TILE, WIDTH_V);
-  constexpr int ELEMENTS = 2 * SIZE + 3 * SIZE_V;
-  threadgroup tile_packs<declared_packs(ELEMENTS * sizeof(T) / 16)> tiles;
+  constexpr int AHEAD = TOGETHER ? 2 : 1;
+  constexpr int ELEMENTS = (AHEAD + 1) * SIZE + (AHEAD + 2) * SIZE_V;
+  threadgroup tile_packs<declared_packs(ELEMENTS * sizeof(T) / 16 + 1)> tiles;
   threadgroup T* keys = reinterpret_cast<threadgroup T*>(all_packs(tiles));
-  threadgroup T* values = keys + 2 * SIZE;
+  threadgroup T* values = keys + (AHEAD + 1) * SIZE;
+  threadgroup ulong* meeting = reinterpret_cast<threadgroup ulong*>(values + (AHEAD + 2) * SIZE_V);
+  start_meeting(meeting, THREADS, thread_index);
 
-  uint head = group.y, batch = group.z, kv_head = head / sizes[SHARE];
-  int row = int(groups.x - 1 - group.x) * ROWS, own = row + 16 * int(simd_group);
+  uint3 part = part_of(group, groups, sizes);
+  uint head = part.y, batch = part.z, kv_head = head / sizes[SHARE];
+  int row = int(groups.y - 1 - part.x) * ROWS, own = row + 16 * int(simd_group);
   score_rule<M> rule = rule_of(mask, mask_strides, sizes, factors, batch, head);
   int last = min(rule.keys, min(row + ROWS, rule.queries) + rule.reach);
   int first = max(0, row + rule.reach - rule.window + 1) / TILE * TILE;
@@ -86,26 +93,27 @@ template <
   clear<COLUMNS>(sums);
   key_reader.put(keys, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  key_reader.skip(TILE);
-  key_reader.fetch(keys + SIZE, thread_index);
-  value_reader.fetch(values, thread_index);
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) {
+    key_reader.skip(TILE);
+    key_reader.fetch(keys + (i + 1) * SIZE, thread_index);
+    value_reader.skip(i == 0 ? 0 : TILE);
+    value_reader.fetch(values + i * SIZE_V, thread_index);
+  }
   begin_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(scores, left, keys, 0, lane);
   finish_products<0, COUNT>(scores);
 
+  // Two groups of copies a tile are on their way.
+  constexpr int LATER = 2 * (AHEAD - 1), BACK = (AHEAD - 1) * TILE;
   const device M* mask_now = mask_from<false>(rule, first);
-  int turn = 0, place = 0;
+  int turn = 0, place = 0, parity = 0;
   for (int key = first; key < last; key += TILE) {
-    threadgroup T *next_keys = keys + (1 - turn) * SIZE, *values_now = values + place * SIZE_V;
-    key_reader.put(next_keys, thread_index);
-    value_reader.put(values_now, thread_index);
-    // Behind this nobody uses the last keys any more, nor the values before the last ones.
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    place = place == 2 ? 0 : place + 1;
-    key_reader.skip(TILE);
-    value_reader.skip(TILE);
-    key_reader.fetch(keys + turn * SIZE, thread_index);
-    value_reader.fetch(values + place * SIZE_V, thread_index);
-    turn = 1 - turn;
+    threadgroup T *last_keys = keys + turn * SIZE, *values_now = values + place * SIZE_V;
+    turn = turn == AHEAD ? 0 : turn + 1;
+    threadgroup T* next_keys = keys + turn * SIZE;
+    key_reader.template put<LATER, false>(next_keys, thread_index, BACK);
+    value_reader.template put<LATER>(values_now, thread_index, BACK);
+    arrive_at(meeting);
 
     sum_fragment bends[COUNT];
     make_scores<MASK, SOFTCAP, false, COUNT>(scores, bends, own, key, mask_now, rule, lane);
@@ -117,6 +125,15 @@ template <
     shrink.x = make_weights<T, COUNT>(scores, 0, unit, top[0], total[0]);
     shrink.y = make_weights<T, COUNT>(scores, 1, unit, top[1], total[1]);
     complete(min(total[0], total[1]));
+    // Behind this nobody uses the last keys any more, nor the values before the last ones.
+    wait_for(meeting, parity);
+    parity = 1 - parity;
+    key_reader.skip(TILE);
+    value_reader.skip(TILE);
+    key_reader.fetch(last_keys, thread_index);
+    value_reader.fetch(
+        values + (place < 2 ? place + AHEAD : place - 2) * SIZE_V, thread_index);
+    place = place == AHEAD + 1 ? 0 : place + 1;
     finish_products<0, COLUMNS>(sums);
     release_operands<T, TILE / 16>(weights);
     // After a few tiles the largest scores seldom change.

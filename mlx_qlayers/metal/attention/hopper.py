@@ -34,14 +34,36 @@ _STATISTICS = _kernel(
     outputs=("statistics",),
     template=("T", "DV"),
 )
-_ONCE = _kernel(
-    "attention_backward_once",
-    "attention/backward_once.metal",
-    inputs=("q", "k", "v", "mask", "d_out", "statistics", "average", "sizes", "factors"),
-    outputs=("d_q", "d_k", "d_v"),
-    template=("T", "M", "D", "DV", "MASK", "SOFTCAP", "AVERAGE", "GROUPED", "SLICES", *_CUT),
-    atomic_outputs=True,
-    threadgroup_memory=lambda **values: _declared("backward", values),
+# The gradients of keys that heads share are sums as those of the queries.
+_OF_KEYS = ("d_k", "d_v")
+_ONCE, _ONCE_OF_GROUPS = (
+    _kernel(
+        f"attention_backward_once{'_of_groups' if grouped else ''}",
+        "attention/backward_once.metal",
+        function="attention_backward_once",
+        inputs=("q", "k", "v", "mask", "d_out", "statistics", "average", "sizes", "factors"),
+        outputs=("sums", *(() if grouped else _OF_KEYS)),
+        omitted=_OF_KEYS if grouped else (),
+        template=(
+            *("T", "M", "D", "DV", "MASK", "SOFTCAP", "AVERAGE", "GROUPED", "SLICES", "KEPT"),
+            *_CUT,
+        ),
+        atomic_outputs=True,
+        threadgroup_memory=lambda **values: _declared("backward", values),
+    )
+    for grouped in (False, True)
+)
+_ROWS, _ROWS_OF_GROUPS = (
+    _kernel(
+        f"attention_backward_rows{'_of_groups' if grouped else ''}",
+        "attention/backward_once.metal",
+        function="attention_backward_rows",
+        inputs=("sums", "sizes"),
+        outputs=("d_q", *(_OF_KEYS if grouped else ())),
+        omitted=() if grouped else _OF_KEYS,
+        template=("T", "D", "DV", "WIDTH", "GROUPED"),
+    )
+    for grouped in (False, True)
 )
 
 
@@ -51,32 +73,33 @@ class Cut:
 
     Attributes:
         simds: SIMD groups of a threadgroup, each with 16 queries forward and 16 keys backward.
-        slices: SIMD groups that share keys backward, each with its part of the columns.
         tile: keys forward, queries backward that it looks at together.
+        slices: SIMD groups that share keys backward, each with its part of a tile's scores and of
+            the columns.
+        kept: whether SIMD groups keep their keys and values in registers backward.
         resident: threadgroups that a multiprocessor should have registers for.
     """
 
     simds: int = 8
     tile: int = 64
     slices: int = 1
+    kept: bool = False
     resident: int = 1
 
     def template(self, kernel: str, at: Launcher) -> dict[str, TemplateValue]:
         """The values of the template's last parameters."""
         values: dict[str, TemplateValue] = {"SIMDS": self.simds, "TILE": self.tile}
         if kernel == "backward":
-            values["SLICES"] = self.slices
+            values |= {"SLICES": self.slices, "KEPT": self.kept}
         widths = {"T": at.q.dtype, "D": at.width, "DV": at.v_width}
-        places = 3 if self.slices == 1 else 2
-        shared = memory(kernel, values | widths, places) if at.device == "cuda" else 0
+        shared = memory(kernel, values | widths, True) if at.device == "cuda" else 0
         return values | {"RESIDENT": self.resident, "SHARED": shared}
 
 
-# By kernel and the widest head. On an H200 gradients of 32 heads of 64, 4,096 queries, took 684 us
-# by the kernels without atomics and 739 by this one, those of 28 of 128 1,133 and 1,070.
-_TABLE: dict[str, dict[int, Cut | None]] = {
-    "forward": {64: Cut(4, resident=3), 128: Cut(4, resident=2)},
-    "backward": {64: None, 128: Cut()},
+# By kernel and the widest head, from the smallest on.
+_TABLE: dict[str, dict[int, Cut]] = {
+    "forward": {64: Cut(4, resident=3), 128: Cut(tile=128)},
+    "backward": {64: Cut(4, kept=True, resident=2), 128: Cut(), 256: Cut(slices=2)},
 }
 # Keys forward, and scores backward, from which they were measured to be faster.
 _LEAST = {"forward": 512, "backward": 1 << 26}
@@ -141,20 +164,40 @@ def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
             threadgroup=(256, 1, 1),
             output_shapes=[norms.shape],
         )
+    # Whole tiles, and on the host products need no more than 16 columns.
+    step = 64 if at.device == "cuda" else 16
+    step = chosen.slices * max(step, 16 * (16 * chosen.simds // chosen.tile))
+    width = -(-max(at.width, at.v_width) // step) * step
+    of_queries, of_keys = (-(-n // 128) * 128 for n in (at.queries, at.keys))
+    kv_heads = at.kv_heads if grouped else 0
+    sums = Spec((at.batch, of_queries * at.heads + 2 * of_keys * kv_heads, width), mx.float32)
+    keys = at.batch, at.keys, at.kv_heads
+    shapes = [(*keys, at.width), (*keys, at.v_width)]
+    d_q = at.batch, at.queries, at.heads, at.width
+    with use_backend(at.device):
+        finish = (_ROWS_OF_GROUPS if grouped else _ROWS).bind(
+            [sums, Spec.of(at.ends[0])],
+            template={
+                "T": dtype,
+                "D": at.width,
+                "DV": at.v_width,
+                "WIDTH": width,
+                "GROUPED": grouped,
+            },
+            grid=(2 * max(of_queries, of_keys), at.heads + 2 * kv_heads, at.batch),
+            threadgroup=(128, 1, 1),
+            output_shapes=[d_q, *shapes] if grouped else [d_q],
+        )
     average = (at.batch, at.kv_heads, at.v_width) if at.average else absent().shape
     # A float holds two numbers of 16 bits.
-    of_keys, packed = (at.batch, at.keys, at.kv_heads), 1 if grouped else 4 // dtype.size
+    packed = [] if grouped else [(*keys, shape[-1] * dtype.size // 4) for shape in shapes]
     launch = _bind(
-        _ONCE,
+        _ONCE_OF_GROUPS if grouped else _ONCE,
         at,
         chosen,
         [out, norms, Spec(average, mx.float32)],
         at.keys * chosen.slices,
-        [
-            (at.batch, at.queries, at.heads, at.width),
-            (*of_keys, at.width // packed),
-            (*of_keys, at.v_width // packed),
-        ],
+        [sums.shape, *packed],
         chosen.template("backward", at) | {"GROUPED": grouped},
         init_value=0,
     )
@@ -162,9 +205,9 @@ def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
     def run(given: list[mx.array], *others: mx.array) -> list[mx.array]:
         out, d_out, norms, average = others
         (statistics,) = prepare([out, d_out, norms])
-        d_q, *sums = launch([*given, d_out, statistics, average, *at.ends])
-        d_k, d_v = (a.astype(dtype) if grouped else a.view(dtype) for a in sums)
-        return [d_q.astype(dtype), d_k, d_v, statistics[..., 1]]
+        sums, *of_keys = launch([*given, d_out, statistics, average, *at.ends])
+        done = finish([sums, at.ends[0]])
+        return [*done, *(a.view(dtype) for a in of_keys), statistics[..., 1]]
 
     return run
 
@@ -180,37 +223,46 @@ def _bind(
     init_value: float | None = None,
 ) -> Bound:
     """The launch of as many threadgroups as own so many rows of all query heads."""
-    threads = 32 * chosen.simds
-    grid = threads * -(-rows // (16 * chosen.simds)), at.heads, at.batch
+    threads, beside = 32 * chosen.simds, _heads_beside(at)
+    grid = threads * beside, -(-rows // (16 * chosen.simds)), at.heads // beside * at.batch
     values["AVERAGE"] = at.average
     return at.bound(kernel, others, grid, (threads, 1, 1), shapes, init_value, **values)
 
 
+def _heads_beside(at: Launcher) -> int:
+    """Heads whose longest loops come first together, so that the last ones to end are short.
+
+    Their queries, outputs and gradients fit into the second level of the cache.
+    """
+    fits = max(1, (32 << 20) // (at.queries * (4 * at.width + 2 * (at.width + at.v_width))))
+    return max(n for n in range(1, min(fits, at.heads) + 1) if at.heads % n == 0)
+
+
 def _declared(kernel: str, values: Mapping[str, Any]) -> int:
     """Bytes of threadgroup memory that a kernel declares; on CUDA it asks for them instead."""
-    return 0 if values["SHARED"] else memory(kernel, values, 1)
+    return 0 if values["SHARED"] else memory(kernel, values, False)
 
 
-def memory(kernel: str, values: Mapping[str, Any], places: int) -> int:
+def memory(kernel: str, values: Mapping[str, Any], together: bool) -> int:
     """Bytes of threadgroup memory that a kernel takes, by the values of its template.
 
     Args:
         kernel: as :func:`cut` has it.
         values: the template's values by name.
-        places: of the gradients' tiles; 1 where no products are made together.
+        together: whether products are made together.
     """
-    size, simds, tile, slices = values["T"].size, values["SIMDS"], values["TILE"], 1
-    step, rows = 16 if places == 1 else 64, 16 * simds
+    size, simds, tile = values["T"].size, values["SIMDS"], values["TILE"]
+    step, rows, slices = 64 if together else 16, 16 * simds, values.get("SLICES", 1)
     if kernel == "backward":
-        slices = values["SLICES"]
-        step, rows = max(step * slices, 16 * (rows // tile)), rows // slices
+        step, rows = slices * max(step, 16 * (rows // tile)), rows // slices
     width, v_width = (-(-values[name] // step) * step for name in ("D", "DV"))
 
     def of(rows: int, width: int) -> int:
-        return tile_bytes(rows, width, size) if places == 1 else rows * width * size
+        return rows * width * size if together else tile_bytes(rows, width, size)
 
     if kernel == "forward":
-        return 2 * of(tile, width) + 3 * of(tile, v_width)
+        ahead = 2 if together else 1
+        return (ahead + 1) * of(tile, width) + (ahead + 2) * of(tile, v_width) + 16
     wide = max(width, v_width)
-    tiles = 2 * of(rows, wide) + 2 * places * of(tile, wide) + of(rows, tile)
-    return tiles + 8 * places * tile
+    tiles = 2 * of(rows, wide) + (6 if slices == 1 else 4) * of(tile, wide) + 2 * of(rows, tile)
+    return tiles + 16 * tile

@@ -4,7 +4,7 @@
 
 // Scores of 16 keys and a tile of queries become weights; `bends` those with the softcap's
 // slope. `statistics` are TILE numbers of each kind: what lowers scores, deltas, factors.
-template <typename T, int MASK, bool SOFTCAP, int COUNT, typename M>
+template <typename T, int MASK, bool SOFTCAP, int COUNT, int TILE, typename M>
 METAL_FUNC void make_weights_of_keys(
     thread sum_fragment* scores,
     thread sum_fragment* bends,
@@ -22,7 +22,7 @@ METAL_FUNC void make_weights_of_keys(
 #pragma unroll
   for (int i = 0; i < 2 * COUNT; i++) {
     int n = i / 2, p = i % 2, at = (8 * n + fragment_col(lane)) / 2;
-    float2 factor = sizeof(T) == 4 ? statistics[8 * COUNT + at] : float2(1.0f);
+    float2 factor = sizeof(T) == 4 ? statistics[TILE + at] : float2(1.0f);
     float2 weight = weights_of<T>(scores[n].part[p], unit, statistics[at], factor);
     scores[n].part[p] = weight;
     bends[n].part[p] = SOFTCAP ? weight * bends[n].part[p] : weight;
@@ -30,7 +30,7 @@ METAL_FUNC void make_weights_of_keys(
 }
 
 // d_weights become d_scores.
-template <int COUNT>
+template <int COUNT, int TILE>
 METAL_FUNC void make_d_scores(
     thread sum_fragment* d_weights,
     thread const sum_fragment* weights,
@@ -39,7 +39,7 @@ METAL_FUNC void make_d_scores(
 #pragma unroll
   for (int i = 0; i < 2 * COUNT; i++) {
     int n = i / 2, p = i % 2;
-    float2 delta = statistics[4 * COUNT + (8 * n + fragment_col(lane)) / 2];
+    float2 delta = statistics[TILE / 2 + (8 * n + fragment_col(lane)) / 2];
     d_weights[n].part[p] = weights[n].part[p] * (d_weights[n].part[p] - delta);
   }
 }

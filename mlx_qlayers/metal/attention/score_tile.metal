@@ -117,9 +117,10 @@ struct tile_reader {
     }
   }
 
-  // Puts it in its place: behind the next barrier it is there. LATER tiles may be fetched already.
-  template <int LATER = 0>
-  METAL_FUNC void put(threadgroup T* tile, uint thread_index) {
+  // Puts the tile that begins `back` rows ahead of `rows` in its place: behind the next barrier it is there. LATER
+  // tiles may be fetched already. Of tiles that are put together only the last has to be SHOWN to products.
+  template <int LATER = 0, bool SHOWN = true>
+  METAL_FUNC void put(threadgroup T* tile, uint thread_index, int back = 0) {
     if (DIRECT) {
       wait_for_copies<LATER>();
     }
@@ -137,13 +138,13 @@ struct tile_reader {
       for (uint index = thread_index; index < ROWS * PADDED; index += THREADS) {
         uint row = index / PADDED, column = index % PADDED;
         T value = T(0);
-        if (int(row) < rows.count && column < WIDTH) {
-          value = rows.at[row * rows.row + column * rows.column];
+        if (int(row) - back < rows.count && column < WIDTH) {
+          value = rows.at[(int(row) - back) * rows.row + column * rows.column];
         }
         tile[place_in_tile<T, ROWS, PADDED, TOGETHER>(row, column)] = value;
       }
     }
-    if (TOGETHER) {
+    if (TOGETHER && SHOWN) {
       show_to_products();
     }
   }
@@ -247,6 +248,13 @@ METAL_FUNC score_rule<M> rule_of(
   rule.scale = factors[SCALE];
   rule.cap = factors[CAP];
   return rule;
+}
+
+// Which rows, head and batch a threadgroup of these has: those of `groups.x` heads, whose arrays fit into the
+// cache together, begin side by side with the same rows.
+METAL_FUNC uint3 part_of(uint3 group, uint3 groups, constant int* sizes) {
+  uint parts = uint(sizes[HEADS]) / groups.x;
+  return uint3(group.y, group.z % parts * groups.x + group.x, group.z / parts);
 }
 
 // What makes the weights of a query again, 2^(score - x) y, from what the forward pass left. In 16 bits

@@ -33,9 +33,9 @@ METAL_FUNC void begin_by_rows(
   multiply_by_rows<T, STEPS, COUNT, WIDTH, TOGETHER>(products, left, tile, column, lane);
 }
 
-// The same over all columns, of rows `row` to `row` + 15 of a tile of ROWS rows. Those of four SIMD groups TOGETHER
-// follow each other.
-template <typename T, int STEPS, int COUNT, int ROWS, int WIDTH, bool TOGETHER>
+// The same over all columns, of rows `row` to `row` + 15 of a tile of ROWS rows with some of OTHERS rows. Those of four
+// SIMD groups TOGETHER follow each other.
+template <typename T, int STEPS, int COUNT, int ROWS, int OTHERS, int WIDTH, bool TOGETHER>
 METAL_FUNC void begin_rows_by_rows(
     thread sum_fragment* products,
     const threadgroup T* left,
@@ -72,34 +72,32 @@ METAL_FUNC void begin_weighted_rows(
   }
 }
 
-// products = left^T * tile: columns `from` to `from` + 15 of a tile of LEFT columns by COUNT * 8 columns
-// from this column on, over the DEPTH rows of both. `held` gets the DEPTH / 16 left operands.
-template <typename T, int DEPTH, int COUNT, int LEFT, int WIDTH, bool TOGETHER>
-METAL_FUNC void begin_columns_by_tile(
-    thread sum_fragment* products,
-    thread left_fragment<T>* held,
+// DOWN: products = left^T * tile, columns `from` to `from` + 15 of a tile of LEFT columns by COUNT * 8 columns from
+// this column on, over the DEPTH rows of both. Else sums += left * tile by rows `from` to `from` + 15 of a tile of
+// LEFT rows, over its DEPTH columns.
+template <typename T, int DEPTH, int COUNT, int LEFT, int WIDTH, bool TOGETHER, bool DOWN>
+METAL_FUNC void begin_by_tile(
+    thread sum_fragment* sums,
     const threadgroup T* left,
     int from,
     const threadgroup T* tile,
     int column,
     uint lane) {
-  constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
-  constexpr int LEFT_STRIDE = tile_stride(LEFT, sizeof(T));
-#pragma unroll
-  for (int n = 0; n < COUNT; n++) {
-    products[n].part[0] = products[n].part[1] = float2(0.0f);
-  }
+  constexpr int STRIDE = tile_stride(DOWN ? LEFT : DEPTH, sizeof(T));
+  left_fragment<T> rows[DEPTH / 16];
 #pragma unroll
   for (int i = 0; i < DEPTH / 16; i++) {
-    load_left_transposed(held[i], left + (16 * i * LEFT_STRIDE + from), LEFT_STRIDE, lane);
-#pragma unroll
-    for (int n = 0; n < COUNT; n += 2) {
-      right_fragment<T> right[2];
-      load_right_pair(right, tile + (16 * i * STRIDE + column + 8 * n), STRIDE, lane);
-      multiply_accumulate(products[n], held[i], right[0]);
-      multiply_accumulate(products[n + 1], held[i], right[1]);
+    if (DOWN) {
+      load_left_transposed(rows[i], left + (16 * i * STRIDE + from), STRIDE, lane);
+    } else {
+      load_left(rows[i], left + (from * STRIDE + 16 * i), STRIDE, lane);
     }
   }
+#pragma unroll
+  for (int n = 0; n < (DOWN ? COUNT : 0); n++) {
+    sums[n].part[0] = sums[n].part[1] = float2(0.0f);
+  }
+  begin_weighted_rows<T, DEPTH, COUNT, WIDTH, TOGETHER>(sums, rows, tile, column, lane);
 }
 
 // Waits for all products that were begun but the LATER last ones; these sums are there.
@@ -123,17 +121,22 @@ METAL_FUNC void store_left(
   }
 }
 
-// Adds half p of the pairs of sums, 8 columns apart, to what other threadgroups add to; `to` is that
-// of this lane's first pair. Those from `columns` on are left out.
+// Adds 16 rows of COUNT * 8 columns to 128 * COUNT sums of other threadgroups too, which lie in the order of
+// the lanes.
 template <int COUNT>
-METAL_FUNC void add_pairs(
-    device atomic<float>* to, thread const sum_fragment* sums, int p, float factor, int columns) {
+METAL_FUNC void add_block(
+    device atomic<float>* to, thread const sum_fragment* sums, float factor, uint lane) {
 #pragma unroll
-  for (int n = 0; n < COUNT; n++) {
-    if (8 * n < columns) {
-      float2 pair = sums[n].part[p] * factor;
-      atomic_fetch_add_explicit(to + 8 * n, pair.x, memory_order_relaxed);
-      atomic_fetch_add_explicit(to + (8 * n + 1), pair.y, memory_order_relaxed);
-    }
+  for (int i = 0; i < 4 * COUNT; i++) {
+    float x = sums[i / 4].part[i / 2 % 2][i % 2] * factor;
+    atomic_fetch_add_explicit(to + (i / 4 * 128 + lane * 4 + i % 4), x, memory_order_relaxed);
   }
+}
+
+// A barrier in two halves, of `count` threads: begun behind an ordinary one, it waits for the others' arrival. Waiting
+// alternates between parity 0 and 1.
+METAL_FUNC void start_meeting(threadgroup ulong* meeting, int count, uint thread_index) {}
+METAL_FUNC void arrive_at(threadgroup ulong* meeting) {}
+METAL_FUNC void wait_for(threadgroup ulong* meeting, int parity) {
+  threadgroup_barrier(mem_flags::mem_threadgroup);
 }

@@ -23,7 +23,12 @@ from tests.gpus import on_gpus
 # What a threadgroup of a Hopper GPU may ask for.
 MOST_MEMORY = 227 * 1024
 ALL = {"window": 9, "softcap": 30.0, "sinks": True}
-KERNELS = {"attention_forward_ahead", "attention_backward_statistics", "attention_backward_once"}
+KERNELS = {
+    "attention_forward_ahead",
+    "attention_backward_statistics",
+    "attention_backward_once",
+    "attention_backward_rows",
+}
 
 
 @pytest.fixture
@@ -46,9 +51,9 @@ def taken():
     [
         # Queries that see no key, heads that share keys, and all that an operation takes.
         ((1, 4, 2, 70, 40, 32, 32), mx.float16, "causal", {}, Cut(simds=2, tile=32)),
-        ((2, 2, 2, 33, 65, 40, 40), mx.bfloat16, "biased", ALL, Cut(simds=2, tile=32)),
-        ((1, 3, 3, 33, 70, 32, 32), mx.float16, "boolean", {}, Cut(simds=4, tile=32)),
-        ((1, 2, 1, 40, 33, 32, 32), mx.bfloat16, "none", {}, Cut(4, 32, slices=2)),
+        ((2, 2, 2, 33, 65, 40, 40), mx.bfloat16, "biased", ALL, Cut(simds=2, tile=16)),
+        ((1, 3, 3, 33, 70, 32, 32), mx.float16, "boolean", {}, Cut(2, 32, kept=True)),
+        ((1, 2, 1, 40, 33, 32, 32), mx.bfloat16, "none", {}, Cut(2, 32, slices=2)),
     ],
     ids=str,
 )
@@ -56,7 +61,8 @@ def test_all_gradients(taken, shape, dtype, kind, extra, chosen):
     taken(chosen)
     with use_backend("host"), checks(), trace() as launches:
         check(attention, shape, dtype, kind, extra)
-    assert {launch.kernel for launch in launches} >= KERNELS
+    # Query heads that share keys have kernels of their own.
+    assert {launch.kernel.removesuffix("_of_groups") for launch in launches} >= KERNELS
 
 
 @on_gpus
@@ -80,7 +86,7 @@ def test_on_a_gpu(gpu, width, dtype, kind, extra, monkeypatch):
 
 def test_views(taken):
     """Rows that cannot be read in packs of 16 bytes."""
-    taken(Cut(simds=2, tile=32))
+    taken(Cut(simds=2, tile=16))
     _, arrays, options = make(3, (1, 4, 2, 40, 40, 40, 40), mx.bfloat16, "causal")
     views = [mx.contiguous(mx.pad(a, [(0, 0)] * 3 + [(3, 2)]))[..., 3:43] for a in arrays]
     with use_backend("host"):
@@ -102,13 +108,12 @@ def launcher(width, **scores):
 def test_who_is_taken():
     with mock.patch.object(hopper, "device_architecture", lambda: "sm_90"):
         for kernel in ("forward", "backward"):
-            for width in (96, 128) if kernel == "backward" else (64, 128):
+            for width in (64, 128, 256) if kernel == "backward" else (64, 128):
                 chosen = hopper.cut(kernel, launcher(width))
                 shared = chosen.template(kernel, launcher(width))["SHARED"]
                 assert 0 < shared <= MOST_MEMORY
             assert hopper.cut(kernel, launcher(264)) is None
         # By atomics sums are added in any order.
         assert hopper.cut("backward", launcher(128, deterministic=True)) is None
-        assert hopper.cut("backward", launcher(64)) is None
         assert hopper.cut("forward", launcher(64, deterministic=True)) is not None
     assert hopper.cut("forward", launcher(64)) is None

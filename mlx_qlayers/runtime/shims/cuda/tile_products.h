@@ -20,21 +20,22 @@ uint4* all_packs(tile_packs<COUNT>&) {
   return reinterpret_cast<uint4*>(msl_dynamic_memory);
 }
 
-#define MSL_BOTH_4 "%16, %17, add, 1, 1, 0, 0;"
+#define MSL_BOTH_4 "%16, %17, add, 1, 1, %19, %20;"
 #define MSL_BOTH_ADD_4 "%18"
-#define MSL_BOTH_8 "%32, %33, add, 1, 1, 0, 0;"
+#define MSL_BOTH_8 "%32, %33, add, 1, 1, %35, %36;"
 #define MSL_BOTH_ADD_8 "%34"
-#define MSL_BOTH_16 "%64, %65, add, 1, 1, 0, 0;"
+#define MSL_BOTH_16 "%64, %65, add, 1, 1, %67, %68;"
 #define MSL_BOTH_ADD_16 "%66"
 
-// As tile_product, with both operands in tiles whose rows are along the depth.
+// As tile_product, with both operands in tiles.
 #define MSL_TILES_PRODUCT(T, name, COUNT, N)                                       \
-  inline void tiles_product_##N(sum_fragment* sum, T, ulong left, ulong right, int add) { \
+  template <bool LEFT_DOWN, bool DOWN>                                             \
+  void tiles_product_##N(sum_fragment* sum, T, ulong left, ulong right, int add) { \
     asm volatile("{ .reg .pred add;\n setp.ne.b32 add, " MSL_BOTH_ADD_##COUNT ", 0;\n"  \
         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name            \
         " {" MSL_NAMES_##COUNT "}, " MSL_BOTH_##COUNT " }"                         \
         : MSL_SUMS_##COUNT(0)                                                      \
-        : "l"(left), "l"(right), "r"(add));                \
+        : "l"(left), "l"(right), "r"(add), "n"(LEFT_DOWN), "n"(DOWN));                \
   }
 #define MSL_TILES_PRODUCTS(T, name)  \
   MSL_TILES_PRODUCT(T, name, 4, 32)  \
@@ -46,16 +47,16 @@ MSL_TILES_PRODUCTS(bfloat, "bf16")
 #undef MSL_TILES_PRODUCT
 #undef MSL_SUM
 
-template <typename T, int COUNT>
+template <typename T, int COUNT, bool LEFT_DOWN, bool DOWN>
 void tiles_product(sum_fragment* sum, ulong left, ulong right, int add) {
   if constexpr (COUNT == 4)
-    tiles_product_32(sum, T(), left, right, add);
+    tiles_product_32<LEFT_DOWN, DOWN>(sum, T(), left, right, add);
   else if constexpr (COUNT == 8)
-    tiles_product_64(sum, T(), left, right, add);
+    tiles_product_64<LEFT_DOWN, DOWN>(sum, T(), left, right, add);
   else
-    tiles_product_128(sum, T(), left, right, add);
+    tiles_product_128<LEFT_DOWN, DOWN>(sum, T(), left, right, add);
 }
-template <typename T, int STEPS, int COUNT, int ROWS, int WIDTH, bool TOGETHER>
+template <typename T, int STEPS, int COUNT, int ROWS, int OTHERS, int WIDTH, bool TOGETHER>
 void begin_rows_by_rows(
     sum_fragment* products, const T* left, int row, const T* tile, uint lane) {
   if constexpr (TOGETHER) {
@@ -67,10 +68,10 @@ void begin_rows_by_rows(
     for (int i = 0; i < STEPS; i++)
 #pragma unroll
       for (int n = 0; n < COUNT; n += PART)
-        tiles_product<T, PART>(
+        tiles_product<T, PART, false, false>(
             products + n,
             rows + (i / 4 * ROWS * 64 + i % 4 * 16) / 8,
-            first + ((i / 4 * COUNT + n) * 8 * 64 + i % 4 * 16) / 8,
+            first + ((i / 4 * OTHERS + 8 * n) * 64 + i % 4 * 16) / 8,
             i > 0);
     go_on();
   } else {
@@ -83,47 +84,38 @@ void begin_rows_by_rows(
   }
 }
 
-template <typename T, int DEPTH, int COUNT, int LEFT, int WIDTH, bool TOGETHER>
-void begin_columns_by_tile(
-    sum_fragment* products,
-    left_fragment<T>* held,
-    const T* left,
-    int from,
-    const T* tile,
-    int column,
-    uint lane) {
+template <typename T, int DEPTH, int COUNT, int LEFT, int WIDTH, bool TOGETHER, bool DOWN>
+void begin_by_tile(
+    sum_fragment* sums, const T* left, int from, const T* tile, int column, uint lane) {
   if constexpr (TOGETHER) {
-    // Through registers: what threads wrote lately, products see behind a fence that waits for all.
-#pragma unroll
-    for (int i = 0; i < DEPTH / 16; i++)
-      load_parts<4, true>(
-          held[i].part,
-          left + place_in_tile<T, DEPTH, LEFT, true>(
-              16 * i + lane % 8 + lane / 16 * 8, from + lane / 8 % 2 * 8));
     constexpr int PART = product_size<COUNT>();
+    ulong rows = tile_operand(left + from / 64 * 64 * (DOWN ? DEPTH : 64), DOWN ? DEPTH * 128 : 0);
     ulong first = tile_operand(tile + column / 64 * (64 * DEPTH) + column % 64, DEPTH * 128);
-    begin_products<COUNT>(products);
+    begin_products<COUNT>(sums);
 #pragma unroll
     for (int i = 0; i < DEPTH / 16; i++)
 #pragma unroll
       for (int n = 0; n < COUNT; n += PART)
-        tile_product<PART, true>(
-            products + n,
-            held[i],
+        tiles_product<T, PART, DOWN, true>(
+            sums + n,
+            rows + (DOWN ? 16 * i * 64 : i / 4 * LEFT * 64 + i % 4 * 16) / 8,
             first + ((n / 8 * DEPTH + 16 * i) * 64 + n % 8 * 8) / 8,
-            i > 0);
+            !DOWN || i > 0);
     go_on();
   } else {
-    constexpr int STRIDE = tile_stride(WIDTH, sizeof(T));
-    constexpr int LEFT_STRIDE = tile_stride(LEFT, sizeof(T));
+    constexpr int STRIDE = tile_stride(DOWN ? LEFT : DEPTH, sizeof(T));
+    auto rows = [&](int i) {
+      left_fragment<T> one;
+      if constexpr (DOWN)
+        load_left_transposed(one, left + (16 * i * STRIDE + from), STRIDE, lane);
+      else
+        load_left(one, left + (from * STRIDE + 16 * i), STRIDE, lane);
+      return one;
+    };
 #pragma unroll
-    for (int n = 0; n < COUNT; n++)
-      products[n].part[0] = products[n].part[1] = float2(0.0f);
-#pragma unroll
-    for (int i = 0; i < DEPTH / 16; i++)
-      load_left_transposed(held[i], left + (16 * i * LEFT_STRIDE + from), LEFT_STRIDE, lane);
-    add_rows_by<STRIDE, DEPTH, COUNT>(
-        products, [&](int i) { return held[i]; }, tile + column, lane);
+    for (int n = 0; n < (DOWN ? COUNT : 0); n++)
+      sums[n].part[0] = sums[n].part[1] = float2(0.0f);
+    add_rows_by<tile_stride(WIDTH, sizeof(T)), DEPTH, COUNT>(sums, rows, tile + column, lane);
   }
 }
 
@@ -159,24 +151,44 @@ void store_left(const left_fragment<T>& f, T* tile, uint row, uint column, uint 
   }
 }
 
-// Offsets are part of the instruction.
-template <int OFFSET>
-void add_pair(float* to, float2 x) {
+template <int COUNT>
+void add_block(atomic<float>* to, const sum_fragment* sums, float factor, uint lane) {
+#pragma unroll
+  for (int n = 0; n < COUNT; n++) {
+    float2 x = sums[n].part[0] * factor, y = sums[n].part[1] * factor;
+    float* at = &to[128 * n + 4 * lane].value;
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0 + %3], {%1, %2};"
-      :: "l"(to), "f"(x.x), "f"(x.y), "n"(4 * OFFSET) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+        :: "l"(at), "f"(x.x), "f"(x.y), "f"(y.x), "f"(y.y) : "memory");
 #else
-  atomicAdd(to + OFFSET, x.x);
-  atomicAdd(to + OFFSET + 1, x.y);
+    atomicAdd(at, x.x);
+    atomicAdd(at + 1, x.y);
+    atomicAdd(at + 2, y.x);
+    atomicAdd(at + 3, y.y);
 #endif
-}
-template <int COUNT, int n = 0>
-void add_pairs(atomic<float>* to, const sum_fragment* sums, int p, float factor, int columns) {
-  if constexpr (n < COUNT) {
-    if (8 * n < columns)
-      add_pair<8 * n>(&to->value, sums[n].part[p] * factor);
-    add_pairs<COUNT, n + 1>(to, sums, p, factor, columns);
   }
+}
+
+inline uint address_of(const ulong* meeting) {
+  return __cvta_generic_to_shared(meeting);
+}
+inline void start_meeting(ulong* meeting, int count, uint thread_index) {
+  if (thread_index == 0)
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(address_of(meeting)), "r"(count));
+}
+inline void arrive_at(ulong* meeting) {
+  asm volatile("{ .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0]; }"
+      :: "r"(address_of(meeting)) : "memory");
+}
+inline void wait_for(ulong* meeting, int parity) {
+#if __CUDA_ARCH__ >= 900
+  uint there;
+  do {
+    asm volatile("{ .reg .pred there;\n"
+        "mbarrier.try_wait.parity.shared.b64 there, [%1], %2;\n selp.b32 %0, 1, 0, there; }"
+        : "=r"(there) : "r"(address_of(meeting)), "r"(parity) : "memory");
+  } while (there == 0);
+#endif
 }
 
 } // namespace mlx::core::cu
