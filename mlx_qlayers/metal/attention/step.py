@@ -272,16 +272,6 @@ def _values(
     )
 
 
-def _optional(
-    given: Sequence[Any], dtype: mx.Dtype, cast: Callable[[Any, mx.Dtype], Any]
-) -> list[Any]:
-    """Of frequencies, mask, sinks and norms those that there are, as the kernel takes them."""
-    freqs, mask, *others = given
-    wanted = [(freqs, mx.float32), *((each, dtype) for each in others)]
-    masks = [] if mask is None else [mask]
-    return masks + [cast(each, kind) for each, kind in wanted if each is not None]
-
-
 def attention_step(
     arrays: Sequence[Any], scale: float, rotation: Rotation, config: Step, epsilon: float = 0.0
 ) -> Callable[..., list[mx.array]]:
@@ -325,11 +315,17 @@ def attention_step(
     kernel = _kernel(packed, *there, joined)
     values = _values(call, rotation, config, split, joined)
     shape, parts = (batch, 1, heads * v_width), (batch, 1, heads, splits, v_width + 2)
-    optional = _optional(arrays[count : count + 5], q.dtype, lambda a, kind: Spec(a.shape, kind))
+    # What may be left out, in the kernel's order: an array's place and its dtype in the launch.
+    kinds = {1: mx.bool_, 0: mx.float32, 2: q.dtype, 3: q.dtype, 4: q.dtype}
+    optional = [(count + i, kind) for i, kind in kinds.items() if arrays[count + i] is not None]
     behind: list[Any] = [tickets] if joined else []
     part_sizes = batch * heads * splits * (v_width + 8 // q.dtype.size)
     launch = kernel.bind(
-        [*arrays[:count], *optional, Spec.of(options), *behind],
+        [
+            *arrays[:count],
+            *[Spec(arrays[i].shape, kind) for i, kind in optional],
+            *(Spec.of(options), *behind),
+        ],
         template=dict(zip(kernel.template, values, strict=True)),
         grid=(threads * (splits + _COPYING), kv_heads * blocks, batch),
         threadgroup=(threads, 1, 1),
@@ -341,9 +337,10 @@ def attention_step(
     combine = attention_combine(parts, q.dtype, None, shape) if split and not joined else None
 
     def run(*arrays: mx.array) -> list[mx.array]:
-        optional = _optional(arrays[count : count + 5], q.dtype, mx.array.astype)
-        given = [*arrays[:count], *optional, options]
-        given += arrays[count + 5 : count + 6] if joined else ()
+        given = [*arrays[:count]]
+        for i, kind in optional:
+            given.append(arrays[i].astype(kind))
+        given += [options, *(arrays[count + 5 : count + 6] if joined else ())]
         outputs = launch(given)[:3]
         if combine is not None:
             outputs[:1] = combine(outputs[:1])
