@@ -89,10 +89,13 @@ def test_wide_heads_are_for_the_forward_kernel_on_cuda(width, dtype, kernel, on,
 @pytest.mark.cuda
 @pytest.mark.parametrize("widths", [(192, 192), (256, 256), (512, 512), (576, 512)], ids=str)
 def test_memory_of_wide_heads_grows_with_the_queries(widths):
-    """Twice the queries and keys take twice the memory, and not that of scores."""
+    """Twice the queries and keys take twice the memory, and not that of scores.
+
+    From 2^30 scores on: so many stock operators may have in turn.
+    """
     taken = []
-    for length in (4096, 8192):
-        q, v = (mx.zeros((1, 4, length, d), mx.bfloat16) for d in widths)
+    for length in (8192, 16384):
+        q, v = (mx.zeros((1, 16, length, d), mx.bfloat16) for d in widths)
         for _ in range(2):  # what is kept for all calls is there after the first
             mx.eval(q, v)
             mx.synchronize()
@@ -100,4 +103,4 @@ def test_memory_of_wide_heads_grows_with_the_queries(widths):
             mx.reset_peak_memory()
             mx.eval(attention(q, q[:, :1], v[:, :1], scale=0.05, mask="causal"))
         taken.append(mx.get_peak_memory() - before)
-    assert taken[1] < min(2.2 * taken[0], 4 * 8192 * 8192)
+    assert taken[1] < min(2.2 * taken[0], 16 * 8192 * 8192)
