@@ -2,7 +2,7 @@
 // in any order: five products where backward.metal and backward_keys.metal need seven. Names as there.
 //
 // attention_backward_statistics  for each query what lowers its scores, and delta = sum of d_out * out:
-//                                four queries a SIMD group, grid (32 * ceil(B H L / 4), 1, 1)
+//                                four queries a SIMD group, grid (256 * ceil(L / 32), H, B)
 //
 // attention_backward_once        a threadgroup owns ROWS = 16 * SIMDS keys of one query head: grid (32 * SIMDS *
 //                                heads side by side, ceil(S / ROWS), B * (H / those heads)), threadgroup
@@ -65,12 +65,12 @@ template <typename T, int DV>
     const constant int* norms_shape,
     device float* statistics,
     uint3 position [[thread_position_in_grid]]) {
-  int heads = norms_shape[1], queries = norms_shape[2], rows = norms_shape[0] * heads * queries;
-  int index = int(position.x / 8), lane = int(position.x % 8), here = min(index, rows - 1);
-  int row = here % queries, head = here / queries % heads, batch = here / queries / heads;
-  head_rows<T> one = rows_of(out, out_strides, batch, head, queries);
-  head_rows<T> other = rows_of(d_out, d_out_strides, batch, head, queries);
+  int queries = norms_shape[2], lane = int(position.x % 8), query = int(position.x / 8);
+  int row = min(query, queries - 1), index = (position.z * norms_shape[1] + position.y) * queries + row;
+  head_rows<T> one = rows_of(out, out_strides, position.z, position.y, queries);
+  head_rows<T> other = rows_of(d_out, d_out_strides, position.z, position.y, queries);
   float delta = 0.0f;
+#pragma unroll
   for (int c = 8 * lane; c < DV; c += 64) {
     const device T* x = one.at + (row * one.row + c * one.column);
     const device T* y = other.at + (row * other.row + c * other.column);
@@ -93,8 +93,8 @@ template <typename T, int DV>
   delta += simd_shuffle_xor(delta, 1);
   delta += simd_shuffle_xor(delta, 2);
   delta += simd_shuffle_xor(delta, 4);
-  if (lane == 0 && index < rows) {
-    statistics[2 * ulong(index)] = norm_of<T>(norms, index, rows).x;
+  if (lane == 0 && query < queries) {
+    statistics[2 * ulong(index)] = norm_of<T>(norms, index, index + 1).x;
     statistics[2 * ulong(index) + 1] = delta;
   }
 }

@@ -155,12 +155,12 @@ def backward_once(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:
     """
     dtype, rows = at.q.dtype, (at.batch, at.heads, at.queries)
     out, norms = Spec((*rows, at.v_width), dtype), Spec((*rows, 2), mx.float32)
-    grouped, count = at.heads != at.kv_heads, 8 * at.batch * at.heads * at.queries
+    grouped = at.heads != at.kv_heads
     with use_backend(at.device):
         prepare = _STATISTICS.bind(
             [out, out, norms],
             template={"T": dtype, "DV": at.v_width},
-            grid=(-(-count // 256) * 256, 1, 1),
+            grid=(-(-at.queries // 32) * 256, at.heads, at.batch),
             threadgroup=(256, 1, 1),
             output_shapes=[norms.shape],
         )
@@ -232,9 +232,9 @@ def _bind(
 def _heads_beside(at: Launcher) -> int:
     """Heads whose longest loops come first together, so that the last ones to end are short.
 
-    Their queries, outputs and gradients fit into the second level of the cache.
+    Their queries, outputs and gradients fit into the second level of the cache, beside keys.
     """
-    fits = max(1, (32 << 20) // (at.queries * (4 * at.width + 2 * (at.width + at.v_width))))
+    fits = max(1, (30 << 20) // (at.queries * (4 * at.width + 2 * (at.width + at.v_width))))
     return max(n for n in range(1, min(fits, at.heads) + 1) if at.heads % n == 0)
 
 
