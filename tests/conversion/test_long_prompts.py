@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -13,8 +15,10 @@ from mlx_lm.utils import dequantize_model
 from numerics import assert_same_model, assert_same_states
 
 from mlx_qlayers import convert_model
+from mlx_qlayers.conversion import compiled as compiled_module
 from mlx_qlayers.conversion import compiled_blocks, fused_blocks, long_prompts
 from mlx_qlayers.ops import gated_parts
+from mlx_qlayers.runtime.backend import Mode, mode
 
 compiled = pytest.mark.parametrize("gpu_path", ["compiled"], indirect=True)
 TOKENS = mx.random.randint(0, VOCABULARY, (1, 40), key=mx.random.key(1))
@@ -123,6 +127,34 @@ def test_a_layer_in_parts(evaluated, parts, bits):
     # Of all layers but the last: attention, half of it, and what comes out; over a packed cache
     # attention, rows, two parts and what comes out, and that twice. What goes in is counted last.
     assert evaluated == [True] * (6 + (2 * 2 * 5 if bits else 2 * 3))
+
+
+@pytest.mark.parametrize("gpu_path", ["kernels"], indirect=True)
+def test_layers_that_compute_in_the_same_memory(evaluated, monkeypatch):
+    """By kernels, as inside a graph: the same each time, and as at once but for roundings."""
+
+    def call(self: compiled_module.Graph, *arrays: mx.array) -> Any:
+        with mode(Mode.INFERENCE):
+            return self.function(*arrays)
+
+    monkeypatch.setattr(compiled_module.Graph, "__call__", call)
+    monkeypatch.setattr(compiled_module.Graph, "ready", lambda self, *_: self)
+    monkeypatch.setattr(long_prompts, "_LEAST", 0)
+    monkeypatch.setattr(gated_parts, "MOST_DENSE", 64 * 256 * 2)
+    config, found = {"num_hidden_layers": 3}, []
+    model = build("qwen2", Architecture(3, config, format=(64, 4, "affine")), mx.bfloat16)
+    convert_model(model, verify=False)
+    for rows in (range(16, 100), range(16, 100), range(0)):
+        monkeypatch.setattr(long_prompts, "_ROWS", rows)
+        evaluated.clear()
+        cache = [c.to_quantized(32, 8) for c in make_prompt_cache(model)]
+        parts = [model(TOKENS[:, a:b], cache=cache) for a, b in ((0, 20), (20, 40))]
+        found.append(mx.concatenate(parts, 1))
+        # Of two layers attention, rows, three parts and what comes out; what goes into each.
+        assert len(evaluated) == 2 * (3 + 2 * 6 * (len(rows) > 0))
+    assert mx.array_equal(*found[:2])
+    parts, whole = (a.astype(mx.float32) for a in found[1:])
+    assert mx.abs(parts - whole).max() < 0.02 * mx.abs(whole).max()
 
 
 @pytest.mark.parametrize(("room", "ahead"), [(0, 1), (1 << 40, 4), (None, 1)])
