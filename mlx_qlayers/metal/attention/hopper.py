@@ -120,7 +120,9 @@ def cut(kernel: str, at: Launcher) -> Cut | None:
     if excluded or size < _LEAST[kernel]:
         return None
     widest = max(at.width, at.v_width)
-    return next((best for width, best in _TABLE[kernel].items() if widest <= width), None)
+    best = next((best for width, best in _TABLE[kernel].items() if widest <= width), None)
+    # Rows without a query would be computed too.
+    return Cut(4) if best and kernel == "forward" and at.queries <= 64 else best
 
 
 def forward_ahead(at: Launcher, chosen: Cut) -> Callable[..., list[mx.array]]:

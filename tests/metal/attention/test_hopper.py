@@ -98,9 +98,9 @@ def test_views(taken):
         assert mx.allclose(x, y, rtol=2e-2, atol=2e-2)
 
 
-def launcher(width, **scores):
-    spec = Spec((1, 8, 4096, width), mx.float16)
-    at = Launcher(AttentionCall(spec, (spec,), (spec,), Scores(0.1, **scores)))
+def launcher(width, queries=4096, **scores):
+    q, k = (Spec((1, 8, n, width), mx.float16) for n in (queries, 4096))
+    at = Launcher(AttentionCall(q, (k,), (k,), Scores(0.1, **scores)))
     at.device = "cuda"
     return at
 
@@ -116,4 +116,7 @@ def test_who_is_taken():
         # By atomics sums are added in any order.
         assert hopper.cut("backward", launcher(128, deterministic=True)) is None
         assert hopper.cut("forward", launcher(64, deterministic=True)) is not None
+        # Of few queries a threadgroup has no more rows than it needs.
+        assert hopper.cut("forward", launcher(128, queries=64)).simds == 4
+        assert hopper.cut("forward", launcher(136, queries=64)) is None
     assert hopper.cut("forward", launcher(64)) is None
