@@ -213,7 +213,7 @@ def test_attention_step(device):
                 continue
             rows = (Spec((1, 1, n), dtype) for n in (2 * share * d, 2 * d, 2 * dv))
             buffers = (Spec((1, 2, n, width), dtype) for n in (size, 256) for width in (d, dv))
-            arrays = *rows, *buffers, Spec((8,), mx.int32), None, mask
+            arrays = *rows, *buffers, Spec((8,), mx.int32), None, mask, None, None, None
             problem = PROBLEMS["attention_step"](dtype, 1, 2 * share, 2, size, d, dv)
             attention_step(arrays, 0.1, Rotation(d), problem.heuristic(device))
 
