@@ -34,7 +34,7 @@ HEADS = ((32, 32, 64), (28, 4, 128), (8, 8, 256))
 ATTENTION = [(*heads, 4096) for heads in HEADS]
 ATTENTION += [(28, 4, 128, 16384), (32, 32, 64, 1024), (32, 8, 128, 2048)]
 # Images, points along an axis, and whether in half precision.
-IMAGES = ((16, 512, 512, 3), 512), ((8, 1024, 1024, 64), 256), ((16, 512, 512, 1), 512)
+IMAGES = ((16, 512, 512, 1), 512), ((16, 512, 512, 3), 512), ((8, 1024, 1024, 64), 256)
 SAMPLING = [(*case, half) for case in IMAGES for half in (False, True)]
 # Rows and columns of a weight, and products of a chain.
 PRODUCTS = [(3584, 3584, 20), (3584, 18944, 6)]
