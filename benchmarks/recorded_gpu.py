@@ -93,6 +93,7 @@ def recorded_gpu() -> Iterator[list[Recorded]]:
         mock.patch.object(mx, "device_info", lambda *_: facts),
         mock.patch.dict(backend.missing, {"cuda": lambda: None}),
         mock.patch.object(compiled, "context", context),
+        mock.patch.object(step_weights, "still_there", list),
         mock.patch.object(
             step_weights, "side_by_side", lambda x: beside(x, zeros((8,), mx.uint64))
         ),

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..layers.qlinear import Counterpart, QEmbedding
-from ..runtime.windows import Window, share_arrays, side_by_side
+from ..runtime.windows import Window, share_arrays, side_by_side, still_there
 
 
 def arrange(model: nn.Module) -> None:
@@ -23,22 +23,23 @@ def arrange(model: nn.Module) -> None:
     """
     if not share_arrays():
         return
-    there, windows = {id(each.y): each for each in windows_of(model)}, list[Window]()
-    for part in model.modules():
-        if arrays := _arrays(part):
-            known = [there[id(a)] for a in arrays if id(a) in there]
-            windows += known if len(known) == len(arrays) else side_by_side(arrays)
+    there = {id(each.y): each for each in windows_of(model)}
+    for part in model.modules():  # which has some twice if they are shared
+        arrays = _arrays(part)
+        if any(id(a) not in there for a in arrays):
+            there |= {id(each.y): each for each in side_by_side(arrays)}
             # What they lay in before is of no size that anybody asks for.
             mx.clear_cache()
     if id(model) not in _windows:
         weakref.finalize(model, _windows.pop, id(model), None).atexit = False
-    _windows[id(model)] = windows
+    _windows[id(model)] = [*there.values()]
 
 
 def windows_of(model: nn.Module) -> list[Window]:
-    """Where the arrays lie that a model still has."""
+    """Where the arrays lie that a model still has, as they were."""
     there = {id(a) for part in model.modules() for a in part.values()}
     windows = [each for each in _windows.get(id(model), ()) if id(each.y) in there]
+    windows = still_there(windows)
     if id(model) in _windows:
         _windows[id(model)] = windows
     return windows

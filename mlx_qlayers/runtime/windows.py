@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import accumulate
+from itertools import accumulate, compress, groupby
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -163,6 +163,19 @@ def beside(arrays: Sequence[mx.array], whole: mx.array) -> list[Window]:
     """Where arrays lie that are side by side in another one."""
     starts = accumulate((_bytes(Spec.of(x)) for x in arrays), initial=0)
     return [Window(x, whole, start) for x, start in zip(arrays, starts, strict=False)]
+
+
+def still_there(windows: Sequence[Window]) -> list[Window]:
+    """Those whose arrays hold what lies there: who writes into an array makes it one by itself."""
+    kept = list[Window]()
+    for _, group in groupby(windows, lambda each: id(each.whole)):
+        some = [*group]
+        parts = (_part(each.whole, each.start, Spec.of(each.y)) for each in some)
+        pairs = zip(parts, some, strict=True)
+        same = [mx.array_equal(part, each.y, equal_nan=True) for part, each in pairs]
+        mx.eval(same)
+        kept += compress(some, map(mx.array.item, same))
+    return kept
 
 
 def _part(whole: mx.array, start: int, spec: Spec) -> mx.array:

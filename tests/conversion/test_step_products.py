@@ -24,6 +24,7 @@ from mlx_qlayers.conversion import (
     compiled_blocks,
     compiled_step,
     step_products,
+    step_weights,
 )
 from mlx_qlayers.conversion.report import FUSED, LEFT
 from mlx_qlayers.layers.qlinear import QLinear
@@ -371,4 +372,7 @@ def test_launches_that_share_arrays(name: str, monkeypatch: pytest.MonkeyPatch) 
         assert mx.array_equal(one.keys, other.keys) and mx.array_equal(one.values, other.values)
     (plan,) = (p for p in compiled_step._plans.values() if p.model() is again)
     assert {id(each) for each in weights} <= {id(each.y) for each in plan.weights}
+    wholes = {id(each.whole) for each in plan.weights}
+    convert_model(again)
+    assert {id(each.whole) for each in step_weights.windows_of(again)} == wholes
     assert not compiled_step.stopped(again)

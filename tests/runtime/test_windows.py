@@ -9,7 +9,7 @@ import pytest
 
 from mlx_qlayers.runtime import windows as windows_module
 from mlx_qlayers.runtime.backend import Mode, mode, use_backend
-from mlx_qlayers.runtime.windows import side_by_side, windows
+from mlx_qlayers.runtime.windows import side_by_side, still_there, windows
 
 from .kernels import AFFINE, GATHER, ROOTS
 
@@ -59,6 +59,14 @@ def test_arrays_side_by_side_stay_what_they_are() -> None:
     for x, one, values, window in zip(arrays, before, numbers, found, strict=True):
         assert x is one is window.y and x.tolist() == values
         assert window.whole.view(mx.uint8)[window.start].item() == x.flatten().view(mx.uint8)[0]
+
+
+def test_an_array_that_was_written_into_lies_by_itself() -> None:
+    arrays = [mx.array([1.0, mx.nan]), mx.ones((3, 4), mx.float16), mx.arange(9)]
+    found = side_by_side(arrays)
+    assert still_there(found) == found
+    arrays[1] += 1
+    assert [each.y is arrays[i] for each, i in zip(still_there(found), (0, 2), strict=True)]
 
 
 def test_a_kernel_finds_an_array_beside_another(layouts: list[Any]) -> None:
