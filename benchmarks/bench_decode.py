@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import time
 from collections.abc import Callable, Iterator
 
@@ -138,6 +139,7 @@ def _behind_prompt(
     model: nn.Module, prompt: mx.array, bits: int | None, args: argparse.Namespace
 ) -> tuple[float, ...]:
     """Milliseconds of a prompt, megabytes at most beside weights, those of its cache, tokens/s."""
+    gc.collect()  # else the last turn's cache may count as there before
     mx.synchronize()
     mx.clear_cache()
     cache, before = make_prompt_cache(model), mx.get_active_memory()
