@@ -13,7 +13,6 @@ from tests.metal.quantized_matmul import test_deferred_norm as deferred
 from tests.metal.quantized_matmul import test_dequantize as dequantize
 from tests.metal.quantized_matmul import test_qmm, test_qmv
 from tests.numerics import random
-from tests.ops import test_gated_parts as gated_parts
 from tests.packed import FORMATS
 
 from . import Cases
@@ -43,8 +42,6 @@ def cases() -> Cases:
                 f"products of a deferred norm, {rows} rows, {taken}",
                 partial(deferred.takes_squares, rows, *taken),
             )
-    for formats in gated_parts.FORMATS:
-        yield f"parts of a gated module {formats}", partial(gated_parts.check, formats, 33)
     yield "qmm, split-K", partial(test_qmm.test_parts_share_the_depth, 2, True)
 
 

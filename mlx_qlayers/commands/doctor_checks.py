@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx.nn import silu
 
 from ..formats import Format
 from ..metal.attention.backward import attention_backward
@@ -25,7 +24,6 @@ from ..ops.exp import exp
 from ..ops.experts import experts_chosen, experts_combined, experts_products
 from ..ops.fused_products import fused_products
 from ..ops.gated_delta import gated_delta
-from ..ops.gated_parts import gated_parts, memory_of
 from ..ops.gather_qmm import gather_qmm
 from ..ops.gptq import gptq
 from ..ops.grid_sample import grid_sample
@@ -147,23 +145,6 @@ def _fused_products() -> Iterator[Check]:
     for rows in (1, 8, 40, 200):
         given = [_normal((rows, 512), mx.bfloat16), weight, *matrices[0], *matrices[1]]
         yield Check(f"norm and gate, {rows} rows", gated, given, 512)
-
-    if backend() == "cuda":
-        up = [mx.concatenate([each] * 8) for each in matrices[0] + matrices[1]]
-        given = [_normal((200, 512), mx.bfloat16), *up, *_packed((512, 576), mx.bfloat16, *fmt)]
-        yield Check("feed-forward in parts", _in_parts, given, 576)
-
-
-def _in_parts(x: mx.array, *packed: mx.array) -> list[mx.array]:
-    """A gated feed-forward module in the memory of one dense matrix."""
-    fmt, (gate, up, down) = Format(64, 4), (packed[i : i + 3] for i in (0, 3, 6))
-    if requested() == "ops":
-        run = _quantized(quantized_matmul, fmt)
-        return [x + run(silu(run(x, *gate)) * run(x, *up), *down)]
-    arrays = *gate, None, *up, None, *down, None
-    y, parts = gated_parts(x, x, arrays, (fmt, fmt), "silu", memory_of(x, len(gate[0]), x))
-    mx.eval(parts)
-    return [y]
 
 
 def _gather_qmm() -> Iterator[Check]:

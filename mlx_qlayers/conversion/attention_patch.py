@@ -39,7 +39,7 @@ def patched_attention(
         out, mask = step.attended(queries, keys, values, scale, mask, sinks)
         if out is not None:
             return out
-    wait(queries, keys, values)
+    wait(queries)
     return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 

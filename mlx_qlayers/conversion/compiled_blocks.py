@@ -21,10 +21,9 @@ from ..formats import Format
 from ..metal.quantized_matmul.qmv import MAX_MATRICES, Gate
 from ..ops.attention_step import Rotation
 from ..ops.fused_products import FUSED_PRODUCTS, defers_norm
-from ..ops.gated_parts import Memory, gated_parts, parts_of
 from ..ops.int8_matmul import fused_int8
 from ..ops.rotary import rotary_embedding
-from ..runtime.backend import Mode, backend, current
+from ..runtime.backend import backend, current
 from ..runtime.windows import rows as part_rows
 from .compiled import operation
 from .step_products import Product
@@ -272,9 +271,7 @@ def heads(
 
 
 @operation
-def tail(
-    out: Packing | None, feed: Static | None, residual: bool, parts: bool = False
-) -> Callable[..., Any]:
+def tail(out: Packing | None, feed: Static | None, residual: bool) -> Callable[..., mx.array]:
     """What follows attention in a decoder layer, as a function of rows and attention.
 
     Args:
@@ -282,8 +279,6 @@ def tail(
         feed: of the feed-forward module: its gated matrices, the one behind them, the activation,
             and the epsilon of the norm ahead of it or None; None if that is no part of it.
         residual: whether the rows that go into it are added to what comes out.
-        parts: whether :func:`~mlx_qlayers.ops.gated_parts.gated_parts` gives the feed-forward
-            module, in memory that comes last: with the result comes what is evaluated before.
     """
     projection = _projection([out]) if out else None
     up, down, gate, eps = feed or (None, None, None, None)
@@ -295,23 +290,15 @@ def tail(
     elif up and down:
         gated, back = _projection([up, up], eps, gate), _projection([down])
 
-    def run(x: mx.array, attended: mx.array, weight: Any, *packed: Any) -> Any:
+    def run(x: mx.array, attended: mx.array, weight: Any, *packed: Any) -> mx.array:
         h, deferred = Stream(x), weight if defers and defers_norm(x) else None
         if projection:
             h = Stream(*projection(packed[:4], joined(attended), None, None, x, deferred))
             packed = packed[4:]
         if gated is None or back is None:
             return h.x
-        if up and down and parts and current.get().mode is Mode.INFERENCE:
-            rows = h.x if eps is None else mx.fast.rms_norm(h.x, weight, eps)
-            flat, before = (a.reshape(-1, a.shape[-1]) for a in (rows, h.x))
-            formats, memory = (up.fmt, down.fmt), Memory(*packed[12:])
-            x, pieces = gated_parts(flat, before, packed[:12], formats, gate, memory)
-            return x.reshape(h.x.shape), [[rows, h.x], *pieces]
         y, other = (*gated(packed[:8], *h.through(weight)), None)[:2]
-        (x,) = back(packed[8:12], y, other, None, h.x if residual else None)
-        if up and parts:
-            return x, [[x, x], *[[x]] * len(parts_of(up.shape[0], 2 * x.shape[-1]))]
+        (x,) = back(packed[8:], y, other, None, h.x if residual else None)
         return x
 
     return run

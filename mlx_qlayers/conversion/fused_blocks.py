@@ -35,7 +35,6 @@ from .compiled_step import STEP
 from .experts import EXPERTS
 from .grouping import grouped
 from .int8_prompts import INT8_PROMPTS
-from .long_prompts import evaluated_in_parts, memory
 from .matcher import Match, Mismatch, recognise
 from .operands import BLOCK_PARTS, Operands, match_of, of_feed_forward, of_heads, of_layers, of_tail
 from .recorder import RECORDED, called
@@ -148,7 +147,7 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
         return after(plan.attended(x, mask, cache), None, *plan.arrays)
     offset = 0 if cache is None else cache.offset
     at = position(offset) if isinstance(offset, int) else offset
-    before, after = plan.bound.get(where) or plan.bind(where, x, at, cache)
+    before, after = plan.bound.get(where) or plan.bind(where, x, at)
     q, k, v = before(x if plan.norm is None else plan.norm(x), at, *plan.heads.arrays)
     if plan.rope is not None:
         options = {} if cache is None else {"offset": offset}
@@ -224,13 +223,9 @@ class _Plan:
         except Exception:
             return False
 
-    def bind(
-        self, where: Any, x: mx.array, at: Any, cache: Any = None
-    ) -> tuple[Any, Callable[..., Any]]:
+    def bind(self, where: Any, x: mx.array, at: Any) -> tuple[Any, Callable[..., Any]]:
         """Both functions where calls are now, for such rows and positions."""
-        before, attended = None, None
-        by_parts = self.is_block and self.heads and memory(x, cache, self.tail.static, self.arrays)
-        after = tail(where, *self.tail.static, True) if by_parts else self._behind(where)
+        before, after, attended = None, self._behind(where), None
         if self.heads:
             before = heads(where, *self.heads.static)
             before = compiled.ready(before, x, at, *self.heads.arrays)
@@ -239,9 +234,7 @@ class _Plan:
             batch, length, _ = x.shape
             shape = batch, count, length, words * 32 // fmt.bits // count
             attended = mx.zeros(shape, x.dtype)
-        after = compiled.ready(after, x, attended, *self.arrays, *(by_parts or ()))
-        after = evaluated_in_parts(after) if by_parts else after
-        self.bound[where] = pair = before, after
+        self.bound[where] = pair = before, compiled.ready(after, x, attended, *self.arrays)
         return pair
 
     def _behind(self, where: Any) -> Callable[..., Any]:

@@ -29,8 +29,6 @@ ON_CUDA = {
     "dequantize_rows",
     "qmv_persistent",
     "attention_forward_ahead",
-    "dequantize_into",
-    "gated_into",
 } | {f"attention_backward_{name}" for name in ("once", "rows", "statistics")}
 TENSORS = {"qmm_tensor", "group_sums", "qmm_codes", "gather_qmm_tensor", "attention_tensor"} | {
     f"attention_tensor_{of}" for of in ("queries", "keys")

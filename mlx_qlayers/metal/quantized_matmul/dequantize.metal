@@ -7,8 +7,7 @@
 //   grid (threads * blocks of columns * blocks of rows, 1, 1), threadgroup (threads, 1, 1), where
 //   `threads` runs are a block of columns and `count` rows a block of rows; no threadgroup memory.
 //
-// shape holds K, the rows of the result, where those of the second and third matrix begin, and which
-// row of each matrix is its first.
+// shape holds K, the rows of the result, and where those of the second and third matrix begin.
 
 #include "packed.metal"
 
@@ -16,7 +15,7 @@
 using namespace metal;
 
 template <typename T, typename S, int mode, int group, int bits, int run, int count, int threads>
-void unpack_block(
+[[kernel]] void dequantize_matrices(
     const device uint* w,
     const device S* scales,
     const device S* biases,
@@ -28,8 +27,8 @@ void unpack_block(
     const device S* biases2,
     constant int* shape,
     device T* y,
-    uint3 place,
-    uint thread_index) {
+    uint3 place [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
   constexpr int length = run * bits / 32;
   int columns = shape[0], rows = shape[1], across = (columns + threads * run - 1) / (threads * run);
   int first = int(place.x) / across * count;
@@ -52,7 +51,6 @@ void unpack_block(
       row -= shape[2];
       from = w1, scale = scales1, bias = biases1;
     }
-    row += shape[4];
     size_t at = size_t(row) * (columns / group) + column / group;
     load_words<length>(
         words[i], from, size_t(row) * (size_t(columns) * bits / 32) + column * bits / 32);
@@ -72,54 +70,6 @@ void unpack_block(
       }
     }
   }
-}
-
-template <typename T, typename S, int mode, int group, int bits, int run, int count, int threads>
-[[kernel]] void dequantize_matrices(
-    const device uint* w,
-    const device S* scales,
-    const device S* biases,
-    const device uint* w1,
-    const device S* scales1,
-    const device S* biases1,
-    const device uint* w2,
-    const device S* scales2,
-    const device S* biases2,
-    constant int* shape,
-    device T* y,
-    uint3 place [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]) {
-  unpack_block<T, S, mode, group, bits, run, count, threads>(
-      w, scales, biases, w1, scales1, biases1, w2, scales2, biases2, shape, y, place, thread_index);
-}
-
-// The same into memory of an array that is there, `room`, once `after` has its values. A product with
-// it that has `zeros` (N0 + N1 + N2) for a bias comes behind this launch.
-template <typename T, typename S, int mode, int group, int bits, int run, int count, int threads>
-[[kernel]] void dequantize_into(
-    const device uint* w,
-    const device S* scales,
-    const device S* biases,
-    const device uint* w1,
-    const device S* scales1,
-    const device S* biases1,
-    const device uint* w2,
-    const device S* scales2,
-    const device S* biases2,
-    constant int* shape,
-    const device T* room,
-    const device T* after,
-    device T* zeros,
-    uint3 place [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]) {
-  int across = (shape[0] + threads * run - 1) / (threads * run);
-  int row = int(place.x) / across * count + int(thread_index);
-  if (int(place.x) % across == 0 && int(thread_index) < count && row < shape[1]) {
-    zeros[row] = T(0);
-  }
-  unpack_block<T, S, mode, group, bits, run, count, threads>(
-      w, scales, biases, w1, scales1, biases1, w2, scales2, biases2, shape, const_cast<device T*>(room),
-      place, thread_index);
 }
 
 // Rows of one matrix by their numbers, as an embedding takes them: y (count, K). Numbers below 0 count

@@ -21,16 +21,16 @@ _ARRAYS = ("w", "scales", "biases")
 
 
 @cache
-def _kernel(matrices: int, affine: bool, into: bool = False) -> Kernel:
+def _kernel(matrices: int, affine: bool) -> Kernel:
     """The kernel without the inputs that there are not."""
     names = [name + number for number in ("", "1", "2") for name in _ARRAYS]
     given = [name for name in names[: 3 * matrices] if affine or not name.startswith("biases")]
     return Kernel(
-        f"dequantize_{'into_' * into}{matrices}{'_affine' * affine}",
+        f"dequantize_{matrices}{'_affine' * affine}",
         "quantized_matmul/dequantize.metal",
-        function="dequantize_into" if into else "dequantize_matrices",
-        inputs=(*given, "shape", *(("room", "after") if into else ())),
-        outputs=("zeros" if into else "y",),
+        function="dequantize_matrices",
+        inputs=(*given, "shape"),
+        outputs=("y",),
         omitted=tuple(name for name in names if name not in given),
         template=("T", "S", "mode", "group", "bits", "run", "count", "threads"),
         # Packed words with their scales and biases, and what a run of them unpacks to.
@@ -54,61 +54,23 @@ def dequantize(
         A function of their w, scales and (affine) biases, one matrix after the other, that gives
         (rows, columns) in ``dtype``: the matrices one below the other.
     """
-    rows = [m.w.shape[0] for m in matrices]
-    return _bound(matrices, fmt, dtype, rows, (sum(rows), fmt.dims(matrices[0].w)))
-
-
-def dequantize_into(
-    matrices: Sequence[PackedMatrix],
-    fmt: Format,
-    span: tuple[int, int],
-    room: Spec | mx.array,
-    after: Spec | mx.array,
-) -> Callable[..., mx.array]:
-    """The launch that unpacks some rows of matrices into memory that is there.
-
-    Args:
-        matrices: specs as for :func:`dequantize`.
-        fmt: group_size, bits and mode.
-        span: the rows of each: from which on, and up to which.
-        room: spec of an array in the dtype of the result, of at least as many elements.
-        after: spec of an array in that dtype.
-
-    Returns:
-        A function of their w, scales and (affine) biases, of ``room`` and of ``after``, which is
-        there before ``room`` is written. It gives zeros (rows of the result,): what adds them is
-        computed when it was.
-    """
-    rows = [span[1] - span[0]] * len(matrices)
-    into = Spec(room.shape, room.dtype), Spec(after.shape, after.dtype)
-    return _bound(matrices, fmt, room.dtype, rows, (sum(rows),), span[0], into)
-
-
-def _bound(
-    matrices: Sequence[PackedMatrix],
-    fmt: Format,
-    dtype: mx.Dtype,
-    rows: list[int],
-    result: tuple[int, ...],
-    first: int = 0,
-    into: tuple[Spec, ...] = (),
-) -> Callable[..., mx.array]:
     arrays = [a for m in matrices for a in m[:3] if a is not None]
-    affine, count = matrices[0].biases is not None, len(arrays)
+    affine = matrices[0].biases is not None
+    rows = [m.w.shape[0] for m in matrices]
     run, columns = _run(fmt.bits), fmt.dims(matrices[0].w)
     threads = _threads(columns // run)
     blocks = -(-columns // (threads * run)) * -(-sum(rows) // _COUNT)
     begins = [sum(rows[:i]) for i in range(1, MAX_MATRICES)]
-    shape = mx.array([columns, sum(rows), *begins, first], mx.int32)
-    launch = _kernel(len(matrices), affine, bool(into)).bind(
-        [*map(Spec.of, arrays), Spec.of(shape), *into],
+    shape = mx.array([columns, sum(rows), *begins], mx.int32)
+    launch = _kernel(len(matrices), affine).bind(
+        [*arrays, shape],
         template=packed_template(fmt, dtype, matrices[0].scales.dtype)
         | {"run": run, "count": _COUNT, "threads": threads},
         grid=(blocks * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[result],
+        output_shapes=[(sum(rows), columns)],
     )
-    return lambda *arrays: launch([*arrays[:count], shape, *arrays[count:]])[0]
+    return lambda *arrays: launch([*arrays, shape])[0]
 
 
 @cache

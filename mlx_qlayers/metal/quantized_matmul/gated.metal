@@ -2,7 +2,7 @@
 // y (M, N) = activation(x[:, :N]) * x[:, N:], rounded once. N is a multiple of 8.
 //
 // A thread computes 8 neighbours; grid (at least M * N / 8, 1, 1), any threadgroup, no threadgroup
-// memory. shape: N / 8, and M times that; in eighths, the columns of y, and where those of x begin there.
+// memory. shape: N / 8, and M times that.
 
 #include "epilogue.metal"
 #include "packed.metal"
@@ -11,7 +11,8 @@
 using namespace metal;
 
 template <typename T, int gate>
-void gate_run(const device T* x, constant int* shape, device T* y, uint i) {
+[[kernel]] void gated_rows(
+    const device T* x, constant int* shape, device T* y, uint i [[thread_position_in_grid]]) {
   constexpr int length = 8 * sizeof(T) / 4, fit = 16 / sizeof(T);
   int runs = shape[0];
   if (int(i) >= shape[1]) {
@@ -19,7 +20,6 @@ void gate_run(const device T* x, constant int* shape, device T* y, uint i) {
   }
   alignas(16) uint first[length], second[length];
   size_t at = (size_t(int(i) / runs) * 2 * runs + int(i) % runs) * 8;
-  size_t to = (size_t(int(i) / runs) * shape[2] + shape[3] + int(i) % runs) * 8;
   load_words<length>(first, x, at);
   load_words<length>(second, x, at + size_t(runs) * 8);
   const thread T* a = reinterpret_cast<const thread T*>(first);
@@ -31,26 +31,6 @@ void gate_run(const device T* x, constant int* shape, device T* y, uint i) {
   }
 #pragma unroll
   for (int j = 0; j < 8; j += fit) {
-    *reinterpret_cast<device uint4*>(y + to + j) = rounded<T>(values + j);
-  }
-}
-
-template <typename T, int gate>
-[[kernel]] void gated_rows(
-    const device T* x, constant int* shape, device T* y, uint i [[thread_position_in_grid]]) {
-  gate_run<T, gate>(x, shape, y, i);
-}
-
-// The same into an array that is there; done (8) is written then, too.
-template <typename T, int gate>
-[[kernel]] void gated_into(
-    const device T* x,
-    constant int* shape,
-    const device T* room,
-    device T* done,
-    uint i [[thread_position_in_grid]]) {
-  gate_run<T, gate>(x, shape, const_cast<device T*>(room), i);
-  if (i < 8) {
-    done[i] = T(0);
+    *reinterpret_cast<device uint4*>(y + size_t(i) * 8 + j) = rounded<T>(values + j);
   }
 }
