@@ -33,7 +33,7 @@ def graph_class(cls: type[nn.Module]) -> type[nn.Module] | Mismatch:
         return Mismatch("its __call__ is no method of a model")
     if len(inspect.signature(call).parameters) != 2:
         return Mismatch("it takes more than an array")
-    failed: list[Exception] = []
+    failed: list[str] = []
 
     def graphed(self: Any, x: Any) -> Any:
         where = compiled.context()
@@ -43,7 +43,7 @@ def graph_class(cls: type[nn.Module]) -> type[nn.Module] | Mismatch:
         try:
             return _graph(where, call, stock, settings, (*self,))(x, *self.values())
         except Exception as error:  # it looks at values, or has settings that cannot be compared
-            failed.append(error)
+            failed.append(repr(error))  # without the arrays that its traceback holds
             return call(self, x)
 
     return made_class(stock, (cls,), {"__call__": graphed, "_fuses": cls}, graph_class)

@@ -123,10 +123,10 @@ def _check_mask(full: tuple[int, ...], array: Any, other: Any) -> None:
         raise ValueError(f"mask must be None, 'causal' or an mx.array, not {other!r}")
 
 
-def check_scale(scale: object) -> None:
-    """Raise a ``ValueError`` for a scale that is no number, or more than float32 holds."""
-    if not is_finite(scale):
-        raise ValueError(f"scale must be a finite number, not {scale!r}")
+def check_number(name: str, number: object) -> None:
+    """Raise a ``ValueError`` for what is no number, or more than float32 holds."""
+    if not is_finite(number):
+        raise ValueError(f"{name} must be a finite number, not {number!r}")
 
 
 def check_rotation(rotation: Any, freqs: Any, width: int) -> None:
@@ -142,7 +142,7 @@ def check_rotation(rotation: Any, freqs: Any, width: int) -> None:
         raise ValueError("one of base and freqs must be given")
     if base is not None and not (is_finite(base) and base > 0):
         raise ValueError(f"base must be a positive number or None, not {base!r}")
-    check_scale(scale)
+    check_number("scale", scale)
     if freqs is not None and freqs.shape != (dims // 2,):
         raise ValueError(f"freqs must have shape ({dims // 2},), not {freqs.shape}")
 
@@ -153,7 +153,7 @@ def is_finite(value: object) -> bool:
 
 
 def _check_numbers(scale: object, window: object, softcap: object) -> None:
-    check_scale(scale)
+    check_number("scale", scale)
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"window must be a positive integer or None, not {window!r}")
     if softcap is not None and not (is_finite(softcap) and softcap > 0):  # type: ignore[operator]

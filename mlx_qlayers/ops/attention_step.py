@@ -18,7 +18,7 @@ from ..reference.attention_step import packed_rows, parts_of_rows
 from ..runtime.backend import backend
 from ..runtime.limits import has_few_registers
 from ..runtime.spec import Spec
-from .attention_checks import check_packed, check_rotation, check_scale
+from .attention_checks import check_number, check_packed, check_rotation
 from .checks import FLOATS, check_floats
 
 __all__ = [
@@ -125,7 +125,8 @@ def _plan(
     call = _checked(arrays)
     q, (batch, kv_heads, size, _) = call.q, call.k_cache[0].shape
     width, v_width, bits = call.width, call.v_width, call.packing[1]
-    check_scale(scale)
+    check_number("scale", scale)
+    check_number("epsilon", epsilon)
     check_rotation(rotation, call.freqs, width)
     share, shape = q.shape[2] // (kv_heads * width), (batch, kv_heads, size, width)
     choice = _choose(q.dtype, share, shape, v_width, bits)

@@ -13,6 +13,7 @@ from ..dispatch.thresholds import source_of, threshold
 from ..metal.gated_delta import launch as kernels
 from ..reference import gated_delta as reference
 from ..runtime.backend import backend
+from .attention_checks import is_finite
 from .checks import FLOATS, check_floats
 
 _NOT_ON_METAL = {"metal": "mlx-lm has a kernel of its own on an Apple GPU"}
@@ -56,12 +57,15 @@ def gated_delta(
     Source: mlx-lm's ``gated_delta_ops``; arXiv 2412.06464.
     """
     arrays = q, k, v, g, beta, state, mask
-    outputs: list[mx.array] = dispatch(_GATED_DELTA, arrays, norms or ())
+    outputs: list[mx.array] = dispatch(_GATED_DELTA, arrays, (norms,))
     return outputs
 
 
-def _plan(arrays: Sequence[Any], *norms: float) -> Plan:
+def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Plan:
     _check(*arrays)
+    numbers = norms if isinstance(norms, tuple | list) else ()
+    if norms is not None and not (len(numbers) == 3 and all(map(is_finite, numbers))):
+        raise ValueError(f"norms must be an epsilon and two factors, finite numbers, not {norms!r}")
     q, _, v, *_ = arrays
     takes = v.size and kernels.takes(q.shape[-1])
     choice = choose(
@@ -71,11 +75,11 @@ def _plan(arrays: Sequence[Any], *norms: float) -> Plan:
         host_gain=threshold("gated_delta_gain", device="host"),
         evidence=source_of("gated_delta_gain"),
     )
-    composed = partial(reference.gated_delta, norms=norms)
+    composed = partial(reference.gated_delta, norms=numbers)
     if choice.path == "ops":
         return Plan(choice, composed)
     return Plan(
-        choice, kernels.gated_delta(arrays, *norms), gradient_of(composed, arrays), composed
+        choice, kernels.gated_delta(arrays, *numbers), gradient_of(composed, arrays), composed
     )
 
 

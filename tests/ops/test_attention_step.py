@@ -311,6 +311,10 @@ HALF = mx.quantize(mx.zeros((1, 2, 40, 64), mx.float16), 64, 4)
         ({4: mx.zeros(())}, r"v_cache must be \(B, Hkv, S, Dv\), not \(\)"),
         ({4: mx.zeros((1, 2, 40, 0)), 2: mx.zeros((1, 1, 0))}, "v_cache must be"),
         ({"scale": 2**200}, "scale must be a finite number, not 160693"),
+        (
+            {"norms": (mx.ones(64), mx.ones(64)), "epsilon": "1"},
+            "epsilon must be a finite number, not '1'",
+        ),
         ({"rotation": 64}, "rotation must be a Rotation, not 64"),
         ({1: mx.zeros((1, 1, 64))}, r"k must be .*\(1, 1, 128\), not .*\(1, 1, 64\)"),
         ({2: mx.zeros((1, 1, 128), mx.float16)}, "v must be .*float32.* not .*float16"),

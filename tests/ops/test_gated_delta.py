@@ -164,6 +164,12 @@ def test_messages(number: int, other: mx.array, message: str) -> None:
         gated_delta(*given)
 
 
+@pytest.mark.parametrize("norms", [3, (1e-6, 1.0), (1e-6, "1", 1.0), (1e-6, float("nan"), 1.0)])
+def test_norms_that_are_no_numbers(norms: Any) -> None:
+    with pytest.raises(ValueError, match="norms must be an epsilon and two factors, finite"):
+        gated_delta(*arrays((1, 3, 1, 2, 32, 8), mx.float32), norms=norms)
+
+
 def test_heads_that_do_not_go_together() -> None:
     q, (_, _, v, *rest) = mx.zeros((1, 3, 3, 32)), arrays((1, 3, 1, 2, 32, 8), mx.float32)
     with pytest.raises(ValueError, match="the 3 heads of q must divide the 2 of v"):
