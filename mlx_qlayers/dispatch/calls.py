@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
+from ..formats import Format
 from ..metal.attention import latent
 from ..metal.attention.layout import rounded
 from ..metal.gather_qmm import experts, gather_qmm
+from ..metal.quantized_matmul.qmm_tensor import tensor_config
 from ..options import Router
 from ..runtime.kernel import Kernel
 from .problem import CALIBRATED_KEYS, CALIBRATED_PROMPTS, CALIBRATED_ROWS, Problem
@@ -74,11 +76,18 @@ class ExpertsProblem(CallProblem):
         return ((experts._combined if self.form[-1] == "sum" else experts._products)(()),)
 
     @property
+    def _shared(self) -> bool:
+        rows, count, each, *_ = self.sizes
+        return experts.share_experts((rows, each), count)
+
+    def variant(self, config: Fixed) -> Any:
+        return self._shared
+
+    @property
     def is_launched(self) -> bool:
         # Where rows seldom share experts sums take the place of the products.
-        (rows, count, each, *_), kind = self.sizes, self.form[-1]
-        shared = experts.share_experts((rows, each), count)
-        return kind not in ("each", "sum") or shared == (kind == "each")
+        kind = self.form[-1]
+        return kind not in ("each", "sum") or self._shared == (kind == "each")
 
     def bytes(self) -> float:
         (rows, count, each, n, k), (_, group, bits, kind) = self.sizes, self.form
@@ -99,6 +108,12 @@ class GatherProblem(CallProblem):
 
     def larger(self) -> Iterator[Problem]:
         return (replace(self, sizes=(self.sizes[0] * n, *self.sizes[1:])) for n in (2, 4, 8))
+
+    def variant(self, config: Fixed) -> Any:
+        (rows, count, _, k), (mode, group, bits) = self.sizes, self.form
+        fmt = Format(group, bits, mode)
+        tensors = tensor_config(rows // count, k, self.dtype, fmt, True)
+        return gather_qmm.gather_qmm_config(rows, count, self.dtype, fmt), tensors
 
     def kernels(self) -> tuple[Kernel, ...]:
         return gather_qmm._LIST, gather_qmm._TILES, gather_qmm._TENSORS
@@ -133,6 +148,9 @@ class LatentProblem(CallProblem):
 
     family = "latent_attention"
     calibrated = CALIBRATED_KEYS
+
+    def variant(self, config: Fixed) -> Any:
+        return latent.splits_of(self.sizes[0]) > 1
 
     def kernels(self) -> tuple[Kernel, ...]:
         return (latent._kernel(False),)

@@ -81,11 +81,13 @@ def device_kind() -> str | None:
 
 @cache
 def device_name() -> str:
-    """The architecture of MLX's GPU, else ``"cpu"``."""
-    if device_kind():
-        facts = mx.device_info()
-        return str(facts.get("architecture") or facts.get("device_name", "gpu")).replace(" ", "_")
-    return "cpu"
+    """The name of an Apple GPU, of an NVIDIA GPU its architecture; without one ``"cpu"``."""
+    if (kind := device_kind()) is None:
+        return "cpu"
+    facts = mx.device_info(mx.gpu)
+    # An M4 Pro and an M4 Max have one architecture and half and all of the cores and bandwidth.
+    names = ("device_name", "architecture") if kind == "metal" else ("architecture", "device_name")
+    return str(next(filter(None, map(facts.get, names)), "gpu")).replace(" ", "_")
 
 
 def file_of(device: str) -> str | None:

@@ -189,13 +189,17 @@ def _found(epoch: int, family: str, device: str, question: tuple[Hashable, ...])
 
 
 def _of_larger(problem: Problem, name: str, device: str) -> Found | None:
-    """What was measured on this machine of the next larger of a family's problems."""
+    """What was measured on this machine of the next larger problem, if its kernel is the same."""
     for larger in problem.larger():
         if (best := lookup(larger, name)) is not None:
             # To unpack a matrix first may not pay for fewer rows.
             compared = best.path not in ("dequantized", "uncompared")
-            here = compared and best.evidence.source == "measured here"
-            return best._replace(config=problem.heuristic(device)) if here else None
+            config = problem.heuristic(device)
+            same = type(config) is type(best.config) and (
+                problem.variant(config) == larger.variant(best.config)
+            )
+            here = compared and same and best.evidence.source == "measured here"
+            return best._replace(config=config) if here else None
     return None
 
 

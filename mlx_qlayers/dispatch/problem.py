@@ -85,6 +85,10 @@ class Problem(ABC):
     def bucket(self) -> tuple[tuple[int, ...], str]:
         """The shape and the rest of what matters; problems of which they agree share results."""
 
+    def variant(self, config: Any) -> Any:
+        """What tells the text and template of a configuration from those of other sizes."""
+        return config
+
     def larger(self) -> Iterator[Problem]:
         """The same with the next more rows, or keys, of which a device is calibrated."""
         return iter(())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
 from ..formats import Format
 from ..metal.attention.layout import rounded
 from ..metal.quantized_matmul import qmm, qmv
+from ..metal.quantized_matmul.qmm_tensor import codes_config, tensor_config
 from ..metal.quantized_matmul.qmv_config import (
     QmvConfig,
     QmvMatrixConfig,
@@ -197,6 +198,11 @@ class QmmProblem(Problem):
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         return (rounded(self.m), self.n, self.k), form_of(self.fmt, self.transpose)
+
+    def variant(self, config: qmm.QmmConfig) -> Any:
+        """With those of the kernels that run on tensor operations."""
+        rest = self.k, self.dtype, self.fmt, self.transpose
+        return config, tensor_config(self.m, *rest), codes_config(self.m)
 
     def larger(self) -> Iterator[Problem]:
         return with_more(self, "m", CALIBRATED_PROMPTS)

@@ -134,6 +134,11 @@ class AttentionDecodeProblem(Problem):
         shape = self.caches, self.rows, rounded(self.keys), self.width, self.v_width
         return shape, f"bits-{self.bits}"
 
+    def variant(self, config: decode.Decode | decode.Serial) -> Any:
+        if isinstance(config, decode.Serial):
+            return config
+        return replace(config, min_keys=1, max_splits=1), config.splits(self.keys) > 1
+
     def larger(self) -> Iterator[Problem]:
         return with_more(self, "keys", CALIBRATED_KEYS)
 
@@ -190,6 +195,9 @@ class AttentionStepProblem(Problem):
     def bucket(self) -> tuple[tuple[int, ...], str]:
         heads = self.batch, self.heads, self.kv_heads
         return (*heads, rounded(self.size), self.width, self.v_width), ""
+
+    def variant(self, config: step.Step) -> step.Step:
+        return replace(config, splits=min(config.splits, 1), tail_splits=1)
 
     def larger(self) -> Iterator[Problem]:
         return with_more(self, "size", CALIBRATED_KEYS)

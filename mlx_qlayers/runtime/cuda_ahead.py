@@ -251,7 +251,7 @@ def _includes() -> list[str]:
 @cache
 def device_architecture() -> str:
     """As ``sm_90``; empty where there is no NVIDIA GPU."""
-    return str(mx.device_info()["architecture"]) if mx.cuda.is_available() else ""
+    return str(mx.device_info(mx.gpu)["architecture"]) if mx.cuda.is_available() else ""
 
 
 @cache

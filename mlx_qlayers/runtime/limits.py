@@ -42,12 +42,12 @@ def cuda_shared_memory() -> int:
 
     Source: CUDA C++ Programming Guide, technical specifications per compute capability.
     """
-    name = str(mx.device_info().get("architecture")) if mx.cuda.is_available() else "sm_90"
+    name = str(mx.device_info(mx.gpu).get("architecture")) if mx.cuda.is_available() else "sm_90"
     return _CUDA_SHARED.get(name, 99) * 1024
 
 
 @cache
 def has_few_registers() -> bool:
     """Whether the Apple GPU of this machine is an M1 or M2, or of a kind that does not say."""
-    found = re.match(r"applegpu_g(\d+)", str(mx.device_info().get("architecture")))
+    found = re.match(r"applegpu_g(\d+)", str(mx.device_info(mx.gpu).get("architecture")))
     return found is None or int(found[1]) < 15

@@ -27,7 +27,7 @@ def missing() -> str | None:
     """
     if not mx.metal.is_available():
         return "there is no Apple GPU"
-    name = str(mx.device_info().get("architecture"))
+    name = str(mx.device_info(mx.gpu).get("architecture"))
     found = re.match(r"applegpu_g(\d+)(p?)", name)
     least = _OF_PHONES if found and found[2] else _GENERATION
     if found is None or int(found[1]) < least:

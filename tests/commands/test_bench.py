@@ -85,7 +85,7 @@ def test_unknown_names(suite: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_small_machines_make_small_runs(
     suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mx, "device_info", lambda: {"memory_size": 8 * 2**30})
+    monkeypatch.setattr(mx, "device_info", lambda *_: {"memory_size": 8 * 2**30})
     monkeypatch.setattr(suite, "QUICK_REPEATS", 1)
     folder = suite.run(tmp_path, only=["grid_sample"])
     assert "1x8x8x3" in (folder / "grid_sample.csv").read_text()

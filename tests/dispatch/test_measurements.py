@@ -165,7 +165,9 @@ def test_rows_of_a_bucket_share_a_result():
 
 HEADS = (1, 8, 2)
 PROMPT = (*HEADS, 2048, 2048, 64, 64), mx.bfloat16, True
-STEP = mx.bfloat16, *HEADS, 1024, 64, 64
+EXPERTS = (64, 4, 2, 64, 128), mx.bfloat16, ("affine", 64, 4, "gate")
+LATENT = (256, 1, 4, 64, 32), mx.float16, ()
+STEP = mx.bfloat16, *HEADS, 4096, 64, 64
 
 
 @pytest.mark.parametrize("path", ["kernel", "stock", "tensor", "codes"])
@@ -174,7 +176,7 @@ def test_sizes_between_two_that_were_measured_go_by_the_larger(path):
     cases = [
         ("qmm", (512, 64, 64, mx.bfloat16, FMT, True), 0, (100, 600)),
         ("attention_forward", PROMPT, None, shorter),
-        ("attention_step", STEP, 4, (512, 2048)),
+        ("attention_step", STEP, 4, (2048, 8192)),
         ("attention_decode", (mx.bfloat16, 4, 64, 64, 0, 2, 4096), 6, (2048, 8192)),
     ]
     for family, question, at, sizes in cases:
@@ -186,6 +188,40 @@ def test_sizes_between_two_that_were_measured_go_by_the_larger(path):
         assert answers[0].path == path and answers[1] is None, family
 
 
+@pytest.mark.parametrize(
+    ("family", "question", "other", "device"),
+    [
+        # Three rows of bfloat16 go without matrix units, and nine take two fragments.
+        ("qmv", (4, *QUESTION[1:]), (3, *QUESTION[1:]), "metal"),
+        ("qmv", (16, *QUESTION[1:]), (7, *QUESTION[1:]), "metal"),
+        # So few keys are not split.
+        ("attention_step", STEP, (*STEP[:4], 512, *STEP[5:]), "cuda"),
+        # Half a tile of rows.
+        (
+            "qmm",
+            (64, 64, 64, mx.bfloat16, FMT, True),
+            (24, 64, 64, mx.bfloat16, FMT, True),
+            "metal",
+        ),
+        # Rows that share experts seldom.
+        ("experts", EXPERTS, ((2, *EXPERTS[0][1:]), *EXPERTS[1:]), "metal"),
+        ("latent_attention", LATENT, ((100, *LATENT[0][1:]), *LATENT[1:]), "metal"),
+    ],
+)
+def test_but_never_by_another_kernel_or_template(family, question, other, device, monkeypatch):
+    monkeypatch.setattr(entries, "device_kind", lambda: device)
+    keep(family, question, PROBLEMS[family](*question).heuristic(device), path="stock")
+    assert found(family, *question, device=device).path == "stock"
+    assert found(family, *other, device=device) is None
+
+
+def test_rows_of_one_template_go_by_the_larger(monkeypatch):
+    monkeypatch.setattr(entries, "device_kind", lambda: "metal")
+    keep(question=(8, *QUESTION[1:]), config=PROBLEMS["qmv"](8, *QUESTION[1:]).heuristic("metal"))
+    answers = [found("qmv", rows, *QUESTION[1:], device="metal") for rows in (3, 5, 6, 7, 9)]
+    assert [each and each.path for each in answers] == [None, "kernel", "kernel", "kernel", None]
+
+
 @pytest.mark.parametrize("path", ["dequantized", "uncompared"])
 def test_but_not_by_what_depends_on_rows_or_was_not_compared(path):
     question = (64, 64, mx.bfloat16, FMT, True)
@@ -195,7 +231,7 @@ def test_but_not_by_what_depends_on_rows_or_was_not_compared(path):
 
 def test_steps_go_to_stock_where_that_was_faster(monkeypatch):
     monkeypatch.setitem(backends.missing, "cuda", lambda: None)
-    given = mx.bfloat16, 4, (1, 2, 1000, 64), 64
+    given = mx.bfloat16, 4, (1, 2, 4000, 64), 64
     assert why_not(*given) is None
     keep("attention_step", STEP)
     assert why_not(*given) is None
@@ -311,7 +347,7 @@ def test_an_operation_of_one_kernel_goes_by_what_won(path, expected, monkeypatch
     question = (256, 1, 4, 64, 32), mx.float16, ()
     if path:
         keep("latent_attention", question, path=path)
-    asked = "latent_attention", (100, *question[0][1:]), *question[1:]
+    asked = "latent_attention", (200, *question[0][1:]), *question[1:]
     assert choose_measured("op", ("cuda",), *asked)[1:] == expected
     assert choose_measured("op", (), *asked).path == "ops"
 

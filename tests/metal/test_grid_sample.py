@@ -358,7 +358,7 @@ def test_any_call(call):
 @on_gpus
 def test_offsets_beyond_32_bits(gpu):
     """The last pixels of an image of 2^32 elements and 8 GB, forward and backward."""
-    facts = mx.device_info()
+    facts = mx.device_info(mx.gpu)
     memory = facts.get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if min(memory, 4 * facts.get("max_buffer_length", memory)) < 2**35:
         pytest.skip("needs 32 GB")

@@ -44,7 +44,7 @@ def test_gates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": gpu})
+    monkeypatch.setattr(mx, "device_info", lambda *_: {"architecture": gpu})
     monkeypatch.setattr(platform, "mac_ver", lambda: (system, (), ""))
     monkeypatch.setattr(tensor_ops, "_defines", lambda macro: macro in macros)
     for expected, found in ((why, tensor_ops.missing()), (no_codes, tensor_ops.missing_codes())):

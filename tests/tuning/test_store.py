@@ -294,3 +294,20 @@ def test_a_configuration_that_no_kernel_takes_is_left_alone(change, checked, mon
     assert y.tolist() == [[128.0] * 40] * 3
     told = problem.key if checked else "quantized_matmul"
     assert any(d.path == "ignored" and told in d.reason for d in explain())
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "name"),
+    [
+        ("metal", {"architecture": "applegpu_g16s", "device_name": "Apple M4 Pro"}, "Apple_M4_Pro"),
+        ("metal", {"architecture": "applegpu_g16s", "device_name": "Apple M4 Max"}, "Apple_M4_Max"),
+        ("cuda", {"architecture": "sm_90", "device_name": "NVIDIA H200"}, "sm_90"),
+        ("metal", {}, "gpu"),
+        (None, {}, "cpu"),
+    ],
+)
+def test_results_belong_to_a_gpu_whatever_the_default_device_is(kind, facts, name, monkeypatch):
+    """Pros and Maxes have one architecture, and not one speed."""
+    monkeypatch.setattr(entries, "device_kind", lambda: kind)
+    monkeypatch.setattr(mx, "device_info", lambda device=mx.cpu: facts if device == mx.gpu else {})
+    assert entries.device_name.__wrapped__() == name

@@ -32,6 +32,11 @@ def takes(q: Spec, r: Spec, rows: int) -> bool:
     return fits and q.size > 0 and rows >= CONSTANT_BELOW
 
 
+def splits_of(rows: int) -> int:
+    """Into how many splits so many rows are cut."""
+    return max(1, min(rows // _MIN_ROWS, _MAX_SPLITS))
+
+
 def _registers(D: int, R: int, heads: int, **_: object) -> int:
     return (heads + 2) * (D + R) // 32 + D // 32 + heads
 
@@ -77,7 +82,7 @@ def latent_step(
     """
     (batch, heads, _, width), rows = q.shape, c.shape[2]
     each = _heads(width, r.shape[3])
-    splits = max(1, min(rows // _MIN_ROWS, _MAX_SPLITS))
+    splits = splits_of(rows)
     (bits,) = unpack("i", pack("f", scale * log2(e)))
     per_batch = mask is not None and mask.shape[0] > 1
     options = mx.array([bits, splits, heads, rows, per_batch], mx.int32)
