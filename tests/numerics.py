@@ -8,7 +8,6 @@ of its own.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -24,8 +23,6 @@ EPSILON = {
 }
 # The same in units of float32's, in which sums of terms count roundings.
 IN_FLOAT32 = {dtype: unit / EPSILON[mx.float32] for dtype, unit in EPSILON.items()}
-# Share of a term by which TF32 may change it: of both factors it keeps 10 bits behind the first.
-_TF32 = 2 * 2.0**-10
 # Roundings that an element of a float32 function may carry into a finite difference.
 _ROUNDINGS = 8
 # Units in the last place by which two float32 models of a few layers may differ that add up in
@@ -70,17 +67,6 @@ def random(
 ) -> mx.array:
     """Normal numbers that ``dtype`` holds exactly, so that :func:`to64` gives the very inputs."""
     return round_to(scale * rng.normal(size=shape), dtype)
-
-
-def in_tf32(terms: float) -> float:
-    """Sums of absolute terms as :func:`assert_accurate` takes them, of MLX's dense products.
-
-    They are for operations that promise no more in float32 than MLX's own, and say so. On CUDA
-    those round to TF32, unless the environment forbids it; elsewhere nothing is granted.
-    """
-    if not mx.cuda.is_available() or os.environ.get("MLX_ENABLE_TF32") == "0":
-        return 0.0
-    return terms * _TF32 / EPSILON[mx.float32]
 
 
 def behind_one(array: mx.array) -> mx.array:

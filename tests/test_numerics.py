@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from numerics import assert_accurate, assert_gradient, in_tf32, random, round_to, to64
+from numerics import assert_accurate, assert_gradient, random, round_to, to64
 
 
 def product(dtype):
@@ -54,19 +54,3 @@ def test_a_gradient_that_is_off_by_a_thousandth_fails():
     assert_gradient(mx.sin, [x], rng)
     with pytest.raises(AssertionError, match="gradient of argument 0"):
         assert_gradient(wrong, [x], rng)
-
-
-def test_tf32_is_granted_on_cuda_only(monkeypatch):
-    assert in_tf32(1.0) == 0.0 or mx.cuda.is_available()
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
-    rng = np.random.default_rng(0)
-    a, b = (rng.normal(size=s).astype(np.float32) for s in ((5, 64), (64, 5)))
-    cut = [(x.view(np.uint32) & 0xFFFFE000).view(np.float32).astype(np.float64) for x in (a, b)]
-    truth, terms = to64(a) @ to64(b), (np.abs(a) @ np.abs(b)).max()
-    found = mx.array((cut[0] @ cut[1]).astype(np.float32))
-    assert_accurate(found, truth, a @ b, terms=in_tf32(terms))
-    with pytest.raises(AssertionError, match="allowed"):
-        assert_accurate(found, truth, a @ b)
-    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
-    assert in_tf32(1.0) == 0.0

@@ -22,6 +22,7 @@ class DeformConv2d(nn.Module):
         dilation: from tap to tap.
         groups: of channels, each with weights of its own.
         bias: whether there is one.
+        allow_tf32: let GPUs round the product's float32 inputs to TF32.
 
     Raises:
         ValueError: ``groups`` does not divide the channels.
@@ -46,6 +47,7 @@ class DeformConv2d(nn.Module):
         dilation: Pair = 1,
         groups: int = 1,
         bias: bool = True,
+        allow_tf32: bool = False,
     ) -> None:
         super().__init__()
         if in_channels % groups or out_channels % groups:
@@ -57,6 +59,7 @@ class DeformConv2d(nn.Module):
         if bias:
             self.bias = mx.zeros((out_channels,))
         self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.allow_tf32 = allow_tf32
 
     def _extra_repr(self) -> str:
         outputs, *kernel, depth = self.weight.shape
@@ -73,4 +76,5 @@ class DeformConv2d(nn.Module):
             stride=self.stride,
             padding=self.padding,
             dilation=self.dilation,
+            allow_tf32=self.allow_tf32,
         )

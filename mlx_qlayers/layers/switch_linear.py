@@ -46,8 +46,7 @@ class QSwitchLinear(Counterpart, QuantizedSwitchLinear):
     stock = QuantizedSwitchLinear
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        rows, experts = indices.size, len(self["weight"])
-        if leaves_to_stock(current.get(), epoch.number, rows, experts, sorted_indices):
+        if leaves_to_stock(current.get(), epoch.number, indices.size, sorted_indices):
             return super().__call__(x, indices, sorted_indices)
         y = gather_qmm(
             x,

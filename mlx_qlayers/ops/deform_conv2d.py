@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..dispatch import Operation, Plan, dispatch
 from .checks import check_floats
 from .deformable_attention import DEFORMABLE_ATTENTION
+from .matmul import matmul
 
 Pair = int | tuple[int, int]
 # Float32 holds every whole position below.
@@ -26,13 +27,14 @@ def deform_conv2d(
     stride: Pair = 1,
     padding: Pair = 0,
     dilation: Pair = 1,
+    allow_tf32: bool = False,
 ) -> mx.array:
     """Convolve an image at taps that an offset moves, each for itself at each output.
 
     Taps are bilinear samples, zeros outside of the image; positions are computed in float32. What
     the offsets of G groups move are C / G channels each; kh and kw are the kernel's extents. The
-    product of samples and weight is MLX's, in the precision of ``mx.conv2d``: float32 is rounded
-    to TF32 on GPUs that have it, unless ``MLX_ENABLE_TF32=0``.
+    product of samples and weight is exact in float32, also on GPUs where ``mx.conv2d`` rounds to
+    TF32.
 
     Args:
         x: (N, H, W, C); float32, float16 or bfloat16.
@@ -43,6 +45,7 @@ def deform_conv2d(
         stride: of the outputs, along both axes or (height, width).
         padding: zeros on either side; likewise.
         dilation: from tap to tap; likewise.
+        allow_tf32: let GPUs round the product's float32 inputs to TF32, which is faster.
 
     Returns:
         (N, Ho, Wo, Cout) in the dtype of ``x``.
@@ -60,10 +63,14 @@ def deform_conv2d(
         ``torchvision.ops.deform_conv2d``, with channels last; Deformable ConvNets v1 and v2
         (https://arxiv.org/abs/1811.11168).
     """
-    return dispatch(_DEFORM_CONV2D, (x, offset, weight, bias, mask), (stride, padding, dilation))
+    return dispatch(
+        _DEFORM_CONV2D, (x, offset, weight, bias, mask), (stride, padding, dilation, allow_tf32)
+    )
 
 
-def _plan(arrays: Sequence[Any], stride: Any, padding: Any, dilation: Any) -> Plan:
+def _plan(
+    arrays: Sequence[Any], stride: Any, padding: Any, dilation: Any, allow_tf32: bool
+) -> Plan:
     steps, gaps = _pair("stride", stride), _pair("dilation", dilation)
     margin = _pair("padding", padding, least=0)
     names = ("x", "offset", "weight", "bias", "mask")
@@ -99,8 +106,8 @@ def _plan(arrays: Sequence[Any], stride: Any, padding: Any, dilation: Any) -> Pl
         # A product for each group of channels: (groups, N * Ho * Wo, taps * C / groups).
         sampled = sampled.reshape(-1, taps, parts, depth).transpose(2, 0, 1, 3)
         kernels = weight.reshape(parts, outputs // parts, taps * depth).swapaxes(1, 2)
-        # As exact as mx.conv2d, and as fast: on GPUs both round float32 to TF32.
-        product = sampled.reshape(parts, -1, taps * depth) @ kernels
+        sampled = sampled.reshape(parts, -1, taps * depth)
+        product = matmul(sampled, kernels, allow_tf32=allow_tf32)
         y = product.swapaxes(0, 1).reshape(batch, down, across, outputs)
         return y if bias is None else y + bias
 

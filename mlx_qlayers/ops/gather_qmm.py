@@ -24,6 +24,7 @@ from ..reference.gather_qmm import gather_qmm as reference
 from ..runtime.backend import Context, backend, requested
 from ..runtime.spec import Spec
 from .checks import check_floats, check_packed
+from .quantized_route import STOCK_COMPILES
 from .tensor_choice import by_tensors, decided_by
 
 # x, w, scales, biases, lhs_indices, rhs_indices and global_scale, or their specs.
@@ -106,10 +107,10 @@ def _plan(
     matrix, scaled = PackedMatrix(w, Spec(scales.shape, kind)), global_scale is not None
     call = MatmulCall(Spec(x.shape, out), matrix, transpose, fmt)
     stock = reference(call, leading, sorted_indices)
-    rows, matrices = prod(leading) * x.shape[-2], prod(w.shape[:-2])
+    rows = prod(leading) * x.shape[-2]
     empty = None if 0 not in (*leading, *x.shape, *w.shape) else "the product is empty"
-    by, evidence = "", source_of("gather_qmm_gain", "gather_qmm_rows_per_matrix")
-    unless = empty or _stock_is_better(rows, matrices, sorted_indices)
+    by, evidence = "", source_of("gather_qmm_gain")
+    unless = empty or _stock_is_better(rows)
     unless = unless or _untested(out, transpose, fmt)
     if sorted_indices and not empty and backend() == "metal":
         by, unless, evidence = decided_by(_measured(call, rows), "sorted rows", unless, evidence)
@@ -135,7 +136,7 @@ def _plan(
 
 
 @lru_cache(maxsize=1024)
-def leaves_to_stock(context: Context, epoch: int, rows: int, matrices: int, in_order: bool) -> bool:
+def leaves_to_stock(context: Context, epoch: int, rows: int, in_order: bool) -> bool:
     """Whether ``auto`` runs the stock operator for so many rows, on a GPU.
 
     For layers: a token takes a product of few rows from each, and to dispatch one takes Python
@@ -143,7 +144,7 @@ def leaves_to_stock(context: Context, epoch: int, rows: int, matrices: int, in_o
     """
     if requested() != "auto" or (in_order and backend() == "metal"):  # which may be measured
         return False
-    return _stock_is_better(rows, matrices, in_order) is not None
+    return _stock_is_better(rows) is not None
 
 
 def _measured(call: MatmulCall, rows: int) -> Found | None:
@@ -155,13 +156,11 @@ def _measured(call: MatmulCall, rows: int) -> Found | None:
     return found("gather_qmm", sizes, x.dtype, (mode, group, bits))
 
 
-def _stock_is_better(rows: int, matrices: int, in_order: bool) -> str | None:
+def _stock_is_better(rows: int) -> str | None:
     """Why ``auto`` leaves the kernel for the stock operator on a GPU."""
-    if backend() == "cuda" and not in_order:
-        return "the kernel takes 0.5 to 0.9 times the time of stock, and its call the rest"
-    least = threshold("gather_qmm_rows_per_matrix", device="cuda") * matrices
-    if backend() == "cuda" and rows < least:
-        return "the stock operator and its call are as fast with so few rows for each matrix"
+    if backend() == "cuda":
+        few = rows < STOCK_COMPILES
+        return "the stock operator and its call are as fast with so few rows" if few else None
     return unmeasured()
 
 

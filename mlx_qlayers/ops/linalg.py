@@ -16,6 +16,7 @@ from ..reference import linalg as reference
 from ..runtime.backend import backend
 from ..runtime.spec import Spec
 from ..runtime.transformed import has_values
+from .matmul import matmul
 
 # Rows that one launch of a threadgroup factorises. A CPU has no more to gain from a second one.
 _BLOCK, _BLOCK_HOST = 128, 512
@@ -180,10 +181,6 @@ def subtract_product(b: mx.array, a: mx.array, x: mx.array) -> mx.array:
     return dispatch(_SUBTRACT, (b, a, x))
 
 
-def _multiply(a: mx.array, x: mx.array) -> mx.array:
-    return subtract_product(mx.zeros((a.shape[-2], x.shape[-1])), -a, x)
-
-
 def _plan_cholesky(arrays: Sequence[Spec], upper: bool) -> Plan:
     (a,) = arrays
     _check_square("a", a)
@@ -199,7 +196,7 @@ def _plan_cholesky(arrays: Sequence[Spec], upper: bool) -> Plan:
 
     def gradient(given: Any, cotangents: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
         factor, seed = (x.swapaxes(-1, -2) if upper else x for x in (outputs[0], cotangents[0]))
-        inner = mx.tril(_multiply(factor.swapaxes(-1, -2), mx.tril(seed)))
+        inner = mx.tril(matmul(factor.swapaxes(-1, -2), mx.tril(seed)))
         inner = inner * (1 - 0.5 * mx.eye(a.shape[-1]))
         half = solve_triangular(factor, inner, transpose=True).swapaxes(-1, -2)
         whole = solve_triangular(factor, half, transpose=True)
@@ -241,7 +238,7 @@ def _plan_solve(arrays: Sequence[Spec], upper: bool, transpose: bool) -> Plan:
     def gradient(given: Any, cotangents: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
         d_b = solve_triangular(given[0], cotangents[0], upper=upper, transpose=not transpose)
         left, right = (outputs[0], d_b) if transpose else (d_b, outputs[0])
-        d_a = -_multiply(left, right.swapaxes(-1, -2))
+        d_a = -matmul(left, right.swapaxes(-1, -2))
         d_a = mx.triu(d_a) if upper else mx.tril(d_a)
         return [_sum_to(d_a, given[0].shape), _sum_to(d_b, given[1].shape)]
 
@@ -302,12 +299,12 @@ def _qr_gradient(a: mx.array, q: mx.array, r: mx.array, seeds: list[mx.array]) -
     k = q.shape[-1]
     d_q, d_r = (mx.zeros_like(q), *seeds) if len(seeds) == 1 else seeds
     u, y, d_u, d_v = r[..., :k], a[..., k:], d_r[..., :k], d_r[..., k:]
-    d_q = d_q + _multiply(y, d_v.swapaxes(-1, -2))
-    inner = _multiply(u, d_u.swapaxes(-1, -2)) - _multiply(d_q.swapaxes(-1, -2), q)
+    d_q = d_q + matmul(y, d_v.swapaxes(-1, -2))
+    inner = matmul(u, d_u.swapaxes(-1, -2)) - matmul(d_q.swapaxes(-1, -2), q)
     symmetric = mx.tril(inner) + mx.tril(inner, -1).swapaxes(-1, -2)
-    left = (d_q + _multiply(q, symmetric)).swapaxes(-1, -2)
+    left = (d_q + matmul(q, symmetric)).swapaxes(-1, -2)
     d_x = solve_triangular(u, left, upper=True).swapaxes(-1, -2)
-    return mx.concatenate([d_x, _multiply(q, d_v)], axis=-1)
+    return mx.concatenate([d_x, matmul(q, d_v)], axis=-1)
 
 
 def _plan_subtract(arrays: Sequence[Spec]) -> Plan:

@@ -25,6 +25,10 @@ from ..runtime.program import CONSTANT_BELOW
 from ..runtime.spec import Spec
 from .tensor_choice import PATHS, as_it_runs, tensor_product, without_tensors
 
+# Rows from which MLX compiles its own product on CUDA when it is first asked for, which takes 10 to
+# 50 seconds: no choice that is made by default may wait for that.
+STOCK_COMPILES = 8
+
 QMV, QVM, QMM, SKINNY, DENSE = "qmv", "qvm", "qmm", "qmm_skinny", "dequantize and matmul"
 # The kernels that are measured beside a family's own, by the paths' names.
 _MEASURED = {"dequantized": DENSE, **PATHS}
@@ -145,11 +149,13 @@ def _by_rule(call: MatmulCall) -> tuple[str, str | None, str]:
     if vector == QMV and call.shape[0] <= MAX_QMV_ROWS:
         if device == "cuda" and is_skinny(call.x, [call.matrix], call.fmt):
             return SKINNY, None, source_of("qmm_skinny_rows")
+        if device == "cuda" and call.x.dtype == mx.float32 and call.shape[0] >= STOCK_COMPILES:
+            return QMM, None, "rule"
         return QMV, stock_is_better(call.x.dtype), "rule"
     if device == "cuda":
-        kernel, unless = _many_rows_on_cuda(call)
+        kernel = _many_rows_on_cuda(call)
         by = "qmm_skinny_rows" if kernel == SKINNY else "qmm_max_rows"
-        return kernel, unless, source_of(by)
+        return kernel, None, source_of(by)
     return QMM, UNMEASURED, "rule"
 
 
@@ -163,9 +169,9 @@ def stock_is_better(dtype: mx.Dtype) -> str | None:
 def _call_is_too_long(call: MatmulCall) -> str | None:
     """Why ``auto`` leaves a single product to the stock operator on an H200."""
     rows, n, k = call.shape
-    if backend() != "cuda":
+    if backend() != "cuda" or rows >= STOCK_COMPILES:
         return None
-    stock = threshold("qmv_stock", device="cuda")[min(rows, 8) - 1] * n * k
+    stock = threshold("qmv_stock", device="cuda")[rows - 1] * n * k
     if stock > threshold("qmv_call", device="cuda"):
         return None
     return "the stock operator takes less time than Python to call the kernel"
@@ -178,8 +184,8 @@ def host_gain(rows: int, fmt: Format, transpose: bool = True) -> float | None:
     return gain("qmv_gain", rows, fmt.mode, fmt.bits)
 
 
-def _many_rows_on_cuda(call: MatmulCall) -> tuple[str, str | None]:
-    """The kernel, and why ``auto`` leaves it for the stock operator; measured on an H200.
+def _many_rows_on_cuda(call: MatmulCall) -> str:
+    """The kernel; measured on an H200. Stock is none of the choices: MLX compiles it for 40 s.
 
     The dense matrix is held in memory while it is multiplied: 2 bytes an element.
     """
@@ -191,23 +197,12 @@ def _many_rows_on_cuda(call: MatmulCall) -> tuple[str, str | None]:
     kernel = QMM if x.dtype == mx.float32 or rows <= until else DENSE
     if transpose and is_skinny(x, [call.matrix], call.fmt):
         kernel = SKINNY
-    if fmt.mode == "affine" and fmt.bits == 1:
-        return kernel, None  # there is no stock operator
-    return kernel, _too_small(rows, n * k, x.dtype)
+    return kernel
 
 
 def _max_rows(tiles: str) -> int:
     """Rows up to which qmm is faster on CUDA than to unpack the matrix for a dense product."""
     return threshold("qmm_max_rows", tiles, device="cuda")
-
-
-def _too_small(rows: int, elements: int, dtype: mx.Dtype) -> str | None:
-    """Why ``auto`` leaves many rows times so few elements to the stock operator on CUDA."""
-    kind = "float32" if dtype == mx.float32 else "half"
-    least = threshold("qmm_min_elements", kind, device="cuda")
-    if -(-rows // 64) * elements >= least:
-        return None
-    return "the stock operator is faster with so small a matrix and so few rows"
 
 
 def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> tuple[str | None, str]:
@@ -221,7 +216,7 @@ def dense_is_worse(rows: int, n: int, x: Spec, fmt: Format) -> tuple[str | None,
     if backend() != "cuda":
         return "a dense product of many rows was measured on CUDA only", "rule"
     few = "qmm is faster for so few rows" if rows <= _max_rows("whole") else None
-    return few or _too_small(rows, n * x.shape[-1], x.dtype), source_of("qmm_max_rows")
+    return few, source_of("qmm_max_rows")
 
 
 def product(to: Route, call: MatmulCall) -> Product:

@@ -78,10 +78,10 @@ def test_tokens_on_a_gpu_go_to_the_stock_layer_undispatched(machine, monkeypatch
     layer, x, chosen = QSwitchLinear(64, 8, 2, False), mx.ones((1, 64)), mx.array([0, 0, 1, 1])
     calls = []
     monkeypatch.setattr(switch_linear, "gather_qmm", lambda *a, **k: calls.append(k) or a[0])
-    for found, in_order, ours in (("metal", False, 0), ("cuda", False, 0), ("cuda", True, 1)):
+    for found, tokens, ours in (("metal", 4, 0), ("cuda", 1, 0), ("cuda", 2, 1)):
         machine(found)
         calls.clear()
-        layer(x, chosen, in_order)
+        layer(mx.ones((tokens, 64)), mx.concatenate([chosen] * tokens))
         assert len(calls) == ours
     machine("host")
     with use_backend("host"):

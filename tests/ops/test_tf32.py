@@ -28,6 +28,10 @@ def quantized(x):
     return quantized_matmul(x, packed, zeros(256, 8), zeros(256, 8))
 
 
+def convolved(x, **options):
+    return deform_conv2d(x, zeros(1, 8, 8, 18), zeros(6, 3, 3, 4), padding=1, **options)
+
+
 CALLS = {
     "quantized_matmul, 1 row": (quantized, (1, 512)),
     "quantized_matmul, 600 rows": (quantized, (600, 512)),
@@ -39,11 +43,8 @@ CALLS = {
     "cholesky": (lambda a: linalg.cholesky(a, check=False), (200, 200)),
     "solve_triangular": (lambda a: linalg.solve_triangular(a, a), (200, 200)),
     "qr": (lambda a: mx.concatenate(linalg.qr(a), axis=1), (100, 200)),
-    # As exact as mx.conv2d, which it says.
-    "deform_conv2d": (
-        lambda x: deform_conv2d(x, zeros(1, 8, 8, 18), zeros(6, 3, 3, 4), padding=1),
-        (1, 8, 8, 4),
-    ),
+    "deform_conv2d": (convolved, (1, 8, 8, 4)),
+    "deform_conv2d, allowed": (lambda x: convolved(x, allow_tf32=True), (1, 8, 8, 4)),
 }
 
 
@@ -61,4 +62,4 @@ def print_dense():
 
 def test_float32_that_must_stay_so(tmp_path):
     code = "from tests.ops.test_tf32 import print_dense\nprint_dense()"
-    assert default_gpu.run(code, tmp_path).split() == ["deform_conv2d"]
+    assert default_gpu.run(code, tmp_path).splitlines() == ["deform_conv2d, allowed"]
