@@ -1,0 +1,132 @@
+"""Requests of different lengths that arrive one after the other, as at a server.
+
+    python benchmarks/bench_server.py
+    python benchmarks/bench_server.py --tiny
+    python benchmarks/bench_server.py --no-stock
+
+mlx-lm's ``BatchGenerator`` takes 48 requests, each a few tokens after the one before, so that the
+batch grows to about 19 sequences and shrinks again. The trace is the same for stock mlx-lm and the
+converted model: it counts steps, not seconds. Each runs it in a first process, whose caches are
+empty; in a second process, which finds what the first one compiled; and there once more, warm.
+
+What a user sees is the time between two tokens of a sequence, the gap. Gaps in which a prompt was
+read are told apart. Weights are random, of Qwen2-7B's shape; the converted model's logits are held
+against float32 at the end, since that compiles kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from bench_startup import run, tell
+from common import Table, add_output, output, print_facts
+from decoding_model import QWEN2_7B, TINY, build
+from mlx_lm.generate import BatchGenerator
+from verified_model import verify
+
+from mlx_qlayers import convert_model
+from mlx_qlayers.commands.arguments import positive
+
+REQUESTS, STEPS_APART = 48, 5
+PROMPTS, TOKENS = (16, 600), (32, 160)
+# Seconds from which a gap is a stall.
+STALL = 0.1
+
+
+def requests(vocabulary: int) -> list[tuple[list[int], int]]:
+    """Prompts, and how many tokens each asks for."""
+    draw = random.Random(0)
+    return [
+        ([draw.randrange(vocabulary) for _ in range(draw.randint(*PROMPTS))], draw.randint(*TOKENS))
+        for _ in range(REQUESTS)
+    ]
+
+
+def trace(model: Any, name: str) -> None:
+    """Run all requests, and tell what their users saw."""
+    pending = requests(model.args.vocab_size)
+    generator = BatchGenerator(model)
+    count, most, plain, reading = 0, 0, [], []
+    begin = last = time.perf_counter()
+    first, step, busy = 0.0, 0, False
+    while pending or busy:
+        if pending and step % STEPS_APART == 0:
+            prompt, tokens = pending.pop(0)
+            generator.insert([prompt], [tokens])
+        prompts, responses = generator.next()
+        now = time.perf_counter()
+        first = first or now - begin if responses else first
+        if responses and busy:
+            (reading if prompts else plain).append(now - last)
+        last, busy, step = now, bool(prompts or responses), step + 1
+        count, most = count + len(responses), max(most, len(responses))
+    seconds = time.perf_counter() - begin
+    generator.close()
+    tell(f"{name}: speed", count / seconds, "tokens/s")
+    tell(f"{name}: sequences at most", most, "")
+    tell(f"{name}: first token", 1e3 * first, "ms")
+    for kind, gaps in (("", plain), (" with a prompt", reading)):
+        for share in (50, 90, 99, 100):
+            tell(f"{name}: gap{kind}, p{share}", 1e3 * float(np.percentile(gaps, share)), "ms")
+    stalls = [gap for gap in plain if gap > STALL]
+    tell(f"{name}: gaps above {1e3 * STALL:.0f} ms", len(stalls), "")
+    tell(f"{name}: in these", sum(stalls), "s")
+
+
+def serve(shape: dict[str, int], stock: bool, names: list[str]) -> None:
+    """A process that runs the trace once for each name."""
+    model = build(shape, 64, 4)
+    if not stock:
+        start = time.perf_counter()
+        print(convert_model(model).calibration or "nothing was measured", flush=True)
+        tell("conversion", time.perf_counter() - start)
+    for name in names:
+        trace(model, name)
+    if not stock:
+        tokens = mx.random.randint(0, shape["vocab_size"], (19, 7))
+        verify({"converted": model}, tokens, 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="a model that any machine can run")
+    parser.add_argument("--no-stock", action="store_true", help="the converted model alone")
+    parser.add_argument("--limit", type=positive, default=170, help="seconds of a process")
+    parser.add_argument("--serve", choices=("stock", "converted"), help=argparse.SUPPRESS)
+    parser.add_argument("--names", nargs="*", default=(), help=argparse.SUPPRESS)
+    add_output(parser)
+    args = parser.parse_args()
+    if args.serve:
+        serve(dict(TINY if args.tiny else QWEN2_7B), args.serve == "stock", args.names)
+        return
+    with output(args, "server"):
+        measure_all(args)
+
+
+def measure_all(args: argparse.Namespace) -> None:
+    """Every process in turn; results are printed as they come."""
+    print_facts()
+    table = Table({"process": 20, "what": 36, "found": 10, "unit": 9})
+    table.print_header()
+    command = [sys.executable, __file__, *["--tiny"] * args.tiny, "--serve"]
+    for who in ("converted",) if args.no_stock else ("converted", "stock"):
+        with TemporaryDirectory() as folder:
+            names = "MLX_PTX_CACHE_DIR", "MLX_QLAYERS_CACHE_DIR", "CUDA_CACHE_PATH"
+            caches = {name: str(Path(folder) / name) for name in names}
+            for runs in (["fresh"], ["second", "warm"]):
+                arguments = [*command, who, "--names", *runs]
+                run(arguments, caches, args.limit, table, who)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main()
