@@ -1,0 +1,1 @@
+"""The engine of a step of decoding: capture, graph, rules, emission, caches."""

@@ -1,0 +1,309 @@
+"""The nodes of a step, patterns of them, and how rules rewrite them.
+
+A node is what gives an array: a primitive of MLX with its arguments, an input, a constant, or an
+operation of this package that a rule put there. Nodes never change; two that compute the same are
+one. A rule is a pattern and a function of what the pattern found, which gives another node or None:
+
+    RULES = [(P("Multiply", any_("x"), P("Sigmoid", any_("x"))), silu)]
+
+    def silu(x: Node, root: Node) -> Node:
+        return root.like("Silu", x)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+
+class Size(NamedTuple):
+    """A number that depends on the batch size or on positions: ``const + sum(count * name)``."""
+
+    const: Any
+    terms: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        parts = [name if n == 1 else f"{n} {name}" for name, n in self.terms]
+        return " + ".join([*parts, *[str(self.const)] * bool(self.const)])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def at(self, values: Mapping[str, int]) -> Any:
+        """The number where the names have these values."""
+        return self.const + sum(count * values[name] for name, count in self.terms)
+
+
+def resolved(value: Any, values: Mapping[str, int]) -> Any:
+    """Arguments of a node with numbers in the place of sizes.
+
+    Raises:
+        KeyError: a size has a name that is not in ``values``.
+    """
+    if isinstance(value, Size):
+        return value.at(values)
+    if isinstance(value, tuple):
+        return tuple(resolved(each, values) for each in value)
+    return value
+
+
+def names_in(value: Any) -> frozenset[str]:
+    """The names that the sizes in arguments depend on."""
+    if isinstance(value, Size):
+        return frozenset(name for name, _ in value.terms)
+    if isinstance(value, tuple):
+        return frozenset[str]().union(*map(names_in, value))
+    return frozenset()
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of an array, with sizes in the shape."""
+
+    shape: tuple[Any, ...]
+    dtype: mx.Dtype
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class Node:
+    """What gives an array, or several.
+
+    Attributes:
+        op: the name of a primitive of MLX, or ``Input``, ``Constant``, ``Item`` (of a node that
+            gives several arrays), or of an operation of this package.
+        src: where its arrays come from; None for one that is left out.
+        arg: its other arguments; ``Input`` has its name, ``Item`` its number.
+        outputs: what it gives.
+    """
+
+    op: str
+    src: tuple[Node | None, ...]
+    arg: tuple[Any, ...]
+    outputs: tuple[Spec, ...]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Of the first array."""
+        return self.outputs[0].shape
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the first array."""
+        return self.outputs[0].dtype
+
+    def like(self, op: str, *src: Node | None, arg: tuple[Any, ...] = ()) -> Node:
+        """Another node that gives arrays of the same shapes."""
+        return Node(op, src, arg, self.outputs)
+
+    def item(self, number: int) -> Node:
+        """One of several arrays."""
+        return Node("Item", (self,), (number,), (self.outputs[number],))
+
+    def key(self) -> Any:
+        """Equal for nodes that compute the same."""
+        return self.op, tuple(map(id, self.src)), self.arg, self.outputs
+
+    def __repr__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        return f"{self.op}{list(self.arg) if self.arg else ''} ({shape})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Value:
+    """A constant array as an argument of a node: known by its identity."""
+
+    array: mx.array
+
+    def __repr__(self) -> str:
+        return str(self.array.item()) if self.array.size == 1 else "..."
+
+
+def number_of(node: Node) -> Any:
+    """The number that a constant is; None for other nodes."""
+    if node.op != "Constant" or node.arg[0].array.size != 1:
+        return None
+    return node.arg[0].array.item()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A step: what comes out, by name. What goes in are the ``Input`` nodes."""
+
+    outputs: dict[str, Node]
+
+    def nodes(self) -> list[Node]:
+        """All nodes, each behind those that it takes."""
+        order: dict[Node, None] = {}
+        stack = [(node, False) for node in reversed(self.outputs.values())]
+        while stack:
+            node, ready = stack.pop()
+            if ready:
+                order[node] = None
+            elif node not in order:
+                stack.append((node, True))
+                stack.extend((s, False) for s in reversed(node.src) if s and s not in order)
+        return list(order)
+
+    def replaced(self, places: Mapping[Node, Node]) -> Graph:
+        """The graph with other nodes in the place of some, which may take what those took."""
+        done: dict[Node, Node] = {}
+
+        def new(node: Node) -> Node:
+            if node not in done:
+                other = places.get(node, node)
+                src = tuple(s and new(s) for s in other.src)
+                same = src == other.src
+                made = other if same else Node(other.op, src, other.arg, other.outputs)
+                done[node] = done[other] = done.get(other, made)
+            return done[node]
+
+        for node in self.nodes():
+            new(node)
+        return Graph({name: new(node) for name, node in self.outputs.items()})
+
+    def uses(self) -> Counter[Node]:
+        """How often each node is taken, by others or as a result."""
+        taken = Counter(s for node in self.nodes() for s in node.src if s is not None)
+        return taken + Counter(self.outputs.values())
+
+
+def under(node: Node) -> Node:
+    """What is broadcast; any other node itself."""
+    return node.src[0] if node.op == "Broadcast" and node.src[0] is not None else node
+
+
+# Whose operands may be in any order.
+_COMMUTES = ("Add", "Multiply", "Maximum", "Minimum", "LogicalAnd", "LogicalOr")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a node looks like.
+
+    Attributes:
+        ops: names of operations, any of which it is; none for any node.
+        src: patterns of its sources; None for any.
+        name: what rules know it by; a name found twice is the same node.
+        arg: what its arguments are, or a function that says whether they fit; None for any.
+        once: whether no other node may take it.
+        more: whether it may have further sources than ``src``.
+    """
+
+    ops: tuple[str, ...] = ()
+    src: tuple[Pattern | Either, ...] | None = None
+    name: str = ""
+    arg: tuple[Any, ...] | Callable[..., bool] | None = None
+    once: bool = False
+    more: bool = False
+
+    def match(
+        self, node: Node | None, found: dict[str, Node], uses: Mapping[Node, int]
+    ) -> Iterator[dict[str, Node]]:
+        """What the names stand for, in each way in which the node fits."""
+        if node is None or (self.ops and node.op not in self.ops):
+            return
+        if self.name and found.get(self.name, node) is not node:
+            return
+        if self.once and uses.get(node, 1) != 1:
+            return
+        if callable(self.arg) and not self.arg(*node.arg):
+            return
+        if isinstance(self.arg, tuple) and self.arg != node.arg:
+            return
+        found = found | {self.name: node} if self.name else found
+        if self.src is None:
+            yield found
+        elif len(node.src) == len(self.src) or (self.more and len(node.src) > len(self.src)):
+            orders = permutations(node.src) if node.op in _COMMUTES else [node.src]
+            for order in orders:
+                yield from _all(self.src, order, found, uses)
+
+
+def _all(
+    patterns: Sequence[Pattern | Either],
+    nodes: Sequence[Node | None],
+    found: dict[str, Node],
+    uses: Mapping[Node, int],
+) -> Iterator[dict[str, Node]]:
+    if not patterns:
+        yield found
+        return
+    for each in patterns[0].match(nodes[0], found, uses):
+        yield from _all(patterns[1:], nodes[1:], each, uses)
+
+
+@dataclass(frozen=True)
+class Either:
+    """What a node looks like, in one of several ways."""
+
+    ways: tuple[Pattern | Either, ...]
+
+    def match(
+        self, node: Node | None, found: dict[str, Node], uses: Mapping[Node, int]
+    ) -> Iterator[dict[str, Node]]:
+        """What the names stand for, in each way in which the node fits."""
+        for way in self.ways:
+            yield from way.match(node, found, uses)
+
+
+def maybe(op: str, pattern: Pattern | Either, **options: Any) -> Either:
+    """What a pattern is of, with or without a node of one source around it."""
+    return Either((P(op, pattern, **options), pattern))
+
+
+def P(op: str | tuple[str, ...], *src: Pattern | Either, **options: Any) -> Pattern:
+    """A pattern of a node of an operation whose sources are like these."""
+    return Pattern((op,) if isinstance(op, str) else op, src, **options)
+
+
+def any_(name: str = "", **options: Any) -> Pattern:
+    """A pattern of any node."""
+    return Pattern((), None, name, **options)
+
+
+# A pattern, and what takes its place: a function of the nodes by their names and ``root``.
+Rule = tuple[Pattern, Callable[..., "Node | None"]]
+
+
+@dataclass
+class Rewriting:
+    """One pass over a graph, from its inputs to its outputs."""
+
+    rules: Mapping[str, list[Rule]]
+    uses: Counter[Node] = field(default_factory=Counter)
+    made: dict[Any, Node] = field(default_factory=dict)
+
+    def node(self, node: Node, src: tuple[Node | None, ...]) -> Node:
+        """What takes the place of a node whose sources were rewritten."""
+        new = node if src == node.src else Node(node.op, src, node.arg, node.outputs)
+        new = self.made.setdefault(new.key(), new)
+        while (other := self._other(new)) is not None:
+            new = self.made.setdefault(other.key(), other)
+        return new
+
+    def _other(self, node: Node) -> Node | None:
+        for pattern, make in (*self.rules.get(node.op, ()), *self.rules.get("", ())):
+            for found in pattern.match(node, {}, self.uses):
+                other = make(**found, root=node)
+                if other is not None and other is not node:
+                    return other
+        return None
+
+
+def rewrite(graph: Graph, rules: Iterable[Rule]) -> Graph:
+    """The graph with rules applied from its inputs on; equal nodes become one, unused ones none."""
+    by_op: dict[str, list[Rule]] = {}
+    for rule in rules:
+        for op in rule[0].ops or ("",):
+            by_op.setdefault(op, []).append(rule)
+    uses, done = graph.uses(), dict[Node, Node]()
+    now = Rewriting(by_op)
+    for node in graph.nodes():
+        new = now.node(node, tuple(s and done[s] for s in node.src))
+        now.uses[new] += uses[node]
+        done[node] = new
+    return Graph({name: done[node] for name, node in graph.outputs.items()})

@@ -1,0 +1,62 @@
+"""How nodes that rules put into a graph are computed: by this package's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..dispatch import dispatch
+from ..ops.attention import attention
+from ..ops.embedding import quantized_rows
+from ..ops.fused_products import FUSED_PRODUCTS
+from .graph import Node
+
+# From a node and the numbers that are known to a function of its arrays.
+Maker = Callable[[Node, Mapping[str, int]], Callable[..., Any]]
+
+
+def _embedding(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    size, bits, mode = node.arg
+
+    def rows(tokens: mx.array, *packed: Any) -> mx.array:
+        return quantized_rows(tokens, *packed, group_size=size, bits=bits, mode=mode)
+
+    return rows
+
+
+def _unpacked(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    size, bits, mode = node.arg
+    return partial(mx.dequantize, group_size=size, bits=bits, mode=mode)
+
+
+def _products(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    single = len(node.outputs) == 1
+
+    def products(*arrays: Any) -> Any:
+        made = dispatch(FUSED_PRODUCTS, arrays, node.arg)
+        return made[0] if single else made
+
+    return products
+
+
+def _attention(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    scale, causal = node.arg
+
+    def attend(q: mx.array, k: Any, v: Any, mask: Any, sinks: Any) -> mx.array:
+        own = "causal" if causal else mask
+        return attention(q, k, v, scale=scale, mask=own, sinks=sinks)
+
+    return attend
+
+
+OPERATIONS: dict[str, Maker] = {
+    "Attention": _attention,
+    "Embedding": _embedding,
+    "Products": _products,
+    "Unpacked": _unpacked,
+    "Silu": lambda node, values: nn.silu,
+}

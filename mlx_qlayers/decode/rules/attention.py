@@ -1,0 +1,63 @@
+"""Attention, as MLX spells it out on a CPU: to one node.
+
+An ``Attention`` node takes queries (B, H, L, D), keys and values (B, Hkv, S, D), a mask or None and
+sinks or None. Its arguments are the scale and whether the mask is causal.
+"""
+
+from __future__ import annotations
+
+from ..graph import Node, P, Pattern, Rule, any_, maybe, number_of
+
+# What an array is multiplied by: a number, broadcast where that is needed.
+_SCALE = maybe("Broadcast", any_("scale"))
+_QUERIES = maybe("Unflatten", P("Multiply", any_("q"), _SCALE))
+_KEYS = maybe("Broadcast", P("Transpose", maybe("ExpandDims", any_("k")), name="turned"))
+_VALUES = maybe("Broadcast", maybe("ExpandDims", any_("v")))
+_SCORES = P("Matmul", _QUERIES, _KEYS)
+_HIDDEN = P("Select", any_("mask"), _SCORES, any_("least"))
+_MASKED = P("Add", _SCORES, any_("mask"))
+
+
+def _attention(
+    q: Node, k: Node, v: Node, scale: Node, turned: Node, root: Node, **found: Node
+) -> Node | None:
+    factor, last = number_of(scale), len(turned.shape) - 1
+    if factor is None or turned.arg[0][-2:] != (last, last - 1) or len(q.shape) != 4:
+        return None
+    if q.shape[1] != root.shape[1] or len(root.shape) != 4 or len(k.shape) != 4:
+        return None
+    mask = found.get("mask")
+    if mask is not None:
+        mask = _of_heads(mask)
+        if mask is None:
+            return None
+    return root.like("Attention", q, k, v, mask, None, arg=(factor, False))
+
+
+def _of_heads(mask: Node) -> Node | None:
+    """A mask as it was before its heads were split into those of keys and their shares."""
+    while mask.op in ("Broadcast", "ExpandDims", "Unflatten") and len(mask.shape) != 4:
+        if mask.src[0] is None:
+            return None
+        mask = mask.src[0]
+    if mask.op == "ExpandDims" and mask.src[0] is not None and len(mask.src[0].shape) == 4:
+        mask = mask.src[0]
+    return mask if len(mask.shape) <= 4 else None
+
+
+def _primitive(root: Node) -> Node | None:
+    scale, causal, has_sinks, *_ = root.arg
+    q, k, v, *rest = root.src
+    sinks = rest.pop() if has_sinks else None
+    mask = rest.pop() if rest else None
+    return root.like("Attention", q, k, v, mask, sinks, arg=(scale, bool(causal)))
+
+
+ATTENTION: list[Rule] = [
+    rule
+    for scores in (_SCORES, _HIDDEN, _MASKED)
+    for rule in (
+        (P("Flatten", P("Matmul", P("Softmax", scores), _VALUES), arg=(1, 2)), _attention),
+        (P("Matmul", P("Softmax", scores), any_("v")), _attention),
+    )
+] + [(Pattern(("ScaledDotProductAttention",)), _primitive)]

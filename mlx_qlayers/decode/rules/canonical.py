@@ -1,0 +1,151 @@
+"""Rules that let the same computation look the same, wherever it was traced.
+
+On a GPU ``mx.fast`` operations are primitives; on a CPU MLX spells them out. These rules put them
+together again, so that all other rules see one form.
+"""
+
+from __future__ import annotations
+
+from ..graph import Either, Node, P, Pattern, Rule, any_, maybe, number_of, under
+
+_ELEMENTWISE = (
+    *("Add", "Subtract", "Multiply", "Divide", "Power", "Maximum", "Minimum", "Select"),
+    *("Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd"),
+    *("LogicalOr", "Remainder", "LogAddExp", "BitwiseBinary"),
+)
+
+
+def _unbroadcast(root: Node) -> Node | None:
+    """An operation broadcasts by itself, where another operand has the shape of the result."""
+    for i, source in enumerate(root.src):
+        if source is None or source.op != "Broadcast":
+            continue
+        if any(s and s.shape == root.shape for j, s in enumerate(root.src) if j != i):
+            src = (*root.src[:i], source.src[0], *root.src[i + 1 :])
+            return Node(root.op, src, root.arg, root.outputs)
+    return None
+
+
+def _as_it_is(x: Node, root: Node) -> Node | None:
+    return x if x.outputs == root.outputs else None
+
+
+def _embedding(tokens: Node, table: Node, root: Node) -> Node | None:
+    (size, bits, mode), axes = table.arg, root.arg[0]
+    if axes != (len(tokens.shape),):
+        return None
+    return root.like("Embedding", tokens, *table.src, arg=(size, bits, mode))
+
+
+def _mean(x: Pattern | Either) -> Pattern:
+    """The sum over the last axis times a number."""
+    return P("Multiply", P("Reduce", x, arg=lambda kind, axes: kind == 2, name="sum"), any_("part"))
+
+
+def _is_mean(sum: Node, part: Node) -> bool:
+    (source,), (_, axes) = sum.src, sum.arg
+    assert source is not None
+    last, one = len(source.shape) - 1, number_of(under(part))
+    return axes == (last,) and one is not None and abs(one * source.shape[-1] - 1) < 1e-4
+
+
+_X = any_("x")
+
+
+def _rms(x: Node, sum: Node, part: Node, eps: Node, root: Node) -> Node | None:
+    epsilon = number_of(under(eps))
+    if not _is_mean(sum, part) or epsilon is None:
+        return None
+    return root.like("RMSNorm", x, None, arg=(epsilon,))
+
+
+def _layer(
+    x: Node, sum: Node, part: Node, mean: Node, share: Node, eps: Node, root: Node
+) -> Node | None:
+    epsilon = number_of(under(eps))
+    if not _is_mean(sum, part) or not _is_mean(mean, share) or epsilon is None:
+        return None
+    return root.like("LayerNorm", x, None, None, arg=(epsilon,))
+
+
+def _in_dtype(norm: Node, x: Node, root: Node) -> Node | None:
+    """A norm computes in float32 whatever it takes, and gives the dtype of what it takes."""
+    if x.dtype != root.dtype or norm.src[1] is not None:
+        return None
+    return root.like(norm.op, x, *norm.src[1:], arg=norm.arg)
+
+
+def _weighted(norm: Node, weight: Node, root: Node) -> Node | None:
+    weight = under(weight)
+    if norm.src[1] is not None or weight.shape != norm.shape[-1:] or weight.dtype != root.dtype:
+        return None
+    return root.like(norm.op, norm.src[0], weight, *norm.src[2:], arg=norm.arg)
+
+
+def _shifted(norm: Node, bias: Node, root: Node) -> Node | None:
+    bias = under(bias)
+    if norm.src[2] is not None or bias.shape != norm.shape[-1:] or bias.dtype != root.dtype:
+        return None
+    return root.like("LayerNorm", *norm.src[:2], bias, arg=norm.arg)
+
+
+_CENTRED = P(
+    "Subtract",
+    _X,
+    maybe("Broadcast", P("Multiply", P("Reduce", _X, name="mean"), any_("share"))),
+    name="c",
+)
+
+
+def _primitive_norm(root: Node) -> Node | None:
+    """Of a norm without a weight, MLX gives a number in its place."""
+    src = [None if s is None or not s.shape else s for s in root.src]
+    return None if src == [*root.src] else root.like(root.op, *src, arg=root.arg)
+
+
+def _silu(x: Node, root: Node) -> Node:
+    return root.like("Silu", x)
+
+
+UNBROADCAST: list[Rule] = [
+    (Pattern(_ELEMENTWISE), _unbroadcast),
+    (P(("Broadcast", "Reshape", "AsType"), _X), _as_it_is),
+    (
+        P("Squeeze", P("Gather", P("Unpacked", name="table", more=True), any_("tokens"))),
+        _embedding,
+    ),
+]
+FAST: list[Rule] = [
+    (
+        P(
+            "Multiply",
+            _X,
+            maybe(
+                "Broadcast", P("Sqrt", P("Add", _mean(P("Square", _X)), any_("eps")), arg=(True,))
+            ),
+        ),
+        _rms,
+    ),
+    (
+        P(
+            "Multiply",
+            _CENTRED,
+            maybe(
+                "Broadcast",
+                P("Sqrt", P("Add", _mean(P("Square", any_("c"))), any_("eps")), arg=(True,)),
+            ),
+        ),
+        lambda c, **found: _layer(**found),
+    ),
+    (
+        P("AsType", Pattern(("RMSNorm", "LayerNorm"), (P("AsType", _X),), "norm", more=True)),
+        _in_dtype,
+    ),
+    (
+        P("Multiply", Pattern(("RMSNorm", "LayerNorm"), None, "norm", once=True), any_("weight")),
+        _weighted,
+    ),
+    (P("Add", Pattern(("LayerNorm",), None, "norm", once=True), any_("bias")), _shifted),
+    (Pattern(("RMSNorm", "LayerNorm")), _primitive_norm),
+    (P("Multiply", _X, P("Sigmoid", _X)), _silu),
+]

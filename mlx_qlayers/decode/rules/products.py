@@ -1,0 +1,116 @@
+"""Products of few rows with quantized matrices, and what stands around them, in one launch.
+
+A ``Products`` node takes what :func:`~mlx_qlayers.ops.fused_products.fused_products` does: rows,
+the weight of a norm ahead, tile squares, a residual, the weight of a norm behind, and four arrays
+of each matrix. Its arguments are group size, bits, mode, the epsilon of the norm and a gate.
+"""
+
+from __future__ import annotations
+
+from ...metal.quantized_matmul.qmv import MAX_MATRICES
+from ..graph import Graph, Node, P, Pattern, Rule, any_, rewrite
+from ..primitives import MODES
+
+
+def _product(root: Node) -> Node | None:
+    """A product with the transposed rows of a quantized matrix."""
+    size, bits, mode, transposed = root.arg
+    x, w, scales, *biases = root.src
+    if not transposed or w is None or len(w.shape) != 2 or not is_weight(w):
+        return None
+    matrix = (w, scales, *(biases or [None]), None)
+    arg = size, bits, MODES[mode], None, None
+    return root.like("Products", x, None, None, None, None, *matrix, arg=arg)
+
+
+def is_weight(node: Node) -> bool:
+    """Whether a node is an array of the model."""
+    return node.op == "Input" and node.arg[0].startswith("model.")
+
+
+def _biased(y: Node, bias: Node, root: Node) -> Node | None:
+    """A product and what is added to each of its rows."""
+    *before, own = y.src
+    fits = is_weight(bias) and bias.shape == y.shape[-1:] and bias.dtype == root.dtype == y.dtype
+    if not fits or own is not None or y.src[3] is not None or len(y.outputs) > 1:
+        return None
+    return root.like("Products", *before, bias, arg=y.arg)
+
+
+def _gated(gate: Node, up: Node, act: Node, root: Node) -> Node | None:
+    """The activation of a product times another product of the same rows."""
+    if not _is_plain(gate) or not _is_plain(up) or gate.src[:5] != up.src[:5]:
+        return None
+    (w, *_), (other, *_) = gate.src[5:], up.src[5:]
+    if gate.arg != up.arg or w is None or other is None or w.shape != other.shape:
+        return None
+    arg = (*gate.arg[:4], _GATES[act.op])
+    return root.like("Products", *gate.src, *up.src[5:], arg=arg)
+
+
+_GATES = {"Silu": "silu", "Gelu": "gelu", "GeluApprox": "gelu_approx"}
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether it is a single product with neither gate nor residual."""
+    return len(node.src) == 9 and node.src[3] is None and node.arg[4] is None
+
+
+def _added(y: Node, other: Node, root: Node) -> Node | None:
+    """A product that is added to something of its shape."""
+    if not _is_plain(y) or y.outputs != root.outputs or other.outputs != root.outputs:
+        return None
+    return root.like("Products", *y.src[:3], other, *y.src[4:], arg=y.arg)
+
+
+def _normed(norm: Node, root: Node) -> Node | None:
+    """Products of rows that go through an RMS norm first."""
+    x, _, squares, *rest = root.src
+    if x is not norm or squares is not None or root.arg[3] is not None:
+        return None
+    rows, weight = norm.src
+    arg = (*root.arg[:3], norm.arg[0], root.arg[4])
+    return Node("Products", (rows, weight, None, *rest), arg, root.outputs)
+
+
+PRODUCT: list[Rule] = [
+    (Pattern(("QuantizedMatmul",)), _product),
+    (P("Add", Pattern(("Products",), None, "y", once=True), any_("bias")), _biased),
+]
+GATED: list[Rule] = [
+    (
+        P(
+            "Multiply",
+            P(tuple(_GATES), Pattern(("Products",), None, "gate", once=True), name="act"),
+            Pattern(("Products",), None, "up", once=True),
+        ),
+        _gated,
+    ),
+    (P("Add", Pattern(("Products",), None, "y", once=True), any_("other")), _added),
+]
+NORMED: list[Rule] = [(P("Products", Pattern(("RMSNorm",), None, "norm"), more=True), _normed)]
+
+
+def side_by_side(graph: Graph) -> Graph:
+    """Products of the same rows, of one format, as one node: a launch takes some of them."""
+    alike: dict[object, list[Node]] = {}
+    for node in graph.nodes():
+        if node.op == "Products" and _is_plain(node):
+            alike.setdefault((node.src[:5], node.arg), []).append(node)
+    places: dict[Node, Node] = {}
+    for nodes in alike.values():
+        for start in range(0, len(nodes), MAX_MATRICES):
+            some = nodes[start : start + MAX_MATRICES]
+            if len(some) == 1:
+                continue
+            matrices = [each for node in some for each in node.src[5:]]
+            outputs = tuple(node.outputs[0] for node in some)
+            whole = Node("Products", (*some[0].src[:5], *matrices), some[0].arg, outputs)
+            places |= {node: whole.item(i) for i, node in enumerate(some)}
+    return graph.replaced(places)
+
+
+def products(graph: Graph) -> Graph:
+    """All rules of this file in turn."""
+    graph = rewrite(rewrite(graph, PRODUCT), GATED)
+    return rewrite(side_by_side(graph), NORMED)

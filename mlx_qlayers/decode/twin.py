@@ -1,0 +1,173 @@
+"""Copies of models and caches with other arrays: a capture runs them, so that neither changes.
+
+A twin of a model has the stock classes of its modules, so a capture shows one form whatever was
+converted. What the exporter of MLX cannot write is spelled otherwise in it, with the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..layers.qlinear import Counterpart
+
+# From the path of an array and the array itself to what takes its place.
+Swap = Callable[[str, mx.array], mx.array]
+# The attributes of classes that stand in for others, which hold the class that they were made of.
+_MADE_OF = ("_patches", "_fuses", "_shards")
+# Under this name the rows of an embedding that was not quantized take its place.
+ROWS = "rows"
+
+
+def twin(value: Any, swap: Swap, path: str = "", made: dict[int, Any] | None = None) -> Any:
+    """A copy of modules, caches and what holds them; everything else is shared.
+
+    Args:
+        value: a module, a cache, an array, or a list, tuple or dict of such.
+        swap: what takes the place of arrays.
+        path: of ``value``, with dots.
+        made: twins so far, by the identity of what they are of.
+    """
+    made = {} if made is None else made
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, mx.array):
+        made[id(value)] = swap(path, value)
+        return made[id(value)]
+    if isinstance(value, nn.Module):
+        cls = _exported(stock_class(type(value)))
+        new: Any = cls.__new__(cls)
+        made[id(value)] = new
+        for key, each in value.items():
+            dict.__setitem__(new, key, twin(each, swap, f"{path}.{key}", made))
+        vars(new).update(_attributes(value, swap, path, made))
+        if isinstance(new, Embedding):
+            new.taken = swap(f"{path}.{ROWS}", new.placeholder())
+        return new
+    if type(value) in (list, tuple, dict):
+        return _container(value, swap, path, made)
+    if _is_cache(value):
+        kind: Any = type(value)
+        new = kind.__new__(kind)
+        made[id(value)] = new
+        vars(new).update(_attributes(value, swap, path, made))
+        return new
+    return value
+
+
+def _attributes(value: Any, swap: Swap, path: str, made: dict[int, Any]) -> dict[str, Any]:
+    return {name: twin(each, swap, f"{path}.{name}", made) for name, each in vars(value).items()}
+
+
+def _container(value: Any, swap: Swap, path: str, made: dict[int, Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: twin(each, swap, f"{path}.{key}", made) for key, each in value.items()}
+    return type(value)([twin(each, swap, f"{path}.{i}", made) for i, each in enumerate(value)])
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "__dict__") and any(
+        cls.__module__ == "mlx_lm.models.cache" for cls in type(value).__mro__
+    )
+
+
+def arrays_of(value: Any, path: str = "") -> Iterator[tuple[str, mx.array]]:
+    """The arrays of modules and caches and their paths, each once."""
+    found: list[tuple[str, mx.array]] = []
+
+    def keep(path: str, array: mx.array) -> mx.array:
+        found.append((path, array))
+        return array
+
+    twin(value, keep, path)
+    return iter(found)
+
+
+def stock_class(cls: Any) -> Any:
+    """The class of somebody else's that one of this package's stands in for; else the class."""
+    before = None
+    while cls is not before:
+        before = cls
+        for name in _MADE_OF:
+            cls = vars(cls).get(name, cls)
+        if issubclass(cls, Counterpart):
+            cls = cls.stock
+    return cls
+
+
+class Embedding(nn.QuantizedEmbedding):
+    """Takes rows of a matrix that stands for the unpacked one.
+
+    MLX has no primitive for unpacking on a CPU, and does it in ways that cannot all be written.
+    """
+
+    taken: mx.array
+
+    def placeholder(self) -> mx.array:
+        """An array of the shape and dtype of the unpacked matrix, which is never computed."""
+        width = self["weight"].shape[1] * 32 // self.bits
+        dtype = self["scales"].dtype if self.mode == "affine" else mx.bfloat16
+        return mx.zeros((len(self["weight"]), width), dtype)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.take(self.taken, x, axis=0)
+
+
+def embeddings(
+    model: Any, names: list[str], arrays: list[mx.array]
+) -> dict[str, tuple[list[str | None], tuple[int, int, str]]]:
+    """By the path of what stands for an unpacked matrix: the names of packed arrays, the format."""
+    known, found = {id(a): name for name, a in zip(names, arrays, strict=True)}, {}
+    for path, module in model.named_modules():
+        if stock_class(type(module)) is nn.QuantizedEmbedding:
+            parts = (module.get(key) for key in ("weight", "scales", "biases"))
+            fmt = module.group_size, module.bits, module.mode
+            name = f"model.{path}.{ROWS}" if path else f"model.{ROWS}"
+            found[name] = [known.get(id(part)) for part in parts], fmt
+    return {name: each for name, each in found.items() if name in names}
+
+
+class _Exported:
+    """MLX's functions, but for those whose primitives cannot be written."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
+
+    @staticmethod
+    def contiguous(x: mx.array, *args: Any, **options: Any) -> mx.array:
+        """The values are those of ``x``."""
+        return x
+
+
+_EXPORTED = _Exported()
+
+
+@cache
+def _exported(cls: Any) -> Any:
+    """The class for a twin of a module."""
+    if cls is nn.QuantizedEmbedding:
+        return Embedding
+    body = {
+        name: FunctionType(
+            method.__code__,
+            {**method.__globals__, "mx": _EXPORTED},
+            name,
+            method.__defaults__,
+            method.__closure__,
+        )
+        for each in reversed(cls.__mro__)
+        for name, method in vars(each).items()
+        if isinstance(method, FunctionType) and _copies(method)
+    }
+    for name, method in body.items():
+        method.__kwdefaults__ = getattr(cls, name).__kwdefaults__
+    return type(cls.__name__, (cls,), body) if body else cls
+
+
+def _copies(method: FunctionType) -> bool:
+    return "contiguous" in method.__code__.co_names and method.__globals__.get("mx") is mx

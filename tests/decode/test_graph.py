@@ -1,0 +1,66 @@
+"""Patterns and rules on graphs that are made by hand."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_qlayers.decode.graph import Graph, Node, P, Size, Spec, any_, maybe, resolved, rewrite
+
+SPEC = Spec((2, 3), mx.float32)
+X, Y = (Node("Input", (), (name,), (SPEC,)) for name in "xy")
+
+
+def made(op: str, *src: Node, arg: tuple[object, ...] = ()) -> Node:
+    return Node(op, src, arg, (SPEC,))
+
+
+def silu(x: Node, root: Node) -> Node:
+    return root.like("Silu", x)
+
+
+RULES = [(P("Multiply", any_("x"), P("Sigmoid", any_("x"))), silu)]
+
+
+def test_a_name_stands_for_one_node_and_operands_in_any_order() -> None:
+    for root in (made("Multiply", X, made("Sigmoid", X)), made("Multiply", made("Sigmoid", X), X)):
+        (out,) = rewrite(Graph({"y": root}), RULES).outputs.values()
+        assert (out.op, out.src) == ("Silu", (X,))
+    other = made("Multiply", X, made("Sigmoid", Y))
+    assert rewrite(Graph({"y": other}), RULES).outputs["y"].op == "Multiply"
+
+
+def test_what_is_equal_becomes_one_node_and_then_fits() -> None:
+    twins = made("Exp", X), made("Exp", X)
+    root = made("Multiply", twins[0], made("Sigmoid", twins[1]))
+    (out,) = rewrite(Graph({"y": root}), RULES).outputs.values()
+    assert out.op == "Silu" and out.src[0] is not None and out.src[0].op == "Exp"
+
+
+def test_a_node_that_others_take_too() -> None:
+    shared = made("Exp", X)
+    once = [(P("Negative", P("Exp", any_("x"), once=True)), lambda x, root: root.like("Both", x))]
+    alone = rewrite(Graph({"y": made("Negative", shared)}), once).outputs["y"]
+    both = rewrite(Graph({"y": made("Negative", shared), "z": shared}), once).outputs["y"]
+    assert (alone.op, both.op) == ("Both", "Negative")
+
+
+def test_a_node_that_may_be_there() -> None:
+    pattern = [
+        (P("Exp", maybe("Broadcast", P("Sin", any_("x")))), lambda x, root: root.like("E", x))
+    ]
+    for inner in (made("Sin", X), made("Broadcast", made("Sin", X))):
+        assert rewrite(Graph({"y": made("Exp", inner)}), pattern).outputs["y"].op == "E"
+
+
+def test_sizes() -> None:
+    size = Size(3, (("batch", 2), ("0.offset", 1)))
+    assert resolved((size, 4, (size,)), {"batch": 5, "0.offset": 100}) == (113, 4, (113,))
+    assert str(size) == "2 batch + 0.offset + 3"
+
+
+def test_nodes_come_behind_what_they_take_however_deep() -> None:
+    node = X
+    for _ in range(5000):
+        node = made("Exp", node)
+    nodes = Graph({"y": node}).nodes()
+    assert nodes[0] is X and nodes[-1] is node and len(nodes) == 5001
