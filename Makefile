@@ -19,7 +19,7 @@ PAGES := mlx_qlayers $(addprefix mlx_qlayers.,layers ops reference metal runtime
 # Tests and notebooks start many processes: what one has compiled of the package the next one takes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-fast test-metal test-cuda metal-sources test-floors stress fuzz bench plots architectures docs notebooks lint clean
+.PHONY: setup demo test test-fast test-metal test-cuda metal-sources test-floors stress fuzz bench plots architectures docs notebooks lint size clean
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -93,6 +93,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/size.py
+
+# Lines by room, beside the budgets in .ci/budget.toml; fails above one.
+size: setup
+	$(BIN)/python .ci/size.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-floors build dist *.egg-info
