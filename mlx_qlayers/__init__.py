@@ -4,8 +4,8 @@
 converts one; ``register_counterpart`` adds what modules of other classes become. The layers are
 ``QLinear``, ``GridSample``, ``DeformableAttention``, ``DeformConv2d`` and ``FusedAttention``; they
 call the differentiable functions ``quantized_matmul``, ``grid_sample``, ``deformable_attention``,
-``deform_conv2d`` and ``attention``. ``backend`` and ``use_backend`` say what runs kernels;
-``explain`` tells which path each operation took, and why.
+``deform_conv2d`` and ``attention``. ``backend`` names what runs kernels, ``use_backend`` and
+``set_backend`` force it; ``explain`` tells which path each operation took, and why.
 """
 
 from .conversion.gptq import quantize_model
@@ -22,7 +22,7 @@ from .ops.deform_conv2d import deform_conv2d
 from .ops.deformable_attention import deformable_attention
 from .ops.grid_sample import affine_grid, grid_sample
 from .ops.quantized_matmul import quantized_matmul
-from .runtime.backend import backend, use_backend
+from .runtime.backend import backend, set_backend, use_backend
 from .runtime.explain import explain
 
 __all__ = [
@@ -45,5 +45,6 @@ __all__ = [
     "quantized_matmul",
     "register_counterpart",
     "revert_model",
+    "set_backend",
     "use_backend",
 ]

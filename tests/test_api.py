@@ -28,6 +28,7 @@ NAMES = [
     "deformable_attention",
     "attention",
     "use_backend",
+    "set_backend",
     "backend",
     "explain",
 ]

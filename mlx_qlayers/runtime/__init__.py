@@ -1,6 +1,6 @@
 """How a kernel runs: one declaration, one file per backend."""
 
-from .backend import BackendError, use_backend
+from .backend import BackendError, set_backend, use_backend
 from .explain import explain
 from .health import HealthError, checked, health_checks
 from .kernel import Kernel, KernelError, Multiple
@@ -19,6 +19,7 @@ __all__ = [
     "checked",
     "explain",
     "health_checks",
+    "set_backend",
     "trace",
     "use_backend",
     "wait_for",

@@ -7,7 +7,6 @@ the launches of all threads.
 
 from __future__ import annotations
 
-import dis
 import os
 import sys
 import threading
@@ -16,7 +15,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from functools import cache
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -286,11 +284,11 @@ def backend() -> str:
 
 
 class use_backend(_Block):
-    """Force the backend of this package's operations, for good or for a ``with`` block.
+    """Force the backend of this package's operations in a ``with`` block.
 
-    It holds in the thread or async task that says so. A new thread begins with what
-    ``MLX_QLAYERS_BACKEND`` says, unless it runs in a copy of this context
-    (:func:`contextvars.copy_context`).
+    It holds in the thread or async task that enters the block. A new thread begins with the
+    backend of ``MLX_QLAYERS_BACKEND``, unless it runs in a copy of this context
+    (:func:`contextvars.copy_context`). :func:`set_backend` forces one without a block.
 
     Args:
         name: ``"metal"``, ``"cuda"``, ``"host"``, ``"ops"``, or ``"auto"`` to choose again.
@@ -305,38 +303,26 @@ class use_backend(_Block):
         'ops'
     """
 
-    __slots__ = ("_before",)
+    __slots__ = ()
 
     def __init__(self, name: str) -> None:
         super().__init__(_check(name))
-        # What the constructor changed, where it did.
-        self._before: Context | None = None
-        if not _begins_block(sys._getframe(1)):
-            self._before = current.get()
-            current.set(Context(name, self._before.mode))
-
-    def __enter__(self) -> None:
-        if self._before is not None:
-            self.__exit__()
-        _Block.__enter__(self)
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is None:
-            next(self._changed, None)
-        else:
-            current.set(self._before)
-            self._before = None
 
 
-# In the instructions behind a call in a ``with`` statement: until Python 3.13, and since.
-_WITH = {dis.opmap.get(name) for name in ("BEFORE_WITH", "LOAD_SPECIAL")}
+def set_backend(name: str) -> None:
+    """Force the backend of this package's operations from now on, in this thread or async task.
 
+    Args:
+        name: ``"metal"``, ``"cuda"``, ``"host"``, ``"ops"``, or ``"auto"`` to choose again.
 
-def _begins_block(caller: FrameType) -> bool:
-    """Whether a ``with`` statement enters what the caller's present instruction gives.
+    Raises:
+        ValueError: no backend has that name.
+        BackendError: that backend cannot run on this machine. It never falls back silently.
 
-    To force a backend for good is to call the class, but between that call and ``__enter__`` an
-    interrupt may come, which must leave nothing forced.
+    Example:
+        >>> set_backend("ops")
+        >>> backend()
+        'ops'
+        >>> set_backend("auto")
     """
-    code = caller.f_code.co_code[caller.f_lasti + 2 : caller.f_lasti + 32 : 2]
-    return not _WITH.isdisjoint(code.replace(b"\0", b"")[:2])  # zeros are caches
+    current.set(current.get()._replace(requested=_check(name)))

@@ -25,6 +25,7 @@ from mlx_qlayers.runtime.backend import (
     epoch,
     mode,
     requested,
+    set_backend,
     up_to_date,
     use_backend,
 )
@@ -73,9 +74,13 @@ def test_a_block_forces_a_backend_and_ends(machine):
 
 def test_forcing_for_good(machine):
     machine("host")
-    before = use_backend("ops")
+    set_backend("ops")
     assert backend() == "ops"
-    before.__exit__(None, None, None)
+    with use_backend("host"):
+        set_backend("auto")
+        assert backend() == "host"
+    assert backend() == "ops"
+    set_backend("auto")
     assert backend() == "host"
 
 
@@ -101,6 +106,8 @@ def test_a_forced_backend_that_cannot_run_raises(machine, environment, name):
     machine()
     with pytest.raises(BackendError, match=f"the {name} backend .* no {name} here"):
         use_backend(name)
+    with pytest.raises(BackendError, match=f"the {name} backend .* no {name} here"):
+        set_backend(name)
     assert backend() == "ops"
     environment(name)
     with pytest.raises(BackendError, match=f"no {name} here"):
@@ -110,6 +117,8 @@ def test_a_forced_backend_that_cannot_run_raises(machine, environment, name):
 def test_an_unknown_name_is_an_error(environment):
     with pytest.raises(ValueError, match=r"backend must be one of .* not 'vulkan'"):
         use_backend("vulkan")
+    with pytest.raises(ValueError, match=r"backend must be one of .* not 'vulkan'"):
+        set_backend("vulkan")
     environment("vulkan")
     with pytest.raises(ValueError, match="not 'vulkan'"):
         backend()
@@ -187,24 +196,14 @@ def test_interrupts_inside_blocks_leave_nothing_forced():
             assert current.get() is module._INITIAL
 
 
-def test_a_with_statement_forces_nothing_before_it_is_entered():
-    """An interrupt may come between the two; a call for good and a block by hand force at once."""
-
-    class Watched(use_backend):
-        def __enter__(self):
-            seen.append(requested())
-            super().__enter__()
-
-    seen = []
-    with Watched("ops"), contextlib.ExitStack() as stack:
-        seen.append(requested())
+def test_nothing_is_forced_before_a_block_is_entered():
+    block = use_backend("ops")
+    assert requested() == "auto"
+    with block, contextlib.ExitStack() as stack:
+        assert requested() == "ops"
         stack.enter_context(use_backend("host"))
-        seen.append(requested())
-    forced = Watched("ops")
-    seen.append(requested())
-    with forced:
-        seen.append(requested())
-    assert seen == ["auto", "ops", "host", "ops", "ops", "ops"] and requested() == "auto"
+        assert requested() == "host"
+    assert requested() == "auto"
 
 
 def test_a_mode_ends_with_its_block():
