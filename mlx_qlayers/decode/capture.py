@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from .graph import Graph, Node, Size, Spec, Value
-from .twin import arrays_of, embeddings, twin
+from .twin import arrays_of, embeddings, leaves, twin
 
 
 class Unsupported(Exception):
     """Why a step is left to the model."""
+
+
+class Differs(Unsupported):
+    """The graphs of two settings are not alike."""
 
 
 class Setting(NamedTuple):
@@ -59,14 +63,14 @@ class _Trace:
 
     def __init__(self, model: Any, caches: Sequence[Any], setting: Setting) -> None:
         self.records: list[dict[str, Any]] = []
-        self.model, self.caches = model, caches
+        self.model, self.caches, self.own = model, caches, [*leaves(caches)]
         self.names, self.results = list[str](), list[str]()
         self.counts: dict[str, Any] = {}
         self.given: list[mx.array] = []
         for path, array in arrays_of(model, "model"):
             self._input(path, array)
         self.embeddings = embeddings(model, self.names, self.given)
-        for i, cache in enumerate(caches):
+        for i, cache in enumerate(self.own):
             for path, array in arrays_of(cache, f"cache.{i}"):
                 self._input(path, _resized(array, path, setting, i))
         tokens = mx.zeros((setting.batch, setting.length), mx.int32)
@@ -85,60 +89,69 @@ class _Trace:
             return tracers[path]
 
         model = twin(self.model, swap, "model")
-        caches = [twin(cache, swap, f"cache.{i}") for i, cache in enumerate(self.caches)]
+        made: dict[int, Any] = {}
+        own = [twin(cache, swap, f"cache.{i}", made) for i, cache in enumerate(self.own)]
         for (number, name), value in setting.counters.items():
-            vars(caches[number])[name] = value
-        seen = [dict(vars(c)) for c in caches]
-        before = _state_of(model)
-        logits = model(tokens, cache=caches if len(caches) else None)
+            vars(own[number])[name] = value
+        seen = [dict(vars(c)) for c in own]
+        before = _State(model)
+        logits = model(tokens, cache=twin([*self.caches], swap, "", made))
         if not isinstance(logits, mx.array):
             raise Unsupported("the model gives more than logits")
-        if changed := before.changed():
-            raise Unsupported(f"the model changes {changed} in a call")
-        self.results, outputs = ["logits"], [logits]
-        for i, (cache, old) in enumerate(zip(caches, seen, strict=True)):
-            for name, array in _changes(cache, old, f"cache.{i}", self.counts):
-                self.results.append(name)
-                outputs.append(array)
-        return outputs
+        results = {"logits": logits, **before.changed()}
+        for i, (cache, old) in enumerate(zip(own, seen, strict=True)):
+            results |= _changes(cache, old, f"cache.{i}", self.counts)
+        self.results = [*results]
+        return [*results.values()]
 
 
 class _State:
     """What is in the modules of a model, to see later whether it still is."""
 
-    def __init__(self, parts: list[Any]) -> None:
-        self.parts = [(part, dict(part), dict(vars(part))) for part in parts]
+    def __init__(self, model: Any) -> None:
+        named = [("model" if not path else f"model.{path}", m) for path, m in model.named_modules()]
+        self.parts = [(path, part, dict(part), dict(vars(part))) for path, part in named]
 
-    def changed(self) -> str:
-        for part, items, attributes in self.parts:
+    def changed(self) -> dict[str, mx.array]:
+        """By their names the arrays that took the place of others of the same shape and dtype."""
+        found = {}
+        for path, part, items, attributes in self.parts:
             for now, before in ((part, items), (vars(part), attributes)):
                 for name in now.keys() | before.keys():
-                    if now.get(name) is not before.get(name):
-                        return f"{name} of {type(part).__name__}"
-        return ""
+                    new, old = now.get(name), before.get(name)
+                    if new is old:
+                        continue
+                    if _alike(new, old):
+                        found[f"{path}.{name}"] = new
+                    else:
+                        raise Unsupported(f"the model changes {name} of {type(part).__name__}")
+        return found
 
 
-def _state_of(model: Any) -> _State:
-    return _State([*model.modules()])
+def _alike(new: Any, old: Any) -> bool:
+    arrays = isinstance(new, mx.array) and isinstance(old, mx.array)
+    return arrays and (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
 def _changes(
     cache: Any, old: dict[str, Any], path: str, counts: dict[str, Any]
-) -> Iterator[tuple[str, mx.array]]:
+) -> dict[str, mx.array]:
     """The arrays that a cache has behind a step, by their names; new numbers go into ``counts``."""
+    found = {}
     for name, value in vars(cache).items():
         before = old.get(name)
         where = f"{path}.{name}"
         if isinstance(value, mx.array):
-            yield where, value  # it may be the same object, written into
+            found[where] = value  # it may be the same object, written into
         elif isinstance(value, list | tuple):
             for i, each in enumerate(value):
                 if isinstance(each, mx.array):
-                    yield f"{where}.{i}", each
+                    found[f"{where}.{i}"] = each
         elif value is not before and value != before:
             if not isinstance(value, int) or not isinstance(before, int):
                 raise Unsupported(f"a step changes {name} of a {type(cache).__name__}")
             counts[where] = value
+    return found
 
 
 def _resized(array: mx.array, path: str, setting: Setting, number: int) -> mx.array:
@@ -189,27 +202,30 @@ class _Solver:
     def number(self, one: Any, other: Any) -> Any:
         """A number of both traces, as a size if they differ."""
         if type(one) is not type(other):
-            raise Unsupported("its code takes another branch for another batch size or position")
+            raise Differs("its code takes another branch for another batch size or position")
         if isinstance(one, list | tuple):
             if len(one) != len(other):
-                raise Unsupported("its code depends on the batch size or position")
+                raise Differs("its code depends on the batch size or position")
             return tuple(self.number(*pair) for pair in zip(one, other, strict=True))
         if one == other or one != one:
             return one
         if isinstance(one, bool) or not isinstance(one, int | float):
-            raise Unsupported("its code depends on the batch size or position")
+            raise Differs("its code depends on the batch size or position")
         for (first, second), name in self.pairs.items():
             if first != second and other - one == second - first:
                 return Size(one - first, ((name, 1),))
+        for (first, second), name in self.pairs.items():
+            if first != second and one - other == second - first:
+                return Size(one + first, ((name, -1),))
         first, second = self.batches
         if first != second and one * second == other * first and one % first == 0:
             return Size(0, (("batch", int(one // first)),))
-        raise Unsupported(f"{one} becomes {other} with another batch size and position")
+        raise Differs(f"{one} becomes {other} with another batch size and position")
 
     def solved(self, one: _Trace, other: _Trace) -> Captured:
         """The graph of both."""
         if one.results != other.results or len(one.records) != len(other.records):
-            raise Unsupported("its code takes another branch for another batch size or position")
+            raise Differs("its code takes another branch for another batch size or position")
         weights: dict[str, mx.array] = dict(zip(one.names, one.given, strict=True))
         for pair in zip(one.records, other.records, strict=True):
             record, second = pair
@@ -236,7 +252,7 @@ class _Solver:
         # An array that goes out as it came in was not changed.
         outputs = {name: node for name, node in outputs.items() if node.arg != (name,)}
         if one.counts.keys() != other.counts.keys():
-            raise Unsupported("its caches count otherwise at another position")
+            raise Differs("its caches count otherwise at another position")
         counts = {name: self.number(v, other.counts[name]) for name, v in one.counts.items()}
         weights = {
             name: array
@@ -261,7 +277,7 @@ class _Solver:
 
     def _spec(self, one: Any, other: Any) -> Spec:
         if one[2] != other[2]:
-            raise Unsupported("a dtype depends on the batch size or position")
+            raise Differs("a dtype depends on the batch size or position")
         return Spec(self.number(one[1], other[1]), one[2])
 
     def _constant(self, one: mx.array, other: mx.array) -> Node:
@@ -269,23 +285,23 @@ class _Solver:
         if one.shape == other.shape and mx.array_equal(one, other, equal_nan=True).item():
             return Node("Constant", (), (Value(one),), (spec,))
         if one.size != other.size or one.size > 4096:
-            raise Unsupported("numbers in its code depend on the batch size")
+            raise Differs("numbers in its code depend on the batch size")
         numbers = self.number(one.flatten().tolist(), other.flatten().tolist())
         return Node("Numbers", (), numbers, (spec,))
 
     def _primitive(self, one: dict[str, Any], other: dict[str, Any]) -> None:
         if one["name"] != other["name"]:
-            raise Unsupported("its code takes another branch for another batch size or position")
+            raise Differs("its code takes another branch for another batch size or position")
         src = tuple(self.nodes[each[0]] for each in one["inputs"])
         if any(self.nodes.get(a[0]) is None for a in one["inputs"]):
-            raise Unsupported(f"{one['name']} takes what nothing gives")
+            raise Differs(f"{one['name']} takes what nothing gives")
         outputs = tuple(
             self._spec(*pair) for pair in zip(one["outputs"], other["outputs"], strict=True)
         )
         try:
             arg = self.number(one["arguments"], other["arguments"])
-        except Unsupported as error:
-            raise Unsupported(f"{one['name']}: {error}") from None
+        except Differs as error:
+            raise Differs(f"{one['name']}: {error}") from None
         self._put(Node(one["name"], src, arg, outputs), *(each[0] for each in one["outputs"]))
 
 
@@ -301,4 +317,4 @@ def stopping_line(error: Exception) -> str:
     return f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}: {line}: {reason}"
 
 
-__all__ = ["Captured", "Setting", "Unsupported", "capture"]
+__all__ = ["Captured", "Differs", "Setting", "Unsupported", "capture"]

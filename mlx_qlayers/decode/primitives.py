@@ -177,6 +177,13 @@ def _softmax(node: Node) -> Call:
     return Call(partial(mx.softmax, axis=-1, precise=node.arg[0]))
 
 
+def _scatter_axis(node: Node) -> Call:
+    kind, axis = node.arg
+    if kind != 1:
+        raise KeyError("ScatterAxis")
+    return Call(partial(mx.put_along_axis, axis=axis))
+
+
 def _pad(node: Node) -> Call:
     axes, low, high = node.arg
     widths = [(0, 0)] * len(node.shape)
@@ -188,11 +195,6 @@ def _pad(node: Node) -> Call:
 def _joined(node: Node) -> Call:
     axis = node.arg[0]
     return Call(lambda *arrays: mx.concatenate([*arrays], axis))
-
-
-def _partition(function: Callable[..., Any], node: Node) -> Call:
-    kth, axis = node.arg
-    return Call(partial(function, kth=kth, axis=axis))
 
 
 def _matmul_added(node: Node) -> Call:
@@ -254,7 +256,7 @@ CALLS: dict[str, Entry] = {
     **{name: Call(function) for name, function in _PLAIN.items()},
     "AddMM": _matmul_added,
     "Arange": lambda node: Call(partial(mx.arange, dtype=node.dtype), lambda arg: arg),
-    "ArgPartition": partial(_partition, mx.argpartition),
+    "ArgPartition": Call(mx.argpartition, _as_they_are),
     "ArgReduce": _arg_reduce,
     "ArgSort": lambda node: Call(partial(mx.argsort, axis=node.arg[0])),
     "AsType": Call(_cast, _as_they_are),
@@ -278,7 +280,7 @@ CALLS: dict[str, Entry] = {
         lambda numbers: mx.array(numbers, node.dtype).reshape(node.shape), lambda arg: (arg,)
     ),
     "Pad": _pad,
-    "Partition": partial(_partition, mx.partition),
+    "Partition": Call(mx.partition, _as_they_are),
     "Quantize": _quantize,
     "QuantizedMatmul": _quantized,
     "RMSNorm": _norm,
@@ -287,6 +289,7 @@ CALLS: dict[str, Entry] = {
     "RoPE": _rope,
     "ScaledDotProductAttention": _attention,
     "Scan": _scan,
+    "ScatterAxis": _scatter_axis,
     "Slice": Call(operator.getitem, lambda arg: (_slices(*arg),)),
     "SliceUpdate": _slice_update,
     "Softmax": _softmax,

@@ -6,7 +6,7 @@ converted. What the exporter of MLX cannot write is spelled otherwise in it, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -74,6 +74,15 @@ def _is_cache(value: Any) -> bool:
     return hasattr(value, "__dict__") and any(
         cls.__module__ == "mlx_lm.models.cache" for cls in type(value).__mro__
     )
+
+
+def leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    """The caches, those in lists of caches too."""
+    for each in caches:
+        if type(each).__name__ == "CacheList":
+            yield from leaves(each.caches)
+        elif each is not None:
+            yield each
 
 
 def arrays_of(value: Any, path: str = "") -> Iterator[tuple[str, mx.array]]:

@@ -1,0 +1,237 @@
+"""What a step is captured for, of a model's caches, and how they hold what it gave.
+
+A cache of mlx-lm is a few arrays and counts. In a graph the arrays are inputs and outputs; a count
+that goes on with each token is a position. Room for tokens is made ahead, as the caches do it
+themselves, so that a step is always the plain case of their code.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .capture import Setting, Unsupported
+from .graph import Size
+
+# Positions at which a second capture looks, ahead of the first: further ones where they are alike.
+REACHES = (100_000, 4096, 256, 16, 1)
+_RINGS = ("RotatingKVCache", "BatchRotatingKVCache")
+# By the class of a cache the counts that go on with each token.
+_COUNTERS = {
+    "KVCache": ("offset",),
+    "QuantizedKVCache": ("offset",),
+    "ChunkedKVCache": ("offset", "start_position"),
+    "RotatingKVCache": ("_idx", "offset"),
+    "BatchKVCache": ("_idx",),
+    "BatchRotatingKVCache": ("_idx", "_offset"),
+    "ArraysCache": (),
+}
+
+
+class Facts(NamedTuple):
+    """What matters of a cache.
+
+    Attributes:
+        key: what a capture is for: class, dtypes, settings, and which of the cache's cases it is.
+        counters: by name.
+        rows: of its buffers; None for states.
+        at: the row that the next token is written to.
+        last: the largest position at which this case ends; None if it does not.
+    """
+
+    key: tuple[Any, ...]
+    counters: dict[str, int]
+    rows: int | None
+    at: int
+    last: int | None
+
+
+def facts(c: Any, length: int) -> Facts:
+    """Make room for tokens in a cache, and say what matters of it.
+
+    Raises:
+        Unsupported: the cache is of a class that no step is captured for.
+    """
+    kind, own = type(c).__name__, vars(c)
+    if kind not in _COUNTERS or type(c).__module__ != "mlx_lm.models.cache":
+        raise Unsupported(f"a cache is a {kind}")
+    if kind == "ArraysCache":
+        return Facts((kind, *_kinds(own, ())), {}, None, 0, None)
+    if own["keys"] is None:
+        return Facts((kind, "empty"), {}, None, 0, None)
+    if own.get("_lengths") is not None or own.get("_right_padding") is not None:
+        raise Unsupported("a cache is not finalized")
+    at, last, case = _room(c, kind, length), None, ""
+    rows = _rows(own["keys"])
+    if kind in _RINGS:
+        offset = own["_offset" if "_offset" in own else "offset"]
+        if offset + length >= own["max_size"]:
+            case = "full"
+        else:
+            last = own["max_size"] - length - 1
+    if not case and at + length == rows:
+        case = "fills"
+    counters = {name: own[name] for name in _COUNTERS[kind]}
+    return Facts((kind, case, *_kinds(own, counters)), counters, rows, at, last)
+
+
+def _kinds(own: dict[str, Any], counters: Any) -> Iterator[Any]:
+    """Of attributes what a capture depends on."""
+    for name, value in own.items():
+        if name not in counters:
+            yield name, _kind(value)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        shape = value.shape
+        rows = shape[2:3] if len(shape) == 4 else ()
+        return value.dtype, len(rows), shape[1:2] + shape[3:] if rows else shape[1:]
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind, value))
+    return value
+
+
+def _rows(buffer: Any) -> int:
+    rows: int = (buffer if isinstance(buffer, mx.array) else buffer[0]).shape[2]
+    return rows
+
+
+def _room(c: Any, kind: str, length: int) -> int:
+    """Where the next token goes, with room for it."""
+    if kind in _RINGS:
+        if length > 1:
+            raise Unsupported("a rotating cache takes several tokens")
+        return _room_in_ring(c)
+    if kind == "ChunkedKVCache":
+        c.maybe_trim_front()
+        at: int = c.offset - c.start_position
+    else:
+        at = c._idx if "_idx" in vars(c) else c.offset
+    if at + length > _rows(c.keys):
+        more = -(-length // c.step) * c.step
+        c.keys, c.values = (_grown(b, more, at) for b in (c.keys, c.values))
+    return at
+
+
+def _room_in_ring(c: Any) -> int:
+    offset = c._offset if "_offset" in vars(c) else c.offset
+    if offset >= c.keys.shape[2] and c.keys.shape[2] < c.max_size:
+        more = min(c.step, c.max_size - offset)
+        c.keys, c.values = (_grown(b, more, b.shape[2]) for b in (c.keys, c.values))
+        c._idx = offset
+    if (extra := c.keys.shape[2] - c.max_size) > 0:
+        c.keys, c.values = c._trim(extra, c.keys), c._trim(extra, c.values)
+        c._idx = c.max_size
+        if "left_padding" in vars(c):
+            c.left_padding = c.left_padding - extra
+    if c._idx == c.max_size:
+        c._idx = getattr(c, "keep", 0)
+        if "rotated" in vars(c):
+            c.rotated = True
+    at: int = c._idx
+    return at
+
+
+def _grown(buffer: Any, more: int, at: int) -> Any:
+    """A buffer with more rows, behind those that count."""
+    if not isinstance(buffer, mx.array):
+        return type(buffer)(_grown(each, more, at) for each in buffer)
+    batch, heads, _, width = buffer.shape
+    return mx.concatenate(
+        [buffer[:, :, :at], mx.zeros((batch, heads, more, width), buffer.dtype)], 2
+    )
+
+
+def settings(
+    some: Sequence[Facts], batch: int, length: int, other_batch: int, reach: int
+) -> tuple[Setting, Setting]:
+    """What a step is captured for, and another case of the same graph.
+
+    Equal positions are equal in both: MLX makes one constant of equal numbers.
+    """
+    one = Setting(batch, length, {}, {})
+    other = Setting(other_batch, length, {}, {})
+    ways = _ways(some, reach)
+    for number, each in enumerate(some):
+        if each.rows is None:
+            continue
+        moved, rows = _moved(each, ways, length, reach)
+        for name, value in each.counters.items():
+            one.counters[number, name], other.counters[number, name] = value, moved[name]
+        one.rows[number], other.rows[number] = each.rows, rows
+    return one, other
+
+
+def _ways(some: Sequence[Facts], reach: int) -> dict[int, int]:
+    """How far each position goes on in the other case."""
+    found: dict[int, int] = {}
+    for each in some:
+        for name in {"_idx", "offset", "_offset"} & each.counters.keys():
+            if name == "_idx" and each.key[0] in _RINGS and each.key[1] == "full":
+                continue
+            value = each.counters[name]
+            most = reach * (2 * len(found) + 1) if value not in found else found[value]
+            found[value] = most if each.last is None else min(most, each.last - value)
+    return {value: way or -1 for value, way in found.items()}
+
+
+def _moved(
+    each: Facts, ways: dict[int, int], length: int, reach: int
+) -> tuple[dict[str, int], int]:
+    """Counters and rows of a cache at another position."""
+    assert each.rows is not None
+    kind, case, *rest = each.key
+    settings, is_ring = dict(rest), kind in _RINGS
+    moved = {name: v + ways.get(v, 0) for name, v in each.counters.items()}
+    if is_ring and case == "full":
+        after = each.at + 1 < settings["max_size"]
+        moved["_idx"] = each.at + 1 if after else max(each.at - 1, settings.get("keep", 0))
+        return moved, each.rows
+    at = moved["_idx" if "_idx" in moved else "offset"]
+    if "start_position" in moved:
+        start = each.counters["start_position"]
+        moved["start_position"] = start + ways[each.counters["offset"]] // 3
+        at -= moved["start_position"]
+    if case == "fills":
+        return moved, at + length
+    return moved, settings["max_size"] if is_ring else each.rows + reach * (2 * len(ways) + 2)
+
+
+def arrays_of(own: Sequence[Any]) -> dict[str, mx.array]:
+    """The arrays of caches by the names that they have in a graph."""
+    found: dict[str, mx.array] = {}
+    for number, c in enumerate(own):
+        for name, value in vars(c).items():
+            if isinstance(value, mx.array):
+                found[f"cache.{number}.{name}"] = value
+            elif isinstance(value, list | tuple):
+                for i, each in enumerate(value):
+                    found[f"cache.{number}.{name}.{i}"] = each
+    return found
+
+
+def put(
+    own: Sequence[Any], outputs: dict[str, Any], counts: dict[str, Any], at: dict[str, int]
+) -> None:
+    """Let caches hold what a step gave, so that no signal sees some of them changed."""
+    items: list[dict[str, Any]] = [{} for _ in own]
+    for path, value in outputs.items():
+        _, number, name, *index = path.split(".")
+        changed = items[int(number)]
+        if not index:
+            changed[name] = value
+            continue
+        whole = changed.setdefault(name, [*vars(own[int(number)])[name]])
+        whole[int(index[0])] = value
+    for path, count in counts.items():
+        _, number, name = path.split(".")
+        items[int(number)][name] = count.at(at) if isinstance(count, Size) else count
+    for c, changed in zip(own, items, strict=True):
+        for name, value in changed.items():
+            if isinstance(vars(c)[name], tuple):
+                changed[name] = tuple(value)
+    deque(map(dict.update, map(vars, own), items), maxlen=0)

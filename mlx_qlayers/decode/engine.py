@@ -1,0 +1,178 @@
+"""Steps of models by their graphs: what is captured for whom, and when it is valid."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..runtime.backend import Mode, current, epoch
+from ..runtime.transformed import is_transformed
+from .caches import REACHES, Facts, arrays_of, facts, put, settings
+from .capture import Captured, Differs, Setting, Unsupported, capture
+from .emit import Program
+from .graph import Graph
+from .rules import fused
+from .twin import leaves
+
+# Sequences and tokens of each at most: for more, the products are those of a prompt.
+MAX_BATCH, MAX_LENGTH = 128, 16
+# Captures and programs of one model that are kept.
+_KEPT = 32
+
+
+def step(model: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
+    """The logits of some tokens of each sequence, with caches that have them behind it.
+
+    Args:
+        model: called with tokens and caches.
+        tokens: (B, L).
+        caches: as mlx-lm makes them.
+
+    Returns:
+        (B, L, vocabulary), or None where the step is left to the model: :func:`stopped` says why.
+    """
+    if tokens.ndim != 2 or tokens.shape[1] > MAX_LENGTH or tokens.shape[0] > MAX_BATCH:
+        return None
+    if model.training or not caches or current.get().mode is not Mode.EAGER:
+        return None
+    steps = _steps.get(id(model))
+    if steps is None or not steps.is_of_now():
+        if steps is None:
+            weakref.finalize(model, _steps.pop, id(model), None).atexit = False
+        steps = _steps[id(model)] = Steps(model)
+    return steps.run(tokens, caches)
+
+
+def stopped(model: Any) -> str | None:
+    """Why steps of a model run without a graph since its last change; None if they do not."""
+    steps = _steps.get(id(model))
+    return "no step was run" if steps is None else "; ".join(steps.stopped.values()) or None
+
+
+class Step(NamedTuple):
+    """A captured step.
+
+    Attributes:
+        captured: the graph as the model's code has it.
+        graph: the same after the rules.
+        batches: the smallest and the largest batch that it is for.
+        names: what a position is called in it, by the number of a cache and the attribute.
+        limits: by these names the least and the largest number.
+        programs: by batch size and what plans depend on.
+    """
+
+    captured: Captured
+    graph: Graph
+    batches: tuple[int, int]
+    limits: dict[str, tuple[int, int]]
+    programs: dict[Any, Program]
+
+    def holds(self, batch: int, at: dict[str, int]) -> bool:
+        """Whether it computes such a step."""
+        least, most = self.batches
+        return least <= batch <= most and all(a <= at[n] <= b for n, (a, b) in self.limits.items())
+
+
+class Steps:
+    """The graphs of a model as it is now.
+
+    Attributes:
+        stopped: why steps with some caches are left to the model, by what these are.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = weakref.ref(model)
+        self.parts = [*model.modules()]
+        self.types = [*map(type, self.parts)]
+        self.contents = [*self.parts[1:], *map(vars, self.parts)]
+        self.before = [dict(each) for each in self.contents]
+        self.items = dict(model)
+        self.stopped: dict[Any, str] = {}
+        self.steps: dict[Any, list[Step]] = {}
+
+    def is_of_now(self) -> bool:
+        """Whether nothing in the model was replaced."""
+        try:  # dicts compare what is not identical, and arrays have no truth value
+            same = self.contents == self.before and self.model() == self.items
+            return same and [*map(type, self.parts)] == self.types
+        except Exception:
+            return False
+
+    def run(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
+        """The logits, and the caches with the tokens; None if it cannot be."""
+        own, (batch, length) = [*leaves(caches)], tokens.shape
+        if is_transformed([tokens]):
+            return None
+        key: Any = None
+        try:
+            some = [facts(c, length) for c in own]
+            key = length, tokens.dtype, tuple(each.key for each in some), _alike(some)
+            if key in self.stopped:
+                return None
+            at = _positions(some)
+            found = next((s for s in self.steps.get(key, ()) if s.holds(batch, at)), None)
+            if found is None:
+                found = self._captured(caches, some, batch, length)
+                self.steps[key] = [found, *self.steps.get(key, ())][:_KEPT]
+            program = self._program(found, batch)
+        except Unsupported as error:
+            self.stopped[key] = str(error)
+            return None
+        outputs = program.run({"tokens": tokens, **arrays_of(own)}, at)
+        logits: mx.array = outputs.pop("logits")
+        put(own, outputs, found.captured.counts, at | {"batch": batch})
+        return logits
+
+    def _program(self, found: Step, batch: int) -> Program:
+        where = batch, current.get(), epoch.state, mx.default_device()
+        if where not in found.programs:
+            found.programs[where] = Program(found.graph, batch, found.captured.weights)
+        return found.programs[where]
+
+    def _captured(self, caches: Sequence[Any], some: list[Facts], batch: int, length: int) -> Step:
+        """A step for these caches, and for as many positions and batch sizes as are alike."""
+        model = self.model()
+        mx.eval([a for part in self.parts for a in part.values() if isinstance(a, mx.array)])
+        attempts = [(MAX_BATCH, REACHES[0]), *((batch, reach) for reach in REACHES)]
+        error: Exception = Unsupported("")
+        for other, reach in attempts:
+            one, two = settings(some, batch, length, other, reach)
+            try:
+                return self._step(capture(model, caches, one, two), one, two)
+            except Differs as problem:
+                error = problem
+        raise error
+
+    def _step(self, captured: Captured, one: Setting, other: Setting) -> Step:
+        outputs = captured.graph.outputs
+        if changed := {n: outputs.pop(n) for n in [*outputs] if n.startswith("model.")}:
+            made = Program(Graph(changed), one.batch, captured.weights).run({}, {})
+            for name, array in made.items():
+                if not mx.array_equal(array, captured.weights[name]).item():
+                    raise Unsupported(f"the model changes {name} in a call")
+        limits = {}
+        for (number, name), value in one.counters.items():
+            pair = sorted((value, other.counters[number, name]))
+            if name in ("offset", "_offset") or pair[1] - pair[0] > 2:
+                limits[f"{number}.{name}"] = pair[0], pair[1]
+        batches = one.batch, max(one.batch, other.batch)
+        return Step(captured, fused(captured.graph), batches, limits, {})
+
+
+def _alike(some: Sequence[Facts]) -> tuple[int, ...]:
+    """Which positions of caches are the same."""
+    groups: dict[Any, int] = {}
+    return tuple(groups.setdefault(v, len(groups)) for f in some for v in f.counters.values())
+
+
+def _positions(some: Sequence[Facts]) -> dict[str, int]:
+    """The values of all positions by their names."""
+    at = {f"{i}.{name}": v for i, each in enumerate(some) for name, v in each.counters.items()}
+    return at | {f"{i}.rows": each.rows for i, each in enumerate(some) if each.rows is not None}
+
+
+# By the identity of models, which are dicts and cannot be keys.
+_steps: dict[int, Steps] = {}

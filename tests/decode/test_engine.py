@@ -1,0 +1,186 @@
+"""Steps by graphs compute what the model does with every kind of cache, and leave the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import VOCABULARY, build
+from decoding import BITS, KINDS, logits
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from numerics import assert_same_model
+from small_qwen import qwen
+
+from mlx_qlayers.decode import engine
+
+# One of each kind of block: norms on both sides, experts, states, latent keys, sinks, rings.
+NAMES = [
+    "gemma3_text",
+    "gpt_oss",
+    "phi3",
+    "qwen3_moe",
+    "qwen3_next",
+    "deepseek_v3",
+    "mamba2",
+    "baichuan_m1",
+    "gemma3n",
+    "nemotron_h",
+]
+DECODED = [kind for kind in KINDS if kind != "none"]
+
+
+class ByGraph:
+    """A model whose steps are by graphs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.steps = model, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        found = engine.step(self.model, tokens, cache) if tokens.shape[1] == 1 else None
+        self.steps += found is not None
+        return self.model(tokens, cache=cache) if found is None else found
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    engine._steps.clear()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(name: str) -> None:
+    stock, model = (build(name, ARCHITECTURES[name]) for _ in range(2))
+    for i, kind in enumerate(k for k in DECODED if k not in ARCHITECTURES[name].without):
+        stepped = ByGraph(model)
+        steps = zip(*logits([stock, stepped], kind, (1, 3)[i % 2], VOCABULARY), strict=True)
+        for number, (want, found) in enumerate(steps):
+            bits = BITS if kind == "quantized" else None
+            assert_same_model(found, want, bits=bits, what=f"{name}, cache {kind}, step {number}")
+        assert stepped.steps == 3, engine.stopped(model)
+
+
+def decoded(model: Any, cache: list[Any], length: int) -> mx.array:
+    """The logits of tokens one by one behind a prompt of six."""
+    rows = [model(mx.array([[1, 2, 3, 4, 5, 6]]), cache=cache)]
+    rows += [model(mx.array([[7 + i % 50]]), cache=cache) for i in range(length)]
+    return mx.concatenate(rows, axis=1)[0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "rotating", "kept", "quantized"])
+def test_caches_that_grow_go_round_and_are_trimmed(kind: str) -> None:
+    """The arrays of a cache and its counts stay those of mlx-lm's own."""
+    model, results = qwen(), []
+    for run in (model, ByGraph(model)):
+        cache = make_prompt_cache(model)
+        if kind in ("rotating", "kept"):
+            cache = [RotatingKVCache(20, keep=4 * (kind == "kept")) for _ in cache]
+        decoded(run, cache, 1)
+        if kind == "quantized":
+            cache = [c.to_quantized(32, 8) for c in cache]
+        rows = [decoded(run, cache, 270 if kind == "plain" else 30)]
+        if kind in ("plain", "quantized"):
+            assert [c.trim(3) for c in cache] == [3, 3]
+            rows.append(decoded(run, cache, 3))
+        results.append((mx.concatenate(rows), [c.state for c in cache]))
+    (want, states), (found, ours) = results
+    assert run.steps > 30, engine.stopped(model)
+    assert mx.abs(want - found).max() < 1e-4 * mx.abs(want).max()
+    for one, other in zip(states, ours, strict=True):
+        assert [a for a in one if isinstance(a, int)] == [a for a in other if isinstance(a, int)]
+        for a, b in zip(one[:2], other[:2], strict=True):
+            pairs = zip(a, b, strict=True) if isinstance(a, tuple | list) else [(a, b)]
+            assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
+
+
+def test_one_capture_for_batches_that_grow_and_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = []
+    plain = engine.capture
+    monkeypatch.setattr(engine, "capture", lambda *a: captures.append(a) or plain(*a))
+    model = qwen()
+    for batch in (1, 5, 2, 64):
+        caches = [make_prompt_cache(model) for _ in "ab"]
+        prompt = mx.random.randint(0, 96, (batch, 5), key=mx.random.key(batch))
+        for cache in caches:
+            model(prompt, cache=cache)
+        want = model(prompt[:, :1], cache=caches[0])
+        found = engine.step(model, prompt[:, :1], caches[1])
+        assert found is not None and mx.abs(found - want).max() < 1e-4
+    assert len(captures) == 1
+
+
+def test_several_tokens_at_once() -> None:
+    model = qwen()
+    caches = [make_prompt_cache(model) for _ in "ab"]
+    for length in (9, 3, 16, 2):
+        tokens = mx.random.randint(0, 96, (2, length), key=mx.random.key(length))
+        want = model(tokens, cache=caches[0])
+        found = engine.step(model, tokens, caches[1]) if length != 9 else None
+        if found is None:
+            assert length == 9
+            found = model(tokens, cache=caches[1])
+        assert mx.abs(found - want).max() < 1e-4
+    assert caches[1][0].offset == 30
+
+
+def test_a_changed_model_is_captured_anew() -> None:
+    """Weights that were replaced or written into, and training."""
+    model = qwen()
+    prompt, token = mx.array([[5, 17, 3]]), mx.array([[4]])
+
+    def both() -> float:
+        caches = [make_prompt_cache(model) for _ in "ab"]
+        for cache in caches:
+            model(prompt, cache=cache)
+        found = engine.step(model, token, caches[0])
+        assert found is not None, engine.stopped(model)
+        return mx.abs(found - model(token, cache=caches[1])).max().item()
+
+    assert both() < 1e-4
+    layer = model.model.layers[0]
+    layer.input_layernorm.weight = layer.input_layernorm.weight * 3
+    assert both() < 1e-4
+    layer.mlp.gate_proj.scales[...] = layer.mlp.gate_proj.scales * 2
+    assert both() < 1e-4
+    layer.mlp.down_proj = nn.Linear(192, 128)
+    assert both() < 1e-4
+    cache = make_prompt_cache(model)
+    model(prompt, cache=cache)
+    model.train()
+    assert engine.step(model, token, cache) is None
+
+
+def test_what_is_left_to_the_model_and_why() -> None:
+    class Other(KVCache):
+        """A cache of somebody else's."""
+
+    model = qwen()
+    cache = [Other(), Other()]
+    model(mx.array([[5, 17, 3]]), cache=cache)
+    assert engine.step(model, mx.array([[4]]), cache) is None
+    assert engine.stopped(model) == "a cache is a Other"
+    seen = []
+
+    def traced(token: mx.array) -> mx.array:
+        cache = make_prompt_cache(model)
+        model(mx.array([[5, 17, 3]]), cache=cache)
+        seen.append(engine.step(model, token, cache))
+        return token
+
+    mx.eval(mx.compile(traced)(mx.array([[4]])))
+    assert seen == [None]
+
+
+def test_an_empty_cache_of_states_is_no_step() -> None:
+    model = build("mamba2", ARCHITECTURES["mamba2"])
+    cache = make_prompt_cache(model)
+    assert all(type(c) is ArraysCache for c in cache)
+    want = model(mx.array([[5]]), cache=make_prompt_cache(model))
+    found = ByGraph(model)(mx.array([[5]]), cache=cache)
+    assert mx.abs(found - want).max() < 1e-3 * mx.abs(want).max()
