@@ -22,8 +22,7 @@ from .commands import (
     quantize,
     tune,
 )
-from .commands.arguments import Parser
-from .conversion.report import printable
+from .commands.arguments import Parser, one_line
 
 _COMMANDS = (
     generate,
@@ -38,7 +37,6 @@ _COMMANDS = (
     demo,
 )
 _ERROR, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
-_LONGEST = 600  # characters of an error message
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,7 +123,8 @@ def _code(stop: SystemExit) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    text = printable(" ".join(str(error).split())) or type(error).__name__
-    if not isinstance(error, (ValueError, OSError)):
-        text = f"{type(error).__name__}: {text}" if str(error) else text
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (--traceback shows the rest)"
+    text, kind = str(error), type(error).__name__
+    if text and not isinstance(error, (ValueError, OSError)):
+        text = f"{kind}: {text}"
+    shown = one_line(text or kind)
+    return f"{shown} (--traceback shows the rest)" if shown.endswith("...") else shown

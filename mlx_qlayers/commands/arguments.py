@@ -1,21 +1,118 @@
-"""Arguments that more than one command takes, and their checks."""
+"""Arguments that more than one command takes, and the checks of all before any work."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from typing import NoReturn
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
 
 from ..conversion.report import printable
 from ..conversion.shares import PARALLEL
+from .ranges import COUNT, check_number, shown
+
+# What may be an empty text; all else is a name or a path.
+_TEXTS = ("prompt", "system_prompt", "prefill_response", "chat_template", "adapter_path")
+_OBJECTS = ("chat_template_args", "chat_template_config")
+_FILES = ("text", "config", "resume_adapter_file", "prompt_cache_file")
+_FOLDERS = ("out", "save_path")  # that a command writes into
+_REPOSITORY = "upload_repo"
+_LONGEST = 600  # characters of an error message
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors take one line."""
+    """A parser whose errors take one line, and which refuses what no command can work with."""
 
     def error(self, message: str) -> NoReturn:
-        line = printable(" ".join(message.split()))
-        self.exit(2, f"{self.prog}: error: {line} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        try:
+            value = _number(action, text) or super()._get_value(action, text)
+            if action.option_strings and text is not action.default:
+                check_argument(action.dest, value)
+        except (ArithmeticError, KeyError):  # from mlx-lm's types
+            raise argparse.ArgumentError(action, f"cannot be {shown(text)}") from None
+        except (ValueError, OSError) as error:
+            raise argparse.ArgumentError(action, str(error)) from error
+        return value
+
+
+def _number(action: argparse.Action, text: str) -> Any:
+    """The value of an option that takes a number, and None for others."""
+    try:
+        return action.type(text) if action.type in (int, float) else None
+    except ValueError:
+        kind = "whole number" if action.type is int else "number"
+        raise ValueError(f"must be a {kind}, not {shown(text)}") from None
+
+
+def check_argument(name: str, value: Any) -> None:
+    """Check one argument of any command by itself: what it names, if anything, need not be read.
+
+    Args:
+        name: underscores between its words.
+        value: what was given for it, of the type that the command takes.
+
+    Raises:
+        ValueError: no command can work with it.
+        OSError: the file or directory that it names is not there, or something else is.
+    """
+    check_number(name, value)
+    if isinstance(value, float | int | bool | None):
+        return
+    if name in _OBJECTS and not isinstance(_parsed(value), dict):
+        raise ValueError(f"must be a JSON object, not {shown(value)}")
+    if not isinstance(value, str | Path):
+        return
+    text = str(value)
+    if not text and name not in _TEXTS:
+        raise ValueError("must not be empty")
+    if "\0" in text:
+        raise ValueError("must not have a null character")
+    path = Path(text).expanduser()
+    if name in _FILES and not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    if name in _FOLDERS and path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is not a directory")
+    if name == _REPOSITORY:
+        from huggingface_hub.utils import validate_repo_id
+
+        validate_repo_id(text)
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check all arguments of a command by name, wherever they come from.
+
+    Raises:
+        ValueError: one cannot be worked with; the message names it.
+        OSError: likewise.
+    """
+    for name, value in arguments.items():
+        try:
+            check_argument(name, value)
+        except (ValueError, OSError) as error:
+            raise type(error)(f"{name}: {error}") from error
+
+
+def _parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, as the type of an option."""
+    try:
+        check_number("", value := int(text), COUNT)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be {COUNT}, not {shown(text)}") from None
+    return value
+
+
+def one_line(message: str) -> str:
+    """A message in one line of bounded length, without what would steer a terminal."""
+    text = printable(" ".join(message.split()))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def add_model(parser: argparse.ArgumentParser, flag: str, *, required: bool = True) -> None:
@@ -36,9 +133,9 @@ def add_model(parser: argparse.ArgumentParser, flag: str, *, required: bool = Tr
 def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, temp: float) -> None:
     """How many tokens to generate, and which."""
     option = parser.add_argument
-    option("--max-tokens", type=positive, default=max_tokens, help="tokens to generate")
-    option("--temp", type=_temperature, default=temp, help="0 takes the likeliest token")
-    option("--seed", type=_seed, default=0, help="of the sampling, where --temp is not 0")
+    option("--max-tokens", type=int, default=max_tokens, help="tokens to generate")
+    option("--temp", type=float, default=temp, help="0 takes the likeliest token")
+    option("--seed", type=int, default=0, help="of the sampling, where --temp is not 0")
 
 
 def add_layers(parser: argparse.ArgumentParser) -> None:
@@ -60,33 +157,3 @@ def add_activations(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activations", choices=("int8",), help="multiply prompts in 8-bit integers; faster"
     )
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if (value := _whole(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
-
-
-def _seed(text: str) -> int:
-    if not 0 <= (value := _whole(text)) < 2**64:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 2**64 - 1, not {value}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"must be finite and at least 0, not {text}")
-    return value
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None

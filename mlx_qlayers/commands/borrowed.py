@@ -7,10 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .arguments import Parser, add_layers
+from ..conversion.checkpoint import check_adapter
+from .arguments import Parser, add_layers, check_arguments
 
 # What each command does, as mlx_lm's of the same name.
 SUMMARIES = {
@@ -129,29 +132,51 @@ def _lora(module: Any) -> Iterator[None]:
     from ..runtime.backend import backend
     from ..runtime.transformed import uncompiled
 
-    theirs = module.load_dataset
+    theirs = module.run
 
-    def load_dataset(args: Any, tokenizer: Any) -> Any:
-        try:
-            return theirs(args, tokenizer)
-        except ModuleNotFoundError as error:
-            raise FileNotFoundError(
-                f"--data {args.data}: no such directory; a data set of the Hugging Face Hub needs "
-                f"the package {error.name} (pip install {error.name})"
-            ) from error
+    def run(args: Any) -> None:
+        _check_lora(args)
+        theirs(args)
 
     # A compiled step traces its operations, and traced ones run no kernels on a CPU.
-    with _holding(module, load_dataset=load_dataset), uncompiled(backend() == "host"):
+    with _holding(module, run=run), uncompiled(backend() == "host"):
         yield
 
 
+def _check_lora(args: Any) -> None:
+    """Refuse before a model is loaded what would end the training, from its file too."""
+    check_arguments(vars(args) | (getattr(args, "lora_parameters", None) or {}))
+    if not (args.train or args.test):
+        raise ValueError("lora needs --train or --test")
+    local = Path(args.adapter_path)
+    if args.train and (not args.adapter_path or (local.exists() and not local.is_dir())):
+        raise ValueError(f"adapter_path: {args.adapter_path!r} is not a directory")
+    if args.test and not args.train and args.adapter_path:
+        check_adapter(local)
+    if getattr(args, "hf_dataset", None):
+        return
+    parts = [name for name in ("train", "test") if getattr(args, name)]
+    if (folder := Path(args.data)).exists():
+        if missing := [p for p in parts if not (folder / f"{p}.jsonl").is_file()]:
+            raise FileNotFoundError(f"{folder / missing[0]}.jsonl: no such file")
+    elif find_spec("datasets") is None:
+        raise FileNotFoundError(
+            f"--data {args.data}: no such directory; a data set of the Hugging Face Hub needs "
+            "the package datasets (pip install datasets)"
+        )
+
+
 def _server(module: Any) -> AbstractContextManager[None]:
-    from . import serving
+    from . import prompt_parts, serving
 
     return _holding(
         module,
+        BatchGenerator=prompt_parts.BatchGenerator,
+        LRUPromptCache=serving.PromptCache,
         ModelProvider=serving.ModelProvider,
+        Queue=serving.Answers,
         ResponseGenerator=serving.ResponseGenerator,
+        _make_sampler=serving.make_sampler,
         _run_http_server=serving.serve,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .arguments import add_activations, add_model, positive
+from .arguments import add_activations, add_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,8 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--reference", metavar="PATH", help="the unquantized model; with activations the converted"
     )
-    option("--samples", type=positive, default=16, help="sequences of the text")
-    option("--sequence-length", type=positive, default=512, help="tokens of each")
+    option("--samples", type=int, default=16, help="sequences of the text")
+    option("--sequence-length", type=int, default=512, help="tokens of each")
     add_activations(parser)
     option("--converted", action="store_true", help="leave the stock model out")
 
@@ -25,15 +25,17 @@ def run(args: argparse.Namespace) -> None:
     from pathlib import Path
 
     from ..conversion.gptq import shipped_text, windows
-    from ..conversion.loading import load_stock
+    from ..conversion.loading import check_model, load_stock
     from ..conversion.perplexity import perplexities
     from ..convert import convert_model
     from ..runtime.explain import aligned
 
+    text = shipped_text("test") if args.text is None else Path(args.text).read_text("utf-8")
+    if args.reference is not None:
+        check_model(args.reference, trust_remote_code=args.trust_remote_code)
     stock, tokenizer, _, quantization = load_stock(
         args.model, trust_remote_code=args.trust_remote_code
     )
-    text = shipped_text("test") if args.text is None else Path(args.text).read_text("utf-8")
     tokens = windows(tokenizer.encode(text), args.samples, args.sequence_length)
     converted = copy.deepcopy(stock)  # the arrays are shared
     if any(hasattr(module, "scales") for module in stock.modules()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .arguments import add_model, positive
+from .arguments import add_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--group-size", type=int, default=64, help="weights to a scale")
     option("--bits-per-weight", type=float, help="of the whole model: bits by sensitivity instead")
     option("--text", metavar="FILE", help="to calibrate with; the repository's texts")
-    option("--samples", type=positive, help="sequences of it; 128, on a CPU 24")
-    option("--sequence-length", type=positive, default=512, help="tokens of each")
+    option("--samples", type=int, help="sequences of it; 128, on a CPU 24")
+    option("--sequence-length", type=int, default=512, help="tokens of each")
     option("--act-order", action="store_true", help="columns with the largest inputs first")
     option("--damping", type=float, default=0.01, help="share of the mean diagonal of a Hessian")
 
@@ -25,7 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..conversion.gptq import Calibration
     from ..conversion.quantize import quantize_calibrated
+    from ..formats import Format
 
+    Format.checked(args.group_size, args.bits)
+    if args.bits_per_weight is not None and args.method == "rtn":
+        raise ValueError("--bits-per-weight needs --method gptq, which measures what bits cost")
     calibration = Calibration(args.samples, args.sequence_length, args.act_order, args.damping)
     written = quantize_calibrated(
         args.model,

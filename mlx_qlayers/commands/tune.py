@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_model, positive
+from .arguments import add_model
 
 if TYPE_CHECKING:
     from ..tuning.problems import Target
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "--model", required=False)
-    parser.add_argument("--budget", type=positive, default=60, help="seconds to spend at most")
-    parser.add_argument("--beam", type=positive, default=4, help="configurations to follow")
-    parser.add_argument("--prompt-tokens", type=positive, default=512, help="of the prefill")
-    parser.add_argument("--batch", type=positive, default=1, help="sequences side by side")
+    parser.add_argument("--budget", type=int, default=60, help="seconds to spend at most")
+    parser.add_argument("--beam", type=int, default=4, help="configurations to follow")
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="of the prefill")
+    parser.add_argument("--batch", type=int, default=1, help="sequences side by side")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--list", action="store_true", help="print what is stored")
     group.add_argument("--clear", action="store_true", help="delete what is stored")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,9 @@ def quantize_model(
         raise ValueError("bits_per_weight needs method 'gptq', which measures what bits cost")
     formats = _formats(model, default)
     if method == "gptq":
+        if bits_per_weight is not None:
+            tables = {p for p, m in model.named_modules() if isinstance(m, nn.Embedding)}
+            _least(model, formats.keys() - tables, formats, bits_per_weight)
         text = shipped_text("train") if text is None else text
         batches = _batches(tokenizer.encode(text), calibration)
         store = _Store(folder, [asdict(calibration), formats, bits_per_weight, text])
@@ -249,19 +252,7 @@ def mixture(
     Raises:
         ValueError: the target is less than 2 bits in all layers take.
     """
-    sizes = {
-        path: module["weight"].size for path, module in model.named_modules() if path in formats
-    }
-    arrays: Any = tree_flatten(model.parameters())
-    total, rest = sum(a.size for _, a in arrays), sum(a.size for _, a in arrays)
-    used = 0.0
-    for path, size in sizes.items():
-        scale_bits = 32 / formats[path].group_size  # scale and bias have 16 each
-        used += size * ((_WIDTHS[0] if path in losses else formats[path].bits) + scale_bits)
-        rest -= size
-    used += 16 * rest
-    if used > target * total:
-        raise ValueError(f"{target} bits per weight are too few: 2 a layer take {used / total:.2f}")
+    sizes, used, total = _least(model, losses.keys(), formats, target)
     chosen = dict.fromkeys(losses, 0)
     while True:
         best = max(
@@ -279,6 +270,24 @@ def mixture(
         chosen[path] += 1
         used += cost
     return {p: Format(formats[p].group_size, _WIDTHS[i]) for p, i in chosen.items()}
+
+
+def _least(
+    model: nn.Module, measured: Collection[str], formats: Mapping[str, Format], target: float
+) -> tuple[dict[str, int], float, int]:
+    """Sizes of the layers, bits where those measured get fewest, and numbers of the model."""
+    sizes = {
+        path: module["weight"].size for path, module in model.named_modules() if path in formats
+    }
+    arrays: Any = tree_flatten(model.parameters())
+    total = sum(a.size for _, a in arrays)
+    used = 16.0 * (total - sum(sizes.values()))
+    for path, size in sizes.items():
+        scale_bits = 32 / formats[path].group_size  # scale and bias have 16 each
+        used += size * ((_WIDTHS[0] if path in measured else formats[path].bits) + scale_bits)
+    if not used <= target * total:
+        raise ValueError(f"{target} bits per weight are too few: 2 a layer take {used / total:.2f}")
+    return sizes, used, total
 
 
 class _Store:

@@ -95,6 +95,8 @@ def _load(
     read: dict[str, mx.array] = {}
     sources: dict[str, Tensor] = {}
     options = {"trust_remote_code": trust_remote_code} | (tokenizer_config or {})
+    if adapter_path is not None:
+        check_adapter(Path(adapter_path))
     # Lazily: no weight is read before everything else is in order.
     if path.suffix == ".gguf":
         from .gguf import read_gguf
@@ -125,7 +127,6 @@ def _load(
         with _blame(path, "its share cannot be read"):
             take_share(model, *share, sources)
     if adapter_path is not None:
-        check_adapter(Path(adapter_path))
         with _blame(adapter_path, "the adapters cannot be applied"):
             model = load_adapters(model, adapter_path)
             model.eval()

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_qlayers.cli import main
-from mlx_qlayers.commands.serving import check_body
+from mlx_qlayers.commands.ranges import RANGES
+from mlx_qlayers.commands.requests import NUMBERS, check_body
 
 COMMAND = [sys.executable, "-m", "mlx_qlayers", "server"]
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -76,7 +77,7 @@ def check_health(address: str) -> None:
 USER = {"role": "user", "content": "a"}
 BAD: list[tuple[str, Any, str]] = [
     (COMPLETE, {"prompt": "a", "logit_bias": {"1000000": 1}}, "no token 1000000"),
-    (COMPLETE, {"prompt": "a", "logit_bias": {"-1": 1}}, "no token -1"),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"-1": 1}}, "tokens as names"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"1": None}}, "logit_bias"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"1": 10**400}}, "logit_bias"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"one": 1}}, "logit_bias"),
@@ -99,8 +100,12 @@ BAD: list[tuple[str, Any, str]] = [
     (COMPLETE, {"prompt": "a", "top_k": 10**9, "temperature": 1}, "top_k"),
     (COMPLETE, {"prompt": "a", "seed": -1}, "seed"),
     (COMPLETE, {"prompt": "a", "seed": 1.5}, "seed"),
-    (COMPLETE, {"prompt": "a", "temperature": 1, "top_k": True}, "top_k must be a number"),
-    (COMPLETE, {"prompt": "a", "temperature": 1, "xtc_threshold": 0.9}, "at most 0.5"),
+    (COMPLETE, {"prompt": "a", "temperature": 1, "top_k": True}, "top_k must be a whole number"),
+    (COMPLETE, {"prompt": "a", "temperature": 1, "xtc_threshold": 0.9}, "from 0 to 0.5"),
+    (COMPLETE, {"prompt": "a", "temperature": 1, "top_p": 1e-300}, "top_p"),
+    (COMPLETE, {"prompt": "a", "repetition_penalty": 1e-300}, "repetition_penalty"),
+    (COMPLETE, {"prompt": "a", "stop": ["ab"] * 65}, "stop must have at most 64"),
+    (COMPLETE, {"prompt": "a", "stop": "a" * 1025}, "stop must have at most 64"),
     (COMPLETE, {"prompt": "a", "model": 5}, "model must be a string"),
     (COMPLETE, {"prompt": "a", "draft_model": [5]}, "draft_model must be a string"),
     (COMPLETE, {"prompt": "a", "stream_options": {}, "stream": 1}, "stream"),
@@ -114,6 +119,9 @@ BAD: list[tuple[str, Any, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "parts"),
     (CHAT, {"messages": [USER], "role_mapping": "a"}, "role_mapping"),
     (CHAT, {"messages": [USER], "chat_template_kwargs": 5}, "chat_template_kwargs"),
+    (CHAT, {"messages": [USER], "chat_template_kwargs": {"return_dict": True}}, "return_dict"),
+    (CHAT, {"messages": [USER], "chat_template_kwargs": {"chat_template": "a"}}, "chat_template"),
+    (CHAT, {"messages": [USER], "tools": json.loads("[" * 66 + "]" * 66)}, "inside each other"),
     (COMPLETE, b"\xff\xfe", "utf-8"),
     (COMPLETE, b"[" * 100_000, "recursion"),
     (COMPLETE, b'{"prompt": 1', "bad request"),
@@ -130,6 +138,24 @@ def test_bad_requests_are_refused(path: str, body: Any, says: str, address: str)
     check_health(address)
 
 
+@pytest.mark.parametrize("name", sorted(NUMBERS))
+def test_numbers_of_any_size_are_answered(name: str, address: str) -> None:
+    """Those with an effect, so that they are used; the largest that is allowed is served."""
+    base = {"prompt": "abc", "temperature": 1, "repetition_penalty": 1.1, "xtc_probability": 0.5}
+    base |= {"frequency_penalty": 0.1, "presence_penalty": 0.1, "logprobs": True}
+    allowed = RANGES[name]
+    # A generation that goes on for as many tokens as it may would not end.
+    for value in {0, 1, -1, 2**31, 2**40, 2**62, 2**63, 10**400, 1e308, 1e-308, allowed.low} | (
+        set() if name.startswith("max_") else {allowed.high}
+    ):
+        inside = name == "seed" and type(value) is int and 0 <= value < 2**64
+        status, answer = ask(address, COMPLETE, base | {name: value})
+        assert status in (200, 400), value
+        if abs(value) >= 2**31 and not inside:
+            assert status == 400 and name in answer["error"], value
+    check_health(address)
+
+
 @pytest.mark.parametrize(("length", "status"), [("-1", 400), ("x", 400), ("9" * 30, 413)])
 def test_lengths_are_checked(length: str, status: int, address: str) -> None:
     assert ask(address, COMPLETE, b"{}", **{"Content-Length": length})[0] == status
@@ -139,9 +165,9 @@ def test_lengths_are_checked(length: str, status: int, address: str) -> None:
 def test_good_requests_are_served(address: str) -> None:
     for body in (
         {"prompt": "a", "logit_bias": {"7": 100}, "top_k": 3, "temperature": 1, "seed": 2**63 - 1},
-        {"prompt": "a", "stop": "x", "temperature": 1e-300, "top_logprobs": 2},
+        {"prompt": "a", "stop": "x", "temperature": 1e-5, "top_logprobs": 2},
         {"prompt": "a", "stop": ["x", "yz"], "logprobs": True, "max_tokens": None},
-        {"prompt": "a", "stop": None, "repetition_penalty": 1e-300, "messages": None},
+        {"prompt": "a", "stop": None, "repetition_penalty": 1e-4, "messages": None},
     ):
         expected = 400 if "max_tokens" in body else 200  # mlx-lm takes no null there
         assert ask(address, COMPLETE, body)[0] == expected, body

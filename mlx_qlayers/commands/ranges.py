@@ -1,0 +1,122 @@
+"""What numbers may be, by their names: those of command lines, of lora's file and of requests."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+_ENDS = (2**31 - 1, 2**63 - 1, 2**64 - 1)
+_MOST = _ENDS[0]  # MLX counts rows and tokens in 32 bits
+_LONGEST = 40  # characters of a value in a message
+
+
+class Range(NamedTuple):
+    """Numbers from ``low`` to ``high``, and those of ``also``."""
+
+    low: float
+    high: float
+    also: tuple[float, ...] = ()
+    whole: bool = True
+
+    def __str__(self) -> str:
+        ends = [f"2**{int(x).bit_length()} - 1" if x in _ENDS else f"{x:g}" for x in self[:2]]
+        span = f"{'a whole number' if self.whole else 'a number'} from {ends[0]} to {ends[1]}"
+        return " or ".join([*[span] * (self.low <= self.high), *map(str, self.also)])
+
+
+def _whole(low: int = 1, high: int = _MOST, *also: int) -> Range:
+    return Range(low, high, also)
+
+
+def _real(low: float, high: float, *also: float) -> Range:
+    return Range(low, high, also, whole=False)
+
+
+def _one_of(*values: int) -> Range:
+    return Range(1, 0, values)
+
+
+# In float32, which samplers compute in, no quotient of these overflows, and no share vanishes.
+_PENALTY, COUNT = _real(-1e4, 1e4), _whole()
+RANGES = {
+    "batch": _whole(1, 2**16),
+    "batch_size": _whole(1, 2**16),
+    "beam": _whole(1, 2**10),
+    "bits": _whole(1, 8),
+    "bits_per_weight": _real(1, 16),
+    "budget": _whole(1, 10**7),
+    "clear_cache_threshold": _whole(0, _ENDS[1]),
+    "damping": _real(1e-8, 100),
+    "decode_concurrency": _whole(1, 2**12),
+    "dropout": _real(0, 0.999),
+    "frequency_context_size": _whole(0),
+    "frequency_penalty": _PENALTY,
+    "grad_accumulation_steps": COUNT,
+    "group_size": _whole(1, 2**10),
+    "iters": COUNT,
+    "kv_bits": _one_of(2, 3, 4, 5, 6, 8),
+    "kv_group_size": _one_of(32, 64, 128),
+    "learning_rate": _real(1e-30, 100),
+    "max_completion_tokens": COUNT,
+    "max_kv_size": _whole(5),  # a window keeps its first four tokens
+    "max_seq_length": _whole(2),
+    "max_tokens": COUNT,
+    "min_p": _real(0, 1),
+    "min_tokens_to_keep": COUNT,
+    "num_draft_tokens": _whole(0, 2**10),
+    "num_layers": _whole(0, _MOST, -1),
+    "port": _whole(0, 2**16 - 1),
+    "prefill_step_size": COUNT,
+    "presence_context_size": _whole(0),
+    "presence_penalty": _PENALTY,
+    "prompt_cache_bytes": _whole(0, _ENDS[1]),
+    "prompt_cache_size": _whole(0, 2**16),
+    "prompt_concurrency": _whole(1, 2**12),
+    "prompt_tokens": _whole(1, 2**20),
+    "quantized_kv_start": _whole(0),
+    "rank": _whole(1, 2**16),
+    "repetition_context_size": _whole(0),
+    "repetition_penalty": _real(1e-4, 1e4, 0),
+    "samples": _whole(1, 2**20),
+    "save_every": COUNT,
+    "scale": _real(-1e6, 1e6),
+    "seed": _whole(0, _ENDS[2]),
+    "sequence_length": _whole(2, 2**20),
+    "steps_per_eval": COUNT,
+    "steps_per_report": COUNT,
+    "temp": _real(1e-5, 1e5, 0),
+    "temperature": _real(1e-5, 1e5, 0),
+    "test_batches": _whole(1, _MOST, -1),
+    "top_k": _whole(0),
+    "top_logprobs": _whole(0, 11, -1),
+    "top_p": _real(1e-6, 1, 0),
+    "val_batches": _whole(0, _MOST, -1),
+    "xtc_probability": _real(0, 1),
+    "xtc_threshold": _real(0, 0.5),
+}
+
+
+def check_number(name: str, value: Any, allowed: Range | None = None) -> None:
+    """Raise a ``ValueError`` unless ``value`` is a number within what its name allows.
+
+    Args:
+        name: underscores between its words.
+        value: what was given for it.
+        allowed: its range, for a name that has none of its own.
+    """
+    if (allowed := allowed or RANGES.get(name)) is None:
+        return
+    number = not isinstance(value, bool) and isinstance(
+        value, int if allowed.whole else int | float
+    )
+    # Comparisons take whole numbers of any size, and with NaN they are false.
+    if not number or not (allowed.low <= value <= allowed.high or value in allowed.also):
+        raise ValueError(f"must be {allowed}, not {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """A value in a message, however long it is."""
+    if isinstance(value, int) and abs(value) >= 10**_LONGEST:
+        return f"one of {int(math.log10(abs(value))) + 1} digits"
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
