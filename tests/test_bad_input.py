@@ -125,8 +125,8 @@ def test_a_model_without_quantized_layers(plain_model: Path) -> None:
 
 ARGUMENTS = [
     ("prompt of no tokens", ["--prompt", ""], "prompt ''"),
-    ("max-tokens 0", ["--prompt", "x", "--max-tokens", "0"], "at least 1, not 0"),
-    ("max-tokens negative", ["--prompt", "x", "--max-tokens", "-5"], "at least 1, not -5"),
+    ("max-tokens 0", ["--prompt", "x", "--max-tokens", "0"], "from 1 to 2**31 - 1, not 0"),
+    ("max-tokens negative", ["--prompt", "x", "--max-tokens", "-5"], "2**31 - 1, not -5"),
     ("max-tokens a word", ["--prompt", "x", "--max-tokens", "ten"], "'ten'"),
     ("temp negative", ["--prompt", "x", "--temp", "-0.1"], "-0.1"),
     ("temp NaN", ["--prompt", "x", "--temp", "nan"], "nan"),
@@ -134,7 +134,7 @@ ARGUMENTS = [
     ("seed negative", ["--prompt", "x", "--seed", "-1"], "not -1"),
     ("prompt missing", [], "--prompt"),
     ("prompt of bytes that are no text", ["--prompt", "\udcff"], "not text in UTF-8"),
-    ("model of no name", ["--prompt", "x", "--model", ""], "name of the model is empty"),
+    ("model of no name", ["--prompt", "x", "--model", ""], "--model: must not be empty"),
     ("argument unknown", ["--prompt", "x", "--tokens", "3"], "--tokens"),
 ]
 

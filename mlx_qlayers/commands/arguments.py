@@ -17,7 +17,7 @@ _TEXTS = ("prompt", "system_prompt", "prefill_response", "chat_template", "adapt
 _OBJECTS = ("chat_template_args", "chat_template_config")
 _FILES = ("text", "config", "resume_adapter_file", "prompt_cache_file")
 _FOLDERS = ("out", "save_path")  # that a command writes into
-_REPOSITORY = "upload_repo"
+_REPOSITORY, _MODEL = "upload_repo", "draft_model"  # the model beside the one that is loaded
 _LONGEST = 600  # characters of an error message
 
 
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         try:
             value = _number(action, text) or super()._get_value(action, text)
             if action.option_strings and text is not action.default:
-                check_argument(action.dest, value)
+                check_argument(action.dest, text if isinstance(value, Path) else value)
         except (ArithmeticError, KeyError):  # from mlx-lm's types
             raise argparse.ArgumentError(action, f"cannot be {shown(text)}") from None
         except (ValueError, OSError) as error:
@@ -60,13 +60,15 @@ def check_argument(name: str, value: Any) -> None:
         OSError: the file or directory that it names is not there, or something else is.
     """
     check_number(name, value)
-    if isinstance(value, float | int | bool | None):
-        return
     if name in _OBJECTS and not isinstance(_parsed(value), dict):
         raise ValueError(f"must be a JSON object, not {shown(value)}")
-    if not isinstance(value, str | Path):
-        return
-    text = str(value)
+    for each in value if isinstance(value, list) else ():
+        check_argument(name, each)
+    if isinstance(value, str):
+        _check_text(name, value)
+
+
+def _check_text(name: str, text: str) -> None:
     if not text and name not in _TEXTS:
         raise ValueError("must not be empty")
     if "\0" in text:
@@ -76,6 +78,10 @@ def check_argument(name: str, value: Any) -> None:
         raise FileNotFoundError(f"{path}: no such file")
     if name in _FOLDERS and path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is not a directory")
+    if name == _MODEL and text:
+        from ..conversion.loading import check_model
+
+        check_model(text)
     if name == _REPOSITORY:
         from huggingface_hub.utils import validate_repo_id
 

@@ -17,11 +17,10 @@ import pytest
 from mlx_qlayers import cli
 from mlx_qlayers.commands.arguments import positive
 from mlx_qlayers.commands.ranges import RANGES
-from mlx_qlayers.conversion import loading
 
 BORROWED = ("generate", "chat", "server", "lora", "fuse")
 # What may be empty, or is a text in which every letter is right.
-FREE = {"prompt", "system_prompt", "prefill_response", "chat_template", "adapter_path"}
+FREE = {"prompt", "system_prompt", "prefill_response", "chat_template", "adapter_path", "verbose"}
 NUMBERS = {
     int: [
         "nan",
@@ -80,9 +79,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def work(*args: Any, **options: Any) -> None:
         raise AssertionError("work has begun")
 
-    monkeypatch.setattr(loading, "load_stock", work)
-    monkeypatch.setattr("mlx_qlayers.conversion.quantize.load_stock", work)
     monkeypatch.setattr("mlx_lm.utils.load_model", work)
+    monkeypatch.setattr("mlx_lm.server.run", work)
     monkeypatch.chdir(tmp_path)
 
 
@@ -183,11 +181,15 @@ TABLE: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("arguments", "says"), TABLE, ids=lambda x: " ".join(x)[:70])
 def test_refused_before_work(
-    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    says: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "taken").write_text("a text")
-    assert says in refused(*arguments)
+    assert says in refused(*(str(tiny_model) if word == "m" else word for word in arguments))
 
 
 @pytest.mark.parametrize(

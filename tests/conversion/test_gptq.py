@@ -157,9 +157,14 @@ def test_bits_go_where_they_are_worth_most(plain_model: Path) -> None:
         ({"bits": 7}, "bits must be"),
         ({"method": "rtn", "bits_per_weight": 4.0}, "needs method 'gptq'"),
         ({"text": "too short"}, "a sequence is 32"),
+        ({"bits_per_weight": 1.0}, "1.0 bits per weight are too few"),
+        ({"bits_per_weight": float("nan")}, "nan bits per weight are too few"),
     ],
 )
-def test_wrong_arguments(plain_model: Path, options: dict, message: str) -> None:
+def test_wrong_arguments(
+    plain_model: Path, options: dict, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gptq, "stages", lambda *_: pytest.fail("it has begun to measure"))
     model, tokenizer = mlx_lm.load(str(plain_model), lazy=True)
     with pytest.raises(ValueError, match=message):
         quantize_model(model, tokenizer, **{"text": WORDS, "calibration": SHORT} | options)
