@@ -43,7 +43,7 @@ def tensor_product(
     cut: Any = codes_config(rows)
     if kernel != CODES:
         gated = gate is not None
-        cut = tensor_config(rows, k, x.dtype, call.fmt, call.transpose, gated, backend())
+        cut = tensor_config(rows, k, x.dtype, call.fmt, call.transpose, gated)
     return qmm_tensor(call, cut, residual, other, gate)
 
 

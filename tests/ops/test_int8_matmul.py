@@ -52,7 +52,8 @@ def _check(y, x, w, scales, bias):
 @pytest.mark.parametrize("path", ["host", *GPUS])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_exact_sums(dtype, path):
-    for layout, (m, n, k) in zip(LAYOUTS, ((1, 41, 64), (130, 150, 272), (17, 1, 16)), strict=True):
+    sizes = (1, 41, 64), (130, 150, 272), (17, 1, 16), (40, 24, 48)
+    for layout, (m, n, k) in zip(LAYOUTS, sizes, strict=True):
         given = _sample(m, n, k, dtype, biased=n > 1)
         with use_backend(path), checks(tensor_layout=layout):
             _check(int8_matmul(*given), *given)

@@ -13,7 +13,7 @@ from mlx_qlayers.metal.attention import hopper
 from mlx_qlayers.metal.attention.backward import attention_backward
 from mlx_qlayers.metal.attention.forward import Launcher
 from mlx_qlayers.metal.attention.tensor import attention_tensor
-from mlx_qlayers.metal.quantized_matmul.qmm_tensor import tensor_config
+from mlx_qlayers.metal.quantized_matmul.qmm_tensor import in_registers, tensor_config
 from mlx_qlayers.options import AttentionCall, PackedMatrix, Scores
 from mlx_qlayers.runtime import use_backend
 from mlx_qlayers.runtime.spec import Spec
@@ -40,7 +40,7 @@ def ptx_of(text):
 def test_products_by_tensor_operations(fmt, dtype, transpose, gate, k):
     n, rng = 64, np.random.default_rng(0)
     packed = random_packed(rng, *((n, k) if transpose else (k, n)), fmt, dtype)
-    config = tensor_config(70, k, dtype, fmt, transpose, gate is not None)
+    config = in_registers(tensor_config(70, k, dtype, fmt, transpose, gate is not None), k)
     other = PackedMatrix(*packed) if gate else None
     with compile_only() as seen, use_backend("cuda"):
         x = mx.ones((70, k), dtype)

@@ -60,6 +60,8 @@ class Launcher:
 
     Args:
         call: specs of the arrays; keys and values are packed for :func:`attention_forward` alone.
+        handed: whether tensor operations take scores as an operand in registers, where they answer
+            that they can, or only from threadgroup memory.
 
     Attributes:
         average: whether a query may see no key; it gets the mean of the values.
@@ -68,10 +70,10 @@ class Launcher:
         ends: the last two inputs of each kernel: sizes and factors.
     """
 
-    def __init__(self, call: AttentionCall) -> None:
+    def __init__(self, call: AttentionCall, handed: bool = True) -> None:
         q, k, v, scores, mask, sinks = call
         self.q, self.sinks, self.causal, self.device = q, sinks, scores.causal, backend()
-        self.deterministic = scores.deterministic
+        self.deterministic, self.handed = scores.deterministic, handed
         self.batch, self.heads, self.queries, self.width = q.shape
         _, self.kv_heads, self.keys, _ = v[0].shape
         self.v_width, self.packing = call.v_width, call.packing

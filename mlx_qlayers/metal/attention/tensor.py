@@ -31,15 +31,21 @@ def _registers(DV: int, SPLIT: int, TILE: int = TILE, **_: object) -> int:
     return 2 * ROWS * TILE // 32 + ROWS * DV // SPLIT // 32 + 4 * ROWS // 8
 
 
+def _threadgroup_memory(SIMDS: int, TILE: int, TOGETHER: bool, **_: object) -> int:
+    """Bytes of scores that are not handed over, and of two numbers for each row."""
+    return 4 if TOGETHER else 4 * SIMDS * ROWS * (TILE + 2)
+
+
 # What is asked, and how SIMD groups share the work.
 _RULE = ("T", "M", "D", "DV", "MASK", "SOFTCAP")
-_SHARES = ("SIMDS", "SPLIT", "TILE", "TOGETHER", "SHARED")
+_SHARES = ("SIMDS", "SPLIT", "TILE", "TOGETHER", "SHARED", "HANDED")
 _FORWARD = Kernel(
     "attention_tensor",
     "attention/tensor_forward.metal",
     inputs=FORWARD_INPUTS,
     outputs=("out", "norms"),
     template=(*_RULE[:2], "N", *_RULE[2:], "SINKS", "AVERAGE", *_SHARES, "RESIDENT"),
+    threadgroup_memory=_threadgroup_memory,
     registers=_registers,
     large=True,
     ensure_row_contiguous=False,
@@ -59,12 +65,13 @@ def _of_gradients(tiles: int, statistics: int, width: str) -> Callable[..., int]
 _QUERIES, _MASK = (
     Kernel(
         name,
-        "attention/tensor_backward.metal",
+        "attention/tensor_queries.metal",
         function="attention_tensor_queries",
         inputs=QUERIES_INPUTS,
         outputs=outputs,
         omitted=omitted,
         template=(*_RULE, *_SHARES),
+        threadgroup_memory=_threadgroup_memory,
         registers=registers,
         large=True,
         ensure_row_contiguous=False,
@@ -76,10 +83,11 @@ _QUERIES, _MASK = (
 )
 _KEYS = Kernel(
     "attention_tensor_keys",
-    "attention/tensor_backward.metal",
+    "attention/tensor_keys.metal",
     inputs=KEYS_INPUTS,
     outputs=("gradient",),
     template=(*_RULE, "AVERAGE", "VALUES", *_SHARES),
+    threadgroup_memory=_threadgroup_memory,
     registers=_of_gradients(3, 0, "D"),
     large=True,
     ensure_row_contiguous=False,
@@ -107,7 +115,7 @@ def _shares(at: Launcher, split: int, others: int = 0) -> dict[str, Any]:
     # Of 64 rows two tiles of each operand, in dynamic shared memory.
     shared = 65536 if tile > TILE else 0
     values = {"SIMDS": _SIMDS, "SPLIT": split, "TILE": tile}
-    return {**values, "TOGETHER": together, "SHARED": shared}
+    return {**values, "TOGETHER": together, "SHARED": shared, "HANDED": together or at.handed}
 
 
 def _together(at: Launcher) -> bool:

@@ -1,5 +1,8 @@
 // What the kernels of attention by Metal 4's tensor operations share: rows of a head as a tensor,
-// scores by index, weights of the gradient.
+// scores by index, and how scores become the left operand of the next product:
+//
+//   HANDED   as its cooperative input, where they answer that they are compatible
+//   else     through threadgroup memory. There lanes 2 r and 2 r + 1 have row r, half of it each.
 
 #include "common/power.metal"
 #include "score_tile.metal"
@@ -12,8 +15,42 @@ using namespace metal;
 #define TENSOR_ROWS 16
 // Rows whose SIMD groups take the same turns, each its own or TOGETHER.
 #define TURN_ROWS (TOGETHER ? SIMDS * TENSOR_ROWS : TENSOR_ROWS)
-// Rows whose SIMD groups take the same turns, each its own or TOGETHER.
-#define TURN_ROWS (TOGETHER ? SIMDS * TENSOR_ROWS : TENSOR_ROWS)
+// What a SIMD group keeps in threadgroup memory where tensors hand nothing to each other: scores, and
+// two numbers for each row. On CUDA, where SIMD groups read TOGETHER, they always do.
+#define TURN_FLOATS (TENSOR_ROWS * (TILE + 2))
+#define ALL_TURN_FLOATS (TOGETHER ? 1 : SIMDS * TURN_FLOATS)
+
+// Products with TILE rows of the other side: their scores, what weights add, and statistics of rows.
+#define ADDED_TILE mpp::tensor_ops::matmul2d_descriptor( \
+    TENSOR_ROWS, COLUMNS, TILE, false, false, sizeof(T) == 2, \
+    mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate)
+#define SCORED_TILE mpp::tensor_ops::matmul2d_descriptor( \
+    TENSOR_ROWS, TILE, int(metal::dynamic_extent), false, true, sizeof(T) == 2)
+#define SCORES(product) \
+  product.template get_destination_cooperative_tensor<tensor_of<T>, tensor_of<T>, float>()
+#define SUMS(product, handed) \
+  product.template get_destination_cooperative_tensor< \
+      typename left_scores<decltype(product), T, handed>::type, tensor_of<T>, float>()
+#define STATISTIC(product) \
+  product.template get_row_reduction_destination_cooperative_tensor< \
+      tensor_of<T>, tensor_of<T>, float>()
+
+// A SIMD group's first row and column, the elements from row to row of its result, and its turns.
+struct own_turns {
+  int own, column, row, first, last;
+};
+
+// What scores are as the left operand of the operation P, handed over or in threadgroup memory.
+template <typename P, typename T, bool HANDED>
+struct left_scores {
+  using type = metal::tensor<threadgroup float, metal::dextents<int, 2>, metal::tensor_inline>;
+};
+template <typename P, typename T>
+struct left_scores<P, T, true> {
+  using product = metal::remove_addrspace_t<metal::remove_reference_t<P>>;
+  using type = metal::remove_addrspace_t<decltype(
+      ((thread product*)nullptr)->template get_left_input_cooperative_tensor<float, T, float>())>;
+};
 
 // Rows from `first` on, of which columns are neighbours.
 template <typename T>
@@ -59,4 +96,58 @@ template <typename M>
 METAL_FUNC bool sees(thread const score_rule<M>& rule, int query, int key, int first) {
   int low = max(first, key - rule.reach);
   return uint(query - low) < uint(max(0, min(rule.queries, key - rule.reach + rule.window) - low));
+}
+
+// A row's part of a lane, in scores that were put into threadgroup memory; and what both lanes have.
+template <int TILE>
+METAL_FUNC threadgroup float* half_row(threadgroup float* memory, uint lane) {
+  return memory + lane / 2 * TILE + lane % 2 * (TILE / 2);
+}
+METAL_FUNC float sum_of_both(float x) {
+  return x + simd_shuffle_xor(x, 1);
+}
+
+template <typename C>
+METAL_FUNC void clear_tensor(thread C& sums) {
+#pragma unroll
+  for (ushort i = 0; i < sums.get_capacity(); i++) {
+    if (sums.is_valid_element(i)) {
+      sums[i] = 0.0f;
+    }
+  }
+}
+
+template <int TILE, typename C>
+METAL_FUNC void put_scores(threadgroup float* memory, thread C& scores) {
+#pragma unroll
+  for (ushort i = 0; i < scores.get_capacity(); i++) {
+    if (scores.is_valid_element(i)) {
+      auto index = scores.get_multidimensional_index(i);
+      memory[index[1] * TILE + index[0]] = scores[i];
+    }
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// sums += scores * right, the scores of 16 rows in threadgroup memory, which is free afterwards.
+template <int TILE, typename P, typename R, typename C>
+METAL_FUNC void add_from_memory(
+    thread P& add, threadgroup float* memory, thread R& right, thread C& sums) {
+  typename left_scores<P, float, false>::type left(
+      memory, metal::dextents<int, 2>(TILE, TENSOR_ROWS));
+  add.run(left, right, sums);
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// sums += scores * right, handed over or through threadgroup memory.
+template <typename T, int TILE, bool HANDED, typename P, typename S, typename R, typename C>
+METAL_FUNC void add_scores(
+    thread P& add, threadgroup float* memory, thread S& scores, thread R& right, thread C& sums) {
+  if constexpr (HANDED) {
+    auto left = add.template get_left_input_cooperative_tensor<float, T, float>(scores);
+    add.run(left, right, sums);
+  } else {
+    put_scores<TILE>(memory, scores);
+    add_from_memory<TILE>(add, memory, right, sums);
+  }
 }

@@ -25,9 +25,6 @@ using namespace metal;
 // Groups whose scales are brought at once.
 #define AT_ONCE 4
 
-template <typename T>
-using dense_tensor = metal::tensor<device T, metal::dextents<int, 2>, metal::tensor_inline>;
-
 template <typename T, int group>
 [[kernel]] void group_sums(
     const device T* x,
@@ -62,12 +59,10 @@ METAL_FUNC void add_offsets(
       rows, columns, int(metal::dynamic_extent), false, true, false,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
   mpp::tensor_ops::matmul2d<descriptor, metal::execution_simdgroups<simds>> product;
-  using left = dense_tensor<bfloat>;
-  using right = dense_tensor<S>;
+  using left = row_operand<bfloat>;
+  using right = row_operand<S>;
   auto offsets = product.template get_destination_cooperative_tensor<left, right, float>();
-  for (ushort i = 0; i < offsets.get_capacity(); i++) {
-    offsets[i] = 0.0f;
-  }
+  clear_sums(offsets);
   right all((device S*)biases, metal::dextents<int, 2>(groups, N));
   auto part = all.slice(0, n);
   for (int i = 0; i < 2; i++) {
@@ -104,8 +99,8 @@ METAL_FUNC void add_groups(
     int K,
     int thread_index) {
   int groups = K / group, stage = 0;
-  dense_tensor<T> rows((device T*)x, metal::dextents<int, 2>(K, M));
-  dense_tensor<uint4b_format> codes((device uchar*)w, metal::dextents<int, 2>(K, N));
+  row_operand<T> rows((device T*)x, metal::dextents<int, 2>(K, M));
+  row_operand<uint4b_format> codes((device uchar*)w, metal::dextents<int, 2>(K, N));
   for (int first = 0; first < groups; first += AT_ONCE) {
     threadgroup float* held = factors + stage * AT_ONCE * columns;
     for (int i = thread_index; i < AT_ONCE * columns; i += 32 * simds) {
@@ -158,8 +153,11 @@ template <typename T, typename S, int group, int rows, int columns, int simds, i
   x += size_t(m) * K;
   x_sums += size_t(m) * 2 * groups;
   auto sums = product.template get_destination_cooperative_tensor<
-      dense_tensor<T>, dense_tensor<uint4b_format>, float>();
-  auto others = sums, of_group = sums;
+      row_operand<T>, row_operand<uint4b_format>, float>();
+  auto others = product.template get_destination_cooperative_tensor<
+      row_operand<T>, row_operand<uint4b_format>, float>();
+  auto of_group = product.template get_destination_cooperative_tensor<
+      row_operand<T>, row_operand<uint4b_format>, float>();
   add_offsets<rows, columns, simds>(sums, memory, x_sums, biases, M - m, n, N, groups);
   add_groups<group, columns, simds>(
       product, sums, of_group, factors, x, w, scales, M - m, n, N, K, thread_index);

@@ -4,41 +4,37 @@
 //
 // packed.metal says how w is packed, transposed (N, K) or not (K, N).
 //
-// A threadgroup computes rows * simds_m x 32 * simds_n of y, each SIMD group rows x 32. Per step of
-// tile_k the threadgroup brings packed words and scales of w into threadgroup memory, by way of
-// registers that are filled while the step before is multiplied; each SIMD group decodes them into
-// its cooperative right input, rounded to T, and multiplies with rows of x in device memory. Sums
-// stay in a cooperative destination; with a gate its two matrices take turns, and have one each.
-// Which lane holds which element is asked of the tensors, never assumed.
+// A threadgroup computes rows * simds_m x 32 * simds_n of y, each SIMD group rows x 32, in steps of
+// tile_k. `staged`, the threadgroup unpacks w once, as tensor_staged.metal says. Else it brings packed
+// words and scales of w into threadgroup memory, by way of registers that are filled while the step
+// before is multiplied; each SIMD group decodes them into its cooperative right input, rounded to T,
+// and multiplies with rows of x in device memory. Sums stay in a cooperative destination; with a gate
+// its two matrices take turns, and have one each. Which lane holds which element is asked of the
+// tensors, never assumed.
 //
 //   grid (ceil(M / (rows * simds_m)) * threads, ceil(N / (32 * simds_n)), parts), threadgroup
 //   (threads, 1, 1) with threads = 32 * simds_m * simds_n; threadgroup memory 2 * (words, scales
-//   and biases of a step).
+//   and biases of a step), or 2 * (the unpacked part of a step).
 //
 // Where `parts` share K, part z takes `depth` elements of it from z * depth on, a multiple of
 // tile_k, and writes its sums to plane z of y, in float32, for qmm_sum to add.
 //
-// tile_k divides K, or else the product is `ragged`: then x too comes through a cooperative input.
+// tile_k divides K, or else the product is `ragged`: then x too comes through a cooperative input, or
+// the last step is clipped.
 // Needs Metal 4, macOS 26.2; never run on the hardware that it is for.
 
-#include "epilogue.metal"
-#include "packed.metal"
+#include "tensor_staged.metal"
 
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 #include <metal_stdlib>
 using namespace metal;
-
-// Columns of y that a SIMD group computes.
-#define TENSOR_COLUMNS 32
 
 // The part of w that a threadgroup needs for a step: its rows and columns as they are packed.
 #define PART_ROWS (transposed ? TENSOR_COLUMNS * simds_n : tile_k)
 #define PART_COLUMNS (transposed ? tile_k : TENSOR_COLUMNS * simds_n)
 #define PART_WORDS (PART_COLUMNS * bits / 32)
 #define PART_GROUPS (PART_COLUMNS > group ? PART_COLUMNS / group : 1)
-
-// How many of `all` a thread takes, every threads-th.
-#define SHARE(all, threads) (((all) + (threads) - 1) / (threads))
+#define PART_SIZE(of_row) (staged ? 1 : 2 * PART_ROWS * (of_row))
 
 // A thread's share of words, scales and biases of a part.
 template <typename S, int words, int groups>
@@ -147,12 +143,17 @@ struct tensor_rows<T, false> {
     left all((device T*)x, metal::dextents<int, 2>(K, M));
     return all.slice(k, 0);
   }
+  template <typename C>
+  METAL_FUNC static void fill(thread C& part, const device T* x, int k, int K, int M) {}
 };
 template <typename T>
 struct tensor_rows<T, true> {
   template <typename P>
   METAL_FUNC static auto at(thread const P& product, const device T* x, int k, int K, int M) {
-    auto part = product.template get_left_input_cooperative_tensor<T, T, float>();
+    return product.template get_left_input_cooperative_tensor<T, T, float>();
+  }
+  template <typename C>
+  METAL_FUNC static void fill(thread C& part, const device T* x, int k, int K, int M) {
     for (ushort i = 0; i < part.get_capacity(); i++) {
       if (part.is_valid_element(i)) {
         auto index = part.get_multidimensional_index(i);
@@ -160,7 +161,6 @@ struct tensor_rows<T, true> {
         part[i] = inside ? x[size_t(index[1]) * K + k + index[0]] : T(0);
       }
     }
-    return part;
   }
 };
 
@@ -219,47 +219,16 @@ METAL_FUNC void add_step(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// What becomes of sums, from (m, n) of y on; of a gate's other matrix too.
-template <int gate, typename T, typename O, typename C>
-METAL_FUNC void write_tensor(
-    thread C& sums,
-    thread C& others,
-    float factor,
-    const device T* bias,
-    const device T* other_bias,
-    const device T* residual,
-    device O* y,
-    int m,
-    int M,
-    int n,
-    int N) {
-#pragma unroll
-  for (ushort i = 0; i < sums.get_capacity(); i++) {
-    if (sums.is_valid_element(i)) {
-      auto index = sums.get_multidimensional_index(i);
-      int r = m + index[1], c = n + index[0];
-      if (r < M && c < N) {
-        size_t at = size_t(r) * N + c;
-        // Where O is not T these are null.
-        y[at] = finished<O, gate>(
-            sums[i] * factor, gate ? others[i] : 0.0f, c, at,
-            reinterpret_cast<const device O*>(bias),
-            reinterpret_cast<const device O*>(other_bias),
-            reinterpret_cast<const device O*>(residual));
-      }
-    }
-  }
-}
-
 // y from (m, n) on for a threadgroup, of `depth` elements of K from `first` on; x, y and M are those
 // of one matrix.
 template <
     typename T, typename O, typename S, int mode, int group, int bits, bool transposed, int rows,
-    int tile_k, int simds_m, int simds_n, bool ragged, int gate>
+    int tile_k, int simds_m, int simds_n, bool ragged, bool staged, int gate>
 METAL_FUNC void multiply_tensors(
     threadgroup uint* words,
     threadgroup float* factors,
     threadgroup float* offsets,
+    threadgroup T* tiles,
     const device T* x,
     packed_matrix<S> matrix,
     packed_matrix<S> other,
@@ -276,47 +245,55 @@ METAL_FUNC void multiply_tensors(
     int depth,
     int K,
     int thread_index) {
-  constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
-      rows, TENSOR_COLUMNS, tile_k, false, transposed, sizeof(T) == 2,
-      mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
-  mpp::tensor_ops::matmul2d<descriptor, metal::execution_simdgroup> product;
-  int simd = thread_index / 32, stage = 0, end = min(first + depth, K);
-  m += simd / simds_n * rows;
-  x += size_t(m) * K;
-  bool any = m < M;
+  if constexpr (staged) {
+    multiply_staged<
+        T, O, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, gate>(
+        tiles, x, matrix, other, bias, other_bias, residual, factor, y, m, M, n, N, first, depth, K, thread_index);
+  } else {
+    constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
+        rows, TENSOR_COLUMNS, tile_k, false, transposed, sizeof(T) == 2,
+        mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
+    mpp::tensor_ops::matmul2d<descriptor, metal::execution_simdgroup> product;
+    int simd = thread_index / 32, stage = 0, end = min(first + depth, K);
+    m += simd / simds_n * rows;
+    x += size_t(m) * K;
+    bool any = m < M;
 
-  auto right = product.template get_right_input_cooperative_tensor<T, T, float>();
-  using left = decltype(tensor_rows<T, ragged>::at(product, x, 0, K, 0));
-  auto sums = product.template get_destination_cooperative_tensor<
-      metal::remove_addrspace_t<left>, metal::remove_addrspace_t<decltype(right)>, float>();
-#pragma unroll
-  for (ushort i = 0; i < sums.get_capacity(); i++) {
-    sums[i] = 0.0f;
-  }
-  auto others = sums;
-  // Of the step before the first one only what follows it.
-  for (int k = first - tile_k; k < end; k += tile_k) {
-    bool begun = k >= first;
-    auto of_x = tensor_rows<T, ragged>::at(product, x, k, K, begun ? max(M - m, 0) : 0);
-    if (gate && begun) {
+    auto right = product.template get_right_input_cooperative_tensor<T, T, float>();
+    using left = decltype(tensor_rows<T, ragged>::at(product, x, 0, K, 0));
+    auto sums = product.template get_destination_cooperative_tensor<
+        metal::remove_addrspace_t<left>, metal::remove_addrspace_t<decltype(right)>, float>();
+    auto others = product.template get_destination_cooperative_tensor<
+        metal::remove_addrspace_t<left>, metal::remove_addrspace_t<decltype(right)>, float>();
+    clear_sums(sums);
+    clear_sums(others);
+    // Of the step before the first one only what follows it.
+    for (int k = first - tile_k; k < end; k += tile_k) {
+      bool begun = k >= first;
+      int at = max(k, first), rows_left = begun ? max(M - m, 0) : 0;
+      auto of_x = tensor_rows<T, ragged>::at(product, x, at, K, rows_left);
+      tensor_rows<T, ragged>::fill(of_x, x, at, K, rows_left);
+      if (gate && begun) {
+        add_step<T, mode, group, bits, transposed, tile_k, simds_m, simds_n>(
+            product, of_x, right, sums, words, factors, offsets, stage, other, n, k, end, N, K, any,
+            thread_index);
+        stage = 1 - stage;
+      }
       add_step<T, mode, group, bits, transposed, tile_k, simds_m, simds_n>(
-          product, of_x, right, sums, words, factors, offsets, stage, other, n, k, end, N, K, any,
-          thread_index);
+          product, of_x, right, gate ? others : sums, words, factors, offsets, stage, matrix, n,
+          k + tile_k, end, N, K, any && begun, thread_index);
       stage = 1 - stage;
     }
-    add_step<T, mode, group, bits, transposed, tile_k, simds_m, simds_n>(
-        product, of_x, right, gate ? others : sums, words, factors, offsets, stage, matrix, n,
-        k + tile_k, end, N, K, any && begun, thread_index);
-    stage = 1 - stage;
+    write_tensor<gate>(
+        sums, others, factor, bias, other_bias, residual, y, m, M, n + simd % simds_n * TENSOR_COLUMNS,
+        N);
   }
-  write_tensor<gate>(
-      sums, others, factor, bias, other_bias, residual, y, m, M, n + simd % simds_n * TENSOR_COLUMNS,
-      N);
 }
 
 template <
     typename T, typename O, typename S, int mode, int group, int bits, bool transposed, int rows,
-    int tile_k, int simds_m, int simds_n, bool ragged, int gate, int RESIDENT, bool TOGETHER>
+    int tile_k, int simds_m, int simds_n, bool ragged, bool staged, int gate, int RESIDENT,
+    bool TOGETHER>
 [[kernel]] void qmm_tensor(
     const device T* x,
     const device uint* w,
@@ -332,14 +309,15 @@ template <
     device O* y,
     uint3 place [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup uint words[2 * PART_ROWS * PART_WORDS];
-  threadgroup float factors_of_part[2 * PART_ROWS * PART_GROUPS];
-  threadgroup float offsets[mode == AFFINE ? 2 * PART_ROWS * PART_GROUPS : 1];
+  threadgroup uint words[PART_SIZE(PART_WORDS)];
+  threadgroup float factors_of_part[PART_SIZE(PART_GROUPS)];
+  threadgroup float offsets[mode == AFFINE ? PART_SIZE(PART_GROUPS) : 1];
+  threadgroup uint4 packs[STAGED_PACKS];
   packed_matrix<S> matrix = {w, scales, biases}, other = {w1, scales1, biases1};
   int M = shape[0], N = shape[1], depth = shape[3];
   multiply_tensors<
-      T, O, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, gate>(
-      words, factors_of_part, offsets, x, matrix, other, bias, bias1, residual, 1.0f,
+      T, O, S, mode, group, bits, transposed, rows, tile_k, simds_m, simds_n, ragged, staged, gate>(
+      words, factors_of_part, offsets, reinterpret_cast<threadgroup T*>(packs), x, matrix, other, bias, bias1, residual, 1.0f,
       y + place.z * size_t(M) * N, place.x * rows * simds_m, M,
       place.y * TENSOR_COLUMNS * simds_n, N, place.z * depth, depth, shape[2], thread_index);
 }

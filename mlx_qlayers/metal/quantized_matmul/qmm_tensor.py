@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ...formats import Format
 from ...options import MatmulCall, PackedMatrix
+from ...runtime.backend import backend
 from ...runtime.kernel import Kernel
 from ...runtime.spec import Spec
 from .qmm import sum_of_parts
@@ -22,7 +23,9 @@ from .qmv_config import packed_template
 COLUMNS = 32
 # Groups whose scales packed codes take at once, as qmm_codes.metal has it.
 _AT_ONCE = 4
-TENSOR_TILING = ("rows", "tile_k", "simds_m", "simds_n", "ragged")
+# Elements behind each row of an unpacked part, as packed_runs.metal has it.
+_PADDING = 8
+TENSOR_TILING = ("rows", "tile_k", "simds_m", "simds_n", "ragged", "staged")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class TensorConfig:
         ragged: whether ``tile_k`` does not divide the depth.
         parts: threadgroups that share the depth; above 1 a second launch adds their sums.
         resident: on CUDA, threadgroups that a multiprocessor must have registers for.
+        staged: whether the matrix is unpacked once for a threadgroup, into its memory, or by each
+            SIMD group, into an operand in registers; on CUDA it is the latter.
     """
 
     rows: int
@@ -46,6 +51,7 @@ class TensorConfig:
     ragged: bool
     parts: int = 1
     resident: int = 1
+    staged: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -98,18 +104,35 @@ def tensor_config(
     fmt: Format,
     transpose: bool,
     gated: bool = False,
-    device: str = "metal",
+    device: str | None = None,
 ) -> TensorConfig:
-    """The configuration for so many rows, of a matrix or of all experts' share of them."""
-    if device == "cuda":
+    """The configuration for so many rows, of a matrix or of all experts' share of them.
+
+    ``device`` is ``"cuda"`` or another one, by default the backend.
+    """
+    if (device or backend()) == "cuda":
         # The best of bench_tensor.py on an H200, of 64 rows and more in half precision.
         return TensorConfig(128 if m > 64 else 64, 64, 1, 4, bool(k % 64), 1, 2)
-    # A destination of 64 x 32, or a gate's two of half of that, leave room for inputs in 128 words.
+    # A destination of 64 x 32, or a gate's two of half of that, leave room in 128 words.
     most = (32 if dtype == mx.float32 else 64) // (1 + gated)
     rows = next(size for size in (16, 32, 64) if size >= min(m, most))
+    simds = (2, 2) if m > rows else (1, 2 if dtype == mx.float32 else 4)
+    # Steps are as deep as fits twice into threadgroup memory, and as K lets them be whole.
+    deep = simds == (2, 2) and dtype != mx.float32 and k % 64 == 0
     narrow = transpose and k % 32 and fmt.group_size == 16
-    tile_k = 16 if narrow else 32
-    return TensorConfig(rows, tile_k, *((2, 2) if m > rows else (1, 4)), bool(k % tile_k))
+    tile_k = 64 if deep else 16 if narrow else 32
+    return TensorConfig(rows, tile_k, *simds, bool(k % tile_k), staged=True)
+
+
+def in_registers(config: TensorConfig, k: int) -> TensorConfig:
+    """The same product with operands in registers, with which fewer programs are known.
+
+    Example:
+        >>> in_registers(TensorConfig(64, 64, 2, 2, False, staged=True), 128).tile_k
+        32
+    """
+    tile_k = min(config.tile_k, 32)
+    return replace(config, staged=False, tile_k=tile_k, ragged=bool(k % tile_k))
 
 
 def codes_config(m: int) -> CodesConfig:
@@ -139,12 +162,24 @@ def _part(
 
 
 def threadgroup_memory(
-    mode: int, group: int, bits: int, transposed: bool, tile_k: int, simds_n: int, **_: object
+    T: mx.Dtype,
+    mode: int,
+    group: int,
+    bits: int,
+    transposed: bool,
+    tile_k: int,
+    simds_n: int,
+    staged: bool,
+    **_: object,
 ) -> int:
-    """The bytes of packed words, scales and biases of two steps."""
+    """The bytes of packed words, scales and biases of two steps, or of two unpacked parts."""
+    if staged:
+        width = COLUMNS * simds_n
+        outer, inner = (width, tile_k) if transposed else (tile_k, width)
+        return 2 * outer * (inner + _PADDING) * T.size + 12
     rows, words, groups = _part(bits, group, transposed, tile_k, simds_n)
     affine = mode == 0
-    return 8 * rows * (words + groups * (1 + affine)) + (0 if affine else 4)
+    return 8 * rows * (words + groups * (1 + affine)) + (0 if affine else 4) + 16
 
 
 def registers(
@@ -152,8 +187,12 @@ def registers(
 ) -> int:
     """Words of a thread's tensors, the sums and the inputs, and of what it brings of a part."""
     sums, threads = rows * (1 + bool(gate)), 32 * simds_m * part["simds_n"]
+    if part["staged"]:
+        run = 32 if part["bits"] % 2 else 16
+        pieces = -(-COLUMNS * part["simds_n"] * part["tile_k"] // (run * threads))
+        return sums + pieces * (run * part["bits"] // 32 + 2)
     inputs = (COLUMNS + rows * ragged) * part["tile_k"] * T.size // 128
-    return sums + inputs + -(-threadgroup_memory(**part) // (8 * threads))
+    return sums + inputs + -(-threadgroup_memory(T, **part) // (8 * threads))
 
 
 def codes_registers(rows: int, columns: int, simds: int, gate: int, **_: object) -> int:

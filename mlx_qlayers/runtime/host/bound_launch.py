@@ -78,7 +78,8 @@ def checks(
         flush_subnormals: whether matrix products take subnormal halves for zero, as those of some
             GPUs may.
         tensor_layout: how the elements of cooperative tensors are spread over lanes: as an
-            ``"m5"``, in ``"strips"`` of neighbours, or at ``"random"``, anew in each launch.
+            ``"m5"``, in ``"strips"`` of neighbours, at ``"random"``, anew in each launch and with
+            slots that hold none, or likewise and ``"apart"``: no tensor is compatible with another.
 
     Raises:
         KernelFault: in the block, at the launch that did something wrong.

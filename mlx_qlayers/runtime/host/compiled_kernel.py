@@ -25,7 +25,7 @@ _FAULTS: list[type[KernelFault] | None] = [
 ]
 DEFAULT_BUDGET = 300_000_000
 # In the order of ``enum qk_layout``.
-LAYOUTS = ("m5", "strips", "random")
+LAYOUTS = ("m5", "strips", "random", "apart")
 _seeds = itertools.count(1)
 _checked_lock = threading.Lock()
 
@@ -127,7 +127,9 @@ class HostKernel:
             flush_subnormals: whether the matrix products of a checked launch take subnormal halves
                 for zero, as those of some GPUs may.
             tensor_layout: how a checked launch spreads cooperative tensors over lanes: as an
-                ``"m5"``, in ``"strips"`` of neighbours, or at ``"random"``, anew in each launch.
+                ``"m5"``, in ``"strips"`` of neighbours, at ``"random"``, anew in each launch and
+                with slots that hold none, or likewise and ``"apart"``: no tensor is compatible with
+                another.
 
         Returns:
             The counters of a checked launch, else None.

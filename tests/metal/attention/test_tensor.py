@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import partial
 from itertools import cycle
 
 import mlx.core as mx
@@ -29,13 +30,13 @@ WIDTHS = [(64, 64), (40, 72), (136, 256), (128, 128), (256, 80)]
 layouts = cycle(LAYOUTS)
 
 
-def by_tensors(q, k, v, *, scale, mask=None, window=None, softcap=None, sinks=None):
+def by_tensors(q, k, v, *, scale, mask=None, window=None, softcap=None, sinks=None, handed=True):
     """As the operation, whose gradients take the kernels of tensor operations too."""
     rule, seen = (mask, None) if isinstance(mask, str) else (None, mask)
     arrays = [q, k, v, seen, sinks]
     specs = [None if a is None else Spec.of(a) for a in arrays]
     scores = Scores(scale, rule == "causal", window, softcap)
-    at = Launcher(AttentionCall(specs[0], (specs[1],), (specs[2],), scores, *specs[3:]))
+    at = Launcher(AttentionCall(specs[0], (specs[1],), (specs[2],), scores, *specs[3:]), handed)
     assert tensor.why_no_tensors(at) is None
     run, (of_all, of_mask) = tensor.attention_tensor(at), attention_backward(at, tensors=True)
     there = [i for i, a in enumerate(arrays) if a is not None]
@@ -58,12 +59,14 @@ def by_tensors(q, k, v, *, scale, mask=None, window=None, softcap=None, sinks=No
     return node(*(arrays[i] for i in there))
 
 
-def hold(shape, dtype, kind, extra, barriers=False):
-    with use_backend("host"), checks(tensor_layout=next(layouts)) as report:
-        check(by_tensors, shape, dtype, kind, extra)
+def hold(shape, dtype, kind, extra, barriers=False, layout=None, handed=True):
+    layout = layout or next(layouts)
+    with use_backend("host"), checks(tensor_layout=layout) as report:
+        check(partial(by_tensors, handed=handed), shape, dtype, kind, extra)
     names, mine = zip(*report.launches, strict=True)
     assert all(name.startswith("attention_tensor") for name in names)
-    assert not any(c.threadgroup_memory for c in mine)
+    taken = {c.threadgroup_written > 0 for c in mine}
+    assert taken == {layout == "apart" or not handed}
     assert any(c.threadgroup_barriers for c in mine) == barriers
 
 
@@ -81,10 +84,25 @@ def test_some_shapes(shape, widths, dtype, kind, extra):
     hold((*shape, *widths), dtype, kind, extra)
 
 
+@pytest.mark.parametrize(("handed", "layout"), [(True, "apart"), (False, "random")], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "widths", "dtype", "kind", "extra"),
+    [
+        (SHAPES[1], (40, 72), mx.bfloat16, "biased", {"softcap": 2.0, "sinks": True}),
+        (SHAPES[3], (136, 256), mx.float16, "hidden", {"window": 5}),
+    ],
+    ids=str,
+)
+def test_through_threadgroup_memory(shape, widths, dtype, kind, extra, handed, layout):
+    """Where the answer is that tensors are not compatible, and where nobody asks."""
+    hold((*shape, *widths), dtype, kind, extra, layout=layout, handed=handed)
+
+
 def test_turns_of_all_simd_groups(monkeypatch):
     """As on CUDA: of the last threadgroup some SIMD groups have no queries."""
     monkeypatch.setattr(tensor, "_together", lambda at: True)
-    hold((1, 2, 1, 85, 90, 64, 64), mx.float16, "causal", {"window": 50}, barriers=True)
+    shape = 1, 2, 1, 85, 90, 64, 64
+    hold(shape, mx.float16, "causal", {"window": 50}, barriers=True, layout="random")
 
 
 @pytest.mark.cuda

@@ -11,7 +11,7 @@ import pytest
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.gather_qmm.gather_qmm import gather_qmm_config, gather_qmm_sorted
 from mlx_qlayers.metal.gather_qmm.gather_qmv import Pairs
-from mlx_qlayers.metal.quantized_matmul.qmm_tensor import tensor_config
+from mlx_qlayers.metal.quantized_matmul.qmm_tensor import in_registers, tensor_config
 from mlx_qlayers.ops.gather_qmm import gather_qmm
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime import trace, use_backend
@@ -35,6 +35,7 @@ def by_kernel(
     config, pairs = replace(config, **changes), Pairs((len(right),), 1, True)
     if tensors:
         config = tensor_config(40, x.shape[2], x.dtype, fmt, transpose)
+        config = in_registers(config, x.shape[2]) if tensors == "registers" else config
     call = MatmulCall(x, PackedMatrix(*packed[:2]), transpose, fmt)
     with use_backend(backend):
         scaled = factors is not None
@@ -64,8 +65,9 @@ def test_every_format(fmt, transpose, dtype):
     ids=str,
 )
 def test_tensor_operations(fmt, dtype, transpose):
-    with checks():
-        check_all(fmt, dtype, transpose, tensors=True)
+    for tensors in (True, "registers"):
+        with checks():
+            check_all(fmt, dtype, transpose, tensors=tensors)
 
 
 @pytest.mark.tensors

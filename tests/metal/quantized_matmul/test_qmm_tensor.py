@@ -14,6 +14,7 @@ from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.quantized_matmul.qmm_tensor import (
     codes_config,
     codes_registers,
+    in_registers,
     registers,
     tensor_config,
 )
@@ -31,11 +32,14 @@ AFFINE = Format(64, 4)
 layouts = cycle(LAYOUTS)
 
 
-def _product(rng, rows, outer, inner, fmt, dtype, transpose=True, biased=False, tall=0):
+def _product(
+    rng, rows, outer, inner, fmt, dtype, transpose=True, biased=False, tall=0, staged=True
+):
     packed = random_packed(rng, outer, inner, fmt, dtype)
     x = random(rng, (rows, inner if transpose else outer), dtype)
     bias = random(rng, (outer if transpose else inner,), dtype) if biased else None
     config = tensor_config(tall or rows, x.shape[1], dtype, fmt, transpose)
+    config = config if staged else in_registers(config, x.shape[1])
     with use_backend("host"):
         y = qmm_tensor(x, *packed, bias, transpose, fmt, config)
     check_product(y, x, packed, fmt, transpose, bias)
@@ -64,12 +68,12 @@ def test_some_formats(fmt, dtype, transpose):
 
 
 def _check_layouts(fmt, dtype, transpose):
-    """One kernel; a number of rows for each layout."""
+    """Two kernels, unpacked once and by each SIMD group; a number of rows for each layout."""
     rng = np.random.default_rng(fmt.bits * 1000 + fmt.group_size)
     inner = max(3 * fmt.group_size, 64) + (16 if fmt.mode == "nvfp4" else 0)
-    for layout, rows in zip(cycle(LAYOUTS), (65, 100, 1), strict=False):
-        with checks(tensor_layout=layout):
-            _product(rng, rows, 41, inner, fmt, dtype, transpose, tall=200)
+    for rows, staged in ((65, True), (65, False), (100, True), (1, False)):
+        with checks(tensor_layout=next(layouts)):
+            _product(rng, rows, 41, inner, fmt, dtype, transpose, tall=200, staged=staged)
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "plain"])
@@ -101,7 +105,9 @@ def test_on_cuda(fmt, dtype):
         x = random(rng, (rows, inner if transpose else outer), dtype)
         if not transpose:  # from an element on at which no load of several begins
             x = mx.concatenate([x[0, :1], x.reshape(-1)])[1:].reshape(x.shape)
-        config = tensor_config(rows, x.shape[1], dtype, fmt, transpose)
+        config = in_registers(
+            tensor_config(rows, x.shape[1], dtype, fmt, transpose, device="metal"), x.shape[1]
+        )
         # By itself, and together: warps that share rows of x.
         for tile_k, simds in ((32, (2, 2)), (64, (1, 4))):
             tiling = {"tile_k": tile_k, "simds_m": simds[0], "simds_n": simds[1]}
@@ -116,7 +122,7 @@ def test_gate_on_cuda():
     """Both matrices are multiplied with rows that are there already."""
     rng, n, k, dtype = np.random.default_rng(8), 41, 192, mx.bfloat16
     x, both = random(rng, (70, k), dtype), packed_matrices(rng, [n, n], k, dtype, AFFINE)
-    alone = tensor_config(70, k, dtype, AFFINE, True, True)
+    alone = in_registers(tensor_config(70, k, dtype, AFFINE, True, True, "metal"), k)
     for config in (alone, replace(alone, tile_k=64, simds_m=1, simds_n=4)):
         with use_backend("cuda"):
             y = qmm_tensor(x, *both[0], True, AFFINE, config, other=both[1], gate="silu")
@@ -211,8 +217,9 @@ def test_registers():
                         for gate in (0, 1):
                             config = tensor_config(m, k, dtype, fmt, transpose, gate > 0)
                             values = packed_template(fmt, dtype, dtype) | asdict(config)
-                            held = registers(**values, transposed=transpose, gate=gate)
-                            assert held < 128
+                            assert registers(**values, transposed=transpose, gate=gate) < 128
+                            values |= asdict(in_registers(config, k))
+                            assert registers(**values, transposed=transpose, gate=gate) < 128
         for gate in (0, 1):
             assert codes_registers(**asdict(codes_config(m)), gate=gate) < 128
 

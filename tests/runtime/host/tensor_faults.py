@@ -121,6 +121,13 @@ PLANTED = (
         CompileError,
         "same element type",
     ),
+    Planted("copy", "auto other = sums;", CompileError, "deleted"),
+    Planted(
+        "copy into another",
+        "op.run(a, b, sums); auto r = op." + _CT + "<matrix, matrix, float>(); r = sums;",
+        CompileError,
+        "deleted",
+    ),
     Planted("get_mask", "sums.get_mask(0);", CompileError, "is_valid_element"),
     Planted(
         "tile of 8 x 8",
@@ -182,6 +189,41 @@ PLANTED = (
         Undefined,
         "first stride",
     ),
+    Planted(
+        "slice before its tensor", "auto s = a.slice(-1, 0);", Undefined, "begins before its tensor"
+    ),
+    Planted(
+        "fewer rows than none",
+        "matrix d((device half*)x, dextents<int, 2>(K, M - 20));",
+        Undefined,
+        "an extent of a tensor is negative",
+    ),
+    Planted(
+        "elements that are none, read",
+        "op.run(a, b, sums); float sum = 0;"
+        "for (ushort i = 0; i < sums.get_capacity(); i++) sum += sums[i]; y[lane] = sum;",
+        Undefined,
+        "no valid element",
+    ),
+    Planted(
+        "elements that are none, written",
+        "for (ushort i = 0; i < sums.get_capacity(); i++) sums[i] = 0;",
+        Undefined,
+        "no valid element",
+    ),
+    Planted(
+        "elements that are none, by an iterator",
+        "for (auto it = sums.begin(); it != sums.end(); it++) *it = 0;",
+        Undefined,
+        "no valid element",
+    ),
+    Planted(
+        "row of an element that is none",
+        "auto most = op.get_row_reduction_destination_cooperative_tensor<matrix, matrix, float>();"
+        "for (auto it = sums.begin(); it != sums.end(); it++) most.map_iterator(it);",
+        Undefined,
+        "map_iterator of slot",
+    ),
     Planted("run of half the lanes", "if (lane < 16) op.run(a, b, sums);", Divergence, "16 of 32"),
     Planted(
         "run in two branches",
@@ -234,13 +276,6 @@ PLANTED = (
         "y[((f & 4 | lane >> 1 & 3) + i % 8 / 4 * 8) * N"
         " + (f & 2 | lane & 1) * 4 + i % 4 + i / 8 * 16]"
         " = r[i];",
-        None,
-    ),
-    Planted(
-        "elements that are none",
-        "op.run(a, b, sums); float sum = 0;"
-        "for (ushort i = 0; i < sums.get_capacity(); i++) sum += sums[i];"
-        "y[lane] = sum; y[lane] = simd_sum(sum);",
         None,
     ),
 )

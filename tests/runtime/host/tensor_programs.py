@@ -69,8 +69,7 @@ RIGHT = {
     "product": ("op.run(a, b, sums); sums.store(c);", PRODUCT),
     "product into memory": ("op.run(a, b, c);", PRODUCT),
     "product of parts": (
-        each("sums2", "sums2[i] = 0;").replace("sums2", "part")
-        + "for (int k = 0; k < K; k += 16) {"
+        each("part", "part[i] = 0;") + "for (int k = 0; k < K; k += 16) {"
         "  auto s = a.slice(k, 0); auto t = b.slice(k, 0);"
         "  auto u = s.slice<16, dynamic_extent>(0, 0);"
         "  auto v = t.slice<16, dynamic_extent>(0, 0);"
@@ -96,6 +95,14 @@ RIGHT = {
         "auto o = second.get_destination_cooperative_tensor<decltype(p), matrix, float>();"
         "second.run(p, v, o); o.store(c);",
         _SOFTMAX @ W[:, :32].astype(np.float64),
+    ),
+    "sums as an input": (
+        "op.run(a, b, sums); constexpr auto next = matmul2d_descriptor(16, 32, 32);"
+        "matmul2d<next, execution_simdgroup> second;"
+        "auto p = second.get_left_input_cooperative_tensor<float, half, float>(sums);"
+        "matrix v((device half*)w, dextents<int, 2>(32, 32), array<int, 2>{1, K});"
+        "second.run(p, v, c);",
+        PRODUCT @ W[:, :32].astype(np.float64),
     ),
     "two SIMD groups": (
         "auto both = pair.get_destination_cooperative_tensor<matrix, matrix, float>();"
@@ -126,6 +133,12 @@ RIGHT = {
         .reshape(N, 32)
         .T,
     ),
+}
+# What takes elements of one tensor for those of another without asking, and what it does not ask.
+NOT_ASKED = {
+    "softmax": "is_iterator_compatible",
+    "two products": "is_iterator_compatible",
+    "sums as an input": "is_compatible_as_left_input",
 }
 RIGHT["product of parts"] = (
     "auto part = add.get_destination_cooperative_tensor<matrix, matrix, float>();"

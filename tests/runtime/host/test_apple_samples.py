@@ -56,7 +56,17 @@ _LEAST = """
   one.run(some_a, some_b, own);
   tensor_ops::reduce_rows(own, of_rows, tensor_ops::reduction_operation::min, IDENTITY);
   if (tensor_ops::is_iterator_compatible(own, of_rows)) {
-    for (auto each = own.begin(); each != own.end(); each++) *each += *of_rows.map_iterator(each);
+    for (auto each = own.begin(); each != own.end(); each++)
+      if (each.is_valid_element()) *each += *of_rows.map_iterator(each);
+  } else {
+    tensor<device float, dextents<int, 1>, tensor_inline> to(bias, dextents<int, 1>(64));
+    of_rows.store(to);
+    simdgroup_barrier(mem_flags::mem_device);
+    for (ushort i = 0; i < own.get_capacity(); i++)
+      if (own.is_valid_element(i)) {
+        auto at = own.get_multidimensional_index(i);
+        own[i] += bias[at[1]];
+      }
   }
   own.store(some_c);
 """
@@ -94,7 +104,8 @@ SAMPLES = (
         "sums stay in registers over a loop in steps of the depth",
         "[INLINE], [GUIDE]",
         "auto total = add.get_destination_cooperative_tensor<operand, operand, float>();"
-        "for (ushort i = 0; i < total.get_capacity(); i++) total[i] = 0;"
+        "for (ushort i = 0; i < total.get_capacity(); i++)"
+        "  if (total.is_valid_element(i)) total[i] = 0;"
         "for (int k = 0; k < depth; k += 16) {"
         "  operand a_step(left + k, dextents<int, 2>(min(16, depth - k), rows), "
         "array<int, 2>{1, depth});"

@@ -125,6 +125,12 @@ void reduce_rows(
   }
 }
 
+// Sums lie as the left operands that are made of them, and statistics where their rows are.
+template <typename L, typename R>
+constexpr bool is_iterator_compatible(const L&, const R&) {
+  return true;
+}
+
 template <uint64_t D, int PLACE>
 struct matmul2d<D, execution_simdgroups<1, PLACE>> {
   static constexpr int M = D & 0xffff, N = D >> 16 & 0xffff, K = D >> 32 & 0xffff;
@@ -156,6 +162,10 @@ struct matmul2d<D, execution_simdgroups<1, PLACE>> {
   cooperative_tensor<float, row_sums<K>> get_left_input_cooperative_tensor(
       const cooperative_tensor<float, row_sums<K>>& from) const {
     return from;
+  }
+  template <typename L, typename T, typename C>
+  constexpr bool is_compatible_as_left_input(const cooperative_tensor<float, row_sums<K>>&) const {
+    return true;
   }
   // With rows of memory: of memory too, or weights that were sums.
   shared_operand<D, PLACE> shared;

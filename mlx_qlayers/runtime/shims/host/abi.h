@@ -41,7 +41,8 @@ enum qk_element {
 };
 enum qk_role { QK_LEFT, QK_RIGHT, QK_DESTINATION, QK_ROW_VALUES, QK_COLUMN_VALUES };
 // How the elements of a cooperative tensor are spread over lanes.
-enum qk_layout { QK_LAYOUT_M5, QK_LAYOUT_STRIPS, QK_LAYOUT_RANDOM };
+// In the last two slots outnumber the elements; in the last one no tensor is compatible with another.
+enum qk_layout { QK_LAYOUT_M5, QK_LAYOUT_STRIPS, QK_LAYOUT_RANDOM, QK_LAYOUT_APART };
 
 // Rows and columns that the lanes of `simds` SIMD groups hold between them.
 typedef struct qk_tile {
@@ -84,7 +85,9 @@ void qk_tensor_run(const qk_tensor_product*, const qk_tensor_operand* left, cons
 void qk_tensor_convert(const qk_tensor_operand* from, const qk_tensor_operand* to);
 void qk_tensor_reduce(const qk_tensor_operand* from, const qk_tensor_operand* to, qk_uint operation, float identity);
 void qk_tensor_meet(qk_uint simds);
-void qk_tensor_wrong(qk_uint what);       // 0: the first stride is not 1
+void qk_tensor_slot(const qk_tile* tile, qk_uint i);  // an element is read or written
+qk_uint qk_tensor_compatible(void);
+void qk_tensor_wrong(qk_uint what);  // 0: the first stride is not 1, 1: a slice or 2: an extent below 0
 void qk_tensor_memory(const qk_tensor_operand* memory);  // a tile is read from it, or written
 void* qk_threadgroup_memory(qk_uint slot, qk_uint bytes, qk_uint alignment);
 #ifdef __cplusplus

@@ -278,9 +278,15 @@ extern "C" void qk_tensor_fresh(void* elements, uint32_t element, uint32_t count
   for (uint32_t i = 0; i < count; i++) memcpy((char*)elements + i * kBytes[element], &kFresh[element], kBytes[element]);
 }
 
-extern "C" void qk_tensor_wrong(uint32_t) {
-  this_worker()->fail(kUndefined, "the first stride of a tensor is 1: its columns are neighbours");
+extern "C" void qk_tensor_wrong(uint32_t what) {
+  static const char* const said[] = {
+      "the first stride of a tensor is 1: its columns are neighbours",
+      "a slice begins before its tensor", "an extent of a tensor is negative"};
+  this_worker()->fail(kUndefined, "%s", said[what]);
 }
+
+extern "C" uint32_t qk_tensor_compatible() { return this_worker()->launch->layout != QK_LAYOUT_APART; }
+
 
 extern "C" void qk_tensor_memory(const qk_tensor_operand* memory) { bound(*memory, 0, 0, 2); }
 
@@ -298,6 +304,9 @@ extern "C" void qk_tensor_run(const qk_tensor_product* product, const qk_tensor_
 
 extern "C" void qk_tensor_convert(const qk_tensor_operand* from, const qk_tensor_operand* to) {
   Call call = {nullptr, {from, nullptr, to}};
+  if (!qk_tensor_compatible()) {
+    this_worker()->fail(kUndefined, "a destination is not compatible as an input: ask is_compatible_as_left_input");
+  }
   if (!first_of(1, call, __builtin_return_address(0))) return;
   int rows = from->tile.rows, columns = from->tile.columns;
   float* values = room((uint64_t)rows * columns);

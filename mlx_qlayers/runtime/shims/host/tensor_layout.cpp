@@ -51,7 +51,7 @@ void spread_matrix(Spread& s) {
                                      : kNowhere;
   }
   Random random = {s.seed * 77ull + t.role};
-  if (s.kind == QK_LAYOUT_RANDOM) random.shuffle(s.at, threads * s.capacity);
+  if (s.kind >= QK_LAYOUT_RANDOM) random.shuffle(s.at, threads * s.capacity);
 }
 
 // A statistic of rows or columns: each lane has those that its elements of a destination need.
@@ -60,7 +60,7 @@ void spread_values(Spread& s) {
   bool rows = t.role == QK_ROW_VALUES;
   uint32_t count = rows ? t.rows : t.columns, step = rows ? 16 : 0;
   bool squares = s.kind == QK_LAYOUT_M5 && rows;
-  s.capacity = squares ? (count + 15) / 16 * 2 : count + (s.kind == QK_LAYOUT_RANDOM);
+  s.capacity = squares ? (count + 15) / 16 * 2 : count + (s.kind >= QK_LAYOUT_RANDOM);
   s.at = (uint32_t*)malloc(32 * s.capacity * sizeof(uint32_t));
   Random random = {s.seed * 131ull + t.role};
   for (uint32_t lane = 0; lane < 32; lane++) {
@@ -71,7 +71,7 @@ void spread_values(Spread& s) {
                                : (s.kind == QK_LAYOUT_STRIPS ? (i + lane) % count : i);
       own[i] = value < count ? (rows ? value << 16 : value) : kNowhere;
     }
-    if (s.kind == QK_LAYOUT_RANDOM) random.shuffle(own, s.capacity);
+    if (s.kind >= QK_LAYOUT_RANDOM) random.shuffle(own, s.capacity);
   }
 }
 
@@ -109,12 +109,24 @@ extern "C" unsigned long qk_tensor_at(const qk_tile* tile, uint32_t i) {
   return at == kNowhere ? 0 : 1ul << 32 | at;
 }
 
+extern "C" void qk_tensor_slot(const qk_tile* tile, uint32_t i) {
+  if (this_worker()->checks && !qk_tensor_at(tile, i)) {
+    this_worker()->fail(kUndefined, "slot %u of a cooperative tensor is no valid element in this thread", i);
+  }
+}
+
 extern "C" uint32_t qk_tensor_map(const qk_tile* from, uint32_t i, const qk_tile* to) {
   unsigned long at = qk_tensor_at(from, i);
+  if (!qk_tensor_compatible()) {
+    this_worker()->fail(kUndefined, "iterators of these tensors are not compatible: ask is_iterator_compatible");
+  }
+  if (!at) {
+    this_worker()->fail(kUndefined, "map_iterator of slot %u, which is no valid element in this thread", i);
+  }
   bool rows = to->role == QK_ROW_VALUES;
   const Spread& s = spread_of(*to);
   const uint32_t* own = s.at + own_thread(*to) * s.capacity;
-  for (uint32_t k = 0; at && k < s.capacity; k++) {
+  for (uint32_t k = 0; k < s.capacity; k++) {
     if (own[k] != kNowhere && (rows ? own[k] >> 16 == (at >> 16 & 0xffff) : own[k] == (at & 0xffff))) return k;
   }
   return 0;

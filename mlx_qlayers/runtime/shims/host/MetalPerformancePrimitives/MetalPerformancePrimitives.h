@@ -160,11 +160,11 @@ class matmul2d {
   }
   template <typename LE, typename RE, typename CE, typename E, typename X, typename Layout>
   METAL_FUNC bool is_compatible_as_left_input(const thread cooperative_tensor<E, X, Layout>&) const {
-    return is_same_v<E, LE> && qk_fits<qk_left, Layout>();
+    return is_same_v<E, LE> && qk_fits<qk_left, Layout>() && qk_tensor_compatible();
   }
   template <typename LE, typename RE, typename CE, typename E, typename X, typename Layout>
   METAL_FUNC bool is_compatible_as_right_input(const thread cooperative_tensor<E, X, Layout>&) const {
-    return is_same_v<E, RE> && qk_fits<qk_right, Layout>();
+    return is_same_v<E, RE> && qk_fits<qk_right, Layout>() && qk_tensor_compatible();
   }
   template <typename L, typename R, typename CE, typename Index = int>
   METAL_FUNC qk_of<CE, qk_destination, 2> get_destination_cooperative_tensor() const {
@@ -184,7 +184,7 @@ class matmul2d {
     return qk_of<CE, qk_columns, 1>();
   }
   template <typename L, typename R, typename C>
-  METAL_FUNC void run(const thread L& left, const thread R& right, thread C& to) const {
+  METAL_FUNC void run(thread L& left, thread R& right, thread C& to) const {
     qk_operands<L, R, typename qk_operand_type<C>::element>();
     qk_own<C, qk_destination>();
     static_assert(!__is_const(typename qk_operand_type<C>::element), "the destination is const");
@@ -218,10 +218,7 @@ class matmul2d {
   METAL_FUNC static qk_of<E2, To, 2> qk_converted(const thread cooperative_tensor<E, X, From>& from) {
     static_assert(is_same_v<E, E2>, "an input is made from a destination of the same element type");
     static_assert(qk_fits<To, From>(), "this destination has not the shape of the input");
-    qk_of<E2, To, 2> to;
-    qk_tensor_operand a = from.qk_described(), b = to.qk_described();
-    qk_tensor_convert(&a, &b);
-    return to;
+    return qk_of<E2, To, 2>(from, 0);
   }
 };
 
@@ -252,7 +249,7 @@ METAL_FUNC void reduce_columns(
 template <typename E, typename X, typename A, typename F, typename Y, typename B>
 METAL_FUNC bool is_iterator_compatible(
     const thread cooperative_tensor<E, X, A>&, const thread cooperative_tensor<F, Y, B>&) {
-  return A::simds == 1 && B::simds == 1 && A::role == QK_DESTINATION &&
+  return qk_tensor_compatible() && A::simds == 1 && B::simds == 1 && A::role == QK_DESTINATION &&
       (B::role == QK_ROW_VALUES ? A::rows == B::rows
                                 : B::role == QK_COLUMN_VALUES && A::columns == B::columns);
 }

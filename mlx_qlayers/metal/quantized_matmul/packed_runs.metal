@@ -1,0 +1,78 @@
+// A tile of a packed matrix, unpacked once by all threads of a threadgroup, into its memory: by way of
+// registers, which can be filled while the tile before is multiplied.
+
+#include "packed.metal"
+
+#include <metal_stdlib>
+using namespace metal;
+
+// Elements behind each row of a tile, so that neighbouring rows begin in other banks.
+#define PADDING 8
+
+// How many of `all` pieces a thread takes, every threads-th, and whether `piece` is one.
+#define SHARE(all, threads) (((all) + (threads) - 1) / (threads))
+#define IN_SHARE(all, threads) ((all) % (threads) == 0 || piece < (all))
+
+template <typename S, int words>
+struct packed_run {
+  alignas(16) uint word[words];
+  S scale, bias;
+};
+
+// The packed runs of a tile of `across` runs a row, at (row, column) of a matrix (rows, columns).
+template <
+    int mode, int group, int bits, int run, int all, int across, int threads, bool ahead, typename S>
+METAL_FUNC void fetch_runs(
+    thread packed_run<S, run * bits / 32>* held,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    int row,
+    int column,
+    int rows,
+    int columns,
+    int thread_index,
+    bool odd) {
+#pragma unroll
+  for (int i = 0; i < SHARE(all, threads); i++) {
+    int piece = thread_index + i * threads, r = row + piece / across;
+    int c = column + piece % across * run;
+    if (IN_SHARE(all, threads) && r < rows && c < columns) {
+      size_t at = size_t(r) * (columns / group) + c / group;
+      load_packs<run * bits / 32, ahead ? READ_AHEAD : CACHED>(
+          held[i].word, w + (size_t(r) * (size_t(columns) * bits / 32) + c * bits / 32), odd);
+      held[i].scale = ahead ? load_ahead(scales + at) : scales[at];
+      held[i].bias = mode != AFFINE ? S(0) : ahead ? load_ahead(biases + at) : biases[at];
+    } else {
+#pragma unroll
+      for (int j = 0; j < run * bits / 32; j++) {
+        held[i].word[j] = 0;
+      }
+      held[i].scale = S(0);
+      held[i].bias = S(0);
+    }
+  }
+}
+
+template <
+    typename T, int mode, int bits, int run, int all, int across, int threads, typename S>
+METAL_FUNC void place_runs(
+    threadgroup T* tile, const thread packed_run<S, run * bits / 32>* held, int thread_index) {
+  constexpr int width = 16 / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < SHARE(all, threads); i++) {
+    int piece = thread_index + i * threads;
+    if (!IN_SHARE(all, threads)) {
+      continue;
+    }
+    threadgroup T* to =
+        tile + piece / across * (across * run + PADDING) + piece % across * run;
+    float values[run];
+    decode_run<T, mode, bits, run>(
+        values, held[i].word, decoded_scale<mode>(held[i].scale), float(held[i].bias));
+#pragma unroll
+    for (int j = 0; j < run; j += width) {
+      *reinterpret_cast<threadgroup uint4*>(to + j) = rounded<T>(values + j);
+    }
+  }
+}
