@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from ..dispatch import dispatch
 from ..ops.attention import attention
+from ..ops.attention_step import ATTENTION_STEP
 from ..ops.embedding import quantized_rows
 from ..ops.fused_products import FUSED_PRODUCTS
 from .graph import Node
@@ -53,8 +54,18 @@ def _attention(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
     return attend
 
 
+def _attention_step(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    scale, rotation, epsilon, *parts = node.arg
+
+    def attend(*arrays: Any) -> Any:
+        return dispatch(ATTENTION_STEP, arrays, (scale, rotation, epsilon, *parts))
+
+    return attend
+
+
 OPERATIONS: dict[str, Maker] = {
     "Attention": _attention,
+    "AttentionStep": _attention_step,
     "Embedding": _embedding,
     "Products": _products,
     "Unpacked": _unpacked,

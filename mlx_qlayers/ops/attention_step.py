@@ -110,7 +110,7 @@ def attention_step(
     rest = positions, freqs, mask, sinks, *weights, tickets
     arrays = q, k, v, *of_k, *of_v, k_tail, v_tail, *rest
     static = scale, rotation, epsilon if norms else 0.0, len(of_k), len(of_v)
-    outputs: list[mx.array] = dispatch(_STEP, arrays, static)
+    outputs: list[mx.array] = dispatch(ATTENTION_STEP, arrays, static)
     return outputs
 
 
@@ -148,7 +148,7 @@ def _plan(
     return Plan(choice, launch, gradient_of(composed, arrays), composed)
 
 
-_STEP = Operation("attention_step", _plan)
+ATTENTION_STEP = Operation("attention_step", _plan)
 
 
 def why_not(

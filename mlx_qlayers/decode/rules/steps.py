@@ -1,0 +1,214 @@
+"""Attention of one token a sequence to a cache: what :func:`attention_step` takes.
+
+It reads the cache's buffers and a tail of rows that came since, and gives the tail with the token
+in it. So positions are an array, and a graph serves all of them. Rotary embeddings and the RMS
+norms of heads go into it, and heads are rows again behind it.
+
+An ``AttentionStep`` node takes queries, keys and values as rows, the buffers, the tails, positions,
+frequencies, mask, sinks, the weights of both norms, and tickets. Its inputs beside those of the
+model's code are ``tail.NUMBER.keys``, ``tail.NUMBER.values``, ``tickets.NUMBER`` and ``at.NAME``,
+where the name is that of the position; its tails are outputs by those names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ...options import Rotation
+from ..graph import Graph, Node, Pattern, Rule, Size, Spec, number_of, rewrite, under
+
+
+def keeps_order(node: Node) -> bool:
+    """Whether a node gives the elements of its source in the same order."""
+    if node.op in ("Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims"):
+        return True
+    source = node.src[0] if node.src else None
+    if node.op != "Transpose" or source is None:
+        return False
+    kept = [axis for axis in node.arg[0] if source.shape[axis] != 1]
+    return kept == sorted(kept)
+
+
+def views(node: Node) -> Iterator[Node]:
+    """A node and those before it that have its elements in its order."""
+    yield node
+    while keeps_order(node) and node.src[0] is not None:
+        node = node.src[0]
+        yield node
+
+
+def _seen_anew(root: Node) -> Node | None:
+    """An array that was reshaped and now has the shape again that it had."""
+    if not keeps_order(root):
+        return None
+    before = [*views(root)][1:]
+    same = next((each for each in before if each.shape == root.shape), None)
+    if same is None and len(before) > 1 and root.op != "Reshape":
+        return Node("Reshape", (before[-1],), (root.shape,), root.outputs)
+    if same is None and len(before) > 1:
+        return Node("Reshape", (before[-1],), root.arg, root.outputs)
+    return same
+
+
+VIEWS: list[Rule] = [
+    (Pattern(("Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims", "Transpose")), _seen_anew)
+]
+
+
+class Written(NamedTuple):
+    """Rows of a cache that attention takes: which cache, at which position, and what is new."""
+
+    number: str
+    position: Size
+    buffer: Node
+    update: Node
+    new: Node
+
+
+def written(node: Node, name: str) -> Written | None:
+    """What keys or values of attention are, if they are those of a plain cache with a token."""
+    update = node.src[0] if node.op == "Slice" else node
+    if update is None or update.op != "SliceUpdate":
+        return None
+    buffer, new = update.src
+    if buffer is None or new is None or buffer.op != "Input":
+        return None
+    kind, number, *rest = buffer.arg[0].split(".")
+    position = update.arg[1][2]
+    plain = isinstance(position, Size) and position.terms[0][0].endswith(".offset")
+    if kind != "cache" or rest != [name] or not plain or new.shape[2] != 1:
+        return None
+    if node.op == "Slice" and node.arg[1][2] != position._replace(const=position.const + 1):
+        return None
+    return Written(number, position, buffer, update, new)
+
+
+class Heads(NamedTuple):
+    """Queries or keys, before what attention does with them."""
+
+    rows: Node
+    rope: Node | None
+    norm: Node | None
+
+
+def heads(node: Node, position: Size) -> Heads:
+    """What queries or keys (B, H, 1, D) were before a rotary embedding and a norm."""
+    rope = norm = None
+    own = next((v for v in views(node) if v.op == "RoPE"), None)
+    if own is not None and _is_at(own.src[1], position) and own.src[0] is not None:
+        rope, node = own, own.src[0]
+    found = next((v for v in views(node) if v.op == "RMSNorm"), None)
+    if found is not None and found.src[0] is not None and found.shape[-1] == node.shape[-1]:
+        norm, node = found, found.src[0]
+    return Heads(node, rope, norm)
+
+
+def _is_at(offset: Node | None, position: Size) -> bool:
+    return offset is not None and offset.op == "Numbers" and offset.arg == (position,)
+
+
+def _rows(node: Node) -> Node:
+    """Heads side by side: (B, H, 1, D) as (B, 1, H * D)."""
+    batch, *others = node.shape
+    shape = batch, 1, prod(others)
+    return Node("Reshape", (node,), (shape,), (Spec(shape, node.dtype),))
+
+
+class _Turned(NamedTuple):
+    """Queries and keys as rows, and what is done to both of them before they meet.
+
+    Attributes:
+        scale: what the products are multiplied by besides.
+        norms: the weights of the RMS norms of heads, or None.
+    """
+
+    q: Node
+    k: Node
+    scale: float
+    rotation: Rotation
+    freqs: Node | None
+    norms: tuple[Node | None, Node | None]
+    epsilon: float
+
+
+def _turned(q: Node, k: Node, position: Size) -> _Turned:
+    """Queries and keys before the rotary embedding and norms that attention does as well."""
+    scale = 1.0
+    if q.op == "Multiply":  # by a number, which may as well be part of the scale
+        number = next((n for s in q.src if s and (n := number_of(under(s))) is not None), None)
+        inner = next((s for s in q.src if s and s.shape == q.shape and s.op != "Broadcast"), None)
+        if number is not None and inner is not None:
+            scale, q = number, inner
+    of_q, of_k = heads(q, position), heads(k, position)
+    rotation, freqs = Rotation(0), None
+    if not _alike(of_q.rope, of_k.rope):
+        return _Turned(_rows(q), _rows(k), scale, rotation, None, (None, None), 0.0)
+    if of_q.rope is not None:
+        dims, traditional, base, factor, _ = of_q.rope.arg
+        freqs = of_q.rope.src[2] if len(of_q.rope.src) > 2 else None
+        rotation = Rotation(dims, traditional, None if freqs else base, factor)
+    one, other = of_q.norm, of_k.norm
+    if one is None or other is None or one.arg != other.arg or None in (one.src[1], other.src[1]):
+        q, k = one or of_q.rows, other or of_k.rows
+        return _Turned(_rows(q), _rows(k), scale, rotation, freqs, (None, None), 0.0)
+    rows = _rows(of_q.rows), _rows(of_k.rows)
+    return _Turned(*rows, scale, rotation, freqs, (one.src[1], other.src[1]), one.arg[0])
+
+
+def _step(attention: Node, keys: Written, values: Written) -> Node:
+    """The node that takes the place of attention."""
+    q, _, _, mask, sinks = attention.src
+    assert q is not None
+    given = _turned(q, keys.new, keys.position)
+    (batch, kv_heads, *_), tail = keys.buffer.shape, Size(0, (("tail", 1),))
+    widths = keys.new.shape[3], values.new.shape[3]
+    specs = [Spec((batch, kv_heads, tail, width), attention.dtype) for width in widths]
+
+    def taken(name: str, spec: Spec) -> Node:
+        return Node("Input", (), (name,), (spec,))
+
+    eight, number = Spec((8,), mx.int32), keys.number
+    names = f"tail.{number}.keys", f"tail.{number}.values"
+    src = (
+        *(given.q, given.k, _rows(values.new), keys.buffer, values.buffer),
+        *map(taken, names, specs),
+        taken(f"at.{keys.position.terms[0][0]}", eight),
+        *(given.freqs, mask, sinks, *given.norms),
+        taken(f"tickets.{number}", eight),
+    )
+    out = Spec((batch, 1, attention.shape[1] * widths[1]), attention.dtype)
+    arg = attention.arg[0] * given.scale, given.rotation, given.epsilon, 1, 1
+    return Node("AttentionStep", src, arg, (out, *specs))
+
+
+def _alike(one: Node | None, other: Node | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.arg == other.arg and one.src[1:] == other.src[1:]
+
+
+def by_steps(graph: Graph) -> Graph:
+    """The graph with attention to plain caches by tails, where a token is all that comes."""
+    places: dict[Node, Node] = {}
+    outputs = dict(graph.outputs)
+    seen = [node for node in graph.nodes() if node.op == "Attention"]
+    taken = Counter(node.src[1] for node in seen)
+    for node in seen:
+        _, k, v, mask, _ = node.src
+        if k is None or v is None or mask is not None or taken[k] > 1 or node.shape[2] != 1:
+            continue
+        keys, values = written(k, "keys"), written(v, "values")
+        if keys is None or values is None or keys.number != values.number:
+            continue
+        step = _step(node, keys, values)
+        out = step.item(0)
+        places[node] = Node("Reshape", (out,), (node.shape,), node.outputs)
+        for number, name in enumerate(("keys", "values"), 1):
+            outputs.pop(f"cache.{keys.number}.{name}", None)
+            outputs[f"tail.{keys.number}.{name}"] = step.item(number)
+    return rewrite(Graph(outputs).replaced(places), VIEWS)
