@@ -23,19 +23,21 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..runtime.backend import use_backend
+from ..runtime.explain import note
 from ..runtime.transformed import is_transformed
 from ..runtime.windows import Window
 from . import compiled
 from .attention_patch import made_class, stock_class
 from .cache_slots import STEPPED
 from .cache_tail import following, held_by, kind_of
+from .effects import Effects, NotTheSame
 from .long_prompts import in_turn
 from .matcher import Match, Mismatch
 from .ring_tail import kept, ring_tail
 from .snapshot import Snapshot
-from .step_caches import Inputs, leaves, put, reason_against, taken, with_tail
+from .step_caches import Inputs, leaves, put, reason_against, settings_of, taken, with_tail
 from .step_graph import StepGraph, check, inside_of
-from .step_kinds import Static, Unsupported, rows_of_all
+from .step_kinds import Changes, OfCaches, Static, Unsupported, rows_of_all
 from .step_progress import Again, Progress
 from .step_slots import Step
 from .step_trial import TRIAL_ROWS, trial
@@ -46,6 +48,10 @@ from .step_weights import windows_of
 _MAX_BATCH = 128
 # Graphs of one model: a cache that grows takes new ones.
 _MAX_GRAPHS = 32
+# Tokens that are left to the model where a graph failed with some caches alone.
+_LEFT = 256
+# So often are random numbers drawn in a call before they are the model's own.
+_DRAWN = 3
 # The name of what a whole model is.
 STEP = "step"
 _PACKAGE = __name__.partition(".")[0]
@@ -83,7 +89,7 @@ def with_graph(function: FunctionType) -> FunctionType | Mismatch:
 
 def step(model: Any, function: Callable[..., Any], tokens: mx.array, caches: list[Any]) -> Any:
     """The logits of a token of each sequence, and the caches with it; None if not by a graph."""
-    if tokens.ndim != 2 or tokens.shape[1] != 1 or tokens.shape[0] > _MAX_BATCH or model.training:
+    if tokens.ndim != 2 or tokens.shape[1] != 1 or tokens.shape[0] > _MAX_BATCH:
         return None
     own = [*leaves(caches)]
     if (where := compiled.context()) is None or all(each.empty() for each in own):
@@ -93,21 +99,28 @@ def step(model: Any, function: Callable[..., Any], tokens: mx.array, caches: lis
         if plan is None:
             weakref.finalize(model, _plans.pop, id(model), None).atexit = False
         plan = _plans[id(model)] = _Plan(model, function)
-    return plan.run(where, tokens, caches, own)
+    logits = plan.run(where, tokens, caches, own)
+    if logits is None:
+        note(STEP, "layers", plan.reason)
+    return logits
 
 
 def stopped(model: nn.Module) -> str | None:
     """Why steps of a model run without a graph since its last change; None if they do not."""
     plan = _plans.get(id(model))
-    return "no step was run" if plan is None else "; ".join(plan.stopped.values()) or None
+    return "no step was run" if plan is None else plan.reason or None
 
 
 class _Plan:
     """The graphs of a model, as it is now.
 
     Attributes:
-        stopped: the line of code that no graph can hold, and why, by the kinds of all caches.
-        tried: likewise a graph that was tried out; also by rows, if the code looks at keys itself.
+        reason: why the last step that was left to the model was.
+        stopped: the line of code that no graph can hold, and why, by the kinds of all caches and
+            their settings.
+        changing: what the model changes itself in a call.
+        drawn: how often random numbers were drawn in a call, maybe by another thread.
+        tried: a graph that was tried out, by kinds; also by rows, if the code looks at keys itself.
         weights: its arrays that lie side by side.
         replaces: whether a call of the model puts arrays into it that are equal to those there.
     """
@@ -115,8 +128,10 @@ class _Plan:
     def __init__(self, model: Any, function: Callable[..., Any]) -> None:
         # The model itself is not held, with which this is let go.
         self.model, self.function = weakref.ref(model), function
-        self.items, self.snapshot = dict(model), Snapshot(inside_of(model), vars(model))
-        self.stopped: dict[tuple[type, ...], str] = {}
+        self.items = dict(model)
+        self.snapshot = Snapshot(inside_of(model), vars(model), dict(model))
+        self.reason, self.drawn, self.changing = "", 0, frozenset[str]()
+        self.stopped: dict[Any, str] = {}
         self.tried: dict[Any, StepGraph] = {}
         self.graphs: dict[Any, StepGraph] = {}
         self.replaces = False
@@ -126,12 +141,16 @@ class _Plan:
 
     def is_of_now(self) -> bool:
         """Whether the model is still as it was."""
-        try:  # as in Snapshot.holds
-            same = bool(self.model() == self.items)
-        except Exception:
+        model, items = self.model(), self.items
+        if model is None:
             return False
+        same = [*model] == [*items] and all(map(is_, model.values(), items.values()))
         if same and self.snapshot.holds():
             return True
+        if self.changing:
+            own = {n for n in model.keys() | items.keys() if model.get(n) is not items.get(n)}
+            kind = type(model).__name__
+            return self.changing >= {f"{n} of {kind}" for n in own} | {*self.snapshot.difference()}
         if equal := same and self.replaces and self.snapshot.equal():
             self.snapshot.restore()
         return equal
@@ -141,21 +160,15 @@ class _Plan:
         if (now := self.progress.get(own[0])) is None:
             now = self.progress[own[0]] = Progress()
         # MLX would make a graph anew for tokens of another dtype, and not as Graph does.
-        asked = where, tokens.shape, tokens.dtype
+        asked, settings, tried = (where, tokens.shape, tokens.dtype), None, None
         try:
             again = now.again and now.again.run(asked, tokens, own, now)
             if again is not None:
                 return again
-            if (kinds := tuple(map(kind_of, own))) in self.stopped:
+            settings = tuple(map(settings_of, own))
+            if self._is_left(settings, now):
                 return None
-            if (tried := self.tried.get(kinds)) is None:
-                tried = self.tried[kinds] = self._first(where, tokens, caches, own)
-            if tried.reads_keys:
-                # By how many there are, its code may take another branch.
-                rows = max(rows_of_all(taken(caches).static))
-                if (kinds, rows) not in self.tried:
-                    self.tried[kinds, rows] = self._checked(tokens, caches, rows)
-                tried = self.tried[kinds, rows]
+            tried = self._tried(where, tokens, caches, own)
             tailed, offsets = _tailed(own, tried.by_step, now)
             tails_of = {i: ring_tail(now.rings.get(i), own[i]) for i in tried.rings}
             rings = {i: tail for i, tail in tails_of.items() if tail is not None}
@@ -172,7 +185,7 @@ class _Plan:
             ]
             logits, later, tails, outputs = graph(tokens, at, inputs.arrays)
         except Exception as error:
-            self.stopped[tuple(map(kind_of, own))] = stopping_line(error)
+            self._leave(error, settings, now, tried is None)
             return None
         now.following = {g.later: array for g, array in zip(inputs.groups, later, strict=True)}
         count = len(inputs.tail.tails) if inputs.tail else 0
@@ -191,14 +204,55 @@ class _Plan:
             now.again = Again(asked, graph.computed, group, held_by(own))
         return logits
 
+    def _is_left(self, settings: Any, now: Progress) -> bool:
+        """Whether a step is left to the model, as one before it with such caches was."""
+        if reason := self.stopped.get(settings):
+            self.reason = reason
+        elif now.left:
+            now.left, self.reason = now.left - 1, now.reason
+        return bool(reason or now.left)
+
+    def _leave(self, error: Exception, settings: Any, now: Progress, before_caches: bool) -> None:
+        """Leave steps to the model: with such caches for good, or with these for a while.
+
+        What is the model's own doing is so with any of them. Else a failure may be due to what
+        these caches hold, and random numbers may be those of another thread.
+        """
+        self.reason = stopping_line(error)
+        self.drawn += isinstance(error, NotTheSame)
+        if isinstance(error, Changes):
+            self.changing |= error.names
+        lasts = before_caches or isinstance(error, Unsupported)
+        if isinstance(error, OfCaches) or (isinstance(error, NotTheSame) and self.drawn < _DRAWN):
+            lasts = False
+        if lasts:
+            self.stopped[settings] = self.reason
+        else:
+            now.left, now.reason = _LEFT, self.reason
+
     def _graph(self, static: tuple[Static, ...], learned: Learned | None = None) -> StepGraph:
         parts = self.snapshot.parts
         return StepGraph(self.model, parts, self.function, static, learned, self.weights)
+
+    def _tried(self, where: Any, tokens: mx.array, caches: list[Any], own: list[Any]) -> StepGraph:
+        """A graph that was tried out, with caches like these."""
+        kinds = tuple(map(kind_of, own))
+        if (tried := self.tried.get(kinds)) is None:
+            tried = self.tried[kinds] = self._first(where, tokens, caches, own)
+        if not tried.reads_keys:
+            return tried
+        # By how many there are, its code may take another branch.
+        rows = max(rows_of_all(taken(caches).static))
+        if (kinds, rows) not in self.tried:
+            self.tried[kinds, rows] = self._checked(tokens, caches, rows)
+        return self.tried[kinds, rows]
 
     def _first(self, where: Any, tokens: mx.array, caches: list[Any], own: list[Any]) -> StepGraph:
         """A graph with caches of these kinds: what it shows holds for others."""
         if reason := reason_against(own):
             raise Unsupported(reason)
+        if not self.snapshot.held.is_known:
+            raise Unsupported("this MLX does not show whether an array changes in place")
         model = self.model()
         assert model is not None
         arrays = [a for part in model.modules() for a in _arrays_of(part)]
@@ -223,7 +277,11 @@ class _Plan:
         graph = self._graph(inputs.static)
         try:
             graph.compiled.ready(tokens, [group.make() for group in inputs.groups], inputs.arrays)
-        except Positions:
+        except Unsupported as error:
+            if isinstance(error, Positions):
+                return None
+            raise
+        except Exception:  # maybe with these caches alone
             return None
         if not graph.is_own or graph.changes:
             return None
@@ -237,13 +295,15 @@ class _Plan:
         graph = check(model, self.function, taken(caches), tokens, rows, self.weights)
         if graph.changes:
             # Arrays of the same numbers do not count.
-            step = trial(static, rows)
-            with watched(step, graph.learned):
-                self.function(model, tokens, cache=step.caches)
-            self.replaces = self.snapshot.equal()
-            self.snapshot.restore()
+            step, effects = trial(static, rows), Effects([model, *self.snapshot.parts])
+            try:
+                with watched(step, graph.learned):
+                    self.function(model, tokens, cache=step.caches)
+                self.replaces = effects.modules.equal()
+            finally:
+                effects.undo()
             if not self.replaces:
-                raise Unsupported(f"the model changes {graph.changes} in a call")
+                raise Changes(graph.changes)
         return graph
 
 
@@ -269,6 +329,22 @@ def why_not(model: Any) -> str:
 
     The code runs for a prompt and a token without a number being computed.
     """
+    before = Effects(model.modules())
+    for _ in range(_DRAWN):
+        try:
+            _run_uncomputed(model)
+        except NotTheSame as error:
+            reason = stopping_line(error)
+        except Exception as error:
+            return stopping_line(error)
+        else:
+            return ""
+        finally:
+            before.undo()
+    return reason
+
+
+def _run_uncomputed(model: Any) -> None:
     from mlx_lm.models.cache import make_prompt_cache
 
     function = inspect.getattr_static(type(model), "__call__")
@@ -281,30 +357,31 @@ def why_not(model: Any) -> str:
         return taken(caches)
 
     def run(prompt: mx.array, token: mx.array) -> mx.array:
-        inputs, seen = begun(prompt), Snapshot([*model.modules()])
+        inputs, effects = begun(prompt), Effects(model.modules())
         at = [token.flatten() + group.make() for group in inputs.groups]
         step = Step(inputs.static, at, inputs.arrays)
         with watched(step, learned):
             logits = function(model, token, cache=step.caches)
-        if not seen.alike():
-            raise Unsupported(f"the model changes {seen.difference()} in a call")
+        effects.check()
+        if not effects.modules.alike():
+            raise Changes(effects.modules.difference())
         return logits
 
-    before, learned = Snapshot([*model.modules()]), None
+    learned = None
     prompt, token = mx.zeros((1, 2), mx.int32), mx.zeros((1, 1), mx.int32)
-    try:
-        with use_backend("ops"):
-            try:
-                mx.compile(run)(prompt, token)
-            except Positions:
-                given = partial(trial, begun(prompt).static, TRIAL_ROWS)
-                learned = learn(given, lambda step: function(model, token, cache=step.caches), 64)
-                mx.compile(run)(prompt, token)
-    except Exception as error:
-        return stopping_line(error)
-    finally:
-        before.restore()
-    return ""
+    with use_backend("ops"):
+        begun(prompt)  # what a model keeps of its first call is there then
+        effects = Effects(model.modules())
+        begun(prompt)
+        effects.check()
+        if not effects.modules.holds() and not effects.modules.equal():
+            raise Changes(effects.modules.difference())
+        try:
+            mx.compile(run)(prompt, token)
+        except Positions:
+            given = partial(trial, begun(prompt).static, TRIAL_ROWS)
+            learned = learn(given, lambda step: function(model, token, cache=step.caches), 64)
+            mx.compile(run)(prompt, token)
 
 
 def _arrays_of(part: nn.Module) -> list[mx.array]:

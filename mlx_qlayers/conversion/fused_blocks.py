@@ -18,6 +18,8 @@ import operator
 import weakref
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -208,7 +210,7 @@ class _Plan:
         self.bound: dict[Any, tuple[Any, Callable[..., Any]]] = {}
         self.shape: tuple[int, ...] = ()
         inside = [part for part in module.modules() if part is not module]
-        self.items, self.snapshot = dict(module), Snapshot(inside, vars(module))
+        self.items, self.snapshot = dict(module), Snapshot(inside, vars(module), dict(module))
 
     def fits(self, module: nn.Module, x: mx.array) -> bool:
         """Whether the module still is what it was planned for, and ``x`` of the last shape."""
@@ -216,7 +218,10 @@ class _Plan:
         try:  # as in Snapshot.holds, which would be one more call
             return (
                 x.shape == self.shape
-                and module == self.items
+                and module.keys() == self.items.keys()
+                and all(map(is_, module.values(), self.items.values()))
+                and len(now := [*chain.from_iterable(seen.owners)]) == len(seen.owned)
+                and all(map(is_, now, seen.owned))
                 and seen.contents == seen.before
                 and [*map(type, seen.parts)] == seen.types
             )

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..runtime.backend import undone
 from .matcher import Method, Mismatch, names_used, parse
 from .rewriter import rewritten
 
@@ -129,11 +130,10 @@ current: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[Recorder]:
     """Let recorded functions keep what they do."""
-    token = current.set(recorder)
-    try:
+    before = current.get()
+    with undone(lambda: current.set(before)):
+        current.set(recorder)
         yield recorder
-    finally:
-        current.reset(token)
 
 
 @cache
@@ -159,7 +159,7 @@ def chooses(function: Any) -> bool:
     names = [*names_used(plain)]
     own = (plain.__globals__.get(name) for name in names)
     return "argpartition" in names or any(
-        _is_of_a_model(each) and each is not function and chooses(each) for each in own
+        is_of_a_model(each) and each is not function and chooses(each) for each in own
     )
 
 
@@ -184,7 +184,7 @@ def called(function: Any, *args: Any, **options: Any) -> Any:
         return _of_module(recorder, function, *args, **options)
     own = function.__self__ if isinstance(function, MethodType) else None
     plain = uncompiled(function.__func__ if isinstance(function, MethodType) else function)
-    of_a_model = isinstance(plain, FunctionType) and _is_of_a_model(plain)
+    of_a_model = isinstance(plain, FunctionType) and is_of_a_model(plain)
     if of_a_model and not isinstance(twin := recorded(plain), Mismatch):
         args = args if own is None else (own, *args)
         return _pair(recorder, twin(*args, **options))
@@ -201,7 +201,7 @@ def _of_module(recorder: Recorder, module: Any, *args: Any, **options: Any) -> A
     call = type(module).__call__
     # Classes of this package's have a call of a model, recorded otherwise, or one of their own.
     own = vars(type(module)).get(RECORDED) if recorder.latest else None
-    seen = own or (_is_of_a_model(call) and (recorder.latest or chooses(call)))
+    seen = own or (is_of_a_model(call) and (recorder.latest or chooses(call)))
     if seen and not isinstance(twin := own or recorded(call), Mismatch):
         return _pair(recorder, twin(module, *args, **options))
     y = module(*args, **options)
@@ -231,7 +231,7 @@ def _keep(recorder: Recorder, op: str, args: Any, options: dict[str, Any], y: mx
     return recorder.keep(Node(op, args, options, line, y))
 
 
-def _is_of_a_model(function: Any) -> bool:
+def is_of_a_model(function: Any) -> bool:
     """Whether a function is one of a file of models, and not MLX's or this package's."""
     module = getattr(function, "__module__", None) or ""
     there = isinstance(function, FunctionType) or hasattr(function, "__code__")

@@ -49,12 +49,14 @@ def ring_tail(last: RingTail | None, c: Any) -> RingTail | None:
         alike = all(a is b for a, b in zip(buffers, last.shown, strict=True))
         if alike and 0 <= held < room and own["_idx"] == _row(last.first + held, keep, size):
             return last
-    if size - keep < 2 or rows_of(buffers[0]) > size:
+    # What it keeps is never overwritten, so a tail begins behind it.
+    if size - keep < 2 or rows_of(buffers[0]) > size or own["_idx"] < keep:
         return None
-    if offset == rows_of(buffers[0]) < size:
-        more = min(c.step, size - offset)
+    rows, there = min(_ROWS, size - keep), rows_of(buffers[0])
+    if there < size and (offset == there or there < rows):  # or it was trimmed behind a prompt
+        more = min(c.step, size - there)
         buffers = [mx.pad(b, [(0, 0), (0, 0), (0, more), (0, 0)]) for b in buffers]
-    rows, (batch, heads, _, _) = min(_ROWS, size - keep), buffers[0].shape
+    batch, heads, _, _ = buffers[0].shape
     tails = [mx.zeros((*b.shape[:2], rows, b.shape[3]), b.dtype) for b in buffers]
     tickets = mx.zeros(max(MIN_TICKETS, 8 * batch * heads), mx.int32)
     first = keep if own["_idx"] >= size else own["_idx"]

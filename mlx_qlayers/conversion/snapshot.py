@@ -2,44 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..layers.sharded import LINEARS
+from ..runtime.in_place import Held
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 class Snapshot:
-    """What is in modules, to see later whether it still is.
+    """What is in modules, to see later whether it still is: by identity, and in place.
+
+    That is to say, in their lists and dictionaries as well, in dataclasses of settings, and in
+    attributes of their classes.
 
     Args:
         parts: the modules.
         others: more dictionaries to look at.
+        arrays: more arrays to look at.
+
+    Attributes:
+        owners: what is in dictionaries and lists that hold modules, and ``owned`` what was:
+            modules are not the same if their dictionaries are equal.
     """
 
-    def __init__(self, parts: list[nn.Module], *others: dict[str, Any]) -> None:
+    def __init__(
+        self, parts: Iterable[nn.Module], *others: dict[str, Any], arrays: Iterable[mx.array] = ()
+    ) -> None:
+        self.parts = [*parts]
+        self.types = [*map(type, self.parts)]
         # The settings of a quantized layer go with its arrays.
-        settings = [vars(part) for part in parts if not isinstance(part, LINEARS)]
-        self.parts, self.types = parts, [*map(type, parts)]
-        self.contents = [*parts, *settings, *others]
+        settings = [(part, vars(part)) for part in self.parts if not isinstance(part, LINEARS)]
+        given: list[tuple[Any, dict[Any, Any]]] = [(part, part) for part in self.parts]
+        given += settings
+        given += [(each, each) for each in others]
+        inside = [*_inside([each for _, each in given], set())]
+        given += [(x, x if isinstance(x, dict) else vars(x)) for x in inside if not _is_list(x)]
+        self.kinds = [type(owner).__name__ for owner, _ in given]
+        self.contents = [each for _, each in given]
         self.before = [dict(each) for each in self.contents]
+        self.lists = [(each, [*each]) for each in inside if _is_list(each)]
+        holding = [each for each in self.contents if any(map(_is_owned, each.values()))]
+        self.owners = [*(each.values() for each in holding), *(each for each, _ in self.lists)]
+        self.owned = [*chain.from_iterable(self.owners)]
+        self.classes = [*_classes(self.types)]
+        self.attributes = [*map(vars, self.classes)]
+        self.before_of_classes = [*map(dict, self.attributes)]
+        values = chain(self.owned, *(each.values() for each in (*self.before, *self.attributes)))
+        self.held = Held(each for each in (*values, *arrays) if isinstance(each, mx.array))
 
     def holds(self) -> bool:
-        """Whether nothing in them was replaced."""
+        """Whether nothing in them was replaced, or changed in place."""
+        now = [*chain.from_iterable(self.owners)]
         try:  # dicts compare what is not identical, and arrays have no truth value
-            return [*map(type, self.parts)] == self.types and self.contents == self.before
+            return (
+                len(now) == len(self.owned)
+                and all(map(is_, now, self.owned))
+                and [*map(type, self.parts)] == self.types
+                and self.contents == self.before
+                and self.attributes == self.before_of_classes
+                and self.held.same()
+            )
         except Exception:
             return False
 
-    def difference(self) -> str:
-        """What was replaced, as the class of a module and the name of an attribute."""
-        return ", ".join({f"{name} of {kind}" for kind, name, *_ in self._replaced()})
+    def difference(self) -> list[str]:
+        """What was replaced, as the name of an attribute and the class of its module."""
+        names = sorted({f"{name} of {kind}" for kind, name, *_ in self._replaced()})
+        return names if self.held.same() else [*names, "an array in place"]
 
     def alike(self) -> bool:
         """Whether nothing was replaced but arrays, by ones of the same shape and dtype."""
-        return all(
+        return self.held.same() and all(
             isinstance(one, mx.array)
             and isinstance(other, mx.array)
             and (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -51,12 +92,15 @@ class Snapshot:
         pairs = [(one, other) for *_, one, other in self._replaced()]
         return self.alike() and all(mx.array_equal(*pair).item() for pair in pairs)
 
-    def _replaced(self) -> Iterator[tuple[str, str, Any, Any]]:
+    def _replaced(self) -> Iterator[tuple[str, Any, Any, Any]]:
         """Class, name, what was there and what is there now."""
-        for part, before in zip(self.contents, self.before, strict=True):
-            for name in part.keys() | before.keys():
-                if part.get(name) is not before.get(name):
-                    yield type(part).__name__, name, before.get(name), part.get(name)
+        kinds = [*self.kinds, *("list" for _ in self.lists), *(c.__name__ for c in self.classes)]
+        now = [*self.contents, *(dict(enumerate(each)) for each, _ in self.lists), *self.attributes]
+        before = [*self.before, *(dict(enumerate(each)) for _, each in self.lists)]
+        for kind, part, old in zip(kinds, now, before + self.before_of_classes, strict=True):
+            for name in part.keys() | old.keys():
+                if part.get(name) is not old.get(name):
+                    yield kind, name, old.get(name), part.get(name)
 
     def restore(self) -> None:
         """Put back what was replaced. What was not stays there: other threads may look at it."""
@@ -64,3 +108,50 @@ class Snapshot:
             for name in part.keys() - before.keys():
                 dict.__delitem__(part, name)
             dict.update(part, before)
+        for each, items in self.lists:
+            each[:] = items
+        pairs = zip(self.attributes, self.before_of_classes, strict=True)
+        for cls, (now, before) in zip(self.classes, pairs, strict=True):
+            for name in now.keys() - before.keys():
+                delattr(cls, name)
+            for name, value in before.items():
+                if now.get(name) is not value:
+                    setattr(cls, name, value)
+        self.held.restore()
+
+
+def _is_list(x: object) -> bool:
+    return isinstance(x, list)
+
+
+def _is_owned(x: object) -> bool:
+    """Whether something may equal another one that is not the same."""
+    return isinstance(x, nn.Module) or (isinstance(x, mx.array) and x.size == 1)
+
+
+def _inside(contents: Iterable[dict[Any, Any]], seen: set[int]) -> Iterator[Any]:
+    """The lists, dictionaries and settings in some dictionaries, but for modules."""
+    for each in chain.from_iterable(content.values() for content in contents):
+        yield from _containers(each, seen)
+
+
+def _containers(x: Any, seen: set[int]) -> Iterator[Any]:
+    settings = is_dataclass(x) and not isinstance(x, type) and hasattr(x, "__dict__")
+    if isinstance(x, nn.Module) or not (settings or isinstance(x, list | tuple | dict)):
+        return
+    if id(x) in seen:
+        return
+    seen.add(id(x))
+    if not isinstance(x, tuple):
+        yield x
+    items = vars(x).values() if settings else x.values() if isinstance(x, dict) else x
+    for each in items:
+        yield from _containers(each, seen)
+
+
+def _classes(types: Iterable[type]) -> Iterator[type]:
+    """Those classes and their bases whose attributes somebody may change, each once."""
+    for cls in dict.fromkeys(chain.from_iterable(each.__mro__ for each in types)):
+        package = cls.__module__.partition(".")[0]
+        if package not in (_PACKAGE, "builtins") and cls is not nn.Module:
+            yield cls

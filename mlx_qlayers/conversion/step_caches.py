@@ -27,7 +27,7 @@ from .cache_tail import (
     with_tickets,
 )
 from .ring_tail import RingTail, ring_positions
-from .step_kinds import Nested, Rows, States, Static, Unsupported
+from .step_kinds import Nested, OfCaches, Rows, States, Static
 
 # What a stand-in keeps of the cache that it stands for: what no token changes.
 _SETTINGS = ("max_size", "keep", "chunk_size", "group_size", "bits")
@@ -52,6 +52,11 @@ def reason_against(own: Sequence[Any]) -> str | None:
 
     strange = {kind_of(each) for each in own} - {ArraysCache, *_kinds()}
     return "".join(f"a cache is a {kind.__name__}" for kind in list(strange)[:1]) or None
+
+
+def settings_of(c: Any) -> tuple[Any, ...]:
+    """The kind of a cache, and what of it no token changes."""
+    return kind_of(c), *map(vars(c).get, _SETTINGS)
 
 
 @cache
@@ -94,7 +99,7 @@ def _ring(c: Any) -> Position:
 
 def _batch_ring(c: Any) -> Position:
     if c._lengths is not None:
-        raise Unsupported("a cache is not finalized")
+        raise OfCaches("a cache is not finalized")
     return _in_ring(c, c._offset)
 
 

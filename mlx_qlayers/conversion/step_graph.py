@@ -14,8 +14,8 @@ from ..runtime.cuda_ahead import finish
 from ..runtime.windows import Window, windows
 from . import compiled
 from .cache_tail import arrays_of
+from .effects import Effects
 from .recorder import called
-from .snapshot import Snapshot
 from .step_caches import Inputs
 from .step_kinds import Static, Unsupported, with_rows
 from .step_slots import Step
@@ -37,7 +37,7 @@ class StepGraph:
     ) -> None:
         self.weights = weights
         self.model, self.inside, self.function, self.static = model, inside, function, static
-        self.learned, self.changes, self.reads_keys = learned, "", False
+        self.learned, self.changes, self.reads_keys = learned, list[str](), False
         # Whether no code but this package's looks at what caches hold.
         self.is_own = False
         self.pattern: list[list[bool]] = []
@@ -51,12 +51,15 @@ class StepGraph:
 
     def _outputs(self, tokens: mx.array, at: list[mx.array], arrays: list[Any]) -> list[Any]:
         inside, model = Step(self.static, at, arrays), self.model()
-        before = Snapshot([model, *self.inside])
-        with watched(inside, self.learned):
-            logits = called(self.function, model, tokens, cache=inside.caches)
-        if not before.holds():
-            self.changes = before.difference()
-            before.restore()
+        effects = Effects([model, *self.inside])
+        try:
+            with watched(inside, self.learned):
+                logits = called(self.function, model, tokens, cache=inside.caches)
+            effects.check()
+            if not effects.modules.holds():
+                self.changes = effects.modules.difference()
+        finally:
+            effects.undo()
         if not isinstance(logits, mx.array):
             raise Unsupported("the model gives more than logits")
         outputs = inside.outputs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -10,6 +10,22 @@ import mlx.core as mx
 
 class Unsupported(Exception):
     """Why a step is left to the model."""
+
+
+class OfCaches(Unsupported):
+    """Why it is as long as caches hold what they do."""
+
+
+class Changes(Unsupported):
+    """A call of the model changes something that a graph would not.
+
+    Attributes:
+        names: what.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        super().__init__(f"the model changes {', '.join(sorted(self.names))} in a call")
 
 
 class Rows(NamedTuple):

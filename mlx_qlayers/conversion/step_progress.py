@@ -23,8 +23,11 @@ class Progress:
         tail: of the caches that have one.
         rings: the tails of full rings, by the numbers of their caches.
         again: if all caches have it, what a token behind this one takes if nobody looks at them.
+        left: how many more tokens are left to the model, and why.
     """
 
+    left: int = 0
+    reason: str = ""
     following: dict[Any, mx.array] = field(default_factory=dict)
     offsets: list[Any] = field(default_factory=list)
     tail: Tail | None = None

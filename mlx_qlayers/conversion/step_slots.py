@@ -20,7 +20,7 @@ from ..runtime.windows import joined
 from .cache_slots import RING, STEPPED, Slot, TailSlot, Turned, slot_class
 from .cache_tail import Buffer, one_token
 from .recorder import Node, Recorder, current, keeps_order
-from .step_kinds import Nested, States, Static, Unsupported
+from .step_kinds import Nested, OfCaches, States, Static
 from .step_products import HeadNorm, Products
 
 
@@ -221,7 +221,7 @@ class Step:
         """How many rows of a cache count with the token, as many in all of them."""
         slots = [slot for slot in self.slots if isinstance(slot, Slot)]
         if len({slot.static.group for slot in slots}) != 1:
-            raise Unsupported("caches hold different numbers of tokens")
+            raise OfCaches("caches hold different numbers of tokens")
         return mx.minimum(slots[0].rows()[1] + 1, slots[0].static.shapes[0][2])
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ def _changed(slot: Any) -> list[Buffer | None]:
         return list(slot.outputs())
     if not slot.before:
         if not slot.empty():
-            raise Unsupported("a cache was empty")
+            raise OfCaches("a cache was empty")
         return []
     after = [*slot.cache, slot.left_padding, slot.lengths]
     return [new if new is not old else None for new, old in zip(after, slot.before, strict=True)]

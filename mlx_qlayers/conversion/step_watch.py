@@ -21,7 +21,7 @@ from ..layers.qlinear import QLinear
 from ..ops.experts import experts_products, leaves_experts
 from ..ops.quantized_route import in_one_launch, is_qmv
 from ..options import PackedMatrix, Rotation
-from ..runtime.backend import Mode, current, mode
+from ..runtime.backend import Mode, current, mode, undone
 from .cache_slots import Slot
 from .compiled_blocks import together
 from .experts import RULES, chosen_at_once
@@ -225,15 +225,18 @@ def watched(
     own_mode = mode(Mode.TRANSFORMED if differentiated else Mode.INFERENCE)
     with _replacing, recording(recorder), own_mode:
         own = [(module, name, getattr(module, name)) for module, name, _ in replaced]
-        before = current_step.set(step)
-        try:
+        before = current_step.get()
+
+        def put_back() -> None:
+            current_step.set(before)
+            for each in own:
+                setattr(*each)
+
+        with undone(put_back):
+            current_step.set(step)
             for (module, name, made), (*_, plain) in zip(replaced, own, strict=True):
                 setattr(module, name, made(plain))
             yield
-        finally:
-            for module, name, plain in own:
-                setattr(module, name, plain)
-            current_step.reset(before)
     if seen is None and learned is not None and calls.count != len(learned):
         raise Positions("other ranges than with fewer rows")
 

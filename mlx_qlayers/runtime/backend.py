@@ -143,12 +143,12 @@ def undone(undo: Callable[[], object]) -> Iterator[None]:
     """Undo at the end of a ``with`` block what may be undone twice: the first time, an interrupt
     may come."""
     try:
-        yield
-    finally:
         try:
-            undo()
+            yield
         finally:
             undo()
+    finally:
+        undo()
 
 
 @contextmanager

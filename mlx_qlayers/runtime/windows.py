@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .backend import backend
+from .backend import backend, undone
 from .generated_source import TYPES, shape_words
 from .launch import Bound, Launch
 from .program import Parameter, Program
@@ -99,11 +99,10 @@ def windows(apart: Sequence[mx.array], given: Sequence[Window] = ()) -> Iterator
         apart: what leaves the graph: launches give arrays of such shapes and dtypes as they are.
         given: arrays that lie in others from the start.
     """
-    token = current.set(Windows(apart, given))
-    try:
+    before = current.get()
+    with undone(lambda: current.set(before)):
+        current.set(Windows(apart, given))
         yield
-    finally:
-        current.reset(token)
 
 
 def are_alike(x: mx.array, y: mx.array) -> bool:

@@ -76,6 +76,19 @@ def graphs(by_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[o
 
 
 @pytest.fixture
+def compiled_steps(by_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps of decoding are graphs that MLX compiles, as on a GPU, of its own operators."""
+
+    def context() -> tuple[str, int] | None:
+        eager = current.get().mode is Mode.EAGER and not step_slots.current_step.get()
+        return ("ops", threading.get_ident()) if eager else None
+
+    monkeypatch.setattr(compiled, "context", context)
+    with use_backend("ops"):
+        yield
+
+
+@pytest.fixture
 def steps(by_kernels: None, monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
     """What each step gave that ran as a graph."""
     found: list[mx.array] = []
