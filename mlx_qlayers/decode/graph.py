@@ -250,6 +250,11 @@ class Either:
             yield from way.match(node, found, uses)
 
 
+def fits(pattern: Pattern | Either, node: Node | None) -> dict[str, Node] | None:
+    """What the names of a pattern stand for, in the first way in which a node fits."""
+    return next(pattern.match(node, {}, {}), None)
+
+
 def maybe(op: str, pattern: Pattern | Either, **options: Any) -> Either:
     """What a pattern is of, with or without a node of one source around it."""
     return Either((P(op, pattern, **options), pattern))

@@ -14,6 +14,7 @@ from ..ops.attention import attention
 from ..ops.attention_step import ATTENTION_STEP
 from ..ops.embedding import quantized_rows
 from ..ops.fused_products import FUSED_PRODUCTS
+from . import mixtures
 from .graph import Node
 
 # From a node and the numbers that are known to a function of its arrays.
@@ -66,7 +67,13 @@ def _attention_step(node: Node, values: Mapping[str, int]) -> Callable[..., Any]
 OPERATIONS: dict[str, Maker] = {
     "Attention": _attention,
     "AttentionStep": _attention_step,
+    "Choices": mixtures.choices,
+    "Chosen": mixtures.chosen,
+    "Combined": mixtures.combined,
     "Embedding": _embedding,
+    "Experts": mixtures.experts,
+    "Gelu": lambda node, values: nn.gelu,
+    "GeluApprox": lambda node, values: nn.gelu_approx,
     "Products": _products,
     "Unpacked": _unpacked,
     "Silu": lambda node, values: nn.silu,

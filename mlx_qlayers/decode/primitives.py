@@ -221,6 +221,7 @@ _PLAIN: dict[str, Any] = {
     "Exp": mx.exp,
     "Expm1": mx.expm1,
     "Floor": mx.floor,
+    "FloorDivide": mx.floor_divide,
     "Greater": mx.greater,
     "GreaterEqual": mx.greater_equal,
     "Less": mx.less,

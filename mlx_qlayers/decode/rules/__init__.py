@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from ..graph import Graph, rewrite
+from .activations import ACTIVATIONS
 from .attention import ATTENTION
 from .canonical import FAST, UNBROADCAST
+from .experts import COMBINED, EXPERTS, LIFTED, RESIDUAL
 from .products import products
 from .rotary import ROTARY
+from .routers import routed
 from .steps import by_steps
 
-PASSES = (UNBROADCAST, ROTARY, FAST, ATTENTION)
+PASSES = (UNBROADCAST, ROTARY, [*FAST, *ACTIVATIONS], ATTENTION, EXPERTS, LIFTED, COMBINED)
 
 
 def fused(graph: Graph, by_tails: bool = False) -> Graph:
@@ -22,6 +25,7 @@ def fused(graph: Graph, by_tails: bool = False) -> Graph:
     """
     for rules in PASSES:
         graph = rewrite(graph, rules)
+    graph = routed(graph)
     if by_tails:
         graph = by_steps(graph)
-    return products(graph)
+    return rewrite(products(graph), RESIDUAL)

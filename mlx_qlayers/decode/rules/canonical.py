@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..graph import Either, Node, P, Pattern, Rule, any_, maybe, number_of, under
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     *("Add", "Subtract", "Multiply", "Divide", "Power", "Maximum", "Minimum", "Select"),
     *("Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd"),
     *("LogicalOr", "Remainder", "LogAddExp", "BitwiseBinary"),
@@ -103,12 +103,8 @@ def _primitive_norm(root: Node) -> Node | None:
     return None if src == [*root.src] else root.like(root.op, *src, arg=root.arg)
 
 
-def _silu(x: Node, root: Node) -> Node:
-    return root.like("Silu", x)
-
-
 UNBROADCAST: list[Rule] = [
-    (Pattern(_ELEMENTWISE), _unbroadcast),
+    (Pattern(ELEMENTWISE), _unbroadcast),
     (P(("Broadcast", "Reshape", "AsType"), _X), _as_it_is),
     (
         P("Squeeze", P("Gather", P("Unpacked", name="table", more=True), any_("tokens"))),
@@ -147,5 +143,4 @@ FAST: list[Rule] = [
     ),
     (P("Add", Pattern(("LayerNorm",), None, "norm", once=True), any_("bias")), _shifted),
     (Pattern(("RMSNorm", "LayerNorm")), _primitive_norm),
-    (P("Multiply", _X, P("Sigmoid", _X)), _silu),
 ]

@@ -44,11 +44,11 @@ def _gated(gate: Node, up: Node, act: Node, root: Node) -> Node | None:
     (w, *_), (other, *_) = gate.src[5:], up.src[5:]
     if gate.arg != up.arg or w is None or other is None or w.shape != other.shape:
         return None
-    arg = (*gate.arg[:4], _GATES[act.op])
+    arg = (*gate.arg[:4], GATES[act.op])
     return root.like("Products", *gate.src, *up.src[5:], arg=arg)
 
 
-_GATES = {"Silu": "silu", "Gelu": "gelu", "GeluApprox": "gelu_approx"}
+GATES = {"Silu": "silu", "Gelu": "gelu", "GeluApprox": "gelu_approx"}
 
 
 def _is_plain(node: Node) -> bool:
@@ -81,7 +81,7 @@ GATED: list[Rule] = [
     (
         P(
             "Multiply",
-            P(tuple(_GATES), Pattern(("Products",), None, "gate", once=True), name="act"),
+            P(tuple(GATES), Pattern(("Products",), None, "gate", once=True), name="act"),
             Pattern(("Products",), None, "up", once=True),
         ),
         _gated,

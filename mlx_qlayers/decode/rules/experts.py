@@ -1,0 +1,233 @@
+"""Mixtures of experts: gathered products, what is made of two of them, and their sum by scores.
+
+An ``Experts`` node takes rows (..., K), or (..., J, K), the experts (..., J) of each, tile squares
+and four arrays of each of one or two matrices. Its arguments are group size, bits, mode, a gate and
+the epsilon of a norm. A ``Combined`` node takes rows (..., J, K), experts, scores, four arrays of a
+matrix and a residual. In between a ``Choices`` node has an axis more, as the model's code, or its
+rows as they were sorted by experts in some order.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from ...options import Clipped
+from ..graph import Either, Node, P, Pattern, Rule, Spec, any_, fits, maybe, number_of, under
+from ..primitives import MODES
+from .canonical import ELEMENTWISE
+from .products import GATES, is_weight
+
+_UNARY = ("Silu", "Gelu", "GeluApprox", "Sigmoid", "Tanh", "Square", "Sqrt", "AsType", "Negative")
+# Each row of x, in turn.
+_EVERY = maybe("Broadcast", maybe("Reshape", P("Arange", arg=lambda *arg: arg[::2] == (0, 1))))
+_FLAT = P("Flatten", any_("experts"))
+_IN_ORDER = P("Squeeze", P("Gather", _FLAT, P("ArgSort", _FLAT, name="order")))
+_BY_ROW = P("ExpandDims", any_("rows"))
+_ROWS = Either(
+    (
+        _BY_ROW,
+        P(
+            "Squeeze",
+            P(
+                "Gather",
+                P("Flatten", _BY_ROW),
+                P("FloorDivide", any_("order"), maybe("Broadcast", any_("each"))),
+            ),
+        ),
+        P("Choices", any_("rows")),
+        P("Choices", any_("rows"), any_("order")),
+    )
+)
+
+
+def _indices(right: Node | None, order: Node | None) -> Node | None:
+    """The experts of products, as they were before they were sorted."""
+    if order is None:
+        return right
+    found = fits(_IN_ORDER, right)
+    return found["experts"] if found and found["order"] is order else None
+
+
+def _experts(root: Node) -> Node | None:
+    """Products with the transposed matrices that rows chose."""
+    size, bits, mode, transposed, *_ = root.arg
+    x, w, scales, *biases, left, right = root.src
+    found = fits(_ROWS, x)
+    experts = _indices(right, found.get("order")) if found else None
+    affine = len(biases) == (mode == 0) and transposed
+    if found is None or experts is None or w is None or not affine or fits(_EVERY, left) is None:
+        return None
+    rows, width = found["rows"], w.shape[1]
+    each = number_of(found["each"]) if "each" in found else experts.shape[-1]
+    alike = rows.shape[:-1] in (experts.shape, experts.shape[:-1])
+    if len(w.shape) != 3 or not is_weight(w) or not alike or each != experts.shape[-1]:
+        return None
+    matrix = (w, scales, *(biases or [None]), None)
+    spec = Spec((*experts.shape, width), root.dtype)
+    arg = size, bits, MODES[mode], None, None
+    y = Node("Experts", (rows, experts, None, *matrix), arg, (spec,))
+    order = [found["order"]] if "order" in found else []
+    return root.like("Choices", y, *order)
+
+
+def _biased(y: Node, choices: Node, bias: Node, right: Node, root: Node) -> Node | None:
+    """Products and a bias of each expert."""
+    order = [*choices.src[1:]]
+    fit = y.src[1] is _indices(right, order[0] if order else None) and y.src[6] is None
+    if not fit or len(y.src) != 7 or not is_weight(bias) or bias.dtype != root.dtype:
+        return None
+    y = Node(y.op, (*y.src[:6], bias), y.arg, y.outputs)
+    return root.like("Choices", y, *order)
+
+
+def _choices(name: str) -> Pattern:
+    return P("Choices", P("Experts", name=name, more=True), more=True, name=f"{name} choices")
+
+
+def _gate(name: str, gate: Node, up: Node, by: Node, root: Node, *numbers: float) -> Node | None:
+    """One node for what is made of products of the same rows with two matrices."""
+    plain = len(gate.src) == len(up.src) == 7 and gate.arg == up.arg and gate.arg[3] is None
+    if not plain or gate.src[:3] != up.src[:3] or gate.outputs != up.outputs:
+        return None
+    clipped = numbers != (inf, 1.0, 0.0)
+    if clipped and name != "silu":
+        return None
+    arg = (*gate.arg[:3], Clipped(*numbers) if clipped else name, gate.arg[4])
+    y = Node("Experts", (*gate.src, *up.src[3:]), arg, gate.outputs)
+    return root.like("Choices", y, *by.src[1:])
+
+
+_LIMITED = Either((P("Minimum", _choices("gate"), any_("limit")), _choices("gate")))
+_CLIPPED = Either(
+    (
+        P("Minimum", P("Maximum", _choices("up"), any_("least")), any_("most")),
+        _choices("up"),
+    )
+)
+_SHIFTED = Either((P("Add", _CLIPPED, any_("shift")), _CLIPPED))
+_SWISH = P("Multiply", any_("g"), P("Sigmoid", P("Multiply", any_("g"), any_("alpha"))))
+
+
+def _gated(first: Node, second: Node, root: Node) -> Node | None:
+    """The activation of products, which may be clipped, times others, likewise."""
+    swish = fits(_SWISH, first)
+    name = "silu" if swish else GATES.get(first.op)
+    if name is None:
+        return None
+    gate, up = fits(_LIMITED, swish["g"] if swish else first.src[0]), fits(_SHIFTED, second)
+    if gate is None or up is None:
+        return None
+    found = {**gate, **up, **(swish or {})}
+    limit, most, least, alpha, shift = (
+        number_of(under(found[key])) if key in found else default
+        for key, default in zip(
+            ("limit", "most", "least", "alpha", "shift"), (inf, inf, -inf, 1.0, 0.0), strict=True
+        )
+    )
+    if None in (limit, alpha, shift) or most != limit or least != -limit:
+        return None
+    return _gate(name, gate["gate"], up["up"], gate["gate choices"], root, limit, alpha, shift)
+
+
+def _lifted(root: Node) -> Node | None:
+    """What is done with each element, ahead of a change of the order of rows."""
+    first = next((s for s in root.src if s and s.op == "Choices"), None)
+    if first is None or first.src[0] is None:
+        return None
+    src = []
+    for s in root.src:
+        alike = s is not None and s.op == "Choices" and s.src[1:] == first.src[1:]
+        if s is None or (s.shape and not alike):
+            return None
+        src.append(s.src[0] if alike else s)
+    spec = Spec(first.src[0].shape, root.dtype)
+    return root.like("Choices", Node(root.op, (*src,), root.arg, (spec,)), *first.src[1:])
+
+
+def _narrowed(y: Node, root: Node) -> Node | None:
+    return y if y.outputs == root.outputs else None
+
+
+def _unsorted(y: Node, root: Node) -> Node | None:
+    whole = root.shape == (*y.shape[:-1], 1, y.shape[-1])
+    return root.like("Choices", y) if whole else None
+
+
+def _combined(y: Node, scores: Node, sum: Node, root: Node) -> Node | None:
+    """The sum of products by scores, in their dtype."""
+    single = len(y.src) == 7 and y.src[0] is not None and len(y.src[0].shape) == len(y.shape)
+    kind, axes = sum.arg
+    if not single or kind != 2 or axes != (len(y.shape) - 2,) or scores.shape != y.shape[:-1]:
+        return None
+    rows, experts, _, *matrix = y.src
+    total = Node(
+        "Combined", (rows, experts, scores, *matrix, None), y.arg[:3], (Spec(root.shape, y.dtype),)
+    )
+    return total if root.dtype == y.dtype else root.like("AsType", total, arg=(root.dtype,))
+
+
+def _cast(y: Node, root: Node) -> Node | None:
+    return y if y.outputs == root.outputs else None
+
+
+def _added(y: Node, other: Node, root: Node) -> Node | None:
+    """A sum by scores that is added to something; not what MLX computes with the next sum."""
+    if y.src[-1] is not None or other.op == "Multiply" or y.outputs != root.outputs:
+        return None
+    if other.outputs != root.outputs:
+        return None
+    return root.like("Combined", *y.src[:-1], other, arg=y.arg)
+
+
+def _through(y: Node, other: Node, root: Node) -> Node | None:
+    """A product with a sum by scores as its residual, that is added to something."""
+    inner = y.src[3]
+    if inner is None or inner.op != "Combined" or len(y.outputs) > 1:
+        return None
+    residual = _added(inner, other, root)
+    return residual and root.like("Products", *y.src[:3], residual, *y.src[4:], arg=y.arg)
+
+
+EXPERTS: list[Rule] = [
+    (Pattern(("GatherQMM",)), _experts),
+    (
+        P(
+            "Add",
+            P("Choices", P("Experts", name="y", more=True), name="choices", more=True, once=True),
+            P("ExpandDims", P("Squeeze", P("Gather", any_("bias"), any_("right")))),
+        ),
+        _biased,
+    ),
+    (P("Multiply", any_("first"), any_("second")), _gated),
+    (
+        P(
+            "Unflatten",
+            P(
+                "Squeeze",
+                P(
+                    "Gather",
+                    P("Choices", any_("y"), any_("order")),
+                    P("ArgSort", any_("order")),
+                ),
+            ),
+        ),
+        lambda y, order, root: _unsorted(y, root),
+    ),
+    (P("Squeeze", P("Choices", any_("y"))), _narrowed),
+]
+# Behind these, for what is made of products in another way.
+LIFTED: list[Rule] = [(Pattern((*ELEMENTWISE, *_UNARY)), _lifted), *EXPERTS]
+_SCALED = P(
+    "Multiply",
+    maybe("AsType", P("Experts", name="y", more=True, once=True)),
+    maybe("AsType", P("ExpandDims", any_("scores"))),
+)
+COMBINED: list[Rule] = [
+    (P("Squeeze", P("Reduce", _SCALED, name="sum")), _combined),
+    (P("AsType", P("AsType", P("Combined", name="y", more=True))), _cast),
+]
+# Behind the rules of products.
+RESIDUAL: list[Rule] = [
+    (P("Add", P("Combined", name="y", more=True, once=True), any_("other")), _added),
+    (P("Add", P("Products", name="y", more=True, once=True), any_("other")), _through),
+]

@@ -1,0 +1,185 @@
+"""How experts are chosen by logits, and their shares: in one node.
+
+A ``Chosen`` node takes logits (..., E), a bias and factors (E,) or None, and gives the experts and
+their shares, (..., J). Its argument is a :class:`~mlx_qlayers.options.Router`. It is looked for
+where both are used, backwards: in which order and by which functions the code has it is open.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...options import Router
+from ..graph import Either, Graph, Node, P, any_, fits, maybe, number_of
+
+_SUM = P("Reduce", any_("of"), arg=lambda kind, axes: kind == 2, name="sum")
+_MORE = Either((P("Add", _SUM, any_("epsilon")), _SUM))
+_SHARE = P(
+    "Divide", any_("part"), maybe("Broadcast", Either((P("Maximum", _MORE, any_("floor")), _MORE)))
+)
+_TOP = P("Slice", P("ArgPartition", any_("ranked"), name="sorted"))
+_OF_EXPERT = P("Squeeze", P("Gather", any_("factors"), any_("at")))
+_TWO = P("Slice", P("Partition", any_("inside")))
+_PUT = P(
+    ("Flatten", "Reshape"),
+    P(
+        "ScatterAxis",
+        any_("inside"),
+        maybe("Broadcast", any_("at")),
+        maybe("Broadcast", any_("fill")),
+    ),
+)
+_ROOT = P("Sqrt", P("LogAddExp", any_("logits"), any_("zero")))
+
+
+def plain(node: Node | None, *views: str) -> Node:
+    """A node before casts, broadcasts and other views."""
+    assert node is not None
+    while node.op in ("AsType", "StopGradient", "Broadcast", *views) and node.src[0] is not None:
+        node = node.src[0]
+    return node
+
+
+def routed(graph: Graph) -> Graph:
+    """The graph with experts and shares that one launch gives."""
+    places: dict[Node, Node] = {}
+    for node in graph.nodes():
+        if node.op == "Combined":
+            _, experts, shares, *_ = node.src
+            made = experts and shares and _chosen(experts, shares)
+            if made and experts and shares:
+                places |= {experts: made.item(0), shares: made.item(1)}
+    return graph.replaced(places) if places else graph
+
+
+def _chosen(experts: Node, shares: Node) -> Node | None:
+    found = _best(experts, -1)
+    read = _shares(shares, experts)
+    if found is None or read is None:
+        return None
+    numbers, options, source = found[0], found[1] | read[1], read[0]
+    factors, bias = read[2], None
+    if "score" in options:
+        if plain(source) is not plain(numbers):
+            return None
+        logits = source
+    else:
+        before, groups = _groups(numbers)
+        options |= groups
+        scores, bias = _bias(before)
+        options["masked"] = "groups" in groups and plain(source) is plain(numbers)
+        known = _logits(scores)
+        if known is None or not (options["masked"] or plain(source) is plain(scores)):
+            return None
+        logits, options["score"] = known
+    router = Router(**options, dtype=shares.dtype)
+    outputs = experts.outputs[0], shares.outputs[0]
+    return Node("Chosen", (plain(logits), bias, factors), (router,), outputs)
+
+
+def _best(taken: Node, axis: int) -> tuple[Node, dict[str, Any]] | None:
+    """What the largest were looked for in, how many, and whether the last of equal ones."""
+    found = fits(_TOP, taken)
+    if found is None:
+        return None
+    ranked, (kth, by) = found["ranked"], found["sorted"].arg
+    (start, stop, _), count = taken.arg, taken.shape[axis]
+    size, at = ranked.shape[axis], len(ranked.shape) + axis
+    last = start[at] != 0
+    ends = (size - count, size) if last else (0, count)
+    whole = taken.shape == (*ranked.shape[:at], count, *ranked.shape[at + 1 :])
+    if (start[at], stop[at]) != ends or by != at or kth != (ends[0] if last else count - 1):
+        return None
+    if not whole or (ranked.op == "Negative") is last:
+        return None
+    numbers = ranked if last else ranked.src[0]
+    return (numbers, {"top_k": count, "last": last}) if numbers else None
+
+
+def _shares(shares: Node, experts: Node) -> tuple[Node, dict[str, Any], Node | None] | None:
+    """What the shares were taken of, how, and a factor of each expert."""
+    options: dict[str, Any] = {"scale": 1.0, "normed": False}
+    factors, node = None, plain(shares)
+    while node.op != "GatherAxis":
+        if options["normed"]:
+            return None
+        if node.op == "Softmax":
+            options |= {"normed": True, "score": "logits"}
+            node = plain(node.src[0])
+        elif found := fits(_SHARE, node):
+            last = found["sum"].arg[1] == (len(node.shape) - 1,)
+            if plain(found["of"]) is not plain(found["part"]) or not last:
+                return None
+            options["normed"] = True
+            for name in {"epsilon", "floor"} & found.keys():
+                options[name] = number_of(plain(found[name]))
+            node = plain(found["part"])
+        elif node.op == "Multiply":
+            one, other = map(plain, node.src)
+            part, by = (one, other) if number_of(one) is None else (other, one)
+            scale = number_of(plain(by))
+            if scale is not None:
+                options["scale"] *= scale
+            else:
+                found = fits(_OF_EXPERT, by) or fits(_OF_EXPERT, part)
+                if found is None or found["at"] is not experts or factors is not None:
+                    return None
+                part = part if fits(_OF_EXPERT, by) else by
+                factors = found["factors"]
+            node = part
+        else:
+            return None
+    source, at = node.src
+    whole = node.arg == (len(node.shape) - 1,) and at is experts and source is not None
+    good = all(v is not None for v in options.values())
+    return (source, options, factors) if whole and good and source else None
+
+
+def _groups(numbers: Node) -> tuple[Node, dict[str, Any]]:
+    """The numbers before groups of them were left out."""
+    found = fits(_PUT, plain(numbers))
+    inside = found["inside"] if found else numbers
+    before = inside.src[0] if inside.op in ("Unflatten", "Reshape") else None
+    if not found or before is None or before.shape != numbers.shape:
+        return numbers, {}
+    if 0 in found["at"].shape:  # none is left out
+        return before, {}
+    best, fill = _lowest(found["at"], inside), number_of(plain(found["fill"]))
+    if best is None or fill is None:
+        return numbers, {}
+    return before, {"groups": inside.shape[-2], "fill": fill, **best}
+
+
+def _lowest(at: Node, inside: Node) -> dict[str, Any] | None:
+    """How many of the lowest groups are dropped, and whether by their two largest numbers."""
+    found = fits(_TOP, plain(at))
+    if found is None or (rank := plain(found["ranked"])).op != "Reduce":
+        return None
+    kind, axes = rank.arg
+    two = fits(_TWO, rank.src[0])
+    count, axis = plain(at).shape[-2], len(inside.shape) - 2
+    of = two["inside"] if two and kind == 2 else rank.src[0] if kind == 5 else None
+    if of is not inside or axes != (axis + 1,) or found["sorted"].arg != (count - 1, axis):
+        return None
+    return {"dropped": count, "pairs": kind == 2}
+
+
+def _bias(numbers: Node) -> tuple[Node, Node | None]:
+    """The scores, and the bias that was added to them."""
+    node = plain(numbers)
+    if node.op != "Add":
+        return node, None
+    for scores, bias in (node.src, node.src[::-1]):
+        bias = plain(bias, "Reshape", "ExpandDims")
+        if bias.shape == node.shape[-1:]:
+            return plain(scores), bias
+    return node, None
+
+
+def _logits(scores: Node) -> tuple[Node, str] | None:
+    """What scores were computed of, and how."""
+    node = plain(scores)
+    if found := fits(_ROOT, node):
+        return found["logits"], "sqrtsoftplus"
+    known = {"Softmax": "softmax", "Sigmoid": "sigmoid"}
+    return (plain(node.src[0]), known[node.op]) if node.op in known else None
