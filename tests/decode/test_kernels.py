@@ -1,0 +1,54 @@
+"""What a token launches by the rules: no more than was recorded, with the stock model's logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architecture_table import ARCHITECTURES
+from architectures import build
+from mlx_lm.models.cache import make_prompt_cache
+from step_launches import NAMES, recorded
+
+from mlx_qlayers import use_backend
+from mlx_qlayers.decode import engine
+from mlx_qlayers.runtime.tracing import trace
+
+PROMPT = mx.array([[5, 17, 3]])
+
+
+def logits(
+    model: nn.Module, batch: int, graph: bool, tokens: int = 3
+) -> tuple[mx.array, list[str]]:
+    """Those of some tokens behind a prompt, and the kernels of the last one."""
+    cache, rows = make_prompt_cache(model), []
+    mx.eval(model(mx.repeat(PROMPT, batch, axis=0), cache=cache))
+    for i in range(tokens):
+        token = (mx.arange(batch)[:, None] * 7 + 11 + i) % 100
+        with trace() as records:
+            made = engine.step(model, token, cache) if graph else model(token, cache=cache)
+            assert made is not None, engine.stopped(model)
+            mx.eval(made)
+        rows.append(made)
+    return mx.concatenate(rows, axis=1), [each.kernel for each in records]
+
+
+def families(kernels: list[str]) -> Counter[str]:
+    """How many of each: the names without what tells variants apart, attention as one."""
+    names = (
+        name.rpartition("_")[0] if "experts" in name or "qmv" in name else name for name in kernels
+    )
+    return Counter("attention" if "attention" in n or n == "rotary_at" else n for n in names)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_of_a_token(name: str) -> None:
+    model = build(name, ARCHITECTURES[name])
+    want, _ = logits(model, 1, graph=False)
+    with use_backend("host"):
+        found, kernels = logits(model, 1, graph=True)
+    assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()
+    now, before = families(kernels), families(recorded()[name])
+    assert now <= before, (now, before)
