@@ -1,10 +1,9 @@
 """Attention beside stock MLX: short calls, one token over long caches, and many queries.
 
-Run ``python benchmarks/bench_attention.py`` for all of it, or with ``--short``, ``--decode``,
-``--step`` or ``--tiles`` for a part; ``attention_decoding.py``, ``attention_steps.py`` and
-``bench_attention_tiles.py`` say what is in the last three. The short calls have plain and packed
-keys in every dtype, beside mlx-lm's own, with the peak above the inputs. Every result is first
-compared with float32.
+Run ``python benchmarks/bench_attention.py`` for all of it, or with ``--short``, ``--decode`` or
+``--tiles`` for a part; ``attention_decoding.py`` and ``bench_attention_tiles.py`` describe the last
+two. The short calls have plain and packed keys in every dtype, beside mlx-lm's own, with the peak
+above the inputs. Every result is first compared with float32.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from functools import partial
 import bench_attention_tiles as tiles
 import mlx.core as mx
 from attention_decoding import decoding_table
-from attention_steps import step_table
 from common import Table, add_output, measure, peak, print_facts, write_output
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
@@ -30,7 +28,7 @@ HEADS = {"small": (4, 4, 32), "grouped": (12, 2, 64), "wide": (12, 2, 128)}
 LENGTHS = [(1, 64), (1, 512), (1, 2048), (8, 512), (64, 64), (256, 256)]
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 COLUMNS = {"heads": 10, "L": 4, "S": 5, "dtype": 9, "keys": 7, "stock ms": 13, "ms": 13, "times": 6}
-PARTS = ("short", "decode", "step", "tiles")
+PARTS = ("short", "decode", "tiles")
 
 Run = Callable[[], mx.array]
 
@@ -91,8 +89,8 @@ def main() -> None:
     add_output(parser)
     args = parser.parse_args()
     parts = [part for part in PARTS if getattr(args, part)] or list(PARTS)
-    if len(parts) > 1 and any(path and not path.is_dir() for path in (args.csv, args.json)):
-        parser.error("several parts need a folder for --csv and --json")
+    if len(parts) > 1 and args.csv and not args.csv.is_dir():
+        parser.error("several parts need a folder for --csv")
     print_facts()
     mx.random.seed(0)
     if "short" in parts:
@@ -101,8 +99,6 @@ def main() -> None:
     if "decode" in parts:
         for table in decoding_table(args.repeats):
             write_output(args, "attention_decode", [table])
-    if "step" in parts:
-        write_output(args, "attention_step", [step_table(min(args.repeats, 3))])
     if "tiles" in parts:
         tiles.run(args)
 

@@ -120,7 +120,7 @@ def measure(args: argparse.Namespace, group: mx.distributed.Group) -> None:
     rank, ranks, start = group.rank(), group.size(), time.perf_counter()
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        args.csv = args.json = None
+        args.csv = None
     shape = TINY if args.tiny else LLAMA_70B
     print_facts()
     # Stock layers compile for half a minute on CUDA; the first are what is verified.

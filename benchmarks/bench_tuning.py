@@ -1,6 +1,6 @@
 """What tuning gains on this machine's GPU, and how good the search is.
 
-    python benchmarks/bench_tuning.py --tune --decode --json
+    python benchmarks/bench_tuning.py --tune --decode --csv
     python benchmarks/bench_tuning.py --tune --ship mlx_qlayers/dispatch/data
     python benchmarks/bench_tuning.py --exhaustive 60
 

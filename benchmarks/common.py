@@ -13,8 +13,10 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,8 +28,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from stored import RESULTS, kernels_hash
 
 from mlx_qlayers.commands.info import backends, device, versions
+from mlx_qlayers.runtime.backend import backend
 from mlx_qlayers.runtime.explain import significant
 from mlx_qlayers.tuning.timing import Sample, turns
 
@@ -48,7 +52,6 @@ __all__ = [
     "write_output",
 ]
 
-RESULTS = Path(__file__).parent / "results"
 # Told of every row that a table gets.
 _listeners: list[Callable[[Table], None]] = []
 
@@ -57,7 +60,8 @@ _listeners: list[Callable[[Table], None]] = []
 def facts() -> dict[str, str]:
     """The device, the versions, the commit and the date that a measurement belongs to."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    rows = {"date": now, "commit": commit(), "cpu": cpu_name()}
+    command = f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip()
+    rows = {"date": now, "commit": commit(), "command": command, "cpu": cpu_name()}
     return rows | device() | versions() | backends()
 
 
@@ -159,16 +163,15 @@ def _columns(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """The options --csv and --json of every benchmark."""
-    for kind in ("csv", "json"):
-        parser.add_argument(
-            f"--{kind}",
-            nargs="?",
-            type=Path,
-            const=RESULTS,
-            metavar="FILE",
-            help=f"write {kind.upper()} as well, into benchmarks/results by default",
-        )
+    """The option --csv of every benchmark."""
+    parser.add_argument(
+        "--csv",
+        nargs="?",
+        type=Path,
+        const=RESULTS,
+        metavar="FILE",
+        help="write a CSV file as well, into benchmarks/results by default",
+    )
 
 
 @contextmanager
@@ -200,28 +203,28 @@ def write_output(args: argparse.Namespace, name: str, tables: Sequence[Table]) -
 
 
 def _write(args: argparse.Namespace, name: str, tables: Sequence[Table]) -> list[Path]:
+    if (path := args.csv) is None:
+        return []
     rows = [row for table in tables for row in table.flat()]
-    paths = []
-    for kind, write in (("csv", _write_csv), ("json", _write_json)):
-        if (path := getattr(args, kind)) is not None:
-            path = path / f"{name}.{kind}" if path.is_dir() or path == RESULTS else path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, rows)
-            paths.append(path)
-    return paths
+    if path.is_dir() or path == RESULTS:
+        kind = backend() if backend() in ("cuda", "metal") else ""
+        path = path / f"{'_'.join(filter(None, (name, kind)))}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_csv(path, name, rows)
+    return [path]
 
 
-def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_csv(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a result: its facts, with a hash of the kernels that it rests on, and its rows."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
+    found = {key.strip(): value for key, value in facts().items()}
     with path.open("w", newline="") as file:
-        file.writelines(f"# {key.strip()}: {value}\n" for key, value in facts().items())
+        file.writelines(f"# {key}: {found.pop(key)}\n" for key in ("date", "commit"))
+        file.write(f"# kernels: {kernels_hash(name)}\n")
+        file.writelines(f"# {key}: {value}\n" for key, value in found.items())
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _write_json(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text(json.dumps({"machine": facts(), "rows": rows}, indent=1) + "\n")
 
 
 def measure(

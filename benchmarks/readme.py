@@ -3,7 +3,8 @@
     python benchmarks/readme.py
 
 Each part stands between ``<!-- NAME -->`` and ``<!-- end -->``: tables, pictures and the sentences
-that have numbers in them. This file says which rows a table has; every number comes from a file.
+that have numbers in them. This file says which rows a table has; every number comes from a file,
+and stands beside the commit that was measured. Where kernels have changed since, that is said.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from itertools import product
 from os.path import relpath
 from pathlib import Path
 
-from common import RESULTS, significant
-from stored import Results, Row
+from common import significant
+from stored import RESULTS, ROOT, Results, Row
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 TESTING = ROOT / "docs" / "testing-without-a-mac.md"
@@ -86,21 +86,27 @@ class Table:
             return f"Not measured yet: `{self._shell}` prints this table."
         day, mlx = results.facts["date"].split()[0], results.facts["mlx"]
         source = _link("file", _path(self.stem), BENCHMARKS)
-        caption = f"{results.device}, MLX {mlx}, {day}, `{self._shell}`, {source}:"
+        caption = (
+            f"{results.device}, MLX {mlx}, {day}, {_commit(results)}, `{self._shell}`, {source}:"
+        )
         rows = ((task, *numbers) for task, numbers in cells.items())
         return f"{caption}\n\n{_table((*self.heads, 'ratio'), rows)}"
 
 
 def _path(stem: str) -> Path:
-    path = RESULTS / f"{stem}.csv"
-    return path if path.exists() else path.with_suffix(".json")
+    return RESULTS / f"{stem}.csv"
+
+
+def _commit(results: Results) -> str:
+    changed = " (kernels have changed since)" if results.stale else ""
+    known = f"commit {results.commit}" if results.commit != "unknown" else "commit not recorded"
+    return known + changed
 
 
 @cache
 def read(stem: str) -> Results | None:
     """What a benchmark has written, if it has."""
-    path = _path(stem)
-    return Results.read(path) if path.exists() else None
+    return Results.read(_path(stem)) if _path(stem).exists() else None
 
 
 def _link(text: str, path: Path, page: Path) -> str:
@@ -142,6 +148,8 @@ TABLES = [
         "1x512x512x64 float32 bilinear.*", ("operators", "host"), "path"),
     Table("decode_cuda", "decode.py", TOKENS, {"{what}": "tokens/s"},
         sides=("stock", "converted"), by="layers"),
+    Table("decode_contexts_cuda", "decode.py --contexts 16 4096 16384 32768", TOKENS,
+        {"decode, {what}": "tokens/s"}, sides=("stock", "converted"), by="layers"),
     Table("tuning_cuda", "tuning.py --tune --decode", (TOKENS[0], "untuned", "tuned"),
         {"decode, batch 1": "tokens/s"}, sides=("before", "after"), by="layers"),
     Table("quantized_few_cuda", "quantized_matmul.py --few", US, {"{shape}, M = {rows:.0f}": ""},
@@ -172,7 +180,7 @@ TABLES = [
 # The one table of README.md: a label with its unit, and the row of a table above.
 SUMMARY = {
     "shipped 11M model, decode, tokens/s": ("generate", "48 tokens of text"),
-    "7B, decode, batch 1, tokens/s": ("decode_cuda", "decode, batch 1"),
+    "7B, decode, batch 1, tokens/s": ("decode_contexts_cuda", "decode, context 16"),
     "7B, decode, batch 8, tokens/s": ("decode_cuda", "decode, batch 8"),
     "7B, prompt of 512 tokens, tokens/s": ("decode_cuda", "prefill 512"),
     "quantized product, M = 1, 37888 x 3584, us": ("quantized_few_cuda", "37888 x 3584, M = 1"),
@@ -205,16 +213,22 @@ PLOTS = {
 
 
 def summary() -> str:
-    """A row of each family, with the machine and the command."""
+    """A row of each family, with the machine, the commit and the command."""
     cells: dict[tuple[str, str], tuple[str, ...]] = {}
     for table in TABLES:
         if results := read(table.stem):
             machine = _link(results.device, _path(table.stem), README)
+            commit = results.commit if results.commit != "unknown" else "not recorded"
             script = f"`bench_{table.command.split()[0]}`"
             for task, numbers in table.cells().items():
-                cells[table.stem, task] = (machine, script, *numbers)
-    rows = ((label, *cells[line]) for label, line in SUMMARY.items() if line in cells)
-    return _table(("", "machine", "script", "stock", "mlx-qlayers", "ratio"), rows, texts=3)
+                mark = " \\*" if results.stale else ""
+                cells[table.stem, task] = (machine, script, commit + mark, *numbers)
+    rows = [(label, *cells[line]) for label, line in SUMMARY.items() if line in cells]
+    heads = ("", "machine", "script", "commit", "stock", "mlx-qlayers", "ratio")
+    note = (
+        "\n\n\\* Kernels have changed since that commit." if any("*" in r[3] for r in rows) else ""
+    )
+    return _table(heads, rows, texts=4) + note
 
 
 def plots() -> str:
@@ -231,53 +245,103 @@ def plots() -> str:
 def tuning() -> str:
     """What the tuner gained, and how far from the best its starting points are."""
     tuned, every = read("tuning_cuda"), read("tuning_exhaustive_cuda")
-    gains = [row["gain"] for row in tuned.rows if "gain" in row] if tuned else []
+    gains = [row["gain"] for row in tuned.rows if row["gain"]] if tuned else []
     if not gains or not every:
         return "Not measured yet."
     better = sum(gain >= 1.05 for gain in gains)
-    tried = sum(row["all"] for row in every.rows)
+    tried, count = sum(int(row["all"]) for row in every.rows), len(every.rows)
     gap = max(row["heuristic/best"] for row in every.rows)
     return (
         f"Of {len(gains)} kernels, {better} became at least 5% faster; the smallest ratio is "
-        f"{min(gains):.2f}x. An exhaustive search of {tried} configurations of {len(every.rows)} "
+        f"{min(gains):.2f}x. An exhaustive search of {tried} configurations of {count} "
         f"kernels found nothing more than {gap:.2f}x as fast as the untuned choice "
         f"({_link('file', _path('tuning_exhaustive_cuda'), BENCHMARKS)})."
     )
 
 
-_TOOL = re.compile(r"^(\w+): (\d+) errors; (\d+) launches of (\d+) kernels in (\d+) cases, (\d+) ")
-
-
 def checked() -> str:
-    """The tests that passed on a GPU, and what the sanitizer reported of each run."""
-    tests, sanitized = (RESULTS / f"{name}_cuda.txt" for name in ("tests", "sanitize_kernels"))
-    text = tests.read_text()
-    passed = re.search(r"^(\d+) tests, all passed", text, re.MULTILINE)
-    days = passed and re.findall(r"^date +(\S+)", text[: passed.start()], re.MULTILINE)
-    if not passed or not days:
-        raise ValueError(f"{tests}: no run in which all tests passed, or no date of it")
+    """The tests that ran on a GPU, and what the sanitizer reported of each run."""
+    tests, sanitized = read("tests_cuda"), read("sanitize_cuda")
+    if not tests or not sanitized:
+        return "Not measured yet."
+    runs = (
+        f"{row['passed']:.0f} tests passed and {row['failed']:.0f} failed at {row['commit'][:8]}"
+        for row in tests.rows[:2]
+    )
+    counts = ("errors", "launches", "kernels", "cases", "wrong")
     rows: dict[tuple[str, ...], list[str]] = {}
-    for families, *lines in (run.splitlines() for run in sanitized.read_text().split("families: ")):
-        for tool, *numbers in (match.groups() for line in lines if (match := _TOOL.match(line))):
-            rows.setdefault((families, *numbers), []).append(tool)
-    heads = ("tools", "families", "errors", "launches", "kernels", "cases", "wrong results")
+    for row in sanitized.rows:
+        key = (row["families"], *(f"{row[name]:.0f}" for name in counts))
+        rows.setdefault(key, []).append(row["tool"])
+    heads = ("tools", "families", *counts[:-1], "wrong results")
     table = _table(heads, ((", ".join(tools), *row) for row, tools in rows.items()), texts=2)
+    links = [_link(text, _path(name), TESTING) for text, name in CHECKED.items()]
     return (
-        f"NVIDIA H200, {days[-1]}: all {passed[1]} tests passed ({_link('list', tests, TESTING)}). "
-        f"Under `compute-sanitizer` ({_link('log', sanitized, TESTING)}):\n\n{table}"
+        f"{tests.device}: {'; '.join(runs)} ({links[0]}). "
+        f"Under `compute-sanitizer` ({links[1]}, {_commit(sanitized)}):\n\n{table}"
     )
 
 
+CHECKED = {"runs": "tests_cuda", "log": "sanitize_cuda"}
+
+
 def quantization() -> str:
-    """What quantization costs each model, as the benchmark printed it, under its command."""
+    """The cost of quantization for each model, as the benchmark printed it, under its command."""
     parts = []
-    for path in sorted(RESULTS.glob("quantization_*.txt")):
-        command, *lines = path.read_text().splitlines()
-        first = next(i for i, line in enumerate(lines) if line.startswith("---")) - 1
-        table = [line.rstrip() for line in lines[first:] if line.strip()]
-        block = "\n".join(["```text", *table, "```"])
-        parts.append(f"`{command}` ({_link('file', path, MODELS)}):\n\n{block}")
+    for stem in ("quantization", "quantization_smollm2", "quantization_time"):
+        if results := read(stem):
+            heads = list(results.rows[0])
+            rows = ([_shown(row[head]) for head in heads] for row in results.rows)
+            where = f"{_link('file', _path(stem), MODELS)}, {results.device}, {_commit(results)}"
+            command = f"`{results.facts['command']}`"
+            parts.append(f"{command}, {results.facts['note']} ({where}):\n\n{_table(heads, rows)}")
     return "\n\n".join(parts)
+
+
+def _shown(cell: object) -> str:
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:g}" if cell.is_integer() else significant(cell)
+
+
+# The results that are no table of this page.
+OTHER = {
+    "architectures_cuda": "Eight architectures: one sequence, eight, and a prompt",
+    "architectures_float32_cuda": "Qwen3-Next beside float32",
+    "architectures_small_cuda": "Small models of 121 architectures, beside other processes",
+    "decode_batches_cuda": "Decoding in batches of up to 64, kernel by kernel",
+    "decode_caches_cuda": "Prompts and decoding with quantized caches",
+    "distributed_cuda": "A model of Llama 70B's shape on one and two GPUs",
+    "distributed_settings_cuda": "The same with and without CUDA graphs",
+    "distributed_plan": "A simulation of larger models on up to 16 ranks",
+    "distributed_check": "The simulation beside the measurement",
+    "gptq_cuda": "GPTQ of a 7B model",
+    "int8_cuda": "Products and prompts in 8-bit integers",
+    "linalg_cuda": "Cholesky, triangular solves and QR beside PyTorch",
+    "match_images": "Matching two pictures beside PyTorch, while other processes ran",
+    "match_images_cuda": "Matching two pictures beside PyTorch",
+    "peers_cuda": "Attention, small products and grid sampling beside PyTorch",
+    "runtime": "Python time of a launch, and the size of each kernel's source",
+    "runtime_cuda": "The same on a GPU",
+    "skinny_cuda": "Products of 16, 17 and 32 rows, by configuration",
+    "startup_cuda": "Start-up with empty caches, in a later process, and calibration",
+    "tensor_cuda": "Metal 4 tensor kernels beside the others",
+}
+
+
+def others() -> str:
+    """A row of every result that has no table: the file, its command and its commit."""
+    rows = []
+    for stem, title in OTHER.items():
+        if results := read(stem):
+            command = results.facts["command"].replace("|", "\\|")
+            name = results.device if "simulated" not in results.device else "simulation"
+            state = results.commit + (" \\*" if results.stale else "")
+            rows.append((_link(title, _path(stem), BENCHMARKS), name, f"`{command}`", state))
+    return f"{_table(('result', 'machine', 'command', 'commit'), rows, texts=4)}\n\n\\* {STALE}"
+
+
+STALE = "Kernels have changed since that commit; `python benchmarks/stored.py` lists all results."
 
 
 def pages() -> dict[Path, dict[str, str]]:
@@ -288,7 +352,7 @@ def pages() -> dict[Path, dict[str, str]]:
     parts = {name: "\n\n".join(texts) for name, texts in tables.items()}
     return {
         README: {"summary": summary()},
-        BENCHMARKS: {"plots": plots(), "tuning": tuning(), **parts},
+        BENCHMARKS: {"plots": plots(), "tuning": tuning(), "others": others(), **parts},
         TESTING: {"checked": checked()},
         MODELS: {"quantization": quantization()},
     }

@@ -1,16 +1,18 @@
 """Runs the kernels of this repository under every tool of NVIDIA's compute-sanitizer.
 
-    python benchmarks/sanitize.py --out benchmarks/results/sanitize_cuda.txt
+    python benchmarks/sanitize.py --csv
 
-One case after another, results verified; see ``sanitized/`` for the cases. MLX compiles a kernel
-anew in every process, which takes longer than to run it, so that each tool has several processes
-with a part of the cases each, all at once. Ends with status 1 if a tool or a result complains.
+The cases are the checks of ``mlx-qlayers doctor``, results compared with stock operators. MLX
+compiles a kernel anew in every process, which takes longer than to run it, so that each tool has
+several processes with a part of the families each, all at once. Ends with status 1 if a tool or a
+result complains.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -23,14 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from common import Table, add_output, output, print_facts
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from conformance import describe  # noqa: E402
-from sanitized import families  # noqa: E402
-
-from mlx_qlayers.runtime import trace, use_backend  # noqa: E402
+from mlx_qlayers.commands.doctor_checks import families
+from mlx_qlayers.commands.doctor_run import Outcome, outcomes
+from mlx_qlayers.runtime import trace
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 # What the name of a custom kernel of MLX's holds.
@@ -41,45 +40,41 @@ def main() -> int:
     """Start the tools, add up what they say; 1 if there is a complaint."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("families", nargs="*", help="of kernels; all by default")
-    parser.add_argument("--out", type=Path, help="write the report to this file as well")
+    add_output(parser)
     parser.add_argument("--processes", type=int, default=4, help="for each tool")
     parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--backend", default="cuda", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    chosen = options.families or sorted(families())
+    chosen = options.families or families()
     if options.part:
         start, step = map(int, options.part.split("/"))
-        print(json.dumps(run_cases(chosen, options.backend, start, step)))
+        print(json.dumps(run_cases(chosen[start::step], options.backend)))
         return 0
-    lines = [f"{key}: {value}" for key, value in describe("cuda").items()]
-    lines.append(f"families: {', '.join(chosen)}")
-    print(*lines, sep="\n", flush=True)
-    clean = True
-    with tempfile.TemporaryDirectory() as folder:
+    print_facts()
+    clean, table = True, Table({"tool": 10} | dict.fromkeys(COUNTS, 9))
+    table.print_header()
+    with output(options, "sanitize"), tempfile.TemporaryDirectory() as folder:
         for report in under_sanitizer(chosen, options.tools, options.processes, Path(folder)):
             clean = clean and report.clean
-            lines.append(str(report))
-            print(report, flush=True)
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text("\n".join(lines) + "\n")
+            table.add(**report.row, families=", ".join(chosen))
+            for text in report.complaints:
+                print(f"  {text}", flush=True)
     return int(not clean)
 
 
-def run_cases(chosen: Sequence[str], backend: str, start: int, step: int) -> dict[str, Any]:
-    """Run every step-th case of the families: launches by kernel, cases, and what was wrong."""
-    listed = [case for name in chosen for case in families()[name]()]
-    cases, wrong, launches = listed[start::step], [], Counter[str]()
-    for name, run in cases:
-        with use_backend(backend), trace() as records:
-            try:
-                run()
-            except Exception as error:
-                wrong.append(f"{name}: {error}")
-        launches.update(record.kernel for record in records)
+COUNTS = ("errors", "launches", "kernels", "cases", "wrong")
+
+
+def run_cases(chosen: Sequence[str], backend: str) -> dict[str, Any]:
+    """Run the checks of the families: launches by kernel, cases, and what was wrong."""
+    with trace() as records:
+        found = [*outcomes(chosen, backend, math.inf, one_process=True)]
+    checked = [each for each in found if isinstance(each, Outcome)]
+    wrong = [f"{each.row[0]}: {each.wrong}" for each in checked if each.wrong]
+    launches = Counter(record.kernel for record in records)
     mx.synchronize()
-    return {"cases": len(cases), "wrong": wrong, "launches": launches}
+    return {"cases": len(checked), "wrong": wrong, "launches": launches}
 
 
 @dataclass(frozen=True)
@@ -105,16 +100,18 @@ class Report:
     def clean(self) -> bool:
         return not self.wrong and not self.ours and self.launches > 0
 
-    def __str__(self) -> str:
-        return "\n  ".join(
-            (
-                f"{self.tool}: {len(self.ours)} errors; {self.launches} launches of "
-                f"{self.kernels} kernels in {self.cases} cases, {len(self.wrong)} wrong; "
-                f"{self.others} reports about MLX's own kernels",
-                *self.wrong[:20],
-                *(f"{n} x {text}" for text, n in Counter(self.ours).most_common(20)),
-            )
-        )
+    @property
+    def row(self) -> dict[str, Any]:
+        """The counts, as a row of the table."""
+        counts = (len(self.ours), self.launches, self.kernels, self.cases, len(self.wrong))
+        row = {"tool": self.tool} | dict(zip(COUNTS, counts, strict=True))
+        return row | {"reports about MLX": self.others}
+
+    @property
+    def complaints(self) -> list[str]:
+        """The wrong results and the most frequent errors."""
+        errors = (f"{n} x {text}" for text, n in Counter(self.ours).most_common(20))
+        return [*self.wrong[:20], *errors]
 
 
 def under_sanitizer(
@@ -150,8 +147,8 @@ def _read(path: Path) -> str:
 def summary(tool: str, outputs: Sequence[str], logs: Sequence[str]) -> Report:
     """Add up what the processes of one tool printed and what the tool logged about them."""
     wrong, launches, cases = [], Counter[str](), 0
-    for output in outputs:
-        *rest, last = output.strip().splitlines() or [""]
+    for printed in outputs:
+        *rest, last = printed.strip().splitlines() or [""]
         try:
             part = json.loads(last)
         except ValueError:

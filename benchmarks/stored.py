@@ -1,34 +1,110 @@
-"""What the benchmarks have written, read back for pictures, tables and summaries."""
+"""Results of benchmarks, read back for pictures and tables, and which of them are stale.
+
+    python benchmarks/stored.py    # lists the stored results, and which are stale
+
+A result is one CSV file, named after its benchmark and the kind of machine (``decode_cuda.csv``; a
+CPU's has no kind). Lines that begin with ``#`` hold the facts of the run, among them its commit
+and a hash of the kernels that it timed.
+"""
 
 from __future__ import annotations
 
 import csv
-import json
+import hashlib
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
+
+# Kernels by what was measured; a whole model, and what is not listed, may run any of them.
+PRODUCTS = ("quantized_matmul/qm*",)
+STEP = ("attention/step*", "attention/*decode*", "attention/combine*", "common/row*", "rotary/*")
+TILES = ("attention/*forward*", "attention/*backward*")
+KERNELS: dict[str, tuple[str, ...]] = {
+    "attention_decode": STEP[:3],
+    "attention_tiles": TILES,
+    "decode": (*STEP, *TILES[:1], "quantized_matmul/*"),
+    "deformable": ("deformable/*",),
+    "distributed_check": (),
+    "distributed_plan": (),
+    "gather_qmm": ("gather_qmm/*", "quantized_matmul/gradients*"),
+    "generate": (*STEP, *TILES[:1], "quantized_matmul/*"),
+    "gptq": ("gptq/*", "linalg/*"),
+    "grid_sample": ("grid_sample/*",),
+    "int8": ("int8/*", "quantized_matmul/*"),
+    "linalg": ("linalg/*",),
+    "match_images": ("attention/*", "deformable/*"),
+    "peers": (*TILES, *PRODUCTS, "grid_sample/*"),
+    "quantization": ("gptq/*", "linalg/*"),
+    "quantized": ("quantized_matmul/*",),
+    "quantized_few": PRODUCTS,
+    "skinny": PRODUCTS,
+    "tensor": ("attention/tensor*", "quantized_matmul/qmm*", *TILES),
+}
+
+
+def kernels_hash(name: str, root: Path | None = None) -> str:
+    """Of the Metal sources that a result rests on and all that they include, without comments.
+
+    Args:
+        name: of the result, without the machine.
+        root: the folder that holds the package; by default of the one that is imported.
+
+    Returns:
+        12 hexadecimal digits, or ``"none"`` for a result that rests on no kernel.
+    """
+    if root is None and (found := find_spec("mlx_qlayers")) and found.origin:
+        root = Path(found.origin).parents[1]
+    folder = ((root or ROOT) / "mlx_qlayers" / "metal").resolve()
+    known = (name.rsplit("_", i)[0] for i in range(name.count("_") + 1))
+    patterns = next((KERNELS[each] for each in known if each in KERNELS), ("*/*",))
+    if not patterns:
+        return "none"
+    timed = {path for pattern in patterns for path in folder.glob(f"{pattern}.metal")}
+    digest = hashlib.sha256()
+    for path in sorted(_with_includes(timed, folder)):
+        digest.update(f"{path.relative_to(folder).as_posix()}\n{_code(path)}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def _with_includes(paths: Iterable[Path], folder: Path) -> set[Path]:
+    left, seen = list(paths), set[Path]()
+    while left:
+        if (path := left.pop().resolve()) in seen or not path.exists():
+            continue
+        seen.add(path)
+        for name in re.findall(r'#include "([^"]+)"', path.read_text()):
+            left += [path.parent / name, folder / name]
+    return seen
+
+
+def _code(path: Path) -> str:
+    return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", path.read_text(), flags=re.DOTALL).split())
 
 
 @dataclass(frozen=True)
 class Results:
-    """What one benchmark wrote: the facts of the machine, and the rows of its tables."""
+    """The facts of one run, and the rows of its tables."""
 
+    name: str
     facts: dict[str, str]
     rows: list[Row]
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """From a CSV or JSON file, with numbers as numbers and tasks repeated in every row."""
-        if path.suffix == ".json":
-            content = json.loads(path.read_text())
-            return cls(content["machine"], _filled(content["rows"]))
+        """From a CSV file, with numbers as numbers and tasks repeated in every row."""
         lines = path.read_text().splitlines()
         facts = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
         rows = csv.DictReader(line for line in lines if not line.startswith("#"))
         numbers = [{key: _number(cell) for key, cell in row.items()} for row in rows]
-        return cls({key: value for key, _, value in facts}, _filled(numbers))
+        return cls(path.stem, {key: value for key, _, value in facts}, _filled(numbers))
 
     @property
     def device(self) -> str:
@@ -37,17 +113,27 @@ class Results:
         return self.facts["cpu"] if "cpu" in kind else name
 
     @property
+    def commit(self) -> str:
+        """The commit that was measured, 8 digits, or ``"unknown"``."""
+        commit = self.facts.get("commit", "unknown")
+        return commit if commit == "unknown" else commit[:8]
+
+    @cached_property
+    def stale(self) -> bool:
+        """Whether kernels differ from those that were timed."""
+        name = re.sub("_(cuda|metal)$", "", self.name)
+        return self.facts.get("kernels") != kernels_hash(name)
+
+    @property
     def caption(self) -> str:
-        """When it was measured, and with what."""
+        """The date, the versions and the commit."""
         versions = (f"{name} {self.facts.get(name, '?')}" for name in ("mlx", "mlx-lm"))
-        commit = self.facts.get("commit", "")
-        return ", ".join(
-            [
-                self.facts["date"],
-                *versions,
-                *([f"commit {commit[:12]}"] if commit not in ("", "unknown") else []),
-            ]
-        )
+        return ", ".join([self.facts["date"], *versions, f"commit {self.commit}"])
+
+
+def stored(folder: Path = RESULTS) -> dict[str, Results]:
+    """Every stored result by name."""
+    return {path.stem: Results.read(path) for path in sorted(folder.glob("*.csv"))}
 
 
 def _filled(rows: list[Row]) -> list[Row]:
@@ -65,3 +151,9 @@ def _number(cell: str | None) -> Any:
         return float(cell or "")
     except ValueError:
         return cell or ""
+
+
+if __name__ == "__main__":
+    for name, found in stored().items():
+        state = "stale" if found.stale else "current"
+        print(f"{name:28} {found.commit:9} {found.facts['date'][:10]:11} {state}")

@@ -120,7 +120,7 @@ def run(out: Path, *, quick: bool = False, only: Sequence[str] = ()) -> Path:
         names = ", ".join(family.name for family in FAMILIES)
         raise ValueError(f"no benchmark is called {', '.join(sorted(unknown))}; there are {names}")
     machine = facts()
-    folder = out / _slug(Results(machine, []).device)
+    folder = out / _slug(Results("", machine, []).device)
     folder.mkdir(parents=True, exist_ok=True)
     print_facts()
     failed = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
-import json
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import simulate_distributed  # noqa: E402
 from common import Sample, Table, add_output, measure, output, significant, turns  # noqa: E402
+from stored import Results  # noqa: E402
 
 
 def test_sample_is_the_median_and_the_middle_half() -> None:
@@ -110,14 +110,14 @@ def run(benchmark: str, *options: str) -> str:
 
 def test_generation_benchmark(tiny_model: Path, tmp_path: Path) -> None:
     options = ["--prompt-tokens", "20", "--tokens", "8", "--repeats", "2", "--verify-tokens", "8"]
-    files = ["--csv", str(tmp_path / "out.csv"), "--json", str(tmp_path / "out.json")]
+    files = ["--csv", str(tmp_path / "generate.csv")]
     printed = run("bench_generate.py", "--model", str(tiny_model), *options, *files)
     assert "verified: in float32" in printed and "mlx-lm" in printed
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["layers"] for row in rows][:2] == ["stock mlx-lm", "converted (auto)"]
-    assert all(row["decode tok/s"] > 0 and row["prefill tok/s count"] == 2 for row in rows)
-    lines = [line for line in (tmp_path / "out.csv").open() if not line.startswith("#")]
-    assert [row["layers"] for row in csv.DictReader(lines)] == [row["layers"] for row in rows]
+    found = Results.read(tmp_path / "generate.csv")
+    assert found.facts["command"].startswith("python benchmarks/bench_generate.py --model")
+    assert not found.stale
+    assert [row["layers"] for row in found.rows][:2] == ["stock mlx-lm", "converted (auto)"]
+    assert all(row["decode tok/s"] > 0 and row["prefill tok/s count"] == 2 for row in found.rows)
 
 
 def test_simulated_ranks_take_the_time_that_was_measured() -> None:
@@ -128,22 +128,15 @@ def test_simulated_ranks_take_the_time_that_was_measured() -> None:
 
 def test_decoding_benchmark(tmp_path: Path) -> None:
     options = ["--tiny", *("--tokens", "4", "--prompt-tokens", "8", "--repeats", "1")]
-    options += ["--prefill", "20", "--json", str(tmp_path / "out.json")]
+    options += ["--prefill", "20", "--csv", str(tmp_path / "decode.csv")]
     assert "verified 8 x 11 tokens" in run("bench_decode.py", *options)
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    parts = [row for row in rows if "submit" in row]
+    rows = Results.read(tmp_path / "decode.csv").rows
+    parts = [row for row in rows if row["submit"]]
     names = ["stock", "converted, not fused", "converted"]
     assert [(row["layers"], row["batch"]) for row in parts] == [
         (name, batch) for batch in (1, 4, 8) for name in names
     ]
     assert all(row["build"] > 0 and row["step"] > 0 for row in parts)
-    speeds = [row for row in rows if "what" in row]
+    speeds = [row for row in rows if row["what"]]
     what = {"decode, batch 1", "decode, batch 4", "decode, batch 8", "prefill 20"}
     assert {row["what"] for row in speeds} == what and len(speeds) == 3 * len(what)
-
-
-def test_settings_of_decoding_have_processes_of_their_own() -> None:
-    options = ["--tiny", "--tokens", "2", "--repeats", "1", "--contexts", "4"]
-    printed = run("bench_decode_settings.py", *options, "--settings", "", "MLX_BFS_MAX_WIDTH=10")
-    rows = [line for line in printed.splitlines() if line.split()[0] == "4"]
-    assert [row.partition("  (")[0].split()[-1] for row in rows] == ["own", "MLX_BFS_MAX_WIDTH=10"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from mlx_qlayers.cli import main
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import readme  # noqa: E402
+import stored  # noqa: E402
 
 TEXT = readme.README.read_text()
 PAGES = [
@@ -33,6 +35,8 @@ MEASURED = {
 }
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
+
+STALE = "kernels have changed since"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -85,7 +89,7 @@ def test_every_number_is_in_the_named_file(stem: str) -> None:
 
 
 def test_the_numbers_of_the_summary_are_in_the_files() -> None:
-    for _, machine, script, *shown, ratio in rows(PART.search(TEXT)[2]):  # type: ignore[index]
+    for _, machine, script, _, *shown, ratio in rows(PART.search(TEXT)[2]):  # type: ignore[index]
         assert (ROOT / "benchmarks" / script.strip("`")).exists()
         (link,) = LINK.findall(machine)
         assert_numbers_of_file(ROOT / link, shown, ratio)
@@ -99,6 +103,34 @@ def test_prose_about_measurements_has_no_number_of_its_own(page: Path) -> None:
     if page == readme.MODELS:
         prose = prose.partition("What it costs: ")[2].partition("## ")[0]
     assert not re.findall(r"\d\.\d|\d ?%|\d(?:x| times)\b", prose)
+
+
+def test_the_pages_say_which_results_are_stale() -> None:
+    text = TEXT + readme.BENCHMARKS.read_text() + readme.MODELS.read_text()
+    text += readme.TESTING.read_text()
+    for name, found in stored.stored().items():
+        about = [line for line in text.splitlines() if f"results/{name}.csv)" in line]
+        says = [r"\*" in line or STALE in line for line in about if found.commit in line]
+        assert says == [found.stale] * len(says), f"{name} is {'' if found.stale else 'not '}stale"
+
+
+def test_a_result_is_stale_once_a_kernel_that_it_timed_is_another(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "mlx_qlayers" / "metal", tmp_path / "mlx_qlayers" / "metal")
+    before = stored.kernels_hash("quantized_few", tmp_path)
+    assert before == stored.kernels_hash("quantized_few") != stored.kernels_hash("linalg")
+    metal = tmp_path / "mlx_qlayers" / "metal"
+    for path, changes in (
+        (metal / "linalg" / "linalg.metal", False),
+        (metal / "quantized_matmul" / "qmv.metal", True),
+        (metal / "common" / "fragment.metal", True),  # included
+    ):
+        text = path.read_text()
+        path.write_text(f"// A comment.\n{text}")
+        assert stored.kernels_hash("quantized_few", tmp_path) == before
+        path.write_text(f"{text}\nconstant int added = 1;\n")
+        assert (stored.kernels_hash("quantized_few", tmp_path) != before) == changes
+        path.write_text(text)
+    assert stored.kernels_hash("distributed_plan") == "none"
 
 
 def test_a_table_whose_file_is_missing_says_so() -> None:
