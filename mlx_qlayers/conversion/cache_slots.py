@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..decode.cache_tail import Buffer, layout_of, merged
 from ..ops.attention_step import attention_step, packed_rows, why_not
 from ..options import Rotation
 from ..runtime.windows import halves
-from .cache_tail import Buffer, layout_of, merged
 from .step_kinds import Rows, Unsupported
 
 # Caches whose keys lie in the order of their tokens, and one that overwrites the oldest.

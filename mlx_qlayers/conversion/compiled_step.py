@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..decode.cache_tail import following, held_by, kind_of
 from ..runtime.backend import use_backend
 from ..runtime.explain import note
 from ..runtime.transformed import is_transformed
@@ -29,7 +30,6 @@ from ..runtime.windows import Window
 from . import compiled
 from .attention_patch import made_class, stock_class
 from .cache_slots import STEPPED
-from .cache_tail import following, held_by, kind_of
 from .effects import Effects, NotTheSame
 from .long_prompts import in_turn
 from .matcher import Match, Mismatch

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .cache_tail import (
+from ..decode.cache_tail import (
     Buffer,
     Held,
     Tail,

@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..decode.cache_tail import arrays_of
 from ..runtime.cuda_ahead import finish
 from ..runtime.windows import Window, windows
 from . import compiled
-from .cache_tail import arrays_of
 from .effects import Effects
 from .recorder import called
 from .step_caches import Inputs

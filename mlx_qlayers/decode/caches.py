@@ -205,7 +205,7 @@ def arrays_of(own: Sequence[Any]) -> dict[str, mx.array]:
     """The arrays of caches by the names that they have in a graph."""
     found: dict[str, mx.array] = {}
     for number, c in enumerate(own):
-        for name, value in vars(c).items():
+        for name, value in vars(c).items() if c is not None else ():
             if isinstance(value, mx.array):
                 found[f"cache.{number}.{name}"] = value
             elif isinstance(value, list | tuple):
@@ -214,10 +214,10 @@ def arrays_of(own: Sequence[Any]) -> dict[str, mx.array]:
     return found
 
 
-def put(
+def changes(
     own: Sequence[Any], outputs: dict[str, Any], counts: dict[str, Any], at: dict[str, int]
-) -> None:
-    """Let caches hold what a step gave, so that no signal sees some of them changed."""
+) -> list[dict[str, Any]]:
+    """By caches in turn their attributes behind a step, of those that it changed."""
     items: list[dict[str, Any]] = [{} for _ in own]
     for path, value in outputs.items():
         _, number, name, *index = path.split(".")
@@ -232,6 +232,11 @@ def put(
         items[int(number)][name] = count.at(at) if isinstance(count, Size) else count
     for c, changed in zip(own, items, strict=True):
         for name, value in changed.items():
-            if isinstance(vars(c)[name], tuple):
+            if isinstance(vars(c)[name], tuple) and isinstance(value, list):
                 changed[name] = tuple(value)
+    return items
+
+
+def put(own: Sequence[Any], items: Sequence[dict[str, Any]]) -> None:
+    """Let caches have other attributes, so that no signal sees some of them changed."""
     deque(map(dict.update, map(vars, own), items), maxlen=0)

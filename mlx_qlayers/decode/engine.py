@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..runtime.backend import Mode, current, epoch
 from ..runtime.transformed import is_transformed
-from .caches import REACHES, Facts, arrays_of, facts, put, settings
+from .caches import REACHES, Facts, arrays_of, changes, facts, put, settings
 from .capture import Captured, Differs, Setting, Unsupported, capture
 from .emit import Program
 from .graph import Graph
 from .rules import fused
+from .tailed import Tailed, released
 from .twin import leaves
 
 # Sequences and tokens of each at most: for more, the products are those of a prompt.
@@ -52,6 +54,17 @@ def stopped(model: Any) -> str | None:
     return "no step was run" if steps is None else "; ".join(steps.stopped.values()) or None
 
 
+def where() -> Any:
+    """What compiled steps belong to that are made and used now; None where calls run one by one.
+
+    So they do on a CPU, and where a debug mode wants to see each launch.
+    """
+    device = mx.default_device()
+    if device.type == mx.cpu or epoch.debug:
+        return None
+    return current.get(), get_ident(), str(mx.default_stream(device)), epoch.number
+
+
 class Step(NamedTuple):
     """A captured step.
 
@@ -68,7 +81,7 @@ class Step(NamedTuple):
     graph: Graph
     batches: tuple[int, int]
     limits: dict[str, tuple[int, int]]
-    programs: dict[Any, Program]
+    programs: dict[Any, Any]
 
     def holds(self, batch: int, at: dict[str, int]) -> bool:
         """Whether it computes such a step."""
@@ -92,6 +105,8 @@ class Steps:
         self.items = dict(model)
         self.stopped: dict[Any, str] = {}
         self.steps: dict[Any, list[Step]] = {}
+        # By the first cache, as long as that lives.
+        self.progress: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def is_of_now(self) -> bool:
         """Whether nothing in the model was replaced."""
@@ -107,6 +122,14 @@ class Steps:
         if is_transformed([tokens]):
             return None
         key: Any = None
+        asked = tokens.shape, tokens.dtype, where()
+        last = self.progress.get(own[0])
+        if last is not None and last[0] == asked and last[1].holds(own):
+            logits: mx.array
+            logits, progress = last[1].step.run(tokens, own, last[1])
+            self.progress[own[0]] = asked, progress
+            return logits
+        released(own)
         try:
             some = [facts(c, length) for c in own]
             key = length, tokens.dtype, tuple(each.key for each in some), _alike(some)
@@ -117,20 +140,36 @@ class Steps:
             if found is None:
                 found = self._captured(caches, some, batch, length)
                 self.steps[key] = [found, *self.steps.get(key, ())][:_KEPT]
-            program = self._program(found, batch)
+            if where() and (tailed := self._tailed(found, batch)) is not None:
+                logits, progress = tailed.run(tokens, own, None)
+                self.progress[own[0]] = asked, progress
+                return logits
+            program: Program = self._program(found, batch)
         except Unsupported as error:
             self.stopped[key] = str(error)
             return None
         outputs = program.run({"tokens": tokens, **arrays_of(own)}, at)
-        logits: mx.array = outputs.pop("logits")
-        put(own, outputs, found.captured.counts, at | {"batch": batch})
+        logits = outputs.pop("logits")
+        values = at | {"batch": batch}
+        put(own, changes(own, outputs, found.captured.counts, values))
         return logits
 
     def _program(self, found: Step, batch: int) -> Program:
-        where = batch, current.get(), epoch.state, mx.default_device()
-        if where not in found.programs:
-            found.programs[where] = Program(found.graph, batch, found.captured.weights)
-        return found.programs[where]
+        key = batch, current.get(), epoch.state, mx.default_device().type
+        if key not in found.programs:
+            found.programs[key] = Program(found.graph, batch, found.captured.weights)
+        return found.programs[key]
+
+    def _tailed(self, found: Step, batch: int) -> Tailed | None:
+        """The step by tails; None where something else depends on positions."""
+        key = "tails", batch, current.get(), where()
+        if key not in found.programs:
+            try:
+                found.programs[key] = Tailed(found.captured, batch)
+            except Unsupported as error:
+                self.stopped[key] = str(error)
+                found.programs[key] = None
+        return found.programs[key]
 
     def _captured(self, caches: Sequence[Any], some: list[Facts], batch: int, length: int) -> Step:
         """A step for these caches, and for as many positions and batch sizes as are alike."""

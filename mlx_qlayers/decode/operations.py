@@ -64,6 +64,16 @@ def _attention_step(node: Node, values: Mapping[str, int]) -> Callable[..., Any]
     return attend
 
 
+def _position(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    (more,), dtype = node.arg, node.dtype
+
+    def position(at: mx.array) -> mx.array:
+        entry = at[2:3].reshape(()).astype(dtype)
+        return entry + more if more else entry
+
+    return position
+
+
 OPERATIONS: dict[str, Maker] = {
     "Attention": _attention,
     "AttentionStep": _attention_step,
@@ -74,6 +84,7 @@ OPERATIONS: dict[str, Maker] = {
     "Experts": mixtures.experts,
     "Gelu": lambda node, values: nn.gelu,
     "GeluApprox": lambda node, values: nn.gelu_approx,
+    "Position": _position,
     "Products": _products,
     "Unpacked": _unpacked,
     "Silu": lambda node, values: nn.silu,

@@ -26,7 +26,8 @@ from mlx_lm.models.cache import (
 )
 from numerics import assert_same_model, assert_same_states
 
-from mlx_qlayers.conversion import cache_tail, compiled_step, step_progress
+from mlx_qlayers.conversion import compiled_step, step_progress
+from mlx_qlayers.decode import cache_tail
 from mlx_qlayers.runtime.backend import Mode, mode
 from tests.threads import in_threads
 

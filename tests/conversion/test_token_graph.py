@@ -13,8 +13,9 @@ from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_qlayers import convert_model
-from mlx_qlayers.conversion import cache_tail, compiled, compiled_step
+from mlx_qlayers.conversion import compiled, compiled_step
 from mlx_qlayers.conversion.step_slots import current_step
+from mlx_qlayers.decode import cache_tail
 from mlx_qlayers.dispatch.tunable import AttentionStepProblem
 from mlx_qlayers.runtime import metal as metal_backend
 from mlx_qlayers.runtime import use_backend

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from numerics import assert_same_model
 from small_qwen import qwen
 
+from mlx_qlayers import use_backend
 from mlx_qlayers.decode import engine
 
 # One of each kind of block: norms on both sides, experts, states, latent keys, sinks, rings.
@@ -184,3 +185,32 @@ def test_an_empty_cache_of_states_is_no_step() -> None:
     want = model(mx.array([[5]]), cache=make_prompt_cache(model))
     found = ByGraph(model)(mx.array([[5]]), cache=cache)
     assert mx.abs(found - want).max() < 1e-3 * mx.abs(want).max()
+
+
+@pytest.mark.parametrize("backend", ["ops", "host"])
+def test_steps_that_are_compiled(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: by what mx.compile makes of MLX's operators, and by kernels one by one."""
+    monkeypatch.setattr(engine, "where", lambda: "a GPU")
+    model, results = qwen(), []
+    if backend == "host":
+        mx.disable_compile()
+    try:
+        for run in (model, ByGraph(model)):
+            with use_backend(backend):
+                cache = make_prompt_cache(model)
+                rows = [decoded(run, cache, 254)]
+                state = mx.array(cache[0].keys[..., : cache[0].offset, :])
+                rows.append(decoded(run, cache, 4))
+                assert [c.trim(3) for c in cache] == [3, 3]
+                rows.append(decoded(run, cache, 9))
+                results.append((mx.concatenate(rows), state, cache[1].values))
+    finally:
+        mx.enable_compile()
+    (want, *arrays), (found, *others) = results
+    assert run.steps == 254 + 4 + 9 and engine.stopped(model) is None
+    steps = engine._steps[id(model)]
+    assert steps.progress, "no step went on where the last one ended"
+    assert mx.abs(want - found).max() < 1e-4 * mx.abs(want).max()
+    rows = cache[1].offset
+    assert mx.abs(arrays[0] - others[0]).max() < 1e-4
+    assert mx.abs(arrays[1][:, :, :rows] - others[1][:, :, :rows]).max() < 1e-4

@@ -211,4 +211,24 @@ def by_steps(graph: Graph) -> Graph:
         for number, name in enumerate(("keys", "values"), 1):
             outputs.pop(f"cache.{keys.number}.{name}", None)
             outputs[f"tail.{keys.number}.{name}"] = step.item(number)
-    return rewrite(Graph(outputs).replaced(places), VIEWS)
+    at = {n.arg[0]: n for step in places.values() for n in _inputs(step) if n.arg[0][:3] == "at."}
+    positions: list[Rule] = [(Pattern(("Numbers",)), lambda root: _position(root, at))]
+    return rewrite(Graph(outputs).replaced(places), [*VIEWS, *positions])
+
+
+def _inputs(view: Node) -> Iterator[Node]:
+    """What the step that a view is of takes from outside."""
+    (item,) = view.src
+    (step,) = item.src if item else (None,)
+    return (s for s in (step.src if step else ()) if s is not None and s.op == "Input")
+
+
+def _position(root: Node, at: dict[str, Node]) -> Node | None:
+    """A position as one of those that attention takes."""
+    if root.shape or not isinstance(root.arg[0], Size):
+        return None
+    (size,) = root.arg
+    ((name, count), *more) = size.terms
+    if more or count != 1 or f"at.{name}" not in at:
+        return None
+    return Node("Position", (at[f"at.{name}"],), (size.const,), root.outputs)
