@@ -1,8 +1,9 @@
-"""How nodes of mixtures of experts are computed."""
+"""How nodes of mixtures of experts and of recurrent layers are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ import mlx.core as mx
 from ..formats import Format
 from ..metal.gather_qmm.experts import share_experts
 from ..ops.experts import experts_chosen, experts_combined, experts_products, gated
+from ..ops.gated_delta import gated_delta
 from ..ops.gather_qmm import gather_qmm
 from ..ops.quantized_route import is_qmv
 from ..options import PackedMatrix
@@ -82,3 +84,25 @@ def chosen(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
         return experts_chosen(logits, router, bias, factors)
 
     return choose
+
+
+def delta(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    """The gated delta rule."""
+    (norms,) = node.arg
+
+    return partial(gated_delta, norms=norms)
+
+
+def depthwise(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    """A row of a depthwise convolution: MLX has no kernel for so few rows."""
+
+    def convolve(x: mx.array, w: mx.array) -> mx.array:
+        rows, weights = x.astype(mx.float32), w.squeeze(-1).T
+        if mx.default_device() == mx.gpu:  # a sum of products is one launch there
+            terms = [rows[:, i : i + 1] * each for i, each in enumerate(weights)]
+            y = sum(terms[1:], start=terms[0])
+        else:
+            y = (rows * weights).sum(1, keepdims=True)
+        return y.astype(x.dtype)
+
+    return convolve

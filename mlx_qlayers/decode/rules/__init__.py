@@ -8,11 +8,21 @@ from .attention import ATTENTION
 from .canonical import FAST, UNBROADCAST
 from .experts import COMBINED, EXPERTS, LIFTED, RESIDUAL
 from .products import products
+from .recurrent import RECURRENT, gated_deltas
 from .rotary import ROTARY
 from .routers import routed
 from .steps import by_steps
 
-PASSES = (UNBROADCAST, ROTARY, [*FAST, *ACTIVATIONS], ATTENTION, EXPERTS, LIFTED, COMBINED)
+PASSES = (
+    UNBROADCAST,
+    ROTARY,
+    [*FAST, *ACTIVATIONS],
+    ATTENTION,
+    EXPERTS,
+    LIFTED,
+    COMBINED,
+    RECURRENT,
+)
 
 
 def fused(graph: Graph, by_tails: bool = False) -> Graph:
@@ -25,7 +35,7 @@ def fused(graph: Graph, by_tails: bool = False) -> Graph:
     """
     for rules in PASSES:
         graph = rewrite(graph, rules)
-    graph = routed(graph)
+    graph = gated_deltas(routed(graph))
     if by_tails:
         graph = by_steps(graph)
     return rewrite(products(graph), RESIDUAL)

@@ -18,6 +18,16 @@ _HIDDEN = P("Select", any_("mask"), _SCORES, any_("least"))
 _MASKED = P("Add", _SCORES, any_("mask"))
 
 
+def _without_sinks(scores: Pattern) -> Pattern:
+    """The shares of keys, beside those of one number of each head."""
+    from_1 = P("Softmax", P("Concatenate", any_("sinks"), scores))
+    return P(
+        "Slice",
+        from_1,
+        arg=lambda start, *_: (*start[:-1], start[-1]) == (0,) * (len(start) - 1) + (1,),
+    )
+
+
 def _attention(
     q: Node, k: Node, v: Node, scale: Node, turned: Node, root: Node, **found: Node
 ) -> Node | None:
@@ -31,7 +41,13 @@ def _attention(
         mask = _of_heads(mask)
         if mask is None:
             return None
-    return root.like("Attention", q, k, v, mask, None, arg=(factor, False))
+    sinks = found.get("sinks")
+    while sinks is not None and len(sinks.shape) > 1:
+        known = sinks.op in ("Broadcast", "ExpandDims", "Unflatten", "AsType", "Reshape")
+        sinks = sinks.src[0] if known else None
+    if ("sinks" in found) != (sinks is not None) or (sinks and sinks.shape != (q.shape[1],)):
+        return None
+    return root.like("Attention", q, k, v, mask, sinks, arg=(factor, False))
 
 
 def _of_heads(mask: Node) -> Node | None:
@@ -56,8 +72,9 @@ def _primitive(root: Node) -> Node | None:
 ATTENTION: list[Rule] = [
     rule
     for scores in (_SCORES, _HIDDEN, _MASKED)
+    for shares in (P("Softmax", scores), _without_sinks(scores))
     for rule in (
-        (P("Flatten", P("Matmul", P("Softmax", scores), _VALUES), arg=(1, 2)), _attention),
-        (P("Matmul", P("Softmax", scores), any_("v")), _attention),
+        (P("Flatten", P("Matmul", shares, _VALUES), arg=(1, 2)), _attention),
+        (P("Matmul", shares, any_("v")), _attention),
     )
 ] + [(Pattern(("ScaledDotProductAttention",)), _primitive)]

@@ -6,6 +6,8 @@ together again, so that all other rules see one form.
 
 from __future__ import annotations
 
+import mlx.core as mx
+
 from ..graph import Either, Node, P, Pattern, Rule, any_, maybe, number_of, under
 
 ELEMENTWISE = (
@@ -103,6 +105,15 @@ def _primitive_norm(root: Node) -> Node | None:
     return None if src == [*root.src] else root.like(root.op, *src, arg=root.arg)
 
 
+def _cancelled(x: Node, root: Node) -> Node | None:
+    return x if x.outputs == root.outputs else None
+
+
+# What undoes each other: a cast to a wider type and back, an axis put in and taken out.
+CANCELLED: list[Rule] = [
+    (P(("Squeeze", "ExpandDims"), P(("Squeeze", "ExpandDims"), _X)), _cancelled),
+    (P("AsType", P("AsType", _X, arg=(mx.float32,))), _cancelled),
+]
 UNBROADCAST: list[Rule] = [
     (Pattern(ELEMENTWISE), _unbroadcast),
     (P(("Broadcast", "Reshape", "AsType"), _X), _as_it_is),
