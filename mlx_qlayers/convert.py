@@ -77,7 +77,7 @@ def convert_model(
         predicate: called with path and module; false leaves the module as it is.
         dry_run: report what would be done, and do nothing.
         verify: run each kind of layer once on random input, and compare with the stock layer.
-        calibrate: where nobody has measured them on this device, spend up to 5 seconds to measure
+        calibrate: where nobody has measured them on this device, spend up to 6 seconds to measure
             kernels beside stock operators at the model's shapes. The results are kept.
         activations: ``"int8"`` lets the linear layers of decoder layers multiply prompts of
             more than 128 tokens in 8-bit integers: rows are rounded as they come, and each

@@ -144,8 +144,8 @@ class Slot:
         (_, heads, _, width), (*_, v_width) = shapes
         if q.shape[1] % heads or q.shape[3] != width:
             return False
-        bits = getattr(self, "bits", 0)
-        return why_not(q.dtype, q.shape[1] // heads, shapes[0], v_width, bits) is None
+        packing = getattr(self, "group_size", 0), getattr(self, "bits", 0)
+        return why_not(q.dtype, q.shape[1] // heads, shapes[0], v_width, packing) is None
 
     def by_step(self, q: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array | None:
         """Attention by it, (B, H, 1, Dv); None without a tail."""

@@ -29,7 +29,7 @@ class CallProblem(Problem):
     """A call of such an operation.
 
     Attributes:
-        sizes: of its arrays; the first, its rows or keys, is one of ``calibrated``.
+        sizes: of its arrays; the first is that of its rows or keys.
         dtype: of its input.
         form: all else that matters.
     """
@@ -38,7 +38,7 @@ class CallProblem(Problem):
     dtype: mx.Dtype
     form: tuple[Any, ...]
     configs, values = (Fixed,), {}
-    calibrated: ClassVar[tuple[int, ...]] = CALIBRATED_ROWS
+    sizes_measured: ClassVar[tuple[int, ...]] = CALIBRATED_ROWS
 
     def heuristic(self, device: str) -> Fixed:
         return Fixed()
@@ -46,20 +46,14 @@ class CallProblem(Problem):
     def bucket(self) -> tuple[tuple[int, ...], str]:
         return self.sizes, "-".join(map(str, self.form))
 
+    @property
+    def size(self) -> int:
+        return self.sizes[0]
+
     def at(self, size: int) -> CallProblem:
-        """The same with so many rows or keys."""
         return replace(self, sizes=(size, *self.sizes[1:]))
 
-    def larger(self) -> Iterator[Problem]:
-        return (self.at(size) for size in self.calibrated if size > self.sizes[0])
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether models that ask for it launch it."""
-        return True
-
     def bytes(self) -> float:
-        """What it reads at least."""
         return float(prod(self.sizes) * self.dtype.size)
 
 
@@ -75,19 +69,15 @@ class ExpertsProblem(CallProblem):
     def kernels(self) -> tuple[Kernel, ...]:
         return ((experts._combined if self.form[-1] == "sum" else experts._products)(()),)
 
-    @property
-    def _shared(self) -> bool:
+    def variant(self, config: Any) -> bool:
         rows, count, each, *_ = self.sizes
         return experts.share_experts((rows, each), count)
 
-    def variant(self, config: Fixed) -> Any:
-        return self._shared
-
-    @property
-    def is_launched(self) -> bool:
+    def calibrated(self) -> Iterator[Problem]:
         # Where rows seldom share experts sums take the place of the products.
-        kind = self.form[-1]
-        return kind not in ("each", "sum") or self._shared == (kind == "each")
+        kind, every = self.form[-1], map(self.at, self.sizes_measured)
+        only = kind in ("each", "sum")
+        return (each for each in every if not only or each.variant(None) == (kind == "each"))
 
     def bytes(self) -> float:
         (rows, count, each, n, k), (_, group, bits, kind) = self.sizes, self.form
@@ -99,7 +89,7 @@ class GatherProblem(CallProblem):
     """Products of rows sorted by expert, as of a prompt: of rows, experts, N, K; a format."""
 
     family = "gather_qmm"
-    calibrated = CALIBRATED_PROMPTS
+    sizes_measured = CALIBRATED_PROMPTS
 
     def at(self, size: int) -> CallProblem:
         """Of a prompt of so many tokens, where this is of the longest."""
@@ -126,6 +116,10 @@ class GatherProblem(CallProblem):
         (rows, count, n, k), (_, group, bits) = self.sizes, self.form
         return float(min(rows, count) * n * k * (bits + 32 / group) / 8)
 
+    def operations(self) -> float:
+        rows, _, n, k = self.sizes
+        return 2.0 * rows * n * k
+
 
 class RouterProblem(CallProblem):
     """The choice of experts: of rows, experts; a router, and whether there are bias and factors."""
@@ -147,7 +141,11 @@ class LatentProblem(CallProblem):
     """Attention to latent rows: of rows, batch, heads and both widths; nothing else."""
 
     family = "latent_attention"
-    calibrated = CALIBRATED_KEYS
+    sizes_measured = CALIBRATED_KEYS
+
+    @property
+    def stage(self) -> int:
+        return int(self.sizes[1] > 1)
 
     def variant(self, config: Fixed) -> Any:
         return latent.splits_of(self.sizes[0]) > 1

@@ -22,6 +22,8 @@ from ..runtime.cache_folder import cache_folder
 from ..runtime.explain import note
 
 SHIPPED = Path(__file__).with_name("data")
+# The path of an entry whose seconds are an estimate: no operation goes by it.
+COMPUTED = "modelled"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..runtime.backend import epoch as current
 from ..runtime.explain import note
 from . import entries as stored
 from .choice import Choice, choose, unmeasured
-from .entries import Entry
+from .entries import COMPUTED, Entry
 from .problem import Problem, source_hash
 from .thresholds import Evidence
 from .tunable import PROBLEMS
@@ -194,12 +194,11 @@ def _of_larger(problem: Problem, name: str, device: str) -> Found | None:
         if (best := lookup(larger, name)) is not None:
             # To unpack a matrix first may not pay for fewer rows.
             compared = best.path not in ("dequantized", "uncompared")
-            config = problem.heuristic(device)
-            same = type(config) is type(best.config) and (
-                problem.variant(config) == larger.variant(best.config)
-            )
-            here = compared and same and best.evidence.source == "measured here"
-            return best._replace(config=config) if here else None
+            here, config = best.evidence.source == "measured here", problem.heuristic(device)
+            if not (compared and here and type(config) is type(best.config)):
+                return None
+            same = problem.variant(config) == larger.variant(best.config)
+            return best._replace(config=config) if same else None
     return None
 
 
@@ -236,7 +235,7 @@ def _say(text: str) -> None:
 
 def _kind_of(entry: Entry, problem: Problem) -> type[Any]:
     """The class of an entry's configuration, if it is of this MLX and these kernels."""
-    if entry.path == "modelled":
+    if entry.path == COMPUTED:
         raise ValueError("was computed, not measured")
     if entry.mlx != version("mlx"):
         raise ValueError(f"measured with MLX {entry.mlx}, this is {version('mlx')}")

@@ -18,7 +18,7 @@ from ..runtime.kernel import MAX_THREADGROUP_MEMORY, Kernel
 # between two of them goes by the larger.
 CALIBRATED_ROWS = (1, 2, 4, 8, 16)
 CALIBRATED_PROMPTS = (64, 512, 2048)
-CALIBRATED_KEYS = (256, 1024, 4096, 16384)
+CALIBRATED_KEYS = (512, 4096, 65536)
 _DEVICES = ("metal", "cuda", "host")
 
 
@@ -31,9 +31,13 @@ class Problem(ABC):
         values: those that fields of configurations may have; a field that is not here, or has
             another value, has that of one of :meth:`starts`.
         dtype: of the floating-point inputs.
+        sized: the field that counts its rows, tokens or keys, if a device is calibrated of it.
+        sizes_measured: so many of them.
     """
 
     family: ClassVar[str]
+    sized: ClassVar[str] = ""
+    sizes_measured: ClassVar[tuple[int, ...]] = ()
     configs: ClassVar[tuple[type[Any], ...]]
     values: ClassVar[dict[str, tuple[int, ...]]]
     dtype: mx.Dtype
@@ -89,9 +93,37 @@ class Problem(ABC):
         """What tells the text and template of a configuration from those of other sizes."""
         return config
 
+    @property
+    def size(self) -> int:
+        """How many rows, tokens or keys it has."""
+        return int(getattr(self, self.sized, 0))
+
+    @property
+    def stage(self) -> int:
+        """What is measured first: 0 is part of a token, 1 of several at once, 2 of a prompt."""
+        several = {CALIBRATED_ROWS: int(self.size > 1), CALIBRATED_PROMPTS: 2}
+        return several.get(self.sizes_measured, 0)
+
+    def at(self, size: int) -> Problem:
+        """The same of another size."""
+        changed: Any = {self.sized: size}
+        return replace(self, **changed)  # type: ignore[type-var]
+
+    def calibrated(self) -> Iterator[Problem]:
+        """Those of the sizes of which a device is calibrated."""
+        return map(self.at, self.sizes_measured)
+
     def larger(self) -> Iterator[Problem]:
-        """The same with the next more rows, or keys, of which a device is calibrated."""
-        return iter(())
+        """The same of the next larger sizes of which a device is calibrated."""
+        return (self.at(size) for size in self.sizes_measured if size > self.size)
+
+    def bytes(self) -> float:
+        """What it reads at least."""
+        return 0.0
+
+    def operations(self) -> float:
+        """Multiplications and additions, of a prompt."""
+        return 0.0
 
     @property
     def key(self) -> str:
@@ -112,11 +144,6 @@ def source_hash(*kernels: Kernel) -> str:
     """What changes when the text of a kernel does."""
     text = "\0".join(k.program.header + k.program.source for k in kernels)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def with_more(problem: Any, name: str, sizes: tuple[int, ...]) -> Iterator[Problem]:
-    """A problem with each of these sizes that is larger than its own."""
-    return (replace(problem, **{name: n}) for n in sizes if n > getattr(problem, name))
 
 
 def form_of(fmt: Format, transpose: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,11 +21,16 @@ from ..metal.quantized_matmul.qmv_config import (
     units_memory,
 )
 from ..runtime.kernel import Kernel
-from .problem import CALIBRATED_PROMPTS, CALIBRATED_ROWS, Problem, form_of, too_much, with_more
+from .problem import CALIBRATED_PROMPTS, CALIBRATED_ROWS, Problem, form_of, too_much
 
 # Beyond these a thread's sums and weights cannot stay in registers.
 _MOST_SUMS, _MOST_PRODUCTS = 32, 128
 QmvAny = QmvConfig | QmvPersistentConfig
+
+
+def matrix_bytes(n: int, k: int, fmt: Format) -> float:
+    """What packed matrices of so many rows and columns take."""
+    return n * k * (fmt.bits + 32 / fmt.group_size) / 8
 
 
 class QmvKind(NamedTuple):
@@ -62,7 +67,8 @@ class QmvProblem(Problem):
     dtype: mx.Dtype
     fmt: Format
     kind: str = ""
-    family, configs = "qmv", (QmvMatrixConfig, QmvPersistentConfig, QmvConfig)
+    family, sized, sizes_measured = "qmv", "rows", CALIBRATED_ROWS
+    configs = (QmvMatrixConfig, QmvPersistentConfig, QmvConfig)
     values: ClassVar = {
         "simds": (1, 2, 4, 8, 16),
         "tiles": (1, 2, 4),
@@ -145,8 +151,8 @@ class QmvProblem(Problem):
         form = form_of(self.fmt, True) + ("-" + self.kind if self.kind else "")
         return (self.rows, self.n, self.k), form
 
-    def larger(self) -> Iterator[Problem]:
-        return with_more(self, "rows", CALIBRATED_ROWS)
+    def bytes(self) -> float:
+        return matrix_bytes(self.n, self.k, self.fmt)
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,8 @@ class QmmProblem(Problem):
     dtype: mx.Dtype
     fmt: Format
     transpose: bool
-    family, configs = "qmm", (qmm.QmmConfig,)
+    family, sized, sizes_measured = "qmm", "m", CALIBRATED_PROMPTS
+    configs = (qmm.QmmConfig,)
     values: ClassVar = {
         "tile_m": (16, 32, 48, 64, 96, 128),
         "tile_n": (32, 64, 96, 128, 256),
@@ -204,5 +211,8 @@ class QmmProblem(Problem):
         rest = self.k, self.dtype, self.fmt, self.transpose
         return config, tensor_config(self.m, *rest), codes_config(self.m)
 
-    def larger(self) -> Iterator[Problem]:
-        return with_more(self, "m", CALIBRATED_PROMPTS)
+    def bytes(self) -> float:
+        return matrix_bytes(self.n, self.k, self.fmt)
+
+    def operations(self) -> float:
+        return 2.0 * self.m * self.n * self.k

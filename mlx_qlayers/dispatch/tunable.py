@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -19,12 +20,15 @@ from ..metal.common.row_sum import RowSum
 from ..metal.grid_sample import launch as grid_sample
 from ..runtime.kernel import Kernel
 from .calls import ExpertsProblem, GatherProblem, LatentProblem, RouterProblem
-from .problem import CALIBRATED_KEYS, CALIBRATED_PROMPTS, Problem, too_much, with_more
+from .problem import CALIBRATED_KEYS, CALIBRATED_PROMPTS, Problem, too_much
 from .products import QmmProblem, QmvProblem
 from .thresholds import threshold
 
 # Beyond these a thread's operands, sums and weights leave no room for addresses.
 _MOST_REGISTERS = 160
+# Batches of decoding of which a device is calibrated, of all sequences the most keys, and how
+# packed caches are packed.
+_BATCHES, _MOST_KEYS, _GROUP, _BITS = (1, 8, 32), 1 << 17, 64, (8, 4)
 _DECODE = ((False, False), (False, True), (True, False), (True, True))
 
 
@@ -88,7 +92,8 @@ class AttentionDecodeProblem(Problem):
     bits: int
     caches: int
     keys: int
-    family, configs = "attention_decode", (decode.Decode, decode.Serial)
+    family, sized, sizes_measured = "attention_decode", "keys", CALIBRATED_KEYS
+    configs = (decode.Decode, decode.Serial)
     values: ClassVar = {
         "min_keys": (16, 32, 64, 128, 256, 512),
         "max_splits": (16, 32, 64, 128, 256),
@@ -139,22 +144,32 @@ class AttentionDecodeProblem(Problem):
             return config
         return replace(config, min_keys=1, max_splits=1), config.splits(self.keys) > 1
 
-    def larger(self) -> Iterator[Problem]:
-        return with_more(self, "keys", CALIBRATED_KEYS)
+    def bytes(self) -> float:
+        bits = self.bits or 8 * self.dtype.size
+        return self.caches * self.keys * (self.width + self.v_width) * bits / 8
 
 
 @dataclass(frozen=True)
 class AttentionStepProblem(Problem):
-    """One token of each sequence, which attends to a cache of so many rows, and its tail."""
+    """One token of each sequence, which attends to a cache of so many rows, and its tail.
+
+    Attributes:
+        batch, heads, kv_heads, width, v_width: the shape.
+        keys: rows of the cache.
+        group_size, bits: of packed keys and values; 0 for plain ones.
+    """
 
     dtype: mx.Dtype
     batch: int
     heads: int
     kv_heads: int
-    size: int
+    keys: int
     width: int
     v_width: int
-    family, configs = "attention_step", (step.Step,)
+    group_size: int = 0
+    bits: int = 0
+    family, sized, sizes_measured = "attention_step", "keys", CALIBRATED_KEYS
+    configs = (step.Step,)
     values: ClassVar = {
         "splits": (0, 4, 8, 16, 24, 32, 64),
         "tail_splits": (1, 2, 4),
@@ -165,9 +180,10 @@ class AttentionStepProblem(Problem):
     }
 
     def heuristic(self, device: str) -> step.Step:
-        splits = threshold("attention_step_splits", device=device)
-        size = self.heads // self.kv_heads, self.size, (self.width, self.v_width)
-        return step.configure(device, self.dtype, *size, splits)
+        names = ("attention_step_packed_splits",) * (self.bits > 0) + ("attention_step_splits",)
+        splits = next(filter(None, (threshold(name, device=device) for name in names)))
+        size = self.heads // self.kv_heads, self.keys, (self.width, self.v_width)
+        return step.configure(device, self.dtype, *size, splits, self.bits)
 
     def admits(self, name: str) -> Sequence[int]:
         return _slices(self) if name == "simds" else super().admits(name)
@@ -180,27 +196,48 @@ class AttentionStepProblem(Problem):
             return f"{config.columns} columns of 8 rows for {self.heads} heads"
         if config.columns * config.slice > 128:
             return f"{config.columns * config.slice} sums a lane"
-        if config.splits * config.tile > max(self.size, config.tile):
-            return f"{config.splits} splits of {self.size} keys"
+        if config.splits * config.tile > max(self.keys, config.tile):
+            return f"{config.splits} splits of {self.keys} keys"
         if config.splits == 0 and config.tail_splits > 1:
             return "one threadgroup takes the tail with the cache"
         if config.threads > 1024:
             return f"{config.threads} threads"
-        sizes: dict[str, Any] = {"T": self.dtype, "D": self.width, "Dv": self.v_width, "bits": 0}
-        return too_much(step._memory(**sizes, joined=True, **asdict(config)))
+        sizes: dict[str, Any] = {"T": self.dtype, "D": self.width, "Dv": self.v_width}
+        return too_much(step._memory(**sizes, bits=self.bits, joined=True, **asdict(config)))
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return step._kernel(False, False, False), decode._combine(False)
+        return step._kernel(self.bits > 0, False, False), decode._combine(False)
 
     def bucket(self) -> tuple[tuple[int, ...], str]:
         heads = self.batch, self.heads, self.kv_heads
-        return (*heads, rounded(self.size), self.width, self.v_width), ""
+        form = f"packed-{self.group_size}-{self.bits}" if self.bits else ""
+        return (*heads, rounded(self.keys), self.width, self.v_width), form
 
     def variant(self, config: step.Step) -> step.Step:
         return replace(config, splits=min(config.splits, 1), tail_splits=1)
 
+    @property
+    def stage(self) -> int:
+        return int(self.batch > 1 or self.bits > 0)
+
+    def calibrated(self) -> Iterator[Problem]:
+        """In batches, too, up to so many keys, and with packed keys as mlx-lm packs them."""
+        whole = self.width % _GROUP == self.v_width % _GROUP == 0
+        kinds = [(0, 0), *((_GROUP, bits) for bits in _BITS if whole)]
+        for (group, bits), batch in product(kinds, _BATCHES):
+            rest = replace(self, batch=self.batch * batch, group_size=group, bits=bits)
+            yield from (rest.at(n) for n in self.sizes_measured if batch * n <= _MOST_KEYS)
+
     def larger(self) -> Iterator[Problem]:
-        return with_more(self, "size", CALIBRATED_KEYS)
+        """In the next larger batch, too: the kernel is the same."""
+        for batch in (n for n in _BATCHES if n >= self.batch):
+            rest = replace(self, batch=batch)
+            keys = (n for n in self.sizes_measured if n >= self.keys)
+            yield from (rest.at(n) for n in keys if (batch, n) != (self.batch, self.keys))
+
+    def bytes(self) -> float:
+        bits = self.bits + 32 / self.group_size if self.bits else 8 * self.dtype.size
+        return self.batch * self.kv_heads * self.keys * (self.width + self.v_width) * bits / 8
 
 
 @dataclass(frozen=True)
@@ -216,7 +253,7 @@ class AttentionForwardProblem(Problem):
     dtype: mx.Dtype
     causal: bool
     bits: int = 0
-    family, configs = "attention_forward", (Layout,)
+    family, sizes_measured, configs = "attention_forward", CALIBRATED_PROMPTS, (Layout,)
     values: ClassVar = {
         "blocks": (1, 2),
         "simds": (2, 4, 8),
@@ -246,6 +283,22 @@ class AttentionForwardProblem(Problem):
         lengths, packed = map(rounded, self.shape[3:5]), f"-bits-{self.bits}" if self.bits else ""
         kind = "causal" if self.causal else "full"
         return (*self.shape[:3], *lengths, *self.shape[5:]), kind + packed
+
+    @property
+    def size(self) -> int:
+        return self.shape[3]
+
+    def at(self, size: int) -> AttentionForwardProblem:
+        return replace(self, shape=(*self.shape[:3], size, size, *self.shape[5:]))
+
+    def bytes(self) -> float:
+        batch, _, kv_heads, _, keys, width, v_width = self.shape
+        return batch * kv_heads * keys * (width + v_width) * self.dtype.size
+
+    def operations(self) -> float:
+        batch, heads, _, queries, keys, width, v_width = self.shape
+        pairs = queries * (keys - queries / 2 if self.causal else keys)
+        return 2.0 * batch * heads * pairs * (width + v_width)
 
     def larger(self) -> Iterator[Problem]:
         *heads, queries, keys, width, v_width = self.shape

@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from ..dispatch import Choice, Operation, Plan, choose, dispatch, gradient_of
 from ..dispatch.measurements import configure, decided, found
-from ..dispatch.thresholds import threshold
 from ..metal.attention import step as kernels
 from ..metal.attention.decode import BITS
 from ..options import Rotation, StepCall, row_words
@@ -129,18 +128,12 @@ def _plan(
     check_number("epsilon", epsilon)
     check_rotation(rotation, call.freqs, width)
     share, shape = q.shape[2] // (kv_heads * width), (batch, kv_heads, size, width)
-    choice = _choose(q.dtype, share, shape, v_width, bits)
+    choice = _choose(q.dtype, share, shape, v_width, call.packing)
     composed = reference.attention_step(arrays, scale, rotation, epsilon)
     if choice.path == "ops":
         return Plan(choice, composed)
-    if bits:
-        names = "attention_step_packed_splits", "attention_step_splits"
-        measured = next(filter(None, (threshold(n, device=choice.path) for n in names)))
-        widths = width, v_width
-        config = kernels.configure(choice.path, q.dtype, share, size, widths, measured, bits)
-    else:
-        question = kernels.question(q, Spec(shape, q.dtype), v_width)
-        config = configure("attention_step", choice.path, *question)
+    question = kernels.question(q, Spec(shape, q.dtype), v_width, call.packing)
+    config = configure("attention_step", choice.path, *question)
     known = arrays if choice.path in _ORDERED else arrays[:-1]
     launch = kernels.attention_step(known, scale, rotation, config, epsilon)
     if bits:
@@ -152,7 +145,11 @@ ATTENTION_STEP = Operation("attention_step", _plan)
 
 
 def why_not(
-    dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int, bits: int = 0
+    dtype: mx.Dtype,
+    share: int,
+    k_shape: tuple[int, ...],
+    v_width: int,
+    packing: tuple[int, int] = (0, 0),
 ) -> str | None:
     """Why the kernel should not be used on this machine for such a cache, if so.
 
@@ -161,32 +158,37 @@ def why_not(
         share: queries of a key head.
         k_shape: (B, Hkv, S, D).
         v_width: Dv.
-        bits: of packed keys and values.
+        packing: the group size and the bits of packed keys and values.
     """
-    if not _covers(dtype, share, k_shape, v_width, bits):
+    if not _covers(dtype, share, k_shape, v_width, packing):
         return "no kernel for these shapes"
-    choice = _choose(dtype, share, k_shape, v_width, bits)
+    choice = _choose(dtype, share, k_shape, v_width, packing)
     return choice.reason if choice.path == "ops" else None
 
 
 def _choose(
-    dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int, bits: int
+    dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int, packing: tuple[int, int]
 ) -> Choice:
     """The kernel, unless the stock operators were measured to be faster."""
-    if not _covers(dtype, share, k_shape, v_width, bits):
+    bits = packing[1]
+    if not _covers(dtype, share, k_shape, v_width, packing):
         return choose("attention_step", ())
-    if bits:
-        return choose("attention_step", by=f"attention_step_packed, {bits} bits")
     q = Spec((k_shape[0], 1, share * k_shape[1] * k_shape[3]), dtype)
-    best = found("attention_step", *kernels.question(q, Spec(k_shape, dtype), v_width))
-    by, unless, evidence = decided(best, "its kernel", None)
-    return choose("attention_step", unless=unless, by=by if best else "", evidence=evidence)
+    best = found("attention_step", *kernels.question(q, Spec(k_shape, dtype), v_width, packing))
+    kernel = f"attention_step_packed, {bits} bits" if bits else "its kernel"
+    by, unless, evidence = decided(best, kernel, None)
+    named = by if best or bits else ""
+    return choose("attention_step", unless=unless, by=named, evidence=evidence)
 
 
 def _covers(
-    dtype: mx.Dtype, share: int, k_shape: tuple[int, ...], v_width: int, bits: int = 0
+    dtype: mx.Dtype,
+    share: int,
+    k_shape: tuple[int, ...],
+    v_width: int,
+    packing: tuple[int, int] = (0, 0),
 ) -> bool:
-    width = k_shape[3]
+    width, bits = k_shape[3], packing[1]
     if bits not in (0, *BITS):
         return False
     if width % 8 or v_width % 8 or max(width, v_width) > _MAX_WIDTH or not min(*k_shape, v_width):

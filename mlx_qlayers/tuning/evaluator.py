@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, cached_property, partial
+from itertools import chain
 from math import inf
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -18,8 +19,8 @@ from ..runtime.backend import backend
 from ..runtime.cuda_ahead import together
 from ..runtime.host import checks
 from ..runtime.wait import KernelTimeout, wait_for
-from .family import Family, Inputs, P, Path
-from .queue_timer import Queued, QueueTimer
+from .family import Family, Inputs, P, Path, in_float32
+from .queue_timer import OutOfTime, Queued, QueueTimer
 from .search import Trial
 from .timing import Sample
 
@@ -35,11 +36,18 @@ class Times(NamedTuple):
 
 # Longer than any kernel here takes; one that is not back by then hangs.
 PATIENCE = 20.0
-# Bytes of inputs that no cache holds: copies of the inputs alternate until they have as many.
-_COLD = 256 << 20
+# And than operators of MLX take on one core.
+_STOCK = 3600.0
+# Bytes of inputs that no cache holds: copies of the inputs alternate until they have as many. An
+# M2 Ultra has 96 MB of cache, an H200 60.
+_COLD = 128 << 20
 _MOST_SETS = 63
 # Seconds that a chain should take, and launches that it has at most.
 _CHAIN, _LAUNCHES = 3e-3, 160
+# Seconds from which one launch is a chain, whose inputs no cache holds.
+_LONG = 2e-3
+# Repeats of a comparison, and seconds of its chains; the second where the first leaves a doubt.
+_LOOKS = (5, _CHAIN / 2), (9, _CHAIN)
 # Noise beyond the first is no reason to stop a search sooner, and beyond the second one to repeat.
 _MOST_NOISE, _NOISY = 0.03, 0.1
 # Bytes of inputs above which the checked build of the host takes too long.
@@ -68,25 +76,28 @@ class Evaluator(Generic[P, C]):
 
     Raises:
         ValueError: no backend here runs kernels.
+        OutOfTime: the ``deadline``, by ``time.monotonic``, came; so do its methods.
     """
 
-    def __init__(self, family: Family[P, C], problem: P, checked: bool = True) -> None:
+    def __init__(
+        self, family: Family[P, C], problem: P, checked: bool = True, deadline: float = inf
+    ) -> None:
         self.family, self.problem, self.device = family, problem, backend()
+        self.deadline = deadline
         name = file_of(self.device)
         if name is None:
             raise ValueError(f"there is nothing to tune: the backend is {self.device}")
         self.name, self.lost, self.noise = name, "", 0.0
         self.inputs = family.inputs(problem)
-        self.truth = family.reference(self.inputs, problem).astype(mx.float32)
-        mx.eval(self.inputs)
-        start = time.perf_counter()
-        mx.eval(self.truth)
-        self.truth_seconds = time.perf_counter() - start
+        self._seconds("inputs", self.inputs, patience=_STOCK)
+        self.truth = list(map(in_float32, family.reference(self.inputs, problem)))
+        self.truth_seconds = self._seconds("truth", self.truth, patience=_STOCK)
         mx.clear_cache()
         self._size = sum(x.nbytes for x in self.inputs)
         self._checked = checked and self.device == "host" and self._size <= _CHECKED
-        # By the number of sets: how often a chain goes through them, once that is known.
-        self._rounds: dict[int, int] = {}
+        # By the number of sets what a launch with each takes, once that is known.
+        self._rounds: dict[int, float] = {}
+        self._is_short = True
         self._ordered = self.device == "host" or (
             self.device == "cuda" and IN_ORDER.items() <= os.environ.items()
         )
@@ -95,9 +106,9 @@ class Evaluator(Generic[P, C]):
     @cached_property
     def sets(self) -> list[Inputs]:
         """The inputs and copies of them, made at the first use."""
-        copies = min(_MOST_SETS, _COLD // max(1, self._size))
+        copies = min(_MOST_SETS, _COLD // max(1, self._size)) if self._is_short else 0
         sets = [self.inputs, *([mx.array(x) for x in self.inputs] for _ in range(copies))]
-        mx.eval(sets, self._true)
+        self._seconds("copies", [self._true, *chain.from_iterable(sets)], patience=_STOCK)
         return sets
 
     def launch(self, config: C) -> None:
@@ -117,18 +128,28 @@ class Evaluator(Generic[P, C]):
 
         def run() -> str | None:
             nonlocal seconds
-            if not (error := self._verified(self._path(config))) and rated:
+            if not (error := self._verified("kernel", self._path(config))) and rated:
                 seconds = self.rate(config)
             return error
 
-        problem = self._problem(run)
-        return Trial(config, seconds, problem)
+        return Trial(problem=self._problem(run), config=config, seconds=seconds)
 
-    def _verified(self, path: Path) -> str | None:
-        """Why the result of a path is wrong, if it is."""
+    def _verified(self, name: str, path: Path) -> str | None:
+        """Why an output of a path is wrong, if one is."""
         with checks() if self._checked else nullcontext():
-            y = wait_for(path(self.inputs), PATIENCE)
-        return self._error(y)
+            outputs = path(self.inputs)
+            self._seconds(name, outputs)
+        return self._error(outputs)
+
+    def _seconds(
+        self, name: str, arrays: list[mx.array], launches: int = 1, patience: float = PATIENCE
+    ) -> float:
+        """What it takes to compute arrays by so many launches of a path."""
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
+        start = time.perf_counter()
+        wait_for(arrays, patience)
+        return time.perf_counter() - start
 
     def _problem(self, run: Callable[[], str | None]) -> str:
         """What a function says is wrong, or what it raises; whatever that is, others are tried."""
@@ -149,7 +170,7 @@ class Evaluator(Generic[P, C]):
         return {
             name: path
             for name, path in kept.items()
-            if name == "stock" or not self._problem(partial(self._verified, path))
+            if name == "stock" or not self._problem(partial(self._verified, name, path))
         }
 
     def rate(self, config: C) -> float:
@@ -167,18 +188,26 @@ class Evaluator(Generic[P, C]):
         Args:
             config: which has been verified.
             until: whether the times of the fastest kernel and of stock are sure enough; else all
-                are taken once more, from more repeats.
+                are taken once more, from more repeats, as long as there is time.
 
         Returns:
-            By path; nothing where one of them has lost the device.
+            By path, each from five repeats or more; nothing where one has lost the device.
         """
-        every = {"kernel": self._path(config)} | self._paths("dequantized")
+        every, found = {"kernel": self._path(config)}, dict[str, Sample]()
+        pace = self._seconds("kernel", every["kernel"](self.inputs))
+        every |= self._paths("dequantized")
         if self.lost:
             return {}
         # On a CPU arithmetic counts, not memory.
-        sets = [self.inputs] if self.device == "host" else self.sets
-        for repeats in (3, 7, 15):
-            found = self._times(every, sets, repeats)
+        self._is_short = pace < _LONG and self.device != "host"
+        self._rounds |= {} if self._is_short or self.device == "host" else {1: pace}
+        for repeats, seconds in _LOOKS:
+            try:
+                found = self._times(every, self.sets, repeats, seconds)
+            except OutOfTime:
+                if not found:
+                    raise
+                break
             if until(found[fastest_kernel(found)], found["stock"]):
                 break
         return found
@@ -200,46 +229,69 @@ class Evaluator(Generic[P, C]):
         times = {name: Times(cold[name], warm[name]) for name in cold}
         return [times.pop(name) for name in own], times
 
-    def _error(self, y: mx.array) -> str | None:
-        """Why a result is wrong, if it is."""
-        difference = mx.abs(y.astype(mx.float32) - self.truth).max()
-        largest = mx.abs(self.truth).max()
-        mx.eval(difference, largest)
-        found = float(difference.item())  # type: ignore[arg-type]
-        allowed = self.family.tolerance(self.problem) * float(largest.item())  # type: ignore[arg-type]
-        return None if found <= allowed else f"wrong by {found:.2e}, {allowed:.2e} would pass"
+    def _error(self, outputs: Inputs) -> str | None:
+        """Why outputs are wrong, if they are."""
+        found = self.family.numbers(outputs, self.problem)
+        tolerances = self.family.tolerances(self.problem, len(found))
+        for y, truth, tolerance in zip(found, self.truth, tolerances, strict=True):
+            difference = mx.abs(y.astype(mx.float32) - truth).max()
+            error, largest = (float(a.item()) for a in (difference, mx.abs(truth).max()))  # type: ignore[arg-type]
+            if not error <= tolerance * largest:
+                return f"wrong by {error:.2e}, {tolerance * largest:.2e} would pass"
+        return None
 
     def _path(self, config: C) -> Path:
         return self.family.bind(self.inputs, self.problem, config)
 
     def _times(
-        self, paths: Mapping[str, Path], sets: list[Inputs], repeats: int
+        self, paths: Mapping[str, Path], sets: list[Inputs], repeats: int, seconds: float = _CHAIN
     ) -> dict[str, Sample]:
-        """Seconds of one launch."""
-        rounds = {name: self._round(path, sets) for name, path in paths.items()}
-        if not rounds:
+        """Seconds of one launch, from chains of so many."""
+        if not paths:
             return {}
-        if len(sets) not in self._rounds:
-            self._rounds[len(sets)] = _rounds_of(next(iter(rounds.values())), len(sets))
-        times = self._rounds[len(sets)]
-        rounds[_LINKS] = _nothing if self._ordered else self._round(itemgetter(0), sets)
-        chains = {name: _chain(run, times) for name, run in rounds.items()}
-        found = _timer(self.device != "host").seconds(chains, repeats)
-        floor, launches = found.pop(_LINKS), times * len(sets)
+        count = len(sets)
+        if count not in self._rounds:
+            name, path = next(iter(paths.items()))
+            run, y = self._chain(name, path, sets), mx.zeros((1,))
+            self._rounds[count] = min(self._seconds(name, run(y), count) for _ in range(3))
+        times = max(1, min(_LAUNCHES // count, round(seconds / self._rounds[count])))
+        chains = {name: self._chain(name, path, sets, times) for name, path in paths.items()}
+        links = (
+            _nothing if self._ordered else self._chain(_LINKS, itemgetter(slice(1)), sets, times)
+        )
+        timer, launches = timer_of(self.device), times * count
+        found = timer.seconds({**chains, _LINKS: links}, repeats, self.deadline)
+        floor = found.pop(_LINKS)
         return {name: sample.less(floor).scaled(1 / launches) for name, sample in found.items()}
 
-    def _round(self, path: Path, sets: list[Inputs]) -> Queued:
+    def _chain(self, name: str, path: Path, sets: list[Inputs], rounds: int = 1) -> Queued:
         """Launches one behind the other, each with a set of its own: MLX would share their work."""
+        replaced = self.family.replaced(name, self.problem) if name != _LINKS else ()
 
-        def once(y: mx.array) -> list[mx.array]:
-            found = []
+        def once(y: mx.array, sets: list[Inputs]) -> tuple[list[mx.array], list[Inputs]]:
+            found, behind = [], []
             for first, *others in sets:
-                y = path([first if self._ordered else self._linked(first, y), *others])
-                found.append(y)
-            return found if self._ordered else [y]
+                y, *more = path([first if self._ordered else self._linked(first, y), *others])
+                behind.append(more[: len(replaced)])
+                found.append(mx.depends(y, more) if more else y)
+                y = found[-1]
+            return found if self._ordered else [y], behind
 
         # What is compiled has no values, which the host backend needs.
-        return once if self.device == "host" else cast(Queued, mx.compile(once))
+        run: Any = once if self.device == "host" else mx.compile(once)
+
+        def launches(y: mx.array) -> list[mx.array]:
+            every = list[mx.array]()
+            for _ in range(rounds):
+                found, behind = run(y, sets)
+                y, every = found[-1], every + found
+                # Nothing else may hold what operators of MLX are to write into.
+                for inputs, outputs in zip(sets, behind, strict=True):
+                    for at, output in zip(replaced, outputs, strict=True):
+                        inputs[at] = output
+            return [*every, *(inputs[at] for inputs in sets for at in replaced)]
+
+        return launches
 
     def _linked(self, x: mx.array, y: mx.array) -> mx.array:
         """x, but not before y is there."""
@@ -264,27 +316,7 @@ def _nothing(y: mx.array) -> list[mx.array]:
     return [y]
 
 
-def _chain(run: Queued, rounds: int) -> Queued:
-    def chain(y: mx.array) -> list[mx.array]:
-        found: list[Any] = []
-        for _ in range(rounds):
-            found += run(y)
-            y = found[-1]
-        return found
-
-    return chain
-
-
-def _rounds_of(run: Callable[[mx.array], list[mx.array]], launches: int) -> int:
-    """How often to run so many launches for a chain of a length that can be measured."""
-    y, pace = mx.zeros((1,)), []
-    for _ in range(3):
-        start = time.perf_counter()
-        mx.eval(run(y))
-        pace.append(time.perf_counter() - start)
-    return max(1, min(_LAUNCHES // launches, round(_CHAIN / min(pace))))
-
-
 @cache
-def _timer(busy: bool) -> QueueTimer:
-    return QueueTimer(busy)
+def timer_of(device: str) -> QueueTimer:
+    """What times launches on a device."""
+    return QueueTimer(device != "host")

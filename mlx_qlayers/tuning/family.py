@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
 
 from ..dispatch.problem import Problem
+from ..runtime import tensor_ops
+from ..runtime.backend import backend
 from .moves import Move
 
 P = TypeVar("P", bound=Problem)
 C = TypeVar("C")
 Inputs = list[mx.array]
-Path = Callable[[Inputs], mx.array]
+# Gives all outputs.
+Path = Callable[[Inputs], Inputs]
+# Whether operators are asked for the right result, and not for how long they take.
+exactly: ContextVar[bool] = ContextVar("exactly", default=False)
+# Rows that no GPU multiplies by matrix units of TF32.
+_FEW = 8
 
 
 class Family(ABC, Generic[P, C]):
@@ -56,22 +65,35 @@ class Family(ABC, Generic[P, C]):
         """The launch of the kernel for inputs like these."""
 
     @abstractmethod
-    def stock(self, inputs: Inputs, problem: P) -> mx.array:
-        """The result by operators of MLX."""
+    def stock(self, inputs: Inputs, problem: P) -> Inputs:
+        """The outputs by operators of MLX, as fast as those are."""
+
+    def replaced(self, path: str, problem: P) -> Sequence[int]:
+        """The inputs of a path in whose places the next launch finds the outputs behind the first.
+
+        What holds them gives them up, so that operators of MLX write into them in place.
+        """
+        return ()
 
     def paths(self, inputs: Inputs, problem: P) -> dict[str, Path]:
         """The other paths that ``auto`` could take; ``"stock"`` is the operator of MLX."""
         return {"stock": lambda inputs: self.stock(inputs, problem)}
 
-    def reference(self, inputs: Inputs, problem: P) -> mx.array:
-        """The right result: that of the stock operator in float32."""
-        floats = (mx.float16, mx.bfloat16)
-        single = [a.astype(mx.float32) if a.dtype in floats else a for a in inputs]
-        return self.stock(single, problem)
+    def reference(self, inputs: Inputs, problem: P) -> Inputs:
+        """The right outputs, as :meth:`numbers` gives them: those of operators in float32."""
+        token = exactly.set(True)
+        try:
+            return self.stock(list(map(in_float32, inputs)), problem)
+        finally:
+            exactly.reset(token)
 
-    def tolerance(self, problem: P) -> float:
-        """The largest error that passes, over the largest number of the result."""
-        return 4 * float(mx.finfo(problem.dtype).eps) + 1e-4
+    def numbers(self, outputs: Inputs, problem: P) -> Inputs:
+        """Of the outputs of a kernel what is compared."""
+        return outputs
+
+    def tolerances(self, problem: P, outputs: int) -> list[float]:
+        """The largest error of each output that passes, over its largest number."""
+        return [4 * float(mx.finfo(problem.dtype).eps) + 1e-4] * outputs
 
     def near(self, config: C, problem: P) -> list[C]:
         """The legal configurations one move away."""
@@ -87,6 +109,19 @@ class Family(ABC, Generic[P, C]):
     def _legal(self, configs: Iterable[C], problem: P) -> list[C]:
         unique = dict.fromkeys(problem.completed(config) for config in configs)
         return [config for config in unique if self.why_not(config, problem) is None]
+
+
+def in_float32(x: mx.array) -> mx.array:
+    """Numbers in float32, and all else as it is."""
+    return x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x
+
+
+def in_parts(rows: int) -> list[slice]:
+    """Rows that operators take at once: few where the right result is asked of TF32 units."""
+    has_units = backend() == "cuda" or (backend() == "metal" and tensor_ops.missing() is None)
+    rounds = exactly.get() and has_units and os.environ.get("MLX_ENABLE_TF32") != "0"
+    each = _FEW if rounds else max(rows, 1)
+    return [slice(start, start + each) for start in range(0, max(rows, 1), each)]
 
 
 def normal(dtype: mx.Dtype, *shapes: tuple[int, ...]) -> Inputs:

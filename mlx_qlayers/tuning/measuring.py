@@ -27,14 +27,15 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import mlx.core as mx
 
-from ..dispatch.entries import Entry, parsed
+from ..dispatch.entries import COMPUTED, Entry, parsed
 from ..dispatch.problem import Problem
 from ..dispatch.products import QmvProblem
 from ..runtime.backend import backend
 from ..runtime.explain import recording
-from .evaluator import IN_ORDER, Evaluator, fastest_kernel
+from .evaluator import IN_ORDER, Evaluator, fastest_kernel, timer_of
 from .families import FAMILIES
 from .problems import Target
+from .queue_timer import OutOfTime
 from .store import entry_of
 from .timing import Sample
 
@@ -44,6 +45,10 @@ _MARGIN = 0.97
 _PART = 1 << 20
 # Problems whose kernels are compiled while others are measured on CUDA: their inputs take memory.
 _AHEAD = 4
+# Seconds that a GPU works before anything is measured.
+_WARM = 0.5
+# What measuring a prompt takes: seconds, and times a product of the same size as MLX computes it.
+_SETUP, _PRODUCTS = 0.2, 24
 # Seconds after which a process that was left behind ends, whatever it is doing.
 _PATIENCE = 60
 _left_behind: list[subprocess.Popen[bytes]] = []
@@ -65,51 +70,69 @@ class Result(NamedTuple):
     lost: str = ""
 
 
-def results(targets: Sequence[Target], deadline: float) -> Iterator[Result]:
+def results(targets: Sequence[Target], deadline: float, longest: float) -> Iterator[Result]:
     """Measure problems in their order, as many as there is time for.
 
     Args:
         targets: the problems.
-        deadline: by ``time.monotonic``; none is begun that would end after it if it took as long as
-            the one before, and on CUDA none is waited for.
+        deadline: by ``time.monotonic``; what is under way then is left. On CUDA none is waited for.
+        longest: seconds of a prompt beyond which it is left to the tuner.
     """
     if backend() == "cuda":
         return _of_process([target.problem for target in targets], deadline)
-    return _measured(targets, deadline)
+    return _measured(targets, deadline, longest)
 
 
-def _measured(targets: Sequence[Target], deadline: float) -> Iterator[Result]:
+def _measured(targets: Sequence[Target], deadline: float, longest: float = inf) -> Iterator[Result]:
     """Measure them here; kernels are compiled while others are measured, where that can be."""
     workers = {"host": os.cpu_count() or 1, "cuda": _AHEAD}.get(backend(), 0)
     pool = ThreadPoolExecutor(workers, "calibrate") if backend() == "host" else None
     ahead: list[tuple[Target, Evaluator[Any, Any] | Result, Future[None] | None]] = []
-    rest, took = iter(targets), 0.0
+    if pool is None and targets:
+        timer_of(backend()).warm(_WARM)
+    rest = iter(targets)
     try:
-        while (left := deadline - time.monotonic()) > took:
+        while (left := deadline - time.monotonic()) > 0:
             while len(ahead) <= workers and (target := next(rest, None)) is not None:
-                ahead.append((target, *_begun(target, pool)))
+                if (estimate := _estimated(target.problem)) > longest:
+                    yield _left_to_tune(target, estimate)
+                elif estimate <= deadline - time.monotonic():
+                    ahead.append((target, *_begun(target, pool, deadline)))
             if not ahead:
                 return
             target, rates, compiled = ahead.pop(0)
             if compiled is not None and not _waits(compiled, left):
                 return
-            start = time.monotonic()
-            result = rates if isinstance(rates, Result) else _rated(target, rates)
-            # The next may take as long; a process of its own is not waited for.
-            took = time.monotonic() - start if backend() != "cuda" else 0.0
-            yield result
+            yield rates if isinstance(rates, Result) else _rated(target, rates)
+    except OutOfTime:
+        return
     finally:
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _estimated(problem: Problem) -> float:
+    """Seconds that it takes to measure a problem of a prompt, on a GPU; 0 for all others."""
+    if backend() == "host" or problem.stage < 2:
+        return 0.0
+    return _SETUP + _PRODUCTS * problem.operations() / timer_of(backend()).rate
+
+
+def _left_to_tune(target: Target, estimate: float) -> Result:
+    """What takes longer than a whole calibration: it is not tried again."""
+    config, paths = target.problem.heuristic(backend()), {COMPUTED: estimate}
+    why = f"{target.key}: would take {estimate:.1f} s; mlx-qlayers tune measures it"
+    entry = entry_of(target.problem, config, COMPUTED, paths, tried=0)
+    return Result(target.key, entry, ("left to tune", why))
+
+
 def _begun(
-    target: Target, pool: ThreadPoolExecutor | None
+    target: Target, pool: ThreadPoolExecutor | None, deadline: float
 ) -> tuple[Evaluator[Any, Any] | Result, Future[None] | None]:
     """What rates a problem, and its kernel being compiled if there are threads for that."""
     problem = _part(target.problem) if backend() == "host" else target.problem
     try:
-        rates: Evaluator[Any, Any] = Evaluator(target.family, problem, checked=False)
+        rates: Evaluator[Any, Any] = Evaluator(target.family, problem, False, deadline)
         if backend() == "cuda":
             rates.prepare([problem.heuristic(rates.device)], waits=False)
     except Exception as error:  # whatever stock does not take stays with the rules

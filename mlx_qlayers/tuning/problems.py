@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..dispatch.measurements import Question, questions
+from ..dispatch.measurements import questions
 from ..dispatch.problem import Problem
+from ..dispatch.tunable import PROBLEMS
 from ..runtime.backend import advance_epoch, backend
 from ..runtime.cuda_ahead import together
 from ..runtime.explain import note, recording
@@ -66,7 +67,8 @@ def problems_of_model(model: nn.Module, *, prompt: int = 512, batch: int = 1) ->
         for size in _BUFFERS
         if family == "attention_step" and backend() != "host"
     ]
-    return problems_of([*decoding, *longer, *prefill])
+    asked = [*decoding, *longer, *prefill]
+    return problems_of(PROBLEMS[name](*arguments) for name, arguments in asked)
 
 
 def asked_by(model: nn.Module, prompt: int = 0) -> bool:
@@ -111,16 +113,15 @@ def compile_kernels(model: nn.Module) -> None:
     advance_epoch()  # so that whoever launches one of them binds it, and waits for it
 
 
-def problems_of(asked: Iterable[Question], searched: bool = True) -> list[Target]:
-    """The problems behind questions, in their order; those that share results count as one.
+def problems_of(asked: Iterable[Problem], searched: bool = True) -> list[Target]:
+    """Problems in their order, with their families; those that share results count as one.
 
     What is not configured on this backend as the family's configurations say is left out, and so
     is what has no other configuration, if they are to be ``searched``.
     """
     found: dict[str, Target] = {}
-    for name, arguments in asked:
-        family = FAMILIES[name]
-        problem = family.problem(*arguments)
+    for problem in asked:
+        family = FAMILIES[problem.family]
         config = problem.heuristic(backend())
         if isinstance(config, problem.configs) and not (searched and family.is_fixed(config)):
             found.setdefault(problem.key, Target(family, problem))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from math import ceil
+from math import ceil, inf
 from typing import Any, cast
 
 import mlx.core as mx
@@ -22,7 +22,7 @@ from .timing import Sample, turns
 # What is queued takes an array and must not start before that is there.
 Queued = Callable[[mx.array], list[mx.array]]
 # Seconds of one product at least, of all of them at first, and at most.
-_PRODUCT, _BUSY, _MOST = 1.5e-4, 2e-3, 3e-2
+_PRODUCT, _BUSY, _MOST = 1.5e-4, 1e-3, 3e-2
 _SMALLEST, _LARGEST = 512, 8192
 # Gives the nanoseconds of an NVIDIA GPU's clock when it begins.
 _CLOCK = """
@@ -30,6 +30,10 @@ uint64_t now;
 asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
 time[0] = now;
 """
+
+
+class OutOfTime(BaseException):
+    """The time for a measurement is over before it is: no error, and no handler's of errors."""
 
 
 class QueueTimer:
@@ -58,27 +62,47 @@ class QueueTimer:
             size *= 2
         self._products = ceil(_BUSY / self._product)
 
-    def seconds(self, contenders: Mapping[str, Queued], repeats: int = 9) -> dict[str, Sample]:
+    def warm(self, seconds: float) -> None:
+        """Keep the device busy for so long: its clock rises while it works."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._unqueued(self._products)
+
+    @property
+    def rate(self) -> float:
+        """Multiplications and additions of large matrices a second."""
+        return 2.0 * float(self._matrix.shape[0]) ** 3 / self._product
+
+    def seconds(
+        self, contenders: Mapping[str, Queued], repeats: int = 9, deadline: float = inf
+    ) -> dict[str, Sample]:
         """How long functions take, with the work before them.
 
         They alternate, in an order that is reversed in every other round. Differences of these
         times, for the same :attr:`length`, are what the device takes.
+
+        Raises:
+            OutOfTime: the deadline, by ``time.monotonic``, came before the last of them.
         """
+        self._products = ceil(_BUSY / self._product) if self._busy else 0
         for run in contenders.values():
             self._once(run)
         while True:
             times: dict[str, list[float]] = {name: [] for name in contenders}
-            queued: list[float] = []
+            late: list[float] = []
             for name in turns(contenders, repeats):
+                if time.monotonic() > deadline:
+                    raise OutOfTime
                 took, until = self._once(contenders[name])
                 times[name].append(took)
-                queued.append(until)
-            # One that was held up does not count.
-            late = max(queued) if repeats < 3 else sorted(queued)[-2]
-            if not self._busy or late < self.length or self.length >= _MOST:
+                late += [until] * (until >= self.length)
+                # One that was held up does not count.
+                if self._busy and len(late) > (repeats > 2) and self.length < _MOST:
+                    break
+            else:
                 return {name: Sample.of(values) for name, values in times.items()}
             # The GPU may have waited for what was not queued yet.
-            self._products = ceil(min(1.5 * late, _MOST) / self._product) + 1
+            self._products = ceil(min(1.5 * min(late), _MOST) / self._product) + 1
 
     @property
     def length(self) -> float:

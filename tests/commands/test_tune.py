@@ -21,6 +21,7 @@ from mlx_qlayers.conversion.loading import load_stock
 from mlx_qlayers.dispatch import entries
 from mlx_qlayers.dispatch.entries import device_name
 from mlx_qlayers.dispatch.measurements import found
+from mlx_qlayers.dispatch.tunable import PROBLEMS
 from mlx_qlayers.formats import Format
 from mlx_qlayers.runtime.backend import advance_epoch
 from mlx_qlayers.runtime.cache_folder import own_folder
@@ -77,7 +78,8 @@ def test_problems_that_share_results_count_once_and_others_not_at_all(monkeypatc
     decode = "attention_decode", (mx.bfloat16, 3, 64, 64, 0, 2, 20)
     for backend, keys in (("metal", ["32x384x384", "64x384x384", "2x3x32x64x64"]), ("host", [])):
         monkeypatch.setattr(problems, "backend", lambda backend=backend: backend)
-        found = [target.key.split()[1] for target in problems_of([*asked, decode])]
+        every = [PROBLEMS[name](*arguments) for name, arguments in (*asked, decode)]
+        found = [target.key.split()[1] for target in problems_of(every)]
         # A CPU configures decoding by options of its own.
         assert found == (keys or ["32x384x384", "64x384x384"])
 

@@ -166,7 +166,7 @@ def test_rows_of_a_bucket_share_a_result():
 HEADS = (1, 8, 2)
 PROMPT = (*HEADS, 2048, 2048, 64, 64), mx.bfloat16, True
 EXPERTS = (64, 4, 2, 64, 128), mx.bfloat16, ("affine", 64, 4, "gate")
-LATENT = (256, 1, 4, 64, 32), mx.float16, ()
+LATENT = (512, 1, 4, 64, 32), mx.float16, ()
 STEP = mx.bfloat16, *HEADS, 4096, 64, 64
 
 
@@ -344,7 +344,7 @@ def test_ops_take_stock_where_it_won_and_say_so(monkeypatch):
 def test_an_operation_of_one_kernel_goes_by_what_won(path, expected, monkeypatch):
     monkeypatch.setitem(backends.missing, "cuda", lambda: None)
     monkeypatch.setattr(measurements, "backend", backends.backend)
-    question = (256, 1, 4, 64, 32), mx.float16, ()
+    question = (512, 1, 4, 64, 32), mx.float16, ()
     if path:
         keep("latent_attention", question, path=path)
     asked = "latent_attention", (200, *question[0][1:]), *question[1:]

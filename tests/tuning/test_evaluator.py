@@ -1,14 +1,19 @@
 """Measuring behind other work, with MLX's own operators in place of kernels."""
 
+import time
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 
 from mlx_qlayers.dispatch.products import QmvProblem
+from mlx_qlayers.dispatch.tunable import AttentionStepProblem
 from mlx_qlayers.formats import Format
 from mlx_qlayers.tuning import evaluator, queue_timer
 from mlx_qlayers.tuning.evaluator import Evaluator
+from mlx_qlayers.tuning.families.attention import AttentionStepFamily
 from mlx_qlayers.tuning.families.quantized_matmul import QmvFamily
-from mlx_qlayers.tuning.queue_timer import QueueTimer
+from mlx_qlayers.tuning.queue_timer import OutOfTime, QueueTimer
 from mlx_qlayers.tuning.timing import Sample
 
 PROBLEM = QmvProblem(1, 256, 512, mx.float32, Format(64, 4))
@@ -18,13 +23,13 @@ class Stock(QmvFamily):
     """A family without kernels of its own."""
 
     def bind(self, inputs, problem, config):
-        return lambda inputs: mx.quantized_matmul(*inputs)
+        return lambda inputs: [mx.quantized_matmul(*inputs)]
 
     def paths(self, inputs, problem):
         return {"stock": lambda inputs: self.stock(inputs, problem)}
 
     def stock(self, inputs, problem):
-        return mx.quantized_matmul(*inputs)
+        return [mx.quantized_matmul(*inputs)]
 
 
 @pytest.fixture
@@ -35,21 +40,22 @@ def measured(monkeypatch):
     monkeypatch.setattr(queue_timer, "_SMALLEST", 32)
     monkeypatch.setattr(queue_timer, "_LARGEST", 32)
     monkeypatch.setattr(queue_timer, "_MOST", 1e-3)
-    evaluator._timer.cache_clear()
+    evaluator.timer_of.cache_clear()
     return Evaluator(Stock(), PROBLEM)
 
 
 def test_the_work_before_and_the_links_are_left_out(measured, monkeypatch):
-    measured._rounds = {len(measured.sets): 3, 1: 7}
+    each = evaluator._CHAIN
+    measured._rounds = {len(measured.sets): each / 3, 1: each / 7}
 
-    def seconds(chains, repeats):
+    def seconds(chains, repeats, deadline):
         launches = 7 if warm else 3 * len(measured.sets)
         whole = {"links": 2.0, "stock": 2.0 + 4 * launches}
         warm.append(True)
         return {name: Sample.of([whole.get(name, 2.0 + 5 * launches)]) for name in chains}
 
     warm = []
-    monkeypatch.setattr(evaluator._timer(True), "seconds", seconds)
+    monkeypatch.setattr(evaluator.timer_of("cuda"), "seconds", seconds)
     config = PROBLEM.heuristic("cuda")
     assert measured.rate(config) == pytest.approx(5)
     warm.clear()
@@ -68,17 +74,17 @@ def test_what_remains_is_as_uncertain_as_what_is_left_out():
 
 
 def test_a_time_is_taken_again_where_the_work_before_was_held_up(measured, monkeypatch):
-    measured._rounds = {len(measured.sets): 1}
+    measured._rounds = {len(measured.sets): evaluator._CHAIN}
     asked = []
 
-    def seconds(chains, repeats):
+    def seconds(chains, repeats, deadline):
         asked.append(repeats)
         held_up = repeats // 2 if len(asked) == 1 else 1
         links = [2.0] * (repeats - held_up) + [2.0 + 4 * len(measured.sets)] * held_up
         whole = [2.0 + 5 * len(measured.sets)] * repeats
         return {name: Sample.of(links if name == "links" else whole) for name in chains}
 
-    monkeypatch.setattr(evaluator._timer(True), "seconds", seconds)
+    monkeypatch.setattr(evaluator.timer_of("cuda"), "seconds", seconds)
     assert measured.rate(PROBLEM.heuristic("cuda")) == pytest.approx(5)
     assert asked == [4, 9]
 
@@ -91,7 +97,7 @@ def test_a_configuration_is_verified_and_timed(measured):
 def test_contenders_alternate_and_work_that_is_too_short_grows(monkeypatch):
     monkeypatch.setattr(QueueTimer, "_unqueued", lambda self, products: 1e-3 * products)
     timer, calls = QueueTimer(), []
-    assert timer._matrix.shape == (512, 512) and timer.length == pytest.approx(2e-3)
+    assert timer._matrix.shape == (512, 512) and timer.length == pytest.approx(1e-3)
 
     def once(run):
         calls.append(run)
@@ -100,8 +106,8 @@ def test_contenders_alternate_and_work_that_is_too_short_grows(monkeypatch):
     monkeypatch.setattr(timer, "_once", once)
     found = timer.seconds({"a": "a", "b": "b"}, repeats=4)
     assert {name: sample.median for name, sample in found.items()} == {"a": 5.0, "b": 7.0}
-    # One call each first, then rounds whose order is reversed by turns; and once more.
-    assert calls == [*"ab", *"abbaabba", *"abbaabba"]
+    # One call each first, then rounds until two came too late, whose order is reversed by turns.
+    assert calls == [*"ab", *"ab", *"abbaabba"]
     assert timer.length == pytest.approx(7e-3)
 
 
@@ -124,40 +130,112 @@ def test_the_clock_of_the_device_counts_nanoseconds():
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_every_launch_has_a_set_of_its_own_and_waits_for_the_last(measured, ordered):
-    assert len(measured.sets) > 2
-    measured._ordered = ordered
+    sets = measured.sets
+    assert len(sets) > 2
+    measured._ordered, measured.device = ordered, "host"  # which is not traced
     ran = []
 
     def path(inputs):
         ran.append(inputs)
-        return inputs[0] + 1
+        return [inputs[0] + 1]
 
-    found = measured._round(path, measured.sets)(mx.zeros((1, 1)))
-    assert len(found) == (len(measured.sets) if ordered else 1)
-    ran = ran[: len(measured.sets)]  # traced once, and perhaps once more
+    found = measured._chain("kernel", path, sets, 2)(mx.zeros((1, 1)))
+    assert len(found) == (2 * len(sets) if ordered else 2) and len(ran) == 2 * len(sets)
+    every = [*sets, *sets]
     assert [list(map(id, inputs[1:])) for inputs in ran] == [
-        list(map(id, others)) for _, *others in measured.sets
+        list(map(id, others)) for _, *others in every
     ]
     # Where MLX starts in order what it is given, nothing needs to link one launch to the next.
-    own = [inputs[0] is first for inputs, (first, *_) in zip(ran, measured.sets, strict=True)]
+    own = [inputs[0] is first for inputs, (first, *_) in zip(ran, every, strict=True)]
     assert all(own) if ordered else not any(own)
 
 
-def test_a_chain_runs_its_rounds_one_after_the_other():
-    seen = []
+STEP = AttentionStepProblem(mx.float32, 2, 4, 2, 4096, 64, 64)
 
-    def run(y):
-        seen.append(y)
-        return [y + 1, y + 2]
 
-    assert evaluator._chain(run, 3)(0) == [1, 2, 3, 4, 5, 6] and seen == [0, 2, 4]
+@pytest.mark.parametrize("bits", [0, 8])
+def test_operators_of_mlx_write_a_token_into_caches_in_place(bits):
+    """So that they are not charged for copies that nobody makes who decodes with them."""
+    problem = replace(STEP, group_size=64 * bits // 8, bits=bits)
+    rates = evaluator.Evaluator(AttentionStepFamily(), problem, False)
+    caches = rates.inputs[3 : 9 if bits else 5]
+    size, before = sum(a.nbytes for a in caches), rates.inputs[5:7]
+    del caches
+    stock = rates.family.paths(rates.inputs, problem)["stock"]
+    chain = rates._chain("stock", stock, [rates.inputs], 1)
+    mx.eval(chain(mx.zeros((1,))))
+    for _ in range(3):
+        mx.reset_peak_memory()
+        held = mx.get_active_memory()
+        mx.eval(chain(mx.zeros((1,))))
+        # On a CPU products with packed keys copy those rows of each sequence that count.
+        assert mx.get_peak_memory() - held < size * (1.5 if bits else 0.25)
+    # And what the kernel gives for a tail is the next launch's.
+    config = problem.heuristic("host")
+    kernel = rates._chain("kernel", rates._path(config), [rates.inputs], 1)
+    mx.eval(kernel(mx.zeros((1,))))
+    assert rates.inputs[5:7] is not before and not rates._verified("kernel", rates._path(config))
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_every_output_is_compared(wrong):
+    rates = evaluator.Evaluator(AttentionStepFamily(), STEP, False)
+    path = rates._path(STEP.heuristic("host"))
+
+    def damaged(inputs):
+        outputs = path(inputs)
+        outputs[wrong] = outputs[wrong] * 1.1
+        return outputs
+
+    assert rates._verified("kernel", path) is None
+    assert "wrong by" in rates._verified("kernel", damaged)
+
+
+def test_large_launches_are_measured_alone(measured, monkeypatch):
+    """Copies of their inputs would defeat caches, which do not hold those of one."""
+    monkeypatch.setattr(Evaluator, "_seconds", lambda self, name, *_, **__: 2.1e-3)
+    monkeypatch.setattr(Evaluator, "_verified", lambda *_: None)
+    monkeypatch.setattr(Evaluator, "_times", lambda self, every, sets, *_: kept.append(sets))
+    kept = []
+    with pytest.raises(TypeError):  # no times
+        measured.beside_stock(PROBLEM.heuristic("cuda"), lambda *_: True)
+    assert kept == [[measured.inputs]]
+
+
+def test_what_is_not_done_in_time_is_left(measured, monkeypatch):
+    times, asked = {"kernel": Sample.of([1.0] * 5), "stock": Sample.of([1.0] * 5)}, []
+
+    def seconds(self, every, sets, repeats, seconds):
+        asked.append(repeats)
+        if len(asked) > rounds:
+            raise OutOfTime
+        return times
+
+    monkeypatch.setattr(Evaluator, "_times", seconds)
+    rounds, config = 1, PROBLEM.heuristic("cuda")
+    # Five repeats of each are a verdict, fewer are none.
+    assert measured.beside_stock(config, lambda *_: False) == times and asked == [5, 9]
+    rounds = 0
+    with pytest.raises(OutOfTime):
+        measured.beside_stock(config, lambda *_: False)
+    measured.deadline = time.monotonic()
+    with pytest.raises(OutOfTime):
+        measured.attempt(config)
+    with pytest.raises(OutOfTime):
+        Evaluator(Stock(), PROBLEM, deadline=time.monotonic())
+    monkeypatch.setattr(QueueTimer, "_unqueued", lambda self, products: 1e-3 * products)
+    timer = QueueTimer()
+    monkeypatch.setattr(timer, "_once", lambda run: (1.0, 0.0))
+    with pytest.raises(OutOfTime):
+        timer.seconds({"a": "a"}, deadline=time.monotonic())
 
 
 def test_paths_besides_stock_tell_whether_a_search_is_worth_it(measured, monkeypatch):
     ran = []
 
     def path(name, more=0):
-        return lambda inputs: ran.append(name) or measured.family.stock(inputs, PROBLEM) + more
+        stock = measured.family.stock
+        return lambda inputs: ran.append(name) or [stock(inputs, PROBLEM)[0] + more]
 
     # As a kernel may be that nobody could run on such a device.
     paths = {"stock": path("stock"), "another": path("another"), "wrong": path("wrong", 1)}

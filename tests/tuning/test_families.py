@@ -45,6 +45,10 @@ ASKED = {
     "latent_attention": (((200, 2, 3, 64, 32), mx.float16, ()), "200x2x3x64x32 float16"),
 }
 PACKED = (*ASKED["attention_forward"][0], 8), "1x4x2x32x64x64x64 float16 causal-bits-8"
+STEPS = [
+    ((mx.bfloat16, 3, 6, 2, 600, 64, 128, 64, bits), f"3x6x2x1024x64x128 bfloat16 packed-64-{bits}")
+    for bits in (8, 4)
+]
 EXPERTS = [
     (((rows, 9, 3, 40, 128), mx.float16, ("mxfp4", 32, 4, kind)), key)
     for rows, kind, key in (
@@ -67,9 +71,24 @@ def test_every_problem_has_a_family():
     assert all(FAMILIES[name].problem is PROBLEMS[name] for name in ASKED)
 
 
+def agree(family, problem, outputs, truth, factor=1):
+    """Outputs are right, by the tolerances of a family times a factor."""
+    found = family.numbers(outputs, problem) if len(outputs) == len(truth) else outputs
+    for y, right, tolerance in zip(
+        found, truth, family.tolerances(problem, len(truth)), strict=False
+    ):
+        allowed = factor * tolerance * mx.abs(right).max()
+        assert mx.abs(y.astype(mx.float32) - right).max() <= allowed
+
+
 @pytest.mark.parametrize(
     "name, asked",
-    [*ASKED.items(), ("attention_forward", PACKED), *(("experts", each) for each in EXPERTS)],
+    [
+        *ASKED.items(),
+        ("attention_forward", PACKED),
+        *(("attention_step", each) for each in STEPS),
+        *(("experts", each) for each in EXPERTS),
+    ],
 )
 def test_a_family_agrees_with_itself(name, asked):
     """Its heuristic is legal and right, a question gives its problem, and stock is a path."""
@@ -91,11 +110,12 @@ def test_a_family_agrees_with_itself(name, asked):
     truth = family.reference(inputs, problem)
     with use_backend("host"):
         paths = family.paths(inputs, problem)
-        for path in paths.values():
-            found = path(inputs).astype(mx.float32)
-            allowed = FACTOR * family.tolerance(problem) * mx.abs(truth).max()
-            assert mx.abs(found - truth).max() <= allowed
-    assert "stock" in paths
+        assert "stock" in paths
+        for name, path in paths.items():
+            # Of a step MLX gives its caches behind what is compared.
+            of_step = name == "stock" and problem.family == "attention_step"
+            found = path(inputs)
+            agree(family, problem, found[:1] if of_step else found, truth, FACTOR)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +135,9 @@ def test_tensor_operations_are_paths(name, missing, taken, machine, monkeypatch)
     family, problem = FAMILIES[name], PROBLEMS[name](*ASKED[name][0])
     inputs = family.inputs(problem)
     paths, truth = family.paths(inputs, problem), family.reference(inputs, problem)
-    allowed = FACTOR * family.tolerance(problem) * mx.abs(truth).max()
     assert {"tensor", "codes"} & paths.keys() == taken
     for path in taken:
-        assert mx.abs(paths[path](inputs).astype(mx.float32) - truth).max() <= allowed
+        agree(family, problem, paths[path](inputs), truth, FACTOR)
 
 
 @pytest.mark.parametrize("name", ["row_sum", "qmv", "grid_sample"])
@@ -130,8 +149,7 @@ def test_what_a_cpu_runs_can_be_searched_there(name):
     inputs = family.inputs(problem)
     truth = family.reference(inputs, problem)
     with use_backend("host"):
-        found = family.bind(inputs, problem, near[0])(inputs)
-    assert mx.abs(found - truth).max() <= family.tolerance(problem) * mx.abs(truth).max()
+        agree(family, problem, family.bind(inputs, problem, near[0])(inputs), truth)
 
 
 def test_attention_of_keys_that_are_not_packed():
@@ -148,13 +166,11 @@ def test_products_with_what_stands_around_them(kind):
     assert problem.key.endswith(f"affine-64-4-t-{kind}")
     inputs, (config, *_) = family.inputs(problem), problem.starts("metal")[1:]
     truth = family.reference(inputs, problem)
-    assert truth.shape == (3, {"norm-3": 16, "norm-gate": 24, "residual": 48}[kind])
+    columns = {"norm-3": [16] * 3, "norm-gate": [24], "residual": [48]}[kind]
+    assert [each.shape for each in truth] == [(3, n) for n in columns]
     with use_backend("host"):
-        found = family.bind(inputs, problem, config)(inputs)
-    stock = family.paths(inputs, problem)["stock"](inputs)
-    for y, factor in ((found, 1), (stock, FACTOR)):
-        allowed = factor * family.tolerance(problem) * mx.abs(truth).max()
-        assert mx.abs(y - truth).max() <= allowed
+        agree(family, problem, family.bind(inputs, problem, config)(inputs), truth)
+    agree(family, problem, family.paths(inputs, problem)["stock"](inputs), truth, FACTOR)
 
 
 def test_a_search_begins_with_both_kernels_where_it_is_not_known_which_is_faster():

@@ -232,10 +232,13 @@ def _words(config: Step, dtype: mx.Dtype, width: int, bits: int) -> int:
     return _registers(T=dtype, D=width, bits=bits, masked=True, **asdict(config))
 
 
-def question(q: Spec, k_cache: Spec, v_width: int) -> tuple[mx.Dtype, int, int, int, int, int, int]:
-    """What is asked about a call: dtype, B, H, Hkv, S, D, Dv."""
+def question(
+    q: Spec, k_cache: Spec, v_width: int, packing: tuple[int, int] = (0, 0)
+) -> tuple[Any, ...]:
+    """What is asked about a call: dtype, B, H, Hkv, S, D, Dv, and of packed keys how they are."""
     batch, kv_heads, size, width = k_cache.shape
-    return q.dtype, batch, q.shape[2] // width, kv_heads, rounded(size), width, v_width
+    shape = batch, q.shape[2] // width, kv_heads, rounded(size), width, v_width
+    return q.dtype, *shape, *(packing if packing[1] else ())
 
 
 def _least_of_group() -> float:

@@ -26,7 +26,7 @@ from ...options import MatmulCall, PackedMatrix
 from ...runtime import tensor_ops
 from ...runtime.backend import backend, use_backend
 from ...runtime.spec import Spec
-from ..family import Family, Inputs, Path, normal
+from ..family import Family, Inputs, Path, exactly, normal
 from .quantized_matmul import packed
 
 
@@ -37,19 +37,19 @@ class CallFamily(Family[CallProblem, Fixed]):
         return True
 
     @abstractmethod
-    def call(self, inputs: Inputs, problem: CallProblem) -> mx.array:
+    def call(self, inputs: Inputs, problem: CallProblem) -> Inputs:
         """The operation on its inputs."""
 
     def bind(self, inputs: Inputs, problem: CallProblem, config: Fixed) -> Path:
         name = backend()
 
-        def run(inputs: Inputs) -> mx.array:
+        def run(inputs: Inputs) -> Inputs:
             with use_backend(name):
                 return self.call(inputs, problem)
 
         return run
 
-    def stock(self, inputs: Inputs, problem: CallProblem) -> mx.array:
+    def stock(self, inputs: Inputs, problem: CallProblem) -> Inputs:
         with use_backend("ops"):
             return self.call(inputs, problem)
 
@@ -72,17 +72,16 @@ class ExpertsFamily(CallFamily):
             found += [a.reshape(count, n, -1) for a in parts]
         return found
 
-    def call(self, inputs: Inputs, problem: CallProblem) -> mx.array:
+    def call(self, inputs: Inputs, problem: CallProblem) -> Inputs:
         (x, chosen, *rest), (mode, group, bits, kind) = inputs, problem.form
         fmt = Format(group, bits, mode)
         if kind == "sum":
             scores, *matrix = rest
-            return experts_combined(x, chosen, scores, PackedMatrix(*matrix), fmt)
+            return [experts_combined(x, chosen, scores, PackedMatrix(*matrix), fmt)]
         each = len(rest) // (1 + (kind in ("pair", "gate")))
         matrices = [PackedMatrix(*rest[i : i + each]) for i in range(0, len(rest), each)]
         gate = "silu" if kind == "gate" else None
-        *others, y = experts_products(x, chosen, matrices, fmt, gate)
-        return mx.depends(y, others) if others else y
+        return list(experts_products(x, chosen, matrices, fmt, gate))
 
 
 class GatherFamily(CallFamily):
@@ -97,10 +96,12 @@ class GatherFamily(CallFamily):
         x, matrix = normal(problem.dtype, (rows, 1, k)), (a.reshape(count, n, -1) for a in parts)
         return [*x, chosen.astype(mx.uint32), *matrix]
 
-    def call(self, inputs: Inputs, problem: CallProblem) -> mx.array:
+    def call(self, inputs: Inputs, problem: CallProblem) -> Inputs:
         (x, chosen, w, scales, *biases), (mode, group, bits) = inputs, problem.form
         matrix = w, scales, biases[0] if biases else None
-        return gather_qmm(x, *matrix, None, chosen, True, group, bits, mode, sorted_indices=True)
+        # Rows in no order go one by one, so that no unit of TF32 has a part in the right result.
+        form: Any = None, chosen, True, group, bits, mode
+        return [gather_qmm(x, *matrix, *form, sorted_indices=not exactly.get())]
 
     def paths(self, inputs: Inputs, problem: CallProblem) -> dict[str, Path]:
         found = super().paths(inputs, problem)
@@ -111,16 +112,16 @@ class GatherFamily(CallFamily):
             config = tensor_config(rows // count, k, problem.dtype, call.fmt, True)
             launch = gather_qmm_sorted(call, Pairs((rows,), 1, True), config)
 
-            def by_tensors(inputs: Inputs) -> mx.array:
+            def by_tensors(inputs: Inputs) -> Inputs:
                 x, chosen, w, scales, *biases = inputs
-                return launch(x, w, scales, biases[0] if biases else None, None, chosen, None)
+                return [launch(x, w, scales, biases[0] if biases else None, None, chosen, None)]
 
             found["tensor"] = by_tensors
         return found
 
 
 class RouterFamily(CallFamily):
-    """The choice of experts; its result are their shares, the largest first."""
+    """The choice of experts; what is compared are their shares, the largest first."""
 
     problem = RouterProblem
 
@@ -128,10 +129,10 @@ class RouterFamily(CallFamily):
         (rows, count), (_, biased, scaled) = problem.sizes, problem.form
         return normal(problem.dtype, (rows, count), *[(count,)] * (biased + scaled))
 
-    def call(self, inputs: Inputs, problem: CallProblem) -> mx.array:
+    def call(self, inputs: Inputs, problem: CallProblem) -> Inputs:
         (logits, *rest), (router, biased, scaled) = inputs, problem.form
         bias, factors = (rest.pop(0) if given else None for given in (biased, scaled))
-        return experts_chosen(logits, router, bias, factors)[1]
+        return [experts_chosen(logits, router, bias, factors)[1]]
 
 
 class LatentFamily(CallFamily):
@@ -144,6 +145,6 @@ class LatentFamily(CallFamily):
         shapes = [(batch, heads, 1, n) for n in widths] + [(batch, 1, rows, n) for n in widths]
         return [*normal(problem.dtype, *shapes), mx.array(rows - 1)]
 
-    def call(self, inputs: Inputs, problem: CallProblem) -> mx.array:
+    def call(self, inputs: Inputs, problem: CallProblem) -> Inputs:
         q, r, c, p, last = inputs
-        return latent_attention(q, r, c, p, last, scale=sum(problem.sizes[3:]) ** -0.5)
+        return [latent_attention(q, r, c, p, last, scale=sum(problem.sizes[3:]) ** -0.5)]

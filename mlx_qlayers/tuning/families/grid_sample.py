@@ -28,7 +28,7 @@ class GridSampleFamily(Family[Problem, GridSampleConfig]):
     def bind(self, inputs: Inputs, problem: Problem, config: GridSampleConfig) -> Path:
         x, grid = map(Spec.of, inputs)
         launch = grid_sample(x, grid, Sampling(), config)
-        return lambda inputs: launch(*inputs)
+        return lambda inputs: [launch(*inputs)]
 
-    def stock(self, inputs: Inputs, problem: Problem) -> mx.array:
-        return reference.grid_sample(inputs[0], inputs[1], Sampling())
+    def stock(self, inputs: Inputs, problem: Problem) -> Inputs:
+        return [reference.grid_sample(inputs[0], inputs[1], Sampling())]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import mlx.core as mx
 
 from ...dispatch.products import QmmProblem, QmvKind, QmvProblem
@@ -19,7 +22,7 @@ from ...reference import quantized_matmul as reference
 from ...runtime import tensor_ops
 from ...runtime.backend import backend
 from ...runtime.spec import Spec
-from ..family import Family, Inputs, Path, normal
+from ..family import Family, Inputs, Path, in_parts, normal
 
 Config = QmvConfig | QmvPersistentConfig
 _EPSILON = 1e-6
@@ -39,10 +42,10 @@ class QmmFamily(Family[QmmProblem, QmmConfig]):
         x, *packed = map(Spec.of, inputs)
         call = MatmulCall(x, PackedMatrix(*packed), problem.transpose, problem.fmt)
         launch = qmm.qmm(call, config)
-        return lambda inputs: launch(inputs[0], *PackedMatrix(*inputs[1:]))
+        return lambda inputs: [launch(inputs[0], *PackedMatrix(*inputs[1:]))]
 
-    def stock(self, inputs: Inputs, problem: QmmProblem) -> mx.array:
-        return _product(inputs[0], PackedMatrix(*inputs[1:]), problem.transpose, problem.fmt)
+    def stock(self, inputs: Inputs, problem: QmmProblem) -> Inputs:
+        return [_product(inputs[0], PackedMatrix(*inputs[1:]), problem.transpose, problem.fmt)]
 
     def paths(self, inputs: Inputs, problem: QmmProblem) -> dict[str, Path]:
         found = super().paths(inputs, problem)
@@ -77,7 +80,7 @@ class QmvFamily(Family[QmvProblem, Config]):
         return found
 
     def bind(self, inputs: Inputs, problem: QmvProblem, config: Config) -> Path:
-        """One launch; of several results the last."""
+        """One launch."""
         kind = QmvKind.of(problem.kind)
         launch = qmv.qmv(
             QmvArrays(*(None if a is None else Spec.of(a) for a in _arrays(inputs, kind))),
@@ -86,21 +89,18 @@ class QmvFamily(Family[QmvProblem, Config]):
             epsilon=_EPSILON if kind.norm else None,
             gate="silu" if kind.gate else None,
         )
-        return lambda inputs: launch(*_arrays(inputs, kind))[-1]
+        return lambda inputs: list(launch(*_arrays(inputs, kind)))
 
-    def stock(self, inputs: Inputs, problem: QmvProblem) -> mx.array:
+    def stock(self, inputs: Inputs, problem: QmvProblem) -> Inputs:
         kind = QmvKind.of(problem.kind)
         given = _arrays(inputs, kind)
         x: mx.array = given.x
         if kind.norm:
             x = mx.fast.rms_norm(x, given.norm_weight, _EPSILON)
-        *others, y = (_product(x, matrix, True, problem.fmt) for matrix in given.matrices)
+        found = [_product(x, matrix, True, problem.fmt) for matrix in given.matrices]
         if kind.gate:
-            return others[0] * mx.sigmoid(others[0]) * y
-        if kind.residual:
-            return y + given.residual
-        # Nothing is computed that nobody waits for.
-        return mx.depends(y, others) if others else y
+            return [found[0] * mx.sigmoid(found[0]) * found[1]]
+        return [found[0] + given.residual] if kind.residual else found
 
     def paths(self, inputs: Inputs, problem: QmvProblem) -> dict[str, Path]:
         found = super().paths(inputs, problem)
@@ -108,9 +108,10 @@ class QmvFamily(Family[QmvProblem, Config]):
             found["dequantized"] = _dense(inputs, True, problem.fmt)
         return found
 
-    def tolerance(self, problem: QmvProblem) -> float:
+    def tolerances(self, problem: QmvProblem, outputs: int) -> list[float]:
         # Rounded rows make an error of each product, and a gate multiplies two of those.
-        return super().tolerance(problem) * (2 if QmvKind.of(problem.kind).norm else 1)
+        factor = 2 if QmvKind.of(problem.kind).norm else 1
+        return [factor * each for each in super().tolerances(problem, outputs)]
 
 
 def _arrays(inputs: Inputs, kind: QmvKind) -> QmvArrays:
@@ -139,20 +140,22 @@ def packed(shape: tuple[int, int], dtype: mx.Dtype, fmt: Format) -> Inputs:
 def _product(x: mx.array, matrix: PackedMatrix, transpose: bool, fmt: Format) -> mx.array:
     order = "transposed" if transpose else "plain"
     dense_rows = threshold("reference_dense_rows", fmt.mode, fmt.bits, order, device="host")
-    return reference.quantized_matmul(x, *matrix[:3], transpose, fmt, dense_rows)
+    product: Any = partial(reference.quantized_matmul, transpose=transpose, fmt=fmt)
+    parts = (product(x[at], *matrix[:3], dense_rows=dense_rows) for at in in_parts(len(x)))
+    return mx.concatenate(list(parts))
 
 
 def _by_tensors(kernel: str, call: MatmulCall) -> Path:
     launch = tensor_product(kernel, call)
-    return lambda inputs: launch(inputs[0], *PackedMatrix(*inputs[1:]))
+    return lambda inputs: [launch(inputs[0], *PackedMatrix(*inputs[1:]))]
 
 
 def _dense(inputs: Inputs, transpose: bool, fmt: Format) -> Path:
     """The product of x with one matrix, which is dequantized first."""
     unpack = dequantize([PackedMatrix(*map(Spec.of, inputs[1:]))], fmt, inputs[0].dtype)
 
-    def run(inputs: Inputs) -> mx.array:
+    def run(inputs: Inputs) -> Inputs:
         dense = unpack(*inputs[1:])
-        return inputs[0] @ (dense.T if transpose else dense)
+        return [inputs[0] @ (dense.T if transpose else dense)]
 
     return run

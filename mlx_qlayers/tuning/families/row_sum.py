@@ -31,7 +31,7 @@ class RowSumFamily(Family[Problem, RowSum]):
 
     def bind(self, inputs: Inputs, problem: Problem, config: RowSum) -> Path:
         launch = row_sum(Spec.of(inputs[0]), config)
-        return lambda inputs: launch(inputs[0])
+        return lambda inputs: [launch(inputs[0])]
 
-    def stock(self, inputs: Inputs, problem: Problem) -> mx.array:
-        return inputs[0].astype(mx.float32).sum(axis=1)
+    def stock(self, inputs: Inputs, problem: Problem) -> Inputs:
+        return [inputs[0].astype(mx.float32).sum(axis=1)]

@@ -1,0 +1,211 @@
+"""Calibration of a 7B model on Macs that are simulated: a clock that models of them move on.
+
+A model has what a device multiplies and reads a second, and what a launch, a call and a compilation
+take. Which problems there are, their order, texts, repeats and deadlines are the package's own.
+"""
+
+import random
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import qwen2
+
+from mlx_qlayers import convert_model, use_backend
+from mlx_qlayers.conversion import compiled
+from mlx_qlayers.conversion.step_slots import current_step
+from mlx_qlayers.dispatch import entries
+from mlx_qlayers.dispatch.measurements import lookup
+from mlx_qlayers.dispatch.products import QmvProblem
+from mlx_qlayers.runtime import limits, metal, tensor_ops
+from mlx_qlayers.runtime.backend import advance_epoch, epoch
+from mlx_qlayers.tuning import calibrate as module
+from mlx_qlayers.tuning import evaluator, measuring
+from mlx_qlayers.tuning.calibrate import calibrate
+from mlx_qlayers.tuning.evaluator import Evaluator
+from mlx_qlayers.tuning.queue_timer import QueueTimer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from recorded_gpu import without_numbers
+
+
+class Chip(NamedTuple):
+    """A device: what it does a second, and seconds a character of a kernel's text."""
+
+    name: str
+    architecture: str
+    operations: float
+    bytes: float
+    compilation: float
+
+
+# Matrices at three quarters of the peak, and memory at 85%; the M5 multiplies by matrix units.
+CHIPS = (
+    Chip("Apple M1", "applegpu_g13g", 2.0e12, 58e9, 5e-6),
+    Chip("Apple M2 Max", "applegpu_g14s", 10e12, 340e9, 4.5e-6),
+    Chip("Apple M4 Pro", "applegpu_g16s", 6e12, 232e9, 3.5e-6),
+    Chip("Apple M4 Max", "applegpu_g16s", 12e12, 464e9, 3.5e-6),
+    Chip("Apple M5", "applegpu_g17g", 10e12, 130e9, 3e-6),
+)
+# Seconds of a launch behind another, of the call that starts some and waits, of Python for one, of
+# a compilation besides its text, and of the trace of a model.
+LAUNCH, CALL, PYTHON, COMPILER, TRACE = 4e-6, 3e-4, 1e-5, 0.04, 0.2
+# Kernels beside stock: times that are sure at once, and one in eight that takes all repeats.
+RATIOS = 0.965, *(0.7,) * 4, *(1.2,) * 3
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 2,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+
+
+class Mac:
+    """A clock, and what moves it on."""
+
+    def __init__(self, chip):
+        self.chip, self.now, self.texts, self.uncompiled = chip, 1000.0, set(), 0.0
+        self.noise, self.measured = random.Random(7), []
+
+    def bind(self, launch):
+        """In the place of the Metal backend's: kernels give zeros."""
+        if launch.text not in self.texts:
+            self.texts.add(launch.text)
+            self.uncompiled += COMPILER + self.chip.compilation * len(launch.text)
+        outputs = [*zip(launch.output_shapes, launch.output_dtypes, strict=True)]
+        return lambda arrays: [mx.zeros(*each) for each in outputs]
+
+    def seconds(self, problem, path):
+        """What a launch of a path takes."""
+        rows = problem.rows if isinstance(problem, QmvProblem) else 0
+        work = 4.0 * rows * problem.n * problem.k if rows else problem.operations()
+        stock = LAUNCH + max(problem.bytes() / self.chip.bytes, work / self.chip.operations)
+        return stock * (
+            1.0 if path in ("stock", "truth") else RATIOS[sum(map(ord, problem.key)) % 8]
+        )
+
+
+@pytest.fixture(params=CHIPS, ids=lambda chip: chip.name)
+def mac(request, machine, monkeypatch, tmp_path):
+    mac = Mac(request.param)
+
+    class Simulated(Evaluator):
+        def _seconds(self, name, arrays, launches=1, patience=0.0):
+            if mac.now > self.deadline:
+                raise evaluator.OutOfTime
+            chip = mac.chip
+            if name in ("inputs", "copies"):  # random numbers, or one after the other
+                took = sum(each.nbytes for each in arrays) * 4 / chip.bytes
+            else:
+                took = launches * mac.seconds(self.problem, name) + mac.uncompiled
+                took, mac.uncompiled = took * (2 if name == "truth" else 1), 0.0
+            mac.now += took + CALL
+            return took + CALL
+
+        def _error(self, outputs):
+            return None
+
+        def _chain(self, name, path, sets, rounds=1):
+            count = rounds * len(sets)
+            each = 0.0 if name == "links" else mac.seconds(self.problem, name)
+            return lambda y: (count * (LAUNCH + each), count * PYTHON)
+
+        def beside_stock(self, config, until):
+            found = super().beside_stock(config, until)
+            mac.measured.append((self.problem, [each.count for each in found.values()]))
+            return found
+
+    class Timer(QueueTimer):
+        def _unqueued(self, products):
+            took = CALL + products * 2.0 * self._matrix.shape[0] ** 3 / mac.chip.operations
+            mac.now += 4 * took
+            return took
+
+        def _once(self, run):
+            took, queued = run(None)
+            took = CALL + max(self.length + took, queued) * mac.noise.gauss(1.0, 0.004)
+            mac.now += took
+            return took, queued
+
+    asked_by, facts = module.asked_by, {"architecture": mac.chip.architecture}
+
+    def traced(*arguments, **options):
+        mac.now += TRACE
+        found = asked_by(*arguments, **options)
+        mac.texts.clear()  # of which nothing was launched
+        mac.uncompiled = 0.0
+        return found
+
+    machine("metal")
+    monkeypatch.setattr(entries, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(entries, "device_kind", lambda: "metal")
+    monkeypatch.setattr(entries, "device_name", entries.device_name.__wrapped__)
+    facts["device_name"] = mac.chip.name
+    monkeypatch.setattr(mx, "device_info", lambda *_: facts)
+    if mac.chip.architecture.startswith("applegpu_g17"):
+        monkeypatch.setattr(tensor_ops, "missing", lambda: None)
+        monkeypatch.setattr(tensor_ops, "missing_codes", lambda: None)
+    monkeypatch.setattr(metal, "bind", mac.bind)
+    monkeypatch.setattr(
+        compiled, "context", lambda: None if current_step.get() else ("metal", epoch.number)
+    )
+    monkeypatch.setattr(module, "asked_by", traced)
+    monkeypatch.setattr(measuring, "Evaluator", Simulated)
+    timers = []
+
+    def timer_of(device):
+        timers.extend([] if timers else [Timer()])
+        return timers[0]
+
+    monkeypatch.setattr(measuring, "timer_of", timer_of)
+    monkeypatch.setattr(evaluator, "timer_of", timer_of)
+    monkeypatch.setattr(time, "monotonic", lambda: mac.now)
+    monkeypatch.setattr(time, "perf_counter", lambda: mac.now)
+    monkeypatch.setenv("MLX_QLAYERS_CALIBRATE", "1")
+    limits.has_few_registers.cache_clear()
+    advance_epoch()
+    yield mac
+    entries.unsaved.clear()
+    monkeypatch.undo()
+    limits.has_few_registers.cache_clear()
+    advance_epoch()
+
+
+def converted():
+    """The model in a process of its own."""
+    model = without_numbers(qwen2.Model(qwen2.ModelArgs(**QWEN)))
+    with use_backend("ops"):
+        convert_model(model, verify=False, calibrate=False)
+    return model
+
+
+def test_three_conversions_decide_everything(mac):
+    name, asked = entries.file_of("metal"), module._counted(converted())
+    assert name == mac.chip.name.replace(" ", "_")
+    for conversion in range(3):
+        mac.texts.clear()  # in a process of its own
+        model, start = converted(), mac.now
+        found = calibrate(model)
+        assert mac.now - start <= 6
+        known = entries.own_entries(name)
+        if conversion == 0:
+            token = {each.key for each in asked if each.problem.stage == 0}
+            # Five products, and attention of two kinds to 512, 4,096 and 65,536 keys.
+            assert len(token) == 11 and token <= {*known}
+    assert found.left == 0 and {each.key for each in asked} == {*known}
+    order = [(problem.stage, problem.size) for problem, _ in mac.measured]
+    assert order == sorted(order) and all(min(counts) >= 5 for _, counts in mac.measured)
+    # A prompt that would take an M1 too long is left to the tuner; an M4 Max takes all of them.
+    left = {key for key, entry in known.items() if entry.path == entries.COMPUTED}
+    assert len(left) + len(mac.measured) == len(known)
+    assert all(lookup(each.problem, name) is None for each in asked if each.key in left)
+    slow = "qmm 2048x18944x3584 bfloat16 affine-64-4-t"
+    assert {"Apple M1": slow in left, "Apple M4 Max": not left}.get(mac.chip.name, True)
