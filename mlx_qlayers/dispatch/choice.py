@@ -47,7 +47,8 @@ def choose(
     Args:
         op: the operation's public name.
         kernels: the backends that have a kernel for these arguments.
-        unless: why ``auto`` should leave the kernel for the reference, if it should.
+        unless: why ``auto`` should leave the kernel for the reference, if it should; or why there
+            is no kernel.
         host_gain: how many times as fast as the reference the kernel was measured to be on a CPU.
             ``auto`` runs it there only where this is more than 1.
         by: which of the operation's kernels runs, for the reason.
@@ -62,7 +63,8 @@ def choose(
         return Choice(op, "ops", "asked for", "asked for")
     if wanted != "auto":
         if wanted not in kernels:
-            raise BackendError(f"{op} has no {wanted} kernel for these arguments")
+            why = f": {unless}" if unless else ""
+            raise BackendError(f"{op} has no {wanted} kernel for these arguments{why}")
         return Choice(op, wanted, "asked for" + suffix, "asked for")
     if unless is not None:
         return Choice(op, "ops", unless, evidence if kernels else "rule")

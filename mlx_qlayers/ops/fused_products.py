@@ -316,16 +316,16 @@ def _lacking(
     if not rows:
         return "there are no rows"
     if rows > MAX_QMV_ROWS and x.dtype == mx.float32 and backend() == "cuda":
-        return "MLX multiplies dense float32 matrices in TF32 on CUDA"
+        return f"{rows} rows in float32, whose dense products MLX computes in TF32 on CUDA"
     if len(matrices) > MAX_MATRICES:
         return f"{len(matrices)} matrices; the kernel takes 1 to {MAX_MATRICES}"
     if any(m.w.ndim > 2 or 0 in m.w.shape for m in matrices):
         return "the kernel takes matrices that are not empty"
     for _, scales, biases, bias in matrices:
         floats += [biases, bias] if biases is None else [scales, biases, bias]
-    dtypes = {a.dtype for a in floats if a is not None} | {x.dtype}
-    if len(dtypes) > 1:
-        return "the arrays have several floating-point types"
+    others = {str(a.dtype) for a in floats if a is not None} - {str(x.dtype)}
+    if others:
+        return f"x is {x.dtype}, other arrays are {', '.join(sorted(others))}"
     return None
 
 

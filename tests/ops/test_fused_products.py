@@ -195,7 +195,7 @@ def test_what_no_kernel_takes_is_composed_and_explained():
     x, half = random(rng, (2, 64)), random(rng, (2, 64), mx.float16)
     for rows, chosen, reason in (
         (x, packed, "4 matrices; the kernel takes 1 to 3"),
-        (half, packed[:1], "the arrays have several floating-point types"),
+        (half, packed[:1], "x is mlx.core.float16, other arrays are mlx.core.float32"),
         (x[:0], packed[:1], "there are no rows"),
     ):
         explain(reset=True)
@@ -205,8 +205,16 @@ def test_what_no_kernel_takes_is_composed_and_explained():
         (decision,) = [d for d in explain() if d.op == "fused_products"]
         assert (decision.path, decision.reason) == ("ops", reason)
         assert not [launch for launch in launches if len(launch.output_shapes) > 1]
-        with use_backend("host"), pytest.raises(BackendError, match="fused_products has no host"):
+        why = f"fused_products has no host kernel for these arguments: {reason}"
+        with use_backend("host"), pytest.raises(BackendError, match=why):
             fused_products(rows, chosen)
+
+
+def test_many_rows_of_float32_are_named_where_cuda_is_asked_for(machine):
+    machine("cuda")
+    packed = matrices(np.random.default_rng(5), (8,), 64, Format(64, 4), mx.float32, (False,))
+    with use_backend("cuda"), pytest.raises(BackendError, match="64 rows in float32, whose"):
+        fused_products(mx.ones((2, 32, 64)), packed)
 
 
 @pytest.mark.parametrize(
