@@ -26,7 +26,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from numerics import assert_same_model
 from step_models import models_of, pair
 
-from mlx_qlayers import QLinear, convert_model
+from mlx_qlayers import QLinear, convert_model, explain
 from mlx_qlayers.conversion.report import LEFT
 
 TOKENS = mx.random.randint(0, VOCABULARY, (1, 80), key=mx.random.key(1))
@@ -298,11 +298,13 @@ def test_code_that_is_not_the_same_twice_is_left_to_the_model(
         model = build("qwen2", PLAIN)
         model.__class__, model.drop, model.key = cls, nn.Dropout(0.5), mx.random.key(3)
         model.generator = np.random.default_rng(5)
+        model.eval()
         if converted:
             rows = convert_model(model, verify=False).fusions
         model.drop.train()
         cache = make_prompt_cache(model)
         model(TOKENS[:, :3], cache=cache)
+        explain(reset=True)
         mx.random.seed(7), np.random.seed(7), random.seed(7)
         Noisy.count = calls = 0
         GENERATOR = np.random.default_rng(9)
@@ -318,10 +320,27 @@ def test_code_that_is_not_the_same_twice_is_left_to_the_model(
     assert_same_model(found, stock, bits=None, what=noise.__name__)
     assert mx.array_equal(more, others)
     assert len({*stock.sum(-1).tolist()}) == 6
-    if noise is not _dropout:  # which begins later
+    what = "the model changes" if noise in (_own_key, _a_count, _a_global) else "random"
+    if noise is not _dropout:
         (row,) = [row for row in rows if row.kind == "step"]
-        what = "the model changes" if noise in (_own_key, _a_count, _a_global) else "random"
         assert row.action == LEFT and what in row.reason, row
+    else:  # which begins later
+        (decision,) = [each for each in explain() if each.op == "step"]
+        assert (decision.path, decision.calls) == ("layers", 6) and what in decision.reason
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "plamo3"])
+def test_a_model_in_training_mode_decodes_as_one_graph(name: str, graphs: list[object]) -> None:
+    """And what differs in training is what stock's does."""
+    results = []
+    for model in pair(name):
+        model.train()
+        cache = make_prompt_cache(model)
+        model(TOKENS[:, :3], cache=cache)
+        graphs.clear()
+        results.append(decoded(model, cache, 3, 7))
+    assert len(graphs) >= 4
+    assert_same_model(*reversed(results), bits=None, what=name)
 
 
 # What fails with one cache.
