@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..decode.cache_tail import kind_of, rows_of, watch, watched_kind
+from ..decode.cache_tail import kind_of, rows_of, tail_rows, watch, watched_kind
 from ..ops.attention_step import MIN_POSITIONS, MIN_TICKETS
-
-_ROWS = 256
 
 
 class RingTail(NamedTuple):
@@ -52,11 +50,11 @@ def ring_tail(last: RingTail | None, c: Any) -> RingTail | None:
     # What it keeps is never overwritten, so a tail begins behind it.
     if size - keep < 2 or rows_of(buffers[0]) > size or own["_idx"] < keep:
         return None
-    rows, there = min(_ROWS, size - keep), rows_of(buffers[0])
+    batch, heads, there, _ = buffers[0].shape
+    rows = min(tail_rows((batch, heads), size), size - keep)
     if there < size and (offset == there or there < rows):  # or it was trimmed behind a prompt
         more = min(c.step, size - there)
         buffers = [mx.pad(b, [(0, 0), (0, 0), (0, more), (0, 0)]) for b in buffers]
-    batch, heads, _, _ = buffers[0].shape
     tails = [mx.zeros((*b.shape[:2], rows, b.shape[3]), b.dtype) for b in buffers]
     tickets = mx.zeros(max(MIN_TICKETS, 8 * batch * heads), mx.int32)
     first = keep if own["_idx"] >= size else own["_idx"]

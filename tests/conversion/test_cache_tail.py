@@ -26,9 +26,12 @@ from mlx_lm.models.cache import (
 )
 from numerics import assert_same_model, assert_same_states
 
+from mlx_qlayers import use_backend
 from mlx_qlayers.conversion import compiled_step, step_progress
 from mlx_qlayers.decode import cache_tail
+from mlx_qlayers.ops.attention_step import Rotation, attention_step
 from mlx_qlayers.runtime.backend import Mode, mode
+from mlx_qlayers.runtime.host import checks
 from tests.threads import in_threads
 
 TOKENS = mx.random.randint(0, VOCABULARY, (3, 40), key=mx.random.key(1))
@@ -81,6 +84,26 @@ def agree(run, what: str) -> None:
 
 def stepped(model: nn.Module, cache: list, steps: range, batch: int = 1) -> list[mx.array]:
     return [model(TOKENS[:batch, i : i + 1], cache=cache) for i in steps]
+
+
+def test_a_tail_is_short_where_sequences_are_many() -> None:
+    """Bytes that a token writes, of a layer of a 7B model, as the checked build counts them."""
+    written = {}
+    for batch in (1, 8):
+        for rows in (256, cache_tail.tail_rows((batch, 4), 1024)):
+            q, k = (mx.zeros((batch, 1, heads * 128), mx.bfloat16) for heads in (28, 4))
+            cache, tail = (mx.zeros((batch, 4, n, 128), mx.bfloat16) for n in (16, rows))
+            at = mx.array([16, rows // 2, *[16 + rows // 2] * 8])
+            with use_backend("host"), checks() as report:
+                arrays = q, k, k, cache, cache, tail, tail, at
+                mx.eval(attention_step(*arrays, scale=0.1, rotation=Rotation(128)))
+            written[batch, rows] = report.total("bytes_written") // batch
+    row, out = 2 * 4 * 128 * 2, 28 * 128 * 2
+    assert written == {
+        (1, 256): 256 * row + out,
+        (8, 256): 256 * row + out,
+        (8, 64): 64 * row + out,
+    }
 
 
 LOOKS = {
