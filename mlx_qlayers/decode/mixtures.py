@@ -1,4 +1,4 @@
-"""How nodes of mixtures of experts and of recurrent layers are computed."""
+"""How nodes of mixtures of experts, recurrent layers and latent attention are computed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import mlx.core as mx
 
 from ..formats import Format
 from ..metal.gather_qmm.experts import share_experts
-from ..ops.experts import experts_chosen, experts_combined, experts_products, gated
+from ..metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
+from ..ops.experts import experts_chosen, experts_combined, experts_products, gated, leaves_experts
 from ..ops.gated_delta import gated_delta
 from ..ops.gather_qmm import gather_qmm
+from ..ops.latent_attention import latent_attention
 from ..ops.quantized_route import is_qmv
 from ..options import PackedMatrix
-from .graph import Node
+from .graph import Node, resolved
 
 
 def experts(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
@@ -106,3 +108,31 @@ def depthwise(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
         return y.astype(x.dtype)
 
     return convolve
+
+
+def latent(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    """Latent attention of a token."""
+    (scale,) = node.arg
+
+    def attend(
+        q: mx.array, r: mx.array, c: mx.array, p: mx.array, last: mx.array, mask: Any
+    ) -> Any:
+        return latent_attention(q, r, c, p, last, scale=scale, mask=mask)
+
+    return attend
+
+
+def heads(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    """Products with a matrix for each head, which are products with experts."""
+    fmt, (batch, count, *_) = Format(*node.arg), resolved(node.shape, values)
+    every, takes = mx.array([[*range(count)]] * batch, mx.uint32), list[bool]()
+
+    def products(x: mx.array, *packed: mx.array) -> mx.array:
+        rows, matrix = x.squeeze(2), PackedMatrix(*packed)
+        if not takes:
+            takes.append(batch <= MAX_QMV_ROWS and not leaves_experts(rows, every, matrix, fmt))
+        if takes[0]:
+            return mx.expand_dims(experts_products(rows, every, [matrix], fmt)[0], 2)
+        return mx.quantized_matmul(x, *matrix[:3], True, *fmt)
+
+    return products

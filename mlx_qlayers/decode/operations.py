@@ -87,6 +87,8 @@ OPERATIONS: dict[str, Maker] = {
     "Gelu": lambda node, values: nn.gelu,
     "GeluApprox": lambda node, values: nn.gelu_approx,
     "Position": _position,
+    "Heads": mixtures.heads,
+    "Latent": mixtures.latent,
     "Products": _products,
     "Unpacked": _unpacked,
     "Silu": lambda node, values: nn.silu,

@@ -7,6 +7,7 @@ from .activations import ACTIVATIONS
 from .attention import ATTENTION
 from .canonical import FAST, UNBROADCAST
 from .experts import COMBINED, EXPERTS, LIFTED, RESIDUAL
+from .latent import LATENT
 from .products import products
 from .recurrent import RECURRENT, gated_deltas
 from .rotary import ROTARY
@@ -21,7 +22,7 @@ PASSES = (
     EXPERTS,
     LIFTED,
     COMBINED,
-    RECURRENT,
+    [*RECURRENT, *LATENT],
 )
 
 
