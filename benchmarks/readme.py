@@ -163,7 +163,7 @@ TABLES = [
         f"({WIDE}|32/8 D=128 L=16384 bfloat16 window 1024),.*", by="path"),
     Table("attention_tiles_cuda", "attention_tiles.py", ("", "unfused", "kernel"),
         {"{task}, ms": "ms", "{task}, MB": "MB"}, f"{WIDE},.*", ("unfused", "kernel"), "path"),
-    Table("attention_decode_cuda", "attention.py --decode", (US[0], "stock", "mlx-qlayers"),
+    Table("attention_decode_cuda", "attention.py", (US[0], "stock", "mlx-qlayers"),
         {"{keys:,.0f} keys, {cache}": ""}, "(32,768|131,072) keys.*", ("stock us", "auto us"),
         where={"q": "bfloat16", "calls": "compiled"}),
     Table("grid_sample_cuda", "grid_sample.py", SAMPLING, {"{task}": "ms"},

@@ -81,9 +81,7 @@ FAMILIES = (
     Family(
         "attention_decode",
         "bench_attention",
-        gpu=["--decode"],
-        cpu=["--decode"],
-        small={"attention_decoding.KEYS": first(2), "attention_decoding.DTYPES": first(1)},
+        small={"bench_attention.KEYS": first(2), "bench_attention.DTYPES": first(1)},
     ),
     Family(
         "grid_sample",

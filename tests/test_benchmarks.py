@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gc
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,17 +85,6 @@ def test_rows_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     first.add(name="d")
     assert names() == ["a", "c", "b"]
-
-
-def test_short_calls_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench_attention
-
-    gc.freeze()  # what is alive now would be looked through at each of 24 measurements
-    monkeypatch.setattr(bench_attention, "LENGTHS", [(1, 8), (16, 16)])
-    monkeypatch.setattr(bench_attention, "measure", partial(measure, least=1e-3))
-    rows = bench_attention.short_calls(["small"], 1).flat()
-    assert [row["keys"] for row in rows] == ["plain", "8 bits"] * 6
-    assert all(row["times"] > 0 and row["stock MB"] >= 0 and row["MB"] >= 0 for row in rows)
 
 
 def run(benchmark: str, *options: str) -> str:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from bench_python_calls import calls, on, operations, token
+from python_calls import calls, on, operations, token
 
 OPERATION = 8
 TOKEN = {"host": 3000, "gpu": 150}

@@ -137,7 +137,7 @@ def _mlp_call(self: Any, x: mx.array) -> mx.array:
     return after(x, None, *plan.arrays)
 
 
-# In the hot path every call of a Python function counts: see benchmarks/bench_python_calls.py.
+# In the hot path every call of a Python function counts: see tests/python_calls.py.
 def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
     """Of attention modules and of decoder layers."""
     plan = _plans.get(id(self))

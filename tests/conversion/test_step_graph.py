@@ -20,8 +20,8 @@ from mlx_qlayers import convert_model
 from mlx_qlayers.conversion import compiled_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from bench_python_calls import calls
 from bench_step_graph import begun, build, commits, launches, token
+from python_calls import calls
 from recorded_gpu import Recorded, primitives, recorded_gpu, starting, zeros
 from verified_model import cache_of
 

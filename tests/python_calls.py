@@ -1,18 +1,13 @@
-"""What Python costs: of one call of each operation, and of one decoded token.
+"""Python's calls for one call of each operation, and for one decoded token.
 
-Run ``python benchmarks/bench_python_calls.py``. A call is a Python function that is entered, as
-``sys.setprofile`` reports it, when the same call has been made before; the time is that of the call
-without evaluating what it gives, but on the host backend, which computes at once. Where there is no
-GPU, ``gpu`` is the path of one whose kernels were not measured, as on every Mac: the stock
-operators and graphs of ``mx.compile``, which are made here but never run. Last comes the dispatcher
-by itself: for operations that launch, and for those that replay graphs, which belong to a stream.
+A call is a Python function that is entered, as ``sys.setprofile`` reports it, when the same one has
+been made before. Where there is no GPU, ``gpu`` is the path of one whose kernels were not measured,
+as on every Mac: the stock operators and graphs of ``mx.compile``, which are made but never run.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,7 +18,6 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import Sample, Table, add_output, print_facts, write_output
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -37,8 +31,6 @@ from mlx_qlayers import (
     quantized_matmul,
     use_backend,
 )
-from mlx_qlayers.conversion import compiled_step
-from mlx_qlayers.dispatch import Operation, Plan, dispatch
 from mlx_qlayers.layers.switch_linear import QSwitchLinear
 from mlx_qlayers.ops.attention_step import Rotation, attention_step
 from mlx_qlayers.ops.exp import exp
@@ -51,27 +43,6 @@ from mlx_qlayers.runtime import backend as backends
 Call = Callable[[], Any]
 LAYERS = 28  # of Qwen2-7B
 PATHS = ("host", "ops", "gpu")
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
-    add_output(parser)
-    args = parser.parse_args()
-    print_facts()
-    table = Table({"what": 34, "path": 6, "Python calls": 12, "us": 14})
-    table.print_header()
-    for path in args.paths:
-        with on(path):
-            for name, call in cases(path):
-                table.add(what=name, path=path, **{"Python calls": calls(call), "us": cost(call)})
-    for compiled, path in ((False, "any"), (True, "graph")):
-        for n in range(1, 7):
-            call = dispatched(n, compiled)
-            sizes = {"Python calls": calls(call), "us": cost(call, 100, 300)}
-            table.add(what=f"dispatch, {n} arrays", path=path, **sizes)
-    write_output(args, "python_calls", [table])
 
 
 def calls(call: Call, times: int = 3) -> int:
@@ -91,34 +62,6 @@ def calls(call: Call, times: int = 3) -> int:
         sys.setprofile(None)
     mx.eval(result)
     return count
-
-
-def cost(call: Call, times: int = 40, together: int = 1) -> Sample:
-    """Microseconds of a call, without evaluating what it gives."""
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        for _ in range(together):
-            result = call()
-        seconds.append((time.perf_counter() - start) / together)
-        mx.eval(result)
-    return Sample.of(seconds).scaled(1e6)
-
-
-def dispatched(n: int, compiled: bool) -> Call:
-    """A call of the dispatcher whose plan does nothing: what it adds to each operation."""
-    operation = Operation("nothing", lambda *_: Plan(None, lambda x, *_: x), compiled)
-    arrays = tuple(mx.zeros((1, 4, 8, 64 + i)) for i in range(n))
-    return partial(dispatch, operation, arrays, (0.125, None, True))
-
-
-def cases(path: str) -> Iterator[tuple[str, Call]]:
-    """What is measured on a path."""
-    yield from operations(path).items()
-    yield "a token", token()
-    if path == "gpu" and mx.cuda.is_available():
-        with patch.object(compiled_step, "step", lambda *args: None):
-            yield "a token, layer by layer", token()
 
 
 def operations(path: str) -> dict[str, Call]:
@@ -216,7 +159,3 @@ def _has_gpu() -> bool:
 
 class _Gpu:
     type = mx.gpu
-
-
-if __name__ == "__main__":
-    main()
