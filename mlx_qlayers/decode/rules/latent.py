@@ -8,7 +8,7 @@ for each head; its arguments are group size, bits and mode.
 from __future__ import annotations
 
 from math import isclose
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -39,19 +39,21 @@ class _Rows(NamedTuple):
 
     counted: Node
     buffer: Node
-    last: Size
+    last: Any
 
 
 def _rows(node: Node) -> _Rows | None:
-    update = node.src[0] if node.op == "Slice" else node
-    if update is None or update.op != "SliceUpdate" or len(update.shape) != 4:
-        return None
-    _, start, stop, _ = update.arg
-    last = start[2]
-    whole = node.op != "Slice" or (not any(node.arg[0]) and node.arg[1][2] == stop[2])
-    if not isinstance(last, Size) or stop[2] != last._replace(const=last.const + 1) or not whole:
-        return None
-    return _Rows(node, update, last)
+    """All rows of a buffer, or those up to the one behind a number."""
+    buffer, count = node, node.shape[2]
+    if node.op == "Slice" and node.src[0] is not None:
+        start, stop, step = node.arg
+        buffer, others = node.src[0], (*node.shape[:2], node.shape[3])
+        if any(start) or {*step} != {1} or (*buffer.shape[:2], buffer.shape[3]) != others:
+            return None
+        count = stop[2]
+    if isinstance(count, Size):
+        return _Rows(node, buffer, count._replace(const=count.const - 1))
+    return _Rows(node, buffer, count - 1)
 
 
 def _latent(root: Node) -> Node | None:
@@ -60,6 +62,8 @@ def _latent(root: Node) -> Node | None:
     scale, causal = root.arg
     found = fits(_MASK, mask) if q and c is v and sinks is None and not causal else None
     if found is None or q is None or c is None or q.shape[2] != 1 or c.shape[1] != 1:
+        return None
+    if len(found["p"].shape) != 4:
         return None
     factor, keys, beside = number_of(under(found["factor"])), _rows(c), _rows(found["p"])
     if keys is None or beside is None or keys.last != beside.last or factor is None:
