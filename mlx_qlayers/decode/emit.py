@@ -17,6 +17,7 @@ from .capture import Unsupported
 from .graph import Graph, Node, names_in, resolved
 from .operations import OPERATIONS
 from .primitives import Call, call_of
+from .rules.deferred import deferred
 
 # The register of what is left out.
 _NONE = 0
@@ -50,6 +51,7 @@ class Program:
         self.instructions: list[Instruction] = []
         self._arguments: dict[Any, list[int]] = {}
         self._of: dict[Node, int] = {}
+        graph = deferred(graph, self.values)
         self._in_place = _written_in_place(graph)
         nodes = graph.nodes()
         self._known = {_NONE}
