@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     from .doctor_checks import families
     from .doctor_run import MODEL, Outcome, outcomes
 
-    rows = versions() | device() | _gpu() | backends() | {"results": _stored()}
+    rows = versions() | device() | _gpu() | backends() | {"results": _stored(), "proofs": _proofs()}
     print("\n".join(aligned([*rows.items()])), end="\n\n")
     path, end = backend(), time.monotonic() + args.budget
     if unknown := {*args.only} - {*families(), MODEL}:
@@ -67,6 +67,16 @@ def _gpu() -> dict[str, str]:
         return {}
     few = "128 registers a thread" if has_few_registers() else "registers without a limit"
     return {"architecture": f"{mx.device_info().get('architecture')}, {few}"}
+
+
+def _proofs() -> str:
+    """What was proven on this Mac, and what was left to stock operators for what reason."""
+    from ..runtime.proof import stored
+
+    found = stored().values()
+    failed = {each.kernel: each.why for each in found if each.why}
+    right = f"{sum(not each.why for each in found)} launches proven"
+    return "; ".join([right, *(f"{kernel} left to stock: {why}" for kernel, why in failed.items())])
 
 
 def _stored() -> str:

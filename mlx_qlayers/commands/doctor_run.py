@@ -132,7 +132,8 @@ def _outcome(check: Check, path: str, end: float) -> Outcome:
     """Run a check as asked for, beside the reference on the CPU, and see what auto would take."""
     import mlx.core as mx
 
-    from ..conversion.verify import in_float32, rounding_error
+    from ..conversion.verify import in_float32
+    from ..reference.rounding import rounding_error
     from ..runtime.backend import use_backend
     from ..runtime.transformed import uncompiled
     from ..runtime.wait import KernelTimeout, wait_for

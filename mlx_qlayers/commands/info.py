@@ -9,6 +9,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ..runtime.macos import macos_build, macos_version
 from .arguments import add_model
 
 
@@ -61,8 +62,8 @@ def device() -> dict[str, str]:
 
 def driver() -> str | None:
     """The version of the GPU's driver: NVIDIA's, or on a Mac that of the system."""
-    if release := platform.mac_ver()[0]:
-        return f"macOS {release}"
+    if platform.system() == "Darwin":
+        return "macOS {}.{}".format(*macos_version()) + f", {macos_build()}"
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:

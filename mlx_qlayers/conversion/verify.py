@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from ..formats import GLOBAL_UNIT
 from ..layers.qlinear import Counterpart, QEmbedding
+from ..reference.rounding import rounding_error
 from ..runtime.backend import backend
 from ..runtime.cuda_ahead import together
 from ..runtime.explain import recording
@@ -217,26 +217,3 @@ def _compare(what: str, actual: mx.array, expected: mx.array, terms: int, steps:
             f"{what}: disagrees with the stock layer by {error:.3g}, where rounding explains "
             f"{allowed:.3g}; leave it out with predicate=, and report this as a fault"
         )
-
-
-def rounding_error(
-    actual: mx.array, expected: mx.array, terms: int, steps: int = 1
-) -> tuple[float, float]:
-    """The error of a result, and how much of it so many roundings of sums explain.
-
-    Args:
-        actual: the result.
-        expected: the same in float32.
-        terms: that each sum has.
-        steps: roundings one after the other.
-
-    Raises:
-        ValueError: their shapes differ.
-    """
-    if actual.shape != expected.shape:
-        raise ValueError(f"gives shape {actual.shape}, the stock layer {expected.shape}")
-    finite = mx.isfinite(expected.astype(actual.dtype))  # else the stock layer overflows as well
-    error = float(mx.where(finite, mx.abs(actual.astype(mx.float32) - expected), 0).max())
-    largest = float(mx.where(finite, mx.abs(expected), 0).max())
-    roundings = 2 * mx.finfo(actual.dtype).eps + 4 * math.sqrt(terms) * mx.finfo(mx.float32).eps
-    return error, steps * roundings * largest

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 from ..runtime.backend import BackendError, backend, requested, unavailable
@@ -15,7 +17,8 @@ class Choice(NamedTuple):
         op: the operation's public name.
         path: ``"metal"``, ``"cuda"``, ``"host"``, or ``"ops"`` for the reference.
         reason: why, for :func:`~mlx_qlayers.explain`.
-        evidence: ``"rule"``, ``"asked for"``, ``"shipped result"`` or ``"measured here"``.
+        evidence: ``"rule"``, ``"asked for"``, ``"shipped result"``, ``"measured here"`` or
+            ``"proof"``.
     """
 
     op: str
@@ -24,6 +27,9 @@ class Choice(NamedTuple):
     evidence: str = "rule"
 
 
+# Why ``auto`` takes no kernel for the plan that is being made; "" where it takes one anyhow.
+_refusal: ContextVar[str | None] = ContextVar("refusal", default=None)
+
 KERNELS = ("metal", "cuda", "host")
 UNMEASURED = "the kernel was not measured on an Apple GPU"
 
@@ -31,6 +37,16 @@ UNMEASURED = "the kernel was not measured on an Apple GPU"
 def unmeasured() -> str | None:
     """Why ``auto`` leaves a kernel that nobody has measured for the reference: on Apple GPUs."""
     return UNMEASURED if backend() == "metal" else None
+
+
+@contextmanager
+def refused(why: str) -> Iterator[None]:
+    """Let ``auto`` choose no kernel in a ``with`` block, or without a reason always one."""
+    token = _refusal.set(why)
+    try:
+        yield
+    finally:
+        _refusal.reset(token)
 
 
 def choose(
@@ -66,7 +82,9 @@ def choose(
             why = f": {unless}" if unless else ""
             raise BackendError(f"{op} has no {wanted} kernel for these arguments{why}")
         return Choice(op, wanted, "asked for" + suffix, "asked for")
-    if unless is not None:
+    if refusal := _refusal.get():
+        return Choice(op, "ops", refusal, "proof")
+    if unless is not None and refusal is None:
         return Choice(op, "ops", unless, evidence if kernels else "rule")
     if (name := backend()) not in kernels:
         return Choice(op, "ops", _no_kernel(name, kernels))

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from operator import itemgetter
+from threading import get_ident
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -30,12 +31,13 @@ from ..runtime.backend import (
 )
 from ..runtime.declaration import KernelError
 from ..runtime.explain import Row, collectors, count, note, recording, row
+from ..runtime.proof import Unproven
 from ..runtime.spec import Spec
-from ..runtime.threads import here
 from ..runtime.transformed import has_values
 from .choice import Choice
 from .gradients import Gradient, Outputs, differentiable, gradient_of
 from .measurements import unasked, untuned
+from .prover import plan_of, proven
 
 # A server sees prompts of any length: what has not been asked for lately is made again.
 MAX_PLANS = 4096
@@ -68,6 +70,8 @@ class Operation:
             them, and raises a ``ValueError`` that names the argument and its value.
         compiled: whether a call from Python that only evaluates replays a graph on a GPU, which
             ``mx.compile`` traced when the plan was made.
+        sample: from a list of random arrays and the static arguments to those that a proof is made
+            with, where numbers of any kind would mean nothing.
 
     Example:
         >>> from mlx_qlayers.dispatch import Operation, Plan, choose, dispatch
@@ -77,12 +81,21 @@ class Operation:
         6.0
     """
 
-    __slots__ = ("compiled", "name", "plan", "recent")
+    __slots__ = ("compiled", "name", "plan", "recent", "sample")
 
-    def __init__(self, name: str, plan: Callable[..., Plan], compiled: bool = False) -> None:
-        self.name, self.plan, self.compiled = name, plan, compiled
+    def __init__(
+        self,
+        name: str,
+        plan: Callable[..., Plan],
+        compiled: bool = False,
+        sample: Callable[..., list[Any]] | None = None,
+    ) -> None:
+        self.name, self.plan, self.compiled, self.sample = name, plan, compiled, sample
         # By shapes, the last plan and the rest of its key: half of what the whole key's hash costs.
         self.recent: dict[Any, tuple[tuple[Any, ...], _Prepared]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.plan, self.compiled, self.sample)
 
 
 class _Prepared(NamedTuple):
@@ -122,7 +135,7 @@ def dispatch(
             dtypes,
             current.get(),
             epoch.state,
-            here.number,
+            get_ident(),
             # Only graphs belong to a stream.
             mx.default_stream(mx.default_device()) if operation.compiled else mx.default_device(),
         )
@@ -202,7 +215,9 @@ def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
     if plan.gradients and now.differentiable:
         if backend() == "host" and now is Mode.EAGER:
             return _Prepared(_guarded(operation, static, specs, plan, rows), ())
-        gradients = _with_fallback(plan) if on_host else plan.gradients
+        gradients = plan.gradients
+        if plan.choice is None or plan.choice.path in ("host", "metal"):
+            gradients = _with_fallback(operation, static, specs, plan)
         run = differentiable(operation.name, run, gradients, specs)
     if on_host and now is not Mode.INFERENCE:
         return _Prepared(_with_values(operation, plan, run, rows), ())
@@ -212,23 +227,29 @@ def _prepare(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]
 def _planned(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any]) -> Plan:
     """The plan, by heuristics where somebody wrote a configuration that no kernel takes."""
     try:
-        return operation.plan(specs, *static)
+        return plan_of(operation, static, specs)
     except (KernelError, ArithmeticError, TypeError) as error:
         with untuned():
-            plan = operation.plan(specs, *static)
+            plan = plan_of(operation, static, specs)
         note("tuning", "ignored", f"{operation.name}: {error}")
         return plan
 
 
-def _with_fallback(plan: Plan) -> list[Gradient]:
-    """The gradients, by autodiff of the reference where their kernels cannot be compiled."""
+def _with_fallback(
+    operation: Operation, static: tuple[Any, ...], specs: Sequence[Any], plan: Plan
+) -> list[Gradient]:
+    """The gradients, by autodiff of the reference where their kernels fail."""
 
     def fallible(gradient: Gradient) -> Gradient:
         def compute(given: Any, *rest: list[mx.array]) -> Sequence[mx.array]:
-            try:
+            def call() -> Sequence[mx.array]:
                 return gradient.compute(given, *rest)
-            except ToolchainError as error:
-                if plan.reference is None or not falls_back(error):
+
+            try:
+                return cast(Sequence[mx.array], proven(operation, static, specs, call, True))
+            except (ToolchainError, Unproven) as error:
+                fails = isinstance(error, ToolchainError) and not falls_back(error)
+                if plan.reference is None or fails:
                     raise
             (whole,) = gradient_of(plan.reference, given)
             made = dict(zip(whole.of, whole.compute(given, *rest), strict=True))
@@ -318,7 +339,7 @@ def _compiled(operation: Operation, static: tuple[Any, ...], specs: Sequence[Any
     gradients are needed, which cost as much to evaluate as a launch.
     """
     with mode(Mode.COMPILED):
-        plan = operation.plan(specs, *static)
+        plan = _planned(operation, static, specs)
     ahead = True
 
     def function(*arrays: Any) -> Outputs:

@@ -44,7 +44,9 @@ def gradient_of(composed: Callable[..., Outputs], arrays: Arrays) -> tuple[Gradi
             merged = list(given)
             for i, a in zip(floats, some, strict=True):
                 merged[i] = a
-            return _listed(composed(*merged))
+            made = _listed(composed(*merged))
+            # What a launch gives besides has no gradient.
+            return made + [mx.zeros_like(c) for c in cotangents[len(made) :]]
 
         primals = [cast(mx.array, given[i]) for i in floats]
         with mode(Mode.TRANSFORMED):

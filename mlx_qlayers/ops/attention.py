@@ -33,6 +33,7 @@ from .attention_choice import (
     MOST_SCORES,
     STOCK_ON_APPLE,
     decode_host_gain,
+    fills_memory,
     gradients_by_kernels,
     why_no_kernel,
     why_not_decode,
@@ -130,9 +131,9 @@ def _plan(arrays: Sequence[Any], *static: Any) -> Plan:
         run = (takes_stock and reference.stock(call)) or composed
         if not decoding and gradients_by_kernels(call):
             return Plan(choice, _unless_differentiated(run, _by_kernels(call)))
-        if backend() != "metal" or decoding or why_no_kernel(call):
+        if backend() != "metal" or decoding or why_no_kernel(call) or not fills_memory(call):
             return Plan(choice, run)
-        # There stock's own gradient keeps all scores; the kernels' computes the forward pass again.
+        # The kernels' gradient computes the forward pass again.
         return Plan(choice, run, autodiff(_by_kernels(call), arrays), composed)
     if decoding:
         config = configure("attention_decode", choice.path, *decode.question(call))
@@ -305,7 +306,11 @@ def _unless_differentiated(run: Run, with_gradients: Run) -> Run:
 def _plan_forward(arrays: Sequence[Any], *scores: Any) -> Plan:
     q, *caches, mask, sinks = arrays
     k, v = caches[: len(caches) // 2], caches[len(caches) // 2 :]
-    return _by_forward(None, AttentionCall(q, tuple(k), tuple(v), Scores(*scores), mask, sinks))
+    call = AttentionCall(q, tuple(k), tuple(v), Scores(*scores), mask, sinks)
+    composed = reference.attention(call)
+    if requested() == "ops":
+        return Plan(None, composed)
+    return _by_forward(None, call)._replace(reference=composed)
 
 
 def _by_forward(choice: Choice | None, call: AttentionCall) -> Plan:

@@ -12,6 +12,7 @@ from ..metal.attention.forward import FAR
 from ..metal.attention.layout import WIDEST
 from ..options import AttentionCall
 from ..reference import attention as reference
+from ..runtime import tensor_ops
 from ..runtime.backend import backend, current, requested
 
 # The exponent of a hidden score must be finite: see LOWEST in score_tile.metal.
@@ -22,6 +23,9 @@ FEW_QUERIES = 8
 MOST_SCORES = 1 << 25
 # Heads of which the stock operator takes many queries in one kernel on Apple GPUs.
 STOCK_ON_APPLE = (64, 72, 80, 96, 128, 192, 256)
+# Arrays of all scores that stock's gradient keeps on Metal at a time; the share of memory that they
+# may take, and the memory of a GPU that does not say: that of the smallest Mac with an M1.
+_KEPT_SCORES, _SHARE, _MEMORY = 3, 16, 8 << 30
 # Queries of which the stock operator's gradient on CUDA takes whole numbers.
 _STOCK_TILE = 128
 
@@ -127,6 +131,19 @@ def gradients_by_kernels(call: AttentionCall) -> bool:
         return False
     scores = prod(heads) * queries * call.k[0].shape[2]
     return scores >= threshold("attention_gradient_min_scores")
+
+
+def fills_memory(call: AttentionCall) -> bool:
+    """Whether stock's gradient would keep scores in more than a share of an Apple GPU's memory.
+
+    On an M5 it is fused where the forward pass is, and keeps none.
+    """
+    fused = call.q.shape[3] == call.v_width in STOCK_ON_APPLE and call.scores.softcap is None
+    if fused and tensor_ops.missing() is None:
+        return False
+    scores = prod(call.q.shape[:3]) * call.k[0].shape[2]
+    memory = int(mx.device_info(mx.gpu).get("memory_size") or _MEMORY)
+    return _KEPT_SCORES * scores * call.q.dtype.size > memory / _SHARE
 
 
 def _differs_in_gradients(call: AttentionCall) -> bool:

@@ -8,12 +8,14 @@ from typing import Any
 import mlx.core as mx
 
 from ..dispatch import Choice, Operation, Plan, choose, dispatch, gradient_of
+from ..dispatch.choice import unmeasured
 from ..dispatch.measurements import configure, decided, found
 from ..metal.attention import step as kernels
 from ..metal.attention.decode import BITS
 from ..options import Rotation, StepCall, row_words
 from ..reference import attention_step as reference
 from ..reference.attention_step import packed_rows, parts_of_rows
+from ..runtime import proof
 from ..runtime.backend import backend
 from ..runtime.limits import has_few_registers
 from ..runtime.spec import Spec
@@ -141,7 +143,28 @@ def _plan(
     return Plan(choice, launch, gradient_of(composed, arrays), composed)
 
 
-ATTENTION_STEP = Operation("attention_step", _plan)
+def _sample(arrays: list[Any], *static: Any) -> list[Any]:
+    """A cache that is full but for a row, and a tail that is half full."""
+    call = StepCall.of(arrays)
+    size, rows = call.k_cache[0].shape[2] - 1, call.k_tail.shape[2] // 2
+    if call.mask is not None:  # which has a column for each key
+        rows = min(rows, call.mask.shape[3] // 2)
+        size = min(size, call.mask.shape[3] - 1 - rows)
+    positions = mx.array([size, rows, *[size + rows] * (call.positions.size - 2)], mx.int32)
+    tails: list[Any] = [call.k_tail, call.v_tail]
+    if call.packing[1]:
+        shapes = [
+            (*tail.shape[:3], n) for tail, n in zip(tails, (call.width, call.v_width), strict=True)
+        ]
+        dense = [mx.random.normal(shape).astype(call.q.dtype) for shape in shapes]
+        tails = [packed_rows(mx.quantize(each, *call.packing)) for each in dense]
+    freqs = None if call.freqs is None else 1 + mx.abs(call.freqs)
+    tickets = None if call.tickets is None else mx.zeros_like(call.tickets)
+    behind = call.mask, call.sinks, call.q_norm, call.k_norm, tickets
+    return [*call[:3], *call.k_cache, *call.v_cache, *tails, positions, freqs, *behind]
+
+
+ATTENTION_STEP = Operation("attention_step", _plan, sample=_sample)
 
 
 def why_not(
@@ -173,10 +196,11 @@ def _choose(
     bits = packing[1]
     if not _covers(dtype, share, k_shape, v_width, packing):
         return choose("attention_step", ())
+    failed = proof.failed("attention_step") if backend() == "metal" else None
     q = Spec((k_shape[0], 1, share * k_shape[1] * k_shape[3]), dtype)
     best = found("attention_step", *kernels.question(q, Spec(k_shape, dtype), v_width, packing))
     kernel = f"attention_step_packed, {bits} bits" if bits else "its kernel"
-    by, unless, evidence = decided(best, kernel, None)
+    by, unless, evidence = decided(None if failed else best, kernel, failed or unmeasured())
     named = by if best or bits else ""
     return choose("attention_step", unless=unless, by=named, evidence=evidence)
 

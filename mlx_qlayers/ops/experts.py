@@ -20,7 +20,7 @@ from ..runtime.backend import backend, requested
 from ..runtime.limits import has_few_registers
 from ..runtime.spec import Spec
 from .checks import check_floats
-from .fused_products import normed
+from .fused_products import normed, with_squares
 from .gather_qmm import gather_qmm
 
 _FORMAT = Format(64, 4)
@@ -276,8 +276,15 @@ def gated(gate: str | Clipped, y: mx.array, up: mx.array) -> mx.array:
     return (up + gate.shift) * (y * mx.sigmoid(gate.alpha * y))
 
 
-_PRODUCTS = Operation("experts_products", _plan_products)
-_CHOSEN = Operation("experts_chosen", _plan_chosen)
+def _apart(arrays: list[Any], router: Router) -> list[Any]:
+    """Logits of which no two are the same, whatever they are rounded to."""
+    logits, *rest = arrays
+    ranks = mx.argsort(mx.argsort(logits, axis=-1), axis=-1).astype(mx.int32)
+    return [((ranks - logits.shape[-1] // 2) / 32).astype(logits.dtype), *rest]
+
+
+_PRODUCTS = Operation("experts_products", _plan_products, sample=with_squares)
+_CHOSEN = Operation("experts_chosen", _plan_chosen, sample=_apart)
 _COMBINED = Operation("experts_combined", _plan_combined)
 
 

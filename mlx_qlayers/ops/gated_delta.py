@@ -83,7 +83,14 @@ def _plan(arrays: Sequence[Any], norms: tuple[float, float, float] | None) -> Pl
     )
 
 
-_GATED_DELTA = Operation("gated_delta", _plan)
+def _sample(arrays: list[Any], *static: Any) -> list[Any]:
+    """Short queries and keys, and gates below one, as models have them."""
+    q, k, v, g, beta, *rest = arrays
+    short = q.shape[-1] ** -0.5
+    return [q * short, k * short, v, mx.sigmoid(g), mx.sigmoid(beta), *rest]
+
+
+_GATED_DELTA = Operation("gated_delta", _plan, sample=_sample)
 
 
 def _check(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, mask: Any) -> None:

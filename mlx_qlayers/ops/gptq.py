@@ -225,5 +225,12 @@ def _plan(run: Any, bind: Callable[[], Any]) -> Plan:
     return Plan(choice, run) if choice.path == "ops" else Plan(choice, bind(), (), run)
 
 
-_BLOCK = Operation("gptq_block", _plan_block)
-_FIXED = Operation("gptq_fixed_block", _plan_fixed)
+def _sample(arrays: list[mx.array], *static: Any) -> list[mx.array]:
+    """A factor with a diagonal of ones, and ranges that hold the weights."""
+    w, u, *ranges = arrays
+    factor = mx.triu(u / (4 * u.shape[-1]), 1) + mx.eye(u.shape[-1])
+    return [w, factor, *(0.5 + mx.abs(each) if i == 0 else each for i, each in enumerate(ranges))]
+
+
+_BLOCK = Operation("gptq_block", _plan_block, sample=_sample)
+_FIXED = Operation("gptq_fixed_block", _plan_fixed, sample=_sample)

@@ -83,7 +83,12 @@ def _plan(arrays: Sequence[Any], scale: float) -> Plan:
     return Plan(choice, launch, gradient_of(composed, arrays), composed)
 
 
-_LATENT = Operation("latent_attention", _plan)
+def _sample(arrays: list[Any], scale: float) -> list[Any]:
+    *beside, _, mask = arrays
+    return [*beside, mx.array(max(0, arrays[2].shape[2] - 3), mx.int32), mask]
+
+
+_LATENT = Operation("latent_attention", _plan, sample=_sample)
 
 
 def _check(q: Any, r: Any, c: Any, p: Any, last: Any, mask: Any) -> None:

@@ -328,8 +328,16 @@ def _plan_subtract(arrays: Sequence[Spec]) -> Plan:
     return Plan(choice, run, (), reference.subtract_product)
 
 
-_CHOLESKY = Operation("cholesky", _plan_cholesky)
-_SOLVE = Operation("solve_triangular", _plan_solve)
+def _sample(arrays: list[mx.array], *static: Any) -> list[mx.array]:
+    """A matrix that is far from singular, and symmetric, and whatever comes with it."""
+    a, *rest = arrays
+    n = max(a.shape[-1], 1)
+    symmetric = (a + a.swapaxes(-1, -2)) / (2 * n) + mx.eye(n)
+    return [symmetric.astype(a.dtype), *rest]
+
+
+_CHOLESKY = Operation("cholesky", _plan_cholesky, sample=_sample)
+_SOLVE = Operation("solve_triangular", _plan_solve, sample=_sample)
 _QR = Operation("qr", _plan_qr)
 _SUBTRACT = Operation("subtract_product", _plan_subtract)
 

@@ -86,7 +86,12 @@ def _plan(arrays: Sequence[Any], *options: Any) -> Plan:
     return Plan(choice, launch, gradient_of(composed, arrays), composed)
 
 
-_ROTARY = Operation("rotary_embedding", _plan, compiled=True)
+def _sample(arrays: list[Any], *options: Any) -> list[Any]:
+    q, k, offset, freqs = arrays
+    return [q, k, offset + 5, None if freqs is None else 1 + mx.abs(freqs)]
+
+
+_ROTARY = Operation("rotary_embedding", _plan, compiled=True, sample=_sample)
 
 
 def _check(q: Any, k: Any, offset: Any, rotation: Rotation, freqs: Any) -> None:

@@ -18,6 +18,7 @@ from .health import WORDS, check_report
 from .launch import Bound, Launch, LaunchOptions
 from .launch_checks import checked_launch
 from .limits import CUDA_THREADGROUP_MEMORY, MAX_THREADGROUP_MEMORY, MAX_THREADS
+from .proof import admit
 from .spec import Spec
 from .tracing import record
 from .transformed import is_transformed, without_derivative
@@ -126,11 +127,14 @@ class Kernel(Declaration):
         Raises:
             KernelError: something does not fit the declaration or the limits of the hardware.
             BackendError: the current backend is ``ops``, or one that cannot run.
+            Unproven: ``auto`` stands for ``metal``, where nobody has proven this launch.
         """
         name = backend()
         if name == "ops":
             raise BackendError(f"kernel {self.name} was called, but the ops backend runs none")
         launch = checked_launch(self, name, inputs, **options)
+        if name == "metal":
+            admit(launch, self.folder)
         if "health" in epoch.debug:
             launch = self._with_health(launch)
         bind: Callable[[Launch], Bound] = import_module(f".{name}", __package__).bind

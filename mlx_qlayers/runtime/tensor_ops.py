@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
+from .macos import macos_version
 from .source import TENSOR_OPS
 
 # As MLX asks: from here on operations run on matrix units of their own, on phones one later.
@@ -51,10 +51,9 @@ def missing_codes() -> str | None:
 
 
 def _too_old(least: tuple[int, int]) -> str | None:
-    version = platform.mac_ver()[0]
-    if tuple(map(int, version.split(".")[:2])) >= least:
+    if (version := macos_version()) >= least:
         return None
-    return f"macOS is {version}, not {'.'.join(map(str, least))}"
+    return "macOS is {}.{}, not {}.{}".format(*version, *least)
 
 
 @cache

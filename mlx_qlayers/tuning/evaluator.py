@@ -18,6 +18,7 @@ from ..dispatch.entries import file_of
 from ..runtime.backend import backend
 from ..runtime.cuda_ahead import together
 from ..runtime.host import checks
+from ..runtime.proof import record, trial
 from ..runtime.wait import KernelTimeout, wait_for
 from .family import Family, Inputs, P, Path, in_float32
 from .queue_timer import OutOfTime, Queued, QueueTimer
@@ -132,7 +133,11 @@ class Evaluator(Generic[P, C]):
                 seconds = self.rate(config)
             return error
 
-        return Trial(problem=self._problem(run), config=config, seconds=seconds)
+        with trial() as launches:
+            problem = self._problem(run)
+        if not problem:
+            record(launches)  # what was compared here is proven
+        return Trial(problem=problem, config=config, seconds=seconds)
 
     def _verified(self, name: str, path: Path) -> str | None:
         """Why an output of a path is wrong, if one is."""
@@ -165,13 +170,17 @@ class Evaluator(Generic[P, C]):
 
     def _paths(self, *but: str) -> dict[str, Path]:
         """The other paths but some, and but those that are wrong here; stock is the truth."""
-        found = self.family.paths(self.inputs, self.problem).items()
-        kept = {name: path for name, path in found if name not in but}
-        return {
-            name: path
-            for name, path in kept.items()
-            if name == "stock" or not self._problem(partial(self._verified, name, path))
-        }
+        with trial() as launches:
+            found = self.family.paths(self.inputs, self.problem).items()
+            kept = {name: path for name, path in found if name not in but}
+            right = {
+                name: path
+                for name, path in kept.items()
+                if name == "stock" or not self._problem(partial(self._verified, name, path))
+            }
+        if len(right) == len(kept):
+            record(launches)
+        return right
 
     def rate(self, config: C) -> float:
         """Seconds of one launch."""

@@ -10,6 +10,7 @@ import pytest
 from mlx_qlayers import use_backend
 from mlx_qlayers.reference import attention as reference
 from mlx_qlayers.runtime import backend as backends
+from mlx_qlayers.runtime.proof import trial
 
 
 @pytest.fixture
@@ -23,6 +24,6 @@ def on(monkeypatch):
             monkeypatch.setitem(backends.missing, name, lambda why=why: why)
 
     reference._window_mask.cache_clear()
-    with use_backend("auto"):
+    with use_backend("auto"), trial():
         yield on
     reference._window_mask.cache_clear()

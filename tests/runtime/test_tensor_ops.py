@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import platform
+import os
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 from mlx_qlayers.runtime import tensor_ops
+from mlx_qlayers.runtime.macos import macos_version
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +27,20 @@ TENSOR, CODES = "__HAVE_TENSOR__", "__HAVE_INT4B_FORMAT_TYPE__"
 @pytest.mark.parametrize(
     ("gpu", "system", "macros", "why", "no_codes"),
     [
-        ("applegpu_g17s", "26.2", [TENSOR], None, "macOS is 26.2, not 26.4"),
-        ("applegpu_g17s", "26.4", [TENSOR], None, "no uint4b_format"),
-        ("applegpu_g18p", "27.0.1", [TENSOR, CODES], None, None),
-        ("applegpu_g17p", "26.2", [TENSOR], "applegpu_g17p.*generation 18", "generation 18"),
-        ("applegpu_g16s", "26.4", [TENSOR, CODES], "applegpu_g16s.*generation 17", "generation 17"),
-        ("AMD", "26.4", [TENSOR], "the GPU is AMD", "the GPU is AMD"),
-        ("applegpu_g17g", "26.1", [TENSOR], "macOS is 26.1", "macOS is 26.1, not 26.2"),
-        ("applegpu_g17g", "26.4", [], "has no <MetalPerformancePrimitives", "has no <Metal"),
+        ("applegpu_g17s", "25.2.0", [TENSOR], None, "macOS is 26.2, not 26.4"),
+        ("applegpu_g17s", "25.4.0", [TENSOR], None, "no uint4b_format"),
+        ("applegpu_g18p", "26.0.0", [TENSOR, CODES], None, None),
+        ("applegpu_g17p", "25.2.0", [TENSOR], "applegpu_g17p.*generation 18", "generation 18"),
+        (
+            "applegpu_g16s",
+            "25.4.0",
+            [TENSOR, CODES],
+            "applegpu_g16s.*generation 17",
+            "generation 17",
+        ),
+        ("AMD", "25.4.0", [TENSOR], "the GPU is AMD", "the GPU is AMD"),
+        ("applegpu_g17g", "25.1.0", [TENSOR], "macOS is 26.1", "macOS is 26.1, not 26.2"),
+        ("applegpu_g17g", "25.4.0", [], "has no <MetalPerformancePrimitives", "has no <Metal"),
     ],
 )
 def test_gates(
@@ -45,12 +53,23 @@ def test_gates(
 ) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda *_: {"architecture": gpu})
-    monkeypatch.setattr(platform, "mac_ver", lambda: (system, (), ""))
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=system))
     monkeypatch.setattr(tensor_ops, "_defines", lambda macro: macro in macros)
     for expected, found in ((why, tensor_ops.missing()), (no_codes, tensor_ops.missing_codes())):
         assert (found is None) == (expected is None)
         if expected is not None:
             assert re.search(expected, str(found))
+
+
+@pytest.mark.parametrize(
+    ("darwin", "macos"),
+    [("22.6.0", (13, 6)), ("24.6.0", (15, 6)), ("25.0.0", (26, 0)), ("26.1.0", (27, 1))],
+)
+def test_the_kernel_says_which_macos_this_is(
+    darwin: str, macos: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=darwin))
+    assert macos_version() == macos
 
 
 def test_no_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

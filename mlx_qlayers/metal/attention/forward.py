@@ -10,7 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ...options import AttentionCall
-from ...runtime.backend import backend, use_backend
+from ...runtime.backend import backend, requested, use_backend
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Bound, Size, TemplateValue
 from ...runtime.spec import Spec
@@ -73,7 +73,7 @@ class Launcher:
     def __init__(self, call: AttentionCall, handed: bool = True) -> None:
         q, k, v, scores, mask, sinks = call
         self.q, self.sinks, self.causal, self.device = q, sinks, scores.causal, backend()
-        self.deterministic, self.handed = scores.deterministic, handed
+        self.asked, self.deterministic, self.handed = requested(), scores.deterministic, handed
         self.batch, self.heads, self.queries, self.width = q.shape
         _, self.kv_heads, self.keys, _ = v[0].shape
         self.v_width, self.packing = call.v_width, call.packing
@@ -129,7 +129,7 @@ class Launcher:
     ) -> Bound:
         """The launch of a grid, likewise."""
         # Gradients are bound later, maybe where another backend was asked for.
-        with use_backend(self.device):
+        with use_backend(self.asked):
             return kernel.bind(
                 [*self._inputs, *others, *map(Spec.of, self.ends)],
                 template={**self._template, **values},

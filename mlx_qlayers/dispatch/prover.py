@@ -1,0 +1,378 @@
+"""Proves kernels in another process: a launch that Metal gives up on ends the process it is in.
+
+A call's plan is run on random arrays of its shapes, or of the smallest by which it makes the same
+launches, once with its kernels and once in float32 with MLX's operators. The outcome holds for
+each of those launches; see :mod:`~mlx_qlayers.runtime.proof`.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import mlx.core as mx
+
+from ..reference.rounding import rounding_error
+from ..runtime import proof
+from ..runtime.backend import Mode, current, mode, use_backend
+from ..runtime.declaration import KernelError
+from ..runtime.proof import Launches, Unproven, trial
+from ..runtime.spec import Spec
+from .choice import refused
+from .gradients import differentiable
+
+# Seconds for a proof, most of them the compiler's; what is not back by then hangs.
+_PATIENCE = float(os.environ.get("MLX_QLAYERS_PROOF_SECONDS") or 60)
+# Seconds until the first launch is bound.
+_START = 60.0
+# Seconds without work after which the other process ends.
+_IDLE = 20.0
+# Elements of a call's arrays from which fewer are looked for.
+_MANY = 1 << 20
+# Roundings one after the other in an operation: norm, product, activation, product.
+_STEPS = 4
+
+
+class _Job(NamedTuple):
+    """A call by its plan: an operation, its static arguments, the specs of its arrays."""
+
+    operation: Any
+    static: tuple[Any, ...]
+    specs: Sequence[Spec | None]
+    mode: Mode
+    gradient: bool
+
+
+def proven(
+    operation: Any, static: tuple[Any, ...], specs: Sequence[Any], call: Any, gradient: bool
+) -> Any:
+    """What a function gives that binds launches, after a proof of them where there was none.
+
+    Args:
+        operation: the operation whose plan binds them.
+        static: its static arguments.
+        specs: those of its arrays.
+        call: the function, of no arguments; called anew after a proof.
+        gradient: whether it binds those of the operation's gradients.
+
+    Raises:
+        Unproven: a launch failed its proof, or there can be none; it was said.
+    """
+    try:
+        return call()
+    except Unproven as found:
+        if found.why is None:
+            _prove(_Job(operation, static, specs, current.get().mode, gradient), found)
+    try:
+        return call()
+    except Unproven as found:
+        proof.say(found.kernel, found.why or "")
+        raise
+
+
+def plan_of(operation: Any, static: tuple[Any, ...], specs: Sequence[Any]) -> Any:
+    """The plan of a call, without kernels where one of them failed its proof."""
+
+    def plan() -> Any:
+        return operation.plan(specs, *static)
+
+    try:
+        return proven(operation, static, specs, plan, False)
+    except Unproven as found:
+        why = str(found)
+    try:
+        with refused(why):
+            return plan()
+    except (Unproven, KernelError):  # it launches kernels whatever was chosen
+        with use_backend("ops"):
+            return plan()
+
+
+# The other process, while there is one; one thread at a time has it work.
+_prover: subprocess.Popen[bytes] | None = None
+_errors: Any = None
+_lock = threading.Lock()
+
+
+def _prove(job: _Job, found: Unproven) -> None:
+    """Have a job done, and record what came of its launches."""
+    launches, why, kept = {found.key: found.kernel}, "", False
+    with _lock:
+        if proof.find(found.key) is not None:
+            return
+        try:
+            order = pickle.dumps(job)
+            for _ in range(2):  # a process that has had no work ends
+                told = list(_told(order))
+                if told:
+                    break
+        except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+            told, why = [], f"it cannot be proven: {type(error).__name__}: {error}"
+    if told:
+        *bound, last = told if isinstance(told[-1], str) else [*told, _ending()]
+        if found.key in (all_of_it := dict(bound)):
+            launches, why, kept = all_of_it, last, True
+        else:
+            why = last or "its proof launched other kernels"
+        unknown = {name for key, name in launches.items() if proof.find(key) is None}
+        if why and len(unknown) > 1:
+            why += f"; launched together: {', '.join(sorted(unknown))}"
+    elif not why:
+        why = f"it cannot be proven: {_ending()}"
+    proof.record(launches, why, kept)
+
+
+def _told(order: bytes) -> Iterator[Any]:
+    """Each launch of a job, and what is wrong with its results, until its process hangs or ends."""
+    global _prover, _errors
+    if _prover is None or _prover.poll() is not None:
+        _errors = TemporaryFile()  # noqa: SIM115
+        paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
+        changed = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "MLX_ENABLE_TF32": "0"}
+        environment = {**os.environ, **changed, "MLX_QLAYERS_BACKEND": "auto"}
+        pipe = subprocess.PIPE
+        _prover = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=_errors,
+            env=environment,
+        )
+    given, told = cast(BinaryIO, _prover.stdin), cast(BinaryIO, _prover.stdout)
+    try:
+        given.write(len(order).to_bytes(8, "little") + order)
+        given.flush()
+    except BrokenPipeError:
+        _prover.wait()
+        return
+    patience, last = _START, None
+    while not isinstance(last, str):
+        if not wait([told.fileno()], patience):
+            _prover.kill()
+        if not (line := told.readline()):
+            _prover.wait()
+            return
+        patience, last = _PATIENCE, json.loads(line)
+        yield last
+
+
+def _ending() -> str:
+    """Why the other process said nothing more."""
+    if _prover is None or _prover.returncode == -9:
+        return f"no result within {_PATIENCE:g} s"
+    _errors.seek(0)
+    said = _errors.read()[-300:].decode(errors="replace").strip()
+    return f"its process ended with exit status {_prover.returncode}: {said}"
+
+
+def main() -> None:
+    """Do the jobs that come by standard input."""
+    orders = sys.stdin.buffer
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints meanwhile is no result
+    while wait([orders.fileno()], _IDLE) and (size := orders.read(8)):
+        job: _Job = pickle.loads(orders.read(int.from_bytes(size, "little")))
+
+        def tell(what: Any) -> None:
+            print(json.dumps(what), file=results, flush=True)
+
+        try:
+            actual, arrays, of = _begun(job, _Told(tell))
+            mx.eval(actual)
+            terms = max((n for a in arrays if a is not None for n in a.shape), default=1)
+            # What is packed has the layout of its dtype.
+            expected = _expected(job, arrays, of, all(map(_is_float, actual)))
+            why = _wrong(actual, expected, terms)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        tell(why)
+    os._exit(0)  # an end that waits for no kernel
+
+
+class _Told(Launches):
+    """Launches that are told when they are bound: the next may end the process."""
+
+    def __init__(self, tell: Callable[[Any], None]) -> None:
+        self.tell = tell
+
+    def __setitem__(self, key: str, kernel: str) -> None:
+        super().__setitem__(key, kernel)
+        self.tell((key, kernel))
+
+
+def _begun(job: _Job, told: _Told) -> tuple[list[mx.array], list[Any], tuple[int, ...]]:
+    """A job's results, its arrays, and of which of them there are gradients."""
+    specs = job.specs
+    if sum(spec.size for spec in specs if spec is not None) > _MANY:
+        specs = _smaller(job)
+    arrays = _arrays(job.operation, job.static, specs)
+    of: tuple[int, ...] = ()
+    with trial(told):
+        plan = _plan(job, specs)
+        if job.gradient:
+            of = tuple(sorted(i for gradient in plan.gradients for i in gradient.of))
+        return _results(job, plan, arrays, specs, of), arrays, of
+
+
+def _plan(job: _Job, specs: Sequence[Any]) -> Any:
+    with mode(job.mode), refused(""):  # a kernel, as whoever asks has chosen one
+        return job.operation.plan(specs, *job.static)
+
+
+def _expected(
+    job: _Job, arrays: Sequence[Any], of: tuple[int, ...], in_float32: bool
+) -> list[mx.array]:
+    """The results by MLX's operators."""
+    exact = [a.astype(mx.float32) if in_float32 and _is_float(a) else a for a in arrays]
+    specs = [a if a is None else Spec.of(a) for a in exact]
+    with use_backend("ops"):
+        return _results(job, _plan(job, specs), exact, specs, of)
+
+
+def _results(
+    job: _Job, plan: Any, arrays: Sequence[Any], specs: Sequence[Any], of: tuple[int, ...]
+) -> list[mx.array]:
+    """What a plan gives for arrays, and the gradients of some of them."""
+    if not of:
+        with mode(Mode.INFERENCE):
+            return _listed(plan.run(*arrays))
+    run = plan.run
+    if plan.gradients:
+        run = differentiable(job.operation.name, run, plan.gradients, specs)
+
+    def of_some(*some: mx.array) -> list[mx.array]:
+        given = [*arrays]
+        for i, a in zip(of, some, strict=True):
+            given[i] = a
+        return _listed(run(*given))[:1]
+
+    with mode(Mode.TRANSFORMED):
+        primals = [arrays[i] for i in of]
+        # Of numbers that every dtype holds.
+        seeds = ((_normal(y.shape, mx.bfloat16, 99), y.dtype) for y in of_some(*primals))
+        cotangents = [seed.astype(dtype) for seed, dtype in seeds]
+        outputs, gradients = mx.vjp(of_some, primals, cotangents)
+    return [*outputs, *gradients]
+
+
+def _smaller(job: _Job) -> Sequence[Spec | None]:
+    """Specs by which a job makes the same launches: the largest axes are halved while it does."""
+
+    def launches(specs: Sequence[Any]) -> Launches | None:
+        zeros = [None if s is None else mx.zeros(s.shape, s.dtype) for s in specs]
+        try:
+            with trial() as made:
+                plan = _plan(job, specs)
+                of = tuple(i for g in plan.gradients for i in g.of) if job.gradient else ()
+                _results(job, plan, zeros, specs, of)
+        except Exception:  # whatever does not take such shapes
+            return None
+        return made
+
+    specs, wanted = job.specs, launches(job.specs)
+    for axis in sorted({n for s in specs if s is not None for n in s.shape}, reverse=True):
+        for shift in range(axis.bit_length() - 5, 0, -1):
+            if axis % (1 << shift):
+                continue
+            fewer = [
+                s and Spec(tuple(axis >> shift if n == axis else n for n in s.shape), s.dtype)
+                for s in specs
+            ]
+            if wanted is not None and launches(fewer) == wanted:
+                specs = fewer
+                break
+    return specs
+
+
+def _arrays(operation: Any, static: tuple[Any, ...], specs: Sequence[Any]) -> list[Any]:
+    """Random arrays of a call; those that mean something are what the operation says."""
+    packed = [*map(_is_packed, specs, [*specs[1:], None])]
+    # How many matrices indices choose from.
+    counts = [s.shape[0] for s, is_matrix in zip(specs, packed, strict=True) if is_matrix and s]
+    few = min(counts, default=1)
+    arrays: list[Any] = []
+    for i, (spec, is_packed) in enumerate(zip(specs, packed, strict=True)):
+        if spec is None:
+            arrays.append(None)
+        elif mx.issubdtype(spec.dtype, mx.floating):
+            arrays.append(_normal(spec.shape, spec.dtype, i))
+        elif is_packed:
+            arrays.append(
+                mx.random.randint(0, 1 << 32, spec.shape, mx.uint32, key=mx.random.key(i))
+            )
+        elif spec.dtype == mx.bool_:
+            arrays.append(mx.random.bernoulli(0.7, spec.shape, key=mx.random.key(i)))
+        else:
+            # Bytes are scales: exponents that stay within range, and no NaN.
+            ranges: Any = {mx.uint8: (112, 127), mx.int8: (-127, 128)}
+            low, high = ranges.get(spec.dtype, (0, few))
+            chosen = mx.random.randint(low, high, (spec.size,), key=mx.random.key(i))
+            # Indices may have to be in order.
+            chosen = chosen if spec.dtype.size == 1 else mx.sort(chosen)
+            arrays.append(chosen.reshape(spec.shape).astype(spec.dtype))
+    if operation.sample is not None:
+        arrays = operation.sample(arrays, *static)
+    mx.eval([a for a in arrays if a is not None])
+    return arrays
+
+
+def _is_packed(spec: Spec | None, scales: Spec | None) -> bool:
+    """Whether an array is a quantized matrix, which has its scales behind it."""
+    if spec is None or scales is None or spec.dtype != mx.uint32 or spec.ndim < 2:
+        return False
+    return scales.shape[:-1] == spec.shape[:-1] and scales.shape[-1] < spec.shape[-1]
+
+
+def _normal(shape: Sequence[int], dtype: mx.Dtype, key: int) -> mx.array:
+    return mx.random.normal([*shape], key=mx.random.key(key)).astype(dtype)
+
+
+def _is_float(array: Any) -> bool:
+    return array is not None and mx.issubdtype(array.dtype, mx.floating)
+
+
+def _listed(outputs: Any) -> list[mx.array]:
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def _wrong(actual: Sequence[mx.array], expected: Sequence[mx.array], terms: int) -> str:
+    """What is wrong with results; nothing if roundings of sums explain how they differ."""
+    for i, (found, exact) in enumerate(zip(actual, expected, strict=False)):
+        if not _is_float(found):
+            # Codes of packed rows may fall to the next step.
+            if float((found != exact).astype(mx.float32).mean(-1).max()) > 0.25:
+                return f"wrong numbers in output {i}"
+            continue
+        error, allowed = rounding_error(found, exact, terms, _STEPS)
+        if not error <= allowed:
+            what = "NaN" if error != error else f"wrong numbers, by {error:.2g}"
+            return f"{what} in output {i}, where rounding explains {allowed:.2g}"
+        # Most numbers are closer than the one that is furthest.
+        both = mx.isfinite(found) & mx.isfinite(exact)
+        off, of = (
+            float(mx.sqrt(mx.where(both, mx.square(each), 0).mean()))
+            for each in (found.astype(mx.float32) - exact, exact)
+        )
+        if float(both.astype(mx.float32).mean()) < 0.5:
+            return f"output {i} of its reference is not finite"
+        unit = mx.finfo(found.dtype).eps / 2 + 2 * terms**0.5 * mx.finfo(mx.float32).eps
+        if off > _STEPS * unit * of:
+            return f"wrong numbers, by {off:.2g} of {of:.2g} on average, in output {i}"
+    return ""
+
+
+copyreg.pickle(mx.Dtype, lambda dtype: (_dtype, (str(dtype).removeprefix("mlx.core."),)))
+
+
+def _dtype(name: str) -> mx.Dtype:
+    return cast(mx.Dtype, getattr(mx, "bool_" if name == "bool" else name))

@@ -1,0 +1,218 @@
+"""Which kernels were proven in this installation: by default a Mac launches no other.
+
+A proof is of a launch's text, its template's values included, and of its threadgroup: it was
+compiled, launched on random arrays and compared with the operation's reference. What came of it is
+a line of a file that belongs to this version of the package, of MLX and of macOS, and to this GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .backend import advance_epoch, requested
+from .cache_folder import cache_folder, make_folder
+from .explain import note
+from .launch import Launch
+from .macos import macos_build
+from .source import METAL
+
+# The names of kernels by the keys of their launches.
+Launches = dict[str, str]
+
+
+class Verdict(NamedTuple):
+    """What came of a proof.
+
+    Attributes:
+        kernel: the kernel's name.
+        why: what was wrong; empty where nothing was.
+    """
+
+    kernel: str
+    why: str = ""
+
+
+class Unproven(RuntimeError):
+    """A launch that ``auto`` may not make: the dispatcher proves it, or takes stock operators.
+
+    Attributes:
+        kernel: the kernel's name.
+        key: of the launch.
+        why: what was wrong when it was tried; None where nobody has.
+    """
+
+    def __init__(self, kernel: str, key: str, why: str | None) -> None:
+        super().__init__(f"kernel {kernel}: {why or 'was not proven on this machine'}")
+        self.kernel, self.key, self.why = kernel, key, why
+
+
+_trial: ContextVar[Launches | None] = ContextVar("trial", default=None)
+_lock = threading.Lock()
+# By the file that they are stored in, which is another one where the cache's folder is.
+_verdicts: dict[Path, dict[str, Verdict]] = {}
+# What could not be written, and what nobody can find out in this process.
+_unkept: dict[str, Verdict] = {}
+
+
+def admit(launch: Launch, folder: Path | None) -> None:
+    """Let a launch on Metal pass that was proven, that somebody forced or that is a trial.
+
+    Args:
+        launch: the launch.
+        folder: of the kernel; those of other people are theirs to prove.
+
+    Raises:
+        Unproven: it is none of these.
+    """
+    trial = _trial.get()
+    if trial is None and (requested() != "auto" or METAL.parent not in (folder or Path()).parents):
+        return
+    key, kernel = key_of(launch), launch.program.name
+    if trial is not None:
+        trial[key] = kernel
+    elif (verdict := find(key)) is None or verdict.why:
+        raise Unproven(kernel, key, verdict and verdict.why)
+
+
+@contextmanager
+def trial(launches: Launches | None = None) -> Iterator[Launches]:
+    """Admit every launch that is bound in a ``with`` block, in this thread or task.
+
+    Args:
+        launches: where they are put.
+
+    Yields:
+        The launches, for :func:`record` when their results were compared.
+
+    Example:
+        >>> from mlx_qlayers.ops.exp import exp
+        >>> with trial() as launches:
+        ...     right = mx.allclose(exp(mx.ones(8)), mx.exp(mx.ones(8))).item()
+        >>> record(launches, "" if right else "wrong numbers")
+    """
+    launches = {} if launches is None else launches
+    token = _trial.set(launches)
+    try:
+        yield launches
+    finally:
+        _trial.reset(token)
+
+
+def key_of(launch: Launch) -> str:
+    """What a proof is of."""
+    text = f"{launch.threadgroup}\0{launch.text}"
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def find(key: str) -> Verdict | None:
+    """What came of the proof of a launch; None where there was none."""
+    if (found := _unkept.get(key)) is not None:
+        return found
+    try:
+        path = file()
+    except OSError:
+        return None
+    with _lock:
+        if key not in _verdicts.get(path, {}):  # another process may have proven it meanwhile
+            _verdicts[path] = read(path)
+        return _verdicts[path].get(key)
+
+
+def record(launches: Mapping[str, str], why: str = "", kept: bool = True) -> None:
+    """Keep what came of launches that nothing is known of.
+
+    Args:
+        launches: those of a :func:`trial`.
+        why: what was wrong, if anything was.
+        kept: whether it holds for other processes.
+    """
+    found = {key: Verdict(name, why) for key, name in launches.items() if find(key) is None}
+    if not found:
+        return
+    lines = (json.dumps({"key": key, **verdict._asdict()}) for key, verdict in found.items())
+    try:
+        if not kept:
+            raise OSError("it holds for this process alone")
+        make_folder((path := file()).parent)
+        # One write, so that processes do not come between each other's lines.
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        with os.fdopen(handle, "wb", buffering=0) as stored:
+            stored.write("".join(f"\n{line}\n" for line in lines).encode())
+    except OSError as error:
+        note("proof", "not kept", str(error))
+        _unkept.update(found)
+    for kernel in dict.fromkeys(verdict.kernel for verdict in found.values()):
+        note(f"kernel {kernel}", "stock" if why else "proven", why or "as its reference")
+    if why:
+        advance_epoch()  # plans were made that count on it
+
+
+def failed(kernel: str) -> str | None:
+    """What was wrong with some launch of a kernel, or of one whose name begins so, if any was."""
+    every = [*stored().values(), *_unkept.values()]
+    return next((v.why for v in every if v.why and v.kernel.startswith(kernel)), None)
+
+
+def stored() -> Mapping[str, Verdict]:
+    """All that is kept for this installation."""
+    try:
+        return read(file())
+    except OSError:
+        return {}
+
+
+def read(path: Path) -> dict[str, Verdict]:
+    """The verdicts of a file; lines that cannot be understood are left out."""
+    found = {}
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    for line in filter(None, text.splitlines()):
+        try:
+            entry = json.loads(line)
+            key, *verdict = (entry[name] for name in ("key", "kernel", "why"))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if all(isinstance(each, str) for each in (key, *verdict)):
+            found[key] = Verdict(*verdict)
+    return found
+
+
+@cache
+def say(kernel: str, why: str) -> None:
+    """Warn once in a process of a kernel that is left for stock operators."""
+    text = f"mlx-qlayers: warning: kernel {kernel} is left for MLX's own operators: {why}"
+    print(text, file=sys.stderr)
+
+
+def file() -> Path:
+    """Where verdicts of this installation are.
+
+    Raises:
+        OSError: there is no folder for it.
+    """
+    return cache_folder() / "proofs" / f"{_installation()}.jsonl"
+
+
+@cache
+def _installation() -> str:
+    """The GPU's name and, hashed, whatever else may change what a kernel does."""
+    gpu = mx.device_info(mx.gpu) or mx.device_info()
+    name = re.sub(r"\W+", "-", str(gpu.get("device_name") or gpu.get("architecture") or "gpu"))
+    facts = version("mlx-qlayers"), version("mlx"), macos_build(), str(gpu.get("architecture"))
+    return f"{name}-{hashlib.sha256(str(facts).encode()).hexdigest()[:12]}"

@@ -1,0 +1,73 @@
+"""An Apple GPU that is not there: ``mx.fast.metal_kernel`` runs what it is given on the CPU.
+
+It computes by the host backend's build of the text that MLX would generate, so that proofs really
+prove. A fault can be put into a kernel, in this process and in those that it starts: their Python
+imports ``sitecustomize.py`` in ``tests/apple``, which installs this too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+# Which kernels have which fault, as JSON: {"attention_step": "NaN"}; "" stands for all of them.
+FAULTS = "MLX_QLAYERS_TEST_FAULTS"
+# A file that gets a line for each launch: where it ran, and what.
+LAUNCHES = "MLX_QLAYERS_TEST_LAUNCHES"
+FOLDER = Path(__file__).with_name("apple")
+KINDS = ("does not compile", "NaN", "wrong", "raises", "hangs")
+
+
+def install() -> None:
+    """Let MLX have a Metal device from here on."""
+    mx.metal.is_available = lambda: True
+    mx.fast.metal_kernel = metal_kernel
+    mx.disable_compile()  # a graph has no values, which the host build needs
+
+
+def metal_kernel(**made: Any) -> Callable[..., list[mx.array]]:
+    """In the place of ``mx.fast.metal_kernel``."""
+
+    def launch(**call: Any) -> list[mx.array]:
+        from mlx_qlayers.runtime import host
+        from mlx_qlayers.runtime.launch import Launch
+        from mlx_qlayers.runtime.program import Program
+        from mlx_qlayers.runtime.proof import find, key_of
+
+        made_of = Launch(Program(**made), **call | {"init_value": call.get("init_value")})
+        name = made["name"]
+        if path := os.environ.get(LAUNCHES):
+            verdict = find(key_of(made_of))
+            stored = "proven" if verdict is not None and not verdict.why else "unproven"
+            with open(path, "a") as file:
+                file.write(f"{os.getpid()} {name} {stored}\n")
+        faults = json.loads(os.environ.get(FAULTS) or "{}")
+        fault = faults.get(name, faults.get(""))
+        if fault == "does not compile":
+            raise RuntimeError(f"[metal::Device] Unable to build metal library from source: {name}")
+        if fault == "raises":
+            raise RuntimeError("[METAL] Command buffer execution failed")
+        if fault == "hangs":
+            time.sleep(3600)
+        shapes = zip(call["output_shapes"], call["output_dtypes"], strict=True)
+        outputs = [mx.zeros(shape, dtype) for shape, dtype in shapes]
+        if len(outputs) > 1 or not fault:
+            mx.eval(call["inputs"])
+            outputs = host.bind(made_of)([*call["inputs"]])
+        return [*outputs[:-1], _damaged(outputs[-1], fault)]
+
+    return launch
+
+
+def _damaged(y: mx.array, fault: str | None) -> mx.array:
+    if fault == "NaN" and mx.issubdtype(y.dtype, mx.floating):
+        return mx.full(y.shape, mx.nan, y.dtype)
+    if fault in ("NaN", "wrong"):
+        return y + (y.astype(mx.float32).abs().max() + 1).astype(y.dtype)
+    return y
