@@ -8,6 +8,7 @@ call the differentiable functions ``quantized_matmul``, ``grid_sample``, ``defor
 ``set_backend`` force it; ``explain`` tells which path each operation took, and why.
 """
 
+from . import _interrupts  # noqa: F401, first: what follows takes a while
 from .conversion.gptq import quantize_model
 from .conversion.registry import register_counterpart
 from .conversion.report import ConversionReport

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
+from ._interrupts import INTERRUPTED, raising
 from .commands import (
     bench,
     borrowed,
@@ -36,7 +37,7 @@ _COMMANDS = (
     doctor,
     demo,
 )
-_ERROR, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
+_ERROR, _BROKEN_PIPE = 2, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     try:
+        with raising():
+            return _main(argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
         parser = _parser()
         args, rest = parser.parse_known_args(argv)
         if rest and not hasattr(args, "rest"):
@@ -69,8 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except SystemExit as stop:  # so has mlx-lm's
         return _code(stop)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     except BrokenPipeError:
         # The reader has left: give the interpreter's last flush somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

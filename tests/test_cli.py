@@ -78,6 +78,25 @@ def test_interrupt_is_quiet(endless_model: Path, interruptible: None) -> None:
         assert process.wait(60) == 130
 
 
+@pytest.mark.parametrize("module", [b"mlx_qlayers.formats", b"mlx_qlayers.convert", b"tqdm"])
+def test_interrupt_amid_imports_is_quiet(module: bytes, interruptible: None) -> None:
+    """Those of the package, and those that a command makes."""
+    command = [sys.executable, "-X", "importtime", *COMMAND[1:], "demo"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.split()[-1] == module:
+                break
+        process.send_signal(signal.SIGINT)
+        text = process.stderr.read()
+        assert process.wait(60) == 130 and b"Traceback" not in text
+
+
+def test_interrupts_of_a_program_are_its_own() -> None:
+    script = "import signal, mlx_qlayers; assert signal.getsignal(2) is signal.default_int_handler"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_a_reader_that_leaves_is_no_error(endless_model: Path) -> None:
     with generating(endless_model) as (process, output):
         output.close()

@@ -6,7 +6,6 @@ shapes of twenty parameters, which their static arguments tell.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from functools import lru_cache, wraps
@@ -17,13 +16,14 @@ from mlx.utils import tree_map
 
 from ..runtime.backend import Mode, current, epoch, mode
 from ..runtime.cuda_ahead import together
+from ..runtime.threads import here
 
 # Of one graph: MLX looks through them one by one, and prompts have any number of tokens.
 MAX_SHAPES = 256
 # Backend and mode, thread and stream, and the epoch of measured results.
 Context = tuple[Any, ...]
 
-_thread, _numbers = threading.local(), itertools.count()
+_thread = threading.local()
 
 
 def context() -> Context | None:
@@ -37,8 +37,7 @@ def context() -> Context | None:
     stream = mx.default_stream(device)
     last = getattr(_thread, "stream", None)
     if last is None or last != stream:  # a stream cannot be compared with None
-        number = vars(_thread).setdefault("number", next(_numbers))
-        _thread.stream, _thread.key = stream, (number, str(stream))
+        _thread.stream, _thread.key = stream, (here.number, str(stream))
     return state, _thread.key, epoch.number
 
 

@@ -15,9 +15,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..decode.snapshot import Snapshot
 from .matcher import names_used
 from .recorder import is_of_a_model
-from .snapshot import Snapshot
 from .step_kinds import Changes, Unsupported
 
 

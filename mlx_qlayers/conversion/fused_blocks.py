@@ -26,6 +26,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..decode.snapshot import Snapshot
 from ..formats import Format
 from ..layers.int8_linear import takes_int8
 from ..ops.quantized_route import in_one_launch, is_dense
@@ -40,7 +41,6 @@ from .int8_prompts import INT8_PROMPTS
 from .matcher import Match, Mismatch, recognise
 from .operands import BLOCK_PARTS, Operands, match_of, of_feed_forward, of_heads, of_layers, of_tail
 from .recorder import RECORDED, called
-from .snapshot import Snapshot
 from .step_slots import current_step
 
 # Rows that caches of mlx-lm's grow by.

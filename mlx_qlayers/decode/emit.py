@@ -17,6 +17,7 @@ from .capture import Unsupported
 from .graph import Graph, Node, names_in, resolved
 from .operations import OPERATIONS
 from .primitives import Call, call_of
+from .rules.deferred import deferred
 
 # The register of what is left out.
 _NONE = 0
@@ -50,11 +51,14 @@ class Program:
         self.instructions: list[Instruction] = []
         self._arguments: dict[Any, list[int]] = {}
         self._of: dict[Node, int] = {}
+        graph = deferred(graph, self.values)
         self._in_place = _written_in_place(graph)
         nodes = graph.nodes()
-        calls = [self._call(node, weights) for node in nodes]
+        self._known = {_NONE}
+        calls = [self._folded(node, self._call(node, weights)) for node in nodes]
         self.outputs = {name: self._of[node] for name, node in graph.outputs.items()}
         self._schedule([call for call in calls if call is not None])
+        mx.async_eval([a for a in self.start if isinstance(a, mx.array)])
 
     def _register(self, value: Any = None) -> int:
         self.start.append(value)
@@ -83,6 +87,21 @@ class Program:
         function, more = self._function(node)
         return function, [*given, *more], target
 
+    def _folded(self, node: Node, call: Any) -> Any:
+        """A call; None if it has nothing but arrays of the model, and was made now."""
+        target = self._of[node]
+        if call is None:
+            if self.start[target] is not None:
+                self._known.add(target)
+            return None
+        function, given, _ = call
+        # Who changes an array of the model, in place too, gets a program of its own.
+        if node.op == "Unpacked" or not self._known.issuperset(given):
+            return call
+        self.start[target] = function(*(self.start[i] for i in given))
+        self._known.add(target)
+        return None
+
     def _function(self, node: Node) -> tuple[Callable[..., Any], list[int]]:
         if (make := OPERATIONS.get(node.op)) is not None:
             return make(node, self.values), []
@@ -102,6 +121,7 @@ class Program:
                 self.dynamic.append((registers, more, arg))
             else:
                 registers = [self._register(each) for each in more(resolved(arg, self.values))]
+                self._known |= {*registers}
             self._arguments[key] = registers
         return self._arguments[key]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import is_
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from .capture import Captured, Differs, Setting, Unsupported, capture
 from .emit import Program
 from .graph import Graph
 from .rules import fused
+from .snapshot import Snapshot
 from .tailed import Tailed, released
 from .twin import leaves
 
@@ -98,23 +100,20 @@ class Steps:
 
     def __init__(self, model: Any) -> None:
         self.model = weakref.ref(model)
-        self.parts = [*model.modules()]
-        self.types = [*map(type, self.parts)]
-        self.contents = [*self.parts[1:], *map(vars, self.parts)]
-        self.before = [dict(each) for each in self.contents]
-        self.items = dict(model)
+        # The model itself is not held, with which this is let go.
+        inside = [part for part in model.modules() if part is not model]
+        self.items, self.snapshot = dict(model), Snapshot(inside, vars(model))
         self.stopped: dict[Any, str] = {}
         self.steps: dict[Any, list[Step]] = {}
         # By the first cache, as long as that lives.
         self.progress: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def is_of_now(self) -> bool:
-        """Whether nothing in the model was replaced."""
-        try:  # dicts compare what is not identical, and arrays have no truth value
-            same = self.contents == self.before and self.model() == self.items
-            return same and [*map(type, self.parts)] == self.types
-        except Exception:
+        """Whether nothing in the model was replaced, or changed in place."""
+        model, items = self.model(), self.items
+        if model is None or [*model] != [*items]:
             return False
+        return all(map(is_, model.values(), items.values())) and self.snapshot.holds()
 
     def run(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array | None:
         """The logits, and the caches with the tokens; None if it cannot be."""
@@ -173,8 +172,8 @@ class Steps:
 
     def _captured(self, caches: Sequence[Any], some: list[Facts], batch: int, length: int) -> Step:
         """A step for these caches, and for as many positions and batch sizes as are alike."""
-        model = self.model()
-        mx.eval([a for part in self.parts for a in part.values() if isinstance(a, mx.array)])
+        model: Any = self.model()
+        mx.eval(model.parameters())
         attempts = [(MAX_BATCH, REACHES[0]), *((batch, reach) for reach in REACHES)]
         error: Exception = Unsupported("")
         for other, reach in attempts:

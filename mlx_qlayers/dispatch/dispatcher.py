@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from threading import get_ident
 from types import NoneType
 from typing import Any, NamedTuple, cast
 
@@ -33,6 +32,7 @@ from ..runtime.declaration import KernelError
 from ..runtime.explain import Row, collectors, count, note, recording, row
 from ..runtime.proof import Unproven
 from ..runtime.spec import Spec
+from ..runtime.threads import here
 from ..runtime.transformed import has_values
 from .choice import Choice
 from .gradients import Gradient, Outputs, differentiable, gradient_of
@@ -135,7 +135,7 @@ def dispatch(
             dtypes,
             current.get(),
             epoch.state,
-            get_ident(),
+            here.number,
             # Only graphs belong to a stream.
             mx.default_stream(mx.default_device()) if operation.compiled else mx.default_device(),
         )

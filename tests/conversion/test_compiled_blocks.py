@@ -13,8 +13,8 @@ from numerics import assert_same_model
 from mlx_qlayers import QLinear
 from mlx_qlayers.conversion import compiled_blocks, compiled_step, operands
 from mlx_qlayers.conversion.compiled import Graph
-from mlx_qlayers.conversion.snapshot import Snapshot
 from mlx_qlayers.decode import cache_tail
+from mlx_qlayers.decode.snapshot import Snapshot
 from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.attention_step import Rotation
 

@@ -28,7 +28,7 @@ from mlx_qlayers.conversion import (
 )
 from mlx_qlayers.conversion.compiled_step import why_not
 from mlx_qlayers.conversion.report import LEFT
-from mlx_qlayers.conversion.snapshot import Snapshot
+from mlx_qlayers.decode.snapshot import Snapshot
 
 # What no graph can hold, and the beginning of the reason.
 LEFT_TO_THE_MODEL = {

@@ -14,6 +14,7 @@ from step_launches import NAMES, recorded
 
 from mlx_qlayers import use_backend
 from mlx_qlayers.decode import engine
+from mlx_qlayers.decode.rules import deferred
 from mlx_qlayers.runtime.tracing import trace
 
 PROMPT = mx.array([[5, 17, 3]])
@@ -52,3 +53,20 @@ def test_kernels_of_a_token(name: str) -> None:
     assert mx.abs(found - want).max() <= 1e-5 * mx.abs(want).max()
     now, before = families(kernels), families(recorded()[name])
     assert now <= before, (now, before)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
+def test_norms_between_products_take_no_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(name, ARCHITECTURES[name], mx.bfloat16)
+    with use_backend("host"):
+        want, _ = logits(model, 1, graph=True)
+        engine._steps.clear()
+        monkeypatch.setattr(deferred, "defers_norm", lambda x: True)
+        found, _ = logits(model, 1, graph=True)
+    assert mx.abs(found - want).max() <= 2**-6 * mx.abs(want).max()
+    ((step,),) = engine._steps[id(model)].steps.values()
+    nodes = deferred.deferred(step.graph, {"batch": 1}).nodes()
+    giving = [node for node in nodes if node.op == "Products" and node.src[4] is not None]
+    taking = [node for node in nodes if node.op in ("Products", "Experts") and node.src[2]]
+    # One norm a layer is behind a product with a residual, or two.
+    assert len(giving) in (2, 4) and len(taking) >= len(giving)

@@ -1,0 +1,67 @@
+"""Norms between products that take no launch: the product ahead gives what those behind need.
+
+A product with a residual, whose result goes through an RMS norm, gives that times the weight too,
+and its tile squares; products and experts behind the norm take these. Whether that is faster
+depends on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import mlx.core as mx
+
+from ...ops.fused_products import defers_norm
+from ...runtime.spec import Spec as ArraySpec
+from ..graph import Graph, Node, Spec, resolved
+
+
+def deferred(graph: Graph, values: Mapping[str, int]) -> Graph:
+    """The graph for a batch size with norms deferred, where that is faster."""
+    sums: dict[Node, Node] = {}
+    places: dict[Node, Node] = {}
+    for node in graph.nodes():
+        found = _norm_of(node)
+        if found is None:
+            continue
+        total, weight, eps = found
+        whole = sums.get(total) or _giving(total, weight, values)
+        if whole is None or whole.src[4] is not weight:
+            continue
+        sums[total], places[total] = whole, whole.item(0)
+        rows, squares = whole.item(1), whole.item(2)
+        if node.op == "Products":
+            places[node] = Node(
+                node.op, (rows, None, squares, *node.src[3:]), node.arg, node.outputs
+            )
+        else:
+            src = rows, node.src[1], squares, *node.src[3:]
+            places[node] = Node(node.op, src, (*node.arg[:4], eps), node.outputs)
+    return graph.replaced(places) if places else graph
+
+
+def _norm_of(node: Node) -> tuple[Node, Node, float] | None:
+    """What goes through a norm into products, its weight and epsilon."""
+    if node.op not in ("Products", "Experts") or node.src[2] is not None:
+        return None
+    norm = node if node.op == "Products" else node.src[0]
+    if norm is None or norm.op not in ("Products", "RMSNorm"):
+        return None
+    (x, weight, *_), eps = norm.src, norm.arg[3 if norm is node else 0]
+    return (x, weight, eps) if x and weight and eps is not None else None
+
+
+def _giving(total: Node, weight: Node, values: Mapping[str, int]) -> Node | None:
+    """A product with a residual that gives what the norm behind it needs."""
+    if total.op != "Products" or len(total.outputs) > 1 or len(total.src) != 9:
+        return None
+    *ahead, following = total.src[:5]
+    shape = resolved(total.shape, values)
+    if ahead[3] is None or following is not None or total.arg[4] is not None:
+        return None
+    if weight.dtype != total.dtype or not defers_norm(ArraySpec(shape, total.dtype)):
+        return None
+    tiles = Spec((prod(shape[:-1]), -(-shape[-1] // 16)), mx.float32)
+    outputs = (*total.outputs * 2, tiles)
+    return Node("Products", (*ahead, weight, *total.src[5:]), total.arg, outputs)

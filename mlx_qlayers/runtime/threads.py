@@ -1,0 +1,51 @@
+"""Threads by number, and the end of a process after theirs.
+
+MLX keeps what a thread compiled until the thread has ended, and takes Python's lock to free it.
+``Thread.join`` returns before that (until Python 3.12), and where the interpreter has ended first,
+glibc unwinds the thread through a destructor, which aborts the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+import time
+
+_TASKS = "/proc/self/task"  # of Linux; elsewhere a thread ends without unwinding
+_LONGEST = 5.0  # seconds to wait
+_MANY = 64
+
+_numbers = itertools.count()
+_natives: set[int] = set()
+
+
+class _Here(threading.local):
+    """The thread that looks at it.
+
+    Attributes:
+        number: of no other thread before or after, as identifiers are.
+    """
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        if len(_natives) >= _MANY:
+            _natives.intersection_update(map(int, _there()))
+        _natives.add(threading.get_native_id())
+
+
+here = _Here()
+
+
+def _there() -> list[str]:
+    """The threads that the system knows."""
+    return os.listdir(_TASKS) if os.path.isdir(_TASKS) else []
+
+
+@atexit.register
+def _wait_for_ended_threads() -> None:
+    alive, end = {thread.native_id for thread in threading.enumerate()}, time.monotonic() + _LONGEST
+    ended = {str(number) for number in _natives - alive}
+    while ended.intersection(_there()) and time.monotonic() < end:
+        time.sleep(1e-3)  # without Python's lock
