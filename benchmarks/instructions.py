@@ -22,6 +22,7 @@ from mlx_qlayers import attention, use_backend
 from mlx_qlayers.formats import Format
 from mlx_qlayers.metal.attention import forward
 from mlx_qlayers.metal.attention.layout import layout
+from mlx_qlayers.metal.quantized_matmul.qmm import qmm, qmm_config
 from mlx_qlayers.metal.quantized_matmul.qmv import single_qmv
 from mlx_qlayers.metal.quantized_matmul.qmv_config import QmvConfig, QmvMatrixConfig, qmv_config
 from mlx_qlayers.options import MatmulCall, PackedMatrix
@@ -29,6 +30,7 @@ from mlx_qlayers.runtime.host import bound_launch, compiler, toolchain
 from mlx_qlayers.runtime.host import llvm_ir as ir
 from mlx_qlayers.runtime.host import translate as source
 from mlx_qlayers.runtime.host.alu_cycles import cycles
+from mlx_qlayers.runtime.metal import widened
 from mlx_qlayers.runtime.spec import Spec
 
 PAGE = Path(__file__).parents[1] / "docs" / "instructions.md"
@@ -270,6 +272,35 @@ def many_queries(mask: str) -> tuple[Row, Row]:
         Row("MLX attention", f"{mask} mask", "score", stock, 8.0),
         Row("attention_forward", f"{mask} mask", "score", counted, scores),
     )
+
+
+def widening() -> Iterator[tuple[str, float]]:
+    """What parts of bfloat that are widened add to a lane's instructions, by matrix product.
+
+    GPUs before the M3 convert four elements for each product of parts that are not.
+    """
+    dtype, fmt = mx.bfloat16, FEW[0][0]
+    x, q = mx.zeros((512, 512), dtype), mx.zeros((1, 1, 256, 64), dtype)
+    packed = mx.quantize(x, **fmt._asdict())
+    few, chosen = mx.zeros((8, 512), dtype), layout("forward", "metal", dtype, 64)
+
+    def product(x: mx.array) -> list[mx.array]:
+        (m, k), (outer, _) = x.shape, packed[0].shape
+        call = MatmulCall(Spec.of(x), PackedMatrix(*map(Spec.of, packed)), True, fmt)
+        if m > 16:
+            return [qmm(call, qmm_config("metal", m, outer, k, dtype, fmt, True))(x, *packed, None)]
+        return [single_qmv(call, qmv_config("metal", m, outer, k, dtype, fmt))(x, *packed)]
+
+    def attend() -> mx.array:
+        with mock.patch.object(forward, "layout", lambda *_: chosen):
+            return attention(q, q, q, scale=0.1)
+
+    runs = {"qmv_matrix": lambda: product(few), "qmm": lambda: product(x), "attention": attend}
+    for name, run in runs.items():
+        text, function = launched(lambda run=run: mx.eval(run()))
+        plain, wide = main_loop(text, function), main_loop(widened(text), function)
+        more = sum(wide[kind] - plain[kind] for kind in ("float", "integer", "memory"))
+        yield name, more / plain["matrix"]
 
 
 def rows() -> Iterator[Row]:

@@ -36,6 +36,11 @@ def most_threads(registers: int) -> int:
     return next(steps, 0)
 
 
+def operand_bytes(dtype: mx.Dtype) -> int:
+    """Bytes of an element of an Apple GPU's matrix product: bfloat is widened before the M3."""
+    return 4 if dtype == mx.bfloat16 and has_few_registers() else dtype.size
+
+
 @cache
 def cuda_shared_memory() -> int:
     """Bytes of shared memory of a threadgroup of this machine's NVIDIA GPU; else of an H200.

@@ -9,7 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from .launch import Bound, Launch, added_to_graph
+from .limits import has_few_registers
 from .program import CONSTANT_BELOW, Program
+
+_PRODUCTS = "#define BFLOAT_PRODUCTS "
 
 
 def bind(launch: Launch) -> Bound:
@@ -30,14 +33,21 @@ def _padded(x: mx.array) -> mx.array:
     return mx.concatenate([x.reshape(-1), mx.zeros((CONSTANT_BELOW - x.size,), x.dtype)])
 
 
+def widened(text: str) -> str:
+    """The text of a kernel whose matrix products take parts of bfloat as float."""
+    return text.replace(f"{_PRODUCTS}bfloat\n", f"{_PRODUCTS}float\n")
+
+
 @lru_cache(maxsize=512)
 def _kernel(make: Callable[..., Any], program: Program) -> Callable[..., list[mx.array]]:
+    # The GPUs of few registers are those without bfloat: see common/fragment.metal.
+    header = widened(program.header) if has_few_registers() else program.header
     return make(
         name=program.name,
         input_names=program.input_names,
         output_names=program.output_names,
         source=program.source,
-        header=program.header,
+        header=header,
         ensure_row_contiguous=program.ensure_row_contiguous,
         atomic_outputs=program.atomic_outputs,
     )

@@ -9,7 +9,16 @@ import mlx.core as mx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from instructions import FEW, SINGLE, cells, main_loop, many_queries, qmv_rows, single_rows
+from instructions import (
+    FEW,
+    SINGLE,
+    cells,
+    main_loop,
+    many_queries,
+    qmv_rows,
+    single_rows,
+    widening,
+)
 
 from mlx_qlayers.formats import Format
 
@@ -45,6 +54,13 @@ def test_few_rows_take_the_matrix_products_of_the_result(rows, fmt, dtype, recor
     row = qmv_rows(rows, fmt, dtype)
     _note(record_property, row)
     assert 0 < row.counted["matrix"] <= row.needed * 9 / 8
+
+
+def test_bfloat_is_widened_once(record_property):
+    """Where matrix units convert, they convert four elements of a lane for each product."""
+    for name, more in widening():
+        record_property("table: instructions that widen bfloat, by product", [name, f"{more:.2f}"])
+        assert 0 < more <= (2.5 if name == "qmv_matrix" else 1.25)
 
 
 @pytest.mark.parametrize("mask", ["no", "additive"])

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ...runtime.backend import backend
 from ...runtime.launch import TemplateValue
+from ...runtime.limits import operand_bytes
 
 # The largest head that the kernels take, and that of the forward kernel alone, in 16 bits.
 WIDEST, WIDEST_FORWARD = 256, 576
@@ -193,7 +194,7 @@ def _rounded_widths(kernel: str, values: Mapping[str, Any]) -> list[int]:
 
 def registers(kernel: str, values: Mapping[str, Any]) -> int:
     """32-bit registers that operands, sums and products take in a thread, as :func:`memory`."""
-    size, slices, roles = values["T"].size, values["SLICES"], values.get("ROLES", 1)
+    size, slices, roles = operand_bytes(values["T"]), values["SLICES"], values.get("ROLES", 1)
     width, width_v = _rounded_widths(kernel, values)
     operands = {"forward": width, "queries": width + width_v, "keys": 2 // roles * width}[kernel]
     sums = {"forward": width_v, "queries": width, "keys": 2 // roles * width}[kernel]

@@ -261,6 +261,18 @@ METAL_FUNC void left_from_sums(thread left_fragment<T>& f, sum_fragment low, sum
   f.part[3] = metal::vec<T, 2>(high.part[1]);
 }
 
+// What parts of bfloat are multiplied as. The units of GPUs before the M3 take no bfloat, and convert
+// both operands of every product; there the launcher says float, and each part is widened once.
+#define BFLOAT_PRODUCTS bfloat
+template <typename T>
+struct multiplied_as {
+  using type = T;
+};
+template <>
+struct multiplied_as<bfloat> {
+  using type = BFLOAT_PRODUCTS;
+};
+
 template <typename T>
 METAL_FUNC simdgroup_matrix<T, 8, 8> part_matrix(metal::vec<T, 2> part) {
   simdgroup_matrix<T, 8, 8> m;
@@ -271,13 +283,15 @@ METAL_FUNC simdgroup_matrix<T, 8, 8> part_matrix(metal::vec<T, 2> part) {
 template <typename T>
 METAL_FUNC void multiply_accumulate(
     thread sum_fragment& sum, left_fragment<T> left, right_fragment<T> right) {
+  using P = typename multiplied_as<T>::type;
 #pragma unroll
   for (ushort row = 0; row < 2; row++) {
     simdgroup_matrix<float, 8, 8> d = part_matrix<float>(sum.part[row]);
 #pragma unroll
     for (ushort depth = 0; depth < 2; depth++) {
       simdgroup_multiply_accumulate(
-          d, part_matrix<T>(left.part[2 * depth + row]), part_matrix<T>(right.part[depth]), d);
+          d, part_matrix<P>(metal::vec<P, 2>(left.part[2 * depth + row])),
+          part_matrix<P>(metal::vec<P, 2>(right.part[depth])), d);
     }
     sum.part[row] = reinterpret_cast<thread float2&>(d.thread_elements());
   }

@@ -11,6 +11,7 @@ from ...formats import Format
 from ...options import MatmulCall
 from ...runtime.kernel import Kernel
 from ...runtime.launch import Size, TemplateValue
+from ...runtime.limits import operand_bytes
 from ...runtime.spec import Spec
 from .qmv_config import packed_template
 
@@ -47,7 +48,7 @@ def registers(
     rows, columns, threads = tile_m // simds_m // 16, tile_n // simds_n // 8, 32 * simds_m * simds_n
     of_x = -(-tile_m * tile_k * T.size // 16 // threads) * 4
     of_w = -(-tile_n * tile_k // run // threads) * (run * bits // 32 + T.size // 2)
-    return 4 * rows * columns + (2 * rows + columns) * T.size + of_x + of_w
+    return 4 * rows * columns + (2 * rows + columns) * operand_bytes(T) + of_x + of_w
 
 
 QMM = Kernel(

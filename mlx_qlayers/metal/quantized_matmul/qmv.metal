@@ -38,6 +38,23 @@ METAL_FUNC void accumulate(thread float* sums, const thread float* a, const thre
   }
 }
 
+// `run` neighbours of an array, four at a time where that is one load.
+template <int run, bool fours, typename T>
+METAL_FUNC void read_values(thread float* values, const device T* from) {
+#pragma unroll
+  for (int i = 0; i < run; i += fours ? 4 : 1) {
+    if (fours) {
+      float4 four = four_floats(from + i);
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        values[i + j] = four[j];
+      }
+    } else {
+      values[i] = float(from[i]);
+    }
+  }
+}
+
 template <
     typename T,
     typename S,
@@ -118,26 +135,16 @@ template <
         continue;
       }
       float values[run], all = 0;
-      if (lanes > 1) {
-#pragma unroll
-        for (int i = 0; i < run; i += 4) {
-          float4 four = four_floats(x + size_t(m) * K + k + i);
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            values[i + j] = four[j];
-          }
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < run; i++) {
-          values[i] = float(x[size_t(m) * K + k + i]);
-        }
-      }
+      read_values<run, (lanes > 1)>(values, x + size_t(m) * K + k);
       if (normed) {
+        float weight[run];
+        if (norm_weight) {
+          read_values<run, (lanes > 1)>(weight, norm_weight + k);
+        }
 #pragma unroll
         for (int i = 0; i < run; i++) {
           squares[m] = fma(values[i], values[i], squares[m]);
-          values[i] *= norm_weight ? float(norm_weight[k + i]) : 1.0f;
+          values[i] *= norm_weight ? weight[i] : 1.0f;
         }
       }
       if (lanes > 1 && mode == AFFINE) {

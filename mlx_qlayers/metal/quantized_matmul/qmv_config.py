@@ -11,9 +11,11 @@ import mlx.core as mx
 from ...formats import MODES, Format
 from ...runtime.kernel import MAX_THREADGROUP_MEMORY
 from ...runtime.launch import TemplateValue
-from ...runtime.limits import most_threads
+from ...runtime.limits import has_few_registers, most_threads
 
 MAX_QMV_ROWS = 16
+# Threads of a threadgroup on the matrix units of M1 and M2.
+_MOST_OF_FEW = 256
 _AFFINE, _NVFP4 = (list(MODES).index(mode) for mode in ("affine", "nvfp4"))
 
 
@@ -170,14 +172,19 @@ def any_units(device: str, rows: int, fmt: Format) -> QmvConfig:
 def _within_registers(
     config: QmvMatrixConfig, dtype: mx.Dtype, fmt: Format
 ) -> QmvMatrixConfig | None:
-    """The configuration, or a smaller one, for which M1 and M2 have registers."""
+    """The configuration, or a smaller one, for which M1 and M2 have registers.
+
+    There at most 256 threads: larger threadgroups are near what compilers leave room for.
+    """
+    few = has_few_registers()
     told: dict[str, Any] = {**packed_template(fmt, dtype, dtype), "normed": True}
     sizes = product((config.tiles, 2), (config.simds, 8), (config.ahead, 1))
     for tiles, simds, ahead in sizes:
         smaller = replace(config, tiles=tiles, simds=min(simds, config.simds), ahead=ahead)
         # With a gate tiles come in pairs.
         spread = asdict(smaller) | {"tiles": tiles + tiles % 2}
-        if smaller.threads <= most_threads(matrix_registers(**told, **spread)):
+        most = most_threads(matrix_registers(**told, **spread))
+        if smaller.threads <= (min(most, _MOST_OF_FEW) if few else most):
             return smaller
     return None
 
