@@ -12,8 +12,8 @@ as accurate as those of dense float32 weights with every result rounded once. St
 CUDA, MLX compiles its products of several rows for most of a minute, here beside all else.
 
 A token's time is then taken apart. Python builds its graph, MLX hands the graph to the device, the
-device computes; in the loops the three overlap. What a part of the model costs is found by leaving
-the part out, and on an NVIDIA GPU with PyTorch installed, kernel by kernel with its profiler.
+device computes; in the loops the three overlap. On an NVIDIA GPU with PyTorch installed its
+profiler times the kernels one by one.
 
 With ``--kv-bits`` one sequence is read and decoded with quantized caches, and with one in bfloat16:
 the converted model alone, as stock has no product with packed keys of most lengths on CUDA.

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from common import Sample, Table, measure, write_output
-from sampling_contenders import TASKS, arguments, contenders, verified
+from common import Sample, Table, output
+from harness import arguments, case
 
-from mlx_qlayers.metal.deformable import launch as kernels
 from mlx_qlayers.ops.deformable_attention import deformable_attention
-from mlx_qlayers.options import Deformable
-from mlx_qlayers.runtime.spec import Spec
 
 COLUMNS = {"task": 44, "path": 10, "ms": 14, "ratio": 8, "first s": 8}
 SHAPES = ((80, 80), (40, 40), (20, 20))
@@ -141,62 +137,28 @@ class Torch:
             self.torch.cuda.synchronize()
 
 
-def compare(case: Case, paths: list[str], repeats: int, table: Table, gpu: bool) -> None:
-    inputs = case.inputs()
-    ours = lambda values, *others: deformable_attention(values, SHAPES, *others)  # noqa: E731
-    runs = contenders(operators, ours, inputs, paths)
-    torch = Torch(inputs, gpu) if importlib.util.find_spec("torch") else None
-    for task, name in enumerate(TASKS):
-        now = {path: both[task] for path, both in runs.items()}
-        # A location on a pixel's centre has either side's gradient, by its last bit.
-        first = verified(now, 1e-4 if case.dtype == mx.float32 else 3e-2, wrong=1e-4)
-        times = measure(now, repeats=repeats)
-        if torch is not None:
-            times["torch"] = torch.times(task, repeats)
-        for path, time_ in times.items():
-            table.add(
-                **{
-                    "task": f"{case}, {name}" if path == "operators" else "",
-                    "path": path,
-                    "ms": time_.scaled(1e3),
-                    "ratio": f"{times['operators'].median / time_.median:.2f}x",
-                    "first s": first.get(path, ""),
-                }
-            )
-
-
-# Configurations beside the heuristic's: what a GPU's forward pass could use instead.
-SWEEP = ({"step": 1}, {"step": 2}, {"threads": 128}, {"step": 2, "threads": 128})
-
-
-def sweep(case: Case, path: str, table: Table) -> None:
-    """Time the launches by themselves, in other configurations."""
-    inputs = case.inputs()
-    specs, options = [Spec.of(a) for a in inputs[:3]], Deformable(SHAPES)
-    chosen = kernels.heuristic(WIDTH, POINTS, case.dtype, path)
-    for changes in ({}, *SWEEP):
-        config = replace(chosen, **changes)
-        forward = kernels.forward(specs, options, config)
-        gradient = kernels.gradient(specs, options, config)
-        times = measure(
-            {"forward": partial(forward, *inputs[:3]), "gradient": partial(gradient, *inputs)}
-        )
-        for name, time_ in times.items():
-            table.add(task=f"{case} {changes}", path=name, ms=time_.scaled(1e3))
-
-
 def main() -> None:
     parser, gpu = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--sweep", action="store_true", help="other configurations of the kernels")
     args = parser.parse_args()
     table = Table(COLUMNS)
     table.print_header()
-    for case in GPU if gpu else CPU:
-        if args.sweep:
-            sweep(case, args.paths[-1], table)
-        else:
-            compare(case, args.paths, args.repeats, table, gpu)
-    write_output(args, "deformable", [table])
+
+    def others(shape: Case, task: int) -> dict[str, Sample]:
+        if not importlib.util.find_spec("torch"):
+            return {}
+        return {"torch": Torch(shape.inputs(), gpu).times(task, args.repeats)}
+
+    with output(args, "deformable"):
+        case(
+            lambda shape: operators,
+            lambda shape: lambda values, *more: deformable_attention(values, SHAPES, *more),
+            GPU if gpu else CPU,
+            table=table,
+            args=args,
+            tolerance=lambda shape: 1e-4 if shape.dtype == mx.float32 else 3e-2,
+            wrong=1e-4,  # the gradient at a pixel's centre is either side's, by its last bit
+            others=others,
+        )
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
-from common import Table, arrays, measure, write_output
-from sampling_contenders import TASKS, arguments, contenders, verified
+from common import Sample, Table, arrays, measure, output
+from harness import arguments, case
 
 from mlx_qlayers.ops.grid_sample import affine_grid, grid_sample
 from mlx_qlayers.options import Sampling
@@ -87,8 +87,10 @@ class Case:
         mx.eval(x, grid, cotangent)
         return x, grid, cotangent
 
-    def bytes_moved(self, x: mx.array, grid: mx.array, cotangent: mx.array) -> tuple[int, int]:
-        """What forward alone, and forward with both gradients, cannot do without."""
+    @cache  # noqa: B019
+    def bytes_moved(self) -> tuple[int, int]:
+        """The bytes that forward alone, and forward with both gradients, cannot do without."""
+        x, grid, cotangent = self.inputs()
         batch, height, width, channels = x.shape
         touched = mx.zeros(batch * height * width, mx.uint8)
         for image in range(batch):
@@ -126,29 +128,6 @@ def peak(run: Callable[[], Any]) -> float:
     return (mx.get_peak_memory() - before - sum(a.nbytes for a in arrays(results))) / 1e6
 
 
-def compare(case: Case, paths: list[str], copy: float, repeats: int, table: Table) -> None:
-    inputs = case.inputs()
-    stock, ours = (partial(f, mode=case.mode) for f in (operators, grid_sample))
-    runs = contenders(stock, ours, inputs, paths)
-    for task, (name, moved) in enumerate(zip(TASKS, case.bytes_moved(*inputs), strict=True)):
-        now = {path: both[task] for path, both in runs.items()}
-        verified(now, 1e-4 if case.dtype == mx.float32 else 2e-2)
-        times = measure(now, repeats=repeats)
-        for path, time in times.items():
-            rate = moved / time.median
-            table.add(
-                **{
-                    "task": f"{case}, {name}" if path == "operators" else "",
-                    "path": path,
-                    "ms": time.scaled(1e3),
-                    "ratio": f"{times['operators'].median / time.median:.2f}x",
-                    "GB/s": rate / 1e9,
-                    "of copy": f"{rate / copy:.0%}",
-                    "MB": peak(now[path]),
-                }
-            )
-
-
 def copy_bandwidth(gpu: bool) -> float:
     """Bytes a second, reads and writes, of an operator that copies."""
     source = mx.random.normal((1 << (28 if gpu else 24),))
@@ -158,13 +137,24 @@ def copy_bandwidth(gpu: bool) -> float:
 def main() -> None:
     parser, gpu = arguments(__doc__.splitlines()[0])
     args = parser.parse_args()
-    table = Table(COLUMNS)
-    copy = copy_bandwidth(gpu)
+    table, copy = Table(COLUMNS), copy_bandwidth(gpu)
     print(f"copy {copy / 1e9:.0f} GB/s\n")
     table.print_header()
-    for case in GPU if gpu else CPU:
-        compare(case, args.paths, copy, args.repeats, table)
-    write_output(args, "grid_sample", [table])
+
+    def more(shape: Case, task: int, path: str, run: Any, taken: Sample) -> dict[str, Any]:
+        rate = shape.bytes_moved()[task] / taken.median
+        return {"GB/s": rate / 1e9, "of copy": f"{rate / copy:.0%}", "MB": peak(run)}
+
+    with output(args, "grid_sample"):
+        case(
+            lambda shape: partial(operators, mode=shape.mode),
+            lambda shape: partial(grid_sample, mode=shape.mode),
+            GPU if gpu else CPU,
+            table=table,
+            args=args,
+            tolerance=lambda shape: 1e-4 if shape.dtype == mx.float32 else 2e-2,
+            more=more,
+        )
 
 
 if __name__ == "__main__":

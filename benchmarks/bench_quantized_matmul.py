@@ -4,7 +4,6 @@
     python benchmarks/bench_quantized_matmul.py --crossover  # packed against dense, by format
     python benchmarks/bench_quantized_matmul.py --host       # kernel against reference, by format
     python benchmarks/bench_quantized_matmul.py --many       # many rows on a GPU, and dx
-    python benchmarks/bench_quantized_matmul.py --formats    # many rows in the other formats
     python benchmarks/bench_quantized_matmul.py --few        # few rows on a GPU, in GB/s
 
 Every result is held against float64 before it is timed. On a CPU the stock half-precision loops are
@@ -28,11 +27,10 @@ from quantized_many import (
     Case,
     arguments,
     compile_stock,
-    many_formats,
     many_rows,
 )
 
-from mlx_qlayers import backend, explain, quantized_matmul, use_backend
+from mlx_qlayers import backend, quantized_matmul, use_backend
 from mlx_qlayers.formats import MODES, Format
 from mlx_qlayers.metal.quantized_matmul.qmv_config import MAX_QMV_ROWS
 from mlx_qlayers.reference import quantized_matmul as reference
@@ -249,7 +247,6 @@ def qmv_on_gpu(repeats: int) -> list[Table]:
     columns |= {"of one row": 10, "GB/s": 14, "error": 8, "calls": 12}
     tables = [Table(columns), Table(columns)]
     timed(tables[0], four)
-    tables.append(qmv_called(repeats))
     print("\nthe other formats, as the first")
     timed(tables[1], others)
     return tables
@@ -300,39 +297,10 @@ def qmv_row(
     return kernel
 
 
-def qmv_called(repeats: int) -> Table:
-    """What ``auto`` takes where each product is called from Python, beside stock."""
-    columns = {"shape": 14, "format": 16, "rows": 5, "stock": 14, "auto": 14, "ratio": 7}
-    table = Table(columns | {"by": 6})
-    print(f"\nmilliseconds of a product called from Python, {QUEUED} queued together")
-    table.print_header()
-    for n, k in ((1024, 1024), *GPU_SHAPES):
-        for rows in (1, 2, 4, 8, 16):
-            x, copies = arguments(Case((n, k), rows))
-            explain(reset=True)
-            quantized_matmul(x, *copies[0])
-            (way,) = (d.path for d in explain() if d.op == "quantized_matmul")
-            products = {"stock": mx.quantized_matmul, "auto": quantized_matmul}
-            times = measure(
-                {name: in_turn(f, x, copies, False) for name, f in products.items()},
-                repeats=repeats,
-            )
-            table.add(
-                shape=f"{n} x {k}",
-                format="affine 4, called",
-                rows=rows,
-                **{name: time.scaled(1e3 / QUEUED) for name, time in times.items()},
-                ratio=times["stock"].median / times["auto"].median,
-                by="stock" if way == "ops" else "kernel",
-            )
-    return table
-
-
 TABLES = {
     "crossover": (crossover, "the rows from which the dense product is faster, by format,"),
     "host": (host_gain, "the gain of the kernel on a CPU, by format,"),
     "many": (many_rows, "many rows on a GPU"),
-    "formats": (many_formats, "many rows in the other formats on a GPU"),
     "few": (qmv_on_gpu, "few rows on a GPU"),
 }
 

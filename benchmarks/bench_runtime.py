@@ -1,4 +1,4 @@
-"""What the runtime costs: Python time of a launch, bytes of each source, speed of the host backend.
+"""The cost of the runtime: Python time of a launch, and the bytes of each source.
 
 Run ``python benchmarks/bench_runtime.py``. MLX hashes a kernel's whole source at every launch, and
 a decoding step is hundreds of launches, so both are kept small. Without a GPU a function that does
@@ -8,22 +8,19 @@ nothing stands in for MLX's: the difference between the two columns is the runti
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import pkgutil
 import tempfile
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
-from common import Sample, Table, add_output, measure, print_facts, write_output
+from common import Sample, Table, add_output, print_facts, write_output
 
 import mlx_qlayers.metal
 from mlx_qlayers.runtime.backend import backend, use_backend
@@ -42,11 +39,6 @@ template <typename T, int BITS, int GROUP, int ROWS, bool BIAS, bool EDGE>
   y[i] = scales[0] + biases[0] + x[0] + bias[0] + T(w[0] + k + n + BITS + GROUP + ROWS);
 }
 """
-# What MLX's own quantized.metal includes.
-MLX_SOURCE = "".join(
-    f'#include "mlx/backend/metal/kernels/{name}.h"\n'
-    for name in ("utils", "steel/gemm/gemm", "quantized_utils", "quantized")
-)
 
 
 def main() -> None:
@@ -55,10 +47,7 @@ def main() -> None:
     add_output(parser)
     args = parser.parse_args()
     print_facts()
-    tables = [launches(), sources()]
-    if find_spec("ziglang") is not None:
-        tables += [host_launches(), host_product()]
-    write_output(args, "runtime", tables)
+    write_output(args, "runtime", [launches(), sources()])
 
 
 def launches() -> Table:
@@ -87,50 +76,6 @@ def sources() -> Table:
     for name, kernel in kernels().items():
         header, body = len(kernel.program.header), len(kernel.program.source)
         table.add(kernel=name, header=header, body=body, total=header + body)
-    return table
-
-
-def host_launches() -> Table:
-    """What a launch on the host costs besides its threads' work."""
-    print("\nA launch on the host in microseconds")
-    table = Table({"kernel": 30, "time": 14, "target": 8})
-    table.print_header()
-    x = mx.zeros(8)
-    mx.eval(x)
-    with use_backend("host"):
-        table.add(kernel="exp of 8 elements", time=python_time(exp_call(x), 500), target=50)
-    return table
-
-
-def host_product(n: int = 3584) -> Table:
-    """MLX's own matrix-vector kernel on both builds beside its CPU operator, once it is right."""
-    from mlx_qlayers.runtime.host import compile_source
-
-    print(f"\n(1, {n}) times ({n}, {n}), float16, 4 bits, groups of 64, in milliseconds")
-    weight, x = (mx.random.normal(shape).astype(mx.float16) for shape in ((n, n), (1, n)))
-    w, scales, biases = mx.quantize(weight, group_size=64, bits=4)
-    y = mx.zeros((1, n), mx.float16)
-    truth = x.astype(mx.float32) @ mx.dequantize(w, scales, biases, 64, 4).astype(mx.float32).T
-    mx.eval(w, scales, biases, x, y, truth)
-    size, none, stride = (ctypes.c_int * 1)(n), (ctypes.c_int * 1)(0), (ctypes.c_int64 * 1)(0)
-    # The kernel's buffers, in its order; what only batches use is zero.
-    arrays = [w, scales, biases, x, y, size, size, none, none, stride, none, none, *[stride] * 3]
-    contenders: dict[str, Call] = {
-        "mx.quantized_matmul": lambda: mx.quantized_matmul(x, w, scales, biases)
-    }
-    for name, checked in (("qmv_fast, fast build", False), ("qmv_fast, checked build", True)):
-        kernel = compile_source(MLX_SOURCE, "affine_qmv_fast<half, 64, 4, false>", checked=checked)
-        grid, threadgroup = (32, n // 4, 1), (32, 2, 1)
-        run = partial(kernel.run, dict(enumerate(arrays)), grid, threadgroup, writes=[4])
-        run()
-        error = (mx.abs(y - truth).max() / mx.abs(truth).max()).item()
-        assert error < 2e-3, f"{name} is wrong, relative error {error}"
-        contenders[name] = run
-    table = Table({"kernel": 30, "time": 14, "target": 8})
-    table.print_header()
-    targets = {"qmv_fast, fast build": 8, "qmv_fast, checked build": 5000}
-    for name, time in measure(contenders, repeats=5).items():
-        table.add(kernel=name, time=time.scaled(1e3), target=targets.get(name, ""))
     return table
 
 

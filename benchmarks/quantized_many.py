@@ -25,7 +25,7 @@ from common import Table, measure
 
 from mlx_qlayers import backend, explain, quantized_matmul
 from mlx_qlayers.dispatch import Choice
-from mlx_qlayers.formats import MODES, Format
+from mlx_qlayers.formats import Format
 from mlx_qlayers.ops.quantized_route import DENSE, QMM, SKINNY, Route, is_skinny, product
 from mlx_qlayers.options import MatmulCall, PackedMatrix
 from mlx_qlayers.runtime.spec import Spec
@@ -86,21 +86,6 @@ def many_rows(repeats: int) -> list[Table]:
     counts = {LAYER: (64, 512, 2048), LONG: (64, 128, 512, 2048), HEAD: (64, 128, 512)}
     cases += [Case(shape, rows) for shape, all_rows in counts.items() for rows in all_rows]
     return _compare([*cases, *(Case(shape, 17) for shape in (WIDE, *counts))], repeats)
-
-
-def many_formats(repeats: int) -> list[Table]:
-    """4 bits in the other dtypes, then every width and other group sizes; one matrix."""
-    four = Format(64, 4)
-    widths = [
-        Format(sizes[len(sizes) // 2], bits, mode)
-        for mode, (sizes, all_bits) in MODES.items()
-        for bits in all_bits
-    ]
-    others = (*reversed(widths), Format(32, 4), Format(128, 4))
-    kinds = [(four, mx.float16), (four, mx.float32)]
-    kinds += [(fmt, mx.bfloat16) for fmt in others if fmt != four]
-    sizes = ((64, True), (512, True), (512, False))
-    return _compare([Case(WIDE, *size, *kind) for kind in kinds for size in sizes], repeats)
 
 
 def _compare(cases: list[Case], repeats: int) -> list[Table]:

@@ -323,7 +323,6 @@ OTHER = {
     "peers_cuda": "Attention, small products and grid sampling beside PyTorch",
     "runtime": "Python time of a launch, and the size of each kernel's source",
     "runtime_cuda": "The same on a GPU",
-    "skinny_cuda": "Products of 16, 17 and 32 rows, by configuration",
     "startup_cuda": "Start-up with empty caches, in a later process, and calibration",
     "tensor_cuda": "Metal 4 tensor kernels beside the others",
 }

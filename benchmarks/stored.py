@@ -45,7 +45,6 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "quantization": ("gptq/*", "linalg/*"),
     "quantized": ("quantized_matmul/*",),
     "quantized_few": PRODUCTS,
-    "skinny": PRODUCTS,
     "tensor": ("attention/tensor*", "quantized_matmul/qmm*", *TILES),
 }
 

@@ -1,4 +1,4 @@
-"""Where the time of a token goes: build, submission and waiting, parts of the model, kernels."""
+"""Where the time of a token goes: build, submission and waiting; kernels."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import io
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
-from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
 from common import Sample, Table
 from decoding_model import begun
 from kernel_times import kernel_times
-from mlx_lm.models import qwen2
 from verified_model import filled
-
-from mlx_qlayers.conversion import attention_patch, cache_slots, compiled
 
 # Primitives of MLX that only describe an array anew and start nothing.
 _VIEWS = re.compile(
@@ -55,39 +50,15 @@ def anatomy(model: nn.Module, prompts: mx.array, repeats: int) -> Anatomy:
     return Anatomy(*(Sample.of(column).median for column in zip(*times, strict=True)))
 
 
-def step_time(model: Callable[..., mx.array], base: nn.Module, prompts: mx.array, n: int) -> float:
+def step_time(model: nn.Module, prompts: mx.array, n: int) -> float:
     """Seconds a step where each is queued behind the one before, as in generation."""
-    y, cache = begun(base, prompts)
-    mx.eval(model(y, cache=cache))
+    y, cache = begun(model, prompts)
     start = time.perf_counter()
-    last = y
     for _ in range(n):
-        # The result only orders the steps: what is left out may have another shape.
-        new = model(last, cache=cache)
-        last = mx.minimum(last, mx.abs(new[:, :, 0].astype(mx.float32)).astype(last.dtype))
-        mx.async_eval(last)
-    mx.eval(last)
+        y = model(y, cache=cache).argmax(-1)
+        mx.async_eval(y)
+    mx.eval(y)
     return (time.perf_counter() - start) / n
-
-
-@contextmanager
-def without_attention() -> Iterator[None]:
-    """Let the product of attention give its queries, in stock and converted models."""
-    context = compiled.context
-
-    def left_out(q: mx.array, *args: Any, **options: Any) -> mx.array:
-        return q
-
-    with (
-        mock.patch.object(qwen2, "scaled_dot_product_attention", left_out),
-        mock.patch.object(attention_patch, "attention", left_out),
-        mock.patch.object(
-            cache_slots, "attention_step", lambda q, k, v, *buffers, **_: [q, *buffers[2:4]]
-        ),
-        # Graphs that were made with it must not be used.
-        mock.patch.object(compiled, "context", lambda: (at := context()) and (*at, "without")),
-    ):
-        yield
 
 
 def launches(model: nn.Module, prompts: mx.array) -> int:
@@ -106,45 +77,22 @@ def breakdown(models: dict[str, nn.Module], args: argparse.Namespace) -> Iterato
     if args.no_stock:
         models = {name: model for name, model in models.items() if name != "stock"}
     tokens = mx.random.randint(0, next(iter(models.values())).args.vocab_size, size)
-    names = ("launches", "build", "submit", "wait", "step", "attention", "head", "rest")
     print("a step of decoding, ms: Python builds the graph, MLX submits it, the rest is waiting;")
-    print("then, overlapped as in generation, a step and its parts by leaving them out")
+    print("then a step overlapped as in generation")
+    names = ("launches", "build", "submit", "wait", "step")
     table = Table({"layers": 20, "batch": 5, **dict.fromkeys(names, 9)})
     table.print_header()
     for batch, (name, model) in itertools.product(args.batches, models.items()):
         prompts, steps = tokens[:batch], max(8, args.tokens // batch)
-        parts = anatomy(model, prompts, steps)
-
-        def least(
-            run: Callable[..., mx.array],
-            model: nn.Module = model,
-            prompts: mx.array = prompts,
-            steps: int = steps,
-        ) -> float:
-            return min(step_time(run, model, prompts, steps) for _ in range(args.repeats))
-
-        step = least(model)
-        with mock.patch.object(model, "lm_head", nn.Identity()):
-            headless = least(model)
-        with without_attention():
-            blind = least(model)
-        seconds = {
-            "build": parts.build,
-            "submit": parts.submit,
-            "wait": parts.wait,
-            "step": step,
-            "attention": step - blind,
-            "head": step - headless,
-            "rest": blind + headless - step,
-        }
-        ms = {key: value * 1e3 for key, value in seconds.items()}
+        ms = {key: value * 1e3 for key, value in asdict(anatomy(model, prompts, steps)).items()}
+        ms["step"] = 1e3 * min(step_time(model, prompts, steps) for _ in range(args.repeats))
         table.add(layers=name, batch=batch, launches=launches(model, prompts), **ms)
         yield table
     print(flush=True)
 
 
 def kernels(model: nn.Module, args: argparse.Namespace) -> Iterator[Table]:
-    """What each kernel of a step takes on the device, by batch or context; given as it grows."""
+    """The time of each kernel of a step on the device, by batch or context; given as it grows."""
     what, sizes = ("context", args.contexts) if args.contexts else ("batch", args.batches)
     table = Table({"kernel": 60, what: 7, "a step": 7, "us each": 8, "us a step": 9})
     for size in sizes:
