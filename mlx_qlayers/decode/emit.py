@@ -108,7 +108,7 @@ class Program:
         try:
             call: Call = call_of(node)
         except KeyError:
-            raise Unsupported(f"primitive {node.op}{list(node.arg)}") from None
+            raise Unsupported(f"primitive {node.op}{list(node.arg)}"[:80]) from None
         return call.function, self._argument(call.more, node.shape if call.shaped else node.arg)
 
     def _argument(self, more: Callable[..., Any], arg: tuple[Any, ...]) -> list[int]:

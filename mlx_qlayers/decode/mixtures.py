@@ -17,6 +17,7 @@ from ..ops.gather_qmm import gather_qmm
 from ..ops.latent_attention import latent_attention
 from ..ops.quantized_route import is_qmv
 from ..options import PackedMatrix
+from ..runtime.backend import backend
 from .graph import Node, resolved
 
 
@@ -91,8 +92,20 @@ def chosen(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
 def delta(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
     """The gated delta rule."""
     (norms,) = node.arg
+    if backend() != "metal" or node.outputs[1].shape[-1] % 32:
+        return partial(gated_delta, norms=norms)
+    from mlx_lm.models.gated_delta import gated_delta_kernel
 
-    return partial(gated_delta, norms=norms)
+    def step(q: mx.array, k: mx.array, *arrays: Any) -> Any:
+        if norms is not None:
+            epsilon, *factors = norms
+            q, k = (
+                factor * mx.fast.rms_norm(each, None, epsilon)
+                for factor, each in zip(factors, (q, k), strict=True)
+            )
+        return gated_delta_kernel(q, k, *arrays)
+
+    return step
 
 
 def depthwise(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ converted. What the exporter of MLX cannot write is spelled otherwise in it, wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -164,7 +164,7 @@ def _exported(cls: Any) -> Any:
     body = {
         name: FunctionType(
             method.__code__,
-            {**method.__globals__, "mx": _EXPORTED},
+            {**method.__globals__, **_otherwise(method)},
             name,
             method.__defaults__,
             method.__closure__,
@@ -179,4 +179,19 @@ def _exported(cls: Any) -> Any:
 
 
 def _copies(method: FunctionType) -> bool:
-    return "contiguous" in method.__code__.co_names and method.__globals__.get("mx") is mx
+    return not {*_otherwise(method)}.isdisjoint(method.__code__.co_names)
+
+
+def _otherwise(method: FunctionType) -> dict[str, Any]:
+    """Of what a method knows from outside that which is spelled otherwise in a twin."""
+    found: dict[str, Any] = {}
+    if "contiguous" in method.__code__.co_names and method.__globals__.get("mx") is mx:
+        found["mx"] = _EXPORTED
+    if (update := method.__globals__.get("gated_delta_update")) is not None:
+        found["gated_delta_update"] = partial(_by_operators, update)
+    return found
+
+
+def _by_operators(update: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """mlx-lm's gated delta rule without its kernel for Metal, which the exporter cannot write."""
+    return update(*args, **{**options, "use_kernel": False})

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architecture_table import ARCHITECTURES
 from architectures import build
+from mlx_lm.models import gated_delta, qwen3_next
 from mlx_lm.models.cache import make_prompt_cache
 from step_launches import NAMES, recorded
 
 from mlx_qlayers import use_backend
-from mlx_qlayers.decode import engine
+from mlx_qlayers.decode import engine, twin
 from mlx_qlayers.decode.rules import deferred
 from mlx_qlayers.runtime.tracing import trace
 
@@ -70,3 +72,23 @@ def test_norms_between_products_take_no_launch(name: str, monkeypatch: pytest.Mo
     taking = [node for node in nodes if node.op in ("Products", "Experts") and node.src[2]]
     # One norm a layer is behind a product with a residual, or two.
     assert len(giving) in (2, 4) and len(taking) >= len(giving)
+
+
+def test_the_gated_delta_rule_is_captured_without_a_kernel_of_metal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = []
+
+    def update(*args: mx.array, **options: Any) -> Any:
+        used.append(options["use_kernel"])
+        return gated_delta.gated_delta_update(*args, **options)
+
+    monkeypatch.setattr(qwen3_next, "gated_delta_update", update)
+    model = build("qwen3_next", ARCHITECTURES["qwen3_next"])
+    twin._exported.cache_clear()
+    try:
+        logits(model, 1, graph=True, tokens=1)
+    finally:
+        twin._exported.cache_clear()
+    # The prompt runs as the model says it, captures without the kernel.
+    assert used[0] and len(used) > 2 and not any(used[1:])
