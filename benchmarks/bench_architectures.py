@@ -52,95 +52,49 @@ _EXPERTS: dict[str, Any] = {
 }
 _LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 # By name: the module of mlx-lm, and what its configuration has beside what all have.
+# fmt: off
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama 3 8B": ("llama", {**_LLAMA, "intermediate_size": 14336}),
-    "Qwen3 8B": ("qwen3", {**_LLAMA, "intermediate_size": 12288}),
-    "Phi 3 mini": (
-        "phi3",
-        {
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-        },
-    ),
-    "Gemma 3 4B": (
-        "gemma3_text",
-        {
-            "hidden_size": 2560,
-            "num_hidden_layers": 6,
-            "intermediate_size": 10240,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "sliding_window": 1024,
-            "sliding_window_pattern": 6,
-        },
-    ),
-    "gpt-oss 20B": (
-        "gpt_oss",
-        {
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "sliding_window": 128,
-        },
-    ),
-    "Qwen3 30B-A3B": (
-        "qwen3_moe",
-        {
-            **_EXPERTS,
-            "intermediate_size": 6144,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        },
-    ),
-    "Moonlight 16B-A3B": (
-        "deepseek_v3",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 11264,
-            "moe_intermediate_size": 1408,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 6,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.446,
-            "q_lora_rank": None,
-        },
-    ),
-    "Qwen3-Next": (
-        "qwen3_next",
-        {
-            **_EXPERTS,
-            "intermediate_size": 5120,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "linear_num_value_heads": 32,
-            "linear_num_key_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 4,
-            "partial_rotary_factor": 0.25,
-        },
-    ),
+    "Llama 3 8B": ("llama", {
+        **_LLAMA, "intermediate_size": 14336,
+    }),
+    "Qwen3 8B": ("qwen3", {
+        **_LLAMA, "intermediate_size": 12288,
+    }),
+    "Phi 3 mini": ("phi3", {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    }),
+    "Gemma 3 4B": ("gemma3_text", {
+        "hidden_size": 2560, "num_hidden_layers": 6, "intermediate_size": 10240,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+    }),
+    "gpt-oss 20B": ("gpt_oss", {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    }),
+    "Qwen3 30B-A3B": ("qwen3_moe", {
+        **_EXPERTS, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    }),
+    "Moonlight 16B-A3B": ("deepseek_v3", {
+        "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.446, "q_lora_rank": None,
+    }),
+    "Qwen3-Next": ("qwen3_next", {
+        **_EXPERTS, "intermediate_size": 5120, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+        "partial_rotary_factor": 0.25,
+    }),
 }
-# What is measured: steps of one and of eight sequences, and a prompt of so many tokens.
+# fmt: on
+# The measurements: steps of one and of eight sequences, and a prompt of so many tokens.
 WHATS = ("1", "8", "2048")
 # Ahead of the names of columns.
 _OF = "from float32: "

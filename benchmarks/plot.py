@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -164,50 +164,25 @@ def tokens_per_second(figure: Figure, results: dict[str, Results]) -> None:
 
 
 def grid_sample(figure: Figure, results: dict[str, Results]) -> None:
-    """Milliseconds of every task by every path, those of one task on a line."""
-    tasks: dict[str, dict[str, float]] = {}
+    """Milliseconds of every task by every path, those of one task beside each other."""
+    names = {"operators": "plain MLX operators", "reference": "ours, MLX operators"}
+    lines: dict[str, list[float]] = {label: [] for label in (*names.values(), "ours")}
+    tasks = list(dict.fromkeys(row["task"] for row in results["grid_sample"].rows))
     for row in results["grid_sample"].rows:
-        path = row["path"] if row["path"] in ("operators", "reference") else "kernel"
-        tasks.setdefault(row["task"], {})[path] = row["ms"]
-    styles = {
-        "kernel": ("ours", "o", OURS),
-        "reference": ("ours, MLX operators", "^", OTHER),
-        "operators": ("plain MLX operators", "s", STOCK),
-    }
+        lines[names.get(row["path"], "ours")].append(row["ms"])
     axis = figure.subplots()
-    axis.hlines(
-        range(len(tasks)),
-        [min(times.values()) for times in tasks.values()],
-        [max(times.values()) for times in tasks.values()],
-        color="#cccccc",
-        zorder=1,
-    )
-    for path, (label, marker, colour) in styles.items():
-        times = [times.get(path, float("nan")) for times in tasks.values()]
-        axis.plot(times, range(len(tasks)), marker, color=colour, label=label)
-    for y, times in enumerate(tasks.values()):
-        for time, side in ((min(times.values()), -1), (max(times.values()), 1)):
-            align = "left" if side > 0 else "right"
-            offset = {"xytext": (6 * side, 0), "textcoords": "offset points"}
-            axis.annotate(_short(time), (time, y), ha=align, va="center", fontsize=8.5, **offset)
-    axis.set_yticks(range(len(tasks)), _task_names(tasks), fontsize=8.5)
+    for i, (label, times) in enumerate((k, v) for k, v in lines.items() if v):
+        colour = {"ours": OURS, "plain MLX operators": STOCK}.get(label, OTHER)
+        places = [y + 0.27 * (i - 1) for y in range(len(times))]
+        bars = axis.barh(places, times, 0.25, color=colour, label=label)
+        axis.bar_label(bars, [_short(time) for time in times], fontsize=7.5, padding=2)
+    labels = [task.replace(" ", "\n", 1) for task in tasks]
+    axis.set_yticks(range(len(tasks)), labels, fontsize=7)
     axis.set(xscale="log", xlabel="milliseconds")
     axis.invert_yaxis()
-    axis.margins(x=0.28, y=0.09)
+    axis.margins(x=0.2)
     _plain(axis, "x")
     axis.grid(visible=False, axis="y")
-
-
-def _task_names(tasks: Iterable[str]) -> list[str]:
-    """What tasks are called on an axis: what is that of the one above is left out."""
-    names, above = [], ""
-    for task in tasks:
-        what, _, way = task.partition(", ")
-        size, dtype, rest = what.split(" ", 2)
-        size = size.replace("x", "\N{MULTIPLICATION SIGN}")
-        names.append(way if what == above else f"{size} {dtype}\n{rest}, {way}")
-        above = what
-    return names
 
 
 def _curves(figure: Figure, lines: Mapping[str, Points], *, thousands: bool = False) -> Axes:

@@ -1,6 +1,6 @@
 """Counts the instructions of kernels' inner loops in LLVM's IR, beside those of MLX's own kernels.
 
-    python benchmarks/instructions.py     # writes docs/instructions.md; a minute, no GPU
+    python tests/instructions.py     # writes docs/instructions.md; a minute, no GPU
 
 The host's compiler optimises a kernel without vectors of this machine and unrolls what has a known
 length, as Apple's does. Meetings of lanes and matrix products are one instruction each, and what is
