@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from step_models import as_graphs, attention_by_kernels
 
 from mlx_qlayers import explain, use_backend
-from mlx_qlayers.conversion import cache_slots, compiled, compiled_step, step_graph, step_slots
-from mlx_qlayers.ops import attention_step
+from mlx_qlayers.conversion import compiled, compiled_step, step_slots
 from mlx_qlayers.runtime.backend import Mode, current
 
 
@@ -49,30 +49,14 @@ def gpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention of a step is by attention_step wherever it has a kernel."""
-    covered = attention_step._covers
-    monkeypatch.setattr(cache_slots, "why_not", lambda *args: None if covered(*args) else "none")
+    attention_by_kernels(monkeypatch)
 
 
 @pytest.fixture
-def graphs(by_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+def graphs() -> Iterator[list[object]]:
     """Every call of a graph; as on a GPU, but that MLX compiles nothing, which takes minutes."""
-    calls: list[object] = []
-    run = step_graph.StepGraph.computed
-
-    def counted(self, *args):
-        calls.append(self)
-        return run(self, *args)
-
-    monkeypatch.setattr(step_graph.StepGraph, "computed", counted)
-    monkeypatch.setattr(compiled.Graph, "ready", lambda self, *args: self.graph)
-    context = "ops", threading.get_ident()
-    with use_backend("ops"):
-        mx.disable_compile()
-        monkeypatch.setattr(
-            compiled, "context", lambda: None if step_slots.current_step.get() else context
-        )
+    with as_graphs() as calls:
         yield calls
-        mx.enable_compile()
 
 
 @pytest.fixture
