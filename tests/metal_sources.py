@@ -1,15 +1,20 @@
 """Writes the Metal text of every kernel that a test run launches, for Apple's compiler.
 
-A pytest plugin, which ``make metal-sources`` uses: ``pytest -p tests.metal_sources --metal-sources
-build/metal``. The folder then holds each text once, as MLX hands it to the compiler on a Mac,
-``utils.h`` (MLX's preamble, which each text includes), and ``manifest.json``, a list with each
-text's ``file``, ``function``, ``kernel`` and, of its largest threadgroup, the ``threads``.
+A pytest plugin, which ``make metal-sources`` uses: ``PYTHONOPTIMIZE=1 pytest --assert=plain -p
+tests.metal_sources --metal-sources build/metal``. Nothing is compiled and no kernel runs: a launch
+gives zeros, and Python leaves assertions out, so that tests go on to their next launch. A test that
+fails nevertheless counts for what it launched until then: ``make test`` is there to judge it.
+
+The folder then holds each text once, as MLX hands it to the compiler on a Mac, ``utils.h`` (MLX's
+preamble, which each text includes), and ``manifest.json``, a list with each text's ``file``,
+``function``, ``kernel`` and, of its largest threadgroup, the ``threads``.
 ``tests/compile_metal_sources.py`` compiles them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from functools import cache
@@ -17,15 +22,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
+import mlx_qlayers
 from mlx_qlayers.runtime import host
-from mlx_qlayers.runtime.host import bound_launch
 from mlx_qlayers.runtime.host.toolchain import mlx_include
 from mlx_qlayers.runtime.launch import Bound, Launch
 
 MANIFEST = "manifest.json"
-PREAMBLE, bind, compile_source = bound_launch._PREAMBLE, host.bind, bound_launch.compile_source
+_FILES = {path.name for path in Path(mlx_qlayers.__file__).parent.rglob("*.metal")}
 _UTILS = "mlx/backend/metal/kernels/utils.h"
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
@@ -40,47 +47,35 @@ def flattened(header: str, seen: set[str]) -> str:
 
 
 class MetalSources:
-    """Collects the texts of one process: what is launched, once the host backend has compiled it.
-
-    Tests also launch kernels that the strict compiler is to refuse; those stay out.
-    """
+    """Collects the texts of one process: what is bound, of the kernels that the package has."""
 
     def __init__(self, folder: Path, process: str) -> None:
         self.folder, self.process = folder, process
         self.launched: dict[str, dict[str, Any]] = {}
-        self.compiled: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
 
     def bind(self, launch: Launch) -> Bound:
-        """In the place of the host backend's ``bind``."""
-        bound = bind(launch)
-        name, threads = file_name(launch.text), prod(launch.threadgroup)
-        entry = self.launched.setdefault(
-            name,
-            {
-                "file": name,
-                "function": launch.function,
-                "kernel": launch.program.name,
-                "threads": threads,
-            },
-        )
-        entry["threads"] = max(entry["threads"], threads)
-        return bound
+        """In the place of the host backend's ``bind``: what it gives are zeros."""
+        lines = itertools.chain(*launch.program.file_lines)
+        if not _FILES.isdisjoint(line.partition(":")[0] for line in lines):
+            self.keep(launch)
+        outputs = list(zip(launch.output_shapes, launch.output_dtypes, strict=True))
+        return lambda arrays: [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
-    def compile_source(self, text: str, function: str, **options: Any) -> Any:
-        """In the place of its ``compile_source``."""
-        kernel = compile_source(text, function, **options)
-        text = text.removeprefix(PREAMBLE)
-        name = file_name(text)
-        if name not in self.compiled:
-            self.compiled.add(name)
-            (self.folder / name).write_text(f'#include "utils.h"\n{text}', encoding="ascii")
-        return kernel
+    def keep(self, launch: Launch) -> None:
+        """Write the text of a launch, once."""
+        name, threads = file_name(launch.text), prod(launch.threadgroup)
+        kernel, path = launch.program.name, self.folder / name
+        known = {"file": name, "function": launch.function, "kernel": kernel, "threads": 0}
+        entry = self.launched.setdefault(name, known)
+        entry["threads"] = max(entry["threads"], threads)
+        if not path.exists():
+            path.write_text(f'#include "utils.h"\n{launch.text}', encoding="ascii")
 
     def save(self) -> None:
         """Write this process's part of the manifest."""
-        entries = [entry for name, entry in self.launched.items() if name in self.compiled]
-        (self.folder / f".{self.process}.{MANIFEST}").write_text(json.dumps(entries))
+        entries = json.dumps(list(self.launched.values()))
+        (self.folder / f".{self.process}.{MANIFEST}").write_text(entries)
 
 
 @cache
@@ -112,7 +107,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if folder is not None:
         worker = getattr(config, "workerinput", {"workerid": "main"})["workerid"]
         sources = config.stash[_KEY] = MetalSources(folder.absolute(), worker)
-        host.bind, bound_launch.compile_source = sources.bind, sources.compile_source
+        host.bind = sources.bind
+        for name in ("assert_allclose", "assert_array_equal"):
+            setattr(np.testing, name, lambda *_, **__: None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Tests fail where kernels give zeros."""
+    if _KEY in session.config.stash and exitstatus == pytest.ExitCode.TESTS_FAILED:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -30,10 +30,13 @@ done
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run of one small test file writes."""
     folder = tmp_path_factory.mktemp("sources") / "metal"
+    cache = folder.parent / "cache"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.metal_sources", "-n", "1"]
-    command += ["--metal-sources", str(folder), "tests/metal/test_exp.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command += ["--assert=plain", "--metal-sources", str(folder), "tests/metal/test_exp.py"]
+    changed = {"PYTHONPATH": str(ROOT), "PYTHONOPTIMIZE": "1", "MLX_QLAYERS_CACHE_DIR": str(cache)}
+    environment = {**os.environ, **changed}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    assert not [*cache.rglob("*.so")]  # nothing was compiled, and what failed does not count
     return folder
 
 
