@@ -23,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..decode.cache_tail import following, held_by, kind_of
+from ..decode.ring_tail import kept, ring_tail
 from ..decode.snapshot import Snapshot
 from ..runtime.backend import use_backend
 from ..runtime.explain import note
@@ -34,7 +35,6 @@ from .cache_slots import STEPPED
 from .effects import Effects, NotTheSame
 from .long_prompts import in_turn
 from .matcher import Match, Mismatch
-from .ring_tail import kept, ring_tail
 from .step_caches import Inputs, leaves, put, reason_against, settings_of, taken, with_tail
 from .step_graph import StepGraph, check, inside_of
 from .step_kinds import Changes, OfCaches, Static, Unsupported, rows_of_all

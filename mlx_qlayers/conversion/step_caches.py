@@ -26,7 +26,7 @@ from ..decode.cache_tail import (
     watch,
     with_tickets,
 )
-from .ring_tail import RingTail, ring_positions
+from ..decode.ring_tail import RingTail, ring_positions
 from .step_kinds import Nested, OfCaches, Rows, States, Static
 
 # What a stand-in keeps of the cache that it stands for: what no token changes.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..decode.cache_tail import Tail, advance, as_left, following, given_by, held_by
-from .ring_tail import RingTail
+from ..decode.ring_tail import RingTail
 from .step_caches import Group
 
 

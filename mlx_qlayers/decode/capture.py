@@ -49,12 +49,14 @@ class Captured(NamedTuple):
             ``logits`` and ``cache.NUMBER.NAME``, of those that the step changed.
         counts: by the same names numbers of the caches that the step changed.
         weights: the arrays of the model by their names.
+        names: what counts of caches are called in the graph, by the number and the attribute.
         exact: whether it holds for this batch size alone.
     """
 
     graph: Graph
     counts: dict[str, Any]
     weights: dict[str, mx.array]
+    names: dict[str, str]
     exact: bool
 
 
@@ -194,8 +196,7 @@ class _Solver:
         pairs |= {f"{i}.rows": (v, other.rows[i]) for i, v in one.rows.items()}
         # Counters that are the same in both are one.
         self.pairs: dict[tuple[int, int], str] = {}
-        for name, pair in pairs.items():
-            self.pairs.setdefault(pair, name)
+        self.names = {name: self.pairs.setdefault(pair, name) for name, pair in pairs.items()}
         self.nodes: dict[str, Node] = {}
         self.made: dict[Any, Node] = {}
 
@@ -260,7 +261,7 @@ class _Solver:
             if name.startswith("model.") and name not in one.embeddings
         }
         exact = self.batches[0] == self.batches[1]
-        return Captured(Graph(outputs), counts, weights, exact)
+        return Captured(Graph(outputs), counts, weights, self.names, exact)
 
     def _embeddings(self, found: dict[str, Any], ids: dict[str, Any]) -> None:
         """Let nodes that unpack a matrix take the place of what stands for the unpacked one."""

@@ -123,10 +123,10 @@ class Steps:
         key: Any = None
         asked = tokens.shape, tokens.dtype, where()
         last = self.progress.get(own[0])
-        if last is not None and last[0] == asked and last[1].holds(own):
+        if last is not None and last[0] == asked and last[1] and last[2].holds(own):
             logits: mx.array
-            logits, progress = last[1].step.run(tokens, own, last[1])
-            self.progress[own[0]] = asked, progress
+            logits, progress = last[2].step.run(tokens, own, last[2])
+            self.progress[own[0]] = asked, last[1] - 1, progress
             return logits
         released(own)
         try:
@@ -139,9 +139,10 @@ class Steps:
             if found is None:
                 found = self._captured(caches, some, batch, length)
                 self.steps[key] = [found, *self.steps.get(key, ())][:_KEPT]
-            if where() and (tailed := self._tailed(found, batch)) is not None:
+            if where() and (tailed := self._tailed(found, batch, some)) is not None:
                 logits, progress = tailed.run(tokens, own, None)
-                self.progress[own[0]] = asked, progress
+                more = min(most - at[name] for name, (_, most) in found.limits.items())
+                self.progress[own[0]] = asked, more, progress
                 return logits
             program: Program = self._program(found, batch)
         except Unsupported as error:
@@ -159,12 +160,12 @@ class Steps:
             found.programs[key] = Program(found.graph, batch, found.captured.weights)
         return found.programs[key]
 
-    def _tailed(self, found: Step, batch: int) -> Tailed | None:
+    def _tailed(self, found: Step, batch: int, some: Sequence[Facts]) -> Tailed | None:
         """The step by tails; None where something else depends on positions."""
         key = "tails", batch, current.get(), where()
         if key not in found.programs:
             try:
-                found.programs[key] = Tailed(found.captured, batch)
+                found.programs[key] = Tailed(found.captured, batch, [each.key for each in some])
             except Unsupported as error:
                 self.stopped[key] = str(error)
                 found.programs[key] = None

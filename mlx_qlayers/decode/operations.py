@@ -74,6 +74,37 @@ def _position(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
     return position
 
 
+def _ring_mask(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    """Which rows of a full ring and its tail a token sees: those in order that are not gone."""
+    size, keep = node.arg
+
+    def seen(at: mx.array, ring: mx.array, tail: mx.array) -> mx.array:
+        row, start, held = mx.arange(ring.shape[2] + tail.shape[2]), at[0], at[1]
+        age = mx.where(row < start, size - keep - _order(row, at, node) + held, held - row + start)
+        return ((age < size - keep) | (row < keep))[None, None, None]
+
+    return seen
+
+
+def _order(row: mx.array, at: mx.array, node: Node) -> mx.array:
+    """Which row of the tail overwrites one of the ring's."""
+    size, keep = node.arg
+    return (row - at[at.size - 1] + at[1]) % (size - keep)
+
+
+def _ring_shown(node: Node, values: Mapping[str, int]) -> Callable[..., Any]:
+    """A ring with its tail in it, as the cache shows it."""
+    _, keep = node.arg
+
+    def shown(ring: mx.array, tail: mx.array, at: mx.array) -> mx.array:
+        row = mx.arange(ring.shape[2])
+        order = _order(row, at, node)
+        new = ((order <= at[1]) & (row >= keep))[:, None]
+        return mx.where(new, mx.take(tail, mx.minimum(order, tail.shape[2] - 1), axis=2), ring)
+
+    return shown
+
+
 OPERATIONS: dict[str, Maker] = {
     "Attention": _attention,
     "AttentionStep": _attention_step,
@@ -89,6 +120,8 @@ OPERATIONS: dict[str, Maker] = {
     "Position": _position,
     "Heads": mixtures.heads,
     "Latent": mixtures.latent,
+    "RingMask": _ring_mask,
+    "RingShown": _ring_shown,
     "Products": _products,
     "Unpacked": _unpacked,
     "Silu": lambda node, values: nn.silu,

@@ -6,7 +6,7 @@ next one with the same caches goes on, as long as nobody looked at them or chang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -29,41 +29,51 @@ from .cache_tail import (
 from .caches import arrays_of, changes, put
 from .capture import Captured, Unsupported
 from .emit import Program
+from .ring_tail import RingTail, kept, ring_positions, ring_tail
 from .rules import fused
+from .rules.steps import Tails
 
+_COUNTS = ("offset", "_idx")
 _NAMES = ("cache.{}.keys", "cache.{}.values", "tail.{}.keys", "tail.{}.values", "tickets.{}")
 
 
 class Tailed:
     """A captured step whose positions are arrays, for one batch size.
 
+    Args:
+        captured: the step.
+        batch: sequences.
+        keys: of the caches, what the capture is for.
+
     Attributes:
-        tailed: the numbers of the caches that have a tail.
+        plain: the numbers of the caches that have a tail together.
+        rings: those of rotating caches, which have one each.
 
     Raises:
         Unsupported: something else than attention depends on positions.
     """
 
-    def __init__(self, captured: Captured, batch: int) -> None:
-        graph = fused(captured.graph, by_tails=True)
+    def __init__(self, captured: Captured, batch: int, keys: Sequence[tuple[Any, ...]]) -> None:
+        graph = fused(captured.graph, Tails(keys, captured.names))
         self.captured, self.batch = captured, batch
-        self.tailed = sorted({int(n.split(".")[1]) for n in graph.outputs if n[:5] == "tail."})
+        tailed = {int(name.split(".")[1]) for name in graph.outputs if name.startswith("tail.")}
+        self.rings = sorted(i for i in tailed if keys[i][0] == "RotatingKVCache")
+        self.plain = sorted(tailed - {*self.rings})
+        self.tailed = [*self.plain, *self.rings]
         self.program = Program(graph, batch, captured.weights)
-        if self.program.dynamic or not self.tailed:
+        if self.program.dynamic or not tailed:
             raise Unsupported("its code computes with positions")
-        self.others = [
-            name for _, name in self.program.inputs if not _is_of_tail(name, self.tailed)
-        ]
-        self.at = [name for name in self.others if name.startswith("at.")]
-        self.others = [name for name in self.others if not name.startswith("at.")]
-        self.results = [n for n in graph.outputs if n[:5] != "tail." and n != "logits"]
+        self.given = [name for _, name in self.program.inputs]
+        self.results = [name for name in graph.outputs if name != "logits"]
+        self.tails = [f"tail.{i}.{name}" for i in self.plain for name in ("keys", "values")]
         self.compiled = mx.compile(self._run)
 
-    def _run(self, at: mx.array, given: Sequence[Any], others: Sequence[mx.array]) -> list[Any]:
-        """Logits, positions of the next token, tails, and what changed of other caches."""
-        per, arrays = len(given) // len(self.tailed), dict(zip(self.others, others, strict=True))
-        arrays |= dict.fromkeys(self.at, at)
-        for i, number in enumerate(self.tailed):
+    def _run(self, at: mx.array | None, given: Any, arrays: dict[str, mx.array]) -> list[Any]:
+        """Logits, positions of the next token, tails, and what changed besides."""
+        per, arrays = len(given) // max(1, len(self.plain)), {**arrays}
+        if at is not None:
+            arrays |= {name: at for name in self.given if name.startswith("at.")}
+        for i, number in enumerate(self.plain):
             keys, values, *tails, tickets = given[per * i : per * i + per]
             if len(tails) == 1:
                 tails = [*halves(tails[0])]
@@ -71,35 +81,70 @@ class Tailed:
             arrays |= zip(names, (keys, values, *tails, tickets), strict=True)
         with mode(Mode.INFERENCE):
             made = self.program.run(arrays, {})
-        tails = [made[f"tail.{i}.{name}"] for i in self.tailed for name in ("keys", "values")]
+        tails = [made.pop(name) for name in self.tails]
         if per == 4:
             tails = [joined(*tails[i : i + 2]) for i in range(0, len(tails), 2)]
-        later = at + one_token(at.size)
-        return [made["logits"], later, *tails, *(made[name] for name in self.results)]
+        later = at if at is None else at + one_token(at.size)
+        return [made.pop("logits"), later, tails, made]
 
-    def run(
-        self, tokens: mx.array, own: Sequence[Any], last: Progress | None
-    ) -> tuple[Any, Progress]:
-        """The logits, and what the next step with the same caches goes on with."""
-        some = [own[i] for i in self.tailed]
-        length = vars(some[0])["offset"]
-        tail = with_tickets(tail_of(last and last.tail, some, length))
-        goes_on = last is not None and last.tail is not None and tail.start == last.tail.start
-        at = last.at if last and goes_on else positions(tail.start, length - tail.start, self.batch)
-        arrays = arrays_of([c if i not in self.tailed else None for i, c in enumerate(own)])
-        arrays["tokens"] = tokens
-        others = [arrays[name] for name in self.others]
-        logits, later, *rest = self.compiled(at, given_by(tail, []), others)
-        count = len(tail.tails)
-        tail = following(tail, rest[:count])
-        outputs = dict(zip(self.results, rest[count:], strict=True))
-        values = {f"{i}.offset": length for i in self.tailed}
-        items = changes(own, outputs, self.captured.counts, values)
-        for i, (keys, cached) in enumerate(zip(tail.held[::2], tail.held[1::2], strict=True)):
-            items[self.tailed[i]] |= {"keys": keys, "values": cached}
-        watch(some)
+    def run(self, tokens: mx.array, own: Sequence[Any], last: Progress | None) -> Any:
+        """The logits, and what the next step with the same caches goes on with.
+
+        Raises:
+            Unsupported: caches hold different numbers of tokens, or are too small.
+        """
+        some, held = [own[i] for i in self.plain], [vars(own[i]) for i in self.plain]
+        lengths = {each["offset"] for each in held}
+        if len(lengths) > 1:
+            raise Unsupported("caches hold different numbers of tokens")
+        tail, at, given = None, None, list[Any]()
+        for length in lengths:
+            before = last and last.tail
+            tail = with_tickets(tail_of(before, some, length))
+            goes_on = last is not None and before is not None and tail.start == before.start
+            at = positions(tail.start, length - tail.start, self.batch)
+            at = last.at if last is not None and goes_on else at
+            given = given_by(tail, [])
+        others = [None if i in self.tailed else c for i, c in enumerate(own)]
+        rings = {i: ring_tail(last.rings.get(i) if last else None, own[i]) for i in self.rings}
+        arrays = {**arrays_of(others), **self._of_rings(rings, own), "tokens": tokens}
+        logits, later, tails, made = self.compiled(at, given, arrays)
+        new = {i: [made.pop(f"tail.{i}.{name}") for name in ("keys", "values")] for i in rings}
+        counts = {
+            f"{i}.{name}": vars(own[i])[name]
+            for i in self.tailed
+            for name in _COUNTS
+            if name in vars(own[i])
+        }
+        at_names = {self.captured.names[name]: value for name, value in counts.items()}
+        items = changes(own, made, self.captured.counts, at_names)
+        for i in self.rings:
+            row, size = vars(own[i])["_idx"], vars(own[i])["max_size"]
+            items[i]["_idx"] = (vars(own[i])["keep"] if row == size else row) + 1
+        if tail is not None:
+            tail = following(tail, tails)
+            pairs = zip(tail.held[::2], tail.held[1::2], strict=True)
+            for i, (keys, values) in zip(self.plain, pairs, strict=True):
+                items[i] |= {"keys": keys, "values": values}
+        watch([own[i] for i in self.plain])
         put(own, items)
-        return logits, Progress(self, tail, later, held_by(own))
+        after = {i: kept(ring, new[i], own[i]) for i, ring in rings.items() if ring is not None}
+        return logits, Progress(self, tail, later, after, held_by(own))
+
+    def _of_rings(
+        self, rings: Mapping[int, RingTail | None], own: Sequence[Any]
+    ) -> dict[str, mx.array]:
+        """What a graph takes of rotating caches."""
+        arrays: dict[str, mx.array] = {}
+        for i, ring in rings.items():
+            if ring is None:
+                raise Unsupported("a rotating cache is tiny")
+            each = (*ring.buffers, *ring.tails, ring.tickets)
+            arrays |= zip((name.format(i) for name in _NAMES), each, strict=True)
+            if f"ring.{i}" in self.given:
+                size, offset = (vars(own[i])[name] for name in ("max_size", "offset"))
+                arrays[f"ring.{i}"] = ring_positions(ring, size, offset, self.batch)
+        return arrays
 
 
 class Progress(NamedTuple):
@@ -107,14 +152,16 @@ class Progress(NamedTuple):
 
     Attributes:
         step: which goes on.
-        tail: of the caches that have one.
-        at: the positions of the next token.
+        tail: of the caches that have one together.
+        at: the positions of the next token in it.
+        rings: the tails of rotating caches, by their numbers.
         left: what all caches have.
     """
 
     step: Tailed
-    tail: Tail
-    at: mx.array
+    tail: Tail | None
+    at: mx.array | None
+    rings: dict[int, RingTail]
     left: list[dict[str, Any]]
 
     def holds(self, own: Sequence[Any]) -> bool:
@@ -132,9 +179,3 @@ def released(own: Sequence[Any]) -> None:
     for c in own:
         if "_kind" in vars(type(c)):
             _ = c.keys
-
-
-def _is_of_tail(name: str, tailed: Sequence[int]) -> bool:
-    kind, _, rest = name.partition(".")
-    number = rest.partition(".")[0]
-    return kind in ("tail", "tickets") or (kind == "cache" and int(number) in tailed)

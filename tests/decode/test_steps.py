@@ -18,6 +18,7 @@ from mlx_qlayers.decode.emit import Program
 from mlx_qlayers.decode.engine import _positions
 from mlx_qlayers.decode.graph import Graph
 from mlx_qlayers.decode.rules import fused
+from mlx_qlayers.decode.rules.steps import Tails
 from mlx_qlayers.runtime.backend import Mode, mode
 from mlx_qlayers.runtime.tracing import trace
 
@@ -34,7 +35,7 @@ def by_tails(name: str) -> tuple[Any, Graph, Any, dict[str, Any], dict[str, int]
     model(PROMPT, cache=cache)
     some = [facts(c, 1) for c in cache]
     step = capture(model, cache, *settings(some, 1, 1, 1, 256))
-    graph, at = fused(step.graph, by_tails=True), _positions(some)
+    graph, at = fused(step.graph, Tails([f.key for f in some], step.names)), _positions(some)
     arrays = {**arrays_of(cache), "tokens": TOKEN}
     for node in graph.nodes():
         if node.op != "Input":
@@ -42,16 +43,20 @@ def by_tails(name: str) -> tuple[Any, Graph, Any, dict[str, Any], dict[str, int]
         kind, _, rest = node.arg[0].partition(".")
         if kind == "tail":
             heads, width = node.shape[1], node.shape[3]
-            arrays[node.arg[0]] = mx.zeros((1, heads, 16, width), node.dtype)
+            arrays[node.arg[0]] = mx.zeros((1, heads, 8, width), node.dtype)
         elif kind == "tickets":
             arrays[node.arg[0]] = mx.zeros(64, mx.int32)
         elif kind == "at":
             arrays[node.arg[0]] = mx.array([at[rest], 0, *[at[rest]] * 8])
+        elif kind == "ring":
+            row, offset = at[f"{rest}._idx"], at[f"{rest}.offset"]
+            size = at[f"{rest}.rows"]
+            arrays[node.arg[0]] = mx.array([min(offset, size), 0, *[offset] * 8, row])
     want = model(TOKEN, cache=cache)
     return want, graph, step.weights, arrays, at
 
 
-@pytest.mark.parametrize("name", ["qwen2"])
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gemma3_text"])
 def test_kernels_of_a_token(name: str) -> None:
     want, graph, weights, arrays, at = by_tails(name)
     with use_backend("host"), mode(Mode.INFERENCE), trace() as launches:

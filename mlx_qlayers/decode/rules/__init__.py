@@ -12,7 +12,7 @@ from .products import products
 from .recurrent import RECURRENT, gated_deltas
 from .rotary import ROTARY
 from .routers import routed
-from .steps import by_steps
+from .steps import Tails, by_steps
 
 PASSES = (
     UNBROADCAST,
@@ -26,17 +26,17 @@ PASSES = (
 )
 
 
-def fused(graph: Graph, by_tails: bool = False) -> Graph:
+def fused(graph: Graph, by_tails: Tails | None = None) -> Graph:
     """The graph after all rules.
 
     Args:
         graph: as it was captured.
-        by_tails: whether attention takes the tokens that came since a cache's buffers were written
-            as arrays of their own, so that positions are arrays.
+        by_tails: the model's caches, if attention takes the tokens that came since their buffers
+            were written as arrays of their own, so that positions are arrays.
     """
     for rules in PASSES:
         graph = rewrite(graph, rules)
     graph = gated_deltas(routed(graph))
-    if by_tails:
-        graph = by_steps(graph)
+    if by_tails is not None:
+        graph = by_steps(graph, by_tails)
     return rewrite(products(graph), RESIDUAL)

@@ -13,9 +13,9 @@ where the name is that of the position; its tails are outputs by those names.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -60,32 +60,62 @@ VIEWS: list[Rule] = [
 ]
 
 
+class Tails(NamedTuple):
+    """What rules know of a model's caches.
+
+    Attributes:
+        keys: by their numbers what a capture is for: class, case, attributes.
+        names: what counts of caches are called in a graph, by the number and the attribute.
+    """
+
+    keys: Sequence[tuple[Any, ...]]
+    names: Mapping[str, str]
+
+
 class Written(NamedTuple):
-    """Rows of a cache that attention takes: which cache, at which position, and what is new."""
+    """Rows of a cache that attention takes.
 
-    number: str
-    position: Size
+    Attributes:
+        number: of the cache.
+        offset: the position of the token.
+        buffer: what is written into, and ``new`` the token's row.
+        ring: of a rotating cache its size, the rows that it keeps and whether all rows count.
+    """
+
+    number: int
+    offset: Size
     buffer: Node
-    update: Node
     new: Node
+    ring: tuple[int, int, bool] | None
 
 
-def written(node: Node, name: str) -> Written | None:
-    """What keys or values of attention are, if they are those of a plain cache with a token."""
+def written(node: Node, name: str, tails: Tails) -> Written | None:
+    """What keys or values of attention are, if a token was written into a cache."""
     update = node.src[0] if node.op == "Slice" else node
     if update is None or update.op != "SliceUpdate":
         return None
     buffer, new = update.src
-    if buffer is None or new is None or buffer.op != "Input":
+    if buffer is None or new is None or buffer.op != "Input" or new.shape[2] != 1:
         return None
-    kind, number, *rest = buffer.arg[0].split(".")
-    position = update.arg[1][2]
-    plain = isinstance(position, Size) and position.terms[0][0].endswith(".offset")
-    if kind != "cache" or rest != [name] or not plain or new.shape[2] != 1:
+    where, number, *rest = buffer.arg[0].split(".")
+    if where != "cache" or rest != [name] or new.dtype != buffer.dtype:
         return None
-    if node.op == "Slice" and node.arg[1][2] != position._replace(const=position.const + 1):
+    kind, case, *others = tails.keys[int(number)]
+    counter = {"KVCache": "offset", "RotatingKVCache": "_idx"}.get(kind)
+    if counter is None or update.arg[1][2] != _count(tails.names, number, counter):
         return None
-    return Written(number, position, buffer, update, new)
+    stop = _count(tails.names, number, counter)._replace(const=1)
+    counted = node.arg[1][2] if node.op == "Slice" else None
+    if counted not in ((None, stop) if case == "fills" else (None,) if case else (stop,)):
+        return None
+    settings, ring = dict(others), None
+    if kind == "RotatingKVCache":
+        ring = settings["max_size"], settings["keep"], case == "full"
+    return Written(int(number), _count(tails.names, number, "offset"), buffer, new, ring)
+
+
+def _count(names: Mapping[str, str], number: str, attribute: str) -> Size:
+    return Size(0, ((names[f"{number}.{attribute}"], 1),))
 
 
 class Heads(NamedTuple):
@@ -160,11 +190,11 @@ def _turned(q: Node, k: Node, position: Size) -> _Turned:
     return _Turned(*rows, scale, rotation, freqs, (one.src[1], other.src[1]), one.arg[0])
 
 
-def _step(attention: Node, keys: Written, values: Written) -> Node:
+def _step(attention: Node, keys: Written, values: Written, tails: Tails) -> Node:
     """The node that takes the place of attention."""
     q, _, _, mask, sinks = attention.src
     assert q is not None
-    given = _turned(q, keys.new, keys.position)
+    given = _turned(q, keys.new, keys.offset)
     (batch, kv_heads, *_), tail = keys.buffer.shape, Size(0, (("tail", 1),))
     widths = keys.new.shape[3], values.new.shape[3]
     specs = [Spec((batch, kv_heads, tail, width), attention.dtype) for width in widths]
@@ -174,10 +204,16 @@ def _step(attention: Node, keys: Written, values: Written) -> Node:
 
     eight, number = Spec((8,), mx.int32), keys.number
     names = f"tail.{number}.keys", f"tail.{number}.values"
+    of_tail = [taken(*each) for each in zip(names, specs, strict=True)]
+    at = taken(f"at.{keys.offset.terms[0][0]}", eight)
+    if keys.ring is not None:
+        at = taken(f"ring.{_first_alike(keys.number, tails)}", eight)
+        if keys.ring[2]:
+            hidden = Spec((1, 1, 1, tail), mx.bool_)
+            mask = Node("RingMask", (at, keys.buffer, of_tail[0]), keys.ring[:2], (hidden,))
     src = (
         *(given.q, given.k, _rows(values.new), keys.buffer, values.buffer),
-        *map(taken, names, specs),
-        taken(f"at.{keys.position.terms[0][0]}", eight),
+        *(*of_tail, at),
         *(given.freqs, mask, sinks, *given.norms),
         taken(f"tickets.{number}", eight),
     )
@@ -186,14 +222,24 @@ def _step(attention: Node, keys: Written, values: Written) -> Node:
     return Node("AttentionStep", src, arg, (out, *specs))
 
 
+def _first_alike(number: int, tails: Tails) -> int:
+    """The first of the caches that hold as many tokens and count alike."""
+
+    def kind(i: int) -> Any:
+        counts = (tails.names.get(f"{i}.{name}") for name in ("_idx", "offset", "rows"))
+        return tails.keys[i][:2], *counts, dict(tails.keys[i][2:]).get("keep")
+
+    return next(i for i in range(number + 1) if kind(i) == kind(number))
+
+
 def _alike(one: Node | None, other: Node | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.arg == other.arg and one.src[1:] == other.src[1:]
 
 
-def by_steps(graph: Graph) -> Graph:
-    """The graph with attention to plain caches by tails, where a token is all that comes."""
+def by_steps(graph: Graph, tails: Tails) -> Graph:
+    """The graph with attention to caches by tails, where a token is all that comes."""
     places: dict[Node, Node] = {}
     outputs = dict(graph.outputs)
     seen = [node for node in graph.nodes() if node.op == "Attention"]
@@ -202,15 +248,19 @@ def by_steps(graph: Graph) -> Graph:
         _, k, v, mask, _ = node.src
         if k is None or v is None or mask is not None or taken[k] > 1 or node.shape[2] != 1:
             continue
-        keys, values = written(k, "keys"), written(v, "values")
+        keys, values = written(k, "keys", tails), written(v, "values", tails)
         if keys is None or values is None or keys.number != values.number:
             continue
-        step = _step(node, keys, values)
+        step = _step(node, keys, values, tails)
         out = step.item(0)
         places[node] = Node("Reshape", (out,), (node.shape,), node.outputs)
-        for number, name in enumerate(("keys", "values"), 1):
-            outputs.pop(f"cache.{keys.number}.{name}", None)
-            outputs[f"tail.{keys.number}.{name}"] = step.item(number)
+        for number, (name, each) in enumerate((("keys", keys), ("values", values)), 1):
+            outputs.pop(f"cache.{each.number}.{name}", None)
+            tail = outputs[f"tail.{each.number}.{name}"] = step.item(number)
+            if each.ring is not None:
+                src, arg = (each.buffer, tail, step.src[7]), each.ring[:2]
+                shown = Node("RingShown", src, arg, each.buffer.outputs)
+                outputs[f"cache.{each.number}.{name}"] = shown
     at = {n.arg[0]: n for step in places.values() for n in _inputs(step) if n.arg[0][:3] == "at."}
     positions: list[Rule] = [(Pattern(("Numbers",)), lambda root: _position(root, at))]
     return rewrite(Graph(outputs).replaced(places), [*VIEWS, *positions])

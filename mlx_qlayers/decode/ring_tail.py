@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..decode.cache_tail import kind_of, rows_of, tail_rows, watch, watched_kind
 from ..ops.attention_step import MIN_POSITIONS, MIN_TICKETS
+from .cache_tail import kind_of, rows_of, tail_rows, watch, watched_kind
 
 
 class RingTail(NamedTuple):
